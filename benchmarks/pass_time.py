@@ -33,8 +33,8 @@ from model import Decoder, Sizes, model_arguments
 from peers import InductorPattern, SubgraphPattern
 from torch.fx import GraphModule
 
-from mla_fusion.bench import median_seconds
 from mla_fusion.compile.device_graph import capture
+from mla_fusion.tools.bench import median_seconds
 
 # Dims matter to the pass because it runs the cut-out region once to verify it.
 DIMS = {"small": Sizes(), "v3": Sizes(hidden=7168, heads=16)}

@@ -20,11 +20,11 @@ from typing import Any
 from written import write
 
 import mla_fusion as mf
-from mla_fusion.by_hand.outcome import Finding
 from mla_fusion.compile.prepack import PrepackedWeight
 from mla_fusion.models import hf
 from mla_fusion.report.rejection import Rejection
 from mla_fusion.report.report import Fusion
+from mla_fusion.tools.by_hand.outcome import Finding
 
 DOCS = Path(__file__).parent
 INTRODUCTION = """\

@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT))
 
 from written import write  # noqa: E402
 
-from mla_fusion import cli  # noqa: E402
+from mla_fusion.tools import cli  # noqa: E402
 
 PAGE = ROOT / "docs" / "command-line.md"
 INTRODUCTION = """\

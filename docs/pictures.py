@@ -41,7 +41,7 @@ _WIDTH, _LINE, _MARGIN = 92, 19, 18
 
 
 def main() -> None:
-    from mla_fusion import cli
+    from mla_fusion.tools import cli
 
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "model.py").write_text(MODEL)

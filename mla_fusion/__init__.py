@@ -22,38 +22,41 @@ _lazy.operators_with_torch()
 
 if TYPE_CHECKING:
     from mla_fusion import inspect, meta, offline, paging, reference
-    from mla_fusion.by_hand import Audit, audit
     from mla_fusion.compile.backend import backend
     from mla_fusion.compile.hook import torchair_pass
-    from mla_fusion.compile.lowering import Lowering, lower
     from mla_fusion.compile.prepack import Prepacked, prepack
     from mla_fusion.compile.slots import SlotError
     from mla_fusion.config import Config
-    from mla_fusion.entry import explain, fuse
     from mla_fusion.fx.registered import register_operator
-    from mla_fusion.report.report import Report, reports
+    from mla_fusion.pipeline import fuse
+    from mla_fusion.report.report import Report
+    from mla_fusion.report.store import reports
+    from mla_fusion.tools.by_hand.entry import audit
+    from mla_fusion.tools.by_hand.outcome import Audit
+    from mla_fusion.tools.inspect.explain import explain
+    from mla_fusion.tools.lowering import Lowering, lower
     from mla_fusion.weights.follow import refresh, release
 
 __version__: str
 
 _HOME = {
     "__version__": "mla_fusion._version",
-    "Audit": "mla_fusion.by_hand.outcome",
+    "Audit": "mla_fusion.tools.by_hand.outcome",
     "Config": "mla_fusion.config",
-    "Lowering": "mla_fusion.compile.lowering",
+    "Lowering": "mla_fusion.tools.lowering",
     "Prepacked": "mla_fusion.compile.prepack",
-    "Report": "mla_fusion.entry",
+    "Report": "mla_fusion.report.report",
     "SlotError": "mla_fusion.compile.slots",
-    "audit": "mla_fusion.by_hand.entry",
+    "audit": "mla_fusion.tools.by_hand.entry",
     "backend": "mla_fusion.compile.backend",
-    "explain": "mla_fusion.entry",
-    "fuse": "mla_fusion.entry",
-    "lower": "mla_fusion.compile.lowering",
+    "explain": "mla_fusion.tools.inspect.explain",
+    "fuse": "mla_fusion.pipeline",
+    "lower": "mla_fusion.tools.lowering",
     "prepack": "mla_fusion.compile.prepack",
     "refresh": "mla_fusion.weights.follow",
     "register_operator": "mla_fusion.fx.registered",
     "release": "mla_fusion.weights.follow",
-    "reports": "mla_fusion.entry",
+    "reports": "mla_fusion.report.store",
     "torchair_pass": "mla_fusion.compile.hook",
 }
 _SUBPACKAGES = ("inspect", "meta", "offline", "paging", "reference")

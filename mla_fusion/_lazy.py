@@ -12,14 +12,17 @@ import importlib.machinery
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 # Modules that load without torch; tests/project/test_import.py holds them to it.
 LIGHT = frozenset(
     f"mla_fusion.{name}"
     for name in """
-    _autoload _lazy _version cli graphs_cli audit_cli proof_cli selftest_cli target terminal
-    installed machine report report.text_tables prove prove.check
+    _autoload _lazy _version cli inspect machine report report.text_tables report.wrapping prove
+    prove.check tools tools.cli tools.graphs_cli tools.audit_cli tools.proof_cli tools.selftest_cli
+    tools.target tools.terminal tools.installed
     """.split()
 )
 
@@ -30,6 +33,14 @@ def operators_with_torch() -> None:
         _define()
     elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
+
+
+def write_page(report: Any, path: Path) -> Path:
+    """The page of ``Report.to_html``. Pages are tools, which the report must not import; like the
+    public names, the writer is looked up here when it is called for.
+    """
+    written: Path = import_module("mla_fusion.tools.page.page").write(report, path)
+    return written
 
 
 def _define() -> None:

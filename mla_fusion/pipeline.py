@@ -34,7 +34,8 @@ from mla_fusion.observe.graphs import Graphs, count_operators
 from mla_fusion.observe.record import Record
 from mla_fusion.plan.plan import InPlace, Plan
 from mla_fusion.report.rejection import Refuse, Rejection
-from mla_fusion.report.report import Report, keep
+from mla_fusion.report.report import Report
+from mla_fusion.report.store import keep
 
 log = logging.getLogger("mla_fusion")
 # made of the module whose graph is written, and of the graph that it is written after

@@ -100,9 +100,9 @@ def compilations_are_not_traced() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def no_reports_yet() -> Iterator[None]:
     """Tests count the reports of their own graphs, of which a process keeps only the newest 256."""
-    from mla_fusion.report import report  # here: importing it imports torch
+    from mla_fusion.report import store  # here: importing it imports torch
 
-    report._KEPT.clear()
+    store._KEPT.clear()
     yield
 
 

@@ -16,8 +16,8 @@ import mla_fusion as mf
 from mla_fusion.compile.boundary import fuse_with_boundary
 from mla_fusion.compile.device_graph import capture
 from mla_fusion.fx import module_path
-from mla_fusion.models.hf.accuracy import largest_ratio
 from mla_fusion.report.rejection import CODES, Rejection
+from mla_fusion.tools.accuracy import largest_ratio
 
 
 def clones(args: tuple[Tensor, ...], wide: bool = False) -> tuple[Tensor, ...]:

@@ -14,7 +14,7 @@ import torch
 
 from mla_fusion.compile.slots import SlotCheck
 from mla_fusion.fx.pool_parts import Part
-from mla_fusion.page import live
+from mla_fusion.report import store
 from mla_fusion.report.report import Report
 from mla_fusion.weights.current import Packed, Weights, items
 
@@ -97,4 +97,4 @@ class Adapted:
         added = sum(entry.bytes for entry in {*entries})
         if added != report.bytes_added:
             report.bytes_added = added
-            live.save(report)
+            store.save(report)

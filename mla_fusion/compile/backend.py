@@ -21,10 +21,10 @@ from mla_fusion.compile import names, offline, words
 from mla_fusion.compile.boundary import fuse_for_torchair, fuse_with_boundary
 from mla_fusion.compile.floats import specialise
 from mla_fusion.config import Config
-from mla_fusion.page import live
 from mla_fusion.pipeline import explain
+from mla_fusion.report import store
 from mla_fusion.report.rejection import CODES, Rejection
-from mla_fusion.report.report import Fusion, Report, keep
+from mla_fusion.report.report import Fusion, Report
 
 log = logging.getLogger("mla_fusion")
 
@@ -146,7 +146,7 @@ def _with_cpu(
 
     def infer(graph: GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         name(graph)
-        with live.into(folder):
+        with store.into(folder):
             _, _, wrap = fuse_with_boundary(graph, examples, config, inputs)
         return wrap(graph.forward)
 
@@ -183,7 +183,7 @@ def _with_torchair(
 
     def infer(graph: GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         name(graph)
-        with live.into(folder):
+        with store.into(folder):
             _, examples, wrap = fuse_for_torchair(graph, examples, config, inputs, chosen)
         return wrap(compile_further(graph, examples))
 
@@ -214,8 +214,8 @@ def _declined(graph: GraphModule, config: Config, folder: Path | None) -> Callab
             meaning,
             left.remedy,
         )
-    with live.into(folder):
-        keep(report)
+    with store.into(folder):
+        store.keep(report)
     return graph.forward
 
 

@@ -30,8 +30,8 @@ from mla_fusion.fx.module_path import label
 from mla_fusion.fx.pools import part_of
 from mla_fusion.fx.program import nodes_between
 from mla_fusion.fx.sizes import is_symbolic, same_shape
-from mla_fusion.page import live
 from mla_fusion.pipeline import run
+from mla_fusion.report import store
 from mla_fusion.report.report import Report
 from mla_fusion.weights import cache
 from mla_fusion.weights.current import Packed
@@ -439,7 +439,7 @@ def fuse_with_boundary(
     if builder is None or not (builder.made_outside or builder.slot_checks):
         return report, list(inputs), lambda compiled: compiled
     report.bytes_added, report.bytes_on_npu = builder.bytes_packed, builder.bytes_on_npu
-    live.save(report)
+    store.save(report)
     unsettled = report if config.weights == "shared" or builder.knows_late else None
     checks = tuple(builder.slot_checks.values())
     return (

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from mla_fusion import terminal
+from mla_fusion import _lazy
 from mla_fusion.config import Config
 from mla_fusion.report import text_tables
 from mla_fusion.report.picture import Picture
 from mla_fusion.report.rejection import Rejection
 from mla_fusion.report.staging import Leftover, StagedBy
+from mla_fusion.report.wrapping import on_a_terminal
 
 SCHEMA = 1  # of the JSON; docs/stability.md says when it changes
 
@@ -195,7 +195,7 @@ class Report:
 
         path  of the page
         """
-        return _page[0](self, Path(path))
+        return _lazy.write_page(self, Path(path))
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: {self._summary()}>"
@@ -220,7 +220,7 @@ class Report:
                 lines.append(f"      at {rejection.source}")
         if not self.fused and not self.rejected:
             lines += [f"  {line}" for line in self.absent]
-        return terminal.on_a_terminal("\n".join(lines))
+        return on_a_terminal("\n".join(lines))
 
 
 def _lines(item: Fusion) -> list[str]:
@@ -261,31 +261,3 @@ def _checked(item: Fusion) -> str:
         return f"error against float64 {exact[0]:.1e}, unfused {exact[1]:.1e}"
     worst = max((figure.relative for figure in item.figures), default=None)
     return item.verified if worst is None else f"differs by {worst:.1e} from unfused"
-
-
-_KEPT: deque[Report] = deque(maxlen=256)
-_page: list[Callable[[Report, Path], Path]] = []
-_observers: list[Callable[[Report], object]] = []
-
-
-def written_by(page: Callable[[Report, Path], Path]) -> None:
-    """From now on ``Report.to_html`` writes its page by this function."""
-    _page[:] = [page]
-
-
-def seen_by(observer: Callable[[Report], object]) -> None:
-    """From now on the observer is given each report of a compiled graph."""
-    if observer not in _observers:
-        _observers.append(observer)
-
-
-def keep(report: Report) -> None:
-    """Remember the report of a compiled graph, and write it where the user asked for files."""
-    _KEPT.append(report)
-    for observe in _observers:
-        observe(report)
-
-
-def reports() -> list[Report]:
-    """Reports of this process, newest last, one per graph compiled through any entry point."""
-    return list(_KEPT)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mla_fusion as mf
-from mla_fusion.by_hand import exact
+from mla_fusion.tools.by_hand import exact
 from tests.catalogue import base, prologues
 from tests.exhaustive import one_in
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from mla_fusion.cli import main
+from mla_fusion.tools.cli import main
 
 ROOT = Path(__file__).parents[2]
 PAGES = {"by-hand.md": "guide.md", "by-hand-more.md": "guide_more.md"}
-PARTS = [(ROOT / "mla_fusion" / "by_hand" / name).read_text() for name in PAGES.values()]
+PARTS = [(ROOT / "mla_fusion" / "tools" / "by_hand" / name).read_text() for name in PAGES.values()]
 GUIDE = "\n".join(PARTS)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import mla_fusion as mf
-from mla_fusion.by_hand import memory
+from mla_fusion.tools.by_hand import memory
 from tests.by_hand.faults import FAULTS, Hand, args, given, model
 from tests.by_hand.test_audit import HandInt8, named
 from tests.catalogue import base, int8

@@ -9,8 +9,8 @@ import pytest
 from mla_fusion.examples.fuse_your_model import example
 
 import mla_fusion as mf
-from mla_fusion import cli
 from mla_fusion.compile.device_graph import capture
+from mla_fusion.tools import cli
 
 
 @pytest.fixture(scope="module")

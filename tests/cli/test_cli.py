@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import mla_fusion as mf
-from mla_fusion import cli
+from mla_fusion.tools import cli
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "fuse_your_model.py"
 TARGET = f"{EXAMPLE}:example"

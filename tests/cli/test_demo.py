@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from mla_fusion import cli, demo
-from mla_fusion.models.hf.accuracy import Measurement
+from mla_fusion.tools import cli, demo
+from mla_fusion.tools.accuracy import Measurement
 
 SMALL = ["demo", "--quick", "--heads", "2", "--batch", "2", "--layers", "2"]
 

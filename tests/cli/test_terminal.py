@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from mla_fusion import cli, terminal
-from mla_fusion.report import text_tables
+from mla_fusion.report import text_tables, wrapping
+from mla_fusion.tools import cli, terminal
 
 ROWS = [
     (f"w{n} kv{n}", "graph", "a note that goes on and on, as notes of self-tests do", n * 1000)
@@ -28,7 +28,7 @@ def lines(text: str) -> list[str]:
 
 @pytest.mark.parametrize("columns", [20, 40, 60, 80])
 def test_nothing_is_wider(columns: int) -> None:
-    fitted = terminal.fitted(f"{REPORT}\n{TABLE}\n\n{REPORT}", columns)
+    fitted = wrapping.fitted(f"{REPORT}\n{TABLE}\n\n{REPORT}", columns)
     assert all(len(line) <= columns for line in lines(fitted))
     for word in (REPORT + TABLE).replace("-", " ").split():
         assert (
@@ -40,18 +40,18 @@ def test_a_report_that_python_prints_fits_the_terminal(monkeypatch: pytest.Monke
     """As the command's does; into a file or a pipe each line goes whole."""
     screen = io.StringIO()
     screen.isatty = lambda: True  # type: ignore[method-assign]
-    assert terminal.on_a_terminal(REPORT) == REPORT
+    assert wrapping.on_a_terminal(REPORT) == REPORT
     monkeypatch.setattr(sys, "stdout", screen)
     monkeypatch.setenv("COLUMNS", "40")
-    assert terminal.on_a_terminal(REPORT) == terminal.fitted(REPORT, 40) != REPORT
+    assert wrapping.on_a_terminal(REPORT) == wrapping.fitted(REPORT, 40) != REPORT
 
 
 def test_what_fits_stays() -> None:
-    assert terminal.fitted(TABLE, 120) == TABLE and terminal.fitted(REPORT, 120) == REPORT
+    assert wrapping.fitted(TABLE, 120) == TABLE and wrapping.fitted(REPORT, 120) == REPORT
 
 
 def test_a_table_keeps_its_columns_and_ends_where_it_ends() -> None:
-    found = terminal.fitted(
+    found = wrapping.fitted(
         f"{TABLE}\n  cache_mode PA_BSND, rmsnorm_epsilon_cq 1e-06, tile_size 128 and more", 50
     )
     head, rule, *rows = found.splitlines()

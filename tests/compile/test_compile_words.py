@@ -12,7 +12,7 @@ from torch import Tensor
 
 import mla_fusion as mf
 from mla_fusion.compile import words
-from mla_fusion.selftest.unfused import Form, Prologue, arguments
+from mla_fusion.tools.selftest.unfused import Form, Prologue, arguments
 from tests.exhaustive import one_in
 
 DIMS = {

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import mla_fusion as mf
-from mla_fusion.compile import doctor
+from mla_fusion.tools import doctor
 
 
 def test_survey_is_plain_data_about_this_machine() -> None:
@@ -85,7 +85,7 @@ def doctor_beside(site: Path) -> tuple[int, dict[str, Any], str]:
     command = [
         sys.executable,
         "-c",
-        "from mla_fusion.cli import main; raise SystemExit(main(['doctor', '--json']))",
+        "from mla_fusion.tools.cli import main; raise SystemExit(main(['doctor', '--json']))",
     ]
     environment = {**os.environ, "PYTHONPATH": str(site), "MLA_FUSION_CACHE": str(site / "cache")}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)

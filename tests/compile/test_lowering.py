@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import mla_fusion as mf
-from mla_fusion.compile.lowering import LoweringError
+from mla_fusion.tools.lowering import LoweringError
 
 T, HE, HCQ, N, D, DR, HCKV = 8, 7168, 1536, 16, 128, 64, 512
 BLOCKS, BLOCK = 1000, 128

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import mla_fusion as mf
 from mla_fusion import converters, releases
-from mla_fusion.compile.lowering import LoweringError
+from mla_fusion.tools.lowering import LoweringError
 from tests.catalogue import base, prologues
 from tests.exhaustive import one_in
 

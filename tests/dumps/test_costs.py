@@ -17,9 +17,9 @@ import sympy
 import torch
 
 import mla_fusion as mf
-from mla_fusion.dumps import budget, names
-from mla_fusion.dumps.budget import MOST_DEGREE, MOST_TERMS, measured
 from mla_fusion.inspect import NotRebuilt, read, summarise
+from mla_fusion.tools.dumps import budget, names
+from mla_fusion.tools.dumps.budget import MOST_DEGREE, MOST_TERMS, measured
 from tests.dumps import costly, fuzzing
 
 HEAD = (
@@ -137,7 +137,7 @@ def test_many_symbols_cost_in_proportion(tmp_path: Path) -> None:
             'class G(torch.nn.Module):\n    def forward(self, a: "f32[4]", w: "f32[4, '
             f'4]"{inputs}):'
         )
-        from mla_fusion.dumps import rebuild_fx
+        from mla_fusion.tools.dumps import rebuild_fx
 
         gm, _ = rebuild_fx.rebuild(read(listing(tmp_path, lines, head)))
         started = process_time()

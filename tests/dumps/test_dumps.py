@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from mla_fusion.dumps import Dump, DumpError, Edge, Value, read, recognise
-from mla_fusion.dumps.fx_text import annotated
-from mla_fusion.dumps.prototext import parse, unescape
+from mla_fusion.tools.dumps import Dump, DumpError, Edge, Value, read, recognise
+from mla_fusion.tools.dumps.fx_text import annotated
+from mla_fusion.tools.dumps.prototext import parse, unescape
 
 FIXTURES = Path(__file__).parent / "fixtures"
 FILES = sorted(path.name for path in FIXTURES.iterdir())

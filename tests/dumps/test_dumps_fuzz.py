@@ -7,7 +7,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from mla_fusion.dumps import DumpError, read
+from mla_fusion.tools.dumps import DumpError, read
 from tests.dumps import fuzzing
 
 FIXTURES = Path(__file__).parent / "fixtures"

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from mla_fusion.dumps import Dump, Edge, Operator, Value
-from mla_fusion.dumps.rebuild_ge import Rebuilder
+from mla_fusion.tools.dumps import Dump, Edge, Operator, Value
+from mla_fusion.tools.dumps.rebuild_ge import Rebuilder
 
 X = torch.arange(24.0).reshape(2, 3, 4)
 

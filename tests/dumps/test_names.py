@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from mla_fusion.compat import OpOverload, OpOverloadPacket, schema_of
-from mla_fusion.dumps import names
-from mla_fusion.dumps.fx_text import read
+from mla_fusion.tools.dumps import names
+from mla_fusion.tools.dumps.fx_text import read
 from tests.dumps import fuzzing
 
 MOST = 60_000  # names that are walked

@@ -12,7 +12,7 @@ import torch
 from mla_fusion.examples.fuse_your_model import HCKV, example
 
 import mla_fusion as mf
-from mla_fusion import cli
+from mla_fusion.tools import cli
 
 SHAPES = {"kernel": (9, 128, 1), "rows": (9, 128), "heads first": (9, 1, 128), "flat": (9 * 128,)}
 MODEL = """

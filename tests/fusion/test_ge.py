@@ -96,7 +96,7 @@ def test_layers_in_one_graph() -> None:
 
 
 def test_unfused_graph_is_refused_by_name() -> None:
-    from mla_fusion.compile.lowering import LoweringError
+    from mla_fusion.tools.lowering import LoweringError
 
     with pytest.raises(LoweringError, match=r"index_put") as refused:
         mf.lower(prologues.PagedRotateHalf(), *base.paged_args(), mode="ge", config=UNFUSED)

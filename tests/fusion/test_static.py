@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import mla_fusion as mf
-from mla_fusion.compile.lowering import LoweringError
+from mla_fusion.tools.lowering import LoweringError
 from tests.catalogue import static
 from tests.harness import graph_of, outcome, refused
 

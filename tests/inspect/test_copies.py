@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import mla_fusion as mf
 from mla_fusion.inspect import read, summarise
-from mla_fusion.inspect.copies import Copy, find_copies
+from mla_fusion.tools.inspect.copies import Copy, find_copies
 from tests.catalogue import ENTRIES
 
 UNFUSED = mf.Config(enable=False)

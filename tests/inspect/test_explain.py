@@ -14,9 +14,9 @@ from torch import nn
 import mla_fusion as mf
 from mla_fusion.compat import withdraw
 from mla_fusion.compile.device_graph import capture
-from mla_fusion.dumps import names
 from mla_fusion.fx import module_path
-from mla_fusion.inspect.explain import DumpReport, NotRebuilt
+from mla_fusion.tools.dumps import names
+from mla_fusion.tools.inspect.explain import DumpReport, NotRebuilt
 from tests.catalogue import (
     base,
     int8,

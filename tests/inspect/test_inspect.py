@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import mla_fusion as mf
-from mla_fusion import cli
 from mla_fusion.inspect import Dump, ExportError, diff, export, read, summarise
-from mla_fusion.inspect.viewers import of_module
+from mla_fusion.tools import cli
+from mla_fusion.tools.inspect.viewers import of_module
 
 FIXTURES = Path(__file__).parents[1] / "dumps" / "fixtures"
 KV, KR = 4 * 128 * 512 * 2, 4 * 128 * 64 * 2

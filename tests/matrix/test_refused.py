@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def test_doctor() -> None:
-    code = "from mla_fusion.cli import main; raise SystemExit(main(['doctor', '--json']))"
+    code = "from mla_fusion.tools.cli import main; raise SystemExit(main(['doctor', '--json']))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 1 and "Traceback" not in done.stderr
     (problem,) = json.loads(done.stdout)["problems"]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mla_fusion import meta
-from mla_fusion.selftest.key_operator import Scenario, scenarios
+from mla_fusion.tools.selftest.key_operator import Scenario, scenarios
 
 OP = "npu_kv_rmsnorm_rope_cache_v2"
 

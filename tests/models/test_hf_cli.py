@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mla_fusion import cli
 from mla_fusion.models import hf
+from mla_fusion.tools import cli
 
 from .hf_models import KERNEL, build
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import mla_fusion as mf
-from mla_fusion import bench
 from mla_fusion.compile.device_graph import capture
+from mla_fusion.tools import bench
 
 HE, HCQ, HCKV, N, D, DR = 1024, 1536, 512, 4, 128, 64
 

@@ -80,4 +80,4 @@ def test_without_jinja2_there_is_json(tmp_path, monkeypatch, caplog):
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch):
-    monkeypatch.setattr("mla_fusion.page.live._told", set())
+    monkeypatch.setattr("mla_fusion.report.store._told", set())

@@ -10,11 +10,11 @@ import pytest
 
 from mla_fusion.commit.verify import Figure
 from mla_fusion.config import Config
-from mla_fusion.page import page
 from mla_fusion.report import text_tables
 from mla_fusion.report.picture import ROLES, Arrow, Dot, Drawing, Picture
 from mla_fusion.report.rejection import Rejection
 from mla_fusion.report.report import Fusion, Report
+from mla_fusion.tools.page import page
 
 EVIL = '</script><script>alert("x")</script><img src=x onerror=1>&amp;'
 VOID = {"meta", "br", "img", "link", "input"}

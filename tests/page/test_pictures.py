@@ -8,9 +8,9 @@ import random
 
 import pytest
 
-from mla_fusion.page import drawing
-from mla_fusion.page.layout import place
 from mla_fusion.report.picture import INPUTS, ROLES, Drawing
+from mla_fusion.tools.page import drawing
+from mla_fusion.tools.page.layout import place
 from tests.page import pages
 
 

@@ -9,8 +9,8 @@ from functools import cache
 import torch
 
 import mla_fusion as mf
-from mla_fusion.page import page
-from mla_fusion.page.cost import roofline
+from mla_fusion.tools.page import page
+from mla_fusion.tools.page.cost import roofline
 from tests.catalogue import ENTRIES
 from tests.harness import graph_of
 

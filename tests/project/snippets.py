@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 import mla_fusion as mf
-from mla_fusion import cli
 from mla_fusion.releases import RELEASES
+from mla_fusion.tools import cli
 from tests.project.pages import DOCS
 
 ROOT = DOCS.parent

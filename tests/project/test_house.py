@@ -17,10 +17,15 @@ FOLDERS = {
     "converters": "mla_fusion.converters",
 }
 ABOVE_ALL = ("_autoload", "_lazy", "_version")  # small files that any room may import
-
-
-# files of cli.py's
-COMMANDS = ("demo", "bench", "graphs_cli", "audit_cli", "proof_cli", "selftest_cli")
+# of the command line; they use the public names, as anybody does
+COMMANDS = tuple(
+    f"tools/{name}"
+    for name in ("cli", "graphs_cli", "audit_cli", "proof_cli", "selftest_cli", "demo")
+)
+# They look names up when they are used, so that loading them loads no tool; cli.py is what runs.
+PUBLIC_NAMES = ("mla_fusion", "mla_fusion._lazy", "mla_fusion.inspect", "mla_fusion.cli")
+TOOLS = "mla_fusion.tools"
+MOST_FOLDERS = 22
 
 
 def modules() -> dict[str, Path]:
@@ -59,12 +64,15 @@ def rooms() -> list[str]:
     listed = page[page.index("## Rooms") : page.index("## Stages")]
     return [
         name.rstrip("/").removesuffix(".py")
-        for name in re.findall(r"^\| `([\w./]+)`", listed, flags=re.MULTILINE)
+        for cell in re.findall(r"^\| (`[^|]+) \|", listed, flags=re.MULTILINE)
+        for name in re.findall(r"`([\w./]+)`", cell)
     ]
 
 
 def room(module: str) -> str:
-    return module.split(".")[1] if "." in module else module
+    """As the page names it; a room of the tools with their folder."""
+    parts = module.split(".")[1:]
+    return "/".join(parts[: 2 if parts[0] == "tools" else 1]) if parts else module
 
 
 def test_no_import_runs_in_a_circle() -> None:
@@ -73,30 +81,57 @@ def test_no_import_runs_in_a_circle() -> None:
 
 def test_a_room_imports_only_rooms_above_it() -> None:
     order = {name: place for place, name in enumerate(rooms())}
-    order |= dict.fromkeys(ABOVE_ALL, -1) | {
-        name: len(order) for name in ("mla_fusion", *COMMANDS, "offline")
-    }
+    others = ("mla_fusion", "offline", "inspect", "cli")  # public names, and files that hold some
+    order |= dict.fromkeys(ABOVE_ALL, -1) | {name: len(order) for name in (*others, *COMMANDS)}
     below = [
         f"{name} imports {other}"
         for name, others in imports().items()
         for other in others
-        if room(name) not in ("mla_fusion", *COMMANDS, "offline", "cli")
-        and order[room(other)] > order[room(name)]
+        if room(name) not in (*others, *COMMANDS) and order[room(other)] > order[room(name)]
     ]
     assert not below
 
 
+def test_nothing_but_the_public_names_imports_the_tools() -> None:
+    """Neither at the top of a file, nor in a function, nor by a name in a string."""
+    known = modules()
+    found = [
+        f"{name} imports {other}"
+        for name, path in known.items()
+        if name not in PUBLIC_NAMES and not _is_tool(name)
+        for other in (*imported(path, known), *_strings(path))
+        if _is_tool(other)
+    ]
+    assert not found
+
+
+def _is_tool(module: str) -> bool:
+    return module == TOOLS or module.startswith(f"{TOOLS}.")
+
+
+def _strings(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
 def test_every_folder_is_a_room_of_the_page() -> None:
-    folders = {
-        path.name for path in (ROOT / "mla_fusion").iterdir() if (path / "__init__.py").exists()
-    }
-    assert folders <= set(rooms())
+    tools = {f"tools/{name}" for name in _packages(ROOT / "mla_fusion" / "tools")}
+    assert _packages(ROOT / "mla_fusion") | tools <= set(rooms())
+
+
+def test_the_house_has_few_rooms() -> None:
+    assert len(_packages(ROOT / "mla_fusion") | FOLDERS.keys() - {"mla_fusion"}) <= MOST_FOLDERS
+
+
+def _packages(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir() if (path / "__init__.py").exists()}
 
 
 def test_the_tests_of_a_room_stand_in_a_folder_of_its_name() -> None:
-    """Beside these folders: whole fusions, what all tests share, attacks, the releases, and the
-    project itself.
+    """Beside these folders: whole fusions, what all tests share, attacks, the releases, the project
+    itself, and ``mf.fuse`` beside ``mf.explain``.
     """
-    others = {"fusion", "catalogue", "soundness", "project", "matrix"}
+    others = {"fusion", "catalogue", "soundness", "project", "matrix", "entry"}
     folders = {path.name for path in (ROOT / "tests").iterdir() if any(path.glob("**/test_*.py"))}
-    assert folders - others <= set(rooms())
+    assert folders - others <= {name.rpartition("/")[2] for name in rooms()}

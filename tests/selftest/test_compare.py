@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mla_fusion.reference import hifloat8
-from mla_fusion.selftest.compare import compare, same_bits
+from mla_fusion.tools.selftest.compare import compare, same_bits
 
 
 def values(dtype: torch.dtype, rows: int = 64) -> torch.Tensor:

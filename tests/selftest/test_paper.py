@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from mla_fusion.cli import main
-from mla_fusion.selftest import paper
+from mla_fusion.tools.cli import main
+from mla_fusion.tools.selftest import paper
 
 
 def row(

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from mla_fusion import cli, meta, selftest
-from mla_fusion.selftest import fused, key_operator, operator, unfused
-from mla_fusion.selftest.device import Device
-from mla_fusion.selftest.scenarios import Scenario, scenarios
+from mla_fusion import meta
+from mla_fusion.tools import cli, selftest
+from mla_fusion.tools.selftest import fused, key_operator, operator, unfused
+from mla_fusion.tools.selftest.device import Device
+from mla_fusion.tools.selftest.scenarios import Scenario, scenarios
 from tests.exhaustive import one_in
 
 CPU = Device("cpu", "CPU reference kernels", "A3", "latest")

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from mla_fusion.compat import FakeTensorMode, make_fx
 from mla_fusion.config import Config
-from mla_fusion.entry import explain
 from mla_fusion.models.hf.latent_form import LatentForm
 from mla_fusion.models.hf.latent_probe import arguments_of
+from mla_fusion.pipeline import explain
 from mla_fusion.report.report import Report
 
 BATCH, LENGTH, BLOCK_SIZE = 2, 32, 16

@@ -1,0 +1,202 @@
+"""How far the fused and the unfused bfloat16 runs are from the same maths in float64.
+
+The reference is the model itself, copied to float64; it reads the bfloat16 rotary tables that both
+runs read, so that no run is excused by an error in its inputs.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from mla_fusion.models.absorbed import AbsorbedAttention, AbsorbedDecoder, AbsorbedLayer
+from mla_fusion.tools.paged import PagedBatch
+
+# The kernel rounds at fewer places than the usual eager code, so its error should not be the larger
+# one. Models that round at fewer places than usual are left a tenth.
+LARGEST_RATIO = 1.1
+# Which way a sum is rounded depends on the order of its terms, which differs between processors, so
+# both errors are samples. An error is the root of the mean of n squared roundings: it scatters by 1
+# / sqrt(2 n) of itself, the ratio of two by 1 / sqrt(n). So many of these deviations are chance.
+DEVIATIONS = 4
+
+
+Compile = Callable[[nn.Module], Callable[..., Any]]
+
+
+def largest_ratio(numbers: int, largest: float = LARGEST_RATIO) -> float:
+    """By how much the fused error of so many numbers may exceed the unfused one: ``largest``, and
+    chance.
+    """
+    return largest + DEVIATIONS / math.sqrt(numbers)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Relative L2 errors against float64 of one output.
+
+    ``untouched``: are all other cache rows bit-identical? ``numbers``: how many numbers the output
+    has.
+    """
+
+    where: str
+    output: str
+    unfused: float
+    fused: float
+    untouched: bool | None = None
+    numbers: int = 1 << 20
+
+    @property
+    def ratio(self) -> float:
+        if self.unfused == 0.0:
+            return 1.0 if self.fused == 0.0 else float("inf")
+        return self.fused / self.unfused
+
+    @property
+    def allowed(self) -> float:
+        return largest_ratio(self.numbers)
+
+    @property
+    def passed(self) -> bool:
+        return self.ratio <= self.allowed and self.untouched is not False
+
+
+class Prologue(nn.Module):
+    """One layer up to query, query_rope and the caches it writes."""
+
+    def __init__(self, attention: AbsorbedAttention) -> None:
+        super().__init__()
+        self.self_attn = attention
+
+    def forward(self, *arguments: Tensor) -> tuple[Tensor, Tensor]:
+        return self.self_attn.prologue(*arguments)
+
+
+class _RoundedTables(nn.Module):
+    """The bfloat16 rotary tables, in the dtype of the caller."""
+
+    rotary_emb: Any
+
+    def __init__(self, rotary_emb: nn.Module) -> None:
+        super().__init__()
+        self.rotary_emb = rotary_emb
+
+    def forward(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = self.rotary_emb(hidden.to(torch.bfloat16), positions)
+        return cos.to(hidden.dtype), sin.to(hidden.dtype)
+
+
+def layers_of(model: AbsorbedDecoder) -> list[AbsorbedLayer]:
+    """The layers, as what they are."""
+    return [cast(AbsorbedLayer, layer) for layer in model.layers]
+
+
+def inputs_of_layers(
+    model: AbsorbedDecoder, batch: PagedBatch
+) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """(hidden, cos, sin) with which an eager run enters each layer's attention."""
+    seen: list[tuple[Tensor, Tensor, Tensor]] = []
+    hooks = [
+        layer.self_attn.register_forward_pre_hook(lambda _, arguments: seen.append(arguments[:3]))
+        for layer in layers_of(model)
+    ]
+    try:
+        model(*batch.fresh())
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return seen
+
+
+def measure_prologues(
+    model: AbsorbedDecoder, batch: PagedBatch, compile_fused: Compile
+) -> list[Measurement]:
+    """Every layer's prologue by itself, all runs from the same bfloat16 input."""
+    found = []
+    for index, inputs in enumerate(inputs_of_layers(model, batch)):
+        prologue = Prologue(layers_of(model)[index].self_attn)
+        caches = (batch.kv_caches[index], batch.kr_caches[index])
+
+        def run(
+            function: Callable[..., Any],
+            dtype: torch.dtype,
+            inputs: tuple[Tensor, ...] = inputs,
+            caches: tuple[Tensor, ...] = caches,
+        ) -> list[Tensor]:
+            copies = [cache.to(dtype, copy=True) for cache in caches]
+            outputs = function(*(item.to(dtype) for item in inputs), batch.slot_mapping, *copies)
+            return [*outputs, *copies]
+
+        unfused = run(prologue, torch.bfloat16)
+        fused = run(compile_fused(prologue), torch.bfloat16)
+        exact = run(copy.deepcopy(prologue).double(), torch.float64)
+        names = ("query", "query_rope", "kv_cache", "kr_cache")
+        for position, name in enumerate(names):
+            values = (unfused[position], fused[position], exact[position])
+            where = f"layer {index}"
+            if name.endswith("cache"):
+                before = caches[position - 2]
+                found.append(_cache_measurement(where, name, before, batch.slot_mapping, *values))
+            else:
+                found.append(_measured(where, name, *values))
+    return found
+
+
+def measure_model(
+    model: AbsorbedDecoder, batch: PagedBatch, compile_fused: Compile
+) -> list[Measurement]:
+    """The whole step: model output, and every cache after it. Errors of earlier layers are carried
+    along.
+    """
+    unfused, fused, exact = batch.fresh(), batch.fresh(), batch.fresh(torch.float64)
+    unfused_out = model(*unfused)
+    fused_out = compile_fused(model)(*fused)
+    reference = copy.deepcopy(model).double()
+    reference.rotary_emb = _RoundedTables(reference.rotary_emb)
+    exact_out = reference(*exact)
+    found = [_measured("model", "output", unfused_out, fused_out, exact_out)]
+    for index in range(len(model.layers)):
+        for name in ("kv_caches", "kr_caches"):
+            before, *after = (getattr(step, name)[index] for step in (batch, unfused, fused, exact))
+            where = f"model, layer {index}"
+            found.append(_cache_measurement(where, name[:-1], before, batch.slot_mapping, *after))
+    return found
+
+
+def _cache_measurement(
+    where: str,
+    name: str,
+    before: Tensor,
+    slots: Tensor,
+    unfused: Tensor,
+    fused: Tensor,
+    exact: Tensor,
+) -> Measurement:
+    """Errors over the rows written; bits of all others."""
+    width = before.shape[-1]
+    others = torch.ones(before.numel() // width, dtype=torch.bool)
+    others[slots] = False
+    kept, found = (cache.view(-1, width)[others].view(torch.int16) for cache in (before, fused))
+    written = (cache.view(-1, width)[slots] for cache in (unfused, fused, exact))
+    return _measured(where, name, *written, untouched=torch.equal(kept, found))
+
+
+def _measured(
+    where: str,
+    name: str,
+    unfused: Tensor,
+    fused: Tensor,
+    exact: Tensor,
+    *,
+    untouched: bool | None = None,
+) -> Measurement:
+    ours, theirs = (
+        float((found.double() - exact).norm() / exact.norm()) for found in (fused, unfused)
+    )
+    return Measurement(where, name, theirs, ours, untouched, exact.numel())

@@ -1,0 +1,135 @@
+"""``mla-fusion audit`` and ``guide``: hand-written calls checked, and how to write one."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from importlib.resources import files
+from pathlib import Path
+from traceback import extract_tb
+from typing import Any
+
+import mla_fusion as mf
+from mla_fusion.tools import terminal
+from mla_fusion.tools.target import (
+    UserError,
+    add_limits,
+    load_target,
+    output,
+    target,
+    target_or_dump,
+    writing,
+)
+
+
+def add(commands: Any, command: Callable[..., Any]) -> None:
+    """Both subcommands; ``command`` makes the parser of one that prints JSON on request."""
+    summary = (
+        "Check hand-written calls of the operators; with --reference, against the model that they "
+        "stand for."
+    )
+    parser = command(
+        commands, "audit", _audit, summary, "Exit status 1: something is wrong with a call."
+    )
+    takes = (
+        "function that returns (module_or_function, arguments); its file is imported and runs. Or "
+        "a dump: data"
+    )
+    parser.add_argument("target", metavar="FILE.py:FUNCTION", help=takes)
+    parser.add_argument(
+        "--reference",
+        metavar="FILE.py:FUNCTION",
+        help="one that returns (unfused_model, arguments)",
+    )
+    add_limits(parser)
+    parser.add_argument(
+        "--path", choices=("eager", "graph"), default="eager", help="how the calls reach the device"
+    )
+    parser.add_argument(
+        "--html", type=output, metavar="FILE", help="also write the audit as a page"
+    )
+    summary = (
+        "Print how to write a call of the operator by hand, for people and for agents that write "
+        "code."
+    )
+    parser = commands.add_parser("guide", help=summary, description=summary)
+    parser.set_defaults(run=_guide)
+    parser.add_argument(
+        "--out", type=output, metavar="FILE", help="write it to a file instead, AGENTS.md for one"
+    )
+
+
+def _audit(arguments: argparse.Namespace) -> int:
+    """Exit status: 0 nothing is wrong, 1 something is. Raises UserError for bad input."""
+    target_or_dump(arguments.target)
+    if arguments.reference:
+        target(arguments.reference)
+    from mla_fusion.tools.dumps import DumpError
+
+    try:
+        found = _of_file(arguments) if Path(arguments.target).is_file() else _of_function(arguments)
+    except (DumpError, ValueError) as error:
+        raise UserError(str(error)) from error
+    print(found.to_json()) if arguments.json else terminal.show(found)
+    if arguments.html:
+        with writing(arguments.html):
+            found.to_html(arguments.html)
+        print(f"written: {arguments.html}", file=sys.stderr)
+    return 0 if found.ok else 1
+
+
+def _of_file(arguments: argparse.Namespace) -> mf.Audit:
+    from mla_fusion.tools.by_hand.of_dump import audit_dump
+
+    if arguments.reference:
+        raise UserError("--reference goes with a function; a dump holds no numbers to compare")
+    limits = mf.Config(soc=arguments.soc, cann=arguments.cann).machine
+    return audit_dump(arguments.target, limits.soc, limits.cann)
+
+
+def _of_function(arguments: argparse.Namespace) -> mf.Audit:
+    import torch
+
+    from mla_fusion.compile.device_graph import CaptureError, check_arguments
+
+    model, example = load_target(arguments.target)
+    reference = load_target(arguments.reference)[0] if arguments.reference else None
+    limits = mf.Config(soc=arguments.soc, cann=arguments.cann).machine
+    try:
+        for function in (model, reference):
+            if function is not None:
+                check_arguments(function, example)
+        return mf.audit(
+            model, reference, *example, soc=limits.soc, cann=limits.cann, path=arguments.path
+        )
+    except ValueError:  # in words already
+        raise
+    except CaptureError as error:
+        raise UserError(str(error)) from error
+    except Exception as error:
+        ours, frames = str(Path(mf.__file__).parent), extract_tb(error.__traceback__)
+        own = [
+            frame
+            for frame in frames
+            if not frame.filename.startswith((ours, str(Path(torch.__file__).parent)))
+        ]
+        if not own or frames[-1].filename.startswith(ours):  # a defect of the audit
+            raise
+        where = f"{own[-1].filename}:{own[-1].lineno} in {own[-1].name}: {own[-1].line}"
+        raise UserError(
+            f"the function fails when it is run: {type(error).__name__}: {error}\n  at {where}"
+        ) from error
+
+
+def _guide(arguments: argparse.Namespace) -> int:
+    folder = files("mla_fusion") / "tools" / "by_hand"  # importing it would load torch
+    parts = (folder / name for name in ("guide.md", "guide_more.md"))
+    text = "\n".join(part.read_text(encoding="utf-8") for part in parts)
+    if arguments.out is None:
+        print(text, end="")
+        return 0
+    with writing(arguments.out):
+        arguments.out.write_text(text, encoding="utf-8")
+    print(f"written: {arguments.out}", file=sys.stderr)
+    return 0

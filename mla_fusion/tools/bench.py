@@ -1,0 +1,136 @@
+"""``mla-fusion bench``: how long the pass takes, on plain decoders of growing depth or on a graph
+of one's own.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from mla_fusion.compile.device_graph import capture
+from mla_fusion.config import Config
+from mla_fusion.pipeline import explain, fuse
+from mla_fusion.reference.sample import DEEPSEEK_V3
+from mla_fusion.report import text_tables
+from mla_fusion.tools.selftest.unfused import FORMS, Prologue, arguments
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Median wall seconds on fresh copies of one graph, after an untimed run: the whole pass as
+    configured, without verification, and ``explain``; stages are those of the last whole pass.
+    """
+
+    graph: str
+    nodes: int
+    fused: int
+    rejected: int
+    fuse: float
+    unverified: float
+    explain: float
+    stages: dict[str, float]
+
+
+class Decoder(nn.Module):
+    """Plain prologues one after the other, each with caches and an output projection of its own."""
+
+    def __init__(self, layers: Sequence[Prologue]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        he, n, dr = (layers[0].dims[axis] for axis in ("He", "N", "Dr"))
+        kind = {"device": "meta", "dtype": torch.bfloat16}
+        self.outputs = nn.ModuleList(nn.Linear(n * dr, he, bias=False, **kind) for _ in layers)
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, *caches: Tensor
+    ) -> Tensor:
+        for index, (layer, output) in enumerate(zip(self.layers, self.outputs, strict=True)):
+            query, query_rope = layer(x, cos, sin, slots, *caches[2 * index : 2 * index + 2])
+            x = x + output((query_rope + query.mean(-1, keepdim=True)).flatten(1))
+        return x
+
+
+def decoder_graph(layers: int, he: int, heads: int) -> GraphModule:
+    """The AOT graph of ``layers`` plain prologues, 8 tokens; weights and caches are meta
+    tensors.
+    """
+    return decoder(layers, he, heads)[0]
+
+
+def decoder(layers: int, he: int, heads: int) -> tuple[GraphModule, list[Any]]:
+    """That graph, and its inputs."""
+    dims = dict(DEEPSEEK_V3, He=he, N=heads, BlockNum=8)
+    layer = Prologue(FORMS[0], dims).to("meta")
+    *inputs, kv_cache, kr_cache = (tensor.to("meta") for tensor in arguments(FORMS[0], dims))
+    caches = [torch.empty_like(cache) for _ in range(layers) for cache in (kv_cache, kr_cache)]
+    model = Decoder([copy.deepcopy(layer) for _ in range(layers)])
+    return capture(model, *inputs, *caches, device="cpu")
+
+
+def measure(name: str, gm: GraphModule, config: Config, repeats: int) -> Timing:
+    """Time the pass on ``gm``, which stays as it is."""
+    seconds, report = median_seconds(gm, repeats, lambda graph: fuse(graph, config))
+    unverified, _ = median_seconds(
+        gm, repeats, lambda graph: fuse(graph, replace(config, verify="off"))
+    )
+    explained, _ = median_seconds(gm, repeats, lambda graph: explain(graph, config))
+    counts = len(gm.graph.nodes), len(report.fused), len(report.rejected)
+    return Timing(name, *counts, seconds, unverified, explained, dict(report.timings))
+
+
+def median_seconds(
+    gm: GraphModule, repeats: int, run: Callable[[GraphModule], Any]
+) -> tuple[float, Any]:
+    """Median wall seconds of ``run`` on fresh copies of the graph, after one untimed run; its last
+    result.
+    """
+    times, result = [], run(_copy(gm))
+    for _ in range(repeats):
+        graph = _copy(gm)
+        gc.collect()
+        started = perf_counter()
+        result = run(graph)
+        times.append(perf_counter() - started)
+    return median(times), result
+
+
+def _copy(gm: GraphModule) -> GraphModule:
+    """Of the same kind: AOT autograd's modules generate their Python code when they are first
+    called, not before.
+    """
+    held = {id(tensor): tensor for tensor in (*gm.parameters(), *gm.buffers())}
+    return copy.deepcopy(gm, held)
+
+
+def text(timings: Sequence[Timing]) -> str:
+    """The table, and the stages of the largest graph."""
+    header = ("graph", "nodes", "fused", "rejected", "fuse s", "unverified s", "explain s")
+    rows = [
+        (
+            t.graph,
+            t.nodes,
+            t.fused,
+            t.rejected,
+            f"{t.fuse:.3f}",
+            f"{t.unverified:.3f}",
+            f"{t.explain:.3f}",
+        )
+        for t in timings
+    ]
+    stages = ", ".join(f"{stage} {seconds:.3f}" for stage, seconds in timings[-1].stages.items())
+    return f"{text_tables.render(header, rows, indent='')}\nstages of the last: {stages}"
+
+
+def to_json(timings: Sequence[Timing]) -> str:
+    """All figures as JSON text."""
+    return json.dumps([asdict(timing) for timing in timings], indent=2)

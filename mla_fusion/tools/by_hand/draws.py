@@ -1,0 +1,173 @@
+"""The inputs on which a hand-written call and the model are compared: as given, and with latents so
+small that an epsilon counts.
+
+The latents are made small at the weights: those of the call, and the reference's parameters that
+they are made of. A norm before the prologue would undo a smaller x.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mla_fusion.compat import tree_map_only
+from mla_fusion.tools.by_hand.calls import Call, Change
+from mla_fusion.tools.by_hand.roles import Roles, roles_of
+
+# the mean square of a latent at which an epsilon of 1e-6 weighs half as much as the row
+_SMALL = 2e-6
+AS_GIVEN, SMALL = "the inputs as given", "latents so small that an epsilon counts"
+
+
+@dataclass(frozen=True)
+class Draw:
+    """``change`` is made to each call; ``parameters`` of the reference are multiplied meanwhile."""
+
+    name: str
+    inputs: Sequence[Any]
+    change: Change | None = None
+    parameters: tuple[tuple[nn.Parameter, float], ...] = ()
+
+    @contextlib.contextmanager
+    def of_reference(self) -> Iterator[None]:
+        """The reference's parameters are those of the draw."""
+        before = [(parameter, parameter.detach().clone()) for parameter, _ in self.parameters]
+        try:
+            with torch.no_grad():
+                for parameter, factor in self.parameters:
+                    parameter.mul_(factor)
+            yield
+        finally:
+            with torch.no_grad():
+                for parameter, value in before:
+                    parameter.copy_(value)
+
+
+@torch.no_grad()
+def draws_of(
+    calls: Sequence[Call], inputs: Sequence[Any], reference: Callable[..., Any]
+) -> list[Draw]:
+    """The inputs as given; then the small latents, by the weights or else by x, where either can be
+    had.
+    """
+    found = [Draw(AS_GIVEN, inputs)]
+    small = _by_weights(calls, inputs, reference) or _by_x(calls, inputs)
+    return [*found, small] if small is not None else found
+
+
+def _by_weights(
+    calls: Sequence[Call], inputs: Sequence[Any], reference: Callable[..., Any]
+) -> Draw | None:
+    held = list(reference.parameters()) if isinstance(reference, nn.Module) else []
+    factors: dict[int, tuple[tuple[str, ...], float]] = {}
+    scaled: dict[int, tuple[nn.Parameter, float]] = {}
+    for call in calls:
+        roles = roles_of(call.short)
+        names = _scalable(roles, call)
+        square = _mean_square(roles, call) if names else 0.0
+        if not square:
+            return None
+        # a power of two changes no rounding
+        factor = 2.0 ** round(math.log2((_SMALL / square) ** 0.5))
+        factors[call.place] = names, factor
+        for name in names:
+            value = call.arguments[name]
+            mark = fingerprint(value)
+            sources = [parameter for parameter in held if _holds(parameter, value.numel(), mark)]
+            if not sources:
+                return None
+            scaled |= {id(parameter): (parameter, factor) for parameter in sources}
+
+    def change(call: Call) -> dict[str, Any]:
+        names, factor = factors.get(call.place, ((), 1.0))
+        return {name: call.arguments[name] * factor for name in names}
+
+    return Draw(SMALL, inputs, change, tuple(scaled.values()))
+
+
+def _scalable(roles: Roles, call: Call) -> tuple[str, ...]:
+    """What the latents are proportional to: the down-projections, or the scales of their
+    columns.
+    """
+    if not roles.down_query or roles.transposed:
+        return ()
+    weights = roles.down_query, roles.down
+    if call.arguments[roles.down].dtype != torch.int8:
+        return weights
+    scales = "dequant_scale_w_dq", roles.down_scale
+    return scales if all(isinstance(call.arguments.get(name), Tensor) for name in scales) else ()
+
+
+def _mean_square(roles: Roles, call: Call) -> float:
+    x, weight = call.arguments[roles.x], call.arguments[roles.down]
+    if weight.dim() != 2:
+        return 0.0
+    latent = x.double().flatten(0, -2) @ weight.double()
+    for name, shape in (("dequant_scale_x", (-1, 1)), (roles.down_scale, (1, -1))):
+        scale = call.arguments.get(name)
+        if isinstance(scale, Tensor) and weight.dtype == torch.int8:
+            latent = latent * scale.double().reshape(shape)
+    return float(latent.square().mean())
+
+
+def _holds(parameter: nn.Parameter, numbers: int, mark: tuple[float, ...]) -> bool:
+    """Are so many numbers of that fingerprint those of a parameter, or of its first or last
+    rows?
+    """
+    if not parameter.is_floating_point() or parameter.numel() < numbers or not parameter.dim():
+        return False
+    rows = parameter.detach().reshape(parameter.shape[0], -1)
+    count, rest = divmod(numbers, rows.shape[1])
+    if rest or not count or count > len(rows):
+        return False
+    return any(fingerprint(part) == mark for part in (rows[:count], rows[-count:]))
+
+
+def fingerprint(value: Tensor) -> tuple[float, ...]:
+    """Equal for the same numbers in another order (sums of whole multiples of a small step are
+    exact).
+    """
+    wide = value.detach().double().flatten()
+    steps = (wide * 2.0**40).round()
+    return float(wide.abs().max()), float((steps % 65521).sum()), float((steps % 65519).sum())
+
+
+def _by_x(calls: Sequence[Call], inputs: Sequence[Any]) -> Draw | None:
+    """Smaller x, where it is one of the inputs."""
+    for call in calls:
+        roles = roles_of(call.short)
+        x = call.arguments.get(roles.x)
+        weight = call.arguments.get(roles.down_query or roles.down)
+        if (
+            not isinstance(x, Tensor)
+            or not isinstance(weight, Tensor)
+            or weight.dim() != 2
+            or roles.transposed
+        ):
+            continue
+        if torch.int8 in (x.dtype, weight.dtype):
+            continue
+        square = float((x.double().flatten(0, -2) @ weight.double()).square().mean())
+        if square:
+            return _smaller(inputs, int(x.shape[-1]), (_SMALL / square) ** 0.5)
+    return None
+
+
+def _smaller(inputs: Sequence[Any], width: int, factor: float) -> Draw | None:
+    found = 0
+
+    def scale(value: Tensor) -> Tensor:
+        nonlocal found
+        if value.is_floating_point() and value.dim() > 1 and value.shape[-1] == width:
+            found += 1
+            return value * factor
+        return value
+
+    small = tree_map_only(Tensor, scale, list(inputs))
+    return Draw(SMALL, small) if found else None

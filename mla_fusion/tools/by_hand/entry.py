@@ -1,0 +1,274 @@
+"""``mf.audit``: does a hand-written call equal the model, and if not, why?"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+
+from mla_fusion.compat import tree_map_only
+from mla_fusion.tools.by_hand import exact, memory, wiring
+from mla_fusion.tools.by_hand.calls import Call, Watch, callers_line, run
+from mla_fusion.tools.by_hand.draws import Draw, draws_of
+from mla_fusion.tools.by_hand.others import parameters_of
+from mla_fusion.tools.by_hand.outcome import Audit, Finding
+from mla_fusion.tools.by_hand.repair import Repair
+from mla_fusion.tools.by_hand.roles import roles_of
+from mla_fusion.tools.by_hand.search import Subject, options_of, search
+from mla_fusion.tools.by_hand.values import Values, errors, values_of, worst
+
+_ROUNDING = 2e-2  # two bfloat16 evaluations of one prologue, as Config.verify has it
+_ROUNDING_INT8 = 6e-2
+_NOISE = 4.0  # times the reference's own distance from float64
+_PER_TILE = 3  # of kv_cache_quant_mode
+# a reference further off than this computes something else in float64, and tells nothing
+_MOST_NOISE = 0.2
+
+
+def audit(
+    fused: Callable[..., Any] | ExportedProgram,
+    reference: Callable[..., Any] | ExportedProgram | None = None,
+    *inputs: Any,
+    soc: str = "A3",
+    cann: str = "latest",
+    path: str = "eager",
+    tolerance: float | None = None,
+    tries: int = 4000,
+    seconds: float = 45.0,
+) -> Audit:
+    """Check what ``fused`` calls by hand: ``npu_mla_prolog*``, ``npu_kv_rmsnorm_rope_cache*``,
+    ``npu_mla_preprocess``.
+
+    fused            a module, a method of one, a function, an FX graph or an exported program
+    reference        the unfused model, in any of these forms, over the same weights; None: the
+                     contract and the arguments' values alone are looked at
+    inputs           what both are called with, copied before each run
+    soc, cann, path  whose limits hold, as in `mla_fusion.meta.check`
+    tolerance        the relative error that counts as rounding; by default 2e-2 (6e-2 with int8),
+                     or four times what the reference itself is off from a float64 run of it, value
+                     by value
+    tries            the most runs of the repaired function, reached only where nothing explains a
+                     difference
+    seconds          the longest search, reached only then
+
+    What either writes is compared too: arguments, also in lists and dicts, buffers, and tensors
+    that modules hold as attributes.
+
+    Where results differ, the mistakes that are usual in such calls are undone one by one, two and
+    three together, and those that make the results equal are named with the caller's line.
+    Everything runs on the CPU, on the reference kernels.
+
+    Where ``fused`` calls none of the operators, both functions are run in exact arithmetic instead:
+    they are proved equal over the real numbers (rounding left out), or shown to differ
+    (``witness``: inputs that show it), or not decided (``equal`` is None), with the steps at which
+    the two part. Raises ValueError where there is no reference.
+    """
+    fused, reference = _callable(fused), None if reference is None else _callable(reference)
+    names = memory.paired(fused, reference)
+    calls, places, stopped = _calls(fused, inputs, names)
+    if not calls and reference is not None:
+        return exact.compare(fused, reference, inputs)
+    if not calls:
+        raise ValueError(
+            "the function calls none of npu_mla_prolog*, npu_kv_rmsnorm_rope_cache*, "
+            "npu_mla_preprocess, and there is"
+            " no reference to compare it with"
+        )
+    seen = [finding for call in calls for finding in wiring.findings(call, soc, cann, path)]
+    if stopped is not None and not any(item.code.startswith("contract:") for item in seen):
+        seen.append(
+            Finding(
+                "call.fails", str(stopped), "", calls[-1].short, calls[-1].place, calls[-1].line
+            )
+        )
+    operators = tuple(call.short for call in calls)
+    if reference is None:
+        return Audit(operators, tuple(seen))
+    seen += _not_compared(calls, places)
+    draws = draws_of(calls, inputs, reference)
+    wanted = [_values(reference, draw) for draw in draws]
+    limits = _limits(reference, inputs, calls, wanted[0], tolerance)
+    until, tiles = perf_counter() + seconds, _tiles(calls, places)
+    subject = Subject(fused, draws, wanted, limits, calls, places, names, tiles, tries, until)
+    before, said = subject.errors(()), tuple(draw.name for draw in draws)
+    if subject.is_right(before):
+        seen += _other_epsilons(calls, reference, ())
+        return Audit(
+            operators,
+            tuple(seen),
+            True,
+            before,
+            None,
+            {name: limits[name] for name in before},
+            said,
+        )
+    chosen, after = search(
+        subject, options_of(calls, parameters_of(fused, reference), _epsilons(fused, reference))
+    )
+    mended = [_mended(subject, chosen, place, calls) for place in range(len(chosen))]
+    seen += _other_epsilons(calls, reference, [item.argument for item in mended])
+    copies = [item.argument for item in mended if item.code == "cache.other"]
+    seen = [item for item in seen if item.code != "cache.elsewhere" or item.argument not in copies]
+    kept = {name: limits[name] for name in before}
+    return Audit(operators, (*mended, *seen), False, before, after, kept, said, subject.runs)
+
+
+def _callable(target: Any) -> Callable[..., Any]:
+    if isinstance(target, ExportedProgram):
+        return target.module()
+    if not callable(target):
+        raise TypeError(
+            "expected a module, a function, a graph or an exported program, got "
+            f"{type(target).__name__}"
+        )
+    owner = getattr(target, "__self__", None)
+    return _Method(owner, target.__name__) if isinstance(owner, nn.Module) else target
+
+
+class _Method(nn.Module):
+    """A module's method, as a module: what it holds is found, and a float64 copy runs."""
+
+    def __init__(self, owner: nn.Module, name: str) -> None:
+        super().__init__()
+        self.owner, self.name = owner, name
+
+    def forward(self, *inputs: Any) -> Any:
+        return getattr(self.owner, self.name)(*inputs)
+
+
+def _calls(
+    fused: Callable[..., Any], inputs: Sequence[Any], names: dict[str, str]
+) -> tuple[list[Call], dict[int, str], Exception | None]:
+    """The calls of one run, where that could write, and what ended it early."""
+    given = memory.copied(inputs)
+    watch = Watch(line=callers_line)
+    watch.held = memory.reachable(given, fused, names)
+    with memory.kept(fused):
+        try:
+            run(fused, given, watch)
+        except Exception:
+            if watch.refused is None:  # a call that the operator refuses is a finding
+                raise
+    return watch.calls, memory.places(watch.held), watch.refused
+
+
+def _values(reference: Callable[..., Any], draw: Draw) -> Values:
+    with draw.of_reference():
+        return values_of(reference, draw.inputs, Watch())
+
+
+def _tiles(calls: Sequence[Call], places: dict[int, str]) -> dict[str, tuple[int, int]]:
+    """The caches whose rows are int8 tiles, their scales and a bfloat16 key: Hckv and the tile's
+    size.
+    """
+    found = {}
+    for call in calls:
+        cache = call.arguments.get(roles_of(call.short).kv_cache)
+        if call.arguments.get("kv_cache_quant_mode") == _PER_TILE and isinstance(cache, Tensor):
+            hckv = call.arguments["rmsnorm_gamma_ckv"].shape[-1]
+            found[places.get(cache.untyped_storage().data_ptr(), "")] = (
+                hckv,
+                call.arguments["tile_size"],
+            )
+    return found
+
+
+def _not_compared(calls: Sequence[Call], places: dict[int, str]) -> Iterator[Finding]:
+    """Caches that are nobody's: what is written there is lost, or seen by nobody here."""
+    for call in calls:
+        roles = roles_of(call.short)
+        for name in (roles.kv_cache, roles.kr_cache):
+            cache = call.arguments.get(name)
+            if (
+                isinstance(cache, Tensor)
+                and cache.numel()
+                and cache.untyped_storage().data_ptr() not in places
+            ):
+                said = (
+                    f"{name} is memory of no argument and no module (a copy?): what is written "
+                    "there is not compared"
+                )
+                yield Finding(
+                    "cache.elsewhere", said, name, call.short, call.place, call.line, certain=False
+                )
+
+
+def _other_epsilons(
+    calls: Sequence[Call], reference: object, named: Sequence[str]
+) -> Iterator[Finding]:
+    """Epsilons that the reference's modules do not hold; results need not show them."""
+    held = _epsilons(reference)
+    for call in calls:
+        for name in roles_of(call.short).epsilons:
+            value = call.arguments[name]
+            if (
+                held
+                and name not in named
+                and not any(math.isclose(value, other, rel_tol=1e-6) for other in held)
+            ):
+                theirs = " and ".join(f"{other:g}" for other in held)
+                said = f"{name} is {value:g}; the reference's modules hold {theirs}"
+                yield Finding(
+                    "epsilon.differs", said, name, call.short, call.place, call.line, certain=False
+                )
+
+
+def _limits(
+    reference: Callable[..., Any],
+    inputs: Sequence[Any],
+    calls: Sequence[Call],
+    wanted: Values,
+    tolerance: float | None,
+) -> dict[str, float]:
+    """Of each value, what is rounding."""
+    int8 = any(
+        isinstance(value, Tensor) and value.dtype == torch.int8
+        for call in calls
+        for value in call.arguments.values()
+    )
+    usual = tolerance if tolerance is not None else _ROUNDING_INT8 if int8 else _ROUNDING
+    limits: dict[str, float] = defaultdict(lambda: usual)
+    if tolerance is not None or not isinstance(reference, nn.Module):
+        return limits
+    try:
+        wide = copy.deepcopy(reference).double()
+        given = tree_map_only(
+            Tensor, lambda v: v.double() if v.is_floating_point() else v, list(inputs)
+        )
+        noise = errors(values_of(wide, given, Watch()), wanted)
+    except Exception:  # a model that runs in its own dtypes alone
+        return limits
+    return limits | {
+        name: _NOISE * error
+        for name, error in noise.items()
+        if usual < _NOISE * error < _MOST_NOISE
+    }
+
+
+def _epsilons(*models: object) -> list[float]:
+    """What the models' modules hold under a name with "eps" in it."""
+    found: dict[float, None] = {}
+    for model in models:
+        for module in model.modules() if isinstance(model, nn.Module) else ():
+            for name, value in vars(module).items():
+                if "eps" in name and isinstance(value, float):
+                    found[value] = None
+    return list(found)
+
+
+def _mended(
+    subject: Subject, chosen: Sequence[Repair], place: int, calls: Sequence[Call]
+) -> Finding:
+    repair = chosen[place]
+    call = calls[repair.place or 0]
+    left = worst(subject.errors(chosen[: place + 1]))
+    return Finding(
+        repair.code, repair.text, repair.argument, call.short, repair.place, call.line, True, left
+    )

@@ -1,0 +1,76 @@
+"""An audit of a graph dump: the contract of its prologue operators, and how their inputs are
+wired.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mla_fusion.meta import ContractError, check
+from mla_fusion.meta.prolog import PROLOGS, V1, V2, V3
+from mla_fusion.tools.by_hand.outcome import Audit, Finding
+from mla_fusion.tools.by_hand.repairs import OPERATORS_EPSILON
+from mla_fusion.tools.dumps import Dump, Value, names, prologues, read
+from mla_fusion.tools.dumps.prologues import Prologue
+
+_OPERATORS = {operator.ge_type: operator.name for operator in (V1, V2, V3)}
+_AXES, _LARGEST = 64, 1 << 50  # axes and elements; no tensor has more
+_DYNAMIC = 8  # what a dynamic dimension is taken for
+_EPSILONS = ("rmsnorm_epsilon_cq", "rmsnorm_epsilon_ckv")
+
+
+def audit_dump(path: str | Path, soc: str = "A3", cann: str = "latest") -> Audit:
+    """The prologue operators of a graph that torchair, GE or torch wrote: their contract, by shapes
+    and attributes.
+
+    No numbers are in a dump, so nothing is compared; a dynamic dimension is taken for 8. Raises
+    DumpError for a file that is no dump, OSError for one that cannot be read.
+    """
+    dump = read(path)
+    found = prologues.find(dump)
+    seen = [finding for item in found for finding in _findings(dump, item, soc, cann)]
+    return Audit(tuple(_name(item) for item in found), tuple(seen))
+
+
+def _findings(dump: Dump, item: Prologue, soc: str, cann: str) -> Iterator[Finding]:
+    name, where = _name(item), item.source or f"{dump.path}, {item.name}"
+    given = {given.role: _tensor(given.value) for given in item.inputs}
+    known = {role: value for role, value in given.items() if value is not None}
+    try:
+        check(name, soc=soc, cann=cann, path="graph", **known, **_attributes(name, item))
+    except ContractError as error:
+        yield Finding(f"contract:{error.code}", str(error), error.argument, name, item.place, where)
+    for epsilon in _EPSILONS:
+        if item.attributes.get(epsilon, OPERATORS_EPSILON) == OPERATORS_EPSILON:
+            said = f"{epsilon} is 1e-05, as where it is not given; DeepSeek's models have 1e-06"
+            yield Finding("epsilon.default", said, epsilon, name, item.place, where, certain=False)
+
+
+def _attributes(name: str, item: Prologue) -> dict[str, Any]:
+    """Attributes as torch has them: some dumps hold a bool as a number."""
+    kinds = {argument.name: argument.kind for argument in PROLOGS[name].keywords}
+    return {
+        key: bool(value) if kinds.get(key) == "bool" else value
+        for key, value in item.attributes.items()
+    }
+
+
+def _name(item: Prologue) -> str:
+    """torch's name of the operator."""
+    return _OPERATORS.get(item.type) or item.type.removeprefix("npu.").partition(".")[0]
+
+
+def _tensor(value: Value) -> Any:
+    """The value without its numbers; None where the dump does not tell shape and dtype."""
+    dtype = names.dtype(value.dtype)
+    if dtype is None or value.shape is None:
+        return None
+    sizes = [size if isinstance(size, int) and size >= 0 else _DYNAMIC for size in value.shape]
+    if len(sizes) > _AXES or prod(sizes) > _LARGEST:
+        return None
+    return torch.empty(sizes, dtype=dtype, device="meta")

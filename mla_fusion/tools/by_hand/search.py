@@ -1,0 +1,220 @@
+"""Which repairs make a hand-written call right: each is tried, and so are two and three together.
+
+The values that a call can alter come apart: rows of the latent cache, rows of the key's cache, and
+everything else. One after the other is made right, by the fewest repairs that touch it, on top of
+those found before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mla_fusion.tools.by_hand.calls import Call, Watch
+from mla_fusion.tools.by_hand.draws import Draw
+from mla_fusion.tools.by_hand.repair import KR, KV, QUERY, Repair
+from mla_fusion.tools.by_hand.repairs import candidates
+from mla_fusion.tools.by_hand.roles import roles_of
+from mla_fusion.tools.by_hand.values import Values, errors, values_of
+
+_REFUSED = 1e3  # stands for the error of a call that does not run
+_FEW = 30  # candidates up to which three are tried together
+
+
+@dataclass
+class Subject:
+    """A hand-written function beside the one that it should equal, on some draws of the inputs.
+
+    wanted   the reference's values in each draw
+    limits   of each value, the error that is rounding
+    calls    of a run as written
+    places   the names of what that run could write, by where it lay
+    names    the reference's names of what ``fused`` holds
+    tiles    the caches of int8 tiles among the values
+    tries    the most runs; ``until``: when to stop, as perf_counter has it
+    only     the number of draws that are looked at now, None: all
+    """
+
+    fused: Callable[..., Any]
+    draws: Sequence[Draw]
+    wanted: Sequence[Values]
+    limits: Mapping[str, float]
+    calls: Sequence[Call]
+    places: Mapping[int, str]
+    names: Mapping[str, str]
+    tiles: Mapping[str, tuple[int, int]]
+    tries: int
+    until: float
+    runs: int = 0
+    only: int | None = None
+    _known: dict[tuple[int, ...], dict[str, float]] = field(default_factory=dict)
+
+    @property
+    def is_over(self) -> bool:
+        return self.runs >= self.tries or perf_counter() > self.until
+
+    def errors(self, repairs: Sequence[Repair], wanted: Sequence[str] = ()) -> dict[str, float]:
+        """Of each value, the largest over the draws; infinite for all where the repaired call does
+        not run.
+
+        ``wanted``: the first draw in which one of these values is wrong ends it.
+        """
+        found: dict[str, float] = {}
+        for place in range(len(self.draws))[: self.only]:
+            key = place, *sorted(map(id, repairs))
+            if key not in self._known:
+                self._known[key] = self._measured(place, repairs)
+            for value, error in self._known[key].items():
+                found[value] = max(found.get(value, 0.0), error)
+            if wanted and not self.is_right(found, wanted):
+                break
+        return found
+
+    def _measured(self, place: int, repairs: Sequence[Repair]) -> dict[str, float]:
+        draw, want = self.draws[place], self.wanted[place]
+        changes = [item.change for item in repairs]
+        watch = Watch(
+            [draw.change, *changes] if draw.change else changes,
+            [r.after for r in repairs if r.after],
+        )
+        self.runs += 1
+        try:
+            return errors(want, values_of(self.fused, draw.inputs, watch, self.names), self.tiles)
+        except Exception:  # a mode, a shape or a slot that the operator refuses
+            return {
+                name: float("inf")
+                for name in want.held
+                if name not in want.before or _written(want, name)
+            }
+
+    def is_right(self, found: Mapping[str, float], names: Iterable[str] | None = None) -> bool:
+        wanted = found if names is None else names
+        return all(found.get(name, float("inf")) <= self.limits[name] for name in wanted)
+
+    def wrong(self, found: Mapping[str, float]) -> list[str]:
+        return [name for name, error in found.items() if not error <= self.limits[name]]
+
+
+def _written(values: Values, name: str) -> bool:
+    return not torch.equal(values.held[name], values.before[name])
+
+
+def search(subject: Subject, options: Sequence[Repair]) -> tuple[list[Repair], dict[str, float]]:
+    """The repairs found, and the errors that are left with them."""
+    chosen: list[Repair] = []
+    for count in range(1, len(subject.draws) + 1):
+        subject.only = count
+        # An epsilon is nothing beside rows of usual size: it has no part in what is wrong with
+        # them.
+        last = count == len(subject.draws)
+        fitting = [item for item in options if last or item.code != "epsilon"]
+        for names, touched in _in_order(subject, subject.errors(chosen)):
+            if not subject.is_right(subject.errors(chosen), names):
+                chosen += _fewest(
+                    subject, chosen, [item for item in fitting if item.touches & touched], names
+                )
+    subject.only = None
+    chosen = _without_the_idle(subject, chosen)
+    return chosen, subject.errors(chosen)
+
+
+def _in_order(
+    subject: Subject, found: Mapping[str, float]
+) -> Iterator[tuple[list[str], frozenset[str]]]:
+    """The latent cache, the key's cache, then all: what is less entangled first."""
+    parts = _caches(subject)
+    for name in (KV, KR):
+        held = [value for value in found if parts.get(value) == name]
+        if held:
+            yield held, frozenset({name})
+    yield list(found), frozenset({QUERY, KV, KR})
+
+
+def _caches(subject: Subject) -> dict[str, str]:
+    """Which of the compared values is which cache, by the memory that the calls are given."""
+    found: dict[str, str] = {}
+    for call in subject.calls:
+        roles = roles_of(call.short)
+        for role, part in ((roles.kv_cache, KV), (roles.kr_cache, KR)):
+            cache = call.arguments.get(role)
+            if isinstance(cache, Tensor) and cache.numel():
+                name = subject.places.get(cache.untyped_storage().data_ptr(), "")
+                found[name] = part if found.get(name, part) == part else ""
+    return found
+
+
+def _fewest(
+    subject: Subject, chosen: list[Repair], options: list[Repair], names: list[str]
+) -> list[Repair]:
+    """The fewest of the options that make these values right; where none do, the one that helps
+    most, or nothing.
+    """
+    start = _total(subject.errors(chosen), names)
+    alone = [(item, _total(subject.errors([*chosen, item], names), names)) for item in options]
+    if start < _REFUSED:
+        alone = [(item, total) for item, total in alone if total < _REFUSED]
+    singles = [item for item, _ in sorted(alone, key=lambda pair: pair[1])]
+    for count in (1, 2, 3):
+        pool = (
+            [item for item, _ in alone] if count == 1 else singles if count == 2 else singles[:_FEW]
+        )
+        best: tuple[float, list[Repair]] | None = None
+        for group in combinations(pool, count):
+            if subject.is_over:
+                break
+            if len({item.argument for item in group}) < count:
+                continue
+            found = subject.errors([*chosen, *group], names)
+            if subject.is_right(found, names):
+                total = _total(found, list(found))
+                # of those that differ by rounding, the first
+                if best is None or total < best[0] / 2:
+                    best = total, list(group)
+        if best is not None:
+            return best[1]
+    if singles and _total(subject.errors([*chosen, singles[0]]), names) < 0.7 * start:
+        return [singles[0], *_fewest_again(subject, [*chosen, singles[0]], options, names)]
+    return []
+
+
+def _fewest_again(
+    subject: Subject, chosen: list[Repair], options: list[Repair], names: list[str]
+) -> list[Repair]:
+    if len(chosen) > 4 or subject.is_over:
+        return []
+    return _fewest(subject, chosen, [item for item in options if item not in chosen], names)
+
+
+def _total(found: Mapping[str, float], names: Iterable[str]) -> float:
+    return sum(min(found.get(name, _REFUSED), _REFUSED) for name in names)
+
+
+def _without_the_idle(subject: Subject, chosen: list[Repair]) -> list[Repair]:
+    """Without repairs that make no value right: the others do it, or nothing does."""
+    reached = subject.errors(chosen)
+    for item in list(chosen):
+        rest = [other for other in chosen if other is not item]
+        found = subject.errors(rest)
+        if set(subject.wrong(found)) <= set(subject.wrong(reached)):
+            chosen = rest
+    return chosen
+
+
+def options_of(
+    calls: Sequence[Call], parameters: list[tuple[str, Tensor]], epsilons: list[float]
+) -> list[Repair]:
+    """The repairs of every call together, then, of several calls, those of each."""
+    if not calls:
+        return []
+    found = candidates(calls[0], parameters, epsilons)
+    if len(calls) > 1:
+        found += [
+            item.at(call.place) for call in calls for item in candidates(call, parameters, epsilons)
+        ]
+    return found

@@ -1,0 +1,131 @@
+"""What a run leaves behind, and how far another run's is from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mla_fusion.compat import tree_leaves
+from mla_fusion.paging.tiles import numbers_of_rows
+from mla_fusion.tools.by_hand import memory
+from mla_fusion.tools.by_hand.calls import Watch, run
+
+WEIGHT_OF_A_ROW = 2.5  # a row may be so many times as far off as the whole
+
+
+@dataclass(frozen=True)
+class Values:
+    """Results, then what the run was given and what its modules hold, as it left them; ``before``:
+    as it found them.
+    """
+
+    held: dict[str, Tensor]
+    before: dict[str, Tensor]
+
+
+def values_of(
+    target: Callable[..., Any],
+    inputs: Sequence[Any],
+    watch: Watch,
+    names: Mapping[str, str] | None = None,
+) -> Values:
+    """Run ``target`` on copies of the inputs. ``names``: what to call the tensors that its modules
+    hold.
+    """
+    names, given = names or {}, memory.copied(inputs)
+    with memory.kept(target) as states:
+        before = memory.named(inputs) | {
+            names.get(name, name): was for name, (_, was) in states.items()
+        }
+        watch.held = memory.reachable(given, target, names)
+        leaves = enumerate(tree_leaves(run(target, given, watch)))
+        held = {
+            f"output {place}": value.detach().clone()
+            for place, value in leaves
+            if isinstance(value, Tensor)
+        }
+        held |= memory.named(given)
+        held |= {
+            names.get(name, name): value.detach().clone() for name, (value, _) in states.items()
+        }
+    return Values(held, before)
+
+
+def errors(
+    want: Values, got: Values, tiles: Mapping[str, tuple[int, int]] | None = None
+) -> dict[str, float]:
+    """The relative error of each result, and of each tensor that either run has changed. Infinite
+    for another shape.
+
+    ``tiles``: the caches of int8 tiles, each with its Hckv and tile size; their rows are compared
+    as the numbers that they stand for.
+
+    Of memory that is written, rows that neither run has changed are left out: the error is that of
+    the rows written, and a row that only one of them wrote is wrong as a whole. What only one of
+    the two holds is not compared.
+    """
+    found: dict[str, float] = {}
+    for name, value in want.held.items():
+        other, before = got.held.get(name), want.before.get(name)
+        if before is None:
+            same_size = other is not None and value.numel() == other.numel()
+            found[name] = (
+                _error(_rows(value), _rows(other))
+                if other is not None and same_size
+                else float("inf")
+            )
+        elif other is not None and before.shape == value.shape == other.shape:
+            rows = _changed(value, before) | _changed(other, got.before[name])
+            if bool(rows.any()):
+                decode = (
+                    _rows if name not in (tiles or {}) else partial(_numbers, *(tiles or {})[name])
+                )
+                found[name] = _error(decode(value)[rows], decode(other)[rows])
+    return found
+
+
+def _changed(after: Tensor, before: Tensor) -> Tensor:
+    """Which rows. Memory that nobody has written may hold NaN, which is not equal to itself."""
+    a, b = _rows(after), _rows(before)
+    return ((a != b) & ~(a.isnan() & b.isnan())).any(-1)
+
+
+def _rows(value: Tensor) -> Tensor:
+    value = value.detach().to("cpu")
+    wide = (
+        value.double() if not value.is_complex() else torch.view_as_real(value).flatten(-2).double()
+    )
+    if not wide.numel():
+        return wide.reshape(0, 1)
+    return wide.reshape(-1, wide.shape[-1]) if wide.dim() else wide.reshape(1, 1)
+
+
+def _numbers(hckv: int, tile: int, cache: Tensor) -> Tensor:
+    dr = (cache.shape[-1] - hckv - 4 * (hckv // tile)) // 2
+    return _rows(numbers_of_rows(cache.detach(), hckv=hckv, dr=dr, tile=tile))
+
+
+def _error(want: Tensor, got: Tensor) -> float:
+    """Masked scores are infinite, and unwritten memory may be NaN: there both must be so, and the
+    rest is measured.
+    """
+    got = got.reshape(want.shape)
+    if not want.numel():
+        return 0.0
+    odd = ~(want.isfinite() & got.isfinite())
+    if not bool(((want == got) | (want.isnan() & got.isnan()))[odd].all()):
+        return float("inf")
+    want, got = want.masked_fill(odd, 0.0), got.masked_fill(odd, 0.0)
+    off, size = (got - want).square().sum(-1), want.square().sum(-1)
+    whole = (off.sum() / size.sum().clamp_min(1e-60)).sqrt()
+    of_rows = torch.where(off == 0, 0.0, (off / size.clamp_min(1e-60)).sqrt())
+    return float(torch.maximum(whole, of_rows.max() / WEIGHT_OF_A_ROW))
+
+
+def worst(found: Mapping[str, float]) -> float:
+    return max(found.values(), default=0.0)

@@ -1,0 +1,205 @@
+"""``mla-fusion check-model``: what ``optimize`` makes of a checkpoint folder, and whether its
+tokens stay the same.
+"""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from copy import deepcopy
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from mla_fusion.compile.device_graph import CaptureError
+from mla_fusion.compile.prepack import Prepacked, prepack
+from mla_fusion.models import hf
+from mla_fusion.models.features import COUNTS_POSITIONS
+from mla_fusion.tools import terminal
+
+PROMPT_TOKENS = 8
+_MOST = 10_000  # layers, or experts a layer: ten times those of the largest models
+
+
+class CheckpointError(ValueError):
+    """The folder holds nothing that ``transformers`` can load as a language model."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Greedy generation before and after; the tokens are equal up to ``equal``."""
+
+    tokens: int
+    equal: int
+    seconds_before: float
+    seconds_after: float
+    cache_bytes_before: int
+    cache_bytes_after: int
+
+    def __str__(self) -> str:
+        return (
+            f"generated {self.tokens} tokens: the first {self.equal} are equal;"
+            f" {self.seconds_before:.2f} s before, {self.seconds_after:.2f} s after;"
+            f" cache {self.cache_bytes_before:,} and {self.cache_bytes_after:,} bytes"
+        )
+
+
+def run(arguments: Namespace) -> int:
+    """Status 0; 1 where nothing was converted or float32 tokens differ. Raises CheckpointError."""
+    config = _config(arguments.folder)
+    model = _skeleton(config)
+    summary = hf.optimize(model)
+    quantised = getattr(config, "quantization_config", None)
+    compared = _compare(arguments) if arguments.tokens and summary.converted else None
+    plan = _plan(config) if arguments.prepack and summary.converted else None
+    if arguments.json:
+        data = {"model_type": config.model_type, "quantized": bool(quantised), **summary.to_dict()}
+        planned = asdict(plan) if isinstance(plan, Prepacked) else plan
+        print(
+            json.dumps(
+                data | {"generated": vars(compared) if compared else None, "prepack": planned},
+                indent=2,
+            )
+        )
+    else:
+        terminal.show(f"{config.model_type}: {summary}")
+        if quantised:
+            print(
+                "  the checkpoint is quantised: load it dequantised, or its projections will be "
+                "left alone"
+            )
+        if compared:
+            terminal.show(f"  {compared}")
+        if plan is not None:
+            terminal.show(f"of the first of {len(summary.converted)} layers:\n{plan}")
+    differs = (
+        compared is not None and arguments.dtype == "float32" and compared.equal < compared.tokens
+    )
+    return 1 if differs or not summary.converted else 0
+
+
+class _Step(torch.nn.Module):
+    """A decode step of a model, over a cache of its own."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+        self.cache = hf.MlaPagedCache(model, max_cache_len=PROMPT_TOKENS)
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        told = (
+            {} if COUNTS_POSITIONS.has(type(self.model).forward) else {"cache_position": ids[0] * 0}
+        )
+        return self.model(input_ids=ids, past_key_values=self.cache, **told).logits
+
+
+def _plan(config: Any) -> Prepacked | str:
+    """What ``mf.prepack`` would do with one layer; or why that cannot be said."""
+    one = deepcopy(config)
+    text = one.get_text_config()
+    text.num_hidden_layers = 1
+    if hasattr(text, "first_k_dense_replace"):
+        text.first_k_dense_replace = 1  # no experts, whose choice would end the graph
+    model = _skeleton(one).to(torch.bfloat16)
+    hf.optimize(model)
+    try:
+        return prepack(_Step(model), torch.zeros(1, 1, dtype=torch.int64, device="meta"))
+    except (ValueError, CaptureError) as error:
+        return f"prepack: not planned: {_first_line(error)}"
+
+
+def _config(folder: Path) -> Any:
+    hf.modeling()
+    from transformers import AutoConfig
+
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(f"{folder} holds no config.json")
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # of a field of a wrong type, whatever comes first
+        raise CheckpointError(
+            f"transformers cannot read {folder / 'config.json'}: {_first_line(error)}"
+        ) from error
+    for name, value in vars(config.get_text_config()).items():
+        if name.endswith(("layers", "experts")) and isinstance(value, int) and value > _MOST:
+            raise CheckpointError(
+                f"{folder / 'config.json'}: {name} is {value:,}; no model has more than {_MOST:,}"
+            )
+    return config
+
+
+def _skeleton(config: Any) -> Any:
+    """The model without weights: enough to tell what fits, whatever its size."""
+    from transformers import AutoModelForCausalLM
+
+    dtype = getattr(config, "dtype", None) or torch.bfloat16
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, dtype=dtype)
+    except ValueError as error:
+        kind = config.model_type
+        raise CheckpointError(
+            f"{kind} is no language model of transformers: {_first_line(error)}"
+        ) from error
+    except Exception as error:  # sizes that are no sizes
+        raise CheckpointError(
+            f"transformers makes no model of this config.json: {_first_line(error)}"
+        ) from error
+
+
+def _compare(arguments: Namespace) -> Comparison:
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            arguments.folder, dtype=getattr(torch, arguments.dtype), local_files_only=True
+        )
+    except Exception as error:  # of the config or of the weights
+        raise CheckpointError(
+            f"transformers cannot load {arguments.folder}: {_first_line(error)}"
+        ) from error
+    model.eval()
+    size = model.config.get_text_config().vocab_size
+    ids = torch.randint(0, size, (1, PROMPT_TOKENS), generator=torch.Generator().manual_seed(0))
+    before, seconds_before, cache_before = _generate(model, ids, arguments.tokens)
+    hf.optimize(model)
+    after, seconds_after, cache_after = _generate(model, ids, arguments.tokens)
+    equal = int((before == after).cumprod(0).sum())
+    return Comparison(
+        arguments.tokens, equal, seconds_before, seconds_after, cache_before, cache_after
+    )
+
+
+def _generate(model: Any, ids: torch.Tensor, tokens: int) -> tuple[torch.Tensor, float, int]:
+    """New tokens, seconds, bytes of cache that they and the prompt take."""
+    started = perf_counter()
+    with torch.no_grad():
+        found = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=tokens,
+            min_new_tokens=tokens,
+            do_sample=False,
+            return_dict_in_generate=True,
+        )
+    seconds = perf_counter() - started
+    cache = found.past_key_values
+    if isinstance(cache, hf.MlaPagedCache):
+        held = cache.bytes_per_token * int(cache.get_seq_length())
+    else:
+        held = sum(
+            item.nbytes
+            for layer in cache.layers
+            for item in (layer.keys, layer.values)
+            if item is not None
+        )
+    return found.sequences[0, ids.shape[1] :], seconds, held
+
+
+def _first_line(error: BaseException) -> str:
+    """What it says in one line, with its kind where that is not clear from the words."""
+    said = " ".join(str(error).split())
+    return said if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {said}"

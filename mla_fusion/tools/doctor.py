@@ -1,0 +1,273 @@
+"""What is installed, what runs on what, and who converts which operator: facts for ``mla-fusion
+doctor``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mla_fusion import ops, releases
+from mla_fusion._autoload import cann_location, torch_npu_installed
+from mla_fusion.compat import registrations
+from mla_fusion.compile import inductor_bridge, offline
+from mla_fusion.compile.offline import standins
+from mla_fusion.meta.prolog import PROLOGS
+from mla_fusion.report import store
+from mla_fusion.tools import installed, traps
+
+_VERSION = re.compile(r"version\w*\s*=\s*\[?(?:[\d.]+:)?([\d.]+(?:RC\w*|alpha\w*)?)", re.IGNORECASE)
+_UNKNOWN = {"schema": None, "cpu_kernel": None, "converter": None}
+OPERATORS = (
+    *PROLOGS,
+    "npu_rms_norm",
+    "npu_interleave_rope",
+    "npu_rotary_mul",
+    "npu_kv_rmsnorm_rope_cache",
+    "npu_kv_rmsnorm_rope_cache_v2",
+    "npu_kv_rmsnorm_rope_cache_v2_functional",
+    "npu_scatter_nd_update",
+    "npu_scatter_pa_kv_cache_functional",
+    "npu_dynamic_quant",
+    "npu_quant_matmul",
+    "npu_transpose_batchmatmul",
+    "npu_format_cast",
+)
+
+
+_OURS = "a defect of mla_fusion: the other answers hold; please report this one with all of them"
+_PAIR = (
+    "install a pair of the table in docs/releases.md; doctor names the one beside your torch "
+    'under "release"'
+)
+_TRIAL = "from mla_fusion.compile import offline; offline.activate(); import torch_npu, torchair"
+_TRIAL_SECONDS = 300
+
+
+class _Checks:
+    """Runs checks, each by itself: one that fails leaves a line on what failed and what to do, and
+    no answer.
+    """
+
+    def __init__(self) -> None:
+        self.problems: list[dict[str, str]] = []
+
+    def ask(
+        self, name: str, check: Callable[[], Any], remedy: str = _OURS, otherwise: Any = None
+    ) -> Any:
+        try:
+            return check()
+        except Exception as error:
+            self.add(name, f"{type(error).__name__}: {error}", remedy)
+            return otherwise
+
+    def add(self, name: str, failed: str, remedy: str) -> None:
+        self.problems.append({"check": name, "failed": failed, "to do": remedy})
+
+
+def survey() -> dict[str, Any]:
+    """Versions, device, CANN, the offline runtime, the operators, hooks, known traps and problems,
+    as plain data.
+
+    Activates the offline runtime where there is no CANN, since only then can torchair be asked.
+    Nothing is raised: a check that fails is an entry of "problems", with what to do.
+    """
+    checks = _Checks()
+    ask = checks.ask
+    release = ask("release", _release, _PAIR)
+    error = _activation_error(checks, release)
+    usable = error is None and torch_npu_installed()
+    return {
+        "versions": ask("versions", installed.versions),
+        "release": release,
+        "cann": ask("cann", cann_location),
+        "cann_version": ask("cann_version", _cann_version),
+        "device": ask("device", _device, "npu-smi info tells whether the driver sees the device")
+        if usable
+        else None,
+        "offline": ask("offline", lambda: _offline(error)),
+        "operators": {
+            name: ask(name, partial(_operator, name, usable), otherwise=_UNKNOWN)
+            for name in OPERATORS
+        },
+        "hooks": ask("hooks", lambda: hooks(usable)),
+        "traps": ask("traps", lambda: traps.survey(usable)),
+        "problems": checks.problems,
+    }
+
+
+def _release() -> dict[str, str | None]:
+    """What the installed torch_npu is, as far as this package is concerned."""
+    beside = releases.for_torch(torch.__version__)
+    return {"refused": releases.refusal(), "known beside this torch": releases.command(beside)}
+
+
+def _activation_error(checks: _Checks, release: dict[str, str | None] | None) -> str | None:
+    """Why torchair cannot be asked here; None where it can, or where there is no torch_npu and
+    nobody needs it.
+    """
+    refused = (release or {}).get("refused")
+    if refused:
+        checks.add(
+            "release",
+            refused,
+            "install that release; on CPU tensors the backend works with any torch_npu",
+        )
+        return refused
+    ended = checks.ask("trial", _trial, _PAIR)
+    if ended is not None:
+        checks.add("offline", ended, _PAIR)
+        return str(ended)
+    try:
+        offline.activate()
+        if torch_npu_installed():
+            import_module("torch_npu")
+    except offline.OfflineError as error:
+        if torch_npu_installed():
+            checks.add(
+                "offline",
+                str(error),
+                "as the message says; on CPU tensors the backend works without torchair",
+            )
+        return str(error)
+    except Exception as error:
+        message = f"{type(error).__name__}: {error}"
+        checks.add("offline", message, _PAIR)
+        return message
+    return None
+
+
+def _trial() -> str | None:
+    """How importing torch_npu ends the process, where it does: libraries that do not fit raise no
+    exception.
+    """
+    if not torch_npu_installed() or "torch_npu" in sys.modules:
+        return None
+    signalled = _ending(_TRIAL)
+    return (
+        f"importing torch_npu ends the process with {signalled}" if signalled is not None else None
+    )
+
+
+def _ending(code: str) -> str | None:
+    """The signal that ends a process which runs this code, and what it said; None where none
+    does.
+    """
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=_TRIAL_SECONDS, check=False
+    )
+    if done.returncode >= 0:
+        return None  # an exception, if any, will be the same in this process
+    said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    what = next(
+        (line for line in said if line.startswith("what():")),
+        said[0] if said else "nothing on stderr",
+    )
+    return f"{signal.Signals(-done.returncode).name}: {what}"
+
+
+def _device() -> str | None:
+    npu = getattr(torch, "npu", None)
+    if npu is None or not npu.is_available():
+        return None
+    return str(npu.get_device_name())
+
+
+def _offline(error: str | None) -> dict[str, Any]:
+    directory = offline.standins_directory()
+    return {
+        "active": offline.is_active(),
+        "standins": str(directory) if directory else None,
+        "cache": str(standins.cache_root()),
+        "c_compiler": next(
+            (path for path in map(shutil.which, ("cc", "gcc", "clang")) if path), None
+        ),
+        "error": error,
+    }
+
+
+def _operator(name: str, usable: bool) -> dict[str, Any]:
+    """Whose its schema, CPU kernel and GE converter are, where there are any."""
+    entry: dict[str, Any] = dict(_UNKNOWN)
+    packet = getattr(torch.ops.npu, name, None)
+    if packet is None:
+        return entry
+    entry["schema"] = _registrar(name, "debug")
+    entry["cpu_kernel"] = _registrar(name, "CPU")
+    if usable:
+        bridge = import_module("mla_fusion.compile.torchair_bridge")
+        owner = import_module("mla_fusion.converters").register().get(name)
+        entry["converter"] = owner or (
+            "torchair" if bridge.has_converter(packet.default) else "none"
+        )
+    return entry
+
+
+def _registrar(name: str, key: str) -> str | None:
+    """The package of the source file that the dispatcher says a definition or a kernel is from."""
+    lines = registrations(f"npu::{name}")
+    found = next((line for line in lines if line.startswith(f"{key}: registered at ")), None)
+    if found is None:
+        return None
+    if "/dev/null" in found and name in ops.OPERATORS:
+        # up to torch 2.8 what is registered in Python names no file, and torch_npu does it in C++
+        return "mla_fusion"
+    return next(
+        (package for package in ("torch_npu", "mla_fusion") if f"{package}/" in found),
+        "another package",
+    )
+
+
+def hooks(usable: bool) -> dict[str, str]:
+    """What of this process calls the pass, and who else stands where it could. torchair's are
+    fields of each config.
+    """
+    names = ("post_grad_custom_pre_pass", "post_grad_custom_post_pass")
+    found = {f"Inductor {name}": _named(inductor_bridge.option(name)) for name in names}
+    known = "mla_fusion" in torch.compiler.list_backends(exclude_tags=())
+    found['torch.compile(backend="mla_fusion")'] = (
+        "known" if known else "unknown: pip install the package"
+    )
+    if usable:
+        config = import_module("mla_fusion.compile.torchair_bridge").compiler_config("ge")
+        hook = getattr(config, "post_grad_custom_pre_pass", None)
+        found["a fresh torchair CompilerConfig"] = _named(getattr(hook, "value", hook))
+    found[store.VARIABLE] = os.environ.get(store.VARIABLE, "not set: reports stay in memory")
+    return found
+
+
+def _named(hook: Any) -> str:
+    if hook is None:
+        return "none"
+    name = getattr(hook, "__qualname__", type(hook).__qualname__)
+    return f"{getattr(hook, '__module__', '?')}.{name}"
+
+
+def _cann_version() -> str | None:
+    """As the toolkit's own file states it, beside or above the runtime library."""
+    location = cann_location()
+    for folder in Path(location).resolve().parents[:5] if location else ():
+        for name in ("version.cfg", "ascend_toolkit_install.info"):
+            found = _VERSION.search(_text(folder / name))
+            if found is not None:
+                return found[1]
+    return None
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,142 @@
+"""GE's own ``ge_onnx_*.pbtxt``: an ONNX ModelProto as protobuf text, its operators named
+``ge:MatMulV2``.
+
+What GE keeps in an operator's description becomes ONNX attributes: ``output_desc_shape:0`` and so
+on. Bools are ints there; what has the default value of its field is left out. With DUMP_GE_GRAPH=1
+strings and constants' data are included, otherwise not.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from mla_fusion.tools.dumps import dtypes, prototext
+from mla_fusion.tools.dumps.ge_text import edge, numbers, prefer_readable
+from mla_fusion.tools.dumps.model import DumpError, Operator, Value
+from mla_fusion.tools.dumps.prototext import Message, every, first
+
+PREFIX = "ge:"
+_SUBGRAPH = "subgraph"
+_DESCRIPTION = re.compile(r"output_desc_(.+?):(\d+)$")
+_DESCRIBED = ("dtype", "shape", "layout", "device_type")
+# Bookkeeping that says nothing which the edges and descriptions do not.
+_LEFT_OUT = frozenset(
+    """
+    id stream_id input_name src_name src_index dst_name dst_index input_i output_i workspace
+    workspace_bytes is_input_const input_desc_nums output_desc_nums send_event_id_list
+    recv_event_id_list
+    """.split()
+)
+_FIELD = {
+    "FLOAT": "f",
+    "INT": "i",
+    "STRING": "s",
+    "FLOATS": "floats",
+    "INTS": "ints",
+    "STRINGS": "strings",
+}
+_DEFAULT: dict[str, Any] = {"f": 0.0, "i": 0, "s": ""}
+
+
+def read(lines: Iterable[str]) -> tuple[list[Operator], str]:
+    """The operators of the graph, those of its subgraphs under the subgraph's name, and the graph's
+    name.
+    """
+    operators: list[Operator] = []
+    graph = ""
+    for name, value, line in prototext.top_messages(lines, inside="graph"):
+        if name == "node":
+            operators += _node(value, line, "")
+        elif name == "name":
+            graph = str(value)
+    return operators, graph
+
+
+def _node(message: Any, line: int, under: str) -> Iterator[Operator]:
+    if not isinstance(message, list):
+        raise DumpError("a node that is no message", line)
+    kind, name = first(message, "op_type"), first(message, "name")
+    if not isinstance(kind, str) or not isinstance(name, str) or not name:
+        raise DumpError("a node without a name or an op_type", line)
+    if kind == _SUBGRAPH:
+        for attribute in every(message, "attribute"):
+            for field, inner, at in first(attribute, "g", []):
+                if field == "node":
+                    yield from _node(inner, at, f"{name}/")
+    elif not kind.startswith(PREFIX):
+        raise DumpError(f"an ONNX model, not a GE graph: op_type {kind!r}", line)
+    else:
+        try:
+            yield _operator(message, line, kind.removeprefix(PREFIX), under)
+        except (TypeError, ValueError, AttributeError, OverflowError, KeyError) as error:
+            raise DumpError(f"a damaged node: {error}", line) from None
+
+
+def _operator(message: Message, line: int, kind: str, under: str) -> Operator:
+    described: dict[int, dict[str, Any]] = {}
+    attributes: dict[str, Any] = {}
+    for item in every(message, "attribute"):
+        name = str(first(item, "name", ""))
+        # inputs are what their producers' outputs are
+        if name.startswith("input_desc_") or name in _LEFT_OUT:
+            continue
+        found = _DESCRIPTION.match(name)
+        if found is None:
+            attributes[name] = _value_of(item)
+        elif found[1] in _DESCRIBED:
+            described.setdefault(int(found[2]), {})[found[1]] = _value_of(item)
+    outputs = [_value(described.get(index, {}), kind) for index in _upto(described)]
+    names, places = attributes.pop("_input_name_key", []), attributes.pop("_input_name_value", [])
+    if kind in ("Const", "Constant"):
+        attributes["value"] = _constant(attributes)
+        prefer_readable(attributes)
+    edges = [edge(under + text if text else "") for text in map(str, every(message, "input"))]
+    roles = _roles(names, places, len(edges))
+    return Operator(
+        under + str(first(message, "name")), kind, edges, outputs, attributes, roles, [], line
+    )
+
+
+def _value_of(attribute: Message) -> Any:
+    """Protobuf leaves fields of default value out; ``type`` says which field it would be."""
+    field = _FIELD.get(str(first(attribute, "type", "")), "")
+    return (
+        first(attribute, field, _DEFAULT[field]) if field in _DEFAULT else every(attribute, field)
+    )
+
+
+def _value(description: dict[str, Any], kind: str) -> Value:
+    """An empty shape is left out, of a scalar as of what has none yet; an input has one."""
+    sizes = description.get("shape", () if kind in ("Data", "RefData") else None)
+    dtype = dtypes.from_ge(str(description.get("dtype", "")))
+    return Value(
+        dtype,
+        None if sizes is None else tuple(int(size) for size in sizes),
+        str(description.get("layout", "")),
+        str(description.get("device_type", "")),
+    )
+
+
+def _upto(found: dict[int, Any]) -> range:
+    if len(found) <= max(found, default=-1):
+        raise ValueError("descriptions of outputs are missing")
+    return range(len(found))
+
+
+def _constant(attributes: dict[str, Any]) -> dict[str, Any]:
+    """Its Value, and its numbers where the dump was made with them."""
+    shape = tuple(int(size) for size in attributes.pop("value_desc_shape", ()))
+    dtype = dtypes.from_ge(str(attributes.pop("value_desc_dtype", "")))
+    for name in ("value_desc_layout", "value_desc_device_type"):
+        attributes.pop(name, None)
+    data = attributes.pop("value_data", None)
+    known = numbers(dtype, str(data).encode("latin-1", errors="replace")) if data else None
+    return {"value": Value(dtype, shape), "numbers": known}
+
+
+def _roles(names: list[Any], places: list[Any], count: int) -> list[str]:
+    """GE lists the names in alphabetical order, each with its place."""
+    by_place = {int(place): str(name) for name, place in zip(names, places, strict=False)}
+    return [by_place.get(place, f"input {place}") for place in range(count)] if by_place else []

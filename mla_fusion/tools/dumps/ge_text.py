@@ -1,0 +1,250 @@
+"""GE graphs as torchair writes them: its onnx-like pbtxt, and the protobuf's own text.
+
+In the pbtxt every attribute and tensor description is protobuf text once more, inside a string.
+Layers repeat those strings, so each is parsed once.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import struct
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Any
+
+from mla_fusion.tools.dumps import dtypes, prototext
+from mla_fusion.tools.dumps.model import Dim, DumpError, Edge, Operator, Value, dim
+from mla_fusion.tools.dumps.prototext import Message, every, first
+
+_META = re.compile(r"Tensor\(dtype=torch\.(\w+), shape=torch\.Size\(\[([^\]]*)\]")
+_MODEL = (
+    "attr",
+    "input",
+    "output",
+    "versions",
+    "library",
+    "version",
+    "custom_version",
+    "attr_groups",
+)
+_STRUCT = {
+    "float32": "f", "float64": "d", "int8": "b", "uint8": "B", "int16": "h", "int32": "i",
+    "int64": "q", "bool": "?",
+    "uint16": "H", "uint32": "I", "uint64": "Q",
+}  # fmt: skip
+
+
+def read(lines: Iterable[str]) -> tuple[list[Operator], str]:
+    """The operators of a graph in either form, and the graph's name.
+
+    GE's own ``ge_proto_*.txt`` is the same text once more wrapped, a model with graphs: the first
+    is the graph, and operators of the others, its subgraphs, get their graph's name in front.
+    """
+    operators: list[Operator] = []
+    names, graphs = [""], 0
+    for name, value, line in prototext.top_messages(lines, inside="graph"):
+        if name in ("op", "node") and isinstance(value, list):
+            operator = _operator(name, value, line)
+            operators.append(_under(names[-1], operator) if graphs > 1 else operator)
+        elif name == "graph" and isinstance(value, list):
+            graphs += 1
+            names.append("")
+        elif name == "name":
+            names[-1] = str(value)
+        elif name not in _MODEL:
+            raise DumpError(f"not a GE graph: unknown field {name!r}", line)
+    return operators, (names[1] if graphs else "") or names[0]
+
+
+def _under(graph: str, operator: Operator) -> Operator:
+    operator.name = f"{graph}/{operator.name}"
+    operator.inputs = [
+        found and Edge(f"{graph}/{found.producer}", found.index) for found in operator.inputs
+    ]
+    return operator
+
+
+def _operator(kind: str, message: Message, line: int) -> Operator:
+    try:
+        return _of_text(message, line) if kind == "op" else _of_pbtxt(message, line)
+    # of a string inside; its own line numbers mean nothing to the reader
+    except DumpError as error:
+        raise DumpError(error.message, line) from None
+    except (TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise DumpError(f"a damaged operator: {error}", line) from None
+
+
+def _of_text(message: Message, line: int) -> Operator:
+    attributes = {
+        str(first(item, "key")): _attribute(first(item, "value", []))
+        for item in every(message, "attr")
+    }
+    return _assemble(
+        message,
+        "type",
+        line,
+        attributes,
+        every(message, "input_desc"),
+        every(message, "output_desc"),
+    )
+
+
+def _of_pbtxt(message: Message, line: int) -> Operator:
+    attributes: dict[str, Any] = {}
+    inputs: list[str] = []
+    outputs: list[Message] = []
+    for item in every(message, "attr"):
+        key, text = str(first(item, "key")), first(first(item, "value", []), "s", "")
+        if key.startswith("[i]"):
+            inputs.append(text)
+        elif key.startswith("[o]"):
+            outputs.append(_parsed(text))
+        else:
+            attributes[key] = _attribute(_parsed(text))
+    # The input side repeats what the producer's output side says; it is looked at where that is not
+    # so.
+    needed = first(message, "op") == "Data" or "_input_name_key" not in attributes
+    return _assemble(
+        message, "op", line, attributes, [_parsed(text) for text in inputs if needed], outputs
+    )
+
+
+@lru_cache(maxsize=1 << 14)
+def _parsed(text: str) -> Message:
+    return prototext.parse(text)
+
+
+def _assemble(
+    message: Message,
+    kind: str,
+    line: int,
+    attributes: dict[str, Any],
+    inputs: list[Message],
+    outputs: list[Message],
+) -> Operator:
+    name, type_ = first(message, "name"), first(message, kind)
+    if not isinstance(name, str) or not isinstance(type_, str) or not type_:
+        raise DumpError("an operator without a name or a type", line)
+    edges = [edge(str(text)) for text in every(message, "input")]
+    roles = _names(attributes.pop("_input_name_key", None)) or [
+        str(first(item, "name", "")) for item in inputs
+    ]
+    results = _names(attributes.pop("_output_name_key", None)) or [
+        str(first(item, "name", "")) for item in outputs
+    ]
+    for key in ("_input_name_value", "_output_name_value"):
+        attributes.pop(key, None)
+    if type_ == "Const":
+        prefer_readable(attributes)
+    operator = Operator(
+        name, type_, edges, [_value(item) for item in outputs], attributes, roles, results, line
+    )
+    if type_ == "Data" and inputs and not operator.outputs:
+        operator.outputs = [_value(inputs[0])]
+    return operator
+
+
+def prefer_readable(attributes: dict[str, Any]) -> None:
+    """torchair notes a constant as the model had it: 1e-06 rather than the float32 nearest to
+    it.
+    """
+    text, held = attributes.pop("_readable_value", ""), attributes.get("value")
+    if not isinstance(held, dict) or len(str(text)) > 200:
+        return
+    try:
+        stated = ast.literal_eval(str(text))
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        return
+    numbers = stated if isinstance(stated, list) else [stated]
+    if all(isinstance(number, (int, float)) for number in numbers) and len(numbers) == len(
+        held["numbers"] or ()
+    ):
+        attributes["value"] = {**held, "numbers": numbers}
+
+
+def _names(value: Any) -> list[str]:
+    return [str(item) for item in value] if isinstance(value, list) else []
+
+
+def edge(text: str) -> Edge | None:
+    """``name:index``, ``name:-1`` or ``^name`` for an order without data, "" for no input."""
+    if not text:
+        return None
+    if text.startswith("^"):
+        return Edge(text[1:], -1)
+    name, separator, index = text.rpartition(":")
+    return Edge(name, int(index)) if separator else Edge(text)
+
+
+def _attribute(message: Any) -> Any:
+    """The value of a GE ``AttrDef``: a scalar, a list, or a constant's (dtype, shape, values)."""
+    if not isinstance(message, list) or not message:
+        return None if isinstance(message, list) else message
+    kind, value, _ = message[0]
+    if kind == "list":
+        return [item for key, item, _ in value if key != "val_type"]
+    if kind == "t":
+        return constant(value)
+    if kind == "dt":
+        return dtypes.from_ge(str(value))
+    return value
+
+
+def constant(message: Message) -> dict[str, Any]:
+    """A ``TensorDef``: its Value and, where the type has a plain binary form, its numbers."""
+    value = _value(first(message, "desc", []))
+    data = str(first(message, "data", "")).encode("latin-1", errors="replace")
+    # GE can leave the data out
+    absent = not data and value.shape is not None and 0 not in value.shape
+    return {"value": value, "numbers": None if absent else numbers(value.dtype, data)}
+
+
+def numbers(dtype: str, data: bytes) -> list[Any] | None:
+    """What the bytes of a tensor are; None for a dtype without a plain binary form."""
+    if dtype == "bfloat16":
+        return [
+            struct.unpack("<f", b"\0\0" + data[at : at + 2])[0] for at in range(0, len(data) - 1, 2)
+        ]
+    code = _STRUCT.get(dtype)
+    if code is None:
+        return None
+    size = struct.calcsize(code)
+    return list(struct.unpack(f"<{len(data) // size}{code}", data[: len(data) // size * size]))
+
+
+def _value(message: Message) -> Value:
+    """A ``TensorDescriptor``.
+
+    torchair leaves the shape of inner tensors out and keeps in ``_meta`` that of the last torch
+    value which the GE tensor stands for: of a product that is then viewed as heads, the heads. The
+    number of elements is right.
+    """
+    shape = first(message, "shape")
+    sizes: tuple[Dim, ...] | None = (
+        tuple(int(dim) for dim in every(shape, "dim")) if isinstance(shape, list) else None
+    )
+    dtype = dtypes.from_ge(str(first(message, "dtype", "")))
+    meta = next((item for item in every(message, "attr") if first(item, "key") == "_meta"), None)
+    found = _META.match(str(first(first(meta, "value", []), "s", ""))) if meta is not None else None
+    if found is not None:
+        sizes = agreed(sizes, dims(found[2]))
+    return Value(
+        dtype, sizes, str(first(message, "layout", "")), str(first(message, "device_type", ""))
+    )
+
+
+def agreed(sizes: tuple[Dim, ...] | None, meta: tuple[Dim, ...]) -> tuple[Dim, ...]:
+    """GE's own shape, its -1 replaced by torch's symbols. A Data's ``_meta`` may be that of its
+    transpose.
+    """
+    if sizes is None:
+        return meta
+    fits = len(sizes) == len(meta) and all(a in (b, -1) for a, b in zip(sizes, meta, strict=True))
+    return meta if fits else sizes
+
+
+def dims(text: str) -> tuple[Dim, ...]:
+    """The sizes in ``[s0, 1024]`` as torch prints them."""
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    return tuple(map(dim, parts))

@@ -1,0 +1,113 @@
+"""The MLA prologue operators of a dump, and what each of their inputs is."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from mla_fusion.compat import OpOverload, schema_of
+from mla_fusion.meta.prolog import V1, V2, V3
+from mla_fusion.tools.dumps import Dump, Operator, Value, names
+from mla_fusion.tools.dumps.python_text import edges_in
+
+_GE = {operator.ge_type: operator for operator in (V1, V2, V3)}
+_FX = re.compile(r"npu\.npu_mla_prolog(_v2|_v3)?(_functional)?(\.\w+)?$")
+_SHOWN = (
+    "cache_mode", "rmsnorm_epsilon_cq", "rmsnorm_epsilon_ckv", "weight_quant_mode",
+    "kv_cache_quant_mode",
+    "query_quant_mode", "query_norm_flag", "ckvkr_repo_mode", "quant_scale_repo_mode", "tile_size",
+    "qc_qr_scale",
+    "kc_scale",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Input:
+    """One given input: its role in the operator, the operator that makes it, and the tensor."""
+
+    role: str
+    producer: str
+    value: Value
+
+
+@dataclass(frozen=True)
+class Prologue:
+    """One prologue operator. ``place`` counts them in the order of the dump, which is that of the
+    layers.
+    """
+
+    place: int
+    name: str
+    type: str
+    inputs: tuple[Input, ...]
+    attributes: dict[str, Any]
+    source: str = ""
+
+    def value(self, role: str) -> Value:
+        return next((item.value for item in self.inputs if item.role == role), Value())
+
+
+def is_prologue(kind: str) -> bool:
+    return kind in _GE or _FX.match(kind) is not None
+
+
+def find(dump: Dump) -> list[Prologue]:
+    """Every prologue operator of the dump, in order."""
+    operators = [operator for operator in dump.operators if is_prologue(operator.type)]
+    return [_prologue(dump, place, operator) for place, operator in enumerate(operators)]
+
+
+def _prologue(dump: Dump, place: int, operator: Operator) -> Prologue:
+    roles = roles_of(dump, operator)
+    inputs = tuple(
+        Input(role, str(edge), dump.value(edge))
+        for role, edge in zip(roles, operator.inputs, strict=False)
+        if edge is not None and edge.index >= 0
+    )
+    known = {name: found for name, found in _attributes(dump, operator).items() if name in _SHOWN}
+    ordered = {name: known[name] for name in _SHOWN if name in known}
+    return Prologue(place, operator.name, operator.type, inputs, ordered, operator.source)
+
+
+def roles_of(dump: Dump, operator: Operator) -> list[str]:
+    """What each input is to a prologue operator."""
+    if dump.is_fx:
+        return _fx_roles(operator)
+    return operator.roles or list(_GE[operator.type].ge_inputs)
+
+
+def result_of(kind: str, role: str) -> int:
+    """Which result of a GE prologue operator is the cache of this role afterwards."""
+    return _GE[kind].ge_results.index(role)
+
+
+def _fx_roles(operator: Operator) -> list[str]:
+    """The schema's name of each input; its place where the operator is not known here."""
+    target = names.target(operator.type)
+    known = (
+        [argument.name for argument in schema_of(target).arguments]
+        if isinstance(target, OpOverload)
+        else []
+    )
+    args, kwargs = operator.call or ((), {})
+    named = {
+        known[place] if place < len(known) else str(place): item for place, item in enumerate(args)
+    }
+    return [name for name, item in {**named, **kwargs}.items() for _ in edges_in(item)]
+
+
+def _attributes(dump: Dump, operator: Operator) -> dict[str, Any]:
+    """Attributes by name; what an FX call leaves out has the schema's default."""
+    target = names.target(operator.type) if dump.is_fx else None
+    if not isinstance(target, OpOverload):
+        return operator.attributes
+    arguments = schema_of(target).arguments
+    found = {
+        argument.name: argument.default_value
+        for argument in arguments
+        if argument.has_default_value()
+    }
+    args, kwargs = operator.call or ((), {})
+    given = {argument.name: item for argument, item in zip(arguments, args, strict=False)}
+    return {**found, **given, **kwargs}

@@ -1,0 +1,159 @@
+"""Protobuf text, read line by line without protobuf and without a schema.
+
+A message is a list of (field, value, line) in file order; a value is a number, a bool, a string, an
+enum's name as :class:`Word`, or a message. ``top_messages`` yields the messages of the file one
+after the other, so that a graph is never held as text and as messages at once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from mla_fusion.tools.dumps.model import DumpError
+
+Field = tuple[str, Any, int]
+Message = list[Field]
+
+_VALUE = r"""(?:"((?:[^"\\]|\\.)*)"|'((?:[^'\\]|\\.)*)'|([-+.\w]+))"""
+# no two \s* side by side: linear
+_LINE = re.compile(rf"\s*(?:(\w+)\s*(?::\s*(?:{_VALUE}|(\{{))|(\{{))|(\}}))")
+_WHOLE = re.compile(rf"{_LINE.pattern}\s*$")
+_REST = re.compile(r"\s*[;,]?\s*(?:#.*\s*)?")
+_ESCAPE = re.compile(r"\\(?:([0-7]{1,3})|x([0-9a-fA-F]{1,2})|(.))", re.DOTALL)
+_NAMED = {"n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "f": "\f", "v": "\v"}
+_DEPTH = 64
+
+
+class Word(str):
+    """A value without quotes that is no number: an enum's name."""
+
+    __slots__ = ()
+
+
+def top_messages(lines: Iterable[str], inside: str = "") -> Iterator[Field]:
+    """The fields at the top of the text. A message ``inside`` there is given empty, then its
+    fields, as they are read.
+
+    Raises DumpError, without a path, for anything but protobuf text.
+    """
+    stack: list[tuple[str, Message, int]] = []
+    number = offset = entered = 0
+    for number, line in enumerate(lines, 1):
+        for name, value, at in _tokens(line, number, offset):
+            if value is _OPEN:
+                if len(stack) >= _DEPTH:
+                    raise DumpError("messages nest too deeply", number, offset + at)
+                if name == inside and not stack and not entered:
+                    entered = number
+                    yield name, [], number
+                else:
+                    stack.append((name, [], number))
+                continue
+            if value is _CLOSE:
+                if not stack and entered:
+                    entered = 0
+                    continue
+                if not stack:
+                    raise DumpError("a '}' without its '{'", number, offset + at)
+                name, value, opened = stack.pop()
+            else:
+                opened = number
+            if stack:
+                stack[-1][1].append((name, value, opened))
+            else:
+                yield name, value, opened
+        offset += len(line)
+    if entered and not stack:
+        raise DumpError(
+            f"the file ends inside {inside!r} of line {entered}: truncated", number, offset
+        )
+    if stack:
+        raise DumpError(
+            f"the file ends inside {stack[-1][0]!r} of line {stack[-1][2]}: truncated",
+            number,
+            offset,
+        )
+
+
+def parse(text: str) -> Message:
+    """A whole small message."""
+    return list(top_messages(text.splitlines(keepends=True)))
+
+
+class _Mark:
+    """Begin and end of a message among the tokens."""
+
+
+_OPEN, _CLOSE = _Mark(), _Mark()
+
+
+def _tokens(line: str, number: int, offset: int) -> Iterable[tuple[str, Any, int]]:
+    """(field, value, place in the line); nearly every line holds one."""
+    found = _WHOLE.match(line)
+    return (_token(found, 0),) if found is not None else _several(line, number, offset)
+
+
+def _token(found: re.Match[str], place: int) -> tuple[str, Any, int]:
+    name, double, single, bare, message, opens, closes = found.groups()
+    if bare is not None:
+        return name, _number(bare), place
+    if message or opens:
+        return name, _OPEN, place
+    if closes:
+        return "", _CLOSE, place
+    return name, unescape(double if double is not None else single), place
+
+
+def _several(line: str, number: int, offset: int) -> Iterator[tuple[str, Any, int]]:
+    place = 0
+    while True:
+        rest = _REST.match(line, place)
+        place = rest.end() if rest else place
+        if place >= len(line):
+            return
+        found = _LINE.match(line, place)
+        if found is None:
+            raise DumpError(
+                f"not protobuf text: {line[place : place + 40].strip()!r}", number, offset + place
+            )
+        yield _token(found, place)
+        place = found.end()
+
+
+def _number(text: str) -> Any:
+    if text in ("true", "false"):
+        return text == "true"
+    try:
+        return int(text)
+    except ValueError:
+        pass
+    try:
+        return float(text)
+    except ValueError:
+        return Word(text)
+
+
+def unescape(text: str) -> str:
+    """A C string literal's content; a byte above 127 becomes the character of that number."""
+    return _ESCAPE.sub(_unescaped, text) if "\\" in text else text
+
+
+def _unescaped(found: re.Match[str]) -> str:
+    octal, hexadecimal, other = found.groups()
+    if octal:
+        return chr(int(octal, 8) & 255)
+    if hexadecimal:
+        return chr(int(hexadecimal, 16))
+    return _NAMED.get(other, other)
+
+
+def first(message: Message, name: str, default: Any = None) -> Any:
+    """The first value of a field."""
+    return next((value for key, value, _ in message if key == name), default)
+
+
+def every(message: Message, name: str) -> list[Any]:
+    """All values of a repeated field."""
+    return [value for key, value, _ in message if key == name]

@@ -1,0 +1,229 @@
+"""An FX listing made a graph again: the operators that torch knows, each value with the shape that
+stands beside it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import Graph, GraphModule, Node
+
+import mla_fusion.ops  # noqa: F401  # npu:: operators, where torch_npu has not defined them
+from mla_fusion.compat import C_FUNCTIONS, FakeTensor, tree_leaves
+from mla_fusion.tools.dumps import Dump, Edge, Operator, budget, names
+from mla_fusion.tools.dumps.fx_text import METHOD
+from mla_fusion.tools.dumps.model import NotRebuilt
+from mla_fusion.tools.dumps.python_text import Word
+from mla_fusion.tools.dumps.symbols import Tensors
+
+
+def rebuild(dump: Dump) -> tuple[GraphModule, list[str]]:
+    """The graph, and remarks on what the dump does not tell. Raises NotRebuilt where that is too
+    much.
+    """
+    early = next(
+        (op for op in dump.operators if op.type.startswith((METHOD, "setitem", C_FUNCTIONS))), None
+    )
+    if early is not None:
+        raise NotRebuilt(
+            f"line {early.line} calls {early.type}: this is the graph before AOT autograd; "
+            "the pass reads the one after it, 000_aot_forward_graph.txt of TORCH_COMPILE_DEBUG=1"
+        )
+    with budget.limited(len(dump.operators)) as spent:
+        return _Rebuilder(dump, spent).graph_module()
+
+
+class _Rebuilder:
+    def __init__(self, dump: Dump, spent: budget.Budget) -> None:
+        self.dump = dump
+        self.spent = spent
+        self.tensors = Tensors()
+        self.graph = Graph()
+        self.root = nn.Module()
+        self.nodes: dict[str, Node] = {}
+        self.unknown: dict[str, int] = {}
+        self.constants: list[str] = []
+
+    def graph_module(self) -> tuple[GraphModule, list[str]]:
+        for operator in self.dump.operators:
+            self.spent.line = operator.line
+            self.nodes[operator.name] = self._node(operator)
+        self._check()
+        return GraphModule(self.root, self.graph), self._remarks()
+
+    def _node(self, operator: Operator) -> Node:
+        if operator.type == "placeholder":
+            return self._described(self.graph.placeholder(operator.name), operator)
+        args, kwargs = operator.call or ((), {})
+        if operator.type == "output":
+            return self.graph.output(self._data(args[0]))
+        if operator.type == "get_attr":
+            return self._attribute(operator, args[0])
+        target = names.target(operator.type)
+        try:
+            args, kwargs = self._data(args), self._data(kwargs)
+        except names.Unknown as unknown:
+            return self._opaque(operator, f"{operator.type} of {unknown}")
+        if operator.type == "alias" and isinstance(args[0], Node):
+            return args[0]
+        if target is None:
+            return self._opaque(operator)
+        node = self.graph.create_node("call_function", target, args, kwargs, name=operator.name)
+        return self._described(node, operator)
+
+    def _opaque(self, operator: Operator, called: str = "") -> Node:
+        """An operator unknown here: a method call is what every walk of the pass stops at."""
+        self.unknown[called or operator.type] = self.unknown.get(called or operator.type, 0) + 1
+        inputs = tuple(self.nodes[edge.producer] for edge in operator.inputs if edge is not None)
+        if not inputs:
+            raise NotRebuilt(
+                f"line {operator.line}: {operator.type} is not known here and reads nothing"
+            )
+        return self._described(
+            self.graph.create_node("call_method", "unknown", inputs, name=operator.name), operator
+        )
+
+    def _attribute(self, operator: Operator, path: str) -> Node:
+        value = self.tensors.of(operator.outputs[0])
+        *folders, name = path.split(".")
+        owner = self.root
+        for folder in folders:
+            if folder not in owner._modules:
+                owner.add_module(folder, nn.Module())
+            owner = getattr(owner, folder)
+        held = (
+            None
+            if value is None
+            else torch.empty(_numbers(value.shape), dtype=value.dtype, device="meta")
+        )
+        if name not in owner._buffers:
+            owner.register_buffer(name, held)
+        self.constants.append(path)
+        return self._described(
+            self.graph.create_node("get_attr", path, name=operator.name), operator
+        )
+
+    def _described(self, node: Node, operator: Operator) -> Node:
+        value = self.tensors.of(operator.outputs[0])
+        if value is None and node.op == "call_function":
+            value = self._computed(node)
+        if value is not None:
+            node.meta["val"] = value
+        if operator.stack_trace:
+            node.meta["stack_trace"] = operator.stack_trace
+        return node
+
+    def _computed(self, node: Node) -> Any:
+        """What torch says the operator returns: listings write no annotation on a tuple."""
+        missing = object()
+        args, kwargs = torch.fx.node.map_arg(
+            (node.args, node.kwargs), lambda arg: arg.meta.get("val", missing)
+        )
+        if not names.computable(node.target, args, kwargs):
+            return self._gathered(node)
+        try:
+            return budget.called(self.tensors.mode, node.target, args, kwargs)
+        except budget.Refused:  # the readers of its parts then tell the shapes
+            return self._gathered(node)
+
+    def _gathered(self, node: Node) -> Any:
+        parts = {}
+        for reader, _ in self.dump.readers[node.name]:
+            if (
+                reader.type == "getitem"
+                and reader.call is not None
+                and isinstance(reader.call[0][1], int)
+            ):
+                parts[reader.call[0][1]] = self.tensors.of(reader.outputs[0])
+        last = max(parts, default=-1)
+        return (
+            tuple(parts.get(index) for index in range(last + 1))
+            if 0 <= last < names.MOST_PARTS
+            else None
+        )
+
+    def _data(self, found: Any) -> Any:
+        if isinstance(found, Edge):
+            return self.nodes[found.producer]
+        if isinstance(found, Word):
+            return names.literal(found)
+        if isinstance(found, (list, tuple)):
+            if len(found) > names.MOST_ELEMENTS:
+                raise names.Unknown(f"{len(found)} elements")
+            return type(found)(self._data(item) for item in found)
+        if isinstance(found, dict):
+            return {key: self._data(item) for key, item in found.items()}
+        if isinstance(found, slice):
+            return slice(*(self._data(item) for item in (found.start, found.stop, found.step)))
+        return found
+
+    def _check(self) -> None:
+        for node in self.graph.nodes:
+            if node.op != "output" and node.users and node.meta.get("val") is None:
+                line = self.dump.by_name[node.name].line if node.name in self.dump.by_name else 0
+                raise NotRebuilt(f"line {line}: the dump does not tell the shape of {node.name}")
+
+    def _remarks(self) -> list[str]:
+        remarks = [
+            f"the operator {name} is unknown here: the pass does not look inside ({count} calls)"
+            for name, count in self.unknown.items()
+        ]
+        if self.constants:
+            few = ", ".join(self.constants[:3]) + (", .." if len(self.constants) > 3 else "")
+            remarks.append(
+                f"the dump holds no values of constants ({few}); what depends on them "
+                "is not recognised"
+            )
+        return remarks
+
+
+def contradiction(gm: GraphModule) -> tuple[Node, str] | None:
+    """The first node whose operands torch refuses, or makes something else of than the dump says;
+    and which.
+    """
+    for node in gm.graph.nodes:
+        if node.op != "call_function":
+            continue
+        args, kwargs = torch.fx.node.map_arg(
+            (node.args, node.kwargs), lambda arg: arg.meta.get("val")
+        )
+        if not names.fits(node.target, args, kwargs):
+            return node, "these are not the arguments that it takes"
+        modes = [
+            leaf.fake_mode for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, FakeTensor)
+        ]
+        if not modes or not names.computable(node.target, args, kwargs, writes=True):
+            continue
+        try:
+            value = budget.called(modes[0], node.target, args, kwargs)
+        except budget.Refused as error:
+            return node, str(error)
+        stated = tree_leaves(node.meta.get("val"))
+        if any(map(_differ, stated, tree_leaves(value))):
+            return node, f"the dump says {_said(stated)}, torch {_said(tree_leaves(value))}"
+    return None
+
+
+def _differ(stated: Any, made: Any) -> bool:
+    """Symbolic sizes may be the same in other words."""
+    if not isinstance(stated, torch.Tensor) or not isinstance(made, torch.Tensor):
+        return False
+    pairs = [
+        (a, b) for a, b in zip(stated.shape, made.shape, strict=False) if type(a) is type(b) is int
+    ]
+    return stated.dtype != made.dtype or stated.dim() != made.dim() or any(a != b for a, b in pairs)
+
+
+def _said(leaves: list[Any]) -> str:
+    shapes = (
+        f"{leaf.dtype}{list(leaf.shape)}".removeprefix("torch.")
+        for leaf in leaves
+        if hasattr(leaf, "shape")
+    )
+    return ", ".join(shapes)
+
+
+def _numbers(shape: Any) -> list[int]:
+    return [size if isinstance(size, int) else 1 for size in shape]

@@ -1,0 +1,1 @@
+"""Dumps summed up, explained, compared and exported; ``mf.inspect`` has the names."""

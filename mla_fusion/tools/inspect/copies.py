@@ -1,0 +1,170 @@
+"""Copies of whole caches and weights: each cache followed from where it comes in to where the graph
+leaves it.
+
+A cache is an input of the graph that is written (by a kernel, a scatter, ``copy_`` or Assign), or
+returned with other rows in it. What lies between keeps the memory, makes a second tensor of it, or
+only reads it (:mod:`mla_fusion.tools.inspect.followed`). An operator that is neither is named, and
+nothing is said of that cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from mla_fusion.tools.dumps import Dump, Edge, Operator, Value, prologues
+from mla_fusion.tools.inspect import operator_kinds as kinds
+from mla_fusion.tools.inspect.followed import Followed
+from mla_fusion.tools.inspect.operator_kinds import plain
+
+# operators below inputs, all inputs together; 61 layers have less than half as many
+_MOST_VISITED = 500_000
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A cache or weight that the graph copies at every run. ``bytes`` is None where the shape is
+    not known.
+
+    role    "cache", "cache, to read it" (on no way to an output), or "weight"
+    folded  why GE may make no copy of it after all, "" where the copy is certain
+    """
+
+    operator: str
+    type: str
+    what: str
+    of: str
+    role: str
+    bytes: int | None
+    source: str = ""
+    folded: str = ""
+
+
+@dataclass
+class Copies:
+    """``found``: in order; ``followed``: caches from input to output; ``lost``: of the others, by
+    which operator.
+    """
+
+    found: list[Copy] = field(default_factory=list)
+    followed: list[str] = field(default_factory=list)
+    lost: dict[str, str] = field(default_factory=dict)
+    weights: int = 0
+
+
+def find_copies(dump: Dump) -> Copies:
+    """Copies of whole caches and of weights; other copies are nobody's loss."""
+    found = Copies()
+    made: list[Copy] = []
+    visited = 0
+    for cache in _caches(dump):
+        if visited > _MOST_VISITED:
+            found.lost[cache.name] = f"more than {_MOST_VISITED:,} steps"
+            continue
+        path = Followed(dump, cache)
+        visited += path.visited
+        if not path.is_cache:
+            continue
+        if path.lost:
+            found.lost[cache.name] = ", ".join(path.lost)
+        else:
+            found.followed.append(cache.name)
+        for name, what in path.copies.items():
+            role = "cache" if name in path.leaving or what == "write back" else "cache, to read it"
+            made.append(_copy(dump, dump.by_name[name], cache, what, role))
+    weights = set()
+    for operator in dump.operators:
+        kind = plain(operator.type)
+        for edge in operator.inputs if kind in kinds.JOINED else operator.inputs[:1]:
+            held = _root(dump, edge)
+            if held is None or held.name in found.lost or held.name in found.followed:
+                continue
+            if not _is_weight(dump, operator, held):
+                continue
+            weights.add(held.name)
+            how = "joined" if kind in kinds.JOINED else kinds.COPIES.get(kind)
+            if how is not None:
+                made.append(_copy(dump, operator, held, how, "weight"))
+    place = {operator.name: index for index, operator in enumerate(dump.operators)}
+    found.found = sorted(made, key=lambda copy: place[copy.operator])
+    found.weights = len(weights)
+    return found
+
+
+def _caches(dump: Dump) -> list[Operator]:
+    """Inputs of two dims or more, which something may write."""
+    inputs = (operator for operator in dump.operators if operator.type in kinds.INPUTS)
+    return [
+        one
+        for one in inputs
+        if not one.outputs or one.outputs[0].shape is None or len(one.outputs[0].shape) > 1
+    ]
+
+
+def _copy(dump: Dump, operator: Operator, held: Operator, what: str, role: str) -> Copy:
+    """Of what is written: the result where the dump describes it, else the whole of what is
+    copied.
+    """
+    result = operator.outputs[0].bytes if operator.outputs else None
+    whole = held.outputs[0].bytes if held.outputs else None
+    count = (
+        whole
+        if operator.type == "Assign" or result is None or kinds.written(dump, operator)
+        else result
+    )
+    folded = _folded(dump, operator, held)
+    return Copy(operator.name, operator.type, what, held.name, role, count, operator.source, folded)
+
+
+def _folded(dump: Dump, operator: Operator, held: Operator) -> str:
+    """GE computes what is made of constants when it compiles, and a product can read its operand
+    transposed.
+    """
+    if held.type in kinds.CONSTANTS:
+        return "made of a constant when GE compiles"
+    readers = [reader for reader, _ in dump.readers[operator.name]]
+    in_product = bool(readers) and all(plain(one.type) in kinds.PRODUCTS for one in readers)
+    if operator.type in ("Transpose", "TransposeD") and in_product:
+        return "part of the product that reads it"
+    return "an Identity, which GE drops where it can" if operator.type == "Identity" else ""
+
+
+def _root(dump: Dump, edge: Edge | None) -> Operator | None:
+    """The input or constant that the value is a view, or a part, of."""
+    for _ in range(len(dump.operators)):
+        if edge is None:
+            return None
+        operator = dump.producer(edge)
+        if operator.type in kinds.HELD:
+            return operator
+        kind = plain(operator.type)
+        if kind not in kinds.VIEWS and kind not in kinds.TURNED and kind not in kinds.PARTS:
+            return None
+        edge = operator.inputs[0] if operator.inputs else None
+    return None
+
+
+_PASSED = kinds.VIEWS | kinds.PARTS | kinds.TURNED | kinds.JOINED | kinds.COPIES.keys()
+
+
+def _is_weight(dump: Dump, operator: Operator, held: Operator) -> bool:
+    """A constant, or a static input of two dims or more, that meets a matrix product on its right
+    side.
+    """
+    value = held.outputs[0] if held.outputs else Value()
+    if value.shape is None or len(value.shape) < 2 or value.dynamic:
+        return False
+    stack, seen = [operator], {operator.name}
+    while stack:
+        for reader, place in dump.readers[stack.pop().name]:
+            kind = plain(reader.type)
+            if kind in kinds.PRODUCTS:
+                if place == 1:
+                    return True
+            elif prologues.is_prologue(reader.type):
+                roles = prologues.roles_of(dump, reader)
+                if place < len(roles) and roles[place].startswith("weight"):
+                    return True
+            elif kind in _PASSED and reader.name not in seen:
+                seen.add(reader.name)
+                stack.append(reader)
+    return False

@@ -1,0 +1,202 @@
+"""What stands in a dump: operators, MLA prologues, copies of caches and weights, host inputs,
+dynamic dimensions.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from mla_fusion.config import Config
+from mla_fusion.report import text_tables
+from mla_fusion.tools.dumps import FORMATS, Dump, Value, prologues
+from mla_fusion.tools.dumps.prologues import Prologue
+from mla_fusion.tools.inspect.copies import Copy, find_copies
+from mla_fusion.tools.inspect.explain import NotRebuilt, explain_dump
+from mla_fusion.tools.inspect.operator_kinds import INPUTS
+
+
+@dataclass
+class Summary:
+    """See the module.
+
+    prologues     kernels
+    unfused       what the pass says of prologues that are not
+    followed      caches that were followed from input to output
+    not_followed  the others, and the operators at which they were lost
+    """
+
+    dump: str
+    graph: str
+    operators: dict[str, int]
+    prologues: list[Prologue]
+    unfused: list[str]
+    copies: list[Copy]
+    followed: list[str]
+    not_followed: dict[str, str]
+    weights_followed: int
+    host_inputs: dict[str, str]
+    dynamic: dict[str, str]
+    remarks: list[str] = field(default_factory=list)
+
+    def to_json(self) -> str:
+        """The whole summary as JSON text."""
+        return json.dumps(asdict(self), indent=2, default=str)
+
+    def __str__(self) -> str:
+        parts = [
+            f"{self.dump}: {sum(self.operators.values())} operators",
+            text_tables.render(("operator", "count"), list(self.operators.items())),
+            *(f"MLA prologues, unfused\n{chr(10).join(self.unfused)}" for _ in self.unfused[:1]),
+            *(_kernels(self.prologues) if self.prologues else ()),
+            _copies(self),
+        ]
+        if self.host_inputs:
+            parts.append(
+                "Inputs on the host\n"
+                + text_tables.render(("", ""), list(self.host_inputs.items()))
+            )
+        if self.dynamic:
+            parts.append(
+                "Dynamic inputs\n" + text_tables.render(("", ""), list(self.dynamic.items()))
+            )
+        parts += [f"note: {remark}" for remark in self.remarks]
+        return "\n\n".join(parts)
+
+
+def summarise(dump: Dump) -> Summary:
+    """What stands in a dump; the unfused prologues are those that ``explain`` finds, without
+    running them.
+
+    dump  as :func:`read` gives it
+    """
+    unfused, remarks = _unfused(dump)
+    if dump.format == "python":
+        remarks.append(
+            "this form is written while converting: GE's passes may have removed "
+            "copies that stand here"
+        )
+    inputs, copies = (
+        [operator for operator in dump.operators if operator.type in INPUTS],
+        find_copies(dump),
+    )
+    return Summary(
+        dump=f"{dump.path} ({FORMATS[dump.format]})",
+        graph=dump.graph,
+        operators=dict(dump.counts.most_common()),
+        prologues=prologues.find(dump),
+        unfused=unfused,
+        copies=copies.found,
+        followed=copies.followed,
+        not_followed=copies.lost,
+        weights_followed=copies.weights,
+        host_inputs={
+            op.name: str(op.outputs[0]) for op in inputs if op.outputs and _on_host(op.outputs[0])
+        },
+        dynamic={
+            op.name: str(op.outputs[0]) for op in inputs if op.outputs and op.outputs[0].dynamic
+        },
+        remarks=remarks,
+    )
+
+
+def _unfused(dump: Dump) -> tuple[list[str], list[str]]:
+    try:
+        report = explain_dump(dump, Config(verify="off"))
+    except NotRebuilt as error:
+        return [], [f"unfused prologues were not looked for: {error}"]
+    lines = [
+        f"  would fuse: {item.nodes[0]} .. {item.nodes[-1]}: {_dims(item.dims)}"
+        for item in report.fused
+    ]
+    lines += [
+        f"  left: {', '.join(item.nodes[:2])}: [{item.code}] {item.message}"
+        for item in report.rejected
+    ]
+    return lines, [remark for remark in report.remarks if not remark.startswith("fused already")]
+
+
+def _dims(dims: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in dims.items())
+
+
+def _on_host(value: Value) -> bool:
+    return value.placement.upper().startswith("CPU") or value.dtype == "Sym"
+
+
+# -- text
+
+
+def _kernels(found: list[Prologue]) -> list[str]:
+    """Equal prologues once, with how many layers share them."""
+    groups: dict[str, list[Prologue]] = {}
+    for item in found:
+        shapes = [(one.role, str(one.value)) for one in item.inputs]
+        groups.setdefault(str((item.type, shapes, item.attributes)), []).append(item)
+    return [_kernel(group) for group in groups.values()]
+
+
+def _kernel(group: list[Prologue]) -> str:
+    first = group[0]
+    places = (
+        f"layer {first.place}"
+        if len(group) == 1
+        else f"{len(group)} layers, {first.place} to {group[-1].place}"
+    )
+    rows = [(item.role, item.producer, str(item.value)) for item in first.inputs]
+    attributes = ", ".join(f"{name} {value}" for name, value in first.attributes.items())
+    table = text_tables.render(("input", "from", "tensor"), rows)
+    return f"{text_tables.short_name(first.type)} {first.name}: {places}\n{table}\n  {attributes}"
+
+
+def _copies(summary: Summary) -> str:
+    found = summary.copies
+    certain = [item for item in found if not item.folded]
+    parts = [_copied("Copies at every run", certain)] if certain else []
+    for why in dict.fromkeys(item.folded for item in found if item.folded):
+        parts.append(
+            _copied(
+                f"Copies in this graph that GE may fold ({why})",
+                [i for i in found if i.folded == why],
+            )
+        )
+    parts += [f"{cache}: not followed through {where}; whether it is copied is not "
+              "known" for cache, where in
+              summary.not_followed.items()]  # fmt: skip
+    copied = {item.of for item in certain if item.role == "cache"}
+    clean = [cache for cache in summary.followed if cache not in copied]
+    weights = f"{summary.weights_followed} weights" if summary.weights_followed else ""
+    looked = ", ".join(
+        filter(None, [*clean, "" if any(one.role == "weight" for one in certain) else weights])
+    )
+    if not certain and not summary.not_followed and summary.followed:
+        parts.insert(0, f"No copies of caches or weights. Followed from input to output: {looked}.")
+    elif looked:
+        parts.append(f"Followed from input to output, and not copied: {looked}.")
+    if not summary.followed and not summary.not_followed:
+        parts.append(
+            "No cache was found: no operator known here writes an input, or returns one "
+            "with other rows."
+        )
+    return "\n\n".join(parts)
+
+
+def _copied(title: str, found: list[Copy]) -> str:
+    groups: dict[tuple[str, str, str, int | None], list[Copy]] = {}
+    for item in found:
+        groups.setdefault((item.role, item.type, item.what, item.bytes), []).append(item)
+    rows = [
+        (
+            role,
+            type_,
+            what,
+            len(items),
+            "?" if each is None else text_tables.size(each),
+            items[0].of,
+        )
+        for (role, type_, what, each), items in groups.items()
+    ]
+    known = sum(item.bytes for item in found if item.bytes is not None)
+    header = ("copied", "operator", "how", "count", "each", "first of")
+    return f"{title}: {text_tables.size(known)}\n{text_tables.render(header, rows)}"

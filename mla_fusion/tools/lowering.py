@@ -1,0 +1,281 @@
+"""``mf.lower``: what the real torchair makes of a function, with no device in sight.
+
+The function is captured by torch.compile over fake tensors on device npu, goes through torchair's
+own FX passes and converters and, in mode "ge", its GE graph passes, and stops where a device would
+load the result.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from torch.fx import Graph, GraphModule, Node
+
+from mla_fusion.compat import BackendCompilerFailed, OpOverload
+from mla_fusion.compile import names, torchair_bridge
+from mla_fusion.compile.boundary import fuse_for_torchair
+from mla_fusion.compile.device_graph import CaptureError, stop, trace
+from mla_fusion.compile.floats import specialise
+from mla_fusion.compile.hook import torchair_pass
+from mla_fusion.config import Config
+from mla_fusion.fx.kinds import is_getitem, op_name
+from mla_fusion.machine import compiling_for
+from mla_fusion.meta.prolog import CACHES, V3, V3_FUNCTIONAL
+from mla_fusion.report.report import Report
+from mla_fusion.report.store import reports
+
+_CALL = f"npu::{V3.name}"
+_CACHES = tuple(map(V3_FUNCTIONAL.results.index, CACHES))  # results that are the caches
+
+
+class LoweringError(RuntimeError):
+    """A function could not be lowered. ``operators`` names those that torchair has no GE converter
+    for.
+    """
+
+    def __init__(self, message: str, operators: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.operators = operators
+
+
+@dataclass(repr=False)
+class Lowering:
+    """The stages of one lowered graph.
+
+    mode               as it was asked of :func:`lower`
+    fx_before          the AOT graph as torch.compile hands it over
+    fx_after           the FX graph that torchair holds at the end (mode "npugraph_ex": after
+                       re-inplace)
+    fx_ops             how often each target occurs in ``fx_after``
+    ge_ops             how often each operator type occurs in the optimised GE graph; empty in mode
+                       "npugraph_ex"
+    ge_text, ge_graph  that graph as pbtxt and as protobuf; "" and None in mode "npugraph_ex"
+    report             what the fusion pass did, or None where it did not run
+    """
+
+    mode: str
+    fx_before: GraphModule
+    fx_after: GraphModule
+    fx_ops: Counter[str]
+    ge_ops: Counter[str]
+    ge_text: str
+    ge_graph: Any
+    report: Report | None = None
+
+    def __repr__(self) -> str:
+        operators = self.ge_ops or self.fx_ops
+        return (
+            f"<Lowering: mode {self.mode}, {sum(operators.values())} operators, report "
+            f"{self.report!r}>"
+        )
+
+    def save(self, directory: str | Path) -> list[Path]:
+        """Write fx_before.txt, fx_after.txt and, where they exist, graph.pbtxt and report.json;
+        returns their paths.
+
+        directory  made where there is none
+        """
+        folder = Path(directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        texts = {
+            "fx_before.txt": _readable(self.fx_before),
+            "fx_after.txt": _readable(self.fx_after),
+        }
+        if self.ge_text:
+            texts["graph.pbtxt"] = self.ge_text
+        if self.report is not None:
+            texts["report.json"] = self.report.to_json()
+        for name, text in texts.items():
+            (folder / name).write_text(text)
+        return [folder / name for name in texts]
+
+
+def lower(
+    module_or_fn: Callable[..., Any],
+    *args: Any,
+    mode: str = "ge",
+    dynamic: bool = False,
+    config: Config | None = None,
+    hook: bool = False,
+) -> Lowering:
+    """Compile one call of ``module_or_fn`` with the real torchair and return what it made.
+
+    module_or_fn  a module or a function
+    args        what it is called with
+    mode        "ge" for torchair's GE graph, "npugraph_ex" for the FX graph of the ACL-graph path.
+    dynamic     as torch.compile's; tensors may also carry ``torch._dynamo.mark_dynamic``.
+    config      options of the fusion pass; ``Config(enable=False)`` lowers the graph as it is.
+    hook        run the pass through torchair's own hook, as ``mf.torchair_pass`` does: weights are
+                packed inside the graph. By default it runs as in ``mf.backend``, which packs them
+                outside.
+
+    Tensors may lie on any device, meta included; nothing is allocated and the module stays as it
+    is. Raises LoweringError for a graph break and for operators that torchair cannot convert,
+    naming all of them.
+    """
+    if mode not in torchair_bridge.MODES:
+        raise ValueError(f"mode must be one of {', '.join(torchair_bridge.MODES)}, got {mode!r}")
+    session = _Session(mode, Config.given(config), hook)
+    try:
+        with compiling_for(session.config.machine.soc):
+            trace(session.backend(), module_or_fn, args, device="npu", dynamic=dynamic)
+    except CaptureError as error:
+        raise LoweringError(str(error)) from error
+    except BackendCompilerFailed as error:
+        inner = error.inner_exception
+        raise LoweringError(
+            f"torchair failed: {type(inner).__name__}: {_first_line(inner)}"
+        ) from inner
+    return session.result()
+
+
+class _Session:
+    """One lowering in progress. Errors wait for its end: dynamo would wrap them beyond reading."""
+
+    def __init__(self, mode: str, config: Config, hook: bool) -> None:
+        self.mode = mode
+        self.config = config
+        self.at_boundary = config.enable and not hook
+        self.compiler_config = torchair_bridge.compiler_config(mode)
+        if config.enable and hook:
+            self.compiler_config.post_grad_custom_pre_pass = torchair_pass(config)
+        self.given: list[Any] = []
+        self.before: GraphModule | None = None
+        self.compiled: torchair_bridge.Compiled | None = None
+        self.error: LoweringError | None = None
+        self.name: Callable[[Any], None] = lambda gm: None
+        self.report: Report | None = None
+
+    def backend(self) -> Callable[..., Any]:
+        import_module("mla_fusion.converters").register()
+        compile_graph = torchair_bridge.backend(self.mode, self.compiler_config, self._on_graph)
+        if not self.at_boundary:
+            return compile_graph
+
+        def compile_as_our_backend(gm: GraphModule, inputs: list[Any]) -> Any:
+            specialise(gm)
+            self.given = inputs
+            self.name = names.of(gm)
+            return compile_graph(gm, inputs)
+
+        return compile_as_our_backend
+
+    def _on_graph(self, gm: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        self.name(gm)
+        self.before = snapshot(gm)
+        earlier = reports()[-1:]
+        try:
+            if self.at_boundary:
+                _, inputs, _ = fuse_for_torchair(
+                    gm, inputs, self.config, self.given, self.compiler_config
+                )
+            self.compiled = torchair_bridge.compile_graph(
+                self.mode, self.compiler_config, gm, list(inputs)
+            )
+        except Exception as error:
+            self.error = self._explain(gm, error)
+        newest = reports()[-1:]
+        self.report = newest[0] if newest and newest != earlier else None
+        return stop
+
+    def _explain(self, gm: GraphModule, error: Exception) -> LoweringError:
+        refused = torchair_bridge.refused_operators(gm) if self.mode == "ge" else []
+        if refused:
+            message = f"torchair has no GE converter for {', '.join(refused)}"
+        else:
+            message = f"torchair failed on this graph: {type(error).__name__}: {_first_line(error)}"
+        explained = LoweringError(message, tuple(refused))
+        explained.__cause__ = error
+        return explained
+
+    def result(self) -> Lowering:
+        if self.error is not None:
+            raise self.error
+        if self.compiled is None or self.before is None:
+            raise LoweringError("torchair was given no graph")
+        compiled = self.compiled
+        if self.report is not None and self.mode == "npugraph_ex":
+            _correct_placements(self.report, compiled.fx.graph)
+        return Lowering(
+            mode=self.mode,
+            fx_before=self.before,
+            fx_after=compiled.fx,
+            fx_ops=fx_operators(compiled.fx),
+            ge_ops=Counter(op.type for op in compiled.proto.op)
+            if compiled.proto is not None
+            else Counter(),
+            ge_text=compiled.text,
+            ge_graph=compiled.proto,
+            report=self.report,
+        )
+
+
+def _correct_placements(report: Report, lowered: Graph) -> None:
+    """Say of each fusion whose cache is still copied as a whole in ``lowered`` that it is, in place
+    of "in place".
+
+    The pass emits a functional call and ``copy_``; torchair turns the two into one call that writes
+    in place, where it can: not where its options forbid that, nor where nodes between the two run
+    on another stream.
+    """
+    calls = [node for node in lowered.nodes if op_name(node).startswith(_CALL)]
+    if len(calls) != len(report.fused):
+        # calls of the model's own stand between those of the pass: nothing can be said of one
+        return
+    for place, (fusion, call) in enumerate(zip(report.fused, calls, strict=True)):
+        copied = sorted(node.name for node in _copied_inputs(call))
+        if copied and fusion.placement == "in place":
+            said = (
+                f"written by the kernel, copied by copy_: the whole of {', '.join(copied)} at "
+                "every step"
+            )
+            report.fused[place] = replace(fusion, placement=said)
+
+
+def _copied_inputs(call: Node) -> Iterator[Node]:
+    """Inputs into which a cache that the call gives out is copied."""
+    for result in call.users:
+        if (
+            op_name(call).endswith("_functional")
+            and is_getitem(result)
+            and result.args[1] in _CACHES
+        ):
+            for user in result.users:
+                target = user.args[0]
+                if (
+                    op_name(user) == "aten::copy_"
+                    and isinstance(target, Node)
+                    and target is not result
+                ):
+                    yield target
+
+
+def snapshot(gm: GraphModule) -> GraphModule:
+    """A copy of the graph over the same attributes; metadata stays on the nodes."""
+    return GraphModule(gm, copy.deepcopy(gm.graph))
+
+
+def fx_operators(gm: GraphModule) -> Counter[str]:
+    """How often each call target occurs in a graph, by name."""
+    return Counter(
+        str(node.target)
+        if isinstance(node.target, OpOverload)
+        else getattr(node.target, "__name__", str(node.target))
+        for node in gm.graph.nodes
+        if node.op.startswith("call_")
+    )
+
+
+def _readable(gm: GraphModule) -> str:
+    return gm.print_readable(print_output=False)
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else ""

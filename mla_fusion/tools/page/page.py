@@ -1,0 +1,280 @@
+"""A report as one self-contained HTML page: no network, light and dark, printable, usable without a
+mouse.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from mla_fusion._version import __version__
+from mla_fusion.report import text_tables
+from mla_fusion.report.picture import INPUTS, ROLES
+from mla_fusion.report.wrapping import is_number
+from mla_fusion.tools.page import drawing
+from mla_fusion.tools.page.cost import Roofline, roofline
+
+if TYPE_CHECKING:
+    from mla_fusion.report.rejection import Rejection
+    from mla_fusion.report.report import Fusion, Report
+
+_IN_FULL = 12  # cards with a drawing of every node; more would make a page that nobody can load
+STAGES = ("view", "match", "plan", "verify", "rewrite")
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class Section:
+    """A table that a caller adds to the page."""
+
+    title: str
+    text: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    @property
+    def right(self) -> list[bool]:
+        """Which columns hold numbers."""
+        return [all(is_number(row[i]) for row in self.rows) for i in range(len(self.header))]
+
+
+@dataclass(frozen=True)
+class Plate:
+    """One drawing with what stands around it; ``roles`` are those that occur, for the key."""
+
+    title: str
+    text: str
+    svg: Any
+    roles: list[str]
+
+
+@dataclass
+class Card:
+    """Prologues that differ only in their layer, shown once."""
+
+    item: Any
+    members: list[Any] = field(default_factory=list)
+    dims: str = ""
+    plates: list[Plate] = field(default_factory=list)
+    roofline: Roofline | None = None
+
+    @property
+    def layers(self) -> list[str]:
+        return [one.layer or ", ".join(one.nodes[:2]) or "unnamed" for one in self.members]
+
+    @property
+    def title(self) -> str:
+        layers = self.layers
+        return (
+            layers[0] if len(layers) == 1 else f"{layers[0]} … {layers[-1]} ({len(layers)} layers)"
+        )
+
+
+def write(report: Report, path: str | Path, sections: Sequence[Section] = ()) -> Path:
+    """Write the page of ``report``, with further tables where given; returns its path."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(render(report, sections), encoding="utf-8")
+    return path
+
+
+def render(report: Report, sections: Sequence[Section] = ()) -> str:
+    """The page as text. Everything that comes from a graph or a model is escaped."""
+    environment, safe = _template_engine()
+    operators = text_tables.operators(
+        report.operators.get("before", {}), report.operators.get("after", {})
+    )
+    verb = "fused" if report.committed else "to be fused"
+    template = environment.get_template("page.html")
+    return str(
+        template.render(
+            css=_resource("page.css"),
+            js=_resource("page.js"),
+            summary=f"{len(report.fused)} {verb}, {len(report.rejected)} left, in "
+            f"{duration(report.seconds)}",
+            numbers=_numbers(report),
+            stages=_stages(report),
+            committed=report.committed,
+            count=len(report.fused),
+            left=len(report.rejected),
+            fused=fused_cards(report, safe),
+            rejected=rejected_cards(report, safe),
+            absent=() if report.fused or report.rejected else report.absent,
+            sections=sections,
+            operators=operators,
+            config=[*asdict(report.config).items(), ("machine", str(report.config.machine))],
+            data=safe(embeddable(report.to_json())),
+            version=__version__,
+            size=text_tables.size,
+            counted=text_tables.counted,
+        )
+    )
+
+
+def duration(seconds: float) -> str:
+    """Three figures and a unit."""
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+def embeddable(text: str) -> str:
+    """JSON text that no HTML parser takes for markup; still the same JSON."""
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def fold(items: Iterable[Item], key: Callable[[Item], object]) -> list[Card]:
+    """One card per key, in order of first occurrence. Its item is the first."""
+    cards: dict[object, Card] = {}
+    for item in items:
+        cards.setdefault(key(item), Card(item)).members.append(item)
+    return list(cards.values())
+
+
+def fused_cards(report: Report, safe: Callable[[str], Any] = str) -> list[Card]:
+    """Cards of prologues with equal dims, caches and attributes; figures are those of the verified
+    one.
+    """
+    cards = fold(report.fused, _fusion_key)
+    for index, card in enumerate(cards):
+        card.item = next((one for one in card.members if one.figures), card.item)
+        card.dims = ", ".join(f"{name} {value}" for name, value in card.item.dims.items())
+        card.roofline = roofline(card.item, report.config.machine)
+        if card.item.picture is not None:
+            card.plates = _before_and_after(report, card.item, safe, every=index < _IN_FULL)
+    return cards
+
+
+def rejected_cards(report: Report, safe: Callable[[str], Any] = str) -> list[Card]:
+    """Cards of prologues that were left for the same reason at the same line."""
+    cards = fold(report.rejected, _rejection_key)
+    for card in cards:
+        if card.item.picture is not None:
+            picture = report.pictures[card.item.picture]
+            failing = sum(arrow.failing for arrow in picture.before.arrows)
+            text = (
+                f"{picture.layer or 'this prologue'}; in red, why it is left"
+                if failing
+                else picture.layer
+            )
+            card.plates = [
+                _plate(
+                    "What was found", text, drawing.steps(picture.before), card.item.picture, safe
+                )
+            ]
+    return cards
+
+
+def _before_and_after(
+    report: Report, item: Fusion, safe: Callable[[str], Any], every: bool
+) -> list[Plate]:
+    assert item.picture is not None
+    number, picture = item.picture, report.pictures[item.picture]
+    count = sum(bool(dot.op) and dot.role not in INPUTS for dot in picture.before.dots)
+    whose = f" of {picture.layer}" if picture.layer else ""
+    plates = [
+        _plate(
+            "Before", f"{count} nodes{whose}, by step", drawing.steps(picture.before), number, safe
+        )
+    ]
+    if picture.after is not None:
+        call = drawing.steps(picture.after)
+        beside = (
+            f"one call, and {item.launches_left} launches beside it" if item.leaves else "one call"
+        )
+        plates.append(_plate("After", beside, call, number, safe, side="after"))
+    if every:
+        nodes = drawing.nodes(picture.before)
+        plates.append(_plate("Before", f"every node{whose}", nodes, number, safe, across=False))
+    return plates
+
+
+def _plate(
+    title: str,
+    text: str,
+    drawn: tuple[list[drawing.Box], list[drawing.Line]],
+    number: int,
+    safe: Callable[[str], Any],
+    side: str = "before",
+    across: bool = True,
+) -> Plate:
+    boxes, lines = drawn
+    label = f"{title}: {text}. {len(boxes)} boxes; arrow keys move between them."
+    occurring = {box.role for box in boxes}
+    svg = drawing.svg(boxes, lines, f"{number}.{side}", label, across)
+    return Plate(title, text, safe(svg), [role for role in ROLES if role in occurring])
+
+
+def _fusion_key(item: Fusion) -> object:
+    # the code; not the line, which unrolled loops may repeat
+    where = item.source.partition(" in ")[2]
+    call = (
+        item.dims,
+        item.cache_mode,
+        item.placement,
+        item.rope,
+        item.attributes,
+        item.assumptions,
+    )
+    staging = [one.code for one in item.staged_by], [asdict(one) for one in item.leaves]
+    return json.dumps((*call, *staging, item.picture, where), default=str, sort_keys=True)
+
+
+def _rejection_key(item: Rejection) -> object:
+    return item.code, item.source, item.message if not item.source else ""
+
+
+def _numbers(report: Report) -> list[tuple[str, str]]:
+    figures = [figure.relative for fusion in report.fused for figure in fusion.figures]
+    found = [
+        ("fused" if report.committed else "would fuse", str(len(report.fused))),
+        ("left", str(len(report.rejected))),
+        *([("nodes before", f"{report.nodes_before:,}")] if report.committed else []),
+        *([("nodes after", f"{report.nodes_after:,}")] if report.committed else []),
+        ("pass time", duration(report.seconds)),
+    ]
+    if report.committed:
+        found.append(("weights added", text_tables.size(report.bytes_added)))
+    if report.bytes_on_npu is not None:
+        found.append(("weights added on an NPU", text_tables.size(report.bytes_on_npu)))
+    counts = [(item.operators_before, item.operators_after) for item in report.fused]
+    before, after = (sum(column) for column in zip(*counts, strict=True)) if counts else (0, 0)
+    if before:
+        found.insert(2, ("operators of these prologues", f"{before:,} to {after:,}"))
+    return [*found, ("differs from unfused by", f"{max(figures):.1e}")] if figures else found
+
+
+def _stages(report: Report) -> list[dict[str, object]]:
+    """Bars one after the other, in percent of the total."""
+    total = sum(report.timings.get(stage, 0.0) for stage in STAGES)
+    if total <= 0:
+        return []
+    bars: list[dict[str, object]] = []
+    done = 0.0
+    for name in STAGES:
+        seconds = report.timings.get(name, 0.0)
+        left, width = (round(100 * value / total, 2) for value in (done, seconds))
+        bars.append(
+            {"name": name, "left": min(left, 99.7), "width": width, "text": duration(seconds)}
+        )
+        done += seconds
+    return bars
+
+
+def _template_engine() -> tuple[Any, Callable[[str], Any]]:
+    try:
+        import jinja2
+        import markupsafe
+    except ImportError as error:
+        raise ImportError("HTML reports need jinja2: pip install 'mla-fusion[report]'") from error
+    loader = jinja2.FunctionLoader(_resource)
+    environment = jinja2.Environment(
+        loader=loader, autoescape=True, undefined=jinja2.StrictUndefined
+    )
+    return environment, markupsafe.Markup
+
+
+def _resource(name: str) -> str:
+    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")

@@ -1,0 +1,59 @@
+"""One decode step over paged caches that already hold a history."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+BLOCK_SIZE, LATENT, ROPE = 128, 512, 64
+
+
+class PagedBatch(NamedTuple):
+    """Arguments of ``AbsorbedDecoder.forward``, in its order; see there for the shapes."""
+
+    hidden: Tensor
+    positions: Tensor
+    slot_mapping: Tensor
+    block_tables: Tensor
+    seq_lens: Tensor
+    kv_caches: Sequence[Tensor]
+    kr_caches: Sequence[Tensor]
+
+    def fresh(self, dtype: torch.dtype | None = None) -> PagedBatch:
+        """The same step over caches of its own, in another floating dtype where one is given."""
+        kind = dtype or self.hidden.dtype
+        return self._replace(
+            hidden=self.hidden.to(kind),
+            kv_caches=[cache.to(kind, copy=True) for cache in self.kv_caches],
+            kr_caches=[cache.to(kind, copy=True) for cache in self.kr_caches],
+        )
+
+
+def random_batch(*, layers: int, batch: int, hidden: int, history: int) -> PagedBatch:
+    """Sequences of random lengths up to ``history``, their blocks scattered over the pool, one new
+    token each.
+    """
+    generator = torch.Generator().manual_seed(1)
+    blocks = -(-(history + 1) // BLOCK_SIZE)
+    spare = 2  # blocks that belong to nobody: a write there would show
+    pool = batch * blocks + spare
+    tables = torch.randperm(pool, generator=generator)[: batch * blocks].view(batch, blocks)
+    seq_lens = torch.randint(history // 2 + 1, history + 2, (batch,), generator=generator)
+    positions = seq_lens - 1
+    block = tables.gather(1, (positions // BLOCK_SIZE).unsqueeze(1)).squeeze(1)
+
+    def rows(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.bfloat16).normal_(generator=generator)
+
+    return PagedBatch(
+        hidden=rows(batch, hidden),
+        positions=positions,
+        slot_mapping=block * BLOCK_SIZE + positions % BLOCK_SIZE,
+        block_tables=tables,
+        seq_lens=seq_lens,
+        kv_caches=[rows(pool, BLOCK_SIZE, 1, LATENT) for _ in range(layers)],
+        kr_caches=[rows(pool, BLOCK_SIZE, 1, ROPE) for _ in range(layers)],
+    )

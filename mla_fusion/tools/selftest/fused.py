@@ -1,0 +1,126 @@
+"""A plain prologue compiled with and without the pass, both against the same maths in float64."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mla_fusion.compile.backend import backend
+from mla_fusion.config import Config
+from mla_fusion.report.store import reports
+from mla_fusion.tools.accuracy import largest_ratio
+from mla_fusion.tools.selftest.compare import Comparison, same_bits
+from mla_fusion.tools.selftest.device import Device
+from mla_fusion.tools.selftest.result import Result
+from mla_fusion.tools.selftest.unfused import Form, Prologue, arguments
+
+_NAMES = ("query", "query_rope", "query_norm")
+
+
+def run(form: Form, device: Device, dims: Mapping[str, int], *, repeats: int = 3) -> Result:
+    """Fuse one prologue, and compare outputs and written cache rows with a float64 run on the CPU.
+
+    Passed where the fused graph's relative L2 errors are at most ``largest_ratio`` times the
+    unfused graph's, all other cache rows keep their bits, and the caches are still the caller's
+    memory. What a compilation raises is the result's problem.
+    """
+    result = Result(form.name, "fused")
+    model, given = Prologue(form, form.dims(dims)), arguments(form, form.dims(dims))
+    exact_arguments = [t.double() if t.is_floating_point() else t.clone() for t in given]
+    exact = _values(given, copy.deepcopy(model).double()(*exact_arguments), exact_arguments)
+    try:
+        unfused, fused = (
+            _measure(model, given, device, enable, repeats) for enable in (False, True)
+        )
+    except Exception as error:
+        result.problems.append(f"{type(error).__name__}: {error}")
+        return result
+    result.unfused_milliseconds, result.milliseconds = unfused.milliseconds, fused.milliseconds
+    result.others_untouched = unfused.others_untouched and fused.others_untouched
+    result.problems += fused.problems + _what_the_pass_did(form)
+    for name, value in exact.items():
+        errors = [
+            float((run.values[name].double() - value).norm() / value.norm())
+            for run in (unfused, fused)
+        ]
+        result.comparisons.append(_comparison(name, tuple(value.shape), *errors))
+    return result
+
+
+@dataclass(frozen=True)
+class _Run:
+    values: dict[str, Tensor]
+    others_untouched: bool
+    milliseconds: float
+    problems: list[str]
+
+
+def _measure(
+    model: Prologue, given: tuple[Tensor, ...], device: Device, enable: bool, repeats: int
+) -> _Run:
+    """Compile with the pass on or off, and call once for the values, then for the time."""
+    config = Config(
+        enable=enable, soc=device.soc, cann=device.cann, targets=("v3", "preprocess", "key")
+    )
+    placed = [device.place(tensor) for tensor in given]
+    before = [cache.data_ptr() for cache in placed[-2:]]
+    torch.compiler.reset()
+    on_device = copy.deepcopy(model).to(device.kind)
+    mode = model.form.mode if device.kind == "npu" else None
+    compiled = torch.compile(
+        on_device, backend=backend(config), fullgraph=True, dynamic=False, mode=mode
+    )
+    with torch.no_grad():
+        outputs = [output.cpu() for output in compiled(*placed)]
+        home = [tensor.to("cpu", copy=True) for tensor in placed]  # timing writes the caches again
+        milliseconds = device.milliseconds(lambda: compiled(*placed), repeats)
+    same_memory = [cache.data_ptr() for cache in placed[-2:]] == before
+    untouched = all(
+        _other_rows_same(given[3], *pair) for pair in zip(given[-2:], home[-2:], strict=True)
+    )
+    problems = [] if same_memory else ["a cache is another tensor after the call"]
+    return _Run(_values(given, outputs, home), untouched, milliseconds, problems)
+
+
+def _values(given: tuple[Tensor, ...], outputs: Any, after: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Outputs and the written rows of both caches, by name."""
+    kv_cache, kr_cache = (cache.flatten(0, 2)[given[3]] for cache in after[-2:])
+    rows = {"kv_cache": kv_cache, "kr_cache": kr_cache}
+    return dict(zip(_NAMES, outputs, strict=False)) | rows
+
+
+def _comparison(name: str, shape: tuple[int, ...], unfused: float, fused: float) -> Comparison:
+    ratio = fused / unfused if unfused else float(fused > 0) * float("inf")
+    allowed = largest_ratio(math.prod(shape))
+    text = (
+        f"error {fused:.2e} is {ratio:.2f} times the unfused {unfused:.2e}, allowed {allowed:.2f}"
+    )
+    return Comparison(name, "error ratio", shape, ratio, 0.0, "" if ratio <= allowed else text)
+
+
+def _other_rows_same(slots: Tensor, before: Tensor, after: Tensor) -> bool:
+    others = torch.ones(before.shape[:3].numel(), dtype=torch.bool)
+    others[slots] = False
+    return same_bits(before.flatten(0, 2)[others], after.flatten(0, 2)[others])
+
+
+def _what_the_pass_did(form: Form) -> list[str]:
+    report = reports()[-1]
+    if len(report.fused) != 1:
+        reasons = (
+            "; ".join(f"[{item.code}] {item.message}" for item in report.rejected)
+            or "no prologue was found"
+        )
+        return [f"not fused: {reasons}"]
+    placement, target = report.fused[0].placement, report.fused[0].target
+    if target != form.target:
+        return [f"fused by target {target}, expected {form.target}: {report.fused[0].instead_of}"]
+    if (placement == "in place") != form.in_place:
+        return [f"fused {placement}, expected {'in place' if form.in_place else 'staged'}"]
+    return []

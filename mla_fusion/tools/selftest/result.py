@@ -1,0 +1,135 @@
+"""What one check of the self-test found, and what all of them found together."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from mla_fusion.report import text_tables
+from mla_fusion.tools.selftest.compare import Comparison
+from mla_fusion.tools.selftest.device import Device
+
+
+@dataclass
+class Result:
+    """``through``: "eager" or "graph" (the operator called), or "fused" (the pass's graph against
+    the unfused one).
+
+    ``milliseconds``: median time of a call; ``unfused_milliseconds``: of the unfused graph, where
+    there is one. ``others_untouched``: the cache rows that belong to no token have the bits they
+    had.
+    """
+
+    name: str
+    through: str
+    comparisons: list[Comparison] = field(default_factory=list)
+    others_untouched: bool = True
+    milliseconds: float | None = None
+    unfused_milliseconds: float | None = None
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def failures(self) -> list[str]:
+        """One sentence for each thing that is wrong; empty where it passed."""
+        found = [
+            *self.problems,
+            *(f"{item.output}: {item.problem}" for item in self.comparisons if item.problem),
+        ]
+        return (
+            found
+            if self.others_untouched
+            else [*found, "cache rows that belong to no token have changed"]
+        )
+
+    @property
+    def worst(self) -> Comparison | None:
+        """The comparison to show in one line: one that failed, else the one with most differing
+        elements.
+        """
+        return max(
+            self.comparisons, key=lambda c: (bool(c.problem), c.differing, c.largest), default=None
+        )
+
+
+@dataclass
+class Outcome:
+    """All results on one device. ``versions`` names the software that took part."""
+
+    device: Device
+    versions: dict[str, Any]
+    results: list[Result]
+    seconds: float = 0.0
+
+    @property
+    def failed(self) -> list[Result]:
+        return [result for result in self.results if result.failures]
+
+    def to_json(self) -> str:
+        """Everything measured, to send to someone who has no device."""
+        rows = [
+            {**asdict(r), "passed": not r.failures, "failures": r.failures} for r in self.results
+        ]
+        data = {
+            "device": asdict(self.device),
+            "versions": self.versions,
+            "passed": len(self.results) - len(self.failed),
+            "failed": len(self.failed),
+            "seconds": round(self.seconds, 1),
+            "results": rows,
+        }
+        return json.dumps(data, indent=2, default=str)
+
+    def __str__(self) -> str:
+        header = (
+            "scenario",
+            "through",
+            "worst output",
+            "largest",
+            "differing",
+            "others",
+            "ms",
+            "unfused ms",
+            "check",
+        )
+        timed = self.device.kind == "npu"
+        rows = [_row(result) for result in self.results]
+        table: list[Sequence[str]] = [header, *rows]
+        if not timed:  # nothing stands in the columns of times
+            table = [(*row[:6], *row[8:]) for row in table]
+        lines = [text_tables.render(table[0], table[1:], indent="")]
+        lines += [
+            f"FAILED {r.name} ({r.through}): {text}" for r in self.failed for text in r.failures
+        ]
+        device = (
+            f"{self.device.kind} ({self.device.name}), {self.device.soc}, CANN {self.device.cann}"
+        )
+        passed = len(self.results) - len(self.failed)
+        if self.device.kind != "npu":
+            lines.append(
+                "A CPU stands in for the device: its times mean nothing, and are not shown."
+            )
+        lines.append(
+            f"{device}: {passed} of {len(self.results)} checks passed in {self.seconds:.0f} s"
+        )
+        return "\n".join(lines)
+
+
+def _row(result: Result) -> Sequence[str]:
+    worst = result.worst
+    return (
+        result.name,
+        result.through,
+        f"{worst.output} {worst.dtype}" if worst else "-",
+        f"{worst.largest:.2g}" if worst else "-",
+        f"{worst.differing:.2%}" if worst else "-",
+        "same" if result.others_untouched else "CHANGED",
+        _time(result.milliseconds),
+        _time(result.unfused_milliseconds),
+        "FAILED" if result.failures else "ok",
+    )
+
+
+def _time(milliseconds: float | None) -> str:
+    return "-" if milliseconds is None else f"{milliseconds:.2f}"

@@ -1,0 +1,234 @@
+"""A function that the command line names, ``FILE.py:FUNCTION`` or ``MODULE:FUNCTION``, and what it
+returns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import importlib.util
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from mla_fusion import machine
+
+
+class UserError(Exception):
+    """Something the caller can put right; printed without a stack trace."""
+
+
+def positive(text: str) -> int:
+    """A number of the command line that is at least 1."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not positive")
+    return value
+
+
+def existing(text: str) -> Path:
+    """A file of the command line."""
+    if not Path(text).is_file():
+        raise UserError(_no_file(text))
+    return Path(text)
+
+
+def _no_file(text: str) -> str:
+    return f"{text} is no regular file" if Path(text).exists() else f"no such file: {text}"
+
+
+def output(text: str) -> Path:
+    """A file that a command will write, refused before any work where it cannot be."""
+    path = Path(text)
+    if path.is_dir():
+        raise UserError(f"{text} is a folder, not a file to write")
+    if not path.absolute().parent.is_dir():
+        raise UserError(f"{text} cannot be written: {path.parent} is no folder")
+    _check_writable(path, path if path.exists() else path.absolute().parent)
+    return path
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Names the file where it cannot be written: Python names none when the disk is full."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
+        raise
+
+
+def output_folder(text: str) -> Path:
+    """A folder that a command will write into, likewise."""
+    path = Path(text)
+    _check_writable(path, _nearest_folder(path, path.absolute()))
+    return path
+
+
+def _nearest_folder(path: Path, wanted: Path) -> Path:
+    """``wanted``, or the first folder above it that there is."""
+    found = next(one for one in (wanted, *wanted.parents) if one.exists())
+    if not found.is_dir():
+        raise UserError(f"{path} cannot be written: {found} is no folder")
+    return found
+
+
+def _check_writable(path: Path, found: Path) -> None:
+    if not os.access(found, os.W_OK):
+        raise UserError(f"{path} cannot be written: no permission for {found}")
+
+
+def folder(text: str) -> Path:
+    """A folder of the command line."""
+    if not Path(text).is_dir():
+        raise UserError(f"no such folder: {text}")
+    return Path(text)
+
+
+def target(text: str) -> str:
+    """``FILE.py:FUNCTION``, told from what cannot be one before anything is imported."""
+    file, separator, name = text.rpartition(":")
+    if separator and name.isidentifier():
+        if file.endswith(".py"):
+            existing(file)
+        return text
+    if text.endswith(".py"):
+        functions = _functions(existing(text))
+        raise UserError(
+            f"which function of {text}? FILE.py:FUNCTION, as {text}:{functions[0]}; it defines "
+            f"{', '.join(functions)}"
+            if functions
+            else f"{text} defines no function without arguments"
+        )
+    raise UserError(f"{text!r} is not of the form FILE.py:FUNCTION")
+
+
+def target_or_dump(text: str) -> str:
+    """The same, or the file of a dump; the Python that torchair writes is told by having no
+    function.
+    """
+    path = Path(text)
+    if ":" not in text and not path.is_file():
+        raise UserError(_no_file(text))
+    return (
+        text if path.is_file() and not (path.suffix == ".py" and _functions(path)) else target(text)
+    )
+
+
+def _functions(path: Path) -> list[str]:
+    """Those of a file that can be called without arguments."""
+    try:
+        statements = ast.parse(path.read_bytes()).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return []
+    functions = [node for node in statements if isinstance(node, ast.FunctionDef)]
+    return [
+        one.name
+        for one in functions
+        if len(one.args.args) + len(one.args.kwonlyargs) == len(one.args.defaults)
+    ]
+
+
+def add_limits(parser: Any) -> None:
+    """``--soc`` and ``--cann``, checked at once."""
+    parser.add_argument(
+        "--soc",
+        type=_named(machine.soc_named),
+        default=machine.AUTO,
+        help="chip, as A2 or 910B, whose limits hold; by default the NPU's, without an NPU A3",
+    )
+    parser.add_argument(
+        "--cann",
+        type=_named(machine.release_named),
+        default=machine.AUTO,
+        help="CANN release, as 8.5 or 9.1, whose limits hold; by default the NPU's, without an NPU "
+        "the newest",
+    )
+
+
+def _named(known: Callable[[str], str]) -> Callable[[str], str]:
+    def checked(text: str) -> str:
+        try:
+            return text if text == machine.AUTO else known(text)
+        except ValueError as error:
+            raise UserError(str(error)) from None
+
+    return checked
+
+
+def load_target(text: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """What ``FILE.py:FUNCTION`` returns. Raises UserError for everything that is wrong with it."""
+    file, separator, name = text.rpartition(":")
+    if not separator or not name.isidentifier():
+        raise UserError(f"{text!r} is not of the form FILE.py:FUNCTION")
+    module = _imported(file)
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise UserError(f"{file} defines no function {name!r}")
+    try:
+        found = function()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # sys.exit() among them
+        raise UserError(f"{name}() failed: {_brief(error, module.__file__ or file)}") from error
+    pair = isinstance(found, tuple) and len(found) == 2
+    if not (pair and callable(found[0]) and isinstance(found[1], (tuple, list))):
+        raise UserError(
+            f"{name}() returned {type(found).__name__}, expected (module_or_function, arguments)"
+        )
+    return found[0], tuple(found[1])
+
+
+def _imported(name: str) -> ModuleType:
+    """The module of a file, or the one of that name where there is no such file."""
+    path = Path(name)
+    if not path.is_file() and (path.suffix == ".py" or not _is_module(name)):
+        raise UserError(f"no such file: {name}")
+    try:
+        return _of_file(path) if path.is_file() else importlib.import_module(name)
+    except (UserError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        raise UserError(f"{name} cannot be imported: {_brief(error, name)}") from error
+
+
+def _is_module(name: str) -> bool:
+    try:
+        return (
+            all(map(str.isidentifier, name.split(".")))
+            and importlib.util.find_spec(name) is not None
+        )
+    except ModuleNotFoundError:  # of a package that it would stand in
+        return False
+
+
+def _of_file(path: Path) -> ModuleType:
+    name = f"_mla_fusion_target_{path.stem}"  # a file named torch.py must not become torch
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise UserError(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    # as for a script: its neighbours can be imported
+    sys.path.insert(0, str(path.parent.resolve()))
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _brief(error: BaseException, file: str) -> str:
+    """The error with the last line of the caller's file that led to it."""
+    path = Path(file)
+    frames = [
+        f
+        for f in traceback.extract_tb(error.__traceback__)
+        if Path(f.filename) in (path.resolve(), path)
+    ]
+    where = f" (line {frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{where}"
