@@ -154,7 +154,7 @@ class _Run:
                 signs.setdefault(place, set()).update(field.are_squares(root))
             times, draw = point.times, draw + 1
         if any(len(of) < 2 for of in signs.values()):
-            raise _unproved("what the kernel takes the root of is a square, whose root has either sign")
+            raise _unproved("what the kernel takes a root of is a square: of either sign")
         return count
 
     def _compare(self) -> int:
