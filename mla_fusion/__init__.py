@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from mla_fusion.pipeline import fuse
     from mla_fusion.report.report import Report
     from mla_fusion.report.store import reports
-    from mla_fusion.tools.by_hand import Audit, audit
+    from mla_fusion.tools.by_hand.entry import audit
+    from mla_fusion.tools.by_hand.outcome import Audit
     from mla_fusion.tools.inspect.explain import explain
     from mla_fusion.tools.lowering import Lowering, lower
     from mla_fusion.weights.follow import refresh, release

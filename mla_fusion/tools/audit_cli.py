@@ -80,7 +80,7 @@ def _audit(arguments: argparse.Namespace) -> int:
 
 
 def _of_file(arguments: argparse.Namespace) -> mf.Audit:
-    from mla_fusion.tools.by_hand import audit_dump
+    from mla_fusion.tools.by_hand.of_dump import audit_dump
 
     if arguments.reference:
         raise UserError("--reference goes with a function; a dump holds no numbers to compare")

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule, Node
 
 from mla_fusion.compat import BackendCompilerFailed, OpOverload
 from mla_fusion.compile import names, torchair_bridge
@@ -24,10 +24,14 @@ from mla_fusion.compile.device_graph import CaptureError, stop, trace
 from mla_fusion.compile.floats import specialise
 from mla_fusion.compile.hook import torchair_pass
 from mla_fusion.config import Config
+from mla_fusion.fx.kinds import is_getitem, op_name
 from mla_fusion.machine import compiling_for
+from mla_fusion.meta.prolog import CACHES, V3, V3_FUNCTIONAL
 from mla_fusion.report.report import Report
 from mla_fusion.report.store import reports
-from mla_fusion.tools.lowered_copies import correct
+
+_CALL = f"npu::{V3.name}"
+_CACHES = tuple(map(V3_FUNCTIONAL.results.index, CACHES))  # results that are the caches
 
 
 class LoweringError(RuntimeError):
@@ -197,7 +201,7 @@ class _Session:
             raise LoweringError("torchair was given no graph")
         compiled = self.compiled
         if self.report is not None and self.mode == "npugraph_ex":
-            correct(self.report, compiled.fx.graph)
+            _correct_placements(self.report, compiled.fx.graph)
         return Lowering(
             mode=self.mode,
             fx_before=self.before,
@@ -210,6 +214,46 @@ class _Session:
             ge_graph=compiled.proto,
             report=self.report,
         )
+
+
+def _correct_placements(report: Report, lowered: Graph) -> None:
+    """Say of each fusion whose cache is still copied as a whole in ``lowered`` that it is, in place
+    of "in place".
+
+    The pass emits a functional call and ``copy_``; torchair turns the two into one call that writes
+    in place, where it can: not where its options forbid that, nor where nodes between the two run
+    on another stream.
+    """
+    calls = [node for node in lowered.nodes if op_name(node).startswith(_CALL)]
+    if len(calls) != len(report.fused):
+        # calls of the model's own stand between those of the pass: nothing can be said of one
+        return
+    for place, (fusion, call) in enumerate(zip(report.fused, calls, strict=True)):
+        copied = sorted(node.name for node in _copied_inputs(call))
+        if copied and fusion.placement == "in place":
+            said = (
+                f"written by the kernel, copied by copy_: the whole of {', '.join(copied)} at "
+                "every step"
+            )
+            report.fused[place] = replace(fusion, placement=said)
+
+
+def _copied_inputs(call: Node) -> Iterator[Node]:
+    """Inputs into which a cache that the call gives out is copied."""
+    for result in call.users:
+        if (
+            op_name(call).endswith("_functional")
+            and is_getitem(result)
+            and result.args[1] in _CACHES
+        ):
+            for user in result.users:
+                target = user.args[0]
+                if (
+                    op_name(user) == "aten::copy_"
+                    and isinstance(target, Node)
+                    and target is not result
+                ):
+                    yield target
 
 
 def snapshot(gm: GraphModule) -> GraphModule:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-BLOCK_SIZE = 128
+BLOCK_SIZE, LATENT, ROPE = 128, 512, 64
 
 
 class PagedBatch(NamedTuple):
@@ -32,20 +32,11 @@ class PagedBatch(NamedTuple):
         )
 
 
-def random_batch(
-    *,
-    layers: int,
-    batch: int,
-    hidden: int,
-    history: int,
-    latent: int = 512,
-    rope: int = 64,
-    seed: int = 1,
-) -> PagedBatch:
+def random_batch(*, layers: int, batch: int, hidden: int, history: int) -> PagedBatch:
     """Sequences of random lengths up to ``history``, their blocks scattered over the pool, one new
     token each.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(1)
     blocks = -(-(history + 1) // BLOCK_SIZE)
     spare = 2  # blocks that belong to nobody: a write there would show
     pool = batch * blocks + spare
@@ -63,6 +54,6 @@ def random_batch(
         slot_mapping=block * BLOCK_SIZE + positions % BLOCK_SIZE,
         block_tables=tables,
         seq_lens=seq_lens,
-        kv_caches=[rows(pool, BLOCK_SIZE, 1, latent) for _ in range(layers)],
-        kr_caches=[rows(pool, BLOCK_SIZE, 1, rope) for _ in range(layers)],
+        kv_caches=[rows(pool, BLOCK_SIZE, 1, LATENT) for _ in range(layers)],
+        kr_caches=[rows(pool, BLOCK_SIZE, 1, ROPE) for _ in range(layers)],
     )

@@ -136,24 +136,20 @@ def _functions(path: Path) -> list[str]:
     ]
 
 
-def add_limits(parser: Any, default: str = machine.AUTO) -> None:
+def add_limits(parser: Any) -> None:
     """``--soc`` and ``--cann``, checked at once."""
-    is_asked = default == machine.AUTO
-    soc, cann = (
-        f"by default the NPU's, without an NPU {other}" if is_asked else f"by default {default}"
-        for other in ("A3", "the newest")
-    )
     parser.add_argument(
         "--soc",
         type=_named(machine.soc_named),
-        default=default,
-        help=f"chip, as A2 or 910B, whose limits hold; {soc}",
+        default=machine.AUTO,
+        help="chip, as A2 or 910B, whose limits hold; by default the NPU's, without an NPU A3",
     )
     parser.add_argument(
         "--cann",
         type=_named(machine.release_named),
-        default=default,
-        help=f"CANN release, as 8.5 or 9.1, whose limits hold; {cann}",
+        default=machine.AUTO,
+        help="CANN release, as 8.5 or 9.1, whose limits hold; by default the NPU's, without an NPU "
+        "the newest",
     )
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import mla_fusion as mf
-from mla_fusion.tools.by_hand import audit_dump
+from mla_fusion.tools.by_hand.of_dump import audit_dump
 from mla_fusion.tools.cli import main
 from tests.by_hand.faults import FAULTS, Fault, Hand, args, combinations, given, model, on
 from tests.catalogue import base, int8

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 import mla_fusion as mf
+from mla_fusion.tools.by_hand.outcome import Finding
 from tests.by_hand.faults import FAULTS, Fault, Hand, args, given, model
 from tests.by_hand.test_audit import Layers, named
 from tests.catalogue import base
 
 
-def only(found: mf.Audit) -> mf.by_hand.Finding:
+def only(found: mf.Audit) -> Finding:
     (repair,) = [item for item in found.findings if item.error is not None]
     assert all(error <= found.tolerance[name] for name, error in found.repaired.items()), str(found)
     return repair

@@ -250,7 +250,7 @@ out = os.fdopen(os.dup(1), "w")
 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what a dump made print would not pass for an answer
 import mla_fusion as mf  # before torch, where torch_npu is installed without CANN
 import torch
-from mla_fusion.tools.by_hand import audit_dump
+from mla_fusion.tools.by_hand.of_dump import audit_dump
 from mla_fusion.tools.dumps import rebuild_fx, rebuild_ge
 from mla_fusion.inspect import DumpError, NotRebuilt, diff, read, summarise
 

@@ -64,7 +64,8 @@ def rooms() -> list[str]:
     listed = page[page.index("## Rooms") : page.index("## Stages")]
     return [
         name.rstrip("/").removesuffix(".py")
-        for name in re.findall(r"^\| `([\w./]+)`", listed, flags=re.MULTILINE)
+        for cell in re.findall(r"^\| (`[^|]+) \|", listed, flags=re.MULTILINE)
+        for name in re.findall(r"`([\w./]+)`", cell)
     ]
 
 

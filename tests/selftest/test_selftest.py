@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from mla_fusion.tools import cli, meta, selftest
+from mla_fusion import meta
+from mla_fusion.tools import cli, selftest
 from mla_fusion.tools.selftest import fused, key_operator, operator, unfused
 from mla_fusion.tools.selftest.device import Device
 from mla_fusion.tools.selftest.scenarios import Scenario, scenarios

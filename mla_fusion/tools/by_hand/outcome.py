@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from mla_fusion.tools import plain_page
+from mla_fusion.tools.page import plain
 
 
 @dataclass(frozen=True)
@@ -140,6 +140,6 @@ class Audit:
         ]
         header = ("value", "error", "repaired")
         headings = str(self).splitlines()[:1]
-        return plain_page.write(
+        return plain.write(
             path, "mla_fusion audit", headings, notes, header, rows, "Nothing found."
         )

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mla_fusion.report import text_tables
-from mla_fusion.tools import plain_page
+from mla_fusion.tools.page import plain
 
 _FIELDS = ("device", "versions", "results")
 _SLOWER = 1.25  # times the other's time: worth a look
@@ -124,7 +124,7 @@ class Paper:
             f"{title}: {passed} passed, {failed} failed" for title, (passed, failed) in counted
         ]
         rows, nothing = self._rows(), "No check differs."
-        return plain_page.write(
+        return plain.write(
             path, "mla_fusion selftest", headings, notes, self._header, rows, nothing
         )
 
