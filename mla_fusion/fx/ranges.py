@@ -132,9 +132,9 @@ class Ranges:
 def _held(found: Range, node: Node) -> Range:
     """An integer that its dtype cannot hold wraps around: anything, then."""
     value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor) or value.is_complex():
-        return found
-    if not keeps_floats(node) and value.dtype != torch.bool:
+    if isinstance(value, torch.Tensor) and not (
+        keeps_floats(node) or value.is_complex() or value.dtype == torch.bool
+    ):
         limits = torch.iinfo(value.dtype)
         if found != UNBOUNDED and not (limits.min <= found[0] and found[1] <= limits.max):
             return UNBOUNDED

@@ -659,14 +659,13 @@ def sqrt(a: Num) -> Num:
     point = here()
     if point.draws_roots:
         point.roots.append(a)
-    found = _sqrt(a) if point.draws_roots else of_kernel(a)
-    if found is None and not point.draws_roots and (of_number := _of_number(a)) is not None:
+        return Root(a, _sqrt(a)).value()
+    if (known := of_kernel(a)) is not None:
+        return Root(a, known).value()
+    if (of_number := _of_number(a)) is not None:
         return of_number
-    is_function = found is None
-    if found is None:
-        point.early |= not point.roots
-        found = function("sqrt", a)
-    return Root(a, found, None, is_function).value()
+    point.early |= not point.roots
+    return Root(a, function("sqrt", a), is_function=True).value()
 
 
 def of_kernel(a: Num) -> Num | None:
