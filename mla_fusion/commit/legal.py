@@ -67,7 +67,7 @@ class Plans:
         if found.structure in self._accepted:
             return found
         try:
-            contract.ask(found.plan, self._config)
+            contract.ask(found.plan, self._config, self._view.gm.graph)
         except Refuse as reason:
             in_place = isinstance(found.plan.caches, InPlace)
             if not in_place or candidate.key.operator or self._config.staging == "never":
@@ -77,7 +77,7 @@ class Plans:
                 planner.plan(Obstacle("cache.refused", f"{because}: {reason.detail}"))
             )
             try:
-                contract.ask(found.plan, self._config)
+                contract.ask(found.plan, self._config, self._view.gm.graph)
             except Refuse:
                 raise reason from None  # it was not the caches
         self._accepted.add(found.structure)

@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from mla_fusion.compat import FakeTensorMode, OpOverload, schema_of
 from mla_fusion.config import Config
 from mla_fusion.emit.targets import target_of
+from mla_fusion.fx.build import Builder, Recipe, fake_mode_of, faked
+from mla_fusion.fx.held import Exact
 from mla_fusion.fx.measured import measured
 from mla_fusion.meta import ContractError, check
 from mla_fusion.plan.plan import Plan
@@ -11,15 +20,80 @@ from mla_fusion.report.rejection import Refuse
 
 
 @measured
-def ask(plan: Plan, config: Config) -> None:
+def ask(plan: Plan, config: Config, graph: Graph) -> None:
     """Raise ``Refuse("contract:<code>")`` with the specification's own message."""
-    target = target_of(plan)
-    arguments = target.arguments(plan) | target.attributes(plan)
-    machine = config.machine
+    target, machine = target_of(plan), config.machine
+    builder = _OnPaper(graph, target.operator.name)
+    given = builder.arguments(lambda b: target.call(b, plan))
     try:
-        check(target.operator.name, soc=machine.soc, cann=machine.cann, path="graph", **arguments)
+        check(target.operator.name, soc=machine.soc, cann=machine.cann, path="graph", **given)
     except ContractError as error:
-        culprit = target.nodes(plan).get(error.argument, plan.candidate.down.node)
+        culprit = builder.read_by(given.get(error.argument)) or plan.candidate.down.node
         detail = f"{error.argument}: expected {error.expected}, found {error.found}"
         raise Refuse(f"contract:{error.code}", detail, (culprit,)) from None
     target.ask(plan, config)
+
+
+class _Called(Exception):
+    """The kernel's call has been reached. ``given``: its arguments by name."""
+
+    def __init__(self, given: dict[str, Any]) -> None:
+        self.given = given
+
+
+class _OnPaper(Builder):
+    """Makes a call, up to the operator itself, on the values that the nodes of a graph are said to
+    have: nothing is computed.
+    """
+
+    def __init__(self, graph: Graph, operator: str) -> None:
+        self._mode, self._operator = fake_mode_of(graph) or FakeTensorMode(), operator
+        # what each value was first read from; the values are held so that no id comes twice
+        self._read: dict[int, tuple[torch.Tensor, Node | None]] = {}
+
+    def arguments(self, recipe: Recipe) -> dict[str, Any]:
+        """What the operator is given, by name."""
+        try:
+            with torch.no_grad(), self._mode:
+                recipe(self)
+        except _Called as called:
+            return called.given
+        raise AssertionError(f"no call of {self._operator}")
+
+    def read_by(self, value: Any) -> Node | None:
+        """The node that an argument was made of, the first of several."""
+        if isinstance(value, (list, tuple)):
+            return next(filter(None, map(self.read_by, value)), None)
+        return self._read.get(id(value), (value, None))[1]
+
+    def _made(self, value: torch.Tensor, of: Node | None) -> torch.Tensor:
+        self._read[id(value)] = value, of
+        return value
+
+    def value(self, node: Node) -> torch.Tensor:
+        return self._made(faked(node.meta["val"], self._mode), node)
+
+    def call(self, op: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if isinstance(op, OpOverload) and schema_of(op).name.endswith(f"::{self._operator}"):
+            accepted = [one.name for one in schema_of(op).arguments if not one.is_out]
+            given = dict(zip(accepted, args, strict=False)) | kwargs
+            raise _Called({name: given[name] for name in accepted if name in given})
+        return self._made(op(*args, **kwargs), self.read_by(args))
+
+    def packed(
+        self, name: str, recipe: Recipe, leaves: Sequence[Node], exact: Exact | None = None
+    ) -> torch.Tensor:
+        made = recipe(self)  # and laid out as the kernel reads it
+        return self._made(made.new_empty(made.shape), self.read_by(made))
+
+    def shape(self, value: torch.Tensor) -> Sequence[Any]:
+        return tuple(value.shape)
+
+    def dtype(self, value: torch.Tensor) -> torch.dtype:
+        return value.dtype
+
+    def sizes(self, shape: Sequence[Any], of: Any = None) -> list[Any]:
+        return list(shape)
+
+    def constant(self, numbers: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+        return like.new_empty((len(numbers),), dtype=torch.int64)

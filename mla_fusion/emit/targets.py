@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 from torch.fx import Node
 
 from mla_fusion.config import Config
-from mla_fusion.emit import key_half, preprocess, whole, whole_arguments
+from mla_fusion.emit import key_half, preprocess, whole
 from mla_fusion.fx.build import Builder
 from mla_fusion.meta.prolog import Operator
 from mla_fusion.plan.key_half import KeyPlanner
@@ -37,8 +37,6 @@ class Target(Generic[P]):
     inputs       nodes of the graph that the call reads
     call         emits it; its results by the names that ``Replacement.output`` uses
     attributes   its keyword attributes
-    arguments    its tensors by name, as fake values of the planned shapes
-    nodes        nodes of the graph that stand for arguments, by name
     ask          raises ``Refuse`` for what the specification does not say of a call
     """
 
@@ -47,8 +45,6 @@ class Target(Generic[P]):
     inputs: Callable[[P], list[Node]]
     call: Callable[[Builder, P], dict[str, Any]]
     attributes: Callable[[P], dict[str, Any]]
-    arguments: Callable[[P], dict[str, Any]]
-    nodes: Callable[[P], dict[str, Node]]
     ask: Callable[[P, Config], None] = _nothing_more
 
 
@@ -58,9 +54,7 @@ _WHOLE = Target(
     inputs=whole.inputs,
     call=whole.call_kernel,
     attributes=whole.attributes,
-    arguments=whole_arguments.arguments,
-    nodes=whole_arguments.nodes,
-    ask=whole_arguments.ask,
+    ask=whole.ask,
 )
 _KEY = Target(
     operator=key_half.KERNEL,
@@ -68,8 +62,6 @@ _KEY = Target(
     inputs=key_half.inputs,
     call=key_half.call_kernel,
     attributes=key_half.attributes,
-    arguments=key_half.arguments,
-    nodes=key_half.nodes,
 )
 _PREPROCESS: Target[Any] = Target(
     operator=preprocess.KERNEL,
@@ -77,8 +69,6 @@ _PREPROCESS: Target[Any] = Target(
     inputs=preprocess.inputs,
     call=preprocess.call_kernel,
     attributes=preprocess.attributes,
-    arguments=preprocess.arguments,
-    nodes=preprocess.nodes,
 )
 TARGETS: dict[str, Target[Any]] = {
     "v3": _WHOLE,

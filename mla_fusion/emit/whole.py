@@ -7,13 +7,16 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from mla_fusion.config import Config
 from mla_fusion.emit import pack, rows
 from mla_fusion.emit.results import result_of
 from mla_fusion.facts.absorb import AbsorbFact
 from mla_fusion.fx.build import Builder
+from mla_fusion.meta import limits
 from mla_fusion.meta.prolog import V3_FUNCTIONAL as KERNEL
 from mla_fusion.plan import cache_modes, weight_modes
 from mla_fusion.plan.plan import InPlace, PrologPlan
+from mla_fusion.report.rejection import Refuse
 
 aten = torch.ops.aten
 
@@ -153,3 +156,14 @@ def _used(plan: PrologPlan) -> set[str]:
     return names | (
         {name for name, _, _ in plan.caches.held} if isinstance(plan.caches, InPlace) else set()
     )
+
+
+def ask(plan: PrologPlan, config: Config) -> None:
+    """Raise ``Refuse`` where the operator takes a call and does not give what the model reads."""
+    soc, cann = config.machine.soc, config.machine.cann
+    if plan.query_norm and not limits(KERNEL.name, soc, cann, "graph").gives_query_norm:
+        message = (
+            f"query_norm_flag: the operator takes it with CANN {cann} and gives no query_norm, "
+            "which is read here"
+        )
+        raise Refuse("contract:query_norm_flag", message, (plan.candidate.query.norm.node,))

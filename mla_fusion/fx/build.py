@@ -187,7 +187,7 @@ class GraphBuilder(Builder):
         self._size_nodes = SizeNodes(self.source)
         self._shared: dict[object, Node] = {}
         self._meta: dict[str, Any] = {}
-        self._fake_mode = _fake_mode(self.source)
+        self._fake_mode = fake_mode_of(self.source)
         self._point: Node | None = None
         self._inside = False
         self._results: dict[object, tuple[Any, bool]] = {}
@@ -292,13 +292,7 @@ class GraphBuilder(Builder):
         """The node's meta value in this graph's fake mode (make_fx of real tensors uses one mode a
         node).
         """
-        value = node.meta["val"]
-        if getattr(value, "fake_mode", self._fake_mode) is self._fake_mode:
-            return value
-        with self._fake_mode:
-            return torch.empty_strided(
-                value.shape, value.stride(), dtype=value.dtype, device=value.device
-            )
+        return faked(node.meta["val"], self._fake_mode)
 
     def shape(self, value: Node) -> Sequence[Any]:
         return tuple(value.meta["val"].shape)
@@ -435,7 +429,7 @@ def describe_attributes(gm: GraphModule) -> list[Node]:
     these nodes.
     """
     nodes = [node for node in gm.graph.find_nodes(op="get_attr") if "val" not in node.meta]
-    mode = _fake_mode(gm.graph) if nodes else None
+    mode = fake_mode_of(gm.graph) if nodes else None
     for node in nodes:
         value = attribute(node)
         is_tensor = isinstance(value, torch.Tensor)
@@ -443,9 +437,20 @@ def describe_attributes(gm: GraphModule) -> list[Node]:
     return nodes
 
 
-def _fake_mode(graph: Graph) -> Any:
+def fake_mode_of(graph: Graph) -> Any:
+    """The mode that the graph's values are fake in; None where none of them is."""
     for node in graph.nodes:
         mode = getattr(node.meta.get("val"), "fake_mode", None)
         if mode is not None:
             return mode
     return None
+
+
+def faked(value: Any, mode: Any) -> Any:
+    """A tensor of the graph in this mode: itself, or one like it."""
+    if getattr(value, "fake_mode", mode) is mode:
+        return value
+    with mode:
+        return torch.empty_strided(
+            value.shape, value.stride(), dtype=value.dtype, device=value.device
+        )
