@@ -22,7 +22,7 @@ from mla_fusion.fx.kinds import filled_with, operator_of, tensor_held
 from mla_fusion.fx.program import nodes_between
 from mla_fusion.fx.sizes import is_symbolic, same_shape
 from mla_fusion.fx.view import View
-from mla_fusion.fx.walk import origin, reshapes_and_exact_casts, views_and_casts
+from mla_fusion.fx.walk import origin, reached, reshapes_and_exact_casts, views_and_casts
 from mla_fusion.match.candidate import Candidate
 from mla_fusion.plan.plan import InPlace, Plan
 
@@ -221,34 +221,30 @@ def _leaf_of_x(plan: Plan) -> Node:
     """Of the x that the call reads and the x that the projections read, the one from which the
     other is computed.
     """
-    origin, above = plan.candidate.down.origin, [plan.token_x]
-    for node in above:  # grows as it is walked
-        if node is origin:
-            return origin
-        if len(above) <= _FARTHEST:
-            above += [read for read in node.all_input_nodes if read not in above]
+    origin = plan.candidate.down.origin
+    if origin in reached([plan.token_x], _inputs, _FARTHEST):
+        return origin
     return plan.token_x if plan.token_x in _above_x(origin) else origin
+
+
+def _inputs(node: Node) -> list[Node]:
+    return node.all_input_nodes
 
 
 def _above_x(origin: Node) -> set[Node]:
     """What x is computed from that has as many elements: a wider form of it, the value before its
     norm, residuals.
     """
-    found, stack = set[Node](), [origin]
     size = origin.meta["val"].numel()
-    while stack and len(found) < _FARTHEST:
-        for read in stack.pop(0).all_input_nodes:
-            value = read.meta.get("val")
-            if (
-                not isinstance(value, torch.Tensor)
-                or not value.is_floating_point()
-                or read.op in INPUTS
-            ):
-                continue
-            if read not in found and same_shape((value.numel(),), (size,)):
-                found.add(read)
-                stack.append(read)
-    return found
+
+    def is_as_large(node: Node) -> bool:
+        value = node.meta.get("val")
+        if not isinstance(value, torch.Tensor) or node.op in INPUTS:
+            return False
+        return value.is_floating_point() and same_shape((value.numel(),), (size,))
+
+    _, *above = reached([origin], lambda node: filter(is_as_large, node.all_input_nodes), _FARTHEST)
+    return set(above)
 
 
 def _is_random(node: Node) -> bool:

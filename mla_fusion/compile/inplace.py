@@ -24,6 +24,7 @@ from torch.fx.node import map_arg
 from mla_fusion.compat import OpOverload, storage_id
 from mla_fusion.compile import inductor_bridge
 from mla_fusion.fx.kinds import is_view, op_name
+from mla_fusion.fx.walk import reached
 from mla_fusion.meta import key_operator
 from mla_fusion.meta.prolog import V3, V3_FUNCTIONAL
 
@@ -100,14 +101,12 @@ def keep_returned_copies(graph: Graph) -> int:
 
 def upward_through(node: Node, noops: Collection[Any]) -> Iterator[Node]:
     """The node and what it is, element by element, as far as views and ``noops`` go."""
-    stack, seen = [node], {node}
-    while stack:
-        current = stack.pop()
-        yield current
-        if is_view(current) or current.target in noops:
-            above = [one for one in current.all_input_nodes if one not in seen]
-            seen.update(above)
-            stack += above
+
+    def above(current: Node) -> list[Node]:
+        passes = is_view(current) or current.target in noops
+        return current.all_input_nodes if passes else []
+
+    return reached([node], above)
 
 
 def _functional_calls(graph: Graph) -> list[tuple[Node, OpOverload, dict[int, int]]]:

@@ -8,6 +8,7 @@ its place in the graph (staging), so it needs no recognising.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,7 @@ from mla_fusion.fx.measured import measured
 from mla_fusion.fx.program import nodes_between
 from mla_fusion.fx.sizes import broadcast, divides, same, same_shape
 from mla_fusion.fx.view import View
-from mla_fusion.fx.walk import INPUTS, origin, unit_selections
+from mla_fusion.fx.walk import INPUTS, origin, reached, unit_selections
 
 
 @dataclass(frozen=True)
@@ -456,20 +457,15 @@ def readers(cache: Node, *writers: Node) -> list[Node]:
     """Nodes that read the cache as it was before the writers wrote (shape readers and the epilogue
     apart).
     """
-    found, stack, seen = [], [cache], set()
-    while stack:
-        node = stack.pop()
-        for user in node.users:
-            if user in seen or user in writers or not _is_tensor(user):
-                continue
-            seen.add(user)
-            if op_name(user) == "aten::copy_" and user.args[0] is cache:
-                continue
-            if is_view(user):
-                stack.append(user)
-            else:
-                found.append(user)
-    return found
+
+    def behind(node: Node) -> Iterator[Node]:
+        for user in node.users if node is cache or is_view(node) else ():
+            is_epilogue = op_name(user) == "aten::copy_" and user.args[0] is cache
+            if user not in writers and _is_tensor(user) and not is_epilogue:
+                yield user
+
+    _, *below = reached([cache], behind)
+    return [node for node in below if not is_view(node)]
 
 
 def _is_tensor(node: Node) -> bool:

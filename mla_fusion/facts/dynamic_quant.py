@@ -22,7 +22,7 @@ from mla_fusion.fx.program import Program, nodes_between
 from mla_fusion.fx.shrink import WORTHWHILE, Shrink
 from mla_fusion.fx.sizes import is_symbolic, same, same_shape
 from mla_fusion.fx.view import View
-from mla_fusion.fx.walk import origin, peel, reshapes, upward, views_and_casts
+from mla_fusion.fx.walk import origin, peel, reached, reshapes, upward, views_and_casts
 from mla_fusion.meta import number_formats
 from mla_fusion.meta.number_formats import ELEMENTS, INT8, NumberFormat
 from mla_fusion.prove import evaluate, field, quantising
@@ -131,19 +131,16 @@ def results(view: View, dynamic: DynamicQuant, rows: Node) -> Iterator[tuple[Nod
             if view.same(user, dynamic.node):
                 yield from ((result, bool(result.args[1] == 0)) for result in user.users)
     elif view.same(rows, dynamic.source):
-        for node in _below(rows):
+        _, *below = reached([rows], _runnable, _FARTHEST)
+        for node in below:
             if view.same(node, dynamic.node):
                 yield node, True
             elif dynamic.scale is not None and view.same(node, dynamic.scale):
                 yield node, False
 
 
-def _below(rows: Node) -> list[Node]:
-    nodes = [rows]
-    for node in nodes:  # grows as it is walked
-        if len(nodes) < _FARTHEST:
-            nodes += [user for user in node.users if operator_of(user).runs and user not in nodes]
-    return nodes[1:]
+def _runnable(rows: Node) -> Iterator[Node]:
+    return (user for user in rows.users if operator_of(user).runs)
 
 
 class DynamicQuantReader:

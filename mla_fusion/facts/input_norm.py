@@ -17,6 +17,7 @@ from mla_fusion.fx.measured import measured
 from mla_fusion.fx.program import nodes_between
 from mla_fusion.fx.sizes import is_symbolic, same_shape
 from mla_fusion.fx.view import View
+from mla_fusion.fx.walk import reached
 from mla_fusion.meta.preprocess import EPSILON
 from mla_fusion.prove import evaluate
 from mla_fusion.prove.evaluate import Evaluation
@@ -49,24 +50,20 @@ def find(view: View, normed: Node) -> InputNorm | None:
     by_addition = _of_sum(normed)
     if by_addition is not None:
         return by_addition
-    seen, stack = {normed}, [normed]
-    while stack and len(seen) < _FARTHEST:
-        node = stack.pop(0)
-        for read in node.all_input_nodes:
-            value = read.meta.get("val")
-            if read in seen or not isinstance(value, (torch.Tensor, tuple, list)):
-                continue
-            seen.add(read)
-            stack.append(read)
-            if (
-                isinstance(value, torch.Tensor)
-                and same_shape(value.shape, shape)
-                and value.dtype == torch.bfloat16
-            ):
-                fact = _check(view, read, normed)
-                if fact is not None:
-                    return fact
-    return None
+
+    def holds_tensors(node: Node) -> bool:
+        return isinstance(node.meta.get("val"), (torch.Tensor, tuple, list))
+
+    def may_be_x(node: Node) -> bool:
+        value = node.meta["val"]
+        is_tensor = isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16
+        return is_tensor and same_shape(value.shape, shape)
+
+    _, *above = reached(
+        [normed], lambda node: filter(holds_tensors, node.all_input_nodes), _FARTHEST
+    )
+    found = (_check(view, read, normed) for read in above if may_be_x(read))
+    return next((fact for fact in found if fact is not None), None)
 
 
 def _of_sum(normed: Node) -> InputNorm | None:

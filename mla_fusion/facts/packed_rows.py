@@ -16,8 +16,9 @@ from mla_fusion.fx.kinds import is_reshape
 from mla_fusion.fx.measured import measured
 from mla_fusion.fx.program import literals, nodes_between
 from mla_fusion.fx.shrink import Shrink
-from mla_fusion.fx.sizes import is_symbolic, same
+from mla_fusion.fx.sizes import same
 from mla_fusion.fx.view import View
+from mla_fusion.fx.walk import reached, users
 from mla_fusion.meta.number_formats import FP8, HIFLOAT8, INT8
 from mla_fusion.meta.spec import DERIVED, TILE_SIZE
 from mla_fusion.prove import evaluate, field
@@ -94,8 +95,7 @@ def _rows_of_bytes(source: Node, width: int, element: torch.dtype) -> Node | Non
     """The first tensor of bytes of rows that wide which is made of ``source``, through the reshapes
     behind it.
     """
-    nodes = [source]
-    for node in nodes:  # grows as it is walked
+    for node in reached([source], users, _FARTHEST):
         value = node.meta.get("val")
         if (
             isinstance(value, torch.Tensor)
@@ -106,10 +106,4 @@ def _rows_of_bytes(source: Node, width: int, element: torch.dtype) -> Node | Non
             while len(readers) == 1 and is_reshape(readers[0]):
                 node, readers = readers[0], list(readers[0].users)
             return node
-        if len(nodes) < _FARTHEST:
-            nodes += [
-                user
-                for user in node.users
-                if user not in nodes and not is_symbolic(user.meta.get("val"))
-            ]
     return None

@@ -21,6 +21,7 @@ from mla_fusion.fx.measured import measured
 from mla_fusion.fx.operators import JOINERS
 from mla_fusion.fx.sizes import is_symbolic
 from mla_fusion.fx.view import View
+from mla_fusion.fx.walk import reached
 
 
 @measured
@@ -67,22 +68,14 @@ def _are_read_unrotated(view: View, roots: list[Node]) -> bool:
     """Do products, cache writes and operators of attention read them, and no step that might be a
     rotation?
     """
-    stack = list(roots)
-    for node in stack:  # grows as it is walked
-        for user in node.users:
-            passes = (
-                is_view(user)
-                or is_faithful_cast(user)
-                or op_name(user) in JOINERS
-                or _is_multiple(user)
-            )
-            if is_symbolic(user.meta.get("val")):  # a size
-                continue
-            if passes and user not in stack:
-                stack.append(user)
-            elif not (passes or _reads_rows(view, user)):
-                return False
-    return True
+    passed = reached(roots, lambda node: filter(_passes, node.users))
+    readers = (user for node in passed for user in node.users if not _passes(user))
+    return all(_reads_rows(view, user) or is_symbolic(user.meta.get("val")) for user in readers)
+
+
+def _passes(node: Node) -> bool:
+    is_moved = is_view(node) or is_faithful_cast(node) or op_name(node) in JOINERS
+    return (is_moved or _is_multiple(node)) and not is_symbolic(node.meta.get("val"))
 
 
 def _is_multiple(node: Node) -> bool:

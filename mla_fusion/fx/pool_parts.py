@@ -17,7 +17,7 @@ from mla_fusion.fx.kinds import argument, has_effect, is_getitem, is_mutating, i
 from mla_fusion.fx.module_path import label
 from mla_fusion.fx.sizes import expression, is_symbolic, same
 from mla_fusion.fx.token_axis import count_of, divided, is_empty, is_one, shape_of
-from mla_fusion.fx.walk import INPUTS, input_of, origin, shared_memory
+from mla_fusion.fx.walk import INPUTS, input_of, origin, reached, shared_memory
 
 
 @dataclass(frozen=True)
@@ -292,14 +292,7 @@ SCATTERS = frozenset(("aten::select_scatter", "aten::slice_scatter"))
 
 def _through(nodes: list[Node]) -> Iterator[Node]:
     """The nodes, and what reads the memory of any."""
-    nodes = list(dict.fromkeys(nodes))
-    for node in nodes:  # grows as it is walked
-        yield node
-        nodes += (
-            [user for user in node.users if user not in nodes]
-            if shared_memory(node) is not None
-            else ()
-        )
+    return reached(nodes, lambda node: () if shared_memory(node) is None else node.users)
 
 
 def _parts(pool: Pool, read: Collection[Span]) -> list[Span]:

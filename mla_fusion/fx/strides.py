@@ -18,6 +18,7 @@ from torch.fx import Node
 from mla_fusion.fx.build import GraphBuilder
 from mla_fusion.fx.kinds import heeds_strides, operator_of, reads_by_strides
 from mla_fusion.fx.sizes import Binding, same
+from mla_fusion.fx.walk import reached
 
 aten = torch.ops.aten
 _DEMANDING = frozenset((aten.view.default, aten._unsafe_view.default))
@@ -58,15 +59,8 @@ def reader(starts: Iterable[Node]) -> Node | None:
     """The first ``as_strided`` found behind the nodes: what it reads depends on how they lie in
     memory.
     """
-    stack, seen = list(starts), set[Node]()
-    while stack:
-        for user in stack.pop().users:
-            if reads_by_strides(user):
-                return user
-            if user not in seen:
-                seen.add(user)
-                stack.append(user)
-    return None
+    behind = (user for node in reached(starts, lambda node: node.users) for user in node.users)
+    return next(filter(reads_by_strides, behind), None)
 
 
 def _carry(builder: GraphBuilder, node: Node, traced: dict[Node, Any]) -> None:

@@ -6,6 +6,7 @@ Built once, in one pass over the nodes. Nothing here knows about MLA.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from copy import copy
 from functools import cached_property
 from typing import Any
@@ -43,7 +44,7 @@ from mla_fusion.fx.steps import rows_in_step
 from mla_fusion.fx.terms import Terms
 from mla_fusion.fx.token_axis import is_uniform
 from mla_fusion.fx.tokens import Tokens
-from mla_fusion.fx.walk import peel, upward, views_and_model_casts
+from mla_fusion.fx.walk import peel, reached, upward, views_and_model_casts
 
 _NOTHING: frozenset[Node] = frozenset()
 _SEQUENCES = (tuple, list, immutable_list)
@@ -243,15 +244,12 @@ class View:
         """Is the node made of ``source`` by operators that can be run on probes, choices among
         them?
         """
-        seen, stack = set[Node](), [node]
-        while stack:
-            for found in self._sources[stack.pop()]:
-                if found is source:
-                    return True
-                if found not in seen and found in self.barriers and operator_of(found).runs:
-                    seen.add(found)
-                    stack.extend(found.all_input_nodes)
-        return False
+
+        def behind(step: Node) -> Iterator[Node]:
+            ends = (end for end in self._sources[step] if end in self.barriers)
+            return (read for end in ends if operator_of(end).runs for read in end.all_input_nodes)
+
+        return any(source in self._sources[step] for step in reached([node], behind))
 
     def squares_of(self, node: Node) -> Node | None:
         """The value of whose products with itself the node is the sums: ``einsum("tc,tc->t", u,

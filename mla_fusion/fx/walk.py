@@ -1,14 +1,16 @@
-"""The walk up a graph: from a tensor through what re-indexes or casts it, to the node that computes
-it.
+"""Walks through a graph.
 
-A walk asks a policy at each node where it goes from there. The policies differ in what is equal at
-both ends, and are named for what they pass. Nothing else in the package loops over
-``node.args[0]``.
+One goes up, from a tensor through what re-indexes or casts it, to the node that computes it. It
+asks a policy at each node where it goes from there. The policies differ in what is equal at both
+ends, and are named for what they pass. Nothing else in the package loops over ``node.args[0]``.
+
+The other spreads from some nodes to all that they read, or that reads them, as far as it is told.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -28,7 +30,7 @@ from mla_fusion.fx.kinds import (
     op_name,
     operator_of,
 )
-from mla_fusion.fx.sizes import same
+from mla_fusion.fx.sizes import is_symbolic, same
 
 EXPANDS = ("aten::expand", "aten::expand_copy")
 INPUTS = ("placeholder", "get_attr")  # the nodes that hold what comes from outside
@@ -42,6 +44,31 @@ def upward(node: Node, policy: Policy) -> Iterator[Node]:
     while above is not None:
         yield above
         above = policy(above)
+
+
+def reached(
+    starts: Iterable[Node], on: Callable[[Node], Iterable[Node]], most: float = math.inf
+) -> Iterator[Node]:
+    """The starts, and behind each what ``on`` says comes next: each node once, the nearest first;
+    none is added behind so many.
+    """
+    nodes = list(dict.fromkeys(starts))
+    seen = set(nodes)
+    for node in nodes:  # grows as it is walked
+        yield node
+        for found in on(node) if len(nodes) < most else ():
+            if found not in seen:
+                seen.add(found)
+                nodes.append(found)
+
+
+def users(node: Node) -> Iterable[Node]:
+    """For :func:`reached`: whatever reads the node, but for its sizes and what leaves the graph."""
+    return (user for user in node.users if user.op != "output" and not _is_size(user))
+
+
+def _is_size(node: Node) -> bool:
+    return is_symbolic(node.meta.get("val"))
 
 
 def origin(node: Node, policy: Policy) -> Node:

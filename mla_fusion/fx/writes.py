@@ -31,7 +31,7 @@ from mla_fusion.fx.kinds import (
 )
 from mla_fusion.fx.operators import SELECTIONS
 from mla_fusion.fx.sizes import is_symbolic, same_shape
-from mla_fusion.fx.walk import origin, views, written
+from mla_fusion.fx.walk import origin, reached, views, written
 
 aten = torch.ops.aten
 _SCATTERS = frozenset(("aten::slice_scatter", "aten::select_scatter"))
@@ -54,16 +54,17 @@ def found(graph: Graph) -> list[Node]:
 def _is_cut_again(node: Node) -> bool:
     """Is the node a join of what the graph has made, a part of which some view of it takes?"""
     joined = node.args[0] if op_name(node) == "aten::cat" else ()
-    views_of = [node] if joined and all(map(_made_here, joined)) else []  # type: ignore[arg-type]
-    for view in views_of:  # grows as it is walked
-        if op_name(view) in SELECTIONS:
-            return True
-        views_of += [
-            user
-            for user in view.users
-            if views(user) is view or op_name(user) in (*SELECTIONS, "aten::mul")
-        ]
-    return False
+    if not joined or not all(map(_made_here, joined)):  # type: ignore[arg-type]
+        return False
+    return any(op_name(view) in SELECTIONS for view in reached([node], _parts_of))
+
+
+def _parts_of(node: Node) -> list[Node]:
+    return [
+        user
+        for user in node.users
+        if views(user) is node or op_name(user) in (*SELECTIONS, "aten::mul")
+    ]
 
 
 def _is_assembly(node: Node) -> bool:

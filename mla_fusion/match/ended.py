@@ -18,6 +18,7 @@ from mla_fusion.fx.analytic import Barrier
 from mla_fusion.fx.kinds import has_effect, is_cast, is_writer
 from mla_fusion.fx.program import nodes_between
 from mla_fusion.fx.view import View
+from mla_fusion.fx.walk import reached, users
 from mla_fusion.match import epsilon
 from mla_fusion.match.near_miss import Facts, NearMiss
 from mla_fusion.report.rejection import Refuse
@@ -129,14 +130,9 @@ def _is_statistic(node: Node, product: Node) -> bool:
 
 
 def _leads_on(view: View, start: Node) -> bool:
-    nodes = [start]
-    for node in nodes:  # grows as it is walked
-        for user in node.users:
-            if is_writer(user) or has_effect(user) or user in view.contractions:
-                return True
-            if user not in nodes and user.op == "call_function" and len(nodes) < _FARTHEST:
-                nodes.append(user)
-    return False
+    """Does what is made of it come to a product, or to a step that writes?"""
+    below = (user for node in reached([start], users, _FARTHEST) for user in node.users)
+    return any(is_writer(node) or has_effect(node) or node in view.contractions for node in below)
 
 
 def _mixed(facts: Facts, miss: NearMiss) -> NearMiss:

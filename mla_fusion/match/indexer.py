@@ -16,6 +16,7 @@ from torch.fx import Node
 from mla_fusion.facts.cache_write import input_behind
 from mla_fusion.facts.projection import Projection
 from mla_fusion.fx.kinds import is_writer
+from mla_fusion.fx.walk import reached, users
 from mla_fusion.match.candidate import Candidate
 from mla_fusion.match.finder import Finder
 
@@ -83,13 +84,11 @@ def _meet(finder: Finder, query: Node, key: Node) -> tuple[bool, Node | None]:
         for user in node.users
         if user in finder.view.contractions
     }
-    cache, nodes = None, [key]
-    for node in nodes:  # grows as it is walked
+    cache = None
+    for node in reached([key], users, _FARTHEST):
         for user in node.users:
             if user in products:
                 return True, cache
             if is_writer(user) and isinstance(user.args[0], Node):
                 cache = input_behind(user.args[0]) or cache
-            if user not in nodes and user.op == "call_function" and len(nodes) < _FARTHEST:
-                nodes.append(user)
     return False, cache

@@ -21,7 +21,7 @@ from mla_fusion.fx.kinds import is_cast, is_view, is_writer, op_name
 from mla_fusion.fx.operators import JOINERS
 from mla_fusion.fx.sizes import same
 from mla_fusion.fx.view import View
-from mla_fusion.fx.walk import peel, upward, views_and_model_casts
+from mla_fusion.fx.walk import peel, reached, upward, views_and_model_casts
 from mla_fusion.match import epsilon
 from mla_fusion.match.candidate import KeyHalf, QuerySide
 from mla_fusion.match.quantising import before_quantisation, between_norm_and, first_rows, is_rows
@@ -247,17 +247,12 @@ class Diagnosis:
         )
 
     def _ups_after(self, start: Node, group: Collection[Projection]) -> Iterator[Projection]:
-        seen, stack = {start}, [start]
-        while stack:
-            node = stack.pop()
+        for node in reached([start], self._behind):
             yield from (up for up in self.above.get(node, ()) if up.is_flat and up not in group)
-            following = [
-                user
-                for user in node.users
-                if user not in seen and user not in self.view.contractions
-            ]
-            seen.update(following)
-            stack.extend(following)
+
+    def _behind(self, node: Node) -> Iterator[Node]:
+        """What reads the node and is no product."""
+        return (user for user in node.users if user not in self.view.contractions)
 
     def cut(self, facts: Facts) -> NearMiss | None:
         """Some of the projected tokens are taken, and what is made of these is projected up and
@@ -437,20 +432,17 @@ class Diagnosis:
         has picked.
         """
         for item in self.above.get(query.origin, ()):
-            following = [item.node] if item.is_flat and item.node is not query.node else []
-            for node in following:  # grows as it is walked
+            if not item.is_flat or item.node is query.node:
+                continue
+            following: list[Node] = []
+            for node in reached([item.node], self._behind):
+                following.append(node)
                 if (
                     is_writer(node)
                     and isinstance(node.args[0], Node)
                     and input_behind(node.args[0]) is not None
                 ):
                     return item, any(map(_is_of_a_norm, following))
-                users = (
-                    user
-                    for user in node.users
-                    if user.op == "call_function" and user not in following
-                )
-                following += [user for user in users if user not in self.view.contractions]
         return None, False
 
     # -- layers that are no plain product: an unknown operator, or a sum of products (an adapter

@@ -13,7 +13,7 @@ from mla_fusion.emit.targets import target_of
 from mla_fusion.fx.kinds import has_effect, is_getitem, is_reshape, is_view, is_writer, op_name
 from mla_fusion.fx.sizes import is_symbolic
 from mla_fusion.fx.view import View
-from mla_fusion.fx.walk import INPUTS
+from mla_fusion.fx.walk import INPUTS, reached
 from mla_fusion.plan.plan import Plan, PrologPlan, Staged
 from mla_fusion.report.staging import Leftover
 
@@ -39,13 +39,15 @@ def replaced(view: View, plan: Plan) -> int:
     """How many operators of the graph compute what the kernel is to compute: from what it reads to
     what it replaces. A staged plan's cache writes, which stay, count here too. Views do not.
     """
-    stack = [item.node for item in plan.replacements]
-    ends, found = set(target_of(plan).inputs(plan)), dict[Node, None]()
-    while stack:
-        node = stack.pop()
-        if node not in found and node not in ends and node.op == "call_function":
-            found[node] = None
-            stack += node.all_input_nodes
+    ends = set(target_of(plan).inputs(plan))
+
+    def is_computed(node: Node) -> bool:
+        return node not in ends and node.op == "call_function"
+
+    starts = (item.node for item in plan.replacements)
+    found = reached(
+        filter(is_computed, starts), lambda node: filter(is_computed, node.all_input_nodes)
+    )
     rows = [item.node for item in plan.replacements if item.output in _ROWS]
     writes = _to_caches(rows) if isinstance(plan.caches, Staged) else []
     return sum(not _is_free(node) for node in {*found, *writes})
@@ -92,25 +94,23 @@ def _to_caches(rows: Iterable[Node]) -> list[Node]:
     """The nodes on the way from the rows to what writes them, and to what puts slices of caches
     back; in order.
     """
-    below: dict[Node, None] = {}
-    ends: dict[Node, None] = {}
-    stack = list(rows)
-    while stack and len(below) < _FARTHEST:
-        for user in stack.pop().users:
-            if user in below or user.op == "output":
-                continue
-            below[user] = None
-            if is_writer(user) or has_effect(user):
-                ends[user] = None
-                stack += [user] if _is_put_back(user) else []
-            else:
-                stack.append(user)
-    wanted, stack = dict[Node, None](), list(ends)
-    while stack:
-        node = stack.pop()
-        wanted[node] = None
-        stack += [read for read in node.all_input_nodes if read in below and read not in wanted]
-    return sorted(wanted)
+    rows = list(dict.fromkeys(rows))
+
+    def ends(node: Node) -> bool:
+        return node not in rows and (is_writer(node) or has_effect(node))
+
+    def behind(node: Node) -> Iterator[Node]:
+        goes_on = not ends(node) or _is_put_back(node)
+        return (user for user in node.users if goes_on and user.op != "output")
+
+    below = list(reached(rows, behind, _FARTHEST))[len(rows) :]
+    inside = set(below)
+    return sorted(
+        reached(
+            filter(ends, below),
+            lambda node: (read for read in node.all_input_nodes if read in inside),
+        )
+    )
 
 
 def _is_free(node: Node) -> bool:

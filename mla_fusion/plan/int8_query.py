@@ -24,7 +24,7 @@ from mla_fusion.fx.program import Program, nodes_between
 from mla_fusion.fx.shrink import Shrink
 from mla_fusion.fx.tokens import Tokens
 from mla_fusion.fx.view import View
-from mla_fusion.fx.walk import peel
+from mla_fusion.fx.walk import peel, reached
 from mla_fusion.plan.outputs import ValueTree, leads_only_to, live_users, quantised_rows
 
 _FARTHEST = 24  # plain nodes from query_rope to what is brought to scale
@@ -87,7 +87,8 @@ def _brought_to_scale(
     query_rope; and times what number besides.
     """
     readers = [user for users in rope.readers().values() for user in users]
-    for node in _forward(readers):
+    behind = reached(readers, lambda node: live_users(node) if _is_plain(node) else (), _FARTHEST)
+    for node in (node for node in behind if node.op == "call_function"):
         scaled = _scaled_codes(view, rope, scales, cache_scale, node, shrink)
         if scaled is not None:
             other = leads_only_to(readers, [node])
@@ -108,12 +109,8 @@ def _unscaled(node: Node) -> str:
     return f"{node.name} reads query_rope before it is brought to the scale of the quantised query"
 
 
-def _forward(starts: list[Node]) -> list[Node]:
-    nodes = list(dict.fromkeys(starts))
-    for node in nodes:  # grows as it is walked
-        if len(nodes) < _FARTHEST and op_name(node).startswith("aten::"):
-            nodes += [user for user in live_users(node) if user not in nodes]
-    return [node for node in nodes if node.op == "call_function"]
+def _is_plain(node: Node) -> bool:
+    return op_name(node).startswith("aten::")
 
 
 def _scaled_codes(

@@ -30,6 +30,7 @@ from mla_fusion.fx.shrink import Shrink
 from mla_fusion.fx.sizes import is_symbolic
 from mla_fusion.fx.tokens import Tokens
 from mla_fusion.fx.view import View
+from mla_fusion.fx.walk import reached
 from mla_fusion.plan.weight_modes import scales_of_row
 from mla_fusion.report.rejection import Refuse
 
@@ -78,12 +79,11 @@ def leads_only_to(starts: Iterable[Node], targets: Iterable[Node]) -> Node | Non
     ``targets`` only.
     """
     stops = set(targets)
-    nodes = [node for node in dict.fromkeys(starts) if node not in stops]
-    for node in nodes:  # grows as it is walked
-        if node.op == "output" or has_effect(node):
-            return node
-        nodes += [user for user in live_users(node) if user not in stops and user not in nodes]
-    return None
+    behind = reached(
+        (node for node in starts if node not in stops),
+        lambda node: (user for user in live_users(node) if user not in stops),
+    )
+    return next((node for node in behind if node.op == "output" or has_effect(node)), None)
 
 
 class ValueTree:
@@ -225,13 +225,8 @@ class ValueTree:
 
 def _reached(nodes: Iterable[Node]) -> set[Node]:
     """What is computed with the values of these nodes; nodes that only move or join them aside."""
-    found: set[Node] = set()
-    stack = [node for node in nodes if node.op != "output"]
-    while stack:
-        node = stack.pop()
-        if node not in found:
-            found.add(node)
-            stack += [user for user in node.users if user.op != "output"]
+    starts = (node for node in nodes if node.op != "output")
+    found = reached(starts, lambda node: (user for user in node.users if user.op != "output"))
     return {node for node in found if kind_of(node) is not Kind.MOVEMENT}
 
 
@@ -307,12 +302,9 @@ def whole_readers(
     """Replacements for a whole cache: only reshapes are followed, so no codes are needed (caches
     are large).
     """
-    found, stack = [], [root]
-    while stack:
-        node = stack.pop()
-        reshapes = [user for user in node.users if is_reshape(user)]
-        stack.extend(reshapes)
-        if any(user not in reshapes for user in live_users(node)):
+    found = []
+    for node in reached([root], lambda node: filter(is_reshape, node.users)):
+        if not all(map(is_reshape, live_users(node))):
             rank = len(shape)
             free = same(node.meta["val"].shape, shape)
             found.append(Replacement(node, output, None if free else tuple(range(rank))))

@@ -23,7 +23,7 @@ from mla_fusion.fx.kinds import (
 )
 from mla_fusion.fx.operators import JOINERS
 from mla_fusion.fx.view import View
-from mla_fusion.fx.walk import INPUTS, origin, views_and_casts
+from mla_fusion.fx.walk import INPUTS, origin, reached, views_and_casts
 from mla_fusion.plan.outputs import ValueTree, live_users
 
 _FARTHEST = 16  # nodes looked at behind a reader
@@ -45,13 +45,13 @@ def read_elsewhere(
 
 
 def _not_written(name: str, readers: Sequence[Node]) -> Obstacle:
-    ends = list(readers)
-    for node in ends:  # grows as it is walked
-        if op_name(node) in JOINERS or is_view(node) or is_cast(node):
-            ends += [user for user in live_users(node) if user not in ends]
+    def behind(node: Node) -> Sequence[Node]:
+        passes = op_name(node) in JOINERS or is_view(node) or is_cast(node)
+        return live_users(node) if passes else ()
+
     names = [
         end.name
-        for end in ends
+        for end in reached(readers, behind)
         if end.op != "output" and not (op_name(end) in JOINERS or is_view(end))
     ]
     instead = (
@@ -68,13 +68,8 @@ def _not_written(name: str, readers: Sequence[Node]) -> Obstacle:
 
 def _are_written(view: View, readers: Sequence[Node]) -> bool:
     """Does what the readers make, but for products, come to a step that writes?"""
-    nodes = list(readers)
-    for node in nodes:  # grows as it is walked
-        if is_writer(node) or is_mutating(node) or has_effect(node):
-            return True
-        if node not in view.contractions:
-            nodes += [user for user in live_users(node) if user not in nodes]
-    return False
+    made = reached(readers, lambda node: () if node in view.contractions else live_users(node))
+    return any(is_writer(node) or is_mutating(node) or has_effect(node) for node in made)
 
 
 def no_write(view: View, trees: dict[str, ValueTree], value: str, reader: Node) -> Obstacles:
@@ -148,8 +143,7 @@ _JOINED = Obstacle(
 
 def _quantised_behind(reader: Node) -> bool:
     """Are numbers of one byte made of what the reader makes?"""
-    nodes = [reader]
-    for node in nodes:  # grows as it is walked
+    for node in reached([reader], lambda node: () if is_writer(node) else node.users, _FARTHEST):
         values = node.meta.get("val")
         several = values if isinstance(values, (tuple, list)) else (values,)
         if any(
@@ -157,6 +151,4 @@ def _quantised_behind(reader: Node) -> bool:
             for value in several
         ):
             return True
-        if len(nodes) < _FARTHEST and not is_writer(node):
-            nodes += [user for user in node.users if user not in nodes]
     return False
