@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -163,7 +164,7 @@ class _Run:
         builder = _FieldBuilder(self, reads)
         try:
             results = targets.call_kernel(builder, self.plan)
-        except UNKNOWN as error:
+        except Undecided as error:
             raise _unproved(f"the call: {error}", *self.plan.candidate.nodes) from error
         if field.here().early:  # by what the call is given, a norm that adds the residual say
             self.at.clear()
@@ -240,7 +241,7 @@ class _Run:
                 continue
             try:
                 arranged = of_call.arrange(builder, item, result)
-            except UNKNOWN as error:
+            except Undecided as error:
                 raise _unproved(f"{item.output}: {error}", item.node) from error
             yield _Claim(item.node, item.output, place, self.value(item.node), arranged)
         if isinstance(caches, InPlace):
@@ -254,8 +255,17 @@ class _Run:
                 )
 
 
+@contextmanager
+def _of_rules() -> Iterator[None]:
+    """What a rule does not expect is no proof. Anything else that is raised is a defect."""
+    try:
+        yield
+    except UNKNOWN as error:
+        raise Undecided(str(error)) from error
+
+
 class _FieldBuilder(TensorBuilder):
-    """Makes the plan's call on elements of the field."""
+    """Makes the plan's call on elements of the field. Raises Undecided."""
 
     def __init__(self, run: _Run, values: dict[Node, Any]) -> None:
         super().__init__(values, run.at.binding)
@@ -274,6 +284,10 @@ class _FieldBuilder(TensorBuilder):
         return value
 
     def call(self, op: Any, *args: Any, **kwargs: Any) -> Any:
+        with _of_rules():
+            return self._called(op, *args, **kwargs)
+
+    def _called(self, op: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(op, OpOverload):
             return op(*args, **kwargs)
         source = _CODES if op is torch.ops.aten.view.dtype else None
@@ -299,9 +313,9 @@ class _FieldBuilder(TensorBuilder):
         sizes = [self._binding.size(size) for size in shape]
         if -1 not in sizes and math.prod(sizes) != math.prod(value.shape):
             sizes = list(self._run.at.short(tuple(sizes)))
-        return (
-            value if list(value.shape) == sizes else value.moved(lambda part: part.reshape(sizes))
-        )
+        with _of_rules():
+            is_so = list(value.shape) == sizes
+            return value if is_so else value.moved(lambda part: part.reshape(sizes))
 
     def cast(self, value: Any, dtype: torch.dtype) -> Any:
         return value
