@@ -67,6 +67,11 @@ def same_attribute(node: Node) -> object:
     return str(node.target) if node.op == "get_attr" else node
 
 
+def _name(node: Node) -> str:
+    """By which it is drawn. An attribute may be called as an input is."""
+    return f"attribute {node.target}" if node.op == "get_attr" else node.name
+
+
 def which(
     view: View,
     leaves: Mapping[Node, str],
@@ -185,10 +190,7 @@ class Evaluation:
     def _leaf(self, node: Node, role: str) -> Any:
         held = node.meta.get("val")
         if isinstance(held, (tuple, list)):
-            return [
-                self._drawn(f"{same_attribute(node)}[{place}]", part)
-                for place, part in enumerate(held)
-            ]
+            return [self._drawn(f"{_name(node)}[{place}]", part) for place, part in enumerate(held)]
         if isinstance(held, (int, float, bool)):
             return held
         if not isinstance(held, torch.Tensor):
@@ -203,13 +205,13 @@ class Evaluation:
                 shape = self.binding.shape(held.shape)
                 known = self._cells[same_attribute(node)] = Cells.of_input(self._taken, shape)
                 self._taken += math.prod(shape)
-            return field.leaf(str(same_attribute(node)), Num(None, cells=known), "weight")
+            return field.leaf(_name(node), Num(None, cells=known), "weight")
         if role.startswith("one_"):  # each element is the same number
-            shape, name = self.binding.shape(held.shape), str(same_attribute(node))
-            return self._drawn(name, held.new_empty(1), False).moved(
+            shape = self.binding.shape(held.shape)
+            return self._drawn(_name(node), held.new_empty(1), False).moved(
                 lambda part: part.expand(shape)
             )
-        return self._drawn(str(same_attribute(node)), held, role not in _OF_MODEL)
+        return self._drawn(_name(node), held, role not in _OF_MODEL)
 
     def _is_small(self, literal: Any, held: torch.Tensor) -> bool:
         """Can its numbers be taken as they are?"""

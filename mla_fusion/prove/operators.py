@@ -459,9 +459,8 @@ def _sliced(call: Call) -> Value:
             if call.shape in (None, taken.shape):
                 return taken
         # Which rows these are is known of this run alone: rows of that name.
-        ends = map(as_value, found)
-        factor = function("rows", *[real(end) for end in ends])
-        return _scaled(_some_rows(call, axis), factor)
+        ends = function("rows", *[real(as_value(end)) for end in found])
+        return _of_any_rows(call.value, _some_rows(call, axis), [axis], ends)
     return _natively(call)
 
 
@@ -474,10 +473,30 @@ def _some_rows(call: Call, axis: int) -> Value:
     return value.moved(lambda part: part.narrow(axis, 0, count))
 
 
-def _scaled(value: Value, factor: Num) -> Value:
-    if isinstance(value, Complex):
-        return Complex(mul(value.real, factor), mul(value.imag, factor))
-    return mul(value, factor)
+def _of_any_rows(value: Value, taken: Value, axes: Sequence[int], names: Num) -> Value:
+    """Rows of which it is not known which: those that are taken in this run, times a number of
+    their name. With them all rows that there are, so that no row can differ unseen.
+
+    axes   of ``value``, side by side, along which rows are taken
+    names  has an element for each that is taken, or one for all of them
+    """
+    if isinstance(value, Complex) and isinstance(taken, Complex):
+        sides = (value.real, taken.real), (value.imag, taken.imag)
+        return Complex(*(real(_of_any_rows(*side, axes, names)) for side in sides))
+    value, taken = real(value), real(taken)
+    before, rows = value.shape[: axes[0]], [value.shape[axis] for axis in axes]
+    behind = value.shape[axes[-1] + 1 :]
+    names = names.moved(lambda part: part.reshape(*part.shape, *(1,) * len(behind)))
+    flat = value.moved(
+        lambda part: part.reshape(prod(before), prod(rows), prod(behind)).transpose(0, 1).flatten(1)
+    )
+    shares = field.random(f"shares of {prod(rows)} rows", (1, prod(rows)))
+    inserted = len(taken.shape) - len(before) - len(behind)
+    every = field.matmul(shares, flat).moved(
+        lambda part: part.reshape(*before, *(1,) * inserted, *behind)
+    )
+    names, of_all = function("read", names), function("read among all", names)
+    return add(mul(taken, names), mul(every, of_all))
 
 
 @rule("select", "select_copy")
@@ -503,7 +522,10 @@ def _split(call: Call) -> Any:
         return parts
     names = (f"rows of {call.name} {call.literals}, {place}" for place in range(len(parts)))
     of = [real(as_value(size)) for size in sizes]
-    return [_scaled(part, function(name, *of)) for part, name in zip(parts, names, strict=True)]
+    return [
+        _of_any_rows(call.value, part, [_axis(call)], function(name, *of))
+        for part, name in zip(parts, names, strict=True)
+    ]
 
 
 def _flat(item: Any) -> list[Any]:
@@ -634,12 +656,11 @@ def _read(call: Call, indices: list[Num | None], value: Value | None = None) -> 
         slice(None) if index is None else index.re.remainder(sizes[axis])
         for axis, index in enumerate(indices)
     ]
+    axes = [axis for axis, index in enumerate(indices) if index is not None]
+    if axes != [*range(axes[0], axes[-1] + 1)]:
+        raise Undecided(f"{call.name} along axes that do not stand side by side")
     taken = value.moved(lambda part: part[tuple(places)])
-    first = next(axis for axis, index in enumerate(indices) if index is not None)
-    names = function("read", names)
-    behind = len(taken.shape) - first - len(names.shape)
-    names = names.moved(lambda part: part.reshape(*part.shape, *(1,) * behind))
-    return _scaled(taken, names)
+    return _of_any_rows(value, taken, axes, names)
 
 
 _FEW_ROWS = 1024  # of more, two places are one row by a chance that three points make small enough
