@@ -38,7 +38,9 @@ def _lines(view: View, plan: Plan) -> Iterator[str]:
         yield f"latent, key and caches: {k.operator.node.target}, by its documentation"
     if whole is not None and isinstance(q.absorb, AbsorbFact):
         ends = [part.projection.activation for part in q.absorb.by_weight]
-        yield f"W_uk: {_steps(q.up_nope.node, *ends)}, then a product of {q.absorb.heads} heads"
+        times = ", times one number for each token" if q.absorb.times is not None else ""
+        steps = _steps(q.up_nope.node, *ends)
+        yield f"W_uk: {steps}, then a product of {q.absorb.heads} heads{times}"
     if isinstance(plan, PrologPlan) and plan.kernel_heads > plan.heads:
         added = plan.kernel_heads - plan.heads
         yield f"heads: {plan.heads}, and {added} of zeros, whose results are cut off"

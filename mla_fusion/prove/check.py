@@ -147,8 +147,7 @@ def walk(low: int, high: int, shape: Any, first: Any, sizes: Any, strides: Any) 
 
 def fraction(exact: Any, written: Any, is_root: bool = False) -> Fraction:
     """What stands for the number that was written, or what that is the root of."""
-    if type(exact) is not str or re.fullmatch(r"-?\d{1,330}(/\d{1,330})?", exact) is None:
-        raise Refused(f"{str(exact)[:40]} is no fraction")
+    refuse(not re.fullmatch(r"-?\d{1,330}(/\d{1,330})?", exact), f"{exact[:40]} is no fraction")
     found = Fraction(exact)
     number = math.sqrt(found) if is_root else float(found)
     off = math.inf if written is None else 6e-8 * abs(float(written))
@@ -491,6 +490,8 @@ DEFAULTS: dict[str, float] = {"weight_quant_mode": 0, "kv_cache_quant_mode": 0, 
 DEFAULTS |= {"qc_qr_scale": 1.0, "kc_scale": 1.0}  # of attributes; a report lists the others
 WRONG = ArithmeticError, AttributeError, LookupError, MemoryError, TypeError, ValueError
 CACHES, HEADED = ("kv_cache", "kr_cache"), ("query", "query_rope", "dequant_scale_q_nope")
+# what a report says of a fusion, as far as a proof depends on it
+SAID = {"floors": "no row comes near", "scales_tokens": ", times one number for each token"}
 OF_LAYOUT = "cache_mode is_output_kv query_norm_flag token_x_dtype kv_cache_dtype".split()
 OF_LAYOUT += [f"weight_{name}_dtype" for name in ("dq", "uq_qr", "dkv_kr")]
 SOURCES = {"c_kv": ("kv_cache", "c_kv"), "k_pe": ("kr_cache", "k_pe"), "q_nope": ("query",)}
@@ -522,7 +523,8 @@ class Run:
     def __init__(self, certificate: Any, call: Any, point: Point, weights: dict[int, Weight]):
         self.certificate, self.call, self.point = certificate, call, point
         self.values, self.results = list[Value](), dict[str, Num]()
-        self.of_result: dict[int, str] = {}  # moved, or times a number a token: which
+        # moved, or times a number a token: which, and the number in it of each element, or -1
+        self.of_result: dict[int, tuple[str, Any]] = {}
         self.height, self.work, heights, count = 0, 0, list[Height](), 0
         for place, (op, operands, *rest) in enumerate(certificate["values"]):
             given = [self.values[whole(index, 0, place - 1)] for index in operands]
@@ -539,39 +541,40 @@ class Run:
             count += found.nbytes
             self.work += STEPS.get(op, 1) * (found.size + sum(value.size for value in given))
             self.work += found.size * given[0].shape[-1] if op == "matmul" else 0
-            if count > MOST or place > MOST_VALUES or self.work > MOST_WORK:
-                raise Refused("a certificate of too many elements")
+            refuse(count > MOST or place > MOST_VALUES or self.work > MOST_WORK, "too many elements")
         claimed = (heights[whole(claim["value"])] for claim in certificate["claims"])
         self.height = 2 * (self.height + sum(map(sum, claimed)))
         self.count = sum(map(self.claimed, certificate["claims"]))
 
     def value(self, place: int, op: str, operands: Any, given: list[Any], rest: Any) -> Value:
-        sources = {self.of_result[index] for index in operands if index in self.of_result}
+        moved = [self.of_result[index] for index in operands if index in self.of_result]
         if op == "result":
             self.results = self.results or self.called()
-            shape, self.of_result[place] = rest
-            return self.in_shape(self.results[rest[1]], sizes_of(shape))
-        if sources and op != "move" and not self.scales_tokens(op, operands):
+            (shape, name), rows = rest, self.results[rest[1]]
+            numbers = np.arange(math.prod(sizes_of(shape)))
+            self.of_result[place] = name, np.where(numbers < rows.size, numbers, -1).reshape(shape)
+            # of a buffer that is larger, the first rows are the kernel's
+            behind = self.point.hashed("rest", numbers[rows.size :])
+            return joined(rows.reshape(-1), behind).reshape(shape)
+        if moved and op != "move" and not self.scales_tokens(op, operands):
             raise Refused(f"value {place} is computed from a result of the kernel")
-        if sources:
-            (self.of_result[place],) = sources
+        for name, of in moved:
+            self.of_result[place] = name, self.point.move(of, *rest) if op == "move" else of
         refuse(op not in RULES, f"value {place} is of an operation that is not known")
         given = [self.point.drawn(value) for value in given] if op in OF_NUMBERS else given
         if op in ELEMENTWISE:
             sizes_of(np.broadcast_shapes(*(value.shape for value in given)), DRAWN)
         return RULES[op](self.point, *given, *([rest[0], place] if op == "leaf" else rest))
 
-    def in_shape(self, rows: Num, shape: tuple[int, ...]) -> Num:
-        """Of a buffer that is larger, the first rows are the kernel's."""
-        rest = self.point.hashed("rest", np.arange(max(0, math.prod(shape) - rows.size)))
-        return joined(rows.reshape(-1), rest).reshape(shape)
-
     def scales_tokens(self, op: str, operands: list[int]) -> bool:
-        """Is it the query as it is given, each token of it times one number that is no result?"""
-        shapes = {self.of_result.get(index): self.values[index].shape for index in operands}
-        if op != "mul" or shapes.keys() != {"query", None} or shapes[None][-2:] != (1, 1):
+        """Is it the query as it is given, each token of it times one number that is no result, as
+        the fusion is said to go on?
+        """
+        shapes = {self.of_result.get(at, (None,))[0]: self.values[at].shape for at in operands}
+        if not self.call["scales_tokens"] or op != "mul" or shapes.keys() != {"query", None}:
             return False
-        return shapes["query"][-2:] == self.results["query"].shape[-2:]
+        own = self.results["query"].shape[-2:]
+        return bool(shapes[None][-2:] == (1, 1) and shapes["query"][-2:] == own)
 
     def called(self) -> dict[str, Num]:
         arguments, call = self.certificate["arguments"], self.call
@@ -588,16 +591,19 @@ class Run:
 
     def claimed(self, claim: dict[str, Any]) -> int:
         place, result, name = claim["value"], claim["is"], claim["output"]
-        if place in self.of_result or self.of_result.get(result) not in SOURCES.get(name, (name,)):
+        source, numbers = self.of_result.get(result, ("", None))
+        if place in self.of_result or source not in SOURCES.get(name, (name,)):
             raise Refused(f"{name} is not claimed of a value and of that result")
         a, b = (self.point.drawn(self.values[whole(index)]) for index in (place, result))
         refuse(not np.array_equal(a, b), f"{name} is not what the kernel gives")
-        rows, b, dims = self.results[self.of_result[result]].ravel(), b.ravel(), self.call["dims"]
-        of_heads = dims.get("N", 1) / dims.get("N_padded", dims.get("N", 1))
-        share = of_heads if self.of_result[result] in HEADED else 1
-        is_whole = b.size == rows.size * share <= len(np.unique(b)) + rows.size // 1000
-        if not (np.array_equal(b[: rows.size], rows) if name in CACHES else is_whole):
-            raise Refused(f"{name} is claimed in part, or in another order")
+        rows, numbers = self.results[source], numbers.ravel()
+        every, is_rounded = np.arange(rows.size), self.call["attributes"].get("query_quant_mode")
+        if source in HEADED:  # the first heads are the model's
+            every, others = np.split(every.reshape(rows.shape), [self.call["dims"]["N"]], 1)
+            refuse(not is_rounded and rows.reshape(-1)[others].any(), "heads beyond N are no zeros")
+        given = numbers[: rows.size] if name in CACHES else np.sort(numbers)
+        is_whole = numbers.size == b.size and np.array_equal(given, every.ravel())
+        refuse(not is_whole, f"{name} is claimed in part, or in another order")
         return a.size
 
 
@@ -612,10 +618,8 @@ def all_claimed(certificate: Any, call: Any) -> None:
     for place, name in replaced:
         if (place, name) not in claims and (name not in caches or (None, name) not in claims):
             raise Refused(f"nothing is claimed of {name}")
-    if call["attributes"].get("kv_cache_quant_mode") == 3:
-        caches.remove("kr_cache")
-    if call["in_place"] and not caches <= {name for _, name in claims}:
-        raise Refused("nothing is claimed of a cache")
+    caches -= {"kr_cache"} if call["attributes"].get("kv_cache_quant_mode") == 3 else set()
+    refuse(call["in_place"] and caches - {name for _, name in claims}, "a cache is not claimed")
 
 
 def proved(certificate: Any, call: Any, points: int, seed: str) -> Accepted:
@@ -641,8 +645,8 @@ def call_of(fusion: Any) -> dict[str, Any]:
     call = {name: fusion[name] for name in ("operator", "attributes", "dims")}
     call["replaced"] = list(fusion["replaced"].values())
     call["in_place"] = fusion["placement"] == "in place"
-    texts = fusion["assumptions"]
-    return call | {"floors": any(text.startswith("no row comes near") for text in texts)}
+    said = "\n".join((*fusion["assumptions"], *fusion["proof"]))
+    return call | {name: text in said for name, text in SAID.items()}
 
 
 def checked(
@@ -656,8 +660,7 @@ def checked(
     for fusion in report["fused"]:
         layer = str(fusion.get("layer")) if isinstance(fusion, dict) else "a fusion"
         try:
-            if fusion["certificate"] is None:
-                raise Refused("it has no certificate: it was not proved in exact arithmetic")
+            refuse(fusion["certificate"] is None, "no certificate: not proved in exact arithmetic")
             place, call = whole(fusion["certificate"]), call_of(fusion)
             key = f"{place} {call}"
             known[key] = known.get(key) or proved(report["certificates"][place], call, points, seed)
