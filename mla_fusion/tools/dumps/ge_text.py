@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 from mla_fusion.tools.dumps import dtypes, prototext
-from mla_fusion.tools.dumps.model import Dim, DumpError, Edge, Operator, Value, dim
+from mla_fusion.tools.dumps.model import Dim, DumpError, Edge, Operator, Value, dims
 from mla_fusion.tools.dumps.prototext import Message, every, first
 
 _META = re.compile(r"Tensor\(dtype=torch\.(\w+), shape=torch\.Size\(\[([^\]]*)\]")
@@ -242,9 +242,3 @@ def agreed(sizes: tuple[Dim, ...] | None, meta: tuple[Dim, ...]) -> tuple[Dim, .
         return meta
     fits = len(sizes) == len(meta) and all(a in (b, -1) for a, b in zip(sizes, meta, strict=True))
     return meta if fits else sizes
-
-
-def dims(text: str) -> tuple[Dim, ...]:
-    """The sizes in ``[s0, 1024]`` as torch prints them."""
-    parts = [part.strip() for part in text.split(",") if part.strip()]
-    return tuple(map(dim, parts))
