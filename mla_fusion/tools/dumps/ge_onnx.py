@@ -14,7 +14,7 @@ from typing import Any
 
 from mla_fusion.tools.dumps import dtypes, prototext
 from mla_fusion.tools.dumps.ge_text import edge, numbers, prefer_readable
-from mla_fusion.tools.dumps.model import DumpError, Operator, Value
+from mla_fusion.tools.dumps.model import DumpError, Operator, Value, operator_at
 from mla_fusion.tools.dumps.prototext import Message, every, first
 
 PREFIX = "ge:"
@@ -29,15 +29,11 @@ _LEFT_OUT = frozenset(
     recv_event_id_list
     """.split()
 )
-_FIELD = {
-    "FLOAT": "f",
-    "INT": "i",
-    "STRING": "s",
-    "FLOATS": "floats",
-    "INTS": "ints",
-    "STRINGS": "strings",
-}
-_DEFAULT: dict[str, Any] = {"f": 0.0, "i": 0, "s": ""}
+# The field of each type of attribute, and what it is where it is left out.
+_FIELDS: dict[str, tuple[str, Any]] = {
+    "FLOAT": ("f", 0.0), "INT": ("i", 0), "STRING": ("s", ""),
+    "FLOATS": ("floats", None), "INTS": ("ints", None), "STRINGS": ("strings", None),
+}  # fmt: skip
 
 
 def read(lines: Iterable[str]) -> tuple[list[Operator], str]:
@@ -68,10 +64,9 @@ def _node(message: Any, line: int, under: str) -> Iterator[Operator]:
     elif not kind.startswith(PREFIX):
         raise DumpError(f"an ONNX model, not a GE graph: op_type {kind!r}", line)
     else:
-        try:
-            yield _operator(message, line, kind.removeprefix(PREFIX), under)
-        except (TypeError, ValueError, AttributeError, OverflowError, KeyError) as error:
-            raise DumpError(f"a damaged node: {error}", line) from None
+        with operator_at(line):
+            operator = _operator(message, line, kind.removeprefix(PREFIX), under)
+        yield operator
 
 
 def _operator(message: Message, line: int, kind: str, under: str) -> Operator:
@@ -87,7 +82,9 @@ def _operator(message: Message, line: int, kind: str, under: str) -> Operator:
             attributes[name] = _value_of(item)
         elif found[1] in _DESCRIBED:
             described.setdefault(int(found[2]), {})[found[1]] = _value_of(item)
-    outputs = [_value(described.get(index, {}), kind) for index in _upto(described)]
+    if len(described) <= max(described, default=-1):
+        raise ValueError("descriptions of outputs are missing")
+    outputs = [_value(described[index], kind) for index in range(len(described))]
     names, places = attributes.pop("_input_name_key", []), attributes.pop("_input_name_value", [])
     if kind in ("Const", "Constant"):
         attributes["value"] = _constant(attributes)
@@ -101,10 +98,9 @@ def _operator(message: Message, line: int, kind: str, under: str) -> Operator:
 
 def _value_of(attribute: Message) -> Any:
     """Protobuf leaves fields of default value out; ``type`` says which field it would be."""
-    field = _FIELD.get(str(first(attribute, "type", "")), "")
-    return (
-        first(attribute, field, _DEFAULT[field]) if field in _DEFAULT else every(attribute, field)
-    )
+    field, default = _FIELDS.get(str(first(attribute, "type", "")), ("", None))
+    found = every(attribute, field)
+    return found if default is None else next(iter(found), default)
 
 
 def _value(description: dict[str, Any], kind: str) -> Value:
@@ -117,12 +113,6 @@ def _value(description: dict[str, Any], kind: str) -> Value:
         str(description.get("layout", "")),
         str(description.get("device_type", "")),
     )
-
-
-def _upto(found: dict[int, Any]) -> range:
-    if len(found) <= max(found, default=-1):
-        raise ValueError("descriptions of outputs are missing")
-    return range(len(found))
 
 
 def _constant(attributes: dict[str, Any]) -> dict[str, Any]:

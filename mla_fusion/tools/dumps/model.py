@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from heapq import heappop, heappush
@@ -50,6 +51,19 @@ class DumpError(ValueError):
     ) -> None:
         self.message, self.line, self.offset, self.path = message, line, offset, path
         super().__init__(f"{path or 'dump'}:{line}: {message} (offset {offset})")
+
+
+@contextmanager
+def operator_at(line: int) -> Iterator[None]:
+    """Errors in what an operator holds are told with its line: strings in it have lines of their
+    own.
+    """
+    try:
+        yield
+    except DumpError as error:
+        raise DumpError(error.message, line) from None
+    except (TypeError, ValueError, AttributeError, OverflowError, KeyError) as error:
+        raise DumpError(f"a damaged operator: {error}", line) from None
 
 
 class NotRebuilt(ValueError):

@@ -4,7 +4,7 @@ method.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,14 +32,14 @@ def place(
     """
     try:
         from grandalf.graphs import Edge, Graph, Vertex
-        from grandalf.layouts import SugiyamaLayout
+        from grandalf.layouts import SugiyamaLayout, VertexViewer
     except ImportError as error:
         raise ImportError(
             "the drawings of a report need grandalf: pip install 'mla-fusion[report]'"
         ) from error
     vertices = [Vertex(index) for index in range(len(sizes))]
     for vertex, (width, height) in zip(vertices, sizes, strict=True):
-        vertex.view = _View(height, width) if across else _View(width, height)
+        vertex.view = VertexViewer(*((height, width) if across else (width, height)))
     # Layers are counted from the ends, against the arrows.
     turned = [Edge(vertices[end], vertices[start]) for start, end in edges]
     for edge in turned:
@@ -49,7 +49,6 @@ def place(
     for part in graph.C:
         layout = SugiyamaLayout(part)
         layout.xspace, layout.yspace = gap
-        layout.route_edge = _keep_points
         layout.init_all()
         layout.draw(6)
         _part_overlaps(part, gap[0])
@@ -61,13 +60,6 @@ def place(
     return Layout(middles, paths, *((extent, offset) if across else (offset, extent)))
 
 
-class _View:
-    """What grandalf asks of a box."""
-
-    def __init__(self, w: float, h: float) -> None:
-        self.w, self.h, self.xy = w, h, (0.0, 0.0)
-
-
 class _Path:
     """What grandalf asks of an edge."""
 
@@ -76,10 +68,6 @@ class _Path:
 
     def setpath(self, points: list[Point]) -> None:
         self.points = list(points)
-
-
-def _keep_points(edge: Any, points: list[Point]) -> None:
-    """The points as they are: where the edge passes each layer."""
 
 
 def _part_overlaps(part: Any, gap: float) -> None:
@@ -110,31 +98,19 @@ def _part_overlaps(part: Any, gap: float) -> None:
 
 def _beside(part: Any, offset: float, extent: float, gap: float) -> tuple[float, float]:
     """Move a connected part beside the last one; the width and the depth reached."""
-    left = min(_lefts(part))
-    top = min(vertex.view.xy[1] - vertex.view.h / 2 for vertex in part.V())
-    shift = (offset - left + (gap if offset else 0), -top)
-
-    def moved(point: Point) -> Point:
-        return point[0] + shift[0], point[1] + shift[1]
-
-    for vertex in part.V():
-        vertex.view.xy = moved(vertex.view.xy)
+    views = [vertex.view for vertex in part.V()]
+    # edges may pass outside all boxes of a layer
+    passed = [x for edge in part.E() for x, _ in edge.view.points]
+    left = min([*passed, *(view.xy[0] - view.w / 2 for view in views)])
+    right = max([*passed, *(view.xy[0] + view.w / 2 for view in views)])
+    top = min(view.xy[1] - view.h / 2 for view in views)
+    bottom = max(view.xy[1] + view.h / 2 for view in views)
+    shift = offset - left + (gap if offset else 0)
+    for view in views:
+        view.xy = (view.xy[0] + shift, view.xy[1] - top)
     for edge in part.E():
-        edge.view.points = [moved(point) for point in edge.view.points]
-    right = max(_rights(part))
-    bottom = max(vertex.view.xy[1] + vertex.view.h / 2 for vertex in part.V())
-    return right, max(extent, bottom)
-
-
-def _lefts(part: Any) -> Iterator[float]:
-    """Of boxes, and of edges: they may pass outside all boxes of a layer."""
-    yield from (vertex.view.xy[0] - vertex.view.w / 2 for vertex in part.V())
-    yield from (x for edge in part.E() for x, _ in edge.view.points)
-
-
-def _rights(part: Any) -> Iterator[float]:
-    yield from (vertex.view.xy[0] + vertex.view.w / 2 for vertex in part.V())
-    yield from (x for edge in part.E() for x, _ in edge.view.points)
+        edge.view.points = [(x + shift, y - top) for x, y in edge.view.points]
+    return right + shift, max(extent, bottom - top)
 
 
 def _turn(point: Point, extent: float, across: bool) -> Point:
