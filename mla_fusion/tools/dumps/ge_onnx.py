@@ -12,8 +12,8 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from mla_fusion.tools.dumps import dtypes, prototext
-from mla_fusion.tools.dumps.ge_text import edge, numbers, prefer_readable
+from mla_fusion.tools.dumps import prototext
+from mla_fusion.tools.dumps.ge_text import described, edge, numbers, prefer_readable
 from mla_fusion.tools.dumps.model import DumpError, Operator, Value, operator_at
 from mla_fusion.tools.dumps.prototext import Message, every, first
 
@@ -21,6 +21,7 @@ PREFIX = "ge:"
 _SUBGRAPH = "subgraph"
 _DESCRIPTION = re.compile(r"output_desc_(.+?):(\d+)$")
 _DESCRIBED = ("dtype", "shape", "layout", "device_type")
+_CONSTANT = (*(f"desc_{name}" for name in _DESCRIBED), "data")
 # Bookkeeping that says nothing which the edges and descriptions do not.
 _LEFT_OUT = frozenset(
     """
@@ -70,7 +71,7 @@ def _node(message: Any, line: int, under: str) -> Iterator[Operator]:
 
 
 def _operator(message: Message, line: int, kind: str, under: str) -> Operator:
-    described: dict[int, dict[str, Any]] = {}
+    outputs: dict[int, dict[str, Any]] = {}
     attributes: dict[str, Any] = {}
     for item in every(message, "attribute"):
         name = str(first(item, "name", ""))
@@ -81,10 +82,10 @@ def _operator(message: Message, line: int, kind: str, under: str) -> Operator:
         if found is None:
             attributes[name] = _value_of(item)
         elif found[1] in _DESCRIBED:
-            described.setdefault(int(found[2]), {})[found[1]] = _value_of(item)
-    if len(described) <= max(described, default=-1):
+            outputs.setdefault(int(found[2]), {})[found[1]] = _value_of(item)
+    if len(outputs) <= max(outputs, default=-1):
         raise ValueError("descriptions of outputs are missing")
-    outputs = [_value(described[index], kind) for index in range(len(described))]
+    values = [_value(outputs[index], kind) for index in range(len(outputs))]
     names, places = attributes.pop("_input_name_key", []), attributes.pop("_input_name_value", [])
     if kind in ("Const", "Constant"):
         attributes["value"] = _constant(attributes)
@@ -92,7 +93,7 @@ def _operator(message: Message, line: int, kind: str, under: str) -> Operator:
     edges = [edge(under + text if text else "") for text in map(str, every(message, "input"))]
     roles = _roles(names, places, len(edges))
     return Operator(
-        under + str(first(message, "name")), kind, edges, outputs, attributes, roles, [], line
+        under + str(first(message, "name")), kind, edges, values, attributes, roles, [], line
     )
 
 
@@ -105,25 +106,17 @@ def _value_of(attribute: Message) -> Any:
 
 def _value(description: dict[str, Any], kind: str) -> Value:
     """An empty shape is left out, of a scalar as of what has none yet; an input has one."""
-    sizes = description.get("shape", () if kind in ("Data", "RefData") else None)
-    dtype = dtypes.from_ge(str(description.get("dtype", "")))
-    return Value(
-        dtype,
-        None if sizes is None else tuple(int(size) for size in sizes),
-        str(description.get("layout", "")),
-        str(description.get("device_type", "")),
-    )
+    dtype, sizes, layout, placement = map(description.get, _DESCRIBED)
+    sizes = () if sizes is None and kind in ("Data", "RefData") else sizes
+    return described(dtype or "", sizes, layout or "", placement or "")
 
 
 def _constant(attributes: dict[str, Any]) -> dict[str, Any]:
     """Its Value, and its numbers where the dump was made with them."""
-    shape = tuple(int(size) for size in attributes.pop("value_desc_shape", ()))
-    dtype = dtypes.from_ge(str(attributes.pop("value_desc_dtype", "")))
-    for name in ("value_desc_layout", "value_desc_device_type"):
-        attributes.pop(name, None)
-    data = attributes.pop("value_data", None)
-    known = numbers(dtype, str(data).encode("latin-1", errors="replace")) if data else None
-    return {"value": Value(dtype, shape), "numbers": known}
+    dtype, sizes, *_, data = (attributes.pop(f"value_{name}", None) for name in _CONSTANT)
+    value = described(dtype or "", sizes or ())
+    known = numbers(value.dtype, str(data).encode("latin-1", errors="replace")) if data else None
+    return {"value": value, "numbers": known}
 
 
 def _roles(names: list[Any], places: list[Any], count: int) -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -190,17 +191,21 @@ def _value(message: Message) -> Value:
     number of elements is right.
     """
     shape = first(message, "shape")
-    sizes: tuple[Dim, ...] | None = (
-        tuple(int(dim) for dim in every(shape, "dim")) if isinstance(shape, list) else None
+    found = described(
+        first(message, "dtype", ""),
+        every(shape, "dim") if isinstance(shape, list) else None,
+        first(message, "layout", ""),
+        first(message, "device_type", ""),
     )
-    dtype = dtypes.from_ge(str(first(message, "dtype", "")))
     meta = next((item for item in every(message, "attr") if first(item, "key") == "_meta"), None)
-    found = _META.match(str(first(first(meta, "value", []), "s", ""))) if meta is not None else None
-    if found is not None:
-        sizes = agreed(sizes, dims(found[2]))
-    return Value(
-        dtype, sizes, str(first(message, "layout", "")), str(first(message, "device_type", ""))
-    )
+    said = _META.match(str(first(first(meta, "value", []), "s", ""))) if meta is not None else None
+    return found if said is None else replace(found, shape=agreed(found.shape, dims(said[2])))
+
+
+def described(dtype: Any, sizes: Any, layout: Any = "", placement: Any = "") -> Value:
+    """What a dump says of a tensor, in GE's words; ``sizes`` is None where it says nothing."""
+    shape = None if sizes is None else tuple(map(int, sizes))
+    return Value(dtypes.from_ge(str(dtype)), shape, str(layout), str(placement))
 
 
 def agreed(sizes: tuple[Dim, ...] | None, meta: tuple[Dim, ...]) -> tuple[Dim, ...]:

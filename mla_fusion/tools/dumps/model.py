@@ -4,6 +4,7 @@ stand in the file.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -120,6 +121,9 @@ class Edge:
         return self.producer if self.index == 0 else f"{self.producer}:{self.index}"
 
 
+_SOURCE = re.compile(r"(.+?):(\d+) in (.*?)(?:: |$)(.*)", re.DOTALL)
+
+
 @dataclass(eq=False, slots=True)
 class Operator:
     """One operator. An input is None where an optional one is not given.
@@ -145,14 +149,8 @@ class Operator:
         """``source`` in the words of Python's tracebacks, as nodes of a graph carry it; "" where
         there is none.
         """
-        where, _, rest = self.source.partition(" in ")
-        file, _, line = where.rpartition(":")
-        function, _, code = rest.partition(": ")
-        return (
-            f'File "{file}", line {line}, in {function}\n    {code}'
-            if file and line.isdigit()
-            else ""
-        )
+        found = _SOURCE.match(self.source)
+        return found.expand(r'File "\1", line \2, in \3\n    \4') if found is not None else ""
 
     @property
     def output(self) -> Value:

@@ -13,7 +13,7 @@ import hashlib
 import json
 from collections import Counter, defaultdict
 from collections.abc import Set
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from mla_fusion.report import text_tables
@@ -51,11 +51,7 @@ class Difference:
 
     def to_json(self) -> str:
         """Both sides' changes as JSON text."""
-        data: dict[str, Any] = {"equal": self.equal, "first": self.first, "second": self.second}
-        for side in ("removed", "added"):
-            data[side] = [vars(change) for change in getattr(self, side)]
-        data["rewired"] = self.rewired
-        return json.dumps(data, indent=2, default=str)
+        return json.dumps({"equal": self.equal, **asdict(self)}, indent=2, default=str)
 
     def __str__(self) -> str:
         if self.equal:
