@@ -162,7 +162,7 @@ def _norm(r: OperatorReader) -> Node:
 
 def _sides(r: OperatorReader) -> list[Node]:
     """Both sides of a product, each transposed where an attribute says so."""
-    sides = [r.node(0), r.node(1)]
+    sides = r.nodes(2)
     for place, side in enumerate(sides):
         if any(r.operator.attributes.get(f"{name}_x{place + 1}") for name in ("transpose", "adj")):
             sides[place] = r.call(aten.transpose.int, side, -2, -1)
@@ -186,7 +186,7 @@ def _transposed_matmul(r: OperatorReader) -> Node:
     }
     split = r.attribute("batch_split_factor", 1)
     call = npu.npu_transpose_batchmatmul.default
-    return r.call(call, r.node(0), r.node(1), **orders, batch_split_factor=split)
+    return r.call(call, *r.nodes(2), **orders, batch_split_factor=split)
 
 
 def _softmax(r: OperatorReader) -> Node:
@@ -387,24 +387,9 @@ def _scatter_elements(r: OperatorReader) -> Node:
     data, updates, axis = r.node(0), r.node(2), r.attribute("axis", 0)
     place = _one_place(r)
     if place is not None and updates.meta["val"].shape[axis] == 1:
-        rows = _before_unsqueeze(r, axis) or r.call(aten.select.int, updates, axis, 0)
+        rows = r.call(aten.select.int, updates, axis, 0)
         return r.write(data, r.call(aten.select_scatter.default, data, rows, axis, place))
     return r.write(data, r.call(aten.scatter.src, data, axis, r.node(1), updates))
-
-
-def _before_unsqueeze(r: OperatorReader, axis: int) -> Node | None:
-    """The updates without the axis of size 1 that was only put in for the operator."""
-    wanted = list(r.node(2).meta["val"].shape)
-    del wanted[axis]
-    reader, place = r.operator, 2
-    while (edge := reader.inputs[place]) is not None:
-        found = r.results.get(edge)
-        if isinstance(found, Node) and list(found.meta["val"].shape) == wanted:
-            return found
-        reader, place = r.dump.producer(edge), 0
-        if reader.type not in ("BroadcastTo", "Unsqueeze", "ExpandDims"):
-            break
-    return None
 
 
 def _one_place(r: OperatorReader) -> int | None:
@@ -416,14 +401,14 @@ def _one_place(r: OperatorReader) -> int | None:
 
 def _scatter_update(r: OperatorReader) -> Node:
     """Whole rows of the first axis."""
-    var, index, updates = (r.node(place) for place in range(3))
+    var, index, updates = r.nodes(3)
     if index.meta["val"].dim() != 1:
         raise Unmapped
     return r.write(var, r.call(aten.index_copy.default, var, 0, index, updates))
 
 
 def _index_add(r: OperatorReader) -> Node:
-    var, index, updates = (r.node(place) for place in range(3))
+    var, index, updates = r.nodes(3)
     axis, alpha = r.attribute("axis"), r.number(3) if r.has(3) else 1
     return r.write(var, r.call(aten.index_add.default, var, axis, index, updates, alpha=alpha))
 
@@ -456,7 +441,7 @@ def _unwrapped(r: OperatorReader, reader: Operator, place: int, size: Any) -> No
 
 
 def _assign(r: OperatorReader) -> Node:
-    target, value = r.node(0), r.node(1)
+    target, value = r.nodes(2)
     r.written[target] = value
     return value
 
@@ -469,12 +454,12 @@ def _rotary(r: OperatorReader) -> Node:
     if mode not in (0, 1) or r.has(3):
         raise Unmapped
     name = "half" if mode == 0 else "interleave"
-    return r.call(npu.npu_rotary_mul.default, r.node(0), r.node(1), r.node(2), name)
+    return r.call(npu.npu_rotary_mul.default, *r.nodes(3), name)
 
 
 def _kv_rmsnorm_rope_cache(r: OperatorReader) -> Sequence[Result]:
     """GE returns the caches first, the functional operator of torch_npu last."""
-    needed = [r.node(place) for place in range(7)]
+    needed = r.nodes(7)
     given: dict[str, Any] = {
         **r.optional(7, "k_rope_scale", "c_kv_scale", "k_rope_offset", "c_kv_offset", "v")
     }
@@ -514,7 +499,7 @@ def _quant_matmul(r: OperatorReader) -> Node:
 
 def _scatter_pa(r: OperatorReader) -> Sequence[Result]:
     """GE's order: key, key_cache, slot_mapping, value, value_cache."""
-    key, key_cache, slots, value, value_cache = (r.node(place) for place in range(5))
+    key, key_cache, slots, value, value_cache = r.nodes(5)
     given = r.optional(5, "compress_lens", "compress_seq_offsets", "seq_lens")
     if r.attribute("scatter_mode", "None") != "None":
         raise Unmapped

@@ -81,6 +81,10 @@ class OperatorReader(Builder):
     def node(self, place: int, operator: Operator | None = None) -> Node:
         return self.as_node(self.argument(place, operator))
 
+    def nodes(self, count: int) -> list[Node]:
+        """The first arguments."""
+        return [self.node(place) for place in range(count)]
+
     def as_node(self, found: Node | Constant) -> Node:
         """A constant becomes a tensor of the graph."""
         if isinstance(found, Node):
