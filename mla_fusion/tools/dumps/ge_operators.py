@@ -35,7 +35,7 @@ _LONGEST = 1 << 20
 
 # GE's name, the call, and its arguments: a tensor, number or list of numbers that GE is given at
 # this place; [an attribute=its default]; a literal.
-_CALLS = """
+CALLS = """
 Abs               aten.abs.default                       tensor
 Neg               aten.neg.default                       tensor
 Exp               aten.exp.default                       tensor
@@ -512,7 +512,7 @@ def _scatter_pa(r: OperatorReader) -> Sequence[Result]:
 
 
 _TABLE: dict[str, Convert] = {
-    **{name: _call(*words) for name, *words in map(str.split, _CALLS.strip().splitlines())},
+    **{name: _call(*words) for name, *words in map(str.split, CALLS.strip().splitlines())},
     "Add": _binary(aten.add.Tensor), "AddV2": _binary(aten.add.Tensor),
     "Sub": _binary(aten.sub.Tensor, commutes=False), "Mul": _binary(aten.mul.Tensor),
     "Div": _binary(aten.div.Tensor, commutes=False),
