@@ -22,6 +22,7 @@ from mla_fusion.tools.target import (
     output_folder,
     target,
     target_or_dump,
+    user_errors,
     writing,
 )
 
@@ -108,22 +109,18 @@ def _explain_function(arguments: argparse.Namespace) -> mf.Report:
 
     boundary = not arguments.pass_only
     model, example = load_target(arguments.target)
-    try:
+    with user_errors(CaptureError):
         gm, _ = capture(
             model, *example, device="cpu", dynamic=arguments.dynamic, as_backend=boundary
         )
-    except CaptureError as error:
-        raise UserError(str(error)) from error
     return mf.explain(gm, _config(arguments), boundary=boundary)
 
 
 def _explain_dump(arguments: argparse.Namespace) -> mf.Report:
     from mla_fusion.tools.dumps.model import DumpError, NotRebuilt
 
-    try:
+    with user_errors(DumpError, NotRebuilt):
         return mf.explain(arguments.target, _config(arguments), boundary=not arguments.pass_only)
-    except (DumpError, NotRebuilt) as error:
-        raise UserError(str(error)) from error
 
 
 def _config(arguments: argparse.Namespace, **more: Any) -> mf.Config:
@@ -148,12 +145,10 @@ def _lower(arguments: argparse.Namespace) -> int:
 
     model, example = load_target(arguments.target)
     config = _config(arguments, enable=not arguments.no_fuse)
-    try:
+    with user_errors(LoweringError, OfflineError):
         lowered = mf.lower(
             model, *example, mode=arguments.mode, dynamic=arguments.dynamic, config=config
         )
-    except (LoweringError, OfflineError) as error:
-        raise UserError(str(error)) from error
     operators = dict((lowered.ge_ops or lowered.fx_ops).most_common())
     files = []
     if arguments.out:
@@ -161,12 +156,8 @@ def _lower(arguments: argparse.Namespace) -> int:
             files = [str(path) for path in lowered.save(arguments.out)]
     if arguments.json:
         report = json.loads(lowered.report.to_json()) if lowered.report else None
-        print(
-            json.dumps(
-                {"mode": lowered.mode, "operators": operators, "files": files, "report": report},
-                indent=2,
-            )
-        )
+        said = {"mode": lowered.mode, "operators": operators, "files": files, "report": report}
+        print(json.dumps(said, indent=2))
         return 0
     if lowered.report is not None:
         terminal.show(f"{lowered.report}\n")
@@ -187,11 +178,8 @@ def _inspect(arguments: argparse.Namespace) -> int:
     if arguments.export and len(dumps) > 1:
         raise UserError("--export takes one dump")
     if arguments.export:
-        try:
-            with writing(arguments.export):
-                export(dumps[0], arguments.export)
-        except ExportError as error:
-            raise UserError(str(error)) from error
+        with user_errors(ExportError), writing(arguments.export):
+            export(dumps[0], arguments.export)
         print(f"written: {arguments.export}", file=sys.stderr)
     found = [summarise(dump) for dump in dumps]
     if arguments.json:
@@ -205,10 +193,8 @@ def _diff(arguments: argparse.Namespace) -> int:
     first, second = existing(arguments.first), existing(arguments.second)
     from mla_fusion.tools.inspect.compare import diff
 
-    try:
+    with user_errors(ValueError):
         found = diff(_read_dump(first), _read_dump(second))
-    except ValueError as error:
-        raise UserError(str(error)) from error
     print(found.to_json()) if arguments.json else terminal.show(found)
     return 0 if found.equal else 1
 
@@ -216,7 +202,5 @@ def _diff(arguments: argparse.Namespace) -> int:
 def _read_dump(path: Path) -> Any:
     from mla_fusion.tools.dumps import DumpError, read
 
-    try:
+    with user_errors(DumpError):
         return read(path)
-    except DumpError as error:
-        raise UserError(str(error)) from error

@@ -84,16 +84,15 @@ class Lowering:
         folder = Path(directory)
         folder.mkdir(parents=True, exist_ok=True)
         texts = {
-            "fx_before.txt": _readable(self.fx_before),
-            "fx_after.txt": _readable(self.fx_after),
+            "fx_before.txt": self.fx_before.print_readable(print_output=False),
+            "fx_after.txt": self.fx_after.print_readable(print_output=False),
+            "graph.pbtxt": self.ge_text,
+            "report.json": self.report.to_json() if self.report is not None else "",
         }
-        if self.ge_text:
-            texts["graph.pbtxt"] = self.ge_text
-        if self.report is not None:
-            texts["report.json"] = self.report.to_json()
-        for name, text in texts.items():
-            (folder / name).write_text(text)
-        return [folder / name for name in texts]
+        paths = [folder / name for name, text in texts.items() if text]
+        for path in paths:
+            path.write_text(texts[path.name])
+        return paths
 
 
 def lower(
@@ -168,7 +167,8 @@ class _Session:
 
     def _on_graph(self, gm: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         self.name(gm)
-        self.before = snapshot(gm)
+        # a copy over the same attributes; metadata stays on the nodes
+        self.before = GraphModule(gm, copy.deepcopy(gm.graph))
         earlier = reports()[-1:]
         try:
             if self.at_boundary:
@@ -186,10 +186,9 @@ class _Session:
 
     def _explain(self, gm: GraphModule, error: Exception) -> LoweringError:
         refused = torchair_bridge.refused_operators(gm) if self.mode == "ge" else []
+        message = f"torchair failed on this graph: {type(error).__name__}: {_first_line(error)}"
         if refused:
             message = f"torchair has no GE converter for {', '.join(refused)}"
-        else:
-            message = f"torchair failed on this graph: {type(error).__name__}: {_first_line(error)}"
         explained = LoweringError(message, tuple(refused))
         explained.__cause__ = error
         return explained
@@ -206,10 +205,8 @@ class _Session:
             mode=self.mode,
             fx_before=self.before,
             fx_after=compiled.fx,
-            fx_ops=fx_operators(compiled.fx),
-            ge_ops=Counter(op.type for op in compiled.proto.op)
-            if compiled.proto is not None
-            else Counter(),
+            fx_ops=Counter(_targets(compiled.fx)),
+            ge_ops=Counter(op.type for op in getattr(compiled.proto, "op", ())),
             ge_text=compiled.text,
             ge_graph=compiled.proto,
             report=self.report,
@@ -229,7 +226,7 @@ def _correct_placements(report: Report, lowered: Graph) -> None:
         # calls of the model's own stand between those of the pass: nothing can be said of one
         return
     for place, (fusion, call) in enumerate(zip(report.fused, calls, strict=True)):
-        copied = sorted(node.name for node in _copied_inputs(call))
+        copied = sorted(_copied_inputs(call))
         if copied and fusion.placement == "in place":
             said = (
                 f"written by the kernel, copied by copy_: the whole of {', '.join(copied)} at "
@@ -238,42 +235,24 @@ def _correct_placements(report: Report, lowered: Graph) -> None:
             report.fused[place] = replace(fusion, placement=said)
 
 
-def _copied_inputs(call: Node) -> Iterator[Node]:
+def _copied_inputs(call: Node) -> Iterator[str]:
     """Inputs into which a cache that the call gives out is copied."""
-    for result in call.users:
-        if (
-            op_name(call).endswith("_functional")
-            and is_getitem(result)
-            and result.args[1] in _CACHES
-        ):
+    for result in call.users if op_name(call).endswith("_functional") else ():
+        if is_getitem(result) and result.args[1] in _CACHES:
             for user in result.users:
                 target = user.args[0]
-                if (
-                    op_name(user) == "aten::copy_"
-                    and isinstance(target, Node)
-                    and target is not result
-                ):
-                    yield target
+                copies = op_name(user) == "aten::copy_" and target is not result
+                if copies and isinstance(target, Node):
+                    yield target.name
 
 
-def snapshot(gm: GraphModule) -> GraphModule:
-    """A copy of the graph over the same attributes; metadata stays on the nodes."""
-    return GraphModule(gm, copy.deepcopy(gm.graph))
-
-
-def fx_operators(gm: GraphModule) -> Counter[str]:
-    """How often each call target occurs in a graph, by name."""
-    return Counter(
-        str(node.target)
-        if isinstance(node.target, OpOverload)
-        else getattr(node.target, "__name__", str(node.target))
-        for node in gm.graph.nodes
-        if node.op.startswith("call_")
-    )
-
-
-def _readable(gm: GraphModule) -> str:
-    return gm.print_readable(print_output=False)
+def _targets(gm: GraphModule) -> Iterator[str]:
+    """Each call's target, by name."""
+    for node in gm.graph.nodes:
+        if isinstance(node.target, OpOverload):
+            yield str(node.target)
+        elif node.op.startswith("call_"):
+            yield getattr(node.target, "__name__", str(node.target))
 
 
 def _first_line(error: Exception) -> str:

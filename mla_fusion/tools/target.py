@@ -24,6 +24,15 @@ class UserError(Exception):
     """Something the caller can put right; printed without a stack trace."""
 
 
+@contextmanager
+def user_errors(*kinds: type[Exception]) -> Iterator[None]:
+    """Errors of these kinds are something that the caller can put right."""
+    try:
+        yield
+    except kinds as error:
+        raise UserError(str(error)) from error
+
+
 def positive(text: str) -> int:
     """A number of the command line that is at least 1."""
     value = int(text)
@@ -34,13 +43,11 @@ def positive(text: str) -> int:
 
 def existing(text: str) -> Path:
     """A file of the command line."""
-    if not Path(text).is_file():
-        raise UserError(_no_file(text))
-    return Path(text)
-
-
-def _no_file(text: str) -> str:
-    return f"{text} is no regular file" if Path(text).exists() else f"no such file: {text}"
+    path = Path(text)
+    if not path.is_file():
+        there = f"{text} is no regular file"
+        raise UserError(there if path.exists() else f"no such file: {text}")
+    return path
 
 
 def output(text: str) -> Path:
@@ -50,8 +57,7 @@ def output(text: str) -> Path:
         raise UserError(f"{text} is a folder, not a file to write")
     if not path.absolute().parent.is_dir():
         raise UserError(f"{text} cannot be written: {path.parent} is no folder")
-    _check_writable(path, path if path.exists() else path.absolute().parent)
-    return path
+    return _writable(path, path if path.exists() else path.absolute().parent)
 
 
 @contextmanager
@@ -66,23 +72,21 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def output_folder(text: str) -> Path:
-    """A folder that a command will write into, likewise."""
+    """A folder that a command will write into, likewise; it is made in the first folder above it
+    that there is.
+    """
     path = Path(text)
-    _check_writable(path, _nearest_folder(path, path.absolute()))
-    return path
-
-
-def _nearest_folder(path: Path, wanted: Path) -> Path:
-    """``wanted``, or the first folder above it that there is."""
+    wanted = path.absolute()
     found = next(one for one in (wanted, *wanted.parents) if one.exists())
     if not found.is_dir():
         raise UserError(f"{path} cannot be written: {found} is no folder")
-    return found
+    return _writable(path, found)
 
 
-def _check_writable(path: Path, found: Path) -> None:
+def _writable(path: Path, found: Path) -> Path:
     if not os.access(found, os.W_OK):
         raise UserError(f"{path} cannot be written: no permission for {found}")
+    return path
 
 
 def folder(text: str) -> Path:
@@ -92,34 +96,36 @@ def folder(text: str) -> Path:
     return Path(text)
 
 
+def _parts(text: str) -> tuple[str, str] | None:
+    """File and function; None for what is not of the form."""
+    file, separator, name = text.rpartition(":")
+    return (file, name) if separator and name.isidentifier() else None
+
+
 def target(text: str) -> str:
     """``FILE.py:FUNCTION``, told from what cannot be one before anything is imported."""
-    file, separator, name = text.rpartition(":")
-    if separator and name.isidentifier():
-        if file.endswith(".py"):
-            existing(file)
+    if parts := _parts(text):
+        if parts[0].endswith(".py"):
+            existing(parts[0])
         return text
-    if text.endswith(".py"):
-        functions = _functions(existing(text))
-        raise UserError(
-            f"which function of {text}? FILE.py:FUNCTION, as {text}:{functions[0]}; it defines "
-            f"{', '.join(functions)}"
-            if functions
-            else f"{text} defines no function without arguments"
-        )
-    raise UserError(f"{text!r} is not of the form FILE.py:FUNCTION")
+    if not text.endswith(".py"):
+        raise UserError(f"{text!r} is not of the form FILE.py:FUNCTION")
+    functions = _functions(existing(text))
+    raise UserError(
+        f"which function of {text}? FILE.py:FUNCTION, as {text}:{functions[0]}; it defines "
+        f"{', '.join(functions)}"
+        if functions
+        else f"{text} defines no function without arguments"
+    )
 
 
 def target_or_dump(text: str) -> str:
     """The same, or the file of a dump; the Python that torchair writes is told by having no
     function.
     """
-    path = Path(text)
-    if ":" not in text and not path.is_file():
-        raise UserError(_no_file(text))
-    return (
-        text if path.is_file() and not (path.suffix == ".py" and _functions(path)) else target(text)
-    )
+    path = Path(text) if ":" in text else existing(text)
+    is_dump = path.is_file() and not (path.suffix == ".py" and _functions(path))
+    return text if is_dump else target(text)
 
 
 def _functions(path: Path) -> list[str]:
@@ -155,19 +161,18 @@ def add_limits(parser: Any) -> None:
 
 def _named(known: Callable[[str], str]) -> Callable[[str], str]:
     def checked(text: str) -> str:
-        try:
+        with user_errors(ValueError):
             return text if text == machine.AUTO else known(text)
-        except ValueError as error:
-            raise UserError(str(error)) from None
 
     return checked
 
 
 def load_target(text: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """What ``FILE.py:FUNCTION`` returns. Raises UserError for everything that is wrong with it."""
-    file, separator, name = text.rpartition(":")
-    if not separator or not name.isidentifier():
+    parts = _parts(text)
+    if parts is None:
         raise UserError(f"{text!r} is not of the form FILE.py:FUNCTION")
+    file, name = parts
     module = _imported(file)
     function = getattr(module, name, None)
     if not callable(function):

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from mla_fusion.tools.dumps import Dump, Edge, Operator, Value
+from mla_fusion.compat import schema_of
+from mla_fusion.tools.dumps import Dump, Edge, Operator, Value, ge_operators, names
 from mla_fusion.tools.dumps.rebuild_ge import Rebuilder
 
 X = torch.arange(24.0).reshape(2, 3, 4)
@@ -108,3 +109,12 @@ def test_quant_matmul_with_its_sides_turned():
 )
 def test_plain_operators(kind, inputs, attributes, expected):
     assert torch.equal(one(kind, inputs, **attributes), expected)
+
+
+def test_rows_of_the_table_name_operators():
+    for row in ge_operators.CALLS.strip().splitlines():
+        _, target, *words = row.split()
+        schema = schema_of(names.target(target))
+        assert len(words) <= len(schema.arguments), row
+        for argument in schema.arguments[len(words) :]:
+            assert argument.has_default_value(), row

@@ -10,11 +10,11 @@ from __future__ import annotations
 import ast
 import operator as py
 import re
-from collections.abc import Callable
 from typing import Any
 
 from mla_fusion.tools.dumps import dtypes, python_text
-from mla_fusion.tools.dumps.model import Dim, DumpError, Edge, Operator, Value, dim
+from mla_fusion.tools.dumps.model import DumpError, Edge, Operator, Value, dims
+from mla_fusion.tools.dumps.python_text import edges_in
 
 # of the type of a call of a tensor's method; only graphs before AOT autograd have those
 METHOD = "Tensor."
@@ -23,44 +23,36 @@ _ANNOTATION = re.compile(
     r"^(?P<dtype>\w+)\[(?P<shape>[^\]]*)\](?:\[(?P<stride>[^\]]*)\])?(?P<device>[a-z]\w*(?::\d+)?)?$"
 )
 _SYMBOL = re.compile(r"^Sym\((?P<expr>.*)\)$")
-_BINARY: dict[type[ast.AST], str] = {
-    ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.FloorDiv: "floordiv", ast.Div: "truediv",
-    ast.Mod: "mod",
-    ast.Pow: "pow", ast.BitAnd: "and_", ast.BitOr: "or_", ast.Eq: "eq", ast.NotEq: "ne",
-    ast.Lt: "lt", ast.LtE: "le",
-    ast.Gt: "gt", ast.GtE: "ge",
+_BINARY: dict[type[ast.AST], Any] = {
+    ast.Add: py.add, ast.Sub: py.sub, ast.Mult: py.mul, ast.FloorDiv: py.floordiv,
+    ast.Div: py.truediv, ast.Mod: py.mod, ast.Pow: py.pow, ast.BitAnd: py.and_, ast.BitOr: py.or_,
+    ast.Eq: py.eq, ast.NotEq: py.ne, ast.Lt: py.lt, ast.LtE: py.le, ast.Gt: py.gt, ast.GtE: py.ge,
 }  # fmt: skip
+OPERATORS: dict[str, Any] = {one.__name__: one for one in (*_BINARY.values(), py.neg, py.getitem)}
+Call = tuple[str, tuple[Any, ...], dict[str, Any]]  # type, arguments by place and by name
 
 
 def read(text: str) -> tuple[list[Operator], str]:
     """The nodes in order: placeholders, attributes, calls, then one of type "output"."""
-    start, name, body = _listing(text)
-    module = python_text.parse(body, start)
-    function = _forward(module, start)
-    reader = _Reader(start, _sources(body))
-    try:
-        reader.placeholders(function.args)
-        for statement in function.body:
-            reader.take(statement)
-    except DumpError as error:  # lines of the cut-out listing, but those of the reader's own checks
-        raise DumpError(error.message, error.line + start - 1, error.offset) from None
+    name, body = _listing(text)
+    function = _forward(python_text.parse(body))
+    reader = _Reader(body, _source)
+    reader.placeholders(function)
+    for statement in function.body:
+        reader.take(statement)
     if not reader.operators or reader.operators[-1].type != "output":
-        raise DumpError(
-            "the listing ends without a return: truncated",
-            start + len(body.split("\n")) - 1,
-            len(text),
-        )
+        end = body.count("\n") + 1
+        raise DumpError("the listing ends without a return: truncated", end, len(text))
     return reader.operators, name
 
 
-def _listing(text: str) -> tuple[int, str, str]:
-    """(line, class name, text) of the first class, its indentation and what stands around it
-    removed.
+def _listing(text: str) -> tuple[str, str]:
+    """(class name, text) of the first class at its place in the file, its indentation and what
+    stands around it removed.
     """
     found = CLASS.search(text)
     if found is None:
         raise DumpError("no class of an FX graph", 1)
-    head = text.rfind("\n", 0, found.start()) + 1
     lines = text[found.end() :].split("\n")
     # ``class <lambda>`` is no Python; the class may also stand behind a log prefix, its body then
     # deeper or not.
@@ -69,140 +61,104 @@ def _listing(text: str) -> tuple[int, str, str]:
         (i for i, line in enumerate(body) if i and line[:1] not in ("", " ", "\t", "#", ")", "\r")),
         len(body),
     )
-    return text.count("\n", 0, head) + 1, found["name"], "\n".join(body[:end])
+    above = [""] * text.count("\n", 0, found.start())
+    return found["name"], "\n".join(above + body[:end])
 
 
-def _forward(module: ast.Module, start: int) -> ast.FunctionDef:
-    tops = [item for item in module.body if isinstance(item, ast.ClassDef)]
-    functions = [item for top in tops for item in top.body if isinstance(item, ast.FunctionDef)]
-    for function in functions:
-        if function.name == "forward":
-            return function
-    raise DumpError("the listing has no forward", start)
+def _forward(module: ast.Module) -> ast.FunctionDef:
+    for top in module.body:
+        for item in top.body if isinstance(top, ast.ClassDef) else ():
+            if isinstance(item, ast.FunctionDef) and item.name == "forward":
+                return item
+    raise DumpError("the listing has no forward", module.body[0].lineno)
 
 
-def _sources(body: str) -> list[tuple[int, str]]:
-    found = []
-    for number, line in enumerate(body.split("\n"), 1):
-        where, _, code = line.partition("# File: ")[2].partition(", code: ")
-        if " in " in where:
-            found.append((number, f"{where}: {code}"))
-    return found
+def _source(line: str) -> str:
+    where, _, code = line.partition("# File: ")[2].partition(", code: ")
+    return f"{where}: {code}" if " in " in where else ""
 
 
-class _Reader:
-    def __init__(self, start: int, sources: list[tuple[int, str]]) -> None:
-        self.operators: list[Operator] = []
-        self._start, self._sources, self._source = start, sources, ""
-        self._names: dict[str, Edge] = {}
-
-    def placeholders(self, arguments: ast.arguments) -> None:
+class _Reader(python_text.Reader):
+    def placeholders(self, function: ast.FunctionDef) -> None:
+        arguments = function.args
         given = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
         if not given or given[0].arg != "self" or arguments.vararg or arguments.kwarg:
-            raise DumpError("forward takes no self, or arguments without names", 2)
+            raise DumpError("forward takes no self, or arguments without names", function.lineno)
         for item in given[1:]:
-            self._add(Operator(item.arg, "placeholder", line=self._line(item)), item.annotation)
+            self._add(item, item.arg, ("placeholder", (), {}), item.annotation)
 
     def take(self, statement: ast.stmt) -> None:
-        while self._sources and self._sources[0][0] < statement.lineno:
-            self._source = self._sources.pop(0)[1]
-        if isinstance(statement, ast.Return):
-            return self._output(statement)
-        if isinstance(statement, ast.AnnAssign) and statement.value is not None:
-            return self._assign(statement.target, statement.value, statement.annotation)
-        if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Subscript):
-            return self._setitem(statement.targets[0], statement.value)
-        if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Constant):
-            return None  # "t = None": the value is dropped
-        if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
-            return self._assign(statement.targets[0], statement.value, None)
-        if isinstance(statement, (ast.Expr, ast.Pass)):
-            return None  # a docstring
-        raise DumpError(f"unexpected {type(statement).__name__} in the listing", statement.lineno)
+        match statement:
+            case ast.Return(value=found):
+                self._add(statement, "output", ("output", (self.value(found),), {}))
+            case ast.Assign(targets=[ast.Subscript(value=whole, slice=place), *_], value=rows):
+                # ``cache[slots] = rows``, as dynamo's graphs write it; the next line names it
+                call: Call = "setitem", tuple(map(self.value, (whole, place, rows))), {}
+                self._add(statement, f"setitem at line {statement.lineno}", call)
+            case ast.Assign(value=ast.Constant()) | ast.Expr() | ast.Pass():
+                pass  # "t = None": the value is dropped; a docstring
+            case (
+                ast.AnnAssign(target=target, value=ast.expr() as made)
+                | ast.Assign(targets=[target], value=made)
+            ):
+                if not isinstance(target, ast.Name):
+                    raise DumpError("a result that is no name", statement.lineno)
+                annotation = getattr(statement, "annotation", None)
+                self._add(statement, target.id, self._call(made), annotation)
+            case _:
+                raise python_text.unexpected(statement)
 
-    def _line(self, node: ast.AST) -> int:
-        return getattr(node, "lineno", 1) + self._start - 1
+    def _call(self, node: ast.expr) -> Call:
+        match node:
+            case ast.Call(func=function):
+                name, (arguments, options) = python_text.dotted(function), self.arguments(node)
+                if not name:
+                    raise DumpError("a call without a name", node.lineno)
+                owner, _, method = name.rpartition(".")
+                if owner in self.names:
+                    return f"{METHOD}{method}", (self.names[owner], *arguments), options
+                return name.removeprefix("torch.ops."), arguments, options
+            case ast.Subscript(value=whole, slice=place):
+                return "getitem", (self.value(whole), self.value(place)), {}
+            case (
+                ast.BinOp(left=left, op=op, right=right)
+                | ast.Compare(left=left, ops=[op], comparators=[right])
+            ) if type(op) in _BINARY:
+                return _BINARY[type(op)].__name__, (self.value(left), self.value(right)), {}
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                return "neg", (self.value(operand),), {}
+            case ast.Name(id=name) if name in self.names:
+                return "alias", (self.names[name],), {}
+        path = python_text.dotted(node)
+        if not path.startswith("self."):
+            raise python_text.unexpected(node)
+        return "get_attr", (path.removeprefix("self."),), {}
 
-    def _output(self, statement: ast.Return) -> None:
-        found = (
-            python_text.value(statement.value, self._names) if statement.value is not None else None
+    def _add(
+        self,
+        node: ast.stmt | ast.arg,
+        name: str,
+        call: Call,
+        annotation: ast.expr | None = None,
+    ) -> None:
+        if name in self.names:
+            raise DumpError(f"{name!r} is defined twice", node.lineno)
+        kind, arguments, options = call
+        given = {**{str(place): item for place, item in enumerate(arguments)}, **options}
+        text = annotation.value if isinstance(annotation, ast.Constant) else ""
+        self.operators.append(
+            Operator(
+                name,
+                kind,
+                list(edges_in([arguments, options])),
+                [annotated(text if isinstance(text, str) else "")] if kind != "output" else [],
+                {key: item for key, item in given.items() if not edges_in(item)},  # are data
+                line=node.lineno,
+                call=(arguments, options),
+                source=self.source(node) if kind != "output" else "",
+            )
         )
-        edges: list[Edge | None] = list(python_text.edges_in(found))
-        self._add(
-            Operator("output", "output", edges, line=self._line(statement), call=((found,), {})),
-            None,
-        )
-
-    def _assign(self, target: ast.expr, expression: ast.expr, annotation: ast.expr | None) -> None:
-        if not isinstance(target, ast.Name):
-            raise DumpError("a result that is no name", target.lineno)
-        kind, arguments, options = self._call(expression)
-        edges: list[Edge | None] = list(python_text.edges_in([arguments, options]))
-        attributes = _literals(arguments, options)
-        line = self._line(target)
-        operator = Operator(
-            target.id, kind, edges, [], attributes, line=line, call=(arguments, options)
-        )
-        operator.source = self._source
-        self._add(operator, annotation)
-
-    def _setitem(self, target: ast.Subscript, expression: ast.expr) -> None:
-        """``cache[slots] = rows``, as dynamo's graphs write it; the line after it names the
-        result.
-        """
-        parts = (target.value, target.slice, expression)
-        arguments = tuple(python_text.value(part, self._names) for part in parts)
-        edges: list[Edge | None] = list(python_text.edges_in(list(arguments)))
-        name = f"setitem at line {self._line(target)}"
-        self._add(
-            Operator(name, "setitem", edges, line=self._line(target), call=(arguments, {})), None
-        )
-
-    def _call(self, node: ast.expr) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
-        value: Callable[[ast.AST], Any] = lambda item: python_text.value(item, self._names)  # noqa: E731
-        if isinstance(node, ast.Call):
-            name = python_text.dotted(node.func)
-            if not name:
-                raise DumpError("a call without a name", node.lineno)
-            options = {item.arg: value(item.value) for item in node.keywords if item.arg}
-            arguments = tuple(value(item) for item in node.args)
-            owner, _, method = name.rpartition(".")
-            if owner in self._names:
-                return f"{METHOD}{method}", (self._names[owner], *arguments), options
-            return name.removeprefix("torch.ops."), arguments, options
-        if isinstance(node, ast.Subscript):
-            return "getitem", (value(node.value), value(node.slice)), {}
-        if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
-            return _BINARY[type(node.op)], (value(node.left), value(node.right)), {}
-        if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _BINARY:
-            return _BINARY[type(node.ops[0])], (value(node.left), value(node.comparators[0])), {}
-        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-            return "neg", (value(node.operand),), {}
-        name = python_text.dotted(node)
-        if name.startswith("self."):
-            return "get_attr", (name.removeprefix("self."),), {}
-        if isinstance(node, ast.Name) and node.id in self._names:
-            return "alias", (self._names[node.id],), {}
-        raise DumpError(f"unexpected {type(node).__name__} in the listing", node.lineno)
-
-    def _add(self, operator: Operator, annotation: ast.expr | None) -> None:
-        if operator.name in self._names:
-            raise DumpError(f"{operator.name!r} is defined twice", operator.line - self._start + 1)
-        text = (
-            annotation.value
-            if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str)
-            else ""
-        )
-        operator.outputs = [annotated(text)] if operator.type != "output" else []
-        self._names[operator.name] = Edge(operator.name)
-        self.operators.append(operator)
-
-
-def _literals(arguments: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
-    """Arguments that are data, by name or place."""
-    placed = {str(place): item for place, item in enumerate(arguments)}
-    named = {**placed, **options}
-    return {name: item for name, item in named.items() if not python_text.edges_in(item)}
+        self.names[name] = Edge(name)
 
 
 def annotated(text: str) -> Value:
@@ -216,24 +172,6 @@ def annotated(text: str) -> Value:
     found = _ANNOTATION.match(text)
     if found is None:
         return Value()
-    stride = _dims(found["stride"]) if found["stride"] is not None else None
+    stride = dims(found["stride"]) if found["stride"] is not None else None
     dtype = dtypes.FX.get(found["dtype"], found["dtype"])
-    return Value(dtype, _dims(found["shape"]), "", found["device"] or "", stride)
-
-
-def _dims(text: str) -> tuple[Dim, ...]:
-    """Sizes between commas that stand outside parentheses, as in ``Max(1, s0)``."""
-    parts, depth, start = [], 0, 0
-    for place, letter in enumerate(text):
-        depth += (letter == "(") - (letter == ")")
-        if letter == "," and depth == 0:
-            parts.append(text[start:place])
-            start = place + 1
-    parts.append(text[start:])
-    return tuple(dim(part.strip()) for part in parts if part.strip())
-
-
-OPERATORS = {name: getattr(py, name) for name in _BINARY.values()} | {
-    "neg": py.neg,
-    "getitem": py.getitem,
-}
+    return Value(dtype, dims(found["shape"]), "", found["device"] or "", stride)

@@ -12,15 +12,16 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from mla_fusion.tools.dumps import dtypes, prototext
-from mla_fusion.tools.dumps.ge_text import edge, numbers, prefer_readable
-from mla_fusion.tools.dumps.model import DumpError, Operator, Value
+from mla_fusion.tools.dumps import prototext
+from mla_fusion.tools.dumps.ge_text import described, edge, numbers, prefer_readable
+from mla_fusion.tools.dumps.model import DumpError, Operator, Value, operator_at
 from mla_fusion.tools.dumps.prototext import Message, every, first
 
 PREFIX = "ge:"
 _SUBGRAPH = "subgraph"
 _DESCRIPTION = re.compile(r"output_desc_(.+?):(\d+)$")
 _DESCRIBED = ("dtype", "shape", "layout", "device_type")
+_CONSTANT = (*(f"desc_{name}" for name in _DESCRIBED), "data")
 # Bookkeeping that says nothing which the edges and descriptions do not.
 _LEFT_OUT = frozenset(
     """
@@ -29,15 +30,11 @@ _LEFT_OUT = frozenset(
     recv_event_id_list
     """.split()
 )
-_FIELD = {
-    "FLOAT": "f",
-    "INT": "i",
-    "STRING": "s",
-    "FLOATS": "floats",
-    "INTS": "ints",
-    "STRINGS": "strings",
-}
-_DEFAULT: dict[str, Any] = {"f": 0.0, "i": 0, "s": ""}
+# The field of each type of attribute, and what it is where it is left out.
+_FIELDS: dict[str, tuple[str, Any]] = {
+    "FLOAT": ("f", 0.0), "INT": ("i", 0), "STRING": ("s", ""),
+    "FLOATS": ("floats", None), "INTS": ("ints", None), "STRINGS": ("strings", None),
+}  # fmt: skip
 
 
 def read(lines: Iterable[str]) -> tuple[list[Operator], str]:
@@ -68,14 +65,13 @@ def _node(message: Any, line: int, under: str) -> Iterator[Operator]:
     elif not kind.startswith(PREFIX):
         raise DumpError(f"an ONNX model, not a GE graph: op_type {kind!r}", line)
     else:
-        try:
-            yield _operator(message, line, kind.removeprefix(PREFIX), under)
-        except (TypeError, ValueError, AttributeError, OverflowError, KeyError) as error:
-            raise DumpError(f"a damaged node: {error}", line) from None
+        with operator_at(line):
+            operator = _operator(message, line, kind.removeprefix(PREFIX), under)
+        yield operator
 
 
 def _operator(message: Message, line: int, kind: str, under: str) -> Operator:
-    described: dict[int, dict[str, Any]] = {}
+    outputs: dict[int, dict[str, Any]] = {}
     attributes: dict[str, Any] = {}
     for item in every(message, "attribute"):
         name = str(first(item, "name", ""))
@@ -86,8 +82,10 @@ def _operator(message: Message, line: int, kind: str, under: str) -> Operator:
         if found is None:
             attributes[name] = _value_of(item)
         elif found[1] in _DESCRIBED:
-            described.setdefault(int(found[2]), {})[found[1]] = _value_of(item)
-    outputs = [_value(described.get(index, {}), kind) for index in _upto(described)]
+            outputs.setdefault(int(found[2]), {})[found[1]] = _value_of(item)
+    if len(outputs) <= max(outputs, default=-1):
+        raise ValueError("descriptions of outputs are missing")
+    values = [_value(outputs[index], kind) for index in range(len(outputs))]
     names, places = attributes.pop("_input_name_key", []), attributes.pop("_input_name_value", [])
     if kind in ("Const", "Constant"):
         attributes["value"] = _constant(attributes)
@@ -95,45 +93,30 @@ def _operator(message: Message, line: int, kind: str, under: str) -> Operator:
     edges = [edge(under + text if text else "") for text in map(str, every(message, "input"))]
     roles = _roles(names, places, len(edges))
     return Operator(
-        under + str(first(message, "name")), kind, edges, outputs, attributes, roles, [], line
+        under + str(first(message, "name")), kind, edges, values, attributes, roles, [], line
     )
 
 
 def _value_of(attribute: Message) -> Any:
     """Protobuf leaves fields of default value out; ``type`` says which field it would be."""
-    field = _FIELD.get(str(first(attribute, "type", "")), "")
-    return (
-        first(attribute, field, _DEFAULT[field]) if field in _DEFAULT else every(attribute, field)
-    )
+    field, default = _FIELDS.get(str(first(attribute, "type", "")), ("", None))
+    found = every(attribute, field)
+    return found if default is None else next(iter(found), default)
 
 
 def _value(description: dict[str, Any], kind: str) -> Value:
     """An empty shape is left out, of a scalar as of what has none yet; an input has one."""
-    sizes = description.get("shape", () if kind in ("Data", "RefData") else None)
-    dtype = dtypes.from_ge(str(description.get("dtype", "")))
-    return Value(
-        dtype,
-        None if sizes is None else tuple(int(size) for size in sizes),
-        str(description.get("layout", "")),
-        str(description.get("device_type", "")),
-    )
-
-
-def _upto(found: dict[int, Any]) -> range:
-    if len(found) <= max(found, default=-1):
-        raise ValueError("descriptions of outputs are missing")
-    return range(len(found))
+    dtype, sizes, layout, placement = map(description.get, _DESCRIBED)
+    sizes = () if sizes is None and kind in ("Data", "RefData") else sizes
+    return described(dtype or "", sizes, layout or "", placement or "")
 
 
 def _constant(attributes: dict[str, Any]) -> dict[str, Any]:
     """Its Value, and its numbers where the dump was made with them."""
-    shape = tuple(int(size) for size in attributes.pop("value_desc_shape", ()))
-    dtype = dtypes.from_ge(str(attributes.pop("value_desc_dtype", "")))
-    for name in ("value_desc_layout", "value_desc_device_type"):
-        attributes.pop(name, None)
-    data = attributes.pop("value_data", None)
-    known = numbers(dtype, str(data).encode("latin-1", errors="replace")) if data else None
-    return {"value": Value(dtype, shape), "numbers": known}
+    dtype, sizes, *_, data = (attributes.pop(f"value_{name}", None) for name in _CONSTANT)
+    value = described(dtype or "", sizes or ())
+    known = numbers(value.dtype, str(data).encode("latin-1", errors="replace")) if data else None
+    return {"value": value, "numbers": known}
 
 
 def _roles(names: list[Any], places: list[Any], count: int) -> list[str]:

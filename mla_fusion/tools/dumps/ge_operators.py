@@ -1,535 +1,535 @@
-"""What GE operators mean in ATen. Each function is named in the table below it and gets its
-operator's results.
+"""What GE operators mean in ATen: a table of those that are one call, and a function for each of
+the others, which gives its operator's results.
 
 Arguments stand in the order of GE's own operator definitions, which torchair keeps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from operator import getitem
+from ast import literal_eval
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 from torch.fx import Node
 
 import mla_fusion.ops  # noqa: F401  # npu:: operators, where torch_npu has not defined them
-from mla_fusion.tools.dumps import Operator, dtypes, ge_fused_operators, names
-from mla_fusion.tools.dumps.ge_values import Constant, OperatorReader, Unmapped
+from mla_fusion.tools.dumps import Operator, names
+from mla_fusion.tools.dumps.ge_values import (
+    Constant,
+    OperatorReader,
+    Result,
+    Unmapped,
+    known_dtype,
+)
 
 aten, npu = torch.ops.aten, torch.ops.npu
-Convert = Callable[[OperatorReader, Operator], Sequence[Any]]
-_END = 2**31 - 1
+Found = Node | Constant | Sequence[Result]
+Convert = Callable[[OperatorReader], Found]
+_END, _WHOLE = 2**31 - 1, 2**63 - 1  # the end of an axis, to GE and to torch
+_INT8 = 2  # GE's number of it
 _AXES = 64  # torch's own limit
 # numbers of a constant that is joined here; a dump can double one with every line
 _LONGEST = 1 << 20
 
+# GE's name, the call, and its arguments: a tensor, number or list of numbers that GE is given at
+# this place; [an attribute=its default]; a literal.
+CALLS = """
+Abs               aten.abs.default                       tensor
+Neg               aten.neg.default                       tensor
+Exp               aten.exp.default                       tensor
+Sqrt              aten.sqrt.default                      tensor
+Rsqrt             aten.rsqrt.default                     tensor
+Sin               aten.sin.default                       tensor
+Cos               aten.cos.default                       tensor
+Reciprocal        aten.reciprocal.default                tensor
+Tanh              aten.tanh.default                      tensor
+Sigmoid           aten.sigmoid.default                   tensor
+Relu              aten.relu.default                      tensor
+Silu              aten.silu.default                      tensor
+Round             aten.round.default                     tensor
+ZerosLike         aten.zeros_like.default                tensor
+OnesLike          aten.ones_like.default                 tensor
+Square            aten.pow.Tensor_Scalar                 tensor 2
+FloorMod          aten.remainder.Scalar                  tensor number
+Maximum           aten.maximum.default                   tensor tensor
+Minimum           aten.minimum.default                   tensor tensor
+Complex           aten.complex.default                   tensor tensor
+ClipByValueV2     aten.clamp.default                     tensor number number
+Muls              aten.mul.Tensor                        tensor [value]
+Adds              aten.add.Tensor                        tensor [value]
+ReduceMean        aten.mean.dim                          tensor numbers [keep_dims=False]
+ReduceSum         aten.sum.dim_IntList                   tensor numbers [keep_dims=False]
+ReduceMax         aten.amax.default                      tensor numbers [keep_dims=False]
+ExpandDims        aten.unsqueeze.default                 tensor number
+Unpack            aten.unbind.int                        tensor [axis=0]
+RepeatInterleave  aten.repeat_interleave.self_int        tensor number [axis]
+Tile              aten.repeat.default                    tensor numbers
+BroadcastTo       aten.expand.default                    tensor numbers
+RmsNorm           npu.npu_rms_norm.default               tensor tensor [epsilon]
+AddRmsNorm        npu.npu_add_rms_norm.default           tensor tensor tensor [epsilon]
+InterleaveRope    npu.npu_interleave_rope.default        tensor tensor tensor
+"""
 
-def convert(r: OperatorReader, operator: Operator) -> Sequence[Any]:
+
+def convert(r: OperatorReader) -> Sequence[Result]:
     """The operator's results, None for an unknown one. Raises Unmapped, or LookupError for an
     unknown argument.
     """
-    converter = _TABLE.get(operator.type)
-    return r.opaque(operator) if converter is None else converter(r, operator)
+    found = _TABLE.get(r.operator.type, OperatorReader.opaque)(r)
+    if isinstance(found, Node):
+        return r.parts(found) if isinstance(found.meta["val"], (tuple, list)) else [found]
+    return [found] if isinstance(found, Constant) else found
+
+
+def _call(target: str, *words: str) -> Convert:
+    """The converter of a row of the table."""
+    reads = [_argument(word, place) for place, word in enumerate(words)]
+    return lambda r: r.call(names.target(target), *(read(r) for read in reads))
+
+
+def _argument(word: str, place: int) -> Callable[[OperatorReader], Any]:
+    if word in _GIVEN:
+        return lambda r: _GIVEN[word](r, place)
+    name, _, default = word.strip("[]").partition("=")
+    value = literal_eval(default) if default else None
+    return (lambda r: r.attribute(name, value)) if word[0] == "[" else lambda r: literal_eval(word)
+
+
+_GIVEN: dict[str, Callable[[OperatorReader, int], Any]] = {
+    "tensor": OperatorReader.node,
+    "number": OperatorReader.number,
+    "numbers": OperatorReader.numbers,
+}
 
 
 # -- element by element
 
 
-def _unary(target: Any) -> Convert:
-    return lambda r, op: [r.call(target, r.node(op, 0))]
-
-
-def _binary(target: Any, commutes: bool) -> Convert:
+def _binary(target: Any, commutes: bool = True) -> Convert:
     """A number on the right, or on the left where sides do not matter, stays a number."""
 
-    def converter(r: OperatorReader, op: Operator) -> Sequence[Any]:
-        left, right = r.argument(op, 0), r.argument(op, 1)
-        if commutes and not isinstance(left, Node) and isinstance(right, Node):
+    def converter(r: OperatorReader) -> Node:
+        left, right = r.argument(0), r.argument(1)
+        if commutes and isinstance(left, Constant) and isinstance(right, Node):
             left, right = right, left
         scalar = None if isinstance(right, Node) else right.scalar
-        return [r.call(target, r.as_node(left), r.as_node(right) if scalar is None else scalar)]
+        return r.call(target, r.as_node(left), r.as_node(right) if scalar is None else scalar)
 
     return converter
 
 
-def _remainder(r: OperatorReader, op: Operator) -> Sequence[Any]:
-    return [r.call(aten.remainder.Scalar, r.node(op, 0), r.number(op, 1))]
-
-
-def _extreme(target: Any) -> Convert:
-    return lambda r, op: [r.call(target, r.node(op, 0), r.node(op, 1))]
-
-
-def _pow(r: OperatorReader, op: Operator) -> Sequence[Any]:
-    if isinstance(r.argument(op, 0), Constant):
-        return [r.call(aten.pow.Scalar, r.number(op, 0), r.node(op, 1))]
-    exponent = r.number(op, 1)
+def _pow(r: OperatorReader) -> Node:
+    if isinstance(r.argument(0), Constant):
+        return r.call(aten.pow.Scalar, r.number(0), r.node(1))
+    exponent = r.number(1)
     whole = int(exponent) if float(exponent).is_integer() else exponent
-    return [r.call(aten.pow.Tensor_Scalar, r.node(op, 0), whole)]
+    return r.call(aten.pow.Tensor_Scalar, r.node(0), whole)
 
 
-def _cast(r: OperatorReader, op: Operator) -> Sequence[Any]:
-    stated = op.attributes.get("dst_type")
-    name = dtypes.from_number(stated) if isinstance(stated, int) else str(stated)
-    dtype = names.dtype(name)
-    if dtype is None:
-        raise Unmapped
-    source = r.argument(op, 0)
+def _cast(r: OperatorReader) -> Found:
+    name, source = r.dtype_name("dst_type"), r.argument(0)
+    dtype = known_dtype(name)
     if isinstance(source, Constant):
-        return [Constant(source.numbers, source.shape, name)]
+        return Constant(source.numbers, source.shape, name)
     if source.meta["val"].dtype == dtype:  # torchair casts after every promotion, needed or not
-        return [source]
-    return [r.call(aten._to_copy.default, source, dtype=dtype)]
+        return source
+    return r.call(aten._to_copy.default, source, dtype=dtype)
 
 
-def _clip(r: OperatorReader, op: Operator) -> Sequence[Any]:
-    return [r.call(aten.clamp.default, r.node(op, 0), r.number(op, 1), r.number(op, 2))]
-
-
-def _floor_divide(r: OperatorReader, op: Operator) -> Sequence[Any]:
-    return [r.call(aten.div.Tensor_mode, r.node(op, 0), r.number(op, 1), rounding_mode="floor")]
-
-
-def _by_number(r: OperatorReader, op: Operator) -> Sequence[Any]:
-    target = aten.mul.Tensor if op.type == "Muls" else aten.add.Tensor
-    return [r.call(target, r.node(op, 0), op.attributes["value"])]
-
-
-def _complex(r: OperatorReader, op: Operator) -> Sequence[Any]:
-    return [r.call(aten.complex.default, r.node(op, 0), r.node(op, 1))]
+def _floor_divide(r: OperatorReader) -> Node:
+    return r.call(aten.div.Tensor_mode, r.node(0), r.number(1), rounding_mode="floor")
 
 
 def _part(index: int) -> Convert:
     """Real or imaginary part."""
-    return lambda r, op: [
-        r.call(aten.select.int, r.call(aten.view_as_real.default, r.node(op, 0)), -1, index)
-    ]
+    return lambda r: r.call(
+        aten.select.int, r.call(aten.view_as_real.default, r.node(0)), -1, index
+    )
 
 
 # -- reductions and products
 
 
-def _reduce(target: Any) -> Convert:
-    def converter(r: OperatorReader, op: Operator) -> Sequence[Any]:
-        return [
-            r.call(
-                target, r.node(op, 0), r.numbers(op, 1), bool(op.attributes.get("keep_dims", False))
-            )
-        ]
-
-    return converter
-
-
-def _norm(r: OperatorReader, op: Operator) -> Sequence[Any]:
-    axes, keep = list(op.attributes["axes"]), bool(op.attributes.get("keepdim", False))
-    if op.attributes.get("epsilon"):
+def _norm(r: OperatorReader) -> Node:
+    if r.attribute("epsilon", 0.0):
         raise Unmapped
-    return [
-        r.call(
-            aten.linalg_vector_norm.default, r.node(op, 0), op.attributes.get("p", 2.0), axes, keep
-        )
-    ]
+    power, axes = r.operator.attributes.get("p", 2.0), list(r.attribute("axes"))
+    keep = r.attribute("keepdim", False)
+    return r.call(aten.linalg_vector_norm.default, r.node(0), power, axes, keep)
 
 
-def _matmul(first: str, second: str) -> Convert:
-    def converter(r: OperatorReader, op: Operator) -> Sequence[Any]:
-        sides = [r.node(op, 0), r.node(op, 1)]
-        for place, name in enumerate((first, second)):
-            if op.attributes.get(name):
-                sides[place] = r.call(aten.transpose.int, sides[place], -2, -1)
-        three = all(side.meta["val"].dim() == 3 for side in sides)
-        same = three and sides[0].meta["val"].shape[0] == sides[1].meta["val"].shape[0]
-        product = r.call(aten.bmm.default if same else aten.matmul.default, *sides)
-        if r.has(op, 2):
-            product = r.call(aten.add.Tensor, product, r.node(op, 2))
-        return [product]
-
-    return converter
+def _sides(r: OperatorReader) -> list[Node]:
+    """Both sides of a product, each transposed where an attribute says so."""
+    sides = r.nodes(2)
+    for place, side in enumerate(sides):
+        if any(r.operator.attributes.get(f"{name}_x{place + 1}") for name in ("transpose", "adj")):
+            sides[place] = r.call(aten.transpose.int, side, -2, -1)
+    return sides
 
 
-def _transposed_matmul(r: OperatorReader, op: Operator) -> Sequence[Any]:
-    if r.has(op, 2) or r.has(op, 3):
+def _matmul(r: OperatorReader) -> Node:
+    sides = _sides(r)
+    shapes = [side.meta["val"].shape for side in sides]
+    batches = all(len(shape) == 3 for shape in shapes) and shapes[0][0] == shapes[1][0]
+    product = r.call(aten.bmm.default if batches else aten.matmul.default, *sides)
+    return r.call(aten.add.Tensor, product, r.node(2)) if r.has(2) else product
+
+
+def _transposed_matmul(r: OperatorReader) -> Node:
+    if r.has(2) or r.has(3):
         raise Unmapped
+    given = r.operator.attributes
     orders = {
-        name: list(op.attributes[name])
-        for name in ("perm_x1", "perm_x2", "perm_y")
-        if op.attributes.get(name)
+        name: list(given[name]) for name in ("perm_x1", "perm_x2", "perm_y") if given.get(name)
     }
-    split = int(op.attributes.get("batch_split_factor", 1))
+    split = r.attribute("batch_split_factor", 1)
     call = npu.npu_transpose_batchmatmul.default
-    return [r.call(call, r.node(op, 0), r.node(op, 1), **orders, batch_split_factor=split)]
+    return r.call(call, *r.nodes(2), **orders, batch_split_factor=split)
 
 
-def _softmax(r: OperatorReader, op: Operator) -> Sequence[Any]:
-    (axis,) = op.attributes["axes"]
-    return [r.call(aten._softmax.default, r.node(op, 0), axis, False)]
+def _softmax(r: OperatorReader) -> Node:
+    (axis,) = r.attribute("axes")
+    return r.call(aten._softmax.default, r.node(0), axis, False)
 
 
 # -- views
 
 
-def _alias(r: OperatorReader, op: Operator) -> Sequence[Any]:
-    return [r.argument(op, 0)]
-
-
-def _move(r: OperatorReader, op: Operator) -> Sequence[Any]:
+def _move(r: OperatorReader) -> Node:
     """A copy that torchair makes so that a write does not reach the original: FX has no such
     writes.
     """
-    source = r.node(op, 0)
+    source = r.node(0)
     if source in r.rows:
         r.copied.add(r.rows[source].placeholder)
-    return [source]
+    return source
 
 
-def _reshape(r: OperatorReader, op: Operator) -> Sequence[Any]:
-    source, sizes = r.argument(op, 0), r.numbers(op, 1)
+def _reshape(r: OperatorReader) -> Found:
+    source, sizes = r.argument(0), r.numbers(1)
     if isinstance(source, Constant):
-        return (
-            [Constant(source.numbers, tuple(sizes), source.dtype)]
-            if all(size >= 0 for size in sizes)
-            else [source]
-        )
-    symbolic = [place for place, size in enumerate(sizes) if not isinstance(size, int)]
-    if len(symbolic) > 1 or (symbolic and -1 in sizes):
+        known = all(size >= 0 for size in sizes)
+        return Constant(source.numbers, tuple(sizes), source.dtype) if known else source
+    target = [size if isinstance(size, int) else -1 for size in sizes]
+    if target.count(-1) > 1:
         raise Unmapped
-    target = [-1 if place in symbolic else size for place, size in enumerate(sizes)]
-    return [r.view(aten.reshape.default, source, target)]
+    return r.call(aten.reshape.default, source, target)
 
 
-def _transpose(r: OperatorReader, op: Operator) -> Sequence[Any]:
-    order = op.attributes["perm"] if "perm" in op.attributes else r.numbers(op, 1)
-    return [r.call(aten.permute.default, r.node(op, 0), list(order))]
+def _transpose(r: OperatorReader) -> Node:
+    order = r.operator.attributes.get("perm")
+    return r.call(aten.permute.default, r.node(0), list(r.numbers(1) if order is None else order))
 
 
-def _unsqueeze(r: OperatorReader, op: Operator) -> Sequence[Any]:
-    found = r.node(op, 0)
-    for axis in op.attributes["axes"]:
-        found = r.view(aten.unsqueeze.default, found, axis)
-    return [found]
+def _unsqueeze(r: OperatorReader) -> Node:
+    found = r.node(0)
+    for axis in r.attribute("axes"):
+        found = r.call(aten.unsqueeze.default, found, axis)
+    return found
 
 
-def _expand_dims(r: OperatorReader, op: Operator) -> Sequence[Any]:
-    return [r.view(aten.unsqueeze.default, r.node(op, 0), r.number(op, 1))]
+def _squeeze(r: OperatorReader) -> Node:
+    axes = r.operator.attributes.get("axis") or r.operator.attributes.get("axes") or []
+    return r.call(aten.squeeze.dims, r.node(0), list(axes))
 
 
-def _squeeze(r: OperatorReader, op: Operator) -> Sequence[Any]:
-    axes = op.attributes.get("axis") or op.attributes.get("axes") or []
-    return [r.view(aten.squeeze.dims, r.node(op, 0), list(axes))]
-
-
-def _parts(r: OperatorReader, source: Node, sizes: list[Any], axis: int) -> Sequence[Any]:
+def _split_v(r: OperatorReader) -> Node:
+    source, sizes, axis = r.node(0), r.numbers(1), r.number(2)
     if -1 in sizes:
-        whole = source.meta["val"].shape[axis]
-        sizes = [
-            whole - sum(other for other in sizes if other != -1) if size == -1 else size
-            for size in sizes
-        ]
-    split = r.call(aten.split_with_sizes.default, source, sizes, axis)
-    return [r.call(getitem, split, index) for index in range(len(sizes))]
+        rest = source.meta["val"].shape[axis] - sum(size for size in sizes if size != -1)
+        sizes = [rest if size == -1 else size for size in sizes]
+    return r.call(aten.split_with_sizes.default, source, sizes, axis)
 
 
-def _split_v(r: OperatorReader, op: Operator) -> Sequence[Any]:
-    return _parts(r, r.node(op, 0), r.numbers(op, 1), r.number(op, 2))
-
-
-def _split(r: OperatorReader, op: Operator) -> Sequence[Any]:
-    axis, source, count = r.number(op, 0), r.node(op, 1), op.attributes["num_split"]
+def _split(r: OperatorReader) -> Node:
+    axis, source, count = r.number(0), r.node(1), r.attribute("num_split")
     if count > names.MOST_PARTS:
         raise Unmapped
-    return _parts(r, source, [source.meta["val"].shape[axis] // count] * count, axis)
+    sizes = [source.meta["val"].shape[axis] // count] * count
+    return r.call(aten.split_with_sizes.default, source, sizes, axis)
 
 
-def _concat(r: OperatorReader, op: Operator) -> Sequence[Any]:
-    axis = op.attributes.get("concat_dim")
-    count = len(op.inputs) - (axis is None)
-    axis = r.number(op, count) if axis is None else axis
-    found = [r.argument(op, place) for place in range(count)]
-    if all(isinstance(item, Constant) for item in found):
-        numbers = [
-            number for item in found if isinstance(item, Constant) for number in item.numbers
-        ]
-        if len(numbers) > _LONGEST:
-            raise Unmapped
-        return [Constant(tuple(numbers), (len(numbers),), found[0].dtype)]  # type: ignore[union-attr]
-    return [r.call(aten.cat.default, [r.as_node(item) for item in found], axis)]
+def _concat(r: OperatorReader) -> Found:
+    *found, last = (r.argument(place) for place in range(len(r.operator.inputs)))
+    axis = r.operator.attributes.get("concat_dim")
+    if axis is None:
+        axis = r.number(len(found))
+    else:
+        found.append(last)
+    constants = [one for one in found if isinstance(one, Constant)]
+    if len(constants) < len(found):
+        return r.call(aten.cat.default, [r.as_node(one) for one in found], axis)
+    return _joined(constants)
 
 
-def _pack(r: OperatorReader, op: Operator) -> Sequence[Any]:
-    found = [r.argument(op, place) for place in range(len(op.inputs))]
-    if all(isinstance(item, Constant) and item.shape == () for item in found):
-        numbers = tuple(item.numbers[0] for item in found if isinstance(item, Constant))
-        return [Constant(numbers, (len(numbers),), found[0].dtype)]  # type: ignore[union-attr]
-    return [
-        r.call(
-            aten.stack.default, [r.as_node(item) for item in found], op.attributes.get("axis", 0)
-        )
-    ]
+def _pack(r: OperatorReader) -> Found:
+    found = [r.argument(place) for place in range(len(r.operator.inputs))]
+    scalars = [one for one in found if isinstance(one, Constant) and one.shape == ()]
+    if len(scalars) < len(found):
+        axis = r.attribute("axis", 0)
+        return r.call(aten.stack.default, [r.as_node(one) for one in found], axis)
+    return _joined(scalars)
 
 
-def _unpack(r: OperatorReader, op: Operator) -> Sequence[Any]:
-    parts = r.call(aten.unbind.int, r.node(op, 0), op.attributes.get("axis", 0))
-    return [r.call(getitem, parts, index) for index in range(len(parts.meta["val"]))]
+def _joined(constants: Sequence[Constant]) -> Constant:
+    numbers = tuple(chain.from_iterable(one.numbers for one in constants))
+    if len(numbers) > _LONGEST:
+        raise Unmapped
+    return Constant(numbers, (len(numbers),), constants[0].dtype)
 
 
-def _strided_slice(r: OperatorReader, op: Operator) -> Sequence[Any]:
-    found = r.node(op, 0)
-    starts, stops = r.numbers(op, 1), r.numbers(op, 2)
-    axes = r.numbers(op, 3) if r.has(op, 3) else list(range(len(starts)))
-    steps = r.numbers(op, 4) if r.has(op, 4) else [1] * len(starts)
-    for axis, start, stop, step in zip(axes, starts, stops, steps, strict=True):
-        end = stop if not isinstance(stop, int) or stop < _END else 2**63 - 1
-        if (start, end, step) != (0, 2**63 - 1, 1):
-            found = r.view(aten.slice.Tensor, found, axis, start, end, step)
-    return [found]
+Span = tuple[int, Any, Any, Any]  # axis, begin, end, step
 
 
-def _strided_slice_v1(r: OperatorReader, op: Operator) -> Sequence[Any]:
+def _sliced(r: OperatorReader, spans: Iterable[Span]) -> Node:
+    found = r.node(0)
+    for axis, begin, end, step in spans:
+        end = _WHOLE if isinstance(end, int) and end >= _END else end
+        if (begin, end, step) != (0, _WHOLE, 1):
+            found = r.call(aten.slice.Tensor, found, axis, begin, end, step)
+    return found
+
+
+def _strided_slice(r: OperatorReader) -> Node:
+    begins, ends = r.numbers(1), r.numbers(2)
+    axes = r.numbers(3) if r.has(3) else range(len(begins))
+    steps = r.numbers(4) if r.has(4) else [1] * len(begins)
+    return _sliced(r, zip(axes, begins, ends, steps, strict=True))
+
+
+def _strided_slice_v1(r: OperatorReader) -> Node:
     """TensorFlow's: bit i of a mask says that the i-th begin or end does not count, or that its
     axis is dropped.
     """
-    if op.attributes.get("ellipsis_mask") or op.attributes.get("new_axis_mask"):
+    *whole, new, ellipsis, dropped = (
+        r.attribute(f"{name}_mask", 0)
+        for name in ("begin", "end", "new_axis", "ellipsis", "shrink_axis")
+    )
+    if new or ellipsis:
         raise Unmapped
-    begins, ends, steps = (r.numbers(op, place) for place in (1, 2, 3))
-    masks = {
-        name: int(op.attributes.get(f"{name}_mask", 0)) for name in ("begin", "end", "shrink_axis")
-    }
-    found = r.node(op, 0)
-    dropped = [axis for axis in range(len(begins)) if masks["shrink_axis"] >> axis & 1]
-    for axis, (begin, end, step) in enumerate(zip(begins, ends, steps, strict=True)):
-        begin = 0 if masks["begin"] >> axis & 1 else begin
-        end = (
-            2**63 - 1 if masks["end"] >> axis & 1 or (isinstance(end, int) and end >= _END) else end
-        )
-        if axis not in dropped and (begin, end, step) != (0, 2**63 - 1, 1):
-            found = r.view(aten.slice.Tensor, found, axis, begin, end, step)
-    for axis in reversed(dropped):
-        found = r.view(aten.select.int, found, axis, begins[axis])
-    return [found]
-
-
-def _repeat_interleave(r: OperatorReader, op: Operator) -> Sequence[Any]:
-    return [
-        r.call(
-            aten.repeat_interleave.self_int, r.node(op, 0), r.number(op, 1), op.attributes["axis"]
-        )
+    begins, ends, steps = (r.numbers(place) for place in (1, 2, 3))
+    spans = [
+        (axis, 0 if whole[0] >> axis & 1 else begin, _END if whole[1] >> axis & 1 else end, step)
+        for axis, (begin, end, step) in enumerate(zip(begins, ends, steps, strict=True))
     ]
-
-
-def _tile(r: OperatorReader, op: Operator) -> Sequence[Any]:
-    return [r.call(aten.repeat.default, r.node(op, 0), r.numbers(op, 1))]
-
-
-def _broadcast(r: OperatorReader, op: Operator) -> Sequence[Any]:
-    return [r.call(aten.expand.default, r.node(op, 0), r.numbers(op, 1))]
+    found = _sliced(r, (span for span in spans if not dropped >> span[0] & 1))
+    for axis in reversed(range(len(begins))):
+        if dropped >> axis & 1:
+            found = r.call(aten.select.int, found, axis, begins[axis])
+    return found
 
 
 # -- sizes and rows
 
 
-def _const(r: OperatorReader, op: Operator) -> Sequence[Any]:
-    held = op.attributes.get("value")
+def _const(r: OperatorReader) -> Constant:
+    held = r.operator.attributes.get("value")
     if not isinstance(held, dict) or held["numbers"] is None:
         raise Unmapped
-    return [Constant(tuple(held["numbers"]), tuple(held["value"].shape or ()), held["value"].dtype)]
+    value = held["value"]
+    return Constant(tuple(held["numbers"]), tuple(value.shape or ()), value.dtype)
 
 
-def _shape(r: OperatorReader, op: Operator) -> Sequence[Any]:
-    sizes = tuple(r.node(op, 0).meta["val"].shape)
-    return [Constant(sizes, (len(sizes),), "int64")]
+def _shape(r: OperatorReader) -> Constant:
+    sizes = tuple(r.node(0).meta["val"].shape)
+    return Constant(sizes, (len(sizes),), "int64")
 
 
-def _range(r: OperatorReader, op: Operator) -> Sequence[Any]:
-    start, stop, step = (r.number(op, place) for place in range(3))
-    first = r.argument(op, 0)
-    dtype = names.dtype(first.dtype) if isinstance(first, Constant) else None
-    return [
-        r.call(aten.arange.start_step, start, stop, step, dtype=dtype, device=torch.device("cpu"))
-    ]
+def _range(r: OperatorReader) -> Node:
+    return _made(r, aten.arange.start_step, r.argument(0), *(r.number(place) for place in range(3)))
 
 
-def _fill(r: OperatorReader, op: Operator) -> Sequence[Any]:
-    value = r.argument(op, 1)
-    dtype = names.dtype(value.dtype) if isinstance(value, Constant) else None
-    if dtype is None:
-        raise Unmapped
-    return [
-        r.call(
-            aten.full.default,
-            r.numbers(op, 0),
-            r.number(op, 1),
-            dtype=dtype,
-            device=torch.device("cpu"),
-        )
-    ]
+def _fill(r: OperatorReader) -> Node:
+    return _made(r, aten.full.default, r.argument(1), r.numbers(0), r.number(1))
 
 
-def _gather(r: OperatorReader, op: Operator) -> Sequence[Any]:
-    source, index = r.argument(op, 0), r.argument(op, 1)
-    axis = r.number(op, 2) if r.has(op, 2) else 0
+def _made(r: OperatorReader, target: Any, like: Node | Constant, *args: Any) -> Node:
+    """A tensor of numbers, of the dtype of a constant."""
+    assert isinstance(like, Constant)
+    return r.call(target, *args, dtype=known_dtype(like.dtype), device=torch.device("cpu"))
+
+
+def _gather(r: OperatorReader) -> Found:
+    source, index = r.argument(0), r.argument(1)
+    axis = r.number(2) if r.has(2) else 0
     if isinstance(source, Constant) and isinstance(index, Constant):
         picked = tuple(source.numbers[place] for place in index.numbers)
-        return [Constant(picked, index.shape, source.dtype)]
-    if isinstance(index, Constant) and isinstance(source, Node) and isinstance(index.scalar, int):
-        return [r.view(aten.select.int, source, axis, index.scalar)]
-    rows = r.as_node(index)
+        return Constant(picked, index.shape, source.dtype)
+    if isinstance(index, Constant) and isinstance(index.scalar, int):
+        return r.call(aten.select.int, source, axis, index.scalar)
+    rows, tensor = r.as_node(index), r.as_node(source)
     if rows.meta["val"].dim() == 1:
-        return [r.call(aten.index_select.default, r.as_node(source), axis, rows)]
+        return r.call(aten.index_select.default, tensor, axis, rows)
     if not 0 <= axis < _AXES:
         raise Unmapped
-    return [r.call(aten.index.Tensor, r.as_node(source), [None] * axis + [rows])]
+    return r.call(aten.index.Tensor, tensor, [None] * axis + [rows])
 
 
-def _index(r: OperatorReader, op: Operator) -> Sequence[Any]:
-    if sum(map(bool, op.attributes["indices_mask"])) != len(op.inputs) - 1:
+def _index(r: OperatorReader) -> Node:
+    masks, places = r.attribute("indices_mask"), range(1, len(r.operator.inputs))
+    if sum(map(bool, masks)) != len(places):
         raise Unmapped
-    used = iter(range(1, len(op.inputs)))
-    indices = [r.node(op, next(used)) if mask else None for mask in op.attributes["indices_mask"]]
-    return [r.call(aten.index.Tensor, r.node(op, 0), indices)]
+    used = iter(places)
+    indices = [r.node(next(used)) if mask else None for mask in masks]
+    return r.call(aten.index.Tensor, r.node(0), indices)
 
 
-def _scatter(r: OperatorReader, op: Operator) -> Sequence[Any]:
-    var, updates = r.node(op, 0), r.node(op, 2)
-    indices = _row_indices(r, op, var)
-    return [r.write(var, r.call(aten.index_put.default, var, indices, updates))]
+def _scatter(r: OperatorReader) -> Node:
+    var, updates = r.node(0), r.node(2)
+    return r.write(var, r.call(aten.index_put.default, var, _row_indices(r, var), updates))
 
 
-def _scatter_elements(r: OperatorReader, op: Operator) -> Sequence[Any]:
-    if op.attributes.get("reduction", "none") != "none":
+def _scatter_elements(r: OperatorReader) -> Node:
+    if r.attribute("reduction", "none") != "none":
         raise Unmapped
-    data, updates, axis = r.node(op, 0), r.node(op, 2), int(op.attributes.get("axis", 0))
-    place = _one_place(r, op)
+    data, updates, axis = r.node(0), r.node(2), r.attribute("axis", 0)
+    place = _one_place(r)
     if place is not None and updates.meta["val"].shape[axis] == 1:
-        rows = _before_unsqueeze(r, op, axis) or r.call(aten.select.int, updates, axis, 0)
-        return [r.write(data, r.call(aten.select_scatter.default, data, rows, axis, place))]
-    index = r.node(op, 1)
-    return [r.write(data, r.call(aten.scatter.src, data, axis, index, updates))]
+        rows = r.call(aten.select.int, updates, axis, 0)
+        return r.write(data, r.call(aten.select_scatter.default, data, rows, axis, place))
+    return r.write(data, r.call(aten.scatter.src, data, axis, r.node(1), updates))
 
 
-def _before_unsqueeze(r: OperatorReader, op: Operator, axis: int) -> Node | None:
-    """The updates without the axis of size 1 that was only put in for the operator."""
-    wanted = list(r.node(op, 2).meta["val"].shape)
-    del wanted[axis]
-    reader, place = op, 2
-    while (edge := reader.inputs[place]) is not None:
-        found = r.results.get((edge.producer, edge.index))
-        if isinstance(found, Node) and list(found.meta["val"].shape) == wanted:
-            return found
-        reader, place = r.dump.producer(edge), 0
-        if reader.type not in ("BroadcastTo", "Unsqueeze", "ExpandDims"):
-            break
-    return None
-
-
-def _one_place(r: OperatorReader, op: Operator) -> int | None:
+def _one_place(r: OperatorReader) -> int | None:
     """The index that all elements have, where a constant was spread to be their index."""
-    edge = op.inputs[1]
-    spread = r.dump.producer(edge) if edge is not None else op
-    found = r.argument(spread, 0) if spread.type == "BroadcastTo" else None
+    spread = r.producer(1)
+    found = r.argument(0, spread) if spread.type == "BroadcastTo" else None
     return found.numbers[0] if isinstance(found, Constant) and len(found.numbers) == 1 else None
 
 
-def _scatter_update(r: OperatorReader, op: Operator) -> Sequence[Any]:
+def _scatter_update(r: OperatorReader) -> Node:
     """Whole rows of the first axis."""
-    var, index, updates = (r.node(op, place) for place in range(3))
+    var, index, updates = r.nodes(3)
     if index.meta["val"].dim() != 1:
         raise Unmapped
-    return [r.write(var, r.call(aten.index_copy.default, var, 0, index, updates))]
+    return r.write(var, r.call(aten.index_copy.default, var, 0, index, updates))
 
 
-def _index_add(r: OperatorReader, op: Operator) -> Sequence[Any]:
-    var, index, updates = (r.node(op, place) for place in range(3))
-    alpha = r.number(op, 3) if r.has(op, 3) else 1
-    return [
-        r.write(
-            var,
-            r.call(aten.index_add.default, var, op.attributes["axis"], index, updates, alpha=alpha),
-        )
-    ]
+def _index_add(r: OperatorReader) -> Node:
+    var, index, updates = r.nodes(3)
+    axis, alpha = r.attribute("axis"), r.number(3) if r.has(3) else 1
+    return r.write(var, r.call(aten.index_add.default, var, axis, index, updates, alpha=alpha))
 
 
-def _row_indices(r: OperatorReader, op: Operator, var: Node) -> list[Node]:
+def _row_indices(r: OperatorReader, var: Node) -> list[Node]:
     """The index tensors whose stack, ``[rows, count]``, the operator takes.
 
     ``index_put`` counts negative indices from the end and GE does not, so converters bring them
     into range with FloorMod; together that is index_put's own reading of the index below.
     """
-    edge = op.inputs[1]
-    stacked = r.dump.producer(edge) if edge is not None else op
-    if (
-        stacked.type in ("Unsqueeze", "Reshape", "ExpandDims")
-        and r.node(op, 1).meta["val"].shape[-1] == 1
-    ):
-        return [_unwrapped(r, stacked, 0, var.meta["val"].shape[0])]
+    stacked, sizes = r.producer(1), var.meta["val"].shape
     if stacked.type == "Pack":
-        return [
-            _unwrapped(r, stacked, place, var.meta["val"].shape[place])
-            for place in range(len(stacked.inputs))
-        ]
-    found = r.node(op, 1)
+        return [_unwrapped(r, stacked, place, sizes[place]) for place in range(len(stacked.inputs))]
+    found = r.node(1)
     columns = found.meta["val"].shape[-1]
+    if stacked.type in ("Unsqueeze", "Reshape", "ExpandDims") and columns == 1:
+        return [_unwrapped(r, stacked, 0, sizes[0])]
     if int(columns) > _AXES:
         raise Unmapped
     return [r.call(aten.select.int, found, -1, column) for column in range(int(columns))]
 
 
 def _unwrapped(r: OperatorReader, reader: Operator, place: int, size: Any) -> Node:
-    edge = reader.inputs[place]
-    inner = r.dump.producer(edge) if edge is not None else reader
-    if inner.type == "FloorMod" and r.has(inner, 1) and _is_number(r, inner, size):
-        return r.node(inner, 0)
-    return r.node(reader, place)
+    inner = r.producer(place, reader)
+    if inner.type == "FloorMod" and inner.input(1) is not None:
+        modulus = r.argument(1, inner)
+        if isinstance(modulus, Constant) and list(modulus.numbers) == [size]:
+            return r.node(0, inner)
+    return r.node(place, reader)
 
 
-def _is_number(r: OperatorReader, op: Operator, size: Any) -> bool:
-    found = r.argument(op, 1)
-    return not isinstance(found, Node) and list(found.numbers) == [size]
-
-
-def _assign(r: OperatorReader, op: Operator) -> Sequence[Any]:
-    target, value = r.node(op, 0), r.node(op, 1)
+def _assign(r: OperatorReader) -> Node:
+    target, value = r.nodes(2)
     r.written[target] = value
-    return [value]
+    return value
+
+
+# -- norms, rotations, quantisation, writes of both caches
+
+
+def _rotary(r: OperatorReader) -> Node:
+    mode = r.attribute("mode", 0)
+    if mode not in (0, 1) or r.has(3):
+        raise Unmapped
+    name = "half" if mode == 0 else "interleave"
+    return r.call(npu.npu_rotary_mul.default, *r.nodes(3), name)
+
+
+def _kv_rmsnorm_rope_cache(r: OperatorReader) -> Sequence[Result]:
+    """GE returns the caches first, the functional operator of torch_npu last."""
+    needed = r.nodes(7)
+    given: dict[str, Any] = {
+        **r.optional(7, "k_rope_scale", "c_kv_scale", "k_rope_offset", "c_kv_offset", "v")
+    }
+    for name in ("cache_mode", "is_output_kv"):
+        if name in r.operator.attributes:
+            given[name] = r.attribute(name)
+    call = npu.npu_kv_rmsnorm_rope_cache_v2_functional.default
+    *rows, k_cache, kv_cache = r.parts(
+        r.call(call, *needed, **given, epsilon=r.attribute("epsilon"))
+    )
+    return [r.write(needed[5], k_cache), r.write(needed[6], kv_cache), *rows]
+
+
+def _dynamic_quant(r: OperatorReader) -> Node:
+    if r.dtype("dst_type", _INT8) is not torch.int8:
+        raise Unmapped
+    given = r.optional(1, "smooth_scales", "group_index")
+    return r.call(npu.npu_dynamic_quant.default, r.node(0), **given)
+
+
+def _dynamic_quant_v2(r: OperatorReader) -> Sequence[Result]:
+    """Its symmetric form, one scale a token, is ``DynamicQuant``; the others have no counterpart in
+    the pass.
+    """
+    symmetric = r.attribute("is_symmetrical", False)
+    if not symmetric or r.attribute("quant_mode", "pertoken") != "pertoken":
+        return r.opaque()
+    return [*r.parts(_dynamic_quant(r)), None]
+
+
+def _quant_matmul(r: OperatorReader) -> Node:
+    """GE's order: x1, x2, scale, offset, bias, pertoken_scale."""
+    sides, given = _sides(r), r.optional(3, "offset", "bias", "pertoken_scale")
+    call, dtype = npu.npu_quant_matmul.default, r.dtype("dtype")
+    return r.call(call, *sides, r.node(2), **given, output_dtype=dtype)
+
+
+def _scatter_pa(r: OperatorReader) -> Sequence[Result]:
+    """GE's order: key, key_cache, slot_mapping, value, value_cache."""
+    key, key_cache, slots, value, value_cache = r.nodes(5)
+    given = r.optional(5, "compress_lens", "compress_seq_offsets", "seq_lens")
+    if r.attribute("scatter_mode", "None") != "None":
+        raise Unmapped
+    mode = r.attribute("cache_mode", "Norm")
+    call = npu.npu_scatter_pa_kv_cache_functional.default
+    both = r.parts(
+        r.call(call, key, value, key_cache, value_cache, slots, **given, cache_mode=mode)
+    )
+    return [r.write(key_cache, both[0]), r.write(value_cache, both[1])]
 
 
 _TABLE: dict[str, Convert] = {
-    "Abs": _unary(aten.abs.default), "Neg": _unary(aten.neg.default),
-    "Exp": _unary(aten.exp.default),
-    "Sqrt": _unary(aten.sqrt.default), "Rsqrt": _unary(aten.rsqrt.default),
-    "Sin": _unary(aten.sin.default),
-    "Cos": _unary(aten.cos.default), "Reciprocal": _unary(aten.reciprocal.default),
-    "Tanh": _unary(aten.tanh.default),
-    "Square": lambda r, op: [r.call(aten.pow.Tensor_Scalar, r.node(op, 0), 2)],
-    "Sigmoid": _unary(aten.sigmoid.default), "Relu": _unary(aten.relu.default),
-    "Silu": _unary(aten.silu.default),
-    "ZerosLike": _unary(aten.zeros_like.default), "OnesLike": _unary(aten.ones_like.default),
-    "Add": _binary(aten.add.Tensor, True), "AddV2": _binary(aten.add.Tensor, True),
-    "Sub": _binary(aten.sub.Tensor, False), "Mul": _binary(aten.mul.Tensor, True),
-    "Div": _binary(aten.div.Tensor, False), "RealDiv": _binary(aten.div.Tensor, False),
-    "FloorMod": _remainder, "Maximum": _extreme(aten.maximum.default),
-    "Minimum": _extreme(aten.minimum.default), "Pow": _pow, "Cast": _cast,
-    "ReduceMean": _reduce(aten.mean.dim), "ReduceSum": _reduce(aten.sum.dim_IntList),
-    "ReduceMax": _reduce(aten.amax.default), "SoftmaxV2": _softmax,
-    "MatMul": _matmul("transpose_x1", "transpose_x2"),
-    "MatMulV2": _matmul("transpose_x1", "transpose_x2"),
-    "MatMulV3": _matmul("transpose_x1", "transpose_x2"), "BatchMatMul": _matmul("adj_x1", "adj_x2"),
-    "BatchMatMulV2": _matmul("adj_x1", "adj_x2"), "TransposeBatchMatMul": _transposed_matmul,
-    "Identity": _alias, "TensorMove": _move, "Reshape": _reshape, "Transpose": _transpose,
-    "TransposeD": _transpose,
-    "Unsqueeze": _unsqueeze, "ExpandDims": _expand_dims, "Squeeze": _squeeze, "SplitV": _split_v,
-    "Split": _split,
-    "ConcatV2": _concat, "ConcatD": _concat, "Pack": _pack, "Unpack": _unpack,
-    "StridedSliceV2": _strided_slice,
-    "BroadcastTo": _broadcast, "Const": _const, "Constant": _const, "Shape": _shape,
-    "Gather": _gather,
-    "GatherV2": _gather, "IndexByTensor": _index, "ScatterNdUpdate": _scatter, "Assign": _assign,
-    "Round": _unary(aten.round.default), "ClipByValueV2": _clip, "FloorDiv": _floor_divide,
-    "Muls": _by_number,
-    "Adds": _by_number, "LpNormV2": _norm, "RepeatInterleave": _repeat_interleave, "Tile": _tile,
-    "StridedSlice": _strided_slice_v1, "Range": _range, "Fill": _fill,
-    "ScatterElements": _scatter_elements,
-    "ScatterUpdate": _scatter_update, "InplaceIndexAdd": _index_add, "Complex": _complex,
-    "Real": _part(0),
-    "Imag": _part(1), **ge_fused_operators.TABLE,
+    **{name: _call(*words) for name, *words in map(str.split, CALLS.strip().splitlines())},
+    "Add": _binary(aten.add.Tensor), "AddV2": _binary(aten.add.Tensor),
+    "Sub": _binary(aten.sub.Tensor, commutes=False), "Mul": _binary(aten.mul.Tensor),
+    "Div": _binary(aten.div.Tensor, commutes=False),
+    "RealDiv": _binary(aten.div.Tensor, commutes=False),
+    "FloorDiv": _floor_divide, "Pow": _pow, "Cast": _cast, "Real": _part(0), "Imag": _part(1),
+    "LpNormV2": _norm, "SoftmaxV2": _softmax, "MatMul": _matmul, "MatMulV2": _matmul,
+    "MatMulV3": _matmul, "BatchMatMul": _matmul, "BatchMatMulV2": _matmul,
+    "TransposeBatchMatMul": _transposed_matmul, "QuantBatchMatmulV3": _quant_matmul,
+    "Identity": lambda r: r.argument(0), "TensorMove": _move, "Reshape": _reshape,
+    "Transpose": _transpose, "TransposeD": _transpose, "Unsqueeze": _unsqueeze,
+    "Squeeze": _squeeze, "SplitV": _split_v, "Split": _split, "ConcatV2": _concat,
+    "ConcatD": _concat, "Pack": _pack, "StridedSliceV2": _strided_slice,
+    "StridedSlice": _strided_slice_v1, "Const": _const, "Constant": _const, "Shape": _shape,
+    "Range": _range, "Fill": _fill, "Gather": _gather, "GatherV2": _gather,
+    "IndexByTensor": _index, "ScatterNdUpdate": _scatter, "ScatterElements": _scatter_elements,
+    "ScatterUpdate": _scatter_update, "InplaceIndexAdd": _index_add, "Assign": _assign,
+    "RotaryMul": _rotary, "RotaryPositionEmbedding": _rotary,
+    "KvRmsNormRopeCache": _kv_rmsnorm_rope_cache, "DynamicQuant": _dynamic_quant,
+    "DynamicQuantV2": _dynamic_quant_v2, "ScatterPaKvCache": _scatter_pa,
 }  # fmt: skip

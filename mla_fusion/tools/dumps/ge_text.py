@@ -8,31 +8,27 @@ from __future__ import annotations
 
 import ast
 import re
-import struct
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from mla_fusion.tools.dumps import dtypes, prototext
-from mla_fusion.tools.dumps.model import Dim, DumpError, Edge, Operator, Value, dim
+import torch
+
+from mla_fusion.tools.dumps import dtypes, names, prototext
+from mla_fusion.tools.dumps.model import (
+    Dim,
+    DumpError,
+    Edge,
+    Operator,
+    Value,
+    dims,
+    operator_at,
+)
 from mla_fusion.tools.dumps.prototext import Message, every, first
 
 _META = re.compile(r"Tensor\(dtype=torch\.(\w+), shape=torch\.Size\(\[([^\]]*)\]")
-_MODEL = (
-    "attr",
-    "input",
-    "output",
-    "versions",
-    "library",
-    "version",
-    "custom_version",
-    "attr_groups",
-)
-_STRUCT = {
-    "float32": "f", "float64": "d", "int8": "b", "uint8": "B", "int16": "h", "int32": "i",
-    "int64": "q", "bool": "?",
-    "uint16": "H", "uint32": "I", "uint64": "Q",
-}  # fmt: skip
+_MODEL = "attr input output versions library version custom_version attr_groups".split()
 
 
 def read(lines: Iterable[str]) -> tuple[list[Operator], str]:
@@ -45,7 +41,8 @@ def read(lines: Iterable[str]) -> tuple[list[Operator], str]:
     names, graphs = [""], 0
     for name, value, line in prototext.top_messages(lines, inside="graph"):
         if name in ("op", "node") and isinstance(value, list):
-            operator = _operator(name, value, line)
+            with operator_at(line):
+                operator = _operator(name, value, line)
             operators.append(_under(names[-1], operator) if graphs > 1 else operator)
         elif name == "graph" and isinstance(value, list):
             graphs += 1
@@ -66,31 +63,41 @@ def _under(graph: str, operator: Operator) -> Operator:
 
 
 def _operator(kind: str, message: Message, line: int) -> Operator:
-    try:
-        return _of_text(message, line) if kind == "op" else _of_pbtxt(message, line)
-    # of a string inside; its own line numbers mean nothing to the reader
-    except DumpError as error:
-        raise DumpError(error.message, line) from None
-    except (TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise DumpError(f"a damaged operator: {error}", line) from None
+    name, type_ = first(message, "name"), first(message, "type" if kind == "op" else "op")
+    if not isinstance(name, str) or not isinstance(type_, str) or not type_:
+        raise DumpError("an operator without a name or a type", line)
+    attributes, inputs, outputs = (_of_text if kind == "op" else _of_pbtxt)(message)
+    roles = _names(attributes, "_input_name_key", inputs)
+    results = _names(attributes, "_output_name_key", outputs)
+    for key in ("_input_name_value", "_output_name_value"):
+        attributes.pop(key, None)
+    if type_ == "Const":
+        prefer_readable(attributes)
+    values = [_value(item) for item in outputs or (inputs[:1] if type_ == "Data" else ())]
+    edges = [edge(str(text)) for text in every(message, "input")]
+    return Operator(name, type_, edges, values, attributes, roles, results, line)
 
 
-def _of_text(message: Message, line: int) -> Operator:
+def _names(attributes: dict[str, Any], key: str, described: list[Message]) -> list[str]:
+    """Of inputs or outputs: those in the attribute, which is taken out, or in the descriptions."""
+    stated = attributes.pop(key, None)
+    if isinstance(stated, list) and stated:
+        return list(map(str, stated))
+    return [str(first(item, "name", "")) for item in described]
+
+
+Described = tuple[dict[str, Any], list[Message], list[Message]]  # attributes, inputs, outputs
+
+
+def _of_text(message: Message) -> Described:
     attributes = {
         str(first(item, "key")): _attribute(first(item, "value", []))
         for item in every(message, "attr")
     }
-    return _assemble(
-        message,
-        "type",
-        line,
-        attributes,
-        every(message, "input_desc"),
-        every(message, "output_desc"),
-    )
+    return attributes, every(message, "input_desc"), every(message, "output_desc")
 
 
-def _of_pbtxt(message: Message, line: int) -> Operator:
+def _of_pbtxt(message: Message) -> Described:
     attributes: dict[str, Any] = {}
     inputs: list[str] = []
     outputs: list[Message] = []
@@ -105,44 +112,12 @@ def _of_pbtxt(message: Message, line: int) -> Operator:
     # The input side repeats what the producer's output side says; it is looked at where that is not
     # so.
     needed = first(message, "op") == "Data" or "_input_name_key" not in attributes
-    return _assemble(
-        message, "op", line, attributes, [_parsed(text) for text in inputs if needed], outputs
-    )
+    return attributes, [_parsed(text) for text in inputs if needed], outputs
 
 
 @lru_cache(maxsize=1 << 14)
 def _parsed(text: str) -> Message:
     return prototext.parse(text)
-
-
-def _assemble(
-    message: Message,
-    kind: str,
-    line: int,
-    attributes: dict[str, Any],
-    inputs: list[Message],
-    outputs: list[Message],
-) -> Operator:
-    name, type_ = first(message, "name"), first(message, kind)
-    if not isinstance(name, str) or not isinstance(type_, str) or not type_:
-        raise DumpError("an operator without a name or a type", line)
-    edges = [edge(str(text)) for text in every(message, "input")]
-    roles = _names(attributes.pop("_input_name_key", None)) or [
-        str(first(item, "name", "")) for item in inputs
-    ]
-    results = _names(attributes.pop("_output_name_key", None)) or [
-        str(first(item, "name", "")) for item in outputs
-    ]
-    for key in ("_input_name_value", "_output_name_value"):
-        attributes.pop(key, None)
-    if type_ == "Const":
-        prefer_readable(attributes)
-    operator = Operator(
-        name, type_, edges, [_value(item) for item in outputs], attributes, roles, results, line
-    )
-    if type_ == "Data" and inputs and not operator.outputs:
-        operator.outputs = [_value(inputs[0])]
-    return operator
 
 
 def prefer_readable(attributes: dict[str, Any]) -> None:
@@ -161,10 +136,6 @@ def prefer_readable(attributes: dict[str, Any]) -> None:
         held["numbers"] or ()
     ):
         attributes["value"] = {**held, "numbers": numbers}
-
-
-def _names(value: Any) -> list[str]:
-    return [str(item) for item in value] if isinstance(value, list) else []
 
 
 def edge(text: str) -> Edge | None:
@@ -201,16 +172,15 @@ def constant(message: Message) -> dict[str, Any]:
 
 
 def numbers(dtype: str, data: bytes) -> list[Any] | None:
-    """What the bytes of a tensor are; None for a dtype without a plain binary form."""
-    if dtype == "bfloat16":
-        return [
-            struct.unpack("<f", b"\0\0" + data[at : at + 2])[0] for at in range(0, len(data) - 1, 2)
-        ]
-    code = _STRUCT.get(dtype)
-    if code is None:
+    """What the bytes of a tensor are; None for a dtype of which torch has no numbers."""
+    known = names.dtype(dtype)
+    if known is None:
         return None
-    size = struct.calcsize(code)
-    return list(struct.unpack(f"<{len(data) // size}{code}", data[: len(data) // size * size]))
+    whole = len(data) // known.itemsize * known.itemsize
+    try:
+        return torch.frombuffer(bytearray(data[:whole]), dtype=known).tolist() if whole else []
+    except (RuntimeError, ValueError, TypeError):
+        return None
 
 
 def _value(message: Message) -> Value:
@@ -221,17 +191,21 @@ def _value(message: Message) -> Value:
     number of elements is right.
     """
     shape = first(message, "shape")
-    sizes: tuple[Dim, ...] | None = (
-        tuple(int(dim) for dim in every(shape, "dim")) if isinstance(shape, list) else None
+    found = described(
+        first(message, "dtype", ""),
+        every(shape, "dim") if isinstance(shape, list) else None,
+        first(message, "layout", ""),
+        first(message, "device_type", ""),
     )
-    dtype = dtypes.from_ge(str(first(message, "dtype", "")))
     meta = next((item for item in every(message, "attr") if first(item, "key") == "_meta"), None)
-    found = _META.match(str(first(first(meta, "value", []), "s", ""))) if meta is not None else None
-    if found is not None:
-        sizes = agreed(sizes, dims(found[2]))
-    return Value(
-        dtype, sizes, str(first(message, "layout", "")), str(first(message, "device_type", ""))
-    )
+    said = _META.match(str(first(first(meta, "value", []), "s", ""))) if meta is not None else None
+    return found if said is None else replace(found, shape=agreed(found.shape, dims(said[2])))
+
+
+def described(dtype: Any, sizes: Any, layout: Any = "", placement: Any = "") -> Value:
+    """What a dump says of a tensor, in GE's words; ``sizes`` is None where it says nothing."""
+    shape = None if sizes is None else tuple(map(int, sizes))
+    return Value(dtypes.from_ge(str(dtype)), shape, str(layout), str(placement))
 
 
 def agreed(sizes: tuple[Dim, ...] | None, meta: tuple[Dim, ...]) -> tuple[Dim, ...]:
@@ -242,9 +216,3 @@ def agreed(sizes: tuple[Dim, ...] | None, meta: tuple[Dim, ...]) -> tuple[Dim, .
         return meta
     fits = len(sizes) == len(meta) and all(a in (b, -1) for a, b in zip(sizes, meta, strict=True))
     return meta if fits else sizes
-
-
-def dims(text: str) -> tuple[Dim, ...]:
-    """The sizes in ``[s0, 1024]`` as torch prints them."""
-    parts = [part.strip() for part in text.split(",") if part.strip()]
-    return tuple(map(dim, parts))

@@ -10,13 +10,18 @@ from operator import getitem
 from typing import Any
 
 import torch
-from torch import nn
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from mla_fusion.compat import tree_leaves, tree_structure
-from mla_fusion.tools.dumps import Dump, Operator, Value, budget, names
+from mla_fusion.tools.dumps import Dump, Edge, Operator, Value, budget, dtypes, names
+from mla_fusion.tools.dumps.builder import Builder
 from mla_fusion.tools.dumps.prologues import is_prologue
-from mla_fusion.tools.dumps.symbols import Tensors
+
+aten = torch.ops.aten
+_REINDEXED = (
+    aten.reshape.default, aten.unsqueeze.default, aten.squeeze.dims, aten.slice.Tensor,
+    aten.select.int,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -47,89 +52,114 @@ class Unmapped(Exception):
     """A GE operator, or a use of one, that has no counterpart here."""
 
 
-class OperatorReader:
-    """What the functions of ``ge_operators`` work with: arguments of the operator at hand, and
-    ``call``.
+class OperatorReader(Builder):
+    """What the functions of ``ge_operators`` work with: arguments of ``operator``, the one at hand,
+    and ``call``.
     """
 
     def __init__(self, dump: Dump) -> None:
-        self.dump = dump
-        self.tensors = Tensors()
-        self.graph = Graph()
-        self.root = nn.Module()
-        self.results: dict[tuple[str, int], Result] = {}
+        super().__init__(dump)
+        self.operator = Operator("", "")
+        self.results: dict[Edge | None, Result] = {}
         self.rows: dict[Node, Rows] = {}
         self.written: dict[Node, Node] = {}
         self.copied: set[Node] = set()  # inputs that a TensorMove keeps from being written
-        self.unmapped: Counter[str] = Counter()
         self.boxed: Counter[str] = Counter()
-        self.lost = 0
-        self.escaped: dict[Node, None] = {}  # read by something that is not in the graph
-        self._name = self._source = ""
         self._known: dict[object, Any] = {}
 
     # -- arguments
 
-    def argument(self, operator: Operator, place: int) -> Node | Constant:
-        """Raises KeyError where the argument is unknown, IndexError where there is none."""
-        edge = operator.inputs[place]
-        found = self.results.get((edge.producer, edge.index)) if edge is not None else None
+    def argument(self, place: int, operator: Operator | None = None) -> Node | Constant:
+        """Of the operator at hand, or of another one. Raises KeyError where it is unknown,
+        IndexError where there is none.
+        """
+        found = self.results.get((operator or self.operator).inputs[place])
         if found is None:
             raise KeyError(place)
         return found
 
-    def node(self, operator: Operator, place: int) -> Node:
-        return self.as_node(self.argument(operator, place))
+    def node(self, place: int, operator: Operator | None = None) -> Node:
+        return self.as_node(self.argument(place, operator))
+
+    def nodes(self, count: int) -> list[Node]:
+        """The first arguments."""
+        return [self.node(place) for place in range(count)]
 
     def as_node(self, found: Node | Constant) -> Node:
         """A constant becomes a tensor of the graph."""
         if isinstance(found, Node):
             return found
-        dtype = names.dtype(found.dtype)
-        if dtype is None or not all(isinstance(number, (int, float)) for number in found.numbers):
+        if not all(isinstance(number, (int, float)) for number in found.numbers):
             raise Unmapped
         name = f"constant_{sum(1 for _ in self.root.buffers())}"
-        self.root.register_buffer(
-            name, torch.tensor(found.numbers, dtype=dtype).reshape(found.shape)
-        )
-        node = self.graph.get_attr(name)
-        node.meta["val"] = self.tensors.of(Value(found.dtype, found.shape))
-        return node
+        content = torch.tensor(found.numbers, dtype=known_dtype(found.dtype)).reshape(found.shape)
+        self.root.register_buffer(name, content)
+        value = self.tensors.of(Value(found.dtype, found.shape))
+        return self.add(None, "get_attr", name, value=value)
 
-    def has(self, operator: Operator, place: int) -> bool:
-        return place < len(operator.inputs) and operator.inputs[place] is not None
+    def has(self, place: int) -> bool:
+        return self.operator.input(place) is not None
 
-    def numbers(self, operator: Operator, place: int) -> list[Any]:
+    def producer(self, place: int, operator: Operator | None = None) -> Operator:
+        """The operator that makes an argument; the reader itself where nothing is given."""
+        operator = operator or self.operator
+        edge = operator.inputs[place]
+        return operator if edge is None else self.dump.producer(edge)
+
+    def numbers(self, place: int) -> list[Any]:
         """The numbers of a constant argument."""
-        found = self.argument(operator, place)
+        found = self.argument(place)
         if not isinstance(found, Constant):
             raise Unmapped
         return list(found.numbers)
 
-    def number(self, operator: Operator, place: int) -> Any:
-        (found,) = self.numbers(operator, place)
+    def number(self, place: int) -> Any:
+        (found,) = self.numbers(place)
         return found
+
+    def optional(self, first: int, *names: str) -> dict[str, Node]:
+        """Optional arguments from place ``first`` on, by the names that torch_npu gives them."""
+        return {
+            name: self.node(place) for place, name in enumerate(names, first) if self.has(place)
+        }
+
+    def attribute(self, name: str, default: Any = None) -> Any:
+        """An attribute, of its default's type; without a default it raises KeyError where it is not
+        given.
+        """
+        attributes = self.operator.attributes
+        return attributes[name] if default is None else type(default)(attributes.get(name, default))
+
+    def dtype_name(self, attribute: str, default: int | None = None) -> str:
+        """torch's name; ``default``: GE's number of the dtype where the attribute is left out."""
+        stated = self.operator.attributes.get(attribute, default)
+        return dtypes.from_number(stated) if isinstance(stated, int) else str(stated)
+
+    def dtype(self, attribute: str, default: int | None = None) -> torch.dtype:
+        return known_dtype(self.dtype_name(attribute, default))
 
     # -- results
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
-        """A call of the graph. Raises Unmapped where torch refuses it."""
+        """A call of the graph. Raises Unmapped where torch refuses it. What is known of the rows of
+        a tensor holds of what is another shape, or a part, of it.
+        """
         value = self._value(target, args, kwargs)
-        node = self.graph.create_node(
-            "call_function", target, args, kwargs, name=self._name or None
-        )
-        node.meta["val"] = value
-        if self._source:
-            node.meta["stack_trace"] = self._source
+        node = self.add(self.operator, "call_function", target, args, kwargs, value)
+        if target in _REINDEXED and args[0] in self.rows:
+            self.rows[node] = self.rows[args[0]]
         return node
+
+    def parts(self, node: Node) -> list[Node]:
+        """The results of a call that gives several."""
+        return [self.call(getitem, node, index) for index in range(len(node.meta["val"]))]
 
     def _value(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What torch says of the result. Layers ask the same again and again."""
         values, options = torch.fx.node.map_arg((args, kwargs), lambda node: node.meta["val"])
-        leaves = tree_leaves((values, options))
         key = (
             target,
-            tuple(_described(leaf) for leaf in leaves),
+            tuple(_described(leaf) for leaf in tree_leaves((values, options))),
             str(tree_structure((values, options))),
         )
         if key not in self._known:
@@ -140,15 +170,6 @@ class OperatorReader:
             except budget.Refused:
                 raise Unmapped(f"torch refuses the operands of {target}") from None
         return self._known[key]
-
-    def view(self, target: Any, source: Node, *args: Any) -> Node:
-        """A call that re-indexes ``source``; what is known of the source's rows holds of the
-        result.
-        """
-        node = self.call(target, source, *args)
-        if source in self.rows:
-            self.rows[node] = self.rows[source]
-        return node
 
     def write(self, var: Node, result: Node) -> Node:
         """``result`` is what ``var`` holds after a write; where that is an input itself, the input
@@ -161,28 +182,31 @@ class OperatorReader:
                 self.written[rows.placeholder] = result
         return result
 
-    def opaque(self, operator: Operator) -> list[Result]:
-        """An operator that stays a black box, its results as the dump describes them."""
-        inputs = [
-            self.results.get((edge.producer, edge.index))
-            for edge in operator.inputs
-            if edge is not None
-        ]
-        nodes = tuple(found for found in inputs if isinstance(found, Node))
+    def opaque(self) -> list[Result]:
+        """The operator stays a black box, its results as the dump describes them."""
+        operator = self.operator
+        found = [self.results.get(edge) for edge in operator.inputs]
+        nodes = tuple(one for one in found if isinstance(one, Node))
         values = [self.tensors.of(value) for value in operator.outputs]
         if not nodes or all(value is None for value in values):
             raise KeyError(operator.name)
         if not is_prologue(operator.type):
             self.boxed[operator.type] += 1
-        box = self.graph.create_node("call_method", "unknown", nodes, name=self._name)
-        box.meta["val"] = tuple(values)
-        results: list[Result] = []
-        for index, value in enumerate(values):
-            node = self.graph.call_function(getitem, (box, index)) if value is not None else None
-            if node is not None:
-                node.meta["val"] = value
-            results.append(node)
-        return results
+        box = self.add(operator, *self.BOX, nodes, value=tuple(values))
+        return [
+            None
+            if value is None
+            else self.add(None, "call_function", getitem, (box, index), value=value)
+            for index, value in enumerate(values)
+        ]
+
+
+def known_dtype(name: str) -> torch.dtype:
+    """torch's dtype of that name. Raises Unmapped where there is none."""
+    found = names.dtype(name)
+    if found is None:
+        raise Unmapped
+    return found
 
 
 def _described(leaf: Any) -> object:

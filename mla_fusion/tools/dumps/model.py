@@ -4,16 +4,21 @@ stand in the file.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from heapq import heappop, heappush
+from itertools import pairwise
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 Dim = int | str  # a symbol's name, an expression of symbols, or -1 where only "dynamic" is known
 
+Item = TypeVar("Item")
 _DIGITS = 19  # of the largest size
 
 
@@ -21,6 +26,17 @@ def dim(text: str) -> Dim:
     """A size as text: its number, or the expression that it is."""
     digits = text.removeprefix("-")
     return int(text) if digits.isascii() and digits.isdigit() and len(digits) <= _DIGITS else text
+
+
+def dims(text: str) -> tuple[Dim, ...]:
+    """Sizes between commas that stand outside parentheses, as in ``s0, Max(1, s0)``."""
+    depth, ends = 0, [-1]
+    for place, letter in enumerate(text):
+        depth += (letter == "(") - (letter == ")")
+        if letter == "," and depth == 0:
+            ends.append(place)
+    parts = [text[start + 1 : end].strip() for start, end in pairwise([*ends, len(text)])]
+    return tuple(dim(part) for part in parts if part)
 
 
 _BITS = {"int4": 4, "uint1": 1, "bool": 8}
@@ -36,6 +52,19 @@ class DumpError(ValueError):
     ) -> None:
         self.message, self.line, self.offset, self.path = message, line, offset, path
         super().__init__(f"{path or 'dump'}:{line}: {message} (offset {offset})")
+
+
+@contextmanager
+def operator_at(line: int) -> Iterator[None]:
+    """Errors in what an operator holds are told with its line: strings in it have lines of their
+    own.
+    """
+    try:
+        yield
+    except DumpError as error:
+        raise DumpError(error.message, line) from None
+    except (TypeError, ValueError, AttributeError, OverflowError, KeyError) as error:
+        raise DumpError(f"a damaged operator: {error}", line) from None
 
 
 class NotRebuilt(ValueError):
@@ -92,6 +121,9 @@ class Edge:
         return self.producer if self.index == 0 else f"{self.producer}:{self.index}"
 
 
+_SOURCE = re.compile(r"(.+?):(\d+) in (.*?)(?:: |$)(.*)", re.DOTALL)
+
+
 @dataclass(eq=False, slots=True)
 class Operator:
     """One operator. An input is None where an optional one is not given.
@@ -117,14 +149,13 @@ class Operator:
         """``source`` in the words of Python's tracebacks, as nodes of a graph carry it; "" where
         there is none.
         """
-        where, _, rest = self.source.partition(" in ")
-        file, _, line = where.rpartition(":")
-        function, _, code = rest.partition(": ")
-        return (
-            f'File "{file}", line {line}, in {function}\n    {code}'
-            if file and line.isdigit()
-            else ""
-        )
+        found = _SOURCE.match(self.source)
+        return found.expand(r'File "\1", line \2, in \3\n    \4') if found is not None else ""
+
+    @property
+    def output(self) -> Value:
+        """Its first result, as far as the dump tells."""
+        return self.outputs[0] if self.outputs else Value()
 
     def input(self, place: int) -> Edge | None:
         """What it reads at a place; None where the dump gives it nothing there."""
@@ -172,6 +203,34 @@ class Dump:
                 if edge is not None:
                     found[edge.producer].append((operator, place))
         return found
+
+    @cached_property
+    def ordered(self) -> list[Operator]:
+        """Each operator behind what it reads, else as in the file; those of a circle, and what
+        reads one, are left out.
+        """
+        place = {operator.name: index for index, operator in enumerate(self.operators)}
+        missing = {
+            operator.name: sum(edge is not None for edge in operator.inputs)
+            for operator in self.operators
+        }
+        ready = [place[name] for name, count in missing.items() if not count]
+        found = []
+        while ready:
+            found.append(self.operators[heappop(ready)])
+            for reader, _ in self.readers[found[-1].name]:
+                missing[reader.name] -= 1
+                if not missing[reader.name]:
+                    heappush(ready, place[reader.name])
+        return found
+
+    @cached_property
+    def places(self) -> dict[str, int]:
+        """Where each operator stands in that order; those of a circle, and behind one, last."""
+        return {
+            operator.name: place
+            for place, operator in enumerate(dict.fromkeys([*self.ordered, *self.operators]))
+        }
 
     @cached_property
     def counts(self) -> Counter[str]:
@@ -222,6 +281,17 @@ class Dump:
                         operator.line,
                     )
         return self
+
+
+def reached(starts: Iterable[Item], beyond: Callable[[Item], Iterable[Item]]) -> set[Item]:
+    """``starts``, and all that is found by going on ``beyond`` each."""
+    found = set(starts)
+    todo = list(found)
+    while todo:
+        more = set(beyond(todo.pop())) - found
+        found |= more
+        todo += more
+    return found
 
 
 def _bits(dtype: str) -> int | None:

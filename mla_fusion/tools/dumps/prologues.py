@@ -77,11 +77,6 @@ def roles_of(dump: Dump, operator: Operator) -> list[str]:
     return operator.roles or list(_GE[operator.type].ge_inputs)
 
 
-def result_of(kind: str, role: str) -> int:
-    """Which result of a GE prologue operator is the cache of this role afterwards."""
-    return _GE[kind].ge_results.index(role)
-
-
 def _fx_roles(operator: Operator) -> list[str]:
     """The schema's name of each input; its place where the operator is not known here."""
     target = names.target(operator.type)

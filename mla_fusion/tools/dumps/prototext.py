@@ -19,7 +19,6 @@ Message = list[Field]
 _VALUE = r"""(?:"((?:[^"\\]|\\.)*)"|'((?:[^'\\]|\\.)*)'|([-+.\w]+))"""
 # no two \s* side by side: linear
 _LINE = re.compile(rf"\s*(?:(\w+)\s*(?::\s*(?:{_VALUE}|(\{{))|(\{{))|(\}}))")
-_WHOLE = re.compile(rf"{_LINE.pattern}\s*$")
 _REST = re.compile(r"\s*[;,]?\s*(?:#.*\s*)?")
 _ESCAPE = re.compile(r"\\(?:([0-7]{1,3})|x([0-9a-fA-F]{1,2})|(.))", re.DOTALL)
 _NAMED = {"n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "f": "\f", "v": "\v"}
@@ -89,24 +88,8 @@ class _Mark:
 _OPEN, _CLOSE = _Mark(), _Mark()
 
 
-def _tokens(line: str, number: int, offset: int) -> Iterable[tuple[str, Any, int]]:
-    """(field, value, place in the line); nearly every line holds one."""
-    found = _WHOLE.match(line)
-    return (_token(found, 0),) if found is not None else _several(line, number, offset)
-
-
-def _token(found: re.Match[str], place: int) -> tuple[str, Any, int]:
-    name, double, single, bare, message, opens, closes = found.groups()
-    if bare is not None:
-        return name, _number(bare), place
-    if message or opens:
-        return name, _OPEN, place
-    if closes:
-        return "", _CLOSE, place
-    return name, unescape(double if double is not None else single), place
-
-
-def _several(line: str, number: int, offset: int) -> Iterator[tuple[str, Any, int]]:
+def _tokens(line: str, number: int, offset: int) -> Iterator[tuple[str, Any, int]]:
+    """(field, value, place in the line)."""
     place = 0
     while True:
         rest = _REST.match(line, place)
@@ -118,7 +101,15 @@ def _several(line: str, number: int, offset: int) -> Iterator[tuple[str, Any, in
             raise DumpError(
                 f"not protobuf text: {line[place : place + 40].strip()!r}", number, offset + place
             )
-        yield _token(found, place)
+        name, double, single, bare, message, opens, closes = found.groups()
+        if bare is not None:
+            yield name, _number(bare), place
+        elif message or opens:
+            yield name, _OPEN, place
+        elif closes:
+            yield "", _CLOSE, place
+        else:
+            yield name, unescape(single if double is None else double), place
         place = found.end()
 
 

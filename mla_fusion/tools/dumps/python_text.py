@@ -6,26 +6,26 @@ from __future__ import annotations
 
 import ast
 import warnings
+from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
-from mla_fusion.tools.dumps.model import DumpError, Edge
+from mla_fusion.tools.dumps.model import DumpError, Edge, Operator
+
+_WORDS = ("inf", "nan", "true", "false", "Ellipsis")
 
 
-def parse(text: str, first_line: int = 1) -> ast.Module:
-    """The syntax tree. Raises DumpError where there is none; ``first_line`` is the text's place in
-    its file.
-    """
+def parse(text: str) -> ast.Module:
+    """The syntax tree. Raises DumpError where there is none."""
     try:
         with warnings.catch_warnings():
             # of literals that are legal and odd, as damage makes them
             warnings.simplefilter("ignore")
             return ast.parse(text)
     except SyntaxError as error:
-        line = (error.lineno or 1) - 1
-        offset = sum(len(item) + 1 for item in text.split("\n")[:line]) + (error.offset or 1) - 1
-        raise DumpError(f"not a whole listing: {error.msg}", first_line + line, offset) from None
+        raise DumpError(f"not a whole listing: {error.msg}", error.lineno or 1) from None
     except (ValueError, RecursionError, MemoryError, OverflowError) as error:
-        raise DumpError(f"not a listing: {error}", first_line) from None
+        raise DumpError(f"not a listing: {error}", 1) from None
 
 
 class Word(str):
@@ -43,61 +43,77 @@ def dotted(node: ast.AST) -> str:
     return ".".join([node.id, *reversed(parts)]) if isinstance(node, ast.Name) else ""
 
 
-def value(node: ast.AST, names: dict[str, Edge]) -> Any:
-    """A literal, a list, an :class:`Edge` for a known name, a :class:`Word` for a dotted one."""
-    if isinstance(node, ast.Constant):
-        return node.value
-    if isinstance(node, ast.Name):
-        return names[node.id] if node.id in names else _word(node, node.id)
-    if isinstance(node, ast.Attribute):
-        return Word(dotted(node)) if dotted(node) else _refuse(node)
-    if isinstance(node, ast.List):
-        return [value(item, names) for item in node.elts]
-    if isinstance(node, ast.Tuple):
-        return tuple(value(item, names) for item in node.elts)
-    if isinstance(node, ast.Dict) and all(isinstance(key, ast.Constant) for key in node.keys):
-        pairs = zip(node.keys, node.values, strict=True)
-        return {value(key, names): value(item, names) for key, item in pairs if key is not None}
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return _negative(node, names)
-    if isinstance(node, ast.Call):
-        return _constructor(node, names)
-    return _refuse(node)
+class Reader:
+    """What the readers of both listings do: literals, names, and where in the model a line comes
+    from.
 
-
-def _negative(node: ast.UnaryOp, names: dict[str, Edge]) -> Any:
-    found = value(node.operand, names)
-    if isinstance(found, Word):
-        return Word(f"-{found}")
-    return -found if isinstance(found, (int, float, complex)) else _refuse(node)
-
-
-def _constructor(node: ast.Call, names: dict[str, Edge]) -> Any:
-    """``device(type='npu', index=0)``, ``tensor([1, 2])``, ``slice(None, 3)``: by name and
-    arguments.
+    source_of  what the comment on a line says of that, "" for any other line
     """
-    name = dotted(node.func).rpartition(".")[2]
-    arguments = [value(item, names) for item in node.args]
-    options = {item.arg: value(item.value, names) for item in node.keywords if item.arg}
-    if name == "device":
-        where = options.get("type", arguments[0] if arguments else "cpu")
-        return Word(f"device:{where}")
-    if name == "slice":
-        return slice(*arguments) if 1 <= len(arguments) <= 3 else _refuse(node)
-    if name in ("tensor", "Size", "array", "float", "int", "bool") and arguments:
-        return arguments[0]
-    return _refuse(node)
+
+    def __init__(self, text: str, source_of: Callable[[str], str]) -> None:
+        self.operators: list[Operator] = []
+        self.names: dict[str, Edge] = {}
+        lines = map(source_of, text.split("\n"))
+        self._sources = list(accumulate(lines, lambda last, new: new or last, initial=""))
+
+    def source(self, node: ast.stmt | ast.expr | ast.arg) -> str:
+        """What the last comment above says."""
+        return self._sources[min(node.lineno, len(self._sources)) - 1]
+
+    def value(self, node: ast.AST | None) -> Any:
+        """A literal, a list, an :class:`Edge` for a known name, a :class:`Word` for a dotted
+        one.
+        """
+        match node:
+            case None:
+                return None
+            case ast.Constant(value=found):
+                return found
+            case ast.Name(id=name) if name in self.names:
+                return self.names[name]
+            case ast.Name(id=name) if name in _WORDS:
+                return Word(name)
+            case ast.Name(id=name):
+                raise DumpError(f"{name!r} is not defined", node.lineno)
+            case ast.Attribute() if name := dotted(node):
+                return Word(name)
+            case ast.List(elts=items):
+                return [self.value(item) for item in items]
+            case ast.Tuple(elts=items):
+                return tuple(self.value(item) for item in items)
+            case ast.Dict(keys=keys) if all(isinstance(key, ast.Constant) for key in keys):
+                return dict(zip(map(self.value, keys), map(self.value, node.values), strict=True))
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                found = self.value(operand)
+                if isinstance(found, (Word, int, float, complex)):
+                    return Word(f"-{found}") if isinstance(found, Word) else -found
+            case ast.Call():
+                return self.constructed(node)
+        raise unexpected(node)
+
+    def constructed(self, node: ast.Call) -> Any:
+        """``device(type='npu', index=0)``, ``tensor([1, 2])``, ``slice(None, 3)``: by name and
+        arguments.
+        """
+        arguments, options = self.arguments(node)
+        match dotted(node.func).rpartition(".")[2]:
+            case "device":
+                where = options.get("type", arguments[0] if arguments else "cpu")
+                return Word(f"device:{where}")
+            case "slice" if 1 <= len(arguments) <= 3:
+                return slice(*arguments)
+            case "tensor" | "Size" | "array" | "float" | "int" | "bool" if arguments:
+                return arguments[0]
+        raise unexpected(node)
+
+    def arguments(self, node: ast.Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What a call is given, by place and by name."""
+        options = {item.arg: self.value(item.value) for item in node.keywords if item.arg}
+        return tuple(map(self.value, node.args)), options
 
 
-def _word(node: ast.AST, name: str) -> Any:
-    known = name in ("inf", "nan", "true", "false", "Ellipsis")
-    return Word(name) if known else _refuse(node, f"{name!r} is not defined")
-
-
-def _refuse(node: ast.AST, why: str = "") -> Any:
-    raise DumpError(
-        why or f"unexpected {type(node).__name__} in the listing", getattr(node, "lineno", 0)
-    )
+def unexpected(node: ast.AST | None) -> DumpError:
+    return DumpError(f"unexpected {type(node).__name__} in the listing", getattr(node, "lineno", 0))
 
 
 def edges_in(found: Any) -> list[Edge]:

@@ -4,19 +4,20 @@ stands beside it.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import nn
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
 import mla_fusion.ops  # noqa: F401  # npu:: operators, where torch_npu has not defined them
 from mla_fusion.compat import C_FUNCTIONS, FakeTensor, tree_leaves
 from mla_fusion.tools.dumps import Dump, Edge, Operator, budget, names
+from mla_fusion.tools.dumps.builder import Builder
 from mla_fusion.tools.dumps.fx_text import METHOD
 from mla_fusion.tools.dumps.model import NotRebuilt
 from mla_fusion.tools.dumps.python_text import Word
-from mla_fusion.tools.dumps.symbols import Tensors
 
 
 def rebuild(dump: Dump) -> tuple[GraphModule, list[str]]:
@@ -31,59 +32,46 @@ def rebuild(dump: Dump) -> tuple[GraphModule, list[str]]:
             f"line {early.line} calls {early.type}: this is the graph before AOT autograd; "
             "the pass reads the one after it, 000_aot_forward_graph.txt of TORCH_COMPILE_DEBUG=1"
         )
-    with budget.limited(len(dump.operators)) as spent:
-        return _Rebuilder(dump, spent).graph_module()
+    return _Rebuilder(dump).graph_module()
 
 
-class _Rebuilder:
-    def __init__(self, dump: Dump, spent: budget.Budget) -> None:
-        self.dump = dump
-        self.spent = spent
-        self.tensors = Tensors()
-        self.graph = Graph()
-        self.root = nn.Module()
+class _Rebuilder(Builder):
+    def __init__(self, dump: Dump) -> None:
+        super().__init__(dump)
         self.nodes: dict[str, Node] = {}
-        self.unknown: dict[str, int] = {}
         self.constants: list[str] = []
 
-    def graph_module(self) -> tuple[GraphModule, list[str]]:
-        for operator in self.dump.operators:
-            self.spent.line = operator.line
-            self.nodes[operator.name] = self._node(operator)
-        self._check()
-        return GraphModule(self.root, self.graph), self._remarks()
+    def take(self, operator: Operator) -> None:
+        self.nodes[operator.name] = self._node(operator)
 
     def _node(self, operator: Operator) -> Node:
-        if operator.type == "placeholder":
-            return self._described(self.graph.placeholder(operator.name), operator)
         args, kwargs = operator.call or ((), {})
-        if operator.type == "output":
-            return self.graph.output(self._data(args[0]))
-        if operator.type == "get_attr":
-            return self._attribute(operator, args[0])
-        target = names.target(operator.type)
+        match operator.type:
+            case "placeholder":
+                return self._described(operator, "placeholder", operator.name)
+            case "output":
+                return self.graph.output(self._data(args[0]))
+            case "get_attr":
+                return self._attribute(operator, args[0])
         try:
             args, kwargs = self._data(args), self._data(kwargs)
         except names.Unknown as unknown:
             return self._opaque(operator, f"{operator.type} of {unknown}")
         if operator.type == "alias" and isinstance(args[0], Node):
             return args[0]
+        target = names.target(operator.type)
         if target is None:
-            return self._opaque(operator)
-        node = self.graph.create_node("call_function", target, args, kwargs, name=operator.name)
-        return self._described(node, operator)
+            return self._opaque(operator, operator.type)
+        return self._described(operator, "call_function", target, args, kwargs)
 
-    def _opaque(self, operator: Operator, called: str = "") -> Node:
-        """An operator unknown here: a method call is what every walk of the pass stops at."""
-        self.unknown[called or operator.type] = self.unknown.get(called or operator.type, 0) + 1
+    def _opaque(self, operator: Operator, called: str) -> Node:
+        self.unmapped[called] += 1
         inputs = tuple(self.nodes[edge.producer] for edge in operator.inputs if edge is not None)
         if not inputs:
             raise NotRebuilt(
                 f"line {operator.line}: {operator.type} is not known here and reads nothing"
             )
-        return self._described(
-            self.graph.create_node("call_method", "unknown", inputs, name=operator.name), operator
-        )
+        return self._described(operator, *self.BOX, inputs)
 
     def _attribute(self, operator: Operator, path: str) -> Node:
         value = self.tensors.of(operator.outputs[0])
@@ -93,56 +81,49 @@ class _Rebuilder:
             if folder not in owner._modules:
                 owner.add_module(folder, nn.Module())
             owner = getattr(owner, folder)
-        held = (
-            None
-            if value is None
-            else torch.empty(_numbers(value.shape), dtype=value.dtype, device="meta")
-        )
         if name not in owner._buffers:
+            held = None
+            if value is not None:
+                sizes = [size if isinstance(size, int) else 1 for size in value.shape]
+                held = torch.empty(sizes, dtype=value.dtype, device="meta")
             owner.register_buffer(name, held)
         self.constants.append(path)
-        return self._described(
-            self.graph.create_node("get_attr", path, name=operator.name), operator
-        )
+        return self._described(operator, "get_attr", path)
 
-    def _described(self, node: Node, operator: Operator) -> Node:
+    def _described(
+        self,
+        operator: Operator,
+        kind: str,
+        target: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Node:
         value = self.tensors.of(operator.outputs[0])
-        if value is None and node.op == "call_function":
+        node = self.add(operator, kind, target, args, kwargs, value)
+        if value is None and kind == "call_function":
             value = self._computed(node)
-        if value is not None:
-            node.meta["val"] = value
-        if operator.stack_trace:
-            node.meta["stack_trace"] = operator.stack_trace
+            if value is not None:
+                node.meta["val"] = value
         return node
 
     def _computed(self, node: Node) -> Any:
-        """What torch says the operator returns: listings write no annotation on a tuple."""
+        """What torch says the operator returns: listings write no annotation on a tuple. Where it
+        says nothing, the readers of the parts tell their shapes.
+        """
         missing = object()
         args, kwargs = torch.fx.node.map_arg(
             (node.args, node.kwargs), lambda arg: arg.meta.get("val", missing)
         )
-        if not names.computable(node.target, args, kwargs):
-            return self._gathered(node)
-        try:
-            return budget.called(self.tensors.mode, node.target, args, kwargs)
-        except budget.Refused:  # the readers of its parts then tell the shapes
-            return self._gathered(node)
-
-    def _gathered(self, node: Node) -> Any:
+        if names.computable(node.target, args, kwargs):
+            with suppress(budget.Refused):
+                return budget.called(self.tensors.mode, node.target, args, kwargs)
         parts = {}
         for reader, _ in self.dump.readers[node.name]:
-            if (
-                reader.type == "getitem"
-                and reader.call is not None
-                and isinstance(reader.call[0][1], int)
-            ):
-                parts[reader.call[0][1]] = self.tensors.of(reader.outputs[0])
+            place = reader.call[0][1] if reader.type == "getitem" and reader.call else None
+            if isinstance(place, int):
+                parts[place] = self.tensors.of(reader.outputs[0])
         last = max(parts, default=-1)
-        return (
-            tuple(parts.get(index) for index in range(last + 1))
-            if 0 <= last < names.MOST_PARTS
-            else None
-        )
+        return tuple(map(parts.get, range(last + 1))) if 0 <= last < names.MOST_PARTS else None
 
     def _data(self, found: Any) -> Any:
         if isinstance(found, Edge):
@@ -159,24 +140,24 @@ class _Rebuilder:
             return slice(*(self._data(item) for item in (found.start, found.stop, found.step)))
         return found
 
-    def _check(self) -> None:
+    def finish(self) -> None:
         for node in self.graph.nodes:
             if node.op != "output" and node.users and node.meta.get("val") is None:
                 line = self.dump.by_name[node.name].line if node.name in self.dump.by_name else 0
                 raise NotRebuilt(f"line {line}: the dump does not tell the shape of {node.name}")
 
-    def _remarks(self) -> list[str]:
-        remarks = [
+    def remarks(self) -> list[str]:
+        told = [
             f"the operator {name} is unknown here: the pass does not look inside ({count} calls)"
-            for name, count in self.unknown.items()
+            for name, count in self.unmapped.items()
         ]
         if self.constants:
             few = ", ".join(self.constants[:3]) + (", .." if len(self.constants) > 3 else "")
-            remarks.append(
-                f"the dump holds no values of constants ({few}); what depends on them "
-                "is not recognised"
+            told.append(
+                f"the dump holds no values of constants ({few}); what depends on them is not "
+                "recognised"
             )
-        return remarks
+        return told
 
 
 def contradiction(gm: GraphModule) -> tuple[Node, str] | None:
@@ -223,7 +204,3 @@ def _said(leaves: list[Any]) -> str:
         if hasattr(leaf, "shape")
     )
     return ", ".join(shapes)
-
-
-def _numbers(shape: Any) -> list[int]:
-    return [size if isinstance(size, int) else 1 for size in shape]

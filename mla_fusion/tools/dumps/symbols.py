@@ -101,10 +101,6 @@ class Tensors:
                 self._made[dim] = None
         return self._made[dim]
 
-    def fresh(self, name: str) -> Any:
-        """The size of a dimension that the dump calls dynamic without naming it."""
-        return self._symbol(name)
-
     def _evaluate(self, node: ast.AST) -> Any:
         if isinstance(node, ast.Constant) and isinstance(node.value, int) and node.value < _LARGEST:
             return node.value

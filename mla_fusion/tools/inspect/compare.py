@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Set
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from mla_fusion.report import text_tables
@@ -51,11 +51,7 @@ class Difference:
 
     def to_json(self) -> str:
         """Both sides' changes as JSON text."""
-        data: dict[str, Any] = {"equal": self.equal, "first": self.first, "second": self.second}
-        for side in ("removed", "added"):
-            data[side] = [vars(change) for change in getattr(self, side)]
-        data["rewired"] = self.rewired
-        return json.dumps(data, indent=2, default=str)
+        return json.dumps({"equal": self.equal, **asdict(self)}, indent=2, default=str)
 
     def __str__(self) -> str:
         if self.equal:
@@ -98,17 +94,17 @@ def diff(first: Dump, second: Dump) -> Difference:
     by_attributes = (first.format == "python") == (second.format == "python")
     sides = [_Side(first, by_attributes), _Side(second, by_attributes)]
     pairs = _pair(*sides)
-    back = {after: before for before, after in pairs.items()}
+    partners = set(pairs.values())
     rewired = [
         (first.by_name[before].type, before, after)
         for before, after in pairs.items()
-        if not _wired_alike(sides[0], sides[1], before, after, pairs)
+        if not _wired_alike(first.by_name[before], second.by_name[after], pairs, partners)
     ]
     return Difference(
         str(first.path),
         str(second.path),
         [_change(op) for op in first.operators if op.name not in pairs],
-        [_change(op) for op in second.operators if op.name not in back],
+        [_change(op) for op in second.operators if op.name not in partners],
         rewired,
     )
 
@@ -119,33 +115,15 @@ def _change(operator: Operator) -> Change:
 
 
 class _Side:
-    """One graph with the digests of its operators, from coarse to fine."""
+    """One graph with the digests of its operators: what each is, and what it computes."""
 
     def __init__(self, dump: Dump, by_attributes: bool) -> None:
         self.dump = dump
         self.own = {operator.name: _own(operator, by_attributes) for operator in dump.operators}
-        self.meant = self._downwards()
-
-    def _downwards(self) -> dict[str, str]:
-        """What each operator computes: inputs are settled before their readers."""
-        waiting = {
-            op.name: sum(edge is not None for edge in op.inputs) for op in self.dump.operators
-        }
-        ready = deque(name for name, count in waiting.items() if not count)
-        found = dict(self.own)
-        while ready:
-            name = ready.popleft()
-            operator = self.dump.by_name[name]
-            inputs = [
-                None if edge is None else (found[edge.producer], edge.index)
-                for edge in operator.inputs
-            ]
-            found[name] = _digest(self.own[name], inputs)
-            for reader, _ in self.dump.readers[name]:
-                waiting[reader.name] -= 1
-                if not waiting[reader.name]:
-                    ready.append(reader.name)
-        return found
+        self.meant = dict(self.own)
+        for operator in dump.ordered:
+            inputs = _inputs(operator, self.meant)
+            self.meant[operator.name] = _digest(self.own[operator.name], inputs)
 
     def refined(self, digests: dict[str, str]) -> dict[str, str]:
         """One round: the digest, those of the inputs in order, those of the readers in any
@@ -153,15 +131,25 @@ class _Side:
         """
         found = {}
         for operator in self.dump.operators:
-            inputs = [
-                None if edge is None else (digests[edge.producer], edge.index)
-                for edge in operator.inputs
-            ]
-            readers = sorted(
-                (digests[reader.name], place) for reader, place in self.dump.readers[operator.name]
-            )
-            found[operator.name] = _digest(digests[operator.name], inputs, readers)
+            readers = self.dump.readers[operator.name]
+            read_by = sorted((digests[reader.name], place) for reader, place in readers)
+            inputs = _inputs(operator, digests)
+            found[operator.name] = _digest(digests[operator.name], inputs, read_by)
         return found
+
+    def neighbours(self, name: str) -> list[tuple[str, tuple[str, int]]]:
+        """What an operator reads and what reads it, each with the place."""
+        read = enumerate(self.dump.by_name[name].inputs)
+        return [
+            *((edge.producer, ("in", place)) for place, edge in read if edge is not None),
+            *((reader.name, ("out", place)) for reader, place in self.dump.readers[name]),
+        ]
+
+
+def _inputs(operator: Operator, digests: dict[str, str]) -> list[tuple[str, int] | None]:
+    return [
+        None if edge is None else (digests[edge.producer], edge.index) for edge in operator.inputs
+    ]
 
 
 def _own(operator: Operator, by_attributes: bool) -> str:
@@ -188,92 +176,62 @@ def _pair(first: _Side, second: _Side) -> dict[str, str]:
     """Partners: first those that mean and serve the same, then ever less, and last by
     neighbours.
     """
-    pairs: dict[str, str] = {}
-    exact = [side.meant for side in (first, second)]
-    both = [first.refined(exact[0]), second.refined(exact[1])]
+    sides = first, second
+    exact = [side.meant for side in sides]
+    both = [side.refined(side.meant) for side in sides]
     for _ in range(_ROUNDS):
-        finer = [first.refined(both[0]), second.refined(both[1])]
-        if all(
-            len(set(a.values())) == len(set(b.values())) for a, b in zip(finer, both, strict=True)
-        ):
+        finer = [side.refined(digests) for side, digests in zip(sides, both, strict=True)]
+        if [len({*digests.values()}) for digests in finer] == [
+            len({*digests.values()}) for digests in both
+        ]:
             break
         both = finer
+    pairs: dict[str, str] = {}
     for one, other in (both, exact):
-        _match(first, second, pairs, one, other)
+        free = _unpaired(second, set(pairs.values()), other)
+        for digest, names in _unpaired(first, pairs.keys(), one).items():
+            pairs |= zip(names, free[digest], strict=False)
     _spread(first, second, pairs)
     return pairs
 
 
-def _match(
-    first: _Side, second: _Side, pairs: dict[str, str], one: dict[str, str], other: dict[str, str]
-) -> None:
-    """Pair what has equal digests, in order of the graphs."""
-    taken = set(pairs.values())
-    free: dict[str, deque[str]] = defaultdict(deque)
-    for operator in second.dump.operators:
-        if operator.name not in taken:
-            free[other[operator.name]].append(operator.name)
-    for operator in first.dump.operators:
-        if operator.name not in pairs and free[one[operator.name]]:
-            pairs[operator.name] = free[one[operator.name]].popleft()
+def _unpaired(side: _Side, taken: Set[str], digests: dict[str, str]) -> defaultdict[str, list[str]]:
+    """The operators without a partner, by their digest, in order of the graph."""
+    found = defaultdict(list)
+    for name in side.own:
+        if name not in taken:
+            found[digests[name]].append(name)
+    return found
 
 
 def _spread(first: _Side, second: _Side, pairs: dict[str, str]) -> None:
     """Pair what is left with what has the same type and attributes and stands beside partners."""
-    taken = set(pairs.values())
-    pools: dict[str, list[str]] = defaultdict(list)
-    for operator in second.dump.operators:
-        if operator.name not in taken:
-            pools[second.own[operator.name]].append(operator.name)
-    neighbours = [_neighbours(side.dump) for side in (first, second)]
-    for operator in first.dump.operators:
-        pool = pools.get(first.own[operator.name]) if operator.name not in pairs else None
-        if not pool:
+    pools = _unpaired(second, set(pairs.values()), second.own)
+    for name, own in first.own.items():
+        pool = pools[own]
+        if name in pairs or not pool:
             continue
-        near = [(pairs.get(name), place) for name, place in neighbours[0](operator)]
-        scores = [_score(near, neighbours[1](second.dump.by_name[name])) for name in pool[:_ROUNDS]]
+        near = [(pairs.get(one), place) for one, place in first.neighbours(name)]
+        scores = [_score(near, second.neighbours(one)) for one in pool[:_ROUNDS]]
         best = max(range(len(scores)), key=scores.__getitem__)
         if scores[best]:
-            pairs[operator.name] = pool.pop(best)
+            pairs[name] = pool.pop(best)
 
 
 def _score(near: list[tuple[str | None, Any]], other: list[tuple[str, Any]]) -> int:
     """How many neighbours are partners; at the same place they count twice."""
-    return len(set(near) & set(other)) + len(
-        {name for name, _ in near} & {name for name, _ in other}
-    )
+    return len({*near} & {*other}) + len({name for name, _ in near} & {name for name, _ in other})
 
 
-def _neighbours(dump: Dump) -> Callable[[Operator], list[tuple[str, Any]]]:
-    def of(operator: Operator) -> list[tuple[str, Any]]:
-        inputs = [
-            (edge.producer, ("in", place))
-            for place, edge in enumerate(operator.inputs)
-            if edge is not None
-        ]
-        return [
-            *inputs,
-            *((reader.name, ("out", place)) for reader, place in dump.readers[operator.name]),
-        ]
-
-    return of
-
-
-def _wired_alike(
-    first: _Side, second: _Side, before: str, after: str, pairs: dict[str, str]
-) -> bool:
+def _wired_alike(one: Operator, other: Operator, pairs: dict[str, str], partners: set[str]) -> bool:
     """Do partners read partners, each at the same place? What was added or removed is told
     already.
     """
-    one, other = first.dump.by_name[before].inputs, second.dump.by_name[after].inputs
-    if len(one) != len(other):
-        return False
-    partners = set(pairs.values())
-    for a, b in zip(one, other, strict=True):
-        if (a is None) != (b is None):
-            return False
-        if a is None or b is None or a.producer not in pairs or b.producer not in partners:
-            continue
-        if (pairs[a.producer], a.index) != (b.producer, b.index):
-            return False
-    return True
+    return len(one.inputs) == len(other.inputs) and all(
+        a is b
+        if a is None or b is None
+        else a.producer not in pairs
+        or b.producer not in partners
+        or (pairs[a.producer], a.index) == (b.producer, b.index)
+        for a, b in zip(one.inputs, other.inputs, strict=True)
+    )

@@ -9,9 +9,11 @@ nothing is said of that cache.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from mla_fusion.tools.dumps import Dump, Edge, Operator, Value, prologues
+from mla_fusion.tools.dumps import Dump, Edge, Operator, prologues
+from mla_fusion.tools.dumps.model import reached
 from mla_fusion.tools.inspect import operator_kinds as kinds
 from mla_fusion.tools.inspect.followed import Followed
 from mla_fusion.tools.inspect.operator_kinds import plain
@@ -92,11 +94,10 @@ def find_copies(dump: Dump) -> Copies:
 
 def _caches(dump: Dump) -> list[Operator]:
     """Inputs of two dims or more, which something may write."""
-    inputs = (operator for operator in dump.operators if operator.type in kinds.INPUTS)
     return [
         one
-        for one in inputs
-        if not one.outputs or one.outputs[0].shape is None or len(one.outputs[0].shape) > 1
+        for one in dump.of_type(*kinds.INPUTS)
+        if one.output.shape is None or len(one.output.shape) > 1
     ]
 
 
@@ -104,13 +105,9 @@ def _copy(dump: Dump, operator: Operator, held: Operator, what: str, role: str) 
     """Of what is written: the result where the dump describes it, else the whole of what is
     copied.
     """
-    result = operator.outputs[0].bytes if operator.outputs else None
-    whole = held.outputs[0].bytes if held.outputs else None
-    count = (
-        whole
-        if operator.type == "Assign" or result is None or kinds.written(dump, operator)
-        else result
-    )
+    count = operator.output.bytes
+    if operator.type == "Assign" or count is None or kinds.written(dump, operator):
+        count = held.output.bytes
     folded = _folded(dump, operator, held)
     return Copy(operator.name, operator.type, what, held.name, role, count, operator.source, folded)
 
@@ -130,41 +127,43 @@ def _folded(dump: Dump, operator: Operator, held: Operator) -> str:
 
 def _root(dump: Dump, edge: Edge | None) -> Operator | None:
     """The input or constant that the value is a view, or a part, of."""
-    for _ in range(len(dump.operators)):
+    for _ in dump.operators:  # a damaged dump may go in a circle
         if edge is None:
             return None
         operator = dump.producer(edge)
         if operator.type in kinds.HELD:
             return operator
-        kind = plain(operator.type)
-        if kind not in kinds.VIEWS and kind not in kinds.TURNED and kind not in kinds.PARTS:
+        if plain(operator.type) not in _LOOKED_THROUGH:
             return None
-        edge = operator.inputs[0] if operator.inputs else None
+        edge = operator.input(0)
     return None
 
 
-_PASSED = kinds.VIEWS | kinds.PARTS | kinds.TURNED | kinds.JOINED | kinds.COPIES.keys()
+_LOOKED_THROUGH = kinds.VIEWS | kinds.PARTS | kinds.TURNED
+_PASSED = _LOOKED_THROUGH | kinds.JOINED | kinds.COPIES.keys()
 
 
 def _is_weight(dump: Dump, operator: Operator, held: Operator) -> bool:
     """A constant, or a static input of two dims or more, that meets a matrix product on its right
     side.
     """
-    value = held.outputs[0] if held.outputs else Value()
+    value = held.output
     if value.shape is None or len(value.shape) < 2 or value.dynamic:
         return False
-    stack, seen = [operator], {operator.name}
-    while stack:
-        for reader, place in dump.readers[stack.pop().name]:
-            kind = plain(reader.type)
-            if kind in kinds.PRODUCTS:
-                if place == 1:
-                    return True
-            elif prologues.is_prologue(reader.type):
-                roles = prologues.roles_of(dump, reader)
-                if place < len(roles) and roles[place].startswith("weight"):
-                    return True
-            elif kind in _PASSED and reader.name not in seen:
-                seen.add(reader.name)
-                stack.append(reader)
-    return False
+
+    def passing(name: str) -> Iterator[str]:
+        readers = dump.readers[name]
+        return (reader.name for reader, _ in readers if plain(reader.type) in _PASSED)
+
+    return any(
+        _takes_weight(dump, reader, place)
+        for name in reached([operator.name], passing)
+        for reader, place in dump.readers[name]
+    )
+
+
+def _takes_weight(dump: Dump, reader: Operator, place: int) -> bool:
+    if plain(reader.type) in kinds.PRODUCTS:
+        return place == 1
+    roles = prologues.roles_of(dump, reader) if prologues.is_prologue(reader.type) else []
+    return place < len(roles) and roles[place].startswith("weight")

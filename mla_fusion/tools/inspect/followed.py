@@ -14,7 +14,7 @@ from heapq import heappop, heappush
 from math import prod
 
 from mla_fusion.tools.dumps import Dump, Edge, Operator, Value
-from mla_fusion.tools.dumps.model import Dim
+from mla_fusion.tools.dumps.model import Dim, reached
 from mla_fusion.tools.inspect import operator_kinds as kinds
 from mla_fusion.tools.inspect.operator_kinds import plain
 
@@ -47,7 +47,7 @@ class Followed:
 
     def __init__(self, dump: Dump, source: Operator) -> None:
         self.dump, self.source = dump, source
-        self.unit = source.outputs[0] if source.outputs else Value()
+        self.unit = source.output
         self._follow()
         layers = [dump.value(edge) for edge in self._targets if not self._held[edge].whole]
         if layers and all(_as_large(self.unit, layer) for layer in layers):
@@ -62,116 +62,108 @@ class Followed:
         self._made_of: dict[Edge, list[Edge]] = {}
         self._targets: list[Edge] = []  # what is written by an index, or by a kernel
         self._ends: list[Edge] = []
-        self._parts: list[Operator] = []
-        place, seen = _places(self.dump), {self.source.name}
+        self._parts: list[str] = []
+        places, seen = self.dump.places, {self.source.name}
         todo: list[tuple[int, str]] = []
 
         def push(name: str) -> None:
             for reader, _ in self.dump.readers[name]:
                 if reader.name not in seen:
                     seen.add(reader.name)
-                    heappush(todo, (place[reader.name], reader.name))
+                    heappush(todo, (places[reader.name], reader.name))
 
         push(self.source.name)
         while todo:
-            operator = self.dump.by_name[heappop(todo)[1]]
-            for edge, held in self._through(operator).items():
-                self._held[edge] = held
-                push(operator.name)
+            name = heappop(todo)[1]
+            if found := self._results_of(self.dump.by_name[name]):
+                self._held |= found
+                push(name)
         self.visited = len(seen)
-        self.leaving = self._behind_ends()
-        for operator in self._parts:  # rebuilt, and then put back into the whole
-            if operator.name in self.leaving:
-                self._copied(operator, "rebuilt")
-
-    def _behind_ends(self) -> set[str]:
-        found: set[str] = set()
-        stack, seen = list(self._ends), set(self._ends)
-        while stack:
-            edge = stack.pop()
-            found.add(edge.producer)
-            more = [one for one in self._made_of.get(edge, ()) if one not in seen]
-            seen.update(more)
-            stack += more
-        return found
+        behind_ends = reached(self._ends, lambda edge: self._made_of.get(edge, ()))
+        self.leaving = {edge.producer for edge in behind_ends}
+        for name in self._parts:  # rebuilt, and then put back into the whole
+            if name in self.leaving:
+                self.copies.setdefault(name, "rebuilt")
 
     # -- one operator
 
-    def _through(self, operator: Operator) -> dict[Edge, Held]:
-        """What it does with the values that hold the input; which of its results hold it."""
-        given = {
-            i: self._held[edge] for i, edge in enumerate(operator.inputs) if edge in self._held
+    def _results_of(self, operator: Operator) -> dict[Edge, Held]:
+        """Those of its results that hold the input."""
+        self._operator = operator
+        self._edges = {  # that hold the input, by place
+            place: edge
+            for place, edge in enumerate(operator.inputs)
+            if edge is not None and edge in self._held
         }
-        if not given:
+        self._given = {place: self._held[edge] for place, edge in self._edges.items()}
+        if not self._given:
             return {}
-        kind, first = plain(operator.type), given.get(0)
+        kind, first = plain(operator.type), self._given.get(0)
         if kernel := kinds.written(self.dump, operator):
-            return self._kernel(operator, given, kernel)
+            return self._kernel(kernel)
         if kind in kinds.ENDS:
-            for place, held in given.items():
-                self._leaves(operator.inputs[place], held)
+            self._ends += self._edges.values()
+            self.is_cache |= any(
+                held.whole and held.changed and not held.own for held in self._given.values()
+            )
             return {}
         if kind in kinds.BACK:
-            return self._back(operator, given)
+            return self._back()
         if kinds.is_in_place(self.dump, operator):
             if first is None:
                 return {}
             if first.own:
                 self.is_cache = True
-                if kinds.writes_by_index(kind):
-                    self._targets += [edge for edge in operator.inputs[:1] if edge is not None]
-            return self._results(operator, replace(first, changed=True), given)
-        if kind == "getitem" and first is not None:
-            return self._picked(operator, first)
-        if first is not None and self._is_view(operator, kind):
-            return self._viewed(operator, kind, first)
+                self._note_target(kind)
+            return self._all(replace(first, changed=True))
+        if first is not None and kind == "getitem":
+            return self._picked(first)
+        if first is not None and self._is_view(kind, first):
+            return self._viewed(kind, first)
         if kinds.is_reader(kind):
             return {}
         if kind in kinds.PARTS:
-            return self._moved(operator, given, "sliced")  # of a GE graph: in memory of its own
+            return self._moved("sliced")  # of a GE graph: in memory of its own
         if kind in kinds.COPIES:
-            return self._moved(operator, given, kinds.COPIES[kind])
+            return self._moved(kinds.COPIES[kind])
         if kind in kinds.REBUILT or kind in kinds.JOINED or kind == "aten.copy":
-            if kinds.writes_by_index(kind) and first is not None:
-                self._targets += [edge for edge in operator.inputs[:1] if edge is not None]
+            if first is not None:
+                self._note_target(kind)
             may_be_it = kind in kinds.JOINED or (first is not None and kind in kinds.REBUILT)
-            changes = may_be_it and self._gets_rows(operator, given)
-            return self._moved(operator, given, "rebuilt", changes)
-        return self._other(operator, kind, given)
+            return self._moved("rebuilt", may_be_it and self._gets_rows())
+        return self._other(kind)
 
-    def _is_view(self, operator: Operator, kind: str) -> bool:
-        if kind in kinds.VIEWS:
-            return True
-        if not self.dump.is_fx:
-            return False
+    def _note_target(self, kind: str) -> None:
+        if kinds.writes_by_index(kind):
+            self._targets.append(self._edges[0])
+
+    def _is_view(self, kind: str, held: Held) -> bool:
+        if kind in kinds.VIEWS or not self.dump.is_fx:
+            return kind in kinds.VIEWS
         if kind in kinds.RESHAPES:
             before, after = (
-                self.dump.value(edge).shape for edge in (operator.inputs[0], Edge(operator.name))
+                self.dump.value(edge).shape for edge in (self._edges[0], Edge(self._operator.name))
             )
             same = before is not None and after is not None and _real(before) == _real(after)
-            held = self._held[operator.inputs[0]]  # type: ignore[index]  # asked of held ones
             return held.order is None or (same and kind != "aten.contiguous")
         return kind in kinds.PARTS or kind in kinds.TURNED
 
-    def _viewed(self, operator: Operator, kind: str, held: Held) -> dict[Edge, Held]:
+    def _viewed(self, kind: str, held: Held) -> dict[Edge, Held]:
         if kind in kinds.TURNED:
-            held = replace(held, order=self._order(operator, kind, held.order))
+            held = replace(held, order=self._order(kind, held.order))
         elif kind in kinds.PARTS:
-            smaller = self._as_large(operator) is not True
-            held = replace(
-                held, whole=held.whole and not smaller, order=() if smaller else held.order
-            )
+            if self._as_large() is not True:
+                held = replace(held, whole=False, order=())
         elif held.order is not None:
             held = replace(held, order=())
-        return self._results(operator, held, {0: held})
+        return self._all(held)
 
-    def _order(
-        self, operator: Operator, kind: str, before: tuple[int, ...] | None
-    ) -> tuple[int, ...] | None:
+    def _order(self, kind: str, before: tuple[int, ...] | None) -> tuple[int, ...] | None:
         """The axes of the value, where a permutation is known and moves more than axes of one
         element.
         """
-        shape = self.dump.value(operator.inputs[0]).shape
+        operator = self._operator
+        shape = self.dump.value(self._edges[0]).shape
         args = operator.call[0] if operator.call is not None else ()
         axes = list(range(len(shape or ())) if before is None else before)
         if shape is None or not axes or len(axes) != len(shape):  # a dump may say anything
@@ -192,164 +184,117 @@ class Followed:
         real = [axis for axis in axes if shape_before.get(axis) != 1]
         return tuple(axes) if real != sorted(real) else None
 
-    def _picked(self, operator: Operator, held: Held) -> dict[Edge, Held]:
-        above = self.dump.producer(operator.inputs[0])  # type: ignore[arg-type]  # it is held
+    def _picked(self, held: Held) -> dict[Edge, Held]:
+        edge = self._edges[0]
+        above = self.dump.producer(edge)
         kernel = kinds.written(self.dump, above)
-        if kernel and kinds.result_of_getitem(operator, operator.inputs[0]) not in [
+        if kernel and kinds.result_of_getitem(self._operator, edge) not in [
             result for result, place in kernel if above.inputs[place] in self._held
         ]:
             return {}
-        return self._results(operator, held, {0: held})
+        return self._all(held)
 
-    def _kernel(
-        self, operator: Operator, given: dict[int, Held], kernel: list[tuple[int | None, int]]
-    ) -> dict[Edge, Held]:
-        functional, found = "functional" in operator.type, {}
+    def _kernel(self, kernel: list[tuple[int | None, int]]) -> dict[Edge, Held]:
+        name, functional = self._operator.name, "functional" in self._operator.type
+        found = {}
         for result, place in kernel:
-            if place in given:
-                self.is_cache = self.is_cache or (given[place].own and not functional)
-                held = replace(given[place], changed=True)
-                if functional:
-                    held = replace(held, own=False, order=None)
-                    self._copied(operator, "rebuilt")
-                self._targets += [
-                    edge for edge in operator.inputs[place : place + 1] if edge is not None
-                ]
-                if result is not None:
-                    edge = Edge(operator.name, 0 if self.dump.is_fx else result)
-                    found[edge] = held
-                    self._made_of[edge] = [operator.inputs[place]]  # type: ignore[list-item]
+            if place not in self._given:
+                continue
+            held = replace(self._given[place], changed=True)
+            if functional:
+                held = replace(held, own=False, order=None)
+                self.copies.setdefault(name, "rebuilt")
+            self.is_cache |= held.own
+            self._targets.append(self._edges[place])
+            if result is not None:
+                edge = Edge(name, 0 if self.dump.is_fx else result)
+                found[edge] = held
+                self._made_of[edge] = [self._edges[place]]
         return found
 
-    def _back(self, operator: Operator, given: dict[int, Held]) -> dict[Edge, Held]:
+    def _back(self) -> dict[Edge, Held]:
         """``copy_`` and Assign: into the input itself, or of it into another."""
-        target, value = given.get(0), given.get(1)
-        if target is not None and target.own:
-            self.is_cache = True
-            if target.whole and not (value is not None and value.own):
-                self.copies.setdefault(operator.name, "write back")
-                self._ends += [edge for edge in operator.inputs[1:2] if edge is not None]
-        elif value is not None and value.whole and target is None:
-            self.copies.setdefault(operator.name, "write back")
-            self._ends += [edge for edge in operator.inputs[1:2] if edge is not None]
-        return (
-            self._results(operator, replace(target, changed=True), given)
-            if target is not None
-            else {}
-        )
+        target, value = self._given.get(0), self._given.get(1)
+        written = target is not None and target.own
+        self.is_cache |= written
+        if target is None:
+            copied = value is not None and value.whole
+        else:
+            copied = written and target.whole and not (value is not None and value.own)
+        if copied:
+            self.copies.setdefault(self._operator.name, "write back")
+            self._ends += [edge for edge in self._operator.inputs[1:2] if edge is not None]
+        return {} if target is None else self._all(replace(target, changed=True))
 
-    def _leaves(self, edge: Edge | None, held: Held) -> None:
-        if edge is not None:
-            self.is_cache = self.is_cache or (held.whole and held.changed and not held.own)
-            self._ends.append(edge)
-
-    def _moved(
-        self, operator: Operator, given: dict[int, Held], how: str, changes: bool = False
-    ) -> dict[Edge, Held]:
+    def _moved(self, how: str, changes: bool = False) -> dict[Edge, Held]:
         """Another tensor of the same elements, and perhaps others: a copy where it is as large as
         the cache.
         """
-        large, of_whole = self._as_large(operator), any(held.whole for held in given.values())
+        operator, large = self._operator, self._as_large()
+        of_whole = any(held.whole for held in self._given.values())
         if large is None and how in ("sliced", "gathered"):
             large = False
-            self.lost += (
-                [f"{operator.type} {operator.name}"] if how == "gathered" and of_whole else []
-            )
-        whole = large is True or (large is None and of_whole)
+            if how == "gathered" and of_whole:
+                self.lost.append(f"{operator.type} {operator.name}")
+        whole = of_whole if large is None else large
         if whole:
-            self._copied(operator, how)
+            self.copies.setdefault(operator.name, how)
         elif plain(operator.type) in kinds.REBUILT or changes:
-            self._parts.append(operator)
-        changed = changes or any(held.changed for held in given.values())
-        return self._results(operator, Held(whole, own=False, changed=changed), given)
+            self._parts.append(operator.name)
+        changed = changes or any(held.changed for held in self._given.values())
+        return self._all(Held(whole, own=False, changed=changed))
 
-    def _gets_rows(self, operator: Operator, given: dict[int, Held]) -> bool:
+    def _gets_rows(self) -> bool:
         """Are the others of its operands rows that do not depend on the input? (A hidden state is
         made anew.)
         """
         others = [
-            edge for i, edge in enumerate(operator.inputs) if i not in given and edge is not None
+            edge
+            for place, edge in enumerate(self._operator.inputs)
+            if place not in self._given
+            and edge is not None
+            and self.dump.producer(edge).type not in kinds.CONSTANTS
         ]
-        others = [edge for edge in others if self.dump.producer(edge).type not in kinds.CONSTANTS]
-        values = [self.dump.value(edge) for edge in others]
+        values = map(self.dump.value, others)
         if not others or any(_as_large(self.unit, value) is False for value in values):
             return False  # what is put into another, larger one
         return not any(edge.producer in self._below for edge in others)
 
     @cached_property
     def _below(self) -> set[str]:
-        """The operators that depend on the input."""
-        found: set[str] = set()
-        stack = [self.source.name]
-        while stack:
-            readers = {reader.name for reader, _ in self.dump.readers[stack.pop()]} - found
-            found |= readers
-            stack += readers
-        return found
+        """The input, and the operators that depend on it."""
+        readers = self.dump.readers
+        return reached([self.source.name], lambda name: [one.name for one, _ in readers[name]])
 
-    def _other(self, operator: Operator, kind: str, given: dict[int, Held]) -> dict[Edge, Held]:
+    def _other(self, kind: str) -> dict[Edge, Held]:
         """What computes other numbers of it, and what is not known."""
-        if not any(held.whole for held in given.values()):
+        name, whole = self._operator.name, any(held.whole for held in self._given.values())
+        if not whole or self._as_large() is False:
             return {}
-        large = self._as_large(operator)
         if kind.removesuffix("_") in kinds.COMPUTES:
-            if large is not False:
-                self._copied(operator, "computed from it")
-                self._made_of[Edge(operator.name)] = [operator.inputs[place] for place in given]  # type: ignore[misc]
+            self.copies.setdefault(name, "computed from it")
+            self._made_of[Edge(name)] = list(self._edges.values())
             return {}
-        if large is not False:
-            if any(held.own for held in given.values()) and self._may_write(operator):
-                self.is_cache = True
-            self.lost.append(f"{operator.type} {operator.name}")
+        # does one result look like the input as an operator in place gives it out?
+        if any(held.own for held in self._given.values()) and any(
+            (value.bytes, value.dtype) == (self.unit.bytes, self.unit.dtype)
+            for value in self._operator.outputs
+        ):
+            self.is_cache |= not kinds.is_pure(self.dump, self._operator)
+        self.lost.append(f"{self._operator.type} {name}")
         return {}
 
-    def _may_write(self, operator: Operator) -> bool:
-        """Does one result look like the input as an operator in place gives it out?"""
-        if kinds.is_pure(self.dump, operator):
-            return False
-        return any(
-            (value.bytes, value.dtype) == (self.unit.bytes, self.unit.dtype)
-            for value in operator.outputs
-        )
-
-    def _as_large(self, operator: Operator) -> bool | None:
+    def _as_large(self) -> bool | None:
         """Has a result as many elements as the cache? None where the dump does not say."""
-        if not operator.outputs:
-            return None
-        answers = [_as_large(value, self.unit) for value in operator.outputs]
-        return True if True in answers else None if None in answers else False
+        answers = [_as_large(value, self.unit) for value in self._operator.outputs]
+        return True if True in answers else None if None in answers or not answers else False
 
-    def _copied(self, operator: Operator, how: str) -> None:
-        self.copies.setdefault(operator.name, how)
-
-    def _results(self, operator: Operator, held: Held, given: dict[int, Held]) -> dict[Edge, Held]:
-        edges = [Edge(operator.name, index) for index in range(max(1, len(operator.outputs)))]
-        for edge in edges:
-            self._made_of[edge] = [operator.inputs[place] for place in given]  # type: ignore[misc]
+    def _all(self, held: Held) -> dict[Edge, Held]:
+        """Each result holds this of the input."""
+        count = max(1, len(self._operator.outputs))
+        edges = [Edge(self._operator.name, index) for index in range(count)]
+        self._made_of |= {edge: list(self._edges.values()) for edge in edges}
         return dict.fromkeys(edges, held)
-
-
-def _places(dump: Dump) -> dict[str, int]:
-    """Where each operator comes after all that it reads; a damaged dump, with circles, as far as
-    that goes.
-    """
-    known: dict[str, int] | None = vars(dump).get("_places")
-    if known is not None:
-        return known
-    missing = {one.name: sum(edge is not None for edge in one.inputs) for one in dump.operators}
-    ready = [name for name, count in missing.items() if not count]
-    found: dict[str, int] = {}
-    while ready:
-        name = ready.pop()
-        found[name] = len(found)
-        for reader, _ in dump.readers[name]:
-            missing[reader.name] -= 1
-            if not missing[reader.name]:
-                ready.append(reader.name)
-    for name in missing:
-        found.setdefault(name, len(found))
-    vars(dump)["_places"] = found
-    return found
 
 
 def _real(shape: tuple[Dim, ...]) -> list[Dim]:

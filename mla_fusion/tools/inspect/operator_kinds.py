@@ -50,21 +50,24 @@ GATHERED = _names(
     aten.index_select aten.index aten._unsafe_index aten.gather aten.embedding
     """
 )
-# A second tensor of the same numbers.
+# A second tensor of the same numbers, by how.
 COPIES = {
-    "TensorMove": "copy", "Identity": "copy", "Cast": "cast", "TransData": "format cast",
-    "Transpose": "transpose",
-    "TransposeD": "transpose", "Pad": "pad", "PadV2": "pad", "PadV3": "pad", "BroadcastTo": "copy",
-    "Tile": "copy",
-    "aten.clone": "copy", "aten.lift_fresh_copy": "copy", "aten._to_copy": "cast",
-    "aten.to": "cast",
-    "npu.npu_dtype_cast": "cast", "npu.npu_format_cast": "format cast",
-    "npu._npu_dtype_cast": "cast",
-    "aten.constant_pad_nd": "pad", "aten.repeat": "copy", "aten.repeat_interleave": "copy",
-    "aten.flip": "copy",
-    "aten.roll": "copy", "prims.convert_element_type": "cast",
-    **dict.fromkeys(RESHAPES, "copy"), **dict.fromkeys(GATHERED, "gathered"),
-}  # fmt: skip
+    name: how
+    for how, names in {
+        "copy": """
+            TensorMove Identity BroadcastTo Tile aten.clone aten.lift_fresh_copy aten.repeat
+            aten.repeat_interleave aten.flip aten.roll
+            """,
+        "cast": """
+            Cast aten._to_copy aten.to npu.npu_dtype_cast npu._npu_dtype_cast
+            prims.convert_element_type
+            """,
+        "format cast": "TransData npu.npu_format_cast",
+        "transpose": "Transpose TransposeD",
+        "pad": "Pad PadV2 PadV3 aten.constant_pad_nd",
+    }.items()
+    for name in names.split()
+} | {**dict.fromkeys(RESHAPES, "copy"), **dict.fromkeys(GATHERED, "gathered")}
 # Put together from parts of the old one and new rows.
 JOINED = _names(
     """

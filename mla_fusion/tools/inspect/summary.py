@@ -52,15 +52,10 @@ class Summary:
             *(_kernels(self.prologues) if self.prologues else ()),
             _copies(self),
         ]
-        if self.host_inputs:
-            parts.append(
-                "Inputs on the host\n"
-                + text_tables.render(("", ""), list(self.host_inputs.items()))
-            )
-        if self.dynamic:
-            parts.append(
-                "Dynamic inputs\n" + text_tables.render(("", ""), list(self.dynamic.items()))
-            )
+        tables = {"Inputs on the host": self.host_inputs, "Dynamic inputs": self.dynamic}
+        for title, found in tables.items():
+            if found:
+                parts.append(f"{title}\n{text_tables.render(('', ''), list(found.items()))}")
         parts += [f"note: {remark}" for remark in self.remarks]
         return "\n\n".join(parts)
 
@@ -77,10 +72,8 @@ def summarise(dump: Dump) -> Summary:
             "this form is written while converting: GE's passes may have removed "
             "copies that stand here"
         )
-    inputs, copies = (
-        [operator for operator in dump.operators if operator.type in INPUTS],
-        find_copies(dump),
-    )
+    inputs = {operator.name: operator.output for operator in dump.of_type(*INPUTS)}
+    copies = find_copies(dump)
     return Summary(
         dump=f"{dump.path} ({FORMATS[dump.format]})",
         graph=dump.graph,
@@ -91,12 +84,8 @@ def summarise(dump: Dump) -> Summary:
         followed=copies.followed,
         not_followed=copies.lost,
         weights_followed=copies.weights,
-        host_inputs={
-            op.name: str(op.outputs[0]) for op in inputs if op.outputs and _on_host(op.outputs[0])
-        },
-        dynamic={
-            op.name: str(op.outputs[0]) for op in inputs if op.outputs and op.outputs[0].dynamic
-        },
+        host_inputs={name: str(value) for name, value in inputs.items() if _on_host(value)},
+        dynamic={name: str(value) for name, value in inputs.items() if value.dynamic},
         remarks=remarks,
     )
 
@@ -107,7 +96,7 @@ def _unfused(dump: Dump) -> tuple[list[str], list[str]]:
     except NotRebuilt as error:
         return [], [f"unfused prologues were not looked for: {error}"]
     lines = [
-        f"  would fuse: {item.nodes[0]} .. {item.nodes[-1]}: {_dims(item.dims)}"
+        f"  would fuse: {item.nodes[0]} .. {item.nodes[-1]}: {_named(item.dims)}"
         for item in report.fused
     ]
     lines += [
@@ -117,8 +106,8 @@ def _unfused(dump: Dump) -> tuple[list[str], list[str]]:
     return lines, [remark for remark in report.remarks if not remark.startswith("fused already")]
 
 
-def _dims(dims: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in dims.items())
+def _named(values: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in values.items())
 
 
 def _on_host(value: Value) -> bool:
@@ -145,9 +134,9 @@ def _kernel(group: list[Prologue]) -> str:
         else f"{len(group)} layers, {first.place} to {group[-1].place}"
     )
     rows = [(item.role, item.producer, str(item.value)) for item in first.inputs]
-    attributes = ", ".join(f"{name} {value}" for name, value in first.attributes.items())
     table = text_tables.render(("input", "from", "tensor"), rows)
-    return f"{text_tables.short_name(first.type)} {first.name}: {places}\n{table}\n  {attributes}"
+    title = f"{text_tables.short_name(first.type)} {first.name}: {places}"
+    return f"{title}\n{table}\n  {_named(first.attributes)}"
 
 
 def _copies(summary: Summary) -> str:
@@ -155,21 +144,17 @@ def _copies(summary: Summary) -> str:
     certain = [item for item in found if not item.folded]
     parts = [_copied("Copies at every run", certain)] if certain else []
     for why in dict.fromkeys(item.folded for item in found if item.folded):
-        parts.append(
-            _copied(
-                f"Copies in this graph that GE may fold ({why})",
-                [i for i in found if i.folded == why],
-            )
-        )
-    parts += [f"{cache}: not followed through {where}; whether it is copied is not "
-              "known" for cache, where in
-              summary.not_followed.items()]  # fmt: skip
+        title = f"Copies in this graph that GE may fold ({why})"
+        parts.append(_copied(title, [item for item in found if item.folded == why]))
+    parts += [
+        f"{cache}: not followed through {where}; whether it is copied is not known"
+        for cache, where in summary.not_followed.items()
+    ]
     copied = {item.of for item in certain if item.role == "cache"}
     clean = [cache for cache in summary.followed if cache not in copied]
-    weights = f"{summary.weights_followed} weights" if summary.weights_followed else ""
-    looked = ", ".join(
-        filter(None, [*clean, "" if any(one.role == "weight" for one in certain) else weights])
-    )
+    if summary.weights_followed and not any(one.role == "weight" for one in certain):
+        clean.append(f"{summary.weights_followed} weights")
+    looked = ", ".join(clean)
     if not certain and not summary.not_followed and summary.followed:
         parts.insert(0, f"No copies of caches or weights. Followed from input to output: {looked}.")
     elif looked:

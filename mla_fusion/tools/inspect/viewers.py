@@ -67,20 +67,16 @@ def _dot(dump: Dump) -> str:
         for place, edge in enumerate(operator.inputs):
             if edge is None:
                 continue
-            look = (
-                "style=dashed"
-                if edge.index < 0
-                else f"label={_quoted(_edge_label(operator, place))}"
-            )
+            look = f"label={_quoted(_edge_label(operator, place))}"
+            if edge.index < 0:
+                look = "style=dashed"
             lines.append(f"  {_quoted(edge.producer)} -> {_quoted(operator.name)} [{look}];")
     return "\n".join([*lines, "}", ""])
 
 
 def _label(operator: Operator) -> str:
-    value = str(operator.outputs[0]) if operator.outputs and operator.outputs[0] != Value() else ""
-    return "\n".join(
-        text for text in (text_tables.short_name(operator.type), operator.name, value) if text
-    )
+    value = str(operator.output) if operator.output != Value() else ""
+    return "\n".join(filter(None, (text_tables.short_name(operator.type), operator.name, value)))
 
 
 def _edge_label(operator: Operator, place: int) -> str:

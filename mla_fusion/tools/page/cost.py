@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from mla_fusion.machine import Machine
 from mla_fusion.meta import ContractError, explain_call
 from mla_fusion.meta.explain import CallExplanation
 from mla_fusion.meta.roofline import LAUNCH, LAUNCH_SOURCE, Chip, Cost
-from mla_fusion.meta.spec import ACTIVATION, CACHE_QUANTS, DERIVED, ELEMENT, TILE_SIZE, Dtype
-from mla_fusion.plan import cache_modes, weight_modes
+from mla_fusion.reference.sample import sample_call
 
 if TYPE_CHECKING:
     from mla_fusion.report.report import Fusion
@@ -26,12 +24,24 @@ _BLOCK = 128
 
 @dataclass(frozen=True)
 class Part:
-    """A stretch of a bar, in percent of the longest."""
+    """A stretch of a bar, in percent of the whole."""
 
     name: str
     left: float
     width: float
     text: str
+
+
+def stretches(
+    sizes: Mapping[str, float], whole: float, shown: Callable[[float], str]
+) -> list[Part]:
+    """One behind the other; ``shown`` writes a size."""
+    parts, done = [], 0.0
+    for name, size in sizes.items():
+        left, width = (round(100 * value / whole, 2) for value in (done, size))
+        parts.append(Part(name, min(left, 99.6), width, shown(size)))
+        done += size
+    return parts
 
 
 @dataclass(frozen=True)
@@ -65,23 +75,22 @@ def roofline(fusion: Fusion, machine: Machine) -> Roofline | None:
         found = [_explained(fusion, count, machine) for count in counts]
     except (ContractError, KeyError, TypeError, ValueError):
         return None
-    chip, soc = found[0].chip, machine.soc
-    name = "staged" if fusion.leaves else "fused"
+    chip, fused_name = found[0].chip, "staged" if fusion.leaves else "fused"
     costs = [
-        (item.unfused, _with_staging(item.fused, fusion, count, chip))
+        {"unfused": item.unfused, fused_name: _with_staging(item.fused, fusion, count, chip)}
         for count, item in zip(counts, found, strict=True)
     ]
     rows = [
         _row(count, label, cost)
         for count, pair in zip(counts, costs, strict=True)
-        for label, cost in zip(("unfused", name), pair, strict=True)
+        for label, cost in pair.items()
     ]
-    longest = max(cost.bytes for cost in costs[0])
-    bars = [
-        _bar(label, cost, longest) for label, cost in zip(("unfused", name), costs[0], strict=True)
-    ]
+    longest = max(cost.bytes for cost in costs[0].values())
+    bars = [_bar(label, cost, longest) for label, cost in costs[0].items()]
     timed = (
-        f"Lower bounds on {chip.name}: {chip.source}" if chip else f"No peaks are known for {soc}"
+        f"Lower bounds on {chip.name}: {chip.source}"
+        if chip
+        else f"No peaks are known for {machine.soc}"
     )
     note = (
         f"Each byte and product counted once; unfused is one kernel a step. {timed}, without "
@@ -102,12 +111,13 @@ def roofline(fusion: Fusion, machine: Machine) -> Roofline | None:
         rows,
         bars,
         note,
-        _estimate(counts[0], *costs[0], chip),
+        _estimate(counts[0], costs[0], chip),
     )
 
 
-def _estimate(tokens: int, unfused: Cost, fused: Cost, chip: Chip | None) -> str:
+def _estimate(tokens: int, costs: Mapping[str, Cost], chip: Chip | None) -> str:
     """What the first row's costs say of the gain, in a sentence."""
+    unfused, fused = costs.values()
     kernels = f"{unfused.kernels} kernels become {fused.kernels}"
     seconds = (unfused.kernels - fused.kernels) * LAUNCH
     if chip is not None:
@@ -128,11 +138,14 @@ def _with_staging(cost: Cost, fusion: Fusion, tokens: int, chip: Chip | None) ->
 
 
 def _explained(fusion: Fusion, tokens: int, machine: Machine) -> CallExplanation:
-    chip, of = (
-        CHIP_OF_SOC.get(machine.soc),
-        {"soc": machine.soc, "cann": machine.cann, "path": "graph"},
+    return explain_call(
+        "npu_mla_prolog_v3_functional",
+        soc=machine.soc,
+        cann=machine.cann,
+        path="graph",
+        chip=CHIP_OF_SOC.get(machine.soc),
+        **_call(fusion, tokens),
     )
-    return explain_call("npu_mla_prolog_v3_functional", chip=chip, **of, **_call(fusion, tokens))
 
 
 def _tokens(text: str) -> tuple[int, ...]:
@@ -142,60 +155,17 @@ def _tokens(text: str) -> tuple[int, ...]:
 
 def _call(fusion: Fusion, tokens: int) -> dict[str, Any]:
     """The call's tensors without their numbers; caches as many blocks as the tokens need."""
-    dims = fusion.dims
-    he, hcq, hckv, nope, rope = (int(dims[name]) for name in ("He", "Hcq", "Hckv", "D", "Dr"))
-    heads = int(dims.get("N_padded", dims["N"]))
-    quant, kv_quant = (
-        int(fusion.attributes.get(name, 0)) for name in ("weight_quant_mode", "kv_cache_quant_mode")
+    dims = {axis: int(fusion.dims[axis]) for axis in ("He", "Hcq", "Hckv", "D", "Dr")}
+    dims |= {"N": int(fusion.dims.get("N_padded", fusion.dims["N"])), "Nkv": 1}
+    dims |= {"BlockNum": -(-tokens // _BLOCK), "BlockSize": _BLOCK}
+    return sample_call(
+        weight_quant_mode=int(fusion.attributes.get("weight_quant_mode", 0)),
+        kv_cache_quant_mode=int(fusion.attributes.get("kv_cache_quant_mode", 0)),
+        cache_mode=fusion.cache_mode if fusion.cache_mode.startswith("PA") else "TND",
+        lead=(tokens,),
+        dims=dims,
+        device="meta",
     )
-
-    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    element = weight_modes.elements(quant)
-    cache = CACHE_QUANTS[kv_quant]
-    of_kind = {ACTIVATION: torch.bfloat16, ELEMENT: element["weight_uq_qr"]}
-    packed = DERIVED["Dtile"]({"Hckv": hckv, "Dr": rope, "tile": TILE_SIZE})
-    paged = fusion.cache_mode.startswith("PA")
-    lead = (-(-tokens // _BLOCK), _BLOCK) if paged else (tokens,)
-    call: dict[str, Any] = {
-        "token_x": empty(tokens, he, dtype=element["token_x"]),
-        "weight_dq": empty(he, hcq, dtype=element["weight_dq"]),
-        "weight_uq_qr": empty(hcq, heads * (nope + rope), dtype=element["weight_uq_qr"]),
-        "weight_uk": empty(heads, nope, hckv),
-        "weight_dkv_kr": empty(he, hckv + rope, dtype=element["weight_dkv_kr"]),
-        "rmsnorm_gamma_cq": empty(hcq),
-        "rmsnorm_gamma_ckv": empty(hckv),
-        "rope_sin": empty(tokens, rope),
-        "rope_cos": empty(tokens, rope),
-        "kv_cache": empty(
-            *lead, 1, packed if cache.kr is None else hckv, dtype=_dtype(cache.kv, of_kind)
-        ),
-        "kr_cache": empty(0)
-        if cache.kr is None
-        else empty(*lead, 1, rope, dtype=_dtype(cache.kr, of_kind)),
-        "cache_mode": fusion.cache_mode if paged else "TND",
-        **weight_modes.attributes(quant, kv_quant),
-        **cache_modes.attributes(kv_quant),
-    }
-    sizes = {
-        "He": he,
-        "Hcq": hcq,
-        "Hckv": hckv,
-        "N": heads,
-        "D": nope,
-        "Dr": rope,
-        "tokens": tokens,
-    }
-    for name, (shape, dtype) in weight_modes.scales(quant, sizes).items():
-        call[name] = empty(*shape, dtype=dtype)
-    for name, shape in cache_modes.scale_shapes(kv_quant, hckv, rope, quant).items():
-        call[name] = empty(*shape, dtype=torch.float32)
-    return call | ({"cache_index": empty(tokens, dtype=torch.int64)} if paged else {})
-
-
-def _dtype(kind: Dtype, of_kind: dict[str, torch.dtype]) -> torch.dtype:
-    return of_kind[kind] if isinstance(kind, str) else kind
 
 
 def _row(tokens: int, name: str, cost: Cost) -> tuple[str, ...]:
@@ -212,14 +182,10 @@ def _row(tokens: int, name: str, cost: Cost) -> tuple[str, ...]:
 
 
 def _bar(name: str, cost: Cost, longest: int) -> Bar:
-    parts, done = [], 0
-    sizes = (
-        ("weights", cost.weight_bytes),
-        ("activations", cost.activation_bytes),
-        ("cache", cost.cache_bytes),
-    )
-    for part, size in sizes:
-        left, width = (round(100 * value / longest, 2) for value in (done, size))
-        parts.append(Part(part, min(left, 99.6), width, f"{size / 1e6:.2f} MB"))
-        done += size
+    sizes: dict[str, float] = {
+        "weights": cost.weight_bytes,
+        "activations": cost.activation_bytes,
+        "cache": cost.cache_bytes,
+    }
+    parts = stretches(sizes, longest, lambda size: f"{size / 1e6:.2f} MB")
     return Bar(name, parts, f"{cost.bytes / 1e6:.1f} MB")

@@ -5,9 +5,10 @@ call.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import pairwise
 
 from mla_fusion.report.picture import INPUTS, Arrow, Drawing
 from mla_fusion.tools.page.layout import Point, place
@@ -111,17 +112,22 @@ def svg(
         f'style="min-width:{_SMALLEST * width:.0f}px" '
         f'role="group" aria-label="{escape(label)}" data-picture="{escape(picture)}">'
     ]
-    columns = _columns(boxes, laid.middles)
+
+    def along(points: Iterable[Point]) -> list[Point]:
+        """Points with the direction of the arrows first, and back."""
+        return [(x, y) if across else (y, x) for x, y in points]
+
+    halves = [(box.width if across else _HEIGHT) / 2 for box in boxes]
+    columns: dict[int, float] = {}  # half the size of the largest box of each, by its middle
+    for half, (x, _) in zip(halves, along(laid.middles), strict=True):
+        columns[round(x)] = max(columns.get(round(x), 0.0), half)
     # What fails is drawn last, above the rest.
     for line, points in sorted(zip(lines, laid.edges, strict=True), key=lambda pair: pair[0][2]):
-        start, end = boxes[line[0]], boxes[line[1]]
-        if across:
-            corners = _corners(points, (start.width / 2, end.width / 2), columns)
-        else:
-            halves = dict.fromkeys((round(y) for _, y in points), _HEIGHT / 2)
-            turned = _corners([(y, x) for x, y in points], (_HEIGHT / 2, _HEIGHT / 2), halves)
-            corners = [(x, y) for y, x in turned]
-        parts.append(_wire(line, [(x + _MARGIN, y + _MARGIN) for x, y in corners], across))
+        placed = [
+            (x + _MARGIN, y + _MARGIN)
+            for x, y in _corners(along(points), (halves[line[0]], halves[line[1]]), columns)
+        ]
+        parts.append(_wire(line, placed, along))
     for index, (box, (x, y)) in enumerate(zip(boxes, laid.middles, strict=True)):
         parts.append(_rectangle(box, x + _MARGIN, y + _MARGIN, first=index == 0))
     return "".join([*parts, "</svg>"])
@@ -172,14 +178,6 @@ def _lines(boxes: Sequence[Box], arrows: Iterable[Arrow]) -> list[Line]:
     return [(start, end, failing, label) for (start, end), (failing, label) in found.items()]
 
 
-def _columns(boxes: Sequence[Box], middles: Sequence[Point]) -> dict[int, float]:
-    """Half the width of the widest box of each column, by the column's middle."""
-    found: dict[int, float] = {}
-    for box, (x, _) in zip(boxes, middles, strict=True):
-        found[round(x)] = max(found.get(round(x), 0.0), box.width / 2)
-    return found
-
-
 def _corners(
     points: Sequence[Point], ends: tuple[float, float], columns: Mapping[int, float]
 ) -> list[Point]:
@@ -195,37 +193,27 @@ def _corners(
     return found
 
 
-def _wire(line: Line, points: Sequence[Point], across: bool) -> str:
+def _wire(
+    line: Line, points: Sequence[Point], along: Callable[[Iterable[Point]], list[Point]]
+) -> str:
     start, end, failing, label = line
-    x, y = points[0]
-    path = [f"M{x:.1f} {y:.1f}"]
-    for number, (to_x, to_y) in enumerate(points[1:]):
-        if number % 2 == 0:
-            path.append(f"L{to_x:.1f} {to_y:.1f}")
-        else:
-            half = (to_x - x) / 2 if across else (to_y - y) / 2
-            first, second = (
-                ((x + half, y), (to_x - half, to_y))
-                if across
-                else ((x, y + half), (to_x, to_y - half))
-            )
-            path.append(
-                f"C{first[0]:.1f} {first[1]:.1f} {second[0]:.1f} {second[1]:.1f} "
-                f"{to_x:.1f} {to_y:.1f}"
-            )
-        x, y = to_x, to_y
-    tip = f"M{x + 5:.1f} {y:.1f}l-7 -3.5v7z" if across else f"M{x:.1f} {y + 5:.1f}l-3.5 -7h7z"
-    middle = points[len(points) // 2 - 1], points[len(points) // 2]
-    at = (sum(point[0] for point in middle) / 2, sum(point[1] for point in middle) / 2 - 5)
-    text = (
-        f'<text class="label" x="{at[0]:.1f}" y="{at[1]:.1f}">{escape(label)}</text>'
-        if label
-        else ""
-    )
-    kind = "edge failing" if failing else "edge"
+
+    def text(*found: Point) -> str:
+        return " ".join(f"{x:.1f} {y:.1f}" for x, y in along(found))
+
+    path = f"M{text(points[0])}"
+    for number, ((x, y), (to_x, to_y)) in enumerate(pairwise(points)):
+        half = (to_x - x) / 2
+        bend = text((x + half, y), (to_x - half, to_y), (to_x, to_y))
+        path += f"C{bend}" if number % 2 else f"L{text((to_x, to_y))}"
+    x, y = points[-1]
+    tip = text((x + _TIP, y), (x - 2, y - 3.5), (x - 2, y + 3.5))
+    (x, y), (to_x, to_y) = along(points[len(points) // 2 - 1 : len(points) // 2 + 1])
+    at = f'x="{(x + to_x) / 2:.1f}" y="{(y + to_y) / 2 - 5:.1f}"'
+    name = f'<text class="label" {at}>{escape(label)}</text>' if label else ""
     return (
-        f'<g class="{kind}" data-ends="{start},{end}"><path class="wire" d="{"".join(path)}"/>'
-        f'<path class="tip" d="{tip}"/>{text}</g>'
+        f'<g class="edge{" failing" if failing else ""}" data-ends="{start},{end}">'
+        f'<path class="wire" d="{path}"/><path class="tip" d="M{tip}z"/>{name}</g>'
     )
 
 

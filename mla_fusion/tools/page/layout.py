@@ -4,9 +4,8 @@ method.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 Point = tuple[float, float]
 
@@ -39,7 +38,7 @@ def place(
         ) from error
     vertices = [Vertex(index) for index in range(len(sizes))]
     for vertex, (width, height) in zip(vertices, sizes, strict=True):
-        vertex.view = _View(height, width) if across else _View(width, height)
+        vertex.view = _Spot(height, width) if across else _Spot(width, height)
     # Layers are counted from the ends, against the arrows.
     turned = [Edge(vertices[end], vertices[start]) for start, end in edges]
     for edge in turned:
@@ -49,92 +48,70 @@ def place(
     for part in graph.C:
         layout = SugiyamaLayout(part)
         layout.xspace, layout.yspace = gap
-        layout.route_edge = _keep_points
         layout.init_all()
         layout.draw(6)
-        _part_overlaps(part, gap[0])
-        offset, extent = _beside(part, offset, extent, gap[0])
+        spots = [vertex.view for vertex in part.V()]
+        spots += [bend for edge in part.E() for bend in edge.view.bends]
+        _part_overlaps(spots, gap[0])
+        offset, extent = _beside(spots, offset, extent, gap[0])
     middles = [_turn(vertex.view.xy, extent, across) for vertex in vertices]
     paths = [
-        [_turn(point, extent, across) for point in reversed(edge.view.points)] for edge in turned
+        [
+            middles[start],
+            *(_turn(bend.xy, extent, across) for bend in reversed(edge.view.bends)),
+            middles[end],
+        ]
+        for (start, end), edge in zip(edges, turned, strict=True)
     ]
     return Layout(middles, paths, *((extent, offset) if across else (offset, extent)))
 
 
-class _View:
-    """What grandalf asks of a box."""
+@dataclass
+class _Spot:
+    """What grandalf asks of a box. Where an edge passes a layer is a box without a size."""
 
-    def __init__(self, w: float, h: float) -> None:
-        self.w, self.h, self.xy = w, h, (0.0, 0.0)
+    w: float = 0.0
+    h: float = 0.0
+    xy: Point = (0.0, 0.0)
 
 
 class _Path:
     """What grandalf asks of an edge."""
 
     def __init__(self) -> None:
-        self.points: list[Point] = []
+        self.bends: list[_Spot] = []
 
     def setpath(self, points: list[Point]) -> None:
-        self.points = list(points)
+        self.bends = [_Spot(xy=point) for point in points[1:-1]]
 
 
-def _keep_points(edge: Any, points: list[Point]) -> None:
-    """The points as they are: where the edge passes each layer."""
-
-
-def _part_overlaps(part: Any, gap: float) -> None:
+def _part_overlaps(spots: Sequence[_Spot], gap: float) -> None:
     """Neighbours of a layer that grandalf has let overlap are moved apart, with the edges that pass
     between them.
     """
-    layers: dict[int, list[tuple[float, float, Any, int]]] = {}
-    for vertex in part.V():
-        x, y = vertex.view.xy
-        layers.setdefault(round(y), []).append((x, vertex.view.w, vertex.view, -1))
-    for edge in part.E():
-        for index in range(1, len(edge.view.points) - 1):
-            x, y = edge.view.points[index]
-            layers.setdefault(round(y), []).append((x, 0.0, edge.view, index))
+    layers: dict[int, list[_Spot]] = {}
+    for spot in spots:
+        layers.setdefault(round(spot.xy[1]), []).append(spot)
     for layer in layers.values():
-        layer.sort(key=lambda item: item[0])
         free = float("-inf")
-        for x, width, view, index in layer:
-            x = max(x, free + width / 2)
-            free = x + width / 2 + gap
-            if index < 0:
-                view.xy = (x, view.xy[1])
-            else:
-                view.points[index] = (x, view.points[index][1])
-    for edge in part.E():
-        edge.view.points[0], edge.view.points[-1] = (vertex.view.xy for vertex in edge.v)
+        for spot in sorted(layer, key=lambda spot: spot.xy[0]):
+            x = max(spot.xy[0], free + spot.w / 2)
+            free = x + spot.w / 2 + gap
+            spot.xy = (x, spot.xy[1])
 
 
-def _beside(part: Any, offset: float, extent: float, gap: float) -> tuple[float, float]:
+def _beside(
+    spots: Sequence[_Spot], offset: float, extent: float, gap: float
+) -> tuple[float, float]:
     """Move a connected part beside the last one; the width and the depth reached."""
-    left = min(_lefts(part))
-    top = min(vertex.view.xy[1] - vertex.view.h / 2 for vertex in part.V())
-    shift = (offset - left + (gap if offset else 0), -top)
-
-    def moved(point: Point) -> Point:
-        return point[0] + shift[0], point[1] + shift[1]
-
-    for vertex in part.V():
-        vertex.view.xy = moved(vertex.view.xy)
-    for edge in part.E():
-        edge.view.points = [moved(point) for point in edge.view.points]
-    right = max(_rights(part))
-    bottom = max(vertex.view.xy[1] + vertex.view.h / 2 for vertex in part.V())
-    return right, max(extent, bottom)
-
-
-def _lefts(part: Any) -> Iterator[float]:
-    """Of boxes, and of edges: they may pass outside all boxes of a layer."""
-    yield from (vertex.view.xy[0] - vertex.view.w / 2 for vertex in part.V())
-    yield from (x for edge in part.E() for x, _ in edge.view.points)
-
-
-def _rights(part: Any) -> Iterator[float]:
-    yield from (vertex.view.xy[0] + vertex.view.w / 2 for vertex in part.V())
-    yield from (x for edge in part.E() for x, _ in edge.view.points)
+    left = min(spot.xy[0] - spot.w / 2 for spot in spots)
+    right = max(spot.xy[0] + spot.w / 2 for spot in spots)
+    top = min(spot.xy[1] - spot.h / 2 for spot in spots)
+    bottom = max(spot.xy[1] + spot.h / 2 for spot in spots)
+    shift = offset - left + (gap if offset else 0)
+    for spot in spots:
+        spot.xy = (spot.xy[0] + shift, spot.xy[1] - top)
+    return right + shift, max(extent, bottom - top)
 
 
 def _turn(point: Point, extent: float, across: bool) -> Point:

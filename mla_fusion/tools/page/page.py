@@ -16,7 +16,7 @@ from mla_fusion.report import text_tables
 from mla_fusion.report.picture import INPUTS, ROLES
 from mla_fusion.report.wrapping import is_number
 from mla_fusion.tools.page import drawing
-from mla_fusion.tools.page.cost import Roofline, roofline
+from mla_fusion.tools.page.cost import Part, Roofline, roofline, stretches
 
 if TYPE_CHECKING:
     from mla_fusion.report.rejection import Rejection
@@ -48,7 +48,7 @@ class Plate:
 
     title: str
     text: str
-    svg: Any
+    svg: str
     roles: list[str]
 
 
@@ -84,7 +84,13 @@ def write(report: Report, path: str | Path, sections: Sequence[Section] = ()) ->
 
 def render(report: Report, sections: Sequence[Section] = ()) -> str:
     """The page as text. Everything that comes from a graph or a model is escaped."""
-    environment, safe = _template_engine()
+    try:
+        import jinja2
+    except ImportError as error:
+        raise ImportError("HTML reports need jinja2: pip install 'mla-fusion[report]'") from error
+    environment = jinja2.Environment(
+        loader=jinja2.FunctionLoader(_resource), autoescape=True, undefined=jinja2.StrictUndefined
+    )
     operators = text_tables.operators(
         report.operators.get("before", {}), report.operators.get("after", {})
     )
@@ -98,16 +104,13 @@ def render(report: Report, sections: Sequence[Section] = ()) -> str:
             f"{duration(report.seconds)}",
             numbers=_numbers(report),
             stages=_stages(report),
-            committed=report.committed,
-            count=len(report.fused),
-            left=len(report.rejected),
-            fused=fused_cards(report, safe),
-            rejected=rejected_cards(report, safe),
-            absent=() if report.fused or report.rejected else report.absent,
+            report=report,
+            fused=fused_cards(report),
+            rejected=rejected_cards(report),
             sections=sections,
             operators=operators,
             config=[*asdict(report.config).items(), ("machine", str(report.config.machine))],
-            data=safe(embeddable(report.to_json())),
+            data=embeddable(report.to_json()),
             version=__version__,
             size=text_tables.size,
             counted=text_tables.counted,
@@ -133,7 +136,7 @@ def fold(items: Iterable[Item], key: Callable[[Item], object]) -> list[Card]:
     return list(cards.values())
 
 
-def fused_cards(report: Report, safe: Callable[[str], Any] = str) -> list[Card]:
+def fused_cards(report: Report) -> list[Card]:
     """Cards of prologues with equal dims, caches and attributes; figures are those of the verified
     one.
     """
@@ -143,11 +146,11 @@ def fused_cards(report: Report, safe: Callable[[str], Any] = str) -> list[Card]:
         card.dims = ", ".join(f"{name} {value}" for name, value in card.item.dims.items())
         card.roofline = roofline(card.item, report.config.machine)
         if card.item.picture is not None:
-            card.plates = _before_and_after(report, card.item, safe, every=index < _IN_FULL)
+            card.plates = _before_and_after(report, card.item, every=index < _IN_FULL)
     return cards
 
 
-def rejected_cards(report: Report, safe: Callable[[str], Any] = str) -> list[Card]:
+def rejected_cards(report: Report) -> list[Card]:
     """Cards of prologues that were left for the same reason at the same line."""
     cards = fold(report.rejected, _rejection_key)
     for card in cards:
@@ -160,34 +163,28 @@ def rejected_cards(report: Report, safe: Callable[[str], Any] = str) -> list[Car
                 else picture.layer
             )
             card.plates = [
-                _plate(
-                    "What was found", text, drawing.steps(picture.before), card.item.picture, safe
-                )
+                _plate("What was found", text, drawing.steps(picture.before), card.item.picture)
             ]
     return cards
 
 
-def _before_and_after(
-    report: Report, item: Fusion, safe: Callable[[str], Any], every: bool
-) -> list[Plate]:
+def _before_and_after(report: Report, item: Fusion, every: bool) -> list[Plate]:
     assert item.picture is not None
     number, picture = item.picture, report.pictures[item.picture]
     count = sum(bool(dot.op) and dot.role not in INPUTS for dot in picture.before.dots)
     whose = f" of {picture.layer}" if picture.layer else ""
     plates = [
-        _plate(
-            "Before", f"{count} nodes{whose}, by step", drawing.steps(picture.before), number, safe
-        )
+        _plate("Before", f"{count} nodes{whose}, by step", drawing.steps(picture.before), number)
     ]
     if picture.after is not None:
         call = drawing.steps(picture.after)
         beside = (
             f"one call, and {item.launches_left} launches beside it" if item.leaves else "one call"
         )
-        plates.append(_plate("After", beside, call, number, safe, side="after"))
+        plates.append(_plate("After", beside, call, number, side="after"))
     if every:
         nodes = drawing.nodes(picture.before)
-        plates.append(_plate("Before", f"every node{whose}", nodes, number, safe, across=False))
+        plates.append(_plate("Before", f"every node{whose}", nodes, number, across=False))
     return plates
 
 
@@ -196,7 +193,6 @@ def _plate(
     text: str,
     drawn: tuple[list[drawing.Box], list[drawing.Line]],
     number: int,
-    safe: Callable[[str], Any],
     side: str = "before",
     across: bool = True,
 ) -> Plate:
@@ -204,7 +200,7 @@ def _plate(
     label = f"{title}: {text}. {len(boxes)} boxes; arrow keys move between them."
     occurring = {box.role for box in boxes}
     svg = drawing.svg(boxes, lines, f"{number}.{side}", label, across)
-    return Plate(title, text, safe(svg), [role for role in ROLES if role in occurring])
+    return Plate(title, text, svg, [role for role in ROLES if role in occurring])
 
 
 def _fusion_key(item: Fusion) -> object:
@@ -246,34 +242,11 @@ def _numbers(report: Report) -> list[tuple[str, str]]:
     return [*found, ("differs from unfused by", f"{max(figures):.1e}")] if figures else found
 
 
-def _stages(report: Report) -> list[dict[str, object]]:
+def _stages(report: Report) -> list[Part]:
     """Bars one after the other, in percent of the total."""
-    total = sum(report.timings.get(stage, 0.0) for stage in STAGES)
-    if total <= 0:
-        return []
-    bars: list[dict[str, object]] = []
-    done = 0.0
-    for name in STAGES:
-        seconds = report.timings.get(name, 0.0)
-        left, width = (round(100 * value / total, 2) for value in (done, seconds))
-        bars.append(
-            {"name": name, "left": min(left, 99.7), "width": width, "text": duration(seconds)}
-        )
-        done += seconds
-    return bars
-
-
-def _template_engine() -> tuple[Any, Callable[[str], Any]]:
-    try:
-        import jinja2
-        import markupsafe
-    except ImportError as error:
-        raise ImportError("HTML reports need jinja2: pip install 'mla-fusion[report]'") from error
-    loader = jinja2.FunctionLoader(_resource)
-    environment = jinja2.Environment(
-        loader=loader, autoescape=True, undefined=jinja2.StrictUndefined
-    )
-    return environment, markupsafe.Markup
+    seconds = {name: report.timings.get(name, 0.0) for name in STAGES}
+    total = sum(seconds.values())
+    return stretches(seconds, total, duration) if total > 0 else []
 
 
 def _resource(name: str) -> str:

@@ -1,0 +1,65 @@
+"""What both rebuilders of a graph do: nodes from operators, each with its value and source."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+from torch.fx import Graph, GraphModule, Node
+
+from mla_fusion.tools.dumps import Dump, Operator, budget
+from mla_fusion.tools.dumps.symbols import Tensors
+
+
+class Builder:
+    """Reads the operators one by one. ``unmapped`` counts those that have no counterpart here."""
+
+    BOX = "call_method", "unknown"  # of an unknown operator: what every walk of the pass stops at
+
+    def __init__(self, dump: Dump) -> None:
+        self.dump = dump
+        self.tensors = Tensors()
+        self.graph, self.root = Graph(), nn.Module()
+        self.unmapped: Counter[str] = Counter()
+
+    def graph_module(self) -> tuple[GraphModule, list[str]]:
+        """The graph, and remarks on what the dump does not tell. Raises NotRebuilt."""
+        with budget.limited(len(self.dump.operators)) as spent:
+            for operator in self.ordered():
+                spent.line = operator.line
+                self.take(operator)
+            self.finish()
+        return GraphModule(self.root, self.graph), self.remarks()
+
+    def ordered(self) -> Iterable[Operator]:
+        """The operators, each behind what it reads."""
+        return self.dump.operators
+
+    def take(self, operator: Operator) -> None:
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        raise NotImplementedError
+
+    def remarks(self) -> list[str]:
+        raise NotImplementedError
+
+    def add(
+        self,
+        operator: Operator | None,
+        kind: str,
+        target: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        value: Any = None,
+    ) -> Node:
+        """A node, which has the name and the source of ``operator``."""
+        name = operator.name if operator is not None else ""
+        node = self.graph.create_node(kind, target, args, kwargs, name=name or None)
+        if value is not None:
+            node.meta["val"] = value
+        if operator is not None and operator.stack_trace:
+            node.meta["stack_trace"] = operator.stack_trace
+        return node
