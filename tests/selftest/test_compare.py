@@ -59,7 +59,6 @@ def test_floats_are_judged_by_their_row():
     assert not compare("query", found, wanted).problem
     found[0, :8] = 1.1
     assert "3.12% of the elements differ, allowed 0.50%" in compare("query", found, wanted).problem
-    assert compare("query", found, wanted, exact=True).problem
 
 
 def test_a_nan_differs():

@@ -57,24 +57,16 @@ def run(
 
 def _results(device: Device, options: Options) -> Iterator[Result]:
     on_npu = device.kind == "npu"
-    he, heads = (
-        options.he or (DEEPSEEK_V3["He"] if on_npu else None),
-        options.heads or (16 if on_npu else 4),
-    )
+    he = options.he or (DEEPSEEK_V3["He"] if on_npu else None)
+    heads = options.heads or (16 if on_npu else 4)
     repeats = options.repeats or (20 if on_npu else 1)
     planned = scenarios(device.soc, device.cann, he=he, heads=heads)
-    for scenario in planned:
-        if fnmatch(scenario.name, f"*{options.only}*"):
-            yield operator.run(scenario, device, repeats=repeats)
-    for other in preprocess.scenarios(device.soc, heads):
-        if fnmatch(other.name, f"*{options.only}*"):
-            yield preprocess.run(other, device, repeats=repeats)
-    for key in key_operator.scenarios(device.soc):
-        if fnmatch(key.name, f"*{options.only}*"):
-            yield key_operator.run(key, device, repeats=repeats)
-    for scenario in _one_per_quantisation(planned):
-        if fnmatch(scenario.name, f"*{options.only}*"):
-            yield operator.run(scenario, device, through="graph", repeats=repeats)
+    others = *preprocess.scenarios(device.soc, heads), *key_operator.scenarios(device.soc)
+    eager, graph = [*planned, *others], _one_per_quantisation(planned)
+    calls = [(call, "eager") for call in eager] + [(call, "graph") for call in graph]
+    for call, through in calls:
+        if fnmatch(call.name, f"*{options.only}*"):
+            yield operator.run(call, device, through=through, repeats=repeats)
     dims, modes = planned[0].dims, {scenario.cache_mode for scenario in planned}
     formats = {scenario.weight_quant_mode for scenario in planned}
     for form in FORMS:

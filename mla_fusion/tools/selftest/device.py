@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -37,15 +37,6 @@ class Device:
         if self.kind == "npu" and nz:
             return torch.ops.npu.npu_format_cast(placed.contiguous(), FRACTAL_NZ)
         return placed
-
-    def place_all(
-        self, call: Mapping[str, Any], nz: Collection[str] = NZ_WEIGHTS
-    ) -> dict[str, Any]:
-        """Every tensor of a call, the ones named in ``nz`` in FRACTAL_NZ."""
-        return {
-            name: self.place(v, nz=name in nz) if isinstance(v, Tensor) else v
-            for name, v in call.items()
-        }
 
     def milliseconds(self, run: Callable[[], Any], repeats: int) -> float:
         """Median time of a call with everything it started on the device finished."""
