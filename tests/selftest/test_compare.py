@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from mla_fusion.reference import hifloat8
-from mla_fusion.tools.selftest.compare import compare, same_bits
+from mla_fusion.tools.by_hand.memory import same_bits
+from mla_fusion.tools.selftest.compare import compare
 
 
 def values(dtype: torch.dtype, rows: int = 64) -> torch.Tensor:

@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from mla_fusion.compat import TorchDispatchMode, schema_of, tree_leaves
 from mla_fusion.meta.prolog import PROLOGS
-from mla_fusion.tools.by_hand.memory import same
+from mla_fusion.tools.by_hand.memory import same_bits
 from mla_fusion.tools.by_hand.outcome import Finding
 from mla_fusion.tools.by_hand.roles import KR, KV, Roles, Touched, roles_of
 
@@ -106,7 +106,7 @@ class Repair:
                 if value != before:
                     return True
             # what is to be written may hold anything
-            elif any(value is held for held in call.held.values()) or not same(value, before):
+            elif any(value is held for held in call.held.values()) or not same_bits(value, before):
                 return True
         return False
 

@@ -268,7 +268,7 @@ def _states(mine: Exported, theirs: Exported) -> dict[Node, str]:
     for name in mine.results.keys() & mine.buffers.keys() & theirs.buffers.keys():
         nodes = [of.buffers[name] for of in (mine, theirs)]
         one, other = (of.held[node][1] for of, node in zip((mine, theirs), nodes, strict=True))
-        if memory.same(one, other):
+        if memory.same_bits(one, other):
             found |= dict.fromkeys(nodes, name)
     return found
 

@@ -81,8 +81,8 @@ def held_by(target: object) -> dict[str, Tensor]:
     return _strided(found)
 
 
-def same(one: Tensor, other: Tensor) -> bool:
-    """Do they hold the same bits?"""
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Equal shape, dtype and bits; NaNs with the same bits are the same."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     a, b = (value.detach().contiguous().reshape(-1).view(torch.uint8) for value in (one, other))
@@ -100,7 +100,7 @@ def kept(target: object) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
     finally:
         with torch.no_grad():
             for value, before in held.values():
-                if not same(value, before):  # some tensors cannot be written
+                if not same_bits(value, before):  # some tensors cannot be written
                     value.copy_(before)
 
 

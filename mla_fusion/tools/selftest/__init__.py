@@ -72,8 +72,10 @@ def _results(device: Device, options: Options) -> Iterator[Result]:
     for form in FORMS:
         # a whole is staged in these modes
         possible = form.in_place or modes & {"TND", "BSND"} or form.target == "key"
-        possible = possible and (form.target != "preprocess" or device.soc in PREPROCESS_SOCS)
-        possible = possible and (form.format is None or form.format.full in formats)
+        if form.target == "preprocess":
+            possible = device.soc in PREPROCESS_SOCS
+        elif form.format is not None:
+            possible = possible and form.format.full in formats
         if possible and fnmatch(form.name, f"*{options.only}*"):
             yield fused.run(form, device, dims, repeats=repeats)
 

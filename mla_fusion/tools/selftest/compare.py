@@ -75,13 +75,6 @@ def compare(output: str, found: Tensor, wanted: Tensor) -> Comparison:
     return Comparison(output, dtype, tuple(wanted.shape), largest, differing, problem)
 
 
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Equal shape, dtype and bits; NaNs with the same bits are the same."""
-    if a.dtype != b.dtype or a.shape != b.shape:
-        return False
-    return a.contiguous().view(torch.uint8).equal(b.contiguous().view(torch.uint8))
-
-
 def _steps(found: Tensor, wanted: Tensor) -> Tensor:
     """How many representable values lie between two tensors of an 8-bit dtype."""
     if wanted.dtype == torch.int8:

@@ -31,6 +31,9 @@ class Device:
     soc: str
     cann: str
 
+    def __str__(self) -> str:
+        return f"{self.kind} ({self.name}), {self.soc}, CANN {self.cann}"
+
     def place(self, tensor: Tensor, *, nz: bool = False) -> Tensor:
         """A copy of a tensor on the device, there in FRACTAL_NZ if asked."""
         placed = tensor.clone() if self.kind == "cpu" else tensor.to(self.kind)

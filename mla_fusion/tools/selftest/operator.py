@@ -16,7 +16,8 @@ from mla_fusion.compile.backend import backend
 from mla_fusion.meta.prolog import CACHES
 from mla_fusion.paging import layout
 from mla_fusion.reference import kernels
-from mla_fusion.tools.selftest.compare import compare, same_bits
+from mla_fusion.tools.by_hand.memory import same_bits
+from mla_fusion.tools.selftest.compare import compare
 from mla_fusion.tools.selftest.device import NZ_WEIGHTS, Device
 from mla_fusion.tools.selftest.result import Result
 

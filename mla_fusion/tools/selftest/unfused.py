@@ -6,11 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mla_fusion.meta.number_formats import BLOCK, E8M0_NUMBER, FORMATS, MXFP8, NumberFormat
+from mla_fusion.meta.number_formats import BLOCK, E8M0_NUMBER, FORMATS, INT8, MXFP8, NumberFormat
 from mla_fusion.reference import hifloat8
 from mla_fusion.reference.formats import format_of
 
@@ -62,7 +63,7 @@ FORMS = (
     Form("mxfp8 weights, c_q read by an indexer", reads_c_q=True, format=MXFP8),
     Form("key half", rope=("pairs", "half"), target="key"),
     Form("key half, RoPE in pairs", rope=("pairs", "pairs"), in_place=False, target="key"),
-    Form("static W8A8", rope=("pairs", "half"), target="preprocess"),
+    Form("static W8A8", rope=("pairs", "half"), target="preprocess", format=INT8),
 )
 
 
@@ -75,44 +76,22 @@ class Linear(nn.Module):
         return x @ self.weight.t()
 
 
-class StaticLinear(nn.Module):
-    """int8 weight, a scale for each column; one scale for x. In float64 the same weight, x as it
-    is.
-    """
-
-    def __init__(self, weight: nn.Parameter) -> None:
-        super().__init__()
-        scale = weight.float().abs().amax(1) / 127
-        codes = (weight.float() / scale[:, None]).round().to(torch.int8).t().contiguous()
-        self.codes, self.scale = (nn.Parameter(t, requires_grad=False) for t in (codes, scale))
-        self.x_scale = nn.Parameter(
-            torch.tensor([2.0**-5], dtype=torch.bfloat16), requires_grad=False
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.dtype == torch.float64:
-            return x @ (self.codes.double() * self.scale)
-        codes = torch.ops.npu.npu_quantize(x, self.x_scale, None, 1, -1, True)
-        weights = self.codes, self.scale * self.x_scale.float()
-        made: Tensor = torch.ops.npu.npu_quant_matmul(codes, *weights, output_dtype=torch.bfloat16)
-        return made
-
-
 class QuantisedLinear(nn.Module):
-    """[out, in] in a format of one byte, rows quantised by an npu operator; in float64 the same
-    weight as numbers.
+    """[out, in] in a format of one byte; rows quantised by an npu operator, each by its own scale,
+    or all by ``x_scale``. In float64 the same weight as numbers, rows as they are.
     """
 
-    def __init__(self, weight: nn.Parameter, form: NumberFormat) -> None:
+    def __init__(
+        self, weight: nn.Parameter, form: NumberFormat, x_scale: nn.Parameter | None = None
+    ) -> None:
         super().__init__()
-        self.form = form
+        self.form, self.x_scale = form, x_scale
         kernel = format_of(form.full, "A5")
         assert kernel is not None
         held, scale = kernel.dynamic_quant(weight.float())
         numbers = hifloat8.decode(held) if held.dtype == torch.uint8 else held.float()
-        self.wide = numbers.double() * scale.double().repeat_interleave(
-            weight.shape[1] // scale.shape[1], -1
-        )
+        block = weight.shape[1] // scale.shape[1]
+        self.wide = numbers.double() * scale.double().repeat_interleave(block, -1)
         if form.in_blocks:
             scale = scale.view(torch.uint8).unflatten(-1, (-1, 2)).transpose(0, 1)
         self.weight = nn.Parameter(held, requires_grad=False)
@@ -122,25 +101,21 @@ class QuantisedLinear(nn.Module):
         npu, form = torch.ops.npu, self.form
         if x.dtype == torch.float64:
             return x @ self.wide.t()
+        named: dict[str, Any] = {"x1_dtype": form.number, "x2_dtype": form.number}
+        scale: Tensor = self.scale
         dst_type = form.number or form.element
-        if form.in_blocks:
+        if self.x_scale is not None:
+            x = npu.npu_quantize(x, self.x_scale, None, 1, -1, True)
+            scale, named = scale * self.x_scale.float(), {}
+        elif form.in_blocks:
             x, token = npu.npu_dynamic_mx_quant(x, dst_type=dst_type)
-            named = {
-                "scale_dtype": E8M0_NUMBER,
-                "pertoken_scale_dtype": E8M0_NUMBER,
-                "group_sizes": [1, 1, BLOCK],
-            }
+            kinds = dict.fromkeys(("scale_dtype", "pertoken_scale_dtype"), E8M0_NUMBER)
+            named = {"pertoken_scale": token, "group_sizes": [1, 1, BLOCK], **kinds}
         else:
             x, token = npu.npu_dynamic_quant(x, dst_type=dst_type)
-            named = {"x1_dtype": form.number, "x2_dtype": form.number}
-        return npu.npu_quant_matmul(
-            x,
-            self.weight.t(),
-            self.scale,
-            pertoken_scale=token,
-            output_dtype=torch.bfloat16,
-            **named,
-        )
+            named |= {"pertoken_scale": token}
+        weight = self.weight.t()
+        return npu.npu_quant_matmul(x, weight, scale, output_dtype=torch.bfloat16, **named)
 
 
 class Prologue(nn.Module):
@@ -158,20 +133,20 @@ class Prologue(nn.Module):
             values = torch.randn(shape, generator=make, dtype=torch.float32) * shape[-1] ** -0.5
             return nn.Parameter(values.bfloat16(), requires_grad=False)
 
-        def linear(*shape: int) -> nn.Module:
-            held = weight(*shape)
-            if form.format is not None:
-                return QuantisedLinear(held, form.format)
-            return StaticLinear(held) if form.target == "preprocess" else Linear(held)
+        def linear(*shape: int, x_scale: nn.Parameter | None = None) -> nn.Module:
+            if form.format is None:
+                return Linear(weight(*shape))
+            return QuantisedLinear(weight(*shape), form.format, x_scale)
 
         of_query = he if form.target == "key" else hcq
-        self.q_a, self.q_b, self.kv_a = (
-            linear(hcq, he),
-            linear(n * (d + dr), of_query),
-            linear(hckv + dr, he),
+        of_x, of_c_q = (
+            nn.Parameter(torch.tensor([2.0**-5], dtype=torch.bfloat16), requires_grad=False)
+            if form.target == "preprocess"
+            else None
+            for _ in range(2)
         )
-        if form.target == "preprocess":
-            self.kv_a.x_scale = self.q_a.x_scale  # of one x
+        self.q_a, self.kv_a = linear(hcq, he, x_scale=of_x), linear(hckv + dr, he, x_scale=of_x)
+        self.q_b = linear(n * (d + dr), of_query, x_scale=of_c_q)
         self.x_gamma = nn.Parameter(1 + weight(he), requires_grad=False)
         self.indexer = linear(128, hcq) if form.reads_c_q and form.format is not None else None
         self.w_uk = weight(n, d, hckv)
