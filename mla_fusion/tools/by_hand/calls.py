@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import GraphModule, Interpreter, Node
 
 from mla_fusion.compat import TorchDispatchMode, schema_of, tree_leaves
@@ -209,6 +209,17 @@ def run(target: Callable[..., Any], args: Sequence[Any], watch: Watch) -> Any:
         if isinstance(target, GraphModule):
             return _Traced(target, watch).run(*args)
         return target(*args)
+
+
+class AsModule(nn.Module):
+    """A function, or the method of a module, which is found so, and copied."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function, self.owner = function, getattr(function, "__self__", None)
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.function(*inputs)
 
 
 class _Traced(Interpreter):

@@ -16,7 +16,7 @@ from torch.export import ExportedProgram
 
 from mla_fusion.compat import tree_map_only
 from mla_fusion.tools.by_hand import exact, memory, wiring
-from mla_fusion.tools.by_hand.calls import Call, Repair, Watch, callers_line, run
+from mla_fusion.tools.by_hand.calls import AsModule, Call, Repair, Watch, callers_line, run
 from mla_fusion.tools.by_hand.draws import Draw, draws_of
 from mla_fusion.tools.by_hand.others import parameters_of
 from mla_fusion.tools.by_hand.outcome import Audit, Finding
@@ -115,19 +115,8 @@ def _callable(target: Any) -> Callable[..., Any]:
             "expected a module, a function, a graph or an exported program, got "
             f"{type(target).__name__}"
         )
-    owner = getattr(target, "__self__", None)
-    return _Method(owner, target.__name__) if isinstance(owner, nn.Module) else target
-
-
-class _Method(nn.Module):
-    """A module's method, as a module: what it holds is found, and a float64 copy runs."""
-
-    def __init__(self, owner: nn.Module, name: str) -> None:
-        super().__init__()
-        self.owner, self.name = owner, name
-
-    def forward(self, *inputs: Any) -> Any:
-        return getattr(self.owner, self.name)(*inputs)
+    is_method = isinstance(getattr(target, "__self__", None), nn.Module)
+    return AsModule(target) if is_method else target
 
 
 def _calls(
