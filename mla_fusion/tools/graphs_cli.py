@@ -7,12 +7,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import mla_fusion as mf
 from mla_fusion.tools import terminal
+from mla_fusion.tools.command import DYNAMIC, Command, answer, function, option, page, users
 from mla_fusion.tools.target import (
     UserError,
     add_limits,
@@ -26,118 +26,41 @@ from mla_fusion.tools.target import (
 )
 
 
-def add(commands: Any, command: Callable[..., Any]) -> None:
-    """The subcommands; ``command`` makes the parser of one that prints JSON on request."""
-    _add_explain(command(
-        commands, "explain", _explain, "Say for every MLA prologue why it would fuse or not.",
-        "Exit status 1: a prologue is left, or none is there.",
-    ))  # fmt: skip
-    _add_lower(
-        command(commands, "lower", _lower, "Fuse a function and lower it with the real torchair.")
-    )
-    parser = command(
-        commands, "inspect", _inspect, "Say what stands in graphs that torchair or torch dumped."
-    )
-    parser.add_argument("dumps", metavar="DUMP", nargs="+", help="pbtxt, txt, py or FX listing")
-    forms = "also write one dump: .dot, .svg, .json or .pbtxt"
-    parser.add_argument("--export", type=output, metavar="FILE", help=forms)
-    parser = command(
-        commands, "diff", _diff, "Compare two dumps by operators and wiring, not by names.",
-        "Exit status 1: they differ; what differs is listed.",
-    )  # fmt: skip
-    parser.add_argument("first", metavar="A", help="a dump")
-    parser.add_argument("second", metavar="B", help="the dump to compare it with")
-
-
-def _add_explain(parser: Any) -> None:
-    add_target(
-        parser,
-        "; its file is imported and runs. Or a dump of a graph, which is data: nothing in it runs",
-    )
-    add_limits(parser)
-    parser.add_argument(
-        "--pass-only",
-        action="store_true",
-        help="judge as mf.torchair_pass does: no wrapper hands caches over in the kernel's shape",
-    )
-    parser.add_argument(
-        "--html", type=output, metavar="FILE", help="also write the report as a page"
-    )
-    parser.add_argument(
-        "--stats", action="store_true", help="also print calls, hits and time of each fact and rule"
-    )
-
-
-def add_target(parser: Any, more: str = "") -> None:
-    """The function that a command works on."""
-    parser.add_argument(
-        "target",
-        metavar="FILE.py:FUNCTION",
-        help=f"function that returns (module_or_function, arguments){more}",
-    )
-    parser.add_argument(
-        "--dynamic", action="store_true", help="symbolic sizes, as torch.compile(dynamic=True)"
-    )
-
-
 def _explain(arguments: argparse.Namespace) -> int:
     target_or_dump(arguments.target)
     from mla_fusion.fx.measured import measuring
     from mla_fusion.report import text_tables
 
+    is_dump = Path(arguments.target).is_file()
     with measuring() as tallies:
-        report = (
-            _explain_dump(arguments)
-            if Path(arguments.target).is_file()
-            else _explain_function(arguments)
-        )
-    print(report.to_json()) if arguments.json else terminal.show(report)
+        report = _explain_dump(arguments) if is_dump else _explain_function(arguments)
+    status = answer(report, arguments, bool(report.fused) and not report.rejected)
     if arguments.stats:
         rows = [(name, t.calls, t.hits, f"{t.seconds * 1e3:.1f}") for name, t in tallies.items()]
         rows.sort(key=lambda row: -float(row[-1]))
         print(text_tables.render(("fact or rule", "calls", "hits", "ms"), rows), file=sys.stderr)
-    if arguments.html:
-        with writing(arguments.html):
-            report.to_html(arguments.html)
-        print(f"written: {arguments.html}", file=sys.stderr)
-    return 0 if report.fused and not report.rejected else 1
+    return status
 
 
 def _explain_function(arguments: argparse.Namespace) -> mf.Report:
     from mla_fusion.compile.device_graph import CaptureError, capture
 
-    boundary = not arguments.pass_only
+    boundary, dynamic = not arguments.pass_only, arguments.dynamic
     model, example = load_target(arguments.target)
-    try:
-        gm, _ = capture(
-            model, *example, device="cpu", dynamic=arguments.dynamic, as_backend=boundary
-        )
-    except CaptureError as error:
-        raise UserError(str(error)) from error
+    with users(CaptureError):
+        gm, _ = capture(model, *example, device="cpu", dynamic=dynamic, as_backend=boundary)
     return mf.explain(gm, _config(arguments), boundary=boundary)
 
 
 def _explain_dump(arguments: argparse.Namespace) -> mf.Report:
     from mla_fusion.tools.dumps.model import DumpError, NotRebuilt
 
-    try:
+    with users(DumpError, NotRebuilt):
         return mf.explain(arguments.target, _config(arguments), boundary=not arguments.pass_only)
-    except (DumpError, NotRebuilt) as error:
-        raise UserError(str(error)) from error
 
 
 def _config(arguments: argparse.Namespace, **more: Any) -> mf.Config:
     return mf.Config(soc=arguments.soc, cann=arguments.cann, **more)
-
-
-def _add_lower(parser: Any) -> None:
-    add_target(parser)
-    add_limits(parser)
-    parser.add_argument("--mode", choices=("ge", "npugraph_ex"), default="ge")
-    parser.add_argument("--no-fuse", action="store_true", help="lower the graph as it is")
-    parser.add_argument(
-        "--out", type=output_folder, help="folder for the FX graphs, the pbtxt and the report"
-    )
 
 
 def _lower(arguments: argparse.Namespace) -> int:
@@ -148,12 +71,10 @@ def _lower(arguments: argparse.Namespace) -> int:
 
     model, example = load_target(arguments.target)
     config = _config(arguments, enable=not arguments.no_fuse)
-    try:
+    with users(LoweringError, OfflineError):
         lowered = mf.lower(
             model, *example, mode=arguments.mode, dynamic=arguments.dynamic, config=config
         )
-    except (LoweringError, OfflineError) as error:
-        raise UserError(str(error)) from error
     operators = dict((lowered.ge_ops or lowered.fx_ops).most_common())
     files = []
     if arguments.out:
@@ -161,12 +82,8 @@ def _lower(arguments: argparse.Namespace) -> int:
             files = [str(path) for path in lowered.save(arguments.out)]
     if arguments.json:
         report = json.loads(lowered.report.to_json()) if lowered.report else None
-        print(
-            json.dumps(
-                {"mode": lowered.mode, "operators": operators, "files": files, "report": report},
-                indent=2,
-            )
-        )
+        data = {"mode": lowered.mode, "operators": operators, "files": files, "report": report}
+        print(json.dumps(data, indent=2))
         return 0
     if lowered.report is not None:
         terminal.show(f"{lowered.report}\n")
@@ -187,11 +104,8 @@ def _inspect(arguments: argparse.Namespace) -> int:
     if arguments.export and len(dumps) > 1:
         raise UserError("--export takes one dump")
     if arguments.export:
-        try:
-            with writing(arguments.export):
-                export(dumps[0], arguments.export)
-        except ExportError as error:
-            raise UserError(str(error)) from error
+        with users(ExportError), writing(arguments.export):
+            export(dumps[0], arguments.export)
         print(f"written: {arguments.export}", file=sys.stderr)
     found = [summarise(dump) for dump in dumps]
     if arguments.json:
@@ -205,18 +119,84 @@ def _diff(arguments: argparse.Namespace) -> int:
     first, second = existing(arguments.first), existing(arguments.second)
     from mla_fusion.tools.inspect.compare import diff
 
-    try:
+    with users(ValueError):
         found = diff(_read_dump(first), _read_dump(second))
-    except ValueError as error:
-        raise UserError(str(error)) from error
-    print(found.to_json()) if arguments.json else terminal.show(found)
-    return 0 if found.equal else 1
+    return answer(found, arguments, found.equal)
 
 
 def _read_dump(path: Path) -> Any:
     from mla_fusion.tools.dumps import DumpError, read
 
-    try:
+    with users(DumpError):
         return read(path)
-    except DumpError as error:
-        raise UserError(str(error)) from error
+
+
+COMMANDS = (
+    Command(
+        "explain",
+        _explain,
+        "Say for every MLA prologue why it would fuse or not.",
+        "Exit status 1: a prologue is left, or none is there.",
+        (
+            function(
+                "; its file is imported and runs. Or a dump of a graph, which is data: nothing in "
+                "it runs"
+            ),
+            DYNAMIC,
+            add_limits,
+            option(
+                "--pass-only",
+                action="store_true",
+                help="judge as mf.torchair_pass does: no wrapper hands caches over in the kernel's "
+                "shape",
+            ),
+            page("also write the report as a page"),
+            option(
+                "--stats",
+                action="store_true",
+                help="also print calls, hits and time of each fact and rule",
+            ),
+        ),
+    ),
+    Command(
+        "lower",
+        _lower,
+        "Fuse a function and lower it with the real torchair.",
+        options=(
+            function(),
+            DYNAMIC,
+            add_limits,
+            option("--mode", choices=("ge", "npugraph_ex"), default="ge"),
+            option("--no-fuse", action="store_true", help="lower the graph as it is"),
+            option(
+                "--out",
+                type=output_folder,
+                help="folder for the FX graphs, the pbtxt and the report",
+            ),
+        ),
+    ),
+    Command(
+        "inspect",
+        _inspect,
+        "Say what stands in graphs that torchair or torch dumped.",
+        options=(
+            option("dumps", metavar="DUMP", nargs="+", help="pbtxt, txt, py or FX listing"),
+            option(
+                "--export",
+                type=output,
+                metavar="FILE",
+                help="also write one dump: .dot, .svg, .json or .pbtxt",
+            ),
+        ),
+    ),
+    Command(
+        "diff",
+        _diff,
+        "Compare two dumps by operators and wiring, not by names.",
+        "Exit status 1: they differ; what differs is listed.",
+        (
+            option("first", metavar="A", help="a dump"),
+            option("second", metavar="B", help="the dump to compare it with"),
+        ),
+    ),
+)
