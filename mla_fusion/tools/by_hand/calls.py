@@ -5,11 +5,11 @@ arguments, which mend a mistake.
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from traceback import extract_stack
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from mla_fusion.compat import TorchDispatchMode, schema_of, tree_leaves
 from mla_fusion.meta.prolog import PROLOGS
+from mla_fusion.prove.operators import called
 from mla_fusion.tools.by_hand.memory import same_bits
 from mla_fusion.tools.by_hand.outcome import Finding
 from mla_fusion.tools.by_hand.roles import KR, KV, Roles, Touched, roles_of
@@ -154,7 +155,7 @@ class Watch(TorchDispatchMode):
             result = func(*args, **kwargs)
             self._follow(schema.name, args, kwargs, result)
             return result
-        arguments = _bound(func, args, kwargs)
+        arguments = called(func, args, kwargs).given
         reworked = {
             key: self._cast[id(value)][1]
             for key, value in arguments.items()
@@ -181,24 +182,11 @@ class Watch(TorchDispatchMode):
             if layout == _FRACTAL_NZ and isinstance(result, Tensor):
                 self._cast[id(result)] = result, ""
             return
-        flat = tree_leaves((args, kwargs))
-        sources = [
-            self._cast[id(item)][1]
-            for item in flat
-            if isinstance(item, Tensor) and id(item) in self._cast
-        ]
+        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        sources = [self._cast[id(leaf)][1] for leaf in leaves if id(leaf) in self._cast]
         if sources and isinstance(result, Tensor):
-            self._cast[id(result)] = (
-                result,
-                next(filter(None, sources), "") or ("" if name in _KEEPS_LAYOUT else name),
-            )
-
-
-def _bound(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Every argument by name; of those left out, or given their default, the schema's default."""
-    schema = schema_of(func).arguments
-    given = {**dict(zip([argument.name for argument in schema], args, strict=False)), **kwargs}
-    return {argument.name: given.get(argument.name, argument.default_value) for argument in schema}
+            reworked = "" if name in _KEEPS_LAYOUT else name
+            self._cast[id(result)] = result, next(filter(None, sources), reworked)
 
 
 def run(target: Callable[..., Any], args: Sequence[Any], watch: Watch) -> Any:
@@ -242,15 +230,8 @@ def last_line(trace: str) -> str:
 
 def callers_line() -> str:
     """The innermost line on the stack that is neither torch's nor this package's."""
-    frame = sys._getframe(1)
-    here = str(Path(__file__).parent)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if (
-            not file.startswith((*_LIBRARIES, here))
-            and "torch_npu" not in file
-            and not file.startswith("<")
-        ):
-            return f'File "{file}", line {frame.f_lineno}, in {frame.f_code.co_name}'
-        frame = frame.f_back  # type: ignore[assignment]
+    foreign = (*_LIBRARIES, str(Path(__file__).parent), "<")
+    for frame in reversed(extract_stack()):
+        if not frame.filename.startswith(foreign) and "torch_npu" not in frame.filename:
+            return f'File "{frame.filename}", line {frame.lineno}, in {frame.name}'
     return ""

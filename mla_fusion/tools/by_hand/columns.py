@@ -10,46 +10,50 @@ import torch
 from torch import Tensor
 
 from mla_fusion.tools.by_hand.calls import Call, Change, Repair, on
-from mla_fusion.tools.by_hand.roles import ALL, KR, KV, QUERY, Roles
+from mla_fusion.tools.by_hand.roles import ALL, KR, KV, QUERY, Roles, Sizes
 
-# of columns and the sizes N, Dr and Hckv, the columns as the kernel wants them; None: they do not
-# have these sizes
-Order = Callable[[Tensor, int, int, int], Tensor | None]
+# the columns as the kernel wants them, None where they do not have these sizes; and of W_uq_qr's,
+# as [.., N, D + Dr], of N, D and Dr
+Order = Callable[[Tensor, Sizes], Tensor | None]
+OfHeads = Callable[[Tensor, int, int, int], Tensor]
 
 
-def _of_heads(arrange: Callable[[Tensor, int, int, int], Tensor]) -> Order:
-    """Columns of W_uq_qr; ``arrange`` makes [.., N, D + Dr] of them, of N, D and Dr."""
-
-    def order(columns: Tensor, heads: int, rope: int, latent: int) -> Tensor | None:
-        width, rest = divmod(columns.shape[-1], heads or 1)
-        if not heads or rest or width <= rope:
+def _of_heads(arrange: OfHeads) -> Order:
+    def order(columns: Tensor, sizes: Sizes) -> Tensor | None:
+        width, rest = divmod(columns.shape[-1], sizes.heads or 1)
+        if not sizes.heads or rest or width <= sizes.rope:
             return None
-        return arrange(columns, heads, width - rope, rope).flatten(-2)
+        return arrange(columns, sizes.heads, width - sizes.rope, sizes.rope).flatten(-2)
 
     return order
 
 
-def _with_rope(columns: Tensor, rope: slice, order: Callable[[Tensor], Tensor]) -> Tensor:
-    made = columns.clone()
-    made[..., rope] = order(columns[..., rope])
-    return made
+def _of_key(arrange: Callable[[Tensor, Sizes], Tensor]) -> Order:
+    """The order of the columns of c_kv and k_pe; those of the query, where there are any, stay."""
+
+    def order(columns: Tensor, sizes: Sizes) -> Tensor | None:
+        width = sizes.latent + sizes.rope
+        if columns.shape[-1] < width:
+            return None
+        return torch.cat([arrange(columns[..., :width], sizes), columns[..., width:]], -1)
+
+    return order
+
+
+def _last(order: Callable[[Tensor], Tensor], columns: Tensor, count: int) -> Tensor:
+    """``order`` done to the last so many columns."""
+    kept = columns.shape[-1] - count
+    return torch.cat([columns[..., :kept], order(columns[..., kept:])], -1)
 
 
 def _rope_of_heads(order: Callable[[Tensor], Tensor]) -> Order:
     return _of_heads(
-        lambda columns, heads, nope, rope: _with_rope(
-            columns.unflatten(-1, (heads, -1)), slice(nope, None), order
-        )
+        lambda columns, heads, nope, rope: _last(order, columns.unflatten(-1, (heads, -1)), rope)
     )
 
 
 def _rope_of_key(order: Callable[[Tensor], Tensor]) -> Order:
-    def ordered(columns: Tensor, heads: int, rope: int, latent: int) -> Tensor | None:
-        if columns.shape[-1] < latent + rope:
-            return None
-        return _with_rope(columns, slice(latent, latent + rope), order)
-
-    return ordered
+    return _of_key(lambda columns, sizes: _last(order, columns, sizes.rope))
 
 
 def _to_pairs(columns: Tensor) -> Tensor:
@@ -66,15 +70,8 @@ def _nope_then_rope(columns: Tensor, heads: int, nope: int, rope: int) -> Tensor
     return torch.cat([part.unflatten(-1, (heads, -1)) for part in parts], -1)
 
 
-def _key_first(columns: Tensor, heads: int, rope: int, latent: int) -> Tensor | None:
-    if columns.shape[-1] < latent + rope:
-        return None
-    key, rest = columns[..., : latent + rope], columns[..., latent + rope :]
-    return torch.cat([key.roll(-rope, -1), rest], -1)
-
-
-def _query_first(columns: Tensor, heads: int, rope: int, latent: int) -> Tensor | None:
-    rank = columns.shape[-1] - latent - rope
+def _query_first(columns: Tensor, sizes: Sizes) -> Tensor | None:
+    rank = columns.shape[-1] - sizes.latent - sizes.rope
     return columns.roll(-rank, -1) if rank > 0 else None
 
 
@@ -93,7 +90,7 @@ _ORDERS = (
         "down",
         KV | KR,
         "its columns are [k_pe | c_kv]; the kernel wants [c_kv | k_pe]",
-        _key_first,
+        _of_key(lambda columns, sizes: columns.roll(-sizes.rope, -1)),
     ),
     (
         "columns.query_first",
@@ -163,7 +160,7 @@ def _reordered(roles: Roles, order: Order, names: list[str]) -> Change:
     def change(call: Call) -> dict[str, Any]:
         def ordered(matrix: Tensor) -> Tensor | None:
             columns = roles.columns(matrix)
-            made = None if columns is None else order(columns, *roles.sizes(call.arguments))
+            made = None if columns is None else order(columns, roles.sizes(call.arguments))
             return None if made is None else roles.like(matrix, made)
 
         return on(ordered, *names)(call)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from mla_fusion.compat import tree_leaves, tree_map_only
 from mla_fusion.tools.by_hand.calls import Call, Change
+from mla_fusion.tools.by_hand.memory import restored
 
 # the mean square of a latent at which an epsilon of 1e-6 weighs half as much as the row
 _SMALL = 2e-6
@@ -36,16 +37,10 @@ class Draw:
     @contextlib.contextmanager
     def of_reference(self) -> Iterator[None]:
         """The reference's parameters are those of the draw."""
-        before = [(parameter, parameter.detach().clone()) for parameter, _ in self.parameters]
-        try:
-            with torch.no_grad():
-                for parameter, factor in self.parameters:
-                    parameter.mul_(factor)
+        with restored(parameter for parameter, _ in self.parameters), torch.no_grad():
+            for parameter, factor in self.parameters:
+                parameter.mul_(factor)
             yield
-        finally:
-            with torch.no_grad():
-                for parameter, value in before:
-                    parameter.copy_(value)
 
 
 @torch.no_grad()
@@ -64,16 +59,15 @@ def _by_weights(
     calls: Sequence[Call], inputs: Sequence[Any], reference: Callable[..., Any]
 ) -> Draw | None:
     held = list(reference.parameters()) if isinstance(reference, nn.Module) else []
-    factors: dict[int, tuple[tuple[str, ...], float]] = {}
+    factors: dict[int, dict[str, float]] = {}
     scaled: dict[int, tuple[nn.Parameter, float]] = {}
     for call in calls:
-        names = _scalable(call)
-        square = _mean_square(call) if names else 0.0
-        if not square:
+        names, square = _scalable(call), _mean_square(call)
+        if not names or not square:
             return None
         # a power of two changes no rounding
         factor = 2.0 ** round(math.log2((_SMALL / square) ** 0.5))
-        factors[call.place] = names, factor
+        factors[call.place] = dict.fromkeys(names, factor)
         for name in names:
             value = call.arguments[name]
             mark = fingerprint(value)
@@ -83,8 +77,8 @@ def _by_weights(
             scaled |= {id(parameter): (parameter, factor) for parameter in sources}
 
     def change(call: Call) -> dict[str, Any]:
-        names, factor = factors.get(call.place, ((), 1.0))
-        return {name: call.arguments[name] * factor for name in names}
+        scales = factors.get(call.place, {})
+        return {name: call.arguments[name] * factor for name, factor in scales.items()}
 
     return Draw(SMALL, inputs, change, tuple(scaled.values()))
 

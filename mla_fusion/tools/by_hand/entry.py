@@ -16,7 +16,7 @@ from torch.export import ExportedProgram
 
 from mla_fusion.compat import tree_map_only
 from mla_fusion.tools.by_hand import exact, memory, wiring
-from mla_fusion.tools.by_hand.calls import AsModule, Call, Repair, Watch, callers_line, run
+from mla_fusion.tools.by_hand.calls import AsModule, Call, Repair, Watch, callers_line
 from mla_fusion.tools.by_hand.draws import Draw, draws_of
 from mla_fusion.tools.by_hand.others import parameters_of
 from mla_fusion.tools.by_hand.outcome import Audit, Finding
@@ -94,17 +94,18 @@ def audit(
     subject = Subject(fused, draws, wanted, limits, calls, places, names, tiles, tries, until)
     before = subject.errors(())
     kept, said = {name: limits[name] for name in before}, tuple(draw.name for draw in draws)
-    if subject.is_right(before):
-        seen += _other_epsilons(calls, reference, ())
-        return Audit(operators, tuple(seen), True, before, None, kept, said)
-    parameters = parameters_of(fused, reference)
-    options = options_of(calls, parameters, _epsilons(fused, reference))
-    chosen, after = search(subject, options)
+    is_right = not subject.wrong(before)
+    chosen: list[Repair] = []
+    after = None
+    if not is_right:
+        parameters, epsilons = parameters_of(fused, reference), _epsilons(fused, reference)
+        chosen, after = search(subject, options_of(calls, parameters, epsilons))
     mended = [_mended(subject, chosen[:count]) for count in range(1, len(chosen) + 1)]
     seen += _other_epsilons(calls, reference, [item.argument for item in mended])
     copies = [item.argument for item in mended if item.code == "cache.other"]
     seen = [item for item in seen if item.code != "cache.elsewhere" or item.argument not in copies]
-    return Audit(operators, (*mended, *seen), False, before, after, kept, said, subject.runs)
+    tried = 0 if is_right else subject.runs
+    return Audit(operators, (*mended, *seen), is_right, before, after, kept, said, tried)
 
 
 def _callable(target: Any) -> Callable[..., Any]:
@@ -123,15 +124,12 @@ def _calls(
     fused: Callable[..., Any], inputs: Sequence[Any], names: dict[str, str]
 ) -> tuple[list[Call], dict[int, str], Exception | None]:
     """The calls of one run, where that could write, and what ended it early."""
-    given = memory.copied(inputs)
     watch = Watch(line=callers_line)
-    watch.held = memory.reachable(given, fused, names)
-    with memory.kept(fused):
-        try:
-            run(fused, given, watch)
-        except Exception:
-            if watch.refused is None:  # a call that the operator refuses is a finding
-                raise
+    try:
+        values_of(fused, inputs, watch, names)
+    except Exception:
+        if watch.refused is None:  # a call that the operator refuses is a finding
+            raise
     return watch.calls, memory.places(watch.held), watch.refused
 
 

@@ -231,7 +231,7 @@ def _named(spec: Any) -> list[str]:
 def _uniform_weights(both: Sequence[Exported]) -> Iterator[Finding]:
     """Weights that hold one number many times: nothing shows where each of its elements goes."""
     found = {
-        node.name: tuple(tensor.shape)
+        node.name: None
         for each in both
         for node, (kind, tensor) in each.held.items()
         if kind is InputKind.PARAMETER
@@ -269,8 +269,7 @@ def _other_than_run(of: Exported, inputs: Sequence[Any]) -> str:
             outputs = [leaf for leaf in tree_leaves(target(*given)) if isinstance(leaf, Tensor)]
             held = target.named_buffers() if isinstance(target, nn.Module) else ()
             run = {f"buffer {name}": value.clone() for name, value in held}
-        graph = Interpreter(of.gm, garbage_collect_values=False)
-        exported = _values(of, memory.copied(inputs), graph)
+        exported = _OnTensors(of, inputs).results()
     except Exception as error:
         return f"result ({_first_line(error)})"
     run |= {f"input {place}": leaf for place, leaf in enumerate(tree_leaves(given))}
@@ -484,8 +483,8 @@ def _witness(
     refutes = above == REFUTES
     for name, draw in _draws(inputs):
         try:
-            runs = [_Wide(of.gm) for of in both]
-            one, other = (_in_float64(of, draw, run) for of, run in zip(both, runs, strict=True))
+            runs = [_Wide(of, draw) for of in both]
+            one, other = (run.results() for run in runs)
             # what is too large for float64 is no difference over the real numbers
             if any(run.overflows for run in runs) and (not refutes or name == OVERFLOWING):
                 continue
@@ -494,7 +493,7 @@ def _witness(
                 continue
             if refutes:
                 return errors, name, tuple(draw)
-            near = [_in_float64(of, draw, _Wide(of.gm, is_rounded=True)) for of in both]
+            near = [_Wide(of, draw, is_rounded=True).results() for of in both]
         except Exception:  # an operator that takes no float64
             continue
         moved = ((one, near[0]), (other, near[1]))
@@ -535,54 +534,49 @@ def _drawn(
             return torch.full_like(value, size == 2.0)
         if size is not None or value.is_complex() or value.dtype.itemsize > most:
             return value
-        least, end = (0, 2) if value.dtype is torch.bool else _ends(value.dtype)
-        return torch.randint(least, end, value.shape, generator=drawn).to(value.dtype)
+        least, largest = 0, 1
+        if value.dtype is not torch.bool:  # fewer than an int64 has, of which float64 has all
+            info = torch.iinfo(value.dtype)
+            least, largest = max(info.min, -1 << WIDE), min(info.max, (1 << WIDE) - 1)
+        return torch.randint(least, largest + 1, value.shape, generator=drawn).to(value.dtype)
 
     found: list[Any] = tree_map_only(Tensor, draw, list(inputs))
     return found
 
 
-def _ends(dtype: torch.dtype) -> tuple[int, int]:
-    """The least integer, and the one behind the largest; fewer than an int64 has, of which float64
-    has all.
-    """
-    info = torch.iinfo(dtype)
-    return max(info.min, -1 << WIDE), min(info.max + 1, 1 << WIDE)
+class _OnTensors(Interpreter):
+    """The graph on copies of these inputs, and on what it holds."""
+
+    def __init__(self, of: Exported, inputs: Sequence[Any]) -> None:
+        super().__init__(of.gm, garbage_collect_values=False)
+        self.of, self._leaves = of, tree_leaves(memory.copied(inputs))
+
+    def results(self) -> dict[str, Tensor]:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            self.run(enable_io_processing=False)
+        return {name: self.env[node] for name, node in self.of.results.items()}
+
+    def run_node(self, n: Node) -> Any:
+        if n.op != "placeholder":
+            return super().run_node(n)
+        return self.of.held[n][1] if n in self.of.held else self._leaves[self.of.given[n]]
 
 
-def _in_float64(of: Exported, inputs: Sequence[Any], run: _Wide) -> dict[str, Tensor]:
-    return _values(of, [widened(leaf) for leaf in tree_leaves(memory.copied(inputs))], run, widened)
-
-
-def _values(
-    of: Exported, given: Sequence[Any], run: Interpreter, held: Callable[[Any], Any] = lambda v: v
-) -> dict[str, Tensor]:
-    """What the run makes of these inputs, and of what is held."""
-    leaves = tree_leaves(given)
-    read = [
-        held(of.held[node][1]) if node in of.held else leaves[of.given[node]]
-        for node in of.gm.graph.find_nodes(op="placeholder")
-    ]
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        run.run(*read)
-    return {name: run.env[node] for name, node in of.results.items()}
-
-
-class _Wide(Interpreter):
+class _Wide(_OnTensors):
     """Whatever is cast to a float, or made as one, is float64.
 
     is_rounded  each step is off in its last bits
     overflows   a number left what float64 holds
     """
 
-    def __init__(self, gm: GraphModule, is_rounded: bool = False) -> None:
-        super().__init__(gm, garbage_collect_values=False)
+    def __init__(self, of: Exported, inputs: Sequence[Any], is_rounded: bool = False) -> None:
+        super().__init__(of, inputs)
         self.overflows = False
         self._drawn = torch.Generator().manual_seed(0) if is_rounded else None
 
-    def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
-        found = super().placeholder(target, args, kwargs)
-        return self._rounded(found) if isinstance(found, Tensor) else found
+    def run_node(self, n: Node) -> Any:
+        found = super().run_node(n)
+        return self._rounded(widened(found)) if n.op == "placeholder" else found
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         args, kwargs = tree_map_only(torch.dtype, wide, (args, dict(kwargs)))
@@ -598,8 +592,9 @@ class _Wide(Interpreter):
             return tree_map_only(Tensor, self._rounded, found)
         return found
 
-    def _rounded(self, value: Tensor) -> Tensor:
-        if self._drawn is None or not (value.is_floating_point() or value.is_complex()):
+    def _rounded(self, value: Any) -> Any:
+        is_tensor = isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+        if self._drawn is None or not is_tensor:
             return value
         off = torch.randn(value.shape, generator=self._drawn, dtype=torch.float64)
         return value * (1 + 4e-16 * off)

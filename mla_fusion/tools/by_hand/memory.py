@@ -5,7 +5,7 @@ put back.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -90,18 +90,21 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def kept(target: object) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
-    """What a module holds is as before afterwards. Yields it by name, each with a copy of what it
-    was.
-    """
-    held = {name: (value, value.detach().clone()) for name, value in held_by(target).items()}
+def restored(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """These tensors hold what they did before, afterwards."""
+    copies = [(value, value.detach().clone()) for value in tensors]
     try:
-        yield held
+        yield
     finally:
         with torch.no_grad():
-            for value, before in held.values():
+            for value, before in copies:
                 if not same_bits(value, before):  # some tensors cannot be written
                     value.copy_(before)
+
+
+def kept(target: object) -> contextlib.AbstractContextManager[None]:
+    """What a module holds is as before afterwards."""
+    return restored(held_by(target).values())
 
 
 def paired(fused: object, reference: object) -> dict[str, str]:
@@ -131,7 +134,8 @@ def _last(name: str) -> str:
 
 def reachable(inputs: Sequence[Any], target: object, names: Mapping[str, str]) -> dict[str, Tensor]:
     """All of them by name; ``names``: the reference's, for what the target holds."""
-    return {names.get(name, name): value for name, value in held_by(target).items()} | named(inputs)
+    held = {names.get(name, name): value for name, value in held_by(target).items()}
+    return named(inputs) | held
 
 
 def places(held: Mapping[str, Tensor]) -> dict[int, str]:

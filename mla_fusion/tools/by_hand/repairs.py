@@ -172,7 +172,7 @@ def _written_back(call: Call) -> Iterator[Repair]:
         remedy = (
             "call its out overload with the model's caches as results"
             if roles.fresh
-            else f"copy the new caches, its results {places}, into {names}"
+            else f"copy what it returns as result {places} into the model's {names}"
         )
         text = f"{call.short} does not write {names}: {remedy}"
         touches = frozenset().union(*(touched for _, _, touched in returned))

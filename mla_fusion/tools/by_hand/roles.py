@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -13,6 +13,14 @@ from mla_fusion.meta.prolog import PROLOGS
 Touched = frozenset[str]  # what a mistake can alter: the query, and rows of either cache
 QUERY, KV, KR = frozenset({"query"}), frozenset({"kv"}), frozenset({"kr"})
 ALL = QUERY | KV | KR
+
+
+class Sizes(NamedTuple):
+    """N, Dr and Hckv; 0 where no argument tells."""
+
+    heads: int
+    rope: int
+    latent: int
 
 
 @dataclass(frozen=True)
@@ -67,11 +75,10 @@ class Roles:
             return columns.reshape(matrix.shape)
         return columns.t() if self.transposed else columns
 
-    def sizes(self, arguments: Mapping[str, Any]) -> tuple[int, int, int]:
-        """Heads, Dr and Hckv; 0 where no argument tells."""
+    def sizes(self, arguments: Mapping[str, Any]) -> Sizes:
         latent = next((name for name, touched in self.gammas.items() if touched == KV), "")
         heads = _size(arguments.get(self.absorbed), 0, rank=3)
-        return heads, _size(arguments.get(self.cos), -1), _size(arguments.get(latent), -1)
+        return Sizes(heads, *(_size(arguments.get(name), -1) for name in (self.cos, latent)))
 
 
 def _size(value: Any, axis: int, rank: int = 1) -> int:

@@ -74,7 +74,7 @@ class Subject:
                 self._known[key] = self._measured(place, repairs)
             for value, error in self._known[key].items():
                 found[value] = max(found.get(value, 0.0), error)
-            if wanted and not self.is_right(found, wanted):
+            if wanted and self.wrong(found, wanted):
                 break
         return found
 
@@ -87,20 +87,14 @@ class Subject:
         except Exception:  # a mode, a shape or a slot that the operator refuses
             return {
                 name: float("inf")
-                for name in want.held
-                if name not in want.before or _written(want, name)
+                for name, value in want.held.items()
+                if name not in want.before or not torch.equal(value, want.before[name])
             }
 
-    def is_right(self, found: Mapping[str, float], names: Iterable[str] | None = None) -> bool:
-        wanted = found if names is None else names
-        return all(found.get(name, float("inf")) <= self.limits[name] for name in wanted)
-
-    def wrong(self, found: Mapping[str, float]) -> list[str]:
-        return [name for name, error in found.items() if not error <= self.limits[name]]
-
-
-def _written(values: Values, name: str) -> bool:
-    return not torch.equal(values.held[name], values.before[name])
+    def wrong(self, found: Mapping[str, float], names: Iterable[str] | None = None) -> list[str]:
+        """Of these values, or of all, those that are off by more than rounding."""
+        asked = found if names is None else names
+        return [name for name in asked if not found.get(name, float("inf")) <= self.limits[name]]
 
 
 def search(subject: Subject, options: Sequence[Repair]) -> tuple[list[Repair], dict[str, float]]:
@@ -113,7 +107,7 @@ def search(subject: Subject, options: Sequence[Repair]) -> tuple[list[Repair], d
         last = count == len(subject.draws)
         fitting = [item for item in options if last or item.code != "epsilon"]
         for names, touched in _in_order(subject, subject.errors(chosen)):
-            if not subject.is_right(subject.errors(chosen), names):
+            if subject.wrong(subject.errors(chosen), names):
                 chosen += _fewest(
                     subject, chosen, [item for item in fitting if item.touches & touched], names
                 )
@@ -157,7 +151,7 @@ def _fewest(
             found = subject.errors([*chosen, *group], names)
             total = _total(found, list(found))
             # of those that differ by rounding, the first
-            if subject.is_right(found, names) and (best is None or total < best[0] / 2):
+            if not subject.wrong(found, names) and (best is None or total < best[0] / 2):
                 best = total, list(group)
         if best is not None:
             return best[1]
