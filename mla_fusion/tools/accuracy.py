@@ -15,7 +15,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from mla_fusion.models.absorbed import AbsorbedAttention, AbsorbedDecoder, AbsorbedLayer
+from mla_fusion.models.absorbed import AbsorbedDecoder, AbsorbedLayer
+from mla_fusion.tools.by_hand.calls import AsModule
 from mla_fusion.tools.by_hand.memory import same_bits
 from mla_fusion.tools.paged import PagedBatch
 
@@ -65,19 +66,15 @@ class Measurement:
         return largest_ratio(self.numbers)
 
     @property
-    def passed(self) -> bool:
-        return self.ratio <= self.allowed and self.untouched is not False
-
-
-class Prologue(nn.Module):
-    """One layer up to query, query_rope and the caches it writes."""
-
-    def __init__(self, attention: AbsorbedAttention) -> None:
-        super().__init__()
-        self.self_attn = attention
-
-    def forward(self, *arguments: Tensor) -> tuple[Tensor, Tensor]:
-        return self.self_attn.prologue(*arguments)
+    def problems(self) -> list[str]:
+        """One sentence for each thing that is wrong; empty where it passed."""
+        error = (
+            f"fused error is {self.ratio:.2f} x the unfused error ({self.unfused:.2e}), allowed "
+            f"{self.allowed:.2f}"
+        )
+        rows = "rows that belong to nobody have changed"
+        is_near = self.ratio <= self.allowed  # what is no number is not
+        return [error] * (not is_near) + [rows] * (self.untouched is False)
 
 
 class _RoundedTables(nn.Module):
@@ -122,7 +119,7 @@ def measure_prologues(
     """Every layer's prologue by itself, all runs from the same bfloat16 input."""
     found = []
     for index, inputs in enumerate(inputs_of_layers(model, batch)):
-        prologue = Prologue(layers_of(model)[index].self_attn)
+        prologue = AsModule(layers_of(model)[index].self_attn.prologue)
         caches = (batch.kv_caches[index], batch.kr_caches[index])
 
         def run(

@@ -8,7 +8,7 @@ everything but the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from time import perf_counter
@@ -80,13 +80,11 @@ def _results(device: Device, options: Options) -> Iterator[Result]:
             yield fused.run(form, device, dims, repeats=repeats)
 
 
-def _one_per_quantisation(planned: list[Scenario]) -> Iterator[Scenario]:
+def _one_per_quantisation(planned: Sequence[Scenario]) -> list[Scenario]:
     """In a graph the cache mode is one more string: the first scenario of every operator and pair
     of modes.
     """
-    seen = set()
-    for scenario in planned:
-        key = (scenario.op, scenario.weight_quant_mode, scenario.kv_cache_quant_mode)
-        if key not in seen:
-            seen.add(key)
-            yield scenario
+    first: dict[object, Scenario] = {}
+    for item in planned:
+        first.setdefault((item.op, item.weight_quant_mode, item.kv_cache_quant_mode), item)
+    return list(first.values())

@@ -29,14 +29,12 @@ class Tolerance:
     relative: float = 0.0
 
 
+_CODES = (torch.int8, torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.uint8)  # uint8: hifloat8
 TOLERANCES: Mapping[torch.dtype, Tolerance] = {
     torch.bfloat16: Tolerance(share=0.005, relative=2**-7),
     torch.float16: Tolerance(share=0.005, relative=2**-9),
     torch.float32: Tolerance(share=0.0, relative=1e-3),
-    torch.float8_e8m0fnu: Tolerance(share=0.03, steps=1),
-    torch.float8_e4m3fn: Tolerance(share=0.03, steps=1),
-    torch.uint8: Tolerance(share=0.03, steps=1),  # hifloat8
-    torch.int8: Tolerance(share=0.03, steps=1),
+    **dict.fromkeys(_CODES, Tolerance(share=0.03, steps=1)),
 }
 
 
@@ -93,9 +91,8 @@ def _steps(found: Tensor, wanted: Tensor) -> Tensor:
 
 def _relative(found: Tensor, wanted: Tensor) -> Tensor:
     """|found - wanted| over the larger of |wanted| and a quarter of its row's largest value."""
-    row = (
-        wanted.double().abs().amax(-1, keepdim=True) / 4 if wanted.dim() else wanted.double().abs()
-    )
-    scale = torch.maximum(wanted.double().abs(), row)
+    scale = wanted.double().abs()
+    if wanted.dim():
+        scale = torch.maximum(scale, scale.amax(-1, keepdim=True) / 4)
     difference = (found.double() - wanted.double()).abs()
     return torch.where(difference == 0, difference, difference / scale)

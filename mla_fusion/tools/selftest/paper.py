@@ -11,7 +11,7 @@ from typing import Any
 from mla_fusion.report import text_tables
 from mla_fusion.tools.page import plain
 from mla_fusion.tools.selftest.device import Device
-from mla_fusion.tools.selftest.result import time_text
+from mla_fusion.tools.selftest.result import failed_lines, time_text
 
 _FIELDS = ("device", "versions", "results")
 _OF_RESULT = ("name", "through", "passed", "failures")
@@ -108,11 +108,7 @@ class Paper:
         return (
             [f"{title}: {passed} passed, {failed} failed" for title, (passed, failed) in counted],
             [f"differs: {text}" for text in self.differences],
-            [
-                f"FAILED {line.name} ({line.through}): {text}"
-                for line in self.lines
-                for text in line.failures
-            ],
+            failed_lines(self.lines),
         )
 
     def __str__(self) -> str:

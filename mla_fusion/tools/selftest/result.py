@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -81,9 +82,7 @@ class Outcome:
         on_npu = self.device.kind == "npu"
         rows = [_row(result, on_npu) for result in self.results]
         lines = [text_tables.render(list(rows[0]), [list(row.values()) for row in rows], indent="")]
-        lines += [
-            f"FAILED {r.name} ({r.through}): {text}" for r in self.failed for text in r.failures
-        ]
+        lines += failed_lines(self.failed)
         if not on_npu:
             said = "A CPU stands in for the device: its times mean nothing, and are not shown."
             lines.append(said)
@@ -106,6 +105,11 @@ def _row(result: Result, on_npu: bool) -> dict[str, str]:
         **({name: time_text(time) for name, time in times.items()} if on_npu else {}),
         "check": "FAILED" if result.failures else "ok",
     }
+
+
+def failed_lines(checks: Iterable[Any]) -> list[str]:
+    """What failed, of checks that have a name, a way and failures."""
+    return [f"FAILED {one.name} ({one.through}): {text}" for one in checks for text in one.failures]
 
 
 def time_text(milliseconds: float | None) -> str:
