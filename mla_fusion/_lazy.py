@@ -22,7 +22,7 @@ LIGHT = frozenset(
     for name in """
     _autoload _lazy _version cli inspect machine report report.text_tables report.wrapping prove
     prove.check tools tools.cli tools.graphs_cli tools.audit_cli tools.proof_cli tools.selftest_cli
-    tools.target tools.terminal tools.installed
+    tools.target tools.terminal tools.installed tools.command
     """.split()
 )
 

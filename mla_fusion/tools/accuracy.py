@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from mla_fusion.models.absorbed import AbsorbedAttention, AbsorbedDecoder, AbsorbedLayer
+from mla_fusion.models.absorbed import AbsorbedDecoder, AbsorbedLayer
+from mla_fusion.tools.by_hand.calls import AsModule
+from mla_fusion.tools.by_hand.memory import same_bits
 from mla_fusion.tools.paged import PagedBatch
 
 # The kernel rounds at fewer places than the usual eager code, so its error should not be the larger
@@ -27,6 +29,7 @@ LARGEST_RATIO = 1.1
 DEVIATIONS = 4
 
 
+_QUERY = ("query", "query_rope")
 Compile = Callable[[nn.Module], Callable[..., Any]]
 
 
@@ -63,19 +66,15 @@ class Measurement:
         return largest_ratio(self.numbers)
 
     @property
-    def passed(self) -> bool:
-        return self.ratio <= self.allowed and self.untouched is not False
-
-
-class Prologue(nn.Module):
-    """One layer up to query, query_rope and the caches it writes."""
-
-    def __init__(self, attention: AbsorbedAttention) -> None:
-        super().__init__()
-        self.self_attn = attention
-
-    def forward(self, *arguments: Tensor) -> tuple[Tensor, Tensor]:
-        return self.self_attn.prologue(*arguments)
+    def problems(self) -> list[str]:
+        """One sentence for each thing that is wrong; empty where it passed."""
+        error = (
+            f"fused error is {self.ratio:.2f} x the unfused error ({self.unfused:.2e}), allowed "
+            f"{self.allowed:.2f}"
+        )
+        rows = "rows that belong to nobody have changed"
+        is_near = self.ratio <= self.allowed  # what is no number is not
+        return [error] * (not is_near) + [rows] * (self.untouched is False)
 
 
 class _RoundedTables(nn.Module):
@@ -120,7 +119,7 @@ def measure_prologues(
     """Every layer's prologue by itself, all runs from the same bfloat16 input."""
     found = []
     for index, inputs in enumerate(inputs_of_layers(model, batch)):
-        prologue = Prologue(layers_of(model)[index].self_attn)
+        prologue = AsModule(layers_of(model)[index].self_attn.prologue)
         caches = (batch.kv_caches[index], batch.kr_caches[index])
 
         def run(
@@ -136,15 +135,12 @@ def measure_prologues(
         unfused = run(prologue, torch.bfloat16)
         fused = run(compile_fused(prologue), torch.bfloat16)
         exact = run(copy.deepcopy(prologue).double(), torch.float64)
-        names = ("query", "query_rope", "kv_cache", "kr_cache")
-        for position, name in enumerate(names):
-            values = (unfused[position], fused[position], exact[position])
-            where = f"layer {index}"
-            if name.endswith("cache"):
-                before = caches[position - 2]
-                found.append(_cache_measurement(where, name, before, batch.slot_mapping, *values))
-            else:
-                found.append(_measured(where, name, *values))
+        runs = unfused, fused, exact
+        where = f"layer {index}"
+        found += [
+            measured(where, name, *(run[at] for run in runs)) for at, name in enumerate(_QUERY)
+        ]
+        found += _of_caches(where, batch.slot_mapping, caches, *(run[-2:] for run in runs))
     return found
 
 
@@ -160,34 +156,34 @@ def measure_model(
     reference = copy.deepcopy(model).double()
     reference.rotary_emb = _RoundedTables(reference.rotary_emb)
     exact_out = reference(*exact)
-    found = [_measured("model", "output", unfused_out, fused_out, exact_out)]
+    found = [measured("model", "output", unfused_out, fused_out, exact_out)]
     for index in range(len(model.layers)):
-        for name in ("kv_caches", "kr_caches"):
-            before, *after = (getattr(step, name)[index] for step in (batch, unfused, fused, exact))
-            where = f"model, layer {index}"
-            found.append(_cache_measurement(where, name[:-1], before, batch.slot_mapping, *after))
+        caches = [
+            (step.kv_caches[index], step.kr_caches[index])
+            for step in (batch, unfused, fused, exact)
+        ]
+        found += _of_caches(f"model, layer {index}", batch.slot_mapping, *caches)
     return found
 
 
-def _cache_measurement(
-    where: str,
-    name: str,
-    before: Tensor,
-    slots: Tensor,
-    unfused: Tensor,
-    fused: Tensor,
-    exact: Tensor,
-) -> Measurement:
+def _of_caches(
+    where: str, slots: Tensor, before: Sequence[Tensor], *runs: Sequence[Tensor]
+) -> Iterator[Measurement]:
     """Errors over the rows written; bits of all others."""
-    width = before.shape[-1]
-    others = torch.ones(before.numel() // width, dtype=torch.bool)
-    others[slots] = False
-    kept, found = (cache.view(-1, width)[others].view(torch.int16) for cache in (before, fused))
-    written = (cache.view(-1, width)[slots] for cache in (unfused, fused, exact))
-    return _measured(where, name, *written, untouched=torch.equal(kept, found))
+    for name, kept, *after in zip(("kv_cache", "kr_cache"), before, *runs, strict=True):
+        unfused, fused, exact = (split_rows(cache, slots) for cache in after)
+        untouched = same_bits(split_rows(kept, slots)[1], fused[1])
+        yield measured(where, name, unfused[0], fused[0], exact[0], untouched=untouched)
 
 
-def _measured(
+def split_rows(cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """The rows that are written, in the order of the slots, and all others."""
+    rows = cache.reshape(-1, cache.shape[-1])
+    others = torch.ones(len(rows), dtype=torch.bool).index_fill(0, slots, False)
+    return rows[slots], rows[others]
+
+
+def measured(
     where: str,
     name: str,
     unfused: Tensor,

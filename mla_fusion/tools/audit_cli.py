@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
 from traceback import extract_tb
-from typing import Any
 
 import mla_fusion as mf
-from mla_fusion.tools import terminal
+from mla_fusion.tools.command import Command, answer, function, option, page
 from mla_fusion.tools.target import (
     UserError,
     add_limits,
@@ -19,45 +17,9 @@ from mla_fusion.tools.target import (
     output,
     target,
     target_or_dump,
+    user_errors,
     writing,
 )
-
-
-def add(commands: Any, command: Callable[..., Any]) -> None:
-    """Both subcommands; ``command`` makes the parser of one that prints JSON on request."""
-    summary = (
-        "Check hand-written calls of the operators; with --reference, against the model that they "
-        "stand for."
-    )
-    parser = command(
-        commands, "audit", _audit, summary, "Exit status 1: something is wrong with a call."
-    )
-    takes = (
-        "function that returns (module_or_function, arguments); its file is imported and runs. Or "
-        "a dump: data"
-    )
-    parser.add_argument("target", metavar="FILE.py:FUNCTION", help=takes)
-    parser.add_argument(
-        "--reference",
-        metavar="FILE.py:FUNCTION",
-        help="one that returns (unfused_model, arguments)",
-    )
-    add_limits(parser)
-    parser.add_argument(
-        "--path", choices=("eager", "graph"), default="eager", help="how the calls reach the device"
-    )
-    parser.add_argument(
-        "--html", type=output, metavar="FILE", help="also write the audit as a page"
-    )
-    summary = (
-        "Print how to write a call of the operator by hand, for people and for agents that write "
-        "code."
-    )
-    parser = commands.add_parser("guide", help=summary, description=summary)
-    parser.set_defaults(run=_guide)
-    parser.add_argument(
-        "--out", type=output, metavar="FILE", help="write it to a file instead, AGENTS.md for one"
-    )
 
 
 def _audit(arguments: argparse.Namespace) -> int:
@@ -67,16 +29,9 @@ def _audit(arguments: argparse.Namespace) -> int:
         target(arguments.reference)
     from mla_fusion.tools.dumps import DumpError
 
-    try:
+    with user_errors(DumpError, ValueError):
         found = _of_file(arguments) if Path(arguments.target).is_file() else _of_function(arguments)
-    except (DumpError, ValueError) as error:
-        raise UserError(str(error)) from error
-    print(found.to_json()) if arguments.json else terminal.show(found)
-    if arguments.html:
-        with writing(arguments.html):
-            found.to_html(arguments.html)
-        print(f"written: {arguments.html}", file=sys.stderr)
-    return 0 if found.ok else 1
+    return answer(found, arguments, found.ok)
 
 
 def _of_file(arguments: argparse.Namespace) -> mf.Audit:
@@ -133,3 +88,45 @@ def _guide(arguments: argparse.Namespace) -> int:
         arguments.out.write_text(text, encoding="utf-8")
     print(f"written: {arguments.out}", file=sys.stderr)
     return 0
+
+
+COMMANDS = (
+    Command(
+        "audit",
+        _audit,
+        "Check hand-written calls of the operators; with --reference, against the model that they "
+        "stand for.",
+        "Exit status 1: something is wrong with a call.",
+        (
+            function("; its file is imported and runs. Or a dump: data"),
+            option(
+                "--reference",
+                metavar="FILE.py:FUNCTION",
+                help="one that returns (unfused_model, arguments)",
+            ),
+            add_limits,
+            option(
+                "--path",
+                choices=("eager", "graph"),
+                default="eager",
+                help="how the calls reach the device",
+            ),
+            page("also write the audit as a page"),
+        ),
+    ),
+    Command(
+        "guide",
+        _guide,
+        "Print how to write a call of the operator by hand, for people and for agents that write "
+        "code.",
+        options=(
+            option(
+                "--out",
+                type=output,
+                metavar="FILE",
+                help="write it to a file instead, AGENTS.md for one",
+            ),
+        ),
+        has_json=False,
+    ),
+)

@@ -60,15 +60,10 @@ class Decoder(nn.Module):
         return x
 
 
-def decoder_graph(layers: int, he: int, heads: int) -> GraphModule:
-    """The AOT graph of ``layers`` plain prologues, 8 tokens; weights and caches are meta
-    tensors.
-    """
-    return decoder(layers, he, heads)[0]
-
-
 def decoder(layers: int, he: int, heads: int) -> tuple[GraphModule, list[Any]]:
-    """That graph, and its inputs."""
+    """The AOT graph of ``layers`` plain prologues, 8 tokens, and its inputs; weights and caches are
+    meta tensors.
+    """
     dims = dict(DEEPSEEK_V3, He=he, N=heads, BlockNum=8)
     layer = Prologue(FORMS[0], dims).to("meta")
     *inputs, kv_cache, kr_cache = (tensor.to("meta") for tensor in arguments(FORMS[0], dims))
@@ -112,25 +107,27 @@ def _copy(gm: GraphModule) -> GraphModule:
     return copy.deepcopy(gm, held)
 
 
-def text(timings: Sequence[Timing]) -> str:
-    """The table, and the stages of the largest graph."""
-    header = ("graph", "nodes", "fused", "rejected", "fuse s", "unverified s", "explain s")
-    rows = [
-        (
-            t.graph,
-            t.nodes,
-            t.fused,
-            t.rejected,
-            f"{t.fuse:.3f}",
-            f"{t.unverified:.3f}",
-            f"{t.explain:.3f}",
-        )
-        for t in timings
-    ]
-    stages = ", ".join(f"{stage} {seconds:.3f}" for stage, seconds in timings[-1].stages.items())
-    return f"{text_tables.render(header, rows, indent='')}\nstages of the last: {stages}"
+@dataclass(frozen=True)
+class Timings:
+    """Of graphs of growing size."""
+
+    graphs: Sequence[Timing]
+
+    def __str__(self) -> str:
+        """The table, and the stages of the largest graph."""
+        header = ("graph", "nodes", "fused", "rejected", "fuse s", "unverified s", "explain s")
+        rows = [
+            (t.graph, t.nodes, t.fused, t.rejected, *map(_text, (t.fuse, t.unverified, t.explain)))
+            for t in self.graphs
+        ]
+        last = self.graphs[-1].stages
+        stages = ", ".join(f"{stage} {_text(seconds)}" for stage, seconds in last.items())
+        return f"{text_tables.render(header, rows, indent='')}\nstages of the last: {stages}"
+
+    def to_json(self) -> str:
+        """All figures as JSON text."""
+        return json.dumps([asdict(timing) for timing in self.graphs], indent=2)
 
 
-def to_json(timings: Sequence[Timing]) -> str:
-    """All figures as JSON text."""
-    return json.dumps([asdict(timing) for timing in timings], indent=2)
+def _text(seconds: float) -> str:
+    return f"{seconds:.3f}"

@@ -18,7 +18,6 @@ from mla_fusion.compile.device_graph import CaptureError
 from mla_fusion.compile.prepack import Prepacked, prepack
 from mla_fusion.models import hf
 from mla_fusion.models.features import COUNTS_POSITIONS
-from mla_fusion.tools import terminal
 
 PROMPT_TOKENS = 8
 _MOST = 10_000  # layers, or experts a layer: ten times those of the largest models
@@ -47,38 +46,57 @@ class Comparison:
         )
 
 
-def run(arguments: Namespace) -> int:
-    """Status 0; 1 where nothing was converted or float32 tokens differ. Raises CheckpointError."""
-    config = _config(arguments.folder)
-    model = _skeleton(config)
-    summary = hf.optimize(model)
-    quantised = getattr(config, "quantization_config", None)
-    compared = _compare(arguments) if arguments.tokens and summary.converted else None
-    plan = _plan(config) if arguments.prepack and summary.converted else None
-    if arguments.json:
-        data = {"model_type": config.model_type, "quantized": bool(quantised), **summary.to_dict()}
-        planned = asdict(plan) if isinstance(plan, Prepacked) else plan
-        print(
-            json.dumps(
-                data | {"generated": vars(compared) if compared else None, "prepack": planned},
-                indent=2,
-            )
-        )
-    else:
-        terminal.show(f"{config.model_type}: {summary}")
-        if quantised:
-            print(
+@dataclass(frozen=True)
+class Outcome:
+    """What ``optimize`` makes of the checkpoint.
+
+    compared   tokens before and after, where they were asked for
+    plan       what ``mf.prepack`` would do with a layer, or why that cannot be said, likewise
+    is_fine    something is converted, and float32 tokens stay the same
+    """
+
+    model_type: str
+    is_quantised: bool
+    summary: Any
+    compared: Comparison | None
+    plan: Prepacked | str | None
+    is_fine: bool
+
+    def to_json(self) -> str:
+        planned = asdict(self.plan) if isinstance(self.plan, Prepacked) else self.plan
+        data = {
+            "model_type": self.model_type,
+            "quantized": self.is_quantised,
+            **self.summary.to_dict(),
+            "generated": asdict(self.compared) if self.compared else None,
+            "prepack": planned,
+        }
+        return json.dumps(data, indent=2)
+
+    def __str__(self) -> str:
+        lines = [f"{self.model_type}: {self.summary}"]
+        if self.is_quantised:
+            lines.append(
                 "  the checkpoint is quantised: load it dequantised, or its projections will be "
                 "left alone"
             )
-        if compared:
-            terminal.show(f"  {compared}")
-        if plan is not None:
-            terminal.show(f"of the first of {len(summary.converted)} layers:\n{plan}")
-    differs = (
-        compared is not None and arguments.dtype == "float32" and compared.equal < compared.tokens
-    )
-    return 1 if differs or not summary.converted else 0
+        if self.compared:
+            lines.append(f"  {self.compared}")
+        if self.plan is not None:
+            lines.append(f"of the first of {len(self.summary.converted)} layers:\n{self.plan}")
+        return "\n".join(lines)
+
+
+def run(arguments: Namespace) -> Outcome:
+    """Raises CheckpointError."""
+    config = _config(arguments.folder)
+    summary = hf.optimize(_skeleton(config))
+    is_quantised = bool(getattr(config, "quantization_config", None))
+    compared = _compare(arguments) if arguments.tokens and summary.converted else None
+    plan = _plan(config) if arguments.prepack and summary.converted else None
+    differs = compared is not None and compared.equal < compared.tokens
+    is_fine = bool(summary.converted) and not (differs and arguments.dtype == "float32")
+    return Outcome(config.model_type, is_quantised, summary, compared, plan, is_fine)
 
 
 class _Step(torch.nn.Module):

@@ -17,6 +17,7 @@ from typing import Any
 import mla_fusion as mf
 from mla_fusion.report import text_tables
 from mla_fusion.tools import audit_cli, graphs_cli, installed, proof_cli, selftest_cli, terminal
+from mla_fusion.tools.command import DYNAMIC, Command, answer, function, option
 from mla_fusion.tools.target import (
     UserError,
     folder,
@@ -24,6 +25,7 @@ from mla_fusion.tools.target import (
     output_folder,
     positive,
     target,
+    user_errors,
     writing,
 )
 
@@ -116,53 +118,10 @@ def parser() -> argparse.ArgumentParser:
     )
     whole.add_argument("--version", action="version", version=f"mla-fusion {mf.__version__}")
     commands = whole.add_subparsers(dest="command", required=True, metavar="command")
-    _add_demo(commands)
-    _command(
-        commands, "doctor", _doctor, "Say what is installed, and which operators can be lowered "
-                                     "here.",
-        "Exit status 1: something is in the way; it is listed with what to do.",
-    )  # fmt: skip
-    graphs_cli.add(commands, _command)
-    audit_cli.add(commands, _command)
-    proof_cli.add(commands, _command)
-    selftest_cli.add(commands, _command)
-    _add_bench(commands)
-    _add_check_model(commands)
+    others = *graphs_cli.COMMANDS, *audit_cli.COMMANDS, proof_cli.COMMAND, selftest_cli.COMMAND
+    for command in (*_FIRST, *others, *_LAST):
+        command.add(commands)
     return whole
-
-
-def _command(
-    commands: Any,
-    name: str,
-    run: Callable[[argparse.Namespace], int],
-    summary: str,
-    more: str = "",
-    **kind: Any,
-) -> Any:
-    made = commands.add_parser(name, help=summary, description=f"{summary} {more}".rstrip(), **kind)
-    made.set_defaults(run=run)
-    made.add_argument("--json", action="store_true", help="print JSON on stdout")
-    return made
-
-
-# -- demo
-
-
-def _add_demo(commands: Any) -> None:
-    summary = "Decode Hugging Face's DeepSeek-V3 fused and unfused, compare, and lower."
-    made = _command(commands, "demo", _demo, summary)
-    made.add_argument(
-        "--out",
-        type=output_folder,
-        default=Path("out"),
-        help="folder for the report and the graphs",
-    )
-    made.add_argument("--layers", type=positive, default=2)
-    made.add_argument("--heads", type=positive, default=16, help="heads of one rank (128 / TP)")
-    made.add_argument("--batch", type=positive, default=8, help="sequences decoded at once")
-    made.add_argument(
-        "--quick", action="store_true", help="He 1024, a short history and a narrow MLP"
-    )
 
 
 def _demo(arguments: argparse.Namespace) -> int:
@@ -170,43 +129,9 @@ def _demo(arguments: argparse.Namespace) -> int:
     from mla_fusion.tools import demo
 
     options = demo.Options(arguments.out, arguments.layers, arguments.heads, arguments.batch)
-    try:
-        with writing(arguments.out):
-            outcome = demo.run(options.quick() if arguments.quick else options)
-    except TransformersMissing as error:
-        raise UserError(str(error)) from error
-    print(outcome.to_json()) if arguments.json else terminal.show(outcome)
-    return 1 if outcome.problems else 0
-
-
-# -- check-model
-
-
-def _add_check_model(commands: Any) -> None:
-    summary = (
-        "Say what of a Hugging Face checkpoint can decode absorbed and be fused; with --tokens, "
-        "try it."
-    )
-    more = "It writes nothing. Exit status 1: nothing can be converted, or tokens differ."
-    made = _command(commands, "check-model", _check_model, summary, more, aliases=["optimize"])
-    made.add_argument("folder", help="checkpoint folder: config.json, and weights for --tokens")
-    made.add_argument(
-        "--prepack",
-        action="store_true",
-        help="say what mla_fusion.prepack would lay out in a layer",
-    )
-    made.add_argument(
-        "--tokens",
-        type=int,
-        default=0,
-        help="load the weights, generate so many tokens and compare",
-    )
-    made.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16", "float16"),
-        default="float32",
-        help="of the weights for --tokens (in the narrow ones, tokens may differ by rounding)",
-    )
+    with user_errors(TransformersMissing), writing(arguments.out):
+        outcome = demo.run(options.quick() if arguments.quick else options)
+    return answer(outcome, arguments, not outcome.problems)
 
 
 def _check_model(arguments: argparse.Namespace) -> int:
@@ -214,23 +139,18 @@ def _check_model(arguments: argparse.Namespace) -> int:
     from mla_fusion.models import hf
     from mla_fusion.tools import check_model
 
-    try:
-        return check_model.run(arguments)
-    except (check_model.CheckpointError, hf.TransformersMissing) as error:
-        raise UserError(str(error)) from error
-
-
-# -- doctor
+    with user_errors(check_model.CheckpointError, hf.TransformersMissing):
+        found = check_model.run(arguments)
+    return answer(found, arguments, found.is_fine)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
     found = installed.without_torch() or _surveyed()
-    problems = found["problems"]
     if arguments.json:
         print(json.dumps(found, indent=2, default=str))
-        return 1 if problems else 0
-    terminal.show("\n\n".join(_parts(found)))
-    return 1 if problems else 0
+    else:
+        terminal.show("\n\n".join(_parts(found)))
+    return 1 if found["problems"] else 0
 
 
 def _surveyed() -> dict[str, Any]:
@@ -262,27 +182,6 @@ def _word(value: Any) -> str:
     return words[value] if value is None or isinstance(value, bool) else str(value)
 
 
-# -- bench
-
-
-def _add_bench(commands: Any) -> None:
-    summary = "Time the pass on plain decoders of growing depth, or on your graph."
-    made = _command(commands, "bench", _bench, summary, "It times the compilation, not the model.")
-    made.add_argument(
-        "target",
-        nargs="?",
-        metavar="FILE.py:FUNCTION",
-        help="function that returns (module_or_function, arguments)",
-    )
-    made.add_argument(
-        "--dynamic", action="store_true", help="symbolic sizes, as torch.compile(dynamic=True)"
-    )
-    made.add_argument("--layers", type=positive, nargs="+", default=[1, 8, 61])
-    made.add_argument("--hidden", type=positive, default=7168, help="He")
-    made.add_argument("--heads", type=positive, default=16, help="heads of one rank (128 / TP)")
-    made.add_argument("--repeats", type=positive, default=3)
-
-
 def _bench(arguments: argparse.Namespace) -> int:
     if arguments.target:
         target(arguments.target)
@@ -306,9 +205,81 @@ def _bench(arguments: argparse.Namespace) -> int:
     timings = []
     for name, graph in graphs.items():
         print(f"{name}: {arguments.repeats} runs ..", file=sys.stderr, flush=True)
-        try:
+        with user_errors(CaptureError):
             timings.append(bench.measure(name, graph()[0], mf.Config(), arguments.repeats))
-        except CaptureError as error:
-            raise UserError(str(error)) from error
-    print(bench.to_json(timings)) if arguments.json else terminal.show(bench.text(timings))
-    return 0
+    return answer(bench.Timings(timings), arguments, True)
+
+
+_HEADS = option("--heads", type=positive, default=16, help="heads of one rank (128 / TP)")
+_FIRST = (
+    Command(
+        "demo",
+        _demo,
+        "Decode Hugging Face's DeepSeek-V3 fused and unfused, compare, and lower.",
+        options=(
+            option(
+                "--out",
+                type=output_folder,
+                default=Path("out"),
+                help="folder for the report and the graphs",
+            ),
+            option("--layers", type=positive, default=2),
+            _HEADS,
+            option("--batch", type=positive, default=8, help="sequences decoded at once"),
+            option(
+                "--quick", action="store_true", help="He 1024, a short history and a narrow MLP"
+            ),
+        ),
+    ),
+    Command(
+        "doctor",
+        _doctor,
+        "Say what is installed, and which operators can be lowered here.",
+        "Exit status 1: something is in the way; it is listed with what to do.",
+    ),
+)
+_LAST = (
+    Command(
+        "bench",
+        _bench,
+        "Time the pass on plain decoders of growing depth, or on your graph.",
+        "It times the compilation, not the model.",
+        (
+            function(nargs="?"),
+            DYNAMIC,
+            option("--layers", type=positive, nargs="+", default=[1, 8, 61]),
+            option("--hidden", type=positive, default=7168, help="He"),
+            _HEADS,
+            option("--repeats", type=positive, default=3),
+        ),
+    ),
+    Command(
+        "check-model",
+        _check_model,
+        "Say what of a Hugging Face checkpoint can decode absorbed and be fused; with --tokens, "
+        "try it.",
+        "It writes nothing. Exit status 1: nothing can be converted, or tokens differ.",
+        (
+            option("folder", help="checkpoint folder: config.json, and weights for --tokens"),
+            option(
+                "--prepack",
+                action="store_true",
+                help="say what mla_fusion.prepack would lay out in a layer",
+            ),
+            option(
+                "--tokens",
+                type=int,
+                default=0,
+                help="load the weights, generate so many tokens and compare",
+            ),
+            option(
+                "--dtype",
+                choices=("float32", "bfloat16", "float16"),
+                default="float32",
+                help="of the weights for --tokens (in the narrow ones, tokens may differ by "
+                "rounding)",
+            ),
+        ),
+        aliases=("optimize",),
+    ),
+)

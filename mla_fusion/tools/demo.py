@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 import resource
 import sys
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
@@ -47,15 +47,7 @@ class Options:
 
     def quick(self) -> Options:
         """Small sizes that the kernel still takes; heads, layers and batch stay as asked."""
-        return Options(
-            self.out,
-            self.layers,
-            self.heads,
-            self.batch,
-            hidden=1024,
-            intermediate=256,
-            history=200,
-        )
+        return replace(self, hidden=1024, intermediate=256, history=200)
 
 
 @dataclass
@@ -71,18 +63,31 @@ class Lowered:
     unfused: dict[str, int] = field(default_factory=dict)
     refusal: str = ""
 
-    def problems(self, layers: int) -> list[str]:
-        if self.missing:
-            return []
-        found = []
-        if self.operators.get(KERNEL, 0) != layers:
-            found.append(
-                f"the GE graph holds {self.operators.get(KERNEL, 0)} {KERNEL}, expected {layers}"
-            )
+    def problems(self, layers: int) -> Iterator[str]:
+        count = self.operators.get(KERNEL, 0)
+        if not self.missing and count != layers:
+            yield f"the GE graph holds {count} {KERNEL}, expected {layers}"
         moved = {name: self.operators[name] for name in MOVES if name in self.operators}
         if moved:
-            found.append(f"the GE graph copies caches: {moved}")
-        return found
+            yield f"the GE graph copies caches: {moved}"
+
+    def table(self) -> tuple[Sequence[str], list[tuple[str, int, int]]]:
+        rows = text_tables.operators(self.unfused, self.operators)
+        return ("GE operator", "unfused", "fused"), rows
+
+    @property
+    def how(self) -> str:
+        if not self.refusal:
+            return "Both sides as torchair lowers them."
+        return (
+            f"torchair alone refuses the unfused model ({self.refusal}); it is lowered with our "
+            "converters added."
+        )
+
+    def __str__(self) -> str:
+        if self.missing:
+            return f"GE graph: {self.missing}"
+        return f"GE operators, by torchair\n{text_tables.render(*self.table())}\n{self.how}"
 
 
 @dataclass
@@ -99,21 +104,11 @@ class Outcome:
 
     @property
     def problems(self) -> list[str]:
-        found = []
-        if len(self.report.fused) != self.options.layers:
-            found.append(f"{len(self.report.fused)} of {self.options.layers} prologues were fused")
+        layers, fused = self.options.layers, len(self.report.fused)
+        found = [] if fused == layers else [f"{fused} of {layers} prologues were fused"]
         for item in self.measurements:
-            if item.ratio > item.allowed:
-                found.append(
-                    f"{item.where}, {item.output}: fused error is {item.ratio:.2f} x the unfused "
-                    "error, "
-                    f"allowed {item.allowed:.2f}"
-                )
-            if item.untouched is False:
-                found.append(
-                    f"{item.where}, {item.output}: rows that belong to nobody have changed"
-                )
-        return found + self.lowered.problems(self.options.layers)
+            found += [f"{item.where}, {item.output}: {problem}" for problem in item.problems]
+        return [*found, *self.lowered.problems(layers)]
 
     def to_json(self) -> str:
         """The demo's numbers beside the pass's own report."""
@@ -122,49 +117,53 @@ class Outcome:
                 **asdict(item),
                 "ratio": item.ratio,
                 "largest_ratio_allowed": item.allowed,
-                "passed": item.passed,
+                "passed": not item.problems,
             }
             for item in self.measurements
         ]
         data = {
-            "options": {
-                key: str(value) if key == "out" else value
-                for key, value in asdict(self.options).items()
-            },
+            "options": asdict(self.options),
             "measurements": rows,
             "ge": asdict(self.lowered),
             "problems": self.problems,
             "seconds": round(self.seconds, 2),
             "peak_gib": round(self.peak_gib, 2),
-            "files": [str(path) for path in self.files],
+            "files": self.files,
             "report": json.loads(self.report.to_json()),
         }
-        return json.dumps(data, indent=2)
+        return json.dumps(data, indent=2, default=str)
 
     def __str__(self) -> str:
+        operators = self.report.operators
+        changed = text_tables.operators(operators.get("before", {}), operators.get("after", {}))
+        problems = "\n".join(f"FAILED: {line}" for line in self.problems)
         parts = [
             str(self.report),
             "Relative L2 error against float64 (layer n: its prologue alone; model: the whole "
             "step)\n" + text_tables.render(*measurement_table(self.measurements)),
             "FX operators of the compiled graph\n"
-            + text_tables.render(("operator", "before", "after"), _changed(self.report)),
-            _ge_text(self.lowered),
+            + text_tables.render(("operator", "before", "after"), changed),
+            str(self.lowered),
             "Written: " + ", ".join(map(str, self.files)),
             f"{self.seconds:.0f} s, peak memory {self.peak_gib:.1f} GiB",
+            problems or "All checks passed.",
         ]
-        problems = self.problems
-        verdict = (
-            "\n".join(f"FAILED: {line}" for line in problems) if problems else "All checks passed."
-        )
-        return "\n\n".join([*parts, verdict])
+        return "\n\n".join(parts)
 
 
 def run(options: Options, progress: Callable[[str], None] | None = None) -> Outcome:
     """The whole demo; writes ``options.out``. Raises TransformersMissing without Hugging Face's
     modules.
     """
-    say = progress or Progress()
     started = perf_counter()
+
+    def say(message: str) -> None:
+        seconds = perf_counter() - started
+        if progress is not None:
+            progress(message)
+        else:
+            print(f"[{seconds:6.1f} s] {message}", file=sys.stderr, flush=True)
+
     options.out.mkdir(parents=True, exist_ok=True)
     say(f"random bfloat16 weights: {options.layers} layers, He {options.hidden}, N {options.heads}")
     model = random_decoder(
@@ -194,32 +193,13 @@ def run(options: Options, progress: Callable[[str], None] | None = None) -> Outc
     return outcome
 
 
-class Progress:
-    """Lines on stderr with the seconds since the first."""
-
-    def __init__(self) -> None:
-        self._started = perf_counter()
-
-    def __call__(self, message: str) -> None:
-        print(f"[{perf_counter() - self._started:6.1f} s] {message}", file=sys.stderr, flush=True)
-
-
 def measurement_table(
-    measurements: list[Measurement],
-) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    measurements: Sequence[Measurement],
+) -> tuple[Sequence[str], list[Sequence[str]]]:
     """Header and rows of the errors."""
-    header = (
-        "where",
-        "output",
-        "unfused",
-        "fused",
-        "ratio",
-        "allowed",
-        "other rows identical",
-        "check",
-    )
-    word = {None: "-", True: "yes", False: "NO"}
-    rows: list[tuple[str, ...]] = [
+    words = {None: "-", True: "yes", False: "NO"}
+    header = "where output unfused fused ratio allowed".split()
+    return [*header, "other rows identical", "check"], [
         (
             item.where,
             item.output,
@@ -227,34 +207,27 @@ def measurement_table(
             f"{item.fused:.3e}",
             f"{item.ratio:.2f}",
             f"{item.allowed:.2f}",
-            word[item.untouched],
-            "ok" if item.passed else "FAILED",
+            words[item.untouched],
+            "FAILED" if item.problems else "ok",
         )
         for item in measurements
     ]
-    return header, rows
 
 
 def sections(outcome: Outcome) -> list[page.Section]:
     """What the demo adds to the page of the report."""
-    header, rows = measurement_table(outcome.measurements)
     errors = page.Section(
         "Accuracy",
         "Relative L2 error against float64. A layer's rows are its prologue alone, from the same "
-        "bfloat16 input; "
-        "the model's rows carry the errors of earlier layers. "
+        "bfloat16 input; the model's rows carry the errors of earlier layers. "
         f"Passed where fused is at most {LARGEST_RATIO} x unfused, and {DEVIATIONS} / sqrt(n) for "
-        "chance: "
-        "the errors are those of n rounded numbers.",
-        header,
-        rows,
+        "chance: the errors are those of n rounded numbers.",
+        *measurement_table(outcome.measurements),
     )
     lowered = outcome.lowered
-    if lowered.missing:
-        ge = page.Section("GE graph", lowered.missing, (), [])
-    else:
-        rows = [(name, str(before), str(after)) for name, before, after in _ge_rows(lowered)]
-        ge = page.Section("GE graph", _refusal(lowered), ("GE operator", "unfused", "fused"), rows)
+    header, counts = lowered.table()
+    rows = [(name, str(before), str(after)) for name, before, after in counts]
+    ge = page.Section("GE graph", lowered.missing or lowered.how, header if rows else (), rows)
     return [errors, ge]
 
 
@@ -293,29 +266,3 @@ def _save_cpu_graphs(model: AbsorbedDecoder, batch: PagedBatch, out: Path) -> li
     mf.fuse(gm)
     files[1].write_text(gm.print_readable(print_output=False))
     return files
-
-
-def _changed(report: Report) -> list[tuple[str, int, int]]:
-    return text_tables.operators(
-        report.operators.get("before", {}), report.operators.get("after", {})
-    )
-
-
-def _ge_rows(lowered: Lowered) -> list[tuple[str, int, int]]:
-    return text_tables.operators(lowered.unfused, lowered.operators)
-
-
-def _refusal(lowered: Lowered) -> str:
-    if not lowered.refusal:
-        return "Both sides as torchair lowers them."
-    return (
-        f"torchair alone refuses the unfused model ({lowered.refusal}); it is lowered with our "
-        "converters added."
-    )
-
-
-def _ge_text(lowered: Lowered) -> str:
-    if lowered.missing:
-        return f"GE graph: {lowered.missing}"
-    table = text_tables.render(("GE operator", "unfused", "fused"), _ge_rows(lowered))
-    return f"GE operators, by torchair\n{table}\n{_refusal(lowered)}"

@@ -117,65 +117,43 @@ def _activation_error(checks: _Checks, release: dict[str, str | None] | None) ->
     """Why torchair cannot be asked here; None where it can, or where there is no torch_npu and
     nobody needs it.
     """
-    refused = (release or {}).get("refused")
+    refused, elsewhere = (release or {}).get("refused"), "on CPU tensors the backend works"
     if refused:
-        checks.add(
-            "release",
-            refused,
-            "install that release; on CPU tensors the backend works with any torch_npu",
-        )
+        checks.add("release", refused, f"install that release; {elsewhere} with any torch_npu")
         return refused
-    ended = checks.ask("trial", _trial, _PAIR)
-    if ended is not None:
-        checks.add("offline", ended, _PAIR)
-        return str(ended)
-    try:
-        offline.activate()
-        if torch_npu_installed():
-            import_module("torch_npu")
-    except offline.OfflineError as error:
-        if torch_npu_installed():
-            checks.add(
-                "offline",
-                str(error),
-                "as the message says; on CPU tensors the backend works without torchair",
-            )
-        return str(error)
-    except Exception as error:
-        message = f"{type(error).__name__}: {error}"
-        checks.add("offline", message, _PAIR)
-        return message
-    return None
+    found, remedy = checks.ask("trial", _trial, _PAIR), _PAIR
+    if found is None:
+        try:
+            offline.activate()
+            if torch_npu_installed():
+                import_module("torch_npu")
+        except offline.OfflineError as error:
+            if not torch_npu_installed():
+                return str(error)
+            found, remedy = str(error), f"as the message says; {elsewhere} without torchair"
+        except Exception as error:
+            found = f"{type(error).__name__}: {error}"
+    if found is not None:
+        checks.add("offline", found, remedy)
+    return found
 
 
 def _trial() -> str | None:
-    """How importing torch_npu ends the process, where it does: libraries that do not fit raise no
-    exception.
+    """How importing torch_npu ends a process, where it does: libraries that do not fit raise no
+    exception. One that is raised will be the same in this process.
     """
     if not torch_npu_installed() or "torch_npu" in sys.modules:
         return None
-    signalled = _ending(_TRIAL)
-    return (
-        f"importing torch_npu ends the process with {signalled}" if signalled is not None else None
-    )
-
-
-def _ending(code: str) -> str | None:
-    """The signal that ends a process which runs this code, and what it said; None where none
-    does.
-    """
-    command = [sys.executable, "-c", code]
+    command = [sys.executable, "-c", _TRIAL]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=_TRIAL_SECONDS, check=False
     )
     if done.returncode >= 0:
-        return None  # an exception, if any, will be the same in this process
+        return None
     said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-    what = next(
-        (line for line in said if line.startswith("what():")),
-        said[0] if said else "nothing on stderr",
-    )
-    return f"{signal.Signals(-done.returncode).name}: {what}"
+    what = [line for line in said if line.startswith("what():")] or said or ["nothing on stderr"]
+    signalled = signal.Signals(-done.returncode).name
+    return f"importing torch_npu ends the process with {signalled}: {what[0]}"
 
 
 def _device() -> str | None:
@@ -191,9 +169,7 @@ def _offline(error: str | None) -> dict[str, Any]:
         "active": offline.is_active(),
         "standins": str(directory) if directory else None,
         "cache": str(standins.cache_root()),
-        "c_compiler": next(
-            (path for path in map(shutil.which, ("cc", "gcc", "clang")) if path), None
-        ),
+        "c_compiler": next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None),
         "error": error,
     }
 
@@ -224,10 +200,8 @@ def _registrar(name: str, key: str) -> str | None:
     if "/dev/null" in found and name in ops.OPERATORS:
         # up to torch 2.8 what is registered in Python names no file, and torch_npu does it in C++
         return "mla_fusion"
-    return next(
-        (package for package in ("torch_npu", "mla_fusion") if f"{package}/" in found),
-        "another package",
-    )
+    packages = (package for package in ("torch_npu", "mla_fusion") if f"{package}/" in found)
+    return next(packages, "another package")
 
 
 def hooks(usable: bool) -> dict[str, str]:

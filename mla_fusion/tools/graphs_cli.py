@@ -7,12 +7,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import mla_fusion as mf
 from mla_fusion.tools import terminal
+from mla_fusion.tools.command import DYNAMIC, Command, answer, function, option, page
 from mla_fusion.tools.target import (
     UserError,
     add_limits,
@@ -27,92 +27,29 @@ from mla_fusion.tools.target import (
 )
 
 
-def add(commands: Any, command: Callable[..., Any]) -> None:
-    """The subcommands; ``command`` makes the parser of one that prints JSON on request."""
-    _add_explain(command(
-        commands, "explain", _explain, "Say for every MLA prologue why it would fuse or not.",
-        "Exit status 1: a prologue is left, or none is there.",
-    ))  # fmt: skip
-    _add_lower(
-        command(commands, "lower", _lower, "Fuse a function and lower it with the real torchair.")
-    )
-    parser = command(
-        commands, "inspect", _inspect, "Say what stands in graphs that torchair or torch dumped."
-    )
-    parser.add_argument("dumps", metavar="DUMP", nargs="+", help="pbtxt, txt, py or FX listing")
-    forms = "also write one dump: .dot, .svg, .json or .pbtxt"
-    parser.add_argument("--export", type=output, metavar="FILE", help=forms)
-    parser = command(
-        commands, "diff", _diff, "Compare two dumps by operators and wiring, not by names.",
-        "Exit status 1: they differ; what differs is listed.",
-    )  # fmt: skip
-    parser.add_argument("first", metavar="A", help="a dump")
-    parser.add_argument("second", metavar="B", help="the dump to compare it with")
-
-
-def _add_explain(parser: Any) -> None:
-    add_target(
-        parser,
-        "; its file is imported and runs. Or a dump of a graph, which is data: nothing in it runs",
-    )
-    add_limits(parser)
-    parser.add_argument(
-        "--pass-only",
-        action="store_true",
-        help="judge as mf.torchair_pass does: no wrapper hands caches over in the kernel's shape",
-    )
-    parser.add_argument(
-        "--html", type=output, metavar="FILE", help="also write the report as a page"
-    )
-    parser.add_argument(
-        "--stats", action="store_true", help="also print calls, hits and time of each fact and rule"
-    )
-
-
-def add_target(parser: Any, more: str = "") -> None:
-    """The function that a command works on."""
-    parser.add_argument(
-        "target",
-        metavar="FILE.py:FUNCTION",
-        help=f"function that returns (module_or_function, arguments){more}",
-    )
-    parser.add_argument(
-        "--dynamic", action="store_true", help="symbolic sizes, as torch.compile(dynamic=True)"
-    )
-
-
 def _explain(arguments: argparse.Namespace) -> int:
     target_or_dump(arguments.target)
     from mla_fusion.fx.measured import measuring
     from mla_fusion.report import text_tables
 
+    is_dump = Path(arguments.target).is_file()
     with measuring() as tallies:
-        report = (
-            _explain_dump(arguments)
-            if Path(arguments.target).is_file()
-            else _explain_function(arguments)
-        )
-    print(report.to_json()) if arguments.json else terminal.show(report)
+        report = _explain_dump(arguments) if is_dump else _explain_function(arguments)
+    status = answer(report, arguments, bool(report.fused) and not report.rejected)
     if arguments.stats:
         rows = [(name, t.calls, t.hits, f"{t.seconds * 1e3:.1f}") for name, t in tallies.items()]
         rows.sort(key=lambda row: -float(row[-1]))
         print(text_tables.render(("fact or rule", "calls", "hits", "ms"), rows), file=sys.stderr)
-    if arguments.html:
-        with writing(arguments.html):
-            report.to_html(arguments.html)
-        print(f"written: {arguments.html}", file=sys.stderr)
-    return 0 if report.fused and not report.rejected else 1
+    return status
 
 
 def _explain_function(arguments: argparse.Namespace) -> mf.Report:
     from mla_fusion.compile.device_graph import CaptureError, capture
 
-    boundary = not arguments.pass_only
+    boundary, dynamic = not arguments.pass_only, arguments.dynamic
     model, example = load_target(arguments.target)
     with user_errors(CaptureError):
-        gm, _ = capture(
-            model, *example, device="cpu", dynamic=arguments.dynamic, as_backend=boundary
-        )
+        gm, _ = capture(model, *example, device="cpu", dynamic=dynamic, as_backend=boundary)
     return mf.explain(gm, _config(arguments), boundary=boundary)
 
 
@@ -125,16 +62,6 @@ def _explain_dump(arguments: argparse.Namespace) -> mf.Report:
 
 def _config(arguments: argparse.Namespace, **more: Any) -> mf.Config:
     return mf.Config(soc=arguments.soc, cann=arguments.cann, **more)
-
-
-def _add_lower(parser: Any) -> None:
-    add_target(parser)
-    add_limits(parser)
-    parser.add_argument("--mode", choices=("ge", "npugraph_ex"), default="ge")
-    parser.add_argument("--no-fuse", action="store_true", help="lower the graph as it is")
-    parser.add_argument(
-        "--out", type=output_folder, help="folder for the FX graphs, the pbtxt and the report"
-    )
 
 
 def _lower(arguments: argparse.Namespace) -> int:
@@ -156,8 +83,8 @@ def _lower(arguments: argparse.Namespace) -> int:
             files = [str(path) for path in lowered.save(arguments.out)]
     if arguments.json:
         report = json.loads(lowered.report.to_json()) if lowered.report else None
-        said = {"mode": lowered.mode, "operators": operators, "files": files, "report": report}
-        print(json.dumps(said, indent=2))
+        data = {"mode": lowered.mode, "operators": operators, "files": files, "report": report}
+        print(json.dumps(data, indent=2))
         return 0
     if lowered.report is not None:
         terminal.show(f"{lowered.report}\n")
@@ -195,8 +122,7 @@ def _diff(arguments: argparse.Namespace) -> int:
 
     with user_errors(ValueError):
         found = diff(_read_dump(first), _read_dump(second))
-    print(found.to_json()) if arguments.json else terminal.show(found)
-    return 0 if found.equal else 1
+    return answer(found, arguments, found.equal)
 
 
 def _read_dump(path: Path) -> Any:
@@ -204,3 +130,74 @@ def _read_dump(path: Path) -> Any:
 
     with user_errors(DumpError):
         return read(path)
+
+
+COMMANDS = (
+    Command(
+        "explain",
+        _explain,
+        "Say for every MLA prologue why it would fuse or not.",
+        "Exit status 1: a prologue is left, or none is there.",
+        (
+            function(
+                "; its file is imported and runs. Or a dump of a graph, which is data: nothing in "
+                "it runs"
+            ),
+            DYNAMIC,
+            add_limits,
+            option(
+                "--pass-only",
+                action="store_true",
+                help="judge as mf.torchair_pass does: no wrapper hands caches over in the kernel's "
+                "shape",
+            ),
+            page("also write the report as a page"),
+            option(
+                "--stats",
+                action="store_true",
+                help="also print calls, hits and time of each fact and rule",
+            ),
+        ),
+    ),
+    Command(
+        "lower",
+        _lower,
+        "Fuse a function and lower it with the real torchair.",
+        options=(
+            function(),
+            DYNAMIC,
+            add_limits,
+            option("--mode", choices=("ge", "npugraph_ex"), default="ge"),
+            option("--no-fuse", action="store_true", help="lower the graph as it is"),
+            option(
+                "--out",
+                type=output_folder,
+                help="folder for the FX graphs, the pbtxt and the report",
+            ),
+        ),
+    ),
+    Command(
+        "inspect",
+        _inspect,
+        "Say what stands in graphs that torchair or torch dumped.",
+        options=(
+            option("dumps", metavar="DUMP", nargs="+", help="pbtxt, txt, py or FX listing"),
+            option(
+                "--export",
+                type=output,
+                metavar="FILE",
+                help="also write one dump: .dot, .svg, .json or .pbtxt",
+            ),
+        ),
+    ),
+    Command(
+        "diff",
+        _diff,
+        "Compare two dumps by operators and wiring, not by names.",
+        "Exit status 1: they differ; what differs is listed.",
+        (
+            option("first", metavar="A", help="a dump"),
+            option("second", metavar="B", help="the dump to compare it with"),
+        ),
+    ),
+)

@@ -6,27 +6,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
-from typing import Any
 
+from mla_fusion.tools.command import Command, option
 from mla_fusion.tools.target import UserError, existing, positive
-
-
-def add(commands: Any, command: Callable[..., Any]) -> None:
-    """The subcommand; ``command`` makes the parser of one that prints JSON on request."""
-    summary = (
-        "Check what a report says is proved: its certificates, without torch and without the pass."
-    )
-    parser = command(
-        commands, "check-proof", _check, summary, "Exit status 1: a fusion is not accepted."
-    )
-    parser.add_argument("report", metavar="REPORT.json", help="what Report.to_json wrote")
-    parser.add_argument("--points", type=positive, default=3, help="random points at least")
-    parser.add_argument(
-        "--seed",
-        metavar="TEXT",
-        help="what the points follow from; left out, they are new each time",
-    )
 
 
 def _check(arguments: argparse.Namespace) -> int:
@@ -51,3 +33,20 @@ def _check(arguments: argparse.Namespace) -> int:
     else:
         print("\n".join(check.line(*one) for one in found) or "the report has no fusion")
     return 1 if refused else 0
+
+
+COMMAND = Command(
+    "check-proof",
+    _check,
+    "Check what a report says is proved: its certificates, without torch and without the pass.",
+    "Exit status 1: a fusion is not accepted.",
+    (
+        option("report", metavar="REPORT.json", help="what Report.to_json wrote"),
+        option("--points", type=positive, default=3, help="random points at least"),
+        option(
+            "--seed",
+            metavar="TEXT",
+            help="what the points follow from; left out, they are new each time",
+        ),
+    ),
+)

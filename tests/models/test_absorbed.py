@@ -113,11 +113,11 @@ def test_fused_is_as_near_to_float64_as_unfused(decoder, batch):
             decoder, batch, compiled
         )
     assert len(found) == 2 * 4 + 1 + 2 * 2
-    assert [item for item in found if not item.passed] == []
+    assert [item for item in found if item.problems] == []
     assert len(mf.reports()[-1].fused) == 2
 
 
 def test_a_changed_row_and_a_larger_error_are_failures():
-    assert not accuracy.Measurement("layer 0", "kv_cache", 1e-3, 1e-3, untouched=False).passed
-    assert not accuracy.Measurement("layer 0", "query", 1e-3, 1.2e-3).passed
-    assert accuracy.Measurement("layer 0", "query", 1e-3, 1.0e-3).passed
+    assert accuracy.Measurement("layer 0", "kv_cache", 1e-3, 1e-3, untouched=False).problems
+    assert accuracy.Measurement("layer 0", "query", 1e-3, 1.2e-3).problems
+    assert not accuracy.Measurement("layer 0", "query", 1e-3, 1.0e-3).problems

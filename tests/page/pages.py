@@ -18,7 +18,7 @@ HE, HCQ, HCKV, N, D, DR = 1024, 1536, 512, 4, 128, 64
 @cache
 def fused(layers: int) -> mf.Report:
     """Plain prologues of equal structure, fused."""
-    return mf.fuse(bench.decoder_graph(layers, HE, N))
+    return mf.fuse(bench.decoder(layers, HE, N)[0])
 
 
 @cache

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from mla_fusion.reference import hifloat8
-from mla_fusion.tools.selftest.compare import compare, same_bits
+from mla_fusion.tools.by_hand.memory import same_bits
+from mla_fusion.tools.selftest.compare import compare
 
 
 def values(dtype: torch.dtype, rows: int = 64) -> torch.Tensor:
@@ -59,7 +60,6 @@ def test_floats_are_judged_by_their_row():
     assert not compare("query", found, wanted).problem
     found[0, :8] = 1.1
     assert "3.12% of the elements differ, allowed 0.50%" in compare("query", found, wanted).problem
-    assert compare("query", found, wanted, exact=True).problem
 
 
 def test_a_nan_differs():

@@ -1,22 +1,27 @@
 """The fused operators that a model calls by hand: seen as they run, and run again with other
-arguments.
+arguments, which mend a mistake.
 """
 
 from __future__ import annotations
 
 import contextlib
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
+from traceback import extract_stack
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import GraphModule, Interpreter, Node
 
 from mla_fusion.compat import TorchDispatchMode, schema_of, tree_leaves
 from mla_fusion.meta.prolog import PROLOGS
+from mla_fusion.prove.operators import called
+from mla_fusion.tools.by_hand.memory import same_bits
+from mla_fusion.tools.by_hand.outcome import Finding
+from mla_fusion.tools.by_hand.roles import KR, KV, Roles, Touched, roles_of
 
 _OTHERS = (
     "npu::npu_kv_rmsnorm_rope_cache",
@@ -53,38 +58,104 @@ class Call:
     def short(self) -> str:
         return self.operator.partition("::")[2]
 
+    @cached_property
+    def roles(self) -> Roles:
+        return roles_of(self.short)
+
+    def tensor(self, name: str) -> Tensor | None:
+        """The argument, where it is a tensor that has elements."""
+        value = self.arguments.get(name)
+        return value if isinstance(value, Tensor) and value.numel() else None
+
+    def caches(self) -> Iterator[tuple[str, Tensor, Touched]]:
+        """The caches by name, each with what a mistake about it alters."""
+        for name, touched in ((self.roles.kv_cache, KV), (self.roles.kr_cache, KR)):
+            cache = self.tensor(name)
+            if cache is not None:
+                yield name, cache, touched
+
+    def finding(self, code: str, message: str, argument: str = "", certain: bool = True) -> Finding:
+        return Finding(code, message, argument, self.short, self.place, self.line, certain)
+
 
 Change = Callable[[Call], dict[str, Any]]  # arguments to be replaced, by name
 After = Callable[[Call, Any], None]  # done with the results of a call
 
 
+@dataclass(frozen=True)
+class Repair:
+    """``code`` is stable; ``text`` says what is wrong and what is right; ``argument`` is what it is
+    about; ``place`` is that of the call that it mends, None: of every call.
+    """
+
+    code: str
+    text: str
+    argument: str
+    touches: Touched
+    change: Change = lambda call: {}
+    after: After = lambda call, results: None
+    place: int | None = None
+
+    def mends(self, call: Call) -> bool:
+        return self.place in (None, call.place)
+
+    def has_effect(self, call: Call) -> bool:
+        """Does it give another value for an argument?"""
+        for name, value in self.change(call).items():
+            before = call.arguments[name]
+            if not isinstance(value, Tensor) or not isinstance(before, Tensor):
+                if value != before:
+                    return True
+            # what is to be written may hold anything
+            elif any(value is held for held in call.held.values()) or not same_bits(value, before):
+                return True
+        return False
+
+
+def instead(name: str, value: Any) -> Change:
+    """Give another value for one argument."""
+    return lambda call: {name: value}
+
+
+def on(function: Callable[[Tensor], Tensor | None], *names: str) -> Change:
+    """Apply to these arguments, those that are tensors of the right shape."""
+
+    def change(call: Call) -> dict[str, Any]:
+        given = {name: call.tensor(name) for name in names}
+        made = {name: function(value) for name, value in given.items() if value is not None}
+        return {name: value.contiguous() for name, value in made.items() if value is not None}
+
+    return change
+
+
 class Watch(TorchDispatchMode):
-    """Records the audited calls; makes each with the arguments that ``changes`` give instead."""
+    """Records the audited calls; makes each with the arguments that ``change``, and then the
+    repairs, give instead.
+    """
 
     def __init__(
         self,
-        changes: Sequence[Change] = (),
-        afterwards: Sequence[After] = (),
+        change: Change = lambda call: {},
+        repairs: Sequence[Repair] = (),
         line: Callable[[], str] = lambda: "",
     ) -> None:
         super().__init__()
         self.calls: list[Call] = []
         self.refused: Exception | None = None  # what an audited operator raised
         self.held: Mapping[str, Tensor] = {}  # what the run can write, by name
-        self._changes, self._afterwards, self._line = changes, afterwards, line
+        self._change, self._repairs, self._line = change, repairs, line
         # kept alive, so that no other tensor has its id
         self._cast: dict[int, tuple[Tensor, str]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name = schema_of(func).name + (
-            f".{schema_of(func).overload_name}" if schema_of(func).overload_name else ""
-        )
+        schema = schema_of(func)
+        name = f"{schema.name}.{schema.overload_name}".rstrip(".")
         if name not in AUDITED:
             result = func(*args, **kwargs)
-            self._follow(schema_of(func).name, args, kwargs, result)
+            self._follow(schema.name, args, kwargs, result)
             return result
-        arguments = _bound(func, args, kwargs)
+        arguments = called(func, args, kwargs).given
         reworked = {
             key: self._cast[id(value)][1]
             for key, value in arguments.items()
@@ -92,15 +163,16 @@ class Watch(TorchDispatchMode):
         }
         call = Call(len(self.calls), name, arguments, self._line(), reworked, self.held)
         self.calls.append(call)
-        for change in self._changes:
+        repairs = [one for one in self._repairs if one.mends(call)]
+        for change in (self._change, *(one.change for one in repairs)):
             arguments = {**arguments, **change(replace(call, arguments=arguments))}
         try:
             result = func(**arguments)
         except Exception as error:
             self.refused = error
             raise
-        for done in self._afterwards:
-            done(replace(call, arguments=arguments), result)
+        for one in repairs:
+            one.after(replace(call, arguments=arguments), result)
         return result
 
     def _follow(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
@@ -110,24 +182,11 @@ class Watch(TorchDispatchMode):
             if layout == _FRACTAL_NZ and isinstance(result, Tensor):
                 self._cast[id(result)] = result, ""
             return
-        flat = tree_leaves((args, kwargs))
-        sources = [
-            self._cast[id(item)][1]
-            for item in flat
-            if isinstance(item, Tensor) and id(item) in self._cast
-        ]
+        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        sources = [self._cast[id(leaf)][1] for leaf in leaves if id(leaf) in self._cast]
         if sources and isinstance(result, Tensor):
-            self._cast[id(result)] = (
-                result,
-                next(filter(None, sources), "") or ("" if name in _KEEPS_LAYOUT else name),
-            )
-
-
-def _bound(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Every argument by name; of those left out, or given their default, the schema's default."""
-    schema = schema_of(func).arguments
-    given = {**dict(zip([argument.name for argument in schema], args, strict=False)), **kwargs}
-    return {argument.name: given.get(argument.name, argument.default_value) for argument in schema}
+            reworked = "" if name in _KEEPS_LAYOUT else name
+            self._cast[id(result)] = result, next(filter(None, sources), reworked)
 
 
 def run(target: Callable[..., Any], args: Sequence[Any], watch: Watch) -> Any:
@@ -138,6 +197,17 @@ def run(target: Callable[..., Any], args: Sequence[Any], watch: Watch) -> Any:
         if isinstance(target, GraphModule):
             return _Traced(target, watch).run(*args)
         return target(*args)
+
+
+class AsModule(nn.Module):
+    """A function, or the method of a module, which is found so, and copied."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function, self.owner = function, getattr(function, "__self__", None)
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.function(*inputs)
 
 
 class _Traced(Interpreter):
@@ -160,15 +230,8 @@ def last_line(trace: str) -> str:
 
 def callers_line() -> str:
     """The innermost line on the stack that is neither torch's nor this package's."""
-    frame = sys._getframe(1)
-    here = str(Path(__file__).parent)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if (
-            not file.startswith((*_LIBRARIES, here))
-            and "torch_npu" not in file
-            and not file.startswith("<")
-        ):
-            return f'File "{file}", line {frame.f_lineno}, in {frame.f_code.co_name}'
-        frame = frame.f_back  # type: ignore[assignment]
+    foreign = (*_LIBRARIES, str(Path(__file__).parent), "<")
+    for frame in reversed(extract_stack()):
+        if not frame.filename.startswith(foreign) and "torch_npu" not in frame.filename:
+            return f'File "{frame.filename}", line {frame.lineno}, in {frame.name}'
     return ""

@@ -3,219 +3,176 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mla_fusion.tools.by_hand.calls import Call, Change
-from mla_fusion.tools.by_hand.repair import KR, KV, QUERY, Repair, both, on, touching
-from mla_fusion.tools.by_hand.roles import Roles
+from mla_fusion.tools.by_hand.calls import Call, Change, Repair, on
+from mla_fusion.tools.by_hand.roles import ALL, KR, KV, QUERY, Roles, Sizes
+
+# the columns as the kernel wants them, None where they do not have these sizes; and of W_uq_qr's,
+# as [.., N, D + Dr], of N, D and Dr
+Order = Callable[[Tensor, Sizes], Tensor | None]
+OfHeads = Callable[[Tensor, int, int, int], Tensor]
 
 
-def of_columns(roles: Roles, call: Call) -> Iterator[Repair]:
-    yield from _rope_columns(roles, call)
-    yield from _order_of_columns(roles, call)
-    yield from _up_by_heads(roles)
-    yield from _transposed(roles)
+def _of_heads(arrange: OfHeads) -> Order:
+    def order(columns: Tensor, sizes: Sizes) -> Tensor | None:
+        width, rest = divmod(columns.shape[-1], sizes.heads or 1)
+        if not sizes.heads or rest or width <= sizes.rope:
+            return None
+        return arrange(columns, sizes.heads, width - sizes.rope, sizes.rope).flatten(-2)
+
+    return order
 
 
-def _interleaved(columns: Tensor) -> Tensor:
+def _of_key(arrange: Callable[[Tensor, Sizes], Tensor]) -> Order:
+    """The order of the columns of c_kv and k_pe; those of the query, where there are any, stay."""
+
+    def order(columns: Tensor, sizes: Sizes) -> Tensor | None:
+        width = sizes.latent + sizes.rope
+        if columns.shape[-1] < width:
+            return None
+        return torch.cat([arrange(columns[..., :width], sizes), columns[..., width:]], -1)
+
+    return order
+
+
+def _last(order: Callable[[Tensor], Tensor], columns: Tensor, count: int) -> Tensor:
+    """``order`` done to the last so many columns."""
+    kept = columns.shape[-1] - count
+    return torch.cat([columns[..., :kept], order(columns[..., kept:])], -1)
+
+
+def _rope_of_heads(order: Callable[[Tensor], Tensor]) -> Order:
+    return _of_heads(
+        lambda columns, heads, nope, rope: _last(order, columns.unflatten(-1, (heads, -1)), rope)
+    )
+
+
+def _rope_of_key(order: Callable[[Tensor], Tensor]) -> Order:
+    return _of_key(lambda columns, sizes: _last(order, columns, sizes.rope))
+
+
+def _to_pairs(columns: Tensor) -> Tensor:
     """[a0 .. | b0 ..] to a0, b0, a1, b1, .. along the last axis."""
-    return columns.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+    return columns.unflatten(-1, (2, -1)).mT.flatten(-2)
 
 
-def _halved(columns: Tensor) -> Tensor:
-    return columns.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+def _to_halves(columns: Tensor) -> Tensor:
+    return columns.unflatten(-1, (-1, 2)).mT.flatten(-2)
 
 
-_ORDERS: tuple[tuple[str, Callable[[Tensor], Tensor], str], ...] = (
-    ("half", _interleaved, "are in half layout; the kernel wants interleaved pairs"),
-    ("interleaved", _halved, "were interleaved twice, or of a model that interleaves already"),
+def _nope_then_rope(columns: Tensor, heads: int, nope: int, rope: int) -> Tensor:
+    parts = columns.split([heads * nope, heads * rope], -1)
+    return torch.cat([part.unflatten(-1, (heads, -1)) for part in parts], -1)
+
+
+def _query_first(columns: Tensor, sizes: Sizes) -> Tensor | None:
+    rank = columns.shape[-1] - sizes.latent - sizes.rope
+    return columns.roll(-rank, -1) if rank > 0 else None
+
+
+_HALF = "the rope columns are in half layout; the kernel wants interleaved pairs"
+_TWICE = "the rope columns were interleaved twice, or of a model that interleaves already"
+_BY_HEAD = "the kernel wants [D | Dr] head by head"
+# code, the weight's role, what the order alters, what it is, how it is put right. The rope columns
+# of a weight and of its scales are put right apart, too: each may have been forgotten.
+_ORDERS = (
+    ("rope_columns.half", "up", QUERY, _HALF, _rope_of_heads(_to_pairs)),
+    ("rope_columns.half", "down", KR, _HALF, _rope_of_key(_to_pairs)),
+    ("rope_columns.interleaved", "up", QUERY, _TWICE, _rope_of_heads(_to_halves)),
+    ("rope_columns.interleaved", "down", KR, _TWICE, _rope_of_key(_to_halves)),
+    (
+        "columns.key_first",
+        "down",
+        KV | KR,
+        "its columns are [k_pe | c_kv]; the kernel wants [c_kv | k_pe]",
+        _of_key(lambda columns, sizes: columns.roll(-sizes.rope, -1)),
+    ),
+    (
+        "columns.query_first",
+        "down",
+        ALL,
+        "its columns are [q | kv]; the kernel wants [kv | q]",
+        _query_first,
+    ),
+    (
+        "heads.nope_then_rope",
+        "up",
+        QUERY,
+        f"all nope columns come before all rope columns; {_BY_HEAD}",
+        _of_heads(_nope_then_rope),
+    ),
+    (
+        "heads.rope_first",
+        "up",
+        QUERY,
+        f"each head is [Dr | D]; {_BY_HEAD}",
+        _of_heads(
+            lambda columns, heads, nope, rope: columns.unflatten(-1, (heads, -1)).roll(-rope, -1)
+        ),
+    ),
+    (
+        "heads.transposed",
+        "up",
+        QUERY,
+        f"heads vary fastest: [D + Dr, N]; {_BY_HEAD}",
+        _of_heads(lambda columns, heads, nope, rope: columns.unflatten(-1, (-1, heads)).mT),
+    ),
+)
+_LINEAR = "a linear layer's [out, in] reshaped to [in, out]"
+# code, the weight's role, what it alters, what it holds, its axes that a reshape has exchanged
+_RESHAPED = (
+    ("w_uk.transposed", "absorbed", QUERY, "[N, Hckv, D] reshaped to [N, D, Hckv]", (1, 2)),
+    ("w_uk.heads", "absorbed", QUERY, "[D, N, Hckv] reshaped to [N, D, Hckv]", (0, 1)),
+    ("weight.reshaped", "down_query", QUERY, _LINEAR, (0, 1)),
+    ("weight.reshaped", "up", QUERY, _LINEAR, (0, 1)),
+    ("weight.reshaped", "down", KV | KR, _LINEAR, (0, 1)),
 )
 
 
-def _rope_columns(roles: Roles, call: Call) -> Iterator[Repair]:
-    rope = roles.rope_dim(call)
-    for label, order, text in _ORDERS:
-        for weight, scale, touched in (
-            (roles.up, roles.up_scale, QUERY),
-            (roles.down, roles.down_scale, KR),
-        ):
-            if not weight:
-                continue
-
-            def rows(
-                matrix: Tensor, order: Any = order, of_query: bool = touched == QUERY
-            ) -> Tensor | None:
-                return _reordered_rope(matrix, roles, call, rope, order, of_query)
-
-            code = f"rope_columns.{label}"
-            every: list[tuple[str, Change]] = [(weight, on(weight, rows))]
-            if scale and isinstance(call.arguments.get(scale), Tensor):
-                of_both = both(on(weight, rows), on(scale, rows))
-                every += [(scale, on(scale, rows)), (f"{weight}, {scale}", of_both)]
-            for name, change in every:
-                yield Repair(
-                    code, f"{name}: the rope columns {text}", name, touching(touched), change
-                )
-
-
-def _reordered_rope(
-    matrix: Tensor,
-    roles: Roles,
-    call: Call,
-    rope: int,
-    order: Callable[[Tensor], Tensor],
-    of_query: bool,
-) -> Tensor | None:
-    columns = roles.columns(matrix)
-    if columns is None:
-        return None
-    if of_query:
-        heads = roles.heads(call)
-        per_head = columns.shape[-1] // heads if heads else 0
-        if not heads or columns.shape[-1] % heads or per_head <= rope:
-            return None
-        split = columns.unflatten(-1, (heads, per_head))
-        made = torch.cat([split[..., :-rope], order(split[..., -rope:])], -1).flatten(-2)
-    else:
-        start = roles.latent_dim(call)
-        if columns.shape[-1] < start + rope:
-            return None
-        made = columns.clone()
-        made[..., start : start + rope] = order(columns[..., start : start + rope])
-    return roles.like(matrix, made)
-
-
-def _order_of_columns(roles: Roles, call: Call) -> Iterator[Repair]:
-    rope, latent = roles.rope_dim(call), roles.latent_dim(call)
-    if not roles.down:
-        return
-
-    def key_first(matrix: Tensor) -> Tensor | None:
-        columns = roles.columns(matrix)
-        if columns is None or columns.shape[-1] < latent + rope:
-            return None
-        rest = columns[..., latent + rope :]
-        made = torch.cat([columns[..., rope : rope + latent], columns[..., :rope], rest], -1)
-        return roles.like(matrix, made)
-
-    changes = [on(name, key_first) for name in (roles.down, roles.down_scale) if name]
-    yield Repair(
-        "columns.key_first",
-        f"{roles.down} has the columns [k_pe | c_kv]; the kernel wants [c_kv | k_pe]",
-        roles.down,
-        touching(KV, KR),
-        both(*changes),
-    )
-    if roles.down_also_query:
-
-        def query_first(matrix: Tensor) -> Tensor | None:
-            columns = roles.columns(matrix)
-            if columns is None or columns.shape[-1] <= latent + rope:
-                return None
-            rank = columns.shape[-1] - latent - rope
-            return roles.like(matrix, torch.cat([columns[..., rank:], columns[..., :rank]], -1))
-
-        changes = [on(name, query_first) for name in (roles.down, *roles.down_vectors)]
-        yield Repair(
-            "columns.query_first",
-            f"{roles.down} has the columns [q | kv]; the kernel wants [kv | q]",
-            roles.down,
-            touching(QUERY, KV, KR),
-            both(*changes),
-        )
-
-
-def _up_by_heads(roles: Roles) -> Iterator[Repair]:
-    """The columns of W_uq_qr, and the axes of W_uk."""
-    if roles.up:
-
-        def by_heads(arrange: Callable[[Tensor, int, int, int], Tensor]) -> Change:
-            def change(call: Call) -> dict[str, Any]:
-                heads, rope = roles.heads(call), roles.rope_dim(call)
-
-                def rows(matrix: Tensor) -> Tensor | None:
-                    columns = roles.columns(matrix)
-                    if columns is None or not heads or columns.shape[-1] % heads:
-                        return None
-                    width = columns.shape[-1] // heads
-                    return (
-                        roles.like(matrix, arrange(columns, heads, width - rope, rope))
-                        if width > rope
-                        else None
-                    )
-
-                return both(*(on(name, rows) for name in (roles.up, roles.up_scale) if name))(call)
-
-            return change
-
-        for code, text, arrange in (
-            (
-                "heads.nope_then_rope",
-                "all nope columns come before all rope columns",
-                _all_nope_first,
-            ),
-            ("heads.rope_first", "each head is [Dr | D]", _rope_first),
-            ("heads.transposed", "heads vary fastest: [D + Dr, N]", _heads_last),
-        ):
-            wanted = "the kernel wants [D | Dr] head by head"
-            yield Repair(
-                code, f"{roles.up}: {text}; {wanted}", roles.up, touching(QUERY), by_heads(arrange)
-            )
-    if roles.absorbed:
-
-        def as_latent_rows(weight: Tensor) -> Tensor | None:
-            if weight.dim() != 3:
-                return None
-            heads, nope, latent = weight.shape
-            return weight.reshape(heads, latent, nope).transpose(1, 2)
-
-        def as_heads_last(weight: Tensor) -> Tensor | None:
-            if weight.dim() != 3:
-                return None
-            heads, nope, latent = weight.shape
-            return weight.reshape(nope, heads, latent).transpose(0, 1)
-
-        for code, axes, function in (
-            ("w_uk.transposed", "[N, Hckv, D]", as_latent_rows),
-            ("w_uk.heads", "[D, N, Hckv]", as_heads_last),
-        ):
-            text = f"{roles.absorbed} holds {axes} reshaped to [N, D, Hckv]: transpose it instead"
-            yield Repair(code, text, roles.absorbed, touching(QUERY), on(roles.absorbed, function))
-
-
-def _all_nope_first(columns: Tensor, heads: int, nope: int, rope: int) -> Tensor:
-    of_nope = columns[..., : heads * nope].unflatten(-1, (heads, nope))
-    of_rope = columns[..., heads * nope :].unflatten(-1, (heads, rope))
-    return torch.cat([of_nope, of_rope], -1).flatten(-2)
-
-
-def _rope_first(columns: Tensor, heads: int, nope: int, rope: int) -> Tensor:
-    split = columns.unflatten(-1, (heads, nope + rope))
-    return torch.cat([split[..., rope:], split[..., :rope]], -1).flatten(-2)
-
-
-def _heads_last(columns: Tensor, heads: int, nope: int, rope: int) -> Tensor:
-    return columns.unflatten(-1, (nope + rope, heads)).transpose(-1, -2).flatten(-2)
-
-
-def _transposed(roles: Roles) -> Iterator[Repair]:
-    for weight, touched in (
-        (roles.down_query, (QUERY,)),
-        (roles.up, (QUERY,)),
-        (roles.down, (KV, KR)),
-    ):
-        if not weight:
+def of_columns(call: Call) -> Iterator[Repair]:
+    """Every order in which columns, or axes, of a weight may stand."""
+    roles = call.roles
+    for code, role, touches, text, order in _ORDERS:
+        weight = getattr(roles, role)
+        if not weight or (order is _query_first and not roles.down_also_query):
             continue
+        vectors = [name for name in roles.vectors.get(weight, ()) if call.tensor(name) is not None]
+        together = [weight, *vectors]
+        if not code.startswith("rope_columns"):
+            change = _reordered(roles, order, together)
+            yield Repair(code, f"{weight}: {text}", weight, touches, change)
+            continue
+        for names in [[weight], vectors, together] if vectors else [together]:
+            said = ", ".join(names)
+            yield Repair(code, f"{said}: {text}", said, touches, _reordered(roles, order, names))
+    for code, role, touches, text, axes in _RESHAPED:
+        weight, rank = getattr(roles, role), 3 if role == "absorbed" else 2
+        said = f"{weight} holds {text}: transpose it instead"
+        yield Repair(code, said, weight, touches, on(partial(_exchanged, axes, rank), weight))
 
-        def read_as_rows(matrix: Tensor) -> Tensor | None:
-            return (
-                matrix.reshape(matrix.shape[1], matrix.shape[0]).t() if matrix.dim() == 2 else None
-            )
 
-        text = (
-            f"{weight} holds a linear layer's [out, in] reshaped to [in, out]: transpose it instead"
-        )
-        yield Repair("weight.reshaped", text, weight, touching(*touched), on(weight, read_as_rows))
+def _reordered(roles: Roles, order: Order, names: list[str]) -> Change:
+    def change(call: Call) -> dict[str, Any]:
+        def ordered(matrix: Tensor) -> Tensor | None:
+            columns = roles.columns(matrix)
+            made = None if columns is None else order(columns, roles.sizes(call.arguments))
+            return None if made is None else roles.like(matrix, made)
+
+        return on(ordered, *names)(call)
+
+    return change
+
+
+def _exchanged(axes: tuple[int, int], rank: int, matrix: Tensor) -> Tensor | None:
+    """Read with these axes in the other order, then transposed."""
+    if matrix.dim() != rank:
+        return None
+    one, other = axes
+    shape = list(matrix.shape)
+    shape[one], shape[other] = shape[other], shape[one]
+    return matrix.reshape(shape).transpose(one, other)

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mla_fusion.compat import tree_map_only
+from mla_fusion.compat import tree_leaves, tree_map_only
 from mla_fusion.tools.by_hand.calls import Call, Change
-from mla_fusion.tools.by_hand.roles import Roles, roles_of
+from mla_fusion.tools.by_hand.memory import restored
 
 # the mean square of a latent at which an epsilon of 1e-6 weighs half as much as the row
 _SMALL = 2e-6
@@ -31,22 +31,16 @@ class Draw:
 
     name: str
     inputs: Sequence[Any]
-    change: Change | None = None
+    change: Change = lambda call: {}
     parameters: tuple[tuple[nn.Parameter, float], ...] = ()
 
     @contextlib.contextmanager
     def of_reference(self) -> Iterator[None]:
         """The reference's parameters are those of the draw."""
-        before = [(parameter, parameter.detach().clone()) for parameter, _ in self.parameters]
-        try:
-            with torch.no_grad():
-                for parameter, factor in self.parameters:
-                    parameter.mul_(factor)
+        with restored(parameter for parameter, _ in self.parameters), torch.no_grad():
+            for parameter, factor in self.parameters:
+                parameter.mul_(factor)
             yield
-        finally:
-            with torch.no_grad():
-                for parameter, value in before:
-                    parameter.copy_(value)
 
 
 @torch.no_grad()
@@ -65,17 +59,15 @@ def _by_weights(
     calls: Sequence[Call], inputs: Sequence[Any], reference: Callable[..., Any]
 ) -> Draw | None:
     held = list(reference.parameters()) if isinstance(reference, nn.Module) else []
-    factors: dict[int, tuple[tuple[str, ...], float]] = {}
+    factors: dict[int, dict[str, float]] = {}
     scaled: dict[int, tuple[nn.Parameter, float]] = {}
     for call in calls:
-        roles = roles_of(call.short)
-        names = _scalable(roles, call)
-        square = _mean_square(roles, call) if names else 0.0
-        if not square:
+        names, square = _scalable(call), _mean_square(call)
+        if not names or not square:
             return None
         # a power of two changes no rounding
         factor = 2.0 ** round(math.log2((_SMALL / square) ** 0.5))
-        factors[call.place] = names, factor
+        factors[call.place] = dict.fromkeys(names, factor)
         for name in names:
             value = call.arguments[name]
             mark = fingerprint(value)
@@ -85,34 +77,39 @@ def _by_weights(
             scaled |= {id(parameter): (parameter, factor) for parameter in sources}
 
     def change(call: Call) -> dict[str, Any]:
-        names, factor = factors.get(call.place, ((), 1.0))
-        return {name: call.arguments[name] * factor for name in names}
+        scales = factors.get(call.place, {})
+        return {name: call.arguments[name] * factor for name, factor in scales.items()}
 
     return Draw(SMALL, inputs, change, tuple(scaled.values()))
 
 
-def _scalable(roles: Roles, call: Call) -> tuple[str, ...]:
+def _scalable(call: Call) -> tuple[str, ...]:
     """What the latents are proportional to: the down-projections, or the scales of their
     columns.
     """
-    if not roles.down_query or roles.transposed:
+    roles = call.roles
+    if not roles.down_query:
         return ()
     weights = roles.down_query, roles.down
     if call.arguments[roles.down].dtype != torch.int8:
         return weights
-    scales = "dequant_scale_w_dq", roles.down_scale
-    return scales if all(isinstance(call.arguments.get(name), Tensor) for name in scales) else ()
+    scales = tuple(name for weight in weights for name in roles.vectors[weight])
+    return scales if all(call.tensor(name) is not None for name in scales) else ()
 
 
-def _mean_square(roles: Roles, call: Call) -> float:
-    x, weight = call.arguments[roles.x], call.arguments[roles.down]
-    if weight.dim() != 2:
+def _mean_square(call: Call) -> float:
+    """Of the latents; 0 where x and the weight do not show them."""
+    roles = call.roles
+    x, weight = call.tensor(roles.x), call.tensor(roles.down_query or roles.down)
+    if x is None or weight is None or weight.dim() != 2 or roles.transposed:
         return 0.0
     latent = x.double().flatten(0, -2) @ weight.double()
-    for name, shape in (("dequant_scale_x", (-1, 1)), (roles.down_scale, (1, -1))):
-        scale = call.arguments.get(name)
-        if isinstance(scale, Tensor) and weight.dtype == torch.int8:
-            latent = latent * scale.double().reshape(shape)
+    if torch.int8 in (x.dtype, weight.dtype):
+        scales = "dequant_scale_x", *roles.vectors.get(roles.down_query, ())
+        of_x, of_weight = (call.tensor(name) for name in scales)
+        if of_x is None or of_weight is None:
+            return 0.0
+        latent = of_x.double().reshape(-1, 1) * latent * of_weight.double().reshape(1, -1)
     return float(latent.square().mean())
 
 
@@ -141,33 +138,17 @@ def fingerprint(value: Tensor) -> tuple[float, ...]:
 def _by_x(calls: Sequence[Call], inputs: Sequence[Any]) -> Draw | None:
     """Smaller x, where it is one of the inputs."""
     for call in calls:
-        roles = roles_of(call.short)
-        x = call.arguments.get(roles.x)
-        weight = call.arguments.get(roles.down_query or roles.down)
-        if (
-            not isinstance(x, Tensor)
-            or not isinstance(weight, Tensor)
-            or weight.dim() != 2
-            or roles.transposed
-        ):
+        x, square = call.tensor(call.roles.x), _mean_square(call)
+        if x is None or x.dtype == torch.int8 or not square:
             continue
-        if torch.int8 in (x.dtype, weight.dtype):
-            continue
-        square = float((x.double().flatten(0, -2) @ weight.double()).square().mean())
-        if square:
-            return _smaller(inputs, int(x.shape[-1]), (_SMALL / square) ** 0.5)
+        return _smaller(inputs, x.shape[-1], (_SMALL / square) ** 0.5)
     return None
 
 
 def _smaller(inputs: Sequence[Any], width: int, factor: float) -> Draw | None:
-    found = 0
+    def is_x(value: Any) -> bool:
+        is_float = isinstance(value, Tensor) and value.is_floating_point()
+        return is_float and value.dim() > 1 and value.shape[-1] == width
 
-    def scale(value: Tensor) -> Tensor:
-        nonlocal found
-        if value.is_floating_point() and value.dim() > 1 and value.shape[-1] == width:
-            found += 1
-            return value * factor
-        return value
-
-    small = tree_map_only(Tensor, scale, list(inputs))
-    return Draw(SMALL, small) if found else None
+    small = tree_map_only(Tensor, lambda v: v * factor if is_x(v) else v, list(inputs))
+    return Draw(SMALL, small) if any(map(is_x, tree_leaves(inputs))) else None

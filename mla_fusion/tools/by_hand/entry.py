@@ -6,6 +6,7 @@ import copy
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
@@ -15,12 +16,10 @@ from torch.export import ExportedProgram
 
 from mla_fusion.compat import tree_map_only
 from mla_fusion.tools.by_hand import exact, memory, wiring
-from mla_fusion.tools.by_hand.calls import Call, Watch, callers_line, run
+from mla_fusion.tools.by_hand.calls import AsModule, Call, Repair, Watch, callers_line
 from mla_fusion.tools.by_hand.draws import Draw, draws_of
 from mla_fusion.tools.by_hand.others import parameters_of
 from mla_fusion.tools.by_hand.outcome import Audit, Finding
-from mla_fusion.tools.by_hand.repair import Repair
-from mla_fusion.tools.by_hand.roles import roles_of
 from mla_fusion.tools.by_hand.search import Subject, options_of, search
 from mla_fusion.tools.by_hand.values import Values, errors, values_of, worst
 
@@ -83,11 +82,7 @@ def audit(
         )
     seen = [finding for call in calls for finding in wiring.findings(call, soc, cann, path)]
     if stopped is not None and not any(item.code.startswith("contract:") for item in seen):
-        seen.append(
-            Finding(
-                "call.fails", str(stopped), "", calls[-1].short, calls[-1].place, calls[-1].line
-            )
-        )
+        seen.append(calls[-1].finding("call.fails", str(stopped)))
     operators = tuple(call.short for call in calls)
     if reference is None:
         return Audit(operators, tuple(seen))
@@ -97,27 +92,20 @@ def audit(
     limits = _limits(reference, inputs, calls, wanted[0], tolerance)
     until, tiles = perf_counter() + seconds, _tiles(calls, places)
     subject = Subject(fused, draws, wanted, limits, calls, places, names, tiles, tries, until)
-    before, said = subject.errors(()), tuple(draw.name for draw in draws)
-    if subject.is_right(before):
-        seen += _other_epsilons(calls, reference, ())
-        return Audit(
-            operators,
-            tuple(seen),
-            True,
-            before,
-            None,
-            {name: limits[name] for name in before},
-            said,
-        )
-    chosen, after = search(
-        subject, options_of(calls, parameters_of(fused, reference), _epsilons(fused, reference))
-    )
-    mended = [_mended(subject, chosen, place, calls) for place in range(len(chosen))]
+    before = subject.errors(())
+    kept, said = {name: limits[name] for name in before}, tuple(draw.name for draw in draws)
+    is_right = not subject.wrong(before)
+    chosen: list[Repair] = []
+    after = None
+    if not is_right:
+        parameters, epsilons = parameters_of(fused, reference), _epsilons(fused, reference)
+        chosen, after = search(subject, options_of(calls, parameters, epsilons))
+    mended = [_mended(subject, chosen[:count]) for count in range(1, len(chosen) + 1)]
     seen += _other_epsilons(calls, reference, [item.argument for item in mended])
     copies = [item.argument for item in mended if item.code == "cache.other"]
     seen = [item for item in seen if item.code != "cache.elsewhere" or item.argument not in copies]
-    kept = {name: limits[name] for name in before}
-    return Audit(operators, (*mended, *seen), False, before, after, kept, said, subject.runs)
+    tried = 0 if is_right else subject.runs
+    return Audit(operators, (*mended, *seen), is_right, before, after, kept, said, tried)
 
 
 def _callable(target: Any) -> Callable[..., Any]:
@@ -128,34 +116,20 @@ def _callable(target: Any) -> Callable[..., Any]:
             "expected a module, a function, a graph or an exported program, got "
             f"{type(target).__name__}"
         )
-    owner = getattr(target, "__self__", None)
-    return _Method(owner, target.__name__) if isinstance(owner, nn.Module) else target
-
-
-class _Method(nn.Module):
-    """A module's method, as a module: what it holds is found, and a float64 copy runs."""
-
-    def __init__(self, owner: nn.Module, name: str) -> None:
-        super().__init__()
-        self.owner, self.name = owner, name
-
-    def forward(self, *inputs: Any) -> Any:
-        return getattr(self.owner, self.name)(*inputs)
+    is_method = isinstance(getattr(target, "__self__", None), nn.Module)
+    return AsModule(target) if is_method else target
 
 
 def _calls(
     fused: Callable[..., Any], inputs: Sequence[Any], names: dict[str, str]
 ) -> tuple[list[Call], dict[int, str], Exception | None]:
     """The calls of one run, where that could write, and what ended it early."""
-    given = memory.copied(inputs)
     watch = Watch(line=callers_line)
-    watch.held = memory.reachable(given, fused, names)
-    with memory.kept(fused):
-        try:
-            run(fused, given, watch)
-        except Exception:
-            if watch.refused is None:  # a call that the operator refuses is a finding
-                raise
+    try:
+        values_of(fused, inputs, watch, names)
+    except Exception:
+        if watch.refused is None:  # a call that the operator refuses is a finding
+            raise
     return watch.calls, memory.places(watch.held), watch.refused
 
 
@@ -170,34 +144,23 @@ def _tiles(calls: Sequence[Call], places: dict[int, str]) -> dict[str, tuple[int
     """
     found = {}
     for call in calls:
-        cache = call.arguments.get(roles_of(call.short).kv_cache)
-        if call.arguments.get("kv_cache_quant_mode") == _PER_TILE and isinstance(cache, Tensor):
-            hckv = call.arguments["rmsnorm_gamma_ckv"].shape[-1]
-            found[places.get(cache.untyped_storage().data_ptr(), "")] = (
-                hckv,
-                call.arguments["tile_size"],
-            )
+        cache, given = call.tensor(call.roles.kv_cache), call.arguments
+        if cache is not None and given.get("kv_cache_quant_mode") == _PER_TILE:
+            hckv = given["rmsnorm_gamma_ckv"].shape[-1]
+            found[places.get(memory.place(cache), "")] = hckv, given["tile_size"]
     return found
 
 
 def _not_compared(calls: Sequence[Call], places: dict[int, str]) -> Iterator[Finding]:
     """Caches that are nobody's: what is written there is lost, or seen by nobody here."""
     for call in calls:
-        roles = roles_of(call.short)
-        for name in (roles.kv_cache, roles.kr_cache):
-            cache = call.arguments.get(name)
-            if (
-                isinstance(cache, Tensor)
-                and cache.numel()
-                and cache.untyped_storage().data_ptr() not in places
-            ):
+        for name, cache, _ in call.caches():
+            if memory.place(cache) not in places:
                 said = (
                     f"{name} is memory of no argument and no module (a copy?): what is written "
                     "there is not compared"
                 )
-                yield Finding(
-                    "cache.elsewhere", said, name, call.short, call.place, call.line, certain=False
-                )
+                yield call.finding("cache.elsewhere", said, name, certain=False)
 
 
 def _other_epsilons(
@@ -205,19 +168,14 @@ def _other_epsilons(
 ) -> Iterator[Finding]:
     """Epsilons that the reference's modules do not hold; results need not show them."""
     held = _epsilons(reference)
-    for call in calls:
-        for name in roles_of(call.short).epsilons:
+    theirs = " and ".join(f"{other:g}" for other in held)
+    for call in calls if held else ():
+        for name in call.roles.epsilons:
             value = call.arguments[name]
-            if (
-                held
-                and name not in named
-                and not any(math.isclose(value, other, rel_tol=1e-6) for other in held)
-            ):
-                theirs = " and ".join(f"{other:g}" for other in held)
+            is_held = any(math.isclose(value, other, rel_tol=1e-6) for other in held)
+            if name not in named and not is_held:
                 said = f"{name} is {value:g}; the reference's modules hold {theirs}"
-                yield Finding(
-                    "epsilon.differs", said, name, call.short, call.place, call.line, certain=False
-                )
+                yield call.finding("epsilon.differs", said, name, certain=False)
 
 
 def _limits(
@@ -228,11 +186,8 @@ def _limits(
     tolerance: float | None,
 ) -> dict[str, float]:
     """Of each value, what is rounding."""
-    int8 = any(
-        isinstance(value, Tensor) and value.dtype == torch.int8
-        for call in calls
-        for value in call.arguments.values()
-    )
+    held = [value for call in calls for value in call.arguments.values()]
+    int8 = any(isinstance(value, Tensor) and value.dtype == torch.int8 for value in held)
     usual = tolerance if tolerance is not None else _ROUNDING_INT8 if int8 else _ROUNDING
     limits: dict[str, float] = defaultdict(lambda: usual)
     if tolerance is not None or not isinstance(reference, nn.Module):
@@ -254,21 +209,14 @@ def _limits(
 
 def _epsilons(*models: object) -> list[float]:
     """What the models' modules hold under a name with "eps" in it."""
-    found: dict[float, None] = {}
-    for model in models:
-        for module in model.modules() if isinstance(model, nn.Module) else ():
-            for name, value in vars(module).items():
-                if "eps" in name and isinstance(value, float):
-                    found[value] = None
-    return list(found)
+    modules = [each for of in models if isinstance(of, nn.Module) for each in of.modules()]
+    held = [item for module in modules for item in vars(module).items()]
+    found = [value for name, value in held if "eps" in name and isinstance(value, float)]
+    return list(dict.fromkeys(found))
 
 
-def _mended(
-    subject: Subject, chosen: Sequence[Repair], place: int, calls: Sequence[Call]
-) -> Finding:
-    repair = chosen[place]
-    call = calls[repair.place or 0]
-    left = worst(subject.errors(chosen[: place + 1]))
-    return Finding(
-        repair.code, repair.text, repair.argument, call.short, repair.place, call.line, True, left
-    )
+def _mended(subject: Subject, chosen: Sequence[Repair]) -> Finding:
+    """The last of these repairs, with the largest error that they leave."""
+    repair, left = chosen[-1], worst(subject.errors(chosen))
+    found = subject.calls[repair.place or 0].finding(repair.code, repair.text, repair.argument)
+    return replace(found, call=repair.place, error=left)

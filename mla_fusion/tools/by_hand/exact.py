@@ -12,7 +12,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import GraphModule, Interpreter, Node
 
+from mla_fusion.commit.interpreter import wide, widened
 from mla_fusion.compat import OpOverload, tree_leaves, tree_map_only
 from mla_fusion.fx.kinds import argument
 from mla_fusion.fx.operators import Kind, known
@@ -27,7 +27,7 @@ from mla_fusion.prove import field, operators
 from mla_fusion.prove.evaluate import UNKNOWN, dtype_of
 from mla_fusion.prove.field import Complex, Num, Point, Undecided, Value
 from mla_fusion.tools.by_hand import memory
-from mla_fusion.tools.by_hand.calls import last_line
+from mla_fusion.tools.by_hand.calls import AsModule, last_line
 from mla_fusion.tools.by_hand.outcome import Audit, Finding
 
 POINTS = 3
@@ -53,13 +53,16 @@ _CONSTANT = InputKind.CONSTANT_TENSOR
 class Exported:
     """A function as a graph that writes nothing.
 
+    target   the function, and what it is called: "the function", or "the reference"
     held     by placeholder: the tensor that a parameter, a buffer or a constant is
-    given    by placeholder: the place of the input among all tensors that the caller gives
-    buffers  by name, the placeholders that are buffers
-    results  by name, the outputs and what was written
+    given    by placeholder: its place among the inputs
+    buffers  by name, placeholders
+    results  by name: outputs, and what inputs and buffers that are written hold afterwards
     numbers  by name, the outputs that are no tensors
     """
 
+    target: Callable[..., Any]
+    role: str
     gm: GraphModule
     held: dict[Node, tuple[InputKind, Tensor]]
     given: dict[Node, int]
@@ -77,6 +80,10 @@ class Exported:
         return replace(self, results=named(self.results), buffers=named(self.buffers))
 
 
+def _undecided(code: str, said: str, seen: Sequence[Finding] = (), **more: Any) -> Audit:
+    return Audit((), (Finding(code, said, certain=False), *seen), **more)
+
+
 def compare(
     fused: Callable[..., Any], reference: Callable[..., Any], inputs: Sequence[Any]
 ) -> Audit:
@@ -84,55 +91,55 @@ def compare(
     both = []
     for target, role in ((fused, "the function"), (reference, "the reference")):
         try:
-            both.append(_exported(target, inputs))
+            both.append(_exported(target, role, inputs))
         except Exception as error:
             said = f"{role} cannot be exported as one graph: {_first_line(error)}"
-            return Audit((), (Finding("export.fails", said, certain=False),))
-    mine, theirs = both[0].renamed(memory.paired(fused, reference)), both[1]
-    found = _compared(mine, theirs, inputs)
-    if found.equal is None:
-        return found
-    for of, target, role in (mine, fused, "the function"), (theirs, reference, "the reference"):
-        if name := _other_than_run(of, target, inputs):
-            said = f"not decided: {role} gives another {name} than the graph that is exported of it"
-            return Audit((), (Finding("export.other", said, certain=False),))
+            return _undecided("export.fails", said)
+    both[0] = both[0].renamed(memory.paired(fused, reference))
+    found = _compared(both, inputs)
+    for of in both if found.equal is not None else ():
+        if name := _other_than_run(of, inputs):
+            said = f"{of.role} gives another {name} than the graph that is exported of it"
+            return _undecided("export.other", f"not decided: {said}")
     return found
 
 
-def _compared(mine: Exported, theirs: Exported, inputs: Sequence[Any]) -> Audit:
-    seen = list(_unordered(mine, theirs))
+def _compared(both: Sequence[Exported], inputs: Sequence[Any]) -> Audit:
+    mine, theirs = both
+    seen = list(_uniform_weights(both))
     if mine.results.keys() != theirs.results.keys() or repr(mine.numbers) != repr(theirs.numbers):
         one, other = (
             ", ".join([*of.results, *(f"{name} = {number}" for name, number in of.numbers.items())])
-            for of in (mine, theirs)
+            for of in both
         )
         said = f"one gives {one}; the other {other}"
         return Audit((), (Finding("results.differ", said), *seen), False)
-    seen += _other_dtypes(mine, theirs)
-    states = _states(mine, theirs)
-    unequal: dict[str, None] = {}
-    count = 0
-    fewest = min(map(_fewest, (mine, theirs)))
+    for name, node in theirs.results.items():  # equal numbers may be held in other dtypes
+        dtype, wanted = dtype_of(mine.results[name]), dtype_of(node)
+        if dtype != wanted:
+            said = f"{name} is {dtype}; the reference's is {wanted}"
+            seen.append(Finding("results.dtype", said, certain=False))
+    states, count = _states(mine, theirs), 0
+    fewest = min(map(_fewest, both))
     points = min(MOST_POINTS, max(POINTS, -(-BITS // fewest)))
     for draw in range(points):
         with field.at(Point(draw, are_rows=False)):
             try:
-                runs = _Run(mine, states), _Run(theirs, states)
+                runs = [_InField(of, states) for of in both]
             except UNKNOWN as error:
-                said = f"not decided: {error}"
-                return Audit((), (Finding("step.unknown", said, certain=False), *seen))
-            for name, node in theirs.results.items():
-                one, other = runs[0].values[mine.results[name]], runs[1].values[node]
-                if _mark(one) != _mark(other):
-                    unequal[name] = None
-                count += sum(value.re.numel() for value in _parts(other))
+                return _undecided("step.unknown", f"not decided: {error}", seen)
+            marks = [[run.marks[run.of.results[name]] for name in theirs.results] for run in runs]
+        named = zip(theirs.results, *marks, strict=True)
+        unequal = [name for name, one, other in named if one != other]
         if unequal:
-            return _unproved(mine, theirs, list(unequal), runs, inputs, seen)
-    errors, drawn, witness = _witness(mine, theirs, inputs, REFUTES)
+            return _unproved(runs, unequal, inputs, seen)
+        results = (runs[1].env[node] for node in theirs.results.values())
+        count += sum(value.re.numel() for result in results for value in _parts(result))
+    errors, drawn, witness = _witness(both, inputs, REFUTES)
     if errors is not None:
         said = f"not decided: equal in exact arithmetic, but on {drawn}, {_largest(errors)}"
-        found = Finding("values.apart", said, certain=False)
-        return Audit((), (found, *seen), None, errors, draws=(drawn,), witness=witness)
+        shown = {"errors": errors, "draws": (drawn,), "witness": witness}
+        return _undecided("values.apart", said, seen, **shown)
     wrong = (DEGREE / field.P) ** POINTS + 0.5 ** min(fewest * points, 1000)
     chance = f"wrong by a chance below {wrong:.0e}"
     proof = f"{count:,} values at {points} points of a finite field, {chance}"
@@ -154,40 +161,28 @@ def _first_line(error: Exception) -> str:
 # -- as a graph
 
 
-class _Function(nn.Module):
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *inputs: Any) -> Any:
-        return self.function(*inputs)
-
-
-def _exported(target: Callable[..., Any], inputs: Sequence[Any]) -> Exported:
-    module = target if isinstance(target, nn.Module) else _Function(target)
+def _exported(target: Callable[..., Any], role: str, inputs: Sequence[Any]) -> Exported:
+    module = target if isinstance(target, nn.Module) else AsModule(target)
     with memory.kept(target), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of torch, about itself
         program = torch.export.export(module, tuple(memory.copied(inputs)), strict=False)
         program = program.run_decompositions({})
     _write_epsilons(program.graph_module)
     nodes = {node.name: node for node in program.graph.nodes}
-    held: dict[Node, tuple[InputKind, Tensor]] = {}
-    given: dict[Node, int] = {}
-    buffers: dict[str, Node] = {}
+    of = Exported(target, role, program.graph_module, {}, {}, {}, {}, {})
     places: dict[str, int] = {}
     for spec in program.graph_signature.input_specs:
         node = nodes[spec.arg.name]
         if spec.kind is InputKind.USER_INPUT:
-            given[node] = places[spec.arg.name] = len(given)
+            of.given[node] = places[spec.arg.name] = len(of.given)
             continue
         name = spec.target or ""
         tensor = program.state_dict.get(name, program.constants.get(name))
         if not isinstance(tensor, Tensor):
             raise Undecided(f"{name} is no tensor")
-        held[node] = spec.kind, tensor.detach()
+        of.held[node] = spec.kind, tensor.detach()
         if spec.kind is InputKind.BUFFER:
-            buffers[f"buffer {name}"] = node
-    results, numbers = {}, {}
+            of.buffers[f"buffer {name}"] = node
     outputs = iter(_named(program.call_spec.out_spec))
     for spec in program.graph_signature.output_specs:
         node = nodes.get(getattr(spec.arg, "name", ""))
@@ -197,13 +192,13 @@ def _exported(target: Callable[..., Any], inputs: Sequence[Any]) -> Exported:
             name = f"input {places[spec.target or '']}"
         else:
             name = f"buffer {spec.target}"
-        if name in results or name in numbers:
+        if name in of.results or name in of.numbers:
             raise Undecided(f"two results are called {name}")
         if node is not None:
-            results[name] = node
+            of.results[name] = node
         elif (value := getattr(spec.arg, "value", None)) is not None:
-            numbers[name] = value
-    return Exported(program.graph_module, held, given, buffers, results, numbers)
+            of.numbers[name] = value
+    return of
 
 
 def _write_epsilons(gm: GraphModule) -> None:
@@ -233,10 +228,10 @@ def _named(spec: Any) -> list[str]:
     return [names.get(place, f"output leaf {place}") for place in range(spec.num_leaves)]
 
 
-def _unordered(*both: Exported) -> Iterator[Finding]:
+def _uniform_weights(both: Sequence[Exported]) -> Iterator[Finding]:
     """Weights that hold one number many times: nothing shows where each of its elements goes."""
     found = {
-        node.name: tuple(tensor.shape)
+        node.name: None
         for each in both
         for node, (kind, tensor) in each.held.items()
         if kind is InputKind.PARAMETER
@@ -251,15 +246,6 @@ def _unordered(*both: Exported) -> Iterator[Finding]:
         yield Finding("weight.uniform", said, certain=False)
 
 
-def _other_dtypes(mine: Exported, theirs: Exported) -> Iterator[Finding]:
-    """Equal numbers may be held in other dtypes."""
-    for name, node in theirs.results.items():
-        one, other = dtype_of(mine.results[name]), dtype_of(node)
-        if one != other:
-            said = f"{name} is {one}; the reference's is {other}"
-            yield Finding("results.dtype", said, certain=False)
-
-
 def _states(mine: Exported, theirs: Exported) -> dict[Node, str]:
     """Buffers that both write: they may hold anything when they are called again, so long as both
     hold the same now.
@@ -268,23 +254,22 @@ def _states(mine: Exported, theirs: Exported) -> dict[Node, str]:
     for name in mine.results.keys() & mine.buffers.keys() & theirs.buffers.keys():
         nodes = [of.buffers[name] for of in (mine, theirs)]
         one, other = (of.held[node][1] for of, node in zip((mine, theirs), nodes, strict=True))
-        if memory.same(one, other):
+        if memory.same_bits(one, other):
             found |= dict.fromkeys(nodes, name)
     return found
 
 
-def _other_than_run(of: Exported, target: Callable[..., Any], inputs: Sequence[Any]) -> str:
+def _other_than_run(of: Exported, inputs: Sequence[Any]) -> str:
     """A result that the function itself gives otherwise: what it does when it is traced, or when it
     is called again, is something else then.
     """
-    given = memory.copied(inputs)
+    target, given = of.target, memory.copied(inputs)
     try:
         with memory.kept(target), torch.no_grad(), torch.random.fork_rng(devices=[]):
             outputs = [leaf for leaf in tree_leaves(target(*given)) if isinstance(leaf, Tensor)]
             held = target.named_buffers() if isinstance(target, nn.Module) else ()
             run = {f"buffer {name}": value.clone() for name, value in held}
-        graph = Interpreter(of.gm, garbage_collect_values=False)
-        exported = _values(of, memory.copied(inputs), graph)
+        exported = _OnTensors(of, inputs).results()
     except Exception as error:
         return f"result ({_first_line(error)})"
     run |= {f"input {place}": leaf for place, leaf in enumerate(tree_leaves(given))}
@@ -300,108 +285,99 @@ def _are_near(one: Tensor, other: Tensor) -> bool:
 # -- in the field
 
 
-class _Run:
+class _InField(Interpreter):
     """The values of one graph at the point that is set. A weight is known by its numbers."""
 
     def __init__(self, of: Exported, states: Mapping[Node, str]) -> None:
-        self._of, self._states = of, states
-        self.values: dict[Node, Any] = {}
-        for node in of.gm.graph.nodes:
-            if node.op == "placeholder":
-                self.values[node] = self._leaf(node)
-            elif node.op == "call_function":
-                self.values[node] = self._called(node)
-            elif node.op != "output":
-                raise Undecided(f"{node.name} is another graph")
+        super().__init__(of.gm, garbage_collect_values=False)
+        self.of, self._states = of, states
+        self.extra_traceback = False  # an error's words are a finding's
+        self.run(enable_io_processing=False)
+        self.marks: dict[Node, object] = {node: _mark(value) for node, value in self.env.items()}
+
+    def run_node(self, n: Node) -> Any:
+        if n.op == "placeholder":
+            return self._leaf(n)
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        if n.op == "output":
+            return None
+        _check_function(n)
+        if not isinstance(n.target, OpOverload):
+            return n.target(*args, **kwargs)  # type: ignore[operator]  # a getitem
+        return self._called(n, n.target, args, kwargs)
 
     def _leaf(self, node: Node) -> Any:
-        place, value = self._of.given.get(node, len(self._of.given)), node.meta.get("val")
-        if node in self._states:
-            name = self._states[node]
-        elif node in self._of.held:
-            kind, tensor = self._of.held[node]
+        place, value = self.of.given.get(node, len(self.of.given)), node.meta.get("val")
+        name = self._states.get(node, f"input {place}")
+        if node not in self._states and node in self.of.held:
+            kind, tensor = self.of.held[node]
             return _by_numbers(tensor, exactly=kind is _CONSTANT)
-        else:
-            name = f"input {place}"
         if not isinstance(value, Tensor):
             return value
         if value.is_complex():
-            return Complex(
-                field.random(f"{name} real", value.shape), field.random(f"{name} imag", value.shape)
-            )
+            parts = (field.random(f"{name} {part}", value.shape) for part in ("real", "imag"))
+            return Complex(*parts)
         if value.numel() <= _FEW:
             return field.of_both_signs(name, value.shape, _FEW * place, POINTS)
         return field.random(name, value.shape)
 
-    def _called(self, node: Node) -> Any:
+    def _called(self, node: Node, target: OpOverload, args: Any, kwargs: Any) -> Any:
         held = node.meta.get("val")
-        _undecided(node)
-        args, kwargs = self._filled(node.args), self._filled(node.kwargs)
-        if not isinstance(node.target, OpOverload):
-            return node.target(*args, **kwargs)  # type: ignore[operator]  # a getitem
         one = held if isinstance(held, Tensor) else None
-        source = next((arg.meta["val"] for arg in node.all_input_nodes), None)
+        reads = [read.meta.get("val") for read in node.all_input_nodes]
         call = operators.called(
-            node.target,
+            target,
             args,
             kwargs,
             shape=tuple(one.shape) if one is not None else None,
             dtype=one.dtype if one is not None else None,
-            source=source.dtype if isinstance(source, Tensor) else None,
-            masks=any(operators.is_mask(arg.meta.get("val")) for arg in node.all_input_nodes),
+            source=reads[0].dtype if reads and isinstance(reads[0], Tensor) else None,
+            masks=any(map(operators.is_mask, reads)),
             holds=lambda name: dtype_of(argument(node, name)),
         )
-        by_element = torch.Tag.pointwise in node.target.tags
+        by_element = torch.Tag.pointwise in target.tags
         for way in (operators.run, *[operators.pointwise] * by_element):
             try:
                 found = way(call)
                 if one is None and isinstance(found, list):
                     return found
                 if one is not None and tuple(found.shape) == tuple(one.shape):
-                    made_here = call.name in operators.RULES and not node.all_input_nodes
+                    made_here = call.name in operators.RULES and not reads
                     return _complex(found, one, known=made_here)
             except Exception:  # what has no rule for these arguments
                 continue
-        return self._unknown(call, held)
 
-    def _unknown(self, call: operators.Call, held: Any) -> Any:
-        """Results of which no more is known than what they are made of."""
-        if isinstance(held, Tensor):
-            return _complex(operators.opaque(replace(call, shape=tuple(held.shape))), held)
+        # no more is known than what it is made of
+        def unknown(name: str, part: Tensor) -> Value:
+            return _complex(
+                operators.opaque(replace(call, name=name, shape=tuple(part.shape))), part
+            )
 
-        def named(place: int, part: Tensor) -> operators.Call:
-            return replace(call, name=f"{call.name} {place}", shape=tuple(part.shape))
-
-        made = [
-            _complex(operators.opaque(named(place, part)), part)
-            for place, part in enumerate(held if isinstance(held, (tuple, list)) else ())
-            if isinstance(part, Tensor)
+        if one is not None:
+            return unknown(call.name, one)
+        several = enumerate(held if isinstance(held, (tuple, list)) else ())
+        return [
+            unknown(f"{call.name} {at}", part) for at, part in several if isinstance(part, Tensor)
         ]
-        return made
-
-    def _filled(self, given: Any) -> Any:
-        return tree_map_only(Node, self.values.__getitem__, given)
-
-    @cached_property
-    def marks(self) -> dict[Node, object]:
-        return {node: _mark(value) for node, value in self.values.items()}
 
 
-def _undecided(node: Node) -> None:
+def _check_function(node: Node) -> None:
     """Raises Undecided for what is no function of what it reads, or whose size values say."""
-    target, held = node.target, node.meta.get("val")
+    target, name = node.target, f"{node.name} ({node.target})"
+    module = str(getattr(target, "__module__", ""))
+    if node.op != "call_function":
+        raise Undecided(f"{node.name} is another graph")
+    if not isinstance(target, OpOverload) and not module.endswith("operator"):
+        raise Undecided(f"{name} runs other graphs")
     if isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags:
         p = node.args[1] if len(node.args) > 1 else None
         is_dropout = "dropout" in str(target) and not (p and node.args[2:3] != (False,))
         if not is_dropout and argument(node, "dropout_p", 1) != 0:
-            raise Undecided(f"{node.name} ({target}) is random")
-    module = str(getattr(target, "__module__", ""))
-    if not isinstance(target, OpOverload) and not module.endswith("operator"):
-        raise Undecided(f"{node.name} ({target}) runs other graphs")
-    for part in tree_leaves(held):
+            raise Undecided(f"{name} is random")
+    for part in tree_leaves(node.meta.get("val")):
         sizes = tuple(part.shape) if isinstance(part, Tensor) else (part,)
         if any(isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) for size in sizes):
-            raise Undecided(f"{node.name} ({target}) makes a size, or a plain number, of values")
+            raise Undecided(f"{name} makes a size, or a plain number, of values")
 
 
 def _complex(found: Value, held: Tensor, known: bool = False) -> Value:
@@ -442,13 +418,7 @@ def _parts(value: Any) -> list[Num]:
 def _mark(value: Any) -> object:
     """Equal for equal values of one shape."""
     parts = _parts(value)
-    shape = (
-        tuple(value.shape)
-        if isinstance(value, (Num, Complex))
-        else repr(value)
-        if not parts
-        else None
-    )
+    shape = getattr(value, "shape", None) if parts else repr(value)
     return shape, tuple(int(field.label(part).re) for part in parts)
 
 
@@ -456,49 +426,34 @@ def _mark(value: Any) -> object:
 
 
 def _unproved(
-    mine: Exported,
-    theirs: Exported,
-    names: Sequence[str],
-    runs: tuple[_Run, _Run],
-    inputs: Sequence[Any],
-    seen: Sequence[Finding],
+    runs: Sequence[_InField], names: Sequence[str], inputs: Sequence[Any], seen: Sequence[Finding]
 ) -> Audit:
-    parts = [
-        _parting(run, each, names, set(other.marks.values()))
-        for run, each, other in _sides(mine, theirs, runs)
-    ]
-    errors, draw, witness = _witness(mine, theirs, inputs, DIFFERENT)
+    one, other = runs
+    parts = _parting(one, other, names), _parting(other, one, names)
+    errors, draw, witness = _witness([run.of for run in runs], inputs, DIFFERENT)
+    lines = (last_line(node.stack_trace or "") for side in parts for node in side)
+    line = next(filter(None, lines), "")
     if errors is None:
         said = "not decided: neither proved equal nor seen to differ in float64. They part at "
-        return Audit(
-            (),
-            (Finding("graphs.part", said + _told(parts), line=_line(parts), certain=False), *seen),
-        )
+        found = Finding("graphs.part", said + _told(parts), line=line, certain=False)
+        return Audit((), (found, *seen))
     said = f"on {draw}, {_largest(errors)}. The two part at {_told(parts)}"
-    found = Finding("values.differ", said, line=_line(parts))
+    found = Finding("values.differ", said, line=line)
     return Audit((), (found, *seen), False, errors, draws=(draw,), witness=witness)
 
 
-def _sides(
-    mine: Exported, theirs: Exported, runs: tuple[_Run, _Run]
-) -> Iterator[tuple[_Run, Exported, _Run]]:
-    yield runs[0], mine, runs[1]
-    yield runs[1], theirs, runs[0]
-
-
-def _parting(run: _Run, of: Exported, names: Sequence[str], known: set[object]) -> list[Node]:
+def _parting(run: _InField, other: _InField, names: Sequence[str]) -> list[Node]:
     """The first steps on the way to these results whose values the other graph does not have."""
-    stack = [of.results[name] for name in names]
-    seen, found = set(stack), []
+    known = set(other.marks.values())
+    new = {node for node, mark in run.marks.items() if mark not in known}
+    first = {node for node in new if new.isdisjoint(node.all_input_nodes)}
+    stack, seen = [run.of.results[name] for name in names], set[Node]()
     while stack:
         node = stack.pop()
-        before = [read for read in node.all_input_nodes if run.marks[read] not in known]
-        if not before and run.marks[node] not in known:
-            found.append(node)
-        stack += [read for read in before if read not in seen]
-        seen.update(before)
-    order = {node: place for place, node in enumerate(of.gm.graph.nodes)}
-    return sorted(found, key=order.__getitem__)
+        if node not in seen:
+            seen.add(node)
+            stack += new.intersection(node.all_input_nodes)
+    return [node for node in run.env if node in seen & first]
 
 
 def _told(parts: Sequence[Sequence[Node]]) -> str:
@@ -511,19 +466,13 @@ def _told(parts: Sequence[Sequence[Node]]) -> str:
     )
 
 
-def _line(parts: Sequence[Sequence[Node]]) -> str:
-    return next(
-        (line for side in parts for node in side if (line := last_line(node.stack_trace or ""))), ""
-    )
-
-
 def _largest(errors: Mapping[str, float]) -> str:
     name = max(errors, key=errors.__getitem__)
     return f"{name} differs by {errors[name]:.2g} of its largest number, in float64"
 
 
 def _witness(
-    mine: Exported, theirs: Exported, inputs: Sequence[Any], above: float
+    both: Sequence[Exported], inputs: Sequence[Any], above: float
 ) -> tuple[dict[str, float] | None, str, tuple[Any, ...] | None]:
     """Inputs on which float64 shows a difference, and how large it is of each result.
 
@@ -534,10 +483,8 @@ def _witness(
     refutes = above == REFUTES
     for name, draw in _draws(inputs):
         try:
-            runs = [_Wide(of.gm) for of in (mine, theirs)]
-            one, other = (
-                _in_float64(of, draw, run) for of, run in zip((mine, theirs), runs, strict=True)
-            )
+            runs = [_Wide(of, draw) for of in both]
+            one, other = (run.results() for run in runs)
             # what is too large for float64 is no difference over the real numbers
             if any(run.overflows for run in runs) and (not refutes or name == OVERFLOWING):
                 continue
@@ -546,7 +493,7 @@ def _witness(
                 continue
             if refutes:
                 return errors, name, tuple(draw)
-            near = [_in_float64(of, draw, _Wide(of.gm, is_rounded=True)) for of in (mine, theirs)]
+            near = [_Wide(of, draw, is_rounded=True).results() for of in both]
         except Exception:  # an operator that takes no float64
             continue
         moved = ((one, near[0]), (other, near[1]))
@@ -587,57 +534,52 @@ def _drawn(
             return torch.full_like(value, size == 2.0)
         if size is not None or value.is_complex() or value.dtype.itemsize > most:
             return value
-        least, end = (0, 2) if value.dtype is torch.bool else _ends(value.dtype)
-        return torch.randint(least, end, value.shape, generator=drawn).to(value.dtype)
+        least, largest = 0, 1
+        if value.dtype is not torch.bool:  # fewer than an int64 has, of which float64 has all
+            info = torch.iinfo(value.dtype)
+            least, largest = max(info.min, -1 << WIDE), min(info.max, (1 << WIDE) - 1)
+        return torch.randint(least, largest + 1, value.shape, generator=drawn).to(value.dtype)
 
     found: list[Any] = tree_map_only(Tensor, draw, list(inputs))
     return found
 
 
-def _ends(dtype: torch.dtype) -> tuple[int, int]:
-    """The least integer, and the one behind the largest; fewer than an int64 has, of which float64
-    has all.
-    """
-    info = torch.iinfo(dtype)
-    return max(info.min, -1 << WIDE), min(info.max + 1, 1 << WIDE)
+class _OnTensors(Interpreter):
+    """The graph on copies of these inputs, and on what it holds."""
+
+    def __init__(self, of: Exported, inputs: Sequence[Any]) -> None:
+        super().__init__(of.gm, garbage_collect_values=False)
+        self.of, self._leaves = of, tree_leaves(memory.copied(inputs))
+
+    def results(self) -> dict[str, Tensor]:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            self.run(enable_io_processing=False)
+        return {name: self.env[node] for name, node in self.of.results.items()}
+
+    def run_node(self, n: Node) -> Any:
+        if n.op != "placeholder":
+            return super().run_node(n)
+        return self.of.held[n][1] if n in self.of.held else self._leaves[self.of.given[n]]
 
 
-def _in_float64(of: Exported, inputs: Sequence[Any], run: _Wide) -> dict[str, Tensor]:
-    return _values(of, [_wide(leaf) for leaf in tree_leaves(memory.copied(inputs))], run, _wide)
-
-
-def _values(
-    of: Exported, given: Sequence[Any], run: Interpreter, held: Callable[[Any], Any] = lambda v: v
-) -> dict[str, Tensor]:
-    """What the run makes of these inputs, and of what is held."""
-    leaves = tree_leaves(given)
-    read = [
-        held(of.held[node][1]) if node in of.held else leaves[of.given[node]]
-        for node in of.gm.graph.find_nodes(op="placeholder")
-    ]
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        run.run(*read)
-    return {name: run.env[node] for name, node in of.results.items()}
-
-
-class _Wide(Interpreter):
+class _Wide(_OnTensors):
     """Whatever is cast to a float, or made as one, is float64.
 
     is_rounded  each step is off in its last bits
     overflows   a number left what float64 holds
     """
 
-    def __init__(self, gm: GraphModule, is_rounded: bool = False) -> None:
-        super().__init__(gm, garbage_collect_values=False)
+    def __init__(self, of: Exported, inputs: Sequence[Any], is_rounded: bool = False) -> None:
+        super().__init__(of, inputs)
         self.overflows = False
         self._drawn = torch.Generator().manual_seed(0) if is_rounded else None
 
-    def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
-        found = super().placeholder(target, args, kwargs)
-        return self._rounded(found) if isinstance(found, Tensor) else found
+    def run_node(self, n: Node) -> Any:
+        found = super().run_node(n)
+        return self._rounded(widened(found)) if n.op == "placeholder" else found
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        args, kwargs = tree_map_only(torch.dtype, _wide_dtype, (args, dict(kwargs)))
+        args, kwargs = tree_map_only(torch.dtype, wide, (args, dict(kwargs)))
         found = super().call_function(target, args, kwargs)
         # of integers, or of the default dtype
         if isinstance(found, Tensor) and found.dtype == torch.float32:
@@ -650,8 +592,9 @@ class _Wide(Interpreter):
             return tree_map_only(Tensor, self._rounded, found)
         return found
 
-    def _rounded(self, value: Tensor) -> Tensor:
-        if self._drawn is None or not (value.is_floating_point() or value.is_complex()):
+    def _rounded(self, value: Any) -> Any:
+        is_tensor = isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+        if self._drawn is None or not is_tensor:
             return value
         off = torch.randn(value.shape, generator=self._drawn, dtype=torch.float64)
         return value * (1 + 4e-16 * off)
@@ -671,28 +614,14 @@ def _overflow(found: Any, given: Any) -> bool:
     )
 
 
-def _wide(value: Any) -> Any:
-    return value.to(_wide_dtype(value.dtype)) if isinstance(value, Tensor) else value
-
-
-def _wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    return (
-        torch.complex128
-        if dtype.is_complex
-        else torch.float64
-        if dtype.is_floating_point
-        else dtype
-    )
-
-
 def _distance(one: Tensor, other: Tensor, no_number: bool = False) -> float:
     """Relative to the largest number. ``no_number``: nan or infinite in one alone is far apart."""
     if one.shape != other.shape:
         return float("inf")
     if not other.numel() or torch.equal(one, other):
         return 0.0
-    wide = torch.promote_types(torch.promote_types(one.dtype, other.dtype), torch.float64)
-    one, other = one.to(wide), other.to(wide)
+    kind = torch.promote_types(torch.promote_types(one.dtype, other.dtype), torch.float64)
+    one, other = one.to(kind), other.to(kind)
     finite = one.isfinite() & other.isfinite()
     if no_number and bool((one.isfinite() != other.isfinite()).any()):
         return float("inf")

@@ -5,13 +5,18 @@ put back.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mla_fusion.compat import tree_leaves, tree_map_only
+
+
+def place(value: Tensor) -> int:
+    """Where its memory lies; 0 for none."""
+    return value.untyped_storage().data_ptr()
 
 
 def copied(inputs: Sequence[Any]) -> list[Any]:
@@ -21,14 +26,11 @@ def copied(inputs: Sequence[Any]) -> list[Any]:
     def copy(value: Tensor) -> Tensor:
         if value.layout != torch.strided:
             return value.clone()
-        storage = value.untyped_storage()
-        held = (
-            storages.setdefault(storage.data_ptr(), storage.clone())
-            if storage.data_ptr()
-            else storage.clone()
-        )
+        key = place(value) or id(value)
+        if key not in storages:
+            storages[key] = value.untyped_storage().clone()
         made = torch.empty(0, dtype=value.dtype, device=value.device)
-        return made.set_(held, value.storage_offset(), value.shape, value.stride())
+        return made.set_(storages[key], value.storage_offset(), value.shape, value.stride())
 
     made: list[Any] = tree_map_only(Tensor, copy, list(inputs))
     return made
@@ -36,21 +38,22 @@ def copied(inputs: Sequence[Any]) -> list[Any]:
 
 def named(inputs: Sequence[Any]) -> dict[str, Tensor]:
     """Every tensor among the arguments: "argument 3"; in a list or dict, "argument 3.0"."""
-    found: dict[str, Tensor] = {}
-    for place, value in enumerate(inputs):
-        if isinstance(value, Tensor):
-            found[f"argument {place}"] = value
-        else:
+    found: dict[str, Any] = {}
+    for position, value in enumerate(inputs):
+        found[f"argument {position}"] = value
+        if not isinstance(value, Tensor):
             leaves = enumerate(tree_leaves(value))
-            found |= {
-                f"argument {place}.{at}": leaf for at, leaf in leaves if isinstance(leaf, Tensor)
-            }
+            found |= {f"argument {position}.{at}": leaf for at, leaf in leaves}
     return _strided(found)
 
 
-def _strided(found: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Those that have memory which can be written; a sparse tensor has none."""
-    return {name: value for name, value in found.items() if value.layout == torch.strided}
+def _strided(found: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The tensors that have memory which can be written; a sparse one has none."""
+    return {
+        name: value
+        for name, value in found.items()
+        if isinstance(value, Tensor) and value.layout == torch.strided
+    }
 
 
 def held_by(target: object) -> dict[str, Tensor]:
@@ -78,8 +81,8 @@ def held_by(target: object) -> dict[str, Tensor]:
     return _strided(found)
 
 
-def same(one: Tensor, other: Tensor) -> bool:
-    """Do they hold the same bits?"""
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Equal shape, dtype and bits; NaNs with the same bits are the same."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     a, b = (value.detach().contiguous().reshape(-1).view(torch.uint8) for value in (one, other))
@@ -87,18 +90,21 @@ def same(one: Tensor, other: Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def kept(target: object) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
-    """What a module holds is as before afterwards. Yields it by name, each with a copy of what it
-    was.
-    """
-    held = {name: (value, value.detach().clone()) for name, value in held_by(target).items()}
+def restored(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """These tensors hold what they did before, afterwards."""
+    copies = [(value, value.detach().clone()) for value in tensors]
     try:
-        yield held
+        yield
     finally:
         with torch.no_grad():
-            for value, before in held.values():
-                if not same(value, before):  # some tensors cannot be written
+            for value, before in copies:
+                if not same_bits(value, before):  # some tensors cannot be written
                     value.copy_(before)
+
+
+def kept(target: object) -> contextlib.AbstractContextManager[None]:
+    """What a module holds is as before afterwards."""
+    return restored(held_by(target).values())
 
 
 def paired(fused: object, reference: object) -> dict[str, str]:
@@ -106,31 +112,32 @@ def paired(fused: object, reference: object) -> dict[str, str]:
     alike in that shape.
     """
     theirs, found = held_by(reference), {}
-    by_memory = {
-        value.untyped_storage().data_ptr(): name for name, value in theirs.items() if value.numel()
-    }
+    by_memory = places(theirs)
     for name, value in held_by(fused).items():
-        same = by_memory.get(value.untyped_storage().data_ptr()) if value.numel() else None
-        last = name.split(" ")[-1].split(".")[-1]
         alike = [
             other
             for other, their in theirs.items()
-            if other.split(" ")[-1].split(".")[-1] == last and their.shape == value.shape
+            if _last(other) == _last(name) and their.shape == value.shape
         ]
-        if same is not None or name in theirs:
-            found[name] = same if same is not None else name
+        if value.numel() and place(value) in by_memory:
+            found[name] = by_memory[place(value)]
+        elif name in theirs:
+            found[name] = name
         elif len(alike) == 1:
             found[name] = alike[0]
     return found
 
 
+def _last(name: str) -> str:
+    return name.split(" ")[-1].split(".")[-1]
+
+
 def reachable(inputs: Sequence[Any], target: object, names: Mapping[str, str]) -> dict[str, Tensor]:
     """All of them by name; ``names``: the reference's, for what the target holds."""
-    return {names.get(name, name): value for name, value in held_by(target).items()} | named(inputs)
+    held = {names.get(name, name): value for name, value in held_by(target).items()}
+    return named(inputs) | held
 
 
 def places(held: Mapping[str, Tensor]) -> dict[int, str]:
     """Where each of them lies, with its name."""
-    return {
-        value.untyped_storage().data_ptr(): name for name, value in held.items() if value.numel()
-    }
+    return {place(value): name for name, value in held.items() if value.numel()}

@@ -15,13 +15,14 @@ from mla_fusion.meta import ContractError, check
 from mla_fusion.meta.prolog import PROLOGS, V1, V2, V3
 from mla_fusion.tools.by_hand.outcome import Audit, Finding
 from mla_fusion.tools.by_hand.repairs import OPERATORS_EPSILON
+from mla_fusion.tools.by_hand.roles import roles_of
+from mla_fusion.tools.by_hand.wiring import OF_DEFAULT
 from mla_fusion.tools.dumps import Dump, Value, names, prologues, read
 from mla_fusion.tools.dumps.prologues import Prologue
 
 _OPERATORS = {operator.ge_type: operator.name for operator in (V1, V2, V3)}
 _AXES, _LARGEST = 64, 1 << 50  # axes and elements; no tensor has more
 _DYNAMIC = 8  # what a dynamic dimension is taken for
-_EPSILONS = ("rmsnorm_epsilon_cq", "rmsnorm_epsilon_ckv")
 
 
 def audit_dump(path: str | Path, soc: str = "A3", cann: str = "latest") -> Audit:
@@ -45,9 +46,9 @@ def _findings(dump: Dump, item: Prologue, soc: str, cann: str) -> Iterator[Findi
         check(name, soc=soc, cann=cann, path="graph", **known, **_attributes(name, item))
     except ContractError as error:
         yield Finding(f"contract:{error.code}", str(error), error.argument, name, item.place, where)
-    for epsilon in _EPSILONS:
+    for epsilon in roles_of(name).epsilons:
         if item.attributes.get(epsilon, OPERATORS_EPSILON) == OPERATORS_EPSILON:
-            said = f"{epsilon} is 1e-05, as where it is not given; DeepSeek's models have 1e-06"
+            said = epsilon + OF_DEFAULT
             yield Finding("epsilon.default", said, epsilon, name, item.place, where, certain=False)
 
 

@@ -4,66 +4,52 @@ of W_uv, a cache.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from functools import partial
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from mla_fusion.tools.by_hand.calls import Call
+from mla_fusion.tools.by_hand.calls import Call, Repair, instead
 from mla_fusion.tools.by_hand.draws import fingerprint
-from mla_fusion.tools.by_hand.repair import KR, KV, QUERY, Repair, touching
-from mla_fusion.tools.by_hand.roles import Roles
+from mla_fusion.tools.by_hand.memory import place
+from mla_fusion.tools.by_hand.roles import KR, KV, QUERY
 
-Parameters = Iterable[tuple[str, Tensor]]
-
-
-def of_others(roles: Roles, call: Call, parameters: Parameters) -> Iterator[Repair]:
-    parameters = list(parameters)
-    yield from _gammas(roles, call, parameters)
-    yield from _weights(roles, call, parameters)
-    yield from _caches(roles, call)
+Parameters = Sequence[tuple[str, Tensor]]
 
 
-def _gammas(roles: Roles, call: Call, parameters: Parameters) -> Iterator[Repair]:
-    for name, touched in roles.gammas.items():
-        gamma = call.arguments.get(name)
-        if not isinstance(gamma, Tensor):
-            continue
+def of_others(call: Call, parameters: Parameters) -> Iterator[Repair]:
+    yield from _gammas(call, parameters)
+    yield from _weights(call, parameters)
+    yield from _caches(call)
+
+
+def _gammas(call: Call, parameters: Parameters) -> Iterator[Repair]:
+    for name, touches in call.roles.gammas.items():
+        gamma = call.tensor(name)
         for source, vector in parameters:
-            if vector.dim() == 1 and vector.numel() == gamma.numel():
+            if gamma is not None and vector.dim() == 1 and vector.numel() == gamma.numel():
                 value = vector.detach().reshape(gamma.shape).to(gamma.dtype)
                 text = f"{name} is not the norm's weight: {source} is"
-                yield Repair("gamma.other", text, name, frozenset(touched), _given(name, value))
+                yield Repair("gamma.other", text, name, touches, instead(name, value))
 
 
-def _weights(roles: Roles, call: Call, parameters: Parameters) -> Iterator[Repair]:
+def _weights(call: Call, parameters: Parameters) -> Iterator[Repair]:
     """Of the same numbers in another order, `tools.by_hand.columns` says what is wrong with the
     order.
     """
-    touches = {
-        roles.down_query: (QUERY,),
-        roles.up: (QUERY,),
-        roles.absorbed: (QUERY,),
-        roles.down: (KV, KR),
-    }
-    for name, touched in touches.items():
-        weight = call.arguments.get(name)
-        if not isinstance(weight, Tensor) or roles.of_rows:
+    roles = call.roles
+    of_query = dict.fromkeys((roles.down_query, roles.up, roles.absorbed), QUERY)
+    for name, touches in {**of_query, roles.down: KV | KR}.items():
+        weight = call.tensor(name)
+        if weight is None or roles.of_rows:
             continue
         mark = fingerprint(weight)
         for source, parameter in parameters:
             for rows, value in _as(weight, parameter.detach()):
                 if value.dtype == weight.dtype and fingerprint(value) != mark:
                     text = f"{name} holds other numbers than {rows}{source}"
-                    yield Repair(
-                        "weight.other",
-                        text,
-                        name,
-                        touching(*touched),
-                        _given(name, value.contiguous()),
-                    )
+                    change = instead(name, value.contiguous())
+                    yield Repair("weight.other", text, name, touches, change)
 
 
 def _as(weight: Tensor, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -76,51 +62,26 @@ def _as(weight: Tensor, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
             yield f"the last {nope} rows of each head of ", of_heads[:, -nope:]
     if parameter.shape == weight.shape:
         yield "", parameter
-    if (
-        parameter.dim() == 2
-        and parameter.shape != weight.shape
-        and parameter.T.shape == weight.shape
-    ):
+    elif parameter.dim() == 2 and parameter.T.shape == weight.shape:
         yield "", parameter.T
 
 
-def _caches(roles: Roles, call: Call) -> Iterator[Repair]:
+def _caches(call: Call) -> Iterator[Repair]:
     """Another tensor of the caller's that has the cache's shape: that of another layer, or the one
     that was copied.
     """
-    for name, touched in ((roles.kv_cache, KV), (roles.kr_cache, KR)):
-        cache = call.arguments.get(name)
-        if not isinstance(cache, Tensor) or not cache.numel():
-            continue
-        mine = next((label for label, value in call.held.items() if _shares(value, cache)), None)
+    for name, cache, touches in call.caches():
+        mine = [label for label, value in call.held.items() if place(value) == place(cache)]
         for label, value in call.held.items():
-            if (
-                value.shape == cache.shape
-                and value.dtype == cache.dtype
-                and not _shares(value, cache)
-            ):
-                text = (
-                    f"{name} is {mine or 'memory of its own (a copy?)'}; the model writes {label}"
-                )
-                yield Repair(
-                    "cache.other",
-                    text,
-                    name,
-                    touching(touched),
-                    partial(_held, name, label),
-                )
+            alike = value.shape == cache.shape and value.dtype == cache.dtype
+            if alike and place(value) != place(cache):
+                now = mine[0] if mine else "memory of its own (a copy?)"
+                text = f"{name} is {now}; the model writes {label}"
 
+                def change(call: Call, name: str = name, label: str = label) -> dict[str, Tensor]:
+                    return {name: call.held[label]}
 
-def _held(name: str, label: str, call: Call) -> dict[str, Any]:
-    return {name: call.held[label]}
-
-
-def _shares(one: Tensor, other: Tensor) -> bool:
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
-
-
-def _given(name: str, value: Tensor) -> Any:
-    return lambda _: {name: value}
+                yield Repair("cache.other", text, name, touches, change)
 
 
 def parameters_of(*models: object) -> list[tuple[str, Tensor]]:

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from mla_fusion.meta.prolog import PROLOGS
-from mla_fusion.tools.by_hand.calls import Call
 
-_QUERY, _KV, _KR = ("query",), ("kv",), ("kr",)
+Touched = frozenset[str]  # what a mistake can alter: the query, and rows of either cache
+QUERY, KV, KR = frozenset({"query"}), frozenset({"kv"}), frozenset({"kr"})
+ALL = QUERY | KV | KR
+
+
+class Sizes(NamedTuple):
+    """N, Dr and Hckv; 0 where no argument tells."""
+
+    heads: int
+    rope: int
+    latent: int
 
 
 @dataclass(frozen=True)
@@ -23,10 +31,10 @@ class Roles:
     of_rows      ``down`` is no weight but what it has made: rows of any number of axes
     down         the weight whose columns are [c_kv | k_pe ..]; ``down_also_query``: [c_kv | k_pe |
                  c_q]
-    down_vectors what else has those columns
+    vectors      of a weight: what else has its columns
     epsilons, gammas, scales   with the values that each touches
-    returned_caches            cache, its place among the results, "kv" or "kr"; ``fresh``: of their
-                               rows, only those of the slots are defined
+    returned_caches            cache, its place among the results, what it touches; ``fresh``: of
+                               their rows, only those of the slots are defined
     """
 
     x: str
@@ -35,20 +43,18 @@ class Roles:
     slots: str
     kv_cache: str
     kr_cache: str
-    epsilons: Mapping[str, tuple[str, ...]]
-    gammas: Mapping[str, tuple[str, ...]]
-    scales: Mapping[str, tuple[str, ...]]
+    epsilons: Mapping[str, Touched]
+    gammas: Mapping[str, Touched]
+    scales: Mapping[str, Touched]
     down_query: str = ""
     up: str = ""
-    up_scale: str = ""
     absorbed: str = ""
     down: str = ""
-    down_scale: str = ""
+    vectors: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     down_also_query: bool = False
-    down_vectors: tuple[str, ...] = ()
     transposed: bool = False
     of_rows: bool = False
-    returned_caches: tuple[tuple[str, int, str], ...] = field(default=())
+    returned_caches: tuple[tuple[str, int, Touched], ...] = ()
     fresh: bool = False
 
     def columns(self, matrix: Tensor) -> Tensor | None:
@@ -69,62 +75,46 @@ class Roles:
             return columns.reshape(matrix.shape)
         return columns.t() if self.transposed else columns
 
-    def heads(self, call: Call) -> int:
-        weight = call.arguments.get(self.absorbed)
-        return int(weight.shape[0]) if isinstance(weight, Tensor) and weight.dim() == 3 else 0
-
-    def rope_dim(self, call: Call) -> int:
-        return _width(call.arguments.get(self.cos))
-
-    def latent_dim(self, call: Call) -> int:
-        """Hckv."""
-        name = next((name for name, touched in self.gammas.items() if touched == _KV), "")
-        gamma = call.arguments.get(name)
-        return gamma.numel() if isinstance(gamma, Tensor) else 0
+    def sizes(self, arguments: Mapping[str, Any]) -> Sizes:
+        latent = next((name for name, touched in self.gammas.items() if touched == KV), "")
+        heads = _size(arguments.get(self.absorbed), 0, rank=3)
+        return Sizes(heads, *(_size(arguments.get(name), -1) for name in (self.cos, latent)))
 
 
-def _width(value: Any) -> int:
-    return int(value.shape[-1]) if isinstance(value, torch.Tensor) and value.dim() else 0
+def _size(value: Any, axis: int, rank: int = 1) -> int:
+    return int(value.shape[axis]) if isinstance(value, Tensor) and value.dim() >= rank else 0
 
 
-def _of_prolog(name: str) -> Roles:
-    operator = PROLOGS[name]
-    returned = tuple(
-        (cache, operator.results.index(cache), touched)
-        for cache, touched in (("kv_cache", "kv"), ("kr_cache", "kr"))
-        if cache in operator.results
-    )
-    scales: dict[str, tuple[str, ...]] = {
-        "dequant_scale_x": ("query", "kv", "kr"),
-        "dequant_scale_w_dq": _QUERY,
-        "dequant_scale_w_uq_qr": _QUERY,
-        "dequant_scale_w_dkv_kr": ("kv", "kr"),
-        "quant_scale_ckv": ("kv", "query"),
-        "quant_scale_ckr": _KR,
-        "smooth_scales_cq": _QUERY,
-        "qc_qr_scale": _QUERY,
-        "kc_scale": _KV,
-    }
-    return Roles(
-        x="token_x",
-        cos="rope_cos",
-        sin="rope_sin",
-        slots="cache_index",
-        kv_cache="kv_cache",
-        kr_cache="kr_cache",
-        epsilons={"rmsnorm_epsilon_cq": _QUERY, "rmsnorm_epsilon_ckv": _KV},
-        gammas={"rmsnorm_gamma_cq": _QUERY, "rmsnorm_gamma_ckv": _KV},
-        scales=scales,
-        down_query="weight_dq",
-        up="weight_uq_qr",
-        up_scale="dequant_scale_w_uq_qr",
-        absorbed="weight_uk",
-        down="weight_dkv_kr",
-        down_scale="dequant_scale_w_dkv_kr",
-        returned_caches=returned if operator.version == "v3" else (),
-    )
-
-
+_PROLOG = Roles(
+    x="token_x",
+    cos="rope_cos",
+    sin="rope_sin",
+    slots="cache_index",
+    kv_cache="kv_cache",
+    kr_cache="kr_cache",
+    epsilons={"rmsnorm_epsilon_cq": QUERY, "rmsnorm_epsilon_ckv": KV},
+    gammas={"rmsnorm_gamma_cq": QUERY, "rmsnorm_gamma_ckv": KV},
+    scales={
+        "dequant_scale_x": ALL,
+        "dequant_scale_w_dq": QUERY,
+        "dequant_scale_w_uq_qr": QUERY,
+        "dequant_scale_w_dkv_kr": KV | KR,
+        "quant_scale_ckv": KV | QUERY,
+        "quant_scale_ckr": KR,
+        "smooth_scales_cq": QUERY,
+        "qc_qr_scale": QUERY,
+        "kc_scale": KV,
+    },
+    down_query="weight_dq",
+    up="weight_uq_qr",
+    absorbed="weight_uk",
+    down="weight_dkv_kr",
+    vectors={
+        "weight_dq": ("dequant_scale_w_dq",),
+        "weight_uq_qr": ("dequant_scale_w_uq_qr",),
+        "weight_dkv_kr": ("dequant_scale_w_dkv_kr",),
+    },
+)
 _KEY_OPERATOR = Roles(
     x="kv",
     cos="cos",
@@ -132,9 +122,9 @@ _KEY_OPERATOR = Roles(
     slots="index",
     kv_cache="ckv_cache",
     kr_cache="k_cache",
-    epsilons={"epsilon": _KV},
-    gammas={"gamma": _KV},
-    scales={"k_rope_scale": _KR, "c_kv_scale": _KV},
+    epsilons={"epsilon": KV},
+    gammas={"gamma": KV},
+    scales={"k_rope_scale": KR, "c_kv_scale": KV},
     down="kv",
     of_rows=True,
 )
@@ -146,21 +136,20 @@ _PREPROCESS = Roles(
     kv_cache="kv_cache",
     kr_cache="kv_cache_rope",
     epsilons={},
-    gammas={"gamma0": ("query", "kv", "kr"), "gamma1": _QUERY, "gamma2": _KV},
+    gammas={"gamma0": ALL, "gamma1": QUERY, "gamma2": KV},
     scales={
-        "quant_scale0": ("query", "kv", "kr"),
-        "quant_scale1": _QUERY,
-        "descale0": ("query", "kv", "kr"),
-        "descale1": _QUERY,
-        "ctkv_scale": _KV,
-        "q_nope_scale": _QUERY,
+        "quant_scale0": ALL,
+        "quant_scale1": QUERY,
+        "descale0": ALL,
+        "descale1": QUERY,
+        "ctkv_scale": KV,
+        "q_nope_scale": QUERY,
     },
     up="wuq",
-    up_scale="descale1",
     absorbed="wuk",
     down="wdqkv",
+    vectors={"wuq": ("descale1",), "wdqkv": ("descale0", "bias0")},
     down_also_query=True,
-    down_vectors=("descale0", "bias0"),
     transposed=True,
 )
 
@@ -168,8 +157,11 @@ _PREPROCESS = Roles(
 def roles_of(name: str) -> Roles:
     """Of an operator by its name without namespace."""
     if name in PROLOGS:
-        return _of_prolog(name)
+        results = PROLOGS[name].results if PROLOGS[name].version == "v3" else ()
+        caches = ((_PROLOG.kv_cache, KV), (_PROLOG.kr_cache, KR))
+        returned = [(one, results.index(one), touched) for one, touched in caches if one in results]
+        return replace(_PROLOG, returned_caches=tuple(returned))
     if name == "npu_mla_preprocess":
-        returned = (("kv_cache", 1, "kv"), ("kv_cache_rope", 3, "kr"))
-        return replace(_PREPROCESS, returned_caches=returned, fresh=True)
+        returned_caches = ((_PREPROCESS.kv_cache, 1, KV), (_PREPROCESS.kr_cache, 3, KR))
+        return replace(_PREPROCESS, returned_caches=returned_caches, fresh=True)
     return _PREPROCESS if name.startswith("npu_mla_preprocess") else _KEY_OPERATOR

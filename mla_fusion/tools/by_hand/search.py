@@ -8,23 +8,25 @@ those found before.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations
+from operator import itemgetter
 from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from mla_fusion.tools.by_hand.calls import Call, Watch
+from mla_fusion.tools.by_hand import memory
+from mla_fusion.tools.by_hand.calls import Call, Repair, Watch
 from mla_fusion.tools.by_hand.draws import Draw
-from mla_fusion.tools.by_hand.repair import KR, KV, QUERY, Repair
+from mla_fusion.tools.by_hand.others import Parameters
 from mla_fusion.tools.by_hand.repairs import candidates
-from mla_fusion.tools.by_hand.roles import roles_of
+from mla_fusion.tools.by_hand.roles import ALL, KR, KV, Touched
 from mla_fusion.tools.by_hand.values import Values, errors, values_of
 
 _REFUSED = 1e3  # stands for the error of a call that does not run
 _FEW = 30  # candidates up to which three are tried together
+_MOST = 4  # repairs beside which no further one is looked for
 
 
 @dataclass
@@ -72,37 +74,27 @@ class Subject:
                 self._known[key] = self._measured(place, repairs)
             for value, error in self._known[key].items():
                 found[value] = max(found.get(value, 0.0), error)
-            if wanted and not self.is_right(found, wanted):
+            if wanted and self.wrong(found, wanted):
                 break
         return found
 
     def _measured(self, place: int, repairs: Sequence[Repair]) -> dict[str, float]:
         draw, want = self.draws[place], self.wanted[place]
-        changes = [item.change for item in repairs]
-        watch = Watch(
-            [draw.change, *changes] if draw.change else changes,
-            [r.after for r in repairs if r.after],
-        )
+        watch = Watch(draw.change, repairs)
         self.runs += 1
         try:
             return errors(want, values_of(self.fused, draw.inputs, watch, self.names), self.tiles)
         except Exception:  # a mode, a shape or a slot that the operator refuses
             return {
                 name: float("inf")
-                for name in want.held
-                if name not in want.before or _written(want, name)
+                for name, value in want.held.items()
+                if name not in want.before or not torch.equal(value, want.before[name])
             }
 
-    def is_right(self, found: Mapping[str, float], names: Iterable[str] | None = None) -> bool:
-        wanted = found if names is None else names
-        return all(found.get(name, float("inf")) <= self.limits[name] for name in wanted)
-
-    def wrong(self, found: Mapping[str, float]) -> list[str]:
-        return [name for name, error in found.items() if not error <= self.limits[name]]
-
-
-def _written(values: Values, name: str) -> bool:
-    return not torch.equal(values.held[name], values.before[name])
+    def wrong(self, found: Mapping[str, float], names: Iterable[str] | None = None) -> list[str]:
+        """Of these values, or of all, those that are off by more than rounding."""
+        asked = found if names is None else names
+        return [name for name in asked if not found.get(name, float("inf")) <= self.limits[name]]
 
 
 def search(subject: Subject, options: Sequence[Repair]) -> tuple[list[Repair], dict[str, float]]:
@@ -115,7 +107,7 @@ def search(subject: Subject, options: Sequence[Repair]) -> tuple[list[Repair], d
         last = count == len(subject.draws)
         fitting = [item for item in options if last or item.code != "epsilon"]
         for names, touched in _in_order(subject, subject.errors(chosen)):
-            if not subject.is_right(subject.errors(chosen), names):
+            if subject.wrong(subject.errors(chosen), names):
                 chosen += _fewest(
                     subject, chosen, [item for item in fitting if item.touches & touched], names
                 )
@@ -124,46 +116,32 @@ def search(subject: Subject, options: Sequence[Repair]) -> tuple[list[Repair], d
     return chosen, subject.errors(chosen)
 
 
-def _in_order(
-    subject: Subject, found: Mapping[str, float]
-) -> Iterator[tuple[list[str], frozenset[str]]]:
+def _in_order(subject: Subject, found: Mapping[str, float]) -> Iterator[tuple[list[str], Touched]]:
     """The latent cache, the key's cache, then all: what is less entangled first."""
-    parts = _caches(subject)
-    for name in (KV, KR):
-        held = [value for value in found if parts.get(value) == name]
-        if held:
-            yield held, frozenset({name})
-    yield list(found), frozenset({QUERY, KV, KR})
-
-
-def _caches(subject: Subject) -> dict[str, str]:
-    """Which of the compared values is which cache, by the memory that the calls are given."""
-    found: dict[str, str] = {}
+    parts: dict[str, Touched] = {}
     for call in subject.calls:
-        roles = roles_of(call.short)
-        for role, part in ((roles.kv_cache, KV), (roles.kr_cache, KR)):
-            cache = call.arguments.get(role)
-            if isinstance(cache, Tensor) and cache.numel():
-                name = subject.places.get(cache.untyped_storage().data_ptr(), "")
-                found[name] = part if found.get(name, part) == part else ""
-    return found
+        for _, cache, part in call.caches():
+            name = subject.places.get(memory.place(cache), "")
+            parts[name] = part if parts.get(name, part) == part else frozenset()
+    for part in (KV, KR):
+        held = [value for value in found if parts.get(value) == part]
+        if held:
+            yield held, part
+    yield list(found), ALL
 
 
 def _fewest(
     subject: Subject, chosen: list[Repair], options: list[Repair], names: list[str]
 ) -> list[Repair]:
     """The fewest of the options that make these values right; where none do, the one that helps
-    most, or nothing.
+    most and what then helps beside it, or nothing.
     """
     start = _total(subject.errors(chosen), names)
-    alone = [(item, _total(subject.errors([*chosen, item], names), names)) for item in options]
+    alone = [(_total(subject.errors([*chosen, item], names), names), item) for item in options]
     if start < _REFUSED:
-        alone = [(item, total) for item, total in alone if total < _REFUSED]
-    singles = [item for item, _ in sorted(alone, key=lambda pair: pair[1])]
-    for count in (1, 2, 3):
-        pool = (
-            [item for item, _ in alone] if count == 1 else singles if count == 2 else singles[:_FEW]
-        )
+        alone = [(total, item) for total, item in alone if total < _REFUSED]
+    singles = [item for _, item in sorted(alone, key=itemgetter(0))]
+    for count, pool in enumerate(([item for _, item in alone], singles, singles[:_FEW]), 1):
         best: tuple[float, list[Repair]] | None = None
         for group in combinations(pool, count):
             if subject.is_over:
@@ -171,24 +149,21 @@ def _fewest(
             if len({item.argument for item in group}) < count:
                 continue
             found = subject.errors([*chosen, *group], names)
-            if subject.is_right(found, names):
-                total = _total(found, list(found))
-                # of those that differ by rounding, the first
-                if best is None or total < best[0] / 2:
-                    best = total, list(group)
+            total = _total(found, list(found))
+            # of those that differ by rounding, the first
+            if not subject.wrong(found, names) and (best is None or total < best[0] / 2):
+                best = total, list(group)
         if best is not None:
             return best[1]
-    if singles and _total(subject.errors([*chosen, singles[0]]), names) < 0.7 * start:
-        return [singles[0], *_fewest_again(subject, [*chosen, singles[0]], options, names)]
-    return []
-
-
-def _fewest_again(
-    subject: Subject, chosen: list[Repair], options: list[Repair], names: list[str]
-) -> list[Repair]:
-    if len(chosen) > 4 or subject.is_over:
+    if not singles or _total(subject.errors([*chosen, singles[0]]), names) >= 0.7 * start:
         return []
-    return _fewest(subject, chosen, [item for item in options if item not in chosen], names)
+    first = singles[0]
+    if len(chosen) >= _MOST or subject.is_over:
+        return [first]
+    return [
+        first,
+        *_fewest(subject, [*chosen, first], [item for item in options if item is not first], names),
+    ]
 
 
 def _total(found: Mapping[str, float], names: Iterable[str]) -> float:
@@ -207,7 +182,7 @@ def _without_the_idle(subject: Subject, chosen: list[Repair]) -> list[Repair]:
 
 
 def options_of(
-    calls: Sequence[Call], parameters: list[tuple[str, Tensor]], epsilons: list[float]
+    calls: Sequence[Call], parameters: Parameters, epsilons: list[float]
 ) -> list[Repair]:
     """The repairs of every call together, then, of several calls, those of each."""
     if not calls:
@@ -215,6 +190,8 @@ def options_of(
     found = candidates(calls[0], parameters, epsilons)
     if len(calls) > 1:
         found += [
-            item.at(call.place) for call in calls for item in candidates(call, parameters, epsilons)
+            replace(item, place=call.place)
+            for call in calls
+            for item in candidates(call, parameters, epsilons)
         ]
     return found

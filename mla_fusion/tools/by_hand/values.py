@@ -37,23 +37,17 @@ def values_of(
     """Run ``target`` on copies of the inputs. ``names``: what to call the tensors that its modules
     hold.
     """
-    names, given = names or {}, memory.copied(inputs)
-    with memory.kept(target) as states:
-        before = memory.named(inputs) | {
-            names.get(name, name): was for name, (_, was) in states.items()
-        }
-        watch.held = memory.reachable(given, target, names)
+    given = memory.copied(inputs)
+    watch.held = memory.reachable(given, target, names or {})
+    before = _copies(watch.held)
+    with memory.kept(target):
         leaves = enumerate(tree_leaves(run(target, given, watch)))
-        held = {
-            f"output {place}": value.detach().clone()
-            for place, value in leaves
-            if isinstance(value, Tensor)
-        }
-        held |= memory.named(given)
-        held |= {
-            names.get(name, name): value.detach().clone() for name, (value, _) in states.items()
-        }
-    return Values(held, before)
+        outputs = {f"output {at}": leaf for at, leaf in leaves if isinstance(leaf, Tensor)}
+        return Values(_copies(outputs | watch.held), before)
+
+
+def _copies(held: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in held.items()}
 
 
 def errors(
@@ -73,18 +67,14 @@ def errors(
     for name, value in want.held.items():
         other, before = got.held.get(name), want.before.get(name)
         if before is None:
-            same_size = other is not None and value.numel() == other.numel()
-            found[name] = (
-                _error(_rows(value), _rows(other))
-                if other is not None and same_size
-                else float("inf")
-            )
+            found[name] = float("inf")
+            if other is not None and value.numel() == other.numel():
+                found[name] = _error(_rows(value), _rows(other))
         elif other is not None and before.shape == value.shape == other.shape:
             rows = _changed(value, before) | _changed(other, got.before[name])
             if bool(rows.any()):
-                decode = (
-                    _rows if name not in (tiles or {}) else partial(_numbers, *(tiles or {})[name])
-                )
+                tile = (tiles or {}).get(name)
+                decode = _rows if tile is None else partial(_numbers, *tile)
                 found[name] = _error(decode(value)[rows], decode(other)[rows])
     return found
 
@@ -97,12 +87,10 @@ def _changed(after: Tensor, before: Tensor) -> Tensor:
 
 def _rows(value: Tensor) -> Tensor:
     value = value.detach().to("cpu")
-    wide = (
-        value.double() if not value.is_complex() else torch.view_as_real(value).flatten(-2).double()
-    )
-    if not wide.numel():
-        return wide.reshape(0, 1)
-    return wide.reshape(-1, wide.shape[-1]) if wide.dim() else wide.reshape(1, 1)
+    wide = (torch.view_as_real(value).flatten(-2) if value.is_complex() else value).double()
+    if not wide.numel() or not wide.dim():
+        return wide.reshape(-1, 1)
+    return wide.reshape(-1, wide.shape[-1])
 
 
 def _numbers(hckv: int, tile: int, cache: Tensor) -> Tensor:

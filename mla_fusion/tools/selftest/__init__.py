@@ -8,7 +8,7 @@ everything but the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from time import perf_counter
@@ -57,42 +57,34 @@ def run(
 
 def _results(device: Device, options: Options) -> Iterator[Result]:
     on_npu = device.kind == "npu"
-    he, heads = (
-        options.he or (DEEPSEEK_V3["He"] if on_npu else None),
-        options.heads or (16 if on_npu else 4),
-    )
+    he = options.he or (DEEPSEEK_V3["He"] if on_npu else None)
+    heads = options.heads or (16 if on_npu else 4)
     repeats = options.repeats or (20 if on_npu else 1)
     planned = scenarios(device.soc, device.cann, he=he, heads=heads)
-    for scenario in planned:
-        if fnmatch(scenario.name, f"*{options.only}*"):
-            yield operator.run(scenario, device, repeats=repeats)
-    for other in preprocess.scenarios(device.soc, heads):
-        if fnmatch(other.name, f"*{options.only}*"):
-            yield preprocess.run(other, device, repeats=repeats)
-    for key in key_operator.scenarios(device.soc):
-        if fnmatch(key.name, f"*{options.only}*"):
-            yield key_operator.run(key, device, repeats=repeats)
-    for scenario in _one_per_quantisation(planned):
-        if fnmatch(scenario.name, f"*{options.only}*"):
-            yield operator.run(scenario, device, through="graph", repeats=repeats)
+    others = *preprocess.scenarios(device.soc, heads), *key_operator.scenarios(device.soc)
+    eager, graph = [*planned, *others], _one_per_quantisation(planned)
+    calls = [(call, "eager") for call in eager] + [(call, "graph") for call in graph]
+    for call, through in calls:
+        if fnmatch(call.name, f"*{options.only}*"):
+            yield operator.run(call, device, through=through, repeats=repeats)
     dims, modes = planned[0].dims, {scenario.cache_mode for scenario in planned}
     formats = {scenario.weight_quant_mode for scenario in planned}
     for form in FORMS:
         # a whole is staged in these modes
         possible = form.in_place or modes & {"TND", "BSND"} or form.target == "key"
-        possible = possible and (form.target != "preprocess" or device.soc in PREPROCESS_SOCS)
-        possible = possible and (form.format is None or form.format.full in formats)
+        if form.target == "preprocess":
+            possible = device.soc in PREPROCESS_SOCS
+        elif form.format is not None:
+            possible = possible and form.format.full in formats
         if possible and fnmatch(form.name, f"*{options.only}*"):
             yield fused.run(form, device, dims, repeats=repeats)
 
 
-def _one_per_quantisation(planned: list[Scenario]) -> Iterator[Scenario]:
+def _one_per_quantisation(planned: Sequence[Scenario]) -> list[Scenario]:
     """In a graph the cache mode is one more string: the first scenario of every operator and pair
     of modes.
     """
-    seen = set()
-    for scenario in planned:
-        key = (scenario.op, scenario.weight_quant_mode, scenario.kv_cache_quant_mode)
-        if key not in seen:
-            seen.add(key)
-            yield scenario
+    first: dict[object, Scenario] = {}
+    for item in planned:
+        first.setdefault((item.op, item.weight_quant_mode, item.kv_cache_quant_mode), item)
+    return list(first.values())

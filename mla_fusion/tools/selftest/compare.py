@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mla_fusion.paging.tiles import unpack_rows
 from mla_fusion.reference import hifloat8
 
 
@@ -30,16 +29,13 @@ class Tolerance:
     relative: float = 0.0
 
 
+_CODES = (torch.int8, torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.uint8)  # uint8: hifloat8
 TOLERANCES: Mapping[torch.dtype, Tolerance] = {
     torch.bfloat16: Tolerance(share=0.005, relative=2**-7),
     torch.float16: Tolerance(share=0.005, relative=2**-9),
     torch.float32: Tolerance(share=0.0, relative=1e-3),
-    torch.float8_e8m0fnu: Tolerance(share=0.03, steps=1),
-    torch.float8_e4m3fn: Tolerance(share=0.03, steps=1),
-    torch.uint8: Tolerance(share=0.03, steps=1),  # hifloat8
-    torch.int8: Tolerance(share=0.03, steps=1),
+    **dict.fromkeys(_CODES, Tolerance(share=0.03, steps=1)),
 }
-EXACT = Tolerance(share=0.0)
 
 
 @dataclass(frozen=True)
@@ -56,58 +52,25 @@ class Comparison:
     problem: str = ""
 
 
-def compare(output: str, found: Tensor, wanted: Tensor, *, exact: bool = False) -> Comparison:
-    """``found`` against ``wanted``, both on the CPU; ``exact`` asks for the same bits."""
-    dtype = str(wanted.dtype).removeprefix("torch.")
-
-    def result(largest: float, differing: float, problem: str = "") -> Comparison:
-        return Comparison(output, dtype, tuple(wanted.shape), largest, differing, problem)
-
+def compare(output: str, found: Tensor, wanted: Tensor) -> Comparison:
+    """``found`` against ``wanted``, both on the CPU."""
+    kind, dtype = (str(tensor.dtype).removeprefix("torch.") for tensor in (found, wanted))
+    largest, differing, problem = 0.0, 0.0, ""
     if found.dtype != wanted.dtype or found.shape != wanted.shape:
-        kind = str(found.dtype).removeprefix("torch.")
-        return result(
-            float("nan"),
-            1.0,
-            f"is {kind} {list(found.shape)}, expected {dtype} {list(wanted.shape)}",
-        )
-    if wanted.numel() == 0:
-        return result(0.0, 0.0)
-    tolerance = EXACT if exact else TOLERANCES[wanted.dtype]
-    narrow = wanted.element_size() == 1
-    distance = _steps(found, wanted) if narrow else _relative(found, wanted)
-    limit = 0.0 if narrow or exact else tolerance.relative
-    differing = float((~(distance <= limit)).double().mean())  # a NaN differs
-    largest = float(distance.max())
-    if differing > tolerance.share:
-        return result(
-            largest,
-            differing,
-            f"{differing:.2%} of the elements differ, allowed {tolerance.share:.2%}",
-        )
-    if narrow and largest > tolerance.steps:
-        return result(largest, differing, f"off by {largest:.0f} codes, allowed {tolerance.steps}")
-    return result(largest, differing)
-
-
-def parts(
-    output: str, rows: Tensor, *, per_tile: bool, dims: Mapping[str, int], tile: int
-) -> dict[str, Tensor]:
-    """A cache as what it holds: itself, or latent, rope part and scales of its packed rows."""
-    if not per_tile:
-        return {output: rows}
-    ckv, kr, scale = unpack_rows(rows, hckv=dims["Hckv"], dr=dims["Dr"], tile=tile)
-    return {f"{output}.ckv": ckv, f"{output}.kr": kr, f"{output}.scale": scale}
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Equal shape, dtype and bits; NaNs with the same bits are the same."""
-    if a.dtype != b.dtype or a.shape != b.shape:
-        return False
-    return (
-        torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
-        if a.numel()
-        else True
-    )
+        largest, differing = float("nan"), 1.0
+        problem = f"is {kind} {list(found.shape)}, expected {dtype} {list(wanted.shape)}"
+    elif wanted.numel():
+        tolerance, narrow = TOLERANCES[wanted.dtype], wanted.element_size() == 1
+        distance = _steps(found, wanted) if narrow else _relative(found, wanted)
+        # a NaN differs
+        differing = float((~(distance <= tolerance.relative)).double().mean())
+        largest = float(distance.max())
+        if differing > tolerance.share:
+            allowed = f"allowed {tolerance.share:.2%}"
+            problem = f"{differing:.2%} of the elements differ, {allowed}"
+        elif narrow and largest > tolerance.steps:
+            problem = f"off by {largest:.0f} codes, allowed {tolerance.steps}"
+    return Comparison(output, dtype, tuple(wanted.shape), largest, differing, problem)
 
 
 def _steps(found: Tensor, wanted: Tensor) -> Tensor:
@@ -128,9 +91,8 @@ def _steps(found: Tensor, wanted: Tensor) -> Tensor:
 
 def _relative(found: Tensor, wanted: Tensor) -> Tensor:
     """|found - wanted| over the larger of |wanted| and a quarter of its row's largest value."""
-    row = (
-        wanted.double().abs().amax(-1, keepdim=True) / 4 if wanted.dim() else wanted.double().abs()
-    )
-    scale = torch.maximum(wanted.double().abs(), row)
+    scale = wanted.double().abs()
+    if wanted.dim():
+        scale = torch.maximum(scale, scale.amax(-1, keepdim=True) / 4)
     difference = (found.double() - wanted.double()).abs()
     return torch.where(difference == 0, difference, difference / scale)

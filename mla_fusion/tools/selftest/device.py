@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -31,21 +31,15 @@ class Device:
     soc: str
     cann: str
 
+    def __str__(self) -> str:
+        return f"{self.kind} ({self.name}), {self.soc}, CANN {self.cann}"
+
     def place(self, tensor: Tensor, *, nz: bool = False) -> Tensor:
         """A copy of a tensor on the device, there in FRACTAL_NZ if asked."""
         placed = tensor.clone() if self.kind == "cpu" else tensor.to(self.kind)
         if self.kind == "npu" and nz:
             return torch.ops.npu.npu_format_cast(placed.contiguous(), FRACTAL_NZ)
         return placed
-
-    def place_all(
-        self, call: Mapping[str, Any], nz: Collection[str] = NZ_WEIGHTS
-    ) -> dict[str, Any]:
-        """Every tensor of a call, the ones named in ``nz`` in FRACTAL_NZ."""
-        return {
-            name: self.place(v, nz=name in nz) if isinstance(v, Tensor) else v
-            for name, v in call.items()
-        }
 
     def milliseconds(self, run: Callable[[], Any], repeats: int) -> float:
         """Median time of a call with everything it started on the device finished."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,13 +13,12 @@ from torch import Tensor
 from mla_fusion.compile.backend import backend
 from mla_fusion.config import Config
 from mla_fusion.report.store import reports
-from mla_fusion.tools.accuracy import largest_ratio
-from mla_fusion.tools.selftest.compare import Comparison, same_bits
+from mla_fusion.tools.accuracy import measured, split_rows
+from mla_fusion.tools.by_hand.memory import same_bits
+from mla_fusion.tools.selftest.compare import Comparison
 from mla_fusion.tools.selftest.device import Device
 from mla_fusion.tools.selftest.result import Result
 from mla_fusion.tools.selftest.unfused import Form, Prologue, arguments
-
-_NAMES = ("query", "query_rope", "query_norm")
 
 
 def run(form: Form, device: Device, dims: Mapping[str, int], *, repeats: int = 3) -> Result:
@@ -45,11 +43,10 @@ def run(form: Form, device: Device, dims: Mapping[str, int], *, repeats: int = 3
     result.others_untouched = unfused.others_untouched and fused.others_untouched
     result.problems += fused.problems + _what_the_pass_did(form)
     for name, value in exact.items():
-        errors = [
-            float((run.values[name].double() - value).norm() / value.norm())
-            for run in (unfused, fused)
-        ]
-        result.comparisons.append(_comparison(name, tuple(value.shape), *errors))
+        found = measured("", name, unfused.values[name], fused.values[name], value)
+        problem, shape = "; ".join(found.problems), tuple(value.shape)
+        comparison = Comparison(name, "error ratio", shape, found.ratio, 0.0, problem)
+        result.comparisons.append(comparison)
     return result
 
 
@@ -81,33 +78,18 @@ def _measure(
         home = [tensor.to("cpu", copy=True) for tensor in placed]  # timing writes the caches again
         milliseconds = device.milliseconds(lambda: compiled(*placed), repeats)
     same_memory = [cache.data_ptr() for cache in placed[-2:]] == before
-    untouched = all(
-        _other_rows_same(given[3], *pair) for pair in zip(given[-2:], home[-2:], strict=True)
-    )
+    slots, caches = given[3], zip(given[-2:], home[-2:], strict=True)
+    others = [[split_rows(cache, slots)[1] for cache in pair] for pair in caches]
+    untouched = all(same_bits(*pair) for pair in others)
     problems = [] if same_memory else ["a cache is another tensor after the call"]
     return _Run(_values(given, outputs, home), untouched, milliseconds, problems)
 
 
 def _values(given: tuple[Tensor, ...], outputs: Any, after: Sequence[Tensor]) -> dict[str, Tensor]:
     """Outputs and the written rows of both caches, by name."""
-    kv_cache, kr_cache = (cache.flatten(0, 2)[given[3]] for cache in after[-2:])
-    rows = {"kv_cache": kv_cache, "kr_cache": kr_cache}
-    return dict(zip(_NAMES, outputs, strict=False)) | rows
-
-
-def _comparison(name: str, shape: tuple[int, ...], unfused: float, fused: float) -> Comparison:
-    ratio = fused / unfused if unfused else float(fused > 0) * float("inf")
-    allowed = largest_ratio(math.prod(shape))
-    text = (
-        f"error {fused:.2e} is {ratio:.2f} times the unfused {unfused:.2e}, allowed {allowed:.2f}"
-    )
-    return Comparison(name, "error ratio", shape, ratio, 0.0, "" if ratio <= allowed else text)
-
-
-def _other_rows_same(slots: Tensor, before: Tensor, after: Tensor) -> bool:
-    others = torch.ones(before.shape[:3].numel(), dtype=torch.bool)
-    others[slots] = False
-    return same_bits(before.flatten(0, 2)[others], after.flatten(0, 2)[others])
+    rows = (split_rows(cache, given[3])[0] for cache in after[-2:])
+    named = dict(zip(("query", "query_rope", "query_norm"), outputs, strict=False))
+    return named | dict(zip(("kv_cache", "kr_cache"), rows, strict=True))
 
 
 def _what_the_pass_did(form: Form) -> list[str]:

@@ -1,29 +1,22 @@
-"""``npu_kv_rmsnorm_rope_cache_v2`` on the device against the reference: rows, caches, and what
-nobody wrote.
-"""
+"""Calls of ``npu_kv_rmsnorm_rope_cache_v2`` for the self-test."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mla_fusion import meta
 from mla_fusion.meta import key_operator as contract
-from mla_fusion.reference import kernels
-from mla_fusion.tools.selftest.compare import compare, same_bits
-from mla_fusion.tools.selftest.device import Device
-from mla_fusion.tools.selftest.result import Result
+from mla_fusion.tools.selftest.operator import Call
 
-_ROWS, _CACHES = ("k_embed", "y"), ("k_cache", "ckv_cache")
 _C, _R, _TOKENS, _POOL = 512, 64, 8, (4, 32)
 
 
 @dataclass(frozen=True)
-class Scenario:
+class Scenario(Call):
     """One call: 8 tokens, as one sequence on scattered slots, or in mode "Norm" as two, on rows of
     their own caches.
     """
@@ -31,7 +24,11 @@ class Scenario:
     cache_mode: str
     dtype: torch.dtype
     int8: bool = False
-    op: str = field(default=contract.V2.name, init=False)
+    op, caches, nz = contract.V2.name, ("k_cache", "ckv_cache"), ()
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        return ("k_embed", "y") if self.cache_mode != "Norm" else ()
 
     @property
     def name(self) -> str:
@@ -40,7 +37,6 @@ class Scenario:
         return f"{self.op} {self.cache_mode} {kind}" + (" int8" if self.int8 else "")
 
     def call(self) -> dict[str, Any]:
-        """Seeded arguments by name, on the CPU."""
         make = torch.Generator().manual_seed(0)
 
         def noise(*shape: int) -> Tensor:
@@ -62,7 +58,7 @@ class Scenario:
             "sin": noise(*lead, _R),
             "index": index,
         }
-        for name, width, scale in zip(_CACHES, (_R, _C), contract.SCALES, strict=True):
+        for name, width, scale in zip(self.caches, (_R, _C), contract.SCALES, strict=True):
             given[name] = noise(*pool, width)
             if self.int8:
                 given[name] = (20 * given[name]).to(torch.int8)
@@ -79,43 +75,3 @@ def scenarios(soc: str) -> Iterator[Scenario]:
             yield Scenario(mode, dtype)
         if mode != "Norm" or soc == "A5":
             yield Scenario(mode, torch.bfloat16, int8=True)
-
-
-def run(scenario: Scenario, device: Device, *, repeats: int = 3) -> Result:
-    """Call the operator and the reference on equal arguments, and compare rows, caches and
-    untouched elements.
-    """
-    call = scenario.call()
-    result = Result(scenario.name, "eager")
-    try:
-        meta.check(scenario.op, soc=device.soc, cann=device.cann, values=True, **call)
-        placed = device.place_all(call, ())
-        found = _step(placed)
-        after = {name: value.to("cpu", copy=True) for name, value in found.items()}
-        result.milliseconds = device.milliseconds(lambda: _step(placed), repeats)
-    except Exception as error:
-        result.problems.append(f"{type(error).__name__}: {error}")
-        return result
-    wanted = _by_reference(call)
-    result.comparisons = [compare(name, after[name], value) for name, value in wanted.items()]
-    # which elements the call writes: those that come out alike from two caches that differ
-    # everywhere
-    other = _by_reference(
-        call | {name: ~call[name] if scenario.int8 else call[name] + 1 for name in _CACHES}
-    )
-    for name in _CACHES:
-        untouched = wanted[name] != other[name]
-        result.others_untouched &= same_bits(after[name][untouched], call[name][untouched])
-    return result
-
-
-def _step(placed: dict[str, Any]) -> dict[str, Tensor]:
-    rows = getattr(torch.ops.npu, contract.V2.name)(**placed)
-    given = dict(zip(_ROWS, rows, strict=True)) if placed["is_output_kv"] else {}
-    return given | {name: placed[name] for name in _CACHES}
-
-
-def _by_reference(call: dict[str, Any]) -> dict[str, Tensor]:
-    results = kernels.npu_kv_rmsnorm_rope_cache_v2_functional(**call)
-    named = dict(zip((*_ROWS, *_CACHES), results, strict=True))
-    return named if call["is_output_kv"] else {name: named[name] for name in _CACHES}

@@ -3,15 +3,34 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from mla_fusion.report import text_tables
 from mla_fusion.tools.page import plain
+from mla_fusion.tools.selftest.device import Device
+from mla_fusion.tools.selftest.result import failed_lines, time_text
 
 _FIELDS = ("device", "versions", "results")
+_OF_RESULT = ("name", "through", "passed", "failures")
+_OF_DEVICE = tuple(part.name for part in fields(Device))
 _SLOWER = 1.25  # times the other's time: worth a look
+_WORDS = {None: "-", True: "ok", False: "FAILED"}
+_VERDICTS = {  # by what passed in the first, and in the second
+    (True, None): "only in the first",
+    (False, None): "only in the first",
+    (None, True): "only in the second",
+    (None, False): "only in the second",
+    (True, False): "fails now",
+    (False, True): "passes now",
+    (False, False): "fails in both",
+}
+
+
+Result = Mapping[str, Any]
+_MISSING: Result = {}  # a check that an outcome has not
 
 
 class OutcomeError(ValueError):
@@ -34,18 +53,9 @@ class Line:
 
     @property
     def verdict(self) -> str:
-        first, second = self.passed
-        if second is None:
-            return "only in the first" if first is not None else ""
-        if first is None:
-            return "only in the second"
-        if first and not second:
-            return "fails now"
-        if second and not first:
-            return "passes now"
-        if not first:
-            return "fails in both"
         before, after = self.milliseconds
+        if self.passed in _VERDICTS:
+            return _VERDICTS[self.passed]
         if before and after and max(before, after) > _SLOWER * min(before, after):
             return f"{after / before:.2f} times the time"
         return "same"
@@ -69,64 +79,51 @@ class Paper:
         rows = [{**asdict(line), "verdict": line.verdict} for line in self.lines]
         return json.dumps({**asdict(self), "lines": rows, "ok": self.ok}, indent=2)
 
-    @property
-    def _shown(self) -> list[Line]:
-        """What is worth a look: everything of one outcome, what differs or fails of two."""
+    def _table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+        """Header and rows of what is worth a look: everything of one outcome, failures first; what
+        differs or fails of two.
+        """
         if len(self.titles) == 1:
-            return sorted(self.lines, key=lambda line: bool(line.passed[0]))
-        return [line for line in self.lines if line.verdict != "same"]
-
-    def _rows(self) -> list[tuple[str, ...]]:
-        pair = len(self.titles) > 1
-        return [
+            header: tuple[str, ...] = "scenario", "through", "check", "ms"
+            shown = sorted(self.lines, key=lambda line: bool(line.passed[0]))
+        else:
+            header = "scenario", "through", "first", "second", "first ms", "second ms", "verdict"
+            shown = [line for line in self.lines if line.verdict != "same"]
+        count = len(self.titles)
+        rows = [
             (
                 line.name,
                 line.through,
-                *(map(_word, line.passed[: len(self.titles)])),
-                *(map(_time, line.milliseconds[: len(self.titles)])),
-                line.verdict if pair else "",
-            )
-            for line in self._shown
+                *(_WORDS[passed] for passed in line.passed[:count]),
+                *(map(time_text, line.milliseconds[:count])),
+                line.verdict,
+            )[: len(header)]
+            for line in shown
         ]
+        return header, rows
 
-    @property
-    def _header(self) -> tuple[str, ...]:
-        if len(self.titles) == 1:
-            return "scenario", "through", "check", "ms", ""
-        return "scenario", "through", "first", "second", "first ms", "second ms", "verdict"
+    def _texts(self) -> tuple[list[str], list[str], list[str]]:
+        """Headings, differences and failures."""
+        counted = zip(self.titles, self.counts, strict=True)
+        return (
+            [f"{title}: {passed} passed, {failed} failed" for title, (passed, failed) in counted],
+            [f"differs: {text}" for text in self.differences],
+            failed_lines(self.lines),
+        )
 
     def __str__(self) -> str:
-        parts = [
-            f"{title}: {passed} passed, {failed} failed"
-            for title, (passed, failed) in zip(self.titles, self.counts, strict=True)
-        ]
-        parts += [f"differs: {text}" for text in self.differences]
-        rows = self._rows()
-        parts.append(text_tables.render(self._header, rows) if rows else "no check differs")
-        parts += [
-            f"FAILED {line.name} ({line.through}): {text}"
-            for line in self.lines
-            for text in line.failures
-        ]
-        return "\n".join(parts)
+        headings, differences, failures = self._texts()
+        header, rows = self._table()
+        table = text_tables.render(header, rows) if rows else "no check differs"
+        return "\n".join([*headings, *differences, table, *failures])
 
     def to_html(self, path: str | Path) -> Path:
         """Write a page that stands alone."""
-        failed = [
-            f"FAILED {line.name} ({line.through}): {text}"
-            for line in self.lines
-            for text in line.failures
-        ]
-        notes = [("maybe", f"differs: {text}", ()) for text in self.differences]
-        notes += [("wrong", text, ()) for text in failed]
-        counted = zip(self.titles, self.counts, strict=True)
-        headings = [
-            f"{title}: {passed} passed, {failed} failed" for title, (passed, failed) in counted
-        ]
-        rows, nothing = self._rows(), "No check differs."
-        return plain.write(
-            path, "mla_fusion selftest", headings, notes, self._header, rows, nothing
-        )
+        headings, differences, failures = self._texts()
+        notes = [("maybe", text, ()) for text in differences]
+        notes += [("wrong", text, ()) for text in failures]
+        name, nothing = "mla_fusion selftest", "No check differs."
+        return plain.write(path, name, headings, notes, *self._table(), nothing)
 
 
 def read(first: str | Path, second: str | Path | None = None) -> Paper:
@@ -134,20 +131,20 @@ def read(first: str | Path, second: str | Path | None = None) -> Paper:
     OSError.
     """
     outcomes = [_load(path) for path in (first, second) if path is not None]
-    by_name = [
+    of_outcomes = [
         {(row["name"], row["through"]): row for row in outcome["results"]} for outcome in outcomes
     ]
-    names = dict.fromkeys(name for rows in by_name for name in rows)
-    lines = [_line(name, [rows.get(name) for rows in by_name]) for name in names]
-    counts = [
-        (
-            sum(bool(row["passed"]) for row in outcome["results"]),
-            sum(not row["passed"] for row in outcome["results"]),
-        )
-        for outcome in outcomes
-    ]
-    differences = _differences(*outcomes) if len(outcomes) > 1 else []
-    return Paper(tuple(map(_title, outcomes)), tuple(counts), tuple(differences), tuple(lines))
+    names = dict.fromkeys(name for rows in of_outcomes for name in rows)
+    lines = [_line(name, *(rows.get(name, _MISSING) for rows in of_outcomes)) for name in names]
+    passed = [[bool(row["passed"]) for row in outcome["results"]] for outcome in outcomes]
+    titles = [Device(*(outcome["device"].get(part) for part in _OF_DEVICE)) for outcome in outcomes]
+    differences = _differences(*outcomes) if second is not None else []
+    return Paper(
+        tuple(map(str, titles)),
+        tuple((sum(each), len(each) - sum(each)) for each in passed),
+        tuple(differences),
+        tuple(lines),
+    )
 
 
 def _load(path: str | Path) -> dict[str, Any]:
@@ -160,17 +157,9 @@ def _load(path: str | Path) -> dict[str, Any]:
             f"{path} is no outcome of `mla-fusion selftest --out`: it has not {', '.join(_FIELDS)}"
         )
     for row in data["results"]:
-        if not isinstance(row, dict) or not {"name", "through", "passed", "failures"} <= row.keys():
-            raise OutcomeError(f"{path}: a result without name, through, passed and failures")
+        if not isinstance(row, dict) or any(field not in row for field in _OF_RESULT):
+            raise OutcomeError(f"{path}: a result without {', '.join(_OF_RESULT)}")
     return data
-
-
-def _title(outcome: dict[str, Any]) -> str:
-    device = outcome["device"]
-    return (
-        f"{device.get('kind')} ({device.get('name')}), {device.get('soc')}, CANN "
-        f"{device.get('cann')}"
-    )
 
 
 def _differences(first: dict[str, Any], second: dict[str, Any]) -> list[str]:
@@ -183,29 +172,13 @@ def _differences(first: dict[str, Any], second: dict[str, Any]) -> list[str]:
     return found
 
 
-def _line(name: tuple[str, str], rows: list[dict[str, Any] | None]) -> Line:
-    first, second = (*rows, None)[:2]
+def _line(name: tuple[str, str], first: Result, second: Result = _MISSING) -> Line:
+    """``first`` and ``second``: the check's result in each outcome, empty where there is none."""
     both = (first, second)
-    failures = tuple(dict.fromkeys(text for row in both if row for text in row["failures"]))
+    failures = dict.fromkeys(text for row in both for text in row.get("failures", ()))
     return Line(
         *name,
-        passed=(_passed(first), _passed(second)),
-        milliseconds=(_milliseconds(first), _milliseconds(second)),
-        failures=failures,
+        passed=(first.get("passed"), second.get("passed")),
+        milliseconds=(first.get("milliseconds"), second.get("milliseconds")),
+        failures=tuple(failures),
     )
-
-
-def _passed(row: dict[str, Any] | None) -> bool | None:
-    return None if row is None else bool(row["passed"])
-
-
-def _milliseconds(row: dict[str, Any] | None) -> float | None:
-    return None if row is None else row.get("milliseconds")
-
-
-def _word(passed: bool | None) -> str:
-    return {None: "-", True: "ok", False: "FAILED"}[passed]
-
-
-def _time(milliseconds: float | None) -> str:
-    return "-" if milliseconds is None else f"{milliseconds:.2f}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -33,15 +33,12 @@ class Result:
     @property
     def failures(self) -> list[str]:
         """One sentence for each thing that is wrong; empty where it passed."""
-        found = [
+        changed = "cache rows that belong to no token have changed"
+        return [
             *self.problems,
             *(f"{item.output}: {item.problem}" for item in self.comparisons if item.problem),
+            *([] if self.others_untouched else [changed]),
         ]
-        return (
-            found
-            if self.others_untouched
-            else [*found, "cache rows that belong to no token have changed"]
-        )
 
     @property
     def worst(self) -> Comparison | None:
@@ -82,54 +79,38 @@ class Outcome:
         return json.dumps(data, indent=2, default=str)
 
     def __str__(self) -> str:
-        header = (
-            "scenario",
-            "through",
-            "worst output",
-            "largest",
-            "differing",
-            "others",
-            "ms",
-            "unfused ms",
-            "check",
-        )
-        timed = self.device.kind == "npu"
-        rows = [_row(result) for result in self.results]
-        table: list[Sequence[str]] = [header, *rows]
-        if not timed:  # nothing stands in the columns of times
-            table = [(*row[:6], *row[8:]) for row in table]
-        lines = [text_tables.render(table[0], table[1:], indent="")]
-        lines += [
-            f"FAILED {r.name} ({r.through}): {text}" for r in self.failed for text in r.failures
-        ]
-        device = (
-            f"{self.device.kind} ({self.device.name}), {self.device.soc}, CANN {self.device.cann}"
-        )
-        passed = len(self.results) - len(self.failed)
-        if self.device.kind != "npu":
-            lines.append(
-                "A CPU stands in for the device: its times mean nothing, and are not shown."
-            )
-        lines.append(
-            f"{device}: {passed} of {len(self.results)} checks passed in {self.seconds:.0f} s"
-        )
+        on_npu = self.device.kind == "npu"
+        rows = [_row(result, on_npu) for result in self.results]
+        lines = [text_tables.render(list(rows[0]), [list(row.values()) for row in rows], indent="")]
+        lines += failed_lines(self.failed)
+        if not on_npu:
+            said = "A CPU stands in for the device: its times mean nothing, and are not shown."
+            lines.append(said)
+        passed, count = len(self.results) - len(self.failed), len(self.results)
+        lines.append(f"{self.device}: {passed} of {count} checks passed in {self.seconds:.0f} s")
         return "\n".join(lines)
 
 
-def _row(result: Result) -> Sequence[str]:
+def _row(result: Result, on_npu: bool) -> dict[str, str]:
+    """Cells by the heading of their column."""
     worst = result.worst
-    return (
-        result.name,
-        result.through,
-        f"{worst.output} {worst.dtype}" if worst else "-",
-        f"{worst.largest:.2g}" if worst else "-",
-        f"{worst.differing:.2%}" if worst else "-",
-        "same" if result.others_untouched else "CHANGED",
-        _time(result.milliseconds),
-        _time(result.unfused_milliseconds),
-        "FAILED" if result.failures else "ok",
-    )
+    times = {"ms": result.milliseconds, "unfused ms": result.unfused_milliseconds}
+    return {
+        "scenario": result.name,
+        "through": result.through,
+        "worst output": f"{worst.output} {worst.dtype}" if worst else "-",
+        "largest": f"{worst.largest:.2g}" if worst else "-",
+        "differing": f"{worst.differing:.2%}" if worst else "-",
+        "others": "same" if result.others_untouched else "CHANGED",
+        **({name: time_text(time) for name, time in times.items()} if on_npu else {}),
+        "check": "FAILED" if result.failures else "ok",
+    }
 
 
-def _time(milliseconds: float | None) -> str:
+def failed_lines(checks: Iterable[Any]) -> list[str]:
+    """What failed, of checks that have a name, a way and failures."""
+    return [f"FAILED {one.name} ({one.through}): {text}" for one in checks for text in one.failures]
+
+
+def time_text(milliseconds: float | None) -> str:
     return "-" if milliseconds is None else f"{milliseconds:.2f}"

@@ -8,10 +8,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 from mla_fusion import meta
 from mla_fusion.meta import spec
 from mla_fusion.meta.limits import VERSIONS
+from mla_fusion.meta.prolog import PROLOGS
+from mla_fusion.paging.tiles import unpack_rows
 from mla_fusion.reference.sample import DEEPSEEK_V3, as_operator, sample_call
+from mla_fusion.tools.selftest.operator import Call
 
 # everything optional at once: smoothing, the normalised c_q as an output, factors that are not one
 _EXTRAS: dict[str, Any] = {"query_norm_flag": True, "qc_qr_scale": 1.25, "kc_scale": 0.75}
@@ -19,9 +24,9 @@ _OLDER = ("npu_mla_prolog", "npu_mla_prolog_v2")
 
 
 @dataclass(frozen=True)
-class Scenario:
-    """One call, as CANN ``cann`` has it. ``lead`` is ``(T,)`` or ``(B, S)``; ``dims`` the other
-    sizes by axis.
+class Scenario(Call):
+    """One call of a prologue operator, as CANN ``cann`` has it. ``lead`` is ``(T,)`` or ``(B, S)``;
+    ``dims`` the other sizes by axis.
     """
 
     op: str
@@ -42,7 +47,6 @@ class Scenario:
         return f"{self.op} {quant} {self.cache_mode} {lead}" + (" extras" if self.extras else "")
 
     def call(self) -> dict[str, Any]:
-        """Seeded arguments by name, on the CPU."""
         call = sample_call(
             weight_quant_mode=self.weight_quant_mode,
             kv_cache_quant_mode=self.kv_cache_quant_mode,
@@ -55,6 +59,18 @@ class Scenario:
             given = meta.limits(self.op, "A3", self.cann).gives_query_norm
             call |= _EXTRAS | {"query_norm_flag": given}
         return as_operator(self.op, call, self.cann)
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        return PROLOGS[self.op].results
+
+    def parts(self, rows: Tensor) -> dict[str, Tensor]:
+        """A packed row as latent, rope part and scales."""
+        if self.kv_cache_quant_mode != 3:
+            return super().parts(rows)
+        hckv, dr = self.dims["Hckv"], self.dims["Dr"]
+        pieces = unpack_rows(rows, hckv=hckv, dr=dr, tile=spec.TILE_SIZE)
+        return dict(zip((".ckv", ".kr", ".scale"), pieces, strict=True))
 
 
 def scenarios(

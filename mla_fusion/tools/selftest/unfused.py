@@ -6,11 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mla_fusion.meta.number_formats import BLOCK, E8M0_NUMBER, FORMATS, MXFP8, NumberFormat
+from mla_fusion.meta.number_formats import BLOCK, E8M0_NUMBER, FORMATS, INT8, MXFP8, NumberFormat
 from mla_fusion.reference import hifloat8
 from mla_fusion.reference.formats import format_of
 
@@ -62,85 +63,55 @@ FORMS = (
     Form("mxfp8 weights, c_q read by an indexer", reads_c_q=True, format=MXFP8),
     Form("key half", rope=("pairs", "half"), target="key"),
     Form("key half, RoPE in pairs", rope=("pairs", "pairs"), in_place=False, target="key"),
-    Form("static W8A8", rope=("pairs", "half"), target="preprocess"),
+    Form("static W8A8", rope=("pairs", "half"), target="preprocess", format=INT8),
 )
 
 
+def frozen(tensor: Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor, requires_grad=False)
+
+
 class Linear(nn.Module):
-    def __init__(self, weight: nn.Parameter) -> None:
-        super().__init__()
-        self.weight = weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight.t()
-
-
-class StaticLinear(nn.Module):
-    """int8 weight, a scale for each column; one scale for x. In float64 the same weight, x as it
-    is.
+    """[out, in] in bfloat16, or in a format of one byte; then rows are quantised by an npu
+    operator, each by its own scale, or all by ``x_scale``. In float64 the same weight as numbers,
+    rows as they are.
     """
 
-    def __init__(self, weight: nn.Parameter) -> None:
+    def __init__(
+        self, weight: Tensor, form: NumberFormat | None, x_scale: nn.Parameter | None
+    ) -> None:
         super().__init__()
-        scale = weight.float().abs().amax(1) / 127
-        codes = (weight.float() / scale[:, None]).round().to(torch.int8).t().contiguous()
-        self.codes, self.scale = (nn.Parameter(t, requires_grad=False) for t in (codes, scale))
-        self.x_scale = nn.Parameter(
-            torch.tensor([2.0**-5], dtype=torch.bfloat16), requires_grad=False
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.dtype == torch.float64:
-            return x @ (self.codes.double() * self.scale)
-        codes = torch.ops.npu.npu_quantize(x, self.x_scale, None, 1, -1, True)
-        weights = self.codes, self.scale * self.x_scale.float()
-        made: Tensor = torch.ops.npu.npu_quant_matmul(codes, *weights, output_dtype=torch.bfloat16)
-        return made
-
-
-class QuantisedLinear(nn.Module):
-    """[out, in] in a format of one byte, rows quantised by an npu operator; in float64 the same
-    weight as numbers.
-    """
-
-    def __init__(self, weight: nn.Parameter, form: NumberFormat) -> None:
-        super().__init__()
-        self.form = form
-        kernel = format_of(form.full, "A5")
-        assert kernel is not None
+        self.form, self.x_scale = form, x_scale
+        kernel = format_of(form.full, "A5") if form is not None else None
+        if form is None or kernel is None:
+            self.weight = frozen(weight)
+            return
         held, scale = kernel.dynamic_quant(weight.float())
         numbers = hifloat8.decode(held) if held.dtype == torch.uint8 else held.float()
-        self.wide = numbers.double() * scale.double().repeat_interleave(
-            weight.shape[1] // scale.shape[1], -1
-        )
+        block = weight.shape[1] // scale.shape[1]
+        self.wide = numbers.double() * scale.double().repeat_interleave(block, -1)
         if form.in_blocks:
             scale = scale.view(torch.uint8).unflatten(-1, (-1, 2)).transpose(0, 1)
-        self.weight = nn.Parameter(held, requires_grad=False)
-        self.scale = nn.Parameter(scale if form.in_blocks else scale.flatten(), requires_grad=False)
+        self.weight, self.scale = frozen(held), frozen(scale if form.in_blocks else scale.flatten())
 
     def forward(self, x: Tensor) -> Tensor:
-        npu, form = torch.ops.npu, self.form
-        if x.dtype == torch.float64:
-            return x @ self.wide.t()
+        npu, form, weight = torch.ops.npu, self.form, self.weight.t()
+        if form is None or x.dtype == torch.float64:
+            return x @ (weight if form is None else self.wide.t())
+        scale: Tensor = self.scale
         dst_type = form.number or form.element
-        if form.in_blocks:
+        named: dict[str, Any] = {"x1_dtype": form.number, "x2_dtype": form.number}
+        if self.x_scale is not None:
+            x = npu.npu_quantize(x, self.x_scale, None, 1, -1, True)
+            scale, named = scale * self.x_scale.float(), {}
+        elif form.in_blocks:
             x, token = npu.npu_dynamic_mx_quant(x, dst_type=dst_type)
-            named = {
-                "scale_dtype": E8M0_NUMBER,
-                "pertoken_scale_dtype": E8M0_NUMBER,
-                "group_sizes": [1, 1, BLOCK],
-            }
+            kinds = dict.fromkeys(("scale_dtype", "pertoken_scale_dtype"), E8M0_NUMBER)
+            named = {"pertoken_scale": token, "group_sizes": [1, 1, BLOCK], **kinds}
         else:
             x, token = npu.npu_dynamic_quant(x, dst_type=dst_type)
-            named = {"x1_dtype": form.number, "x2_dtype": form.number}
-        return npu.npu_quant_matmul(
-            x,
-            self.weight.t(),
-            self.scale,
-            pertoken_scale=token,
-            output_dtype=torch.bfloat16,
-            **named,
-        )
+            named |= {"pertoken_scale": token}
+        return npu.npu_quant_matmul(x, weight, scale, output_dtype=torch.bfloat16, **named)
 
 
 class Prologue(nn.Module):
@@ -154,29 +125,25 @@ class Prologue(nn.Module):
         self.form, self.dims = form, dict(dims)
         he, hcq, hckv, n, d, dr = (dims[axis] for axis in ("He", "Hcq", "Hckv", "N", "D", "Dr"))
 
-        def weight(*shape: int) -> nn.Parameter:
+        def weight(*shape: int) -> Tensor:
             values = torch.randn(shape, generator=make, dtype=torch.float32) * shape[-1] ** -0.5
-            return nn.Parameter(values.bfloat16(), requires_grad=False)
+            return values.bfloat16()
 
-        def linear(*shape: int) -> nn.Module:
-            held = weight(*shape)
-            if form.format is not None:
-                return QuantisedLinear(held, form.format)
-            return StaticLinear(held) if form.target == "preprocess" else Linear(held)
+        def linear(*shape: int, x_scale: nn.Parameter | None = None) -> Linear:
+            return Linear(weight(*shape), form.format, x_scale)
 
+        def static_scale() -> nn.Parameter | None:
+            scale = torch.tensor([2.0**-5], dtype=torch.bfloat16)
+            return frozen(scale) if form.target == "preprocess" else None
+
+        of_x = static_scale()
+        self.q_a, self.kv_a = linear(hcq, he, x_scale=of_x), linear(hckv + dr, he, x_scale=of_x)
         of_query = he if form.target == "key" else hcq
-        self.q_a, self.q_b, self.kv_a = (
-            linear(hcq, he),
-            linear(n * (d + dr), of_query),
-            linear(hckv + dr, he),
-        )
-        if form.target == "preprocess":
-            self.kv_a.x_scale = self.q_a.x_scale  # of one x
-        self.x_gamma = nn.Parameter(1 + weight(he), requires_grad=False)
+        self.q_b = linear(n * (d + dr), of_query, x_scale=static_scale())
         self.indexer = linear(128, hcq) if form.reads_c_q and form.format is not None else None
-        self.w_uk = weight(n, d, hckv)
-        self.q_gamma, self.kv_gamma = (
-            nn.Parameter(1 + weight(width), requires_grad=False) for width in (hcq, hckv)
+        self.w_uk = frozen(weight(n, d, hckv))
+        self.x_gamma, self.q_gamma, self.kv_gamma = (
+            frozen(1 + weight(width)) for width in (he, hcq, hckv)
         )
 
     def forward(

@@ -1,0 +1,73 @@
+"""A command of the command line as one description, and how its answer is given. Needs no torch."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mla_fusion.tools import terminal
+from mla_fusion.tools.target import output, writing
+
+Option = Callable[[Any], object]  # adds what it is to a parser
+
+
+def option(*names: str, **kind: Any) -> Option:
+    """As argparse has it."""
+    return lambda parser: parser.add_argument(*names, **kind)
+
+
+def function(more: str = "", **kind: Any) -> Option:
+    """The function that a command works on."""
+    said = f"function that returns (module_or_function, arguments){more}"
+    return option("target", metavar="FILE.py:FUNCTION", help=said, **kind)
+
+
+def page(text: str) -> Option:
+    return option("--html", type=output, metavar="FILE", help=text)
+
+
+DYNAMIC = option(
+    "--dynamic", action="store_true", help="symbolic sizes, as torch.compile(dynamic=True)"
+)
+
+
+@dataclass(frozen=True)
+class Command:
+    """``run`` gives the exit status; ``more`` is said after the summary, in the command's own help
+    alone; ``has_json``: it can print JSON.
+    """
+
+    name: str
+    run: Callable[[argparse.Namespace], int]
+    summary: str
+    more: str = ""
+    options: Sequence[Option] = ()
+    aliases: Sequence[str] = ()
+    has_json: bool = True
+
+    def add(self, commands: Any) -> None:
+        """To the parsers of all commands."""
+        said = f"{self.summary} {self.more}".rstrip()
+        parser = commands.add_parser(
+            self.name, help=self.summary, description=said, aliases=self.aliases
+        )
+        parser.set_defaults(run=self.run)
+        if self.has_json:
+            parser.add_argument("--json", action="store_true", help="print JSON on stdout")
+        for add in self.options:
+            add(parser)
+
+
+def answer(found: Any, arguments: argparse.Namespace, is_fine: bool) -> int:
+    """Print what was found, as text or JSON, and write its page where one is asked for. The exit
+    status.
+    """
+    print(found.to_json()) if arguments.json else terminal.show(found)
+    if getattr(arguments, "html", None):
+        with writing(arguments.html):
+            found.to_html(arguments.html)
+        print(f"written: {arguments.html}", file=sys.stderr)
+    return 0 if is_fine else 1
