@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from mla_fusion.meta import preprocess, preprocess_csrc
+from mla_fusion.meta import preprocess
 from mla_fusion.meta.errors import ContractError
 from mla_fusion.meta.limits import known_path, known_releases
 from mla_fusion.meta.prolog import PROLOGS
@@ -68,9 +68,7 @@ def infer(op: str, *, cann: str = "latest", path: str = "graph", **arguments: An
     eager = known_path(path) == "eager"
     name = named(op)
     if name == preprocess.OP:
-        return preprocess.infer_preprocess(arguments)
-    if name == preprocess_csrc.OP:
-        return preprocess_csrc.infer_csrc(arguments)
+        return preprocess.infer_preprocess(complete(name, arguments))
     known = known_releases(cann)
     absent = (0,) if "8.5" in known else (1,)
     full = complete(op, arguments)

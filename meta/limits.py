@@ -18,6 +18,7 @@ from typing import Any
 
 from mla_fusion.meta.errors import ContractError
 from mla_fusion.meta.prolog import PROLOGS
+from mla_fusion.meta.symbolic import different
 
 from mla_fusion.machine import RELEASES, SOCS
 
@@ -43,21 +44,20 @@ class Sizes:
             self.low <= size and (self.high is None or size <= self.high) and size % self.step == 0
         )
 
+    def exclude(self, size: object) -> bool:
+        """Whether a size, which may be symbolic, is known to be none of these."""
+        if type(size) is int:
+            return size not in self
+        return len(self.listed) == 1 and different(size, *self.listed)
+
     def describe(self) -> str:
         """As text, also for Dynamo, which does not call ``__str__``."""
         if self.listed:
-            return (
-                "one of " + ", ".join(map(str, sorted(self.listed)))
-                if len(self.listed) > 1
-                else self._only()
-            )
+            return "one of " * (len(self.listed) > 1) + ", ".join(map(str, sorted(self.listed)))
         upper = f"{self.low}..{self.high}" if self.high is not None else f"at least {self.low}"
         return upper + (f", a multiple of {self.step}" if self.step > 1 else "")
 
     __str__ = describe
-
-    def _only(self) -> str:
-        return str(next(iter(self.listed)))
 
 
 def _of(*sizes: int) -> Sizes:

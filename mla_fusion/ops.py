@@ -28,7 +28,7 @@ import torch
 from mla_fusion import compat
 from mla_fusion.meta import key_operator
 from mla_fusion.meta.key_operator import V2
-from mla_fusion.meta.preprocess import ATB
+from mla_fusion.meta.preprocess import ATB, OUT_SCHEMA
 from mla_fusion.meta.prolog import PROLOGS, V3
 
 _SCATTER_PA = (
@@ -113,7 +113,7 @@ _IN_PLACE: dict[str, tuple[str, tuple[int, ...]]] = {
 
 _ATB_SIGNATURES: dict[str, tuple[str, str]] = {
     ATB.name: ATB.schema,
-    f"{ATB.name}.out": ATB.out_schema,
+    f"{ATB.name}.out": OUT_SCHEMA,
 }
 
 OPERATORS: tuple[str, ...] = tuple(_SIGNATURES)

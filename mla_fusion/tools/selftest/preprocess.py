@@ -46,7 +46,6 @@ class Scenario:
         """Seeded arguments by name, on the CPU."""
         dims = dict(LEGAL, N=self.heads)
         return sample_preprocess(
-            self.op,
             cache_mode=self.cache_mode,
             quant_mode=self.quant_mode,
             dtype=self.dtype,
