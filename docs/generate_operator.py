@@ -16,7 +16,6 @@ from mla_fusion.meta import (
     contradictions,
     key_operator,
     preprocess,
-    preprocess_csrc,
     spec,
 )
 from mla_fusion.meta.limits import RELEASES, SOCS, Limits
@@ -109,20 +108,6 @@ quant_offset and bias of both stages. `int8_nzcache` requires ctkv_scale [1], wh
 q_nope_scale [N], which multiplies.
 """
 
-CSRC_INTRODUCTION = """\
-## mla_preprocess_csrc (the fork in vllm-ascend)
-
-`torch.ops._C_ascend.mla_preprocess`, A2 and A3; called `mla_preprocess_csrc` here, as ATB's
-operator has the same name. It is ATB's without gamma0 and beta0 (hiddenState arrives normed), with
-results as arguments, with cos and sin that may both be None, and with `enable_inner_out`, which
-fills inner_out [T, Q] with RMSNorm 1 and its beta before quantisation. A quantised mode requires
-beta1 and both descales, per_tensor_quant_asymm also quant_scale, quant_offset and bias of both
-stages; `no_quant` reads none of them and takes weights of the activation dtype. Caches are
-[BlockNum, BlockSize, width], with or without a head axis of 1, in NZ modes also [BlockNum,
-width/C0, BlockSize, C0]; only their first axis may be strided. These are the kernels; other
-combinations write nothing and report nothing.
-"""
-
 ATTENTION_INTRODUCTION = f"""\
 ## npu_fused_infer_attention_score_v2 (attention over paged latents)
 
@@ -150,8 +135,8 @@ and `mask.absent`, TND without a mask, which can give the plain average of all r
 OTHERS_INTRODUCTION = """\
 # Operators beside the prologue
 
-The key's half, ATB's prologue and its fork, attention over paged latents, and where the official
-pages are wrong. [The prologue's own contract](operator.md). Generated from `mla_fusion.meta` by
+The key's half, ATB's prologue, attention over paged latents, and where the official pages are
+wrong. [The prologue's own contract](operator.md). Generated from `mla_fusion.meta` by
 `docs/generate_operator.py`; do not edit.
 """
 
@@ -214,8 +199,6 @@ def others() -> str:
         table(("cache_mode", "k_cache, ckv_cache", "index", "int8"), key_caches()),
         ATB_INTRODUCTION,
         table(("cache_mode", "kv_cache", "kv_cache_rope", "q_out0", "q_out1"), atb_caches()),
-        CSRC_INTRODUCTION,
-        table(("quant_mode", "hiddenState", "cache_mode", "with enable_inner_out"), csrc_kernels()),
         ATTENTION_INTRODUCTION,
         table(("input_layout", "query", "attention_out", "int8"), attention_layouts()),
         table(
@@ -474,11 +457,6 @@ def atb_caches() -> Iterator[list[str]]:
             axes(form.q_out0) + int8,
             q_rope,
         ]
-
-
-def csrc_kernels() -> Iterator[list[str]]:
-    for (quant, kind), (modes, inner) in preprocess_csrc.KERNELS.items():
-        yield [f"`{quant}`", dtype_name(kind, kind), names(modes), names(inner)]
 
 
 def attention_layouts() -> Iterator[list[str]]:

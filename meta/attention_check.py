@@ -7,22 +7,24 @@ without an error: a mask of sparse_mode 0 (``mask.ignored``), and TND without a 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from mla_fusion.meta import attention as table
-from mla_fusion.meta.attention import BAND, CAUSAL_AT_THE_END, HOST, LENGTHS, NO_MASK, OP, TREE
-from mla_fusion.meta.binder import Binder
+from mla_fusion.meta.attention import BAND, CAUSAL_AT_THE_END, HOST, LENGTHS, NO_MASK, TREE
+from mla_fusion.meta.binder import Binder, Derived
 from mla_fusion.meta.errors import ContractError
-from mla_fusion.meta.layout import contiguous, elsewhere, kind_of, not_strided, writable
+from mla_fusion.meta.layout import contiguous
+from mla_fusion.meta.limits import Sizes
 from mla_fusion.meta.symbolic import different
-from mla_fusion.meta.values import holds_data
 
+_CACHES = ("key", "value", "key_rope")
 _CAUSAL = f"sparse_mode {CAUSAL_AT_THE_END} with its mask [{table.MASK_WIDTH}, {table.MASK_WIDTH}]"
 
 
 def check_attention(
+    op: str,
     soc: str,
     cann: str,
     values: bool,
@@ -36,7 +38,7 @@ def check_attention(
     """
     if soc not in table.SOCS:
         expected = "A2 or A3: the form of A5 is not described here"
-        raise ContractError("soc", "soc", expected, soc, source=HOST, op=OP)
+        raise ContractError("soc", "soc", expected, soc, source=HOST, op=op)
     call = _Call(full, table.release(cann))
     call.check_modes()
     call.check_dims(floats)
@@ -45,14 +47,23 @@ def check_attention(
     call.check_sizes()
     call.check_mask()
     call.check_lengths(values)
-    call.check_memory()
+    call.one_device()
+    call.caches(_CACHES, "a contiguous tensor")  # no compiler lays caches out anew
+    for name in table.TENSORS:
+        if name not in _CACHES and full[name] is not None and not contiguous(full[name]):
+            call.refuse_strides(name, "a contiguous tensor")
 
 
 class _Call(Binder):
     """One call; every rule that fails raises ContractError."""
 
+    derived: ClassVar[Derived] = {
+        "H": lambda dims: dims["N"] * dims["D"],
+        "N*R": lambda dims: dims["N"] * dims["R"],
+    }
+
     def __init__(self, full: Mapping[str, Any], allowed: table.Release) -> None:
-        super().__init__(OP, HOST, full)
+        super().__init__(table.ATTENTION, HOST, full)
         self.allowed = allowed
         self.layout = str(full["input_layout"])
         self.int8 = bool(full["query"].dtype == torch.int8)
@@ -62,24 +73,11 @@ class _Call(Binder):
         """Of query."""
         return table.axes_of(self.layout)[0]
 
-    def pick(self, name: str, allowed: Iterable[Any], why: str = "") -> None:
-        """An attribute that has one of these values."""
-        allowed = tuple(allowed)
-        if self.full[name] not in allowed:
-            expected = f"one of {', '.join(map(str, allowed))}{why}"
-            self.refuse(name, name, expected, repr(self.full[name]))
-
     def check_modes(self) -> None:
-        for name in table.TENSORS:
-            value = self.full[name]
-            if value is not None and not_strided(value):
-                self.refuse(f"type.{name}", name, "a strided tensor", kind_of(value))
         for name in ("query_rope", "key_rope", "block_table"):
-            if self.full[name] is None:
-                self.refuse(f"required.{name}", name, "a tensor: MLA over pages", "nothing")
+            self.presence(name, True, "for MLA over pages")
         for name in table.NOT_OF_MLA:
-            if self.full[name] is not None:
-                self.refuse(f"forbidden.{name}", name, "nothing with query_rope", "a tensor")
+            self.presence(name, False, "with query_rope")
         self.pick("input_layout", table.LAYOUTS)
         if self.int8:
             self.pick("input_layout", table.INT8_LAYOUTS, " with an int8 query")
@@ -89,21 +87,15 @@ class _Call(Binder):
 
     def check_dims(self, floats: Sequence[torch.dtype]) -> None:
         """The axes that are no tensor's own: N, D, R and their products."""
-        kind, heads = self.full["query"].dtype, self.full["num_query_heads"]
-        if not self.int8 and kind not in floats:
-            expected = f"{', '.join(map(str, floats))} or torch.int8"
-            self.refuse("dtype.query", "query", expected, kind)
-        self.dims["N"] = heads
-        if type(heads) is int and heads not in table.HEADS:
-            expected = f"N {table.HEADS.describe()}"
-            expected += f": pad to {table.padded_heads(heads)}" if 0 < heads <= 128 else ""
-            self.refuse("dims.n", "num_query_heads", expected, f"N {heads}")
+        self.dtype("query", *floats, torch.int8)
+        heads = self.dims["N"] = self.full["num_query_heads"]
+        few = type(heads) is int and 0 < heads <= 128
+        pad = f": pad to {table.padded_heads(heads)}" if few else ""
+        self.within("N", "num_query_heads", table.HEADS, pad)
         for axis, size, name in (("D", table.LATENT, "key"), ("R", table.ROPE, "key_rope")):
-            found = self.dims[axis] = self._width(name)
-            if different(found, size):
-                expected = f"{axis} {size}, with W_uk multiplied into the query"
-                self.refuse(f"dims.{axis.lower()}", name, expected, f"{axis} {found}")
-        self.dims["H"], self.dims["N*R"] = heads * self.dims["D"], heads * self.dims["R"]
+            self.dims[axis] = self._width(name)
+            only = Sizes(frozenset({size}))
+            self.within(axis, name, only, ", with W_uk multiplied into the query")
 
     def _width(self, name: str) -> Any:
         shape = self.full[name].shape
@@ -141,10 +133,9 @@ class _Call(Binder):
         query = f"a query of {self.full['query'].dtype}"
         shapes = (" ".join(self.axes.replace("H", "N").replace("D", "")), "1", "1")
         for name, shape in zip(table.SCALES, shapes, strict=True):
+            self.presence(name, self.int8, f"with {query}")
             if self.int8:
-                self.needed(name, shape, torch.float32, query)
-            elif self.full[name] is not None:
-                self.refuse(f"forbidden.{name}", name, f"nothing with {query}", "a tensor")
+                self.tensor(name, shape, torch.float32)
         of_query = table.PER_TOKEN_AND_HEAD if self.int8 else 0
         self.pick("query_quant_mode", (of_query,), f" with {query}")
         for name in ("key_quant_mode", "value_quant_mode"):
@@ -154,20 +145,15 @@ class _Call(Binder):
         full, dims = self.full, self.dims
         one_head = type(dims["N"]) is int and dims["N"] == 1
         self.pick("num_key_value_heads", (0, 1) if one_head else (1,))  # 0: as many as of query
-        for axis, size in dims.items():
+        for axis in dims:
             most = table.MOST.get(axis) if "T" in dims else None
-            if type(size) is int and (size < 1 or (most is not None and size > most)):
-                expected = f"{axis} from 1" + (f" to {most} in {self.layout}" if most else "")
-                self.refuse(f"dims.{axis.lower()}", "query", expected, f"{axis} {size}")
-        block, nz = dims["BlockSize"], full["key"].dim() == 5
+            self.within(axis, "query", Sizes(low=1, high=most), f" in {self.layout}")
+        nz = full["key"].dim() == 5
         blocks = self.allowed.nz_blocks if nz else self.allowed.blocks
-        blocks = table.INT8_BLOCKS if self.int8 else blocks
-        if type(block) is int and block not in blocks:
-            cache = f"{'an NZ' if nz else 'a'} cache of {full['key'].dtype}"
-            expected = f"BlockSize {blocks.describe()} in {cache}"
-            self.refuse("dims.blocksize", "key", expected, f"BlockSize {block}")
-        if different(full["block_size"], block):
-            expected = f"{block}, the rows of a block of key"
+        cache = f" in {'an NZ' if nz else 'a'} cache of {full['key'].dtype}"
+        self.within("BlockSize", "key", table.INT8_BLOCKS if self.int8 else blocks, cache)
+        if different(full["block_size"], dims["BlockSize"]):
+            expected = f"{dims['BlockSize']}, the rows of a block of key"
             self.refuse("block_size", "block_size", expected, full["block_size"])
 
     def check_mask(self) -> None:
@@ -186,16 +172,12 @@ class _Call(Binder):
             self.pick("sparse_mode", taken, f" in {self.layout}" + " of one token" * one)
         if mode == NO_MASK:
             return
-        if mask is None:
-            self.refuse("required.atten_mask", "atten_mask", f"a mask of mode {mode}", "nothing")
-        if mask.dtype not in table.MASK_DTYPES:
-            expected = " or ".join(map(str, table.MASK_DTYPES))
-            self.refuse("dtype.atten_mask", "atten_mask", expected, mask.dtype)
+        self.presence("atten_mask", True, f"with sparse_mode {mode}")
         leading = "1 " * (0 if self.int8 else min(max(mask.dim() - 2, 0), 2))
         shape = f"{leading}{table.MASK_WIDTH} {table.MASK_WIDTH}"
         if mode == TREE:  # of TND the squares of all sequences, one behind the other
             shape = "squares" if "T" in dims else "B S S"
-        self.sizes("atten_mask", tuple(mask.shape), shape)
+        self.tensor("atten_mask", shape, *table.MASK_DTYPES)
 
     def check_lengths(self, values: bool) -> None:
         """actual_seq_kvlen is one length a sequence; of TND, actual_seq_qlen is prefix sums."""
@@ -238,26 +220,9 @@ class _Call(Binder):
             return None if any(type(length) is not int for length in given) else list(given)
         if not values:
             return None
-        if not holds_data(given):
-            expected = "a tensor with data, to check its values"
-            self.refuse("values.meta", name, expected, given.device)
-        return [int(length) for length in given.tolist()]
+        return [int(length) for length in self.readable(name).tolist()]
 
     def _between(self, name: str, lengths: Sequence[int], most: Any) -> None:
         for length in lengths:
             if length < 0 or (type(most) is int and length > most):
                 self.refuse(f"lengths.{name}", name, f"lengths from 0 to {most}", length)
-
-    def check_memory(self) -> None:
-        astray = elsewhere(self.full, table.TENSORS)
-        if astray is not None:
-            name, home, device = astray
-            self.refuse(f"device.{name}", name, f"a tensor on {home}, as others are", device)
-        for name in table.TENSORS:
-            tensor = self.full[name]
-            cache = name in ("key", "value", "key_rope")  # which no compiler lays out anew
-            if tensor is None or (not cache and contiguous(tensor)):
-                continue
-            if not cache or not writable(tensor, first_axis_free=False, ones_free=True):
-                expected, found = "a contiguous tensor", f"strides {list(tensor.stride())}"
-                self.refuse(f"contiguous.{name}", name, expected, found)

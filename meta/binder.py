@@ -1,78 +1,166 @@
-"""`Binder`: tensors of one call against named axes; the first tensor that has an axis binds its
-size.
+"""`Binder`: one call against named axes; the first tensor that has an axis binds its size.
+
+The contract of each operator is a `Binder` with rules of its own; what the operators ask alike of
+tensors, devices, strides and slots stands here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from mla_fusion.meta.errors import ContractError
+from mla_fusion.meta.layout import holds_data, writable
+from mla_fusion.meta.limits import Sizes
+from mla_fusion.meta.prolog import Operator
 from mla_fusion.meta.symbolic import different
+from torch import Tensor
+
+Derived = Mapping[str, Callable[[Mapping[str, Any]], Any]]  # axis: its size, of those of others
 
 
 class Binder:
     """The arguments of one call and the axis sizes known so far; every rule that fails raises
     ContractError.
 
-    A shape is written as axes, "T N C" or "BlockNum C/32 128 32": a number stands for itself, a
-    name for the size that an earlier tensor gave it or `dims` holds.
+    A shape is written as axes, "T N C" or "BlockNum C/32 128 *": a number stands for itself, "*"
+    for any size, and a name for what `derived` computes of other axes, for the size that an earlier
+    tensor gave it, or that `dims` holds.
     """
 
-    def __init__(self, op: str, source: str, full: Mapping[str, Any]) -> None:
-        self.op, self.source, self.full = op, source, full
-        self.dims: dict[str, Any] = {}
+    derived: ClassVar[Derived] = {}
 
-    def refuse(self, code: str, argument: str, expected: object, found: object) -> NoReturn:
+    def __init__(self, operator: Operator, source: str, full: Mapping[str, Any]) -> None:
+        self.op, self.source, self.full = operator.name, source, full
+        self.names = operator.ge_inputs
+        self.dims: dict[str, Any] = {}
+        for name in self.names:
+            value = full[name]
+            if value is None or (isinstance(value, Tensor) and value.layout is torch.strided):
+                continue
+            is_tensor = isinstance(value, Tensor)
+            found = f"a {value.layout} tensor" if is_tensor else type(value).__name__
+            self.refuse(f"type.{name}", name, "a strided tensor", found)
+
+    def refuse(
+        self, code: str, argument: str, expected: object, found: object, source: str = ""
+    ) -> NoReturn:
         raise ContractError(
-            code, argument, f"{expected}", f"{found}", self.dims, self.source, self.op
+            code, argument, f"{expected}", f"{found}", self.dims, source or self.source, self.op
         )
 
-    def tensor(self, name: str, shape: str, dtype: torch.dtype) -> None:
-        self.dtype(name, dtype)
-        self.sizes(name, tuple(self.full[name].shape), shape)
+    def pick(self, name: str, allowed: Iterable[Any], why: str = "", code: str = "") -> None:
+        """An attribute that has one of these values."""
+        allowed = tuple(allowed)
+        if self.full[name] not in allowed:
+            expected = f"one of {', '.join(map(str, allowed))}{why}"
+            self.refuse(code or name, name, expected, repr(self.full[name]))
 
-    def needed(self, name: str, shape: str, dtype: torch.dtype, why: str) -> None:
-        """A tensor that the schema leaves open and the modes ``why`` require."""
-        if self.full[name] is None:
-            self.refuse(f"required.{name}", name, f"a tensor with {why}", "nothing")
-        self.tensor(name, shape, dtype)
+    # -- tensors
 
-    def dtype(self, name: str, dtype: torch.dtype) -> None:
-        if self.full[name].dtype != dtype:
-            self.refuse(f"dtype.{name}", name, dtype, self.full[name].dtype)
+    def presence(self, name: str, needed: bool, why: str) -> None:
+        """A tensor that the schema leaves open, and the modes ``why`` require or forbid."""
+        given = self.full.get(name)
+        if needed and given is None:
+            self.refuse(f"required.{name}", name, f"a tensor {why}", "nothing")
+        if not needed and given is not None:
+            self.refuse(f"forbidden.{name}", name, f"nothing {why}", "a tensor")
 
-    def sizes(self, name: str, found: tuple[Any, ...], shape: str) -> None:
-        axes = shape.split()
+    def tensor(self, name: str, shape: str, *dtypes: torch.dtype, note: str = "") -> None:
+        self.dtype(name, *dtypes)
+        self.sizes(name, shape, note=note)
+
+    def dtype(self, name: str, *dtypes: torch.dtype) -> torch.dtype:
+        found: torch.dtype = self.full[name].dtype
+        if found not in dtypes:
+            self.refuse(f"dtype.{name}", name, " or ".join(map(str, dtypes)), found)
+        return found
+
+    def sizes(
+        self, name: str, shape: str, found: tuple[Any, ...] | None = None, note: str = ""
+    ) -> None:
+        """``found``: in place of the tensor's own, where its storage has other axes."""
+        axes, own = shape.split(), list(self.full[name].shape)
+        found = tuple(own) if found is None else found
         if len(found) != len(axes):
-            self.refuse(f"rank.{name}", name, f"[{', '.join(axes)}]", list(self.full[name].shape))
+            self.refuse(f"rank.{name}", name, f"[{', '.join(axes)}]", f"{len(own)}-D {own}")
         for axis, size in zip(axes, found, strict=True):
-            wanted = int(axis) if axis.isdigit() else self.dims.setdefault(axis, size)
-            if size is not wanted and different(size, wanted):
-                shown = ", ".join(
-                    a if a.isdigit() else f"{a} = {self.dims.get(a, 'any')}" for a in axes
-                )
-                self.refuse(f"shape.{name}", name, f"[{shown}]", list(self.full[name].shape))
+            if axis == "*":
+                continue
+            wanted = self.size(axis)
+            if wanted is None:
+                self.dims[axis] = size
+            elif size is not wanted and different(size, wanted):
+                known = [a if a.isdigit() else f"{a} = {self.size(a, 'any')}" for a in axes]
+                self.refuse(f"shape.{name}", name, f"[{', '.join(known)}]{note}", own)
 
-    def weight(self, name: str, n: str, k: str, dtype: torch.dtype) -> None:
-        """[n, k], or FRACTAL_NZ storage [1, k/C0, n, C0], C0 being 32 bytes."""
-        self.dtype(name, dtype)
+    def size(self, axis: str, unknown: Any = None) -> Any:
+        if axis in self.derived:
+            return self.derived[axis](self.dims)
+        return int(axis) if axis.isdigit() else self.dims.get(axis, unknown)
+
+    def within(self, axis: str, argument: str, sizes: Sizes, where: str = "") -> None:
+        """The size of an axis is one that the operator takes; ``argument`` is whose axis it is."""
+        size = self.dims.get(axis)
+        if size is not None and sizes.exclude(size):
+            expected = f"{axis} {sizes.describe()}{where}"
+            self.refuse(f"dims.{axis.lower()}", argument, expected, f"{axis} {size}")
+
+    # -- memory
+
+    def one_device(self) -> None:
+        """All tensors lie on one; those on meta stand for tensors anywhere."""
+        home = None
+        for name in self.names:
+            tensor = self.full[name]
+            if tensor is None or tensor.is_meta:
+                continue
+            home = home or tensor.device
+            if tensor.device != home:
+                expected = f"a tensor on {home}, as those before it"
+                self.refuse(f"device.{name}", name, expected, tensor.device)
+
+    def caches(
+        self,
+        names: Iterable[str],
+        expected: str = "a contiguous tensor: of others a copy is written",
+        *,
+        first_axis_free: bool = False,
+        ones_free: bool = True,
+    ) -> None:
+        """What is written in place is laid out as `layout.writable` says."""
+        for name in names:
+            tensor = self.full[name]
+            if not writable(tensor, first_axis_free=first_axis_free, ones_free=ones_free):
+                self.refuse_strides(name, expected)
+
+    def refuse_strides(self, name: str, expected: str, source: str = "") -> NoReturn:
         tensor = self.full[name]
-        sizes = tuple(tensor.shape)
-        if len(sizes) == 4:
-            c0 = 32 // tensor.element_size()
-            if different(sizes[0], 1) or different(sizes[3], c0):
-                self.refuse(f"shape.{name}", name, f"[1, {k}/{c0}, {n}, {c0}]", list(sizes))
-            sizes = (sizes[2], sizes[1] * c0)
-        self.sizes(name, sizes, f"{n} {k}")
+        found = f"{list(tensor.shape)} with strides {list(tensor.stride())}"
+        self.refuse(f"contiguous.{name}", name, expected, found, source)
 
-    def absorb(self, name: str, dtype: torch.dtype) -> None:
-        """[N, D, C], or FRACTAL_NZ storage [N, C/16, D, 16]."""
-        self.dtype(name, dtype)
-        sizes = tuple(self.full[name].shape)
-        if len(sizes) == 4:
-            if different(sizes[3], 16):
-                self.refuse(f"shape.{name}", name, "[N, C/16, D, 16] or [N, D, C]", list(sizes))
-            sizes = (sizes[0], sizes[2], sizes[1] * sizes[3])
-        self.sizes(name, sizes, "N D C")
+    # -- values
+
+    def readable(self, name: str) -> Tensor:
+        tensor: Tensor = self.full[name]
+        if not holds_data(tensor):
+            found = f"a {type(tensor).__name__} on {tensor.device}"
+            self.refuse("values.meta", name, "a tensor with data, to check its values", found)
+        return tensor
+
+    def rows(
+        self, name: str, slots: Tensor, end: int, expected: str, least: int | None = None
+    ) -> None:
+        """Each slot is below ``end`` and names its row alone; negative ones, not below ``least``,
+        are skipped.
+        """
+        bad = slots >= end
+        bad = bad if least is None else bad | (slots < least)
+        if bool(bad.any()):
+            self.refuse(f"values.{name}.range", name, f"{expected} = {end}", int(slots[bad][0]))
+        written = slots[slots >= 0].sort().values
+        again = written[1:][written.diff() == 0]
+        if len(again):
+            code = f"values.{name}.duplicate"
+            self.refuse(code, name, "every entry at most once", f"{int(again[0])} repeated")

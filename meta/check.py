@@ -6,12 +6,16 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from mla_fusion.meta import attention, attention_check, key_operator, preprocess, preprocess_csrc
+from mla_fusion.meta import attention, attention_check, key_operator, preprocess
 from mla_fusion.meta.call import Call
 from mla_fusion.meta.limits import known_path, limits
 from mla_fusion.meta.signature import complete, named
-from mla_fusion.meta.values import check_values
 
+_OTHERS = {
+    attention.OP: attention_check.check_attention,
+    preprocess.OP: preprocess.check_preprocess,
+    **dict.fromkeys(key_operator.OPERATORS, key_operator.check_key_operator),
+}
 _VALIDATION = (torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -28,14 +32,14 @@ def check(
 
     op         an operator of torch_npu: ``npu_mla_prolog``, ``_v2``, ``_v3``, ``_v3_functional``,
                ``npu_kv_rmsnorm_rope_cache``, ``_v2``, ``_v2_functional``, ``npu_mla_preprocess``
-               (also ``mla_preprocess``), ``mla_preprocess_csrc``, vllm-ascend's fork of the last,
-               or ``npu_fused_infer_attention_score_v2`` in its form for absorbed MLA
+               (also ``mla_preprocess``), or ``npu_fused_infer_attention_score_v2`` in its form for
+               absorbed MLA
     soc, cann  whose limits hold
     path       how the call reaches the device: "eager", by hand through torch_npu, or "graph",
                where GE infers the shapes of the results first and takes less: no 4-D storage of
                weight_dq from 9.1 on, for one
-    values     also read cache_index and actual_seq_len, which the device does not check
-               (`mla_fusion.meta.values`), and lengths given as tensors
+    values     also read cache_index and actual_seq_len, which the device does not check, and
+               lengths given as tensors
     arguments  the operator's own, by name; tensors may be meta or fake, sizes symbolic: a symbolic
                size is never specialised, only what is statically known to be wrong is refused
 
@@ -44,17 +48,12 @@ def check(
     """
     known_path(path)
     name = named(op)
-    if name == preprocess.OP:
-        return preprocess.check_preprocess(soc, cann, values, arguments)
-    if name == preprocess_csrc.OP:
-        return preprocess_csrc.check_csrc(soc, cann, values, arguments)
-    if name == attention.OP:
-        return attention_check.check_attention(soc, cann, values, complete(name, arguments))
-    if name in key_operator.OPERATORS:
-        return key_operator.check_key_operator(name, soc, cann, values, complete(name, arguments))
+    if name in _OTHERS:
+        _OTHERS[name](name, soc, cann, values, complete(name, arguments))
+        return
     call = checked(op, soc, cann, arguments, path)
     if values:
-        check_values(op, call.full, call.dims)
+        call.values()
 
 
 def checked(
@@ -66,7 +65,7 @@ def checked(
     call = Call(op, complete(op, arguments), allowed)
     call.modes(where)
     call.tensors(torch.bfloat16)
-    call.sizes(where)
+    call.within_limits(where)
     call.ranks(where if path == "eager" else f"{where} in a graph")
     call.memory(where)
     return call

@@ -8,11 +8,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from mla_fusion.meta import preprocess, preprocess_csrc
-from mla_fusion.meta.errors import ContractError
+from mla_fusion.meta import preprocess
+from mla_fusion.meta.binder import Binder
 from mla_fusion.meta.limits import known_path, known_releases
 from mla_fusion.meta.prolog import PROLOGS
 from mla_fusion.meta.signature import complete, named
+from mla_fusion.meta.spec import INFERSHAPE
 
 Result = tuple[tuple[Any, ...], torch.dtype]
 
@@ -37,17 +38,7 @@ _READ: Mapping[str, tuple[int, ...]] = {
     "weight_uq_qr": (2, 4),
     "rmsnorm_gamma_cq": (1,),
     "rope_sin": (2, 3),
-    "kv_cache": (),
-    "kr_cache": (),
 }
-
-
-def _readable(op: str, argument: str, value: Any, ranks: tuple[int, ...]) -> None:
-    if not isinstance(value, torch.Tensor):
-        raise ContractError(f"type.{argument}", argument, "a tensor", type(value).__name__, op=op)
-    if ranks and value.dim() not in ranks:
-        expected = " or ".join(f"{rank}-D" for rank in ranks)
-        raise ContractError(f"rank.{argument}", argument, expected, f"{value.dim()}-D", op=op)
 
 
 def infer(op: str, *, cann: str = "latest", path: str = "graph", **arguments: Any) -> list[Result]:
@@ -68,15 +59,17 @@ def infer(op: str, *, cann: str = "latest", path: str = "graph", **arguments: An
     eager = known_path(path) == "eager"
     name = named(op)
     if name == preprocess.OP:
-        return preprocess.infer_preprocess(arguments)
-    if name == preprocess_csrc.OP:
-        return preprocess_csrc.infer_csrc(arguments)
+        return preprocess.infer_preprocess(complete(name, arguments))
     known = known_releases(cann)
     absent = (0,) if "8.5" in known else (1,)
     full = complete(op, arguments)
-    for argument, ranks in _READ.items():
-        _readable(op, argument, full[argument], ranks)
     operator = PROLOGS[op]
+    bound = Binder(operator, INFERSHAPE, full)
+    for argument, ranks in _READ.items():
+        rank = full[argument].dim()
+        if rank not in ranks:
+            expected = " or ".join(f"{taken}-D" for taken in ranks)
+            bound.refuse(f"rank.{argument}", argument, expected, f"{rank}-D")
     reads_modes = operator.version == "v3"
     if not reads_modes:
         wq, kv = implied_quant_modes(full)

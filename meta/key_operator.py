@@ -11,15 +11,13 @@ of multi-head latent attention and is not described here.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from mla_fusion.meta.binder import Binder
+from mla_fusion.meta.binder import Binder, Derived
 from mla_fusion.meta.errors import ContractError
-from mla_fusion.meta.layout import elsewhere, kind_of, not_strided, writable
-from mla_fusion.meta.limits import RELEASES, SOCS, known_releases
+from mla_fusion.meta.limits import RELEASES, SOCS, Sizes, known_releases
 from mla_fusion.meta.prolog import Argument, Operator
-from mla_fusion.meta.values import holds_data
 
 HOST = "kv_rms_norm_rope_cache tiling"
 _TENSORS = tuple(map(Argument, "kv gamma cos sin index k_cache ckv_cache".split()))
@@ -34,6 +32,7 @@ _OPTIONS = (
 _DTYPES = tuple(Argument(name, "int?") for name in ("k_cache_dtype", "ckv_cache_dtype"))
 # as the whole prologue's operator calls them; here k_cache and ckv_cache
 CACHES = ("kr_cache", "kv_cache")
+_CACHES = ("k_cache", "ckv_cache")
 _ROWS = ("k_pe", "c_kv")
 _GE = "KvRmsNormRopeCache"
 
@@ -62,7 +61,7 @@ V2 = Operator(
     results=_ROWS,
     ge_type=_GE,
     ge_results=V1.ge_results,
-    written=("k_cache", "ckv_cache"),
+    written=_CACHES,
     functional=V2_FUNCTIONAL.name,
 )
 OPERATORS = {operator.name: operator for operator in (V1, V2, V2_FUNCTIONAL)}
@@ -70,7 +69,7 @@ OPERATORS = {operator.name: operator for operator in (V1, V2, V2_FUNCTIONAL)}
 PAGED = ("PA", "PA_BNSD", "PA_NZ")  # a slot for each token
 BLOCKS = ("PA_BLK_BNSD", "PA_BLK_NZ")  # one for each block of a sequence
 MODES = ("Norm", *PAGED, *BLOCKS)
-SIZES = {"C": 512, "R": 64}  # of A2 and A3
+_C, _R = Sizes(frozenset({512})), Sizes(frozenset({64}))  # of A2 and A3
 SINCE = {"A2": RELEASES[0], "A3": RELEASES[0], "A5": "8.5"}
 FROM_BLOCKS = "latest"  # the release that asks for as many blocks as the sequences need one by one
 
@@ -81,11 +80,12 @@ def check_key_operator(op: str, soc: str, cann: str, values: bool, full: Mapping
     if soc not in SOCS or RELEASES.index(cann) < RELEASES.index(SINCE[soc]):
         expected = "A2, A3, or A5 from CANN 8.5 on"
         raise ContractError("soc", "soc", expected, f"{soc}, CANN {cann}", source=HOST, op=op)
-    bound = _Call(op, HOST, full)
+    bound = _Call(OPERATORS[op], HOST, full)
     bound.check_modes(soc)
     bound.check_tensors()
     bound.check_sizes(soc, cann)
-    bound.check_memory()
+    bound.one_device()
+    bound.caches(_CACHES)
     if values:
         bound.check_values()
 
@@ -93,163 +93,79 @@ def check_key_operator(op: str, soc: str, cann: str, values: bool, full: Mapping
 class _Call(Binder):
     """One call; every rule that fails raises ContractError."""
 
+    derived: ClassVar[Derived] = {"C+R": lambda dims: dims["C"] + dims["R"]}
+
     @property
     def mode(self) -> str:
         return str(self.full["cache_mode"])
 
     def check_modes(self, soc: str) -> None:
-        for name in _TENSOR_NAMES:
-            value = self.full[name]
-            if value is not None and not_strided(value):
-                self.refuse(f"type.{name}", name, "a strided tensor", kind_of(value))
-        if self.mode not in MODES:
-            self.refuse(
-                "cache_mode.unknown", "cache_mode", "one of " + ", ".join(MODES), repr(self.mode)
-            )
-        if self.full["v"] is not None:
+        full = self.full
+        self.pick("cache_mode", MODES, code="cache_mode.unknown")
+        if full["v"] is not None:
             self.refuse("v", "v", "nothing: keys and values of one latent", "a tensor")
         for scale, offset in zip(SCALES, OFFSETS, strict=True):
-            if self.full[offset] is not None and (soc != "A5" or self.full[scale] is None):
+            if full[offset] is not None and (soc != "A5" or full[scale] is None):
                 expected = f"nothing without {scale}" if soc == "A5" else f"nothing on {soc}"
                 self.refuse(f"quant.{offset}", offset, expected, "a tensor")
-        if (
-            self.mode == "Norm"
-            and soc != "A5"
-            and any(self.full[name] is not None for name in SCALES)
-        ):
-            self.refuse(
-                "quant.norm", "cache_mode", f"a paged mode for int8 caches on {soc}", "Norm"
-            )
+        if self.mode == "Norm" and soc != "A5" and any(full[name] is not None for name in SCALES):
+            expected = f"a paged mode for int8 caches on {soc}"
+            self.refuse("quant.norm", "cache_mode", expected, "Norm")
 
     def check_tensors(self) -> None:
-        full, dims = self.full, self.dims
-        kind = full["kv"].dtype
-        if kind not in (torch.bfloat16, torch.float16):
-            self.refuse("dtype.kv", "kv", "torch.bfloat16 or torch.float16", kind)
+        full = self.full
+        kind = self.dtype("kv", torch.bfloat16, torch.float16)
         self.tensor("gamma", "C", kind)
         if full["cos"].dim() != 4:
             self.refuse("rank.cos", "cos", "[B, 1, S, R]", list(full["cos"].shape))
-        dims["R"] = full["cos"].shape[-1]
-        dims["C+R"] = dims["C"] + dims["R"]
+        self.dims["R"] = full["cos"].shape[-1]
         self.tensor("kv", "B 1 S C+R", kind)
         rows = full["cos"].shape[2]
         for name in ("cos", "sin"):  # one row a sequence serves all of its tokens
             self.tensor(name, "B 1 1 R" if type(rows) is int and rows == 1 else "B 1 S R", kind)
-        paged = self.mode != "Norm"
-        for name, width, scale in (
-            ("k_cache", "R", "k_rope_scale"),
-            ("ckv_cache", "C", "c_kv_scale"),
-        ):
-            if paged:
-                self.sizes(name, tuple(full[name].shape), f"BlockNum BlockSize 1 {width}")
-            else:
-                self.sizes(name, tuple(full[name].shape), f"B 1 Scache {width}")
-            quantised = full[scale] is not None
-            if quantised or full[name].dtype == torch.int8:
-                self.dtype(name, torch.int8)
-                if not quantised:
-                    self.refuse(
-                        f"required.{scale}", scale, f"a tensor with an int8 {name}", "nothing"
-                    )
-            else:
-                self.dtype(name, kind)
+        lead = "B 1 Scache" if self.mode == "Norm" else "BlockNum BlockSize 1"
+        for name, (scale, width) in zip(_CACHES, SCALES.items(), strict=True):
+            self.sizes(name, f"{lead} {width}")
+            if full[scale] is None and full[name].dtype == torch.int8:
+                self.presence(scale, True, f"with an int8 {name}")
+            self.dtype(name, kind if full[scale] is None else torch.int8)
         for name, width in (SCALES | OFFSETS).items():
             if full[name] is not None:
                 self.tensor(name, width if full[name].dim() == 1 else f"1 {width}", torch.float32)
-        given = [name for name in SCALES if full[name] is not None]
-        if len(given) == 2 and full[given[0]].dim() != full[given[1]].dim():
-            self.refuse(
-                "rank.c_kv_scale",
-                "c_kv_scale",
-                "as many axes as k_rope_scale",
-                list(full["c_kv_scale"].shape),
-            )
+        given = [full[name] for name in SCALES if full[name] is not None]
+        if len({scale.dim() for scale in given}) > 1:
+            expected, found = "as many axes as k_rope_scale", list(full["c_kv_scale"].shape)
+            self.refuse("rank.c_kv_scale", "c_kv_scale", expected, found)
         self.dtype("index", torch.int64)
 
     def check_sizes(self, soc: str, cann: str) -> None:
-        dims = self.dims
-        for axis, size in SIZES.items():
-            found = dims[axis]
-            if soc != "A5" and type(found) is int and found != size:
-                owner = "gamma" if axis == "C" else "cos"
-                self.refuse(
-                    f"dims.{axis.lower()}", owner, f"{axis} {size} on {soc}", f"{axis} {found}"
-                )
-        if type(dims["R"]) is int and dims["R"] % 2:
-            self.refuse("dims.r", "cos", "R even", f"R {dims['R']}")
-        for axis, size in dims.items():
-            if type(size) is int and size < 1:
-                self.refuse(f"dims.{axis.lower()}", "kv", f"{axis} at least 1", f"{axis} {size}")
-        tokens, index = dims["B"] * dims["S"], self.full["index"]
-        if self.mode in BLOCKS:
-            blocks = -(-dims["S"] // dims["BlockSize"])
-            self._count_index(index, dims["B"] * blocks)
-        else:
-            self._count_index(index, tokens)
-        if self.mode == "Norm":
-            self.sizes("index", tuple(index.shape), "B S")
-            return
-        block, kinds = (
-            dims["BlockSize"],
-            {self.full[name].dtype for name in ("k_cache", "ckv_cache")},
-        )
-        step = 32 if torch.int8 in kinds else 16
-        if type(block) is int and block % step:
-            self.refuse(
-                "dims.blocksize", "k_cache", f"BlockSize a multiple of {step}", f"BlockSize {block}"
-            )
-        wanted = -(-dims["S"] // block) * dims["B"]
-        if (
-            cann == FROM_BLOCKS
-            and type(wanted) is type(dims["BlockNum"]) is int
-            and dims["BlockNum"] < wanted
-        ):
-            expected = f"BlockNum at least B*ceil(S/BlockSize) = {wanted}"
-            self.refuse("dims.blocknum", "k_cache", expected, f"BlockNum {dims['BlockNum']}")
-
-    def _count_index(self, index: torch.Tensor, wanted: Any) -> None:
+        dims, index = self.dims, self.full["index"]
+        if soc != "A5":
+            self.within("C", "gamma", _C, f" on {soc}")
+            self.within("R", "cos", _R, f" on {soc}")
+        self.within("R", "cos", Sizes(low=2, step=2))
+        for axis in dims:
+            self.within(axis, "kv", Sizes(low=1))
+        paged = self.mode != "Norm"
+        blocks = -(-dims["S"] // dims["BlockSize"]) if paged else 0  # of one sequence
+        wanted = dims["B"] * (blocks if self.mode in BLOCKS else dims["S"])
         if type(wanted) is type(index.numel()) is int and index.numel() != wanted:
             self.refuse("shape.index", "index", f"{wanted} slots", list(index.shape))
-
-    def check_memory(self) -> None:
-        found = elsewhere(self.full, _TENSOR_NAMES)
-        if found is not None:
-            name, expected, device = found
-            self.refuse(
-                f"device.{name}", name, f"a tensor on {expected}, as those before it", device
-            )
-        for name in ("k_cache", "ckv_cache"):
-            if not writable(self.full[name], first_axis_free=False, ones_free=True):
-                strides = f"strides {list(self.full[name].stride())}"
-                self.refuse(
-                    f"contiguous.{name}",
-                    name,
-                    "a contiguous tensor: of others a copy is written",
-                    strides,
-                )
+        if not paged:
+            self.sizes("index", "B S")
+            return
+        step = 32 if torch.int8 in {self.full[name].dtype for name in _CACHES} else 16
+        self.within("BlockSize", "k_cache", Sizes(low=step, step=step))
+        needed = blocks * dims["B"]
+        if cann == FROM_BLOCKS and type(needed) is int:
+            self.within("BlockNum", "k_cache", Sizes(low=needed), ", which is B*ceil(S/BlockSize)")
 
     def check_values(self) -> None:
         """Each slot is a row of the cache, or negative, which skips the token; no row is written
         twice.
         """
-        index, dims = self.full["index"], self.dims
-        if not holds_data(index):
-            self.refuse(
-                "values.meta", "index", "a tensor with data, to check its values", index.device
-            )
-        rows = dims["Scache"] if self.mode == "Norm" else dims["BlockNum"] * dims["BlockSize"]
-        bad = index[index >= rows]
-        if bad.numel():
-            self.refuse(
-                "values.index.range", "index", f"rows below {rows}", int(bad.reshape(-1)[0])
-            )
-        for sequence in index if self.mode == "Norm" else [index.reshape(-1)]:
-            written = sequence[sequence >= 0].sort().values
-            repeated = written[1:][written.diff() == 0]
-            if repeated.numel():
-                self.refuse(
-                    "values.index.duplicate", "index", "every row at most once", int(repeated[0])
-                )
-
-
-_TENSOR_NAMES = V1.ge_inputs
+        index, dims = self.readable("index"), self.dims
+        paged = self.mode != "Norm"
+        end = dims["BlockNum"] * dims["BlockSize"] if paged else dims["Scache"]
+        for sequence in [index.reshape(-1)] if paged else index:
+            self.rows("index", sequence, end, "rows below the cache's")

@@ -1,49 +1,17 @@
-"""What the operators ask of where and how a tensor lies in memory: layout, device, format,
-strides.
-"""
+"""How a tensor lies in memory: format, strides, and whether there is memory at all."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from mla_fusion.meta.symbolic import different
 from torch import Tensor
 
 from mla_fusion.compat import FakeTensor
 
 FRACTAL_NZ = 29
-
-
-def not_strided(value: Any) -> bool:
-    """Whether something given as a tensor is none that has strides: a sparse one has not."""
-    return not isinstance(value, torch.Tensor) or value.layout is not torch.strided
-
-
-def kind_of(value: Any) -> str:
-    """How to name, in a refusal, something that is `not_strided`."""
-    return f"a {value.layout} tensor" if isinstance(value, torch.Tensor) else type(value).__name__
-
-
-def elsewhere(full: Mapping[str, Any], names: Iterable[str]) -> tuple[str, str, str] | None:
-    """(argument, device expected, device found) of the first tensor that is not where those before
-    it are.
-
-    Tensors on meta stand for tensors anywhere.
-    """
-    home = None
-    for name in names:
-        tensor = full.get(name)
-        if tensor is None or tensor.is_meta:
-            continue
-        device = tensor.device
-        if home is None:
-            home = device
-        elif device != home:
-            return name, str(home), str(device)
-    return None
 
 
 def npu_format(tensor: Tensor) -> int | None:
@@ -54,6 +22,11 @@ def npu_format(tensor: Tensor) -> int | None:
         return None
     torch_npu: Any = sys.modules.get("torch_npu")
     return None if torch_npu is None else int(torch_npu.get_npu_format(tensor))
+
+
+def holds_data(tensor: Tensor) -> bool:
+    """Whether a tensor's elements can be read: it is neither meta nor fake."""
+    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
 
 
 def contiguous(tensor: Tensor) -> bool:

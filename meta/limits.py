@@ -18,6 +18,7 @@ from typing import Any
 
 from mla_fusion.meta.errors import ContractError
 from mla_fusion.meta.prolog import PROLOGS
+from mla_fusion.meta.symbolic import different
 
 from mla_fusion.machine import RELEASES, SOCS
 
@@ -43,21 +44,20 @@ class Sizes:
             self.low <= size and (self.high is None or size <= self.high) and size % self.step == 0
         )
 
+    def exclude(self, size: object) -> bool:
+        """Whether a size, which may be symbolic, is known to be none of these."""
+        if type(size) is int:
+            return size not in self
+        return len(self.listed) == 1 and different(size, *self.listed)
+
     def describe(self) -> str:
         """As text, also for Dynamo, which does not call ``__str__``."""
         if self.listed:
-            return (
-                "one of " + ", ".join(map(str, sorted(self.listed)))
-                if len(self.listed) > 1
-                else self._only()
-            )
+            return "one of " * (len(self.listed) > 1) + ", ".join(map(str, sorted(self.listed)))
         upper = f"{self.low}..{self.high}" if self.high is not None else f"at least {self.low}"
         return upper + (f", a multiple of {self.step}" if self.step > 1 else "")
 
     __str__ = describe
-
-    def _only(self) -> str:
-        return str(next(iter(self.listed)))
 
 
 def _of(*sizes: int) -> Sizes:
@@ -75,15 +75,16 @@ _A23, _ANY_SOC = ("A2", "A3"), SOCS
 
 @dataclass(frozen=True)
 class Limit:
-    """``axis`` takes ``sizes`` from CANN ``since`` on, until a later row for the same axis replaces
-    it.
+    """``name`` is ``value`` from CANN ``since`` on, until a later row for it replaces it: the
+    `Sizes` of an axis, or a field of `Limits`.
     """
 
-    axis: str
-    sizes: Sizes
+    name: str
+    value: Any
     since: str = "8.2"
     socs: tuple[str, ...] = _ANY_SOC
     versions: tuple[str, ...] = _ANY_VERSION
+    paths: tuple[str, ...] = PATHS
 
 
 LIMITS = (
@@ -116,15 +117,6 @@ LIMITS = (
     Limit("BlockSize", _BLOCKS, "9.0"),
 )
 
-# (cache modes, since, socs, versions), later rows replace earlier ones
-CACHE_MODE_RELEASES = (
-    (("PA_BSND", "PA_NZ"), "8.2", _A23, _ANY_VERSION),
-    (("PA_BSND",), "8.5", ("A5",), _V3),
-    (_ALL_MODES, "8.5", _A23, _V3),
-    (("PA_BSND", "PA_NZ"), "9.0", ("A5",), _V3),
-    (_ALL_MODES, "9.1", ("A5",), _V3),
-)
-
 # ((weight_quant_mode, kv_cache_quant_mode), ...) legal from a release on; rows add up
 QUANT_RELEASES = (
     (((0, 0), (1, 0), (1, 2), (2, 0)), "8.2", _A23, _ANY_VERSION),
@@ -136,24 +128,15 @@ QUANT_RELEASES = (
 )
 
 
-@dataclass(frozen=True)
-class Trait:
-    """Field ``name`` of `Limits` is ``value`` from CANN ``since`` on, until a later row for it
-    replaces it.
-    """
-
-    name: str
-    value: Any
-    since: str = "8.2"
-    socs: tuple[str, ...] = _ANY_SOC
-    versions: tuple[str, ...] = _ANY_VERSION
-    paths: tuple[str, ...] = PATHS
-
-
 _GRAPH = ("graph",)
 TRAITS = (
-    Trait("absent", "CANN has it there from 8.5 on", socs=("A5",), versions=_V3),
-    Trait(
+    Limit("cache_modes", ("PA_BSND", "PA_NZ"), socs=_A23),
+    Limit("cache_modes", ("PA_BSND",), "8.5", ("A5",), _V3),
+    Limit("cache_modes", _ALL_MODES, "8.5", _A23, _V3),
+    Limit("cache_modes", ("PA_BSND", "PA_NZ"), "9.0", ("A5",), _V3),
+    Limit("cache_modes", _ALL_MODES, "9.1", ("A5",), _V3),
+    Limit("absent", "CANN has it there from 8.5 on", socs=("A5",), versions=_V3),
+    Limit(
         "absent",
         "its tiling takes modes 3/0 and 3/1 with a 3-D token_x, and its definition has no "
         "float8_e8m0fnu for the "
@@ -162,8 +145,8 @@ TRAITS = (
         ("A5",),
         _V3,
     ),
-    Trait("absent", "", "9.0", ("A5",), _V3),
-    Trait(
+    Limit("absent", "", "9.0", ("A5",), _V3),
+    Limit(
         "absent",
         "CANN's definition lists A5 from 8.5 on, but torch_npu's meta functions refuse it",
         "8.2",
@@ -172,32 +155,32 @@ TRAITS = (
     ),
     # before 8.5 the tiling of v3 reads the scenario off the dtypes, as that of v1 and v2 does to
     # this day
-    Trait("reads_modes", False, versions=_V3),
-    Trait("reads_modes", True, "8.5", versions=_V3),
-    Trait("gives_query_norm", False, versions=_V3),
-    Trait("gives_query_norm", True, "8.5", versions=_V3),
-    Trait("kv_scale", "1 Hckv", versions=("v2", "v3")),
-    Trait("kv_scale", "1", "8.5", versions=_V3),
+    Limit("reads_modes", False, versions=_V3),
+    Limit("reads_modes", True, "8.5", versions=_V3),
+    Limit("gives_query_norm", False, versions=_V3),
+    Limit("gives_query_norm", True, "8.5", versions=_V3),
+    Limit("kv_scale", "1 Hckv", versions=("v2", "v3")),
+    Limit("kv_scale", "1", "8.5", versions=_V3),
     # the rank of cache_index in a block-wise mode with a 2-D token_x was not looked at in one
     # release
-    Trait("block_index_ranks", frozenset(), "8.5", _A23, _V3),
-    Trait("block_index_ranks", frozenset({1}), "9.0", versions=_V3),
+    Limit("block_index_ranks", frozenset(), "8.5", _A23, _V3),
+    Limit("block_index_ranks", frozenset({1}), "9.0", versions=_V3),
     # whose caches' first axis may be strided (`mla_prolog_v3_def.cpp`: IgnoreContiguous); elsewhere
     # rows written to a cache that is not contiguous do not arrive in it
-    Trait("strided_caches", True, "latest", versions=_V3),
+    Limit("strided_caches", True, "latest", versions=_V3),
     # the tiling compares the stride of every axis, of those of size 1 too
-    Trait("compares_strides", True, "latest"),
+    Limit("compares_strides", True, "latest"),
     # infershape takes the second size of weight_dq for Hcq, and refuses 4-D storage since that was
     # noticed
-    Trait("weight_dq_4d", "without query_norm_flag", "8.5", versions=_V3, paths=_GRAPH),
-    Trait("weight_dq_4d", "", "9.1", versions=_V3, paths=_GRAPH),
+    Limit("weight_dq_4d", "without query_norm_flag", "8.5", versions=_V3, paths=_GRAPH),
+    Limit("weight_dq_4d", "", "9.1", versions=_V3, paths=_GRAPH),
     # an empty kr_cache of a per-tile call: its ranks, and the weight modes with which it may be
     # int8
-    Trait("empty_kr_ranks", frozenset({1, 3, 4}), "9.1", _A23, _V3, _GRAPH),
-    Trait("empty_kr_ranks", frozenset({1, 4}), "9.0", ("A5",), _V3),
-    Trait("empty_kr_ranks", frozenset({1, 3, 4}), "9.1", ("A5",), _V3),
-    Trait("empty_kr_int8", frozenset({1, 2}), "8.5", _A23, _V3),
-    Trait("empty_kr_int8", frozenset({1}), "9.1", ("A5",), _V3),
+    Limit("empty_kr_ranks", frozenset({1, 3, 4}), "9.1", _A23, _V3, _GRAPH),
+    Limit("empty_kr_ranks", frozenset({1, 4}), "9.0", ("A5",), _V3),
+    Limit("empty_kr_ranks", frozenset({1, 3, 4}), "9.1", ("A5",), _V3),
+    Limit("empty_kr_int8", frozenset({1, 2}), "8.5", _A23, _V3),
+    Limit("empty_kr_int8", frozenset({1}), "9.1", ("A5",), _V3),
 )
 
 
@@ -236,8 +219,8 @@ class Limits:
     """
 
     dims: Mapping[str, Sizes]
-    cache_modes: tuple[str, ...]
     quant_modes: frozenset[tuple[int, int]]
+    cache_modes: tuple[str, ...] = ()
     strided_caches: bool = False
     absent: str = ""
     reads_modes: bool = True
@@ -275,12 +258,12 @@ def _limits(op: str, soc: str, cann: str, path: str) -> Limits:
     def holds(since: str, socs: tuple[str, ...], versions: tuple[str, ...]) -> bool:
         return RELEASES.index(since) <= release and soc in socs and version in versions
 
-    dims = {row.axis: row.sizes for row in LIMITS if holds(row.since, row.socs, row.versions)}
-    modes = [row[0] for row in CACHE_MODE_RELEASES if holds(*row[1:])]
+    def newest(rows: tuple[Limit, ...]) -> dict[str, Any]:
+        there = (row for row in rows if path in row.paths)
+        return {row.name: row.value for row in there if holds(row.since, row.socs, row.versions)}
+
     quant = {pair for row in QUANT_RELEASES if holds(*row[1:]) for pair in row[0]}
-    rows = (row for row in TRAITS if path in row.paths and holds(row.since, row.socs, row.versions))
-    traits = {row.name: row.value for row in rows}
-    return Limits(MappingProxyType(dims), modes[-1] if modes else (), frozenset(quant), **traits)
+    return Limits(MappingProxyType(newest(LIMITS)), frozenset(quant), **newest(TRAITS))
 
 
 def taken_by(op: str, axis: str, size: int, here: str) -> str:

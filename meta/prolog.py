@@ -54,8 +54,8 @@ class Operator:
     positional: tuple[Argument, ...]
     keywords: tuple[Argument, ...]
     results: tuple[str, ...]
-    ge_type: str
-    ge_results: tuple[str, ...]
+    ge_type: str = ""
+    ge_results: tuple[str, ...] = ()
     written: tuple[str, ...] = ()
     functional: str = ""
 

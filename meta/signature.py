@@ -9,25 +9,21 @@ from functools import cache
 from typing import Any
 
 import torch
-from mla_fusion.meta import attention, key_operator, preprocess, preprocess_csrc
+from mla_fusion.meta import attention, key_operator, preprocess
 from mla_fusion.meta.errors import ContractError
 from mla_fusion.meta.prolog import PROLOGS
 
 # op -> (required arguments in positional order, keyword arguments with the schema's defaults)
 SIGNATURES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
-    **{
-        name: (operator.required, operator.defaults)
-        for name, operator in (PROLOGS | key_operator.OPERATORS).items()
-    },
-    attention.OP: (attention.ATTENTION.required, attention.ATTENTION.defaults),
-    preprocess.OP: (preprocess.ATB.required, preprocess.ATB.defaults),
-    preprocess_csrc.OP: (preprocess_csrc.CSRC.required, preprocess_csrc.CSRC.defaults),
+    operator.name: (operator.required, operator.defaults)
+    for operator in (
+        *PROLOGS.values(),
+        *key_operator.OPERATORS.values(),
+        attention.ATTENTION,
+        preprocess.ATB,
+    )
 }
-# ATB's operator without torch's prefix; the fork, whose own name this is too, is
-# mla_preprocess_csrc
-ALIASES = {"mla_preprocess": preprocess.OP}
-# arguments that may be given by position, where these are not just the required ones
-_POSITIONAL = {preprocess_csrc.OP: preprocess_csrc.CSRC.positional}
+ALIASES = {"mla_preprocess": preprocess.OP}  # ATB's operator without torch's prefix
 
 
 def named(op: str) -> str:
@@ -46,8 +42,7 @@ def bind(op: str, args: tuple[Any, ...], options: Mapping[str, Any]) -> dict[str
     Raises ContractError ``op`` for an unknown operator and ``argument.unknown`` for too many
     positional ones.
     """
-    required, _ = signature(op)
-    order = _POSITIONAL.get(named(op), required)
+    order, _ = signature(op)
     if len(args) > len(order):
         raise ContractError(
             "argument.unknown", "*args", f"at most {len(order)} positional", str(len(args)), op=op

@@ -107,7 +107,7 @@ _CHANNEL_SCALES = {
     "dequant_scale_w_uq_qr": "1 N*(D+Dr)",
     "dequant_scale_w_dkv_kr": "1 Hckv+Dr",
 }
-_BLOCK_SCALES = {
+BLOCK_SCALES = {
     "dequant_scale_x": "tokens He/32",
     "dequant_scale_w_dq": "Hcq He/32",
     "dequant_scale_w_uq_qr": "N*(D+Dr) Hcq/32",
@@ -125,9 +125,7 @@ WEIGHT_MODES: Mapping[int, WeightMode] = {
         _SMOOTH,
     ),
     2: WeightMode("full int8", torch.int8, _FULL, _CHANNEL_SCALES, _SMOOTH),
-    3: WeightMode(
-        "full mxfp8", torch.float8_e4m3fn, _FULL, _BLOCK_SCALES, {}, torch.float8_e8m0fnu
-    ),
+    3: WeightMode("full mxfp8", torch.float8_e4m3fn, _FULL, BLOCK_SCALES, {}, torch.float8_e8m0fnu),
     4: WeightMode("full fp8", torch.float8_e4m3fn, _FULL, _CHANNEL_SCALES, _SMOOTH),
     5: WeightMode("full hifloat8", torch.uint8, _FULL, _CHANNEL_SCALES, _SMOOTH),
 }

@@ -11,6 +11,7 @@ import importlib.abc
 import importlib.machinery
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -88,21 +89,32 @@ class _Finder(importlib.abc.MetaPathFinder):
                 return loaded.__spec__
         if fullname != "torch":
             return None
-        others = (finder for finder in sys.meta_path if finder is not self)
-        spec = next(
-            (found for finder in others if (found := finder.find_spec(fullname, path, target))),
-            None,
-        )
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
 
-            def followed(
-                module: ModuleType, execute: Callable[[ModuleType], None] = execute
-            ) -> None:
-                if self in sys.meta_path:
-                    sys.meta_path.remove(self)
-                execute(module)
-                _define()
+        def followed(execute: Callable[[], None]) -> None:
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
+            execute()
+            _define()
 
-            spec.loader.exec_module = followed  # type: ignore[method-assign]
-        return spec
+        return wrapped(self, fullname, path, target, followed)
+
+
+def wrapped(
+    finder: importlib.abc.MetaPathFinder,
+    fullname: str,
+    path: Sequence[str] | None,
+    target: ModuleType | None,
+    load: Callable[[Callable[[], None]], None],
+) -> importlib.machinery.ModuleSpec | None:
+    """The spec that the other finders have for a module; ``load`` calls what executes it."""
+    others = (other for other in sys.meta_path if other is not finder)
+    specs = (other.find_spec(fullname, path, target) for other in others)
+    spec = next(filter(None, specs), None)
+    if spec is not None and spec.loader is not None:
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            load(partial(execute, module))
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+    return spec

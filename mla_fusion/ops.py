@@ -26,9 +26,10 @@ from typing import Any
 import torch
 
 from mla_fusion import compat
+from mla_fusion._lazy import wrapped
 from mla_fusion.meta import key_operator
 from mla_fusion.meta.key_operator import V2
-from mla_fusion.meta.preprocess import ATB
+from mla_fusion.meta.preprocess import ATB, OUT_SCHEMA
 from mla_fusion.meta.prolog import PROLOGS, V3
 
 _SCATTER_PA = (
@@ -113,7 +114,7 @@ _IN_PLACE: dict[str, tuple[str, tuple[int, ...]]] = {
 
 _ATB_SIGNATURES: dict[str, tuple[str, str]] = {
     ATB.name: ATB.schema,
-    f"{ATB.name}.out": ATB.out_schema,
+    f"{ATB.name}.out": OUT_SCHEMA,
 }
 
 OPERATORS: tuple[str, ...] = tuple(_SIGNATURES)
@@ -214,23 +215,15 @@ class _TorchNpuFinder(importlib.abc.MetaPathFinder):
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname != "torch_npu":
             return None
-        for finder in sys.meta_path:
-            spec = None if finder is self else finder.find_spec(fullname, path, target)
-            if spec is not None and spec.loader is not None:
-                execute = spec.loader.exec_module
 
-                def make_way(
-                    module: ModuleType, execute: Callable[[ModuleType], None] = execute
-                ) -> None:
-                    withdraw()
-                    try:
-                        execute(module)
-                    finally:
-                        provide()
+        def make_way(execute: Callable[[], None]) -> None:
+            withdraw()
+            try:
+                execute()
+            finally:
+                provide()
 
-                spec.loader.exec_module = make_way  # type: ignore[method-assign]
-                return spec
-        return None
+        return wrapped(self, fullname, path, target, make_way)
 
 
 if not any(type(finder).__name__ == _TorchNpuFinder.__name__ for finder in sys.meta_path):

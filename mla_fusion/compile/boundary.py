@@ -90,7 +90,8 @@ class BoundaryBuilder(GraphBuilder):
             return self.value(result)
         inverse = None if exact is not None else self._inverse(program, positions)
         names = tuple(label(self._originals[position]) for position in positions)
-        made = Packed(program, signature, positions, names, inverse, self._updates, exact)
+        how = inverse, self._updates, exact, positions, names
+        made = Packed(program, signature, *how)
         return self._input(f"packed_{name}", made, result.meta["val"])
 
     def check_slots(

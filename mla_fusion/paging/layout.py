@@ -17,23 +17,17 @@ _FRACTAL_BYTES = 32
 def nd_to_nz(cache: Tensor) -> Tensor:
     """A copy of a PA_BSND cache as the PA_NZ cache of the same rows."""
     block_num, block_size, c1, c0 = _fractal(cache)
-    return (
-        cache.reshape(block_num, block_size, c1, c0)
-        .transpose(1, 2)
-        .reshape(cache.shape)
-        .contiguous()
-    )
+    return _turned(cache, block_num, block_size, c1, c0)
 
 
 def nz_to_nd(cache: Tensor) -> Tensor:
     """A copy of a PA_NZ cache as the PA_BSND cache of the same rows."""
     block_num, block_size, c1, c0 = _fractal(cache)
-    return (
-        cache.reshape(block_num, c1, block_size, c0)
-        .transpose(1, 2)
-        .reshape(cache.shape)
-        .contiguous()
-    )
+    return _turned(cache, block_num, c1, block_size, c0)
+
+
+def _turned(cache: Tensor, *sizes: int) -> Tensor:
+    return cache.reshape(sizes).transpose(1, 2).reshape(cache.shape).contiguous()
 
 
 def _fractal(cache: Tensor) -> tuple[int, int, int, int]:

@@ -4,10 +4,10 @@ starts.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from mla_fusion.paging.ragged import (
-    ceil_div,
     integers,
     padded,
     positions,
@@ -17,7 +17,7 @@ from mla_fusion.paging.ragged import (
     require,
     same_length,
 )
-from mla_fusion.paging.table import BlockIndex
+from mla_fusion.paging.table import BlockIndex, PageTable
 
 
 def slots_from_mapping(
@@ -97,13 +97,6 @@ def blocks_from_slots(slots: Tensor, new_tokens: Tensor, block_size: int) -> Blo
             "new_tokens", f"lengths that sum to {len(slots)}, the number of slots", int(new.sum())
         )
     require("new_tokens", new >= 0, "at least 0", new)
-    starts = new.cumsum(0) - new
-    sequence, position = positions(new)
-    first = slots[starts[sequence] + position - position.remainder(block_size)]
-    held = (slots == first + position.remainder(block_size)) & (first.remainder(block_size) == 0)
-    require(
-        "slots", held & (slots >= 0), f"blocks of {block_size} rows, filled from their start", slots
-    )
-    sequence, block = positions(ceil_div(new, block_size))
-    pages = slots[starts[sequence] + block * block_size].div(block_size, rounding_mode="floor")
-    return BlockIndex(pages, new.cumsum(0).int())
+    ends = new.cumsum(0)
+    starts = torch.cat((ends.new_zeros(1), ends))
+    return BlockIndex(PageTable.from_token_table(slots, starts, block_size).pages, ends.int())

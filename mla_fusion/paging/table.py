@@ -149,15 +149,9 @@ class PageTable:
         lengths = starts.diff()
         sequence, position = positions(lengths)
         first = slots[starts[sequence] + position - position.remainder(block_size)]
-        held = (slots == first + position.remainder(block_size)) & (
-            first.remainder(block_size) == 0
-        )
-        require(
-            "slots",
-            held & (slots >= 0),
-            f"pages of {block_size} rows, filled from their start",
-            slots,
-        )
+        inside = slots == first + position.remainder(block_size)
+        held = inside & (first.remainder(block_size) == 0) & (slots >= 0)
+        require("slots", held, f"blocks of {block_size} rows, filled from their start", slots)
         counts = ceil_div(lengths, block_size)
         sequence, block = positions(counts)
         pages = slots[starts[sequence] + block * block_size].div(block_size, rounding_mode="floor")
@@ -192,12 +186,8 @@ class PageTable:
         new, start = self._new(new_tokens, check)
         if check:
             aligned = (start.remainder(self.block_size) == 0) | (new == 0)
-            require(
-                "new_tokens",
-                aligned,
-                f"new tokens that start at a multiple of {self.block_size}",
-                start,
-            )
+            expected = f"new tokens that start at a multiple of {self.block_size}"
+            require("new_tokens", aligned, expected, start)
         sequence, block = positions(ceil_div(new, self.block_size))
         first = self.starts[:-1] + start.div(self.block_size, rounding_mode="floor")
         return BlockIndex(self.pages[first[sequence] + block], new.cumsum(0).int())
@@ -206,12 +196,8 @@ class PageTable:
         new = integers("new_tokens", new_tokens)
         same_length("new_tokens", new, len(self.lengths), "one a sequence")
         if check:
-            require(
-                "new_tokens",
-                (new >= 0) & (new <= self.lengths),
-                "between 0 and the sequence length",
-                new,
-            )
+            within = (new >= 0) & (new <= self.lengths)
+            require("new_tokens", within, "between 0 and the sequence length", new)
         return new, self.lengths - new
 
     def _slots(self, sequence: Tensor, position: Tensor) -> Tensor:

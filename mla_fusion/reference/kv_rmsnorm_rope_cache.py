@@ -6,15 +6,18 @@ rope cache.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from mla_fusion import meta
+from mla_fusion.meta.key_operator import MODES, V1, V2
 from mla_fusion.reference import cache, hifloat8
 from mla_fusion.reference.formats import to_fp8
+from mla_fusion.reference.functional import on_copies
 from mla_fusion.reference.numerics import interleave_rope, rms_norm, working_dtype
 from mla_fusion.reference.quantize import to_int8
-
-_MODES = ("Norm", "PA", "PA_BNSD", "PA_NZ", "PA_BLK_BNSD", "PA_BLK_NZ")
 
 
 def npu_kv_rmsnorm_rope_cache_v2(
@@ -50,9 +53,9 @@ def npu_kv_rmsnorm_rope_cache_v2(
 
     Raises ValueError for an unknown cache_mode and for ``v`` (the A5-only three-tensor form).
     """
-    if cache_mode not in _MODES:
+    if cache_mode not in MODES:
         raise ValueError(
-            f"npu_kv_rmsnorm_rope_cache: cache_mode is one of {', '.join(_MODES)}, "
+            f"npu_kv_rmsnorm_rope_cache: cache_mode is one of {', '.join(MODES)}, "
             f"not {cache_mode!r}"
         )
     if v is not None:
@@ -62,77 +65,28 @@ def npu_kv_rmsnorm_rope_cache_v2(
     ckv, k_pe = kv.split((dv, kv.shape[-1] - dv), -1)
     y = rms_norm(ckv.to(work), gamma.to(work), epsilon)
     k_embed = interleave_rope(k_pe, cos, sin, work)
-    _write(
-        k_cache,
-        _cast(k_embed, k_cache.dtype, k_rope_scale, k_rope_offset),
-        index,
-        cache_mode,
-        "k_cache",
-    )
-    _write(
-        ckv_cache,
-        _cast(y, ckv_cache.dtype, c_kv_scale, c_kv_offset),
-        index,
-        cache_mode,
-        "ckv_cache",
-    )
+    k_rows = _cast(k_embed, k_cache.dtype, k_rope_scale, k_rope_offset)
+    ckv_rows = _cast(y, ckv_cache.dtype, c_kv_scale, c_kv_offset)
+    _write(k_cache, k_rows, index, cache_mode, "k_cache")
+    _write(ckv_cache, ckv_rows, index, cache_mode, "ckv_cache")
     if not is_output_kv:
         return torch.zeros_like(k_embed, dtype=kv.dtype), torch.zeros_like(y, dtype=kv.dtype)
     return k_embed.to(kv.dtype), y.to(kv.dtype)
 
 
-def npu_kv_rmsnorm_rope_cache_v2_functional(
-    kv: Tensor,
-    gamma: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    index: Tensor,
-    k_cache: Tensor,
-    ckv_cache: Tensor,
-    **options: object,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """v2 on copies of the caches: ``(k_embed, y, k_cache_out, ckv_cache_out)``."""
-    k_cache_out, ckv_cache_out = k_cache.clone(), ckv_cache.clone()
-    embedded = npu_kv_rmsnorm_rope_cache_v2(
-        kv,
-        gamma,
-        cos,
-        sin,
-        index,
-        k_cache_out,
-        ckv_cache_out,
-        **options,  # type: ignore[arg-type]
-    )
-    return (*embedded, k_cache_out, ckv_cache_out)
+npu_kv_rmsnorm_rope_cache_v2_functional = on_copies(V2, npu_kv_rmsnorm_rope_cache_v2)
 
 
-def npu_kv_rmsnorm_rope_cache(
-    kv: Tensor,
-    gamma: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    index: Tensor,
-    k_cache: Tensor,
-    ckv_cache: Tensor,
-    **options: object,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def npu_kv_rmsnorm_rope_cache(*args: Tensor, **options: Any) -> tuple[Tensor, ...]:
     """v1: ``(k_cache, ckv_cache, k_embed, y)``.
 
     On the device the caches are written in place although the schema declares no mutation, and the
     first two results are those caches. Here the inputs are written as well, and the results are
     copies of them: a result of a pure schema may not share memory with an input.
     """
-    embedded = npu_kv_rmsnorm_rope_cache_v2(
-        kv,
-        gamma,
-        cos,
-        sin,
-        index,
-        k_cache,
-        ckv_cache,
-        **options,  # type: ignore[arg-type]
-    )
-    return (k_cache.clone(), ckv_cache.clone(), *embedded)
+    call = meta.bind(V1.name, args, options)
+    embedded = npu_kv_rmsnorm_rope_cache_v2(**call)
+    return (call["k_cache"].clone(), call["ckv_cache"].clone(), *embedded)
 
 
 def _cast(x: Tensor, dtype: torch.dtype, scale: Tensor | None, offset: Tensor | None) -> Tensor:

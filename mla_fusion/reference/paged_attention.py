@@ -17,6 +17,7 @@ from mla_fusion.meta.attention import (
     CAUSAL_AT_THE_END,
     FLOATS,
     NO_MASK,
+    OP,
     axes_of,
 )
 from mla_fusion.meta.attention_check import check_attention
@@ -35,7 +36,7 @@ def npu_fused_infer_attention_score_v2(
     """
     full = {**ATTENTION.defaults, "query": query, "key": key, "value": value, **options}
     wide = (*FLOATS, torch.float32, torch.float64)
-    check_attention("A3", "latest", True, full, wide)
+    check_attention(OP, "A3", "latest", True, full, wide)
     mode, layout = full["sparse_mode"], full["input_layout"]
     if mode not in (NO_MASK, CAUSAL_AT_THE_END):
         raise ValueError(f"{ATTENTION.name}: the CPU kernel has no sparse_mode {mode}")

@@ -10,14 +10,13 @@ multiplies while the cache scale divides.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mla_fusion import meta
 from mla_fusion.meta import preprocess as contract
-from mla_fusion.meta import preprocess_csrc as csrc
 from mla_fusion.meta.preprocess import EPSILON
 from mla_fusion.reference import cache, quantize
 from mla_fusion.reference.numerics import matmul, rms_norm
@@ -63,70 +62,34 @@ def npu_mla_preprocess(
     without norm, quantisation or descale, and the second norm adds no beta1 (the operation's own
     test, `test_mla_preprocess_aclnn.py`). Raises ContractError.
     """
-    full = contract.arguments_of(contract.ATB, dict(locals()))
-    bound = contract.bind_tensors(full)
-    contract.check_slots(bound)
-    hidden = rms_norm_bias(input, gamma0, beta0)
-    if wdqkv.dtype != torch.int8:  # what is not quantised is not normed either
-        hidden, full["beta1"] = input.float(), None
-    made = prologue(hidden, full, bound.dims, input.dtype)
-    form = contract.CACHE_FORMS[full["cache_mode"]]
-    q_out0, q_out1 = made.store(form, kv_cache, kv_cache_rope, full)
-    return q_out0, kv_cache, input.new_empty(0) if q_out1 is None else q_out1, kv_cache_rope
-
-
-@dataclass(frozen=True)
-class Rows:
-    """What one call computes, before it is stored: query [T, N, C], its rope part [T, N, R],
-    RMSNorm 1 with beta [T, Q] and RMSNorm 2 [T, C] in float32, the key's rope part [T, R].
-    """
-
-    query: Tensor
-    query_rope: Tensor
-    q_norm: Tensor
-    latent: Tensor
-    key_rope: Tensor
-
-    def store(
-        self, form: contract.CacheForm, kv_cache: Tensor, kr_cache: Tensor, full: Mapping[str, Any]
-    ) -> tuple[Tensor, Tensor | None]:
-        """Write the new rows into the caches; q_out0 and q_out1 (None where q_out0 holds both)."""
-        kind, slots = self.query.dtype, full["slotmapping"]
-        latent, query = self.latent.to(kind), self.query
-        if form.kr is None:
-            scatter(kv_cache, torch.cat((latent, self.key_rope), -1), slots, nz=form.nz)
-            return torch.cat((query, self.query_rope), -1), None
-        if form.int8:
-            query = to_int8(query.float() * full["q_nope_scale"].float().unsqueeze(-1))
-            latent = to_int8(self.latent * (1.0 / full["ctkv_scale"].float()))
-        scatter(kv_cache, latent, slots, nz=form.nz)
-        scatter(kr_cache, self.key_rope, slots, nz=form.nz)
-        return query.contiguous(), self.query_rope
-
-
-def prologue(
-    normed: Tensor, full: Mapping[str, Any], dims: Mapping[str, int], kind: torch.dtype
-) -> Rows:
-    """Everything between the normed hidden states, float32 [T, H], and the stores; ``kind`` is what
-    a projection is rounded to. An absent beta1 is not added, absent cos and sin do not rotate.
-    """
-    down = linear(
-        normed, weight_to_nd(full["wdqkv"]), full["descale0"], static_scales(full, "0"), kind
-    )
-    ckv, k_rope, q = down.split((dims["C"], dims["R"], dims["Q"]), -1)
-    q_norm = rms_norm_bias(q, full["gamma1"], full["beta1"])
-    up = linear(q_norm, weight_to_nd(full["wuq"]), full["descale1"], static_scales(full, "1"), kind)
-    q_nope, q_rope = up.unflatten(-1, (dims["N"], dims["D"] + dims["R"])).split(
-        (dims["D"], dims["R"]), -1
-    )
-    query = matmul(q_nope.transpose(0, 1), absorb_to_nd(full["wuk"])).transpose(0, 1)
-    if full["cos"] is not None:
-        cos, sin = full["cos"], full["sin"]
-        q_rope, k_rope = (
-            rope_neox(q_rope, cos.unsqueeze(1), sin.unsqueeze(1)),
-            rope_neox(k_rope, cos, sin),
-        )
-    return Rows(query, q_rope, q_norm, rms_norm(ckv, full["gamma2"], EPSILON), k_rope)
+    call = contract.Call(meta.complete(contract.OP, locals()))
+    call.bind_tensors()
+    call.check_slots()
+    full, form, kind = call.full, call.form, input.dtype
+    c, r, d, n, q = (call.dims[axis] for axis in "CRDNQ")
+    if wdqkv.dtype == torch.int8:
+        hidden, beta1_or_none = rms_norm_bias(input, gamma0, beta0), beta1
+    else:  # what is not quantised is not normed either
+        hidden, beta1_or_none = input.float(), None
+    down = linear(hidden, weight_to_nd(wdqkv), descale0, static_scales(full, "0"), kind)
+    ckv, k_rope, c_q = down.split((c, r, q), -1)
+    q_norm = rms_norm_bias(c_q, gamma1, beta1_or_none)
+    up = linear(q_norm, weight_to_nd(wuq), descale1, static_scales(full, "1"), kind)
+    q_nope, q_rope = up.unflatten(-1, (n, d + r)).split((d, r), -1)
+    query = matmul(q_nope.transpose(0, 1), absorb_to_nd(wuk)).transpose(0, 1)
+    q_rope = rope_neox(q_rope, cos.unsqueeze(1), sin.unsqueeze(1))
+    k_rope = rope_neox(k_rope, cos, sin)
+    wide = rms_norm(ckv, gamma2, EPSILON)
+    latent = wide.to(kind)
+    if form.kr is None:
+        scatter(kv_cache, torch.cat((latent, k_rope), -1), slotmapping, nz=form.nz)
+        return torch.cat((query, q_rope), -1), kv_cache, input.new_empty(0), kv_cache_rope
+    if form.int8:
+        query = to_int8(query.float() * full["q_nope_scale"].float().unsqueeze(-1))
+        latent = to_int8(wide * (1.0 / full["ctkv_scale"].float()))
+    scatter(kv_cache, latent, slotmapping, nz=form.nz)
+    scatter(kv_cache_rope, k_rope, slotmapping, nz=form.nz)
+    return query.contiguous(), kv_cache, q_rope, kv_cache_rope
 
 
 def rms_norm_bias(x: Tensor, gamma: Tensor, beta: Tensor | None) -> Tensor:
@@ -151,7 +114,7 @@ def static_scales(full: Mapping[str, Any], stage: str) -> tuple[Tensor, Tensor, 
 def linear(
     normed: Tensor,
     weight: Tensor,
-    descale: Tensor | None,
+    descale: Tensor,
     static: tuple[Tensor, Tensor, Tensor] | None,
     dtype: torch.dtype,
 ) -> Tensor:
@@ -161,7 +124,7 @@ def linear(
     channel. Without: dynamic per token, ``scale = max|x|/127``, descale per channel times scale. A
     weight of the activation dtype is multiplied as it is.
     """
-    if weight.dtype != torch.int8 or descale is None:
+    if weight.dtype != torch.int8:
         return matmul(normed.to(dtype), weight.t())
     channel = channel_scale(descale)
     if static is not None:
@@ -210,14 +173,11 @@ def absorb_to_nd(weight: Tensor) -> Tensor:
 
 
 def scatter(target: Tensor, rows: Tensor, slots: Tensor, *, nz: bool) -> None:
-    """Row t to ``slots[t]`` of a cache; -1 skips. An NZ cache is [BlockNum, W/C0, BlockSize, C0] in
-    memory.
-
-    The cache may be declared as that, as [BlockNum, BlockSize, 1, W], or without the head axis.
+    """Row t to ``slots[t]`` of a cache [BlockNum, BlockSize, 1, W], or NZ [BlockNum, W/C0,
+    BlockSize, C0]; -1 skips.
     """
-    sizes = tuple(target.shape)
-    declared = target.shape[2] if nz and csrc.is_physical(sizes) else target.shape[1]
-    target = target.view(target.shape[0], declared, 1, -1)
+    if nz:
+        target = target.view(target.shape[0], target.shape[2], 1, -1)
     block, offset = cache.token_slots(slots.to(torch.int64), target.shape[1])
     cache.write_paged(target, block, offset, rows, nz=nz, argument="kv_cache")
 

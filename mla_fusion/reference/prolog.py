@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from mla_fusion import meta
+from mla_fusion.meta.prolog import V3
 from mla_fusion.reference import cache, steps
 from mla_fusion.reference.chips import current_chip
 from mla_fusion.reference.formats import format_of
-from mla_fusion.reference.numerics import nz_weight_to_nd
+from mla_fusion.reference.functional import on_copies
+from mla_fusion.reference.numerics import nz_weight_to_nd, rms_norm
 
 
 def npu_mla_prolog_v3(
@@ -80,8 +82,9 @@ def npu_mla_prolog_v3(
     absent = torch.empty(0, dtype=torch.float32)
     form = format_of(weight_quant_mode, current_chip())
 
-    cq = steps.matmul_cq(form, x, w_dq, dequant_scale_x, dequant_scale_w_dq)
-    normed = steps.rms_norm_cq(cq, rmsnorm_gamma_cq, float(rmsnorm_epsilon_cq), float(qc_qr_scale))
+    cq = steps.projection(form, x, w_dq, dequant_scale_x, dequant_scale_w_dq)
+    # its rounding is the query_norm of the unquantised kernel (`service_rms_norm_arch22.h`)
+    normed = rms_norm(cq, rmsnorm_gamma_cq, float(rmsnorm_epsilon_cq), float(qc_qr_scale))
     if form is None:
         c_q, scale_c_q = normed.to(activation), torch.empty(0, dtype=torch.float32)
     else:
@@ -95,8 +98,9 @@ def npu_mla_prolog_v3(
         query, dequant_scale_q_nope = steps.quant_query(form, query)
         query_rope = steps.mul_qr(query_rope, quant_scale_ckv, dequant_scale_q_nope)
 
-    ckv, kr = steps.matmul_ckv_kr(form, x, w_dkv_kr, dequant_scale_x, dequant_scale_w_dkv_kr, dr)
-    ckv = steps.rms_norm_ckv(ckv, rmsnorm_gamma_ckv, float(rmsnorm_epsilon_ckv), float(kc_scale))
+    both = steps.projection(form, x, w_dkv_kr, dequant_scale_x, dequant_scale_w_dkv_kr)
+    ckv, kr = both.split((hckv, dr), -1)
+    ckv = rms_norm(ckv, rmsnorm_gamma_ckv, float(rmsnorm_epsilon_ckv), float(kc_scale))
     kr = steps.rope_qr(kr.unsqueeze(1), cos, sin, activation).squeeze(1)
     if kv_cache_quant_mode == 0:
         ckv = ckv.to(activation)
@@ -124,39 +128,4 @@ def npu_mla_prolog_v3(
     )
 
 
-def npu_mla_prolog_v3_functional(
-    token_x: Tensor,
-    weight_dq: Tensor,
-    weight_uq_qr: Tensor,
-    weight_uk: Tensor,
-    weight_dkv_kr: Tensor,
-    rmsnorm_gamma_cq: Tensor,
-    rmsnorm_gamma_ckv: Tensor,
-    rope_sin: Tensor,
-    rope_cos: Tensor,
-    kv_cache: Tensor,
-    kr_cache: Tensor,
-    **options: object,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`npu_mla_prolog_v3` on copies of the caches, which are the sixth and seventh result; inputs
-    untouched.
-    """
-    # what is no tensor is refused below
-    kv_cache_out, kr_cache_out = (
-        c.clone() if isinstance(c, Tensor) else c for c in (kv_cache, kr_cache)
-    )
-    results = npu_mla_prolog_v3(
-        token_x,
-        weight_dq,
-        weight_uq_qr,
-        weight_uk,
-        weight_dkv_kr,
-        rmsnorm_gamma_cq,
-        rmsnorm_gamma_ckv,
-        rope_sin,
-        rope_cos,
-        kv_cache_out,
-        kr_cache_out,
-        **options,  # type: ignore[arg-type]
-    )
-    return (*results, kv_cache_out, kr_cache_out)
+npu_mla_prolog_v3_functional = on_copies(V3, npu_mla_prolog_v3)

@@ -1,4 +1,4 @@
-"""Seeded random arguments of a legal call of ATB's MlaPreprocess or of vllm-ascend's fork of it."""
+"""Seeded random arguments of a legal call of ATB's MlaPreprocess."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mla_fusion.meta import preprocess, preprocess_csrc
+from mla_fusion.meta import preprocess
 
 # small sizes; those of the device are in mla_fusion.meta.preprocess
 SMALL = {
@@ -36,7 +36,6 @@ LEGAL = {
 
 
 def sample_preprocess(
-    op: str = preprocess.OP,
     *,
     cache_mode: str = "krope_ctkv",
     quant_mode: str = "per_token_quant_symm",
@@ -46,16 +45,15 @@ def sample_preprocess(
     seed: int = 7,
     device: str = "cpu",
 ) -> dict[str, Any]:
-    """Arguments by name of ``npu_mla_preprocess`` or ``mla_preprocess_csrc``, its results included.
+    """Arguments by name of ``npu_mla_preprocess``.
 
     Values are scaled so that every intermediate is of order one; caches hold noise; slots are
-    distinct. NZ caches have 128 rows a block. ``weight`` is the dtype of the two projections (the
-    activation's with "no_quant"). On ``device="meta"`` neither weights nor caches are allocated.
+    distinct. NZ caches have 128 rows a block. ``weight`` is the dtype of the two projections. On
+    ``device="meta"`` neither weights nor caches are allocated.
     """
     make = torch.Generator().manual_seed(seed)
     form = preprocess.CACHE_FORMS[cache_mode]
     block = preprocess.NZ_BLOCK if form.nz else dims["BlockSize"]
-    weight = dtype if quant_mode == preprocess_csrc.NO_QUANT else weight
     t, h, q, c, r, d, n = (dims[axis] for axis in ("T", "H", "Q", "C", "R", "D", "N"))
     wide, up = c + r + q, n * (d + r)
 
@@ -118,31 +116,7 @@ def sample_preprocess(
     if form.int8:
         call["ctkv_scale"] = torch.tensor([0.02], dtype=dtype)
         call["q_nope_scale"] = torch.linspace(20, 40, n, dtype=torch.float32).to(dtype)
-    if op == preprocess_csrc.OP:
-        call = _as_fork(call, form, (t, n, c, r, q), device)
-    moved: dict[int, Tensor] = {}  # a cache that is passed twice stays one tensor
-    for name, value in call.items():
-        if isinstance(value, Tensor):
-            call[name] = moved.setdefault(id(value), value.to(device))
-    return call
-
-
-def _as_fork(
-    call: dict[str, Any], form: preprocess.CacheForm, sizes: tuple[int, ...], device: str
-) -> dict[str, Any]:
-    """The same call of the fork: no input norm, results as arguments, in mode kvcache a rope cache
-    for its width.
-    """
-    t, n, c, r, q = sizes
-    kind = call["input"].dtype
-    fork = {name: value for name, value in call.items() if name not in ("input", "gamma0", "beta0")}
-    fork["hiddenState"] = call["input"]
-    if call["quant_mode"] == preprocess_csrc.NO_QUANT:
-        fork |= dict.fromkeys(("descale0", "descale1", "beta1"))
-    if form.kr is None:
-        fork["kv_cache_rope"] = torch.zeros(1, 1, r, dtype=kind, device=device)
-    width = c + r if form.kr is None else c
-    for name, shape in (("q_out0", (t, n, width)), ("q_out1", (t, n, r)), ("inner_out", (t, q))):
-        dtype = torch.int8 if form.int8 and name == "q_out0" else kind
-        fork[name] = torch.zeros(shape, dtype=dtype, device=device)
-    return fork | {"kv_cache_out0": fork["kv_cache"], "kv_cache_out1": fork["kv_cache_rope"]}
+    return {
+        name: value.to(device) if isinstance(value, Tensor) else value
+        for name, value in call.items()
+    }

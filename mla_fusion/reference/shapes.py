@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ _LIKE_CACHE = {
 }
 
 
-def _inferred(op: str, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Tensor, ...]:
+def _inferred(op: str, *args: Any, **options: Any) -> tuple[Tensor, ...]:
     arguments = meta.bind(op, args, options)
     results = [
         torch.empty(shape, dtype=dtype, device="meta")
@@ -33,24 +34,11 @@ def _inferred(op: str, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[
     return tuple(results)
 
 
-def npu_mla_prolog(*args: Any, **options: Any) -> tuple[Tensor, ...]:
-    return _inferred("npu_mla_prolog", args, options)
-
-
-def npu_mla_prolog_v2(*args: Any, **options: Any) -> tuple[Tensor, ...]:
-    return _inferred("npu_mla_prolog_v2", args, options)
-
-
-def npu_mla_prolog_v3(*args: Any, **options: Any) -> tuple[Tensor, ...]:
-    return _inferred("npu_mla_prolog_v3", args, options)
-
-
-def npu_mla_prolog_v3_functional(*args: Any, **options: Any) -> tuple[Tensor, ...]:
-    return _inferred("npu_mla_prolog_v3_functional", args, options)
-
-
-def npu_mla_preprocess(*args: Any, **options: Any) -> tuple[Tensor, ...]:
-    return _inferred("npu_mla_preprocess", args, options)
+npu_mla_prolog = partial(_inferred, "npu_mla_prolog")
+npu_mla_prolog_v2 = partial(_inferred, "npu_mla_prolog_v2")
+npu_mla_prolog_v3 = partial(_inferred, "npu_mla_prolog_v3")
+npu_mla_prolog_v3_functional = partial(_inferred, "npu_mla_prolog_v3_functional")
+npu_mla_preprocess = partial(_inferred, "npu_mla_preprocess")
 
 
 def npu_mla_preprocess_out(*args: Any, **options: Any) -> tuple[Tensor, ...]:
@@ -69,44 +57,29 @@ def npu_add_rms_norm(
     return y, rstd, torch.empty_like(x1)
 
 
-def npu_interleave_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return torch.empty_like(x)
+def _like_the_first(input: Tensor, *args: Any, **options: Any) -> Tensor:
+    return torch.empty_like(input)
 
 
-def npu_rotary_mul(
-    input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half", rotate: Tensor | None = None
-) -> Tensor:
+npu_interleave_rope = npu_scatter_nd_update = npu_format_cast = _like_the_first
+
+
+def npu_rotary_mul(input: Tensor, *args: Any, **options: Any) -> Tensor:
     return input.new_empty(input.shape)
 
 
-def npu_kv_rmsnorm_rope_cache_v2(
-    kv: Tensor,
-    gamma: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    index: Tensor,
-    k: Tensor,
-    ckv: Tensor,
-    **options: Any,
-) -> tuple[Tensor, Tensor]:
+def npu_kv_rmsnorm_rope_cache_v2(*args: Tensor, **options: Any) -> tuple[Tensor, ...]:
+    kv, gamma, cos = args[:3]
     lead = list(kv.shape[:-1])
     return kv.new_empty([*lead, cos.shape[-1]]), kv.new_empty([*lead, gamma.shape[0]])
 
 
 def npu_kv_rmsnorm_rope_cache_v2_functional(*args: Tensor, **options: Any) -> tuple[Tensor, ...]:
-    return (
-        *npu_kv_rmsnorm_rope_cache_v2(*args),
-        torch.empty_like(args[5]),
-        torch.empty_like(args[6]),
-    )
+    return (*npu_kv_rmsnorm_rope_cache_v2(*args), *map(torch.empty_like, args[5:7]))
 
 
 def npu_kv_rmsnorm_rope_cache(*args: Tensor, **options: Any) -> tuple[Tensor, ...]:
-    return (
-        torch.empty_like(args[5]),
-        torch.empty_like(args[6]),
-        *npu_kv_rmsnorm_rope_cache_v2(*args),
-    )
+    return (*map(torch.empty_like, args[5:7]), *npu_kv_rmsnorm_rope_cache_v2(*args))
 
 
 def npu_transpose_batchmatmul(input: Tensor, weight: Tensor, **options: Any) -> Tensor:
@@ -116,11 +89,7 @@ def npu_transpose_batchmatmul(input: Tensor, weight: Tensor, **options: Any) -> 
     return input.new_empty((m, batch, n) if factor == 1 else (factor, m, batch * n // factor))
 
 
-def npu_scatter_nd_update(input: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
-    return torch.empty_like(input)
-
-
-def npu_scatter_nd_update_(input: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
+def npu_scatter_nd_update_(input: Tensor, *args: Tensor) -> Tensor:
     return input
 
 
@@ -133,12 +102,13 @@ def npu_scatter_pa_kv_cache_functional(*args: Tensor, **options: Any) -> tuple[T
 
 
 def npu_dynamic_quant(input: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-    number = options.get("dst_type")
+    scale = input.new_empty(input.shape[:-1], dtype=torch.float32)
+    return torch.empty_like(input, dtype=_element(options.get("dst_type"))), scale
+
+
+def _element(number: int | None) -> torch.dtype:
     form = number_formats.of_dst_type(number)
-    dtype = form.element if form is not None else _FLOAT8.get(number, torch.int8)
-    return torch.empty_like(input, dtype=dtype), input.new_empty(
-        input.shape[:-1], dtype=torch.float32
-    )
+    return form.element if form is not None else _FLOAT8.get(number, torch.int8)
 
 
 _FLOAT8: dict[Any, torch.dtype] = dict.fromkeys((23, 291), torch.float8_e5m2) | dict.fromkeys(
@@ -154,11 +124,8 @@ def npu_dynamic_mx_quant(input: Tensor, **options: Any) -> tuple[Tensor, Tensor]
 
 def npu_dynamic_block_quant(x: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     blocks = (x.shape[-1] + 127) // 128
-    form = number_formats.of_dst_type(options.get("dst_type"))
-    dtype = form.element if form is not None else _FLOAT8.get(options.get("dst_type"), torch.int8)
-    return x.new_empty(x.shape, dtype=dtype), x.new_empty(
-        (*x.shape[:-1], blocks), dtype=torch.float32
-    )
+    scale = x.new_empty((*x.shape[:-1], blocks), dtype=torch.float32)
+    return x.new_empty(x.shape, dtype=_element(options.get("dst_type"))), scale
 
 
 def npu_quantize(input: Tensor, *args: Any, **options: Any) -> Tensor:
@@ -171,7 +138,3 @@ def npu_quant_matmul(x1: Tensor, x2: Tensor, scale: Tensor, **options: Any) -> T
     dtype = OUTPUT_DTYPES[options.get("output_dtype")]
     take_for_one(x1.shape[-1], x2.shape[0])
     return x1.new_empty([*x1.shape[:-1], x2.shape[-1]], dtype=dtype)
-
-
-def npu_format_cast(input: Tensor, acl_format: int, **options: Any) -> Tensor:
-    return torch.empty_like(input)

@@ -14,30 +14,24 @@ from torch import Tensor
 
 from mla_fusion.reference import quantize
 from mla_fusion.reference.formats import Format
-from mla_fusion.reference.numerics import interleave_rope, matmul, rms_norm, working_dtype
+from mla_fusion.reference.numerics import interleave_rope, matmul, working_dtype
 
 
-def matmul_cq(
+def projection(
     form: Format | None,
-    token_x: Tensor,
-    weight_dq: Tensor,
+    x: Tensor,
+    weight: Tensor,
     scale_token: Tensor | None,
     scale_channel: Tensor | None,
 ) -> Tensor:
-    """``x W_dq -> [T, Hcq]``: rounded to the activation dtype, or dequantised and unrounded.
+    """``x W``, rounded to the activation dtype, or dequantised and unrounded.
 
     `service_matmul_arch22.h`; int8 products are exact int32 sums, scaled per token, then per
     channel (not on A5).
     """
-    return _projection(form, token_x, weight_dq, scale_token, scale_channel)
-
-
-def rms_norm_cq(cq: Tensor, gamma: Tensor, epsilon: float, qc_qr_scale: float) -> Tensor:
-    """``qc_qr_scale * RMSNorm(cq)`` in the work dtype (`service_rms_norm_arch22.h`).
-
-    Its rounding to the activation dtype is the query_norm output of the unquantised kernel.
-    """
-    return rms_norm(cq, gamma, epsilon, qc_qr_scale)
+    if form is None or scale_channel is None:
+        return matmul(x, weight)
+    return form.product(x, weight, scale_token, scale_channel)
 
 
 def dynamic_quant_cq(
@@ -65,7 +59,7 @@ def matmul_qc_qr(
     """``c_q W_uq_qr -> q_nope [T, N, D], q_pe [T, N, Dr]``; columns run per head ``[D nope | Dr
     rope]``.
     """
-    heads = _projection(form, c_q, weight_uq_qr, scale_token, scale_channel)
+    heads = projection(form, c_q, weight_uq_qr, scale_token, scale_channel)
     q_nope, q_pe = heads.unflatten(-1, (heads.shape[-1] // (d + dr), d + dr)).split((d, dr), -1)
     return q_nope, q_pe
 
@@ -104,27 +98,6 @@ def mul_qr(query_rope: Tensor, quant_scale_ckv: Tensor, dequant_scale_q_nope: Te
     return (query_rope.to(work) * factor).to(query_rope.dtype)
 
 
-def matmul_ckv_kr(
-    form: Format | None,
-    token_x: Tensor,
-    weight_dkv_kr: Tensor,
-    scale_token: Tensor | None,
-    scale_channel: Tensor | None,
-    dr: int,
-) -> tuple[Tensor, Tensor]:
-    """``x W_dkv_kr -> ckv [T, Hckv], kr [T, Dr]``; columns ``[Hckv | Dr]``."""
-    both = _projection(form, token_x, weight_dkv_kr, scale_token, scale_channel)
-    ckv, kr = both.split((both.shape[-1] - dr, dr), -1)
-    return ckv, kr
-
-
-def rms_norm_ckv(ckv: Tensor, gamma: Tensor, epsilon: float, kc_scale: float) -> Tensor:
-    """``kc_scale * RMSNorm(ckv)``, work dtype, not yet cast to the cache's dtype; kr is not
-    normed.
-    """
-    return rms_norm(ckv, gamma, epsilon, kc_scale)
-
-
 def quant_ckv_per_tensor(form: Format, ckv: Tensor, quant_scale_ckv: Tensor) -> Tensor:
     """``saturate(round(ckv * scale[0]))``: the scale multiplies; of a [1, Hckv] tensor one float is
     read.
@@ -150,15 +123,3 @@ def quant_ckv_per_tile(
     """
     quantised, scale = form.per_tile(ckv, k_nope_clip_alpha, tile_size)
     return quantize.tile_row(quantised.view(torch.int8), kr, scale).view(quantised.dtype)
-
-
-def _projection(
-    form: Format | None,
-    x: Tensor,
-    weight: Tensor,
-    scale_token: Tensor | None,
-    scale_channel: Tensor | None,
-) -> Tensor:
-    if form is None or scale_channel is None:
-        return matmul(x, weight)
-    return form.product(x, weight, scale_token, scale_channel)

@@ -110,7 +110,8 @@ def _wanted(
     if config.weights == "shared" and len(sources) == 1 and sources[0] not in elsewhere:
         back = inverse(program, sources[0].meta["val"])
     names = tuple(map(label, sources))
-    return Packed(program, cache.describe(program), positions, names, back, config.updates)
+    how = back, config.updates, None, positions, names
+    return Packed(program, cache.describe(program), *how)
 
 
 def _program(

@@ -14,6 +14,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
 from threading import Lock
@@ -177,6 +178,7 @@ def _renew_lock() -> None:
 os.register_at_fork(after_in_child=_renew_lock)
 
 
+@dataclass(eq=False)
 class Packing:
     """One packing program; holds what it has packed.
 
@@ -186,22 +188,12 @@ class Packing:
     exact       which numbers of its one source what is packed must hold
     """
 
-    def __init__(
-        self,
-        program: GraphModule,
-        signature: str,
-        inverse: Inverse | None = None,
-        updates: str = "rounds",
-        exact: Exact | None = None,
-    ) -> None:
-        self.program, self.signature, self.inverse, self.updates = (
-            program,
-            signature,
-            inverse,
-            updates,
-        )
-        self.exact = exact
-        self._held: dict[_Key, Entry] = {}
+    program: GraphModule
+    signature: str
+    inverse: Inverse | None = None
+    updates: str = "rounds"
+    exact: Exact | None = None
+    _held: dict[_Key, Entry] = field(default_factory=dict, init=False, repr=False)
 
     def of(self, sources: Sequence[Any]) -> Entry:
         """The weight packed of these sources, made anew where there is none or they have changed.
@@ -241,11 +233,6 @@ class Packing:
     @property
     def _pack(self) -> Callable[..., torch.Tensor]:
         return partial(_pack, self.program, self.exact)
-
-    def bytes(self, sources: Sequence[Any]) -> int:
-        """What the weight packed of these sources takes beside them, once it has been made."""
-        entry = _ENTRIES.get(self._key(sources))
-        return entry.bytes if entry is not None else 0
 
     def sweep(self) -> None:
         """Let go of void entries."""

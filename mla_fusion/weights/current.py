@@ -8,60 +8,34 @@ looked at besides, at one step of several (:mod:`mla_fusion.weights.rounds`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
-from torch.fx import GraphModule
 
 from mla_fusion.compat import storage_id, version_of
-from mla_fusion.fx.held import Exact
 from mla_fusion.modes import outside_modes
 from mla_fusion.weights import cache
 from mla_fusion.weights.cache import Entry
 from mla_fusion.weights.rounds import Rounds, Watched, warn_once
-from mla_fusion.weights.share import Inverse
 
 
-@dataclass(frozen=True)
-class Packed:
+@dataclass(eq=False)
+class Packed(cache.Packing):
     """A weight made of some of the caller's arguments: tensors, and numbers that its sizes depend
     on.
 
-    inverse     how the one argument is read out of the packed weight, where it may become a view of
-                it
     names       of the arguments in the user's model
-    updates     as in Config
-    exact       which numbers of the one argument it must hold
     """
 
-    program: GraphModule
-    signature: str
-    positions: tuple[int, ...]
-    names: tuple[str, ...]
-    inverse: Inverse | None = None
-    updates: str = "rounds"
-    exact: Exact | None = None
-    packing: cache.Packing = field(init=False, compare=False, repr=False)
-
-    def __post_init__(self) -> None:
-        packing = cache.Packing(
-            self.program, self.signature, self.inverse, self.updates, self.exact
-        )
-        object.__setattr__(self, "packing", packing)
+    positions: tuple[int, ...] = ()
+    names: tuple[str, ...] = ()
 
     def __call__(self, args: Sequence[Any]) -> Tensor:
-        return self.packing.weight(self._sources(args))
+        return self.weight(self.sources(args))
 
-    def entry(self, args: Sequence[Any]) -> cache.Entry:
-        return self.packing.of(self._sources(args))
-
-    def bytes(self, args: Sequence[Any]) -> int:
-        """What it takes beside these arguments, once it has been made of them."""
-        return self.packing.bytes(self._sources(args))
-
-    def _sources(self, args: Sequence[Any]) -> list[Any]:
+    def sources(self, args: Sequence[Any]) -> list[Any]:
         return [args[position] for position in self.positions]
 
 
@@ -70,16 +44,6 @@ def items(positions: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
     if len(positions) == 1:
         return lambda args: (args[positions[0]],)
     return itemgetter(*positions) if positions else lambda args: ()
-
-
-class _Use(NamedTuple):
-    """A packed weight, and which arguments it was made of: positions, and names in the user's
-    model.
-    """
-
-    entry: Entry
-    positions: tuple[int, ...]
-    names: tuple[str, ...]
 
 
 class Weights:
@@ -121,9 +85,9 @@ class Weights:
         cache.sweep()
         before = self._known.get(self._key(args))
         self._known = {key: known for key, known in self._known.items() if known.packed is not None}
-        uses = [_Use(item.entry(args), item.positions, item.names) for item in self.wanted]
+        uses = [(item, item.of(item.sources(args))) for item in self.wanted]
         for item in self.wanted:
-            item.packing.sweep()
+            item.sweep()
         known = self._known[self._key(args)] = Current(uses, args, before)
         return known.packed
 
@@ -136,14 +100,17 @@ class Current:
     """
 
     def __init__(
-        self, uses: Sequence[_Use], args: Sequence[Any], before: Current | None = None
+        self,
+        uses: Sequence[tuple[Packed, Entry]],
+        args: Sequence[Any],
+        before: Current | None = None,
     ) -> None:
-        self.entries = tuple(use.entry for use in uses)
+        self.entries = tuple(entry for _, entry in uses)
         self._numbers: dict[int, Any] = {}
         sources: dict[tuple[int, int | None], Watched] = {}
-        for use in uses:
-            tensors = iter(use.entry.sources)
-            for position, name in zip(use.positions, use.names, strict=True):
+        for packed, entry in uses:
+            tensors = iter(entry.sources)
+            for position, name in zip(packed.positions, packed.names, strict=True):
                 if not isinstance(args[position], Tensor):
                     self._numbers[position] = args[position]
                     continue
@@ -158,15 +125,14 @@ class Current:
         self._versions = [source.version for source in counted.values()]
         self._watched = tuple(each for each in sources.values() if len(each.source.content))
         self._rounds: Rounds | None = None
-        self._in_full = any(use.entry.updates == "every call" for use in uses)
+        self._in_full = any(entry.updates == "every call" for entry in self.entries)
         if not self._in_full and self._watched:
             self._rounds = Rounds(self._watched, before._rounds if before is not None else None)
         self.packed: tuple[Tensor, ...] | None = None
         for entry in self.entries:
             entry.users.add(self)  # before the weight is read: it may expire in between
-        packed = tuple(entry.packed for entry in self.entries)
-        whole = tuple(weight for weight in packed if weight is not None)
-        if len(whole) == len(packed):
+        whole = tuple(entry.packed for entry in self.entries if entry.packed is not None)
+        if len(whole) == len(self.entries):
             self.packed = whole
         if any(entry.packed is None for entry in self.entries):
             self.packed = None
@@ -197,9 +163,9 @@ class Current:
 
     def _void(self, changed: Watched) -> None:
         """What was made of the tensor, in whatever graph, is to be packed again."""
-        for use in self._uses:
-            if changed.position in use.positions:
-                use.entry.expire()
+        for packed, entry in self._uses:
+            if changed.position in packed.positions:
+                entry.expire()
 
     def _hold_the_same(self, args: Sequence[Any]) -> bool:
         with outside_modes():

@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from mla_fusion.meta import preprocess, preprocess_csrc
+from mla_fusion.meta import preprocess
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mla_fusion import meta, offline, reference
@@ -25,7 +25,7 @@ from mla_fusion.reference.sample_preprocess import LEGAL, SMALL, sample_preproce
 
 V1, V2, V3 = "npu_mla_prolog", "npu_mla_prolog_v2", "npu_mla_prolog_v3"
 PROLOGS = (V1, V2, V3, V3 + "_functional")
-ATB, CSRC = preprocess.OP, preprocess_csrc.OP
+ATB = preprocess.OP
 BF16 = torch.bfloat16
 Call = dict[str, Any]
 SCALES = ("dequant_scale_w_dq", "dequant_scale_w_uq_qr", "dequant_scale_w_dkv_kr")
@@ -100,24 +100,16 @@ def prolog_calls(draw: st.DrawFn) -> tuple[str, str, str, Call]:
 
 
 @st.composite
-def preprocess_calls(
-    draw: st.DrawFn, small: bool = False, ops: tuple[str, ...] = (ATB, CSRC)
-) -> tuple[str, Call]:
-    """(op, arguments) of either preprocess operator: with data and any sizes, or on meta as the
-    device takes them.
+def preprocess_calls(draw: st.DrawFn, small: bool = False) -> tuple[str, Call]:
+    """(op, arguments) of the preprocess operator: with data and any sizes, or on meta as the device
+    takes them.
     """
-    op = draw(st.sampled_from(ops))
     quant = draw(st.sampled_from(list(preprocess.QUANT_MODES)))
     cache = draw(st.sampled_from(list(preprocess.CACHE_FORMS)))
     kind, weight = draw(st.sampled_from([BF16, torch.float16])), torch.int8
-    if op == CSRC and not small:
-        quant, kind = draw(st.sampled_from(list(preprocess_csrc.KERNELS)))
-        cache = draw(st.sampled_from(preprocess_csrc.KERNELS[quant, kind][0]))
-    elif op == CSRC and draw(st.booleans()):
-        quant = preprocess_csrc.NO_QUANT
-    elif op == ATB and draw(st.booleans()):
+    if draw(st.booleans()):
         weight, quant = kind, preprocess.STATIC
-    if op == ATB and not small and cache == "kvcache":
+    if not small and cache == "kvcache":
         cache = "krope_ctkv"
     dims: dict[str, int] = dict(SMALL if small else LEGAL)
     dims |= {
@@ -128,10 +120,9 @@ def preprocess_calls(
         "BlockNum": draw(st.integers(1, 4)) if small else 90,
         "BlockSize": draw(st.integers(12, 128)),
     }
-    if not small and (op == CSRC or quant == preprocess.STATIC):
+    if not small and quant == preprocess.STATIC:
         dims["H"] = 32 * draw(st.integers(64, 256))
     call = sample_preprocess(
-        op,
         cache_mode=cache,
         quant_mode=quant,
         dtype=kind,
@@ -139,12 +130,7 @@ def preprocess_calls(
         dims=dims,
         device="cpu" if small else "meta",
     )
-    if op == CSRC:
-        inner = small or cache in preprocess_csrc.KERNELS[quant, kind][1]
-        call["enable_inner_out"] = inner and draw(st.booleans())
-        if draw(st.booleans()):
-            call |= {"cos": None, "sin": None}
-    return op, call
+    return ATB, call
 
 
 TINY = {
@@ -278,7 +264,7 @@ def test_torch_npu_infers_the_same(numbers: list[int], drawn: tuple[str, str, st
 
 
 @draws(100)
-@given(preprocess_calls(ops=(ATB,)))
+@given(preprocess_calls())
 def test_torch_npu_infers_the_same_of_preprocess(
     numbers: list[int], drawn: tuple[str, Call]
 ) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mla_fusion import meta
-from mla_fusion.reference import mla_preprocess, mla_preprocess_csrc
+from mla_fusion.reference import mla_preprocess
 from mla_fusion.reference.sample_preprocess import LEGAL, SMALL, sample_preprocess
 
 OP = "mla_preprocess"
@@ -122,19 +122,14 @@ def test_unquantised_weights_switch_both_rms_norm_quants_off() -> None:
     """
     call = sample(weight=BF16)
     q0, _, q1, _ = mla_preprocess(**call)
-    fork = sample_preprocess("mla_preprocess_csrc", quant_mode="no_quant") | {
-        name: call[name]
-        for name in call
-        if name not in ("input", "gamma0", "beta0", "quant_mode", "kv_cache_rope")
-    }
-    del fork["descale0"], fork["descale1"]
-    fork |= {
-        "hiddenState": call["input"],
-        "kv_cache_rope": fork["kv_cache_out1"],
-        "kv_cache_out0": call["kv_cache"],
-    }
-    wanted = mla_preprocess_csrc(**fork)
-    assert torch.equal(q0, wanted[0]) and torch.equal(q1, wanted[2])
+    down = call["input"] @ call["wdqkv"].T
+    q = down[:, 96:].double()
+    q_norm = (q / (q.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * call["gamma1"]).to(BF16)
+    up = (q_norm @ call["wuq"].T).view(-1, 2, 64)
+    close(q0, torch.einsum("tnd,ndc->tnc", up[..., :32].double(), call["wuk"].double()))
+    low, high = up[..., 32:].double().chunk(2, -1)
+    turned = torch.cat((-high, low), -1) * call["sin"][:, None]
+    close(q1, up[..., 32:].double() * call["cos"][:, None] + turned)
     other = call | {
         "gamma0": call["gamma0"] * 3,
         "beta0": call["beta0"] + 1,
@@ -213,6 +208,14 @@ CALL = legal()
 
 def sized(*sizes: int, dtype: torch.dtype = BF16) -> torch.Tensor:
     return torch.empty(sizes, dtype=dtype, device="meta")
+
+
+def test_the_operator_has_two_names() -> None:
+    assert meta.signature("mla_preprocess") == meta.signature("npu_mla_preprocess")
+    args = tuple(CALL.values())[:4]
+    with pytest.raises(meta.ContractError) as refusal:
+        meta.bind(OP, args, {"gamma0": args[1]})
+    assert refusal.value.code == "argument.unknown"
 
 
 def test_values_cannot_be_read_off_a_meta_tensor() -> None:

@@ -107,7 +107,7 @@ def test_memory_of_a_device_graph_does_not_grow() -> None:
         plain = packing.program(parameter.detach().clone())
         results.append(packing({position: parameter}))  # type: ignore[arg-type]
         assert torch.equal(results[-1], plain) and results[-1].is_contiguous()
-        assert packing.bytes({position: parameter}) == 0  # type: ignore[arg-type]
+        assert packing.of([parameter]).bytes == 0
     assert storage_bytes([*model.parameters(), *results]) == before
     assert_values(model, wanted)
 

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from mla_fusion.meta import ContractError
+from mla_fusion.meta.binder import Binder
+from mla_fusion.meta.prolog import Argument, Operator
 from mla_fusion.models.attention import npu
 
 Lengths = Tensor | Sequence[int]
@@ -78,8 +80,8 @@ def mla_paged_attention(
     an NPU, what ``mla_fusion.meta.check("npu_fused_infer_attention_score_v2", ..)`` raises for a
     call that the operator does not take.
     """
-    _check(query, query_rope, kv_cache, kr_cache, block_tables, seq_lens, query_lens, mask)
-    _check_scales(query, kv_cache, query_scale, kv_scale)
+    tensors = query, query_rope, kv_cache, kr_cache, block_tables, mask, query_scale, kv_scale
+    _check(seq_lens, query_lens, dict(zip((*_TENSORS, *_OPTIONAL), tensors, strict=True)))
     if heads is not None and not 1 <= heads <= query.shape[1]:
         _refuse("heads", f"1 to {query.shape[1]}, the heads of query", heads)
     if out_layout not in ("TND", "NTD"):
@@ -223,67 +225,56 @@ def _high(query: Tensor) -> torch.dtype:
     return torch.float64 if query.dtype == torch.float64 else torch.float32
 
 
-def _check(
-    query: Tensor,
-    query_rope: Tensor,
-    kv_cache: Tensor,
-    kr_cache: Tensor,
-    block_tables: Tensor,
-    seq_lens: Lengths,
-    query_lens: Lengths | None,
-    mask: Tensor | None,
-) -> None:
-    ranks = {"query": (query, 3), "query_rope": (query_rope, 3), "block_tables": (block_tables, 2)}
-    nz = kv_cache.dim() == 5
-    for name, (tensor, rank) in {**ranks, "kv_cache": (kv_cache, 5 if nz else 4)}.items():
-        if tensor.dim() != rank:
-            _refuse(name, f"{rank}-D", f"{tensor.dim()}-D {list(tensor.shape)}")
-    tokens, heads, latent = query.shape
-    blocks, block_size = kv_cache.shape[0], kv_cache.shape[3 if nz else 1]
-    rope = query_rope.shape[2]
-    if tuple(query_rope.shape[:2]) != (tokens, heads):
-        _refuse("query_rope", f"[{tokens}, {heads}, Dr]", list(query_rope.shape))
-    for name, cache, width in (("kv_cache", kv_cache, latent), ("kr_cache", kr_cache, rope)):
-        c0 = 32 // cache.element_size()
-        wanted = (blocks, 1, width // c0, block_size, c0) if nz else (blocks, block_size, 1, width)
-        if tuple(cache.shape) != wanted:
-            _refuse(name, str(list(wanted)), list(cache.shape))
-    sequences = block_tables.shape[0]
-    if len(seq_lens) != sequences:
-        _refuse("seq_lens", f"{sequences} entries, one a row of block_tables", len(seq_lens))
-    if query_lens is None and tokens != sequences:
-        _refuse(
-            "query_lens",
-            f"lengths of the {sequences} sequences, since there are {tokens} tokens",
-            None,
-        )
-    if query_lens is not None and len(query_lens) != sequences:
-        _refuse("query_lens", f"{sequences} entries, one a row of block_tables", len(query_lens))
-    if mask is not None:
-        positions = block_tables.shape[1] * block_size
-        if mask.dtype != torch.bool or tuple(mask.shape) != (tokens, positions):
-            _refuse("mask", f"bool [{tokens}, {positions}]", f"{mask.dtype} {list(mask.shape)}")
+_TENSORS = ("query", "query_rope", "kv_cache", "kr_cache", "block_tables")
+_OPTIONAL = ("mask", "query_scale", "kv_scale")
+_ARGUMENTS = Operator(
+    "mla_paged_attention",
+    "",
+    tuple(map(Argument, _TENSORS)),
+    tuple(Argument(name, "Tensor?") for name in _OPTIONAL),
+    ("out", "lse"),
+)
 
 
-def _check_scales(
-    query: Tensor, kv_cache: Tensor, query_scale: Tensor | None, kv_scale: Tensor | None
-) -> None:
-    int8, per_head = query.dtype == torch.int8, tuple(query.shape[:2])
-    if (kv_cache.dtype == torch.int8) != int8:
-        _refuse("kv_cache", f"{query.dtype}, as query", kv_cache.dtype)
-    shapes = {
-        "query_scale": (query_scale, (per_head, (*per_head, 1))),
-        "kv_scale": (kv_scale, ((1,), ())),
-    }
-    for name, (scale, allowed) in shapes.items():
-        if (scale is not None) != int8:
-            expected = "a tensor" if int8 else "nothing"
-            _refuse(name, f"{expected} with a query of {query.dtype}", scale)
-        if scale is None:
-            continue
-        if scale.dtype != torch.float32 or tuple(scale.shape) not in allowed:
-            expected = " or ".join(str(list(shape)) for shape in allowed)
-            _refuse(name, f"float32 {expected}", f"{scale.dtype} {list(scale.shape)}")
+class _Call(Binder):
+    """One call; its codes name the argument alone."""
+
+    def refuse(
+        self, code: str, argument: str, expected: object, found: object, source: str = ""
+    ) -> NoReturn:
+        _refuse(argument, f"{expected}", found)
+
+
+def _check(seq_lens: Lengths, query_lens: Lengths | None, full: dict[str, Any]) -> None:
+    call = _Call(_ARGUMENTS, "", full)
+    call.sizes("query", "T N D")
+    call.sizes("query_rope", "T N R")
+    call.sizes("block_tables", "B Blocks")
+    nz, dims = full["kv_cache"].dim() == 5, call.dims
+    for name, axis in (("kv_cache", "D"), ("kr_cache", "R")):
+        c0 = 32 // full[name].element_size()
+        dims[f"{axis}/C0"] = dims[axis] // c0
+        nd = f"BlockNum BlockSize 1 {axis}"
+        call.sizes(name, f"BlockNum 1 {axis}/C0 BlockSize {c0}" if nz else nd)
+    sequences = dims["B"]
+    for name, lengths in (("seq_lens", seq_lens), ("query_lens", query_lens)):
+        if lengths is not None and len(lengths) != sequences:
+            _refuse(name, f"{sequences} entries, one a row of block_tables", len(lengths))
+    if query_lens is None and dims["T"] != sequences:
+        expected = f"lengths of the {sequences} sequences, since there are {dims['T']} tokens"
+        _refuse("query_lens", expected, None)
+    if full["mask"] is not None:
+        dims["positions"] = dims["Blocks"] * dims["BlockSize"]
+        call.tensor("mask", "T positions", torch.bool)
+    int8, query = full["query"].dtype == torch.int8, f"with a query of {full['query'].dtype}"
+    if (full["kv_cache"].dtype == torch.int8) != int8:
+        _refuse("kv_cache", f"{full['query'].dtype}, as query", full["kv_cache"].dtype)
+    for name, shapes in (("query_scale", {2: "T N", 3: "T N 1"}), ("kv_scale", {1: "1", 0: ""})):
+        call.presence(name, int8, query)
+        if int8:
+            call.tensor(
+                name, shapes.get(full[name].dim(), next(iter(shapes.values()))), torch.float32
+            )
 
 
 def _refuse(argument: str, expected: str, found: object) -> NoReturn:

@@ -148,45 +148,30 @@ class Functions:
             length = query.shape[2]
             picks = options.get("indices")
             weight = absorbed_weight(module, form) if is_known else None
+            is_split = isinstance(query, SplitQuery)
+            parts = query if is_split else SplitQuery(*form.dims.split_query(query))
+            latents = parts.nope, parts.rope, c_kv, k_pe
+            scaling = options.get("scaling")
             if picks is not None:
                 assert weight is not None, "LatentSelf hands picks over only where there is one"
-                parts = (
-                    query
-                    if isinstance(query, SplitQuery)
-                    else SplitQuery(*form.dims.split_query(query))
-                )
                 return sparse_attention(
-                    parts.nope, parts.rope, c_kv, k_pe, weight, form.dims, picks,
+                    *latents, weight, form.dims, picks,
                     scaling=options["scaling"], factor=parts.factor, mask=attention_mask,
                 )  # fmt: skip
-            scaling = options.get("scaling")
             cheaper = form.dims.absorbs(length, c_kv.shape[2]) and (
                 attention_mask is not None or length == 1
             )
             if cheaper and weight is None and not torch.compiler.is_compiling():
                 say_that_it_expands(name, form)
             if cheaper and weight is not None:
-                parts = (
-                    query
-                    if isinstance(query, SplitQuery)
-                    else SplitQuery(*form.dims.split_query(query))
-                )
+                usual_scaling = (form.dims.nope + form.dims.rope) ** -0.5
                 return absorbed_attention(
-                    parts.nope,
-                    parts.rope,
-                    c_kv,
-                    k_pe,
-                    weight,
-                    form.dims,
-                    scaling=(form.dims.nope + form.dims.rope) ** -0.5
-                    if scaling is None
-                    else scaling,
-                    factor=parts.factor,
-                    mask=attention_mask,
-                    dropout=options.get("dropout", 0.0),
-                )
+                    *latents, weight, form.dims,
+                    scaling=usual_scaling if scaling is None else scaling,
+                    factor=parts.factor, mask=attention_mask, dropout=options.get("dropout", 0.0),
+                )  # fmt: skip
             expanded = expand(module, form, c_kv, k_pe)
-            whole = query.joined() if isinstance(query, SplitQuery) else query
+            whole = query.joined() if is_split else query
             return usual(module, whole, *expanded, attention_mask, **options)
 
         return attend
