@@ -9,10 +9,12 @@ from torch.fx import Node
 
 from mla_fusion.commit.region import Region
 from mla_fusion.fx import registered
-from mla_fusion.fx.kinds import argument, is_cast, op_name
+from mla_fusion.fx.kinds import argument, is_cast, is_view, op_name
 from mla_fusion.fx.program import nodes_between
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import origin, reshapes, views_and_casts
+from mla_fusion.prove.counted import LARGEST, Counted
+from mla_fusion.prove.evaluate import OF_MODEL
 
 _FLOORS = ("aten::clamp", "aten::clamp_min", "aten::maximum")
 
@@ -21,7 +23,13 @@ def assumed_of_numbers(view: View, region: Region) -> tuple[str, ...]:
     """A line for each floor that no row is taken to come near, each cast that is taken to keep
     every number, and each operator that is taken for what was registered."""
     own = registered.assumed(region.nodes)
-    found = (*_floors(view, region), *_narrowed(view, region), *_whole(region), *own)
+    found = (
+        *_floors(view, region),
+        *_narrowed(view, region),
+        *_whole(region),
+        *_counted(region),
+        *own,
+    )
     return tuple(dict.fromkeys(found))
 
 
@@ -52,6 +60,19 @@ def _whole(region: Region) -> Iterator[str]:
             source = origin(node.all_input_nodes[0], views_and_casts)
             if op_name(source) == "aten::round":
                 yield f"rounded rows are below 2**31 at {node.name}"
+
+
+def _counted(region: Region) -> Iterator[str]:
+    """Sums and products that their dtype holds as long as what comes in is small."""
+    few, any_ = (Counted(region.leaves, OF_MODEL, most) for most in (LARGEST, 1 << 31))
+    for node in region.nodes:
+        if not any_.leaves_the_field(node) or few.leaves_the_field(node):
+            continue
+        steps = nodes_between(region.leaves, node)
+        if not all(is_cast(step) or is_view(step) for step in steps):
+            inputs = {read for step in steps for read in step.all_input_nodes} & set(region.leaves)
+            names = ", ".join(sorted(leaf.name for leaf in inputs if leaf in few))
+            yield f"input {names} holds numbers below 2**{LARGEST.bit_length() - 1} ({node.name})"
 
 
 def _narrowed(view: View, region: Region) -> Iterator[str]:

@@ -343,5 +343,10 @@ def uniform_factor(cone: Cone, probe: torch.Tensor, reading: Reading) -> float |
 
 
 def _ratio(cone: Cone, probe: torch.Tensor, reading: Reading) -> torch.Tensor:
-    """What each element is multiplied by on its way from the product."""
-    return reading.total / (cone.rows(probe).reshape(-1)[reading.first] * LARGE)
+    """What each element is multiplied by on its way from the product; no number where it is not
+    known to be made of one of its elements (a factor of 0 hides which).
+    """
+    rows = cone.rows(probe).reshape(-1)
+    if reading.first.numel() and int(reading.first.max()) >= rows.numel():
+        return torch.full_like(reading.total, math.nan)
+    return reading.total / (rows[reading.first] * LARGE)

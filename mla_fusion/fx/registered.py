@@ -215,8 +215,13 @@ def _traced(node: Node, function: Callable[..., Any]) -> GraphModule:
 
     values = [operand.meta["val"] for operand in operands]
     fakes = [value for value in tree_leaves(values) if isinstance(value, FakeTensor)]
+    sizes = fakes[0].fake_mode.shape_env if fakes else None
+    known = len(sizes.guards) if sizes is not None else 0
     with fakes[0].fake_mode if fakes else nullcontext(), torch.no_grad():
-        return make_fx(flat)(*values)
+        traced = make_fx(flat)(*values)
+    if sizes is not None and len(sizes.guards) > known:
+        raise ValueError(f"it depends on a size: {sizes.guards[known].expr}")
+    return traced
 
 
 def tag(call: Node, values: Mapping[Node, Any], results: list[Any]) -> None:

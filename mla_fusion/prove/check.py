@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 Array: Any = np.ndarray
-VERSION = 2
+VERSION, TOO_MANY = 2, "a certificate of too many elements"
 POINTS, MOST_POINTS, CHANCE = 3, 64, 2e-16
 MOST_BYTES, MOST_VALUES = 1 << 27, 1 << 15  # of a report, of a certificate
 LARGEST, DRAWN, MOST = 1 << 26, 1 << 24, 1 << 30  # elements: of a value, of numbers; bytes of all
@@ -541,7 +541,7 @@ class Run:
             count += found.nbytes
             self.work += STEPS.get(op, 1) * (found.size + sum(value.size for value in given))
             self.work += found.size * given[0].shape[-1] if op == "matmul" else 0
-            refuse(count > MOST or place > MOST_VALUES or self.work > MOST_WORK, "too many elements")
+            refuse(max(count / MOST, place / MOST_VALUES, self.work / MOST_WORK) > 1, TOO_MANY)
         claimed = (heights[whole(claim["value"])] for claim in certificate["claims"])
         self.height = 2 * (self.height + sum(map(sum, claimed)))
         self.count = sum(map(self.claimed, certificate["claims"]))

@@ -26,23 +26,30 @@ _ARITHMETIC = frozenset(
     """.split()
 )
 _POWERS = (2, 3)
-_TOKENS = 1 << 19  # of a graph, and above what positions and slots are
+TOKENS = 1 << 19  # of a graph
+LARGEST = 1 << 24  # above what positions and slots are
 _FARTHEST = 1 << 128  # no dtype holds so much
+_WHOLE = {torch.float32: 1 << 24, torch.float64: 1 << 53}  # up to which a dtype has all integers
 _LEFT_SHIFTS = ("aten::bitwise_left_shift", "aten::__lshift__")
 _SUMS_OF_TWO = ("aten::add", "aten::sub", "aten::rsub", "aten::subtract")
 _OVER_AXES = ("aten::sum", "aten::cumsum")
 _SUMMED = frozenset((*_OVER_AXES, *(f"aten::{n}" for n in "mm bmm matmul einsum dot".split())))
 _OF_BYTES = ("aten::_int_mm", "npu::npu_quant_matmul")  # whose sums are int32
+_OF_INTEGERS = frozenset((*_SUMS_OF_TWO, "aten::mul", "aten::neg"))
 _PRODUCTS = frozenset(f"aten::{name}" for name in "mul multiply outer addcmul".split())
 
 
 class Counted:
     """Which nodes of a region hold counts; asked in the order in which nodes are run."""
 
-    def __init__(self, leaves: Mapping[Node, str], constant: frozenset[str]) -> None:
-        self._leaves, self._constant = leaves, constant
+    def __init__(
+        self, leaves: Mapping[Node, str], constant: frozenset[str], most: int = LARGEST
+    ) -> None:
+        """``most``: above all integers that come in."""
+        self._leaves, self._constant, self._above = leaves, constant, most
         self._kinds: dict[Node, str] = {}
         self._most: dict[Node, int] = {}
+        self._integral: dict[Node, bool] = {}
 
     def __contains__(self, node: object) -> bool:
         return isinstance(node, Node) and self._kind(node) == "counts"
@@ -82,6 +89,8 @@ class Counted:
             return False
         if _is_whole(held):
             return self.most(node) > torch.iinfo(held.dtype).max + 1  # -128 is one of int8
+        if self._is_integral(node) and (is_cast(node) or name in _ARITHMETIC):
+            return self.most(node) > _WHOLE.get(held.dtype, _FARTHEST)
         if name in ("aten::sqrt", "aten::rsqrt", "aten::reciprocal"):
             return node.args[0] in self
         if name in ("aten::div", "aten::divide", "aten::true_divide"):
@@ -90,12 +99,28 @@ class Counted:
             return node.args[0] in self and argument(node, "exponent") not in _POWERS
         return False
 
+    def _is_integral(self, node: Any) -> bool:
+        """Are its numbers integers, whatever dtype holds them?"""
+        held = node.meta.get("val")
+        if not isinstance(held, torch.Tensor) or _is_whole(held):
+            return isinstance(held, torch.Tensor)
+        keeps = operator_of(node).kind is Kind.MOVEMENT or op_name(node) in _OF_INTEGERS
+        if node not in self._integral:
+            numbers = [item for item in node.args if isinstance(item, float)]
+            self._integral[node] = (
+                node.op == "call_function"
+                and keeps
+                and all(map(float.is_integer, numbers))
+                and all(map(self._is_integral, node.all_input_nodes))
+            )
+        return self._integral[node]
+
     def most(self, given: Any) -> int:
         """Above the sizes of all integers that it would hold, had its dtype no end."""
         if isinstance(given, (list, tuple)):
             return max(map(self.most, given), default=0)
-        if isinstance(given, int):
-            return abs(given)
+        if isinstance(given, (int, float)):
+            return math.ceil(min(abs(given), _FARTHEST))
         if not isinstance(given, Node):
             return 0
         if given not in self._most:
@@ -105,18 +130,18 @@ class Counted:
     def _bound(self, node: Node) -> int:
         held, name = node.meta.get("val"), op_name(node)
         if not isinstance(held, torch.Tensor):
-            return _TOKENS  # a size
-        if not _is_whole(held):
+            return TOKENS  # a size
+        if not self._is_integral(node):
             return 1
         if node.op != "call_function":
             literal = attribute(node) if node.op == "get_attr" and is_literal(node) else None
             if isinstance(literal, torch.Tensor) and literal.numel() and not literal.is_meta:
                 return int(literal.long().abs().max())
-            return min(_TOKENS, torch.iinfo(held.dtype).max)
-        largest = torch.iinfo(held.dtype).max
+            return min(self._above, torch.iinfo(held.dtype).max)
+        largest = torch.iinfo(held.dtype).max if _is_whole(held) else _FARTHEST
         if operator_of(node).kind is Kind.MOVEMENT and not is_cast(node):
             reads = map(self.most, filter(_is_tensor, node.all_input_nodes))
-            return max(reads, default=min(_TOKENS, largest))
+            return max(reads, default=min(TOKENS, largest))
         given = [self.most(item) for item in (*node.args, *node.kwargs.values())]
         if name in ("aten::arange", "prims::iota"):
             return (_length(held.shape) + 1) * max(given, default=1)
@@ -155,12 +180,12 @@ def _is_whole(held: torch.Tensor) -> bool:
 
 def _longest(shape: Sequence[Any]) -> int:
     """Of the axes that weights have: no product sums over the tokens."""
-    return max((size for size in shape if isinstance(size, int)), default=_TOKENS)
+    return max((size for size in shape if isinstance(size, int)), default=TOKENS)
 
 
 def _length(shape: Sequence[Any]) -> int:
     """Above how many elements there are."""
-    return math.prod(size if isinstance(size, int) else _TOKENS for size in shape)
+    return math.prod(size if isinstance(size, int) else TOKENS for size in shape)
 
 
 def past_rounding(call: operators.Call, found: Any) -> Any:

@@ -39,7 +39,7 @@ _MOST_COLUMNS = 1 << 16
 _SMALL = 256  # integers up to which bfloat16 has all
 _FEW = 8  # elements of an input for each of which both signs are tried
 _UNDRAWN = ("weight", "cache")  # large, and mostly only moved about
-_OF_MODEL = frozenset(("weight", "gamma", "scale", "cache", "constant"))  # leaves without tokens
+OF_MODEL = frozenset(("weight", "gamma", "scale", "cache", "constant"))  # leaves without tokens
 
 # Whatever a rule does not expect (a shape, an argument, an operator) is no proof.
 UNKNOWN = (
@@ -137,7 +137,7 @@ class Evaluation:
         self._rounded: set[Node] = set()  # activations that hold rounded numbers
         # what else holds them: the dtype that is still to round its value
         self._pending: dict[Node, torch.dtype] = {}
-        self._counted = Counted(leaves, _OF_MODEL)
+        self._counted = Counted(leaves, OF_MODEL)
         self._cells: dict[object, Cells] = {}
         self._taken = 0
         self._few: dict[str, int] = {}
@@ -211,7 +211,7 @@ class Evaluation:
             return self._drawn(_name(node), held.new_empty(1), False).moved(
                 lambda part: part.expand(shape)
             )
-        return self._drawn(_name(node), held, role not in _OF_MODEL)
+        return self._drawn(_name(node), held, role not in OF_MODEL)
 
     def _is_small(self, literal: Any, held: torch.Tensor) -> bool:
         """Can its numbers be taken as they are?"""

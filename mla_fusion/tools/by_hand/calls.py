@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Interpreter, Node
 
-from mla_fusion.compat import TorchDispatchMode, schema_of, tree_leaves
+from mla_fusion.compat import OpOverload, TorchDispatchMode, schema_of, tree_leaves
 from mla_fusion.meta.prolog import PROLOGS
 from mla_fusion.prove.operators import called
 from mla_fusion.tools.by_hand.memory import same_bits
@@ -133,6 +133,8 @@ class Watch(TorchDispatchMode):
     repairs, give instead.
     """
 
+    supports_higher_order_operators = True  # torch.cond and the like are run as they are
+
     def __init__(
         self,
         change: Change = lambda call: {},
@@ -149,6 +151,8 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if not isinstance(func, OpOverload):
+            return func(*args, **kwargs)
         schema = schema_of(func)
         name = f"{schema.name}.{schema.overload_name}".rstrip(".")
         if name not in AUDITED:

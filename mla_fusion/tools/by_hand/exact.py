@@ -97,6 +97,12 @@ def compare(
             return _undecided("export.fails", said)
     both[0] = both[0].renamed(memory.paired(fused, reference))
     found = _compared(both, inputs)
+    if found.equal:
+        runs = [_OnTensors(of, inputs).results() for of in both]
+        errors = {name: _distance(runs[0][name], value) for name, value in runs[1].items()}
+        if max(errors.values(), default=0.0) > ROUNDED:
+            said = f"not decided: equal over the real numbers, but as rounded, {_largest(errors)}"
+            return _undecided("values.apart", said, found.findings, errors=errors)
     for of in both if found.equal is not None else ():
         if name := _other_than_run(of, inputs):
             said = f"{of.role} gives another {name} than the graph that is exported of it"
@@ -336,6 +342,9 @@ class _InField(Interpreter):
             holds=lambda name: dtype_of(argument(node, name)),
         )
         by_element = torch.Tag.pointwise in target.tags
+        if one is not None and _narrows(one, reads):  # no integer is left as it is
+            call = replace(call, target=target, name=f"as {one.dtype} holds it")
+            return operators.pointwise(call)
         for way in (operators.run, *[operators.pointwise] * by_element):
             try:
                 found = way(call)
@@ -359,6 +368,14 @@ class _InField(Interpreter):
         return [
             unknown(f"{call.name} {at}", part) for at, part in several if isinstance(part, Tensor)
         ]
+
+
+def _narrows(held: Tensor, reads: Sequence[Any]) -> bool:
+    """Are integers held as floats that have not all of them?"""
+    return held.dtype in operators.NARROW and any(
+        isinstance(read, Tensor) and not (read.is_floating_point() or read.is_complex())
+        for read in reads
+    )
 
 
 def _check_function(node: Node) -> None:
