@@ -13,7 +13,7 @@ from mla_fusion.fx.kinds import argument, is_cast, is_view, op_name
 from mla_fusion.fx.program import nodes_between
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import origin, reshapes, views_and_casts
-from mla_fusion.prove.counted import LARGEST, Counted
+from mla_fusion.prove.counted import TOKENS, Counted
 from mla_fusion.prove.evaluate import OF_MODEL
 
 _FLOORS = ("aten::clamp", "aten::clamp_min", "aten::maximum")
@@ -64,7 +64,7 @@ def _whole(region: Region) -> Iterator[str]:
 
 def _counted(region: Region) -> Iterator[str]:
     """Sums and products that their dtype holds as long as what comes in is small."""
-    few, any_ = (Counted(region.leaves, OF_MODEL, most) for most in (LARGEST, 1 << 31))
+    few, any_ = (Counted(region.leaves, OF_MODEL, most) for most in (TOKENS, 1 << 31))
     for node in region.nodes:
         if not any_.leaves_the_field(node) or few.leaves_the_field(node):
             continue
@@ -72,7 +72,7 @@ def _counted(region: Region) -> Iterator[str]:
         if not all(is_cast(step) or is_view(step) for step in steps):
             inputs = {read for step in steps for read in step.all_input_nodes} & set(region.leaves)
             names = ", ".join(sorted(leaf.name for leaf in inputs if leaf in few))
-            yield f"input {names} holds numbers below 2**{LARGEST.bit_length() - 1} ({node.name})"
+            yield f"input {names} holds numbers below 2**{TOKENS.bit_length() - 1} ({node.name})"
 
 
 def _narrowed(view: View, region: Region) -> Iterator[str]:

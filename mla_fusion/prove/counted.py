@@ -26,8 +26,7 @@ _ARITHMETIC = frozenset(
     """.split()
 )
 _POWERS = (2, 3)
-TOKENS = 1 << 19  # of a graph
-LARGEST = 1 << 24  # above what positions and slots are
+TOKENS = 1 << 19  # of a graph, and above what positions and slots are taken to be
 _FARTHEST = 1 << 128  # no dtype holds so much
 _WHOLE = {torch.float32: 1 << 24, torch.float64: 1 << 53}  # up to which a dtype has all integers
 _LEFT_SHIFTS = ("aten::bitwise_left_shift", "aten::__lshift__")
@@ -43,7 +42,7 @@ class Counted:
     """Which nodes of a region hold counts; asked in the order in which nodes are run."""
 
     def __init__(
-        self, leaves: Mapping[Node, str], constant: frozenset[str], most: int = LARGEST
+        self, leaves: Mapping[Node, str], constant: frozenset[str], most: int = TOKENS
     ) -> None:
         """``most``: above all integers that come in."""
         self._leaves, self._constant, self._above = leaves, constant, most
@@ -89,7 +88,7 @@ class Counted:
             return False
         if _is_whole(held):
             return self.most(node) > torch.iinfo(held.dtype).max + 1  # -128 is one of int8
-        if self._is_integral(node) and (is_cast(node) or name in _ARITHMETIC):
+        if node in self and self._is_integral(node) and (is_cast(node) or name in _ARITHMETIC):
             return self.most(node) > _WHOLE.get(held.dtype, _FARTHEST)
         if name in ("aten::sqrt", "aten::rsqrt", "aten::reciprocal"):
             return node.args[0] in self

@@ -50,7 +50,6 @@ class Point:
     floors     the smallest epsilon stands for a floor under the norm
     are_rows   rounded numbers are those of rows: far below 2**31
     memory     how many tensors of unwritten memory there have been
-    written    the float that each literal fraction was first written as
     roots      what the kernel (where there is none, anything) takes roots of
     draws_roots  is what is evaluated the kernel?
     early      a root was taken before the kernel's were known, and so is a function
@@ -68,7 +67,6 @@ class Point:
     floors: bool = False
     are_rows: bool = True
     memory: int = 0
-    written: dict[Fraction, float] = field(default_factory=dict)
     roots: list[Num] = field(default_factory=list)
     draws_roots: bool = True
     early: bool = False
@@ -377,9 +375,6 @@ def number(value: float | Fraction) -> Num:
     if not math.isfinite(value):
         raise Undecided(f"{value} is no number of the field")
     found = literal(value)
-    first = here().written.setdefault(found.exact, value)
-    if abs(first) != abs(value) and not found.is_root:  # another float of the same fraction
-        found = Literal(found.exact + Fraction(value) - Fraction(first))
     return neg(found.num(-value)) if value < 0 and found.is_root else found.num(value)
 
 

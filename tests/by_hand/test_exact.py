@@ -658,3 +658,44 @@ def test_the_field_alone_takes_them_apart(name: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(exact, "_witness", lambda *_: (None, "", None))
     mine, theirs, inputs = APART[name]
     assert mf.audit(mine, theirs, *inputs).equal is None
+
+
+class Embedded(nn.Module):
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return nn.functional.embedding(ids, self.weight)
+
+
+def test_tables_that_differ_in_a_row_that_is_not_read() -> None:
+    weight = torch.randn(4096, 4)
+    other = weight.clone()
+    other[3000] = 7
+    ids = torch.tensor([1, 2, 3])
+    assert mf.audit(Embedded(weight), Embedded(weight.clone()), ids).equal
+    assert not mf.audit(Embedded(weight), Embedded(other), ids).equal
+
+
+ANGLES: dict[str, Callable[[Tensor], Tensor]] = {
+    "positions": lambda p: (p.bfloat16().unsqueeze(1) * FREQUENCIES).cos(),
+    "angles": lambda p: (p.float().unsqueeze(1) * FREQUENCIES).bfloat16().float().cos(),
+}
+FREQUENCIES = 10000.0 ** -(torch.arange(0, 64, 2) / 64)
+
+
+@pytest.mark.parametrize("name", ANGLES)
+def test_a_table_of_what_is_rounded(name: str) -> None:
+    positions = torch.tensor([100, 1001, 20003])
+    found = mf.audit(
+        ANGLES[name], lambda p: (p.float().unsqueeze(1) * FREQUENCIES).cos(), positions
+    )
+    assert not found.equal
+
+
+def test_a_branch_is_not_decided() -> None:
+    def branches(x: Tensor) -> Any:
+        return torch.cond(x.sum() > 0, lambda x: x + 1, lambda x: x - 1, (x,))
+
+    assert mf.audit(branches, lambda x: x + 1, torch.randn(4, 8)).equal is None

@@ -201,3 +201,23 @@ def test_compile_caches_are_keyed_on_them() -> None:
     finally:
         mf.register_operator(norm, None)
     assert mf.torchair_pass().digest == before
+
+
+def test_a_function_that_depends_on_the_number_of_tokens_is_not_used(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """What it does at the number that was traced with says nothing of others."""
+
+    def long_is_doubled(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        found = normed(x, weight, eps)
+        return found if x.shape[0] < 100 else 2 * found
+
+    mf.register_operator(norm, long_is_doubled)
+    mf.register_operator(rope, roped)
+    try:
+        gm, _ = capture(Served(), *base.paged_args(), device="cpu", dynamic=True)
+        assert not mf.explain(gm).fused
+        assert "it depends on a size" in caplog.text
+    finally:
+        for operator in (norm, rope):
+            mf.register_operator(operator, None)

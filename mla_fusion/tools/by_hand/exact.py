@@ -21,7 +21,7 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from mla_fusion.commit.interpreter import wide, widened
 from mla_fusion.compat import OpOverload, tree_leaves, tree_map_only
-from mla_fusion.fx.kinds import argument
+from mla_fusion.fx.kinds import argument, is_cast
 from mla_fusion.fx.operators import Kind, known
 from mla_fusion.prove import field, operators
 from mla_fusion.prove.evaluate import UNKNOWN, dtype_of
@@ -342,7 +342,9 @@ class _InField(Interpreter):
             holds=lambda name: dtype_of(argument(node, name)),
         )
         by_element = torch.Tag.pointwise in target.tags
-        if one is not None and _narrows(one, reads):  # no integer is left as it is
+        if (
+            one is not None and is_cast(node) and _narrows(one, reads)
+        ):  # no integer is left as it is
             call = replace(call, target=target, name=f"as {one.dtype} holds it")
             return operators.pointwise(call)
         for way in (operators.run, *[operators.pointwise] * by_element):
