@@ -69,7 +69,7 @@ class Operator:
         """Every argument that may be left out, with what stands for it."""
         return {argument.name: argument.default for argument in self.keywords}
 
-    @cached_property
+    @property  # not cached: Dynamo traces the check of mla_paged_attention, and enters no lock
     def ge_inputs(self) -> tuple[str, ...]:
         """Every tensor, in the schema's order."""
         return tuple(

@@ -276,6 +276,11 @@ def guarded_equal(size: Any) -> list[tuple[Any, Any]]:
     return [(a, b) for a, b in pairs if isinstance(a, Expr) and isinstance(b, Expr)]
 
 
+def guards_of(mode: FakeTensorMode) -> list[Any]:
+    """What must hold of the mode's symbolic sizes, as expressions, the newest last."""
+    return [guard.expr for guard in mode.shape_env.guards] if mode.shape_env is not None else []
+
+
 def traced_with(size: Any, symbol: Any) -> int:
     """The number that a symbol of the size stood for when the graph was traced."""
     env = size.node.shape_env

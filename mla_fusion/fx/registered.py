@@ -23,6 +23,7 @@ from mla_fusion.compat import (
     FakeTensor,
     OpOverload,
     OpOverloadPacket,
+    guards_of,
     make_fx,
     overload_of,
     schema_of,
@@ -215,12 +216,12 @@ def _traced(node: Node, function: Callable[..., Any]) -> GraphModule:
 
     values = [operand.meta["val"] for operand in operands]
     fakes = [value for value in tree_leaves(values) if isinstance(value, FakeTensor)]
-    sizes = fakes[0].fake_mode.shape_env if fakes else None
-    known = len(sizes.guards) if sizes is not None else 0
-    with fakes[0].fake_mode if fakes else nullcontext(), torch.no_grad():
+    mode = fakes[0].fake_mode if fakes else None
+    known = len(guards_of(mode)) if mode is not None else 0
+    with mode or nullcontext(), torch.no_grad():
         traced = make_fx(flat)(*values)
-    if sizes is not None and len(sizes.guards) > known:
-        raise ValueError(f"it depends on a size: {sizes.guards[known].expr}")
+    for guard in guards_of(mode)[known:] if mode is not None else ():
+        raise ValueError(f"it depends on a size: {guard}")
     return traced
 
 

@@ -73,21 +73,21 @@ def test_before_it_there_are_copies(name: str, going: Going) -> None:
 def copies(route: Route, going: Going) -> list[list[str]]:
     """Of each packing, inside of a graph or outside of it, the operators that are no views."""
     found: list[list[str]] = []
-    usual, usual_packed = hook.fuse, Packed.__post_init__
+    usual, usual_packed = hook.fuse, Packed.__init__
 
     def fuse(gm: GraphModule, config: mf.Config) -> Any:
         report = usual(gm, config)
         found.append(steps_on_weights(gm))
         return report
 
-    def packed(self: Packed) -> None:
-        usual_packed(self)
+    def packed(self: Packed, *args: Any, **given: Any) -> None:
+        usual_packed(self, *args, **given)
         steps = [node for node in self.program.graph.nodes if node.op == "call_function"]
         found.append(sorted({*map(op_name, steps)} - FREE))
 
     going.patch.setattr(hook, "fuse", fuse)
     going.patch.setattr(mf, "fuse", fuse)
-    going.patch.setattr(Packed, "__post_init__", packed)
+    going.patch.setattr(Packed, "__init__", packed)
     route.go(going)
     return found
 
