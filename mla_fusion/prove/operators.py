@@ -490,11 +490,13 @@ def _of_any_rows(value: Value, taken: Value, axes: Sequence[int], names: Num) ->
     flat = value.moved(
         lambda part: part.reshape(prod(before), prod(rows), prod(behind)).transpose(0, 1).flatten(1)
     )
-    shares = field.random(f"shares of {prod(rows)} rows", (1, prod(rows)))
+    shares = field.random(f"shares of {prod(rows)} rows", (prod(rows), 1))
+    if flat.cells is None:
+        every = field.total(mul(shares, flat), [0], True)
+    else:  # a weight is not drawn for that
+        every = field.matmul(shares.moved(lambda part: part.mT), flat)
     inserted = len(taken.shape) - len(before) - len(behind)
-    every = field.matmul(shares, flat).moved(
-        lambda part: part.reshape(*before, *(1,) * inserted, *behind)
-    )
+    every = every.moved(lambda part: part.reshape(*before, *(1,) * inserted, *behind))
     names, of_all = function("read", names), function("read among all", names)
     return add(mul(taken, names), mul(every, of_all))
 
