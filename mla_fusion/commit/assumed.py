@@ -65,13 +65,14 @@ def _whole(region: Region) -> Iterator[str]:
 def _counted(region: Region) -> Iterator[str]:
     """Sums and products that their dtype holds as long as what comes in is small."""
     few, any_ = (Counted(region.leaves, OF_MODEL, most) for most in (TOKENS, 1 << 31))
-    for node in region.nodes:
+    counts = {leaf for leaf, role in region.leaves.items() if role == "" and leaf in few}
+    for node in region.nodes if counts else ():
         if not any_.leaves_the_field(node) or few.leaves_the_field(node):
             continue
         steps = nodes_between(region.leaves, node)
         if not all(is_cast(step) or is_view(step) for step in steps):
-            inputs = {read for step in steps for read in step.all_input_nodes} & set(region.leaves)
-            names = ", ".join(sorted(leaf.name for leaf in inputs if leaf in few))
+            inputs = counts.intersection(read for step in steps for read in step.all_input_nodes)
+            names = ", ".join(sorted(leaf.name for leaf in inputs))
             yield f"input {names} holds numbers below 2**{TOKENS.bit_length() - 1} ({node.name})"
 
 

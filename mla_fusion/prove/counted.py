@@ -88,7 +88,7 @@ class Counted:
             return False
         if _is_whole(held):
             return self.most(node) > torch.iinfo(held.dtype).max + 1  # -128 is one of int8
-        if node in self and self._is_integral(node) and (is_cast(node) or name in _ARITHMETIC):
+        if (is_cast(node) or name in _ARITHMETIC) and self._is_integral(node) and node in self:
             return self.most(node) > _WHOLE.get(held.dtype, _FARTHEST)
         if name in ("aten::sqrt", "aten::rsqrt", "aten::reciprocal"):
             return node.args[0] in self
