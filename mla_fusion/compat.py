@@ -276,9 +276,10 @@ def guarded_equal(size: Any) -> list[tuple[Any, Any]]:
     return [(a, b) for a, b in pairs if isinstance(a, Expr) and isinstance(b, Expr)]
 
 
-def guards_of(mode: FakeTensorMode) -> list[Any]:
+def guards_of(mode: FakeTensorMode | None) -> list[Any]:
     """What must hold of the mode's symbolic sizes, as expressions, the newest last."""
-    return [guard.expr for guard in mode.shape_env.guards] if mode.shape_env is not None else []
+    sizes = mode.shape_env if mode is not None else None
+    return [guard.expr for guard in sizes.guards] if sizes is not None else []
 
 
 def traced_with(size: Any, symbol: Any) -> int:

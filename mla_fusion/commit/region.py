@@ -222,13 +222,9 @@ def _leaf_of_x(plan: Plan) -> Node:
     other is computed.
     """
     origin = plan.candidate.down.origin
-    if origin in reached([plan.token_x], _inputs, _FARTHEST):
+    if origin in reached([plan.token_x], lambda node: node.all_input_nodes, _FARTHEST):
         return origin
     return plan.token_x if plan.token_x in _above_x(origin) else origin
-
-
-def _inputs(node: Node) -> list[Node]:
-    return node.all_input_nodes
 
 
 def _above_x(origin: Node) -> set[Node]:

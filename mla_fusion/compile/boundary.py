@@ -90,8 +90,7 @@ class BoundaryBuilder(GraphBuilder):
             return self.value(result)
         inverse = None if exact is not None else self._inverse(program, positions)
         names = tuple(label(self._originals[position]) for position in positions)
-        how = inverse, self._updates, exact, positions, names
-        made = Packed(program, signature, *how)
+        made = Packed(program, signature, inverse, self._updates, exact, positions, names)
         return self._input(f"packed_{name}", made, result.meta["val"])
 
     def check_slots(

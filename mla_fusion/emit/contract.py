@@ -11,7 +11,7 @@ from torch.fx import Graph, Node
 from mla_fusion.compat import FakeTensorMode, OpOverload, schema_of
 from mla_fusion.config import Config
 from mla_fusion.emit.targets import target_of
-from mla_fusion.fx.build import Builder, Recipe, fake_mode_of, faked
+from mla_fusion.fx.build import OfTensors, Recipe, fake_mode_of, faked
 from mla_fusion.fx.held import Exact
 from mla_fusion.fx.measured import measured
 from mla_fusion.meta import ContractError, check
@@ -41,7 +41,7 @@ class _Called(Exception):
         self.given = given
 
 
-class _OnPaper(Builder):
+class _OnPaper(OfTensors):
     """Makes a call, up to the operator itself, on the values that the nodes of a graph are said to
     have: nothing is computed.
     """
@@ -85,12 +85,6 @@ class _OnPaper(Builder):
     ) -> torch.Tensor:
         made = recipe(self)  # and laid out as the kernel reads it
         return self._made(made.new_empty(made.shape), self.read_by(made))
-
-    def shape(self, value: torch.Tensor) -> Sequence[Any]:
-        return tuple(value.shape)
-
-    def dtype(self, value: torch.Tensor) -> torch.dtype:
-        return value.dtype
 
     def sizes(self, shape: Sequence[Any], of: Any = None) -> list[Any]:
         return list(shape)

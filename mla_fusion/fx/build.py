@@ -125,7 +125,17 @@ class Builder(ABC):
         )
 
 
-class TensorBuilder(Builder):
+class OfTensors(Builder):
+    """Values are tensors, real or fake."""
+
+    def shape(self, value: torch.Tensor) -> Sequence[Any]:
+        return tuple(value.shape)
+
+    def dtype(self, value: torch.Tensor) -> torch.dtype:
+        return value.dtype
+
+
+class TensorBuilder(OfTensors):
     """Runs the plan on CPU tensors; symbolic sizes are bound to numbers."""
 
     def __init__(self, values: Mapping[Node, torch.Tensor], binding: Binding) -> None:
@@ -145,12 +155,6 @@ class TensorBuilder(Builder):
         if "device" in kwargs:
             kwargs["device"] = torch.device("cpu")
         return op(*args, **kwargs)
-
-    def shape(self, value: torch.Tensor) -> Sequence[int]:
-        return tuple(value.shape)
-
-    def dtype(self, value: torch.Tensor) -> torch.dtype:
-        return value.dtype
 
     def sizes(self, shape: Sequence[Any], of: Any = None) -> list[int]:
         return [self._binding.size(size) for size in shape]

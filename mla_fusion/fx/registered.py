@@ -217,11 +217,11 @@ def _traced(node: Node, function: Callable[..., Any]) -> GraphModule:
     values = [operand.meta["val"] for operand in operands]
     fakes = [value for value in tree_leaves(values) if isinstance(value, FakeTensor)]
     mode = fakes[0].fake_mode if fakes else None
-    known = len(guards_of(mode)) if mode is not None else 0
+    known = len(guards_of(mode))
     with mode or nullcontext(), torch.no_grad():
         traced = make_fx(flat)(*values)
-    for guard in guards_of(mode)[known:] if mode is not None else ():
-        raise ValueError(f"it depends on a size: {guard}")
+    if new := guards_of(mode)[known:]:
+        raise ValueError(f"it depends on a size: {new[0]}")
     return traced
 
 

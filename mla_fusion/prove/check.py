@@ -490,8 +490,7 @@ DEFAULTS: dict[str, float] = {"weight_quant_mode": 0, "kv_cache_quant_mode": 0, 
 DEFAULTS |= {"qc_qr_scale": 1.0, "kc_scale": 1.0}  # of attributes; a report lists the others
 WRONG = ArithmeticError, AttributeError, LookupError, MemoryError, TypeError, ValueError
 CACHES, HEADED = ("kv_cache", "kr_cache"), ("query", "query_rope", "dequant_scale_q_nope")
-# what a report says of a fusion, as far as a proof depends on it
-SAID = {"floors": "no row comes near", "scales_tokens": ", times one number for each token"}
+SCALES = "W_uk: .*, times one number for each token$"  # what a report says of a proof
 OF_LAYOUT = "cache_mode is_output_kv query_norm_flag token_x_dtype kv_cache_dtype".split()
 OF_LAYOUT += [f"weight_{name}_dtype" for name in ("dq", "uq_qr", "dkv_kr")]
 SOURCES = {"c_kv": ("kv_cache", "c_kv"), "k_pe": ("kr_cache", "k_pe"), "q_nope": ("query",)}
@@ -571,10 +570,10 @@ class Run:
         the fusion is said to go on?
         """
         shapes = {self.of_result.get(at, (None,))[0]: self.values[at].shape for at in operands}
-        if not self.call["scales_tokens"] or op != "mul" or shapes.keys() != {"query", None}:
+        if not self.call["scales"] or op != "mul" or shapes.keys() != {"query", None}:
             return False
-        own = self.results["query"].shape[-2:]
-        return bool(shapes[None][-2:] == (1, 1) and shapes["query"][-2:] == own)
+        own = {None: (1, 1), "query": self.results["query"].shape[-2:]}
+        return all(shapes[name][-2:] == own[name] for name in own)
 
     def called(self) -> dict[str, Num]:
         arguments, call = self.certificate["arguments"], self.call
@@ -645,8 +644,8 @@ def call_of(fusion: Any) -> dict[str, Any]:
     call = {name: fusion[name] for name in ("operator", "attributes", "dims")}
     call["replaced"] = list(fusion["replaced"].values())
     call["in_place"] = fusion["placement"] == "in place"
-    said = "\n".join((*fusion["assumptions"], *fusion["proof"]))
-    return call | {name: text in said for name, text in SAID.items()}
+    call["floors"] = any(text.startswith("no row comes near") for text in fusion["assumptions"])
+    return call | {"scales": any(re.match(SCALES, text) for text in fusion["proof"])}
 
 
 def checked(

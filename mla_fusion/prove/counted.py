@@ -103,8 +103,8 @@ class Counted:
         held = node.meta.get("val")
         if not isinstance(held, torch.Tensor) or _is_whole(held):
             return isinstance(held, torch.Tensor)
-        keeps = operator_of(node).kind is Kind.MOVEMENT or op_name(node) in _OF_INTEGERS
         if node not in self._integral:
+            keeps = operator_of(node).kind is Kind.MOVEMENT or op_name(node) in _OF_INTEGERS
             numbers = [item for item in node.args if isinstance(item, float)]
             self._integral[node] = (
                 node.op == "call_function"

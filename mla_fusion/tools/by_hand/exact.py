@@ -97,16 +97,18 @@ def compare(
             return _undecided("export.fails", said)
     both[0] = both[0].renamed(memory.paired(fused, reference))
     found = _compared(both, inputs)
+    runs: list[dict[str, Tensor]] = []
+    for of in both if found.equal is not None else ():
+        name, results = _other_than_run(of, inputs)
+        if name:
+            said = f"{of.role} gives another {name} than the graph that is exported of it"
+            return _undecided("export.other", f"not decided: {said}")
+        runs.append(results)
     if found.equal:
-        runs = [_OnTensors(of, inputs).results() for of in both]
         errors = {name: _distance(runs[0][name], value) for name, value in runs[1].items()}
         if max(errors.values(), default=0.0) > ROUNDED:
             said = f"not decided: equal over the real numbers, but as rounded, {_largest(errors)}"
             return _undecided("values.apart", said, found.findings, errors=errors)
-    for of in both if found.equal is not None else ():
-        if name := _other_than_run(of, inputs):
-            said = f"{of.role} gives another {name} than the graph that is exported of it"
-            return _undecided("export.other", f"not decided: {said}")
     return found
 
 
@@ -265,9 +267,9 @@ def _states(mine: Exported, theirs: Exported) -> dict[Node, str]:
     return found
 
 
-def _other_than_run(of: Exported, inputs: Sequence[Any]) -> str:
-    """A result that the function itself gives otherwise: what it does when it is traced, or when it
-    is called again, is something else then.
+def _other_than_run(of: Exported, inputs: Sequence[Any]) -> tuple[str, dict[str, Tensor]]:
+    """A result that the function itself gives otherwise ("" for none): what it does when it is
+    traced, or when it is called again, is something else then. And what its graph gives.
     """
     target, given = of.target, memory.copied(inputs)
     try:
@@ -277,11 +279,12 @@ def _other_than_run(of: Exported, inputs: Sequence[Any]) -> str:
             run = {f"buffer {name}": value.clone() for name, value in held}
         exported = _OnTensors(of, inputs).results()
     except Exception as error:
-        return f"result ({_first_line(error)})"
+        return f"result ({_first_line(error)})", {}
     run |= {f"input {place}": leaf for place, leaf in enumerate(tree_leaves(given))}
     run |= dict(zip((name for name in of.results if "output" in name), outputs, strict=False))
     known = (name for name in of.results if name in run)
-    return next((name for name in known if not _are_near(run[name], exported[name])), "")
+    other = next((name for name in known if not _are_near(run[name], exported[name])), "")
+    return other, exported
 
 
 def _are_near(one: Tensor, other: Tensor) -> bool:
@@ -342,9 +345,8 @@ class _InField(Interpreter):
             holds=lambda name: dtype_of(argument(node, name)),
         )
         by_element = torch.Tag.pointwise in target.tags
-        if (
-            one is not None and is_cast(node) and _narrows(one, reads)
-        ):  # no integer is left as it is
+        # no integer is left as it is
+        if one is not None and is_cast(node) and _narrows(one, reads):
             call = replace(call, target=target, name=f"as {one.dtype} holds it")
             return operators.pointwise(call)
         for way in (operators.run, *[operators.pointwise] * by_element):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
@@ -13,7 +14,7 @@ from mla_fusion.tools.dumps import Dump, Operator, budget
 from mla_fusion.tools.dumps.symbols import Tensors
 
 
-class Builder:
+class Builder(ABC):
     """Reads the operators one by one. ``unmapped`` counts those that have no counterpart here."""
 
     BOX = "call_method", "unknown"  # of an unknown operator: what every walk of the pass stops at
@@ -37,14 +38,14 @@ class Builder:
         """The operators, each behind what it reads."""
         return self.dump.operators
 
-    def take(self, operator: Operator) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def take(self, operator: Operator) -> None: ...
 
-    def finish(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def finish(self) -> None: ...
 
-    def remarks(self) -> list[str]:
-        raise NotImplementedError
+    @abstractmethod
+    def remarks(self) -> list[str]: ...
 
     def add(
         self,
