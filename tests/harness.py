@@ -136,11 +136,11 @@ def refused(gm: GraphModule, config: mf.Config | None = None) -> Rejection:
     rejection, *_ = report.rejected
     assert rejection.message.startswith(CODES[rejection.code.partition(":")[0]][0])
     assert rejection.nodes and rejection.remedy
-    whole, numbered = (
-        module_path.root(gm.graph.nodes),
+    named, numbered = (
+        module_path.Labels(gm.graph),
         re.compile(r"(?<![\w.])(?!npu_)\w*\d\w*(?![\w.])"),
     )
-    names = {node.name: module_path.label(node, whole) for node in gm.graph.nodes}
+    names = {node.name: named.of(node) for node in gm.graph.nodes}
     internal = [
         name for name in numbered.findall(rejection.message) if names.get(name, name) != name
     ]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from mla_fusion.emit.targets import target_of
 from mla_fusion.facts.absorb import AbsorbFact
 from mla_fusion.fx.kinds import filled_with, operator_of, tensor_held
 from mla_fusion.fx.program import nodes_between
-from mla_fusion.fx.sizes import is_symbolic, same_shape
+from mla_fusion.fx.sizes import is_symbolic, same, same_shape
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import origin, reached, reshapes_and_exact_casts, views_and_casts
 from mla_fusion.match.candidate import Candidate
@@ -231,13 +232,13 @@ def _above_x(origin: Node) -> set[Node]:
     """What x is computed from that has as many elements: a wider form of it, the value before its
     norm, residuals.
     """
-    size = origin.meta["val"].numel()
+    size = prod(origin.meta["val"].shape)
 
     def is_as_large(node: Node) -> bool:
         value = node.meta.get("val")
-        if not isinstance(value, torch.Tensor) or node.op in INPUTS:
+        if node.op in INPUTS or not isinstance(value, torch.Tensor):
             return False
-        return value.is_floating_point() and same_shape((value.numel(),), (size,))
+        return value.dtype.is_floating_point and same(prod(value.shape), size)
 
     _, *above = reached([origin], lambda node: filter(is_as_large, node.all_input_nodes), _FARTHEST)
     return set(above)

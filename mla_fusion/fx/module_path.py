@@ -7,7 +7,7 @@ import linecache
 import operator
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache, cached_property
 
 from torch.fx import Graph, Node
@@ -89,11 +89,11 @@ def _classes(file: str) -> tuple[tuple[int, int, str], ...]:
 NAME = "mla_fusion_name"  # in a placeholder's meta: what the user calls it
 
 
-def label(node: Node, whole: str = "") -> str:
+def label(node: Node, whole: Callable[[], str] = str) -> str:
     """``q_b.weight`` for an input, ``q_b's addmm`` for what a module computes; the node's name
     where there is no other.
 
-    ``whole``: what stands for the path of the module that was compiled, its class.
+    ``whole``: gives what stands for the path of the module that was compiled, its class.
     """
     if node.op == "placeholder":
         return str(node.meta.get(NAME, node.name))
@@ -101,12 +101,12 @@ def label(node: Node, whole: str = "") -> str:
         return node.name
     if node.target is operator.getitem and isinstance(node.args[0], Node):
         return label(node.args[0], whole)
-    path, step = _path(node) or whole, op_name(node).rpartition(":")[2].strip("_")
+    path, step = _path(node) or whole(), op_name(node).rpartition(":")[2].strip("_")
     return f"{path}'s {'cast' if step == 'to_copy' else step}" if path else node.name
 
 
 class Labels:
-    """Puts the names that a user knows into a text that names nodes of a graph."""
+    """The names that a user knows, of nodes of a graph and in a text that names such."""
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
@@ -120,6 +120,9 @@ class Labels:
     def _nodes(self) -> dict[str, Node]:
         return {node.name: node for node in self._graph.nodes}
 
+    def of(self, node: Node) -> str:
+        return label(node, lambda: self.whole)
+
     def __call__(self, text: str) -> str:
         return _WORD.sub(self._instead, text)
 
@@ -132,7 +135,7 @@ class Labels:
             word not in _ENGLISH or not found.start() or found.string.startswith(" (", found.end())
         )
         node = self._nodes.get(word) if surely else None
-        return word if node is None else label(node, self.whole)
+        return word if node is None else self.of(node)
 
 
 _ENGLISH = frozenset(

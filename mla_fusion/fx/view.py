@@ -6,10 +6,10 @@ Built once, in one pass over the nodes. Nothing here knows about MLA.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import copy
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.fx import GraphModule, Node
@@ -51,6 +51,8 @@ _SEQUENCES = (tuple, list, immutable_list)
 # a value that mixes more products than this (a residual stream) counts as a source of its own
 _MANY = 4
 
+T = TypeVar("T")
+
 
 class View:
     """``gm.graph``, indexed.
@@ -78,6 +80,7 @@ class View:
         self.barriers: dict[Node, Barrier] = {}
         self.ranges = Ranges(self)
         self.steps = Steps(self, self.ranges)
+        self._known: dict[object, tuple[object, object]] = {}
         self._calls: dict[Node, tuple[int, list[Node]]] = {}
         self._number: dict[Node, int] = {}
         # int8 products that plain nodes scale, by their last node
@@ -367,7 +370,18 @@ class View:
         """The same view with other numbers for its symbolic sizes."""
         other = copy(self)
         other.__dict__["binding"] = binding
+        other._known = {}
         return other
+
+    def once(self, of: torch.Tensor, how: object, make: Callable[[], T]) -> T:
+        """What is made of a tensor that the facts of equal layers share: made for the first of
+        them. ``how``: all that it depends on beside the tensor.
+        """
+        given, found = self._known.get(how, (None, None))
+        if given is not of:
+            found = make()
+            self._known[how] = of, found
+        return cast(T, found)
 
 
 def _literal(value: Any, inputs: list[Node]) -> Any:

@@ -129,7 +129,7 @@ class KeyHalf:
         """
         return None
 
-    @property
+    @cached_property
     def nodes(self) -> tuple[Node, ...]:
         """The rare nodes, for messages."""
         k = self.key
@@ -194,7 +194,7 @@ class Candidate(KeyHalf):
         quantised = self.query.up_nope.quantised
         return quantised.format if quantised is not None else None
 
-    @property
+    @cached_property
     def nodes(self) -> tuple[Node, ...]:
         q = self.query
         named = [

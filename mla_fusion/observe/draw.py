@@ -85,7 +85,7 @@ class _Region:
         self.missing: list[tuple[Node, str, bool]] = []  # node, what, does it come before the node?
         self._stops: set[Node] = set()
         self._titles: dict[str, Node] = {}
-        self._whole = module_path.root(self.view.gm.graph.nodes)
+        self._named = module_path.Labels(self.view.gm.graph)
 
     def claim(self, end: Node, role: str, step: str, formula: str = "") -> None:
         if formula:
@@ -204,7 +204,7 @@ class _Region:
 
     def _title(self, node: Node) -> str:
         """What the user calls it; two steps of one name are told apart by the graph's."""
-        title = module_path.label(node, self._whole)
+        title = self._named.of(node)
         title = title.removeprefix(
             next((path for path in self._above if title.startswith(path)), "")
         )

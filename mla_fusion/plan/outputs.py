@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations, permutations
 
 import torch
@@ -65,13 +66,12 @@ def is_live(user: Node) -> bool:
 
 def keeps_nothing(node: Node) -> bool:
     """Is the node a slice without elements?"""
-    value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor) or 0 not in [
-        size for size in value.shape if isinstance(size, int)
-    ]:
+    source, value = node.args[0] if is_getitem(node) else node, node.meta.get("val")
+    if not isinstance(source, Node) or op_name(source) not in SELECTIONS:
         return False
-    source = node.args[0] if is_getitem(node) else node
-    return isinstance(source, Node) and op_name(source) in SELECTIONS
+    return isinstance(value, torch.Tensor) and 0 in [
+        size for size in value.shape if isinstance(size, int)
+    ]
 
 
 def leads_only_to(starts: Iterable[Node], targets: Iterable[Node]) -> Node | None:
@@ -104,18 +104,18 @@ class ValueTree:
         A node that takes some of many tokens has no codes: it reads the node above it, and stays in
         the graph.
         """
-        self._shrink, self._tokens = shrink, tokens
+        self._view, self._shrink, self._tokens = view, shrink, tokens
         self.roots = [root]
         self.parent: dict[Node, Node] = {}
         self.codes: dict[Node, object] = {}
-        self._grow(view, root, codes)
+        self._grow(root, codes)
         for node, of_node in duplicates:
             if node not in self.codes:
                 self.roots.append(node)
-                self._grow(view, node, of_node)
+                self._grow(node, of_node)
         self.nodes = list(self.codes)
 
-    def _grow(self, view: View, root: Node, codes: torch.Tensor) -> None:
+    def _grow(self, root: Node, codes: torch.Tensor) -> None:
         order = [root]
         for node in order:
             for user in node.users:
@@ -126,21 +126,37 @@ class ValueTree:
                 ):
                     self.parent[user] = node
                     order.append(user)
-        program = Program([root], order[1:], view.binding, shrink=self._shrink)
-        values = program.run([codes])
-        self.codes |= {node: values[program.slot(node)] for node in order}
+        self.codes |= zip(order, self._held(codes, order), strict=True)
         if self._tokens:
             self._tokens.follow(order[1:])
             for node in order[1:]:
                 if not self._tokens.knows(node):
                     self.codes[node] = None
 
+    def _held(self, codes: torch.Tensor, order: Sequence[Node]) -> list[object]:
+        """What each of these nodes holds of the codes of the first; equal layers have it in
+        common.
+        """
+        view, place = self._view, {node: -1 - at for at, node in enumerate(order)}
+        steps = []
+        for node in order[1:]:
+            call, inputs = view.call(node)
+            steps.append((call, *(place.get(read) or view.number(read) for read in inputs)))
+
+        def run() -> list[object]:
+            program = Program(order[:1], order[1:], view.binding, shrink=self._shrink)
+            values = program.run([codes])
+            return [values[program.slot(node)] for node in order]
+
+        return view.once(codes, (self._shrink, *steps), run)
+
     def in_order(self, node: Node) -> bool:
         """Does the node hold the whole value, element after element?"""
         codes = self.codes[node]
-        if not isinstance(codes, torch.Tensor):
-            return False
-        return torch.equal(codes.reshape(-1).long(), torch.arange(codes.numel()))
+        how = "in order", self._view.call(node)[0]
+        return isinstance(codes, torch.Tensor) and self._view.once(
+            codes, how, partial(_count_up, codes)
+        )
 
     def readers(self, ignored: Collection[Node] = ()) -> dict[Node, list[Node]]:
         """Nodes of the tree whose values something outside reads, with who reads them."""
@@ -171,14 +187,15 @@ class ValueTree:
         A node that is not the whole value in some order of axes (a slice of it) is made from its
         parent.
         """
-        kernel = torch.arange(torch.Size(shape).numel()).reshape(shape)
         wanted, made = list(self.readers(ignored)), {}
         while wanted:
             node = wanted.pop()
             if node in made:
                 continue
             codes = self.codes[node]
-            order = _arrange(kernel, codes) if isinstance(codes, torch.Tensor) else None
+            order = None
+            if isinstance(codes, torch.Tensor):
+                order = self._view.once(codes, shape, partial(_arrange, shape, codes))
             if order is not None:
                 made[node] = Replacement(node, output, None if order == () else order)
             elif node in self.roots:
@@ -281,13 +298,19 @@ def _are_rows(codes: torch.Tensor, width: int) -> bool:
     return bool((codes == first + torch.arange(width)).all())
 
 
-def _arrange(kernel: torch.Tensor, codes: torch.Tensor) -> tuple[int, ...] | None:
-    """The permutation of ``kernel`` that, reshaped, is ``codes``; () where it is the kernel's own
-    shape.
+def _count_up(codes: torch.Tensor) -> bool:
+    return torch.equal(codes.reshape(-1).long(), torch.arange(codes.numel()))
+
+
+def _arrange(shape: tuple[int, ...], codes: torch.Tensor) -> tuple[int, ...] | None:
+    """The permutation of what the kernel gives out in ``shape`` that, reshaped, is ``codes``; ()
+    where it is that shape.
     """
     codes = codes.to(torch.int64)
+    kernel = torch.arange(torch.Size(shape).numel())
     if codes.numel() != kernel.numel():
         return None
+    kernel = kernel.reshape(shape)
     if codes.shape == kernel.shape and torch.equal(codes, kernel):
         return ()
     for order in permutations(range(kernel.dim())):

@@ -195,8 +195,9 @@ class PrologPlanner(Planner[Candidate, PrologPlan]):
                 for user in users
             }
         borrowers: dict[Node, None] = {}
+        seen: set[Node] = set()
         for product in sorted(region - cut, key=self.view.position.__getitem__):
-            seen, stack = {product}, [product]
+            stack = [product]
             while stack:
                 node = stack.pop()
                 for user in node.users:
@@ -210,9 +211,8 @@ class PrologPlanner(Planner[Candidate, PrologPlan]):
                         borrowers[user] = None
                         continue
                     if user.op == "output" or has_effect(user) or self.view.ends_walk(user):
-                        path = next((n for n in user.all_input_nodes if n in seen), product)
-                        detail = f"{user.name} reads {path.name}, made from {product.name}"
-                        raise Refuse("reader.latent", detail, (product, path, user))
+                        detail = f"{user.name} reads {node.name}, made from {product.name}"
+                        raise Refuse("reader.latent", detail, (product, node, user))
                     stack.append(user)
         return list(borrowers)
 

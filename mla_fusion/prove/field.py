@@ -31,6 +31,7 @@ _POSITIVE = (1 << 62) - 1
 _MOST_TIMES = 1 << 16  # columns of a row whose squares are added up
 _MOST_SMOOTH = 1 << 20  # numerator times denominator of another number that is made of small primes
 _SMALL_PRIMES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29)
+_FEW = 64  # elements whose powers Python has sooner than torch
 _CHUNK = 1 << 20  # elements of a matrix that are split into halves at a time
 
 
@@ -137,6 +138,7 @@ class Num:
     cells    of weights that are only moved about: which elements these are
     past     what it was made of, where a later step may make one step of several
     as_root  the root that it is a multiple of
+    as_rows  what stands for its rows in products with weights, once there was one
     """
 
     def __init__(
@@ -149,6 +151,7 @@ class Num:
     ) -> None:
         self._re, self.im, self.ints, self.cells, self.past = re, im, ints, cells, past
         self.as_root: Root | None = None
+        self.as_rows: tuple[Num, Num] | None = None
 
     @property
     def re(self) -> Tensor:
@@ -564,6 +567,9 @@ def _mul(a: Num, b: Num) -> Num:
 
 
 def _power(a: Tensor, exponent: int) -> Tensor:
+    if a.numel() <= _FEW:
+        powers = [pow(element, exponent, P) for element in a.reshape(-1).tolist()]
+        return torch.tensor(powers, dtype=torch.int64).reshape(a.shape)
     found, base = torch.ones_like(a), a
     while exponent:
         if exponent & 1:
@@ -771,11 +777,20 @@ def _by_columns(a: Num, cells: Cells) -> Num:
     if columns is None:
         return matmul(a, Num(Num(None, cells=cells).re))
     first, step = (Num(part.unsqueeze(-2)) for part in columns)
+    if a.as_rows is None:
+        a.as_rows = _rows(a)
+    row, size = a.as_rows
+    found = mul(function("product", first, step, row), size)
+    is_zero = first.re == ZERO
+    return mul(found, Num((~is_zero).long())) if bool(is_zero.any()) else found
+
+
+def _rows(a: Num) -> tuple[Num, Num]:
+    """One element for each row, the same of rows that are multiples; and the size of each."""
     lead = a.moved(lambda part: part[..., :1])
     size = Num(torch.where((lead.re == 0) & (imaginary(lead) == 0), 1, lead.re), lead.im)
-    row = function("row", mul(a, inverse(size)), Num(torch.arange(a.shape[-1], dtype=torch.int64)))
-    product = function("product", total(row, [-1], True), first, step)
-    return mul(mul(product, size), Num((first.re != ZERO).long()))
+    places = Num(torch.arange(a.shape[-1], dtype=torch.int64))
+    return total(function("row", mul(a, inverse(size)), places), [-1], True), size
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
