@@ -19,6 +19,7 @@ from mla_fusion.compat import expression_of
 from mla_fusion.emit.targets import target_of
 from mla_fusion.fx.kinds import tensor_held
 from mla_fusion.fx.sizes import is_symbolic
+from mla_fusion.fx.view import what_is_done
 from mla_fusion.plan.plan import InPlace, Plan
 
 # elements of a constant up to which its values are compared; a larger one is like itself alone
@@ -38,7 +39,9 @@ def key(region: Region, plan: Plan) -> object:
     ]
     for node in region.nodes:
         numbers[node] = len(numbers)
-        parts.append((id(node.target), _frozen(node.args, numbers), _frozen(node.kwargs, numbers)))
+        inputs: list[Node] = []
+        done = what_is_done(node, inputs)
+        parts.append((done, *[_read(read, numbers) for read in inputs]))
     twins = tuple((numbers[twin], numbers[node]) for twin, node in region.twins.items())
     ends = tuple(numbers.get(node, -1) for node in (*region.targets, *region.reads))
     return tuple(parts), twins, ends, _of_plan(plan, numbers)
@@ -113,19 +116,10 @@ def _sizes(shape: Sequence[Any]) -> tuple[object, ...]:
     return tuple([expression_of(size) if is_symbolic(size) else size for size in shape])
 
 
-def _frozen(value: Any, numbers: dict[Node, int]) -> Any:
-    """Hashable: nodes by number, a size by its expression, a literal with its type (1, 1.0 and True
-    are not one).
-    """
-    kind = type(value)
-    if kind is Node:
-        number = numbers.get(value)
-        if number is not None:
-            return Node, number
-        meaning = value.meta.get("val")
-        return Node, str(expression_of(meaning)) if is_symbolic(meaning) else _tensor(meaning)
-    if isinstance(value, (tuple, list)):
-        return tuple([_frozen(item, numbers) for item in value])
-    if isinstance(value, dict):
-        return tuple([(name, _frozen(item, numbers)) for name, item in value.items()])
-    return kind, value
+def _read(node: Node, numbers: dict[Node, int]) -> object:
+    """An input by its number; one from outside, a size say, by what it is."""
+    number = numbers.get(node)
+    if number is not None:
+        return number
+    meaning = node.meta.get("val")
+    return str(expression_of(meaning)) if is_symbolic(meaning) else _tensor(meaning)

@@ -166,7 +166,12 @@ def source(node: Node) -> str:
     """``file:line in function: code`` of the innermost frame that made the node; "" where
     unknown.
     """
-    frames = list(_FRAME.finditer(node.meta.get("stack_trace") or ""))
+    return _innermost(node.meta.get("stack_trace") or "")
+
+
+@cache
+def _innermost(trace: str) -> str:
+    frames = list(_FRAME.finditer(trace))
     if not frames:
         return ""
     last = frames[-1]

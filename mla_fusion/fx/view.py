@@ -196,30 +196,12 @@ class View:
         )
 
     def _call_key(self, node: Node, inputs: list[Node]) -> Any:
-        """Equal for nodes that do the same to their inputs, which go to ``inputs``; a literal is
-        (type, literal).
+        """Equal for nodes that do the same to their inputs, which go to ``inputs``.
 
         What has an effect, or is random, is like nothing else.
         """
         operator = operator_of(node)
-        if not operator.name or operator.effect or operator.random:
-            return node.op, node.target if node.op == "get_attr" else node
-        try:
-            key: list[Any] = [operator]
-            # most are nodes, and a call for each would be a tenth of the view's time
-            for arg in node.args:
-                if type(arg) is Node:
-                    inputs.append(arg)
-                    key.append(Node)
-                else:
-                    key.append(_literal(arg, inputs))
-            kwargs = node.kwargs
-            if kwargs:
-                key += [(name, _literal(kwargs[name], inputs)) for name in sorted(kwargs)]
-            return tuple(key)
-        except TypeError:
-            inputs.clear()
-            return node
+        return node if operator.effect or operator.random else what_is_done(node, inputs)
 
     def call(self, node: Node) -> tuple[int, list[Node]]:
         """A number, equal for nodes that do the same to their inputs, and these in order."""
@@ -382,6 +364,31 @@ class View:
             found = make()
             self._known[how] = of, found
         return cast(T, found)
+
+
+def what_is_done(node: Node, inputs: list[Node]) -> Any:
+    """Equal for nodes that do the same to their inputs, which go to ``inputs``; a literal is (type,
+    literal).
+    """
+    operator = operator_of(node)
+    if not operator.name:
+        return node.op, node.target if node.op == "get_attr" else node
+    try:
+        key: list[Any] = [operator]
+        # most are nodes, and a call for each would be a tenth of the view's time
+        for arg in node.args:
+            if type(arg) is Node:
+                inputs.append(arg)
+                key.append(Node)
+            else:
+                key.append(_literal(arg, inputs))
+        kwargs = node.kwargs
+        if kwargs:
+            key += [(name, _literal(kwargs[name], inputs)) for name in sorted(kwargs)]
+        return tuple(key)
+    except TypeError:
+        inputs.clear()
+        return node
 
 
 def _literal(value: Any, inputs: list[Node]) -> Any:
