@@ -20,6 +20,7 @@ from mla_fusion.compat import FakeTensor, OpOverload, schema_of, storage_id, wit
 from mla_fusion.fx.held import Exact
 from mla_fusion.fx.kinds import attribute
 from mla_fusion.fx.sizes import Binding, SizeNodes, is_symbolic, same, same_shape
+from mla_fusion.fx.workplace import created
 
 aten = torch.ops.aten
 Recipe = Callable[["Builder"], Any]
@@ -211,9 +212,8 @@ class GraphBuilder(Builder):
     def insert(self, op: Any, args: Any, kwargs: Any, value: Any) -> Node:
         """A call whose meta value is known."""
         with self._place():
-            node = self.gm.graph.create_node(
-                "call_function", op, args, kwargs, name=self.free_name(_title(op))
-            )
+            name = self.free_name(_title(op))
+            node = created(self.gm.graph, "call_function", op, args, kwargs, name)
         return self.take(node, value)
 
     def take(self, node: Node, value: Any) -> Node:
@@ -256,12 +256,13 @@ class GraphBuilder(Builder):
         """The meta value of a call, nodes among its arguments standing for theirs."""
         fake_args, fake_kwargs = torch.fx.node.map_arg((args, kwargs), self._fake)
         with nullcontext() if self._inside else self.propagating():
-            signature = (
-                _signature(fake_args, fake_kwargs)
-                if self._fake_mode and _is_functional(op)
-                else None
-            )
-            known = self._results.get((op, signature)) if signature is not None else None
+            signature = None
+            if self._fake_mode and _is_functional(op):
+                signature = op, _described(fake_args), _described(list(fake_kwargs.items()))
+            try:
+                known = self._results.get(signature)
+            except TypeError:  # a size is symbolic, and those have no hash
+                known = signature = None
             # equal layers: tensors like the first one's, at a tenth of the cost
             if known is not None:
                 results, is_view = known
@@ -276,7 +277,7 @@ class GraphBuilder(Builder):
             results = op(*fake_args, **fake_kwargs)
             if signature is not None:
                 is_view = _is_view(results, fake_args)
-                self._results[op, signature] = results, is_view
+                self._results[signature] = results, is_view
             return results
 
     def _another(self, value: torch.Tensor, memory: torch.Tensor | None = None) -> torch.Tensor:
@@ -397,34 +398,14 @@ def _is_view(result: Any, args: Any) -> bool:
     return storage_id(result) == storage_id(first)
 
 
-def _signature(args: Any, kwargs: Any) -> object | None:
-    """Equal for calls whose results have equal shapes, strides and dtypes; None where a size is
-    symbolic.
-    """
-    try:
-        return tuple(map(_described, args)), tuple(
-            (name, _described(value)) for name, value in kwargs.items()
-        )
-    except _SymbolicSize:
-        return None
-
-
-class _SymbolicSize(Exception):
-    pass
-
-
 def _described(value: Any) -> object:
-    """Of a tensor what its results depend on, of a list what its items are, of a literal itself
-    with its type.
+    """Of a tensor what results depend on, of a list what its items are, of a literal itself with
+    its type: equal for arguments of which a call makes equal shapes, strides and dtypes.
     """
     if isinstance(value, torch.Tensor):
-        if any(map(is_symbolic, (*value.shape, *value.stride(), value.storage_offset()))):
-            raise _SymbolicSize
         return tuple(value.shape), value.stride(), value.storage_offset(), value.dtype, value.device
     if isinstance(value, (list, tuple)):
         return tuple(map(_described, value))
-    if is_symbolic(value):
-        raise _SymbolicSize
     return type(value), value
 
 

@@ -39,17 +39,22 @@ def workplace(gm: GraphModule) -> GraphModule:
 
 
 def copied(node: Node, into: Graph, transform: Callable[[Node], Any]) -> Node:
-    """``node`` at the end of another graph, with its name and its metadata.
-
-    The arguments are set afterwards because ``create_node`` looks through all that it is given for
-    raw symbolic sizes, which is half of the time of ``Graph.node_copy`` and has been done when the
-    node was first made. Metadata are filled in, as a node that is given an attribute is sorted
-    anew among those of its graph.
-    """
-    made = into.create_node(node.op, node.target, None, None, node.name, node.type)
-    if node.args:
-        made.args = map_arg(node.args, transform)
-    if node.kwargs:
-        made.kwargs = map_arg(node.kwargs, transform)
+    """``node`` at the end of another graph, with its name and its metadata."""
+    args, kwargs = map_arg((node.args, node.kwargs), transform)
+    made = created(into, node.op, node.target, args, kwargs, node.name)
+    made.type = node.type
+    # filled in: a node that is given an attribute is sorted anew among those of its graph
     made.meta.update(node.meta)
+    return made
+
+
+def created(into: Graph, op: str, target: Any, args: Any, kwargs: Any, name: str | None) -> Node:
+    """A new node. Its arguments are set afterwards, because ``create_node`` looks through all that
+    it is given for raw symbolic sizes, which is half of its time; there are none.
+    """
+    made = into.create_node(op, target, name=name)
+    if args:
+        made.args = args
+    if kwargs:
+        made.kwargs = kwargs
     return made
