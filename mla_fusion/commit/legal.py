@@ -16,17 +16,17 @@ from mla_fusion.emit.targets import TARGETS
 from mla_fusion.facts.obstacle import Obstacle
 from mla_fusion.fx.view import View
 from mla_fusion.match.candidate import KeyHalf
-from mla_fusion.plan.plan import InPlace, Plan
+from mla_fusion.plan.plan import InPlace, Plan, Structure
 from mla_fusion.report.rejection import Refuse
 
 
 @dataclass(frozen=True)
 class Legal:
-    """``structure``: equal for plans that differ only in which layer they are."""
+    """A plan, the region that it replaces, and what is known of all plans like it."""
 
     plan: Plan
     region: Region
-    structure: int
+    structure: Structure
 
 
 class Plans:
@@ -40,9 +40,7 @@ class Plans:
         """
         self._view, self._config, self._boundary = view, config, boundary
         self._steps = InPlaceSteps(view)
-        # a number for each: hashing one takes as long as a fact
-        self._structures: dict[object, int] = {}
-        self._accepted: set[int] = set()
+        self._structures: dict[object, Structure] = {}
 
     def of(self, target: str, candidate: KeyHalf) -> Legal:
         """A plan of the candidate for a target, or of the next of its alternatives that has one.
@@ -64,7 +62,7 @@ class Plans:
         """Where the contract refuses the caches alone, the staged plan."""
         planner = TARGETS[target].planner(self._view, self._config, candidate, self._boundary)
         found = self._described(planner.plan())
-        if found.structure in self._accepted:
+        if found.structure.accepted:
             return found
         try:
             contract.ask(found.plan, self._config, self._view.gm.graph)
@@ -80,7 +78,7 @@ class Plans:
                 contract.ask(found.plan, self._config, self._view.gm.graph)
             except Refuse:
                 raise reason from None  # it was not the caches
-        self._accepted.add(found.structure)
+        found.structure.accepted = True
         return found
 
     def _described(self, plan: Plan) -> Legal:
@@ -90,5 +88,5 @@ class Plans:
         return Legal(
             plan,
             region,
-            self._structures.setdefault(structure.key(region, plan), len(self._structures)),
+            self._structures.setdefault(structure.key(region, plan), Structure()),
         )

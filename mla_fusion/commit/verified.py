@@ -24,8 +24,6 @@ class Verified:
 
     def __init__(self, view: View, config: Config, usual_threads: int) -> None:
         self._view, self._config, self._threads = view, config, usual_threads
-        self._proved: dict[int, Shown] = {}  # by the structure
-        self._known: dict[int, str] = {}  # by the structure, the layer that was compared
 
     def of(self, legal: Legal) -> Outcome:
         """What verification found, or why it was not done.
@@ -38,16 +36,15 @@ class Verified:
     def _compare(self, legal: Legal) -> Outcome:
         if self._config.verify == "off":
             return Outcome("not verified (Config.verify is 'off')")
-        if self._config.verify == "first" and legal.structure in self._known:
-            return Outcome(f"equal in structure to {self._known[legal.structure]}")
-        plan = legal.plan
+        plan, known = legal.plan, legal.structure
+        if self._config.verify == "first" and known.compared:
+            return Outcome(f"equal in structure to {known.compared}")
         half_rows = self._half_rows(plan)
         few = prod(self._view.binding.shape(plan.token_x.meta["val"].shape)) <= _FEW
         with threads(1 if few else self._threads):
             outcome = verify.compare(self._view, plan, half_rows, region=legal.region)
-        self._known[legal.structure] = (
-            module_path.layer(plan.candidate.nodes) or plan.candidate.down.node.name
-        )
+        layer = module_path.layer(plan.candidate.nodes)
+        known.compared = layer or plan.candidate.down.node.name
         return outcome
 
     def _half_rows(self, plan: Plan) -> bool:
@@ -57,9 +54,7 @@ class Verified:
 
     def _prove(self, legal: Legal) -> Shown:
         """What was shown of the structure."""
-        if legal.structure not in self._proved:
-            plan = legal.plan
-            self._proved[legal.structure] = prove(
-                self._view, plan, legal.region, self._half_rows(plan)
-            )
-        return self._proved[legal.structure]
+        plan, known = legal.plan, legal.structure
+        if known.proved is None:
+            known.proved = prove(self._view, plan, legal.region, self._half_rows(plan))
+        return known.proved

@@ -19,7 +19,7 @@ from mla_fusion.match.indexer import beside
 from mla_fusion.match.near_miss import NearMiss
 from mla_fusion.observe import draw, proof
 from mla_fusion.observe.leftovers import leftovers, replaced
-from mla_fusion.plan.plan import InPlace, Plan, PrologPlan
+from mla_fusion.plan.plan import InPlace, Plan, PrologPlan, Structure
 from mla_fusion.report.picture import Picture
 from mla_fusion.report.rejection import Refuse, Rejection
 from mla_fusion.report.report import Figure, Fusion, Report, Shown
@@ -32,21 +32,20 @@ class Record:
     def __init__(self, view: View, finder: Finder, config: Config, report: Report) -> None:
         self._view, self._finder, self._config, self._report = view, finder, config, report
         self._pictures: dict[object, int | None] = {}
-        self._proofs: dict[int, tuple[str, ...]] = {}
         self._named = module_path.Labels(view.gm.graph)
 
     def fused(
         self,
         plan: Plan,
-        structure: int,
+        structure: Structure,
         proved: Shown,
         verified: str,
         figures: tuple[Figure, ...],
         compared: str,
         above: Refuse | None = None,
     ) -> None:
-        """``structure``: equal for layers that differ in nothing but their nodes; ``above``: why a
-        target above it did not take the prologue; the rest: what the proof and verification found.
+        """``above``: why a target above it did not take the prologue; the rest: what the proof and
+        verification found.
         """
         target = target_of(plan)
         given = target.attributes(plan)
@@ -146,11 +145,10 @@ class Record:
         """The module path; of a whole model its class."""
         return module_path.layer(nodes) or self._named.whole
 
-    def _proof(self, plan: Plan, structure: int) -> tuple[str, ...]:
+    def _proof(self, plan: Plan, structure: Structure) -> tuple[str, ...]:
         """Equal for layers of equal structure, but for what each says of its slots."""
-        if structure not in self._proofs:
-            self._proofs[structure] = proof.lines(self._view, plan)
-        return (*self._proofs[structure], proof.slots(plan))
+        structure.lines = structure.lines or proof.lines(self._view, plan)
+        return (*structure.lines, proof.slots(plan))
 
     def _certificate(self, shown: Shown) -> int | None:
         """Its place in ``Report.certificates``."""

@@ -15,6 +15,7 @@ from mla_fusion.facts.row_quant import CacheScale
 from mla_fusion.facts.static_quant import StaticQuant
 from mla_fusion.match.candidate import Candidate, KeyHalf
 from mla_fusion.plan.outputs import Replacement
+from mla_fusion.report.report import Shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +142,22 @@ class Plan:
     @property
     def kv_cache_quant_mode(self) -> int:
         return self.caches.quant_mode if isinstance(self.caches, InPlace) else 0
+
+
+@dataclass(eq=False)
+class Structure:
+    """What is known of all plans that differ only in which layer they are; the first one tells.
+
+    accepted  does the contract take the call?
+    proved    what was shown of it
+    compared  the layer that the second witness compared; "" before it has compared one
+    lines     why it is exact, for the report
+    """
+
+    accepted: bool = False
+    proved: Shown | None = None
+    compared: str = ""
+    lines: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
