@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,7 +30,8 @@ from torch.fx.node import map_arg
 from tests.catalogue import ENTRIES, Entry
 from tests.harness import graph_of
 
-ROOT = str(Path(__file__).resolve().parents[1])
+# where this copy lies, and its packages
+PLACES = re.compile(rf"\S*/site-packages|{re.escape(str(Path(__file__).resolve().parents[1]))}")
 LEFT_OUT = frozenset("config timings seconds machine pictures picture certificates figures".split())
 
 
@@ -82,7 +84,7 @@ def _without(value: Any) -> Any:
         return {key: _without(item) for key, item in value.items() if key not in LEFT_OUT}
     if isinstance(value, list):
         return [_without(item) for item in value]
-    return value.replace(ROOT, "") if isinstance(value, str) else value
+    return PLACES.sub("", value) if isinstance(value, str) else value
 
 
 def _graph(gm: GraphModule) -> list[str]:

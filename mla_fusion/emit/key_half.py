@@ -65,12 +65,12 @@ def call_kernel(b: Builder, plan: KeyPlan) -> dict[str, Any]:
     asked = {item.output for item in plan.replacements}
     staged = {} if isinstance(plan.caches, InPlace) else {"k_pe": "kr_cache", "c_kv": "kv_cache"}
     results = {}
-    for name in asked | {name for name in held if not staged}:
+    for name in sorted(asked | {name for name in held if not staged}):
         results[name] = result_of(b, called, KERNEL.results.index(staged.get(name, name)))
     for name, width in (("c_kv", len(k.columns)), ("k_pe", k.rope_dim)):
         if name in results:
             results[name] = b.reshape(results[name], (*plan.lead, width))
-    for name in plan.interleave & results.keys():
+    for name in sorted(plan.interleave & results.keys()):
         results[name] = rows.interleave(b, results[name])
     return results
 

@@ -111,7 +111,7 @@ def call_kernel(b: Builder, plan: PreprocessPlan) -> dict[str, Any]:
             results[name] = b.reshape(
                 b.call(aten.slice.Tensor, flat, 0, 0, tokens), (*plan.lead, width)
             )
-    for name in plan.interleave & results.keys():
+    for name in sorted(plan.interleave & results.keys()):
         results[name] = rows.interleave(b, results[name])
     return results
 

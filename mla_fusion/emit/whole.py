@@ -121,10 +121,10 @@ def call_kernel(b: Builder, plan: PrologPlan) -> dict[str, Any]:
         results["q_nope"] = b.call(
             aten.slice.Tensor, results.pop("query"), -1, 0, q.absorb.nope_dim
         )
-    for name in plan.interleave & results.keys():
+    for name in sorted(plan.interleave & results.keys()):
         results[name] = rows.interleave(b, results[name])
     if plan.kernel_heads > plan.heads:
-        for name in _PER_HEAD & results.keys():
+        for name in sorted(_PER_HEAD & results.keys()):
             results[name] = b.call(aten.slice.Tensor, results[name], -2, 0, plan.heads)
     return results
 

@@ -11,6 +11,7 @@ import itertools
 import logging
 import os
 from collections import Counter
+from inspect import isfunction
 from pathlib import Path
 
 from torch.fx import GraphModule
@@ -50,5 +51,7 @@ def count_operators(gm: GraphModule) -> dict[str, int]:
     by_identity = {id(target): target for target in targets}
     counts = Counter[str]()
     for identity, count in Counter(map(id, targets)).items():
-        counts[str(by_identity[identity])] += count
+        target = by_identity[identity]
+        # str of a Python function has its address
+        counts[target.__name__ if isfunction(target) else str(target)] += count
     return dict(counts.most_common())
