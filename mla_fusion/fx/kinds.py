@@ -10,7 +10,9 @@ import torch
 from torch.fx import Node
 
 from mla_fusion.compat import HigherOrderOperator, OpOverload, schema_of
-from mla_fusion.fx.operators import (
+from mla_fusion.fx.sizes import is_symbolic
+from mla_fusion.operators.known import (
+    COUNTS,
     DIAGONALS,
     ELEMENTWISE,
     FILLED,
@@ -22,13 +24,13 @@ from mla_fusion.fx.operators import (
     SELECTIONS,
     SIZED,
     VIEWS,
+    Form,
     Kind,
     Operator,
     is_getitem,
     kind_by_arguments,
     known,
 )
-from mla_fusion.fx.sizes import is_symbolic
 
 __all__ = ["Kind", "is_getitem"]
 
@@ -66,6 +68,11 @@ def _owns_its_target(node: Node) -> bool:
     return not (made_by.aliases or made_by.effect or is_getitem(base))
 
 
+def word(node: Node) -> str:
+    """What every room calls the operator: the word of its row; "" for anything without one."""
+    return operator_of(node).row.word
+
+
 def op_name(node: Node) -> str:
     """``namespace::name`` of the operator without its overload; "" for anything that is not one."""
     return operator_of(node).name
@@ -75,13 +82,13 @@ def filled_with(node: Node) -> float | None:
     """The number that every element of the node is, where its operator says so; NaN for memory not
     yet written.
     """
-    name = operator_of(node).name
-    if name in FILLED_WITH:
+    form = operator_of(node).row.form
+    if form is Form.FULL:
         value, held = argument(node, "fill_value"), node.meta.get("val")
         if not isinstance(value, (int, float)) or not isinstance(held, torch.Tensor):
             return None
         return _as_dtype(float(value), held.dtype)
-    return FILLED.get(name)
+    return FILLED.get(form)
 
 
 @cache
@@ -98,23 +105,23 @@ def holds_at_any_length(node: Node) -> bool:
     element; a sum over a symbolic axis, its last element, or a join along it are not.
     """
     inputs = [arg for arg in node.all_input_nodes if isinstance(arg.meta.get("val"), torch.Tensor)]
-    name = op_name(node)
+    name = word(node)
     if size_among_numbers(node) is not None:
         return False
     if not any(is_symbolic(size) for arg in inputs for size in arg.meta["val"].shape):
-        if name in ("aten::arange", "prims::iota"):
+        if name in COUNTS:
             return not any(isinstance(argument(node, part), Node) for part in ("start", "step"))
         ends = (*node.args[1:], *node.kwargs.values())
         return name not in SELECTIONS or not any(isinstance(arg, Node) for arg in ends)
     if name in SELECTIONS:
         axis = argument(node, "dim", 0)
         return isinstance(axis, int) and not is_symbolic(inputs[0].meta["val"].shape[axis])
-    return name in ELEMENTWISE or name in LENT or name in VIEWS
+    return name in ELEMENTWISE or name in LENT or operator_of(node).row.form in VIEWS
 
 
 def reduces_a_symbolic_axis(node: Node) -> bool:
     """Is the node a sum, or the like, over an axis of symbolic length?"""
-    source = node.args[0] if op_name(node) in REDUCTIONS and node.args else None
+    source = node.args[0] if word(node) in REDUCTIONS and node.args else None
     value = source.meta.get("val") if isinstance(source, Node) else None
     if not isinstance(value, torch.Tensor) or not any(map(is_symbolic, value.shape)):
         return False
@@ -132,7 +139,7 @@ def diagonal_axes(node: Node) -> set[int] | None:
     """The two axes whose diagonal the node is; None for any other node, or for a diagonal beside
     that one.
     """
-    if op_name(node) not in DIAGONALS or argument(node, "offset", 0) != 0:
+    if word(node) not in DIAGONALS or argument(node, "offset", 0) != 0:
         return None
     rank = node.args[0].meta["val"].dim()  # type: ignore[union-attr]
     axes = {argument(node, name, at) % rank for name, at in (("dim1", 0), ("dim2", 1))}
@@ -144,7 +151,7 @@ def named_sizes(node: Node) -> list[Any]:
     quotient for the 8.
     """
     sizes = list(node.meta["val"].shape)
-    if op_name(node) not in SIZED or len(node.args[1]) != len(sizes):  # type: ignore[arg-type]
+    if word(node) not in SIZED or len(node.args[1]) != len(sizes):  # type: ignore[arg-type]
         return sizes
     named = zip(node.args[1], sizes, strict=True)  # type: ignore[arg-type]
     return [by if isinstance(by, int) and by >= 0 else size for by, size in named]
@@ -154,10 +161,10 @@ def size_among_numbers(node: Node) -> Node | None:
     """A symbolic size that the node computes with; one that only says how long the result is does
     not count.
     """
-    name = op_name(node)
-    if name in ELEMENTWISE or name == "aten::scalar_tensor":
+    name = word(node)
+    if name in ELEMENTWISE or name == "scalar_tensor":
         given = (*node.args, *node.kwargs.values())
-    elif name in FILLED_WITH or name == "aten::full":
+    elif name in FILLED_WITH or name == "full":
         given = (argument(node, "fill_value"),)
     else:
         return None
@@ -170,7 +177,7 @@ def borrows_only(node: Node) -> bool:
     """Does the node, contiguous, take no more than a shape, a dtype or a device from the tensor it
     is given?
     """
-    return op_name(node) in LENT and bool(node.meta["val"].is_contiguous())
+    return word(node) in LENT and bool(node.meta["val"].is_contiguous())
 
 
 def is_view(node: Node) -> bool:
@@ -272,9 +279,7 @@ def is_literal(node: Node) -> bool:
     """Does a get_attr node read a literal of the trace? A buffer, or a tensor that the model
     captures, may be written between calls.
     """
-    return all(
-        op_name(user) in ("aten::lift_fresh_copy", "aten::lift_fresh") for user in node.users
-    )
+    return all(word(user) in ("lift_fresh_copy", "lift_fresh") for user in node.users)
 
 
 def argument(node: Node, name: str, default: Any = None) -> Any:

@@ -28,16 +28,15 @@ from mla_fusion.fx.kinds import (
     is_view,
     op_name,
     operator_of,
+    word,
 )
-from mla_fusion.fx.operators import SELECTIONS
 from mla_fusion.fx.sizes import is_symbolic, same_shape
 from mla_fusion.fx.walk import origin, reached, views, written
+from mla_fusion.operators.known import SELECTIONS
 
 aten = torch.ops.aten
-_SCATTERS = frozenset(("aten::slice_scatter", "aten::select_scatter"))
-_KEPT_AXES = frozenset(
-    "aten::transpose aten::permute aten::t aten::slice aten::narrow aten::select".split()
-)
+_SCATTERS = frozenset(("slice_scatter", "select_scatter"))
+_KEPT_AXES = frozenset("transpose permute t slice narrow select".split())
 
 
 def found(graph: Graph) -> list[Node]:
@@ -53,23 +52,21 @@ def found(graph: Graph) -> list[Node]:
 
 def _is_cut_again(node: Node) -> bool:
     """Is the node a join of what the graph has made, a part of which some view of it takes?"""
-    joined = node.args[0] if op_name(node) == "aten::cat" else ()
+    joined = node.args[0] if word(node) == "cat" else ()
     if not joined or not all(map(_made_here, joined)):  # type: ignore[arg-type]
         return False
-    return any(op_name(view) in SELECTIONS for view in reached([node], _parts_of))
+    return any(word(view) in SELECTIONS for view in reached([node], _parts_of))
 
 
 def _parts_of(node: Node) -> list[Node]:
     return [
-        user
-        for user in node.users
-        if views(user) is node or op_name(user) in (*SELECTIONS, "aten::mul")
+        user for user in node.users if views(user) is node or word(user) in (*SELECTIONS, "mul")
     ]
 
 
 def _is_assembly(node: Node) -> bool:
-    name = op_name(node) if node.op == "call_function" else ""
-    return (name in _SCATTERS or name == "aten::copy") and _made_here(node.args[0])
+    name = word(node) if node.op == "call_function" else ""
+    return (name in _SCATTERS or name == "copy") and _made_here(node.args[0])
 
 
 def _made_here(value: Any) -> bool:
@@ -152,7 +149,7 @@ class _Parts:
     def _follow(self, node: Node) -> bool:
         if _is_assembly(node):
             return self._write(node)
-        if node in self.written and op_name(node) == "aten::cat":
+        if node in self.written and word(node) == "cat":
             return self._join(node)
         source = views(node)
         if source in self.rows:
@@ -162,7 +159,7 @@ class _Parts:
             origin = self.origin[source]
             self._reshape(node, origin, self.rows[origin])
             return True
-        row = self.rows.get(node.args[0]) if op_name(node) == "aten::mul" else None  # type: ignore[arg-type]
+        row = self.rows.get(node.args[0]) if word(node) == "mul" else None  # type: ignore[arg-type]
         if row is not None and _is_spread_along(node.args[1], row.axis - len(_shape(node))):
             self._apply(node, row)
             return True
@@ -193,7 +190,7 @@ class _Parts:
         base, src = node.args[:2]
         if not isinstance(base, Node) or not isinstance(src, Node) or not _alike(src, node):
             return False
-        if op_name(node) == "aten::copy" or same_shape(_shape(src), _shape(node)):
+        if word(node) == "copy" or same_shape(_shape(src), _shape(node)):
             return self._overwrite(node, src)
         axis = argument(node, "dim", 0) % len(_shape(node))
         whole = _shape(node)[axis]
@@ -203,7 +200,7 @@ class _Parts:
         if span is None:
             return False
         start, stop = span
-        if op_name(node) == "aten::select_scatter":
+        if word(node) == "select_scatter":
             src = self.b.call(aten.unsqueeze.default, src, axis)
         known = self.rows.get(base)
         row = (
@@ -261,19 +258,16 @@ class _Parts:
     # -- views
 
     def _view(self, node: Node, source: Node, row: _Row) -> None:
-        axis, name = row.axis, op_name(node)
+        axis, name = row.axis, word(node)
         if is_getitem(node):
             node_of_split: Any = node.args[0]
             self._select(node, row, _share(node_of_split, row.axis, node.args[1]))
-        elif (
-            name in ("aten::slice", "aten::narrow")
-            and argument(node, "dim", 0) % len(_shape(source)) == axis
-        ):
+        elif name in ("slice", "narrow") and argument(node, "dim", 0) % len(_shape(source)) == axis:
             self._select(node, row, _span(node, _shape(source)[axis]))
         elif is_reshape(node):
             self._reshape(node, source, row)
         elif name in _KEPT_AXES and not (
-            name == "aten::select" and argument(node, "dim") % len(_shape(source)) == axis
+            name == "select" and argument(node, "dim") % len(_shape(source)) == axis
         ):
             self._apply(node, row)
 
@@ -363,10 +357,10 @@ def _span(node: Node, whole: Any) -> tuple[int, int] | None:
     """The places along its axis that a slice, or a scatter of one, is about; None where they are no
     known run.
     """
-    if op_name(node) == "aten::select_scatter":
+    if word(node) == "select_scatter":
         place = argument(node, "index")
         return (place % whole, place % whole + 1) if isinstance(place, int) else None
-    if op_name(node) == "aten::narrow":
+    if word(node) == "narrow":
         start, length = argument(node, "start"), argument(node, "length")
         return (
             (start % whole, start % whole + length)

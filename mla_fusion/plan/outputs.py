@@ -22,15 +22,15 @@ from mla_fusion.fx.kinds import (
     is_view,
     is_writer,
     kind_of,
-    op_name,
+    word,
 )
-from mla_fusion.fx.operators import SELECTIONS
 from mla_fusion.fx.program import Program, nodes_between
 from mla_fusion.fx.shrink import Shrink
 from mla_fusion.fx.sizes import is_symbolic
 from mla_fusion.fx.tokens import Tokens
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import reached
+from mla_fusion.operators.known import SELECTIONS
 from mla_fusion.plan.weight_modes import scales_of_row
 from mla_fusion.report.rejection import Refuse
 
@@ -71,7 +71,7 @@ def keeps_nothing(node: Node) -> bool:
     ]:
         return False
     source = node.args[0] if is_getitem(node) else node
-    return isinstance(source, Node) and op_name(source) in SELECTIONS
+    return isinstance(source, Node) and word(source) in SELECTIONS
 
 
 def leads_only_to(starts: Iterable[Node], targets: Iterable[Node]) -> Node | None:
