@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from mla_fusion.compat import HigherOrderOperator, OpOverload, schema_of
+from mla_fusion.compat import HigherOrderOperator, OpOverload
 from mla_fusion.fx.sizes import is_symbolic
 from mla_fusion.operators.known import (
     COUNTS,
@@ -17,22 +17,21 @@ from mla_fusion.operators.known import (
     ELEMENTWISE,
     FILLED,
     FILLED_WITH,
-    KNOWN,
     LENT,
-    NO_OPERATOR,
     REDUCTIONS,
     SELECTIONS,
     SIZED,
     VIEWS,
     Form,
     Kind,
-    Operator,
+    argument,
     is_getitem,
     kind_by_arguments,
-    known,
+    operator_of,
+    word,
 )
 
-__all__ = ["Kind", "is_getitem"]
+__all__ = ["Kind", "argument", "is_getitem", "operator_of", "word"]
 
 # Casts among these are looked through when a group of nodes is asked what it means. float16 is
 # among them so that a float16 model is recognised, and then refused by name; float8 and integers
@@ -40,37 +39,11 @@ __all__ = ["Kind", "is_getitem"]
 MODEL_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
-def operator_of(node: Node) -> Operator:
-    """What the node calls; of an in-place step on a tensor that nothing else reads, the functional
-    form.
-    """
-    entry = KNOWN.get(id(node.target))
-    if entry is None:
-        if node.op != "call_function":
-            return NO_OPERATOR
-        entry = known(node.target)
-    functional = entry.functional
-    return entry if functional is None or not _owns_its_target(node) else functional
-
-
 def kind_of(node: Node) -> Kind:
     """The class of the call, its arguments looked at. (Whether a mask or an index is a literal, the
     view knows.)
     """
     return kind_by_arguments(node, operator_of(node), argument)
-
-
-def _owns_its_target(node: Node) -> bool:
-    base = node.args[0]
-    if not isinstance(base, Node) or base.op != "call_function" or len(base.users) > 1:
-        return False
-    made_by = operator_of(base)
-    return not (made_by.aliases or made_by.effect or is_getitem(base))
-
-
-def word(node: Node) -> str:
-    """What every room calls the operator: the word of its row; "" for anything without one."""
-    return operator_of(node).row.word
 
 
 def op_name(node: Node) -> str:
@@ -280,21 +253,3 @@ def is_literal(node: Node) -> bool:
     captures, may be written between calls.
     """
     return all(word(user) in ("lift_fresh_copy", "lift_fresh") for user in node.users)
-
-
-def argument(node: Node, name: str, default: Any = None) -> Any:
-    """An argument by its schema name; where the graph omits it, the schema's own default.
-
-    AOT drops arguments that equal the schema default, and the defaults differ from operator to
-    operator (epsilon: 1e-6 in npu_rms_norm, 1e-5 in npu_mla_prolog), so they are never guessed.
-    """
-    target = node.target
-    if isinstance(target, OpOverload):
-        for position, arg in enumerate(schema_of(target).arguments):
-            if arg.name == name:
-                if name in node.kwargs:
-                    return node.kwargs[name]
-                if position < len(node.args) and not arg.kwarg_only:
-                    return node.args[position]
-                return arg.default_value if arg.has_default_value() else default
-    return node.kwargs.get(name, default)

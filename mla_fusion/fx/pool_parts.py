@@ -14,9 +14,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from mla_fusion.fx.kinds import (
-    argument,
     has_effect,
-    is_getitem,
     is_mutating,
     is_reshape,
     word,
@@ -25,6 +23,7 @@ from mla_fusion.fx.module_path import label
 from mla_fusion.fx.sizes import expression, is_symbolic, same
 from mla_fusion.fx.token_axis import count_of, divided, is_empty, is_one, shape_of
 from mla_fusion.fx.walk import INPUTS, input_of, origin, reached, shared_memory
+from mla_fusion.operators.forms import run_of
 
 
 @dataclass(frozen=True)
@@ -226,30 +225,21 @@ def _taken(node: Node, whole: Span, grain: Any) -> Span | None:
     """What a selection takes of a span, or a scatter puts there; None where it is no run of its
     elements.
     """
-    selects: Any = node.args[0] if is_getitem(node) else node
-    place: Any = node.args[1] if len(node.args) > 1 else None  # or what a scatter puts there
-    name = word(selects).removesuffix("_scatter")
-    if name in _SELECTIONS and is_empty(place if word(node) in SCATTERS else node):
+    run = run_of(node)
+    if run is None or run.by not in _SELECTIONS:
+        return None
+    if is_empty(run.part):
         return Span(whole.start, whole.start)  # wherever it may be
-    if name not in _SELECTIONS or argument(selects, "step", 1) != 1:
+    shape = shape_of(run.whole)
+    if run.step != 1 or not all(map(is_one, shape[: run.axis])):
         return None
-    shape, axis = shape_of(selects.args[0]), argument(selects, "dim", 0)
-    if not isinstance(axis, int) or not all(map(is_one, shape[: axis % len(shape)])):
-        return None
-    axis %= len(shape)
-    size, step = shape[axis], _number(count_of(shape[axis + 1 :]), grain)
-    start = _counted(argument(selects, "index" if name == "select" else "start") or 0, size)
-    length: Any = 1
-    if is_getitem(node):
-        lengths = [1 if name == "unbind" else piece.shape[axis] for piece in selects.meta["val"]]
-        start, length = sum(lengths[:place]), lengths[place]
-    elif name != "select":
-        length = shape_of(place if word(node) in SCATTERS else node)[axis]
+    size, step = run.size, _number(count_of(shape[run.axis + 1 :]), grain)
+    start, length = _counted(run.start, size), run.count
     if is_one(size) and length == 1:
         return whole
     stop: Any = start + length if isinstance(start, int) and isinstance(length, int) else None
-    if name == "slice" and not isinstance(size, int):
-        end = argument(selects, "end")
+    if run.by == "slice" and not isinstance(size, int):
+        end = run.end
         has_end = end is not None and not (isinstance(end, int) and end >= _LAST)
         if isinstance(start, int) and start >= 0 and not has_end:
             stop = math.inf

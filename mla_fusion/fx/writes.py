@@ -22,16 +22,15 @@ from mla_fusion.fx import strides
 from mla_fusion.fx.build import GraphBuilder
 from mla_fusion.fx.kinds import (
     argument,
-    is_getitem,
     is_mutating,
     is_reshape,
     is_view,
-    op_name,
     operator_of,
     word,
 )
 from mla_fusion.fx.sizes import is_symbolic, same_shape
 from mla_fusion.fx.walk import origin, reached, views, written
+from mla_fusion.operators.forms import run_of
 from mla_fusion.operators.known import SELECTIONS
 
 aten = torch.ops.aten
@@ -192,15 +191,11 @@ class _Parts:
             return False
         if word(node) == "copy" or same_shape(_shape(src), _shape(node)):
             return self._overwrite(node, src)
-        axis = argument(node, "dim", 0) % len(_shape(node))
-        whole = _shape(node)[axis]
-        if is_symbolic(whole):
+        run = run_of(node)
+        if run is None or run.places is None:
             return False
-        span = _span(node, whole)
-        if span is None:
-            return False
-        start, stop = span
-        if word(node) == "select_scatter":
+        axis, whole, (start, stop) = run.axis, run.size, run.places
+        if run.drops:
             src = self.b.call(aten.unsqueeze.default, src, axis)
         known = self.rows.get(base)
         row = (
@@ -258,17 +253,12 @@ class _Parts:
     # -- views
 
     def _view(self, node: Node, source: Node, row: _Row) -> None:
-        axis, name = row.axis, word(node)
-        if is_getitem(node):
-            node_of_split: Any = node.args[0]
-            self._select(node, row, _share(node_of_split, row.axis, node.args[1]))
-        elif name in ("slice", "narrow") and argument(node, "dim", 0) % len(_shape(source)) == axis:
-            self._select(node, row, _span(node, _shape(source)[axis]))
+        run = run_of(node)
+        if run is not None and run.axis == row.axis:
+            self._select(node, row, None if run.drops else run.places)
         elif is_reshape(node):
             self._reshape(node, source, row)
-        elif name in _KEPT_AXES and not (
-            name == "select" and argument(node, "dim") % len(_shape(source)) == axis
-        ):
+        elif word(node) in _KEPT_AXES:
             self._apply(node, row)
 
     def _select(self, node: Node, row: _Row, span: tuple[int, int] | None) -> None:
@@ -353,53 +343,8 @@ def _same(a: Any, b: Any) -> bool:
     return same_shape((a,), (b,))
 
 
-def _span(node: Node, whole: Any) -> tuple[int, int] | None:
-    """The places along its axis that a slice, or a scatter of one, is about; None where they are no
-    known run.
-    """
-    if word(node) == "select_scatter":
-        place = argument(node, "index")
-        return (place % whole, place % whole + 1) if isinstance(place, int) else None
-    if word(node) == "narrow":
-        start, length = argument(node, "start"), argument(node, "length")
-        return (
-            (start % whole, start % whole + length)
-            if length and _known(start, length, whole)
-            else None
-        )
-    start, stop = argument(node, "start"), argument(node, "end")
-    start, stop = 0 if start is None else start, whole if stop is None else stop
-    return (
-        _clamped(start, stop, whole)
-        if _known(start, stop, whole) and argument(node, "step", 1) == 1
-        else None
-    )
-
-
 def _known(*sizes: Any) -> bool:
     return all(isinstance(size, int) for size in sizes)
-
-
-def _clamped(start: int, stop: int, whole: int) -> tuple[int, int]:
-    low, high = (
-        min(max(place + whole if place < 0 else place, 0), whole) for place in (start, stop)
-    )
-    return low, max(low, high)
-
-
-def _share(split: Node, axis: int, index: Any) -> tuple[int, int] | None:
-    """The places that result ``index`` of a split along ``axis`` takes."""
-    whole = _shape(split.args[0])  # type: ignore[arg-type]
-    sizes = [value.shape[axis] for value in split.meta["val"]]
-    along = argument(split, "dim", 0) % len(whole)
-    if (
-        along != axis
-        or not _known(*sizes)
-        or sum(sizes) != whole[axis]
-        or "unbind" in op_name(split)
-    ):
-        return None
-    return sum(sizes[:index]), sum(sizes[: index + 1])
 
 
 def _surviving(before: Any, axis: int, after: Any) -> int | None:

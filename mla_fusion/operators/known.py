@@ -238,3 +238,50 @@ def _quiet(node: Node, entry: Operator, argument: Argument) -> Kind:
 
 def is_getitem(node: Node) -> bool:
     return node.target is operator.getitem
+
+
+# -- one node
+
+
+def operator_of(node: Node) -> Operator:
+    """What the node calls; of an in-place step on a tensor that nothing else reads, the functional
+    form.
+    """
+    entry = KNOWN.get(id(node.target))
+    if entry is None:
+        if node.op != "call_function":
+            return NO_OPERATOR
+        entry = known(node.target)
+    functional = entry.functional
+    return entry if functional is None or not _owns_its_target(node) else functional
+
+
+def _owns_its_target(node: Node) -> bool:
+    base = node.args[0]
+    if not isinstance(base, Node) or base.op != "call_function" or len(base.users) > 1:
+        return False
+    made_by = operator_of(base)
+    return not (made_by.aliases or made_by.effect or is_getitem(base))
+
+
+def word(node: Node) -> str:
+    """What every room calls the operator: the word of its row; "" for anything without one."""
+    return operator_of(node).row.word
+
+
+def argument(node: Node, name: str, default: Any = None) -> Any:
+    """An argument by its schema name; where the graph omits it, the schema's own default.
+
+    AOT drops arguments that equal the schema default, and the defaults differ from operator to
+    operator (epsilon: 1e-6 in npu_rms_norm, 1e-5 in npu_mla_prolog), so they are never guessed.
+    """
+    target = node.target
+    if isinstance(target, OpOverload):
+        for position, arg in enumerate(schema_of(target).arguments):
+            if arg.name == name:
+                if name in node.kwargs:
+                    return node.kwargs[name]
+                if position < len(node.args) and not arg.kwarg_only:
+                    return node.args[position]
+                return arg.default_value if arg.has_default_value() else default
+    return node.kwargs.get(name, default)
