@@ -9,14 +9,14 @@ from torch.fx import Node
 
 from mla_fusion.commit.region import Region
 from mla_fusion.fx import registered
-from mla_fusion.fx.kinds import argument, is_cast, is_view, op_name
+from mla_fusion.fx.kinds import argument, is_cast, is_view, word
 from mla_fusion.fx.program import nodes_between
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import origin, reshapes, views_and_casts
 from mla_fusion.prove.counted import TOKENS, Counted
 from mla_fusion.prove.evaluate import OF_MODEL
 
-_FLOORS = ("aten::clamp", "aten::clamp_min", "aten::maximum")
+_FLOORS = ("clamp", "clamp_min", "maximum")
 
 
 def assumed_of_numbers(view: View, region: Region) -> tuple[str, ...]:
@@ -37,7 +37,7 @@ def _floors(view: View, region: Region) -> Iterator[str]:
     for node in region.nodes:
         value = node.meta.get("val")
         if (
-            op_name(node) not in _FLOORS
+            word(node) not in _FLOORS
             or not isinstance(value, torch.Tensor)
             or not value.is_floating_point()
         ):
@@ -58,7 +58,7 @@ def _whole(region: Region) -> Iterator[str]:
         dtype = getattr(node.meta.get("val"), "dtype", None)
         if is_cast(node) and dtype in (torch.int32, torch.int64):
             source = origin(node.all_input_nodes[0], views_and_casts)
-            if op_name(source) == "aten::round":
+            if word(source) == "round":
                 yield f"rounded rows are below 2**31 at {node.name}"
 
 

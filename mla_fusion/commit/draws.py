@@ -26,7 +26,7 @@ from torch.fx import Node
 
 from mla_fusion.commit.interpreter import widened
 from mla_fusion.commit.region import Region, same_attribute, same_elements
-from mla_fusion.fx.kinds import MODEL_FLOATS, argument, is_cast, is_view, op_name, tensor_held
+from mla_fusion.fx.kinds import MODEL_FLOATS, argument, is_cast, is_view, tensor_held, word
 from mla_fusion.fx.view import View
 from mla_fusion.meta.number_formats import ELEMENTS
 from mla_fusion.plan.plan import InPlace, Plan
@@ -346,12 +346,12 @@ def _is_integer(node: Node) -> bool:
 
 def _indexed(node: Node) -> list[tuple[Any, Any]]:
     """Index tensors of a node, with the size of the axis that each picks from."""
-    name = op_name(node).removeprefix("aten::")
+    name = word(node)
     base = node.args[0] if node.args else None
     if not isinstance(base, Node) or not isinstance(base.meta.get("val"), torch.Tensor):
         return []
     shape: Sequence[Any] = base.meta["val"].shape
-    if name in ("index", "index_put", "_unsafe_index", "_unsafe_index_put"):
+    if name in ("index", "index_put"):
         indices: Any = node.args[1]
         return list(zip(indices, shape, strict=False))
     if name in ("index_select", "gather", "index_copy", "scatter"):

@@ -16,7 +16,7 @@ from torch.fx import Node
 
 from mla_fusion.commit.region import Region
 from mla_fusion.compat import OpOverload, schema_of
-from mla_fusion.fx.kinds import op_name, operator_of
+from mla_fusion.fx.kinds import operator_of, word
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import INPUTS, input_of, origin, shared_memory, upward, views_and_writes
 from mla_fusion.plan.plan import InPlace, Plan
@@ -127,12 +127,10 @@ def _is_epilogue(view: View, step: Node, memory: object) -> bool:
     """Is it a ``copy_`` into an input, after which nothing but such copies and the output stands to
     read it?
     """
-    if op_name(step) != "aten::copy_" or not all(
-        _root(target).op in INPUTS for target in _written(step)
-    ):
+    if word(step) != "copy_" or not all(_root(target).op in INPUTS for target in _written(step)):
         return False
     after = view.nodes[view.position[step] + 1 :]
-    later = (node for node in after if op_name(node) != "aten::copy_" and node.op != "output")
+    later = (node for node in after if word(node) != "copy_" and node.op != "output")
     return not any(
         _memory(node) == memory or memory in map(_memory, node.all_input_nodes) for node in later
     )

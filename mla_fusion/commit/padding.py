@@ -9,7 +9,7 @@ import torch
 from torch.fx import Node
 
 from mla_fusion.fx.build import GraphBuilder
-from mla_fusion.fx.kinds import argument, is_view, op_name
+from mla_fusion.fx.kinds import argument, is_view, op_name, word
 from mla_fusion.meta.prolog import V3
 from mla_fusion.plan.padded import OF_HEADS, keeps_heads, zero_heads
 
@@ -46,7 +46,7 @@ def _with_zeros(pad: Node, made: Collection[Node]) -> Node | None:
           zeros
     """
     step = pad.args[0]
-    while isinstance(step, Node) and step.op == "call_function" and op_name(step) != "aten::slice":
+    while isinstance(step, Node) and step.op == "call_function" and word(step) != "slice":
         before = step.all_input_nodes[0] if step.all_input_nodes else None
         if before is None or not keeps_heads(step, before):
             return None

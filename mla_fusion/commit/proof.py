@@ -20,10 +20,10 @@ from mla_fusion.compat import OpOverload
 from mla_fusion.emit import results as of_call
 from mla_fusion.emit import rows, targets
 from mla_fusion.fx.build import Recipe, TensorBuilder
-from mla_fusion.fx.kinds import is_reshape, op_name
-from mla_fusion.fx.operators import DIAGONALS
+from mla_fusion.fx.kinds import is_reshape, word
 from mla_fusion.fx.tokens import Tokens
 from mla_fusion.fx.view import View
+from mla_fusion.operators.known import DIAGONALS
 from mla_fusion.plan.plan import InPlace, Plan
 from mla_fusion.prove import field, kernels, operators
 from mla_fusion.prove.evaluate import POINTS, UNKNOWN, Evaluation, Unproved, is_same
@@ -37,7 +37,7 @@ from mla_fusion.report.report import Shown
 MOST_POINTS = 60  # until both squares and others are met among what the kernel takes roots of
 # more than the degree of any identity that is tested, roots and quotients multiplied out
 DEGREE = 10_000
-_REGROUP = frozenset(("aten::repeat", "aten::tile", "aten::repeat_interleave")) | DIAGONALS
+_REGROUP = frozenset(("repeat", "tile", "repeat_interleave")) | DIAGONALS
 _CODES = torch.uint8  # in which a plan holds scales that it reads as powers of two, or gives out
 # caches, by the key operator's names
 _OF_OPERATOR = {"kv_cache": "ckv_cache", "kr_cache": "k_cache"}
@@ -98,7 +98,7 @@ def _keep_tokens_apart(view: View, plan: Plan, region: Region) -> None:
 
 
 def _regroups(node: Node) -> bool:
-    return is_reshape(node) or op_name(node) in _REGROUP
+    return is_reshape(node) or word(node) in _REGROUP
 
 
 @dataclass(frozen=True)
@@ -292,7 +292,7 @@ class _FieldBuilder(TensorBuilder):
             return op(*args, **kwargs)
         source = _CODES if op is torch.ops.aten.view.dtype else None
         call = operators.called(op, args, kwargs, source=source, holds=self._held.get)
-        if call.name not in kernels.RESULTS:
+        if call.word not in kernels.RESULTS:
             return operators.run(call)
         self.kernel = call
         point = field.here()
@@ -301,7 +301,7 @@ class _FieldBuilder(TensorBuilder):
             results = operators.run(call)
         if all(call[name] is None or call[name] >= _SMALL for name in ("qc_qr_scale", "kc_scale")):
             point.of_kernel += point.maxima[met:]
-        for name, value in zip(kernels.RESULTS[call.name], results, strict=True):
+        for name, value in zip(kernels.RESULTS[call.word], results, strict=True):
             field.leaf(name, value.rows if isinstance(value, Written) else value, "result")
         return results
 

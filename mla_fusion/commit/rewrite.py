@@ -14,7 +14,7 @@ from mla_fusion.commit import padding
 from mla_fusion.emit import results, targets
 from mla_fusion.fx import memory, strides
 from mla_fusion.fx.build import GraphBuilder
-from mla_fusion.fx.kinds import has_effect, op_name
+from mla_fusion.fx.kinds import has_effect, word
 from mla_fusion.fx.workplace import copied
 from mla_fusion.match.candidate import Candidate
 from mla_fusion.plan.plan import InPlace, Plan, PrologPlan
@@ -156,7 +156,7 @@ class _Writer:
 
     def _is_written_already(self, node: Node) -> bool:
         """Would it copy into a cache what the call has written there?"""
-        if op_name(node) != "aten::copy_":
+        if word(node) != "copy_":
             return False
         target, source = node.args[:2]
         number = self._plan_of.get(source)  # type: ignore[arg-type]

@@ -11,11 +11,11 @@ from torch.fx import Node
 
 from mla_fusion.commit.draws import KINDS, WIDE, rounds_nothing
 from mla_fusion.commit.region import Region
-from mla_fusion.fx.kinds import argument, named_sizes, op_name
-from mla_fusion.fx.operators import SELECTIONS, SIZED
+from mla_fusion.fx.kinds import argument, named_sizes, word
 from mla_fusion.fx.sizes import is_symbolic
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import origin, reshapes
+from mla_fusion.operators.known import SELECTIONS, SIZED
 from mla_fusion.plan.plan import InPlace, Plan
 
 # tokens of the second run where the number is symbolic: more than any block, and a prime
@@ -26,15 +26,15 @@ _FAR = 8192  # of what is made of the numbers of tokens: the draw at so many is 
 _COSTLY = 256  # tokens from which one draw holds ordinary rows and rows with outliers side by side
 
 _CUTS = {
-    "aten::slice": ("start", "end"),
-    "aten::narrow": ("start", "length"),
-    "aten::select": ("index",),
+    "slice": ("start", "end"),
+    "narrow": ("start", "length"),
+    "select": ("index",),
 }
 _COUNTS = frozenset(
     """
-    aten::arange aten::lt aten::le aten::gt aten::ge aten::eq aten::ne aten::clamp aten::clamp_min
-    aten::clamp_max aten::remainder aten::fmod aten::floor_divide aten::div aten::sub aten::tril
-    aten::triu aten::roll
+    arange lt le gt ge eq ne clamp clamp_min
+    clamp_max remainder fmod floor_divide div sub tril
+    triu roll
     """.split()
 )
 
@@ -124,7 +124,7 @@ def _blocks_in_step(view: View, plan: Plan, region: Region) -> int:
     caches = {cache for _, cache, _ in plan.caches.held}
     for node in region.nodes:
         cache = origin(node, reshapes)
-        if op_name(node) in SIZED and cache in caches:
+        if word(node) in SIZED and cache in caches:
             of_block = math.prod(view.binding.shape(cache.meta["val"].shape)) // blocks
             named = [size for size in named_sizes(node) if isinstance(size, int)]
             found = math.lcm(found, math.prod(named) // math.gcd(math.prod(named), of_block))
@@ -151,7 +151,7 @@ def _cuts(region: Region) -> Iterator[tuple[Any, list[Any]]]:
     """Of each split how many rows there are, and how many each part has."""
     for node in region.nodes:
         parts, source = node.meta["val"], node.args[0] if node.args else None
-        if op_name(node) in SELECTIONS and isinstance(parts, (list, tuple)):
+        if word(node) in SELECTIONS and isinstance(parts, (list, tuple)):
             assert isinstance(source, Node)
             sizes = [source.meta["val"].shape, *(part.shape for part in parts)]
             if len({len(shape) for shape in sizes}) == 1:  # unbind takes the axis away
@@ -163,7 +163,7 @@ def _slices(region: Region) -> Iterator[tuple[Node, Any, Any]]:
     """Each slice, with how many rows there are of which it takes some, and where it ends."""
     for node in region.nodes:
         source = node.args[0] if node.args else None
-        if op_name(node) == "aten::slice" and isinstance(source, Node):
+        if word(node) == "slice" and isinstance(source, Node):
             yield node, source.meta["val"].shape[argument(node, "dim")], argument(node, "end")
 
 
@@ -173,8 +173,8 @@ def _literals(region: Region) -> Iterator[int]:
     """
     numbers: set[Node] = set()  # made of the tokens' numbers
     for node in region.nodes:
-        name = op_name(node)
-        is_first = name == "aten::arange" and any(map(is_symbolic, node.meta["val"].shape))
+        name = word(node)
+        is_first = name == "arange" and any(map(is_symbolic, node.meta["val"].shape))
         if is_first or not numbers.isdisjoint(node.all_input_nodes):
             numbers.add(node)
         if name in _CUTS:

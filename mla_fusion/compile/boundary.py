@@ -25,7 +25,7 @@ from mla_fusion.compile.slots import SlotCheck
 from mla_fusion.config import Config
 from mla_fusion.fx.build import GraphBuilder, Recipe
 from mla_fusion.fx.held import Exact
-from mla_fusion.fx.kinds import filled_with, is_reshape, op_name
+from mla_fusion.fx.kinds import filled_with, is_reshape, word
 from mla_fusion.fx.module_path import label
 from mla_fusion.fx.pools import part_of
 from mla_fusion.fx.program import nodes_between
@@ -169,7 +169,7 @@ class BoundaryBuilder(GraphBuilder):
         for original, viewed in self._caches.items():
             cache = self.copies[original]
             for user in list(cache.users):
-                if op_name(user) == "aten::copy_" and user.args[0] is cache:
+                if word(user) == "copy_" and user.args[0] is cache:
                     result = user.args[1]
                     source = (
                         result.args[0] if isinstance(result, Node) and is_reshape(result) else None
@@ -259,7 +259,7 @@ class BoundaryBuilder(GraphBuilder):
             value: Any = node.meta.get("val")
             if is_symbolic(value) and expression_of(value) in by_value:
                 copies[node] = by_value[expression_of(value)]
-            elif op_name(node) in ("aten::sym_size", "aten::sym_numel"):
+            elif word(node) in ("sym_size", "sym_numel"):
                 raise _Unpackable
             elif node in fills:
                 filled = {"dtype": value.dtype, "device": value.device}
@@ -354,7 +354,7 @@ class BoundaryBuilder(GraphBuilder):
 
 
 def _casts_format(program: GraphModule) -> bool:
-    return any(op_name(node) == "npu::npu_format_cast" for node in program.graph.nodes)
+    return any(word(node) == "npu_format_cast" for node in program.graph.nodes)
 
 
 def _has_symbolic_sizes(node: Node) -> bool:

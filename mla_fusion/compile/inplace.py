@@ -23,7 +23,7 @@ from torch.fx.node import map_arg
 
 from mla_fusion.compat import OpOverload, storage_id
 from mla_fusion.compile import inductor_bridge
-from mla_fusion.fx.kinds import is_view, op_name
+from mla_fusion.fx.kinds import is_view, word
 from mla_fusion.fx.walk import reached
 from mla_fusion.meta import key_operator
 from mla_fusion.meta.prolog import V3, V3_FUNCTIONAL
@@ -142,7 +142,7 @@ def _write_in_place(
 
 def _is_buffer(cache: Any) -> bool:
     """Memory made in the graph for a call to write."""
-    return isinstance(cache, Node) and op_name(cache) == "aten::new_empty"
+    return isinstance(cache, Node) and word(cache) == "new_empty"
 
 
 def _its_own(call: Node, cache: Any) -> bool:

@@ -15,7 +15,7 @@ from mla_fusion.facts.quant import Quantised
 from mla_fusion.facts.row_quant import CacheScale
 from mla_fusion.fx.build import Builder
 from mla_fusion.fx.held import Exact
-from mla_fusion.fx.kinds import op_name
+from mla_fusion.fx.kinds import word
 from mla_fusion.fx.module_path import label
 from mla_fusion.fx.sizes import is_symbolic
 from mla_fusion.meta.number_formats import BLOCK, ELEMENTS
@@ -360,9 +360,7 @@ def _lies_right(weight: Any, nz: bool) -> bool:
     value = weight.meta["val"]
     if any(map(is_symbolic, (*value.shape, *value.stride()))) or not value.is_contiguous():
         return False
-    turned = op_name(weight) in ("aten::permute", "aten::t", "aten::transpose") and _is_input(
-        weight.args[0]
-    )
+    turned = word(weight) in ("permute", "t", "transpose") and _is_input(weight.args[0])
     return not nz or (turned and value.untyped_storage().nbytes() == value.nbytes)
 
 

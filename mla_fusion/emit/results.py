@@ -9,7 +9,7 @@ import torch
 from torch.fx import Node
 
 from mla_fusion.fx.build import Builder
-from mla_fusion.fx.kinds import argument, op_name
+from mla_fusion.fx.kinds import argument, word
 from mla_fusion.plan.outputs import Replacement
 from mla_fusion.plan.plan import Plan
 
@@ -41,12 +41,12 @@ def arrange(b: Builder, replacement: Replacement, result: Any) -> Any:
 
 
 _MADE_FROM = {  # of what a borrower is called with, the sizes and the number are given anew
-    "aten::new_zeros": aten.new_zeros,
-    "aten::zeros_like": aten.new_zeros,
-    "aten::new_ones": aten.new_ones,
-    "aten::ones_like": aten.new_ones,
-    "aten::new_full": aten.new_full,
-    "aten::full_like": aten.new_full,
+    "new_zeros": aten.new_zeros,
+    "zeros_like": aten.new_zeros,
+    "new_ones": aten.new_ones,
+    "ones_like": aten.new_ones,
+    "new_full": aten.new_full,
+    "full_like": aten.new_full,
 }
 
 
@@ -55,7 +55,7 @@ def lend(b: Builder, plan: Plan, borrower: Node) -> Any:
     replaced.
     """
     value = borrower.meta["val"]
-    new = _MADE_FROM.get(op_name(borrower), aten.new_empty)
+    new = _MADE_FROM.get(word(borrower), aten.new_empty)
     fill = argument(borrower, "fill_value")
     number = [b.value(fill) if isinstance(fill, Node) else fill] if new is aten.new_full else []
     x = b.value(plan.candidate.down.origin)

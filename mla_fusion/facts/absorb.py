@@ -13,19 +13,19 @@ from torch.fx import Node
 from mla_fusion.facts.decode import LARGE, Reading
 from mla_fusion.facts.projection import Projection
 from mla_fusion.fx.cone import Cone
-from mla_fusion.fx.kinds import is_faithful_cast, is_view, is_writer, op_name
+from mla_fusion.fx.kinds import is_faithful_cast, is_view, is_writer, word
 from mla_fusion.fx.measured import measured
 from mla_fusion.fx.program import Program, nodes_between
 from mla_fusion.fx.shrink import Shrink
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import (
-    EXPANDS,
     expands,
     peel,
     reshapes_and_exact_casts,
     upward,
     views_and_exact_casts,
 )
+from mla_fusion.operators.known import EXPANDS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +162,7 @@ def factor_of_tokens(view: View, projection: Projection, width: int) -> Node | N
     A product with a matrix for each head leaves it where it is: ``(q * s) W = (q W) * s``.
     """
     product = peel(projection.activation)
-    operands = product.args[:2] if op_name(product) == "aten::mul" else ()
+    operands = product.args[:2] if word(product) == "mul" else ()
     for operand in operands:
         if isinstance(operand, Node):
             sizes = (
@@ -262,10 +262,7 @@ def _whole_weight(view: View, pieces: Sequence[AbsorbFact]) -> tuple[Node, tuple
 
 def _moves(node: Node) -> bool:
     return (
-        is_view(node)
-        or is_faithful_cast(node)
-        or is_writer(node)
-        or op_name(node) in ("aten::cat", "aten::stack")
+        is_view(node) or is_faithful_cast(node) or is_writer(node) or word(node) in ("cat", "stack")
     )
 
 
@@ -308,7 +305,7 @@ def _before_expand(
     steps = upward(projection.weight, lambda step: expands(step) or reshapes_and_exact_casts(step))
     for step, source in pairwise(steps):
         before, whole = (cone.view.binding.shape(node.meta["val"].shape) for node in (source, step))
-        if op_name(step) not in EXPANDS or whole == before:
+        if word(step) not in EXPANDS or whole == before:
             continue
         before = (1,) * (len(whole) - len(before)) + before
         if cone.shrink is not None:

@@ -20,7 +20,7 @@ from mla_fusion.facts.dense_write import Span
 from mla_fusion.facts.obstacle import Obstacle, Obstacles
 from mla_fusion.facts.slots import Trust, Unproven, judge
 from mla_fusion.fx import pools
-from mla_fusion.fx.kinds import argument, is_getitem, is_view, named_sizes, op_name
+from mla_fusion.fx.kinds import argument, is_getitem, is_view, named_sizes, word
 from mla_fusion.fx.measured import measured
 from mla_fusion.fx.program import nodes_between
 from mla_fusion.fx.sizes import broadcast, divides, same, same_shape
@@ -115,10 +115,10 @@ def find(view: View, writer: Node, value: Node) -> WriteFact | Obstacles:
     """The write of ``value`` by ``writer``, or everything for which it is not one the kernel can
     do.
     """
-    name = op_name(writer)
+    name = word(writer)
     if name == _SCATTER_PA:
         return _paged_pair(view, writer, value)
-    if name in ("aten::copy", "aten::slice_scatter"):
+    if name in ("copy", "slice_scatter"):
         return _assigned(writer, value)
     base = writer.args[0]
     if name in _ADDING:
@@ -169,7 +169,7 @@ def find(view: View, writer: Node, value: Node) -> WriteFact | Obstacles:
     )
 
 
-_ADDING = ("aten::index_add", "aten::scatter_add", "aten::index_reduce", "aten::scatter_reduce")
+_ADDING = ("index_add", "scatter_add", "index_reduce", "scatter_reduce")
 
 
 def _unproven(why: Unproven) -> Obstacle:
@@ -223,7 +223,7 @@ def _tensors_of_integers(writer: Node) -> list[Node]:
 
 def _unspread(index: Node) -> Node:
     """A scatter's index before it is repeated for the columns of a row."""
-    source = index.args[0] if op_name(index) == "aten::expand" else None
+    source = index.args[0] if word(index) == "expand" else None
     return source if isinstance(source, Node) else index
 
 
@@ -239,7 +239,7 @@ def _assigned(writer: Node, value: Node) -> WriteFact | Obstacles:
     )
 
 
-_SCATTER_PA = "npu::npu_scatter_pa_kv_cache_functional"
+_SCATTER_PA = "npu_scatter_pa_kv_cache_functional"
 
 
 def _paged_pair(view: View, writer: Node, value: Node) -> WriteFact | Obstacles:
@@ -304,11 +304,7 @@ def _column(node: Node) -> Node | None:
     index = node.args[2]
     if not isinstance(index, Node) or not isinstance(node.args[3], Node):
         return None
-    if (
-        op_name(index) not in ("aten::expand", "aten::repeat")
-        or len(node.args) > 4
-        or "reduce" in node.kwargs
-    ):
+    if word(index) not in ("expand", "repeat") or len(node.args) > 4 or "reduce" in node.kwargs:
         return None
     column = index.args[0]
     if not isinstance(column, Node) or not same_shape(
@@ -328,11 +324,10 @@ def _scatter_nd(node: Node) -> list[Node] | None:
 
 
 _INDEX_OF = {
-    "aten::index_put": _index_put,
-    "aten::_unsafe_index_put": _index_put,
-    "aten::index_copy": _index_copy,
-    "aten::scatter": _scatter,
-    "npu::npu_scatter_nd_update": _scatter_nd,
+    "index_put": _index_put,
+    "index_copy": _index_copy,
+    "scatter": _scatter,
+    "npu_scatter_nd_update": _scatter_nd,
 }
 
 
@@ -361,10 +356,9 @@ def _scatter_behind(node: Node) -> tuple[Node, int] | None:
 
 
 _OF_SEQUENCES = {
-    "aten::index_put": _index_put_behind,
-    "aten::_unsafe_index_put": _index_put_behind,
-    "aten::index_copy": _index_copy_behind,
-    "aten::scatter": _scatter_behind,
+    "index_put": _index_put_behind,
+    "index_copy": _index_copy_behind,
+    "scatter": _scatter_behind,
 }
 
 
@@ -446,7 +440,7 @@ _INDICES = (torch.int64, torch.int32)
 def _whole(writer: Node, cache: Node) -> Node:
     """The updated cache: past a select_scatter that puts a selected unit axis back."""
     for user in writer.users:
-        if op_name(user) == "aten::select_scatter" and user.args[1] is writer:
+        if word(user) == "select_scatter" and user.args[1] is writer:
             base = user.args[0]
             if isinstance(base, Node) and input_behind(base) is cache and len(writer.users) == 1:
                 return user
@@ -460,7 +454,7 @@ def readers(cache: Node, *writers: Node) -> list[Node]:
 
     def behind(node: Node) -> Iterator[Node]:
         for user in node.users if node is cache or is_view(node) else ():
-            is_epilogue = op_name(user) == "aten::copy_" and user.args[0] is cache
+            is_epilogue = word(user) == "copy_" and user.args[0] is cache
             if user not in writers and _is_tensor(user) and not is_epilogue:
                 yield user
 

@@ -12,7 +12,7 @@ from torch.fx import Node
 from mla_fusion.compat import bounds_of
 from mla_fusion.facts.obstacle import Obstacle
 from mla_fusion.fx import pools
-from mla_fusion.fx.kinds import argument, has_effect, op_name
+from mla_fusion.fx.kinds import argument, has_effect, word
 from mla_fusion.fx.sizes import is_symbolic, same, same_shape
 from mla_fusion.fx.walk import INPUTS
 
@@ -57,14 +57,14 @@ def find(writer: Node, value: Node) -> DenseWrite | Obstacle:
     """The write that ``writer`` begins, the one reader of ``value`` (which may be a copy onto the
     slice already).
     """
-    inside: list[Node] = [value] if op_name(value) == "aten::copy" else []
+    inside: list[Node] = [value] if word(value) == "copy" else []
     starts: dict[int, Any] = {}
-    if op_name(writer) == "aten::copy" and len(writer.users) == 1 and writer.args[1] is value:
+    if word(writer) == "copy" and len(writer.users) == 1 and writer.args[1] is value:
         if not same_shape(_shape(value), _shape(writer)):
             message = f"{writer.name} is of another shape than {value.name}, which it copies"
             return Obstacle("cache.part_of_row", message)
         inside, value, writer = [writer], writer, next(iter(writer.users))
-    if op_name(writer) != "aten::slice_scatter" or writer.args[1] is not value:
+    if word(writer) != "slice_scatter" or writer.args[1] is not value:
         return Obstacle("cache.writer", f"{writer.name} does not assign {value.name} to a slice")
     inside.append(writer)
     while True:
@@ -116,10 +116,10 @@ def _first(start: Any) -> Any:
 
 def _puts_back(user: Node, scatter: Node, base: Node) -> bool:
     """Is the scattered slice put back where it was taken from?"""
-    if op_name(user) != "aten::slice_scatter" or user.args[1] is not scatter or has_effect(user):
+    if word(user) != "slice_scatter" or user.args[1] is not scatter or has_effect(user):
         return False
     names = ("dim", "start", "end", "step")
-    taken = [argument(base, name) for name in names] if op_name(base) == "aten::slice" else None
+    taken = [argument(base, name) for name in names] if word(base) == "slice" else None
     return taken == [argument(user, name) for name in names] and base.args[0] is user.args[0]
 
 

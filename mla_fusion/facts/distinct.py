@@ -15,24 +15,20 @@ import torch
 from torch.fx import Node
 
 from mla_fusion.fx.analytic import Steps
-from mla_fusion.fx.kinds import argument, is_cast, is_view, op_name, tensor_held
-from mla_fusion.fx.operators import GATHER
+from mla_fusion.fx.kinds import argument, is_cast, is_view, tensor_held, word
 from mla_fusion.fx.program import Program, nodes_between
 from mla_fusion.fx.ranges import Ranges
 from mla_fusion.fx.sizes import broadcast, is_symbolic, same, same_shape
 from mla_fusion.fx.view import View
-from mla_fusion.fx.walk import EXPANDS, INPUTS, origin, views_and_casts
+from mla_fusion.fx.walk import INPUTS, origin, views_and_casts
+from mla_fusion.operators.known import COUNTS, EXPANDS, GATHER
 
 _LONGEST = 24  # steps from the slots to the input
-_KEEP_APART = GATHER | {"aten::neg", "aten::flip", "aten::roll"}
-_BOUNDS = frozenset(
-    "aten::clamp aten::clamp_min aten::clamp_max aten::maximum aten::abs aten::relu".split()
-)
-_COUNTS = frozenset(
-    "aten::add aten::sub aten::cumsum aten::cat aten::stack aten::arange aten::repeat".split()
-)
-_SHIFTS = frozenset(("aten::bitwise_left_shift", "aten::__lshift__"))
-_SUMS = _SHIFTS | {"aten::add", "aten::sub", "aten::mul"}
+_KEEP_APART = GATHER | {"neg", "flip", "roll"}
+_BOUNDS = frozenset("clamp clamp_min clamp_max maximum abs relu".split())
+_COUNTS = frozenset("add sub cumsum cat stack arange repeat".split())
+_SHIFT = "bitwise_left_shift"
+_SUMS = frozenset((_SHIFT, "add", "sub", "mul"))
 
 
 def repeats(view: View, slots: list[Node], trusting: Ranges) -> str:
@@ -79,7 +75,7 @@ def _deciding(view: View, block: Node, place: Node) -> Node | None:
     one place.
     """
     entry = origin(block, _each_once)
-    if op_name(entry) not in GATHER:
+    if word(entry) not in GATHER:
         return block
     table, *indices = _operands(entry)
     return table if any(_picks_apart(view, index, place) for index in indices) else None
@@ -109,7 +105,7 @@ def _counts_twice(view: View, index: Node) -> bool:
 
 
 def _keeps_positions(node: Node) -> bool:
-    name = op_name(node)
+    name = word(node)
     return (
         is_symbolic(node.meta.get("val"))
         or is_view(node)
@@ -127,7 +123,7 @@ def _merging_step(view: View, node: Node, trusting: Ranges) -> Node | None:
             return node if _holds_repeats(node) else None
         if view.is_constant(node):
             return None if _are_distinct(view, node) else node
-        if op_name(node) in GATHER:
+        if word(node) in GATHER:
             *_, index = node.all_input_nodes
             is_whole = index is not node.args[0] and _is_whole(node, index)
             step = _merging_step(view, index, trusting) if is_whole else node
@@ -148,7 +144,7 @@ def _holds_repeats(node: Node) -> bool:
 
 def _following(view: View, node: Node, trusting: Ranges) -> Node | None:
     """The operand whose different numbers the step keeps different."""
-    name, operands = op_name(node), _operands(node)
+    name, operands = word(node), _operands(node)
     if not operands:
         return None
     if is_cast(node) and not _keeps_numbers(node, operands[0], trusting):
@@ -167,7 +163,7 @@ def _following(view: View, node: Node, trusting: Ranges) -> Node | None:
 def _each_once(node: Node) -> Node | None:
     """Above a view or cast that holds no element of it twice."""
     source = views_and_casts(node)
-    repeats = op_name(node) in EXPANDS and source is not None and not _keeps_count(node, source)
+    repeats = word(node) in EXPANDS and source is not None and not _keeps_count(node, source)
     return None if repeats else source
 
 
@@ -205,16 +201,16 @@ def _keeps_count(node: Node, source: Node) -> bool:
 
 def _of_sum(view: View, node: Node, operands: list[Node]) -> Node | None:
     """Of a sum or product, the operand that decides whether two results differ."""
-    name = op_name(node)
+    name = word(node)
     varying = [arg for arg in operands if not view.is_constant(arg)]
     if len(varying) == 1 and not any(_is_vector(arg) for arg in operands if arg is not varying[0]):
         by = next((arg for arg in node.args if arg is not varying[0]), 0)
         low, high = view.ranges.of(by)
-        return None if name == "aten::mul" and low <= 0 <= high else varying[0]
-    if len(varying) == 1 and name == "aten::add" and not _is_vector(varying[0]):
+        return None if name == "mul" and low <= 0 <= high else varying[0]
+    if len(varying) == 1 and name == "add" and not _is_vector(varying[0]):
         # a start, and a count from there
         return next(arg for arg in operands if arg is not varying[0])
-    if name != "aten::add" or len(varying) != 2:
+    if name != "add" or len(varying) != 2:
         return None
     number = view.terms.number(node)
     for above in nodes_between((), node):  # (s // 16) * 16 + s % 16 is s
@@ -242,9 +238,9 @@ def _literal_factor(view: View, node: Node) -> float | None:
     low, high = view.ranges.of(node.args[1]) if len(node.args) > 1 else (0.0, 1.0)
     if low != high or low < 0:
         return None
-    if op_name(node) == "aten::mul":
+    if word(node) == "mul":
         return low or None
-    return 2.0**low if op_name(node) in _SHIFTS else None
+    return 2.0**low if word(node) == _SHIFT else None
 
 
 def _are_distinct(view: View, node: Node) -> bool:
@@ -252,11 +248,7 @@ def _are_distinct(view: View, node: Node) -> bool:
     if any(map(is_symbolic, node.meta["val"].shape)):
         counted = origin(node, _each_once)
         step = argument(counted, "step", 1)
-        return (
-            op_name(counted) in ("aten::arange", "prims::iota")
-            and isinstance(step, int)
-            and step != 0
-        )
+        return word(counted) in COUNTS and isinstance(step, int) and step != 0
     program = Program([], nodes_between((), node), view.binding)
     value = program.run([])[program.slot(node)]
     return isinstance(value, torch.Tensor) and value.unique().numel() == value.numel()

@@ -17,7 +17,7 @@ import torch
 from torch.fx import Node
 
 from mla_fusion.fx.contraction import Scales
-from mla_fusion.fx.kinds import argument, is_getitem, op_name, operator_of
+from mla_fusion.fx.kinds import argument, is_getitem, operator_of, word
 from mla_fusion.fx.program import Program, nodes_between
 from mla_fusion.fx.shrink import WORTHWHILE, Shrink
 from mla_fusion.fx.sizes import is_symbolic, same, same_shape
@@ -32,7 +32,7 @@ from mla_fusion.prove.operators import real
 _FARTHEST = 24  # nodes from int8 values up to the rows
 # What arguments of the operators must be for the kernel's own quantisation, where a release has
 # them.
-_ROWS, _BLOCKS = "npu::npu_dynamic_quant", "npu::npu_dynamic_mx_quant"
+_ROWS, _BLOCKS = "npu_dynamic_quant", "npu_dynamic_mx_quant"
 _PLAIN: dict[str, dict[str, object]] = {
     _ROWS: {"quant_mode": "pertoken", "dst_type_max": 0.0},
     _BLOCKS: {
@@ -66,7 +66,7 @@ class DynamicQuant:
 
 def by_operator(operator: Node) -> DynamicQuant | None:
     """What ``operator`` does, where it is a quantisation that the kernel does itself."""
-    plain = _PLAIN.get(op_name(operator))
+    plain = _PLAIN.get(word(operator))
     source = operator.args[0] if plain is not None else None
     if (
         plain is None
@@ -76,7 +76,7 @@ def by_operator(operator: Node) -> DynamicQuant | None:
         return None
     if any(argument(operator, name) not in (None, wanted) for name, wanted in plain.items()):
         return None
-    in_blocks, rank = op_name(operator) == _BLOCKS, source.meta["val"].dim()
+    in_blocks, rank = word(operator) == _BLOCKS, source.meta["val"].dim()
     form = number_formats.of_dst_type(argument(operator, "dst_type"), in_blocks)
     if form is None or int(argument(operator, "axis", -1)) % rank != rank - 1:
         return None
@@ -106,7 +106,7 @@ def unsmoothed(view: View, dynamic: DynamicQuant) -> DynamicQuant | None:
     """
     base = peel(dynamic.source)
     sides = [arg for arg in base.args if isinstance(arg, Node)]
-    if not dynamic.by_nodes or op_name(base) != "aten::mul" or len(sides) != 2 or base.kwargs:
+    if not dynamic.by_nodes or word(base) != "mul" or len(sides) != 2 or base.kwargs:
         return None
     for rows, smooth in (sides, sides[::-1]):
         shape = smooth.meta["val"].shape

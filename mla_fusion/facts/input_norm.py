@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from mla_fusion.fx.kinds import is_getitem, op_name
+from mla_fusion.fx.kinds import is_getitem, word
 from mla_fusion.fx.measured import measured
 from mla_fusion.fx.program import nodes_between
 from mla_fusion.fx.sizes import is_symbolic, same_shape
@@ -69,7 +69,7 @@ def find(view: View, normed: Node) -> InputNorm | None:
 def _of_sum(normed: Node) -> InputNorm | None:
     """npu_add_rms_norm: the sum that it norms is its third result."""
     operator = normed.args[0] if is_getitem(normed) and normed.args[1] == 0 else None
-    if not isinstance(operator, Node) or op_name(operator) != "npu::npu_add_rms_norm":
+    if not isinstance(operator, Node) or word(operator) != "npu_add_rms_norm":
         return None
     total = next((user for user in operator.users if is_getitem(user) and user.args[1] == 2), None)
     epsilon = (

@@ -11,15 +11,15 @@ from typing import Any
 
 from torch.fx import Node
 
-from mla_fusion.fx.kinds import argument, op_name
+from mla_fusion.fx.kinds import argument, word
 from mla_fusion.fx.measured import measured
 from mla_fusion.fx.view import View
 from mla_fusion.meta import number_formats
 from mla_fusion.meta.number_formats import INT8, NumberFormat
 
 _RESULTS = {  # operator -> index of (k_pe, c_kv, kr_cache, kv_cache) among its results
-    "npu::npu_kv_rmsnorm_rope_cache": (2, 3, 0, 1),
-    "npu::npu_kv_rmsnorm_rope_cache_v2_functional": (0, 1, 2, 3),
+    "npu_kv_rmsnorm_rope_cache": (2, 3, 0, 1),
+    "npu_kv_rmsnorm_rope_cache_v2_functional": (0, 1, 2, 3),
 }
 
 _KERNEL_MODE = {"PA": "PA_BSND", "PA_BNSD": "PA_BSND", "PA_NZ": "PA_NZ"}
@@ -61,14 +61,14 @@ class KvOperatorFact:
 
 def is_one(node: Node) -> bool:
     """Is the node such an operator, whatever its arguments are?"""
-    return op_name(node) in _RESULTS
+    return word(node) in _RESULTS
 
 
 @measured
 def find(view: View) -> list[KvOperatorFact]:
     found = []
     for node in view.nodes:
-        name = op_name(node)
+        name = word(node)
         if name not in _RESULTS:
             continue
         tensors = dict(zip(_TENSORS, node.args, strict=False))

@@ -19,7 +19,7 @@ from mla_fusion.facts.projection import Projection, token_sizes
 from mla_fusion.facts.rmsnorm import NormFact
 from mla_fusion.facts.rope import RopeFact
 from mla_fusion.fx.cone import Cone
-from mla_fusion.fx.kinds import is_cast, is_getitem, is_view, is_writer, op_name
+from mla_fusion.fx.kinds import is_cast, is_getitem, is_view, is_writer, word
 from mla_fusion.fx.likeness import likeness, outline
 from mla_fusion.fx.program import nodes_between
 from mla_fusion.fx.shrink import SMALL, WORTHWHILE, Shrink
@@ -202,10 +202,10 @@ def _is_elementwise(node: Node) -> bool:
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor) and value.is_complex():
         return False
-    return is_view(node) or is_cast(node) or op_name(node) in _ELEMENTWISE
+    return is_view(node) or is_cast(node) or word(node) in _ELEMENTWISE
 
 
-_ELEMENTWISE = frozenset("aten::mul aten::div aten::neg".split())
+_ELEMENTWISE = frozenset("mul div neg".split())
 
 
 def _after_own_write(cone: Cone) -> set[Node]:
@@ -230,11 +230,7 @@ def _parts_of_mixtures(cone: Cone, degrees: Mapping[Node, int]) -> set[Node]:
                 source = source.args[0]
             if not isinstance(source, Node) or source is cone.node:
                 continue
-            if (
-                source not in degrees
-                or op_name(source) == "aten::cat"
-                or _takes_columns(source, node)
-            ):
+            if source not in degrees or word(source) == "cat" or _takes_columns(source, node):
                 found.add(node)
     return found
 

@@ -15,12 +15,12 @@ import torch
 from torch.fx import Node
 
 from mla_fusion.facts.distinct import repeats
-from mla_fusion.fx.kinds import is_cast, is_getitem, is_view, op_name
+from mla_fusion.fx.kinds import is_cast, is_getitem, is_view, word
 from mla_fusion.fx.measured import measured
-from mla_fusion.fx.operators import GATHER
 from mla_fusion.fx.ranges import Ranges
 from mla_fusion.fx.sizes import is_symbolic
 from mla_fusion.fx.view import View
+from mla_fusion.operators.known import GATHER
 
 # Positions, blocks and slots that come in: what is computed of them, 128 rows to a block, fits an
 # int32. How many rows the cache has says nothing of them.
@@ -28,11 +28,10 @@ _TRUSTED = (0.0, 2.0**24 - 1)
 _LARGEST_SIZE = 2.0**31 - 1  # of the sizes that they are computed with: no cache has as many rows
 _ARITHMETIC = frozenset(
     """
-    aten::add aten::sub aten::mul aten::div aten::floor_divide aten::remainder aten::fmod
-    aten::bitwise_and aten::__and__ aten::bitwise_right_shift aten::__rshift__
-    aten::bitwise_left_shift aten::__lshift__ aten::clamp aten::clamp_min aten::clamp_max
-    aten::repeat aten::repeat_interleave aten::flip aten::roll aten::cumsum aten::sum aten::maximum
-    aten::minimum aten::where aten::masked_fill aten::cat aten::stack aten::abs aten::relu
+    add sub mul div floor_divide remainder fmod
+    bitwise_and bitwise_right_shift bitwise_left_shift clamp clamp_min clamp_max
+    repeat repeat_interleave flip roll cumsum sum maximum
+    minimum where masked_fill cat stack abs relu
     """.split()
 )
 
@@ -87,7 +86,7 @@ def _inputs(ranges: Ranges, node: Node) -> set[Node] | None:
         if current.op in ("placeholder", "get_attr"):
             found.add(current)
             continue
-        name = op_name(current)
+        name = word(current)
         if is_view(current) or is_cast(current) or name in GATHER or is_getitem(current):
             operands = current.all_input_nodes[:1]
         elif name in _ARITHMETIC:

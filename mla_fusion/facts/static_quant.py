@@ -15,11 +15,12 @@ import torch
 from torch.fx import Node
 
 from mla_fusion.fx.held import Exact, narrowed, numbers
-from mla_fusion.fx.kinds import argument, is_cast, op_name, reads_by_strides
+from mla_fusion.fx.kinds import argument, is_cast, reads_by_strides, word
 from mla_fusion.fx.measured import measured
 from mla_fusion.fx.module_path import label
 from mla_fusion.fx.sizes import same
-from mla_fusion.fx.walk import EXPANDS, INPUTS, input_of, origin, upward, views_and_exact_casts
+from mla_fusion.fx.walk import INPUTS, input_of, origin, upward, views_and_exact_casts
+from mla_fusion.operators.known import EXPANDS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +111,7 @@ def _read(operator: Node | None) -> StaticQuant:
         argument(operator, "scales"),
         argument(operator, "zero_points"),
     )
-    is_known = op_name(operator) == "npu::npu_quantize" and operator.meta["val"].dtype == torch.int8
+    is_known = word(operator) == "npu_quantize" and operator.meta["val"].dtype == torch.int8
     if not is_known or not isinstance(source, Node) or not isinstance(scales, Node):
         raise NotStatic(f"{operator.name} ({operator.target}) is not npu_quantize to int8")
     width = source.meta["val"].shape[int(argument(operator, "axis", 1))]
@@ -123,7 +124,7 @@ def _read(operator: Node | None) -> StaticQuant:
 def _inverse(node: Node, width: object) -> One:
     """The scale of which ``node`` holds the reciprocal."""
     base = origin(node, _repeated)
-    if op_name(base) == "aten::reciprocal" and isinstance(base.args[0], Node):
+    if word(base) == "reciprocal" and isinstance(base.args[0], Node):
         return _one(base.args[0], torch.bfloat16, width)
     return _one(node, torch.bfloat16, width, inverse=True)
 
@@ -165,12 +166,12 @@ def _repeated(node: Node) -> Node | None:
     if reads_by_strides(node):
         return None
     above = views_and_exact_casts(node)
-    if above is None and (op_name(node) in _REPEATS or _holds_int8(node)):
+    if above is None and (word(node) in _REPEATS or _holds_int8(node)):
         above = input_of(node)
     return above
 
 
-_REPEATS = (*EXPANDS, "aten::repeat")
+_REPEATS = (*EXPANDS, "repeat")
 
 
 def _holds_int8(node: Node) -> bool:

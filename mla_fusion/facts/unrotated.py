@@ -16,12 +16,12 @@ from torch.fx import Node
 from mla_fusion.facts.multiples import Multiple, multiples
 from mla_fusion.facts.rope import RopeFact
 from mla_fusion.fx.cone import Cone
-from mla_fusion.fx.kinds import is_faithful_cast, is_view, is_writer, op_name
+from mla_fusion.fx.kinds import is_faithful_cast, is_view, is_writer, op_name, word
 from mla_fusion.fx.measured import measured
-from mla_fusion.fx.operators import JOINERS
 from mla_fusion.fx.sizes import is_symbolic
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import reached
+from mla_fusion.operators.known import JOINERS
 
 
 @measured
@@ -74,13 +74,13 @@ def _are_read_unrotated(view: View, roots: list[Node]) -> bool:
 
 
 def _passes(node: Node) -> bool:
-    is_moved = is_view(node) or is_faithful_cast(node) or op_name(node) in JOINERS
+    is_moved = is_view(node) or is_faithful_cast(node) or word(node) in JOINERS
     return (is_moved or _is_multiple(node)) and not is_symbolic(node.meta.get("val"))
 
 
 def _is_multiple(node: Node) -> bool:
     """Is it one number times a value, as attention scales both of its sides?"""
-    return op_name(node) in ("aten::mul", "aten::div") and isinstance(node.args[1], (int, float))
+    return word(node) in ("mul", "div") and isinstance(node.args[1], (int, float))
 
 
 def _reads_rows(view: View, user: Node) -> bool:

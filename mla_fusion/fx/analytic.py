@@ -22,13 +22,13 @@ from mla_fusion.fx.kinds import (
     argument,
     is_cast,
     kind_of,
-    op_name,
     operator_of,
     reduces_a_symbolic_axis,
+    word,
 )
-from mla_fusion.fx.operators import GATHER, PLACED_WRITERS, Kind
 from mla_fusion.fx.ranges import Ranges
 from mla_fusion.fx.walk import input_of, upward, views_and_casts
+from mla_fusion.operators.known import GATHER, PLACED_WRITERS, Kind
 
 # a floor under a norm that no row of bfloat16 numbers comes near (F.normalize: 1e-12)
 FLOOR = 1e-10
@@ -62,7 +62,7 @@ class Steps:
         entry = operator_of(node)
         if entry.kind is Kind.MOVEMENT and not entry.cast:
             return None  # most are such
-        kind, name = kind_of(node), entry.name
+        kind, name = kind_of(node), entry.row.word
         if kind is Kind.ANALYTIC:
             reason = _swamps(node, name)
             return (
@@ -122,11 +122,7 @@ class Steps:
             for index in node.all_input_nodes
             if _is_mask(index) and not self._view.is_constant(index)
         ]
-        if (
-            name in ("aten::masked_scatter", "aten::scatter_reduce", "aten::index_reduce")
-            or indices
-            or by_mask
-        ):
+        if name in ("masked_scatter", "scatter_reduce", "index_reduce") or indices or by_mask:
             moved = "is placed" if name not in GATHER else "is taken"
             by = ", ".join(index.name for index in (*indices, *by_mask)) or node.name
             return Barrier(
@@ -143,17 +139,13 @@ class Steps:
 
     def kept(self, node: Node) -> Node | None:
         """Of a choice that never picks otherwise: the operand that it always is."""
-        name = op_name(node)
-        if (
-            name in ("aten::where", "aten::masked_fill")
-            or not self._is_inert(node, name)
-            or self.floored(node)
-        ):
+        name = word(node)
+        if name in ("where", "masked_fill") or not self._is_inert(node, name) or self.floored(node):
             return None
         a, b = (*node.args, None)[:2]
         if name in _OF_TWO:
             above = self._ranges.of(a)[0] >= self._ranges.of(b)[1]
-            a = a if above == (name in ("aten::maximum", "aten::fmax")) else b
+            a = a if above == (name in ("maximum", "fmax")) else b
         return a if isinstance(a, Node) else None
 
     def floored(self, node: Node) -> Node | None:
@@ -161,7 +153,7 @@ class Steps:
 
         Whether it is one, exact arithmetic says: elsewhere such a floor is a choice.
         """
-        if op_name(node) not in _CLAMPS or argument(node, "max") is not None:
+        if word(node) not in _CLAMPS or argument(node, "max") is not None:
             return None
         low, floor = self._ranges.of(node.args[0])[0], self._ranges.of(argument(node, "min"))
         is_low = 0 <= low < floor[1] <= FLOOR and floor[0] > 0
@@ -183,7 +175,7 @@ class Steps:
         return self._ranges.of(node.args[0])[0] >= 0
 
     def _by_literal_mask(self, node: Node) -> bool:
-        mask = node.args[0] if op_name(node) == "aten::where" else node.args[1]
+        mask = node.args[0] if word(node) == "where" else node.args[1]
         return isinstance(mask, Node) and self._view.is_constant(mask)
 
 
@@ -203,7 +195,7 @@ def _is_mask(node: Node) -> bool:
 def _is_scaled(node: Node) -> bool:
     by = node.args[1] if len(node.args) > 1 else None
     scales = isinstance(by, (int, float)) and math.isfinite(by) and by != 0
-    return op_name(node) in ("aten::mul", "aten::div") and scales
+    return word(node) in ("mul", "div") and scales
 
 
 def _scalings(node: Node) -> Node | None:
@@ -234,29 +226,28 @@ def _swamps(node: Node, name: str) -> str:
     total = 0.0
     for step in filter(_is_scaled, upward(node, _scalings)):
         by = abs(float(step.args[1]))  # type: ignore[arg-type]
-        total += math.log2(by) if op_name(step) == "aten::mul" else -math.log2(by)
+        total += math.log2(by) if word(step) == "mul" else -math.log2(by)
         if abs(total) > _HUGE or abs(math.log2(by)) > _HUGE:
             return f"{step.args[1]:g} takes values out of the range of their dtype"
     return ""
 
 
-_SCALED_BY = frozenset("aten::mul aten::div".split())
+_SCALED_BY = frozenset("mul div".split())
 _HUGE = 64.0  # binary digits
 
 
-_CLAMPS = frozenset(("aten::clamp", "aten::clamp_min", "aten::clip"))
-_OF_TWO = frozenset(("aten::maximum", "aten::minimum", "aten::fmax", "aten::fmin"))
+_CLAMPS = frozenset(("clamp", "clamp_min"))
+_OF_TWO = frozenset(("maximum", "minimum", "fmax", "fmin"))
 _INERT: dict[str, Callable[[Steps, Node], bool]] = {
-    "aten::clamp": Steps._within,
-    "aten::clamp_min": Steps._within,
-    "aten::clamp_max": Steps._within,
-    "aten::clip": Steps._within,
-    "aten::maximum": Steps._greater,
-    "aten::minimum": Steps._greater,
-    "aten::fmax": Steps._greater,
-    "aten::fmin": Steps._greater,
-    "aten::abs": Steps._never_negative,
-    "aten::relu": Steps._never_negative,
-    "aten::where": Steps._by_literal_mask,
-    "aten::masked_fill": Steps._by_literal_mask,
+    "clamp": Steps._within,
+    "clamp_min": Steps._within,
+    "clamp_max": Steps._within,
+    "maximum": Steps._greater,
+    "minimum": Steps._greater,
+    "fmax": Steps._greater,
+    "fmin": Steps._greater,
+    "abs": Steps._never_negative,
+    "relu": Steps._never_negative,
+    "where": Steps._by_literal_mask,
+    "masked_fill": Steps._by_literal_mask,
 }

@@ -14,7 +14,7 @@ import torch
 from torch.fx import Node
 
 from mla_fusion.fx.contraction import Contraction
-from mla_fusion.fx.kinds import is_view, op_name
+from mla_fusion.fx.kinds import is_view, word
 from mla_fusion.fx.program import Program, nodes_between
 from mla_fusion.fx.shrink import Shrink
 from mla_fusion.fx.sizes import is_symbolic
@@ -195,7 +195,7 @@ class Cone:
         """A table padded with ones and zeros: whole heads are rotated, and their q_nope columns do
         not change.
         """
-        return op_name(base) == "aten::cat" and any(
+        return word(base) == "cat" and any(
             self.view.is_constant(arg) for arg in base.all_input_nodes
         )
 
@@ -280,11 +280,11 @@ class Cone:
         return self._slots[node]
 
 
-_REARRANGING = frozenset("aten::stack aten::cat aten::neg".split())
+_REARRANGING = frozenset("stack cat neg".split())
 
 
 def _rearranges(node: Node) -> bool:
-    return is_view(node) or op_name(node) in _REARRANGING
+    return is_view(node) or word(node) in _REARRANGING
 
 
 def _shape(node: Node) -> tuple[object, ...]:

@@ -15,7 +15,7 @@ from itertools import count
 import torch
 from torch.fx import Node
 
-from mla_fusion.fx.kinds import argument, op_name
+from mla_fusion.fx.kinds import argument, word
 from mla_fusion.fx.walk import codes_of, origin, row_reshapes
 from mla_fusion.meta import number_formats
 from mla_fusion.meta.number_formats import INT8, NumberFormat
@@ -68,7 +68,7 @@ class Contraction:
 
 def read(node: Node) -> Contraction | None:
     """The node as a contraction of two tensors, or None where it is not one."""
-    reader = _READERS.get(op_name(node))
+    reader = _READERS.get(word(node))
     return reader(node) if reader else None
 
 
@@ -77,11 +77,7 @@ def join(node: Node, known: Mapping[Node, Contraction]) -> Contraction | None:
 
     Whether the products read one x is for the caller to say.
     """
-    if (
-        op_name(node) != "aten::cat"
-        or not isinstance(node.args[0], (list, tuple))
-        or len(node.args[0]) < 2
-    ):
+    if word(node) != "cat" or not isinstance(node.args[0], (list, tuple)) or len(node.args[0]) < 2:
         return None
     rank = _rank(node)
     if rank < 2 or argument(node, "dim", 0) not in (-1, rank - 1):
@@ -269,16 +265,16 @@ def _weight_quant_batchmatmul(node: Node) -> Contraction | None:
 _PERMS = (("perm_x1", (0, 1, 2)), ("perm_x2", (0, 1, 2)), ("perm_y", (1, 0, 2)))
 
 _READERS = {
-    "aten::mm": _mm,
-    "aten::_int_mm": _mm,
-    "aten::bmm": _bmm,
-    "aten::addmm": _addmm,
-    "aten::baddbmm": _baddbmm,
-    "aten::linear": _linear,
-    "aten::matmul": _matmul,
-    "aten::einsum": _einsum,
-    "npu::npu_transpose_batchmatmul": _transpose_batchmatmul,
-    "npu::npu_linear": _linear,
-    "npu::npu_quant_matmul": _quant_matmul,
-    "npu::npu_weight_quant_batchmatmul": _weight_quant_batchmatmul,
+    "mm": _mm,
+    "_int_mm": _mm,
+    "bmm": _bmm,
+    "addmm": _addmm,
+    "baddbmm": _baddbmm,
+    "linear": _linear,
+    "matmul": _matmul,
+    "einsum": _einsum,
+    "npu_transpose_batchmatmul": _transpose_batchmatmul,
+    "npu_linear": _linear,
+    "npu_quant_matmul": _quant_matmul,
+    "npu_weight_quant_batchmatmul": _weight_quant_batchmatmul,
 }

@@ -14,12 +14,12 @@ from collections.abc import Iterator
 from torch.fx import Graph, GraphModule, Node
 
 from mla_fusion.fx.build import GraphBuilder
-from mla_fusion.fx.kinds import is_getitem, is_mutating, op_name
+from mla_fusion.fx.kinds import is_getitem, is_mutating, word
 from mla_fusion.fx.walk import INPUTS, origin, reshapes, views
 
 # operator: argument written, result that is it
-_WRITTEN = {"npu::npu_kv_rmsnorm_rope_cache": ((5, 0), (6, 1))}
-_NEVER_COPY = ("aten::view", "aten::unsqueeze", "aten::squeeze", "aten::alias", "aten::detach")
+_WRITTEN = {"npu_kv_rmsnorm_rope_cache": ((5, 0), (6, 1))}
+_NEVER_COPY = ("view", "unsqueeze", "squeeze", "alias", "detach")
 
 
 def found(graph: Graph) -> list[tuple[Node, Node, int]]:
@@ -41,7 +41,7 @@ def found(graph: Graph) -> list[tuple[Node, Node, int]]:
 
 def _writes(graph: Graph) -> Iterator[tuple[Node, Node, int]]:
     for node in graph.nodes:
-        for place, result in _WRITTEN.get(op_name(node), ()):
+        for place, result in _WRITTEN.get(word(node), ()):
             cache = node.args[place] if len(node.args) > place else None
             if isinstance(cache, Node) and origin(cache, _same_memory).op in INPUTS:
                 yield node, cache, result
@@ -49,7 +49,7 @@ def _writes(graph: Graph) -> Iterator[tuple[Node, Node, int]]:
 
 def _same_memory(node: Node) -> Node | None:
     """Reshapes that never copy: a clone is the input as it was."""
-    return reshapes(node) if op_name(node) in _NEVER_COPY else None
+    return reshapes(node) if word(node) in _NEVER_COPY else None
 
 
 def give_results(gm: GraphModule) -> None:

@@ -9,28 +9,29 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from mla_fusion.compat import HigherOrderOperator, OpOverload, schema_of
-from mla_fusion.fx.operators import (
+from mla_fusion.compat import HigherOrderOperator, OpOverload
+from mla_fusion.fx.sizes import is_symbolic
+from mla_fusion.operators.known import (
+    COUNTS,
     DIAGONALS,
     ELEMENTWISE,
     FILLED,
     FILLED_WITH,
-    KNOWN,
     LENT,
-    NO_OPERATOR,
     REDUCTIONS,
     SELECTIONS,
     SIZED,
     VIEWS,
+    Form,
     Kind,
-    Operator,
+    argument,
     is_getitem,
     kind_by_arguments,
-    known,
+    operator_of,
+    word,
 )
-from mla_fusion.fx.sizes import is_symbolic
 
-__all__ = ["Kind", "is_getitem"]
+__all__ = ["Kind", "argument", "is_getitem", "operator_of", "word"]
 
 # Casts among these are looked through when a group of nodes is asked what it means. float16 is
 # among them so that a float16 model is recognised, and then refused by name; float8 and integers
@@ -38,32 +39,11 @@ __all__ = ["Kind", "is_getitem"]
 MODEL_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
-def operator_of(node: Node) -> Operator:
-    """What the node calls; of an in-place step on a tensor that nothing else reads, the functional
-    form.
-    """
-    entry = KNOWN.get(id(node.target))
-    if entry is None:
-        if node.op != "call_function":
-            return NO_OPERATOR
-        entry = known(node.target)
-    functional = entry.functional
-    return entry if functional is None or not _owns_its_target(node) else functional
-
-
 def kind_of(node: Node) -> Kind:
     """The class of the call, its arguments looked at. (Whether a mask or an index is a literal, the
     view knows.)
     """
     return kind_by_arguments(node, operator_of(node), argument)
-
-
-def _owns_its_target(node: Node) -> bool:
-    base = node.args[0]
-    if not isinstance(base, Node) or base.op != "call_function" or len(base.users) > 1:
-        return False
-    made_by = operator_of(base)
-    return not (made_by.aliases or made_by.effect or is_getitem(base))
 
 
 def op_name(node: Node) -> str:
@@ -75,13 +55,13 @@ def filled_with(node: Node) -> float | None:
     """The number that every element of the node is, where its operator says so; NaN for memory not
     yet written.
     """
-    name = operator_of(node).name
-    if name in FILLED_WITH:
+    form = operator_of(node).row.form
+    if form is Form.FULL:
         value, held = argument(node, "fill_value"), node.meta.get("val")
         if not isinstance(value, (int, float)) or not isinstance(held, torch.Tensor):
             return None
         return _as_dtype(float(value), held.dtype)
-    return FILLED.get(name)
+    return FILLED.get(form)
 
 
 @cache
@@ -98,23 +78,23 @@ def holds_at_any_length(node: Node) -> bool:
     element; a sum over a symbolic axis, its last element, or a join along it are not.
     """
     inputs = [arg for arg in node.all_input_nodes if isinstance(arg.meta.get("val"), torch.Tensor)]
-    name = op_name(node)
+    name = word(node)
     if size_among_numbers(node) is not None:
         return False
     if not any(is_symbolic(size) for arg in inputs for size in arg.meta["val"].shape):
-        if name in ("aten::arange", "prims::iota"):
+        if name in COUNTS:
             return not any(isinstance(argument(node, part), Node) for part in ("start", "step"))
         ends = (*node.args[1:], *node.kwargs.values())
         return name not in SELECTIONS or not any(isinstance(arg, Node) for arg in ends)
     if name in SELECTIONS:
         axis = argument(node, "dim", 0)
         return isinstance(axis, int) and not is_symbolic(inputs[0].meta["val"].shape[axis])
-    return name in ELEMENTWISE or name in LENT or name in VIEWS
+    return name in ELEMENTWISE or name in LENT or operator_of(node).row.form in VIEWS
 
 
 def reduces_a_symbolic_axis(node: Node) -> bool:
     """Is the node a sum, or the like, over an axis of symbolic length?"""
-    source = node.args[0] if op_name(node) in REDUCTIONS and node.args else None
+    source = node.args[0] if word(node) in REDUCTIONS and node.args else None
     value = source.meta.get("val") if isinstance(source, Node) else None
     if not isinstance(value, torch.Tensor) or not any(map(is_symbolic, value.shape)):
         return False
@@ -132,7 +112,7 @@ def diagonal_axes(node: Node) -> set[int] | None:
     """The two axes whose diagonal the node is; None for any other node, or for a diagonal beside
     that one.
     """
-    if op_name(node) not in DIAGONALS or argument(node, "offset", 0) != 0:
+    if word(node) not in DIAGONALS or argument(node, "offset", 0) != 0:
         return None
     rank = node.args[0].meta["val"].dim()  # type: ignore[union-attr]
     axes = {argument(node, name, at) % rank for name, at in (("dim1", 0), ("dim2", 1))}
@@ -144,7 +124,7 @@ def named_sizes(node: Node) -> list[Any]:
     quotient for the 8.
     """
     sizes = list(node.meta["val"].shape)
-    if op_name(node) not in SIZED or len(node.args[1]) != len(sizes):  # type: ignore[arg-type]
+    if word(node) not in SIZED or len(node.args[1]) != len(sizes):  # type: ignore[arg-type]
         return sizes
     named = zip(node.args[1], sizes, strict=True)  # type: ignore[arg-type]
     return [by if isinstance(by, int) and by >= 0 else size for by, size in named]
@@ -154,10 +134,10 @@ def size_among_numbers(node: Node) -> Node | None:
     """A symbolic size that the node computes with; one that only says how long the result is does
     not count.
     """
-    name = op_name(node)
-    if name in ELEMENTWISE or name == "aten::scalar_tensor":
+    name = word(node)
+    if name in ELEMENTWISE or name == "scalar_tensor":
         given = (*node.args, *node.kwargs.values())
-    elif name in FILLED_WITH or name == "aten::full":
+    elif name in FILLED_WITH or name == "full":
         given = (argument(node, "fill_value"),)
     else:
         return None
@@ -170,7 +150,7 @@ def borrows_only(node: Node) -> bool:
     """Does the node, contiguous, take no more than a shape, a dtype or a device from the tensor it
     is given?
     """
-    return op_name(node) in LENT and bool(node.meta["val"].is_contiguous())
+    return word(node) in LENT and bool(node.meta["val"].is_contiguous())
 
 
 def is_view(node: Node) -> bool:
@@ -272,24 +252,4 @@ def is_literal(node: Node) -> bool:
     """Does a get_attr node read a literal of the trace? A buffer, or a tensor that the model
     captures, may be written between calls.
     """
-    return all(
-        op_name(user) in ("aten::lift_fresh_copy", "aten::lift_fresh") for user in node.users
-    )
-
-
-def argument(node: Node, name: str, default: Any = None) -> Any:
-    """An argument by its schema name; where the graph omits it, the schema's own default.
-
-    AOT drops arguments that equal the schema default, and the defaults differ from operator to
-    operator (epsilon: 1e-6 in npu_rms_norm, 1e-5 in npu_mla_prolog), so they are never guessed.
-    """
-    target = node.target
-    if isinstance(target, OpOverload):
-        for position, arg in enumerate(schema_of(target).arguments):
-            if arg.name == name:
-                if name in node.kwargs:
-                    return node.kwargs[name]
-                if position < len(node.args) and not arg.kwarg_only:
-                    return node.args[position]
-                return arg.default_value if arg.has_default_value() else default
-    return node.kwargs.get(name, default)
+    return all(word(user) in ("lift_fresh_copy", "lift_fresh") for user in node.users)

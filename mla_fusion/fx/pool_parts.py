@@ -13,11 +13,17 @@ import sympy
 from torch import Tensor
 from torch.fx import Node
 
-from mla_fusion.fx.kinds import argument, has_effect, is_getitem, is_mutating, is_reshape, op_name
+from mla_fusion.fx.kinds import (
+    has_effect,
+    is_mutating,
+    is_reshape,
+    word,
+)
 from mla_fusion.fx.module_path import label
 from mla_fusion.fx.sizes import expression, is_symbolic, same
 from mla_fusion.fx.token_axis import count_of, divided, is_empty, is_one, shape_of
 from mla_fusion.fx.walk import INPUTS, input_of, origin, reached, shared_memory
+from mla_fusion.operators.forms import run_of
 
 
 @dataclass(frozen=True)
@@ -99,12 +105,12 @@ def may_be_one(node: Node) -> bool:
     value = node.meta.get("val")
     if not isinstance(value, Tensor) or value.dim() < 2:
         return False
-    return any(keeps_all(user) or op_name(user) in _SELECTIONS for user in node.users)
+    return any(keeps_all(user) or word(user) in _SELECTIONS for user in node.users)
 
 
 def keeps_all(node: Node) -> bool:
     """Is it its input's memory in another shape?"""
-    return op_name(node) in _RESHAPES and is_reshape(node)  # view.dtype counts other elements
+    return word(node) in _RESHAPES and is_reshape(node)  # view.dtype counts other elements
 
 
 def read_pool(whole: Node) -> Pool | str:
@@ -129,7 +135,7 @@ _COUNTED = Span(0, math.inf), Span(-math.inf, 0)
 def _read(pool: Pool) -> Pool | str:
     whole = pool.whole
     read, others, back = _follow(pool)
-    scatters = [node for node in pool.spans if op_name(node) in SCATTERS]
+    scatters = [node for node in pool.spans if word(node) in SCATTERS]
     if not (scatters or back or any(map(has_effect, _through(others)))):
         return "nothing writes to it"
     read = {span: user for span, user in read.items() if not span.is_empty}
@@ -174,18 +180,18 @@ def _follow(pool: Pool) -> tuple[dict[Span, Node], list[Node], list[Node]]:
         for user in (piece for reader in node.users for piece in _pieces(reader)):
             if user in pool.spans or is_symbolic(user.meta.get("val")):  # a size
                 continue
-            if op_name(user) == "aten::copy_" and user.args[0] is pool.whole:
+            if word(user) == "copy_" and user.args[0] is pool.whole:
                 back += [user] if user not in back else []
                 continue
             span = _span_of(user, node, pool)
             if span is not None:
                 pool.spans[user] = span
                 nodes.append(user)
-            elif op_name(user) not in SCATTERS or user.args[0] is node:
+            elif word(user) not in SCATTERS or user.args[0] is node:
                 others.append(user)
                 read.setdefault(of_node, user)
     for node in nodes:
-        if op_name(node) in SCATTERS and pool.spans.get(node.all_input_nodes[-1]) != pool.put(node):
+        if word(node) in SCATTERS and pool.spans.get(node.all_input_nodes[-1]) != pool.put(node):
             read.setdefault(pool.put(node), node)
     return read, others, back
 
@@ -194,7 +200,7 @@ def _pieces(user: Node) -> list[Node]:
     """The user, or the results of a split."""
     return (
         [*user.users]
-        if isinstance(user.meta.get("val"), (tuple, list)) and op_name(user) in _SELECTIONS
+        if isinstance(user.meta.get("val"), (tuple, list)) and word(user) in _SELECTIONS
         else [user]
     )
 
@@ -206,7 +212,7 @@ def _span_of(user: Node, node: Node, pool: Pool) -> Span | None:
     of_node = pool.spans[node]
     if input_of(user) is not node:
         return None
-    if op_name(user) in SCATTERS:
+    if word(user) in SCATTERS:
         return (
             of_node
             if user.args[1] is not node and _taken(user, of_node, pool.grain) is not None
@@ -219,32 +225,21 @@ def _taken(node: Node, whole: Span, grain: Any) -> Span | None:
     """What a selection takes of a span, or a scatter puts there; None where it is no run of its
     elements.
     """
-    selects: Any = node.args[0] if is_getitem(node) else node
-    place: Any = node.args[1] if len(node.args) > 1 else None  # or what a scatter puts there
-    name = op_name(selects).removesuffix("_scatter")
-    if name in _SELECTIONS and is_empty(place if op_name(node) in SCATTERS else node):
+    run = run_of(node)
+    if run is None or run.by not in _SELECTIONS:
+        return None
+    if is_empty(run.part):
         return Span(whole.start, whole.start)  # wherever it may be
-    if name not in _SELECTIONS or argument(selects, "step", 1) != 1:
+    shape = shape_of(run.whole)
+    if run.step != 1 or not all(map(is_one, shape[: run.axis])):
         return None
-    shape, axis = shape_of(selects.args[0]), argument(selects, "dim", 0)
-    if not isinstance(axis, int) or not all(map(is_one, shape[: axis % len(shape)])):
-        return None
-    axis %= len(shape)
-    size, step = shape[axis], _number(count_of(shape[axis + 1 :]), grain)
-    start = _counted(argument(selects, "index" if name == "aten::select" else "start") or 0, size)
-    length: Any = 1
-    if is_getitem(node):
-        lengths = [
-            1 if name == "aten::unbind" else piece.shape[axis] for piece in selects.meta["val"]
-        ]
-        start, length = sum(lengths[:place]), lengths[place]
-    elif name != "aten::select":
-        length = shape_of(place if op_name(node) in SCATTERS else node)[axis]
+    size, step = run.size, _number(count_of(shape[run.axis + 1 :]), grain)
+    start, length = _counted(run.start, size), run.count
     if is_one(size) and length == 1:
         return whole
     stop: Any = start + length if isinstance(start, int) and isinstance(length, int) else None
-    if name == "aten::slice" and not isinstance(size, int):
-        end = argument(selects, "end")
+    if run.by == "slice" and not isinstance(size, int):
+        end = run.end
         has_end = end is not None and not (isinstance(end, int) and end >= _LAST)
         if isinstance(start, int) and start >= 0 and not has_end:
             stop = math.inf
@@ -281,13 +276,9 @@ def _number(count: Any, grain: Any) -> int | None:
     return int(number) if number is not None and sympy.sympify(number).is_Integer else None
 
 
-_RESHAPES = frozenset(
-    f"aten::{name}" for name in "view _unsafe_view reshape squeeze unsqueeze alias detach".split()
-)
-_SELECTIONS = frozenset(
-    f"aten::{name}" for name in "select slice narrow unbind split split_with_sizes chunk".split()
-)
-SCATTERS = frozenset(("aten::select_scatter", "aten::slice_scatter"))
+_RESHAPES = frozenset("view _unsafe_view reshape squeeze unsqueeze alias detach".split())
+_SELECTIONS = frozenset("select slice narrow unbind split split_with_sizes chunk".split())
+SCATTERS = frozenset(("select_scatter", "slice_scatter"))
 
 
 def _through(nodes: list[Node]) -> Iterator[Node]:

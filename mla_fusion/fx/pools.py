@@ -17,13 +17,13 @@ from torch.fx import Graph, GraphModule, Node
 
 from mla_fusion.fx import strides
 from mla_fusion.fx.build import GraphBuilder
-from mla_fusion.fx.kinds import is_getitem, is_writer, op_name
+from mla_fusion.fx.kinds import is_getitem, is_writer, word
 from mla_fusion.fx.module_path import NAME, label
 from mla_fusion.fx.pool_parts import SCATTERS, Part, Pool, Span, keeps_all, may_be_one, read_pool
 from mla_fusion.fx.walk import INPUTS, input_of, origin, reshapes, upward, views, written
 
 aten = torch.ops.aten
-_COPIES = frozenset(("aten::clone", "aten::contiguous", "aten::_reshape_copy"))
+_COPIES = frozenset(("clone", "contiguous", "_reshape_copy"))
 _PART_OF = "mla_fusion_part_of"
 
 
@@ -54,12 +54,12 @@ def no_input(node: Node) -> str:
     if whole.op not in INPUTS:
         return f"{node.name} is not a graph input seen as rows"
     maker = origin(node, views)
-    if is_writer(maker) and op_name(maker) not in SCATTERS:
+    if is_writer(maker) and word(maker) not in SCATTERS:
         return (
             f"{node.name} is {whole.name} as {maker.name} has written it, and the kernel would "
             "write it once more"
         )
-    copy = next((step.name for step in upward(node, written) if op_name(step) in _COPIES), "")
+    copy = next((step.name for step in upward(node, written) if word(step) in _COPIES), "")
     if copy:
         return (
             f"{node.name} is a copy of {whole.name} ({copy}), and what is written to it does not "
@@ -114,7 +114,7 @@ class _Rewrite:
             graph.erase_node(back)
         strides.follow(self.b, [(new, node) for new, node in self.replaced if new.users])
         for node in nodes:
-            if op_name(node) in SCATTERS and self.pool.spans[node] not in self.held.get(
+            if word(node) in SCATTERS and self.pool.spans[node] not in self.held.get(
                 node, {self.pool.spans[node]}
             ):
                 node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]  # sizes alone are read of it
@@ -133,7 +133,7 @@ class _Rewrite:
         if of_base is None:  # the base is inside a part, and so is this
             return
         is_part = self.pool.spans[base] in of_base  # type: ignore[index]
-        if op_name(node) in SCATTERS:
+        if word(node) in SCATTERS:
             self._exchange(node, of_base, is_part)
             return
         inside = {part: value for part, value in of_base.items() if part.within(span)}

@@ -97,14 +97,14 @@ def identity(value: Any, *_: Any, **__: Any) -> Any:
 
 RENAMED: dict[str, Callable[..., Any]] = {
     # An erased cast keeps its input's strides, so a later view may need a copy.
-    "aten::view": _keep_shape,
-    "aten::_unsafe_view": _keep_shape,
-    "aten::reshape": _keep_shape,
-    "aten::_reshape_alias": _keep_shape,
-    "npu::npu_format_cast": identity,
-    "aten::lift_fresh": identity,
-    "aten::detach": identity,
-    "aten::alias": identity,
+    "view": _keep_shape,
+    "_unsafe_view": _keep_shape,
+    "reshape": _keep_shape,
+    "_reshape_alias": _keep_shape,
+    "npu_format_cast": identity,
+    "lift_fresh": identity,
+    "detach": identity,
+    "alias": identity,
 }
 
 

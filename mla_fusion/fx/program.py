@@ -26,8 +26,8 @@ from mla_fusion.fx.kinds import (
     is_mutating,
     op_name,
     operator_of,
+    word,
 )
-from mla_fusion.fx.operators import SELECTIONS, SIZED
 from mla_fusion.fx.probe_calls import (
     RENAMED,
     cast,
@@ -42,6 +42,7 @@ from mla_fusion.fx.probe_calls import (
 )
 from mla_fusion.fx.shrink import Shrink
 from mla_fusion.fx.sizes import Binding, is_symbolic
+from mla_fusion.operators.known import SELECTIONS, SIZED
 
 
 @dataclass(frozen=True)
@@ -193,12 +194,14 @@ class Program:
             call = cast
         else:
             target = operator_of(node).target
-            call = target if target is torch.ops.aten.view.dtype else RENAMED.get(name, target)
-            if name == "npu::npu_quant_matmul" and not self._exact:
+            call = (
+                target if target is torch.ops.aten.view.dtype else RENAMED.get(word(node), target)
+            )
+            if word(node) == "npu_quant_matmul" and not self._exact:
                 call = widened(call)
-        if self._shrink is not None and name in SIZED:
+        if self._shrink is not None and word(node) in SIZED:
             return self._resized(node, name, self._shrink)
-        if not self._exact and name in SELECTIONS:
+        if not self._exact and word(node) in SELECTIONS:
             _refuse_symbolic_ends(node, name, self._binding)
         args = self._template(node.args)
         kwargs = {key: self._option(key, value) for key, value in node.kwargs.items()}

@@ -17,7 +17,7 @@ import torch
 from torch.fx import Node
 
 from mla_fusion.fx.contraction import Contraction, Labels, Scales
-from mla_fusion.fx.kinds import is_cast, is_reshape, op_name
+from mla_fusion.fx.kinds import is_cast, is_reshape, word
 from mla_fusion.fx.sizes import is_symbolic, same, same_shape
 from mla_fusion.fx.walk import exact_casts, input_of, origin, upward
 from mla_fusion.meta.number_formats import INT8
@@ -107,11 +107,11 @@ class _Steps:
 
     def _scales(self, user: Node) -> bool:
         """A multiplication, or a division of the product, by scales or a number."""
-        name, node = op_name(user), self.nodes[-1]
-        if name not in ("aten::mul", "aten::div") or user.kwargs or len(user.args) != 2:
+        name, node = word(user), self.nodes[-1]
+        if name not in ("mul", "div") or user.kwargs or len(user.args) != 2:
             return False
         by = user.args[1] if user.args[0] is node else user.args[0]
-        divides = name == "aten::div"
+        divides = name == "div"
         if divides and user.args[0] is not node:
             return False
         if isinstance(by, (int, float)) and by != 0:
@@ -165,7 +165,7 @@ def _factors(by: Node, width: Any) -> list[Node]:
     """The column scales and the row scales of which ``by`` is the outer product, else itself."""
     inner = origin(by, exact_casts)
     sides = [arg for arg in inner.args if isinstance(arg, Node)]
-    if op_name(inner) != "aten::mul" or len(sides) != 2 or inner.kwargs:
+    if word(inner) != "mul" or len(sides) != 2 or inner.kwargs:
         return [by]
     shapes = [side.meta["val"].shape for side in sides]
     columns = [bool(shape) and same(shape[-1], width) and _ones(shape[:-1]) for shape in shapes]
@@ -224,13 +224,13 @@ def _longer(items: Sequence[_Item], shape: Sequence[Any]) -> tuple[_Item, ...]:
 
 def _moved(node: Node) -> tuple[int, ...] | None:
     """Of a permutation, where its axes longer than one come from."""
-    name, source = op_name(node), node.args[0] if node.args else None
-    if not isinstance(source, Node) or name not in ("aten::permute", "aten::transpose", "aten::t"):
+    name, source = word(node), node.args[0] if node.args else None
+    if not isinstance(source, Node) or name not in ("permute", "transpose", "t"):
         return None
     shape = source.meta["val"].shape
     order = list(range(len(shape)))
     arguments: list[Any] = [*node.args[1:], 0, 1]
-    if name == "aten::permute":
+    if name == "permute":
         order = [axis % len(shape) for axis in arguments[0]]
     elif len(order) > 1:
         a, b = arguments[:2]

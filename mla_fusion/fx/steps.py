@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from mla_fusion.fx.kinds import argument, op_name
+from mla_fusion.fx.kinds import argument, word
 
 Pair = tuple[Any, Any]
 
@@ -22,7 +22,7 @@ def rows_in_step(node: Node) -> Iterator[Pair]:
     """Pairs of sizes of the node's operands that are equal whenever it runs, unless one of them is
     1.
     """
-    reader = _READERS.get(op_name(node))
+    reader = _READERS.get(word(node))
     if reader is not None:
         yield from reader(node)
 
@@ -89,13 +89,12 @@ def _shape(value: object) -> tuple[Any, ...]:
 
 
 _READERS = {
-    "aten::index_put": _written_rows,
-    "aten::_unsafe_index_put": _written_rows,
-    "npu::npu_scatter_nd_update": _scattered_rows,
-    "npu::npu_scatter_pa_kv_cache_functional": _scattered_pairs,
-    "npu::npu_quant_matmul": _scales_of_blocks,
-    "npu::npu_interleave_rope": _rotated,
-    "npu::npu_rotary_mul": _rotated,
-    "npu::npu_kv_rmsnorm_rope_cache": _kv_operator,
-    "npu::npu_kv_rmsnorm_rope_cache_v2_functional": _kv_operator,
+    "index_put": _written_rows,
+    "npu_scatter_nd_update": _scattered_rows,
+    "npu_scatter_pa_kv_cache_functional": _scattered_pairs,
+    "npu_quant_matmul": _scales_of_blocks,
+    "npu_interleave_rope": _rotated,
+    "npu_rotary_mul": _rotated,
+    "npu_kv_rmsnorm_rope_cache": _kv_operator,
+    "npu_kv_rmsnorm_rope_cache_v2_functional": _kv_operator,
 }

@@ -16,7 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from mla_fusion.compat import HigherOrderOperator, call_like
 from mla_fusion.fx import registered
-from mla_fusion.fx.kinds import is_getitem, is_mutating, op_name
+from mla_fusion.fx.kinds import is_getitem, is_mutating, word
 
 _ORIGIN = ("nn_module_stack", "stack_trace")
 
@@ -181,9 +181,7 @@ def _last_copies(graph: Graph) -> list[Node]:
     """The copies into operands that end a body which has been made a function."""
     copies: list[Node] = []
     for node in list(graph.nodes)[-2::-1]:
-        is_copy = (
-            op_name(node) == "aten::copy_" and isinstance(node.args[0], Node) and not node.users
-        )
+        is_copy = word(node) == "copy_" and isinstance(node.args[0], Node) and not node.users
         if not is_copy or node.args[0].op != "placeholder":
             break
         copies.insert(0, node)

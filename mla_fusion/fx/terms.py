@@ -22,12 +22,12 @@ import torch
 from torch.fx import Node
 
 from mla_fusion.fx.indexed import Indexed
-from mla_fusion.fx.kinds import argument, is_cast, is_reshape, op_name
-from mla_fusion.fx.operators import ELEMENTWISE
+from mla_fusion.fx.kinds import argument, is_cast, is_reshape, word
 from mla_fusion.fx.program import Program, nodes_between
 from mla_fusion.fx.ranges import Ranges
 from mla_fusion.fx.sizes import is_positive, is_symbolic
 from mla_fusion.fx.walk import INPUTS, origin, reshapes
+from mla_fusion.operators.known import ELEMENTWISE
 
 _INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 _WIDENINGS = {torch.bfloat16: (torch.float32, torch.float64), torch.float32: (torch.float64,)}
@@ -122,7 +122,7 @@ class Terms:
             table, index = looked_up
             return self._intern(("rows", self._given(table), self._given(index), _shape(table)))
         if _is_integer(node):
-            made = self._arithmetic(node, op_name(node))
+            made = self._arithmetic(node, word(node))
             if made is not None:
                 return made
         return self._call(node)
@@ -138,7 +138,7 @@ class Terms:
         """
         call, inputs = self._view.call(node)
         shapes = [_shape(given) for given in inputs]
-        aligned = op_name(node) in ELEMENTWISE and len(set(shapes)) == 1
+        aligned = word(node) in ELEMENTWISE and len(set(shapes)) == 1
         named = tuple(
             (self._given(given), None if aligned else shape)
             for given, shape in zip(inputs, shapes, strict=True)
@@ -155,33 +155,31 @@ class Terms:
         if left is None or right is None:
             return None
         (a, first), (b, second) = left, right
-        if name == "aten::add" and argument(node, "alpha", 1) == 1:
+        if name == "add" and argument(node, "alpha", 1) == 1:
             return self._sum(a, first, b, second, node)
-        if name == "aten::sub" and argument(node, "alpha", 1) == 1:
+        if name == "sub" and argument(node, "alpha", 1) == 1:
             return self._difference(a, b, second, node)
-        if name == "aten::mul":
+        if name == "mul":
             return self._product(a, first, b, second, node)
-        if name in _SHIFTS and isinstance(second, int) and 0 <= second < 62:
+        if name == _SHIFT and isinstance(second, int) and 0 <= second < 62:
             return self._product(
                 a, first, self._intern(("literal", 1 << second)), 1 << second, node
             )
         if second is None or not is_positive(second):
             return None
         if isinstance(second, int):
-            if name in ("aten::bitwise_right_shift", "aten::__rshift__") and second < 62:
+            if name == "bitwise_right_shift" and second < 62:
                 return self._intern(("floordiv", a, 1 << second))
-            if name in ("aten::bitwise_and", "aten::__and__") and second & (second + 1) == 0:
+            if name == "bitwise_and" and second & (second + 1) == 0:
                 return self._intern(("mod", a, second + 1))
-        if name == "aten::floor_divide" or self._floors(node, name):
+        if name == "floor_divide" or self._floors(node, name):
             return self._intern(("floordiv", a, second))
-        if name == "aten::remainder" or (
-            name == "aten::fmod" and self._ranges.of(node.args[0])[0] >= 0
-        ):
+        if name == "remainder" or (name == "fmod" and self._ranges.of(node.args[0])[0] >= 0):
             return self._intern(("mod", a, second))
         return None
 
     def _floors(self, node: Node, name: str) -> bool:
-        if name != "aten::div":
+        if name != "div":
             return False
         mode = argument(node, "rounding_mode")
         return mode == "floor" or (mode == "trunc" and self._ranges.of(node.args[0])[0] >= 0)
@@ -282,11 +280,7 @@ class Terms:
 def _part_of_stack(node: Node) -> Node | None:
     """``stack([a, b])[0]`` is ``a``."""
     source = node.args[0] if node.args else None
-    if (
-        op_name(node) != "aten::select"
-        or not isinstance(source, Node)
-        or op_name(source) != "aten::stack"
-    ):
+    if word(node) != "select" or not isinstance(source, Node) or word(source) != "stack":
         return None
     index, parts = argument(node, "index"), source.args[0]
     if not isinstance(index, int) or not isinstance(parts, (list, tuple)):
@@ -302,12 +296,12 @@ def _rows_of_table(node: Node) -> tuple[Node, Node] | None:
     """The table and the index of ``table[index]``, however it is written: whole rows, by one tensor
     of integers.
     """
-    name = op_name(node)
-    if name in ("aten::index", "aten::_unsafe_index") and isinstance(node.args[1], (list, tuple)):
+    name = word(node)
+    if name == "index" and isinstance(node.args[1], (list, tuple)):
         table, index = node.args[0], node.args[1][0] if len(node.args[1]) == 1 else None
-    elif name == "aten::embedding":
+    elif name == "embedding":
         table, index = node.args[:2]
-    elif name == "aten::index_select" and argument(node, "dim") == 0:
+    elif name == "index_select" and argument(node, "dim") == 0:
         table, index = node.args[0], argument(node, "index")
     else:
         return None
@@ -316,7 +310,7 @@ def _rows_of_table(node: Node) -> tuple[Node, Node] | None:
     return table, index
 
 
-_SHIFTS = ("aten::bitwise_left_shift", "aten::__lshift__")
+_SHIFT = "bitwise_left_shift"
 
 
 def _is_integer(node: Node) -> bool:

@@ -15,10 +15,10 @@ import sympy
 import torch
 from torch.fx import Node
 
-from mla_fusion.fx.kinds import diagonal_axes, filled_with, is_reshape, op_name
-from mla_fusion.fx.operators import ELEMENTWISE_SCALING
+from mla_fusion.fx.kinds import diagonal_axes, filled_with, is_reshape, word
 from mla_fusion.fx.sizes import expression, is_symbolic
-from mla_fusion.fx.walk import EXPANDS, input_of, repeats, upward
+from mla_fusion.fx.walk import input_of, repeats, upward
+from mla_fusion.operators.known import ELEMENTWISE_SCALING, EXPANDS
 
 Size = Any  # int or SymInt
 Shape = Sequence[Size]
@@ -230,7 +230,7 @@ class TokenAxis(ABC):
         """Was the axis made by an expand of one that is 1 long?"""
         for step, source in pairwise(upward(node, repeats)):
             before, after = shape_of(source), shape_of(step)
-            if op_name(step) in EXPANDS:
+            if word(step) in EXPANDS:
                 axis = place.axis - len(after) + len(before)
                 if axis < 0 or (is_one(before[axis]) and not is_one(after[place.axis])):
                     return True
@@ -304,11 +304,11 @@ def is_empty(node: Node) -> bool:
 def is_uniform(node: Node) -> bool:
     """Is every element the same number: a fill, views of one, or multiples?"""
     *views, base = upward(
-        node, lambda step: input_of(step) if op_name(step) == "aten::slice" else repeats(step)
+        node, lambda step: input_of(step) if word(step) == "slice" else repeats(step)
     )
-    if filled_with(base) is not None or op_name(base) in _FILLS:
+    if filled_with(base) is not None or word(base) in _FILLS:
         return True
-    if op_name(base) in ELEMENTWISE_SCALING and (operands := base.all_input_nodes):
+    if word(base) in ELEMENTWISE_SCALING and (operands := base.all_input_nodes):
         return all(
             is_symbolic(operand.meta.get("val")) or is_uniform(operand) for operand in operands
         )
@@ -318,4 +318,4 @@ def is_uniform(node: Node) -> bool:
     )
 
 
-_FILLS = frozenset("aten::zeros aten::ones aten::full aten::scalar_tensor aten::new_full".split())
+_FILLS = frozenset("zeros ones full scalar_tensor new_full".split())

@@ -1,5 +1,5 @@
-"""The rules by which the token axis passes each kind of step: a table of operators, a method for
-each rule.
+"""The rules by which the token axis passes each kind of step: a method for each, which rows of the
+operator table name.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from mla_fusion.fx.kinds import (
     is_getitem,
     is_reshape,
     named_axes,
-    op_name,
+    operator_of,
+    word,
 )
-from mla_fusion.fx.operators import CASTS, DIAGONALS, ELEMENTWISE, SELECTIONS
 from mla_fusion.fx.token_axis import (
     SAME,
     Break,
@@ -33,23 +33,23 @@ from mla_fusion.fx.token_axis import (
     is_uniform,
     shape_of,
 )
-from mla_fusion.fx.walk import EXPANDS
+from mla_fusion.operators.known import ELEMENTWISE
 
 
 class RuledAxis(TokenAxis):
     """The token axis, as the table below carries it from step to step."""
 
     def _rule(self, node: Node) -> State:
-        name = op_name(node)
         if is_getitem(node):
             state = self._states.get(node.args[0])  # type: ignore[arg-type]
             return state
-        rule = _RULES.get(name)
+        row = operator_of(node).row
+        rule = RULES.get(row.token)
         if rule is not None:
             return rule(self, node)
         if is_reshape(node):
             return self._viewed(node)
-        if name in ELEMENTWISE or is_cast(node) or name in CASTS:
+        if row.word in ELEMENTWISE or is_cast(node):
             return self._elementwise(node, node.all_input_nodes)
         product = contraction.read(node)
         if product is not None:
@@ -74,7 +74,7 @@ class RuledAxis(TokenAxis):
     def _transposed(self, node: Node) -> Place:
         place, rank = self._place(node.args[0]), len(shape_of(node))
         a, b = (0, rank - 1) if rank < 2 else (0, 1)
-        if op_name(node) not in ("aten::t", "aten::t_copy", "aten::numpy_T"):
+        if word(node) not in ("t", "t_copy"):
             a, b = (int(axis) % rank for axis in node.args[1:3])  # type: ignore[arg-type]
         return replace(place, axis={a: b, b: a}.get(place.axis, place.axis))
 
@@ -145,9 +145,7 @@ class RuledAxis(TokenAxis):
     def _within_rows(self, node: Node) -> Place:
         """Of softmax, cumsum, flip and the like: along other axes, the shape stays."""
         place = self._place(node.args[0])
-        if place.axis in self._along(
-            node, "dims" if op_name(node) in ("aten::flip", "aten::roll") else "dim"
-        ):
+        if place.axis in self._along(node, "dims" if word(node) in ("flip", "roll") else "dim"):
             raise Break(f"{node.name} ({node.target}) goes along the tokens")
         return place
 
@@ -173,7 +171,7 @@ class RuledAxis(TokenAxis):
         parts = [part for part in node.args[0] if isinstance(part, Node)]  # type: ignore[union-attr]
         rank = len(shape_of(node))
         axis = int(argument(node, "dim", 0)) % rank
-        stacks = op_name(node) == "aten::stack"
+        stacks = word(node) == "stack"
         full = [part for part in parts if not is_empty(part)]
         places = {state for part in full if isinstance(state := self._states.get(part), Place)}
         if len(places) != 1:
@@ -227,13 +225,13 @@ class RuledAxis(TokenAxis):
         """slice_scatter and select_scatter along another axis; copy."""
         base, source = node.args[:2]
         assert isinstance(base, Node) and isinstance(source, Node)
-        if op_name(node) == "aten::copy":
+        if word(node) == "copy":
             return self._elementwise(
                 node, [source, *([base] if isinstance(self._states.get(base), Place) else [])]
             )
         rank = len(shape_of(node))
         axis = int(argument(node, "dim", 0)) % rank
-        selects = op_name(node) == "aten::select_scatter"
+        selects = word(node) == "select_scatter"
         found = set()
         for operand, shift in ((base, 0), (source, int(selects))):
             state = self._states.get(operand)
@@ -282,52 +280,23 @@ class RuledAxis(TokenAxis):
 
 
 Rule = Callable[[RuledAxis, Node], State]
-_RULES: dict[str, Rule] = {
-    **dict.fromkeys(("aten::permute", "aten::permute_copy"), RuledAxis._permuted),
-    **dict.fromkeys(
-        (
-            "aten::transpose",
-            "aten::transpose_copy",
-            "aten::t",
-            "aten::t_copy",
-            "aten::swapaxes",
-            "aten::swapdims",
-        ),
-        RuledAxis._transposed,
-    ),
-    **dict.fromkeys(EXPANDS, RuledAxis._expanded),
-    **dict.fromkeys(SELECTIONS, RuledAxis._sliced),
-    **dict.fromkeys(
-        ("aten::select", "aten::select_copy", "aten::unbind", "aten::unbind_copy"),
-        RuledAxis._selected,
-    ),
-    **dict.fromkeys(
-        "aten::sum aten::mean aten::var aten::std aten::linalg_vector_norm aten::norm "
-        "aten::logsumexp aten::prod "
-        "aten::amax aten::amin".split(),
-        RuledAxis._reduced,
-    ),
-    **dict.fromkeys(
-        "aten::_softmax aten::softmax aten::_log_softmax aten::log_softmax aten::cumsum "
-        "aten::flip aten::roll".split(),
-        RuledAxis._within_rows,
-    ),
-    **dict.fromkeys(
-        "aten::rms_norm aten::_fused_rms_norm aten::layer_norm aten::native_layer_norm "
-        "npu::npu_rms_norm "
-        "npu::npu_add_rms_norm".split(),
-        RuledAxis._normed,
-    ),
-    **dict.fromkeys(DIAGONALS, RuledAxis._diagonal),
-    **dict.fromkeys(("aten::cat", "aten::stack"), RuledAxis._joined),
-    **dict.fromkeys(("aten::repeat", "aten::repeat_interleave", "aten::tile"), RuledAxis._repeated),
-    **dict.fromkeys(("aten::pad", "aten::constant_pad_nd"), RuledAxis._padded),
-    **dict.fromkeys(("aten::view_as_complex", "aten::view_as_real"), RuledAxis._of_pairs),
-    **dict.fromkeys(("aten::index", "aten::_unsafe_index"), RuledAxis._indexed),
-    "aten::index_select": RuledAxis._index_selected,
-    "npu::npu_dynamic_quant": RuledAxis._quantised,
-    "npu::npu_dynamic_mx_quant": RuledAxis._quantised,
-    **dict.fromkeys(
-        ("aten::slice_scatter", "aten::select_scatter", "aten::copy"), RuledAxis._written
-    ),
+# By the names that rows of the operator table give.
+RULES: dict[str, Rule] = {
+    "diagonal": RuledAxis._diagonal,
+    "expanded": RuledAxis._expanded,
+    "index_selected": RuledAxis._index_selected,
+    "indexed": RuledAxis._indexed,
+    "joined": RuledAxis._joined,
+    "normed": RuledAxis._normed,
+    "of_pairs": RuledAxis._of_pairs,
+    "padded": RuledAxis._padded,
+    "permuted": RuledAxis._permuted,
+    "quantised": RuledAxis._quantised,
+    "reduced": RuledAxis._reduced,
+    "repeated": RuledAxis._repeated,
+    "selected": RuledAxis._selected,
+    "sliced": RuledAxis._sliced,
+    "transposed": RuledAxis._transposed,
+    "within_rows": RuledAxis._within_rows,
+    "written": RuledAxis._written,
 }

@@ -30,13 +30,12 @@ from mla_fusion.fx.kinds import (
     is_mutating,
     is_reshape,
     is_view,
-    op_name,
     operator_of,
     reads_by_strides,
     size_among_numbers,
     tensor_held,
+    word,
 )
-from mla_fusion.fx.operators import JOINERS
 from mla_fusion.fx.program import Program, nodes_between
 from mla_fusion.fx.ranges import Ranges
 from mla_fusion.fx.sizes import Binding, exceeds_one, is_symbolic, same
@@ -45,6 +44,7 @@ from mla_fusion.fx.terms import Terms
 from mla_fusion.fx.token_axis import is_uniform
 from mla_fusion.fx.tokens import Tokens
 from mla_fusion.fx.walk import peel, reached, upward, views_and_model_casts
+from mla_fusion.operators.known import JOINERS
 
 _NOTHING: frozenset[Node] = frozenset()
 _SEQUENCES = (tuple, list, immutable_list)
@@ -189,7 +189,7 @@ class View:
         others = [arg for arg in node.all_input_nodes if arg is not base]
         if not isinstance(base, Node):
             return False
-        if op_name(node) == "aten::copy":  # only the shape of what it overwrites matters
+        if word(node) == "copy":  # only the shape of what it overwrites matters
             return True
         return base in self._constant or any(
             self._sources[base] & self._sources[arg] for arg in others

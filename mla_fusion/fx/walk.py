@@ -27,12 +27,12 @@ from mla_fusion.fx.kinds import (
     is_reshape,
     is_view,
     is_writer,
-    op_name,
     operator_of,
+    word,
 )
 from mla_fusion.fx.sizes import is_symbolic, same
+from mla_fusion.operators.known import EXPANDS
 
-EXPANDS = ("aten::expand", "aten::expand_copy")
 INPUTS = ("placeholder", "get_attr")  # the nodes that hold what comes from outside
 
 Policy = Callable[[Node], "Node | None"]  # the node above, or None where the walk ends
@@ -96,11 +96,7 @@ def codes_of(node: Node) -> Node:
     """The bytes of which the node is another reading (e8m0 scales, held as uint8), or itself."""
     reading = origin(node, _detached)  # AOT detaches what view.dtype gives
     source = input_of(reading)
-    if (
-        op_name(reading) != "aten::view"
-        or not isinstance(reading.args[1], torch.dtype)
-        or source is None
-    ):
+    if word(reading) != "view" or not isinstance(reading.args[1], torch.dtype) or source is None:
         return node
     return (
         source
@@ -110,7 +106,7 @@ def codes_of(node: Node) -> Node:
 
 
 def _detached(node: Node) -> Node | None:
-    return input_of(node) if op_name(node) == "aten::detach" else None
+    return input_of(node) if word(node) == "detach" else None
 
 
 # -- policies
@@ -194,18 +190,18 @@ def shared_memory(node: Node) -> Node | None:
 
 def repeats(node: Node) -> Node | None:
     """Reshapes, casts and expands: what holds the same numbers, however often."""
-    return input_of(node) if is_reshape(node) or is_cast(node) or op_name(node) in EXPANDS else None
+    return input_of(node) if is_reshape(node) or is_cast(node) or word(node) in EXPANDS else None
 
 
 def expands(node: Node) -> Node | None:
     """Expands alone."""
-    return input_of(node) if op_name(node) in EXPANDS else None
+    return input_of(node) if word(node) in EXPANDS else None
 
 
 def unit_selections(node: Node) -> Node | None:
     """Reshapes, a selection along an axis of length one among them."""
     above = input_of(node)
-    if above is None or not (is_reshape(node) or op_name(node) in _SELECTS):
+    if above is None or not (is_reshape(node) or word(node) in _SELECTS):
         return None
     return (
         above
@@ -229,23 +225,19 @@ def table_columns(node: Node) -> Node | None:
     if is_reshape(node):
         return source if _width(node) == _width(source) else None
     if (
-        op_name(node) in EXPANDS
+        word(node) in EXPANDS
         or is_widening(node)
-        or (op_name(node) in _SLICES and _on_last_axis(node))
+        or (word(node) in _SLICES and _on_last_axis(node))
     ):
         return source
-    if (
-        op_name(node) in _SELECTS
-        and op_name(source) == "aten::view_as_real"
-        and _on_last_axis(node)
-    ):
+    if word(node) in _SELECTS and word(source) == "view_as_real" and _on_last_axis(node):
         return input_of(source)
     return None
 
 
 _MODEL_FLOATS = frozenset(MODEL_FLOATS)
-_SELECTS = ("aten::select", "aten::select_copy")
-_SLICES = ("aten::slice", "aten::narrow")
+_SELECTS = ("select", "select_copy")
+_SLICES = ("slice", "narrow")
 
 
 def is_widening(node: Node) -> bool:

@@ -22,22 +22,20 @@ from mla_fusion.fx import strides
 from mla_fusion.fx.build import GraphBuilder
 from mla_fusion.fx.kinds import (
     argument,
-    is_getitem,
     is_mutating,
     is_reshape,
     is_view,
-    op_name,
     operator_of,
+    word,
 )
-from mla_fusion.fx.operators import SELECTIONS
 from mla_fusion.fx.sizes import is_symbolic, same_shape
 from mla_fusion.fx.walk import origin, reached, views, written
+from mla_fusion.operators.forms import run_of
+from mla_fusion.operators.known import SELECTIONS
 
 aten = torch.ops.aten
-_SCATTERS = frozenset(("aten::slice_scatter", "aten::select_scatter"))
-_KEPT_AXES = frozenset(
-    "aten::transpose aten::permute aten::t aten::slice aten::narrow aten::select".split()
-)
+_SCATTERS = frozenset(("slice_scatter", "select_scatter"))
+_KEPT_AXES = frozenset("transpose permute t slice narrow select".split())
 
 
 def found(graph: Graph) -> list[Node]:
@@ -53,23 +51,21 @@ def found(graph: Graph) -> list[Node]:
 
 def _is_cut_again(node: Node) -> bool:
     """Is the node a join of what the graph has made, a part of which some view of it takes?"""
-    joined = node.args[0] if op_name(node) == "aten::cat" else ()
+    joined = node.args[0] if word(node) == "cat" else ()
     if not joined or not all(map(_made_here, joined)):  # type: ignore[arg-type]
         return False
-    return any(op_name(view) in SELECTIONS for view in reached([node], _parts_of))
+    return any(word(view) in SELECTIONS for view in reached([node], _parts_of))
 
 
 def _parts_of(node: Node) -> list[Node]:
     return [
-        user
-        for user in node.users
-        if views(user) is node or op_name(user) in (*SELECTIONS, "aten::mul")
+        user for user in node.users if views(user) is node or word(user) in (*SELECTIONS, "mul")
     ]
 
 
 def _is_assembly(node: Node) -> bool:
-    name = op_name(node) if node.op == "call_function" else ""
-    return (name in _SCATTERS or name == "aten::copy") and _made_here(node.args[0])
+    name = word(node) if node.op == "call_function" else ""
+    return (name in _SCATTERS or name == "copy") and _made_here(node.args[0])
 
 
 def _made_here(value: Any) -> bool:
@@ -152,7 +148,7 @@ class _Parts:
     def _follow(self, node: Node) -> bool:
         if _is_assembly(node):
             return self._write(node)
-        if node in self.written and op_name(node) == "aten::cat":
+        if node in self.written and word(node) == "cat":
             return self._join(node)
         source = views(node)
         if source in self.rows:
@@ -162,7 +158,7 @@ class _Parts:
             origin = self.origin[source]
             self._reshape(node, origin, self.rows[origin])
             return True
-        row = self.rows.get(node.args[0]) if op_name(node) == "aten::mul" else None  # type: ignore[arg-type]
+        row = self.rows.get(node.args[0]) if word(node) == "mul" else None  # type: ignore[arg-type]
         if row is not None and _is_spread_along(node.args[1], row.axis - len(_shape(node))):
             self._apply(node, row)
             return True
@@ -193,17 +189,13 @@ class _Parts:
         base, src = node.args[:2]
         if not isinstance(base, Node) or not isinstance(src, Node) or not _alike(src, node):
             return False
-        if op_name(node) == "aten::copy" or same_shape(_shape(src), _shape(node)):
+        if word(node) == "copy" or same_shape(_shape(src), _shape(node)):
             return self._overwrite(node, src)
-        axis = argument(node, "dim", 0) % len(_shape(node))
-        whole = _shape(node)[axis]
-        if is_symbolic(whole):
+        run = run_of(node)
+        if run is None or run.places is None:
             return False
-        span = _span(node, whole)
-        if span is None:
-            return False
-        start, stop = span
-        if op_name(node) == "aten::select_scatter":
+        axis, whole, (start, stop) = run.axis, run.size, run.places
+        if run.drops:
             src = self.b.call(aten.unsqueeze.default, src, axis)
         known = self.rows.get(base)
         row = (
@@ -261,20 +253,12 @@ class _Parts:
     # -- views
 
     def _view(self, node: Node, source: Node, row: _Row) -> None:
-        axis, name = row.axis, op_name(node)
-        if is_getitem(node):
-            node_of_split: Any = node.args[0]
-            self._select(node, row, _share(node_of_split, row.axis, node.args[1]))
-        elif (
-            name in ("aten::slice", "aten::narrow")
-            and argument(node, "dim", 0) % len(_shape(source)) == axis
-        ):
-            self._select(node, row, _span(node, _shape(source)[axis]))
+        run = run_of(node)
+        if run is not None and run.axis == row.axis:
+            self._select(node, row, None if run.drops else run.places)
         elif is_reshape(node):
             self._reshape(node, source, row)
-        elif name in _KEPT_AXES and not (
-            name == "aten::select" and argument(node, "dim") % len(_shape(source)) == axis
-        ):
+        elif word(node) in _KEPT_AXES:
             self._apply(node, row)
 
     def _select(self, node: Node, row: _Row, span: tuple[int, int] | None) -> None:
@@ -359,53 +343,8 @@ def _same(a: Any, b: Any) -> bool:
     return same_shape((a,), (b,))
 
 
-def _span(node: Node, whole: Any) -> tuple[int, int] | None:
-    """The places along its axis that a slice, or a scatter of one, is about; None where they are no
-    known run.
-    """
-    if op_name(node) == "aten::select_scatter":
-        place = argument(node, "index")
-        return (place % whole, place % whole + 1) if isinstance(place, int) else None
-    if op_name(node) == "aten::narrow":
-        start, length = argument(node, "start"), argument(node, "length")
-        return (
-            (start % whole, start % whole + length)
-            if length and _known(start, length, whole)
-            else None
-        )
-    start, stop = argument(node, "start"), argument(node, "end")
-    start, stop = 0 if start is None else start, whole if stop is None else stop
-    return (
-        _clamped(start, stop, whole)
-        if _known(start, stop, whole) and argument(node, "step", 1) == 1
-        else None
-    )
-
-
 def _known(*sizes: Any) -> bool:
     return all(isinstance(size, int) for size in sizes)
-
-
-def _clamped(start: int, stop: int, whole: int) -> tuple[int, int]:
-    low, high = (
-        min(max(place + whole if place < 0 else place, 0), whole) for place in (start, stop)
-    )
-    return low, max(low, high)
-
-
-def _share(split: Node, axis: int, index: Any) -> tuple[int, int] | None:
-    """The places that result ``index`` of a split along ``axis`` takes."""
-    whole = _shape(split.args[0])  # type: ignore[arg-type]
-    sizes = [value.shape[axis] for value in split.meta["val"]]
-    along = argument(split, "dim", 0) % len(whole)
-    if (
-        along != axis
-        or not _known(*sizes)
-        or sum(sizes) != whole[axis]
-        or "unbind" in op_name(split)
-    ):
-        return None
-    return sum(sizes[:index]), sum(sizes[: index + 1])
 
 
 def _surviving(before: Any, axis: int, after: Any) -> int | None:

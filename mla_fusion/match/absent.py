@@ -10,12 +10,10 @@ from torch.fx import Node
 
 from mla_fusion.facts.cache_write import input_behind
 from mla_fusion.fx import registered
-from mla_fusion.fx.kinds import is_writer, op_name
+from mla_fusion.fx.kinds import is_writer, word
 from mla_fusion.match.finder import Finder
 
-_ROOTS = frozenset(
-    ("aten::rsqrt", "aten::sqrt", "aten::rms_norm", "aten::_fused_rms_norm", "npu::npu_rms_norm")
-)
+_ROOTS = frozenset(("rsqrt", "sqrt", "rms_norm", "_fused_rms_norm", "npu_rms_norm"))
 
 
 def lines(finder: Finder) -> tuple[str, ...]:
@@ -30,7 +28,7 @@ def lines(finder: Finder) -> tuple[str, ...]:
     of_one = Counter(view.number(item.origin) for item in flat)
     pairs = sum(count > 1 for count in of_one.values())
     by_head = len(finder.projections) - len(flat)
-    norms = sum(op_name(node) in _ROOTS for node in view.nodes)
+    norms = sum(word(node) in _ROOTS for node in view.nodes)
     writes = sum(is_writer(node) and _writes_input(node) for node in view.nodes)
     unknown = ", ".join(registered.unknown(view.nodes))
     return (

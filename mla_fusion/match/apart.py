@@ -14,10 +14,10 @@ import torch
 from torch.fx import Node
 
 from mla_fusion.facts.projection import Projection
-from mla_fusion.fx.kinds import is_getitem, is_view, op_name
-from mla_fusion.fx.operators import GATHER
+from mla_fusion.fx.kinds import is_getitem, is_view, word
 from mla_fusion.fx.view import View
 from mla_fusion.match.near_miss import NearMiss
+from mla_fusion.operators.known import GATHER
 from mla_fusion.report.rejection import Refuse
 
 _FARTHEST = 24  # steps from a projection up to the x that both are made of
@@ -87,7 +87,7 @@ def _forms(view: View, item: Projection) -> dict[Node, int]:
 
 
 def _is_taken(node: Node, read: Node) -> bool:
-    return read is node.args[0] and (is_view(node) or op_name(node) in GATHER)
+    return read is node.args[0] and (is_view(node) or word(node) in GATHER)
 
 
 def _size(view: View, node: Node) -> int:

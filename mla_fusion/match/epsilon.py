@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch.fx import Node
 
-from mla_fusion.fx.kinds import argument, op_name
+from mla_fusion.fx.kinds import argument, word
 from mla_fusion.fx.program import nodes_between
 
-_ROOTS = ("aten::rsqrt", "aten::sqrt", "aten::linalg_vector_norm", "aten::norm")
-_FLOORS = ("aten::clamp_min", "aten::clamp", "aten::maximum")
+_ROOTS = ("rsqrt", "sqrt", "linalg_vector_norm", "norm")
+_FLOORS = ("clamp_min", "clamp", "maximum")
 _LARGEST = 1e-2  # of an epsilon
 _KERNEL = "the kernel adds it under the root"
 
@@ -18,15 +18,15 @@ def misplaced(product: Node, latent: Node) -> str:
     the root; or "".
     """
     steps = nodes_between((product,), latent)
-    roots = [node for node in steps if op_name(node) in _ROOTS or _is_root(node)]
+    roots = [node for node in steps if word(node) in _ROOTS or _is_root(node)]
     for node in steps:
-        name = op_name(node)
+        name = word(node)
         number = _literal(node)
         if number is None:
             continue
         if name in _FLOORS:
             return f"{node.name} ({node.target}) takes epsilon {number:g} as a floor; {_KERNEL}"
-        if name == "aten::add" and any(root in nodes_between((product,), node) for root in roots):
+        if name == "add" and any(root in nodes_between((product,), node) for root in roots):
             return (
                 f"{node.name} ({node.target}) adds epsilon {number:g} outside the root; {_KERNEL}"
             )
@@ -39,7 +39,7 @@ def is_named(detail: str) -> bool:
 
 
 def _is_root(node: Node) -> bool:
-    return op_name(node) == "aten::pow" and argument(node, "exponent") in (0.5, -0.5)
+    return word(node) == "pow" and argument(node, "exponent") in (0.5, -0.5)
 
 
 def _literal(node: Node) -> float | None:

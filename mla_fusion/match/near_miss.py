@@ -17,14 +17,14 @@ from mla_fusion.facts.dynamic_quant import quantised_behind
 from mla_fusion.facts.projection import Projection
 from mla_fusion.facts.reading import ConeFacts, FactReader
 from mla_fusion.facts.rope import RopeFact
-from mla_fusion.fx.kinds import is_cast, is_view, is_writer, op_name
-from mla_fusion.fx.operators import JOINERS
+from mla_fusion.fx.kinds import is_cast, is_view, is_writer, op_name, word
 from mla_fusion.fx.sizes import same
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import peel, reached, upward, views_and_model_casts
 from mla_fusion.match import epsilon
 from mla_fusion.match.candidate import KeyHalf, QuerySide
 from mla_fusion.match.quantising import before_quantisation, between_norm_and, first_rows, is_rows
+from mla_fusion.operators.known import JOINERS
 from mla_fusion.report.rejection import Refuse
 
 Facts = Mapping[Projection, ConeFacts]  # of the projections of one x
@@ -479,7 +479,7 @@ class Diagnosis:
         """
         found: dict[Node, tuple[Node, NearMiss]] = {}
         for item in self.projections:
-            is_some = self._is_part(item.activation) or op_name(item.origin) in JOINERS
+            is_some = self._is_part(item.activation) or word(item.origin) in JOINERS
             if item.is_flat or not item.batch or not is_some:
                 continue
             ups = self._ordered(self.view.sources(item.activation))
@@ -498,7 +498,7 @@ class Diagnosis:
         how = "is not known"
         if len(layers) > 1:
             meet = next(node for node in self.view.nodes if self.view.sources(node) >= {*layers})
-            is_join = op_name(meet) in JOINERS
+            is_join = word(meet) in JOINERS
             how = f"make parts that {meet.name} joins" if is_join else "are added up"
         detail = f"{names} {how}"
         return NearMiss(Refuse("linear.hidden", detail), tuple(layers))

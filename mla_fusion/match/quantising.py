@@ -10,7 +10,7 @@ from torch.fx import Node
 from mla_fusion.facts.dynamic_quant import of_values, quantised_behind
 from mla_fusion.facts.projection import Projection
 from mla_fusion.facts.static_quant import why_not
-from mla_fusion.fx.kinds import MODEL_FLOATS, is_cast, is_view, op_name
+from mla_fusion.fx.kinds import MODEL_FLOATS, is_cast, is_view, word
 from mla_fusion.fx.walk import origin, peel
 
 
@@ -28,7 +28,7 @@ def between_norm_and(up: Projection, static: bool) -> tuple[str, str]:
     return "quant.scale" if is_format else "quant.dynamic", ""
 
 
-_QUANTISING = frozenset("aten::div aten::mul aten::round aten::clamp".split())
+_QUANTISING = frozenset("div mul round clamp".split())
 
 
 def before_quantisation(node: Node) -> Node:
@@ -37,9 +37,7 @@ def before_quantisation(node: Node) -> Node:
         return peel(node)
 
     def quantisation(step: Node) -> Node | None:
-        passed = (
-            is_view(step) or is_cast(step) or (step is not node and op_name(step) in _QUANTISING)
-        )
+        passed = is_view(step) or is_cast(step) or (step is not node and word(step) in _QUANTISING)
         return first_rows(step) if passed else None
 
     return peel(origin(node, quantisation))

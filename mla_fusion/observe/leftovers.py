@@ -10,7 +10,15 @@ from collections.abc import Iterable, Iterator
 from torch.fx import Node
 
 from mla_fusion.emit.targets import target_of
-from mla_fusion.fx.kinds import has_effect, is_getitem, is_reshape, is_view, is_writer, op_name
+from mla_fusion.fx.kinds import (
+    has_effect,
+    is_getitem,
+    is_reshape,
+    is_view,
+    is_writer,
+    op_name,
+    word,
+)
 from mla_fusion.fx.sizes import is_symbolic
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import INPUTS, reached
@@ -21,7 +29,7 @@ _BFLOAT16 = 2  # bytes
 _ROWS = ("c_kv", "k_pe")  # the kernel's results that a staged plan's cache writes read
 _FARTHEST = 64  # nodes between the new rows and their caches
 # a slice into what it was taken from
-_PUT_BACK = ("aten::slice_scatter", "aten::select_scatter", "aten::copy_")
+_PUT_BACK = ("slice_scatter", "select_scatter", "copy_")
 
 
 def leftovers(view: View, plan: Plan) -> tuple[Leftover, ...]:
@@ -114,11 +122,11 @@ def _to_caches(rows: Iterable[Node]) -> list[Node]:
 
 
 def _is_free(node: Node) -> bool:
-    return is_view(node) or is_reshape(node) or is_getitem(node) or op_name(node) == "aten::view"
+    return is_view(node) or is_reshape(node) or is_getitem(node) or word(node) == "view"
 
 
 def _is_put_back(node: Node) -> bool:
-    return any(op_name(user) in _PUT_BACK for user in node.users)
+    return any(word(user) in _PUT_BACK for user in node.users)
 
 
 def _caches(writer: Node) -> Iterator[Node]:
@@ -128,7 +136,7 @@ def _caches(writer: Node) -> Iterator[Node]:
         while (is_view(node) or is_writer(node)) and isinstance(node.args[0], Node):
             node = node.args[0]
         if node.op in INPUTS and any(
-            op_name(user) == "aten::copy_" and user.args[0] is node for user in node.users
+            word(user) == "copy_" and user.args[0] is node for user in node.users
         ):
             yield node
 

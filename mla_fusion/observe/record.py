@@ -11,7 +11,7 @@ from torch.fx import Node
 from mla_fusion.config import Config
 from mla_fusion.emit.targets import target_of
 from mla_fusion.fx import module_path
-from mla_fusion.fx.kinds import is_mutating, op_name
+from mla_fusion.fx.kinds import is_mutating, word
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import upward, views_and_writes
 from mla_fusion.match.finder import Finder, Found
@@ -187,6 +187,6 @@ def _written_back(plan: Plan, name: str, cache: Node) -> bool:
     results = [item.node for item in plan.replacements if item.output == name]
     if plan.caches.copies or not results:
         return True
-    if any(op_name(user) == "aten::copy_" and user.args[0] is cache for user in cache.users):
+    if any(word(user) == "copy_" and user.args[0] is cache for user in cache.users):
         return True
     return any(is_mutating(step) for node in results for step in upward(node, views_and_writes))

@@ -23,15 +23,15 @@ from mla_fusion.fx.kinds import (
     is_view,
     is_writer,
     kind_of,
-    op_name,
+    word,
 )
-from mla_fusion.fx.operators import SELECTIONS
 from mla_fusion.fx.program import Program, nodes_between
 from mla_fusion.fx.shrink import Shrink
 from mla_fusion.fx.sizes import is_symbolic
 from mla_fusion.fx.tokens import Tokens
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import reached
+from mla_fusion.operators.known import SELECTIONS
 from mla_fusion.plan.weight_modes import scales_of_row
 from mla_fusion.report.rejection import Refuse
 
@@ -67,7 +67,7 @@ def is_live(user: Node) -> bool:
 def keeps_nothing(node: Node) -> bool:
     """Is the node a slice without elements?"""
     source, value = node.args[0] if is_getitem(node) else node, node.meta.get("val")
-    if not isinstance(source, Node) or op_name(source) not in SELECTIONS:
+    if not isinstance(source, Node) or word(source) not in SELECTIONS:
         return False
     return isinstance(value, torch.Tensor) and 0 in [
         size for size in value.shape if isinstance(size, int)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 
 from torch.fx import Node
 
-from mla_fusion.fx.kinds import argument, is_reshape, op_name
+from mla_fusion.fx.kinds import argument, is_reshape, word
 from mla_fusion.fx.sizes import same_shape
 from mla_fusion.plan.outputs import Replacement
 
@@ -21,7 +21,7 @@ def zero_heads(node: Node) -> int:
     """How many zeros the node puts behind the heads, its last axis but one; 0 where it is no such
     pad.
     """
-    if op_name(node) != "aten::constant_pad_nd" or argument(node, "value"):
+    if word(node) != "constant_pad_nd" or argument(node, "value"):
         return 0
     before_and_behind = argument(node, "pad")
     is_plain = isinstance(before_and_behind, list | tuple) and all(

@@ -22,7 +22,7 @@ from mla_fusion.facts.obstacle import Obstacle
 from mla_fusion.facts.projection import Projection
 from mla_fusion.facts.row_quant import CacheScale
 from mla_fusion.facts.static_quant import StaticQuant
-from mla_fusion.fx.kinds import op_name
+from mla_fusion.fx.kinds import word
 from mla_fusion.fx.sizes import is_symbolic
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import peel, reshapes, upward
@@ -176,7 +176,7 @@ class _Caches(CachesOfWhole):
         copies = [
             user
             for user in write.cache.users
-            if op_name(user) == "aten::copy_" and user.args[0] is write.cache
+            if word(user) == "copy_" and user.args[0] is write.cache
         ]
         stored = any(write.result in upward(user.args[1], reshapes) for user in copies)  # type: ignore[arg-type]
         message = (

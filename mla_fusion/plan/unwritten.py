@@ -19,11 +19,11 @@ from mla_fusion.fx.kinds import (
     is_view,
     is_writer,
     kind_of,
-    op_name,
+    word,
 )
-from mla_fusion.fx.operators import JOINERS
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import INPUTS, origin, reached, views_and_casts
+from mla_fusion.operators.known import JOINERS
 from mla_fusion.plan.outputs import ValueTree, live_users
 
 _FARTHEST = 16  # nodes looked at behind a reader
@@ -46,13 +46,13 @@ def read_elsewhere(
 
 def _not_written(name: str, readers: Sequence[Node]) -> Obstacle:
     def behind(node: Node) -> Sequence[Node]:
-        passes = op_name(node) in JOINERS or is_view(node) or is_cast(node)
+        passes = word(node) in JOINERS or is_view(node) or is_cast(node)
         return live_users(node) if passes else ()
 
     names = [
         end.name
         for end in reached(readers, behind)
-        if end.op != "output" and not (op_name(end) in JOINERS or is_view(end))
+        if end.op != "output" and not (word(end) in JOINERS or is_view(end))
     ]
     instead = (
         f"{names[0]} reads them"
@@ -76,7 +76,7 @@ def no_write(view: View, trees: dict[str, ValueTree], value: str, reader: Node) 
     """Why the one reader of the new rows ``value`` is no write; nothing of a reader that may be
     one.
     """
-    name = op_name(reader)
+    name = word(reader)
     if name in JOINERS and any(
         origin(part, views_and_casts).op in INPUTS for part in reader.all_input_nodes
     ):
@@ -86,9 +86,9 @@ def no_write(view: View, trees: dict[str, ValueTree], value: str, reader: Node) 
         return (_not_written(value, [reader]),)
     if joined := joined_row(view, trees, reader):
         return joined
-    if is_writer(reader) or name == "aten::copy":
+    if is_writer(reader) or name == "copy":
         return ()
-    if name == "aten::where" and any(
+    if name == "where" and any(
         cache_write.input_behind(side) is not None for side in reader.all_input_nodes[1:]
     ):
         message = f"{reader.name} ({name}) puts the new rows where a mask says"
@@ -113,7 +113,7 @@ def joined_row(view: View, trees: dict[str, ValueTree], reader: Node) -> Obstacl
     write.
     """
     parts = reader.all_input_nodes
-    if op_name(reader) not in JOINERS or not all(
+    if word(reader) not in JOINERS or not all(
         any(part in trees[name].codes for part in parts) for name in _PAIR
     ):
         return ()

@@ -17,7 +17,7 @@ from mla_fusion.facts.absorb import AbsorbFact
 from mla_fusion.facts.cache_write import Slots, WriteFact
 from mla_fusion.facts.obstacle import Obstacle
 from mla_fusion.facts.row_quant import CacheScale
-from mla_fusion.fx.kinds import is_getitem, op_name
+from mla_fusion.fx.kinds import is_getitem, word
 from mla_fusion.fx.program import nodes_between
 from mla_fusion.fx.sizes import same_shape
 from mla_fusion.fx.view import View
@@ -61,7 +61,7 @@ class CachesOfWhole(WritePlanner):
         made = self.candidate.query.down.node
         for index in _integers(writer):
             above = nodes_between((), index) if self.view.depends_on_products(index) else []
-            if made in above and any(op_name(node) in _NEVER_NEGATIVE for node in above):
+            if made in above and any(word(node) in _NEVER_NEGATIVE for node in above):
                 raise Refuse(
                     "order.cycle",
                     f"the kernel needs {index.name} before it is computed",
@@ -288,9 +288,7 @@ def _integers(writer: Node) -> list[Node]:
 
 
 _INDICES = (torch.int32, torch.int64)
-_NEVER_NEGATIVE = frozenset(
-    "aten::abs aten::relu aten::clamp aten::clamp_min aten::argsort aten::nonzero".split()
-)
+_NEVER_NEGATIVE = frozenset("abs relu clamp clamp_min argsort nonzero".split())
 
 
 def _rows(tree: ValueTree, width: int) -> packed_rows.Rows | None:

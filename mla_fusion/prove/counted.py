@@ -14,28 +14,36 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from mla_fusion.fx.kinds import Kind, argument, attribute, is_cast, is_literal, op_name, operator_of
+from mla_fusion.fx.kinds import (
+    Kind,
+    argument,
+    attribute,
+    is_cast,
+    is_literal,
+    operator_of,
+    word,
+)
+from mla_fusion.operators.known import COUNTS
 from mla_fusion.prove import field, operators
 from mla_fusion.prove.field import Num
 
 _ARITHMETIC = frozenset(
-    f"aten::{name}"
-    for name in """
-    add sub rsub mul neg multiply subtract negative addcmul outer mm bmm matmul einsum dot cumsum
-    sum square pow div divide true_divide sqrt rsqrt reciprocal bitwise_left_shift __lshift__
+    """
+    add sub rsub mul neg addcmul outer mm bmm matmul einsum dot cumsum sum square pow div sqrt rsqrt
+    reciprocal bitwise_left_shift
     """.split()
 )
 _POWERS = (2, 3)
 TOKENS = 1 << 19  # of a graph, and above what positions and slots are taken to be
 _FARTHEST = 1 << 128  # no dtype holds so much
 _WHOLE = {torch.float32: 1 << 24, torch.float64: 1 << 53}  # up to which a dtype has all integers
-_LEFT_SHIFTS = ("aten::bitwise_left_shift", "aten::__lshift__")
-_SUMS_OF_TWO = ("aten::add", "aten::sub", "aten::rsub", "aten::subtract")
-_OVER_AXES = ("aten::sum", "aten::cumsum")
-_SUMMED = frozenset((*_OVER_AXES, *(f"aten::{n}" for n in "mm bmm matmul einsum dot".split())))
-_OF_BYTES = ("aten::_int_mm", "npu::npu_quant_matmul")  # whose sums are int32
-_OF_INTEGERS = frozenset((*_SUMS_OF_TWO, "aten::mul", "aten::neg"))
-_PRODUCTS = frozenset(f"aten::{name}" for name in "mul multiply outer addcmul".split())
+_LEFT_SHIFT = "bitwise_left_shift"
+_SUMS_OF_TWO = ("add", "sub", "rsub")
+_OVER_AXES = ("sum", "cumsum")
+_SUMMED = frozenset((*_OVER_AXES, *"mm bmm matmul einsum dot".split()))
+_OF_BYTES = ("_int_mm", "npu_quant_matmul")  # whose sums are int32
+_OF_INTEGERS = frozenset((*_SUMS_OF_TWO, "mul", "neg"))
+_PRODUCTS = frozenset(("mul", "outer", "addcmul"))
 
 
 class Counted:
@@ -69,13 +77,13 @@ class Counted:
             if node.op == "get_attr" or role in self._constant:
                 return "constant"
             return "counts" if is_whole and held.dtype.itemsize > 1 else ""
-        if op_name(node) in ("aten::arange", "aten::linspace"):
+        if word(node) in ("arange", "linspace"):
             return "counts"
         kinds = {self._kind(read) for read in node.all_input_nodes if _is_tensor(read)}
         if kinds <= {"constant"}:
             return "constant"
         keeps = operator_of(node).kind == Kind.MOVEMENT or is_cast(node)
-        if "" in kinds or not (keeps or is_whole or op_name(node) in _ARITHMETIC):
+        if "" in kinds or not (keeps or is_whole or word(node) in _ARITHMETIC):
             return ""
         return (
             "" if isinstance(node.args[0], (int, float)) else "counts"
@@ -83,18 +91,18 @@ class Counted:
 
     def leaves_the_field(self, node: Node) -> bool:
         """Is it another function for some tokens: not a number, or one that its dtype has not?"""
-        name, held = op_name(node), node.meta["val"]
+        name, held = word(node), node.meta["val"]
         if not isinstance(held, torch.Tensor):
             return False
         if _is_whole(held):
             return self.most(node) > torch.iinfo(held.dtype).max + 1  # -128 is one of int8
         if (is_cast(node) or name in _ARITHMETIC) and self._is_integral(node) and node in self:
             return self.most(node) > _WHOLE.get(held.dtype, _FARTHEST)
-        if name in ("aten::sqrt", "aten::rsqrt", "aten::reciprocal"):
+        if name in ("sqrt", "rsqrt", "reciprocal"):
             return node.args[0] in self
-        if name in ("aten::div", "aten::divide", "aten::true_divide"):
+        if name == "div":
             return argument(node, "other") in self
-        if name == "aten::pow":
+        if name == "pow":
             return node.args[0] in self and argument(node, "exponent") not in _POWERS
         return False
 
@@ -104,7 +112,7 @@ class Counted:
         if not isinstance(held, torch.Tensor) or _is_whole(held):
             return isinstance(held, torch.Tensor)
         if node not in self._integral:
-            keeps = operator_of(node).kind is Kind.MOVEMENT or op_name(node) in _OF_INTEGERS
+            keeps = operator_of(node).kind is Kind.MOVEMENT or word(node) in _OF_INTEGERS
             numbers = [item for item in node.args if isinstance(item, float)]
             self._integral[node] = (
                 node.op == "call_function"
@@ -127,7 +135,7 @@ class Counted:
         return self._most[given]
 
     def _bound(self, node: Node) -> int:
-        held, name = node.meta.get("val"), op_name(node)
+        held, name = node.meta.get("val"), word(node)
         if not isinstance(held, torch.Tensor):
             return TOKENS  # a size
         if not self._is_integral(node):
@@ -142,13 +150,13 @@ class Counted:
             reads = map(self.most, filter(_is_tensor, node.all_input_nodes))
             return max(reads, default=min(TOKENS, largest))
         given = [self.most(item) for item in (*node.args, *node.kwargs.values())]
-        if name in ("aten::arange", "prims::iota"):
+        if name in COUNTS:
             return (_length(held.shape) + 1) * max(given, default=1)
-        if name in ("aten::pow", "aten::square"):
-            power = argument(node, "exponent") if name == "aten::pow" else 2
+        if name in ("pow", "square"):
+            power = argument(node, "exponent") if name == "pow" else 2
             is_power = isinstance(power, int) and 0 <= power <= 64
             return given[0] ** power if is_power else _FARTHEST
-        if name in _LEFT_SHIFTS:
+        if name == _LEFT_SHIFT:
             return given[0] << min(given[1], 64)
         if name in _SUMS_OF_TWO:
             return (given[0] + given[1]) * max([1, *given[2:]])
@@ -163,7 +171,7 @@ class Counted:
             return self.most(left) * self.most(right) * terms + self.most(bias)
         if name in _PRODUCTS:
             return math.prod(one + 1 for one in given)
-        ends = [argument(node, end) for end in ("min", "max")] if name == "aten::clamp" else []
+        ends = [argument(node, end) for end in ("min", "max")] if name == "clamp" else []
         if ends and all(isinstance(end, int) for end in ends):
             return min(given[0], max(map(self.most, ends)))
         if is_cast(node):

@@ -21,8 +21,8 @@ from mla_fusion.fx.kinds import (
     is_cast,
     is_getitem,
     is_literal,
-    op_name,
     operator_of,
+    word,
 )
 from mla_fusion.fx.shrink import Shrink
 from mla_fusion.fx.sizes import is_symbolic
@@ -308,7 +308,7 @@ class Evaluation:
         if states <= {None}:
             return None, False
         if node in self._active:
-            return None, operator_of(node).name not in operators.RULES
+            return None, not operator_of(node).row.field
         state, *others = states
         moves = _moves(node) and _is_float(node) and not others
         if moves and (dtype_of(node) not in NARROW or dtype_of(node) == state):
@@ -350,7 +350,7 @@ class Evaluation:
             return False
         reads = [dtype for dtype in map(dtype_of, node.all_input_nodes) if dtype is not None]
         floats = [dtype for dtype in reads if dtype.is_floating_point or dtype.is_complex]
-        if op_name(node) == "aten::copy":  # what it replaces is no source
+        if word(node) == "copy":  # what it replaces is no source
             floats = [dtype_of(argument(node, "src"))]  # type: ignore[list-item]
         return not floats or any(dtype not in _OF_FLOAT16 for dtype in floats)
 
@@ -418,9 +418,6 @@ class Evaluation:
         return self.binding.same(source.shape[axis], node.meta["val"].shape[axis])
 
 
-_SIGNS = ("aten::neg", "aten::negative")
-
-
 _OF_FLOAT16 = (torch.float16, torch.complex32)
 
 
@@ -436,7 +433,7 @@ def _moves(node: Node) -> bool:
     """Are its elements those of what it reads, perhaps with another sign?"""
     operator = operator_of(node)
     kinds = (Kind.MOVEMENT, Kind.GATHER, Kind.WRITER)
-    return operator.kind in kinds or operator.name in _SIGNS
+    return operator.kind in kinds or operator.row.word == "neg"
 
 
 def _is_float(node: Node) -> bool:

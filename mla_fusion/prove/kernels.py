@@ -24,9 +24,9 @@ from mla_fusion.prove.operators import Call, real, rms_norm, rotated, rotated_ha
 from mla_fusion.reference.numerics import FLT_EPS
 
 RESULTS = {
-    "npu::npu_mla_prolog_v3_functional": V3_FUNCTIONAL.results,
-    "npu::npu_kv_rmsnorm_rope_cache_v2_functional": V2_FUNCTIONAL.results,
-    "atb::npu_mla_preprocess": ("query", "kv_cache", "query_rope", "kr_cache"),
+    "npu_mla_prolog_v3_functional": V3_FUNCTIONAL.results,
+    "npu_kv_rmsnorm_rope_cache_v2_functional": V2_FUNCTIONAL.results,
+    "npu_mla_preprocess": ("query", "kv_cache", "query_rope", "kr_cache"),
 }  # of the operators that a plan calls, by name
 # in names of arguments that say where results go, and are not computed with
 PLACES = re.compile("cache|index|slot|out")
@@ -63,7 +63,7 @@ def _flat(value: Num) -> Num:
     return value.moved(lambda part: part.reshape(-1, part.shape[-1]))
 
 
-@rule("npu::npu_mla_prolog_v3_functional")
+@rule
 def prolog(call: Call) -> list[Num]:
     """The whole prologue, in bfloat16 or a format of one byte."""
     x, weight_uk = call.num("token_x"), call.num("weight_uk")
@@ -200,7 +200,7 @@ def constant(name: str, given: float) -> Literal:
     )
 
 
-@rule("npu::npu_kv_rmsnorm_rope_cache_v2_functional", "npu::npu_kv_rmsnorm_rope_cache")
+@rule
 def key_half(call: Call) -> list[Num]:
     """The key's half: caches in the operator's order, then the new rows."""
     if any(call[name] is not None for name in ("k_rope_offset", "c_kv_offset", "v")):
@@ -220,7 +220,7 @@ def key_half(call: Call) -> list[Num]:
 # -- W8A8 by fixed scales, the input's norm inside
 
 
-@rule("atb::npu_mla_preprocess")
+@rule
 def preprocess(call: Call) -> list[Num]:
     """The whole prologue behind the input's norm: latent, key and c_q side by side, rotations of
     halves.

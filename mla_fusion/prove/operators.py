@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from mla_fusion.compat import OpOverload, overload_name, schema_of
-from mla_fusion.fx.operators import known
 from mla_fusion.meta import number_formats
 from mla_fusion.meta.number_formats import E8M0_NUMBER, HIFLOAT8, NumberFormat
+from mla_fusion.operators.known import known
 from mla_fusion.prove import field, quantising
 from mla_fusion.prove.field import (
     Complex,
@@ -69,6 +69,15 @@ class Call:
     rounded: bool = False
     masks: bool = False
     holds: Callable[[str], torch.dtype | None] = lambda name: None
+
+    @property
+    def word(self) -> str:
+        """What rows of the operator table call it."""
+        return known(self.target).row.word
+
+    def of(self, target: OpOverload, **given: Any) -> Call:
+        """The call of another operator, of other arguments."""
+        return replace(self, target=target, name=schema_of(target).name, given=given)
 
     def __getitem__(self, name: str) -> Any:
         return self.given.get(name)
@@ -130,38 +139,33 @@ Rule = Callable[[Call], Any]
 RULES: dict[str, Rule] = {}
 
 
-def rule(*names: str) -> Callable[[Rule], Rule]:
-    def enter(made: Rule) -> Rule:
-        for name in names:
-            RULES[name if "::" in name else f"aten::{name}"] = made
-        return made
-
-    return enter
+def rule(made: Rule) -> Rule:
+    """The rule that rows of the operator table give by this name."""
+    return RULES.setdefault(made.__name__.strip("_"), made)
 
 
 NARROW = (torch.bfloat16, torch.float16)
 _INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 # what makes integers of floats by a rule of its own
-_TRUNCATE = frozenset(f"aten::{name}" for name in "_to_copy to type_as copy view view_copy".split())
+_TRUNCATE = frozenset("_to_copy to type_as copy view view_copy".split())
 _WRAPS = (torch.int8, torch.uint8, torch.int16, torch.bool)
 _ARITHMETIC = frozenset(
-    f"aten::{name}"
-    for name in "add sub rsub mul neg square pow sum addcmul abs absolute div floor_divide mm bmm "
-    "_int_mm matmul dot mv linear addmm baddbmm einsum".split()
+    "add sub rsub mul neg square pow sum addcmul abs div floor_divide mm bmm _int_mm matmul dot mv "
+    "linear addmm baddbmm einsum".split()
 )
 
 
 def run(call: Call) -> Any:
     """The value of a call. Raises Undecided."""
-    if (call.dtype in _WRAPS and call.name in _ARITHMETIC) or _truncates(call):
+    if (call.dtype in _WRAPS and call.word in _ARITHMETIC) or _truncates(call):
         return opaque(call)
-    made = RULES.get(call.name)
+    made = RULES.get(known(call.target).row.field)
     if made is not None:
         found = made(call)
         if not _is_held(found, call.dtype):
             return opaque(call)
         is_known = here().are_rows or not isinstance(found, Num) or found.ints is not None
-        wraps = call.dtype == torch.int32 and call.name in _ARITHMETIC and not is_known
+        wraps = call.dtype == torch.int32 and call.word in _ARITHMETIC and not is_known
         return function("in torch.int32", found) if wraps else found
     if known(call.target).view:
         return _viewed(call)
@@ -180,14 +184,14 @@ def _is_held(found: Any, dtype: torch.dtype | None) -> bool:
 
 def _truncates(call: Call) -> bool:
     """Is a float put among integers, where nothing says how?"""
-    if call.dtype not in _INTEGERS or not call.name.startswith("aten::"):
+    if call.dtype not in _INTEGERS or call.name.partition("::")[0] != "aten":
         return False
     is_float = any(
         held is not None and held.is_floating_point
         for held in (call.source, *map(call.holds, call.given))
     )
     literal = any(isinstance(item, float) and item % 1 for item in call.given.values())
-    return call.name not in _TRUNCATE and (is_float or literal)
+    return call.word not in _TRUNCATE and (is_float or literal)
 
 
 def _viewed(call: Call) -> Any:
@@ -315,29 +319,19 @@ def opaque(call: Call) -> Num:
 # -- what moves elements
 
 
-@rule(
-    *"alias detach clone contiguous lift_fresh lift_fresh_copy alias_copy detach_copy".split(),
-    *"resolve_neg resolve_conj npu::npu_format_cast npu::npu_format_cast_".split(),
-)
+@rule
 def _same(call: Call) -> Value:
     return call.value
 
 
-@rule("dropout", "alpha_dropout", "feature_dropout")
+@rule
 def _dropout(call: Call) -> Value:
     if call["train"] and call["p"]:
         raise Undecided(f"{call.name} is random")
     return call.value
 
 
-@rule(
-    "_to_copy",
-    "to",
-    "type_as",
-    "prims::convert_element_type",
-    "npu::npu_dtype_cast",
-    "npu::_npu_dtype_cast",
-)
+@rule
 def _cast(call: Call) -> Value:
     """Casts among the wide floats are erased; integers are floats exactly."""
     wanted, value = call.dtype, call.value
@@ -378,10 +372,7 @@ def _are_bits(value: Num) -> bool:
     return not here().are_rows and not bool(((value.re >> 1) | field.imaginary(value)).any())
 
 
-@rule(
-    *"view _unsafe_view reshape _reshape_alias view_copy _reshape_copy view_as ravel".split(),
-    *"flatten unflatten unsqueeze squeeze unsqueeze_copy squeeze_copy".split(),
-)
+@rule
 def _reshaped(call: Call) -> Value:
     if isinstance(call.target, OpOverload) and overload_name(call.target) == "dtype":
         return _bytes(call)
@@ -405,7 +396,7 @@ def _bytes(call: Call) -> Value:
     return quantising.as_bytes(value, source, wanted)
 
 
-@rule("expand", "expand_copy", "expand_as", "broadcast_to")
+@rule
 def _expanded(call: Call) -> Value:
     if call.shape is not None:
         shape = call.shape
@@ -413,10 +404,7 @@ def _expanded(call: Call) -> Value:
     return _natively(call)
 
 
-@rule(
-    *"permute permute_copy transpose transpose_copy t t_copy numpy_T mT swapaxes swapdims "
-    "movedim".split()
-)
+@rule
 def _natively(call: Call) -> Value:
     """The operator itself, on elements and integers alike; a function of all where a symbolic size
     says which.
@@ -430,7 +418,7 @@ def _natively(call: Call) -> Value:
     return call.value.moved(lambda part: call.target(part, *rest))
 
 
-@rule("diagonal", "diagonal_copy")
+@rule
 def _diagonal(call: Call) -> Value:
     """Of tokens with tokens: each with itself."""
     shape = call.value.shape
@@ -447,7 +435,7 @@ def _axis(call: Call, name: str = "dim", extra: int = 0) -> int:
     return int(call.plain(name) or 0) % (len(call.value.shape) + extra)
 
 
-@rule("slice", "slice_copy", "narrow", "narrow_copy")
+@rule
 def _sliced(call: Call) -> Value:
     axis = _axis(call)
     if call.varies("self", axis) or call.varies("", axis):
@@ -501,17 +489,14 @@ def _of_any_rows(value: Value, taken: Value, axes: Sequence[int], names: Num) ->
     return add(mul(taken, names), mul(every, of_all))
 
 
-@rule("select", "select_copy")
+@rule
 def _selected(call: Call) -> Value:
     if call.varies("self", _axis(call)):
         return opaque(call)
     return _natively(call)
 
 
-@rule(
-    *"split split_copy split_with_sizes split_with_sizes_copy unsafe_split chunk unsafe_chunk "
-    "tensor_split".split()
-)
+@rule
 def _split(call: Call) -> Any:
     """Where a symbolic size says where to cut, rows of that name, as of a slice."""
     rest = list(call.given.values())[1:]
@@ -540,7 +525,7 @@ def _in_this_run(item: Any) -> Any:
     return item.number if isinstance(item, Abstract) else plain(item)
 
 
-@rule("unbind", "unbind_copy")
+@rule
 def _unbound(call: Call) -> Any:
     axis = _axis(call)
     if call.varies("self", axis):
@@ -548,10 +533,10 @@ def _unbound(call: Call) -> Any:
     return call.value.parts(lambda part: part.unbind(axis))
 
 
-@rule("flip", "roll", "repeat", "repeat_interleave", "tile")
+@rule
 def _turned(call: Call) -> Value:
     rank = len(call.value.shape)
-    if call.name in ("aten::flip", "aten::roll"):
+    if call.word in ("flip", "roll"):
         axes = [int(axis) % rank for axis in (call.plain("dims") or range(rank))]
         if _are_tokens(call, axes):
             return opaque(call)
@@ -561,18 +546,18 @@ def _turned(call: Call) -> Value:
     return found if call.shape in (None, found.shape) else opaque(call)
 
 
-@rule("tril", "triu")
+@rule
 def _triangle(call: Call) -> Value:
     value, shape = real(call.value), call.value.shape
     if _are_tokens(call, [len(shape) - 2, len(shape) - 1]):
         return opaque(call)
-    cut = torch.tril if call.name == "aten::tril" else torch.triu
+    cut = torch.tril if call.word == "tril" else torch.triu
     kept = cut(torch.ones(shape[-2:], dtype=torch.int64), call.plain("diagonal"))
     ints = None if value.ints is None else field.integers(value.ints * kept)
     return mul(value, field.integers(kept)) if ints is None else ints
 
 
-@rule("constant_pad_nd", "pad")
+@rule
 def _padded(call: Call) -> Value:
     pads, value = call.plain("pad"), call.value
     if (
@@ -593,10 +578,10 @@ def _padded(call: Call) -> Value:
     return add(padded, mul(field.integers(ones), fill))
 
 
-@rule("cat", "concat", "concatenate", "stack")
+@rule
 def _joined(call: Call) -> Value:
     parts: list[Value] = [as_value(part) for part in next(iter(call.given.values()))]
-    stacks = call.name == "aten::stack"
+    stacks = call.word == "stack"
     axis = int(call.plain("dim") or 0)
     parts = [part for part in parts if stacks or part.shape != (0,)]
     axis %= len(parts[0].shape) + stacks
@@ -614,7 +599,7 @@ def _joined(call: Call) -> Value:
     return join([real(part) for part in parts], axis)
 
 
-@rule("index", "_unsafe_index")
+@rule
 def _indexed(call: Call) -> Value:
     if call.masks:
         return opaque(call)
@@ -628,12 +613,12 @@ def _place(index: Any) -> Num | None:
     return found.past.value if isinstance(found.past, Narrowed) else found
 
 
-@rule("index_select")
+@rule
 def _index_selected(call: Call) -> Value:
     return _read(call, [*[None] * _axis(call), _place(call["index"])])
 
 
-@rule("embedding")
+@rule
 def _embedded(call: Call) -> Value:
     value = real(as_value(call["weight"]))
     return _read(call, [_place(call["indices"])], value)
@@ -682,7 +667,7 @@ def _read_any(value: Num, index: Num, axis: int) -> Num:
     return found.moved(lambda part: part.permute(order))
 
 
-@rule("gather", "take_along_dim")
+@rule
 def _gathered(call: Call) -> Value:
     index, axis = call.num("index"), _axis(call)
     if index.ints is None or call.varies("self", axis):
@@ -715,12 +700,12 @@ def _put(base: Num, source: Num, at: Any) -> Num:
     return flat.moved(lambda part: part[places])
 
 
-@rule("slice_scatter", "select_scatter")
+@rule
 def _scattered(call: Call) -> Value:
     base, source, axis = call.num("self"), call.num("src"), _axis(call)
     if call.varies("self", axis) and base.shape != source.shape:
         return opaque(call)
-    if call.name == "aten::select_scatter":
+    if call.word == "select_scatter":
         place: Any = call.plain("index")
     else:
         place = slice(call.plain("start"), call.plain("end"), call.plain("step"))
@@ -729,7 +714,7 @@ def _scattered(call: Call) -> Value:
     return _put(base, source, (*(slice(None),) * axis, place))
 
 
-@rule("copy")
+@rule
 def _copied(call: Call) -> Value:
     shape, source = call.num("self").shape, as_value(call["src"])
     is_float = call.dtype is None or (call.dtype.is_floating_point and call.dtype.itemsize > 1)
@@ -740,7 +725,7 @@ def _copied(call: Call) -> Value:
     return source.moved(lambda part: part.expand(shape))
 
 
-@rule("index_put", "_unsafe_index_put")
+@rule
 def _index_put(call: Call) -> Value:
     base, source = call.num("self"), call.num("values")
     indices = [_place(index) for index in call["indices"]]
@@ -757,12 +742,12 @@ def _index_put(call: Call) -> Value:
     )
 
 
-@rule("index_copy")
+@rule
 def _index_copied(call: Call) -> Value:
     return _rows_put(call, call["index"], call["source"])
 
 
-@rule("scatter")
+@rule
 def _scattered_rows(call: Call) -> Value:
     """Of whole rows."""
     axis, source = _axis(call), call["src"]
@@ -777,13 +762,13 @@ def _scattered_rows(call: Call) -> Value:
 def _rows_put(call: Call, index: Any, source: Any) -> Value:
     indices = [None] * _axis(call) + [index]
     given = {"self": call["self"], "indices": indices, "values": source, "accumulate": False}
-    return _index_put(replace(call, name="aten::index_put", given=given))
+    return _index_put(call.of(torch.ops.aten.index_put.default, **given))
 
 
 # -- tensors of numbers
 
 
-@rule(*"full new_full full_like fill scalar_tensor".split())
+@rule
 def _filled(call: Call) -> Num:
     name = next(name for name in ("fill_value", "value", "s") if name in call.given)
     return _whole(call, real(as_value(call[name])))
@@ -794,7 +779,7 @@ def _whole(call: Call, value: Num) -> Num:
     if shape is None:
         if "size" in call.given:
             shape = tuple(call.plain("size"))
-        elif call.name == "aten::scalar_tensor":
+        elif call.word == "scalar_tensor":
             shape = ()
         else:
             shape = call.value.shape
@@ -810,24 +795,24 @@ def _whole(call: Call, value: Num) -> Num:
     return found
 
 
-@rule(*"zeros new_zeros zeros_like zero".split())
+@rule
 def _zeros(call: Call) -> Num:
     return _whole(call, field.integers(torch.tensor(0, dtype=torch.int64)))
 
 
-@rule(*"ones new_ones ones_like".split())
+@rule
 def _ones(call: Call) -> Num:
     return _whole(call, field.integers(torch.tensor(1, dtype=torch.int64)))
 
 
-@rule(*"empty new_empty empty_like new_empty_strided empty_strided empty_permuted".split())
+@rule
 def _empty(call: Call) -> Num:
     shape = call.shape or tuple(call.plain("size"))
     here().memory += 1
     return field.random(f"memory {here().memory}", shape)
 
 
-@rule("eye")
+@rule
 def _eye(call: Call) -> Num:
     if any(call.varies("", axis) for axis in (0, 1)):
         return opaque(call)
@@ -835,9 +820,9 @@ def _eye(call: Call) -> Num:
     return field.integers(torch.eye(rows, columns, dtype=torch.int64))
 
 
-@rule("arange", "prims::iota")
+@rule
 def _counted(call: Call) -> Num:
-    if call.name == "prims::iota":
+    if "length" in call.given:  # iota
         start, step, length = call["start"], call["step"], call["length"]
     else:
         start, step = call["start"] or 0, call["step"] or 1
@@ -904,7 +889,7 @@ def _two(call: Call) -> tuple[Value, Value]:
     return as_value(first), as_value(second)
 
 
-@rule("add", "python::add", "_operator::add")
+@rule
 def _add(call: Call) -> Value:
     a, b = _two(call)
     if call["alpha"] not in (None, 1):
@@ -912,20 +897,20 @@ def _add(call: Call) -> Value:
     return _with_integers(_plus(a, b), a, b, torch.add)
 
 
-@rule("sub", "rsub", "subtract", "python::sub", "_operator::sub")
+@rule
 def _sub(call: Call) -> Value:
     a, b = _two(call)
-    if call.name == "aten::rsub":
+    if call.word == "rsub":
         a, b = b, a
     if call["alpha"] not in (None, 1):
-        if call.name == "aten::rsub":
+        if call.word == "rsub":
             a, b = a, times(b, as_value(call["alpha"]))
         else:
             b = times(b, as_value(call["alpha"]))
     return _with_integers(_minus(a, b), a, b, torch.sub)
 
 
-@rule("mul", "multiply", "python::mul", "_operator::mul")
+@rule
 def _mul(call: Call) -> Value:
     factor = list(call.given.values())[1]
     if isinstance(factor, float) and isinstance(call.value, Num):
@@ -934,7 +919,7 @@ def _mul(call: Call) -> Value:
     return _with_integers(times(a, b), a, b, torch.mul)
 
 
-@rule("div", "divide", "true_divide", "python::truediv", "_operator::truediv")
+@rule
 def _div(call: Call) -> Value:
     a, b = _two(call)
     mode = call["rounding_mode"]
@@ -953,7 +938,7 @@ def _div(call: Call) -> Value:
     return times(a, field.inverse(b))
 
 
-@rule("floor_divide", "python::floordiv")
+@rule
 def _floor_divide(call: Call) -> Value:
     return _floor_quotient(*_two(call))
 
@@ -965,7 +950,7 @@ def _floor_quotient(a: Value, b: Value) -> Num:
     return function("floor of quotient", a, b)
 
 
-@rule("remainder", "python::mod")
+@rule
 def _remainder(call: Call) -> Value:
     a, b = map(real, _two(call))
     if a.ints is not None and b.ints is not None:
@@ -973,7 +958,7 @@ def _remainder(call: Call) -> Value:
     return sub(a, mul(b, _floor_quotient(a, b)))
 
 
-@rule("neg", "negative")
+@rule
 def _neg(call: Call) -> Value:
     value = call.value
     if isinstance(value, Complex):
@@ -983,27 +968,27 @@ def _neg(call: Call) -> Value:
     return field.integers(-value.ints) if value.ints is not None else neg(value)
 
 
-@rule("reciprocal")
+@rule
 def _reciprocal(call: Call) -> Value:
     return field.inverse(real(call.value))
 
 
-@rule("square")
+@rule
 def _square(call: Call) -> Value:
     return times(call.value, call.value)
 
 
-@rule("sqrt")
+@rule
 def _sqrt(call: Call) -> Value:
     return field.sqrt(real(call.value))
 
 
-@rule("rsqrt")
+@rule
 def _rsqrt(call: Call) -> Value:
     return field.inverse(field.sqrt(real(call.value)))
 
 
-@rule("pow")
+@rule
 def _pow(call: Call) -> Value:
     base, exponent = _two(call)
     power = call["exponent"]
@@ -1018,33 +1003,33 @@ def _pow(call: Call) -> Value:
     return call.function("pow", real(base), real(exponent))
 
 
-@rule("addcmul", "addcdiv")
+@rule
 def _addc(call: Call) -> Value:
     second = as_value(call["tensor2"])
-    second = second if call.name == "aten::addcmul" else field.inverse(real(second))
+    second = second if call.word == "addcmul" else field.inverse(real(second))
     product = times(as_value(call["tensor1"]), second)
     return _plus(as_value(call["self"]), times(product, as_value(call["value"])))
 
 
-@rule("lerp")
+@rule
 def _lerp(call: Call) -> Value:
     start, end = as_value(call["self"]), as_value(call["end"])
     return _plus(start, times(_minus(end, start), as_value(call["weight"])))
 
 
-@rule("cos")
+@rule
 def _cos(call: Call) -> Value:
     value = real(call.value)
     return call.function("cos", mul(value, value))
 
 
-@rule("sin")
+@rule
 def _sin(call: Call) -> Value:
     value = real(call.value)
     return mul(value, call.function("sinc", mul(value, value)))
 
 
-@rule("abs", "absolute")
+@rule
 def _abs(call: Call) -> Value:
     value = call.value
     if isinstance(value, Complex):
@@ -1053,23 +1038,23 @@ def _abs(call: Call) -> Value:
     return found.with_past(quantising.Absolute(value))
 
 
-@rule("sigmoid")
+@rule
 def _sigmoid(call: Call) -> Num:
     less = call.function("exp", neg(real(call.value)))
     return field.inverse(add(field.number(1), less))
 
 
-@rule("silu")
+@rule
 def _silu(call: Call) -> Num:
     return mul(real(call.value), _sigmoid(call))
 
 
-@rule("relu")
+@rule
 def _relu(call: Call) -> Num:
     return quantising.bounded(real(call.value), 0, None)
 
 
-@rule("softmax", "_softmax")
+@rule
 def _softmax(call: Call) -> Num:
     axis = _axis(call)
     return opaque(call) if _are_tokens(call, [axis]) else _shares(call, real(call.value), axis)
@@ -1082,12 +1067,12 @@ def _shares(call: Call, value: Num, axis: int) -> Num:
     return mul(each, field.inverse(field.total(each, [axis], True)))
 
 
-@rule("round")
+@rule
 def _round(call: Call) -> Value:
     return pointwise(call) if call["decimals"] else quantising.rounded(real(call.value))
 
 
-@rule("clamp", "clip", "clamp_min", "clamp_max")
+@rule
 def _clamped(call: Call) -> Value:
     value, ends = real(call.value), (call["min"], call["max"])
     if all(isinstance(end, Num) for end in ends) and field.equal(neg(ends[0]), ends[1]):
@@ -1099,7 +1084,7 @@ def _clamped(call: Call) -> Value:
     return quantising.bounded(value, *ends)
 
 
-@rule("maximum")
+@rule
 def _greater(call: Call) -> Value:
     """A floor under the largest of a row, given as a tensor."""
     sides = call.num("self"), call.num("other")
@@ -1116,7 +1101,7 @@ def _greater(call: Call) -> Value:
     return _clip(call, *sides)
 
 
-@rule("minimum")
+@rule
 def _smaller(call: Call) -> Value:
     return _clip(call, call.num("self"), call.num("other"))
 
@@ -1129,20 +1114,20 @@ def _clip(call: Call, *sides: Num) -> Num:
         if not isinstance(inner.past, quantising.Bounded) or inner.past.by == call.name:
             continue
         for value, other in (inner.past.sides, inner.past.sides[::-1]):
-            limit = bound if call.name == "aten::minimum" else other
-            in_order = call.name == "aten::minimum" or quantising.is_size(limit)
+            limit = bound if call.word == "minimum" else other
+            in_order = call.word == "minimum" or quantising.is_size(limit)
             if in_order and field.equal(neg(other), bound):
                 return quantising.clipped(value, limit)
     found = real(pointwise(call))
     return found.with_past(quantising.Bounded(call.name, sides))
 
 
-@rule("where")
+@rule
 def _where(call: Call) -> Value:
     return _chosen(call, "condition", call["self"], call["other"])
 
 
-@rule("masked_fill")
+@rule
 def _masked_fill(call: Call) -> Value:
     chosen = call.num("mask").ints
     if chosen is not None and not bool(chosen.any()):
@@ -1180,74 +1165,56 @@ def _opposite(chosen: Num) -> Num:
     return sub(field.number(1), chosen)
 
 
-@rule("bitwise_not", "logical_not")
+@rule
 def _not(call: Call) -> Value:
     of_bools = call.source == call.dtype == torch.bool
     return _opposite(real(call.value)) if of_bools else pointwise(call)
 
 
-def _comparison(of: Callable[[Tensor, Tensor], Tensor]) -> Rule:
-    def compare(call: Call) -> Value:
-        a, b = _two(call)
-        if isinstance(a, Num) and isinstance(b, Num) and a.ints is not None and b.ints is not None:
-            return field.integers(of(a.ints, b.ints).long())
-        return pointwise(call)
-
-    return compare
-
-
-for _name, _of in (
-    ("eq", torch.eq),
-    ("ne", torch.ne),
-    ("lt", torch.lt),
-    ("le", torch.le),
-    ("gt", torch.gt),
-    ("ge", torch.ge),
-    ("bitwise_and", torch.bitwise_and),
-    ("bitwise_or", torch.bitwise_or),
-    ("bitwise_xor", torch.bitwise_xor),
-    ("logical_and", torch.logical_and),
-    ("logical_or", torch.logical_or),
-):
-    rule(_name)(_comparison(_of))
+@rule
+def _compare(call: Call) -> Value:
+    a, b = _two(call)
+    if isinstance(a, Num) and isinstance(b, Num) and a.ints is not None and b.ints is not None:
+        return field.integers(getattr(torch, call.word)(a.ints, b.ints).long())
+    return pointwise(call)
 
 
 # -- complex numbers
 
 
-@rule("view_as_complex", "view_as_complex_copy")
+@rule
 def _as_complex(call: Call) -> Value:
     value = real(call.value)
     return Complex(value.moved(lambda part: part[..., 0]), value.moved(lambda part: part[..., 1]))
 
 
-@rule("view_as_real", "view_as_real_copy")
+@rule
 def _as_real(call: Call) -> Value:
     value = call.value
     assert isinstance(value, Complex)
     return field.stacked([value.real, value.imag], -1)
 
 
-@rule("real", "imag")
+@rule
 def _part(call: Call) -> Value:
     value = call.value
     if isinstance(value, Num):
-        return value if call.name == "aten::real" else mul(value, field.number(0))
-    return value.real if call.name == "aten::real" else value.imag
+        return value if call.word == "real" else mul(value, field.number(0))
+    return value.real if call.word == "real" else value.imag
 
 
-@rule("conj", "_conj", "conj_physical", "_conj_physical")
+@rule
 def _conjugate(call: Call) -> Value:
     value = call.value
     return Complex(value.real, neg(value.imag)) if isinstance(value, Complex) else value
 
 
-@rule("complex")
+@rule
 def _complex(call: Call) -> Value:
     return Complex(call.num("real"), call.num("imag"))
 
 
-@rule("polar")
+@rule
 def _polar(call: Call) -> Value:
     size, angle = call.num("abs"), call.num("angle")
     square = mul(angle, angle)
@@ -1255,7 +1222,7 @@ def _polar(call: Call) -> Value:
     return Complex(mul(size, call.function("cos", square)), mul(size, sine))
 
 
-@rule("exp")
+@rule
 def _exp(call: Call) -> Value:
     value = call.value
     if isinstance(value, Num):
@@ -1288,7 +1255,7 @@ def _counts(call: Call, axes: Sequence[int]) -> Num:
     return field.number(prod(value.shape[axis] for axis in axes))
 
 
-@rule("sum")
+@rule
 def _sum(call: Call) -> Value:
     value, keep = call.value, bool(call["keepdim"])
     axes = _axes(call, value)
@@ -1301,7 +1268,7 @@ def _sum(call: Call) -> Value:
     return found
 
 
-@rule("mean")
+@rule
 def _mean(call: Call) -> Value:
     value = real(call.value)
     axes = _axes(call, value)
@@ -1324,14 +1291,14 @@ def _variance(call: Call) -> tuple[Num, Num]:
     )
 
 
-@rule("var", "var_mean", "std", "std_mean")
+@rule
 def _var(call: Call) -> Any:
     variance, mean = _variance(call)
     found = field.sqrt(variance) if "std" in call.name else variance
     return [found, mean] if call.name.endswith("_mean") else found
 
 
-@rule("linalg_vector_norm", "norm")
+@rule
 def _norm(call: Call) -> Value:
     order = call["ord"] if "ord" in call.given else call["p"]
     last = len(call.value.shape) - 1
@@ -1349,7 +1316,7 @@ def _norm(call: Call) -> Value:
     return field.sqrt(field.total(mul(value, value), axes, bool(call["keepdim"])))
 
 
-@rule("amax", "amin", "max", "min")
+@rule
 def _largest(call: Call) -> Any:
     """A function of what the elements are, whatever their order."""
     value = real(call.value)
@@ -1358,7 +1325,7 @@ def _largest(call: Call) -> Any:
     axes, keep = _axes(call, value), bool(call["keepdim"])
     if _are_tokens(call, axes):
         return opaque(call)
-    is_least = call.name in ("aten::amin", "aten::min")
+    is_least = call.word in ("amin", "min")
     name, in_rows = "least" if is_least else "largest", axes == [len(value.shape) - 1]
     if isinstance(value.past, quantising.Absolute) and in_rows and not is_least:
         found = quantising.largest_of(value.past.value)
@@ -1366,7 +1333,7 @@ def _largest(call: Call) -> Any:
     else:
         found = function(name, field.total(function(f"element of {name}", value), axes, keep))
         found = found.with_past(quantising.End(value, is_least) if in_rows else None)
-    if call.name in ("aten::amax", "aten::amin") or "dim" not in call.given:
+    if call.word in ("amax", "amin") or "dim" not in call.given:
         return found
     (axis,) = axes
     places = torch.arange(value.shape[axis]).reshape(-1, *(1,) * (len(value.shape) - 1 - axis))
@@ -1419,14 +1386,14 @@ def _sums_along(call: Call, name: str = "self", axis: int = -1) -> None:
         raise Undecided(f"{call.name} sums along the tokens")
 
 
-@rule("mm", "bmm", "_int_mm")
+@rule
 def _mm(call: Call) -> Value:
     _sums_along(call)
     a, b = map(real, _two(call))
     return field.matmul(a, b)
 
 
-@rule("matmul", "dot", "mv")
+@rule
 def _matmul(call: Call) -> Value:
     _sums_along(call, next(iter(call.given)))
     a, b = map(real, _two(call))
@@ -1442,7 +1409,7 @@ def _matmul(call: Call) -> Value:
     return field.matmul(a, b)
 
 
-@rule("linear")
+@rule
 def _linear(call: Call) -> Value:
     _sums_along(call, "input")
     weight = call.num("weight").moved(lambda part: part.mT)
@@ -1450,15 +1417,15 @@ def _linear(call: Call) -> Value:
     return found if call["bias"] is None else add(found, call.num("bias"))
 
 
-@rule("addmm", "baddbmm")
+@rule
 def _addmm(call: Call) -> Value:
-    left, right = ("mat1", "mat2") if call.name == "aten::addmm" else ("batch1", "batch2")
+    left, right = ("mat1", "mat2") if call.word == "addmm" else ("batch1", "batch2")
     _sums_along(call, left)
     product = mul(field.matmul(call.num(left), call.num(right)), real(as_value(call["alpha"])))
     return add(product, mul(call.num("self"), real(as_value(call["beta"]))))
 
 
-@rule("einsum")
+@rule
 def _einsum_of(call: Call) -> Value:
     equation = call["equation"].replace(" ", "")
     operands = [real(as_value(item)) for item in call["tensors"]]
@@ -1470,7 +1437,7 @@ def _einsum_of(call: Call) -> Value:
     return _einsum(left, right, a, b, out)
 
 
-@rule("npu::npu_transpose_batchmatmul")
+@rule
 def _transposed_product(call: Call) -> Value:
     if call["bias"] is not None or call["scale"] is not None:
         return opaque(call)
@@ -1501,7 +1468,7 @@ def _format(call: Call, in_blocks: bool = False) -> NumberFormat:
     return form
 
 
-@rule("npu::npu_dynamic_quant")
+@rule
 def _dynamic_quant(call: Call) -> Any:
     _only(call, quant_mode="pertoken", group_index=None, dst_type_max=0)
     value = real(call.value)
@@ -1511,7 +1478,7 @@ def _dynamic_quant(call: Call) -> Any:
     return [values, scale.moved(lambda part: part.squeeze(-1))]
 
 
-@rule("npu::npu_dynamic_mx_quant")
+@rule
 def _mx_quant(call: Call) -> Any:
     """Blocks of 32 neighbours, whose scales lie in pairs."""
     value, _ = real(call.value), _format(call, in_blocks=True)
@@ -1528,7 +1495,7 @@ def _mx_quant(call: Call) -> Any:
     return [values, scale.moved(lambda part: part.unflatten(-1, (-1, 2)))]
 
 
-@rule("npu::npu_dynamic_block_quant")
+@rule
 def _block_quant(call: Call) -> Any:
     """Tiles of 128 neighbours."""
     value, tile, form = real(call.value), call["col_block_size"], _format(call)
@@ -1541,7 +1508,7 @@ def _block_quant(call: Call) -> Any:
     return [values.moved(lambda part: part.flatten(-2)), scale.moved(lambda part: part.squeeze(-1))]
 
 
-@rule("npu::npu_quantize")
+@rule
 def _quantize(call: Call) -> Num:
     value, scale = real(call.value), call.num("scales")
     shape = [1] * len(value.shape)
@@ -1555,7 +1522,7 @@ def _quantize(call: Call) -> Num:
     return quantising.saturated(found)
 
 
-@rule("npu::npu_quant_matmul")
+@rule
 def _quant_matmul(call: Call) -> Num:
     kinds = {"x1_dtype", "x2_dtype", "scale_dtype", "pertoken_scale_dtype", "group_sizes"}
     given = {"x1", "x2", "scale", "pertoken_scale", "output_dtype"}
@@ -1600,7 +1567,7 @@ def _as_asked(call: Call, product: Num) -> Num:
 # -- attention, norms and rotations by one operator
 
 
-@rule("scaled_dot_product_attention")
+@rule
 def _attention(call: Call) -> Value:
     query, key, value, mask = (call[name] for name in ("query", "key", "value", "attn_mask"))
     axes = [(name, axis) for name in ("query", "key", "value") for axis in (-2, -1)]
@@ -1618,13 +1585,13 @@ def _attention(call: Call) -> Value:
         mask = field.integers(torch.ones(scores.shape[-2:], dtype=torch.int64).tril())
     if call["is_causal"] or call.holds("attn_mask") == torch.bool:
         given = {"mask": _opposite(mask), "self": scores, "value": -math.inf}
-        scores = real(_masked_fill(replace(call, name="aten::masked_fill", given=given)))
+        scores = real(_masked_fill(call.of(torch.ops.aten.masked_fill.Scalar, **given)))
     elif mask is not None:
         scores = add(scores, mask)
     return field.matmul(_shares(call, scores, len(scores.shape) - 1), value)
 
 
-@rule("layer_norm", "native_layer_norm")
+@rule
 def _layer_norm(call: Call) -> Any:
     value, rank = call.num("input"), len(call.plain("normalized_shape"))
     axes = list(range(len(value.shape) - rank, len(value.shape)))
@@ -1636,7 +1603,7 @@ def _layer_norm(call: Call) -> Any:
     found = mul(apart, rstd)
     found = found if call["weight"] is None else mul(found, call.num("weight"))
     found = found if call["bias"] is None else add(found, call.num("bias"))
-    return found if call.name == "aten::layer_norm" else [found, mean, rstd]
+    return found if call.word == "layer_norm" else [found, mean, rstd]
 
 
 def rms_norm(value: Num, gamma: Num | None, epsilon: Any, rank: int) -> tuple[Num, Num]:
@@ -1649,22 +1616,22 @@ def rms_norm(value: Num, gamma: Num | None, epsilon: Any, rank: int) -> tuple[Nu
     return (normed if gamma is None else mul(normed, gamma)), rstd
 
 
-@rule("rms_norm", "_fused_rms_norm")
+@rule
 def _rms_norm(call: Call) -> Any:
     weight = None if call["weight"] is None else call.num("weight")
     if call["eps"] is None:
         raise Undecided("rms_norm with the epsilon of a dtype")
     found = rms_norm(call.num("input"), weight, call["eps"], len(call.plain("normalized_shape")))
-    return found[0] if call.name == "aten::rms_norm" else list(found)
+    return found[0] if call.word == "rms_norm" else list(found)
 
 
-@rule("npu::npu_rms_norm")
+@rule
 def _npu_rms_norm(call: Call) -> Any:
     gamma = call.num("gamma")
     return list(rms_norm(real(call.value), gamma, call["epsilon"], len(gamma.shape)))
 
 
-@rule("npu::npu_add_rms_norm")
+@rule
 def _npu_add_rms_norm(call: Call) -> Any:
     gamma, both = call.num("gamma"), add(call.num("x1"), call.num("x2"))
     return [*rms_norm(both, gamma, call["epsilon"], len(gamma.shape)), both]
@@ -1688,12 +1655,12 @@ def rotated_halves(value: Num, cos: Num, sin: Num) -> Num:
     return add(mul(value, cos), mul(field.joined([neg(second), first], -1), sin))
 
 
-@rule("npu::npu_interleave_rope")
+@rule
 def _interleave_rope(call: Call) -> Value:
     return rotated(real(call.value), call.num("cos"), call.num("sin"))
 
 
-@rule("npu::npu_rotary_mul")
+@rule
 def _rotary_mul(call: Call) -> Value:
     value, r1, r2 = (real(as_value(item)) for item in list(call.given.values())[:3])
     mode = call["rotary_mode"] or "half"

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from mla_fusion.compat import holders, is_view, storage_id
-from mla_fusion.fx.kinds import op_name
+from mla_fusion.fx.kinds import word
 from mla_fusion.modes import compile_lock, is_plain, outside_modes
 from mla_fusion.weights import cache
 from mla_fusion.weights.share import Inverse, Without, shared_memory
 
 log = logging.getLogger("mla_fusion")
-_CAST = "npu::npu_format_cast"
+_CAST = "npu_format_cast"
 _ND, _NZ = 2, 29
 
 
@@ -113,7 +113,7 @@ def lay_out(module: nn.Module, name: str, program: GraphModule, inverse: Inverse
         packed: Tensor = Without(program, frozenset([_CAST])).run(parameter.data)
         if storage_id(packed) != storage_id(parameter):
             parameter.data = inverse(packed)  # frees its memory, before a cast asks for more
-        if any(op_name(step) == _CAST for step in program.graph.nodes):
+        if any(word(step) == _CAST for step in program.graph.nodes):
             packed = torch.ops.npu.npu_format_cast(packed, _NZ)
             parameter.data = inverse(packed)
         _MODULES.setdefault(module, {})[name] = _Laid(packed, inverse, program)

@@ -16,17 +16,17 @@ from torch import Tensor
 from torch.fx import GraphModule, Interpreter
 
 from mla_fusion.compat import holders, is_view, storage_id
-from mla_fusion.fx.kinds import op_name
+from mla_fusion.fx.kinds import word
 
 # Each gives the very elements of its argument, whose place in the result follows from shapes alone.
 _VIEWS = frozenset(
     """
-    aten::t aten::transpose aten::permute aten::view aten::_unsafe_view aten::reshape
-    aten::unsqueeze aten::squeeze aten::alias aten::detach
+    t transpose permute view _unsafe_view reshape
+    unsqueeze squeeze alias detach
     """.split()
 )
 # other memory, the same elements in the same places
-_COPIES = frozenset(["aten::clone", "npu::npu_format_cast"])
+_COPIES = frozenset(["clone", "npu_format_cast"])
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def inverse(program: GraphModule, parameter: Tensor) -> Inverse | None:
     """
     leaves = [node for node in program.graph.nodes if node.op == "placeholder"]
     steps = [node for node in program.graph.nodes if node.op not in ("placeholder", "output")]
-    if len(leaves) != 1 or any(op_name(step) not in _VIEWS | _COPIES for step in steps):
+    if len(leaves) != 1 or any(word(step) not in _VIEWS | _COPIES for step in steps):
         return None
     leaf = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
     viewed: Tensor = Without(program).run(leaf)
@@ -74,7 +74,7 @@ class Without(Interpreter):
         self._left_out = left_out
 
     def run_node(self, n: Any) -> Any:
-        if op_name(n) in self._left_out:
+        if word(n) in self._left_out:
             return self.env[n.args[0]]
         return super().run_node(n)
 

@@ -4,7 +4,6 @@ arguments.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,9 +11,9 @@ import pytest
 import torch
 from torch.fx import Graph
 
-from mla_fusion.fx import operators
 from mla_fusion.fx.kinds import Kind, kind_of
-from mla_fusion.fx.operators import known
+from mla_fusion.operators.known import known
+from mla_fusion.operators.table import ROWS
 
 from .samples import Call, calls
 from .smooth import kink
@@ -22,13 +21,7 @@ from .tagged import not_movement
 
 aten = torch.ops.aten
 
-LISTS = {
-    "movement": operators.MOVEMENT | operators.CASTS,
-    "analytic": operators.ANALYTIC,
-    "choice": operators.CHOICE,
-    "gather": operators.GATHER,
-    "writers": operators.WRITERS,
-}
+LISTED = {name: row.kind for row in ROWS for name in row.names if row.kind is not None}
 
 
 def overloads(name: str) -> list[Any]:
@@ -61,21 +54,15 @@ def few_of_each(found: list[Call]) -> list[Call]:
     return [each[i] for each in by_name.values() for i in sorted({0, len(each) // 2})]
 
 
-# -- the lists
+# -- the table
 
 
-@pytest.mark.parametrize("one, other", list(itertools.combinations(LISTS, 2)))
-def test_no_operator_is_in_two_lists(one: str, other: str) -> None:
-    assert not LISTS[one] & LISTS[other]
+def test_every_listed_operator_exists() -> None:
+    listed = {name.removeprefix("aten::") for name in LISTED if name.startswith("aten::")}
+    assert not {name for name in listed if not hasattr(aten, name)}
 
 
-@pytest.mark.parametrize("name", LISTS)
-def test_every_listed_operator_exists(name: str) -> None:
-    listed = {word.removeprefix("aten::") for word in LISTS[name] if word.startswith("aten::")}
-    assert not {word for word in listed if not hasattr(aten, word)}
-
-
-@pytest.mark.parametrize("name, kind", sorted(operators._LISTED.items()), ids=str)
+@pytest.mark.parametrize("name, kind", LISTED.items(), ids=str)
 def test_every_entry_decides_for_some_overload(name: str, kind: Kind) -> None:
     """An entry that a tag or the schema overrules everywhere says nothing."""
     if name.startswith("aten::"):
@@ -207,7 +194,7 @@ UNSAMPLED_ANALYTIC = frozenset(
 
 def test_analytic_operators_have_no_kink() -> None:
     tried = few_of_each(sampled(Kind.ANALYTIC))
-    listed = {name for name in operators.ANALYTIC if name.startswith("aten::")}
+    listed = {name for name, kind in LISTED.items() if kind is Kind.ANALYTIC and "aten::" in name}
     assert listed - {call.name for call in tried} == UNSAMPLED_ANALYTIC
     assert not [found for call in tried if (found := kink(call, call.name in NORMS))]
 

@@ -9,7 +9,7 @@ from torch import Tensor
 import mla_fusion as mf
 from mla_fusion.compile.device_graph import capture
 from mla_fusion.fx.kinds import Kind
-from mla_fusion.fx.operators import known
+from mla_fusion.operators.known import known
 from tests.catalogue.base import paged_args
 from tests.catalogue.prologues import PagedRotateHalf
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.fx import Graph, GraphModule
+from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from mla_fusion.fx import subgraphs, writes
@@ -160,17 +160,6 @@ def test_writes_into_inputs_are_left_alone() -> None:
         return cache.sum()
 
     assert not writes.found(graph_of(cached, (torch.zeros(8, 6), torch.ones(2, 6))).graph)
-
-
-@pytest.mark.parametrize(("start", "length"), [(-1, 1), (-3, 2), (-4, 4), (0, 3), (2, 2)])
-def test_the_run_that_narrow_takes(start: int, length: int) -> None:
-    """It keeps its own operator in graphs from before dispatch."""
-    graph = Graph()
-    taken = graph.call_function(
-        torch.ops.aten.narrow.default, (graph.placeholder("x"), 0, start, length)
-    )
-    span = writes._span(taken, 4)
-    assert span is not None and [*range(*span)] == torch.arange(4).narrow(0, start, length).tolist()
 
 
 def joined_and_cut(x: Tensor, y: Tensor) -> Tensor:

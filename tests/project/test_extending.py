@@ -92,14 +92,9 @@ def test_a_spelling_that_needs_an_operator(scratch: Scratch) -> None:
     )
     which = ("tests/fusion/test_catalogue.py", "-m", "", "-k", "SplitUnsafely")
     assert "failed" in scratch.tests(*which)
-    for table in ("VIEWS", "SELECTIONS"):
-        listed = f'{table} = _names(\n    """\n'
-        scratch.edit(
-            "An operator",
-            "mla_fusion/fx/operators.py",
-            listed,
-            listed + "    unsafe_split_with_sizes\n",
-        )
+    (row,) = re.findall(r"^unsafe_split_with_sizes .*\n", PAGE, flags=re.MULTILINE)
+    rows = '_ROWS = """\n'
+    scratch.edit("An operator", "mla_fusion/operators/table.py", rows, rows + row)
     after = scratch.tests(*which)
     assert "passed" in after and "failed" not in after
 

@@ -22,7 +22,7 @@ from torch.fx import GraphModule, Interpreter, Node
 from mla_fusion.commit.interpreter import wide, widened
 from mla_fusion.compat import OpOverload, tree_leaves, tree_map_only
 from mla_fusion.fx.kinds import argument, is_cast
-from mla_fusion.fx.operators import Kind, known
+from mla_fusion.operators.known import Kind, known
 from mla_fusion.prove import field, operators
 from mla_fusion.prove.evaluate import UNKNOWN, dtype_of
 from mla_fusion.prove.field import Complex, Num, Point, Undecided, Value
@@ -355,7 +355,7 @@ class _InField(Interpreter):
                 if one is None and isinstance(found, list):
                     return found
                 if one is not None and tuple(found.shape) == tuple(one.shape):
-                    made_here = call.name in operators.RULES and not reads
+                    made_here = bool(known(call.target).row.field) and not reads
                     return _complex(found, one, known=made_here)
             except Exception:  # what has no rule for these arguments
                 continue

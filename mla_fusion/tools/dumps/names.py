@@ -16,7 +16,7 @@ import torch
 
 import mla_fusion.ops  # noqa: F401  # npu:: operators, where torch_npu has not defined them
 from mla_fusion.compat import OpOverload, has_kernel, has_schema, schema_of, tree_leaves
-from mla_fusion.fx.operators import JOINERS, SELECTIONS, Kind, known
+from mla_fusion.operators.known import JOINERS, SELECTIONS, Kind, known
 from mla_fusion.tools.dumps.fx_text import OPERATORS
 
 NAMESPACES = ("aten", "prims", "npu", "atb")
@@ -172,7 +172,7 @@ def _takes_lists(found: OpOverload) -> bool:
     long.)
     """
     namespace, _, name = schema_of(found).name.partition("::")
-    return namespace not in ("aten", "prims") or f"aten::{name}" in JOINERS | SELECTIONS
+    return namespace not in ("aten", "prims") or name in JOINERS | SELECTIONS
 
 
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)

@@ -1,0 +1,77 @@
+"""What a call makes of its arguments, read once for all operators of a form."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch.fx import Node
+
+from mla_fusion.operators.known import Form, argument, is_getitem, operator_of
+
+# writers that put a run back: what would take it from there
+_TAKEN_BY = {"slice_scatter": "slice", "select_scatter": "select"}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run of places along one axis of a value: what a slice, or a result of a split, takes of it,
+    or what a scatter puts there.
+
+    by     the operator that takes the like
+    whole  the value
+    part   what stands in the run
+    start  its first place, as it is given: below zero from the end, or a node
+    count  how many places
+    end    where a slice is told to end; None: it takes all that follow
+    drops  has the part no such axis?
+    """
+
+    by: str
+    whole: Node
+    part: Node
+    axis: int
+    start: Any
+    count: Any
+    step: Any = 1
+    end: Any = None
+    drops: bool = False
+
+    @property
+    def size(self) -> Any:
+        """Of the whole."""
+        return self.whole.meta["val"].shape[self.axis]
+
+    @property
+    def places(self) -> tuple[int, int] | None:
+        """Where it begins and ends; None where they are no known run."""
+        start, count, size = self.start, self.count, self.size
+        if self.step != 1 or not all(isinstance(number, int) for number in (start, count, size)):
+            return None
+        low = min(max(start + size if start < 0 else start, 0), size)
+        return low, low + count
+
+
+def run_of(node: Node) -> Run | None:
+    """The run that a node takes, or puts back; None of any other node, or of a whole split."""
+    taker = node.args[0] if is_getitem(node) else node
+    row = operator_of(taker).row if isinstance(taker, Node) else None
+    if row is None or not (row.form is Form.RUN or row.word in _TAKEN_BY):
+        return None
+    assert isinstance(taker, Node)
+    by, whole, part = _TAKEN_BY.get(row.word, row.word), taker.args[0], node
+    axis, held = argument(taker, "dim", 0), node.meta.get("val")
+    if not isinstance(whole, Node) or not isinstance(axis, int) or isinstance(held, (list, tuple)):
+        return None
+    axis %= len(whole.meta["val"].shape)
+    if by != row.word:
+        part = node.args[1]  # type: ignore[assignment]
+    drops = by.startswith(("select", "unbind"))
+    if is_getitem(node):
+        place: Any = node.args[1]
+        counts = [1 if drops else result.shape[axis] for result in taker.meta["val"]]
+        return Run(by, whole, part, axis, sum(counts[:place]), counts[place], drops=drops)
+    start = argument(taker, "index" if drops else "start") or 0
+    count = 1 if drops else part.meta["val"].shape[axis]
+    step, end = argument(taker, "step", 1), argument(taker, "end")
+    return Run(by, whole, part, axis, start, count, step, end, drops)

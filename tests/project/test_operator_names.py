@@ -1,0 +1,75 @@
+"""One row an operator: every row of the table is complete, and no other room names an operator of
+ATen, of the NPU or of prims.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mla_fusion.fx import range_rules, token_rules
+from mla_fusion.operators.table import ROWS, Row, row_of
+from mla_fusion.prove import kernels, operators
+
+ROOT = Path(__file__).parents[2] / "mla_fusion"
+NAMESPACES = ("aten::", "npu::", "prims::")
+# what defines operators, what says which there are, and what prints them
+MAY_NAME = ("operators/", "reference/", "ops.py", "compat.py", "tools/", "models/")
+# prefixes of names, which are no operator's
+PREFIXES = {*NAMESPACES, "aten::as_strided"}
+assert kernels  # they enter rules of their own
+
+
+def strings(path: Path) -> Iterator[str]:
+    """Words of every string that is no docstring."""
+    tree = ast.parse(path.read_text())
+    docs = {
+        id(node.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
+            yield from node.value.split()
+
+
+def test_no_other_room_names_an_operator() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}: {word}"
+        for path in sorted(ROOT.rglob("*.py"))
+        if not str(path.relative_to(ROOT)).startswith(MAY_NAME)
+        for word in strings(path)
+        if word.startswith(NAMESPACES) and word not in PREFIXES
+    ]
+    assert not found
+
+
+def test_no_operator_has_two_rows() -> None:
+    names = Counter(name for row in ROWS for name in row.names)
+    words = Counter(row.word for row in ROWS)
+    assert not [name for each in (names, words) for name in each if each[name] > 1]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.word)
+def test_every_row_is_complete(row: Row) -> None:
+    assert row.names and row.word and all(row_of(name) is row for name in row.names)
+    assert not row.range or row.range in range_rules.RULES
+    assert not row.token or row.token in token_rules.RULES
+    assert not row.field or row.field in operators.RULES
+
+
+@pytest.mark.parametrize(
+    "column, rules",
+    [
+        ("range", range_rules.RULES),
+        ("token", token_rules.RULES),
+        ("field", operators.RULES),
+    ],
+    ids=str,
+)
+def test_every_rule_is_of_some_row(column: str, rules: dict[str, object]) -> None:
+    assert not rules.keys() - {getattr(row, column) for row in ROWS}
