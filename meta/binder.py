@@ -71,6 +71,12 @@ class Binder:
         self.dtype(name, *dtypes)
         self.sizes(name, shape, note=note)
 
+    def rank(self, name: str, *ranks: int, where: str = "") -> None:
+        found = self.full[name].dim()
+        if found not in ranks:
+            expected = " or ".join(f"{rank}-D" for rank in ranks)
+            self.refuse(f"rank.{name}", name, expected + where, f"{found}-D")
+
     def dtype(self, name: str, *dtypes: torch.dtype) -> torch.dtype:
         found: torch.dtype = self.full[name].dtype
         if found not in dtypes:

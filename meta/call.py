@@ -23,7 +23,6 @@ from mla_fusion.meta.spec import (
 )
 from mla_fusion.meta.symbolic import different
 
-_DTYPE_ARGUMENTS = ("token_x_dtype", "weight_dq_dtype", "weight_uq_qr_dtype", "weight_dkv_kr_dtype")
 _PADDED = "; FRACTAL_NZ storage is padded, so the operator itself may not notice"
 _WIDTH_UNCHECKED = (
     "; the operator itself does not compare the width, and its kernel writes rows of Hckv"
@@ -87,12 +86,7 @@ class Call(Binder):
                 self.refuse("quant.dtypes", name, expected, given)
 
     def _dependent_modes(self) -> None:
-        repo = self.cache.repo_mode
-        wanted = {
-            "query_quant_mode": self.cache.query_quant_mode,
-            "ckvkr_repo_mode": repo,
-            "quant_scale_repo_mode": repo,
-        }
+        wanted = self.cache.modes
         if self.allowed:
             wanted["tile_size"] = spec.TILE_SIZE
         for name, value in wanted.items():
@@ -100,8 +94,7 @@ class Call(Binder):
                 expected = f"{value} with kv_cache_quant_mode {self.kv}{self._unread()}"
                 self.refuse(f"quant.{name}", name, expected, self.full[name])
         if self.wq == 5:
-            names = (*_DTYPE_ARGUMENTS, "kv_cache_dtype") if self.kv in (1, 3) else _DTYPE_ARGUMENTS
-            for name in names:
+            for name in spec.named_dtypes(self.kv):
                 if self.full[name] != spec.HIFLOAT8:
                     expected = f"{spec.HIFLOAT8} (hifloat8) with weight_quant_mode 5"
                     self.refuse(f"quant.{name}", name, expected, self.full[name], "torch_npu meta")
@@ -244,10 +237,9 @@ class Call(Binder):
         if rank == 4 and taken != "always" and (not taken or self.full["query_norm_flag"]):
             expected = f"2-D [He, Hcq] on {where}" + (" with query_norm_flag" if taken else "")
             self.refuse("rank.weight_dq", "weight_dq", expected, "4-D", spec.INFERSHAPE)
-        rank, ranks = self.full["kr_cache"].dim(), self.allowed.empty_kr_ranks
-        if self.cache.kr is None and ranks and rank not in ranks:
-            expected = " or ".join(f"{n}-D" for n in sorted(ranks)) + f" on {where}"
-            self.refuse("rank.kr_cache", "kr_cache", expected, f"{rank}-D")
+        ranks = self.allowed.empty_kr_ranks
+        if self.cache.kr is None and ranks:
+            self.rank("kr_cache", *sorted(ranks), where=f" on {where}")
 
     # -- memory
 

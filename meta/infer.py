@@ -66,10 +66,7 @@ def infer(op: str, *, cann: str = "latest", path: str = "graph", **arguments: An
     operator = PROLOGS[op]
     bound = Binder(operator, INFERSHAPE, full)
     for argument, ranks in _READ.items():
-        rank = full[argument].dim()
-        if rank not in ranks:
-            expected = " or ".join(f"{taken}-D" for taken in ranks)
-            bound.refuse(f"rank.{argument}", argument, expected, f"{rank}-D")
+        bound.rank(argument, *ranks)
     reads_modes = operator.version == "v3"
     if not reads_modes:
         wq, kv = implied_quant_modes(full)

@@ -224,8 +224,7 @@ def infer_preprocess(full: Mapping[str, Any]) -> list[tuple[tuple[Any, ...], tor
     """q_out0, kv_cache_out0, q_out1, kv_cache_out1; in mode 0 the third is empty."""
     call = Call(full)
     for name, ranks in (("input", (2,)), ("wuk", (3, 4)), ("gamma2", (1,)), ("cos", (2,))):
-        if full[name].dim() not in ranks:
-            call.refuse(f"rank.{name}", name, f"{ranks[0]}-D", f"{full[name].dim()}-D")
+        call.rank(name, *ranks)
     tokens, heads, rank = full["input"].shape[0], full["wuk"].shape[0], full["gamma2"].shape[0]
     rope, kind = full["cos"].shape[-1], full["input"].dtype
     kv, kr = full["kv_cache"], full["kv_cache_rope"]

@@ -67,11 +67,16 @@ class CacheQuant:
     kv: Dtype
     kr: Dtype | None  # None: kr_cache is an empty tensor
     width: str
-    query: Dtype
     required: Mapping[str, str] = field(default_factory=dict)
     query_quant_mode: int = 0
     repo_mode: int = 0
     cache_modes: tuple[str, ...] = ("PA_BSND", "PA_NZ", "PA_BLK_BSND", "PA_BLK_NZ", "BSND", "TND")
+
+    @property
+    def modes(self) -> dict[str, int]:
+        """The arguments of a call that follow from it."""
+        repo = dict.fromkeys(("ckvkr_repo_mode", "quant_scale_repo_mode"), self.repo_mode)
+        return {"query_quant_mode": self.query_quant_mode, **repo}
 
 
 @dataclass(frozen=True)
@@ -135,13 +140,12 @@ WEIGHT_MODES: Mapping[int, WeightMode] = {
 CLIP_WEIGHT_MODES = (1, 2)
 
 CACHE_QUANTS: Mapping[int, CacheQuant] = {
-    0: CacheQuant("no quantisation", ACTIVATION, ACTIVATION, "Hckv", ACTIVATION),
+    0: CacheQuant("no quantisation", ACTIVATION, ACTIVATION, "Hckv"),
     1: CacheQuant(
         "per tensor",
         ELEMENT,
         ACTIVATION,
         "Hckv",
-        ELEMENT,
         {"quant_scale_ckv": "1"},
         query_quant_mode=1,
     ),
@@ -150,7 +154,6 @@ CACHE_QUANTS: Mapping[int, CacheQuant] = {
         torch.int8,
         torch.int8,
         "Hckv",
-        ACTIVATION,
         {"quant_scale_ckv": "1 Hckv", "quant_scale_ckr": "1 Dr"},
     ),
     3: CacheQuant(
@@ -158,7 +161,6 @@ CACHE_QUANTS: Mapping[int, CacheQuant] = {
         ELEMENT,
         None,
         "Dtile",
-        ACTIVATION,
         {"k_nope_clip_alpha": "1"},
         repo_mode=1,
         cache_modes=("PA_BSND", "BSND", "TND"),
@@ -177,6 +179,12 @@ CACHE_MODES: Mapping[str, CacheMode] = {
     "BSND": CacheMode("B S Nkv", {3: None}),
     "TND": CacheMode("T Nkv", {2: None}),
 }
+
+
+def named_dtypes(kv_cache_quant_mode: int) -> tuple[str, ...]:
+    """The arguments that name the dtype of a tensor of hifloat8, where the weights are that."""
+    quantised = (*_FULL, "kv_cache") if CACHE_QUANTS[kv_cache_quant_mode].kv == ELEMENT else _FULL
+    return tuple("token_x_dtype" if name == "x" else f"{name}_dtype" for name in quantised)
 
 
 def _nonzero(size: Any) -> Any:

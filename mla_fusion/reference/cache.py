@@ -14,7 +14,6 @@ from mla_fusion.meta import ContractError
 from mla_fusion.meta.layout import shares_memory, writable
 
 PAGED_BY_TOKEN = ("PA_BSND", "PA_NZ")
-PAGED_BY_BLOCK = ("PA_BLK_BSND", "PA_BLK_NZ")
 UNPAGED = ("BSND", "TND")
 
 

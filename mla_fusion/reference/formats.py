@@ -26,42 +26,39 @@ from mla_fusion.reference import hifloat8, quantize
 FP8_MAXIMUM = 448.0
 _MX_BLOCK = 32
 _TILE_FLOOR = 1e-4  # the A5 kernel keeps a tile's maximum above this (`vf_dynamic_quant.h`)
+Rounding = Callable[[Tensor], Tensor]
+Quantise = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
 class Format:
     """How one quantised format multiplies and rounds.
 
-    ``product(x, weight, scale_token, scale_channel)`` gives the dequantised float32 product; the
-    other functions return quantised data, with its float32 scale (last axis kept) where the scale
-    is computed.
+    ``product(x, weight, token, channel)``, the last two their scales, gives the dequantised float32
+    product; the other functions return quantised data, with its float32 scale (last axis kept)
+    where the scale is computed.
     """
 
-    product: Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
-    dynamic_quant: Callable[[Tensor], tuple[Tensor, Tensor]]
-    quant_query: Callable[[Tensor], tuple[Tensor, Tensor]]
-    per_tensor: Callable[[Tensor], Tensor]
+    product: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+    dynamic_quant: Quantise
+    quant_query: Quantise
+    per_tensor: Rounding
     per_tile: Callable[[Tensor, Tensor | None, int], tuple[Tensor, Tensor]]
 
 
 # -- int8, A2/A3
 
 
-def _int8_product(
-    x: Tensor, weight: Tensor, scale_token: Tensor | None, scale_channel: Tensor | None
-) -> Tensor:
-    assert scale_token is not None and scale_channel is not None
-    return quantize.dequant(quantize.int8_matmul(x, weight), scale_token, scale_channel)
+def _int8_product(x: Tensor, weight: Tensor, token: Tensor, channel: Tensor) -> Tensor:
+    return quantize.dequant(quantize.int8_matmul(x, weight), token, channel)
 
 
-def _int8_dynamic(x: Tensor) -> tuple[Tensor, Tensor]:
-    scaled, scale = quantize.dynamic_scale(x)
-    return quantize.to_int8(scaled), scale.float()
+def _int8_dynamic(rounded: Rounding) -> Quantise:
+    def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
+        scaled, scale = quantize.dynamic_scale(x)
+        return rounded(scaled), scale.float()
 
-
-def _int8_query(x: Tensor) -> tuple[Tensor, Tensor]:
-    scaled, scale = quantize.dynamic_scale(x)
-    return quantize.to_int8_through_half(scaled), scale.float()
+    return quantise
 
 
 def _int8_tile(x: Tensor, alpha: Tensor | None, tile: int) -> tuple[Tensor, Tensor]:
@@ -69,7 +66,13 @@ def _int8_tile(x: Tensor, alpha: Tensor | None, tile: int) -> tuple[Tensor, Tens
     return quantize.per_tile(x, alpha, tile)
 
 
-INT8 = Format(_int8_product, _int8_dynamic, _int8_query, quantize.to_int8, _int8_tile)
+INT8 = Format(
+    _int8_product,
+    _int8_dynamic(quantize.to_int8),
+    _int8_dynamic(quantize.to_int8_through_half),
+    quantize.to_int8,
+    _int8_tile,
+)
 
 
 # -- fp8 and hifloat8 with channel and token scales, A5
@@ -80,9 +83,7 @@ def to_fp8(x: Tensor) -> Tensor:
     return x.float().clamp(-FP8_MAXIMUM, FP8_MAXIMUM).to(torch.float8_e4m3fn)
 
 
-def _dynamic(
-    encode: Callable[[Tensor], Tensor], maximum: float
-) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+def _dynamic(encode: Rounding, maximum: float) -> Quantise:
     """``scale = max|x| * (1/maximum)``, ``q = x / scale`` over the last axis; a row of zeros
     quantises to zeros.
     """
@@ -96,13 +97,10 @@ def _dynamic(
     return quantise
 
 
-def _scaled(
-    encode: Callable[[Tensor], Tensor], decode: Callable[[Tensor], Tensor], maximum: float
-) -> Format:
+def _scaled(encode: Rounding, decode: Callable[[Tensor], Tensor], maximum: float) -> Format:
     """A format whose largest value is ``maximum``."""
 
-    def product(x: Tensor, weight: Tensor, token: Tensor | None, channel: Tensor | None) -> Tensor:
-        assert token is not None and channel is not None
+    def product(x: Tensor, weight: Tensor, token: Tensor, channel: Tensor) -> Tensor:
         return (decode(x) @ decode(weight)) * channel * token
 
     def per_tile(x: Tensor, alpha: Tensor | None, tile: int) -> tuple[Tensor, Tensor]:
@@ -122,11 +120,8 @@ HIFLOAT8 = _scaled(hifloat8.encode, hifloat8.decode, hifloat8.MAXIMUM)
 # -- int8, A5
 
 
-def _int8_product_a5(
-    x: Tensor, weight: Tensor, scale_token: Tensor | None, scale_channel: Tensor | None
-) -> Tensor:
-    assert scale_token is not None and scale_channel is not None
-    return quantize.dequant(quantize.int8_matmul(x, weight), scale_channel, scale_token)
+def _int8_product_a5(x: Tensor, weight: Tensor, token: Tensor, channel: Tensor) -> Tensor:
+    return _int8_product(x, weight, channel, token)
 
 
 _INT8_DYNAMIC_A5 = _dynamic(quantize.to_int8, 127.0)
@@ -141,12 +136,9 @@ def _spread(scale: Tensor) -> Tensor:
     return scale.float().repeat_interleave(_MX_BLOCK, -1)
 
 
-def _mx_product(
-    x: Tensor, weight: Tensor, scale_token: Tensor | None, scale_channel: Tensor | None
-) -> Tensor:
+def _mx_product(x: Tensor, weight: Tensor, token: Tensor, channel: Tensor) -> Tensor:
     """Blocks of 32 run along k in both operands; the weight's scales are stored ``[n, k/32]``."""
-    assert scale_token is not None and scale_channel is not None
-    return (x.float() * _spread(scale_token)) @ (weight.float() * _spread(scale_channel).t())
+    return (x.float() * _spread(token)) @ (weight.float() * _spread(channel).t())
 
 
 def bfloat16_half_away(x: Tensor) -> Tensor:

@@ -118,22 +118,11 @@ def sample_call(
         "cache_mode": cache_mode,
         "weight_quant_mode": weight_quant_mode,
         "kv_cache_quant_mode": kv_cache_quant_mode,
-        "query_quant_mode": cache.query_quant_mode,
-        "ckvkr_repo_mode": cache.repo_mode,
-        "quant_scale_repo_mode": cache.repo_mode,
+        **cache.modes,
         "tile_size": tile if cache.repo_mode else spec.TILE_SIZE,
     }
     if weight_quant_mode == 5:
-        names = (
-            "token_x_dtype",
-            "weight_dq_dtype",
-            "weight_uq_qr_dtype",
-            "weight_dkv_kr_dtype",
-            "kv_cache_dtype",
-        )
-        options |= dict.fromkeys(
-            names if kv_cache_quant_mode in (1, 3) else names[:-1], spec.HIFLOAT8
-        )
+        options |= dict.fromkeys(spec.named_dtypes(kv_cache_quant_mode), spec.HIFLOAT8)
     return call | options
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mla_fusion import meta
 from mla_fusion.compat import take_for_one
-from mla_fusion.meta import number_formats
+from mla_fusion.meta import number_formats, preprocess
 from mla_fusion.meta.prolog import CACHES, PROLOGS
 
 # results that are caches, and the arguments whose strides they keep
@@ -42,7 +42,7 @@ npu_mla_preprocess = partial(_inferred, "npu_mla_preprocess")
 
 
 def npu_mla_preprocess_out(*args: Any, **options: Any) -> tuple[Tensor, ...]:
-    return tuple(options[name] for name in ("q_out0", "kv_cache_out0", "q_out1", "kv_cache_out1"))
+    return tuple(options[name] for name in preprocess.RESULTS)
 
 
 def npu_rms_norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-06) -> tuple[Tensor, Tensor]:

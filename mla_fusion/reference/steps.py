@@ -31,6 +31,7 @@ def projection(
     """
     if form is None or scale_channel is None:
         return matmul(x, weight)
+    assert scale_token is not None  # comes with the channel's
     return form.product(x, weight, scale_token, scale_channel)
 
 

@@ -124,58 +124,40 @@ def _reference(
     mask: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     lengths = torch.as_tensor(seq_lens, device=query.device)
+
+    def attended(
+        axis: int, tables: Tensor, seen: Tensor, tokens: slice = slice(None)
+    ) -> tuple[Tensor, Tensor]:
+        """Of tokens of one sequence (axis 0), or of a sequence each (1); each sees so many
+        positions, the last token of a sequence all.
+        """
+        q, q_rope, seen = (x.unsqueeze(axis) for x in (query[tokens], query_rope[tokens], seen))
+        c_kv, k_pe = (_rows(cache, tables, seen[:, -1]) for cache in (kv_cache, kr_cache))
+        visible = torch.arange(c_kv.shape[1], device=c_kv.device) < seen.unsqueeze(-1)
+        if mask is not None:
+            visible = visible & mask[tokens].unsqueeze(axis)
+        out, lse = _attend(q, q_rope, c_kv, k_pe, visible, scale)
+        return out.squeeze(axis), lse.squeeze(axis)
+
     if query_lens is None:
-        return _attend_each(
-            query, query_rope, kv_cache, kr_cache, block_tables, lengths, scale, mask
-        )
+        return attended(1, block_tables, lengths)
     if isinstance(query_lens, Tensor) and torch.compiler.is_compiling():
         # lengths unknown while tracing: every token as a sequence of its own
         owner = torch.repeat_interleave(query_lens, output_size=query.shape[0])
         behind = query_lens.cumsum(0)[owner] - 1 - torch.arange(query.shape[0], device=query.device)
-        seen = lengths[owner] - behind
-        return _attend_each(
-            query, query_rope, kv_cache, kr_cache, block_tables[owner], seen, scale, mask
-        )
+        return attended(1, block_tables[owner], lengths[owner] - behind)
     counts = query_lens.tolist() if isinstance(query_lens, Tensor) else list(query_lens)
     if sum(counts) != query.shape[0]:
         _refuse("query_lens", f"lengths that sum to the {query.shape[0]} tokens", sum(counts))
     outs, lses = [query[:0]], [query.new_zeros(0, query.shape[1], dtype=_high(query))]
-    for index, tokens in enumerate(_slices(counts)):
-        one = slice(index, index + 1)
-        c_kv, k_pe = (
-            _rows(cache, block_tables[one], lengths[one]) for cache in (kv_cache, kr_cache)
-        )
-        behind = torch.arange(counts[index] - 1, -1, -1, device=query.device)
-        visible = _visible(c_kv, lengths[one] - behind, None if mask is None else mask[tokens])
-        out, lse = _attend(
-            query[None, tokens], query_rope[None, tokens], c_kv, k_pe, visible[None], scale
-        )
-        outs.append(out[0])
-        lses.append(lse[0])
+    for index, (count, end) in enumerate(zip(counts, accumulate(counts), strict=True)):
+        if count:
+            one = slice(index, index + 1)
+            seen = lengths[one] - torch.arange(count - 1, -1, -1, device=query.device)
+            out, lse = attended(0, block_tables[one], seen, slice(end - count, end))
+            outs.append(out)
+            lses.append(lse)
     return torch.cat(outs), torch.cat(lses)
-
-
-def _slices(counts: Sequence[int]) -> list[slice]:
-    """The tokens of each sequence."""
-    ends = list(accumulate(counts))
-    return [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
-
-
-def _attend_each(
-    query: Tensor,
-    query_rope: Tensor,
-    kv_cache: Tensor,
-    kr_cache: Tensor,
-    block_tables: Tensor,
-    seen: Tensor,
-    scale: float,
-    mask: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """One token a sequence; ``seen`` [T] positions of it are visible."""
-    c_kv, k_pe = (_rows(cache, block_tables, seen) for cache in (kv_cache, kr_cache))
-    visible = _visible(c_kv, seen, mask).unsqueeze(1)
-    out, lse = _attend(query.unsqueeze(1), query_rope.unsqueeze(1), c_kv, k_pe, visible, scale)
-    return out.squeeze(1), lse.squeeze(1)
 
 
 def _rows(cache: Tensor, block_tables: Tensor, lengths: Tensor) -> Tensor:
@@ -191,12 +173,6 @@ def _rows(cache: Tensor, block_tables: Tensor, lengths: Tensor) -> Tensor:
     rows = rows.flatten(1, 3)
     beyond = torch.arange(rows.shape[1], device=cache.device) >= lengths.unsqueeze(1)
     return rows.masked_fill(beyond.unsqueeze(-1), 0)
-
-
-def _visible(c_kv: Tensor, seen: Tensor, mask: Tensor | None) -> Tensor:
-    """bool [tokens, S]: the first ``seen`` positions, less what ``mask`` forbids."""
-    visible = torch.arange(c_kv.shape[1], device=c_kv.device) < seen.unsqueeze(1)
-    return visible if mask is None else visible & mask
 
 
 def _attend(
