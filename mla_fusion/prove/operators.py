@@ -75,7 +75,7 @@ class Call:
         """What rows of the operator table call it."""
         return known(self.target).row.word
 
-    def of(self, target: OpOverload, **given: Any) -> Call:
+    def of(self, target: OpOverload, given: dict[str, Any]) -> Call:
         """The call of another operator, of other arguments."""
         return replace(self, target=target, name=schema_of(target).name, given=given)
 
@@ -762,7 +762,7 @@ def _scattered_rows(call: Call) -> Value:
 def _rows_put(call: Call, index: Any, source: Any) -> Value:
     indices = [None] * _axis(call) + [index]
     given = {"self": call["self"], "indices": indices, "values": source, "accumulate": False}
-    return _index_put(call.of(torch.ops.aten.index_put.default, **given))
+    return _index_put(call.of(torch.ops.aten.index_put.default, given))
 
 
 # -- tensors of numbers
@@ -1585,7 +1585,7 @@ def _attention(call: Call) -> Value:
         mask = field.integers(torch.ones(scores.shape[-2:], dtype=torch.int64).tril())
     if call["is_causal"] or call.holds("attn_mask") == torch.bool:
         given = {"mask": _opposite(mask), "self": scores, "value": -math.inf}
-        scores = real(_masked_fill(call.of(torch.ops.aten.masked_fill.Scalar, **given)))
+        scores = real(_masked_fill(call.of(torch.ops.aten.masked_fill.Scalar, given)))
     elif mask is not None:
         scores = add(scores, mask)
     return field.matmul(_shares(call, scores, len(scores.shape) - 1), value)
