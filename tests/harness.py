@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import re
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 import mla_fusion as mf
 from mla_fusion.compile.boundary import fuse_with_boundary
@@ -113,18 +117,45 @@ def graph_of(model: nn.Module, *args: Tensor, device: str = "cpu", **options: An
         return capture(model, *args, device=device, **options)[0]
 
 
-def traced(model: nn.Module, given: tuple[Tensor, ...]) -> tuple[GraphModule, list[Tensor]]:
-    """The functional graph and its first arguments, the parameters; cheaper than torch.compile."""
-    weights = dict(model.named_parameters())
+def traced(
+    model: nn.Module, given: tuple[Tensor, ...], dynamic: bool = False
+) -> tuple[GraphModule, list[Tensor]]:
+    """The functional graph and its first arguments, the parameters and buffers.
+
+    But for views and paths of modules it is what :func:`graph_of` captures on device cpu
+    (fusion/test_traced.py), in a third of the time: neither Dynamo nor AOT autograd runs.
+    """
+    weights = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=not dynamic)
+
+    def fake(name: str, value: Tensor, varies: bool) -> Tensor:
+        if not dynamic:
+            return mode.from_tensor(value)
+        free = [DimDynamic.DUCK if varies else DimDynamic.STATIC for _ in value.shape]
+        context = StatelessSymbolicContext(dynamic_sizes=free)
+        return mode.from_tensor(value, symbolic_context=context, source=ConstantSource(name))
 
     def call(values: list[Tensor], *args: Tensor) -> Any:
         return torch.func.functional_call(model, dict(zip(weights, values, strict=True)), args)
 
     functional = torch.func.functionalize(call, remove="mutations")
+    held = [fake(f"weight{i}", value, False) for i, value in enumerate(weights.values())]
+    args = [fake(f"arg{i}", value, True) for i, value in enumerate(given)]
     with torch.no_grad():
-        return make_fx(functional, tracing_mode="fake")(list(weights.values()), *given), list(
-            weights.values()
-        )
+        gm = make_fx(functional, tracing_mode="symbolic" if dynamic else "fake")(held, *args)
+    gm.graph.eliminate_dead_code()
+    gm.recompile()
+    names = [*weights, *inspect.signature(model.forward).parameters]
+    for node, name in zip(gm.graph.find_nodes(op="placeholder"), names, strict=False):
+        node.meta[module_path.NAME] = name
+    return gm, list(weights.values())
+
+
+def traced_graph(model: nn.Module, *args: Tensor, dynamic: bool = False) -> GraphModule:
+    """As :func:`graph_of`, for tests of what the pass reads in a graph, not of where graphs come
+    from.
+    """
+    return traced(model, args, dynamic)[0]
 
 
 def refused(gm: GraphModule, config: mf.Config | None = None) -> Rejection:

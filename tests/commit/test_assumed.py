@@ -8,12 +8,12 @@ from torch import Tensor
 import mla_fusion as mf
 from tests.catalogue import ENTRIES, base, prologues
 from tests.catalogue.base import Base
-from tests.harness import graph_of
+from tests.harness import traced_graph
 
 
 def assumptions(model: torch.nn.Module, *args: Tensor) -> tuple[str, ...]:
     report = mf.explain(
-        graph_of(model, *(args or base.paged_args())), mf.Config(verify="off"), boundary=True
+        traced_graph(model, *(args or base.paged_args())), mf.Config(verify="off"), boundary=True
     )
     (fusion,) = report.fused
     return fusion.assumptions
@@ -67,7 +67,7 @@ def test_a_floor_under_the_largest_of_a_row() -> None:
     """PackedClipped: no scale of a tile below 1e-8."""
     found = ENTRIES["PackedClipped"]
     report = mf.explain(
-        graph_of(found.model(), *found.args()), found.config(verify="off"), boundary=True
+        traced_graph(found.model(), *found.args()), found.config(verify="off"), boundary=True
     )
     assert any(
         "no row comes near the floor of 1e-08" in text for text in report.fused[0].assumptions
@@ -103,7 +103,7 @@ class ByInt32(ENTRIES["PlainCache"].model):  # type: ignore[name-defined]
 def test_rounded_rows_that_an_int32_holds() -> None:
     entry = ENTRIES["PlainCache"]
     for model, count in ((ByInt32(), 2), (entry.model(), 0)):
-        gm = graph_of(model, *entry.args())
+        gm = traced_graph(model, *entry.args())
         (fusion,) = mf.explain(gm, entry.config(verify="off"), boundary=True).fused
         lines = [text for text in fusion.assumptions if "below 2**31" in text]
         assert fusion.placement == "in place" and len(lines) == count, fusion.assumptions

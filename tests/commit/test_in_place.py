@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import mla_fusion as mf
 from mla_fusion.compile import torchair_bridge
 from tests.catalogue import base, int8_caches, prologues
-from tests.harness import assert_as_exact, clones, distance, graph_of
+from tests.harness import assert_as_exact, clones, distance, traced_graph
 
 
 class Steps(prologues.PagedRotateHalf):
@@ -181,7 +181,7 @@ def test_what_would_move_ahead_of_a_step(changes: bool) -> None:
             return super().forward(x, *args[:-1], args[-1] + 1), self.early
 
     *args, slots = base.paged_args()
-    gm = graph_of(Late(), *args, slots.clamp_max(62))
+    gm = traced_graph(Late(), *args, slots.clamp_max(62))
     (reader,) = (n for n in gm.graph.nodes if "mul" in n.name and n.args[1:] == (2,))
     inputs = gm.graph.find_nodes(op="placeholder")
     (given,) = (node for node in inputs if node.meta["val"].dtype == torch.int64)

@@ -16,7 +16,7 @@ from tests.catalogue import (
     base,
     prologues,
 )
-from tests.harness import graph_of, refused
+from tests.harness import refused, traced_graph
 
 
 def test_graph_that_is_not_functional() -> None:
@@ -52,7 +52,7 @@ def test_a_prologue_that_nobody_reads() -> None:
     """Dead ends that no clean-up has taken away: the last values are there, and nothing after
     them.
     """
-    gm = graph_of(base.Base(), *base.paged_args())
+    gm = traced_graph(base.Base(), *base.paged_args())
     (fusion,) = mf.explain(gm).fused
     *nodes, output = gm.graph.nodes
     made = [node for node in nodes if node.name in fusion.replaced]
@@ -72,7 +72,7 @@ def test_a_prologue_that_nobody_reads() -> None:
 
 
 def test_mixed_streams() -> None:
-    gm = graph_of(prologues.PagedRotateHalf(), *base.paged_args())
+    gm = traced_graph(prologues.PagedRotateHalf(), *base.paged_args())
     mm = next(node for node in gm.graph.nodes if "mm" in node.name)
     mm.meta["stream_label"] = "11"
     assert refused(gm).code == "stream.mixed"
@@ -83,7 +83,7 @@ def test_what_differs_by_a_trillionth() -> None:
         def rotate_k(self, k_pe: torch.Tensor, c: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
             return self.rotate((k_pe.float() * (1 + 1e-12)).bfloat16(), c, s)
 
-    assert refused(graph_of(Nearly(), *base.paged_args())).code == "proof.differs"
+    assert refused(traced_graph(Nearly(), *base.paged_args())).code == "proof.differs"
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def test_call_that_does_not_run(monkeypatch: pytest.MonkeyPatch, unproved: None)
         raise RuntimeError("no such kernel")
 
     monkeypatch.setattr(targets, "call_kernel", fail)
-    rejection = refused(graph_of(prologues.PagedRotateHalf(), *base.paged_args()))
+    rejection = refused(traced_graph(prologues.PagedRotateHalf(), *base.paged_args()))
     assert rejection.code == "verify.mismatch" and "no such kernel" in rejection.message
 
 
@@ -110,7 +110,7 @@ def test_verification_catches_a_wrong_replacement(
     monkeypatch.setattr(
         rows, "table", lambda b, *given: b.call(torch.ops.aten.neg.default, right(b, *given))
     )
-    rejection = refused(graph_of(prologues.PagedRotateHalf(), *base.paged_args()))
+    rejection = refused(traced_graph(prologues.PagedRotateHalf(), *base.paged_args()))
     assert rejection.code == "verify.mismatch"
     assert str(verify.TOLERANCE) in rejection.message
 
@@ -118,7 +118,7 @@ def test_verification_catches_a_wrong_replacement(
 def test_failure_while_committing_puts_everything_back(monkeypatch: pytest.MonkeyPatch) -> None:
     from mla_fusion.emit import results
 
-    gm = graph_of(prologues.Layers(), *prologues.layers_args())
+    gm = traced_graph(prologues.Layers(), *prologues.layers_args())
     before, calls = str(gm.graph), []
     right = results.fit
 

@@ -4,6 +4,8 @@ verification.
 
 from __future__ import annotations
 
+import copy
+from functools import cache
 from typing import Any
 
 import pytest
@@ -22,8 +24,14 @@ from tests.catalogue import base, prologues
 aten = torch.ops.aten
 
 
-def layers() -> GraphModule:
+@cache
+def _captured() -> GraphModule:
     return capture(prologues.Layers(), *prologues.layers_args(), device="cpu")[0]
+
+
+def layers() -> GraphModule:
+    """A copy of one captured graph."""
+    return copy.deepcopy(_captured())
 
 
 def keys(

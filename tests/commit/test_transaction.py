@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -70,8 +72,14 @@ def fail_at(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, after: int) 
     monkeypatch.setattr(owner, name, fails)
 
 
-def layers() -> GraphModule:
+@cache
+def _captured() -> GraphModule:
     return capture(prologues.Layers(), *prologues.layers_args(), device="cpu")[0]
+
+
+def layers() -> GraphModule:
+    """A copy of one captured graph."""
+    return copy.deepcopy(_captured())
 
 
 def state(gm: GraphModule) -> tuple[Any, ...]:

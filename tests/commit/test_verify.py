@@ -13,20 +13,15 @@ from torch.fx import GraphModule
 
 import mla_fusion as mf
 from mla_fusion.commit import draws, region, token_counts, verify
-from mla_fusion.compile.device_graph import capture
 from mla_fusion.emit import rows, targets
 from mla_fusion.fx.program import Program
 from mla_fusion.fx.view import View
 from mla_fusion.match.finder import Finder
 from mla_fusion.plan.whole import PrologPlanner
 from tests.catalogue import base, floats, layouts, prologues, rotations
+from tests.harness import traced_graph
 
 aten = torch.ops.aten
-
-
-def graph_of(model: torch.nn.Module, *args: Tensor, dynamic: bool = False) -> GraphModule:
-    with torch._dynamo.config.patch(specialize_float=True):
-        return capture(model, *args, device="cpu", dynamic=dynamic)[0]
 
 
 def large_cache_args(blocks: int) -> list[Tensor]:
@@ -62,7 +57,7 @@ def after(gm: GraphModule, node: Any, op: Any, *args: Any, only: Any = None) -> 
 
 def changed_in_secret(op: Any, *args: Any, where: str = "norm") -> str:
     """The verdict on a region in which one step was added after the plan had been made."""
-    gm = graph_of(prologues.PagedRotateHalf(), *base.paged_args())
+    gm = traced_graph(prologues.PagedRotateHalf(), *base.paged_args())
     _view, plan = planned(gm)
     q, k = plan.candidate.query, plan.candidate.key
     node = {"norm": q.norm.node, "kv": k.norm.node, "x": q.down.origin, "cos": plan.cos[0].base}[
@@ -110,7 +105,7 @@ def test_what_is_random_is_known_by_its_tag() -> None:
 
 
 def test_an_untouched_region_is_verified() -> None:
-    view, plan = planned(graph_of(prologues.PagedRotateHalf(), *base.paged_args()))
+    view, plan = planned(traced_graph(prologues.PagedRotateHalf(), *base.paged_args()))
     result = verify.compare(view, plan)
     assert result.verified == "verified" and result.left_out == ()
     assert result.compared == f"compared at T = 8, 5 draws, {len(plan.replacements)} outputs"
@@ -121,7 +116,7 @@ def test_an_untouched_region_is_verified() -> None:
 @pytest.mark.parametrize("row", [0, 5, 199])
 def test_one_wrong_row_does_not_hide_among_many(row: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The row is scaled by a tenth: among 200 rows that is 0.7 % of the whole."""
-    gm = graph_of(prologues.PagedRotateHalf(), *base.paged_args(tokens=200))
+    gm = traced_graph(prologues.PagedRotateHalf(), *base.paged_args(tokens=200))
     right = targets.call_kernel
 
     def wrong(b: Any, plan: Any) -> Any:
@@ -137,7 +132,7 @@ def test_one_wrong_row_does_not_hide_among_many(row: int, monkeypatch: pytest.Mo
 
 
 def test_a_symbolic_number_of_tokens_is_tried_twice() -> None:
-    gm = graph_of(prologues.PagedRotateHalf(), *base.paged_args(), dynamic=True)
+    gm = traced_graph(prologues.PagedRotateHalf(), *base.paged_args(), dynamic=True)
     (fusion,) = mf.fuse(gm).fused
     assert fusion.verified == "verified"
     first, second = (
@@ -147,7 +142,9 @@ def test_a_symbolic_number_of_tokens_is_tried_twice() -> None:
 
 
 def test_the_second_run_has_more_sequences_too() -> None:
-    view, plan = planned(graph_of(layouts.Sequences(), *layouts.sequence_args(3, 4), dynamic=True))
+    view, plan = planned(
+        traced_graph(layouts.Sequences(), *layouts.sequence_args(3, 4), dynamic=True)
+    )
     sizes = plan.token_x.meta["val"].shape[:-1]
     runs = [
         sized.binding.shape(sizes)
@@ -158,7 +155,7 @@ def test_the_second_run_has_more_sequences_too() -> None:
 
 def test_what_depends_on_the_number_of_the_token_shows() -> None:
     """Tokens from the sixteenth on are halved: five tokens do not tell."""
-    gm = graph_of(prologues.PagedRotateHalf(), *base.paged_args(), dynamic=True)
+    gm = traced_graph(prologues.PagedRotateHalf(), *base.paged_args(), dynamic=True)
     _view, plan = planned(gm)
     node = plan.candidate.query.norm.node
     with gm.graph.inserting_after(node):
@@ -199,7 +196,7 @@ class ByPosition(prologues.PagedRotateHalf):
 
 def test_tables_are_made_from_positions_far_out() -> None:
     x, cos, sin, *rest = base.paged_args()
-    gm = graph_of(ByPosition(""), x, cos, sin, torch.arange(len(x)), *rest)
+    gm = traced_graph(ByPosition(""), x, cos, sin, torch.arange(len(x)), *rest)
     view, plan = planned(gm)
     cut = region.cut_out(view, plan)
     (positions,) = (
@@ -215,7 +212,7 @@ def test_tables_are_made_from_positions_far_out() -> None:
 
 def test_positions_that_are_cut_show_far_out() -> None:
     x, cos, sin, *rest = base.paged_args()
-    gm = graph_of(ByPosition(""), x, cos, sin, torch.arange(len(x)), *rest)
+    gm = traced_graph(ByPosition(""), x, cos, sin, torch.arange(len(x)), *rest)
     _view, plan = planned(gm)
     table = plan.cos[0].base
     with gm.graph.inserting_after(table):
@@ -242,7 +239,7 @@ def test_gathered_tables_keep_within_their_rows() -> None:
         torch.arange(len(x)),
         *rest,
     )
-    view, plan = planned(graph_of(Gathered(), *args))
+    view, plan = planned(traced_graph(Gathered(), *args))
     cut = region.cut_out(view, plan)
     drawn = draws.Draws(view, plan, cut, None, False, 0)
     (positions,) = (leaf for leaf in drawn._bounds)
@@ -253,7 +250,7 @@ def test_gathered_tables_keep_within_their_rows() -> None:
 
 
 def test_slots_are_distinct_and_hold_both_ends() -> None:
-    view, plan = planned(graph_of(prologues.PagedRotateHalf(), *base.paged_args()))
+    view, plan = planned(traced_graph(prologues.PagedRotateHalf(), *base.paged_args()))
     cut = region.cut_out(view, plan)
     (slots,) = (leaf for leaf, role in cut.leaves.items() if role == "slots")
     blocks, size = plan.caches.kv_shape[:2]
@@ -265,7 +262,7 @@ def test_slots_are_distinct_and_hold_both_ends() -> None:
 
 def test_a_cache_of_any_size_is_compared() -> None:
     """4 GiB of latents, of which nothing is allocated here."""
-    gm = graph_of(prologues.PagedRotateHalf().to("meta"), *large_cache_args(65536))
+    gm = traced_graph(prologues.PagedRotateHalf().to("meta"), *large_cache_args(65536))
     (fusion,) = mf.fuse(gm).fused
     assert fusion.placement == "in place" and fusion.verified == "verified"
     sizes = {figure.output: figure.elements for figure in fusion.figures}
@@ -275,14 +272,14 @@ def test_a_cache_of_any_size_is_compared() -> None:
 def test_a_wrong_slot_shows_in_a_large_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     right = rows.slots
     monkeypatch.setattr(rows, "slots", lambda b, plan, lead: right(b, plan, lead).flip(0))
-    gm = graph_of(prologues.PagedRotateHalf().to("meta"), *large_cache_args(8192))
+    gm = traced_graph(prologues.PagedRotateHalf().to("meta"), *large_cache_args(8192))
     assert outcome(gm).startswith("verify.mismatch")
 
 
 def test_half_rows_are_compared_in_the_models_order() -> None:
 
     report = mf.fuse(
-        graph_of(rotations.GptjStack(), *base.paged_args()), mf.Config(kr_layout="half")
+        traced_graph(rotations.GptjStack(), *base.paged_args()), mf.Config(kr_layout="half")
     )
     (fusion,) = report.fused
     assert fusion.verified == "verified" and "half" not in fusion.placement
@@ -316,7 +313,7 @@ def test_what_acts_on_very_large_or_small_numbers_alone_shows(
 
 def test_a_model_that_makes_much_of_its_own_rounding_is_not_excused() -> None:
     """What bfloat16 leaves of a number, 1000 times over: over the real numbers it is nothing."""
-    gm = graph_of(prologues.PagedRotateHalf(), *base.paged_args())
+    gm = traced_graph(prologues.PagedRotateHalf(), *base.paged_args())
     _view, plan = planned(gm)
     node = plan.candidate.query.norm.node
     readers = list(node.users)
@@ -345,7 +342,7 @@ def test_a_model_that_makes_much_of_its_own_rounding_is_not_excused() -> None:
 
 @pytest.mark.parametrize("tokens", [1, 8])
 def test_draws_of_float64_span_forty_decades(tokens: int) -> None:
-    view, plan = planned(graph_of(prologues.PagedRotateHalf(), *base.paged_args(tokens=tokens)))
+    view, plan = planned(traced_graph(prologues.PagedRotateHalf(), *base.paged_args(tokens=tokens)))
     cut = region.cut_out(view, plan)
     drawn = draws.Draws(view, plan, cut, None, False, 0)
     (x,) = (leaf for leaf, role in cut.leaves.items() if role == "x")
@@ -358,7 +355,7 @@ def test_draws_of_float64_span_forty_decades(tokens: int) -> None:
 
 
 def test_the_witness_does_not_run_what_facts_are_read_by(monkeypatch: pytest.MonkeyPatch) -> None:
-    view, plan = planned(graph_of(prologues.PagedRotateHalf(), *base.paged_args()))
+    view, plan = planned(traced_graph(prologues.PagedRotateHalf(), *base.paged_args()))
     monkeypatch.setattr(Program, "run", None)
     monkeypatch.setattr(Program, "__init__", None)
     assert verify.compare(view, plan).verified == "verified"
@@ -402,7 +399,7 @@ def test_numbers_in_blocks_are_compared_in_their_scales(
     change: Any, is_same: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
-    gm = graph_of(floats.MxIndexed(), *base.paged_args())
+    gm = traced_graph(floats.MxIndexed(), *base.paged_args())
     call = targets.call_kernel
 
     def changed(builder: Any, plan: Any) -> Any:
@@ -415,7 +412,7 @@ def test_numbers_in_blocks_are_compared_in_their_scales(
 
 
 def test_errors_against_float64_stand_beside_those_of_the_unfused_run() -> None:
-    gm = graph_of(prologues.PagedRotateHalf(), *base.paged_args())
+    gm = traced_graph(prologues.PagedRotateHalf(), *base.paged_args())
     (fusion,) = mf.explain(gm, boundary=True).fused
     errors = {figure.output: figure.float64 for figure in fusion.figures}
     assert {"query", "query_rope", "kv_cache", "kr_cache"} == errors.keys()

@@ -9,7 +9,7 @@ from tests.catalogue import (
     base,
     prologues,
 )
-from tests.harness import graph_of, refused
+from tests.harness import refused, traced_graph
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ def test_hidden_size_that_the_kernel_refuses(
 ) -> None:
     monkeypatch.setattr(base, "HE", value)
     rejection = refused(
-        graph_of(prologues.PagedRotateHalf(), *base.paged_args()), mf.Config(**option)
+        traced_graph(prologues.PagedRotateHalf(), *base.paged_args()), mf.Config(**option)
     )
     assert rejection.code == code
     assert str(value) in rejection.message
@@ -33,9 +33,11 @@ def test_hidden_size_that_the_kernel_refuses(
 def test_block_size_that_the_kernel_refuses_is_staged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base, "BLOCK_SIZE", 8)
     args = base.paged_args()
-    report = mf.fuse(graph_of(prologues.PagedRotateHalf(), *args))
+    report = mf.fuse(traced_graph(prologues.PagedRotateHalf(), *args))
     assert "the kernel refuses the caches" in report.fused[0].placement
-    rejection = refused(graph_of(prologues.PagedRotateHalf(), *args), mf.Config(staging="never"))
+    rejection = refused(
+        traced_graph(prologues.PagedRotateHalf(), *args), mf.Config(staging="never")
+    )
     assert rejection.code.startswith("contract:dims.") and "BlockSize" in rejection.message
 
 
@@ -43,6 +45,6 @@ def test_query_norm_of_a_release_that_gives_none(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(base, "HE", 6144)
     monkeypatch.setattr(prologues, "HE", 6144)
     graph, args = prologues.WithIndexer(), base.paged_args()
-    rejection = refused(graph_of(graph, *args), mf.Config(cann="8.3", verify="off"))
+    rejection = refused(traced_graph(graph, *args), mf.Config(cann="8.3", verify="off"))
     assert rejection.code == "contract:query_norm_flag" and "CANN 8.3" in rejection.message
-    assert mf.fuse(graph_of(graph, *args), mf.Config(cann="8.5", verify="off")).fused
+    assert mf.fuse(traced_graph(graph, *args), mf.Config(cann="8.5", verify="off")).fused

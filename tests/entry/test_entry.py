@@ -17,16 +17,16 @@ from tests.catalogue import (
     misses_products,
     prologues,
 )
-from tests.harness import clones, graph_of, outcome, refused
+from tests.harness import clones, graph_of, outcome, refused, traced_graph
 
 
 def test_explain_gives_the_reason_that_fuse_gives() -> None:
-    gm = graph_of(misses_products.Bias(), *base.paged_args())
+    gm = traced_graph(misses_products.Bias(), *base.paged_args())
     assert mf.explain(gm).rejected == mf.fuse(gm).rejected
 
 
 def test_explain_changes_nothing() -> None:
-    gm = graph_of(prologues.PagedRotateHalf(), *base.paged_args())
+    gm = traced_graph(prologues.PagedRotateHalf(), *base.paged_args())
     before = str(gm.graph)
     assert len(mf.explain(gm).fused) == 1
     assert str(gm.graph) == before
@@ -50,7 +50,7 @@ def test_an_unfused_graph_keeps_its_writes() -> None:
 
 
 def test_a_predicate_that_raises_is_the_callers_error() -> None:
-    gm = graph_of(prologues.PagedRotateHalf(), *base.paged_args())
+    gm = traced_graph(prologues.PagedRotateHalf(), *base.paged_args())
     with pytest.raises(RuntimeError, match=r"in Config.skip raised AttributeError"):
         mf.fuse(gm, mf.Config(skip=(lambda candidate: candidate.no_such_fact,)))
 
@@ -68,7 +68,7 @@ def test_skip_by_layer_and_predicate(entry: Any) -> None:
 
 @pytest.mark.parametrize("model", [base.Base, misses_products.Bias, misses_products.Unabsorbed])
 def test_skip_takes_the_name_that_the_report_gives(model: type[torch.nn.Module]) -> None:
-    gm = graph_of(model(), *base.paged_args())
+    gm = traced_graph(model(), *base.paged_args())
     report = mf.explain(gm)
     (found,) = (*report.fused, *report.rejected)
     assert refused(gm, mf.Config(skip=(found.layer,))).code == "skip"
@@ -79,7 +79,7 @@ def test_skip_by_code_is_silent(
     entry: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(base, "HE", 1152)
-    gm = graph_of(prologues.PagedRotateHalf(), *base.paged_args())
+    gm = traced_graph(prologues.PagedRotateHalf(), *base.paged_args())
     rejection = refused(gm, mf.Config(skip=(entry,)))
     assert rejection.code == "skip" and "contract:dims.he is in Config.skip" in rejection.message
     assert not caplog.records
@@ -87,7 +87,7 @@ def test_skip_by_code_is_silent(
 
 
 def test_disabled_pass_leaves_the_graph() -> None:
-    gm = graph_of(prologues.PagedRotateHalf(), *base.paged_args())
+    gm = traced_graph(prologues.PagedRotateHalf(), *base.paged_args())
     before = str(gm.graph)
     report = mf.fuse(gm, mf.Config(enable=False))
     assert (report.fused, report.rejected, str(gm.graph)) == ([], [], before)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from mla_fusion.facts import input_norm
 from mla_fusion.fx.view import View
-from tests.harness import graph_of
+from tests.harness import traced_graph
 
 npu = torch.ops.npu
 Spelling = Callable[[Tensor, Tensor], Tensor]
@@ -73,7 +73,7 @@ def read(spelling: Spelling) -> input_norm.InputNorm | None:
                 return sum_and_norm(x, self.weight)
             return (spelling(x, self.weight),)
 
-    gm = graph_of(Model(), torch.randn(4, 8).bfloat16())
+    gm = traced_graph(Model(), torch.randn(4, 8).bfloat16())
     view = View(gm)
     (output,) = gm.graph.find_nodes(op="output")
     return input_norm.find(view, output.args[0][-1])

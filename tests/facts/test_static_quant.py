@@ -13,7 +13,7 @@ from mla_fusion.facts import static_quant
 from mla_fusion.fx import module_path
 from mla_fusion.fx.held import NUMBERS, Numbers, narrowed
 from mla_fusion.fx.kinds import op_name
-from tests.harness import graph_of
+from tests.harness import traced_graph
 
 npu = torch.ops.npu
 Spelling = Callable[[Tensor, Tensor, Tensor], Tensor]  # x [4, 8], scale [1], offset [1]
@@ -63,7 +63,7 @@ def read(spelling: Spelling) -> static_quant.StaticQuant | None:
         torch.tensor([0.5]).bfloat16(),
         torch.tensor([3], dtype=torch.int8),
     )
-    nodes = graph_of(Model(), *args).graph.nodes
+    nodes = traced_graph(Model(), *args).graph.nodes
     operators = [
         node for node in nodes if op_name(node) in ("npu::npu_quantize", "npu::npu_dynamic_quant")
     ]
@@ -130,7 +130,7 @@ def read_vectors(
         def forward(self, x: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
             return npu.npu_quantize(x, step(scale), offset, 1, -1, call[2])
 
-    gm = graph_of(Model(), torch.randn(4, 8).bfloat16(), *call[:2])
+    gm = traced_graph(Model(), torch.randn(4, 8).bfloat16(), *call[:2])
     inputs = (node for node in gm.graph.find_nodes(op="placeholder") if node.meta["val"].dim() == 1)
     for node, held, name in zip(inputs, call, ("scale", "offset"), strict=False):
         node.name = node.meta[module_path.NAME] = name

@@ -14,6 +14,7 @@ import mla_fusion as mf
 from mla_fusion.compile.device_graph import capture
 from tests.catalogue import base
 from tests.catalogue.base import Base
+from tests.harness import traced_graph
 
 
 class After(nn.Module):
@@ -74,7 +75,7 @@ GATES: dict[str, Callable[[Tensor], Tensor]] = {
 def test_gates_that_open_far_from_the_probes(name: str) -> None:
     model = Base()
     model.q_a_layernorm = After(model.q_a_layernorm, GATES[name])  # type: ignore[assignment]
-    gm, _ = capture(model, *base.paged_args(), device="cpu")
+    gm = traced_graph(model, *base.paged_args())
     assert mf.fuse(gm).fused == []
 
 
@@ -94,7 +95,7 @@ class Underflow(Base):
 
 @pytest.mark.parametrize("model", [SmallGate, Underflow])
 def test_steps_on_the_query(model: type[Base]) -> None:
-    gm, _ = capture(model(), *base.paged_args(), device="cpu")
+    gm = traced_graph(model(), *base.paged_args())
     assert mf.fuse(gm).fused == []
 
 
@@ -145,6 +146,6 @@ class SlotsByTwoCounts(Base):
 
 
 def test_slots_plus_a_vector_may_repeat() -> None:
-    gm, _ = capture(SlotsByTwoCounts(), *base.paged_args(), device="cpu")
+    gm = traced_graph(SlotsByTwoCounts(), *base.paged_args())
     (fusion,) = mf.fuse(gm).fused
     assert fusion.placement.startswith("staged")

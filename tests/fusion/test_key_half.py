@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import mla_fusion as mf
 from tests.catalogue import ENTRIES, base, keys, misses_keys, prologues
 from tests.catalogue.base import DR, HCKV, D
-from tests.harness import clones, compiled, distance, eager, graph_of, outcome, refused
+from tests.harness import clones, compiled, distance, eager, outcome, refused, traced_graph
 
 from .ge_graphs import same_wiring
 
@@ -22,14 +22,14 @@ BOTH = mf.Config(targets=("v3", "key"))
 
 
 def test_the_whole_wins_where_it_is_possible() -> None:
-    report = mf.fuse(graph_of(prologues.Layers(), *prologues.layers_args()), BOTH)
+    report = mf.fuse(traced_graph(prologues.Layers(), *prologues.layers_args()), BOTH)
     assert [fusion.target for fusion in report.fused] == ["v3"] * 3
     assert {fusion.operator for fusion in report.fused} == {"npu_mla_prolog_v3"}
 
 
 def test_the_key_alone_is_taken_on_request() -> None:
     report = mf.fuse(
-        graph_of(prologues.Layers(), *prologues.layers_args()), mf.Config(targets=("key",))
+        traced_graph(prologues.Layers(), *prologues.layers_args()), mf.Config(targets=("key",))
     )
     assert [fusion.target for fusion in report.fused] == ["key"] * 3
     assert {fusion.instead_of for fusion in report.fused} == {""}
@@ -44,7 +44,7 @@ def test_an_unabsorbed_query(targets: tuple[str, ...], taken: str) -> None:
         def absorb(self, q_nope: Tensor) -> Tensor:
             return nn.functional.pad(q_nope, (0, HCKV - D))
 
-    report = mf.fuse(graph_of(Unabsorbed(), *base.paged_args()), mf.Config(targets=targets))
+    report = mf.fuse(traced_graph(Unabsorbed(), *base.paged_args()), mf.Config(targets=targets))
     assert [fusion.target for fusion in report.fused] == [taken]
 
 
@@ -62,7 +62,7 @@ def test_targets_are_in_the_ladders_order() -> None:
 
 
 def test_the_report_says_which_step_down_was_taken() -> None:
-    report = mf.fuse(graph_of(keys.PagedLite(), *base.paged_args()), BOTH)
+    report = mf.fuse(traced_graph(keys.PagedLite(), *base.paged_args()), BOTH)
     (fusion,) = report.fused
     assert fusion.instead_of.startswith("[q_lora.absent]") and fusion.dims["Hckv"] == HCKV
     assert "npu_kv_rmsnorm_rope_cache_v2, in place" in str(report)
@@ -75,15 +75,15 @@ def test_the_report_says_which_step_down_was_taken() -> None:
 
 
 def test_a_rejection_says_why_the_half_was_not_taken_either() -> None:
-    rejection = refused(graph_of(misses_keys.WideWeight(), *base.paged_args()), BOTH)
+    rejection = refused(traced_graph(misses_keys.WideWeight(), *base.paged_args()), BOTH)
     assert rejection.code == "q_lora.absent"
     assert [text.partition("]")[0] for text in rejection.below] == ["[norm.gamma_dtype"]
-    report = mf.explain(graph_of(misses_keys.WideWeight(), *base.paged_args()), BOTH)
+    report = mf.explain(traced_graph(misses_keys.WideWeight(), *base.paged_args()), BOTH)
     assert "next target: [norm.gamma_dtype]" in str(report)
 
 
 def test_what_config_skips_is_left_alone() -> None:
-    gm = graph_of(keys.PagedLite(), *base.paged_args())
+    gm = traced_graph(keys.PagedLite(), *base.paged_args())
     assert refused(gm, mf.Config(targets=("v3", "key"), skip=("q_lora.absent",))).code == "skip"
 
 
@@ -92,26 +92,28 @@ def test_the_querys_layout_is_the_models() -> None:
     pairs.
     """
     config = mf.Config(targets=("key",), kr_layout="half")
-    report = mf.fuse(graph_of(keys.ComplexLite(), *prologues.dense_args()), config)
+    report = mf.fuse(traced_graph(keys.ComplexLite(), *prologues.dense_args()), config)
     assert outcome(report) == ("staged",)
 
 
 def test_staging_forbidden() -> None:
     config = mf.Config(targets=("key",), staging="never")
     assert (
-        refused(graph_of(keys.ComplexLite(), *prologues.dense_args()), config).code
+        refused(traced_graph(keys.ComplexLite(), *prologues.dense_args()), config).code
         == "cache.staging_forbidden"
     )
 
 
 def test_caches_that_the_operator_refuses_are_staged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base, "BLOCK_SIZE", 8)
-    report = mf.fuse(graph_of(keys.PagedLite(), *base.paged_args()), mf.Config(targets=("key",)))
+    report = mf.fuse(
+        traced_graph(keys.PagedLite(), *base.paged_args()), mf.Config(targets=("key",))
+    )
     assert "the kernel refuses the caches (dims.blocksize)" in report.fused[0].placement
 
 
 def test_a_latent_that_a2_and_a3_do_not_take() -> None:
-    gm = graph_of(misses_keys.NarrowLatent(), *base.paged_args())
+    gm = traced_graph(misses_keys.NarrowLatent(), *base.paged_args())
     assert refused(gm, mf.Config(targets=("key",))).code == "contract:dims.c"
     assert outcome(mf.fuse(gm, mf.Config(targets=("key",), soc="A5"))) == ("staged",)
 

@@ -19,7 +19,7 @@ from tests.catalogue.pools import (
     UnboundLayers,
     pool_args,
 )
-from tests.harness import compiled, graph_of, outcome
+from tests.harness import compiled, outcome, traced_graph
 
 MORE = pytest.mark.exhaustive
 
@@ -68,7 +68,7 @@ def test_a_cache_that_lies_in_wider_rows_is_staged(pooled: bool) -> None:
     x, cos, sin, kv_pool, *_, slots = pool_args() if pooled else paged_args()
     caches = (torch.randn(*kv_pool.shape[:-1], 576).bfloat16()[..., :width] for width in (512, 64))
     model, args = LayersOfAPool() if pooled else Base(), (x, cos, sin, *caches, slots)
-    report = mf.explain(graph_of(model, *args), boundary=True)
+    report = mf.explain(traced_graph(model, *args), boundary=True)
     assert set(outcome(report)) == {"staged"} and "strides" in report.fused[0].placement
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import mla_fusion as mf
 from tests.catalogue import base, prologues
-from tests.harness import graph_of
+from tests.harness import traced_graph
 
 
 class Norm(base.HfNorm):
@@ -73,7 +73,7 @@ KEPT: dict[str, Callable[[Tensor, Tensor], Any]] = {
 @pytest.mark.parametrize("of", ["kv_a_layernorm", "q_a_layernorm"])
 @pytest.mark.parametrize("read", LEFT.values(), ids=LEFT)
 def test_what_rounding_leaves_is_no_result(read: Callable[..., Any], of: str) -> None:
-    report = mf.explain(graph_of(Reads(read, of), *base.paged_args()))
+    report = mf.explain(traced_graph(Reads(read, of), *base.paged_args()))
     assert [item.code for item in report.rejected] == ["reader.latent"], str(report)
 
 
@@ -86,11 +86,11 @@ def test_what_rounding_leaves_of_a_row_read_back() -> None:
             rows = args[3].view(-1, base.HCKV)[args[-1]]
             return found, self.kv_a_layernorm.wide - rows.float()
 
-    report = mf.explain(graph_of(ReadsBack(), *base.paged_args()))
+    report = mf.explain(traced_graph(ReadsBack(), *base.paged_args()))
     assert [item.code for item in report.rejected] == ["reader.latent"], str(report)
 
 
 @pytest.mark.parametrize("read", KEPT.values(), ids=KEPT)
 def test_wide_and_rounded_rows_are_read(read: Callable[..., Any]) -> None:
-    report = mf.explain(graph_of(Reads(read, "kv_a_layernorm"), *base.paged_args()))
+    report = mf.explain(traced_graph(Reads(read, "kv_a_layernorm"), *base.paged_args()))
     assert len(report.fused) == 1, str(report)

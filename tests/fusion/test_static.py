@@ -10,7 +10,7 @@ import torch
 import mla_fusion as mf
 from mla_fusion.tools.lowering import LoweringError
 from tests.catalogue import static
-from tests.harness import graph_of, outcome, refused
+from tests.harness import graph_of, outcome, refused, traced_graph
 
 CONFIG = mf.Config(targets=("preprocess",))
 
@@ -45,24 +45,24 @@ def test_weights_on_a_device_are_in_blocks() -> None:
 
 
 def test_more_tokens_than_the_operator_takes() -> None:
-    rejection = refused(graph_of(static.StaticByOperators(), *static.static_args(1056)), CONFIG)
+    rejection = refused(traced_graph(static.StaticByOperators(), *static.static_args(1056)), CONFIG)
     assert rejection.code == "contract:dims.t" and "1..1024" in rejection.message
 
 
 def test_a_symbolic_number_of_tokens() -> None:
-    gm = graph_of(static.StaticByOperators(), *static.static_args(), dynamic=True)
+    gm = traced_graph(static.StaticByOperators(), *static.static_args(), dynamic=True)
     rejection = refused(gm, CONFIG)
     assert rejection.code == "contract:dims.t" and "mark it static" in rejection.message
 
 
 def test_the_operator_is_none_of_a5() -> None:
-    gm = graph_of(static.StaticByOperators(), *static.static_args())
+    gm = traced_graph(static.StaticByOperators(), *static.static_args())
     rejection = refused(gm, mf.Config(targets=("preprocess",), soc="A5"))
     assert rejection.code == "contract:soc"
 
 
 def test_the_ladder_goes_on_to_the_keys_half() -> None:
-    gm = graph_of(static.OtherEpsilon(), *static.static_args())
+    gm = traced_graph(static.OtherEpsilon(), *static.static_args())
     report = mf.fuse(gm, mf.Config(targets=("v3", "preprocess", "key")))
     assert [fusion.target for fusion in report.fused] == ["key"]
     assert report.fused[0].instead_of.startswith("[norm.epsilon]")

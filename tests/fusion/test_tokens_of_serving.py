@@ -7,7 +7,7 @@ import torch
 
 import mla_fusion as mf
 from tests.catalogue import ENTRIES, base
-from tests.harness import graph_of
+from tests.harness import traced_graph
 
 ROWS = 1024
 
@@ -20,6 +20,6 @@ def test_many_tokens(name: str, tokens: int) -> None:
         torch.zeros(ROWS // base.BLOCK_SIZE, base.BLOCK_SIZE, 1, width).bfloat16()
         for width in (base.HCKV, base.DR)
     )
-    graph = graph_of(ENTRIES[name].model(), x, cos, sin, *caches, torch.randperm(ROWS)[:tokens])
+    graph = traced_graph(ENTRIES[name].model(), x, cos, sin, *caches, torch.randperm(ROWS)[:tokens])
     report = mf.explain(graph, mf.Config(verify="off"))
     assert [fusion.placement for fusion in report.fused] == ["in place"], str(report)

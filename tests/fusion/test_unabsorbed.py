@@ -12,11 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mla_fusion as mf
-from mla_fusion.compile.device_graph import capture
 from tests.catalogue import Entry, select
 from tests.catalogue.base import DR, HCKV, HCQ, HE, Base, D, linear, paged_args
 from tests.catalogue.int8 import Full
-from tests.harness import assert_as_exact, both_ways, clones, compiled, outcome
+from tests.harness import assert_as_exact, both_ways, clones, compiled, outcome, traced_graph
 
 IDENTITY = mf.Config(unabsorbed="identity", verify="all")
 
@@ -112,13 +111,13 @@ def test_entries_of_the_catalogue(entry: Entry) -> None:
 @pytest.mark.parametrize("kind", [QueryAloneRotated, QueryMultiplied])
 def test_rotated_on_one_side_or_otherwise(kind: type[Padded]) -> None:
     torch.manual_seed(0)
-    gm, _ = capture(kind(), *paged_args(), device="cpu")
+    gm = traced_graph(kind(), *paged_args())
     report = mf.fuse(gm, mf.Config(unabsorbed="identity", verify="off"))
     assert not report.fused
 
 
 def test_off_by_default() -> None:
-    gm, _ = capture(Padded(), *paged_args(), device="cpu")
+    gm = traced_graph(Padded(), *paged_args())
     report = mf.fuse(gm)
     assert [item.code for item in report.rejected] == ["absorb.absent"]
 
@@ -129,7 +128,7 @@ def test_q_nope_is_the_projection_bit_for_bit() -> None:
     """
     torch.manual_seed(0)
     model, given = Padded(), paged_args()
-    gm, _ = capture(model, *given, device="cpu")
+    gm = traced_graph(model, *given)
     mf.fuse(gm, IDENTITY)
     (call,) = (node for node in gm.graph.nodes if "npu_mla_prolog_v3" in str(node.target))
     values = torch.randn(8, 2, D).bfloat16()

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 import mla_fusion as mf
-from mla_fusion.compile.device_graph import capture
 from mla_fusion.fx.kinds import Kind
 from mla_fusion.operators.known import known
 from tests.catalogue.base import paged_args
 from tests.catalogue.prologues import PagedRotateHalf
+from tests.harness import traced_graph
 
 
 @torch.library.custom_op("mla_fusion_graph_test::mystery", mutates_args=())
@@ -51,7 +51,7 @@ def test_it_is_opaque() -> None:
 
 @pytest.mark.parametrize("model", [BeforeNorm, BehindNorm, OnTheLatent])
 def test_it_is_refused_by_name(model: type[PagedRotateHalf]) -> None:
-    gm, _ = capture(model(), *paged_args(), device="cpu")
+    gm = traced_graph(model(), *paged_args())
     before = str(gm.graph)
     report = mf.fuse(gm)
     assert not report.fused and str(gm.graph) == before

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import mla_fusion as mf
 from tests.catalogue import int8, keys, static
 from tests.catalogue.base import DR, HCKV, HE, Base, paged_args
-from tests.harness import graph_of, refused
+from tests.harness import graph_of, refused, traced_graph
 
 
 class KeyDoubled(Base):
@@ -83,7 +83,7 @@ def test_one_reason_for_both(model: type[nn.Module]) -> None:
 
 def test_static_scales_of_two_kinds() -> None:
     """By the whole's target scales are no obstacle as such; that there are two is."""
-    gm = graph_of(static.TwoScales(), *static.static_args())
+    gm = traced_graph(static.TwoScales(), *static.static_args())
     for targets, code in ((("v3",), "quant.static"), (("v3", "preprocess"), "quant.tokens_differ")):
         report = mf.explain(gm, mf.Config(targets=targets))
         assert [item.code for item in report.rejected] == [code]
@@ -93,7 +93,7 @@ def test_static_scales_of_two_kinds() -> None:
 def test_a_query_from_the_hidden_state_is_what_is_wrong(linear: type[nn.Module]) -> None:
     model = keys.Lite()
     model.kv_a_proj_with_mqa = linear(HE, HCKV + DR)  # type: ignore[assignment, call-arg]
-    assert refused(graph_of(model, *paged_args())).code == "q_lora.absent"
+    assert refused(traced_graph(model, *paged_args())).code == "q_lora.absent"
 
 
 class TwoLayers(nn.Module):
@@ -120,7 +120,7 @@ class TwoLayers(nn.Module):
 
 
 def test_layers_are_kept_apart() -> None:
-    report = mf.explain(graph_of(TwoLayers(), *paged_args()))
+    report = mf.explain(traced_graph(TwoLayers(), *paged_args()))
     assert [item.code for item in report.rejected] == ["kv_latent.absent", "q_lora.absent"]
 
 

@@ -18,7 +18,7 @@ from tests.catalogue import (
     public_refusals,
 )
 from tests.catalogue.floats import Fp8Full, RowLinear
-from tests.harness import clones, compiled, graph_of, refused
+from tests.harness import clones, compiled, graph_of, refused, traced_graph
 
 
 class GroupedQuery(torch.nn.Module):
@@ -37,14 +37,14 @@ class GroupedQuery(torch.nn.Module):
 
 
 def test_a_graph_for_no_tokens_says_so() -> None:
-    report = mf.explain(graph_of(prologues.PagedRotateHalf(), *base.paged_args(tokens=0)))
+    report = mf.explain(traced_graph(prologues.PagedRotateHalf(), *base.paged_args(tokens=0)))
     assert not report.fused and not report.rejected
     assert len(report.absent) == 1 and report.absent[0].startswith("no tokens in this graph")
 
 
 def test_other_attention_is_no_near_miss() -> None:
     args = (torch.randn(shape).bfloat16() for shape in ((8, 256), (4, 64, 32), (4, 32, 64)))
-    assert mf.explain(graph_of(GroupedQuery(), *args)).rejected == []
+    assert mf.explain(traced_graph(GroupedQuery(), *args)).rejected == []
 
 
 class InABranch(torch.nn.Module):
@@ -73,7 +73,7 @@ class InABranch(torch.nn.Module):
 
 def test_a_prologue_in_a_branch_is_named() -> None:
     x, cos, sin, *_ = base.paged_args()
-    rejection = refused(graph_of(InABranch(), torch.tensor(True), x, cos, sin))
+    rejection = refused(traced_graph(InABranch(), torch.tensor(True), x, cos, sin))
     assert rejection.code == "graph.branch" and "cond" in rejection.message
 
 
@@ -89,7 +89,7 @@ def test_a_defect_costs_one_layer(
 
     monkeypatch.setattr(verdict, "judge", judge)
     report = mf.fuse(
-        graph_of(prologues.Layers(), *prologues.layers_args()), mf.Config(strict=False)
+        traced_graph(prologues.Layers(), *prologues.layers_args()), mf.Config(strict=False)
     )
     assert len(report.fused) == 2
     (rejection,) = report.rejected
@@ -132,7 +132,7 @@ def test_a_product_by_scales_of_other_tokens_is_said_to_be_one() -> None:
             super().__init__()
             self.kv_a_proj_with_mqa = ScaledByOthers(base.HE, base.HCKV + base.DR)
 
-    report = mf.fuse(graph_of(Model(), *base.paged_args()), mf.Config(soc="A5", verify="off"))
+    report = mf.fuse(traced_graph(Model(), *base.paged_args()), mf.Config(soc="A5", verify="off"))
     assert not report.fused and "quant.scale" in [item.code for item in report.rejected], str(
         report
     )
@@ -147,6 +147,6 @@ def test_a_key_that_is_neither_rotated_nor_handed_on(unabsorbed: str, code: str)
         def turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
             return x + cos
 
-    graph = graph_of(Model(), *base.paged_args())
+    graph = traced_graph(Model(), *base.paged_args())
     (rejection,) = mf.fuse(graph, mf.Config(unabsorbed=unabsorbed, verify="off")).rejected
     assert rejection.code == code

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import mla_fusion as mf
 from tests.catalogue.base import DR, HCQ, HE, Base, linear, paged_args
-from tests.harness import graph_of
+from tests.harness import traced_graph
 
 HEADS, WIDTH = 4, 128
 
@@ -71,7 +71,7 @@ class Apart(Indexed):
 @pytest.mark.parametrize(("model", "found"), [(Indexed, True), (WiderKey, False), (Apart, False)])
 def test_an_indexer_is_reported_beside_the_fusion(model: type[nn.Module], found: bool) -> None:
     keys = torch.zeros(64, WIDTH).bfloat16()
-    report = mf.explain(graph_of(model(), *paged_args(), keys), mf.Config(verify="off"))
+    report = mf.explain(traced_graph(model(), *paged_args(), keys), mf.Config(verify="off"))
     (fusion,) = report.fused
     assert fusion.placement == "in place" and fusion.attributes["query_norm_flag"]
     expected = f"an indexer of {HEADS} heads, {WIDTH} wide, {DR} columns rotated, its keys kept in "

@@ -17,14 +17,14 @@ from tests.catalogue import (
     misses_rotations,
     prologues,
 )
-from tests.harness import clones, graph_of, refused
+from tests.harness import clones, graph_of, refused, traced_graph
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_other_model_dtype(dtype: torch.dtype) -> None:
     model = prologues.PagedRotateHalf().to(dtype)
     args = tuple(a.to(dtype) if a.is_floating_point() else a for a in base.paged_args())
-    rejection = refused(graph_of(model, *args))
+    rejection = refused(traced_graph(model, *args))
     assert rejection.code in ("dtype.region", "norm.gamma_dtype")
     assert str(dtype).removeprefix("torch.") in rejection.message
 
@@ -35,7 +35,7 @@ def test_runtime_epsilon() -> None:
 
 
 def test_staging_forbidden() -> None:
-    gm = graph_of(prologues.ComplexDense(), *prologues.dense_args())
+    gm = traced_graph(prologues.ComplexDense(), *prologues.dense_args())
     rejection = refused(gm, mf.Config(staging="never"))
     assert rejection.code == "cache.staging_forbidden"
 
@@ -101,7 +101,7 @@ def test_slots_may_be_negative() -> None:
 
 
 def test_operator_cache_mode() -> None:
-    gm = graph_of(prologues.NpuOperators(), *base.paged_args())
+    gm = traced_graph(prologues.NpuOperators(), *base.paged_args())
     for node in gm.graph.nodes:
         if "kv_rmsnorm_rope_cache" in str(node.target):
             node.kwargs = {**node.kwargs, "cache_mode": "Norm"}
@@ -132,13 +132,13 @@ def test_key_at_other_positions(tokens: int, change: Any) -> None:
             c, s = (table.unsqueeze(1) for table in _table(change(self.positions)))
             return super().rotate_k(k_pe, c, s)
 
-    gm = graph_of(Elsewhere(), *base.paged_args(tokens))
+    gm = traced_graph(Elsewhere(), *base.paged_args(tokens))
     assert refused(gm, mf.Config(verify="off")).code == "rope.tables_differ"
 
 
 def test_operator_with_fewer_slots_than_tokens() -> None:
     *args, slots = base.paged_args(8)
-    rejection = refused(graph_of(prologues.NpuOperators(), *args, slots[:4]))
+    rejection = refused(traced_graph(prologues.NpuOperators(), *args, slots[:4]))
     assert rejection.code == "cache.slots" and "[4] slots" in rejection.message
 
 
@@ -150,5 +150,5 @@ def test_tokens_of_rank_four() -> None:
 
 def test_table_shared_by_sequences_needs_a_sequence_axis() -> None:
     x, _, _, *caches = base.paged_args(8)
-    gm = graph_of(misses_rotations.SharedRows(), x, *base.tables(4), *caches)
+    gm = traced_graph(misses_rotations.SharedRows(), x, *base.tables(4), *caches)
     assert refused(gm).code == "rope.table_shape"

@@ -19,7 +19,7 @@ from mla_fusion.match.finder import search
 from mla_fusion.plan import verdict
 from mla_fusion.report.rejection import CODES, Refuse
 from tests.catalogue import ENTRIES
-from tests.harness import graph_of
+from tests.harness import traced_graph
 
 Change = Callable[[Candidate], Candidate]
 PLAIN, INT8 = "PagedRotateHalf", "Full"
@@ -29,7 +29,7 @@ PLAIN, INT8 = "PagedRotateHalf", "Full"
 def found(name: str) -> tuple[View, Candidate]:
     torch.manual_seed(0)
     entry = ENTRIES[name]
-    view = View(graph_of(entry.model(), *entry.args()))
+    view = View(traced_graph(entry.model(), *entry.args()))
     (candidate,) = search(view)[1]
     assert isinstance(candidate, Candidate)
     return view, candidate
@@ -230,7 +230,7 @@ def test_streams() -> None:
 def test_a_symbolic_number_of_columns() -> None:
     view, candidate = found(PLAIN)
     down = candidate.query.down
-    size = graph_of(ENTRIES[PLAIN].model(), *ENTRIES[PLAIN].args(), dynamic=True).graph
+    size = traced_graph(ENTRIES[PLAIN].model(), *ENTRIES[PLAIN].args(), dynamic=True).graph
     symbol = next(
         s
         for n in size.nodes

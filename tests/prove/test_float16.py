@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import mla_fusion as mf
 from tests.catalogue import base, int8_attention, int8_caches, int8_plain, static
 from tests.catalogue.base import paged_args
-from tests.harness import graph_of
+from tests.harness import traced_graph
 
 FLOAT16, BFLOAT16 = torch.float16, torch.bfloat16
 DTYPES = [(FLOAT16, False), (BFLOAT16, True)]
@@ -21,7 +21,7 @@ DTYPES = [(FLOAT16, False), (BFLOAT16, True)]
 
 def report_of(model: nn.Module, *args: Tensor, **options: object) -> mf.Report:
     config = mf.Config(verify="off", **options)  # type: ignore[arg-type]
-    return mf.explain(graph_of(model, *args), config, boundary=True)
+    return mf.explain(traced_graph(model, *args), config, boundary=True)
 
 
 def changed(kind: type[nn.Module], **methods: object) -> nn.Module:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import mla_fusion as mf
 from tests.catalogue.base import Base, paged_args
-from tests.harness import assert_as_exact, clones, compiled, graph_of
+from tests.harness import assert_as_exact, clones, compiled, traced_graph
 
 from .hidden import BEFORE, BEHIND, At, BiasOfProduct, Function, member
 
@@ -29,7 +29,7 @@ def some(count: int, each_time: int) -> list[object]:
 def test_before_a_result_it_is_refused(seed: int) -> None:
     torch.manual_seed(0)
     one = member(seed, BEFORE)
-    gm = graph_of(At(one.place, one.function), *paged_args(), dynamic=one.dynamic)
+    gm = traced_graph(At(one.place, one.function), *paged_args(), dynamic=one.dynamic)
     report = mf.explain(gm, UNVERIFIED, boundary=True)
     assert one.commutes or (not report.fused and report.rejected), (one, str(report))
 
@@ -46,14 +46,15 @@ def test_behind_a_result_it_stays(seed: int) -> None:
 
 @pytest.mark.parametrize("which", ["q_a", "kv_a", "w_uk"])
 def test_a_bias_of_later_tokens_is_one(which: str) -> None:
-    gm = graph_of(BiasOfProduct(which), *paged_args(), dynamic=True)
+    gm = traced_graph(BiasOfProduct(which), *paged_args(), dynamic=True)
     assert [item.code for item in mf.explain(gm, UNVERIFIED, boundary=True).rejected] == [
         "linear.bias"
     ]
 
 
-def test_a_fusion_says_what_was_proved() -> None:
-    gm = graph_of(At("", torch.clone), *paged_args())
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_fusion_says_what_was_proved(dynamic: bool) -> None:
+    gm = traced_graph(At("", torch.clone), *paged_args(), dynamic=dynamic)
     (fusion,) = mf.explain(gm, UNVERIFIED, boundary=True).fused
     assert any(
         "proved in exact arithmetic" in line and "chance below 1e-16" in line
@@ -77,7 +78,7 @@ class GreaterSlots(Base):
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_a_bound_may_make_slots_one(model: type[Base], dynamic: bool) -> None:
     report = mf.explain(
-        graph_of(model(), *paged_args(), dynamic=dynamic), UNVERIFIED, boundary=True
+        traced_graph(model(), *paged_args(), dynamic=dynamic), UNVERIFIED, boundary=True
     )
     assert [item.placement.partition(":")[0] for item in report.fused] == ["staged"], str(report)
 
@@ -108,7 +109,7 @@ class AlongBoth(Base):
 def test_batches_as_long_as_their_sequences(along: int) -> None:
     x, cos, sin, kv_cache, kr_cache, slots = paged_args()
     few = [value[:4].unflatten(0, (2, 2)) for value in (x, cos, sin)]
-    gm = graph_of(AlongBoth(along), *few, kv_cache, kr_cache, slots[:4], dynamic=True)
+    gm = traced_graph(AlongBoth(along), *few, kv_cache, kr_cache, slots[:4], dynamic=True)
     assert not mf.explain(gm, UNVERIFIED, boundary=True).fused
 
 
@@ -133,7 +134,7 @@ MOVES: dict[str, Function] = {
 
 @pytest.mark.parametrize("move", MOVES)
 def test_a_place_is_no_number_of_one_run(move: str) -> None:
-    gm = graph_of(MovedBySize(MOVES[move]), *paged_args(), dynamic=True)
+    gm = traced_graph(MovedBySize(MOVES[move]), *paged_args(), dynamic=True)
     assert not mf.explain(gm, UNVERIFIED, boundary=True).fused
 
 
@@ -156,5 +157,5 @@ class RoundedAngles(Base):
 
 
 def test_a_cast_below_a_cosine_is_no_rounding_of_the_result() -> None:
-    gm = graph_of(RoundedAngles(), *paged_args())
+    gm = traced_graph(RoundedAngles(), *paged_args())
     assert not mf.explain(gm, UNVERIFIED, boundary=True).fused

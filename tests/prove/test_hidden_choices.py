@@ -14,14 +14,14 @@ from torch import Tensor, nn
 import mla_fusion as mf
 from tests.catalogue import ENTRIES, floats, int8_plain
 from tests.catalogue.base import DR, HCKV, HE, Base, npu, paged_args, tables
-from tests.harness import graph_of
+from tests.harness import traced_graph
 
 
 def report_of(
     model: nn.Module, *args: Tensor, dynamic: bool = False, **options: object
 ) -> mf.Report:
     config = mf.Config(verify="off", **options)  # type: ignore[arg-type]
-    return mf.explain(graph_of(model, *args, dynamic=dynamic), config, boundary=True)
+    return mf.explain(traced_graph(model, *args, dynamic=dynamic), config, boundary=True)
 
 
 def floored(v: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import mla_fusion as mf
 from tests.catalogue import ENTRIES, floats, static
 from tests.catalogue.base import npu
-from tests.harness import graph_of
+from tests.harness import traced_graph
 
 from .test_hidden_int8 import late, power
 
@@ -29,7 +29,7 @@ def report_of(name: str, *classes: type[nn.Module], **methods: Any) -> mf.Report
     for module in model.modules():
         if isinstance(module, classes):
             module.__class__ = type("Changed", (type(module),), methods)
-    gm = graph_of(model, *entry.args(), dynamic="symbolic" in entry.tags)
+    gm = traced_graph(model, *entry.args(), dynamic="symbolic" in entry.tags)
     return mf.explain(gm, entry.config(verify="off"), boundary=True)
 
 

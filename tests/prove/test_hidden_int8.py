@@ -13,7 +13,7 @@ from torch import Tensor
 import mla_fusion as mf
 from tests.catalogue import int8_caches, int8_plain
 from tests.catalogue.base import paged_args
-from tests.harness import graph_of
+from tests.harness import traced_graph
 
 UNVERIFIED = mf.Config(verify="off")
 
@@ -76,7 +76,7 @@ def low_floor(self: int8_plain.PlainLinear, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def fused(model: torch.nn.Module, args: tuple[Tensor, ...], dynamic: bool = True) -> mf.Report:
-    return mf.explain(graph_of(model, *args, dynamic=dynamic), UNVERIFIED, boundary=True)
+    return mf.explain(traced_graph(model, *args, dynamic=dynamic), UNVERIFIED, boundary=True)
 
 
 @pytest.mark.parametrize("factor", [late, power])

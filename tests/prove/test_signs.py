@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import mla_fusion as mf
-from mla_fusion.compile.device_graph import capture
 from mla_fusion.prove import field, quantising
 from tests.catalogue import base
+from tests.harness import traced_graph
 
 
 class Plain(base.Base):
@@ -40,7 +40,7 @@ class TimesSign(base.Base):
 
 
 def is_proved(model: base.Base) -> bool:
-    gm, _ = capture(model, *base.paged_args(), device="cpu")
+    gm = traced_graph(model, *base.paged_args())
     report = mf.explain(gm, mf.Config(verify="off"), boundary=True)
     return any("points" in line for fusion in report.fused for line in fusion.proof)
 

@@ -24,7 +24,7 @@ from tests.catalogue.base import (
     Base,
     paged_args,
 )
-from tests.harness import graph_of
+from tests.harness import graph_of, traced_graph
 
 from .walks import Told, changed
 
@@ -34,7 +34,7 @@ Args = Callable[[], tuple[Tensor, ...]]
 def of(model: Callable[[], nn.Module], args: Args = paged_args, **config: Any) -> Told:
     """As the backend has it, with the names of the model."""
     given = mf.Config(verify="off", **config)
-    return cache(lambda: mf.explain(graph_of(model(), *args()), given, boundary=True))
+    return cache(lambda: mf.explain(traced_graph(model(), *args()), given, boundary=True))
 
 
 def entry(name: str, **config: Any) -> Told:
@@ -126,7 +126,9 @@ def with_block_size(size: int) -> Told:
     def run() -> mf.Report:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(base, "BLOCK_SIZE", size)
-            return mf.explain(graph_of(prologues.PagedRotateHalf(), *paged_args()), boundary=True)
+            return mf.explain(
+                traced_graph(prologues.PagedRotateHalf(), *paged_args()), boundary=True
+            )
 
     return run
 
@@ -176,12 +178,12 @@ WALKS: dict[str, tuple[Told, Told | None]] = {
         PLAIN,
     ),
     "cache.boundary": (
-        lambda: mf.explain(graph_of(Base(), *rows_of_blocks()), boundary=False),
-        lambda: mf.explain(graph_of(Base(), *rows_of_blocks()), boundary=True),
+        lambda: mf.explain(traced_graph(Base(), *rows_of_blocks()), boundary=False),
+        lambda: mf.explain(traced_graph(Base(), *rows_of_blocks()), boundary=True),
     ),
     "cache.strides": (
-        lambda: mf.explain(graph_of(Base(), *strided_args()), boundary=True),
-        lambda: mf.explain(graph_of(Base(), *paged_args()), boundary=True),
+        lambda: mf.explain(traced_graph(Base(), *strided_args()), boundary=True),
+        lambda: mf.explain(traced_graph(Base(), *paged_args()), boundary=True),
     ),
     "cache.width": (by(scattered, lambda: row_args(2)), by(scattered, row_args)),
     "cache.dtype": (by(assigned, lambda: row_args(dtype=torch.float32)), by(assigned, row_args)),
@@ -264,7 +266,7 @@ def test_all_reasons_are_given_at_once() -> None:
 
     x, cos, sin, kv, kr, slots = paged_args()
     report = mf.explain(
-        graph_of(Three(), x, cos, sin, torch.cat([kv, kr], -1), slots), boundary=True
+        traced_graph(Three(), x, cos, sin, torch.cat([kv, kr], -1), slots), boundary=True
     )
     (fusion,) = report.fused
     assert [one.code for one in fusion.staged_by] == [
@@ -282,7 +284,9 @@ def test_all_reasons_are_given_at_once() -> None:
 
 
 def test_the_reason_of_a_wrong_axis_names_it() -> None:
-    first, second = of(ByTwoIndices)().fused[0].staged_by
+    gm = graph_of(ByTwoIndices(), *paged_args())
+    report = mf.explain(gm, mf.Config(verify="off"), boundary=True)
+    first, second = report.fused[0].staged_by
     assert first.message == (
         "Base's index_put runs along axis 1 of [1, 64, 512]; the kernel needs one row number for "
         "each token: view the cache as [-1, 512]"
