@@ -20,7 +20,7 @@ from mla_fusion.facts.dense_write import Span
 from mla_fusion.facts.obstacle import Obstacle, Obstacles
 from mla_fusion.facts.slots import Trust, Unproven, judge
 from mla_fusion.fx import pools
-from mla_fusion.fx.kinds import argument, is_getitem, is_view, named_sizes, word
+from mla_fusion.fx.kinds import argument, is_getitem, is_view, named_sizes, op_name, word
 from mla_fusion.fx.measured import measured
 from mla_fusion.fx.program import nodes_between
 from mla_fusion.fx.sizes import broadcast, divides, same, same_shape
@@ -127,7 +127,7 @@ def find(view: View, writer: Node, value: Node) -> WriteFact | Obstacles:
         return (
             Obstacle(
                 "cache.writer",
-                f"{writer.name} ({name or writer.op}) is not a write of rows by index",
+                f"{writer.name} ({op_name(writer) or writer.op}) is not a write of rows by index",
             ),
         )
     found: list[Obstacle] = []

@@ -157,7 +157,9 @@ class View:
         if barrier is not None:
             self.barriers[node] = barrier
             return frozenset((node,))
-        few = len(sources) <= _MANY or is_view(node) or operator.cast or operator.name in JOINERS
+        few = (
+            len(sources) <= _MANY or is_view(node) or operator.cast or operator.row.word in JOINERS
+        )
         return sources if few else frozenset((node,))
 
     def _is_arithmetic(self, product: Contraction) -> bool:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 
 
 class Kind(Enum):
@@ -75,7 +76,7 @@ class Row:
     token: str = ""
     field: str = ""
 
-    @property
+    @cached_property
     def word(self) -> str:
         """What every room calls the operator; "" for one without a row."""
         name = self.names[0] if self.names else ""

@@ -19,6 +19,7 @@ from mla_fusion.fx.kinds import (
     is_view,
     is_writer,
     kind_of,
+    op_name,
     word,
 )
 from mla_fusion.fx.view import View
@@ -91,7 +92,7 @@ def no_write(view: View, trees: dict[str, ValueTree], value: str, reader: Node) 
     if name == "where" and any(
         cache_write.input_behind(side) is not None for side in reader.all_input_nodes[1:]
     ):
-        message = f"{reader.name} ({name}) puts the new rows where a mask says"
+        message = f"{reader.name} ({op_name(reader)}) puts the new rows where a mask says"
         return (Obstacle("cache.writer", message),)
     if _quantised_behind(reader):
         message = (
@@ -103,7 +104,7 @@ def no_write(view: View, trees: dict[str, ValueTree], value: str, reader: Node) 
     return (
         Obstacle(
             "cache.rows_changed",
-            f"{reader.name} ({name}) changes the new rows before they are written",
+            f"{reader.name} ({op_name(reader)}) changes the new rows before they are written",
         ),
     )
 

@@ -87,7 +87,7 @@ def test_every_row_is_complete(row: Row) -> None:
         ("token", token_rules.RULES),
         ("field", operators.RULES),
     ],
-    ids=str,
+    ids=["range", "token", "field"],
 )
 def test_every_rule_is_of_some_row(column: str, rules: dict[str, object]) -> None:
     assert not rules.keys() - {getattr(row, column) for row in ROWS}

@@ -171,8 +171,8 @@ def _takes_lists(found: OpOverload) -> bool:
     """Does a list of any length cost in proportion? (The axes of a mesh are as many as its list is
     long.)
     """
-    namespace, _, name = schema_of(found).name.partition("::")
-    return namespace not in ("aten", "prims") or name in JOINERS | SELECTIONS
+    is_torchs = schema_of(found).name.startswith(("aten::", "prims::"))
+    return not is_torchs or known(found).row.word in JOINERS | SELECTIONS
 
 
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
