@@ -17,6 +17,7 @@ import torch
 import mla_fusion.ops  # noqa: F401  # npu:: operators, where torch_npu has not defined them
 from mla_fusion.compat import OpOverload, has_kernel, has_schema, schema_of, tree_leaves
 from mla_fusion.operators.known import JOINERS, SELECTIONS, Kind, known
+from mla_fusion.operators.table import row_of
 from mla_fusion.tools.dumps.fx_text import OPERATORS
 
 NAMESPACES = ("aten", "prims", "npu", "atb")
@@ -171,8 +172,10 @@ def _takes_lists(found: OpOverload) -> bool:
     """Does a list of any length cost in proportion? (The axes of a mesh are as many as its list is
     long.)
     """
-    is_torchs = schema_of(found).name.startswith(("aten::", "prims::"))
-    return not is_torchs or known(found).row.word in JOINERS | SELECTIONS
+    namespace, _, name = schema_of(found).name.partition("::")
+    return (
+        namespace not in ("aten", "prims") or row_of(f"aten::{name}").word in JOINERS | SELECTIONS
+    )
 
 
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
