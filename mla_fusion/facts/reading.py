@@ -25,6 +25,7 @@ from mla_fusion.fx.program import nodes_between
 from mla_fusion.fx.shrink import SMALL, WORTHWHILE, Shrink
 from mla_fusion.fx.tokens import Tokens
 from mla_fusion.fx.view import View
+from mla_fusion.operators.known import ELEMENTWISE_SCALING
 
 
 @dataclass
@@ -202,10 +203,7 @@ def _is_elementwise(node: Node) -> bool:
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor) and value.is_complex():
         return False
-    return is_view(node) or is_cast(node) or word(node) in _ELEMENTWISE
-
-
-_ELEMENTWISE = frozenset("mul div neg".split())
+    return is_view(node) or is_cast(node) or word(node) in ELEMENTWISE_SCALING
 
 
 def _after_own_write(cone: Cone) -> set[Node]:

@@ -43,7 +43,7 @@ def kind_of(node: Node) -> Kind:
     """The class of the call, its arguments looked at. (Whether a mask or an index is a literal, the
     view knows.)
     """
-    return kind_by_arguments(node, operator_of(node), argument)
+    return kind_by_arguments(node, operator_of(node))
 
 
 def op_name(node: Node) -> str:

@@ -193,25 +193,23 @@ def _name_of(target: Any) -> str:
 
 # -- operators whose class depends on their arguments
 
-Argument = Callable[[Node, str, Any], Any]
 
-
-def _division(node: Node, argument: Argument) -> Kind:
+def _division(node: Node) -> Kind:
     return Kind.ANALYTIC if argument(node, "rounding_mode", None) is None else Kind.CHOICE
 
 
-def _vector_norm(node: Node, argument: Argument) -> Kind:
+def _vector_norm(node: Node) -> Kind:
     """The Euclidean one alone is analytic away from zero."""
     order = argument(node, "ord", argument(node, "p", 2))
     return Kind.ANALYTIC if order in (2, 2.0, None) else Kind.CHOICE
 
 
-def _clamped_logit(node: Node, argument: Argument) -> Kind:
+def _clamped_logit(node: Node) -> Kind:
     """With an epsilon it clamps first."""
     return Kind.ANALYTIC if argument(node, "eps", None) is None else Kind.CHOICE
 
 
-_BY_ARGUMENTS: dict[str, Callable[[Node, Argument], Kind]] = {
+_BY_ARGUMENTS: dict[str, Callable[[Node], Kind]] = {
     "div": _division,
     "linalg_vector_norm": _vector_norm,
     "norm": _vector_norm,
@@ -219,15 +217,15 @@ _BY_ARGUMENTS: dict[str, Callable[[Node, Argument], Kind]] = {
 }
 
 
-def kind_by_arguments(node: Node, entry: Operator, argument: Argument) -> Kind:
+def kind_by_arguments(node: Node, entry: Operator) -> Kind:
     """The class of a call, where its arguments decide it; else the operator's."""
     by_arguments = _BY_ARGUMENTS.get(entry.row.word)
     if by_arguments is not None:
-        return by_arguments(node, argument)
-    return _quiet(node, entry, argument) if entry.kind is Kind.RANDOM else entry.kind
+        return by_arguments(node)
+    return _quiet(node, entry) if entry.kind is Kind.RANDOM else entry.kind
 
 
-def _quiet(node: Node, entry: Operator, argument: Argument) -> Kind:
+def _quiet(node: Node, entry: Operator) -> Kind:
     """A call that may draw numbers, and by its arguments draws none."""
     if entry.row.form is Form.DROPOUT and (
         argument(node, "train", True) is False or argument(node, "p", 0.5) == 0
