@@ -26,6 +26,7 @@ from mla_fusion.fx.program import nodes_between
 from mla_fusion.fx.sizes import broadcast, divides, same, same_shape
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import INPUTS, origin, reached, unit_selections
+from mla_fusion.operators.known import rule_of, rules
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,8 @@ def find(view: View, writer: Node, value: Node) -> WriteFact | Obstacles:
     base = writer.args[0]
     if name in _ADDING:
         return (Obstacle("cache.accumulates", f"{writer.name} adds to what the rows hold"),)
-    if name not in _INDEX_OF or not isinstance(base, Node):
+    index_of = rule_of(writer, "slots", RULES)
+    if index_of is None or not isinstance(base, Node):
         return (
             Obstacle(
                 "cache.writer",
@@ -137,9 +139,10 @@ def find(view: View, writer: Node, value: Node) -> WriteFact | Obstacles:
         found.append(Obstacle("cache.no_input", pools.no_input(base)))
     elif paged is None:
         found.append(Obstacle("cache.shape", _no_blocks(cache)))
-    indices, axis = _INDEX_OF[name](writer), 0
+    indices, axis = index_of(writer), 0
     if indices is None:
-        of_sequences = _OF_SEQUENCES[name](writer) if name in _OF_SEQUENCES else None
+        behind = rule_of(writer, "slots", _OF_SEQUENCES)
+        of_sequences = behind(writer) if behind is not None else None
         if of_sequences is None:
             found.append(_by_no_row_number(writer, name, base))
             indices = _tensors_of_integers(writer)
@@ -323,12 +326,7 @@ def _scatter_nd(node: Node) -> list[Node] | None:
     return [index]
 
 
-_INDEX_OF = {
-    "index_put": _index_put,
-    "index_copy": _index_copy,
-    "scatter": _scatter,
-    "npu_scatter_nd_update": _scatter_nd,
-}
+RULES = rules(_index_put, _index_copy, _scatter, _scatter_nd)
 
 
 # -- rows of every sequence, at places along an axis behind the sequences

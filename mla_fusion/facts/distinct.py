@@ -21,11 +21,10 @@ from mla_fusion.fx.ranges import Ranges
 from mla_fusion.fx.sizes import broadcast, is_symbolic, same, same_shape
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import INPUTS, origin, views_and_casts
-from mla_fusion.operators.known import COUNTS, EXPANDS, GATHER
+from mla_fusion.operators.known import COUNTS, EXPANDS, GATHER, rule_named
 
 _LONGEST = 24  # steps from the slots to the input
 _KEEP_APART = GATHER | {"neg", "flip", "roll"}
-_BOUNDS = frozenset("clamp clamp_min clamp_max maximum abs relu".split())
 _COUNTS = frozenset("add sub cumsum cat stack arange repeat".split())
 _SHIFT = "bitwise_left_shift"
 _SUMS = frozenset((_SHIFT, "add", "sub", "mul"))
@@ -153,7 +152,7 @@ def _following(view: View, node: Node, trusting: Ranges) -> Node | None:
         return _each_once(node)
     if name in _KEEP_APART:
         return operands[0]
-    if name in _BOUNDS:
+    if rule_named(node, "inert"):
         # where no value of the bound is within those of the operand
         kept = Steps(view, trusting).kept(node)
         return kept if kept is not None and _keeps_count(node, kept) else None

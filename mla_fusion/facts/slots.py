@@ -20,20 +20,12 @@ from mla_fusion.fx.measured import measured
 from mla_fusion.fx.ranges import Ranges
 from mla_fusion.fx.sizes import is_symbolic
 from mla_fusion.fx.view import View
-from mla_fusion.operators.known import GATHER
+from mla_fusion.operators.known import GATHER, rule_named
 
 # Positions, blocks and slots that come in: what is computed of them, 128 rows to a block, fits an
 # int32. How many rows the cache has says nothing of them.
 _TRUSTED = (0.0, 2.0**24 - 1)
 _LARGEST_SIZE = 2.0**31 - 1  # of the sizes that they are computed with: no cache has as many rows
-_ARITHMETIC = frozenset(
-    """
-    add sub mul div floor_divide remainder fmod
-    bitwise_and bitwise_right_shift bitwise_left_shift clamp clamp_min clamp_max
-    repeat repeat_interleave flip roll cumsum sum maximum
-    minimum where masked_fill cat stack abs relu
-    """.split()
-)
 
 
 @dataclass(frozen=True)
@@ -86,10 +78,9 @@ def _inputs(ranges: Ranges, node: Node) -> set[Node] | None:
         if current.op in ("placeholder", "get_attr"):
             found.add(current)
             continue
-        name = word(current)
-        if is_view(current) or is_cast(current) or name in GATHER or is_getitem(current):
+        if is_view(current) or is_cast(current) or word(current) in GATHER or is_getitem(current):
             operands = current.all_input_nodes[:1]
-        elif name in _ARITHMETIC:
+        elif rule_named(current, "range"):
             operands = [
                 arg for arg in current.all_input_nodes if not is_symbolic(arg.meta.get("val"))
             ]

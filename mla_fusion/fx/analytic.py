@@ -10,7 +10,6 @@ literals. Whether what was read holds for all inputs is decided by exact arithme
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -28,7 +27,7 @@ from mla_fusion.fx.kinds import (
 )
 from mla_fusion.fx.ranges import Ranges
 from mla_fusion.fx.walk import input_of, upward, views_and_casts
-from mla_fusion.operators.known import GATHER, PLACED_WRITERS, Kind
+from mla_fusion.operators.known import GATHER, PLACED_WRITERS, Kind, rule_named, rule_of, rules
 
 # a floor under a norm that no row of bfloat16 numbers comes near (F.normalize: 1e-12)
 FLOOR = 1e-10
@@ -76,7 +75,7 @@ class Steps:
             return self._cast(node) if is_cast(node) else None
         if kind is Kind.GATHER or kind is Kind.WRITER:
             return self._moved_by_index(node, name)
-        return None if self._is_inert(node, name) else Barrier("step.choice", _what_it_picks(node))
+        return None if self._is_inert(node) else Barrier("step.choice", _what_it_picks(node))
 
     def of_sizes(self, node: Node, size: Node | None) -> Barrier | None:
         """Why probes show what holds at one length alone: the node computes with a size, or sums
@@ -133,19 +132,19 @@ class Steps:
 
     # -- choices that never pick
 
-    def _is_inert(self, node: Node, name: str) -> bool:
-        rule = _INERT.get(name)
+    def _is_inert(self, node: Node) -> bool:
+        rule = rule_of(node, "inert", RULES)
         return rule is not None and rule(self, node)
 
     def kept(self, node: Node) -> Node | None:
         """Of a choice that never picks otherwise: the operand that it always is."""
-        name = word(node)
-        if name in ("where", "masked_fill") or not self._is_inert(node, name) or self.floored(node):
+        rule = rule_of(node, "inert", RULES)
+        if rule in (None, Steps._by_literal_mask) or not rule(self, node) or self.floored(node):
             return None
         a, b = (*node.args, None)[:2]
-        if name in _OF_TWO:
+        if rule is Steps._greater:
             above = self._ranges.of(a)[0] >= self._ranges.of(b)[1]
-            a = a if above == (name in ("maximum", "fmax")) else b
+            a = a if above == (rule_named(node, "range") == "largest") else b
         return a if isinstance(a, Node) else None
 
     def floored(self, node: Node) -> Node | None:
@@ -237,17 +236,4 @@ _HUGE = 64.0  # binary digits
 
 
 _CLAMPS = frozenset(("clamp", "clamp_min"))
-_OF_TWO = frozenset(("maximum", "minimum", "fmax", "fmin"))
-_INERT: dict[str, Callable[[Steps, Node], bool]] = {
-    "clamp": Steps._within,
-    "clamp_min": Steps._within,
-    "clamp_max": Steps._within,
-    "maximum": Steps._greater,
-    "minimum": Steps._greater,
-    "fmax": Steps._greater,
-    "fmin": Steps._greater,
-    "abs": Steps._never_negative,
-    "relu": Steps._never_negative,
-    "where": Steps._by_literal_mask,
-    "masked_fill": Steps._by_literal_mask,
-}
+RULES = rules(Steps._within, Steps._greater, Steps._never_negative, Steps._by_literal_mask)

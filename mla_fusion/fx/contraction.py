@@ -19,6 +19,7 @@ from mla_fusion.fx.kinds import argument, word
 from mla_fusion.fx.walk import codes_of, origin, row_reshapes
 from mla_fusion.meta import number_formats
 from mla_fusion.meta.number_formats import INT8, NumberFormat
+from mla_fusion.operators.known import rule_of, rules
 
 Labels = tuple[int, ...]
 
@@ -68,7 +69,7 @@ class Contraction:
 
 def read(node: Node) -> Contraction | None:
     """The node as a contraction of two tensors, or None where it is not one."""
-    reader = _READERS.get(word(node))
+    reader = rule_of(node, "einsum", RULES)
     return reader(node) if reader else None
 
 
@@ -205,7 +206,7 @@ def _einsum(node: Node) -> Contraction | None:
     return _make(node, operands[0], operands[1], *labels)
 
 
-def _transpose_batchmatmul(node: Node) -> Contraction | None:
+def _transposed(node: Node) -> Contraction | None:
     if argument(node, "bias") is not None or argument(node, "scale") is not None:
         return None
     if argument(node, "batch_split_factor", 1) not in (None, 1):
@@ -264,17 +265,15 @@ def _weight_quant_batchmatmul(node: Node) -> Contraction | None:
 
 _PERMS = (("perm_x1", (0, 1, 2)), ("perm_x2", (0, 1, 2)), ("perm_y", (1, 0, 2)))
 
-_READERS = {
-    "mm": _mm,
-    "_int_mm": _mm,
-    "bmm": _bmm,
-    "addmm": _addmm,
-    "baddbmm": _baddbmm,
-    "linear": _linear,
-    "matmul": _matmul,
-    "einsum": _einsum,
-    "npu_transpose_batchmatmul": _transpose_batchmatmul,
-    "npu_linear": _linear,
-    "npu_quant_matmul": _quant_matmul,
-    "npu_weight_quant_batchmatmul": _weight_quant_batchmatmul,
-}
+RULES = rules(
+    _mm,
+    _bmm,
+    _addmm,
+    _baddbmm,
+    _linear,
+    _matmul,
+    _einsum,
+    _transposed,
+    _quant_matmul,
+    _weight_quant_batchmatmul,
+)

@@ -55,13 +55,15 @@ def filled_with(node: Node) -> float | None:
     """The number that every element of the node is, where its operator says so; NaN for memory not
     yet written.
     """
-    form = operator_of(node).row.form
-    if form is Form.FULL:
+    row = operator_of(node).row
+    if row.word not in LENT:  # most are such
+        return None
+    if row.form is Form.FULL:
         value, held = argument(node, "fill_value"), node.meta.get("val")
         if not isinstance(value, (int, float)) or not isinstance(held, torch.Tensor):
             return None
         return _as_dtype(float(value), held.dtype)
-    return FILLED.get(form)
+    return FILLED.get(row.form)
 
 
 @cache

@@ -12,6 +12,7 @@ import torch
 from torch.fx import Node
 
 from mla_fusion.compat import OpOverload, schema_of
+from mla_fusion.operators.known import rules
 
 
 def widen(dtype: torch.dtype) -> torch.dtype:
@@ -78,6 +79,7 @@ def of_floats(call: Callable[..., torch.Tensor], dtype: torch.dtype) -> Callable
 
 
 def _keep_shape(value: torch.Tensor, shape: Sequence[int], *_: Any) -> torch.Tensor:
+    """An erased cast keeps its input's strides, so a later view may need a copy."""
     return value.reshape(tuple(shape))
 
 
@@ -95,17 +97,7 @@ def identity(value: Any, *_: Any, **__: Any) -> Any:
     return value
 
 
-RENAMED: dict[str, Callable[..., Any]] = {
-    # An erased cast keeps its input's strides, so a later view may need a copy.
-    "view": _keep_shape,
-    "_unsafe_view": _keep_shape,
-    "reshape": _keep_shape,
-    "_reshape_alias": _keep_shape,
-    "npu_format_cast": identity,
-    "lift_fresh": identity,
-    "detach": identity,
-    "alias": identity,
-}
+RULES = rules(_keep_shape, identity)
 
 
 def has_argument(node: Node, name: str) -> bool:

@@ -29,7 +29,7 @@ from mla_fusion.fx.kinds import (
     word,
 )
 from mla_fusion.fx.probe_calls import (
-    RENAMED,
+    RULES,
     cast,
     full,
     full_like,
@@ -42,7 +42,7 @@ from mla_fusion.fx.probe_calls import (
 )
 from mla_fusion.fx.shrink import Shrink
 from mla_fusion.fx.sizes import Binding, is_symbolic
-from mla_fusion.operators.known import SELECTIONS, SIZED
+from mla_fusion.operators.known import SELECTIONS, SIZED, rule_of
 
 
 @dataclass(frozen=True)
@@ -193,10 +193,9 @@ class Program:
             _refuse_narrow_cast(node)
             call = cast
         else:
-            target = operator_of(node).target
-            call = (
-                target if target is torch.ops.aten.view.dtype else RENAMED.get(word(node), target)
-            )
+            call = operator_of(node).target
+            if call is not torch.ops.aten.view.dtype:
+                call = rule_of(node, "probe", RULES) or call
             if word(node) == "npu_quant_matmul" and not self._exact:
                 call = widened(call)
         if self._shrink is not None and word(node) in SIZED:

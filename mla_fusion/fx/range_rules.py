@@ -12,6 +12,7 @@ import torch
 from torch.fx import Node
 
 from mla_fusion.fx.kinds import argument
+from mla_fusion.operators.known import rules
 
 Range = tuple[float, float]
 
@@ -253,36 +254,38 @@ def _always(low: float, high: float) -> Callable[[Of, Node], Range]:
 
 # By the names that rows of the operator table give.
 RULES: dict[str, Callable[[Of, Node], Range]] = {
-    "added": _added,
-    "clamped": _clamped,
-    "counted": _counted,
-    "either": _either,
-    "filled_where": _filled_where,
-    "floor_quotient": _floor_quotient,
+    **rules(
+        _added,
+        _clamped,
+        _counted,
+        _either,
+        _filled_where,
+        _floor_quotient,
+        _inverse_root,
+        _largest,
+        _magnitude,
+        _masked,
+        _negated,
+        _power,
+        _product,
+        _product_added,
+        _quotient,
+        _rectified,
+        _remainder,
+        _root,
+        _same_as_input,
+        _shifted_left,
+        _shifted_right,
+        _smallest,
+        _subtracted,
+        _sum_along,
+        _union,
+    ),
     "fraction": _always(0.0, 1.0),
     "inverse": lambda of, node: _inverse(of(node.args[0])),
-    "inverse_root": _inverse_root,
-    "largest": _largest,
-    "magnitude": _magnitude,
-    "masked": _masked,
-    "negated": _negated,
     "positive": _always(_ABOVE_ZERO, math.inf),
-    "power": _power,
-    "product": _product,
-    "product_added": _product_added,
-    "quotient": _quotient,
-    "rectified": _rectified,
-    "remainder": _remainder,
-    "root": _root,
-    "same_as_input": _same_as_input,
     "share": _always(_ABOVE_ZERO, 1.0),
-    "shifted_left": _shifted_left,
-    "shifted_right": _shifted_right,
     "sine": _always(-1.0, 1.0),
-    "smallest": _smallest,
     "square": lambda of, node: _square(of(node.args[0])),
-    "subtracted": _subtracted,
-    "sum_along": _sum_along,
-    "union": _union,
     "unsigned": _always(0.0, math.inf),
 }

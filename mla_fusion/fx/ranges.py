@@ -24,13 +24,13 @@ from mla_fusion.fx.kinds import (
     is_literal,
     is_view,
     op_name,
-    operator_of,
     tensor_held,
     word,
 )
 from mla_fusion.fx.program import Program, nodes_between
 from mla_fusion.fx.range_rules import RULES, UNBOUNDED, Range, keeps_floats, whole
 from mla_fusion.fx.sizes import is_symbolic
+from mla_fusion.operators.known import rule_of
 
 _SPREADS = frozenset(("var_mean", "std_mean"))  # whose first result is the spread
 # operands above a node that are asked: a norm's statistic is a few steps below a square
@@ -90,7 +90,7 @@ class Ranges:
             return inner if keeps_floats(node) else whole(inner)
         if is_getitem(node) and word(node.args[0]) in _SPREADS and node.args[1] == 0:  # type: ignore[arg-type]
             return 0.0, math.inf
-        rule = RULES.get(operator_of(node).row.range)
+        rule = rule_of(node, "range", RULES)
         if rule is not None:
             return rule(lambda value: self.of(value, depth), node)
         if self._view.squares_of(node) is not None:

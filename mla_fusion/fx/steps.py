@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from mla_fusion.fx.kinds import argument, word
+from mla_fusion.fx.kinds import argument
+from mla_fusion.operators.known import rule_of, rules
 
 Pair = tuple[Any, Any]
 
@@ -22,12 +23,12 @@ def rows_in_step(node: Node) -> Iterator[Pair]:
     """Pairs of sizes of the node's operands that are equal whenever it runs, unless one of them is
     1.
     """
-    reader = _READERS.get(word(node))
+    reader = rule_of(node, "rows", RULES)
     if reader is not None:
         yield from reader(node)
 
 
-def _written_rows(node: Node) -> Iterator[Pair]:
+def _written(node: Node) -> Iterator[Pair]:
     """``cache[slots] = rows``, ``cache[blocks, places] = rows``, ``cache[:, places] = rows``: as
     many rows as slots.
     """
@@ -43,7 +44,7 @@ def _written_rows(node: Node) -> Iterator[Pair]:
             yield from zip(reversed(_shape(one)), reversed(ends), strict=False)
 
 
-def _scattered_rows(node: Node) -> Iterator[Pair]:
+def _scattered(node: Node) -> Iterator[Pair]:
     """``npu_scatter_nd_update(cache, slots, rows)``: as many rows as slots."""
     _, slots, rows = (_shape(side) for side in node.args[:3])
     yield from zip(slots[:-1], rows, strict=False)
@@ -75,7 +76,7 @@ def _kv_operator(node: Node) -> Iterator[Pair]:
         yield index[0], latent[0]
 
 
-def _scales_of_blocks(node: Node) -> Iterator[Pair]:
+def _blocks(node: Node) -> Iterator[Pair]:
     """mxfp8: of each row of x two scales for every 64 columns."""
     value: Any = node.args[0].meta["val"]  # type: ignore[union-attr]
     scales, x = _shape(argument(node, "pertoken_scale")), value.shape
@@ -88,13 +89,4 @@ def _shape(value: object) -> tuple[Any, ...]:
     return tuple(meaning.shape) if isinstance(meaning, torch.Tensor) else ()
 
 
-_READERS = {
-    "index_put": _written_rows,
-    "npu_scatter_nd_update": _scattered_rows,
-    "npu_scatter_pa_kv_cache_functional": _scattered_pairs,
-    "npu_quant_matmul": _scales_of_blocks,
-    "npu_interleave_rope": _rotated,
-    "npu_rotary_mul": _rotated,
-    "npu_kv_rmsnorm_rope_cache": _kv_operator,
-    "npu_kv_rmsnorm_rope_cache_v2_functional": _kv_operator,
-}
+RULES = rules(_written, _scattered, _scattered_pairs, _blocks, _rotated, _kv_operator)

@@ -17,7 +17,6 @@ from mla_fusion.fx.kinds import (
     is_getitem,
     is_reshape,
     named_axes,
-    operator_of,
     word,
 )
 from mla_fusion.fx.token_axis import (
@@ -33,7 +32,7 @@ from mla_fusion.fx.token_axis import (
     is_uniform,
     shape_of,
 )
-from mla_fusion.operators.known import ELEMENTWISE
+from mla_fusion.operators.known import ELEMENTWISE, rule_of, rules
 
 
 class RuledAxis(TokenAxis):
@@ -43,13 +42,12 @@ class RuledAxis(TokenAxis):
         if is_getitem(node):
             state = self._states.get(node.args[0])  # type: ignore[arg-type]
             return state
-        row = operator_of(node).row
-        rule = RULES.get(row.token)
+        rule = rule_of(node, "token", RULES)
         if rule is not None:
             return rule(self, node)
         if is_reshape(node):
             return self._viewed(node)
-        if row.word in ELEMENTWISE or is_cast(node):
+        if word(node) in ELEMENTWISE or is_cast(node):
             return self._elementwise(node, node.all_input_nodes)
         product = contraction.read(node)
         if product is not None:
@@ -281,22 +279,22 @@ class RuledAxis(TokenAxis):
 
 Rule = Callable[[RuledAxis, Node], State]
 # By the names that rows of the operator table give.
-RULES: dict[str, Rule] = {
-    "diagonal": RuledAxis._diagonal,
-    "expanded": RuledAxis._expanded,
-    "index_selected": RuledAxis._index_selected,
-    "indexed": RuledAxis._indexed,
-    "joined": RuledAxis._joined,
-    "normed": RuledAxis._normed,
-    "of_pairs": RuledAxis._of_pairs,
-    "padded": RuledAxis._padded,
-    "permuted": RuledAxis._permuted,
-    "quantised": RuledAxis._quantised,
-    "reduced": RuledAxis._reduced,
-    "repeated": RuledAxis._repeated,
-    "selected": RuledAxis._selected,
-    "sliced": RuledAxis._sliced,
-    "transposed": RuledAxis._transposed,
-    "within_rows": RuledAxis._within_rows,
-    "written": RuledAxis._written,
-}
+RULES: dict[str, Rule] = rules(
+    RuledAxis._diagonal,
+    RuledAxis._expanded,
+    RuledAxis._index_selected,
+    RuledAxis._indexed,
+    RuledAxis._joined,
+    RuledAxis._normed,
+    RuledAxis._of_pairs,
+    RuledAxis._padded,
+    RuledAxis._permuted,
+    RuledAxis._quantised,
+    RuledAxis._reduced,
+    RuledAxis._repeated,
+    RuledAxis._selected,
+    RuledAxis._sliced,
+    RuledAxis._transposed,
+    RuledAxis._within_rows,
+    RuledAxis._written,
+)

@@ -14,9 +14,9 @@ row is OPAQUE until somebody adds one.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.fx import Node
@@ -55,6 +55,8 @@ _PLACED_BY_TENSOR = frozenset(
     aten::tensor_split.tensor_indices_or_sections
     """.split()
 )
+
+T = TypeVar("T", bound=Callable[..., Any])
 
 # Operators of npu that a walk or a probe may go through, where they move or are analytic.
 _TRANSPARENT = (Form.NORM, Form.ROTATION, Form.CAST, Form.RESHAPE)
@@ -265,6 +267,21 @@ def _owns_its_target(node: Node) -> bool:
 def word(node: Node) -> str:
     """What every room calls the operator: the word of its row; "" for anything without one."""
     return operator_of(node).row.word
+
+
+def rules(*functions: T) -> dict[str, T]:
+    """Rules of a room by the names that rows give them: their own."""
+    return {function.__name__.strip("_"): function for function in functions}
+
+
+def rule_named(node: Node, column: str) -> str:
+    """The rule that the operator's row names in a column; "" where it names none."""
+    return operator_of(node).row.rules.get(column, "")
+
+
+def rule_of(node: Node, column: str, rules: Mapping[str, T]) -> T | None:
+    """That rule, of the rules of a room."""
+    return rules.get(rule_named(node, column))
 
 
 def argument(node: Node, name: str, default: Any = None) -> Any:

@@ -28,6 +28,7 @@ from mla_fusion.fx.shrink import Shrink
 from mla_fusion.fx.sizes import is_symbolic
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import origin, views_and_casts
+from mla_fusion.operators.known import rule_named
 from mla_fusion.prove import field, operators
 from mla_fusion.prove.cells import Cells
 from mla_fusion.prove.counted import Counted, past_rounding
@@ -308,7 +309,7 @@ class Evaluation:
         if states <= {None}:
             return None, False
         if node in self._active:
-            return None, not operator_of(node).row.field
+            return None, not rule_named(node, "field")
         state, *others = states
         moves = _moves(node) and _is_float(node) and not others
         if moves and (dtype_of(node) not in NARROW or dtype_of(node) == state):

@@ -159,7 +159,7 @@ def run(call: Call) -> Any:
     """The value of a call. Raises Undecided."""
     if (call.dtype in _WRAPS and call.word in _ARITHMETIC) or _truncates(call):
         return opaque(call)
-    made = RULES.get(known(call.target).row.field)
+    made = RULES.get(known(call.target).row.rules.get("field", ""))
     if made is not None:
         found = made(call)
         if not _is_held(found, call.dtype):

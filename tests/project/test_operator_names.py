@@ -7,13 +7,15 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
 import mla_fusion.prove.kernels  # noqa: F401  # enters rules of its own
-from mla_fusion.fx import range_rules, token_rules
+from mla_fusion.facts import cache_write
+from mla_fusion.fx import analytic, contraction, probe_calls, range_rules, steps, token_rules
+from mla_fusion.operators import table
 from mla_fusion.operators.table import ROWS, Row, row_of
 from mla_fusion.prove import operators
 
@@ -25,6 +27,17 @@ MAY_NAME = ("operators/", "meta/", "reference/", "converters/", "ops.py", "compa
 STILL_NAMES = {"models/attention/sparse.py: npu::npu_sparse_flash_attention"}
 # prefixes of names, which are no operator's
 PREFIXES = {*NAMESPACES, "aten::as_strided"}
+# of each column of the table the rules that rows may name
+RULES: dict[str, Mapping[str, object]] = {
+    "range": range_rules.RULES,
+    "token": token_rules.RULES,
+    "field": operators.RULES,
+    "probe": probe_calls.RULES,
+    "inert": analytic.RULES,
+    "einsum": contraction.RULES,
+    "rows": steps.RULES,
+    "slots": cache_write.RULES,
+}
 
 
 def strings(path: Path) -> Iterator[str]:
@@ -75,19 +88,14 @@ def test_no_operator_has_two_rows() -> None:
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.word)
 def test_every_row_is_complete(row: Row) -> None:
     assert row.names and row.word and all(row_of(name) is row for name in row.names)
-    assert not row.range or row.range in range_rules.RULES
-    assert not row.token or row.token in token_rules.RULES
-    assert not row.field or row.field in operators.RULES
+    assert all(rule in RULES[column] for column, rule in row.rules.items())
 
 
-@pytest.mark.parametrize(
-    "column, rules",
-    [
-        ("range", range_rules.RULES),
-        ("token", token_rules.RULES),
-        ("field", operators.RULES),
-    ],
-    ids=["range", "token", "field"],
-)
-def test_every_rule_is_of_some_row(column: str, rules: dict[str, object]) -> None:
-    assert not rules.keys() - {getattr(row, column) for row in ROWS}
+@pytest.mark.parametrize("column", RULES)
+def test_every_rule_is_of_some_row(column: str) -> None:
+    assert not RULES[column].keys() - {row.rules.get(column) for row in ROWS}
+
+
+def test_the_columns_are_those_that_the_table_describes() -> None:
+    described = re.findall(r"^(\w+) +[^`]*\(``[\w/]+\.py``\)", str(table.__doc__), re.MULTILINE)
+    assert described == list(RULES)

@@ -355,7 +355,7 @@ class _InField(Interpreter):
                 if one is None and isinstance(found, list):
                     return found
                 if one is not None and tuple(found.shape) == tuple(one.shape):
-                    made_here = bool(known(call.target).row.field) and not reads
+                    made_here = "field" in known(call.target).row.rules and not reads
                     return _complex(found, one, known=made_here)
             except Exception:  # what has no rule for these arguments
                 continue
