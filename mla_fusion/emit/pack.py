@@ -15,10 +15,10 @@ from mla_fusion.facts.quant import Quantised
 from mla_fusion.facts.row_quant import CacheScale
 from mla_fusion.fx.build import Builder
 from mla_fusion.fx.held import Exact
-from mla_fusion.fx.kinds import word
 from mla_fusion.fx.module_path import label
 from mla_fusion.fx.sizes import is_symbolic
 from mla_fusion.meta.number_formats import BLOCK, ELEMENTS
+from mla_fusion.operators.forms import order_of
 from mla_fusion.plan.cache_modes import scale_shapes
 from mla_fusion.plan.plan import InPlace, PrologPlan
 from mla_fusion.weights.columns import describe
@@ -360,7 +360,7 @@ def _lies_right(weight: Any, nz: bool) -> bool:
     value = weight.meta["val"]
     if any(map(is_symbolic, (*value.shape, *value.stride()))) or not value.is_contiguous():
         return False
-    turned = word(weight) in ("permute", "t", "transpose") and _is_input(weight.args[0])
+    turned = order_of(weight) is not None and _is_input(weight.args[0])
     return not nz or (turned and value.untyped_storage().nbytes() == value.nbytes)
 
 

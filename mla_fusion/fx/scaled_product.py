@@ -21,6 +21,7 @@ from mla_fusion.fx.kinds import is_cast, is_reshape, word
 from mla_fusion.fx.sizes import is_symbolic, same, same_shape
 from mla_fusion.fx.walk import exact_casts, input_of, origin, upward
 from mla_fusion.meta.number_formats import INT8
+from mla_fusion.operators.forms import order_of
 
 _WIDE = (torch.float32, torch.bfloat16, torch.float64)
 _INTEGERS = (torch.int16, torch.int32, torch.int64)
@@ -224,18 +225,8 @@ def _longer(items: Sequence[_Item], shape: Sequence[Any]) -> tuple[_Item, ...]:
 
 def _moved(node: Node) -> tuple[int, ...] | None:
     """Of a permutation, where its axes longer than one come from."""
-    name, source = word(node), node.args[0] if node.args else None
-    if not isinstance(source, Node) or name not in ("permute", "transpose", "t"):
-        return None
-    shape = source.meta["val"].shape
-    order = list(range(len(shape)))
-    arguments: list[Any] = [*node.args[1:], 0, 1]
-    if name == "permute":
-        order = [axis % len(shape) for axis in arguments[0]]
-    elif len(order) > 1:
-        a, b = arguments[:2]
-        order[a], order[b] = order[b], order[a]
-    return _longer(order, [shape[axis] for axis in order])
+    order = order_of(node)
+    return None if order is None else _longer(order, node.meta["val"].shape)
 
 
 def _keeps_order(node: Node) -> bool:

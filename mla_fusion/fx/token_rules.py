@@ -32,6 +32,7 @@ from mla_fusion.fx.token_axis import (
     is_uniform,
     shape_of,
 )
+from mla_fusion.operators.forms import order_of
 from mla_fusion.operators.known import ELEMENTWISE, rule_of, rules
 
 
@@ -47,6 +48,10 @@ class RuledAxis(TokenAxis):
             return rule(self, node)
         if is_reshape(node):
             return self._viewed(node)
+        order = order_of(node)
+        if order is not None:
+            place = self._place(node.args[0])
+            return replace(place, axis=order.index(place.axis))
         if word(node) in ELEMENTWISE or is_cast(node):
             return self._elementwise(node, node.all_input_nodes)
         product = contraction.read(node)
@@ -63,18 +68,6 @@ class RuledAxis(TokenAxis):
         raise Break(
             f"{node.name} ({node.target}) takes {list(before)} for {list(after)}, across tokens"
         )
-
-    def _permuted(self, node: Node) -> Place:
-        place, rank = self._place(node.args[0]), len(shape_of(node))
-        order = [axis % rank for axis in argument(node, "dims")]
-        return replace(place, axis=order.index(place.axis))
-
-    def _transposed(self, node: Node) -> Place:
-        place, rank = self._place(node.args[0]), len(shape_of(node))
-        a, b = (0, rank - 1) if rank < 2 else (0, 1)
-        if word(node) not in ("t", "t_copy"):
-            a, b = (int(axis) % rank for axis in node.args[1:3])  # type: ignore[arg-type]
-        return replace(place, axis={a: b, b: a}.get(place.axis, place.axis))
 
     def _expanded(self, node: Node) -> State:
         source, after = node.args[0], shape_of(node)
@@ -288,13 +281,11 @@ RULES: dict[str, Rule] = rules(
     RuledAxis._normed,
     RuledAxis._of_pairs,
     RuledAxis._padded,
-    RuledAxis._permuted,
     RuledAxis._quantised,
     RuledAxis._reduced,
     RuledAxis._repeated,
     RuledAxis._selected,
     RuledAxis._sliced,
-    RuledAxis._transposed,
     RuledAxis._within_rows,
     RuledAxis._written,
 )

@@ -75,3 +75,18 @@ def run_of(node: Node) -> Run | None:
     count = 1 if drops else part.meta["val"].shape[axis]
     step, end = argument(taker, "step", 1), argument(taker, "end")
     return Run(by, whole, part, axis, start, count, step, end, drops)
+
+
+def order_of(node: Node) -> list[int] | None:
+    """Of a permutation, which axis of its source each axis is; None of any other node."""
+    if operator_of(node).row.form is not Form.PERMUTE:
+        return None
+    source, *given = node.args
+    order = list(range(len(source.meta["val"].shape)))  # type: ignore[union-attr]
+    dims = argument(node, "dims")
+    if dims is not None:
+        return [order[axis] for axis in dims]
+    if len(order) > 1:
+        a, b = given or (0, 1)
+        order[a], order[b] = order[b], order[a]  # type: ignore[index]
+    return order

@@ -24,7 +24,7 @@ from torch.fx import Node
 from mla_fusion.compat import OpOverload, OpOverloadPacket, overload_name, packet_name, schema_of
 from mla_fusion.operators.table import NO_ROW, ROWS, Form, Kind, Row, row_of, words
 
-VIEWS = frozenset((Form.RESIZE, Form.RESHAPE, Form.EXPAND, Form.RUN, Form.VIEW))
+VIEWS = frozenset((Form.RESIZE, Form.RESHAPE, Form.EXPAND, Form.RUN, Form.PERMUTE, Form.VIEW))
 # Views that keep every element and their order, so that a producer may stand in for them.
 RESHAPES = frozenset((Form.RESIZE, Form.RESHAPE))
 

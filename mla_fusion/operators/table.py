@@ -52,6 +52,7 @@ class Form(Enum):
     RESHAPE = "reshape"  # keeps every element and their order
     EXPAND = "expand"  # repeats along axes, and names the sizes of its result
     RUN = "run"  # takes some of the elements along one axis: which, its arguments say
+    PERMUTE = "permute"  # puts its axes in another order
     VIEW = "view"  # re-indexes its first argument otherwise
     DIAGONAL = "diagonal"
     JOIN = "join"  # puts tensors side by side
@@ -146,13 +147,13 @@ matrix_H                   | movement | view |
 movedim                    | movement | view        | field:natively
 npu::npu_format_cast_      | movement | view        | field:same
 numpy_T                    | movement | view        | field:natively
-permute                    | movement | view        | token:permuted field:natively
-permute_copy               | movement | view        | token:permuted field:natively
-swapaxes swapdims          | movement | view        | token:transposed field:natively
-t                          | movement | view        | token:transposed field:natively
-t_copy                     | movement | view        | token:transposed field:natively
-transpose                  | movement | view        | token:transposed field:natively
-transpose_copy             | movement | view        | token:transposed field:natively
+permute                    | movement | permute     | field:natively
+permute_copy               | movement | permute     | field:natively
+swapaxes swapdims          | movement | permute     | field:natively
+t                          | movement | permute     | field:natively
+t_copy                     | movement | permute     | field:natively
+transpose                  | movement | permute     | field:natively
+transpose_copy             | movement | permute     | field:natively
 diagonal                   | movement | diagonal    | token:diagonal field:diagonal
 diagonal_copy              | movement | diagonal    | token:diagonal field:diagonal
 cat concat concatenate     | movement | join        | range:union token:joined field:joined
