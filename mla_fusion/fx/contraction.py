@@ -15,10 +15,11 @@ from itertools import count
 import torch
 from torch.fx import Node
 
-from mla_fusion.fx.kinds import argument, word
+from mla_fusion.fx.kinds import argument
 from mla_fusion.fx.walk import codes_of, origin, row_reshapes
 from mla_fusion.meta import number_formats
 from mla_fusion.meta.number_formats import INT8, NumberFormat
+from mla_fusion.operators.forms import join_of
 from mla_fusion.operators.known import rule_of, rules
 
 Labels = tuple[int, ...]
@@ -78,13 +79,11 @@ def join(node: Node, known: Mapping[Node, Contraction]) -> Contraction | None:
 
     Whether the products read one x is for the caller to say.
     """
-    if word(node) != "cat" or not isinstance(node.args[0], (list, tuple)) or len(node.args[0]) < 2:
-        return None
-    rank = _rank(node)
-    if rank < 2 or argument(node, "dim", 0) not in (-1, rank - 1):
+    joined, rank = join_of(node), _rank(node)
+    if joined is None or not 0 < joined[0] == rank - 1 or len(joined[1]) < 2:
         return None
     pieces = []
-    for value in node.args[0]:
+    for value in joined[1]:
         piece = known.get(origin(value, row_reshapes)) if isinstance(value, Node) else None
         if piece is None or piece.pieces or len(piece.right_labels) != 2:
             return None

@@ -12,6 +12,7 @@ from torch.fx import Graph, Node
 
 from mla_fusion.fx.kinds import argument, word
 from mla_fusion.fx.sizes import same_shape
+from mla_fusion.operators.forms import join_of
 
 _SLICES = {"slice": 0, "slice_scatter": 1}  # which argument it may be
 
@@ -40,10 +41,10 @@ def _only_part(node: Node) -> Node | None:
     """What a slice takes or assigns, or the one operand of a join that has elements, where the step
     is that operand.
     """
-    name, given = word(node), node.args[0] if node.args else ()
+    name, (_, given) = word(node), join_of(node) or (0, ())
     if name in _SLICES and argument(node, "step", 1) == 1:
         given = (node.args[_SLICES[name]],)
-    elif name != "cat" or not isinstance(given, (list, tuple)) or len(given) < 2:
+    elif len(given) < 2:
         return None
     parts = [part for part in given if isinstance(part, Node) and not _is_empty(part)]
     if len(parts) != 1:

@@ -27,6 +27,7 @@ from mla_fusion.fx.program import Program, nodes_between
 from mla_fusion.fx.ranges import Ranges
 from mla_fusion.fx.sizes import is_positive, is_symbolic
 from mla_fusion.fx.walk import INPUTS, origin, reshapes
+from mla_fusion.operators.forms import join_of, run_of
 from mla_fusion.operators.known import ELEMENTWISE
 
 _INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
@@ -279,16 +280,11 @@ class Terms:
 
 def _part_of_stack(node: Node) -> Node | None:
     """``stack([a, b])[0]`` is ``a``."""
-    source = node.args[0] if node.args else None
-    if word(node) != "select" or not isinstance(source, Node) or word(source) != "stack":
+    taken = run_of(node)
+    stack = join_of(taken.whole, "stack") if taken is not None and taken.drops else None
+    if taken is None or stack is None or taken.axis != stack[0]:
         return None
-    index, parts = argument(node, "index"), source.args[0]
-    if not isinstance(index, int) or not isinstance(parts, (list, tuple)):
-        return None
-    rank = len(source.meta["val"].shape)
-    if int(argument(node, "dim", 0)) % rank != int(argument(source, "dim", 0)) % rank:
-        return None
-    part = parts[index]
+    part = stack[1][taken.start] if isinstance(taken.start, int) else None
     return part if isinstance(part, Node) else None
 
 

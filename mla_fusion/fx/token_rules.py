@@ -32,7 +32,7 @@ from mla_fusion.fx.token_axis import (
     is_uniform,
     shape_of,
 )
-from mla_fusion.operators.forms import order_of
+from mla_fusion.operators.forms import join_of, order_of
 from mla_fusion.operators.known import ELEMENTWISE, rule_of, rules
 
 
@@ -159,11 +159,9 @@ class RuledAxis(TokenAxis):
         return place
 
     def _joined(self, node: Node) -> Place:
-        parts = [part for part in node.args[0] if isinstance(part, Node)]  # type: ignore[union-attr]
-        rank = len(shape_of(node))
-        axis = int(argument(node, "dim", 0)) % rank
+        axis, parts = join_of(node, word(node)) or (0, ())
         stacks = word(node) == "stack"
-        full = [part for part in parts if not is_empty(part)]
+        full = [part for part in parts if isinstance(part, Node) and not is_empty(part)]
         places = {state for part in full if isinstance(state := self._states.get(part), Place)}
         if len(places) != 1:
             raise Break(f"{node.name} ({node.target}) joins tokens at several axes")

@@ -10,7 +10,7 @@ nothing left of the product it was written over. The same holds of ``torch.cat([
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,6 @@ from mla_fusion.compat import OpOverload
 from mla_fusion.fx import strides
 from mla_fusion.fx.build import GraphBuilder
 from mla_fusion.fx.kinds import (
-    argument,
     is_mutating,
     is_reshape,
     is_view,
@@ -30,7 +29,7 @@ from mla_fusion.fx.kinds import (
 )
 from mla_fusion.fx.sizes import is_symbolic, same_shape
 from mla_fusion.fx.walk import origin, reached, views, written
-from mla_fusion.operators.forms import run_of
+from mla_fusion.operators.forms import join_of, run_of
 from mla_fusion.operators.known import SELECTIONS
 
 aten = torch.ops.aten
@@ -51,8 +50,8 @@ def found(graph: Graph) -> list[Node]:
 
 def _is_cut_again(node: Node) -> bool:
     """Is the node a join of what the graph has made, a part of which some view of it takes?"""
-    joined = node.args[0] if word(node) == "cat" else ()
-    if not joined or not all(map(_made_here, joined)):  # type: ignore[arg-type]
+    _, joined = join_of(node) or (0, ())
+    if not joined or not all(map(_made_here, joined)):
         return False
     return any(word(view) in SELECTIONS for view in reached([node], _parts_of))
 
@@ -148,8 +147,9 @@ class _Parts:
     def _follow(self, node: Node) -> bool:
         if _is_assembly(node):
             return self._write(node)
-        if node in self.written and word(node) == "cat":
-            return self._join(node)
+        joined = join_of(node) if node in self.written else None
+        if joined is not None:
+            return self._join(node, *joined)
         source = views(node)
         if source in self.rows:
             self._view(node, source, self.rows[source])
@@ -211,11 +211,8 @@ class _Parts:
         self.rows[node] = _Row(axis, pieces)
         return True
 
-    def _join(self, node: Node) -> bool:
+    def _join(self, node: Node, axis: int, joined: Sequence[Any]) -> bool:
         """A join that is written into later: what it joins are its pieces until then."""
-        axis, joined = argument(node, "dim", 0) % len(_shape(node)), node.args[0]
-        if not isinstance(joined, (list, tuple)):
-            return False
         parts = [
             part
             for part in joined

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
 from torch.fx import Node
 
-from mla_fusion.operators.known import Form, argument, is_getitem, operator_of
+from mla_fusion.operators.known import Form, argument, is_getitem, operator_of, word
 
 # writers that put a run back: what would take it from there
 _TAKEN_BY = {"slice_scatter": "slice", "select_scatter": "select"}
@@ -90,3 +92,13 @@ def order_of(node: Node) -> list[int] | None:
         a, b = given or (0, 1)
         order[a], order[b] = order[b], order[a]  # type: ignore[index]
     return order
+
+
+def join_of(node: Node, by: str = "cat") -> tuple[int, Sequence[Any]] | None:
+    """The axis along which a node puts values side by side, and these; None of any other node.
+    ``by`` "stack": each at one place of a new axis.
+    """
+    parts, held = node.args[0] if word(node) == by else None, node.meta.get("val")
+    if not isinstance(parts, (list, tuple)) or not isinstance(held, Tensor):
+        return None
+    return argument(node, "dim", 0) % held.dim(), parts
