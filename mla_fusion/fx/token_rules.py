@@ -32,8 +32,8 @@ from mla_fusion.fx.token_axis import (
     is_uniform,
     shape_of,
 )
-from mla_fusion.operators.forms import join_of, order_of
-from mla_fusion.operators.known import ELEMENTWISE, rule_of, rules
+from mla_fusion.operators.forms import drops, join_of, order_of
+from mla_fusion.operators.known import ELEMENTWISE, SELECTIONS, rule_of, rules
 
 
 class RuledAxis(TokenAxis):
@@ -52,6 +52,8 @@ class RuledAxis(TokenAxis):
         if order is not None:
             place = self._place(node.args[0])
             return replace(place, axis=order.index(place.axis))
+        if word(node) in SELECTIONS:
+            return self._taken(node)
         if word(node) in ELEMENTWISE or is_cast(node):
             return self._elementwise(node, node.all_input_nodes)
         product = contraction.read(node)
@@ -76,14 +78,6 @@ class RuledAxis(TokenAxis):
             return replace(state, axis=state.axis + len(after) - len(shape_of(source)))
         return SAME
 
-    def _selected(self, node: Node) -> Place:
-        """Of select and unbind, which take an axis away."""
-        place, rank = self._place(node.args[0]), len(shape_of(node.args[0]))
-        axis = int(argument(node, "dim", 0)) % rank
-        if axis == place.axis:
-            raise Break(f"{node.name} ({node.target}) takes some of the tokens")
-        return replace(place, axis=place.axis - (axis < place.axis))
-
     def _quantised(self, node: Node) -> Place:
         """Values, and scales of each row's own: of a whole row, or of blocks along an ``axis``."""
         place, rank = self._place(node.args[0]), len(shape_of(node))
@@ -95,13 +89,13 @@ class RuledAxis(TokenAxis):
             raise Break(f"{node.name} ({node.target}) has one scale for many tokens")
         return place
 
-    def _sliced(self, node: Node) -> Place:
-        """Of slices, splits and the like: along another axis, or all of it."""
+    def _taken(self, node: Node) -> Place:
+        """Of slices, splits and selections: along another axis, or all of it."""
         place, before = self._place(node.args[0]), shape_of(node.args[0])
-        axis = int(argument(node, "dim", 0)) % len(before)
-        if axis == place.axis and not self._keeps_all(node, before[axis]):
+        axis, selects = int(argument(node, "dim", 0)) % len(before), drops(word(node))
+        if axis == place.axis and (selects or not self._keeps_all(node, before[axis])):
             raise Break(f"{node.name} ({node.target}) takes some of the tokens")
-        return place
+        return replace(place, axis=place.axis - (selects and axis < place.axis))
 
     def _keeps_all(self, node: Node, size: Size) -> bool:
         value = node.meta["val"]
@@ -282,8 +276,6 @@ RULES: dict[str, Rule] = rules(
     RuledAxis._quantised,
     RuledAxis._reduced,
     RuledAxis._repeated,
-    RuledAxis._selected,
-    RuledAxis._sliced,
     RuledAxis._within_rows,
     RuledAxis._written,
 )

@@ -26,7 +26,6 @@ class Run:
     start  its first place, as it is given: below zero from the end, or a node
     count  how many places
     end    where a slice is told to end; None: it takes all that follow
-    drops  has the part no such axis?
     """
 
     by: str
@@ -37,7 +36,11 @@ class Run:
     count: Any
     step: Any = 1
     end: Any = None
-    drops: bool = False
+
+    @property
+    def drops(self) -> bool:
+        """Has the part no such axis?"""
+        return drops(self.by)
 
     @property
     def size(self) -> Any:
@@ -54,6 +57,11 @@ class Run:
         return low, low + count
 
 
+def drops(by: str) -> bool:
+    """Does an operator of the form take one place of an axis, and leave the axis out?"""
+    return by.startswith(("select", "unbind"))
+
+
 def run_of(node: Node) -> Run | None:
     """The run that a node takes, or puts back; None of any other node, or of a whole split."""
     taker = node.args[0] if is_getitem(node) else node
@@ -68,15 +76,14 @@ def run_of(node: Node) -> Run | None:
     axis %= len(whole.meta["val"].shape)
     if by != row.word:
         part = node.args[1]  # type: ignore[assignment]
-    drops = by.startswith(("select", "unbind"))
     if is_getitem(node):
         place: Any = node.args[1]
-        counts = [1 if drops else result.shape[axis] for result in taker.meta["val"]]
-        return Run(by, whole, part, axis, sum(counts[:place]), counts[place], drops=drops)
-    start = argument(taker, "index" if drops else "start") or 0
-    count = 1 if drops else part.meta["val"].shape[axis]
+        counts = [1 if drops(by) else result.shape[axis] for result in taker.meta["val"]]
+        return Run(by, whole, part, axis, sum(counts[:place]), counts[place])
+    start = argument(taker, "index" if drops(by) else "start") or 0
+    count = 1 if drops(by) else part.meta["val"].shape[axis]
     step, end = argument(taker, "step", 1), argument(taker, "end")
-    return Run(by, whole, part, axis, start, count, step, end, drops)
+    return Run(by, whole, part, axis, start, count, step, end)
 
 
 def order_of(node: Node) -> list[int] | None:

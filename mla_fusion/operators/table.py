@@ -126,21 +126,21 @@ unsqueeze_copy             | movement | reshape     | field:reshaped
 view_as                    | movement | reshape     | field:reshaped
 expand                     | movement | expand      | token:expanded field:expanded
 expand_copy                | movement | expand      | token:expanded field:expanded
-chunk                      | movement | run         | token:sliced field:split
-narrow                     | movement | run         | token:sliced field:sliced
-select                     | movement | run         | token:selected field:selected
-select_copy                | movement | run         | token:selected field:selected
-slice                      | movement | run         | token:sliced field:sliced
-slice_copy                 | movement | run         | token:sliced field:sliced
-split                      | movement | run         | token:sliced field:split
-split_copy                 | movement | run         | token:sliced field:split
-split_with_sizes           | movement | run         | token:sliced field:split
-split_with_sizes_copy      | movement | run         | token:sliced field:split
-tensor_split               | movement | run         | token:sliced field:split
-unbind                     | movement | run         | token:selected field:unbound
-unbind_copy                | movement | run         | token:selected field:unbound
-unsafe_chunk               | movement | run         | token:sliced field:split
-unsafe_split               | movement | run         | token:sliced field:split
+chunk                      | movement | run         | field:split
+narrow                     | movement | run         | field:sliced
+select                     | movement | run         | field:selected
+select_copy                | movement | run         | field:selected
+slice                      | movement | run         | field:sliced
+slice_copy                 | movement | run         | field:sliced
+split                      | movement | run         | field:split
+split_copy                 | movement | run         | field:split
+split_with_sizes           | movement | run         | field:split
+split_with_sizes_copy      | movement | run         | field:split
+tensor_split               | movement | run         | field:split
+unbind                     | movement | run         | field:unbound
+unbind_copy                | movement | run         | field:unbound
+unsafe_chunk               | movement | run         | field:split
+unsafe_split               | movement | run         | field:split
 expand_as                  | movement | view        | field:expanded
 mT                         | movement | view        | field:natively
 matrix_H                   | movement | view |
