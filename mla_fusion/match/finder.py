@@ -222,9 +222,8 @@ class Finder:
             )
         direct = why.direct(facts, halves="key" in self.targets)
         needed = "identity" not in self.targets
-        return (
-            why.unrotated(facts) or direct or why.cut(facts) or why.unabsorbed(facts, needed) or []
-        )
+        missing = why.unrotated(facts) or direct or why.cut(facts)
+        return missing or why.unabsorbed(facts, needed) or why.unread(facts) or []
 
     def _paired(self, queries: list[QuerySide], keys: list[KeySide]) -> list[Candidate | NearMiss]:
         """Each query with a key of its own; what is left of either is a near miss (two attentions

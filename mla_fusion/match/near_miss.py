@@ -206,12 +206,19 @@ class Diagnosis:
                     return NearMiss(Refuse(code, detail), (up.origin, norm.node, up.node))
             up = self._rotated_after(down.node, facts)
             if up is not None:
-                detail = (
-                    f"{up.node.name} projects {up.origin.name}, which is made of {down.node.name}"
-                )
-                detail += f"; {why}" if (why := epsilon.misplaced(down.node, up.origin)) else ""
-                nodes = tuple(dict.fromkeys((up.origin, down.node, up.node)))
-                return NearMiss(Refuse("norm.absent", detail), nodes)
+                return _projected_as_it_is(up, down)
+        return None
+
+    def unread(self, facts: Facts) -> NearMiss | None:
+        """Neither latent is read, and what is made of one of several products of x is projected up,
+        rotated and absorbed: one step stands behind all of them, say.
+        """
+        for down in facts if len(facts) > 1 else ():
+            for up in self._ups_after(down.node, facts):
+                operands = (self.on_operand.get(node, ()) for node in self.view.members(up.node))
+                is_by_head = any(item.batch for items in operands for item in items)
+                if is_by_head and self.reader.read(up).ropes and self.absorbs(up):
+                    return _projected_as_it_is(up, down)
         return None
 
     def interrupted(self, facts: Facts) -> NearMiss | None:
@@ -555,6 +562,14 @@ class Diagnosis:
 
     def _numel(self, value: torch.Tensor) -> int:
         return prod(self.view.binding.shape(value.shape))
+
+
+def _projected_as_it_is(up: Projection, down: Projection) -> NearMiss:
+    """No norm stands between the two."""
+    detail = f"{up.node.name} projects {up.origin.name}, which is made of {down.node.name}"
+    detail += f"; {why}" if (why := epsilon.misplaced(down.node, up.origin)) else ""
+    nodes = tuple(dict.fromkeys((up.origin, down.node, up.node)))
+    return NearMiss(Refuse("norm.absent", detail), nodes)
 
 
 def _takes_rows(node: Node, source: Node) -> bool:
