@@ -137,7 +137,10 @@ class Steps:
         return rule is not None and rule(self, node)
 
     def kept(self, node: Node) -> Node | None:
-        """Of a choice that never picks otherwise: the operand that it always is."""
+        """Of a choice that never picks otherwise: the operand that it always is.
+
+        That is the first one: leave out the rules of choices whose result is no operand.
+        """
         rule = rule_of(node, "inert", RULES)
         if rule in (None, Steps._by_literal_mask) or not rule(self, node) or self.floored(node):
             return None
