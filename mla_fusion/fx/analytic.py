@@ -75,7 +75,7 @@ class Steps:
             return self._cast(node) if is_cast(node) else None
         if kind is Kind.GATHER or kind is Kind.WRITER:
             return self._moved_by_index(node, name)
-        return None if self._is_inert(node) else Barrier("step.choice", _what_it_picks(node))
+        return None if self._never_picks(node) else Barrier("step.choice", _what_it_picks(node))
 
     def of_sizes(self, node: Node, size: Node | None) -> Barrier | None:
         """Why probes show what holds at one length alone: the node computes with a size, or sums
@@ -130,25 +130,17 @@ class Steps:
             )
         return None
 
-    # -- choices that never pick
+    # -- choices that never pick: a rule gives the operand that the choice always is, True where it
+    # is none of them, and False where it may pick
 
-    def _is_inert(self, node: Node) -> bool:
+    def _never_picks(self, node: Node) -> Node | bool:
         rule = rule_of(node, "inert", RULES)
         return rule is not None and rule(self, node)
 
     def kept(self, node: Node) -> Node | None:
-        """Of a choice that never picks otherwise: the operand that it always is.
-
-        That is the first one: leave out the rules of choices whose result is no operand.
-        """
-        rule = rule_of(node, "inert", RULES)
-        if rule in (None, Steps._by_literal_mask) or not rule(self, node) or self.floored(node):
-            return None
-        a, b = (*node.args, None)[:2]
-        if rule is Steps._greater:
-            above = self._ranges.of(a)[0] >= self._ranges.of(b)[1]
-            a = a if above == (rule_named(node, "range") == "largest") else b
-        return a if isinstance(a, Node) else None
+        """Of a choice that never picks otherwise: the operand that it always is."""
+        found = self._never_picks(node)
+        return found if isinstance(found, Node) else None
 
     def floored(self, node: Node) -> Node | None:
         """What is never negative and has a floor that no row's mean square comes near.
@@ -161,24 +153,34 @@ class Steps:
         is_low = 0 <= low < floor[1] <= FLOOR and floor[0] > 0
         return node.args[0] if is_low and isinstance(node.args[0], Node) else None
 
-    def _within(self, node: Node) -> bool:
+    def _within(self, node: Node) -> Node | bool:
         """A clamp whose bounds the value cannot pass, or a floor that may be one under a norm."""
+        if self.floored(node) is not None:
+            return True
         low, high = self._ranges.of(node.args[0])
         least, most = argument(node, "min"), argument(node, "max")
-        if most is not None and high > self._ranges.of(most)[0]:
-            return False
-        return least is None or low >= self._ranges.of(least)[1] or self.floored(node) is not None
+        passes = (most is not None and high > self._ranges.of(most)[0]) or (
+            least is not None and low < self._ranges.of(least)[1]
+        )
+        return not passes and _operand(node, 0)
 
-    def _greater(self, node: Node) -> bool:
+    def _greater(self, node: Node) -> Node | bool:
         a, b = (self._ranges.of(side) for side in node.args[:2])
-        return a[0] >= b[1] or b[0] >= a[1]
+        first = (a[0] >= b[1]) == (rule_named(node, "range") == "largest")
+        return (a[0] >= b[1] or b[0] >= a[1]) and _operand(node, int(not first))
 
-    def _never_negative(self, node: Node) -> bool:
-        return self._ranges.of(node.args[0])[0] >= 0
+    def _never_negative(self, node: Node) -> Node | bool:
+        return self._ranges.of(node.args[0])[0] >= 0 and _operand(node, 0)
 
     def _by_literal_mask(self, node: Node) -> bool:
         mask = node.args[0] if word(node) == "where" else node.args[1]
         return isinstance(mask, Node) and self._view.is_constant(mask)
+
+
+def _operand(node: Node, place: int) -> Node | bool:
+    """One of a choice's operands; True of a literal."""
+    given = node.args[place]
+    return given if isinstance(given, Node) else True
 
 
 _INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool)

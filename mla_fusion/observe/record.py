@@ -55,7 +55,7 @@ class Record:
                 layer=self._layer(plan.candidate.nodes),
                 nodes=tuple(node.name for node in plan.candidate.nodes),
                 dims=plan.dims,
-                cache_mode=given["cache_mode"],
+                cache_mode=given.get("cache_mode", ""),
                 placement=self._placement(plan),
                 staged_by=self._staged_by(plan),
                 leaves=leaves,
