@@ -6,6 +6,7 @@ tensors that meet the product in the cone, taken as far up as they are merely re
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from functools import cached_property
@@ -69,7 +70,7 @@ class Cone:
         weight = product.left_labels if weight_is_left else product.right_labels
         columns = [axis for axis, label in enumerate(product.out_labels) if label in weight]
         tokens = [axis for axis in range(len(shape)) if axis not in columns]
-        self.all_tokens = _product(shape[axis] for axis in tokens)
+        self.all_tokens = math.prod(shape[axis] for axis in tokens)
         lead = lead or [symbolic[axis] for axis in tokens]
         self.token_proof.start(self.node, lead, tokens)
         if shrink is not None:
@@ -82,12 +83,12 @@ class Cone:
                 size if axis in columns else next(sizes) for axis, size in enumerate(shape)
             )
         order = tokens + columns
-        self.width = _product(shape[axis] for axis in columns)
-        self.tokens = _product(shape[axis] for axis in tokens)
+        self.width = math.prod(shape[axis] for axis in columns)
+        self.tokens = math.prod(shape[axis] for axis in tokens)
         flat = torch.arange(self.tokens * self.width).reshape([shape[axis] for axis in order])
         self.codes = flat.permute([order.index(axis) for axis in range(len(shape))])
         self._join_bases()
-        if sum(_product(self.shape(base)) for base in self.bases) > _LARGEST_BASES:
+        if sum(math.prod(self.shape(base)) for base in self.bases) > _LARGEST_BASES:
             self.nodes = []
             self._join_bases()
 
@@ -98,7 +99,7 @@ class Cone:
         if isinstance(value, torch.Tensor):
             size = value.numel()
             if is_symbolic(size):
-                size = _product(self.view.binding.shape(value.shape))
+                size = math.prod(self.view.binding.shape(value.shape))
             return (size if self.shrink is None else self.shrink.merged(size)) <= _LARGEST
         return not is_symbolic(value)
 
@@ -185,7 +186,7 @@ class Cone:
         return parts if parts and all(map(self._has_token_rows, parts)) else [base]
 
     def _rows(self, base: Node) -> int:
-        return _product(self.shape(base)[:-1])
+        return math.prod(self.shape(base)[:-1])
 
     def _has_token_rows(self, base: Node) -> bool:
         rows = self._rows(base)
@@ -253,7 +254,7 @@ class Cone:
                 values.append(torch.rand(shape, generator=generator, dtype=torch.float32) < 0.5)
             else:
                 values.append(
-                    torch.randperm(_product(shape), generator=generator).reshape(shape).to(dtype)
+                    torch.randperm(math.prod(shape), generator=generator).reshape(shape).to(dtype)
                 )
         return values
 
@@ -293,10 +294,3 @@ def _shape(node: Node) -> tuple[object, ...]:
 
 def _dtype(node: Node) -> torch.dtype:
     return getattr(node.meta.get("val"), "dtype", torch.float64)
-
-
-def _product(sizes: object) -> int:
-    result = 1
-    for size in sizes:  # type: ignore[attr-defined]
-        result *= size
-    return result

@@ -22,12 +22,12 @@ from mla_fusion.fx.token_axis import (
     Crossed,
     Place,
     Shape,
+    TokenAxis,
     count_of,
     divided,
     divides,
     shape_of,
 )
-from mla_fusion.fx.token_rules import RuledAxis
 
 
 class Tokens:
@@ -40,7 +40,7 @@ class Tokens:
     def __init__(self, shrink: Shrink | None, meaning: Callable[[Any], Any] = expression) -> None:
         """``meaning``: the expression of a size (``Binding.meaning``: equal sizes have one)."""
         self._shrink, self._meaning = shrink, meaning
-        self._axes: dict[Any, RuledAxis] = {}
+        self._axes: dict[Any, TokenAxis] = {}
         self._of_product: dict[Node, frozenset[Any]] = {}
 
     @classmethod
@@ -72,7 +72,7 @@ class Tokens:
             after = count_of(lead[at + 1 :], self._meaning)
             key = size, sizes[at + 1 :].count(size)  # batch and length may be of one symbol
             probed.append(key)
-            new = RuledAxis(lead[at], after, self._meaning, behind=key[1])
+            new = TokenAxis(lead[at], after, self._meaning, behind=key[1])
             axis = self._axes.setdefault(key, new)
             for place, standing in enumerate(axes):
                 inner = divided(

@@ -9,7 +9,7 @@ form    what it makes of its arguments (:class:`Form`); ``-``: none of those
 rules   ``column:rule``, where a room treats it by a rule of its own; the columns are
 
 range   the numbers in its result (``fx/range_rules.py``)
-token   the axis of tokens (``fx/token_rules.py``); else as its form says
+token   the axis of tokens (``fx/token_axis.py``); else as its form says
 field   exact arithmetic (``prove/operators.py``); else views are moved, and all that is no view is
         a function of which nothing is known
 probe   how it runs on probes, if not as torch has it (``fx/probe_calls.py``)

@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from mla_fusion.fx.shrink import Shrink
-from mla_fusion.fx.token_axis import Broken, Place
-from mla_fusion.fx.token_rules import RuledAxis
+from mla_fusion.fx.token_axis import Broken, Place, TokenAxis
 from mla_fusion.fx.tokens import Tokens
 from mla_fusion.fx.view import View
 
@@ -27,12 +26,12 @@ Step = Callable[..., Any]
 WIDTH = 8
 
 
-def states(graph: View) -> tuple[RuledAxis, list[Node]]:
+def states(graph: View) -> tuple[TokenAxis, list[Node]]:
     """The axis of the first input's tokens, followed through a graph of steps, and what the graph
     returns.
     """
     first, *others = inputs(graph)
-    axis = RuledAxis(first.meta["val"].shape[0])
+    axis = TokenAxis(first.meta["val"].shape[0])
     axis.start(first, Place(0))
     for other in others:
         axis.start_outside(other)

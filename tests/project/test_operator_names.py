@@ -14,7 +14,7 @@ import pytest
 
 import mla_fusion.prove.kernels  # noqa: F401  # enters rules of its own
 from mla_fusion.facts import cache_write
-from mla_fusion.fx import analytic, contraction, probe_calls, range_rules, steps, token_rules
+from mla_fusion.fx import analytic, contraction, probe_calls, range_rules, steps, token_axis
 from mla_fusion.operators import table
 from mla_fusion.operators.table import ROWS, Row, row_of
 from mla_fusion.prove import operators
@@ -30,7 +30,7 @@ PREFIXES = {*NAMESPACES, "aten::as_strided"}
 # of each column of the table the rules that rows may name
 RULES: dict[str, Mapping[str, object]] = {
     "range": range_rules.RULES,
-    "token": token_rules.RULES,
+    "token": token_axis.RULES,
     "field": operators.RULES,
     "probe": probe_calls.RULES,
     "inert": analytic.RULES,
