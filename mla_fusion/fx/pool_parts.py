@@ -23,7 +23,7 @@ from mla_fusion.fx.module_path import label
 from mla_fusion.fx.sizes import expression, is_symbolic, same
 from mla_fusion.fx.token_axis import count_of, divided, is_empty, is_one, shape_of
 from mla_fusion.fx.walk import INPUTS, input_of, origin, reached, shared_memory
-from mla_fusion.operators.forms import run_of
+from mla_fusion.operators.forms import SCATTERS, run_of
 
 
 @dataclass(frozen=True)
@@ -278,7 +278,6 @@ def _number(count: Any, grain: Any) -> int | None:
 
 _RESHAPES = frozenset("view _unsafe_view reshape squeeze unsqueeze alias detach".split())
 _SELECTIONS = frozenset("select slice narrow unbind split split_with_sizes chunk".split())
-SCATTERS = frozenset(("select_scatter", "slice_scatter"))
 
 
 def _through(nodes: list[Node]) -> Iterator[Node]:

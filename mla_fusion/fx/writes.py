@@ -29,11 +29,10 @@ from mla_fusion.fx.kinds import (
 )
 from mla_fusion.fx.sizes import is_symbolic, same_shape
 from mla_fusion.fx.walk import origin, reached, views, written
-from mla_fusion.operators.forms import join_of, run_of
+from mla_fusion.operators.forms import SCATTERS, join_of, run_of
 from mla_fusion.operators.known import SELECTIONS
 
 aten = torch.ops.aten
-_SCATTERS = frozenset(("slice_scatter", "select_scatter"))
 _KEPT_AXES = frozenset("transpose permute t slice narrow select".split())
 
 
@@ -64,7 +63,7 @@ def _parts_of(node: Node) -> list[Node]:
 
 def _is_assembly(node: Node) -> bool:
     name = word(node) if node.op == "call_function" else ""
-    return (name in _SCATTERS or name == "copy") and _made_here(node.args[0])
+    return (name in SCATTERS or name == "copy") and _made_here(node.args[0])
 
 
 def _made_here(value: Any) -> bool:

@@ -12,7 +12,7 @@ from torch.fx import Node
 from mla_fusion.operators.known import Form, argument, is_getitem, operator_of, word
 
 # writers that put a run back: what would take it from there
-_TAKEN_BY = {"slice_scatter": "slice", "select_scatter": "select"}
+SCATTERS = {"slice_scatter": "slice", "select_scatter": "select"}
 
 
 @dataclass(frozen=True)
@@ -66,10 +66,10 @@ def run_of(node: Node) -> Run | None:
     """The run that a node takes, or puts back; None of any other node, or of a whole split."""
     taker = node.args[0] if is_getitem(node) else node
     row = operator_of(taker).row if isinstance(taker, Node) else None
-    if row is None or not (row.form is Form.RUN or row.word in _TAKEN_BY):
+    if row is None or not (row.form is Form.RUN or row.word in SCATTERS):
         return None
     assert isinstance(taker, Node)
-    by, whole, part = _TAKEN_BY.get(row.word, row.word), taker.args[0], node
+    by, whole, part = SCATTERS.get(row.word, row.word), taker.args[0], node
     axis, held = argument(taker, "dim", 0), node.meta.get("val")
     if not isinstance(whole, Node) or not isinstance(axis, int) or isinstance(held, (list, tuple)):
         return None
