@@ -250,9 +250,7 @@ class _Run:
                 if self.half_rows and name == "kr_cache":
                     got = rows.interleave(builder, got)
                 want = real(self.value(node))
-                yield _Claim(
-                    node, name, None, want.moved(lambda part: part.reshape(-1, part.shape[-1])), got
-                )
+                yield _Claim(node, name, None, want.reshape(-1, want.shape[-1]), got)
 
 
 @contextmanager
@@ -315,7 +313,7 @@ class _FieldBuilder(TensorBuilder):
             sizes = list(self._run.at.short(tuple(sizes)))
         with _of_rules():
             is_so = list(value.shape) == sizes
-            return value if is_so else value.moved(lambda part: part.reshape(sizes))
+            return value if is_so else value.reshape(sizes)
 
     def cast(self, value: Any, dtype: torch.dtype) -> Any:
         return value

@@ -225,7 +225,7 @@ view_as_real_copy           | movement | -           | -              | -       
 zero                        | movement | -           | -              | -              | zeros
 zeros                       | movement | -           | -              | -              | zeros
 
-add                         | analytic | elementwise | added          | -              | add
+add                         | analytic | elementwise | added          | -              | added
 addcdiv                     | analytic | elementwise | -              | -              | addc
 addcmul                     | analytic | elementwise | product_added  | -              | addc
 asinh                       | analytic | elementwise | -              | -              | -
@@ -254,16 +254,16 @@ mul multiply                | analytic | elementwise | product        | -       
 neg negative                | analytic | elementwise | negated        | -              | neg
 polar                       | analytic | elementwise | -              | -              | polar
 pow                         | analytic | elementwise | power          | -              | pow
-python::add _operator::add  | analytic | elementwise | -              | -              | add
+python::add _operator::add  | analytic | elementwise | -              | -              | added
 python::mul _operator::mul  | analytic | elementwise | -              | -              | mul
 python::neg                 | analytic | elementwise | -              | -              | -
 python::pow                 | analytic | elementwise | -              | -              | -
-python::sub _operator::sub  | analytic | elementwise | -              | -              | sub
+python::sub _operator::sub  | analytic | elementwise | -              | -              | added
 python::truediv _operator::truediv | analytic | elementwise | -              | -              | div
 rad2deg                     | analytic | elementwise | -              | -              | -
 reciprocal                  | analytic | elementwise | inverse        | -              | reciprocal
 rsqrt                       | analytic | elementwise | inverse_root   | -              | rsqrt
-rsub                        | analytic | elementwise | -              | -              | sub
+rsub                        | analytic | elementwise | -              | -              | added
 sigmoid                     | analytic | elementwise | share          | -              | sigmoid
 silu                        | analytic | elementwise | -              | -              | silu
 sin                         | analytic | elementwise | sine           | -              | sin
@@ -271,7 +271,7 @@ sinc                        | analytic | elementwise | -              | -       
 sinh                        | analytic | elementwise | -              | -              | -
 sqrt                        | analytic | elementwise | root           | -              | sqrt
 square                      | analytic | elementwise | square         | -              | square
-sub subtract                | analytic | elementwise | subtracted     | -              | sub
+sub subtract                | analytic | elementwise | subtracted     | -              | added
 tan                         | analytic | elementwise | -              | -              | -
 tanh                        | analytic | elementwise | sine           | -              | -
 npu::npu_interleave_rope | analytic | rotation | - | - | interleave_rope

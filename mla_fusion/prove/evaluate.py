@@ -176,7 +176,7 @@ class Evaluation:
         twin = self._twins.get(node)
         if twin is not None:
             value, shape = self._values[twin], self._shape(node.meta["val"])
-            return value.moved(lambda part: part.reshape(shape))
+            return value.reshape(shape)
         role = self._leaves.get(node)
         if role == "x" or not self._active.isdisjoint(self._reads(node)):
             self._active.add(node)
@@ -208,9 +208,7 @@ class Evaluation:
             return field.leaf(_name(node), Num(None, cells=known), "weight")
         if role.startswith("one_"):  # each element is the same number
             shape = self.binding.shape(held.shape)
-            return self._drawn(_name(node), held.new_empty(1), False).moved(
-                lambda part: part.expand(shape)
-            )
+            return self._drawn(_name(node), held.new_empty(1), False).expand(shape)
         return self._drawn(_name(node), held, role not in OF_MODEL)
 
     def _is_small(self, literal: Any, held: torch.Tensor) -> bool:
@@ -465,7 +463,7 @@ def _is_of_a_norm(value: Any) -> bool:
     if not isinstance(value, Num):
         return False
     with field.untraced():
-        powers = value, field.mul(value, value)
+        powers = value, value * value
         alike = (mean for mean in field.here().means if mean.re.numel() == value.re.numel())
         return any(
             field.is_whole_times(power, mean, _MOST_COLUMNS) for mean in alike for power in powers

@@ -9,6 +9,7 @@ that it reads. So to forget one costs a fusion, never a wrong one.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -28,12 +29,8 @@ from mla_fusion.prove.field import (
     Num,
     Undecided,
     Value,
-    add,
     function,
     here,
-    mul,
-    neg,
-    sub,
 )
 
 
@@ -86,6 +83,17 @@ class Call:
     def value(self) -> Value:
         """The first argument."""
         return as_value(next(iter(self.given.values())))
+
+    @property
+    def sides(self) -> tuple[Value, Value]:
+        """The first two arguments."""
+        first, second = list(self.given.values())[:2]
+        return as_value(first), as_value(second)
+
+    @property
+    def reals(self) -> tuple[Num, Num]:
+        first, second = self.sides
+        return real(first), real(second)
 
     def num(self, name: str) -> Num:
         return real(as_value(self.given[name]))
@@ -303,7 +311,7 @@ def _is_number(item: Any) -> bool:
 
 def _spread(found: Num, shapes: Sequence[tuple[int, ...]]) -> Num:
     wanted = torch.broadcast_shapes(*shapes) if shapes else found.shape
-    return found if found.shape == tuple(wanted) else found.moved(lambda part: part.expand(wanted))
+    return found if found.shape == tuple(wanted) else found.expand(wanted)
 
 
 def opaque(call: Call) -> Num:
@@ -378,7 +386,7 @@ def _reshaped(call: Call) -> Value:
         return _bytes(call)
     if call.shape is not None:
         shape = call.shape
-        return call.value.moved(lambda part: part.reshape(shape))
+        return call.value.reshape(shape)
     return _natively(call)
 
 
@@ -400,7 +408,7 @@ def _bytes(call: Call) -> Value:
 def _expanded(call: Call) -> Value:
     if call.shape is not None:
         shape = call.shape
-        return call.value.moved(lambda part: part.expand(shape))
+        return call.value.expand(shape)
     return _natively(call)
 
 
@@ -458,7 +466,7 @@ def _some_rows(call: Call, axis: int) -> Value:
     count = value.shape[axis] if call.shape is None else call.shape[axis]
     if step not in (None, 1) or count > value.shape[axis]:
         raise Undecided(f"{call.name} takes some rows")
-    return value.moved(lambda part: part.narrow(axis, 0, count))
+    return value.narrow(axis, 0, count)
 
 
 def _of_any_rows(value: Value, taken: Value, axes: Sequence[int], names: Num) -> Value:
@@ -474,19 +482,18 @@ def _of_any_rows(value: Value, taken: Value, axes: Sequence[int], names: Num) ->
     value, taken = real(value), real(taken)
     before, rows = value.shape[: axes[0]], [value.shape[axis] for axis in axes]
     behind = value.shape[axes[-1] + 1 :]
-    names = names.moved(lambda part: part.reshape(*part.shape, *(1,) * len(behind)))
+    names = names.reshape(*names.shape, *(1,) * len(behind))
     flat = value.moved(
         lambda part: part.reshape(prod(before), prod(rows), prod(behind)).transpose(0, 1).flatten(1)
     )
     shares = field.random(f"shares of {prod(rows)} rows", (prod(rows), 1))
-    if flat.cells is None:
-        every = field.total(mul(shares, flat), [0], True)
-    else:  # a weight is not drawn for that
-        every = field.matmul(shares.moved(lambda part: part.mT), flat)
+    # a weight is not drawn for that
+    is_drawn = flat.cells is None
+    every = field.total(shares * flat, [0], True) if is_drawn else shares.mT @ flat
     inserted = len(taken.shape) - len(before) - len(behind)
-    every = every.moved(lambda part: part.reshape(*before, *(1,) * inserted, *behind))
+    every = every.reshape(*before, *(1,) * inserted, *behind)
     names, of_all = function("read", names), function("read among all", names)
-    return add(mul(taken, names), mul(every, of_all))
+    return taken * names + every * of_all
 
 
 @rule
@@ -554,7 +561,7 @@ def _triangle(call: Call) -> Value:
     cut = torch.tril if call.word == "tril" else torch.triu
     kept = cut(torch.ones(shape[-2:], dtype=torch.int64), call.plain("diagonal"))
     ints = None if value.ints is None else field.integers(value.ints * kept)
-    return mul(value, field.integers(kept)) if ints is None else ints
+    return value * field.integers(kept) if ints is None else ints
 
 
 @rule
@@ -575,7 +582,7 @@ def _padded(call: Call) -> Value:
     if not int(fill.re):
         return padded
     ones = torch.nn.functional.pad(torch.zeros(value.shape, dtype=torch.int64), pads, value=1)
-    return add(padded, mul(field.integers(ones), fill))
+    return padded + field.integers(ones) * fill
 
 
 @rule
@@ -590,7 +597,7 @@ def _joined(call: Call) -> Value:
     join = field.stacked if stacks else field.joined
     if any(isinstance(part, Complex) for part in parts):
         pairs = [
-            part if isinstance(part, Complex) else Complex(part, mul(part, field.number(0)))
+            part if isinstance(part, Complex) else Complex(part, part * field.number(0))
             for part in parts
         ]
         return Complex(
@@ -656,15 +663,15 @@ _FEW_ROWS = 1024  # of more, two places are one row by a chance that three point
 def _read_any(value: Num, index: Num, axis: int) -> Num:
     """Each row, times whether it is the one."""
     rows = field.integers(torch.arange(value.shape[axis]))
-    chosen = function("chosen", index.with_past().moved(lambda part: part.reshape(-1, 1)), rows)
+    chosen = function("chosen", index.with_past().reshape(-1, 1), rows)
     flat = value.moved(
         lambda part: part.movedim(axis, 0).flatten(1) if part.dim() > 1 else part.unsqueeze(1)
     )
     shape = (*index.shape, *value.shape[:axis], *value.shape[axis + 1 :])
-    found = field.matmul(chosen, flat).moved(lambda part: part.reshape(shape))
+    found = (chosen @ flat).reshape(shape)
     order = [*range(len(index.shape), len(index.shape) + axis), *range(len(index.shape))]
     order += range(len(order), len(shape))
-    return found.moved(lambda part: part.permute(order))
+    return found.permute(order)
 
 
 @rule
@@ -685,7 +692,7 @@ def _rows(index: Num, axis: int, shape: Sequence[int]) -> Num | None:
         return None
     if not index.re.numel() or not field.equal(index, row):
         return None
-    return row.moved(lambda part: part.reshape(-1))
+    return row.reshape(-1)
 
 
 # -- assembled values
@@ -696,7 +703,7 @@ def _put(base: Num, source: Num, at: Any) -> Num:
     counts = [prod(part.shape) for part in (base, source)]
     places = torch.arange(counts[0]).reshape(base.shape)
     places[at] = torch.arange(counts[0], sum(counts)).reshape(source.shape)
-    flat = field.joined([part.moved(lambda part: part.reshape(-1)) for part in (base, source)], 0)
+    flat = field.joined([part.reshape(-1) for part in (base, source)], 0)
     return flat.moved(lambda part: part[places])
 
 
@@ -722,7 +729,7 @@ def _copied(call: Call) -> Value:
         isinstance(source, Num) and source.ints is not None and call.dtype == torch.int64
     ):
         return opaque(call)
-    return source.moved(lambda part: part.expand(shape))
+    return source.expand(shape)
 
 
 @rule
@@ -790,7 +797,7 @@ def _whole(call: Call, value: Num) -> Num:
         value = field.integers(torch.tensor(int(literal), dtype=torch.int64))
     elif call.dtype in _WRAPS and literal not in (None, 0, 1):
         return opaque(call)
-    found = value.moved(lambda part: part.expand(shape))
+    found = value.expand(shape)
     found.past = float(literal) if isinstance(literal, (int, float)) else None
     return found
 
@@ -833,81 +840,37 @@ def _counted(call: Call) -> Num:
         (length,) = call.shape
     places = torch.arange(length, dtype=torch.int64)
     if call.varies("", 0):  # every position is one of its own
-        return add(
-            real(as_value(start)),
-            mul(real(as_value(step)), function("position", field.integers(places))),
+        return real(as_value(start)) + real(as_value(step)) * function(
+            "position", field.integers(places)
         )
     if isinstance(start, Abstract) or isinstance(step, Abstract):
-        return add(real(as_value(start)), mul(real(as_value(step)), field.integers(places)))
+        return real(as_value(start)) + real(as_value(step)) * field.integers(places)
     if isinstance(start, float) or isinstance(step, float):
         if call.dtype is not None and not call.dtype.is_floating_point:
             return opaque(call)
-        return add(field.number(start), mul(real(as_value(step)), field.integers(places)))
+        return field.number(start) + real(as_value(step)) * field.integers(places)
     return field.integers(places * step + start)
 
 
 # -- arithmetic
 
 
-def _pairwise(on_reals: Callable[[Num, Num], Num]) -> Callable[[Value, Value], Value]:
-    def both(a: Value, b: Value) -> Value:
-        if isinstance(a, Num) and isinstance(b, Num):
-            return on_reals(a, b)
-        zero = field.number(0)
-        a, b = (item if isinstance(item, Complex) else Complex(item, zero) for item in (a, b))
-        return Complex(on_reals(a.real, b.real), on_reals(a.imag, b.imag))
-
-    return both
-
-
-_plus, _minus = _pairwise(add), _pairwise(sub)
-
-
-def times(a: Value, b: Value) -> Value:
-    if isinstance(a, Num) and isinstance(b, Num):
-        return mul(a, b)
-    if isinstance(a, Num):
-        a, b = b, a
-    assert isinstance(a, Complex)
-    if isinstance(b, Num):
-        return Complex(mul(a.real, b), mul(a.imag, b))
-    real_part = sub(mul(a.real, b.real), mul(a.imag, b.imag))
-    return Complex(real_part, add(mul(a.real, b.imag), mul(a.imag, b.real)))
-
-
-def _with_integers(
-    found: Value, a: Value, b: Value, on: Callable[[Tensor, Tensor], Tensor]
-) -> Value:
-    """Sums and products of literal integers are such."""
-    if isinstance(a, Num) and isinstance(b, Num) and a.ints is not None and b.ints is not None:
-        return field.integers(on(a.ints, b.ints))
-    return found
-
-
-def _two(call: Call) -> tuple[Value, Value]:
-    first, second = list(call.given.values())[:2]
-    return as_value(first), as_value(second)
+def _of_integers(on: Callable[..., Tensor], *sides: Value) -> Num | None:
+    """What a step makes of literal integers: such; None of anything else."""
+    ints = [side.ints for side in sides if isinstance(side, Num) and side.ints is not None]
+    return field.integers(on(*ints)) if len(ints) == len(sides) else None
 
 
 @rule
-def _add(call: Call) -> Value:
-    a, b = _two(call)
-    if call["alpha"] not in (None, 1):
-        b = times(b, as_value(call["alpha"]))
-    return _with_integers(_plus(a, b), a, b, torch.add)
-
-
-@rule
-def _sub(call: Call) -> Value:
-    a, b = _two(call)
+def _added(call: Call) -> Value:
+    a, b = call.sides
     if call.word == "rsub":
         a, b = b, a
     if call["alpha"] not in (None, 1):
-        if call.word == "rsub":
-            a, b = a, times(b, as_value(call["alpha"]))
-        else:
-            b = times(b, as_value(call["alpha"]))
-    return _with_integers(_minus(a, b), a, b, torch.sub)
+        b = b * as_value(call["alpha"])
+    if "sub" in call.word:
+        return _of_integers(operator.sub, a, b) or a - b
+    return _of_integers(operator.add, a, b) or a + b
 
 
 @rule
@@ -915,16 +878,16 @@ def _mul(call: Call) -> Value:
     factor = list(call.given.values())[1]
     if isinstance(factor, float) and isinstance(call.value, Num):
         return quantising.scaled(call.value, factor)
-    a, b = _two(call)
-    return _with_integers(times(a, b), a, b, torch.mul)
+    a, b = call.sides
+    return _of_integers(operator.mul, a, b) or a * b
 
 
 @rule
 def _div(call: Call) -> Value:
-    a, b = _two(call)
+    a, b = call.sides
     mode = call["rounding_mode"]
     if mode == "floor":
-        return _floor_quotient(a, b)
+        return _floor_divide(call)
     if mode is not None:
         return pointwise(call)
     each, all_of = (side.past if isinstance(side, Num) else None for side in (a, b))
@@ -933,39 +896,28 @@ def _div(call: Call) -> Value:
         if value.shape == other.shape and field.equal(value, other):
             return _shares(call, value, all_of.axis)
     if isinstance(b, Complex):
-        size = field.inverse(add(mul(b.real, b.real), mul(b.imag, b.imag)))
-        return times(times(a, Complex(b.real, neg(b.imag))), size)
-    return times(a, field.inverse(b))
+        return a * b.conjugate() / b.squared()
+    return a / b
 
 
 @rule
-def _floor_divide(call: Call) -> Value:
-    return _floor_quotient(*_two(call))
-
-
-def _floor_quotient(a: Value, b: Value) -> Num:
-    a, b = real(a), real(b)
-    if a.ints is not None and b.ints is not None:
-        return field.integers(a.ints // b.ints)
-    return function("floor of quotient", a, b)
+def _floor_divide(call: Call) -> Num:
+    a, b = call.reals
+    return _of_integers(operator.floordiv, a, b) or function("floor of quotient", a, b)
 
 
 @rule
 def _remainder(call: Call) -> Value:
-    a, b = map(real, _two(call))
-    if a.ints is not None and b.ints is not None:
-        return field.integers(a.ints % b.ints)
-    return sub(a, mul(b, _floor_quotient(a, b)))
+    a, b = call.reals
+    return _of_integers(operator.mod, a, b) or a - b * _floor_divide(call)
 
 
 @rule
 def _neg(call: Call) -> Value:
     value = call.value
-    if isinstance(value, Complex):
-        return Complex(neg(value.real), neg(value.imag))
-    if isinstance(value.past, quantising.End):
-        return neg(value).with_past(replace(value.past, sign=-value.past.sign))
-    return field.integers(-value.ints) if value.ints is not None else neg(value)
+    if isinstance(value, Num) and isinstance(value.past, quantising.End):
+        return (-value).with_past(replace(value.past, sign=-value.past.sign))
+    return _of_integers(operator.neg, value) or -value
 
 
 @rule
@@ -975,7 +927,7 @@ def _reciprocal(call: Call) -> Value:
 
 @rule
 def _square(call: Call) -> Value:
-    return times(call.value, call.value)
+    return call.value * call.value
 
 
 @rule
@@ -990,12 +942,12 @@ def _rsqrt(call: Call) -> Value:
 
 @rule
 def _pow(call: Call) -> Value:
-    base, exponent = _two(call)
+    base, exponent = call.sides
     power = call["exponent"]
     if isinstance(power, (int, float)) and abs(power) <= 16:
         if float(power).is_integer():
             if isinstance(base, Complex):
-                return times(base, base) if power == 2 else pointwise(call)
+                return base * base if power == 2 else pointwise(call)
             return field.integer_power(base, int(power))
         if abs(power) == 0.5:
             root = field.sqrt(real(base))
@@ -1007,46 +959,46 @@ def _pow(call: Call) -> Value:
 def _addc(call: Call) -> Value:
     second = as_value(call["tensor2"])
     second = second if call.word == "addcmul" else field.inverse(real(second))
-    product = times(as_value(call["tensor1"]), second)
-    return _plus(as_value(call["self"]), times(product, as_value(call["value"])))
+    product = as_value(call["tensor1"]) * second
+    return as_value(call["self"]) + product * as_value(call["value"])
 
 
 @rule
 def _lerp(call: Call) -> Value:
     start, end = as_value(call["self"]), as_value(call["end"])
-    return _plus(start, times(_minus(end, start), as_value(call["weight"])))
+    return start + (end - start) * as_value(call["weight"])
 
 
 @rule
 def _cos(call: Call) -> Value:
     value = real(call.value)
-    return call.function("cos", mul(value, value))
+    return call.function("cos", value * value)
 
 
 @rule
 def _sin(call: Call) -> Value:
     value = real(call.value)
-    return mul(value, call.function("sinc", mul(value, value)))
+    return value * call.function("sinc", value * value)
 
 
 @rule
 def _abs(call: Call) -> Value:
     value = call.value
     if isinstance(value, Complex):
-        return field.sqrt(add(mul(value.real, value.real), mul(value.imag, value.imag)))
-    found = function("abs", mul(value, value))
+        return field.sqrt(value.squared())
+    found = function("abs", value * value)
     return found.with_past(quantising.Absolute(value))
 
 
 @rule
 def _sigmoid(call: Call) -> Num:
-    less = call.function("exp", neg(real(call.value)))
-    return field.inverse(add(field.number(1), less))
+    less = call.function("exp", -real(call.value))
+    return field.inverse(field.number(1) + less)
 
 
 @rule
 def _silu(call: Call) -> Num:
-    return mul(real(call.value), _sigmoid(call))
+    return real(call.value) * _sigmoid(call)
 
 
 @rule
@@ -1062,9 +1014,9 @@ def _softmax(call: Call) -> Num:
 
 def _shares(call: Call, value: Num, axis: int) -> Num:
     """Softmax: of numbers that are all larger by one number it is the same."""
-    apart = sub(value, value.moved(lambda part: part.narrow(axis, 0, 1)))
+    apart = value - value.narrow(axis, 0, 1)
     each = call.function("exp", apart)
-    return mul(each, field.inverse(field.total(each, [axis], True)))
+    return each / field.total(each, [axis], True)
 
 
 @rule
@@ -1075,7 +1027,7 @@ def _round(call: Call) -> Value:
 @rule
 def _clamped(call: Call) -> Value:
     value, ends = real(call.value), (call["min"], call["max"])
-    if all(isinstance(end, Num) for end in ends) and field.equal(neg(ends[0]), ends[1]):
+    if all(isinstance(end, Num) for end in ends) and field.equal(-ends[0], ends[1]):
         return quantising.clipped(value, ends[1])
     if not all(end is None or isinstance(end, (int, float)) for end in ends):
         return pointwise(call)
@@ -1095,9 +1047,7 @@ def _greater(call: Call) -> Value:
     a, b = (side.past for side in sides)
     if quantising.are_both_ends(a, b):
         found = quantising.largest_of(a.rows)
-        return (
-            found if found.shape == sides[0].shape else found.moved(lambda part: part.squeeze(-1))
-        )
+        return found if found.shape == sides[0].shape else found.squeeze(-1)
     return _clip(call, *sides)
 
 
@@ -1116,7 +1066,7 @@ def _clip(call: Call, *sides: Num) -> Num:
         for value, other in (inner.past.sides, inner.past.sides[::-1]):
             limit = bound if call.word == "minimum" else other
             in_order = call.word == "minimum" or quantising.is_size(limit)
-            if in_order and field.equal(neg(other), bound):
+            if in_order and field.equal(-other, bound):
                 return quantising.clipped(value, limit)
     found = real(pointwise(call))
     return found.with_past(quantising.Bounded(call.name, sides))
@@ -1145,11 +1095,10 @@ def _chosen(call: Call, name: str, a: Any, b: Any) -> Value:
     is_finite = all(_is_number(item) or not isinstance(item, float) for item in (a, b))
     if chosen.ints is not None and is_finite:
         chosen = field.integers(chosen.ints.ne(0))
-        return add(mul(chosen, real(as_value(a))), mul(_opposite(chosen), real(as_value(b))))
+        return chosen * real(as_value(a)) + _opposite(chosen) * real(as_value(b))
     one, other = (_read_only(item) for item in (a, b))
-    return add(
-        call.function("where", chosen, one, other),
-        call.function("where", _opposite(chosen), other, one),
+    return call.function("where", chosen, one, other) + call.function(
+        "where", _opposite(chosen), other, one
     )
 
 
@@ -1162,7 +1111,7 @@ def _read_only(item: Any) -> Num:
 def _opposite(chosen: Num) -> Num:
     if chosen.ints is not None:
         return field.integers(1 - chosen.ints)
-    return sub(field.number(1), chosen)
+    return field.number(1) - chosen
 
 
 @rule
@@ -1173,10 +1122,7 @@ def _not(call: Call) -> Value:
 
 @rule
 def _compare(call: Call) -> Value:
-    a, b = _two(call)
-    if isinstance(a, Num) and isinstance(b, Num) and a.ints is not None and b.ints is not None:
-        return field.integers(getattr(torch, call.word)(a.ints, b.ints).long())
-    return pointwise(call)
+    return _of_integers(getattr(torch, call.word), *call.sides) or pointwise(call)
 
 
 # -- complex numbers
@@ -1199,14 +1145,14 @@ def _as_real(call: Call) -> Value:
 def _part(call: Call) -> Value:
     value = call.value
     if isinstance(value, Num):
-        return value if call.word == "real" else mul(value, field.number(0))
+        return value if call.word == "real" else value * field.number(0)
     return value.real if call.word == "real" else value.imag
 
 
 @rule
 def _conjugate(call: Call) -> Value:
     value = call.value
-    return Complex(value.real, neg(value.imag)) if isinstance(value, Complex) else value
+    return value.conjugate() if isinstance(value, Complex) else value
 
 
 @rule
@@ -1217,9 +1163,9 @@ def _complex(call: Call) -> Value:
 @rule
 def _polar(call: Call) -> Value:
     size, angle = call.num("abs"), call.num("angle")
-    square = mul(angle, angle)
-    sine = mul(angle, call.function("sinc", square))
-    return Complex(mul(size, call.function("cos", square)), mul(size, sine))
+    square = angle * angle
+    sine = angle * call.function("sinc", square)
+    return Complex(size * call.function("cos", square), size * sine)
 
 
 @rule
@@ -1227,10 +1173,10 @@ def _exp(call: Call) -> Value:
     value = call.value
     if isinstance(value, Num):
         return call.function("exp", value).with_past(Exponential(value))
-    square = mul(value.imag, value.imag)
-    turned = Complex(call.function("cos", square), mul(value.imag, call.function("sinc", square)))
+    square = value.imag * value.imag
+    turned = Complex(call.function("cos", square), value.imag * call.function("sinc", square))
     is_zero = not bool(value.real.re.any()) and value.real.im is None
-    return turned if is_zero else times(turned, call.function("exp", value.real))
+    return turned if is_zero else turned * call.function("exp", value.real)
 
 
 # -- sums
@@ -1272,7 +1218,7 @@ def _sum(call: Call) -> Value:
 def _mean(call: Call) -> Value:
     value = real(call.value)
     axes = _axes(call, value)
-    return mul(field.total(value, axes, bool(call["keepdim"])), field.inverse(_counts(call, axes)))
+    return field.total(value, axes, bool(call["keepdim"])) / _counts(call, axes)
 
 
 def _variance(call: Call) -> tuple[Num, Num]:
@@ -1280,15 +1226,13 @@ def _variance(call: Call) -> tuple[Num, Num]:
     axes = _axes(call, value)
     count = _counts(call, axes)
     less = call["correction"] if "correction" in call.given else int(call["unbiased"] is not False)
-    mean = mul(field.total(value, axes, True), field.inverse(count))
-    apart = sub(value, mean)
-    squares = field.total(mul(apart, apart), axes, keep)
-    fewer = sub(count, real(as_value(1 if less is None else less)))
+    mean = field.total(value, axes, True) / count
+    apart = value - mean
+    squares = field.total(apart * apart, axes, keep)
+    fewer = count - real(as_value(1 if less is None else less))
     if isinstance(less, (int, float)) and prod(value.shape[axis] for axis in axes) <= less:
         raise Undecided(f"{call.name} of too few elements")
-    return mul(squares, field.inverse(fewer)), mul(
-        field.total(value, axes, keep), field.inverse(count)
-    )
+    return squares / fewer, field.total(value, axes, keep) / count
 
 
 @rule
@@ -1308,12 +1252,12 @@ def _norm(call: Call) -> Value:
         and not call.varies("self", last)
     ):
         found = quantising.largest_of(real(call.value))
-        return found if call["keepdim"] else found.moved(lambda part: part.squeeze(-1))
+        return found if call["keepdim"] else found.squeeze(-1)
     value = real(call.value)
     axes = _axes(call, value)
     if order not in (2, 2.0, None) or _are_tokens(call, axes):
         return opaque(call)
-    return field.sqrt(field.total(mul(value, value), axes, bool(call["keepdim"])))
+    return field.sqrt(field.total(value * value, axes, bool(call["keepdim"])))
 
 
 @rule
@@ -1329,7 +1273,7 @@ def _largest(call: Call) -> Any:
     name, in_rows = "least" if is_least else "largest", axes == [len(value.shape) - 1]
     if isinstance(value.past, quantising.Absolute) and in_rows and not is_least:
         found = quantising.largest_of(value.past.value)
-        found = found if keep else found.moved(lambda part: part.squeeze(-1))
+        found = found if keep else found.squeeze(-1)
     else:
         found = function(name, field.total(function(f"element of {name}", value), axes, keep))
         found = found.with_past(quantising.End(value, is_least) if in_rows else None)
@@ -1366,7 +1310,7 @@ def _einsum(left: Num, right: Num, a: str, b: str, out: str) -> Num:
         ]
         return value.moved(lambda part: part.permute(order).reshape(shape))
 
-    found = field.matmul(arrange(left, a, rows, summed), arrange(right, b, summed, columns))
+    found = arrange(left, a, rows, summed) @ arrange(right, b, summed, columns)
     made = [*batch, *rows, *columns]
     shape = [sizes[letter] for letter in made]
     return found.moved(
@@ -1389,40 +1333,40 @@ def _sums_along(call: Call, name: str = "self", axis: int = -1) -> None:
 @rule
 def _mm(call: Call) -> Value:
     _sums_along(call)
-    a, b = map(real, _two(call))
-    return field.matmul(a, b)
+    a, b = call.reals
+    return a @ b
 
 
 @rule
 def _matmul(call: Call) -> Value:
     _sums_along(call, next(iter(call.given)))
-    a, b = map(real, _two(call))
+    a, b = call.reals
     if len(b.shape) == 1:
-        column = b.moved(lambda part: part.unsqueeze(-1))
+        column = b.unsqueeze(-1)
         if len(a.shape) == 1:
-            a = a.moved(lambda part: part.unsqueeze(0))
-            return field.matmul(a, column).moved(lambda part: part.reshape(()))
-        return field.matmul(a, column).moved(lambda part: part.squeeze(-1))
+            a = a.unsqueeze(0)
+            return (a @ column).reshape(())
+        return (a @ column).squeeze(-1)
     if len(a.shape) == 1:
-        row = a.moved(lambda part: part.unsqueeze(0))
-        return field.matmul(row, b).moved(lambda part: part.squeeze(-2))
-    return field.matmul(a, b)
+        row = a.unsqueeze(0)
+        return (row @ b).squeeze(-2)
+    return a @ b
 
 
 @rule
 def _linear(call: Call) -> Value:
     _sums_along(call, "input")
-    weight = call.num("weight").moved(lambda part: part.mT)
-    found = field.matmul(call.num("input"), weight)
-    return found if call["bias"] is None else add(found, call.num("bias"))
+    weight = call.num("weight").mT
+    found = call.num("input") @ weight
+    return found if call["bias"] is None else found + call.num("bias")
 
 
 @rule
 def _addmm(call: Call) -> Value:
     left, right = ("mat1", "mat2") if call.word == "addmm" else ("batch1", "batch2")
     _sums_along(call, left)
-    product = mul(field.matmul(call.num(left), call.num(right)), real(as_value(call["alpha"])))
-    return add(product, mul(call.num("self"), real(as_value(call["beta"]))))
+    product = call.num(left) @ call.num(right) * real(as_value(call["alpha"]))
+    return product + call.num("self") * real(as_value(call["beta"]))
 
 
 @rule
@@ -1441,14 +1385,12 @@ def _einsum_of(call: Call) -> Value:
 def _transposed_product(call: Call) -> Value:
     if call["bias"] is not None or call["scale"] is not None:
         return opaque(call)
-    a, b = map(real, _two(call))
+    a, b = call.reals
     one, two = (call[name] or [0, 1, 2] for name in ("perm_x1", "perm_x2"))
     _sums_along(call, next(iter(call.given)), one[-1])
-    found = field.matmul(
-        a.moved(lambda part: part.permute(one)), b.moved(lambda part: part.permute(two))
-    )
+    found = a.permute(one) @ b.permute(two)
     order = call["perm_y"] or [1, 0, 2]
-    return found.moved(lambda part: part.permute(order))
+    return found.permute(order)
 
 
 # -- quantised rows
@@ -1473,9 +1415,9 @@ def _dynamic_quant(call: Call) -> Any:
     _only(call, quant_mode="pertoken", group_index=None, dst_type_max=0)
     value = real(call.value)
     if call["smooth_scales"] is not None:
-        value = mul(value, call.num("smooth_scales"))
+        value = value * call.num("smooth_scales")
     values, scale = quantising.by_row(value, _format(call))
-    return [values, scale.moved(lambda part: part.squeeze(-1))]
+    return [values, scale.squeeze(-1)]
 
 
 @rule
@@ -1492,7 +1434,7 @@ def _mx_quant(call: Call) -> Any:
     if value.shape[-1] % (2 * number_formats.BLOCK):
         raise Undecided("blocks that fill no pair")
     values, scale = quantising.by_block(value)
-    return [values, scale.moved(lambda part: part.unflatten(-1, (-1, 2)))]
+    return [values, scale.unflatten(-1, (-1, 2))]
 
 
 @rule
@@ -1502,10 +1444,8 @@ def _block_quant(call: Call) -> Any:
     _only(call, min_scale=0, round_mode=form.block_rounding, row_block_size=1, dst_type_max=0)
     if value.shape[-1] % tile:
         raise Undecided("tiles that are cut")
-    values, scale = quantising.by_row(
-        value.moved(lambda part: part.unflatten(-1, (-1, tile))), form
-    )
-    return [values.moved(lambda part: part.flatten(-2)), scale.moved(lambda part: part.squeeze(-1))]
+    values, scale = quantising.by_row(value.unflatten(-1, (-1, tile)), form)
+    return [values.flatten(-2), scale.squeeze(-1)]
 
 
 @rule
@@ -1513,12 +1453,12 @@ def _quantize(call: Call) -> Num:
     value, scale = real(call.value), call.num("scales")
     shape = [1] * len(value.shape)
     shape[call["axis"]] = -1
-    scale = scale.moved(lambda part: part.reshape(shape))
+    scale = scale.reshape(shape)
     if call["dtype"] not in (1, 12, torch.int8, torch.qint8):
         raise Undecided(f"{call.name} to {call['dtype']}")
-    found = mul(value, scale if call["div_mode"] is False else field.inverse(scale))
+    found = value * (scale if call["div_mode"] is False else field.inverse(scale))
     if call["zero_points"] is not None:
-        found = add(found, call.num("zero_points").moved(lambda part: part.reshape(shape)))
+        found = found + call.num("zero_points").reshape(shape)
     return quantising.saturated(found)
 
 
@@ -1545,17 +1485,17 @@ def _quant_matmul(call: Call) -> Num:
         )
         if tuple(call["group_sizes"]) not in number_formats.IN_BLOCKS:
             raise Undecided("blocks of other sizes")
-        of_rows = call.num("pertoken_scale").moved(lambda part: part.flatten(-2))
+        of_rows = call.num("pertoken_scale").flatten(-2)
         of_weight = scale.moved(lambda part: part.transpose(1, 2).flatten(0, 1))
         return _as_asked(call, quantising.product_of_blocks(rows, weight, of_rows, of_weight))
     _only(call, scale_dtype=None, pertoken_scale_dtype=None, x1_dtype=HIFLOAT8.number)
-    found = field.matmul(quantising.read_as(rows, call["x1_dtype"]), weight)
-    found = found if call["bias"] is None else add(found, call.num("bias"))
+    found = quantising.read_as(rows, call["x1_dtype"]) @ weight
+    found = found if call["bias"] is None else found + call.num("bias")
     if call.dtype == torch.int32:  # the sum, before any scale
         return found
-    found = mul(found, scale)
+    found = found * scale
     if call["pertoken_scale"] is not None:
-        found = mul(found, call.num("pertoken_scale").moved(lambda part: part.unsqueeze(-1)))
+        found = found * call.num("pertoken_scale").unsqueeze(-1)
     return _as_asked(call, found)
 
 
@@ -1579,16 +1519,16 @@ def _attention(call: Call) -> Value:
             part.moved(lambda part: part.repeat_interleave(times, -3)) for part in (key, value)
         )
     scale = query.shape[-1] ** -0.5 if call["scale"] is None else call["scale"]
-    scores = field.matmul(query, key.moved(lambda part: part.mT))
-    scores = mul(scores, real(as_value(scale)))
+    scores = query @ key.mT
+    scores = scores * real(as_value(scale))
     if call["is_causal"]:
         mask = field.integers(torch.ones(scores.shape[-2:], dtype=torch.int64).tril())
     if call["is_causal"] or call.holds("attn_mask") == torch.bool:
         given = {"mask": _opposite(mask), "self": scores, "value": -math.inf}
         scores = real(_masked_fill(call.of(torch.ops.aten.masked_fill.Scalar, given)))
     elif mask is not None:
-        scores = add(scores, mask)
-    return field.matmul(_shares(call, scores, len(scores.shape) - 1), value)
+        scores = scores + mask
+    return _shares(call, scores, len(scores.shape) - 1) @ value
 
 
 @rule
@@ -1596,24 +1536,24 @@ def _layer_norm(call: Call) -> Any:
     value, rank = call.num("input"), len(call.plain("normalized_shape"))
     axes = list(range(len(value.shape) - rank, len(value.shape)))
     count = field.inverse(_counts(call, axes))
-    mean = mul(field.total(value, axes, True), count)
-    apart = sub(value, mean)
-    variance = mul(field.total(mul(apart, apart), axes, True), count)
-    rstd = field.inverse(field.sqrt(add(variance, real(as_value(call["eps"])))))
-    found = mul(apart, rstd)
-    found = found if call["weight"] is None else mul(found, call.num("weight"))
-    found = found if call["bias"] is None else add(found, call.num("bias"))
+    mean = field.total(value, axes, True) * count
+    apart = value - mean
+    variance = field.total(apart * apart, axes, True) * count
+    rstd = field.inverse(field.sqrt(variance + real(as_value(call["eps"]))))
+    found = apart * rstd
+    found = found if call["weight"] is None else found * call.num("weight")
+    found = found if call["bias"] is None else found + call.num("bias")
     return found if call.word == "layer_norm" else [found, mean, rstd]
 
 
 def rms_norm(value: Num, gamma: Num | None, epsilon: Any, rank: int) -> tuple[Num, Num]:
     axes = list(range(len(value.shape) - rank, len(value.shape)))
     count = prod(value.shape[axis] for axis in axes)
-    mean = mul(field.total(mul(value, value), axes, True), field.inverse(field.number(count)))
+    mean = field.total(value * value, axes, True) / field.number(count)
     here().means.append(mean)
-    rstd = field.inverse(field.sqrt(add(mean, real(as_value(epsilon)))))
-    normed = mul(value, rstd)
-    return (normed if gamma is None else mul(normed, gamma)), rstd
+    rstd = field.inverse(field.sqrt(mean + real(as_value(epsilon))))
+    normed = value * rstd
+    return (normed if gamma is None else normed * gamma), rstd
 
 
 @rule
@@ -1633,7 +1573,7 @@ def _npu_rms_norm(call: Call) -> Any:
 
 @rule
 def _npu_add_rms_norm(call: Call) -> Any:
-    gamma, both = call.num("gamma"), add(call.num("x1"), call.num("x2"))
+    gamma, both = call.num("gamma"), call.num("x1") + call.num("x2")
     return [*rms_norm(both, gamma, call["epsilon"], len(gamma.shape)), both]
 
 
@@ -1646,13 +1586,13 @@ def rotated(value: Num, cos: Num, sin: Num) -> Num:
     """Interleaved pairs in, halves out."""
     even, odd = pairs(value)
     (c0, c1), (s0, s1) = (table.parts(lambda part: part.chunk(2, -1)) for table in (cos, sin))
-    halves = [sub(mul(even, c0), mul(odd, s0)), add(mul(odd, c1), mul(even, s1))]
+    halves = [even * c0 - odd * s0, odd * c1 + even * s1]
     return field.joined(halves, -1)
 
 
 def rotated_halves(value: Num, cos: Num, sin: Num) -> Num:
     first, second = value.parts(lambda part: part.chunk(2, -1))
-    return add(mul(value, cos), mul(field.joined([neg(second), first], -1), sin))
+    return value * cos + field.joined([-second, first], -1) * sin
 
 
 @rule
@@ -1665,12 +1605,12 @@ def _rotary_mul(call: Call) -> Value:
     value, r1, r2 = (real(as_value(item)) for item in list(call.given.values())[:3])
     mode = call["rotary_mode"] or "half"
     if call["rotate"] is not None:
-        turned = field.matmul(value, call.num("rotate"))
+        turned = value @ call.num("rotate")
     elif mode == "half":
         return rotated_halves(value, r1, r2)
     elif mode == "interleave":
         even, odd = pairs(value)
-        turned = field.stacked([neg(odd), even], -1).moved(lambda part: part.flatten(-2))
+        turned = field.stacked([-odd, even], -1).flatten(-2)
     else:
         return opaque(call)
-    return add(mul(value, r1), mul(turned, r2))
+    return value * r1 + turned * r2

@@ -406,7 +406,7 @@ def _complex(found: Value, held: Tensor, known: bool = False) -> Value:
     if isinstance(found, Complex) or not held.is_complex():
         return found
     if known:
-        return Complex(found, field.number(0).moved(lambda part: part.expand(found.shape)))
+        return Complex(found, field.number(0).expand(found.shape))
     return Complex(field.function("real part", found), field.function("imaginary part", found))
 
 
@@ -423,9 +423,9 @@ def _by_numbers(tensor: Tensor, exactly: bool) -> Value:
     bits = tensor.double().abs().contiguous().view(torch.int64)
     root = field.function("number", Num(bits & 0x7FFFFFFF), Num(bits >> 31))
     # a square, and its negative is none: so the root of a square is its size
-    size = field.mul(root, root)
+    size = root * root
     sign = Num(tensor.sign().to(torch.int64).remainder(field.P))
-    return field.mul(size, sign)
+    return size * sign
 
 
 def _parts(value: Any) -> list[Num]:
