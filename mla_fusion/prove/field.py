@@ -436,14 +436,17 @@ def _element(literal: Literal) -> Num:
     if not literal.is_root:
         return _scalar(residue(literal.exact))
     with untraced():
-        whole, over, under = Fraction(1), _scalar(1), _scalar(1)
-        for prime, count in _factors(literal.exact.numerator):
-            whole *= prime ** (count // 2)
-            over = _mul(over, _root(_scalar(prime % P))) if count % 2 else over
-        for prime, count in _factors(literal.exact.denominator):
-            whole /= prime ** (count // 2)
-            under = _mul(under, _root(_scalar(prime % P))) if count % 2 else under
-        return _mul(_scalar(residue(whole)), _mul(over, _inverse(under)))
+        (over, above), (under, below) = map(_root_of_whole, literal.exact.as_integer_ratio())
+        return _mul(_scalar(residue(Fraction(over, under))), _mul(above, _inverse(below)))
+
+
+def _root_of_whole(number: int) -> tuple[int, Num]:
+    """As a number, times the roots of its primes."""
+    whole, roots = 1, _scalar(1)
+    for prime, count in _factors(number):
+        whole *= prime ** (count // 2)
+        roots = _mul(roots, _root(_scalar(prime % P))) if count % 2 else roots
+    return whole, roots
 
 
 def _factors(number: int) -> list[tuple[int, int]]:
@@ -591,11 +594,15 @@ def equal(a: Num, b: Num) -> bool:
     """Are all elements equal, each spread over the other?"""
     with untraced():
         apart = a - b
-    return not bool(apart.re.any()) and (apart.im is None or not bool(apart.im.any()))
+    return not bool(apart.re.any()) and _is_real(apart)
 
 
 def has_zeros(a: Num) -> bool:
-    return bool(((a.re == 0) & (imaginary(a) == 0)).any())
+    return bool(_are_zeros(a).any())
+
+
+def _are_zeros(a: Num) -> Tensor:
+    return (a.re == 0) & (imaginary(a) == 0)
 
 
 @primitive
@@ -673,7 +680,7 @@ def inverse(a: Num) -> Num:
 
 @primitive
 def _inverse(a: Num) -> Num:
-    if bool(((a.re == 0) & (imaginary(a) == 0)).any()):
+    if has_zeros(a):
         raise Undecided("a quotient by 0")
     if a.im is None:
         return Num(_power(a.re, P - 2))
@@ -766,7 +773,7 @@ def of_kernel(a: Num) -> Num | None:
     point = here()
     if point.draws_roots:
         return None
-    if any(_is_one(_times(a, b)) for b in point.roots):
+    if any(is_whole_times(a, b, 1) for b in point.roots):
         return _sqrt(a)
     values = [a] if has_zeros(a) else [a, inverse(a)]
     for value in values:
@@ -787,10 +794,6 @@ def _of_number(a: Num) -> Num | None:
         return None
     here().times.append(times)
     return _root_number(times).expand(a.shape)
-
-
-def _is_one(times: Tensor | None) -> bool:
-    return times is not None and int(times) == 1
 
 
 def are_squares(a: Num) -> set[bool]:
@@ -856,7 +859,7 @@ def _by_columns(a: Num, cells: Cells) -> Num:
 def _rows(a: Num) -> tuple[Num, Num]:
     """One element for each row, the same of rows that are multiples; and the size of each."""
     lead = a.moved(lambda part: part[..., :1])
-    size = Num(torch.where((lead.re == 0) & (imaginary(lead) == 0), 1, lead.re), lead.im)
+    size = Num(torch.where(_are_zeros(lead), 1, lead.re), lead.im)
     places = Num(torch.arange(a.shape[-1], dtype=torch.int64))
     return total(function("row", a / size, places), [-1], True), size
 

@@ -75,7 +75,7 @@ def prolog(call: Call) -> list[Num]:
     c_q = _normed(_projected(call, flat, "dq", "dequant_scale_x"), call, "cq", "qc_qr_scale")
     step, form = None, _format(call)
     if form is not None:
-        smoothed = c_q if call["smooth_scales_cq"] is None else c_q * call.num("smooth_scales_cq")
+        smoothed = call.times(c_q, "smooth_scales_cq")
         c_q, step = (
             quantising.by_block(smoothed) if form is MXFP8 else quantising.by_row(smoothed, form)
         )

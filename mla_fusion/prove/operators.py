@@ -98,6 +98,13 @@ class Call:
     def num(self, name: str) -> Num:
         return real(as_value(self.given[name]))
 
+    def plus(self, value: Num, name: str) -> Num:
+        """A value and an argument, where that is given."""
+        return value if self[name] is None else value + self.num(name)
+
+    def times(self, value: Num, name: str) -> Num:
+        return value if self[name] is None else value * self.num(name)
+
     def plain(self, name: str) -> Any:
         """An argument that says where, not what: a number. Raises Undecided for one of this run
         alone.
@@ -240,12 +247,10 @@ def as_value(item: Any) -> Value:
         return item
     if isinstance(item, Abstract):
         return function(f"size {item.name}")
-    if isinstance(item, bool):
-        return field.integers(torch.tensor(int(item), dtype=torch.int64))
     if isinstance(item, complex):
         return Complex(field.number(item.real), field.number(item.imag))
     if isinstance(item, int):
-        return field.integers(torch.tensor(item, dtype=torch.int64))
+        return field.integers(torch.tensor(item))
     if isinstance(item, float):
         return field.number(item)
     raise Undecided(f"{item!r} is no number")
@@ -367,10 +372,10 @@ def _cast(call: Call) -> Value:
     is_narrower = is_whole and call.source.itemsize > wanted.itemsize  # type: ignore[union-attr]
     if is_narrower and value.ints is None and not here().are_rows and wanted in _INTEGERS:
         return function(f"in {wanted}", value).with_past(Narrowed(value))
-    if is_whole and wanted in (torch.int32, torch.int64):
+    # rows are far below 2**31: what is saturated later is so at 127
+    is_integral = is_whole or (here().are_rows and quantising.whole(value).rounded)
+    if is_integral and wanted in (torch.int32, torch.int64):
         return value
-    if here().are_rows and quantising.whole(value).rounded and wanted in (torch.int32, torch.int64):
-        return value  # far below 2**31: what is saturated later is so at 127
     is_wide = call.source not in NARROW
     return quantising.to_bytes(value, wanted, is_wide)
 
@@ -384,10 +389,7 @@ def _are_bits(value: Num) -> bool:
 def _reshaped(call: Call) -> Value:
     if isinstance(call.target, OpOverload) and overload_name(call.target) == "dtype":
         return _bytes(call)
-    if call.shape is not None:
-        shape = call.shape
-        return call.value.reshape(shape)
-    return _natively(call)
+    return _natively(call) if call.shape is None else call.value.reshape(call.shape)
 
 
 def _bytes(call: Call) -> Value:
@@ -406,10 +408,7 @@ def _bytes(call: Call) -> Value:
 
 @rule
 def _expanded(call: Call) -> Value:
-    if call.shape is not None:
-        shape = call.shape
-        return call.value.expand(shape)
-    return _natively(call)
+    return _natively(call) if call.shape is None else call.value.expand(call.shape)
 
 
 @rule
@@ -533,14 +532,6 @@ def _in_this_run(item: Any) -> Any:
 
 
 @rule
-def _unbound(call: Call) -> Any:
-    axis = _axis(call)
-    if call.varies("self", axis):
-        raise Undecided(f"{call.name} cuts the tokens")
-    return call.value.parts(lambda part: part.unbind(axis))
-
-
-@rule
 def _turned(call: Call) -> Value:
     rank = len(call.value.shape)
     if call.word in ("flip", "roll"):
@@ -559,9 +550,8 @@ def _triangle(call: Call) -> Value:
     if _are_tokens(call, [len(shape) - 2, len(shape) - 1]):
         return opaque(call)
     cut = torch.tril if call.word == "tril" else torch.triu
-    kept = cut(torch.ones(shape[-2:], dtype=torch.int64), call.plain("diagonal"))
-    ints = None if value.ints is None else field.integers(value.ints * kept)
-    return value * field.integers(kept) if ints is None else ints
+    kept = field.integers(cut(torch.ones(shape[-2:]), call.plain("diagonal")))
+    return _of_integers(operator.mul, value, kept) or value * kept
 
 
 @rule
@@ -600,9 +590,8 @@ def _joined(call: Call) -> Value:
             part if isinstance(part, Complex) else Complex(part, part * field.number(0))
             for part in parts
         ]
-        return Complex(
-            *(join(side, axis) for side in zip(*((p.real, p.imag) for p in pairs), strict=True))
-        )
+        real_parts, imaginary = [part.real for part in pairs], [part.imag for part in pairs]
+        return Complex(join(real_parts, axis), join(imaginary, axis))
     return join([real(part) for part in parts], axis)
 
 
@@ -634,27 +623,31 @@ def _embedded(call: Call) -> Value:
 def _read(call: Call, indices: list[Num | None], value: Value | None = None) -> Value:
     """By integers of literals: movement. By others: rows of that name."""
     value = call.value if value is None else value
-    known = [index for index in indices if index is not None]
+    axes, known = _indexed_axes(indices), [index for index in indices if index is not None]
     if all(index.ints is not None for index in known):
-        if any(
-            call.varies("self", axis) for axis, index in enumerate(indices) if index is not None
-        ):
-            return opaque(call)
-        places = [slice(None) if index is None else index.ints for index in indices]
-        return value.moved(lambda part: part[tuple(places)])
+        places = _literal_places(indices)
+        is_open = _are_tokens(call, axes)
+        return opaque(call) if is_open else value.moved(lambda part: part[places])
     sizes = value.shape
     if len(known) == 1 and isinstance(value, Num) and sizes[len(indices) - 1] <= _FEW_ROWS:
         return _read_any(value, known[0], len(indices) - 1)
     names = reduce(lambda a, b: function("place", a, b), [i.with_past() for i in known])
-    places = [
+    places = tuple(
         slice(None) if index is None else index.re.remainder(sizes[axis])
         for axis, index in enumerate(indices)
-    ]
-    axes = [axis for axis, index in enumerate(indices) if index is not None]
+    )
     if axes != [*range(axes[0], axes[-1] + 1)]:
         raise Undecided(f"{call.name} along axes that do not stand side by side")
-    taken = value.moved(lambda part: part[tuple(places)])
+    taken = value.moved(lambda part: part[places])
     return _of_any_rows(value, taken, axes, names)
+
+
+def _indexed_axes(indices: Sequence[Num | None]) -> list[int]:
+    return [axis for axis, index in enumerate(indices) if index is not None]
+
+
+def _literal_places(indices: Sequence[Num | None]) -> tuple[Any, ...]:
+    return tuple(slice(None) if index is None else index.ints for index in indices)
 
 
 _FEW_ROWS = 1024  # of more, two places are one row by a chance that three points make small enough
@@ -737,16 +730,9 @@ def _index_put(call: Call) -> Value:
     base, source = call.num("self"), call.num("values")
     indices = [_place(index) for index in call["indices"]]
     literal = all(index is None or index.ints is not None for index in indices)
-    if (
-        not literal
-        or call.masks
-        or call["accumulate"]
-        or any(call.varies("self", axis) for axis, index in enumerate(indices) if index is not None)
-    ):
+    if not literal or call.masks or call["accumulate"] or _are_tokens(call, _indexed_axes(indices)):
         return opaque(replace(call, given={**call.given, "indices": indices}))
-    return _put(
-        base, source, tuple(slice(None) if index is None else index.ints for index in indices)
-    )
+    return _put(base, source, _literal_places(indices))
 
 
 @rule
@@ -778,11 +764,11 @@ def _rows_put(call: Call, index: Any, source: Any) -> Value:
 @rule
 def _filled(call: Call) -> Num:
     name = next(name for name in ("fill_value", "value", "s") if name in call.given)
-    return _whole(call, real(as_value(call[name])))
+    return _whole(call, as_value(call[name]))
 
 
-def _whole(call: Call, value: Num) -> Num:
-    shape = call.shape
+def _whole(call: Call, filling: Value) -> Num:
+    value, shape = real(filling), call.shape
     if shape is None:
         if "size" in call.given:
             shape = tuple(call.plain("size"))
@@ -794,7 +780,7 @@ def _whole(call: Call, value: Num) -> Num:
         value = value.with_past()
     literal = call["fill_value"]
     if call.dtype in (torch.int32, torch.int64) and isinstance(literal, float):
-        value = field.integers(torch.tensor(int(literal), dtype=torch.int64))
+        value = real(as_value(int(literal)))
     elif call.dtype in _WRAPS and literal not in (None, 0, 1):
         return opaque(call)
     found = value.expand(shape)
@@ -804,12 +790,12 @@ def _whole(call: Call, value: Num) -> Num:
 
 @rule
 def _zeros(call: Call) -> Num:
-    return _whole(call, field.integers(torch.tensor(0, dtype=torch.int64)))
+    return _whole(call, as_value(0))
 
 
 @rule
 def _ones(call: Call) -> Num:
-    return _whole(call, field.integers(torch.tensor(1, dtype=torch.int64)))
+    return _whole(call, as_value(1))
 
 
 @rule
@@ -839,17 +825,15 @@ def _counted(call: Call) -> Num:
     if call.shape is not None:
         (length,) = call.shape
     places = torch.arange(length, dtype=torch.int64)
+    positions = field.integers(places)
     if call.varies("", 0):  # every position is one of its own
-        return real(as_value(start)) + real(as_value(step)) * function(
-            "position", field.integers(places)
-        )
-    if isinstance(start, Abstract) or isinstance(step, Abstract):
-        return real(as_value(start)) + real(as_value(step)) * field.integers(places)
-    if isinstance(start, float) or isinstance(step, float):
+        positions = function("position", positions)
+    elif not (isinstance(start, Abstract) or isinstance(step, Abstract)):
+        if not (isinstance(start, float) or isinstance(step, float)):
+            return field.integers(places * step + start)
         if call.dtype is not None and not call.dtype.is_floating_point:
             return opaque(call)
-        return field.number(start) + real(as_value(step)) * field.integers(places)
-    return field.integers(places * step + start)
+    return real(as_value(start)) + real(as_value(step)) * positions
 
 
 # -- arithmetic
@@ -969,16 +953,20 @@ def _lerp(call: Call) -> Value:
     return start + (end - start) * as_value(call["weight"])
 
 
+def _turn(call: Call, angle: Num) -> Complex:
+    """``exp(i * angle)``, by a function that is the same of both signs, and one times the angle."""
+    square = angle * angle
+    return Complex(call.function("cos", square), angle * call.function("sinc", square))
+
+
 @rule
 def _cos(call: Call) -> Value:
-    value = real(call.value)
-    return call.function("cos", value * value)
+    return _turn(call, real(call.value)).real
 
 
 @rule
 def _sin(call: Call) -> Value:
-    value = real(call.value)
-    return value * call.function("sinc", value * value)
+    return _turn(call, real(call.value)).imag
 
 
 @rule
@@ -1046,8 +1034,7 @@ def _greater(call: Call) -> Value:
             return value
     a, b = (side.past for side in sides)
     if quantising.are_both_ends(a, b):
-        found = quantising.largest_of(a.rows)
-        return found if found.shape == sides[0].shape else found.squeeze(-1)
+        return quantising.largest_of(a.rows, len(a.rows.shape) == len(sides[0].shape))
     return _clip(call, *sides)
 
 
@@ -1131,7 +1118,7 @@ def _compare(call: Call) -> Value:
 @rule
 def _as_complex(call: Call) -> Value:
     value = real(call.value)
-    return Complex(value.moved(lambda part: part[..., 0]), value.moved(lambda part: part[..., 1]))
+    return Complex(*value.parts(lambda part: part.unbind(-1)))
 
 
 @rule
@@ -1162,10 +1149,7 @@ def _complex(call: Call) -> Value:
 
 @rule
 def _polar(call: Call) -> Value:
-    size, angle = call.num("abs"), call.num("angle")
-    square = angle * angle
-    sine = angle * call.function("sinc", square)
-    return Complex(size * call.function("cos", square), size * sine)
+    return _turn(call, call.num("angle")) * call.num("abs")
 
 
 @rule
@@ -1173,8 +1157,7 @@ def _exp(call: Call) -> Value:
     value = call.value
     if isinstance(value, Num):
         return call.function("exp", value).with_past(Exponential(value))
-    square = value.imag * value.imag
-    turned = Complex(call.function("cos", square), value.imag * call.function("sinc", square))
+    turned = _turn(call, value.imag)
     is_zero = not bool(value.real.re.any()) and value.real.im is None
     return turned if is_zero else turned * call.function("exp", value.real)
 
@@ -1182,10 +1165,10 @@ def _exp(call: Call) -> Value:
 # -- sums
 
 
-def _axes(call: Call, value: Value, name: str = "dim") -> list[int]:
-    given = call.plain(name)
+def _axes(call: Call) -> list[int]:
+    given, rank = call.plain("dim"), len(call.value.shape)
     axes = [given] if isinstance(given, int) else list(given or [])
-    return [axis % len(value.shape) for axis in axes] or list(range(len(value.shape)))
+    return [axis % rank for axis in axes] or list(range(rank))
 
 
 def _are_tokens(call: Call, axes: Sequence[int]) -> bool:
@@ -1204,7 +1187,7 @@ def _counts(call: Call, axes: Sequence[int]) -> Num:
 @rule
 def _sum(call: Call) -> Value:
     value, keep = call.value, bool(call["keepdim"])
-    axes = _axes(call, value)
+    axes = _axes(call)
     _counts(call, axes)
     if isinstance(value, Complex):
         return Complex(field.total(value.real, axes, keep), field.total(value.imag, axes, keep))
@@ -1217,47 +1200,42 @@ def _sum(call: Call) -> Value:
 @rule
 def _mean(call: Call) -> Value:
     value = real(call.value)
-    axes = _axes(call, value)
+    axes = _axes(call)
     return field.total(value, axes, bool(call["keepdim"])) / _counts(call, axes)
 
 
-def _variance(call: Call) -> tuple[Num, Num]:
-    value, keep = real(call.value), bool(call["keepdim"])
-    axes = _axes(call, value)
-    count = _counts(call, axes)
-    less = call["correction"] if "correction" in call.given else int(call["unbiased"] is not False)
+def _around_mean(value: Num, axes: Sequence[int], count: Num) -> tuple[Num, Num]:
+    """The mean, and what each element is apart from it."""
     mean = field.total(value, axes, True) / count
-    apart = value - mean
-    squares = field.total(apart * apart, axes, keep)
-    fewer = count - real(as_value(1 if less is None else less))
-    if isinstance(less, (int, float)) and prod(value.shape[axis] for axis in axes) <= less:
-        raise Undecided(f"{call.name} of too few elements")
-    return squares / fewer, field.total(value, axes, keep) / count
+    return mean, value - mean
 
 
 @rule
 def _var(call: Call) -> Any:
-    variance, mean = _variance(call)
+    value, axes, keep = real(call.value), _axes(call), bool(call["keepdim"])
+    count = _counts(call, axes)
+    less = call["correction"] if "correction" in call.given else int(call["unbiased"] is not False)
+    less = 1 if less is None else less
+    if isinstance(less, (int, float)) and prod(value.shape[axis] for axis in axes) <= less:
+        raise Undecided(f"{call.name} of too few elements")
+    _, apart = _around_mean(value, axes, count)
+    variance = field.total(apart * apart, axes, keep) / (count - real(as_value(less)))
     found = field.sqrt(variance) if "std" in call.name else variance
+    mean = field.total(value, axes, keep) / count
     return [found, mean] if call.name.endswith("_mean") else found
 
 
 @rule
 def _norm(call: Call) -> Value:
     order = call["ord"] if "ord" in call.given else call["p"]
-    last = len(call.value.shape) - 1
-    if (
-        order == float("inf")
-        and _axes(call, call.value) == [last]
-        and not call.varies("self", last)
-    ):
-        found = quantising.largest_of(real(call.value))
-        return found if call["keepdim"] else found.squeeze(-1)
-    value = real(call.value)
-    axes = _axes(call, value)
-    if order not in (2, 2.0, None) or _are_tokens(call, axes):
+    value, axes, keep = real(call.value), _axes(call), bool(call["keepdim"])
+    if _are_tokens(call, axes):
         return opaque(call)
-    return field.sqrt(field.total(value * value, axes, bool(call["keepdim"])))
+    if order == math.inf and axes == [len(value.shape) - 1]:
+        return quantising.largest_of(value, keep)
+    if order not in (2, 2.0, None):
+        return opaque(call)
+    return field.sqrt(field.total(value * value, axes, keep))
 
 
 @rule
@@ -1266,14 +1244,13 @@ def _largest(call: Call) -> Any:
     value = real(call.value)
     if call["other"] is not None:
         return pointwise(call)
-    axes, keep = _axes(call, value), bool(call["keepdim"])
+    axes, keep = _axes(call), bool(call["keepdim"])
     if _are_tokens(call, axes):
         return opaque(call)
     is_least = call.word in ("amin", "min")
     name, in_rows = "least" if is_least else "largest", axes == [len(value.shape) - 1]
     if isinstance(value.past, quantising.Absolute) and in_rows and not is_least:
-        found = quantising.largest_of(value.past.value)
-        found = found if keep else found.squeeze(-1)
+        found = quantising.largest_of(value.past.value, keep)
     else:
         found = function(name, field.total(function(f"element of {name}", value), axes, keep))
         found = found.with_past(quantising.End(value, is_least) if in_rows else None)
@@ -1331,42 +1308,28 @@ def _sums_along(call: Call, name: str = "self", axis: int = -1) -> None:
 
 
 @rule
-def _mm(call: Call) -> Value:
-    _sums_along(call)
-    a, b = call.reals
-    return a @ b
-
-
-@rule
 def _matmul(call: Call) -> Value:
     _sums_along(call, next(iter(call.given)))
     a, b = call.reals
-    if len(b.shape) == 1:
-        column = b.unsqueeze(-1)
-        if len(a.shape) == 1:
-            a = a.unsqueeze(0)
-            return (a @ column).reshape(())
-        return (a @ column).squeeze(-1)
-    if len(a.shape) == 1:
-        row = a.unsqueeze(0)
-        return (row @ b).squeeze(-2)
-    return a @ b
+    is_row, is_column = len(a.shape) == 1, len(b.shape) == 1
+    found = (a.unsqueeze(0) if is_row else a) @ (b.unsqueeze(-1) if is_column else b)
+    found = found.squeeze(-1) if is_column else found
+    return found.squeeze(-1 if is_column else -2) if is_row else found
 
 
 @rule
 def _linear(call: Call) -> Value:
     _sums_along(call, "input")
     weight = call.num("weight").mT
-    found = call.num("input") @ weight
-    return found if call["bias"] is None else found + call.num("bias")
+    return call.plus(call.num("input") @ weight, "bias")
 
 
 @rule
 def _addmm(call: Call) -> Value:
     left, right = ("mat1", "mat2") if call.word == "addmm" else ("batch1", "batch2")
     _sums_along(call, left)
-    product = call.num(left) @ call.num(right) * real(as_value(call["alpha"]))
-    return product + call.num("self") * real(as_value(call["beta"]))
+    product = call.num(left) @ call.num(right) * call.num("alpha")
+    return product + call.num("self") * call.num("beta")
 
 
 @rule
@@ -1413,9 +1376,7 @@ def _format(call: Call, in_blocks: bool = False) -> NumberFormat:
 @rule
 def _dynamic_quant(call: Call) -> Any:
     _only(call, quant_mode="pertoken", group_index=None, dst_type_max=0)
-    value = real(call.value)
-    if call["smooth_scales"] is not None:
-        value = value * call.num("smooth_scales")
+    value = call.times(real(call.value), "smooth_scales")
     values, scale = quantising.by_row(value, _format(call))
     return [values, scale.squeeze(-1)]
 
@@ -1490,7 +1451,7 @@ def _quant_matmul(call: Call) -> Num:
         return _as_asked(call, quantising.product_of_blocks(rows, weight, of_rows, of_weight))
     _only(call, scale_dtype=None, pertoken_scale_dtype=None, x1_dtype=HIFLOAT8.number)
     found = quantising.read_as(rows, call["x1_dtype"]) @ weight
-    found = found if call["bias"] is None else found + call.num("bias")
+    found = call.plus(found, "bias")
     if call.dtype == torch.int32:  # the sum, before any scale
         return found
     found = found * scale
@@ -1535,14 +1496,11 @@ def _attention(call: Call) -> Value:
 def _layer_norm(call: Call) -> Any:
     value, rank = call.num("input"), len(call.plain("normalized_shape"))
     axes = list(range(len(value.shape) - rank, len(value.shape)))
-    count = field.inverse(_counts(call, axes))
-    mean = field.total(value, axes, True) * count
-    apart = value - mean
-    variance = field.total(apart * apart, axes, True) * count
-    rstd = field.inverse(field.sqrt(variance + real(as_value(call["eps"]))))
-    found = apart * rstd
-    found = found if call["weight"] is None else found * call.num("weight")
-    found = found if call["bias"] is None else found + call.num("bias")
+    count = _counts(call, axes)
+    mean, apart = _around_mean(value, axes, count)
+    variance = field.total(apart * apart, axes, True) / count
+    rstd = field.inverse(field.sqrt(variance + call.num("eps")))
+    found = call.plus(call.times(apart * rstd, "weight"), "bias")
     return found if call.word == "layer_norm" else [found, mean, rstd]
 
 
@@ -1579,7 +1537,8 @@ def _npu_add_rms_norm(call: Call) -> Any:
 
 def pairs(value: Num) -> tuple[Num, Num]:
     """The even and the odd elements of the last axis."""
-    return value.moved(lambda part: part[..., 0::2]), value.moved(lambda part: part[..., 1::2])
+    even, odd = value.parts(lambda part: (part[..., 0::2], part[..., 1::2]))
+    return even, odd
 
 
 def rotated(value: Num, cos: Num, sin: Num) -> Num:

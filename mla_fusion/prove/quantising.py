@@ -86,15 +86,15 @@ def scaled(value: Num, factor: float, exactly: Num | None = None) -> Num:
     return found.with_past(Scaled(value, times) if factor > 0 else None)
 
 
-def largest_of(rows: Num) -> Num:
-    """``max|row|`` over the last axis, which stays."""
+def largest_of(rows: Num, keep: bool = True) -> Num:
+    """``max|row|`` over the last axis; ``keep``: which stays."""
     if isinstance(rows.past, Scaled):
         found = largest_of(rows.past.value) * rows.past.factor
     else:
         sizes = function("size", rows * rows)
         found = function("largest of row", field.total(sizes, [len(rows.shape) - 1], True))
     here().maxima.append((rows, found))
-    return found
+    return found if keep else found.squeeze(-1)
 
 
 def is_size(value: Num) -> bool:
