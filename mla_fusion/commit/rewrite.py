@@ -17,7 +17,7 @@ from mla_fusion.fx.build import GraphBuilder
 from mla_fusion.fx.kinds import has_effect, word
 from mla_fusion.fx.workplace import copied
 from mla_fusion.match.candidate import Candidate
-from mla_fusion.plan.plan import InPlace, Plan, PrologPlan
+from mla_fusion.plan.plan import Plan, PrologPlan
 from mla_fusion.report.rejection import Refuse
 
 _CARRIED = ("stack_trace", "nn_module_stack", "source_fn_stack", "stream_label", "original_aten")
@@ -160,12 +160,10 @@ class _Writer:
             return False
         target, source = node.args[:2]
         number = self._plan_of.get(source)  # type: ignore[arg-type]
-        caches = (
-            self._plans[number].caches
-            if number is not None and self._plans[number].writes_inputs
-            else None
-        )
-        return isinstance(caches, InPlace) and any(target is cache for _, cache, _ in caches.held)
+        if number is None:
+            return False
+        plan = self._plans[number]
+        return plan.writes_inputs and target in plan.caches.inputs
 
     def _copy(self, node: Node) -> Node:
         made = self._copies[node] = copied(
@@ -235,9 +233,7 @@ class _Writer:
         """
         self.b.at(None, {})
         for number, plan in enumerate(self._plans):
-            if not isinstance(plan.caches, InPlace) or not plan.caches.copies:
-                continue
-            for name, given, shape in plan.caches.held:
+            for name, given, shape in plan.caches.held if plan.caches.copies else ():
                 cache = self.b.cache(given, shape)
                 args = cache, self._results[number][name]
                 self.b.insert(torch.ops.aten.copy_.default, args, {}, cache.meta["val"])

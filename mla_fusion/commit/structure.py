@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from mla_fusion.commit.region import Region, same_attribute
+from mla_fusion.commit.region import Region
 from mla_fusion.compat import expression_of
 from mla_fusion.emit.targets import target_of
 from mla_fusion.fx.kinds import tensor_held
 from mla_fusion.fx.sizes import is_symbolic
 from mla_fusion.fx.view import what_is_done
 from mla_fusion.plan.plan import InPlace, Plan
+from mla_fusion.prove.evaluate import same_attribute
 
 # elements of a constant up to which its values are compared; a larger one is like itself alone
 _FEW = 4096

@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from mla_fusion.commit.draws import KINDS, WIDE, rounds_nothing
 from mla_fusion.commit.region import Region
-from mla_fusion.fx.kinds import argument, named_sizes, word
+from mla_fusion.fx.kinds import argument, holds_integers, named_sizes, word
 from mla_fusion.fx.sizes import is_symbolic
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import origin, reshapes
@@ -89,7 +89,7 @@ def kinds_at(view: View, plan: Plan, region: Region) -> tuple[str, ...]:
         # A piece of an NZ cache is 32 bytes: numbers of float64 lie elsewhere than those of the
         # model.
         return (*KINDS, *WIDE) if rounds_nothing(region) and not in_pieces else KINDS
-    return ("outliers", "edges") if any(map(_is_integer, region.leaves)) else ("outliers",)
+    return ("outliers", "edges") if any(map(holds_integers, region.leaves)) else ("outliers",)
 
 
 def with_room(view: View, plan: Plan, region: Region) -> View:
@@ -103,7 +103,7 @@ def with_room(view: View, plan: Plan, region: Region) -> View:
         binding = binding.roomier(blocks, least, _blocks_in_step(view, plan, region))
         if plan.caches.slots.in_sequences:
             sequences = binding.size(plan.caches.slots.shape[0])
-            for _, cache, _ in plan.caches.held:
+            for cache in plan.caches.inputs:
                 binding = binding.roomier(cache.meta["val"].shape[0], sequences)
     for node, rows, end in _slices(region):
         start, kept = argument(node, "start"), node.meta["val"].shape[argument(node, "dim")]
@@ -121,10 +121,9 @@ def _blocks_in_step(view: View, plan: Plan, region: Region) -> int:
     """Of how many blocks a multiple can be viewed as the sizes that views of caches name."""
     assert isinstance(plan.caches, InPlace)
     blocks, found = view.binding.size(plan.caches.kv_shape[0]), 1
-    caches = {cache for _, cache, _ in plan.caches.held}
     for node in region.nodes:
         cache = origin(node, reshapes)
-        if word(node) in SIZED and cache in caches:
+        if word(node) in SIZED and cache in plan.caches.inputs:
             of_block = math.prod(view.binding.shape(cache.meta["val"].shape)) // blocks
             named = [size for size in named_sizes(node) if isinstance(size, int)]
             found = math.lcm(found, math.prod(named) // math.gcd(math.prod(named), of_block))
@@ -140,10 +139,10 @@ def _fits(view: View, plan: Plan, region: Region) -> bool:
     for _, rows, end in _slices(region):
         if isinstance(end, Node) and view.binding.number(end.meta["val"]) > view.binding.size(rows):
             return False
-    if isinstance(plan.caches, InPlace) and plan.caches.slots.in_sequences:
-        slots = plan.caches.slots
-        if view.binding.size(slots.shape[-1]) > view.binding.size(slots.block_size):
-            return False
+    slots = plan.caches.slots
+    size = view.binding.size
+    if slots.in_sequences and size(slots.shape[-1]) > size(slots.block_size):
+        return False
     return _tokens(view, plan) <= _rows(view, plan)
 
 
@@ -191,10 +190,3 @@ def _counting(values: Iterable[object], most: int) -> Iterator[int]:
     for value in values:
         if type(value) in (int, float) and abs(value) < most:  # type: ignore[arg-type]
             yield math.ceil(abs(value))  # type: ignore[arg-type]
-
-
-def _is_integer(node: Node) -> bool:
-    value = node.meta["val"]
-    return isinstance(value, torch.Tensor) and not (
-        value.dtype.is_floating_point or value.dtype.is_complex
-    )

@@ -184,10 +184,7 @@ class _Witness:
         except Unrunnable as error:
             if self.blocks is None:
                 raise Refuse("verify.mismatch", str(error), (error.node,)) from error
-        assert isinstance(self.plan.caches, InPlace)
-        if any(
-            _elements(self.view, cache) > _LARGEST_CACHE for _, cache, _ in self.plan.caches.held
-        ):
+        if any(_elements(self.view, cache) > _LARGEST_CACHE for cache in self.plan.caches.inputs):
             self.left_out = [item for item in self.plan.replacements if item.output in _CACHES]
         else:
             self._cut(None)
@@ -476,9 +473,8 @@ def _fewer_blocks(view: View, plan: Plan) -> int | None:
         return None
     if plan.caches.slots.in_sequences:  # each is written
         return None
-    held = [cache for _, cache, _ in plan.caches.held]
     blocks, size = view.binding.shape(plan.caches.kv_shape[:2])
-    if all(_elements(view, cache) <= _SMALL_CACHE for cache in held):
+    if all(_elements(view, cache) <= _SMALL_CACHE for cache in plan.caches.inputs):
         return None
     unit = _unit(view, plan)
     tokens = math.prod(view.binding.shape(plan.token_x.meta["val"].shape[:-1]))
@@ -496,7 +492,7 @@ def _unit(view: View, plan: Plan) -> int:
     """
     assert isinstance(plan.caches, InPlace)
     blocks = view.binding.size(plan.caches.kv_shape[0])
-    firsts = [view.binding.size(cache.meta["val"].shape[0]) for _, cache, _ in plan.caches.held]
+    firsts = [view.binding.size(cache.meta["val"].shape[0]) for cache in plan.caches.inputs]
     if all(first % blocks == 0 for first in firsts):
         return blocks
     return firsts[0] if len(set(firsts)) == 1 and blocks % firsts[0] == 0 else 0

@@ -25,6 +25,7 @@ from mla_fusion.fx.kinds import (
     filled_with,
     holds_at_any_length,
     is_cast,
+    is_float,
     is_getitem,
     is_literal,
     is_mutating,
@@ -439,11 +440,7 @@ def is_number(node: Node) -> bool:
 
 
 def _says_little(value: torch.Tensor) -> bool:
-    if (
-        value.numel() == 0
-        or not (value.is_floating_point() or value.is_complex())
-        or bool(value.isnan().any())
-    ):
+    if value.numel() == 0 or not is_float(value.dtype) or bool(value.isnan().any()):
         return True
     one = torch.ones((), dtype=value.dtype)
     return bool(

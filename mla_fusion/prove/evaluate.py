@@ -19,6 +19,7 @@ from mla_fusion.fx.kinds import (
     argument,
     attribute,
     is_cast,
+    is_float,
     is_getitem,
     is_literal,
     operator_of,
@@ -330,7 +331,7 @@ class Evaluation:
         has read since?
         """
         dtype, kind = dtype_of(node), operator_of(node).kind
-        if dtype is None or not (dtype.is_floating_point or dtype.is_complex):
+        if dtype is None or not is_float(dtype):
             return False
         if is_cast(node) and dtype in NARROW and not self._is_narrow(node.args[0]):  # type: ignore[arg-type]
             return True
@@ -347,7 +348,7 @@ class Evaluation:
         if _is_exact(found, torch.float16) or _are_small(found):
             return False
         reads = [dtype for dtype in map(dtype_of, node.all_input_nodes) if dtype is not None]
-        floats = [dtype for dtype in reads if dtype.is_floating_point or dtype.is_complex]
+        floats = [dtype for dtype in reads if is_float(dtype)]
         if word(node) == "copy":  # what it replaces is no source
             floats = [dtype_of(argument(node, "src"))]  # type: ignore[list-item]
         return not floats or any(dtype not in _OF_FLOAT16 for dtype in floats)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from mla_fusion.compat import OpOverload, overload_name, schema_of
+from mla_fusion.fx.kinds import is_float
 from mla_fusion.meta import number_formats
 from mla_fusion.meta.number_formats import E8M0_NUMBER, HIFLOAT8, NumberFormat
 from mla_fusion.operators.known import known
@@ -201,12 +202,12 @@ def _truncates(call: Call) -> bool:
     """Is a float put among integers, where nothing says how?"""
     if call.dtype not in _INTEGERS or call.name.partition("::")[0] != "aten":
         return False
-    is_float = any(
+    holds_float = any(
         held is not None and held.is_floating_point
         for held in (call.source, *map(call.holds, call.given))
     )
     literal = any(isinstance(item, float) and item % 1 for item in call.given.values())
-    return call.word not in _TRUNCATE and (is_float or literal)
+    return call.word not in _TRUNCATE and (holds_float or literal)
 
 
 def _viewed(call: Call) -> Any:
@@ -366,9 +367,7 @@ def _cast(call: Call) -> Value:
         return field.integers((value.re if value.ints is None else value.ints).ne(0))
     if call.source == torch.uint8 and value.ints is None:
         value = function("number of a byte", value)  # which may stand for that of a float format
-    is_whole = call.source is not None and not (
-        call.source.is_floating_point or call.source.is_complex
-    )
+    is_whole = call.source is not None and not is_float(call.source)
     is_narrower = is_whole and call.source.itemsize > wanted.itemsize  # type: ignore[union-attr]
     if is_narrower and value.ints is None and not here().are_rows and wanted in _INTEGERS:
         return function(f"in {wanted}", value).with_past(Narrowed(value))
@@ -717,8 +716,8 @@ def _scattered(call: Call) -> Value:
 @rule
 def _copied(call: Call) -> Value:
     shape, source = call.num("self").shape, as_value(call["src"])
-    is_float = call.dtype is None or (call.dtype.is_floating_point and call.dtype.itemsize > 1)
-    if not is_float and not (
+    is_wide = call.dtype is None or (call.dtype.is_floating_point and call.dtype.itemsize > 1)
+    if not is_wide and not (
         isinstance(source, Num) and source.ints is not None and call.dtype == torch.int64
     ):
         return opaque(call)
@@ -776,7 +775,7 @@ def _whole(call: Call, filling: Value) -> Num:
             shape = ()
         else:
             shape = call.value.shape
-    if call.dtype is not None and (call.dtype.is_floating_point or call.dtype.is_complex):
+    if call.dtype is not None and is_float(call.dtype):
         value = value.with_past()
     literal = call["fill_value"]
     if call.dtype in (torch.int32, torch.int64) and isinstance(literal, float):

@@ -21,7 +21,7 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from mla_fusion.commit.interpreter import wide, widened
 from mla_fusion.compat import OpOverload, tree_leaves, tree_map_only
-from mla_fusion.fx.kinds import argument, is_cast
+from mla_fusion.fx.kinds import argument, is_cast, is_float
 from mla_fusion.operators.known import Kind, known
 from mla_fusion.prove import field, operators
 from mla_fusion.prove.evaluate import UNKNOWN, dtype_of
@@ -377,8 +377,7 @@ class _InField(Interpreter):
 def _narrows(held: Tensor, reads: Sequence[Any]) -> bool:
     """Are integers held as floats that have not all of them?"""
     return held.dtype in operators.NARROW and any(
-        isinstance(read, Tensor) and not (read.is_floating_point() or read.is_complex())
-        for read in reads
+        isinstance(read, Tensor) and not is_float(read.dtype) for read in reads
     )
 
 
@@ -614,7 +613,7 @@ class _Wide(_OnTensors):
         return found
 
     def _rounded(self, value: Any) -> Any:
-        is_tensor = isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+        is_tensor = isinstance(value, Tensor) and is_float(value.dtype)
         if self._drawn is None or not is_tensor:
             return value
         off = torch.randn(value.shape, generator=self._drawn, dtype=torch.float64)
