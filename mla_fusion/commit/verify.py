@@ -116,6 +116,16 @@ def _plural(count: int, what: str) -> str:
     return f"{count} {what}" + ("" if count == 1 else "s")
 
 
+@dataclass(frozen=True)
+class _Drawn:
+    """What one draw has made: the unfused values, and the results of the call."""
+
+    kind: str
+    unfused: dict[Node, Any]
+    results: dict[str, Any]
+    builder: TensorBuilder
+
+
 class _Witness:
     """One region at one binding of its sizes."""
 
@@ -145,27 +155,25 @@ class _Witness:
         for a difference.
         """
         try:
-            values, unfused = self._run_at_some_ceiling(kind)
-            builder = self._builder(values, kind)
-            results = targets.call_kernel(builder, self.plan)
+            drawn = self._called(kind, *self._run_at_some_ceiling(kind))
         except (Unrunnable, RuntimeError, ValueError):
             return False
         for item in self.plan.replacements:
             if item not in self.left_out:
-                self._figure(item, unfused, results, builder, kind)
+                self._figure(item, drawn)
         return True
 
-    def _builder(self, values: dict[Node, Any], kind: str) -> TensorBuilder:
+    def _called(self, kind: str, values: dict[Node, Any], unfused: dict[Node, Any]) -> _Drawn:
         of = "wide" if kind in WIDE else "outliers" if has_large_channels(kind) else ""
         changing = _changing(self.region, self.draws, kind in WIDE)
         made = _WideBuilder if kind in WIDE else _Builder
-        return made(values, self.view.binding, self._packed.setdefault(of, {}), changing)
+        builder = made(values, self.view.binding, self._packed.setdefault(of, {}), changing)
+        return _Drawn(kind, unfused, targets.call_kernel(builder, self.plan), builder)
 
     def figures(self, kind: str) -> Iterator[tuple[Replacement, Figure]]:
-        values, unfused = self._run(kind)
-        builder = self._builder(values, kind)
+        values = self._run(kind)
         try:
-            results = targets.call_kernel(builder, self.plan)
+            drawn = self._called(kind, *values)
         except (RuntimeError, ValueError) as error:
             nodes = self.plan.candidate.nodes
             raise Refuse(
@@ -173,7 +181,7 @@ class _Witness:
             ) from error
         for item in self.plan.replacements:
             if item not in self.left_out:
-                yield item, self._figure(item, unfused, results, builder, kind)
+                yield item, self._figure(item, drawn)
 
     # -- the region
 
@@ -224,15 +232,9 @@ class _Witness:
 
     # -- the comparison
 
-    def _figure(
-        self,
-        item: Replacement,
-        unfused: dict[Node, Any],
-        results: dict[str, Any],
-        builder: TensorBuilder,
-        kind: str,
-    ) -> Figure:
-        name, want, result = item.output, unfused[item.node], results[item.output]
+    def _figure(self, item: Replacement, drawn: _Drawn) -> Figure:
+        name, want, builder = item.output, drawn.unfused[item.node], drawn.builder
+        result = drawn.results[name]
         if self.half_rows and name in _ROTATED:
             result = rows.interleave(builder, result)
         if name in _CACHES:
@@ -248,17 +250,11 @@ class _Witness:
             )
             form = self.plan.candidate.format
             if form is not None and form.in_blocks and name in _IN_BLOCKS:
-                want, got = self._in_scales(item, want, got, unfused, results, builder)
-        return self._judged(item, want, got.to(want.dtype), owner, kind)
+                want, got = self._in_scales(item, want, got, drawn)
+        return self._judged(item, want, got.to(want.dtype), owner, drawn.kind)
 
     def _in_scales(
-        self,
-        item: Replacement,
-        want: Any,
-        got: Any,
-        unfused: dict[Node, Any],
-        results: dict[str, Any],
-        builder: TensorBuilder,
+        self, item: Replacement, want: Any, got: Any, drawn: _Drawn
     ) -> tuple[torch.Tensor, Any]:
         """Numbers of mxfp8 as they are in the model's scales, and scales without the steps that
         numbers make up for: the largest of a block, rounded, is another power of two.
@@ -271,9 +267,10 @@ class _Witness:
         if len(of_both) < 2:
             return want, got
         scales = of_both[_IN_BLOCKS[1]]
-        mine = self._numbers(scales, unfused[scales.node]).float()
-        theirs = of_call.arrange(builder, scales, results[scales.output])
-        steps = self._numbers(scales, theirs.to(unfused[scales.node].dtype)).float() / mine
+        own = drawn.unfused[scales.node]
+        mine = self._numbers(scales, own).float()
+        theirs = of_call.arrange(drawn.builder, scales, drawn.results[scales.output])
+        steps = self._numbers(scales, theirs.to(own.dtype)).float() / mine
         if item is scales:
             return mine, torch.where((steps >= 0.5) & (steps <= 2), mine, mine * steps)
         steps = steps.reshape(*steps.shape[:-2], -1).repeat_interleave(BLOCK, -1)
@@ -301,18 +298,15 @@ class _Witness:
             raise Refuse(
                 "verify.mismatch", f"{where}: relative error {max(relative, row):.3g}", (item.node,)
             )
-        if not relative <= of_all:  # rows over the limit of one row are among those over this one
-            if not self._is_rounding(item, want, wrong, ~(of_rows <= of_all), owner):
-                raise Refuse(
-                    "verify.mismatch",
-                    f"{where}: relative error {relative:.3g} > {of_all:g}",
-                    (item.node,),
-                )
-        elif not row <= of_row and not self._is_rounding(
-            item, want, wrong, ~(of_rows <= of_row), owner
-        ):
-            detail = f"{where}: relative error {row:.3g} > {of_row:g} in one row"
-            raise Refuse("verify.mismatch", detail, (item.node,))
+        # rows over the limit of one row are among those over that of all
+        is_over = not relative <= of_all
+        limit = of_all if is_over else of_row
+        over = ~(of_rows <= limit)
+        if (is_over or bool(over.any())) and not self._is_rounding(item, want, wrong, over, owner):
+            far = (
+                f"{relative:.3g} > {of_all:g}" if is_over else f"{row:.3g} > {of_row:g} in one row"
+            )
+            raise Refuse("verify.mismatch", f"{where}: relative error {far}", (item.node,))
         largest = float((want.double() - got.double()).abs().max()) if want.numel() else 0.0
         return Figure(item.output, relative, largest, want.numel(), row)
 

@@ -43,6 +43,10 @@ class Abstract:
     name: str
 
 
+class ReadsAll(Exception):
+    """A rule does not hold of a call: each element of the result reads everything."""
+
+
 @dataclass(frozen=True)
 class Call:
     """One call.
@@ -105,6 +109,13 @@ class Call:
 
     def times(self, value: Num, name: str) -> Num:
         return value if self[name] is None else value * self.num(name)
+
+    def apart_from_tokens(self, name: str, *axes: int) -> None:
+        """Raises ReadsAll where one of these axes, of an argument or of the result, is as long as
+        the tokens are many.
+        """
+        if any(self.varies(name, axis) for axis in axes):
+            raise ReadsAll
 
     def plain(self, name: str) -> Any:
         """An argument that says where, not what: a number. Raises Undecided for one of this run
@@ -173,13 +184,20 @@ _ARITHMETIC = frozenset(
 
 def run(call: Call) -> Any:
     """The value of a call. Raises Undecided."""
-    if (call.dtype in _WRAPS and call.word in _ARITHMETIC) or _truncates(call):
+    try:
+        return _run(call)
+    except ReadsAll:
         return opaque(call)
+
+
+def _run(call: Call) -> Any:
+    if (call.dtype in _WRAPS and call.word in _ARITHMETIC) or _truncates(call):
+        raise ReadsAll
     made = RULES.get(known(call.target).row.field)
     if made is not None:
         found = made(call)
         if not _is_held(found, call.dtype):
-            return opaque(call)
+            raise ReadsAll
         is_known = here().are_rows or not isinstance(found, Num) or found.ints is not None
         wraps = call.dtype == torch.int32 and call.word in _ARITHMETIC and not is_known
         return function("in torch.int32", found) if wraps else found
@@ -399,7 +417,7 @@ def _bytes(call: Call) -> Value:
     if wanted.itemsize != 1:
         return function(f"{source} read as {wanted}", value)
     if call.rounded and source.itemsize > 2:
-        return opaque(call)  # bytes of other numbers than those that were rounded
+        raise ReadsAll  # bytes of other numbers than those that were rounded
     if {source, wanted} == {torch.uint8, torch.float8_e8m0fnu}:
         return value  # torch_npu holds scales of blocks in either
     return quantising.as_bytes(value, source, wanted)
@@ -416,7 +434,7 @@ def _natively(call: Call) -> Value:
     says which.
     """
     if any(isinstance(item, Abstract) for item in call.given.values()):
-        return opaque(call)
+        raise ReadsAll
     keywords = {
         argument.name for argument in schema_of(call.target).arguments if argument.kwarg_only
     }
@@ -433,7 +451,7 @@ def _diagonal(call: Call) -> Value:
     if any(of_tokens) and not (
         all(of_tokens) and call.plain("offset") == 0 and shape[axes[0]] == shape[axes[1]]
     ):
-        return opaque(call)
+        raise ReadsAll
     return _natively(call)
 
 
@@ -496,8 +514,7 @@ def _of_any_rows(value: Value, taken: Value, axes: Sequence[int], names: Num) ->
 
 @rule
 def _selected(call: Call) -> Value:
-    if call.varies("self", _axis(call)):
-        return opaque(call)
+    call.apart_from_tokens("self", _axis(call))
     return _natively(call)
 
 
@@ -535,19 +552,19 @@ def _turned(call: Call) -> Value:
     rank = len(call.value.shape)
     if call.word in ("flip", "roll"):
         axes = [int(axis) % rank for axis in (call.plain("dims") or range(rank))]
-        if _are_tokens(call, axes):
-            return opaque(call)
-    elif _are_tokens(call, range(rank)) and call.shape is None:
-        return opaque(call)
+        call.apart_from_tokens("self", *axes)
+    elif call.shape is None:
+        call.apart_from_tokens("self", *range(rank))
     found = _natively(call)
-    return found if call.shape in (None, found.shape) else opaque(call)
+    if call.shape not in (None, found.shape):
+        raise ReadsAll
+    return found
 
 
 @rule
 def _triangle(call: Call) -> Value:
     value, shape = real(call.value), call.value.shape
-    if _are_tokens(call, [len(shape) - 2, len(shape) - 1]):
-        return opaque(call)
+    call.apart_from_tokens("self", -2, -1)
     cut = torch.tril if call.word == "tril" else torch.triu
     kept = field.integers(cut(torch.ones(shape[-2:]), call.plain("diagonal")))
     return _of_integers(operator.mul, value, kept) or value * kept
@@ -565,7 +582,7 @@ def _padded(call: Call) -> Value:
             if pad
         )
     ):
-        return opaque(call)
+        raise ReadsAll
     fill = real(as_value(call["value"] or 0))
     padded = field.pad(value, pads)
     if not int(fill.re):
@@ -581,8 +598,8 @@ def _joined(call: Call) -> Value:
     axis = int(call.plain("dim") or 0)
     parts = [part for part in parts if stacks or part.shape != (0,)]
     axis %= len(parts[0].shape) + stacks
-    if not stacks and len(parts) > 1 and call.varies("", axis):
-        return opaque(call)
+    if not stacks and len(parts) > 1:
+        call.apart_from_tokens("", axis)
     join = field.stacked if stacks else field.joined
     if any(isinstance(part, Complex) for part in parts):
         pairs = [
@@ -597,7 +614,7 @@ def _joined(call: Call) -> Value:
 @rule
 def _indexed(call: Call) -> Value:
     if call.masks:
-        return opaque(call)
+        raise ReadsAll
     return _read(call, [_place(index) for index in call["indices"]])
 
 
@@ -625,8 +642,8 @@ def _read(call: Call, indices: list[Num | None], value: Value | None = None) -> 
     axes, known = _indexed_axes(indices), [index for index in indices if index is not None]
     if all(index.ints is not None for index in known):
         places = _literal_places(indices)
-        is_open = _are_tokens(call, axes)
-        return opaque(call) if is_open else value.moved(lambda part: part[places])
+        call.apart_from_tokens("self", *axes)
+        return value.moved(lambda part: part[places])
     sizes = value.shape
     if len(known) == 1 and isinstance(value, Num) and sizes[len(indices) - 1] <= _FEW_ROWS:
         return _read_any(value, known[0], len(indices) - 1)
@@ -671,7 +688,9 @@ def _gathered(call: Call) -> Value:
     index, axis = call.num("index"), _axis(call)
     if index.ints is None or call.varies("self", axis):
         rows = None if call["dim"] is None else _rows(index, axis, call.value.shape)
-        return opaque(call) if rows is None else _read(call, [None] * axis + [rows])
+        if rows is None:
+            raise ReadsAll
+        return _read(call, [None] * axis + [rows])
     ints = index.ints
     return call.value.moved(lambda part: part.gather(axis, ints))
 
@@ -703,7 +722,7 @@ def _put(base: Num, source: Num, at: Any) -> Num:
 def _scattered(call: Call) -> Value:
     base, source, axis = call.num("self"), call.num("src"), _axis(call)
     if call.varies("self", axis) and base.shape != source.shape:
-        return opaque(call)
+        raise ReadsAll
     if call.word == "select_scatter":
         place: Any = call.plain("index")
     else:
@@ -720,7 +739,7 @@ def _copied(call: Call) -> Value:
     if not is_wide and not (
         isinstance(source, Num) and source.ints is not None and call.dtype == torch.int64
     ):
-        return opaque(call)
+        raise ReadsAll
     return source.expand(shape)
 
 
@@ -744,10 +763,10 @@ def _scattered_rows(call: Call) -> Value:
     """Of whole rows."""
     axis, source = _axis(call), call["src"]
     if not isinstance(source, Num) or call["reduce"] is not None:
-        return opaque(call)
+        raise ReadsAll
     rows = _rows(call.num("index"), axis, call.value.shape)
     if rows is None or source.shape != call.num("index").shape:
-        return opaque(call)
+        raise ReadsAll
     return _rows_put(call, rows, source)
 
 
@@ -781,7 +800,7 @@ def _whole(call: Call, filling: Value) -> Num:
     if call.dtype in (torch.int32, torch.int64) and isinstance(literal, float):
         value = real(as_value(int(literal)))
     elif call.dtype in _WRAPS and literal not in (None, 0, 1):
-        return opaque(call)
+        raise ReadsAll
     found = value.expand(shape)
     found.past = float(literal) if isinstance(literal, (int, float)) else None
     return found
@@ -806,8 +825,7 @@ def _empty(call: Call) -> Num:
 
 @rule
 def _eye(call: Call) -> Num:
-    if any(call.varies("", axis) for axis in (0, 1)):
-        return opaque(call)
+    call.apart_from_tokens("", 0, 1)
     rows, columns = call.shape or (call.plain("n"), call.plain("m") or call.plain("n"))
     return field.integers(torch.eye(rows, columns, dtype=torch.int64))
 
@@ -831,7 +849,7 @@ def _counted(call: Call) -> Num:
         if not (isinstance(start, float) or isinstance(step, float)):
             return field.integers(places * step + start)
         if call.dtype is not None and not call.dtype.is_floating_point:
-            return opaque(call)
+            raise ReadsAll
     return real(as_value(start)) + real(as_value(step)) * positions
 
 
@@ -996,7 +1014,8 @@ def _relu(call: Call) -> Num:
 @rule
 def _softmax(call: Call) -> Num:
     axis = _axis(call)
-    return opaque(call) if _are_tokens(call, [axis]) else _shares(call, real(call.value), axis)
+    call.apart_from_tokens("self", axis)
+    return _shares(call, real(call.value), axis)
 
 
 def _shares(call: Call, value: Num, axis: int) -> Num:
@@ -1228,12 +1247,11 @@ def _var(call: Call) -> Any:
 def _norm(call: Call) -> Value:
     order = call["ord"] if "ord" in call.given else call["p"]
     value, axes, keep = real(call.value), _axes(call), bool(call["keepdim"])
-    if _are_tokens(call, axes):
-        return opaque(call)
+    call.apart_from_tokens("self", *axes)
     if order == math.inf and axes == [len(value.shape) - 1]:
         return quantising.largest_of(value, keep)
     if order not in (2, 2.0, None):
-        return opaque(call)
+        raise ReadsAll
     return field.sqrt(field.total(value * value, axes, keep))
 
 
@@ -1244,8 +1262,7 @@ def _largest(call: Call) -> Any:
     if call["other"] is not None:
         return pointwise(call)
     axes, keep = _axes(call), bool(call["keepdim"])
-    if _are_tokens(call, axes):
-        return opaque(call)
+    call.apart_from_tokens("self", *axes)
     is_least = call.word in ("amin", "min")
     name, in_rows = "least" if is_least else "largest", axes == [len(value.shape) - 1]
     if isinstance(value.past, quantising.Absolute) and in_rows and not is_least:
@@ -1346,7 +1363,7 @@ def _einsum_of(call: Call) -> Value:
 @rule
 def _transposed_product(call: Call) -> Value:
     if call["bias"] is not None or call["scale"] is not None:
-        return opaque(call)
+        raise ReadsAll
     a, b = call.reals
     one, two = (call[name] or [0, 1, 2] for name in ("perm_x1", "perm_x2"))
     _sums_along(call, next(iter(call.given)), one[-1])
@@ -1470,9 +1487,8 @@ def _as_asked(call: Call, product: Num) -> Num:
 @rule
 def _attention(call: Call) -> Value:
     query, key, value, mask = (call[name] for name in ("query", "key", "value", "attn_mask"))
-    axes = [(name, axis) for name in ("query", "key", "value") for axis in (-2, -1)]
-    if any(call.varies(name, axis) for name, axis in axes):
-        return opaque(call)
+    for name in ("query", "key", "value"):
+        call.apart_from_tokens(name, -2, -1)
     if call["enable_gqa"]:
         times = query.shape[-3] // key.shape[-3]
         key, value = (
@@ -1570,5 +1586,5 @@ def _rotary_mul(call: Call) -> Value:
         even, odd = pairs(value)
         turned = field.stacked([-odd, even], -1).flatten(-2)
     else:
-        return opaque(call)
+        raise ReadsAll
     return value * r1 + turned * r2
