@@ -245,10 +245,10 @@ def _with_beta(call: Call, stage: str, value: Num) -> Num:
 
 
 def _static_product(call: Call, stage: str, weight: str, rows: Num) -> Num:
-    scale, matrix = field.inverse(call.num(f"quant_scale{stage}")), call.num(weight)
+    scale, matrix = call.num(f"quant_scale{stage}"), call.num(weight)
     if len(matrix.shape) == 4:  # FRACTAL_NZ
         matrix = matrix.moved(lambda part: part[0].transpose(0, 1).flatten(1))
-    quantised = quantising.saturated(rows * scale + call.num(f"quant_offset{stage}"))
+    quantised = quantising.saturated(rows / scale + call.num(f"quant_offset{stage}"))
     found = quantised @ matrix.mT + call.num(f"bias{stage}")
     return found * call.num(f"descale{stage}")
 

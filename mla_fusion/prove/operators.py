@@ -90,6 +90,11 @@ class Call:
         return as_value(next(iter(self.given.values())))
 
     @property
+    def real(self) -> Num:
+        """The first argument, which is real."""
+        return real(self.value)
+
+    @property
     def sides(self) -> tuple[Value, Value]:
         """The first two arguments."""
         first, second = list(self.given.values())[:2]
@@ -101,7 +106,7 @@ class Call:
         return real(first), real(second)
 
     def num(self, name: str) -> Num:
-        return real(as_value(self.given[name]))
+        return as_num(self.given[name])
 
     def plus(self, value: Num, name: str) -> Num:
         """A value and an argument, where that is given."""
@@ -269,10 +274,14 @@ def as_value(item: Any) -> Value:
     if isinstance(item, complex):
         return Complex(field.number(item.real), field.number(item.imag))
     if isinstance(item, int):
-        return field.integers(torch.tensor(item))
+        return field.integers(torch.tensor(item, dtype=torch.int64))
     if isinstance(item, float):
         return field.number(item)
     raise Undecided(f"{item!r} is no number")
+
+
+def as_num(item: Any) -> Num:
+    return real(as_value(item))
 
 
 def real(value: Value) -> Num:
@@ -306,7 +315,7 @@ def _values(item: Any) -> list[Num]:
         return [part for each in item for part in _values(each)]
     if isinstance(item, Complex):
         return [item.real, item.imag]
-    return [real(as_value(item))] if isinstance(item, (Num, Abstract)) else []
+    return [as_num(item)] if isinstance(item, (Num, Abstract)) else []
 
 
 # -- functions of which nothing is known
@@ -372,7 +381,7 @@ def _cast(call: Call) -> Value:
     if wanted == torch.complex32 and call.source != torch.complex32 and not here().float16:
         raise Undecided(f"numbers cast to {wanted}")
     if wanted.is_complex:
-        return value if isinstance(value, Complex) else Complex(value, field.number(0))
+        return Complex.of(value)
     if isinstance(value, Complex):
         if not wanted.is_floating_point:
             raise Undecided(f"complex numbers cast to {wanted}")
@@ -411,7 +420,7 @@ def _reshaped(call: Call) -> Value:
 
 def _bytes(call: Call) -> Value:
     """Numbers read as bytes: as many functions of each as it has bytes."""
-    value, source, wanted = real(call.value), call.source, call["dtype"]
+    value, source, wanted = call.real, call.source, call["dtype"]
     if source is None or not value.shape or wanted.itemsize not in (1, source.itemsize):
         return opaque(replace(call, name=f"{source} read"))
     if wanted.itemsize != 1:
@@ -471,7 +480,7 @@ def _sliced(call: Call) -> Value:
             if call.shape in (None, taken.shape):
                 return taken
         # Which rows these are is known of this run alone: rows of that name.
-        ends = function("rows", *[real(as_value(end)) for end in found])
+        ends = function("rows", *[as_num(end) for end in found])
         return _of_any_rows(call.value, _some_rows(call, axis), [axis], ends)
     return _natively(call)
 
@@ -530,7 +539,7 @@ def _split(call: Call) -> Any:
     if not sizes:
         return parts
     names = (f"rows of {call.name} {call.literals}, {place}" for place in range(len(parts)))
-    of = [real(as_value(size)) for size in sizes]
+    of = [as_num(size) for size in sizes]
     return [
         _of_any_rows(call.value, part, [_axis(call)], function(name, *of))
         for part, name in zip(parts, names, strict=True)
@@ -563,10 +572,10 @@ def _turned(call: Call) -> Value:
 
 @rule
 def _triangle(call: Call) -> Value:
-    value, shape = real(call.value), call.value.shape
+    value, shape = call.real, call.value.shape
     call.apart_from_tokens("self", -2, -1)
     cut = torch.tril if call.word == "tril" else torch.triu
-    kept = field.integers(cut(torch.ones(shape[-2:]), call.plain("diagonal")))
+    kept = field.integers(cut(torch.ones(shape[-2:], dtype=torch.int64), call.plain("diagonal")))
     return _of_integers(operator.mul, value, kept) or value * kept
 
 
@@ -583,7 +592,7 @@ def _padded(call: Call) -> Value:
         )
     ):
         raise ReadsAll
-    fill = real(as_value(call["value"] or 0))
+    fill = as_num(call["value"] or 0)
     padded = field.pad(value, pads)
     if not int(fill.re):
         return padded
@@ -621,7 +630,7 @@ def _indexed(call: Call) -> Value:
 def _place(index: Any) -> Num | None:
     if index is None:
         return None
-    found = real(as_value(index))
+    found = as_num(index)
     return found.past.value if isinstance(found.past, Narrowed) else found
 
 
@@ -632,8 +641,7 @@ def _index_selected(call: Call) -> Value:
 
 @rule
 def _embedded(call: Call) -> Value:
-    value = real(as_value(call["weight"]))
-    return _read(call, [_place(call["indices"])], value)
+    return _read(call, [_place(call["indices"])], call.num("weight"))
 
 
 def _read(call: Call, indices: list[Num | None], value: Value | None = None) -> Value:
@@ -798,7 +806,7 @@ def _whole(call: Call, filling: Value) -> Num:
         value = value.with_past()
     literal = call["fill_value"]
     if call.dtype in (torch.int32, torch.int64) and isinstance(literal, float):
-        value = real(as_value(int(literal)))
+        value = as_num(int(literal))
     elif call.dtype in _WRAPS and literal not in (None, 0, 1):
         raise ReadsAll
     found = value.expand(shape)
@@ -850,7 +858,7 @@ def _counted(call: Call) -> Num:
             return field.integers(places * step + start)
         if call.dtype is not None and not call.dtype.is_floating_point:
             raise ReadsAll
-    return real(as_value(start)) + real(as_value(step)) * positions
+    return as_num(start) + as_num(step) * positions
 
 
 # -- arithmetic
@@ -923,7 +931,7 @@ def _neg(call: Call) -> Value:
 
 @rule
 def _reciprocal(call: Call) -> Value:
-    return field.inverse(real(call.value))
+    return field.inverse(call.real)
 
 
 @rule
@@ -933,12 +941,12 @@ def _square(call: Call) -> Value:
 
 @rule
 def _sqrt(call: Call) -> Value:
-    return field.sqrt(real(call.value))
+    return field.sqrt(call.real)
 
 
 @rule
 def _rsqrt(call: Call) -> Value:
-    return field.inverse(field.sqrt(real(call.value)))
+    return field.inverse(field.sqrt(call.real))
 
 
 @rule
@@ -978,12 +986,12 @@ def _turn(call: Call, angle: Num) -> Complex:
 
 @rule
 def _cos(call: Call) -> Value:
-    return _turn(call, real(call.value)).real
+    return _turn(call, call.real).real
 
 
 @rule
 def _sin(call: Call) -> Value:
-    return _turn(call, real(call.value)).imag
+    return _turn(call, call.real).imag
 
 
 @rule
@@ -997,25 +1005,25 @@ def _abs(call: Call) -> Value:
 
 @rule
 def _sigmoid(call: Call) -> Num:
-    less = call.function("exp", -real(call.value))
+    less = call.function("exp", -call.real)
     return field.inverse(field.number(1) + less)
 
 
 @rule
 def _silu(call: Call) -> Num:
-    return real(call.value) * _sigmoid(call)
+    return call.real * _sigmoid(call)
 
 
 @rule
 def _relu(call: Call) -> Num:
-    return quantising.bounded(real(call.value), 0, None)
+    return quantising.bounded(call.real, 0, None)
 
 
 @rule
 def _softmax(call: Call) -> Num:
     axis = _axis(call)
     call.apart_from_tokens("self", axis)
-    return _shares(call, real(call.value), axis)
+    return _shares(call, call.real, axis)
 
 
 def _shares(call: Call, value: Num, axis: int) -> Num:
@@ -1027,12 +1035,12 @@ def _shares(call: Call, value: Num, axis: int) -> Num:
 
 @rule
 def _round(call: Call) -> Value:
-    return pointwise(call) if call["decimals"] else quantising.rounded(real(call.value))
+    return pointwise(call) if call["decimals"] else quantising.rounded(call.real)
 
 
 @rule
 def _clamped(call: Call) -> Value:
-    value, ends = real(call.value), (call["min"], call["max"])
+    value, ends = call.real, (call["min"], call["max"])
     if all(isinstance(end, Num) for end in ends) and field.equal(-ends[0], ends[1]):
         return quantising.clipped(value, ends[1])
     if not all(end is None or isinstance(end, (int, float)) for end in ends):
@@ -1100,7 +1108,7 @@ def _chosen(call: Call, name: str, a: Any, b: Any) -> Value:
     is_finite = all(_is_number(item) or not isinstance(item, float) for item in (a, b))
     if chosen.ints is not None and is_finite:
         chosen = field.integers(chosen.ints.ne(0))
-        return chosen * real(as_value(a)) + _opposite(chosen) * real(as_value(b))
+        return chosen * as_num(a) + _opposite(chosen) * as_num(b)
     one, other = (_read_only(item) for item in (a, b))
     return call.function("where", chosen, one, other) + call.function(
         "where", _opposite(chosen), other, one
@@ -1110,7 +1118,7 @@ def _chosen(call: Call, name: str, a: Any, b: Any) -> Value:
 def _read_only(item: Any) -> Num:
     """For a function: what is no number of the field is known by its name."""
     is_known = _is_number(item) or not isinstance(item, float)
-    return real(as_value(item)) if is_known else function(f"the number {item}")
+    return as_num(item) if is_known else function(f"the number {item}")
 
 
 def _opposite(chosen: Num) -> Num:
@@ -1122,7 +1130,7 @@ def _opposite(chosen: Num) -> Num:
 @rule
 def _not(call: Call) -> Value:
     of_bools = call.source == call.dtype == torch.bool
-    return _opposite(real(call.value)) if of_bools else pointwise(call)
+    return _opposite(call.real) if of_bools else pointwise(call)
 
 
 @rule
@@ -1135,7 +1143,7 @@ def _compare(call: Call) -> Value:
 
 @rule
 def _as_complex(call: Call) -> Value:
-    value = real(call.value)
+    value = call.real
     return Complex(*value.parts(lambda part: part.unbind(-1)))
 
 
@@ -1217,7 +1225,7 @@ def _sum(call: Call) -> Value:
 
 @rule
 def _mean(call: Call) -> Value:
-    value = real(call.value)
+    value = call.real
     axes = _axes(call)
     return field.total(value, axes, bool(call["keepdim"])) / _counts(call, axes)
 
@@ -1230,14 +1238,14 @@ def _around_mean(value: Num, axes: Sequence[int], count: Num) -> tuple[Num, Num]
 
 @rule
 def _var(call: Call) -> Any:
-    value, axes, keep = real(call.value), _axes(call), bool(call["keepdim"])
+    value, axes, keep = call.real, _axes(call), bool(call["keepdim"])
     count = _counts(call, axes)
     less = call["correction"] if "correction" in call.given else int(call["unbiased"] is not False)
     less = 1 if less is None else less
     if isinstance(less, (int, float)) and prod(value.shape[axis] for axis in axes) <= less:
         raise Undecided(f"{call.name} of too few elements")
     _, apart = _around_mean(value, axes, count)
-    variance = field.total(apart * apart, axes, keep) / (count - real(as_value(less)))
+    variance = field.total(apart * apart, axes, keep) / (count - as_num(less))
     found = field.sqrt(variance) if "std" in call.name else variance
     mean = field.total(value, axes, keep) / count
     return [found, mean] if call.name.endswith("_mean") else found
@@ -1246,7 +1254,7 @@ def _var(call: Call) -> Any:
 @rule
 def _norm(call: Call) -> Value:
     order = call["ord"] if "ord" in call.given else call["p"]
-    value, axes, keep = real(call.value), _axes(call), bool(call["keepdim"])
+    value, axes, keep = call.real, _axes(call), bool(call["keepdim"])
     call.apart_from_tokens("self", *axes)
     if order == math.inf and axes == [len(value.shape) - 1]:
         return quantising.largest_of(value, keep)
@@ -1258,7 +1266,7 @@ def _norm(call: Call) -> Value:
 @rule
 def _largest(call: Call) -> Any:
     """A function of what the elements are, whatever their order."""
-    value = real(call.value)
+    value = call.real
     if call["other"] is not None:
         return pointwise(call)
     axes, keep = _axes(call), bool(call["keepdim"])
@@ -1281,34 +1289,6 @@ def _largest(call: Call) -> Any:
 
 
 # -- products
-
-
-def _einsum(left: Num, right: Num, a: str, b: str, out: str) -> Num:
-    """Two operands; a letter that only one of them has and the result has not is summed first."""
-    for side, other in ((a, b), (b, a)):
-        if any(letter not in other and letter not in out for letter in side) or len(
-            set(side)
-        ) < len(side):
-            raise Undecided(f"einsum {a},{b}->{out}")
-    batch = [letter for letter in a if letter in b and letter in out]
-    summed = [letter for letter in a if letter in b and letter not in out]
-    rows = [letter for letter in a if letter not in b]
-    columns = [letter for letter in b if letter not in a]
-    sizes = dict(zip(a, left.shape, strict=True)) | dict(zip(b, right.shape, strict=True))
-
-    def arrange(value: Num, labels: str, *groups: list[str]) -> Num:
-        order = [labels.index(letter) for group in (batch, *groups) for letter in group]
-        shape = [sizes[letter] for letter in batch] + [
-            prod(sizes[x] for x in group) for group in groups
-        ]
-        return value.moved(lambda part: part.permute(order).reshape(shape))
-
-    found = arrange(left, a, rows, summed) @ arrange(right, b, summed, columns)
-    made = [*batch, *rows, *columns]
-    shape = [sizes[letter] for letter in made]
-    return found.moved(
-        lambda part: part.reshape(shape).permute([made.index(letter) for letter in out])
-    )
 
 
 def _sums_along(call: Call, name: str = "self", axis: int = -1) -> None:
@@ -1350,14 +1330,31 @@ def _addmm(call: Call) -> Value:
 
 @rule
 def _einsum_of(call: Call) -> Value:
+    """Two operands; a letter that one of them alone has, the result has too."""
     equation = call["equation"].replace(" ", "")
-    operands = [real(as_value(item)) for item in call["tensors"]]
+    operands = list(map(as_num, call["tensors"]))
     if "->" not in equation or "." in equation or len(operands) != 2:
         raise Undecided(f"einsum {equation}")
-    inputs, out = equation.split("->")
-    left, right = operands
+    (left, right), (inputs, out) = operands, equation.split("->")
     a, b = inputs.split(",")
-    return _einsum(left, right, a, b, out)
+    shared = [letter for letter in a if letter in b]
+    batch = [letter for letter in shared if letter in out]
+    summed = [letter for letter in shared if letter not in out]
+    rows, columns = ([letter for letter in side if letter not in shared] for side in (a, b))
+    made = [*batch, *rows, *columns]
+    if not {*rows, *columns} <= {*out} or len({*a}) < len(a) or len({*b}) < len(b):
+        raise Undecided(f"einsum {equation}")
+    sizes = dict(zip(a, left.shape, strict=True)) | dict(zip(b, right.shape, strict=True))
+
+    def arranged(value: Num, labels: str, *groups: list[str]) -> Num:
+        order = [labels.index(letter) for group in (batch, *groups) for letter in group]
+        shape = [sizes[letter] for letter in batch]
+        shape += [prod(sizes[letter] for letter in group) for group in groups]
+        return value.moved(lambda part: part.permute(order).reshape(shape))
+
+    found = arranged(left, a, rows, summed) @ arranged(right, b, summed, columns)
+    order = [made.index(letter) for letter in out]
+    return found.reshape([sizes[letter] for letter in made]).permute(order)
 
 
 @rule
@@ -1392,7 +1389,7 @@ def _format(call: Call, in_blocks: bool = False) -> NumberFormat:
 @rule
 def _dynamic_quant(call: Call) -> Any:
     _only(call, quant_mode="pertoken", group_index=None, dst_type_max=0)
-    value = call.times(real(call.value), "smooth_scales")
+    value = call.times(call.real, "smooth_scales")
     values, scale = quantising.by_row(value, _format(call))
     return [values, scale.squeeze(-1)]
 
@@ -1400,7 +1397,7 @@ def _dynamic_quant(call: Call) -> Any:
 @rule
 def _mx_quant(call: Call) -> Any:
     """Blocks of 32 neighbours, whose scales lie in pairs."""
-    value, _ = real(call.value), _format(call, in_blocks=True)
+    value, _ = call.real, _format(call, in_blocks=True)
     _only(
         call,
         axis=len(value.shape) - 1 if call["axis"] != -1 else -1,
@@ -1417,7 +1414,7 @@ def _mx_quant(call: Call) -> Any:
 @rule
 def _block_quant(call: Call) -> Any:
     """Tiles of 128 neighbours."""
-    value, tile, form = real(call.value), call["col_block_size"], _format(call)
+    value, tile, form = call.real, call["col_block_size"], _format(call)
     _only(call, min_scale=0, round_mode=form.block_rounding, row_block_size=1, dst_type_max=0)
     if value.shape[-1] % tile:
         raise Undecided("tiles that are cut")
@@ -1427,13 +1424,13 @@ def _block_quant(call: Call) -> Any:
 
 @rule
 def _quantize(call: Call) -> Num:
-    value, scale = real(call.value), call.num("scales")
+    value, scale = call.real, call.num("scales")
     shape = [1] * len(value.shape)
     shape[call["axis"]] = -1
     scale = scale.reshape(shape)
     if call["dtype"] not in (1, 12, torch.int8, torch.qint8):
         raise Undecided(f"{call.name} to {call['dtype']}")
-    found = value * (scale if call["div_mode"] is False else field.inverse(scale))
+    found = value * scale if call["div_mode"] is False else value / scale
     if call["zero_points"] is not None:
         found = found + call.num("zero_points").reshape(shape)
     return quantising.saturated(found)
@@ -1496,7 +1493,7 @@ def _attention(call: Call) -> Value:
         )
     scale = query.shape[-1] ** -0.5 if call["scale"] is None else call["scale"]
     scores = query @ key.mT
-    scores = scores * real(as_value(scale))
+    scores = scores * as_num(scale)
     if call["is_causal"]:
         mask = field.integers(torch.ones(scores.shape[-2:], dtype=torch.int64).tril())
     if call["is_causal"] or call.holds("attn_mask") == torch.bool:
@@ -1524,7 +1521,7 @@ def rms_norm(value: Num, gamma: Num | None, epsilon: Any, rank: int) -> tuple[Nu
     count = prod(value.shape[axis] for axis in axes)
     mean = field.total(value * value, axes, True) / field.number(count)
     here().means.append(mean)
-    rstd = field.inverse(field.sqrt(mean + real(as_value(epsilon))))
+    rstd = field.inverse(field.sqrt(mean + as_num(epsilon)))
     normed = value * rstd
     return (normed if gamma is None else normed * gamma), rstd
 
@@ -1541,7 +1538,7 @@ def _rms_norm(call: Call) -> Any:
 @rule
 def _npu_rms_norm(call: Call) -> Any:
     gamma = call.num("gamma")
-    return list(rms_norm(real(call.value), gamma, call["epsilon"], len(gamma.shape)))
+    return list(rms_norm(call.real, gamma, call["epsilon"], len(gamma.shape)))
 
 
 @rule
@@ -1571,12 +1568,12 @@ def rotated_halves(value: Num, cos: Num, sin: Num) -> Num:
 
 @rule
 def _interleave_rope(call: Call) -> Value:
-    return rotated(real(call.value), call.num("cos"), call.num("sin"))
+    return rotated(call.real, call.num("cos"), call.num("sin"))
 
 
 @rule
 def _rotary_mul(call: Call) -> Value:
-    value, r1, r2 = (real(as_value(item)) for item in list(call.given.values())[:3])
+    value, r1, r2 = (as_num(item) for item in list(call.given.values())[:3])
     mode = call["rotary_mode"] or "half"
     if call["rotate"] is not None:
         turned = value @ call.num("rotate")
