@@ -275,7 +275,7 @@ class Draws:
             return {leaves[0]: slots.to(value.dtype)}
         block, offset = leaves
         size = self.view.binding.size(caches.slots.block_size)
-        shape = self.view.binding.shape(offset.meta["val"].shape)
+        shape = self.view.binding.shape_of(offset)
         return {
             block: (slots // size).to(value.dtype),
             offset: (slots % size).reshape(shape).to(offset.meta["val"].dtype),

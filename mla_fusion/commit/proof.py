@@ -126,7 +126,7 @@ class _Run:
     def is_small(self) -> bool:
         """May all its tokens be drawn? (Of a cache only the rows that are written are.)"""
         shapes = (
-            self.at.binding.shape(item.node.meta["val"].shape)
+            self.at.binding.shape_of(item.node)
             for item in self.plan.replacements
             if item.output not in _OF_OPERATOR
         )

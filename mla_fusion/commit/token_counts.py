@@ -44,12 +44,11 @@ def counts(view: View, plan: Plan, region: Region) -> Iterator[View]:
     larger one too.
     """
     yield with_room(view, plan, region)
-    lead = plan.token_x.meta["val"].shape[:-1]
-    symbolic = [size for size in lead if is_symbolic(size)]
+    symbolic = [size for size in plan.lead if is_symbolic(size)]
     if symbolic:
         most = max(_literals(region), default=0)
         for start in (_other_sequences(view, symbolic[:-1]), view):
-            others = _tokens(start, plan) // start.binding.size(symbolic[-1])
+            others = tokens_at(start, plan) // start.binding.size(symbolic[-1])
             wanted = max(-(-MANY // others), _FEWEST, most + 2)
             # where a table or a cache has few rows
             fewer = (wanted * part // 8 for part in range(7, 0, -1))
@@ -69,8 +68,9 @@ def _other_sequences(view: View, sizes: list[Any]) -> View:
     return view.bound(binding)
 
 
-def _tokens(view: View, plan: Plan) -> int:
-    return math.prod(view.binding.shape(plan.token_x.meta["val"].shape[:-1]))
+def tokens_at(view: View, plan: Plan) -> int:
+    """How many tokens there are."""
+    return math.prod(view.binding.shape(plan.lead))
 
 
 def _rows(view: View, plan: Plan) -> int:
@@ -82,8 +82,8 @@ def _rows(view: View, plan: Plan) -> int:
 
 def kinds_at(view: View, plan: Plan, region: Region) -> tuple[str, ...]:
     """The draws to be made at these sizes."""
-    tokens = _tokens(view, plan)
-    is_second = any(map(is_symbolic, plan.token_x.meta["val"].shape[:-1])) and tokens >= MANY
+    tokens = tokens_at(view, plan)
+    is_second = any(map(is_symbolic, plan.lead)) and tokens >= MANY
     if tokens <= _COSTLY and not is_second:
         in_pieces = isinstance(plan.caches, InPlace) and plan.caches.mode == "PA_NZ"
         # A piece of an NZ cache is 32 bytes: numbers of float64 lie elsewhere than those of the
@@ -99,7 +99,7 @@ def with_room(view: View, plan: Plan, region: Region) -> View:
     binding = view.binding
     if isinstance(plan.caches, InPlace):
         blocks, block_size = plan.caches.kv_shape[:2]
-        least = -(-_tokens(view, plan) // binding.size(block_size))
+        least = -(-tokens_at(view, plan) // binding.size(block_size))
         binding = binding.roomier(blocks, least, _blocks_in_step(view, plan, region))
         if plan.caches.slots.in_sequences:
             sequences = binding.size(plan.caches.slots.shape[0])
@@ -124,7 +124,7 @@ def _blocks_in_step(view: View, plan: Plan, region: Region) -> int:
     for node in region.nodes:
         cache = origin(node, reshapes)
         if word(node) in SIZED and cache in plan.caches.inputs:
-            of_block = math.prod(view.binding.shape(cache.meta["val"].shape)) // blocks
+            of_block = view.binding.count_of(cache) // blocks
             named = [size for size in named_sizes(node) if isinstance(size, int)]
             found = math.lcm(found, math.prod(named) // math.gcd(math.prod(named), of_block))
     return found
@@ -143,7 +143,7 @@ def _fits(view: View, plan: Plan, region: Region) -> bool:
     size = view.binding.size
     if slots.in_sequences and size(slots.shape[-1]) > size(slots.block_size):
         return False
-    return _tokens(view, plan) <= _rows(view, plan)
+    return tokens_at(view, plan) <= _rows(view, plan)
 
 
 def _cuts(region: Region) -> Iterator[tuple[Any, list[Any]]]:

@@ -19,7 +19,7 @@ from torch.fx import Node
 from mla_fusion.commit.draws import CEILINGS, WIDE, Draws, has_large_channels
 from mla_fusion.commit.interpreter import Interpreter, Unrunnable, wide, widened
 from mla_fusion.commit.region import Region, cut_out, same_elements
-from mla_fusion.commit.token_counts import counts, kinds_at
+from mla_fusion.commit.token_counts import counts, kinds_at, tokens_at
 from mla_fusion.emit import results as of_call
 from mla_fusion.emit import rows, targets
 from mla_fusion.fx.build import Recipe, TensorBuilder
@@ -101,7 +101,7 @@ def compare(
                 errors = witness.errors()
             draws += 1
         left_out |= dict.fromkeys(item.output for item in witness.left_out)
-        tokens.append(str(math.prod(sized.binding.shape(plan.token_x.meta["val"].shape[:-1]))))
+        tokens.append(str(tokens_at(sized, plan)))
     said = (
         f"compared at T = {' and '.join(tokens)}, {_plural(draws, 'draw')}, "
         f"{_plural(len(worst), 'output')}"
@@ -192,7 +192,9 @@ class _Witness:
         except Unrunnable as error:
             if self.blocks is None:
                 raise Refuse("verify.mismatch", str(error), (error.node,)) from error
-        if any(_elements(self.view, cache) > _LARGEST_CACHE for cache in self.plan.caches.inputs):
+        if any(
+            self.view.binding.count_of(cache) > _LARGEST_CACHE for cache in self.plan.caches.inputs
+        ):
             self.left_out = [item for item in self.plan.replacements if item.output in _CACHES]
         else:
             self._cut(None)
@@ -457,10 +459,6 @@ def _unpacked(plan: Plan, value: torch.Tensor) -> torch.Tensor:
 # -- large caches
 
 
-def _elements(view: View, cache: Node) -> int:
-    return math.prod(view.binding.shape(cache.meta["val"].shape))
-
-
 def _fewer_blocks(view: View, plan: Plan) -> int | None:
     """How many blocks of a large cache are enough for the test; None where it is taken as it is."""
     if not isinstance(plan.caches, InPlace) or plan.caches.slots.span is not None:
@@ -468,10 +466,10 @@ def _fewer_blocks(view: View, plan: Plan) -> int | None:
     if plan.caches.slots.in_sequences:  # each is written
         return None
     blocks, size = view.binding.shape(plan.caches.kv_shape[:2])
-    if all(_elements(view, cache) <= _SMALL_CACHE for cache in plan.caches.inputs):
+    if all(view.binding.count_of(cache) <= _SMALL_CACHE for cache in plan.caches.inputs):
         return None
     unit = _unit(view, plan)
-    tokens = math.prod(view.binding.shape(plan.token_x.meta["val"].shape[:-1]))
+    tokens = tokens_at(view, plan)
     step = blocks // unit if unit else 0
     if not step:
         return None

@@ -284,7 +284,7 @@ class View:
 
     def _codes_of(self, base: Node, node: Node) -> torch.Tensor | None:
         """Which element of ``base`` each element of a view of it is."""
-        shape = self.binding.shape(base.meta["val"].shape)
+        shape = self.binding.shape_of(base)
         program = Program([base], nodes_between((base,), node), self.binding)
         value = program.run([torch.arange(math.prod(shape)).reshape(shape)])[program.slot(node)]
         return value if isinstance(value, torch.Tensor) else None

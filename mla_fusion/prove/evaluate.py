@@ -379,7 +379,7 @@ class Evaluation:
         if self.shrink is None or (node.all_input_nodes and not self._has_fewer(node)):
             return full
         if isinstance(source, Node) and isinstance(args[0], (Num, Complex)):
-            before = self.binding.shape(source.meta["val"].shape)
+            before = self.binding.shape_of(source)
             if "expand" in str(node.target):
                 return self.shrink.expanded(args[0].shape, before, full)
             if operator_of(node).reshape and len(args[0].shape) == len(before):
