@@ -323,18 +323,12 @@ def _values(item: Any) -> list[Num]:
 
 def pointwise(call: Call) -> Num:
     """Element by element."""
-    operands = [part for item in call.given.values() for part in _operands(item)]
-    name = f"{call.name}{call.kind} {list(map(_form, call.given.values()))}"
+    given = [as_value(item) if _is_number(item) else item for item in call.given.values()]
+    operands = _values(given)
+    name = f"{call.name}{call.kind} {list(map(_written, given))}"
     found = call.function(name, *operands)
-    return _spread(found, [item.shape for item in operands])
-
-
-def _operands(item: Any) -> list[Num]:
-    return _values(as_value(item) if _is_number(item) else item)
-
-
-def _form(item: Any) -> str:
-    return "real" if _is_number(item) else _written(item)
+    shape = torch.broadcast_shapes(*(item.shape for item in operands))
+    return found if found.shape == tuple(shape) else found.expand(shape)
 
 
 def _is_number(item: Any) -> bool:
@@ -342,16 +336,11 @@ def _is_number(item: Any) -> bool:
     return isinstance(item, (int, float)) and not isinstance(item, bool) and math.isfinite(item)
 
 
-def _spread(found: Num, shapes: Sequence[tuple[int, ...]]) -> Num:
-    wanted = torch.broadcast_shapes(*shapes) if shapes else found.shape
-    return found if found.shape == tuple(wanted) else found.expand(wanted)
-
-
 def opaque(call: Call) -> Num:
     """Each element reads everything."""
     if call.shape is None:
         raise Undecided(f"{call.name} has no field run")
-    of = [item for value in call.given.values() for item in _values(value)]
+    of = _values(list(call.given.values()))
     every = field.label(*of) if of else field.number(0)
     places = field.integers(torch.arange(prod(call.shape)).reshape(call.shape))
     return call.function(f"{call.name}{call.kind} {call.literals}", every, places)

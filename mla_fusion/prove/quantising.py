@@ -106,11 +106,11 @@ def is_size(value: Num) -> bool:
 
 def is_floor(value: Num, least: float) -> bool:
     """Is it a floor under the largest of a row, or under a step of it, that no row comes near?"""
-    for _, largest in here().of_kernel:
-        for times in (1, STEPS):
-            if 0 < least * times <= FLOOR and _same(value * field.number(times), largest):
-                return True
-    return False
+    return any(
+        0 < least * times <= FLOOR and _same(value * field.number(times), largest)
+        for _, largest in here().of_kernel
+        for times in (1, STEPS)
+    )
 
 
 def _is_bounded(value: Num) -> bool:
@@ -167,18 +167,14 @@ def to_bytes(value: Num, dtype: torch.dtype, is_wide: bool = True) -> Num:
     is_wide  it was held in float32 at least: in bfloat16, 127 may have become 127.5, which is 128
     """
     found = whole(value)
-    ends = found.least, found.most
+    least, most = ends = found.least, found.most
     if dtype == INT8.element:
-        in_range = is_wide and _holds(*ends) and _is_bounded(found.value)
+        in_range = is_wide and least <= -STEPS and most >= STEPS and _is_bounded(found.value)
         if found.rounded and (ends == (-128, 127) or in_range):
             return saturated(found.value)
     elif dtype == FP8.element and not found.rounded and ends == (-MOST[FP8], MOST[FP8]):
         return saturated(found.value, FP8)
     return function(f"cast to {dtype}", value)
-
-
-def _holds(least: float, most: float) -> bool:
-    return least <= -STEPS and most >= STEPS
 
 
 def saturated(value: Num, form: NumberFormat = INT8) -> Num:
@@ -231,7 +227,7 @@ def by_block(rows: Num) -> tuple[Num, Num]:
     blocks = rows.unflatten(-1, (-1, BLOCK))
     powers = function("power of two", largest_of(blocks))
     values = function("mxfp8", blocks / powers)
-    return tuple(part.flatten(-2) for part in (values, powers))  # type: ignore[return-value]
+    return values.flatten(-2), powers.flatten(-2)
 
 
 def product_of_blocks(rows: Num, weight: Num, of_rows: Num, of_weight: Num) -> Num:
