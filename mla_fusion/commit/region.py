@@ -2,7 +2,7 @@
 replaces or reads.
 
 Two nodes are two values here, even where recognition holds them equal, with one exception: integers
-that the graph computes twice, where :func:`same_integers` proves them equal.
+that the graph computes twice, where their terms are equal.
 """
 
 from __future__ import annotations
@@ -50,11 +50,6 @@ class Region:
     twins: dict[Node, Node]
     targets: tuple[Node, ...]
     reads: tuple[Node, ...]
-
-
-def same_integers(view: View, a: Node, b: Node) -> bool:
-    """Do two nodes of the graph hold the same integers whenever it runs?"""
-    return view.terms.same(a, b)
 
 
 def cut_out(view: View, plan: Plan) -> Region:
@@ -121,9 +116,7 @@ class _Walk:
         if getattr(node.meta["val"], "dtype", None) not in _INTEGERS or node in self._above_slots:
             return None
         alike = (
-            slot
-            for slot in self._slots
-            if _like(node, slot) and same_integers(self.view, node, slot)
+            slot for slot in self._slots if _like(node, slot) and self.view.terms.same(node, slot)
         )
         return next(alike, None)
 

@@ -83,16 +83,14 @@ def _of_plan(plan: Plan, numbers: dict[Node, int]) -> object:
             for scale in (plan.caches.kv_scale, plan.caches.kr_scale)
         )
         where = plan.caches.slots
-        slots = tuple(node and numbers.get(node, -1) for node in _slots(plan.caches))
+        slots = tuple(
+            node and numbers.get(node, -1) for node in (where.index, where.block, where.offset)
+        )
         places = slots, str(where.block_size), str(where.every), where.span
         caches = held, scales, places, plan.caches.mode, plan.caches.copies
     given = target_of(plan).attributes(plan).items()
     call = plan.target, _sizes(plan.lead), plan.heads_of_call, *given
     return tables, plan.candidate.columns, outputs, caches, plan.interleave, call
-
-
-def _slots(caches: InPlace) -> Sequence[Node | None]:
-    return caches.slots.index, caches.slots.block, caches.slots.offset
 
 
 def _described(leaf: Node, role: str) -> object:

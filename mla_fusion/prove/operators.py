@@ -571,15 +571,9 @@ def _triangle(call: Call) -> Value:
 @rule
 def _padded(call: Call) -> Value:
     pads, value = call.plain("pad"), call.value
-    if (
-        isinstance(value, Complex)
-        or call["mode"] not in (None, "constant")
-        or any(
-            call.varies("self", len(value.shape) - 1 - place // 2)
-            for place, pad in enumerate(pads)
-            if pad
-        )
-    ):
+    axes = (len(value.shape) - 1 - place // 2 for place, pad in enumerate(pads) if pad)
+    call.apart_from_tokens("self", *axes)
+    if isinstance(value, Complex) or call["mode"] not in (None, "constant"):
         raise ReadsAll
     fill = as_num(call["value"] or 0)
     padded = field.pad(value, pads)
@@ -684,22 +678,22 @@ def _read_any(value: Num, index: Num, axis: int) -> Num:
 def _gathered(call: Call) -> Value:
     index, axis = call.num("index"), _axis(call)
     if index.ints is None or call.varies("self", axis):
-        rows = None if call["dim"] is None else _rows(index, axis, call.value.shape)
-        if rows is None:
+        if call["dim"] is None:
             raise ReadsAll
-        return _read(call, [None] * axis + [rows])
+        return _read(call, [None] * axis + [_rows(index, axis, call.value.shape)])
     ints = index.ints
     return call.value.moved(lambda part: part.gather(axis, ints))
 
 
-def _rows(index: Num, axis: int, shape: Sequence[int]) -> Num | None:
-    """The places of whole rows that an index of elements repeats for each element of a row."""
+def _rows(index: Num, axis: int, shape: Sequence[int]) -> Num:
+    """The places of whole rows that an index of elements repeats for each element of a row. Raises
+    ReadsAll for any other index.
+    """
     first = tuple(slice(None if at == axis else 1) for at in range(len(index.shape)))
     row = index.moved(lambda part: part[first])
-    if (*index.shape[:axis], *index.shape[axis + 1 :]) != (*shape[:axis], *shape[axis + 1 :]):
-        return None
-    if not index.re.numel() or not field.equal(index, row):
-        return None
+    others = [(*sizes[:axis], *sizes[axis + 1 :]) for sizes in (index.shape, shape)]
+    if others[0] != others[1] or not index.re.numel() or not field.equal(index, row):
+        raise ReadsAll
     return row.reshape(-1)
 
 
@@ -758,13 +752,10 @@ def _index_copied(call: Call) -> Value:
 @rule
 def _scattered_rows(call: Call) -> Value:
     """Of whole rows."""
-    axis, source = _axis(call), call["src"]
-    if not isinstance(source, Num) or call["reduce"] is not None:
+    index, source = call.num("index"), call["src"]
+    if not isinstance(source, Num) or call["reduce"] is not None or source.shape != index.shape:
         raise ReadsAll
-    rows = _rows(call.num("index"), axis, call.value.shape)
-    if rows is None or source.shape != call.num("index").shape:
-        raise ReadsAll
-    return _rows_put(call, rows, source)
+    return _rows_put(call, _rows(index, _axis(call), call.value.shape), source)
 
 
 def _rows_put(call: Call, index: Any, source: Any) -> Value:
