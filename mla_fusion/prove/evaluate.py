@@ -220,11 +220,11 @@ class Evaluation:
 
     def _drawn(self, name: str, held: torch.Tensor, has_tokens: bool = True) -> Value:
         shape = self._shape(held) if has_tokens else self.binding.shape(held.shape)
-        if not held.is_complex() and math.prod(shape) <= _FEW:
-            first = self._few.setdefault(name, sum(map(len, self._few)))
-            return field.of_both_signs(name, shape, first, POINTS)
         if held.is_complex():
             return Complex(field.random(f"{name} real", shape), field.random(f"{name} imag", shape))
+        if math.prod(shape) <= _FEW:
+            first = self._few.setdefault(name, sum(map(len, self._few)))
+            return field.of_both_signs(name, shape, first, POINTS)
         return field.random(name, shape)
 
     def _shape(self, held: torch.Tensor) -> tuple[int, ...]:

@@ -164,7 +164,7 @@ def _in_bytes(call: Call, scale: str, cache: str, rows: Num) -> Num:
 
 def _normed(value: Num, call: Call, name: str, scale: str) -> Num:
     found, _ = rms_norm(
-        value, call.num(f"rmsnorm_gamma_{name}"), _epsilon(call, f"rmsnorm_epsilon_{name}"), 1
+        value, call.num(f"rmsnorm_gamma_{name}"), _epsilon(call[f"rmsnorm_epsilon_{name}"]), 1
     )
     if abs(call[scale] - 1.0) < FLT_EPS:
         return found
@@ -174,11 +174,7 @@ def _normed(value: Num, call: Call, name: str, scale: str) -> Num:
     return quantising.scaled(found, call[scale], exact.num())
 
 
-def _epsilon(call: Call, name: str) -> Num:
-    return _epsilon_of(call[name])
-
-
-def _epsilon_of(given: float) -> Num:
+def _epsilon(given: float) -> Num:
     return constant("epsilon", given).num(given)
 
 
@@ -203,7 +199,7 @@ def key_half(call: Call) -> list[Num]:
     latent = gamma.shape[-1]
     ckv, kr = _columns(kv, latent, kv.shape[-1] - latent)
     tables = call.num("cos"), call.num("sin")
-    rows = rotated(kr, *tables), rms_norm(ckv, gamma, _epsilon(call, "epsilon"), 1)[0]
+    rows = rotated(kr, *tables), rms_norm(ckv, gamma, _epsilon(call["epsilon"]), 1)[0]
     named = zip(("k_cache", "ckv_cache"), ("k_rope_scale", "c_kv_scale"), rows, strict=True)
     written = [
         _written(call, name, _flat(_in_bytes(call, scale, name, row))) for name, scale, row in named
@@ -229,7 +225,7 @@ def preprocess(call: Call) -> list[Num]:
     query = q_nope.transpose(0, 1) @ call.num("wuk")
     query_rope = rotated_halves(q_pe, *(table.unsqueeze(1) for table in (cos, sin)))
     rows = (
-        rms_norm(ckv, call.num("gamma2"), _epsilon_of(EPSILON), 1)[0],
+        rms_norm(ckv, call.num("gamma2"), _epsilon(EPSILON), 1)[0],
         rotated_halves(kr, cos, sin),
     )
     caches = [
@@ -240,7 +236,7 @@ def preprocess(call: Call) -> list[Num]:
 
 
 def _with_beta(call: Call, stage: str, value: Num) -> Num:
-    normed, _ = rms_norm(value, call.num(f"gamma{stage}"), _epsilon_of(EPSILON), 1)
+    normed, _ = rms_norm(value, call.num(f"gamma{stage}"), _epsilon(EPSILON), 1)
     return normed + call.num(f"beta{stage}")
 
 
