@@ -322,7 +322,7 @@ clamp_max                   | choice   | elementwise | clamped        | -       
 clamp_min                   | choice   | elementwise | clamped        | -              | clamped
 masked_fill                 | choice   | elementwise | filled_where   | -              | masked_fill
 maximum                     | choice   | elementwise | largest        | -              | greater
-minimum                     | choice   | elementwise | smallest       | -              | smaller
+minimum                     | choice   | elementwise | smallest       | -              | clip
 relu                        | choice   | elementwise | rectified      | -              | relu
 round                       | choice   | elementwise | -              | -              | round
 where                       | choice   | elementwise | either         | -              | where

@@ -1041,18 +1041,15 @@ def _greater(call: Call) -> Value:
     a, b = (side.past for side in sides)
     if quantising.are_both_ends(a, b):
         return quantising.largest_of(a.rows, len(a.rows.shape) == len(sides[0].shape))
-    return _clip(call, *sides)
+    return _clip(call)
 
 
 @rule
-def _smaller(call: Call) -> Value:
-    return _clip(call, call.num("self"), call.num("other"))
-
-
-def _clip(call: Call, *sides: Num) -> Num:
+def _clip(call: Call) -> Num:
     """``minimum(maximum(v, -limit), limit)``, or the half of it; in the other order where no limit
     is below 0.
     """
+    sides = call.num("self"), call.num("other")
     for inner, bound in (sides, sides[::-1]):
         if not isinstance(inner.past, quantising.Bounded) or inner.past.by == call.name:
             continue
