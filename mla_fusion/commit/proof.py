@@ -303,16 +303,15 @@ class _FieldBuilder(TensorBuilder):
         return results
 
     def sizes(self, shape: Sequence[Any], of: Any = None) -> list[int]:
-        sizes = [self._binding.size(size) for size in shape]
-        return list(self._run.at.short(tuple(sizes))) if len(sizes) > 1 else sizes
+        sizes = self._binding.shape(shape)
+        return list(self._run.at.short(sizes) if len(sizes) > 1 else sizes)
 
     def reshape(self, value: Any, shape: Sequence[Any]) -> Any:
-        sizes = [self._binding.size(size) for size in shape]
+        sizes = self._binding.shape(shape)
         if -1 not in sizes and math.prod(sizes) != math.prod(value.shape):
-            sizes = list(self._run.at.short(tuple(sizes)))
+            sizes = self._run.at.short(sizes)
         with _of_rules():
-            is_so = list(value.shape) == sizes
-            return value if is_so else value.reshape(sizes)
+            return value if value.shape == sizes else value.reshape(sizes)
 
     def cast(self, value: Any, dtype: torch.dtype) -> Any:
         return value

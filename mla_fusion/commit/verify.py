@@ -461,9 +461,9 @@ def _unpacked(plan: Plan, value: torch.Tensor) -> torch.Tensor:
 
 def _fewer_blocks(view: View, plan: Plan) -> int | None:
     """How many blocks of a large cache are enough for the test; None where it is taken as it is."""
-    if not isinstance(plan.caches, InPlace) or plan.caches.slots.span is not None:
-        return None
-    if plan.caches.slots.in_sequences:  # each is written
+    slots = plan.caches.slots
+    # in sequences, each is written
+    if not isinstance(plan.caches, InPlace) or slots.span is not None or slots.in_sequences:
         return None
     blocks, size = view.binding.shape(plan.caches.kv_shape[:2])
     if all(view.binding.count_of(cache) <= _SMALL_CACHE for cache in plan.caches.inputs):

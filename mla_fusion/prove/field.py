@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from functools import cache, partial, wraps
+from functools import cache, wraps
 from typing import Any, TypeVar
 
 import torch
@@ -333,9 +333,7 @@ def pad(value: Num, pads: Sequence[int]) -> Num:
         axis = len(value.shape) - 1 - place // 2
         if count < 0:
             start = 0 if place % 2 else -count
-            value = value.moved(
-                partial(torch.narrow, dim=axis, start=start, length=value.shape[axis] + count)
-            )
+            value = value.narrow(axis, start, value.shape[axis] + count)
         elif count:
             shape = (*value.shape[:axis], count, *value.shape[axis + 1 :])
             zeros = _zeros(shape, of_weights=value.cells is not None)

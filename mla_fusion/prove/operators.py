@@ -350,11 +350,6 @@ def opaque(call: Call) -> Num:
 
 
 @rule
-def _same(call: Call) -> Value:
-    return call.value
-
-
-@rule
 def _dropout(call: Call) -> Value:
     if call["train"] and call["p"]:
         raise Undecided(f"{call.name} is random")
@@ -617,16 +612,6 @@ def _place(index: Any) -> Num | None:
     return found.past.value if isinstance(found.past, Narrowed) else found
 
 
-@rule
-def _index_selected(call: Call) -> Value:
-    return _read(call, [*[None] * _axis(call), _place(call["index"])])
-
-
-@rule
-def _embedded(call: Call) -> Value:
-    return _read(call, [_place(call["indices"])], call.num("weight"))
-
-
 def _read(call: Call, indices: list[Num | None], value: Value | None = None) -> Value:
     """By integers of literals: movement. By others: rows of that name."""
     value = call.value if value is None else value
@@ -745,11 +730,6 @@ def _index_put(call: Call) -> Value:
 
 
 @rule
-def _index_copied(call: Call) -> Value:
-    return _rows_put(call, call["index"], call["source"])
-
-
-@rule
 def _scattered_rows(call: Call) -> Value:
     """Of whole rows."""
     index, source = call.num("index"), call["src"]
@@ -792,16 +772,6 @@ def _whole(call: Call, filling: Value) -> Num:
     found = value.expand(shape)
     found.past = float(literal) if isinstance(literal, (int, float)) else None
     return found
-
-
-@rule
-def _zeros(call: Call) -> Num:
-    return _whole(call, as_value(0))
-
-
-@rule
-def _ones(call: Call) -> Num:
-    return _whole(call, as_value(1))
 
 
 @rule
@@ -910,26 +880,6 @@ def _neg(call: Call) -> Value:
 
 
 @rule
-def _reciprocal(call: Call) -> Value:
-    return field.inverse(call.real)
-
-
-@rule
-def _square(call: Call) -> Value:
-    return call.value * call.value
-
-
-@rule
-def _sqrt(call: Call) -> Value:
-    return field.sqrt(call.real)
-
-
-@rule
-def _rsqrt(call: Call) -> Value:
-    return field.inverse(field.sqrt(call.real))
-
-
-@rule
 def _pow(call: Call) -> Value:
     base, exponent = call.sides
     power = call["exponent"]
@@ -965,16 +915,6 @@ def _turn(call: Call, angle: Num) -> Complex:
 
 
 @rule
-def _cos(call: Call) -> Value:
-    return _turn(call, call.real).real
-
-
-@rule
-def _sin(call: Call) -> Value:
-    return _turn(call, call.real).imag
-
-
-@rule
 def _abs(call: Call) -> Value:
     value = call.value
     if isinstance(value, Complex):
@@ -990,16 +930,6 @@ def _sigmoid(call: Call) -> Num:
 
 
 @rule
-def _silu(call: Call) -> Num:
-    return call.real * _sigmoid(call)
-
-
-@rule
-def _relu(call: Call) -> Num:
-    return quantising.bounded(call.real, 0, None)
-
-
-@rule
 def _softmax(call: Call) -> Num:
     axis = _axis(call)
     call.apart_from_tokens("self", axis)
@@ -1011,11 +941,6 @@ def _shares(call: Call, value: Num, axis: int) -> Num:
     apart = value - value.narrow(axis, 0, 1)
     each = call.function("exp", apart)
     return each / field.total(each, [axis], True)
-
-
-@rule
-def _round(call: Call) -> Value:
-    return pointwise(call) if call["decimals"] else quantising.rounded(call.real)
 
 
 @rule
@@ -1063,11 +988,6 @@ def _clip(call: Call) -> Num:
 
 
 @rule
-def _where(call: Call) -> Value:
-    return _chosen(call, "condition", call["self"], call["other"])
-
-
-@rule
 def _masked_fill(call: Call) -> Value:
     chosen = call.num("mask").ints
     if chosen is not None and not bool(chosen.any()):
@@ -1110,11 +1030,6 @@ def _not(call: Call) -> Value:
     return _opposite(call.real) if of_bools else pointwise(call)
 
 
-@rule
-def _compare(call: Call) -> Value:
-    return _of_integers(getattr(torch, call.word), *call.sides) or pointwise(call)
-
-
 # -- complex numbers
 
 
@@ -1143,16 +1058,6 @@ def _part(call: Call) -> Value:
 def _conjugate(call: Call) -> Value:
     value = call.value
     return value.conjugate() if isinstance(value, Complex) else value
-
-
-@rule
-def _complex(call: Call) -> Value:
-    return Complex(call.num("real"), call.num("imag"))
-
-
-@rule
-def _polar(call: Call) -> Value:
-    return _turn(call, call.num("angle")) * call.num("abs")
 
 
 @rule
@@ -1544,11 +1449,6 @@ def rotated_halves(value: Num, cos: Num, sin: Num) -> Num:
 
 
 @rule
-def _interleave_rope(call: Call) -> Value:
-    return rotated(call.real, call.num("cos"), call.num("sin"))
-
-
-@rule
 def _rotary_mul(call: Call) -> Value:
     value, r1, r2 = (as_num(item) for item in list(call.given.values())[:3])
     mode = call["rotary_mode"] or "half"
@@ -1562,3 +1462,30 @@ def _rotary_mul(call: Call) -> Value:
     else:
         raise ReadsAll
     return value * r1 + turned * r2
+
+
+# -- rules of one expression
+
+
+RULES |= {
+    "same": lambda call: call.value,
+    "index_selected": lambda call: _read(call, [*[None] * _axis(call), _place(call["index"])]),
+    "embedded": lambda call: _read(call, [_place(call["indices"])], call.num("weight")),
+    "index_copied": lambda call: _rows_put(call, call["index"], call["source"]),
+    "zeros": lambda call: _whole(call, as_value(0)),
+    "ones": lambda call: _whole(call, as_value(1)),
+    "reciprocal": lambda call: field.inverse(call.real),
+    "square": lambda call: call.value * call.value,
+    "sqrt": lambda call: field.sqrt(call.real),
+    "rsqrt": lambda call: field.inverse(field.sqrt(call.real)),
+    "cos": lambda call: _turn(call, call.real).real,
+    "sin": lambda call: _turn(call, call.real).imag,
+    "silu": lambda call: call.real * _sigmoid(call),
+    "relu": lambda call: quantising.bounded(call.real, 0, None),
+    "round": lambda call: pointwise(call) if call["decimals"] else quantising.rounded(call.real),
+    "where": lambda call: _chosen(call, "condition", call["self"], call["other"]),
+    "compare": lambda call: _of_integers(getattr(torch, call.word), *call.sides) or pointwise(call),
+    "complex": lambda call: Complex(call.num("real"), call.num("imag")),
+    "polar": lambda call: _turn(call, call.num("angle")) * call.num("abs"),
+    "interleave_rope": lambda call: rotated(call.real, call.num("cos"), call.num("sin")),
+}
