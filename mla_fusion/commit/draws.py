@@ -25,11 +25,21 @@ import torch
 from torch.fx import Node
 
 from mla_fusion.commit.interpreter import widened
-from mla_fusion.commit.region import Region, same_attribute, same_elements
-from mla_fusion.fx.kinds import MODEL_FLOATS, argument, is_cast, is_view, tensor_held, word
+from mla_fusion.commit.region import Region, same_elements
+from mla_fusion.fx.kinds import (
+    MODEL_FLOATS,
+    argument,
+    holds_integers,
+    is_cast,
+    is_float,
+    is_view,
+    tensor_held,
+    word,
+)
 from mla_fusion.fx.view import View
 from mla_fusion.meta.number_formats import ELEMENTS
 from mla_fusion.plan.plan import InPlace, Plan
+from mla_fusion.prove.evaluate import same_attribute
 from mla_fusion.reference import hifloat8
 
 KINDS = ("normal", "outliers", "edges")
@@ -91,7 +101,7 @@ class Draws:
         return (
             self.region.leaves[node] == ""
             and isinstance(value, torch.Tensor)
-            and _is_float(value.dtype)
+            and is_float(value.dtype)
         )
 
     def _value(self, node: Node, role: str, kind: str, ceiling: int) -> Any:
@@ -109,12 +119,7 @@ class Draws:
     def _scaled(self, value: Any, role: str, kind: str) -> Any:
         if role == "gamma" and kind == "large":
             return value * 10.0**_DECADES
-        if (
-            role == ""
-            and isinstance(value, torch.Tensor)
-            and _is_float(value.dtype)
-            and value.dim()
-        ):
+        if role == "" and isinstance(value, torch.Tensor) and is_float(value.dtype) and value.dim():
             rows = value.shape[:-1] if value.dim() > 1 else value.shape
             return value * self._decades(math.prod(rows), kind).reshape(
                 *rows, *(1,) * (value.dim() - len(rows))
@@ -192,7 +197,7 @@ class Draws:
         drawn = _repeat(
             pool.to(torch.uint8).view(dtype) if is_codes else pool.to(dtype), shape, start
         )
-        is_kr = isinstance(self.plan.caches, InPlace) and node is self.plan.caches.kr_cache
+        is_kr = node in self.plan.caches.inputs[1:]
         return drawn[..., :1].expand(shape).contiguous() if self._row_constant and is_kr else drawn
 
     def _one(self, node: Node, role: str) -> torch.Tensor:
@@ -270,7 +275,7 @@ class Draws:
             return {leaves[0]: slots.to(value.dtype)}
         block, offset = leaves
         size = self.view.binding.size(caches.slots.block_size)
-        shape = self.view.binding.shape(offset.meta["val"].shape)
+        shape = self.view.binding.shape_of(offset)
         return {
             block: (slots // size).to(value.dtype),
             offset: (slots % size).reshape(shape).to(offset.meta["val"].dtype),
@@ -310,10 +315,6 @@ def has_large_channels(kind: str) -> bool:
     return kind == "outliers"
 
 
-def _is_float(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex
-
-
 def _repeat(pool: torch.Tensor, shape: Iterable[int], offset: int) -> torch.Tensor:
     shape = tuple(shape)
     size = math.prod(shape)
@@ -325,7 +326,7 @@ def _repeat(pool: torch.Tensor, shape: Iterable[int], offset: int) -> torch.Tens
 def _bounds(view: View, region: Region) -> dict[Node, int]:
     """Of integer leaves that index an axis, through views and casts alone: how long it is."""
     leaf_of = {
-        node: node for node, role in region.leaves.items() if role == "" and _is_integer(node)
+        node: node for node, role in region.leaves.items() if role == "" and holds_integers(node)
     }
     found: dict[Node, int] = {}
     for node in region.nodes:
@@ -337,11 +338,6 @@ def _bounds(view: View, region: Region) -> dict[Node, int]:
                 leaf = leaf_of[index]
                 found[leaf] = min(found.get(leaf, 1 << 62), view.binding.size(size))
     return found
-
-
-def _is_integer(node: Node) -> bool:
-    value = node.meta["val"]
-    return isinstance(value, torch.Tensor) and not _is_float(value.dtype)
 
 
 def _indexed(node: Node) -> list[tuple[Any, Any]]:

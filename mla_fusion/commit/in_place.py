@@ -19,7 +19,7 @@ from mla_fusion.compat import OpOverload, schema_of
 from mla_fusion.fx.kinds import operator_of, word
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import INPUTS, input_of, origin, shared_memory, upward, views_and_writes
-from mla_fusion.plan.plan import InPlace, Plan
+from mla_fusion.plan.plan import Plan
 from mla_fusion.report.rejection import Refuse
 
 
@@ -109,16 +109,13 @@ def _memory(node: Node) -> object:
 
 def _own_writes(plan: Plan) -> set[Node]:
     """The model's writes into the plan's caches: what the call's results take the place of."""
-    if not isinstance(plan.caches, InPlace):
-        return set()
     found = set()
-    caches = {cache for _, cache, _ in plan.caches.held}
     for item in plan.replacements:
         steps = (node for node in upward(item.node, views_and_writes) if operator_of(node).mutates)
         found |= {
             step
             for step in steps
-            if (target := input_of(step)) is not None and _root(target) in caches
+            if (target := input_of(step)) is not None and _root(target) in plan.caches.inputs
         }
     return found
 

@@ -16,7 +16,7 @@ from torch.fx import Node
 from torch.fx.node import map_aggregate, map_arg
 
 from mla_fusion.compat import OpOverload, schema_of
-from mla_fusion.fx.kinds import filled_with
+from mla_fusion.fx.kinds import filled_with, is_float
 from mla_fusion.fx.sizes import Binding, is_symbolic
 
 aten = torch.ops.aten
@@ -114,7 +114,7 @@ class Interpreter:
         lender = node.args[0] if node.args and "_like" in str(node.target) else None
         is_made = isinstance(lender, Node) and lender in env
         shape = _found(env[lender]).shape if is_made else self._binding.shape(recorded.shape)  # type: ignore[index]
-        if math.isnan(filling) and not (recorded.is_floating_point() or recorded.is_complex()):
+        if math.isnan(filling) and not is_float(recorded.dtype):
             filling = -1
         return torch.full(shape, filling, dtype=self._dtype(recorded.dtype))
 
@@ -126,7 +126,7 @@ class Interpreter:
         if self._wide:
             return widened(result)
         if result.is_floating_point() and not any(
-            isinstance(arg, Tensor) and _is_float(arg) for arg in args
+            isinstance(arg, Tensor) and is_float(arg.dtype) for arg in args
         ):
             # torch's default dtype may be another one by now
             return result.to(node.meta["val"].dtype)
@@ -137,7 +137,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     """float64 or complex128 for any float; numbers of one byte, which products read by their
     format, stay.
     """
-    if dtype.itemsize == 1 or not (dtype.is_floating_point or dtype.is_complex):
+    if dtype.itemsize == 1 or not is_float(dtype):
         return dtype
     return torch.complex128 if dtype.is_complex else torch.float64
 
@@ -150,10 +150,6 @@ def _found(value: Any) -> Any:
     if isinstance(value, Unrunnable):
         raise value
     return value
-
-
-def _is_float(value: Tensor) -> bool:
-    return value.is_floating_point() or value.is_complex()
 
 
 def _writes(node: Node) -> bool:

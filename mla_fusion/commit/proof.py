@@ -24,7 +24,7 @@ from mla_fusion.fx.kinds import is_reshape, word
 from mla_fusion.fx.tokens import Tokens
 from mla_fusion.fx.view import View
 from mla_fusion.operators.known import DIAGONALS
-from mla_fusion.plan.plan import InPlace, Plan
+from mla_fusion.plan.plan import Plan
 from mla_fusion.prove import field, kernels, operators
 from mla_fusion.prove.evaluate import POINTS, UNKNOWN, Evaluation, Unproved, is_same
 from mla_fusion.prove.field import Num, Point, Undecided
@@ -89,9 +89,8 @@ def _keep_tokens_apart(view: View, plan: Plan, region: Region) -> None:
         return
     tokens.start_outside(leaf for leaf in leaves if isinstance(leaf.meta["val"], torch.Tensor))
     tokens.follow([node for node in region.nodes if node not in leaves])
-    rows = plan.caches.rows if isinstance(plan.caches, InPlace) else ()
     new = [item.node for item in plan.replacements if item.output not in _OF_OPERATOR]
-    for node in (*new, *rows):
+    for node in (*new, *plan.caches.rows):
         broken = tokens.broken(node)
         if broken is not None and _regroups(broken.node):
             raise Refuse("tokens.mixed", broken.reason, (broken.node, node))
@@ -127,7 +126,7 @@ class _Run:
     def is_small(self) -> bool:
         """May all its tokens be drawn? (Of a cache only the rows that are written are.)"""
         shapes = (
-            self.at.binding.shape(item.node.meta["val"].shape)
+            self.at.binding.shape_of(item.node)
             for item in self.plan.replacements
             if item.output not in _OF_OPERATOR
         )
@@ -234,7 +233,7 @@ class _Run:
             if self.half_rows and item.output in ("query_rope", "k_pe"):
                 result = rows.interleave(builder, result)
             if item.output in ("kv_cache", "kr_cache"):
-                if isinstance(caches, InPlace) and not caches.rows:  # the model's own operator
+                if caches.held and not caches.rows:  # the model's own operator
                     yield _Claim(
                         item.node, item.output, place, _rows(self.value(item.node)), _rows(result)
                     )
@@ -244,15 +243,12 @@ class _Run:
             except Undecided as error:
                 raise _unproved(f"{item.output}: {error}", item.node) from error
             yield _Claim(item.node, item.output, place, self.value(item.node), arranged)
-        if isinstance(caches, InPlace):
-            for node, (name, _, _) in zip(caches.rows, caches.held, strict=False):
-                got = _rows(results[name])
-                if self.half_rows and name == "kr_cache":
-                    got = rows.interleave(builder, got)
-                want = real(self.value(node))
-                yield _Claim(
-                    node, name, None, want.moved(lambda part: part.reshape(-1, part.shape[-1])), got
-                )
+        for node, (name, _, _) in zip(caches.rows, caches.held, strict=False):
+            got = _rows(results[name])
+            if self.half_rows and name == "kr_cache":
+                got = rows.interleave(builder, got)
+            want = real(self.value(node))
+            yield _Claim(node, name, None, want.reshape(-1, want.shape[-1]), got)
 
 
 @contextmanager
@@ -271,8 +267,9 @@ class _FieldBuilder(TensorBuilder):
         super().__init__(values, run.at.binding)
         self._run = run
         self.kernel: operators.Call | None = None
-        caches = run.plan.caches.held if isinstance(run.plan.caches, InPlace) else ()
-        self._held = {_OF_OPERATOR[name]: cache.meta["val"].dtype for name, cache, _ in caches}
+        self._held = {
+            _OF_OPERATOR[name]: cache.meta["val"].dtype for name, cache, _ in run.plan.caches.held
+        }
 
     def value(self, node: Node) -> Any:
         return self._run.value(node)
@@ -306,16 +303,15 @@ class _FieldBuilder(TensorBuilder):
         return results
 
     def sizes(self, shape: Sequence[Any], of: Any = None) -> list[int]:
-        sizes = [self._binding.size(size) for size in shape]
-        return list(self._run.at.short(tuple(sizes))) if len(sizes) > 1 else sizes
+        sizes = self._binding.shape(shape)
+        return list(self._run.at.short(sizes) if len(sizes) > 1 else sizes)
 
     def reshape(self, value: Any, shape: Sequence[Any]) -> Any:
-        sizes = [self._binding.size(size) for size in shape]
+        sizes = self._binding.shape(shape)
         if -1 not in sizes and math.prod(sizes) != math.prod(value.shape):
-            sizes = list(self._run.at.short(tuple(sizes)))
+            sizes = self._run.at.short(sizes)
         with _of_rules():
-            is_so = list(value.shape) == sizes
-            return value if is_so else value.moved(lambda part: part.reshape(sizes))
+            return value if value.shape == sizes else value.reshape(sizes)
 
     def cast(self, value: Any, dtype: torch.dtype) -> Any:
         return value

@@ -2,7 +2,7 @@
 replaces or reads.
 
 Two nodes are two values here, even where recognition holds them equal, with one exception: integers
-that the graph computes twice, where :func:`same_integers` proves them equal.
+that the graph computes twice, where their terms are equal.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mla_fusion.fx.sizes import is_symbolic, same, same_shape
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import origin, reached, reshapes_and_exact_casts, views_and_casts
 from mla_fusion.match.candidate import Candidate
-from mla_fusion.plan.plan import InPlace, Plan
+from mla_fusion.plan.plan import Plan
 
 _INTEGERS = (torch.int64, torch.int32)
 INPUTS = ("placeholder", "get_attr")
@@ -50,11 +50,6 @@ class Region:
     twins: dict[Node, Node]
     targets: tuple[Node, ...]
     reads: tuple[Node, ...]
-
-
-def same_integers(view: View, a: Node, b: Node) -> bool:
-    """Do two nodes of the graph hold the same integers whenever it runs?"""
-    return view.terms.same(a, b)
 
 
 def cut_out(view: View, plan: Plan) -> Region:
@@ -86,7 +81,7 @@ class _Walk:
         self.order: list[Node] = []
         self.leaves: dict[Node, str] = {}
         self.twins: dict[Node, Node] = {}
-        self._slots = plan.caches.slots.nodes if isinstance(plan.caches, InPlace) else ()
+        self._slots = plan.caches.slots.nodes
 
     def run(self, starts: Iterable[Node], stop_at: Iterable[Node] = ()) -> list[Node]:
         """Fill ``order`` and ``leaves``; the nodes of ``stop_at`` that were met."""
@@ -121,9 +116,7 @@ class _Walk:
         if getattr(node.meta["val"], "dtype", None) not in _INTEGERS or node in self._above_slots:
             return None
         alike = (
-            slot
-            for slot in self._slots
-            if _like(node, slot) and same_integers(self.view, node, slot)
+            slot for slot in self._slots if _like(node, slot) and self.view.terms.same(node, slot)
         )
         return next(alike, None)
 
@@ -149,13 +142,6 @@ class _Walk:
         return outside
 
 
-def same_attribute(node: Node) -> object:
-    """Equal for nodes that read one attribute of the module (tracers make a node of each reading);
-    else the node.
-    """
-    return str(node.target) if node.op == "get_attr" else node
-
-
 def _roles(plan: Plan) -> dict[Node, str]:
     """The parts that graph inputs and weights play in the plan."""
     parts: list[tuple[Iterable[Node | None], str, Callable[[Node], Node]]] = []
@@ -163,14 +149,10 @@ def _roles(plan: Plan) -> dict[Node, str]:
         parts += _roles_of_query(plan.candidate)
     parts.append(((plan.candidate.key.gamma,), "gamma", _source))
     parts += [((node,), role, _only_input) for node, role in plan.parts]
-    if isinstance(plan.caches, InPlace):
-        for scale in (plan.caches.kv_scale, plan.caches.kr_scale):
-            if scale is not None:
-                parts.append(
-                    ((scale.node,), "inverse" if scale.inverse else "cache_scale", _source)
-                )
-        parts.append((plan.caches.slots.nodes, "slots", same_elements))
-        parts.append(((cache for _, cache, _ in plan.caches.held), "cache", lambda node: node))
+    for scale in plan.caches.scales:
+        parts.append(((scale.node,), "inverse" if scale.inverse else "cache_scale", _source))
+    parts.append((plan.caches.slots.nodes, "slots", same_elements))
+    parts.append((plan.caches.inputs, "cache", lambda node: node))
     found: dict[Node, str] = {}
     for nodes, role, above in parts:
         for node in nodes:

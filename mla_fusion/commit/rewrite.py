@@ -15,9 +15,10 @@ from mla_fusion.emit import results, targets
 from mla_fusion.fx import memory, strides
 from mla_fusion.fx.build import GraphBuilder
 from mla_fusion.fx.kinds import has_effect, word
+from mla_fusion.fx.walk import reached
 from mla_fusion.fx.workplace import copied
 from mla_fusion.match.candidate import Candidate
-from mla_fusion.plan.plan import InPlace, Plan, PrologPlan
+from mla_fusion.plan.plan import Plan, PrologPlan
 from mla_fusion.report.rejection import Refuse
 
 _CARRIED = ("stack_trace", "nn_module_stack", "source_fn_stack", "stream_label", "original_aten")
@@ -160,12 +161,10 @@ class _Writer:
             return False
         target, source = node.args[:2]
         number = self._plan_of.get(source)  # type: ignore[arg-type]
-        caches = (
-            self._plans[number].caches
-            if number is not None and self._plans[number].writes_inputs
-            else None
-        )
-        return isinstance(caches, InPlace) and any(target is cache for _, cache, _ in caches.held)
+        if number is None:
+            return False
+        plan = self._plans[number]
+        return plan.writes_inputs and target in plan.caches.inputs
 
     def _copy(self, node: Node) -> Node:
         made = self._copies[node] = copied(
@@ -182,21 +181,19 @@ class _Writer:
         self.handed_on[value, read] = None
         return value
 
+    def _reads(self, reader: Node) -> list[Node]:
+        """What it reads that is not handed on."""
+        return [read for read in reader.all_input_nodes if not self._is_handed_on(reader, read)]
+
     def _is_handed_on(self, reader: Node, read: Node) -> bool:
         return read in self._borrowers or (read in self._keeps and reader not in self._keeps[read])
 
     def _copy_with_inputs(self, node: Node) -> Node:
         """A node that is read ahead of its turn, or that only new nodes read."""
-        missing: set[Node] = set()
-        stack = [node]
-        while stack:
-            reader = stack.pop()
-            if reader in self._copies or reader in missing:
-                continue
-            missing.add(reader)
-            stack += [
-                read for read in reader.all_input_nodes if not self._is_handed_on(reader, read)
-            ]
+        missing = reached(
+            [node],
+            lambda reader: (read for read in self._reads(reader) if read not in self._copies),
+        )
         for reader in sorted(missing):
             if reader not in self._copies:
                 self._copy(reader)
@@ -235,9 +232,7 @@ class _Writer:
         """
         self.b.at(None, {})
         for number, plan in enumerate(self._plans):
-            if not isinstance(plan.caches, InPlace) or not plan.caches.copies:
-                continue
-            for name, given, shape in plan.caches.held:
+            for name, given, shape in plan.caches.held if plan.caches.copies else ():
                 cache = self.b.cache(given, shape)
                 args = cache, self._results[number][name]
                 self.b.insert(torch.ops.aten.copy_.default, args, {}, cache.meta["val"])
@@ -246,15 +241,14 @@ class _Writer:
         """What the calls are given, with all that it is made of. It keeps its place: what it reads
         may be written later, and random numbers come in the order in which they are drawn.
         """
-        found: set[Node] = set()
-        stack = [node for plan in self._plans for node in targets.target_of(plan).inputs(plan)]
-        while stack:
-            node = stack.pop()
-            if node in found or node.op != "call_function" or node in self._keeps:
-                continue
-            found.add(node)
-            stack += [read for read in node.all_input_nodes if not self._is_handed_on(node, read)]
-        return found
+
+        def is_made(node: Node) -> bool:
+            return node.op == "call_function" and node not in self._keeps
+
+        starts = (node for plan in self._plans for node in targets.target_of(plan).inputs(plan))
+        return set(
+            reached(filter(is_made, starts), lambda node: filter(is_made, self._reads(node)))
+        )
 
     def _find_unread(self) -> set[Node]:
         """What nobody reads once the new values are handed on, walking up from the regions: far

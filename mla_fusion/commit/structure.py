@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from mla_fusion.commit.region import Region, same_attribute
+from mla_fusion.commit.region import Region
 from mla_fusion.compat import expression_of
 from mla_fusion.emit.targets import target_of
 from mla_fusion.fx.kinds import tensor_held
 from mla_fusion.fx.sizes import is_symbolic
 from mla_fusion.fx.view import what_is_done
 from mla_fusion.plan.plan import InPlace, Plan
+from mla_fusion.prove.evaluate import same_attribute
 
 # elements of a constant up to which its values are compared; a larger one is like itself alone
 _FEW = 4096
@@ -82,16 +83,14 @@ def _of_plan(plan: Plan, numbers: dict[Node, int]) -> object:
             for scale in (plan.caches.kv_scale, plan.caches.kr_scale)
         )
         where = plan.caches.slots
-        slots = tuple(node and numbers.get(node, -1) for node in _slots(plan.caches))
+        slots = tuple(
+            node and numbers.get(node, -1) for node in (where.index, where.block, where.offset)
+        )
         places = slots, str(where.block_size), str(where.every), where.span
         caches = held, scales, places, plan.caches.mode, plan.caches.copies
     given = target_of(plan).attributes(plan).items()
     call = plan.target, _sizes(plan.lead), plan.heads_of_call, *given
     return tables, plan.candidate.columns, outputs, caches, plan.interleave, call
-
-
-def _slots(caches: InPlace) -> Sequence[Node | None]:
-    return caches.slots.index, caches.slots.block, caches.slots.offset
 
 
 def _described(leaf: Node, role: str) -> object:

@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from mla_fusion.commit.draws import KINDS, WIDE, rounds_nothing
 from mla_fusion.commit.region import Region
-from mla_fusion.fx.kinds import argument, named_sizes, word
+from mla_fusion.fx.kinds import argument, holds_integers, named_sizes, word
 from mla_fusion.fx.sizes import is_symbolic
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import origin, reshapes
@@ -44,12 +44,11 @@ def counts(view: View, plan: Plan, region: Region) -> Iterator[View]:
     larger one too.
     """
     yield with_room(view, plan, region)
-    lead = plan.token_x.meta["val"].shape[:-1]
-    symbolic = [size for size in lead if is_symbolic(size)]
+    symbolic = [size for size in plan.lead if is_symbolic(size)]
     if symbolic:
         most = max(_literals(region), default=0)
         for start in (_other_sequences(view, symbolic[:-1]), view):
-            others = _tokens(start, plan) // start.binding.size(symbolic[-1])
+            others = tokens_at(start, plan) // start.binding.size(symbolic[-1])
             wanted = max(-(-MANY // others), _FEWEST, most + 2)
             # where a table or a cache has few rows
             fewer = (wanted * part // 8 for part in range(7, 0, -1))
@@ -69,8 +68,9 @@ def _other_sequences(view: View, sizes: list[Any]) -> View:
     return view.bound(binding)
 
 
-def _tokens(view: View, plan: Plan) -> int:
-    return math.prod(view.binding.shape(plan.token_x.meta["val"].shape[:-1]))
+def tokens_at(view: View, plan: Plan) -> int:
+    """How many tokens there are."""
+    return math.prod(view.binding.shape(plan.lead))
 
 
 def _rows(view: View, plan: Plan) -> int:
@@ -82,14 +82,14 @@ def _rows(view: View, plan: Plan) -> int:
 
 def kinds_at(view: View, plan: Plan, region: Region) -> tuple[str, ...]:
     """The draws to be made at these sizes."""
-    tokens = _tokens(view, plan)
-    is_second = any(map(is_symbolic, plan.token_x.meta["val"].shape[:-1])) and tokens >= MANY
+    tokens = tokens_at(view, plan)
+    is_second = any(map(is_symbolic, plan.lead)) and tokens >= MANY
     if tokens <= _COSTLY and not is_second:
         in_pieces = isinstance(plan.caches, InPlace) and plan.caches.mode == "PA_NZ"
         # A piece of an NZ cache is 32 bytes: numbers of float64 lie elsewhere than those of the
         # model.
         return (*KINDS, *WIDE) if rounds_nothing(region) and not in_pieces else KINDS
-    return ("outliers", "edges") if any(map(_is_integer, region.leaves)) else ("outliers",)
+    return ("outliers", "edges") if any(map(holds_integers, region.leaves)) else ("outliers",)
 
 
 def with_room(view: View, plan: Plan, region: Region) -> View:
@@ -99,11 +99,11 @@ def with_room(view: View, plan: Plan, region: Region) -> View:
     binding = view.binding
     if isinstance(plan.caches, InPlace):
         blocks, block_size = plan.caches.kv_shape[:2]
-        least = -(-_tokens(view, plan) // binding.size(block_size))
+        least = -(-tokens_at(view, plan) // binding.size(block_size))
         binding = binding.roomier(blocks, least, _blocks_in_step(view, plan, region))
         if plan.caches.slots.in_sequences:
             sequences = binding.size(plan.caches.slots.shape[0])
-            for _, cache, _ in plan.caches.held:
+            for cache in plan.caches.inputs:
                 binding = binding.roomier(cache.meta["val"].shape[0], sequences)
     for node, rows, end in _slices(region):
         start, kept = argument(node, "start"), node.meta["val"].shape[argument(node, "dim")]
@@ -121,11 +121,10 @@ def _blocks_in_step(view: View, plan: Plan, region: Region) -> int:
     """Of how many blocks a multiple can be viewed as the sizes that views of caches name."""
     assert isinstance(plan.caches, InPlace)
     blocks, found = view.binding.size(plan.caches.kv_shape[0]), 1
-    caches = {cache for _, cache, _ in plan.caches.held}
     for node in region.nodes:
         cache = origin(node, reshapes)
-        if word(node) in SIZED and cache in caches:
-            of_block = math.prod(view.binding.shape(cache.meta["val"].shape)) // blocks
+        if word(node) in SIZED and cache in plan.caches.inputs:
+            of_block = view.binding.count_of(cache) // blocks
             named = [size for size in named_sizes(node) if isinstance(size, int)]
             found = math.lcm(found, math.prod(named) // math.gcd(math.prod(named), of_block))
     return found
@@ -140,11 +139,11 @@ def _fits(view: View, plan: Plan, region: Region) -> bool:
     for _, rows, end in _slices(region):
         if isinstance(end, Node) and view.binding.number(end.meta["val"]) > view.binding.size(rows):
             return False
-    if isinstance(plan.caches, InPlace) and plan.caches.slots.in_sequences:
-        slots = plan.caches.slots
-        if view.binding.size(slots.shape[-1]) > view.binding.size(slots.block_size):
-            return False
-    return _tokens(view, plan) <= _rows(view, plan)
+    slots = plan.caches.slots
+    size = view.binding.size
+    if slots.in_sequences and size(slots.shape[-1]) > size(slots.block_size):
+        return False
+    return tokens_at(view, plan) <= _rows(view, plan)
 
 
 def _cuts(region: Region) -> Iterator[tuple[Any, list[Any]]]:
@@ -191,10 +190,3 @@ def _counting(values: Iterable[object], most: int) -> Iterator[int]:
     for value in values:
         if type(value) in (int, float) and abs(value) < most:  # type: ignore[arg-type]
             yield math.ceil(abs(value))  # type: ignore[arg-type]
-
-
-def _is_integer(node: Node) -> bool:
-    value = node.meta["val"]
-    return isinstance(value, torch.Tensor) and not (
-        value.dtype.is_floating_point or value.dtype.is_complex
-    )

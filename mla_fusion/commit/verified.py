@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import prod
 
 from mla_fusion.commit import verify
 from mla_fusion.commit.legal import Legal
@@ -40,7 +39,7 @@ class Verified:
         if self._config.verify == "first" and known.compared:
             return Outcome(f"equal in structure to {known.compared}")
         half_rows = self._half_rows(plan)
-        few = prod(self._view.binding.shape(plan.token_x.meta["val"].shape)) <= _FEW
+        few = self._view.binding.count_of(plan.token_x) <= _FEW
         with threads(1 if few else self._threads):
             outcome = verify.compare(self._view, plan, half_rows, region=legal.region)
         layer = module_path.layer(plan.candidate.nodes)

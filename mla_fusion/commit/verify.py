@@ -19,7 +19,7 @@ from torch.fx import Node
 from mla_fusion.commit.draws import CEILINGS, WIDE, Draws, has_large_channels
 from mla_fusion.commit.interpreter import Interpreter, Unrunnable, wide, widened
 from mla_fusion.commit.region import Region, cut_out, same_elements
-from mla_fusion.commit.token_counts import counts, kinds_at
+from mla_fusion.commit.token_counts import counts, kinds_at, tokens_at
 from mla_fusion.emit import results as of_call
 from mla_fusion.emit import rows, targets
 from mla_fusion.fx.build import Recipe, TensorBuilder
@@ -101,7 +101,7 @@ def compare(
                 errors = witness.errors()
             draws += 1
         left_out |= dict.fromkeys(item.output for item in witness.left_out)
-        tokens.append(str(math.prod(sized.binding.shape(plan.token_x.meta["val"].shape[:-1]))))
+        tokens.append(str(tokens_at(sized, plan)))
     said = (
         f"compared at T = {' and '.join(tokens)}, {_plural(draws, 'draw')}, "
         f"{_plural(len(worst), 'output')}"
@@ -114,6 +114,16 @@ def compare(
 
 def _plural(count: int, what: str) -> str:
     return f"{count} {what}" + ("" if count == 1 else "s")
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """What one draw has made: the unfused values, and the results of the call."""
+
+    kind: str
+    unfused: dict[Node, Any]
+    results: dict[str, Any]
+    builder: TensorBuilder
 
 
 class _Witness:
@@ -145,27 +155,25 @@ class _Witness:
         for a difference.
         """
         try:
-            values, unfused = self._run_at_some_ceiling(kind)
-            builder = self._builder(values, kind)
-            results = targets.call_kernel(builder, self.plan)
+            drawn = self._called(kind, *self._run_at_some_ceiling(kind))
         except (Unrunnable, RuntimeError, ValueError):
             return False
         for item in self.plan.replacements:
             if item not in self.left_out:
-                self._figure(item, unfused, results, builder, kind)
+                self._figure(item, drawn)
         return True
 
-    def _builder(self, values: dict[Node, Any], kind: str) -> TensorBuilder:
+    def _called(self, kind: str, values: dict[Node, Any], unfused: dict[Node, Any]) -> _Drawn:
         of = "wide" if kind in WIDE else "outliers" if has_large_channels(kind) else ""
         changing = _changing(self.region, self.draws, kind in WIDE)
         made = _WideBuilder if kind in WIDE else _Builder
-        return made(values, self.view.binding, self._packed.setdefault(of, {}), changing)
+        builder = made(values, self.view.binding, self._packed.setdefault(of, {}), changing)
+        return _Drawn(kind, unfused, targets.call_kernel(builder, self.plan), builder)
 
     def figures(self, kind: str) -> Iterator[tuple[Replacement, Figure]]:
-        values, unfused = self._run(kind)
-        builder = self._builder(values, kind)
+        values = self._run(kind)
         try:
-            results = targets.call_kernel(builder, self.plan)
+            drawn = self._called(kind, *values)
         except (RuntimeError, ValueError) as error:
             nodes = self.plan.candidate.nodes
             raise Refuse(
@@ -173,7 +181,7 @@ class _Witness:
             ) from error
         for item in self.plan.replacements:
             if item not in self.left_out:
-                yield item, self._figure(item, unfused, results, builder, kind)
+                yield item, self._figure(item, drawn)
 
     # -- the region
 
@@ -184,9 +192,8 @@ class _Witness:
         except Unrunnable as error:
             if self.blocks is None:
                 raise Refuse("verify.mismatch", str(error), (error.node,)) from error
-        assert isinstance(self.plan.caches, InPlace)
         if any(
-            _elements(self.view, cache) > _LARGEST_CACHE for _, cache, _ in self.plan.caches.held
+            self.view.binding.count_of(cache) > _LARGEST_CACHE for cache in self.plan.caches.inputs
         ):
             self.left_out = [item for item in self.plan.replacements if item.output in _CACHES]
         else:
@@ -227,15 +234,9 @@ class _Witness:
 
     # -- the comparison
 
-    def _figure(
-        self,
-        item: Replacement,
-        unfused: dict[Node, Any],
-        results: dict[str, Any],
-        builder: TensorBuilder,
-        kind: str,
-    ) -> Figure:
-        name, want, result = item.output, unfused[item.node], results[item.output]
+    def _figure(self, item: Replacement, drawn: _Drawn) -> Figure:
+        name, want, builder = item.output, drawn.unfused[item.node], drawn.builder
+        result = drawn.results[name]
         if self.half_rows and name in _ROTATED:
             result = rows.interleave(builder, result)
         if name in _CACHES:
@@ -251,17 +252,11 @@ class _Witness:
             )
             form = self.plan.candidate.format
             if form is not None and form.in_blocks and name in _IN_BLOCKS:
-                want, got = self._in_scales(item, want, got, unfused, results, builder)
-        return self._judged(item, want, got.to(want.dtype), owner, kind)
+                want, got = self._in_scales(item, want, got, drawn)
+        return self._judged(item, want, got.to(want.dtype), owner, drawn.kind)
 
     def _in_scales(
-        self,
-        item: Replacement,
-        want: Any,
-        got: Any,
-        unfused: dict[Node, Any],
-        results: dict[str, Any],
-        builder: TensorBuilder,
+        self, item: Replacement, want: Any, got: Any, drawn: _Drawn
     ) -> tuple[torch.Tensor, Any]:
         """Numbers of mxfp8 as they are in the model's scales, and scales without the steps that
         numbers make up for: the largest of a block, rounded, is another power of two.
@@ -274,9 +269,10 @@ class _Witness:
         if len(of_both) < 2:
             return want, got
         scales = of_both[_IN_BLOCKS[1]]
-        mine = self._numbers(scales, unfused[scales.node]).float()
-        theirs = of_call.arrange(builder, scales, results[scales.output])
-        steps = self._numbers(scales, theirs.to(unfused[scales.node].dtype)).float() / mine
+        own = drawn.unfused[scales.node]
+        mine = self._numbers(scales, own).float()
+        theirs = of_call.arrange(drawn.builder, scales, drawn.results[scales.output])
+        steps = self._numbers(scales, theirs.to(own.dtype)).float() / mine
         if item is scales:
             return mine, torch.where((steps >= 0.5) & (steps <= 2), mine, mine * steps)
         steps = steps.reshape(*steps.shape[:-2], -1).repeat_interleave(BLOCK, -1)
@@ -304,18 +300,15 @@ class _Witness:
             raise Refuse(
                 "verify.mismatch", f"{where}: relative error {max(relative, row):.3g}", (item.node,)
             )
-        if not relative <= of_all:  # rows over the limit of one row are among those over this one
-            if not self._is_rounding(item, want, wrong, ~(of_rows <= of_all), owner):
-                raise Refuse(
-                    "verify.mismatch",
-                    f"{where}: relative error {relative:.3g} > {of_all:g}",
-                    (item.node,),
-                )
-        elif not row <= of_row and not self._is_rounding(
-            item, want, wrong, ~(of_rows <= of_row), owner
-        ):
-            detail = f"{where}: relative error {row:.3g} > {of_row:g} in one row"
-            raise Refuse("verify.mismatch", detail, (item.node,))
+        # rows over the limit of one row are among those over that of all
+        is_over = not relative <= of_all
+        limit = of_all if is_over else of_row
+        over = ~(of_rows <= limit)
+        if (is_over or bool(over.any())) and not self._is_rounding(item, want, wrong, over, owner):
+            far = (
+                f"{relative:.3g} > {of_all:g}" if is_over else f"{row:.3g} > {of_row:g} in one row"
+            )
+            raise Refuse("verify.mismatch", f"{where}: relative error {far}", (item.node,))
         largest = float((want.double() - got.double()).abs().max()) if want.numel() else 0.0
         return Figure(item.output, relative, largest, want.numel(), row)
 
@@ -466,22 +459,17 @@ def _unpacked(plan: Plan, value: torch.Tensor) -> torch.Tensor:
 # -- large caches
 
 
-def _elements(view: View, cache: Node) -> int:
-    return math.prod(view.binding.shape(cache.meta["val"].shape))
-
-
 def _fewer_blocks(view: View, plan: Plan) -> int | None:
     """How many blocks of a large cache are enough for the test; None where it is taken as it is."""
-    if not isinstance(plan.caches, InPlace) or plan.caches.slots.span is not None:
+    slots = plan.caches.slots
+    # in sequences, each is written
+    if not isinstance(plan.caches, InPlace) or slots.span is not None or slots.in_sequences:
         return None
-    if plan.caches.slots.in_sequences:  # each is written
-        return None
-    held = [cache for _, cache, _ in plan.caches.held]
     blocks, size = view.binding.shape(plan.caches.kv_shape[:2])
-    if all(_elements(view, cache) <= _SMALL_CACHE for cache in held):
+    if all(view.binding.count_of(cache) <= _SMALL_CACHE for cache in plan.caches.inputs):
         return None
     unit = _unit(view, plan)
-    tokens = math.prod(view.binding.shape(plan.token_x.meta["val"].shape[:-1]))
+    tokens = tokens_at(view, plan)
     step = blocks // unit if unit else 0
     if not step:
         return None
@@ -496,7 +484,7 @@ def _unit(view: View, plan: Plan) -> int:
     """
     assert isinstance(plan.caches, InPlace)
     blocks = view.binding.size(plan.caches.kv_shape[0])
-    firsts = [view.binding.size(cache.meta["val"].shape[0]) for _, cache, _ in plan.caches.held]
+    firsts = [view.binding.size(cache.meta["val"].shape[0]) for cache in plan.caches.inputs]
     if all(first % blocks == 0 for first in firsts):
         return blocks
     return firsts[0] if len(set(firsts)) == 1 and blocks % firsts[0] == 0 else 0

@@ -32,7 +32,7 @@ def inputs(plan: KeyPlan) -> list[Node]:
     found = [*plan.candidate.taken, *(run.base for run in (*plan.cos, *plan.sin))]
     found += [k.gamma] if k.gamma is not None else []
     if isinstance(caches, InPlace):
-        found += [*(cache for _, cache, _ in caches.held), *caches.slots.nodes]
+        found += [*caches.inputs, *caches.slots.nodes]
         found += [scale.node for _, scale, _ in _scales(plan) if scale.node is not None]
     return list(dict.fromkeys(found))
 

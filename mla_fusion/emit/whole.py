@@ -32,9 +32,7 @@ def inputs(plan: PrologPlan) -> list[Node]:
     weights += scales(plan)
     tables = [run.base for run in (*plan.cos, *plan.sin)]
     gammas = [node for node in (q.norm.gamma, k.gamma) if node is not None]
-    caches: list[Node] = []
-    if isinstance(plan.caches, InPlace):
-        caches = [*(cache for _, cache, _ in plan.caches.held), *plan.caches.slots.nodes]
+    caches = (*plan.caches.inputs, *plan.caches.slots.nodes)
     return list(dict.fromkeys([plan.token_x, *weights, *gammas, *tables, *caches]))
 
 
@@ -52,12 +50,7 @@ def scales(plan: PrologPlan) -> list[Node]:
         found.append(q.up_nope.quantised.dynamic.smooth)
     if q.down.quantised is not None:
         found.append(q.down.quantised.token_scale)
-    if isinstance(plan.caches, InPlace):
-        found += [
-            scale.node
-            for scale in (plan.caches.kv_scale, plan.caches.kr_scale)
-            if scale is not None
-        ]
+    found += [scale.node for scale in plan.caches.scales]
     return list(dict.fromkeys(node for node in found if node is not None))
 
 
@@ -153,9 +146,7 @@ def _used(plan: PrologPlan) -> set[str]:
     names = {replacement.output for replacement in plan.replacements} | {"query", "query_rope"}
     names |= {"kv_cache"} if "c_kv" in names else set()
     names |= {"kr_cache"} if "k_pe" in names else set()
-    return names | (
-        {name for name, _, _ in plan.caches.held} if isinstance(plan.caches, InPlace) else set()
-    )
+    return names | {name for name, _, _ in plan.caches.held}
 
 
 def ask(plan: PrologPlan, config: Config) -> None:

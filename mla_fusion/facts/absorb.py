@@ -120,7 +120,7 @@ def find(
         head[by_head], torch.arange(products) * heads // products
     ):
         return None
-    held = math.prod(cone.view.binding.shape(weight_node.meta["val"].shape))
+    held = cone.view.binding.count_of(weight_node)
     if held != heads * grid.shape[-1] * width:
         return None  # one matrix for several heads
     codes = (token[..., :1] * heads + head.reshape(-1, 1, 1)) * width + torch.arange(width)
@@ -165,10 +165,7 @@ def factor_of_tokens(view: View, projection: Projection, width: int) -> Node | N
     operands = product.args[:2] if word(product) == "mul" else ()
     for operand in operands:
         if isinstance(operand, Node):
-            sizes = (
-                view.binding.shape(node.meta["val"].shape)
-                for node in (operand, projection.activation)
-            )
+            sizes = (view.binding.shape_of(node) for node in (operand, projection.activation))
             if math.prod(next(sizes)) * width == math.prod(next(sizes)):
                 return operand
     return None
@@ -232,13 +229,13 @@ def _whole_weight(view: View, pieces: Sequence[AbsorbFact]) -> tuple[Node, tuple
     """The nearest node that holds the pieces' weights in their order and nothing else, and how it
     is [N, D, Hckv].
     """
-    size = sum(math.prod(view.binding.shape(fact.weight.meta["val"].shape)) for fact in pieces)
+    size = sum(view.binding.count_of(fact.weight) for fact in pieces)
     lines = [
         {view.number(node): node for node in upward(fact.weight, views_and_exact_casts)}
         for fact in pieces
     ]
     for number, weight in lines[0].items():
-        shape = view.binding.shape(weight.meta["val"].shape)
+        shape = view.binding.shape_of(weight)
         if math.prod(shape) != size or not all(number in line for line in lines):
             continue
         held = torch.arange(size, dtype=torch.float64).reshape(shape)
@@ -304,7 +301,7 @@ def _before_expand(
     products, nope, width = sizes
     steps = upward(projection.weight, lambda step: expands(step) or reshapes_and_exact_casts(step))
     for step, source in pairwise(steps):
-        before, whole = (cone.view.binding.shape(node.meta["val"].shape) for node in (source, step))
+        before, whole = (cone.view.binding.shape_of(node) for node in (source, step))
         if word(step) not in EXPANDS or whole == before:
             continue
         before = (1,) * (len(whole) - len(before)) + before

@@ -15,7 +15,7 @@ import torch
 from torch.fx import Node
 
 from mla_fusion.fx.analytic import Steps
-from mla_fusion.fx.kinds import argument, is_cast, is_view, tensor_held, word
+from mla_fusion.fx.kinds import argument, is_cast, is_float, is_view, tensor_held, word
 from mla_fusion.fx.program import Program, nodes_between
 from mla_fusion.fx.ranges import Ranges
 from mla_fusion.fx.sizes import broadcast, is_symbolic, same, same_shape
@@ -185,7 +185,7 @@ def _keeps_numbers(node: Node, source: Node, trusting: Ranges) -> bool:
     alone.
     """
     dtypes = [side.meta["val"].dtype for side in (node, source)]
-    if any(dtype.is_floating_point or dtype.is_complex or dtype == torch.bool for dtype in dtypes):
+    if any(is_float(dtype) or dtype == torch.bool for dtype in dtypes):
         return False
     limits, held = (torch.iinfo(dtype) for dtype in dtypes)
     low, high = trusting.of(source)

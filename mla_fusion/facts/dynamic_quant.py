@@ -254,8 +254,8 @@ def _holds(
     in_bytes, step = quantising.by_row(rows)
     point.of_kernel += point.maxima  # under which a floor may stand
     scale = real(run.value(token))
-    scale = field.mul(field.inverse(scale) if inverse else scale, field.number(factor))
+    scale = (field.inverse(scale) if inverse else scale) * field.number(factor)
     if scale.re.numel() != step.re.numel():
         return False
-    scale = scale.moved(lambda part: part.reshape(step.shape))
+    scale = scale.reshape(step.shape)
     return evaluate.is_same(run.value(values), in_bytes) and evaluate.is_same(scale, step)

@@ -82,7 +82,7 @@ def _holds(run: Evaluation, found: Node, latent: Rows, key: Rows, alpha: float) 
     wanted = packed(c_kv, k_pe, _FORMATS[found.meta["val"].dtype], TILE_SIZE, alpha)
     field.here().of_kernel += field.here().maxima  # under which a floor may stand
     value = real(run.value(found))
-    return evaluate.is_same(value.moved(lambda part: part.reshape(wanted.shape)), wanted)
+    return evaluate.is_same(value.reshape(wanted.shape), wanted)
 
 
 def _by_token(value: Num, rows: Rows) -> Num:

@@ -106,7 +106,7 @@ def rows(view: View, item: Projection) -> torch.Tensor | None:
     """
     item = item.by_weight[0]
     source = item.quantised.source if item.quantised is not None else None
-    shape = view.binding.shape(item.origin.meta["val"].shape)
+    shape = view.binding.shape_of(item.origin)
     held = torch.arange(math.prod(shape)).reshape(shape)
     legs = [(item.origin, item.activation)]
     if source is not None:
@@ -177,7 +177,7 @@ def _between(item: Projection) -> list[Node]:
 
 
 def _size(view: View, node: Node) -> int:
-    return math.prod(view.binding.shape(node.meta["val"].shape))
+    return view.binding.count_of(node)
 
 
 def same_rows(view: View, a: Projection, b: Projection) -> bool:

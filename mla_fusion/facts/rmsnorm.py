@@ -276,4 +276,4 @@ def _low_precision(cone: Cone, norm: Node) -> Node | None:
 
 
 def _numel(cone: Cone, node: Node) -> int:
-    return math.prod(cone.view.binding.shape(node.meta["val"].shape))
+    return cone.view.binding.count_of(node)

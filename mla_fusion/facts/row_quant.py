@@ -114,8 +114,8 @@ def _candidates(met: list[float], bases: list[Node], form: NumberFormat) -> Iter
 
 def _holds(run: Evaluation, rows: Node, result: Node, scale: CacheScale) -> bool:
     value = real(run.value(rows))
-    scaled = field.mul(value, field.number(scale.factor))
+    scaled = value * field.number(scale.factor)
     if scale.node is not None:
-        times = real(run.value(scale.node)).moved(lambda part: part.reshape(-1))
-        scaled = field.mul(scaled, field.inverse(times) if scale.inverse else times)
+        times = real(run.value(scale.node)).reshape(-1)
+        scaled = scaled * (field.inverse(times) if scale.inverse else times)
     return evaluate.is_same(run.value(result), quantising.saturated(scaled, scale.format))

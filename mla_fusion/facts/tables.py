@@ -57,7 +57,7 @@ def _are_proved(view: View, a: Node, b: Node) -> bool:
 
 
 def _are_equal(run: Evaluation, a: Node, b: Node) -> bool:
-    return evaluate.is_same(*(run.value(node).moved(torch.Tensor.flatten) for node in (a, b)))
+    return evaluate.is_same(*(run.value(node).flatten() for node in (a, b)))
 
 
 def _by_term(view: View, node: Node) -> dict[int, Node]:

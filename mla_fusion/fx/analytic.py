@@ -19,6 +19,7 @@ from mla_fusion.fx.indexed import Indexed
 from mla_fusion.fx.kinds import (
     MODEL_FLOATS,
     argument,
+    holds_integers,
     is_cast,
     kind_of,
     operator_of,
@@ -114,7 +115,7 @@ class Steps:
         indices = [
             arg
             for arg in node.all_input_nodes
-            if _is_integer(arg) and not self._view.is_constant(arg)
+            if holds_integers(arg) and not self._view.is_constant(arg)
         ]
         by_mask = [
             index
@@ -184,11 +185,6 @@ def _operand(node: Node, place: int) -> Node | bool:
 
 
 _INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool)
-
-
-def _is_integer(node: Node) -> bool:
-    value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and not (value.is_floating_point() or value.is_complex())
 
 
 def _is_mask(node: Node) -> bool:

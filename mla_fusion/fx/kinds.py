@@ -168,6 +168,17 @@ def is_reshape(node: Node) -> bool:
     return operator_of(node).reshape
 
 
+def is_float(dtype: torch.dtype) -> bool:
+    """Real or complex."""
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def holds_integers(node: Node) -> bool:
+    """Integers, or bools."""
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and not is_float(value.dtype)
+
+
 def is_cast(node: Node) -> bool:
     return operator_of(node).cast
 

@@ -12,6 +12,7 @@ import torch
 from torch.fx import Node
 
 from mla_fusion.compat import OpOverload, schema_of
+from mla_fusion.fx.kinds import is_float
 from mla_fusion.operators.known import rules
 
 
@@ -32,8 +33,7 @@ def cast(value: Any, *args: Any, **kwargs: Any) -> Any:
             wanted = arg.dtype
     if wanted is None or wanted == value.dtype:
         return value
-    wide_in = value.is_floating_point() or value.is_complex()
-    if wide_in and (wanted.is_floating_point or wanted.is_complex):
+    if is_float(value.dtype) and is_float(wanted):
         if value.is_complex() != wanted.is_complex or wanted.itemsize == 1:
             return value.to(widen(wanted))
         return value
@@ -61,9 +61,7 @@ def takes_default_dtype(node: Node) -> bool:
         return False
     for source in node.all_input_nodes:  # of most nodes the first ends this
         read = source.meta.get("val")
-        if isinstance(read, torch.Tensor) and (
-            read.dtype.is_floating_point or read.dtype.is_complex
-        ):
+        if isinstance(read, torch.Tensor) and is_float(read.dtype):
             return False
     return True
 
@@ -85,7 +83,7 @@ def _keep_shape(value: torch.Tensor, shape: Sequence[int], *_: Any) -> torch.Ten
 
 def full(shape: Sequence[int], filling: float, dtype: torch.dtype) -> torch.Tensor:
     """Integers have no NaN: memory not yet written holds a code that no element has."""
-    unwritten = math.isnan(filling) and not (dtype.is_floating_point or dtype.is_complex)
+    unwritten = math.isnan(filling) and not is_float(dtype)
     return torch.full(shape, -1 if unwritten else filling, dtype=dtype)
 
 

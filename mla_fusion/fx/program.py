@@ -217,8 +217,8 @@ class Program:
         """A view or expand whose sizes follow the size of its input."""
         source = node.args[0]
         assert isinstance(source, Node)
-        full_in = self._binding.shape(source.meta["val"].shape)
-        full_out = self._binding.shape(node.meta["val"].shape)
+        full_in = self._binding.shape_of(source)
+        full_out = self._binding.shape_of(node)
 
         def call(value: torch.Tensor) -> torch.Tensor:
             if "expand" in name:

@@ -4,6 +4,7 @@ size.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from copy import copy
 from functools import cache
@@ -255,6 +256,13 @@ class Binding:
 
     def shape(self, shape: Iterable[Any]) -> tuple[int, ...]:
         return tuple(self.size(size) for size in shape)
+
+    def shape_of(self, node: Node) -> tuple[int, ...]:
+        return self.shape(node.meta["val"].shape)
+
+    def count_of(self, node: Node) -> int:
+        """How many elements it has."""
+        return math.prod(self.shape_of(node))
 
 
 def _is_difference(expr: Any) -> bool:

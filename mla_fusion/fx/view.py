@@ -25,6 +25,7 @@ from mla_fusion.fx.kinds import (
     filled_with,
     holds_at_any_length,
     is_cast,
+    is_float,
     is_getitem,
     is_literal,
     is_mutating,
@@ -283,7 +284,7 @@ class View:
 
     def _codes_of(self, base: Node, node: Node) -> torch.Tensor | None:
         """Which element of ``base`` each element of a view of it is."""
-        shape = self.binding.shape(base.meta["val"].shape)
+        shape = self.binding.shape_of(base)
         program = Program([base], nodes_between((base,), node), self.binding)
         value = program.run([torch.arange(math.prod(shape)).reshape(shape)])[program.slot(node)]
         return value if isinstance(value, torch.Tensor) else None
@@ -439,11 +440,7 @@ def is_number(node: Node) -> bool:
 
 
 def _says_little(value: torch.Tensor) -> bool:
-    if (
-        value.numel() == 0
-        or not (value.is_floating_point() or value.is_complex())
-        or bool(value.isnan().any())
-    ):
+    if value.numel() == 0 or not is_float(value.dtype) or bool(value.isnan().any()):
         return True
     one = torch.ones((), dtype=value.dtype)
     return bool(

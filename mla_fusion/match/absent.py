@@ -21,7 +21,7 @@ def lines(finder: Finder) -> tuple[str, ...]:
     nothing.
     """
     view, flat = finder.view, [item for item in finder.projections if item.is_flat]
-    if flat and all(0 in view.binding.shape(item.origin.meta["val"].shape) for item in flat):
+    if flat and all(0 in view.binding.shape_of(item.origin) for item in flat):
         return (
             "no tokens in this graph: it was compiled for a call with none, which needs no fusion",
         )

@@ -418,9 +418,7 @@ def search(view: View, targets: Collection[str] = ("v3",)) -> tuple[Finder, list
     reader = finder.reader
     missed = any(isinstance(item, NearMiss) for item in found)
     if reader.shrink is not None and (reader.is_lost or missed):
-        sizes = [
-            prod(view.binding.shape(item.node.meta["val"].shape)) for item in finder.projections
-        ]
+        sizes = [view.binding.count_of(item.node) for item in finder.projections]
         if max(sizes) <= _LARGEST:
             whole = Finder(view, targets, shrinks=False)
             return whole, whole.find()

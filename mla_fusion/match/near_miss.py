@@ -128,7 +128,7 @@ class Diagnosis:
         return NearMiss(Refuse("rope.heads_differ", detail), (rope.node, absorb.node))
 
     def _heads(self, item: Projection) -> int:
-        shape = self.view.binding.shape(item.weight.meta["val"].shape)
+        shape = self.view.binding.shape_of(item.weight)
         return prod(shape[item.weight_labels.index(label)] for label in item.batch)
 
     def quantised_otherwise(self, facts: Facts) -> NearMiss | None:

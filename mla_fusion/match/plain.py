@@ -87,10 +87,7 @@ class Plain:
         """Columns, so many of each head, of how many heads the values say that hold them."""
         for up in self.ups(norm):
             cone = self.reader.read(up).cone
-            shapes = [
-                self.view.binding.shape(form.node.meta["val"].shape)
-                for form in multiples(self.view, cone)
-            ]
+            shapes = [self.view.binding.shape_of(form.node) for form in multiples(self.view, cone)]
             heads = {shape[-2] for shape in shapes if len(shape) > 2 and shape[-1] == width}
             yield from (
                 (up, rope)

@@ -19,7 +19,7 @@ from mla_fusion.match.candidate import Candidate, KeyHalf, KeySide
 from mla_fusion.match.finder import Finder, Found
 from mla_fusion.observe.leftovers import leftovers
 from mla_fusion.plan.outputs import Replacement
-from mla_fusion.plan.plan import InPlace, Plan, PrologPlan
+from mla_fusion.plan.plan import Plan, PrologPlan
 from mla_fusion.report.picture import INPUTS, Arrow, Dot, Drawing, Picture
 from mla_fusion.report.text_tables import counted
 
@@ -397,11 +397,10 @@ def _arguments(plan: Plan) -> Labels:
     """Every node that the kernel reads, with the names of its arguments."""
     whole = isinstance(plan, PrologPlan)
     found: Labels = {plan.token_x: ("input", "token_x")} if whole else {}
-    if isinstance(plan.caches, InPlace):
-        for name, cache, _ in plan.caches.held:
-            _add(found, cache, "cache", name)
-        for node in plan.caches.slots.nodes:
-            _add(found, node, "input", "cache_index" if whole else "index")
+    for name, cache, _ in plan.caches.held:
+        _add(found, cache, "cache", name)
+    for node in plan.caches.slots.nodes:
+        _add(found, node, "input", "cache_index" if whole else "index")
     for node, (role, label) in _operands(plan.candidate).items():
         _add(found, node, role, label)
     for node in target_of(plan).inputs(plan):

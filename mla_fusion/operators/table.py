@@ -137,8 +137,8 @@ split_copy                 | movement | run         | field:split
 split_with_sizes           | movement | run         | field:split
 split_with_sizes_copy      | movement | run         | field:split
 tensor_split               | movement | run         | field:split
-unbind                     | movement | run         | field:unbound
-unbind_copy                | movement | run         | field:unbound
+unbind                     | movement | run         | field:split
+unbind_copy                | movement | run         | field:split
 unsafe_chunk               | movement | run         | field:split
 unsafe_split               | movement | run         | field:split
 expand_as                  | movement | view        | field:expanded
@@ -232,7 +232,7 @@ view_as_real_copy          | movement | -           | field:as_real
 zero                       | movement | -           | field:zeros
 zeros                      | movement | -           | field:zeros
 
-add                        | analytic | elementwise | range:added field:add
+add                        | analytic | elementwise | range:added field:added
 addcdiv                    | analytic | elementwise | field:addc
 addcmul                    | analytic | elementwise | range:product_added field:addc
 asinh                      | analytic | elementwise |
@@ -261,16 +261,16 @@ mul multiply               | analytic | elementwise | range:product field:mul
 neg negative               | analytic | elementwise | range:negated field:neg
 polar                      | analytic | elementwise | field:polar
 pow                        | analytic | elementwise | range:power field:pow
-python::add _operator::add | analytic | elementwise | field:add
+python::add _operator::add | analytic | elementwise | field:added
 python::mul _operator::mul | analytic | elementwise | field:mul
 python::neg                | analytic | elementwise |
 python::pow                | analytic | elementwise |
-python::sub _operator::sub | analytic | elementwise | field:sub
+python::sub _operator::sub | analytic | elementwise | field:added
 python::truediv _operator::truediv | analytic | elementwise | field:div
 rad2deg                    | analytic | elementwise |
 reciprocal                 | analytic | elementwise | range:inverse field:reciprocal
 rsqrt                      | analytic | elementwise | range:inverse_root field:rsqrt
-rsub                       | analytic | elementwise | field:sub
+rsub                       | analytic | elementwise | field:added
 sigmoid                    | analytic | elementwise | range:share field:sigmoid
 silu                       | analytic | elementwise | field:silu
 sin                        | analytic | elementwise | range:sine field:sin
@@ -278,7 +278,7 @@ sinc                       | analytic | elementwise |
 sinh                       | analytic | elementwise |
 sqrt                       | analytic | elementwise | range:root field:sqrt
 square                     | analytic | elementwise | range:square field:square
-sub subtract               | analytic | elementwise | range:subtracted field:sub
+sub subtract               | analytic | elementwise | range:subtracted field:added
 tan                        | analytic | elementwise |
 tanh                       | analytic | elementwise | range:sine
 npu::npu_interleave_rope   | analytic | rotation    | field:interleave_rope rows:rotated
@@ -307,15 +307,15 @@ addbmm                     | analytic | product |
 addmm                      | analytic | product     | field:addmm einsum:addmm
 addmv                      | analytic | product |
 baddbmm                    | analytic | product     | field:addmm einsum:baddbmm
-bmm                        | analytic | product     | field:mm einsum:bmm
+bmm                        | analytic | product     | field:matmul einsum:bmm
 dot                        | analytic | product     | field:matmul
 einsum                     | analytic | product     | field:einsum_of einsum:einsum
 inner                      | analytic | product |
-_int_mm                    | analytic | product     | field:mm einsum:mm
+_int_mm                    | analytic | product     | field:matmul einsum:mm
 kron                       | analytic | product |
 linear                     | analytic | product     | field:linear einsum:linear
 matmul                     | analytic | product     | field:matmul einsum:matmul
-mm                         | analytic | product     | field:mm einsum:mm
+mm                         | analytic | product     | field:matmul einsum:mm
 mv                         | analytic | product     | field:matmul
 npu::npu_linear            | analytic | product     | einsum:linear
 npu::npu_transpose_batchmatmul | analytic | product | field:transposed_product einsum:transposed
@@ -329,7 +329,7 @@ clamp_max                  | choice   | elementwise | range:clamped field:clampe
 clamp_min                  | choice   | elementwise | range:clamped field:clamped inert:within
 masked_fill | choice | elementwise | range:filled_where field:masked_fill inert:by_literal_mask
 maximum                    | choice   | elementwise | range:largest field:greater inert:greater
-minimum                    | choice   | elementwise | range:smallest field:smaller inert:greater
+minimum                    | choice   | elementwise | range:smallest field:clip inert:greater
 relu | choice | elementwise | range:rectified field:relu inert:never_negative
 round                      | choice   | elementwise | field:round
 where                      | choice   | elementwise | range:either field:where inert:by_literal_mask

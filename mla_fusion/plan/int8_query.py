@@ -137,7 +137,7 @@ def _scaled_codes(
     def run(
         probe: torch.Tensor, per_head: torch.Tensor, number: float = 1.0
     ) -> torch.Tensor | None:
-        shapes = [view.binding.shape(item.meta["val"].shape) for item in given]
+        shapes = [view.binding.shape_of(item) for item in given]
         constants = [torch.full(shape, number, dtype=torch.float64) for shape in shapes]
         memory = program.run([probe[rotated], *(per_head[rows] for rows in of_scales), *constants])
         found = memory[program.slot(node)]

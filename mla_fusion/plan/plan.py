@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch.fx import Node
 
@@ -57,6 +57,14 @@ class InPlace:
         return 0 if self.kv_scale is None else 1 if self.kr_scale is None else 2
 
     @property
+    def inputs(self) -> tuple[Node, ...]:
+        return tuple(cache for _, cache, _ in self.held)
+
+    @property
+    def scales(self) -> tuple[CacheScale, ...]:
+        return tuple(scale for scale in (self.kv_scale, self.kr_scale) if scale is not None)
+
+    @property
     def held(self) -> tuple[tuple[str, Node, tuple[Any, ...]], ...]:
         """The caches there are: name, graph input, and the shape in which the kernel takes it."""
         kv = ("kv_cache", self.kv_cache, self.kv_shape)
@@ -68,9 +76,18 @@ class Staged:
     """The kernel writes small buffers of new rows; the model's own cache writes stay.
 
     obstacles   everything that stands between this and a write in place; at least one
+
+    Of what is written in place there is nothing.
     """
 
     obstacles: Obstacles
+    held: ClassVar[tuple[tuple[str, Node, tuple[Any, ...]], ...]] = ()
+    inputs: ClassVar[tuple[Node, ...]] = ()
+    rows: ClassVar[tuple[Node, ...]] = ()
+    scales: ClassVar[tuple[CacheScale, ...]] = ()
+    slots: ClassVar[Slots] = Slots(None)
+    copies: ClassVar[bool] = False
+    quant_mode: ClassVar[int] = 0
 
     @property
     def reason(self) -> str:
@@ -141,7 +158,7 @@ class Plan:
 
     @property
     def kv_cache_quant_mode(self) -> int:
-        return self.caches.quant_mode if isinstance(self.caches, InPlace) else 0
+        return self.caches.quant_mode
 
 
 @dataclass(eq=False)

@@ -142,7 +142,7 @@ class Planner(ABC, Generic[C, P]):
         """
         if run.rows not in ("position", "sequence"):
             return True
-        shape = self.view.binding.shape(run.base.meta["val"].shape)
+        shape = self.view.binding.shape_of(run.base)
         if self.candidate.shrink is not None:
             shape = self.candidate.shrink.rows(shape)
         return len(lead) == 2 and math.prod(shape[:-1]) == lead[-1 if run.rows == "position" else 0]

@@ -19,6 +19,7 @@ from mla_fusion.fx.kinds import (
     argument,
     attribute,
     is_cast,
+    is_float,
     is_literal,
     operator_of,
     word,
@@ -182,7 +183,7 @@ class Counted:
 
 
 def _is_whole(held: torch.Tensor) -> bool:
-    return not (held.is_floating_point() or held.is_complex() or held.dtype == torch.bool)
+    return not (is_float(held.dtype) or held.dtype == torch.bool)
 
 
 def _longest(shape: Sequence[Any]) -> int:

@@ -19,6 +19,7 @@ from mla_fusion.fx.kinds import (
     argument,
     attribute,
     is_cast,
+    is_float,
     is_getitem,
     is_literal,
     operator_of,
@@ -177,7 +178,7 @@ class Evaluation:
         twin = self._twins.get(node)
         if twin is not None:
             value, shape = self._values[twin], self._shape(node.meta["val"])
-            return value.moved(lambda part: part.reshape(shape))
+            return value.reshape(shape)
         role = self._leaves.get(node)
         if role == "x" or not self._active.isdisjoint(self._reads(node)):
             self._active.add(node)
@@ -209,9 +210,7 @@ class Evaluation:
             return field.leaf(_name(node), Num(None, cells=known), "weight")
         if role.startswith("one_"):  # each element is the same number
             shape = self.binding.shape(held.shape)
-            return self._drawn(_name(node), held.new_empty(1), False).moved(
-                lambda part: part.expand(shape)
-            )
+            return self._drawn(_name(node), held.new_empty(1), False).expand(shape)
         return self._drawn(_name(node), held, role not in OF_MODEL)
 
     def _is_small(self, literal: Any, held: torch.Tensor) -> bool:
@@ -222,11 +221,11 @@ class Evaluation:
 
     def _drawn(self, name: str, held: torch.Tensor, has_tokens: bool = True) -> Value:
         shape = self._shape(held) if has_tokens else self.binding.shape(held.shape)
-        if not held.is_complex() and math.prod(shape) <= _FEW:
-            first = self._few.setdefault(name, sum(map(len, self._few)))
-            return field.of_both_signs(name, shape, first, POINTS)
         if held.is_complex():
             return Complex(field.random(f"{name} real", shape), field.random(f"{name} imag", shape))
+        if math.prod(shape) <= _FEW:
+            first = self._few.setdefault(name, sum(map(len, self._few)))
+            return field.of_both_signs(name, shape, first, POINTS)
         return field.random(name, shape)
 
     def _shape(self, held: torch.Tensor) -> tuple[int, ...]:
@@ -333,7 +332,7 @@ class Evaluation:
         has read since?
         """
         dtype, kind = dtype_of(node), operator_of(node).kind
-        if dtype is None or not (dtype.is_floating_point or dtype.is_complex):
+        if dtype is None or not is_float(dtype):
             return False
         if is_cast(node) and dtype in NARROW and not self._is_narrow(node.args[0]):  # type: ignore[arg-type]
             return True
@@ -350,7 +349,7 @@ class Evaluation:
         if _is_exact(found, torch.float16) or _are_small(found):
             return False
         reads = [dtype for dtype in map(dtype_of, node.all_input_nodes) if dtype is not None]
-        floats = [dtype for dtype in reads if dtype.is_floating_point or dtype.is_complex]
+        floats = [dtype for dtype in reads if is_float(dtype)]
         if word(node) == "copy":  # what it replaces is no source
             floats = [dtype_of(argument(node, "src"))]  # type: ignore[list-item]
         return not floats or any(dtype not in _OF_FLOAT16 for dtype in floats)
@@ -381,7 +380,7 @@ class Evaluation:
         if self.shrink is None or (node.all_input_nodes and not self._has_fewer(node)):
             return full
         if isinstance(source, Node) and isinstance(args[0], (Num, Complex)):
-            before = self.binding.shape(source.meta["val"].shape)
+            before = self.binding.shape_of(source)
             if "expand" in str(node.target):
                 return self.shrink.expanded(args[0].shape, before, full)
             if operator_of(node).reshape and len(args[0].shape) == len(before):
@@ -466,7 +465,7 @@ def _is_of_a_norm(value: Any) -> bool:
     if not isinstance(value, Num):
         return False
     with field.untraced():
-        powers = value, field.mul(value, value)
+        powers = value, value * value
         alike = (mean for mean in field.here().means if mean.re.numel() == value.re.numel())
         return any(
             field.is_whole_times(power, mean, _MOST_COLUMNS) for mean in alike for power in powers

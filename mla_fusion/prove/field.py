@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from functools import cache, partial, wraps
+from functools import cache, wraps
 from typing import Any, TypeVar
 
 import torch
@@ -131,7 +131,42 @@ def primitive(rule: Made) -> Made:
     return written  # type: ignore[return-value]
 
 
-class Num:
+Held = TypeVar("Held", bound="Movable")
+
+
+class _Movement:
+    """A method that moves elements as one of tensors does."""
+
+    def __init__(self, move: Callable[..., Tensor]) -> None:
+        self._move = move
+
+    def __get__(self, value: Held, kind: type) -> Callable[..., Held]:
+        return lambda *given: value.moved(lambda part: self._move(part, *given))
+
+
+class Movable:
+    """Elements in places."""
+
+    def moved(self: Held, move: Callable[[Tensor], Tensor]) -> Held:
+        """The same elements, in other places."""
+        raise NotImplementedError
+
+    expand = _Movement(Tensor.expand)
+    flatten = _Movement(Tensor.flatten)
+    narrow = _Movement(Tensor.narrow)
+    permute = _Movement(Tensor.permute)
+    reshape = _Movement(Tensor.reshape)
+    squeeze = _Movement(Tensor.squeeze)
+    transpose = _Movement(Tensor.transpose)
+    unflatten = _Movement(Tensor.unflatten)
+    unsqueeze = _Movement(Tensor.unsqueeze)
+
+    @property
+    def mT(self: Held) -> Held:
+        return self.transpose(-2, -1)
+
+
+class Num(Movable):
     """A tensor of elements ``re + im * i``; ``im`` None: all of GF(p).
 
     ints     of integers made of literals alone: these, by which tensors may be indexed
@@ -167,7 +202,6 @@ class Num:
         return self.cells.shape if self.cells is not None else tuple(self.re.shape)
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> Num:
-        """The same elements, in other places."""
         if self.cells is not None:
             found = Num(None, cells=self.cells.moved(move))
         else:
@@ -192,6 +226,29 @@ class Num:
         count = len(move(torch.empty(self.shape, device="meta", dtype=torch.int64)))
         return [self.moved(_part_of(move, place)) for place in range(count)]
 
+    def __add__(self, other: Operand) -> Operand:
+        return _add(self, other) if isinstance(other, Num) else other + self
+
+    def __neg__(self) -> Num:
+        found = _neg(self)
+        found.as_root = None if self.as_root is None else self.as_root.times(number(-1))
+        return found
+
+    def __sub__(self, other: Operand) -> Operand:
+        return self + -other
+
+    def __mul__(self, other: Operand) -> Operand:
+        return _product(self, other) if isinstance(other, Num) else other * self
+
+    def __truediv__(self, other: Num) -> Num:
+        return self * inverse(other)
+
+    def __matmul__(self, other: Num) -> Num:
+        """Products of matrices [.., m, k] and [.., k, n]."""
+        if self.cells is not None and other.cells is None:
+            return _matmul(other.mT, self.mT).mT
+        return _matmul(self, other)
+
 
 @dataclass(frozen=True)
 class Root:
@@ -215,11 +272,11 @@ class Root:
         """The product with another factor of the root."""
         found = self.square
         for factor in (self.factor, other.factor):
-            found = found if factor is None else mul(found, factor)
+            found = found if factor is None else found * factor
         return found
 
     def times(self, factor: Num) -> Root:
-        return replace(self, factor=factor if self.factor is None else mul(self.factor, factor))
+        return replace(self, factor=factor if self.factor is None else self.factor * factor)
 
     def inverse(self) -> Root:
         factor = None if self.factor is None else inverse(self.factor)
@@ -251,7 +308,7 @@ def joined(values: Sequence[Num], axis: int) -> Num:
 
 
 def stacked(values: Sequence[Num], axis: int) -> Num:
-    return joined([value.moved(lambda part: part.unsqueeze(axis)) for value in values], axis)
+    return joined([value.unsqueeze(axis) for value in values], axis)
 
 
 @primitive
@@ -276,9 +333,7 @@ def pad(value: Num, pads: Sequence[int]) -> Num:
         axis = len(value.shape) - 1 - place // 2
         if count < 0:
             start = 0 if place % 2 else -count
-            value = value.moved(
-                partial(torch.narrow, dim=axis, start=start, length=value.shape[axis] + count)
-            )
+            value = value.narrow(axis, start, value.shape[axis] + count)
         elif count:
             shape = (*value.shape[:axis], count, *value.shape[axis + 1 :])
             zeros = _zeros(shape, of_weights=value.cells is not None)
@@ -296,11 +351,15 @@ def _zeros(shape: Sequence[int], of_weights: bool) -> Num:
 
 
 @dataclass(frozen=True)
-class Complex:
+class Complex(Movable):
     """A complex tensor: real and imaginary numbers, each an element."""
 
     real: Num
     imag: Num
+
+    @classmethod
+    def of(cls, value: Value) -> Complex:
+        return value if isinstance(value, Complex) else cls(value, number(0))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -314,8 +373,35 @@ class Complex:
             Complex(a, b) for a, b in zip(self.real.parts(move), self.imag.parts(move), strict=True)
         ]
 
+    def __add__(self, other: Value) -> Complex:
+        other = Complex.of(other)
+        return Complex(self.real + other.real, self.imag + other.imag)
+
+    def __neg__(self) -> Complex:
+        return Complex(-self.real, -self.imag)
+
+    def __sub__(self, other: Value) -> Complex:
+        return self + -other
+
+    def __mul__(self, other: Value) -> Complex:
+        if isinstance(other, Num):
+            return Complex(self.real * other, self.imag * other)
+        real = self.real * other.real - self.imag * other.imag
+        return Complex(real, self.real * other.imag + self.imag * other.real)
+
+    def __truediv__(self, other: Num) -> Complex:
+        return self * inverse(other)
+
+    def conjugate(self) -> Complex:
+        return Complex(self.real, -self.imag)
+
+    def squared(self) -> Num:
+        """Its size, squared."""
+        return self.real * self.real + self.imag * self.imag
+
 
 Value = Num | Complex
+Operand = TypeVar("Operand", Num, Complex)
 
 
 # -- numbers
@@ -348,14 +434,17 @@ def _element(literal: Literal) -> Num:
     if not literal.is_root:
         return _scalar(residue(literal.exact))
     with untraced():
-        whole, over, under = Fraction(1), _scalar(1), _scalar(1)
-        for prime, count in _factors(literal.exact.numerator):
-            whole *= prime ** (count // 2)
-            over = _mul(over, _root(_scalar(prime % P))) if count % 2 else over
-        for prime, count in _factors(literal.exact.denominator):
-            whole /= prime ** (count // 2)
-            under = _mul(under, _root(_scalar(prime % P))) if count % 2 else under
-        return _mul(_scalar(residue(whole)), _mul(over, _inverse(under)))
+        (over, above), (under, below) = map(_root_of_whole, literal.exact.as_integer_ratio())
+        return _mul(_scalar(residue(Fraction(over, under))), _mul(above, _inverse(below)))
+
+
+def _root_of_whole(number: int) -> tuple[int, Num]:
+    """As a number, times the roots of its primes."""
+    whole, roots = 1, _scalar(1)
+    for prime, count in _factors(number):
+        whole *= prime ** (count // 2)
+        roots = _mul(roots, _root(_scalar(prime % P))) if count % 2 else roots
+    return whole, roots
 
 
 def _factors(number: int) -> list[tuple[int, int]]:
@@ -378,7 +467,7 @@ def number(value: float | Fraction) -> Num:
     if not math.isfinite(value):
         raise Undecided(f"{value} is no number of the field")
     found = literal(value)
-    return neg(found.num(-value)) if value < 0 and found.is_root else found.num(value)
+    return -found.num(-value) if value < 0 and found.is_root else found.num(value)
 
 
 def literal(value: float) -> Literal:
@@ -502,24 +591,22 @@ def _is_real(a: Num) -> bool:
 def equal(a: Num, b: Num) -> bool:
     """Are all elements equal, each spread over the other?"""
     with untraced():
-        apart = sub(a, b)
-    return not bool(apart.re.any()) and (apart.im is None or not bool(apart.im.any()))
+        apart = a - b
+    return not bool(apart.re.any()) and _is_real(apart)
 
 
 def has_zeros(a: Num) -> bool:
-    return bool(((a.re == 0) & (imaginary(a) == 0)).any())
+    return bool(_are_zeros(a).any())
+
+
+def _are_zeros(a: Num) -> Tensor:
+    return (a.re == 0) & (imaginary(a) == 0)
 
 
 @primitive
-def add(a: Num, b: Num) -> Num:
+def _add(a: Num, b: Num) -> Num:
     im = None if a.im is None and b.im is None else _mod(imaginary(a) + imaginary(b))
     return Num(_mod(a.re + b.re), im)
-
-
-def neg(a: Num) -> Num:
-    found = _neg(a)
-    found.as_root = None if a.as_root is None else a.as_root.times(number(-1))
-    return found
 
 
 @primitive
@@ -527,11 +614,7 @@ def _neg(a: Num) -> Num:
     return Num(_mod(-a.re), None if a.im is None else _mod(-a.im))
 
 
-def sub(a: Num, b: Num) -> Num:
-    return add(a, neg(b))
-
-
-def mul(a: Num, b: Num) -> Num:
+def _product(a: Num, b: Num) -> Num:
     """Of a root with itself: its square. Of one with a number: that many times it."""
     one, other = a.as_root, b.as_root
     if one is not None and other is not None:
@@ -557,13 +640,20 @@ def _is_inverse(a: Num, b: Num) -> bool:
 
 @primitive
 def _mul(a: Num, b: Num) -> Num:
+    return _of_parts(lambda one, other: _mod(one * other), a, b)
+
+
+def _of_parts(times: Callable[[Tensor, Tensor], Tensor], a: Num, b: Num) -> Num:
+    """A product of elements, by that of their parts."""
+    re, im = times(a.re, b.re), torch.zeros((), dtype=torch.int64)
     if a.im is None and b.im is None:
-        return Num(_mod(a.re * b.re))
-    if a.im is None or b.im is None:
-        real, other = (a, b) if a.im is None else (b, a)
-        return Num(_mod(real.re * other.re), _mod(real.re * imaginary(other)))
-    re = _mod(_mod(a.re * b.re) - _mod(a.im * b.im))
-    return Num(re, _mod(_mod(a.re * b.im) + _mod(a.im * b.re)))
+        return Num(re)
+    if a.im is not None:
+        im = im + times(a.im, b.re)
+    if b.im is not None:
+        im = im + times(a.re, b.im)
+        re = re if a.im is None else _mod(re - times(a.im, b.im))
+    return Num(re, _mod(im))
 
 
 def _power(a: Tensor, exponent: int) -> Tensor:
@@ -588,7 +678,7 @@ def inverse(a: Num) -> Num:
 
 @primitive
 def _inverse(a: Num) -> Num:
-    if bool(((a.re == 0) & (imaginary(a) == 0)).any()):
+    if has_zeros(a):
         raise Undecided("a quotient by 0")
     if a.im is None:
         return Num(_power(a.re, P - 2))
@@ -653,8 +743,8 @@ def integer_power(a: Num, exponent: int) -> Num:
     found = None
     while left:
         if left & 1:
-            found = base if found is None else mul(found, base)
-        base, left = mul(base, base) if left > 1 else base, left >> 1
+            found = base if found is None else found * base
+        base, left = base * base if left > 1 else base, left >> 1
     return integers(torch.ones_like(a.re)) if found is None else found
 
 
@@ -681,7 +771,7 @@ def of_kernel(a: Num) -> Num | None:
     point = here()
     if point.draws_roots:
         return None
-    if any(_is_one(_times(a, b)) for b in point.roots):
+    if any(is_whole_times(a, b, 1) for b in point.roots):
         return _sqrt(a)
     values = [a] if has_zeros(a) else [a, inverse(a)]
     for value in values:
@@ -689,8 +779,8 @@ def of_kernel(a: Num) -> Num | None:
             times = small_times(value, b)
             if times is not None:
                 point.times.append(times)
-                root = _sqrt(value if times == 1 else mul(value, number(1 / times)))
-                found = root if times == 1 else mul(root, _root_number(times))
+                root = _sqrt(value if times == 1 else value * number(1 / times))
+                found = root if times == 1 else root * _root_number(times)
                 return found if value is a else inverse(found)
     return None
 
@@ -701,11 +791,7 @@ def _of_number(a: Num) -> Num | None:
     if times is None:
         return None
     here().times.append(times)
-    return _root_number(times).moved(lambda part: part.expand(a.shape))
-
-
-def _is_one(times: Tensor | None) -> bool:
-    return times is not None and int(times) == 1
+    return _root_number(times).expand(a.shape)
 
 
 def are_squares(a: Num) -> set[bool]:
@@ -745,14 +831,6 @@ def total(a: Num, axes: Sequence[int], keep: bool) -> Num:
     return Num(re, None if a.im is None else _mod(a.im.sum(tuple(axes), keepdim=keep)))
 
 
-def matmul(a: Num, b: Num) -> Num:
-    """Products of matrices [.., m, k] and [.., k, n]."""
-    if a.cells is not None and b.cells is None:
-        turned = _matmul(b.moved(lambda part: part.mT), a.moved(lambda part: part.mT))
-        return turned.moved(lambda part: part.mT)
-    return _matmul(a, b)
-
-
 @primitive
 def _matmul(a: Num, b: Num) -> Num:
     """The product of a row with a column of a weight is a function of both, of which no more is
@@ -760,40 +838,31 @@ def _matmul(a: Num, b: Num) -> Num:
     """
     if b.cells is not None and a.cells is None:
         return _by_columns(a, b.cells)
-    re = _product(a.re, b.re)
-    if a.im is None and b.im is None:
-        return Num(re)
-    im = torch.zeros_like(re)
-    if a.im is not None:
-        im = _mod(im + _product(a.im, b.re))
-    if b.im is not None:
-        im = _mod(im + _product(a.re, b.im))
-        re = re if a.im is None else _mod(re - _product(a.im, b.im))
-    return Num(re, im)
+    return _of_parts(_sums, a, b)
 
 
 def _by_columns(a: Num, cells: Cells) -> Num:
     columns = cells.columns()
     if columns is None:
-        return matmul(a, Num(Num(None, cells=cells).re))
+        return a @ Num(Num(None, cells=cells).re)
     first, step = (Num(part.unsqueeze(-2)) for part in columns)
     if a.as_rows is None:
         a.as_rows = _rows(a)
     row, size = a.as_rows
-    found = mul(function("product", first, step, row), size)
+    found = function("product", first, step, row) * size
     is_zero = first.re == ZERO
-    return mul(found, Num((~is_zero).long())) if bool(is_zero.any()) else found
+    return found * Num((~is_zero).long()) if bool(is_zero.any()) else found
 
 
 def _rows(a: Num) -> tuple[Num, Num]:
     """One element for each row, the same of rows that are multiples; and the size of each."""
     lead = a.moved(lambda part: part[..., :1])
-    size = Num(torch.where((lead.re == 0) & (imaginary(lead) == 0), 1, lead.re), lead.im)
+    size = Num(torch.where(_are_zeros(lead), 1, lead.re), lead.im)
     places = Num(torch.arange(a.shape[-1], dtype=torch.int64))
-    return total(function("row", mul(a, inverse(size)), places), [-1], True), size
+    return total(function("row", a / size, places), [-1], True), size
 
 
-def _product(a: Tensor, b: Tensor) -> Tensor:
+def _sums(a: Tensor, b: Tensor) -> Tensor:
     """By float64, whose sums of products of 16-bit halves are exact."""
     length, columns = b.shape[-2:]
     rows = a.shape[-2]

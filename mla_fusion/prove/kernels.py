@@ -19,7 +19,7 @@ from mla_fusion.meta.number_formats import FORMATS, FP8, MXFP8, NumberFormat
 from mla_fusion.meta.preprocess import EPSILON
 from mla_fusion.meta.prolog import V3_FUNCTIONAL
 from mla_fusion.prove import field, quantising
-from mla_fusion.prove.field import Literal, Num, add, mul
+from mla_fusion.prove.field import Literal, Num
 from mla_fusion.prove.operators import Call, real, rms_norm, rotated, rotated_halves, rule
 from mla_fusion.reference.numerics import FLT_EPS
 
@@ -48,7 +48,7 @@ def _written(call: Call, name: str, rows: Num) -> Num:
     """A paged cache with new rows; a buffer for the new rows alone holds them."""
     cache = call.num(name)
     if call["cache_mode"] in _BUFFERS:
-        return rows.moved(lambda part: part.reshape(cache.shape))
+        return rows.reshape(cache.shape)
     return Written(cache, rows)
 
 
@@ -60,7 +60,7 @@ def _columns(value: Num, *widths: int) -> list[Num]:
 
 
 def _flat(value: Num) -> Num:
-    return value.moved(lambda part: part.reshape(-1, part.shape[-1]))
+    return value.reshape(-1, value.shape[-1])
 
 
 @rule
@@ -75,20 +75,16 @@ def prolog(call: Call) -> list[Num]:
     c_q = _normed(_projected(call, flat, "dq", "dequant_scale_x"), call, "cq", "qc_qr_scale")
     step, form = None, _format(call)
     if form is not None:
-        smoothed = (
-            c_q if call["smooth_scales_cq"] is None else mul(c_q, call.num("smooth_scales_cq"))
-        )
+        smoothed = call.times(c_q, "smooth_scales_cq")
         c_q, step = (
             quantising.by_block(smoothed) if form is MXFP8 else quantising.by_row(smoothed, form)
         )
     query = _projected(call, c_q, "uq_qr", step)
-    query = query.moved(lambda part: part.reshape(-1, heads, nope + rope))
+    query = query.reshape(-1, heads, nope + rope)
     q_nope, q_pe = _columns(query, nope, rope)
-    absorbed = field.matmul(q_nope.moved(lambda part: part.transpose(0, 1)), weight_uk)
-    absorbed = absorbed.moved(lambda part: part.transpose(0, 1))
-    query_rope = rotated(
-        q_pe, *(table.moved(lambda part: part.unsqueeze(1)) for table in (cos, sin))
-    )
+    absorbed = q_nope.transpose(0, 1) @ weight_uk
+    absorbed = absorbed.transpose(0, 1)
+    query_rope = rotated(q_pe, *(table.unsqueeze(1) for table in (cos, sin)))
     both = _projected(call, flat, "dkv_kr", "dequant_scale_x")
     ckv, kr = _columns(both, latent, rope)
     ckv, kr = _normed(ckv, call, "ckv", "kc_scale"), rotated(kr, cos, sin)
@@ -96,34 +92,32 @@ def prolog(call: Call) -> list[Num]:
     if call["kv_cache_quant_mode"] == 1:
         scale = call.num("quant_scale_ckv").moved(lambda part: part.reshape(-1)[0])
         absorbed, of_query = quantising.by_row(absorbed, _of_rows(call))
-        query_rope = mul(query_rope, mul(scale, field.inverse(of_query)))
-        ckv = quantising.saturated(mul(ckv, scale), _of_rows(call))
+        query_rope = query_rope * (scale / of_query)
+        ckv = quantising.saturated(ckv * scale, _of_rows(call))
     elif call["kv_cache_quant_mode"] == 2:
-        ckv = quantising.saturated(mul(ckv, call.num("quant_scale_ckv")))
-        kr = quantising.saturated(mul(kr, call.num("quant_scale_ckr")))
+        ckv = quantising.saturated(ckv * call.num("quant_scale_ckv"))
+        kr = quantising.saturated(kr * call.num("quant_scale_ckr"))
     elif call["kv_cache_quant_mode"] == 3:
         alpha = 1.0 if call["k_nope_clip_alpha"] is None else call.num("k_nope_clip_alpha").past
         ckv = packed(ckv, kr, _of_rows(call), call["tile_size"], alpha)
     caches = [_written(call, name, rows) for name, rows in (("kv_cache", ckv), ("kr_cache", kr))]
     given = (absorbed, query_rope, c_q)
-    query, query_rope, c_q = (
-        part.moved(lambda p: p.reshape(*lead, *p.shape[1:])) for part in given
-    )
+    query, query_rope, c_q = (part.reshape(*lead, *part.shape[1:]) for part in given)
     return [query, query_rope, of_query, c_q, step or _UNUSED, *caches]
 
 
 def packed(ckv: Num, kr: Num, form: NumberFormat, tile: int, alpha: float = 1.0) -> Num:
     """Rows of bytes: tiles of the latent, the key in bfloat16, a float32 step for each tile."""
-    tiles = ckv.moved(lambda part: part.unflatten(-1, (-1, tile)))
+    tiles = ckv.unflatten(-1, (-1, tile))
     if alpha == 1.0:
         values, steps = quantising.by_row(tiles, form)
     else:
-        limit = mul(quantising.largest_of(tiles), field.number(alpha))
-        steps = mul(limit, field.inverse(field.number(quantising.STEPS)))
-        values = quantising.saturated(mul(quantising.clipped(tiles, limit), field.inverse(steps)))
-    steps = steps.moved(lambda part: part.squeeze(-1))
+        limit = quantising.largest_of(tiles) * field.number(alpha)
+        steps = limit / field.number(quantising.STEPS)
+        values = quantising.saturated(quantising.clipped(tiles, limit) / steps)
+    steps = steps.squeeze(-1)
     parts = [
-        values.moved(lambda part: part.flatten(-2)),
+        values.flatten(-2),
         quantising.as_bytes(kr, torch.bfloat16, form.element),
         quantising.as_bytes(steps, torch.float32, form.element),
     ]
@@ -136,13 +130,13 @@ def _projected(call: Call, rows: Num, weight: str, step: Num | str | None) -> Nu
     if isinstance(step, str):
         step = None if call[step] is None else call.num(step)
     if step is None:
-        return field.matmul(rows, matrix)
+        return rows @ matrix
     form, of_columns = _format(call), call.num(f"dequant_scale_w_{weight}")
     if form is MXFP8:
-        of_columns = of_columns.moved(lambda part: part.t())
+        of_columns = of_columns.mT
         return quantising.product_of_blocks(rows, matrix, _flat(step), of_columns)
     assert form is not None
-    return mul(mul(field.matmul(quantising.read_as(rows, form.number), matrix), step), of_columns)
+    return quantising.read_as(rows, form.number) @ matrix * step * of_columns
 
 
 def _format(call: Call) -> NumberFormat | None:
@@ -165,12 +159,12 @@ def _in_bytes(call: Call, scale: str, cache: str, rows: Num) -> Num:
     form = None if dtype is None else number_formats.of_product((dtype,), (call[f"{cache}_dtype"],))
     if form is None:
         raise field.Undecided("a cache of another format")
-    return quantising.saturated(mul(rows, call.num(scale)), form)
+    return quantising.saturated(rows * call.num(scale), form)
 
 
 def _normed(value: Num, call: Call, name: str, scale: str) -> Num:
     found, _ = rms_norm(
-        value, call.num(f"rmsnorm_gamma_{name}"), _epsilon(call, f"rmsnorm_epsilon_{name}"), 1
+        value, call.num(f"rmsnorm_gamma_{name}"), _epsilon(call[f"rmsnorm_epsilon_{name}"]), 1
     )
     if abs(call[scale] - 1.0) < FLT_EPS:
         return found
@@ -180,11 +174,7 @@ def _normed(value: Num, call: Call, name: str, scale: str) -> Num:
     return quantising.scaled(found, call[scale], exact.num())
 
 
-def _epsilon(call: Call, name: str) -> Num:
-    return _epsilon_of(call[name])
-
-
-def _epsilon_of(given: float) -> Num:
+def _epsilon(given: float) -> Num:
     return constant("epsilon", given).num(given)
 
 
@@ -209,7 +199,7 @@ def key_half(call: Call) -> list[Num]:
     latent = gamma.shape[-1]
     ckv, kr = _columns(kv, latent, kv.shape[-1] - latent)
     tables = call.num("cos"), call.num("sin")
-    rows = rotated(kr, *tables), rms_norm(ckv, gamma, _epsilon(call, "epsilon"), 1)[0]
+    rows = rotated(kr, *tables), rms_norm(ckv, gamma, _epsilon(call["epsilon"]), 1)[0]
     named = zip(("k_cache", "ckv_cache"), ("k_rope_scale", "c_kv_scale"), rows, strict=True)
     written = [
         _written(call, name, _flat(_in_bytes(call, scale, name, row))) for name, scale, row in named
@@ -231,38 +221,32 @@ def preprocess(call: Call) -> list[Num]:
     rope, rank = cos.shape[-1], call.num("gamma1").shape[-1]
     ckv, kr, c_q = _columns(_static_product(call, "0", "wdqkv", hidden), latent, rope, rank)
     up = _static_product(call, "1", "wuq", _with_beta(call, "1", c_q))
-    q_nope, q_pe = _columns(
-        up.moved(lambda part: part.unflatten(-1, (heads, nope + rope))), nope, rope
-    )
-    query = field.matmul(q_nope.moved(lambda part: part.transpose(0, 1)), call.num("wuk"))
-    query_rope = rotated_halves(
-        q_pe, *(table.moved(lambda part: part.unsqueeze(1)) for table in (cos, sin))
-    )
+    q_nope, q_pe = _columns(up.unflatten(-1, (heads, nope + rope)), nope, rope)
+    query = q_nope.transpose(0, 1) @ call.num("wuk")
+    query_rope = rotated_halves(q_pe, *(table.unsqueeze(1) for table in (cos, sin)))
     rows = (
-        rms_norm(ckv, call.num("gamma2"), _epsilon_of(EPSILON), 1)[0],
+        rms_norm(ckv, call.num("gamma2"), _epsilon(EPSILON), 1)[0],
         rotated_halves(kr, cos, sin),
     )
     caches = [
         _stored(call.num(name), part)
         for name, part in zip(("kv_cache", "kv_cache_rope"), rows, strict=True)
     ]
-    return [query.moved(lambda part: part.transpose(0, 1)), caches[0], query_rope, caches[1]]
+    return [query.transpose(0, 1), caches[0], query_rope, caches[1]]
 
 
 def _with_beta(call: Call, stage: str, value: Num) -> Num:
-    normed, _ = rms_norm(value, call.num(f"gamma{stage}"), _epsilon_of(EPSILON), 1)
-    return add(normed, call.num(f"beta{stage}"))
+    normed, _ = rms_norm(value, call.num(f"gamma{stage}"), _epsilon(EPSILON), 1)
+    return normed + call.num(f"beta{stage}")
 
 
 def _static_product(call: Call, stage: str, weight: str, rows: Num) -> Num:
-    scale, matrix = field.inverse(call.num(f"quant_scale{stage}")), call.num(weight)
+    scale, matrix = call.num(f"quant_scale{stage}"), call.num(weight)
     if len(matrix.shape) == 4:  # FRACTAL_NZ
         matrix = matrix.moved(lambda part: part[0].transpose(0, 1).flatten(1))
-    quantised = quantising.saturated(add(mul(rows, scale), call.num(f"quant_offset{stage}")))
-    found = add(
-        field.matmul(quantised, matrix.moved(lambda part: part.t())), call.num(f"bias{stage}")
-    )
-    return mul(found, call.num(f"descale{stage}"))
+    quantised = quantising.saturated(rows / scale + call.num(f"quant_offset{stage}"))
+    found = quantised @ matrix.mT + call.num(f"bias{stage}")
+    return found * call.num(f"descale{stage}")
 
 
 def _stored(cache: Num, rows: Num) -> Num:
@@ -270,4 +254,4 @@ def _stored(cache: Num, rows: Num) -> Num:
     if len(cache.shape) == 1:
         return Written(cache, rows)
     rest = cache.moved(lambda part: part.reshape(-1, part.shape[-1])[rows.shape[0] :])
-    return field.joined([rows, rest], 0).moved(lambda part: part.reshape(cache.shape))
+    return field.joined([rows, rest], 0).reshape(cache.shape)

@@ -9,6 +9,7 @@ that it reads. So to forget one costs a fusion, never a wrong one.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from mla_fusion.compat import OpOverload, overload_name, schema_of
+from mla_fusion.fx.kinds import is_float
 from mla_fusion.meta import number_formats
 from mla_fusion.meta.number_formats import E8M0_NUMBER, HIFLOAT8, NumberFormat
 from mla_fusion.operators.known import known
@@ -28,12 +30,8 @@ from mla_fusion.prove.field import (
     Num,
     Undecided,
     Value,
-    add,
     function,
     here,
-    mul,
-    neg,
-    sub,
 )
 
 
@@ -43,6 +41,10 @@ class Abstract:
 
     number: Any
     name: str
+
+
+class ReadsAll(Exception):
+    """A rule does not hold of a call: each element of the result reads everything."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +89,38 @@ class Call:
         """The first argument."""
         return as_value(next(iter(self.given.values())))
 
+    @property
+    def real(self) -> Num:
+        """The first argument, which is real."""
+        return real(self.value)
+
+    @property
+    def sides(self) -> tuple[Value, Value]:
+        """The first two arguments."""
+        first, second = list(self.given.values())[:2]
+        return as_value(first), as_value(second)
+
+    @property
+    def reals(self) -> tuple[Num, Num]:
+        first, second = self.sides
+        return real(first), real(second)
+
     def num(self, name: str) -> Num:
-        return real(as_value(self.given[name]))
+        return as_num(self.given[name])
+
+    def plus(self, value: Num, name: str) -> Num:
+        """A value and an argument, where that is given."""
+        return value if self[name] is None else value + self.num(name)
+
+    def times(self, value: Num, name: str) -> Num:
+        return value if self[name] is None else value * self.num(name)
+
+    def apart_from_tokens(self, name: str, *axes: int) -> None:
+        """Raises ReadsAll where one of these axes, of an argument or of the result, is as long as
+        the tokens are many.
+        """
+        if any(self.varies(name, axis) for axis in axes):
+            raise ReadsAll
 
     def plain(self, name: str) -> Any:
         """An argument that says where, not what: a number. Raises Undecided for one of this run
@@ -157,13 +189,20 @@ _ARITHMETIC = frozenset(
 
 def run(call: Call) -> Any:
     """The value of a call. Raises Undecided."""
-    if (call.dtype in _WRAPS and call.word in _ARITHMETIC) or _truncates(call):
+    try:
+        return _run(call)
+    except ReadsAll:
         return opaque(call)
+
+
+def _run(call: Call) -> Any:
+    if (call.dtype in _WRAPS and call.word in _ARITHMETIC) or _truncates(call):
+        raise ReadsAll
     made = RULES.get(known(call.target).row.rules.get("field", ""))
     if made is not None:
         found = made(call)
         if not _is_held(found, call.dtype):
-            return opaque(call)
+            raise ReadsAll
         is_known = here().are_rows or not isinstance(found, Num) or found.ints is not None
         wraps = call.dtype == torch.int32 and call.word in _ARITHMETIC and not is_known
         return function("in torch.int32", found) if wraps else found
@@ -186,12 +225,12 @@ def _truncates(call: Call) -> bool:
     """Is a float put among integers, where nothing says how?"""
     if call.dtype not in _INTEGERS or call.name.partition("::")[0] != "aten":
         return False
-    is_float = any(
+    holds_float = any(
         held is not None and held.is_floating_point
         for held in (call.source, *map(call.holds, call.given))
     )
     literal = any(isinstance(item, float) and item % 1 for item in call.given.values())
-    return call.word not in _TRUNCATE and (is_float or literal)
+    return call.word not in _TRUNCATE and (holds_float or literal)
 
 
 def _viewed(call: Call) -> Any:
@@ -232,8 +271,6 @@ def as_value(item: Any) -> Value:
         return item
     if isinstance(item, Abstract):
         return function(f"size {item.name}")
-    if isinstance(item, bool):
-        return field.integers(torch.tensor(int(item), dtype=torch.int64))
     if isinstance(item, complex):
         return Complex(field.number(item.real), field.number(item.imag))
     if isinstance(item, int):
@@ -241,6 +278,10 @@ def as_value(item: Any) -> Value:
     if isinstance(item, float):
         return field.number(item)
     raise Undecided(f"{item!r} is no number")
+
+
+def as_num(item: Any) -> Num:
+    return real(as_value(item))
 
 
 def real(value: Value) -> Num:
@@ -274,7 +315,7 @@ def _values(item: Any) -> list[Num]:
         return [part for each in item for part in _values(each)]
     if isinstance(item, Complex):
         return [item.real, item.imag]
-    return [real(as_value(item))] if isinstance(item, (Num, Abstract)) else []
+    return [as_num(item)] if isinstance(item, (Num, Abstract)) else []
 
 
 # -- functions of which nothing is known
@@ -282,18 +323,12 @@ def _values(item: Any) -> list[Num]:
 
 def pointwise(call: Call) -> Num:
     """Element by element."""
-    operands = [part for item in call.given.values() for part in _operands(item)]
-    name = f"{call.name}{call.kind} {list(map(_form, call.given.values()))}"
+    given = [as_value(item) if _is_number(item) else item for item in call.given.values()]
+    operands = _values(given)
+    name = f"{call.name}{call.kind} {list(map(_written, given))}"
     found = call.function(name, *operands)
-    return _spread(found, [item.shape for item in operands])
-
-
-def _operands(item: Any) -> list[Num]:
-    return _values(as_value(item) if _is_number(item) else item)
-
-
-def _form(item: Any) -> str:
-    return "real" if _is_number(item) else _written(item)
+    shape = torch.broadcast_shapes(*(item.shape for item in operands))
+    return found if found.shape == tuple(shape) else found.expand(shape)
 
 
 def _is_number(item: Any) -> bool:
@@ -301,27 +336,17 @@ def _is_number(item: Any) -> bool:
     return isinstance(item, (int, float)) and not isinstance(item, bool) and math.isfinite(item)
 
 
-def _spread(found: Num, shapes: Sequence[tuple[int, ...]]) -> Num:
-    wanted = torch.broadcast_shapes(*shapes) if shapes else found.shape
-    return found if found.shape == tuple(wanted) else found.moved(lambda part: part.expand(wanted))
-
-
 def opaque(call: Call) -> Num:
     """Each element reads everything."""
     if call.shape is None:
         raise Undecided(f"{call.name} has no field run")
-    of = [item for value in call.given.values() for item in _values(value)]
+    of = _values(list(call.given.values()))
     every = field.label(*of) if of else field.number(0)
     places = field.integers(torch.arange(prod(call.shape)).reshape(call.shape))
     return call.function(f"{call.name}{call.kind} {call.literals}", every, places)
 
 
 # -- what moves elements
-
-
-@rule
-def _same(call: Call) -> Value:
-    return call.value
 
 
 @rule
@@ -340,7 +365,7 @@ def _cast(call: Call) -> Value:
     if wanted == torch.complex32 and call.source != torch.complex32 and not here().float16:
         raise Undecided(f"numbers cast to {wanted}")
     if wanted.is_complex:
-        return value if isinstance(value, Complex) else Complex(value, field.number(0))
+        return Complex.of(value)
     if isinstance(value, Complex):
         if not wanted.is_floating_point:
             raise Undecided(f"complex numbers cast to {wanted}")
@@ -353,16 +378,14 @@ def _cast(call: Call) -> Value:
         return field.integers((value.re if value.ints is None else value.ints).ne(0))
     if call.source == torch.uint8 and value.ints is None:
         value = function("number of a byte", value)  # which may stand for that of a float format
-    is_whole = call.source is not None and not (
-        call.source.is_floating_point or call.source.is_complex
-    )
+    is_whole = call.source is not None and not is_float(call.source)
     is_narrower = is_whole and call.source.itemsize > wanted.itemsize  # type: ignore[union-attr]
     if is_narrower and value.ints is None and not here().are_rows and wanted in _INTEGERS:
         return function(f"in {wanted}", value).with_past(Narrowed(value))
-    if is_whole and wanted in (torch.int32, torch.int64):
+    # rows are far below 2**31: what is saturated later is so at 127
+    is_integral = is_whole or (here().are_rows and quantising.whole(value).rounded)
+    if is_integral and wanted in (torch.int32, torch.int64):
         return value
-    if here().are_rows and quantising.whole(value).rounded and wanted in (torch.int32, torch.int64):
-        return value  # far below 2**31: what is saturated later is so at 127
     is_wide = call.source not in NARROW
     return quantising.to_bytes(value, wanted, is_wide)
 
@@ -376,21 +399,18 @@ def _are_bits(value: Num) -> bool:
 def _reshaped(call: Call) -> Value:
     if isinstance(call.target, OpOverload) and overload_name(call.target) == "dtype":
         return _bytes(call)
-    if call.shape is not None:
-        shape = call.shape
-        return call.value.moved(lambda part: part.reshape(shape))
-    return _natively(call)
+    return _natively(call) if call.shape is None else call.value.reshape(call.shape)
 
 
 def _bytes(call: Call) -> Value:
     """Numbers read as bytes: as many functions of each as it has bytes."""
-    value, source, wanted = real(call.value), call.source, call["dtype"]
+    value, source, wanted = call.real, call.source, call["dtype"]
     if source is None or not value.shape or wanted.itemsize not in (1, source.itemsize):
         return opaque(replace(call, name=f"{source} read"))
     if wanted.itemsize != 1:
         return function(f"{source} read as {wanted}", value)
     if call.rounded and source.itemsize > 2:
-        return opaque(call)  # bytes of other numbers than those that were rounded
+        raise ReadsAll  # bytes of other numbers than those that were rounded
     if {source, wanted} == {torch.uint8, torch.float8_e8m0fnu}:
         return value  # torch_npu holds scales of blocks in either
     return quantising.as_bytes(value, source, wanted)
@@ -398,10 +418,7 @@ def _bytes(call: Call) -> Value:
 
 @rule
 def _expanded(call: Call) -> Value:
-    if call.shape is not None:
-        shape = call.shape
-        return call.value.moved(lambda part: part.expand(shape))
-    return _natively(call)
+    return _natively(call) if call.shape is None else call.value.expand(call.shape)
 
 
 @rule
@@ -410,7 +427,7 @@ def _natively(call: Call) -> Value:
     says which.
     """
     if any(isinstance(item, Abstract) for item in call.given.values()):
-        return opaque(call)
+        raise ReadsAll
     keywords = {
         argument.name for argument in schema_of(call.target).arguments if argument.kwarg_only
     }
@@ -427,7 +444,7 @@ def _diagonal(call: Call) -> Value:
     if any(of_tokens) and not (
         all(of_tokens) and call.plain("offset") == 0 and shape[axes[0]] == shape[axes[1]]
     ):
-        return opaque(call)
+        raise ReadsAll
     return _natively(call)
 
 
@@ -447,7 +464,7 @@ def _sliced(call: Call) -> Value:
             if call.shape in (None, taken.shape):
                 return taken
         # Which rows these are is known of this run alone: rows of that name.
-        ends = function("rows", *[real(as_value(end)) for end in found])
+        ends = function("rows", *[as_num(end) for end in found])
         return _of_any_rows(call.value, _some_rows(call, axis), [axis], ends)
     return _natively(call)
 
@@ -458,7 +475,7 @@ def _some_rows(call: Call, axis: int) -> Value:
     count = value.shape[axis] if call.shape is None else call.shape[axis]
     if step not in (None, 1) or count > value.shape[axis]:
         raise Undecided(f"{call.name} takes some rows")
-    return value.moved(lambda part: part.narrow(axis, 0, count))
+    return value.narrow(axis, 0, count)
 
 
 def _of_any_rows(value: Value, taken: Value, axes: Sequence[int], names: Num) -> Value:
@@ -474,25 +491,23 @@ def _of_any_rows(value: Value, taken: Value, axes: Sequence[int], names: Num) ->
     value, taken = real(value), real(taken)
     before, rows = value.shape[: axes[0]], [value.shape[axis] for axis in axes]
     behind = value.shape[axes[-1] + 1 :]
-    names = names.moved(lambda part: part.reshape(*part.shape, *(1,) * len(behind)))
+    names = names.reshape(*names.shape, *(1,) * len(behind))
     flat = value.moved(
         lambda part: part.reshape(prod(before), prod(rows), prod(behind)).transpose(0, 1).flatten(1)
     )
     shares = field.random(f"shares of {prod(rows)} rows", (prod(rows), 1))
-    if flat.cells is None:
-        every = field.total(mul(shares, flat), [0], True)
-    else:  # a weight is not drawn for that
-        every = field.matmul(shares.moved(lambda part: part.mT), flat)
+    # a weight is not drawn for that
+    is_drawn = flat.cells is None
+    every = field.total(shares * flat, [0], True) if is_drawn else shares.mT @ flat
     inserted = len(taken.shape) - len(before) - len(behind)
-    every = every.moved(lambda part: part.reshape(*before, *(1,) * inserted, *behind))
+    every = every.reshape(*before, *(1,) * inserted, *behind)
     names, of_all = function("read", names), function("read among all", names)
-    return add(mul(taken, names), mul(every, of_all))
+    return taken * names + every * of_all
 
 
 @rule
 def _selected(call: Call) -> Value:
-    if call.varies("self", _axis(call)):
-        return opaque(call)
+    call.apart_from_tokens("self", _axis(call))
     return _natively(call)
 
 
@@ -508,7 +523,7 @@ def _split(call: Call) -> Any:
     if not sizes:
         return parts
     names = (f"rows of {call.name} {call.literals}, {place}" for place in range(len(parts)))
-    of = [real(as_value(size)) for size in sizes]
+    of = [as_num(size) for size in sizes]
     return [
         _of_any_rows(call.value, part, [_axis(call)], function(name, *of))
         for part, name in zip(parts, names, strict=True)
@@ -526,56 +541,41 @@ def _in_this_run(item: Any) -> Any:
 
 
 @rule
-def _unbound(call: Call) -> Any:
-    axis = _axis(call)
-    if call.varies("self", axis):
-        raise Undecided(f"{call.name} cuts the tokens")
-    return call.value.parts(lambda part: part.unbind(axis))
-
-
-@rule
 def _turned(call: Call) -> Value:
     rank = len(call.value.shape)
     if call.word in ("flip", "roll"):
         axes = [int(axis) % rank for axis in (call.plain("dims") or range(rank))]
-        if _are_tokens(call, axes):
-            return opaque(call)
-    elif _are_tokens(call, range(rank)) and call.shape is None:
-        return opaque(call)
+        call.apart_from_tokens("self", *axes)
+    elif call.shape is None:
+        call.apart_from_tokens("self", *range(rank))
     found = _natively(call)
-    return found if call.shape in (None, found.shape) else opaque(call)
+    if call.shape not in (None, found.shape):
+        raise ReadsAll
+    return found
 
 
 @rule
 def _triangle(call: Call) -> Value:
-    value, shape = real(call.value), call.value.shape
-    if _are_tokens(call, [len(shape) - 2, len(shape) - 1]):
-        return opaque(call)
+    value, shape = call.real, call.value.shape
+    call.apart_from_tokens("self", -2, -1)
     cut = torch.tril if call.word == "tril" else torch.triu
-    kept = cut(torch.ones(shape[-2:], dtype=torch.int64), call.plain("diagonal"))
-    ints = None if value.ints is None else field.integers(value.ints * kept)
-    return mul(value, field.integers(kept)) if ints is None else ints
+    kept = field.integers(cut(torch.ones(shape[-2:], dtype=torch.int64), call.plain("diagonal")))
+    return _of_integers(operator.mul, value, kept) or value * kept
 
 
 @rule
 def _padded(call: Call) -> Value:
     pads, value = call.plain("pad"), call.value
-    if (
-        isinstance(value, Complex)
-        or call["mode"] not in (None, "constant")
-        or any(
-            call.varies("self", len(value.shape) - 1 - place // 2)
-            for place, pad in enumerate(pads)
-            if pad
-        )
-    ):
-        return opaque(call)
-    fill = real(as_value(call["value"] or 0))
+    axes = (len(value.shape) - 1 - place // 2 for place, pad in enumerate(pads) if pad)
+    call.apart_from_tokens("self", *axes)
+    if isinstance(value, Complex) or call["mode"] not in (None, "constant"):
+        raise ReadsAll
+    fill = as_num(call["value"] or 0)
     padded = field.pad(value, pads)
     if not int(fill.re):
         return padded
     ones = torch.nn.functional.pad(torch.zeros(value.shape, dtype=torch.int64), pads, value=1)
-    return add(padded, mul(field.integers(ones), fill))
+    return padded + field.integers(ones) * fill
 
 
 @rule
@@ -585,69 +585,61 @@ def _joined(call: Call) -> Value:
     axis = int(call.plain("dim") or 0)
     parts = [part for part in parts if stacks or part.shape != (0,)]
     axis %= len(parts[0].shape) + stacks
-    if not stacks and len(parts) > 1 and call.varies("", axis):
-        return opaque(call)
+    if not stacks and len(parts) > 1:
+        call.apart_from_tokens("", axis)
     join = field.stacked if stacks else field.joined
     if any(isinstance(part, Complex) for part in parts):
         pairs = [
-            part if isinstance(part, Complex) else Complex(part, mul(part, field.number(0)))
+            part if isinstance(part, Complex) else Complex(part, part * field.number(0))
             for part in parts
         ]
-        return Complex(
-            *(join(side, axis) for side in zip(*((p.real, p.imag) for p in pairs), strict=True))
-        )
+        real_parts, imaginary = [part.real for part in pairs], [part.imag for part in pairs]
+        return Complex(join(real_parts, axis), join(imaginary, axis))
     return join([real(part) for part in parts], axis)
 
 
 @rule
 def _indexed(call: Call) -> Value:
     if call.masks:
-        return opaque(call)
+        raise ReadsAll
     return _read(call, [_place(index) for index in call["indices"]])
 
 
 def _place(index: Any) -> Num | None:
     if index is None:
         return None
-    found = real(as_value(index))
+    found = as_num(index)
     return found.past.value if isinstance(found.past, Narrowed) else found
-
-
-@rule
-def _index_selected(call: Call) -> Value:
-    return _read(call, [*[None] * _axis(call), _place(call["index"])])
-
-
-@rule
-def _embedded(call: Call) -> Value:
-    value = real(as_value(call["weight"]))
-    return _read(call, [_place(call["indices"])], value)
 
 
 def _read(call: Call, indices: list[Num | None], value: Value | None = None) -> Value:
     """By integers of literals: movement. By others: rows of that name."""
     value = call.value if value is None else value
-    known = [index for index in indices if index is not None]
+    axes, known = _indexed_axes(indices), [index for index in indices if index is not None]
     if all(index.ints is not None for index in known):
-        if any(
-            call.varies("self", axis) for axis, index in enumerate(indices) if index is not None
-        ):
-            return opaque(call)
-        places = [slice(None) if index is None else index.ints for index in indices]
-        return value.moved(lambda part: part[tuple(places)])
+        places = _literal_places(indices)
+        call.apart_from_tokens("self", *axes)
+        return value.moved(lambda part: part[places])
     sizes = value.shape
     if len(known) == 1 and isinstance(value, Num) and sizes[len(indices) - 1] <= _FEW_ROWS:
         return _read_any(value, known[0], len(indices) - 1)
     names = reduce(lambda a, b: function("place", a, b), [i.with_past() for i in known])
-    places = [
+    places = tuple(
         slice(None) if index is None else index.re.remainder(sizes[axis])
         for axis, index in enumerate(indices)
-    ]
-    axes = [axis for axis, index in enumerate(indices) if index is not None]
+    )
     if axes != [*range(axes[0], axes[-1] + 1)]:
         raise Undecided(f"{call.name} along axes that do not stand side by side")
-    taken = value.moved(lambda part: part[tuple(places)])
+    taken = value.moved(lambda part: part[places])
     return _of_any_rows(value, taken, axes, names)
+
+
+def _indexed_axes(indices: Sequence[Num | None]) -> list[int]:
+    return [axis for axis, index in enumerate(indices) if index is not None]
+
+
+def _literal_places(indices: Sequence[Num | None]) -> tuple[Any, ...]:
+    return tuple(slice(None) if index is None else index.ints for index in indices)
 
 
 _FEW_ROWS = 1024  # of more, two places are one row by a chance that three points make small enough
@@ -656,36 +648,38 @@ _FEW_ROWS = 1024  # of more, two places are one row by a chance that three point
 def _read_any(value: Num, index: Num, axis: int) -> Num:
     """Each row, times whether it is the one."""
     rows = field.integers(torch.arange(value.shape[axis]))
-    chosen = function("chosen", index.with_past().moved(lambda part: part.reshape(-1, 1)), rows)
+    chosen = function("chosen", index.with_past().reshape(-1, 1), rows)
     flat = value.moved(
         lambda part: part.movedim(axis, 0).flatten(1) if part.dim() > 1 else part.unsqueeze(1)
     )
     shape = (*index.shape, *value.shape[:axis], *value.shape[axis + 1 :])
-    found = field.matmul(chosen, flat).moved(lambda part: part.reshape(shape))
+    found = (chosen @ flat).reshape(shape)
     order = [*range(len(index.shape), len(index.shape) + axis), *range(len(index.shape))]
     order += range(len(order), len(shape))
-    return found.moved(lambda part: part.permute(order))
+    return found.permute(order)
 
 
 @rule
 def _gathered(call: Call) -> Value:
     index, axis = call.num("index"), _axis(call)
     if index.ints is None or call.varies("self", axis):
-        rows = None if call["dim"] is None else _rows(index, axis, call.value.shape)
-        return opaque(call) if rows is None else _read(call, [None] * axis + [rows])
+        if call["dim"] is None:
+            raise ReadsAll
+        return _read(call, [None] * axis + [_rows(index, axis, call.value.shape)])
     ints = index.ints
     return call.value.moved(lambda part: part.gather(axis, ints))
 
 
-def _rows(index: Num, axis: int, shape: Sequence[int]) -> Num | None:
-    """The places of whole rows that an index of elements repeats for each element of a row."""
+def _rows(index: Num, axis: int, shape: Sequence[int]) -> Num:
+    """The places of whole rows that an index of elements repeats for each element of a row. Raises
+    ReadsAll for any other index.
+    """
     first = tuple(slice(None if at == axis else 1) for at in range(len(index.shape)))
     row = index.moved(lambda part: part[first])
-    if (*index.shape[:axis], *index.shape[axis + 1 :]) != (*shape[:axis], *shape[axis + 1 :]):
-        return None
-    if not index.re.numel() or not field.equal(index, row):
-        return None
-    return row.moved(lambda part: part.reshape(-1))
+    others = [(*sizes[:axis], *sizes[axis + 1 :]) for sizes in (index.shape, shape)]
+    if others[0] != others[1] or not index.re.numel() or not field.equal(index, row):
+        raise ReadsAll
+    return row.reshape(-1)
 
 
 # -- assembled values
@@ -696,7 +690,7 @@ def _put(base: Num, source: Num, at: Any) -> Num:
     counts = [prod(part.shape) for part in (base, source)]
     places = torch.arange(counts[0]).reshape(base.shape)
     places[at] = torch.arange(counts[0], sum(counts)).reshape(source.shape)
-    flat = field.joined([part.moved(lambda part: part.reshape(-1)) for part in (base, source)], 0)
+    flat = field.joined([part.reshape(-1) for part in (base, source)], 0)
     return flat.moved(lambda part: part[places])
 
 
@@ -704,7 +698,7 @@ def _put(base: Num, source: Num, at: Any) -> Num:
 def _scattered(call: Call) -> Value:
     base, source, axis = call.num("self"), call.num("src"), _axis(call)
     if call.varies("self", axis) and base.shape != source.shape:
-        return opaque(call)
+        raise ReadsAll
     if call.word == "select_scatter":
         place: Any = call.plain("index")
     else:
@@ -717,12 +711,12 @@ def _scattered(call: Call) -> Value:
 @rule
 def _copied(call: Call) -> Value:
     shape, source = call.num("self").shape, as_value(call["src"])
-    is_float = call.dtype is None or (call.dtype.is_floating_point and call.dtype.itemsize > 1)
-    if not is_float and not (
+    is_wide = call.dtype is None or (call.dtype.is_floating_point and call.dtype.itemsize > 1)
+    if not is_wide and not (
         isinstance(source, Num) and source.ints is not None and call.dtype == torch.int64
     ):
-        return opaque(call)
-    return source.moved(lambda part: part.expand(shape))
+        raise ReadsAll
+    return source.expand(shape)
 
 
 @rule
@@ -730,33 +724,18 @@ def _index_put(call: Call) -> Value:
     base, source = call.num("self"), call.num("values")
     indices = [_place(index) for index in call["indices"]]
     literal = all(index is None or index.ints is not None for index in indices)
-    if (
-        not literal
-        or call.masks
-        or call["accumulate"]
-        or any(call.varies("self", axis) for axis, index in enumerate(indices) if index is not None)
-    ):
+    if not literal or call.masks or call["accumulate"] or _are_tokens(call, _indexed_axes(indices)):
         return opaque(replace(call, given={**call.given, "indices": indices}))
-    return _put(
-        base, source, tuple(slice(None) if index is None else index.ints for index in indices)
-    )
-
-
-@rule
-def _index_copied(call: Call) -> Value:
-    return _rows_put(call, call["index"], call["source"])
+    return _put(base, source, _literal_places(indices))
 
 
 @rule
 def _scattered_rows(call: Call) -> Value:
     """Of whole rows."""
-    axis, source = _axis(call), call["src"]
-    if not isinstance(source, Num) or call["reduce"] is not None:
-        return opaque(call)
-    rows = _rows(call.num("index"), axis, call.value.shape)
-    if rows is None or source.shape != call.num("index").shape:
-        return opaque(call)
-    return _rows_put(call, rows, source)
+    index, source = call.num("index"), call["src"]
+    if not isinstance(source, Num) or call["reduce"] is not None or source.shape != index.shape:
+        raise ReadsAll
+    return _rows_put(call, _rows(index, _axis(call), call.value.shape), source)
 
 
 def _rows_put(call: Call, index: Any, source: Any) -> Value:
@@ -771,11 +750,11 @@ def _rows_put(call: Call, index: Any, source: Any) -> Value:
 @rule
 def _filled(call: Call) -> Num:
     name = next(name for name in ("fill_value", "value", "s") if name in call.given)
-    return _whole(call, real(as_value(call[name])))
+    return _whole(call, as_value(call[name]))
 
 
-def _whole(call: Call, value: Num) -> Num:
-    shape = call.shape
+def _whole(call: Call, filling: Value) -> Num:
+    value, shape = real(filling), call.shape
     if shape is None:
         if "size" in call.given:
             shape = tuple(call.plain("size"))
@@ -783,26 +762,16 @@ def _whole(call: Call, value: Num) -> Num:
             shape = ()
         else:
             shape = call.value.shape
-    if call.dtype is not None and (call.dtype.is_floating_point or call.dtype.is_complex):
+    if call.dtype is not None and is_float(call.dtype):
         value = value.with_past()
     literal = call["fill_value"]
     if call.dtype in (torch.int32, torch.int64) and isinstance(literal, float):
-        value = field.integers(torch.tensor(int(literal), dtype=torch.int64))
+        value = as_num(int(literal))
     elif call.dtype in _WRAPS and literal not in (None, 0, 1):
-        return opaque(call)
-    found = value.moved(lambda part: part.expand(shape))
+        raise ReadsAll
+    found = value.expand(shape)
     found.past = float(literal) if isinstance(literal, (int, float)) else None
     return found
-
-
-@rule
-def _zeros(call: Call) -> Num:
-    return _whole(call, field.integers(torch.tensor(0, dtype=torch.int64)))
-
-
-@rule
-def _ones(call: Call) -> Num:
-    return _whole(call, field.integers(torch.tensor(1, dtype=torch.int64)))
 
 
 @rule
@@ -814,8 +783,7 @@ def _empty(call: Call) -> Num:
 
 @rule
 def _eye(call: Call) -> Num:
-    if any(call.varies("", axis) for axis in (0, 1)):
-        return opaque(call)
+    call.apart_from_tokens("", 0, 1)
     rows, columns = call.shape or (call.plain("n"), call.plain("m") or call.plain("n"))
     return field.integers(torch.eye(rows, columns, dtype=torch.int64))
 
@@ -832,82 +800,36 @@ def _counted(call: Call) -> Num:
     if call.shape is not None:
         (length,) = call.shape
     places = torch.arange(length, dtype=torch.int64)
+    positions = field.integers(places)
     if call.varies("", 0):  # every position is one of its own
-        return add(
-            real(as_value(start)),
-            mul(real(as_value(step)), function("position", field.integers(places))),
-        )
-    if isinstance(start, Abstract) or isinstance(step, Abstract):
-        return add(real(as_value(start)), mul(real(as_value(step)), field.integers(places)))
-    if isinstance(start, float) or isinstance(step, float):
+        positions = function("position", positions)
+    elif not (isinstance(start, Abstract) or isinstance(step, Abstract)):
+        if not (isinstance(start, float) or isinstance(step, float)):
+            return field.integers(places * step + start)
         if call.dtype is not None and not call.dtype.is_floating_point:
-            return opaque(call)
-        return add(field.number(start), mul(real(as_value(step)), field.integers(places)))
-    return field.integers(places * step + start)
+            raise ReadsAll
+    return as_num(start) + as_num(step) * positions
 
 
 # -- arithmetic
 
 
-def _pairwise(on_reals: Callable[[Num, Num], Num]) -> Callable[[Value, Value], Value]:
-    def both(a: Value, b: Value) -> Value:
-        if isinstance(a, Num) and isinstance(b, Num):
-            return on_reals(a, b)
-        zero = field.number(0)
-        a, b = (item if isinstance(item, Complex) else Complex(item, zero) for item in (a, b))
-        return Complex(on_reals(a.real, b.real), on_reals(a.imag, b.imag))
-
-    return both
-
-
-_plus, _minus = _pairwise(add), _pairwise(sub)
-
-
-def times(a: Value, b: Value) -> Value:
-    if isinstance(a, Num) and isinstance(b, Num):
-        return mul(a, b)
-    if isinstance(a, Num):
-        a, b = b, a
-    assert isinstance(a, Complex)
-    if isinstance(b, Num):
-        return Complex(mul(a.real, b), mul(a.imag, b))
-    real_part = sub(mul(a.real, b.real), mul(a.imag, b.imag))
-    return Complex(real_part, add(mul(a.real, b.imag), mul(a.imag, b.real)))
-
-
-def _with_integers(
-    found: Value, a: Value, b: Value, on: Callable[[Tensor, Tensor], Tensor]
-) -> Value:
-    """Sums and products of literal integers are such."""
-    if isinstance(a, Num) and isinstance(b, Num) and a.ints is not None and b.ints is not None:
-        return field.integers(on(a.ints, b.ints))
-    return found
-
-
-def _two(call: Call) -> tuple[Value, Value]:
-    first, second = list(call.given.values())[:2]
-    return as_value(first), as_value(second)
+def _of_integers(on: Callable[..., Tensor], *sides: Value) -> Num | None:
+    """What a step makes of literal integers: such; None of anything else."""
+    ints = [side.ints for side in sides if isinstance(side, Num) and side.ints is not None]
+    return field.integers(on(*ints)) if len(ints) == len(sides) else None
 
 
 @rule
-def _add(call: Call) -> Value:
-    a, b = _two(call)
-    if call["alpha"] not in (None, 1):
-        b = times(b, as_value(call["alpha"]))
-    return _with_integers(_plus(a, b), a, b, torch.add)
-
-
-@rule
-def _sub(call: Call) -> Value:
-    a, b = _two(call)
+def _added(call: Call) -> Value:
+    a, b = call.sides
     if call.word == "rsub":
         a, b = b, a
     if call["alpha"] not in (None, 1):
-        if call.word == "rsub":
-            a, b = a, times(b, as_value(call["alpha"]))
-        else:
-            b = times(b, as_value(call["alpha"]))
-    return _with_integers(_minus(a, b), a, b, torch.sub)
+        b = b * as_value(call["alpha"])
+    if "sub" in call.word:
+        return _of_integers(operator.sub, a, b) or a - b
+    return _of_integers(operator.add, a, b) or a + b
 
 
 @rule
@@ -915,16 +837,16 @@ def _mul(call: Call) -> Value:
     factor = list(call.given.values())[1]
     if isinstance(factor, float) and isinstance(call.value, Num):
         return quantising.scaled(call.value, factor)
-    a, b = _two(call)
-    return _with_integers(times(a, b), a, b, torch.mul)
+    a, b = call.sides
+    return _of_integers(operator.mul, a, b) or a * b
 
 
 @rule
 def _div(call: Call) -> Value:
-    a, b = _two(call)
+    a, b = call.sides
     mode = call["rounding_mode"]
     if mode == "floor":
-        return _floor_quotient(a, b)
+        return _floor_divide(call)
     if mode is not None:
         return pointwise(call)
     each, all_of = (side.past if isinstance(side, Num) else None for side in (a, b))
@@ -933,69 +855,38 @@ def _div(call: Call) -> Value:
         if value.shape == other.shape and field.equal(value, other):
             return _shares(call, value, all_of.axis)
     if isinstance(b, Complex):
-        size = field.inverse(add(mul(b.real, b.real), mul(b.imag, b.imag)))
-        return times(times(a, Complex(b.real, neg(b.imag))), size)
-    return times(a, field.inverse(b))
+        return a * b.conjugate() / b.squared()
+    return a / b
 
 
 @rule
-def _floor_divide(call: Call) -> Value:
-    return _floor_quotient(*_two(call))
-
-
-def _floor_quotient(a: Value, b: Value) -> Num:
-    a, b = real(a), real(b)
-    if a.ints is not None and b.ints is not None:
-        return field.integers(a.ints // b.ints)
-    return function("floor of quotient", a, b)
+def _floor_divide(call: Call) -> Num:
+    a, b = call.reals
+    return _of_integers(operator.floordiv, a, b) or function("floor of quotient", a, b)
 
 
 @rule
 def _remainder(call: Call) -> Value:
-    a, b = map(real, _two(call))
-    if a.ints is not None and b.ints is not None:
-        return field.integers(a.ints % b.ints)
-    return sub(a, mul(b, _floor_quotient(a, b)))
+    a, b = call.reals
+    return _of_integers(operator.mod, a, b) or a - b * _floor_divide(call)
 
 
 @rule
 def _neg(call: Call) -> Value:
     value = call.value
-    if isinstance(value, Complex):
-        return Complex(neg(value.real), neg(value.imag))
-    if isinstance(value.past, quantising.End):
-        return neg(value).with_past(replace(value.past, sign=-value.past.sign))
-    return field.integers(-value.ints) if value.ints is not None else neg(value)
-
-
-@rule
-def _reciprocal(call: Call) -> Value:
-    return field.inverse(real(call.value))
-
-
-@rule
-def _square(call: Call) -> Value:
-    return times(call.value, call.value)
-
-
-@rule
-def _sqrt(call: Call) -> Value:
-    return field.sqrt(real(call.value))
-
-
-@rule
-def _rsqrt(call: Call) -> Value:
-    return field.inverse(field.sqrt(real(call.value)))
+    if isinstance(value, Num) and isinstance(value.past, quantising.End):
+        return (-value).with_past(replace(value.past, sign=-value.past.sign))
+    return _of_integers(operator.neg, value) or -value
 
 
 @rule
 def _pow(call: Call) -> Value:
-    base, exponent = _two(call)
+    base, exponent = call.sides
     power = call["exponent"]
     if isinstance(power, (int, float)) and abs(power) <= 16:
         if float(power).is_integer():
             if isinstance(base, Complex):
-                return times(base, base) if power == 2 else pointwise(call)
+                return base * base if power == 2 else pointwise(call)
             return field.integer_power(base, int(power))
         if abs(power) == 0.5:
             root = field.sqrt(real(base))
@@ -1007,75 +898,55 @@ def _pow(call: Call) -> Value:
 def _addc(call: Call) -> Value:
     second = as_value(call["tensor2"])
     second = second if call.word == "addcmul" else field.inverse(real(second))
-    product = times(as_value(call["tensor1"]), second)
-    return _plus(as_value(call["self"]), times(product, as_value(call["value"])))
+    product = as_value(call["tensor1"]) * second
+    return as_value(call["self"]) + product * as_value(call["value"])
 
 
 @rule
 def _lerp(call: Call) -> Value:
     start, end = as_value(call["self"]), as_value(call["end"])
-    return _plus(start, times(_minus(end, start), as_value(call["weight"])))
+    return start + (end - start) * as_value(call["weight"])
 
 
-@rule
-def _cos(call: Call) -> Value:
-    value = real(call.value)
-    return call.function("cos", mul(value, value))
-
-
-@rule
-def _sin(call: Call) -> Value:
-    value = real(call.value)
-    return mul(value, call.function("sinc", mul(value, value)))
+def _turn(call: Call, angle: Num) -> Complex:
+    """``exp(i * angle)``, by a function that is the same of both signs, and one times the angle."""
+    square = angle * angle
+    return Complex(call.function("cos", square), angle * call.function("sinc", square))
 
 
 @rule
 def _abs(call: Call) -> Value:
     value = call.value
     if isinstance(value, Complex):
-        return field.sqrt(add(mul(value.real, value.real), mul(value.imag, value.imag)))
-    found = function("abs", mul(value, value))
+        return field.sqrt(value.squared())
+    found = function("abs", value * value)
     return found.with_past(quantising.Absolute(value))
 
 
 @rule
 def _sigmoid(call: Call) -> Num:
-    less = call.function("exp", neg(real(call.value)))
-    return field.inverse(add(field.number(1), less))
-
-
-@rule
-def _silu(call: Call) -> Num:
-    return mul(real(call.value), _sigmoid(call))
-
-
-@rule
-def _relu(call: Call) -> Num:
-    return quantising.bounded(real(call.value), 0, None)
+    less = call.function("exp", -call.real)
+    return field.inverse(field.number(1) + less)
 
 
 @rule
 def _softmax(call: Call) -> Num:
     axis = _axis(call)
-    return opaque(call) if _are_tokens(call, [axis]) else _shares(call, real(call.value), axis)
+    call.apart_from_tokens("self", axis)
+    return _shares(call, call.real, axis)
 
 
 def _shares(call: Call, value: Num, axis: int) -> Num:
     """Softmax: of numbers that are all larger by one number it is the same."""
-    apart = sub(value, value.moved(lambda part: part.narrow(axis, 0, 1)))
+    apart = value - value.narrow(axis, 0, 1)
     each = call.function("exp", apart)
-    return mul(each, field.inverse(field.total(each, [axis], True)))
-
-
-@rule
-def _round(call: Call) -> Value:
-    return pointwise(call) if call["decimals"] else quantising.rounded(real(call.value))
+    return each / field.total(each, [axis], True)
 
 
 @rule
 def _clamped(call: Call) -> Value:
-    value, ends = real(call.value), (call["min"], call["max"])
-    if all(isinstance(end, Num) for end in ends) and field.equal(neg(ends[0]), ends[1]):
+    value, ends = call.real, (call["min"], call["max"])
+    if all(isinstance(end, Num) for end in ends) and field.equal(-ends[0], ends[1]):
         return quantising.clipped(value, ends[1])
     if not all(end is None or isinstance(end, (int, float)) for end in ends):
         return pointwise(call)
@@ -1094,37 +965,26 @@ def _greater(call: Call) -> Value:
             return value
     a, b = (side.past for side in sides)
     if quantising.are_both_ends(a, b):
-        found = quantising.largest_of(a.rows)
-        return (
-            found if found.shape == sides[0].shape else found.moved(lambda part: part.squeeze(-1))
-        )
-    return _clip(call, *sides)
+        return quantising.largest_of(a.rows, len(a.rows.shape) == len(sides[0].shape))
+    return _clip(call)
 
 
 @rule
-def _smaller(call: Call) -> Value:
-    return _clip(call, call.num("self"), call.num("other"))
-
-
-def _clip(call: Call, *sides: Num) -> Num:
+def _clip(call: Call) -> Num:
     """``minimum(maximum(v, -limit), limit)``, or the half of it; in the other order where no limit
     is below 0.
     """
+    sides = call.num("self"), call.num("other")
     for inner, bound in (sides, sides[::-1]):
         if not isinstance(inner.past, quantising.Bounded) or inner.past.by == call.name:
             continue
         for value, other in (inner.past.sides, inner.past.sides[::-1]):
             limit = bound if call.word == "minimum" else other
             in_order = call.word == "minimum" or quantising.is_size(limit)
-            if in_order and field.equal(neg(other), bound):
+            if in_order and field.equal(-other, bound):
                 return quantising.clipped(value, limit)
     found = real(pointwise(call))
     return found.with_past(quantising.Bounded(call.name, sides))
-
-
-@rule
-def _where(call: Call) -> Value:
-    return _chosen(call, "condition", call["self"], call["other"])
 
 
 @rule
@@ -1145,38 +1005,29 @@ def _chosen(call: Call, name: str, a: Any, b: Any) -> Value:
     is_finite = all(_is_number(item) or not isinstance(item, float) for item in (a, b))
     if chosen.ints is not None and is_finite:
         chosen = field.integers(chosen.ints.ne(0))
-        return add(mul(chosen, real(as_value(a))), mul(_opposite(chosen), real(as_value(b))))
+        return chosen * as_num(a) + _opposite(chosen) * as_num(b)
     one, other = (_read_only(item) for item in (a, b))
-    return add(
-        call.function("where", chosen, one, other),
-        call.function("where", _opposite(chosen), other, one),
+    return call.function("where", chosen, one, other) + call.function(
+        "where", _opposite(chosen), other, one
     )
 
 
 def _read_only(item: Any) -> Num:
     """For a function: what is no number of the field is known by its name."""
     is_known = _is_number(item) or not isinstance(item, float)
-    return real(as_value(item)) if is_known else function(f"the number {item}")
+    return as_num(item) if is_known else function(f"the number {item}")
 
 
 def _opposite(chosen: Num) -> Num:
     if chosen.ints is not None:
         return field.integers(1 - chosen.ints)
-    return sub(field.number(1), chosen)
+    return field.number(1) - chosen
 
 
 @rule
 def _not(call: Call) -> Value:
     of_bools = call.source == call.dtype == torch.bool
-    return _opposite(real(call.value)) if of_bools else pointwise(call)
-
-
-@rule
-def _compare(call: Call) -> Value:
-    a, b = _two(call)
-    if isinstance(a, Num) and isinstance(b, Num) and a.ints is not None and b.ints is not None:
-        return field.integers(getattr(torch, call.word)(a.ints, b.ints).long())
-    return pointwise(call)
+    return _opposite(call.real) if of_bools else pointwise(call)
 
 
 # -- complex numbers
@@ -1184,8 +1035,8 @@ def _compare(call: Call) -> Value:
 
 @rule
 def _as_complex(call: Call) -> Value:
-    value = real(call.value)
-    return Complex(value.moved(lambda part: part[..., 0]), value.moved(lambda part: part[..., 1]))
+    value = call.real
+    return Complex(*value.parts(lambda part: part.unbind(-1)))
 
 
 @rule
@@ -1199,27 +1050,14 @@ def _as_real(call: Call) -> Value:
 def _part(call: Call) -> Value:
     value = call.value
     if isinstance(value, Num):
-        return value if call.word == "real" else mul(value, field.number(0))
+        return value if call.word == "real" else value * field.number(0)
     return value.real if call.word == "real" else value.imag
 
 
 @rule
 def _conjugate(call: Call) -> Value:
     value = call.value
-    return Complex(value.real, neg(value.imag)) if isinstance(value, Complex) else value
-
-
-@rule
-def _complex(call: Call) -> Value:
-    return Complex(call.num("real"), call.num("imag"))
-
-
-@rule
-def _polar(call: Call) -> Value:
-    size, angle = call.num("abs"), call.num("angle")
-    square = mul(angle, angle)
-    sine = mul(angle, call.function("sinc", square))
-    return Complex(mul(size, call.function("cos", square)), mul(size, sine))
+    return value.conjugate() if isinstance(value, Complex) else value
 
 
 @rule
@@ -1227,19 +1065,18 @@ def _exp(call: Call) -> Value:
     value = call.value
     if isinstance(value, Num):
         return call.function("exp", value).with_past(Exponential(value))
-    square = mul(value.imag, value.imag)
-    turned = Complex(call.function("cos", square), mul(value.imag, call.function("sinc", square)))
+    turned = _turn(call, value.imag)
     is_zero = not bool(value.real.re.any()) and value.real.im is None
-    return turned if is_zero else times(turned, call.function("exp", value.real))
+    return turned if is_zero else turned * call.function("exp", value.real)
 
 
 # -- sums
 
 
-def _axes(call: Call, value: Value, name: str = "dim") -> list[int]:
-    given = call.plain(name)
+def _axes(call: Call) -> list[int]:
+    given, rank = call.plain("dim"), len(call.value.shape)
     axes = [given] if isinstance(given, int) else list(given or [])
-    return [axis % len(value.shape) for axis in axes] or list(range(len(value.shape)))
+    return [axis % rank for axis in axes] or list(range(rank))
 
 
 def _are_tokens(call: Call, axes: Sequence[int]) -> bool:
@@ -1258,7 +1095,7 @@ def _counts(call: Call, axes: Sequence[int]) -> Num:
 @rule
 def _sum(call: Call) -> Value:
     value, keep = call.value, bool(call["keepdim"])
-    axes = _axes(call, value)
+    axes = _axes(call)
     _counts(call, axes)
     if isinstance(value, Complex):
         return Complex(field.total(value.real, axes, keep), field.total(value.imag, axes, keep))
@@ -1270,66 +1107,56 @@ def _sum(call: Call) -> Value:
 
 @rule
 def _mean(call: Call) -> Value:
-    value = real(call.value)
-    axes = _axes(call, value)
-    return mul(field.total(value, axes, bool(call["keepdim"])), field.inverse(_counts(call, axes)))
+    value = call.real
+    axes = _axes(call)
+    return field.total(value, axes, bool(call["keepdim"])) / _counts(call, axes)
 
 
-def _variance(call: Call) -> tuple[Num, Num]:
-    value, keep = real(call.value), bool(call["keepdim"])
-    axes = _axes(call, value)
-    count = _counts(call, axes)
-    less = call["correction"] if "correction" in call.given else int(call["unbiased"] is not False)
-    mean = mul(field.total(value, axes, True), field.inverse(count))
-    apart = sub(value, mean)
-    squares = field.total(mul(apart, apart), axes, keep)
-    fewer = sub(count, real(as_value(1 if less is None else less)))
-    if isinstance(less, (int, float)) and prod(value.shape[axis] for axis in axes) <= less:
-        raise Undecided(f"{call.name} of too few elements")
-    return mul(squares, field.inverse(fewer)), mul(
-        field.total(value, axes, keep), field.inverse(count)
-    )
+def _around_mean(value: Num, axes: Sequence[int], count: Num) -> tuple[Num, Num]:
+    """The mean, and what each element is apart from it."""
+    mean = field.total(value, axes, True) / count
+    return mean, value - mean
 
 
 @rule
 def _var(call: Call) -> Any:
-    variance, mean = _variance(call)
+    value, axes, keep = call.real, _axes(call), bool(call["keepdim"])
+    count = _counts(call, axes)
+    less = call["correction"] if "correction" in call.given else int(call["unbiased"] is not False)
+    less = 1 if less is None else less
+    if isinstance(less, (int, float)) and prod(value.shape[axis] for axis in axes) <= less:
+        raise Undecided(f"{call.name} of too few elements")
+    _, apart = _around_mean(value, axes, count)
+    variance = field.total(apart * apart, axes, keep) / (count - as_num(less))
     found = field.sqrt(variance) if "std" in call.name else variance
+    mean = field.total(value, axes, keep) / count
     return [found, mean] if call.name.endswith("_mean") else found
 
 
 @rule
 def _norm(call: Call) -> Value:
     order = call["ord"] if "ord" in call.given else call["p"]
-    last = len(call.value.shape) - 1
-    if (
-        order == float("inf")
-        and _axes(call, call.value) == [last]
-        and not call.varies("self", last)
-    ):
-        found = quantising.largest_of(real(call.value))
-        return found if call["keepdim"] else found.moved(lambda part: part.squeeze(-1))
-    value = real(call.value)
-    axes = _axes(call, value)
-    if order not in (2, 2.0, None) or _are_tokens(call, axes):
-        return opaque(call)
-    return field.sqrt(field.total(mul(value, value), axes, bool(call["keepdim"])))
+    value, axes, keep = call.real, _axes(call), bool(call["keepdim"])
+    call.apart_from_tokens("self", *axes)
+    if order == math.inf and axes == [len(value.shape) - 1]:
+        return quantising.largest_of(value, keep)
+    if order not in (2, 2.0, None):
+        raise ReadsAll
+    return field.sqrt(field.total(value * value, axes, keep))
 
 
 @rule
 def _largest(call: Call) -> Any:
     """A function of what the elements are, whatever their order."""
-    value = real(call.value)
+    value = call.real
     if call["other"] is not None:
         return pointwise(call)
-    axes, keep = _axes(call, value), bool(call["keepdim"])
-    if _are_tokens(call, axes):
-        return opaque(call)
+    axes, keep = _axes(call), bool(call["keepdim"])
+    call.apart_from_tokens("self", *axes)
     is_least = call.word in ("amin", "min")
     name, in_rows = "least" if is_least else "largest", axes == [len(value.shape) - 1]
     if isinstance(value.past, quantising.Absolute) and in_rows and not is_least:
-        found = quantising.largest_of(value.past.value)
-        found = found if keep else found.moved(lambda part: part.squeeze(-1))
+        found = quantising.largest_of(value.past.value, keep)
     else:
         found = function(name, field.total(function(f"element of {name}", value), axes, keep))
         found = found.with_past(quantising.End(value, is_least) if in_rows else None)
@@ -1346,34 +1173,6 @@ def _largest(call: Call) -> Any:
 # -- products
 
 
-def _einsum(left: Num, right: Num, a: str, b: str, out: str) -> Num:
-    """Two operands; a letter that only one of them has and the result has not is summed first."""
-    for side, other in ((a, b), (b, a)):
-        if any(letter not in other and letter not in out for letter in side) or len(
-            set(side)
-        ) < len(side):
-            raise Undecided(f"einsum {a},{b}->{out}")
-    batch = [letter for letter in a if letter in b and letter in out]
-    summed = [letter for letter in a if letter in b and letter not in out]
-    rows = [letter for letter in a if letter not in b]
-    columns = [letter for letter in b if letter not in a]
-    sizes = dict(zip(a, left.shape, strict=True)) | dict(zip(b, right.shape, strict=True))
-
-    def arrange(value: Num, labels: str, *groups: list[str]) -> Num:
-        order = [labels.index(letter) for group in (batch, *groups) for letter in group]
-        shape = [sizes[letter] for letter in batch] + [
-            prod(sizes[x] for x in group) for group in groups
-        ]
-        return value.moved(lambda part: part.permute(order).reshape(shape))
-
-    found = field.matmul(arrange(left, a, rows, summed), arrange(right, b, summed, columns))
-    made = [*batch, *rows, *columns]
-    shape = [sizes[letter] for letter in made]
-    return found.moved(
-        lambda part: part.reshape(shape).permute([made.index(letter) for letter in out])
-    )
-
-
 def _sums_along(call: Call, name: str = "self", axis: int = -1) -> None:
     """Raises Undecided for a product that sums over an axis which is shorter in this run than it
     may be.
@@ -1387,68 +1186,69 @@ def _sums_along(call: Call, name: str = "self", axis: int = -1) -> None:
 
 
 @rule
-def _mm(call: Call) -> Value:
-    _sums_along(call)
-    a, b = map(real, _two(call))
-    return field.matmul(a, b)
-
-
-@rule
 def _matmul(call: Call) -> Value:
     _sums_along(call, next(iter(call.given)))
-    a, b = map(real, _two(call))
-    if len(b.shape) == 1:
-        column = b.moved(lambda part: part.unsqueeze(-1))
-        if len(a.shape) == 1:
-            a = a.moved(lambda part: part.unsqueeze(0))
-            return field.matmul(a, column).moved(lambda part: part.reshape(()))
-        return field.matmul(a, column).moved(lambda part: part.squeeze(-1))
-    if len(a.shape) == 1:
-        row = a.moved(lambda part: part.unsqueeze(0))
-        return field.matmul(row, b).moved(lambda part: part.squeeze(-2))
-    return field.matmul(a, b)
+    a, b = call.reals
+    is_row, is_column = len(a.shape) == 1, len(b.shape) == 1
+    found = (a.unsqueeze(0) if is_row else a) @ (b.unsqueeze(-1) if is_column else b)
+    found = found.squeeze(-1) if is_column else found
+    return found.squeeze(-1 if is_column else -2) if is_row else found
 
 
 @rule
 def _linear(call: Call) -> Value:
     _sums_along(call, "input")
-    weight = call.num("weight").moved(lambda part: part.mT)
-    found = field.matmul(call.num("input"), weight)
-    return found if call["bias"] is None else add(found, call.num("bias"))
+    weight = call.num("weight").mT
+    return call.plus(call.num("input") @ weight, "bias")
 
 
 @rule
 def _addmm(call: Call) -> Value:
     left, right = ("mat1", "mat2") if call.word == "addmm" else ("batch1", "batch2")
     _sums_along(call, left)
-    product = mul(field.matmul(call.num(left), call.num(right)), real(as_value(call["alpha"])))
-    return add(product, mul(call.num("self"), real(as_value(call["beta"]))))
+    product = call.num(left) @ call.num(right) * call.num("alpha")
+    return product + call.num("self") * call.num("beta")
 
 
 @rule
 def _einsum_of(call: Call) -> Value:
+    """Two operands; a letter that one of them alone has, the result has too."""
     equation = call["equation"].replace(" ", "")
-    operands = [real(as_value(item)) for item in call["tensors"]]
+    operands = list(map(as_num, call["tensors"]))
     if "->" not in equation or "." in equation or len(operands) != 2:
         raise Undecided(f"einsum {equation}")
-    inputs, out = equation.split("->")
-    left, right = operands
+    (left, right), (inputs, out) = operands, equation.split("->")
     a, b = inputs.split(",")
-    return _einsum(left, right, a, b, out)
+    shared = [letter for letter in a if letter in b]
+    batch = [letter for letter in shared if letter in out]
+    summed = [letter for letter in shared if letter not in out]
+    rows, columns = ([letter for letter in side if letter not in shared] for side in (a, b))
+    made = [*batch, *rows, *columns]
+    if not {*rows, *columns} <= {*out} or len({*a}) < len(a) or len({*b}) < len(b):
+        raise Undecided(f"einsum {equation}")
+    sizes = dict(zip(a, left.shape, strict=True)) | dict(zip(b, right.shape, strict=True))
+
+    def arranged(value: Num, labels: str, *groups: list[str]) -> Num:
+        order = [labels.index(letter) for group in (batch, *groups) for letter in group]
+        shape = [sizes[letter] for letter in batch]
+        shape += [prod(sizes[letter] for letter in group) for group in groups]
+        return value.moved(lambda part: part.permute(order).reshape(shape))
+
+    found = arranged(left, a, rows, summed) @ arranged(right, b, summed, columns)
+    order = [made.index(letter) for letter in out]
+    return found.reshape([sizes[letter] for letter in made]).permute(order)
 
 
 @rule
 def _transposed_product(call: Call) -> Value:
     if call["bias"] is not None or call["scale"] is not None:
-        return opaque(call)
-    a, b = map(real, _two(call))
+        raise ReadsAll
+    a, b = call.reals
     one, two = (call[name] or [0, 1, 2] for name in ("perm_x1", "perm_x2"))
     _sums_along(call, next(iter(call.given)), one[-1])
-    found = field.matmul(
-        a.moved(lambda part: part.permute(one)), b.moved(lambda part: part.permute(two))
-    )
+    found = a.permute(one) @ b.permute(two)
     order = call["perm_y"] or [1, 0, 2]
-    return found.moved(lambda part: part.permute(order))
+    return found.permute(order)
 
 
 # -- quantised rows
@@ -1471,17 +1271,15 @@ def _format(call: Call, in_blocks: bool = False) -> NumberFormat:
 @rule
 def _dynamic_quant(call: Call) -> Any:
     _only(call, quant_mode="pertoken", group_index=None, dst_type_max=0)
-    value = real(call.value)
-    if call["smooth_scales"] is not None:
-        value = mul(value, call.num("smooth_scales"))
+    value = call.times(call.real, "smooth_scales")
     values, scale = quantising.by_row(value, _format(call))
-    return [values, scale.moved(lambda part: part.squeeze(-1))]
+    return [values, scale.squeeze(-1)]
 
 
 @rule
 def _mx_quant(call: Call) -> Any:
     """Blocks of 32 neighbours, whose scales lie in pairs."""
-    value, _ = real(call.value), _format(call, in_blocks=True)
+    value, _ = call.real, _format(call, in_blocks=True)
     _only(
         call,
         axis=len(value.shape) - 1 if call["axis"] != -1 else -1,
@@ -1492,33 +1290,31 @@ def _mx_quant(call: Call) -> Any:
     if value.shape[-1] % (2 * number_formats.BLOCK):
         raise Undecided("blocks that fill no pair")
     values, scale = quantising.by_block(value)
-    return [values, scale.moved(lambda part: part.unflatten(-1, (-1, 2)))]
+    return [values, scale.unflatten(-1, (-1, 2))]
 
 
 @rule
 def _block_quant(call: Call) -> Any:
     """Tiles of 128 neighbours."""
-    value, tile, form = real(call.value), call["col_block_size"], _format(call)
+    value, tile, form = call.real, call["col_block_size"], _format(call)
     _only(call, min_scale=0, round_mode=form.block_rounding, row_block_size=1, dst_type_max=0)
     if value.shape[-1] % tile:
         raise Undecided("tiles that are cut")
-    values, scale = quantising.by_row(
-        value.moved(lambda part: part.unflatten(-1, (-1, tile))), form
-    )
-    return [values.moved(lambda part: part.flatten(-2)), scale.moved(lambda part: part.squeeze(-1))]
+    values, scale = quantising.by_row(value.unflatten(-1, (-1, tile)), form)
+    return [values.flatten(-2), scale.squeeze(-1)]
 
 
 @rule
 def _quantize(call: Call) -> Num:
-    value, scale = real(call.value), call.num("scales")
+    value, scale = call.real, call.num("scales")
     shape = [1] * len(value.shape)
     shape[call["axis"]] = -1
-    scale = scale.moved(lambda part: part.reshape(shape))
+    scale = scale.reshape(shape)
     if call["dtype"] not in (1, 12, torch.int8, torch.qint8):
         raise Undecided(f"{call.name} to {call['dtype']}")
-    found = mul(value, scale if call["div_mode"] is False else field.inverse(scale))
+    found = value * scale if call["div_mode"] is False else value / scale
     if call["zero_points"] is not None:
-        found = add(found, call.num("zero_points").moved(lambda part: part.reshape(shape)))
+        found = found + call.num("zero_points").reshape(shape)
     return quantising.saturated(found)
 
 
@@ -1545,17 +1341,17 @@ def _quant_matmul(call: Call) -> Num:
         )
         if tuple(call["group_sizes"]) not in number_formats.IN_BLOCKS:
             raise Undecided("blocks of other sizes")
-        of_rows = call.num("pertoken_scale").moved(lambda part: part.flatten(-2))
+        of_rows = call.num("pertoken_scale").flatten(-2)
         of_weight = scale.moved(lambda part: part.transpose(1, 2).flatten(0, 1))
         return _as_asked(call, quantising.product_of_blocks(rows, weight, of_rows, of_weight))
     _only(call, scale_dtype=None, pertoken_scale_dtype=None, x1_dtype=HIFLOAT8.number)
-    found = field.matmul(quantising.read_as(rows, call["x1_dtype"]), weight)
-    found = found if call["bias"] is None else add(found, call.num("bias"))
+    found = quantising.read_as(rows, call["x1_dtype"]) @ weight
+    found = call.plus(found, "bias")
     if call.dtype == torch.int32:  # the sum, before any scale
         return found
-    found = mul(found, scale)
+    found = found * scale
     if call["pertoken_scale"] is not None:
-        found = mul(found, call.num("pertoken_scale").moved(lambda part: part.unsqueeze(-1)))
+        found = found * call.num("pertoken_scale").unsqueeze(-1)
     return _as_asked(call, found)
 
 
@@ -1570,50 +1366,46 @@ def _as_asked(call: Call, product: Num) -> Num:
 @rule
 def _attention(call: Call) -> Value:
     query, key, value, mask = (call[name] for name in ("query", "key", "value", "attn_mask"))
-    axes = [(name, axis) for name in ("query", "key", "value") for axis in (-2, -1)]
-    if any(call.varies(name, axis) for name, axis in axes):
-        return opaque(call)
+    for name in ("query", "key", "value"):
+        call.apart_from_tokens(name, -2, -1)
     if call["enable_gqa"]:
         times = query.shape[-3] // key.shape[-3]
         key, value = (
             part.moved(lambda part: part.repeat_interleave(times, -3)) for part in (key, value)
         )
     scale = query.shape[-1] ** -0.5 if call["scale"] is None else call["scale"]
-    scores = field.matmul(query, key.moved(lambda part: part.mT))
-    scores = mul(scores, real(as_value(scale)))
+    scores = query @ key.mT
+    scores = scores * as_num(scale)
     if call["is_causal"]:
         mask = field.integers(torch.ones(scores.shape[-2:], dtype=torch.int64).tril())
     if call["is_causal"] or call.holds("attn_mask") == torch.bool:
         given = {"mask": _opposite(mask), "self": scores, "value": -math.inf}
         scores = real(_masked_fill(call.of(torch.ops.aten.masked_fill.Scalar, given)))
     elif mask is not None:
-        scores = add(scores, mask)
-    return field.matmul(_shares(call, scores, len(scores.shape) - 1), value)
+        scores = scores + mask
+    return _shares(call, scores, len(scores.shape) - 1) @ value
 
 
 @rule
 def _layer_norm(call: Call) -> Any:
     value, rank = call.num("input"), len(call.plain("normalized_shape"))
     axes = list(range(len(value.shape) - rank, len(value.shape)))
-    count = field.inverse(_counts(call, axes))
-    mean = mul(field.total(value, axes, True), count)
-    apart = sub(value, mean)
-    variance = mul(field.total(mul(apart, apart), axes, True), count)
-    rstd = field.inverse(field.sqrt(add(variance, real(as_value(call["eps"])))))
-    found = mul(apart, rstd)
-    found = found if call["weight"] is None else mul(found, call.num("weight"))
-    found = found if call["bias"] is None else add(found, call.num("bias"))
+    count = _counts(call, axes)
+    mean, apart = _around_mean(value, axes, count)
+    variance = field.total(apart * apart, axes, True) / count
+    rstd = field.inverse(field.sqrt(variance + call.num("eps")))
+    found = call.plus(call.times(apart * rstd, "weight"), "bias")
     return found if call.word == "layer_norm" else [found, mean, rstd]
 
 
 def rms_norm(value: Num, gamma: Num | None, epsilon: Any, rank: int) -> tuple[Num, Num]:
     axes = list(range(len(value.shape) - rank, len(value.shape)))
     count = prod(value.shape[axis] for axis in axes)
-    mean = mul(field.total(mul(value, value), axes, True), field.inverse(field.number(count)))
+    mean = field.total(value * value, axes, True) / field.number(count)
     here().means.append(mean)
-    rstd = field.inverse(field.sqrt(add(mean, real(as_value(epsilon)))))
-    normed = mul(value, rstd)
-    return (normed if gamma is None else mul(normed, gamma)), rstd
+    rstd = field.inverse(field.sqrt(mean + as_num(epsilon)))
+    normed = value * rstd
+    return (normed if gamma is None else normed * gamma), rstd
 
 
 @rule
@@ -1628,49 +1420,72 @@ def _rms_norm(call: Call) -> Any:
 @rule
 def _npu_rms_norm(call: Call) -> Any:
     gamma = call.num("gamma")
-    return list(rms_norm(real(call.value), gamma, call["epsilon"], len(gamma.shape)))
+    return list(rms_norm(call.real, gamma, call["epsilon"], len(gamma.shape)))
 
 
 @rule
 def _npu_add_rms_norm(call: Call) -> Any:
-    gamma, both = call.num("gamma"), add(call.num("x1"), call.num("x2"))
+    gamma, both = call.num("gamma"), call.num("x1") + call.num("x2")
     return [*rms_norm(both, gamma, call["epsilon"], len(gamma.shape)), both]
 
 
 def pairs(value: Num) -> tuple[Num, Num]:
     """The even and the odd elements of the last axis."""
-    return value.moved(lambda part: part[..., 0::2]), value.moved(lambda part: part[..., 1::2])
+    even, odd = value.parts(lambda part: (part[..., 0::2], part[..., 1::2]))
+    return even, odd
 
 
 def rotated(value: Num, cos: Num, sin: Num) -> Num:
     """Interleaved pairs in, halves out."""
     even, odd = pairs(value)
     (c0, c1), (s0, s1) = (table.parts(lambda part: part.chunk(2, -1)) for table in (cos, sin))
-    halves = [sub(mul(even, c0), mul(odd, s0)), add(mul(odd, c1), mul(even, s1))]
+    halves = [even * c0 - odd * s0, odd * c1 + even * s1]
     return field.joined(halves, -1)
 
 
 def rotated_halves(value: Num, cos: Num, sin: Num) -> Num:
     first, second = value.parts(lambda part: part.chunk(2, -1))
-    return add(mul(value, cos), mul(field.joined([neg(second), first], -1), sin))
-
-
-@rule
-def _interleave_rope(call: Call) -> Value:
-    return rotated(real(call.value), call.num("cos"), call.num("sin"))
+    return value * cos + field.joined([-second, first], -1) * sin
 
 
 @rule
 def _rotary_mul(call: Call) -> Value:
-    value, r1, r2 = (real(as_value(item)) for item in list(call.given.values())[:3])
+    value, r1, r2 = (as_num(item) for item in list(call.given.values())[:3])
     mode = call["rotary_mode"] or "half"
     if call["rotate"] is not None:
-        turned = field.matmul(value, call.num("rotate"))
+        turned = value @ call.num("rotate")
     elif mode == "half":
         return rotated_halves(value, r1, r2)
     elif mode == "interleave":
         even, odd = pairs(value)
-        turned = field.stacked([neg(odd), even], -1).moved(lambda part: part.flatten(-2))
+        turned = field.stacked([-odd, even], -1).flatten(-2)
     else:
-        return opaque(call)
-    return add(mul(value, r1), mul(turned, r2))
+        raise ReadsAll
+    return value * r1 + turned * r2
+
+
+# -- rules of one expression
+
+
+RULES |= {
+    "same": lambda call: call.value,
+    "index_selected": lambda call: _read(call, [*[None] * _axis(call), _place(call["index"])]),
+    "embedded": lambda call: _read(call, [_place(call["indices"])], call.num("weight")),
+    "index_copied": lambda call: _rows_put(call, call["index"], call["source"]),
+    "zeros": lambda call: _whole(call, as_value(0)),
+    "ones": lambda call: _whole(call, as_value(1)),
+    "reciprocal": lambda call: field.inverse(call.real),
+    "square": lambda call: call.value * call.value,
+    "sqrt": lambda call: field.sqrt(call.real),
+    "rsqrt": lambda call: field.inverse(field.sqrt(call.real)),
+    "cos": lambda call: _turn(call, call.real).real,
+    "sin": lambda call: _turn(call, call.real).imag,
+    "silu": lambda call: call.real * _sigmoid(call),
+    "relu": lambda call: quantising.bounded(call.real, 0, None),
+    "round": lambda call: pointwise(call) if call["decimals"] else quantising.rounded(call.real),
+    "where": lambda call: _chosen(call, "condition", call["self"], call["other"]),
+    "compare": lambda call: _of_integers(getattr(torch, call.word), *call.sides) or pointwise(call),
+    "complex": lambda call: Complex(call.num("real"), call.num("imag")),
+    "polar": lambda call: _turn(call, call.num("angle")) * call.num("abs"),
+    "interleave_rope": lambda call: rotated(call.real, call.num("cos"), call.num("sin")),
+}

@@ -16,7 +16,7 @@ import torch
 
 from mla_fusion.meta.number_formats import BLOCK, FP8, HIFLOAT8, INT8, NumberFormat
 from mla_fusion.prove import field
-from mla_fusion.prove.field import Num, function, here, mul
+from mla_fusion.prove.field import Num, function, here
 
 FLOOR = 1e-4  # under the largest of a row: that of normed rows is far above (a listed assumption)
 STEPS = 127
@@ -79,22 +79,22 @@ class Scaled:
 def scaled(value: Num, factor: float, exactly: Num | None = None) -> Num:
     """``value * factor``, which stands for ``exactly``."""
     times = field.number(factor) if exactly is None else exactly
-    found = mul(value, times)
+    found = value * times
     if 0 < factor <= 1:  # of the largest of rows: that of smaller rows
         maxima = here().maxima
-        maxima += [(mul(rows, times), found) for rows, largest in maxima if largest is value]
+        maxima += [(rows * times, found) for rows, largest in maxima if largest is value]
     return found.with_past(Scaled(value, times) if factor > 0 else None)
 
 
-def largest_of(rows: Num) -> Num:
-    """``max|row|`` over the last axis, which stays."""
+def largest_of(rows: Num, keep: bool = True) -> Num:
+    """``max|row|`` over the last axis; ``keep``: which stays."""
     if isinstance(rows.past, Scaled):
-        found = mul(largest_of(rows.past.value), rows.past.factor)
+        found = largest_of(rows.past.value) * rows.past.factor
     else:
-        sizes = function("size", mul(rows, rows))
+        sizes = function("size", rows * rows)
         found = function("largest of row", field.total(sizes, [len(rows.shape) - 1], True))
     here().maxima.append((rows, found))
-    return found
+    return found if keep else found.squeeze(-1)
 
 
 def is_size(value: Num) -> bool:
@@ -106,25 +106,25 @@ def is_size(value: Num) -> bool:
 
 def is_floor(value: Num, least: float) -> bool:
     """Is it a floor under the largest of a row, or under a step of it, that no row comes near?"""
-    for _, largest in here().of_kernel:
-        for times in (1, STEPS):
-            if 0 < least * times <= FLOOR and _same(mul(value, field.number(times)), largest):
-                return True
-    return False
+    return any(
+        0 < least * times <= FLOOR and _same(value * field.number(times), largest)
+        for _, largest in here().of_kernel
+        for times in (1, STEPS)
+    )
 
 
 def _is_bounded(value: Num) -> bool:
     """Is it no larger than 127, by the largest of its row?"""
     wanted = field.number(STEPS)
     return any(
-        rows.shape == value.shape and field.equal(mul(value, largest), mul(rows, wanted))
+        rows.shape == value.shape and field.equal(value * largest, rows * wanted)
         for rows, largest in here().maxima
     )
 
 
 def _same(a: Num, b: Num) -> bool:
     if a.shape != b.shape:
-        b = b.moved(lambda part: part.reshape(a.shape)) if b.re.numel() == a.re.numel() else b
+        b = b.reshape(a.shape) if b.re.numel() == a.re.numel() else b
     return a.shape == b.shape and field.equal(a, b)
 
 
@@ -167,18 +167,14 @@ def to_bytes(value: Num, dtype: torch.dtype, is_wide: bool = True) -> Num:
     is_wide  it was held in float32 at least: in bfloat16, 127 may have become 127.5, which is 128
     """
     found = whole(value)
-    ends = found.least, found.most
+    least, most = ends = found.least, found.most
     if dtype == INT8.element:
-        in_range = is_wide and _holds(*ends) and _is_bounded(found.value)
+        in_range = is_wide and least <= -STEPS and most >= STEPS and _is_bounded(found.value)
         if found.rounded and (ends == (-128, 127) or in_range):
             return saturated(found.value)
     elif dtype == FP8.element and not found.rounded and ends == (-MOST[FP8], MOST[FP8]):
         return saturated(found.value, FP8)
     return function(f"cast to {dtype}", value)
-
-
-def _holds(least: float, most: float) -> bool:
-    return least <= -STEPS and most >= STEPS
 
 
 def saturated(value: Num, form: NumberFormat = INT8) -> Num:
@@ -205,7 +201,7 @@ def _is_share(limit: Num, largest: Num) -> bool:
     """Is it as many times the largest of each row?"""
     if limit.shape != largest.shape:
         return False
-    times = mul(limit, field.inverse(largest))
+    times = limit / largest
     return field.equal(times, times.moved(lambda part: part.reshape(-1)[:1]))
 
 
@@ -214,7 +210,7 @@ def as_bytes(value: Num, source: torch.dtype, wanted: torch.dtype = INT8.element
     if source == wanted:
         return value
     each = [function(f"byte {place} of {source}", value) for place in range(source.itemsize)]
-    found = field.stacked(each, -1).moved(lambda part: part.flatten(-2))
+    found = field.stacked(each, -1).flatten(-2)
     return found if wanted == INT8.element else function(f"as {wanted}", found)
 
 
@@ -222,22 +218,22 @@ def by_row(rows: Num, form: NumberFormat = INT8) -> tuple[Num, Num]:
     """Each row in bytes, and its step, with the axis kept."""
     largest = largest_of(rows)
     most = field.number(MOST[form])
-    values = saturated(mul(rows, mul(most, field.inverse(largest))), form)
-    return values, mul(largest, field.inverse(most))
+    values = saturated(rows * (most / largest), form)
+    return values, largest / most
 
 
 def by_block(rows: Num) -> tuple[Num, Num]:
     """Each row in mxfp8, and its scales [.., n / 32], powers of two."""
-    blocks = rows.moved(lambda part: part.unflatten(-1, (-1, BLOCK)))
+    blocks = rows.unflatten(-1, (-1, BLOCK))
     powers = function("power of two", largest_of(blocks))
-    values = function("mxfp8", mul(blocks, field.inverse(powers)))
-    return tuple(part.moved(lambda part: part.flatten(-2)) for part in (values, powers))  # type: ignore[return-value]
+    values = function("mxfp8", blocks / powers)
+    return values.flatten(-2), powers.flatten(-2)
 
 
 def product_of_blocks(rows: Num, weight: Num, of_rows: Num, of_weight: Num) -> Num:
     """Rows [t, k] times a weight [k, n] in mxfp8, with scales [t, k / 32] and [k / 32, n]."""
-    by_blocks = rows.moved(lambda part: part.unflatten(-1, (-1, BLOCK)).transpose(0, 1))
-    weight = weight.moved(lambda part: part.unflatten(0, (-1, BLOCK)))
-    scaled = mul(by_blocks, of_rows.moved(lambda part: part.t().unsqueeze(-1)))
-    products = mul(field.matmul(scaled, weight), of_weight.moved(lambda part: part.unsqueeze(1)))
+    by_blocks = rows.unflatten(-1, (-1, BLOCK)).transpose(0, 1)
+    weight = weight.unflatten(0, (-1, BLOCK))
+    scaled = by_blocks * of_rows.mT.unsqueeze(-1)
+    products = scaled @ weight * of_weight.unsqueeze(1)
     return field.total(products, [0], False)

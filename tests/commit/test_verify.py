@@ -14,6 +14,7 @@ from torch.fx import GraphModule
 import mla_fusion as mf
 from mla_fusion.commit import draws, region, token_counts, verify
 from mla_fusion.emit import rows, targets
+from mla_fusion.fx.kinds import holds_integers
 from mla_fusion.fx.program import Program
 from mla_fusion.fx.view import View
 from mla_fusion.match.finder import Finder
@@ -200,7 +201,7 @@ def test_tables_are_made_from_positions_far_out() -> None:
     view, plan = planned(gm)
     cut = region.cut_out(view, plan)
     (positions,) = (
-        leaf for leaf, role in cut.leaves.items() if role == "" and draws._is_integer(leaf)
+        leaf for leaf, role in cut.leaves.items() if role == "" and holds_integers(leaf)
     )
     drawn = draws.Draws(view, plan, cut, None, False, 0)
     seen = torch.cat(

@@ -38,7 +38,7 @@ def test_products_are_those_of_rationals(seed: int) -> None:
         for i in range(2)
         for j in range(4)
     ]
-    found = field.matmul(of(a, 2, 3), of(b, 3, 4))
+    found = of(a, 2, 3) @ of(b, 3, 4)
     assert found.re.flatten().tolist() == [field.residue(value) for value in wanted]
 
 
@@ -50,7 +50,7 @@ def test_products_of_long_rows_are_exact() -> None:
         for row in rows
         for column in columns
     ]
-    assert field.matmul(a, b).re.flatten().tolist() == wanted
+    assert (a @ b).re.flatten().tolist() == wanted
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -59,7 +59,7 @@ def test_a_norm_squared_is_that_of_rationals(seed: int) -> None:
     values = drawn(random.Random(seed), 8)
     mean = sum(value * value for value in values) / 8 + Fraction(1, 1000000)
     normed, _ = operators.rms_norm(of(values, 1, 8), None, 1e-6, 1)
-    squares = field.mul(normed, normed)
+    squares = normed * normed
     assert squares.re.flatten().tolist() == [
         field.residue(value * value / mean) for value in values
     ]
@@ -69,15 +69,15 @@ def test_a_norm_squared_is_that_of_rationals(seed: int) -> None:
 def test_each_element_has_a_root() -> None:
     values = field.random("values", (1000,))
     root = field.sqrt(values)
-    assert field.equal(field.mul(root, root), values)
-    assert field.equal(field.mul(field.inverse(root), root), field.number(1))
+    assert field.equal(root * root, values)
+    assert field.equal(field.inverse(root) * root, field.number(1))
 
 
 @pytest.mark.parametrize("n", [2, 3, 5, 7, 192, 512, 576, 1536, 7168])
 def test_roots_of_sizes_go_through_products(n: int) -> None:
     values = field.random("values", (100,))
-    apart = field.mul(field.sqrt(values), field.inverse(field.sqrt(field.number(n))))
-    assert field.equal(apart, field.sqrt(field.mul(values, field.inverse(field.number(n)))))
+    apart = field.sqrt(values) / field.sqrt(field.number(n))
+    assert field.equal(apart, field.sqrt(values / field.number(n)))
     assert field.equal(field.number(n**0.5), field.sqrt(field.number(n)))
 
 
@@ -111,13 +111,13 @@ def test_a_number_is_seen_with_both_signs() -> None:
     for point in range(3):
         with field.at(field.Point(point)):
             number = field.of_both_signs("s", (1,), 0, 3)
-            same.append(field.equal(field.sqrt(field.mul(number, number)), number))
+            same.append(field.equal(field.sqrt(number * number), number))
     assert not all(same)
 
 
 def test_functions_are_equal_for_equal_arguments_alone() -> None:
     a, b = field.random("a", (50,)), field.random("b", (50,))
-    sums = run(aten.tanh.default, field.add(a, b)), run(aten.tanh.default, field.add(b, a))
+    sums = run(aten.tanh.default, a + b), run(aten.tanh.default, b + a)
     assert field.equal(*sums)
     assert not (sums[0].re == run(aten.tanh.default, a).re).any()
     assert not (run(aten.tanh.default, a).re == run(aten.sigmoid.default, a).re).any()
@@ -130,16 +130,16 @@ def test_columns_of_a_weight_are_known_by_their_elements() -> None:
     """
     x = field.random("x", (3, 6))
     weight = Num(None, cells=Cells.of_input(0, (8, 6)))
-    whole = field.matmul(x, weight.moved(lambda part: part.t()))
+    whole = x @ weight.moved(lambda part: part.t())
     halves = [weight.moved(lambda part, k=k: part[4 * k : 4 * k + 4].t()) for k in (1, 0)]
     joined = field.joined(halves, -1)
-    assert torch.equal(field.matmul(x, joined).re, whole.re.roll(4, -1))
-    turned = field.matmul(x, weight.moved(lambda part: part.flip(-1).t()))
+    assert torch.equal((x @ joined).re, whole.re.roll(4, -1))
+    turned = x @ weight.moved(lambda part: part.flip(-1).t())
     assert not (turned.re == whole.re).any()
-    twice = field.matmul(field.mul(x, field.number(3)), weight.moved(lambda part: part.t()))
-    assert field.equal(twice, field.mul(whole, field.number(3)))
+    twice = x * field.number(3) @ weight.moved(lambda part: part.t())
+    assert field.equal(twice, whole * field.number(3))
     padded = weight.moved(lambda part: torch.nn.functional.pad(part.t(), (0, 2), value=-1))
-    assert torch.equal(field.matmul(x, padded).re, torch.nn.functional.pad(whole.re, (0, 2)))
+    assert torch.equal((x @ padded).re, torch.nn.functional.pad(whole.re, (0, 2)))
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_int8_is_one_function(write: object, is_int8: bool) -> None:
             return Written(run(names["clamp"], self.value, least, most))
 
         def __add__(self, other: Written) -> Written:
-            return Written(field.add(self.value, other.value))
+            return Written(self.value + other.value)
 
         def __rmul__(self, factor: float) -> Written:
             return Written(run(aten.mul.Tensor, self.value, factor))
@@ -192,9 +192,9 @@ def test_a_product_of_bytes_in_the_dtype_that_it_is_asked_for(dtype: torch.dtype
             dtype=dtype,
         )
         found = operators.run(given)
-        sums = field.matmul(x, weight)
-        scaled = field.mul(sums, scale)
-        scaled = field.mul(scaled, token.moved(lambda part: part.unsqueeze(-1)))
+        sums = x @ weight
+        scaled = sums * scale
+        scaled = scaled * token.moved(lambda part: part.unsqueeze(-1))
         wanted = {
             torch.bfloat16: scaled,
             torch.int32: sums,
@@ -207,10 +207,10 @@ def test_rows_brought_to_127_need_no_saturation() -> None:
     with field.at(field.Point()):
         rows = field.random("rows", (4, 16))
         values, step = quantising.by_row(rows)
-        brought = field.mul(rows, field.inverse(step))
+        brought = rows / step
         assert field.equal(quantising.to_bytes(quantising.rounded(brought), torch.int8), values)
-        twice = quantising.rounded(field.mul(brought, field.number(2)))
-        doubled = quantising.saturated(field.mul(brought, field.number(2)))
+        twice = quantising.rounded(brought * field.number(2))
+        doubled = quantising.saturated(brought * field.number(2))
         assert not field.equal(quantising.to_bytes(twice, torch.int8), doubled)
 
 

@@ -56,13 +56,13 @@ def test_no_root_is_a_size() -> None:
 def test_roots_of_how_many_times() -> None:
     rows = field.random("rows", (5, 1))
     for times in (Fraction(1), Fraction(512), Fraction(1, 1536)):
-        several = field.mul(rows, field.number(times))
+        several = rows * field.number(times)
         assert field.small_times(several, rows) == times
         assert field.small_times(several.moved(lambda part: part.expand(5, 3)), rows) == times
-    for other in (field.neg(rows), field.random("others", (5, 1))):
+    for other in (-rows, field.random("others", (5, 1))):
         assert field.small_times(other, rows) is None
     one = field.random("one", (1, 1))  # of its square, nothing says which root is meant
-    assert field.small_times(field.mul(rows, field.mul(one, one)), rows) is None
+    assert field.small_times(rows * (one * one), rows) is None
 
 
 def test_squares_of_other_roots_are_known() -> None:
@@ -71,13 +71,13 @@ def test_squares_of_other_roots_are_known() -> None:
     with field.at(point):
         a, four = field.random("a", (5, 5)), field.number(4)
         part = quantising.scaled(field.sqrt(a), 1536**-0.5)
-        whole = field.mul(field.integer_power(part, 2), field.number(1536))
+        whole = field.integer_power(part, 2) * field.number(1536)
         assert field.small_times(whole, a) == 1
-        half = field.mul(field.sqrt(a), field.number(Fraction(1, 2)))
-        moved = field.neg(half).moved(torch.diagonal)
-        assert field.equal(field.mul(field.mul(half, half), four), a)
-        assert field.equal(field.mul(field.mul(moved, moved), four), a.moved(torch.diagonal))
-        assert not field.equal(field.mul(half, field.sqrt(a)), field.mul(half, half))
+        half = field.sqrt(a) * field.number(Fraction(1, 2))
+        moved = (-half).moved(torch.diagonal)
+        assert field.equal(half * half * four, a)
+        assert field.equal(moved * moved * four, a.moved(torch.diagonal))
+        assert not field.equal(half * field.sqrt(a), half * half)
 
 
 def test_roots_of_the_kernel_are_met_moved_and_inverse() -> None:
@@ -85,12 +85,12 @@ def test_roots_of_the_kernel_are_met_moved_and_inverse() -> None:
     point = field.Point(draws_roots=False, roots=[a.moved(torch.diagonal)])
     with field.at(point):
         wanted = field.sqrt(a.moved(torch.diagonal))
-        assert field.equal(field.mul(wanted, wanted), a.moved(torch.diagonal))
+        assert field.equal(wanted * wanted, a.moved(torch.diagonal))
         assert field.equal(field.sqrt(a).moved(torch.diagonal), wanted)
         of_inverse = field.sqrt(field.inverse(a)).moved(torch.diagonal)
-        assert field.equal(field.mul(of_inverse, wanted), field.number(1))
-        negative = field.neg(field.sqrt(a)).moved(torch.diagonal)
-        assert field.equal(negative, field.neg(wanted))
+        assert field.equal(of_inverse * wanted, field.number(1))
+        negative = (-field.sqrt(a)).moved(torch.diagonal)
+        assert field.equal(negative, -wanted)
         assert not field.equal(negative, wanted)
 
 
@@ -98,19 +98,17 @@ def test_roots_of_numbers() -> None:
     """Those of products are products, also of primes that have no root among the integers."""
     with field.at(field.Point(draws_roots=False)):
         root = {n: field.number(n**0.5) for n in (43, 47, 43 * 47, 2, 1 / 512)}
-        assert field.equal(field.mul(root[43], root[47]), root[43 * 47])
-        assert field.equal(field.mul(root[43], root[43]), field.number(43))
+        assert field.equal(root[43] * root[47], root[43 * 47])
+        assert field.equal(root[43] * root[43], field.number(43))
         assert field.equal(field.sqrt(field.integers(torch.full((4, 1), 43))), root[43])
-        assert field.equal(
-            field.mul(field.mul(root[1 / 512], root[2]), field.number(16)), field.number(1)
-        )
+        assert field.equal(root[1 / 512] * root[2] * field.number(16), field.number(1))
 
 
 def test_a_square_of_a_root_is_as_large_as_the_product() -> None:
     with field.at(field.Point(draws_roots=False)):
         root = field.sqrt(field.random("a", (8, 1)))
         spread = root.moved(lambda part: part.expand(8, 512))
-        assert field.mul(root, spread).shape == field.mul(spread, root).shape == (8, 512)
+        assert (root * spread).shape == (spread * root).shape == (8, 512)
 
 
 def test_roots_of_the_kernel_are_met_spread_and_by_fractions() -> None:
@@ -121,19 +119,19 @@ def test_roots_of_the_kernel_are_met_spread_and_by_fractions() -> None:
         for over, under in ((25, 4), (2, 3), (1, 1 << 20)):
             times = field.number(Fraction(over, under))
             root_of_inverse = field.number((under / over) ** 0.5)
-            found = field.mul(field.sqrt(field.mul(spread, times)), root_of_inverse)
+            found = field.sqrt(spread * times) * root_of_inverse
             assert field.equal(found, root)
             assert point.times.pop() == Fraction(over, under)
-        negative = field.sqrt(field.mul(b, field.number(-4)))
-        assert not field.equal(field.mul(negative, negative), field.mul(root, root))
-        assert not field.equal(negative, field.mul(root, field.number(2)))
+        negative = field.sqrt(b * field.number(-4))
+        assert not field.equal(negative * negative, root * root)
+        assert not field.equal(negative, root * field.number(2))
 
 
 def test_what_the_kernel_takes_a_root_of_is_no_square() -> None:
     v = field.random("v", (40, 1))
     assert field.are_squares(v) == {True, False}
-    assert field.are_squares(field.mul(field.mul(v, v), field.number(3))) == {True}
-    assert len(field.are_squares(field.neg(field.mul(v, v)))) == 1
+    assert field.are_squares(v * v * field.number(3)) == {True}
+    assert len(field.are_squares(-(v * v))) == 1
 
 
 class OneColumn(base.Base):

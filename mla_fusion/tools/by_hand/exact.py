@@ -21,7 +21,7 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from mla_fusion.commit.interpreter import wide, widened
 from mla_fusion.compat import OpOverload, tree_leaves, tree_map_only
-from mla_fusion.fx.kinds import argument, is_cast
+from mla_fusion.fx.kinds import argument, is_cast, is_float
 from mla_fusion.operators.known import Kind, known
 from mla_fusion.prove import field, operators
 from mla_fusion.prove.evaluate import UNKNOWN, dtype_of
@@ -377,8 +377,7 @@ class _InField(Interpreter):
 def _narrows(held: Tensor, reads: Sequence[Any]) -> bool:
     """Are integers held as floats that have not all of them?"""
     return held.dtype in operators.NARROW and any(
-        isinstance(read, Tensor) and not (read.is_floating_point() or read.is_complex())
-        for read in reads
+        isinstance(read, Tensor) and not is_float(read.dtype) for read in reads
     )
 
 
@@ -406,7 +405,7 @@ def _complex(found: Value, held: Tensor, known: bool = False) -> Value:
     if isinstance(found, Complex) or not held.is_complex():
         return found
     if known:
-        return Complex(found, field.number(0).moved(lambda part: part.expand(found.shape)))
+        return Complex(found, field.number(0).expand(found.shape))
     return Complex(field.function("real part", found), field.function("imaginary part", found))
 
 
@@ -423,9 +422,9 @@ def _by_numbers(tensor: Tensor, exactly: bool) -> Value:
     bits = tensor.double().abs().contiguous().view(torch.int64)
     root = field.function("number", Num(bits & 0x7FFFFFFF), Num(bits >> 31))
     # a square, and its negative is none: so the root of a square is its size
-    size = field.mul(root, root)
+    size = root * root
     sign = Num(tensor.sign().to(torch.int64).remainder(field.P))
-    return field.mul(size, sign)
+    return size * sign
 
 
 def _parts(value: Any) -> list[Num]:
@@ -614,7 +613,7 @@ class _Wide(_OnTensors):
         return found
 
     def _rounded(self, value: Any) -> Any:
-        is_tensor = isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+        is_tensor = isinstance(value, Tensor) and is_float(value.dtype)
         if self._drawn is None or not is_tensor:
             return value
         off = torch.randn(value.shape, generator=self._drawn, dtype=torch.float64)
