@@ -29,7 +29,8 @@ from mla_fusion.fx.kinds import filled_with, is_reshape, word
 from mla_fusion.fx.module_path import label
 from mla_fusion.fx.pools import part_of
 from mla_fusion.fx.program import nodes_between
-from mla_fusion.fx.sizes import is_symbolic, same_shape
+from mla_fusion.fx.sizes import is_size, is_symbolic, same_shape
+from mla_fusion.operators.known import dtype_of, shape_of, value_of
 from mla_fusion.pipeline import run
 from mla_fusion.report import store
 from mla_fusion.report.report import Report
@@ -132,7 +133,7 @@ class BoundaryBuilder(GraphBuilder):
         return None if any(map(is_symbolic, parameter.shape)) else inverse(program, parameter)
 
     def cache(self, node: Node, shape: Sequence[Any]) -> Node:
-        if same_shape(node.meta["val"].shape, shape):
+        if same_shape(shape_of(node), shape):
             return self.value(node)
         if node not in self._caches:
             viewed = self._seen(node, shape)
@@ -146,7 +147,7 @@ class BoundaryBuilder(GraphBuilder):
         tensor tells it.
         """
         position, part = part_of(node) or (self._position[node], None)
-        if same_shape(node.meta["val"].shape, shape):
+        if same_shape(shape_of(node), shape):
             return Viewed(position, None, part)
         return Viewed(position, tuple(-1 if is_symbolic(size) else size for size in shape), part)
 
@@ -174,9 +175,7 @@ class BoundaryBuilder(GraphBuilder):
                     source = (
                         result.args[0] if isinstance(result, Node) and is_reshape(result) else None
                     )
-                    if isinstance(source, Node) and same_shape(
-                        source.meta["val"].shape, viewed.meta["val"].shape
-                    ):
+                    if isinstance(source, Node) and same_shape(shape_of(source), shape_of(viewed)):
                         user.args = (viewed, source)
 
     def _on_npu(
@@ -185,7 +184,7 @@ class BoundaryBuilder(GraphBuilder):
         """The bytes that a weight would add where weights are laid out for an NPU; tried once for
         equal layers.
         """
-        form = name, signature, str(result.meta["val"].shape), result.meta["val"].dtype
+        form = name, signature, str(shape_of(result)), dtype_of(result)
         if form not in self._added_on_npu:
             program, positions, made = self._program(recipe, leaves, as_on_npu=True)
             value = made.meta["val"]
@@ -240,7 +239,7 @@ class BoundaryBuilder(GraphBuilder):
         Raises ``_Unpackable`` for a size that is read off a tensor: it may be that of the tokens.
         """
         graph = Graph()
-        numbers = [node for node in self._originals if is_symbolic(node.meta.get("val"))]
+        numbers = [node for node in self._originals if is_size(node)]
         copies = {node: graph.node_copy(node) for node in numbers}
         by_value = {expression_of(node.meta["val"]): copies[node] for node in numbers}
         fills = {
@@ -256,7 +255,7 @@ class BoundaryBuilder(GraphBuilder):
         for node in inputs:
             copies[node] = graph.node_copy(node)
         for node in sorted({*fills, *steps} - {*inputs}):
-            value: Any = node.meta.get("val")
+            value: Any = value_of(node)
             if is_symbolic(value) and expression_of(value) in by_value:
                 copies[node] = by_value[expression_of(value)]
             elif word(node) in ("sym_size", "sym_numel"):
@@ -275,7 +274,7 @@ class BoundaryBuilder(GraphBuilder):
         """Settle what the callable around the graph needs."""
         for node in self._parts:
             if node in self.copies and self.copies[node].users:
-                self.made_outside[self.copies[node]] = self._seen(node, node.meta["val"].shape)
+                self.made_outside[self.copies[node]] = self._seen(node, shape_of(node))
         if self.made_outside or self.slot_checks:
             self.adaptors = self._inputs()
             self.examples = [
@@ -358,12 +357,12 @@ def _casts_format(program: GraphModule) -> bool:
 
 
 def _has_symbolic_sizes(node: Node) -> bool:
-    return any(map(is_symbolic, node.meta["val"].shape))
+    return any(map(is_symbolic, shape_of(node)))
 
 
 def _fill(node: Node) -> float | None:
     """The number that fills a value of static shape, where the operator says so."""
-    value = node.meta.get("val")
+    value = value_of(node)
     if (
         node.op != "call_function"
         or not isinstance(value, Tensor)

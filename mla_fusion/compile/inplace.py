@@ -27,6 +27,7 @@ from mla_fusion.fx.kinds import is_view, word
 from mla_fusion.fx.walk import reached
 from mla_fusion.meta import key_operator
 from mla_fusion.meta.prolog import V3, V3_FUNCTIONAL
+from mla_fusion.operators.known import shape_of
 
 aten = torch.ops.aten
 
@@ -148,7 +149,7 @@ def _is_buffer(cache: Any) -> bool:
 def _its_own(call: Node, cache: Any) -> bool:
     """Does nobody but the call, and what copies its result back, use this input or buffer?"""
     if _is_buffer(cache):
-        return set(cache.users) == {call} or 0 in cache.meta["val"].shape
+        return set(cache.users) == {call} or 0 in shape_of(cache)
     return (
         isinstance(cache, Node)
         and cache.op == "placeholder"
@@ -158,9 +159,7 @@ def _its_own(call: Node, cache: Any) -> bool:
 
 def _apart(caches: Iterable[Node]) -> bool:
     """Do the caches lie in different memory? One without elements lies in none."""
-    storages = [
-        storage_id(cache.meta["val"]) for cache in caches if 0 not in cache.meta["val"].shape
-    ]
+    storages = [storage_id(cache.meta["val"]) for cache in caches if 0 not in shape_of(cache)]
     return len(set(storages)) == len(storages)
 
 

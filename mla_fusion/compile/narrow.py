@@ -17,6 +17,7 @@ from torch.fx import GraphModule
 from mla_fusion.compat import HELD, FakeTensor, is_of_model
 from mla_fusion.fx.held import NUMBERS, Numbers
 from mla_fusion.modes import outside_modes
+from mla_fusion.operators.known import value_of
 
 
 def mark(gm: GraphModule, given: Sequence[Any]) -> None:
@@ -28,7 +29,7 @@ def mark(gm: GraphModule, given: Sequence[Any]) -> None:
         return
     for node, value in zip(inputs, given, strict=True):
         held = looked_at(value) if isinstance(value, FakeTensor) or is_of_model(value) else None
-        if held is not None and _same_form(node.meta.get("val"), value):
+        if held is not None and _same_form(value_of(node), value):
             node.meta[NUMBERS] = held
 
 

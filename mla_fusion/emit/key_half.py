@@ -20,6 +20,7 @@ from mla_fusion.facts.projection import Projection
 from mla_fusion.facts.rope import Table
 from mla_fusion.fx.build import Builder
 from mla_fusion.meta.key_operator import V2_FUNCTIONAL as KERNEL
+from mla_fusion.operators.known import shape_of
 from mla_fusion.plan.plan import InPlace, KeyPlan
 from mla_fusion.weights.columns import describe
 
@@ -137,7 +138,7 @@ def _product(b: Builder, plan: KeyPlan, projection: Projection) -> Any:
     """The product as [T, columns]."""
     value, labels = b.value(projection.node), projection.product.out_labels
     axis = labels.index(projection.column_labels[0])
-    width = projection.node.meta["val"].shape[axis]
+    width = shape_of(projection.node)[axis]
     if axis != len(labels) - 1:
         order = [place for place in range(len(labels)) if place != axis]
         value = b.call(aten.permute.default, value, [*order, axis])

@@ -19,6 +19,7 @@ from mla_fusion.fx.module_path import label
 from mla_fusion.fx.sizes import is_symbolic
 from mla_fusion.meta.number_formats import BLOCK, ELEMENTS
 from mla_fusion.operators.forms import order_of
+from mla_fusion.operators.known import shape_of
 from mla_fusion.plan.cache_modes import scale_shapes
 from mla_fusion.plan.plan import InPlace, PrologPlan
 from mla_fusion.weights.columns import describe
@@ -136,7 +137,7 @@ def _token_scale(b: Builder, plan: PrologPlan, quantised: Quantised) -> Any:
     shape = b.shape(value)
     if _in_blocks(plan):
         # the width of x, not that of its scales: a size of an argument may be symbolic
-        return _as_e8m0(b, b.reshape(value, (-1, plan.token_x.meta["val"].shape[-1] // BLOCK)))
+        return _as_e8m0(b, b.reshape(value, (-1, shape_of(plan.token_x)[-1] // BLOCK)))
     column = (
         value if len(shape) == 2 and shape[1] == 1 else b.call(aten.reshape.default, value, [-1, 1])
     )
@@ -164,7 +165,7 @@ def matrix(b: Builder, projection: Projection) -> Any:
         return weight if order == [0, 1] else b.call(aten.permute.default, weight, [1, 0])
     if order != list(range(len(order))):
         weight = b.call(aten.permute.default, weight, order)
-    shape = projection.weight.meta["val"].shape
+    shape = shape_of(projection.weight)
     return b.reshape(weight, [shape[axis] for axis in order[-2:]])
 
 
@@ -183,12 +184,12 @@ def scale_matrix(b: Builder, projection: Projection) -> Any:
     assert projection.quantised is not None
     scale = projection.quantised.weight_scale
     form = projection.quantised.format
-    columns = projection.weight.meta["val"].shape[
+    columns = shape_of(projection.weight)[
         projection.weight_labels.index(projection.column_labels[0])
     ]
     if form is None or not form.in_blocks:
         return b.reshape(b.value(scale), (1, columns))
-    pairs = scale.meta["val"].shape[0]
+    pairs = shape_of(scale)[0]
     return b.reshape(b.call(aten.permute.default, b.value(scale), [0, 2, 1]), (2 * pairs, columns))
 
 

@@ -18,6 +18,7 @@ from mla_fusion.facts.static_quant import One, StaticQuant
 from mla_fusion.fx.build import Builder
 from mla_fusion.meta.preprocess import OP, STATIC
 from mla_fusion.meta.prolog import Argument, Operator
+from mla_fusion.operators.known import shape_of
 from mla_fusion.plan.plan import InPlace, PreprocessPlan
 
 aten = torch.ops.aten
@@ -50,7 +51,7 @@ def call_kernel(b: Builder, plan: PreprocessPlan) -> dict[str, Any]:
     q, k = plan.candidate.query, plan.candidate.key
     assert q.norm.gamma is not None and k.gamma is not None and isinstance(q.absorb, AbsorbFact)
     tokens, latent, rope = prod(plan.lead), len(k.columns), k.rope_dim
-    x = b.reshape(b.value(plan.token_x), (tokens, plan.token_x.meta["val"].shape[-1]))
+    x = b.reshape(b.value(plan.token_x), (tokens, shape_of(plan.token_x)[-1]))
     if isinstance(plan.caches, InPlace):
         held = {name: b.target(b.cache(cache, shape)) for name, cache, shape in plan.caches.held}
         slots = rows.checked_slots(b, plan, (tokens,))
@@ -231,7 +232,7 @@ def _bias_matrix(b: Builder, projection: Projection) -> Any:
     """The int32 biases of a projection's columns as [1, out]; zeros where it has none."""
     if projection.pieces:
         return b.call(aten.cat.default, [_bias_matrix(b, piece) for piece in projection.pieces], 1)
-    columns = projection.weight.meta["val"].shape[
+    columns = shape_of(projection.weight)[
         projection.weight_labels.index(projection.column_labels[0])
     ]
     if projection.product.bias is not None:

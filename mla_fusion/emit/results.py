@@ -10,6 +10,7 @@ from torch.fx import Node
 
 from mla_fusion.fx.build import Builder
 from mla_fusion.fx.kinds import argument, word
+from mla_fusion.operators.known import dtype_of
 from mla_fusion.plan.outputs import Replacement
 from mla_fusion.plan.plan import Plan
 
@@ -23,7 +24,7 @@ def result_of(b: Builder, results: Any, place: int) -> Any:
 
 def fit(b: Builder, replacement: Replacement, result: Any) -> Any:
     """The kernel's result in the shape, order and dtype of the node that it replaces."""
-    return b.cast(arrange(b, replacement, result), replacement.node.meta["val"].dtype)
+    return b.cast(arrange(b, replacement, result), dtype_of(replacement.node))
 
 
 def arrange(b: Builder, replacement: Replacement, result: Any) -> Any:

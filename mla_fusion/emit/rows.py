@@ -12,6 +12,7 @@ from mla_fusion.facts.cache_write import Slots
 from mla_fusion.facts.dense_write import Span
 from mla_fusion.facts.rope import Table, TableRun
 from mla_fusion.fx.build import Builder
+from mla_fusion.operators.known import shape_of
 from mla_fusion.plan.plan import InPlace, Plan
 
 aten = torch.ops.aten
@@ -70,7 +71,7 @@ def _run(b: Builder, run: TableRun) -> Any:
         value = b.call(
             aten.select.int, b.call(aten.view_as_real.default, value), -1, int(run.field == "imag")
         )
-    width = run.base.meta["val"].shape[-1]
+    width = shape_of(run.base)[-1]
     if (run.start, run.step, run.count) != (0, 1, width):
         stop = run.start + run.step * (run.count - 1) + 1
         value = b.call(aten.slice.Tensor, value, -1, run.start, stop, run.step)
@@ -128,7 +129,7 @@ def _of_every_sequence(b: Builder, slots: Slots, device: torch.device) -> Any:
     """The slots [sequences, length] of rows at places in each sequence."""
     assert slots.every is not None and slots.offset is not None
     sequences, length = slots.every
-    each_its_own = len(slots.offset.meta["val"].shape) > 1
+    each_its_own = len(shape_of(slots.offset)) > 1
     places = b.reshape(b.value(slots.offset), slots.every if each_its_own else (length,))
     return _places(b, _count(b, sequences, device), slots.block_size, places)
 

@@ -25,7 +25,7 @@ from mla_fusion.fx.walk import (
     upward,
     views_and_exact_casts,
 )
-from mla_fusion.operators.known import EXPANDS
+from mla_fusion.operators.known import EXPANDS, shape_of, value_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,9 +73,7 @@ class AbsorbFact:
     def latent_dim(self) -> int:
         """Hckv, the columns of the product."""
         label = self.projection.column_labels[0]
-        return int(
-            self.projection.weight.meta["val"].shape[self.projection.weight_labels.index(label)]
-        )
+        return int(shape_of(self.projection.weight)[self.projection.weight_labels.index(label)])
 
     @property
     def nope_dim(self) -> int:
@@ -105,7 +103,7 @@ def find(
     # axes of size 1
     broadcast = [label for label in weight if label not in (*batch, *summed, *columns)]
     to_ndc = tuple(weight.index(label) for label in (*broadcast, *batch, *summed, *columns))
-    width = cone.view.binding.size(projection.weight.meta["val"].shape[weight.index(columns[0])])
+    width = cone.view.binding.size(shape_of(projection.weight)[weight.index(columns[0])])
     head, heads = torch.arange(products), products
     # the weight was repeated along sequences, which are merged with the heads
     if count != cone.tokens:
@@ -113,7 +111,7 @@ def find(
         if repeated is None:
             return None
         weight_node, head = repeated
-        heads, to_ndc = int(head.max()) + 1, tuple(range(len(weight_node.meta["val"].shape)))
+        heads, to_ndc = int(head.max()) + 1, tuple(range(len(shape_of(weight_node))))
     by_head = head.argsort(stable=True)
     rows = products * count
     if rows != heads * cone.tokens or not torch.equal(
@@ -276,7 +274,7 @@ def _side_by_side(
         if len(stack) > _FARTHEST:
             return None
         stack.extend(user for user in node.users if _moves(user) and user not in stack)
-        value = node.meta.get("val")
+        value = value_of(node)
         if not isinstance(value, torch.Tensor) or node in roots:
             continue
         program = Program(roots, nodes_between(roots, node), view.binding, shrink=shrink)

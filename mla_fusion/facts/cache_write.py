@@ -26,7 +26,7 @@ from mla_fusion.fx.program import nodes_between
 from mla_fusion.fx.sizes import broadcast, divides, same, same_shape
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import INPUTS, origin, reached, unit_selections
-from mla_fusion.operators.known import rule_of, rules
+from mla_fusion.operators.known import dtype_of, rule_of, rules, shape_of, value_of
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,12 @@ class Slots:
     def shape(self) -> tuple[Any, ...]:
         if self.span is not None:
             return self.span.sequences, self.span.length
-        return self.every or broadcast(*map(_shape, self.nodes))
+        return self.every or broadcast(*map(shape_of, self.nodes))
 
     @property
     def in_sequences(self) -> bool:
         """Are they numbers of sequences, and places in them, which are spread over each other?"""
-        shapes = [_shape(node) for node in self.nodes]
+        shapes = [shape_of(node) for node in self.nodes]
         return self.every is not None or not all(same_shape(shapes[0], one) for one in shapes)
 
     def __str__(self) -> str:
@@ -148,7 +148,7 @@ def find(view: View, writer: Node, value: Node) -> WriteFact | Obstacles:
             indices = _tensors_of_integers(writer)
         else:
             indices, axis = [of_sequences[0]], of_sequences[1]
-    wrong = [index for index in indices if index.meta["val"].dtype not in _INDICES]
+    wrong = [index for index in indices if dtype_of(index) not in _INDICES]
     for index in wrong:
         message = f"index {index.name} is {index.meta['val'].dtype}, not an integer tensor"
         found.append(Obstacle("slots.dtype", message))
@@ -197,7 +197,7 @@ def _no_blocks(cache: Node) -> str:
 
 def _by_no_row_number(writer: Node, name: str, base: Node) -> Obstacle:
     """How a writer by index says where rows go, if not by one number a row."""
-    axis, shape = argument(writer, "dim", 0), list(base.meta["val"].shape)
+    axis, shape = argument(writer, "dim", 0), list(shape_of(base))
     if argument(writer, "accumulate", False):
         return Obstacle("cache.accumulates", f"{writer.name} adds to what the rows hold")
     if isinstance(indices := argument(writer, "indices"), (list, tuple)):
@@ -216,7 +216,7 @@ def _by_no_row_number(writer: Node, name: str, base: Node) -> Obstacle:
 
 def _tensors_of_integers(writer: Node) -> list[Node]:
     given = (_unspread(node) for node in writer.all_input_nodes[1:])
-    values = ((node, node.meta.get("val")) for node in given)
+    values = ((node, value_of(node)) for node in given)
     return [
         node
         for node, value in values
@@ -298,7 +298,7 @@ def _index_copy(node: Node) -> list[Node] | None:
 def _scatter(node: Node) -> list[Node] | None:
     """``scatter(rows, 0, index, value)`` where every column of a row has the same index."""
     column = _column(node)
-    is_row = node.args[1] == 0 and column is not None and len(_shape(column)) == 2
+    is_row = node.args[1] == 0 and column is not None and len(shape_of(column)) == 2
     return [column] if column is not None and is_row else None
 
 
@@ -310,18 +310,16 @@ def _column(node: Node) -> Node | None:
     if word(index) not in ("expand", "repeat") or len(node.args) > 4 or "reduce" in node.kwargs:
         return None
     column = index.args[0]
-    if not isinstance(column, Node) or not same_shape(
-        index.meta["val"].shape, node.args[3].meta["val"].shape
-    ):
+    if not isinstance(column, Node) or not same_shape(shape_of(index), shape_of(node.args[3])):
         return None
-    shape, wide = _shape(column), _shape(index)
+    shape, wide = shape_of(column), shape_of(index)
     is_column = len(shape) > 1 and same(shape[-1], 1) and same_shape(shape[:-1], wide[:-1])
     return column if is_column else None
 
 
 def _scatter_nd(node: Node) -> list[Node] | None:
     index = node.args[1]
-    if not isinstance(index, Node) or not same(index.meta["val"].shape[-1], 1):
+    if not isinstance(index, Node) or not same(shape_of(index)[-1], 1):
         return None
     return [index]
 
@@ -338,7 +336,7 @@ def _index_put_behind(node: Node) -> tuple[Node, int] | None:
     if argument(node, "accumulate", False) or not isinstance(indices, (list, tuple)):
         return None
     *before, index = indices
-    alone = index is not None and not any(before) and len(_shape(index)) < 2
+    alone = index is not None and not any(before) and len(shape_of(index)) < 2
     return (index, len(before)) if alone else None
 
 
@@ -350,7 +348,7 @@ def _index_copy_behind(node: Node) -> tuple[Node, int] | None:
 def _scatter_behind(node: Node) -> tuple[Node, int] | None:
     """Each sequence has places of its own."""
     axis, column = _axis(node), _column(node)
-    return (column, axis) if column is not None and len(_shape(column)) == axis + 2 else None
+    return (column, axis) if column is not None and len(shape_of(column)) == axis + 2 else None
 
 
 _OF_SEQUENCES = {
@@ -363,11 +361,7 @@ _OF_SEQUENCES = {
 def _axis(node: Node) -> int:
     axis = argument(node, "dim", 0)
     assert isinstance(axis, int)
-    return axis % len(_shape(node))
-
-
-def _shape(node: Node) -> Any:
-    return node.meta["val"].shape
+    return axis % len(shape_of(node))
 
 
 def input_behind(node: Node) -> Node | None:
@@ -380,7 +374,7 @@ def _slots(
     view: View, base: Node, indices: list[Node], width: object, axis: int
 ) -> Slots | Obstacle:
     """``base``: all rows of a cache, in their order; ``axis``: along which the first index runs."""
-    shape = base.meta["val"].shape
+    shape = shape_of(base)
     if axis:
         return _in_sequences(base, indices[0], width, axis)
     if len(indices) == 3 and len(shape) > 2 and same(shape[2], 1):
@@ -402,7 +396,7 @@ def _slots(
 
 def _in_sequences(base: Node, index: Node, width: object, axis: int) -> Slots | Obstacle:
     """Places in each sequence of ``[B, 1, .., rows, width]``: the same ones, or each its own."""
-    shape, places = _shape(base), _shape(index)
+    shape, places = shape_of(base), shape_of(index)
     are_rows = same(math.prod(shape[axis + 1 :]), width)
     if not are_rows or not all(same(size, 1) for size in shape[1:axis]):
         return Obstacle("cache.rows", f"{base.name} is not [sequences, rows, width]")
@@ -417,11 +411,11 @@ def _common_slot(view: View, block: Node, offset: Node, block_size: object) -> N
     """The node of which ``block`` is the quotient and ``offset`` the remainder by the block
     size.
     """
-    number, shape = view.terms.quotient_and_remainder(block, offset, block_size), _shape(block)
-    if number is None or not same_shape(shape, _shape(offset)):
+    number, shape = view.terms.quotient_and_remainder(block, offset, block_size), shape_of(block)
+    if number is None or not same_shape(shape, shape_of(offset)):
         return None
     for candidate in nodes_between((), block):
-        value = candidate.meta.get("val")
+        value = value_of(candidate)
         if not isinstance(value, torch.Tensor) or value.dtype not in _INDICES:
             continue
         if (
@@ -461,4 +455,4 @@ def readers(cache: Node, *writers: Node) -> list[Node]:
 
 
 def _is_tensor(node: Node) -> bool:
-    return node.op == "output" or isinstance(node.meta.get("val"), (torch.Tensor, tuple, list))
+    return node.op == "output" or isinstance(value_of(node), (torch.Tensor, tuple, list))

@@ -15,6 +15,7 @@ from mla_fusion.fx import pools
 from mla_fusion.fx.kinds import argument, has_effect, word
 from mla_fusion.fx.sizes import is_symbolic, same, same_shape
 from mla_fusion.fx.walk import INPUTS
+from mla_fusion.operators.known import shape_of, value_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +61,7 @@ def find(writer: Node, value: Node) -> DenseWrite | Obstacle:
     inside: list[Node] = [value] if word(value) == "copy" else []
     starts: dict[int, Any] = {}
     if word(writer) == "copy" and len(writer.users) == 1 and writer.args[1] is value:
-        if not same_shape(_shape(value), _shape(writer)):
+        if not same_shape(shape_of(value), shape_of(writer)):
             message = f"{writer.name} is of another shape than {value.name}, which it copies"
             return Obstacle("cache.part_of_row", message)
         inside, value, writer = [writer], writer, next(iter(writer.users))
@@ -90,26 +91,26 @@ def find(writer: Node, value: Node) -> DenseWrite | Obstacle:
         if outer is None or len(scatter.users) != 1:
             return Obstacle("cache.no_input", pools.no_input(base))
         inside.append(outer)
-    rank, assigned = len(_shape(base)), _shape(value)
+    rank, assigned = len(shape_of(base)), shape_of(value)
     row_axis = rank - 2
     if (
         len(assigned) != rank
         or not starts.keys() <= set(range(row_axis + 1))
-        or not same(assigned[-1], _shape(base)[-1])
+        or not same(assigned[-1], shape_of(base)[-1])
     ):
         return Obstacle("cache.part_of_row", f"{inside[-1].name} does not assign whole rows")
-    if not all(same(size, 1) for size in _shape(base)[1:row_axis]):
-        message = f"{base.name} of shape {list(_shape(base))} is not [sequences, rows, width]"
+    if not all(same(size, 1) for size in shape_of(base)[1:row_axis]):
+        message = f"{base.name} of shape {list(shape_of(base))} is not [sequences, rows, width]"
         return Obstacle("cache.rows", message)
     first, sequences = (starts.get(0, 0), assigned[0]) if row_axis else (0, 1)
-    start, rows = starts.get(row_axis, 0), _shape(base)[row_axis]
+    start, rows = starts.get(row_axis, 0), shape_of(base)[row_axis]
     return DenseWrite(base, Span(first, start, rows, sequences, assigned[row_axis]), tuple(inside))
 
 
 def _first(start: Any) -> Any:
     """The start of a slice that is never negative: a literal, or the value of an input."""
     if isinstance(start, Node):
-        start = start.meta.get("val") if start.op in INPUTS else None
+        start = value_of(start) if start.op in INPUTS else None
         return start if is_symbolic(start) and bounds_of(start)[0] >= 0 else None
     return start if isinstance(start, int) and start >= 0 else None
 
@@ -121,7 +122,3 @@ def _puts_back(user: Node, scatter: Node, base: Node) -> bool:
     names = ("dim", "start", "end", "step")
     taken = [argument(base, name) for name in names] if word(base) == "slice" else None
     return taken == [argument(user, name) for name in names] and base.args[0] is user.args[0]
-
-
-def _shape(node: Node) -> Any:
-    return node.meta["val"].shape

@@ -18,10 +18,10 @@ from mla_fusion.fx.analytic import Steps
 from mla_fusion.fx.kinds import argument, is_cast, is_float, is_view, tensor_held, word
 from mla_fusion.fx.program import Program, nodes_between
 from mla_fusion.fx.ranges import Ranges
-from mla_fusion.fx.sizes import broadcast, is_symbolic, same, same_shape
+from mla_fusion.fx.sizes import broadcast, is_size, is_symbolic, same, same_shape
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import INPUTS, origin, views_and_casts
-from mla_fusion.operators.known import COUNTS, EXPANDS, GATHER, rule_named
+from mla_fusion.operators.known import COUNTS, EXPANDS, GATHER, dtype_of, rule_named, shape_of
 
 _LONGEST = 24  # steps from the slots to the input
 _KEEP_APART = GATHER | {"neg", "flip", "roll"}
@@ -37,13 +37,13 @@ def repeats(view: View, slots: list[Node], trusting: Ranges) -> str:
     ``slots``: the slots, or (block, place in it); ``trusting``: ranges that take inputs at their
     word.
     """
-    if all(same(math.prod(node.meta["val"].shape), 1) for node in slots):
+    if all(same(math.prod(shape_of(node)), 1) for node in slots):
         return ""
     if len(slots) == 1:
         step = _merging_step(view, slots[0], trusting)
         return f"{step.name} may give two tokens one slot" if step is not None else ""
     block, place = slots
-    if not same_shape(block.meta["val"].shape, place.meta["val"].shape):
+    if not same_shape(shape_of(block), shape_of(place)):
         return _spread_over_each_other(view, slots, trusting)
     if view.terms.are_apart(block, place):
         return ""
@@ -56,7 +56,7 @@ def _spread_over_each_other(view: View, slots: list[Node], trusting: Ranges) -> 
     """As of blocks [B, 1] and places [B, S] or [S]: two tokens are at other indices of one of
     them, along which no number stands twice.
     """
-    shapes = [node.meta["val"].shape for node in slots]
+    shapes = [shape_of(node) for node in slots]
     whole = broadcast(*shapes)
     missed = set(range(-len(whole), 0))
     for shape in shapes:
@@ -105,12 +105,7 @@ def _counts_twice(view: View, index: Node) -> bool:
 
 def _keeps_positions(node: Node) -> bool:
     name = word(node)
-    return (
-        is_symbolic(node.meta.get("val"))
-        or is_view(node)
-        or is_cast(node)
-        or name in _KEEP_APART | _COUNTS
-    )
+    return is_size(node) or is_view(node) or is_cast(node) or name in _KEEP_APART | _COUNTS
 
 
 def _merging_step(view: View, node: Node, trusting: Ranges) -> Node | None:
@@ -172,19 +167,19 @@ def _is_whole(entries: Node, index: Node) -> bool:
     """
     indices = argument(entries, "indices")
     others = indices if isinstance(indices, (list, tuple)) else ()
-    spread = broadcast(*(one.meta["val"].shape for one in others if one is not None), (1,))
-    return not others or same(math.prod(spread), math.prod(index.meta["val"].shape))
+    spread = broadcast(*(shape_of(one) for one in others if one is not None), (1,))
+    return not others or same(math.prod(spread), math.prod(shape_of(index)))
 
 
 def _operands(node: Node) -> list[Node]:
-    return [arg for arg in node.all_input_nodes if not is_symbolic(arg.meta.get("val"))]
+    return [arg for arg in node.all_input_nodes if not is_size(arg)]
 
 
 def _keeps_numbers(node: Node, source: Node, trusting: Ranges) -> bool:
     """Is every integer that comes in one that the cast's dtype holds? A float holds some of them
     alone.
     """
-    dtypes = [side.meta["val"].dtype for side in (node, source)]
+    dtypes = [dtype_of(side) for side in (node, source)]
     if any(is_float(dtype) or dtype == torch.bool for dtype in dtypes):
         return False
     limits, held = (torch.iinfo(dtype) for dtype in dtypes)
@@ -195,7 +190,7 @@ def _keeps_numbers(node: Node, source: Node, trusting: Ranges) -> bool:
 
 
 def _keeps_count(node: Node, source: Node) -> bool:
-    return same(math.prod(node.meta["val"].shape), math.prod(source.meta["val"].shape))
+    return same(math.prod(shape_of(node)), math.prod(shape_of(source)))
 
 
 def _of_sum(view: View, node: Node, operands: list[Node]) -> Node | None:
@@ -228,7 +223,7 @@ def _of_sum(view: View, node: Node, operands: list[Node]) -> Node | None:
 
 
 def _is_vector(node: Node) -> bool:
-    return not same(math.prod(node.meta["val"].shape), 1)
+    return not same(math.prod(shape_of(node)), 1)
 
 
 def _literal_factor(view: View, node: Node) -> float | None:
@@ -244,7 +239,7 @@ def _literal_factor(view: View, node: Node) -> float | None:
 
 def _are_distinct(view: View, node: Node) -> bool:
     """Of what is made of literals; a count of symbolic length is read off at no one length."""
-    if any(map(is_symbolic, node.meta["val"].shape)):
+    if any(map(is_symbolic, shape_of(node))):
         counted = origin(node, _each_once)
         step = argument(counted, "step", 1)
         return word(counted) in COUNTS and isinstance(step, int) and step != 0

@@ -20,11 +20,12 @@ from mla_fusion.fx.contraction import Scales
 from mla_fusion.fx.kinds import argument, is_getitem, operator_of, word
 from mla_fusion.fx.program import Program, nodes_between
 from mla_fusion.fx.shrink import WORTHWHILE, Shrink
-from mla_fusion.fx.sizes import is_symbolic, same, same_shape
+from mla_fusion.fx.sizes import is_size, same, same_shape
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import origin, peel, reached, reshapes, upward, views_and_casts
 from mla_fusion.meta import number_formats
 from mla_fusion.meta.number_formats import ELEMENTS, INT8, NumberFormat
+from mla_fusion.operators.known import dtype_of, shape_of, value_of
 from mla_fusion.prove import evaluate, field, quantising
 from mla_fusion.prove.evaluate import Evaluation
 from mla_fusion.prove.operators import real
@@ -95,7 +96,7 @@ def of_values(values: Node) -> DynamicQuant | None:
 def quantised_behind(activation: Node) -> Node | None:
     """The numbers of one byte that an operand re-indexes or casts, or None."""
     above = upward(activation, views_and_casts)
-    return next((node for node in above if node.meta["val"].dtype in ELEMENTS), None)
+    return next((node for node in above if dtype_of(node) in ELEMENTS), None)
 
 
 def unsmoothed(view: View, dynamic: DynamicQuant) -> DynamicQuant | None:
@@ -109,15 +110,11 @@ def unsmoothed(view: View, dynamic: DynamicQuant) -> DynamicQuant | None:
     if not dynamic.by_nodes or word(base) != "mul" or len(sides) != 2 or base.kwargs:
         return None
     for rows, smooth in (sides, sides[::-1]):
-        shape = smooth.meta["val"].shape
-        columns = same_shape(shape[-1:], base.meta["val"].shape[-1:]) and all(
+        shape = shape_of(smooth)
+        columns = same_shape(shape[-1:], shape_of(base)[-1:]) and all(
             same(size, 1) for size in shape[:-1]
         )
-        if (
-            columns
-            and not view.sources(smooth)
-            and same_shape(rows.meta["val"].shape, base.meta["val"].shape)
-        ):
+        if columns and not view.sources(smooth) and same_shape(shape_of(rows), shape_of(base)):
             return replace(dynamic, source=rows, smooth=smooth)
     return None
 
@@ -204,15 +201,13 @@ class DynamicQuantReader:
                 between = {*nodes_between((last,), values), *nodes_between((last,), token)}
                 yield (
                     last,
-                    [node for node in sorted(between) if not is_symbolic(node.meta.get("val"))],
+                    [node for node in sorted(between) if not is_size(node)],
                 )
             if not operator_of(last).runs:
                 return
             frontier.remove(last)
             passed += 1
-            inputs = (
-                node for node in last.all_input_nodes if not is_symbolic(node.meta.get("val"))
-            )
+            inputs = (node for node in last.all_input_nodes if not is_size(node))
             frontier.update(node for node in inputs if not self.view.is_constant(node))
 
     def _is_source(
@@ -224,12 +219,10 @@ class DynamicQuantReader:
         factor: float,
         inverse: bool,
     ) -> bool:
-        value = source.meta.get("val")
+        value = value_of(source)
         if not isinstance(value, torch.Tensor) or not value.is_floating_point() or token is source:
             return False
-        if values.meta["val"].dtype != torch.int8 or not same_shape(
-            value.shape, values.meta["val"].shape
-        ):
+        if dtype_of(values) != torch.int8 or not same_shape(value.shape, shape_of(values)):
             return False
         shape = self.view.binding.shape(value.shape)
         longest = max(shape[:-1], default=1)

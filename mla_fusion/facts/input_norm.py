@@ -19,6 +19,7 @@ from mla_fusion.fx.sizes import is_symbolic, same_shape
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import reached
 from mla_fusion.meta.preprocess import EPSILON
+from mla_fusion.operators.known import shape_of, value_of
 from mla_fusion.prove import evaluate
 from mla_fusion.prove.evaluate import Evaluation
 from mla_fusion.prove.operators import real, rms_norm
@@ -44,7 +45,7 @@ def find(view: View, normed: Node) -> InputNorm | None:
     """The norm whose result ``normed`` is; the hidden state is the nearest bfloat16 value of which
     that is shown.
     """
-    shape = normed.meta["val"].shape
+    shape = shape_of(normed)
     if any(map(is_symbolic, shape)):
         return None
     by_addition = _of_sum(normed)
@@ -52,7 +53,7 @@ def find(view: View, normed: Node) -> InputNorm | None:
         return by_addition
 
     def holds_tensors(node: Node) -> bool:
-        return isinstance(node.meta.get("val"), (torch.Tensor, tuple, list))
+        return isinstance(value_of(node), (torch.Tensor, tuple, list))
 
     def may_be_x(node: Node) -> bool:
         value = node.meta["val"]
@@ -93,7 +94,7 @@ def _check(view: View, hidden: Node, normed: Node) -> InputNorm | None:
     if len(leaves) != 1:
         return None
     (gamma,) = leaves
-    if not same_shape(gamma.meta["val"].shape, hidden.meta["val"].shape[-1:]):
+    if not same_shape(shape_of(gamma), shape_of(hidden)[-1:]):
         return None
 
     def is_norm(run: Evaluation) -> bool:

@@ -16,6 +16,7 @@ from mla_fusion.fx.measured import measured
 from mla_fusion.fx.view import View
 from mla_fusion.meta import number_formats
 from mla_fusion.meta.number_formats import INT8, NumberFormat
+from mla_fusion.operators.known import dtype_of
 
 _RESULTS = {  # operator -> index of (k_pe, c_kv, kr_cache, kv_cache) among its results
     "npu_kv_rmsnorm_rope_cache": (2, 3, 0, 1),
@@ -98,5 +99,5 @@ def _format(cache: Any, number: int | None) -> NumberFormat | None:
     """What the cache's rows are rounded to where a scale is given; None: none of the known
     formats.
     """
-    dtype = cache.meta["val"].dtype
+    dtype = dtype_of(cache)
     return number_formats.of_product((dtype,), (number,))

@@ -21,6 +21,7 @@ from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import reached, users
 from mla_fusion.meta.number_formats import FP8, HIFLOAT8, INT8
 from mla_fusion.meta.spec import DERIVED, TILE_SIZE
+from mla_fusion.operators.known import dtype_of, value_of
 from mla_fusion.prove import evaluate, field
 from mla_fusion.prove.evaluate import Evaluation
 from mla_fusion.prove.field import Num
@@ -79,7 +80,7 @@ def find(
 
 def _holds(run: Evaluation, found: Node, latent: Rows, key: Rows, alpha: float) -> bool:
     c_kv, k_pe = (_by_token(real(run.value(part.node)), part) for part in (latent, key))
-    wanted = packed(c_kv, k_pe, _FORMATS[found.meta["val"].dtype], TILE_SIZE, alpha)
+    wanted = packed(c_kv, k_pe, _FORMATS[dtype_of(found)], TILE_SIZE, alpha)
     field.here().of_kernel += field.here().maxima  # under which a floor may stand
     value = real(run.value(found))
     return evaluate.is_same(value.reshape(wanted.shape), wanted)
@@ -96,7 +97,7 @@ def _rows_of_bytes(source: Node, width: int, element: torch.dtype) -> Node | Non
     behind it.
     """
     for node in reached([source], users, _FARTHEST):
-        value = node.meta.get("val")
+        value = value_of(node)
         if (
             isinstance(value, torch.Tensor)
             and value.dtype == element

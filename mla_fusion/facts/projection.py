@@ -21,6 +21,7 @@ from mla_fusion.fx.sizes import is_symbolic, same
 from mla_fusion.fx.tokens import Tokens
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import peel, reshapes_and_casts, upward, views_and_model_casts
+from mla_fusion.operators.known import shape_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +77,7 @@ class Projection:
         return len(self.summed) == 1 and len(self.column_labels) == 1 and self._ones(self.batch)
 
     def _ones(self, labels: Labels) -> bool:
-        shape = self.weight.meta["val"].shape
+        shape = shape_of(self.weight)
         return all(_is_one(shape[self.weight_labels.index(label)]) for label in labels)
 
     @property
@@ -138,7 +139,7 @@ def token_sizes(item: Projection) -> list[object] | None:
     ``[B, S]`` where the activation ``[B * S, He]`` is a view of ``[B, S, He]``; None where nothing
     above has more axes.
     """
-    shape = item.activation.meta["val"].shape
+    shape = shape_of(item.activation)
     long = [
         label
         for label, size in zip(item.activation_labels, shape, strict=True)
@@ -149,7 +150,7 @@ def token_sizes(item: Projection) -> list[object] | None:
         return None
     best = [size for size in shape[:-1] if not same(size, 1)]
     for above in upward(item.activation, reshapes_and_casts):
-        sizes = [size for size in above.meta["val"].shape if not same(size, 1)]
+        sizes = [size for size in shape_of(above) if not same(size, 1)]
         if not sizes or not same(sizes[-1], shape[-1]):
             break
         best = sizes[:-1] if len(sizes) - 1 > len(best) else best
@@ -308,4 +309,4 @@ def _is_one(size: object) -> bool:
 
 
 def _varies(node: Node) -> bool:
-    return any(is_symbolic(size) for size in node.meta["val"].shape)
+    return any(is_symbolic(size) for size in shape_of(node))

@@ -25,7 +25,7 @@ from mla_fusion.fx.program import nodes_between
 from mla_fusion.fx.shrink import SMALL, WORTHWHILE, Shrink
 from mla_fusion.fx.tokens import Tokens
 from mla_fusion.fx.view import View
-from mla_fusion.operators.known import ELEMENTWISE_SCALING
+from mla_fusion.operators.known import ELEMENTWISE_SCALING, shape_of, value_of
 
 
 @dataclass
@@ -54,7 +54,7 @@ class ConeFacts:
             projection.weight_labels,
             projection.product.out_labels,
         )
-        shape = str(projection.weight.meta["val"].shape)
+        shape = str(shape_of(projection.weight))
         key = self.cone.slot(projection.activation), *labels, shape
         known = self.absorbs.get(key)
         if known is not None:
@@ -186,7 +186,7 @@ def _mixes_by_a_table(cone: Cone) -> set[Node]:
     What only multiplies real elements of the product, one by one, is on the way to a rotation and
     none.
     """
-    tables = {base for base in cone.bases if len(getattr(base.meta.get("val"), "shape", ())) > 0}
+    tables = {base for base in cone.bases if len(getattr(value_of(base), "shape", ())) > 0}
     inside = {cone.node, *cone.nodes}
     touched: set[Node] = set()
     mixing: set[Node] = set()
@@ -200,7 +200,7 @@ def _mixes_by_a_table(cone: Cone) -> set[Node]:
 
 
 def _is_elementwise(node: Node) -> bool:
-    value = node.meta.get("val")
+    value = value_of(node)
     if isinstance(value, torch.Tensor) and value.is_complex():
         return False
     return is_view(node) or is_cast(node) or word(node) in ELEMENTWISE_SCALING
@@ -235,9 +235,5 @@ def _parts_of_mixtures(cone: Cone, degrees: Mapping[Node, int]) -> set[Node]:
 
 def _takes_columns(source: Node, node: Node) -> bool:
     """Are the node's rows shorter than those of a value that was computed?"""
-    rows = [
-        n.meta["val"].shape[-1:]
-        for n in (source, node)
-        if isinstance(n.meta.get("val"), torch.Tensor)
-    ]
+    rows = [shape_of(n)[-1:] for n in (source, node) if isinstance(value_of(n), torch.Tensor)]
     return not is_view(source) and len(rows) == 2 and rows[0] != rows[1]

@@ -22,6 +22,7 @@ from mla_fusion.fx.cone import Cone
 from mla_fusion.fx.kinds import is_cast, is_getitem, is_view
 from mla_fusion.fx.measured import measured
 from mla_fusion.fx.program import nodes_between
+from mla_fusion.operators.known import value_of
 
 _EXACT = 1e-9
 _CLOSE = 1e-7  # eps and scale are solved to nine digits
@@ -258,7 +259,7 @@ def _low_precision(cone: Cone, norm: Node) -> Node | None:
     path = [
         n
         for n in nodes_between((cone.node,), norm)
-        if n in inside and isinstance(n.meta.get("val"), torch.Tensor)
+        if n in inside and isinstance(value_of(n), torch.Tensor)
     ]
     statistics = [
         n for n in path if _numel(cone, n) == cone.all_tokens and not is_view(n) and not is_cast(n)
@@ -266,7 +267,7 @@ def _low_precision(cone: Cone, norm: Node) -> Node | None:
     for statistic in statistics:
         for node in nodes_between((cone.node,), statistic):
             if node in inside and not (is_view(node) or is_cast(node) or is_getitem(node)):
-                value = node.meta.get("val")
+                value = value_of(node)
                 if isinstance(value, torch.Tensor) and value.dtype in (
                     torch.bfloat16,
                     torch.float16,

@@ -18,10 +18,11 @@ from torch.fx import Node
 
 from mla_fusion.fx.measured import measured
 from mla_fusion.fx.program import literals, nodes_between
-from mla_fusion.fx.sizes import is_symbolic
+from mla_fusion.fx.sizes import is_size
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import peel
 from mla_fusion.meta.number_formats import FP8, INT8, NumberFormat
+from mla_fusion.operators.known import dtype_of, shape_of, value_of
 from mla_fusion.prove import evaluate, field, quantising
 from mla_fusion.prove.evaluate import Evaluation
 from mla_fusion.prove.operators import real
@@ -62,14 +63,14 @@ def find(view: View, rows: Node) -> RowQuant | None:
     inside = {rows, *chain}
     sides = [arg for node in chain for arg in node.all_input_nodes if arg not in inside]
     bases = list(dict.fromkeys(peel(side) for side in sides if not view.is_constant(side)))
-    width = rows.meta["val"].shape[-1]
+    width = shape_of(rows)[-1]
     if len(bases) > 1 or any(not _is_scale(view, base, width) for base in bases):
         return None
     steps = [node for side in sides for node in nodes_between(bases, side)] + chain
     scale = evaluate.which(
         view,
         {rows: "x", **dict.fromkeys(bases, "scale")},
-        _candidates(literals(steps), bases, _FORMATS[chain[-1].meta["val"].dtype]),
+        _candidates(literals(steps), bases, _FORMATS[dtype_of(chain[-1])]),
         lambda run, scale: _holds(run, rows, chain[-1], scale),
     )
     return None if scale is None else RowQuant(chain[-1], rows, scale)
@@ -80,18 +81,18 @@ def _to_bytes(rows: Node) -> list[Node] | None:
     chain: list[Node] = []
     node = rows
     while len(chain) < _LONGEST:
-        readers = [user for user in node.users if not is_symbolic(user.meta.get("val"))]
-        if len(readers) != 1 or not isinstance(readers[0].meta.get("val"), torch.Tensor):
+        readers = [user for user in node.users if not is_size(user)]
+        if len(readers) != 1 or not isinstance(value_of(readers[0]), torch.Tensor):
             return None
         node = readers[0]
         chain.append(node)
-        if node.meta["val"].dtype in _FORMATS:
+        if dtype_of(node) in _FORMATS:
             return chain
     return None
 
 
 def _is_scale(view: View, base: Node, width: object) -> bool:
-    value = base.meta.get("val")
+    value = value_of(base)
     if not isinstance(value, torch.Tensor) or not value.is_floating_point():
         return False
     return prod(view.binding.shape(value.shape)) in (1, width)

@@ -18,9 +18,9 @@ from mla_fusion.facts.distinct import repeats
 from mla_fusion.fx.kinds import is_cast, is_getitem, is_view, word
 from mla_fusion.fx.measured import measured
 from mla_fusion.fx.ranges import Ranges
-from mla_fusion.fx.sizes import is_symbolic
+from mla_fusion.fx.sizes import is_size
 from mla_fusion.fx.view import View
-from mla_fusion.operators.known import GATHER, rule_named
+from mla_fusion.operators.known import GATHER, rule_named, value_of
 
 # Positions, blocks and slots that come in: what is computed of them, 128 rows to a block, fits an
 # int32. How many rows the cache has says nothing of them.
@@ -81,9 +81,7 @@ def _inputs(ranges: Ranges, node: Node) -> set[Node] | None:
         if is_view(current) or is_cast(current) or word(current) in GATHER or is_getitem(current):
             operands = current.all_input_nodes[:1]
         elif rule_named(current, "range"):
-            operands = [
-                arg for arg in current.all_input_nodes if not is_symbolic(arg.meta.get("val"))
-            ]
+            operands = [arg for arg in current.all_input_nodes if not is_size(arg)]
         else:
             return None
         stack += [arg for arg in operands if arg not in seen]
@@ -93,7 +91,7 @@ def _inputs(ranges: Ranges, node: Node) -> set[Node] | None:
 
 def _is_integers(node: Node) -> bool:
     """The results of a split count; masks do not, since they have no sign."""
-    value = node.meta.get("val")
+    value = value_of(node)
     if isinstance(value, (tuple, list)):
         return True
     return isinstance(value, torch.Tensor) and value.dtype != torch.bool

@@ -20,7 +20,7 @@ from mla_fusion.fx.measured import measured
 from mla_fusion.fx.module_path import label
 from mla_fusion.fx.sizes import same
 from mla_fusion.fx.walk import INPUTS, input_of, origin, upward, views_and_exact_casts
-from mla_fusion.operators.known import EXPANDS
+from mla_fusion.operators.known import EXPANDS, dtype_of, shape_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,10 +111,10 @@ def _read(operator: Node | None) -> StaticQuant:
         argument(operator, "scales"),
         argument(operator, "zero_points"),
     )
-    is_known = word(operator) == "npu_quantize" and operator.meta["val"].dtype == torch.int8
+    is_known = word(operator) == "npu_quantize" and dtype_of(operator) == torch.int8
     if not is_known or not isinstance(source, Node) or not isinstance(scales, Node):
         raise NotStatic(f"{operator.name} ({operator.target}) is not npu_quantize to int8")
-    width = source.meta["val"].shape[int(argument(operator, "axis", 1))]
+    width = shape_of(source)[int(argument(operator, "axis", 1))]
     divides = bool(argument(operator, "div_mode", True))
     scale = _one(scales, torch.bfloat16, width) if divides else _inverse(scales, width)
     offset = _one(zero, torch.int8, width) if isinstance(zero, Node) else None
@@ -134,7 +134,7 @@ def _one(node: Node, dtype: torch.dtype, width: object, inverse: bool = False) -
     reciprocal.
     """
     for above in upward(node, _repeated):
-        if not inverse and above.meta["val"].dtype == dtype and same(_count(above), 1):
+        if not inverse and dtype_of(above) == dtype and same(_count(above), 1):
             return One(node=above, dtype=dtype)
     held = origin(node, _repeated)
     if held.op not in INPUTS:
@@ -149,14 +149,14 @@ def _one(node: Node, dtype: torch.dtype, width: object, inverse: bool = False) -
     if not same(count, 1) and not same(count, width):
         raise NotStatic(f"{held.name} has {count} numbers for {width} channels")
     found = One(node=held, dtype=dtype, repeated=True, inverse=inverse)
-    vector = torch.tensor([known.one], dtype=held.meta["val"].dtype)
+    vector = torch.tensor([known.one], dtype=dtype_of(held))
     if not found.exact.holds(narrowed(vector, dtype, inverse), vector):
         raise NotStatic(f"{found.exact.what}: {known.one:g}")
     return found
 
 
 def _count(node: Node) -> object:
-    return prod(node.meta["val"].shape)
+    return prod(shape_of(node))
 
 
 def _repeated(node: Node) -> Node | None:
@@ -177,15 +177,15 @@ _REPEATS = (*EXPANDS, "repeat")
 def _holds_int8(node: Node) -> bool:
     """Is it a cast of int8 to a dtype that has each of its numbers?"""
     source = input_of(node) if is_cast(node) else None
-    if source is None or source.meta["val"].dtype != torch.int8:
+    if source is None or dtype_of(source) != torch.int8:
         return False
-    return node.meta["val"].dtype in (torch.int16, torch.int32, torch.int64, *_FLOATS)
+    return dtype_of(node) in (torch.int16, torch.int32, torch.int64, *_FLOATS)
 
 
 def _is_wider(node: Node, held: Node) -> bool:
     """Has no cast from ``held`` down to the node rounded its numbers?"""
-    dtypes = [above.meta["val"].dtype for above in (node, *upward(node, _repeated))]
-    return all(torch.promote_types(dtype, held.meta["val"].dtype) == dtype for dtype in dtypes)
+    dtypes = [dtype_of(above) for above in (node, *upward(node, _repeated))]
+    return all(torch.promote_types(dtype, dtype_of(held)) == dtype for dtype in dtypes)
 
 
 _FLOATS = (torch.bfloat16, torch.float32, torch.float64)

@@ -18,6 +18,7 @@ from mla_fusion.fx.sizes import is_symbolic, same
 from mla_fusion.fx.tokens import Tokens
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import exact_casts, origin
+from mla_fusion.operators.known import shape_of, value_of
 from mla_fusion.prove import evaluate
 from mla_fusion.prove.evaluate import Evaluation
 
@@ -37,7 +38,7 @@ def same_values(view: View, a: Node, b: Node) -> bool:
 
 def _as_many(a: Node, b: Node) -> bool:
     """As many elements, in rows of one width?"""
-    shapes = [node.meta["val"].shape for node in (a, b)]
+    shapes = [shape_of(node) for node in (a, b)]
     if not shapes[0] or not shapes[1] or not same(shapes[0][-1], shapes[1][-1]):
         return bool(shapes[0] == shapes[1])
     return same(math.prod(shapes[0]), math.prod(shapes[1]))
@@ -64,7 +65,7 @@ def _by_term(view: View, node: Node) -> dict[int, Node]:
     """The tensors above a node that are no literals, by the numbers of their terms."""
     found = {}
     for above in nodes_between((), node):
-        if isinstance(above.meta.get("val"), torch.Tensor) and not view.is_constant(above):
+        if isinstance(value_of(above), torch.Tensor) and not view.is_constant(above):
             found[view.terms.number(above)] = above
     return found
 
@@ -76,5 +77,5 @@ def _keeps_tokens(view: View, atoms: set[Node], end: Node) -> bool:
     steps = nodes_between(tuple(atoms), end)
     tokens = Tokens.of(list(atoms), steps, view.binding.meaning)
     if not tokens:
-        return not any(is_symbolic(size) for size in end.meta["val"].shape)
+        return not any(is_symbolic(size) for size in shape_of(end))
     return end in atoms or (tokens.broken(end) is None and tokens.knows(end))

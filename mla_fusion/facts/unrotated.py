@@ -18,7 +18,7 @@ from mla_fusion.facts.rope import RopeFact
 from mla_fusion.fx.cone import Cone
 from mla_fusion.fx.kinds import is_faithful_cast, is_view, is_writer, op_name, word
 from mla_fusion.fx.measured import measured
-from mla_fusion.fx.sizes import is_symbolic
+from mla_fusion.fx.sizes import is_size
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import reached
 from mla_fusion.operators.known import JOINERS
@@ -70,12 +70,12 @@ def _are_read_unrotated(view: View, roots: list[Node]) -> bool:
     """
     passed = reached(roots, lambda node: filter(_passes, node.users))
     readers = (user for node in passed for user in node.users if not _passes(user))
-    return all(_reads_rows(view, user) or is_symbolic(user.meta.get("val")) for user in readers)
+    return all(_reads_rows(view, user) or is_size(user) for user in readers)
 
 
 def _passes(node: Node) -> bool:
     is_moved = is_view(node) or is_faithful_cast(node) or word(node) in JOINERS
-    return (is_moved or _is_multiple(node)) and not is_symbolic(node.meta.get("val"))
+    return (is_moved or _is_multiple(node)) and not is_size(node)
 
 
 def _is_multiple(node: Node) -> bool:

@@ -28,7 +28,16 @@ from mla_fusion.fx.kinds import (
 )
 from mla_fusion.fx.ranges import Ranges
 from mla_fusion.fx.walk import input_of, upward, views_and_casts
-from mla_fusion.operators.known import GATHER, PLACED_WRITERS, Kind, rule_named, rule_of, rules
+from mla_fusion.operators.known import (
+    GATHER,
+    PLACED_WRITERS,
+    Kind,
+    dtype_of,
+    rule_named,
+    rule_of,
+    rules,
+    value_of,
+)
 
 # a floor under a norm that no row of bfloat16 numbers comes near (F.normalize: 1e-12)
 FLOOR = 1e-10
@@ -95,10 +104,10 @@ class Steps:
 
     def _cast(self, node: Node) -> Barrier | None:
         """A cast among a model's floats rounds, and no more; one to an integer picks."""
-        value = node.meta.get("val")
+        value = value_of(node)
         dtype = value.dtype if isinstance(value, torch.Tensor) else None
         source = node.args[0] if node.args else None
-        before = source.meta["val"].dtype if isinstance(source, Node) else None
+        before = dtype_of(source) if isinstance(source, Node) else None
         floats = (*MODEL_FLOATS, torch.complex64, torch.complex128, torch.complex32)
         if dtype in floats or dtype == before or (before in _INTEGERS and dtype in _INTEGERS):
             return None
@@ -188,7 +197,7 @@ _INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, tor
 
 
 def _is_mask(node: Node) -> bool:
-    value = node.meta.get("val")
+    value = value_of(node)
     return isinstance(value, torch.Tensor) and value.dtype == torch.bool
 
 

@@ -21,6 +21,7 @@ from mla_fusion.fx.held import Exact
 from mla_fusion.fx.kinds import attribute
 from mla_fusion.fx.sizes import Binding, SizeNodes, is_symbolic, same, same_shape
 from mla_fusion.fx.workplace import created
+from mla_fusion.operators.known import dtype_of, shape_of, value_of
 
 aten = torch.ops.aten
 Recipe = Callable[["Builder"], Any]
@@ -300,10 +301,10 @@ class GraphBuilder(Builder):
         return faked(node.meta["val"], self._fake_mode)
 
     def shape(self, value: Node) -> Sequence[Any]:
-        return tuple(value.meta["val"].shape)
+        return tuple(shape_of(value))
 
     def dtype(self, value: Node) -> torch.dtype:
-        return value.meta["val"].dtype
+        return dtype_of(value)
 
     def device_type(self, value: Node) -> str:
         return value.meta["val"].device.type
@@ -327,7 +328,7 @@ class GraphBuilder(Builder):
         return out
 
     def _asked(self, of: Node | None, size: torch.SymInt) -> Node | None:
-        held = () if of is None else of.meta["val"].shape
+        held = () if of is None else shape_of(of)
         axis = next((axis for axis, one in enumerate(held) if same(one, size)), None)
         if axis is None:
             return None
@@ -425,7 +426,7 @@ def describe_attributes(gm: GraphModule) -> list[Node]:
 def fake_mode_of(graph: Graph) -> Any:
     """The mode that the graph's values are fake in; None where none of them is."""
     for node in graph.nodes:
-        mode = getattr(node.meta.get("val"), "fake_mode", None)
+        mode = getattr(value_of(node), "fake_mode", None)
         if mode is not None:
             return mode
     return None

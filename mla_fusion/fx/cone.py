@@ -18,11 +18,12 @@ from mla_fusion.fx.contraction import Contraction
 from mla_fusion.fx.kinds import is_view, word
 from mla_fusion.fx.program import Program, nodes_between
 from mla_fusion.fx.shrink import Shrink
-from mla_fusion.fx.sizes import is_symbolic
+from mla_fusion.fx.sizes import is_size, is_symbolic
 from mla_fusion.fx.token_axis import Broken, Crossed
 from mla_fusion.fx.tokens import Tokens
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import origin, table_columns
+from mla_fusion.operators.known import shape_of, value_of
 
 _LARGEST = 1 << 24  # elements of one probe value; beyond it lies attention, not the prologue
 # of one node: a join of more is of a whole model's values, and would be read once for each
@@ -65,7 +66,7 @@ class Cone:
         self.shrink = shrink
         self.node = product.node
         self.nodes = [node for node in view.members(self.node) if self._is_probed(node)]
-        symbolic = tuple(self.node.meta["val"].shape)
+        symbolic = tuple(shape_of(self.node))
         shape = view.binding.shape(symbolic)
         weight = product.left_labels if weight_is_left else product.right_labels
         columns = [axis for axis, label in enumerate(product.out_labels) if label in weight]
@@ -93,7 +94,7 @@ class Cone:
             self._join_bases()
 
     def _is_probed(self, node: Node) -> bool:
-        value = node.meta.get("val")
+        value = value_of(node)
         if len(node.all_input_nodes) > _MOST_INPUTS:
             return False
         if isinstance(value, torch.Tensor):
@@ -115,7 +116,7 @@ class Cone:
         placed: set[Node] = set(inside)
         for node in self.nodes:
             for side in node.all_input_nodes:
-                if side in placed or is_symbolic(side.meta.get("val")):
+                if side in placed or is_size(side):
                     continue
                 found = [] if self._is_literal(side) else self._bases_of(side)
                 chain = nodes_between(found, side)
@@ -127,7 +128,7 @@ class Cone:
                         aliases[base] = first
                     placed.add(base)
                 for link in chain:
-                    if link not in placed and not is_symbolic(link.meta.get("val")):
+                    if link not in placed and not is_size(link):
                         placed.add(link)
                         ordered.append(link)
             ordered.append(node)
@@ -208,11 +209,7 @@ class Cone:
         while stack:
             node = stack.pop()
             if _rearranges(node):
-                stack.extend(
-                    arg
-                    for arg in reversed(node.all_input_nodes)
-                    if not is_symbolic(arg.meta.get("val"))
-                )
+                stack.extend(arg for arg in reversed(node.all_input_nodes) if not is_size(arg))
             elif not self.view.is_constant(node):
                 found.append(node)
         return found
@@ -289,8 +286,8 @@ def _rearranges(node: Node) -> bool:
 
 
 def _shape(node: Node) -> tuple[object, ...]:
-    return tuple(getattr(node.meta.get("val"), "shape", ()))
+    return tuple(getattr(value_of(node), "shape", ()))
 
 
 def _dtype(node: Node) -> torch.dtype:
-    return getattr(node.meta.get("val"), "dtype", torch.float64)
+    return getattr(value_of(node), "dtype", torch.float64)

@@ -20,7 +20,7 @@ from mla_fusion.fx.walk import codes_of, origin, row_reshapes
 from mla_fusion.meta import number_formats
 from mla_fusion.meta.number_formats import INT8, NumberFormat
 from mla_fusion.operators.forms import join_of
-from mla_fusion.operators.known import rule_of, rules
+from mla_fusion.operators.known import dtype_of, rule_of, rules, shape_of, value_of
 
 Labels = tuple[int, ...]
 
@@ -101,9 +101,7 @@ _TOKENS = 10_000  # labels that no operand has: the token axes may be other ones
 
 def _rank(node: object) -> int:
     return (
-        node.meta["val"].dim()
-        if isinstance(node, Node) and hasattr(node.meta.get("val"), "dim")
-        else -1
+        node.meta["val"].dim() if isinstance(node, Node) and hasattr(value_of(node), "dim") else -1
     )
 
 
@@ -167,7 +165,7 @@ def _matmul(node: Node) -> Contraction | None:
     if rank_a < 2 or rank_b < 2:
         return None
     assert isinstance(a, Node) and isinstance(b, Node)
-    shape_a, shape_b = a.meta["val"].shape, b.meta["val"].shape
+    shape_a, shape_b = shape_of(a), shape_of(b)
     fresh = count(1000)
     batch = max(rank_a, rank_b) - 2
     la, lb, lo = [], [], []
@@ -233,7 +231,7 @@ def _quant_matmul(node: Node) -> Contraction | None:
         or not {*numbers} <= {None, number_formats.HIFLOAT8.number}
     ):
         return None
-    dtypes = [side.meta["val"].dtype for side in (made.left, made.right)]
+    dtypes = [dtype_of(side) for side in (made.left, made.right)]
     if any(dtype.itemsize != 1 for dtype in dtypes):
         return None
     weight, token, offset, bias = (
@@ -243,9 +241,7 @@ def _quant_matmul(node: Node) -> Contraction | None:
         (weight, argument(node, "scale_dtype")),
         (token, argument(node, "pertoken_scale_dtype")),
     ]
-    scales = [
-        (scale.meta["val"].dtype, number) if scale is not None else None for scale, number in given
-    ]
+    scales = [(dtype_of(scale), number) if scale is not None else None for scale, number in given]
     form = number_formats.of_product(dtypes, numbers, scales, argument(node, "group_sizes"))
     held = Scales(
         codes_of(weight), codes_of(token) if token is not None else None, offset, format=form
@@ -256,7 +252,7 @@ def _quant_matmul(node: Node) -> Contraction | None:
 def _weight_quant_batchmatmul(node: Node) -> Contraction | None:
     """A float activation by an int8 weight."""
     made = _matmul(node)
-    if made is None or made.right.meta["val"].dtype != torch.int8:
+    if made is None or dtype_of(made.right) != torch.int8:
         return None
     weight, offset = argument(node, "antiquant_scale"), argument(node, "antiquant_offset")
     return replace(made, bias=argument(node, "bias"), scales=Scales(weight, None, offset))

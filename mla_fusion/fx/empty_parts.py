@@ -13,6 +13,7 @@ from torch.fx import Graph, Node
 from mla_fusion.fx.kinds import argument, word
 from mla_fusion.fx.sizes import same_shape
 from mla_fusion.operators.forms import join_of
+from mla_fusion.operators.known import value_of
 
 _SLICES = {"slice": 0, "slice_scatter": 1}  # which argument it may be
 
@@ -49,7 +50,7 @@ def _only_part(node: Node) -> Node | None:
     parts = [part for part in given if isinstance(part, Node) and not _is_empty(part)]
     if len(parts) != 1:
         return None
-    value, whole = parts[0].meta.get("val"), node.meta.get("val")
+    value, whole = value_of(parts[0]), value_of(node)
     if (
         not isinstance(value, torch.Tensor)
         or not isinstance(whole, torch.Tensor)
@@ -60,7 +61,7 @@ def _only_part(node: Node) -> Node | None:
 
 
 def _is_empty(node: Node) -> bool:
-    value = node.meta.get("val")
+    value = value_of(node)
     return isinstance(value, torch.Tensor) and any(
         isinstance(size, int) and size == 0 for size in value.shape
     )

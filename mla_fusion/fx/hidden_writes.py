@@ -16,6 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 from mla_fusion.fx.build import GraphBuilder
 from mla_fusion.fx.kinds import is_getitem, is_mutating, word
 from mla_fusion.fx.walk import INPUTS, origin, reshapes, views
+from mla_fusion.operators.known import shape_of
 
 # operator: argument written, result that is it
 _WRITTEN = {"npu_kv_rmsnorm_rope_cache": ((5, 0), (6, 1))}
@@ -63,5 +64,5 @@ def give_results(gm: GraphModule) -> None:
                 (user for user in writer.users if is_getitem(user) and user.args[1] == result), None
             )
             value = taken if taken is not None else builder.call(operator.getitem, writer, result)
-            output.replace_input_with(node, builder.reshape(value, node.meta["val"].shape))
+            output.replace_input_with(node, builder.reshape(value, shape_of(node)))
     gm.graph.lint()

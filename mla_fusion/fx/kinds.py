@@ -10,7 +10,7 @@ import torch
 from torch.fx import Node
 
 from mla_fusion.compat import HigherOrderOperator, OpOverload
-from mla_fusion.fx.sizes import is_symbolic
+from mla_fusion.fx.sizes import is_size, is_symbolic
 from mla_fusion.operators.known import (
     COUNTS,
     DIAGONALS,
@@ -28,6 +28,8 @@ from mla_fusion.operators.known import (
     is_getitem,
     kind_by_arguments,
     operator_of,
+    shape_of,
+    value_of,
     word,
 )
 
@@ -59,7 +61,7 @@ def filled_with(node: Node) -> float | None:
     if row.word not in LENT:  # most are such
         return None
     if row.form is Form.FULL:
-        value, held = argument(node, "fill_value"), node.meta.get("val")
+        value, held = argument(node, "fill_value"), value_of(node)
         if not isinstance(value, (int, float)) or not isinstance(held, torch.Tensor):
             return None
         return _as_dtype(float(value), held.dtype)
@@ -79,25 +81,25 @@ def holds_at_any_length(node: Node) -> bool:
     So are fills, counts from a literal start, and what moves or combines such values element by
     element; a sum over a symbolic axis, its last element, or a join along it are not.
     """
-    inputs = [arg for arg in node.all_input_nodes if isinstance(arg.meta.get("val"), torch.Tensor)]
+    inputs = [arg for arg in node.all_input_nodes if isinstance(value_of(arg), torch.Tensor)]
     name = word(node)
     if size_among_numbers(node) is not None:
         return False
-    if not any(is_symbolic(size) for arg in inputs for size in arg.meta["val"].shape):
+    if not any(is_symbolic(size) for arg in inputs for size in shape_of(arg)):
         if name in COUNTS:
             return not any(isinstance(argument(node, part), Node) for part in ("start", "step"))
         ends = (*node.args[1:], *node.kwargs.values())
         return name not in SELECTIONS or not any(isinstance(arg, Node) for arg in ends)
     if name in SELECTIONS:
         axis = argument(node, "dim", 0)
-        return isinstance(axis, int) and not is_symbolic(inputs[0].meta["val"].shape[axis])
+        return isinstance(axis, int) and not is_symbolic(shape_of(inputs[0])[axis])
     return name in ELEMENTWISE or name in LENT or operator_of(node).row.form in VIEWS
 
 
 def reduces_a_symbolic_axis(node: Node) -> bool:
     """Is the node a sum, or the like, over an axis of symbolic length?"""
     source = node.args[0] if word(node) in REDUCTIONS and node.args else None
-    value = source.meta.get("val") if isinstance(source, Node) else None
+    value = value_of(source) if isinstance(source, Node) else None
     if not isinstance(value, torch.Tensor) or not any(map(is_symbolic, value.shape)):
         return False
     return any(is_symbolic(value.shape[axis]) for axis in named_axes(node, value.dim()))
@@ -125,7 +127,7 @@ def named_sizes(node: Node) -> list[Any]:
     """The sizes of a value, as numbers where a view names them: of ``view(-1, 8)`` torch has a
     quotient for the 8.
     """
-    sizes = list(node.meta["val"].shape)
+    sizes = list(shape_of(node))
     if word(node) not in SIZED or len(node.args[1]) != len(sizes):  # type: ignore[arg-type]
         return sizes
     named = zip(node.args[1], sizes, strict=True)  # type: ignore[arg-type]
@@ -143,9 +145,7 @@ def size_among_numbers(node: Node) -> Node | None:
         given = (argument(node, "fill_value"),)
     else:
         return None
-    return next(
-        (arg for arg in given if isinstance(arg, Node) and is_symbolic(arg.meta.get("val"))), None
-    )
+    return next((arg for arg in given if isinstance(arg, Node) and is_size(arg)), None)
 
 
 def borrows_only(node: Node) -> bool:
@@ -175,7 +175,7 @@ def is_float(dtype: torch.dtype) -> bool:
 
 def holds_integers(node: Node) -> bool:
     """Integers, or bools."""
-    value = node.meta.get("val")
+    value = value_of(node)
     return isinstance(value, torch.Tensor) and not is_float(value.dtype)
 
 
@@ -193,7 +193,7 @@ def cast_ends(node: Node) -> frozenset[torch.dtype]:
     """The dtypes that a cast joins; empty for any other node."""
     if not is_cast(node) or not node.args or not isinstance(node.args[0], Node):
         return frozenset()
-    values = (node.args[0].meta.get("val"), node.meta.get("val"))
+    values = (value_of(node.args[0]), value_of(node))
     return frozenset(value.dtype for value in values if isinstance(value, torch.Tensor))
 
 

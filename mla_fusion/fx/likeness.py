@@ -12,9 +12,10 @@ from torch.fx import Node
 
 from mla_fusion.fx.cone import Cone
 from mla_fusion.fx.contraction import Contraction
-from mla_fusion.fx.sizes import is_symbolic
+from mla_fusion.fx.sizes import is_size, is_symbolic
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import origin, table_columns
+from mla_fusion.operators.known import shape_of, value_of
 
 
 def outline(view: View, product: Contraction, weight_is_left: bool) -> object:
@@ -23,7 +24,7 @@ def outline(view: View, product: Contraction, weight_is_left: bool) -> object:
     """
     members = tuple([id(node.target) for node in view.members(product.node)])
     labels = product.left_labels, product.right_labels, product.out_labels, weight_is_left
-    return labels, str(product.node.meta["val"].shape), members
+    return labels, str(shape_of(product.node)), members
 
 
 def likeness(cone: Cone, product: Contraction) -> dict[Node, Node] | None:
@@ -70,7 +71,7 @@ class _Walk:
 
     def _side(self, node: Node, other: Node) -> bool:
         """Inputs from outside: sizes, what is made of literals, or views up to a base."""
-        if is_symbolic(node.meta.get("val")):
+        if is_size(node):
             return node is other
         if node in self._bases:
             return self._base(node, other)
@@ -96,7 +97,7 @@ class _Walk:
 
     def alike(self, node: Node, other: Node) -> bool:
         """Are they tensors of one shape and dtype?"""
-        a, b = node.meta.get("val"), other.meta.get("val")
+        a, b = value_of(node), value_of(other)
         if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor) or a.dtype != b.dtype:
             return False
         if _is_static(a) and _is_static(b):

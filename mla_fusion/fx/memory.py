@@ -18,7 +18,7 @@ from mla_fusion.compat import storage_id
 from mla_fusion.fx.build import GraphBuilder
 from mla_fusion.fx.kinds import has_effect, is_getitem, is_view, word
 from mla_fusion.fx.walk import input_of, origin
-from mla_fusion.operators.known import may_alias
+from mla_fusion.operators.known import may_alias, value_of
 
 aten = torch.ops.aten
 
@@ -112,11 +112,11 @@ def _lies_in(node: Node) -> Node | None:
 
 
 def _memory(node: Node) -> object:
-    value: Any = node.meta.get("val")
+    value: Any = value_of(node)
     return storage_id(value) if isinstance(value, torch.Tensor) else None
 
 
 def _in_one_mode(nodes: Sequence[Node]) -> bool:
-    values = [node.meta.get("val") for node in nodes]
+    values = [value_of(node) for node in nodes]
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     return len({id(getattr(value, "fake_mode", None)) for value in tensors}) <= 1

@@ -20,10 +20,11 @@ from mla_fusion.fx.kinds import (
     word,
 )
 from mla_fusion.fx.module_path import label
-from mla_fusion.fx.sizes import expression, is_symbolic, same
-from mla_fusion.fx.token_axis import count_of, divided, is_empty, is_one, shape_of
+from mla_fusion.fx.sizes import expression, is_size, is_symbolic, same
+from mla_fusion.fx.token_axis import count_of, divided, is_empty, is_one, sizes_of
 from mla_fusion.fx.walk import INPUTS, input_of, origin, reached, shared_memory
 from mla_fusion.operators.forms import SCATTERS, run_of
+from mla_fusion.operators.known import value_of
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ class Pool:
 
 
 def may_be_one(node: Node) -> bool:
-    value = node.meta.get("val")
+    value = value_of(node)
     if not isinstance(value, Tensor) or value.dim() < 2:
         return False
     return any(keeps_all(user) or word(user) in _SELECTIONS for user in node.users)
@@ -117,7 +118,7 @@ def read_pool(whole: Node) -> Pool | str:
     """The parts of a pool, or why it has none: of a pool of symbolic size as places are counted
     first, from its beginning in entries.
     """
-    shape, found = shape_of(whole), []
+    shape, found = sizes_of(whole), []
     is_static = isinstance(count_of(shape[1:]), int)
     for axes in (len(shape),) if is_static else range(1, len(shape)):
         grain = count_of(shape[axes:])
@@ -142,7 +143,7 @@ def _read(pool: Pool) -> Pool | str:
     if not read:
         return "no element of it is read"
     selected = [node for node in pool.spans if node is not whole and not keeps_all(node)]
-    of_one = bool(selected) and is_one(shape_of(whole)[0])  # all that there is, and an entry
+    of_one = bool(selected) and is_one(sizes_of(whole)[0])  # all that there is, and an entry
     if pool.spans[whole] in read and not of_one:
         return f"{read[pool.spans[whole]].name} takes all of it, or a part that no literals name"
     spans = _parts(pool, read)
@@ -178,7 +179,7 @@ def _follow(pool: Pool) -> tuple[dict[Span, Node], list[Node], list[Node]]:
     for node in nodes:  # grows as it is walked
         of_node = pool.spans[node]
         for user in (piece for reader in node.users for piece in _pieces(reader)):
-            if user in pool.spans or is_symbolic(user.meta.get("val")):  # a size
+            if user in pool.spans or is_size(user):  # a size
                 continue
             if word(user) == "copy_" and user.args[0] is pool.whole:
                 back += [user] if user not in back else []
@@ -200,7 +201,7 @@ def _pieces(user: Node) -> list[Node]:
     """The user, or the results of a split."""
     return (
         [*user.users]
-        if isinstance(user.meta.get("val"), (tuple, list)) and word(user) in _SELECTIONS
+        if isinstance(value_of(user), (tuple, list)) and word(user) in _SELECTIONS
         else [user]
     )
 
@@ -230,7 +231,7 @@ def _taken(node: Node, whole: Span, grain: Any) -> Span | None:
         return None
     if is_empty(run.part):
         return Span(whole.start, whole.start)  # wherever it may be
-    shape = shape_of(run.whole)
+    shape = sizes_of(run.whole)
     if run.step != 1 or not all(map(is_one, shape[: run.axis])):
         return None
     size, step = run.size, _number(count_of(shape[run.axis + 1 :]), grain)
@@ -264,7 +265,7 @@ _LAST = 2**63 - 1  # where a slice ends that has no end
 
 def _counted(place: Any, size: Any) -> Any:
     """A place along an axis: a literal, or how far it is from the end of a symbolic size."""
-    if not isinstance(place, Node) or not is_symbolic(place.meta.get("val")):
+    if not isinstance(place, Node) or not is_size(place):
         return place
     distance = sympy.sympify(expression(place.meta["val"]) - expression(size))
     return int(distance) if distance.is_Integer else None
@@ -337,7 +338,7 @@ def _handed_in(pool: Pool, span: Span) -> Part | None:
     """The part as a wrapper makes it: an entry of the first axis, or elements in the shape in which
     they are read.
     """
-    shape: Any = shape_of(pool.whole)
+    shape: Any = sizes_of(pool.whole)
     entry = _number(count_of(shape[1:]), pool.grain)
     has_symbols, count = any(map(is_symbolic, shape)), span.stop - span.start
     if entry and span.start % entry == 0 and count % entry == 0 and (has_symbols or count == entry):
@@ -346,7 +347,7 @@ def _handed_in(pool: Pool, span: Span) -> Part | None:
         return None
     if pool.axes < len(shape) or math.isinf(count):
         return Part(span.start, entries=None if math.isinf(count) else int(count), axes=pool.axes)
-    read = (shape_of(node) for node, of_node in pool.spans.items() if of_node == span)
+    read = (sizes_of(node) for node, of_node in pool.spans.items() if of_node == span)
     return Part(span.start, next((tuple(shape) for shape in read), (int(span.stop) - span.start,)))
 
 

@@ -22,6 +22,7 @@ from mla_fusion.fx.module_path import NAME, label
 from mla_fusion.fx.pool_parts import Part, Pool, Span, keeps_all, may_be_one, read_pool
 from mla_fusion.fx.walk import INPUTS, input_of, origin, reshapes, upward, views, written
 from mla_fusion.operators.forms import SCATTERS
+from mla_fusion.operators.known import shape_of
 
 aten = torch.ops.aten
 _COPIES = frozenset(("clone", "contiguous", "_reshape_copy"))
@@ -184,12 +185,12 @@ class _Rewrite:
         """The value of a span, a row for each grain."""
         pool = self.pool
         if math.isinf(span.stop):
-            return self.b.reshape(value, (-1, *pool.whole.meta["val"].shape[pool.axes :]))
+            return self.b.reshape(value, (-1, *shape_of(pool.whole)[pool.axes :]))
         count = int(span.stop) - span.start
         return self.b.reshape(value, (count,) if pool.grain == 1 else (count, -1))
 
     def _shaped(self, value: Node, like: Node) -> Node:
-        return self.b.reshape(value, like.meta["val"].shape)
+        return self.b.reshape(value, shape_of(like))
 
     def _replace(self, node: Node, new: Node) -> Node:
         node.replace_all_uses_with(new)

@@ -13,7 +13,7 @@ from torch.fx import Node
 
 from mla_fusion.compat import OpOverload, schema_of
 from mla_fusion.fx.kinds import is_float
-from mla_fusion.operators.known import rules
+from mla_fusion.operators.known import rules, value_of
 
 
 def widen(dtype: torch.dtype) -> torch.dtype:
@@ -54,13 +54,13 @@ def takes_default_dtype(node: Node) -> bool:
     """Whether it makes floats of integers, or of no tensors: torch's default dtype, which other
     threads may change.
     """
-    value = node.meta.get("val")
+    value = value_of(node)
     if not isinstance(value, torch.Tensor) or not isinstance(node.target, OpOverload):
         return False
     if not value.dtype.is_floating_point or value.dtype.itemsize == 1:
         return False
     for source in node.all_input_nodes:  # of most nodes the first ends this
-        read = source.meta.get("val")
+        read = value_of(source)
         if isinstance(read, torch.Tensor) and is_float(read.dtype):
             return False
     return True

@@ -41,8 +41,8 @@ from mla_fusion.fx.probe_calls import (
     widened,
 )
 from mla_fusion.fx.shrink import Shrink
-from mla_fusion.fx.sizes import Binding, is_symbolic
-from mla_fusion.operators.known import SELECTIONS, SIZED, rule_of
+from mla_fusion.fx.sizes import Binding, is_size, is_symbolic
+from mla_fusion.operators.known import SELECTIONS, SIZED, dtype_of, rule_of, shape_of, value_of
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class Program:
             self._slots[alias] = self._slots[node]
         self.steps: list[Step] = []
         for node in nodes:
-            if is_symbolic(node.meta.get("val")):
+            if is_size(node):
                 continue
             try:
                 step = self._compile(node)
@@ -182,7 +182,7 @@ class Program:
         lender = node.args[0] if filling is not None and name.endswith("_like") else None
         like = self._slots.get(lender) if isinstance(lender, Node) else None
         if like is not None:
-            held = node.meta["val"].dtype
+            held = dtype_of(node)
             return Step(full_like, (like, filling, held if self._exact else widen(held)), {}, name)
         if filling is not None:
             value = node.meta["val"]
@@ -205,7 +205,7 @@ class Program:
         args = self._template(node.args)
         kwargs = {key: self._option(key, value) for key, value in node.kwargs.items()}
         if takes_default_dtype(node):
-            held = node.meta["val"].dtype
+            held = dtype_of(node)
             wanted = held if self._exact else widen(held)
             if torch.Tag.pointwise in node.target.tags:  # type: ignore[union-attr]
                 call = of_floats(call, wanted)
@@ -237,7 +237,7 @@ class Program:
             known = self._slots.get(value)
             if known is not None:
                 return known
-            meaning = value.meta.get("val")
+            meaning = value_of(value)
             if is_symbolic(meaning) or isinstance(meaning, (int, float, bool)):
                 return self._binding.number(meaning) if is_symbolic(meaning) else meaning
             raise Unprobeable(f"{value.op} outside the probed nodes")
@@ -259,21 +259,21 @@ def _refuse_symbolic_ends(node: Node, name: str, binding: Binding) -> None:
     not run.
     """
     given = [arg for arg in (*node.args[1:], *node.kwargs.values()) if isinstance(arg, Node)]
-    ends = [end for end in given if binding.varies(end.meta.get("val"))]
-    value, source = node.meta.get("val"), node.args[0]
+    ends = [end for end in given if binding.varies(value_of(end))]
+    value, source = value_of(node), node.args[0]
     if not ends or not isinstance(source, Node):
         return
     axis = int(argument(node, "dim", 0))
-    before = source.meta["val"].shape
+    before = shape_of(source)
     is_whole = isinstance(value, torch.Tensor) and value.dim() == len(before)
-    if not is_whole or not binding.same(value.shape[axis], before[axis]):  # type: ignore[union-attr]
+    if not is_whole or not binding.same(value.shape[axis], before[axis]):
         raise Unprobeable(f"{node.name} ({name}) takes a symbolic part")
 
 
 def _refuse_narrow_cast(node: Node) -> None:
     """A cast through float8 is quantisation; it is never looked through."""
-    produced = node.meta.get("val")
-    source = node.args[0].meta.get("val") if isinstance(node.args[0], Node) else None
+    produced = value_of(node)
+    source = value_of(node.args[0]) if isinstance(node.args[0], Node) else None
     for value in (produced, source):
         dtype = getattr(value, "dtype", None)
         if dtype is not None and dtype.is_floating_point and dtype not in MODEL_FLOATS:

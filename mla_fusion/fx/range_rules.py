@@ -12,7 +12,7 @@ import torch
 from torch.fx import Node
 
 from mla_fusion.fx.kinds import argument
-from mla_fusion.operators.known import rules
+from mla_fusion.operators.known import rules, value_of
 
 Range = tuple[float, float]
 
@@ -22,7 +22,7 @@ _MOST_ELEMENTS = 2.0**56  # of a tensor, whose bytes have addresses
 
 
 def keeps_floats(node: Node) -> bool:
-    value = node.meta.get("val")
+    value = value_of(node)
     return not isinstance(value, torch.Tensor) or value.is_floating_point()
 
 

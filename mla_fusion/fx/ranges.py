@@ -30,7 +30,7 @@ from mla_fusion.fx.kinds import (
 from mla_fusion.fx.program import Program, nodes_between
 from mla_fusion.fx.range_rules import RULES, UNBOUNDED, Range, keeps_floats, whole
 from mla_fusion.fx.sizes import is_symbolic
-from mla_fusion.operators.known import rule_of
+from mla_fusion.operators.known import rule_of, value_of
 
 _SPREADS = frozenset(("var_mean", "std_mean"))  # whose first result is the spread
 # operands above a node that are asked: a norm's statistic is a few steps below a square
@@ -67,7 +67,7 @@ class Ranges:
         return self.of(value)[0] > 0
 
     def _read(self, node: Node, depth: int) -> Range:
-        meaning = node.meta.get("val")
+        meaning = value_of(node)
         if is_symbolic(meaning) or isinstance(meaning, (int, float)):
             return self._of_size(meaning)
         if isinstance(meaning, torch.Tensor) and meaning.is_complex():
@@ -133,7 +133,7 @@ class Ranges:
 
 def _held(found: Range, node: Node) -> Range:
     """An integer that its dtype cannot hold wraps around: anything, then."""
-    value = node.meta.get("val")
+    value = value_of(node)
     if isinstance(value, torch.Tensor) and not (
         keeps_floats(node) or value.is_complex() or value.dtype == torch.bool
     ):

@@ -18,10 +18,11 @@ from torch.fx import Node
 
 from mla_fusion.fx.contraction import Contraction, Labels, Scales
 from mla_fusion.fx.kinds import is_cast, is_reshape, word
-from mla_fusion.fx.sizes import is_symbolic, same, same_shape
+from mla_fusion.fx.sizes import is_size, same, same_shape
 from mla_fusion.fx.walk import exact_casts, input_of, origin, upward
 from mla_fusion.meta.number_formats import INT8
 from mla_fusion.operators.forms import order_of
+from mla_fusion.operators.known import dtype_of, shape_of, value_of
 
 _WIDE = (torch.float32, torch.bfloat16, torch.float64)
 _INTEGERS = (torch.int16, torch.int32, torch.int64)
@@ -38,7 +39,7 @@ def read(product: Contraction) -> Contraction | None:
     scales are on it.
     """
     node, given = product.node, product.scales
-    if product.bias is not None or product.factors[0] != 1.0 or node.meta["val"].dtype not in _SUMS:
+    if product.bias is not None or product.factors[0] != 1.0 or dtype_of(node) not in _SUMS:
         return None
     weight = _int8_weight(product.right, product.right_labels)
     if weight is None or not _is_linear(product):
@@ -46,14 +47,12 @@ def read(product: Contraction) -> Contraction | None:
     rows = _int8_activations(product.left) or _float_activations(product.left)
     if not rows:
         return None
-    steps = _Steps(
-        node, node.meta["val"].shape[-1], is_int8=rows[0].meta["val"].dtype == torch.int8
-    )
+    steps = _Steps(node, shape_of(node)[-1], is_int8=dtype_of(rows[0]) == torch.int8)
     if given is not None:
         if given.token is not None or given.offset is not None or given.format is not INT8:
             return None
         # that is npu_quant_matmul's sum before it is scaled
-        if node.meta["val"].dtype != torch.int32:
+        if dtype_of(node) != torch.int32:
             steps.weight = given.weight
     steps.walk()
     if steps.weight is None or (steps.token is None and given is not None) or len(steps.nodes) < 2:
@@ -88,7 +87,7 @@ class _Steps:
 
     @property
     def dtype(self) -> torch.dtype:
-        dtype: torch.dtype = self.nodes[-1].meta["val"].dtype
+        dtype: torch.dtype = dtype_of(self.nodes[-1])
         return dtype
 
     @property
@@ -97,7 +96,7 @@ class _Steps:
 
     def _takes(self, user: Node) -> bool:
         """Is the reader one more step?"""
-        value = user.meta.get("val")
+        value = value_of(user)
         if not isinstance(value, torch.Tensor):
             return False
         if is_cast(user):
@@ -123,7 +122,7 @@ class _Steps:
             return True
         if self._complete or not isinstance(by, Node):
             return False
-        if not same_shape(user.meta["val"].shape, node.meta["val"].shape):
+        if not same_shape(shape_of(user), shape_of(node)):
             return False
         before = self.weight, self.token, self.inverse
         taken = all(self._scale(scale, divides) for scale in _factors(by, self.width))
@@ -132,10 +131,10 @@ class _Steps:
         return taken
 
     def _scale(self, scale: Node, divides: bool) -> bool:
-        value = scale.meta.get("val")
+        value = value_of(scale)
         if not isinstance(value, torch.Tensor) or not value.is_floating_point():
             return False
-        lead = self.nodes[-1].meta["val"].shape[:-1]
+        lead = shape_of(self.nodes[-1])[:-1]
         shape = value.shape
         if (
             self.weight is None
@@ -158,7 +157,7 @@ class _Steps:
 
 
 def _only_reader(node: Node) -> Node | None:
-    readers = [user for user in node.users if not is_symbolic(user.meta.get("val"))]
+    readers = [user for user in node.users if not is_size(user)]
     return readers[0] if len(readers) == 1 and readers[0].op == "call_function" else None
 
 
@@ -168,7 +167,7 @@ def _factors(by: Node, width: Any) -> list[Node]:
     sides = [arg for arg in inner.args if isinstance(arg, Node)]
     if word(inner) != "mul" or len(sides) != 2 or inner.kwargs:
         return [by]
-    shapes = [side.meta["val"].shape for side in sides]
+    shapes = [shape_of(side) for side in sides]
     columns = [bool(shape) and same(shape[-1], width) and _ones(shape[:-1]) for shape in shapes]
     tokens = [len(shape) > 1 and same(shape[-1], 1) for shape in shapes]
     return sides if (columns[0] and tokens[1]) or (columns[1] and tokens[0]) else [by]
@@ -181,7 +180,7 @@ def _ones(shape: Sequence[Any]) -> bool:
 def _is_linear(product: Contraction) -> bool:
     """Rows by a matrix, the columns last."""
     left, out = product.left_labels, product.out_labels
-    right = _longer(product.right_labels, product.right.meta["val"].shape)
+    right = _longer(product.right_labels, shape_of(product.right))
     return (
         len(right) == 2
         and len(left) > 1
@@ -193,17 +192,17 @@ def _is_linear(product: Contraction) -> bool:
 
 def _int8_weight(node: Node, labels: Labels) -> tuple[Node, Labels] | None:
     """The int8 matrix that the operand is a cast of, and its labels."""
-    labels = _longer(labels, node.meta["val"].shape)
+    labels = _longer(labels, shape_of(node))
     if len(labels) != 2:
         return None
     for above in upward(node, _holding_int8):
-        if above.meta["val"].dtype == torch.int8 and above.meta["val"].dim() == 2:
+        if dtype_of(above) == torch.int8 and above.meta["val"].dim() == 2:
             return above, labels
         moved = _moved(above)
         if moved is not None:
             labels = labels if moved == tuple(sorted(moved)) else labels[::-1]
         elif is_reshape(above):
-            before, after = (value.meta["val"].shape for value in (above.all_input_nodes[0], above))
+            before, after = (shape_of(value) for value in (above.all_input_nodes[0], above))
             if not same_shape(_longer(before, before), _longer(after, after)):
                 return None
     return None
@@ -212,7 +211,7 @@ def _int8_weight(node: Node, labels: Labels) -> tuple[Node, Labels] | None:
 def _holding_int8(node: Node) -> Node | None:
     """Casts and moves among dtypes that hold every number of int8."""
     passed = is_cast(node) or is_reshape(node) or _moved(node) is not None
-    return input_of(node) if passed and node.meta["val"].dtype in _HOLD_INT8 else None
+    return input_of(node) if passed and dtype_of(node) in _HOLD_INT8 else None
 
 
 _Item = TypeVar("_Item")
@@ -226,7 +225,7 @@ def _longer(items: Sequence[_Item], shape: Sequence[Any]) -> tuple[_Item, ...]:
 def _moved(node: Node) -> tuple[int, ...] | None:
     """Of a permutation, where its axes longer than one come from."""
     order = order_of(node)
-    return None if order is None else _longer(order, node.meta["val"].shape)
+    return None if order is None else _longer(order, shape_of(node))
 
 
 def _keeps_order(node: Node) -> bool:
@@ -247,7 +246,7 @@ def _int8_activations(node: Node) -> list[Node]:
     for above in upward(node, _holding_int8):
         if not same(_row(above.meta["val"]), _row(node.meta["val"])):
             break
-        if above.meta["val"].dtype == torch.int8:
+        if dtype_of(above) == torch.int8:
             found.append(above)
         if not (_keeps_order(above) or (is_cast(above) and not found)):
             break
@@ -269,12 +268,12 @@ def _whole(
     is.
     """
     *inside, last = steps.nodes
-    lead = last.meta["val"].shape[:-1]
+    lead = shape_of(last)[:-1]
     summed = product.left_labels[-1]
     names = {summed: _ROW, product.out_labels[-1]: _COLUMN}
     node, labels = weight
     for left in rows:
-        if same_shape(left.meta["val"].shape[:-1], lead):
+        if same_shape(shape_of(left)[:-1], lead):
             tokens = tuple(range(len(lead)))
             assert steps.weight is not None
             return replace(

@@ -23,6 +23,7 @@ from mla_fusion.compat import (
     statically_known_true,
     traced_with,
 )
+from mla_fusion.operators.known import shape_of, value_of
 
 _PRIMES = (5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73)
 _FEW = (3, 4, 2)
@@ -34,6 +35,11 @@ _SYMBOLIC = frozenset((torch.SymInt, torch.SymFloat, torch.SymBool))
 def is_symbolic(value: Any) -> bool:
     # isinstance takes microseconds for a fake tensor, and this is asked everywhere
     return type(value) in _SYMBOLIC
+
+
+def is_size(node: Node) -> bool:
+    """Does the node hold a symbolic size?"""
+    return type(value_of(node)) in _SYMBOLIC
 
 
 def same(a: Any, b: Any) -> bool:
@@ -258,7 +264,7 @@ class Binding:
         return tuple(self.size(size) for size in shape)
 
     def shape_of(self, node: Node) -> tuple[int, ...]:
-        return self.shape(node.meta["val"].shape)
+        return self.shape(shape_of(node))
 
     def count_of(self, node: Node) -> int:
         """How many elements it has."""
@@ -292,7 +298,7 @@ class SizeNodes:
     def __init__(self, graph: Graph) -> None:
         self._nodes: dict[Any, Node] = {}
         for node in graph.nodes:
-            value = node.meta.get("val")
+            value = value_of(node)
             if type(value) is torch.SymInt:
                 self._nodes.setdefault(expression(value), node)
 

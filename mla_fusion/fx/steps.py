@@ -14,7 +14,7 @@ import torch
 from torch.fx import Node
 
 from mla_fusion.fx.kinds import argument
-from mla_fusion.operators.known import rule_of, rules
+from mla_fusion.operators.known import rule_of, rules, value_of
 
 Pair = tuple[Any, Any]
 
@@ -85,7 +85,7 @@ def _blocks(node: Node) -> Iterator[Pair]:
 
 
 def _shape(value: object) -> tuple[Any, ...]:
-    meaning = value.meta.get("val") if isinstance(value, Node) else None
+    meaning = value_of(value) if isinstance(value, Node) else None
     return tuple(meaning.shape) if isinstance(meaning, torch.Tensor) else ()
 
 

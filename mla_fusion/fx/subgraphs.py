@@ -17,6 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 from mla_fusion.compat import HigherOrderOperator, call_like
 from mla_fusion.fx import registered
 from mla_fusion.fx.kinds import is_getitem, is_mutating, word
+from mla_fusion.operators.known import value_of
 
 _ORIGIN = ("nn_module_stack", "stack_trace")
 
@@ -167,9 +168,9 @@ def _fits(graph: Graph, call: _Call) -> bool:
 
 
 def _alike(placeholder: Node, operand: Any) -> bool:
-    traced = placeholder.meta.get("val")
+    traced = value_of(placeholder)
     return _description(traced) == _description(
-        operand.meta.get("val") if isinstance(operand, Node) else operand
+        value_of(operand) if isinstance(operand, Node) else operand
     )
 
 

@@ -28,7 +28,7 @@ from mla_fusion.fx.ranges import Ranges
 from mla_fusion.fx.sizes import is_positive, is_symbolic
 from mla_fusion.fx.walk import INPUTS, origin, reshapes
 from mla_fusion.operators.forms import join_of, run_of
-from mla_fusion.operators.known import ELEMENTWISE
+from mla_fusion.operators.known import ELEMENTWISE, value_of
 
 _INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 _WIDENINGS = {torch.bfloat16: (torch.float32, torch.float64), torch.float32: (torch.float64,)}
@@ -193,7 +193,7 @@ class Terms:
             return None
         if isinstance(value, int):
             return self._intern(("literal", value)), value
-        meaning = value.meta.get("val")
+        meaning = value_of(value)
         if isinstance(meaning, (int, torch.SymInt)):
             meaning = self._view.binding.meaning(meaning)
             return self._intern(("literal", meaning)), meaning
@@ -244,7 +244,7 @@ class Terms:
 
     def _keeps_numbers(self, node: Node, source: Node) -> bool:
         """Does the cast keep every number that its input can be?"""
-        value, before = node.meta.get("val"), source.meta.get("val")
+        value, before = value_of(node), value_of(source)
         if not isinstance(value, torch.Tensor) or not isinstance(before, torch.Tensor):
             return False
         if value.dtype == before.dtype or value.dtype in _WIDENINGS.get(before.dtype, ()):
@@ -264,7 +264,7 @@ class Terms:
 
     def _literal(self, node: Node) -> int | None:
         """The one number that a node of literals holds."""
-        value = node.meta.get("val")
+        value = value_of(node)
         if isinstance(value, int) and not isinstance(value, bool) and not is_symbolic(value):
             return value
         if not _is_integer(node) or not self._view.is_constant(node) or _count(node) != 1:
@@ -310,7 +310,7 @@ _SHIFT = "bitwise_left_shift"
 
 
 def _is_integer(node: Node) -> bool:
-    value = node.meta.get("val")
+    value = value_of(node)
     return isinstance(value, torch.Tensor) and value.dtype in _INTEGERS
 
 
@@ -320,17 +320,17 @@ def _is_input(node: Node) -> bool:
 
 def _width(node: Node) -> str:
     """Narrow integers wrap around where wide ones do not, and narrow floats round."""
-    return str(getattr(node.meta.get("val"), "dtype", ""))
+    return str(getattr(value_of(node), "dtype", ""))
 
 
 def _shape(node: Node) -> tuple[str, ...]:
-    value = node.meta.get("val")
+    value = value_of(node)
     return tuple(map(str, value.shape)) if isinstance(value, torch.Tensor) else ()
 
 
 def _count(node: Node) -> Any:
     """How many elements, comparable where symbolic."""
-    value = node.meta.get("val")
+    value = value_of(node)
     if not isinstance(value, torch.Tensor):
         return None
     count: Any = 1

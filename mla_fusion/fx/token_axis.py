@@ -25,7 +25,7 @@ from mla_fusion.fx.kinds import (
     named_axes,
     word,
 )
-from mla_fusion.fx.sizes import expression, is_symbolic
+from mla_fusion.fx.sizes import expression, is_size, is_symbolic
 from mla_fusion.fx.walk import input_of, repeats, upward
 from mla_fusion.operators.forms import drops, join_of, order_of
 from mla_fusion.operators.known import (
@@ -35,6 +35,7 @@ from mla_fusion.operators.known import (
     SELECTIONS,
     rule_of,
     rules,
+    value_of,
 )
 
 Size = Any  # int or SymInt
@@ -110,7 +111,7 @@ class TokenAxis:
         """
         if node in self._states:
             return
-        shape = shape_of(node)
+        shape = sizes_of(node)
         lead = shape[:-1] if len(shape) > 1 or not any(map(is_symbolic, shape)) else shape
         found = [axis for axis, size in enumerate(lead) if self._is_ours(size)]
         if found:
@@ -152,7 +153,7 @@ class TokenAxis:
                 self._states.setdefault(other, self._states[node])
 
     def _after(self, node: Node) -> State:
-        if filled_with(node) is not None or is_symbolic(node.meta.get("val")):
+        if filled_with(node) is not None or is_size(node):
             return SAME  # a size is one for all tokens
         states = [self._states.get(arg) for arg in node.all_input_nodes]
         for state in states:
@@ -179,9 +180,9 @@ class TokenAxis:
         first = next(iter(crossed.values()))
         one, other = first.places
         if diagonal_axes(node) == {one.axis, other.axis} and equal(one.inner, other.inner):
-            sizes = [self.meaning(shape_of(node.args[0])[at.axis]) for at in first.places]
+            sizes = [self.meaning(sizes_of(node.args[0])[at.axis]) for at in first.places]
             if equal(*sizes):
-                return Place(len(shape_of(node)) - 1, one.inner)
+                return Place(len(sizes_of(node)) - 1, one.inner)
         found: list[State] = []
         try:
             for side in (0, 1):
@@ -208,12 +209,12 @@ class TokenAxis:
         """Operands are aligned at their last axes; all that have the tokens have them in one
         axis.
         """
-        rank = len(shape_of(node))
+        rank = len(sizes_of(node))
         found: Place | None = None
         for operand in operands:
             state = self._states.get(operand)
             if isinstance(state, Place):
-                here = replace(state, axis=state.axis + rank - len(shape_of(operand)))
+                here = replace(state, axis=state.axis + rank - len(sizes_of(operand)))
                 if found is not None and found != here:
                     raise Break(
                         f"{node.name} ({node.target}) meets tokens at axes {found.axis} "
@@ -225,13 +226,13 @@ class TokenAxis:
         for operand in operands:
             if not isinstance(self._states.get(operand), Place):
                 self._check_same(
-                    node, operand, replace(found, axis=found.axis - rank + len(shape_of(operand)))
+                    node, operand, replace(found, axis=found.axis - rank + len(sizes_of(operand)))
                 )
         return found
 
     def _check_same(self, node: Node, operand: Node, place: Place) -> None:
         """A value without tokens must be one for all of them."""
-        if place.axis < 0 or is_one(shape_of(operand)[place.axis]) or is_uniform(operand):
+        if place.axis < 0 or is_one(sizes_of(operand)[place.axis]) or is_uniform(operand):
             return
         if self._is_spread(operand, place):
             return
@@ -242,7 +243,7 @@ class TokenAxis:
     def _is_spread(self, node: Node, place: Place) -> bool:
         """Was the axis made by an expand of one that is 1 long?"""
         for step, source in pairwise(upward(node, repeats)):
-            before, after = shape_of(source), shape_of(step)
+            before, after = sizes_of(source), sizes_of(step)
             if word(step) in EXPANDS:
                 axis = place.axis - len(after) + len(before)
                 if axis < 0 or (is_one(before[axis]) and not is_one(after[place.axis])):
@@ -295,7 +296,7 @@ class TokenAxis:
 
     def _viewed(self, node: Node) -> Place:
         source = node.args[0]
-        before, after = shape_of(source), shape_of(node)
+        before, after = sizes_of(source), sizes_of(node)
         place = self._reshaped(self._place(source), before, after)
         if place is not None:
             return place
@@ -304,15 +305,15 @@ class TokenAxis:
         )
 
     def _expanded(self, node: Node) -> State:
-        source, after = node.args[0], shape_of(node)
+        source, after = node.args[0], sizes_of(node)
         state = self._states.get(source)  # type: ignore[arg-type]
         if isinstance(state, Place):
-            return replace(state, axis=state.axis + len(after) - len(shape_of(source)))
+            return replace(state, axis=state.axis + len(after) - len(sizes_of(source)))
         return SAME
 
     def _quantised(self, node: Node) -> Place:
         """Values, and scales of each row's own: of a whole row, or of blocks along an ``axis``."""
-        place, rank = self._place(node.args[0]), len(shape_of(node))
+        place, rank = self._place(node.args[0]), len(sizes_of(node))
         per_row = (
             argument(node, "quant_mode", "pertoken") == "pertoken"
             and argument(node, "group_index") is None
@@ -323,7 +324,7 @@ class TokenAxis:
 
     def _taken(self, node: Node) -> Place:
         """Of slices, splits and selections: along another axis, or all of it."""
-        place, before = self._place(node.args[0]), shape_of(node.args[0])
+        place, before = self._place(node.args[0]), sizes_of(node.args[0])
         axis, selects = int(argument(node, "dim", 0)) % len(before), drops(word(node))
         if axis == place.axis and (selects or not self._keeps_all(node, before[axis])):
             raise Break(f"{node.name} ({node.target}) takes some of the tokens")
@@ -346,7 +347,7 @@ class TokenAxis:
 
     @staticmethod
     def _along(node: Node, name: str = "dim") -> list[int]:
-        return named_axes(node, len(shape_of(node.args[0])), name)
+        return named_axes(node, len(sizes_of(node.args[0])), name)
 
     def _reduced(self, node: Node) -> Place:
         place, axes = self._place(node.args[0]), self._along(node)
@@ -368,13 +369,13 @@ class TokenAxis:
 
     def _normed(self, node: Node) -> Place:
         """Norms of the last axes: as many as the weight has, or as their sizes are given."""
-        place, rank = self._place(node.args[0]), len(shape_of(node.args[0]))
+        place, rank = self._place(node.args[0]), len(sizes_of(node.args[0]))
         shape = argument(node, "normalized_shape")
         weight = argument(node, "weight") or argument(node, "gamma")
         last = (
             len(shape)
             if shape is not None
-            else max(1, len(shape_of(weight)) if isinstance(weight, Node) else 1)
+            else max(1, len(sizes_of(weight)) if isinstance(weight, Node) else 1)
         )
         if place.axis >= rank - last:
             raise Break(f"{node.name} ({node.target}) is a norm along the tokens")
@@ -400,14 +401,14 @@ class TokenAxis:
         return replace(place, axis=place.axis + (stacks and axis <= place.axis))
 
     def _repeated(self, node: Node) -> Place:
-        place, before, after = self._place(node.args[0]), shape_of(node.args[0]), shape_of(node)
+        place, before, after = self._place(node.args[0]), sizes_of(node.args[0]), sizes_of(node)
         axis = place.axis + len(after) - len(before)
         if not equal(self.meaning(after[axis]), self.meaning(before[place.axis])):
             raise Break(f"{node.name} ({node.target}) repeats tokens")
         return replace(place, axis=axis)
 
     def _padded(self, node: Node) -> Place:
-        place, before, after = self._place(node.args[0]), shape_of(node.args[0]), shape_of(node)
+        place, before, after = self._place(node.args[0]), sizes_of(node.args[0]), sizes_of(node)
         pads = argument(node, "pad")
         at = 2 * (len(before) - 1 - place.axis)
         if any(pad != 0 for pad in pads[at : at + 2]) or len(before) != len(after):
@@ -417,7 +418,7 @@ class TokenAxis:
     def _of_pairs(self, node: Node) -> Place:
         """view_as_complex, view_as_real: what happens on the last axis."""
         place = self._place(node.args[0])
-        if place.axis >= len(shape_of(node)):
+        if place.axis >= len(sizes_of(node)):
             raise Break(f"{node.name} ({node.target}) pairs tokens")
         return place
 
@@ -425,14 +426,14 @@ class TokenAxis:
         """One axis, another than the tokens', by a row of literals."""
         place, indices = self._place(node.args[0]), node.args[1]
         given = [axis for axis, index in enumerate(indices) if index is not None]  # type: ignore[arg-type]
-        flat = [len(shape_of(indices[axis])) for axis in given]  # type: ignore[index]
+        flat = [len(sizes_of(indices[axis])) for axis in given]  # type: ignore[index]
         if flat != [1] or given[0] == place.axis:
             raise Break(f"{node.name} ({node.target}) takes tokens by an index")
         return place
 
     def _index_selected(self, node: Node) -> Place:
         place = self._place(node.args[0])
-        if int(argument(node, "dim", 0)) % len(shape_of(node)) == place.axis:
+        if int(argument(node, "dim", 0)) % len(sizes_of(node)) == place.axis:
             raise Break(f"{node.name} ({node.target}) takes tokens by an index")
         return place
 
@@ -444,7 +445,7 @@ class TokenAxis:
             return self._elementwise(
                 node, [source, *([base] if isinstance(self._states.get(base), Place) else [])]
             )
-        rank = len(shape_of(node))
+        rank = len(sizes_of(node))
         axis = int(argument(node, "dim", 0)) % rank
         selects = word(node) == "select_scatter"
         found = set()
@@ -469,7 +470,7 @@ class TokenAxis:
 
     def _keeps_slice(self, node: Node, base: Node) -> bool:
         axis, source = int(argument(node, "dim", 0)), node.args[1]
-        return equal(self.meaning(shape_of(source)[axis]), self.meaning(shape_of(base)[axis]))
+        return equal(self.meaning(sizes_of(source)[axis]), self.meaning(sizes_of(base)[axis]))
 
     def _contracted(self, node: Node, product: contraction.Contraction) -> State:
         found: dict[int, Place] = {}  # by label
@@ -525,15 +526,15 @@ def is_one(size: Size) -> bool:
     return isinstance(size, int) and size == 1
 
 
-def shape_of(node: Any) -> Shape:
-    value = node.meta.get("val") if isinstance(node, Node) else None
+def sizes_of(node: Any) -> Shape:
+    value = value_of(node) if isinstance(node, Node) else None
     if isinstance(value, (tuple, list)) and value and isinstance(value[0], torch.Tensor):
         value = value[0]
     return tuple(value.shape) if isinstance(value, torch.Tensor) else ()
 
 
 def is_empty(node: Node) -> bool:
-    return any(isinstance(size, int) and size == 0 for size in shape_of(node))
+    return any(isinstance(size, int) and size == 0 for size in sizes_of(node))
 
 
 def is_uniform(node: Node) -> bool:
@@ -544,11 +545,9 @@ def is_uniform(node: Node) -> bool:
     if filled_with(base) is not None or word(base) in _FILLS:
         return True
     if word(base) in ELEMENTWISE_SCALING and (operands := base.all_input_nodes):
-        return all(
-            is_symbolic(operand.meta.get("val")) or is_uniform(operand) for operand in operands
-        )
+        return all(is_size(operand) or is_uniform(operand) for operand in operands)
     return any(
-        all(is_one(size) for size in shape_of(source))
+        all(is_one(size) for size in sizes_of(source))
         for source in (*views[1:], *([base] if views else ()))
     )
 

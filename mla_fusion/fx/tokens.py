@@ -26,7 +26,7 @@ from mla_fusion.fx.token_axis import (
     count_of,
     divided,
     divides,
-    shape_of,
+    sizes_of,
 )
 
 
@@ -53,7 +53,7 @@ class Tokens:
         """Every symbolic axis of the tensors, followed through the steps that are made of these."""
         found = cls(None, meaning)
         for tensor in tensors:
-            found.start(tensor, shape_of(tensor), range(len(shape_of(tensor))))
+            found.start(tensor, sizes_of(tensor), range(len(sizes_of(tensor))))
         found.start_outside(tensors)
         found.follow(steps)
         return found
@@ -65,7 +65,7 @@ class Tokens:
         """``lead``: the token axes before any were merged; ``axes``: where they stand in the
         product, in order.
         """
-        shape, sizes, probed = shape_of(product), [self._meaning(size) for size in lead], []
+        shape, sizes, probed = sizes_of(product), [self._meaning(size) for size in lead], []
         for at, size in enumerate(sizes):
             if not (isinstance(size, sympy.Expr) or self._is_shrunk(lead, at)):
                 continue

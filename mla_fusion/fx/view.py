@@ -39,13 +39,13 @@ from mla_fusion.fx.kinds import (
 )
 from mla_fusion.fx.program import Program, nodes_between
 from mla_fusion.fx.ranges import Ranges
-from mla_fusion.fx.sizes import Binding, exceeds_one, is_symbolic, same
+from mla_fusion.fx.sizes import Binding, exceeds_one, is_size, is_symbolic, same
 from mla_fusion.fx.steps import rows_in_step
 from mla_fusion.fx.terms import Terms
 from mla_fusion.fx.token_axis import is_uniform
 from mla_fusion.fx.tokens import Tokens
 from mla_fusion.fx.walk import peel, reached, upward, views_and_model_casts
-from mla_fusion.operators.known import JOINERS
+from mla_fusion.operators.known import JOINERS, shape_of, value_of
 
 _NOTHING: frozenset[Node] = frozenset()
 _SEQUENCES = (tuple, list, immutable_list)
@@ -111,7 +111,7 @@ class View:
             if node.op == "get_attr" and (is_sign_constant(node) or is_number(node)):
                 self._constant.add(node)
             return frozenset((node,)) if node.op in ("call_module", "call_method") else _NOTHING
-        if is_symbolic(node.meta.get("val")):
+        if is_size(node):
             return _NOTHING
         if node in self._inside_products:
             return _NOTHING
@@ -144,9 +144,9 @@ class View:
             theirs = self._sources[arg]
             sources = theirs if not sources else sources | theirs if theirs else sources
             if arg not in self._constant:
-                is_size = is_symbolic(arg.meta.get("val"))
-                of_sizes = of_sizes or is_size
-                of_literals = of_literals and is_size
+                a_size = is_size(arg)
+                of_sizes = of_sizes or a_size
+                of_literals = of_literals and a_size
         size = size_among_numbers(node) if of_sizes else None
         if of_literals and not sources and not holds_at_any_length(node):
             return _NOTHING
@@ -275,7 +275,7 @@ class View:
             return node is base or not any(is_getitem(step) for step in between)
         codes = self._codes_of(base, node)
         in_order = codes is not None and torch.equal(codes.reshape(-1), torch.arange(codes.numel()))
-        whole = same(math.prod(base.meta["val"].shape), math.prod(node.meta["val"].shape))
+        whole = same(math.prod(shape_of(base)), math.prod(shape_of(node)))
         return (
             in_order
             and whole
@@ -301,7 +301,7 @@ class View:
         number?
         """
         known = self._plain.get(node)
-        if any(map(is_symbolic, node.meta["val"].shape)):
+        if any(map(is_symbolic, shape_of(node))):
             return is_uniform(node)
         if known is None:
             program = Program([], nodes_between((), node), self.binding)
@@ -317,9 +317,7 @@ class View:
     @cached_property
     def held_dtypes(self) -> frozenset[torch.dtype]:
         """Of what comes in from outside: arguments, parameters and caches."""
-        held = (
-            node.meta.get("val") for node in self.nodes if node.op in ("placeholder", "get_attr")
-        )
+        held = (value_of(node) for node in self.nodes if node.op in ("placeholder", "get_attr"))
         return frozenset(value.dtype for value in held if isinstance(value, torch.Tensor))
 
     @cached_property
@@ -340,7 +338,7 @@ class View:
             if isinstance(value, int)
         }
         binding.avoid(literals)
-        values = (node.meta.get("val") for node in self.nodes)
+        values = (value_of(node) for node in self.nodes)
         shapes = (value.shape for value in values if isinstance(value, torch.Tensor))
         sizes = [size for shape in shapes for size in shape if is_symbolic(size)]
         for a, b in guarded_equal(sizes[0]) if sizes else ():
@@ -413,9 +411,7 @@ def _sides(product: Contraction) -> tuple[tuple[contraction.Labels, Node], ...]:
 def _long_axes(labels: contraction.Labels, side: Node) -> contraction.Labels:
     """The labels of axes longer than one."""
     return tuple(
-        label
-        for label, size in zip(labels, side.meta["val"].shape, strict=True)
-        if not same(size, 1)
+        label for label, size in zip(labels, shape_of(side), strict=True) if not same(size, 1)
     )
 
 
@@ -435,7 +431,7 @@ def is_sign_constant(node: Node) -> bool:
 
 def is_number(node: Node) -> bool:
     """A lifted ``torch.tensor(1e-6)``."""
-    value = node.meta.get("val")
+    value = value_of(node)
     return is_literal(node) and isinstance(value, torch.Tensor) and value.dim() == 0
 
 
@@ -458,6 +454,6 @@ def _unreshaped(node: Node) -> Node:
 def _sums_few(product: Contraction) -> bool:
     """Are there no more than two terms in each sum? Such a product is element-wise in disguise."""
     summed = set(product.left_labels) & set(product.right_labels) - set(product.out_labels)
-    shape = product.left.meta["val"].shape
+    shape = shape_of(product.left)
     sizes = [shape[product.left_labels.index(label)] for label in summed]
     return all(isinstance(size, int) for size in sizes) and math.prod(sizes) <= 2

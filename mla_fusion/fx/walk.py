@@ -30,8 +30,8 @@ from mla_fusion.fx.kinds import (
     operator_of,
     word,
 )
-from mla_fusion.fx.sizes import is_symbolic, same
-from mla_fusion.operators.known import EXPANDS
+from mla_fusion.fx.sizes import is_size, same
+from mla_fusion.operators.known import EXPANDS, dtype_of, shape_of, value_of
 
 INPUTS = ("placeholder", "get_attr")  # the nodes that hold what comes from outside
 
@@ -68,7 +68,7 @@ def users(node: Node) -> Iterable[Node]:
 
 
 def _is_size(node: Node) -> bool:
-    return is_symbolic(node.meta.get("val"))
+    return is_size(node)
 
 
 def origin(node: Node, policy: Policy) -> Node:
@@ -98,11 +98,7 @@ def codes_of(node: Node) -> Node:
     source = input_of(reading)
     if word(reading) != "view" or not isinstance(reading.args[1], torch.dtype) or source is None:
         return node
-    return (
-        source
-        if source.meta["val"].dtype.itemsize == node.meta["val"].dtype.itemsize == 1
-        else node
-    )
+    return source if dtype_of(source).itemsize == dtype_of(node).itemsize == 1 else node
 
 
 def _detached(node: Node) -> Node | None:
@@ -205,7 +201,7 @@ def unit_selections(node: Node) -> Node | None:
         return None
     return (
         above
-        if is_reshape(node) or same(above.meta["val"].shape[int(argument(node, "dim", 0))], 1)
+        if is_reshape(node) or same(shape_of(above)[int(argument(node, "dim", 0))], 1)
         else None
     )
 
@@ -243,18 +239,18 @@ _SLICES = ("slice", "narrow")
 def is_widening(node: Node) -> bool:
     """A cast from bfloat16 to a wider float: exact, so the narrow source holds the same numbers."""
     source = input_of(node) if is_cast(node) else None
-    wide = getattr(node.meta.get("val"), "dtype", None) in (torch.float32, torch.float64)
-    return source is not None and wide and source.meta["val"].dtype == torch.bfloat16
+    wide = getattr(value_of(node), "dtype", None) in (torch.float32, torch.float64)
+    return source is not None and wide and dtype_of(source) == torch.bfloat16
 
 
 def _on_last_axis(node: Node) -> bool:
     source = node.args[0]
-    value: Any = source.meta.get("val") if isinstance(source, Node) else None
+    value: Any = value_of(source) if isinstance(source, Node) else None
     axis = argument(node, "dim", 0)
     return hasattr(value, "dim") and isinstance(axis, int) and axis % value.dim() == value.dim() - 1
 
 
 def _width(node: Node) -> Any:
     """The length of the last axis."""
-    value: Any = node.meta.get("val")
+    value: Any = value_of(node)
     return value.shape[-1] if hasattr(value, "shape") and len(value.shape) else None

@@ -30,7 +30,7 @@ from mla_fusion.fx.kinds import (
 from mla_fusion.fx.sizes import is_symbolic, same_shape
 from mla_fusion.fx.walk import origin, reached, views, written
 from mla_fusion.operators.forms import SCATTERS, join_of, run_of
-from mla_fusion.operators.known import SELECTIONS
+from mla_fusion.operators.known import SELECTIONS, shape_of
 
 aten = torch.ops.aten
 _KEPT_AXES = frozenset("transpose permute t slice narrow select".split())
@@ -158,7 +158,7 @@ class _Parts:
             self._reshape(node, origin, self.rows[origin])
             return True
         row = self.rows.get(node.args[0]) if word(node) == "mul" else None  # type: ignore[arg-type]
-        if row is not None and _is_spread_along(node.args[1], row.axis - len(_shape(node))):
+        if row is not None and _is_spread_along(node.args[1], row.axis - len(shape_of(node))):
             self._apply(node, row)
             return True
         return False
@@ -188,7 +188,7 @@ class _Parts:
         base, src = node.args[:2]
         if not isinstance(base, Node) or not isinstance(src, Node) or not _alike(src, node):
             return False
-        if word(node) == "copy" or same_shape(_shape(src), _shape(node)):
+        if word(node) == "copy" or same_shape(shape_of(src), shape_of(node)):
             return self._overwrite(node, src)
         run = run_of(node)
         if run is None or run.places is None:
@@ -215,9 +215,9 @@ class _Parts:
         parts = [
             part
             for part in joined
-            if isinstance(part, Node) and len(_shape(part)) == len(_shape(node))
+            if isinstance(part, Node) and len(shape_of(part)) == len(shape_of(node))
         ]
-        sizes = [_shape(part)[axis] for part in parts]
+        sizes = [shape_of(part)[axis] for part in parts]
         if (
             len(parts) != len(joined)
             or not _known(*sizes)
@@ -233,7 +233,7 @@ class _Parts:
         return True
 
     def _overwrite(self, node: Node, src: Node) -> bool:
-        if not same_shape(_shape(src), _shape(node)):
+        if not same_shape(shape_of(src), shape_of(node)):
             return False
         self._replace(node, src, lambda user: not _gives_out(user))
         return True
@@ -264,7 +264,7 @@ class _Parts:
 
     def _reshape(self, node: Node, source: Node, row: _Row) -> None:
         """The pieces reshaped, where the axis along which they stand is one of the new axes."""
-        axis = _surviving(_shape(source), row.axis, _shape(node))
+        axis = _surviving(shape_of(source), row.axis, shape_of(node))
         parts = (
             []
             if axis is None
@@ -274,11 +274,11 @@ class _Parts:
             self.origin[node] = source
             return
         self.rows[node] = _Row(
-            axis, tuple(_Piece(part, 0, _shape(part)[axis]) for part in parts if part is not None)
+            axis, tuple(_Piece(part, 0, shape_of(part)[axis]) for part in parts if part is not None)
         )
 
     def _reshaped(self, node: Node, axis: int, piece: _Piece, of_piece: int) -> Node | None:
-        sizes = [piece.size if at == axis else size for at, size in enumerate(_shape(node))]
+        sizes = [piece.size if at == axis else size for at, size in enumerate(shape_of(node))]
         unknown = [at for at, size in enumerate(sizes) if is_symbolic(size)]
         if len(unknown) > 1:
             return None
@@ -293,28 +293,24 @@ class _Parts:
             self.b.call(node.target, self._part(piece, row.axis), *node.args[1:])
             for piece in row.pieces
         ]
-        pairs = [zip(_shape(part), _shape(node), strict=True) for part in parts]
+        pairs = [zip(shape_of(part), shape_of(node), strict=True) for part in parts]
         axes = {
             tuple(at for at, (one, whole) in enumerate(pair) if not _same(one, whole))
             for pair in pairs
         }
         if len(axes) == 1 and len(axis := axes.pop()) == 1:
             self.rows[node] = _Row(
-                axis[0], tuple(_Piece(part, 0, _shape(part)[axis[0]]) for part in parts)
+                axis[0], tuple(_Piece(part, 0, shape_of(part)[axis[0]]) for part in parts)
             )
 
     def _part(self, piece: _Piece, axis: int) -> Node:
-        if piece.size == _shape(piece.node)[axis]:
+        if piece.size == shape_of(piece.node)[axis]:
             return piece.node
         return self.b.call(aten.slice.Tensor, piece.node, axis, piece.start, piece.stop)
 
 
 def _origin(node: Node) -> dict[str, Any]:
     return {key: value for key, value in node.meta.items() if key not in ("val", "tensor_meta")}
-
-
-def _shape(node: Node) -> Any:
-    return node.meta["val"].shape
 
 
 def _alike(a: Node, b: Node) -> bool:

@@ -17,7 +17,7 @@ from mla_fusion.facts.projection import Projection
 from mla_fusion.fx.kinds import is_getitem, is_view, word
 from mla_fusion.fx.view import View
 from mla_fusion.match.near_miss import NearMiss
-from mla_fusion.operators.known import GATHER
+from mla_fusion.operators.known import GATHER, value_of
 from mla_fusion.report.rejection import Refuse
 
 _FARTHEST = 24  # steps from a projection up to the x that both are made of
@@ -91,7 +91,7 @@ def _is_taken(node: Node, read: Node) -> bool:
 
 
 def _size(view: View, node: Node) -> int:
-    value = node.meta.get("val")
+    value = value_of(node)
     return prod(view.binding.shape(value.shape)) if isinstance(value, torch.Tensor) else 0
 
 

@@ -21,6 +21,7 @@ from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import reached, users
 from mla_fusion.match import epsilon
 from mla_fusion.match.near_miss import Facts, NearMiss
+from mla_fusion.operators.known import value_of
 from mla_fusion.report.rejection import Refuse
 
 # Reasons that say what is absent; the step that hides it says more.
@@ -87,7 +88,7 @@ def _rotations(view: View, products: Collection[Node]) -> Iterator[tuple[Node, s
 
 
 def _shape(node: Node) -> str:
-    value = node.meta.get("val")
+    value = value_of(node)
     return str(tuple(value.shape)) if isinstance(value, torch.Tensor) else ""
 
 
@@ -123,7 +124,7 @@ def _ends(view: View, product: Node) -> Iterator[tuple[Node, Barrier]]:
 
 def _is_statistic(node: Node, product: Node) -> bool:
     """Does the node hold less than a product's rows do?"""
-    held, whole = (found.meta.get("val") for found in (node, product))
+    held, whole = (value_of(found) for found in (node, product))
     if not isinstance(held, torch.Tensor) or not isinstance(whole, torch.Tensor):
         return False
     return str(held.shape) != str(whole.shape)

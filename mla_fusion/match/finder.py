@@ -29,6 +29,7 @@ from mla_fusion.match.apart import Part
 from mla_fusion.match.candidate import Candidate, KeyHalf, KeySide, QuerySide, plain_key
 from mla_fusion.match.near_miss import Diagnosis, Facts, NearMiss
 from mla_fusion.match.plain import Plain
+from mla_fusion.operators.known import shape_of, value_of
 from mla_fusion.report.rejection import Refuse
 
 Found = KeyHalf | NearMiss  # a Candidate is a KeyHalf with a query
@@ -113,12 +114,12 @@ class Finder:
     def _comes_apart(self, item: Projection) -> bool:
         """Is there a value with more than one element, and not all, of each row?"""
         size = self._size(item.node)
-        columns = item.weight.meta["val"].shape[item.weight_labels.index(item.column_labels[0])]
+        columns = shape_of(item.weight)[item.weight_labels.index(item.column_labels[0])]
         rows = size // max(self.view.binding.size(columns), 1)  # a weight may have no columns
         return any(rows < self._size(member) < size for member in self.view.members(item.node))
 
     def _size(self, node: Node) -> int:
-        value = node.meta.get("val")
+        value = value_of(node)
         return prod(self.view.binding.shape(value.shape)) if isinstance(value, torch.Tensor) else 0
 
     def _of_same_rows(self, group: list[Projection]) -> list[list[Projection]]:
@@ -377,7 +378,7 @@ class Finder:
         if uniform_factor(cone.cone, cone.probe, reading) != 1.0:
             return None
         columns = (codes[0] % cone.cone.width).tolist()
-        width = self.view.binding.size(operator.gamma.meta["val"].shape[-1])
+        width = self.view.binding.size(shape_of(operator.gamma)[-1])
         rotated = columns[width:]
         return KeySide(
             down=down,

@@ -19,6 +19,7 @@ from mla_fusion.fx.kinds import is_writer
 from mla_fusion.fx.walk import reached, users
 from mla_fusion.match.candidate import Candidate
 from mla_fusion.match.finder import Finder
+from mla_fusion.operators.known import shape_of
 
 _FARTHEST = 64  # nodes from the key's projection to the product with the query
 
@@ -70,7 +71,7 @@ def beside(finder: Finder, candidate: Candidate) -> Indexer | None:
 
 
 def _columns(finder: Finder, item: Projection) -> int:
-    size = item.weight.meta["val"].shape[item.weight_labels.index(item.column_labels[0])]
+    size = shape_of(item.weight)[item.weight_labels.index(item.column_labels[0])]
     return finder.view.binding.size(size)
 
 

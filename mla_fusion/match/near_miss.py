@@ -24,7 +24,7 @@ from mla_fusion.fx.walk import peel, reached, upward, views_and_model_casts
 from mla_fusion.match import epsilon
 from mla_fusion.match.candidate import KeyHalf, QuerySide
 from mla_fusion.match.quantising import before_quantisation, between_norm_and, first_rows, is_rows
-from mla_fusion.operators.known import JOINERS
+from mla_fusion.operators.known import JOINERS, shape_of, value_of
 from mla_fusion.report.rejection import Refuse
 
 Facts = Mapping[Projection, ConeFacts]  # of the projections of one x
@@ -174,7 +174,7 @@ class Diagnosis:
         return NearMiss(Refuse("quant.scale", detail), (values, item.node))
 
     def _size_of_rows(self, node: Node) -> int:
-        return self.view.binding.size(node.meta["val"].shape[-1])
+        return self.view.binding.size(shape_of(node)[-1])
 
     def unnormed(self, facts: Facts) -> NearMiss | None:
         """A key of one head beside a latent that is projected up and rotated, but is not its
@@ -516,10 +516,8 @@ class Diagnosis:
         """
         if len(layers) > 1:
             return True
-        width = (
-            self._unknown[layers[0]].meta["val"].shape[-1] if layers[0] in self._unknown else None
-        )
-        return width is not None and not same(layers[0].meta["val"].shape[-1], width)
+        width = shape_of(self._unknown[layers[0]])[-1] if layers[0] in self._unknown else None
+        return width is not None and not same(shape_of(layers[0])[-1], width)
 
     @cached_property
     def _unknown(self) -> dict[Node, Node]:
@@ -555,7 +553,7 @@ class Diagnosis:
 
     def _is_part(self, node: Node) -> bool:
         """Is the node some columns of what was computed?"""
-        whole = peel(node).meta.get("val")
+        whole = value_of(peel(node))
         return isinstance(whole, torch.Tensor) and self._numel(node.meta["val"]) < self._numel(
             whole
         )
@@ -591,6 +589,6 @@ def _is_normalising(node: Node) -> bool:
 
 def _is_of_a_norm(node: Node) -> bool:
     """Is the node an operator of a norm, or one number a row?"""
-    value = node.meta.get("val")
+    value = value_of(node)
     one = isinstance(value, torch.Tensor) and value.dim() > 1 and same(value.shape[-1], 1)
     return one or op_name(node).endswith("norm")

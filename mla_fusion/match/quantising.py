@@ -12,6 +12,7 @@ from mla_fusion.facts.projection import Projection
 from mla_fusion.facts.static_quant import why_not
 from mla_fusion.fx.kinds import MODEL_FLOATS, is_cast, is_view, word
 from mla_fusion.fx.walk import origin, peel
+from mla_fusion.operators.known import dtype_of, value_of
 
 
 def between_norm_and(up: Projection, static: bool) -> tuple[str, str]:
@@ -33,7 +34,7 @@ _QUANTISING = frozenset("div mul round clamp".split())
 
 def before_quantisation(node: Node) -> Node:
     """What is scaled and cast to a narrow type, or the node itself; through views and casts."""
-    if node.meta["val"].dtype in MODEL_FLOATS:
+    if dtype_of(node) in MODEL_FLOATS:
         return peel(node)
 
     def quantisation(step: Node) -> Node | None:
@@ -48,5 +49,5 @@ def first_rows(node: Node) -> Node | None:
 
 
 def is_rows(node: Node) -> bool:
-    value = node.meta.get("val")
+    value = value_of(node)
     return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() > 1

@@ -18,6 +18,7 @@ from mla_fusion.fx.view import View
 from mla_fusion.match.candidate import Candidate, KeyHalf, KeySide
 from mla_fusion.match.finder import Finder, Found
 from mla_fusion.observe.leftovers import leftovers
+from mla_fusion.operators.known import value_of
 from mla_fusion.plan.outputs import Replacement
 from mla_fusion.plan.plan import Plan, PrologPlan
 from mla_fusion.report.picture import INPUTS, Arrow, Dot, Drawing, Picture
@@ -474,7 +475,7 @@ def _operator(node: Node) -> str:
 
 
 def _tensor(node: Node) -> str:
-    return ", ".join(_described(node.meta.get("val")))
+    return ", ".join(_described(value_of(node)))
 
 
 def _described(value: Any) -> Iterator[str]:

@@ -9,7 +9,15 @@ from typing import Any
 from torch import Tensor
 from torch.fx import Node
 
-from mla_fusion.operators.known import Form, argument, is_getitem, operator_of, word
+from mla_fusion.operators.known import (
+    Form,
+    argument,
+    is_getitem,
+    operator_of,
+    shape_of,
+    value_of,
+    word,
+)
 
 # writers that put a run back: what would take it from there
 SCATTERS = {"slice_scatter": "slice", "select_scatter": "select"}
@@ -45,7 +53,7 @@ class Run:
     @property
     def size(self) -> Any:
         """Of the whole."""
-        return self.whole.meta["val"].shape[self.axis]
+        return shape_of(self.whole)[self.axis]
 
     @property
     def places(self) -> tuple[int, int] | None:
@@ -70,10 +78,10 @@ def run_of(node: Node) -> Run | None:
         return None
     assert isinstance(taker, Node)
     by, whole, part = SCATTERS.get(row.word, row.word), taker.args[0], node
-    axis, held = argument(taker, "dim", 0), node.meta.get("val")
+    axis, held = argument(taker, "dim", 0), value_of(node)
     if not isinstance(whole, Node) or not isinstance(axis, int) or isinstance(held, (list, tuple)):
         return None
-    axis %= len(whole.meta["val"].shape)
+    axis %= len(shape_of(whole))
     if by != row.word:
         part = node.args[1]  # type: ignore[assignment]
     if is_getitem(node):
@@ -81,7 +89,7 @@ def run_of(node: Node) -> Run | None:
         counts = [1 if drops(by) else result.shape[axis] for result in taker.meta["val"]]
         return Run(by, whole, part, axis, sum(counts[:place]), counts[place])
     start = argument(taker, "index" if drops(by) else "start") or 0
-    count = 1 if drops(by) else part.meta["val"].shape[axis]
+    count = 1 if drops(by) else shape_of(part)[axis]
     step, end = argument(taker, "step", 1), argument(taker, "end")
     return Run(by, whole, part, axis, start, count, step, end)
 
@@ -91,7 +99,8 @@ def order_of(node: Node) -> list[int] | None:
     if operator_of(node).row.form is not Form.PERMUTE:
         return None
     source, *given = node.args
-    order = list(range(len(source.meta["val"].shape)))  # type: ignore[union-attr]
+    assert isinstance(source, Node)
+    order = list(range(len(shape_of(source))))
     dims = argument(node, "dims")
     if dims is not None:
         return [order[axis] for axis in dims]
@@ -105,7 +114,7 @@ def join_of(node: Node, by: str = "cat") -> tuple[int, Sequence[Any]] | None:
     """The axis along which a node puts values side by side, and these; None of any other node.
     ``by`` "stack": each at one place of a new axis.
     """
-    parts, held = node.args[0] if word(node) == by else None, node.meta.get("val")
+    parts, held = node.args[0] if word(node) == by else None, value_of(node)
     if not isinstance(parts, (list, tuple)) or not isinstance(held, Tensor):
         return None
     return argument(node, "dim", 0) % held.dim(), parts

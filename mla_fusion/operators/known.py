@@ -236,6 +236,25 @@ def _quiet(node: Node, entry: Operator) -> Kind:
     return Kind.OPAQUE if argument(node, "dropout_p", None) == 0 else Kind.RANDOM  # attention, say
 
 
+# -- what the tracer noted of a node
+
+
+def value_of(node: Node) -> Any:
+    """What stands for its value: a fake tensor, several, or a size; None where nothing does."""
+    return node.meta.get("val")
+
+
+def shape_of(node: Node) -> Any:
+    """Of a node that holds one tensor."""
+    return node.meta["val"].shape
+
+
+def dtype_of(node: Node) -> torch.dtype:
+    """Of a node that holds one tensor."""
+    dtype: torch.dtype = node.meta["val"].dtype
+    return dtype
+
+
 def is_getitem(node: Node) -> bool:
     return node.target is operator.getitem
 

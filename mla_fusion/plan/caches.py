@@ -22,6 +22,7 @@ from mla_fusion.fx.walk import origin, reshapes, reshapes_and_exact_casts, upwar
 from mla_fusion.match.candidate import KeyHalf
 from mla_fusion.meta import layout
 from mla_fusion.meta.number_formats import INT8
+from mla_fusion.operators.known import dtype_of, shape_of
 from mla_fusion.plan.int8_query import Int8Query
 from mla_fusion.plan.outputs import Replacement, ValueTree, live_users, whole_readers
 from mla_fusion.plan.plan import InPlace, Staged
@@ -108,7 +109,7 @@ class WritePlanner:
         return layout.writable(cache, first_axis_free=False, ones_free=True)
 
     def shape_of_slots(self, token_x: Node) -> Sequence[object]:
-        shape: Sequence[object] = token_x.meta["val"].shape
+        shape: Sequence[object] = shape_of(token_x)
         return shape[:-1]
 
     # -- two caches, each written by plain nodes
@@ -214,7 +215,7 @@ class WritePlanner:
             found.append(Obstacle("cache.strides", message))
         slots = write.slots.shape
         if not self.as_many(slots, token_x):
-            tokens = list(token_x.meta["val"].shape[:-1])
+            tokens = list(shape_of(token_x)[:-1])
             found.append(
                 Obstacle(
                     "cache.slots_count",
@@ -233,7 +234,7 @@ class WritePlanner:
             found.append(
                 Obstacle("cache.width", f"{name} is {width} wide, the rows written to it {wanted}")
             )
-        dtype = write.value.meta["val"].dtype
+        dtype = dtype_of(write.value)
         if value.dtype != dtype:
             found.append(
                 Obstacle("cache.dtype", f"{name} is {value.dtype}, the rows written to it {dtype}")
@@ -242,7 +243,7 @@ class WritePlanner:
 
     def as_many(self, slots: Sequence[Any], token_x: Node) -> bool:
         """Is there, whenever the graph runs, a slot for each token?"""
-        return self.view.binding.same(math.prod(token_x.meta["val"].shape[:-1]), math.prod(slots))
+        return self.view.binding.same(math.prod(shape_of(token_x)[:-1]), math.prod(slots))
 
     def _same_slots(self, a: Slots, b: Slots) -> bool:
         sizes = [(one.block_size or 1, *(one.every or (0, 0))) for one in (a, b)]
@@ -276,7 +277,7 @@ def in_ratio(scale: CacheScale | None, query: Int8Query | None) -> CacheScale | 
 def shaped(slots: Slots, lead: Sequence[object]) -> Slots:
     """The slots as what they reshape, where that already has the wanted shape (saves a reshape)."""
     above = upward(slots.index, reshapes) if slots.index is not None else ()
-    shaped = next((node for node in above if same_shape(node.meta["val"].shape, lead)), None)
+    shaped = next((node for node in above if same_shape(shape_of(node), lead)), None)
     return slots if shaped is None else Slots(shaped)
 
 

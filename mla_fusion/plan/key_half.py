@@ -16,6 +16,7 @@ from mla_fusion.facts.obstacle import Obstacles
 from mla_fusion.facts.row_quant import CacheScale
 from mla_fusion.fx.view import View
 from mla_fusion.match.candidate import KeyHalf
+from mla_fusion.operators.known import shape_of
 from mla_fusion.plan import verdict
 from mla_fusion.plan.caches import WritePlanner
 from mla_fusion.plan.plan import InPlace, KeyPlan, Staged
@@ -96,4 +97,4 @@ class _Caches(WritePlanner):
         return writes[0], None
 
     def shape_of_slots(self, token_x: Node) -> Sequence[object]:
-        return (math.prod(token_x.meta["val"].shape[:-1]),)
+        return (math.prod(shape_of(token_x)[:-1]),)

@@ -27,11 +27,11 @@ from mla_fusion.fx.kinds import (
 )
 from mla_fusion.fx.program import Program, nodes_between
 from mla_fusion.fx.shrink import Shrink
-from mla_fusion.fx.sizes import is_symbolic
+from mla_fusion.fx.sizes import is_size
 from mla_fusion.fx.tokens import Tokens
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import reached
-from mla_fusion.operators.known import SELECTIONS
+from mla_fusion.operators.known import SELECTIONS, shape_of, value_of
 from mla_fusion.plan.weight_modes import scales_of_row
 from mla_fusion.report.rejection import Refuse
 
@@ -61,12 +61,12 @@ def live_users(node: Node) -> list[Node]:
 def is_live(user: Node) -> bool:
     """Does somebody read it, or what it does, and for more than a size?"""
     read = bool(user.users) or user.op == "output" or has_effect(user)
-    return read and not is_symbolic(user.meta.get("val"))
+    return read and not is_size(user)
 
 
 def keeps_nothing(node: Node) -> bool:
     """Is the node a slice without elements?"""
-    source, value = node.args[0] if is_getitem(node) else node, node.meta.get("val")
+    source, value = node.args[0] if is_getitem(node) else node, value_of(node)
     if not isinstance(source, Node) or word(source) not in SELECTIONS:
         return False
     return isinstance(value, torch.Tensor) and 0 in [
@@ -271,7 +271,7 @@ def quantised_rows(
                 if not tokens.knows(result):
                     return None
             number = codes[..., 0] // width
-            if dynamic.by_nodes and len(result.meta["val"].shape) == codes.dim():
+            if dynamic.by_nodes and len(shape_of(result)) == codes.dim():
                 number = number.unsqueeze(-1)
             if dynamic.format.in_blocks:  # in pairs, [.., width / 64, 2]
                 of_row = torch.arange(scales_of_row(dynamic.format, width)).reshape(-1, 2)
@@ -329,6 +329,6 @@ def whole_readers(
     for node in reached([root], lambda node: filter(is_reshape, node.users)):
         if not all(map(is_reshape, live_users(node))):
             rank = len(shape)
-            free = same(node.meta["val"].shape, shape)
+            free = same(shape_of(node), shape)
             found.append(Replacement(node, output, None if free else tuple(range(rank))))
     return found

@@ -12,6 +12,7 @@ from torch.fx import Node
 
 from mla_fusion.fx.kinds import argument, is_reshape, word
 from mla_fusion.fx.sizes import same_shape
+from mla_fusion.operators.known import shape_of
 from mla_fusion.plan.outputs import Replacement
 
 OF_HEADS = ("query", "query_rope")
@@ -37,7 +38,7 @@ def keeps_heads(node: Node, source: Node) -> bool:
     """Whether a node gives the rows and heads of ``source``, its argument, in this order."""
     if not is_reshape(node):
         return False
-    shape, before = node.meta["val"].shape, source.meta["val"].shape
+    shape, before = shape_of(node), shape_of(source)
     return len(shape) > 2 and len(before) > 2 and same_shape(shape[-2:], before[-2:])
 
 

@@ -14,6 +14,7 @@ from mla_fusion.facts.rope import Table
 from mla_fusion.facts.row_quant import CacheScale
 from mla_fusion.facts.static_quant import StaticQuant
 from mla_fusion.match.candidate import Candidate, KeyHalf
+from mla_fusion.operators.known import shape_of
 from mla_fusion.plan.outputs import Replacement
 from mla_fusion.report.report import Shown
 
@@ -123,13 +124,13 @@ class Plan:
     @property
     def lead(self) -> Sequence[Any]:
         """The sizes of the tokens' axes."""
-        return self.token_x.meta["val"].shape[:-1]
+        return shape_of(self.token_x)[:-1]
 
     @property
     def dims(self) -> dict[str, Any]:
         """Sizes of the axes, by the names of the operator's documents."""
         k, tokens = self.candidate.key, "*".join(map(str, self.lead))
-        he = int(self.token_x.meta["val"].shape[-1])
+        he = int(shape_of(self.token_x)[-1])
         return {"T": tokens, "He": he, "Hckv": len(k.columns), "Dr": k.rope_dim}
 
     @property

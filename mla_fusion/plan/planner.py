@@ -20,6 +20,7 @@ from mla_fusion.fx.sizes import is_symbolic, same, same_shape
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import rows_and_exact_casts, upward, views_and_model_casts
 from mla_fusion.match.candidate import KeyHalf
+from mla_fusion.operators.known import dtype_of, shape_of
 from mla_fusion.plan.outputs import Replacement, ValueTree
 from mla_fusion.plan.plan import InPlace, Plan, Staged
 from mla_fusion.report.rejection import Refuse
@@ -124,7 +125,7 @@ class Planner(ABC, Generic[C, P]):
         """The sizes of the tokens' axes as numbers. Raises ``Refuse`` where a table has no row for
         each token.
         """
-        lead = self.view.binding.shape(token_x.meta["val"].shape[:-1])
+        lead = self.view.binding.shape(shape_of(token_x)[:-1])
         if self.candidate.shrink is not None:
             lead = self.candidate.shrink.lead(lead)
         for run in (*self.candidate.key.cos, *self.candidate.key.sin):
@@ -186,8 +187,7 @@ class Planner(ABC, Generic[C, P]):
     def narrowed(self, *gammas: Node | None) -> list[str]:
         """What is taken for granted of the norms' weights, as text."""
         wide = any(
-            gamma is not None and gamma.meta["val"].dtype != self.candidate.dtype
-            for gamma in gammas
+            gamma is not None and dtype_of(gamma) != self.candidate.dtype for gamma in gammas
         )
         return [_NARROW] if wide else []
 
@@ -224,5 +224,5 @@ def _reshaped(plan: Plan) -> int:
 
 
 def _lead(base: Node) -> Sequence[object]:
-    shape: Sequence[object] = base.meta["val"].shape
+    shape: Sequence[object] = shape_of(base)
     return shape[:-1]

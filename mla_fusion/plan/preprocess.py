@@ -29,6 +29,7 @@ from mla_fusion.fx.walk import peel, reshapes, upward
 from mla_fusion.match.candidate import Candidate
 from mla_fusion.match.finder import rotation_ratio
 from mla_fusion.meta.preprocess import EPSILON, MAX_TOKENS
+from mla_fusion.operators.known import shape_of
 from mla_fusion.plan import verdict
 from mla_fusion.plan.caches import Placement, WritePlanner
 from mla_fusion.plan.int8_query import Int8Query
@@ -82,7 +83,7 @@ class PreprocessPlanner(PrologPlanner):
         if self._input is None:
             quantised = self._down.node, self._down.source
             text = f"{quantised[0].name} quantises rows of {quantised[1].name}"
-            if any(map(is_symbolic, quantised[1].meta["val"].shape)):
+            if any(map(is_symbolic, shape_of(quantised[1]))):
                 why = f"T 1..{MAX_TOKENS}; {text}, a number known only at run time: mark it static"
                 raise Refuse("contract:dims.t", f"npu_mla_preprocess takes {why}", quantised)
             raise Refuse("norm.of_input", text, quantised)

@@ -24,7 +24,7 @@ from mla_fusion.fx.kinds import (
 )
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import INPUTS, origin, reached, views_and_casts
-from mla_fusion.operators.known import JOINERS
+from mla_fusion.operators.known import JOINERS, value_of
 from mla_fusion.plan.outputs import ValueTree, live_users
 
 _FARTHEST = 16  # nodes looked at behind a reader
@@ -145,7 +145,7 @@ _JOINED = Obstacle(
 def _quantised_behind(reader: Node) -> bool:
     """Are numbers of one byte made of what the reader makes?"""
     for node in reached([reader], lambda node: () if is_writer(node) else node.users, _FARTHEST):
-        values = node.meta.get("val")
+        values = value_of(node)
         several = values if isinstance(values, (tuple, list)) else (values,)
         if any(
             getattr(value, "dtype", None) is not None and value.dtype.itemsize == 1

@@ -20,6 +20,7 @@ from mla_fusion.fx.walk import origin, peel, upward, views_and_exact_casts, view
 from mla_fusion.match.candidate import Candidate, KeyHalf, KeySide
 from mla_fusion.match.finder import rotation_ratio
 from mla_fusion.meta.number_formats import BLOCK, INT8, NumberFormat
+from mla_fusion.operators.known import dtype_of, shape_of, value_of
 from mla_fusion.prove import evaluate
 from mla_fusion.prove.operators import real
 from mla_fusion.report.rejection import Refuse
@@ -51,7 +52,7 @@ def _model(view: View, candidate: Candidate) -> None:
     reason.
     """
     for node in (candidate.query.down.weight, candidate.key.down.weight):
-        dtype = node.meta["val"].dtype
+        dtype = dtype_of(node)
         if dtype in (torch.float16, torch.float64) or (
             dtype == torch.float32 and not _holds_bfloat16(node)
         ):
@@ -79,7 +80,7 @@ def _norms(view: View, candidate: KeyHalf) -> None:
                 "norm.runtime_eps", f"epsilon of {name} is {runtime_eps.name}", (node, runtime_eps)
             )
         if low_precision is not None:
-            dtype = str(low_precision.meta["val"].dtype).removeprefix("torch.")
+            dtype = str(dtype_of(low_precision)).removeprefix("torch.")
             raise Refuse(
                 "norm.low_precision",
                 f"{low_precision.name}, in the norm of {name}, is {dtype}",
@@ -99,9 +100,9 @@ def judge_gamma(name: str, node: Node, gamma: Node, dtype: torch.dtype) -> None:
         _holds_bfloat16(gamma) or (known is not None and known.bfloat16)
     ):
         return  # looked at again whenever it is packed
-    if dtype != torch.bfloat16 and gamma.meta["val"].dtype == dtype:
+    if dtype != torch.bfloat16 and dtype_of(gamma) == dtype:
         return
-    held = str(gamma.meta["val"].dtype).removeprefix("torch.")
+    held = str(dtype_of(gamma)).removeprefix("torch.")
     why = (
         "its numbers cannot be looked at here"
         if known is None
@@ -113,9 +114,9 @@ def judge_gamma(name: str, node: Node, gamma: Node, dtype: torch.dtype) -> None:
 @measured
 def _projections(view: View, candidate: Candidate) -> None:
     for item in candidate.projections:
-        out = zip(item.product.out_labels, item.node.meta["val"].shape, strict=True)
+        out = zip(item.product.out_labels, shape_of(item.node), strict=True)
         if any(is_symbolic(size) for label, size in out if label in item.column_labels):
-            sizes = list(item.node.meta["val"].shape)
+            sizes = list(shape_of(item.node))
             raise Refuse(
                 "linear.symbolic", f"{item.node.name} has shape {sizes}", (item.node, item.weight)
             )
@@ -144,13 +145,13 @@ def _int8_products(view: View, candidate: Candidate) -> None:
     for item in (item for item in candidate.projections if item.node is not absorbed):
         how, bias = item.quantised, item.product.bias
         by_scale = how is not None and how.token_scale is None and how.format is INT8
-        if how is None or not by_scale or item.activation.meta["val"].dtype != torch.int8:
+        if how is None or not by_scale or dtype_of(item.activation) != torch.int8:
             raise Refuse(
                 "quant.not_static",
                 f"{item.node.name} multiplies by {item.weight.name}",
                 (item.node, item.weight),
             )
-        columns = item.weight.meta["val"].shape[item.weight_labels.index(item.column_labels[0])]
+        columns = shape_of(item.weight)[item.weight_labels.index(item.column_labels[0])]
         scale = how.weight_scale.meta["val"]
         if (
             scale.dtype != torch.float32
@@ -169,7 +170,7 @@ def _int8_products(view: View, candidate: Candidate) -> None:
                     f"{item.node.name} has {columns} columns, a vector {list(vector.shape)}",
                     (item.node,),
                 )
-        if bias is not None and bias.meta["val"].dtype != torch.int32:
+        if bias is not None and dtype_of(bias) != torch.int32:
             raise Refuse(
                 "linear.bias",
                 f"{item.node.name} adds {bias.name}, which is no int32",
@@ -242,7 +243,7 @@ def _value(view: View, node: Node) -> tuple[str, int]:
 def _scales(view: View, item: Projection) -> None:
     quantised = item.quantised
     assert quantised is not None
-    if quantised.format is INT8 and item.activation.meta["val"].dtype != torch.int8:
+    if quantised.format is INT8 and dtype_of(item.activation) != torch.int8:
         detail = f"{item.node.name} multiplies {item.activation.name} by {item.weight.name}"
         raise Refuse("quant.weights_only", detail, (item.node, item.weight))
     if quantised.token_scale is None:
@@ -272,10 +273,10 @@ def _scales(view: View, item: Projection) -> None:
 
 def _scale_shapes(item: Projection) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Of the weight's scales and of the tokens', as npu_quant_matmul has them."""
-    form, weight, labels = _format(item), item.weight.meta["val"].shape, item.weight_labels
+    form, weight, labels = _format(item), shape_of(item.weight), item.weight_labels
     columns, lead = (
         weight[labels.index(item.column_labels[0])],
-        item.activation.meta["val"].shape[:-1],
+        shape_of(item.activation)[:-1],
     )
     if form is None or not form.in_blocks:
         return (columns,), tuple(lead)
@@ -325,7 +326,7 @@ def _dtypes(view: View, candidate: Candidate) -> None:
         operand = form.element if form is not None else torch.bfloat16
         roles = (("activation", item.activation, operand), ("weight", item.weight, operand))
         for role, node, wanted in (*roles, ("product", item.node, torch.bfloat16)):
-            dtype = node.meta["val"].dtype
+            dtype = dtype_of(node)
             if dtype == torch.float32 and (role == "product" or _holds_bfloat16(node)):
                 # the kernel adds up in float32 too; a product of float32 operands has those refused
                 continue
@@ -339,7 +340,7 @@ def _dtypes(view: View, candidate: Candidate) -> None:
 def _between(region: Iterable[Node], dtype: torch.dtype) -> None:
     """Are the floats between products ``dtype``, or no narrower than the kernel's float32?"""
     for node in region:
-        value = node.meta.get("val")
+        value = value_of(node)
         if (
             isinstance(value, torch.Tensor)
             and value.is_floating_point()
@@ -358,7 +359,7 @@ def _half_dtypes(view: View, half: KeyHalf) -> None:
     rotation begin.
     """
     for product in half.taken:
-        dtype = product.meta["val"].dtype
+        dtype = dtype_of(product)
         if dtype not in _OF_16_BITS or dtype != half.dtype:
             found = f"product {product.name} is {str(dtype).removeprefix('torch.')}"
             raise Refuse(
@@ -384,7 +385,7 @@ def _half_scale(view: View, half: KeyHalf) -> None:
 
 def _holds_bfloat16(node: Node) -> bool:
     """Are the numbers, though in a wider dtype, bfloat16's by a cast?"""
-    dtypes = (above.meta["val"].dtype for above in upward(node, views_and_model_casts))
+    dtypes = (dtype_of(above) for above in upward(node, views_and_model_casts))
     return (
         next((dtype for dtype in dtypes if dtype not in (torch.float32, torch.float64)), None)
         == torch.bfloat16

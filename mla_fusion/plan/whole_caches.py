@@ -24,6 +24,7 @@ from mla_fusion.fx.view import View
 from mla_fusion.match.candidate import Candidate
 from mla_fusion.meta import layout, limits
 from mla_fusion.meta.number_formats import INT8
+from mla_fusion.operators.known import shape_of, value_of
 from mla_fusion.plan import int8_query
 from mla_fusion.plan.caches import Placement, WritePlanner, in_ratio, shaped
 from mla_fusion.plan.int8_query import Int8Query
@@ -96,7 +97,7 @@ class CachesOfWhole(WritePlanner):
             return f"with weight_quant_mode {weights} the kernel writes no {name} rows to {which}"
         if mode == 2:
             return None
-        if kv.node is not None and math.prod(kv.node.meta["val"].shape) != 1:
+        if kv.node is not None and math.prod(shape_of(kv.node)) != 1:
             return f"{kv.node.name} scales each channel of the latent, and the key is not int8"
         if not isinstance(self.candidate.query.absorb, AbsorbFact):
             return "the kernel would quantise the absorbed query, and this one is not absorbed"
@@ -155,14 +156,12 @@ class CachesOfWhole(WritePlanner):
         write = cache_write.find(self.view, writers[0], rows.node)
         if not isinstance(write, WriteFact):
             return Placement(Staged(write))
-        obstacles = self.obstacles(
-            token_x, write, self.view.binding.size(rows.node.meta["val"].shape[-1])
-        )
+        obstacles = self.obstacles(token_x, write, self.view.binding.size(shape_of(rows.node)[-1]))
         if obstacles:
             return Placement(Staged(tuple(obstacles)))
         shape = cache_write.paged_shape(write.cache)
         assert shape is not None
-        slots = shaped(write.slots, token_x.meta["val"].shape[:-1])
+        slots = shaped(write.slots, shape_of(token_x)[:-1])
         in_place = InPlace(
             kv_cache=write.cache,
             kr_cache=None,
@@ -183,9 +182,9 @@ class CachesOfWhole(WritePlanner):
     def _by_operator(self, token_x: Node) -> Placement:
         operator = self.key.operator
         assert operator is not None
-        slots = operator.index.meta["val"].shape
+        slots = shape_of(operator.index)
         if not self.as_many(slots, token_x):
-            tokens = list(token_x.meta["val"].shape[:-1])
+            tokens = list(shape_of(token_x)[:-1])
             detail = f"{operator.index.name} has {list(slots)} slots for tokens {tokens}"
             raise Refuse("cache.slots", detail, (operator.node, operator.index))
         if operator.cache_mode is None or operator.other is not None:
@@ -229,23 +228,23 @@ class CachesOfWhole(WritePlanner):
                     )
                     detail = f"{parts[index].name} reads the new {name} rows, which {why}"
                     raise Refuse("reader.latent", detail, (parts[index],))
-                shape = (*token_x.meta["val"].shape[:-1], width)
+                shape = (*shape_of(token_x)[:-1], width)
                 found += whole_readers(parts[index], name, shape, same_shape)
         for index, name, cache in (
             (kv, "kv_cache", operator.kv_cache),
             (kr, "kr_cache", operator.kr_cache),
         ):
             if index in parts:
-                found += whole_readers(parts[index], name, cache.meta["val"].shape, same_shape)
+                found += whole_readers(parts[index], name, shape_of(cache), same_shape)
         kv_shape, kr_shape = (
-            tuple(cache.meta["val"].shape) for cache in (operator.kv_cache, operator.kr_cache)
+            tuple(shape_of(cache)) for cache in (operator.kv_cache, operator.kr_cache)
         )
         in_place = InPlace(
             kv_cache=inputs[0],
             kr_cache=inputs[1],
             kv_shape=kv_shape,
             kr_shape=kr_shape,
-            slots=shaped(Slots(operator.index), token_x.meta["val"].shape[:-1]),
+            slots=shaped(Slots(operator.index), shape_of(token_x)[:-1]),
             mode=operator.cache_mode,
             copies=operator.hidden_write,
             kv_scale=in_ratio(scales[0], query),
@@ -279,7 +278,7 @@ class CachesOfWhole(WritePlanner):
 
 def _integers(writer: Node) -> list[Node]:
     """The operands of a writer that say where rows go."""
-    values = ((node, node.meta.get("val")) for node in writer.all_input_nodes)
+    values = ((node, value_of(node)) for node in writer.all_input_nodes)
     return [
         node
         for node, value in values
