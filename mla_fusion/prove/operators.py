@@ -56,6 +56,8 @@ class Call:
     rounded   do arguments hold numbers that a cast has rounded?
     masks     are arguments bools, or uint8, which as an index say whether and not where?
     holds     the dtype that an argument has in the graph, if that is known
+    is_wide   has nothing between the rows of this maximum (a place among the point's) and the first
+              argument been rounded to a narrow dtype?
     """
 
     target: Any
@@ -69,6 +71,7 @@ class Call:
     rounded: bool = False
     masks: bool = False
     holds: Callable[[str], torch.dtype | None] = lambda name: None
+    is_wide: Callable[[int], bool] = lambda place: False
 
     @property
     def word(self) -> str:
@@ -361,10 +364,9 @@ def _cast(call: Call) -> Value:
         return function(f"in {wanted}", value).with_past(Narrowed(value))
     if is_whole and wanted in (torch.int32, torch.int64):
         return value
-    if here().are_rows and quantising.whole(value).rounded and wanted in (torch.int32, torch.int64):
-        return value  # far below 2**31: what is saturated later is so at 127
-    is_wide = call.source not in NARROW
-    return quantising.to_bytes(value, wanted, is_wide)
+    if here().are_rows and wanted in (torch.int32, torch.int64) and quantising.fits(value, wanted):
+        return value
+    return quantising.to_bytes(value, wanted, call.is_wide)
 
 
 def _are_bits(value: Num) -> bool:
