@@ -49,7 +49,7 @@ class Point:
     has_mixed  a weight was joined with what is no weight, and so was drawn
     read_off   the scales of a call are numbers that were read off values, to eight digits
     floors     the smallest epsilon stands for a floor under the norm
-    are_rows   rounded numbers are those of rows: far below 2**31
+    are_rows   rounded numbers are those of rows, not integers that are computed with
     memory     how many tensors of unwritten memory there have been
     roots      what the kernel (where there is none, anything) takes roots of
     draws_roots  is what is evaluated the kernel?
