@@ -139,6 +139,7 @@ class Evaluation:
         self._rounded: set[Node] = set()  # activations that hold rounded numbers
         # what else holds them: the dtype that is still to round its value
         self._pending: dict[Node, torch.dtype] = {}
+        self._largest: dict[int, Node] = {}  # by which a maximum of the point was met
         self._counted = Counted(leaves, OF_MODEL)
         self._cells: dict[object, Cells] = {}
         self._taken = 0
@@ -149,6 +150,7 @@ class Evaluation:
         self._values.clear()
         self._rounded.clear()
         self._pending.clear()
+        self._largest.clear()
 
     def value(self, node: Node) -> Any:
         """Depth first, without recursion: regions are deep."""
@@ -260,9 +262,11 @@ class Evaluation:
             rounded=any(read in self._rounded for read in node.all_input_nodes),
             masks=any(operators.is_mask(read.meta["val"]) for read in node.all_input_nodes),
             holds=lambda name: dtype_of(argument(node, name)),
+            is_wide=lambda place: self._is_wide(node, self._largest.get(place)),
         )
         point = field.here()
         means, point.draws_roots = len(point.means), False
+        maxima = len(point.maxima)
         if self._counted.leaves_the_field(node) and not _is_literal(call):
             found: Any = operators.pointwise(call)
         else:
@@ -275,6 +279,7 @@ class Evaluation:
             found = _in_float16(found)
         if call.rounded and operator_of(node).kind is Kind.ANALYTIC:
             found = past_rounding(call, found)
+        self._largest |= dict.fromkeys(range(maxima, len(point.maxima)), node)
         point.draws_roots = True
         del point.means[means:]  # what is left is the kernel's
         if node in self._active:
@@ -357,6 +362,24 @@ class Evaluation:
     def _is_narrow(self, node: Node) -> bool:
         """Does it hold the numbers of a narrow dtype, widened?"""
         return origin(node, views_and_casts).meta["val"].dtype in NARROW
+
+    def _is_wide(self, node: Node, largest: Node | None) -> bool:
+        """Is what a node reads computed in float32 at least, from the rows on whose largest is
+        known? The rows are the nearest node of which alone, beside weights, both are made.
+        """
+        position, was_met = self.view.position, False
+        frontier = {read for read in self._reads(node) if read in self._active}
+        while frontier and largest is not None:
+            last = max(frontier, key=position.__getitem__)
+            if was_met and len(frontier) == 1:
+                return True
+            picks = not is_cast(last) and (_moves(last) or operator_of(last).kind is Kind.CHOICE)
+            if last in self._leaves or (dtype_of(last) in NARROW and not picks):
+                return False
+            was_met = was_met or last is largest
+            frontier.remove(last)
+            frontier.update(read for read in self._reads(last) if read in self._active)
+        return False
 
     def _argument(self, arg: Any, is_rounded: bool) -> Any:
         """``is_rounded``: as its dtype holds it."""

@@ -58,6 +58,8 @@ class Call:
     rounded   do arguments hold numbers that a cast has rounded?
     masks     are arguments bools, or uint8, which as an index say whether and not where?
     holds     the dtype that an argument has in the graph, if that is known
+    is_wide   has nothing between the rows of this maximum (a place among the point's) and the first
+              argument been rounded to a narrow dtype?
     """
 
     target: Any
@@ -71,6 +73,7 @@ class Call:
     rounded: bool = False
     masks: bool = False
     holds: Callable[[str], torch.dtype | None] = lambda name: None
+    is_wide: Callable[[int], bool] = lambda place: False
 
     @property
     def word(self) -> str:
@@ -382,12 +385,11 @@ def _cast(call: Call) -> Value:
     is_narrower = is_whole and call.source.itemsize > wanted.itemsize  # type: ignore[union-attr]
     if is_narrower and value.ints is None and not here().are_rows and wanted in _INTEGERS:
         return function(f"in {wanted}", value).with_past(Narrowed(value))
-    # rows are far below 2**31: what is saturated later is so at 127
+    # that rows are far below 2**31 is a listed assumption (commit/assumed.py)
     is_integral = is_whole or (here().are_rows and quantising.whole(value).rounded)
     if is_integral and wanted in (torch.int32, torch.int64):
         return value
-    is_wide = call.source not in NARROW
-    return quantising.to_bytes(value, wanted, is_wide)
+    return quantising.to_bytes(value, wanted, call.is_wide)
 
 
 def _are_bits(value: Num) -> bool:

@@ -10,6 +10,7 @@ An element of a float format is the number that its byte stands for.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -113,13 +114,12 @@ def is_floor(value: Num, least: float) -> bool:
     )
 
 
-def _is_bounded(value: Num) -> bool:
-    """Is it no larger than 127, by the largest of its row?"""
+def _bounds(value: Num) -> Iterator[int]:
+    """By which of the maxima it is no larger than 127: places among them."""
     wanted = field.number(STEPS)
-    return any(
-        rows.shape == value.shape and field.equal(value * largest, rows * wanted)
-        for rows, largest in here().maxima
-    )
+    for place, (rows, largest) in enumerate(here().maxima):
+        if rows.shape == value.shape and field.equal(value * largest, rows * wanted):
+            yield place
 
 
 def _same(a: Num, b: Num) -> bool:
@@ -161,15 +161,18 @@ def _are_whole(*ends: float) -> bool:
     return all(math.isinf(end) or float(end).is_integer() for end in ends)
 
 
-def to_bytes(value: Num, dtype: torch.dtype, is_wide: bool = True) -> Num:
+def to_bytes(
+    value: Num, dtype: torch.dtype, is_wide: Callable[[int], bool] = lambda place: True
+) -> Num:
     """What a cast to int8, or to a float of one byte, makes of it.
 
-    is_wide  it was held in float32 at least: in bfloat16, 127 may have become 127.5, which is 128
+    is_wide  was it computed in float32 at least, from the rows of that maximum on? Where a scale or
+             a quotient is rounded to bfloat16, 127 may become 127.5, which is 128
     """
     found = whole(value)
     least, most = ends = found.least, found.most
     if dtype == INT8.element:
-        in_range = is_wide and least <= -STEPS and most >= STEPS and _is_bounded(found.value)
+        in_range = least <= -STEPS and most >= STEPS and any(map(is_wide, _bounds(found.value)))
         if found.rounded and (ends == (-128, 127) or in_range):
             return saturated(found.value)
     elif dtype == FP8.element and not found.rounded and ends == (-MOST[FP8], MOST[FP8]):
