@@ -13,6 +13,7 @@ from mla_fusion.fx.kinds import argument, is_cast, is_view, word
 from mla_fusion.fx.program import nodes_between
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import origin, reshapes, views_and_casts
+from mla_fusion.operators.known import value_of
 from mla_fusion.prove.counted import TOKENS, Counted
 from mla_fusion.prove.evaluate import OF_MODEL
 
@@ -35,7 +36,7 @@ def assumed_of_numbers(view: View, region: Region) -> tuple[str, ...]:
 
 def _floors(view: View, region: Region) -> Iterator[str]:
     for node in region.nodes:
-        value = node.meta.get("val")
+        value = value_of(node)
         if (
             word(node) not in _FLOORS
             or not isinstance(value, torch.Tensor)
@@ -55,7 +56,7 @@ def _floors(view: View, region: Region) -> Iterator[str]:
 def _whole(region: Region) -> Iterator[str]:
     """Casts of rounded numbers to wide integers, which are bounded behind them."""
     for node in region.nodes:
-        dtype = getattr(node.meta.get("val"), "dtype", None)
+        dtype = getattr(value_of(node), "dtype", None)
         if is_cast(node) and dtype in (torch.int32, torch.int64):
             source = origin(node.all_input_nodes[0], views_and_casts)
             if word(source) == "round":

@@ -38,6 +38,7 @@ from mla_fusion.fx.kinds import (
 )
 from mla_fusion.fx.view import View
 from mla_fusion.meta.number_formats import ELEMENTS
+from mla_fusion.operators.known import dtype_of, shape_of, value_of
 from mla_fusion.plan.plan import InPlace, Plan
 from mla_fusion.prove.evaluate import same_attribute
 from mla_fusion.reference import hifloat8
@@ -278,7 +279,7 @@ class Draws:
         shape = self.view.binding.shape_of(offset)
         return {
             block: (slots // size).to(value.dtype),
-            offset: (slots % size).reshape(shape).to(offset.meta["val"].dtype),
+            offset: (slots % size).reshape(shape).to(dtype_of(offset)),
         }
 
     def _in_sequences(
@@ -344,9 +345,9 @@ def _indexed(node: Node) -> list[tuple[Any, Any]]:
     """Index tensors of a node, with the size of the axis that each picks from."""
     name = word(node)
     base = node.args[0] if node.args else None
-    if not isinstance(base, Node) or not isinstance(base.meta.get("val"), torch.Tensor):
+    if not isinstance(base, Node) or not isinstance(value_of(base), torch.Tensor):
         return []
-    shape: Sequence[Any] = base.meta["val"].shape
+    shape: Sequence[Any] = shape_of(base)
     if name in ("index", "index_put"):
         indices: Any = node.args[1]
         return list(zip(indices, shape, strict=False))

@@ -17,7 +17,8 @@ from torch.fx.node import map_aggregate, map_arg
 
 from mla_fusion.compat import OpOverload, schema_of
 from mla_fusion.fx.kinds import filled_with, is_float
-from mla_fusion.fx.sizes import Binding, is_symbolic
+from mla_fusion.fx.sizes import Binding, is_size, is_symbolic
+from mla_fusion.operators.known import dtype_of, value_of
 
 aten = torch.ops.aten
 _EXPANDS = (aten.expand.default, aten.expand_copy.default)
@@ -51,7 +52,7 @@ class Interpreter:
         self._steps = [
             (node, map_aggregate((node.args, node.kwargs), self._literal))
             for node in nodes
-            if not is_symbolic(node.meta.get("val"))
+            if not is_size(node)
         ]
         self._in_place = any(map(_writes, nodes))
 
@@ -97,7 +98,7 @@ class Interpreter:
     def _literal(self, value: Any) -> Any:
         """An argument as a CPU takes it, each symbolic size a number."""
         if isinstance(value, Node):
-            meaning = value.meta.get("val")
+            meaning = value_of(value)
             if is_symbolic(meaning):
                 return self._binding.number(meaning)
             return meaning if isinstance(meaning, (int, float)) else value
@@ -129,7 +130,7 @@ class Interpreter:
             isinstance(arg, Tensor) and is_float(arg.dtype) for arg in args
         ):
             # torch's default dtype may be another one by now
-            return result.to(node.meta["val"].dtype)
+            return result.to(dtype_of(node))
         return result
 
 

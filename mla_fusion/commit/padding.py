@@ -11,6 +11,7 @@ from torch.fx import Node
 from mla_fusion.fx.build import GraphBuilder
 from mla_fusion.fx.kinds import argument, is_view, op_name, word
 from mla_fusion.meta.prolog import V3
+from mla_fusion.operators.known import shape_of
 from mla_fusion.plan.padded import OF_HEADS, keeps_heads, zero_heads
 
 _PLACES = {V3.results.index(name) for name in OF_HEADS}
@@ -25,12 +26,10 @@ def carry(builder: GraphBuilder) -> None:
         whole = _with_zeros(pad, made_here)
         if whole is None:
             continue
-        shape = list(pad.meta["val"].shape)
+        shape = list(shape_of(pad))
         with builder.propagating():
             builder.at(pad, {})
-            made = (
-                whole if list(whole.meta["val"].shape) == shape else builder.reshape(whole, shape)
-            )
+            made = whole if list(shape_of(whole)) == shape else builder.reshape(whole, shape)
         pad.replace_all_uses_with(made)
         step = pad
         while step is not whole and not step.users:
@@ -64,7 +63,7 @@ def _with_zeros(pad: Node, made: Collection[Node]) -> Node | None:
     ):
         return None
     value = whole.meta["val"]
-    has_all = value.shape[-2] == pad.meta["val"].shape[-2] and value.dtype in (
+    has_all = value.shape[-2] == shape_of(pad)[-2] and value.dtype in (
         torch.bfloat16,
         torch.float16,
     )

@@ -23,7 +23,7 @@ from mla_fusion.fx.build import Recipe, TensorBuilder
 from mla_fusion.fx.kinds import is_reshape, word
 from mla_fusion.fx.tokens import Tokens
 from mla_fusion.fx.view import View
-from mla_fusion.operators.known import DIAGONALS
+from mla_fusion.operators.known import DIAGONALS, dtype_of, value_of
 from mla_fusion.plan.plan import Plan
 from mla_fusion.prove import field, kernels, operators
 from mla_fusion.prove.evaluate import POINTS, UNKNOWN, Evaluation, Unproved, is_same
@@ -83,7 +83,7 @@ def _keep_tokens_apart(view: View, plan: Plan, region: Region) -> None:
     """
     tokens, leaves = Tokens(None, view.binding.meaning), region.leaves
     for leaf in leaves:
-        if leaves[leaf] == "x" and isinstance(leaf.meta.get("val"), torch.Tensor):
+        if leaves[leaf] == "x" and isinstance(value_of(leaf), torch.Tensor):
             tokens.start(leaf, plan.lead, range(leaf.meta["val"].dim() - 1))
     if not tokens:
         return
@@ -268,7 +268,7 @@ class _FieldBuilder(TensorBuilder):
         self._run = run
         self.kernel: operators.Call | None = None
         self._held = {
-            _OF_OPERATOR[name]: cache.meta["val"].dtype for name, cache, _ in run.plan.caches.held
+            _OF_OPERATOR[name]: dtype_of(cache) for name, cache, _ in run.plan.caches.held
         }
 
     def value(self, node: Node) -> Any:

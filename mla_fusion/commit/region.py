@@ -25,6 +25,7 @@ from mla_fusion.fx.sizes import is_symbolic, same, same_shape
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import origin, reached, reshapes_and_exact_casts, views_and_casts
 from mla_fusion.match.candidate import Candidate
+from mla_fusion.operators.known import shape_of, value_of
 from mla_fusion.plan.plan import Plan
 
 _INTEGERS = (torch.int64, torch.int32)
@@ -214,10 +215,10 @@ def _above_x(origin: Node) -> set[Node]:
     """What x is computed from that has as many elements: a wider form of it, the value before its
     norm, residuals.
     """
-    size = prod(origin.meta["val"].shape)
+    size = prod(shape_of(origin))
 
     def is_as_large(node: Node) -> bool:
-        value = node.meta.get("val")
+        value = value_of(node)
         if node.op in INPUTS or not isinstance(value, torch.Tensor):
             return False
         return value.dtype.is_floating_point and same(prod(value.shape), size)
@@ -238,7 +239,7 @@ def _makes_a_size(node: Node) -> bool:
     if isinstance(value, torch.Tensor) and not any(map(is_symbolic, value.shape)):
         return False  # most are such
     own = _symbols(value)
-    given = (_symbols(read.meta.get("val")) for read in node.all_input_nodes) if own else ()
+    given = (_symbols(value_of(read)) for read in node.all_input_nodes) if own else ()
     return bool(own.difference(*given))
 
 
@@ -253,7 +254,7 @@ def _symbols(value: Any) -> set[Any]:
 
 def _has_value(node: Node) -> bool:
     """Does it hold a tensor, or several? (Sizes are bound to numbers, not run.)"""
-    value = node.meta.get("val")
+    value = value_of(node)
     return isinstance(value, (torch.Tensor, tuple, list)) and not is_symbolic(value)
 
 

@@ -20,6 +20,7 @@ from mla_fusion.emit.targets import target_of
 from mla_fusion.fx.kinds import tensor_held
 from mla_fusion.fx.sizes import is_symbolic
 from mla_fusion.fx.view import what_is_done
+from mla_fusion.operators.known import value_of
 from mla_fusion.plan.plan import InPlace, Plan
 from mla_fusion.prove.evaluate import same_attribute
 
@@ -120,5 +121,5 @@ def _read(node: Node, numbers: dict[Node, int]) -> object:
     number = numbers.get(node)
     if number is not None:
         return number
-    meaning = node.meta.get("val")
+    meaning = value_of(node)
     return str(expression_of(meaning)) if is_symbolic(meaning) else _tensor(meaning)

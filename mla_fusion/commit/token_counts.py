@@ -15,7 +15,7 @@ from mla_fusion.fx.kinds import argument, holds_integers, named_sizes, word
 from mla_fusion.fx.sizes import is_symbolic
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import origin, reshapes
-from mla_fusion.operators.known import SELECTIONS, SIZED
+from mla_fusion.operators.known import SELECTIONS, SIZED, shape_of
 from mla_fusion.plan.plan import InPlace, Plan
 
 # tokens of the second run where the number is symbolic: more than any block, and a prime
@@ -104,9 +104,9 @@ def with_room(view: View, plan: Plan, region: Region) -> View:
         if plan.caches.slots.in_sequences:
             sequences = binding.size(plan.caches.slots.shape[0])
             for cache in plan.caches.inputs:
-                binding = binding.roomier(cache.meta["val"].shape[0], sequences)
+                binding = binding.roomier(shape_of(cache)[0], sequences)
     for node, rows, end in _slices(region):
-        start, kept = argument(node, "start"), node.meta["val"].shape[argument(node, "dim")]
+        start, kept = argument(node, "start"), shape_of(node)[argument(node, "dim")]
         if isinstance(end, Node):
             binding = binding.roomier(rows, binding.number(end.meta["val"]))
         elif isinstance(start, Node):  # so many rows from the end
@@ -152,7 +152,7 @@ def _cuts(region: Region) -> Iterator[tuple[Any, list[Any]]]:
         parts, source = node.meta["val"], node.args[0] if node.args else None
         if word(node) in SELECTIONS and isinstance(parts, (list, tuple)):
             assert isinstance(source, Node)
-            sizes = [source.meta["val"].shape, *(part.shape for part in parts)]
+            sizes = [shape_of(source), *(part.shape for part in parts)]
             if len({len(shape) for shape in sizes}) == 1:  # unbind takes the axis away
                 rows, *each = (shape[argument(node, "dim", 0)] for shape in sizes)
                 yield rows, each
@@ -163,7 +163,7 @@ def _slices(region: Region) -> Iterator[tuple[Node, Any, Any]]:
     for node in region.nodes:
         source = node.args[0] if node.args else None
         if word(node) == "slice" and isinstance(source, Node):
-            yield node, source.meta["val"].shape[argument(node, "dim")], argument(node, "end")
+            yield node, shape_of(source)[argument(node, "dim")], argument(node, "end")
 
 
 def _literals(region: Region) -> Iterator[int]:
@@ -173,13 +173,13 @@ def _literals(region: Region) -> Iterator[int]:
     numbers: set[Node] = set()  # made of the tokens' numbers
     for node in region.nodes:
         name = word(node)
-        is_first = name == "arange" and any(map(is_symbolic, node.meta["val"].shape))
+        is_first = name == "arange" and any(map(is_symbolic, shape_of(node)))
         if is_first or not numbers.isdisjoint(node.all_input_nodes):
             numbers.add(node)
         if name in _CUTS:
             source = node.args[0]
             axis = argument(node, "dim", 0)
-            if isinstance(source, Node) and is_symbolic(source.meta["val"].shape[axis]):
+            if isinstance(source, Node) and is_symbolic(shape_of(source)[axis]):
                 yield from _counting((argument(node, part) for part in _CUTS[name]), _MOST)
         elif name in _COUNTS:
             most = _FAR if node in numbers else _MOST

@@ -29,6 +29,7 @@ from mla_fusion.fx.measured import measured
 from mla_fusion.fx.view import View
 from mla_fusion.meta.number_formats import BLOCK
 from mla_fusion.meta.spec import TILE_SIZE
+from mla_fusion.operators.known import dtype_of, shape_of
 from mla_fusion.paging.tiles import numbers_of_rows
 from mla_fusion.plan.outputs import Replacement
 from mla_fusion.plan.plan import InPlace, Plan
@@ -365,7 +366,7 @@ class _Witness:
         x = [
             leaf
             for leaf, role in region.leaves.items()
-            if role == "x" and leaf.meta["val"].dtype in MODEL_FLOATS
+            if role == "x" and dtype_of(leaf) in MODEL_FLOATS
         ]
         made = [node for node in region.nodes if node in self.plan.candidate.made_of_x]
         given = {leaf: widened(value) for leaf, value in self._given.items()}
@@ -484,7 +485,7 @@ def _unit(view: View, plan: Plan) -> int:
     """
     assert isinstance(plan.caches, InPlace)
     blocks = view.binding.size(plan.caches.kv_shape[0])
-    firsts = [view.binding.size(cache.meta["val"].shape[0]) for cache in plan.caches.inputs]
+    firsts = [view.binding.size(shape_of(cache)[0]) for cache in plan.caches.inputs]
     if all(first % blocks == 0 for first in firsts):
         return blocks
     return firsts[0] if len(set(firsts)) == 1 and blocks % firsts[0] == 0 else 0

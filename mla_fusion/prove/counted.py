@@ -24,7 +24,7 @@ from mla_fusion.fx.kinds import (
     operator_of,
     word,
 )
-from mla_fusion.operators.known import COUNTS
+from mla_fusion.operators.known import COUNTS, shape_of, value_of
 from mla_fusion.prove import field, operators
 from mla_fusion.prove.field import Num
 
@@ -70,7 +70,7 @@ class Counted:
         return found
 
     def _found(self, node: Node) -> str:
-        held = node.meta.get("val")
+        held = value_of(node)
         if not isinstance(held, torch.Tensor) or held.dtype == torch.bool:
             return ""
         role, is_whole = self._leaves.get(node), _is_whole(held)
@@ -109,7 +109,7 @@ class Counted:
 
     def _is_integral(self, node: Any) -> bool:
         """Are its numbers integers, whatever dtype holds them?"""
-        held = node.meta.get("val")
+        held = value_of(node)
         if not isinstance(held, torch.Tensor) or _is_whole(held):
             return isinstance(held, torch.Tensor)
         if node not in self._integral:
@@ -136,7 +136,7 @@ class Counted:
         return self._most[given]
 
     def _bound(self, node: Node) -> int:
-        held, name = node.meta.get("val"), word(node)
+        held, name = value_of(node), word(node)
         if not isinstance(held, torch.Tensor):
             return TOKENS  # a size
         if not self._is_integral(node):
@@ -162,13 +162,13 @@ class Counted:
         if name in _SUMS_OF_TWO:
             return (given[0] + given[1]) * max([1, *given[2:]])
         if name in _SUMMED:
-            sizes = [read.meta["val"].shape for read in node.all_input_nodes if _is_tensor(read)]
+            sizes = [shape_of(read) for read in node.all_input_nodes if _is_tensor(read)]
             terms = _length(sizes[0]) if name in _OVER_AXES else max(map(_longest, sizes))
             return math.prod(max(1, self.most(read)) for read in node.all_input_nodes) * terms
         if name in _OF_BYTES:
             left, right = node.args[:2]
             bias = argument(node, "bias") if name == _OF_BYTES[1] else None
-            terms = _length(left.meta["val"].shape[-1:])  # type: ignore[union-attr]
+            terms = _length(shape_of(left)[-1:])  # type: ignore[arg-type]
             return self.most(left) * self.most(right) * terms + self.most(bias)
         if name in _PRODUCTS:
             return math.prod(one + 1 for one in given)
@@ -207,4 +207,4 @@ def past_rounding(call: operators.Call, found: Any) -> Any:
 
 
 def _is_tensor(node: Node) -> bool:
-    return isinstance(node.meta.get("val"), torch.Tensor)
+    return isinstance(value_of(node), torch.Tensor)

@@ -26,10 +26,10 @@ from mla_fusion.fx.kinds import (
     word,
 )
 from mla_fusion.fx.shrink import Shrink
-from mla_fusion.fx.sizes import is_symbolic
+from mla_fusion.fx.sizes import is_size, is_symbolic
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import origin, views_and_casts
-from mla_fusion.operators.known import rule_named
+from mla_fusion.operators.known import rule_named, shape_of, value_of
 from mla_fusion.prove import field, operators
 from mla_fusion.prove.cells import Cells
 from mla_fusion.prove.counted import Counted, past_rounding
@@ -174,7 +174,7 @@ class Evaluation:
             return (twin,)
         if node in self._leaves or node.op != "call_function":
             return ()
-        return [read for read in node.all_input_nodes if not is_symbolic(read.meta.get("val"))]
+        return [read for read in node.all_input_nodes if not is_size(read)]
 
     def _evaluate(self, node: Node) -> Any:
         twin = self._twins.get(node)
@@ -192,7 +192,7 @@ class Evaluation:
             raise Unproved(f"{node.name} ({node.target}): {error}", node) from error
 
     def _leaf(self, node: Node, role: str) -> Any:
-        held = node.meta.get("val")
+        held = value_of(node)
         if isinstance(held, (tuple, list)):
             return [self._drawn(f"{_name(node)}[{place}]", part) for place, part in enumerate(held)]
         if isinstance(held, (int, float, bool)):
@@ -258,7 +258,7 @@ class Evaluation:
             dtype=held.dtype if isinstance(held, torch.Tensor) else None,
             varies=lambda name, axis: self._varies(node, name, axis, after),
             keeps=lambda axis: self._keeps(node, axis),
-            source=source.meta["val"].dtype if source is not None else None,
+            source=dtype_of(source) if source is not None else None,
             rounded=any(read in self._rounded for read in node.all_input_nodes),
             masks=any(operators.is_mask(read.meta["val"]) for read in node.all_input_nodes),
             holds=lambda name: dtype_of(argument(node, name)),
@@ -361,7 +361,7 @@ class Evaluation:
 
     def _is_narrow(self, node: Node) -> bool:
         """Does it hold the numbers of a narrow dtype, widened?"""
-        return origin(node, views_and_casts).meta["val"].dtype in NARROW
+        return dtype_of(origin(node, views_and_casts)) in NARROW
 
     def _is_wide(self, node: Node, largest: Node | None) -> bool:
         """Is what a node reads computed in float32 at least, from the rows on whose largest is
@@ -384,7 +384,7 @@ class Evaluation:
     def _argument(self, arg: Any, is_rounded: bool) -> Any:
         """``is_rounded``: as its dtype holds it."""
         if isinstance(arg, Node):
-            held = arg.meta.get("val")
+            held = value_of(arg)
             if is_symbolic(held):
                 number, name = self.binding.number(held), str(self.binding.meaning(held))
                 return Abstract(number, name) if self.binding.varies(held) else number
@@ -428,7 +428,7 @@ class Evaluation:
         """Is this axis of an argument (of the result) shorter in this run than it may be?"""
         given = argument(node, name) if name else node
         source = given if given is node or dtype_of(given) is not None else _first_tensor(node)
-        sizes = source.meta["val"].shape if source is not None else ()
+        sizes = shape_of(source) if source is not None else ()
         if not -len(sizes) <= axis < len(sizes):
             return False
         if self.binding.varies(sizes[axis]):
@@ -438,7 +438,7 @@ class Evaluation:
 
     def _keeps(self, node: Node, axis: int) -> bool:
         source = node.args[0].meta["val"]  # type: ignore[union-attr]
-        return self.binding.same(source.shape[axis], node.meta["val"].shape[axis])
+        return self.binding.same(source.shape[axis], shape_of(node)[axis])
 
 
 _OF_FLOAT16 = (torch.float16, torch.complex32)
@@ -503,7 +503,7 @@ def _are_small(found: Any) -> bool:
 
 def dtype_of(given: Any) -> torch.dtype | None:
     """That of a node's tensor, or of the first of its tensors."""
-    held = given.meta.get("val") if isinstance(given, Node) else None
+    held = value_of(given) if isinstance(given, Node) else None
     held = held[0] if isinstance(held, (list, tuple)) and held else held
     return held.dtype if isinstance(held, torch.Tensor) else None
 
@@ -512,7 +512,7 @@ def _first_tensor(node: Node) -> Node | None:
     """The first argument, where it is a tensor; of a list the first in it."""
     arg = node.args[0] if node.args else None
     arg = arg[0] if isinstance(arg, (list, tuple)) and arg else arg
-    return arg if isinstance(arg, Node) and isinstance(arg.meta.get("val"), torch.Tensor) else None
+    return arg if isinstance(arg, Node) and isinstance(value_of(arg), torch.Tensor) else None
 
 
 def _complex(values: torch.Tensor) -> Complex:
