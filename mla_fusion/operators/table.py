@@ -14,6 +14,7 @@ field   exact arithmetic (``prove/operators.py``); else views are moved, and all
         a function of which nothing is known
 probe   how it runs on probes, if not as torch has it (``fx/probe_calls.py``)
 inert   when a choice never picks (``fx/analytic.py``)
+size    how large integers it makes (``prove/counted.py``)
 einsum  a product as a sum over axes (``fx/contraction.py``)
 rows    sizes of its operands that are equal whenever it runs (``fx/steps.py``)
 slots   where a writer puts rows (``facts/cache_write.py``)
@@ -232,15 +233,15 @@ view_as_real_copy          | movement | -           | field:as_real
 zero                       | movement | -           | field:zeros
 zeros                      | movement | -           | field:zeros
 
-add                        | analytic | elementwise | range:added field:added
+add                        | analytic | elementwise | range:added field:added size:added
 addcdiv                    | analytic | elementwise | field:addc
-addcmul                    | analytic | elementwise | range:product_added field:addc
+addcmul                    | analytic | elementwise | range:product_added field:addc size:multiplied
 asinh                      | analytic | elementwise |
 atan                       | analytic | elementwise |
 cos                        | analytic | elementwise | range:sine field:cos
 cosh                       | analytic | elementwise |
 deg2rad                    | analytic | elementwise |
-div divide true_divide     | analytic | elementwise | range:quotient field:div
+div divide true_divide     | analytic | elementwise | range:quotient field:div size:quotient
 erf                        | analytic | elementwise |
 erfc                       | analytic | elementwise |
 exp                        | analytic | elementwise | range:positive field:exp
@@ -257,10 +258,10 @@ logaddexp                  | analytic | elementwise |
 logaddexp2                 | analytic | elementwise |
 logit                      | analytic | elementwise |
 mish                       | analytic | elementwise |
-mul multiply               | analytic | elementwise | range:product field:mul
-neg negative               | analytic | elementwise | range:negated field:neg
+mul multiply               | analytic | elementwise | range:product field:mul size:multiplied
+neg negative               | analytic | elementwise | range:negated field:neg size:same
 polar                      | analytic | elementwise | field:polar
-pow                        | analytic | elementwise | range:power field:pow
+pow                        | analytic | elementwise | range:power field:pow size:power
 python::add _operator::add | analytic | elementwise | field:added
 python::mul _operator::mul | analytic | elementwise | field:mul
 python::neg                | analytic | elementwise |
@@ -268,22 +269,22 @@ python::pow                | analytic | elementwise |
 python::sub _operator::sub | analytic | elementwise | field:added
 python::truediv _operator::truediv | analytic | elementwise | field:div
 rad2deg                    | analytic | elementwise |
-reciprocal                 | analytic | elementwise | range:inverse field:reciprocal
-rsqrt                      | analytic | elementwise | range:inverse_root field:rsqrt
-rsub                       | analytic | elementwise | field:added
+reciprocal                 | analytic | elementwise | range:inverse field:reciprocal size:root
+rsqrt                      | analytic | elementwise | range:inverse_root field:rsqrt size:root
+rsub                       | analytic | elementwise | field:added size:added
 sigmoid                    | analytic | elementwise | range:share field:sigmoid
 silu                       | analytic | elementwise | field:silu
 sin                        | analytic | elementwise | range:sine field:sin
 sinc                       | analytic | elementwise |
 sinh                       | analytic | elementwise |
-sqrt                       | analytic | elementwise | range:root field:sqrt
-square                     | analytic | elementwise | range:square field:square
-sub subtract               | analytic | elementwise | range:subtracted field:added
+sqrt                       | analytic | elementwise | range:root field:sqrt size:root
+square                     | analytic | elementwise | range:square field:square size:power
+sub subtract               | analytic | elementwise | range:subtracted field:added size:added
 tan                        | analytic | elementwise |
 tanh                       | analytic | elementwise | range:sine
 npu::npu_interleave_rope   | analytic | rotation    | field:interleave_rope rows:rotated
 npu::npu_rotary_mul        | analytic | rotation    | field:rotary_mul rows:rotated
-cumsum                     | analytic | reduction   | range:sum_along token:within_rows
+cumsum                     | analytic | reduction   | range:sum_along token:within_rows size:summed
 linalg_vector_norm         | analytic | reduction   | range:unsigned token:reduced field:norm
 log_softmax                | analytic | reduction   | token:within_rows
 _log_softmax               | analytic | reduction   | token:within_rows
@@ -294,7 +295,7 @@ prod                       | analytic | reduction   | token:reduced
 softmax _softmax           | analytic | reduction   | range:fraction token:within_rows field:softmax
 std                        | analytic | reduction   | range:unsigned token:reduced field:var
 std_mean                   | analytic | reduction   | field:var
-sum                        | analytic | reduction   | range:sum_along token:reduced field:sum
+sum | analytic | reduction | range:sum_along token:reduced field:sum size:summed
 var                        | analytic | reduction   | range:unsigned token:reduced field:var
 var_mean                   | analytic | reduction   | field:var
 _fused_rms_norm            | analytic | norm        | token:normed field:rms_norm
@@ -307,24 +308,24 @@ addbmm                     | analytic | product |
 addmm                      | analytic | product     | field:addmm einsum:addmm
 addmv                      | analytic | product |
 baddbmm                    | analytic | product     | field:addmm einsum:baddbmm
-bmm                        | analytic | product     | field:matmul einsum:bmm
-dot                        | analytic | product     | field:matmul
-einsum                     | analytic | product     | field:einsum_of einsum:einsum
+bmm                        | analytic | product     | field:matmul einsum:bmm size:summed
+dot                        | analytic | product     | field:matmul size:summed
+einsum                     | analytic | product     | field:einsum_of einsum:einsum size:summed
 inner                      | analytic | product |
-_int_mm                    | analytic | product     | field:matmul einsum:mm
+_int_mm                    | analytic | product     | field:matmul einsum:mm size:bytes_summed
 kron                       | analytic | product |
 linear                     | analytic | product     | field:linear einsum:linear
-matmul                     | analytic | product     | field:matmul einsum:matmul
-mm                         | analytic | product     | field:matmul einsum:mm
+matmul                     | analytic | product     | field:matmul einsum:matmul size:summed
+mm                         | analytic | product     | field:matmul einsum:mm size:summed
 mv                         | analytic | product     | field:matmul
 npu::npu_linear            | analytic | product     | einsum:linear
 npu::npu_transpose_batchmatmul | analytic | product | field:transposed_product einsum:transposed
-outer                      | analytic | product |
+outer                      | analytic | product | size:multiplied
 tensordot                  | analytic | product |
 vdot                       | analytic | product |
 
 abs absolute               | choice   | elementwise | range:magnitude field:abs inert:never_negative
-clamp clip                 | choice   | elementwise | range:clamped field:clamped inert:within
+clamp clip | choice | elementwise | range:clamped field:clamped inert:within size:clamped
 clamp_max                  | choice   | elementwise | range:clamped field:clamped inert:within
 clamp_min                  | choice   | elementwise | range:clamped field:clamped inert:within
 masked_fill | choice | elementwise | range:filled_where field:masked_fill inert:by_literal_mask
@@ -348,7 +349,7 @@ asin                       | choice   | - |
 atan2                      | choice   | - |
 atanh                      | choice   | - |
 bitwise_and __and__        | choice   | -           | range:masked field:compare
-bitwise_left_shift __lshift__ | choice   | -           | range:shifted_left
+bitwise_left_shift __lshift__ | choice   | -           | range:shifted_left size:shifted
 bitwise_not                | choice   | -           | field:not
 bitwise_or __or__          | choice   | -           | field:compare
 bitwise_right_shift __rshift__ | choice   | -           | range:shifted_right
@@ -505,7 +506,7 @@ npu::npu_dynamic_block_quant | -        | -           | field:block_quant
 npu::npu_kv_rmsnorm_rope_cache_v2_functional | - | - | field:key_half rows:kv_operator
 npu::npu_mla_prolog_v3     | -        | - |
 npu::npu_mla_prolog_v3_functional | -        | -           | field:prolog
-npu::npu_quant_matmul | - | - | field:quant_matmul einsum:quant_matmul rows:blocks
+npu::npu_quant_matmul | - | - | field:quant_matmul einsum:quant_matmul rows:blocks size:bytes_summed
 npu::npu_scatter_pa_kv_cache_functional | -        | -           | rows:scattered_pairs
 npu::npu_sparse_flash_attention | -        | - |
 npu::npu_weight_quant_batchmatmul | -        | -           | einsum:weight_quant_batchmatmul

@@ -24,27 +24,18 @@ from mla_fusion.fx.kinds import (
     operator_of,
     word,
 )
-from mla_fusion.operators.known import COUNTS, shape_of, value_of
+from mla_fusion.operators.known import COUNTS, rule_named, rule_of, rules, shape_of, value_of
 from mla_fusion.prove import field, operators
 from mla_fusion.prove.field import Num
 
-_ARITHMETIC = frozenset(
-    """
-    add sub rsub mul neg addcmul outer mm bmm matmul einsum dot cumsum sum square pow div sqrt rsqrt
-    reciprocal bitwise_left_shift
-    """.split()
-)
 _POWERS = (2, 3)
 TOKENS = 1 << 19  # of a graph, and above what positions and slots are taken to be
 _FARTHEST = 1 << 128  # no dtype holds so much
 _WHOLE = {torch.float32: 1 << 24, torch.float64: 1 << 53}  # up to which a dtype has all integers
-_LEFT_SHIFT = "bitwise_left_shift"
-_SUMS_OF_TWO = ("add", "sub", "rsub")
-_OVER_AXES = ("sum", "cumsum")
-_SUMMED = frozenset((*_OVER_AXES, *"mm bmm matmul einsum dot".split()))
-_OF_BYTES = ("_int_mm", "npu_quant_matmul")  # whose sums are int32
-_OF_INTEGERS = frozenset((*_SUMS_OF_TWO, "mul", "neg"))
-_PRODUCTS = frozenset(("mul", "outer", "addcmul"))
+# of rules: those under which floats that hold integers go on holding them, and those under which
+# they are no counts any more
+_OF_INTEGERS = frozenset(("added", "multiplied", "same"))
+_NO_ARITHMETIC = frozenset(("", "bytes_summed", "clamped"))
 
 
 class Counted:
@@ -84,7 +75,7 @@ class Counted:
         if kinds <= {"constant"}:
             return "constant"
         keeps = operator_of(node).kind == Kind.MOVEMENT or is_cast(node)
-        if "" in kinds or not (keeps or is_whole or word(node) in _ARITHMETIC):
+        if "" in kinds or not (keeps or is_whole or rule_named(node, "size") not in _NO_ARITHMETIC):
             return ""
         return (
             "" if isinstance(node.args[0], (int, float)) else "counts"
@@ -92,19 +83,23 @@ class Counted:
 
     def leaves_the_field(self, node: Node) -> bool:
         """Is it another function for some tokens: not a number, or one that its dtype has not?"""
-        name, held = word(node), node.meta["val"]
+        rule, held = rule_named(node, "size"), node.meta["val"]
         if not isinstance(held, torch.Tensor):
             return False
         if _is_whole(held):
             return self.most(node) > torch.iinfo(held.dtype).max + 1  # -128 is one of int8
-        if (is_cast(node) or name in _ARITHMETIC) and self._is_integral(node) and node in self:
+        if (
+            (is_cast(node) or rule not in _NO_ARITHMETIC)
+            and self._is_integral(node)
+            and node in self
+        ):
             return self.most(node) > _WHOLE.get(held.dtype, _FARTHEST)
-        if name in ("sqrt", "rsqrt", "reciprocal"):
+        if rule == "root":
             return node.args[0] in self
-        if name == "div":
+        if rule == "quotient":
             return argument(node, "other") in self
-        if name == "pow":
-            return node.args[0] in self and argument(node, "exponent") not in _POWERS
+        if rule == "power":
+            return node.args[0] in self and argument(node, "exponent", 2) not in _POWERS
         return False
 
     def _is_integral(self, node: Any) -> bool:
@@ -113,8 +108,10 @@ class Counted:
         if not isinstance(held, torch.Tensor) or _is_whole(held):
             return isinstance(held, torch.Tensor)
         if node not in self._integral:
-            keeps = operator_of(node).kind is Kind.MOVEMENT or word(node) in _OF_INTEGERS
-            numbers = [item for item in node.args if isinstance(item, float)]
+            kind, rule = operator_of(node).kind, rule_named(node, "size")
+            keeps = kind is Kind.MOVEMENT or rule in _OF_INTEGERS
+            given = (*node.args, *node.kwargs.values())
+            numbers = [item for item in given if isinstance(item, float)]
             self._integral[node] = (
                 node.op == "call_function"
                 and keeps
@@ -136,7 +133,7 @@ class Counted:
         return self._most[given]
 
     def _bound(self, node: Node) -> int:
-        held, name = value_of(node), word(node)
+        held = value_of(node)
         if not isinstance(held, torch.Tensor):
             return TOKENS  # a size
         if not self._is_integral(node):
@@ -146,44 +143,66 @@ class Counted:
             if isinstance(literal, torch.Tensor) and literal.numel() and not literal.is_meta:
                 return int(literal.long().abs().max())
             return min(self._above, torch.iinfo(held.dtype).max)
-        largest = torch.iinfo(held.dtype).max if _is_whole(held) else _FARTHEST
         if operator_of(node).kind is Kind.MOVEMENT and not is_cast(node):
             reads = map(self.most, filter(_is_tensor, node.all_input_nodes))
-            return max(reads, default=min(TOKENS, largest))
+            return max(reads, default=min(TOKENS, _largest(held)))
         given = [self.most(item) for item in (*node.args, *node.kwargs.values())]
-        if name in COUNTS:
+        if word(node) in COUNTS:
             return (_length(held.shape) + 1) * max(given, default=1)
-        if name in ("pow", "square"):
-            power = argument(node, "exponent") if name == "pow" else 2
-            is_power = isinstance(power, int) and 0 <= power <= 64
-            return given[0] ** power if is_power else _FARTHEST
-        if name == _LEFT_SHIFT:
-            return given[0] << min(given[1], 64)
-        if name in _SUMS_OF_TWO:
-            return (given[0] + given[1]) * max([1, *given[2:]])
-        if name in _SUMMED:
-            sizes = [shape_of(read) for read in node.all_input_nodes if _is_tensor(read)]
-            terms = _length(sizes[0]) if name in _OVER_AXES else max(map(_longest, sizes))
-            return math.prod(max(1, self.most(read)) for read in node.all_input_nodes) * terms
-        if name in _OF_BYTES:
-            left, right = node.args[:2]
-            bias = argument(node, "bias") if name == _OF_BYTES[1] else None
-            terms = _length(shape_of(left)[-1:])  # type: ignore[arg-type]
-            return self.most(left) * self.most(right) * terms + self.most(bias)
-        if name in _PRODUCTS:
-            return math.prod(one + 1 for one in given)
-        ends = [argument(node, end) for end in ("min", "max")] if name == "clamp" else []
-        if ends and all(isinstance(end, int) for end in ends):
-            return min(given[0], max(map(self.most, ends)))
+        rule = rule_of(node, "size", RULES)
+        if rule is not None:
+            return rule(self, node, given)
         if is_cast(node):
             source = node.all_input_nodes[0]
             is_any = source.meta["val"].is_floating_point() and self._kind(source) == ""
-            return largest if is_any else max(given, default=0)
-        return min(max(given, default=0), largest)
+            return _largest(held) if is_any else max(given, default=0)
+        return self._same(node, given)
+
+    # -- rules: above the sizes of the result, given what is above those of the arguments
+
+    def _same(self, node: Node, given: Sequence[int]) -> int:
+        return min(max(given, default=0), _largest(node.meta["val"]))
+
+    def _added(self, node: Node, given: Sequence[int]) -> int:
+        return (given[0] + given[1]) * max([1, *given[2:]])
+
+    def _multiplied(self, node: Node, given: Sequence[int]) -> int:
+        return math.prod(one + 1 for one in given)
+
+    def _power(self, node: Node, given: Sequence[int]) -> int:
+        power = argument(node, "exponent", 2)
+        return given[0] ** power if isinstance(power, int) and 0 <= power <= 64 else _FARTHEST
+
+    def _shifted(self, node: Node, given: Sequence[int]) -> int:
+        return given[0] << min(given[1], 64)
+
+    def _summed(self, node: Node, given: Sequence[int]) -> int:
+        """Of a product, one matrix by itself too, or along axes."""
+        lists = (arg if isinstance(arg, (list, tuple)) else (arg,) for arg in node.args)
+        factors = [one for items in lists for one in items if isinstance(one, Node)]
+        sizes = [shape_of(factor) for factor in factors if _is_tensor(factor)]
+        terms = max(map(_longest, sizes)) if len(sizes) > 1 else _length(sizes[0])
+        return math.prod(max(1, self.most(factor)) for factor in factors) * terms
+
+    def _bytes_summed(self, node: Node, given: Sequence[int]) -> int:
+        """In int32; two of bytes, and a bias where the operator has one."""
+        terms = _length(shape_of(node.all_input_nodes[0])[-1:])
+        return given[0] * given[1] * terms + self.most(argument(node, "bias"))
+
+    def _clamped(self, node: Node, given: Sequence[int]) -> int:
+        ends = [argument(node, end) for end in ("min", "max")]
+        if not all(isinstance(end, int) for end in ends):
+            return self._same(node, given)
+        return min(given[0], max(map(self.most, ends)))
 
 
 def _is_whole(held: torch.Tensor) -> bool:
     return not (is_float(held.dtype) or held.dtype == torch.bool)
+
+
+def _largest(held: torch.Tensor) -> int:
+    """What its dtype holds at most."""
+    return torch.iinfo(held.dtype).max if _is_whole(held) else _FARTHEST
 
 
 def _longest(shape: Sequence[Any]) -> int:
@@ -208,3 +227,16 @@ def past_rounding(call: operators.Call, found: Any) -> Any:
 
 def _is_tensor(node: Node) -> bool:
     return isinstance(value_of(node), torch.Tensor)
+
+
+# By the names that rows of the operator table give.
+RULES = rules(
+    Counted._same,
+    Counted._added,
+    Counted._multiplied,
+    Counted._power,
+    Counted._shifted,
+    Counted._summed,
+    Counted._bytes_summed,
+    Counted._clamped,
+) | dict.fromkeys(("root", "quotient"), Counted._same)

@@ -17,7 +17,7 @@ from mla_fusion.facts import cache_write
 from mla_fusion.fx import analytic, contraction, probe_calls, range_rules, steps, token_axis
 from mla_fusion.operators import table
 from mla_fusion.operators.table import ROWS, Row, row_of
-from mla_fusion.prove import operators
+from mla_fusion.prove import counted, operators
 
 ROOT = Path(__file__).parents[2] / "mla_fusion"
 NAMESPACES = ("aten::", "npu::", "prims::")
@@ -34,6 +34,7 @@ RULES: dict[str, Mapping[str, object]] = {
     "field": operators.RULES,
     "probe": probe_calls.RULES,
     "inert": analytic.RULES,
+    "size": counted.RULES,
     "einsum": contraction.RULES,
     "rows": steps.RULES,
     "slots": cache_write.RULES,

@@ -38,6 +38,7 @@ def last_of(step: Step) -> tuple[Counted, Node]:
         lambda x, p: torch.arange(8).view(-1, 1).bfloat16(),
         lambda x, p: p.to(torch.int32) * 128,
         lambda x, p: p // 16,
+        lambda x, p: torch.add(p.float(), p.float(), alpha=0.5) * 2**4,
     ],
 )
 def test_counts(step: Step) -> None:
@@ -73,6 +74,8 @@ def test_no_counts(step: Step) -> None:
         lambda x, p: p.to(torch.int32) ** 3,
         lambda x, p: p.to(torch.int32) << 20,
         lambda x, p: torch._int_mm(*in_int8(x)) * 2**17,
+        lambda x, p: (lambda q: q @ q)(p.view(-1, 1).expand(8, 8).float()),
+        lambda x, p: torch.outer(p.float(), p.float()),
     ],
 )
 def test_what_is_another_number_for_some_tokens(step: Step) -> None:
