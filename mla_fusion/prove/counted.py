@@ -34,7 +34,7 @@ _FARTHEST = 1 << 128  # no dtype holds so much
 _WHOLE = {torch.float32: 1 << 24, torch.float64: 1 << 53}  # up to which a dtype has all integers
 # of rules: those under which floats that hold integers go on holding them, and those under which
 # they are no counts any more
-_OF_INTEGERS = frozenset(("added", "multiplied", "same"))
+_OF_INTEGERS = frozenset(("added", "multiplied", "same", "summed"))
 _NO_ARITHMETIC = frozenset(("", "bytes_summed", "clamped"))
 
 
