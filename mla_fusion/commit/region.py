@@ -21,7 +21,7 @@ from mla_fusion.emit.targets import target_of
 from mla_fusion.facts.absorb import AbsorbFact
 from mla_fusion.fx.kinds import filled_with, operator_of, tensor_held
 from mla_fusion.fx.program import nodes_between
-from mla_fusion.fx.sizes import is_symbolic, same, same_shape
+from mla_fusion.fx.sizes import has_symbols, is_symbolic, same, same_shape
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import origin, reached, reshapes_and_exact_casts, views_and_casts
 from mla_fusion.match.candidate import Candidate
@@ -236,7 +236,7 @@ def _makes_a_size(node: Node) -> bool:
     These are drawn.
     """
     value = node.meta["val"]
-    if isinstance(value, torch.Tensor) and not any(map(is_symbolic, value.shape)):
+    if isinstance(value, torch.Tensor) and not has_symbols(value.shape):
         return False  # most are such
     own = _symbols(value)
     given = (_symbols(value_of(read)) for read in node.all_input_nodes) if own else ()

@@ -12,7 +12,7 @@ from torch.fx import Node
 from mla_fusion.commit.draws import KINDS, WIDE, rounds_nothing
 from mla_fusion.commit.region import Region
 from mla_fusion.fx.kinds import argument, holds_integers, named_sizes, word
-from mla_fusion.fx.sizes import is_symbolic
+from mla_fusion.fx.sizes import has_symbols, is_symbolic
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import origin, reshapes
 from mla_fusion.operators.known import SELECTIONS, SIZED, shape_of
@@ -83,7 +83,7 @@ def _rows(view: View, plan: Plan) -> int:
 def kinds_at(view: View, plan: Plan, region: Region) -> tuple[str, ...]:
     """The draws to be made at these sizes."""
     tokens = tokens_at(view, plan)
-    is_second = any(map(is_symbolic, plan.lead)) and tokens >= MANY
+    is_second = has_symbols(plan.lead) and tokens >= MANY
     if tokens <= _COSTLY and not is_second:
         in_pieces = isinstance(plan.caches, InPlace) and plan.caches.mode == "PA_NZ"
         # A piece of an NZ cache is 32 bytes: numbers of float64 lie elsewhere than those of the
@@ -173,7 +173,7 @@ def _literals(region: Region) -> Iterator[int]:
     numbers: set[Node] = set()  # made of the tokens' numbers
     for node in region.nodes:
         name = word(node)
-        is_first = name == "arange" and any(map(is_symbolic, shape_of(node)))
+        is_first = name == "arange" and has_symbols(shape_of(node))
         if is_first or not numbers.isdisjoint(node.all_input_nodes):
             numbers.add(node)
         if name in _CUTS:

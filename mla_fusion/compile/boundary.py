@@ -29,7 +29,7 @@ from mla_fusion.fx.kinds import filled_with, is_reshape, word
 from mla_fusion.fx.module_path import label
 from mla_fusion.fx.pools import part_of
 from mla_fusion.fx.program import nodes_between
-from mla_fusion.fx.sizes import is_size, is_symbolic, same_shape
+from mla_fusion.fx.sizes import has_symbols, is_size, is_symbolic, same_shape
 from mla_fusion.operators.known import dtype_of, shape_of, value_of
 from mla_fusion.pipeline import run
 from mla_fusion.report import store
@@ -130,7 +130,7 @@ class BoundaryBuilder(GraphBuilder):
         ):
             return None
         parameter = self._originals[positions[0]].meta["val"]
-        return None if any(map(is_symbolic, parameter.shape)) else inverse(program, parameter)
+        return None if has_symbols(parameter.shape) else inverse(program, parameter)
 
     def cache(self, node: Node, shape: Sequence[Any]) -> Node:
         if same_shape(shape_of(node), shape):
@@ -357,17 +357,13 @@ def _casts_format(program: GraphModule) -> bool:
 
 
 def _has_symbolic_sizes(node: Node) -> bool:
-    return any(map(is_symbolic, shape_of(node)))
+    return has_symbols(shape_of(node))
 
 
 def _fill(node: Node) -> float | None:
     """The number that fills a value of static shape, where the operator says so."""
     value = value_of(node)
-    if (
-        node.op != "call_function"
-        or not isinstance(value, Tensor)
-        or any(map(is_symbolic, value.shape))
-    ):
+    if node.op != "call_function" or not isinstance(value, Tensor) or has_symbols(value.shape):
         return None
     number = filled_with(node)
     return None if number is None or isnan(number) else number

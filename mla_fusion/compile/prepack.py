@@ -20,7 +20,7 @@ from mla_fusion.compat import FakeTensor, storage_id
 from mla_fusion.compile.boundary import PackedWeight, packings
 from mla_fusion.compile.device_graph import capture
 from mla_fusion.config import Config
-from mla_fusion.fx.sizes import is_symbolic
+from mla_fusion.fx.sizes import has_symbols
 from mla_fusion.report.report import Report
 from mla_fusion.report.text_tables import size
 from mla_fusion.weights.follow import follow
@@ -175,7 +175,7 @@ def _wanted(model: nn.Module, inputs: tuple[Any, ...], config: Config) -> list[P
             f"no MLA prologue of this {type(model).__name__} can be fused, so no weight is packed"
         )
         raise ValueError(f"{what}. {_why(report)}")
-    return [weight for weight in found if not any(map(is_symbolic, weight.value.shape))]
+    return [weight for weight in found if not has_symbols(weight.value.shape)]
 
 
 def _why(report: Report) -> str:
@@ -228,7 +228,7 @@ def _settled(weight: PackedWeight, ours: _Parameters, is_plan: bool) -> tuple[st
         return "copy", "it is made of several parameters", False
     if made.exact is not None:
         return "copy", "its numbers are converted", False
-    back = None if any(map(is_symbolic, parameter.shape)) else inverse(made.program, parameter)
+    back = None if has_symbols(parameter.shape) else inverse(made.program, parameter)
     if back is None:
         if weight.is_view:
             return "view", _LIES, False

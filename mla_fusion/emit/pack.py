@@ -16,7 +16,7 @@ from mla_fusion.facts.row_quant import CacheScale
 from mla_fusion.fx.build import Builder
 from mla_fusion.fx.held import Exact
 from mla_fusion.fx.module_path import label
-from mla_fusion.fx.sizes import is_symbolic
+from mla_fusion.fx.sizes import has_symbols
 from mla_fusion.meta.number_formats import BLOCK, ELEMENTS
 from mla_fusion.operators.forms import order_of
 from mla_fusion.operators.known import shape_of
@@ -359,7 +359,7 @@ def _lies_right(weight: Any, nz: bool) -> bool:
     if _is_input(weight):
         return True
     value = weight.meta["val"]
-    if any(map(is_symbolic, (*value.shape, *value.stride()))) or not value.is_contiguous():
+    if has_symbols((*value.shape, *value.stride())) or not value.is_contiguous():
         return False
     turned = order_of(weight) is not None and _is_input(weight.args[0])
     return not nz or (turned and value.untyped_storage().nbytes() == value.nbytes)

@@ -18,7 +18,7 @@ from mla_fusion.fx.analytic import Steps
 from mla_fusion.fx.kinds import argument, is_cast, is_float, is_view, tensor_held, word
 from mla_fusion.fx.program import Program, nodes_between
 from mla_fusion.fx.ranges import Ranges
-from mla_fusion.fx.sizes import broadcast, is_size, is_symbolic, same, same_shape
+from mla_fusion.fx.sizes import broadcast, has_symbols, is_size, same, same_shape
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import INPUTS, origin, views_and_casts
 from mla_fusion.operators.known import COUNTS, EXPANDS, GATHER, dtype_of, rule_named, shape_of
@@ -239,7 +239,7 @@ def _literal_factor(view: View, node: Node) -> float | None:
 
 def _are_distinct(view: View, node: Node) -> bool:
     """Of what is made of literals; a count of symbolic length is read off at no one length."""
-    if any(map(is_symbolic, shape_of(node))):
+    if has_symbols(shape_of(node)):
         counted = origin(node, _each_once)
         step = argument(counted, "step", 1)
         return word(counted) in COUNTS and isinstance(step, int) and step != 0

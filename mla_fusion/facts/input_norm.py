@@ -15,7 +15,7 @@ from torch.fx import Node
 from mla_fusion.fx.kinds import is_getitem, word
 from mla_fusion.fx.measured import measured
 from mla_fusion.fx.program import nodes_between
-from mla_fusion.fx.sizes import is_symbolic, same_shape
+from mla_fusion.fx.sizes import has_symbols, same_shape
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import reached
 from mla_fusion.meta.preprocess import EPSILON
@@ -46,7 +46,7 @@ def find(view: View, normed: Node) -> InputNorm | None:
     that is shown.
     """
     shape = shape_of(normed)
-    if any(map(is_symbolic, shape)):
+    if has_symbols(shape):
         return None
     by_addition = _of_sum(normed)
     if by_addition is not None:

@@ -10,7 +10,7 @@ import torch
 from torch.fx import Node
 
 from mla_fusion.compat import HigherOrderOperator, OpOverload
-from mla_fusion.fx.sizes import is_size, is_symbolic
+from mla_fusion.fx.sizes import has_symbols, is_size, is_symbolic
 from mla_fusion.operators.known import (
     COUNTS,
     DIAGONALS,
@@ -100,7 +100,7 @@ def reduces_a_symbolic_axis(node: Node) -> bool:
     """Is the node a sum, or the like, over an axis of symbolic length?"""
     source = node.args[0] if word(node) in REDUCTIONS and node.args else None
     value = value_of(source) if isinstance(source, Node) else None
-    if not isinstance(value, torch.Tensor) or not any(map(is_symbolic, value.shape)):
+    if not isinstance(value, torch.Tensor) or not has_symbols(value.shape):
         return False
     return any(is_symbolic(value.shape[axis]) for axis in named_axes(node, value.dim()))
 

@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from mla_fusion.fx.cone import Cone
 from mla_fusion.fx.contraction import Contraction
-from mla_fusion.fx.sizes import is_size, is_symbolic
+from mla_fusion.fx.sizes import has_symbols, is_size
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import origin, table_columns
 from mla_fusion.operators.known import shape_of, value_of
@@ -100,10 +100,6 @@ class _Walk:
         a, b = value_of(node), value_of(other)
         if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor) or a.dtype != b.dtype:
             return False
-        if _is_static(a) and _is_static(b):
+        if not has_symbols((*a.shape, *b.shape)):
             return a.shape == b.shape
         return a.dim() == b.dim() and all(map(self.view.binding.same, a.shape, b.shape))
-
-
-def _is_static(value: torch.Tensor) -> bool:
-    return not any(map(is_symbolic, value.shape))

@@ -20,7 +20,7 @@ from mla_fusion.fx.kinds import (
     word,
 )
 from mla_fusion.fx.module_path import label
-from mla_fusion.fx.sizes import expression, is_size, is_symbolic, same
+from mla_fusion.fx.sizes import expression, has_symbols, is_size, same
 from mla_fusion.fx.token_axis import count_of, divided, is_empty, is_one, sizes_of
 from mla_fusion.fx.walk import INPUTS, input_of, origin, reached, shared_memory
 from mla_fusion.operators.forms import SCATTERS, run_of
@@ -340,8 +340,9 @@ def _handed_in(pool: Pool, span: Span) -> Part | None:
     """
     shape: Any = sizes_of(pool.whole)
     entry = _number(count_of(shape[1:]), pool.grain)
-    has_symbols, count = any(map(is_symbolic, shape)), span.stop - span.start
-    if entry and span.start % entry == 0 and count % entry == 0 and (has_symbols or count == entry):
+    count = span.stop - span.start
+    is_run = entry and span.start % entry == 0 and count % entry == 0
+    if is_run and (has_symbols(shape) or count == entry):
         return Part(span.start // entry, entries=int(count) // entry)
     if not _is_contiguous(pool.whole):
         return None

@@ -29,7 +29,7 @@ from mla_fusion.fx.kinds import (
 )
 from mla_fusion.fx.program import Program, nodes_between
 from mla_fusion.fx.range_rules import RULES, UNBOUNDED, Range, keeps_floats, whole
-from mla_fusion.fx.sizes import is_symbolic
+from mla_fusion.fx.sizes import has_symbols, is_symbolic
 from mla_fusion.operators.known import rule_of, value_of
 
 _SPREADS = frozenset(("var_mean", "std_mean"))  # whose first result is the spread
@@ -75,7 +75,7 @@ class Ranges:
         if isinstance(meaning, torch.Tensor) and meaning.dtype == torch.bool:
             return 0.0, 1.0
         sizes = meaning.shape if isinstance(meaning, torch.Tensor) else ()
-        if self._view.is_constant(node) and not any(map(is_symbolic, sizes)):
+        if self._view.is_constant(node) and not has_symbols(sizes):
             return self._of_constant(node)
         if node.op in ("placeholder", "get_attr"):
             return UNBOUNDED if keeps_floats(node) else self._of_integers(node)

@@ -37,6 +37,11 @@ def is_symbolic(value: Any) -> bool:
     return type(value) in _SYMBOLIC
 
 
+def has_symbols(sizes: Iterable[Any]) -> bool:
+    """Is any of the sizes symbolic?"""
+    return any(map(is_symbolic, sizes))
+
+
 def is_size(node: Node) -> bool:
     """Does the node hold a symbolic size?"""
     return type(value_of(node)) in _SYMBOLIC

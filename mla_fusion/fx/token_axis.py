@@ -25,7 +25,7 @@ from mla_fusion.fx.kinds import (
     named_axes,
     word,
 )
-from mla_fusion.fx.sizes import expression, is_size, is_symbolic
+from mla_fusion.fx.sizes import expression, has_symbols, is_size
 from mla_fusion.fx.walk import input_of, repeats, upward
 from mla_fusion.operators.forms import drops, join_of, order_of
 from mla_fusion.operators.known import (
@@ -112,7 +112,7 @@ class TokenAxis:
         if node in self._states:
             return
         shape = sizes_of(node)
-        lead = shape[:-1] if len(shape) > 1 or not any(map(is_symbolic, shape)) else shape
+        lead = shape[:-1] if len(shape) > 1 or not has_symbols(shape) else shape
         found = [axis for axis, size in enumerate(lead) if self._is_ours(size)]
         if found:
             self._states[node] = Place(found[~self._behind]) if len(found) > self._behind else SAME
@@ -499,7 +499,7 @@ class TokenAxis:
 
 
 def count_of(sizes: Shape, meaning: Callable[[Size], Any] = expression) -> Any:
-    if not any(map(is_symbolic, sizes)):
+    if not has_symbols(sizes):
         return math.prod(sizes)
     return sympy.prod([meaning(size) for size in sizes])
 

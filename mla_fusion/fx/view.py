@@ -39,7 +39,7 @@ from mla_fusion.fx.kinds import (
 )
 from mla_fusion.fx.program import Program, nodes_between
 from mla_fusion.fx.ranges import Ranges
-from mla_fusion.fx.sizes import Binding, exceeds_one, is_size, is_symbolic, same
+from mla_fusion.fx.sizes import Binding, exceeds_one, has_symbols, is_size, is_symbolic, same
 from mla_fusion.fx.steps import rows_in_step
 from mla_fusion.fx.terms import Terms
 from mla_fusion.fx.token_axis import is_uniform
@@ -301,7 +301,7 @@ class View:
         number?
         """
         known = self._plain.get(node)
-        if any(map(is_symbolic, shape_of(node))):
+        if has_symbols(shape_of(node)):
             return is_uniform(node)
         if known is None:
             program = Program([], nodes_between((), node), self.binding)

@@ -19,7 +19,7 @@ from mla_fusion.fx.kinds import (
     op_name,
     word,
 )
-from mla_fusion.fx.sizes import is_symbolic
+from mla_fusion.fx.sizes import has_symbols
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import INPUTS, reached
 from mla_fusion.plan.plan import Plan, PrologPlan, Staged
@@ -143,7 +143,7 @@ def _caches(writer: Node) -> Iterator[Node]:
 
 def _whole(cache: Node) -> int | None:
     value = cache.meta["val"]
-    return None if any(map(is_symbolic, value.shape)) else value.numel() * value.element_size()
+    return None if has_symbols(value.shape) else value.numel() * value.element_size()
 
 
 def _bytes(view: View, node: Node) -> int:

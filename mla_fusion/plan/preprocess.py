@@ -23,7 +23,7 @@ from mla_fusion.facts.projection import Projection
 from mla_fusion.facts.row_quant import CacheScale
 from mla_fusion.facts.static_quant import StaticQuant
 from mla_fusion.fx.kinds import word
-from mla_fusion.fx.sizes import is_symbolic
+from mla_fusion.fx.sizes import has_symbols
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import peel, reshapes, upward
 from mla_fusion.match.candidate import Candidate
@@ -83,7 +83,7 @@ class PreprocessPlanner(PrologPlanner):
         if self._input is None:
             quantised = self._down.node, self._down.source
             text = f"{quantised[0].name} quantises rows of {quantised[1].name}"
-            if any(map(is_symbolic, shape_of(quantised[1]))):
+            if has_symbols(shape_of(quantised[1])):
                 why = f"T 1..{MAX_TOKENS}; {text}, a number known only at run time: mark it static"
                 raise Refuse("contract:dims.t", f"npu_mla_preprocess takes {why}", quantised)
             raise Refuse("norm.of_input", text, quantised)
@@ -115,9 +115,7 @@ class PreprocessPlanner(PrologPlanner):
         assert self._input is not None
         value = self._input.hidden.meta["val"]
         taken = (
-            value.dim() in (2, 3)
-            and value.dtype == torch.bfloat16
-            and not any(map(is_symbolic, value.shape))
+            value.dim() in (2, 3) and value.dtype == torch.bfloat16 and not has_symbols(value.shape)
         )
         return [self._input.hidden] if taken else []
 
