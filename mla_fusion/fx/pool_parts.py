@@ -341,8 +341,8 @@ def _handed_in(pool: Pool, span: Span) -> Part | None:
     shape: Any = sizes_of(pool.whole)
     entry = _number(count_of(shape[1:]), pool.grain)
     count = span.stop - span.start
-    is_whole = entry and not (span.start % entry or count % entry)
-    if entry and is_whole and (has_symbols(shape) or count == entry):
+    is_run = has_symbols(shape) or count == entry
+    if is_run and entry and not (span.start % entry or count % entry):
         return Part(span.start // entry, entries=int(count) // entry)
     if not _is_contiguous(pool.whole):
         return None
