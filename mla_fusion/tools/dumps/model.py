@@ -39,7 +39,8 @@ def dims(text: str) -> tuple[Dim, ...]:
     return tuple(dim(part) for part in parts if part)
 
 
-_BITS = {"int4": 4, "uint1": 1, "bool": 8}
+# the bits in the names of numbers, "bfloat16" or "float8_e5m2"
+_BITS = re.compile(r"(?:b?float|u?int|complex|(?:hifloat|q?u?int)(?=8))(\d+)")
 
 
 class DumpError(ValueError):
@@ -129,7 +130,7 @@ class Operator:
     """One operator. An input is None where an optional one is not given.
 
     roles   names of the inputs and outputs, as far as known
-    call    (args, kwargs) with Edges in place of values, where the dump is a program
+    call    (args, kwargs) with Edges in place of values; empty where the dump is no program
     source  "file:line in function: code" of the model, where the dump holds it
     """
 
@@ -141,7 +142,7 @@ class Operator:
     roles: list[str] = field(default_factory=list)
     results: list[str] = field(default_factory=list)
     line: int = 0
-    call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+    call: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
     source: str = ""
 
     @property
@@ -295,13 +296,5 @@ def reached(starts: Iterable[Item], beyond: Callable[[Item], Iterable[Item]]) ->
 
 
 def _bits(dtype: str) -> int | None:
-    if dtype in _BITS:
-        return _BITS[dtype]
-    if dtype.startswith(("float8", "hifloat8", "qint8", "quint8")):
-        return 8
-    digits = "".join(c for c in dtype.partition("_")[0] if c.isdigit())
-    return (
-        int(digits)
-        if dtype.startswith(("float", "bfloat", "int", "uint", "complex")) and digits
-        else None
-    )
+    found = _BITS.match(dtype)
+    return 8 if dtype == "bool" else int(found[1]) if found is not None else None

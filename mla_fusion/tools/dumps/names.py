@@ -118,8 +118,7 @@ def fits(found: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """
     if not isinstance(found, OpOverload):
         return True
-    arguments = schema_of(found).arguments
-    given = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
+    arguments, given = schema_of(found).arguments, by_name(found, args, kwargs)
     return len(args) <= len(arguments) and all(
         argument.has_default_value()
         if argument.name not in given
@@ -127,6 +126,12 @@ def fits(found: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         or isinstance(given[argument.name], (torch.Tensor, *_NUMBERS))
         for argument in arguments
     )
+
+
+def by_name(found: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by the schema's names, as far as it has so many."""
+    names = (argument.name for argument in schema_of(found).arguments)
+    return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 def _is_cheap(found: OpOverload) -> bool:
@@ -217,7 +222,7 @@ def _parts(found: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> in
     schema = schema_of(found)
     if all(str(value.type) != "List[Tensor]" for value in schema.returns):
         return 1
-    given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
+    given = by_name(found, args, kwargs)
     counts = [
         len(value)
         for name, value in given.items()

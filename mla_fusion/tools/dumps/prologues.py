@@ -80,16 +80,11 @@ def roles_of(dump: Dump, operator: Operator) -> list[str]:
 def _fx_roles(operator: Operator) -> list[str]:
     """The schema's name of each input; its place where the operator is not known here."""
     target = names.target(operator.type)
-    known = (
-        [argument.name for argument in schema_of(target).arguments]
-        if isinstance(target, OpOverload)
-        else []
-    )
-    args, kwargs = operator.call or ((), {})
-    named = {
-        known[place] if place < len(known) else str(place): item for place, item in enumerate(args)
-    }
-    return [name for name, item in {**named, **kwargs}.items() for _ in edges_in(item)]
+    args, kwargs = operator.call
+    known = names.by_name(target, args, {}) if isinstance(target, OpOverload) else {}
+    places = [*known, *map(str, range(len(known), len(args)))]
+    named = {**dict(zip(places, args, strict=True)), **kwargs}
+    return [name for name, item in named.items() for _ in edges_in(item)]
 
 
 def _attributes(dump: Dump, operator: Operator) -> dict[str, Any]:
@@ -97,12 +92,9 @@ def _attributes(dump: Dump, operator: Operator) -> dict[str, Any]:
     target = names.target(operator.type) if dump.is_fx else None
     if not isinstance(target, OpOverload):
         return operator.attributes
-    arguments = schema_of(target).arguments
     found = {
         argument.name: argument.default_value
-        for argument in arguments
+        for argument in schema_of(target).arguments
         if argument.has_default_value()
     }
-    args, kwargs = operator.call or ((), {})
-    given = {argument.name: item for argument, item in zip(arguments, args, strict=False)}
-    return {**found, **given, **kwargs}
+    return {**found, **names.by_name(target, *operator.call)}

@@ -98,7 +98,7 @@ def _explained(dump: Dump, gm: GraphModule, config: Config, boundary: bool) -> R
 
 def _rebuilt(dump: Dump, spent: budget.Budget) -> tuple[GraphModule, list[str]]:
     try:
-        return (rebuild_fx if dump.is_fx else rebuild_ge).rebuild(dump)
+        return (rebuild_fx if dump.is_fx else rebuild_ge).Rebuilder(dump).graph_module()
     except NotRebuilt:
         raise
     # a damaged dump can describe what no graph is: sizes below zero, names that are none

@@ -164,12 +164,11 @@ class Followed:
         """
         operator = self._operator
         shape = self.dump.value(self._edges[0]).shape
-        args = operator.call[0] if operator.call is not None else ()
         axes = list(range(len(shape or ())) if before is None else before)
         if shape is None or not axes or len(axes) != len(shape):  # a dump may say anything
             return ()
         rank = range(-len(axes), len(axes))
-        match kind, args[1:]:
+        match kind, operator.call[0][1:]:
             case "aten.t", ():
                 axes.reverse()
             case "aten.transpose", (int(one), int(other)) if one in rank and other in rank:
