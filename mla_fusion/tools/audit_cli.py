@@ -101,15 +101,15 @@ COMMANDS = (
             function("; its file is imported and runs. Or a dump: data"),
             option(
                 "--reference",
+                "one that returns (unfused_model, arguments)",
                 metavar="FILE.py:FUNCTION",
-                help="one that returns (unfused_model, arguments)",
             ),
             add_limits,
             option(
                 "--path",
+                "how the calls reach the device",
                 choices=("eager", "graph"),
                 default="eager",
-                help="how the calls reach the device",
             ),
             page("also write the audit as a page"),
         ),
@@ -122,9 +122,9 @@ COMMANDS = (
         options=(
             option(
                 "--out",
+                "write it to a file instead, AGENTS.md for one",
                 type=output,
                 metavar="FILE",
-                help="write it to a file instead, AGENTS.md for one",
             ),
         ),
         has_json=False,
