@@ -73,17 +73,13 @@ def summarise(dump: Dump) -> Summary:
             "copies that stand here"
         )
     inputs = {operator.name: operator.output for operator in dump.of_type(*INPUTS)}
-    copies = find_copies(dump)
     return Summary(
         dump=f"{dump.path} ({FORMATS[dump.format]})",
         graph=dump.graph,
         operators=dict(dump.counts.most_common()),
         prologues=prologues.find(dump),
         unfused=unfused,
-        copies=copies.found,
-        followed=copies.followed,
-        not_followed=copies.lost,
-        weights_followed=copies.weights,
+        **vars(find_copies(dump)),
         host_inputs={name: str(value) for name, value in inputs.items() if _on_host(value)},
         dynamic={name: str(value) for name, value in inputs.items() if value.dynamic},
         remarks=remarks,
