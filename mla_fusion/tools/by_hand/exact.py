@@ -22,6 +22,7 @@ from torch.fx import GraphModule, Interpreter, Node
 from mla_fusion.commit.interpreter import wide, widened
 from mla_fusion.compat import OpOverload, tree_leaves, tree_map_only
 from mla_fusion.fx.kinds import argument, is_cast
+from mla_fusion.fx.walk import reached
 from mla_fusion.operators.known import Kind, known
 from mla_fusion.prove import field, operators
 from mla_fusion.prove.evaluate import UNKNOWN, dtype_of
@@ -468,13 +469,9 @@ def _parting(run: _InField, other: _InField, names: Sequence[str]) -> list[Node]
     known = set(other.marks.values())
     new = {node for node, mark in run.marks.items() if mark not in known}
     first = {node for node in new if new.isdisjoint(node.all_input_nodes)}
-    stack, seen = [run.of.results[name] for name in names], set[Node]()
-    while stack:
-        node = stack.pop()
-        if node not in seen:
-            seen.add(node)
-            stack += new.intersection(node.all_input_nodes)
-    return [node for node in run.env if node in seen & first]
+    results = (run.of.results[name] for name in names)
+    on_the_way = {*reached(results, lambda node: new.intersection(node.all_input_nodes))}
+    return [node for node in run.env if node in on_the_way & first]
 
 
 def _told(parts: Sequence[Sequence[Node]]) -> str:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,11 +14,10 @@ from heapq import heappop, heappush
 from itertools import pairwise
 from math import prod
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 Dim = int | str  # a symbol's name, an expression of symbols, or -1 where only "dynamic" is known
 
-Item = TypeVar("Item")
 _DIGITS = 19  # of the largest size
 
 
@@ -282,17 +281,6 @@ class Dump:
                         operator.line,
                     )
         return self
-
-
-def reached(starts: Iterable[Item], beyond: Callable[[Item], Iterable[Item]]) -> set[Item]:
-    """``starts``, and all that is found by going on ``beyond`` each."""
-    found = set(starts)
-    todo = list(found)
-    while todo:
-        more = set(beyond(todo.pop())) - found
-        found |= more
-        todo += more
-    return found
 
 
 def _bits(dtype: str) -> int | None:

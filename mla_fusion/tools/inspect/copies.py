@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from mla_fusion.fx.walk import reached
 from mla_fusion.tools.dumps import Dump, Edge, Operator, prologues
-from mla_fusion.tools.dumps.model import reached
 from mla_fusion.tools.inspect import operator_kinds as kinds
 from mla_fusion.tools.inspect.followed import Followed
 from mla_fusion.tools.inspect.operator_kinds import plain

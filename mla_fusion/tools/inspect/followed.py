@@ -13,8 +13,9 @@ from functools import cached_property
 from heapq import heappop, heappush
 from math import prod
 
+from mla_fusion.fx.walk import reached
 from mla_fusion.tools.dumps import Dump, Edge, Operator, Value
-from mla_fusion.tools.dumps.model import Dim, reached
+from mla_fusion.tools.dumps.model import Dim
 from mla_fusion.tools.inspect import operator_kinds as kinds
 from mla_fusion.tools.inspect.operator_kinds import plain
 
@@ -263,7 +264,7 @@ class Followed:
     def _below(self) -> set[str]:
         """The input, and the operators that depend on it."""
         readers = self.dump.readers
-        return reached([self.source.name], lambda name: [one.name for one, _ in readers[name]])
+        return {*reached([self.source.name], lambda name: [one.name for one, _ in readers[name]])}
 
     def _other(self, kind: str) -> dict[Edge, Held]:
         """What computes other numbers of it, and what is not known."""
