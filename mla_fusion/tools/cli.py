@@ -145,18 +145,16 @@ def _check_model(arguments: argparse.Namespace) -> int:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    found = installed.without_torch() or _surveyed()
+    found = installed.without_torch()
+    if found is None:
+        from mla_fusion.tools import doctor
+
+        found = doctor.survey()
     if arguments.json:
         print(json.dumps(found, indent=2, default=str))
     else:
         terminal.show("\n\n".join(_parts(found)))
     return 1 if found["problems"] else 0
-
-
-def _surveyed() -> dict[str, Any]:
-    from mla_fusion.tools import doctor
-
-    return doctor.survey()
 
 
 def _parts(found: dict[str, Any]) -> Iterator[str]:

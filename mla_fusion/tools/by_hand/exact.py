@@ -179,11 +179,10 @@ def _exported(target: Callable[..., Any], role: str, inputs: Sequence[Any]) -> E
     _write_epsilons(program.graph_module)
     nodes = {node.name: node for node in program.graph.nodes}
     of = Exported(target, role, program.graph_module, {}, {}, {}, {}, {})
-    places: dict[str, int] = {}
     for spec in program.graph_signature.input_specs:
         node = nodes[spec.arg.name]
         if spec.kind is InputKind.USER_INPUT:
-            of.given[node] = places[spec.arg.name] = len(of.given)
+            of.given[node] = len(of.given)
             continue
         name = spec.target or ""
         tensor = program.state_dict.get(name, program.constants.get(name))
@@ -198,7 +197,7 @@ def _exported(target: Callable[..., Any], role: str, inputs: Sequence[Any]) -> E
         if spec.kind is OutputKind.USER_OUTPUT:
             name = next(outputs)
         elif spec.kind is OutputKind.USER_INPUT_MUTATION:
-            name = f"input {places[spec.target or '']}"
+            name = f"input {of.given[nodes[spec.target or '']]}"
         else:
             name = f"buffer {spec.target}"
         if name in of.results or name in of.numbers:

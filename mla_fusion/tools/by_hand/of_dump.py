@@ -11,14 +11,13 @@ from typing import Any
 
 import torch
 
-from mla_fusion.meta.prolog import PROLOGS, V1, V2, V3
+from mla_fusion.meta.prolog import PROLOGS
 from mla_fusion.tools.by_hand import wiring
 from mla_fusion.tools.by_hand.calls import Call
 from mla_fusion.tools.by_hand.outcome import Audit, Finding
 from mla_fusion.tools.dumps import Dump, Value, names, prologues, read
 from mla_fusion.tools.dumps.prologues import Prologue
 
-_OPERATORS = {operator.ge_type: operator.name for operator in (V1, V2, V3)}
 _AXES, _LARGEST = 64, 1 << 50  # axes and elements; no tensor has more
 _DYNAMIC = 8  # what a dynamic dimension is taken for
 
@@ -55,7 +54,9 @@ def _attributes(name: str, item: Prologue) -> dict[str, Any]:
 
 def _name(item: Prologue) -> str:
     """torch's name of the operator."""
-    return _OPERATORS.get(item.type) or item.type.removeprefix("npu.").partition(".")[0]
+    if item.type in prologues.GE:
+        return prologues.GE[item.type].name
+    return item.type.removeprefix("npu.").partition(".")[0]
 
 
 def _tensor(value: Value) -> Any:

@@ -21,7 +21,7 @@ from mla_fusion.operators.table import row_of
 from mla_fusion.tools.dumps.fx_text import OPERATORS
 
 NAMESPACES = ("aten", "prims", "npu", "atb")
-_SIZES = ("sym_max", "sym_min", "sym_sum", "sym_ite", "sym_not", "sym_int", "sym_float")
+_SIZES = "sym_max sym_min sym_sum sym_ite sym_not sym_int sym_float".split()
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     **OPERATORS, **{f"torch.{name}": vars(torch)[name] for name in _SIZES if name in vars(torch)},
 }  # fmt: skip

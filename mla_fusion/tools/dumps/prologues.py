@@ -11,15 +11,13 @@ from mla_fusion.meta.prolog import V1, V2, V3
 from mla_fusion.tools.dumps import Dump, Operator, Value, names
 from mla_fusion.tools.dumps.python_text import edges_in
 
-_GE = {operator.ge_type: operator for operator in (V1, V2, V3)}
+GE = {operator.ge_type: operator for operator in (V1, V2, V3)}
 _FX = re.compile(r"npu\.npu_mla_prolog(_v2|_v3)?(_functional)?(\.\w+)?$")
-_SHOWN = (
-    "cache_mode", "rmsnorm_epsilon_cq", "rmsnorm_epsilon_ckv", "weight_quant_mode",
-    "kv_cache_quant_mode",
-    "query_quant_mode", "query_norm_flag", "ckvkr_repo_mode", "quant_scale_repo_mode", "tile_size",
-    "qc_qr_scale",
-    "kc_scale",
-)  # fmt: skip
+_SHOWN = """
+    cache_mode rmsnorm_epsilon_cq rmsnorm_epsilon_ckv weight_quant_mode kv_cache_quant_mode
+    query_quant_mode query_norm_flag ckvkr_repo_mode quant_scale_repo_mode tile_size qc_qr_scale
+    kc_scale
+""".split()
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,7 @@ class Prologue:
 
 
 def is_prologue(kind: str) -> bool:
-    return kind in _GE or _FX.match(kind) is not None
+    return kind in GE or _FX.match(kind) is not None
 
 
 def find(dump: Dump) -> list[Prologue]:
@@ -65,16 +63,16 @@ def _prologue(dump: Dump, place: int, operator: Operator) -> Prologue:
         for role, edge in zip(roles, operator.inputs, strict=False)
         if edge is not None and edge.index >= 0
     )
-    known = {name: found for name, found in _attributes(dump, operator).items() if name in _SHOWN}
-    ordered = {name: known[name] for name in _SHOWN if name in known}
-    return Prologue(place, operator.name, operator.type, inputs, ordered, operator.source)
+    known = _attributes(dump, operator)
+    shown = {name: known[name] for name in _SHOWN if name in known}
+    return Prologue(place, operator.name, operator.type, inputs, shown, operator.source)
 
 
 def roles_of(dump: Dump, operator: Operator) -> list[str]:
     """What each input is to a prologue operator."""
     if dump.is_fx:
         return _fx_roles(operator)
-    return operator.roles or list(_GE[operator.type].ge_inputs)
+    return operator.roles or list(GE[operator.type].ge_inputs)
 
 
 def _fx_roles(operator: Operator) -> list[str]:

@@ -56,7 +56,10 @@ class Copies:
 def find_copies(dump: Dump) -> Copies:
     """Copies of whole caches and of weights; other copies are nobody's loss."""
     found, visited = Copies(), 0
-    for cache in _caches(dump):
+    for cache in dump.of_type(*kinds.INPUTS):
+        shape = cache.output.shape
+        if shape is not None and len(shape) < 2:
+            continue
         if visited > _MOST_VISITED:
             found.not_followed[cache.name] = f"more than {_MOST_VISITED:,} steps"
             continue
@@ -88,15 +91,6 @@ def find_copies(dump: Dump) -> Copies:
     found.copies.sort(key=lambda copy: place[copy.operator])
     found.weights_followed = len(weights)
     return found
-
-
-def _caches(dump: Dump) -> list[Operator]:
-    """Inputs of two dims or more, which something may write."""
-    return [
-        one
-        for one in dump.of_type(*kinds.INPUTS)
-        if one.output.shape is None or len(one.output.shape) > 1
-    ]
 
 
 def _copy(dump: Dump, operator: Operator, held: Operator, what: str, role: str) -> Copy:

@@ -68,9 +68,8 @@ def explain_dump(
     if kernels:
         counted = "1 prologue" if kernels == 1 else f"{kernels} prologues"
         remarks.append(f"fused already in this graph: {counted}")
-    fields = {name: getattr(report, name) for name in Report.__dataclass_fields__}
     return DumpReport(
-        **fields, dump=f"{dump.path} ({FORMATS[dump.format]})", remarks=tuple(remarks)
+        **vars(report), dump=f"{dump.path} ({FORMATS[dump.format]})", remarks=tuple(remarks)
     )
 
 

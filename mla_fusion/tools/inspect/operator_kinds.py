@@ -192,7 +192,7 @@ def _results(dump: Dump, operator: Operator) -> tuple[str, ...]:
     if dump.is_fx:
         found = PROLOGS.get(plain(operator.type).removeprefix("npu."))
         return found.results if found is not None else ()
-    return next(one.ge_results for one in PROLOGS.values() if one.ge_type == operator.type)
+    return prologues.GE[operator.type].ge_results
 
 
 def result_of_getitem(operator: Operator, edge: Edge | None) -> int | None:

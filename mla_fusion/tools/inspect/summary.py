@@ -10,7 +10,7 @@ from typing import Any
 
 from mla_fusion.config import Config
 from mla_fusion.report import text_tables
-from mla_fusion.tools.dumps import FORMATS, Dump, Value, prologues
+from mla_fusion.tools.dumps import FORMATS, Dump, prologues
 from mla_fusion.tools.dumps.prologues import Prologue
 from mla_fusion.tools.inspect.copies import Copy, find_copies
 from mla_fusion.tools.inspect.explain import NotRebuilt, explain_dump
@@ -80,7 +80,11 @@ def summarise(dump: Dump) -> Summary:
         prologues=prologues.find(dump),
         unfused=unfused,
         **vars(find_copies(dump)),
-        host_inputs={name: str(value) for name, value in inputs.items() if _on_host(value)},
+        host_inputs={
+            name: str(value)
+            for name, value in inputs.items()
+            if value.placement.upper().startswith("CPU") or value.dtype == "Sym"
+        },
         dynamic={name: str(value) for name, value in inputs.items() if value.dynamic},
         remarks=remarks,
     )
@@ -104,10 +108,6 @@ def _unfused(dump: Dump) -> tuple[list[str], list[str]]:
 
 def _named(values: dict[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in values.items())
-
-
-def _on_host(value: Value) -> bool:
-    return value.placement.upper().startswith("CPU") or value.dtype == "Sym"
 
 
 # -- text
