@@ -21,7 +21,7 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from mla_fusion.commit.interpreter import wide, widened
 from mla_fusion.compat import OpOverload, tree_leaves, tree_map_only
-from mla_fusion.fx.kinds import argument, is_cast
+from mla_fusion.fx.kinds import argument, is_cast, kind_of
 from mla_fusion.fx.walk import reached
 from mla_fusion.operators.known import Kind, known
 from mla_fusion.prove import field, operators
@@ -390,11 +390,8 @@ def _check_function(node: Node) -> None:
         raise Undecided(f"{node.name} is another graph")
     if not isinstance(target, OpOverload) and not module.endswith("operator"):
         raise Undecided(f"{name} runs other graphs")
-    if isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags:
-        p = node.args[1] if len(node.args) > 1 else None
-        is_dropout = "dropout" in str(target) and not (p and node.args[2:3] != (False,))
-        if not is_dropout and argument(node, "dropout_p", 1) != 0:
-            raise Undecided(f"{name} is random")
+    if kind_of(node) is Kind.RANDOM:
+        raise Undecided(f"{name} is random")
     for part in tree_leaves(node.meta.get("val")):
         sizes = tuple(part.shape) if isinstance(part, Tensor) else (part,)
         if any(isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) for size in sizes):

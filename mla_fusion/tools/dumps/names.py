@@ -143,7 +143,7 @@ def _is_cheap(found: OpOverload) -> bool:
     return (
         (entry.functional or entry).kind not in (Kind.OPAQUE, Kind.EFFECT)
         or not name.startswith("aten::")
-        or has_kernel(full_name(found), "Meta")
+        or has_kernel(found.name(), "Meta")
     )
 
 
@@ -196,12 +196,6 @@ def _is_small(side: Any) -> bool:
     return not isinstance(side, int) or abs(side) <= _EXPONENT
 
 
-def full_name(found: OpOverload) -> str:
-    """As the dispatcher has it."""
-    schema = schema_of(found)
-    return schema.name + (f".{schema.overload_name}" if schema.overload_name else "")
-
-
 def pure(found: OpOverload, writes: bool = False) -> bool:
     """Says the schema that a call computes tensors or sizes, and changes nothing?
 
@@ -213,7 +207,7 @@ def pure(found: OpOverload, writes: bool = False) -> bool:
     mutates = schema.is_mutable and not (writes and torch.Tag.inplace_view not in found.tags)
     if mutates or not kinds or not kinds <= {"Tensor", "List[Tensor]", "int", "SymInt"}:
         return False
-    runs = any(has_kernel(full_name(found), key) for key in _KERNELS)
+    runs = any(has_kernel(found.name(), key) for key in _KERNELS)
     return runs and not any(tag in found.tags for tag in _IMPURE)
 
 
