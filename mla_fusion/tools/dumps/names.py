@@ -153,7 +153,9 @@ def bounded(found: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     if any(_is_large(leaf) for leaf in leaves):
         return False
     if isinstance(found, OpOverload):
-        if len(leaves) > MOST_ELEMENTS or any(_has_many_axes(leaf) for leaf in leaves):
+        if len(leaves) > MOST_ELEMENTS or any(
+            isinstance(leaf, torch.Tensor) and leaf.dim() > MOST_AXES for leaf in leaves
+        ):
             return False
         long = any(
             isinstance(arg, (list, tuple)) and len(arg) > MOST_AXES
@@ -167,10 +169,6 @@ def bounded(found: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     if found is operator.pow and not (_is_small(args[0]) and _is_small(args[1])):
         return False
     return bool(args) and not kwargs and all(isinstance(side, _NUMBERS) for side in args)
-
-
-def _has_many_axes(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.dim() > MOST_AXES
 
 
 def _takes_lists(found: OpOverload) -> bool:
