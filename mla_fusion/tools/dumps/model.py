@@ -161,10 +161,6 @@ class Operator:
         """What it reads at a place; None where the dump gives it nothing there."""
         return self.inputs[place] if place < len(self.inputs) else None
 
-    def role(self, place: int) -> str:
-        """What the input at ``place`` is to the operator; its number where the dump has no name."""
-        return self.roles[place] if place < len(self.roles) else f"input {place}"
-
 
 FORMATS = {
     "pbtxt": "GE graph, torchair pbtxt",
