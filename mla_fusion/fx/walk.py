@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.fx import Node
@@ -35,6 +35,7 @@ from mla_fusion.operators.known import EXPANDS, dtype_of, shape_of, value_of
 
 INPUTS = ("placeholder", "get_attr")  # the nodes that hold what comes from outside
 
+Item = TypeVar("Item")
 Policy = Callable[[Node], "Node | None"]  # the node above, or None where the walk ends
 
 
@@ -47,8 +48,8 @@ def upward(node: Node, policy: Policy) -> Iterator[Node]:
 
 
 def reached(
-    starts: Iterable[Node], on: Callable[[Node], Iterable[Node]], most: float = math.inf
-) -> Iterator[Node]:
+    starts: Iterable[Item], on: Callable[[Item], Iterable[Item]], most: float = math.inf
+) -> Iterator[Item]:
     """The starts, and behind each what ``on`` says comes next: each node once, the nearest first;
     none is added behind so many.
     """

@@ -30,34 +30,32 @@ def _audit(arguments: argparse.Namespace) -> int:
     from mla_fusion.tools.dumps import DumpError
 
     with user_errors(DumpError, ValueError):
-        found = _of_file(arguments) if Path(arguments.target).is_file() else _of_function(arguments)
+        limits = mf.Config(soc=arguments.soc, cann=arguments.cann).machine
+        is_dump = Path(arguments.target).is_file()
+        found = (_of_dump if is_dump else _of_function)(arguments, limits.soc, limits.cann)
     return answer(found, arguments, found.ok)
 
 
-def _of_file(arguments: argparse.Namespace) -> mf.Audit:
+def _of_dump(arguments: argparse.Namespace, soc: str, cann: str) -> mf.Audit:
     from mla_fusion.tools.by_hand.of_dump import audit_dump
 
     if arguments.reference:
         raise UserError("--reference goes with a function; a dump holds no numbers to compare")
-    limits = mf.Config(soc=arguments.soc, cann=arguments.cann).machine
-    return audit_dump(arguments.target, limits.soc, limits.cann)
+    return audit_dump(arguments.target, soc, cann)
 
 
-def _of_function(arguments: argparse.Namespace) -> mf.Audit:
+def _of_function(arguments: argparse.Namespace, soc: str, cann: str) -> mf.Audit:
     import torch
 
     from mla_fusion.compile.device_graph import CaptureError, check_arguments
 
     model, example = load_target(arguments.target)
     reference = load_target(arguments.reference)[0] if arguments.reference else None
-    limits = mf.Config(soc=arguments.soc, cann=arguments.cann).machine
     try:
         for function in (model, reference):
             if function is not None:
                 check_arguments(function, example)
-        return mf.audit(
-            model, reference, *example, soc=limits.soc, cann=limits.cann, path=arguments.path
-        )
+        return mf.audit(model, reference, *example, soc=soc, cann=cann, path=arguments.path)
     except ValueError:  # in words already
         raise
     except CaptureError as error:
@@ -101,15 +99,15 @@ COMMANDS = (
             function("; its file is imported and runs. Or a dump: data"),
             option(
                 "--reference",
+                "one that returns (unfused_model, arguments)",
                 metavar="FILE.py:FUNCTION",
-                help="one that returns (unfused_model, arguments)",
             ),
             add_limits,
             option(
                 "--path",
+                "how the calls reach the device",
                 choices=("eager", "graph"),
                 default="eager",
-                help="how the calls reach the device",
             ),
             page("also write the audit as a page"),
         ),
@@ -122,9 +120,9 @@ COMMANDS = (
         options=(
             option(
                 "--out",
+                "write it to a file instead, AGENTS.md for one",
                 type=output,
                 metavar="FILE",
-                help="write it to a file instead, AGENTS.md for one",
             ),
         ),
         has_json=False,

@@ -145,18 +145,16 @@ def _check_model(arguments: argparse.Namespace) -> int:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    found = installed.without_torch() or _surveyed()
+    found = installed.without_torch()
+    if found is None:
+        from mla_fusion.tools import doctor
+
+        found = doctor.survey()
     if arguments.json:
         print(json.dumps(found, indent=2, default=str))
     else:
         terminal.show("\n\n".join(_parts(found)))
     return 1 if found["problems"] else 0
-
-
-def _surveyed() -> dict[str, Any]:
-    from mla_fusion.tools import doctor
-
-    return doctor.survey()
 
 
 def _parts(found: dict[str, Any]) -> Iterator[str]:
@@ -210,7 +208,7 @@ def _bench(arguments: argparse.Namespace) -> int:
     return answer(bench.Timings(timings), arguments, True)
 
 
-_HEADS = option("--heads", type=positive, default=16, help="heads of one rank (128 / TP)")
+_HEADS = option("--heads", "heads of one rank (128 / TP)", type=positive, default=16)
 _FIRST = (
     Command(
         "demo",
@@ -219,16 +217,14 @@ _FIRST = (
         options=(
             option(
                 "--out",
+                "folder for the report and the graphs",
                 type=output_folder,
                 default=Path("out"),
-                help="folder for the report and the graphs",
             ),
             option("--layers", type=positive, default=2),
             _HEADS,
-            option("--batch", type=positive, default=8, help="sequences decoded at once"),
-            option(
-                "--quick", action="store_true", help="He 1024, a short history and a narrow MLP"
-            ),
+            option("--batch", "sequences decoded at once", type=positive, default=8),
+            option("--quick", "He 1024, a short history and a narrow MLP", action="store_true"),
         ),
     ),
     Command(
@@ -248,7 +244,7 @@ _LAST = (
             function(nargs="?"),
             DYNAMIC,
             option("--layers", type=positive, nargs="+", default=[1, 8, 61]),
-            option("--hidden", type=positive, default=7168, help="He"),
+            option("--hidden", "He", type=positive, default=7168),
             _HEADS,
             option("--repeats", type=positive, default=3),
         ),
@@ -260,24 +256,23 @@ _LAST = (
         "try it.",
         "It writes nothing. Exit status 1: nothing can be converted, or tokens differ.",
         (
-            option("folder", help="checkpoint folder: config.json, and weights for --tokens"),
+            option("folder", "checkpoint folder: config.json, and weights for --tokens"),
             option(
                 "--prepack",
+                "say what mla_fusion.prepack would lay out in a layer",
                 action="store_true",
-                help="say what mla_fusion.prepack would lay out in a layer",
             ),
             option(
                 "--tokens",
+                "load the weights, generate so many tokens and compare",
                 type=int,
                 default=0,
-                help="load the weights, generate so many tokens and compare",
             ),
             option(
                 "--dtype",
+                "of the weights for --tokens (in the narrow ones, tokens may differ by rounding)",
                 choices=("float32", "bfloat16", "float16"),
                 default="float32",
-                help="of the weights for --tokens (in the narrow ones, tokens may differ by "
-                "rounding)",
             ),
         ),
         aliases=("optimize",),

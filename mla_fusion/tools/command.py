@@ -14,24 +14,22 @@ from mla_fusion.tools.target import output, writing
 Option = Callable[[Any], object]  # adds what it is to a parser
 
 
-def option(*names: str, **kind: Any) -> Option:
-    """As argparse has it."""
-    return lambda parser: parser.add_argument(*names, **kind)
+def option(name: str, said: str | None = None, **kind: Any) -> Option:
+    """As argparse has it, its help behind its name."""
+    return lambda parser: parser.add_argument(name, help=said, **kind)
 
 
 def function(more: str = "", **kind: Any) -> Option:
     """The function that a command works on."""
     said = f"function that returns (module_or_function, arguments){more}"
-    return option("target", metavar="FILE.py:FUNCTION", help=said, **kind)
+    return option("target", said, metavar="FILE.py:FUNCTION", **kind)
 
 
 def page(text: str) -> Option:
-    return option("--html", type=output, metavar="FILE", help=text)
+    return option("--html", text, type=output, metavar="FILE")
 
 
-DYNAMIC = option(
-    "--dynamic", action="store_true", help="symbolic sizes, as torch.compile(dynamic=True)"
-)
+DYNAMIC = option("--dynamic", "symbolic sizes, as torch.compile(dynamic=True)", action="store_true")
 
 
 @dataclass(frozen=True)

@@ -29,23 +29,13 @@ from mla_fusion.tools import installed, traps
 
 _VERSION = re.compile(r"version\w*\s*=\s*\[?(?:[\d.]+:)?([\d.]+(?:RC\w*|alpha\w*)?)", re.IGNORECASE)
 _UNKNOWN = {"schema": None, "cpu_kernel": None, "converter": None}
-OPERATORS = (
-    *PROLOGS,
-    "npu_rms_norm",
-    "npu_interleave_rope",
-    "npu_rotary_mul",
-    "npu_kv_rmsnorm_rope_cache",
-    "npu_kv_rmsnorm_rope_cache_v2",
-    "npu_kv_rmsnorm_rope_cache_v2_functional",
-    "npu_scatter_nd_update",
-    "npu_scatter_pa_kv_cache_functional",
-    "npu_dynamic_quant",
-    "npu_quant_matmul",
-    "npu_transpose_batchmatmul",
-    "npu_format_cast",
-)
-
-
+_BESIDE = """
+    npu_rms_norm npu_interleave_rope npu_rotary_mul npu_kv_rmsnorm_rope_cache
+    npu_kv_rmsnorm_rope_cache_v2 npu_kv_rmsnorm_rope_cache_v2_functional npu_scatter_nd_update
+    npu_scatter_pa_kv_cache_functional npu_dynamic_quant npu_quant_matmul npu_transpose_batchmatmul
+    npu_format_cast
+"""
+OPERATORS = *PROLOGS, *_BESIDE.split()
 _OURS = "a defect of mla_fusion: the other answers hold; please report this one with all of them"
 _PAIR = (
     "install a pair of the table in docs/releases.md; doctor names the one beside your torch "

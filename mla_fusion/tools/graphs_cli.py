@@ -147,15 +147,15 @@ COMMANDS = (
             add_limits,
             option(
                 "--pass-only",
-                action="store_true",
-                help="judge as mf.torchair_pass does: no wrapper hands caches over in the kernel's "
+                "judge as mf.torchair_pass does: no wrapper hands caches over in the kernel's "
                 "shape",
+                action="store_true",
             ),
             page("also write the report as a page"),
             option(
                 "--stats",
+                "also print calls, hits and time of each fact and rule",
                 action="store_true",
-                help="also print calls, hits and time of each fact and rule",
             ),
         ),
     ),
@@ -168,11 +168,9 @@ COMMANDS = (
             DYNAMIC,
             add_limits,
             option("--mode", choices=("ge", "npugraph_ex"), default="ge"),
-            option("--no-fuse", action="store_true", help="lower the graph as it is"),
+            option("--no-fuse", "lower the graph as it is", action="store_true"),
             option(
-                "--out",
-                type=output_folder,
-                help="folder for the FX graphs, the pbtxt and the report",
+                "--out", "folder for the FX graphs, the pbtxt and the report", type=output_folder
             ),
         ),
     ),
@@ -181,12 +179,12 @@ COMMANDS = (
         _inspect,
         "Say what stands in graphs that torchair or torch dumped.",
         options=(
-            option("dumps", metavar="DUMP", nargs="+", help="pbtxt, txt, py or FX listing"),
+            option("dumps", "pbtxt, txt, py or FX listing", metavar="DUMP", nargs="+"),
             option(
                 "--export",
+                "also write one dump: .dot, .svg, .json or .pbtxt",
                 type=output,
                 metavar="FILE",
-                help="also write one dump: .dot, .svg, .json or .pbtxt",
             ),
         ),
     ),
@@ -196,8 +194,8 @@ COMMANDS = (
         "Compare two dumps by operators and wiring, not by names.",
         "Exit status 1: they differ; what differs is listed.",
         (
-            option("first", metavar="A", help="a dump"),
-            option("second", metavar="B", help="the dump to compare it with"),
+            option("first", "a dump", metavar="A"),
+            option("second", "the dump to compare it with", metavar="B"),
         ),
     ),
 )

@@ -10,7 +10,7 @@ from importlib import import_module, metadata
 
 from mla_fusion._autoload import cann_location
 
-_PACKAGES = ("torch", "torch_npu", "transformers", "protobuf", "pyelftools", "numpy")
+_PACKAGES = "torch torch_npu transformers protobuf pyelftools numpy".split()
 TO_DO = (
     "pip install torch==2.13.0, then pip install torch_npu==2.13.0 (in a virtual environment "
     "where there is no CANN); "

@@ -41,12 +41,12 @@ COMMAND = Command(
     "Check what a report says is proved: its certificates, without torch and without the pass.",
     "Exit status 1: a fusion is not accepted.",
     (
-        option("report", metavar="REPORT.json", help="what Report.to_json wrote"),
-        option("--points", type=positive, default=3, help="random points at least"),
+        option("report", "what Report.to_json wrote", metavar="REPORT.json"),
+        option("--points", "random points at least", type=positive, default=3),
         option(
             "--seed",
+            "what the points follow from; left out, they are new each time",
             metavar="TEXT",
-            help="what the points follow from; left out, they are new each time",
         ),
     ),
 )

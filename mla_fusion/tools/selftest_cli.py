@@ -55,27 +55,20 @@ COMMAND = Command(
     "Check the operators and the pass on this device against the references.",
     "Exit status 1: a check failed.",
     (
-        option("--device", choices=("npu", "cpu"), help="default: an NPU where there is one"),
+        option("--device", "default: an NPU where there is one", choices=("npu", "cpu")),
         add_limits,
         option(
-            "--only",
-            default="*",
-            metavar="PATTERN",
-            help="scenarios whose name matches, as 'w2 kv1'",
+            "--only", "scenarios whose name matches, as 'w2 kv1'", default="*", metavar="PATTERN"
         ),
-        option(
-            "--hidden", type=positive, help="He; 7168 on an NPU, the smallest legal one on a CPU"
-        ),
-        option("--heads", type=positive, help="N; 16 on an NPU, 4 on a CPU"),
-        option("--repeats", type=positive, help="timed calls per scenario"),
-        option(
-            "--out", type=output, metavar="FILE", help="also write the JSON to a file, to send back"
-        ),
+        option("--hidden", "He; 7168 on an NPU, the smallest legal one on a CPU", type=positive),
+        option("--heads", "N; 16 on an NPU, 4 on a CPU", type=positive),
+        option("--repeats", "timed calls per scenario", type=positive),
+        option("--out", "also write the JSON to a file, to send back", type=output, metavar="FILE"),
         option(
             "--compare",
+            "run nothing: judge one such file, or compare two",
             nargs="+",
             metavar="JSON",
-            help="run nothing: judge one such file, or compare two",
         ),
         page("with --compare: also write a page"),
     ),

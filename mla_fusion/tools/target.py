@@ -96,17 +96,12 @@ def folder(text: str) -> Path:
     return Path(text)
 
 
-def _parts(text: str) -> tuple[str, str] | None:
-    """File and function; None for what is not of the form."""
-    file, separator, name = text.rpartition(":")
-    return (file, name) if separator and name.isidentifier() else None
-
-
 def target(text: str) -> str:
     """``FILE.py:FUNCTION``, told from what cannot be one before anything is imported."""
-    if parts := _parts(text):
-        if parts[0].endswith(".py"):
-            existing(parts[0])
+    file, separator, name = text.rpartition(":")
+    if separator and name.isidentifier():
+        if file.endswith(".py"):
+            existing(file)
         return text
     if not text.endswith(".py"):
         raise UserError(f"{text!r} is not of the form FILE.py:FUNCTION")
@@ -168,11 +163,10 @@ def _named(known: Callable[[str], str]) -> Callable[[str], str]:
 
 
 def load_target(text: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """What ``FILE.py:FUNCTION`` returns. Raises UserError for everything that is wrong with it."""
-    parts = _parts(text)
-    if parts is None:
-        raise UserError(f"{text!r} is not of the form FILE.py:FUNCTION")
-    file, name = parts
+    """What ``FILE.py:FUNCTION``, which :func:`target` has let pass, returns. Raises UserError for
+    everything that is wrong with it.
+    """
+    file, _, name = text.rpartition(":")
     module = _imported(file)
     function = getattr(module, name, None)
     if not callable(function):

@@ -88,10 +88,9 @@ def _of_torchair() -> dict[str, str]:
             "patterns with it; "
             "mla_fusion is a pre pass and runs either way"
         )
-    raw = getattr(torch.ops.npu, "npu_mla_prolog_v3", None)
-    promised = len(schema_of(raw.default).returns) if raw is not None else 0
-    returned = _returned(bridge.converter_of(raw.default)) if raw is not None else None
-    if returned is not None and returned != promised:
+    raw = torch.ops.npu.npu_mla_prolog_v3.default
+    promised, returned = len(schema_of(raw).returns), _returned(bridge.converter_of(raw))
+    if returned not in (None, promised):
         found["npu_mla_prolog_v3 in GE mode"] = (
             f"this torch_npu's converter gives {returned} results for the {promised} of the "
             "schema: those after the "

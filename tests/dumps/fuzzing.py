@@ -256,8 +256,10 @@ from mla_fusion.inspect import DumpError, NotRebuilt, diff, read, summarise
 
 torch.set_num_threads(1)
 fixtures = sys.argv[1]
+def rebuilder(dump):
+    return (rebuild_fx if dump.is_fx else rebuild_ge).Rebuilder(dump)
 READERS = {
-    "rebuild": lambda dump: (rebuild_fx if dump.is_fx else rebuild_ge).rebuild(dump),
+    "rebuild": lambda dump: rebuilder(dump).graph_module(),
     "diff": lambda dump: diff(dump, WHOLE[dump.is_fx]).to_json(),
     "inspect": lambda dump: str(summarise(dump)),  # explains it too, without verification
     "explain": lambda dump: mf.explain(dump.path),

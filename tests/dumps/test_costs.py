@@ -139,7 +139,7 @@ def test_many_symbols_cost_in_proportion(tmp_path: Path) -> None:
         )
         from mla_fusion.tools.dumps import rebuild_fx
 
-        gm, _ = rebuild_fx.rebuild(read(listing(tmp_path, lines, head)))
+        gm, _ = rebuild_fx.Rebuilder(read(listing(tmp_path, lines, head))).graph_module()
         started = process_time()
         mf.explain(gm)
         return process_time() - started

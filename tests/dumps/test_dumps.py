@@ -135,7 +135,9 @@ def test_the_kernel_with_roles_and_shapes():
     dump = fixture("fused.pbtxt")
     (kernel,) = dump.of_type("MlaPrologV3")
     given = {
-        kernel.role(i): dump.value(edge) for i, edge in enumerate(kernel.inputs) if edge is not None
+        kernel.roles[i]: dump.value(edge)
+        for i, edge in enumerate(kernel.inputs)
+        if edge is not None
     }
     assert given["token_x"] == Value("bfloat16", (4, 1024), "ND", "NPU")
     assert given["kv_cache"].shape == (4, 128, 1, 512)

@@ -27,8 +27,8 @@ def lowered(
     low = mf.lower(found.model(), *found.args(), mode=mode, config=config)
     low.save(folder)
     copies = find_copies(read(folder / ("graph.pbtxt" if mode == "ge" else "fx_after.txt")))
-    assert not copies.lost
-    return low, [one for one in copies.found if one.role == "cache"], copies.followed
+    assert not copies.not_followed
+    return low, [one for one in copies.copies if one.role == "cache"], copies.followed
 
 
 def rebuilt_in_memory(low: mf.Lowering) -> dict[str, int]:
@@ -94,7 +94,7 @@ def test_nothing_is_copied_where_the_kernel_writes(name: str, mode: str, tmp_pat
 
 def test_a_cache_that_attention_casts_is_said_to_be_read_so(tmp_path: Path) -> None:
     lowered("PagedRotateHalf", "npugraph_ex", tmp_path)
-    found = find_copies(read(tmp_path / "fx_after.txt")).found
+    found = find_copies(read(tmp_path / "fx_after.txt")).copies
     assert {(one.type, one.role) for one in found if one.role != "weight"} == {
         ("aten._to_copy.default", "cache, to read it")
     }
@@ -186,7 +186,7 @@ def test_whatever_makes_a_tensor_as_large_as_a_written_cache_is_a_copy(
         tmp_path / {"ge": "graph.pbtxt", "npugraph_ex": "fx_after.txt", "fx": "fx_before.txt"}[mode]
     )
     copies = find_copies(dump)
-    assert not copies.lost
+    assert not copies.not_followed
     widths = {512: "kv", 64: "kr"}
     names = {
         one.name: widths[one.outputs[0].shape[-1]]
@@ -198,14 +198,16 @@ def test_whatever_makes_a_tensor_as_large_as_a_written_cache_is_a_copy(
     if not expected:
         casts = ("aten._to_copy", "Cast", "Transpose")  # of the attention in front
         assert all(
-            one.type.startswith(casts) for one in copies.found if one.role == "cache, to read it"
+            one.type.startswith(casts) for one in copies.copies if one.role == "cache, to read it"
         ), copies
         return
     kinds = (how,) if how is not None else ("copy", "transpose")
     read_so = [
-        one for one in copies.found if one.what in kinds and not one.folded and one.role != "weight"
+        one
+        for one in copies.copies
+        if one.what in kinds and not one.folded and one.role != "weight"
     ]
-    assert {names[one.of] for one in read_so} >= expected, copies.found
+    assert {names[one.of] for one in read_so} >= expected, copies.copies
     assert "No copies" not in str(summarise(dump))
 
 
@@ -225,7 +227,7 @@ def test_a_new_cache_of_another_shape_is_a_copy(mode: str, tmp_path: Path) -> No
     mf.lower(ReturnsCaches(), *args, mode=mode, config=UNFUSED).save(tmp_path)
     dump = read(tmp_path / ("graph.pbtxt" if mode == "ge" else "fx_after.txt"))
     copies = find_copies(dump)
-    assert copies.followed == ["arg0_1"] and "cache" in {one.role for one in copies.found}
+    assert copies.followed == ["arg0_1"] and "cache" in {one.role for one in copies.copies}
 
 
 # -- by hand
@@ -295,8 +297,8 @@ def test_each_way_to_rebuild_a_cache_is_counted(name: str, write: object, tmp_pa
     )
     (tmp_path / "fx.txt").write_text(gm.print_readable(print_output=False))
     copies = find_copies(read(tmp_path / "fx.txt"))
-    assert name in [one.type for one in copies.found] and not copies.lost, copies
-    assert {one.of for one in copies.found} == {"cache_1"}
+    assert name in [one.type for one in copies.copies] and not copies.not_followed, copies
+    assert {one.of for one in copies.copies} == {"cache_1"}
 
 
 def test_staging_buffers_have_their_dtype(tmp_path: Path) -> None:

@@ -10,20 +10,20 @@ import pytest
 import torch
 
 from mla_fusion import meta
-from mla_fusion.tools.selftest.key_operator import Scenario, scenarios
+from mla_fusion.tools.selftest.scenarios import KeyScenario, key_scenarios
 
 OP = "npu_kv_rmsnorm_rope_cache_v2"
 
 
 def call(mode: str = "PA_BNSD", int8: bool = False, **changes: Any) -> dict[str, Any]:
-    return Scenario(mode, torch.bfloat16, int8).call() | changes
+    return KeyScenario(mode, torch.bfloat16, int8).call() | changes
 
 
 @pytest.mark.parametrize("cann", meta.RELEASES)
 @pytest.mark.parametrize("soc", meta.SOCS)
 def test_what_the_self_test_runs_is_taken_where_the_operator_is(soc: str, cann: str) -> None:
     there = soc != "A5" or meta.RELEASES.index(cann) >= meta.RELEASES.index("8.5")
-    for scenario in scenarios(soc):
+    for scenario in key_scenarios(soc):
         if there:
             meta.check(scenario.op, soc=soc, cann=cann, values=True, **scenario.call())
         else:

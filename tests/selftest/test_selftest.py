@@ -15,9 +15,9 @@ import torch
 
 from mla_fusion import meta
 from mla_fusion.tools import cli, selftest
-from mla_fusion.tools.selftest import fused, key_operator, operator, unfused
+from mla_fusion.tools.selftest import fused, operator, unfused
 from mla_fusion.tools.selftest.device import Device
-from mla_fusion.tools.selftest.scenarios import Scenario, scenarios
+from mla_fusion.tools.selftest.scenarios import Scenario, key_scenarios, scenarios
 from tests.exhaustive import one_in
 
 CPU = Device("cpu", "CPU reference kernels", "A3", "latest")
@@ -177,7 +177,7 @@ def test_a_prologue_that_is_not_fused_fails_with_the_reason(monkeypatch):
 
 
 def test_the_keys_operator(monkeypatch):
-    planned = list(key_operator.scenarios("A5"))
+    planned = list(key_scenarios("A5"))
     assert [operator.run(scenario, CPU_OF_A5, repeats=1).failures for scenario in planned] == [
         []
     ] * len(planned)

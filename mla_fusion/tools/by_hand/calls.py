@@ -153,11 +153,10 @@ class Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         if not isinstance(func, OpOverload):
             return func(*args, **kwargs)
-        schema = schema_of(func)
-        name = f"{schema.name}.{schema.overload_name}".rstrip(".")
+        name = func.name()
         if name not in AUDITED:
             result = func(*args, **kwargs)
-            self._follow(schema.name, args, kwargs, result)
+            self._follow(schema_of(func).name, args, kwargs, result)
             return result
         arguments = called(func, args, kwargs).given
         reworked = {

@@ -142,13 +142,9 @@ def of_columns(call: Call) -> Iterator[Repair]:
         if not weight or (order is _query_first and not roles.down_also_query):
             continue
         vectors = [name for name in roles.vectors.get(weight, ()) if call.tensor(name) is not None]
-        together = [weight, *vectors]
-        if not code.startswith("rope_columns"):
-            change = _reordered(roles, order, together)
-            yield Repair(code, f"{weight}: {text}", weight, touches, change)
-            continue
-        for names in [[weight], vectors, together] if vectors else [together]:
-            said = ", ".join(names)
+        together, apart = [weight, *vectors], code.startswith("rope_columns")
+        for names in [[weight], vectors, together] if vectors and apart else [together]:
+            said = ", ".join(names) if apart else weight
             yield Repair(code, f"{said}: {text}", said, touches, _reordered(roles, order, names))
     for code, role, touches, text, axes in _RESHAPED:
         weight, rank = getattr(roles, role), 3 if role == "absorbed" else 2

@@ -21,7 +21,8 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from mla_fusion.commit.interpreter import wide, widened
 from mla_fusion.compat import OpOverload, tree_leaves, tree_map_only
-from mla_fusion.fx.kinds import argument, is_cast, is_float
+from mla_fusion.fx.kinds import argument, is_cast, is_float, kind_of
+from mla_fusion.fx.walk import reached
 from mla_fusion.operators.known import Kind, known
 from mla_fusion.prove import field, operators
 from mla_fusion.prove.evaluate import UNKNOWN, dtype_of
@@ -178,11 +179,10 @@ def _exported(target: Callable[..., Any], role: str, inputs: Sequence[Any]) -> E
     _write_epsilons(program.graph_module)
     nodes = {node.name: node for node in program.graph.nodes}
     of = Exported(target, role, program.graph_module, {}, {}, {}, {}, {})
-    places: dict[str, int] = {}
     for spec in program.graph_signature.input_specs:
         node = nodes[spec.arg.name]
         if spec.kind is InputKind.USER_INPUT:
-            of.given[node] = places[spec.arg.name] = len(of.given)
+            of.given[node] = len(of.given)
             continue
         name = spec.target or ""
         tensor = program.state_dict.get(name, program.constants.get(name))
@@ -197,7 +197,7 @@ def _exported(target: Callable[..., Any], role: str, inputs: Sequence[Any]) -> E
         if spec.kind is OutputKind.USER_OUTPUT:
             name = next(outputs)
         elif spec.kind is OutputKind.USER_INPUT_MUTATION:
-            name = f"input {places[spec.target or '']}"
+            name = f"input {of.given[nodes[spec.target or '']]}"
         else:
             name = f"buffer {spec.target}"
         if name in of.results or name in of.numbers:
@@ -389,11 +389,8 @@ def _check_function(node: Node) -> None:
         raise Undecided(f"{node.name} is another graph")
     if not isinstance(target, OpOverload) and not module.endswith("operator"):
         raise Undecided(f"{name} runs other graphs")
-    if isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags:
-        p = node.args[1] if len(node.args) > 1 else None
-        is_dropout = "dropout" in str(target) and not (p and node.args[2:3] != (False,))
-        if not is_dropout and argument(node, "dropout_p", 1) != 0:
-            raise Undecided(f"{name} is random")
+    if kind_of(node) is Kind.RANDOM:
+        raise Undecided(f"{name} is random")
     for part in tree_leaves(node.meta.get("val")):
         sizes = tuple(part.shape) if isinstance(part, Tensor) else (part,)
         if any(isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) for size in sizes):
@@ -467,13 +464,9 @@ def _parting(run: _InField, other: _InField, names: Sequence[str]) -> list[Node]
     known = set(other.marks.values())
     new = {node for node, mark in run.marks.items() if mark not in known}
     first = {node for node in new if new.isdisjoint(node.all_input_nodes)}
-    stack, seen = [run.of.results[name] for name in names], set[Node]()
-    while stack:
-        node = stack.pop()
-        if node not in seen:
-            seen.add(node)
-            stack += new.intersection(node.all_input_nodes)
-    return [node for node in run.env if node in seen & first]
+    results = (run.of.results[name] for name in names)
+    on_the_way = {*reached(results, lambda node: new.intersection(node.all_input_nodes))}
+    return [node for node in run.env if node in on_the_way & first]
 
 
 def _told(parts: Sequence[Sequence[Node]]) -> str:

@@ -11,16 +11,13 @@ from typing import Any
 
 import torch
 
-from mla_fusion.meta import ContractError, check
-from mla_fusion.meta.prolog import PROLOGS, V1, V2, V3
+from mla_fusion.meta.prolog import PROLOGS
+from mla_fusion.tools.by_hand import wiring
+from mla_fusion.tools.by_hand.calls import Call
 from mla_fusion.tools.by_hand.outcome import Audit, Finding
-from mla_fusion.tools.by_hand.repairs import OPERATORS_EPSILON
-from mla_fusion.tools.by_hand.roles import roles_of
-from mla_fusion.tools.by_hand.wiring import OF_DEFAULT
 from mla_fusion.tools.dumps import Dump, Value, names, prologues, read
 from mla_fusion.tools.dumps.prologues import Prologue
 
-_OPERATORS = {operator.ge_type: operator.name for operator in (V1, V2, V3)}
 _AXES, _LARGEST = 64, 1 << 50  # axes and elements; no tensor has more
 _DYNAMIC = 8  # what a dynamic dimension is taken for
 
@@ -40,16 +37,10 @@ def audit_dump(path: str | Path, soc: str = "A3", cann: str = "latest") -> Audit
 
 def _findings(dump: Dump, item: Prologue, soc: str, cann: str) -> Iterator[Finding]:
     name, where = _name(item), item.source or f"{dump.path}, {item.name}"
-    given = {given.role: _tensor(given.value) for given in item.inputs}
-    known = {role: value for role, value in given.items() if value is not None}
-    try:
-        check(name, soc=soc, cann=cann, path="graph", **known, **_attributes(name, item))
-    except ContractError as error:
-        yield Finding(f"contract:{error.code}", str(error), error.argument, name, item.place, where)
-    for epsilon in roles_of(name).epsilons:
-        if item.attributes.get(epsilon, OPERATORS_EPSILON) == OPERATORS_EPSILON:
-            said = epsilon + OF_DEFAULT
-            yield Finding("epsilon.default", said, epsilon, name, item.place, where, certain=False)
+    tensors = {given.role: _tensor(given.value) for given in item.inputs}
+    call = Call(item.place, f"npu::{name}", {**tensors, **_attributes(name, item)}, where)
+    yield from wiring.contract(call, soc, cann, "graph", values=False)
+    yield from wiring.epsilons(call)
 
 
 def _attributes(name: str, item: Prologue) -> dict[str, Any]:
@@ -63,7 +54,9 @@ def _attributes(name: str, item: Prologue) -> dict[str, Any]:
 
 def _name(item: Prologue) -> str:
     """torch's name of the operator."""
-    return _OPERATORS.get(item.type) or item.type.removeprefix("npu.").partition(".")[0]
+    if item.type in prologues.GE:
+        return prologues.GE[item.type].name
+    return item.type.removeprefix("npu.").partition(".")[0]
 
 
 def _tensor(value: Value) -> Any:

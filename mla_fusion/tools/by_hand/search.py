@@ -185,8 +185,6 @@ def options_of(
     calls: Sequence[Call], parameters: Parameters, epsilons: list[float]
 ) -> list[Repair]:
     """The repairs of every call together, then, of several calls, those of each."""
-    if not calls:
-        return []
     found = candidates(calls[0], parameters, epsilons)
     if len(calls) > 1:
         found += [

@@ -12,23 +12,23 @@ from mla_fusion.tools.by_hand.calls import Call
 from mla_fusion.tools.by_hand.outcome import Finding
 from mla_fusion.tools.by_hand.repairs import OPERATORS_EPSILON, SIDE_BY_SIDE
 
-OF_DEFAULT = " is 1e-05, as where it is not given; DeepSeek's models have 1e-06"  # an epsilon
-
 
 def findings(call: Call, soc: str, cann: str, path: str) -> Iterator[Finding]:
     """In the order: contract, storage format, constants, tables."""
-    yield from _contract(call, soc, cann, path)
+    yield from contract(call, soc, cann, path)
     for name, operator in call.reworked.items():
         said = (
             f"{operator} changed {name} after its cast to FRACTAL_NZ, where numbers stand in "
             "another order; pad, join or slice before npu_format_cast"
         )
         yield call.finding("nz.reworked", said, name)
+    yield from epsilons(call)
     yield from _constants(call)
     yield from _tables(call)
 
 
-def _contract(call: Call, soc: str, cann: str, path: str) -> Iterator[Finding]:
+def contract(call: Call, soc: str, cann: str, path: str, values: bool = True) -> Iterator[Finding]:
+    """``values``: the arguments' numbers are looked at too."""
     operator = call.short.removesuffix(".out")
     if operator not in (*PROLOGS, preprocess.OP):
         return
@@ -39,15 +39,19 @@ def _contract(call: Call, soc: str, cann: str, path: str) -> Iterator[Finding]:
         if value is not None and name not in results
     }
     try:
-        check(operator, soc=soc, cann=cann, path=path, values=True, **given)
+        check(operator, soc=soc, cann=cann, path=path, values=values, **given)
     except ContractError as error:
         yield call.finding(f"contract:{error.code}", str(error), error.argument)
 
 
-def _constants(call: Call) -> Iterator[Finding]:
+def epsilons(call: Call) -> Iterator[Finding]:
     for name in call.roles.epsilons:
-        if call.arguments[name] == OPERATORS_EPSILON:
-            yield call.finding("epsilon.default", name + OF_DEFAULT, name, certain=False)
+        if call.arguments.get(name, OPERATORS_EPSILON) == OPERATORS_EPSILON:
+            said = f"{name} is 1e-05, as where it is not given; DeepSeek's models have 1e-06"
+            yield call.finding("epsilon.default", said, name, certain=False)
+
+
+def _constants(call: Call) -> Iterator[Finding]:
     for kind, question in (("scale", "is it a placeholder?"), ("gamma", "was it loaded?")):
         for name in getattr(call.roles, f"{kind}s"):
             value = call.tensor(name)

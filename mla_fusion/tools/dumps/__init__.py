@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mla_fusion.tools.dumps import dtypes, fx_text, ge_onnx, ge_python, ge_text
+from mla_fusion.tools.dumps import fx_text, ge_onnx, ge_python, ge_text
 from mla_fusion.tools.dumps.model import FORMATS, Dump, DumpError, Edge, Operator, Value
 
 __all__ = [
@@ -18,8 +18,6 @@ __all__ = [
     "Edge",
     "Operator",
     "Value",
-    "dtypes",
-    "fx_text",
     "read",
     "recognise",
 ]

@@ -202,10 +202,11 @@ def _quiet() -> Iterator[None]:
     itself.
     """
     thread = threading.get_ident()
-    names = [
-        name for name in list(logging.root.manager.loggerDict) if name.partition(".")[0] == "torch"
+    loggers = [
+        logging.getLogger(name)
+        for name in list(logging.root.manager.loggerDict)
+        if name.partition(".")[0] == "torch"
     ]
-    loggers = [logging.getLogger(name) for name in names]
 
     def drop(record: logging.LogRecord) -> bool:
         return record.thread != thread

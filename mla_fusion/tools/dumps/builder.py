@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -34,9 +33,11 @@ class Builder(ABC):
             self.finish()
         return GraphModule(self.root, self.graph), self.remarks()
 
-    def ordered(self) -> Iterable[Operator]:
-        """The operators, each behind what it reads."""
-        return self.dump.operators
+    @abstractmethod
+    def ordered(self) -> list[Operator]:
+        """The operators, each behind what it reads. Raises NotRebuilt where there is no such
+        graph.
+        """
 
     @abstractmethod
     def take(self, operator: Operator) -> None: ...
@@ -54,6 +55,7 @@ class Builder(ABC):
         target: Any,
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
+        *,
         value: Any = None,
     ) -> Node:
         """A node, which has the name and the source of ``operator``."""

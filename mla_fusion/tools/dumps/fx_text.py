@@ -23,11 +23,14 @@ _ANNOTATION = re.compile(
     r"^(?P<dtype>\w+)\[(?P<shape>[^\]]*)\](?:\[(?P<stride>[^\]]*)\])?(?P<device>[a-z]\w*(?::\d+)?)?$"
 )
 _SYMBOL = re.compile(r"^Sym\((?P<expr>.*)\)$")
+# signs by their names in the syntax tree, and what the module operator calls them
+_SIGNS = """
+Add add, Sub sub, Mult mul, FloorDiv floordiv, Div truediv, Mod mod, Pow pow, BitAnd and_,
+BitOr or_, Eq eq, NotEq ne, Lt lt, LtE le, Gt gt, GtE ge
+"""
 _BINARY: dict[type[ast.AST], Any] = {
-    ast.Add: py.add, ast.Sub: py.sub, ast.Mult: py.mul, ast.FloorDiv: py.floordiv,
-    ast.Div: py.truediv, ast.Mod: py.mod, ast.Pow: py.pow, ast.BitAnd: py.and_, ast.BitOr: py.or_,
-    ast.Eq: py.eq, ast.NotEq: py.ne, ast.Lt: py.lt, ast.LtE: py.le, ast.Gt: py.gt, ast.GtE: py.ge,
-}  # fmt: skip
+    vars(ast)[sign]: vars(py)[name] for sign, name in map(str.split, _SIGNS.split(","))
+}
 OPERATORS: dict[str, Any] = {one.__name__: one for one in (*_BINARY.values(), py.neg, py.getitem)}
 Call = tuple[str, tuple[Any, ...], dict[str, Any]]  # type, arguments by place and by name
 

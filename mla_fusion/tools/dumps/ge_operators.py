@@ -511,25 +511,27 @@ def _scatter_pa(r: OperatorReader) -> Sequence[Result]:
     return [r.write(key_cache, both[0]), r.write(value_cache, both[1])]
 
 
-_TABLE: dict[str, Convert] = {
-    **{name: _call(*words) for name, *words in map(str.split, CALLS.strip().splitlines())},
-    "Add": _binary(aten.add.Tensor), "AddV2": _binary(aten.add.Tensor),
-    "Sub": _binary(aten.sub.Tensor, commutes=False), "Mul": _binary(aten.mul.Tensor),
-    "Div": _binary(aten.div.Tensor, commutes=False),
-    "RealDiv": _binary(aten.div.Tensor, commutes=False),
+_CONVERTERS: dict[str, Convert] = {
+    "Add AddV2": _binary(aten.add.Tensor), "Mul": _binary(aten.mul.Tensor),
+    "Sub": _binary(aten.sub.Tensor, commutes=False),
+    "Div RealDiv": _binary(aten.div.Tensor, commutes=False),
     "FloorDiv": _floor_divide, "Pow": _pow, "Cast": _cast, "Real": _part(0), "Imag": _part(1),
-    "LpNormV2": _norm, "SoftmaxV2": _softmax, "MatMul": _matmul, "MatMulV2": _matmul,
-    "MatMulV3": _matmul, "BatchMatMul": _matmul, "BatchMatMulV2": _matmul,
+    "LpNormV2": _norm, "SoftmaxV2": _softmax,
+    "MatMul MatMulV2 MatMulV3 BatchMatMul BatchMatMulV2": _matmul,
     "TransposeBatchMatMul": _transposed_matmul, "QuantBatchMatmulV3": _quant_matmul,
     "Identity": lambda r: r.argument(0), "TensorMove": _move, "Reshape": _reshape,
-    "Transpose": _transpose, "TransposeD": _transpose, "Unsqueeze": _unsqueeze,
-    "Squeeze": _squeeze, "SplitV": _split_v, "Split": _split, "ConcatV2": _concat,
-    "ConcatD": _concat, "Pack": _pack, "StridedSliceV2": _strided_slice,
-    "StridedSlice": _strided_slice_v1, "Const": _const, "Constant": _const, "Shape": _shape,
-    "Range": _range, "Fill": _fill, "Gather": _gather, "GatherV2": _gather,
-    "IndexByTensor": _index, "ScatterNdUpdate": _scatter, "ScatterElements": _scatter_elements,
-    "ScatterUpdate": _scatter_update, "InplaceIndexAdd": _index_add, "Assign": _assign,
-    "RotaryMul": _rotary, "RotaryPositionEmbedding": _rotary,
-    "KvRmsNormRopeCache": _kv_rmsnorm_rope_cache, "DynamicQuant": _dynamic_quant,
-    "DynamicQuantV2": _dynamic_quant_v2, "ScatterPaKvCache": _scatter_pa,
+    "Transpose TransposeD": _transpose, "Unsqueeze": _unsqueeze, "Squeeze": _squeeze,
+    "SplitV": _split_v, "Split": _split, "ConcatV2 ConcatD": _concat, "Pack": _pack,
+    "StridedSliceV2": _strided_slice, "StridedSlice": _strided_slice_v1,
+    "Const Constant": _const, "Shape": _shape, "Range": _range, "Fill": _fill,
+    "Gather GatherV2": _gather, "IndexByTensor": _index, "ScatterNdUpdate": _scatter,
+    "ScatterElements": _scatter_elements, "ScatterUpdate": _scatter_update,
+    "InplaceIndexAdd": _index_add, "Assign": _assign,
+    "RotaryMul RotaryPositionEmbedding": _rotary, "KvRmsNormRopeCache": _kv_rmsnorm_rope_cache,
+    "DynamicQuant": _dynamic_quant, "DynamicQuantV2": _dynamic_quant_v2,
+    "ScatterPaKvCache": _scatter_pa,
 }  # fmt: skip
+_TABLE = {
+    **{name: _call(*words) for name, *words in map(str.split, CALLS.strip().splitlines())},
+    **{kind: made for kinds, made in _CONVERTERS.items() for kind in kinds.split()},
+}

@@ -145,7 +145,7 @@ class OperatorReader(Builder):
         a tensor holds of what is another shape, or a part, of it.
         """
         value = self._value(target, args, kwargs)
-        node = self.add(self.operator, "call_function", target, args, kwargs, value)
+        node = self.add(self.operator, "call_function", target, args, kwargs, value=value)
         if target in _REINDEXED and args[0] in self.rows:
             self.rows[node] = self.rows[args[0]]
         return node

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,11 +14,10 @@ from heapq import heappop, heappush
 from itertools import pairwise
 from math import prod
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 Dim = int | str  # a symbol's name, an expression of symbols, or -1 where only "dynamic" is known
 
-Item = TypeVar("Item")
 _DIGITS = 19  # of the largest size
 
 
@@ -39,7 +38,8 @@ def dims(text: str) -> tuple[Dim, ...]:
     return tuple(dim(part) for part in parts if part)
 
 
-_BITS = {"int4": 4, "uint1": 1, "bool": 8}
+# the bits in the names of numbers, "bfloat16" or "float8_e5m2"
+_BITS = re.compile(r"(?:b?float|u?int|complex|(?:hifloat|q?u?int)(?=8))(\d+)")
 
 
 class DumpError(ValueError):
@@ -129,7 +129,7 @@ class Operator:
     """One operator. An input is None where an optional one is not given.
 
     roles   names of the inputs and outputs, as far as known
-    call    (args, kwargs) with Edges in place of values, where the dump is a program
+    call    (args, kwargs) with Edges in place of values; empty where the dump is no program
     source  "file:line in function: code" of the model, where the dump holds it
     """
 
@@ -141,7 +141,7 @@ class Operator:
     roles: list[str] = field(default_factory=list)
     results: list[str] = field(default_factory=list)
     line: int = 0
-    call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+    call: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
     source: str = ""
 
     @property
@@ -160,10 +160,6 @@ class Operator:
     def input(self, place: int) -> Edge | None:
         """What it reads at a place; None where the dump gives it nothing there."""
         return self.inputs[place] if place < len(self.inputs) else None
-
-    def role(self, place: int) -> str:
-        """What the input at ``place`` is to the operator; its number where the dump has no name."""
-        return self.roles[place] if place < len(self.roles) else f"input {place}"
 
 
 FORMATS = {
@@ -283,25 +279,6 @@ class Dump:
         return self
 
 
-def reached(starts: Iterable[Item], beyond: Callable[[Item], Iterable[Item]]) -> set[Item]:
-    """``starts``, and all that is found by going on ``beyond`` each."""
-    found = set(starts)
-    todo = list(found)
-    while todo:
-        more = set(beyond(todo.pop())) - found
-        found |= more
-        todo += more
-    return found
-
-
 def _bits(dtype: str) -> int | None:
-    if dtype in _BITS:
-        return _BITS[dtype]
-    if dtype.startswith(("float8", "hifloat8", "qint8", "quint8")):
-        return 8
-    digits = "".join(c for c in dtype.partition("_")[0] if c.isdigit())
-    return (
-        int(digits)
-        if dtype.startswith(("float", "bfloat", "int", "uint", "complex")) and digits
-        else None
-    )
+    found = _BITS.match(dtype)
+    return 8 if dtype == "bool" else int(found[1]) if found is not None else None

@@ -21,7 +21,7 @@ from mla_fusion.operators.table import row_of
 from mla_fusion.tools.dumps.fx_text import OPERATORS
 
 NAMESPACES = ("aten", "prims", "npu", "atb")
-_SIZES = ("sym_max", "sym_min", "sym_sum", "sym_ite", "sym_not", "sym_int", "sym_float")
+_SIZES = "sym_max sym_min sym_sum sym_ite sym_not sym_int sym_float".split()
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     **OPERATORS, **{f"torch.{name}": vars(torch)[name] for name in _SIZES if name in vars(torch)},
 }  # fmt: skip
@@ -118,8 +118,7 @@ def fits(found: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """
     if not isinstance(found, OpOverload):
         return True
-    arguments = schema_of(found).arguments
-    given = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
+    arguments, given = schema_of(found).arguments, by_name(found, args, kwargs)
     return len(args) <= len(arguments) and all(
         argument.has_default_value()
         if argument.name not in given
@@ -127,6 +126,12 @@ def fits(found: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         or isinstance(given[argument.name], (torch.Tensor, *_NUMBERS))
         for argument in arguments
     )
+
+
+def by_name(found: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by the schema's names, as far as it has so many."""
+    names = (argument.name for argument in schema_of(found).arguments)
+    return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 def _is_cheap(found: OpOverload) -> bool:
@@ -138,7 +143,7 @@ def _is_cheap(found: OpOverload) -> bool:
     return (
         (entry.functional or entry).kind not in (Kind.OPAQUE, Kind.EFFECT)
         or not name.startswith("aten::")
-        or has_kernel(full_name(found), "Meta")
+        or has_kernel(found.name(), "Meta")
     )
 
 
@@ -148,7 +153,9 @@ def bounded(found: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     if any(_is_large(leaf) for leaf in leaves):
         return False
     if isinstance(found, OpOverload):
-        if len(leaves) > MOST_ELEMENTS or any(_has_many_axes(leaf) for leaf in leaves):
+        if len(leaves) > MOST_ELEMENTS or any(
+            isinstance(leaf, torch.Tensor) and leaf.dim() > MOST_AXES for leaf in leaves
+        ):
             return False
         long = any(
             isinstance(arg, (list, tuple)) and len(arg) > MOST_AXES
@@ -162,10 +169,6 @@ def bounded(found: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     if found is operator.pow and not (_is_small(args[0]) and _is_small(args[1])):
         return False
     return bool(args) and not kwargs and all(isinstance(side, _NUMBERS) for side in args)
-
-
-def _has_many_axes(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.dim() > MOST_AXES
 
 
 def _takes_lists(found: OpOverload) -> bool:
@@ -191,12 +194,6 @@ def _is_small(side: Any) -> bool:
     return not isinstance(side, int) or abs(side) <= _EXPONENT
 
 
-def full_name(found: OpOverload) -> str:
-    """As the dispatcher has it."""
-    schema = schema_of(found)
-    return schema.name + (f".{schema.overload_name}" if schema.overload_name else "")
-
-
 def pure(found: OpOverload, writes: bool = False) -> bool:
     """Says the schema that a call computes tensors or sizes, and changes nothing?
 
@@ -208,7 +205,7 @@ def pure(found: OpOverload, writes: bool = False) -> bool:
     mutates = schema.is_mutable and not (writes and torch.Tag.inplace_view not in found.tags)
     if mutates or not kinds or not kinds <= {"Tensor", "List[Tensor]", "int", "SymInt"}:
         return False
-    runs = any(has_kernel(full_name(found), key) for key in _KERNELS)
+    runs = any(has_kernel(found.name(), key) for key in _KERNELS)
     return runs and not any(tag in found.tags for tag in _IMPURE)
 
 
@@ -217,7 +214,7 @@ def _parts(found: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> in
     schema = schema_of(found)
     if all(str(value.type) != "List[Tensor]" for value in schema.returns):
         return 1
-    given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
+    given = by_name(found, args, kwargs)
     counts = [
         len(value)
         for name, value in given.items()

@@ -11,15 +11,13 @@ from mla_fusion.meta.prolog import V1, V2, V3
 from mla_fusion.tools.dumps import Dump, Operator, Value, names
 from mla_fusion.tools.dumps.python_text import edges_in
 
-_GE = {operator.ge_type: operator for operator in (V1, V2, V3)}
+GE = {operator.ge_type: operator for operator in (V1, V2, V3)}
 _FX = re.compile(r"npu\.npu_mla_prolog(_v2|_v3)?(_functional)?(\.\w+)?$")
-_SHOWN = (
-    "cache_mode", "rmsnorm_epsilon_cq", "rmsnorm_epsilon_ckv", "weight_quant_mode",
-    "kv_cache_quant_mode",
-    "query_quant_mode", "query_norm_flag", "ckvkr_repo_mode", "quant_scale_repo_mode", "tile_size",
-    "qc_qr_scale",
-    "kc_scale",
-)  # fmt: skip
+_SHOWN = """
+    cache_mode rmsnorm_epsilon_cq rmsnorm_epsilon_ckv weight_quant_mode kv_cache_quant_mode
+    query_quant_mode query_norm_flag ckvkr_repo_mode quant_scale_repo_mode tile_size qc_qr_scale
+    kc_scale
+""".split()
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,7 @@ class Prologue:
 
 
 def is_prologue(kind: str) -> bool:
-    return kind in _GE or _FX.match(kind) is not None
+    return kind in GE or _FX.match(kind) is not None
 
 
 def find(dump: Dump) -> list[Prologue]:
@@ -65,31 +63,26 @@ def _prologue(dump: Dump, place: int, operator: Operator) -> Prologue:
         for role, edge in zip(roles, operator.inputs, strict=False)
         if edge is not None and edge.index >= 0
     )
-    known = {name: found for name, found in _attributes(dump, operator).items() if name in _SHOWN}
-    ordered = {name: known[name] for name in _SHOWN if name in known}
-    return Prologue(place, operator.name, operator.type, inputs, ordered, operator.source)
+    known = _attributes(dump, operator)
+    shown = {name: known[name] for name in _SHOWN if name in known}
+    return Prologue(place, operator.name, operator.type, inputs, shown, operator.source)
 
 
 def roles_of(dump: Dump, operator: Operator) -> list[str]:
     """What each input is to a prologue operator."""
     if dump.is_fx:
         return _fx_roles(operator)
-    return operator.roles or list(_GE[operator.type].ge_inputs)
+    return operator.roles or list(GE[operator.type].ge_inputs)
 
 
 def _fx_roles(operator: Operator) -> list[str]:
     """The schema's name of each input; its place where the operator is not known here."""
     target = names.target(operator.type)
-    known = (
-        [argument.name for argument in schema_of(target).arguments]
-        if isinstance(target, OpOverload)
-        else []
-    )
-    args, kwargs = operator.call or ((), {})
-    named = {
-        known[place] if place < len(known) else str(place): item for place, item in enumerate(args)
-    }
-    return [name for name, item in {**named, **kwargs}.items() for _ in edges_in(item)]
+    args, kwargs = operator.call
+    known = names.by_name(target, args, {}) if isinstance(target, OpOverload) else {}
+    places = [*known, *map(str, range(len(known), len(args)))]
+    named = {**dict(zip(places, args, strict=True)), **kwargs}
+    return [name for name, item in named.items() for _ in edges_in(item)]
 
 
 def _attributes(dump: Dump, operator: Operator) -> dict[str, Any]:
@@ -97,12 +90,9 @@ def _attributes(dump: Dump, operator: Operator) -> dict[str, Any]:
     target = names.target(operator.type) if dump.is_fx else None
     if not isinstance(target, OpOverload):
         return operator.attributes
-    arguments = schema_of(target).arguments
     found = {
         argument.name: argument.default_value
-        for argument in arguments
+        for argument in schema_of(target).arguments
         if argument.has_default_value()
     }
-    args, kwargs = operator.call or ((), {})
-    given = {argument.name: item for argument, item in zip(arguments, args, strict=False)}
-    return {**found, **given, **kwargs}
+    return {**found, **names.by_name(target, *operator.call)}

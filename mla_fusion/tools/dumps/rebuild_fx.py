@@ -19,33 +19,31 @@ from mla_fusion.tools.dumps.fx_text import METHOD
 from mla_fusion.tools.dumps.model import NotRebuilt
 from mla_fusion.tools.dumps.python_text import Word
 
-
-def rebuild(dump: Dump) -> tuple[GraphModule, list[str]]:
-    """The graph, and remarks on what the dump does not tell. Raises NotRebuilt where that is too
-    much.
-    """
-    early = next(
-        (op for op in dump.operators if op.type.startswith((METHOD, "setitem", C_FUNCTIONS))), None
-    )
-    if early is not None:
-        raise NotRebuilt(
-            f"line {early.line} calls {early.type}: this is the graph before AOT autograd; "
-            "the pass reads the one after it, 000_aot_forward_graph.txt of TORCH_COMPILE_DEBUG=1"
-        )
-    return _Rebuilder(dump).graph_module()
+_EARLY = (METHOD, "setitem", C_FUNCTIONS)  # calls that AOT autograd leaves none of
 
 
-class _Rebuilder(Builder):
+class Rebuilder(Builder):
     def __init__(self, dump: Dump) -> None:
         super().__init__(dump)
         self.nodes: dict[str, Node] = {}
         self.constants: list[str] = []
 
+    def ordered(self) -> list[Operator]:
+        """As they stand. Raises NotRebuilt for a graph before AOT autograd."""
+        for early in self.dump.operators:
+            if early.type.startswith(_EARLY):
+                raise NotRebuilt(
+                    f"line {early.line} calls {early.type}: this is the graph before AOT autograd; "
+                    "the pass reads the one after it, 000_aot_forward_graph.txt of "
+                    "TORCH_COMPILE_DEBUG=1"
+                )
+        return self.dump.operators
+
     def take(self, operator: Operator) -> None:
         self.nodes[operator.name] = self._node(operator)
 
     def _node(self, operator: Operator) -> Node:
-        args, kwargs = operator.call or ((), {})
+        args, kwargs = operator.call
         match operator.type:
             case "placeholder":
                 return self._described(operator, "placeholder", operator.name)
@@ -90,16 +88,10 @@ class _Rebuilder(Builder):
         self.constants.append(path)
         return self._described(operator, "get_attr", path)
 
-    def _described(
-        self,
-        operator: Operator,
-        kind: str,
-        target: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Node:
+    def _described(self, operator: Operator, kind: str, *call: Any) -> Node:
+        """``call``: as :meth:`add` takes target and arguments."""
         value = self.tensors.of(operator.outputs[0])
-        node = self.add(operator, kind, target, args, kwargs, value)
+        node = self.add(operator, kind, *call, value=value)
         if value is None and kind == "call_function":
             value = self._computed(node)
             if value is not None:
@@ -119,7 +111,7 @@ class _Rebuilder(Builder):
                 return budget.called(self.tensors.mode, node.target, args, kwargs)
         parts = {}
         for reader, _ in self.dump.readers[node.name]:
-            place = reader.call[0][1] if reader.type == "getitem" and reader.call else None
+            place = reader.call[0][1] if reader.type == "getitem" else None
             if isinstance(place, int):
                 parts[place] = self.tensors.of(reader.outputs[0])
         last = max(parts, default=-1)

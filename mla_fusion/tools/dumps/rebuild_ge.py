@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 from mla_fusion.fx.kinds import is_view
 from mla_fusion.tools.dumps import Dump, Edge, Operator, Value, ge_operators
@@ -23,13 +23,6 @@ from mla_fusion.tools.dumps.model import NotRebuilt
 
 aten = torch.ops.aten
 _INPUTS = ("Data", "RefData")
-
-
-def rebuild(dump: Dump) -> tuple[GraphModule, list[str]]:
-    """The graph, and remarks on what could not be carried over. Raises NotRebuilt where no input
-    has a shape.
-    """
-    return Rebuilder(dump).graph_module()
 
 
 class Rebuilder(OperatorReader):

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from mla_fusion.fx.walk import reached
 from mla_fusion.tools.dumps import Dump, Edge, Operator, prologues
-from mla_fusion.tools.dumps.model import reached
 from mla_fusion.tools.inspect import operator_kinds as kinds
 from mla_fusion.tools.inspect.followed import Followed
 from mla_fusion.tools.inspect.operator_kinds import plain
@@ -43,62 +43,54 @@ class Copy:
 
 @dataclass
 class Copies:
-    """``found``: in order; ``followed``: caches from input to output; ``lost``: of the others, by
-    which operator.
+    """``copies``: in order; ``followed``: caches from input to output; ``not_followed``: the
+    others, and the operators at which they were lost.
     """
 
-    found: list[Copy] = field(default_factory=list)
+    copies: list[Copy] = field(default_factory=list)
     followed: list[str] = field(default_factory=list)
-    lost: dict[str, str] = field(default_factory=dict)
-    weights: int = 0
+    not_followed: dict[str, str] = field(default_factory=dict)
+    weights_followed: int = 0
 
 
 def find_copies(dump: Dump) -> Copies:
     """Copies of whole caches and of weights; other copies are nobody's loss."""
-    found = Copies()
-    made: list[Copy] = []
-    visited = 0
-    for cache in _caches(dump):
+    found, visited = Copies(), 0
+    for cache in dump.of_type(*kinds.INPUTS):
+        shape = cache.output.shape
+        if shape is not None and len(shape) < 2:
+            continue
         if visited > _MOST_VISITED:
-            found.lost[cache.name] = f"more than {_MOST_VISITED:,} steps"
+            found.not_followed[cache.name] = f"more than {_MOST_VISITED:,} steps"
             continue
         path = Followed(dump, cache)
         visited += path.visited
         if not path.is_cache:
             continue
         if path.lost:
-            found.lost[cache.name] = ", ".join(path.lost)
+            found.not_followed[cache.name] = ", ".join(path.lost)
         else:
             found.followed.append(cache.name)
         for name, what in path.copies.items():
             role = "cache" if name in path.leaving or what == "write back" else "cache, to read it"
-            made.append(_copy(dump, dump.by_name[name], cache, what, role))
+            found.copies.append(_copy(dump, dump.by_name[name], cache, what, role))
     weights = set()
     for operator in dump.operators:
         kind = plain(operator.type)
         for edge in operator.inputs if kind in kinds.JOINED else operator.inputs[:1]:
             held = _root(dump, edge)
-            if held is None or held.name in found.lost or held.name in found.followed:
+            if held is None or held.name in found.not_followed or held.name in found.followed:
                 continue
             if not _is_weight(dump, operator, held):
                 continue
             weights.add(held.name)
             how = "joined" if kind in kinds.JOINED else kinds.COPIES.get(kind)
             if how is not None:
-                made.append(_copy(dump, operator, held, how, "weight"))
+                found.copies.append(_copy(dump, operator, held, how, "weight"))
     place = {operator.name: index for index, operator in enumerate(dump.operators)}
-    found.found = sorted(made, key=lambda copy: place[copy.operator])
-    found.weights = len(weights)
+    found.copies.sort(key=lambda copy: place[copy.operator])
+    found.weights_followed = len(weights)
     return found
-
-
-def _caches(dump: Dump) -> list[Operator]:
-    """Inputs of two dims or more, which something may write."""
-    return [
-        one
-        for one in dump.of_type(*kinds.INPUTS)
-        if one.output.shape is None or len(one.output.shape) > 1
-    ]
 
 
 def _copy(dump: Dump, operator: Operator, held: Operator, what: str, role: str) -> Copy:

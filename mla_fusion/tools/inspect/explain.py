@@ -68,9 +68,8 @@ def explain_dump(
     if kernels:
         counted = "1 prologue" if kernels == 1 else f"{kernels} prologues"
         remarks.append(f"fused already in this graph: {counted}")
-    fields = {name: getattr(report, name) for name in Report.__dataclass_fields__}
     return DumpReport(
-        **fields, dump=f"{dump.path} ({FORMATS[dump.format]})", remarks=tuple(remarks)
+        **vars(report), dump=f"{dump.path} ({FORMATS[dump.format]})", remarks=tuple(remarks)
     )
 
 
@@ -98,7 +97,7 @@ def _explained(dump: Dump, gm: GraphModule, config: Config, boundary: bool) -> R
 
 def _rebuilt(dump: Dump, spent: budget.Budget) -> tuple[GraphModule, list[str]]:
     try:
-        return (rebuild_fx if dump.is_fx else rebuild_ge).rebuild(dump)
+        return (rebuild_fx if dump.is_fx else rebuild_ge).Rebuilder(dump).graph_module()
     except NotRebuilt:
         raise
     # a damaged dump can describe what no graph is: sizes below zero, names that are none

@@ -13,8 +13,9 @@ from functools import cached_property
 from heapq import heappop, heappush
 from math import prod
 
+from mla_fusion.fx.walk import reached
 from mla_fusion.tools.dumps import Dump, Edge, Operator, Value
-from mla_fusion.tools.dumps.model import Dim, reached
+from mla_fusion.tools.dumps.model import Dim
 from mla_fusion.tools.inspect import operator_kinds as kinds
 from mla_fusion.tools.inspect.operator_kinds import plain
 
@@ -164,12 +165,11 @@ class Followed:
         """
         operator = self._operator
         shape = self.dump.value(self._edges[0]).shape
-        args = operator.call[0] if operator.call is not None else ()
         axes = list(range(len(shape or ())) if before is None else before)
         if shape is None or not axes or len(axes) != len(shape):  # a dump may say anything
             return ()
         rank = range(-len(axes), len(axes))
-        match kind, args[1:]:
+        match kind, operator.call[0][1:]:
             case "aten.t", ():
                 axes.reverse()
             case "aten.transpose", (int(one), int(other)) if one in rank and other in rank:
@@ -264,7 +264,7 @@ class Followed:
     def _below(self) -> set[str]:
         """The input, and the operators that depend on it."""
         readers = self.dump.readers
-        return reached([self.source.name], lambda name: [one.name for one, _ in readers[name]])
+        return {*reached([self.source.name], lambda name: [one.name for one, _ in readers[name]])}
 
     def _other(self, kind: str) -> dict[Edge, Held]:
         """What computes other numbers of it, and what is not known."""

@@ -192,11 +192,11 @@ def _results(dump: Dump, operator: Operator) -> tuple[str, ...]:
     if dump.is_fx:
         found = PROLOGS.get(plain(operator.type).removeprefix("npu."))
         return found.results if found is not None else ()
-    return next(one.ge_results for one in PROLOGS.values() if one.ge_type == operator.type)
+    return prologues.GE[operator.type].ge_results
 
 
 def result_of_getitem(operator: Operator, edge: Edge | None) -> int | None:
     """Which result of an operator a getitem takes; None where the dump does not say."""
-    args = operator.call[0] if operator.call is not None else ()
+    args, _ = operator.call
     place = args[1] if len(args) > 1 and args[0] == edge else None
     return place if isinstance(place, int) else None

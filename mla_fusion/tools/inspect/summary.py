@@ -10,7 +10,7 @@ from typing import Any
 
 from mla_fusion.config import Config
 from mla_fusion.report import text_tables
-from mla_fusion.tools.dumps import FORMATS, Dump, Value, prologues
+from mla_fusion.tools.dumps import FORMATS, Dump, prologues
 from mla_fusion.tools.dumps.prologues import Prologue
 from mla_fusion.tools.inspect.copies import Copy, find_copies
 from mla_fusion.tools.inspect.explain import NotRebuilt, explain_dump
@@ -73,18 +73,18 @@ def summarise(dump: Dump) -> Summary:
             "copies that stand here"
         )
     inputs = {operator.name: operator.output for operator in dump.of_type(*INPUTS)}
-    copies = find_copies(dump)
     return Summary(
         dump=f"{dump.path} ({FORMATS[dump.format]})",
         graph=dump.graph,
         operators=dict(dump.counts.most_common()),
         prologues=prologues.find(dump),
         unfused=unfused,
-        copies=copies.found,
-        followed=copies.followed,
-        not_followed=copies.lost,
-        weights_followed=copies.weights,
-        host_inputs={name: str(value) for name, value in inputs.items() if _on_host(value)},
+        **vars(find_copies(dump)),
+        host_inputs={
+            name: str(value)
+            for name, value in inputs.items()
+            if value.placement.upper().startswith("CPU") or value.dtype == "Sym"
+        },
         dynamic={name: str(value) for name, value in inputs.items() if value.dynamic},
         remarks=remarks,
     )
@@ -108,10 +108,6 @@ def _unfused(dump: Dump) -> tuple[list[str], list[str]]:
 
 def _named(values: dict[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in values.items())
-
-
-def _on_host(value: Value) -> bool:
-    return value.placement.upper().startswith("CPU") or value.dtype == "Sym"
 
 
 # -- text

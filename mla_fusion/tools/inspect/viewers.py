@@ -64,12 +64,12 @@ def _dot(dump: Dump) -> str:
         f"  {_quoted(op.name)} [label={_quoted(_label(op))}{_style(op)}];" for op in dump.operators
     ]
     for operator in dump.operators:
+        roles = operator.roles if len(operator.roles) > 1 else []  # one alone says nothing
         for place, edge in enumerate(operator.inputs):
             if edge is None:
                 continue
-            look = f"label={_quoted(_edge_label(operator, place))}"
-            if edge.index < 0:
-                look = "style=dashed"
+            role = roles[place] if place < len(roles) else ""
+            look = "style=dashed" if edge.index < 0 else f"label={_quoted(role)}"
             lines.append(f"  {_quoted(edge.producer)} -> {_quoted(operator.name)} [{look}];")
     return "\n".join([*lines, "}", ""])
 
@@ -77,10 +77,6 @@ def _dot(dump: Dump) -> str:
 def _label(operator: Operator) -> str:
     value = str(operator.output) if operator.output != Value() else ""
     return "\n".join(filter(None, (text_tables.short_name(operator.type), operator.name, value)))
-
-
-def _edge_label(operator: Operator, place: int) -> str:
-    return operator.role(place) if place < len(operator.roles) and len(operator.roles) > 1 else ""
 
 
 def _style(operator: Operator) -> str:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from mla_fusion.machine import Machine
 from mla_fusion.meta import ContractError, explain_call
-from mla_fusion.meta.explain import CallExplanation
 from mla_fusion.meta.roofline import LAUNCH, LAUNCH_SOURCE, Chip, Cost
 from mla_fusion.reference.sample import sample_call
 
@@ -72,7 +71,17 @@ def roofline(fusion: Fusion, machine: Machine) -> Roofline | None:
     """
     counts = _tokens(str(fusion.dims.get("T", "")))
     try:
-        found = [_explained(fusion, count, machine) for count in counts]
+        found = [
+            explain_call(
+                "npu_mla_prolog_v3_functional",
+                soc=machine.soc,
+                cann=machine.cann,
+                path="graph",
+                chip=CHIP_OF_SOC.get(machine.soc),
+                **_call(fusion, count),
+            )
+            for count in counts
+        ]
     except (ContractError, KeyError, TypeError, ValueError):
         return None
     chip, fused_name = found[0].chip, "staged" if fusion.leaves else "fused"
@@ -135,17 +144,6 @@ def _with_staging(cost: Cost, fusion: Fusion, tokens: int, chip: Chip | None) ->
         seconds += moved / chip.bytes_per_second
     kernels, activations = cost.kernels + fusion.launches_left, cost.activation_bytes + moved
     return replace(cost, kernels=kernels, activation_bytes=activations, seconds=seconds)
-
-
-def _explained(fusion: Fusion, tokens: int, machine: Machine) -> CallExplanation:
-    return explain_call(
-        "npu_mla_prolog_v3_functional",
-        soc=machine.soc,
-        cann=machine.cann,
-        path="graph",
-        chip=CHIP_OF_SOC.get(machine.soc),
-        **_call(fusion, tokens),
-    )
 
 
 def _tokens(text: str) -> tuple[int, ...]:

@@ -44,7 +44,11 @@ def steps(drawing: Drawing) -> tuple[list[Box], list[Line]]:
     """
     failing = [arrow for arrow in drawing.arrows if arrow.failing]
     at_fault = {place for arrow in failing for place in (arrow.start, arrow.end)}
-    hung = {drawing.dots[arrow.start].step for arrow in failing if _hangs(drawing, arrow)}
+    hung = {  # what is missing leads there, or hangs on it
+        drawing.dots[arrow.start].step
+        for arrow in failing
+        if "missing" in (drawing.dots[arrow.start].role, drawing.dots[arrow.end].role)
+    }
     apart = {
         drawing.dots[place].step for place in at_fault if drawing.dots[place].role not in _ENDS
     } - hung
@@ -66,11 +70,6 @@ def steps(drawing: Drawing) -> tuple[list[Box], list[Line]]:
         keys.setdefault(key, []).append(index)
     boxes = [_box(drawing, dots, apart) for dots in keys.values()]
     return boxes, _lines(boxes, drawing.arrows)
-
-
-def _hangs(drawing: Drawing, arrow: Arrow) -> bool:
-    """Does the arrow lead to what is missing, or from it?"""
-    return "missing" in (drawing.dots[arrow.start].role, drawing.dots[arrow.end].role)
 
 
 def _roots(drawing: Drawing) -> dict[int, int]:

@@ -223,23 +223,23 @@ def _rejection_key(item: Rejection) -> object:
 
 
 def _numbers(report: Report) -> list[tuple[str, str]]:
+    """Rows of text; a row that says nothing of this report is left out."""
     figures = [figure.relative for fusion in report.fused for figure in fusion.figures]
-    found = [
-        ("fused" if report.committed else "would fuse", str(len(report.fused))),
-        ("left", str(len(report.rejected))),
-        *([("nodes before", f"{report.nodes_before:,}")] if report.committed else []),
-        *([("nodes after", f"{report.nodes_after:,}")] if report.committed else []),
-        ("pass time", duration(report.seconds)),
-    ]
-    if report.committed:
-        found.append(("weights added", text_tables.size(report.bytes_added)))
-    if report.bytes_on_npu is not None:
-        found.append(("weights added on an NPU", text_tables.size(report.bytes_on_npu)))
-    counts = [(item.operators_before, item.operators_after) for item in report.fused]
-    before, after = (sum(column) for column in zip(*counts, strict=True)) if counts else (0, 0)
-    if before:
-        found.insert(2, ("operators of these prologues", f"{before:,} to {after:,}"))
-    return [*found, ("differs from unfused by", f"{max(figures):.1e}")] if figures else found
+    before = sum(item.operators_before for item in report.fused)
+    after = sum(item.operators_after for item in report.fused)
+    done, on_npu = report.committed, report.bytes_on_npu
+    rows = {
+        "fused" if done else "would fuse": str(len(report.fused)),
+        "left": str(len(report.rejected)),
+        "operators of these prologues": f"{before:,} to {after:,}" if before else "",
+        "nodes before": f"{report.nodes_before:,}" if done else "",
+        "nodes after": f"{report.nodes_after:,}" if done else "",
+        "pass time": duration(report.seconds),
+        "weights added": text_tables.size(report.bytes_added) if done else "",
+        "weights added on an NPU": "" if on_npu is None else text_tables.size(on_npu),
+        "differs from unfused by": f"{max(figures):.1e}" if figures else "",
+    }
+    return [(name, text) for name, text in rows.items() if text]
 
 
 def _stages(report: Report) -> list[Part]:

@@ -17,10 +17,15 @@ from mla_fusion.meta.preprocess import SOCS as PREPROCESS_SOCS
 from mla_fusion.reference import chip
 from mla_fusion.reference.sample import DEEPSEEK_V3
 from mla_fusion.tools import installed
-from mla_fusion.tools.selftest import fused, key_operator, operator, preprocess
+from mla_fusion.tools.selftest import fused, operator
 from mla_fusion.tools.selftest.device import Device, NoDevice, choose
 from mla_fusion.tools.selftest.result import Outcome, Result
-from mla_fusion.tools.selftest.scenarios import Scenario, scenarios
+from mla_fusion.tools.selftest.scenarios import (
+    Scenario,
+    key_scenarios,
+    preprocess_scenarios,
+    scenarios,
+)
 from mla_fusion.tools.selftest.unfused import FORMS
 
 __all__ = ["NoDevice", "Options", "Outcome", "Result", "choose", "run"]
@@ -61,7 +66,7 @@ def _results(device: Device, options: Options) -> Iterator[Result]:
     heads = options.heads or (16 if on_npu else 4)
     repeats = options.repeats or (20 if on_npu else 1)
     planned = scenarios(device.soc, device.cann, he=he, heads=heads)
-    others = *preprocess.scenarios(device.soc, heads), *key_operator.scenarios(device.soc)
+    others = *preprocess_scenarios(device.soc, heads), *key_scenarios(device.soc)
     eager, graph = [*planned, *others], _one_per_quantisation(planned)
     calls = [(call, "eager") for call in eager] + [(call, "graph") for call in graph]
     for call, through in calls:

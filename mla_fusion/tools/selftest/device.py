@@ -66,11 +66,9 @@ def choose(kind: str | None = None, soc: str | None = None, cann: str | None = N
     present = _npu_present()
     kind = kind or ("npu" if present else "cpu")
     if kind == "cpu":
-        soc, cann = (
-            _known(soc_named, soc or "A3", "soc"),
-            _known(release_named, cann or "latest", "cann"),
-        )
-        return Device("cpu", "CPU reference kernels", soc, cann)
+        soc = _known(soc_named, soc or "A3", "soc")
+        release = _known(release_named, cann or "latest", "cann")
+        return Device("cpu", "CPU reference kernels", soc, release)
     if not present:
         raise NoDevice("no NPU is available here; --device cpu runs the CPU kernels in its place")
     name = device_name(torch)

@@ -4,6 +4,7 @@ graph.
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -92,7 +93,7 @@ def run(item: Call, device: Device, *, through: str = "eager", repeats: int = 3)
     except Exception as error:
         result.problems.append(f"{type(error).__name__}: {error}")
         return result
-    given = {name: v.clone() if isinstance(v, Tensor) else v for name, v in call.items()}
+    given = copy.deepcopy(call)
     wanted = _by_name(item, item.reference(**given))
     result.problems += [f"{name} is another tensor after the call" for name in moved]
     for name, value in wanted.items():

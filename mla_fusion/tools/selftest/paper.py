@@ -30,7 +30,6 @@ _VERDICTS = {  # by what passed in the first, and in the second
 
 
 Result = Mapping[str, Any]
-_MISSING: Result = {}  # a check that an outcome has not
 
 
 class OutcomeError(ValueError):
@@ -135,7 +134,8 @@ def read(first: str | Path, second: str | Path | None = None) -> Paper:
         {(row["name"], row["through"]): row for row in outcome["results"]} for outcome in outcomes
     ]
     names = dict.fromkeys(name for rows in of_outcomes for name in rows)
-    lines = [_line(name, *(rows.get(name, _MISSING) for rows in of_outcomes)) for name in names]
+    first_two = [*of_outcomes, {}][:2]
+    lines = [_line(name, *(rows.get(name, {}) for rows in first_two)) for name in names]
     passed = [[bool(row["passed"]) for row in outcome["results"]] for outcome in outcomes]
     titles = [Device(*(outcome["device"].get(part) for part in _OF_DEVICE)) for outcome in outcomes]
     differences = _differences(*outcomes) if second is not None else []
@@ -172,13 +172,10 @@ def _differences(first: dict[str, Any], second: dict[str, Any]) -> list[str]:
     return found
 
 
-def _line(name: tuple[str, str], first: Result, second: Result = _MISSING) -> Line:
+def _line(name: tuple[str, str], first: Result, second: Result) -> Line:
     """``first`` and ``second``: the check's result in each outcome, empty where there is none."""
-    both = (first, second)
-    failures = dict.fromkeys(text for row in both for text in row.get("failures", ()))
-    return Line(
-        *name,
-        passed=(first.get("passed"), second.get("passed")),
-        milliseconds=(first.get("milliseconds"), second.get("milliseconds")),
-        failures=tuple(failures),
+    passed, milliseconds = (
+        (first.get(part), second.get(part)) for part in ("passed", "milliseconds")
     )
+    failures = dict.fromkeys([*first.get("failures", ()), *second.get("failures", ())])
+    return Line(*name, passed, milliseconds, tuple(failures))
