@@ -23,7 +23,7 @@ from mla_fusion.commit.interpreter import wide, widened
 from mla_fusion.compat import OpOverload, tree_leaves, tree_map_only
 from mla_fusion.fx.kinds import argument, is_cast, is_float, kind_of
 from mla_fusion.fx.walk import reached
-from mla_fusion.operators.known import Kind, known
+from mla_fusion.operators.known import Kind, known, value_of
 from mla_fusion.prove import field, operators
 from mla_fusion.prove.evaluate import UNKNOWN, dtype_of
 from mla_fusion.prove.field import Complex, Num, Point, Undecided, Value
@@ -158,7 +158,7 @@ def _compared(both: Sequence[Exported], inputs: Sequence[Any]) -> Audit:
 def _fewest(of: Exported) -> int:
     """Elements of the smallest root: that of a square has either sign, so few need many points."""
     roots = (node for node in of.gm.graph.nodes if any(name in str(node.target) for name in ROOTS))
-    made = (node.meta.get("val") for node in roots)
+    made = (value_of(node) for node in roots)
     sizes = (value.numel() for value in made if isinstance(value, Tensor))
     return min(filter(None, sizes), default=1000)
 
@@ -316,7 +316,7 @@ class _InField(Interpreter):
         return self._called(n, n.target, args, kwargs)
 
     def _leaf(self, node: Node) -> Any:
-        place, value = self.of.given.get(node, len(self.of.given)), node.meta.get("val")
+        place, value = self.of.given.get(node, len(self.of.given)), value_of(node)
         name = self._states.get(node, f"input {place}")
         if node not in self._states and node in self.of.held:
             kind, tensor = self.of.held[node]
@@ -331,9 +331,9 @@ class _InField(Interpreter):
         return field.random(name, value.shape)
 
     def _called(self, node: Node, target: OpOverload, args: Any, kwargs: Any) -> Any:
-        held = node.meta.get("val")
+        held = value_of(node)
         one = held if isinstance(held, Tensor) else None
-        reads = [read.meta.get("val") for read in node.all_input_nodes]
+        reads = [value_of(read) for read in node.all_input_nodes]
         call = operators.called(
             target,
             args,
@@ -391,7 +391,7 @@ def _check_function(node: Node) -> None:
         raise Undecided(f"{name} runs other graphs")
     if kind_of(node) is Kind.RANDOM:
         raise Undecided(f"{name} is random")
-    for part in tree_leaves(node.meta.get("val")):
+    for part in tree_leaves(value_of(node)):
         sizes = tuple(part.shape) if isinstance(part, Tensor) else (part,)
         if any(isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) for size in sizes):
             raise Undecided(f"{name} makes a size, or a plain number, of values")

@@ -15,6 +15,7 @@ import torch
 from torch.fx import Node
 
 import mla_fusion.ops  # noqa: F401  # npu:: operators, where torch_npu has not defined them
+from mla_fusion.operators.known import dtype_of, shape_of
 from mla_fusion.tools.dumps import Operator, names
 from mla_fusion.tools.dumps.ge_values import (
     Constant,
@@ -133,7 +134,7 @@ def _cast(r: OperatorReader) -> Found:
     dtype = known_dtype(name)
     if isinstance(source, Constant):
         return Constant(source.numbers, source.shape, name)
-    if source.meta["val"].dtype == dtype:  # torchair casts after every promotion, needed or not
+    if dtype_of(source) == dtype:  # torchair casts after every promotion, needed or not
         return source
     return r.call(aten._to_copy.default, source, dtype=dtype)
 
@@ -171,7 +172,7 @@ def _sides(r: OperatorReader) -> list[Node]:
 
 def _matmul(r: OperatorReader) -> Node:
     sides = _sides(r)
-    shapes = [side.meta["val"].shape for side in sides]
+    shapes = [shape_of(side) for side in sides]
     batches = all(len(shape) == 3 for shape in shapes) and shapes[0][0] == shapes[1][0]
     product = r.call(aten.bmm.default if batches else aten.matmul.default, *sides)
     return r.call(aten.add.Tensor, product, r.node(2)) if r.has(2) else product
@@ -238,7 +239,7 @@ def _squeeze(r: OperatorReader) -> Node:
 def _split_v(r: OperatorReader) -> Node:
     source, sizes, axis = r.node(0), r.numbers(1), r.number(2)
     if -1 in sizes:
-        rest = source.meta["val"].shape[axis] - sum(size for size in sizes if size != -1)
+        rest = shape_of(source)[axis] - sum(size for size in sizes if size != -1)
         sizes = [rest if size == -1 else size for size in sizes]
     return r.call(aten.split_with_sizes.default, source, sizes, axis)
 
@@ -247,7 +248,7 @@ def _split(r: OperatorReader) -> Node:
     axis, source, count = r.number(0), r.node(1), r.attribute("num_split")
     if count > names.MOST_PARTS:
         raise Unmapped
-    sizes = [source.meta["val"].shape[axis] // count] * count
+    sizes = [shape_of(source)[axis] // count] * count
     return r.call(aten.split_with_sizes.default, source, sizes, axis)
 
 
@@ -333,7 +334,7 @@ def _const(r: OperatorReader) -> Constant:
 
 
 def _shape(r: OperatorReader) -> Constant:
-    sizes = tuple(r.node(0).meta["val"].shape)
+    sizes = tuple(shape_of(r.node(0)))
     return Constant(sizes, (len(sizes),), "int64")
 
 
@@ -386,7 +387,7 @@ def _scatter_elements(r: OperatorReader) -> Node:
         raise Unmapped
     data, updates, axis = r.node(0), r.node(2), r.attribute("axis", 0)
     place = _one_place(r)
-    if place is not None and updates.meta["val"].shape[axis] == 1:
+    if place is not None and shape_of(updates)[axis] == 1:
         rows = r.call(aten.select.int, updates, axis, 0)
         return r.write(data, r.call(aten.select_scatter.default, data, rows, axis, place))
     return r.write(data, r.call(aten.scatter.src, data, axis, r.node(1), updates))
@@ -419,11 +420,11 @@ def _row_indices(r: OperatorReader, var: Node) -> list[Node]:
     ``index_put`` counts negative indices from the end and GE does not, so converters bring them
     into range with FloorMod; together that is index_put's own reading of the index below.
     """
-    stacked, sizes = r.producer(1), var.meta["val"].shape
+    stacked, sizes = r.producer(1), shape_of(var)
     if stacked.type == "Pack":
         return [_unwrapped(r, stacked, place, sizes[place]) for place in range(len(stacked.inputs))]
     found = r.node(1)
-    columns = found.meta["val"].shape[-1]
+    columns = shape_of(found)[-1]
     if stacked.type in ("Unsqueeze", "Reshape", "ExpandDims") and columns == 1:
         return [_unwrapped(r, stacked, 0, sizes[0])]
     if int(columns) > _AXES:

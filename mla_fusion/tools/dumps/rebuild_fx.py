@@ -13,6 +13,7 @@ from torch.fx import GraphModule, Node
 
 import mla_fusion.ops  # noqa: F401  # npu:: operators, where torch_npu has not defined them
 from mla_fusion.compat import C_FUNCTIONS, FakeTensor, tree_leaves
+from mla_fusion.operators.known import value_of
 from mla_fusion.tools.dumps import Dump, Edge, Operator, budget, names
 from mla_fusion.tools.dumps.builder import Builder
 from mla_fusion.tools.dumps.fx_text import METHOD
@@ -134,7 +135,7 @@ class Rebuilder(Builder):
 
     def finish(self) -> None:
         for node in self.graph.nodes:
-            if node.op != "output" and node.users and node.meta.get("val") is None:
+            if node.op != "output" and node.users and value_of(node) is None:
                 line = self.dump.by_name[node.name].line if node.name in self.dump.by_name else 0
                 raise NotRebuilt(f"line {line}: the dump does not tell the shape of {node.name}")
 
@@ -159,9 +160,7 @@ def contradiction(gm: GraphModule) -> tuple[Node, str] | None:
     for node in gm.graph.nodes:
         if node.op != "call_function":
             continue
-        args, kwargs = torch.fx.node.map_arg(
-            (node.args, node.kwargs), lambda arg: arg.meta.get("val")
-        )
+        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda arg: value_of(arg))
         if not names.fits(node.target, args, kwargs):
             return node, "these are not the arguments that it takes"
         modes = [
@@ -173,7 +172,7 @@ def contradiction(gm: GraphModule) -> tuple[Node, str] | None:
             value = budget.called(modes[0], node.target, args, kwargs)
         except budget.Refused as error:
             return node, str(error)
-        stated = tree_leaves(node.meta.get("val"))
+        stated = tree_leaves(value_of(node))
         if any(map(_differ, stated, tree_leaves(value))):
             return node, f"the dump says {_said(stated)}, torch {_said(tree_leaves(value))}"
     return None

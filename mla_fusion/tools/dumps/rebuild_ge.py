@@ -17,6 +17,7 @@ import torch
 from torch.fx import Node
 
 from mla_fusion.fx.kinds import is_view
+from mla_fusion.operators.known import shape_of
 from mla_fusion.tools.dumps import Dump, Edge, Operator, Value, ge_operators
 from mla_fusion.tools.dumps.ge_values import OperatorReader, Result, Rows, Unmapped
 from mla_fusion.tools.dumps.model import NotRebuilt
@@ -105,14 +106,14 @@ class Rebuilder(OperatorReader):
             if not isinstance(result, Node):
                 continue
             rows = self.rows.get(result)
-            shape = result.meta["val"].shape
-            if rows is not None and rows.written and rows.placeholder.meta["val"].shape == shape:
+            shape = shape_of(result)
+            if rows is not None and rows.written and shape_of(rows.placeholder) == shape:
                 self.written.setdefault(rows.placeholder, result)
             else:
                 returned.append(result)
         for placeholder, result in self.written.items():
-            shape = placeholder.meta["val"].shape
-            if result.meta["val"].shape != shape:
+            shape = shape_of(placeholder)
+            if shape_of(result) != shape:
                 result = self.call(aten.reshape.default, result, [*shape])
             self.call(aten.copy_.default, placeholder, result)
         self.graph.output(tuple(dict.fromkeys([*returned, *self.escaped])))
