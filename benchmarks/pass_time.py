@@ -2,7 +2,7 @@
 same graphs.
 
     python benchmarks/pass_time.py [--quick] [--layers 1 8 32 61] [--dims small v3] [--repeat 5]
-    [--json FILE]
+    [--json FILE] [--write]
 
 Everything is timed in one process, on fresh copies of one graph; figures are medians of wall time,
 ratios are of medians. Inductor is given the functional part of the prologue as one pattern (its
@@ -18,6 +18,7 @@ import argparse
 import json
 import os
 import platform
+import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
@@ -38,6 +39,8 @@ from mla_fusion.tools.bench import median_seconds
 
 # Dims matter to the pass because it runs the cut-out region once to verify it.
 DIMS = {"small": Sizes(), "v3": Sizes(hidden=7168, heads=16)}
+README = Path(__file__).parent / "README.md"
+BEGIN, END = "<!-- pass_time.py --write -->", "<!-- end of pass_time.py -->"
 COLUMNS = {  # name of a measurement: heading
     "fuse": "fuse",
     "fuse, unverified": "unverified",
@@ -65,6 +68,10 @@ def main() -> int:
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(results, indent=2) + "\n")
+    if options.write:
+        before, _, rest = README.read_text().partition(BEGIN)
+        _, _, after = rest.partition(END)
+        README.write_text(f"{before}{BEGIN}\n{_section(results, options)}\n{END}{after}")
     return 0
 
 
@@ -82,6 +89,7 @@ def _options() -> argparse.Namespace:
         "--quick", action="store_true", help="1 and 8 layers, small dims, few repetitions"
     )
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--write", action="store_true", help="put the tables into README.md")
     options = parser.parse_args()
     if options.quick:
         options.layers, options.dims, options.repeat = [1, 8], ["small"], 2
@@ -160,6 +168,37 @@ def _further_layer(row: dict[str, Any], larger: dict[str, Any]) -> str:
         if stage != "verify"
     )
     return f"a further layer, in milliseconds: {', '.join(costs)}"
+
+
+def _section(results: dict[str, Any], options: argparse.Namespace) -> str:
+    """The tables of one run, as README.md has them."""
+    machine, headings = results["machine"], ["dims", "layers", "nodes", *COLUMNS.values()]
+    described = ["git", "describe", "--always", "--dirty"]
+    revision = subprocess.run(described, cwd=README.parent, capture_output=True, text=True).stdout
+    lines = [
+        f"One run at {revision.strip() or 'an unknown revision'} on {machine['cores']} cores "
+        f"({machine['architecture']}), Python {machine['python']}, torch {machine['torch']}:",
+        f"seconds, medians of {options.repeat}; a graph has 120 nodes a layer and 8 tokens.",
+        "",
+        f"| {' | '.join([*headings, 'Inductor / unverified'])} |",
+        "|---|" + "---:|" * len(headings),
+    ]
+    for dims, of_dims in results["dims"].items():
+        for row in of_dims["rows"]:
+            times = row["seconds"]
+            cells = (f"{times[name]:.3f}" if name in times else "-" for name in COLUMNS)
+            ratio = times["Inductor"] / times["fuse, unverified"]
+            lines.append(
+                f"| {dims} | {row['layers']} | {row['nodes']:,} | {' | '.join(cells)} "
+                f"| {ratio:.1f} |"
+            )
+    for dims, of_dims in results["dims"].items():
+        rows = of_dims["rows"]
+        stages = rows[-1]["stages of fuse, unverified"].items()
+        parts = ", ".join(f"{stage} {seconds:.3f}" for stage, seconds in stages)
+        lines += ["", f"{dims}, {rows[-1]['layers']} layers, unverified: {parts}"]
+        lines += [_further_layer(rows[-2], rows[-1])] if len(rows) > 1 else []
+    return "\n".join(lines)
 
 
 def _machine() -> dict[str, Any]:
