@@ -87,8 +87,7 @@ class _Steps:
 
     @property
     def dtype(self) -> torch.dtype:
-        dtype: torch.dtype = dtype_of(self.nodes[-1])
-        return dtype
+        return dtype_of(self.nodes[-1])
 
     @property
     def _complete(self) -> bool:

@@ -42,6 +42,14 @@ def has_symbols(sizes: Iterable[Any]) -> bool:
     return any(map(is_symbolic, sizes))
 
 
+def sizes_of(value: Any) -> tuple[Any, ...]:
+    """Of a node that holds a tensor, or several (the first); () for anything else."""
+    held = value_of(value) if isinstance(value, Node) else None
+    if isinstance(held, (tuple, list)) and held:
+        held = held[0]
+    return tuple(held.shape) if isinstance(held, torch.Tensor) else ()
+
+
 def is_size(node: Node) -> bool:
     """Does the node hold a symbolic size?"""
     return type(value_of(node)) in _SYMBOLIC

@@ -14,7 +14,8 @@ import torch
 from torch.fx import Node
 
 from mla_fusion.fx.kinds import argument
-from mla_fusion.operators.known import rule_of, rules, value_of
+from mla_fusion.fx.sizes import sizes_of
+from mla_fusion.operators.known import rule_of, rules
 
 Pair = tuple[Any, Any]
 
@@ -36,29 +37,29 @@ def _written(node: Node) -> Iterator[Pair]:
     if not isinstance(indices, (list, tuple)):
         return
     before = next((place for place, one in enumerate(indices) if one is not None), 0)
-    given, rank, rows = indices[before:], len(_shape(base)), len(_shape(values))
-    slots = max((len(_shape(one)) for one in given), default=0)
+    given, rank, rows = indices[before:], len(sizes_of(base)), len(sizes_of(values))
+    slots = max((len(sizes_of(one)) for one in given), default=0)
     if slots and None not in given and rows == slots + rank - len(given):
         for one in given:
-            ends = _shape(values)[before : before + slots]
-            yield from zip(reversed(_shape(one)), reversed(ends), strict=False)
+            ends = sizes_of(values)[before : before + slots]
+            yield from zip(reversed(sizes_of(one)), reversed(ends), strict=False)
 
 
 def _scattered(node: Node) -> Iterator[Pair]:
     """``npu_scatter_nd_update(cache, slots, rows)``: as many rows as slots."""
-    _, slots, rows = (_shape(side) for side in node.args[:3])
+    _, slots, rows = (sizes_of(side) for side in node.args[:3])
     yield from zip(slots[:-1], rows, strict=False)
 
 
 def _scattered_pairs(node: Node) -> Iterator[Pair]:
     """``npu_scatter_pa_kv_cache(key rows, value rows, .., slots)``: as many of either as slots."""
     for rows in node.args[:2]:
-        yield from zip(_shape(node.args[4]), _shape(rows), strict=False)
+        yield from zip(sizes_of(node.args[4]), sizes_of(rows), strict=False)
 
 
 def _rotated(node: Node) -> Iterator[Pair]:
     """x, cos and sin of a rotation, axis by axis from the last."""
-    x, *tables = (_shape(side) for side in node.args[:3])
+    x, *tables = (sizes_of(side) for side in node.args[:3])
     for table in tables:
         yield from zip(reversed(x), reversed(table), strict=False)
 
@@ -67,7 +68,7 @@ def _kv_operator(node: Node) -> Iterator[Pair]:
     """The latent, its tables and its slots: a row of each for a token. A cache is as wide as its
     rows.
     """
-    latent, gamma, cos, sin, index, kr_cache, kv_cache = (_shape(side) for side in node.args[:7])
+    latent, gamma, cos, sin, index, kr_cache, kv_cache = (sizes_of(side) for side in node.args[:7])
     yield from zip(kr_cache[3:], cos[-1:], strict=False)
     yield from zip(kv_cache[3:], gamma[-1:], strict=False)
     for table in (cos, sin):
@@ -79,14 +80,9 @@ def _kv_operator(node: Node) -> Iterator[Pair]:
 def _blocks(node: Node) -> Iterator[Pair]:
     """mxfp8: of each row of x two scales for every 64 columns."""
     value: Any = node.args[0].meta["val"]  # type: ignore[union-attr]
-    scales, x = _shape(argument(node, "pertoken_scale")), value.shape
+    scales, x = sizes_of(argument(node, "pertoken_scale")), value.shape
     if len(scales) == len(x) + 1 and value.dtype == torch.float8_e4m3fn:
         yield from zip(scales, (*x[:-1], -(-x[-1] // 64), 2), strict=True)
-
-
-def _shape(value: object) -> tuple[Any, ...]:
-    meaning = value_of(value) if isinstance(value, Node) else None
-    return tuple(meaning.shape) if isinstance(meaning, torch.Tensor) else ()
 
 
 RULES = rules(_written, _scattered, _scattered_pairs, _blocks, _rotated, _kv_operator)

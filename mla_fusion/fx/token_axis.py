@@ -11,7 +11,6 @@ from itertools import pairwise
 from typing import Any
 
 import sympy
-import torch
 from torch.fx import Node
 
 from mla_fusion.fx import contraction
@@ -25,7 +24,7 @@ from mla_fusion.fx.kinds import (
     named_axes,
     word,
 )
-from mla_fusion.fx.sizes import expression, has_symbols, is_size
+from mla_fusion.fx.sizes import expression, has_symbols, is_size, sizes_of
 from mla_fusion.fx.walk import input_of, repeats, upward
 from mla_fusion.operators.forms import drops, join_of, order_of
 from mla_fusion.operators.known import (
@@ -35,7 +34,6 @@ from mla_fusion.operators.known import (
     SELECTIONS,
     rule_of,
     rules,
-    value_of,
 )
 
 Size = Any  # int or SymInt
@@ -524,13 +522,6 @@ def divides(a: Any, b: Any) -> bool:
 
 def is_one(size: Size) -> bool:
     return isinstance(size, int) and size == 1
-
-
-def sizes_of(node: Any) -> Shape:
-    value = value_of(node) if isinstance(node, Node) else None
-    if isinstance(value, (tuple, list)) and value and isinstance(value[0], torch.Tensor):
-        value = value[0]
-    return tuple(value.shape) if isinstance(value, torch.Tensor) else ()
 
 
 def is_empty(node: Node) -> bool:

@@ -16,7 +16,7 @@ import sympy
 from torch.fx import Node
 
 from mla_fusion.fx.shrink import Shrink
-from mla_fusion.fx.sizes import expression
+from mla_fusion.fx.sizes import expression, sizes_of
 from mla_fusion.fx.token_axis import (
     Broken,
     Crossed,
@@ -26,7 +26,6 @@ from mla_fusion.fx.token_axis import (
     count_of,
     divided,
     divides,
-    sizes_of,
 )
 
 

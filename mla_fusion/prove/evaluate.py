@@ -258,10 +258,10 @@ class Evaluation:
             dtype=held.dtype if isinstance(held, torch.Tensor) else None,
             varies=lambda name, axis: self._varies(node, name, axis, after),
             keeps=lambda axis: self._keeps(node, axis),
-            source=dtype_of(source) if source is not None else None,
+            source=dtype_held(source) if source is not None else None,
             rounded=any(read in self._rounded for read in node.all_input_nodes),
             masks=any(operators.is_mask(read.meta["val"]) for read in node.all_input_nodes),
-            holds=lambda name: dtype_of(argument(node, name)),
+            holds=lambda name: dtype_held(argument(node, name)),
             is_wide=lambda place: self._is_wide(node, self._largest.get(place)),
         )
         point = field.here()
@@ -316,7 +316,7 @@ class Evaluation:
             return None, not rule_named(node, "field")
         state, *others = states
         moves = _moves(node) and _is_float(node) and not others
-        if moves and (dtype_of(node) not in NARROW or dtype_of(node) == state):
+        if moves and (dtype_held(node) not in NARROW or dtype_held(node) == state):
             return state, False
         return None, True
 
@@ -324,11 +324,11 @@ class Evaluation:
         self, node: Node, found: Any, state: torch.dtype | None
     ) -> torch.dtype | None:
         """The dtype whose rounding the value does not have."""
-        dtype = dtype_of(node)
+        dtype = dtype_held(node)
         if dtype not in NARROW:
             return state
         reads = [read for read in node.all_input_nodes if _is_float(read)]
-        if _moves(node) and reads and all(dtype_of(read) == dtype for read in reads):
+        if _moves(node) and reads and all(dtype_held(read) == dtype for read in reads):
             return state
         return None if _is_exact(found, dtype) else dtype
 
@@ -336,7 +336,7 @@ class Evaluation:
         """Does an activation hold numbers that were rounded to a narrow dtype, and that no function
         has read since?
         """
-        dtype, kind = dtype_of(node), operator_of(node).kind
+        dtype, kind = dtype_held(node), operator_of(node).kind
         if dtype is None or not is_float(dtype):
             return False
         if is_cast(node) and dtype in NARROW and not self._is_narrow(node.args[0]):  # type: ignore[arg-type]
@@ -349,19 +349,19 @@ class Evaluation:
         """Are numbers of another dtype put into float16, which ends at 65504, where no cast says
         so: by an operator's own dtype (of a mean, of a product), or by a copy?
         """
-        if dtype_of(node) not in _OF_FLOAT16 or field.here().float16 or is_cast(node):
+        if dtype_held(node) not in _OF_FLOAT16 or field.here().float16 or is_cast(node):
             return False
         if _is_exact(found, torch.float16) or _are_small(found):
             return False
-        reads = [dtype for dtype in map(dtype_of, node.all_input_nodes) if dtype is not None]
+        reads = [dtype for dtype in map(dtype_held, node.all_input_nodes) if dtype is not None]
         floats = [dtype for dtype in reads if is_float(dtype)]
         if word(node) == "copy":  # what it replaces is no source
-            floats = [dtype_of(argument(node, "src"))]  # type: ignore[list-item]
+            floats = [dtype_held(argument(node, "src"))]  # type: ignore[list-item]
         return not floats or any(dtype not in _OF_FLOAT16 for dtype in floats)
 
     def _is_narrow(self, node: Node) -> bool:
         """Does it hold the numbers of a narrow dtype, widened?"""
-        return dtype_of(origin(node, views_and_casts)) in NARROW
+        return dtype_held(origin(node, views_and_casts)) in NARROW
 
     def _is_wide(self, node: Node, largest: Node | None) -> bool:
         """Is what a node reads computed in float32 at least, from the rows on whose largest is
@@ -374,7 +374,7 @@ class Evaluation:
             if was_met and len(frontier) == 1:
                 return True
             picks = not is_cast(last) and (_moves(last) or operator_of(last).kind is Kind.CHOICE)
-            if last in self._leaves or (dtype_of(last) in NARROW and not picks):
+            if last in self._leaves or (dtype_held(last) in NARROW and not picks):
                 return False
             was_met = was_met or last is largest
             frontier.remove(last)
@@ -427,7 +427,7 @@ class Evaluation:
     def _varies(self, node: Node, name: str, axis: int, after: tuple[int, ...] | None) -> bool:
         """Is this axis of an argument (of the result) shorter in this run than it may be?"""
         given = argument(node, name) if name else node
-        source = given if given is node or dtype_of(given) is not None else _first_tensor(node)
+        source = given if given is node or dtype_held(given) is not None else _first_tensor(node)
         sizes = shape_of(source) if source is not None else ()
         if not -len(sizes) <= axis < len(sizes):
             return False
@@ -460,7 +460,7 @@ def _moves(node: Node) -> bool:
 
 
 def _is_float(node: Node) -> bool:
-    dtype = dtype_of(node)
+    dtype = dtype_held(node)
     return dtype is not None and dtype.is_floating_point
 
 
@@ -501,7 +501,7 @@ def _are_small(found: Any) -> bool:
     return ints is not None and bool((ints.abs() <= 256).all())
 
 
-def dtype_of(given: Any) -> torch.dtype | None:
+def dtype_held(given: Any) -> torch.dtype | None:
     """That of a node's tensor, or of the first of its tensors."""
     held = value_of(given) if isinstance(given, Node) else None
     held = held[0] if isinstance(held, (list, tuple)) and held else held

@@ -25,7 +25,7 @@ from mla_fusion.fx.kinds import argument, is_cast, is_float, kind_of
 from mla_fusion.fx.walk import reached
 from mla_fusion.operators.known import Kind, known, value_of
 from mla_fusion.prove import field, operators
-from mla_fusion.prove.evaluate import UNKNOWN, dtype_of
+from mla_fusion.prove.evaluate import UNKNOWN, dtype_held
 from mla_fusion.prove.field import Complex, Num, Point, Undecided, Value
 from mla_fusion.tools.by_hand import memory
 from mla_fusion.tools.by_hand.calls import AsModule, last_line
@@ -124,7 +124,7 @@ def _compared(both: Sequence[Exported], inputs: Sequence[Any]) -> Audit:
         said = f"one gives {one}; the other {other}"
         return Audit((), (Finding("results.differ", said), *seen), False)
     for name, node in theirs.results.items():  # equal numbers may be held in other dtypes
-        dtype, wanted = dtype_of(mine.results[name]), dtype_of(node)
+        dtype, wanted = dtype_held(mine.results[name]), dtype_held(node)
         if dtype != wanted:
             said = f"{name} is {dtype}; the reference's is {wanted}"
             seen.append(Finding("results.dtype", said, certain=False))
@@ -213,7 +213,7 @@ def _write_epsilons(gm: GraphModule) -> None:
     """What is left out depends on a dtype: it stays what it is when the graph is run in another."""
     for node in gm.graph.nodes:
         if "rms_norm" in str(node.target) and argument(node, "eps", 0) is None:
-            wide = dtype_of(node.args[0]) is torch.float64
+            wide = dtype_held(node.args[0]) is torch.float64
             epsilon = torch.finfo(torch.float64 if wide else torch.float32).eps
             node.args, node.kwargs = node.args[:3], {**node.kwargs, "eps": epsilon}
 
@@ -342,7 +342,7 @@ class _InField(Interpreter):
             dtype=one.dtype if one is not None else None,
             source=reads[0].dtype if reads and isinstance(reads[0], Tensor) else None,
             masks=any(map(operators.is_mask, reads)),
-            holds=lambda name: dtype_of(argument(node, name)),
+            holds=lambda name: dtype_held(argument(node, name)),
         )
         by_element = torch.Tag.pointwise in target.tags
         # no integer is left as it is
