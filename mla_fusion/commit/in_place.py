@@ -47,11 +47,31 @@ class InPlaceSteps:
             memory: [
                 (step, target)
                 for step, target in steps
-                if not _is_epilogue(self._view, step, memory)
+                if not self._is_epilogue(step, memory)
             ]
             for memory, steps in self._on.items()
         }
         return {memory: steps for memory, steps in found.items() if steps}
+
+    def _is_epilogue(self, step: Node, memory: object) -> bool:
+        """Is it a ``copy_`` into an input, after which nothing but such copies and the output
+        stands to read it?
+        """
+        if not _is_closing(step) or not all(_root(node).op in INPUTS for node in _written(step)):
+            return False
+        later = self._view.nodes[self._view.position[step] + 1 : self._closing]
+        return not any(
+            _memory(node) == memory or memory in map(_memory, node.all_input_nodes)
+            for node in later
+            if not _is_closing(node)
+        )
+
+    @cached_property
+    def _closing(self) -> int:
+        """Where the copies and the output begin behind which nothing else stands."""
+        nodes = self._view.nodes
+        others = (at for at in reversed(range(len(nodes))) if not _is_closing(nodes[at]))
+        return next(others, -1) + 1
 
     def judge(self, plan: Plan, region: Region, point: Node, ahead: Iterable[Node]) -> None:
         """Raise ``Refuse("graph.not_functional")`` where a step changes memory that the region or
@@ -120,14 +140,5 @@ def _own_writes(plan: Plan) -> set[Node]:
     return found
 
 
-def _is_epilogue(view: View, step: Node, memory: object) -> bool:
-    """Is it a ``copy_`` into an input, after which nothing but such copies and the output stands to
-    read it?
-    """
-    if word(step) != "copy_" or not all(_root(target).op in INPUTS for target in _written(step)):
-        return False
-    after = view.nodes[view.position[step] + 1 :]
-    later = (node for node in after if word(node) != "copy_" and node.op != "output")
-    return not any(
-        _memory(node) == memory or memory in map(_memory, node.all_input_nodes) for node in later
-    )
+def _is_closing(node: Node) -> bool:
+    return word(node) == "copy_" or node.op == "output"

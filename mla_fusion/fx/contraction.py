@@ -79,11 +79,14 @@ def join(node: Node, known: Mapping[Node, Contraction]) -> Contraction | None:
 
     Whether the products read one x is for the caller to say.
     """
-    joined, rank = join_of(node), _rank(node)
-    if joined is None or not 0 < joined[0] == rank - 1 or len(joined[1]) < 2:
+    joined = join_of(node)
+    if joined is None:
+        return None
+    (axis, values), rank = joined, _rank(node)
+    if not 0 < axis == rank - 1 or len(values) < 2:
         return None
     pieces = []
-    for value in joined[1]:
+    for value in values:
         piece = known.get(origin(value, row_reshapes)) if isinstance(value, Node) else None
         if piece is None or piece.pieces or len(piece.right_labels) != 2:
             return None

@@ -42,17 +42,17 @@ def follow(
                 _restore(builder, new, old.meta["val"], set(new.users))
             return
         traced: dict[Node, Any] = {new: old.meta["val"] for new, old in differ.items()}
+        readers = {user for value in traced for user in value.users}
         for node in list(builder.gm.graph.nodes):
+            if node not in readers:
+                continue
             if node.op == "output" or heeds_strides(node):
                 for value in node.all_input_nodes:
                     if value in traced and exact:
                         _restore(builder, value, traced[value], {node})
-            elif (
-                node not in traced
-                and not traced.keys().isdisjoint(node.all_input_nodes)
-                and operator_of(node).runs
-            ):
+            elif node not in traced and operator_of(node).runs:
                 _carry(builder, node, traced)
+                readers.update(node.users if node in traced else ())
 
 
 def reader(starts: Iterable[Node]) -> Node | None:

@@ -114,7 +114,9 @@ def join_of(node: Node, by: str = "cat") -> tuple[int, Sequence[Any]] | None:
     """The axis along which a node puts values side by side, and these; None of any other node.
     ``by`` "stack": each at one place of a new axis.
     """
-    parts, held = node.args[0] if word(node) == by else None, value_of(node)
+    if word(node) != by:
+        return None
+    parts, held = node.args[0], value_of(node)
     if not isinstance(parts, (list, tuple)) or not isinstance(held, Tensor):
         return None
     return argument(node, "dim", 0) % held.dim(), parts
