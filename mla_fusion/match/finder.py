@@ -27,7 +27,7 @@ from mla_fusion.fx.walk import origin, table_columns
 from mla_fusion.match import apart, ended, halves
 from mla_fusion.match.apart import Part
 from mla_fusion.match.candidate import Candidate, KeyHalf, KeySide, QuerySide, plain_key
-from mla_fusion.match.near_miss import Diagnosis, Facts, NearMiss
+from mla_fusion.match.near_miss import Diagnosis, Facts, NearMiss, Seen
 from mla_fusion.match.plain import Plain
 from mla_fusion.operators.known import shape_of, value_of
 from mla_fusion.report.rejection import Refuse
@@ -64,7 +64,7 @@ class Finder:
                     self.above[form.origin].append(form)
             self.on_operand[item.activation].append(item)
         self.plain = Plain(view, self.reader, self._ups, self.absorbs)
-        given = self.projections, self.above, self.on_operand, self.absorbs, self._static
+        given = self.projections, self.above, self.on_operand, self.absorbs, targets
         self.why = Diagnosis(view, self.reader, *given)
 
     def find(self) -> list[Found]:
@@ -176,7 +176,6 @@ class Finder:
     def _candidates(
         self, facts: Facts, keys: list[KeySide]
     ) -> list[Candidate | NearMiss] | NearMiss:
-        group = list(facts)
         queries, partial = self._queries(facts)
         if not keys and not queries:
             queries, keys = self.plain.unrotated(facts)
@@ -185,46 +184,7 @@ class Finder:
         if keys and queries:
             queries.sort(key=lambda query: not _equally_scaled(self.view, query, keys[0]))
             return self._paired(queries, keys)
-        if queries:
-            seen = (queries[0].norm.node, queries[0].absorb.node)
-            detail = f"the query is projected from {group[0].origin.name}"
-            absent = NearMiss(Refuse("kv_latent.absent", detail), seen, lacks="key")
-            hidden = self.why.hidden_latent(group[0].origin, queries[0].down)
-            return (
-                hidden
-                or self.why.normed_key(facts, queries[0].norm.node)
-                or self.why.unrotated_key(facts, queries[0])
-                or absent
-            )
-        if keys and partial is None:
-            partial = self.why.quantised_otherwise(facts)
-        if keys and partial is not None:
-            of_x = partial.reason.code == "rope.absent" and self.why.direct(facts, has_key=True)
-            stepped = partial.reason.code == "absorb.absent" and self.why.interrupted(facts)
-            return of_x or stepped or partial
-        if unnormed := (
-            self.why.hidden_query(group[0].origin) if keys else None
-        ) or self.why.unnormed(facts):
-            return unnormed
-        if partial is not None and sum(len(cone.norms) for cone in facts.values()) > 1:
-            return self.why.normed_key(facts, partial.nodes[0]) or partial
-        why = self.why
-        if keys:
-            told = why.direct(facts, has_key=True) or why.cut(facts) or why.cut_query(facts)
-            told = told or why.undecoded(facts, {key.latent for key in keys})
-            nodes = tuple(
-                fact.node
-                for fact in (keys[0].norm, keys[0].rope, keys[0].operator)
-                if fact is not None
-            )
-            alone = Refuse("q_lora.absent", f"no normed query latent on {group[0].origin.name}")
-            return told or replace(
-                why.scaled_by_others(group[0]) or NearMiss(alone, nodes), lacks="query"
-            )
-        direct = why.direct(facts, halves="key" in self.targets)
-        needed = "identity" not in self.targets
-        missing = why.unrotated(facts) or direct or why.cut(facts)
-        return missing or why.unabsorbed(facts, needed) or why.unread(facts) or []
+        return self.why.nearest(Seen(facts, queries, keys, partial)) or []
 
     def _paired(self, queries: list[QuerySide], keys: list[KeySide]) -> list[Candidate | NearMiss]:
         """Each query with a key of its own; what is left of either is a near miss (two attentions
@@ -285,35 +245,7 @@ class Finder:
                                     rope=rope,
                                 )
                             )
-                if rotations and not absorbs:
-                    detail = (
-                        f"{rotations[0][1].heads} heads rotated at {rotations[0][1].node.name}, "
-                        "none absorbed"
-                    )
-                    # its line is where W_uk is missing
-                    at_query = (rotations[0][0].node, rotations[0][1].node)
-                    absent = NearMiss(
-                        Refuse("absorb.absent", detail, at_query), (norm.node, rotations[0][1].node)
-                    )
-                    partial = (
-                        self.why.scaled_before(ups, heads)
-                        or self.why.shared(ups, rotations[0][1])
-                        or absent
-                    )
-                elif absorbs and not rotations and absorbs[0][1].times is not None:
-                    at = absorbs[0][1].times
-                    detail = (
-                        f"{at.name} multiplies each token of the query, q_pe before its rotation"
-                    )
-                    partial = NearMiss(Refuse("scale.unequal", detail), (at, absorbs[0][1].node))
-                elif absorbs and not rotations:
-                    detail = (
-                        f"{absorbs[0][1].heads} heads absorbed at {absorbs[0][1].node.name}, none "
-                        "rotated"
-                    )
-                    partial = NearMiss(
-                        Refuse("rope.absent", detail), (norm.node, absorbs[0][1].node)
-                    )
+                partial = self.why.of_latent(norm, rotations, absorbs, ups) or partial
         return found, partial
 
     def _ups(self, norm: NormFact) -> list[Projection]:

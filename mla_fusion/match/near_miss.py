@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
@@ -16,13 +16,14 @@ from mla_fusion.facts.cache_write import input_behind
 from mla_fusion.facts.dynamic_quant import quantised_behind
 from mla_fusion.facts.projection import Projection
 from mla_fusion.facts.reading import ConeFacts, FactReader
+from mla_fusion.facts.rmsnorm import NormFact
 from mla_fusion.facts.rope import RopeFact
 from mla_fusion.fx.kinds import is_cast, is_view, is_writer, op_name, word
-from mla_fusion.fx.sizes import same
+from mla_fusion.fx.sizes import same, sizes_of
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import peel, reached, upward, views_and_model_casts
 from mla_fusion.match import epsilon
-from mla_fusion.match.candidate import KeyHalf, QuerySide
+from mla_fusion.match.candidate import KeyHalf, KeySide, QuerySide
 from mla_fusion.match.quantising import before_quantisation, between_norm_and, first_rows, is_rows
 from mla_fusion.operators.known import JOINERS, shape_of, value_of
 from mla_fusion.report.rejection import Refuse
@@ -48,8 +49,28 @@ class NearMiss:
     lacks: str = ""
 
 
+@dataclass(frozen=True)
+class Seen:
+    """What was found on one x, where it is no candidate.
+
+    queries, keys   sides of a prologue, of which one kind at the most is there
+    partial         why a normed latent and what follows it are no query
+    """
+
+    facts: Facts
+    queries: list[QuerySide]
+    keys: list[KeySide]
+    partial: NearMiss | None
+
+    @property
+    def x(self) -> Node:
+        return next(iter(self.facts)).origin
+
+
 class Diagnosis:
-    """Looks for the reason; each question is asked only where the ones before it have no answer."""
+    """Looks for the reason. ``_ASKED`` has the questions: each is a method that answers with a near
+    miss or with None.
+    """
 
     def __init__(
         self,
@@ -59,21 +80,78 @@ class Diagnosis:
         above: Mapping[Node, list[Projection]],
         on_operand: Mapping[Node, list[Projection]],
         absorbs: Callable[[Projection], list[AbsorbFact]],
-        static: bool,
+        targets: Collection[str],
     ) -> None:
         """``above``: projections by origin, ``on_operand``: by activation; ``absorbs``: absorbed
-        products of one; ``static``: is there a target for scales that are fixed ahead of time?
+        products of one; ``targets``: those of Config.
         """
         self.view, self.reader, self.projections, self.absorbs = view, reader, projections, absorbs
-        self.above, self.on_operand, self._static = above, on_operand, static
+        self.above, self.on_operand, self._targets = above, on_operand, targets
 
-    def undecoded(self, facts: Facts, latents: Collection[Node]) -> NearMiss | None:
-        """A norm beside the key's ``latents`` is projected up, and nothing of that is a rotated or
-        an absorbed part.
+    def nearest(self, seen: Seen) -> NearMiss | None:
+        """The first answer to the questions that are asked of what was seen."""
+        partial = seen.partial
+        if seen.queries:
+            asked = _ASKED["query"]
+        elif seen.keys:
+            asked = _ASKED[f"key, {partial.reason.code}" if partial else "key"]
+        else:
+            has_latents = sum(len(cone.norms) for cone in seen.facts.values()) > 1
+            asked = _ASKED["part of a query" if partial and has_latents else ""]
+        return next(filter(None, (question(self, seen) for question in asked)), None)
+
+    def of_latent(
+        self,
+        norm: NormFact,
+        rotated: list[tuple[Projection, RopeFact]],
+        absorbed: list[tuple[Projection, AbsorbFact]],
+        ups: list[Projection],
+    ) -> NearMiss | None:
+        """Why the projections ``ups`` of a normed latent are no query, though some of their columns
+        are rotated or absorbed.
         """
-        for norm in (
-            norm for cone in facts.values() for norm in cone.norms if norm.node not in latents
-        ):
+        if bool(rotated) == bool(absorbed):
+            return None
+        if rotated:
+            up, rope = rotated[0]
+            heads = {rope.heads for _, rope in rotated}
+            detail = f"{rope.heads} heads rotated at {rope.node.name}, none absorbed"
+            # its line is where W_uk is missing
+            absent = Refuse("absorb.absent", detail, (up.node, rope.node))
+            unequal = self.scaled_before(ups, heads) or self._shared(ups, rope)
+            return unequal or NearMiss(absent, (norm.node, rope.node))
+        _, absorb = absorbed[0]
+        if absorb.times is not None:
+            detail = f"{absorb.times.name} multiplies each token of the query, q_pe before its"
+            reason = Refuse("scale.unequal", f"{detail} rotation")
+            return NearMiss(reason, (absorb.times, absorb.node))
+        detail = f"{absorb.heads} heads absorbed at {absorb.node.name}, none rotated"
+        return NearMiss(Refuse("rope.absent", detail), (norm.node, absorb.node))
+
+    # -- the questions
+
+    def as_seen(self, seen: Seen) -> NearMiss | None:
+        return seen.partial
+
+    def no_key(self, seen: Seen) -> NearMiss:
+        query = seen.queries[0]
+        reason = Refuse("kv_latent.absent", f"the query is projected from {seen.x.name}")
+        return NearMiss(reason, (query.norm.node, query.absorb.node), lacks="key")
+
+    def no_query(self, seen: Seen) -> NearMiss:
+        key = seen.keys[0]
+        parts = (key.norm, key.rope, key.operator)
+        reason = Refuse("q_lora.absent", f"no normed query latent on {seen.x.name}")
+        nodes = tuple(fact.node for fact in parts if fact is not None)
+        miss = self.scaled_by_others(next(iter(seen.facts))) or NearMiss(reason, nodes)
+        return replace(miss, lacks="query")
+
+    def undecoded(self, seen: Seen) -> NearMiss | None:
+        """A norm beside the keys' latents is projected up, and nothing of that is a rotated or an
+        absorbed part.
+        """
+        latents = {key.latent for key in seen.keys}
+        for norm in (norm for norm in _norms(seen) if norm.node not in latents):
             ups = [up for up in self.above[norm.node] if up.is_flat]
             if ups:
                 detail = (
@@ -114,7 +192,7 @@ class Diagnosis:
                         return NearMiss(Refuse("scale.unequal", detail), (up.node, item.node))
         return None
 
-    def shared(self, ups: Collection[Projection], rope: RopeFact) -> NearMiss | None:
+    def _shared(self, ups: Collection[Projection], rope: RopeFact) -> NearMiss | None:
         """Absorbed heads beside rotated columns that are not as many heads: one query key for all
         of them, say.
         """
@@ -131,7 +209,7 @@ class Diagnosis:
         shape = self.view.binding.shape_of(item.weight)
         return prod(shape[item.weight_labels.index(label)] for label in item.batch)
 
-    def quantised_otherwise(self, facts: Facts) -> NearMiss | None:
+    def quantised_otherwise(self, seen: Seen) -> NearMiss | None:
         """A normed latent that reaches a linear layer quantised, but not by the kernel's
         quantisation.
         """
@@ -139,7 +217,7 @@ class Diagnosis:
             values = quantised_behind(item.activation) if item.is_flat else None
             if values is None:
                 continue
-            for down, cone in facts.items():
+            for down, cone in seen.facts.items():
                 norm = next(
                     (
                         norm
@@ -176,10 +254,11 @@ class Diagnosis:
     def _size_of_rows(self, node: Node) -> int:
         return self.view.binding.size(shape_of(node)[-1])
 
-    def unnormed(self, facts: Facts) -> NearMiss | None:
+    def unnormed(self, seen: Seen) -> NearMiss | None:
         """A key of one head beside a latent that is projected up and rotated, but is not its
         projection's RMSNorm.
         """
+        facts = seen.facts
         keys = [
             rope for cone in facts.values() for rope in cone.ropes if rope.of_one_head is not None
         ]
@@ -196,7 +275,7 @@ class Diagnosis:
                     )
                     return NearMiss(Refuse("kv_latent.absent", detail), (norm.node, rope.node))
                 if up is not None:
-                    code, why = between_norm_and(up, self._static)
+                    code, why = between_norm_and(up, "preprocess" in self._targets)
                     detail = (
                         f"{up.node.name} projects {up.origin.name}, not the norm {norm.node.name}"
                     )
@@ -209,33 +288,28 @@ class Diagnosis:
                 return _projected_as_it_is(up, down)
         return None
 
-    def unread(self, facts: Facts) -> NearMiss | None:
+    def unread(self, seen: Seen) -> NearMiss | None:
         """Neither latent is read, and what is made of one of several products of x is projected up,
         rotated and absorbed: one step stands behind all of them, say.
         """
-        for down in facts if len(facts) > 1 else ():
-            for up in self._ups_after(down.node, facts):
+        for down in seen.facts if len(seen.facts) > 1 else ():
+            for up in self._ups_after(down.node, seen.facts):
                 operands = (self.on_operand.get(node, ()) for node in self.view.members(up.node))
                 is_by_head = any(item.batch for items in operands for item in items)
                 if is_by_head and self.reader.read(up).ropes and self.absorbs(up):
                     return _projected_as_it_is(up, down)
         return None
 
-    def interrupted(self, facts: Facts) -> NearMiss | None:
+    def interrupted(self, seen: Seen) -> NearMiss | None:
         """What is made of a normed latent and is not it, or of it and something else, is projected
         up and absorbed.
         """
-        for cone in facts.values():
-            for norm in cone.norms:
-                for up in self._ups_after(norm.node, facts):
-                    if up.origin is not norm.node and self.absorbs(up):
-                        detail = (
-                            f"{up.node.name} projects {up.origin.name}, not the norm "
-                            f"{norm.node.name}"
-                        )
-                        return NearMiss(
-                            Refuse("q_lora.interrupted", detail), (up.origin, norm.node, up.node)
-                        )
+        for norm in _norms(seen):
+            for up in self._ups_after(norm.node, seen.facts):
+                if up.origin is not norm.node and self.absorbs(up):
+                    detail = f"{up.node.name} projects {up.origin.name}, not the norm"
+                    reason = Refuse("q_lora.interrupted", f"{detail} {norm.node.name}")
+                    return NearMiss(reason, (up.origin, norm.node, up.node))
         return None
 
     def has_query(self, group: list[Projection]) -> bool:
@@ -261,15 +335,13 @@ class Diagnosis:
         """What reads the node and is no product."""
         return (user for user in node.users if user not in self.view.contractions)
 
-    def cut(self, facts: Facts) -> NearMiss | None:
+    def cut(self, seen: Seen) -> NearMiss | None:
         """Some of the projected tokens are taken, and what is made of these is projected up and
         rotated.
         """
+        facts = seen.facts
         for down in facts:
-            for node in self.view.members(down.node):
-                source = node.args[0] if is_view(node) else None
-                if not isinstance(source, Node) or not _takes_rows(node, source):
-                    continue
+            for node in filter(_takes_rows, self.view.members(down.node)):
                 up = self._projected(node, down.node, facts) or self._rotated_after(node, facts)
                 if up is not None:
                     detail = (
@@ -279,22 +351,17 @@ class Diagnosis:
                     return NearMiss(Refuse("tokens.cut", detail), (node, down.node, up.node))
         return None
 
-    def cut_query(self, facts: Facts) -> NearMiss | None:
+    def cut_query(self, seen: Seen) -> NearMiss | None:
         """Of a normed latent that is projected up, some of the tokens are taken behind that
         product.
         """
-        for norm in (norm for cone in facts.values() for norm in cone.norms):
+        for norm in _norms(seen):
             for up in self.above[norm.node]:
-                for node in self.view.members(up.node) if up.is_flat else ():
-                    source = node.args[0] if is_view(node) else None
-                    if isinstance(source, Node) and _takes_rows(node, source):
-                        detail = (
-                            f"{node.name} takes some rows of {up.node.name}, made of "
-                            f"{norm.node.name}"
-                        )
-                        return NearMiss(
-                            Refuse("tokens.cut", detail), (node, norm.node, up.node), certain=True
-                        )
+                taken = filter(_takes_rows, self.view.members(up.node) if up.is_flat else ())
+                for node in taken:
+                    detail = f"{node.name} takes some rows of {up.node.name}, made of"
+                    reason = Refuse("tokens.cut", f"{detail} {norm.node.name}")
+                    return NearMiss(reason, (node, norm.node, up.node), certain=True)
         return None
 
     def _projected(
@@ -312,11 +379,16 @@ class Diagnosis:
         )
         return next(made, None) if len(group) > 1 else None
 
-    def normed_key(self, facts: Facts, query: Node) -> NearMiss | None:
+    def normed_key(self, seen: Seen) -> NearMiss | None:
         """Beside the query's latent two norms, of which the narrower stands where the key would be
         rotated as it is.
         """
-        others = [norm for cone in facts.values() for norm in cone.norms if norm.node is not query]
+        if seen.queries:
+            query = seen.queries[0].norm.node
+        else:
+            assert seen.partial is not None
+            query = seen.partial.nodes[0]
+        others = [norm for norm in _norms(seen) if norm.node is not query]
         if len(others) < 2:
             return None
         latent, key = (
@@ -331,33 +403,31 @@ class Diagnosis:
         )
         return NearMiss(Refuse("rope.normed_key", detail), (key.node, latent.node, query))
 
-    def unrotated_key(self, facts: Facts, query: QuerySide) -> NearMiss | None:
+    def unrotated_key(self, seen: Seen) -> NearMiss | None:
         """Beside a query that is rotated, a latent of the key's, and nothing of one head that is
         rotated.
         """
-        norms = (norm for cone in facts.values() for norm in cone.norms)
-        latent = next((norm.node for norm in norms if norm.node is not query.norm.node), None)
-        rotated = query.rope.node
-        if latent is None or rotated is None or any(cone.ropes for cone in facts.values()):
+        query = seen.queries[0]
+        others = (norm.node for norm in _norms(seen) if norm.node is not query.norm.node)
+        latent, rotated = next(others, None), query.rope.node
+        if latent is None or rotated is None or any(cone.ropes for cone in seen.facts.values()):
             return None
         detail = f"the query is rotated at {rotated.name}, no key beside the latent {latent.name}"
         return NearMiss(Refuse("rope.absent", detail), (rotated, latent))
 
-    def unrotated(self, facts: Facts) -> NearMiss | None:
+    def unrotated(self, seen: Seen) -> NearMiss | None:
         """Two weighted norms on one x, one of them projected up and absorbed, and nothing rotated
         (NoPE).
         """
-        for cone in facts.values():
+        for cone in seen.facts.values():
             for norm in cone.norms:
-                absorbed = [
-                    fact for up in self.above[norm.node] if up.is_flat for fact in self.absorbs(up)
-                ]
-                others = [
-                    n
-                    for c in facts.values()
-                    for n in c.norms
-                    if n.columns != norm.columns or c is not cone
-                ]
+                ups = (up for up in self.above[norm.node] if up.is_flat)
+                absorbed = [fact for up in ups for fact in self.absorbs(up)]
+                others = any(
+                    other.columns != norm.columns or of_other is not cone
+                    for of_other in seen.facts.values()
+                    for other in of_other.norms
+                )
                 if absorbed and others:
                     detail = (
                         f"{len(absorbed[0].columns)} heads absorbed at {absorbed[0].node.name}, "
@@ -366,15 +436,15 @@ class Diagnosis:
                     return NearMiss(Refuse("rope.absent", detail), (norm.node, absorbed[0].node))
         return None
 
-    def unabsorbed(self, facts: Facts, needed: bool) -> NearMiss | None:
+    def unabsorbed(self, seen: Seen) -> NearMiss | None:
         """Two normed latents on one x, each projected up, whose projections meet in attention:
         nothing is rotated.
 
-        needed: is a product with W_uk? If not, what is absent is the part that is rotated, or
+        Where a target needs no product with W_uk, what is absent is the part that is rotated, or
         handed on as it is.
         """
-        norms = [norm for cone in facts.values() for norm in cone.norms if norm.gamma is not None]
-        ups = [(norm, up) for norm in norms for up in self._ups_after(norm.node, facts)]
+        norms = [norm for norm in _norms(seen) if norm.gamma is not None]
+        ups = [(norm, up) for norm in norms for up in self._ups_after(norm.node, seen.facts)]
         for norm, query in ups:
             for other, key in ups:
                 meeting = self._meeting(query, key) if norm.node is not other.node else None
@@ -383,7 +453,7 @@ class Diagnosis:
                         f"{meeting.name} reads the results of {query.node.name} and "
                         f"{key.node.name}, and nothing is rotated"
                     )
-                    code = "absorb.absent" if needed else "rope.absent"
+                    code = "rope.absent" if "identity" in self._targets else "absorb.absent"
                     return NearMiss(Refuse(code, detail), (norm.node, other.node, meeting))
         return None
 
@@ -396,19 +466,18 @@ class Diagnosis:
                     return node
         return None
 
-    def direct(self, facts: Facts, has_key: bool = False, halves: bool = False) -> NearMiss | None:
+    def direct(self, seen: Seen) -> NearMiss | None:
         """A query that is absorbed, or (beside a key) rotated by heads, as it comes from x, and a
         normed latent.
 
         Where no latent can be read, one that is absorbed and rotated, beside a product that a cache
-        keeps. ``halves``: would the key's side alone do? Then a step that hides the latent says
-        more.
+        keeps. (Where the key's side alone would do, a step that hides the latent says more.)
         """
-        norms = [norm for cone in facts.values() for norm in cone.norms]
-        for query, cone in facts.items():
+        norms, halves = list(_norms(seen)), "key" in self._targets and not seen.keys
+        for query, cone in seen.facts.items():
             absorbed = [fact.node for fact in self.absorbs(query)]
             by_heads = [rope.node for rope in cone.ropes if rope.heads > 1]
-            rotated = by_heads if has_key else []
+            rotated = by_heads if seen.keys else []
             kept, has_norm = (
                 self._kept(query) if absorbed and by_heads and not norms else (None, False)
             )
@@ -455,9 +524,9 @@ class Diagnosis:
     # -- layers that are no plain product: an unknown operator, or a sum of products (an adapter
     # beside a weight)
 
-    def hidden_query(self, x: Node) -> NearMiss | None:
+    def hidden_query(self, seen: Seen) -> NearMiss | None:
         """The query of this x, where a layer on its way is not one plain product."""
-        number = self.view.number(x)
+        number = self.view.number(seen.x)
         return next(
             (miss for origin, miss in self._hidden.values() if self.view.number(origin) == number),
             None,
@@ -466,8 +535,9 @@ class Diagnosis:
     def hidden_queries(self) -> list[NearMiss]:
         return [miss for _, miss in self._hidden.values()]
 
-    def hidden_latent(self, x: Node, query: Projection) -> NearMiss | None:
+    def hidden_latent(self, seen: Seen) -> NearMiss | None:
         """What stands where W_dkv_kr would, beside the query's projection of this x."""
+        x, query = seen.x, seen.queries[0].down
         number = self.view.number(x)
         for node in self._unknown:
             if self.view.number(self._unknown[node]) == number:
@@ -562,6 +632,45 @@ class Diagnosis:
         return prod(self.view.binding.shape(value.shape))
 
 
+# Which questions are asked, by what was seen: until one has an answer.
+_ASKED: dict[str, tuple[Callable[[Diagnosis, Seen], NearMiss | None], ...]] = {
+    "query": (
+        Diagnosis.hidden_latent,
+        Diagnosis.normed_key,
+        Diagnosis.unrotated_key,
+        Diagnosis.no_key,
+    ),
+    "key": (
+        Diagnosis.quantised_otherwise,
+        Diagnosis.hidden_query,
+        Diagnosis.unnormed,
+        Diagnosis.direct,
+        Diagnosis.cut,
+        Diagnosis.cut_query,
+        Diagnosis.undecoded,
+        Diagnosis.no_query,
+    ),
+    # a key beside part of a query, by what that part lacks
+    "key, rope.absent": (Diagnosis.direct, Diagnosis.as_seen),
+    "key, absorb.absent": (Diagnosis.interrupted, Diagnosis.as_seen),
+    "key, rope.heads_differ": (Diagnosis.as_seen,),
+    "key, scale.unequal": (Diagnosis.as_seen,),
+    "part of a query": (Diagnosis.unnormed, Diagnosis.normed_key, Diagnosis.as_seen),
+    "": (
+        Diagnosis.unnormed,
+        Diagnosis.unrotated,
+        Diagnosis.direct,
+        Diagnosis.cut,
+        Diagnosis.unabsorbed,
+        Diagnosis.unread,
+    ),
+}
+
+
+def _norms(seen: Seen) -> Iterator[NormFact]:
+    return (norm for cone in seen.facts.values() for norm in cone.norms)
+
+
 def _projected_as_it_is(up: Projection, down: Projection) -> NearMiss:
     """No norm stands between the two."""
     detail = f"{up.node.name} projects {up.origin.name}, which is made of {down.node.name}"
@@ -570,17 +679,12 @@ def _projected_as_it_is(up: Projection, down: Projection) -> NearMiss:
     return NearMiss(Refuse("norm.absent", detail), nodes)
 
 
-def _takes_rows(node: Node, source: Node) -> bool:
-    """Does a view keep fewer rows than its source has, each as wide as it was?"""
-    kept, whole = node.meta["val"], source.meta["val"]
-    if (
-        not isinstance(kept, torch.Tensor)
-        or not isinstance(whole, torch.Tensor)
-        or not kept.dim()
-        or not whole.dim()
-    ):
+def _takes_rows(node: Node) -> bool:
+    """Is the node a view that keeps fewer rows than its source has, each as wide as it was?"""
+    kept, whole = (sizes_of(held) for held in (node, node.args[0])) if is_view(node) else ((), ())
+    if not kept or not whole:
         return False
-    return same(kept.shape[-1], whole.shape[-1]) and not same(prod(kept.shape), prod(whole.shape))
+    return same(kept[-1], whole[-1]) and not same(prod(kept), prod(whole))
 
 
 def _is_normalising(node: Node) -> bool:
