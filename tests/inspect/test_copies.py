@@ -12,6 +12,7 @@ import mla_fusion as mf
 from mla_fusion.inspect import read, summarise
 from mla_fusion.tools.inspect.copies import Copy, find_copies
 from tests.catalogue import ENTRIES
+from tests.exhaustive import one_in
 
 UNFUSED = mf.Config(enable=False)
 
@@ -81,7 +82,7 @@ STAGED = [
 
 
 @pytest.mark.parametrize("mode", ["ge", "npugraph_ex"])
-@pytest.mark.parametrize("name", IN_PLACE)
+@pytest.mark.parametrize("name", one_in(2, IN_PLACE))
 def test_nothing_is_copied_where_the_kernel_writes(name: str, mode: str, tmp_path: Path) -> None:
     low, copies, followed = lowered(name, mode, tmp_path)
     assert {item.placement for item in low.report.fused} == {"in place"}
@@ -101,7 +102,7 @@ def test_a_cache_that_attention_casts_is_said_to_be_read_so(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("name", STAGED)
+@pytest.mark.parametrize("name", one_in(2, STAGED))
 def test_copies_are_those_of_memory(name: str, fused: bool, tmp_path: Path) -> None:
     """Staged and unfused: as npugraph_ex runs them, against the memory of every value."""
     low, copies, _ = lowered(name, "npugraph_ex", tmp_path, fused)
@@ -172,7 +173,7 @@ class WithTail(nn.Module):
 
 
 @pytest.mark.parametrize("mode", ["ge", "npugraph_ex", "fx"])
-@pytest.mark.parametrize("tail", TAILS)
+@pytest.mark.parametrize("tail", one_in(3, TAILS))
 def test_whatever_makes_a_tensor_as_large_as_a_written_cache_is_a_copy(
     tail: str, mode: str, tmp_path: Path
 ) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from mla_fusion.models import hf
 from mla_fusion.models.features import EXPANDS_AFTER_CACHE
+from tests.exhaustive import one_in
 
 from .hf_models import build, prompt
 
@@ -247,7 +248,9 @@ def test_a_patch_of_torch_or_transformers_counts(
     assert distance(found, wanted) < 1e-4 < distance(before, wanted)
 
 
-@pytest.mark.parametrize("change", [other_linear, registered, overwritten, replaced_table])
+@pytest.mark.parametrize(
+    "change", one_in(2, [other_linear, registered, overwritten, replaced_table])
+)
 def test_a_patch_counts_in_a_compiled_step(change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     ids, results = prompt()["input_ids"][:, 4:].clamp(min=3), []
     for compiles in (False, True):
@@ -298,7 +301,8 @@ def test_hooks_of_all_modules_are_called() -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [wrapped_by_lora, biased, patched, replaced, expanding_otherwise, of_another_class]
+    "change",
+    one_in(2, [wrapped_by_lora, biased, patched, replaced, expanding_otherwise, of_another_class]),
 )
 def test_a_change_counts_in_a_compiled_step(change: Callable[[Any], None]) -> None:
     results = []
@@ -348,7 +352,7 @@ def other_class(attention: Any, patch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("change", [other_rotation, other_forward, other_class])
+@pytest.mark.parametrize("change", one_in(3, [other_rotation, other_forward, other_class]))
 def test_code_replaced_later_is_refused_by_name(
     change: Any, compiles: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -384,7 +388,9 @@ def test_revert_leaves_a_forward_that_somebody_else_has_set() -> None:
     assert all("forward" not in vars(attention) for attention in attentions(model))
 
 
-@pytest.mark.parametrize(("name", "child"), [("deepseek_v3", "every"), ("minicpm3", "kv_b_proj")])
+@pytest.mark.parametrize(
+    ("name", "child"), one_in(2, [("deepseek_v3", "every"), ("minicpm3", "kv_b_proj")])
+)
 def test_a_compiled_step_may_break_inside_a_converted_attention(name: str, child: str) -> None:
     """Each attention goes on in its own code: what dynamo resumes with is of one scope."""
 

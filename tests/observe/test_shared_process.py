@@ -18,6 +18,7 @@ import mla_fusion as mf
 from mla_fusion.compile.device_graph import capture
 from mla_fusion.modes import use_threads
 from tests.catalogue import Entry, prologues, select
+from tests.exhaustive import one_in
 from tests.harness import graph_of
 
 ROOT = Path(__file__).parents[2]
@@ -101,7 +102,7 @@ def test_a_thread_runs_on_as_many_threads_as_it_asks_for() -> None:
     assert found == [5] and torch.get_num_threads() == usual
 
 
-@pytest.mark.parametrize("entry", select()[::20], ids=str)
+@pytest.mark.parametrize("entry", one_in(3, select()[::20]), ids=str)
 def test_the_default_dtype_of_the_process_changes_nothing(entry: Entry) -> None:
     """What is said of a graph, and every figure."""
 

@@ -85,7 +85,7 @@ def test_each_opinion_alone_is_enough(without: str, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
-    "member", one_in(5, [m for m in _one_control_each() if m.regime != "dynamo"]), ids=str
+    "member", one_in(10, [m for m in _one_control_each() if m.regime != "dynamo"]), ids=str
 )
 def test_a_control_fuses(member: Member) -> None:
     outcome = judge(member)

@@ -73,7 +73,7 @@ def test_a_copy_goes_when_its_parameter_has_other_memory() -> None:
 @pytest.mark.parametrize("config", CONFIGS)
 def test_the_first_calls_of_several_threads_at_once(config: str) -> None:
     args = base.paged_args()
-    for _ in range(6):
+    for _ in range(2):
         torch._dynamo.reset()
         model = Sharing()
         wanted = exact(model, args), eager(model, args)
