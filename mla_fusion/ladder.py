@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from mla_fusion.config import Config
-from mla_fusion.facts.unabsorbed import UnabsorbedFact
+from mla_fusion.emit.targets import TARGETS
 from mla_fusion.match import halves
 from mla_fusion.match.candidate import Candidate, KeyHalf
 from mla_fusion.match.finder import Found
@@ -63,16 +63,11 @@ def descend(item: Found, config: Config, fit: Fit, reject: Reject) -> None:
 def _whole(item: Found, config: Config) -> list[Rung]:
     """The rungs of a whole prologue that are asked for."""
     if isinstance(item, NearMiss):
-        asked = not item.halves or any(
-            target in config.targets for target in ("v3", "identity", "preprocess")
-        )
+        asked = not item.halves or config.targets != ("key",)
         return [Rung("v3", item)] if asked else []
     if not isinstance(item, Candidate):
         return []
-    wholes = (
-        ("identity",) if isinstance(item.query.absorb, UnabsorbedFact) else ("v3", "preprocess")
-    )
-    return [Rung(target, item) for target in wholes if target in config.targets]
+    return [Rung(name, item) for name in config.targets if TARGETS[name].takes(item)]
 
 
 def _halves(item: Found) -> tuple[KeyHalf, ...]:

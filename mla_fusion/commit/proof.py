@@ -289,7 +289,8 @@ class _FieldBuilder(TensorBuilder):
             return op(*args, **kwargs)
         source = _CODES if op is torch.ops.aten.view.dtype else None
         call = operators.called(op, args, kwargs, source=source, holds=self._held.get)
-        if call.word not in kernels.RESULTS:
+        kernel = targets.target_of(self._run.plan).operator
+        if call.word != kernel.name:
             return operators.run(call)
         self.kernel = call
         point = field.here()
@@ -298,7 +299,7 @@ class _FieldBuilder(TensorBuilder):
             results = operators.run(call)
         if all(call[name] is None or call[name] >= _SMALL for name in ("qc_qr_scale", "kc_scale")):
             point.of_kernel += point.maxima[met:]
-        for name, value in zip(kernels.RESULTS[call.word], results, strict=True):
+        for name, value in zip(kernel.results, results, strict=True):
             field.leaf(name, value.rows if isinstance(value, Written) else value, "result")
         return results
 

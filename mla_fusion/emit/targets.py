@@ -7,14 +7,16 @@ The stages behind the plan ask ``target_of(plan)``; none of them knows an operat
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from torch.fx import Node
 
 from mla_fusion.config import Config
 from mla_fusion.emit import key_half, preprocess, whole
+from mla_fusion.facts.absorb import AbsorbFact
 from mla_fusion.fx.build import Builder
+from mla_fusion.match.candidate import Candidate, KeyHalf
 from mla_fusion.meta.prolog import Operator
 from mla_fusion.plan.key_half import KeyPlanner
 from mla_fusion.plan.plan import Plan
@@ -33,6 +35,7 @@ def _nothing_more(plan: Any, config: Config) -> None:
 class Target(Generic[P]):
     """One operator.
 
+    takes        is it offered this candidate, a whole prologue or a key's half?
     planner      makes plans of candidates
     inputs       nodes of the graph that the call reads
     call         emits it; its results by the names that ``Replacement.output`` uses
@@ -41,6 +44,7 @@ class Target(Generic[P]):
     """
 
     operator: Operator
+    takes: Callable[[KeyHalf], bool]
     planner: type[Planner[Any, P]]
     inputs: Callable[[P], list[Node]]
     call: Callable[[Builder, P], dict[str, Any]]
@@ -48,8 +52,13 @@ class Target(Generic[P]):
     ask: Callable[[P, Config], None] = _nothing_more
 
 
+def _has_absorbed(item: KeyHalf) -> bool:
+    return isinstance(item, Candidate) and isinstance(item.query.absorb, AbsorbFact)
+
+
 _WHOLE = Target(
     operator=whole.KERNEL,
+    takes=_has_absorbed,
     planner=PrologPlanner,
     inputs=whole.inputs,
     call=whole.call_kernel,
@@ -58,6 +67,7 @@ _WHOLE = Target(
 )
 _KEY = Target(
     operator=key_half.KERNEL,
+    takes=lambda item: not isinstance(item, Candidate),
     planner=KeyPlanner,
     inputs=key_half.inputs,
     call=key_half.call_kernel,
@@ -65,6 +75,7 @@ _KEY = Target(
 )
 _PREPROCESS: Target[Any] = Target(
     operator=preprocess.KERNEL,
+    takes=_has_absorbed,
     planner=PreprocessPlanner,
     inputs=preprocess.inputs,
     call=preprocess.call_kernel,
@@ -72,7 +83,9 @@ _PREPROCESS: Target[Any] = Target(
 )
 TARGETS: dict[str, Target[Any]] = {
     "v3": _WHOLE,
-    "identity": _WHOLE,
+    "identity": replace(
+        _WHOLE, takes=lambda item: isinstance(item, Candidate) and not _has_absorbed(item)
+    ),
     "preprocess": _PREPROCESS,
     "key": _KEY,
 }

@@ -14,20 +14,13 @@ import torch
 
 from mla_fusion.fx.analytic import FLOOR
 from mla_fusion.meta import number_formats
-from mla_fusion.meta.key_operator import V2_FUNCTIONAL
 from mla_fusion.meta.number_formats import FORMATS, FP8, MXFP8, NumberFormat
 from mla_fusion.meta.preprocess import EPSILON
-from mla_fusion.meta.prolog import V3_FUNCTIONAL
 from mla_fusion.prove import field, quantising
 from mla_fusion.prove.field import Literal, Num
 from mla_fusion.prove.operators import Call, real, rms_norm, rotated, rotated_halves, rule
 from mla_fusion.reference.numerics import FLT_EPS
 
-RESULTS = {
-    "npu_mla_prolog_v3_functional": V3_FUNCTIONAL.results,
-    "npu_kv_rmsnorm_rope_cache_v2_functional": V2_FUNCTIONAL.results,
-    "npu_mla_preprocess": ("query", "kv_cache", "query_rope", "kr_cache"),
-}  # of the operators that a plan calls, by name
 # in names of arguments that say where results go, and are not computed with
 PLACES = re.compile("cache|index|slot|out")
 _UNUSED = Num(torch.zeros(0, dtype=torch.int64))
