@@ -11,7 +11,7 @@ from mla_fusion.tools.dumps import DumpError, read
 from tests.dumps import fuzzing
 
 FIXTURES = Path(__file__).parent / "fixtures"
-DRAWS = 1000
+DRAWS = 600
 
 
 def damaged(content: bytes, draw: random.Random) -> bytes:

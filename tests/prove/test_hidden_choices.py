@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import mla_fusion as mf
 from tests.catalogue import ENTRIES, floats, int8_plain
 from tests.catalogue.base import DR, HCKV, HE, Base, npu, paged_args, tables
+from tests.exhaustive import one_in
 from tests.harness import traced_graph
 
 
@@ -86,7 +87,7 @@ def attention_args(tokens: int = 8, blocks: int = 64) -> tuple[Tensor, ...]:
     return torch.randn(tokens, HE).bfloat16(), *tables(tokens), *caches, torch.arange(tokens)
 
 
-@pytest.mark.parametrize("name", FACTORS)
+@pytest.mark.parametrize("name", one_in(2, FACTORS))
 @pytest.mark.parametrize("method", ["to_scale", "quantise"])
 def test_what_is_1_for_the_first_tokens_is_a_factor(name: str, method: str) -> None:
     factor = FACTORS[name]
