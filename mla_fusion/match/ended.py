@@ -12,16 +12,25 @@ from torch.fx import Node
 
 from mla_fusion.compat import OpOverload
 from mla_fusion.facts import kv_operator
+from mla_fusion.facts.dynamic_quant import quantised_behind
 from mla_fusion.facts.projection import Projection
 from mla_fusion.fx import registered
 from mla_fusion.fx.analytic import Barrier
-from mla_fusion.fx.kinds import has_effect, is_cast, is_writer
+from mla_fusion.fx.kinds import (
+    has_effect,
+    holds_integers,
+    is_cast,
+    is_view,
+    is_writer,
+    word,
+)
 from mla_fusion.fx.program import nodes_between
+from mla_fusion.fx.sizes import is_size, same, sizes_of
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import reached, users
 from mla_fusion.match import epsilon
 from mla_fusion.match.near_miss import Facts, NearMiss
-from mla_fusion.operators.known import value_of
+from mla_fusion.operators.known import ELEMENTWISE, value_of
 from mla_fusion.report.rejection import Refuse
 
 # Reasons that say what is absent; the step that hides it says more.
@@ -60,10 +69,58 @@ def because_of_a_step(
                 detail = f"{barrier.detail}; {detail}"
             reason = Refuse(code, detail, (node, *miss.nodes[:1]))
             return replace(miss, reason=reason)
+    concerned = [item.node for item in read if item.node in miss.nodes]
+    if miss.lacks == "key":
+        unread = (item.node for item, cone in facts.items() if not cone.norms)
+        concerned += [product for product in unread if _is_stored(view, product)]
+    for product in concerned:
+        step = _next_step(view, product)
+        if step is not None:
+            return replace(miss, reason=_because_of(view, step, product, miss))
     if miss.reason.code == "rope.absent":
         for node, detail in _rotations(view, [item.node for item in read]):
             return replace(miss, reason=Refuse("step.unknown", detail, (node, *miss.nodes[:1])))
     return _mixed(facts, miss)
+
+
+def _is_stored(view: View, product: Node) -> bool:
+    """Is something that is made of it, and of no other product, written?"""
+
+    def behind(node: Node) -> Iterator[Node]:
+        return (user for user in node.users if user not in view.contractions)
+
+    return any(
+        is_writer(node) or has_effect(node) for node in reached([product], behind, _FARTHEST)
+    )
+
+
+def _next_step(view: View, product: Node) -> Node | None:
+    """The step by which all of a product goes on, to another product or a write: element by
+    element, or a cast that picks.
+    """
+    node, readers = product, [product]
+    while len(readers) == 1 and (node is product or _keeps_numbers(view, node)):
+        readers = [user for user in node.users if not is_size(user)]
+        node = readers[0] if readers else node
+    is_step = len(readers) == 1 and word(node) in ELEMENTWISE
+    return node if is_step and _leads_on(view, node) else None
+
+
+def _keeps_numbers(view: View, node: Node) -> bool:
+    return is_view(node) or (is_cast(node) and node not in view.barriers)
+
+
+def _because_of(view: View, step: Node, product: Node, miss: NearMiss) -> Refuse:
+    given = [arg for arg in step.all_input_nodes if not view.sources(arg) and _is_row(arg)]
+    if word(step) in ("add", "sub") and given and not holds_integers(step):
+        return Refuse("linear.bias", f"{step.name} adds {given[0].name}", (step, product))
+    detail = f"{step.name} ({step.target}) stands behind {product.name}; {miss.reason.detail}"
+    return replace(miss.reason, detail=detail, nodes=(step, *miss.nodes[:1]))
+
+
+def _is_row(node: Node) -> bool:
+    """Is it the same for every token?"""
+    return all(same(size, 1) for size in sizes_of(node)[:-1])
 
 
 def _rotations(view: View, products: Collection[Node]) -> Iterator[tuple[Node, str]]:
@@ -94,9 +151,10 @@ def _shape(node: Node) -> str:
 
 def _quantising(item: Projection) -> list[Node]:
     """The steps of a quantisation that is read as a whole: they hide nothing."""
-    how, source = item.quantised, item.quantised.source if item.quantised is not None else None
+    how, values = item.quantised, quantised_behind(item.activation)
+    source = how.source if how is not None else None
     if how is None or source is None:
-        return []
+        return [] if values is None else [values]
     ends = [end for end in (item.activation, how.token_scale) if end is not None]
     return [node for end in ends for node in nodes_between((source,), end)]
 

@@ -148,7 +148,8 @@ class Finder:
             ups = [
                 up for cone in facts.values() for norm in cone.norms for up in self.above[norm.node]
             ]
-            joined = ended.because_of_a_step(self.view, facts, ups, joined)
+            others = (item for item in self.projections if item.node in joined.nodes)
+            joined = ended.because_of_a_step(self.view, facts, (*ups, *others), joined)
             return [replace(joined, score=self._score(facts, ups), halves=self._halves(keys))]
         return [
             *joined,

@@ -28,6 +28,7 @@ from mla_fusion.match.quantising import before_quantisation, between_norm_and, f
 from mla_fusion.operators.known import JOINERS, shape_of, value_of
 from mla_fusion.report.rejection import Refuse
 
+_FARTHEST = 64  # nodes from a product up to the one that it is made of
 Facts = Mapping[Projection, ConeFacts]  # of the projections of one x
 
 
@@ -289,16 +290,28 @@ class Diagnosis:
         return None
 
     def unread(self, seen: Seen) -> NearMiss | None:
-        """Neither latent is read, and what is made of one of several products of x is projected up,
-        rotated and absorbed: one step stands behind all of them, say.
+        """Neither latent is read, and a product head by head is of some columns of what is made of
+        one of several products of x: one step stands behind all of them, say.
         """
-        for down in seen.facts if len(seen.facts) > 1 else ():
-            for up in self._ups_after(down.node, seen.facts):
-                operands = (self.on_operand.get(node, ()) for node in self.view.members(up.node))
-                is_by_head = any(item.batch for items in operands for item in items)
-                if is_by_head and self.reader.read(up).ropes and self.absorbs(up):
-                    return _projected_as_it_is(up, down)
+        for item in self.projections if len(seen.facts) > 1 else ():
+            if item.batch and not item.is_flat and self._is_part(item.activation):
+                up = self._above(item.activation)
+                down = self._above(up.activation) if up is not None else None
+                if up is None or down is None or up in seen.facts or down not in seen.facts:
+                    continue
+                return _projected_as_it_is(up, down)
         return None
+
+    def _above(self, node: Node) -> Projection | None:
+        """The only product that the node is made of, by whatever steps."""
+
+        def behind(step: Node) -> list[Node]:
+            return [] if step in self.view.contractions else step.all_input_nodes
+
+        found = [step for step in reached([node], behind, _FARTHEST) if not behind(step)]
+        products = [step for step in found if step in self.view.contractions]
+        by_node = {item.node: item for item in self.projections if item.is_flat}
+        return by_node.get(products[0]) if len(products) == 1 else None
 
     def interrupted(self, seen: Seen) -> NearMiss | None:
         """What is made of a normed latent and is not it, or of it and something else, is projected
