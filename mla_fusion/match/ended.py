@@ -4,7 +4,7 @@ was not found.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 import torch
@@ -14,9 +14,11 @@ from mla_fusion.compat import OpOverload
 from mla_fusion.facts import kv_operator
 from mla_fusion.facts.dynamic_quant import quantised_behind
 from mla_fusion.facts.projection import Projection
+from mla_fusion.facts.reading import ConeFacts
 from mla_fusion.fx import registered
 from mla_fusion.fx.analytic import Barrier
 from mla_fusion.fx.kinds import (
+    borrows_only,
     has_effect,
     holds_integers,
     is_cast,
@@ -30,7 +32,7 @@ from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import reached, users
 from mla_fusion.match import epsilon
 from mla_fusion.match.near_miss import Facts, NearMiss
-from mla_fusion.operators.known import ELEMENTWISE, value_of
+from mla_fusion.operators.known import JOINERS, value_of
 from mla_fusion.report.rejection import Refuse
 
 # Reasons that say what is absent; the step that hides it says more.
@@ -38,15 +40,20 @@ _VAGUE = frozenset(
     "q_lora.absent kv_latent.absent rope.absent absorb.absent norm.absent rope.tables_differ "
     "reader.latent".split()
 )
+# Those of them that a step behind a projection explains, or behind some of its columns.
+_OF_PARTS = frozenset("kv_latent.absent rope.absent norm.absent".split())
 _TORCHS_OWN = ("aten", "prims", "prim", "npu", "c10d", "quantized", "_c10d_functional")
 _UNUSED = "a function is registered for it and cannot be used: the log says why"
 _FARTHEST = 64  # nodes from a step to the product or the write that it leads to
 
 
 def because_of_a_step(
-    view: View, facts: Facts, ups: Iterable[Projection], miss: NearMiss
+    view: View, facts: dict[Projection, ConeFacts], ups: dict[Projection, ConeFacts], miss: NearMiss
 ) -> NearMiss:
-    """The near miss with the code of the step that ended the proof, where there is one."""
+    """The near miss with the code of the step that ended the proof, where there is one.
+
+    facts, ups   what was read of the projections of x, and of those of what is made of these
+    """
     if miss.reason.code == "q_lora.interrupted":
         return _mixed(facts, miss)
     if miss.reason.code not in _VAGUE or miss.certain:
@@ -69,14 +76,12 @@ def because_of_a_step(
                 detail = f"{barrier.detail}; {detail}"
             reason = Refuse(code, detail, (node, *miss.nodes[:1]))
             return replace(miss, reason=reason)
-    concerned = [item.node for item in read if item.node in miss.nodes]
-    if miss.lacks == "key":
-        unread = (item.node for item, cone in facts.items() if not cone.norms)
-        concerned += [product for product in unread if _is_stored(view, product)]
-    for product in concerned:
-        step = _next_step(view, product)
-        if step is not None:
-            return replace(miss, reason=_because_of(view, step, product, miss))
+    known = miss.nodes if miss.reason.code == "rope.absent" else ()
+    for item, cone in (facts | ups).items() if miss.reason.code in _OF_PARTS else ():
+        product = item.node
+        if item in ups or product in miss.nodes or _is_stored(view, product):
+            for step in _next_steps(view, cone, known):
+                return replace(miss, reason=_because_of(view, step, product, miss))
     if miss.reason.code == "rope.absent":
         for node, detail in _rotations(view, [item.node for item in read]):
             return replace(miss, reason=Refuse("step.unknown", detail, (node, *miss.nodes[:1])))
@@ -94,19 +99,31 @@ def _is_stored(view: View, product: Node) -> bool:
     )
 
 
-def _next_step(view: View, product: Node) -> Node | None:
-    """The step by which all of a product goes on, to another product or a write: element by
-    element, or a cast that picks.
+def _next_steps(view: View, cone: ConeFacts, known: Collection[Node]) -> Iterator[Node]:
+    """Steps by which parts of a product go on, to another product or a write, and no fact that was
+    read; nor do they lead to what is ``known``.
     """
-    node, readers = product, [product]
-    while len(readers) == 1 and (node is product or _keeps_numbers(view, node)):
-        readers = [user for user in node.users if not is_size(user)]
-        node = readers[0] if readers else node
-    is_step = len(readers) == 1 and word(node) in ELEMENTWISE
-    return node if is_step and _leads_on(view, node) else None
+    product = cone.cone.node
+    ends = (*(norm.node for norm in cone.norms), *(rope.node for rope in cone.ropes))
+    explained = {node for end in ends for node in nodes_between((product,), end)}
+    for part in reached([product], lambda node: (u for u in node.users if _is_part(view, u))):
+        readers = [user for user in part.users if not (is_size(user) or borrows_only(user))]
+        if len(readers) != 1 or _is_part(view, readers[0]) or readers[0] in explained:
+            continue
+        (step,) = readers
+        behind = {user for node in reached([step], users, _FARTHEST) for user in node.users}
+        if _is_step(view, step) and _leads_on(view, step) and behind.isdisjoint(known):
+            yield step
 
 
-def _keeps_numbers(view: View, node: Node) -> bool:
+def _is_step(view: View, node: Node) -> bool:
+    """Does it compute with the numbers, by itself?"""
+    ends = node.op != "call_function" or node in view.contractions or kv_operator.is_one(node)
+    return not (ends or is_writer(node) or has_effect(node) or word(node) in JOINERS)
+
+
+def _is_part(view: View, node: Node) -> bool:
+    """Some of the numbers of what it reads, as they are."""
     return is_view(node) or (is_cast(node) and node not in view.barriers)
 
 

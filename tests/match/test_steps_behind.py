@@ -122,3 +122,45 @@ class ScaledBeside(Base):
 def test_a_product_of_no_prologue_is_not_blamed() -> None:
     rejection = refused(graph_of(ScaledBeside(), *paged_args()))
     assert rejection.code == "kv_latent.absent" and "weights_proj" not in rejection.message
+
+
+class SteppedPart(Base):
+    """A step on some of a projection's columns."""
+
+    def __init__(self, part: str, step: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.part, self.step = part, step
+
+    def latent(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        c_kv, k_pe = self.kv_a_proj_with_mqa(x).split([HCKV, DR], -1)
+        c_kv = self.step(c_kv) if self.part == "c_kv" else c_kv
+        return self.kv_a_layernorm(c_kv), self.step(k_pe) if self.part == "k_pe" else k_pe
+
+    def rotate_q(self, q_pe: Tensor, c: Tensor, s: Tensor) -> Tensor:
+        return self.rotate(self.step(q_pe) if self.part == "q_pe" else q_pe, c, s)
+
+
+PARTS = {"c_kv": "kv_latent.absent", "k_pe": "rope.absent", "q_pe": "rope.absent"}
+STEPS_OF_PARTS = {
+    "mul": lambda y: y * torch.linspace(0.5, 1.5, y.shape[-1]).to(y.dtype),
+    "tanh": torch.tanh,
+    "softmax": lambda y: y.softmax(-1),
+    "cumsum": lambda y: y.cumsum(0),
+    "flip": lambda y: y.flip(0),
+    "cast": lambda y: y.to(torch.float8_e4m3fn).to(y.dtype),
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("name", STEPS_OF_PARTS)
+def test_behind_some_columns(name: str, part: str) -> None:
+    rejection = refused(graph_of(SteppedPart(part, STEPS_OF_PARTS[name]), *paged_args()))
+    assert rejection.code == PARTS[part]
+    assert f"{name} (" in rejection.message and "stands behind" in rejection.message
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_bias_of_some_columns(part: str) -> None:
+    bias = torch.linspace(0.5, 1.5, HCKV if part == "c_kv" else DR).bfloat16()
+    rejection = refused(graph_of(SteppedPart(part, lambda y: y + bias), *paged_args()))
+    assert rejection.code == "linear.bias"
