@@ -278,7 +278,7 @@ MISSES: dict[str, tuple[type[nn.Module], set[str]]] = {
     # what reads the columns scales them, as attention may
     "only_rope_scaled": (OnlyRopeScaled, {IN_PLACE}),
     "only_nope_scaled": (OnlyNopeScaled, {"scale.unequal"}),
-    "biased": (Biased, {"rope.absent"}),
+    "biased": (Biased, {"linear.bias"}),
     "clamped": (Clamped, {"rope.absent", "step.choice"}),
     "tokens_shifted": (TokensShifted, {"rope.absent", "tokens.mixed", STAGED}),
 }
