@@ -18,7 +18,7 @@ from mla_fusion.facts.projection import Projection
 from mla_fusion.facts.reading import ConeFacts, FactReader
 from mla_fusion.facts.rmsnorm import NormFact
 from mla_fusion.facts.rope import RopeFact
-from mla_fusion.fx.kinds import is_cast, is_view, is_writer, op_name, word
+from mla_fusion.fx.kinds import Kind, is_cast, is_view, is_writer, kind_of, op_name, word
 from mla_fusion.fx.sizes import same, sizes_of
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import peel, reached, upward, views_and_model_casts
@@ -557,7 +557,7 @@ class Diagnosis:
                 return self._hide([node])
         for item in self.above.get(x, ()):
             for member in self.view.members(item.node) if item.node is not query.node else ():
-                layers = self._ordered(self.view.sources(member))
+                layers = self._layers(member)
                 if len(layers) > 1 and all(self._is_of(layer, number) for layer in layers):
                     return self._hide(layers)
         return None
@@ -572,9 +572,9 @@ class Diagnosis:
             is_some = self._is_part(item.activation) or word(item.origin) in JOINERS
             if item.is_flat or not item.batch or not is_some:
                 continue
-            ups = self._ordered(self.view.sources(item.activation))
+            ups = self._layers(item.activation)
             latent = self._read_by(ups[0]) if ups else None
-            downs = self._ordered(self.view.sources(latent)) if latent is not None else []
+            downs = self._layers(latent) if latent is not None else []
             x = self._read_by(downs[0]) if downs else latent
             layers = next(
                 (layers for layers in (ups, downs) if layers and self._is_hidden(layers)), None
@@ -631,8 +631,10 @@ class Diagnosis:
         read = self._read_by(layer)
         return read is not None and (self.view.number(read) == number or self._is_of(read, number))
 
-    def _ordered(self, nodes: Collection[Node]) -> list[Node]:
-        return sorted(nodes, key=self.view.position.__getitem__)
+    def _layers(self, node: Node) -> list[Node]:
+        """What the node is made of, in graph order, but for random numbers."""
+        sources = self.view.sources(node)
+        return sorted(source for source in sources if kind_of(source) is not Kind.RANDOM)
 
     def _is_part(self, node: Node) -> bool:
         """Is the node some columns of what was computed?"""
