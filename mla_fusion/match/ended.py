@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import replace
+from math import prod
 
 import torch
 from torch.fx import Node
@@ -40,8 +41,6 @@ _VAGUE = frozenset(
     "q_lora.absent kv_latent.absent rope.absent absorb.absent norm.absent rope.tables_differ "
     "reader.latent".split()
 )
-# Those of them that a step behind a projection explains, or behind some of its columns.
-_OF_PARTS = frozenset("kv_latent.absent rope.absent norm.absent".split())
 _TORCHS_OWN = ("aten", "prims", "prim", "npu", "c10d", "quantized", "_c10d_functional")
 _UNUSED = "a function is registered for it and cannot be used: the log says why"
 _FARTHEST = 64  # nodes from a step to the product or the write that it leads to
@@ -76,55 +75,74 @@ def because_of_a_step(
                 detail = f"{barrier.detail}; {detail}"
             reason = Refuse(code, detail, (node, *miss.nodes[:1]))
             return replace(miss, reason=reason)
-    known = miss.nodes if miss.reason.code == "rope.absent" else ()
-    for item, cone in (facts | ups).items() if miss.reason.code in _OF_PARTS else ():
-        product = item.node
-        if item in ups or product in miss.nodes or _is_stored(view, product):
-            for step in _next_steps(view, cone, known):
-                return replace(miss, reason=_because_of(view, step, product, miss))
+    for item, cone in (facts | ups).items():
+        if _is_concerned(view, miss, item.node, item in facts):
+            for step in _next_steps(view, cone, miss):
+                return replace(miss, reason=_because_of(view, step, item.node, miss))
     if miss.reason.code == "rope.absent":
         for node, detail in _rotations(view, [item.node for item in read]):
             return replace(miss, reason=Refuse("step.unknown", detail, (node, *miss.nodes[:1])))
     return _mixed(facts, miss)
 
 
-def _is_stored(view: View, product: Node) -> bool:
-    """Is something that is made of it, and of no other product, written?"""
+def _is_concerned(view: View, miss: NearMiss, product: Node, is_of_x: bool) -> bool:
+    """Could a step behind the product, or behind some of its columns, be the reason?"""
 
     def behind(node: Node) -> Iterator[Node]:
         return (user for user in node.users if user not in view.contractions)
 
-    return any(
-        is_writer(node) or has_effect(node) for node in reached([product], behind, _FARTHEST)
-    )
+    code = miss.reason.code
+    if code not in ("kv_latent.absent", "rope.absent") or not is_of_x:
+        return product in miss.nodes or (code == "rope.absent" and not is_of_x)
+    return any(map(_writes, reached([product], behind, _FARTHEST)))  # the key's side
 
 
-def _next_steps(view: View, cone: ConeFacts, known: Collection[Node]) -> Iterator[Node]:
-    """Steps by which parts of a product go on, to another product or a write, and no fact that was
-    read; nor do they lead to what is ``known``.
+def _next_steps(view: View, cone: ConeFacts, miss: NearMiss) -> Iterator[Node]:
+    """Steps by which all of a product goes on, or all of some of its columns, to another product or
+    a write: no fact that was read, nor on the way to what the near miss names beside a rotation.
     """
     product = cone.cone.node
     ends = (*(norm.node for norm in cone.norms), *(rope.node for rope in cone.ropes))
     explained = {node for end in ends for node in nodes_between((product,), end)}
-    for part in reached([product], lambda node: (u for u in node.users if _is_part(view, u))):
-        readers = [user for user in part.users if not (is_size(user) or borrows_only(user))]
-        if len(readers) != 1 or _is_part(view, readers[0]) or readers[0] in explained:
+    known = miss.nodes if miss.reason.code == "rope.absent" else ()
+    parts = [product]
+    for part in parts:  # grows as it is walked
+        forms = list(reached([part], lambda node: _parts(view, node, whole=True)))
+        every = {user for form in forms for user in form.users}
+        inside = {piece for form in forms for piece in _parts(view, form)}
+        readers = [user for user in every - inside if not (is_size(user) or borrows_only(user))]
+        pieces = inside.difference(forms)
+        if not readers:
+            parts += sorted(pieces)
+        if len(readers) != 1 or pieces or not explained.isdisjoint(readers):
             continue
-        (step,) = readers
-        behind = {user for node in reached([step], users, _FARTHEST) for user in node.users}
-        if _is_step(view, step) and _leads_on(view, step) and behind.isdisjoint(known):
-            yield step
+        behind = {user for node in reached(readers, users, _FARTHEST) for user in node.users}
+        if _is_step(view, readers[0]) and _leads_on(view, readers[0]) and behind.isdisjoint(known):
+            yield readers[0]
+
+
+def _parts(view: View, node: Node, whole: bool = False) -> Iterator[Node]:
+    """What holds some of the node's numbers as they are; ``whole``: all of them."""
+    for user in node.users:
+        is_part = is_view(user) or (is_cast(user) and user not in view.barriers)
+        if is_part and not (whole and _count(view, user) != _count(view, node)):
+            yield user
+
+
+def _count(view: View, node: Node) -> int:
+    held = value_of(node)
+    every = held if isinstance(held, (tuple, list)) else (held,)
+    return sum(prod(view.binding.shape(one.shape)) for one in every)
 
 
 def _is_step(view: View, node: Node) -> bool:
     """Does it compute with the numbers, by itself?"""
     ends = node.op != "call_function" or node in view.contractions or kv_operator.is_one(node)
-    return not (ends or is_writer(node) or has_effect(node) or word(node) in JOINERS)
+    return not (ends or _writes(node) or word(node) in JOINERS)
 
 
-def _is_part(view: View, node: Node) -> bool:
-    """Some of the numbers of what it reads, as they are."""
-    return is_view(node) or (is_cast(node) and node not in view.barriers)
+def _writes(node: Node) -> bool:
+    return is_writer(node) or has_effect(node)
 
 
 def _because_of(view: View, step: Node, product: Node, miss: NearMiss) -> Refuse:
@@ -208,7 +226,7 @@ def _is_statistic(node: Node, product: Node) -> bool:
 def _leads_on(view: View, start: Node) -> bool:
     """Does what is made of it come to a product, or to a step that writes?"""
     below = (user for node in reached([start], users, _FARTHEST) for user in node.users)
-    return any(is_writer(node) or has_effect(node) or node in view.contractions for node in below)
+    return any(_writes(node) or node in view.contractions for node in below)
 
 
 def _mixed(facts: Facts, miss: NearMiss) -> NearMiss:
