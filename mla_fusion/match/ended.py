@@ -75,14 +75,15 @@ def because_of_a_step(
                 detail = f"{barrier.detail}; {detail}"
             reason = Refuse(code, detail, (node, *miss.nodes[:1]))
             return replace(miss, reason=reason)
-    for item, cone in (facts | ups).items():
-        if _is_concerned(view, miss, item.node, item in facts):
-            for step in _next_steps(view, cone, miss):
-                return replace(miss, reason=_because_of(view, step, item.node, miss))
     if miss.reason.code == "rope.absent":
         for node, detail in _rotations(view, [item.node for item in read]):
             return replace(miss, reason=Refuse("step.unknown", detail, (node, *miss.nodes[:1])))
-    return _mixed(facts, miss)
+    mixed = _mixed(facts, miss)
+    for item, cone in (facts | ups).items() if mixed is miss else ():
+        if _is_concerned(view, miss, item.node, item in facts):
+            for step in _next_steps(view, cone, miss):
+                return replace(miss, reason=_because_of(view, step, item.node, miss))
+    return mixed
 
 
 def _is_concerned(view: View, miss: NearMiss, product: Node, is_of_x: bool) -> bool:

@@ -303,15 +303,17 @@ class Diagnosis:
         return None
 
     def _above(self, node: Node) -> Projection | None:
-        """The only product that the node is made of, by whatever steps."""
+        """The only product that the node is made of, by whatever steps that are known."""
 
-        def behind(step: Node) -> list[Node]:
-            return [] if step in self.view.contractions else step.all_input_nodes
+        def is_end(step: Node) -> bool:
+            barrier = self.view.barriers.get(step)
+            unknown = barrier is not None and barrier.code == "step.unknown"
+            return unknown or step in self.view.contractions
 
-        found = [step for step in reached([node], behind, _FARTHEST) if not behind(step)]
-        products = [step for step in found if step in self.view.contractions]
+        above = reached([node], lambda one: [] if is_end(one) else one.all_input_nodes, _FARTHEST)
+        ends = list(filter(is_end, above))
         by_node = {item.node: item for item in self.projections if item.is_flat}
-        return by_node.get(products[0]) if len(products) == 1 else None
+        return by_node.get(ends[0]) if len(ends) == 1 else None
 
     def interrupted(self, seen: Seen) -> NearMiss | None:
         """What is made of a normed latent and is not it, or of it and something else, is projected
