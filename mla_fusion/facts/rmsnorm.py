@@ -19,13 +19,14 @@ from torch.fx import Node
 
 from mla_fusion.facts.decode import Decoder, Reading, small_scalars
 from mla_fusion.fx.cone import Cone
-from mla_fusion.fx.kinds import is_cast, is_getitem, is_view
+from mla_fusion.fx.kinds import Kind, is_cast, is_getitem, is_view, kind_of
 from mla_fusion.fx.measured import measured
 from mla_fusion.fx.program import nodes_between
 from mla_fusion.operators.known import value_of
 
 _EXACT = 1e-9
 _CLOSE = 1e-7  # eps and scale are solved to nine digits
+_MOVES = Kind.MOVEMENT, Kind.GATHER  # round nothing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,7 +267,8 @@ def _low_precision(cone: Cone, norm: Node) -> Node | None:
     ]
     for statistic in statistics:
         for node in nodes_between((cone.node,), statistic):
-            if node in inside and not (is_view(node) or is_cast(node) or is_getitem(node)):
+            is_moved = is_cast(node) or is_getitem(node) or kind_of(node) in _MOVES
+            if node in inside and not is_moved:
                 value = value_of(node)
                 if isinstance(value, torch.Tensor) and value.dtype in (
                     torch.bfloat16,

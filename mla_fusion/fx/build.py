@@ -19,7 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 from mla_fusion.compat import FakeTensor, OpOverload, schema_of, storage_id, without_fake_mode
 from mla_fusion.fx.held import Exact
 from mla_fusion.fx.kinds import attribute
-from mla_fusion.fx.sizes import Binding, SizeNodes, is_symbolic, same, same_shape
+from mla_fusion.fx.sizes import Binding, SizeNodes, expression, is_symbolic, same, same_shape
 from mla_fusion.fx.workplace import created
 from mla_fusion.operators.known import dtype_of, shape_of, value_of
 
@@ -315,8 +315,9 @@ class GraphBuilder(Builder):
         """
         out: list[Any] = []
         for size in shape:
-            if not is_symbolic(size):
-                out.append(int(size))
+            number = expression(size)
+            if not is_symbolic(size) or number.is_Integer:  # a symbol that a guard made a number
+                out.append(int(number))
                 continue
             node = self._size_nodes.find(size)
             if node is not None and self._is_written:

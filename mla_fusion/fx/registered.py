@@ -35,6 +35,7 @@ log = logging.getLogger("mla_fusion")
 _TORCHS_OWN = ("aten", "prims", "prim", "npu", "_operator", "c10d", "quantized")
 _KNOWN: dict[Any, Callable[..., Any]] = {}  # by overload
 _TAG = "mla_fusion_call"
+INSIDE = "mla_fusion_inside"  # of a node: the operators in whose place it stands, the outer first
 
 
 def register_operator(op: Any, decomposition: Callable[..., Any] | None, *example: Any) -> None:
@@ -212,7 +213,10 @@ def _traced(node: Node, function: Callable[..., Any]) -> GraphModule:
     def flat(*values: Any) -> list[Any]:
         held = dict(zip(operands, values, strict=True))
         args, kwargs = tree_map_only(Node, held.__getitem__, (node.args, dict(node.kwargs)))
-        return tree_leaves(function(*args, **kwargs))
+        results = tree_leaves(function(*args, **kwargs))
+        # an operator's result is never its operand: the node of the copy stands for the call
+        is_operand = {id(value) for value in values}.__contains__
+        return [result.clone() if is_operand(id(result)) else result for result in results]
 
     values = [operand.meta["val"] for operand in operands]
     fakes = [value for value in tree_leaves(values) if isinstance(value, FakeTensor)]
@@ -232,17 +236,16 @@ def tag(call: Node, values: Mapping[Node, Any], results: list[Any]) -> None:
     args, kwargs = tree_map_only(
         Node, lambda node: _Name(values[node].name), (call.args, dict(call.kwargs))
     )
-    operands = [values[node] for node in call.all_input_nodes]
     for place, result in enumerate(results):
-        if isinstance(result, Node) and result not in operands:
+        if isinstance(result, Node):
             result.meta[_TAG] = _Call(call, args, kwargs, place)
 
 
 def assumed(nodes: Iterable[Node]) -> Iterator[str]:
     """What a proof that rests on these nodes takes for granted."""
     for node in nodes:
-        if _TAG in node.meta:
-            yield f"{node.meta[_TAG].call.target} computes what was registered for it"
+        for target in node.meta.get(INSIDE, ()):
+            yield f"{target} computes what was registered for it"
 
 
 @dataclass(frozen=True)

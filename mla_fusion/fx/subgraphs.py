@@ -89,7 +89,9 @@ def _lay(
         if node in bodies:
             values[node] = _results(gm, into, bodies[node], values, origin)
         elif (own := registered.inside(node)) is not None:
-            body = _Body(own.graph, path, _Call(node, own.operands), _origin(node))
+            within = (*origin.get(registered.INSIDE, ()), node.target)
+            at = _origin(node) | {registered.INSIDE: within}
+            body = _Body(own.graph, path, _Call(node, own.operands), at)
             made = _results(gm, into, body, values, origin)
             registered.tag(node, values, made)
             values[node] = made[0] if own.is_one else made

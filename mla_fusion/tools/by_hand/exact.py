@@ -144,6 +144,9 @@ def _compared(both: Sequence[Exported], inputs: Sequence[Any]) -> Audit:
             return _unproved(runs, unequal, inputs, seen)
         results = (runs[1].env[node] for node in theirs.results.values())
         count += sum(value.re.numel() for result in results for value in _parts(result))
+    if theirs.results and not count:
+        said = "not decided: of these inputs no result has an element to compare"
+        return _undecided("results.empty", said, seen)
     errors, drawn, witness = _witness(both, inputs, REFUTES)
     if errors is not None:
         said = f"not decided: equal in exact arithmetic, but on {drawn}, {_largest(errors)}"
