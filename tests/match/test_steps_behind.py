@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import mla_fusion as mf
 from tests.catalogue.base import DR, HCKV, HCQ, HE, Base, D, npu, paged_args
 from tests.catalogue.static import H, Static, StaticLinear, static_args
+from tests.exhaustive import one_in
 from tests.harness import graph_of, refused
 
 
@@ -54,7 +55,7 @@ VAGUE = {"q": "norm.absent", "k": "kv_latent.absent", "u": "rope.absent"}
 
 
 @pytest.mark.parametrize("which", ["q", "k", "u", "qk", "qku"])
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", one_in(2, STEPS))
 def test_it_is_named(name: str, which: str) -> None:
     step, code, named = STEPS[name]
     model = replaced(which, lambda *widths: Stepped(step, *widths), Base(), HE)
@@ -152,7 +153,7 @@ STEPS_OF_PARTS = {
 
 
 @pytest.mark.parametrize("part", PARTS)
-@pytest.mark.parametrize("name", STEPS_OF_PARTS)
+@pytest.mark.parametrize("name", one_in(2, STEPS_OF_PARTS))
 def test_behind_some_columns(name: str, part: str) -> None:
     rejection = refused(graph_of(SteppedPart(part, STEPS_OF_PARTS[name]), *paged_args()))
     assert rejection.code == PARTS[part]
