@@ -4,7 +4,7 @@ was not found.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from math import prod
 
@@ -15,7 +15,7 @@ from mla_fusion.compat import OpOverload
 from mla_fusion.facts import kv_operator
 from mla_fusion.facts.dynamic_quant import quantised_behind
 from mla_fusion.facts.projection import Projection
-from mla_fusion.facts.reading import ConeFacts
+from mla_fusion.facts.reading import ConeFacts, FactReader
 from mla_fusion.fx import registered
 from mla_fusion.fx.analytic import Barrier
 from mla_fusion.fx.kinds import (
@@ -32,7 +32,7 @@ from mla_fusion.fx.sizes import is_size, same, sizes_of
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import reached, users
 from mla_fusion.match import epsilon
-from mla_fusion.match.near_miss import Facts, NearMiss
+from mla_fusion.match.near_miss import Facts, NearMiss, behind
 from mla_fusion.operators.known import JOINERS, value_of
 from mla_fusion.report.rejection import Refuse
 
@@ -47,17 +47,18 @@ _FARTHEST = 64  # nodes from a step to the product or the write that it leads to
 
 
 def because_of_a_step(
-    view: View, facts: dict[Projection, ConeFacts], ups: dict[Projection, ConeFacts], miss: NearMiss
+    view: View, reader: FactReader, facts: Facts, ups: Iterable[Projection], miss: NearMiss
 ) -> NearMiss:
     """The near miss with the code of the step that ended the proof, where there is one.
 
-    facts, ups   what was read of the projections of x, and of those of what is made of these
+    facts   what was read of the projections of x
+    ups     projections of what is made of these
     """
     if miss.reason.code == "q_lora.interrupted":
         return _mixed(facts, miss)
     if miss.reason.code not in _VAGUE or miss.certain:
         return miss
-    read = [*facts, *ups]
+    read = list(dict.fromkeys((*facts, *ups)))
     quantising = {node for item in read for node in _quantising(item)}
     for product in dict.fromkeys(item.node for item in read):
         for node, barrier in _ends(view, product):
@@ -79,23 +80,20 @@ def because_of_a_step(
         for node, detail in _rotations(view, [item.node for item in read]):
             return replace(miss, reason=Refuse("step.unknown", detail, (node, *miss.nodes[:1])))
     mixed = _mixed(facts, miss)
-    for item, cone in (facts | ups).items() if mixed is miss else ():
+    for item in read if mixed is miss else ():
         if _is_concerned(view, miss, item.node, item in facts):
-            for step in _next_steps(view, cone, miss):
+            for step in _next_steps(view, reader.read(item), miss):
                 return replace(miss, reason=_because_of(view, step, item.node, miss))
     return mixed
 
 
 def _is_concerned(view: View, miss: NearMiss, product: Node, is_of_x: bool) -> bool:
     """Could a step behind the product, or behind some of its columns, be the reason?"""
-
-    def behind(node: Node) -> Iterator[Node]:
-        return (user for user in node.users if user not in view.contractions)
-
     code = miss.reason.code
-    if code not in ("kv_latent.absent", "rope.absent") or not is_of_x:
-        return product in miss.nodes or (code == "rope.absent" and not is_of_x)
-    return any(map(_writes, reached([product], behind, _FARTHEST)))  # the key's side
+    if is_of_x and code in ("kv_latent.absent", "rope.absent"):  # of the key's side
+        made = reached([product], lambda node: behind(view, node), _FARTHEST)
+        return any(map(_writes, made))
+    return product in miss.nodes or code == "rope.absent"
 
 
 def _next_steps(view: View, cone: ConeFacts, miss: NearMiss) -> Iterator[Node]:
@@ -117,8 +115,8 @@ def _next_steps(view: View, cone: ConeFacts, miss: NearMiss) -> Iterator[Node]:
             parts += sorted(pieces)
         if len(readers) != 1 or pieces or not explained.isdisjoint(readers):
             continue
-        behind = {user for node in reached(readers, users, _FARTHEST) for user in node.users}
-        if _is_step(view, readers[0]) and _leads_on(view, readers[0]) and behind.isdisjoint(known):
+        below = {user for node in reached(readers, users, _FARTHEST) for user in node.users}
+        if _is_step(view, readers[0]) and _leads_on(view, readers[0]) and below.isdisjoint(known):
             yield readers[0]
 
 

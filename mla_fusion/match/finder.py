@@ -149,8 +149,8 @@ class Finder:
                 up for cone in facts.values() for norm in cone.norms for up in self.above[norm.node]
             ]
             named = (item for item in self.projections if item.node in joined.nodes)
-            others = {up: self.reader.read(up) for up in (*ups, *named) if up not in facts}
-            joined = ended.because_of_a_step(self.view, facts, others, joined)
+            read = self.reader, facts, (*ups, *named)
+            joined = ended.because_of_a_step(self.view, *read, joined)
             return [replace(joined, score=self._score(facts, ups), halves=self._halves(keys))]
         return [
             *joined,

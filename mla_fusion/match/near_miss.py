@@ -95,7 +95,8 @@ class Diagnosis:
         if seen.queries:
             asked = _ASKED["query"]
         elif seen.keys:
-            asked = _ASKED[f"key, {partial.reason.code}" if partial else "key"]
+            of_both = _ASKED.get(f"key, {partial.reason.code}" if partial else "", ())
+            asked = (*of_both, Diagnosis.as_seen) if partial else _ASKED["key"]
         else:
             has_latents = sum(len(cone.norms) for cone in seen.facts.values()) > 1
             asked = _ASKED["part of a query" if partial and has_latents else ""]
@@ -123,9 +124,10 @@ class Diagnosis:
             return unequal or NearMiss(absent, (norm.node, rope.node))
         _, absorb = absorbed[0]
         if absorb.times is not None:
-            detail = f"{absorb.times.name} multiplies each token of the query, q_pe before its"
-            reason = Refuse("scale.unequal", f"{detail} rotation")
-            return NearMiss(reason, (absorb.times, absorb.node))
+            detail = (
+                f"{absorb.times.name} multiplies each token of the query, q_pe before its rotation"
+            )
+            return NearMiss(Refuse("scale.unequal", detail), (absorb.times, absorb.node))
         detail = f"{absorb.heads} heads absorbed at {absorb.node.name}, none rotated"
         return NearMiss(Refuse("rope.absent", detail), (norm.node, absorb.node))
 
@@ -293,16 +295,27 @@ class Diagnosis:
         """Neither latent is read, and a product head by head is of some columns of what is made of
         one of several products of x: one step stands behind all of them, say.
         """
-        for item in self.projections if len(seen.facts) > 1 else ():
-            if item.batch and not item.is_flat and self._is_part(item.activation):
-                up = self._above(item.activation)
-                down = self._above(up.activation) if up is not None else None
-                if up is None or down is None or up in seen.facts or down not in seen.facts:
-                    continue
+        for up, down in self._chains if len(seen.facts) > 1 else ():
+            if down in seen.facts and up not in seen.facts:
                 return _projected_as_it_is(up, down)
         return None
 
-    def _above(self, node: Node) -> Projection | None:
+    @cached_property
+    def _chains(self) -> list[tuple[Projection, Projection]]:
+        """Of each product head by head of some columns, the projection that has them and the one
+        that this is made of, by whatever steps.
+        """
+        flat = (item for item in self.projections if item.is_flat)
+        by_node: dict[Node | None, Projection] = {item.node: item for item in flat}
+        found = []
+        for item in self.projections:
+            if item.batch and not item.is_flat and self._is_part(item.activation):
+                up = by_node.get(self._above(item.activation))
+                down = by_node.get(self._above(up.activation)) if up is not None else None
+                found += [(up, down)] if up is not None and down is not None else []
+        return found
+
+    def _above(self, node: Node) -> Node | None:
         """The only product that the node is made of, by whatever steps that are known."""
 
         def is_end(step: Node) -> bool:
@@ -312,8 +325,7 @@ class Diagnosis:
 
         above = reached([node], lambda one: [] if is_end(one) else one.all_input_nodes, _FARTHEST)
         ends = list(filter(is_end, above))
-        by_node = {item.node: item for item in self.projections if item.is_flat}
-        return by_node.get(ends[0]) if len(ends) == 1 else None
+        return ends[0] if len(ends) == 1 else None
 
     def interrupted(self, seen: Seen) -> NearMiss | None:
         """What is made of a normed latent and is not it, or of it and something else, is projected
@@ -347,8 +359,7 @@ class Diagnosis:
             yield from (up for up in self.above.get(node, ()) if up.is_flat and up not in group)
 
     def _behind(self, node: Node) -> Iterator[Node]:
-        """What reads the node and is no product."""
-        return (user for user in node.users if user not in self.view.contractions)
+        return behind(self.view, node)
 
     def cut(self, seen: Seen) -> NearMiss | None:
         """Some of the projected tokens are taken, and what is made of these is projected up and
@@ -667,11 +678,9 @@ _ASKED: dict[str, tuple[Callable[[Diagnosis, Seen], NearMiss | None], ...]] = {
         Diagnosis.undecoded,
         Diagnosis.no_query,
     ),
-    # a key beside part of a query, by what that part lacks
-    "key, rope.absent": (Diagnosis.direct, Diagnosis.as_seen),
-    "key, absorb.absent": (Diagnosis.interrupted, Diagnosis.as_seen),
-    "key, rope.heads_differ": (Diagnosis.as_seen,),
-    "key, scale.unequal": (Diagnosis.as_seen,),
+    # a key beside part of a query, by what that part lacks: before that itself is told
+    "key, rope.absent": (Diagnosis.direct,),
+    "key, absorb.absent": (Diagnosis.interrupted,),
     "part of a query": (Diagnosis.unnormed, Diagnosis.normed_key, Diagnosis.as_seen),
     "": (
         Diagnosis.unnormed,
@@ -682,6 +691,11 @@ _ASKED: dict[str, tuple[Callable[[Diagnosis, Seen], NearMiss | None], ...]] = {
         Diagnosis.unread,
     ),
 }
+
+
+def behind(view: View, node: Node) -> Iterator[Node]:
+    """What reads the node and is no product."""
+    return (user for user in node.users if user not in view.contractions)
 
 
 def _norms(seen: Seen) -> Iterator[NormFact]:
@@ -698,7 +712,9 @@ def _projected_as_it_is(up: Projection, down: Projection) -> NearMiss:
 
 def _takes_rows(node: Node) -> bool:
     """Is the node a view that keeps fewer rows than its source has, each as wide as it was?"""
-    kept, whole = (sizes_of(held) for held in (node, node.args[0])) if is_view(node) else ((), ())
+    if not is_view(node):
+        return False
+    kept, whole = sizes_of(node), sizes_of(node.args[0])
     if not kept or not whole:
         return False
     return same(kept[-1], whole[-1]) and not same(prod(kept), prod(whole))
