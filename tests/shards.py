@@ -11,7 +11,7 @@ import subprocess
 import zlib
 from pathlib import Path
 
-SUBMISSION = 13
+SUBMISSION = 14
 SHARES = 8
 ROOT = Path(__file__).parents[1]
 
