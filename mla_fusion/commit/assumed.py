@@ -13,7 +13,7 @@ from mla_fusion.fx.kinds import argument, is_cast, is_view, word
 from mla_fusion.fx.program import nodes_between
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import origin, reshapes, views_and_casts
-from mla_fusion.operators.known import value_of
+from mla_fusion.operators.known import dtype_of, value_of
 from mla_fusion.prove.counted import TOKENS, Counted
 from mla_fusion.prove.evaluate import OF_MODEL
 
@@ -36,12 +36,8 @@ def assumed_of_numbers(view: View, region: Region) -> tuple[str, ...]:
 
 def _floors(view: View, region: Region) -> Iterator[str]:
     for node in region.nodes:
-        value = value_of(node)
-        if (
-            word(node) not in _FLOORS
-            or not isinstance(value, torch.Tensor)
-            or not value.is_floating_point()
-        ):
+        value = value_of(node) if word(node) in _FLOORS else None
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
             continue
         sides = [arg for arg in node.args[:2] if isinstance(arg, Node)]
         held = [side for side in sides if not view.is_constant(side)]
@@ -56,8 +52,7 @@ def _floors(view: View, region: Region) -> Iterator[str]:
 def _whole(region: Region) -> Iterator[str]:
     """Casts of rounded numbers to wide integers, which are bounded behind them."""
     for node in region.nodes:
-        dtype = getattr(value_of(node), "dtype", None)
-        if is_cast(node) and dtype in (torch.int32, torch.int64):
+        if is_cast(node) and dtype_of(node) in (torch.int32, torch.int64):
             source = origin(node.all_input_nodes[0], views_and_casts)
             if word(source) == "round":
                 yield f"rounded rows are below 2**31 at {node.name}"

@@ -97,7 +97,8 @@ class _Walk:
                 continue
             seen.add(node)
             role = self.given.get(node)
-            if role is not None or node.op in INPUTS or _is_random(node) or _makes_a_size(node):
+            is_given = role is not None or node.op in INPUTS
+            if is_given or operator_of(node).random or _makes_a_size(node):
                 self.leaves[node] = self._role_of_input(node) if role is None else role
             elif node in stop:
                 met.append(node)
@@ -225,10 +226,6 @@ def _above_x(origin: Node) -> set[Node]:
 
     _, *above = reached([origin], lambda node: filter(is_as_large, node.all_input_nodes), _FARTHEST)
     return set(above)
-
-
-def _is_random(node: Node) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def _makes_a_size(node: Node) -> bool:

@@ -16,6 +16,7 @@ from mla_fusion.operators.forms import join_of
 from mla_fusion.operators.known import value_of
 
 _SLICES = {"slice": 0, "slice_scatter": 1}  # which argument it may be
+_STEPS = frozenset((*_SLICES, "cat"))
 
 
 def found(graph: Graph) -> bool:
@@ -42,7 +43,10 @@ def _only_part(node: Node) -> Node | None:
     """What a slice takes or assigns, or the one operand of a join that has elements, where the step
     is that operand.
     """
-    name, (_, given) = word(node), join_of(node) or (0, ())
+    name = word(node)
+    if name not in _STEPS:
+        return None  # most are such
+    _, given = join_of(node) or (0, ())
     if name in _SLICES and argument(node, "step", 1) == 1:
         given = (node.args[_SLICES[name]],)
     elif len(given) < 2:

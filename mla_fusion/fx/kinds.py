@@ -7,7 +7,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from mla_fusion.compat import HigherOrderOperator, OpOverload
 from mla_fusion.fx.sizes import has_symbols, is_size, is_symbolic
@@ -234,6 +234,11 @@ def attribute(node: Node) -> Any:
 def reads_by_strides(node: Node) -> bool:
     """Does the node read memory by strides of its own?"""
     return op_name(node).startswith("aten::as_strided")
+
+
+def has_reader_by_strides(graph: Graph) -> bool:
+    one_of_each = {node.target: node for node in graph.nodes}
+    return any(map(reads_by_strides, one_of_each.values()))
 
 
 def heeds_strides(node: Node) -> bool:

@@ -16,7 +16,12 @@ import torch
 from torch.fx import Node
 
 from mla_fusion.fx.build import GraphBuilder
-from mla_fusion.fx.kinds import heeds_strides, operator_of, reads_by_strides
+from mla_fusion.fx.kinds import (
+    has_reader_by_strides,
+    heeds_strides,
+    operator_of,
+    reads_by_strides,
+)
 from mla_fusion.fx.sizes import Binding, same
 from mla_fusion.fx.walk import reached
 
@@ -37,7 +42,7 @@ def follow(
     if not differ:
         return
     with builder.propagating():
-        if reader(differ) is not None:
+        if has_reader_by_strides(builder.gm.graph) and reader(differ) is not None:
             for new, old in differ.items():
                 _restore(builder, new, old.meta["val"], set(new.users))
             return

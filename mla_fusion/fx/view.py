@@ -23,6 +23,7 @@ from mla_fusion.fx.kinds import (
     MODEL_FLOATS,
     diagonal_axes,
     filled_with,
+    has_reader_by_strides,
     holds_at_any_length,
     is_cast,
     is_float,
@@ -32,7 +33,6 @@ from mla_fusion.fx.kinds import (
     is_reshape,
     is_view,
     operator_of,
-    reads_by_strides,
     size_among_numbers,
     tensor_held,
     word,
@@ -311,8 +311,7 @@ class View:
 
     @cached_property
     def reads_by_strides(self) -> bool:
-        """Does any node read memory by strides of its own?"""
-        return any(map(reads_by_strides, self.nodes))
+        return has_reader_by_strides(self.gm.graph)
 
     @cached_property
     def held_dtypes(self) -> frozenset[torch.dtype]:

@@ -42,8 +42,9 @@ def copied(node: Node, into: Graph, transform: Callable[[Node], Any]) -> Node:
     """``node`` at the end of another graph, with its name and its metadata."""
     args, kwargs = map_arg((node.args, node.kwargs), transform)
     made = created(into, node.op, node.target, args, kwargs, node.name)
-    made.type = node.type
-    # filled in: a node that is given an attribute is sorted anew among those of its graph
+    # a node that is given an attribute is sorted anew among those of its graph
+    if node.type is not None:
+        made.type = node.type
     made.meta.update(node.meta)
     return made
 

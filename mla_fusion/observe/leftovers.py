@@ -22,7 +22,7 @@ from mla_fusion.fx.kinds import (
 from mla_fusion.fx.sizes import has_symbols
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import INPUTS, reached
-from mla_fusion.plan.plan import Plan, PrologPlan, Staged
+from mla_fusion.plan.plan import Plan, PrologPlan, Staged, Structure
 from mla_fusion.report.staging import Leftover
 
 _BFLOAT16 = 2  # bytes
@@ -43,22 +43,32 @@ def leftovers(view: View, plan: Plan) -> tuple[Leftover, ...]:
     )
 
 
-def replaced(view: View, plan: Plan) -> int:
+def replaced(plan: Plan, structure: Structure) -> int:
     """How many operators of the graph compute what the kernel is to compute: from what it reads to
     what it replaces. A staged plan's cache writes, which stay, count here too. Views do not.
     """
+    if isinstance(plan.caches, Staged):
+        rows = [item.node for item in plan.replacements if item.output in _ROWS]
+        return _operators(_computed(plan).union(_to_caches(rows)))
+    if structure.replaced is None:
+        structure.replaced = _operators(_computed(plan))
+    return structure.replaced
+
+
+def _computed(plan: Plan) -> set[Node]:
     ends = set(target_of(plan).inputs(plan))
 
     def is_computed(node: Node) -> bool:
         return node not in ends and node.op == "call_function"
 
     starts = (item.node for item in plan.replacements)
-    found = reached(
-        filter(is_computed, starts), lambda node: filter(is_computed, node.all_input_nodes)
+    return set(
+        reached(filter(is_computed, starts), lambda node: filter(is_computed, node.all_input_nodes))
     )
-    rows = [item.node for item in plan.replacements if item.output in _ROWS]
-    writes = _to_caches(rows) if isinstance(plan.caches, Staged) else []
-    return sum(not _is_free(node) for node in {*found, *writes})
+
+
+def _operators(nodes: Iterable[Node]) -> int:
+    return sum(not _is_free(node) for node in nodes)
 
 
 def _buffers(plan: Plan) -> Leftover:

@@ -59,7 +59,7 @@ class Record:
                 placement=self._placement(plan),
                 staged_by=self._staged_by(plan),
                 leaves=leaves,
-                operators_before=replaced(self._view, plan),
+                operators_before=replaced(plan, structure),
                 operators_after=1 + sum(item.launches for item in leaves),
                 warnings=tuple(map(self._named, plan.warnings)),
                 rope=_rotation(plan),

@@ -170,12 +170,14 @@ class Structure:
     proved    what was shown of it
     compared  the layer that the second witness compared; "" before it has compared one
     lines     why it is exact, for the report
+    replaced  how many operators the call stands for; None before they are counted
     """
 
     accepted: bool = False
     proved: Shown | None = None
     compared: str = ""
     lines: tuple[str, ...] = ()
+    replaced: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -859,7 +859,8 @@ def _rows(a: Num) -> tuple[Num, Num]:
     lead = a.moved(lambda part: part[..., :1])
     size = Num(torch.where(_are_zeros(lead), 1, lead.re), lead.im)
     places = Num(torch.arange(a.shape[-1], dtype=torch.int64))
-    return total(function("row", a / size, places), [-1], True), size
+    # places first: they are mixed once for all rows
+    return total(function("row", places, a / size), [-1], True), size
 
 
 def _sums(a: Tensor, b: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from mla_fusion.fx.kinds import holds_integers
 from mla_fusion.fx.program import Program
 from mla_fusion.fx.view import View
 from mla_fusion.match.finder import Finder
+from mla_fusion.operators.known import operator_of
 from mla_fusion.plan.whole import PrologPlanner
 from tests.catalogue import base, floats, layouts, prologues, rotations
 from tests.harness import traced_graph
@@ -101,8 +102,8 @@ def test_what_is_random_is_known_by_its_tag() -> None:
         aten.bernoulli.p,
         aten.randperm.default,
     ]
-    assert all(region._is_random(graph.call_function(op, (x,))) for op in drawn)
-    assert not region._is_random(graph.call_function(aten.add.Tensor, (x, x)))
+    assert all(operator_of(graph.call_function(op, (x,))).random for op in drawn)
+    assert not operator_of(graph.call_function(aten.add.Tensor, (x, x))).random
 
 
 def test_an_untouched_region_is_verified() -> None:
