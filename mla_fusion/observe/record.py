@@ -72,7 +72,7 @@ class Record:
                 source=module_path.source(plan.candidate.down.node),
                 picture=self._picture(structure, partial(draw.fused, self._finder, plan)),
                 proof=(
-                    *map(self._named, self._proof(plan, structure)),
+                    *self._proof(plan, structure),
                     proved.text,
                     compared or verified,
                 ),
@@ -147,8 +147,8 @@ class Record:
 
     def _proof(self, plan: Plan, structure: Structure) -> tuple[str, ...]:
         """Equal for layers of equal structure, but for what each says of its slots."""
-        structure.lines = structure.lines or proof.lines(self._view, plan)
-        return (*structure.lines, proof.slots(plan))
+        structure.lines = structure.lines or tuple(map(self._named, proof.lines(self._view, plan)))
+        return (*structure.lines, self._named(proof.slots(plan)))
 
     def _certificate(self, shown: Shown) -> int | None:
         """Its place in ``Report.certificates``."""
