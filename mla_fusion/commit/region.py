@@ -61,10 +61,11 @@ def cut_out(view: View, plan: Plan) -> Region:
     xs = plan.read_from or (_leaf_of_x(plan),)
     above = set[Node]() if plan.read_from else _above_x(plan.candidate.down.origin)
     walk = _Walk(view, plan, {**dict.fromkeys(xs, "x"), **roles})
-    reached = walk.run([*targets, *reads], stop_at=above.difference(xs))
+    met = walk.run([*targets, *reads], stop_at=above.difference(xs))
     # x is computed a second time from what lies above it: that is drawn, and both are computed
-    if reached:
-        walk = _Walk(view, plan, {**dict.fromkeys(reached, "x"), **roles})
+    if met:
+        roles = {node: role for node, role in roles.items() if above.isdisjoint(_upward(node))}
+        walk = _Walk(view, plan, {**dict.fromkeys(met, "x"), **roles})
         walk.run([*targets, *reads])
     outside = walk.not_runnable()
     if outside:
@@ -97,11 +98,10 @@ class _Walk:
                 continue
             seen.add(node)
             role = self.given.get(node)
-            is_given = role is not None or node.op in INPUTS
-            if is_given or operator_of(node).random or _makes_a_size(node):
-                self.leaves[node] = self._role_of_input(node) if role is None else role
-            elif node in stop:
+            if role is None and node in stop:
                 met.append(node)
+            elif role is not None or _is_drawn(node):
+                self.leaves[node] = self._role_of_input(node) if role is None else role
             elif (twin := self._twin(node)) is not None:
                 self.twins[node] = twin
                 stack.append((twin, False))
@@ -207,25 +207,31 @@ def _leaf_of_x(plan: Plan) -> Node:
     other is computed.
     """
     origin = plan.candidate.down.origin
-    if origin in reached([plan.token_x], lambda node: node.all_input_nodes, _FARTHEST):
+    if origin in _upward(plan.token_x):
         return origin
     return plan.token_x if plan.token_x in _above_x(origin) else origin
 
 
+def _upward(node: Node) -> Iterator[Node]:
+    return reached([node], lambda read: read.all_input_nodes, _FARTHEST)
+
+
 def _above_x(origin: Node) -> set[Node]:
     """What x is computed from that has as many elements: a wider form of it, the value before its
-    norm, residuals.
+    norm, residuals, what is quantised.
     """
     size = prod(shape_of(origin))
 
     def is_as_large(node: Node) -> bool:
         value = value_of(node)
-        if node.op in INPUTS or not isinstance(value, torch.Tensor):
-            return False
-        return value.dtype.is_floating_point and same(prod(value.shape), size)
+        return isinstance(value, torch.Tensor) and same(prod(value.shape), size)
 
     _, *above = reached([origin], lambda node: filter(is_as_large, node.all_input_nodes), _FARTHEST)
     return set(above)
+
+
+def _is_drawn(node: Node) -> bool:
+    return node.op in INPUTS or operator_of(node).random or _makes_a_size(node)
 
 
 def _makes_a_size(node: Node) -> bool:

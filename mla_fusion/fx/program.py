@@ -123,7 +123,8 @@ class Program:
             self._slots[alias] = self._slots[node]
         self.steps: list[Step] = []
         for node in nodes:
-            if is_size(node):
+            # an input is met among the nodes where another's shape is read off it
+            if is_size(node) or node in self._slots:
                 continue
             try:
                 step = self._compile(node)

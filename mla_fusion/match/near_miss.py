@@ -610,8 +610,8 @@ class Diagnosis:
         """More than one product, or one operator that is none; what keeps the width is no layer but
         a norm, say.
         """
-        if len(layers) > 1:
-            return True
+        if len(layers) > 1:  # a step that picks by values, a clamp say, hides a norm or itself
+            return all(node in self.view.contractions or node in self._unknown for node in layers)
         width = shape_of(self._unknown[layers[0]])[-1] if layers[0] in self._unknown else None
         return width is not None and not same(shape_of(layers[0])[-1], width)
 

@@ -34,8 +34,8 @@ MOST_BYTES, MOST_VALUES = 1 << 27, 1 << 15  # of a report, of a certificate
 LARGEST, DRAWN, MOST = 1 << 26, 1 << 24, 1 << 30  # elements: of a value, of numbers; bytes of all
 MOST_PRODUCTS, MOST_WORK = 1 << 28, 3 << 30  # of a product of matrices; steps on elements, of all
 STEPS = {"inverse": 48, "sqrt": 4, "function": 4, "label": 4, "leaf": 4}  # of each element
-FLOOR = 1e-20  # the largest epsilon that may stand for a floor
-PRIMES = 1 << 28  # fewer than the binary digits of all primes that may be drawn
+# the largest epsilon that may stand for a floor; fewer than the digits of all primes to draw from
+FLOOR, PRIMES = 1e-20, 1 << 28
 MOST_ROOT, MOST_FACTORS = 1 << 36, 8  # of what numbers are roots of; primes in all of these
 
 
@@ -682,7 +682,9 @@ def read(path: Path) -> Any:
 
 
 def line(layer: str, found: Accepted | Refused) -> str:
-    return f"{layer}: {'refused' if isinstance(found, Refused) else 'accepted'}: {found}"
+    """One line, whatever the names in the report hold: nothing in it ends or overwrites a line."""
+    text = f"{layer}: {'refused' if isinstance(found, Refused) else 'accepted'}: {found}"
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 if __name__ == "__main__":
