@@ -139,13 +139,12 @@ def _by_x(calls: Sequence[Call], inputs: Sequence[Any]) -> Draw | None:
     """Smaller x, where it is one of the inputs."""
     for call in calls:
         x, square = call.tensor(call.roles.x), _mean_square(call)
-        if x is None or x.dtype == torch.int8 or not square:
-            continue
-        return _smaller(inputs, x.shape[-1], (_SMALL / square) ** 0.5)
-    return None
+        if x is not None and x.dtype != torch.int8 and square:
+            break
+    else:
+        return None
+    width, factor = x.shape[-1], (_SMALL / square) ** 0.5
 
-
-def _smaller(inputs: Sequence[Any], width: int, factor: float) -> Draw | None:
     def is_x(value: Any) -> bool:
         is_float = isinstance(value, Tensor) and value.is_floating_point()
         return is_float and value.dim() > 1 and value.shape[-1] == width

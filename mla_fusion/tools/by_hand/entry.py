@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
+from mla_fusion.commit.interpreter import widened
 from mla_fusion.compat import tree_map_only
 from mla_fusion.tools.by_hand import exact, memory, wiring
 from mla_fusion.tools.by_hand.calls import AsModule, Call, Repair, Watch, callers_line
@@ -71,7 +72,8 @@ def audit(
     """
     fused, reference = _callable(fused), None if reference is None else _callable(reference)
     names = memory.paired(fused, reference)
-    calls, places, stopped = _calls(fused, inputs, names)
+    watch = _watched(fused, inputs, names)
+    calls, places = watch.calls, memory.places(watch.held)
     if not calls and reference is not None:
         return exact.compare(fused, reference, inputs)
     if not calls:
@@ -81,8 +83,8 @@ def audit(
             " no reference to compare it with"
         )
     seen = [finding for call in calls for finding in wiring.findings(call, soc, cann, path)]
-    if stopped is not None and not any(item.code.startswith("contract:") for item in seen):
-        seen.append(calls[-1].finding("call.fails", str(stopped)))
+    if watch.refused and not any(item.code.startswith("contract:") for item in seen):
+        seen.append(calls[-1].finding("call.fails", str(watch.refused)))
     operators = tuple(call.short for call in calls)
     if reference is None:
         return Audit(operators, tuple(seen))
@@ -120,17 +122,15 @@ def _callable(target: Any) -> Callable[..., Any]:
     return AsModule(target) if is_method else target
 
 
-def _calls(
-    fused: Callable[..., Any], inputs: Sequence[Any], names: dict[str, str]
-) -> tuple[list[Call], dict[int, str], Exception | None]:
-    """The calls of one run, where that could write, and what ended it early."""
+def _watched(fused: Callable[..., Any], inputs: Sequence[Any], names: dict[str, str]) -> Watch:
+    """The calls of one run, what that could write, and what ended it early."""
     watch = Watch(line=callers_line)
     try:
         values_of(fused, inputs, watch, names)
     except Exception:
         if watch.refused is None:  # a call that the operator refuses is a finding
             raise
-    return watch.calls, memory.places(watch.held), watch.refused
+    return watch
 
 
 def _values(reference: Callable[..., Any], draw: Draw) -> Values:
@@ -194,9 +194,7 @@ def _limits(
         return limits
     try:
         wide = copy.deepcopy(reference).double()
-        given = tree_map_only(
-            Tensor, lambda v: v.double() if v.is_floating_point() else v, list(inputs)
-        )
+        given = tree_map_only(Tensor, widened, list(inputs))
         noise = errors(values_of(wide, given, Watch()), wanted)
     except Exception:  # a model that runs in its own dtypes alone
         return limits
@@ -209,10 +207,15 @@ def _limits(
 
 def _epsilons(*models: object) -> list[float]:
     """What the models' modules hold under a name with "eps" in it."""
-    modules = [each for of in models if isinstance(of, nn.Module) for each in of.modules()]
-    held = [item for module in modules for item in vars(module).items()]
-    found = [value for name, value in held if "eps" in name and isinstance(value, float)]
-    return list(dict.fromkeys(found))
+    found = {
+        value: name
+        for model in models
+        if isinstance(model, nn.Module)
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if "eps" in name and isinstance(value, float)
+    }
+    return list(found)
 
 
 def _mended(subject: Subject, chosen: Sequence[Repair]) -> Finding:

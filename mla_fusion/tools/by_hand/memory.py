@@ -38,21 +38,18 @@ def copied(inputs: Sequence[Any]) -> list[Any]:
 
 def named(inputs: Sequence[Any]) -> dict[str, Tensor]:
     """Every tensor among the arguments: "argument 3"; in a list or dict, "argument 3.0"."""
-    found: dict[str, Any] = {}
-    for position, value in enumerate(inputs):
-        found[f"argument {position}"] = value
-        if not isinstance(value, Tensor):
-            leaves = enumerate(tree_leaves(value))
-            found |= {f"argument {position}.{at}": leaf for at, leaf in leaves}
-    return _strided(found)
+    return _tensors({f"argument {position}": value for position, value in enumerate(inputs)})
 
 
-def _strided(found: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors that have memory which can be written; a sparse one has none."""
+def _tensors(values: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The tensors that have memory which can be written (a sparse one has none); one in a list or
+    dict has its place there behind the name.
+    """
     return {
-        name: value
-        for name, value in found.items()
-        if isinstance(value, Tensor) and value.layout == torch.strided
+        name if leaf is value else f"{name}.{at}": leaf
+        for name, value in values.items()
+        for at, leaf in enumerate(tree_leaves(value))
+        if isinstance(leaf, Tensor) and leaf.layout == torch.strided
     }
 
 
@@ -62,23 +59,16 @@ def held_by(target: object) -> dict[str, Tensor]:
     """
     if not isinstance(target, nn.Module):
         return {}
-    found = {f"buffer {name}": value for name, value in target.named_buffers()}
+    attributes = {
+        f"attribute {path}.{name}".replace(" .", " "): value
+        for path, module in target.named_modules()
+        for name, value in vars(module).items()
+        if not name.startswith("_")
+    }
     known = {id(value) for value in (*target.parameters(), *target.buffers())}
-    for path, module in target.named_modules():
-        for name, value in vars(module).items():
-            if name.startswith("_"):
-                continue
-            tensors = [
-                leaf
-                for leaf in tree_leaves(value)
-                if isinstance(leaf, Tensor) and id(leaf) not in known
-            ]
-            label = f"attribute {path}.{name}" if path else f"attribute {name}"
-            found |= {
-                f"{label}.{at}" if len(tensors) > 1 else label: leaf
-                for at, leaf in enumerate(tensors)
-            }
-    return _strided(found)
+    found = _tensors({f"buffer {name}": value for name, value in target.named_buffers()})
+    others = _tensors(attributes).items()
+    return found | {name: value for name, value in others if id(value) not in known}
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:

@@ -99,17 +99,10 @@ class Audit:
         if self.errors:
             lines.append(f"  compared on {' and '.join(self.draws)}")
             width = max(map(len, self.errors))
+            beside = {"repaired": self.repaired, "rounding up to": self.tolerance}
             for name, error in self.errors.items():
-                after = (self.repaired or {}).get(name)
-                mended = (
-                    f"   repaired {after:.2g}" if after is not None and self.equal is False else ""
-                )
-                limit = (
-                    f"   rounding up to {self.tolerance.get(name, 0.0):.2g}"
-                    if self.tolerance
-                    else ""
-                )
-                lines.append(f"    {name:<{width}}  error {error:.2g}{mended}{limit}")
+                more = [f"   {what} {of[name]:.2g}" for what, of in beside.items() if of]
+                lines.append(f"    {name:<{width}}  error {error:.2g}{''.join(more)}")
         lines += map(str, self.findings)
         if (
             self.equal is False

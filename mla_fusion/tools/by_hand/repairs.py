@@ -65,11 +65,14 @@ def _of_tensors(call: Call) -> Iterator[Repair]:
         text = f"{tables} are those of the token {where}: each row belongs one position {other}"
         for rolled in (_rolled_tokens, _rolled_in_sequences):
             yield repair("tables.position", text, tables, rotated, partial(rolled, shift))
+    offsets = (
+        (1, "the weight is kept as gamma - 1 and 1 is not added"),
+        (-1, "1 is added to it twice"),
+    )
     for name, touches in roles.gammas.items():
-        kept = f"{name}: the weight is kept as gamma - 1 and 1 is not added"
-        yield repair("gamma.offset", kept, name, touches, partial(torch.add, other=1))
-        twice = f"{name}: 1 is added to it twice"
-        yield repair("gamma.offset", twice, name, touches, partial(torch.add, other=-1))
+        for one, text in offsets:
+            added = partial(torch.add, other=one)
+            yield repair("gamma.offset", f"{name}: {text}", name, touches, added)
     for name, touches in roles.scales.items():
         value = call.tensor(name)
         if value is not None and value.is_floating_point():

@@ -115,8 +115,7 @@ def _constant(attributes: dict[str, Any]) -> dict[str, Any]:
     """Its Value, and its numbers where the dump was made with them."""
     dtype, sizes, *_, data = (attributes.pop(f"value_{name}", None) for name in _CONSTANT)
     value = described(dtype or "", sizes or ())
-    known = numbers(value.dtype, str(data).encode("latin-1", errors="replace")) if data else None
-    return {"value": value, "numbers": known}
+    return {"value": value, "numbers": numbers(value.dtype, data) if data else None}
 
 
 def _roles(names: list[Any], places: list[Any], count: int) -> list[str]:

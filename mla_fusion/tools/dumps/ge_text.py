@@ -164,18 +164,20 @@ def _attribute(message: Any) -> Any:
 
 def constant(message: Message) -> dict[str, Any]:
     """A ``TensorDef``: its Value and, where the type has a plain binary form, its numbers."""
-    value = _value(first(message, "desc", []))
-    data = str(first(message, "data", "")).encode("latin-1", errors="replace")
+    value, data = _value(first(message, "desc", [])), first(message, "data", "")
     # GE can leave the data out
     absent = not data and value.shape is not None and 0 not in value.shape
     return {"value": value, "numbers": None if absent else numbers(value.dtype, data)}
 
 
-def numbers(dtype: str, data: bytes) -> list[Any] | None:
-    """What the bytes of a tensor are; None for a dtype of which torch has no numbers."""
+def numbers(dtype: str, text: object) -> list[Any] | None:
+    """What the bytes of a tensor, each a character, are; None for a dtype of which torch has no
+    numbers.
+    """
     known = names.dtype(dtype)
     if known is None:
         return None
+    data = str(text).encode("latin-1", errors="replace")
     whole = len(data) // known.itemsize * known.itemsize
     try:
         return torch.frombuffer(bytearray(data[:whole]), dtype=known).tolist() if whole else []

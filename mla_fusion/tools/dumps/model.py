@@ -157,6 +157,11 @@ class Operator:
         """Its first result, as far as the dump tells."""
         return self.outputs[0] if self.outputs else Value()
 
+    @property
+    def reads(self) -> list[tuple[int, Edge]]:
+        """Its inputs that are given, each with its place."""
+        return [(place, edge) for place, edge in enumerate(self.inputs) if edge is not None]
+
     def input(self, place: int) -> Edge | None:
         """What it reads at a place; None where the dump gives it nothing there."""
         return self.inputs[place] if place < len(self.inputs) else None
@@ -191,13 +196,10 @@ class Dump:
     @cached_property
     def readers(self) -> dict[str, list[tuple[Operator, int]]]:
         """For each operator those that read it, each with the place of that input."""
-        found: dict[str, list[tuple[Operator, int]]] = {
-            operator.name: [] for operator in self.operators
-        }
+        found: dict[str, list[tuple[Operator, int]]] = {name: [] for name in self.by_name}
         for operator in self.operators:
-            for place, edge in enumerate(operator.inputs):
-                if edge is not None:
-                    found[edge.producer].append((operator, place))
+            for place, edge in operator.reads:
+                found[edge.producer].append((operator, place))
         return found
 
     @cached_property
@@ -205,11 +207,8 @@ class Dump:
         """Each operator behind what it reads, else as in the file; those of a circle, and what
         reads one, are left out.
         """
-        place = {operator.name: index for index, operator in enumerate(self.operators)}
-        missing = {
-            operator.name: sum(edge is not None for edge in operator.inputs)
-            for operator in self.operators
-        }
+        place = {name: index for index, name in enumerate(self.by_name)}
+        missing = {operator.name: len(operator.reads) for operator in self.operators}
         ready = [place[name] for name, count in missing.items() if not count]
         found = []
         while ready:
@@ -240,19 +239,16 @@ class Dump:
         for _ in self.operators:  # a damaged dump may move a tensor in a circle
             if edge is None:
                 break
-            operator = self.by_name[edge.producer]
+            operator = self.producer(edge)
             found = (
                 operator.outputs[edge.index] if 0 <= edge.index < len(operator.outputs) else Value()
             )
+            above = operator.input(0)
             # of other results torchair writes a dtype that they need not have
             told = found.shape is not None
-            if (
-                told
-                or operator.type not in ("TensorMove", "Identity")
-                or operator.inputs[:1] == [edge]
-            ):
+            if told or operator.type not in ("TensorMove", "Identity") or above == edge:
                 return found
-            edge = operator.inputs[0] if operator.inputs else None
+            edge = above
         return Value()
 
     def of_type(self, *types: str) -> Iterator[Operator]:
@@ -262,20 +258,17 @@ class Dump:
         """Itself, if its operators have names of their own and read only one another."""
         if not self.operators:
             raise DumpError("the graph holds no operator", 1)
-        seen: dict[str, int] = {}
+        seen = {""}
         for operator in self.operators:
-            if not operator.name or operator.name in seen:
-                raise DumpError(
-                    f"two operators, or none, have the name {operator.name!r}", operator.line
-                )
-            seen[operator.name] = operator.line
+            name = operator.name
+            if name in seen:
+                raise DumpError(f"two operators, or none, have the name {name!r}", operator.line)
+            seen.add(name)
         for operator in self.operators:
-            for edge in operator.inputs:
-                if edge is not None and edge.producer not in seen:
-                    raise DumpError(
-                        f"{operator.name} reads {edge.producer!r}, which the dump lacks",
-                        operator.line,
-                    )
+            for _, edge in operator.reads:
+                if edge.producer not in self.by_name:
+                    said = f"{operator.name} reads {edge.producer!r}, which the dump lacks"
+                    raise DumpError(said, operator.line)
         return self
 
 

@@ -57,26 +57,23 @@ def find(dump: Dump) -> list[Prologue]:
 
 
 def _prologue(dump: Dump, place: int, operator: Operator) -> Prologue:
-    roles = roles_of(dump, operator)
+    roles = dict(enumerate(roles_of(operator)))
     inputs = tuple(
-        Input(role, str(edge), dump.value(edge))
-        for role, edge in zip(roles, operator.inputs, strict=False)
-        if edge is not None and edge.index >= 0
+        Input(roles[place], str(edge), dump.value(edge))
+        for place, edge in operator.reads
+        if edge.index >= 0 and place in roles
     )
-    known = _attributes(dump, operator)
+    known = _attributes(operator)
     shown = {name: known[name] for name in _SHOWN if name in known}
     return Prologue(place, operator.name, operator.type, inputs, shown, operator.source)
 
 
-def roles_of(dump: Dump, operator: Operator) -> list[str]:
-    """What each input is to a prologue operator."""
-    if dump.is_fx:
-        return _fx_roles(operator)
-    return operator.roles or list(GE[operator.type].ge_inputs)
-
-
-def _fx_roles(operator: Operator) -> list[str]:
-    """The schema's name of each input; its place where the operator is not known here."""
+def roles_of(operator: Operator) -> list[str]:
+    """What each input is to a prologue operator: of an FX graph the schema's name, or its place
+    where the operator is not known here.
+    """
+    if operator.type in GE:
+        return operator.roles or list(GE[operator.type].ge_inputs)
     target = names.target(operator.type)
     args, kwargs = operator.call
     known = names.by_name(target, args, {}) if isinstance(target, OpOverload) else {}
@@ -85,9 +82,9 @@ def _fx_roles(operator: Operator) -> list[str]:
     return [name for name, item in named.items() for _ in edges_in(item)]
 
 
-def _attributes(dump: Dump, operator: Operator) -> dict[str, Any]:
+def _attributes(operator: Operator) -> dict[str, Any]:
     """Attributes by name; what an FX call leaves out has the schema's default."""
-    target = names.target(operator.type) if dump.is_fx else None
+    target = names.target(operator.type)
     if not isinstance(target, OpOverload):
         return operator.attributes
     found = {

@@ -65,7 +65,7 @@ class Rebuilder(Builder):
 
     def _opaque(self, operator: Operator, called: str) -> Node:
         self.unmapped[called] += 1
-        inputs = tuple(self.nodes[edge.producer] for edge in operator.inputs if edge is not None)
+        inputs = tuple(self.nodes[edge.producer] for _, edge in operator.reads)
         if not inputs:
             raise NotRebuilt(
                 f"line {operator.line}: {operator.type} is not known here and reads nothing"

@@ -49,9 +49,7 @@ class Rebuilder(OperatorReader):
         if operator.type in _INPUTS:
             self._placeholder(operator)
         elif operator.type == "NetOutput":
-            self._outputs = [
-                edge for edge in operator.inputs if edge is not None and edge.index >= 0
-            ]
+            self._outputs = [edge for _, edge in operator.reads if edge.index >= 0]
         else:
             found = self._converted(operator)
             if not found:

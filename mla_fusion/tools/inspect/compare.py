@@ -32,6 +32,9 @@ class Change:
     inputs: tuple[str, ...]
     line: int
 
+    def __str__(self) -> str:
+        return f"{self.type} {self.name}({', '.join(self.inputs)})  line {self.line}"
+
 
 @dataclass
 class Difference:
@@ -56,29 +59,20 @@ class Difference:
     def __str__(self) -> str:
         if self.equal:
             return f"{self.first} and {self.second}: equal"
-        removed, added = (
-            Counter(change.type for change in side) for side in (self.removed, self.added)
-        )
+        sides = self.removed, self.added
+        removed, added = (Counter(change.type for change in side) for side in sides)
         parts = [
             f"{self.first} -> {self.second}: {len(self.removed)} removed, {len(self.added)} added"
         ]
         if removed or added:
-            rows = [
-                (kind, removed[kind], added[kind]) for kind in dict.fromkeys([*removed, *added])
-            ]
+            rows = [(kind, removed[kind], added[kind]) for kind in removed | added]
             parts.append(text_tables.render(("operator", "removed", "added"), rows))
-        lines = [f"  - {_line(change)}" for change in self.removed] + [
-            f"  + {_line(change)}" for change in self.added
-        ]
-        lines += [
-            f"  ~ {kind} {before}: other inputs than {after}"
-            for kind, before, after in self.rewired
+        lines = [
+            *(f"  - {change}" for change in self.removed),
+            *(f"  + {change}" for change in self.added),
+            *(f"  ~ {kind} {one}: other inputs than {other}" for kind, one, other in self.rewired),
         ]
         return "\n\n".join([*parts, "\n".join(lines)])
-
-
-def _line(change: Change) -> str:
-    return f"{change.type} {change.name}({', '.join(change.inputs)})  line {change.line}"
 
 
 def diff(first: Dump, second: Dump) -> Difference:
@@ -139,9 +133,8 @@ class _Side:
 
     def neighbours(self, name: str) -> list[tuple[str, tuple[str, int]]]:
         """What an operator reads and what reads it, each with the place."""
-        read = enumerate(self.dump.by_name[name].inputs)
         return [
-            *((edge.producer, ("in", place)) for place, edge in read if edge is not None),
+            *((edge.producer, ("in", place)) for place, edge in self.dump.by_name[name].reads),
             *((reader.name, ("out", place)) for reader, place in self.dump.readers[name]),
         ]
 
@@ -181,9 +174,8 @@ def _pair(first: _Side, second: _Side) -> dict[str, str]:
     both = [side.refined(side.meant) for side in sides]
     for _ in range(_ROUNDS):
         finer = [side.refined(digests) for side, digests in zip(sides, both, strict=True)]
-        if [len({*digests.values()}) for digests in finer] == [
-            len({*digests.values()}) for digests in both
-        ]:
+        before, after = ([len({*one.values()}) for one in round] for round in (both, finer))
+        if before == after:
             break
         both = finer
     pairs: dict[str, str] = {}

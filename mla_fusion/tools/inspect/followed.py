@@ -92,25 +92,22 @@ class Followed:
         """Those of its results that hold the input."""
         self._operator = operator
         self._edges = {  # that hold the input, by place
-            place: edge
-            for place, edge in enumerate(operator.inputs)
-            if edge is not None and edge in self._held
+            place: edge for place, edge in operator.reads if edge in self._held
         }
         self._given = {place: self._held[edge] for place, edge in self._edges.items()}
         if not self._given:
             return {}
         kind, first = plain(operator.type), self._given.get(0)
-        if kernel := kinds.written(self.dump, operator):
+        if kernel := kinds.written(operator):
             return self._kernel(kernel)
         if kind in kinds.ENDS:
             self._ends += self._edges.values()
-            self.is_cache |= any(
-                held.whole and held.changed and not held.own for held in self._given.values()
-            )
+            given = self._given.values()
+            self.is_cache |= any(held.whole and held.changed and not held.own for held in given)
             return {}
         if kind in kinds.BACK:
             return self._back()
-        if kinds.is_in_place(self.dump, operator):
+        if kinds.is_in_place(operator):
             if first is None:
                 return {}
             if first.own:
@@ -187,12 +184,10 @@ class Followed:
     def _picked(self, held: Held) -> dict[Edge, Held]:
         edge = self._edges[0]
         above = self.dump.producer(edge)
-        kernel = kinds.written(self.dump, above)
-        if kernel and kinds.result_of_getitem(self._operator, edge) not in [
-            result for result, place in kernel if above.inputs[place] in self._held
-        ]:
-            return {}
-        return self._all(held)
+        kernel = kinds.written(above)
+        caches = [result for result, place in kernel if above.inputs[place] in self._held]
+        picked = kinds.result_of_getitem(self._operator, edge)
+        return self._all(held) if not kernel or picked in caches else {}
 
     def _kernel(self, kernel: list[tuple[int | None, int]]) -> dict[Edge, Held]:
         name, functional = self._operator.name, "functional" in self._operator.type
@@ -214,17 +209,14 @@ class Followed:
 
     def _back(self) -> dict[Edge, Held]:
         """``copy_`` and Assign: into the input itself, or of it into another."""
-        target, value = self._given.get(0), self._given.get(1)
-        written = target is not None and target.own
-        self.is_cache |= written
-        if target is None:
-            copied = value is not None and value.whole
-        else:
-            copied = written and target.whole and not (value is not None and value.own)
-        if copied:
+        nothing = Held(whole=False, own=False)
+        target, value = (self._given.get(place, nothing) for place in range(2))
+        self.is_cache |= target.own
+        written = target.own and target.whole and not value.own
+        if written if 0 in self._given else value.whole:
             self.copies.setdefault(self._operator.name, "write back")
-            self._ends += [edge for edge in self._operator.inputs[1:2] if edge is not None]
-        return {} if target is None else self._all(replace(target, changed=True))
+            self._ends += [edge for place, edge in self._operator.reads if place == 1]
+        return self._all(replace(target, changed=True)) if 0 in self._given else {}
 
     def _moved(self, how: str, changes: bool = False) -> dict[Edge, Held]:
         """Another tensor of the same elements, and perhaps others: a copy where it is as large as
@@ -250,10 +242,8 @@ class Followed:
         """
         others = [
             edge
-            for place, edge in enumerate(self._operator.inputs)
-            if place not in self._given
-            and edge is not None
-            and self.dump.producer(edge).type not in kinds.CONSTANTS
+            for place, edge in self._operator.reads
+            if place not in self._given and self.dump.producer(edge).type not in kinds.CONSTANTS
         ]
         values = map(self.dump.value, others)
         if not others or any(_as_large(self.unit, value) is False for value in values):
@@ -280,7 +270,7 @@ class Followed:
             (value.bytes, value.dtype) == (self.unit.bytes, self.unit.dtype)
             for value in self._operator.outputs
         ):
-            self.is_cache |= not kinds.is_pure(self.dump, self._operator)
+            self.is_cache |= not kinds.is_pure(self._operator)
         self.lost.append(f"{self._operator.type} {name}")
         return {}
 
@@ -320,6 +310,4 @@ def _as_large(value: Value, other: Value) -> bool | None:
         return None
     if symbols == theirs:
         return mine >= others
-    if not theirs - symbols and mine >= others:
-        return True
-    return None
+    return True if not theirs - symbols and mine >= others else None

@@ -65,9 +65,7 @@ def _dot(dump: Dump) -> str:
     ]
     for operator in dump.operators:
         roles = operator.roles if len(operator.roles) > 1 else []  # one alone says nothing
-        for place, edge in enumerate(operator.inputs):
-            if edge is None:
-                continue
+        for place, edge in operator.reads:
             role = roles[place] if place < len(roles) else ""
             look = "style=dashed" if edge.index < 0 else f"label={_quoted(role)}"
             lines.append(f"  {_quoted(edge.producer)} -> {_quoted(operator.name)} [{look}];")
@@ -132,8 +130,7 @@ def _node(operator: Operator) -> dict[str, Any]:
                 "sourceNodeOutputId": str(max(edge.index, 0)),
                 "targetNodeInputId": str(place),
             }
-            for place, edge in enumerate(operator.inputs)
-            if edge is not None
+            for place, edge in operator.reads
         ],
         "inputsMetadata": [
             {"id": str(place), "attrs": [{"key": "__tensor_tag", "value": role}]}
