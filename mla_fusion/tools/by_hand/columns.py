@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from mla_fusion.tools.by_hand.calls import Call, Change, Repair, on
+from mla_fusion.tools.by_hand.calls import Arguments, Call, Change, Repair, on
 from mla_fusion.tools.by_hand.roles import ALL, KR, KV, QUERY, Roles, Sizes
 
 # the columns as the kernel wants them, None where they do not have these sizes
 Order = Callable[[Tensor, Sizes], Tensor | None]
+Move = Callable[[Tensor], Tensor]
 Arrange = Callable[[Tensor, Sizes], Tensor]
 
 
@@ -41,19 +41,19 @@ def _of_key(arrange: Arrange) -> Order:
     return order
 
 
-def _last(order: Callable[[Tensor], Tensor], columns: Tensor, count: int) -> Tensor:
+def _last(order: Move, columns: Tensor, count: int) -> Tensor:
     """``order`` done to the last so many columns."""
     kept = columns.shape[-1] - count
     return torch.cat([columns[..., :kept], order(columns[..., kept:])], -1)
 
 
-def _rope_of_heads(order: Callable[[Tensor], Tensor]) -> Order:
+def _rope_of_heads(order: Move) -> Order:
     return _of_heads(
         lambda columns, sizes: _last(order, columns.unflatten(-1, (sizes.heads, -1)), sizes.rope)
     )
 
 
-def _rope_of_key(order: Callable[[Tensor], Tensor]) -> Order:
+def _rope_of_key(order: Move) -> Order:
     return _of_key(lambda columns, sizes: _last(order, columns, sizes.rope))
 
 
@@ -154,7 +154,7 @@ def of_columns(call: Call) -> Iterator[Repair]:
 
 
 def _reordered(roles: Roles, order: Order, names: list[str]) -> Change:
-    def change(call: Call) -> dict[str, Any]:
+    def change(call: Call) -> Arguments:
         def ordered(matrix: Tensor) -> Tensor | None:
             columns = roles.columns(matrix)
             made = None if columns is None else order(columns, roles.sizes(call.arguments))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from time import perf_counter
 from typing import Any
@@ -17,10 +17,11 @@ from torch.export import ExportedProgram
 from mla_fusion.commit.interpreter import widened
 from mla_fusion.compat import tree_map_only
 from mla_fusion.tools.by_hand import exact, memory, wiring
-from mla_fusion.tools.by_hand.calls import AsModule, Call, Repair, Watch, callers_line
-from mla_fusion.tools.by_hand.draws import Draw, draws_of
-from mla_fusion.tools.by_hand.others import parameters_of
-from mla_fusion.tools.by_hand.outcome import Audit, Finding
+from mla_fusion.tools.by_hand.calls import AsModule, Call, Repair, Target, Watch, callers_line
+from mla_fusion.tools.by_hand.draws import draws_of
+from mla_fusion.tools.by_hand.memory import Inputs
+from mla_fusion.tools.by_hand.outcome import Audit, Errors, Finding
+from mla_fusion.tools.by_hand.repairs import parameters_of
 from mla_fusion.tools.by_hand.search import Subject, options_of, search
 from mla_fusion.tools.by_hand.values import Values, errors, values_of, worst
 
@@ -33,8 +34,8 @@ _MOST_NOISE = 0.2
 
 
 def audit(
-    fused: Callable[..., Any] | ExportedProgram,
-    reference: Callable[..., Any] | ExportedProgram | None = None,
+    fused: Target | ExportedProgram,
+    reference: Target | ExportedProgram | None = None,
     *inputs: Any,
     soc: str = "A3",
     cann: str = "latest",
@@ -82,7 +83,8 @@ def audit(
             "npu_mla_preprocess, and there is"
             " no reference to compare it with"
         )
-    seen = [finding for call in calls for finding in wiring.findings(call, soc, cann, path)]
+    limits = {"soc": soc, "cann": cann, "path": path}
+    seen = [finding for call in calls for finding in wiring.findings(call, **limits)]
     if watch.refused and not any(item.code.startswith("contract:") for item in seen):
         seen.append(calls[-1].finding("call.fails", str(watch.refused)))
     operators = tuple(call.short for call in calls)
@@ -90,12 +92,15 @@ def audit(
         return Audit(operators, tuple(seen))
     seen += _not_compared(calls, places)
     draws = draws_of(calls, inputs, reference)
-    wanted = [_values(reference, draw) for draw in draws]
-    limits = _limits(reference, inputs, calls, wanted[0], tolerance)
+    wanted = []
+    for draw in draws:
+        with draw.of_reference():
+            wanted.append(values_of(reference, draw.inputs, Watch()))
+    rounding = _rounding(reference, inputs, calls, wanted[0], tolerance)
     until, tiles = perf_counter() + seconds, _tiles(calls, places)
-    subject = Subject(fused, draws, wanted, limits, calls, places, names, tiles, tries, until)
+    subject = Subject(fused, draws, wanted, rounding, calls, places, names, tiles, tries, until)
     before = subject.errors(())
-    kept, said = {name: limits[name] for name in before}, tuple(draw.name for draw in draws)
+    kept, said = {name: rounding[name] for name in before}, tuple(draw.name for draw in draws)
     is_right = not subject.wrong(before)
     chosen: list[Repair] = []
     after = None
@@ -110,7 +115,7 @@ def audit(
     return Audit(operators, (*mended, *seen), is_right, before, after, kept, said, tried)
 
 
-def _callable(target: Any) -> Callable[..., Any]:
+def _callable(target: Any) -> Target:
     if isinstance(target, ExportedProgram):
         return target.module()
     if not callable(target):
@@ -122,7 +127,7 @@ def _callable(target: Any) -> Callable[..., Any]:
     return AsModule(target) if is_method else target
 
 
-def _watched(fused: Callable[..., Any], inputs: Sequence[Any], names: dict[str, str]) -> Watch:
+def _watched(fused: Target, inputs: Inputs, names: dict[str, str]) -> Watch:
     """The calls of one run, what that could write, and what ended it early."""
     watch = Watch(line=callers_line)
     try:
@@ -131,11 +136,6 @@ def _watched(fused: Callable[..., Any], inputs: Sequence[Any], names: dict[str, 
         if watch.refused is None:  # a call that the operator refuses is a finding
             raise
     return watch
-
-
-def _values(reference: Callable[..., Any], draw: Draw) -> Values:
-    with draw.of_reference():
-        return values_of(reference, draw.inputs, Watch())
 
 
 def _tiles(calls: Sequence[Call], places: dict[int, str]) -> dict[str, tuple[int, int]]:
@@ -178,18 +178,18 @@ def _other_epsilons(
                 yield call.finding("epsilon.differs", said, name, certain=False)
 
 
-def _limits(
-    reference: Callable[..., Any],
-    inputs: Sequence[Any],
+def _rounding(
+    reference: Target,
+    inputs: Inputs,
     calls: Sequence[Call],
     wanted: Values,
     tolerance: float | None,
-) -> dict[str, float]:
+) -> Errors:
     """Of each value, what is rounding."""
     held = [value for call in calls for value in call.arguments.values()]
     int8 = any(isinstance(value, Tensor) and value.dtype == torch.int8 for value in held)
     usual = tolerance if tolerance is not None else _ROUNDING_INT8 if int8 else _ROUNDING
-    limits: dict[str, float] = defaultdict(lambda: usual)
+    limits: Errors = defaultdict(lambda: usual)
     if tolerance is not None or not isinstance(reference, nn.Module):
         return limits
     try:

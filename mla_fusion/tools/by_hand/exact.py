@@ -10,7 +10,7 @@ run in float64, for an input that shows the difference.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,8 +28,9 @@ from mla_fusion.prove import field, operators
 from mla_fusion.prove.evaluate import UNKNOWN, dtype_held
 from mla_fusion.prove.field import Complex, Num, Point, Undecided, Value
 from mla_fusion.tools.by_hand import memory
-from mla_fusion.tools.by_hand.calls import AsModule, last_line
-from mla_fusion.tools.by_hand.outcome import Audit, Finding
+from mla_fusion.tools.by_hand.calls import AsModule, Target, last_line
+from mla_fusion.tools.by_hand.memory import Inputs, Tensors
+from mla_fusion.tools.by_hand.outcome import Audit, Errors, Finding
 
 POINTS = 3
 # more than the degree of what a model computes, roots and quotients multiplied out
@@ -62,7 +63,7 @@ class Exported:
     numbers  by name, the outputs that are no tensors
     """
 
-    target: Callable[..., Any]
+    target: Target
     role: str
     gm: GraphModule
     held: dict[Node, tuple[InputKind, Tensor]]
@@ -81,13 +82,13 @@ class Exported:
         return replace(self, results=named(self.results), buffers=named(self.buffers))
 
 
-def _undecided(code: str, said: str, seen: Sequence[Finding] = (), **more: Any) -> Audit:
-    return Audit((), (Finding(code, said, certain=False), *seen), **more)
-
-
-def compare(
-    fused: Callable[..., Any], reference: Callable[..., Any], inputs: Sequence[Any]
+def _undecided(
+    code: str, said: str, seen: Sequence[Finding] = (), line: str = "", **more: Any
 ) -> Audit:
+    return Audit((), (Finding(code, said, line=line, certain=False), *seen), **more)
+
+
+def compare(fused: Target, reference: Target, inputs: Inputs) -> Audit:
     """Neither calls an operator of the contract."""
     both = []
     for target, role in ((fused, "the function"), (reference, "the reference")):
@@ -98,22 +99,20 @@ def compare(
             return _undecided("export.fails", said)
     both[0] = both[0].renamed(memory.paired(fused, reference))
     found = _compared(both, inputs)
-    runs: list[dict[str, Tensor]] = []
-    for of in both if found.equal is not None else ():
-        name, results = _other_than_run(of, inputs)
-        if name:
-            said = f"{of.role} gives another {name} than the graph that is exported of it"
-            return _undecided("export.other", f"not decided: {said}")
-        runs.append(results)
-    if found.equal:
-        errors = {name: _distance(runs[0][name], value) for name, value in runs[1].items()}
-        if max(errors.values(), default=0.0) > ROUNDED:
-            said = f"not decided: equal over the real numbers, but as rounded, {_largest(errors)}"
-            return _undecided("values.apart", said, found.findings, errors=errors)
+    if found.equal is None:
+        return found
+    try:
+        mine, theirs = (_results(of, inputs) for of in both)
+    except Undecided as error:
+        return _undecided("export.other", f"not decided: {error}")
+    errors = {name: _distance(mine[name], value) for name, value in theirs.items() if found.equal}
+    if max(errors.values(), default=0.0) > ROUNDED:
+        said = f"not decided: equal over the real numbers, but as rounded, {_largest(errors)}"
+        return _undecided("values.apart", said, found.findings, errors=errors)
     return found
 
 
-def _compared(both: Sequence[Exported], inputs: Sequence[Any]) -> Audit:
+def _compared(both: Sequence[Exported], inputs: Inputs) -> Audit:
     mine, theirs = both
     seen = list(_uniform_weights(both))
     if mine.results.keys() != theirs.results.keys() or repr(mine.numbers) != repr(theirs.numbers):
@@ -174,7 +173,7 @@ def _first_line(error: Exception) -> str:
 # -- as a graph
 
 
-def _exported(target: Callable[..., Any], role: str, inputs: Sequence[Any]) -> Exported:
+def _exported(target: Target, role: str, inputs: Inputs) -> Exported:
     module = target if isinstance(target, nn.Module) else AsModule(target)
     with memory.kept(target), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of torch, about itself
@@ -269,28 +268,31 @@ def _states(both: Sequence[Exported]) -> dict[Node, str]:
     }
 
 
-def _other_than_run(of: Exported, inputs: Sequence[Any]) -> tuple[str, dict[str, Tensor]]:
-    """A result that the function itself gives otherwise ("" for none): what it does when it is
-    traced, or when it is called again, is something else then. And what its graph gives.
+def _results(of: Exported, inputs: Inputs) -> Tensors:
+    """What its graph gives. Raises Undecided where the function itself gives otherwise: what it
+    does when it is traced, or when it is called again, is something else then.
     """
     target, given = of.target, memory.copied(inputs)
     try:
         with memory.kept(target), torch.no_grad(), torch.random.fork_rng(devices=[]):
-            outputs = [leaf for leaf in tree_leaves(target(*given)) if isinstance(leaf, Tensor)]
+            outputs = memory.tensors_in(target(*given))
             held = target.named_buffers() if isinstance(target, nn.Module) else ()
             run = {f"buffer {name}": value.clone() for name, value in held}
         exported = _OnTensors(of, inputs).results()
     except Exception as error:
-        return f"result ({_first_line(error)})", {}
+        raise _other(of, f"result ({_first_line(error)})") from error
     run |= {f"input {place}": leaf for place, leaf in enumerate(tree_leaves(given))}
     run |= dict(zip((name for name in of.results if "output" in name), outputs, strict=False))
-    known = (name for name in of.results if name in run)
-    other = next((name for name in known if not _are_near(run[name], exported[name])), "")
-    return other, exported
+    for name in (name for name in of.results if name in run):
+        one, other = run[name], exported[name]
+        is_near = one.dtype == other.dtype and _distance(one, other, no_number=True) <= ROUNDED
+        if not is_near:
+            raise _other(of, name)
+    return exported
 
 
-def _are_near(one: Tensor, other: Tensor) -> bool:
-    return one.dtype == other.dtype and _distance(one, other, no_number=True) <= ROUNDED
+def _other(of: Exported, result: str) -> Undecided:
+    return Undecided(f"{of.role} gives another {result} than the graph that is exported of it")
 
 
 # -- in the field
@@ -442,7 +444,7 @@ def _mark(value: Any) -> object:
 
 
 def _unproved(
-    runs: Sequence[_InField], names: Sequence[str], inputs: Sequence[Any], seen: Sequence[Finding]
+    runs: Sequence[_InField], names: Sequence[str], inputs: Inputs, seen: Sequence[Finding]
 ) -> Audit:
     one, other = runs
     parts = _parting(one, other, names), _parting(other, one, names)
@@ -451,8 +453,7 @@ def _unproved(
     line = next(filter(None, lines), "")
     if not shown:
         said = "not decided: neither proved equal nor seen to differ in float64. They part at "
-        found = Finding("graphs.part", said + _told(parts), line=line, certain=False)
-        return Audit((), (found, *seen))
+        return _undecided("graphs.part", said + _told(parts), seen, line)
     said = f"{_told_values(**shown)}. The two part at {_told(parts)}"
     found = Finding("values.differ", said, line=line)
     return Audit((), (found, *seen), False, **shown)
@@ -478,16 +479,16 @@ def _told(parts: Sequence[Sequence[Node]]) -> str:
     )
 
 
-def _told_values(errors: Mapping[str, float], draws: Sequence[str], **_: Any) -> str:
+def _told_values(errors: Errors, draws: Sequence[str], **_: Any) -> str:
     return f"on {draws[0]}, {_largest(errors)}"
 
 
-def _largest(errors: Mapping[str, float]) -> str:
+def _largest(errors: Errors) -> str:
     name = max(errors, key=errors.__getitem__)
     return f"{name} differs by {errors[name]:.2g} of its largest number, in float64"
 
 
-def _witness(both: Sequence[Exported], inputs: Sequence[Any], above: float) -> dict[str, Any]:
+def _witness(both: Sequence[Exported], inputs: Inputs, above: float) -> dict[str, Any]:
     """Inputs on which float64 shows a difference, and how large it is of each result, by an Audit's
     names of them; nothing where none does.
 
@@ -519,19 +520,18 @@ def _witness(both: Sequence[Exported], inputs: Sequence[Any], above: float) -> d
     return {}
 
 
-def _draws(inputs: Sequence[Any]) -> Iterator[tuple[str, list[Any]]]:
+def _draws(inputs: Inputs) -> Iterator[tuple[str, list[Any]]]:
     yield "the inputs as given", list(inputs)
     for seed, size in enumerate(SIZES):
         yield f"inputs of size {size:g}", _drawn(inputs, seed, size)
     yield "zeros", _drawn(inputs, 0, 0.0)
     yield "small whole numbers", _drawn(inputs, 0, 2.0, are_whole=True)
-    leaves = tree_leaves(list(inputs))
-    if any(isinstance(leaf, Tensor) and not is_float(leaf.dtype) for leaf in leaves):
+    if not all(is_float(tensor.dtype) for tensor in memory.tensors_in(inputs)):
         yield "other bytes", _integers(inputs, most=1)
         yield "other integers", _integers(inputs)
 
 
-def _drawn(inputs: Sequence[Any], seed: int, size: float, are_whole: bool = False) -> list[Any]:
+def _drawn(inputs: Inputs, seed: int, size: float, are_whole: bool = False) -> list[Any]:
     """Floats of a size."""
     drawn = torch.Generator().manual_seed(seed)
 
@@ -546,7 +546,7 @@ def _drawn(inputs: Sequence[Any], seed: int, size: float, are_whole: bool = Fals
     return list(tree_map_only(Tensor, draw, inputs))
 
 
-def _integers(inputs: Sequence[Any], most: int = 8) -> list[Any]:
+def _integers(inputs: Inputs, most: int = 8) -> list[Any]:
     """Integers of up to so many bytes, of all that they may hold: sums and products of them
     wrap.
     """
@@ -567,11 +567,11 @@ def _integers(inputs: Sequence[Any], most: int = 8) -> list[Any]:
 class _OnTensors(Interpreter):
     """The graph on copies of these inputs, and on what it holds."""
 
-    def __init__(self, of: Exported, inputs: Sequence[Any]) -> None:
+    def __init__(self, of: Exported, inputs: Inputs) -> None:
         super().__init__(of.gm, garbage_collect_values=False)
         self.of, self._leaves = of, tree_leaves(memory.copied(inputs))
 
-    def results(self) -> dict[str, Tensor]:
+    def results(self) -> Tensors:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             self.run(enable_io_processing=False)
         return {name: self.env[node] for name, node in self.of.results.items()}
@@ -589,7 +589,7 @@ class _Wide(_OnTensors):
     overflows   a number left what float64 holds
     """
 
-    def __init__(self, of: Exported, inputs: Sequence[Any], is_rounded: bool = False) -> None:
+    def __init__(self, of: Exported, inputs: Inputs, is_rounded: bool = False) -> None:
         super().__init__(of, inputs)
         self.overflows = False
         self._drawn = torch.Generator().manual_seed(0) if is_rounded else None
@@ -603,7 +603,7 @@ class _Wide(_OnTensors):
         found = super().call_function(target, args, kwargs)
         # of integers, or of the default dtype
         if isinstance(found, Tensor) and found.dtype == torch.float32:
-            if not any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs))):
+            if not memory.tensors_in((args, kwargs)):
                 kwargs = {**kwargs, "dtype": torch.float64}
             args, kwargs = tree_map_only(Tensor, Tensor.double, (args, kwargs))
             found = super().call_function(target, args, kwargs)
@@ -628,8 +628,8 @@ def _overflow(found: Any, given: Any) -> bool:
     least = torch.finfo(torch.float64).tiny
     return any(
         bool((part.isinf() | ((part != 0) & (part.abs() < least))).any())
-        for part in tree_leaves(found)
-        if isinstance(part, Tensor) and part.is_floating_point()
+        for part in memory.tensors_in(found)
+        if part.is_floating_point()
     )
 
 

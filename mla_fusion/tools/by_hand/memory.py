@@ -5,6 +5,7 @@ put back.
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,35 +14,32 @@ from torch import Tensor, nn
 
 from mla_fusion.compat import tree_leaves, tree_map_only
 
+Inputs = Sequence[Any]  # what a function is called with
+Tensors = dict[str, Tensor]  # by name
+
 
 def place(value: Tensor) -> int:
     """Where its memory lies; 0 for none."""
     return value.untyped_storage().data_ptr()
 
 
-def copied(inputs: Sequence[Any]) -> list[Any]:
+def copied(inputs: Inputs) -> list[Any]:
     """Copies, inside lists and dicts too. What shares memory shares it in the copies."""
-    storages: dict[int, torch.UntypedStorage] = {}
-
-    def copy(value: Tensor) -> Tensor:
-        if value.layout != torch.strided:
-            return value.clone()
-        key = place(value) or id(value)
-        if key not in storages:
-            storages[key] = value.untyped_storage().clone()
-        made = torch.empty(0, dtype=value.dtype, device=value.device)
-        return made.set_(storages[key], value.storage_offset(), value.shape, value.stride())
-
-    made: list[Any] = tree_map_only(Tensor, copy, list(inputs))
-    return made
+    known: dict[int, Any] = {}
+    return list(tree_map_only(Tensor, lambda v: copy.deepcopy(v.detach(), known), list(inputs)))
 
 
-def named(inputs: Sequence[Any]) -> dict[str, Tensor]:
+def tensors_in(item: Any) -> list[Tensor]:
+    """Inside lists and dicts too."""
+    return [leaf for leaf in tree_leaves(item) if isinstance(leaf, Tensor)]
+
+
+def named(inputs: Inputs) -> Tensors:
     """Every tensor among the arguments: "argument 3"; in a list or dict, "argument 3.0"."""
     return _tensors({f"argument {position}": value for position, value in enumerate(inputs)})
 
 
-def _tensors(values: Mapping[str, Any]) -> dict[str, Tensor]:
+def _tensors(values: Mapping[str, Any]) -> Tensors:
     """The tensors that have memory which can be written (a sparse one has none); one in a list or
     dict has its place there behind the name.
     """
@@ -53,7 +51,7 @@ def _tensors(values: Mapping[str, Any]) -> dict[str, Tensor]:
     }
 
 
-def held_by(target: object) -> dict[str, Tensor]:
+def held_by(target: object) -> Tensors:
     """Buffers of a module, and tensors among its plain attributes, in lists and dicts too;
     parameters are not.
     """
@@ -122,12 +120,12 @@ def _last(name: str) -> str:
     return name.split(" ")[-1].split(".")[-1]
 
 
-def reachable(inputs: Sequence[Any], target: object, names: Mapping[str, str]) -> dict[str, Tensor]:
+def reachable(inputs: Inputs, target: object, names: Mapping[str, str]) -> Tensors:
     """All of them by name; ``names``: the reference's, for what the target holds."""
     held = {names.get(name, name): value for name, value in held_by(target).items()}
     return named(inputs) | held
 
 
-def places(held: Mapping[str, Tensor]) -> dict[int, str]:
+def places(held: Tensors) -> dict[int, str]:
     """Where each of them lies, with its name."""
     return {place(value): name for name, value in held.items() if value.numel()}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from mla_fusion.report import text_tables
 from mla_fusion.tools.page import plain
+
+Errors = dict[str, float]  # of each value, relative
 
 
 @dataclass(frozen=True)
@@ -63,9 +65,9 @@ class Audit:
     operators: tuple[str, ...]
     findings: tuple[Finding, ...]
     equal: bool | None = None
-    errors: dict[str, float] | None = None
-    repaired: dict[str, float] | None = None
-    tolerance: dict[str, float] | None = None
+    errors: Errors | None = None
+    repaired: Errors | None = None
+    tolerance: Errors | None = None
     draws: tuple[str, ...] = ()
     tried: int = 0
     proof: str = ""
@@ -80,7 +82,7 @@ class Audit:
         """Every field but the witness, with ``ok``."""
         held = asdict(replace(self, witness=None))
         del held["witness"]
-        return json.dumps({"ok": self.ok, **held}, indent=2, default=str)
+        return text_tables.as_json({"ok": self.ok, **held})
 
     def __str__(self) -> str:
         calls = f"{len(self.operators)} call{'s' * (len(self.operators) != 1)} of " + ", ".join(

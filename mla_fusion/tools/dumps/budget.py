@@ -48,12 +48,12 @@ class Budget:
         self.why = ""  # it was refused; where torch lost the exception, this tells it
         self._limit = max(UNITS, operators * UNITS_PER_OPERATOR)
         self._spent = Counter[int]()  # by line
-        self._known: dict[Any, int] = {}
+        self._known = set[Any]()
 
     def refuse(self, why: str) -> None:
         """Raises TooCostly, and again whenever the budget is asked."""
         self.why = self.why or why
-        raise TooCostly(self.why)
+        self.check()
 
     @property
     def place(self) -> int:
@@ -79,7 +79,7 @@ class Budget:
         if terms > MOST_TERMS or degree > MOST_DEGREE:
             most = f"{MOST_TERMS} terms, a degree above {MOST_DEGREE} or a number above 2**64"
             self.refuse(f"a size has more than {most}")
-        self._known[size] = terms
+        self._known.add(size)
         return self.spend(1 + terms)
 
 

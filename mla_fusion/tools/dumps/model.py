@@ -17,6 +17,9 @@ from pathlib import Path
 from typing import Any
 
 Dim = int | str  # a symbol's name, an expression of symbols, or -1 where only "dynamic" is known
+Shape = tuple[Dim, ...]
+Attributes = dict[str, Any]  # by name; also what a call is given by name
+Arguments = tuple[tuple[Any, ...], Attributes]  # of a call, by place and by name
 
 _DIGITS = 19  # of the largest size
 
@@ -27,7 +30,7 @@ def dim(text: str) -> Dim:
     return int(text) if digits.isascii() and digits.isdigit() and len(digits) <= _DIGITS else text
 
 
-def dims(text: str) -> tuple[Dim, ...]:
+def dims(text: str) -> Shape:
     """Sizes between commas that stand outside parentheses, as in ``s0, Max(1, s0)``."""
     depth, ends = 0, [-1]
     for place, letter in enumerate(text):
@@ -80,10 +83,10 @@ class Value:
     """
 
     dtype: str = ""
-    shape: tuple[Dim, ...] | None = None
+    shape: Shape | None = None
     format: str = ""
     placement: str = ""
-    stride: tuple[Dim, ...] | None = None
+    stride: Shape | None = None
 
     @property
     def bytes(self) -> int | None:
@@ -137,11 +140,11 @@ class Operator:
     type: str
     inputs: list[Edge | None] = field(default_factory=list)
     outputs: list[Value] = field(default_factory=list)
-    attributes: dict[str, Any] = field(default_factory=dict)
+    attributes: Attributes = field(default_factory=dict)
     roles: list[str] = field(default_factory=list)
     results: list[str] = field(default_factory=list)
     line: int = 0
-    call: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+    call: Arguments = ((), {})
     source: str = ""
 
     @property
@@ -162,6 +165,11 @@ class Operator:
         """Its inputs that are given, each with its place."""
         return [(place, edge) for place, edge in enumerate(self.inputs) if edge is not None]
 
+    @property
+    def stated(self) -> Attributes:
+        """The attributes that are the model's, not the writer's notes."""
+        return {name: value for name, value in self.attributes.items() if name[:1] != "_"}
+
     def input(self, place: int) -> Edge | None:
         """What it reads at a place; None where the dump gives it nothing there."""
         return self.inputs[place] if place < len(self.inputs) else None
@@ -174,6 +182,8 @@ FORMATS = {
     "python": "GE graph, torchair py",
     "fx": "FX graph, readable text",
 }
+
+Readers = dict[str, list[tuple[Operator, int]]]  # of each operator, with the place of that input
 
 
 @dataclass(eq=False)
@@ -194,9 +204,9 @@ class Dump:
         return {operator.name: operator for operator in self.operators}
 
     @cached_property
-    def readers(self) -> dict[str, list[tuple[Operator, int]]]:
+    def readers(self) -> Readers:
         """For each operator those that read it, each with the place of that input."""
-        found: dict[str, list[tuple[Operator, int]]] = {name: [] for name in self.by_name}
+        found: Readers = {name: [] for name in self.by_name}
         for operator in self.operators:
             for place, edge in operator.reads:
                 found[edge.producer].append((operator, place))

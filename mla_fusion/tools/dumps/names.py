@@ -36,6 +36,9 @@ MOST_AXES = 64  # of a tensor, and of a list that may become axes
 _LARGEST = 1 << 63  # of an integer
 _EXPONENT = 64
 
+Args = Sequence[Any]
+Kwargs = dict[str, Any]
+
 
 class Unknown(ValueError):
     """A name among the arguments that stands for nothing which a graph may hold."""
@@ -99,9 +102,7 @@ def dtype(name: str) -> torch.dtype | None:
 # -- which calls say what a result is
 
 
-def computable(
-    found: Any, args: Sequence[Any], kwargs: dict[str, Any], writes: bool = False
-) -> bool:
+def computable(found: Any, args: Args, kwargs: Kwargs, writes: bool = False) -> bool:
     """May a call that a dump names be made, with tensors without storage, to learn the shape of its
     result?
 
@@ -112,7 +113,7 @@ def computable(
     return bounded(found, args, kwargs)
 
 
-def fits(found: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+def fits(found: Any, args: Args, kwargs: Kwargs) -> bool:
     """Are there as many arguments as the schema of an operator asks for, tensors where it says
     so?
     """
@@ -128,7 +129,7 @@ def fits(found: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     )
 
 
-def by_name(found: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+def by_name(found: OpOverload, args: Args, kwargs: Kwargs) -> Kwargs:
     """The arguments of a call by the schema's names, as far as it has so many."""
     names = (argument.name for argument in schema_of(found).arguments)
     return {**dict(zip(names, args, strict=False)), **kwargs}
@@ -147,7 +148,7 @@ def _is_cheap(found: OpOverload) -> bool:
     )
 
 
-def bounded(found: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+def bounded(found: Any, args: Args, kwargs: Kwargs) -> bool:
     """Is the call made quickly, whatever numbers the dump holds?"""
     leaves = tree_leaves((list(args), kwargs))
     if any(_is_large(leaf) for leaf in leaves):
@@ -209,7 +210,7 @@ def pure(found: OpOverload, writes: bool = False) -> bool:
     return runs and not any(tag in found.tags for tag in _IMPURE)
 
 
-def _parts(found: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
+def _parts(found: OpOverload, args: Args, kwargs: Kwargs) -> int:
     """At most so many tensors are in the result; more than are allowed where that is not told."""
     schema = schema_of(found)
     if all(str(value.type) != "List[Tensor]" for value in schema.returns):

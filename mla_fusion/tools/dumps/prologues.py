@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any
 
 from mla_fusion.compat import OpOverload, schema_of
 from mla_fusion.meta.prolog import V1, V2, V3
 from mla_fusion.tools.dumps import Dump, Operator, Value, names
+from mla_fusion.tools.dumps.model import Attributes
 from mla_fusion.tools.dumps.python_text import edges_in
 
 GE = {operator.ge_type: operator for operator in (V1, V2, V3)}
@@ -39,7 +39,7 @@ class Prologue:
     name: str
     type: str
     inputs: tuple[Input, ...]
-    attributes: dict[str, Any]
+    attributes: Attributes
     source: str = ""
 
     def value(self, role: str) -> Value:
@@ -82,7 +82,7 @@ def roles_of(operator: Operator) -> list[str]:
     return [name for name, item in named.items() for _ in edges_in(item)]
 
 
-def _attributes(operator: Operator) -> dict[str, Any]:
+def _attributes(operator: Operator) -> Attributes:
     """Attributes by name; what an FX call leaves out has the schema's default."""
     target = names.target(operator.type)
     if not isinstance(target, OpOverload):

@@ -1,7 +1,7 @@
 """Protobuf text, read line by line without protobuf and without a schema.
 
 A message is a list of (field, value, line) in file order; a value is a number, a bool, a string, an
-enum's name as :class:`Word`, or a message. ``top_messages`` yields the messages of the file one
+enum's name, or a message. ``top_messages`` yields the messages of the file one
 after the other, so that a graph is never held as text and as messages at once.
 """
 
@@ -23,12 +23,6 @@ _REST = re.compile(r"\s*[;,]?\s*(?:#.*\s*)?")
 _ESCAPE = re.compile(r"\\(?:([0-7]{1,3})|x([0-9a-fA-F]{1,2})|(.))", re.DOTALL)
 _NAMED = {"n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "f": "\f", "v": "\v"}
 _DEPTH = 64
-
-
-class Word(str):
-    """A value without quotes that is no number: an enum's name."""
-
-    __slots__ = ()
 
 
 def top_messages(lines: Iterable[str], inside: str = "") -> Iterator[Field]:
@@ -110,7 +104,7 @@ def _number(text: str) -> Any:
             return kind(text)
         except ValueError:
             continue
-    return Word(text)
+    return text
 
 
 def unescape(text: str) -> str:

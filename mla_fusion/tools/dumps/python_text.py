@@ -10,7 +10,7 @@ from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
 
-from mla_fusion.tools.dumps.model import DumpError, Edge, Operator
+from mla_fusion.tools.dumps.model import Arguments, DumpError, Edge, Operator
 
 _WORDS = ("inf", "nan", "true", "false", "Ellipsis")
 
@@ -106,7 +106,7 @@ class Reader:
                 return arguments[0]
         raise unexpected(node)
 
-    def arguments(self, node: ast.Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def arguments(self, node: ast.Call) -> Arguments:
         """What a call is given, by place and by name."""
         options = {item.arg: self.value(item.value) for item in node.keywords if item.arg}
         return tuple(map(self.value, node.args)), options

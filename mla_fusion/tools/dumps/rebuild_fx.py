@@ -73,7 +73,7 @@ class Rebuilder(Builder):
         return self._described(operator, *self.BOX, inputs)
 
     def _attribute(self, operator: Operator, path: str) -> Node:
-        value = self.tensors.of(operator.outputs[0])
+        value = self.tensors.of(operator.output)
         *folders, name = path.split(".")
         owner = self.root
         for folder in folders:
@@ -91,7 +91,7 @@ class Rebuilder(Builder):
 
     def _described(self, operator: Operator, kind: str, *call: Any) -> Node:
         """``call``: as :meth:`add` takes target and arguments."""
-        value = self.tensors.of(operator.outputs[0])
+        value = self.tensors.of(operator.output)
         node = self.add(operator, kind, *call, value=value)
         if value is None and kind == "call_function":
             value = self._computed(node)
@@ -114,7 +114,7 @@ class Rebuilder(Builder):
         for reader, _ in self.dump.readers[node.name]:
             place = reader.call[0][1] if reader.type == "getitem" else None
             if isinstance(place, int):
-                parts[place] = self.tensors.of(reader.outputs[0])
+                parts[place] = self.tensors.of(reader.output)
         last = max(parts, default=-1)
         return tuple(map(parts.get, range(last + 1))) if 0 <= last < names.MOST_PARTS else None
 

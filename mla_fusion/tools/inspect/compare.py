@@ -10,7 +10,6 @@ pairs among its neighbours, and reported only if no partner is found.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections import Counter, defaultdict
 from collections.abc import Set
 from dataclasses import asdict, dataclass
@@ -21,6 +20,8 @@ from mla_fusion.tools.dumps import Dump, Operator
 
 _NUMBERED = frozenset(("Data", "RefData", "placeholder", "NetOutput", "output"))
 _ROUNDS = 64
+Digests = dict[str, str]  # of operators, by name
+Pairs = dict[str, str]  # names in the first dump, with their partners'
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Difference:
 
     def to_json(self) -> str:
         """Both sides' changes as JSON text."""
-        return json.dumps({"equal": self.equal, **asdict(self)}, indent=2, default=str)
+        return text_tables.as_json({"equal": self.equal, **asdict(self)})
 
     def __str__(self) -> str:
         if self.equal:
@@ -119,7 +120,7 @@ class _Side:
             inputs = _inputs(operator, self.meant)
             self.meant[operator.name] = _digest(self.own[operator.name], inputs)
 
-    def refined(self, digests: dict[str, str]) -> dict[str, str]:
+    def refined(self, digests: Digests) -> Digests:
         """One round: the digest, those of the inputs in order, those of the readers in any
         order.
         """
@@ -139,7 +140,7 @@ class _Side:
         ]
 
 
-def _inputs(operator: Operator, digests: dict[str, str]) -> list[tuple[str, int] | None]:
+def _inputs(operator: Operator, digests: Digests) -> list[tuple[str, int] | None]:
     return [
         None if edge is None else (digests[edge.producer], edge.index) for edge in operator.inputs
     ]
@@ -153,11 +154,7 @@ def _own(operator: Operator, by_attributes: bool) -> str:
         return _digest(operator.type, [str(value) for value in operator.outputs])
     if not by_attributes and operator.type != "Const":
         return _digest(operator.type)
-    given = sorted(
-        (name, str(value))
-        for name, value in operator.attributes.items()
-        if not name.startswith("_")
-    )
+    given = sorted((name, str(value)) for name, value in operator.stated.items())
     return _digest(operator.type, given)
 
 
@@ -165,7 +162,7 @@ def _digest(*parts: object) -> str:
     return hashlib.blake2b(repr(parts).encode(), digest_size=12).hexdigest()
 
 
-def _pair(first: _Side, second: _Side) -> dict[str, str]:
+def _pair(first: _Side, second: _Side) -> Pairs:
     """Partners: first those that mean and serve the same, then ever less, and last by
     neighbours.
     """
@@ -178,7 +175,7 @@ def _pair(first: _Side, second: _Side) -> dict[str, str]:
         if before == after:
             break
         both = finer
-    pairs: dict[str, str] = {}
+    pairs: Pairs = {}
     for one, other in (both, exact):
         free = _unpaired(second, set(pairs.values()), other)
         for digest, names in _unpaired(first, pairs.keys(), one).items():
@@ -187,7 +184,7 @@ def _pair(first: _Side, second: _Side) -> dict[str, str]:
     return pairs
 
 
-def _unpaired(side: _Side, taken: Set[str], digests: dict[str, str]) -> defaultdict[str, list[str]]:
+def _unpaired(side: _Side, taken: Set[str], digests: Digests) -> defaultdict[str, list[str]]:
     """The operators without a partner, by their digest, in order of the graph."""
     found = defaultdict(list)
     for name in side.own:
@@ -196,7 +193,7 @@ def _unpaired(side: _Side, taken: Set[str], digests: dict[str, str]) -> defaultd
     return found
 
 
-def _spread(first: _Side, second: _Side, pairs: dict[str, str]) -> None:
+def _spread(first: _Side, second: _Side, pairs: Pairs) -> None:
     """Pair what is left with what has the same type and attributes and stands beside partners."""
     pools = _unpaired(second, set(pairs.values()), second.own)
     for name, own in first.own.items():
@@ -215,7 +212,7 @@ def _score(near: list[tuple[str | None, Any]], other: list[tuple[str, Any]]) -> 
     return len({*near} & {*other}) + len({name for name, _ in near} & {name for name, _ in other})
 
 
-def _wired_alike(one: Operator, other: Operator, pairs: dict[str, str], partners: set[str]) -> bool:
+def _wired_alike(one: Operator, other: Operator, pairs: Pairs, partners: set[str]) -> bool:
     """Do partners read partners, each at the same place? What was added or removed is told
     already.
     """

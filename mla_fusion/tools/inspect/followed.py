@@ -15,9 +15,11 @@ from math import prod
 
 from mla_fusion.fx.walk import reached
 from mla_fusion.tools.dumps import Dump, Edge, Operator, Value
-from mla_fusion.tools.dumps.model import Dim
+from mla_fusion.tools.dumps.model import Dim, Shape
 from mla_fusion.tools.inspect import operator_kinds as kinds
 from mla_fusion.tools.inspect.operator_kinds import plain
+
+Order = tuple[int, ...] | None  # of a value's axes in memory
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,10 @@ class Held:
     whole: bool = True
     own: bool = True
     changed: bool = False
-    order: tuple[int, ...] | None = None
+    order: Order = None
+
+
+Holders = dict[Edge, Held]
 
 
 class Followed:
@@ -88,7 +93,7 @@ class Followed:
 
     # -- one operator
 
-    def _results_of(self, operator: Operator) -> dict[Edge, Held]:
+    def _results_of(self, operator: Operator) -> Holders:
         """Those of its results that hold the input."""
         self._operator = operator
         self._edges = {  # that hold the input, by place
@@ -146,7 +151,7 @@ class Followed:
             return held.order is None or (same and kind != "aten.contiguous")
         return kind in kinds.PARTS or kind in kinds.TURNED
 
-    def _viewed(self, kind: str, held: Held) -> dict[Edge, Held]:
+    def _viewed(self, kind: str, held: Held) -> Holders:
         if kind in kinds.TURNED:
             held = replace(held, order=self._order(kind, held.order))
         elif kind in kinds.PARTS:
@@ -156,7 +161,7 @@ class Followed:
             held = replace(held, order=())
         return self._all(held)
 
-    def _order(self, kind: str, before: tuple[int, ...] | None) -> tuple[int, ...] | None:
+    def _order(self, kind: str, before: Order) -> Order:
         """The axes of the value, where a permutation is known and moves more than axes of one
         element.
         """
@@ -181,7 +186,7 @@ class Followed:
         real = [axis for axis in axes if shape_before.get(axis) != 1]
         return tuple(axes) if real != sorted(real) else None
 
-    def _picked(self, held: Held) -> dict[Edge, Held]:
+    def _picked(self, held: Held) -> Holders:
         edge = self._edges[0]
         above = self.dump.producer(edge)
         kernel = kinds.written(above)
@@ -189,7 +194,7 @@ class Followed:
         picked = kinds.result_of_getitem(self._operator, edge)
         return self._all(held) if not kernel or picked in caches else {}
 
-    def _kernel(self, kernel: list[tuple[int | None, int]]) -> dict[Edge, Held]:
+    def _kernel(self, kernel: list[tuple[int | None, int]]) -> Holders:
         name, functional = self._operator.name, "functional" in self._operator.type
         found = {}
         for result, place in kernel:
@@ -207,7 +212,7 @@ class Followed:
                 self._made_of[edge] = [self._edges[place]]
         return found
 
-    def _back(self) -> dict[Edge, Held]:
+    def _back(self) -> Holders:
         """``copy_`` and Assign: into the input itself, or of it into another."""
         nothing = Held(whole=False, own=False)
         target, value = (self._given.get(place, nothing) for place in range(2))
@@ -218,7 +223,7 @@ class Followed:
             self._ends += [edge for place, edge in self._operator.reads if place == 1]
         return self._all(replace(target, changed=True)) if 0 in self._given else {}
 
-    def _moved(self, how: str, changes: bool = False) -> dict[Edge, Held]:
+    def _moved(self, how: str, changes: bool = False) -> Holders:
         """Another tensor of the same elements, and perhaps others: a copy where it is as large as
         the cache.
         """
@@ -256,7 +261,7 @@ class Followed:
         readers = self.dump.readers
         return {*reached([self.source.name], lambda name: [one.name for one, _ in readers[name]])}
 
-    def _other(self, kind: str) -> dict[Edge, Held]:
+    def _other(self, kind: str) -> Holders:
         """What computes other numbers of it, and what is not known."""
         name, whole = self._operator.name, any(held.whole for held in self._given.values())
         if not whole or self._as_large() is False:
@@ -279,7 +284,7 @@ class Followed:
         answers = [_as_large(value, self.unit) for value in self._operator.outputs]
         return True if True in answers else None if None in answers or not answers else False
 
-    def _all(self, held: Held) -> dict[Edge, Held]:
+    def _all(self, held: Held) -> Holders:
         """Each result holds this of the input."""
         count = max(1, len(self._operator.outputs))
         edges = [Edge(self._operator.name, index) for index in range(count)]
@@ -287,7 +292,7 @@ class Followed:
         return dict.fromkeys(edges, held)
 
 
-def _real(shape: tuple[Dim, ...]) -> list[Dim]:
+def _real(shape: Shape) -> list[Dim]:
     """Sizes of the axes that have more than one element."""
     return [size for size in shape if size != 1]
 

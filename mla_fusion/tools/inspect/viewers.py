@@ -114,9 +114,7 @@ def _node(operator: Operator) -> dict[str, Any]:
     readably.
     """
     group = "inputs" if operator.type in _INPUTS else "outputs" if operator.type in _OUTPUTS else ""
-    attributes = {
-        name: value for name, value in operator.attributes.items() if not name.startswith("_")
-    }
+    attributes = operator.stated
     if operator.source:
         attributes["source"] = operator.source
     return {
