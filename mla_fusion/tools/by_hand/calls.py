@@ -162,11 +162,8 @@ class Watch(TorchDispatchMode):
             self._follow(schema_of(func).name, args, kwargs, result)
             return result
         arguments = called(func, args, kwargs).given
-        reworked = {
-            key: self._cast[id(value)][1]
-            for key, value in arguments.items()
-            if isinstance(value, Tensor) and self._cast.get(id(value), (None, ""))[1]
-        }
+        cast = {key: self._cast.get(id(value)) for key, value in arguments.items()}
+        reworked = {key: held[1] for key, held in cast.items() if held and held[1]}
         call = Call(len(self.calls), name, arguments, self._line(), reworked, self.held)
         self.calls.append(call)
         repairs = [one for one in self._repairs if one.mends(call)]

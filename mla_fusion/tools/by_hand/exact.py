@@ -426,11 +426,11 @@ def _by_numbers(tensor: Tensor, exactly: bool) -> Value:
 
 
 def _parts(value: Any) -> list[Num]:
-    if isinstance(value, Complex):
-        return [value.real, value.imag]
-    if isinstance(value, (list, tuple)):
-        return [part for each in value for part in _parts(each)]
-    return [value] if isinstance(value, Num) else []
+    sides = (
+        (leaf.real, leaf.imag) if isinstance(leaf, Complex) else (leaf,)
+        for leaf in tree_leaves(value)
+    )
+    return [part for both in sides for part in both if isinstance(part, Num)]
 
 
 def _mark(value: Any) -> object:

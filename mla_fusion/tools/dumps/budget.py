@@ -96,16 +96,16 @@ def measured(size: Any) -> tuple[int, int]:
     if not getattr(size, "args", ()):
         return 1, 0 if getattr(size, "is_number", True) else 1
     if isinstance(size, sympy.Pow):
-        (terms, degree), power = measured(size.args[0]), size.args[1]
-        if not isinstance(power, sympy.Integer) or abs(power) > most:
+        (terms, degree), exponent = measured(size.args[0]), size.args[1]
+        if not isinstance(exponent, sympy.Integer) or abs(exponent) > most:
             return most, most
-        return min(most, comb(terms + abs(int(power)) - 1, terms - 1)), min(
-            most, degree * abs(int(power))
-        )
-    terms, degree = (1, 0) if isinstance(size, sympy.Mul) else (0, 0)
+        power = abs(int(exponent))
+        return min(most, comb(terms + power - 1, terms - 1)), min(most, degree * power)
+    is_product = isinstance(size, sympy.Mul)
+    terms, degree = int(is_product), 0
     for part in size.args:
         more, higher = measured(part)
-        if isinstance(size, sympy.Mul):
+        if is_product:
             terms, degree = terms * more, degree + higher
         else:
             terms += more if isinstance(size, sympy.Add) else 2 * more

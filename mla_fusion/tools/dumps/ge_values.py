@@ -95,9 +95,9 @@ class OperatorReader(Builder):
             return found
         if not all(isinstance(number, (int, float)) for number in found.numbers):
             raise Unmapped
-        name = f"constant_{sum(1 for _ in self.root.buffers())}"
+        name = f"constant_{len(self.root)}"
         content = torch.tensor(found.numbers, dtype=known_dtype(found.dtype)).reshape(found.shape)
-        self.root.register_buffer(name, content)
+        self.root[name] = content
         value = self.tensors.of(Value(found.dtype, found.shape))
         return self.add(None, "get_attr", name, value=value)
 

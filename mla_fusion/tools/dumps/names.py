@@ -25,6 +25,7 @@ _SIZES = "sym_max sym_min sym_sum sym_ite sym_not sym_int sym_float".split()
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     **OPERATORS, **{f"torch.{name}": vars(torch)[name] for name in _SIZES if name in vars(torch)},
 }  # fmt: skip
+_WORDS = {"Ellipsis": Ellipsis, "true": True, "false": False}
 _OBJECTS = (torch.dtype, torch.layout, torch.memory_format)
 _KERNELS = ("Meta", "CompositeImplicitAutograd", "CompositeExplicitAutograd")
 _FILES = {"filename", "fd", "fd_to_close"}
@@ -85,8 +86,8 @@ def literal(name: str) -> Any:
         return torch.device("cpu")
     if name.lstrip("-") in ("inf", "nan"):
         return float(name)
-    if name in ("Ellipsis", "true", "false"):
-        return {"Ellipsis": Ellipsis, "true": True, "false": False}[name]
+    if name in _WORDS:
+        return _WORDS[name]
     found = vars(torch).get(name.removeprefix("torch."))
     if not isinstance(found, _OBJECTS):
         raise Unknown(name)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from mla_fusion.compat import OpOverload, schema_of
+from mla_fusion.compat import OpOverload
 from mla_fusion.meta.prolog import V1, V2, V3
+from mla_fusion.prove.operators import called
 from mla_fusion.tools.dumps import Dump, Operator, Value, names
 from mla_fusion.tools.dumps.model import Attributes
 from mla_fusion.tools.dumps.python_text import edges_in
@@ -87,9 +88,4 @@ def _attributes(operator: Operator) -> Attributes:
     target = names.target(operator.type)
     if not isinstance(target, OpOverload):
         return operator.attributes
-    found = {
-        argument.name: argument.default_value
-        for argument in schema_of(target).arguments
-        if argument.has_default_value()
-    }
-    return {**found, **names.by_name(target, *operator.call)}
+    return called(target, *operator.call).given

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
 
+from mla_fusion.compat import tree_leaves
 from mla_fusion.tools.dumps.model import Arguments, DumpError, Edge, Operator
 
 _WORDS = ("inf", "nan", "true", "false", "Ellipsis")
@@ -118,10 +119,4 @@ def unexpected(node: ast.AST | None) -> DumpError:
 
 def edges_in(found: Any) -> list[Edge]:
     """The values that an argument mentions, in order."""
-    if isinstance(found, Edge):
-        return [found]
-    if isinstance(found, (list, tuple)):
-        return [edge for item in found for edge in edges_in(item)]
-    if isinstance(found, dict):
-        return [edge for item in found.values() for edge in edges_in(item)]
-    return []
+    return [leaf for leaf in tree_leaves(found) if isinstance(leaf, Edge)]

@@ -84,8 +84,7 @@ def _style(operator: Operator) -> str:
 
 
 def _quoted(text: str) -> str:
-    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-    return f'"{escaped}"'
+    return json.dumps(text, ensure_ascii=False)
 
 
 def _svg(dump: Dump) -> bytes:
