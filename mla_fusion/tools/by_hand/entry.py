@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from time import perf_counter
 from typing import Any
@@ -34,8 +34,8 @@ _MOST_NOISE = 0.2
 
 
 def audit(
-    fused: Target | ExportedProgram,
-    reference: Target | ExportedProgram | None = None,
+    fused: Callable[..., Any] | ExportedProgram,
+    reference: Callable[..., Any] | ExportedProgram | None = None,
     *inputs: Any,
     soc: str = "A3",
     cann: str = "latest",

@@ -65,9 +65,9 @@ class Audit:
     operators: tuple[str, ...]
     findings: tuple[Finding, ...]
     equal: bool | None = None
-    errors: Errors | None = None
-    repaired: Errors | None = None
-    tolerance: Errors | None = None
+    errors: dict[str, float] | None = None
+    repaired: dict[str, float] | None = None
+    tolerance: dict[str, float] | None = None
     draws: tuple[str, ...] = ()
     tried: int = 0
     proof: str = ""
