@@ -4,7 +4,6 @@ devices checked; how to write a call.
 
 from __future__ import annotations
 
-import json
 import sys
 from argparse import Namespace
 from importlib.resources import files
@@ -14,6 +13,7 @@ from typing import Any
 
 import mla_fusion as mf
 from mla_fusion.machine import AUTO
+from mla_fusion.report import text_tables
 from mla_fusion.tools.command import Command, answer, function, option, page
 from mla_fusion.tools.target import (
     UserError,
@@ -110,7 +110,7 @@ def _check_proof(arguments: Namespace) -> int:
             else {"layer": layer, "accepted": True, **one._asdict()}
             for layer, one in found
         ]
-        print(json.dumps({"fusions": rows, "refused": refused}, indent=2))
+        print(text_tables.as_json({"fusions": rows, "refused": refused}))
     else:
         print("\n".join(check.line(*one) for one in found) or "the report has no fusion")
     return 1 if refused else 0

@@ -4,7 +4,6 @@ once.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from argparse import ArgumentParser, Namespace
@@ -150,7 +149,7 @@ def _doctor(arguments: Namespace) -> int:
 
         found = doctor.survey()
     if arguments.json:
-        print(json.dumps(found, indent=2, default=str))
+        print(text_tables.as_json(found))
     else:
         terminal.show("\n\n".join(_parts(found)))
     return 1 if found["problems"] else 0

@@ -128,9 +128,8 @@ def lower(
     import_module("mla_fusion.converters").register()
     given: list[Any] = []  # of the graph that dynamo hands over
     named: list[Callable[[GraphModule], None]] = []
-    found: list[
-        Lowering | LoweringError
-    ] = []  # an error waits: dynamo would wrap it beyond reading
+    # an error waits for the end: dynamo would wrap it beyond reading
+    found: list[Lowering | LoweringError] = []
 
     def on_graph(gm: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         for name in named:

@@ -105,8 +105,8 @@ def audit(
     chosen: list[Repair] = []
     after = None
     if not is_right:
-        parameters, epsilons = parameters_of(fused, reference), _epsilons(fused, reference)
-        chosen, after = search(subject, options_of(calls, parameters, epsilons))
+        held = parameters_of(fused, reference), _epsilons(fused, reference)
+        chosen, after = search(subject, options_of(calls, *held))
     mended = [_mended(subject, chosen[:count]) for count in range(1, len(chosen) + 1)]
     seen += _other_epsilons(calls, reference, [item.argument for item in mended])
     copies = [item.argument for item in mended if item.code == "cache.other"]
