@@ -15,6 +15,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -230,17 +231,11 @@ def _cann_version() -> str | None:
     location = cann_location()
     for folder in Path(location).resolve().parents[:5] if location else ():
         for name in ("version.cfg", "ascend_toolkit_install.info"):
-            found = _VERSION.search(_text(folder / name))
-            if found is not None:
-                return found[1]
+            with suppress(OSError):
+                text = (folder / name).read_text(encoding="utf-8", errors="replace")
+                if found := _VERSION.search(text):
+                    return found[1]
     return None
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
 
 
 # -- known traps on the way to a fused graph

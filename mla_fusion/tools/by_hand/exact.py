@@ -225,14 +225,11 @@ def _named(spec: Any) -> list[str]:
     names: dict[int, str] = {}
 
     def walk(item: Any, path: str) -> None:
-        if isinstance(item, Mapping):
-            for key, each in item.items():
-                walk(each, f"{path}.{key}")
-        elif isinstance(item, (list, tuple)):
-            for place, each in enumerate(item):
-                walk(each, f"{path}.{place}")
-        elif isinstance(item, int):
+        if isinstance(item, int):
             names[item] = f"output {path.removeprefix('.') or 0}"
+        elif isinstance(item, (Mapping, list, tuple)):
+            for key, each in item.items() if isinstance(item, Mapping) else enumerate(item):
+                walk(each, f"{path}.{key}")
 
     walk(spec.unflatten(list(range(spec.num_leaves))), "")
     return [names.get(place, f"output leaf {place}") for place in range(spec.num_leaves)]
