@@ -22,7 +22,7 @@ LIGHT = frozenset(
     f"mla_fusion.{name}"
     for name in """
     _autoload _lazy _version cli inspect machine report report.text_tables report.wrapping prove
-    prove.check tools tools.cli tools.graphs_cli tools.audit_cli tools.proof_cli tools.selftest_cli
+    prove.check tools tools.cli tools.graphs_cli tools.checks_cli
     tools.target tools.terminal tools.installed tools.command
     """.split()
 )

@@ -1,8 +1,10 @@
-"""Plain-text tables for terminals."""
+"""Plain-text tables for terminals; data as JSON text."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from mla_fusion.report.wrapping import is_number
 
@@ -55,3 +57,8 @@ def counted(names: Sequence[str]) -> str:
         f"{name} x{short.count(name)}" if short.count(name) > 1 else name
         for name in dict.fromkeys(short)
     )
+
+
+def as_json(data: Any) -> str:
+    """What JSON has no word for, a path or a dtype, as text."""
+    return json.dumps(data, indent=2, default=str)

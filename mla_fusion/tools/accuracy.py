@@ -121,21 +121,16 @@ def measure_prologues(
     for index, inputs in enumerate(inputs_of_layers(model, batch)):
         prologue = AsModule(layers_of(model)[index].self_attn.prologue)
         caches = (batch.kv_caches[index], batch.kr_caches[index])
-
-        def run(
-            function: Callable[..., Any],
-            dtype: torch.dtype,
-            inputs: tuple[Tensor, ...] = inputs,
-            caches: tuple[Tensor, ...] = caches,
-        ) -> list[Tensor]:
+        wide = copy.deepcopy(prologue).double()
+        runs = []
+        for function, dtype in (
+            (prologue, torch.bfloat16),
+            (compile_fused(prologue), torch.bfloat16),
+            (wide, torch.float64),
+        ):
             copies = [cache.to(dtype, copy=True) for cache in caches]
             outputs = function(*(item.to(dtype) for item in inputs), batch.slot_mapping, *copies)
-            return [*outputs, *copies]
-
-        unfused = run(prologue, torch.bfloat16)
-        fused = run(compile_fused(prologue), torch.bfloat16)
-        exact = run(copy.deepcopy(prologue).double(), torch.float64)
-        runs = unfused, fused, exact
+            runs.append([*outputs, *copies])
         where = f"layer {index}"
         found += [
             measured(where, name, *(run[at] for run in runs)) for at, name in enumerate(_QUERY)

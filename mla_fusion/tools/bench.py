@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import median
@@ -74,10 +73,9 @@ def decoder(layers: int, he: int, heads: int) -> tuple[GraphModule, list[Any]]:
 
 def measure(name: str, gm: GraphModule, config: Config, repeats: int) -> Timing:
     """Time the pass on ``gm``, which stays as it is."""
+    quick = replace(config, verify="off")
     seconds, report = median_seconds(gm, repeats, lambda graph: fuse(graph, config))
-    unverified, _ = median_seconds(
-        gm, repeats, lambda graph: fuse(graph, replace(config, verify="off"))
-    )
+    unverified, _ = median_seconds(gm, repeats, lambda graph: fuse(graph, quick))
     explained, _ = median_seconds(gm, repeats, lambda graph: explain(graph, config))
     counts = len(gm.graph.nodes), len(report.fused), len(report.rejected)
     return Timing(name, *counts, seconds, unverified, explained, dict(report.timings))
@@ -126,7 +124,7 @@ class Timings:
 
     def to_json(self) -> str:
         """All figures as JSON text."""
-        return json.dumps([asdict(timing) for timing in self.graphs], indent=2)
+        return text_tables.as_json([asdict(timing) for timing in self.graphs])
 
 
 def _text(seconds: float) -> str:

@@ -4,7 +4,6 @@ tokens stay the same.
 
 from __future__ import annotations
 
-import json
 from argparse import Namespace
 from copy import deepcopy
 from dataclasses import asdict, dataclass
@@ -18,6 +17,7 @@ from mla_fusion.compile.device_graph import CaptureError
 from mla_fusion.compile.prepack import Prepacked, prepack
 from mla_fusion.models import hf
 from mla_fusion.models.features import COUNTS_POSITIONS
+from mla_fusion.report import text_tables
 
 PROMPT_TOKENS = 8
 _MOST = 10_000  # layers, or experts a layer: ten times those of the largest models
@@ -71,7 +71,7 @@ class Outcome:
             "generated": asdict(self.compared) if self.compared else None,
             "prepack": planned,
         }
-        return json.dumps(data, indent=2)
+        return text_tables.as_json(data)
 
     def __str__(self) -> str:
         lines = [f"{self.model_type}: {self.summary}"]

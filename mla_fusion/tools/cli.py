@@ -4,10 +4,9 @@ once.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import sys
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
@@ -16,7 +15,7 @@ from typing import Any
 
 import mla_fusion as mf
 from mla_fusion.report import text_tables
-from mla_fusion.tools import audit_cli, graphs_cli, installed, proof_cli, selftest_cli, terminal
+from mla_fusion.tools import checks_cli, graphs_cli, installed, terminal
 from mla_fusion.tools.command import DYNAMIC, Command, answer, function, option
 from mla_fusion.tools.target import (
     UserError,
@@ -78,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def _run(arguments: Namespace) -> int:
     try:
         status: int = arguments.run(arguments)
     except SystemExit as error:  # of code that the caller named
@@ -108,7 +107,7 @@ def _stop_writing() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> ArgumentParser:
     """Of the whole command line."""
     whole = terminal.Parser(
         prog="mla-fusion",
@@ -118,13 +117,12 @@ def parser() -> argparse.ArgumentParser:
     )
     whole.add_argument("--version", action="version", version=f"mla-fusion {mf.__version__}")
     commands = whole.add_subparsers(dest="command", required=True, metavar="command")
-    others = *graphs_cli.COMMANDS, *audit_cli.COMMANDS, proof_cli.COMMAND, selftest_cli.COMMAND
-    for command in (*_FIRST, *others, *_LAST):
+    for command in (*_FIRST, *graphs_cli.COMMANDS, *checks_cli.COMMANDS, *_LAST):
         command.add(commands)
     return whole
 
 
-def _demo(arguments: argparse.Namespace) -> int:
+def _demo(arguments: Namespace) -> int:
     from mla_fusion.models.hf import TransformersMissing
     from mla_fusion.tools import demo
 
@@ -134,7 +132,7 @@ def _demo(arguments: argparse.Namespace) -> int:
     return answer(outcome, arguments, not outcome.problems)
 
 
-def _check_model(arguments: argparse.Namespace) -> int:
+def _check_model(arguments: Namespace) -> int:
     arguments.folder = folder(arguments.folder)
     from mla_fusion.models import hf
     from mla_fusion.tools import check_model
@@ -144,14 +142,14 @@ def _check_model(arguments: argparse.Namespace) -> int:
     return answer(found, arguments, found.is_fine)
 
 
-def _doctor(arguments: argparse.Namespace) -> int:
+def _doctor(arguments: Namespace) -> int:
     found = installed.without_torch()
     if found is None:
         from mla_fusion.tools import doctor
 
         found = doctor.survey()
     if arguments.json:
-        print(json.dumps(found, indent=2, default=str))
+        print(text_tables.as_json(found))
     else:
         terminal.show("\n\n".join(_parts(found)))
     return 1 if found["problems"] else 0
@@ -180,7 +178,7 @@ def _word(value: Any) -> str:
     return words[value] if value is None or isinstance(value, bool) else str(value)
 
 
-def _bench(arguments: argparse.Namespace) -> int:
+def _bench(arguments: Namespace) -> int:
     if arguments.target:
         target(arguments.target)
     from mla_fusion.compile.device_graph import CaptureError, capture

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,7 +39,7 @@ class Command:
     """
 
     name: str
-    run: Callable[[argparse.Namespace], int]
+    run: Callable[[Namespace], int]
     summary: str
     more: str = ""
     options: Sequence[Option] = ()
@@ -59,7 +59,7 @@ class Command:
             add(parser)
 
 
-def answer(found: Any, arguments: argparse.Namespace, is_fine: bool) -> int:
+def answer(found: Any, arguments: Namespace, is_fine: bool) -> int:
     """Print what was found, as text or JSON, and write its page where one is asked for. The exit
     status.
     """

@@ -131,7 +131,7 @@ class Outcome:
             "files": self.files,
             "report": json.loads(self.report.to_json()),
         }
-        return json.dumps(data, indent=2, default=str)
+        return text_tables.as_json(data)
 
     def __str__(self) -> str:
         operators = self.report.operators
@@ -151,7 +151,7 @@ class Outcome:
         return "\n\n".join(parts)
 
 
-def run(options: Options, progress: Callable[[str], None] | None = None) -> Outcome:
+def run(options: Options) -> Outcome:
     """The whole demo; writes ``options.out``. Raises TransformersMissing without Hugging Face's
     modules.
     """
@@ -159,10 +159,7 @@ def run(options: Options, progress: Callable[[str], None] | None = None) -> Outc
 
     def say(message: str) -> None:
         seconds = perf_counter() - started
-        if progress is not None:
-            progress(message)
-        else:
-            print(f"[{seconds:6.1f} s] {message}", file=sys.stderr, flush=True)
+        print(f"[{seconds:6.1f} s] {message}", file=sys.stderr, flush=True)
 
     options.out.mkdir(parents=True, exist_ok=True)
     say(f"random bfloat16 weights: {options.layers} layers, He {options.hidden}, N {options.heads}")

@@ -4,13 +4,18 @@ doctor``.
 
 from __future__ import annotations
 
+import ast
+import importlib.util
+import inspect
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -20,12 +25,12 @@ import torch
 
 from mla_fusion import ops, releases
 from mla_fusion._autoload import cann_location, torch_npu_installed
-from mla_fusion.compat import registrations
+from mla_fusion.compat import registrations, schema_of, specialises_floats
 from mla_fusion.compile import inductor_bridge, offline
 from mla_fusion.compile.offline import standins
 from mla_fusion.meta.prolog import PROLOGS
 from mla_fusion.report import store
-from mla_fusion.tools import installed, traps
+from mla_fusion.tools import installed
 
 _VERSION = re.compile(r"version\w*\s*=\s*\[?(?:[\d.]+:)?([\d.]+(?:RC\w*|alpha\w*)?)", re.IGNORECASE)
 _UNKNOWN = {"schema": None, "cpu_kernel": None, "converter": None}
@@ -43,6 +48,8 @@ _PAIR = (
 )
 _TRIAL = "from mla_fusion.compile import offline; offline.activate(); import torch_npu, torchair"
 _TRIAL_SECONDS = 300
+
+Facts = dict[str, Any]
 
 
 class _Checks:
@@ -66,7 +73,7 @@ class _Checks:
         self.problems.append({"check": name, "failed": failed, "to do": remedy})
 
 
-def survey() -> dict[str, Any]:
+def survey() -> Facts:
     """Versions, device, CANN, the offline runtime, the operators, hooks, known traps and problems,
     as plain data.
 
@@ -92,7 +99,7 @@ def survey() -> dict[str, Any]:
             for name in OPERATORS
         },
         "hooks": ask("hooks", lambda: hooks(usable)),
-        "traps": ask("traps", lambda: traps.survey(usable)),
+        "traps": ask("traps", lambda: _traps(usable)),
         "problems": checks.problems,
     }
 
@@ -153,7 +160,7 @@ def _device() -> str | None:
     return str(npu.get_device_name())
 
 
-def _offline(error: str | None) -> dict[str, Any]:
+def _offline(error: str | None) -> Facts:
     directory = offline.standins_directory()
     return {
         "active": offline.is_active(),
@@ -164,9 +171,9 @@ def _offline(error: str | None) -> dict[str, Any]:
     }
 
 
-def _operator(name: str, usable: bool) -> dict[str, Any]:
+def _operator(name: str, usable: bool) -> Facts:
     """Whose its schema, CPU kernel and GE converter are, where there are any."""
-    entry: dict[str, Any] = dict(_UNKNOWN)
+    entry: Facts = dict(_UNKNOWN)
     packet = getattr(torch.ops.npu, name, None)
     if packet is None:
         return entry
@@ -206,8 +213,8 @@ def hooks(usable: bool) -> dict[str, str]:
     )
     if usable:
         config = import_module("mla_fusion.compile.torchair_bridge").compiler_config("ge")
-        hook = getattr(config, "post_grad_custom_pre_pass", None)
-        found["a fresh torchair CompilerConfig"] = _named(getattr(hook, "value", hook))
+        hook = _option(config, "post_grad_custom_pre_pass")
+        found["a fresh torchair CompilerConfig"] = _named(hook)
     found[store.VARIABLE] = os.environ.get(store.VARIABLE, "not set: reports stay in memory")
     return found
 
@@ -224,14 +231,111 @@ def _cann_version() -> str | None:
     location = cann_location()
     for folder in Path(location).resolve().parents[:5] if location else ():
         for name in ("version.cfg", "ascend_toolkit_install.info"):
-            found = _VERSION.search(_text(folder / name))
-            if found is not None:
-                return found[1]
+            with suppress(OSError):
+                text = (folder / name).read_text(encoding="utf-8", errors="replace")
+                if found := _VERSION.search(text):
+                    return found[1]
     return None
 
 
-def _text(path: Path) -> str:
+# -- known traps on the way to a fused graph
+
+
+def _traps(usable: bool) -> dict[str, str]:
+    """Name of the trap -> what about it: what it is in this environment, and what to do. Facts from
+    torchair's and torch_npu's sources.
+    """
+    found = {
+        "torch.compile(dynamic=True)": _runtime_epsilon(),
+        "torchair's compile cache": (
+            "its key is the hook's code: it cannot tell two instances, partials or lambdas from "
+            "each other; give it mf.torchair_pass(config) itself"
+        ),
+        "streams": (
+            "a prologue whose nodes carry different stream labels is refused (stream.mixed), by "
+            "torchair's own "
+            "patterns too; keep it on one stream"
+        ),
+        "caches in GE mode": (
+            "a cache input with a reader besides the kernel costs two copies of it a step; "
+            "`mla-fusion inspect` on dynamo_optimized_* shows them"
+        ),
+        "caches in npugraph_ex mode": (
+            "the kernel writes in place only if each cache is a graph input itself, not a view, "
+            "and no two caches share storage"
+        ),
+        "graph_dump type py": "written before GE's passes: copies that it shows may be gone; look "
+        "at pbtxt instead",
+    }
+    if torch_npu_installed() and cann_location() is None:
+        found["import torch"] = _autoload()
+    if importlib.util.find_spec("vllm_ascend") is not None:
+        found["vllm-ascend"] = (
+            "vllm::mla_forward is opaque: no pass sees the prologue inside; its npugraph_ex mode "
+            "never calls "
+            "pass managers"
+        )
+    return {**found, **(_of_torchair() if usable else {})}
+
+
+def _runtime_epsilon() -> str:
+    if specialises_floats():
+        return "specialize_float is set: the norm's epsilon stays a constant"
+    return (
+        "turns the norm's epsilon into a graph input: backend='mla_fusion' makes it a number "
+        "again, a pass in another "
+        "backend cannot (norm.runtime_eps); there use mark_dynamic, or set "
+        "torch._dynamo.config.specialize_float = True"
+    )
+
+
+def _autoload() -> str:
+    if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
+        return (
+            "TORCH_DEVICE_BACKEND_AUTOLOAD=0 is set, as it must be where torch_npu is and CANN is "
+            "not"
+        )
+    return (
+        "fails here unless TORCH_DEVICE_BACKEND_AUTOLOAD=0 is set or mla_fusion is imported first"
+    )
+
+
+def _of_torchair() -> dict[str, str]:
+    found = {}
+    bridge = import_module("mla_fusion.compile.torchair_bridge")
+    options = _option(bridge.compiler_config("ge"), "experimental_config")
+    patterns = _option(options, "pattern_fusion_pass")
+    if patterns is not None:
+        found["pattern_fusion_pass"] = (
+            f"{'on' if patterns else 'off'} by default; off, it takes register_replacement "
+            "patterns with it; "
+            "mla_fusion is a pre pass and runs either way"
+        )
+    raw = torch.ops.npu.npu_mla_prolog_v3.default
+    promised, returned = len(schema_of(raw).returns), _returned(bridge.converter_of(raw))
+    if returned not in (None, promised):
+        found["npu_mla_prolog_v3 in GE mode"] = (
+            f"this torch_npu's converter gives {returned} results for the {promised} of the "
+            "schema: those after the "
+            "second are wrong; call npu_mla_prolog_v3_functional, or "
+            "mla_fusion.converters.register(force=True)"
+        )
+    return found
+
+
+def _option(config: Any, name: str) -> Any:
+    """Of a torchair config; None for one that it has not."""
+    held = getattr(config, name, None)
+    return getattr(held, "value", held)
+
+
+def _returned(converter: Any) -> int | None:
+    """How many results the converter's source returns; None where it cannot be read."""
     try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
+        tree = ast.parse(
+            textwrap.dedent(inspect.getsource(getattr(converter, "__wrapped__", converter)))
+        )
+    except (OSError, TypeError, SyntaxError):
+        return None
+    tuples = [node.value for node in ast.walk(tree) if isinstance(node, ast.Return)]
+    return next((len(value.elts) for value in tuples if isinstance(value, ast.Tuple)), None)

@@ -4,9 +4,9 @@ dumps.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from mla_fusion.tools.target import (
 )
 
 
-def _explain(arguments: argparse.Namespace) -> int:
+def _explain(arguments: Namespace) -> int:
     target_or_dump(arguments.target)
     from mla_fusion.fx.measured import measuring
     from mla_fusion.report import text_tables
@@ -43,7 +43,7 @@ def _explain(arguments: argparse.Namespace) -> int:
     return status
 
 
-def _explain_function(arguments: argparse.Namespace) -> mf.Report:
+def _explain_function(arguments: Namespace) -> mf.Report:
     from mla_fusion.compile.device_graph import CaptureError, capture
 
     boundary, dynamic = not arguments.pass_only, arguments.dynamic
@@ -53,18 +53,18 @@ def _explain_function(arguments: argparse.Namespace) -> mf.Report:
     return mf.explain(gm, _config(arguments), boundary=boundary)
 
 
-def _explain_dump(arguments: argparse.Namespace) -> mf.Report:
+def _explain_dump(arguments: Namespace) -> mf.Report:
     from mla_fusion.tools.dumps.model import DumpError, NotRebuilt
 
     with user_errors(DumpError, NotRebuilt):
         return mf.explain(arguments.target, _config(arguments), boundary=not arguments.pass_only)
 
 
-def _config(arguments: argparse.Namespace, **more: Any) -> mf.Config:
+def _config(arguments: Namespace, **more: Any) -> mf.Config:
     return mf.Config(soc=arguments.soc, cann=arguments.cann, **more)
 
 
-def _lower(arguments: argparse.Namespace) -> int:
+def _lower(arguments: Namespace) -> int:
     target(arguments.target)
     from mla_fusion.compile.offline import OfflineError
     from mla_fusion.report import text_tables
@@ -96,7 +96,7 @@ def _lower(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _inspect(arguments: argparse.Namespace) -> int:
+def _inspect(arguments: Namespace) -> int:
     paths = [existing(dump) for dump in arguments.dumps]
     from mla_fusion.tools.inspect.summary import summarise
     from mla_fusion.tools.inspect.viewers import ExportError, export
@@ -116,7 +116,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _diff(arguments: argparse.Namespace) -> int:
+def _diff(arguments: Namespace) -> int:
     first, second = existing(arguments.first), existing(arguments.second)
     from mla_fusion.tools.inspect.compare import diff
 

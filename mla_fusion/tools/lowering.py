@@ -120,10 +120,52 @@ def lower(
     """
     if mode not in torchair_bridge.MODES:
         raise ValueError(f"mode must be one of {', '.join(torchair_bridge.MODES)}, got {mode!r}")
-    session = _Session(mode, Config.given(config), hook)
+    config = Config.given(config)
+    at_boundary = config.enable and not hook
+    options = torchair_bridge.compiler_config(mode)
+    if config.enable and hook:
+        options.post_grad_custom_pre_pass = torchair_pass(config)
+    import_module("mla_fusion.converters").register()
+    given: list[Any] = []  # of the graph that dynamo hands over
+    named: list[Callable[[GraphModule], None]] = []
+    # an error waits for the end: dynamo would wrap it beyond reading
+    found: list[Lowering | LoweringError] = []
+
+    def on_graph(gm: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        for name in named:
+            name(gm)
+        # a copy over the same attributes; metadata stays on the nodes
+        before = GraphModule(gm, copy.deepcopy(gm.graph))
+        earlier = reports()[-1:]
+        try:
+            if at_boundary:
+                _, inputs, _ = fuse_for_torchair(gm, inputs, config, given, options)
+            compiled = torchair_bridge.compile_graph(mode, options, gm, list(inputs))
+        except Exception as error:
+            found.append(_explained(mode, gm, error))
+            return stop
+        newest = reports()[-1:]
+        report = newest[0] if newest and newest != earlier else None
+        if report is not None and mode == "npugraph_ex":
+            _correct_placements(report, compiled.fx.graph)
+        ge_ops = Counter(op.type for op in getattr(compiled.proto, "op", ()))
+        fx_ops = Counter(_targets(compiled.fx))
+        graphs = compiled.text, compiled.proto
+        found.append(Lowering(mode, before, compiled.fx, fx_ops, ge_ops, *graphs, report))
+        return stop
+
+    compile_graph = torchair_bridge.backend(mode, options, on_graph)
+
+    def as_our_backend(gm: GraphModule, inputs: list[Any]) -> Any:
+        specialise(gm)
+        given[:] = inputs
+        named[:] = [names.of(gm)]
+        return compile_graph(gm, inputs)
+
     try:
-        with compiling_for(session.config.machine.soc):
-            trace(session.backend(), module_or_fn, args, device="npu", dynamic=dynamic)
+        with compiling_for(config.machine.soc):
+            backend = as_our_backend if at_boundary else compile_graph
+            trace(backend, module_or_fn, args, device="npu", dynamic=dynamic)
     except CaptureError as error:
         raise LoweringError(str(error)) from error
     except BackendCompilerFailed as error:
@@ -131,86 +173,20 @@ def lower(
         raise LoweringError(
             f"torchair failed: {type(inner).__name__}: {_first_line(inner)}"
         ) from inner
-    return session.result()
+    lowered = found[-1] if found else LoweringError("torchair was given no graph")
+    if isinstance(lowered, LoweringError):
+        raise lowered
+    return lowered
 
 
-class _Session:
-    """One lowering in progress. Errors wait for its end: dynamo would wrap them beyond reading."""
-
-    def __init__(self, mode: str, config: Config, hook: bool) -> None:
-        self.mode = mode
-        self.config = config
-        self.at_boundary = config.enable and not hook
-        self.compiler_config = torchair_bridge.compiler_config(mode)
-        if config.enable and hook:
-            self.compiler_config.post_grad_custom_pre_pass = torchair_pass(config)
-        self.given: list[Any] = []
-        self.before: GraphModule | None = None
-        self.compiled: torchair_bridge.Compiled | None = None
-        self.error: LoweringError | None = None
-        self.name: Callable[[Any], None] = lambda gm: None
-        self.report: Report | None = None
-
-    def backend(self) -> Callable[..., Any]:
-        import_module("mla_fusion.converters").register()
-        compile_graph = torchair_bridge.backend(self.mode, self.compiler_config, self._on_graph)
-        if not self.at_boundary:
-            return compile_graph
-
-        def compile_as_our_backend(gm: GraphModule, inputs: list[Any]) -> Any:
-            specialise(gm)
-            self.given = inputs
-            self.name = names.of(gm)
-            return compile_graph(gm, inputs)
-
-        return compile_as_our_backend
-
-    def _on_graph(self, gm: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        self.name(gm)
-        # a copy over the same attributes; metadata stays on the nodes
-        self.before = GraphModule(gm, copy.deepcopy(gm.graph))
-        earlier = reports()[-1:]
-        try:
-            if self.at_boundary:
-                _, inputs, _ = fuse_for_torchair(
-                    gm, inputs, self.config, self.given, self.compiler_config
-                )
-            self.compiled = torchair_bridge.compile_graph(
-                self.mode, self.compiler_config, gm, list(inputs)
-            )
-        except Exception as error:
-            self.error = self._explain(gm, error)
-        newest = reports()[-1:]
-        self.report = newest[0] if newest and newest != earlier else None
-        return stop
-
-    def _explain(self, gm: GraphModule, error: Exception) -> LoweringError:
-        refused = torchair_bridge.refused_operators(gm) if self.mode == "ge" else []
-        message = f"torchair failed on this graph: {type(error).__name__}: {_first_line(error)}"
-        if refused:
-            message = f"torchair has no GE converter for {', '.join(refused)}"
-        explained = LoweringError(message, tuple(refused))
-        explained.__cause__ = error
-        return explained
-
-    def result(self) -> Lowering:
-        if self.error is not None:
-            raise self.error
-        if self.compiled is None or self.before is None:
-            raise LoweringError("torchair was given no graph")
-        compiled = self.compiled
-        if self.report is not None and self.mode == "npugraph_ex":
-            _correct_placements(self.report, compiled.fx.graph)
-        return Lowering(
-            mode=self.mode,
-            fx_before=self.before,
-            fx_after=compiled.fx,
-            fx_ops=Counter(_targets(compiled.fx)),
-            ge_ops=Counter(op.type for op in getattr(compiled.proto, "op", ())),
-            ge_text=compiled.text,
-            ge_graph=compiled.proto,
-            report=self.report,
-        )
+def _explained(mode: str, gm: GraphModule, error: Exception) -> LoweringError:
+    refused = torchair_bridge.refused_operators(gm) if mode == "ge" else []
+    message = f"torchair failed on this graph: {type(error).__name__}: {_first_line(error)}"
+    if refused:
+        message = f"torchair has no GE converter for {', '.join(refused)}"
+    explained = LoweringError(message, tuple(refused))
+    explained.__cause__ = error
+    return explained
 
 
 def _correct_placements(report: Report, lowered: Graph) -> None:

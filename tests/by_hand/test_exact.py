@@ -411,7 +411,7 @@ WRAPS: dict[str, tuple[Callable[..., Any], Callable[..., Any], torch.dtype]] = {
 @pytest.mark.parametrize("name", WRAPS)
 def test_integers_wrap_around(name: str, drawn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not drawn:
-        monkeypatch.setattr(exact, "_witness", lambda *_: (None, "", None))
+        monkeypatch.setattr(exact, "_witness", lambda *_: {})
     mine, theirs, dtype = WRAPS[name]
     assert mf.audit(mine, theirs, INT8.to(dtype)).equal is not True
 
@@ -655,7 +655,7 @@ APART: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[Any, ...]]]
 @pytest.mark.parametrize("name", one_in(2, APART))
 def test_the_field_alone_takes_them_apart(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the run in float64 that a proof is held against."""
-    monkeypatch.setattr(exact, "_witness", lambda *_: (None, "", None))
+    monkeypatch.setattr(exact, "_witness", lambda *_: {})
     mine, theirs, inputs = APART[name]
     assert mf.audit(mine, theirs, *inputs).equal is None
 

@@ -15,7 +15,7 @@ SMALL = ["demo", "--quick", "--heads", "2", "--batch", "2", "--layers", "2"]
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory):
     options = demo.Options(tmp_path_factory.mktemp("out"), layers=2, heads=2, batch=2)
-    return demo.run(options.quick(), progress=lambda message: None)
+    return demo.run(options.quick())
 
 
 @pytest.mark.portable
@@ -33,7 +33,7 @@ def test_heads_of_the_attention_are_no_tokens(tmp_path):
     """More heads than sequences, as `make demo` has: the output projection reads them permuted."""
     options = demo.Options(tmp_path, hidden=1024, intermediate=256)
     assert options.heads > options.batch
-    assert demo.run(options, progress=lambda message: None).problems == []
+    assert demo.run(options).problems == []
 
 
 def test_files(outcome):

@@ -18,10 +18,7 @@ FOLDERS = {
 }
 ABOVE_ALL = ("_autoload", "_lazy", "_version")  # small files that any room may import
 # of the command line; they use the public names, as anybody does
-COMMANDS = tuple(
-    f"tools/{name}"
-    for name in ("cli", "graphs_cli", "audit_cli", "proof_cli", "selftest_cli", "demo")
-)
+COMMANDS = tuple(f"tools/{name}" for name in ("cli", "graphs_cli", "checks_cli", "demo"))
 # They look names up when they are used, so that loading them loads no tool; cli.py is what runs.
 PUBLIC_NAMES = ("mla_fusion", "mla_fusion._lazy", "mla_fusion.inspect", "mla_fusion.cli")
 TOOLS = "mla_fusion.tools"

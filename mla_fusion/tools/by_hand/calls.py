@@ -5,7 +5,7 @@ arguments, which mend a mistake.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Interpreter, Node
 
-from mla_fusion.compat import OpOverload, TorchDispatchMode, schema_of, tree_leaves
+from mla_fusion.compat import OpOverload, TorchDispatchMode, schema_of
 from mla_fusion.meta.prolog import PROLOGS
 from mla_fusion.prove.operators import called
-from mla_fusion.tools.by_hand.memory import same_bits
+from mla_fusion.tools.by_hand.memory import Inputs, Tensors, same_bits, tensors_in
 from mla_fusion.tools.by_hand.outcome import Finding
 from mla_fusion.tools.by_hand.roles import KR, KV, Roles, Touched, roles_of
 
@@ -38,6 +38,9 @@ _LIBRARIES = tuple(
     str(Path(module.__file__).parent) for module in (torch, contextlib) if module.__file__
 )
 
+Arguments = dict[str, Any]  # of a call, by name
+Target = Callable[..., Any]  # what is audited: a module, a method of one, a function, a graph
+
 
 @dataclass(frozen=True)
 class Call:
@@ -49,10 +52,10 @@ class Call:
 
     place: int
     operator: str
-    arguments: dict[str, Any]
+    arguments: Arguments
     line: str
     reworked: dict[str, str] = field(default_factory=dict)
-    held: Mapping[str, Tensor] = field(default_factory=dict)
+    held: Tensors = field(default_factory=dict)
 
     @property
     def short(self) -> str:
@@ -78,7 +81,7 @@ class Call:
         return Finding(code, message, argument, self.short, self.place, self.line, certain)
 
 
-Change = Callable[[Call], dict[str, Any]]  # arguments to be replaced, by name
+Change = Callable[[Call], Arguments]  # arguments to be replaced, by name
 After = Callable[[Call, Any], None]  # done with the results of a call
 
 
@@ -120,7 +123,7 @@ def instead(name: str, value: Any) -> Change:
 def on(function: Callable[[Tensor], Tensor | None], *names: str) -> Change:
     """Apply to these arguments, those that are tensors of the right shape."""
 
-    def change(call: Call) -> dict[str, Any]:
+    def change(call: Call) -> Arguments:
         given = {name: call.tensor(name) for name in names}
         made = {name: function(value) for name, value in given.items() if value is not None}
         return {name: value.contiguous() for name, value in made.items() if value is not None}
@@ -144,7 +147,7 @@ class Watch(TorchDispatchMode):
         super().__init__()
         self.calls: list[Call] = []
         self.refused: Exception | None = None  # what an audited operator raised
-        self.held: Mapping[str, Tensor] = {}  # what the run can write, by name
+        self.held: Tensors = {}  # what the run can write, by name
         self._change, self._repairs, self._line = change, repairs, line
         # kept alive, so that no other tensor has its id
         self._cast: dict[int, tuple[Tensor, str]] = {}
@@ -159,11 +162,8 @@ class Watch(TorchDispatchMode):
             self._follow(schema_of(func).name, args, kwargs, result)
             return result
         arguments = called(func, args, kwargs).given
-        reworked = {
-            key: self._cast[id(value)][1]
-            for key, value in arguments.items()
-            if isinstance(value, Tensor) and self._cast.get(id(value), (None, ""))[1]
-        }
+        cast = {key: self._cast.get(id(value)) for key, value in arguments.items()}
+        reworked = {key: held[1] for key, held in cast.items() if held and held[1]}
         call = Call(len(self.calls), name, arguments, self._line(), reworked, self.held)
         self.calls.append(call)
         repairs = [one for one in self._repairs if one.mends(call)]
@@ -185,14 +185,14 @@ class Watch(TorchDispatchMode):
             if layout == _FRACTAL_NZ and isinstance(result, Tensor):
                 self._cast[id(result)] = result, ""
             return
-        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        sources = [self._cast[id(leaf)][1] for leaf in leaves if id(leaf) in self._cast]
+        read = map(id, tensors_in((args, kwargs)))
+        sources = [self._cast[tensor][1] for tensor in read if tensor in self._cast]
         if sources and isinstance(result, Tensor):
             reworked = "" if name in _KEEPS_LAYOUT else name
             self._cast[id(result)] = result, next(filter(None, sources), reworked)
 
 
-def run(target: Callable[..., Any], args: Sequence[Any], watch: Watch) -> Any:
+def run(target: Target, args: Inputs, watch: Watch) -> Any:
     """Call ``target`` under the watch; the lines of a graph's nodes are those of their
     ``stack_trace``.
     """
@@ -205,7 +205,7 @@ def run(target: Callable[..., Any], args: Sequence[Any], watch: Watch) -> Any:
 class AsModule(nn.Module):
     """A function, or the method of a module, which is found so, and copied."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Target) -> None:
         super().__init__()
         self.function, self.owner = function, getattr(function, "__self__", None)
 

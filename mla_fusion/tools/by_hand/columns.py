@@ -4,31 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from mla_fusion.tools.by_hand.calls import Call, Change, Repair, on
+from mla_fusion.tools.by_hand.calls import Arguments, Call, Change, Repair, on
 from mla_fusion.tools.by_hand.roles import ALL, KR, KV, QUERY, Roles, Sizes
 
-# the columns as the kernel wants them, None where they do not have these sizes; and of W_uq_qr's,
-# as [.., N, D + Dr], of N, D and Dr
+# the columns as the kernel wants them, None where they do not have these sizes
 Order = Callable[[Tensor, Sizes], Tensor | None]
-OfHeads = Callable[[Tensor, int, int, int], Tensor]
+Move = Callable[[Tensor], Tensor]
+Arrange = Callable[[Tensor, Sizes], Tensor]
 
 
-def _of_heads(arrange: OfHeads) -> Order:
+def _of_heads(arrange: Arrange) -> Order:
+    """The order of W_uq_qr's columns, which ``arrange`` gives as [.., N, D + Dr]."""
+
     def order(columns: Tensor, sizes: Sizes) -> Tensor | None:
         width, rest = divmod(columns.shape[-1], sizes.heads or 1)
         if not sizes.heads or rest or width <= sizes.rope:
             return None
-        return arrange(columns, sizes.heads, width - sizes.rope, sizes.rope).flatten(-2)
+        return arrange(columns, sizes).flatten(-2)
 
     return order
 
 
-def _of_key(arrange: Callable[[Tensor, Sizes], Tensor]) -> Order:
+def _of_key(arrange: Arrange) -> Order:
     """The order of the columns of c_kv and k_pe; those of the query, where there are any, stay."""
 
     def order(columns: Tensor, sizes: Sizes) -> Tensor | None:
@@ -40,19 +41,19 @@ def _of_key(arrange: Callable[[Tensor, Sizes], Tensor]) -> Order:
     return order
 
 
-def _last(order: Callable[[Tensor], Tensor], columns: Tensor, count: int) -> Tensor:
+def _last(order: Move, columns: Tensor, count: int) -> Tensor:
     """``order`` done to the last so many columns."""
     kept = columns.shape[-1] - count
     return torch.cat([columns[..., :kept], order(columns[..., kept:])], -1)
 
 
-def _rope_of_heads(order: Callable[[Tensor], Tensor]) -> Order:
+def _rope_of_heads(order: Move) -> Order:
     return _of_heads(
-        lambda columns, heads, nope, rope: _last(order, columns.unflatten(-1, (heads, -1)), rope)
+        lambda columns, sizes: _last(order, columns.unflatten(-1, (sizes.heads, -1)), sizes.rope)
     )
 
 
-def _rope_of_key(order: Callable[[Tensor], Tensor]) -> Order:
+def _rope_of_key(order: Move) -> Order:
     return _of_key(lambda columns, sizes: _last(order, columns, sizes.rope))
 
 
@@ -65,9 +66,9 @@ def _to_halves(columns: Tensor) -> Tensor:
     return columns.unflatten(-1, (-1, 2)).mT.flatten(-2)
 
 
-def _nope_then_rope(columns: Tensor, heads: int, nope: int, rope: int) -> Tensor:
-    parts = columns.split([heads * nope, heads * rope], -1)
-    return torch.cat([part.unflatten(-1, (heads, -1)) for part in parts], -1)
+def _nope_then_rope(columns: Tensor, sizes: Sizes) -> Tensor:
+    parts = columns.tensor_split([-sizes.heads * sizes.rope], -1)
+    return torch.cat([part.unflatten(-1, (sizes.heads, -1)) for part in parts], -1)
 
 
 def _query_first(columns: Tensor, sizes: Sizes) -> Tensor | None:
@@ -112,7 +113,7 @@ _ORDERS = (
         QUERY,
         f"each head is [Dr | D]; {_BY_HEAD}",
         _of_heads(
-            lambda columns, heads, nope, rope: columns.unflatten(-1, (heads, -1)).roll(-rope, -1)
+            lambda columns, sizes: columns.unflatten(-1, (sizes.heads, -1)).roll(-sizes.rope, -1)
         ),
     ),
     (
@@ -120,7 +121,7 @@ _ORDERS = (
         "up",
         QUERY,
         f"heads vary fastest: [D + Dr, N]; {_BY_HEAD}",
-        _of_heads(lambda columns, heads, nope, rope: columns.unflatten(-1, (-1, heads)).mT),
+        _of_heads(lambda columns, sizes: columns.unflatten(-1, (-1, sizes.heads)).mT),
     ),
 )
 _LINEAR = "a linear layer's [out, in] reshaped to [in, out]"
@@ -153,7 +154,7 @@ def of_columns(call: Call) -> Iterator[Repair]:
 
 
 def _reordered(roles: Roles, order: Order, names: list[str]) -> Change:
-    def change(call: Call) -> dict[str, Any]:
+    def change(call: Call) -> Arguments:
         def ordered(matrix: Tensor) -> Tensor | None:
             columns = roles.columns(matrix)
             made = None if columns is None else order(columns, roles.sizes(call.arguments))

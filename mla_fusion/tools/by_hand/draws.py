@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mla_fusion.compat import tree_leaves, tree_map_only
-from mla_fusion.tools.by_hand.calls import Call, Change
-from mla_fusion.tools.by_hand.memory import restored
+from mla_fusion.compat import tree_map_only
+from mla_fusion.tools.by_hand.calls import Arguments, Call, Change, Target
+from mla_fusion.tools.by_hand.memory import Inputs, restored, tensors_in
 
 # the mean square of a latent at which an epsilon of 1e-6 weighs half as much as the row
 _SMALL = 2e-6
@@ -30,7 +29,7 @@ class Draw:
     """``change`` is made to each call; ``parameters`` of the reference are multiplied meanwhile."""
 
     name: str
-    inputs: Sequence[Any]
+    inputs: Inputs
     change: Change = lambda call: {}
     parameters: tuple[tuple[nn.Parameter, float], ...] = ()
 
@@ -44,9 +43,7 @@ class Draw:
 
 
 @torch.no_grad()
-def draws_of(
-    calls: Sequence[Call], inputs: Sequence[Any], reference: Callable[..., Any]
-) -> list[Draw]:
+def draws_of(calls: Sequence[Call], inputs: Inputs, reference: Target) -> list[Draw]:
     """The inputs as given; then the small latents, by the weights or else by x, where either can be
     had.
     """
@@ -55,9 +52,7 @@ def draws_of(
     return [*found, small] if small is not None else found
 
 
-def _by_weights(
-    calls: Sequence[Call], inputs: Sequence[Any], reference: Callable[..., Any]
-) -> Draw | None:
+def _by_weights(calls: Sequence[Call], inputs: Inputs, reference: Target) -> Draw | None:
     held = list(reference.parameters()) if isinstance(reference, nn.Module) else []
     factors: dict[int, dict[str, float]] = {}
     scaled: dict[int, tuple[nn.Parameter, float]] = {}
@@ -76,7 +71,7 @@ def _by_weights(
                 return None
             scaled |= {id(parameter): (parameter, factor) for parameter in sources}
 
-    def change(call: Call) -> dict[str, Any]:
+    def change(call: Call) -> Arguments:
         scales = factors.get(call.place, {})
         return {name: call.arguments[name] * factor for name, factor in scales.items()}
 
@@ -135,20 +130,18 @@ def fingerprint(value: Tensor) -> tuple[float, ...]:
     return float(wide.abs().max()), float((steps % 65521).sum()), float((steps % 65519).sum())
 
 
-def _by_x(calls: Sequence[Call], inputs: Sequence[Any]) -> Draw | None:
+def _by_x(calls: Sequence[Call], inputs: Inputs) -> Draw | None:
     """Smaller x, where it is one of the inputs."""
     for call in calls:
         x, square = call.tensor(call.roles.x), _mean_square(call)
-        if x is None or x.dtype == torch.int8 or not square:
-            continue
-        return _smaller(inputs, x.shape[-1], (_SMALL / square) ** 0.5)
-    return None
+        if x is not None and x.dtype != torch.int8 and square:
+            break
+    else:
+        return None
+    width, factor = x.shape[-1], (_SMALL / square) ** 0.5
 
-
-def _smaller(inputs: Sequence[Any], width: int, factor: float) -> Draw | None:
-    def is_x(value: Any) -> bool:
-        is_float = isinstance(value, Tensor) and value.is_floating_point()
-        return is_float and value.dim() > 1 and value.shape[-1] == width
+    def is_x(value: Tensor) -> bool:
+        return value.is_floating_point() and value.dim() > 1 and value.shape[-1] == width
 
     small = tree_map_only(Tensor, lambda v: v * factor if is_x(v) else v, list(inputs))
-    return Draw(SMALL, small) if any(map(is_x, tree_leaves(inputs))) else None
+    return Draw(SMALL, small) if any(map(is_x, tensors_in(inputs))) else None

@@ -14,12 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
+from mla_fusion.commit.interpreter import widened
 from mla_fusion.compat import tree_map_only
 from mla_fusion.tools.by_hand import exact, memory, wiring
-from mla_fusion.tools.by_hand.calls import AsModule, Call, Repair, Watch, callers_line
-from mla_fusion.tools.by_hand.draws import Draw, draws_of
-from mla_fusion.tools.by_hand.others import parameters_of
-from mla_fusion.tools.by_hand.outcome import Audit, Finding
+from mla_fusion.tools.by_hand.calls import AsModule, Call, Repair, Target, Watch, callers_line
+from mla_fusion.tools.by_hand.draws import draws_of
+from mla_fusion.tools.by_hand.memory import Inputs
+from mla_fusion.tools.by_hand.outcome import Audit, Errors, Finding
+from mla_fusion.tools.by_hand.repairs import parameters_of
 from mla_fusion.tools.by_hand.search import Subject, options_of, search
 from mla_fusion.tools.by_hand.values import Values, errors, values_of, worst
 
@@ -71,7 +73,8 @@ def audit(
     """
     fused, reference = _callable(fused), None if reference is None else _callable(reference)
     names = memory.paired(fused, reference)
-    calls, places, stopped = _calls(fused, inputs, names)
+    watch = _watched(fused, inputs, names)
+    calls, places = watch.calls, memory.places(watch.held)
     if not calls and reference is not None:
         return exact.compare(fused, reference, inputs)
     if not calls:
@@ -80,26 +83,30 @@ def audit(
             "npu_mla_preprocess, and there is"
             " no reference to compare it with"
         )
-    seen = [finding for call in calls for finding in wiring.findings(call, soc, cann, path)]
-    if stopped is not None and not any(item.code.startswith("contract:") for item in seen):
-        seen.append(calls[-1].finding("call.fails", str(stopped)))
+    limits = {"soc": soc, "cann": cann, "path": path}
+    seen = [finding for call in calls for finding in wiring.findings(call, **limits)]
+    if watch.refused and not any(item.code.startswith("contract:") for item in seen):
+        seen.append(calls[-1].finding("call.fails", str(watch.refused)))
     operators = tuple(call.short for call in calls)
     if reference is None:
         return Audit(operators, tuple(seen))
     seen += _not_compared(calls, places)
     draws = draws_of(calls, inputs, reference)
-    wanted = [_values(reference, draw) for draw in draws]
-    limits = _limits(reference, inputs, calls, wanted[0], tolerance)
+    wanted = []
+    for draw in draws:
+        with draw.of_reference():
+            wanted.append(values_of(reference, draw.inputs, Watch()))
+    rounding = _rounding(reference, inputs, calls, wanted[0], tolerance)
     until, tiles = perf_counter() + seconds, _tiles(calls, places)
-    subject = Subject(fused, draws, wanted, limits, calls, places, names, tiles, tries, until)
+    subject = Subject(fused, draws, wanted, rounding, calls, places, names, tiles, tries, until)
     before = subject.errors(())
-    kept, said = {name: limits[name] for name in before}, tuple(draw.name for draw in draws)
+    kept, said = {name: rounding[name] for name in before}, tuple(draw.name for draw in draws)
     is_right = not subject.wrong(before)
     chosen: list[Repair] = []
     after = None
     if not is_right:
-        parameters, epsilons = parameters_of(fused, reference), _epsilons(fused, reference)
-        chosen, after = search(subject, options_of(calls, parameters, epsilons))
+        held = parameters_of(fused, reference), _epsilons(fused, reference)
+        chosen, after = search(subject, options_of(calls, *held))
     mended = [_mended(subject, chosen[:count]) for count in range(1, len(chosen) + 1)]
     seen += _other_epsilons(calls, reference, [item.argument for item in mended])
     copies = [item.argument for item in mended if item.code == "cache.other"]
@@ -108,7 +115,7 @@ def audit(
     return Audit(operators, (*mended, *seen), is_right, before, after, kept, said, tried)
 
 
-def _callable(target: Any) -> Callable[..., Any]:
+def _callable(target: Any) -> Target:
     if isinstance(target, ExportedProgram):
         return target.module()
     if not callable(target):
@@ -120,22 +127,15 @@ def _callable(target: Any) -> Callable[..., Any]:
     return AsModule(target) if is_method else target
 
 
-def _calls(
-    fused: Callable[..., Any], inputs: Sequence[Any], names: dict[str, str]
-) -> tuple[list[Call], dict[int, str], Exception | None]:
-    """The calls of one run, where that could write, and what ended it early."""
+def _watched(fused: Target, inputs: Inputs, names: dict[str, str]) -> Watch:
+    """The calls of one run, what that could write, and what ended it early."""
     watch = Watch(line=callers_line)
     try:
         values_of(fused, inputs, watch, names)
     except Exception:
         if watch.refused is None:  # a call that the operator refuses is a finding
             raise
-    return watch.calls, memory.places(watch.held), watch.refused
-
-
-def _values(reference: Callable[..., Any], draw: Draw) -> Values:
-    with draw.of_reference():
-        return values_of(reference, draw.inputs, Watch())
+    return watch
 
 
 def _tiles(calls: Sequence[Call], places: dict[int, str]) -> dict[str, tuple[int, int]]:
@@ -178,25 +178,23 @@ def _other_epsilons(
                 yield call.finding("epsilon.differs", said, name, certain=False)
 
 
-def _limits(
-    reference: Callable[..., Any],
-    inputs: Sequence[Any],
+def _rounding(
+    reference: Target,
+    inputs: Inputs,
     calls: Sequence[Call],
     wanted: Values,
     tolerance: float | None,
-) -> dict[str, float]:
+) -> Errors:
     """Of each value, what is rounding."""
     held = [value for call in calls for value in call.arguments.values()]
     int8 = any(isinstance(value, Tensor) and value.dtype == torch.int8 for value in held)
     usual = tolerance if tolerance is not None else _ROUNDING_INT8 if int8 else _ROUNDING
-    limits: dict[str, float] = defaultdict(lambda: usual)
+    limits: Errors = defaultdict(lambda: usual)
     if tolerance is not None or not isinstance(reference, nn.Module):
         return limits
     try:
         wide = copy.deepcopy(reference).double()
-        given = tree_map_only(
-            Tensor, lambda v: v.double() if v.is_floating_point() else v, list(inputs)
-        )
+        given = tree_map_only(Tensor, widened, list(inputs))
         noise = errors(values_of(wide, given, Watch()), wanted)
     except Exception:  # a model that runs in its own dtypes alone
         return limits
@@ -209,10 +207,15 @@ def _limits(
 
 def _epsilons(*models: object) -> list[float]:
     """What the models' modules hold under a name with "eps" in it."""
-    modules = [each for of in models if isinstance(of, nn.Module) for each in of.modules()]
-    held = [item for module in modules for item in vars(module).items()]
-    found = [value for name, value in held if "eps" in name and isinstance(value, float)]
-    return list(dict.fromkeys(found))
+    found = {
+        value: name
+        for model in models
+        if isinstance(model, nn.Module)
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if "eps" in name and isinstance(value, float)
+    }
+    return list(found)
 
 
 def _mended(subject: Subject, chosen: Sequence[Repair]) -> Finding:

@@ -10,7 +10,7 @@ run in float64, for an input that shows the difference.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,8 +28,9 @@ from mla_fusion.prove import field, operators
 from mla_fusion.prove.evaluate import UNKNOWN, dtype_held
 from mla_fusion.prove.field import Complex, Num, Point, Undecided, Value
 from mla_fusion.tools.by_hand import memory
-from mla_fusion.tools.by_hand.calls import AsModule, last_line
-from mla_fusion.tools.by_hand.outcome import Audit, Finding
+from mla_fusion.tools.by_hand.calls import AsModule, Target, last_line
+from mla_fusion.tools.by_hand.memory import Inputs, Tensors
+from mla_fusion.tools.by_hand.outcome import Audit, Errors, Finding
 
 POINTS = 3
 # more than the degree of what a model computes, roots and quotients multiplied out
@@ -62,7 +63,7 @@ class Exported:
     numbers  by name, the outputs that are no tensors
     """
 
-    target: Callable[..., Any]
+    target: Target
     role: str
     gm: GraphModule
     held: dict[Node, tuple[InputKind, Tensor]]
@@ -81,13 +82,13 @@ class Exported:
         return replace(self, results=named(self.results), buffers=named(self.buffers))
 
 
-def _undecided(code: str, said: str, seen: Sequence[Finding] = (), **more: Any) -> Audit:
-    return Audit((), (Finding(code, said, certain=False), *seen), **more)
-
-
-def compare(
-    fused: Callable[..., Any], reference: Callable[..., Any], inputs: Sequence[Any]
+def _undecided(
+    code: str, said: str, seen: Sequence[Finding] = (), line: str = "", **more: Any
 ) -> Audit:
+    return Audit((), (Finding(code, said, line=line, certain=False), *seen), **more)
+
+
+def compare(fused: Target, reference: Target, inputs: Inputs) -> Audit:
     """Neither calls an operator of the contract."""
     both = []
     for target, role in ((fused, "the function"), (reference, "the reference")):
@@ -98,22 +99,20 @@ def compare(
             return _undecided("export.fails", said)
     both[0] = both[0].renamed(memory.paired(fused, reference))
     found = _compared(both, inputs)
-    runs: list[dict[str, Tensor]] = []
-    for of in both if found.equal is not None else ():
-        name, results = _other_than_run(of, inputs)
-        if name:
-            said = f"{of.role} gives another {name} than the graph that is exported of it"
-            return _undecided("export.other", f"not decided: {said}")
-        runs.append(results)
-    if found.equal:
-        errors = {name: _distance(runs[0][name], value) for name, value in runs[1].items()}
-        if max(errors.values(), default=0.0) > ROUNDED:
-            said = f"not decided: equal over the real numbers, but as rounded, {_largest(errors)}"
-            return _undecided("values.apart", said, found.findings, errors=errors)
+    if found.equal is None:
+        return found
+    try:
+        mine, theirs = (_results(of, inputs) for of in both)
+    except Undecided as error:
+        return _undecided("export.other", f"not decided: {error}")
+    errors = {name: _distance(mine[name], value) for name, value in theirs.items() if found.equal}
+    if max(errors.values(), default=0.0) > ROUNDED:
+        said = f"not decided: equal over the real numbers, but as rounded, {_largest(errors)}"
+        return _undecided("values.apart", said, found.findings, errors=errors)
     return found
 
 
-def _compared(both: Sequence[Exported], inputs: Sequence[Any]) -> Audit:
+def _compared(both: Sequence[Exported], inputs: Inputs) -> Audit:
     mine, theirs = both
     seen = list(_uniform_weights(both))
     if mine.results.keys() != theirs.results.keys() or repr(mine.numbers) != repr(theirs.numbers):
@@ -123,12 +122,12 @@ def _compared(both: Sequence[Exported], inputs: Sequence[Any]) -> Audit:
         )
         said = f"one gives {one}; the other {other}"
         return Audit((), (Finding("results.differ", said), *seen), False)
-    for name, node in theirs.results.items():  # equal numbers may be held in other dtypes
-        dtype, wanted = dtype_held(mine.results[name]), dtype_held(node)
+    for name in theirs.results:  # equal numbers may be held in other dtypes
+        dtype, wanted = (dtype_held(of.results[name]) for of in both)
         if dtype != wanted:
             said = f"{name} is {dtype}; the reference's is {wanted}"
             seen.append(Finding("results.dtype", said, certain=False))
-    states, count = _states(mine, theirs), 0
+    states, count = _states(both), 0
     fewest = min(map(_fewest, both))
     points = min(MOST_POINTS, max(POINTS, -(-BITS // fewest)))
     for draw in range(points):
@@ -147,10 +146,8 @@ def _compared(both: Sequence[Exported], inputs: Sequence[Any]) -> Audit:
     if theirs.results and not count:
         said = "not decided: of these inputs no result has an element to compare"
         return _undecided("results.empty", said, seen)
-    errors, drawn, witness = _witness(both, inputs, REFUTES)
-    if errors is not None:
-        said = f"not decided: equal in exact arithmetic, but on {drawn}, {_largest(errors)}"
-        shown = {"errors": errors, "draws": (drawn,), "witness": witness}
+    if shown := _witness(both, inputs, REFUTES):
+        said = f"not decided: equal in exact arithmetic, but {_told_values(**shown)}"
         return _undecided("values.apart", said, seen, **shown)
     wrong = (DEGREE / field.P) ** POINTS + 0.5 ** min(fewest * points, 1000)
     chance = f"wrong by a chance below {wrong:.0e}"
@@ -160,9 +157,12 @@ def _compared(both: Sequence[Exported], inputs: Sequence[Any]) -> Audit:
 
 def _fewest(of: Exported) -> int:
     """Elements of the smallest root: that of a square has either sign, so few need many points."""
-    roots = (node for node in of.gm.graph.nodes if any(name in str(node.target) for name in ROOTS))
-    made = (value_of(node) for node in roots)
-    sizes = (value.numel() for value in made if isinstance(value, Tensor))
+    sizes = (
+        value.numel()
+        for node in of.gm.graph.nodes
+        if any(name in str(node.target) for name in ROOTS)
+        and isinstance(value := value_of(node), Tensor)
+    )
     return min(filter(None, sizes), default=1000)
 
 
@@ -173,7 +173,7 @@ def _first_line(error: Exception) -> str:
 # -- as a graph
 
 
-def _exported(target: Callable[..., Any], role: str, inputs: Sequence[Any]) -> Exported:
+def _exported(target: Target, role: str, inputs: Inputs) -> Exported:
     module = target if isinstance(target, nn.Module) else AsModule(target)
     with memory.kept(target), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of torch, about itself
@@ -182,16 +182,15 @@ def _exported(target: Callable[..., Any], role: str, inputs: Sequence[Any]) -> E
     _write_epsilons(program.graph_module)
     nodes = {node.name: node for node in program.graph.nodes}
     of = Exported(target, role, program.graph_module, {}, {}, {}, {}, {})
+    tensors = {**program.constants, **program.state_dict}
     for spec in program.graph_signature.input_specs:
-        node = nodes[spec.arg.name]
+        node, name = nodes[spec.arg.name], spec.target or ""
         if spec.kind is InputKind.USER_INPUT:
             of.given[node] = len(of.given)
             continue
-        name = spec.target or ""
-        tensor = program.state_dict.get(name, program.constants.get(name))
-        if not isinstance(tensor, Tensor):
+        if not isinstance(tensors.get(name), Tensor):
             raise Undecided(f"{name} is no tensor")
-        of.held[node] = spec.kind, tensor.detach()
+        of.held[node] = spec.kind, tensors[name].detach()
         if spec.kind is InputKind.BUFFER:
             of.buffers[f"buffer {name}"] = node
     outputs = iter(_named(program.call_spec.out_spec))
@@ -226,14 +225,11 @@ def _named(spec: Any) -> list[str]:
     names: dict[int, str] = {}
 
     def walk(item: Any, path: str) -> None:
-        if isinstance(item, Mapping):
-            for key, each in item.items():
-                walk(each, f"{path}.{key}")
-        elif isinstance(item, (list, tuple)):
-            for place, each in enumerate(item):
-                walk(each, f"{path}.{place}")
-        elif isinstance(item, int):
+        if isinstance(item, int):
             names[item] = f"output {path.removeprefix('.') or 0}"
+        elif isinstance(item, (Mapping, list, tuple)):
+            for key, each in item.items() if isinstance(item, Mapping) else enumerate(item):
+                walk(each, f"{path}.{key}")
 
     walk(spec.unflatten(list(range(spec.num_leaves))), "")
     return [names.get(place, f"output leaf {place}") for place in range(spec.num_leaves)]
@@ -245,9 +241,8 @@ def _uniform_weights(both: Sequence[Exported]) -> Iterator[Finding]:
         node.name: None
         for each in both
         for node, (kind, tensor) in each.held.items()
-        if kind is InputKind.PARAMETER
-        and tensor.numel() > 1
-        and bool((tensor == tensor.reshape(-1)[0]).all())
+        if kind is InputKind.PARAMETER and tensor.numel() > 1
+        if bool((tensor == tensor.reshape(-1)[0]).all())
     }
     if found:
         said = (
@@ -257,41 +252,44 @@ def _uniform_weights(both: Sequence[Exported]) -> Iterator[Finding]:
         yield Finding("weight.uniform", said, certain=False)
 
 
-def _states(mine: Exported, theirs: Exported) -> dict[Node, str]:
+def _states(both: Sequence[Exported]) -> dict[Node, str]:
     """Buffers that both write: they may hold anything when they are called again, so long as both
     hold the same now.
     """
-    found: dict[Node, str] = {}
-    for name in mine.results.keys() & mine.buffers.keys() & theirs.buffers.keys():
-        nodes = [of.buffers[name] for of in (mine, theirs)]
-        one, other = (of.held[node][1] for of, node in zip((mine, theirs), nodes, strict=True))
-        if memory.same_bits(one, other):
-            found |= dict.fromkeys(nodes, name)
-    return found
+    mine, theirs = both
+    return {
+        of.buffers[name]: name
+        for name in mine.results.keys() & mine.buffers.keys() & theirs.buffers.keys()
+        if memory.same_bits(*(of.held[of.buffers[name]][1] for of in both))
+        for of in both
+    }
 
 
-def _other_than_run(of: Exported, inputs: Sequence[Any]) -> tuple[str, dict[str, Tensor]]:
-    """A result that the function itself gives otherwise ("" for none): what it does when it is
-    traced, or when it is called again, is something else then. And what its graph gives.
+def _results(of: Exported, inputs: Inputs) -> Tensors:
+    """What its graph gives. Raises Undecided where the function itself gives otherwise: what it
+    does when it is traced, or when it is called again, is something else then.
     """
     target, given = of.target, memory.copied(inputs)
     try:
         with memory.kept(target), torch.no_grad(), torch.random.fork_rng(devices=[]):
-            outputs = [leaf for leaf in tree_leaves(target(*given)) if isinstance(leaf, Tensor)]
+            outputs = memory.tensors_in(target(*given))
             held = target.named_buffers() if isinstance(target, nn.Module) else ()
             run = {f"buffer {name}": value.clone() for name, value in held}
         exported = _OnTensors(of, inputs).results()
     except Exception as error:
-        return f"result ({_first_line(error)})", {}
+        raise _other(of, f"result ({_first_line(error)})") from error
     run |= {f"input {place}": leaf for place, leaf in enumerate(tree_leaves(given))}
     run |= dict(zip((name for name in of.results if "output" in name), outputs, strict=False))
-    known = (name for name in of.results if name in run)
-    other = next((name for name in known if not _are_near(run[name], exported[name])), "")
-    return other, exported
+    for name in (name for name in of.results if name in run):
+        one, other = run[name], exported[name]
+        is_near = one.dtype == other.dtype and _distance(one, other, no_number=True) <= ROUNDED
+        if not is_near:
+            raise _other(of, name)
+    return exported
 
 
-def _are_near(one: Tensor, other: Tensor) -> bool:
-    return one.dtype == other.dtype and _distance(one, other, no_number=True) <= ROUNDED
+def _other(of: Exported, result: str) -> Undecided:
+    return Undecided(f"{of.role} gives another {result} than the graph that is exported of it")
 
 
 # -- in the field
@@ -334,24 +332,22 @@ class _InField(Interpreter):
         return field.random(name, value.shape)
 
     def _called(self, node: Node, target: OpOverload, args: Any, kwargs: Any) -> Any:
-        held = value_of(node)
+        held, reads = value_of(node), node.all_input_nodes
         one = held if isinstance(held, Tensor) else None
-        reads = [value_of(read) for read in node.all_input_nodes]
         call = operators.called(
             target,
             args,
             kwargs,
             shape=tuple(one.shape) if one is not None else None,
             dtype=one.dtype if one is not None else None,
-            source=reads[0].dtype if reads and isinstance(reads[0], Tensor) else None,
-            masks=any(map(operators.is_mask, reads)),
+            source=dtype_held(next(iter(reads), None)),
+            masks=any(operators.is_mask(value_of(read)) for read in reads),
             holds=lambda name: dtype_held(argument(node, name)),
         )
         by_element = torch.Tag.pointwise in target.tags
         # no integer is left as it is
         if one is not None and is_cast(node) and _narrows(one, reads):
-            call = replace(call, target=target, name=f"as {one.dtype} holds it")
-            return operators.pointwise(call)
+            return operators.pointwise(replace(call, name=f"as {one.dtype} holds it"))
         for way in (operators.run, *[operators.pointwise] * by_element):
             try:
                 found = way(call)
@@ -377,11 +373,10 @@ class _InField(Interpreter):
         ]
 
 
-def _narrows(held: Tensor, reads: Sequence[Any]) -> bool:
+def _narrows(held: Tensor, reads: Sequence[Node]) -> bool:
     """Are integers held as floats that have not all of them?"""
-    return held.dtype in operators.NARROW and any(
-        isinstance(read, Tensor) and not is_float(read.dtype) for read in reads
-    )
+    given = filter(None, map(dtype_held, reads))
+    return held.dtype in operators.NARROW and not all(map(is_float, given))
 
 
 def _check_function(node: Node) -> None:
@@ -428,11 +423,11 @@ def _by_numbers(tensor: Tensor, exactly: bool) -> Value:
 
 
 def _parts(value: Any) -> list[Num]:
-    if isinstance(value, Complex):
-        return [value.real, value.imag]
-    if isinstance(value, (list, tuple)):
-        return [part for each in value for part in _parts(each)]
-    return [value] if isinstance(value, Num) else []
+    sides = (
+        (leaf.real, leaf.imag) if isinstance(leaf, Complex) else (leaf,)
+        for leaf in tree_leaves(value)
+    )
+    return [part for both in sides for part in both if isinstance(part, Num)]
 
 
 def _mark(value: Any) -> object:
@@ -446,20 +441,19 @@ def _mark(value: Any) -> object:
 
 
 def _unproved(
-    runs: Sequence[_InField], names: Sequence[str], inputs: Sequence[Any], seen: Sequence[Finding]
+    runs: Sequence[_InField], names: Sequence[str], inputs: Inputs, seen: Sequence[Finding]
 ) -> Audit:
     one, other = runs
     parts = _parting(one, other, names), _parting(other, one, names)
-    errors, draw, witness = _witness([run.of for run in runs], inputs, DIFFERENT)
+    shown = _witness([run.of for run in runs], inputs, DIFFERENT)
     lines = (last_line(node.stack_trace or "") for side in parts for node in side)
     line = next(filter(None, lines), "")
-    if errors is None:
+    if not shown:
         said = "not decided: neither proved equal nor seen to differ in float64. They part at "
-        found = Finding("graphs.part", said + _told(parts), line=line, certain=False)
-        return Audit((), (found, *seen))
-    said = f"on {draw}, {_largest(errors)}. The two part at {_told(parts)}"
+        return _undecided("graphs.part", said + _told(parts), seen, line)
+    said = f"{_told_values(**shown)}. The two part at {_told(parts)}"
     found = Finding("values.differ", said, line=line)
-    return Audit((), (found, *seen), False, errors, draws=(draw,), witness=witness)
+    return Audit((), (found, *seen), False, **shown)
 
 
 def _parting(run: _InField, other: _InField, names: Sequence[str]) -> list[Node]:
@@ -482,15 +476,18 @@ def _told(parts: Sequence[Sequence[Node]]) -> str:
     )
 
 
-def _largest(errors: Mapping[str, float]) -> str:
+def _told_values(errors: Errors, draws: Sequence[str], **_: Any) -> str:
+    return f"on {draws[0]}, {_largest(errors)}"
+
+
+def _largest(errors: Errors) -> str:
     name = max(errors, key=errors.__getitem__)
     return f"{name} differs by {errors[name]:.2g} of its largest number, in float64"
 
 
-def _witness(
-    both: Sequence[Exported], inputs: Sequence[Any], above: float
-) -> tuple[dict[str, float] | None, str, tuple[Any, ...] | None]:
-    """Inputs on which float64 shows a difference, and how large it is of each result.
+def _witness(both: Sequence[Exported], inputs: Inputs, above: float) -> dict[str, Any]:
+    """Inputs on which float64 shows a difference, and how large it is of each result, by an Audit's
+    names of them; nothing where none does.
 
     To be called different they have to be so by far more than steps, rounded otherwise, make of
     either. Against a proof anything counts, what is no number in one alone too, but for an overflow
@@ -505,50 +502,55 @@ def _witness(
             if any(run.overflows for run in runs) and (not refutes or name == OVERFLOWING):
                 continue
             errors = {key: _distance(one[key], other[key], refutes) for key in other}
-            if max(errors.values(), default=0.0) <= above:
-                continue
-            if refutes:
-                return errors, name, tuple(draw)
-            near = [_Wide(of, draw, is_rounded=True).results() for of in both]
+            apart = {key: error for key, error in errors.items() if error > above}
+            if apart and not refutes:
+                near = [_Wide(of, draw, is_rounded=True).results() for of in both]
+                moved = list(zip((one, other), near, strict=True))
+                for key in errors:
+                    noise = sum(_distance(run[key], other_run[key]) for run, other_run in moved)
+                    if errors[key] <= NOISE * noise:
+                        apart.pop(key, None)
         except Exception:  # an operator that takes no float64
             continue
-        moved = ((one, near[0]), (other, near[1]))
-        noise = {key: sum(_distance(a[key], b[key]) for a, b in moved) for key in other}
-        if any(error > max(above, NOISE * noise[key]) for key, error in errors.items()):
-            return errors, name, tuple(draw)
-    return None, "", None
+        if apart:
+            return {"errors": errors, "draws": (name,), "witness": tuple(draw)}
+    return {}
 
 
-def _draws(inputs: Sequence[Any]) -> Iterator[tuple[str, list[Any]]]:
+def _draws(inputs: Inputs) -> Iterator[tuple[str, list[Any]]]:
     yield "the inputs as given", list(inputs)
-    tensors = [leaf for leaf in tree_leaves(list(inputs)) if isinstance(leaf, Tensor)]
     for seed, size in enumerate(SIZES):
         yield f"inputs of size {size:g}", _drawn(inputs, seed, size)
     yield "zeros", _drawn(inputs, 0, 0.0)
     yield "small whole numbers", _drawn(inputs, 0, 2.0, are_whole=True)
-    if any(tensor.dtype.itemsize == 1 for tensor in tensors):
-        yield "other bytes", _drawn(inputs, 0, None, most=1)
-    if any(not tensor.is_floating_point() and tensor.dtype.itemsize > 1 for tensor in tensors):
-        yield "other integers", _drawn(inputs, 0, None)
+    if not all(is_float(tensor.dtype) for tensor in memory.tensors_in(inputs)):
+        yield "other bytes", _integers(inputs, most=1)
+        yield "other integers", _integers(inputs)
 
 
-def _drawn(
-    inputs: Sequence[Any], seed: int, size: float | None, are_whole: bool = False, most: int = 8
-) -> list[Any]:
-    """Floats of a size, or else integers of all that they may hold (of ``most`` bytes): sums and
-    products of them wrap.
-    """
+def _drawn(inputs: Inputs, seed: int, size: float, are_whole: bool = False) -> list[Any]:
+    """Floats of a size."""
     drawn = torch.Generator().manual_seed(seed)
 
     def draw(value: Tensor) -> Tensor:
-        if value.is_floating_point():
-            if size is None:
-                return value
-            found = torch.randn(value.shape, generator=drawn, dtype=torch.float64) * size
-            return (found.round().clamp(-size, size) if are_whole else found).to(value.dtype)
         if value.dtype is torch.bool and size in (0.0, 2.0):  # a mask of nothing, or of all
             return torch.full_like(value, size == 2.0)
-        if size is not None or value.is_complex() or value.dtype.itemsize > most:
+        if not value.is_floating_point():
+            return value
+        found = torch.randn(value.shape, generator=drawn, dtype=torch.float64) * size
+        return (found.round().clamp(-size, size) if are_whole else found).to(value.dtype)
+
+    return list(tree_map_only(Tensor, draw, inputs))
+
+
+def _integers(inputs: Inputs, most: int = 8) -> list[Any]:
+    """Integers of up to so many bytes, of all that they may hold: sums and products of them
+    wrap.
+    """
+    drawn = torch.Generator().manual_seed(0)
+
+    def draw(value: Tensor) -> Tensor:
+        if is_float(value.dtype) or value.dtype.itemsize > most:
             return value
         least, largest = 0, 1
         if value.dtype is not torch.bool:  # fewer than an int64 has, of which float64 has all
@@ -556,18 +558,17 @@ def _drawn(
             least, largest = max(info.min, -1 << WIDE), min(info.max, (1 << WIDE) - 1)
         return torch.randint(least, largest + 1, value.shape, generator=drawn).to(value.dtype)
 
-    found: list[Any] = tree_map_only(Tensor, draw, list(inputs))
-    return found
+    return list(tree_map_only(Tensor, draw, inputs))
 
 
 class _OnTensors(Interpreter):
     """The graph on copies of these inputs, and on what it holds."""
 
-    def __init__(self, of: Exported, inputs: Sequence[Any]) -> None:
+    def __init__(self, of: Exported, inputs: Inputs) -> None:
         super().__init__(of.gm, garbage_collect_values=False)
         self.of, self._leaves = of, tree_leaves(memory.copied(inputs))
 
-    def results(self) -> dict[str, Tensor]:
+    def results(self) -> Tensors:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             self.run(enable_io_processing=False)
         return {name: self.env[node] for name, node in self.of.results.items()}
@@ -585,7 +586,7 @@ class _Wide(_OnTensors):
     overflows   a number left what float64 holds
     """
 
-    def __init__(self, of: Exported, inputs: Sequence[Any], is_rounded: bool = False) -> None:
+    def __init__(self, of: Exported, inputs: Inputs, is_rounded: bool = False) -> None:
         super().__init__(of, inputs)
         self.overflows = False
         self._drawn = torch.Generator().manual_seed(0) if is_rounded else None
@@ -599,7 +600,7 @@ class _Wide(_OnTensors):
         found = super().call_function(target, args, kwargs)
         # of integers, or of the default dtype
         if isinstance(found, Tensor) and found.dtype == torch.float32:
-            if not any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs))):
+            if not memory.tensors_in((args, kwargs)):
                 kwargs = {**kwargs, "dtype": torch.float64}
             args, kwargs = tree_map_only(Tensor, Tensor.double, (args, kwargs))
             found = super().call_function(target, args, kwargs)
@@ -621,11 +622,10 @@ def _overflow(found: Any, given: Any) -> bool:
     floats = [leaf for leaf in tree_leaves(given) if isinstance(leaf, (float, Tensor))]
     if not all(bool(torch.as_tensor(leaf).isfinite().all()) for leaf in floats):
         return False
-    made = (leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor))
     least = torch.finfo(torch.float64).tiny
     return any(
         bool((part.isinf() | ((part != 0) & (part.abs() < least))).any())
-        for part in made
+        for part in memory.tensors_in(found)
         if part.is_floating_point()
     )
 
@@ -637,13 +637,11 @@ def _distance(one: Tensor, other: Tensor, no_number: bool = False) -> float:
     if not other.numel() or torch.equal(one, other):
         return 0.0
     kind = torch.promote_types(torch.promote_types(one.dtype, other.dtype), torch.float64)
-    one, other = one.to(kind), other.to(kind)
-    finite = one.isfinite() & other.isfinite()
-    if no_number and bool((one.isfinite() != other.isfinite()).any()):
+    both = torch.stack((one.to(kind), other.to(kind)))
+    finite = both.isfinite()
+    if no_number and not torch.equal(*finite):
         return float("inf")
-    same = (one == other) | ~finite
-    if bool(same.all()):
+    one, other = both.masked_fill(~finite.all(0), 0)
+    if torch.equal(one, other):
         return 0.0
-    apart = (one - other).masked_fill(same, 0).abs()
-    size = torch.maximum(one.abs(), other.abs()).masked_fill(~finite, 0)
-    return float(apart.max() / size.max())
+    return float((one - other).abs().max() / torch.maximum(one.abs(), other.abs()).max())

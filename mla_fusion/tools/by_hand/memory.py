@@ -5,6 +5,7 @@ put back.
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,72 +14,59 @@ from torch import Tensor, nn
 
 from mla_fusion.compat import tree_leaves, tree_map_only
 
+Inputs = Sequence[Any]  # what a function is called with
+Tensors = dict[str, Tensor]  # by name
+
 
 def place(value: Tensor) -> int:
     """Where its memory lies; 0 for none."""
     return value.untyped_storage().data_ptr()
 
 
-def copied(inputs: Sequence[Any]) -> list[Any]:
+def copied(inputs: Inputs) -> list[Any]:
     """Copies, inside lists and dicts too. What shares memory shares it in the copies."""
-    storages: dict[int, torch.UntypedStorage] = {}
-
-    def copy(value: Tensor) -> Tensor:
-        if value.layout != torch.strided:
-            return value.clone()
-        key = place(value) or id(value)
-        if key not in storages:
-            storages[key] = value.untyped_storage().clone()
-        made = torch.empty(0, dtype=value.dtype, device=value.device)
-        return made.set_(storages[key], value.storage_offset(), value.shape, value.stride())
-
-    made: list[Any] = tree_map_only(Tensor, copy, list(inputs))
-    return made
+    known: dict[int, Any] = {}
+    return list(tree_map_only(Tensor, lambda v: copy.deepcopy(v.detach(), known), list(inputs)))
 
 
-def named(inputs: Sequence[Any]) -> dict[str, Tensor]:
+def tensors_in(item: Any) -> list[Tensor]:
+    """Inside lists and dicts too."""
+    return [leaf for leaf in tree_leaves(item) if isinstance(leaf, Tensor)]
+
+
+def named(inputs: Inputs) -> Tensors:
     """Every tensor among the arguments: "argument 3"; in a list or dict, "argument 3.0"."""
-    found: dict[str, Any] = {}
-    for position, value in enumerate(inputs):
-        found[f"argument {position}"] = value
-        if not isinstance(value, Tensor):
-            leaves = enumerate(tree_leaves(value))
-            found |= {f"argument {position}.{at}": leaf for at, leaf in leaves}
-    return _strided(found)
+    return _tensors({f"argument {position}": value for position, value in enumerate(inputs)})
 
 
-def _strided(found: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors that have memory which can be written; a sparse one has none."""
+def _tensors(values: Mapping[str, Any]) -> Tensors:
+    """The tensors that have memory which can be written (a sparse one has none); one in a list or
+    dict has its place there behind the name.
+    """
     return {
-        name: value
-        for name, value in found.items()
-        if isinstance(value, Tensor) and value.layout == torch.strided
+        name if leaf is value else f"{name}.{at}": leaf
+        for name, value in values.items()
+        for at, leaf in enumerate(tree_leaves(value))
+        if isinstance(leaf, Tensor) and leaf.layout == torch.strided
     }
 
 
-def held_by(target: object) -> dict[str, Tensor]:
+def held_by(target: object) -> Tensors:
     """Buffers of a module, and tensors among its plain attributes, in lists and dicts too;
     parameters are not.
     """
     if not isinstance(target, nn.Module):
         return {}
-    found = {f"buffer {name}": value for name, value in target.named_buffers()}
+    attributes = {
+        f"attribute {path}.{name}".replace(" .", " "): value
+        for path, module in target.named_modules()
+        for name, value in vars(module).items()
+        if not name.startswith("_")
+    }
     known = {id(value) for value in (*target.parameters(), *target.buffers())}
-    for path, module in target.named_modules():
-        for name, value in vars(module).items():
-            if name.startswith("_"):
-                continue
-            tensors = [
-                leaf
-                for leaf in tree_leaves(value)
-                if isinstance(leaf, Tensor) and id(leaf) not in known
-            ]
-            label = f"attribute {path}.{name}" if path else f"attribute {name}"
-            found |= {
-                f"{label}.{at}" if len(tensors) > 1 else label: leaf
-                for at, leaf in enumerate(tensors)
-            }
-    return _strided(found)
+    found = _tensors({f"buffer {name}": value for name, value in target.named_buffers()})
+    others = _tensors(attributes).items()
+    return found | {name: value for name, value in others if id(value) not in known}
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
@@ -132,12 +120,12 @@ def _last(name: str) -> str:
     return name.split(" ")[-1].split(".")[-1]
 
 
-def reachable(inputs: Sequence[Any], target: object, names: Mapping[str, str]) -> dict[str, Tensor]:
+def reachable(inputs: Inputs, target: object, names: Mapping[str, str]) -> Tensors:
     """All of them by name; ``names``: the reference's, for what the target holds."""
     held = {names.get(name, name): value for name, value in held_by(target).items()}
     return named(inputs) | held
 
 
-def places(held: Mapping[str, Tensor]) -> dict[int, str]:
+def places(held: Tensors) -> dict[int, str]:
     """Where each of them lies, with its name."""
     return {place(value): name for name, value in held.items() if value.numel()}

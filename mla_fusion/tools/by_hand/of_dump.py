@@ -13,7 +13,7 @@ import torch
 
 from mla_fusion.meta.prolog import PROLOGS
 from mla_fusion.tools.by_hand import wiring
-from mla_fusion.tools.by_hand.calls import Call
+from mla_fusion.tools.by_hand.calls import Arguments, Call
 from mla_fusion.tools.by_hand.outcome import Audit, Finding
 from mla_fusion.tools.dumps import Dump, Value, names, prologues, read
 from mla_fusion.tools.dumps.prologues import Prologue
@@ -22,28 +22,28 @@ _AXES, _LARGEST = 64, 1 << 50  # axes and elements; no tensor has more
 _DYNAMIC = 8  # what a dynamic dimension is taken for
 
 
-def audit_dump(path: str | Path, soc: str = "A3", cann: str = "latest") -> Audit:
+def audit_dump(path: str | Path, **limits: Any) -> Audit:
     """The prologue operators of a graph that torchair, GE or torch wrote: their contract, by shapes
-    and attributes.
+    and attributes. ``limits``: soc and cann, as `mla_fusion.meta.check` has them.
 
     No numbers are in a dump, so nothing is compared; a dynamic dimension is taken for 8. Raises
     DumpError for a file that is no dump, OSError for one that cannot be read.
     """
     dump = read(path)
     found = prologues.find(dump)
-    seen = [finding for item in found for finding in _findings(dump, item, soc, cann)]
+    seen = [finding for item in found for finding in _findings(dump, item, **limits)]
     return Audit(tuple(_name(item) for item in found), tuple(seen))
 
 
-def _findings(dump: Dump, item: Prologue, soc: str, cann: str) -> Iterator[Finding]:
+def _findings(dump: Dump, item: Prologue, **limits: Any) -> Iterator[Finding]:
     name, where = _name(item), item.source or f"{dump.path}, {item.name}"
     tensors = {given.role: _tensor(given.value) for given in item.inputs}
     call = Call(item.place, f"npu::{name}", {**tensors, **_attributes(name, item)}, where)
-    yield from wiring.contract(call, soc, cann, "graph", values=False)
+    yield from wiring.contract(call, values=False, path="graph", **limits)
     yield from wiring.epsilons(call)
 
 
-def _attributes(name: str, item: Prologue) -> dict[str, Any]:
+def _attributes(name: str, item: Prologue) -> Arguments:
     """Attributes as torch has them: some dumps hold a bool as a number."""
     kinds = {argument.name: argument.kind for argument in PROLOGS[name].keywords}
     return {

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from mla_fusion.report import text_tables
 from mla_fusion.tools.page import plain
+
+Errors = dict[str, float]  # of each value, relative
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ class Audit:
         """Every field but the witness, with ``ok``."""
         held = asdict(replace(self, witness=None))
         del held["witness"]
-        return json.dumps({"ok": self.ok, **held}, indent=2, default=str)
+        return text_tables.as_json({"ok": self.ok, **held})
 
     def __str__(self) -> str:
         calls = f"{len(self.operators)} call{'s' * (len(self.operators) != 1)} of " + ", ".join(
@@ -99,17 +101,10 @@ class Audit:
         if self.errors:
             lines.append(f"  compared on {' and '.join(self.draws)}")
             width = max(map(len, self.errors))
+            beside = {"repaired": self.repaired, "rounding up to": self.tolerance}
             for name, error in self.errors.items():
-                after = (self.repaired or {}).get(name)
-                mended = (
-                    f"   repaired {after:.2g}" if after is not None and self.equal is False else ""
-                )
-                limit = (
-                    f"   rounding up to {self.tolerance.get(name, 0.0):.2g}"
-                    if self.tolerance
-                    else ""
-                )
-                lines.append(f"    {name:<{width}}  error {error:.2g}{mended}{limit}")
+                more = [f"   {what} {of[name]:.2g}" for what, of in beside.items() if of]
+                lines.append(f"    {name:<{width}}  error {error:.2g}{''.join(more)}")
         lines += map(str, self.findings)
         if (
             self.equal is False

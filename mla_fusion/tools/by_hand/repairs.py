@@ -5,7 +5,7 @@ it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,13 +15,16 @@ from torch import Tensor
 from mla_fusion.meta.prolog import PROLOGS
 from mla_fusion.tools.by_hand.calls import Call, Repair, instead, on
 from mla_fusion.tools.by_hand.columns import of_columns
-from mla_fusion.tools.by_hand.others import Parameters, of_others
+from mla_fusion.tools.by_hand.draws import fingerprint
+from mla_fusion.tools.by_hand.memory import place
 from mla_fusion.tools.by_hand.roles import ALL, KR, KV, QUERY, Touched
 
 OPERATORS_EPSILON = 1e-5  # of every audited operator
 _EPSILONS = (1e-6, 1e-5, 1e-8, 1e-12, 1e-3)
 _SAME = 1e-12  # relative: two epsilons are one
 SIDE_BY_SIDE = "repeat each angle side by side; the kernel wants [a0 .. a31 | a0 .. a31]"
+
+Parameters = Sequence[tuple[str, Tensor]]
 
 
 def candidates(call: Call, parameters: Parameters, epsilons: Iterable[float]) -> list[Repair]:
@@ -36,7 +39,9 @@ def candidates(call: Call, parameters: Parameters, epsilons: Iterable[float]) ->
         *_epsilons(call, epsilons),
         *_factors(call),
         *_modes(call),
-        *of_others(call, parameters),
+        *_gammas(call, parameters),
+        *_weights(call, parameters),
+        *_caches(call),
     ]
     found = [repair for repair in found if repair.has_effect(call)]
     return [*found, *_written_back(call)]
@@ -60,16 +65,19 @@ def _of_tensors(call: Call) -> Iterator[Repair]:
     yield Repair("tables.swapped", exchanged, tables, rotated, swapped)
     yield repair("tables.sign", f"{sin} has the wrong sign", sin, rotated, torch.neg)
     text = f"{tables} {SIDE_BY_SIDE}"
-    yield repair("tables.interleaved", text, tables, rotated, _angles_in_halves)
+    yield repair("tables.interleaved", text, tables, rotated, _in_halves)
     for shift, where, other in ((-1, "before", "later"), (1, "behind", "earlier")):
         text = f"{tables} are those of the token {where}: each row belongs one position {other}"
         for rolled in (_rolled_tokens, _rolled_in_sequences):
             yield repair("tables.position", text, tables, rotated, partial(rolled, shift))
+    offsets = (
+        (1, "the weight is kept as gamma - 1 and 1 is not added"),
+        (-1, "1 is added to it twice"),
+    )
     for name, touches in roles.gammas.items():
-        kept = f"{name}: the weight is kept as gamma - 1 and 1 is not added"
-        yield repair("gamma.offset", kept, name, touches, partial(torch.add, other=1))
-        twice = f"{name}: 1 is added to it twice"
-        yield repair("gamma.offset", twice, name, touches, partial(torch.add, other=-1))
+        for one, text in offsets:
+            added = partial(torch.add, other=one)
+            yield repair("gamma.offset", f"{name}: {text}", name, touches, added)
     for name, touches in roles.scales.items():
         value = call.tensor(name)
         if value is not None and value.is_floating_point():
@@ -87,8 +95,8 @@ def _of_tensors(call: Call) -> Iterator[Repair]:
         yield repair("slots.rolled", text, slots, rows, rolled)
 
 
-def _angles_in_halves(table: Tensor) -> Tensor:
-    return torch.cat([table[..., 0::2], table[..., 0::2]], -1)
+def _in_halves(table: Tensor) -> Tensor:
+    return torch.cat([table[..., 0::2]] * 2, -1)
 
 
 def _rolled_tokens(shift: int, table: Tensor) -> Tensor:
@@ -158,8 +166,8 @@ def _written_back(call: Call) -> Iterator[Repair]:
     roles, every = call.roles, call.roles.returned_caches
 
     def copying(returned: Iterable[tuple[str, int, Touched]], call: Call, results: Any) -> None:
-        for cache, place, _ in returned:
-            given, made = call.arguments[cache], results[place]
+        for cache, at, _ in returned:
+            given, made = call.arguments[cache], results[at]
             if given.shape == made.shape and roles.fresh and made.dim() == 4:
                 slots = call.arguments[roles.slots].long()
                 given.flatten(0, 2)[slots] = made.flatten(0, 2)[slots]
@@ -168,7 +176,7 @@ def _written_back(call: Call) -> Iterator[Repair]:
 
     for returned in [*((one,) for one in every), *([every] if every else [])]:
         names = ", ".join(cache for cache, _, _ in returned)
-        places = " and ".join(str(place) for _, place, _ in returned)
+        places = " and ".join(str(at) for _, at, _ in returned)
         remedy = (
             "call its out overload with the model's caches as results"
             if roles.fresh
@@ -178,3 +186,77 @@ def _written_back(call: Call) -> Iterator[Repair]:
         touches = frozenset().union(*(touched for _, _, touched in returned))
         after = partial(copying, returned)
         yield Repair("cache.not_written", text, names, touches, after=after)
+
+
+# -- another tensor was meant: the weight of another norm or layer, the rows of W_uv, a cache
+
+
+def _gammas(call: Call, parameters: Parameters) -> Iterator[Repair]:
+    for name, touches in call.roles.gammas.items():
+        gamma = call.tensor(name)
+        for source, vector in parameters:
+            if gamma is not None and vector.dim() == 1 and vector.numel() == gamma.numel():
+                value = vector.detach().reshape(gamma.shape).to(gamma.dtype)
+                text = f"{name} is not the norm's weight: {source} is"
+                yield Repair("gamma.other", text, name, touches, instead(name, value))
+
+
+def _weights(call: Call, parameters: Parameters) -> Iterator[Repair]:
+    """Of the same numbers in another order, `tools.by_hand.columns` says what is wrong with the
+    order.
+    """
+    roles = call.roles
+    of_query = dict.fromkeys((roles.down_query, roles.up, roles.absorbed), QUERY)
+    for name, touches in {**of_query, roles.down: KV | KR}.items():
+        weight = call.tensor(name)
+        if weight is None or roles.of_rows:
+            continue
+        mark = fingerprint(weight)
+        for source, parameter in parameters:
+            for rows, value in _as(weight, parameter.detach()):
+                if value.dtype == weight.dtype and fingerprint(value) != mark:
+                    text = f"{name} holds other numbers than {rows}{source}"
+                    change = instead(name, value.contiguous())
+                    yield Repair("weight.other", text, name, touches, change)
+
+
+def _as(weight: Tensor, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """A parameter in the layout of ``weight``, and which of its rows that takes."""
+    if weight.dim() == 3 and parameter.dim() == 2 and parameter.shape[1] == weight.shape[2]:
+        heads, nope, _ = weight.shape
+        if parameter.shape[0] % heads == 0 and parameter.shape[0] > heads * nope:
+            of_heads = parameter.unflatten(0, (heads, -1))
+            yield f"the first {nope} rows of each head of ", of_heads[:, :nope]
+            yield f"the last {nope} rows of each head of ", of_heads[:, -nope:]
+    if parameter.shape == weight.shape:
+        yield "", parameter
+    elif parameter.dim() == 2 and parameter.T.shape == weight.shape:
+        yield "", parameter.T
+
+
+def _caches(call: Call) -> Iterator[Repair]:
+    """Another tensor of the caller's that has the cache's shape: that of another layer, or the one
+    that was copied.
+    """
+    for name, cache, touches in call.caches():
+        mine = [label for label, value in call.held.items() if place(value) == place(cache)]
+        for label, value in call.held.items():
+            alike = value.shape == cache.shape and value.dtype == cache.dtype
+            if alike and place(value) != place(cache):
+                now = mine[0] if mine else "memory of its own (a copy?)"
+                text = f"{name} is {now}; the model writes {label}"
+
+                def change(call: Call, name: str = name, label: str = label) -> dict[str, Tensor]:
+                    return {name: call.held[label]}
+
+                yield Repair("cache.other", text, name, touches, change)
+
+
+def parameters_of(*models: object) -> list[tuple[str, Tensor]]:
+    """Parameters and buffers by name, each once."""
+    found: dict[int, tuple[str, Tensor]] = {}
+    for model in models:
+        if isinstance(model, torch.nn.Module):
+            for name, value in (*model.named_parameters(), *model.named_buffers()):
+                found.setdefault(value.data_ptr(), (name, value))
+    return list(found.values())

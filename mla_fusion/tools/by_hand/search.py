@@ -7,26 +7,27 @@ those found before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from operator import itemgetter
 from time import perf_counter
-from typing import Any
 
 import torch
 
 from mla_fusion.tools.by_hand import memory
-from mla_fusion.tools.by_hand.calls import Call, Repair, Watch
+from mla_fusion.tools.by_hand.calls import Call, Repair, Target, Watch
 from mla_fusion.tools.by_hand.draws import Draw
-from mla_fusion.tools.by_hand.others import Parameters
-from mla_fusion.tools.by_hand.repairs import candidates
+from mla_fusion.tools.by_hand.outcome import Errors
+from mla_fusion.tools.by_hand.repairs import Parameters, candidates
 from mla_fusion.tools.by_hand.roles import ALL, KR, KV, Touched
 from mla_fusion.tools.by_hand.values import Values, errors, values_of
 
 _REFUSED = 1e3  # stands for the error of a call that does not run
 _FEW = 30  # candidates up to which three are tried together
 _MOST = 4  # repairs beside which no further one is looked for
+
+Repairs = list[Repair]
 
 
 @dataclass
@@ -43,10 +44,10 @@ class Subject:
     only     the number of draws that are looked at now, None: all
     """
 
-    fused: Callable[..., Any]
+    fused: Target
     draws: Sequence[Draw]
     wanted: Sequence[Values]
-    limits: Mapping[str, float]
+    limits: Errors
     calls: Sequence[Call]
     places: Mapping[int, str]
     names: Mapping[str, str]
@@ -55,19 +56,19 @@ class Subject:
     until: float
     runs: int = 0
     only: int | None = None
-    _known: dict[tuple[int, ...], dict[str, float]] = field(default_factory=dict)
+    _known: dict[tuple[int, ...], Errors] = field(default_factory=dict)
 
     @property
     def is_over(self) -> bool:
         return self.runs >= self.tries or perf_counter() > self.until
 
-    def errors(self, repairs: Sequence[Repair], wanted: Sequence[str] = ()) -> dict[str, float]:
+    def errors(self, repairs: Sequence[Repair], wanted: Sequence[str] = ()) -> Errors:
         """Of each value, the largest over the draws; infinite for all where the repaired call does
         not run.
 
         ``wanted``: the first draw in which one of these values is wrong ends it.
         """
-        found: dict[str, float] = {}
+        found: Errors = {}
         for place in range(len(self.draws))[: self.only]:
             key = place, *sorted(map(id, repairs))
             if key not in self._known:
@@ -78,7 +79,7 @@ class Subject:
                 break
         return found
 
-    def _measured(self, place: int, repairs: Sequence[Repair]) -> dict[str, float]:
+    def _measured(self, place: int, repairs: Sequence[Repair]) -> Errors:
         draw, want = self.draws[place], self.wanted[place]
         watch = Watch(draw.change, repairs)
         self.runs += 1
@@ -91,15 +92,15 @@ class Subject:
                 if name not in want.before or not torch.equal(value, want.before[name])
             }
 
-    def wrong(self, found: Mapping[str, float], names: Iterable[str] | None = None) -> list[str]:
+    def wrong(self, found: Errors, names: Iterable[str] | None = None) -> list[str]:
         """Of these values, or of all, those that are off by more than rounding."""
         asked = found if names is None else names
         return [name for name in asked if not found.get(name, float("inf")) <= self.limits[name]]
 
 
-def search(subject: Subject, options: Sequence[Repair]) -> tuple[list[Repair], dict[str, float]]:
+def search(subject: Subject, options: Sequence[Repair]) -> tuple[Repairs, Errors]:
     """The repairs found, and the errors that are left with them."""
-    chosen: list[Repair] = []
+    chosen: Repairs = []
     for count in range(1, len(subject.draws) + 1):
         subject.only = count
         # An epsilon is nothing beside rows of usual size: it has no part in what is wrong with
@@ -116,7 +117,7 @@ def search(subject: Subject, options: Sequence[Repair]) -> tuple[list[Repair], d
     return chosen, subject.errors(chosen)
 
 
-def _in_order(subject: Subject, found: Mapping[str, float]) -> Iterator[tuple[list[str], Touched]]:
+def _in_order(subject: Subject, found: Errors) -> Iterator[tuple[list[str], Touched]]:
     """The latent cache, the key's cache, then all: what is less entangled first."""
     parts: dict[str, Touched] = {}
     for call in subject.calls:
@@ -130,9 +131,7 @@ def _in_order(subject: Subject, found: Mapping[str, float]) -> Iterator[tuple[li
     yield list(found), ALL
 
 
-def _fewest(
-    subject: Subject, chosen: list[Repair], options: list[Repair], names: list[str]
-) -> list[Repair]:
+def _fewest(subject: Subject, chosen: Repairs, options: Repairs, names: list[str]) -> Repairs:
     """The fewest of the options that make these values right; where none do, the one that helps
     most and what then helps beside it, or nothing.
     """
@@ -142,7 +141,7 @@ def _fewest(
         alone = [(total, item) for total, item in alone if total < _REFUSED]
     singles = [item for _, item in sorted(alone, key=itemgetter(0))]
     for count, pool in enumerate(([item for _, item in alone], singles, singles[:_FEW]), 1):
-        best: tuple[float, list[Repair]] | None = None
+        best: tuple[float, Repairs] | None = None
         for group in combinations(pool, count):
             if subject.is_over:
                 break
@@ -166,11 +165,11 @@ def _fewest(
     ]
 
 
-def _total(found: Mapping[str, float], names: Iterable[str]) -> float:
+def _total(found: Errors, names: Iterable[str]) -> float:
     return sum(min(found.get(name, _REFUSED), _REFUSED) for name in names)
 
 
-def _without_the_idle(subject: Subject, chosen: list[Repair]) -> list[Repair]:
+def _without_the_idle(subject: Subject, chosen: Repairs) -> Repairs:
     """Without repairs that make no value right: the others do it, or nothing does."""
     reached = subject.errors(chosen)
     for item in list(chosen):
@@ -181,9 +180,7 @@ def _without_the_idle(subject: Subject, chosen: list[Repair]) -> list[Repair]:
     return chosen
 
 
-def options_of(
-    calls: Sequence[Call], parameters: Parameters, epsilons: list[float]
-) -> list[Repair]:
+def options_of(calls: Sequence[Call], parameters: Parameters, epsilons: list[float]) -> Repairs:
     """The repairs of every call together, then, of several calls, those of each."""
     found = candidates(calls[0], parameters, epsilons)
     if len(calls) > 1:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +12,9 @@ from torch import Tensor
 from mla_fusion.compat import tree_leaves
 from mla_fusion.paging.tiles import numbers_of_rows
 from mla_fusion.tools.by_hand import memory
-from mla_fusion.tools.by_hand.calls import Watch, run
+from mla_fusion.tools.by_hand.calls import Target, Watch, run
+from mla_fusion.tools.by_hand.memory import Inputs, Tensors
+from mla_fusion.tools.by_hand.outcome import Errors
 
 WEIGHT_OF_A_ROW = 2.5  # a row may be so many times as far off as the whole
 
@@ -24,13 +25,13 @@ class Values:
     as it found them.
     """
 
-    held: dict[str, Tensor]
-    before: dict[str, Tensor]
+    held: Tensors
+    before: Tensors
 
 
 def values_of(
-    target: Callable[..., Any],
-    inputs: Sequence[Any],
+    target: Target,
+    inputs: Inputs,
     watch: Watch,
     names: Mapping[str, str] | None = None,
 ) -> Values:
@@ -46,13 +47,11 @@ def values_of(
         return Values(_copies(outputs | watch.held), before)
 
 
-def _copies(held: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _copies(held: Tensors) -> Tensors:
     return {name: value.detach().clone() for name, value in held.items()}
 
 
-def errors(
-    want: Values, got: Values, tiles: Mapping[str, tuple[int, int]] | None = None
-) -> dict[str, float]:
+def errors(want: Values, got: Values, tiles: Mapping[str, tuple[int, int]] | None = None) -> Errors:
     """The relative error of each result, and of each tensor that either run has changed. Infinite
     for another shape.
 
@@ -63,7 +62,7 @@ def errors(
     the rows written, and a row that only one of them wrote is wrong as a whole. What only one of
     the two holds is not compared.
     """
-    found: dict[str, float] = {}
+    found: Errors = {}
     for name, value in want.held.items():
         other, before = got.held.get(name), want.before.get(name)
         if before is None:
@@ -115,5 +114,5 @@ def _error(want: Tensor, got: Tensor) -> float:
     return float(torch.maximum(whole, of_rows.max() / WEIGHT_OF_A_ROW))
 
 
-def worst(found: Mapping[str, float]) -> float:
+def worst(found: Errors) -> float:
     return max(found.values(), default=0.0)

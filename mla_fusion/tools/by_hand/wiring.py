@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -13,9 +14,11 @@ from mla_fusion.tools.by_hand.outcome import Finding
 from mla_fusion.tools.by_hand.repairs import OPERATORS_EPSILON, SIDE_BY_SIDE
 
 
-def findings(call: Call, soc: str, cann: str, path: str) -> Iterator[Finding]:
-    """In the order: contract, storage format, constants, tables."""
-    yield from contract(call, soc, cann, path)
+def findings(call: Call, **limits: Any) -> Iterator[Finding]:
+    """In the order: contract, storage format, constants, tables. ``limits`` as `contract` has
+    them.
+    """
+    yield from contract(call, **limits)
     for name, operator in call.reworked.items():
         said = (
             f"{operator} changed {name} after its cast to FRACTAL_NZ, where numbers stand in "
@@ -27,8 +30,10 @@ def findings(call: Call, soc: str, cann: str, path: str) -> Iterator[Finding]:
     yield from _tables(call)
 
 
-def contract(call: Call, soc: str, cann: str, path: str, values: bool = True) -> Iterator[Finding]:
-    """``values``: the arguments' numbers are looked at too."""
+def contract(call: Call, values: bool = True, **limits: Any) -> Iterator[Finding]:
+    """``values``: the arguments' numbers are looked at too; ``limits``: soc, cann and path, as
+    `meta.check` has them.
+    """
     operator = call.short.removesuffix(".out")
     if operator not in (*PROLOGS, preprocess.OP):
         return
@@ -39,7 +44,7 @@ def contract(call: Call, soc: str, cann: str, path: str, values: bool = True) ->
         if value is not None and name not in results
     }
     try:
-        check(operator, soc=soc, cann=cann, path=path, values=values, **given)
+        check(operator, values=values, **limits, **given)
     except ContractError as error:
         yield call.finding(f"contract:{error.code}", str(error), error.argument)
 

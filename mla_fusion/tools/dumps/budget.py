@@ -48,12 +48,12 @@ class Budget:
         self.why = ""  # it was refused; where torch lost the exception, this tells it
         self._limit = max(UNITS, operators * UNITS_PER_OPERATOR)
         self._spent = Counter[int]()  # by line
-        self._known: dict[Any, int] = {}
+        self._known = set[Any]()
 
     def refuse(self, why: str) -> None:
         """Raises TooCostly, and again whenever the budget is asked."""
         self.why = self.why or why
-        raise TooCostly(self.why)
+        self.check()
 
     @property
     def place(self) -> int:
@@ -79,7 +79,7 @@ class Budget:
         if terms > MOST_TERMS or degree > MOST_DEGREE:
             most = f"{MOST_TERMS} terms, a degree above {MOST_DEGREE} or a number above 2**64"
             self.refuse(f"a size has more than {most}")
-        self._known[size] = terms
+        self._known.add(size)
         return self.spend(1 + terms)
 
 
@@ -96,16 +96,16 @@ def measured(size: Any) -> tuple[int, int]:
     if not getattr(size, "args", ()):
         return 1, 0 if getattr(size, "is_number", True) else 1
     if isinstance(size, sympy.Pow):
-        (terms, degree), power = measured(size.args[0]), size.args[1]
-        if not isinstance(power, sympy.Integer) or abs(power) > most:
+        (terms, degree), exponent = measured(size.args[0]), size.args[1]
+        if not isinstance(exponent, sympy.Integer) or abs(exponent) > most:
             return most, most
-        return min(most, comb(terms + abs(int(power)) - 1, terms - 1)), min(
-            most, degree * abs(int(power))
-        )
-    terms, degree = (1, 0) if isinstance(size, sympy.Mul) else (0, 0)
+        power = abs(int(exponent))
+        return min(most, comb(terms + power - 1, terms - 1)), min(most, degree * power)
+    is_product = isinstance(size, sympy.Mul)
+    terms, degree = int(is_product), 0
     for part in size.args:
         more, higher = measured(part)
-        if isinstance(size, sympy.Mul):
+        if is_product:
             terms, degree = terms * more, degree + higher
         else:
             terms += more if isinstance(size, sympy.Add) else 2 * more

@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from typing import Any
 
-from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
 from mla_fusion.tools.dumps import Dump, Operator, budget
@@ -21,7 +20,8 @@ class Builder(ABC):
     def __init__(self, dump: Dump) -> None:
         self.dump = dump
         self.tensors = Tensors()
-        self.graph, self.root = Graph(), nn.Module()
+        self.graph = Graph()
+        self.root: dict[str, Any] = {}  # the attributes of the module, by their paths
         self.unmapped: Counter[str] = Counter()
 
     def graph_module(self) -> tuple[GraphModule, list[str]]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from mla_fusion.tools.dumps import prototext
 from mla_fusion.tools.dumps.ge_text import described, edge, numbers, prefer_readable
-from mla_fusion.tools.dumps.model import DumpError, Operator, Value, operator_at
+from mla_fusion.tools.dumps.model import Attributes, DumpError, Operator, Value, operator_at
 from mla_fusion.tools.dumps.prototext import Message, every, first
 
 PREFIX = "ge:"
@@ -71,8 +71,8 @@ def _node(message: Any, line: int, under: str) -> Iterator[Operator]:
 
 
 def _operator(message: Message, line: int, kind: str, under: str) -> Operator:
-    outputs: dict[int, dict[str, Any]] = {}
-    attributes: dict[str, Any] = {}
+    outputs: dict[int, Attributes] = {}
+    attributes: Attributes = {}
     for item in every(message, "attribute"):
         name = str(first(item, "name", ""))
         # inputs are what their producers' outputs are
@@ -104,19 +104,18 @@ def _value_of(attribute: Message) -> Any:
     return found if default is None else next(iter(found), default)
 
 
-def _value(description: dict[str, Any], kind: str) -> Value:
+def _value(description: Attributes, kind: str) -> Value:
     """An empty shape is left out, of a scalar as of what has none yet; an input has one."""
     dtype, sizes, layout, placement = map(description.get, _DESCRIBED)
     sizes = () if sizes is None and kind in ("Data", "RefData") else sizes
     return described(dtype or "", sizes, layout or "", placement or "")
 
 
-def _constant(attributes: dict[str, Any]) -> dict[str, Any]:
+def _constant(attributes: Attributes) -> Attributes:
     """Its Value, and its numbers where the dump was made with them."""
     dtype, sizes, *_, data = (attributes.pop(f"value_{name}", None) for name in _CONSTANT)
     value = described(dtype or "", sizes or ())
-    known = numbers(value.dtype, str(data).encode("latin-1", errors="replace")) if data else None
-    return {"value": value, "numbers": known}
+    return {"value": value, "numbers": numbers(value.dtype, data) if data else None}
 
 
 def _roles(names: list[Any], places: list[Any], count: int) -> list[str]:

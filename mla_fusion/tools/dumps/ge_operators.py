@@ -16,7 +16,7 @@ from torch.fx import Node
 
 import mla_fusion.ops  # noqa: F401  # npu:: operators, where torch_npu has not defined them
 from mla_fusion.operators.known import dtype_of, shape_of
-from mla_fusion.tools.dumps import Operator, names
+from mla_fusion.tools.dumps import Edge, names
 from mla_fusion.tools.dumps.ge_values import (
     Constant,
     OperatorReader,
@@ -25,7 +25,6 @@ from mla_fusion.tools.dumps.ge_values import (
     known_dtype,
 )
 
-aten, npu = torch.ops.aten, torch.ops.npu
 Found = Node | Constant | Sequence[Result]
 Convert = Callable[[OperatorReader], Found]
 _END, _WHOLE = 2**31 - 1, 2**63 - 1  # the end of an axis, to GE and to torch
@@ -87,7 +86,7 @@ def convert(r: OperatorReader) -> Sequence[Result]:
 def _call(target: str, *words: str) -> Convert:
     """The converter of a row of the table."""
     reads = [_argument(word, place) for place, word in enumerate(words)]
-    return lambda r: r.call(names.target(target), *(read(r) for read in reads))
+    return lambda r: r.call(target, *(read(r) for read in reads))
 
 
 def _argument(word: str, place: int) -> Callable[[OperatorReader], Any]:
@@ -108,7 +107,7 @@ _GIVEN: dict[str, Callable[[OperatorReader, int], Any]] = {
 # -- element by element
 
 
-def _binary(target: Any, commutes: bool = True) -> Convert:
+def _binary(target: str, commutes: bool = True) -> Convert:
     """A number on the right, or on the left where sides do not matter, stays a number."""
 
     def converter(r: OperatorReader) -> Node:
@@ -123,10 +122,10 @@ def _binary(target: Any, commutes: bool = True) -> Convert:
 
 def _pow(r: OperatorReader) -> Node:
     if isinstance(r.argument(0), Constant):
-        return r.call(aten.pow.Scalar, r.number(0), r.node(1))
+        return r.call("aten.pow.Scalar", r.number(0), r.node(1))
     exponent = r.number(1)
     whole = int(exponent) if float(exponent).is_integer() else exponent
-    return r.call(aten.pow.Tensor_Scalar, r.node(0), whole)
+    return r.call("aten.pow.Tensor_Scalar", r.node(0), whole)
 
 
 def _cast(r: OperatorReader) -> Found:
@@ -136,17 +135,17 @@ def _cast(r: OperatorReader) -> Found:
         return Constant(source.numbers, source.shape, name)
     if dtype_of(source) == dtype:  # torchair casts after every promotion, needed or not
         return source
-    return r.call(aten._to_copy.default, source, dtype=dtype)
+    return r.call("aten._to_copy.default", source, dtype=dtype)
 
 
 def _floor_divide(r: OperatorReader) -> Node:
-    return r.call(aten.div.Tensor_mode, r.node(0), r.number(1), rounding_mode="floor")
+    return r.call("aten.div.Tensor_mode", r.node(0), r.number(1), rounding_mode="floor")
 
 
 def _part(index: int) -> Convert:
     """Real or imaginary part."""
     return lambda r: r.call(
-        aten.select.int, r.call(aten.view_as_real.default, r.node(0)), -1, index
+        "aten.select.int", r.call("aten.view_as_real.default", r.node(0)), -1, index
     )
 
 
@@ -158,7 +157,7 @@ def _norm(r: OperatorReader) -> Node:
         raise Unmapped
     power, axes = r.operator.attributes.get("p", 2.0), list(r.attribute("axes"))
     keep = r.attribute("keepdim", False)
-    return r.call(aten.linalg_vector_norm.default, r.node(0), power, axes, keep)
+    return r.call("aten.linalg_vector_norm.default", r.node(0), power, axes, keep)
 
 
 def _sides(r: OperatorReader) -> list[Node]:
@@ -166,7 +165,7 @@ def _sides(r: OperatorReader) -> list[Node]:
     sides = r.nodes(2)
     for place, side in enumerate(sides):
         if any(r.operator.attributes.get(f"{name}_x{place + 1}") for name in ("transpose", "adj")):
-            sides[place] = r.call(aten.transpose.int, side, -2, -1)
+            sides[place] = r.call("aten.transpose.int", side, -2, -1)
     return sides
 
 
@@ -174,8 +173,8 @@ def _matmul(r: OperatorReader) -> Node:
     sides = _sides(r)
     shapes = [shape_of(side) for side in sides]
     batches = all(len(shape) == 3 for shape in shapes) and shapes[0][0] == shapes[1][0]
-    product = r.call(aten.bmm.default if batches else aten.matmul.default, *sides)
-    return r.call(aten.add.Tensor, product, r.node(2)) if r.has(2) else product
+    product = r.call("aten.bmm.default" if batches else "aten.matmul.default", *sides)
+    return r.call("aten.add.Tensor", product, r.node(2)) if r.has(2) else product
 
 
 def _transposed_matmul(r: OperatorReader) -> Node:
@@ -186,13 +185,13 @@ def _transposed_matmul(r: OperatorReader) -> Node:
         name: list(given[name]) for name in ("perm_x1", "perm_x2", "perm_y") if given.get(name)
     }
     split = r.attribute("batch_split_factor", 1)
-    call = npu.npu_transpose_batchmatmul.default
+    call = "npu.npu_transpose_batchmatmul.default"
     return r.call(call, *r.nodes(2), **orders, batch_split_factor=split)
 
 
 def _softmax(r: OperatorReader) -> Node:
     (axis,) = r.attribute("axes")
-    return r.call(aten._softmax.default, r.node(0), axis, False)
+    return r.call("aten._softmax.default", r.node(0), axis, False)
 
 
 # -- views
@@ -216,24 +215,24 @@ def _reshape(r: OperatorReader) -> Found:
     target = [size if isinstance(size, int) else -1 for size in sizes]
     if target.count(-1) > 1:
         raise Unmapped
-    return r.call(aten.reshape.default, source, target)
+    return r.call("aten.reshape.default", source, target)
 
 
 def _transpose(r: OperatorReader) -> Node:
     order = r.operator.attributes.get("perm")
-    return r.call(aten.permute.default, r.node(0), list(r.numbers(1) if order is None else order))
+    return r.call("aten.permute.default", r.node(0), list(r.numbers(1) if order is None else order))
 
 
 def _unsqueeze(r: OperatorReader) -> Node:
     found = r.node(0)
     for axis in r.attribute("axes"):
-        found = r.call(aten.unsqueeze.default, found, axis)
+        found = r.call("aten.unsqueeze.default", found, axis)
     return found
 
 
 def _squeeze(r: OperatorReader) -> Node:
     axes = r.operator.attributes.get("axis") or r.operator.attributes.get("axes") or []
-    return r.call(aten.squeeze.dims, r.node(0), list(axes))
+    return r.call("aten.squeeze.dims", r.node(0), list(axes))
 
 
 def _split_v(r: OperatorReader) -> Node:
@@ -241,7 +240,7 @@ def _split_v(r: OperatorReader) -> Node:
     if -1 in sizes:
         rest = shape_of(source)[axis] - sum(size for size in sizes if size != -1)
         sizes = [rest if size == -1 else size for size in sizes]
-    return r.call(aten.split_with_sizes.default, source, sizes, axis)
+    return r.call("aten.split_with_sizes.default", source, sizes, axis)
 
 
 def _split(r: OperatorReader) -> Node:
@@ -249,32 +248,34 @@ def _split(r: OperatorReader) -> Node:
     if count > names.MOST_PARTS:
         raise Unmapped
     sizes = [shape_of(source)[axis] // count] * count
-    return r.call(aten.split_with_sizes.default, source, sizes, axis)
+    return r.call("aten.split_with_sizes.default", source, sizes, axis)
 
 
 def _concat(r: OperatorReader) -> Found:
-    *found, last = (r.argument(place) for place in range(len(r.operator.inputs)))
-    axis = r.operator.attributes.get("concat_dim")
+    found, axis = r.arguments(), r.operator.attributes.get("concat_dim")
     if axis is None:
-        axis = r.number(len(found))
-    else:
-        found.append(last)
+        axis = r.number(len(found) - 1)
+        del found[-1]
     constants = [one for one in found if isinstance(one, Constant)]
-    if len(constants) < len(found):
-        return r.call(aten.cat.default, [r.as_node(one) for one in found], axis)
-    return _joined(constants)
+    return _joined(r, "aten.cat.default", found, constants, axis)
 
 
 def _pack(r: OperatorReader) -> Found:
-    found = [r.argument(place) for place in range(len(r.operator.inputs))]
+    found = r.arguments()
     scalars = [one for one in found if isinstance(one, Constant) and one.shape == ()]
-    if len(scalars) < len(found):
-        axis = r.attribute("axis", 0)
-        return r.call(aten.stack.default, [r.as_node(one) for one in found], axis)
-    return _joined(scalars)
+    return _joined(r, "aten.stack.default", found, scalars, r.attribute("axis", 0))
 
 
-def _joined(constants: Sequence[Constant]) -> Constant:
+def _joined(
+    r: OperatorReader,
+    target: str,
+    found: Sequence[Node | Constant],
+    constants: Sequence[Constant],
+    axis: int,
+) -> Found:
+    """A call, or one constant where all of them are such."""
+    if len(constants) < len(found):
+        return r.call(target, [r.as_node(one) for one in found], axis)
     numbers = tuple(chain.from_iterable(one.numbers for one in constants))
     if len(numbers) > _LONGEST:
         raise Unmapped
@@ -289,7 +290,7 @@ def _sliced(r: OperatorReader, spans: Iterable[Span]) -> Node:
     for axis, begin, end, step in spans:
         end = _WHOLE if isinstance(end, int) and end >= _END else end
         if (begin, end, step) != (0, _WHOLE, 1):
-            found = r.call(aten.slice.Tensor, found, axis, begin, end, step)
+            found = r.call("aten.slice.Tensor", found, axis, begin, end, step)
     return found
 
 
@@ -318,7 +319,7 @@ def _strided_slice_v1(r: OperatorReader) -> Node:
     found = _sliced(r, (span for span in spans if not dropped >> span[0] & 1))
     for axis in reversed(range(len(begins))):
         if dropped >> axis & 1:
-            found = r.call(aten.select.int, found, axis, begins[axis])
+            found = r.call("aten.select.int", found, axis, begins[axis])
     return found
 
 
@@ -339,14 +340,16 @@ def _shape(r: OperatorReader) -> Constant:
 
 
 def _range(r: OperatorReader) -> Node:
-    return _made(r, aten.arange.start_step, r.argument(0), *(r.number(place) for place in range(3)))
+    return _made(
+        r, "aten.arange.start_step", r.argument(0), *(r.number(place) for place in range(3))
+    )
 
 
 def _fill(r: OperatorReader) -> Node:
-    return _made(r, aten.full.default, r.argument(1), r.numbers(0), r.number(1))
+    return _made(r, "aten.full.default", r.argument(1), r.numbers(0), r.number(1))
 
 
-def _made(r: OperatorReader, target: Any, like: Node | Constant, *args: Any) -> Node:
+def _made(r: OperatorReader, target: str, like: Node | Constant, *args: Any) -> Node:
     """A tensor of numbers, of the dtype of a constant."""
     assert isinstance(like, Constant)
     return r.call(target, *args, dtype=known_dtype(like.dtype), device=torch.device("cpu"))
@@ -359,13 +362,13 @@ def _gather(r: OperatorReader) -> Found:
         picked = tuple(source.numbers[place] for place in index.numbers)
         return Constant(picked, index.shape, source.dtype)
     if isinstance(index, Constant) and isinstance(index.scalar, int):
-        return r.call(aten.select.int, source, axis, index.scalar)
+        return r.call("aten.select.int", source, axis, index.scalar)
     rows, tensor = r.as_node(index), r.as_node(source)
     if rows.meta["val"].dim() == 1:
-        return r.call(aten.index_select.default, tensor, axis, rows)
+        return r.call("aten.index_select.default", tensor, axis, rows)
     if not 0 <= axis < _AXES:
         raise Unmapped
-    return r.call(aten.index.Tensor, tensor, [None] * axis + [rows])
+    return r.call("aten.index.Tensor", tensor, [None] * axis + [rows])
 
 
 def _index(r: OperatorReader) -> Node:
@@ -374,12 +377,12 @@ def _index(r: OperatorReader) -> Node:
         raise Unmapped
     used = iter(places)
     indices = [r.node(next(used)) if mask else None for mask in masks]
-    return r.call(aten.index.Tensor, r.node(0), indices)
+    return r.call("aten.index.Tensor", r.node(0), indices)
 
 
 def _scatter(r: OperatorReader) -> Node:
     var, updates = r.node(0), r.node(2)
-    return r.write(var, r.call(aten.index_put.default, var, _row_indices(r, var), updates))
+    return r.write(var, r.call("aten.index_put.default", var, _row_indices(r, var), updates))
 
 
 def _scatter_elements(r: OperatorReader) -> Node:
@@ -388,15 +391,15 @@ def _scatter_elements(r: OperatorReader) -> Node:
     data, updates, axis = r.node(0), r.node(2), r.attribute("axis", 0)
     place = _one_place(r)
     if place is not None and shape_of(updates)[axis] == 1:
-        rows = r.call(aten.select.int, updates, axis, 0)
-        return r.write(data, r.call(aten.select_scatter.default, data, rows, axis, place))
-    return r.write(data, r.call(aten.scatter.src, data, axis, r.node(1), updates))
+        rows = r.call("aten.select.int", updates, axis, 0)
+        return r.write(data, r.call("aten.select_scatter.default", data, rows, axis, place))
+    return r.write(data, r.call("aten.scatter.src", data, axis, r.node(1), updates))
 
 
 def _one_place(r: OperatorReader) -> int | None:
     """The index that all elements have, where a constant was spread to be their index."""
-    spread = r.producer(1)
-    found = r.argument(0, spread) if spread.type == "BroadcastTo" else None
+    spread = r.producer(r.operator.inputs[1])
+    found = r.result(spread.inputs[0]) if spread.type == "BroadcastTo" else None
     return found.numbers[0] if isinstance(found, Constant) and len(found.numbers) == 1 else None
 
 
@@ -405,13 +408,13 @@ def _scatter_update(r: OperatorReader) -> Node:
     var, index, updates = r.nodes(3)
     if index.meta["val"].dim() != 1:
         raise Unmapped
-    return r.write(var, r.call(aten.index_copy.default, var, 0, index, updates))
+    return r.write(var, r.call("aten.index_copy.default", var, 0, index, updates))
 
 
 def _index_add(r: OperatorReader) -> Node:
     var, index, updates = r.nodes(3)
     axis, alpha = r.attribute("axis"), r.number(3) if r.has(3) else 1
-    return r.write(var, r.call(aten.index_add.default, var, axis, index, updates, alpha=alpha))
+    return r.write(var, r.call("aten.index_add.default", var, axis, index, updates, alpha=alpha))
 
 
 def _row_indices(r: OperatorReader, var: Node) -> list[Node]:
@@ -420,25 +423,25 @@ def _row_indices(r: OperatorReader, var: Node) -> list[Node]:
     ``index_put`` counts negative indices from the end and GE does not, so converters bring them
     into range with FloorMod; together that is index_put's own reading of the index below.
     """
-    stacked, sizes = r.producer(1), shape_of(var)
+    stacked, sizes = r.producer(r.operator.inputs[1]), shape_of(var)
     if stacked.type == "Pack":
-        return [_unwrapped(r, stacked, place, sizes[place]) for place in range(len(stacked.inputs))]
+        return [_unwrapped(r, edge, sizes[place]) for place, edge in enumerate(stacked.inputs)]
     found = r.node(1)
     columns = shape_of(found)[-1]
     if stacked.type in ("Unsqueeze", "Reshape", "ExpandDims") and columns == 1:
-        return [_unwrapped(r, stacked, 0, sizes[0])]
+        return [_unwrapped(r, stacked.inputs[0], sizes[0])]
     if int(columns) > _AXES:
         raise Unmapped
-    return [r.call(aten.select.int, found, -1, column) for column in range(int(columns))]
+    return [r.call("aten.select.int", found, -1, column) for column in range(int(columns))]
 
 
-def _unwrapped(r: OperatorReader, reader: Operator, place: int, size: Any) -> Node:
-    inner = r.producer(place, reader)
+def _unwrapped(r: OperatorReader, edge: Edge | None, size: Any) -> Node:
+    inner = r.producer(edge)
     if inner.type == "FloorMod" and inner.input(1) is not None:
-        modulus = r.argument(1, inner)
+        modulus = r.result(inner.inputs[1])
         if isinstance(modulus, Constant) and list(modulus.numbers) == [size]:
-            return r.node(0, inner)
-    return r.node(place, reader)
+            edge = inner.inputs[0]
+    return r.as_node(r.result(edge))
 
 
 def _assign(r: OperatorReader) -> Node:
@@ -455,7 +458,7 @@ def _rotary(r: OperatorReader) -> Node:
     if mode not in (0, 1) or r.has(3):
         raise Unmapped
     name = "half" if mode == 0 else "interleave"
-    return r.call(npu.npu_rotary_mul.default, *r.nodes(3), name)
+    return r.call("npu.npu_rotary_mul.default", *r.nodes(3), name)
 
 
 def _kv_rmsnorm_rope_cache(r: OperatorReader) -> Sequence[Result]:
@@ -467,7 +470,7 @@ def _kv_rmsnorm_rope_cache(r: OperatorReader) -> Sequence[Result]:
     for name in ("cache_mode", "is_output_kv"):
         if name in r.operator.attributes:
             given[name] = r.attribute(name)
-    call = npu.npu_kv_rmsnorm_rope_cache_v2_functional.default
+    call = "npu.npu_kv_rmsnorm_rope_cache_v2_functional.default"
     *rows, k_cache, kv_cache = r.parts(
         r.call(call, *needed, **given, epsilon=r.attribute("epsilon"))
     )
@@ -478,7 +481,7 @@ def _dynamic_quant(r: OperatorReader) -> Node:
     if r.dtype("dst_type", _INT8) is not torch.int8:
         raise Unmapped
     given = r.optional(1, "smooth_scales", "group_index")
-    return r.call(npu.npu_dynamic_quant.default, r.node(0), **given)
+    return r.call("npu.npu_dynamic_quant.default", r.node(0), **given)
 
 
 def _dynamic_quant_v2(r: OperatorReader) -> Sequence[Result]:
@@ -494,7 +497,7 @@ def _dynamic_quant_v2(r: OperatorReader) -> Sequence[Result]:
 def _quant_matmul(r: OperatorReader) -> Node:
     """GE's order: x1, x2, scale, offset, bias, pertoken_scale."""
     sides, given = _sides(r), r.optional(3, "offset", "bias", "pertoken_scale")
-    call, dtype = npu.npu_quant_matmul.default, r.dtype("dtype")
+    call, dtype = "npu.npu_quant_matmul.default", r.dtype("dtype")
     return r.call(call, *sides, r.node(2), **given, output_dtype=dtype)
 
 
@@ -505,7 +508,7 @@ def _scatter_pa(r: OperatorReader) -> Sequence[Result]:
     if r.attribute("scatter_mode", "None") != "None":
         raise Unmapped
     mode = r.attribute("cache_mode", "Norm")
-    call = npu.npu_scatter_pa_kv_cache_functional.default
+    call = "npu.npu_scatter_pa_kv_cache_functional.default"
     both = r.parts(
         r.call(call, key, value, key_cache, value_cache, slots, **given, cache_mode=mode)
     )
@@ -513,9 +516,9 @@ def _scatter_pa(r: OperatorReader) -> Sequence[Result]:
 
 
 _CONVERTERS: dict[str, Convert] = {
-    "Add AddV2": _binary(aten.add.Tensor), "Mul": _binary(aten.mul.Tensor),
-    "Sub": _binary(aten.sub.Tensor, commutes=False),
-    "Div RealDiv": _binary(aten.div.Tensor, commutes=False),
+    "Add AddV2": _binary("aten.add.Tensor"), "Mul": _binary("aten.mul.Tensor"),
+    "Sub": _binary("aten.sub.Tensor", commutes=False),
+    "Div RealDiv": _binary("aten.div.Tensor", commutes=False),
     "FloorDiv": _floor_divide, "Pow": _pow, "Cast": _cast, "Real": _part(0), "Imag": _part(1),
     "LpNormV2": _norm, "SoftmaxV2": _softmax,
     "MatMul MatMulV2 MatMulV3 BatchMatMul BatchMatMulV2": _matmul,

@@ -14,12 +14,9 @@ import re
 from typing import Any
 
 from mla_fusion.tools.dumps import dtypes, ge_text, python_text
-from mla_fusion.tools.dumps.model import Dim, DumpError, Edge, Operator, Value, dims
+from mla_fusion.tools.dumps.model import Attributes, DumpError, Edge, Operator, Shape, Value, dims
 
-_FRAME = re.compile(
-    r'# File "(?P<file>[^"]+)", line (?P<line>\d+), in '
-    r"(?P<function>\S+)\s+(?P<code>.*)$"
-)
+_FRAME = re.compile(r'# File "([^"]+)", line (\d+), in (\S+)\s+(.*?)[\^ \t\r]*$')
 _ANNOTATED = re.compile(r"\b(\w+): torch\.\w+\[([^\]\n]{0,1000})\]")
 _LIST_INPUTS = frozenset(
     "Pack ConcatV2 ConcatD NetOutput IndexByTensor AddN IdentityN Stack".split()
@@ -37,10 +34,7 @@ def read(text: str) -> tuple[list[Operator], str]:
 def _source(line: str) -> str:
     """Of a comment that names the model's code, ``file:line in function: code``."""
     frame = _FRAME.match(line)
-    if frame is None:
-        return ""
-    code = frame["code"].rstrip("^ \t\r")
-    return f"{frame['file']}:{frame['line']} in {frame['function']}: {code}"
+    return frame.expand(r"\1:\2 in \3: \4") if frame is not None else ""
 
 
 class _Reader(python_text.Reader):
@@ -92,9 +86,9 @@ class _Reader(python_text.Reader):
         self.operators.append(operator)
         return operator
 
-    def _data(self, name: str, given: dict[str, Any]) -> Value:
+    def _data(self, name: str, given: Attributes) -> Value:
         shape = given.get("shape")
-        sizes: tuple[Dim, ...] | None = None
+        sizes: Shape | None = None
         if isinstance(shape, list):
             sizes = tuple(dim for dim in shape if isinstance(dim, int))
         if name in self._shapes:

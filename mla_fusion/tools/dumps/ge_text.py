@@ -17,10 +17,11 @@ import torch
 
 from mla_fusion.tools.dumps import dtypes, names, prototext
 from mla_fusion.tools.dumps.model import (
-    Dim,
+    Attributes,
     DumpError,
     Edge,
     Operator,
+    Shape,
     Value,
     dims,
     operator_at,
@@ -78,7 +79,7 @@ def _operator(kind: str, message: Message, line: int) -> Operator:
     return Operator(name, type_, edges, values, attributes, roles, results, line)
 
 
-def _names(attributes: dict[str, Any], key: str, described: list[Message]) -> list[str]:
+def _names(attributes: Attributes, key: str, described: list[Message]) -> list[str]:
     """Of inputs or outputs: those in the attribute, which is taken out, or in the descriptions."""
     stated = attributes.pop(key, None)
     if isinstance(stated, list) and stated:
@@ -86,7 +87,7 @@ def _names(attributes: dict[str, Any], key: str, described: list[Message]) -> li
     return [str(first(item, "name", "")) for item in described]
 
 
-Described = tuple[dict[str, Any], list[Message], list[Message]]  # attributes, inputs, outputs
+Described = tuple[Attributes, list[Message], list[Message]]  # attributes, inputs, outputs
 
 
 def _of_text(message: Message) -> Described:
@@ -98,7 +99,7 @@ def _of_text(message: Message) -> Described:
 
 
 def _of_pbtxt(message: Message) -> Described:
-    attributes: dict[str, Any] = {}
+    attributes: Attributes = {}
     inputs: list[str] = []
     outputs: list[Message] = []
     for item in every(message, "attr"):
@@ -120,7 +121,7 @@ def _parsed(text: str) -> Message:
     return prototext.parse(text)
 
 
-def prefer_readable(attributes: dict[str, Any]) -> None:
+def prefer_readable(attributes: Attributes) -> None:
     """torchair notes a constant as the model had it: 1e-06 rather than the float32 nearest to
     it.
     """
@@ -162,20 +163,22 @@ def _attribute(message: Any) -> Any:
     return value
 
 
-def constant(message: Message) -> dict[str, Any]:
+def constant(message: Message) -> Attributes:
     """A ``TensorDef``: its Value and, where the type has a plain binary form, its numbers."""
-    value = _value(first(message, "desc", []))
-    data = str(first(message, "data", "")).encode("latin-1", errors="replace")
+    value, data = _value(first(message, "desc", [])), first(message, "data", "")
     # GE can leave the data out
     absent = not data and value.shape is not None and 0 not in value.shape
     return {"value": value, "numbers": None if absent else numbers(value.dtype, data)}
 
 
-def numbers(dtype: str, data: bytes) -> list[Any] | None:
-    """What the bytes of a tensor are; None for a dtype of which torch has no numbers."""
+def numbers(dtype: str, text: object) -> list[Any] | None:
+    """What the bytes of a tensor, each a character, are; None for a dtype of which torch has no
+    numbers.
+    """
     known = names.dtype(dtype)
     if known is None:
         return None
+    data = str(text).encode("latin-1", errors="replace")
     whole = len(data) // known.itemsize * known.itemsize
     try:
         return torch.frombuffer(bytearray(data[:whole]), dtype=known).tolist() if whole else []
@@ -208,7 +211,7 @@ def described(dtype: Any, sizes: Any, layout: Any = "", placement: Any = "") -> 
     return Value(dtypes.from_ge(str(dtype)), shape, str(layout), str(placement))
 
 
-def agreed(sizes: tuple[Dim, ...] | None, meta: tuple[Dim, ...]) -> tuple[Dim, ...]:
+def agreed(sizes: Shape | None, meta: Shape) -> Shape:
     """GE's own shape, its -1 replaced by torch's symbols. A Data's ``_meta`` may be that of its
     transpose.
     """

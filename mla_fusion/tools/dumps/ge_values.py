@@ -17,11 +17,9 @@ from mla_fusion.tools.dumps import Dump, Edge, Operator, Value, budget, dtypes, 
 from mla_fusion.tools.dumps.builder import Builder
 from mla_fusion.tools.dumps.prologues import is_prologue
 
-aten = torch.ops.aten
-_REINDEXED = (
-    aten.reshape.default, aten.unsqueeze.default, aten.squeeze.dims, aten.slice.Tensor,
-    aten.select.int,
-)  # fmt: skip
+_REINDEXED = """
+aten.reshape.default aten.unsqueeze.default aten.squeeze.dims aten.slice.Tensor aten.select.int
+""".split()
 
 
 @dataclass(frozen=True)
@@ -46,6 +44,7 @@ class Rows:
 
 
 Result = Node | Constant | None
+_NONE = Operator("", "")
 
 
 class Unmapped(Exception):
@@ -59,7 +58,7 @@ class OperatorReader(Builder):
 
     def __init__(self, dump: Dump) -> None:
         super().__init__(dump)
-        self.operator = Operator("", "")
+        self.operator = _NONE
         self.results: dict[Edge | None, Result] = {}
         self.rows: dict[Node, Rows] = {}
         self.written: dict[Node, Node] = {}
@@ -69,17 +68,22 @@ class OperatorReader(Builder):
 
     # -- arguments
 
-    def argument(self, place: int, operator: Operator | None = None) -> Node | Constant:
-        """Of the operator at hand, or of another one. Raises KeyError where it is unknown,
-        IndexError where there is none.
-        """
-        found = self.results.get((operator or self.operator).inputs[place])
+    def result(self, edge: Edge | None) -> Node | Constant:
+        """Of an operator that was read before. Raises KeyError where it is unknown."""
+        found = self.results.get(edge)
         if found is None:
-            raise KeyError(place)
+            raise KeyError(edge)
         return found
 
-    def node(self, place: int, operator: Operator | None = None) -> Node:
-        return self.as_node(self.argument(place, operator))
+    def argument(self, place: int) -> Node | Constant:
+        """Raises KeyError where it is unknown, IndexError where there is none."""
+        return self.result(self.operator.inputs[place])
+
+    def arguments(self) -> list[Node | Constant]:
+        return list(map(self.result, self.operator.inputs))
+
+    def node(self, place: int) -> Node:
+        return self.as_node(self.argument(place))
 
     def nodes(self, count: int) -> list[Node]:
         """The first arguments."""
@@ -91,20 +95,18 @@ class OperatorReader(Builder):
             return found
         if not all(isinstance(number, (int, float)) for number in found.numbers):
             raise Unmapped
-        name = f"constant_{sum(1 for _ in self.root.buffers())}"
+        name = f"constant_{len(self.root)}"
         content = torch.tensor(found.numbers, dtype=known_dtype(found.dtype)).reshape(found.shape)
-        self.root.register_buffer(name, content)
+        self.root[name] = content
         value = self.tensors.of(Value(found.dtype, found.shape))
         return self.add(None, "get_attr", name, value=value)
 
     def has(self, place: int) -> bool:
         return self.operator.input(place) is not None
 
-    def producer(self, place: int, operator: Operator | None = None) -> Operator:
-        """The operator that makes an argument; the reader itself where nothing is given."""
-        operator = operator or self.operator
-        edge = operator.inputs[place]
-        return operator if edge is None else self.dump.producer(edge)
+    def producer(self, edge: Edge | None) -> Operator:
+        """The operator that makes an argument; one without a type where nothing is given."""
+        return _NONE if edge is None else self.dump.producer(edge)
 
     def numbers(self, place: int) -> list[Any]:
         """The numbers of a constant argument."""
@@ -140,19 +142,20 @@ class OperatorReader(Builder):
 
     # -- results
 
-    def call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
-        """A call of the graph. Raises Unmapped where torch refuses it. What is known of the rows of
-        a tensor holds of what is another shape, or a part, of it.
+    def call(self, name: str, *args: Any, **kwargs: Any) -> Node:
+        """A call of the graph, of an operator by torch's name. Raises Unmapped where torch refuses
+        it. What is known of the rows of a tensor holds of what is another shape, or a part, of it.
         """
+        target = names.target(name)
         value = self._value(target, args, kwargs)
         node = self.add(self.operator, "call_function", target, args, kwargs, value=value)
-        if target in _REINDEXED and args[0] in self.rows:
+        if name in _REINDEXED and args[0] in self.rows:
             self.rows[node] = self.rows[args[0]]
         return node
 
     def parts(self, node: Node) -> list[Node]:
         """The results of a call that gives several."""
-        return [self.call(getitem, node, index) for index in range(len(node.meta["val"]))]
+        return [self.call("getitem", node, index) for index in range(len(node.meta["val"]))]
 
     def _value(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What torch says of the result. Layers ask the same again and again."""

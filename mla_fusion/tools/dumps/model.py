@@ -17,6 +17,9 @@ from pathlib import Path
 from typing import Any
 
 Dim = int | str  # a symbol's name, an expression of symbols, or -1 where only "dynamic" is known
+Shape = tuple[Dim, ...]
+Attributes = dict[str, Any]  # by name; also what a call is given by name
+Arguments = tuple[tuple[Any, ...], Attributes]  # of a call, by place and by name
 
 _DIGITS = 19  # of the largest size
 
@@ -27,7 +30,7 @@ def dim(text: str) -> Dim:
     return int(text) if digits.isascii() and digits.isdigit() and len(digits) <= _DIGITS else text
 
 
-def dims(text: str) -> tuple[Dim, ...]:
+def dims(text: str) -> Shape:
     """Sizes between commas that stand outside parentheses, as in ``s0, Max(1, s0)``."""
     depth, ends = 0, [-1]
     for place, letter in enumerate(text):
@@ -80,10 +83,10 @@ class Value:
     """
 
     dtype: str = ""
-    shape: tuple[Dim, ...] | None = None
+    shape: Shape | None = None
     format: str = ""
     placement: str = ""
-    stride: tuple[Dim, ...] | None = None
+    stride: Shape | None = None
 
     @property
     def bytes(self) -> int | None:
@@ -137,11 +140,11 @@ class Operator:
     type: str
     inputs: list[Edge | None] = field(default_factory=list)
     outputs: list[Value] = field(default_factory=list)
-    attributes: dict[str, Any] = field(default_factory=dict)
+    attributes: Attributes = field(default_factory=dict)
     roles: list[str] = field(default_factory=list)
     results: list[str] = field(default_factory=list)
     line: int = 0
-    call: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+    call: Arguments = ((), {})
     source: str = ""
 
     @property
@@ -157,6 +160,16 @@ class Operator:
         """Its first result, as far as the dump tells."""
         return self.outputs[0] if self.outputs else Value()
 
+    @property
+    def reads(self) -> list[tuple[int, Edge]]:
+        """Its inputs that are given, each with its place."""
+        return [(place, edge) for place, edge in enumerate(self.inputs) if edge is not None]
+
+    @property
+    def stated(self) -> Attributes:
+        """The attributes that are the model's, not the writer's notes."""
+        return {name: value for name, value in self.attributes.items() if name[:1] != "_"}
+
     def input(self, place: int) -> Edge | None:
         """What it reads at a place; None where the dump gives it nothing there."""
         return self.inputs[place] if place < len(self.inputs) else None
@@ -169,6 +182,8 @@ FORMATS = {
     "python": "GE graph, torchair py",
     "fx": "FX graph, readable text",
 }
+
+Readers = dict[str, list[tuple[Operator, int]]]  # of each operator, with the place of that input
 
 
 @dataclass(eq=False)
@@ -189,15 +204,12 @@ class Dump:
         return {operator.name: operator for operator in self.operators}
 
     @cached_property
-    def readers(self) -> dict[str, list[tuple[Operator, int]]]:
+    def readers(self) -> Readers:
         """For each operator those that read it, each with the place of that input."""
-        found: dict[str, list[tuple[Operator, int]]] = {
-            operator.name: [] for operator in self.operators
-        }
+        found: Readers = {name: [] for name in self.by_name}
         for operator in self.operators:
-            for place, edge in enumerate(operator.inputs):
-                if edge is not None:
-                    found[edge.producer].append((operator, place))
+            for place, edge in operator.reads:
+                found[edge.producer].append((operator, place))
         return found
 
     @cached_property
@@ -205,11 +217,8 @@ class Dump:
         """Each operator behind what it reads, else as in the file; those of a circle, and what
         reads one, are left out.
         """
-        place = {operator.name: index for index, operator in enumerate(self.operators)}
-        missing = {
-            operator.name: sum(edge is not None for edge in operator.inputs)
-            for operator in self.operators
-        }
+        place = {name: index for index, name in enumerate(self.by_name)}
+        missing = {operator.name: len(operator.reads) for operator in self.operators}
         ready = [place[name] for name, count in missing.items() if not count]
         found = []
         while ready:
@@ -240,19 +249,16 @@ class Dump:
         for _ in self.operators:  # a damaged dump may move a tensor in a circle
             if edge is None:
                 break
-            operator = self.by_name[edge.producer]
+            operator = self.producer(edge)
             found = (
                 operator.outputs[edge.index] if 0 <= edge.index < len(operator.outputs) else Value()
             )
+            above = operator.input(0)
             # of other results torchair writes a dtype that they need not have
             told = found.shape is not None
-            if (
-                told
-                or operator.type not in ("TensorMove", "Identity")
-                or operator.inputs[:1] == [edge]
-            ):
+            if told or operator.type not in ("TensorMove", "Identity") or above == edge:
                 return found
-            edge = operator.inputs[0] if operator.inputs else None
+            edge = above
         return Value()
 
     def of_type(self, *types: str) -> Iterator[Operator]:
@@ -262,20 +268,17 @@ class Dump:
         """Itself, if its operators have names of their own and read only one another."""
         if not self.operators:
             raise DumpError("the graph holds no operator", 1)
-        seen: dict[str, int] = {}
+        seen = {""}
         for operator in self.operators:
-            if not operator.name or operator.name in seen:
-                raise DumpError(
-                    f"two operators, or none, have the name {operator.name!r}", operator.line
-                )
-            seen[operator.name] = operator.line
+            name = operator.name
+            if name in seen:
+                raise DumpError(f"two operators, or none, have the name {name!r}", operator.line)
+            seen.add(name)
         for operator in self.operators:
-            for edge in operator.inputs:
-                if edge is not None and edge.producer not in seen:
-                    raise DumpError(
-                        f"{operator.name} reads {edge.producer!r}, which the dump lacks",
-                        operator.line,
-                    )
+            for _, edge in operator.reads:
+                if edge.producer not in self.by_name:
+                    said = f"{operator.name} reads {edge.producer!r}, which the dump lacks"
+                    raise DumpError(said, operator.line)
         return self
 
 

@@ -25,6 +25,7 @@ _SIZES = "sym_max sym_min sym_sum sym_ite sym_not sym_int sym_float".split()
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     **OPERATORS, **{f"torch.{name}": vars(torch)[name] for name in _SIZES if name in vars(torch)},
 }  # fmt: skip
+_WORDS = {"Ellipsis": Ellipsis, "true": True, "false": False}
 _OBJECTS = (torch.dtype, torch.layout, torch.memory_format)
 _KERNELS = ("Meta", "CompositeImplicitAutograd", "CompositeExplicitAutograd")
 _FILES = {"filename", "fd", "fd_to_close"}
@@ -35,6 +36,9 @@ MOST_ELEMENTS = 1 << 12  # of a list among the arguments
 MOST_AXES = 64  # of a tensor, and of a list that may become axes
 _LARGEST = 1 << 63  # of an integer
 _EXPONENT = 64
+
+Args = Sequence[Any]
+Kwargs = dict[str, Any]
 
 
 class Unknown(ValueError):
@@ -82,8 +86,8 @@ def literal(name: str) -> Any:
         return torch.device("cpu")
     if name.lstrip("-") in ("inf", "nan"):
         return float(name)
-    if name in ("Ellipsis", "true", "false"):
-        return {"Ellipsis": Ellipsis, "true": True, "false": False}[name]
+    if name in _WORDS:
+        return _WORDS[name]
     found = vars(torch).get(name.removeprefix("torch."))
     if not isinstance(found, _OBJECTS):
         raise Unknown(name)
@@ -99,9 +103,7 @@ def dtype(name: str) -> torch.dtype | None:
 # -- which calls say what a result is
 
 
-def computable(
-    found: Any, args: Sequence[Any], kwargs: dict[str, Any], writes: bool = False
-) -> bool:
+def computable(found: Any, args: Args, kwargs: Kwargs, writes: bool = False) -> bool:
     """May a call that a dump names be made, with tensors without storage, to learn the shape of its
     result?
 
@@ -112,7 +114,7 @@ def computable(
     return bounded(found, args, kwargs)
 
 
-def fits(found: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+def fits(found: Any, args: Args, kwargs: Kwargs) -> bool:
     """Are there as many arguments as the schema of an operator asks for, tensors where it says
     so?
     """
@@ -128,7 +130,7 @@ def fits(found: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     )
 
 
-def by_name(found: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+def by_name(found: OpOverload, args: Args, kwargs: Kwargs) -> Kwargs:
     """The arguments of a call by the schema's names, as far as it has so many."""
     names = (argument.name for argument in schema_of(found).arguments)
     return {**dict(zip(names, args, strict=False)), **kwargs}
@@ -147,7 +149,7 @@ def _is_cheap(found: OpOverload) -> bool:
     )
 
 
-def bounded(found: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+def bounded(found: Any, args: Args, kwargs: Kwargs) -> bool:
     """Is the call made quickly, whatever numbers the dump holds?"""
     leaves = tree_leaves((list(args), kwargs))
     if any(_is_large(leaf) for leaf in leaves):
@@ -209,7 +211,7 @@ def pure(found: OpOverload, writes: bool = False) -> bool:
     return runs and not any(tag in found.tags for tag in _IMPURE)
 
 
-def _parts(found: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
+def _parts(found: OpOverload, args: Args, kwargs: Kwargs) -> int:
     """At most so many tensors are in the result; more than are allowed where that is not told."""
     schema = schema_of(found)
     if all(str(value.type) != "List[Tensor]" for value in schema.returns):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any
 
-from mla_fusion.compat import OpOverload, schema_of
+from mla_fusion.compat import OpOverload
 from mla_fusion.meta.prolog import V1, V2, V3
+from mla_fusion.prove.operators import called
 from mla_fusion.tools.dumps import Dump, Operator, Value, names
+from mla_fusion.tools.dumps.model import Attributes
 from mla_fusion.tools.dumps.python_text import edges_in
 
 GE = {operator.ge_type: operator for operator in (V1, V2, V3)}
@@ -39,7 +40,7 @@ class Prologue:
     name: str
     type: str
     inputs: tuple[Input, ...]
-    attributes: dict[str, Any]
+    attributes: Attributes
     source: str = ""
 
     def value(self, role: str) -> Value:
@@ -57,26 +58,23 @@ def find(dump: Dump) -> list[Prologue]:
 
 
 def _prologue(dump: Dump, place: int, operator: Operator) -> Prologue:
-    roles = roles_of(dump, operator)
+    roles = dict(enumerate(roles_of(operator)))
     inputs = tuple(
-        Input(role, str(edge), dump.value(edge))
-        for role, edge in zip(roles, operator.inputs, strict=False)
-        if edge is not None and edge.index >= 0
+        Input(roles[place], str(edge), dump.value(edge))
+        for place, edge in operator.reads
+        if edge.index >= 0 and place in roles
     )
-    known = _attributes(dump, operator)
+    known = _attributes(operator)
     shown = {name: known[name] for name in _SHOWN if name in known}
     return Prologue(place, operator.name, operator.type, inputs, shown, operator.source)
 
 
-def roles_of(dump: Dump, operator: Operator) -> list[str]:
-    """What each input is to a prologue operator."""
-    if dump.is_fx:
-        return _fx_roles(operator)
-    return operator.roles or list(GE[operator.type].ge_inputs)
-
-
-def _fx_roles(operator: Operator) -> list[str]:
-    """The schema's name of each input; its place where the operator is not known here."""
+def roles_of(operator: Operator) -> list[str]:
+    """What each input is to a prologue operator: of an FX graph the schema's name, or its place
+    where the operator is not known here.
+    """
+    if operator.type in GE:
+        return operator.roles or list(GE[operator.type].ge_inputs)
     target = names.target(operator.type)
     args, kwargs = operator.call
     known = names.by_name(target, args, {}) if isinstance(target, OpOverload) else {}
@@ -85,14 +83,9 @@ def _fx_roles(operator: Operator) -> list[str]:
     return [name for name, item in named.items() for _ in edges_in(item)]
 
 
-def _attributes(dump: Dump, operator: Operator) -> dict[str, Any]:
+def _attributes(operator: Operator) -> Attributes:
     """Attributes by name; what an FX call leaves out has the schema's default."""
-    target = names.target(operator.type) if dump.is_fx else None
+    target = names.target(operator.type)
     if not isinstance(target, OpOverload):
         return operator.attributes
-    found = {
-        argument.name: argument.default_value
-        for argument in schema_of(target).arguments
-        if argument.has_default_value()
-    }
-    return {**found, **names.by_name(target, *operator.call)}
+    return called(target, *operator.call).given

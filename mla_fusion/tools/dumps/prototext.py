@@ -1,7 +1,7 @@
 """Protobuf text, read line by line without protobuf and without a schema.
 
 A message is a list of (field, value, line) in file order; a value is a number, a bool, a string, an
-enum's name as :class:`Word`, or a message. ``top_messages`` yields the messages of the file one
+enum's name, or a message. ``top_messages`` yields the messages of the file one
 after the other, so that a graph is never held as text and as messages at once.
 """
 
@@ -23,12 +23,6 @@ _REST = re.compile(r"\s*[;,]?\s*(?:#.*\s*)?")
 _ESCAPE = re.compile(r"\\(?:([0-7]{1,3})|x([0-9a-fA-F]{1,2})|(.))", re.DOTALL)
 _NAMED = {"n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "f": "\f", "v": "\v"}
 _DEPTH = 64
-
-
-class Word(str):
-    """A value without quotes that is no number: an enum's name."""
-
-    __slots__ = ()
 
 
 def top_messages(lines: Iterable[str], inside: str = "") -> Iterator[Field]:
@@ -64,16 +58,10 @@ def top_messages(lines: Iterable[str], inside: str = "") -> Iterator[Field]:
             else:
                 yield name, value, opened
         offset += len(line)
-    if entered and not stack:
-        raise DumpError(
-            f"the file ends inside {inside!r} of line {entered}: truncated", number, offset
-        )
-    if stack:
-        raise DumpError(
-            f"the file ends inside {stack[-1][0]!r} of line {stack[-1][2]}: truncated",
-            number,
-            offset,
-        )
+    if entered or stack:
+        name, _, opened = stack[-1] if stack else (inside, [], entered)
+        said = f"the file ends inside {name!r} of line {opened}: truncated"
+        raise DumpError(said, number, offset)
 
 
 def parse(text: str) -> Message:
@@ -81,11 +69,7 @@ def parse(text: str) -> Message:
     return list(top_messages(text.splitlines(keepends=True)))
 
 
-class _Mark:
-    """Begin and end of a message among the tokens."""
-
-
-_OPEN, _CLOSE = _Mark(), _Mark()
+_OPEN, _CLOSE = object(), object()  # begin and end of a message among the tokens
 
 
 def _tokens(line: str, number: int, offset: int) -> Iterator[tuple[str, Any, int]]:
@@ -98,9 +82,8 @@ def _tokens(line: str, number: int, offset: int) -> Iterator[tuple[str, Any, int
             return
         found = _LINE.match(line, place)
         if found is None:
-            raise DumpError(
-                f"not protobuf text: {line[place : place + 40].strip()!r}", number, offset + place
-            )
+            said = f"not protobuf text: {line[place : place + 40].strip()!r}"
+            raise DumpError(said, number, offset + place)
         name, double, single, bare, message, opens, closes = found.groups()
         if bare is not None:
             yield name, _number(bare), place
@@ -116,14 +99,12 @@ def _tokens(line: str, number: int, offset: int) -> Iterator[tuple[str, Any, int
 def _number(text: str) -> Any:
     if text in ("true", "false"):
         return text == "true"
-    try:
-        return int(text)
-    except ValueError:
-        pass
-    try:
-        return float(text)
-    except ValueError:
-        return Word(text)
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
 
 
 def unescape(text: str) -> str:

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
 
-from mla_fusion.tools.dumps.model import DumpError, Edge, Operator
+from mla_fusion.compat import tree_leaves
+from mla_fusion.tools.dumps.model import Arguments, DumpError, Edge, Operator
 
 _WORDS = ("inf", "nan", "true", "false", "Ellipsis")
 
@@ -106,7 +107,7 @@ class Reader:
                 return arguments[0]
         raise unexpected(node)
 
-    def arguments(self, node: ast.Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def arguments(self, node: ast.Call) -> Arguments:
         """What a call is given, by place and by name."""
         options = {item.arg: self.value(item.value) for item in node.keywords if item.arg}
         return tuple(map(self.value, node.args)), options
@@ -118,10 +119,4 @@ def unexpected(node: ast.AST | None) -> DumpError:
 
 def edges_in(found: Any) -> list[Edge]:
     """The values that an argument mentions, in order."""
-    if isinstance(found, Edge):
-        return [found]
-    if isinstance(found, (list, tuple)):
-        return [edge for item in found for edge in edges_in(item)]
-    if isinstance(found, dict):
-        return [edge for item in found.values() for edge in edges_in(item)]
-    return []
+    return [leaf for leaf in tree_leaves(found) if isinstance(leaf, Edge)]

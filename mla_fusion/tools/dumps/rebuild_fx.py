@@ -8,11 +8,10 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from torch import nn
 from torch.fx import GraphModule, Node
 
 import mla_fusion.ops  # noqa: F401  # npu:: operators, where torch_npu has not defined them
-from mla_fusion.compat import C_FUNCTIONS, FakeTensor, tree_leaves
+from mla_fusion.compat import C_FUNCTIONS, FakeTensor, tree_leaves, tree_map_only
 from mla_fusion.operators.known import value_of
 from mla_fusion.tools.dumps import Dump, Edge, Operator, budget, names
 from mla_fusion.tools.dumps.builder import Builder
@@ -65,7 +64,7 @@ class Rebuilder(Builder):
 
     def _opaque(self, operator: Operator, called: str) -> Node:
         self.unmapped[called] += 1
-        inputs = tuple(self.nodes[edge.producer] for edge in operator.inputs if edge is not None)
+        inputs = tuple(self.nodes[edge.producer] for _, edge in operator.reads)
         if not inputs:
             raise NotRebuilt(
                 f"line {operator.line}: {operator.type} is not known here and reads nothing"
@@ -73,25 +72,18 @@ class Rebuilder(Builder):
         return self._described(operator, *self.BOX, inputs)
 
     def _attribute(self, operator: Operator, path: str) -> Node:
-        value = self.tensors.of(operator.outputs[0])
-        *folders, name = path.split(".")
-        owner = self.root
-        for folder in folders:
-            if folder not in owner._modules:
-                owner.add_module(folder, nn.Module())
-            owner = getattr(owner, folder)
-        if name not in owner._buffers:
-            held = None
-            if value is not None:
-                sizes = [size if isinstance(size, int) else 1 for size in value.shape]
-                held = torch.empty(sizes, dtype=value.dtype, device="meta")
-            owner.register_buffer(name, held)
+        value = self.tensors.of(operator.output)
+        held = None
+        if value is not None:
+            sizes = [size if isinstance(size, int) else 1 for size in value.shape]
+            held = torch.empty(sizes, dtype=value.dtype, device="meta")
+        self.root.setdefault(path, held)
         self.constants.append(path)
         return self._described(operator, "get_attr", path)
 
     def _described(self, operator: Operator, kind: str, *call: Any) -> Node:
         """``call``: as :meth:`add` takes target and arguments."""
-        value = self.tensors.of(operator.outputs[0])
+        value = self.tensors.of(operator.output)
         node = self.add(operator, kind, *call, value=value)
         if value is None and kind == "call_function":
             value = self._computed(node)
@@ -114,24 +106,20 @@ class Rebuilder(Builder):
         for reader, _ in self.dump.readers[node.name]:
             place = reader.call[0][1] if reader.type == "getitem" else None
             if isinstance(place, int):
-                parts[place] = self.tensors.of(reader.outputs[0])
+                parts[place] = self.tensors.of(reader.output)
         last = max(parts, default=-1)
         return tuple(map(parts.get, range(last + 1))) if 0 <= last < names.MOST_PARTS else None
 
     def _data(self, found: Any) -> Any:
-        if isinstance(found, Edge):
-            return self.nodes[found.producer]
-        if isinstance(found, Word):
-            return names.literal(found)
-        if isinstance(found, (list, tuple)):
-            if len(found) > names.MOST_ELEMENTS:
-                raise names.Unknown(f"{len(found)} elements")
-            return type(found)(self._data(item) for item in found)
-        if isinstance(found, dict):
-            return {key: self._data(item) for key, item in found.items()}
+        count = len(tree_leaves(found))
+        if count > names.MOST_ELEMENTS:
+            raise names.Unknown(f"{count} elements")
+        return tree_map_only((Edge, Word, slice), self._datum, found)
+
+    def _datum(self, found: Edge | Word | slice) -> Any:
         if isinstance(found, slice):
-            return slice(*(self._data(item) for item in (found.start, found.stop, found.step)))
-        return found
+            return slice(*map(self._data, (found.start, found.stop, found.step)))
+        return names.literal(found) if isinstance(found, Word) else self.nodes[found.producer]
 
     def finish(self) -> None:
         for node in self.graph.nodes:

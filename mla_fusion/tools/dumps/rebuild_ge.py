@@ -13,7 +13,6 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
-import torch
 from torch.fx import Node
 
 from mla_fusion.fx.kinds import is_view
@@ -22,7 +21,6 @@ from mla_fusion.tools.dumps import Dump, Edge, Operator, Value, ge_operators
 from mla_fusion.tools.dumps.ge_values import OperatorReader, Result, Rows, Unmapped
 from mla_fusion.tools.dumps.model import NotRebuilt
 
-aten = torch.ops.aten
 _INPUTS = ("Data", "RefData")
 
 
@@ -49,9 +47,7 @@ class Rebuilder(OperatorReader):
         if operator.type in _INPUTS:
             self._placeholder(operator)
         elif operator.type == "NetOutput":
-            self._outputs = [
-                edge for edge in operator.inputs if edge is not None and edge.index >= 0
-            ]
+            self._outputs = [edge for _, edge in operator.reads if edge.index >= 0]
         else:
             found = self._converted(operator)
             if not found:
@@ -114,8 +110,8 @@ class Rebuilder(OperatorReader):
         for placeholder, result in self.written.items():
             shape = shape_of(placeholder)
             if shape_of(result) != shape:
-                result = self.call(aten.reshape.default, result, [*shape])
-            self.call(aten.copy_.default, placeholder, result)
+                result = self.call("aten.reshape.default", result, [*shape])
+            self.call("aten.copy_.default", placeholder, result)
         self.graph.output(tuple(dict.fromkeys([*returned, *self.escaped])))
         # GE spreads operands that ATen takes as they are; what was spread is read by nobody
         for node in reversed(self.graph.nodes):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import operator
 from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -47,9 +48,10 @@ class Tensors:
 
     def __init__(self) -> None:
         self.mode = symbolic_mode(budget.Mode, budget.weigh)
-        self._symbols: dict[str, Any] = {}
-        self._made: dict[str, Any] = {}
-        self._tensors: dict[Value, Any] = {}
+        self._symbol = cache(partial(new_size, self.mode, hint=_HINT, largest=_LARGEST))
+        self._expression = cache(self._parsed)
+        # layers repeat their shapes, and a tensor without storage can stand for many
+        self._tensor = cache(self._make)
 
     def of(self, value: Value) -> Any:
         """The tensor or symbolic size that an annotation describes, or None where it does not say
@@ -57,10 +59,7 @@ class Tensors:
         """
         if value.dtype == "Sym":
             return self.size((value.shape or ("",))[0])
-        # layers repeat their shapes, and a tensor without storage can stand for many
-        if value not in self._tensors:
-            self._tensors[value] = self._make(value)
-        return self._tensors[value]
+        return self._tensor(value)
 
     def _make(self, value: Value) -> Any:
         dtype = names.dtype(value.dtype)
@@ -84,22 +83,23 @@ class Tensors:
         """A number, or the SymInt of an expression; None for what is no size."""
         if isinstance(dim, int):
             return dim if dim >= 0 else None
-        if dim not in self._made:
-            try:
-                if len(dim) > _LONGEST or dim.count("*") > 2 * _DEGREE:
-                    raise ValueError("too long for a size")
-                self._made[dim] = self._evaluate(ast.parse(dim.strip(), mode="eval").body)
-            except (
-                SyntaxError,
-                ValueError,
-                LookupError,
-                TypeError,
-                ArithmeticError,
-                RecursionError,
-                MemoryError,
-            ):
-                self._made[dim] = None
-        return self._made[dim]
+        return self._expression(dim)
+
+    def _parsed(self, text: str) -> Any:
+        if len(text) > _LONGEST or text.count("*") > 2 * _DEGREE:
+            return None
+        try:
+            return self._evaluate(ast.parse(text.strip(), mode="eval").body)
+        except (
+            SyntaxError,
+            ValueError,
+            LookupError,
+            TypeError,
+            ArithmeticError,
+            RecursionError,
+            MemoryError,
+        ):
+            return None
 
     def _evaluate(self, node: ast.AST) -> Any:
         if isinstance(node, ast.Constant) and isinstance(node.value, int) and node.value < _LARGEST:
@@ -116,8 +116,3 @@ class Tensors:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             return _CALLS[node.func.id](*map(self._evaluate, node.args))
         raise ValueError(f"not a size: {ast.dump(node)}")
-
-    def _symbol(self, name: str) -> Any:
-        if name not in self._symbols:
-            self._symbols[name] = new_size(self.mode, name, _HINT, _LARGEST)
-        return self._symbols[name]

@@ -10,7 +10,6 @@ pairs among its neighbours, and reported only if no partner is found.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections import Counter, defaultdict
 from collections.abc import Set
 from dataclasses import asdict, dataclass
@@ -21,6 +20,8 @@ from mla_fusion.tools.dumps import Dump, Operator
 
 _NUMBERED = frozenset(("Data", "RefData", "placeholder", "NetOutput", "output"))
 _ROUNDS = 64
+Digests = dict[str, str]  # of operators, by name
+Pairs = dict[str, str]  # names in the first dump, with their partners'
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,9 @@ class Change:
     type: str
     inputs: tuple[str, ...]
     line: int
+
+    def __str__(self) -> str:
+        return f"{self.type} {self.name}({', '.join(self.inputs)})  line {self.line}"
 
 
 @dataclass
@@ -51,34 +55,25 @@ class Difference:
 
     def to_json(self) -> str:
         """Both sides' changes as JSON text."""
-        return json.dumps({"equal": self.equal, **asdict(self)}, indent=2, default=str)
+        return text_tables.as_json({"equal": self.equal, **asdict(self)})
 
     def __str__(self) -> str:
         if self.equal:
             return f"{self.first} and {self.second}: equal"
-        removed, added = (
-            Counter(change.type for change in side) for side in (self.removed, self.added)
-        )
+        sides = self.removed, self.added
+        removed, added = (Counter(change.type for change in side) for side in sides)
         parts = [
             f"{self.first} -> {self.second}: {len(self.removed)} removed, {len(self.added)} added"
         ]
         if removed or added:
-            rows = [
-                (kind, removed[kind], added[kind]) for kind in dict.fromkeys([*removed, *added])
-            ]
+            rows = [(kind, removed[kind], added[kind]) for kind in removed | added]
             parts.append(text_tables.render(("operator", "removed", "added"), rows))
-        lines = [f"  - {_line(change)}" for change in self.removed] + [
-            f"  + {_line(change)}" for change in self.added
-        ]
-        lines += [
-            f"  ~ {kind} {before}: other inputs than {after}"
-            for kind, before, after in self.rewired
+        lines = [
+            *(f"  - {change}" for change in self.removed),
+            *(f"  + {change}" for change in self.added),
+            *(f"  ~ {kind} {one}: other inputs than {other}" for kind, one, other in self.rewired),
         ]
         return "\n\n".join([*parts, "\n".join(lines)])
-
-
-def _line(change: Change) -> str:
-    return f"{change.type} {change.name}({', '.join(change.inputs)})  line {change.line}"
 
 
 def diff(first: Dump, second: Dump) -> Difference:
@@ -125,7 +120,7 @@ class _Side:
             inputs = _inputs(operator, self.meant)
             self.meant[operator.name] = _digest(self.own[operator.name], inputs)
 
-    def refined(self, digests: dict[str, str]) -> dict[str, str]:
+    def refined(self, digests: Digests) -> Digests:
         """One round: the digest, those of the inputs in order, those of the readers in any
         order.
         """
@@ -139,14 +134,13 @@ class _Side:
 
     def neighbours(self, name: str) -> list[tuple[str, tuple[str, int]]]:
         """What an operator reads and what reads it, each with the place."""
-        read = enumerate(self.dump.by_name[name].inputs)
         return [
-            *((edge.producer, ("in", place)) for place, edge in read if edge is not None),
+            *((edge.producer, ("in", place)) for place, edge in self.dump.by_name[name].reads),
             *((reader.name, ("out", place)) for reader, place in self.dump.readers[name]),
         ]
 
 
-def _inputs(operator: Operator, digests: dict[str, str]) -> list[tuple[str, int] | None]:
+def _inputs(operator: Operator, digests: Digests) -> list[tuple[str, int] | None]:
     return [
         None if edge is None else (digests[edge.producer], edge.index) for edge in operator.inputs
     ]
@@ -160,11 +154,7 @@ def _own(operator: Operator, by_attributes: bool) -> str:
         return _digest(operator.type, [str(value) for value in operator.outputs])
     if not by_attributes and operator.type != "Const":
         return _digest(operator.type)
-    given = sorted(
-        (name, str(value))
-        for name, value in operator.attributes.items()
-        if not name.startswith("_")
-    )
+    given = sorted((name, str(value)) for name, value in operator.stated.items())
     return _digest(operator.type, given)
 
 
@@ -172,7 +162,7 @@ def _digest(*parts: object) -> str:
     return hashlib.blake2b(repr(parts).encode(), digest_size=12).hexdigest()
 
 
-def _pair(first: _Side, second: _Side) -> dict[str, str]:
+def _pair(first: _Side, second: _Side) -> Pairs:
     """Partners: first those that mean and serve the same, then ever less, and last by
     neighbours.
     """
@@ -181,12 +171,11 @@ def _pair(first: _Side, second: _Side) -> dict[str, str]:
     both = [side.refined(side.meant) for side in sides]
     for _ in range(_ROUNDS):
         finer = [side.refined(digests) for side, digests in zip(sides, both, strict=True)]
-        if [len({*digests.values()}) for digests in finer] == [
-            len({*digests.values()}) for digests in both
-        ]:
+        before, after = ([len({*one.values()}) for one in round] for round in (both, finer))
+        if before == after:
             break
         both = finer
-    pairs: dict[str, str] = {}
+    pairs: Pairs = {}
     for one, other in (both, exact):
         free = _unpaired(second, set(pairs.values()), other)
         for digest, names in _unpaired(first, pairs.keys(), one).items():
@@ -195,7 +184,7 @@ def _pair(first: _Side, second: _Side) -> dict[str, str]:
     return pairs
 
 
-def _unpaired(side: _Side, taken: Set[str], digests: dict[str, str]) -> defaultdict[str, list[str]]:
+def _unpaired(side: _Side, taken: Set[str], digests: Digests) -> defaultdict[str, list[str]]:
     """The operators without a partner, by their digest, in order of the graph."""
     found = defaultdict(list)
     for name in side.own:
@@ -204,7 +193,7 @@ def _unpaired(side: _Side, taken: Set[str], digests: dict[str, str]) -> defaultd
     return found
 
 
-def _spread(first: _Side, second: _Side, pairs: dict[str, str]) -> None:
+def _spread(first: _Side, second: _Side, pairs: Pairs) -> None:
     """Pair what is left with what has the same type and attributes and stands beside partners."""
     pools = _unpaired(second, set(pairs.values()), second.own)
     for name, own in first.own.items():
@@ -223,7 +212,7 @@ def _score(near: list[tuple[str | None, Any]], other: list[tuple[str, Any]]) -> 
     return len({*near} & {*other}) + len({name for name, _ in near} & {name for name, _ in other})
 
 
-def _wired_alike(one: Operator, other: Operator, pairs: dict[str, str], partners: set[str]) -> bool:
+def _wired_alike(one: Operator, other: Operator, pairs: Pairs, partners: set[str]) -> bool:
     """Do partners read partners, each at the same place? What was added or removed is told
     already.
     """

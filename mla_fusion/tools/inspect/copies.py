@@ -98,7 +98,7 @@ def _copy(dump: Dump, operator: Operator, held: Operator, what: str, role: str) 
     copied.
     """
     count = operator.output.bytes
-    if operator.type == "Assign" or count is None or kinds.written(dump, operator):
+    if operator.type == "Assign" or count is None or kinds.written(operator):
         count = held.output.bytes
     folded = _folded(dump, operator, held)
     return Copy(operator.name, operator.type, what, held.name, role, count, operator.source, folded)
@@ -148,14 +148,14 @@ def _is_weight(dump: Dump, operator: Operator, held: Operator) -> bool:
         return (reader.name for reader, _ in readers if plain(reader.type) in _PASSED)
 
     return any(
-        _takes_weight(dump, reader, place)
+        _takes_weight(reader, place)
         for name in reached([operator.name], passing)
         for reader, place in dump.readers[name]
     )
 
 
-def _takes_weight(dump: Dump, reader: Operator, place: int) -> bool:
+def _takes_weight(reader: Operator, place: int) -> bool:
     if plain(reader.type) in kinds.PRODUCTS:
         return place == 1
-    roles = prologues.roles_of(dump, reader) if prologues.is_prologue(reader.type) else []
+    roles = prologues.roles_of(reader) if prologues.is_prologue(reader.type) else []
     return place < len(roles) and roles[place].startswith("weight")

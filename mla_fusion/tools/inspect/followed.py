@@ -15,9 +15,11 @@ from math import prod
 
 from mla_fusion.fx.walk import reached
 from mla_fusion.tools.dumps import Dump, Edge, Operator, Value
-from mla_fusion.tools.dumps.model import Dim
+from mla_fusion.tools.dumps.model import Dim, Shape
 from mla_fusion.tools.inspect import operator_kinds as kinds
 from mla_fusion.tools.inspect.operator_kinds import plain
+
+Order = tuple[int, ...] | None  # of a value's axes in memory
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,10 @@ class Held:
     whole: bool = True
     own: bool = True
     changed: bool = False
-    order: tuple[int, ...] | None = None
+    order: Order = None
+
+
+Holders = dict[Edge, Held]
 
 
 class Followed:
@@ -88,29 +93,26 @@ class Followed:
 
     # -- one operator
 
-    def _results_of(self, operator: Operator) -> dict[Edge, Held]:
+    def _results_of(self, operator: Operator) -> Holders:
         """Those of its results that hold the input."""
         self._operator = operator
         self._edges = {  # that hold the input, by place
-            place: edge
-            for place, edge in enumerate(operator.inputs)
-            if edge is not None and edge in self._held
+            place: edge for place, edge in operator.reads if edge in self._held
         }
         self._given = {place: self._held[edge] for place, edge in self._edges.items()}
         if not self._given:
             return {}
         kind, first = plain(operator.type), self._given.get(0)
-        if kernel := kinds.written(self.dump, operator):
+        if kernel := kinds.written(operator):
             return self._kernel(kernel)
         if kind in kinds.ENDS:
             self._ends += self._edges.values()
-            self.is_cache |= any(
-                held.whole and held.changed and not held.own for held in self._given.values()
-            )
+            given = self._given.values()
+            self.is_cache |= any(held.whole and held.changed and not held.own for held in given)
             return {}
         if kind in kinds.BACK:
             return self._back()
-        if kinds.is_in_place(self.dump, operator):
+        if kinds.is_in_place(operator):
             if first is None:
                 return {}
             if first.own:
@@ -149,7 +151,7 @@ class Followed:
             return held.order is None or (same and kind != "aten.contiguous")
         return kind in kinds.PARTS or kind in kinds.TURNED
 
-    def _viewed(self, kind: str, held: Held) -> dict[Edge, Held]:
+    def _viewed(self, kind: str, held: Held) -> Holders:
         if kind in kinds.TURNED:
             held = replace(held, order=self._order(kind, held.order))
         elif kind in kinds.PARTS:
@@ -159,7 +161,7 @@ class Followed:
             held = replace(held, order=())
         return self._all(held)
 
-    def _order(self, kind: str, before: tuple[int, ...] | None) -> tuple[int, ...] | None:
+    def _order(self, kind: str, before: Order) -> Order:
         """The axes of the value, where a permutation is known and moves more than axes of one
         element.
         """
@@ -184,17 +186,15 @@ class Followed:
         real = [axis for axis in axes if shape_before.get(axis) != 1]
         return tuple(axes) if real != sorted(real) else None
 
-    def _picked(self, held: Held) -> dict[Edge, Held]:
+    def _picked(self, held: Held) -> Holders:
         edge = self._edges[0]
         above = self.dump.producer(edge)
-        kernel = kinds.written(self.dump, above)
-        if kernel and kinds.result_of_getitem(self._operator, edge) not in [
-            result for result, place in kernel if above.inputs[place] in self._held
-        ]:
-            return {}
-        return self._all(held)
+        kernel = kinds.written(above)
+        caches = [result for result, place in kernel if above.inputs[place] in self._held]
+        picked = kinds.result_of_getitem(self._operator, edge)
+        return self._all(held) if not kernel or picked in caches else {}
 
-    def _kernel(self, kernel: list[tuple[int | None, int]]) -> dict[Edge, Held]:
+    def _kernel(self, kernel: list[tuple[int | None, int]]) -> Holders:
         name, functional = self._operator.name, "functional" in self._operator.type
         found = {}
         for result, place in kernel:
@@ -212,21 +212,18 @@ class Followed:
                 self._made_of[edge] = [self._edges[place]]
         return found
 
-    def _back(self) -> dict[Edge, Held]:
+    def _back(self) -> Holders:
         """``copy_`` and Assign: into the input itself, or of it into another."""
-        target, value = self._given.get(0), self._given.get(1)
-        written = target is not None and target.own
-        self.is_cache |= written
-        if target is None:
-            copied = value is not None and value.whole
-        else:
-            copied = written and target.whole and not (value is not None and value.own)
-        if copied:
+        nothing = Held(whole=False, own=False)
+        target, value = (self._given.get(place, nothing) for place in range(2))
+        self.is_cache |= target.own
+        written = target.own and target.whole and not value.own
+        if written if 0 in self._given else value.whole:
             self.copies.setdefault(self._operator.name, "write back")
-            self._ends += [edge for edge in self._operator.inputs[1:2] if edge is not None]
-        return {} if target is None else self._all(replace(target, changed=True))
+            self._ends += [edge for place, edge in self._operator.reads if place == 1]
+        return self._all(replace(target, changed=True)) if 0 in self._given else {}
 
-    def _moved(self, how: str, changes: bool = False) -> dict[Edge, Held]:
+    def _moved(self, how: str, changes: bool = False) -> Holders:
         """Another tensor of the same elements, and perhaps others: a copy where it is as large as
         the cache.
         """
@@ -250,10 +247,8 @@ class Followed:
         """
         others = [
             edge
-            for place, edge in enumerate(self._operator.inputs)
-            if place not in self._given
-            and edge is not None
-            and self.dump.producer(edge).type not in kinds.CONSTANTS
+            for place, edge in self._operator.reads
+            if place not in self._given and self.dump.producer(edge).type not in kinds.CONSTANTS
         ]
         values = map(self.dump.value, others)
         if not others or any(_as_large(self.unit, value) is False for value in values):
@@ -266,7 +261,7 @@ class Followed:
         readers = self.dump.readers
         return {*reached([self.source.name], lambda name: [one.name for one, _ in readers[name]])}
 
-    def _other(self, kind: str) -> dict[Edge, Held]:
+    def _other(self, kind: str) -> Holders:
         """What computes other numbers of it, and what is not known."""
         name, whole = self._operator.name, any(held.whole for held in self._given.values())
         if not whole or self._as_large() is False:
@@ -280,7 +275,7 @@ class Followed:
             (value.bytes, value.dtype) == (self.unit.bytes, self.unit.dtype)
             for value in self._operator.outputs
         ):
-            self.is_cache |= not kinds.is_pure(self.dump, self._operator)
+            self.is_cache |= not kinds.is_pure(self._operator)
         self.lost.append(f"{self._operator.type} {name}")
         return {}
 
@@ -289,7 +284,7 @@ class Followed:
         answers = [_as_large(value, self.unit) for value in self._operator.outputs]
         return True if True in answers else None if None in answers or not answers else False
 
-    def _all(self, held: Held) -> dict[Edge, Held]:
+    def _all(self, held: Held) -> Holders:
         """Each result holds this of the input."""
         count = max(1, len(self._operator.outputs))
         edges = [Edge(self._operator.name, index) for index in range(count)]
@@ -297,7 +292,7 @@ class Followed:
         return dict.fromkeys(edges, held)
 
 
-def _real(shape: tuple[Dim, ...]) -> list[Dim]:
+def _real(shape: Shape) -> list[Dim]:
     """Sizes of the axes that have more than one element."""
     return [size for size in shape if size != 1]
 
@@ -320,6 +315,4 @@ def _as_large(value: Value, other: Value) -> bool | None:
         return None
     if symbols == theirs:
         return mine >= others
-    if not theirs - symbols and mine >= others:
-        return True
-    return None
+    return True if not theirs - symbols and mine >= others else None

@@ -11,7 +11,7 @@ import re
 from mla_fusion.compat import OpOverload, schema_of
 from mla_fusion.meta import key_operator
 from mla_fusion.meta.prolog import CACHES, PROLOGS
-from mla_fusion.tools.dumps import Dump, Edge, Operator, names, prologues
+from mla_fusion.tools.dumps import Edge, Operator, names, prologues
 
 INPUTS = frozenset(("Data", "RefData", "placeholder"))
 CONSTANTS = frozenset(("Const", "Constant", "ConstPlaceHolder"))
@@ -142,23 +142,19 @@ def writes_by_index(kind: str) -> bool:
     return kind in _INDEXED or kind in _IN_PLACE or kind.removesuffix("_") in _INDEXED
 
 
-def is_in_place(dump: Dump, operator: Operator) -> bool:
+def is_in_place(operator: Operator) -> bool:
     """Does it write into what it is given first? ATen's names and an operator's schema say so."""
-    kind = plain(operator.type)
-    if kind in _IN_PLACE:
-        return True
-    if not dump.is_fx:
-        return False
-    target = names.target(operator.type)
+    kind, target = plain(operator.type), names.target(operator.type)
     if isinstance(target, OpOverload):
         first = schema_of(target).arguments[:1]
         return any(one.alias_info is not None and one.alias_info.is_write for one in first)
-    return kind.startswith("aten.") and kind.endswith("_") and not kind.endswith("__")
+    is_aten = kind.startswith("aten.") and kind.endswith("_") and not kind.endswith("__")
+    return is_aten or kind in _IN_PLACE
 
 
-def is_pure(dump: Dump, operator: Operator) -> bool:
+def is_pure(operator: Operator) -> bool:
     """Is it known to write nothing that it is given?"""
-    target = names.target(operator.type) if dump.is_fx else None
+    target = names.target(operator.type)
     return isinstance(target, OpOverload) and not schema_of(target).is_mutable
 
 
@@ -169,30 +165,30 @@ def is_reader(kind: str) -> bool:
     return kind in PRODUCTS or kind in _SHAPES or _ATTENTION.search(kind) is not None
 
 
-def written(dump: Dump, operator: Operator) -> list[tuple[int | None, int]]:
+def written(operator: Operator) -> list[tuple[int | None, int]]:
     """The caches that a kernel writes: the result that is the cache afterwards (None for none), and
     the input.
     """
-    if prologues.is_prologue(operator.type):
-        results = _results(dump, operator)
-        roles = prologues.roles_of(dump, operator)
+    kind = operator.type
+    if prologues.is_prologue(kind):
+        results = _results(kind)
         return [
             (results.index(role) if role in results else None, place)
-            for place, role in enumerate(roles)
+            for place, role in enumerate(prologues.roles_of(operator))
             if role in CACHES
         ]
-    if operator.type.startswith((key_operator.V1.ge_type, f"npu.{key_operator.V1.name}")):
-        functional, in_fx = "functional" in operator.type, dump.is_fx
-        first = (2 if functional else None if "_v2" in operator.type else 0) if in_fx else 0
-        return [(None if first is None else first + index, 5 + index) for index in range(2)]
-    return [(0, 1), (1, 4)] if operator.type == "ScatterPaKvCache" else []
+    if kind.startswith(f"npu.{key_operator.V1.name}_v2"):
+        return [(2, 5), (3, 6)] if "functional" in kind else [(None, 5), (None, 6)]
+    if kind.startswith((key_operator.V1.ge_type, f"npu.{key_operator.V1.name}")):
+        return [(0, 5), (1, 6)]
+    return [(0, 1), (1, 4)] if kind == "ScatterPaKvCache" else []
 
 
-def _results(dump: Dump, operator: Operator) -> tuple[str, ...]:
-    if dump.is_fx:
-        found = PROLOGS.get(plain(operator.type).removeprefix("npu."))
-        return found.results if found is not None else ()
-    return prologues.GE[operator.type].ge_results
+def _results(kind: str) -> tuple[str, ...]:
+    if kind in prologues.GE:
+        return prologues.GE[kind].ge_results
+    found = PROLOGS.get(plain(kind).removeprefix("npu."))
+    return found.results if found is not None else ()
 
 
 def result_of_getitem(operator: Operator, edge: Edge | None) -> int | None:

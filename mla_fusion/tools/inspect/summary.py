@@ -4,7 +4,7 @@ dynamic dimensions.
 
 from __future__ import annotations
 
-import json
+from collections import defaultdict
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -42,7 +42,7 @@ class Summary:
 
     def to_json(self) -> str:
         """The whole summary as JSON text."""
-        return json.dumps(asdict(self), indent=2, default=str)
+        return text_tables.as_json(asdict(self))
 
     def __str__(self) -> str:
         parts = [
@@ -115,10 +115,10 @@ def _named(values: dict[str, Any]) -> str:
 
 def _kernels(found: list[Prologue]) -> list[str]:
     """Equal prologues once, with how many layers share them."""
-    groups: dict[str, list[Prologue]] = {}
+    groups = defaultdict[Any, list[Prologue]](list)
     for item in found:
         shapes = [(one.role, str(one.value)) for one in item.inputs]
-        groups.setdefault(str((item.type, shapes, item.attributes)), []).append(item)
+        groups[str((item.type, shapes, item.attributes))].append(item)
     return [_kernel(group) for group in groups.values()]
 
 
@@ -164,19 +164,12 @@ def _copies(summary: Summary) -> str:
 
 
 def _copied(title: str, found: list[Copy]) -> str:
-    groups: dict[tuple[str, str, str, int | None], list[Copy]] = {}
+    groups = defaultdict[Any, list[Copy]](list)
     for item in found:
-        groups.setdefault((item.role, item.type, item.what, item.bytes), []).append(item)
+        groups[item.role, item.type, item.what, item.bytes].append(item)
     rows = [
-        (
-            role,
-            type_,
-            what,
-            len(items),
-            "?" if each is None else text_tables.size(each),
-            items[0].of,
-        )
-        for (role, type_, what, each), items in groups.items()
+        (*how, len(items), "?" if each is None else text_tables.size(each), items[0].of)
+        for (*how, each), items in groups.items()
     ]
     known = sum(item.bytes for item in found if item.bytes is not None)
     header = ("copied", "operator", "how", "count", "each", "first of")

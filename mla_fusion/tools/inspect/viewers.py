@@ -65,9 +65,7 @@ def _dot(dump: Dump) -> str:
     ]
     for operator in dump.operators:
         roles = operator.roles if len(operator.roles) > 1 else []  # one alone says nothing
-        for place, edge in enumerate(operator.inputs):
-            if edge is None:
-                continue
+        for place, edge in operator.reads:
             role = roles[place] if place < len(roles) else ""
             look = "style=dashed" if edge.index < 0 else f"label={_quoted(role)}"
             lines.append(f"  {_quoted(edge.producer)} -> {_quoted(operator.name)} [{look}];")
@@ -86,8 +84,7 @@ def _style(operator: Operator) -> str:
 
 
 def _quoted(text: str) -> str:
-    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-    return f'"{escaped}"'
+    return json.dumps(text, ensure_ascii=False)
 
 
 def _svg(dump: Dump) -> bytes:
@@ -116,9 +113,7 @@ def _node(operator: Operator) -> dict[str, Any]:
     readably.
     """
     group = "inputs" if operator.type in _INPUTS else "outputs" if operator.type in _OUTPUTS else ""
-    attributes = {
-        name: value for name, value in operator.attributes.items() if not name.startswith("_")
-    }
+    attributes = operator.stated
     if operator.source:
         attributes["source"] = operator.source
     return {
@@ -132,8 +127,7 @@ def _node(operator: Operator) -> dict[str, Any]:
                 "sourceNodeOutputId": str(max(edge.index, 0)),
                 "targetNodeInputId": str(place),
             }
-            for place, edge in enumerate(operator.inputs)
-            if edge is not None
+            for place, edge in operator.reads
         ],
         "inputsMetadata": [
             {"id": str(place), "attrs": [{"key": "__tensor_tag", "value": role}]}

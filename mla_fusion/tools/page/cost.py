@@ -69,10 +69,9 @@ def roofline(fusion: Fusion, machine: Machine) -> Roofline | None:
     """For the call's tokens, or a few numbers of them where they are symbolic; None for a call the
     contract refuses.
     """
-    counts = _tokens(str(fusion.dims.get("T", "")))
     try:
-        found = [
-            explain_call(
+        found = {
+            count: explain_call(
                 "npu_mla_prolog_v3_functional",
                 soc=machine.soc,
                 cann=machine.cann,
@@ -80,22 +79,21 @@ def roofline(fusion: Fusion, machine: Machine) -> Roofline | None:
                 chip=CHIP_OF_SOC.get(machine.soc),
                 **_call(fusion, count),
             )
-            for count in counts
-        ]
+            for count in _tokens(str(fusion.dims.get("T", "")))
+        }
     except (ContractError, KeyError, TypeError, ValueError):
         return None
-    chip, fused_name = found[0].chip, "staged" if fusion.leaves else "fused"
-    costs = [
-        {"unfused": item.unfused, fused_name: _with_staging(item.fused, fusion, count, chip)}
-        for count, item in zip(counts, found, strict=True)
-    ]
+    first, fused_name = min(found), "staged" if fusion.leaves else "fused"
+    chip = found[first].chip
+    costs = {
+        count: {"unfused": item.unfused, fused_name: _with_staging(item.fused, fusion, count, chip)}
+        for count, item in found.items()
+    }
     rows = [
-        _row(count, label, cost)
-        for count, pair in zip(counts, costs, strict=True)
-        for label, cost in pair.items()
+        _row(count, label, cost) for count, pair in costs.items() for label, cost in pair.items()
     ]
-    longest = max(cost.bytes for cost in costs[0].values())
-    bars = [_bar(label, cost, longest) for label, cost in costs[0].items()]
+    longest = max(cost.bytes for cost in costs[first].values())
+    bars = [_bar(label, cost, longest) for label, cost in costs[first].items()]
     timed = (
         f"Lower bounds on {chip.name}: {chip.source}"
         if chip
@@ -120,7 +118,7 @@ def roofline(fusion: Fusion, machine: Machine) -> Roofline | None:
         rows,
         bars,
         note,
-        _estimate(counts[0], costs[0], chip),
+        _estimate(first, costs[first], chip),
     )
 
 

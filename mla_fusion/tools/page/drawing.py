@@ -36,40 +36,42 @@ class Box:
 
 
 Line = tuple[int, int, bool, str]  # from and to which box, whether it fails, label
+Drawn = tuple[list[Box], list[Line]]
 
 
-def steps(drawing: Drawing) -> tuple[list[Box], list[Line]]:
+def steps(drawing: Drawing) -> Drawn:
     """One box for each step, and for each tensor at the boundary with its views. Of a step in which
     an edge fails the nodes are shown; of a product that node alone, beside its views.
     """
-    failing = [arrow for arrow in drawing.arrows if arrow.failing]
-    at_fault = {place for arrow in failing for place in (arrow.start, arrow.end)}
+    dots, at_fault = drawing.dots, _at_fault(drawing)
     hung = {  # what is missing leads there, or hangs on it
-        drawing.dots[arrow.start].step
-        for arrow in failing
-        if "missing" in (drawing.dots[arrow.start].role, drawing.dots[arrow.end].role)
+        dots[arrow.start].step
+        for arrow in drawing.arrows
+        if arrow.failing and "missing" in (dots[arrow.start].role, dots[arrow.end].role)
     }
-    apart = {
-        drawing.dots[place].step for place in at_fault if drawing.dots[place].role not in _ENDS
-    } - hung
+    apart = {dots[place].step for place in at_fault if dots[place].role not in _ENDS} - hung
     root = _roots(drawing)
     keys: dict[object, list[int]] = {}
-    for index, dot in enumerate(drawing.dots):
+    for index, dot in enumerate(dots):
         if dot.role in _ENDS:
             key: object = root.get(index, index)
         elif dot.step not in apart:
             key = dot.step
         # views of what is multiplied go with the product
         elif dot.role == "product" and index not in at_fault:
-            key = next(
-                (at for at in sorted(at_fault) if at > index and drawing.dots[at].step == dot.step),
-                dot.step,
-            )
+            later = (at for at in sorted(at_fault) if at > index and dots[at].step == dot.step)
+            key = next(later, dot.step)
         else:
             key = index
         keys.setdefault(key, []).append(index)
-    boxes = [_box(drawing, dots, apart) for dots in keys.values()]
+    boxes = [_box(drawing, places, apart) for places in keys.values()]
     return boxes, _lines(boxes, drawing.arrows)
+
+
+def _at_fault(drawing: Drawing) -> set[int]:
+    """Where an edge that fails starts, or ends."""
+    failing = (arrow for arrow in drawing.arrows if arrow.failing)
+    return {place for arrow in failing for place in (arrow.start, arrow.end)}
 
 
 def _roots(drawing: Drawing) -> dict[int, int]:
@@ -77,16 +79,13 @@ def _roots(drawing: Drawing) -> dict[int, int]:
     found: dict[int, int] = {}
     for arrow in sorted(drawing.arrows, key=lambda arrow: arrow.end):
         start, end = drawing.dots[arrow.start], drawing.dots[arrow.end]
-        if (
-            start.role in INPUTS
-            and (start.role, start.step) == (end.role, end.step)
-            and not arrow.failing
-        ):
+        is_same = (start.role, start.step) == (end.role, end.step)
+        if is_same and start.role in INPUTS and not arrow.failing:
             found[arrow.end] = found.get(arrow.start, arrow.start)
     return found
 
 
-def nodes(drawing: Drawing) -> tuple[list[Box], list[Line]]:
+def nodes(drawing: Drawing) -> Drawn:
     """One box for each node."""
     views = _roots(drawing)
     boxes = [_box(drawing, [index], view=index in views) for index in range(len(drawing.dots))]
@@ -150,10 +149,7 @@ def _box(
     elif first.role == "kernel":
         title, text = first.name, ""
     elif alone and len(places) > 1:
-        failing = {
-            place for arrow in drawing.arrows if arrow.failing for place in (arrow.start, arrow.end)
-        }
-        title = first.step if failing & {*places} else f"views of {first.step}"
+        title = first.step if _at_fault(drawing) & {*places} else f"views of {first.step}"
     elif alone and not (first.role == "product" and apart is not None):
         title, text = first.op.rpartition(".")[2] or first.name, first.name
     return Box(tuple(places), first.role, title, text, hint)

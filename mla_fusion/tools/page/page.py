@@ -19,7 +19,6 @@ from mla_fusion.tools.page import drawing
 from mla_fusion.tools.page.cost import Part, Roofline, roofline, stretches
 
 if TYPE_CHECKING:
-    from mla_fusion.report.rejection import Rejection
     from mla_fusion.report.report import Fusion, Report
 
 _IN_FULL = 12  # cards with a drawing of every node; more would make a page that nobody can load
@@ -152,7 +151,7 @@ def fused_cards(report: Report) -> list[Card]:
 
 def rejected_cards(report: Report) -> list[Card]:
     """Cards of prologues that were left for the same reason at the same line."""
-    cards = fold(report.rejected, _rejection_key)
+    cards = fold(report.rejected, lambda one: (one.code, one.source, one.source or one.message))
     for card in cards:
         if card.item.picture is not None:
             picture = report.pictures[card.item.picture]
@@ -191,7 +190,7 @@ def _before_and_after(report: Report, item: Fusion, every: bool) -> list[Plate]:
 def _plate(
     title: str,
     text: str,
-    drawn: tuple[list[drawing.Box], list[drawing.Line]],
+    drawn: drawing.Drawn,
     number: int,
     side: str = "before",
     across: bool = True,
@@ -216,10 +215,6 @@ def _fusion_key(item: Fusion) -> object:
     )
     staging = [one.code for one in item.staged_by], [asdict(one) for one in item.leaves]
     return json.dumps((*call, *staging, item.picture, where), default=str, sort_keys=True)
-
-
-def _rejection_key(item: Rejection) -> object:
-    return item.code, item.source, item.message if not item.source else ""
 
 
 def _numbers(report: Report) -> list[tuple[str, str]]:

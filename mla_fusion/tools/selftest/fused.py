@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mla_fusion.commit.interpreter import widened
 from mla_fusion.compile.backend import backend
 from mla_fusion.config import Config
 from mla_fusion.report.store import reports
 from mla_fusion.tools.accuracy import measured, split_rows
-from mla_fusion.tools.by_hand.memory import same_bits
+from mla_fusion.tools.by_hand.memory import Tensors, same_bits
 from mla_fusion.tools.selftest.compare import Comparison
 from mla_fusion.tools.selftest.device import Device
 from mla_fusion.tools.selftest.result import Result
-from mla_fusion.tools.selftest.unfused import Form, Prologue, arguments
+from mla_fusion.tools.selftest.unfused import Dims, Form, Prologue, arguments
 
 
-def run(form: Form, device: Device, dims: Mapping[str, int], *, repeats: int = 3) -> Result:
+def run(form: Form, device: Device, dims: Dims, *, repeats: int = 3) -> Result:
     """Fuse one prologue, and compare outputs and written cache rows with a float64 run on the CPU.
 
     Passed where the fused graph's relative L2 errors are at most ``largest_ratio`` times the
@@ -30,7 +31,7 @@ def run(form: Form, device: Device, dims: Mapping[str, int], *, repeats: int = 3
     """
     result = Result(form.name, "fused")
     model, given = Prologue(form, form.dims(dims)), arguments(form, form.dims(dims))
-    exact_arguments = [t.double() if t.is_floating_point() else t.clone() for t in given]
+    exact_arguments = list(map(widened, given))
     exact = _values(given, copy.deepcopy(model).double()(*exact_arguments), exact_arguments)
     try:
         unfused, fused = (
@@ -52,7 +53,7 @@ def run(form: Form, device: Device, dims: Mapping[str, int], *, repeats: int = 3
 
 @dataclass(frozen=True)
 class _Run:
-    values: dict[str, Tensor]
+    values: Tensors
     others_untouched: bool
     milliseconds: float
     problems: list[str]
@@ -85,7 +86,7 @@ def _measure(
     return _Run(_values(given, outputs, home), untouched, milliseconds, problems)
 
 
-def _values(given: tuple[Tensor, ...], outputs: Any, after: Sequence[Tensor]) -> dict[str, Tensor]:
+def _values(given: tuple[Tensor, ...], outputs: Any, after: Sequence[Tensor]) -> Tensors:
     """Outputs and the written rows of both caches, by name."""
     rows = (split_rows(cache, given[3])[0] for cache in after[-2:])
     named = dict(zip(("query", "query_rope", "query_norm"), outputs, strict=False))

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -17,10 +17,12 @@ from mla_fusion.compile.backend import backend
 from mla_fusion.meta.prolog import CACHES
 from mla_fusion.paging import layout
 from mla_fusion.reference import kernels
-from mla_fusion.tools.by_hand.memory import same_bits
+from mla_fusion.tools.by_hand.memory import Tensors, same_bits
 from mla_fusion.tools.selftest.compare import compare
 from mla_fusion.tools.selftest.device import NZ_WEIGHTS, Device
 from mla_fusion.tools.selftest.result import Result
+
+Arguments = dict[str, Any]  # of an operator, by name
 
 
 class Call(ABC):
@@ -47,7 +49,7 @@ class Call(ABC):
         """Names of what operator and reference return, in order."""
 
     @abstractmethod
-    def call(self) -> dict[str, Any]:
+    def call(self) -> Arguments:
         """Seeded arguments by name, on the CPU."""
 
     @property
@@ -58,11 +60,11 @@ class Call(ABC):
     def reference(self) -> Callable[..., Any]:
         return getattr(kernels, self.op)
 
-    def outs(self, placed: Mapping[str, Any]) -> dict[str, Any]:
+    def outs(self, placed: Arguments) -> Arguments:
         """Arguments that take the results on the device."""
         return {}
 
-    def parts(self, rows: Tensor) -> dict[str, Tensor]:
+    def parts(self, rows: Tensor) -> Tensors:
         """What rows of a cache hold, by name."""
         return {"": rows}
 
@@ -106,13 +108,13 @@ def run(item: Call, device: Device, *, through: str = "eager", repeats: int = 3)
                 said = f"the functional operator has written its argument {name}"
                 result.problems.append(said)
             after[name] = found[name]
-        expected = wanted.get(name, given[name])
+        expected: Any = wanted.get(name, given[name])
         if expected.numel():
             _compare_cache(result, item, name, call[name], after[name], expected)
     return result
 
 
-def _operator(item: Call, placed: dict[str, Any], through: str) -> Callable[[dict[str, Any]], Any]:
+def _operator(item: Call, placed: Arguments, through: str) -> Callable[[Arguments], Any]:
     """The operator as a function of its arguments by name; in a graph they are the graph's
     inputs.
     """
@@ -129,7 +131,7 @@ def _operator(item: Call, placed: dict[str, Any], through: str) -> Callable[[dic
     return lambda arguments: compiled(*(arguments[name] for name in names))
 
 
-def _by_name(item: Call, results: Sequence[Tensor]) -> dict[str, Tensor]:
+def _by_name(item: Call, results: Sequence[Tensor]) -> Tensors:
     """Copies: a result may be a cache that is written again."""
     named = zip(item.results, results, strict=False)
     return {name: value.to("cpu", copy=True) for name, value in named}

@@ -29,7 +29,7 @@ _VERDICTS = {  # by what passed in the first, and in the second
 }
 
 
-Result = Mapping[str, Any]
+Data = Mapping[str, Any]  # of a file
 
 
 class OutcomeError(ValueError):
@@ -76,7 +76,7 @@ class Paper:
 
     def to_json(self) -> str:
         rows = [{**asdict(line), "verdict": line.verdict} for line in self.lines]
-        return json.dumps({**asdict(self), "lines": rows, "ok": self.ok}, indent=2)
+        return text_tables.as_json({**asdict(self), "lines": rows, "ok": self.ok})
 
     def _table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
         """Header and rows of what is worth a look: everything of one outcome, failures first; what
@@ -147,7 +147,7 @@ def read(first: str | Path, second: str | Path | None = None) -> Paper:
     )
 
 
-def _load(path: str | Path) -> dict[str, Any]:
+def _load(path: str | Path) -> Data:
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
@@ -162,7 +162,7 @@ def _load(path: str | Path) -> dict[str, Any]:
     return data
 
 
-def _differences(first: dict[str, Any], second: dict[str, Any]) -> list[str]:
+def _differences(first: Data, second: Data) -> list[str]:
     found = []
     for part in ("device", "versions"):
         for name in dict.fromkeys([*first[part], *second[part]]):
@@ -172,7 +172,7 @@ def _differences(first: dict[str, Any], second: dict[str, Any]) -> list[str]:
     return found
 
 
-def _line(name: tuple[str, str], first: Result, second: Result) -> Line:
+def _line(name: tuple[str, str], first: Data, second: Data) -> Line:
     """``first`` and ``second``: the check's result in each outcome, empty where there is none."""
     passed, milliseconds = (
         (first.get(part), second.get(part)) for part in ("passed", "milliseconds")

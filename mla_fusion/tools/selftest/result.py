@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -76,7 +75,7 @@ class Outcome:
             "seconds": round(self.seconds, 1),
             "results": rows,
         }
-        return json.dumps(data, indent=2, default=str)
+        return text_tables.as_json(data)
 
     def __str__(self) -> str:
         on_npu = self.device.kind == "npu"

@@ -19,10 +19,10 @@ from mla_fusion.paging.tiles import unpack_rows
 from mla_fusion.reference import mla_preprocess
 from mla_fusion.reference.sample import DEEPSEEK_V3, as_operator, sample_call
 from mla_fusion.reference.sample_preprocess import LEGAL, sample_preprocess
-from mla_fusion.tools.selftest.operator import Call
+from mla_fusion.tools.selftest.operator import Arguments, Call
 
 # everything optional at once: smoothing, the normalised c_q as an output, factors that are not one
-_EXTRAS: dict[str, Any] = {"query_norm_flag": True, "qc_qr_scale": 1.25, "kc_scale": 0.75}
+_EXTRAS: Arguments = {"query_norm_flag": True, "qc_qr_scale": 1.25, "kc_scale": 0.75}
 _OLDER = ("npu_mla_prolog", "npu_mla_prolog_v2")
 
 
@@ -49,7 +49,7 @@ class Scenario(Call):
         quant = f"w{self.weight_quant_mode} kv{self.kv_cache_quant_mode}"
         return f"{self.op} {quant} {self.cache_mode} {lead}" + (" extras" if self.extras else "")
 
-    def call(self) -> dict[str, Any]:
+    def call(self) -> Arguments:
         call = sample_call(
             weight_quant_mode=self.weight_quant_mode,
             kv_cache_quant_mode=self.kv_cache_quant_mode,
@@ -129,7 +129,7 @@ class PreprocessScenario(Call):
     def operator(self) -> Callable[..., Any]:
         return torch.ops.atb.npu_mla_preprocess.out
 
-    def call(self) -> dict[str, Any]:
+    def call(self) -> Arguments:
         return sample_preprocess(
             cache_mode=self.cache_mode,
             quant_mode=self.quant_mode,
@@ -137,7 +137,7 @@ class PreprocessScenario(Call):
             dims=dict(LEGAL, N=self.heads),
         )
 
-    def outs(self, placed: Mapping[str, Any]) -> dict[str, Any]:
+    def outs(self, placed: Arguments) -> Arguments:
         """Room for the queries; the caches themselves as the other two results."""
         heads, _, latent = placed["wuk"].shape
         tokens, rope = placed["cos"].shape
@@ -194,7 +194,7 @@ class KeyScenario(Call):
         kind = str(self.dtype).removeprefix("torch.")
         return f"{self.op} {self.cache_mode} {kind}" + (" int8" if self.int8 else "")
 
-    def call(self) -> dict[str, Any]:
+    def call(self) -> Arguments:
         make = torch.Generator().manual_seed(0)
 
         def noise(*shape: int) -> Tensor:
@@ -209,7 +209,7 @@ class KeyScenario(Call):
             if paged
             else torch.stack([torch.randperm(16, generator=make)[: lead[2]] for _ in range(2)])
         )
-        given: dict[str, Any] = {
+        given: Arguments = {
             "kv": noise(*lead, _C + _R),
             "gamma": 1 + noise(_C) / 8,
             "cos": noise(*lead, _R),

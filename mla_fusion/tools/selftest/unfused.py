@@ -16,6 +16,7 @@ from mla_fusion.reference import hifloat8
 from mla_fusion.reference.formats import format_of
 
 EPS = 1e-6
+Dims = Mapping[str, int]  # by axis
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Form:
         """
         return "reduce-overhead" if self.target == "preprocess" else None
 
-    def dims(self, dims: Mapping[str, int]) -> dict[str, int]:
+    def dims(self, dims: Dims) -> dict[str, int]:
         """These, the hidden size as wide as the operator takes it."""
         return (
             dict(dims, He=max(dims["He"], _NARROWEST))
@@ -119,7 +120,7 @@ class Prologue(nn.Module):
     norms.
     """
 
-    def __init__(self, form: Form, dims: Mapping[str, int], seed: int = 0) -> None:
+    def __init__(self, form: Form, dims: Dims, seed: int = 0) -> None:
         super().__init__()
         make = torch.Generator().manual_seed(seed)
         self.form, self.dims = form, dict(dims)
@@ -188,7 +189,7 @@ def rms_norm(x: Tensor, gamma: Tensor) -> Tensor:
     return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)).to(x.dtype) * gamma
 
 
-def arguments(form: Form, dims: Mapping[str, int]) -> tuple[Tensor, ...]:
+def arguments(form: Form, dims: Dims) -> tuple[Tensor, ...]:
     """Seeded inputs of `Prologue.forward`: tokens on scattered slots of caches full of noise."""
     make = torch.Generator().manual_seed(1)
 

@@ -1,0 +1,239 @@
+"""``mla-fusion audit``, ``guide``, ``check-proof`` and ``selftest``: hand-written calls, proofs and
+devices checked; how to write a call.
+"""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from importlib.resources import files
+from pathlib import Path
+from traceback import extract_tb
+from typing import Any
+
+import mla_fusion as mf
+from mla_fusion.machine import AUTO
+from mla_fusion.report import text_tables
+from mla_fusion.tools.command import Command, answer, function, option, page
+from mla_fusion.tools.target import (
+    UserError,
+    add_limits,
+    existing,
+    load_target,
+    output,
+    positive,
+    target,
+    target_or_dump,
+    user_errors,
+    writing,
+)
+
+
+def _audit(arguments: Namespace) -> int:
+    """Exit status: 0 nothing is wrong, 1 something is. Raises UserError for bad input."""
+    target_or_dump(arguments.target)
+    if arguments.reference:
+        target(arguments.reference)
+    from mla_fusion.tools.dumps import DumpError
+
+    with user_errors(DumpError, ValueError):
+        machine = mf.Config(soc=arguments.soc, cann=arguments.cann).machine
+        audited = _of_dump if Path(arguments.target).is_file() else _of_function
+        found = audited(arguments, soc=machine.soc, cann=machine.cann)
+    return answer(found, arguments, found.ok)
+
+
+def _of_dump(arguments: Namespace, **limits: str) -> mf.Audit:
+    from mla_fusion.tools.by_hand.of_dump import audit_dump
+
+    if arguments.reference:
+        raise UserError("--reference goes with a function; a dump holds no numbers to compare")
+    return audit_dump(arguments.target, **limits)
+
+
+def _of_function(arguments: Namespace, **limits: Any) -> mf.Audit:
+    import torch
+
+    from mla_fusion.compile.device_graph import CaptureError, check_arguments
+
+    model, example = load_target(arguments.target)
+    reference = load_target(arguments.reference)[0] if arguments.reference else None
+    try:
+        for function in (model, reference):
+            if function is not None:
+                check_arguments(function, example)
+        return mf.audit(model, reference, *example, path=arguments.path, **limits)
+    except ValueError:  # in words already
+        raise
+    except CaptureError as error:
+        raise UserError(str(error)) from error
+    except Exception as error:
+        ours, frames = str(Path(mf.__file__).parent), extract_tb(error.__traceback__)
+        foreign = ours, str(Path(torch.__file__).parent)
+        own = [frame for frame in frames if not frame.filename.startswith(foreign)]
+        if not own or frames[-1].filename.startswith(ours):  # a defect of the audit
+            raise
+        where = f"{own[-1].filename}:{own[-1].lineno} in {own[-1].name}: {own[-1].line}"
+        raise UserError(
+            f"the function fails when it is run: {type(error).__name__}: {error}\n  at {where}"
+        ) from error
+
+
+def _guide(arguments: Namespace) -> int:
+    folder = files("mla_fusion") / "tools" / "by_hand"  # importing it would load torch
+    parts = (folder / name for name in ("guide.md", "guide_more.md"))
+    text = "\n".join(part.read_text(encoding="utf-8") for part in parts)
+    if arguments.out is None:
+        print(text, end="")
+        return 0
+    with writing(arguments.out):
+        arguments.out.write_text(text, encoding="utf-8")
+    print(f"written: {arguments.out}", file=sys.stderr)
+    return 0
+
+
+def _check_proof(arguments: Namespace) -> int:
+    path = existing(arguments.report)
+    try:
+        from mla_fusion.prove import check
+    except ModuleNotFoundError as error:
+        raise UserError(f"check-proof needs {error.name}: pip install {error.name}") from error
+    try:
+        found = list(check.checked(check.read(path), arguments.points, arguments.seed))
+    except check.NoReport as error:
+        raise UserError(f"{path} is no report: {error}") from error
+    refused = sum(isinstance(one, check.Refused) for _, one in found)
+    if arguments.json:
+        rows = [
+            {"layer": layer, "accepted": False, "reason": str(one)}
+            if isinstance(one, check.Refused)
+            else {"layer": layer, "accepted": True, **one._asdict()}
+            for layer, one in found
+        ]
+        print(text_tables.as_json({"fusions": rows, "refused": refused}))
+    else:
+        print("\n".join(check.line(*one) for one in found) or "the report has no fusion")
+    return 1 if refused else 0
+
+
+def _selftest(arguments: Namespace) -> int:
+    from mla_fusion.tools import selftest
+
+    if arguments.compare:
+        return _compared(arguments)
+    options = selftest.Options(arguments.only, arguments.hidden, arguments.heads, arguments.repeats)
+    named = (None if name == AUTO else name for name in (arguments.soc, arguments.cann))
+    with user_errors(selftest.NoDevice, mf.meta.ContractError):
+        device = selftest.choose(arguments.device, *named)
+        outcome = selftest.run(device, options, _tell_progress)
+    if not outcome.results:
+        raise UserError(f"no scenario matches {arguments.only!r}")
+    if arguments.out:
+        with writing(arguments.out):
+            arguments.out.write_text(outcome.to_json(), encoding="utf-8")
+    arguments.html = None  # goes with --compare
+    return answer(outcome, arguments, not outcome.failed)
+
+
+def _compared(arguments: Namespace) -> int:
+    from mla_fusion.tools.selftest import paper
+
+    if len(arguments.compare) > 2:
+        raise UserError("--compare takes one file or two")
+    with user_errors(paper.OutcomeError):
+        found = paper.read(*arguments.compare)
+    return answer(found, arguments, found.ok)
+
+
+def _tell_progress(result: Any) -> None:
+    """The check that has just ended: on a terminal one line that the next one overwrites."""
+    before, after = ("\r\033[K", "\r") if sys.stderr.isatty() else ("", "\n")
+    print(f"{before}{result.name} ({result.through})", end=after, file=sys.stderr, flush=True)
+
+
+COMMANDS = (
+    Command(
+        "audit",
+        _audit,
+        "Check hand-written calls of the operators; with --reference, against the model that they "
+        "stand for.",
+        "Exit status 1: something is wrong with a call.",
+        (
+            function("; its file is imported and runs. Or a dump: data"),
+            option(
+                "--reference",
+                "one that returns (unfused_model, arguments)",
+                metavar="FILE.py:FUNCTION",
+            ),
+            add_limits,
+            option(
+                "--path",
+                "how the calls reach the device",
+                choices=("eager", "graph"),
+                default="eager",
+            ),
+            page("also write the audit as a page"),
+        ),
+    ),
+    Command(
+        "guide",
+        _guide,
+        "Print how to write a call of the operator by hand, for people and for agents that write "
+        "code.",
+        options=(
+            option(
+                "--out",
+                "write it to a file instead, AGENTS.md for one",
+                type=output,
+                metavar="FILE",
+            ),
+        ),
+        has_json=False,
+    ),
+    Command(
+        "check-proof",
+        _check_proof,
+        "Check what a report says is proved: its certificates, without torch and without the pass.",
+        "Exit status 1: a fusion is not accepted.",
+        (
+            option("report", "what Report.to_json wrote", metavar="REPORT.json"),
+            option("--points", "random points at least", type=positive, default=3),
+            option(
+                "--seed",
+                "what the points follow from; left out, they are new each time",
+                metavar="TEXT",
+            ),
+        ),
+    ),
+    Command(
+        "selftest",
+        _selftest,
+        "Check the operators and the pass on this device against the references.",
+        "Exit status 1: a check failed.",
+        (
+            option("--device", "default: an NPU where there is one", choices=("npu", "cpu")),
+            add_limits,
+            option(
+                "--only",
+                "scenarios whose name matches, as 'w2 kv1'",
+                default="*",
+                metavar="PATTERN",
+            ),
+            option(
+                "--hidden", "He; 7168 on an NPU, the smallest legal one on a CPU", type=positive
+            ),
+            option("--heads", "N; 16 on an NPU, 4 on a CPU", type=positive),
+            option("--repeats", "timed calls per scenario", type=positive),
+            option(
+                "--out", "also write the JSON to a file, to send back", type=output, metavar="FILE"
+            ),
+            option(
+                "--compare",
+                "run nothing: judge one such file, or compare two",
+                nargs="+",
+                metavar="JSON",
+            ),
+            page("with --compare: also write a page"),
+        ),
+    ),
+)
