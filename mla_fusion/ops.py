@@ -37,68 +37,47 @@ _SCATTER_PA = (
     "Tensor? compress_lens=None, Tensor? compress_seq_offsets=None, Tensor? seq_lens=None, "
     'str? cache_mode="PA_NZ"'
 )
-_MUTABLE, _PURE = {"a": "(a!)", "b": "(b!)"}, {"a": "", "b": ""}
 
 
-def _tensors(count: int) -> str:
-    return "(" + ", ".join(["Tensor"] * count) + ")"
+def _by_name(*schemas: str) -> dict[str, str]:
+    return {text.partition("(")[0]: text for text in schemas}
 
 
-# name -> (arguments, results), exactly as torch_npu 2.13 defines them
-_SIGNATURES: dict[str, tuple[str, str]] = {
-    **{name: operator.schema for name, operator in (PROLOGS | key_operator.OPERATORS).items()},
-    "npu_rms_norm": ("Tensor input, Tensor gamma, float epsilon=1e-06", _tensors(2)),
-    "npu_add_rms_norm": ("Tensor x1, Tensor x2, Tensor gamma, float epsilon=1e-06", _tensors(3)),
-    "npu_interleave_rope": ("Tensor x, Tensor cos, Tensor sin", "Tensor"),
-    "npu_rotary_mul": (
-        "Tensor input, Tensor r1, Tensor r2, str rotary_mode='half', Tensor? rotate=None",
-        "Tensor",
-    ),
-    "npu_transpose_batchmatmul": (
-        "Tensor input, Tensor weight, *, Tensor? bias=None, Tensor? scale=None, int[]? "
-        "perm_x1=None, "
-        "int[]? perm_x2=None, int[]? perm_y=None, int? batch_split_factor=1",
-        "Tensor",
-    ),
-    "npu_scatter_nd_update": ("Tensor input, Tensor indices, Tensor updates", "Tensor"),
-    "npu_scatter_nd_update_": ("Tensor(a!) input, Tensor indices, Tensor updates", "Tensor(a!)"),
-    "npu_scatter_pa_kv_cache": (_SCATTER_PA.format(**_MUTABLE), _tensors(0)),
-    "npu_scatter_pa_kv_cache_functional": (_SCATTER_PA.format(**_PURE), _tensors(2)),
-    "npu_dynamic_quant": (
-        "Tensor input, *, Tensor? smooth_scales=None, Tensor? group_index=None, int? "
-        "dst_type=None, "
-        'str quant_mode="pertoken", float dst_type_max=0.0',
-        _tensors(2),
-    ),
-    "npu_dynamic_mx_quant": (
-        'Tensor input, *, int axis=-1, str round_mode="rint", int dst_type=296, int '
-        "block_size=32, int? scale_alg=0, "
-        "float dst_type_max=0.0, float max_low_bound=0.0",
-        _tensors(2),
-    ),
-    "npu_dynamic_block_quant": (
-        'Tensor x, *, float min_scale=0.0, str round_mode="rint", int dst_type=1, int '
-        "row_block_size=1, "
-        "int col_block_size=128, float dst_type_max=0.0",
-        "(Tensor y, Tensor scale)",
-    ),
-    "npu_quantize": (
-        "Tensor input, Tensor scales, Tensor? zero_points, int dtype, int axis=1, bool "
-        "div_mode=True",
-        "Tensor",
-    ),
-    "npu_quant_matmul": (
-        "Tensor x1, Tensor x2, Tensor scale, *, Tensor? offset=None, Tensor? pertoken_scale=None, "
-        "Tensor? bias=None, int? output_dtype=None, int? x1_dtype=None, int? x2_dtype=None, "
-        "int? pertoken_scale_dtype=None, int? scale_dtype=None, int[]? group_sizes=None, "
-        "Tensor? y_scale=None",
-        "Tensor",
-    ),
-    "npu_format_cast": (
-        "Tensor input, int acl_format, *, int? customize_dtype=None, int? input_dtype=None",
-        "Tensor",
-    ),
-}
+# exactly as torch_npu 2.13 defines them
+_NPU = _by_name(
+    *(operator.schema for operator in (PROLOGS | key_operator.OPERATORS).values()),
+    "npu_rms_norm(Tensor input, Tensor gamma, float epsilon=1e-06) -> (Tensor, Tensor)",
+    "npu_add_rms_norm(Tensor x1, Tensor x2, Tensor gamma, float epsilon=1e-06) "
+    "-> (Tensor, Tensor, Tensor)",
+    "npu_interleave_rope(Tensor x, Tensor cos, Tensor sin) -> Tensor",
+    "npu_rotary_mul(Tensor input, Tensor r1, Tensor r2, str rotary_mode='half', "
+    "Tensor? rotate=None) -> Tensor",
+    "npu_transpose_batchmatmul(Tensor input, Tensor weight, *, Tensor? bias=None, "
+    "Tensor? scale=None, int[]? perm_x1=None, int[]? perm_x2=None, int[]? perm_y=None, "
+    "int? batch_split_factor=1) -> Tensor",
+    "npu_scatter_nd_update(Tensor input, Tensor indices, Tensor updates) -> Tensor",
+    "npu_scatter_nd_update_(Tensor(a!) input, Tensor indices, Tensor updates) -> Tensor(a!)",
+    f"npu_scatter_pa_kv_cache({_SCATTER_PA.format(a='(a!)', b='(b!)')}) -> ()",
+    f"npu_scatter_pa_kv_cache_functional({_SCATTER_PA.format(a='', b='')}) -> (Tensor, Tensor)",
+    "npu_dynamic_quant(Tensor input, *, Tensor? smooth_scales=None, Tensor? group_index=None, "
+    'int? dst_type=None, str quant_mode="pertoken", float dst_type_max=0.0) -> (Tensor, Tensor)',
+    'npu_dynamic_mx_quant(Tensor input, *, int axis=-1, str round_mode="rint", int dst_type=296, '
+    "int block_size=32, int? scale_alg=0, float dst_type_max=0.0, float max_low_bound=0.0) "
+    "-> (Tensor, Tensor)",
+    'npu_dynamic_block_quant(Tensor x, *, float min_scale=0.0, str round_mode="rint", '
+    "int dst_type=1, int row_block_size=1, int col_block_size=128, float dst_type_max=0.0) "
+    "-> (Tensor y, Tensor scale)",
+    "npu_quantize(Tensor input, Tensor scales, Tensor? zero_points, int dtype, int axis=1, "
+    "bool div_mode=True) -> Tensor",
+    "npu_quant_matmul(Tensor x1, Tensor x2, Tensor scale, *, Tensor? offset=None, "
+    "Tensor? pertoken_scale=None, Tensor? bias=None, int? output_dtype=None, int? x1_dtype=None, "
+    "int? x2_dtype=None, int? pertoken_scale_dtype=None, int? scale_dtype=None, "
+    "int[]? group_sizes=None, Tensor? y_scale=None) -> Tensor",
+    "npu_format_cast(Tensor input, int acl_format, *, int? customize_dtype=None, "
+    "int? input_dtype=None) -> Tensor",
+)
+_BY_NAMESPACE = {"npu": _NPU, "atb": _by_name(ATB.schema, OUT_SCHEMA)}
+OPERATORS, ATB_OPERATORS = map(tuple, _BY_NAMESPACE.values())
 
 # operators of torch_npu that get a CPU kernel where they are, and no schema where they are not
 _KERNELS_ALONE = ("npu_sparse_flash_attention", "npu_fused_infer_attention_score_v2")
@@ -112,23 +91,13 @@ _IN_PLACE: dict[str, tuple[str, tuple[int, ...]]] = {
     "npu_scatter_pa_kv_cache": ("npu_scatter_pa_kv_cache_functional", (2, 3)),
 }
 
-_ATB_SIGNATURES: dict[str, tuple[str, str]] = {
-    ATB.name: ATB.schema,
-    f"{ATB.name}.out": OUT_SCHEMA,
-}
-
-OPERATORS: tuple[str, ...] = tuple(_SIGNATURES)
-ATB_OPERATORS: tuple[str, ...] = tuple(_ATB_SIGNATURES)
-_BY_NAMESPACE = {"npu": _SIGNATURES, "atb": _ATB_SIGNATURES}
-
 _libraries: list[torch.library.Library] = []
 _withdrawn: list[Any] = []  # operators that graphs and callers may still hold
 
 
 def schema(name: str, namespace: str = "npu") -> str:
     """The schema of ``<namespace>::<name>`` as text, ``name(arguments) -> results``."""
-    arguments, results = _BY_NAMESPACE[namespace][name]
-    return f"{name}({arguments}) -> {results}"
+    return _BY_NAMESPACE[namespace][name]
 
 
 def defined(name: str, namespace: str = "npu") -> bool:
@@ -140,13 +109,13 @@ def defined(name: str, namespace: str = "npu") -> bool:
 
 def provide() -> None:
     """Add every schema and kernel that is missing now; calling it again changes nothing."""
-    for namespace, signatures in _BY_NAMESPACE.items():
+    for namespace, schemas in _BY_NAMESPACE.items():
         library = torch.library.Library(namespace, "FRAGMENT")
         _libraries.append(library)
-        missing = [name for name in signatures if not defined(name, namespace)]
+        missing = [name for name in schemas if not defined(name, namespace)]
         for name in missing:
             library.define(schema(name, namespace))
-        for name in signatures:
+        for name in schemas:
             kernel = name.replace(".", "_")
             _add(library, name, "CPU", _lazy("mla_fusion.reference.kernels", kernel))
             _add(library, name, "Meta", _lazy("mla_fusion.reference.shapes", kernel))

@@ -153,8 +153,8 @@ assert V3.ge_attributes["fast_mode"] == "Int" and V3.defaults["fast_mode"] == 0
 
 def test_an_argument_of_the_operator(scratch: Scratch) -> None:
     section = "A version of the operator"
-    row = '    Argument("kc_scale", "float", 1.0),\n'
-    scratch.edit(section, "meta/prolog.py", row, row + '    Argument("fast_mode", "int", 0),\n')
+    before = "float kc_scale=1.0, "
+    scratch.edit(section, "meta/prolog.py", before, before + "int fast_mode=0, ")
     kernel = "mla_fusion/reference/prolog.py"
     last = "    kc_scale: float = 1.0,\n"
     scratch.edit(section, kernel, last, last + "    fast_mode: int = 0,\n")

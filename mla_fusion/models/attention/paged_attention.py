@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mla_fusion.meta import ContractError
 from mla_fusion.meta.binder import Binder
-from mla_fusion.meta.prolog import Argument, Operator
+from mla_fusion.meta.prolog import Operator
 from mla_fusion.models.attention import npu
 
 Lengths = Tensor | Sequence[int]
@@ -81,7 +81,7 @@ def mla_paged_attention(
     call that the operator does not take.
     """
     tensors = query, query_rope, kv_cache, kr_cache, block_tables, mask, query_scale, kv_scale
-    _check(seq_lens, query_lens, dict(zip((*_TENSORS, *_OPTIONAL), tensors, strict=True)))
+    _check(seq_lens, query_lens, dict(zip(_ARGUMENTS.ge_inputs, tensors, strict=True)))
     if heads is not None and not 1 <= heads <= query.shape[1]:
         _refuse("heads", f"1 to {query.shape[1]}, the heads of query", heads)
     if out_layout not in ("TND", "NTD"):
@@ -201,13 +201,11 @@ def _high(query: Tensor) -> torch.dtype:
     return torch.float64 if query.dtype == torch.float64 else torch.float32
 
 
-_TENSORS = ("query", "query_rope", "kv_cache", "kr_cache", "block_tables")
-_OPTIONAL = ("mask", "query_scale", "kv_scale")
 _ARGUMENTS = Operator(
-    "mla_paged_attention",
+    "mla_paged_attention(Tensor query, Tensor query_rope, Tensor kv_cache, Tensor kr_cache, "
+    "Tensor block_tables, *, Tensor? mask=None, Tensor? query_scale=None, Tensor? kv_scale=None) "
+    "-> (Tensor, Tensor)",
     "",
-    tuple(map(Argument, _TENSORS)),
-    tuple(Argument(name, "Tensor?") for name in _OPTIONAL),
     ("out", "lse"),
 )
 
