@@ -121,7 +121,7 @@ class Call(Binder):
         """Dtypes, presence and agreement of all shapes; `dims` holds the sizes of the axes."""
         full, form = self.full, self.form
         kind = self.dtype("input", torch.bfloat16, torch.float16)
-        for name, shape in _SHAPES.items():
+        for name, shape in SHAPES.items():
             self.tensor(name, shape, kind)
         self._weight("wuk", "N D C", kind)
         quantised = full["wdqkv"].dtype == torch.int8
@@ -190,7 +190,7 @@ def _is_empty(value: Any) -> bool:
     return value is not None and tuple(value.shape) == (0,)
 
 
-_SHAPES = {
+SHAPES = {
     **{"input": "T H", "gamma0": "H", "beta0": "H", "gamma1": "Q", "beta1": "Q", "gamma2": "C"},
     **{"cos": "T R", "sin": "T R"},
 }
