@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import torch
 from mla_fusion.meta.binder import Binder, Derived
-from mla_fusion.meta.errors import ContractError
+from mla_fusion.meta.errors import known_name
 from mla_fusion.meta.limits import Sizes, known_releases
 from mla_fusion.meta.prolog import Operator
 from mla_fusion.meta.symbolic import different
@@ -80,8 +80,7 @@ def check_preprocess(op: str, soc: str, cann: str, values: bool, full: Mapping[s
     takes; ``full``: every argument by name.
     """
     known_releases(cann)
-    if not isinstance(soc, str) or soc not in SOCS:
-        raise ContractError("soc", "soc", " or ".join(SOCS), repr(soc), source=HOST, op=op)
+    known_name("soc", soc, SOCS, source=HOST, op=op)
     call = Call(full)
     call.bind_tensors()
     call.check_sizes()

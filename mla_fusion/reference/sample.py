@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mla_fusion.meta import signature, spec
-from mla_fusion.meta.binder import Derived
+from mla_fusion.meta.binder import Derived, size_of
 from mla_fusion.meta.limits import limits
 from mla_fusion.reference import hifloat8
 
@@ -50,14 +50,7 @@ class Drawn:
         self.make = torch.Generator().manual_seed(seed)
 
     def shape(self, axes: str) -> list[int]:
-        return [
-            self.derived[axis](self.dims)
-            if axis in self.derived
-            else int(axis)
-            if axis.isdigit()
-            else self.dims[axis]
-            for axis in axes.split()
-        ]
+        return [size_of(axis, self.dims, self.derived) for axis in axes.split()]
 
     def filled(self, axes: str, kind: torch.dtype, fan_in: float = 1.0) -> Tensor:
         """Noise of variance 1 / ``fan_in``; the whole range of int8."""
