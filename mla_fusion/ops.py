@@ -15,18 +15,14 @@ Kernels live in `mla_fusion.reference` and `mla_fusion.meta` and are imported on
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib import import_module
-from types import ModuleType
 from typing import Any
 
 import torch
 
 from mla_fusion import compat
-from mla_fusion._lazy import wrapped
+from mla_fusion._lazy import Finder
 from mla_fusion.meta import key_operator
 from mla_fusion.meta.key_operator import V2
 from mla_fusion.meta.preprocess import ATB, OUT_SCHEMA
@@ -82,13 +78,13 @@ OPERATORS, ATB_OPERATORS = map(tuple, _BY_NAMESPACE.values())
 # operators of torch_npu that get a CPU kernel where they are, and no schema where they are not
 _KERNELS_ALONE = ("npu_sparse_flash_attention", "npu_fused_infer_attention_score_v2")
 
-# in-place operator -> (its functional form, positions of the mutated arguments); the new values of
-# those come last among the functional form's results
-_IN_PLACE: dict[str, tuple[str, tuple[int, ...]]] = {
-    V3.name: (V3.functional, V3.places(*V3.written)),
-    V2.name: (V2.functional, V2.places(*V2.written)),
-    "npu_scatter_nd_update_": ("npu_scatter_nd_update", (0,)),
-    "npu_scatter_pa_kv_cache": ("npu_scatter_pa_kv_cache_functional", (2, 3)),
+# in-place operator -> its functional form, among whose results the new values of the mutated
+# arguments come last
+_IN_PLACE = {
+    V3.name: V3.functional,
+    V2.name: V2.functional,
+    "npu_scatter_nd_update_": "npu_scatter_nd_update",
+    "npu_scatter_pa_kv_cache": "npu_scatter_pa_kv_cache_functional",
 }
 
 _libraries: list[torch.library.Library] = []
@@ -150,51 +146,45 @@ def _functionalize(name: str) -> Callable[..., Any]:
     """A Functionalize kernel: run the functional form, give its last results to the mutated
     arguments.
     """
-    functional_name, positions = _IN_PLACE[name]
+    declared = compat.parse_schema(schema(name))
+    arguments = enumerate(declared.arguments)
+    positions = [place for place, one in arguments if one.alias_info and one.alias_info.is_write]
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         plain_args, plain_kwargs = compat.tree_map_only(
             torch.Tensor, compat.content_of, (args, kwargs)
         )
-        if not all(compat.is_functional(args[position]) for position in positions):
-            with compat.below_functionalisation():
-                return getattr(torch.ops.npu, name).default(*plain_args, **plain_kwargs)
+        mutates = all(compat.is_functional(args[position]) for position in positions)
+        operator = getattr(torch.ops.npu, _IN_PLACE[name] if mutates else name).default
         with compat.below_functionalisation():
-            results = getattr(torch.ops.npu, functional_name).default(*plain_args, **plain_kwargs)
+            results = operator(*plain_args, **plain_kwargs)
+        if not mutates:
+            return results
         values = list(results) if isinstance(results, tuple | list) else [results]
-        updated = values[-len(positions) :]
-        for position, value in zip(positions, updated, strict=True):
-            compat.set_content(args[position], value)
         kept = values[: -len(positions)]
+        for position, value in zip(positions, values[len(kept) :], strict=True):
+            compat.set_content(args[position], value)
         if not kept:
-            returns = compat.schema_of(getattr(torch.ops.npu, name).default).returns
-            return args[positions[0]] if returns else None
+            return args[positions[0]] if declared.returns else None
         return tuple(map(compat.functional, kept))
 
     return kernel
 
 
-class _TorchNpuFinder(importlib.abc.MetaPathFinder):
+class _TorchNpu(Finder):
     """Makes way for torch_npu: its import runs without our definitions and is followed by
     ``provide()``.
     """
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != "torch_npu":
-            return None
+    awaited = "torch_npu"
 
-        def make_way(execute: Callable[[], None]) -> None:
-            withdraw()
-            try:
-                execute()
-            finally:
-                provide()
-
-        return wrapped(self, fullname, path, target, make_way)
+    def load(self, execute: Callable[[], None]) -> None:
+        withdraw()
+        try:
+            execute()
+        finally:
+            provide()
 
 
-if not any(type(finder).__name__ == _TorchNpuFinder.__name__ for finder in sys.meta_path):
-    sys.meta_path.insert(0, _TorchNpuFinder())
+_TorchNpu().install()
 provide()
