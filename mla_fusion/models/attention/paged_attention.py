@@ -10,7 +10,6 @@ break.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, NoReturn
 
@@ -21,8 +20,7 @@ from mla_fusion.meta import ContractError
 from mla_fusion.meta.binder import Binder
 from mla_fusion.meta.prolog import Operator
 from mla_fusion.models.attention import npu
-
-Lengths = Tensor | Sequence[int]
+from mla_fusion.models.attention.npu import Batch, Lengths
 
 
 def mla_paged_attention(
@@ -87,13 +85,11 @@ def mla_paged_attention(
     if out_layout not in ("TND", "NTD"):
         _refuse("out_layout", "'TND' or 'NTD'", repr(out_layout))
     by_head = 0 if out_layout == "NTD" else 1
-    given = query, query_rope, kv_cache, kr_cache, block_tables, seq_lens
+    batch = Batch(query, query_rope, kv_cache, kr_cache, block_tables, seq_lens, query_lens, mask)
     if query.device.type == "npu":
         out, lse = npu.attend(
-            *given,
-            scale=scale,
-            query_lens=query_lens,
-            mask=mask,
+            batch,
+            scale,
             return_lse=return_lse,
             query_scale=query_scale,
             kv_scale=kv_scale,
@@ -102,8 +98,8 @@ def mla_paged_attention(
     else:
         if query_scale is not None and kv_scale is not None:
             factor = query_scale.reshape(*query.shape[:2], 1) * kv_scale
-            given = query * factor, query_rope * factor, *given[2:]
-        out, lse = _reference(*given, scale, query_lens, mask)
+            batch = Batch(query * factor, query_rope * factor, *batch[2:])
+        out, lse = _reference(batch, scale)
         out = (out if kv_scale is None else out * kv_scale).to(query_rope.dtype)
         out = out if by_head else out.transpose(0, 1).contiguous()
     if heads is not None and heads < query.shape[1]:
@@ -112,17 +108,8 @@ def mla_paged_attention(
     return (out, lse) if return_lse else out
 
 
-def _reference(
-    query: Tensor,
-    query_rope: Tensor,
-    kv_cache: Tensor,
-    kr_cache: Tensor,
-    block_tables: Tensor,
-    seq_lens: Lengths,
-    scale: float,
-    query_lens: Lengths | None,
-    mask: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+def _reference(batch: Batch, scale: float) -> tuple[Tensor, Tensor]:
+    query, query_rope, kv_cache, kr_cache, block_tables, seq_lens, query_lens, mask = batch
     lengths = torch.as_tensor(seq_lens, device=query.device)
 
     def attended(

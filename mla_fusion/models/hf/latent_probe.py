@@ -177,7 +177,7 @@ def _require_cached_latents(
 ) -> None:
     """Does the converted forward cache the latents?"""
     try:
-        c_kv, k_pe = _cached(module, latent_forward(type(module).forward, form), inputs)
+        c_kv, k_pe = _cached(module, latent_forward(type(module), form), inputs)
     except _Unanswered as error:
         message = (
             f"its forward does more with keys and values than cache them: {error}{advice(module)}"
@@ -201,7 +201,7 @@ def _require_same_end(module: nn.Module, form: LatentForm, weight: Tensor, rope:
         except Exception:  # its tables are of another kind, or it asks more of a cache
             continue
         try:
-            latent_forward(type(module).forward, form)(module, **arguments)
+            latent_forward(type(module), form)(module, **arguments)
         except Exception as error:  # code of any kind
             raise OptimizeError(
                 "attention.differs",

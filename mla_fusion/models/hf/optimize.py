@@ -49,7 +49,7 @@ def optimize(model: nn.Module, *, cache: bool = True, block_size: int = BLOCK_SI
             skipped.append(Skipped(name, refusal.code, refusal.message))
             continue
         size = getattr(module, form.kv_up).weight.element_size()
-        forward = latent_forward(type(module).forward, form, name)
+        forward = latent_forward(type(module), form, name)
         forwards.append((module, forward))
         ask = partial(asked.of, module, form, forward)
         converted.append(Converted(name, int(module.layer_idx), form.heads, form.dims, size, ask))
