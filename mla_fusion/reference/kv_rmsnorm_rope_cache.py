@@ -89,7 +89,7 @@ def _write(target: Tensor, new: Tensor, index: Tensor, cache_mode: str, argument
         return
     block_size = target.shape[1]
     if "BLK" in cache_mode:
-        blocks = index.div(block_size, rounding_mode="floor")
+        blocks = index // block_size
         block, offset = cache.block_slots(blocks, torch.Size((batch, length)), None, block_size)
     else:
         block, offset = cache.token_slots(index, block_size)
