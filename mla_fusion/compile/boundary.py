@@ -35,7 +35,7 @@ from mla_fusion.pipeline import run
 from mla_fusion.report import store
 from mla_fusion.report.report import Report
 from mla_fusion.weights import cache
-from mla_fusion.weights.current import Packed
+from mla_fusion.weights.cache import Packed
 from mla_fusion.weights.share import Inverse, inverse
 
 aten = torch.ops.aten
@@ -94,7 +94,7 @@ class BoundaryBuilder(GraphBuilder):
             return self.value(result)
         inverse = None if exact is not None else self._inverse(program, positions)
         names = tuple(label(self._originals[position]) for position in positions)
-        made = Packed(program, signature, inverse, self._updates, exact, positions, names)
+        made = Packed(program, inverse, self._updates, exact, positions, names)
         return self._input(f"packed_{name}", made, result.meta["val"])
 
     def check_slots(
@@ -119,9 +119,9 @@ class BoundaryBuilder(GraphBuilder):
                 error,
             )
             return
-        signature = cache.describe(program) if program is not None else ""
-        check = SlotCheck(program, signature, positions, places, skips)
-        self.slot_checks.setdefault((check.signature, check.positions, check.caches), check)
+        check = SlotCheck(program, positions, places, skips)
+        key = cache.describe(program) if program is not None else "", positions, places
+        self.slot_checks.setdefault(key, check)
 
     def _inverse(self, program: GraphModule, positions: tuple[int, ...]) -> Inverse | None:
         parameter = self._only(positions) if self._share_weights else None
