@@ -85,16 +85,18 @@ class BoundaryBuilder(GraphBuilder):
             if exact is not None:
                 raise  # in the graph nothing would be looked at
             return recipe(self)
-        signature = cache.describe(program) if program is not None else ""
+        made, signature = None, ""
+        if program is not None:
+            inverse = None if exact is not None else self._inverse(program, positions)
+            names = tuple(label(self._originals[position]) for position in positions)
+            made = Packed(program, inverse, self._updates, exact, positions, names)
+            signature = made.signature
         if not self._share_weights:
             self._bytes_on_npu[signature, positions] = self._on_npu(
                 name, signature, result, recipe, leaves
             )
-        if program is None:
+        if made is None:
             return self.value(result)
-        inverse = None if exact is not None else self._inverse(program, positions)
-        names = tuple(label(self._originals[position]) for position in positions)
-        made = Packed(program, inverse, self._updates, exact, positions, names)
         return self._input(f"packed_{name}", made, result.meta["val"])
 
     def check_slots(
@@ -302,10 +304,10 @@ class BoundaryBuilder(GraphBuilder):
         """A parameter that the graph reads itself keeps its strides: the graph is compiled for
         them.
         """
-        for node, made in self._packed():
+        for _, made in self._packed():
             sources = (self.copies[self._originals[position]] for position in made.positions)
             if any(source.users for source in sources):
-                self.made_outside[node] = replace(made, inverse=None)
+                made.inverse = None
 
     def _bytes_packed(self) -> int:
         """Of packed weights that are not views of their parameters, nor these (as far as can be
