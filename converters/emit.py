@@ -7,16 +7,7 @@ from typing import Any
 
 from mla_fusion.meta.prolog import Operator
 
-from mla_fusion.compat import ge_node, is_ge_tensor, schema_of
-
-
-def bind(overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The values of a call by name, defaults filled in from the operator's own schema."""
-    arguments = schema_of(overload).arguments
-    values = {argument.name: argument.default_value for argument in arguments}
-    values.update(zip((argument.name for argument in arguments), args, strict=False))
-    values.update(kwargs)
-    return values
+from mla_fusion.compat import ge_node, is_ge_tensor
 
 
 def emit(operator: Operator, values: dict[str, Any]) -> dict[str, Any]:

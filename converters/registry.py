@@ -8,15 +8,13 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from mla_fusion.converters import format_cast, prolog_v1_v2, prolog_v3, unfused
+from mla_fusion.converters import format_cast, prolog, unfused
+from mla_fusion.meta.prolog import PROLOGS
 
 from mla_fusion.compat import ge_converter, set_ge_converter
 
 OPERATORS: dict[str, Callable[..., Any]] = {
-    "npu_mla_prolog": prolog_v1_v2.v1,
-    "npu_mla_prolog_v2": prolog_v1_v2.v2,
-    "npu_mla_prolog_v3": prolog_v3.v3,
-    "npu_mla_prolog_v3_functional": prolog_v3.v3_functional,
+    **{name: prolog.converter(operator) for name, operator in PROLOGS.items()},
     "npu_format_cast": format_cast.format_cast,
 }
 

@@ -14,38 +14,31 @@ from dataclasses import dataclass
 import torch
 from mla_fusion.meta.errors import ContractError
 from mla_fusion.meta.limits import Sizes, known_releases
-from mla_fusion.meta.prolog import Argument, Operator
+from mla_fusion.meta.prolog import Operator
 
 HOST = "fused_infer_attention_score tiling"
 LENGTHS = ("actual_seq_qlen", "actual_seq_kvlen")
 SCALES = ("dequant_scale_query", "dequant_scale_key", "dequant_scale_value")
-_OPTIONAL = """query_rope key_rope pse_shift atten_mask actual_seq_qlen actual_seq_kvlen block_table
-    dequant_scale_query dequant_scale_key dequant_offset_key dequant_scale_value
-    dequant_offset_value dequant_scale_key_rope quant_scale_out quant_offset_out quant_scale_p
-    learnable_sink""".split()
-_WITH_DTYPE = """query key value query_rope key_rope key_shared_prefix value_shared_prefix
-    dequant_scale_query dequant_scale_key dequant_scale_value dequant_scale_key_rope out""".split()
-_EVERYTHING = 2147483647
 
 ATTENTION = Operator(
-    "npu_fused_infer_attention_score_v2",
+    "npu_fused_infer_attention_score_v2(Tensor query, Tensor key, Tensor value, *, "
+    "Tensor? query_rope=None, Tensor? key_rope=None, Tensor? pse_shift=None, "
+    "Tensor? atten_mask=None, SymInt[]? actual_seq_qlen=None, SymInt[]? actual_seq_kvlen=None, "
+    "Tensor? block_table=None, Tensor? dequant_scale_query=None, Tensor? dequant_scale_key=None, "
+    "Tensor? dequant_offset_key=None, Tensor? dequant_scale_value=None, "
+    "Tensor? dequant_offset_value=None, Tensor? dequant_scale_key_rope=None, "
+    "Tensor? quant_scale_out=None, Tensor? quant_offset_out=None, Tensor? quant_scale_p=None, "
+    "Tensor? learnable_sink=None, int num_query_heads=1, int num_key_value_heads=0, "
+    "float softmax_scale=1.0, int pre_tokens=2147483647, int next_tokens=2147483647, "
+    'str input_layout="BSH", int sparse_mode=0, int block_size=0, int query_quant_mode=0, '
+    "int key_quant_mode=0, int value_quant_mode=0, int inner_precise=0, "
+    "bool return_softmax_lse=False, int? query_dtype=None, int? key_dtype=None, "
+    "int? value_dtype=None, int? query_rope_dtype=None, int? key_rope_dtype=None, "
+    "int? key_shared_prefix_dtype=None, int? value_shared_prefix_dtype=None, "
+    "int? dequant_scale_query_dtype=None, int? dequant_scale_key_dtype=None, "
+    "int? dequant_scale_value_dtype=None, int? dequant_scale_key_rope_dtype=None, "
+    "int? out_dtype=None) -> (Tensor, Tensor)",
     "v2",
-    tuple(map(Argument, ("query", "key", "value"))),
-    (
-        *(Argument(name, "SymInt[]?" if name in LENGTHS else "Tensor?") for name in _OPTIONAL),
-        Argument("num_query_heads", "int", 1),
-        Argument("num_key_value_heads", "int", 0),
-        Argument("softmax_scale", "float", 1.0),
-        Argument("pre_tokens", "int", _EVERYTHING),
-        Argument("next_tokens", "int", _EVERYTHING),
-        Argument("input_layout", "str", "BSH"),
-        Argument("sparse_mode", "int", 0),
-        Argument("block_size", "int", 0),
-        *(Argument(f"{name}_quant_mode", "int", 0) for name in ("query", "key", "value")),
-        Argument("inner_precise", "int", 0),
-        Argument("return_softmax_lse", "bool", False),
-        *(Argument(f"{name}_dtype", "int?") for name in _WITH_DTYPE),
-    ),
     results=("attention_out", "softmax_lse"),
     ge_type="FusedInferAttentionScore",
     ge_results=("attention_out", "softmax_lse"),

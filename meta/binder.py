@@ -20,6 +20,13 @@ from torch import Tensor
 Derived = Mapping[str, Callable[[Mapping[str, Any]], Any]]  # axis: its size, of those of others
 
 
+def size_of(axis: str, dims: Mapping[str, Any], derived: Derived, unknown: Any = None) -> Any:
+    """The size of an axis, which may be a number, or computed of those of others."""
+    if axis in derived:
+        return derived[axis](dims)
+    return int(axis) if axis.isdigit() else dims.get(axis, unknown)
+
+
 class Binder:
     """The arguments of one call and the axis sizes known so far; every rule that fails raises
     ContractError.
@@ -94,17 +101,15 @@ class Binder:
         for axis, size in zip(axes, found, strict=True):
             if axis == "*":
                 continue
-            wanted = self.size(axis)
+            wanted = size_of(axis, self.dims, self.derived)
             if wanted is None:
                 self.dims[axis] = size
             elif size is not wanted and different(size, wanted):
-                known = [a if a.isdigit() else f"{a} = {self.size(a, 'any')}" for a in axes]
+                known = [
+                    a if a.isdigit() else f"{a} = {size_of(a, self.dims, self.derived, 'any')}"
+                    for a in axes
+                ]
                 self.refuse(f"shape.{name}", name, f"[{', '.join(known)}]{note}", own)
-
-    def size(self, axis: str, unknown: Any = None) -> Any:
-        if axis in self.derived:
-            return self.derived[axis](self.dims)
-        return int(axis) if axis.isdigit() else self.dims.get(axis, unknown)
 
     def within(self, axis: str, argument: str, sizes: Sizes, where: str = "") -> None:
         """The size of an axis is one that the operator takes; ``argument`` is whose axis it is."""

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 from mla_fusion.meta import layout, spec
 from mla_fusion.meta.binder import Binder
-from mla_fusion.meta.infer import implied_quant_modes
+from mla_fusion.meta.infer import implied_quant_modes, quant_modes
 from mla_fusion.meta.limits import Limits, limits, taken_by
 from mla_fusion.meta.prolog import CACHES, PROLOGS
 from mla_fusion.meta.spec import (
@@ -45,10 +45,7 @@ class Call(Binder):
         if allowed and allowed.absent:
             expected = f"an operator that can be called on {where}: {allowed.absent}"
             self.refuse("quant.weight_quant_mode", "soc", expected, self.op)
-        if self.version == "v3":
-            self.wq, self.kv = full["weight_quant_mode"], full["kv_cache_quant_mode"]
-        else:
-            self.wq, self.kv = implied_quant_modes(full)
+        self.wq, self.kv = quant_modes(PROLOGS[self.op], full)
         known = allowed.quant_modes if allowed else _every_quant_pair()
         if (self.wq, self.kv) not in known:
             self._refuse_quant(known, where)
@@ -78,26 +75,26 @@ class Call(Binder):
         """A release that reads the scenario off the dtypes would compute another one than the modes
         say.
         """
-        given_modes = {"weight_quant_mode": self.wq, "kv_cache_quant_mode": self.kv}
-        implied_modes = implied_quant_modes(self.full)
-        for (name, given), implied in zip(given_modes.items(), implied_modes, strict=True):
-            if given != implied:
-                expected = f"{implied}, which is what {where} reads off the dtypes"
-                self.refuse("quant.dtypes", name, expected, given)
+        why = f", which is what {where} reads off the dtypes"
+        wq, kv = implied_quant_modes(self.full)
+        self._must_be("weight_quant_mode", wq, why, "quant.dtypes")
+        self._must_be("kv_cache_quant_mode", kv, why, "quant.dtypes")
 
     def _dependent_modes(self) -> None:
         wanted = self.cache.modes
         if self.allowed:
             wanted["tile_size"] = spec.TILE_SIZE
         for name, value in wanted.items():
-            if self.full[name] != value:
-                expected = f"{value} with kv_cache_quant_mode {self.kv}{self._unread()}"
-                self.refuse(f"quant.{name}", name, expected, self.full[name])
+            self._must_be(name, value, f" with kv_cache_quant_mode {self.kv}{self._unread()}")
         if self.wq == 5:
             for name in spec.named_dtypes(self.kv):
-                if self.full[name] != spec.HIFLOAT8:
-                    expected = f"{spec.HIFLOAT8} (hifloat8) with weight_quant_mode 5"
-                    self.refuse(f"quant.{name}", name, expected, self.full[name], "torch_npu meta")
+                why = " (hifloat8) with weight_quant_mode 5"
+                self._must_be(name, spec.HIFLOAT8, why, source="torch_npu meta")
+
+    def _must_be(self, name: str, value: int, why: str, code: str = "", source: str = "") -> None:
+        found = self.full[name]
+        if found != value:
+            self.refuse(code or f"quant.{name}", name, f"{value}{why}", found, source)
 
     def _unread(self) -> str:
         """What to add where a release does not look at an argument that every later one does."""

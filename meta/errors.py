@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 
@@ -32,3 +32,11 @@ class ContractError(ValueError):
         # assigned: Dynamo does not trace super().__init__, and a refusal in a function that is
         # compiled would be reported as that
         self.args = (f"{where}{argument}: expected {expected}, found {found} ({code}){context}",)
+
+
+def known_name(argument: str, value: object, known: Collection[str], **context: Any) -> str:
+    """The value; ContractError ``<argument>`` unless it is one of these names."""
+    if not isinstance(value, str) or value not in known:
+        expected = "one of " + ", ".join(known)
+        raise ContractError(argument, argument, expected, repr(value), **context)
+    return value

@@ -11,7 +11,7 @@ import torch
 from mla_fusion.meta import preprocess
 from mla_fusion.meta.binder import Binder
 from mla_fusion.meta.limits import known_path, known_releases
-from mla_fusion.meta.prolog import PROLOGS
+from mla_fusion.meta.prolog import PROLOGS, Operator
 from mla_fusion.meta.signature import complete, named
 from mla_fusion.meta.spec import INFERSHAPE
 
@@ -29,6 +29,13 @@ def implied_quant_modes(arguments: Mapping[str, Any]) -> tuple[int, int]:
     if arguments["weight_uq_qr"].dtype == int8:
         return (1, 2) if kv_int8 else (1, 0)
     return 0, 0
+
+
+def quant_modes(operator: Operator, full: Mapping[str, Any]) -> tuple[int, int]:
+    """``(weight_quant_mode, kv_cache_quant_mode)`` of a complete call."""
+    if operator.version != "v3":
+        return implied_quant_modes(full)
+    return full["weight_quant_mode"], full["kv_cache_quant_mode"]
 
 
 # the tensors that results are read off, and the ranks they may have
@@ -68,10 +75,7 @@ def infer(op: str, *, cann: str = "latest", path: str = "graph", **arguments: An
     for argument, ranks in _READ.items():
         bound.rank(argument, *ranks)
     reads_modes = operator.version == "v3"
-    if not reads_modes:
-        wq, kv = implied_quant_modes(full)
-    else:
-        wq, kv = full["weight_quant_mode"], full["kv_cache_quant_mode"]
+    wq, kv = quant_modes(operator, full)
     x, w_uk, w_uq_qr = full["token_x"], full["weight_uk"], full["weight_uq_qr"]
     kv_cache, kr_cache = full["kv_cache"], full["kr_cache"]
     lead = tuple(x.shape[:-1])

@@ -17,19 +17,18 @@ import torch
 from mla_fusion.meta.binder import Binder, Derived
 from mla_fusion.meta.errors import ContractError
 from mla_fusion.meta.limits import RELEASES, SOCS, Sizes, known_releases
-from mla_fusion.meta.prolog import Argument, Operator
+from mla_fusion.meta.prolog import Operator
 
 HOST = "kv_rms_norm_rope_cache tiling"
-_TENSORS = tuple(map(Argument, "kv gamma cos sin index k_cache ckv_cache".split()))
+_KEY = "Tensor kv, Tensor gamma, Tensor cos, Tensor sin, Tensor index"
+_OPTIONS = (
+    "Tensor? k_rope_scale=None, Tensor? c_kv_scale=None, Tensor? k_rope_offset=None, "
+    "Tensor? c_kv_offset=None, Tensor? v=None, float epsilon=1e-05, "
+    'str cache_mode="Norm", bool is_output_kv=False'
+)
+_DTYPES = "int? k_cache_dtype=None, int? ckv_cache_dtype=None"
 SCALES = {"k_rope_scale": "R", "c_kv_scale": "C"}  # of which cache's rows
 OFFSETS = {"k_rope_offset": "R", "c_kv_offset": "C"}
-_OPTIONS = (
-    *(Argument(name, "Tensor?") for name in (*SCALES, *OFFSETS, "v")),
-    Argument("epsilon", "float", 1e-05),
-    Argument("cache_mode", "str", "Norm"),
-    Argument("is_output_kv", "bool", False),
-)
-_DTYPES = tuple(Argument(name, "int?") for name in ("k_cache_dtype", "ckv_cache_dtype"))
 # as the whole prologue's operator calls them; here k_cache and ckv_cache
 CACHES = ("kr_cache", "kv_cache")
 _CACHES = ("k_cache", "ckv_cache")
@@ -37,31 +36,28 @@ _ROWS = ("k_pe", "c_kv")
 _GE = "KvRmsNormRopeCache"
 
 V1 = Operator(
-    "npu_kv_rmsnorm_rope_cache",
+    f"npu_kv_rmsnorm_rope_cache({_KEY}, Tensor k_cache, Tensor ckv_cache, *, {_OPTIONS}) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
     "v1",
-    _TENSORS,
-    _OPTIONS,
     (*CACHES, *_ROWS),
     ge_type=_GE,
     ge_results=(*CACHES, *_ROWS),
 )
 V2_FUNCTIONAL = Operator(
-    "npu_kv_rmsnorm_rope_cache_v2_functional",
+    f"npu_kv_rmsnorm_rope_cache_v2_functional({_KEY}, Tensor k_cache, Tensor ckv_cache, *, "
+    f"{_OPTIONS}, {_DTYPES}) -> (Tensor, Tensor, Tensor, Tensor)",
     "v2",
-    _TENSORS,
-    (*_OPTIONS, *_DTYPES),
-    results=(*_ROWS, *CACHES),
+    (*_ROWS, *CACHES),
     ge_type=_GE,
     ge_results=V1.ge_results,
 )
 V2 = Operator(
-    "npu_kv_rmsnorm_rope_cache_v2",
+    f"npu_kv_rmsnorm_rope_cache_v2({_KEY}, Tensor(a!) k_cache, Tensor(b!) ckv_cache, *, "
+    f"{_OPTIONS}, {_DTYPES}) -> (Tensor, Tensor)",
     "v2",
-    *(V2_FUNCTIONAL.positional, V2_FUNCTIONAL.keywords),
-    results=_ROWS,
+    _ROWS,
     ge_type=_GE,
     ge_results=V1.ge_results,
-    written=_CACHES,
     functional=V2_FUNCTIONAL.name,
 )
 OPERATORS = {operator.name: operator for operator in (V1, V2, V2_FUNCTIONAL)}

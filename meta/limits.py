@@ -16,7 +16,7 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any
 
-from mla_fusion.meta.errors import ContractError
+from mla_fusion.meta.errors import known_name
 from mla_fusion.meta.prolog import PROLOGS
 from mla_fusion.meta.symbolic import different
 
@@ -186,16 +186,12 @@ TRAITS = (
 
 def known_releases(cann: str) -> tuple[str, ...]:
     """The releases up to and including ``cann``; ContractError ``cann`` when it is none of them."""
-    if not isinstance(cann, str) or cann not in RELEASES:
-        raise ContractError("cann", "cann", "one of " + ", ".join(RELEASES), repr(cann))
-    return RELEASES[: RELEASES.index(cann) + 1]
+    return RELEASES[: RELEASES.index(known_name("cann", cann, RELEASES)) + 1]
 
 
 def known_path(path: str) -> str:
     """The path itself; ContractError ``path`` when it is none of `PATHS`."""
-    if not isinstance(path, str) or path not in PATHS:
-        raise ContractError("path", "path", " or ".join(PATHS), repr(path))
-    return path
+    return known_name("path", path, PATHS)
 
 
 VERSIONS = {name: operator.version for name, operator in PROLOGS.items()}
@@ -239,15 +235,10 @@ def limits(op: str, soc: str = "A3", cann: str = "latest", path: str = "eager") 
 
     Raises ContractError ``op``, ``soc``, ``cann`` or ``path`` for a name that is not in the tables.
     """
-    names = (
-        ("op", op, tuple(VERSIONS)),
-        ("soc", soc, SOCS),
-        ("cann", cann, RELEASES),
-        ("path", path, PATHS),
-    )
-    for name, value, known in names:
-        if not isinstance(value, str) or value not in known:
-            raise ContractError(name, name, "one of " + ", ".join(known), repr(value))
+    known_name("op", op, VERSIONS)
+    known_name("soc", soc, SOCS)
+    known_name("cann", cann, RELEASES)
+    known_path(path)
     return _limits(op, soc, cann, path)
 
 

@@ -15,9 +15,9 @@ from typing import Any, ClassVar
 
 import torch
 from mla_fusion.meta.binder import Binder, Derived
-from mla_fusion.meta.errors import ContractError
+from mla_fusion.meta.errors import known_name
 from mla_fusion.meta.limits import Sizes, known_releases
-from mla_fusion.meta.prolog import Argument, Operator
+from mla_fusion.meta.prolog import Operator
 from mla_fusion.meta.symbolic import different
 
 OP = "npu_mla_preprocess"
@@ -57,31 +57,21 @@ ATB_HIDDEN = 7168  # the one hidden size of ATB's own kernel; others go to anoth
 CACHES = ("kv_cache", "kv_cache_rope")
 RESULTS = ("q_out0", "kv_cache_out0", "q_out1", "kv_cache_out1")
 
-
-REQUIRED = tuple(
-    "input gamma0 beta0 wdqkv descale0 gamma1 beta1 wuq descale1 gamma2 cos sin wuk kv_cache "
-    "kv_cache_rope slotmapping"
-    .split()
-)  # fmt: skip
-OPTIONAL = tuple(
-    "quant_scale0 quant_offset0 bias0 quant_scale1 quant_offset1 bias1 ctkv_scale "
-    "q_nope_scale".split()
+_ARGUMENTS = (
+    "Tensor input, Tensor gamma0, Tensor beta0, Tensor wdqkv, Tensor descale0, Tensor gamma1, "
+    "Tensor beta1, Tensor wuq, Tensor descale1, Tensor gamma2, Tensor cos, Tensor sin, Tensor wuk, "
+    "Tensor kv_cache, Tensor kv_cache_rope, Tensor slotmapping, *, "
+    "Tensor? quant_scale0=None, Tensor? quant_offset0=None, Tensor? bias0=None, "
+    "Tensor? quant_scale1=None, Tensor? quant_offset1=None, Tensor? bias1=None, "
+    "Tensor? ctkv_scale=None, Tensor? q_nope_scale=None, "
+    "str? cache_mode=None, str? quant_mode=None"
 )
-ATB = Operator(
-    OP,
-    "atb",
-    tuple(map(Argument, REQUIRED)),
-    (
-        *(Argument(name, "Tensor?") for name in OPTIONAL),
-        *(Argument(name, "str?") for name in DEFAULTS),
-    ),
-    RESULTS,
-)
-_WRITTEN = tuple(f"Tensor({letter}!)" for letter in "abcd")
+ATB = Operator(f"{OP}({_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)", "atb", RESULTS)
+OPTIONAL = ATB.ge_inputs[len(ATB.required) :]
 # of the overload that writes its results into the caller's tensors, which it also returns
 OUT_SCHEMA = (
-    ", ".join([ATB.schema[0], *map(" ".join, zip(_WRITTEN, RESULTS, strict=True))]),
-    f"({', '.join(_WRITTEN)})",
+    f"{OP}.out({_ARGUMENTS}, Tensor(a!) q_out0, Tensor(b!) kv_cache_out0, Tensor(c!) q_out1, "
+    "Tensor(d!) kv_cache_out1) -> (Tensor(a!), Tensor(b!), Tensor(c!), Tensor(d!))"
 )
 
 
@@ -90,8 +80,7 @@ def check_preprocess(op: str, soc: str, cann: str, values: bool, full: Mapping[s
     takes; ``full``: every argument by name.
     """
     known_releases(cann)
-    if not isinstance(soc, str) or soc not in SOCS:
-        raise ContractError("soc", "soc", " or ".join(SOCS), repr(soc), source=HOST, op=op)
+    known_name("soc", soc, SOCS, source=HOST, op=op)
     call = Call(full)
     call.bind_tensors()
     call.check_sizes()
@@ -131,7 +120,7 @@ class Call(Binder):
         """Dtypes, presence and agreement of all shapes; `dims` holds the sizes of the axes."""
         full, form = self.full, self.form
         kind = self.dtype("input", torch.bfloat16, torch.float16)
-        for name, shape in _SHAPES.items():
+        for name, shape in SHAPES.items():
             self.tensor(name, shape, kind)
         self._weight("wuk", "N D C", kind)
         quantised = full["wdqkv"].dtype == torch.int8
@@ -200,7 +189,7 @@ def _is_empty(value: Any) -> bool:
     return value is not None and tuple(value.shape) == (0,)
 
 
-_SHAPES = {
+SHAPES = {
     **{"input": "T H", "gamma0": "H", "beta0": "H", "gamma1": "Q", "beta1": "Q", "gamma2": "C"},
     **{"cos": "T R", "sin": "T R"},
 }

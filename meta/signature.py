@@ -10,18 +10,13 @@ from typing import Any
 
 import torch
 from mla_fusion.meta import attention, key_operator, preprocess
-from mla_fusion.meta.errors import ContractError
+from mla_fusion.meta.errors import ContractError, known_name
 from mla_fusion.meta.prolog import PROLOGS
 
-# op -> (required arguments in positional order, keyword arguments with the schema's defaults)
-SIGNATURES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
-    operator.name: (operator.required, operator.defaults)
-    for operator in (
-        *PROLOGS.values(),
-        *key_operator.OPERATORS.values(),
-        attention.ATTENTION,
-        preprocess.ATB,
-    )
+OPERATORS = {
+    **PROLOGS,
+    **key_operator.OPERATORS,
+    **{operator.name: operator for operator in (attention.ATTENTION, preprocess.ATB)},
 }
 ALIASES = {"mla_preprocess": preprocess.OP}  # ATB's operator without torch's prefix
 
@@ -96,7 +91,5 @@ def signature(op: str) -> tuple[tuple[str, ...], dict[str, Any]]:
     """(required arguments in order, keyword arguments with defaults); ContractError ``op`` when
     unknown.
     """
-    try:
-        return SIGNATURES[named(op)]
-    except (KeyError, TypeError):
-        raise ContractError("op", "op", "one of " + ", ".join(SIGNATURES), repr(op)) from None
+    operator = OPERATORS[known_name("op", named(op), OPERATORS)]
+    return operator.required, operator.defaults

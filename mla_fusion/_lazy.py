@@ -32,8 +32,8 @@ def operators_with_torch() -> None:
     """Define the operators now, if torch is loaded, or else as soon as it is."""
     if "torch" in sys.modules:
         _define()
-    elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
+    else:
+        _Torch().install()
 
 
 def write_page(report: Any, path: Path) -> Path:
@@ -73,8 +73,48 @@ class _Loaded(importlib.abc.Loader):
         self._spec.loader = self._loader
 
 
-class _Finder(importlib.abc.MetaPathFinder):
-    """Lets torch be found by the others, and defines the operators behind it."""
+class Finder(importlib.abc.MetaPathFinder):
+    """Lets a module be found by the others, and decides what happens around its execution."""
+
+    awaited: str
+
+    def load(self, execute: Callable[[], None]) -> None:
+        """Calls ``execute``, which executes the module."""
+        raise NotImplementedError
+
+    def install(self) -> None:
+        """In front of the others, once."""
+        if all(getattr(finder, "awaited", None) != self.awaited for finder in sys.meta_path):
+            sys.meta_path.insert(0, self)
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != self.awaited:
+            return None
+        others = (other for other in sys.meta_path if other is not self)
+        specs = (other.find_spec(fullname, path, target) for other in others)
+        spec = next(filter(None, specs), None)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                self.load(partial(execute, module))
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+class _Torch(Finder):
+    """Defines the operators behind torch, and has torch loaded before what needs it."""
+
+    awaited = "torch"
+
+    def load(self, execute: Callable[[], None]) -> None:
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+        execute()
+        _define()
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -87,34 +127,4 @@ class _Finder(importlib.abc.MetaPathFinder):
             if loaded is not None and loaded.__spec__ is not None:
                 _Loaded(loaded, loaded.__spec__)
                 return loaded.__spec__
-        if fullname != "torch":
-            return None
-
-        def followed(execute: Callable[[], None]) -> None:
-            if self in sys.meta_path:
-                sys.meta_path.remove(self)
-            execute()
-            _define()
-
-        return wrapped(self, fullname, path, target, followed)
-
-
-def wrapped(
-    finder: importlib.abc.MetaPathFinder,
-    fullname: str,
-    path: Sequence[str] | None,
-    target: ModuleType | None,
-    load: Callable[[Callable[[], None]], None],
-) -> importlib.machinery.ModuleSpec | None:
-    """The spec that the other finders have for a module; ``load`` calls what executes it."""
-    others = (other for other in sys.meta_path if other is not finder)
-    specs = (other.find_spec(fullname, path, target) for other in others)
-    spec = next(filter(None, specs), None)
-    if spec is not None and spec.loader is not None:
-        execute = spec.loader.exec_module
-
-        def exec_module(module: ModuleType) -> None:
-            load(partial(execute, module))
-
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-    return spec
+        return super().find_spec(fullname, path, target)

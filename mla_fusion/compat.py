@@ -96,6 +96,7 @@ def __getattr__(name: str) -> Any:
 # -- operators; attrgetter costs no more than the attribute: the pass asks for schemas everywhere
 
 schema_of: Callable[[Any], FunctionSchema] = attrgetter("_schema")
+parse_schema: Callable[[str], FunctionSchema] = torch._C.parse_schema
 
 
 def overload_name(target: Any) -> str:

@@ -15,18 +15,14 @@ Kernels live in `mla_fusion.reference` and `mla_fusion.meta` and are imported on
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib import import_module
-from types import ModuleType
 from typing import Any
 
 import torch
 
 from mla_fusion import compat
-from mla_fusion._lazy import wrapped
+from mla_fusion._lazy import Finder
 from mla_fusion.meta import key_operator
 from mla_fusion.meta.key_operator import V2
 from mla_fusion.meta.preprocess import ATB, OUT_SCHEMA
@@ -37,89 +33,59 @@ _SCATTER_PA = (
     "Tensor? compress_lens=None, Tensor? compress_seq_offsets=None, Tensor? seq_lens=None, "
     'str? cache_mode="PA_NZ"'
 )
-_MUTABLE, _PURE = {"a": "(a!)", "b": "(b!)"}, {"a": "", "b": ""}
 
 
-def _tensors(count: int) -> str:
-    return "(" + ", ".join(["Tensor"] * count) + ")"
+def _by_name(*schemas: str) -> dict[str, str]:
+    return {text.partition("(")[0]: text for text in schemas}
 
 
-# name -> (arguments, results), exactly as torch_npu 2.13 defines them
-_SIGNATURES: dict[str, tuple[str, str]] = {
-    **{name: operator.schema for name, operator in (PROLOGS | key_operator.OPERATORS).items()},
-    "npu_rms_norm": ("Tensor input, Tensor gamma, float epsilon=1e-06", _tensors(2)),
-    "npu_add_rms_norm": ("Tensor x1, Tensor x2, Tensor gamma, float epsilon=1e-06", _tensors(3)),
-    "npu_interleave_rope": ("Tensor x, Tensor cos, Tensor sin", "Tensor"),
-    "npu_rotary_mul": (
-        "Tensor input, Tensor r1, Tensor r2, str rotary_mode='half', Tensor? rotate=None",
-        "Tensor",
-    ),
-    "npu_transpose_batchmatmul": (
-        "Tensor input, Tensor weight, *, Tensor? bias=None, Tensor? scale=None, int[]? "
-        "perm_x1=None, "
-        "int[]? perm_x2=None, int[]? perm_y=None, int? batch_split_factor=1",
-        "Tensor",
-    ),
-    "npu_scatter_nd_update": ("Tensor input, Tensor indices, Tensor updates", "Tensor"),
-    "npu_scatter_nd_update_": ("Tensor(a!) input, Tensor indices, Tensor updates", "Tensor(a!)"),
-    "npu_scatter_pa_kv_cache": (_SCATTER_PA.format(**_MUTABLE), _tensors(0)),
-    "npu_scatter_pa_kv_cache_functional": (_SCATTER_PA.format(**_PURE), _tensors(2)),
-    "npu_dynamic_quant": (
-        "Tensor input, *, Tensor? smooth_scales=None, Tensor? group_index=None, int? "
-        "dst_type=None, "
-        'str quant_mode="pertoken", float dst_type_max=0.0',
-        _tensors(2),
-    ),
-    "npu_dynamic_mx_quant": (
-        'Tensor input, *, int axis=-1, str round_mode="rint", int dst_type=296, int '
-        "block_size=32, int? scale_alg=0, "
-        "float dst_type_max=0.0, float max_low_bound=0.0",
-        _tensors(2),
-    ),
-    "npu_dynamic_block_quant": (
-        'Tensor x, *, float min_scale=0.0, str round_mode="rint", int dst_type=1, int '
-        "row_block_size=1, "
-        "int col_block_size=128, float dst_type_max=0.0",
-        "(Tensor y, Tensor scale)",
-    ),
-    "npu_quantize": (
-        "Tensor input, Tensor scales, Tensor? zero_points, int dtype, int axis=1, bool "
-        "div_mode=True",
-        "Tensor",
-    ),
-    "npu_quant_matmul": (
-        "Tensor x1, Tensor x2, Tensor scale, *, Tensor? offset=None, Tensor? pertoken_scale=None, "
-        "Tensor? bias=None, int? output_dtype=None, int? x1_dtype=None, int? x2_dtype=None, "
-        "int? pertoken_scale_dtype=None, int? scale_dtype=None, int[]? group_sizes=None, "
-        "Tensor? y_scale=None",
-        "Tensor",
-    ),
-    "npu_format_cast": (
-        "Tensor input, int acl_format, *, int? customize_dtype=None, int? input_dtype=None",
-        "Tensor",
-    ),
-}
+# exactly as torch_npu 2.13 defines them
+_NPU = _by_name(
+    *(operator.schema for operator in (PROLOGS | key_operator.OPERATORS).values()),
+    "npu_rms_norm(Tensor input, Tensor gamma, float epsilon=1e-06) -> (Tensor, Tensor)",
+    "npu_add_rms_norm(Tensor x1, Tensor x2, Tensor gamma, float epsilon=1e-06) "
+    "-> (Tensor, Tensor, Tensor)",
+    "npu_interleave_rope(Tensor x, Tensor cos, Tensor sin) -> Tensor",
+    "npu_rotary_mul(Tensor input, Tensor r1, Tensor r2, str rotary_mode='half', "
+    "Tensor? rotate=None) -> Tensor",
+    "npu_transpose_batchmatmul(Tensor input, Tensor weight, *, Tensor? bias=None, "
+    "Tensor? scale=None, int[]? perm_x1=None, int[]? perm_x2=None, int[]? perm_y=None, "
+    "int? batch_split_factor=1) -> Tensor",
+    "npu_scatter_nd_update(Tensor input, Tensor indices, Tensor updates) -> Tensor",
+    "npu_scatter_nd_update_(Tensor(a!) input, Tensor indices, Tensor updates) -> Tensor(a!)",
+    f"npu_scatter_pa_kv_cache({_SCATTER_PA.format(a='(a!)', b='(b!)')}) -> ()",
+    f"npu_scatter_pa_kv_cache_functional({_SCATTER_PA.format(a='', b='')}) -> (Tensor, Tensor)",
+    "npu_dynamic_quant(Tensor input, *, Tensor? smooth_scales=None, Tensor? group_index=None, "
+    'int? dst_type=None, str quant_mode="pertoken", float dst_type_max=0.0) -> (Tensor, Tensor)',
+    'npu_dynamic_mx_quant(Tensor input, *, int axis=-1, str round_mode="rint", int dst_type=296, '
+    "int block_size=32, int? scale_alg=0, float dst_type_max=0.0, float max_low_bound=0.0) "
+    "-> (Tensor, Tensor)",
+    'npu_dynamic_block_quant(Tensor x, *, float min_scale=0.0, str round_mode="rint", '
+    "int dst_type=1, int row_block_size=1, int col_block_size=128, float dst_type_max=0.0) "
+    "-> (Tensor y, Tensor scale)",
+    "npu_quantize(Tensor input, Tensor scales, Tensor? zero_points, int dtype, int axis=1, "
+    "bool div_mode=True) -> Tensor",
+    "npu_quant_matmul(Tensor x1, Tensor x2, Tensor scale, *, Tensor? offset=None, "
+    "Tensor? pertoken_scale=None, Tensor? bias=None, int? output_dtype=None, int? x1_dtype=None, "
+    "int? x2_dtype=None, int? pertoken_scale_dtype=None, int? scale_dtype=None, "
+    "int[]? group_sizes=None, Tensor? y_scale=None) -> Tensor",
+    "npu_format_cast(Tensor input, int acl_format, *, int? customize_dtype=None, "
+    "int? input_dtype=None) -> Tensor",
+)
+_BY_NAMESPACE = {"npu": _NPU, "atb": _by_name(ATB.schema, OUT_SCHEMA)}
+OPERATORS, ATB_OPERATORS = map(tuple, _BY_NAMESPACE.values())
 
 # operators of torch_npu that get a CPU kernel where they are, and no schema where they are not
 _KERNELS_ALONE = ("npu_sparse_flash_attention", "npu_fused_infer_attention_score_v2")
 
-# in-place operator -> (its functional form, positions of the mutated arguments); the new values of
-# those come last among the functional form's results
-_IN_PLACE: dict[str, tuple[str, tuple[int, ...]]] = {
-    V3.name: (V3.functional, V3.places(*V3.written)),
-    V2.name: (V2.functional, V2.places(*V2.written)),
-    "npu_scatter_nd_update_": ("npu_scatter_nd_update", (0,)),
-    "npu_scatter_pa_kv_cache": ("npu_scatter_pa_kv_cache_functional", (2, 3)),
+# in-place operator -> its functional form, among whose results the new values of the mutated
+# arguments come last
+_IN_PLACE = {
+    V3.name: V3.functional,
+    V2.name: V2.functional,
+    "npu_scatter_nd_update_": "npu_scatter_nd_update",
+    "npu_scatter_pa_kv_cache": "npu_scatter_pa_kv_cache_functional",
 }
-
-_ATB_SIGNATURES: dict[str, tuple[str, str]] = {
-    ATB.name: ATB.schema,
-    f"{ATB.name}.out": OUT_SCHEMA,
-}
-
-OPERATORS: tuple[str, ...] = tuple(_SIGNATURES)
-ATB_OPERATORS: tuple[str, ...] = tuple(_ATB_SIGNATURES)
-_BY_NAMESPACE = {"npu": _SIGNATURES, "atb": _ATB_SIGNATURES}
 
 _libraries: list[torch.library.Library] = []
 _withdrawn: list[Any] = []  # operators that graphs and callers may still hold
@@ -127,8 +93,7 @@ _withdrawn: list[Any] = []  # operators that graphs and callers may still hold
 
 def schema(name: str, namespace: str = "npu") -> str:
     """The schema of ``<namespace>::<name>`` as text, ``name(arguments) -> results``."""
-    arguments, results = _BY_NAMESPACE[namespace][name]
-    return f"{name}({arguments}) -> {results}"
+    return _BY_NAMESPACE[namespace][name]
 
 
 def defined(name: str, namespace: str = "npu") -> bool:
@@ -140,13 +105,13 @@ def defined(name: str, namespace: str = "npu") -> bool:
 
 def provide() -> None:
     """Add every schema and kernel that is missing now; calling it again changes nothing."""
-    for namespace, signatures in _BY_NAMESPACE.items():
+    for namespace, schemas in _BY_NAMESPACE.items():
         library = torch.library.Library(namespace, "FRAGMENT")
         _libraries.append(library)
-        missing = [name for name in signatures if not defined(name, namespace)]
+        missing = [name for name in schemas if not defined(name, namespace)]
         for name in missing:
             library.define(schema(name, namespace))
-        for name in signatures:
+        for name in schemas:
             kernel = name.replace(".", "_")
             _add(library, name, "CPU", _lazy("mla_fusion.reference.kernels", kernel))
             _add(library, name, "Meta", _lazy("mla_fusion.reference.shapes", kernel))
@@ -181,51 +146,45 @@ def _functionalize(name: str) -> Callable[..., Any]:
     """A Functionalize kernel: run the functional form, give its last results to the mutated
     arguments.
     """
-    functional_name, positions = _IN_PLACE[name]
+    declared = compat.parse_schema(schema(name))
+    arguments = enumerate(declared.arguments)
+    positions = [place for place, one in arguments if one.alias_info and one.alias_info.is_write]
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         plain_args, plain_kwargs = compat.tree_map_only(
             torch.Tensor, compat.content_of, (args, kwargs)
         )
-        if not all(compat.is_functional(args[position]) for position in positions):
-            with compat.below_functionalisation():
-                return getattr(torch.ops.npu, name).default(*plain_args, **plain_kwargs)
+        mutates = all(compat.is_functional(args[position]) for position in positions)
+        operator = getattr(torch.ops.npu, _IN_PLACE[name] if mutates else name).default
         with compat.below_functionalisation():
-            results = getattr(torch.ops.npu, functional_name).default(*plain_args, **plain_kwargs)
+            results = operator(*plain_args, **plain_kwargs)
+        if not mutates:
+            return results
         values = list(results) if isinstance(results, tuple | list) else [results]
-        updated = values[-len(positions) :]
-        for position, value in zip(positions, updated, strict=True):
-            compat.set_content(args[position], value)
         kept = values[: -len(positions)]
+        for position, value in zip(positions, values[len(kept) :], strict=True):
+            compat.set_content(args[position], value)
         if not kept:
-            returns = compat.schema_of(getattr(torch.ops.npu, name).default).returns
-            return args[positions[0]] if returns else None
+            return args[positions[0]] if declared.returns else None
         return tuple(map(compat.functional, kept))
 
     return kernel
 
 
-class _TorchNpuFinder(importlib.abc.MetaPathFinder):
+class _TorchNpu(Finder):
     """Makes way for torch_npu: its import runs without our definitions and is followed by
     ``provide()``.
     """
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != "torch_npu":
-            return None
+    awaited = "torch_npu"
 
-        def make_way(execute: Callable[[], None]) -> None:
-            withdraw()
-            try:
-                execute()
-            finally:
-                provide()
-
-        return wrapped(self, fullname, path, target, make_way)
+    def load(self, execute: Callable[[], None]) -> None:
+        withdraw()
+        try:
+            execute()
+        finally:
+            provide()
 
 
-if not any(type(finder).__name__ == _TorchNpuFinder.__name__ for finder in sys.meta_path):
-    sys.meta_path.insert(0, _TorchNpuFinder())
+_TorchNpu().install()
 provide()

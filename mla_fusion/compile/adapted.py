@@ -16,7 +16,8 @@ from mla_fusion.compile.slots import SlotCheck
 from mla_fusion.fx.pool_parts import Part
 from mla_fusion.report import store
 from mla_fusion.report.report import Report
-from mla_fusion.weights.current import Packed, Weights, items
+from mla_fusion.weights.cache import Packed
+from mla_fusion.weights.current import Weights, items
 
 
 @dataclass(frozen=True)

@@ -95,9 +95,9 @@ class Backend:
         specialise(gm)
         if _device_present() and any(_on_npu(value) for value in inputs):
             compiler = words.torchair_mode(mode, has_config=self.compiler_config is not None)
-            return _with_torchair(gm, inputs, given, self.compiler_config, self.report, compiler)
+            return self._with_torchair(gm, inputs, given, compiler)
         words.without_device(mode)
-        return _with_cpu(gm, inputs, given, self.report)
+        return self._with_cpu(gm, inputs, given)
 
     @property
     def keywords(self) -> Any:
@@ -106,6 +106,53 @@ class Backend:
             "torchair.inference.cache_compile(backend=mla_fusion.backend()): "
             f"{_NOT_SAVED} {_TORCHAIR}"
         )
+
+    def _with_cpu(
+        self, gm: GraphModule, inputs: Sequence[Any], config: Config
+    ) -> Callable[..., Any]:
+        from mla_fusion.compat import aot_autograd
+
+        name = names.of(gm)
+
+        def infer(graph: GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+            name(graph)
+            with store.into(self.report):
+                _, _, wrap = fuse_with_boundary(graph, examples, config, inputs)
+            return wrap(graph.forward)
+
+        def decline(graph: GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+            name(graph)
+            with store.into(self.report):
+                return _declined(graph, config)
+
+        compilers: dict[str, Any] = {
+            "fw_compiler": decline,
+            "bw_compiler": lambda graph, _: graph.forward,
+            "inference_compiler": infer,
+        }
+        compile_with_aot = aot_autograd(**compilers, keep_inference_input_mutations=True)
+        compiled: Callable[..., Any] = compile_with_aot(gm, inputs)
+        return compiled
+
+    def _with_torchair(
+        self, gm: GraphModule, inputs: Sequence[Any], config: Config, mode: str
+    ) -> Callable[..., Any]:
+        from mla_fusion import converters
+        from mla_fusion.compile import torchair_bridge
+
+        converters.register()
+        chosen = self.compiler_config or torchair_bridge.compiler_config(mode)
+        compile_further = torchair_bridge.package(mode).get_compiler(chosen)
+
+        name = names.of(gm)
+
+        def infer(graph: GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+            name(graph)
+            with store.into(self.report):
+                _, examples, wrap = fuse_for_torchair(graph, examples, config, inputs, chosen)
+            return wrap(compile_further(graph, examples))
+
+        return torchair_bridge.backend(mode, chosen, infer)(gm, list(inputs))
 
 
 class NotSaved(AttributeError, RuntimeError):
@@ -137,60 +184,7 @@ def mla_fusion(
     return backend()(gm, inputs, mode=mode, options=options)
 
 
-def _with_cpu(
-    gm: GraphModule, inputs: Sequence[Any], config: Config, folder: Path | None
-) -> Callable[..., Any]:
-    from mla_fusion.compat import aot_autograd
-
-    name = names.of(gm)
-
-    def infer(graph: GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
-        name(graph)
-        with store.into(folder):
-            _, _, wrap = fuse_with_boundary(graph, examples, config, inputs)
-        return wrap(graph.forward)
-
-    def decline(graph: GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
-        name(graph)
-        return _declined(graph, config, folder)
-
-    compilers: dict[str, Any] = {
-        "fw_compiler": decline,
-        "bw_compiler": lambda graph, _: graph.forward,
-        "inference_compiler": infer,
-    }
-    compile_with_aot = aot_autograd(**compilers, keep_inference_input_mutations=True)
-    compiled: Callable[..., Any] = compile_with_aot(gm, inputs)
-    return compiled
-
-
-def _with_torchair(
-    gm: GraphModule,
-    inputs: Sequence[Any],
-    config: Config,
-    compiler_config: Any,
-    folder: Path | None,
-    mode: str,
-) -> Callable[..., Any]:
-    from mla_fusion import converters
-    from mla_fusion.compile import torchair_bridge
-
-    converters.register()
-    chosen = compiler_config or torchair_bridge.compiler_config(mode)
-    compile_further = torchair_bridge.package(mode).get_compiler(chosen)
-
-    name = names.of(gm)
-
-    def infer(graph: GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
-        name(graph)
-        with store.into(folder):
-            _, examples, wrap = fuse_for_torchair(graph, examples, config, inputs, chosen)
-        return wrap(compile_further(graph, examples))
-
-    return torchair_bridge.backend(mode, chosen, infer)(gm, list(inputs))
-
-
-def _declined(graph: GraphModule, config: Config, folder: Path | None) -> Callable[..., Any]:
+def _declined(graph: GraphModule, config: Config) -> Callable[..., Any]:
     """A graph with gradients stays as it is; the report names the layers that would fuse
     without.
     """
@@ -214,8 +208,7 @@ def _declined(graph: GraphModule, config: Config, folder: Path | None) -> Callab
             meaning,
             left.remedy,
         )
-    with store.into(folder):
-        store.keep(report)
+    store.keep(report)
     return graph.forward
 
 

@@ -35,11 +35,15 @@ from mla_fusion.pipeline import run
 from mla_fusion.report import store
 from mla_fusion.report.report import Report
 from mla_fusion.weights import cache
-from mla_fusion.weights.current import Packed
+from mla_fusion.weights.cache import Packed
 from mla_fusion.weights.share import Inverse, inverse
 
 aten = torch.ops.aten
 log = logging.getLogger("mla_fusion")
+
+
+Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+Fused = tuple[Report, list[Any], Wrap]
 
 
 class _Unpackable(Exception):
@@ -81,17 +85,18 @@ class BoundaryBuilder(GraphBuilder):
             if exact is not None:
                 raise  # in the graph nothing would be looked at
             return recipe(self)
-        signature = cache.describe(program) if program is not None else ""
+        made, signature = None, ""
+        if program is not None:
+            inverse = None if exact is not None else self._inverse(program, positions)
+            names = tuple(label(self._originals[position]) for position in positions)
+            made = Packed(program, inverse, self._updates, exact, positions, names)
+            signature = made.signature
         if not self._share_weights:
-            places = positions if program is not None else (self._position[result],)
-            self._bytes_on_npu[signature, places] = self._on_npu(
+            self._bytes_on_npu[signature, positions] = self._on_npu(
                 name, signature, result, recipe, leaves
             )
-        if program is None:
+        if made is None:
             return self.value(result)
-        inverse = None if exact is not None else self._inverse(program, positions)
-        names = tuple(label(self._originals[position]) for position in positions)
-        made = Packed(program, signature, inverse, self._updates, exact, positions, names)
         return self._input(f"packed_{name}", made, result.meta["val"])
 
     def check_slots(
@@ -108,7 +113,7 @@ class BoundaryBuilder(GraphBuilder):
             for name, node, shape in caches
         )
         try:
-            program, positions, given = self._program(recipe, leaves)
+            program, positions, _ = self._program(recipe, leaves)
         except (_Unpackable, LookupError) as error:
             log.warning(
                 "the slots of %s are not checked: they are not made of inputs (%s)",
@@ -116,21 +121,20 @@ class BoundaryBuilder(GraphBuilder):
                 error,
             )
             return
-        if program is None:
-            check = SlotCheck(None, "", (self._position[given],), places, skips)
-        else:
-            check = SlotCheck(program, cache.describe(program), positions, places, skips)
-        self.slot_checks.setdefault((check.signature, check.positions, check.caches), check)
+        check = SlotCheck(program, positions, places, skips)
+        key = cache.describe(program) if program is not None else "", positions, places
+        self.slot_checks.setdefault(key, check)
 
     def _inverse(self, program: GraphModule, positions: tuple[int, ...]) -> Inverse | None:
-        if (
-            not self._share_weights
-            or len(positions) != 1
-            or is_symbolic(self._originals[positions[0]].meta["val"])
-        ):
+        parameter = self._only(positions) if self._share_weights else None
+        if parameter is None or has_symbols(parameter.shape):
             return None
-        parameter = self._originals[positions[0]].meta["val"]
-        return None if has_symbols(parameter.shape) else inverse(program, parameter)
+        return inverse(program, parameter)
+
+    def _only(self, positions: tuple[int, ...]) -> Tensor | None:
+        """The one tensor at these places."""
+        source = self._originals[positions[0]].meta["val"] if len(positions) == 1 else None
+        return source if isinstance(source, Tensor) else None
 
     def cache(self, node: Node, shape: Sequence[Any]) -> Node:
         if same_shape(shape_of(node), shape):
@@ -206,8 +210,8 @@ class BoundaryBuilder(GraphBuilder):
     def _program(
         self, recipe: Recipe, leaves: Sequence[Node], as_on_npu: bool = False
     ) -> tuple[GraphModule | None, tuple[int, ...], Node]:
-        """The recipe as a graph over the caller's inputs; no graph where it is one of them as it
-        is.
+        """The recipe as a graph over the caller's inputs at these places; no graph where it is one
+        of them as it is.
         """
         graph, copies = self._copied(leaves)
         end = graph.output(None)
@@ -218,7 +222,7 @@ class BoundaryBuilder(GraphBuilder):
         result = recipe(inner)
         given = {copied: node for node, copied in copies.items() if node.op == "placeholder"}
         if result in given:
-            return None, (), given[result]
+            return None, (self._position[given[result]],), given[result]
         end.args = (result,)
         inner.gm.graph.eliminate_dead_code()
         read = {copied: node for copied, node in given.items() if copied.users}
@@ -300,11 +304,10 @@ class BoundaryBuilder(GraphBuilder):
         """A parameter that the graph reads itself keeps its strides: the graph is compiled for
         them.
         """
-        for node, made in self.made_outside.items():
-            if isinstance(made, Packed):
-                sources = (self.copies[self._originals[position]] for position in made.positions)
-                if any(source.users for source in sources):
-                    self.made_outside[node] = replace(made, inverse=None)
+        for _, made in self._packed():
+            sources = (self.copies[self._originals[position]] for position in made.positions)
+            if any(source.users for source in sources):
+                made.inverse = None
 
     def _bytes_packed(self) -> int:
         """Of packed weights that are not views of their parameters, nor these (as far as can be
@@ -312,26 +315,23 @@ class BoundaryBuilder(GraphBuilder):
         """
         return sum(
             node.meta["val"].nbytes
-            for node, made in self.made_outside.items()
-            if isinstance(made, Packed) and made.inverse is None
-            if not self._shares_memory(node.meta["val"], made.positions)
+            for node, made in self._packed()
+            if made.inverse is None
+            and not self._shares_memory(node.meta["val"], made.positions)
             and not _has_symbolic_sizes(node)
         )
 
     def packed_weights(self) -> Iterator[PackedWeight]:
-        for node, made in self.made_outside.items():
-            if isinstance(made, Packed):
-                value = node.meta["val"]
-                source = (
-                    self._originals[made.positions[0]].meta["val"]
-                    if len(made.positions) == 1
-                    else None
-                )
-                parameter = source if isinstance(source, Tensor) else None
-                name = re.sub(r"^packed_|_\d+$", "", str(node.target))
-                yield PackedWeight(
-                    name, made, value, parameter, self._shares_memory(value, made.positions)
-                )
+        for node, made in self._packed():
+            value, places = node.meta["val"], made.positions
+            name = re.sub(r"^packed_|_\d+$", "", str(node.target))
+            is_view = self._shares_memory(value, places)
+            yield PackedWeight(name, made, value, self._only(places), is_view)
+
+    def _packed(self) -> list[tuple[Node, Packed]]:
+        """The new inputs that are packed weights."""
+        made = self.made_outside.items()
+        return [(node, item) for node, item in made if isinstance(item, Packed)]
 
     @property
     def knows_late(self) -> bool:
@@ -340,20 +340,17 @@ class BoundaryBuilder(GraphBuilder):
         Its size may be symbolic; and a parameter may have the format already to which it would be
         cast.
         """
-        made = (
-            (node, item) for node, item in self.made_outside.items() if isinstance(item, Packed)
+        return any(
+            _has_symbolic_sizes(node)
+            or any(word(step) == "npu_format_cast" for step in made.program.graph.nodes)
+            for node, made in self._packed()
         )
-        return any(_has_symbolic_sizes(node) or _casts_format(item.program) for node, item in made)
 
     def _shares_memory(self, value: Tensor, positions: Sequence[int]) -> bool:
         sources = (self._originals[place].meta["val"] for place in positions)
         return storage_id(value) in {
             storage_id(source) for source in sources if not is_symbolic(source)
         }
-
-
-def _casts_format(program: GraphModule) -> bool:
-    return any(word(node) == "npu_format_cast" for node in program.graph.nodes)
 
 
 def _has_symbolic_sizes(node: Node) -> bool:
@@ -405,7 +402,7 @@ def fuse_for_torchair(
     config: Config,
     given: Sequence[Any],
     compiler_config: Any,
-) -> tuple[Report, list[Any], Callable[[Callable[..., Any]], Callable[..., Any]]]:
+) -> Fused:
     """:func:`fuse_with_boundary`, and what torchair's compiler asks for beside it.
 
     What leaves a GE graph has no strides, so none are kept for it. npugraph_ex runs the FX graph,
@@ -423,7 +420,7 @@ def fuse_for_torchair(
 
 def fuse_with_boundary(
     gm: GraphModule, inputs: Sequence[Any], config: Config, given: Sequence[Any] = ()
-) -> tuple[Report, list[Any], Callable[[Callable[..., Any]], Callable[..., Any]]]:
+) -> Fused:
     """Fuse ``gm`` in place; the new example inputs, and the wrapper that keeps the caller's
     signature.
 
@@ -436,12 +433,8 @@ def fuse_with_boundary(
     report.bytes_added, report.bytes_on_npu = builder.bytes_packed, builder.bytes_on_npu
     store.save(report)
     unsettled = report if config.weights == "shared" or builder.knows_late else None
-    checks = tuple(builder.slot_checks.values())
-    return (
-        report,
-        builder.examples,
-        lambda compiled: Adapted(compiled, builder.adaptors, unsettled, checks),
-    )
+    adaptors, checks = builder.adaptors, tuple(builder.slot_checks.values())
+    return report, builder.examples, lambda run: Adapted(run, adaptors, unsettled, checks)
 
 
 def _fused(

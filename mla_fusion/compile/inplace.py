@@ -14,7 +14,7 @@ left:
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from itertools import chain
+from itertools import chain, count
 from typing import Any
 
 import torch
@@ -26,21 +26,13 @@ from mla_fusion.compile import inductor_bridge
 from mla_fusion.fx.kinds import is_view, word
 from mla_fusion.fx.walk import reached
 from mla_fusion.meta import key_operator
-from mla_fusion.meta.prolog import V3, V3_FUNCTIONAL
+from mla_fusion.meta.prolog import V3
 from mla_fusion.operators.known import shape_of
 
 aten = torch.ops.aten
 
-# functional operator, operator that writes, argument -> the result that is that cache afterwards
-_PAIRS = [
-    (functional.name, writes.name, dict(zip(
-        writes.places(*writes.written), map(functional.results.index, _results), strict=True
-    )))
-    for functional, writes, _results in (
-        (V3_FUNCTIONAL, V3, V3.written),
-        (key_operator.V2_FUNCTIONAL, key_operator.V2, key_operator.CACHES),
-    )
-]  # fmt: skip
+# the operators that write; the results of their functional forms are theirs, then the caches
+_WRITERS = (V3, key_operator.V2)
 
 
 def write_in_place(graph: Graph) -> int:
@@ -114,16 +106,16 @@ def _functional_calls(graph: Graph) -> list[tuple[Node, OpOverload, dict[int, in
     """Each call with the operator that writes in its place, and argument by argument the result
     that is the cache.
     """
-    operators = [
-        (getattr(torch.ops.npu, functional).default, getattr(torch.ops.npu, writes).default, places)
-        for functional, writes, places in _PAIRS
-        if hasattr(torch.ops.npu, functional) and hasattr(torch.ops.npu, writes)
-    ]
-    return [
-        (call, writes, places)
-        for functional, writes, places in operators
-        for call in graph.find_nodes(op="call_function", target=functional)
-    ]
+    found = []
+    for writes in _WRITERS:
+        results = count(len(writes.results))
+        places = dict(zip(writes.places(*writes.written), results, strict=False))
+        target, in_place = (
+            getattr(torch.ops.npu, name).default for name in (writes.functional, writes.name)
+        )
+        calls = graph.find_nodes(op="call_function", target=target)
+        found += [(call, in_place, places) for call in calls]
+    return found
 
 
 def _caches(call: Node, writes: OpOverload, places: Mapping[int, int]) -> dict[int, Any]:

@@ -34,7 +34,6 @@ class SlotCheck:
     """
 
     program: GraphModule | None
-    signature: str
     positions: tuple[int, ...]
     caches: tuple[tuple[str, Callable[[Sequence[Any]], torch.Tensor], int], ...]
     skips: bool = False

@@ -4,6 +4,7 @@ and two new ones.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -16,15 +17,12 @@ from mla_fusion.facts.absorb import AbsorbFact
 from mla_fusion.facts.projection import Projection
 from mla_fusion.facts.static_quant import One, StaticQuant
 from mla_fusion.fx.build import Builder
-from mla_fusion.meta.preprocess import OP, STATIC
-from mla_fusion.meta.prolog import Argument, Operator
+from mla_fusion.meta.preprocess import ATB, STATIC
 from mla_fusion.operators.known import shape_of
 from mla_fusion.plan.plan import InPlace, PreprocessPlan
 
 aten = torch.ops.aten
-KERNEL = Operator(
-    OP, "atb", (Argument("input"),), (), ("query", "kv_cache", "query_rope", "kr_cache"), "", ()
-)
+KERNEL = replace(ATB, results=("query", "kv_cache", "query_rope", "kr_cache"))
 _BLOCK = 128  # rows of a block of the buffers that new rows are staged in
 
 

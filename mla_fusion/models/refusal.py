@@ -34,10 +34,10 @@ CODES = {
 
 
 class OptimizeError(ValueError):
-    """A coded error. Nothing was changed."""
+    """A coded error; ``message`` has no code. Nothing was changed."""
 
     def __init__(self, code: str, message: str) -> None:
         if code not in CODES:
             raise KeyError(code)
         super().__init__(f"[{code}] {message}")
-        self.code = code
+        self.code, self.message = code, message

@@ -62,8 +62,13 @@ def positions(lengths: Tensor) -> tuple[Tensor, Tensor]:
     return sequence, torch.arange(len(sequence), device=lengths.device) - starts[sequence]
 
 
+def starts_of(lengths: Tensor) -> Tensor:
+    """Where each sequence starts, and the end of the last one."""
+    return torch.cat((lengths.new_zeros(1), lengths.cumsum(0)))
+
+
 def ceil_div(a: Tensor, b: int) -> Tensor:
-    return (a + b - 1).div(b, rounding_mode="floor")
+    return (a + b - 1) // b
 
 
 def padded(slots: Tensor, pad_to: int | None) -> Tensor:

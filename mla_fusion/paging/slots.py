@@ -4,7 +4,6 @@ starts.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from mla_fusion.paging.ragged import (
@@ -16,6 +15,7 @@ from mla_fusion.paging.ragged import (
     refuse,
     require,
     same_length,
+    starts_of,
 )
 from mla_fusion.paging.table import BlockIndex, PageTable
 
@@ -97,6 +97,6 @@ def blocks_from_slots(slots: Tensor, new_tokens: Tensor, block_size: int) -> Blo
             "new_tokens", f"lengths that sum to {len(slots)}, the number of slots", int(new.sum())
         )
     require("new_tokens", new >= 0, "at least 0", new)
-    ends = new.cumsum(0)
-    starts = torch.cat((ends.new_zeros(1), ends))
-    return BlockIndex(PageTable.from_token_table(slots, starts, block_size).pages, ends.int())
+    starts = starts_of(new)
+    pages = PageTable.from_token_table(slots, starts, block_size).pages
+    return BlockIndex(pages, starts[1:].int())

@@ -8,7 +8,7 @@ which are its last ones (FlashInfer's append and vLLM's scheduler allocate befor
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from mla_fusion.paging.ragged import (
     refuse,
     require,
     same_length,
+    starts_of,
 )
 
 
@@ -120,7 +121,7 @@ class PageTable:
         pages = table[sequence, position]
         if check:
             require("block_table", pages >= 0, "blocks of at least 0", pages)
-        return cls(_starts(counts), pages, lengths, block_size)
+        return cls(starts_of(counts), pages, lengths, block_size)
 
     def to_block_table(self, max_blocks: int | None = None, fill: int = 0) -> tuple[Tensor, Tensor]:
         """``(block_table [B, max_blocks], seq_lens [B])``, int32; unused entries are ``fill``."""
@@ -148,20 +149,20 @@ class PageTable:
         prefix_sums("kvstarts", starts, len(slots))
         lengths = starts.diff()
         sequence, position = positions(lengths)
-        first = slots[starts[sequence] + position - position.remainder(block_size)]
-        inside = slots == first + position.remainder(block_size)
-        held = inside & (first.remainder(block_size) == 0) & (slots >= 0)
+        first = slots[starts[sequence] + position - position % block_size]
+        inside = slots == first + position % block_size
+        held = inside & (first % block_size == 0) & (slots >= 0)
         require("slots", held, f"blocks of {block_size} rows, filled from their start", slots)
         counts = ceil_div(lengths, block_size)
         sequence, block = positions(counts)
-        pages = slots[starts[sequence] + block * block_size].div(block_size, rounding_mode="floor")
-        return cls(_starts(counts), pages, lengths, block_size)
+        pages = slots[starts[sequence] + block * block_size] // block_size
+        return cls(starts_of(counts), pages, lengths, block_size)
 
     def token_table(self) -> tuple[Tensor, Tensor]:
         """``(slots, kvstarts)`` of every token of every sequence, int64: PPL's cachestarts in table
         mode.
         """
-        return self._slots(*positions(self.lengths)), _starts(self.lengths)
+        return self._slots(*positions(self.lengths)), starts_of(self.lengths)
 
     # -- the new tokens
 
@@ -185,11 +186,11 @@ class PageTable:
         """
         new, start = self._new(new_tokens, check)
         if check:
-            aligned = (start.remainder(self.block_size) == 0) | (new == 0)
+            aligned = (start % self.block_size == 0) | (new == 0)
             expected = f"new tokens that start at a multiple of {self.block_size}"
             require("new_tokens", aligned, expected, start)
         sequence, block = positions(ceil_div(new, self.block_size))
-        first = self.starts[:-1] + start.div(self.block_size, rounding_mode="floor")
+        first = self.starts[:-1] + start // self.block_size
         return BlockIndex(self.pages[first[sequence] + block], new.cumsum(0).int())
 
     def _new(self, new_tokens: Tensor, check: bool) -> tuple[Tensor, Tensor]:
@@ -201,21 +202,13 @@ class PageTable:
         return new, self.lengths - new
 
     def _slots(self, sequence: Tensor, position: Tensor) -> Tensor:
-        block = position.div(self.block_size, rounding_mode="floor")
-        return self.pages[self.starts[sequence] + block] * self.block_size + position.remainder(
-            self.block_size
+        block = position // self.block_size
+        return (
+            self.pages[self.starts[sequence] + block] * self.block_size + position % self.block_size
         )
 
     def _compact(self) -> PageTable:
         counts = ceil_div(self.lengths, self.block_size)
         sequence, block = positions(counts)
-        return PageTable(
-            _starts(counts),
-            self.pages[self.starts[sequence] + block],
-            self.lengths,
-            self.block_size,
-        )
-
-
-def _starts(lengths: Tensor) -> Tensor:
-    return torch.cat((lengths.new_zeros(1), lengths.cumsum(0)))
+        pages = self.pages[self.starts[sequence] + block]
+        return replace(self, starts=starts_of(counts), pages=pages)

@@ -20,7 +20,7 @@ UNPAGED = ("BSND", "TND")
 def token_slots(index: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
     """``(block, offset)`` of every token from its slot; a negative slot gives a negative block."""
     slot = index.reshape(-1)
-    return slot.div(block_size, rounding_mode="floor"), slot.remainder(block_size)
+    return slot // block_size, slot % block_size
 
 
 def block_slots(
@@ -43,12 +43,10 @@ def block_slots(
         starts = torch.cat((ends.new_zeros(1), ends[:-1]))
         token = torch.arange(lead[0])
         batch = torch.searchsorted(ends, token, right=True).clamp(max=max(len(ends) - 1, 0))
-        blocks = (ends - starts + block_size - 1).div(block_size, rounding_mode="floor")
+        blocks = (ends - starts + block_size - 1) // block_size
         position = token - starts[batch]
         first_block = (blocks.cumsum(0) - blocks)[batch]
-    return ids[first_block + position.div(block_size, rounding_mode="floor")], position.remainder(
-        block_size
-    )
+    return ids[first_block + position // block_size], position % block_size
 
 
 def _last_of_each_slot(slot: Tensor) -> Tensor:

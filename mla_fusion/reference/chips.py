@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-from mla_fusion.meta import SOCS, ContractError
+from mla_fusion.meta import SOCS
+from mla_fusion.meta.errors import known_name
 
 _current = ContextVar("mla_fusion.reference.chips", default="A3")
 
@@ -23,9 +24,7 @@ def chip(soc: str) -> Iterator[None]:
     (`mla_fusion.reference.formats`); the formats that only A5 has are the same inside and outside.
     Raises ContractError ``soc``.
     """
-    if soc not in SOCS:
-        raise ContractError("soc", "soc", "one of " + ", ".join(SOCS), repr(soc))
-    token = _current.set(soc)
+    token = _current.set(known_name("soc", soc, SOCS))
     try:
         yield
     finally:

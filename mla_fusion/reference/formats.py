@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,7 +44,7 @@ class Format:
     dynamic_quant: Quantise
     quant_query: Quantise
     per_tensor: Rounding
-    per_tile: Callable[[Tensor, Tensor | None, int], tuple[Tensor, Tensor]]
+    per_tile: Callable[[Tensor, Any, int], tuple[Tensor, Tensor]]
 
 
 # -- int8, A2/A3
@@ -61,17 +62,12 @@ def _int8_dynamic(rounded: Rounding) -> Quantise:
     return quantise
 
 
-def _int8_tile(x: Tensor, alpha: Tensor | None, tile: int) -> tuple[Tensor, Tensor]:
-    assert alpha is not None
-    return quantize.per_tile(x, alpha, tile)
-
-
 INT8 = Format(
     _int8_product,
     _int8_dynamic(quantize.to_int8),
     _int8_dynamic(quantize.to_int8_through_half),
     quantize.to_int8,
-    _int8_tile,
+    quantize.per_tile,
 )
 
 
@@ -90,8 +86,7 @@ def _dynamic(encode: Rounding, maximum: float) -> Quantise:
 
     def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
         x = x.float()
-        peak = x.abs().amax(-1, keepdim=True) if x.numel() else x.new_zeros(*x.shape[:-1], 1)
-        scale = peak * torch.tensor(1.0 / maximum, dtype=torch.float32)
+        scale = quantize.peak(x) * torch.tensor(1.0 / maximum, dtype=torch.float32)
         return encode((x / scale).nan_to_num(nan=0.0)), scale
 
     return quantise
@@ -125,7 +120,9 @@ def _int8_product_a5(x: Tensor, weight: Tensor, token: Tensor, channel: Tensor) 
 
 
 _INT8_DYNAMIC_A5 = _dynamic(quantize.to_int8, 127.0)
-INT8_A5 = Format(_int8_product_a5, _INT8_DYNAMIC_A5, _INT8_DYNAMIC_A5, quantize.to_int8, _int8_tile)
+INT8_A5 = Format(
+    _int8_product_a5, _INT8_DYNAMIC_A5, _INT8_DYNAMIC_A5, quantize.to_int8, quantize.per_tile
+)
 
 
 # -- mxfp8, A5

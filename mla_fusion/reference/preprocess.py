@@ -15,42 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mla_fusion import meta
 from mla_fusion.meta import preprocess as contract
 from mla_fusion.meta.preprocess import EPSILON
 from mla_fusion.reference import cache, quantize
+from mla_fusion.reference.functional import kernel
 from mla_fusion.reference.numerics import matmul, rms_norm
 
 
-def npu_mla_preprocess(
-    input: Tensor,
-    gamma0: Tensor,
-    beta0: Tensor,
-    wdqkv: Tensor,
-    descale0: Tensor,
-    gamma1: Tensor,
-    beta1: Tensor,
-    wuq: Tensor,
-    descale1: Tensor,
-    gamma2: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    wuk: Tensor,
-    kv_cache: Tensor,
-    kv_cache_rope: Tensor,
-    slotmapping: Tensor,
-    *,
-    quant_scale0: Tensor | None = None,
-    quant_offset0: Tensor | None = None,
-    bias0: Tensor | None = None,
-    quant_scale1: Tensor | None = None,
-    quant_offset1: Tensor | None = None,
-    bias1: Tensor | None = None,
-    ctkv_scale: Tensor | None = None,
-    q_nope_scale: Tensor | None = None,
-    cache_mode: str | None = None,
-    quant_mode: str | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@kernel(contract.ATB)
+def npu_mla_preprocess(given: Any) -> tuple[Tensor, ...]:
     """``(q_out0, kv_cache, q_out1, kv_cache_rope)``; writes both caches and returns them, as the
     ``.out`` form.
 
@@ -62,34 +35,39 @@ def npu_mla_preprocess(
     without norm, quantisation or descale, and the second norm adds no beta1 (the operation's own
     test, `test_mla_preprocess_aclnn.py`). Raises ContractError.
     """
-    call = contract.Call(meta.complete(contract.OP, locals()))
+    call = contract.Call(vars(given))
     call.bind_tensors()
     call.check_slots()
-    full, form, kind = call.full, call.form, input.dtype
+    full, form, kind = call.full, call.form, given.input.dtype
     c, r, d, n, q = (call.dims[axis] for axis in "CRDNQ")
-    if wdqkv.dtype == torch.int8:
-        hidden, beta1_or_none = rms_norm_bias(input, gamma0, beta0), beta1
+    if given.wdqkv.dtype == torch.int8:
+        hidden, beta1_or_none = rms_norm_bias(given.input, given.gamma0, given.beta0), given.beta1
     else:  # what is not quantised is not normed either
-        hidden, beta1_or_none = input.float(), None
-    down = linear(hidden, weight_to_nd(wdqkv), descale0, static_scales(full, "0"), kind)
+        hidden, beta1_or_none = given.input.float(), None
+    down = linear(hidden, weight_to_nd(given.wdqkv), given.descale0, static_scales(full, "0"), kind)
     ckv, k_rope, c_q = down.split((c, r, q), -1)
-    q_norm = rms_norm_bias(c_q, gamma1, beta1_or_none)
-    up = linear(q_norm, weight_to_nd(wuq), descale1, static_scales(full, "1"), kind)
+    q_norm = rms_norm_bias(c_q, given.gamma1, beta1_or_none)
+    up = linear(q_norm, weight_to_nd(given.wuq), given.descale1, static_scales(full, "1"), kind)
     q_nope, q_rope = up.unflatten(-1, (n, d + r)).split((d, r), -1)
-    query = matmul(q_nope.transpose(0, 1), absorb_to_nd(wuk)).transpose(0, 1)
-    q_rope = rope_neox(q_rope, cos.unsqueeze(1), sin.unsqueeze(1))
-    k_rope = rope_neox(k_rope, cos, sin)
-    wide = rms_norm(ckv, gamma2, EPSILON)
+    query = matmul(q_nope.transpose(0, 1), absorb_to_nd(given.wuk)).transpose(0, 1)
+    q_rope = rope_neox(q_rope, given.cos.unsqueeze(1), given.sin.unsqueeze(1))
+    k_rope = rope_neox(k_rope, given.cos, given.sin)
+    wide = rms_norm(ckv, given.gamma2, EPSILON)
     latent = wide.to(kind)
     if form.kr is None:
-        scatter(kv_cache, torch.cat((latent, k_rope), -1), slotmapping, nz=form.nz)
-        return torch.cat((query, q_rope), -1), kv_cache, input.new_empty(0), kv_cache_rope
+        scatter(given.kv_cache, torch.cat((latent, k_rope), -1), given.slotmapping, nz=form.nz)
+        return (
+            torch.cat((query, q_rope), -1),
+            given.kv_cache,
+            given.input.new_empty(0),
+            given.kv_cache_rope,
+        )
     if form.int8:
         query = to_int8(query.float() * full["q_nope_scale"].float().unsqueeze(-1))
         latent = to_int8(wide * (1.0 / full["ctkv_scale"].float()))
-    scatter(kv_cache, latent, slotmapping, nz=form.nz)
-    scatter(kv_cache_rope, k_rope, slotmapping, nz=form.nz)
-    return query.contiguous(), kv_cache, q_rope, kv_cache_rope
+    scatter(given.kv_cache, latent, given.slotmapping, nz=form.nz)
+    scatter(given.kv_cache_rope, k_rope, given.slotmapping, nz=form.nz)
+    return query.contiguous(), given.kv_cache, q_rope, given.kv_cache_rope
 
 
 def rms_norm_bias(x: Tensor, gamma: Tensor, beta: Tensor | None) -> Tensor:

@@ -14,35 +14,32 @@ import torch
 from torch import Tensor
 
 from mla_fusion import meta
-from mla_fusion.meta.prolog import PROLOGS
+from mla_fusion.meta.prolog import V1, V2, Operator
+from mla_fusion.reference.functional import kernel
 from mla_fusion.reference.prolog import npu_mla_prolog_v3
 
 
-def npu_mla_prolog(*args: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@kernel(V1)
+def npu_mla_prolog(call: Any) -> tuple[Tensor, ...]:
     """v1: ``(query, query_rope, kv_cache, kr_cache)``; arguments as `torch_npu.npu_mla_prolog`."""
-    return _prolog("npu_mla_prolog", args, options)[:4]
+    return _prolog(V1, call)[:4]
 
 
-def npu_mla_prolog_v2(
-    *args: Tensor, **options: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+@kernel(V2)
+def npu_mla_prolog_v2(call: Any) -> tuple[Tensor, ...]:
     """v2: ``(query, query_rope, kv_cache, kr_cache, dequant_scale_q_nope)``; the last is ``[1]``
     when absent.
     """
-    return _prolog("npu_mla_prolog_v2", args, options)
+    return _prolog(V2, call)
 
 
-def _prolog(
-    op: str, args: tuple[Tensor, ...], options: dict[str, Any]
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    arguments = dict(zip(PROLOGS[op].required, args, strict=False)) | options
-    meta.check_structure(op, arguments)
-    wq, kv = meta.implied_quant_modes(arguments)
-    older = dict(arguments)
+def _prolog(operator: Operator, call: Any) -> tuple[Tensor, ...]:
+    meta.check_structure(operator.name, vars(call))
+    wq, kv = meta.implied_quant_modes(vars(call))
     if kv == 1:  # a [1, Hckv] row of which the kernel reads one float
-        older["quant_scale_ckv"] = arguments["quant_scale_ckv"].reshape(-1)[:1]
+        call.quant_scale_ckv = call.quant_scale_ckv.reshape(-1)[:1]
     query, query_rope, dequant_scale_q_nope, _, _ = npu_mla_prolog_v3(
-        **older, weight_quant_mode=wq, kv_cache_quant_mode=kv, query_quant_mode=int(kv == 1)
+        **vars(call), weight_quant_mode=wq, kv_cache_quant_mode=kv, query_quant_mode=int(kv == 1)
     )
     scale = dequant_scale_q_nope if kv == 1 else torch.empty(1, dtype=torch.float32).zero_()
-    return query, query_rope, arguments["kv_cache"].clone(), arguments["kr_cache"].clone(), scale
+    return query, query_rope, call.kv_cache.clone(), call.kr_cache.clone(), scale

@@ -43,9 +43,14 @@ def to_int8_through_half(x: Tensor) -> Tensor:
     return (half.sign() * (half.abs() + 0.5).floor()).clamp(-128, 127).to(torch.int8)
 
 
+def peak(x: Tensor) -> Tensor:
+    """``max|x|`` over the last axis (kept)."""
+    return x.abs().amax(-1, keepdim=True) if x.numel() else x.new_zeros(*x.shape[:-1], 1)
+
+
 def dynamic_scale(x: Tensor) -> tuple[Tensor, Tensor]:
     """``(x * (127 / m), m / 127)`` with ``m = max|x|`` over the last axis (kept)."""
-    maximum = x.abs().amax(-1, keepdim=True) if x.numel() else x.new_zeros(*x.shape[:-1], 1)
+    maximum = peak(x)
     limit = torch.full_like(maximum, 127.0)
     return x * (limit / maximum), maximum / limit
 

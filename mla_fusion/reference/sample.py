@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mla_fusion.meta import signature, spec
+from mla_fusion.meta.binder import Derived, size_of
 from mla_fusion.meta.limits import limits
 from mla_fusion.reference import hifloat8
 
@@ -39,6 +40,36 @@ DEEPSEEK_V3 = {
 }
 
 
+class Drawn:
+    """Seeded random tensors whose shapes are written as axes; on the meta device nothing is
+    allocated.
+    """
+
+    def __init__(self, dims: Mapping[str, int], derived: Derived, seed: int, device: str) -> None:
+        self.dims, self.derived, self.device = dims, derived, device
+        self.make = torch.Generator().manual_seed(seed)
+
+    def shape(self, axes: str) -> list[int]:
+        return [size_of(axis, self.dims, self.derived) for axis in axes.split()]
+
+    def filled(self, axes: str, kind: torch.dtype, fan_in: float = 1.0) -> Tensor:
+        """Noise of variance 1 / ``fan_in``; the whole range of int8."""
+        sizes = self.shape(axes)
+        if self.device == "meta":
+            return torch.empty(sizes, dtype=kind, device=self.device)
+        if kind == torch.int8:
+            return torch.randint(-127, 128, sizes, generator=self.make, dtype=torch.int8)
+        noise = torch.randn(sizes, generator=self.make, dtype=torch.float32) / fan_in**0.5
+        return hifloat8.encode(noise) if kind == torch.uint8 else noise.to(kind)
+
+    def scale(self, axes: str, typical: float) -> Tensor:
+        """float32 numbers around ``typical``, half of it to one and a half."""
+        sizes = self.shape(axes)
+        if self.device == "meta":
+            return torch.empty(sizes, dtype=torch.float32, device=self.device)
+        return typical * (0.5 + torch.rand(sizes, generator=self.make, dtype=torch.float32))
+
+
 def sample_call(
     *,
     weight_quant_mode: int = 0,
@@ -57,42 +88,24 @@ def sample_call(
     distinct, and -1 (skipped) where the cache is too small for the tokens. With block-wise cache
     modes and a 2-D token_x the tokens are two sequences. On ``device="meta"`` nothing is allocated.
     """
-    make = torch.Generator().manual_seed(seed)
     weights, cache = spec.WEIGHT_MODES[weight_quant_mode], spec.CACHE_QUANTS[kv_cache_quant_mode]
     tokens = lead[0] if len(lead) == 1 else lead[0] * lead[1]
-    known = dict(dims) | dict(zip(("T",) if len(lead) == 1 else ("B", "S"), lead, strict=True))
-    tile = spec.TILE_SIZE if known["Hckv"] % spec.TILE_SIZE == 0 else known["Hckv"]
-    known |= {"tokens": tokens, "tile": tile}
+    axes = ("T",) if len(lead) == 1 else ("B", "S")
+    tile = spec.TILE_SIZE if dims["Hckv"] % spec.TILE_SIZE == 0 else dims["Hckv"]
+    known = {**dims, **dict(zip(axes, lead, strict=True)), "tokens": tokens, "tile": tile}
+    drawn = Drawn(known, spec.DERIVED, seed, device)
     roles: dict[Any, Any] = {spec.ACTIVATION: dtype}
     roles[spec.ELEMENT] = roles.get(weights.element, weights.element)
     roles |= {role: roles.get(kind, kind) for role, kind in weights.dtypes.items()}
-
-    def size(axis: str) -> int:
-        return spec.DERIVED[axis](known) if axis in spec.DERIVED else known[axis]
-
-    def shape(text: str) -> list[int]:
-        return [n for word in text.split() for n in (lead if word == "lead" else (size(word),))]
-
-    def filled(text: str, kind: torch.dtype, fan_in: float = 1.0) -> Tensor:
-        sizes = shape(text)
-        if device == "meta":
-            return torch.empty(sizes, dtype=kind, device=device)
-        if kind == torch.int8:
-            return torch.randint(-127, 128, sizes, generator=make, dtype=torch.int8)
-        noise = torch.randn(sizes, generator=make, dtype=torch.float32) / fan_in**0.5
-        if kind == torch.uint8:
-            return hifloat8.encode(noise)
-        return noise.to(kind)
-
     call: dict[str, Any] = {}
     for tensor in spec.INPUTS:
-        sizes = shape(tensor.shape)
-        fan_in = float(sizes[-2]) if tensor.name.startswith("weight") else 1.0
-        call[tensor.name] = filled(tensor.shape, roles.get(tensor.dtype, tensor.dtype), fan_in)
+        axes_of = tensor.shape.replace("lead", " ".join(axes))
+        fan_in = drawn.shape(axes_of)[-2] if tensor.name.startswith("weight") else 1
+        call[tensor.name] = drawn.filled(axes_of, roles.get(tensor.dtype, tensor.dtype), fan_in)
     mode = spec.CACHE_MODES[cache_mode]
-    call["kv_cache"] = filled(f"{mode.cache} {cache.width}", roles.get(cache.kv, cache.kv))
+    call["kv_cache"] = drawn.filled(f"{mode.cache} {cache.width}", roles.get(cache.kv, cache.kv))
     call["kr_cache"] = (
-        filled(f"{mode.cache} Dr", roles.get(cache.kr, cache.kr))
+        drawn.filled(f"{mode.cache} Dr", roles.get(cache.kr, cache.kr))
         if cache.kr is not None
         else torch.empty(0, dtype=dtype, device=device)
     )
@@ -108,12 +121,10 @@ def sample_call(
                 * (known["He"] ** 0.25 if name != "dequant_scale_w_uq_qr" else known["Hcq"] ** 0.5)
             )
         kind = weights.scale_dtype if name in weights.required else torch.float32
-        if device == "meta":
-            call[name] = torch.empty(shape(text), dtype=kind, device=device)
-        else:
-            drawn = torch.rand(shape(text), generator=make, dtype=torch.float32)
-            call[name] = (typical * (0.5 + drawn)).to(kind)
-    call |= {name: tensor.to(device) for name, tensor in _index(mode, lead, known, make).items()}
+        call[name] = drawn.scale(text, typical).to(kind)
+    call |= {
+        name: tensor.to(device) for name, tensor in _index(mode, lead, known, drawn.make).items()
+    }
     options = {
         "cache_mode": cache_mode,
         "weight_quant_mode": weight_quant_mode,

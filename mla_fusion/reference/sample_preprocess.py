@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mla_fusion.meta import preprocess
+from mla_fusion.reference.sample import Drawn
 
 # small sizes; those of the device are in mla_fusion.meta.preprocess
 SMALL = {
@@ -51,71 +52,45 @@ def sample_preprocess(
     distinct. NZ caches have 128 rows a block. ``weight`` is the dtype of the two projections. On
     ``device="meta"`` neither weights nor caches are allocated.
     """
-    make = torch.Generator().manual_seed(seed)
     form = preprocess.CACHE_FORMS[cache_mode]
-    block = preprocess.NZ_BLOCK if form.nz else dims["BlockSize"]
-    t, h, q, c, r, d, n = (dims[axis] for axis in ("T", "H", "Q", "C", "R", "D", "N"))
-    wide, up = c + r + q, n * (d + r)
+    dims = {**dims, "BlockSize": preprocess.NZ_BLOCK if form.nz else dims["BlockSize"]}
+    drawn = Drawn(dims, preprocess.Call.derived, seed, device)
+    rows = dims["BlockNum"] * dims["BlockSize"]
 
-    def noise(*sizes: int, scale: float = 1.0) -> Tensor:
-        if device == "meta":
-            return torch.empty(sizes, dtype=dtype, device=device)
-        return (torch.randn(sizes, generator=make, dtype=torch.float32) * scale).to(dtype)
-
-    def linear(rows: int, k: int) -> Tensor:
-        if device == "meta":
-            return torch.empty(rows, k, dtype=weight, device=device)
-        if weight == torch.int8:
-            return torch.randint(-127, 128, (rows, k), generator=make, dtype=torch.int8)
-        return noise(rows, k, scale=k**-0.5)
-
-    def descale(rows: int, k: int) -> Tensor:
-        scale = (0.5 + torch.rand(rows, generator=make, dtype=torch.float32)) / (73 * 40 * k**0.5)
-        return (
-            scale
-            if dtype == torch.bfloat16
-            else scale.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
-        )
+    def descale(axes: str, k: int) -> Tensor:
+        scale = drawn.scale(axes, 1 / (73 * 40 * k**0.5))
+        if dtype == torch.bfloat16:
+            return scale
+        return scale.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
 
     call: dict[str, Any] = {
-        "input": noise(t, h),
-        "gamma0": noise(h),
-        "beta0": noise(h, scale=0.1),
-        "wdqkv": linear(wide, h),
-        "descale0": descale(wide, h),
-        "gamma1": noise(q),
-        "beta1": noise(q, scale=0.1),
-        "wuq": linear(up, q),
-        "descale1": descale(up, q),
-        "gamma2": noise(c),
-        "cos": noise(t, r),
-        "sin": noise(t, r),
-        "wuk": noise(n, d, c, scale=d**-0.5),
-        "slotmapping": torch.randperm(dims["BlockNum"] * block, generator=make)[:t].int(),
+        name: drawn.filled(axes, dtype, 100 if name.startswith("beta") else 1)
+        for name, axes in preprocess.SHAPES.items()
+    }
+    call |= {
+        "wdqkv": drawn.filled("W H", weight, dims["H"]),
+        "descale0": descale("W", dims["H"]),
+        "wuq": drawn.filled("U Q", weight, dims["Q"]),
+        "descale1": descale("U", dims["Q"]),
+        "wuk": drawn.filled("N D C", dtype, dims["D"]),
+        "slotmapping": torch.randperm(rows, generator=drawn.make)[: dims["T"]].int(),
         "cache_mode": cache_mode,
         "quant_mode": quant_mode,
+        "kv_cache": drawn.filled(form.kv, torch.int8 if form.int8 else dtype),
+        "kv_cache_rope": torch.zeros(0, dtype=dtype)
+        if form.kr is None
+        else drawn.filled(form.kr, dtype),
     }
-    known = {"BlockNum": dims["BlockNum"], "BlockSize": block, "C+R": c + r, "C": c, "R": r}
-    known |= {"C/32": c // 32, "C/16": c // 16, "R/16": r // 16}
-
-    def rows(shape: str, kind: torch.dtype) -> Tensor:
-        sizes = [int(axis) if axis.isdigit() else known[axis] for axis in shape.split()]
-        if device == "meta":
-            return torch.empty(sizes, dtype=kind, device=device)
-        return torch.randint(-9, 9, sizes, generator=make).to(kind)
-
-    call["kv_cache"] = rows(form.kv, torch.int8 if form.int8 else dtype)
-    call["kv_cache_rope"] = torch.zeros(0, dtype=dtype) if form.kr is None else rows(form.kr, dtype)
     if quant_mode == "per_tensor_quant_asymm":
-        for stage, width in (("0", wide), ("1", up)):
+        for stage, width in (("0", "W"), ("1", "U")):
             call["quant_scale" + stage] = torch.tensor([0.03], dtype=dtype)
             call["quant_offset" + stage] = torch.tensor([3], dtype=torch.int8)
             call["bias" + stage] = torch.randint(
-                -10, 10, (width,), generator=make, dtype=torch.int32
+                -10, 10, drawn.shape(width), generator=drawn.make, dtype=torch.int32
             )
     if form.int8:
         call["ctkv_scale"] = torch.tensor([0.02], dtype=dtype)
-        call["q_nope_scale"] = torch.linspace(20, 40, n, dtype=torch.float32).to(dtype)
+        call["q_nope_scale"] = torch.linspace(20, 40, dims["N"], dtype=torch.float32).to(dtype)
     return {
         name: value.to(device) if isinstance(value, Tensor) else value
         for name, value in call.items()

@@ -21,8 +21,8 @@ from mla_fusion.config import Config
 from mla_fusion.fx.module_path import label
 from mla_fusion.fx.program import nodes_between
 from mla_fusion.meta.prolog import V3, V3_FUNCTIONAL
-from mla_fusion.weights import cache
-from mla_fusion.weights.current import Packed, Weights
+from mla_fusion.weights.cache import Packed
+from mla_fusion.weights.current import Weights
 from mla_fusion.weights.share import inverse
 
 # W_dq, W_uq_qr, W_uk, W_dkv_kr and the two gammas, by position in every form of the call
@@ -110,8 +110,7 @@ def _wanted(
     if config.weights == "shared" and len(sources) == 1 and sources[0] not in elsewhere:
         back = inverse(program, sources[0].meta["val"])
     names = tuple(map(label, sources))
-    how = back, config.updates, None, positions, names
-    return Packed(program, cache.describe(program), *how)
+    return Packed(program, back, config.updates, positions=positions, names=names)
 
 
 def _program(

@@ -32,7 +32,6 @@ from mla_fusion.weights.share import Inverse, re_express
 from mla_fusion.weights.source import Source, place
 
 _Key = tuple[str, str, tuple[object, ...]]
-_ND = 2  # the storage format of plain memory, as npu_format_cast numbers them
 
 
 class WeightError(ValueError):
@@ -155,8 +154,7 @@ class Entry:
         if self.inverse is not None and self.packed is not None:
             for parameter in parameters:
                 if self._lies_in(parameter):
-                    dense = torch.ops.npu.npu_format_cast(self.packed, _ND)
-                    parameter.data = self.inverse(dense).contiguous()
+                    parameter.data = self.inverse.apart(self.packed)
         self.void()
 
     @property
@@ -179,21 +177,43 @@ os.register_at_fork(after_in_child=_renew_lock)
 
 
 @dataclass(eq=False)
-class Packing:
-    """One packing program; holds what it has packed.
+class Packed:
+    """A weight made of some of the caller's arguments: tensors, and numbers that its sizes depend
+    on. Holds what it has packed.
 
-    program     takes the sources: tensors, and numbers where sizes are symbolic
+    program     takes the arguments at ``positions``
     inverse     how the one source may become a view of the packed weight, if it is to
     updates     as in Config
     exact       which numbers of its one source what is packed must hold
+    names       of the arguments in the user's model
+    signature   of the program; equal for equal ones
     """
 
     program: GraphModule
-    signature: str
     inverse: Inverse | None = None
     updates: str = "rounds"
     exact: Exact | None = None
+    positions: tuple[int, ...] = (0,)
+    names: tuple[str, ...] = ("",)
+    signature: str = field(init=False)
     _held: dict[_Key, Entry] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.signature = describe(self.program)
+
+    def __call__(self, args: Sequence[Any]) -> torch.Tensor:
+        """The packed weight; of tensors that are not plain (fake, wrapped by a transform) one that
+        is not kept.
+        """
+        sources = self.sources(args)
+        if not are_plain(sources):
+            return self._pack(*sources)
+        packed = self.of(sources).packed
+        assert packed is not None
+        return packed
+
+    def sources(self, args: Sequence[Any]) -> list[Any]:
+        return [args[position] for position in self.positions]
 
     def of(self, sources: Sequence[Any]) -> Entry:
         """The weight packed of these sources, made anew where there is none or they have changed.
@@ -219,16 +239,6 @@ class Packing:
                 key = self._key(sources)  # the parameter has moved
             _ENTRIES[key] = self._held[key] = entry
             return entry
-
-    def weight(self, sources: Sequence[Any]) -> torch.Tensor:
-        """The packed weight; of tensors that are not plain (fake, wrapped by a transform) one that
-        is not kept.
-        """
-        if not are_plain(sources):
-            return self._pack(*sources)
-        packed = self.of(sources).packed
-        assert packed is not None
-        return packed
 
     @property
     def _pack(self) -> Callable[..., torch.Tensor]:

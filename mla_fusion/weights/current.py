@@ -8,7 +8,6 @@ looked at besides, at one step of several (:mod:`mla_fusion.weights.rounds`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
@@ -17,26 +16,8 @@ from torch import Tensor
 from mla_fusion.compat import storage_id, version_of
 from mla_fusion.modes import outside_modes
 from mla_fusion.weights import cache
-from mla_fusion.weights.cache import Entry
+from mla_fusion.weights.cache import Entry, Packed
 from mla_fusion.weights.rounds import Rounds, Watched, warn_once
-
-
-@dataclass(eq=False)
-class Packed(cache.Packing):
-    """A weight made of some of the caller's arguments: tensors, and numbers that its sizes depend
-    on.
-
-    names       of the arguments in the user's model
-    """
-
-    positions: tuple[int, ...] = ()
-    names: tuple[str, ...] = ()
-
-    def __call__(self, args: Sequence[Any]) -> Tensor:
-        return self.weight(self.sources(args))
-
-    def sources(self, args: Sequence[Any]) -> list[Any]:
-        return [args[position] for position in self.positions]
 
 
 def items(positions: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
@@ -124,8 +105,8 @@ class Current:
         self._counted = None if all_count else items([position for position, _ in counted])
         self._versions = [source.version for source in counted.values()]
         self._watched = tuple(each for each in sources.values() if len(each.source.content))
-        self._rounds: Rounds | None = None
         self._in_full = any(entry.updates == "every call" for entry in self.entries)
+        self._rounds = None
         if not self._in_full and self._watched:
             self._rounds = Rounds(self._watched, before._rounds if before is not None else None)
         self.packed: tuple[Tensor, ...] | None = None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,7 +25,7 @@ from mla_fusion.weights.share import Inverse, Without, shared_memory
 
 log = logging.getLogger("mla_fusion")
 _CAST = "npu_format_cast"
-_ND, _NZ = 2, 29
+_NZ = 29
 
 
 _OTHER_FORM = (
@@ -132,15 +132,10 @@ def give_back(parameters: Iterable[Tensor]) -> set[int]:
                 if id(parameter) in wanted:
                     if laid.program is not None:
                         left.add(storage_id(laid.packed))
-                        _give_back(parameter, laid)
+                        if parameter is not None and laid.has(parameter):
+                            parameter.data = laid.inverse.apart(laid.packed)
                     _forget(module, name)
     return left
-
-
-def _give_back(parameter: Any, laid: _Laid) -> None:
-    """Contiguous memory of its own, to a parameter that lies in its packed weight."""
-    if laid.has(parameter):
-        parameter.data = laid.inverse(torch.ops.npu.npu_format_cast(laid.packed, _ND)).contiguous()
 
 
 def _forget(module: nn.Module, name: str) -> None:

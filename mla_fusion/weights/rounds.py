@@ -58,9 +58,9 @@ class Rounds:
         self._shares = [
             (each, number) for each in watched for number in range(len(each.source.content))
         ]
-        goes_on = before is not None and len(before._shares) == len(self._shares)
-        self._next: int = before._next if before is not None and goes_on else 0
-        self._steps: int = before._steps if before is not None and goes_on else 0
+        self._next = self._steps = 0
+        if before is not None and len(before._shares) == len(self._shares):
+            self._next, self._steps = before._next, before._steps
         kind = watched[0].source.content.device.type
         self._every = STEPS_A_LOOK.get(kind, STEPS_A_LOOK_OF_OTHERS)
         self._looks: deque[_Look] = deque()

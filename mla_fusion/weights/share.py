@@ -29,6 +29,9 @@ _VIEWS = frozenset(
 _COPIES = frozenset(["clone", "npu_format_cast"])
 
 
+_ND = 2  # the storage format of plain memory, as npu_format_cast numbers them
+
+
 @dataclass(frozen=True)
 class Inverse:
     """How a parameter is read out of its packed weight."""
@@ -38,6 +41,10 @@ class Inverse:
 
     def __call__(self, packed: Tensor) -> Tensor:
         return packed.permute(self.order).view(self.shape)
+
+    def apart(self, packed: Tensor) -> Tensor:
+        """The parameter in contiguous memory of its own."""
+        return self(torch.ops.npu.npu_format_cast(packed, _ND)).contiguous()
 
 
 def inverse(program: GraphModule, parameter: Tensor) -> Inverse | None:

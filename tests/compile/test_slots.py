@@ -118,7 +118,7 @@ def test_layers_with_the_same_slots() -> None:
 
 
 def test_skipped_tokens_are_no_error() -> None:
-    check = SlotCheck(None, "", (0,), (("kv_cache", lambda args: args[1], 4),), skips=True)
+    check = SlotCheck(None, (0,), (("kv_cache", lambda args: args[1], 4),), skips=True)
     cache = torch.zeros(8, 4)
     check([torch.tensor([-1, -1, 3]), cache])
     with pytest.raises(mf.SlotError, match="slot 8 of token 1"):

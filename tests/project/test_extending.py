@@ -153,13 +153,11 @@ assert V3.ge_attributes["fast_mode"] == "Int" and V3.defaults["fast_mode"] == 0
 
 def test_an_argument_of_the_operator(scratch: Scratch) -> None:
     section = "A version of the operator"
-    row = '    Argument("kc_scale", "float", 1.0),\n'
-    scratch.edit(section, "meta/prolog.py", row, row + '    Argument("fast_mode", "int", 0),\n')
+    before = "float kc_scale=1.0, "
+    scratch.edit(section, "meta/prolog.py", before, before + "int fast_mode=0, ")
     kernel = "mla_fusion/reference/prolog.py"
-    last = "    kc_scale: float = 1.0,\n"
-    scratch.edit(section, kernel, last, last + "    fast_mode: int = 0,\n")
     result = "query.contiguous().view(*lead, n, hckv)"
-    scratch.edit(section, kernel, result, result + " * (1 + fast_mode)")
+    scratch.edit(section, kernel, result, result + " * (1 + call.fast_mode)")
     done = scratch.run("-c", CALL)
     assert done.returncode == 0, done.stderr
     assert scratch.run("docs/generate_operator.py").returncode == 0

@@ -22,7 +22,7 @@ from mla_fusion.fx.kinds import op_name
 from mla_fusion.machine import Machine
 from mla_fusion.serving import vllm_ascend_pass
 from mla_fusion.serving.prepack import PackOnce
-from mla_fusion.weights.current import Packed
+from mla_fusion.weights.cache import Packed
 from tests.catalogue import base
 from tests.exhaustive import one_in
 from tests.harness import assert_no_worse, eager, exact

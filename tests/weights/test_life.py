@@ -122,7 +122,7 @@ def test_a_forked_child_packs_while_a_thread_of_its_parent_does() -> None:
             over.wait(60)
             return weight.clone()
 
-    slow = cache.Packing(torch.fx.symbolic_trace(nn.Identity()), "slow")
+    slow = cache.Packed(torch.fx.symbolic_trace(nn.Identity()))
     slow.program = Slow()  # type: ignore[assignment]
     thread = threading.Thread(target=slow.of, args=([torch.ones(8, 8)],))
     thread.start()
@@ -172,9 +172,9 @@ def test_a_collection_in_the_midst_of_packing_leaves_it_alone() -> None:
             gc.collect()
             return copy.deepcopy(weight)
 
-    packing = cache.Packing(torch.fx.symbolic_trace(nn.Identity()), "collecting")
+    packing = cache.Packed(torch.fx.symbolic_trace(nn.Identity()))
     packing.program = Collecting()  # type: ignore[assignment]
     source = torch.ones(4, 4)
-    assert torch.equal(packing.weight([source]), source)
+    assert torch.equal(packing([source]), source)
     gc.collect()
     assert packing.of([source]).packed is not None

@@ -236,22 +236,20 @@ def test_what_is_packed_under_a_mode_is_plain_or_not_kept(name: str) -> None:
         def forward(self, weight: Tensor) -> Tensor:
             return weight.t().clone()
 
-    packing = cache.Packing(
-        torch.fx.symbolic_trace(Turn()), f"turned under {name}", updates="every call"
-    )
+    packing = cache.Packed(torch.fx.symbolic_trace(Turn()), updates="every call")
     weight = nn.Parameter(torch.randn(4, 6).bfloat16(), requires_grad=False)
     for _ in range(2):
         with MODES[name]() as mode:
-            packing.weight([weight])
-            packing.weight([mode.from_tensor(weight) if name == "fake" else weight * 1])
+            packing([weight])
+            packing([mode.from_tensor(weight) if name == "fake" else weight * 1])
         assert not strange()
-        found = packing.weight([weight])
+        found = packing([weight])
         assert is_plain(found) and not found.is_inference() and torch.equal(found, weight.t())
         weight.data.mul_(2)
-        assert torch.equal(packing.weight([weight]), weight.t())
+        assert torch.equal(packing([weight]), weight.t())
     with MODES[name]():
-        packing.weight([weight])
-    assert packing.weight([weight]).data_ptr() == packing.weight([weight]).data_ptr()
+        packing([weight])
+    assert packing([weight]).data_ptr() == packing([weight]).data_ptr()
 
 
 def test_modes_of_another_thread_are_its_own() -> None:

@@ -24,7 +24,7 @@ from tests.catalogue import base, prologues
 from tests.harness import assert_as_exact, assert_no_worse, clones, eager, exact
 
 SHARED = mf.Config(weights="shared")
-PACKINGS: list[cache.Packing] = []
+PACKINGS: list[cache.Packed] = []
 
 
 class OwnAbsorb(prologues.PagedRotateHalf):
@@ -284,7 +284,7 @@ def doubly_transposed(weight: Tensor) -> Tensor:
 def pack(tensor: Tensor, packing: Callable[[Tensor], Tensor] = transposed) -> Tensor:
     """Packed as a compiled graph does it that lives to the end of the test."""
     program = make_fx(packing)(tensor.detach().clone())
-    PACKINGS.append(cache.Packing(program, cache.describe(program), inverse(program, tensor)))
+    PACKINGS.append(cache.Packed(program, inverse(program, tensor)))
     packed = PACKINGS[-1].of([tensor]).packed
     assert packed is not None
     return packed
@@ -380,7 +380,7 @@ def test_a_failure_leaves_the_parameter_as_it_was() -> None:
     wanted, address = parameter.detach().clone(), parameter.data_ptr()
     program = make_fx(transposed)(parameter.detach())
     with pytest.raises(RuntimeError):
-        cache.Packing(program, cache.describe(program), Inverse((0, 1), (12,)[:0])).of([parameter])
+        cache.Packed(program, Inverse((0, 1), (12,)[:0])).of([parameter])
     assert parameter.data_ptr() == address and torch.equal(parameter, wanted)
 
 

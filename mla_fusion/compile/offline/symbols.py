@@ -15,13 +15,10 @@ from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mla_fusion import releases
 from mla_fusion.compile.offline.errors import OfflineError
-
-if TYPE_CHECKING:
-    from elftools.elf.elffile import ELFFile
 
 _DATA_TYPES = ("STT_OBJECT", "STT_COMMON")
 
@@ -106,7 +103,9 @@ def find_missing(wheel: Wheel) -> Missing:
     for path in wheel.libraries:
         with path.open("rb") as stream:
             elf = _elf(stream)
-            needed.update(tag.needed for tag in _section(elf, ".dynamic").iter_tags("DT_NEEDED"))
+            needed.update(
+                tag.needed for tag in elf.get_section_by_name(".dynamic").iter_tags("DT_NEEDED")
+            )
             for name, kind, here in _symbols(elf):
                 if here:
                     defined.add(name)
@@ -116,7 +115,7 @@ def find_missing(wheel: Wheel) -> Missing:
     loaded, absent = _load(sorted(needed - own))
     providers = [ctypes.CDLL(None), *loaded]
     left = sorted(
-        name for name in wanted.keys() - defined if not any(_has(lib, name) for lib in providers)
+        name for name in wanted.keys() - defined if not any(hasattr(lib, name) for lib in providers)
     )
     thread_locals = tuple(name for name in left if wanted[name] == "STT_TLS")
     objects = tuple(name for name in left if wanted[name] in _DATA_TYPES or _names_data(name))
@@ -124,7 +123,7 @@ def find_missing(wheel: Wheel) -> Missing:
     return Missing(tuple(absent), functions, objects, thread_locals)
 
 
-def _elf(stream: Any) -> ELFFile:
+def _elf(stream: Any) -> Any:
     try:
         from elftools.elf.elffile import ELFFile
     except ImportError as error:
@@ -134,13 +133,9 @@ def _elf(stream: Any) -> ELFFile:
     return ELFFile(stream)
 
 
-def _section(elf: ELFFile, name: str) -> Any:
-    return elf.get_section_by_name(name)
-
-
-def _symbols(elf: ELFFile) -> Iterator[tuple[str, str, bool]]:
+def _symbols(elf: Any) -> Iterator[tuple[str, str, bool]]:
     """(name, type, defined here) of each dynamic symbol; undefined weak ones need no definition."""
-    for symbol in _section(elf, ".dynsym").iter_symbols():
+    for symbol in elf.get_section_by_name(".dynsym").iter_symbols():
         here = symbol["st_shndx"] != "SHN_UNDEF"
         if symbol.name and (here or symbol["st_info"]["bind"] != "STB_WEAK"):
             yield symbol.name, symbol["st_info"]["type"], here
@@ -154,10 +149,6 @@ def _load(names: Iterable[str]) -> tuple[list[ctypes.CDLL], list[str]]:
         except OSError:
             absent.append(name)
     return loaded, absent
-
-
-def _has(library: ctypes.CDLL, name: str) -> bool:
-    return hasattr(library, name)
 
 
 def _names_data(name: str) -> bool:

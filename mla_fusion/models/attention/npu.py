@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 from operator import lt
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,17 +35,23 @@ _DEFAULTS = ATTENTION.defaults
 Lengths = Tensor | Sequence[int]
 
 
+class Batch(NamedTuple):
+    """What attends to what, as `mla_paged_attention` is given it."""
+
+    query: Tensor
+    query_rope: Tensor
+    kv_cache: Tensor
+    kr_cache: Tensor
+    block_tables: Tensor
+    seq_lens: Lengths
+    query_lens: Lengths | None = None
+    mask: Tensor | None = None
+
+
 def attend(
-    query: Tensor,
-    query_rope: Tensor,
-    kv_cache: Tensor,
-    kr_cache: Tensor,
-    block_tables: Tensor,
-    seq_lens: Lengths,
-    *,
+    batch: Batch,
     scale: float,
-    query_lens: Lengths | None = None,
-    mask: Tensor | None = None,
+    *,
     return_lse: bool = False,
     query_scale: Tensor | None = None,
     kv_scale: Tensor | None = None,
@@ -55,6 +61,7 @@ def attend(
 
     Heads that the operator does not take in their number are padded to the next, and cut off again.
     """
+    query, query_rope, kv_cache, kr_cache, block_tables, seq_lens, query_lens, mask = batch
     _check(seq_lens, query_lens, mask)
     tokens, heads, latent = query.shape
     more = padded_heads(heads) - heads

@@ -10,7 +10,6 @@ break.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, NoReturn
 
@@ -19,10 +18,9 @@ from torch import Tensor
 
 from mla_fusion.meta import ContractError
 from mla_fusion.meta.binder import Binder
-from mla_fusion.meta.prolog import Argument, Operator
+from mla_fusion.meta.prolog import Operator
 from mla_fusion.models.attention import npu
-
-Lengths = Tensor | Sequence[int]
+from mla_fusion.models.attention.npu import Batch, Lengths
 
 
 def mla_paged_attention(
@@ -81,19 +79,17 @@ def mla_paged_attention(
     call that the operator does not take.
     """
     tensors = query, query_rope, kv_cache, kr_cache, block_tables, mask, query_scale, kv_scale
-    _check(seq_lens, query_lens, dict(zip((*_TENSORS, *_OPTIONAL), tensors, strict=True)))
+    _check(seq_lens, query_lens, dict(zip(_ARGUMENTS.ge_inputs, tensors, strict=True)))
     if heads is not None and not 1 <= heads <= query.shape[1]:
         _refuse("heads", f"1 to {query.shape[1]}, the heads of query", heads)
     if out_layout not in ("TND", "NTD"):
         _refuse("out_layout", "'TND' or 'NTD'", repr(out_layout))
     by_head = 0 if out_layout == "NTD" else 1
-    given = query, query_rope, kv_cache, kr_cache, block_tables, seq_lens
+    batch = Batch(query, query_rope, kv_cache, kr_cache, block_tables, seq_lens, query_lens, mask)
     if query.device.type == "npu":
         out, lse = npu.attend(
-            *given,
-            scale=scale,
-            query_lens=query_lens,
-            mask=mask,
+            batch,
+            scale,
             return_lse=return_lse,
             query_scale=query_scale,
             kv_scale=kv_scale,
@@ -102,8 +98,8 @@ def mla_paged_attention(
     else:
         if query_scale is not None and kv_scale is not None:
             factor = query_scale.reshape(*query.shape[:2], 1) * kv_scale
-            given = query * factor, query_rope * factor, *given[2:]
-        out, lse = _reference(*given, scale, query_lens, mask)
+            batch = Batch(query * factor, query_rope * factor, *batch[2:])
+        out, lse = _reference(batch, scale)
         out = (out if kv_scale is None else out * kv_scale).to(query_rope.dtype)
         out = out if by_head else out.transpose(0, 1).contiguous()
     if heads is not None and heads < query.shape[1]:
@@ -112,17 +108,8 @@ def mla_paged_attention(
     return (out, lse) if return_lse else out
 
 
-def _reference(
-    query: Tensor,
-    query_rope: Tensor,
-    kv_cache: Tensor,
-    kr_cache: Tensor,
-    block_tables: Tensor,
-    seq_lens: Lengths,
-    scale: float,
-    query_lens: Lengths | None,
-    mask: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+def _reference(batch: Batch, scale: float) -> tuple[Tensor, Tensor]:
+    query, query_rope, kv_cache, kr_cache, block_tables, seq_lens, query_lens, mask = batch
     lengths = torch.as_tensor(seq_lens, device=query.device)
 
     def attended(
@@ -201,13 +188,11 @@ def _high(query: Tensor) -> torch.dtype:
     return torch.float64 if query.dtype == torch.float64 else torch.float32
 
 
-_TENSORS = ("query", "query_rope", "kv_cache", "kr_cache", "block_tables")
-_OPTIONAL = ("mask", "query_scale", "kv_scale")
 _ARGUMENTS = Operator(
-    "mla_paged_attention",
+    "mla_paged_attention(Tensor query, Tensor query_rope, Tensor kv_cache, Tensor kr_cache, "
+    "Tensor block_tables, *, Tensor? mask=None, Tensor? query_scale=None, Tensor? kv_scale=None) "
+    "-> (Tensor, Tensor)",
     "",
-    tuple(map(Argument, _TENSORS)),
-    tuple(Argument(name, "Tensor?") for name in _OPTIONAL),
     ("out", "lse"),
 )
 

@@ -130,11 +130,9 @@ def random_decoder(
 
 def _randomise(module: nn.Module, generator: torch.Generator) -> None:
     """Unit variance through every linear layer, gains of norms around one."""
-    for name, parameter in module.named_parameters():
+    for parameter in module.parameters():
         with torch.no_grad():
             if parameter.dim() == 1:
                 parameter.uniform_(0.5, 1.5, generator=generator)
-            elif parameter.dim() == 2:
-                parameter.normal_(0.0, parameter.shape[1] ** -0.5, generator=generator)
             else:
-                raise ValueError(f"unexpected parameter {name} of shape {list(parameter.shape)}")
+                parameter.normal_(0.0, parameter.shape[1] ** -0.5, generator=generator)

@@ -30,15 +30,20 @@ TABLE = "ALL_ATTENTION_FUNCTIONS"
 _SAID: set[str] = set()  # attentions of which the log says that they expand
 
 
+def _file_of(source: FunctionType) -> ModuleType | None:
+    """The module in which a function looks names up; None for one that was put together."""
+    file = sys.modules.get(source.__module__)
+    return file if file is not None and vars(file) is source.__globals__ else None
+
+
 class AttentionFunctions:
     """``ALL_ATTENTION_FUNCTIONS`` as a file has it now, and what stood in it when it was
     examined.
     """
 
     def __init__(self, source: FunctionType) -> None:
-        file = sys.modules.get(source.__module__)
         self._table = source.__globals__[TABLE]
-        self._file = file if file is not None and vars(file) is source.__globals__ else None
+        self._file = _file_of(source)
         self._known = {name: self._table[name] for name in IMPLEMENTATIONS if name in self._table}
 
     @property
@@ -67,15 +72,10 @@ class Code(NamedTuple):
     @classmethod
     def of(cls, forward: Callable[..., Any], source: FunctionType, names: Iterable[str]) -> Code:
         """``source`` is ``forward`` without decorators, ``names`` what it looks up in its file."""
-        file = sys.modules.get(source.__module__)
-        if file is None or vars(file) is not source.__globals__:
-            return cls(forward, None, ())  # a function that was put together
-        named = ((name, getattr(file, name, None)) for name in names)
-        return cls(
-            forward,
-            file,
-            tuple((name, value) for name, value in named if isinstance(value, FunctionType)),
-        )
+        file = _file_of(source)
+        named = [(name, getattr(file, name, None)) for name in names] if file is not None else []
+        functions = ((name, value) for name, value in named if isinstance(value, FunctionType))
+        return cls(forward, file, tuple(functions))
 
 
 def require_same_code(module: nn.Module, name: str, code: Code) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from mla_fusion.compat import FakeTensorMode, make_fx
 from mla_fusion.config import Config
 from mla_fusion.models.hf.latent_form import LatentForm
-from mla_fusion.models.hf.latent_probe import arguments_of
+from mla_fusion.models.hf.latent_probe import arguments_of, described
 from mla_fusion.pipeline import explain
 from mla_fusion.report.report import Report
 
@@ -55,17 +55,13 @@ def _ask(module: nn.Module, form: LatentForm, forward: Callable[..., Any]) -> An
     try:
         report = _report(module, form, forward)
     except Exception as error:  # code of any kind: whatever it raises, its step cannot be foretold
-        reason = str(error).strip().split("\n", 1)[0]
-        return Answer(f"pass.failed: its step cannot be traced: {type(error).__name__}: {reason}")
+        return Answer(f"pass.failed: its step cannot be traced: {described(error)}")
     if report.fused:
         return Answer("", report.fused[0].placement.partition(":")[0])
     worst = max(report.rejected, key=lambda item: item.score, default=None)
-    code = worst.code.removeprefix("contract:") if worst is not None else ""
-    return Answer(
-        f"{code}: {worst.message}"
-        if worst is not None
-        else "kv_latent.absent: no part of it was found"
-    )
+    if worst is None:
+        return Answer("kv_latent.absent: no part of it was found")
+    return Answer(f"{worst.code.removeprefix('contract:')}: {worst.message}")
 
 
 def _report(module: nn.Module, form: LatentForm, forward: Callable[..., Any]) -> Report:
@@ -74,7 +70,7 @@ def _report(module: nn.Module, form: LatentForm, forward: Callable[..., Any]) ->
         weight = getattr(stand_in, form.kv_up).weight
         pools = [
             weight.new_empty(BATCH * LENGTH // BLOCK_SIZE, BLOCK_SIZE, 1, width)
-            for width in _widths(form)
+            for width in (form.dims.rank, form.dims.rope)
         ]
         slots, mask = torch.empty(BATCH, dtype=torch.int64), weight.new_empty(BATCH, 1, 1, LENGTH)
         held = {
@@ -91,7 +87,8 @@ def _report(module: nn.Module, form: LatentForm, forward: Callable[..., Any]) ->
         errors: list[Exception] = []
         for given in arguments_of(stand_in, weight, form.dims.rope, form.hidden, BATCH, 1):
             del given["past_key_values"]
-            given = {**given, "attention_mask": mask} if "attention_mask" in given else given
+            if "attention_mask" in given:
+                given["attention_mask"] = mask
             try:
                 gm = make_fx(torch.func.functionalize(step), tracing_mode="fake")(
                     held, pools, slots, given
@@ -117,10 +114,6 @@ def _in_bfloat16(module: nn.Module) -> nn.Module:
             nn.Parameter(fake, requires_grad=False) if isinstance(value, nn.Parameter) else fake
         )
     return copy.deepcopy(module, memo)
-
-
-def _widths(form: LatentForm) -> tuple[int, int]:
-    return form.dims.rank, form.dims.rope
 
 
 class _Called(nn.Module):

@@ -19,8 +19,9 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from mla_fusion.models.features import EXPANDS_AFTER_CACHE, advice
-from mla_fusion.models.hf.latent_form import IMPLEMENTATIONS, LatentForm, Refusal
+from mla_fusion.models.hf.latent_form import IMPLEMENTATIONS, LatentForm
 from mla_fusion.models.hf.latent_probe import probe
+from mla_fusion.models.refusal import OptimizeError
 
 CALLED = ("update", "ALL_ATTENTION_FUNCTIONS", "torch")
 # what forwards call it when attention does more
@@ -46,35 +47,39 @@ def is_attention(module: nn.Module) -> bool:
     return known and len(list(_projections(module))) >= 3
 
 
-def examine(module: nn.Module) -> LatentForm | Refusal:
-    """The latent form of an attention, or why it has none. Nothing is changed."""
+def examine(module: nn.Module) -> LatentForm:
+    """The latent form of an attention; raises OptimizeError where it has none. Nothing is
+    changed.
+    """
     projections = dict(_projections(module))
     candidates = list(_latents(module, projections))
     if getattr(module, "qk_rope_head_dim", None) == 0:
-        return Refusal("rope.absent", "qk_rope_head_dim is 0")
+        raise OptimizeError("rope.absent", "qk_rope_head_dim is 0")
     if not candidates:
-        return _why_no_latent(module, projections)
-    refusal = _unknown_forward(module)
-    if refusal is not None:
-        return refusal
+        names = ", ".join(projections)
+        if hasattr(module, "kv_lora_rank"):
+            fit = f"no down projection, norm and up projection that fit: {names}"
+            raise OptimizeError("kv_up.absent", fit)
+        raise OptimizeError("attention.not_mla", f"its projections are {names}")
+    _require_known_forward(module)
     implementation = getattr(getattr(module, "config", None), "_attn_implementation", None)
     if implementation not in IMPLEMENTATIONS:
-        return Refusal(
+        raise OptimizeError(
             "attention.implementation",
             f"attn_implementation is {implementation!r}, sdpa or eager needed",
         )
     refusals = {}
     for latents in candidates:
-        answer = probe(module, *latents)
-        if isinstance(answer, LatentForm):
-            return answer
-        refusals[latents] = answer
-    return refusals[
+        try:
+            return probe(module, *latents)
+        except OptimizeError as refusal:
+            refusals[latents] = refusal
+    raise refusals[
         min(refusals, key=lambda latents: _by_chance(module, latents, refusals[latents]))
     ]
 
 
-def _by_chance(module: nn.Module, latents: Latents, refusal: Refusal) -> tuple[bool, bool]:
+def _by_chance(module: nn.Module, latents: Latents, refusal: OptimizeError) -> tuple[bool, bool]:
     """The reason to give is that of the real latents: a triple whose widths fit by chance says only
     that it is none.
     """
@@ -82,12 +87,12 @@ def _by_chance(module: nn.Module, latents: Latents, refusal: Refusal) -> tuple[b
     return other_rank, refusal.code in ("kv_up.differs", "cache.expanded")
 
 
-def _unknown_forward(module: nn.Module) -> Refusal | None:
-    """Why the module's code is none that can run with another attention function."""
+def _require_known_forward(module: nn.Module) -> None:
+    """Raises OptimizeError where the module's code cannot run with another attention function."""
     forward = inspect.unwrap(type(module).forward)
     code = getattr(forward, "__code__", None)
     if code is None:
-        return Refusal(
+        raise OptimizeError(
             "forward.unknown", f"its forward is no function but {type(forward).__name__}"
         )
     missing = [name for name in CALLED if not _looks_up(forward, name)]
@@ -98,29 +103,30 @@ def _unknown_forward(module: nn.Module) -> Refusal | None:
             if "softmax" in _words(code)
             else " as a name of its file"
         )
-        return Refusal(
+        raise OptimizeError(
             "cache.expanded",
             f"its forward does not call {', '.join(missing)}{instead}{advice(module)}",
         )
     if missing:
-        return Refusal("forward.unknown", f"forward does not call {', '.join(missing)}")
+        raise OptimizeError("forward.unknown", f"forward does not call {', '.join(missing)}")
     if "forward" in vars(module):
-        return Refusal("forward.unknown", "forward is replaced")
+        raise OptimizeError("forward.unknown", "forward is replaced")
     if not after_cache and "expand_kv" in code.co_names:
-        return Refusal(
+        raise OptimizeError(
             "cache.expanded", f"its forward calls expand_kv, which it lacks{advice(module)}"
         )
     stored = sorted(
         {str(step.argval) for step in dis.get_instructions(code) if step.opname == "STORE_ATTR"}
     )
     if stored:
-        return Refusal(
+        raise OptimizeError(
             "forward.unknown", f"forward keeps {', '.join(stored)} from one call to the next"
         )
     beyond = sorted(set(BEYOND_SOFTMAX) & _words(code))
     if beyond:
-        return Refusal("attention.differs", f"forward hands {', '.join(beyond)} to its attention")
-    return None
+        raise OptimizeError(
+            "attention.differs", f"forward hands {', '.join(beyond)} to its attention"
+        )
 
 
 def _looks_up(forward: FunctionType, name: str) -> bool:
@@ -177,12 +183,3 @@ def _width(projection: nn.Module, axis: int) -> int:
     weight = projection.weight
     assert isinstance(weight, Tensor)
     return weight.shape[axis]
-
-
-def _why_no_latent(module: nn.Module, projections: dict[str, nn.Module]) -> Refusal:
-    if hasattr(module, "kv_lora_rank"):
-        return Refusal(
-            "kv_up.absent",
-            f"no down projection, norm and up projection that fit: {', '.join(projections)}",
-        )
-    return Refusal("attention.not_mla", f"its projections are {', '.join(projections)}")

@@ -1,4 +1,4 @@
-"""What the absorbed form needs to know of an attention, or why it has none."""
+"""What the absorbed form needs to know of an attention."""
 
 from __future__ import annotations
 
@@ -12,14 +12,6 @@ from mla_fusion.models.attention import sparse
 from mla_fusion.models.hf.latent_attention import LatentDims
 
 IMPLEMENTATIONS = ("sdpa", "eager")
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """A code of ``refusal.CODES`` and what was found."""
-
-    code: str
-    message: str
 
 
 @dataclass(frozen=True)

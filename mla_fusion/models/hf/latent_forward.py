@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from operator import itemgetter
 from types import CodeType, FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mla_fusion.models.features import ASKS_FOR_INTERFACE
 from mla_fusion.models.hf.as_examined import (
@@ -46,15 +47,16 @@ EAGER = "eager_attention_forward"
 
 
 def latent_forward(
-    forward: Callable[..., Any], form: LatentForm, name: str = "self_attn"
+    kind: type[nn.Module], form: LatentForm, name: str = "self_attn"
 ) -> Callable[..., Any]:
-    """``forward`` (unbound) of a module of this form, over latents.
+    """``kind.forward`` (unbound), of modules of this form, over latents.
 
     name  of the module in its model, for messages
 
     The result raises OptimizeError ``forward.unknown`` where code that was examined has been
     replaced since.
     """
+    forward = kind.forward
     source = inspect.unwrap(forward)
     names = set(_names(source.__code__))
     scope = {name: value for name, value in source.__globals__.items() if name in names}
@@ -119,13 +121,19 @@ class Functions:
     def get_interface(self, implementation: str, eager: Attention) -> Attention:
         if implementation == SPARSE:
             return self.over_latents(eager)
-        _known(implementation)
-        usual = self.functions.table.get_interface(implementation, eager)
-        return self.over_latents(usual, self.functions.is_known(implementation, usual))
+        return self._usual(implementation, lambda table: table.get_interface(implementation, eager))
 
     def __getitem__(self, implementation: str) -> Attention:
-        _known(implementation)
-        usual = self.functions.table[implementation]
+        return self._usual(implementation, itemgetter(implementation))
+
+    def _usual(self, implementation: str, looked_up: Callable[[Any], Attention]) -> Attention:
+        if implementation not in IMPLEMENTATIONS:
+            raise OptimizeError(
+                "attention.implementation",
+                f"attn_implementation is {implementation!r}; an optimised model needs sdpa or "
+                "eager",
+            )
+        usual = looked_up(self.functions.table)
         return self.over_latents(usual, self.functions.is_known(implementation, usual))
 
     def over_latents(self, usual: Attention, is_known: bool = True) -> Attention:
@@ -175,11 +183,3 @@ class Functions:
             return usual(module, whole, *expanded, attention_mask, **options)
 
         return attend
-
-
-def _known(implementation: str) -> None:
-    if implementation not in IMPLEMENTATIONS:
-        raise OptimizeError(
-            "attention.implementation",
-            f"attn_implementation is {implementation!r}; an optimised model needs sdpa or eager",
-        )

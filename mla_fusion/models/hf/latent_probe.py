@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from mla_fusion.models.features import EXPANDS_AFTER_CACHE, advice
 from mla_fusion.models.hf.as_examined import local
 from mla_fusion.models.hf.latent_attention import LatentDims
-from mla_fusion.models.hf.latent_form import LatentForm, Refusal, expanded
+from mla_fusion.models.hf.latent_form import LatentForm, expanded
 from mla_fusion.models.hf.latent_forward import CACHE, latent_forward
+from mla_fusion.models.refusal import OptimizeError
 
 TOKENS = 3
 
@@ -62,8 +63,10 @@ class _Unanswered(Exception):
     """The module could not be asked; the message says why."""
 
 
-def probe(module: nn.Module, name: str, rank: int, rope: int, hidden: int) -> LatentForm | Refusal:
-    """The form of a module whose child ``name`` seems to expand latents of width ``rank``."""
+def probe(module: nn.Module, name: str, rank: int, rope: int, hidden: int) -> LatentForm:
+    """The form of a module whose child ``name`` seems to expand latents of width ``rank``; raises
+    OptimizeError where it has none.
+    """
     up: Any = getattr(module, name)
     weight = up.weight
     if (
@@ -71,11 +74,11 @@ def probe(module: nn.Module, name: str, rank: int, rope: int, hidden: int) -> La
         or weight.dtype.itemsize < 2
         or type(up).forward is not nn.Linear.forward
     ):
-        return Refusal(
+        raise OptimizeError(
             "kv_up.weight", f"{name} is {type(up).__name__} with a weight of {weight.dtype}"
         )
     if up.bias is not None:
-        return Refusal("kv_up.bias", f"{name} has a bias")
+        raise OptimizeError("kv_up.bias", f"{name} has a bias")
     after_cache = EXPANDS_AFTER_CACHE.has(type(module))
     inputs = list(arguments_of(module, weight, rope, hidden))
     with torch.no_grad():
@@ -88,33 +91,29 @@ def probe(module: nn.Module, name: str, rank: int, rope: int, hidden: int) -> La
         except _Unanswered as error:
             unknown = "kv_up.differs" if after_cache else "cache.expanded"
             hint = "" if after_cache else advice(module)
-            return Refusal(
+            raise OptimizeError(
                 unknown, f"{name} expands no latents of {rank} and {rope}: {error}{hint}"
-            )
+            ) from error
         form = _compared(up, name, answer, getattr(type(module), "expand_kv", None), hidden)
-        if isinstance(form, LatentForm) and not after_cache:
-            form = _converted(module, form, answer, inputs)
-        refusal = (
-            _ends_otherwise(module, form, weight, rope) if isinstance(form, LatentForm) else None
-        )
-        return refusal or form
+        if not after_cache:
+            _require_cached_latents(module, form, answer, inputs)
+        _require_same_end(module, form, weight, rope)
+    return form
 
 
-def _compared(
-    up: Any, name: str, answer: Answer, expand_kv: Any, hidden: int
-) -> LatentForm | Refusal:
+def _compared(up: Any, name: str, answer: Answer, expand_kv: Any, hidden: int) -> LatentForm:
     """Are keys and values those of the up projection's weights?"""
     c_kv, k_pe, keys, values = answer
     heads, rope = keys.shape[1], k_pe.shape[-1]
     dims = LatentDims(c_kv.shape[-1], rope, keys.shape[-1] - rope, values.shape[-1])
     weight = local(up.weight)
     if dims.nope <= 0 or weight.shape[0] != heads * (dims.nope + dims.value):
-        return Refusal(
+        raise OptimizeError(
             "kv_up.differs",
             f"keys {list(keys.shape)} and values {list(values.shape)} are not of {name}",
         )
     if not keys.is_meta and not _is_product((keys, values), c_kv, k_pe, weight, dims):
-        return Refusal(
+        raise OptimizeError(
             "kv_up.differs", f"the module makes other keys or values than the weight of {name}"
         )
     return LatentForm(dims, heads, name, expand_kv is not None, hidden, expand_kv)
@@ -146,8 +145,8 @@ def _by_expansion(module: Any, weight: Tensor, rank: int, rope: int) -> Answer:
     try:
         keys, values = type(module).expand_kv(module, c_kv, k_pe)
     except Exception as error:  # code of any kind
-        kind = "" if isinstance(error, RuntimeError) else f"{type(error).__name__}: "
-        raise _Unanswered(kind + _first_line(error)) from error
+        reason = _first_line(error) if isinstance(error, RuntimeError) else described(error)
+        raise _Unanswered(reason) from error
     if any(not isinstance(found, Tensor) or found.dim() != 4 for found in (keys, values)):
         raise _Unanswered("expand_kv returns no keys and values of four axes")
     return Answer(c_kv, k_pe, keys, values)
@@ -173,47 +172,41 @@ def _by_forward(
     return Answer(c_kv, keys[:, :1, :, keys.shape[-1] - rope :], keys, values)
 
 
-def _converted(
+def _require_cached_latents(
     module: nn.Module, form: LatentForm, answer: Answer, inputs: list[dict[str, Any]]
-) -> LatentForm | Refusal:
+) -> None:
     """Does the converted forward cache the latents?"""
     try:
-        c_kv, k_pe = _cached(module, latent_forward(type(module).forward, form), inputs)
+        c_kv, k_pe = _cached(module, latent_forward(type(module), form), inputs)
     except _Unanswered as error:
         message = (
             f"its forward does more with keys and values than cache them: {error}{advice(module)}"
         )
-        return Refusal("cache.expanded", message)
+        raise OptimizeError("cache.expanded", message) from error
     for found, wanted in ((c_kv, answer.c_kv), (k_pe, answer.k_pe)):
         if found.shape != wanted.shape or not (found.is_meta or torch.equal(found, wanted)):
-            return Refusal(
+            raise OptimizeError(
                 "kv_up.differs", f"put off, the product with {form.kv_up} is one with other latents"
             )
-    return form
 
 
-def _ends_otherwise(
-    module: nn.Module, form: LatentForm, weight: Tensor, rope: int
-) -> Refusal | None:
-    """Why the converted forward does not come to its end, of one token, where the module's own
-    does.
-    """
+def _require_same_end(module: nn.Module, form: LatentForm, weight: Tensor, rope: int) -> None:
+    """The converted forward comes to its end, of one token, where the module's own does."""
     forward = inspect.unwrap(type(module).forward)
     for arguments in arguments_of(module, weight, rope, form.hidden, tokens=1):
-        arguments = {name: _Kept() if name == CACHE else value for name, value in arguments.items()}
+        if CACHE in arguments:
+            arguments[CACHE] = _Kept()
         try:
             forward(module, **arguments)
         except Exception:  # its tables are of another kind, or it asks more of a cache
             continue
         try:
-            latent_forward(type(module).forward, form)(module, **arguments)
+            latent_forward(type(module), form)(module, **arguments)
         except Exception as error:  # code of any kind
-            message = f"{type(error).__name__}: {_first_line(error)}"
-            return Refusal(
+            raise OptimizeError(
                 "attention.differs",
-                f"its forward does not hand all to its attention function: {message}",
-            )
-    return None
+                f"its forward does not hand all to its attention function: {described(error)}",
+            ) from error
 
 
 def _cached(
@@ -227,7 +220,7 @@ def _cached(
         except _Reached as reached:
             return reached.states
         except Exception as error:  # code of any kind: whatever it raises, it cannot be asked
-            reasons.append(f"{type(error).__name__}: {_first_line(error)}")
+            reasons.append(described(error))
         else:
             reasons.append("forward does not come to its cache")
     raise _Unanswered(reasons[0])
@@ -266,3 +259,8 @@ def _random(like: Tensor, *shape: int) -> Tensor:
 
 def _first_line(error: BaseException) -> str:
     return str(error).strip().split("\n", 1)[0]
+
+
+def described(error: BaseException) -> str:
+    """Its class, and the first line that it says."""
+    return f"{type(error).__name__}: {_first_line(error)}"

@@ -16,7 +16,6 @@ from torch import nn
 
 from mla_fusion.models.hf.asked import Asked
 from mla_fusion.models.hf.examine import examine, is_attention
-from mla_fusion.models.hf.latent_form import Refusal
 from mla_fusion.models.hf.latent_forward import latent_forward
 from mla_fusion.models.hf.summary import Converted, Skipped, Summary
 from mla_fusion.models.refusal import OptimizeError
@@ -40,27 +39,25 @@ def optimize(model: nn.Module, *, cache: bool = True, block_size: int = BLOCK_SI
     known: Summary | None = getattr(model, "_mla_fusion_summary", None)
     if known is not None:
         return known
-    verdicts = [
-        (name, module, examine(module))
-        for name, module in model.named_modules()
-        if is_attention(module)
-    ]
-    converted, skipped, forwards, asked = [], [], [], Asked()
-    for name, module, verdict in verdicts:
-        if isinstance(verdict, Refusal):
-            skipped.append(Skipped(name, verdict.code, verdict.message))
+    converted, skipped, forwards, asked = [], [], list[tuple[Any, Callable[..., Any]]](), Asked()
+    for name, module in model.named_modules():
+        if not is_attention(module):
             continue
-        size = getattr(module, verdict.kv_up).weight.element_size()
-        forward = latent_forward(type(module).forward, verdict, name)
+        try:
+            form = examine(module)
+        except OptimizeError as refusal:
+            skipped.append(Skipped(name, refusal.code, refusal.message))
+            continue
+        size = getattr(module, form.kv_up).weight.element_size()
+        forward = latent_forward(type(module), form, name)
         forwards.append((module, forward))
-        ask = partial(asked.of, module, verdict, forward)
-        converted.append(
-            Converted(name, int(module.layer_idx), verdict.heads, verdict.dims, size, ask)
-        )
+        ask = partial(asked.of, module, form, forward)
+        converted.append(Converted(name, int(module.layer_idx), form.heads, form.dims, size, ask))
     summary = Summary(tuple(converted), tuple(skipped))
     # All made before any is set, so that an error leaves the model as it was.
     for module, forward in forwards:
-        _convert(module, forward)
+        setattr(module, CONVERTED, forward)
+        module.forward = MethodType(forward, module)
     if converted:
         if cache and hasattr(model, "_prepare_cache_for_generation"):
             from mla_fusion.models.hf.generation import use_paged_cache
@@ -93,8 +90,3 @@ def revert(model: nn.Module) -> None:
         delattr(module, CONVERTED)
     for name in ("_prepare_cache_for_generation", "_mla_fusion_longest", "_mla_fusion_summary"):
         model.__dict__.pop(name, None)
-
-
-def _convert(module: Any, forward: Callable[..., Any]) -> None:
-    setattr(module, CONVERTED, forward)
-    module.forward = MethodType(forward, module)

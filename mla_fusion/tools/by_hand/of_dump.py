@@ -45,9 +45,9 @@ def _findings(dump: Dump, item: Prologue, **limits: Any) -> Iterator[Finding]:
 
 def _attributes(name: str, item: Prologue) -> Arguments:
     """Attributes as torch has them: some dumps hold a bool as a number."""
-    kinds = {argument.name: argument.kind for argument in PROLOGS[name].keywords}
+    defaults = PROLOGS[name].defaults
     return {
-        key: bool(value) if kinds.get(key) == "bool" else value
+        key: bool(value) if isinstance(defaults.get(key), bool) else value
         for key, value in item.attributes.items()
     }
 
