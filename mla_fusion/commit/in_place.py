@@ -9,16 +9,16 @@ computation into one call would change.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import cached_property
 
 from torch.fx import Node
 
 from mla_fusion.commit.region import Region
-from mla_fusion.compat import OpOverload, schema_of
+from mla_fusion.fx.in_place import changed, memory_of, root
 from mla_fusion.fx.kinds import operator_of, word
 from mla_fusion.fx.view import View
-from mla_fusion.fx.walk import INPUTS, input_of, origin, shared_memory, upward, views_and_writes
+from mla_fusion.fx.walk import INPUTS, input_of, upward, views_and_writes
 from mla_fusion.plan.plan import Plan
 from mla_fusion.report.rejection import Refuse
 
@@ -31,8 +31,8 @@ class InPlaceSteps:
         self._on: dict[object, list[tuple[Node, Node]]] = {}  # by the memory: step, its target
         for step in view.effects:
             if operator_of(step).effect:
-                for target in _written(step):
-                    self._on.setdefault(_memory(target), []).append((step, target))
+                for target in changed(step):
+                    self._on.setdefault(memory_of(target), []).append((step, target))
 
     @cached_property
     def _first(self) -> Node | None:
@@ -57,11 +57,11 @@ class InPlaceSteps:
         """Is it a ``copy_`` into an input, after which nothing but such copies and the output
         stands to read it?
         """
-        if not _is_closing(step) or not all(_root(node).op in INPUTS for node in _written(step)):
+        if not _is_closing(step) or not all(root(node).op in INPUTS for node in changed(step)):
             return False
         later = self._view.nodes[self._view.position[step] + 1 : self._closing]
         return not any(
-            _memory(node) == memory or memory in map(_memory, node.all_input_nodes)
+            memory_of(node) == memory or memory in map(memory_of, node.all_input_nodes)
             for node in later
             if not _is_closing(node)
         )
@@ -86,7 +86,7 @@ class InPlaceSteps:
             return
         own: set[Node] | None = None
         moved = [read for node in ahead for read in (node, *node.all_input_nodes)]
-        for memory in dict.fromkeys(map(_memory, (*region.leaves, *region.nodes, *moved))):
+        for memory in dict.fromkeys(map(memory_of, (*region.leaves, *region.nodes, *moved))):
             harmful = self._between_reads.get(memory, ())
             for step, target in self._on.get(memory, ()):
                 if (step, target) not in harmful and not step < point:
@@ -98,35 +98,6 @@ class InPlaceSteps:
                     )
 
 
-def _written(step: Node) -> Iterator[Node]:
-    """The arguments that a step changes, by its schema."""
-    if not isinstance(step.target, OpOverload):
-        return
-    for place, argument in enumerate(schema_of(step.target).arguments):
-        given = step.args[place] if place < len(step.args) else step.kwargs.get(argument.name)
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            yield from (item for item in _flat(given) if isinstance(item, Node))
-
-
-def _flat(given: object) -> Iterable[object]:
-    return given if isinstance(given, (tuple, list)) else (given,)
-
-
-def _root(node: Node) -> Node:
-    """What the memory of a node may belong to: up through views, casts that may copy nothing, and
-    in-place results.
-    """
-    return origin(node, shared_memory)
-
-
-def _memory(node: Node) -> object:
-    """Equal for nodes that may share memory: the root, of an attribute (each reading of which is a
-    node) its name.
-    """
-    root = _root(node)
-    return (root.op, root.target) if root.op == "get_attr" else root
-
-
 def _own_writes(plan: Plan) -> set[Node]:
     """The model's writes into the plan's caches: what the call's results take the place of."""
     found = set()
@@ -135,7 +106,7 @@ def _own_writes(plan: Plan) -> set[Node]:
         found |= {
             step
             for step in steps
-            if (target := input_of(step)) is not None and _root(target) in plan.caches.inputs
+            if (target := input_of(step)) is not None and root(target) in plan.caches.inputs
         }
     return found
 

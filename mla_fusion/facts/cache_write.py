@@ -25,7 +25,7 @@ from mla_fusion.fx.measured import measured
 from mla_fusion.fx.program import nodes_between
 from mla_fusion.fx.sizes import broadcast, divides, same, same_shape
 from mla_fusion.fx.view import View
-from mla_fusion.fx.walk import INPUTS, origin, reached, unit_selections
+from mla_fusion.fx.walk import INPUTS, expands, origin, reached, unit_selections
 from mla_fusion.operators.known import dtype_of, rule_of, rules, shape_of, value_of
 
 
@@ -430,13 +430,24 @@ _INDICES = (torch.int64, torch.int32)
 
 
 def _whole(writer: Node, cache: Node) -> Node:
-    """The updated cache: past a select_scatter that puts a selected unit axis back."""
-    for user in writer.users:
-        if word(user) == "select_scatter" and user.args[1] is writer:
+    """The updated cache: past a select_scatter that puts a selected unit axis back, and past what
+    keeps every element in between.
+    """
+    value = writer
+    while len(value.users) == 1:
+        (user,) = value.users
+        if word(user) == "select_scatter" and user.args[1] is value:
             base = user.args[0]
-            if isinstance(base, Node) and input_behind(base) is cache and len(writer.users) == 1:
-                return user
+            return user if isinstance(base, Node) and input_behind(base) is cache else writer
+        if unit_selections(user) is not value and not _spreads_nothing(user):
+            break
+        value = user
     return writer
+
+
+def _spreads_nothing(node: Node) -> bool:
+    source = expands(node)
+    return source is not None and same_shape(shape_of(source), shape_of(node))
 
 
 def readers(cache: Node, *writers: Node) -> list[Node]:

@@ -10,25 +10,25 @@ from __future__ import annotations
 import torch
 from torch.fx import Graph, Node
 
+from mla_fusion.fx import in_place
 from mla_fusion.fx.kinds import argument, word
 from mla_fusion.fx.sizes import same_shape
 from mla_fusion.operators.forms import join_of
-from mla_fusion.operators.known import value_of
+from mla_fusion.operators.known import may_alias, value_of
 
 _SLICES = {"slice": 0, "slice_scatter": 1}  # which argument it may be
 _STEPS = frozenset((*_SLICES, "cat"))
 
 
 def found(graph: Graph) -> bool:
-    return any(_only_part(node) is not None for node in graph.nodes if node.op == "call_function")
+    return bool(_droppable(graph))
 
 
 def drop(graph: Graph) -> None:
     """Let the readers of such a step read that operand, and erase what nobody reads any more."""
-    for node in list(graph.nodes):
-        part = _only_part(node) if node.op == "call_function" else None
-        if part is None:
-            continue
+    for node in _droppable(graph):
+        part = _only_part(node)
+        assert part is not None
         unread = [arg for arg in node.all_input_nodes if arg is not part]
         node.replace_all_uses_with(part)
         graph.erase_node(node)
@@ -37,6 +37,21 @@ def drop(graph: Graph) -> None:
             if not empty.users and empty.op == "call_function":
                 unread += empty.all_input_nodes
                 graph.erase_node(empty)
+
+
+def _droppable(graph: Graph) -> list[Node]:
+    """Such steps, but for copies of memory of which one side is written in place."""
+    parts = {
+        node: part
+        for node in graph.nodes
+        if node.op == "call_function" and (part := _only_part(node)) is not None
+    }
+    written = in_place.written(graph) if parts else set()
+    return [
+        node
+        for node, part in parts.items()
+        if may_alias(node.target) or written.isdisjoint(map(in_place.memory_of, (node, part)))
+    ]
 
 
 def _only_part(node: Node) -> Node | None:

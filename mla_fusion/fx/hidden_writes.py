@@ -28,7 +28,7 @@ def found(graph: Graph) -> list[tuple[Node, Node, int]]:
     of its results.
     """
     by_input: dict[Node, list[tuple[Node, int]]] = {}
-    for writer, cache, result in _writes(graph):
+    for writer, cache, result in of(graph):
         by_input.setdefault(origin(cache, _same_memory), []).append((writer, result))
     for node in graph.nodes if by_input else ():
         if is_mutating(node):  # the last word on what that memory holds
@@ -40,7 +40,10 @@ def found(graph: Graph) -> list[tuple[Node, Node, int]]:
     ]
 
 
-def _writes(graph: Graph) -> Iterator[tuple[Node, Node, int]]:
+def of(graph: Graph) -> Iterator[tuple[Node, Node, int]]:
+    """Each operator that writes an input unseen, the node that it is given, and which result has
+    the new rows.
+    """
     for node in graph.nodes:
         for place, result in _WRITTEN.get(word(node), ()):
             cache = node.args[place] if len(node.args) > place else None
