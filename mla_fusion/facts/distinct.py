@@ -17,7 +17,7 @@ from torch.fx import Node
 from mla_fusion.fx.analytic import Steps
 from mla_fusion.fx.kinds import argument, is_cast, is_float, is_view, tensor_held, word
 from mla_fusion.fx.program import Program, nodes_between
-from mla_fusion.fx.ranges import Ranges
+from mla_fusion.fx.ranges import Ranges, keeps_integers
 from mla_fusion.fx.sizes import broadcast, has_symbols, is_size, same, same_shape
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import INPUTS, origin, views_and_casts
@@ -113,7 +113,7 @@ def _merging_step(view: View, node: Node, trusting: Ranges) -> Node | None:
     none.
     """
     for _ in range(_LONGEST):
-        if node.op in ("placeholder", "get_attr"):
+        if node.op in INPUTS:
             return node if _holds_repeats(node) else None
         if view.is_constant(node):
             return None if _are_distinct(view, node) else node
@@ -179,14 +179,10 @@ def _keeps_numbers(node: Node, source: Node, trusting: Ranges) -> bool:
     """Is every integer that comes in one that the cast's dtype holds? A float holds some of them
     alone.
     """
-    dtypes = [dtype_of(side) for side in (node, source)]
+    dtypes = dtype_of(node), dtype_of(source)
     if any(is_float(dtype) or dtype == torch.bool for dtype in dtypes):
         return False
-    limits, held = (torch.iinfo(dtype) for dtype in dtypes)
-    low, high = trusting.of(source)
-    return (limits.min <= held.min and held.max <= limits.max) or (
-        limits.min <= low and high <= limits.max
-    )
+    return keeps_integers(*dtypes, trusting.of(source))
 
 
 def _keeps_count(node: Node, source: Node) -> bool:

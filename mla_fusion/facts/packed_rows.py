@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from mla_fusion.fx.kinds import is_reshape
+from mla_fusion.fx.kinds import dtype_held, is_reshape
 from mla_fusion.fx.measured import measured
 from mla_fusion.fx.program import literals, nodes_between
 from mla_fusion.fx.shrink import Shrink
@@ -21,7 +21,7 @@ from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import reached, users
 from mla_fusion.meta.number_formats import FP8, HIFLOAT8, INT8
 from mla_fusion.meta.spec import DERIVED, TILE_SIZE
-from mla_fusion.operators.known import dtype_of, value_of
+from mla_fusion.operators.known import dtype_of, shape_of
 from mla_fusion.prove import evaluate, field
 from mla_fusion.prove.evaluate import Evaluation
 from mla_fusion.prove.field import Num
@@ -97,12 +97,7 @@ def _rows_of_bytes(source: Node, width: int, element: torch.dtype) -> Node | Non
     behind it.
     """
     for node in reached([source], users, _FARTHEST):
-        value = value_of(node)
-        if (
-            isinstance(value, torch.Tensor)
-            and value.dtype == element
-            and same(value.shape[-1], width)
-        ):
+        if dtype_held(node) == element and same(shape_of(node)[-1], width):
             readers = list(node.users)
             while len(readers) == 1 and is_reshape(readers[0]):
                 node, readers = readers[0], list(readers[0].users)

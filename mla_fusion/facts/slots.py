@@ -20,6 +20,7 @@ from mla_fusion.fx.measured import measured
 from mla_fusion.fx.ranges import Ranges
 from mla_fusion.fx.sizes import is_size
 from mla_fusion.fx.view import View
+from mla_fusion.fx.walk import INPUTS
 from mla_fusion.operators.known import GATHER, rule_named, value_of
 
 # Positions, blocks and slots that come in: what is computed of them, 128 rows to a block, fits an
@@ -75,7 +76,7 @@ def _inputs(ranges: Ranges, node: Node) -> set[Node] | None:
         current = stack.pop()
         if ranges.of(current)[0] >= 0 or not _is_integers(current):
             continue
-        if current.op in ("placeholder", "get_attr"):
+        if current.op in INPUTS:
             found.add(current)
             continue
         if is_view(current) or is_cast(current) or word(current) in GATHER or is_getitem(current):

@@ -19,6 +19,7 @@ from mla_fusion.fx.indexed import Indexed
 from mla_fusion.fx.kinds import (
     MODEL_FLOATS,
     argument,
+    dtype_held,
     holds_integers,
     is_cast,
     kind_of,
@@ -36,7 +37,6 @@ from mla_fusion.operators.known import (
     rule_named,
     rule_of,
     rules,
-    value_of,
 )
 
 # a floor under a norm that no row of bfloat16 numbers comes near (F.normalize: 1e-12)
@@ -104,8 +104,7 @@ class Steps:
 
     def _cast(self, node: Node) -> Barrier | None:
         """A cast among a model's floats rounds, and no more; one to an integer picks."""
-        value = value_of(node)
-        dtype = value.dtype if isinstance(value, torch.Tensor) else None
+        dtype = dtype_held(node)
         source = node.args[0] if node.args else None
         before = dtype_of(source) if isinstance(source, Node) else None
         floats = (*MODEL_FLOATS, torch.complex64, torch.complex128, torch.complex32)
@@ -129,7 +128,7 @@ class Steps:
         by_mask = [
             index
             for index in node.all_input_nodes
-            if _is_mask(index) and not self._view.is_constant(index)
+            if dtype_held(index) == torch.bool and not self._view.is_constant(index)
         ]
         if name in ("masked_scatter", "scatter_reduce", "index_reduce") or indices or by_mask:
             moved = "is placed" if name not in GATHER else "is taken"
@@ -194,11 +193,6 @@ def _operand(node: Node, place: int) -> Node | bool:
 
 
 _INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool)
-
-
-def _is_mask(node: Node) -> bool:
-    value = value_of(node)
-    return isinstance(value, torch.Tensor) and value.dtype == torch.bool
 
 
 def _is_scaled(node: Node) -> bool:

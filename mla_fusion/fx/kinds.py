@@ -173,10 +173,16 @@ def is_float(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
+def dtype_held(node: Node) -> torch.dtype | None:
+    """Of the one tensor that the node holds; None where it holds another thing, or nothing."""
+    value = value_of(node)
+    return value.dtype if isinstance(value, torch.Tensor) else None
+
+
 def holds_integers(node: Node) -> bool:
     """Integers, or bools."""
-    value = value_of(node)
-    return isinstance(value, torch.Tensor) and not is_float(value.dtype)
+    dtype = dtype_held(node)
+    return dtype is not None and not is_float(dtype)
 
 
 def is_cast(node: Node) -> bool:

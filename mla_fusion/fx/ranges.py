@@ -18,8 +18,10 @@ from mla_fusion.compat import bounds_of
 from mla_fusion.fx import contraction
 from mla_fusion.fx.indexed import Indexed
 from mla_fusion.fx.kinds import (
+    dtype_held,
     filled_with,
     is_cast,
+    is_float,
     is_getitem,
     is_literal,
     is_view,
@@ -133,11 +135,19 @@ class Ranges:
 
 def _held(found: Range, node: Node) -> Range:
     """An integer that its dtype cannot hold wraps around: anything, then."""
-    value = value_of(node)
-    if isinstance(value, torch.Tensor) and not (
-        keeps_floats(node) or value.is_complex() or value.dtype == torch.bool
-    ):
-        limits = torch.iinfo(value.dtype)
-        if found != UNBOUNDED and not (limits.min <= found[0] and found[1] <= limits.max):
-            return UNBOUNDED
-    return found
+    dtype = dtype_held(node)
+    if dtype is None or is_float(dtype) or dtype == torch.bool:
+        return found
+    return found if fits(found, dtype) else UNBOUNDED
+
+
+def fits(numbers: Range, dtype: torch.dtype) -> bool:
+    """Does a dtype of integers hold every integer in the range?"""
+    limits = torch.iinfo(dtype)
+    return limits.min <= numbers[0] and numbers[1] <= limits.max
+
+
+def keeps_integers(wide: torch.dtype, narrow: torch.dtype, numbers: Range) -> bool:
+    """Does ``wide`` hold every integer of ``narrow``, or at least those in the range?"""
+    held = torch.iinfo(narrow)
+    return fits((held.min, held.max), wide) or fits(numbers, wide)

@@ -22,9 +22,9 @@ import torch
 from torch.fx import Node
 
 from mla_fusion.fx.indexed import Indexed
-from mla_fusion.fx.kinds import argument, is_cast, is_reshape, word
+from mla_fusion.fx.kinds import argument, dtype_held, is_cast, is_reshape, word
 from mla_fusion.fx.program import Program, nodes_between
-from mla_fusion.fx.ranges import Ranges
+from mla_fusion.fx.ranges import Ranges, keeps_integers
 from mla_fusion.fx.sizes import is_positive, is_symbolic
 from mla_fusion.fx.walk import INPUTS, origin, reshapes
 from mla_fusion.operators.forms import join_of, run_of
@@ -244,20 +244,16 @@ class Terms:
 
     def _keeps_numbers(self, node: Node, source: Node) -> bool:
         """Does the cast keep every number that its input can be?"""
-        value, before = value_of(node), value_of(source)
-        if not isinstance(value, torch.Tensor) or not isinstance(before, torch.Tensor):
+        dtype, before = dtype_held(node), dtype_held(source)
+        if dtype is None or before is None:
             return False
-        if value.dtype == before.dtype or value.dtype in _WIDENINGS.get(before.dtype, ()):
+        if dtype == before or dtype in _WIDENINGS.get(before, ()):
             return True
-        if value.dtype not in _INTEGERS or before.dtype not in _INTEGERS:
+        if dtype not in _INTEGERS or before not in _INTEGERS:
             return False
-        limits, held = torch.iinfo(value.dtype), torch.iinfo(before.dtype)
-        if limits.min <= held.min and held.max <= limits.max:
+        if keeps_integers(dtype, before, self._ranges.of(source)):
             return True
-        low, high = self._ranges.of(source)
-        if limits.min <= low and high <= limits.max:
-            return True
-        if value.dtype == torch.int32 and _is_input(source):
+        if dtype == torch.int32 and _is_input(source):
             self.narrowed[node] = None  # positions, slots and entries of tables are below 2 ** 31
             return True
         return False
@@ -310,8 +306,7 @@ _SHIFT = "bitwise_left_shift"
 
 
 def _is_integer(node: Node) -> bool:
-    value = value_of(node)
-    return isinstance(value, torch.Tensor) and value.dtype in _INTEGERS
+    return dtype_held(node) in _INTEGERS
 
 
 def _is_input(node: Node) -> bool:

@@ -44,7 +44,7 @@ from mla_fusion.fx.steps import rows_in_step
 from mla_fusion.fx.terms import Terms
 from mla_fusion.fx.token_axis import is_uniform
 from mla_fusion.fx.tokens import Tokens
-from mla_fusion.fx.walk import peel, reached, upward, views_and_model_casts
+from mla_fusion.fx.walk import INPUTS, peel, reached, upward, views_and_model_casts
 from mla_fusion.operators.known import JOINERS, shape_of, value_of
 
 _NOTHING: frozenset[Node] = frozenset()
@@ -316,7 +316,7 @@ class View:
     @cached_property
     def held_dtypes(self) -> frozenset[torch.dtype]:
         """Of what comes in from outside: arguments, parameters and caches."""
-        held = (value_of(node) for node in self.nodes if node.op in ("placeholder", "get_attr"))
+        held = (value_of(node) for node in self.nodes if node.op in INPUTS)
         return frozenset(value.dtype for value in held if isinstance(value, torch.Tensor))
 
     @cached_property

@@ -65,11 +65,7 @@ def reached(
 
 def users(node: Node) -> Iterable[Node]:
     """For :func:`reached`: whatever reads the node, but for its sizes and what leaves the graph."""
-    return (user for user in node.users if user.op != "output" and not _is_size(user))
-
-
-def _is_size(node: Node) -> bool:
-    return is_size(node)
+    return (user for user in node.users if user.op != "output" and not is_size(user))
 
 
 def origin(node: Node, policy: Policy) -> Node:

@@ -27,7 +27,7 @@ from mla_fusion.fx.kinds import (
     operator_of,
     word,
 )
-from mla_fusion.fx.sizes import is_symbolic, same_shape
+from mla_fusion.fx.sizes import is_symbolic, same, same_shape
 from mla_fusion.fx.walk import origin, reached, views, written
 from mla_fusion.operators.forms import SCATTERS, join_of, run_of
 from mla_fusion.operators.known import SELECTIONS, shape_of
@@ -295,7 +295,7 @@ class _Parts:
         ]
         pairs = [zip(shape_of(part), shape_of(node), strict=True) for part in parts]
         axes = {
-            tuple(at for at, (one, whole) in enumerate(pair) if not _same(one, whole))
+            tuple(at for at, (one, whole) in enumerate(pair) if not same(one, whole))
             for pair in pairs
         }
         if len(axes) == 1 and len(axis := axes.pop()) == 1:
@@ -323,16 +323,12 @@ def _is_spread_along(factor: Any, axis: int) -> bool:
     if not isinstance(factor, Node):
         return True
     value = factor.meta["val"]
-    return is_symbolic(value) or len(value.shape) < -axis or _same(value.shape[axis], 1)
+    return is_symbolic(value) or len(value.shape) < -axis or same(value.shape[axis], 1)
 
 
 def _gives_out(user: Node) -> bool:
     """Does the graph's caller get the value itself, and take it for memory of its own?"""
     return user.op == "output" or (is_view(user) and any(map(_gives_out, user.users)))
-
-
-def _same(a: Any, b: Any) -> bool:
-    return same_shape((a,), (b,))
 
 
 def _known(*sizes: Any) -> bool:
