@@ -323,6 +323,7 @@ class Kernel:
         """An attribute. An epsilon far below any row may stand for a floor, where that is assumed;
         a scale next to 1 is none.
         """
+        self.read.add(name)
         written, (kind, exact) = self.attributes[name], self.exact[name]
         if exact == "0" and self.has_floors and 0 < written <= FLOOR:
             return of(0)
@@ -581,7 +582,7 @@ class Run:
         given = {name: self.values[whole(index)] for name, index in arguments.items()}
         kernel = Kernel(self.point, given, self.certificate["exact"], call)
         results = KERNELS[call["operator"]](kernel)
-        if unread := given.keys() - kernel.read:
+        if unread := (given.keys() | kernel.exact.keys()) - kernel.read:
             raise Refused(f"the kernel takes no {', '.join(unread)} in this format")
         dims = call["dims"] | {"N": call["dims"].get("N_padded", call["dims"].get("N"))}
         if wrong := [name for name, size in kernel.dims.items() if dims[name] != size]:
@@ -634,6 +635,7 @@ def proved(certificate: Any, call: Any, points: int, seed: str) -> Accepted:
             chance = (run.height * 4 ** len(squares) / PRIMES) ** done
         except ZeroDivisionError:  # at one random point it may be chance
             by_zero += 1
+            weights.clear()  # those that were not reached would be numbered from 0, as the others
         if by_zero > POINTS or done > MOST_POINTS or work > MOST_WORK:
             raise Refused("a quotient by 0" if by_zero > POINTS else "of too high a degree or size")
     return Accepted(run.count, done, chance)
