@@ -57,3 +57,41 @@ def test_another_weight_is_refused_after_a_quotient_by_0(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(check.Num, "inverse", by_chance)
     assert "is not what the kernel gives" in refusal(report)
+
+
+def test_an_argument_of_so_high_a_degree_that_it_vanishes_at_many_points(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """``y`` to the ``p - 1`` is 1 where p is the prime of the point."""
+    report, certificate = changed()
+    degree = (1 << 31) - 2  # and one more is prime
+    monkeypatch.setattr(check.Random, "getrandbits", lambda *_: degree >> 2 & (1 << 28) - 1)
+    first: list[list[Any]] = [["leaf", [], [1], "y"]]
+    for bit in f"{degree:b}"[1:]:
+        first.append(["mul", [len(first) - 1, len(first) - 1]])
+        first += [["mul", [len(first) - 1, 0]]] * (bit == "1")
+    first += [["number", [], "-1", None], ["add", [len(first) - 1, len(first)]]]
+    zero = len(first) - 1
+    behind(certificate, first)
+    raise_argument(certificate, "rope_cos", zero)
+    assert "too high a degree" in refusal(report)
+
+
+def raise_argument(certificate: dict[str, Any], name: str, by: int) -> None:
+    """Adds a value to an argument, which the model's values do not read."""
+    place = certificate["arguments"][name] + 1
+    values = certificate["values"]
+    certificate["values"] = [
+        *values[:place],
+        ["add", [place - 1, by]],
+        *(
+            [op, [at + (at >= place) for at in operands], *rest]
+            for op, operands, *rest in values[place:]
+        ),
+    ]
+    arguments = certificate["arguments"]
+    certificate["arguments"] = {k: at + (at >= place) for k, at in arguments.items()} | {
+        name: place
+    }
+    for claim in certificate["claims"]:
+        claim |= {side: claim[side] + (claim[side] >= place) for side in ("value", "is")}
