@@ -116,7 +116,7 @@ def _merging_step(view: View, node: Node, trusting: Ranges) -> Node | None:
         if node.op in INPUTS:
             return node if _holds_repeats(node) else None
         if view.is_constant(node):
-            return None if _are_distinct(view, node) else node
+            return None if _are_distinct(view, node, trusting) else node
         if word(node) in GATHER:
             *_, index = node.all_input_nodes
             is_whole = index is not node.args[0] and _is_whole(node, index)
@@ -185,6 +185,15 @@ def _keeps_numbers(node: Node, source: Node, trusting: Ranges) -> bool:
     return keeps_integers(*dtypes, trusting.of(source))
 
 
+def _is_exact(node: Node, trusting: Ranges) -> bool:
+    """Does a step give integers, all that it makes?"""
+    if is_size(node):
+        return True
+    source = next(iter(_operands(node)), None)
+    is_kept = source is None or not is_cast(node) or _keeps_numbers(node, source, trusting)
+    return is_kept and not is_float(dtype_of(node))
+
+
 def _keeps_count(node: Node, source: Node) -> bool:
     return same(math.prod(shape_of(node)), math.prod(shape_of(source)))
 
@@ -233,12 +242,17 @@ def _literal_factor(view: View, node: Node) -> float | None:
     return 2.0**low if word(node) == _SHIFT else None
 
 
-def _are_distinct(view: View, node: Node) -> bool:
-    """Of what is made of literals; a count of symbolic length is read off at no one length."""
+def _are_distinct(view: View, node: Node, trusting: Ranges) -> bool:
+    """Of what is made of literals; a count of symbolic length is read off at no one length. No
+    narrower dtype on the way may round two numbers to one.
+    """
+    made = nodes_between((), node)
+    if not all(_is_exact(step, trusting) for step in made if view.is_constant(step)):
+        return False
     if has_symbols(shape_of(node)):
         counted = origin(node, _each_once)
         step = argument(counted, "step", 1)
         return word(counted) in COUNTS and isinstance(step, int) and step != 0
-    program = Program([], nodes_between((), node), view.binding)
+    program = Program([], made, view.binding)
     value = program.run([])[program.slot(node)]
     return isinstance(value, torch.Tensor) and value.unique().numel() == value.numel()

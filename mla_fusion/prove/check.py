@@ -150,9 +150,8 @@ def fraction(exact: Any, written: Any, is_root: bool = False) -> Fraction:
     refuse(not re.fullmatch(r"-?\d{1,330}(/\d{1,330})?", exact), f"{exact[:40]} is no fraction")
     found = Fraction(exact)
     number = math.sqrt(found) if is_root else float(found)
-    off = math.inf if written is None else 6e-8 * abs(float(written))
-    if written is not None and not abs(number - float(written)) <= off < math.inf:
-        raise Refused(f"{exact} is not the number {written}")
+    near = written is None or abs(number - float(written)) <= 6e-8 * abs(float(written)) < math.inf
+    refuse(not near, f"{exact} is not the number {written}")
     return found
 
 
@@ -323,12 +322,11 @@ class Kernel:
         """An attribute. An epsilon far below any row may stand for a floor, where that is assumed;
         a scale next to 1 is none.
         """
-        written, (kind, exact) = self.attributes[name], self.exact[name]
+        written, (kind, exact) = self.attributes[name], self.exact.pop(name)
         if exact == "0" and self.has_floors and 0 < written <= FLOOR:
             return of(0)
         number = of(fraction(exact, written, kind == "root"))
-        number = number.root() if kind == "root" else number
-        return of(1) if abs(written - 1) < 2.0**-23 else number
+        return of(1) if abs(written - 1) < 2.0**-23 else number.root() if kind == "root" else number
 
     def function(self, name: str, *given: Any) -> Num:
         return self.point.hashed(f"function {name}", *given)
@@ -442,11 +440,11 @@ class Kernel:
         return joined(*parts)
 
     def key_half(self) -> dict[str, Num]:
+        self.only()
         kv, latent = self.take("kv"), self.given["gamma"].shape[-1]
         k_pe = self.rope(kv[..., latent:], self.take("cos"), self.take("sin"))
         c_kv = self.norm(kv[..., :latent], "gamma", self.number("epsilon"))
         self.dims, found = {"Hckv": latent, "Dr": k_pe.shape[-1]}, {"k_pe": k_pe, "c_kv": c_kv}
-        self.only()
         for name, row, scale in ("kr", k_pe, "k_rope_scale"), ("kv", c_kv, "c_kv_scale"):
             in_bytes = scale in self.given
             row = self.function(self.format, row * self.take(scale)) if in_bytes else row
@@ -543,6 +541,10 @@ class Run:
             refuse(max(count / MOST, place / MOST_VALUES, self.work / MOST_WORK) > 1, TOO_MANY)
         claimed = (heights[whole(claim["value"])] for claim in certificate["claims"])
         self.height = 2 * (self.height + sum(map(sum, claimed)))
+        # the kernel's polynomials are of small degrees in its arguments: of these counts what is
+        # above a leaf, with a denominator for each element, as no value need be made of them
+        tops = ((*heights[at], self.values[at].size) for at in certificate["arguments"].values())
+        self.height += 8 * sum(over - 1 + under * size for over, under, size in tops)
         self.count = sum(map(self.claimed, certificate["claims"]))
 
     def value(self, place: int, op: str, operands: Any, given: list[Any], rest: Any) -> Value:
@@ -579,9 +581,9 @@ class Run:
         arguments, call = self.certificate["arguments"], self.call
         refuse({*arguments.values()} & self.of_result.keys(), "the kernel is given a result")
         given = {name: self.values[whole(index)] for name, index in arguments.items()}
-        kernel = Kernel(self.point, given, self.certificate["exact"], call)
+        kernel = Kernel(self.point, given, {**self.certificate["exact"]}, call)
         results = KERNELS[call["operator"]](kernel)
-        if unread := given.keys() - kernel.read:
+        if unread := kernel.exact.keys() | given.keys() - kernel.read:
             raise Refused(f"the kernel takes no {', '.join(unread)} in this format")
         dims = call["dims"] | {"N": call["dims"].get("N_padded", call["dims"].get("N"))}
         if wrong := [name for name, size in kernel.dims.items() if dims[name] != size]:
@@ -633,7 +635,8 @@ def proved(certificate: Any, call: Any, points: int, seed: str) -> Accepted:
             # of both signs of each root a height is larger, and fewer primes are drawn
             chance = (run.height * 4 ** len(squares) / PRIMES) ** done
         except ZeroDivisionError:  # at one random point it may be chance
-            by_zero += 1
+            # weights are numbered anew: those that were not reached would be as the first
+            by_zero, weights = by_zero + 1, {}
         if by_zero > POINTS or done > MOST_POINTS or work > MOST_WORK:
             raise Refused("a quotient by 0" if by_zero > POINTS else "of too high a degree or size")
     return Accepted(run.count, done, chance)
