@@ -22,7 +22,6 @@ from mla_fusion.fx.build import Builder
 from mla_fusion.meta.key_operator import V2_FUNCTIONAL as KERNEL
 from mla_fusion.operators.known import shape_of
 from mla_fusion.plan.plan import InPlace, KeyPlan
-from mla_fusion.weights.columns import describe
 
 aten = torch.ops.aten
 
@@ -121,17 +120,7 @@ def _rows(b: Builder, plan: KeyPlan) -> Any:
     """[T, Hckv + Dr]: the latent's columns of its product, then those of the key as interleaved
     pairs.
     """
-    k = plan.candidate.key
-    rope = pack.pairs(k.first, k.second)
-    if k.down.node is k.down_rope.node:
-        product, merged = _product(b, plan, k.down), (*k.columns, *rope)
-        if describe(merged, 1) is not None:
-            return pack.take(b, product, merged)
-        parts = [pack.take(b, product, k.columns), pack.take(b, product, rope)]
-    else:
-        sides = (k.down, k.columns), (k.down_rope, rope)
-        parts = [pack.take(b, _product(b, plan, side), columns) for side, columns in sides]
-    return b.call(aten.cat.default, parts, -1)
+    return pack.dkv_kr(b, plan, lambda b, side: _product(b, plan, side))
 
 
 def _product(b: Builder, plan: KeyPlan, projection: Projection) -> Any:
@@ -139,10 +128,8 @@ def _product(b: Builder, plan: KeyPlan, projection: Projection) -> Any:
     value, labels = b.value(projection.node), projection.product.out_labels
     axis = labels.index(projection.column_labels[0])
     width = shape_of(projection.node)[axis]
-    if axis != len(labels) - 1:
-        order = [place for place in range(len(labels)) if place != axis]
-        value = b.call(aten.permute.default, value, [*order, axis])
-    return b.reshape(value, (prod(plan.lead), width))
+    order = [place for place in range(len(labels)) if place != axis]
+    return b.reshape(b.permuted(value, [*order, axis]), (prod(plan.lead), width))
 
 
 def _scales(plan: KeyPlan) -> list[tuple[str, Any, int]]:
