@@ -52,9 +52,9 @@ def call_kernel(b: Builder, plan: KeyPlan) -> dict[str, Any]:
         widths = {"kr_cache": k.rope_dim, "kv_cache": len(k.columns)}
         held = {name: _buffer(b, kv, _shape(lead, width)) for name, width in widths.items()}
         index = b.once(("places", tuple(map(str, lead))), lambda b: _places(b, plan, lead))
-    device = plan.token_x.meta["val"].device
     scales = {
-        name: pack.cache_scale(b, scale, (1, width), device) for name, scale, width in _scales(plan)
+        name: pack.cache_scale(b, scale, (1, width), plan.device)
+        for name, scale, width in _scales(plan)
     }
     gamma = pack.vector(b, "gamma", k.gamma, plan.candidate.dtype)
     operator = getattr(torch.ops.npu, KERNEL.name).default
@@ -107,8 +107,7 @@ def _buffer(b: Builder, kv: Any, shape: tuple[Any, ...]) -> Any:
 
 def _places(b: Builder, plan: KeyPlan, lead: tuple[Any, Any]) -> Any:
     """Row s of sequence b is row s of its cache."""
-    device = plan.token_x.meta["val"].device
-    places = b.call(aten.arange.default, b.size(lead[1]), dtype=torch.int64, device=device)
+    places = b.call(aten.arange.default, b.size(lead[1]), dtype=torch.int64, device=plan.device)
     return (
         b.call(aten.expand.default, places, b.sizes(lead))
         if lead[0] != 1

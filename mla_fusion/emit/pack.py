@@ -92,10 +92,9 @@ def quantisation(b: Builder, plan: PrologPlan) -> dict[str, Any]:
             "quant_scale_ckr": plan.caches.kr_scale,
             "k_nope_clip_alpha": CacheScale(None, factor=plan.caches.clip_alpha or 1.0),
         }
-        device = plan.token_x.meta["val"].device
         modes = plan.kv_cache_quant_mode, plan.candidate.weight_quant_mode
         for name, shape in scale_shapes(modes[0], len(k.columns), k.rope_dim, modes[1]).items():
-            given[name] = cache_scale(b, scales[name], shape, device)
+            given[name] = cache_scale(b, scales[name], shape, plan.device)
     return given
 
 
@@ -201,12 +200,12 @@ def take(b: Builder, matrix: Any, columns: tuple[int, ...], groups: int = 1) -> 
     span = block.groups * block.stride if block.groups > 1 else block.width
     start = min(block.offset, width - span)
     if span != width:
-        matrix = b.call(aten.slice.Tensor, matrix, 1, start, start + span)
+        matrix = b.sliced(matrix, 1, start, start + span)
     if block.groups > 1:
         matrix = b.reshape(matrix, (rows, block.groups, block.stride))
         inner = block.offset - start
         if block.width != block.stride:
-            matrix = b.call(aten.slice.Tensor, matrix, 2, inner, inner + block.width)
+            matrix = b.sliced(matrix, 2, inner, inner + block.width)
     if block.paired:
         lead = list(b.shape(matrix))[:-1]
         matrix = b.transposed(b.reshape(matrix, (*lead, 2, block.width // 2)))
@@ -308,7 +307,7 @@ def weight_uk(b: Builder, plan: PrologPlan) -> Any:
         more = plan.kernel_heads - plan.heads
         return b.packed("weight_uk", lambda b: _absorbed(b, absorb, more), absorb.weights)
     shape = (plan.kernel_heads, absorb.nope_dim, absorb.latent_dim)
-    device = plan.token_x.meta["val"].device
+    device = plan.device
     return b.once(
         ("identity", shape),
         lambda b: b.packed("weight_uk", lambda b: _identity(b, shape, device), []),

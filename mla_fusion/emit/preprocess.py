@@ -59,8 +59,7 @@ def call_kernel(b: Builder, plan: PreprocessPlan) -> dict[str, Any]:
             name: _new(b, x, (*pool, width))
             for name, width in (("kv_cache", latent), ("kr_cache", rope))
         }
-        device = plan.token_x.meta["val"].device
-        slots = b.call(aten.arange.default, tokens, dtype=torch.int32, device=device)
+        slots = b.call(aten.arange.default, tokens, dtype=torch.int32, device=plan.device)
     outs = {
         "query": _new(b, x, (tokens, plan.heads, latent)),
         "query_rope": _new(b, x, (tokens, plan.heads, rope)),
@@ -107,9 +106,7 @@ def call_kernel(b: Builder, plan: PreprocessPlan) -> dict[str, Any]:
             )
         elif name in asked:
             flat = b.reshape(made[cache], (-(-tokens // _BLOCK) * _BLOCK, width))
-            results[name] = b.reshape(
-                b.call(aten.slice.Tensor, flat, 0, 0, tokens), (*plan.lead, width)
-            )
+            results[name] = b.reshape(b.sliced(flat, 0, 0, tokens), (*plan.lead, width))
     for name in sorted(plan.interleave & results.keys()):
         results[name] = rows.interleave(b, results[name])
     return results
@@ -147,7 +144,7 @@ def _one(b: Builder, name: str, one: One) -> Any:
         return b.reshape(b.value(one.node), (1,))
 
     def recipe(b: Builder) -> Any:
-        first = b.call(aten.slice.Tensor, b.value(one.node), 0, 0, 1)
+        first = b.sliced(b.value(one.node), 0, 0, 1)
         if one.inverse:
             first = b.call(aten.reciprocal.default, b.cast(first, torch.float32))
         # memory of its own, whatever the dtypes: a change of any number of the vector is then seen

@@ -97,11 +97,11 @@ def slots(b: Builder, plan: Plan, lead: Sequence[Any]) -> Any:
 
     def build(b: Builder) -> Any:
         if slots.span is not None:
-            value = _assigned(b, slots.span, plan.token_x.meta["val"].device)
+            value = _assigned(b, slots.span, plan.device)
         elif slots.index is not None:
             value = b.value(slots.index)
         elif slots.every is not None:
-            value = _of_every_sequence(b, slots, plan.token_x.meta["val"].device)
+            value = _of_every_sequence(b, slots, plan.device)
         else:
             assert slots.block is not None and slots.offset is not None
             value = b.call(aten.mul.Tensor, b.value(slots.block), b.size(slots.block_size))

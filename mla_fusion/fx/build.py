@@ -132,6 +132,9 @@ class Builder(ABC):
         stays = list(order) == list(range(len(order)))
         return value if stays else self.call(aten.permute.default, value, list(order))
 
+    def sliced(self, value: Any, axis: int, start: int, end: Any) -> Any:
+        return self.call(aten.slice.Tensor, value, axis, start, end)
+
     def transposed(self, value: Any) -> Any:
         """The last two axes change places."""
         count = len(self.shape(value)) - 2
