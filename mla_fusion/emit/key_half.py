@@ -22,7 +22,6 @@ from mla_fusion.fx.build import Builder
 from mla_fusion.meta.key_operator import V2_FUNCTIONAL as KERNEL
 from mla_fusion.operators.known import shape_of
 from mla_fusion.plan.plan import InPlace, KeyPlan
-from mla_fusion.weights.columns import describe
 
 aten = torch.ops.aten
 
@@ -53,9 +52,9 @@ def call_kernel(b: Builder, plan: KeyPlan) -> dict[str, Any]:
         widths = {"kr_cache": k.rope_dim, "kv_cache": len(k.columns)}
         held = {name: _buffer(b, kv, _shape(lead, width)) for name, width in widths.items()}
         index = b.once(("places", tuple(map(str, lead))), lambda b: _places(b, plan, lead))
-    device = plan.token_x.meta["val"].device
     scales = {
-        name: pack.cache_scale(b, scale, (1, width), device) for name, scale, width in _scales(plan)
+        name: pack.cache_scale(b, scale, (1, width), plan.device)
+        for name, scale, width in _scales(plan)
     }
     gamma = pack.vector(b, "gamma", k.gamma, plan.candidate.dtype)
     operator = getattr(torch.ops.npu, KERNEL.name).default
@@ -108,8 +107,7 @@ def _buffer(b: Builder, kv: Any, shape: tuple[Any, ...]) -> Any:
 
 def _places(b: Builder, plan: KeyPlan, lead: tuple[Any, Any]) -> Any:
     """Row s of sequence b is row s of its cache."""
-    device = plan.token_x.meta["val"].device
-    places = b.call(aten.arange.default, b.size(lead[1]), dtype=torch.int64, device=device)
+    places = b.call(aten.arange.default, b.size(lead[1]), dtype=torch.int64, device=plan.device)
     return (
         b.call(aten.expand.default, places, b.sizes(lead))
         if lead[0] != 1
@@ -121,17 +119,7 @@ def _rows(b: Builder, plan: KeyPlan) -> Any:
     """[T, Hckv + Dr]: the latent's columns of its product, then those of the key as interleaved
     pairs.
     """
-    k = plan.candidate.key
-    rope = pack.pairs(k.first, k.second)
-    if k.down.node is k.down_rope.node:
-        product, merged = _product(b, plan, k.down), (*k.columns, *rope)
-        if describe(merged, 1) is not None:
-            return pack.take(b, product, merged)
-        parts = [pack.take(b, product, k.columns), pack.take(b, product, rope)]
-    else:
-        sides = (k.down, k.columns), (k.down_rope, rope)
-        parts = [pack.take(b, _product(b, plan, side), columns) for side, columns in sides]
-    return b.call(aten.cat.default, parts, -1)
+    return pack.dkv_kr(b, plan, lambda b, side: _product(b, plan, side))
 
 
 def _product(b: Builder, plan: KeyPlan, projection: Projection) -> Any:
@@ -139,10 +127,8 @@ def _product(b: Builder, plan: KeyPlan, projection: Projection) -> Any:
     value, labels = b.value(projection.node), projection.product.out_labels
     axis = labels.index(projection.column_labels[0])
     width = shape_of(projection.node)[axis]
-    if axis != len(labels) - 1:
-        order = [place for place in range(len(labels)) if place != axis]
-        value = b.call(aten.permute.default, value, [*order, axis])
-    return b.reshape(value, (prod(plan.lead), width))
+    order = [place for place in range(len(labels)) if place != axis]
+    return b.reshape(b.permuted(value, [*order, axis]), (prod(plan.lead), width))
 
 
 def _scales(plan: KeyPlan) -> list[tuple[str, Any, int]]:

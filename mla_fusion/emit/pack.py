@@ -21,7 +21,7 @@ from mla_fusion.meta.number_formats import BLOCK, ELEMENTS
 from mla_fusion.operators.forms import order_of
 from mla_fusion.operators.known import shape_of
 from mla_fusion.plan.cache_modes import scale_shapes
-from mla_fusion.plan.plan import InPlace, PrologPlan
+from mla_fusion.plan.plan import InPlace, Plan, PrologPlan
 from mla_fusion.weights.columns import describe
 
 aten = torch.ops.aten
@@ -47,7 +47,7 @@ def _scale(
         arranged = arrange(b, plan, scale_matrix)
         if not _in_blocks(plan):
             return dense(b, b.cast(arranged, torch.float32), nz=False)
-        return _as_e8m0(b, dense(b, b.call(aten.permute.default, arranged, [1, 0]), nz=False))
+        return _as_e8m0(b, dense(b, b.permuted(arranged, [1, 0]), nz=False))
 
     parts = [part for item in projections for part in item.by_weight]
     return b.packed(
@@ -92,10 +92,9 @@ def quantisation(b: Builder, plan: PrologPlan) -> dict[str, Any]:
             "quant_scale_ckr": plan.caches.kr_scale,
             "k_nope_clip_alpha": CacheScale(None, factor=plan.caches.clip_alpha or 1.0),
         }
-        device = plan.token_x.meta["val"].device
         modes = plan.kv_cache_quant_mode, plan.candidate.weight_quant_mode
         for name, shape in scale_shapes(modes[0], len(k.columns), k.rope_dim, modes[1]).items():
-            given[name] = cache_scale(b, scales[name], shape, device)
+            given[name] = cache_scale(b, scales[name], shape, plan.device)
     return given
 
 
@@ -118,7 +117,7 @@ def cache_scale(
     if count == shape[-1]:
         return row
     row = b.call(aten.expand.default, row, list(shape))
-    return b.call(aten.clone.default, row, memory_format=torch.contiguous_format)
+    return b.contiguous(row)
 
 
 def _full(b: Builder, shape: tuple[int, ...], number: float, device: torch.device) -> Any:
@@ -154,17 +153,16 @@ def _token_scale(b: Builder, plan: PrologPlan, quantised: Quantised) -> Any:
 def matrix(b: Builder, projection: Projection) -> Any:
     """The weight as [in, out]; of several pieces, side by side."""
     if projection.pieces:
-        return b.call(aten.cat.default, [matrix(b, piece) for piece in projection.pieces], 1)
+        return b.joined([matrix(b, piece) for piece in projection.pieces], 1)
     weight, labels = _operand(b, projection.weight), projection.weight_labels
     order = [
         labels.index(label)
         for label in (*projection.batch, *projection.summed, *projection.column_labels)
     ]
     order = [axis for axis in range(len(labels)) if axis not in order] + order
+    weight = b.permuted(weight, order)
     if len(order) == 2:
-        return weight if order == [0, 1] else b.call(aten.permute.default, weight, [1, 0])
-    if order != list(range(len(order))):
-        weight = b.call(aten.permute.default, weight, order)
+        return weight
     shape = shape_of(projection.weight)
     return b.reshape(weight, [shape[axis] for axis in order[-2:]])
 
@@ -180,17 +178,15 @@ def scale_matrix(b: Builder, projection: Projection) -> Any:
     the weight is.
     """
     if projection.pieces:
-        return b.call(aten.cat.default, [scale_matrix(b, piece) for piece in projection.pieces], 1)
+        return b.joined([scale_matrix(b, piece) for piece in projection.pieces], 1)
     assert projection.quantised is not None
     scale = projection.quantised.weight_scale
     form = projection.quantised.format
-    columns = shape_of(projection.weight)[
-        projection.weight_labels.index(projection.column_labels[0])
-    ]
+    columns = projection.width
     if form is None or not form.in_blocks:
         return b.reshape(b.value(scale), (1, columns))
     pairs = shape_of(scale)[0]
-    return b.reshape(b.call(aten.permute.default, b.value(scale), [0, 2, 1]), (2 * pairs, columns))
+    return b.reshape(b.permuted(b.value(scale), [0, 2, 1]), (2 * pairs, columns))
 
 
 def take(b: Builder, matrix: Any, columns: tuple[int, ...], groups: int = 1) -> Any:
@@ -204,17 +200,15 @@ def take(b: Builder, matrix: Any, columns: tuple[int, ...], groups: int = 1) -> 
     span = block.groups * block.stride if block.groups > 1 else block.width
     start = min(block.offset, width - span)
     if span != width:
-        matrix = b.call(aten.slice.Tensor, matrix, 1, start, start + span)
+        matrix = b.sliced(matrix, 1, start, start + span)
     if block.groups > 1:
         matrix = b.reshape(matrix, (rows, block.groups, block.stride))
         inner = block.offset - start
         if block.width != block.stride:
-            matrix = b.call(aten.slice.Tensor, matrix, 2, inner, inner + block.width)
+            matrix = b.sliced(matrix, 2, inner, inner + block.width)
     if block.paired:
         lead = list(b.shape(matrix))[:-1]
-        matrix = b.reshape(matrix, (*lead, 2, block.width // 2))
-        count = len(lead)
-        matrix = b.call(aten.permute.default, matrix, [*range(count), count + 1, count])
+        matrix = b.transposed(b.reshape(matrix, (*lead, 2, block.width // 2)))
     return b.reshape(matrix, (rows, len(columns)))
 
 
@@ -264,15 +258,25 @@ def uq_qr(b: Builder, plan: PrologPlan, of: Matrix) -> Any:
         matrix = of(b, q.up_nope)
         if columns.ordered and heads * columns.width == b.shape(matrix)[1]:
             return _more_columns(b, matrix, columns.width * (plan.kernel_heads - heads))
+    joined = by_head(b, plan, of, columns.nope, columns.rope)
+    return _more_columns(b, joined, columns.width * (plan.kernel_heads - heads))
+
+
+def by_head(
+    b: Builder, plan: PrologPlan, of: Matrix, nope: tuple[int, ...], rope: tuple[int, ...]
+) -> Any:
+    """Columns of the query's up projections, all heads one after the other, as [nope | rope] of
+    each head.
+    """
+    q = plan.candidate.query
+    heads = len(q.absorb.columns)
     parts = []
-    for projection, flat in ((q.up_nope, columns.nope), (q.up_rope, columns.rope)):
+    for projection, flat in ((q.up_nope, nope), (q.up_rope, rope)):
         taken = take(b, of(b, projection), flat, heads)
         parts.append(b.reshape(taken, (b.shape(taken)[0], heads, len(flat) // heads)))
-    joined = b.call(aten.cat.default, parts, -1)
+    joined = b.joined(parts, -1)
     rows, _, width = b.shape(joined)
-    return _more_columns(
-        b, b.reshape(joined, (rows, heads * width)), width * (plan.kernel_heads - heads)
-    )
+    return b.reshape(joined, (rows, heads * width))
 
 
 def _more_columns(b: Builder, matrix: Any, count: int) -> Any:
@@ -282,7 +286,8 @@ def _more_columns(b: Builder, matrix: Any, count: int) -> Any:
     return b.call(aten.constant_pad_nd.default, matrix, [0, count]) if count else matrix
 
 
-def dkv_kr(b: Builder, plan: PrologPlan, of: Matrix) -> Any:
+def dkv_kr(b: Builder, plan: Plan, of: Matrix) -> Any:
+    """[latent | key], the key's columns as interleaved pairs."""
     k = plan.candidate.key
     rope = pairs(k.first, k.second)
     if k.down.node is k.down_rope.node:
@@ -293,7 +298,7 @@ def dkv_kr(b: Builder, plan: PrologPlan, of: Matrix) -> Any:
         parts = [take(b, matrix, k.columns), take(b, matrix, rope)]
     else:
         parts = [take(b, of(b, k.down), k.columns), take(b, of(b, k.down_rope), rope)]
-    return b.call(aten.cat.default, parts, -1)
+    return b.joined(parts, -1)
 
 
 def weight_uk(b: Builder, plan: PrologPlan) -> Any:
@@ -302,7 +307,7 @@ def weight_uk(b: Builder, plan: PrologPlan) -> Any:
         more = plan.kernel_heads - plan.heads
         return b.packed("weight_uk", lambda b: _absorbed(b, absorb, more), absorb.weights)
     shape = (plan.kernel_heads, absorb.nope_dim, absorb.latent_dim)
-    device = plan.token_x.meta["val"].device
+    device = plan.device
     return b.once(
         ("identity", shape),
         lambda b: b.packed("weight_uk", lambda b: _identity(b, shape, device), []),
@@ -311,8 +316,7 @@ def weight_uk(b: Builder, plan: PrologPlan) -> Any:
 
 def _absorbed(b: Builder, absorb: AbsorbFact, more: int) -> Any:
     """``more``: heads of zeros behind the model's."""
-    parts = [_heads(b, part) for part in absorb.by_weight]
-    weight = parts[0] if len(parts) == 1 else b.call(aten.cat.default, parts)
+    weight = b.joined([_heads(b, part) for part in absorb.by_weight])
     return dense(
         b,
         b.call(aten.constant_pad_nd.default, weight, [0, 0, 0, 0, 0, more]) if more else weight,
@@ -322,9 +326,7 @@ def _absorbed(b: Builder, absorb: AbsorbFact, more: int) -> Any:
 
 def _heads(b: Builder, absorb: AbsorbFact) -> Any:
     """[heads, D, Hckv]"""
-    weight = _operand(b, absorb.weight)
-    if absorb.to_ndc != tuple(range(len(absorb.to_ndc))):
-        weight = b.call(aten.permute.default, weight, list(absorb.to_ndc))
+    weight = b.permuted(_operand(b, absorb.weight), absorb.to_ndc)
     return b.reshape(weight, (absorb.heads, absorb.nope_dim, absorb.latent_dim))
 
 
@@ -334,7 +336,7 @@ def _identity(b: Builder, shape: tuple[int, int, int], device: torch.device) -> 
     # torchair has no converter for eye
     eye = b.call(aten.eq.Tensor, b.reshape(rows, (shape[1], 1)), columns)
     heads = b.call(aten.expand.default, b.cast(eye, torch.bfloat16), list(shape))
-    return b.call(aten.clone.default, heads, memory_format=torch.contiguous_format)
+    return b.contiguous(heads)
 
 
 def dense(b: Builder, weight: Any, nz: bool) -> Any:
@@ -343,7 +345,7 @@ def dense(b: Builder, weight: Any, nz: bool) -> Any:
         # the reference kernel reads any strides; copying weights at every call would be waste
         return weight
     if not _lies_right(weight, nz):
-        weight = b.call(aten.clone.default, weight, memory_format=torch.contiguous_format)
+        weight = b.contiguous(weight)
     on_cpu = weight.meta["val"].device.type == "cpu"  # laid out as on an NPU: a CPU has no formats
     if nz and b.device_type(weight) == "npu" and (not on_cpu or _is_input(weight)):
         weight = b.call(torch.ops.npu.npu_format_cast.default, weight, FRACTAL_NZ)

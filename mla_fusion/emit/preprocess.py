@@ -59,8 +59,7 @@ def call_kernel(b: Builder, plan: PreprocessPlan) -> dict[str, Any]:
             name: _new(b, x, (*pool, width))
             for name, width in (("kv_cache", latent), ("kr_cache", rope))
         }
-        device = plan.token_x.meta["val"].device
-        slots = b.call(aten.arange.default, tokens, dtype=torch.int32, device=device)
+        slots = b.call(aten.arange.default, tokens, dtype=torch.int32, device=plan.device)
     outs = {
         "query": _new(b, x, (tokens, plan.heads, latent)),
         "query_rope": _new(b, x, (tokens, plan.heads, rope)),
@@ -107,9 +106,7 @@ def call_kernel(b: Builder, plan: PreprocessPlan) -> dict[str, Any]:
             )
         elif name in asked:
             flat = b.reshape(made[cache], (-(-tokens // _BLOCK) * _BLOCK, width))
-            results[name] = b.reshape(
-                b.call(aten.slice.Tensor, flat, 0, 0, tokens), (*plan.lead, width)
-            )
+            results[name] = b.reshape(b.sliced(flat, 0, 0, tokens), (*plan.lead, width))
     for name in sorted(plan.interleave & results.keys()):
         results[name] = rows.interleave(b, results[name])
     return results
@@ -147,13 +144,11 @@ def _one(b: Builder, name: str, one: One) -> Any:
         return b.reshape(b.value(one.node), (1,))
 
     def recipe(b: Builder) -> Any:
-        first = b.call(aten.slice.Tensor, b.value(one.node), 0, 0, 1)
+        first = b.sliced(b.value(one.node), 0, 0, 1)
         if one.inverse:
             first = b.call(aten.reciprocal.default, b.cast(first, torch.float32))
         # memory of its own, whatever the dtypes: a change of any number of the vector is then seen
-        return b.call(
-            aten.clone.default, b.cast(first, one.dtype), memory_format=torch.contiguous_format
-        )
+        return b.contiguous(b.cast(first, one.dtype))
 
     return b.packed(name, recipe, [one.node], exact=one.exact)
 
@@ -165,24 +160,15 @@ def _one(b: Builder, name: str, one: One) -> Any:
 def _of_down(b: Builder, plan: PreprocessPlan, of: pack.Matrix) -> Any:
     q, k = plan.candidate.query, plan.candidate.key
     parts = (k.down, k.columns), (k.down_rope, (*k.first, *k.second)), (q.down, q.norm.columns)
-    return b.call(
-        aten.cat.default, [pack.take(b, of(b, item), columns) for item, columns in parts], 1
-    )
+    return b.joined([pack.take(b, of(b, item), columns) for item, columns in parts], 1)
 
 
 def _of_up(b: Builder, plan: PreprocessPlan, of: pack.Matrix) -> Any:
     q = plan.candidate.query
-    nope = q.absorb.columns
-    rope = tuple(
-        (*first, *second) for first, second in zip(q.rope.first, q.rope.second, strict=True)
-    )
-    parts = []
-    for item, heads in ((q.up_nope, nope), (q.up_rope, rope)):
-        flat = tuple(column for head in heads for column in head)
-        taken = pack.take(b, of(b, item), flat, len(heads))
-        parts.append(b.reshape(taken, (b.shape(taken)[0], len(heads), len(heads[0]))))
-    joined = b.call(aten.cat.default, parts, -1)
-    return b.reshape(joined, (b.shape(joined)[0], b.shape(joined)[1] * b.shape(joined)[2]))
+    nope = tuple(column for head in q.absorb.columns for column in head)
+    sides = zip(q.rope.first, q.rope.second, strict=True)
+    rope = tuple(column for first, second in sides for column in (*first, *second))
+    return pack.by_head(b, plan, of, nope, rope)
 
 
 def _leaves(plan: PreprocessPlan, arrange: Any) -> list[Projection]:
@@ -195,13 +181,11 @@ def _weight(b: Builder, plan: PreprocessPlan, name: str, arrange: Any) -> Any:
     """[columns, in]; on a device in blocks of 32, [1, in / 32, columns, 32], cast to FRACTAL_NZ."""
 
     def recipe(b: Builder) -> Any:
-        matrix = b.call(aten.permute.default, arrange(b, plan, pack.matrix), [1, 0])
+        matrix = b.permuted(arrange(b, plan, pack.matrix), [1, 0])
         if b.device_type(matrix) == "cpu":
             return matrix
         columns, width = b.shape(matrix)
-        blocks = b.call(
-            aten.permute.default, b.reshape(matrix, (columns, width // 32, 32)), [1, 0, 2]
-        )
+        blocks = b.permuted(b.reshape(matrix, (columns, width // 32, 32)), [1, 0, 2])
         return pack.dense(b, b.reshape(blocks, (1, width // 32, columns, 32)), nz=True)
 
     return b.packed(name, recipe, [part.weight for part in _leaves(plan, arrange)])
@@ -229,10 +213,8 @@ def _vector(
 def _bias_matrix(b: Builder, projection: Projection) -> Any:
     """The int32 biases of a projection's columns as [1, out]; zeros where it has none."""
     if projection.pieces:
-        return b.call(aten.cat.default, [_bias_matrix(b, piece) for piece in projection.pieces], 1)
-    columns = shape_of(projection.weight)[
-        projection.weight_labels.index(projection.column_labels[0])
-    ]
+        return b.joined([_bias_matrix(b, piece) for piece in projection.pieces], 1)
+    columns = projection.width
     if projection.product.bias is not None:
         return b.reshape(b.value(projection.product.bias), (1, columns))
     return b.call(

@@ -34,10 +34,8 @@ def arrange(b: Builder, replacement: Replacement, result: Any) -> Any:
     # the codes of the same scales
     if b.dtype(result) == torch.float8_e8m0fnu and wanted.dtype == torch.uint8:
         result = b.call(aten.view.dtype, result, torch.uint8)
-    if order is not None and order != tuple(range(len(order))):
-        result = b.call(aten.permute.default, result, list(order))
     if order is not None:
-        result = b.reshape(result, wanted.shape)
+        result = b.reshape(b.permuted(result, order), wanted.shape)
     return result
 
 

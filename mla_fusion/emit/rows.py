@@ -43,12 +43,8 @@ def _build_table(b: Builder, table: Table, lead: Sequence[Any], dtype: torch.dty
     parts = {run: _run(b, run) for run in dict.fromkeys(table)}
     if len({(run.rows, tuple(map(str, b.shape(part)[:-1]))) for run, part in parts.items()}) > 1:
         spread = {run: _spread(b, part, run.rows, run.count, lead) for run, part in parts.items()}
-        return b.cast(b.call(aten.cat.default, [spread[run] for run in table], -1), dtype)
-    value = (
-        next(iter(parts.values()))
-        if len(table) == 1
-        else b.call(aten.cat.default, [parts[run] for run in table], -1)
-    )
+        return b.cast(b.joined([spread[run] for run in table], -1), dtype)
+    value = b.joined([parts[run] for run in table], -1)
     return b.cast(_spread(b, value, table[0].rows, sum(run.count for run in table), lead), dtype)
 
 
@@ -60,7 +56,7 @@ def _spread(b: Builder, value: Any, rows: str, width: int, lead: Sequence[Any]) 
     shared = {"position": (1, last), "sequence": (first, 1), "one": (1,) * len(lead)}[rows]
     value = b.reshape(value, (*shared, width))
     value = b.call(aten.expand.default, value, b.sizes((*lead, width)))
-    return b.call(aten.clone.default, value, memory_format=torch.contiguous_format)
+    return b.contiguous(value)
 
 
 def _run(b: Builder, run: TableRun) -> Any:
@@ -101,11 +97,11 @@ def slots(b: Builder, plan: Plan, lead: Sequence[Any]) -> Any:
 
     def build(b: Builder) -> Any:
         if slots.span is not None:
-            value = _assigned(b, slots.span, plan.token_x.meta["val"].device)
+            value = _assigned(b, slots.span, plan.device)
         elif slots.index is not None:
             value = b.value(slots.index)
         elif slots.every is not None:
-            value = _of_every_sequence(b, slots, plan.token_x.meta["val"].device)
+            value = _of_every_sequence(b, slots, plan.device)
         else:
             assert slots.block is not None and slots.offset is not None
             value = b.call(aten.mul.Tensor, b.value(slots.block), b.size(slots.block_size))
@@ -198,9 +194,7 @@ def interleave(b: Builder, value: Any) -> Any:
     """Half layout to interleaved pairs: [a0..a31 | b0..b31] -> [a0, b0, a1, b1, ..]. Exact."""
     shape = list(b.shape(value))
     halves = b.reshape(value, (*shape[:-1], 2, shape[-1] // 2))
-    count = len(shape) - 1
-    turned = b.call(aten.permute.default, halves, [*range(count), count + 1, count])
-    return b.reshape(turned, shape)
+    return b.reshape(b.transposed(halves), shape)
 
 
 def multiplied(b: Builder, rows: Any, times: Node) -> Any:

@@ -111,14 +111,12 @@ def call_kernel(b: Builder, plan: PrologPlan) -> dict[str, Any]:
     if isinstance(q.absorb, AbsorbFact) and q.absorb.times is not None:
         results["query"] = rows.multiplied(b, results["query"], q.absorb.times)
     if not isinstance(q.absorb, AbsorbFact):
-        results["q_nope"] = b.call(
-            aten.slice.Tensor, results.pop("query"), -1, 0, q.absorb.nope_dim
-        )
+        results["q_nope"] = b.sliced(results.pop("query"), -1, 0, q.absorb.nope_dim)
     for name in sorted(plan.interleave & results.keys()):
         results[name] = rows.interleave(b, results[name])
     if plan.kernel_heads > plan.heads:
         for name in sorted(_PER_HEAD & results.keys()):
-            results[name] = b.call(aten.slice.Tensor, results[name], -2, 0, plan.heads)
+            results[name] = b.sliced(results[name], -2, 0, plan.heads)
     return results
 
 

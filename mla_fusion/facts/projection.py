@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -91,6 +92,11 @@ class Projection:
         tokens.
         """
         return tuple(x for x in self.product.out_labels if x in self.token_labels)
+
+    @property
+    def width(self) -> Any:
+        """How many columns the weight has on its first column axis."""
+        return shape_of(self.weight)[self.weight_labels.index(self.column_labels[0])]
 
     @property
     def column_labels(self) -> Labels:

@@ -119,6 +119,27 @@ class Builder(ABC):
             sizes[unknown[0]] = -1
         return self.call(aten.reshape.default, value, sizes)
 
+    def contiguous(self, value: Any) -> Any:
+        """A copy that is contiguous, in memory of its own."""
+        return self.call(aten.clone.default, value, memory_format=torch.contiguous_format)
+
+    def joined(self, parts: Sequence[Any], axis: int = 0) -> Any:
+        """The parts side by side; a single one as it is."""
+        return parts[0] if len(parts) == 1 else self.call(aten.cat.default, parts, axis)
+
+    def permuted(self, value: Any, order: Sequence[int]) -> Any:
+        """The axes in this order; the value itself where they lie so."""
+        stays = list(order) == list(range(len(order)))
+        return value if stays else self.call(aten.permute.default, value, list(order))
+
+    def sliced(self, value: Any, axis: int, start: int, end: Any) -> Any:
+        return self.call(aten.slice.Tensor, value, axis, start, end)
+
+    def transposed(self, value: Any) -> Any:
+        """The last two axes change places."""
+        count = len(self.shape(value)) - 2
+        return self.permuted(value, [*range(count), count + 1, count])
+
     def cast(self, value: Any, dtype: torch.dtype) -> Any:
         return (
             value

@@ -114,7 +114,7 @@ class Finder:
     def _comes_apart(self, item: Projection) -> bool:
         """Is there a value with more than one element, and not all, of each row?"""
         size = self._size(item.node)
-        columns = shape_of(item.weight)[item.weight_labels.index(item.column_labels[0])]
+        columns = item.width
         rows = size // max(self.view.binding.size(columns), 1)  # a weight may have no columns
         return any(rows < self._size(member) < size for member in self.view.members(item.node))
 

@@ -19,7 +19,6 @@ from mla_fusion.fx.kinds import is_writer
 from mla_fusion.fx.walk import reached, users
 from mla_fusion.match.candidate import Candidate
 from mla_fusion.match.finder import Finder
-from mla_fusion.operators.known import shape_of
 
 _FARTHEST = 64  # nodes from the key's projection to the product with the query
 
@@ -71,7 +70,7 @@ def beside(finder: Finder, candidate: Candidate) -> Indexer | None:
 
 
 def _columns(finder: Finder, item: Projection) -> int:
-    size = shape_of(item.weight)[item.weight_labels.index(item.column_labels[0])]
+    size = item.width
     return finder.view.binding.size(size)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch.fx import Node
 
 from mla_fusion.facts.cache_write import Slots
@@ -120,6 +121,12 @@ class Plan:
     assumptions: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     borrowers: tuple[Node, ...] = ()
+
+    @property
+    def device(self) -> torch.device:
+        """Where x is, and so the call."""
+        found: torch.device = self.token_x.meta["val"].device
+        return found
 
     @property
     def lead(self) -> Sequence[Any]:

@@ -151,7 +151,7 @@ def _int8_products(view: View, candidate: Candidate) -> None:
                 f"{item.node.name} multiplies by {item.weight.name}",
                 (item.node, item.weight),
             )
-        columns = shape_of(item.weight)[item.weight_labels.index(item.column_labels[0])]
+        columns = item.width
         scale = how.weight_scale.meta["val"]
         if (
             scale.dtype != torch.float32
@@ -273,15 +273,12 @@ def _scales(view: View, item: Projection) -> None:
 
 def _scale_shapes(item: Projection) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Of the weight's scales and of the tokens', as npu_quant_matmul has them."""
-    form, weight, labels = _format(item), shape_of(item.weight), item.weight_labels
-    columns, lead = (
-        weight[labels.index(item.column_labels[0])],
-        shape_of(item.activation)[:-1],
-    )
+    form, lead = _format(item), shape_of(item.activation)[:-1]
     if form is None or not form.in_blocks:
-        return (columns,), tuple(lead)
-    pairs = weight[labels.index(item.summed[0])] // (2 * BLOCK)
-    return (pairs, columns, 2), (*lead, pairs, 2)
+        return (item.width,), tuple(lead)
+    depth = shape_of(item.weight)[item.weight_labels.index(item.summed[0])]
+    pairs = depth // (2 * BLOCK)
+    return (pairs, item.width, 2), (*lead, pairs, 2)
 
 
 _FACTORS = (torch.float32, torch.bfloat16)
