@@ -138,8 +138,24 @@ class Diagnosis:
 
     def no_key(self, seen: Seen) -> NearMiss:
         query = seen.queries[0]
-        reason = Refuse("kv_latent.absent", f"the query is projected from {seen.x.name}")
+        detail = f"the query is projected from {seen.x.name}"
+        detail += f"; {why}" if (why := self._of_unnormed_key(seen)) else ""
+        reason = Refuse("kv_latent.absent", detail)
         return NearMiss(reason, (query.norm.node, query.absorb.node), lacks="key")
+
+    def _of_unnormed_key(self, seen: Seen) -> str:
+        """What stands beside a rotated key where its latent's norm should."""
+        unnormed = (down for down, cone in seen.facts.items() if cone.ropes and not cone.norms)
+        return next(filter(None, map(self._of_another_norm, unnormed)), "")
+
+    def _of_another_norm(self, down: Projection) -> str:
+        made = dict.fromkeys(self.view.members(down.node))
+        statistic = next(filter(_is_normalising, made), None)
+        if statistic is None:
+            return ""
+        *_, latent = reached([statistic], lambda node: filter(made.__contains__, node.users))
+        of_it = f"made with {statistic.name} of {down.node.name}"
+        return epsilon.misplaced(down.node, latent) or f"{latent.name}, {of_it}, is no RMSNorm"
 
     def no_query(self, seen: Seen) -> NearMiss:
         key = seen.keys[0]
