@@ -23,13 +23,18 @@ from mla_fusion.fx.kinds import filled_with, operator_of, tensor_held
 from mla_fusion.fx.program import nodes_between
 from mla_fusion.fx.sizes import has_symbols, is_symbolic, same, same_shape
 from mla_fusion.fx.view import View
-from mla_fusion.fx.walk import origin, reached, reshapes_and_exact_casts, views_and_casts
+from mla_fusion.fx.walk import (
+    INPUTS,
+    origin,
+    reached,
+    reshapes_and_exact_casts,
+    views_and_casts,
+)
 from mla_fusion.match.candidate import Candidate
 from mla_fusion.operators.known import shape_of, value_of
 from mla_fusion.plan.plan import Plan
 
 _INTEGERS = (torch.int64, torch.int32)
-INPUTS = ("placeholder", "get_attr")
 _FARTHEST = 24  # nodes looked at above x for something that x is computed from a second time
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from mla_fusion.fx.kinds import dtype_held, is_getitem, word
+from mla_fusion.fx.kinds import is_getitem, one_dtype, word
 from mla_fusion.fx.measured import measured
 from mla_fusion.fx.program import nodes_between
 from mla_fusion.fx.sizes import has_symbols, same_shape
@@ -56,7 +56,7 @@ def find(view: View, normed: Node) -> InputNorm | None:
         return isinstance(value_of(node), (torch.Tensor, tuple, list))
 
     def may_be_x(node: Node) -> bool:
-        return dtype_held(node) == torch.bfloat16 and same_shape(shape_of(node), shape)
+        return one_dtype(node) == torch.bfloat16 and same_shape(shape_of(node), shape)
 
     _, *above = reached(
         [normed], lambda node: filter(holds_tensors, node.all_input_nodes), _FARTHEST

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from mla_fusion.fx.kinds import dtype_held, is_reshape
+from mla_fusion.fx.kinds import is_reshape, one_dtype
 from mla_fusion.fx.measured import measured
 from mla_fusion.fx.program import literals, nodes_between
 from mla_fusion.fx.shrink import Shrink
@@ -97,7 +97,7 @@ def _rows_of_bytes(source: Node, width: int, element: torch.dtype) -> Node | Non
     behind it.
     """
     for node in reached([source], users, _FARTHEST):
-        if dtype_held(node) == element and same(shape_of(node)[-1], width):
+        if one_dtype(node) == element and same(shape_of(node)[-1], width):
             readers = list(node.users)
             while len(readers) == 1 and is_reshape(readers[0]):
                 node, readers = readers[0], list(readers[0].users)

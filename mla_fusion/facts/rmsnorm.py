@@ -19,7 +19,7 @@ from torch.fx import Node
 
 from mla_fusion.facts.decode import Decoder, Reading, small_scalars
 from mla_fusion.fx.cone import Cone
-from mla_fusion.fx.kinds import Kind, dtype_held, is_cast, is_getitem, is_view, kind_of
+from mla_fusion.fx.kinds import Kind, is_cast, is_getitem, is_view, kind_of, one_dtype
 from mla_fusion.fx.measured import measured
 from mla_fusion.fx.program import nodes_between
 from mla_fusion.operators.known import value_of
@@ -268,7 +268,7 @@ def _low_precision(cone: Cone, norm: Node) -> Node | None:
     for statistic in statistics:
         for node in nodes_between((cone.node,), statistic):
             is_moved = is_cast(node) or is_getitem(node) or kind_of(node) in _MOVES
-            below_float32 = dtype_held(node) in (torch.bfloat16, torch.float16)
+            below_float32 = one_dtype(node) in (torch.bfloat16, torch.float16)
             if node in inside and not is_moved and below_float32:
                 return node
     return None

@@ -19,10 +19,10 @@ from mla_fusion.fx.indexed import Indexed
 from mla_fusion.fx.kinds import (
     MODEL_FLOATS,
     argument,
-    dtype_held,
     holds_integers,
     is_cast,
     kind_of,
+    one_dtype,
     operator_of,
     reduces_a_symbolic_axis,
     word,
@@ -104,7 +104,7 @@ class Steps:
 
     def _cast(self, node: Node) -> Barrier | None:
         """A cast among a model's floats rounds, and no more; one to an integer picks."""
-        dtype = dtype_held(node)
+        dtype = one_dtype(node)
         source = node.args[0] if node.args else None
         before = dtype_of(source) if isinstance(source, Node) else None
         floats = (*MODEL_FLOATS, torch.complex64, torch.complex128, torch.complex32)
@@ -128,7 +128,7 @@ class Steps:
         by_mask = [
             index
             for index in node.all_input_nodes
-            if dtype_held(index) == torch.bool and not self._view.is_constant(index)
+            if one_dtype(index) == torch.bool and not self._view.is_constant(index)
         ]
         if name in ("masked_scatter", "scatter_reduce", "index_reduce") or indices or by_mask:
             moved = "is placed" if name not in GATHER else "is taken"

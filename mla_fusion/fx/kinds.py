@@ -173,7 +173,7 @@ def is_float(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
-def dtype_held(node: Node) -> torch.dtype | None:
+def one_dtype(node: Node) -> torch.dtype | None:
     """Of the one tensor that the node holds; None where it holds another thing, or nothing."""
     value = value_of(node)
     return value.dtype if isinstance(value, torch.Tensor) else None
@@ -181,7 +181,7 @@ def dtype_held(node: Node) -> torch.dtype | None:
 
 def holds_integers(node: Node) -> bool:
     """Integers, or bools."""
-    dtype = dtype_held(node)
+    dtype = one_dtype(node)
     return dtype is not None and not is_float(dtype)
 
 

@@ -18,13 +18,13 @@ from mla_fusion.compat import bounds_of
 from mla_fusion.fx import contraction
 from mla_fusion.fx.indexed import Indexed
 from mla_fusion.fx.kinds import (
-    dtype_held,
     filled_with,
     is_cast,
     is_float,
     is_getitem,
     is_literal,
     is_view,
+    one_dtype,
     op_name,
     tensor_held,
     word,
@@ -135,7 +135,7 @@ class Ranges:
 
 def _held(found: Range, node: Node) -> Range:
     """An integer that its dtype cannot hold wraps around: anything, then."""
-    dtype = dtype_held(node)
+    dtype = one_dtype(node)
     if dtype is None or is_float(dtype) or dtype == torch.bool:
         return found
     return found if fits(found, dtype) else UNBOUNDED

@@ -22,7 +22,7 @@ import torch
 from torch.fx import Node
 
 from mla_fusion.fx.indexed import Indexed
-from mla_fusion.fx.kinds import argument, dtype_held, is_cast, is_reshape, word
+from mla_fusion.fx.kinds import argument, is_cast, is_reshape, one_dtype, word
 from mla_fusion.fx.program import Program, nodes_between
 from mla_fusion.fx.ranges import Ranges, keeps_integers
 from mla_fusion.fx.sizes import is_positive, is_symbolic
@@ -244,7 +244,7 @@ class Terms:
 
     def _keeps_numbers(self, node: Node, source: Node) -> bool:
         """Does the cast keep every number that its input can be?"""
-        dtype, before = dtype_held(node), dtype_held(source)
+        dtype, before = one_dtype(node), one_dtype(source)
         if dtype is None or before is None:
             return False
         if dtype == before or dtype in _WIDENINGS.get(before, ()):
@@ -306,7 +306,7 @@ _SHIFT = "bitwise_left_shift"
 
 
 def _is_integer(node: Node) -> bool:
-    return dtype_held(node) in _INTEGERS
+    return one_dtype(node) in _INTEGERS
 
 
 def _is_input(node: Node) -> bool:
