@@ -590,9 +590,7 @@ def _is_real(a: Num) -> bool:
 
 def equal(a: Num, b: Num) -> bool:
     """Are all elements equal, each spread over the other?"""
-    with untraced():
-        apart = a - b
-    return not bool(apart.re.any()) and _is_real(apart)
+    return bool((a.re == b.re).all() and (imaginary(a) == imaginary(b)).all())
 
 
 def has_zeros(a: Num) -> bool:
@@ -640,20 +638,19 @@ def _is_inverse(a: Num, b: Num) -> bool:
 
 @primitive
 def _mul(a: Num, b: Num) -> Num:
-    return _of_parts(lambda one, other: _mod(one * other), a, b)
+    return _of_parts(Tensor.mul, a, b)
 
 
 def _of_parts(times: Callable[[Tensor, Tensor], Tensor], a: Num, b: Num) -> Num:
-    """A product of elements, by that of their parts."""
-    re, im = times(a.re, b.re), torch.zeros((), dtype=torch.int64)
-    if a.im is None and b.im is None:
-        return Num(re)
+    """A product of elements, by that of their parts: each below 2**62, so an int64 has two."""
+    re, im = times(a.re, b.re), None
     if a.im is not None:
-        im = im + times(a.im, b.re)
+        im = times(a.im, b.re)
     if b.im is not None:
-        im = im + times(a.re, b.im)
-        re = re if a.im is None else _mod(re - times(a.im, b.im))
-    return Num(re, _mod(im))
+        crossed = times(a.re, b.im)
+        im = crossed if im is None else im + crossed
+        re = re if a.im is None else re - times(a.im, b.im)
+    return Num(_mod(re), None if im is None else _mod(im))
 
 
 def _power(a: Tensor, exponent: int) -> Tensor:
@@ -682,7 +679,7 @@ def _inverse(a: Num) -> Num:
         raise Undecided("a quotient by 0")
     if a.im is None:
         return Num(_power(a.re, P - 2))
-    norm = _power(_mod(_mod(a.re * a.re) + _mod(a.im * a.im)), P - 2)
+    norm = _power(_mod(a.re * a.re + a.im * a.im), P - 2)
     return Num(_mod(a.re * norm), _mod(_mod(-a.im) * norm))
 
 

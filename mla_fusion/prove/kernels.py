@@ -53,7 +53,7 @@ def _columns(value: Num, *widths: int) -> list[Num]:
 
 
 def _flat(value: Num) -> Num:
-    return value.reshape(-1, value.shape[-1])
+    return value if len(value.shape) == 2 else value.reshape(-1, value.shape[-1])
 
 
 @rule
