@@ -365,6 +365,13 @@ class TokenAxis:
             raise Break(f"{node.name} ({node.target}) goes along the tokens")
         return place
 
+    def _unfolded(self, node: Node) -> Place:
+        """Windows along another axis, whose elements stand last."""
+        place = self._place(node.args[0])
+        if place.axis in self._along(node, "dimension"):
+            raise Break(f"{node.name} ({node.target}) takes windows along the tokens")
+        return place
+
     def _normed(self, node: Node) -> Place:
         """Norms of the last axes: as many as the weight has, or as their sizes are given."""
         place, rank = self._place(node.args[0]), len(sizes_of(node.args[0]))
@@ -560,6 +567,7 @@ RULES: dict[str, Rule] = rules(
     TokenAxis._quantised,
     TokenAxis._reduced,
     TokenAxis._repeated,
+    TokenAxis._unfolded,
     TokenAxis._within_rows,
     TokenAxis._written,
 )

@@ -514,6 +514,12 @@ def _selected(call: Call) -> Value:
 
 
 @rule
+def _unfolded(call: Call) -> Value:
+    call.apart_from_tokens("self", _axis(call, "dimension"))
+    return _natively(call)
+
+
+@rule
 def _split(call: Call) -> Any:
     """Where a symbolic size says where to cut, rows of that name, as of a slice."""
     rest = list(call.given.values())[1:]

@@ -58,6 +58,7 @@ KEPT: dict[str, tuple[Step, Place]] = {
     "transpose": (lambda v: v.t(), Place(1)),
     "swap twice": (lambda v: v.t().transpose(0, 1), Place(0)),
     "heads": (lambda v: v.view(rows(v), 2, 4), Place(0)),
+    "windows of columns": (lambda v: v.unfold(1, 4, 2), Place(0)),
     "heads first": (lambda v: v.view(rows(v), 2, 4).permute(1, 0, 2), Place(1)),
     "heads merged into tokens": (
         lambda v: v.view(rows(v), 2, 4).reshape(rows(v) * 2, 4),
@@ -188,6 +189,7 @@ BROKEN: dict[str, Step] = {
     "sorted": lambda v: v.sort(0).values,
     "first token overwritten": lambda v: torch.select_scatter(v, v[0] * 2, 0, 0),
     "windows": lambda v: v.unfold(0, 2, 1),
+    "windows of one": lambda v: v.unfold(0, 1, 2),
     "lower triangle": lambda v: v.tril(),
 }
 
