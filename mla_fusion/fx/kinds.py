@@ -105,10 +105,11 @@ def reduces_a_symbolic_axis(node: Node) -> bool:
     return any(is_symbolic(value.shape[axis]) for axis in named_axes(node, value.dim()))
 
 
-def named_axes(node: Node, rank: int, name: str = "dim") -> list[int]:
+def named_axes(node: Node, rank: int) -> list[int]:
     """The axes that an operator names, counted from the first; all of them where it names none."""
-    axes = argument(node, name)
-    axes = [] if axes is None else axes if isinstance(axes, (list, tuple)) else [axes]
+    given = (argument(node, name) for name in ("dim", "dims", "dimension"))
+    axes = next((one for one in given if one is not None), [])
+    axes = axes if isinstance(axes, (list, tuple)) else [axes]
     return [axis % rank for axis in axes] or list(range(rank))
 
 

@@ -344,8 +344,8 @@ class TokenAxis:
         return replace(place, axis=place.axis - sum(axis < place.axis for axis in axes))
 
     @staticmethod
-    def _along(node: Node, name: str = "dim") -> list[int]:
-        return named_axes(node, len(sizes_of(node.args[0])), name)
+    def _along(node: Node) -> list[int]:
+        return named_axes(node, len(sizes_of(node.args[0])))
 
     def _reduced(self, node: Node) -> Place:
         place, axes = self._place(node.args[0]), self._along(node)
@@ -359,17 +359,12 @@ class TokenAxis:
         )
 
     def _within_rows(self, node: Node) -> Place:
-        """Of softmax, cumsum, flip and the like: along other axes, the shape stays."""
+        """Of softmax, cumsum, flip and the like: along other axes, the shape stays. Windows add
+        one behind all.
+        """
         place = self._place(node.args[0])
-        if place.axis in self._along(node, "dims" if word(node) in ("flip", "roll") else "dim"):
+        if place.axis in self._along(node):
             raise Break(f"{node.name} ({node.target}) goes along the tokens")
-        return place
-
-    def _unfolded(self, node: Node) -> Place:
-        """Windows along another axis, whose elements stand last."""
-        place = self._place(node.args[0])
-        if place.axis in self._along(node, "dimension"):
-            raise Break(f"{node.name} ({node.target}) takes windows along the tokens")
         return place
 
     def _normed(self, node: Node) -> Place:
@@ -567,7 +562,6 @@ RULES: dict[str, Rule] = rules(
     TokenAxis._quantised,
     TokenAxis._reduced,
     TokenAxis._repeated,
-    TokenAxis._unfolded,
     TokenAxis._within_rows,
     TokenAxis._written,
 )

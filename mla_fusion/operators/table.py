@@ -225,7 +225,7 @@ tensor                     | movement | - |
 tile                       | movement | -           | token:repeated field:turned
 tril                       | movement | -           | field:triangle
 triu                       | movement | -           | field:triangle
-unfold | movement | - | range:same_as_input token:unfolded field:unfolded
+unfold | movement | - | range:same_as_input token:within_rows field:selected
 view_as_complex            | movement | -           | token:of_pairs field:as_complex
 view_as_complex_copy       | movement | -           | field:as_complex
 view_as_real               | movement | -           | token:of_pairs field:as_real

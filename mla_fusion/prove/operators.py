@@ -450,8 +450,8 @@ def _diagonal(call: Call) -> Value:
     return _natively(call)
 
 
-def _axis(call: Call, name: str = "dim", extra: int = 0) -> int:
-    return int(call.plain(name) or 0) % (len(call.value.shape) + extra)
+def _axis(call: Call) -> int:
+    return int(call.plain("dim") or call.plain("dimension") or 0) % len(call.value.shape)
 
 
 @rule
@@ -510,12 +510,6 @@ def _of_any_rows(value: Value, taken: Value, axes: Sequence[int], names: Num) ->
 @rule
 def _selected(call: Call) -> Value:
     call.apart_from_tokens("self", _axis(call))
-    return _natively(call)
-
-
-@rule
-def _unfolded(call: Call) -> Value:
-    call.apart_from_tokens("self", _axis(call, "dimension"))
     return _natively(call)
 
 

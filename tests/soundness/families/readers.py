@@ -58,7 +58,7 @@ _NOTHING: dict[str, Step] = {
     "nothing_before": lambda v, i: torch.cat((v[..., :0], v), -1),
     "own_columns": lambda v, i: torch.cat((v[..., :16], v[..., 16:]), -1),
     "windows": lambda v, i: v.unfold(-1, 8, 8).flatten(-2),
-    "unfolded_back": lambda v, i: v.unflatten(-1, (-1, 2)).flatten(-2),
+    "unflattened": lambda v, i: v.unflatten(-1, (-1, 2)).flatten(-2),
     "indexed": lambda v, i: v[..., torch.arange(v.shape[-1])],
     "expanded": lambda v, i: v.expand_as(v),
     "cloned": lambda v, i: v.clone(),
