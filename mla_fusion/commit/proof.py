@@ -23,6 +23,7 @@ from mla_fusion.fx.build import Recipe, TensorBuilder
 from mla_fusion.fx.kinds import is_reshape, word
 from mla_fusion.fx.tokens import Tokens
 from mla_fusion.fx.view import View
+from mla_fusion.fx.walk import reached
 from mla_fusion.operators.known import DIAGONALS, dtype_of, value_of
 from mla_fusion.plan.plan import Plan
 from mla_fusion.prove import field, kernels, operators
@@ -170,13 +171,22 @@ class _Run:
         count, claims = 0, []
         for claim in self._claims(builder, results):
             if not is_same(claim.value, claim.result):
-                raise _unproved(f"{claim.node.name} is not what the kernel gives", claim.node)
+                raise self._differs(claim.node)
             count += math.prod(claim.value.shape)
             claims.append(claim)
         trace = field.here().trace
         if trace is not None:
             self.certificate = self._certificate(trace, builder, claims)
         return count
+
+    def _differs(self, node: Node) -> Refuse:
+        """What a step makes of x, where no rule says what that is, comes first."""
+        leaves = self.region.leaves
+        above = reached([node], lambda step: () if step in leaves else step.all_input_nodes)
+        unknown = [step for step in above if step not in leaves and self.at.is_function_of_x(step)]
+        names = ", ".join(f"{step.name} ({step.target})" for step in unknown)
+        why = f"; of {names} the proof knows only that it is a function" if names else ""
+        return _unproved(f"{node.name} is not what the kernel gives{why}", *unknown, node)
 
     def value(self, node: Node) -> Any:
         """Raises Refuse where it, or what it is made of, has none."""

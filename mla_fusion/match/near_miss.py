@@ -122,14 +122,17 @@ class Diagnosis:
             absent = Refuse("absorb.absent", detail, (up.node, rope.node))
             unequal = self.scaled_before(ups, heads) or self._shared(ups, rope)
             return unequal or NearMiss(absent, (norm.node, rope.node))
-        _, absorb = absorbed[0]
+        up, absorb = absorbed[0]
         if absorb.times is not None:
             detail = (
                 f"{absorb.times.name} multiplies each token of the query, q_pe before its rotation"
             )
             return NearMiss(Refuse("scale.unequal", detail), (absorb.times, absorb.node))
         detail = f"{absorb.heads} heads absorbed at {absorb.node.name}, none rotated"
-        return NearMiss(Refuse("rope.absent", detail), (norm.node, absorb.node))
+        # its line is where the rotation is missing
+        return NearMiss(
+            Refuse("rope.absent", detail, (up.node, absorb.node)), (norm.node, absorb.node)
+        )
 
     # -- the questions
 

@@ -152,6 +152,12 @@ class Evaluation:
         self._pending.clear()
         self._largest.clear()
 
+    def is_function_of_x(self, node: Node) -> bool:
+        """Is it made of x by a step of which no more is known than that it is a function?"""
+        target = operator_of(node).target
+        is_known = not isinstance(target, OpOverload) or operators.has_rule(target)
+        return node in self._active and not (is_known or self._same_as(node))
+
     def value(self, node: Node) -> Any:
         """Depth first, without recursion: regions are deep."""
         stack = [node]
