@@ -54,19 +54,19 @@ def fuse(gm: GraphModule, config: Config | None = None) -> Report:
 
     Raises TypeError for anything but a GraphModule, ValueError for a graph without ``meta["val"]``.
     """
-    return run(gm, Config.given(config), GraphBuilder)
+    return run(gm, config, GraphBuilder)
 
 
 def explain(gm: GraphModule, config: Config | None = None, *, boundary: bool = False) -> Report:
     """What :func:`fuse` would do, with the same reasons, changing nothing; ``boundary``: what the
     backend would.
     """
-    return run(gm, Config.given(config), None, boundary)
+    return run(gm, config, None, boundary)
 
 
 def run(
     gm: GraphModule,
-    config: Config,
+    config: Config | None,
     builder: BuilderOf | None,
     boundary: bool = False,
     is_trial: bool = False,
@@ -81,6 +81,7 @@ def run(
     ``Config.skip`` raises, as SkipError.
     """
     _check_graph(gm)
+    config = Config.given(config)
     started, nodes = perf_counter(), len(gm.graph.nodes)
     report = Report(config, committed=builder is not None)
     if config.enable:

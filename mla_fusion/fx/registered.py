@@ -34,6 +34,7 @@ from mla_fusion.compat import (
 log = logging.getLogger("mla_fusion")
 _TORCHS_OWN = ("aten", "prims", "prim", "npu", "_operator", "c10d", "quantized")
 _KNOWN: dict[Any, Callable[..., Any]] = {}  # by overload
+_OFF = 1e-2  # of the largest number: what two kernels round otherwise is less
 _TAG = "mla_fusion_call"
 INSIDE = "mla_fusion_inside"  # of a node: the operators in whose place it stands, the outer first
 
@@ -52,9 +53,10 @@ def register_operator(op: Any, decomposition: Callable[..., Any] | None, *exampl
     computes is taken for what the operator computes: it is proved with, not checked, but on the
     example. Compile caches are keyed on its code.
 
-    Raises TypeError for what is no operator, ValueError for one of torch's or of torch_npu's, for
-    one that writes into an argument, and where the example gives other results (relative error
-    above 1e-2).
+    Raises TypeError for what is no operator and for a function of other arguments; ValueError for
+    an operator of torch's or of torch_npu's, for one that writes into an argument, and where the
+    function fails on the example or gives other results (off by more than 1e-2 of the largest
+    number). What was registered before then stays.
     """
     overload = _overload(op)
     if decomposition is None:
@@ -75,6 +77,7 @@ def register_operator(op: Any, decomposition: Callable[..., Any] | None, *exampl
             f"{overload} writes into an argument, or returns a view of one: it is no "
             "function of them"
         )
+    _check_arguments(overload, decomposition)
     if example:
         _compare(overload, decomposition, example)
     _KNOWN[overload] = decomposition
@@ -97,11 +100,31 @@ def _overload(op: Any) -> OpOverload:
     return found
 
 
+def _check_arguments(overload: OpOverload, decomposition: Callable[..., Any]) -> None:
+    needed = [item for item in schema_of(overload).arguments if not item.has_default_value()]
+    try:
+        takes = inspect.signature(decomposition)
+    except ValueError:  # a function of torch's that does not say
+        return
+    try:
+        takes.bind(
+            *(None for item in needed if not item.kwarg_only),
+            **{item.name: None for item in needed if item.kwarg_only},
+        )
+    except TypeError as error:
+        raise TypeError(f"{overload}: its decomposition takes other arguments: {error}") from error
+
+
 def _compare(
     overload: OpOverload, decomposition: Callable[..., Any], example: tuple[Any, ...]
 ) -> None:
     with torch.no_grad():
-        wanted, found = (tree_leaves(function(*example)) for function in (overload, decomposition))
+        wanted = tree_leaves(overload(*example))
+        try:
+            found = tree_leaves(decomposition(*example))
+        except Exception as error:
+            said = f"its decomposition fails on the example: {type(error).__name__}: {error}"
+            raise ValueError(f"{overload}: {said}") from error
     if len(wanted) != len(found):
         raise ValueError(f"{overload} gives {len(wanted)} results, its decomposition {len(found)}")
     for place, (want, got) in enumerate(zip(wanted, found, strict=True)):
@@ -117,9 +140,11 @@ def _compare(
         if not want.numel():
             continue
         apart = (want.double() - got.double()).abs().max()
-        if not bool(apart <= 1e-2 * want.double().abs().max().clamp_min(1e-30)):
+        apart /= want.double().abs().max().clamp_min(1e-30)
+        if not bool(apart <= _OFF):
             raise ValueError(
-                f"{overload}, result {place}: its decomposition is off by {float(apart):.2g}"
+                f"{overload}, result {place}: its decomposition is off by {float(apart):.2g} of "
+                f"the largest number, more than {_OFF}"
             )
 
 

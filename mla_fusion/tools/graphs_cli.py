@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import mla_fusion as mf
+from mla_fusion.config import TARGETS
 from mla_fusion.tools import terminal
 from mla_fusion.tools.command import DYNAMIC, Command, answer, function, option, page
 from mla_fusion.tools.target import (
@@ -61,6 +62,8 @@ def _explain_dump(arguments: Namespace) -> mf.Report:
 
 
 def _config(arguments: Namespace, **more: Any) -> mf.Config:
+    if arguments.targets:
+        more["targets"] = arguments.targets
     return mf.Config(soc=arguments.soc, cann=arguments.cann, **more)
 
 
@@ -132,6 +135,12 @@ def _read_dump(path: Path) -> Any:
         return read(path)
 
 
+_TARGETS = option(
+    "--targets",
+    "operators that may be emitted, as Config.targets has them",
+    nargs="+",
+    choices=TARGETS,
+)
 COMMANDS = (
     Command(
         "explain",
@@ -145,6 +154,7 @@ COMMANDS = (
             ),
             DYNAMIC,
             add_limits,
+            _TARGETS,
             option(
                 "--pass-only",
                 "judge as mf.torchair_pass does: no wrapper hands caches over in the kernel's "
@@ -167,6 +177,7 @@ COMMANDS = (
             function(),
             DYNAMIC,
             add_limits,
+            _TARGETS,
             option("--mode", choices=("ge", "npugraph_ex"), default="ge"),
             option("--no-fuse", "lower the graph as it is", action="store_true"),
             option(

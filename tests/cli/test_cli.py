@@ -205,3 +205,12 @@ def test_a_module_that_can_be_imported_is_a_target(capsys, monkeypatch, tmp_path
     assert "for A3, CANN 9.1\n" in capsys.readouterr().out
     assert cli.main(["explain", "mla_fusion.absent.module:example"]) == 2
     assert "no such file: mla_fusion.absent.module" in capsys.readouterr().err
+
+
+def test_the_targets_of_a_pass(capsys):
+    assert cli.main(["explain", TARGET, "--json", "--targets", "key"]) == 0
+    (fusion,) = json.loads(capsys.readouterr().out)["fused"]
+    assert fusion["operator"] == "npu_kv_rmsnorm_rope_cache_v2"
+    with pytest.raises(SystemExit):
+        cli.main(["explain", TARGET, "--targets", "v4"])
+    assert "invalid choice: 'v4'" in capsys.readouterr().err

@@ -180,6 +180,12 @@ REFUSED = {
         "result 0",
         (norm, of_another_shape, torch.randn(4, 8), torch.randn(8), 1e-6),
     ),
+    "other arguments": (TypeError, "takes other arguments: too many", (norm, lambda x: x)),
+    "a failure": (
+        ValueError,
+        "fails on the example: RuntimeError",
+        (norm, lambda x, *_: x.view(3), torch.randn(4, 8), torch.randn(8), 1e-6),
+    ),
     "another count": (ValueError, "gives 2 results", (rope, lambda *a: a[0], *OF_ROPE)),
 }
 
