@@ -148,7 +148,7 @@ def _quantised_behind(reader: Node) -> bool:
     for node in reached([reader], lambda node: () if is_writer(node) else node.users, _FARTHEST):
         values = value_of(node)
         several = values if isinstance(values, (tuple, list)) else (values,)
-        dtypes = {getattr(value, "dtype", None) for value in several} - {None, torch.bool}
-        if any(dtype.itemsize == 1 for dtype in dtypes):
+        dtypes = {value.dtype for value in several if isinstance(value, torch.Tensor)}
+        if any(dtype.itemsize == 1 for dtype in dtypes - {torch.bool}):
             return True
     return False
