@@ -87,6 +87,7 @@ def _classes(file: str) -> tuple[tuple[int, int, str], ...]:
 
 
 NAME = "mla_fusion_name"  # in a placeholder's meta: what the user calls it
+ARGUMENT = "mla_fusion_argument"  # and whether each call brings its own
 
 
 def label(node: Node, whole: Callable[[], str] = str) -> str:
