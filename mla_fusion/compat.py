@@ -37,7 +37,7 @@ from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import unset_fake_temporarily as without_fake_mode
 from torch.fx import Graph, Node
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
 from torch.utils._pytree import tree_leaves, tree_map_only, tree_structure
 
@@ -235,6 +235,22 @@ def below_functionalisation() -> AbstractContextManager[Any]:
 storage_id: Callable[[Tensor], int] = getattr(torch._C, "_storage_id")  # noqa: B009  # its stubs leave it out
 # raises RuntimeError where there is no counter
 version_of: Callable[[Tensor], int] = attrgetter("_version")
+
+
+def is_wrapper(value: object) -> bool:
+    """Whether it is a tensor whose memory is that of tensors inside it: a DTensor, a quantised
+    weight.
+    """
+    return bool(is_traceable_wrapper_subclass(value))
+
+
+def parts_of(tensor: Any) -> Iterator[Tensor]:
+    """The tensors inside a wrapper, as AOT autograd hands them to a graph; else the tensor."""
+    if is_wrapper(tensor):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from parts_of(getattr(tensor, name))
+    elif isinstance(tensor, Tensor):  # a wrapper may hold other things besides
+        yield tensor
 
 
 def is_view(tensor: Tensor) -> bool:

@@ -25,6 +25,7 @@ from mla_fusion.pipeline import explain
 from mla_fusion.report import store
 from mla_fusion.report.rejection import CODES, Rejection
 from mla_fusion.report.report import Fusion, Report
+from mla_fusion.weights.wrapped import counting
 
 log = logging.getLogger("mla_fusion")
 
@@ -95,9 +96,11 @@ class Backend:
         specialise(gm)
         if _device_present() and any(_on_npu(value) for value in inputs):
             compiler = words.torchair_mode(mode, has_config=self.compiler_config is not None)
-            return self._with_torchair(gm, inputs, given, compiler)
-        words.without_device(mode)
-        return self._with_cpu(gm, inputs, given)
+            compiled = self._with_torchair(gm, inputs, given, compiler)
+        else:
+            words.without_device(mode)
+            compiled = self._with_cpu(gm, inputs, given)
+        return counting(compiled, inputs)
 
     @property
     def keywords(self) -> Any:

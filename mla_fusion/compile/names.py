@@ -1,4 +1,6 @@
-"""The names by which a user knows the inputs of a compiled graph, which AOT autograd numbers."""
+"""The names by which a user knows the inputs of a compiled graph, which AOT autograd numbers; and
+which of them are no model's.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +9,23 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from mla_fusion.compat import source_name
-from mla_fusion.fx.module_path import NAME, plain
+from mla_fusion.compat import is_held, source_name
+from mla_fusion.fx.module_path import ARGUMENT, NAME, plain
 
 
 def of(gm: GraphModule) -> Callable[[Any], None]:
     """Of dynamo's graph; what is returned writes them to the placeholders of the graph that AOT
     autograd makes.
     """
-    names = [plain(source_name(node)) for node in gm.graph.find_nodes(op="placeholder")]
+    inputs = gm.graph.find_nodes(op="placeholder")
+    names = [plain(source_name(node)) for node in inputs]
+    arguments = ["grapharg" in node.meta and not is_held(node) for node in inputs]
 
     def give(made: GraphModule) -> None:
         placeholders = made.graph.find_nodes(op="placeholder")
         if len(placeholders) == len(names):  # a tensor subclass, say, is several inputs
-            for node, name in zip(placeholders, names, strict=True):
+            for node, name, is_argument in zip(placeholders, names, arguments, strict=True):
+                node.meta[ARGUMENT] = is_argument
                 if name:
                     node.meta[NAME] = name
 

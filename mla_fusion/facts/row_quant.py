@@ -20,7 +20,7 @@ from mla_fusion.fx.measured import measured
 from mla_fusion.fx.program import literals, nodes_between
 from mla_fusion.fx.sizes import is_size
 from mla_fusion.fx.view import View
-from mla_fusion.fx.walk import peel
+from mla_fusion.fx.walk import origin, views_and_model_casts
 from mla_fusion.meta.number_formats import FP8, INT8, NumberFormat
 from mla_fusion.operators.known import dtype_of, shape_of, value_of
 from mla_fusion.prove import evaluate, field, quantising
@@ -62,7 +62,8 @@ def find(view: View, rows: Node) -> RowQuant | None:
         return None
     inside = {rows, *chain}
     sides = [arg for node in chain for arg in node.all_input_nodes if arg not in inside]
-    bases = list(dict.fromkeys(peel(side) for side in sides if not view.is_constant(side)))
+    of_sides = [_base(view, side) for side in sides if not view.is_constant(side)]
+    bases = list(dict.fromkeys(of_sides))
     width = shape_of(rows)[-1]
     if len(bases) > 1 or any(not _is_scale(view, base, width) for base in bases):
         return None
@@ -89,6 +90,19 @@ def _to_bytes(rows: Node) -> list[Node] | None:
         if dtype_of(node) in _FORMATS:
             return chain
     return None
+
+
+def _base(view: View, side: Node) -> Node:
+    """As :func:`walk.peel`, but for a part of a tensor, which may be the scale of these rows
+    alone.
+    """
+    count = view.binding.count_of
+
+    def whole(node: Node) -> Node | None:
+        above = views_and_model_casts(node)
+        return None if above is None or count(above) > count(node) else above
+
+    return origin(side, whole)
 
 
 def _is_scale(view: View, base: Node, width: object) -> bool:

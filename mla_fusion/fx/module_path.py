@@ -87,6 +87,7 @@ def _classes(file: str) -> tuple[tuple[int, int, str], ...]:
 
 
 NAME = "mla_fusion_name"  # in a placeholder's meta: what the user calls it
+ARGUMENT = "mla_fusion_argument"  # and whether each call brings its own
 
 
 def label(node: Node, whole: Callable[[], str] = str) -> str:
@@ -124,7 +125,7 @@ class Labels:
         return label(node, lambda: self.whole)
 
     def __call__(self, text: str) -> str:
-        return _WORD.sub(self._instead, text)
+        return _WORD.sub(self._instead, text.replace(_PART, ""))
 
     def _instead(self, found: re.Match[str]) -> str:
         """Some words are English too ("no wrapper can view it"): they count at the beginning, and
@@ -138,6 +139,7 @@ class Labels:
         return word if node is None else self.of(node)
 
 
+_PART = f" ({operator.getitem})"  # what Python calls the step that takes one of several results
 _ENGLISH = frozenset(
     "view index split copy where sum add norm select repeat slice clone scatter square t".split()
 )

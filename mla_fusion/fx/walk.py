@@ -208,7 +208,7 @@ def table_columns(node: Node) -> Node | None:
     parts of complex rows.
 
     A selection of rows (``freqs[start:end]``) is not passed, for above it may be the table of every
-    position.
+    position. Nor is a part of a vector, which has no rows: the weights of several norms in one.
     """
     source = node.args[0] if node.args else None
     if not isinstance(source, Node):
@@ -244,7 +244,12 @@ def _on_last_axis(node: Node) -> bool:
     source = node.args[0]
     value: Any = value_of(source) if isinstance(source, Node) else None
     axis = argument(node, "dim", 0)
-    return hasattr(value, "dim") and isinstance(axis, int) and axis % value.dim() == value.dim() - 1
+    return (
+        hasattr(value, "dim")
+        and isinstance(axis, int)
+        and value.dim() > 1
+        and axis % value.dim() == value.dim() - 1
+    )
 
 
 def _width(node: Node) -> Any:

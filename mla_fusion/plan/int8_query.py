@@ -12,6 +12,7 @@ query_rope tells how much of it is which.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch.fx import Node
@@ -125,6 +126,7 @@ def _scaled_codes(
     else None.
     """
     given = [peel(cache_scale.node)] if cache_scale.node is not None else []
+    held = [_elements(view, cache_scale.node, base) for base in given if cache_scale.node]
     inputs = [rope.roots[0], *scales.roots, *given]
     program = Program(inputs, nodes_between(inputs, node), view.binding, shrink=shrink)
     codes = [rope.codes[rope.roots[0]], *(scales.codes[root] for root in scales.roots)]
@@ -137,8 +139,7 @@ def _scaled_codes(
     def run(
         probe: torch.Tensor, per_head: torch.Tensor, number: float = 1.0
     ) -> torch.Tensor | None:
-        shapes = [view.binding.shape_of(item) for item in given]
-        constants = [torch.full(shape, number, dtype=torch.float64) for shape in shapes]
+        constants = [torch.where(mask, number, 1.0).double() for mask in held]
         memory = program.run([probe[rotated], *(per_head[rows] for rows in of_scales), *constants])
         found = memory[program.slot(node)]
         fits = (
@@ -180,3 +181,12 @@ def _scaled_codes(
         if found is not None and torch.allclose(found, wanted, rtol=1e-9, atol=0)
         else None
     )
+
+
+def _elements(view: View, scale: Node, base: Node) -> torch.Tensor:
+    """Bool, of ``base``'s shape: which of its elements are in ``scale``, a view of it."""
+    shape = view.binding.shape_of(base)
+    program = Program([base], nodes_between([base], scale), view.binding)
+    numbered = torch.arange(prod(shape), dtype=torch.float64).reshape(shape)
+    found = program.run([numbered])[program.slot(scale)]
+    return torch.isin(numbered, found) if isinstance(found, torch.Tensor) else numbered < 0

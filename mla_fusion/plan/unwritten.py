@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch.fx import Node
 
 from mla_fusion.facts import cache_write
@@ -147,9 +148,7 @@ def _quantised_behind(reader: Node) -> bool:
     for node in reached([reader], lambda node: () if is_writer(node) else node.users, _FARTHEST):
         values = value_of(node)
         several = values if isinstance(values, (tuple, list)) else (values,)
-        if any(
-            getattr(value, "dtype", None) is not None and value.dtype.itemsize == 1
-            for value in several
-        ):
+        dtypes = {value.dtype for value in several if isinstance(value, torch.Tensor)}
+        if any(dtype.itemsize == 1 for dtype in dtypes - {torch.bool}):
             return True
     return False

@@ -255,12 +255,13 @@ class Evaluation:
         args = [self._argument(arg, is_rounded_here) for arg in node.args]
         kwargs = {name: self._argument(arg, is_rounded_here) for name, arg in node.kwargs.items()}
         held, source = node.meta["val"], _first_tensor(node)
-        after = self._after(node, args) if isinstance(held, torch.Tensor) else None
+        after = self._after(node, held, args) if isinstance(held, torch.Tensor) else None
         call = operators.called(
             target,
             args,
             kwargs,
             shape=after,
+            parts=self._parts(node, args),
             dtype=held.dtype if isinstance(held, torch.Tensor) else None,
             varies=lambda name, axis: self._varies(node, name, axis, after),
             keeps=lambda axis: self._keeps(node, axis),
@@ -402,9 +403,18 @@ class Evaluation:
             return [self._argument(item, is_rounded) for item in arg]
         return arg
 
-    def _after(self, node: Node, args: Sequence[Any]) -> tuple[int, ...]:
-        """The result's sizes in this run."""
-        held, source = node.meta["val"], node.args[0] if node.args else None
+    def _parts(self, node: Node, args: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
+        """The sizes of each of several results, where all of them are tensors."""
+        held = node.meta["val"]
+        if not isinstance(held, (tuple, list)) or not all(
+            isinstance(part, torch.Tensor) for part in held
+        ):
+            return ()
+        return tuple(self._after(node, part, args) for part in held)
+
+    def _after(self, node: Node, held: torch.Tensor, args: Sequence[Any]) -> tuple[int, ...]:
+        """A result's sizes in this run."""
+        source = node.args[0] if node.args else None
         full = self.binding.shape(held.shape)
         if self.shrink is None or (node.all_input_nodes and not self._has_fewer(node)):
             return full

@@ -53,6 +53,7 @@ class Call:
 
     given     its arguments by the schema's names, defaults among them
     shape     the result's sizes in this run; None: as the arguments say
+    parts     those of each result, where there are several
     varies    is an axis of this argument, or of the result, as long as the tokens are many?
     source    what the first tensor holds in the graph, if that is known
     rounded   do arguments hold numbers that a cast has rounded?
@@ -66,6 +67,7 @@ class Call:
     name: str
     given: dict[str, Any]
     shape: tuple[int, ...] | None = None
+    parts: tuple[tuple[int, ...], ...] = ()
     dtype: torch.dtype | None = None
     varies: Callable[[str, int], bool] = lambda name, axis: False
     keeps: Callable[[int], bool] = lambda axis: True
@@ -209,6 +211,8 @@ def _run(call: Call) -> Any:
         is_known = here().are_rows or not isinstance(found, Num) or found.ints is not None
         wraps = call.dtype == torch.int32 and call.word in _ARITHMETIC and not is_known
         return function("in torch.int32", found) if wraps else found
+    if known(call.target).random:
+        raise Undecided(f"{call.name} is random")
     if known(call.target).view:
         return _viewed(call)
     if isinstance(call.target, OpOverload) and torch.Tag.pointwise in call.target.tags:
@@ -344,8 +348,12 @@ def _is_number(item: Any) -> bool:
     return isinstance(item, (int, float)) and not isinstance(item, bool) and math.isfinite(item)
 
 
-def opaque(call: Call) -> Num:
-    """Each element reads everything."""
+def opaque(call: Call) -> Any:
+    """Each element reads everything; of several results, each is a function of its own."""
+    if call.parts and not schema_of(call.target).is_mutable:
+        named = (f"{call.name} [{place}]" for place in range(len(call.parts)))
+        alone = [replace(call, shape=shape, parts=()) for shape in call.parts]
+        return [opaque(replace(each, name=name)) for each, name in zip(alone, named, strict=True)]
     if call.shape is None:
         raise Undecided(f"{call.name} has no field run")
     of = _values(list(call.given.values()))

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from mla_fusion.weights import cache, prepack
+from mla_fusion.weights.wrapped import plain
 
 _MODELS: WeakSet[nn.Module] = WeakSet()
 # modules: the handle of their hook
@@ -50,7 +51,7 @@ def refresh(model: nn.Module) -> int:
             f"refresh takes the module whose parameters have changed, got a {type(model).__name__}"
         )
     moved = sum(prepack.put_back(module) for module in model.modules())
-    return moved + cache.renew([*model.parameters(), *model.buffers()])
+    return moved + cache.renew(plain([*model.parameters(), *model.buffers()]))
 
 
 def release(parameters: Iterable[Tensor] | nn.Module) -> int:
@@ -65,7 +66,7 @@ def release(parameters: Iterable[Tensor] | nn.Module) -> int:
     given = list(parameters.parameters() if isinstance(parameters, nn.Module) else parameters)
     if isinstance(parameters, nn.Module):
         _unfollow(parameters)
-    return len(cache.drop(given) | prepack.give_back(given))
+    return len(cache.drop([*plain(given)]) | prepack.give_back(given))
 
 
 def follow(model: nn.Module, owners: Iterable[nn.Module]) -> None:
@@ -134,8 +135,10 @@ def _refreshing(method: Callable[..., Any]) -> Callable[..., Any]:
 def _refresh(modules: Iterable[nn.Module], parameters: Iterable[Tensor | None]) -> None:
     for module in modules:
         prepack.put_back(module)
-    changed = [parameter for parameter in parameters if parameter is not None]
-    cache.renew(changed, lambda: [each for model in list(_MODELS) for each in model.parameters()])
+    changed = plain(parameter for parameter in parameters if parameter is not None)
+    cache.renew(
+        changed, lambda: plain(each for model in list(_MODELS) for each in model.parameters())
+    )
 
 
 def _tuners(model: nn.Module) -> set[type]:
