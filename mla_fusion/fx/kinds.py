@@ -108,7 +108,7 @@ def reduces_a_symbolic_axis(node: Node) -> bool:
 def named_axes(node: Node, rank: int) -> list[int]:
     """The axes that an operator names, counted from the first; all of them where it names none."""
     given = (argument(node, name) for name in ("dim", "dims", "dimension"))
-    axes = next((one for one in given if one is not None), [])
+    axes: Any = next((one for one in given if one is not None), [])
     axes = axes if isinstance(axes, (list, tuple)) else [axes]
     return [axis % rank for axis in axes] or list(range(rank))
 

@@ -155,6 +155,7 @@ def test_sixty_one_layers_are_one_card(visit: Any, tmp_path: Path) -> None:
 def test_the_edge_at_fault_is_red(visit: Any, scheme: str) -> None:
     at = visit(pages.left(pages.Biased), color_scheme=scheme)
     assert at.page.locator(".edge.failing").count() == 1
+    assert at.style(".dot.failing rect", "stroke") == at.style(".edge.failing .wire", "stroke")
     red = {"light": "rgb(198, 40, 40)", "dark": "rgb(255, 111, 97)"}[scheme]
     assert at.style(".edge.failing .wire", "stroke") == red
     assert at.style(".edge:not(.failing) .wire", "stroke") != red

@@ -126,8 +126,10 @@ def svg(
             for x, y in _corners(along(points), (halves[line[0]], halves[line[1]]), columns)
         ]
         parts.append(_wire(line, placed, along))
+    at_fault = {end for _, end, is_failing, _ in lines if is_failing}
     for index, (box, (x, y)) in enumerate(zip(boxes, laid.middles, strict=True)):
-        parts.append(_rectangle(box, x + _MARGIN, y + _MARGIN, first=index == 0))
+        kind = f"role-{box.role}{' failing' if index in at_fault else ''}"
+        parts.append(_rectangle(box, kind, x + _MARGIN, y + _MARGIN, first=index == 0))
     return "".join([*parts, "</svg>"])
 
 
@@ -212,7 +214,7 @@ def _wire(
     )
 
 
-def _rectangle(box: Box, x: float, y: float, first: bool) -> str:
+def _rectangle(box: Box, kind: str, x: float, y: float, first: bool) -> str:
     width, left, top = box.width, x - box.width / 2, y - _HEIGHT / 2
     below = (
         f'<text class="soft" x="{x:.1f}" y="{y + 13:.1f}">{_fit(box.text, width, _TEXT)}</text>'
@@ -221,7 +223,7 @@ def _rectangle(box: Box, x: float, y: float, first: bool) -> str:
     )
     name = ". ".join(filter(None, (f"{box.role} {box.title}", box.text, box.hint)))
     return (
-        f'<g class="dot role-{box.role}" tabindex="{0 if first else -1}" role="button" '
+        f'<g class="dot {kind}" tabindex="{0 if first else -1}" role="button" '
         f'aria-label="{escape(name)}" '
         f'data-dots="{",".join(map(str, box.dots))}"><title>{escape(box.hint or box.title)}</title>'
         f'<rect x="{left:.1f}" y="{top:.1f}" width="{width:.1f}" height="{_HEIGHT}" rx="6"/>'
