@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from mla_fusion.meta import attention, attention_check, key_operator, preprocess
 from mla_fusion.meta.call import Call
+from mla_fusion.meta.errors import known_name
 from mla_fusion.meta.limits import known_path, limits
-from mla_fusion.meta.signature import complete, named
+from mla_fusion.meta.signature import OPERATORS, complete, named
 
 _OTHERS = {
     attention.OP: attention_check.check_attention,
@@ -47,7 +48,7 @@ def check(
     call that is compiled, as the pass does.
     """
     known_path(path)
-    name = named(op)
+    name = known_name("op", named(op), OPERATORS)
     if name in _OTHERS:
         _OTHERS[name](name, soc, cann, values, complete(name, arguments))
         return

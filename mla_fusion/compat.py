@@ -371,6 +371,11 @@ def is_held(placeholder: Node) -> bool:
     return "NN_MODULE" in name or name.startswith("GLOBAL")
 
 
+def is_argument(placeholder: Node) -> bool:
+    """Does each call of a graph of dynamo's bring its own?"""
+    return "grapharg" in placeholder.meta and not is_held(placeholder)
+
+
 # -- dynamo
 
 _OF_SIZES = ("dynamic_indices", "dynamic_range", "hint_overrides", "static_indices")

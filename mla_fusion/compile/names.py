@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from mla_fusion.compat import is_held, source_name
+from mla_fusion.compat import is_argument, source_name
 from mla_fusion.fx.module_path import ARGUMENT, NAME, plain
 
 
@@ -19,7 +19,7 @@ def of(gm: GraphModule) -> Callable[[Any], None]:
     """
     inputs = gm.graph.find_nodes(op="placeholder")
     names = [plain(source_name(node)) for node in inputs]
-    arguments = ["grapharg" in node.meta and not is_held(node) for node in inputs]
+    arguments = list(map(is_argument, inputs))
 
     def give(made: GraphModule) -> None:
         placeholders = made.graph.find_nodes(op="placeholder")

@@ -211,6 +211,5 @@ def test_the_targets_of_a_pass(capsys):
     assert cli.main(["explain", TARGET, "--json", "--targets", "key"]) == 0
     (fusion,) = json.loads(capsys.readouterr().out)["fused"]
     assert fusion["operator"] == "npu_kv_rmsnorm_rope_cache_v2"
-    with pytest.raises(SystemExit):
-        cli.main(["explain", TARGET, "--targets", "v4"])
-    assert "invalid choice: 'v4'" in capsys.readouterr().err
+    assert cli.main(["explain", TARGET, "--targets", "v4"]) == 2
+    assert "'v4'" in capsys.readouterr().err

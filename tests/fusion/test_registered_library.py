@@ -1,8 +1,11 @@
-"""A rotation that ``torch.library.Library`` defines, called on an attention of the user's own."""
+"""A rotation that ``torch.library.Library`` defines, on an attention of the user's own, registered
+as docs/extending.md has it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,27 +14,15 @@ from torch import Tensor
 
 import mla_fusion as mf
 from tests import harness
+from tests.catalogue.base import rotate_half
+from tests.project.snippets import blocks
 
+PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
 LIBRARY = torch.library.Library("mylib", "DEF")
-LIBRARY.define("rope(Tensor q, Tensor k, Tensor cos, Tensor sin) -> (Tensor, Tensor)")
-
-
-def rotate_half(x: Tensor) -> Tensor:
-    first, second = x.chunk(2, -1)
-    return torch.cat((-second, first), -1)
-
-
-def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    c, s = cos.unsqueeze(1), sin.unsqueeze(1)
-    return q * c + rotate_half(q) * s, k * cos + rotate_half(k) * sin
-
-
-LIBRARY.impl("rope", rope, "CPU")
-
-
-@torch.library.register_fake("mylib::rope", lib=LIBRARY)
-def _(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape)
+LIBRARY.define("rope(Tensor x, Tensor cos, Tensor sin) -> Tensor")
+LIBRARY.impl("rope", lambda x, c, s: x * c[:, None] + rotate_half(x) * s[:, None], "CPU")
+torch.library.register_fake("mylib::rope", lambda x, cos, sin: x.new_empty(x.shape), lib=LIBRARY)
+EXAMPLE = torch.randn(4, N, DR), torch.randn(4, DR), torch.randn(4, DR)
 
 
 class Mine(Attention):
@@ -42,16 +33,16 @@ class Mine(Attention):
         q_nope, q_pe = q.split([D, DR], dim=-1)
         query = torch.bmm(q_nope.transpose(0, 1), self.w_uk).transpose(0, 1)
         c_kv, k_pe = self.kv_a(x).split([HCKV, DR], dim=-1)
-        query_rope, k_pe = torch.ops.mylib.rope(q_pe, k_pe, cos, sin)
+        rope = torch.ops.mylib.rope
         kv_cache.view(-1, HCKV)[slots] = self.kv_norm(c_kv)
-        kr_cache.view(-1, DR)[slots] = k_pe
-        return query, query_rope
+        kr_cache.view(-1, DR)[slots] = rope(k_pe.unsqueeze(1), cos, sin).squeeze(1)
+        return query, rope(q_pe, cos, sin)
 
 
 @pytest.fixture
 def registered() -> Iterator[None]:
-    q, k, table = torch.randn(4, N, DR), torch.randn(4, DR), torch.randn(4, DR)
-    mf.register_operator(torch.ops.mylib.rope, rope, q, k, table, table)
+    (block,) = (block.text for block in blocks(PAGE) if "mylib" in block.text)
+    exec(block, {"torch": torch, "mf": mf})
     yield
     mf.register_operator(torch.ops.mylib.rope, None)
 
@@ -67,8 +58,7 @@ def test_it_fuses(registered: None, dynamic: bool) -> None:
 
 
 def test_another_rotation_is_refused_on_the_example() -> None:
-    q, k, table = torch.randn(4, N, DR), torch.randn(4, DR), torch.randn(4, DR)
     with pytest.raises(ValueError, match=r"mylib\.rope\.default, result 0"):
         mf.register_operator(
-            torch.ops.mylib.rope, lambda q, k, c, s: rope(q, k, c, -s), q, k, table, table
+            torch.ops.mylib.rope, lambda x, c, s: torch.ops.mylib.rope(x, c, -s), *EXAMPLE
         )
