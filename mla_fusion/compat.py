@@ -372,7 +372,7 @@ def is_held(placeholder: Node) -> bool:
 
 
 def is_argument(placeholder: Node) -> bool:
-    """Does each call of a graph of dynamo's bring its own?"""
+    """Does dynamo reach the input through an argument or a local variable?"""
     return "grapharg" in placeholder.meta and not is_held(placeholder)
 
 
@@ -390,6 +390,15 @@ def is_of_model(value: Any) -> bool:
     """
     is_marked = getattr(value, _STATIC, None) is not None
     return isinstance(value, torch.nn.Parameter) or (isinstance(value, torch.Tensor) and is_marked)
+
+
+def static_inputs() -> frozenset[int] | None:
+    """Which inputs of the graph that AOT autograd compiles are parameters and buffers, by place;
+    None where it does not say.
+    """
+    context = torch._guards.TracingContext.try_get()
+    places = getattr(getattr(context, "fw_metadata", None), "static_input_indices", None)
+    return None if places is None else frozenset(places)
 
 
 def in_tracing_mode(inputs: Sequence[Any]) -> list[Any]:

@@ -10,7 +10,7 @@ import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from math import isnan, prod
+from math import isnan
 from typing import Any, NamedTuple
 
 import torch
@@ -21,12 +21,13 @@ from mla_fusion.compat import expression_of, storage_id
 from mla_fusion.compile import narrow
 from mla_fusion.compile.adapted import Adapted, Adaptor, Same, Viewed
 from mla_fusion.compile.inplace import ready_to_run, runs_fx_graph
+from mla_fusion.compile.names import differs_by_call
 from mla_fusion.compile.slots import SlotCheck
 from mla_fusion.config import Config
 from mla_fusion.fx.build import GraphBuilder, Recipe
 from mla_fusion.fx.held import Exact
 from mla_fusion.fx.kinds import filled_with, is_reshape, word
-from mla_fusion.fx.module_path import ARGUMENT, label
+from mla_fusion.fx.module_path import label
 from mla_fusion.fx.pools import part_of
 from mla_fusion.fx.program import nodes_between
 from mla_fusion.fx.sizes import has_symbols, is_size, is_symbolic, same_shape
@@ -40,7 +41,6 @@ from mla_fusion.weights.share import Inverse, inverse
 
 aten = torch.ops.aten
 log = logging.getLogger("mla_fusion")
-_SMALL = 1 << 16  # elements: to pack so many costs a call nothing to speak of
 
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -86,7 +86,7 @@ class BoundaryBuilder(GraphBuilder):
             if exact is not None:
                 raise  # in the graph nothing would be looked at
             return recipe(self)
-        if exact is None and self._differs_by_call(positions):
+        if exact is None and differs_by_call([self._originals[place] for place in positions]):
             return recipe(self)
         made, signature = None, ""
         if program is not None:
@@ -101,16 +101,6 @@ class BoundaryBuilder(GraphBuilder):
         if made is None:
             return self.value(result)
         return self._input(f"packed_{name}", made, result.meta["val"])
-
-    def _differs_by_call(self, positions: Sequence[int]) -> bool:
-        """Is something made of arguments: of a small one (a gate, a scale, an adapter's number), or
-        beside the model's own? They are often buffers that are written for each call, under
-        inference mode without a count.
-        """
-        inputs = [self._originals[position] for position in positions]
-        sources = [node for node in inputs if not is_size(node)]
-        arguments = [node for node in sources if node.meta.get(ARGUMENT)]
-        return 0 < len(arguments) < len(sources) or any(map(_is_small, arguments))
 
     def check_slots(
         self,
@@ -368,10 +358,6 @@ class BoundaryBuilder(GraphBuilder):
 
 def _has_symbolic_sizes(node: Node) -> bool:
     return has_symbols(shape_of(node))
-
-
-def _is_small(node: Node) -> bool:
-    return _has_symbolic_sizes(node) or prod(shape_of(node)) <= _SMALL
 
 
 def _fill(node: Node) -> float | None:

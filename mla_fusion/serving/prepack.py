@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from mla_fusion.compat import OpOverload, schema_of
+from mla_fusion.compile.names import differs_by_call, mark_arguments
 from mla_fusion.config import Config
 from mla_fusion.fx.module_path import label
 from mla_fusion.fx.program import nodes_between
@@ -52,7 +53,8 @@ class PackOnce(torch.nn.Module):
 
 
 def pack_once(gm: GraphModule, config: Config) -> int:
-    """Replace, in place, the packing of every weight that is made of inputs alone; how many.
+    """Replace, in place, the packing of every weight that is made of inputs alone, and is the same
+    for each call; how many.
 
     One call of a module stands for all of them, so that one comparison a step does.
     """
@@ -63,27 +65,33 @@ def pack_once(gm: GraphModule, config: Config) -> int:
             weight = call.args[position]
             if isinstance(weight, Node) and weight.op == "call_function":
                 made.setdefault(weight, []).append((call, position))
-    if not made:
-        return 0
     inputs = gm.graph.find_nodes(op="placeholder")
-    steps = {weight: set(nodes_between((), weight)) for weight in made}
+    mark_arguments(inputs)
+    above = {weight: set(nodes_between((), weight)) for weight in made}
+    steps = {
+        weight: each
+        for weight, each in above.items()
+        if not differs_by_call([node for node in inputs if node in each])
+    }
+    if not steps:
+        return 0
     sources = [node for node in inputs if any(node in each for each in steps.values())]
     own = {node for each in steps.values() for node in each}
     elsewhere = {node for node in sources if any(user not in own for user in node.users)}
-    wanted = [_wanted(gm, weight, steps[weight], sources, elsewhere, config) for weight in made]
+    wanted = [_wanted(gm, weight, steps[weight], sources, elsewhere, config) for weight in steps]
     gm.add_submodule(NAME, PackOnce(wanted))
     with gm.graph.inserting_after(inputs[-1]):
         packed = gm.graph.call_module(NAME, tuple(sources))
     after = packed
-    for number, (weight, calls) in enumerate(made.items()):
+    for number, weight in enumerate(steps):
         with gm.graph.inserting_after(after):
             after = gm.graph.call_function(getitem, (packed, number))
         after.meta.update(weight.meta)
-        for call, position in calls:
+        for call, position in made[weight]:
             call.update_arg(position, after)
-    packed.meta["val"] = tuple(weight.meta["val"] for weight in made)
+    packed.meta["val"] = tuple(weight.meta["val"] for weight in steps)
     gm.graph.eliminate_dead_code()
-    return len(made)
+    return len(steps)
 
 
 def _calls(graph: Graph) -> list[Node]:
