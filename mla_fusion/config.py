@@ -10,12 +10,14 @@ from mla_fusion.machine import AUTO, Machine, release_named, settled, soc_named
 
 Skip = str | Callable[[Any], bool]
 
-# the ladder: each is tried where those above it, as far as they are asked for, are not possible
+# The ladder: each is tried where those above it, as far as they are asked for, are not possible.
+# What it is offered: prologues with a W_uk product ("absorbed") or without, also those quantised by
+# scales that are fixed ahead of time ("static"), or the key's half of either.
 TARGETS = {
-    "v3": "npu_mla_prolog_v3, for the whole prologue",
-    "identity": "the same where no W_uk product follows, with weight_uk = [I | 0]",
-    "preprocess": "npu_mla_preprocess (ATB), for prologues in W8A8 by scales fixed ahead of time",
-    "key": "npu_kv_rmsnorm_rope_cache_v2, for the key's norm, rotation and cache writes alone",
+    "v3": {"absorbed"},
+    "identity": {"unabsorbed"},
+    "preprocess": {"absorbed", "static"},
+    "key": {"key"},
 }
 _CHOICES = {
     "verify": ("off", "first", "all"),
@@ -142,6 +144,11 @@ class Config:
         raise TypeError(
             f"config must be a mla_fusion.Config, such as Config(verify='all'), got {said}"
         )
+
+    @property
+    def offers(self) -> frozenset[str]:
+        """What some of the targets are offered."""
+        return frozenset().union(*(TARGETS[name] for name in self.targets))
 
     @property
     def machine(self) -> Machine:

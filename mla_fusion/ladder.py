@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from mla_fusion.config import Config
-from mla_fusion.emit.targets import TARGETS
+from mla_fusion.config import TARGETS, Config
+from mla_fusion.facts.absorb import AbsorbFact
 from mla_fusion.match import halves
 from mla_fusion.match.candidate import Candidate, KeyHalf
 from mla_fusion.match.finder import Found
@@ -34,7 +34,7 @@ def descend(item: Found, config: Config, fit: Fit, reject: Reject) -> None:
     """Fit the first rung that takes the item. ``fit`` is told why the one above it did not take the
     item.
     """
-    whole, below = _whole(item, config), _halves(item) if "key" in config.targets else ()
+    whole, below = _whole(item, config), _halves(item) if "key" in config.offers else ()
     above: Refuse | None = None
     others: list[Refuse] = []
     for rung in whole:
@@ -63,11 +63,12 @@ def descend(item: Found, config: Config, fit: Fit, reject: Reject) -> None:
 def _whole(item: Found, config: Config) -> list[Rung]:
     """The rungs of a whole prologue that are asked for."""
     if isinstance(item, NearMiss):
-        asked = not item.halves or config.targets != ("key",)
+        asked = not item.halves or config.offers != {"key"}
         return [Rung("v3", item)] if asked else []
     if not isinstance(item, Candidate):
         return []
-    return [Rung(name, item) for name in config.targets if TARGETS[name].takes(item)]
+    kind = "absorbed" if isinstance(item.query.absorb, AbsorbFact) else "unabsorbed"
+    return [Rung(name, item) for name in config.targets if kind in TARGETS[name]]
 
 
 def _halves(item: Found) -> tuple[KeyHalf, ...]:

@@ -191,7 +191,7 @@ def _plans(
     clock = Clock(report.timings)
     view = View(gm)
     clock.stop("view")
-    finder, found = search(view, config.targets)
+    finder, found = search(view, config.offers)
     found += in_bodies(gm)
     clock.stop("match")
     legal_plans = Plans(view, config, boundary)

@@ -1,5 +1,5 @@
 """THE table of targets: of each operator that a plan may call, how it is planned, called and
-checked.
+checked. What each is offered stands beside its name in `mla_fusion.config`.
 
 The stages behind the plan ask ``target_of(plan)``; none of them knows an operator by name.
 """
@@ -7,16 +7,14 @@ The stages behind the plan ask ``target_of(plan)``; none of them knows an operat
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from torch.fx import Node
 
 from mla_fusion.config import Config
 from mla_fusion.emit import key_half, preprocess, whole
-from mla_fusion.facts.absorb import AbsorbFact
 from mla_fusion.fx.build import Builder
-from mla_fusion.match.candidate import Candidate, KeyHalf
 from mla_fusion.meta.prolog import Operator
 from mla_fusion.plan.key_half import KeyPlanner
 from mla_fusion.plan.plan import Plan
@@ -35,7 +33,6 @@ def _nothing_more(plan: Any, config: Config) -> None:
 class Target(Generic[P]):
     """One operator.
 
-    takes        is it offered this candidate, a whole prologue or a key's half?
     planner      makes plans of candidates
     inputs       nodes of the graph that the call reads
     call         emits it; its results by the names that ``Replacement.output`` uses
@@ -44,7 +41,6 @@ class Target(Generic[P]):
     """
 
     operator: Operator
-    takes: Callable[[KeyHalf], bool]
     planner: type[Planner[Any, P]]
     inputs: Callable[[P], list[Node]]
     call: Callable[[Builder, P], dict[str, Any]]
@@ -52,13 +48,8 @@ class Target(Generic[P]):
     ask: Callable[[P, Config], None] = _nothing_more
 
 
-def _has_absorbed(item: KeyHalf) -> bool:
-    return isinstance(item, Candidate) and isinstance(item.query.absorb, AbsorbFact)
-
-
 _WHOLE = Target(
     operator=whole.KERNEL,
-    takes=_has_absorbed,
     planner=PrologPlanner,
     inputs=whole.inputs,
     call=whole.call_kernel,
@@ -67,7 +58,6 @@ _WHOLE = Target(
 )
 _KEY = Target(
     operator=key_half.KERNEL,
-    takes=lambda item: not isinstance(item, Candidate),
     planner=KeyPlanner,
     inputs=key_half.inputs,
     call=key_half.call_kernel,
@@ -75,7 +65,6 @@ _KEY = Target(
 )
 _PREPROCESS: Target[Any] = Target(
     operator=preprocess.KERNEL,
-    takes=_has_absorbed,
     planner=PreprocessPlanner,
     inputs=preprocess.inputs,
     call=preprocess.call_kernel,
@@ -83,9 +72,7 @@ _PREPROCESS: Target[Any] = Target(
 )
 TARGETS: dict[str, Target[Any]] = {
     "v3": _WHOLE,
-    "identity": replace(
-        _WHOLE, takes=lambda item: isinstance(item, Candidate) and not _has_absorbed(item)
-    ),
+    "identity": _WHOLE,
     "preprocess": _PREPROCESS,
     "key": _KEY,
 }

@@ -42,19 +42,19 @@ class Finder:
     """Finds candidates and near misses in one view, in graph order."""
 
     def __init__(
-        self, view: View, targets: Collection[str] = ("v3",), shrinks: bool = True
+        self, view: View, offers: Collection[str] = ("absorbed",), shrinks: bool = True
     ) -> None:
-        """``targets``: those of Config. With "identity", a query that no W_uk product follows is
-        one too; with "key", a key needs no query. ``shrinks``: may many tokens be probed as few?
+        """``offers``: as Config has them. With "unabsorbed", a query that no W_uk product follows
+        is one too; with "key", a key needs no query. ``shrinks``: may many tokens be probed as few?
         """
-        self.view, self.targets = view, targets
+        self.view, self.offers = view, offers
         self.projections = [
             item for item in projection.find(view) if self._size(item.weight) <= _LARGEST_WEIGHT
         ]
         self.operators = kv_operator.find(view)
         latents = [operator.latent for operator in self.operators]
         self.reader = FactReader(view, self.projections, latents, shrinks)
-        self._static = "preprocess" in targets
+        self._static = "static" in offers
         self.above: dict[Node, list[Projection]] = defaultdict(list)
         self.on_operand: dict[Node, list[Projection]] = defaultdict(list)
         for item in self.projections:
@@ -64,7 +64,7 @@ class Finder:
                     self.above[form.origin].append(form)
             self.on_operand[item.activation].append(item)
         self.plain = Plain(view, self.reader, self._ups, self.absorbs)
-        given = self.projections, self.above, self.on_operand, self.absorbs, targets
+        given = self.projections, self.above, self.on_operand, self.absorbs, offers
         self.why = Diagnosis(view, self.reader, *given)
 
     def find(self) -> list[Found]:
@@ -141,7 +141,7 @@ class Finder:
         facts = {item: self.reader.read(item) for item in group}
         keys = self._keys(facts)
         joined = self._candidates(facts, keys)
-        if "key" in self.targets and joined and not keys:
+        if "key" in self.offers and joined and not keys:
             # not a query's columns
             keys = [key for key in self.plain.keys(facts) if key.down is key.down_rope]
         if isinstance(joined, NearMiss):
@@ -160,7 +160,7 @@ class Finder:
     def _halves(self, keys: Sequence[KeySide], used: Sequence[KeySide] = ()) -> tuple[KeyHalf, ...]:
         return (
             halves.of(keys, used, self.reader.shrink, self.reader.tokens)
-            if "key" in self.targets
+            if "key" in self.offers
             else ()
         )
 
@@ -181,7 +181,7 @@ class Finder:
         queries, partial = self._queries(facts)
         if not keys and not queries:
             queries, keys = self.plain.unrotated(facts)
-        if "identity" in self.targets and not queries:
+        if "unabsorbed" in self.offers and not queries:
             queries, keys = self.plain.unabsorbed(facts, keys)
         if keys and queries:
             queries.sort(key=lambda query: not _equally_scaled(self.view, query, keys[0]))
@@ -344,18 +344,18 @@ class Finder:
 _LARGEST = 1 << 24  # elements of a product that is probed with all of its tokens
 
 
-def search(view: View, targets: Collection[str] = ("v3",)) -> tuple[Finder, list[Found]]:
+def search(view: View, offers: Collection[str] = ("absorbed",)) -> tuple[Finder, list[Found]]:
     """What a view holds. Where many tokens were probed as few and something is missing, with all of
     them: a step may not treat all alike, or has a literal for each.
     """
-    finder = Finder(view, targets)
+    finder = Finder(view, offers)
     found = finder.find()
     reader = finder.reader
     missed = any(isinstance(item, NearMiss) for item in found)
     if reader.shrink is not None and (reader.is_lost or missed):
         sizes = [view.binding.count_of(item.node) for item in finder.projections]
         if max(sizes) <= _LARGEST:
-            whole = Finder(view, targets, shrinks=False)
+            whole = Finder(view, offers, shrinks=False)
             return whole, whole.find()
     return finder, found
 

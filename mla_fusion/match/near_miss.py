@@ -81,13 +81,13 @@ class Diagnosis:
         above: Mapping[Node, list[Projection]],
         on_operand: Mapping[Node, list[Projection]],
         absorbs: Callable[[Projection], list[AbsorbFact]],
-        targets: Collection[str],
+        offers: Collection[str],
     ) -> None:
         """``above``: projections by origin, ``on_operand``: by activation; ``absorbs``: absorbed
-        products of one; ``targets``: those of Config.
+        products of one; ``offers``: as Config has them.
         """
         self.view, self.reader, self.projections, self.absorbs = view, reader, projections, absorbs
-        self.above, self.on_operand, self._targets = above, on_operand, targets
+        self.above, self.on_operand, self._offers = above, on_operand, offers
 
     def nearest(self, seen: Seen) -> NearMiss | None:
         """The first answer to the questions that are asked of what was seen."""
@@ -297,7 +297,7 @@ class Diagnosis:
                     )
                     return NearMiss(Refuse("kv_latent.absent", detail), (norm.node, rope.node))
                 if up is not None:
-                    code, why = between_norm_and(up, "preprocess" in self._targets)
+                    code, why = between_norm_and(up, "static" in self._offers)
                     detail = (
                         f"{up.node.name} projects {up.origin.name}, not the norm {norm.node.name}"
                     )
@@ -498,7 +498,7 @@ class Diagnosis:
                         f"{meeting.name} reads the results of {query.node.name} and "
                         f"{key.node.name}, and nothing is rotated"
                     )
-                    code = "rope.absent" if "identity" in self._targets else "absorb.absent"
+                    code = "rope.absent" if "unabsorbed" in self._offers else "absorb.absent"
                     return NearMiss(Refuse(code, detail), (norm.node, other.node, meeting))
         return None
 
@@ -518,7 +518,7 @@ class Diagnosis:
         Where no latent can be read, one that is absorbed and rotated, beside a product that a cache
         keeps. (Where the key's side alone would do, a step that hides the latent says more.)
         """
-        norms, halves = list(_norms(seen)), "key" in self._targets and not seen.keys
+        norms, halves = list(_norms(seen)), "key" in self._offers and not seen.keys
         for query, cone in seen.facts.items():
             absorbed = [fact.node for fact in self.absorbs(query)]
             by_heads = [rope.node for rope in cone.ropes if rope.heads > 1]
