@@ -184,8 +184,8 @@ class _Run:
         leaves = self.region.leaves
         above = reached([node], lambda step: () if step in leaves else step.all_input_nodes)
         unknown = [step for step in above if step not in leaves and self.at.is_function_of_x(step)]
-        names = ", ".join(f"{step.name} ({step.target})" for step in unknown)
-        why = f"; of {names} the proof knows only that it is a function" if names else ""
+        names = " and ".join(f"{step.name} ({step.target})" for step in unknown)
+        why = f"; of {names} the proof knows no more than that it is a function" if names else ""
         return _unproved(f"{node.name} is not what the kernel gives{why}", *unknown, node)
 
     def value(self, node: Node) -> Any:

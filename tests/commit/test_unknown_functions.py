@@ -47,4 +47,4 @@ def test_they_come_first() -> None:
 def test_none_is_named_where_all_steps_have_rules() -> None:
     rejected = rejection(Twice)
     assert rejected.code == "proof.differs"
-    assert "only that it is a function" not in rejected.message
+    assert "it is a function" not in rejected.message
