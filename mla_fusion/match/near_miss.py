@@ -130,9 +130,8 @@ class Diagnosis:
             return NearMiss(Refuse("scale.unequal", detail), (absorb.times, absorb.node))
         detail = f"{absorb.heads} heads absorbed at {absorb.node.name}, none rotated"
         # its line is where the rotation is missing
-        return NearMiss(
-            Refuse("rope.absent", detail, (up.node, absorb.node)), (norm.node, absorb.node)
-        )
+        reason = Refuse("rope.absent", detail, (up.node, absorb.node))
+        return NearMiss(reason, (norm.node, absorb.node))
 
     # -- the questions
 
@@ -467,18 +466,18 @@ class Diagnosis:
         for cone in seen.facts.values():
             for norm in cone.norms:
                 ups = (up for up in self.above[norm.node] if up.is_flat)
-                absorbed = [fact for up in ups for fact in self.absorbs(up)]
+                absorbed = [(up, fact) for up in ups for fact in self.absorbs(up)]
                 others = any(
                     other.columns != norm.columns or of_other is not cone
                     for of_other in seen.facts.values()
                     for other in of_other.norms
                 )
                 if absorbed and others:
-                    detail = (
-                        f"{len(absorbed[0].columns)} heads absorbed at {absorbed[0].node.name}, "
-                        "nothing rotated"
-                    )
-                    return NearMiss(Refuse("rope.absent", detail), (norm.node, absorbed[0].node))
+                    up, fact = absorbed[0]
+                    heads, where = len(fact.columns), fact.node.name
+                    detail = f"{heads} heads absorbed at {where}, nothing rotated"
+                    reason = Refuse("rope.absent", detail, (up.node, fact.node))
+                    return NearMiss(reason, (norm.node, fact.node))
         return None
 
     def unabsorbed(self, seen: Seen) -> NearMiss | None:
