@@ -111,6 +111,8 @@ class Backend:
     def _with_cpu(
         self, gm: GraphModule, inputs: Sequence[Any], config: Config
     ) -> Callable[..., Any]:
+        from functorch.compile import make_boxed_func
+
         from mla_fusion.compat import aot_autograd
 
         name, fused = names.of(gm), list[Fusion]()
@@ -125,11 +127,12 @@ class Backend:
         def decline(graph: GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
             name(graph)
             with store.into(self.report):
-                return _declined(graph, config)
+                _decline(graph, config)
+            return make_boxed_func(graph.forward)  # lets go of what it has used
 
         compilers: dict[str, Any] = {
             "fw_compiler": decline,
-            "bw_compiler": lambda graph, _: graph.forward,
+            "bw_compiler": lambda graph, _: make_boxed_func(graph.forward),
             "inference_compiler": infer,
         }
         compile_with_aot = aot_autograd(**compilers, keep_inference_input_mutations=True)
@@ -188,8 +191,8 @@ def mla_fusion(
     return backend()(gm, inputs, mode=mode, options=options)
 
 
-def _declined(graph: GraphModule, config: Config) -> Callable[..., Any]:
-    """A graph with gradients stays as it is; the report names the layers that would fuse
+def _decline(graph: GraphModule, config: Config) -> None:
+    """Report the layers of a graph with gradients, which stays as it is, that would fuse
     without.
     """
     said = explain(graph, replace(config, verify="off", strict=False), boundary=True)
@@ -213,7 +216,6 @@ def _declined(graph: GraphModule, config: Config) -> Callable[..., Any]:
             left.remedy,
         )
     store.keep(report)
-    return graph.forward
 
 
 def _on_npu(value: Any) -> bool:
