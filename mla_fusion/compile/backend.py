@@ -96,11 +96,9 @@ class Backend:
         specialise(gm)
         if _device_present() and any(_on_npu(value) for value in inputs):
             compiler = words.torchair_mode(mode, has_config=self.compiler_config is not None)
-            compiled = self._with_torchair(gm, inputs, given, compiler)
-        else:
-            words.without_device(mode)
-            compiled = self._with_cpu(gm, inputs, given)
-        return counting(compiled, inputs)
+            return self._with_torchair(gm, inputs, given, compiler)
+        words.without_device(mode)
+        return self._with_cpu(gm, inputs, given)
 
     @property
     def keywords(self) -> Any:
@@ -113,29 +111,33 @@ class Backend:
     def _with_cpu(
         self, gm: GraphModule, inputs: Sequence[Any], config: Config
     ) -> Callable[..., Any]:
+        from functorch.compile import make_boxed_func
+
         from mla_fusion.compat import aot_autograd
 
-        name = names.of(gm)
+        name, fused = names.of(gm), list[Fusion]()
 
         def infer(graph: GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
             name(graph)
             with store.into(self.report):
-                _, _, wrap = fuse_with_boundary(graph, examples, config, inputs)
+                report, _, wrap = fuse_with_boundary(graph, examples, config, inputs)
+            fused.extend(report.fused)
             return wrap(graph.forward)
 
         def decline(graph: GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
             name(graph)
             with store.into(self.report):
-                return _declined(graph, config)
+                _decline(graph, config)
+            return make_boxed_func(graph.forward)  # lets go of what it has used
 
         compilers: dict[str, Any] = {
             "fw_compiler": decline,
-            "bw_compiler": lambda graph, _: graph.forward,
+            "bw_compiler": lambda graph, _: make_boxed_func(graph.forward),
             "inference_compiler": infer,
         }
         compile_with_aot = aot_autograd(**compilers, keep_inference_input_mutations=True)
         compiled: Callable[..., Any] = compile_with_aot(gm, inputs)
-        return compiled
+        return counting(compiled, inputs) if fused else compiled
 
     def _with_torchair(
         self, gm: GraphModule, inputs: Sequence[Any], config: Config, mode: str
@@ -147,15 +149,17 @@ class Backend:
         chosen = self.compiler_config or torchair_bridge.compiler_config(mode)
         compile_further = torchair_bridge.package(mode).get_compiler(chosen)
 
-        name = names.of(gm)
+        name, fused = names.of(gm), list[Fusion]()
 
         def infer(graph: GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
             name(graph)
             with store.into(self.report):
-                _, examples, wrap = fuse_for_torchair(graph, examples, config, inputs, chosen)
+                report, examples, wrap = fuse_for_torchair(graph, examples, config, inputs, chosen)
+            fused.extend(report.fused)
             return wrap(compile_further(graph, examples))
 
-        return torchair_bridge.backend(mode, chosen, infer)(gm, list(inputs))
+        compiled: Callable[..., Any] = torchair_bridge.backend(mode, chosen, infer)(gm, [*inputs])
+        return counting(compiled, inputs) if fused else compiled
 
 
 class NotSaved(AttributeError, RuntimeError):
@@ -187,8 +191,8 @@ def mla_fusion(
     return backend()(gm, inputs, mode=mode, options=options)
 
 
-def _declined(graph: GraphModule, config: Config) -> Callable[..., Any]:
-    """A graph with gradients stays as it is; the report names the layers that would fuse
+def _decline(graph: GraphModule, config: Config) -> None:
+    """Report the layers of a graph with gradients, which stays as it is, that would fuse
     without.
     """
     said = explain(graph, replace(config, verify="off", strict=False), boundary=True)
@@ -212,7 +216,6 @@ def _declined(graph: GraphModule, config: Config) -> Callable[..., Any]:
             left.remedy,
         )
     store.keep(report)
-    return graph.forward
 
 
 def _on_npu(value: Any) -> bool:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import permutations
 from math import prod
 
 import torch
@@ -21,7 +22,7 @@ from mla_fusion.facts.rope import RopeFact
 from mla_fusion.fx.kinds import Kind, is_cast, is_view, is_writer, kind_of, op_name, word
 from mla_fusion.fx.sizes import same, sizes_of
 from mla_fusion.fx.view import View
-from mla_fusion.fx.walk import peel, reached, upward, views_and_model_casts
+from mla_fusion.fx.walk import INPUTS, peel, reached, upward, views_and_model_casts
 from mla_fusion.match import epsilon
 from mla_fusion.match.candidate import KeyHalf, KeySide, QuerySide
 from mla_fusion.match.quantising import before_quantisation, between_norm_and, first_rows, is_rows
@@ -158,6 +159,24 @@ class Diagnosis:
         *_, latent = reached([statistic], lambda node: filter(made.__contains__, node.users))
         of_it = f"made with {statistic.name} of {down.node.name}"
         return epsilon.misplaced(down.node, latent) or f"{latent.name}, {of_it}, is no RMSNorm"
+
+    def computed_weight(self, seen: Seen) -> NearMiss | None:
+        """A product of x, or of what its projections make, with what other products make: a weight
+        with its adapter added, say.
+        """
+        ups = (up.node for norm in _norms(seen) for up in self.above[norm.node])
+        made = {*(down.node for down in seen.facts), *ups}
+        for product in self.view.contractions.values():
+            for value, weight in permutations((product.left, product.right)):
+                layers = self.view.sources(weight)
+                is_of_x = peel(value) is seen.x or not made.isdisjoint(self.view.sources(value))
+                if not layers or not is_of_x:
+                    continue
+                if _inputs(seen.x).isdisjoint(_inputs(weight)):
+                    by = f"{peel(weight).name}, which a product of this graph makes"
+                    detail = f"{product.node.name} multiplies {peel(value).name} by {by}"
+                    return NearMiss(Refuse("linear.hidden", detail), (product.node, min(layers)))
+        return None
 
     def no_query(self, seen: Seen) -> NearMiss:
         key = seen.keys[0]
@@ -684,6 +703,7 @@ _ASKED: dict[str, tuple[Callable[[Diagnosis, Seen], NearMiss | None], ...]] = {
         Diagnosis.hidden_latent,
         Diagnosis.normed_key,
         Diagnosis.unrotated_key,
+        Diagnosis.computed_weight,
         Diagnosis.no_key,
     ),
     "key": (
@@ -694,11 +714,12 @@ _ASKED: dict[str, tuple[Callable[[Diagnosis, Seen], NearMiss | None], ...]] = {
         Diagnosis.cut,
         Diagnosis.cut_query,
         Diagnosis.undecoded,
+        Diagnosis.computed_weight,
         Diagnosis.no_query,
     ),
     # a key beside part of a query, by what that part lacks: before that itself is told
     "key, rope.absent": (Diagnosis.direct,),
-    "key, absorb.absent": (Diagnosis.interrupted,),
+    "key, absorb.absent": (Diagnosis.interrupted, Diagnosis.computed_weight),
     "part of a query": (Diagnosis.unnormed, Diagnosis.normed_key, Diagnosis.as_seen),
     "": (
         Diagnosis.unnormed,
@@ -714,6 +735,11 @@ _ASKED: dict[str, tuple[Callable[[Diagnosis, Seen], NearMiss | None], ...]] = {
 def behind(view: View, node: Node) -> Iterator[Node]:
     """What reads the node and is no product."""
     return (user for user in node.users if user not in view.contractions)
+
+
+def _inputs(node: Node) -> set[Node]:
+    """Of the graph, those that the node is made of."""
+    return {one for one in reached([node], lambda one: one.all_input_nodes) if one.op in INPUTS}
 
 
 def _norms(seen: Seen) -> Iterator[NormFact]:

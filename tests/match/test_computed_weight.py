@@ -1,0 +1,37 @@
+"""Weights that a product makes in the graph are named, whichever projection has one."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from tests.catalogue.base import Base, paged_args
+from tests.harness import refused, traced_graph
+
+
+class Adapted(nn.Module):
+    """The weight plus its adapter."""
+
+    def __init__(self, rows: int, columns: int) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(rows, 8).bfloat16())
+        self.down = nn.Parameter(torch.randn(8, columns).bfloat16())
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + self.up @ self.down
+
+
+class Turned(Adapted):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight @ (self.down.mT @ self.down)
+
+
+@pytest.mark.parametrize("made", [Adapted, Turned])
+@pytest.mark.parametrize("name", ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"])
+def test_weight_made_by_a_product(name: str, made: type[Adapted]) -> None:
+    model = Base()
+    layer = getattr(model, name)
+    parametrize.register_parametrization(layer, "weight", made(*layer.weight.shape))
+    rejection = refused(traced_graph(model, *paged_args()))
+    assert rejection.code == "linear.hidden"
+    assert rejection.message.endswith(", which a product of this graph makes)")
