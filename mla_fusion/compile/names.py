@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 from mla_fusion.compat import is_argument, source_name, static_inputs
 from mla_fusion.fx.module_path import ARGUMENT, NAME, plain
 from mla_fusion.fx.sizes import has_symbols, is_size
-from mla_fusion.operators.known import shape_of
+from mla_fusion.operators.known import shape_of, value_of
 
 _SMALL = 1 << 16  # elements: to pack so many costs a call nothing to speak of
 
@@ -47,9 +47,12 @@ def mark_arguments(inputs: Sequence[Node]) -> None:
 def differs_by_call(inputs: Sequence[Node]) -> bool:
     """Is what is made of these inputs made of arguments: of a small one (a gate, a scale, an
     adapter's number), or beside the model's own? They are often buffers that are written for each
-    call, under inference mode without a count.
+    call, under inference mode without a count. Or of one whose strides a call decides: two may
+    begin at one address.
     """
     sources = [node for node in inputs if not is_size(node)]
+    if any(has_symbols(value_of(node).stride()) for node in sources):
+        return True
     arguments = [node for node in sources if node.meta.get(ARGUMENT)]
     return 0 < len(arguments) < len(sources) or any(map(_is_small, arguments))
 

@@ -1,8 +1,8 @@
 """Are packed weights those of the parameters that a step is called with? Asked at each step.
 
-Address, strides and version counter of each parameter are compared, on the host: no byte of a
-weight is read, and nothing waits for a device. Under ``Config(updates="rounds")`` one share of the
-bytes is looked at besides, at one step of several (:mod:`mla_fusion.weights.rounds`).
+Address and version counter of each parameter are compared, on the host: no byte of a weight is
+read, and nothing waits for a device. Under ``Config(updates="rounds")`` one share of the bytes is
+looked at besides, at one step of several (:mod:`mla_fusion.weights.rounds`).
 """
 
 from __future__ import annotations
@@ -101,8 +101,6 @@ class Current:
         counted = {at: each.source for at, each in sources.items() if at[1] is not None}
         self._of = items([position for position, _ in sources])
         self._pointers = [each.source.pointer for each in sources.values()]
-        # of a graph whose strides are symbolic, two weights may begin at one address
-        self._strides = list(map(Tensor.stride, self._of(args)))
         all_count = len(counted) == len(sources)
         self._counted = None if all_count else items([position for position, _ in counted])
         self._versions = [source.version for source in counted.values()]
@@ -128,8 +126,6 @@ class Current:
         try:  # maps: the loop over hundreds of weights runs in C
             tensors = self._of(args)
             if list(map(Tensor.data_ptr, tensors)) != self._pointers:
-                return False
-            if list(map(Tensor.stride, tensors)) != self._strides:
                 return False
             counted = tensors if self._counted is None else self._counted(args)
             if list(map(version_of, counted)) != self._versions:
