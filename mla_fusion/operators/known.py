@@ -36,7 +36,6 @@ DIAGONALS = words(Form.DIAGONAL)
 COUNTS = words(Form.COUNT)
 JOINERS = words(Form.JOIN)
 REDUCTIONS = words(Form.REDUCTION)
-CASTS = words(Form.CAST)
 PLACED_WRITERS = words(Form.PLACED)
 ELEMENTWISE = words(Form.ELEMENTWISE, Form.ROTATION, Form.CAST)
 ELEMENTWISE_SCALING = frozenset(("mul", "div", "neg"))  # multiply elements one by one
