@@ -53,11 +53,11 @@ _COLUMNS: dict[str, Step] = {
     "tril": lambda v, i: v.tril(48),
 }
 
+_WINDOWS: dict[str, Step] = {"windows": lambda v, i: v.unfold(-1, 8, 8).flatten(-2)}
 _NOTHING: dict[str, Step] = {
     "nothing_passed": lambda v, i: torch.cat((v, v[..., v.shape[-1] :]), -1),
     "nothing_before": lambda v, i: torch.cat((v[..., :0], v), -1),
     "own_columns": lambda v, i: torch.cat((v[..., :16], v[..., 16:]), -1),
-    "windows": lambda v, i: v.unfold(-1, 8, 8).flatten(-2),
     "unflattened": lambda v, i: v.unflatten(-1, (-1, 2)).flatten(-2),
     "indexed": lambda v, i: v[..., torch.arange(v.shape[-1])],
     "expanded": lambda v, i: v.expand_as(v),
@@ -106,6 +106,7 @@ FAMILIES = [
         "columns that are overwritten, moved or reinterpreted",
         attacks(_COLUMNS, (*FLOATS, *OUTPUTS), ALL),
         attacks(_NOTHING, ("c_q", "q_pe_raw", "k_pe"), ("T8", "sym"), ("paged",))
+        + attacks(_WINDOWS, ("q_pe_raw", "k_pe"), ("T8", "sym"), ("paged",))
         + attacks(_NOTHING, ("q_nope",), ("T1",), ("neox",)),
     ),
     Family(
