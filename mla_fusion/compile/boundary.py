@@ -112,7 +112,7 @@ class BoundaryBuilder(GraphBuilder):
         if not self._checks_slots:
             return
         places = tuple(
-            (f"{name} ({node.name})", self._seen(node, shape), int(shape[-1]))
+            (f"{name} ({label(node)})", self._seen(node, shape), int(shape[-1]))
             for name, node, shape in caches
         )
         try:

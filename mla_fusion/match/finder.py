@@ -22,6 +22,8 @@ from mla_fusion.facts.reading import ConeFacts, FactReader
 from mla_fusion.facts.rmsnorm import NormFact
 from mla_fusion.facts.rope import RopeFact, Table, TableRun
 from mla_fusion.facts.tables import same_values
+from mla_fusion.fx.cone import Cone
+from mla_fusion.fx.program import Program, nodes_between
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import origin, table_columns
 from mla_fusion.match import apart, ended, halves
@@ -338,7 +340,20 @@ class Finder:
         for size in shape[:-1]:
             count *= size
         rows = "token" if count == cone.cone.tokens else "one" if count == 1 else "position"
-        return (TableRun(base=base, field="", start=0, step=1, count=width, factor=1.0, rows=rows),)
+        start, step = _columns(cone.cone, base, node)
+        run = TableRun(
+            base=base, field="", start=start, step=step, count=width, factor=1.0, rows=rows
+        )
+        return (run,)
+
+
+def _columns(cone: Cone, base: Node, node: Node) -> tuple[int, int]:
+    """The first column of a table that ``node`` takes, and by how many it steps."""
+    steps, shape = nodes_between((base,), node), cone.shape(base)
+    program = Program([base], steps, cone.view.binding, shrink=cone.shrink)
+    taken = program.run([torch.arange(shape[-1]).expand(shape)])[program.slot(node)]
+    columns = taken.flatten()[:2].tolist() if isinstance(taken, torch.Tensor) else []
+    return (int(columns[0]), int(columns[1] - columns[0])) if len(columns) == 2 else (0, 1)
 
 
 _LARGEST = 1 << 24  # elements of a product that is probed with all of its tokens
