@@ -468,13 +468,13 @@ def attention_layouts() -> Iterator[list[str]]:
 
 
 def attention_releases() -> Iterator[list[str]]:
-    for row in attention.RELEASE_ROWS:
+    for since, row in attention.SINCE.items():
         modes, most = (
             ", ".join(map(str, row.sparse_modes)),
             "any number" if row.tokens is None else f"1..{row.tokens}",
         )
         yield [
-            row.since,
+            since,
             str(row.blocks),
             str(row.nz_blocks),
             modes,

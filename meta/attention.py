@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from mla_fusion.meta.errors import ContractError
-from mla_fusion.meta.limits import Sizes, known_releases
+from mla_fusion.meta.limits import Sizes, newest, only
 from mla_fusion.meta.prolog import Operator
 
 HOST = "fused_infer_attention_score tiling"
@@ -63,7 +63,7 @@ PER_TOKEN_AND_HEAD, PER_TENSOR = 3, 0  # query_quant_mode; key_quant_mode and va
 
 @dataclass(frozen=True)
 class Release:
-    """What the operator takes from CANN ``since`` on, until the next row.
+    """What the operator takes from one CANN release on, until the next row.
 
     blocks, nz_blocks  rows of a block of an ND and of an NZ cache
     tokens             most tokens of a sequence; None: any number
@@ -72,7 +72,6 @@ class Release:
                        of the caches
     """
 
-    since: str
     blocks: Sizes
     nz_blocks: Sizes
     sparse_modes: tuple[int, ...]
@@ -81,15 +80,15 @@ class Release:
     tied: bool = False
 
 
-_128 = Sizes(frozenset({128}))
+_128 = only(128)
 _TO_1024 = Sizes(low=16, high=1024, step=16)
 _MASKS = (NO_MASK, CAUSAL_AT_THE_END, BAND)
-RELEASE_ROWS = (
-    Release("8.3", Sizes(frozenset({16, 128})), _128, _MASKS, lse=False, tied=True),
-    Release("8.5", _TO_1024, _TO_1024, _MASKS),
-    Release("9.1", _TO_1024, _TO_1024, (*_MASKS, TREE)),
-    Release("latest", _TO_1024, _TO_1024, (*_MASKS, TREE), tokens=None),
-)
+SINCE = {
+    "8.3": Release(only(16, 128), _128, _MASKS, lse=False, tied=True),
+    "8.5": Release(_TO_1024, _TO_1024, _MASKS),
+    "9.1": Release(_TO_1024, _TO_1024, (*_MASKS, TREE)),
+    "latest": Release(_TO_1024, _TO_1024, (*_MASKS, TREE), tokens=None),
+}
 # the form of int8 is narrower, in every release
 INT8_BLOCKS = _128
 INT8_TOKENS = 16
@@ -104,12 +103,11 @@ def axes_of(layout: str) -> tuple[str, str]:
 
 def release(cann: str) -> Release:
     """What a CANN release takes. ContractError ``cann`` before 8.3, which brought the operator."""
-    known = known_releases(cann)
-    rows = [row for row in RELEASE_ROWS if row.since in known]
-    if not rows:
+    taken: Release | None = newest(SINCE, cann)
+    if taken is None:
         expected = "8.3 or newer, which has the operator"
         raise ContractError("cann", "cann", expected, cann, source=HOST, op=OP)
-    return rows[-1]
+    return taken
 
 
 def padded_heads(heads: int) -> int:

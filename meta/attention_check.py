@@ -16,7 +16,7 @@ from mla_fusion.meta.attention import BAND, CAUSAL_AT_THE_END, HOST, LENGTHS, NO
 from mla_fusion.meta.binder import Binder, Derived
 from mla_fusion.meta.errors import ContractError
 from mla_fusion.meta.layout import contiguous
-from mla_fusion.meta.limits import Sizes
+from mla_fusion.meta.limits import Sizes, only
 from mla_fusion.meta.symbolic import different
 
 _CACHES = ("key", "value", "key_rope")
@@ -94,8 +94,7 @@ class _Call(Binder):
         self.within("N", "num_query_heads", table.HEADS, pad)
         for axis, size, name in (("D", table.LATENT, "key"), ("R", table.ROPE, "key_rope")):
             self.dims[axis] = self._width(name)
-            only = Sizes(frozenset({size}))
-            self.within(axis, name, only, ", with W_uk multiplied into the query")
+            self.within(axis, name, only(size), ", with W_uk multiplied into the query")
 
     def _width(self, name: str) -> Any:
         shape = self.full[name].shape

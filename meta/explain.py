@@ -96,7 +96,7 @@ def explain_call(
             raise ContractError("explain.symbolic", axis, expected, str(size), dims, op=op)
     full = call.full
     empty = empty_tensor_mode(dims["tokens"], dims.get("BlockNum"))
-    sizes = roofline.Sizes.of(full, dims, call.wq, call.kv)
+    sizes = roofline.Sizes(full, dims, call.wq, call.kv)
     made = zip(PROLOGS[op].results, infer(op, cann=cann, path=path, **arguments), strict=True)
     fresh = [result for name, result in made if name not in CACHES]
     results = sum(prod(shape) * dtype.itemsize for shape, dtype in fresh if len(shape) > 1)

@@ -5,6 +5,7 @@ symbolic.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 from typing import Any
 
 import torch
@@ -79,7 +80,7 @@ def infer(op: str, *, cann: str = "latest", path: str = "graph", **arguments: An
     x, w_uk, w_uq_qr = full["token_x"], full["weight_uk"], full["weight_uq_qr"]
     kv_cache, kr_cache = full["kv_cache"], full["kr_cache"]
     lead = tuple(x.shape[:-1])
-    tokens = lead[0] if len(lead) == 1 else lead[0] * lead[1]
+    tokens = prod(lead)
     n, _, hckv = w_uk.shape
     hcq = full["rmsnorm_gamma_cq"].shape[0]
     activation = full["rmsnorm_gamma_cq"].dtype

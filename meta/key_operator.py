@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 from mla_fusion.meta.binder import Binder, Derived
 from mla_fusion.meta.errors import ContractError
-from mla_fusion.meta.limits import RELEASES, SOCS, Sizes, known_releases
+from mla_fusion.meta.limits import RELEASES, SOCS, Sizes, known_releases, only
 from mla_fusion.meta.prolog import Operator
 
 HOST = "kv_rms_norm_rope_cache tiling"
@@ -65,7 +65,7 @@ OPERATORS = {operator.name: operator for operator in (V1, V2, V2_FUNCTIONAL)}
 PAGED = ("PA", "PA_BNSD", "PA_NZ")  # a slot for each token
 BLOCKS = ("PA_BLK_BNSD", "PA_BLK_NZ")  # one for each block of a sequence
 MODES = ("Norm", *PAGED, *BLOCKS)
-_C, _R = Sizes(frozenset({512})), Sizes(frozenset({64}))  # of A2 and A3
+_C, _R = only(512), only(64)  # of A2 and A3
 SINCE = {"A2": RELEASES[0], "A3": RELEASES[0], "A5": "8.5"}
 FROM_BLOCKS = "latest"  # the release that asks for as many blocks as the sequences need one by one
 

@@ -60,12 +60,12 @@ class Sizes:
     __str__ = describe
 
 
-def _of(*sizes: int) -> Sizes:
+def only(*sizes: int) -> Sizes:
     return Sizes(frozenset(sizes))
 
 
-_HE_WIDE = _of(1024, 2048, 3072, 4096, 5120, 6144, 7168, 7680, 8192)
-_POWERS = _of(1, 2, 4, 8, 16, 32, 64, 128)
+_HE_WIDE = only(1024, 2048, 3072, 4096, 5120, 6144, 7168, 7680, 8192)
+_POWERS = only(1, 2, 4, 8, 16, 32, 64, 128)
 _BLOCKS = Sizes(low=16, high=1024, step=16)
 _ALL_MODES = ("PA_BSND", "PA_NZ", "PA_BLK_BSND", "PA_BLK_NZ", "BSND", "TND")
 _V12, _V3 = ("v1", "v2"), ("v3",)
@@ -88,22 +88,22 @@ class Limit:
 
 
 LIMITS = (
-    Limit("He", _of(6144, 7168, 7680)),
+    Limit("He", only(6144, 7168, 7680)),
     Limit("He", _HE_WIDE, "8.5", _A23),
-    Limit("He", _of(7168), "8.5", ("A5",)),
+    Limit("He", only(7168), "8.5", ("A5",)),
     Limit("He", _HE_WIDE, "9.1"),
-    Limit("Hcq", _of(1536)),
-    Limit("Hcq", _of(1536, 2048), "9.1", versions=_V3),
-    Limit("D", _of(128)),
-    Limit("D", _of(128, 192), "9.1", versions=_V3),
-    Limit("Dr", _of(64)),
-    Limit("Hckv", _of(512)),
-    Limit("Nkv", _of(1)),
+    Limit("Hcq", only(1536)),
+    Limit("Hcq", only(1536, 2048), "9.1", versions=_V3),
+    Limit("D", only(128)),
+    Limit("D", only(128, 192), "9.1", versions=_V3),
+    Limit("Dr", only(64)),
+    Limit("Hckv", only(512)),
+    Limit("Nkv", only(1)),
     Limit("N", _POWERS),
     Limit("N", Sizes(low=1, high=128), "latest", versions=_V3),
     Limit("S", Sizes(low=0, high=16)),
     Limit("S", Sizes(), "8.5", _A23),
-    Limit("S", _of(0, 1), "8.5", ("A5",)),
+    Limit("S", only(0, 1), "8.5", ("A5",)),
     Limit("S", Sizes(), "9.0"),
     Limit("T", Sizes(low=0, high=1 << 20)),
     Limit("T", Sizes(), "8.5"),
@@ -112,7 +112,7 @@ LIMITS = (
     Limit("tokens", Sizes()),
     Limit("tokens", Sizes(low=1), "latest", versions=_V3),
     Limit("B", Sizes(low=0, high=65536)),
-    Limit("BlockSize", _of(16, 128)),
+    Limit("BlockSize", only(16, 128)),
     Limit("BlockSize", _BLOCKS, "8.5", _A23),
     Limit("BlockSize", _BLOCKS, "9.0"),
 )
@@ -192,6 +192,14 @@ def known_releases(cann: str) -> tuple[str, ...]:
 def known_path(path: str) -> str:
     """The path itself; ContractError ``path`` when it is none of `PATHS`."""
     return known_name("path", path, PATHS)
+
+
+def newest(since: Mapping[str, Any], cann: str) -> Any:
+    """The entry of the last release up to ``cann``, None where there is none; ContractError
+    ``cann``.
+    """
+    there = [name for name in known_releases(cann) if name in since]
+    return since[there[-1]] if there else None
 
 
 VERSIONS = {name: operator.version for name, operator in PROLOGS.items()}

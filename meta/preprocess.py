@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 from mla_fusion.meta.binder import Binder, Derived
 from mla_fusion.meta.errors import known_name
-from mla_fusion.meta.limits import Sizes, known_releases
+from mla_fusion.meta.limits import Sizes, known_releases, only
 from mla_fusion.meta.prolog import Operator
 from mla_fusion.meta.symbolic import different
 
@@ -190,19 +190,20 @@ def _is_empty(value: Any) -> bool:
 
 
 SHAPES = {
-    **{"input": "T H", "gamma0": "H", "beta0": "H", "gamma1": "Q", "beta1": "Q", "gamma2": "C"},
-    **{"cos": "T R", "sin": "T R"},
+    "input": "T H",
+    "gamma0": "H",
+    "beta0": "H",
+    "gamma1": "Q",
+    "beta1": "Q",
+    "gamma2": "C",
+    "cos": "T R",
+    "sin": "T R",
 }
 _SIZES = (
-    *(
-        (axis, argument, Sizes(frozenset({size})))
-        for axis, argument, size in (
-            ("Q", "gamma1", 1536),
-            ("C", "gamma2", 512),
-            ("R", "cos", 64),
-            ("D", "wuk", 128),
-        )
-    ),
+    ("Q", "gamma1", only(1536)),
+    ("C", "gamma2", only(512)),
+    ("R", "cos", only(64)),
+    ("D", "wuk", only(128)),
     ("N", "wuk", Sizes(low=1)),
     ("H", "input", Sizes(low=2048, high=8192, step=32)),
     ("T", "input", Sizes(low=1, high=MAX_TOKENS)),

@@ -55,21 +55,24 @@ def chip_named(chip: str | Chip | None) -> Chip | None:
 
 @dataclass(frozen=True)
 class Step:
-    """One kernel of the unfused sequence: products, bytes of weights, and bytes of everything
-    else.
+    """One kernel of the unfused sequence: bytes of all but weights, bytes of weights, and
+    products.
     """
 
     name: str
+    other_bytes: int
+    weight_bytes: int = 0
     flops: int = 0
     quantised: bool = False
-    weight_bytes: int = 0
-    other_bytes: int = 0
+
+    def compute_seconds(self, chip: Chip) -> float:
+        """0 where no peak is published: still a lower bound."""
+        peak = chip.quantised_flops if self.quantised else chip.bf16_flops
+        return self.flops / peak if peak else 0.0
 
     def seconds(self, chip: Chip) -> float:
-        return max(
-            (self.weight_bytes + self.other_bytes) / chip.bytes_per_second,
-            _compute_seconds(chip, self.quantised, self.flops),
-        )
+        moved = self.weight_bytes + self.other_bytes
+        return max(moved / chip.bytes_per_second, self.compute_seconds(chip))
 
 
 @dataclass(frozen=True)
@@ -100,11 +103,13 @@ def fused_cost(sizes: Sizes, results: int, chip: Chip | None) -> Cost:
     """
     steps = list(unfused_steps(sizes))
     weight_bytes = sum(step.weight_bytes for step in steps)
-    activations = sizes.x + 2 * sizes.rope + sizes.index + results
-    cache = sizes.tokens * (sizes.kv_row + sizes.kr_row)
+    activations = results + sizes.bytes(
+        "token_x", "dequant_scale_x", "rope_sin", "rope_cos", "cache_index", "actual_seq_len"
+    )
+    cache = sizes.rows("kv_cache") + sizes.rows("kr_cache")
     seconds = None
     if chip is not None:
-        compute = sum(_compute_seconds(chip, step.quantised, step.flops) for step in steps)
+        compute = sum(step.compute_seconds(chip) for step in steps)
         seconds = max((weight_bytes + activations + cache) / chip.bytes_per_second, compute)
     return Cost(1, sum(step.flops for step in steps), weight_bytes, activations, cache, seconds)
 
@@ -126,87 +131,61 @@ def unfused_cost(sizes: Sizes, chip: Chip | None) -> Cost:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The axes of a call and the bytes of its tensors; ``weights`` by name include their scales."""
+    """The arguments of a call, the sizes of its axes, and its modes: what bytes follow from."""
 
+    arguments: Mapping[str, Any]
     dims: Mapping[str, int]
-    tokens: int
     wq: int
     kv: int
-    weights: Mapping[str, int]
-    x: int
-    rope: int  # one of sin and cos
-    index: int
-    kv_row: int
-    kr_row: int
 
-    @classmethod
-    def of(cls, arguments: Mapping[str, Any], dims: Mapping[str, int], wq: int, kv: int) -> Sizes:
-        def size(*names: str) -> int:
-            present = (arguments.get(name) for name in names)
-            return sum(t.numel() * t.element_size() for t in present if t is not None)
+    def bytes(self, *names: str) -> int:
+        """Of the arguments of these names, as far as they are given."""
+        present = (self.arguments.get(name) for name in names)
+        return sum(t.numel() * t.element_size() for t in present if t is not None)
 
-        def row(name: str) -> int:
-            cache = arguments[name]
-            return cache.shape[-1] * cache.element_size() if name == "kv_cache" or kv != 3 else 0
-
-        weights = {
-            "cq": size("weight_dq", "dequant_scale_w_dq"),
-            "gamma_cq": size("rmsnorm_gamma_cq"),
-            "smooth": size("smooth_scales_cq"),
-            "qcqr": size("weight_uq_qr", "dequant_scale_w_uq_qr"),
-            "uk": size("weight_uk"),
-            "ckvkr": size("weight_dkv_kr", "dequant_scale_w_dkv_kr"),
-            "gamma_ckv": size("rmsnorm_gamma_ckv"),
-            "cache": size("quant_scale_ckv", "quant_scale_ckr", "k_nope_clip_alpha"),
-        }
-        return cls(
-            dims,
-            dims["tokens"],
-            wq,
-            kv,
-            weights,
-            size("token_x", "dequant_scale_x"),
-            size("rope_sin"),
-            size("cache_index", "actual_seq_len"),
-            row("kv_cache"),
-            row("kr_cache"),
-        )
+    def rows(self, name: str) -> int:
+        """Of the new rows of a cache."""
+        if name == "kr_cache" and self.kv == 3:
+            return 0
+        cache = self.arguments[name]
+        return self.dims["tokens"] * cache.shape[-1] * cache.element_size()
 
 
 def unfused_steps(sizes: Sizes) -> Iterator[Step]:
     """The kernels of the prologue without the operator, in order, for the scenario of the call."""
-    t, d, w = sizes.tokens, sizes.dims, sizes.weights
-    full, quantised = sizes.wq >= 2, sizes.wq >= 1
+    d, of = sizes.dims, sizes.bytes
+    t, full, quantised = d["tokens"], sizes.wq >= 2, sizes.wq >= 1
     heads, hcq, hckv, dr = d["N"], d["Hcq"], d["Hckv"], d["Dr"]
     cq, ckv, kr = t * hcq * _BF16, t * hckv * _BF16, t * dr * _BF16
     q_all, query, q_rope = (t * heads * n * _BF16 for n in (d["D"] + dr, hckv, dr))
+    x, tables = of("token_x", "dequant_scale_x"), of("rope_sin", "rope_cos")
 
-    yield Step("matmul c_q", 2 * t * d["He"] * hcq, full, w["cq"], sizes.x + cq)
-    yield Step("rms_norm c_q", 0, False, w["gamma_cq"], 2 * cq)
+    weight = of("weight_dq", "dequant_scale_w_dq")
+    yield Step("matmul c_q", x + cq, weight, 2 * t * d["He"] * hcq, full)
+    yield Step("rms_norm c_q", 2 * cq, of("rmsnorm_gamma_cq"))
     c_q = cq
     if quantised:
         c_q = t * (hcq + (hcq // 32 if sizes.wq == 3 else _FP32))
-        yield Step("quantise c_q", 0, False, w["smooth"], cq + c_q)
-    yield Step("matmul q", 2 * t * hcq * heads * (d["D"] + dr), quantised, w["qcqr"], c_q + q_all)
-    yield Step("absorb W_uk", 2 * t * heads * d["D"] * hckv, False, w["uk"], q_all - q_rope + query)
-    yield Step("rope q", 0, False, 0, 2 * q_rope + 2 * sizes.rope)
+        yield Step("quantise c_q", cq + c_q, of("smooth_scales_cq"))
+    weight = of("weight_uq_qr", "dequant_scale_w_uq_qr")
+    yield Step("matmul q", c_q + q_all, weight, 2 * t * hcq * heads * (d["D"] + dr), quantised)
+    products = 2 * t * heads * d["D"] * hckv
+    yield Step("absorb W_uk", q_all - q_rope + query, of("weight_uk"), products)
+    yield Step("rope q", 2 * q_rope + tables)
     if sizes.kv == 1:
         scales = t * heads * _FP32
-        yield Step("quantise query", 0, False, 0, query + query // _BF16 + scales)
-        yield Step("rescale query_rope", 0, False, 0, 2 * q_rope + scales)
-    yield Step("matmul ckv_kr", 2 * t * d["He"] * (hckv + dr), full, w["ckvkr"], sizes.x + ckv + kr)
-    yield Step("rms_norm ckv", 0, False, w["gamma_ckv"], 2 * ckv)
-    yield Step("rope kr", 0, False, 0, 2 * kr + 2 * sizes.rope)
-    kv_rows, kr_rows = t * sizes.kv_row, t * sizes.kr_row
+        yield Step("quantise query", query + query // _BF16 + scales)
+        yield Step("rescale query_rope", 2 * q_rope + scales)
+    weight = of("weight_dkv_kr", "dequant_scale_w_dkv_kr")
+    yield Step("matmul ckv_kr", x + ckv + kr, weight, 2 * t * d["He"] * (hckv + dr), full)
+    yield Step("rms_norm ckv", 2 * ckv, of("rmsnorm_gamma_ckv"))
+    yield Step("rope kr", 2 * kr + tables)
+    kv_rows, kr_rows = sizes.rows("kv_cache"), sizes.rows("kr_cache")
+    index = of("cache_index", "actual_seq_len")
     if sizes.kv:
+        scales = of("quant_scale_ckv", "quant_scale_ckr", "k_nope_clip_alpha")
         rope_too = kr + kr_rows if sizes.kv in (2, 3) else 0
-        yield Step("quantise cache rows", 0, False, w["cache"], ckv + kv_rows + rope_too)
-    yield Step("write kv_cache", 0, False, 0, 2 * kv_rows + sizes.index)
+        yield Step("quantise cache rows", ckv + kv_rows + rope_too, scales)
+    yield Step("write kv_cache", 2 * kv_rows + index)
     if kr_rows or sizes.kv != 3:
-        yield Step("write kr_cache", 0, False, 0, 2 * kr_rows + sizes.index)
-
-
-def _compute_seconds(chip: Chip, quantised: bool, flops: int) -> float:
-    """0 where no peak is published: still a lower bound."""
-    peak = chip.quantised_flops if quantised else chip.bf16_flops
-    return flops / peak if peak else 0.0
+        yield Step("write kr_cache", 2 * kr_rows + index)

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from mla_fusion.meta.limits import known_releases
+from mla_fusion.meta.limits import known_releases, newest
 from mla_fusion.meta.spec import CACHE_QUANTS, WEIGHT_MODES
 
 _OLDEST = (
@@ -101,13 +100,39 @@ def tiling_key(
     cann: str, wq: int, kv: int, cache_mode: str, dims: Mapping[str, int], lengths: bool
 ) -> TilingKey:
     """The key of a legal call with CANN ``cann``; ``lengths``: whether actual_seq_len is given."""
-    known = known_releases(cann)
-    empty = empty_tensor_mode(dims["tokens"], dims.get("BlockNum"))
-    found = _EMPTY_QUERY if empty == 2 else _values(known, wq, kv, cache_mode, dims, lengths)
-    found = found | {"EMPTY_TENSOR_MODE": (empty, EMPTY_TENSOR_MODES[empty])}
+    tokens, heads = dims["tokens"], dims["N"]
+    empty = empty_tensor_mode(tokens, dims.get("BlockNum"))
+    found = {
+        "EMPTY_TENSOR_MODE": (empty, EMPTY_TENSOR_MODES[empty]),
+        "ENABLE_ROPE": (1, "on: torch_npu always gives sin and cos"),
+        "CV_MODE": (TWO_VECTOR_CORES, "two vector cores to a cube core"),
+    }
+    if empty != 2:
+        cache = CACHE_NUMBERS[cache_mode]
+        quant = f"{WEIGHT_MODES[wq].title}, cache {CACHE_QUANTS[kv].title}"
+        dequant = wq > 2 or (wq > 0 and heads >= DEQUANT_HEADS)
+        large = tokens >= SPLIT_TOKENS and dims["He"] in SPLIT_HE and heads == SPLIT_HEADS
+        split = wq == 3 and large and SPLIT_SINCE in known_releases(cann)
+        found |= {
+            "CACHE_MODE": (cache, f"{cache_mode}: {_CACHES[cache]}"),
+            "SCENARIO": (2, "quantised") if wq else (1, "not quantised"),
+            "QUANT_MODE": (
+                newest(QUANT_NUMBERS, cann)[wq, kv],
+                quant if wq else "unused: nothing is quantised",
+            ),
+            "ENABLE_DEQUANT_OPTIONAL": (
+                (1, "dequantised beside the products") if dequant else (0, "off")
+            ),
+            "ENABLE_GROUP_COMPUTE_OPTIONAL": (0, "off: it needs eight KV heads"),
+            "ACTUAL_SEQ_LEN_MODE": (
+                (1, "actual_seq_len is read") if lengths else (0, "no actual_seq_len")
+            ),
+            "SPLIT_M_MODE": (1, "split by tokens") if split else (0, "split by columns"),
+        }
     fields, low = [], 0
-    for name, width in _newest(LAYOUTS, known):
-        fields.append(KeyField(low, low + width - 1, name, *found[name]))
+    for name, width in newest(LAYOUTS, cann):
+        of = found.get(name, (0, "unused: there are no tokens"))
+        fields.append(KeyField(low, low + width - 1, name, *of))
         low += width
     return TilingKey(tuple(fields))
 
@@ -119,55 +144,3 @@ def empty_tensor_mode(tokens: int, block_num: int | None) -> int:
     if tokens == 0:
         return 2
     return 1 if block_num == 0 else 0
-
-
-_Values = dict[str, tuple[int, str]]
-_ALWAYS: _Values = {
-    "ENABLE_GROUP_COMPUTE_OPTIONAL": (0, "off: it needs eight KV heads"),
-    "ENABLE_ROPE": (1, "on: torch_npu always gives sin and cos"),
-    "CV_MODE": (TWO_VECTOR_CORES, "two vector cores to a cube core"),
-}
-_EMPTY_QUERY: _Values = _ALWAYS | {
-    name: (0, "unused: there are no tokens")
-    for name, _ in _SINCE_8_5
-    if name != "EMPTY_TENSOR_MODE"
-}
-
-
-def _values(
-    known: tuple[str, ...],
-    wq: int,
-    kv: int,
-    cache_mode: str,
-    dims: Mapping[str, int],
-    lengths: bool,
-) -> _Values:
-    """Each field's value and meaning, EMPTY_TENSOR_MODE excepted, of a call with tokens."""
-    cache = CACHE_NUMBERS[cache_mode]
-    dequant = wq > 2 or (wq > 0 and dims["N"] >= DEQUANT_HEADS)
-    large = dims["tokens"] >= SPLIT_TOKENS and dims["He"] in SPLIT_HE and dims["N"] == SPLIT_HEADS
-    split = SPLIT_SINCE in known and wq == 3 and large
-    quant = (
-        "unused: nothing is quantised"
-        if wq == 0
-        else f"{WEIGHT_MODES[wq].title}, cache {CACHE_QUANTS[kv].title}"
-    )
-    return _ALWAYS | {
-        "CACHE_MODE": (cache, f"{cache_mode}: {_CACHES[cache]}"),
-        "SCENARIO": (2, "quantised") if wq else (1, "not quantised"),
-        "QUANT_MODE": (_newest(QUANT_NUMBERS, known)[wq, kv], quant),
-        "ENABLE_DEQUANT_OPTIONAL": (
-            int(dequant),
-            "dequantised beside the products" if dequant else "off",
-        ),
-        "ACTUAL_SEQ_LEN_MODE": (
-            int(lengths),
-            "actual_seq_len is read" if lengths else "no actual_seq_len",
-        ),
-        "SPLIT_M_MODE": (int(split), "split by tokens" if split else "split by columns"),
-    }
-
-
-def _newest(table: Mapping[str, Any], known: tuple[str, ...]) -> Any:
-    """The entry of the last release up to the one asked for."""
-    return next(table[release] for release in reversed(known) if release in table)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from mla_fusion.facts.rope import RopeFact
 from mla_fusion.fx import module_path
 from mla_fusion.fx.kinds import is_view, op_name
 from mla_fusion.fx.view import View
-from mla_fusion.match.candidate import Candidate, KeyHalf, KeySide
+from mla_fusion.match.candidate import Candidate, KeyHalf
 from mla_fusion.match.finder import Finder, Found
 from mla_fusion.observe.leftovers import leftovers
 from mla_fusion.operators.known import value_of
@@ -105,48 +106,8 @@ class _Region:
                 stack += node.all_input_nodes
 
     def claim_candidate(self, item: KeyHalf) -> None:
-        if isinstance(item, Candidate):
-            self._claim_query(item)
-        else:
-            for projection, _, step, formula in _products_of_key(item.key):
-                self.claim(projection.node, "product", step, formula)
-        k = item.key
-        if k.operator is not None:
-            self.claim(
-                k.operator.node,
-                "write",
-                "npu_kv_rmsnorm_rope_cache",
-                f"norm, RoPE and write, eps {k.eps:g}",
-            )
-        if k.norm is not None:
-            self.claim(
-                k.norm.node,
-                "norm",
-                "RMSNorm c_kv",
-                f"c_kv = RMSNorm(x W_dkv), eps {k.eps:g}{_times(k.scale)}",
-            )
-        if k.rope is not None:
-            self.claim(k.rope.node, "rope", "RoPE k", f"k_pe = {_rotated(k.rope, 'x W_kr')}")
-
-    def _claim_query(self, item: Candidate) -> None:
-        q, heads = item.query, item.query.absorb.heads
-        for projection, _, step, formula in _products(item)[:3]:
-            self.claim(projection.node, "product", step, formula)
-        normed = f"RMSNorm(x W_dq), eps {q.norm.eps:g}{_times(q.norm.scale)}"
-        self.claim(q.norm.node, "norm", "RMSNorm c_q", f"c_q = {normed}")
-        for projection, _, step, formula in _products(item)[3:]:
-            self.claim(projection.node, "product", step, formula)
-        self.claim(
-            q.rope.node, "rope", "RoPE q", f"query_rope = {_rotated(q.rope, 'q_pe')}, {heads} heads"
-        )
-        absorbed = (
-            "query = q_nope W_uk"
-            if isinstance(q.absorb, AbsorbFact)
-            else "q_nope, which no W_uk follows"
-        )
-        times = isinstance(q.absorb, AbsorbFact) and q.absorb.times is not None
-        absorbed += " times one number for each token" if times else ""
-        self.claim(q.absorb.node, "product", "absorb", f"{absorbed}, {heads} heads")
+        for node, role, step, formula in _steps(item):
+            self.claim(node, role, step, formula)
 
     def claim_output(self, item: Replacement) -> None:
         written = item.output in ("kv_cache", "kr_cache")
@@ -277,7 +238,7 @@ class _Region:
         below = [source for node in nodes[-1].all_input_nodes for source in self.view.sources(node)]
         products = [node for node in below if node in self.steps]
         if code.endswith(("latent.absent", "lora.absent")):
-            return next((node for node in self._stops if node in self.steps), nodes[0])
+            return next((node for node in self.steps if node in self._stops), nodes[0])
         return products[0] if products else nodes[-1]
 
     def drawing(self) -> Drawing:
@@ -294,7 +255,7 @@ class _Region:
         ]
         for item in self.outputs:
             arrows.append(Arrow(place[item.node], len(dots)))
-            dots.append(Dot(item.output, "", "output", item.output, _tensor(item.node)))
+            dots.append(_result(item))
         for node, what, above in self.missing:
             pair = (len(dots), place[node]) if above else (place[node], len(dots))
             arrows.append(Arrow(*pair, failing=True))
@@ -320,76 +281,83 @@ class _Region:
         return node not in self.boundary and node not in self._stops and node.op not in _HELD
 
 
-def _products(item: Candidate) -> list[tuple[Projection, str, str, str]]:
-    """The projections with the kernel's argument, their step and what they compute: three of x, two
-    of c_q.
+def _steps(item: KeyHalf) -> Iterator[tuple[Node, str, str, str]]:
+    """What the facts rest on, in the order in which it is claimed: node, role, step, formula."""
+    k = item.key
+    products = ((p.node, "product", step, formula) for p, _, step, formula in _products(item))
+    if isinstance(item, Candidate):
+        q, heads = item.query, item.query.absorb.heads
+        yield from islice(products, 3)
+        normed = f"RMSNorm(x W_dq), eps {q.norm.eps:g}{_times(q.norm.scale)}"
+        yield q.norm.node, "norm", "RMSNorm c_q", f"c_q = {normed}"
+        yield from products
+        rotated = f"query_rope = {_rotated(q.rope, 'q_pe')}, {heads} heads"
+        yield q.rope.node, "rope", "RoPE q", rotated
+        absorbed = "q_nope, which no W_uk follows"
+        if isinstance(q.absorb, AbsorbFact):
+            times = " times one number for each token" if q.absorb.times is not None else ""
+            absorbed = f"query = q_nope W_uk{times}"
+        yield q.absorb.node, "product", "absorb", f"{absorbed}, {heads} heads"
+    yield from products
+    if k.operator is not None:
+        formula = f"norm, RoPE and write, eps {k.eps:g}"
+        yield k.operator.node, "write", "npu_kv_rmsnorm_rope_cache", formula
+    if k.norm is not None:
+        formula = f"c_kv = RMSNorm(x W_dkv), eps {k.eps:g}{_times(k.scale)}"
+        yield k.norm.node, "norm", "RMSNorm c_kv", formula
+    if k.rope is not None:
+        yield k.rope.node, "rope", "RoPE k", f"k_pe = {_rotated(k.rope, 'x W_kr')}"
+
+
+def _products(item: KeyHalf) -> list[tuple[Projection, str, str, str]]:
+    """The projections with the kernel's argument, their step and what they compute: those of x (of
+    a whole prologue three), then two of c_q.
     """
-    q, k = item.query, item.key
-    shared = q.down.node is k.down.node
-    down = "W_dq, W_dkv_kr" if shared else "W_dq"
-    up = "W_uq_qr" if q.up_nope.node is q.up_rope.node else "W_uq"
-    return [
-        (
-            q.down,
-            "weight_dq",
-            down,
-            "[c_q | c_kv | k_pe] = x [W_dq | W_dkv_kr]" if shared else "c_q = x W_dq",
-        ),
-        *_products_of_key(k),
-        (
-            q.up_nope,
-            "weight_uq_qr",
-            up,
-            "[q_nope | q_pe] = c_q W_uq_qr" if up == "W_uq_qr" else "q_nope = c_q W_uq",
-        ),
-        (q.up_rope, "weight_uq_qr", "W_qr", "q_pe = c_q W_qr"),
-    ]
-
-
-def _products_of_key(k: KeySide) -> list[tuple[Projection, str, str, str]]:
-    key = "W_dkv_kr" if k.down.node is k.down_rope.node else "W_dkv"
-    return [
-        (
-            k.down,
-            "weight_dkv_kr",
-            key,
-            "[c_kv | k_pe] = x W_dkv_kr" if key == "W_dkv_kr" else "c_kv = x W_dkv",
-        ),
+    k = item.key
+    key = ("W_dkv", "c_kv = x W_dkv")
+    if k.down.node is k.down_rope.node:
+        key = ("W_dkv_kr", "[c_kv | k_pe] = x W_dkv_kr")
+    of_key = [
+        (k.down, "weight_dkv_kr", *key),
         (k.down_rope, "weight_dkv_kr", "W_kr", "k_pe = x W_kr"),
+    ]
+    if not isinstance(item, Candidate):
+        return of_key
+    q = item.query
+    down, up = ("W_dq", "c_q = x W_dq"), ("W_uq", "q_nope = c_q W_uq")
+    if q.down.node is k.down.node:
+        down = ("W_dq, W_dkv_kr", "[c_q | c_kv | k_pe] = x [W_dq | W_dkv_kr]")
+    if q.up_nope.node is q.up_rope.node:
+        up = ("W_uq_qr", "[q_nope | q_pe] = c_q W_uq_qr")
+    return [
+        (q.down, "weight_dq", *down),
+        *of_key,
+        (q.up_nope, "weight_uq_qr", *up),
+        (q.up_rope, "weight_uq_qr", "W_qr", "q_pe = c_q W_qr"),
     ]
 
 
 def _operands(item: KeyHalf) -> Labels:
     """Tensors at the boundary that the facts name."""
-    if not isinstance(item, Candidate):
-        return _operands_of_key(item)
-    q, k = item.query, item.key
-    found: Labels = {q.down.origin: ("input", "token_x")}
-    for projection, argument, _, _ in _products(item):
-        for part in projection.by_weight:
-            _add(found, part.weight, "weight", argument)
-    if isinstance(q.absorb, AbsorbFact):
-        for weight in q.absorb.weights:
-            _add(found, weight, "weight", "weight_uk")
-    for gamma, argument in ((q.norm.gamma, "rmsnorm_gamma_cq"), (k.gamma, "rmsnorm_gamma_ckv")):
+    k = item.key
+    found: Labels = dict.fromkeys(item.taken, ("input", "kv"))
+    gammas, tables = {"gamma": k.gamma}, {"cos": k.cos, "sin": k.sin}
+    if isinstance(item, Candidate):
+        q = item.query
+        found[q.down.origin] = ("input", "token_x")
+        for projection, argument, _, _ in _products(item):
+            for part in projection.by_weight:
+                _add(found, part.weight, "weight", argument)
+        if isinstance(q.absorb, AbsorbFact):
+            for weight in q.absorb.weights:
+                _add(found, weight, "weight", "weight_uk")
+        gammas = {"rmsnorm_gamma_cq": q.norm.gamma, "rmsnorm_gamma_ckv": k.gamma}
+        tables = {"rope_cos": (*q.rope.cos, *k.cos), "rope_sin": (*q.rope.sin, *k.sin)}
+    for argument, gamma in gammas.items():
         if gamma is not None:
             _add(found, gamma, "weight", argument)
-    for tables, argument in (
-        ((*q.rope.cos, *k.cos), "rope_cos"),
-        ((*q.rope.sin, *k.sin), "rope_sin"),
-    ):
-        for run in tables:
-            _add(found, run.base, "table", argument)
-    return found
-
-
-def _operands_of_key(half: KeyHalf) -> Labels:
-    k = half.key
-    found: Labels = dict.fromkeys(half.taken, ("input", "kv"))
-    if k.gamma is not None:
-        _add(found, k.gamma, "weight", "gamma")
-    for table, argument in ((k.cos, "cos"), (k.sin, "sin")):
-        for run in table:
+    for argument, runs in tables.items():
+        for run in runs:
             _add(found, run.base, "table", argument)
     return found
 
@@ -449,7 +417,7 @@ def _after(view: View, plan: Plan) -> Drawing:
             formulas[item.output] = "Its axes reordered, or reshaped, as the model has them."
         if item.output in ("c_kv", "k_pe"):
             formulas[item.output] = "The new rows, for the model's own cache write, which stays."
-        dots.append(Dot(item.output, "", "output", item.output, _tensor(item.node)))
+        dots.append(_result(item))
     if "cache writes" in left:
         rows = [
             place
@@ -464,6 +432,10 @@ def _after(view: View, plan: Plan) -> Drawing:
             Dot("cache writes", left["cache writes"].operators[-1], "write", "cache writes")
         )
     return Drawing(tuple(dots), tuple(arrows), formulas)
+
+
+def _result(item: Replacement) -> Dot:
+    return Dot(item.output, "", "output", item.output, _tensor(item.node))
 
 
 def _dot(node: Node, role: str, step: str) -> Dot:

@@ -5,6 +5,7 @@ examples.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -89,7 +90,7 @@ def sample_call(
     modes and a 2-D token_x the tokens are two sequences. On ``device="meta"`` nothing is allocated.
     """
     weights, cache = spec.WEIGHT_MODES[weight_quant_mode], spec.CACHE_QUANTS[kv_cache_quant_mode]
-    tokens = lead[0] if len(lead) == 1 else lead[0] * lead[1]
+    tokens = prod(lead)
     axes = ("T",) if len(lead) == 1 else ("B", "S")
     tile = spec.TILE_SIZE if dims["Hckv"] % spec.TILE_SIZE == 0 else dims["Hckv"]
     known = {**dims, **dict(zip(axes, lead, strict=True)), "tokens": tokens, "tile": tile}

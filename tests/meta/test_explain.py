@@ -77,7 +77,7 @@ def test_quantised_weights_and_caches_are_counted_by_their_bytes() -> None:
         found.fused.activation_bytes
         == given + 8 * 16 * 512 + 16_384 + 8 * 16 * 4 + 8 * 1536 + 8 * 4
     )
-    names = [s.name for s in unfused_steps(Sizes.of(call(2, 1), found.dims, 2, 1))]
+    names = [s.name for s in unfused_steps(Sizes(call(2, 1), found.dims, 2, 1))]
     assert found.unfused.kernels == len(names) == 14
     assert {"quantise c_q", "quantise query", "rescale query_rope", "quantise cache rows"} < set(
         names
