@@ -98,7 +98,7 @@ def _call(wq: int) -> tuple[Any, list[Step]]:
     """A call explained, and the steps of the same without the operator."""
     call = sample_call(dims=DIMS, lead=(TOKENS,), weight_quant_mode=wq, kv_cache_quant_mode=0)
     explained = meta.explain_call(OPERATOR, **call)
-    return explained, list(unfused_steps(Sizes.of(call, explained.dims, wq, 0)))
+    return explained, list(unfused_steps(Sizes(call, explained.dims, wq, 0)))
 
 
 def table() -> str:
