@@ -107,7 +107,7 @@ def _compared(up: Any, name: str, answer: Answer, expand_kv: Any, hidden: int) -
     heads, rope = keys.shape[1], k_pe.shape[-1]
     dims = LatentDims(c_kv.shape[-1], rope, keys.shape[-1] - rope, values.shape[-1])
     weight = local(up.weight)
-    if dims.nope <= 0 or weight.shape[0] != heads * (dims.nope + dims.value):
+    if dims.nope <= 0 or weight.shape[0] != heads * dims.up:
         raise OptimizeError(
             "kv_up.differs",
             f"keys {list(keys.shape)} and values {list(values.shape)} are not of {name}",
