@@ -13,14 +13,7 @@ from mla_fusion.meta.binder import Binder
 from mla_fusion.meta.infer import implied_quant_modes, quant_modes
 from mla_fusion.meta.limits import Limits, limits, taken_by
 from mla_fusion.meta.prolog import CACHES, PROLOGS
-from mla_fusion.meta.spec import (
-    ACTIVATION,
-    CACHE_MODES,
-    CACHE_QUANTS,
-    ELEMENT,
-    TILING,
-    WEIGHT_MODES,
-)
+from mla_fusion.meta.spec import CACHE_MODES, CACHE_QUANTS, TILING, WEIGHT_MODES
 from mla_fusion.meta.symbolic import different
 
 _PADDED = "; FRACTAL_NZ storage is padded, so the operator itself may not notice"
@@ -104,12 +97,7 @@ class Call(Binder):
     # -- tensors
 
     def tensors(self, activation: torch.dtype) -> None:
-        roles: dict[Any, Any] = {ACTIVATION: activation}
-        element = self.weights.element
-        roles[ELEMENT] = roles.get(element, element)
-        for role, kind in self.weights.dtypes.items():
-            roles[role] = roles.get(kind, kind)
-        self.roles = roles
+        self.roles = self.weights.roles(activation)
         rank = self.full["token_x"].dim()
         if rank not in (2, 3):
             self.refuse("rank.token_x", "token_x", "2-D [T, He] or 3-D [B, S, He]", f"{rank}-D")

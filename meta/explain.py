@@ -95,7 +95,6 @@ def explain_call(
             expected = "concrete sizes: a cost is a number"
             raise ContractError("explain.symbolic", axis, expected, str(size), dims, op=op)
     full = call.full
-    empty = empty_tensor_mode(dims["tokens"], dims.get("BlockNum"))
     sizes = roofline.Sizes(full, dims, call.wq, call.kv)
     made = zip(PROLOGS[op].results, infer(op, cann=cann, path=path, **arguments), strict=True)
     fresh = [result for name, result in made if name not in CACHES]
@@ -112,7 +111,7 @@ def explain_call(
         tiling_key(
             cann, call.wq, call.kv, full["cache_mode"], dims, full.get("actual_seq_len") is not None
         ),
-        empty,
+        empty_tensor_mode(dims["tokens"], dims.get("BlockNum")),
         roofline.fused_cost(sizes, results, device),
         roofline.unfused_cost(sizes, device),
         device,

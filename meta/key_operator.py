@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 from mla_fusion.meta.binder import Binder, Derived
 from mla_fusion.meta.errors import ContractError
-from mla_fusion.meta.limits import RELEASES, SOCS, Sizes, known_releases, only
+from mla_fusion.meta.limits import RELEASES, Sizes, known_releases, only
 from mla_fusion.meta.prolog import Operator
 
 HOST = "kv_rms_norm_rope_cache tiling"
@@ -72,8 +72,7 @@ FROM_BLOCKS = "latest"  # the release that asks for as many blocks as the sequen
 
 def check_key_operator(op: str, soc: str, cann: str, values: bool, full: Mapping[str, Any]) -> None:
     """`mla_fusion.meta.check` of these operators; ``full``: every argument by name."""
-    known_releases(cann)
-    if soc not in SOCS or RELEASES.index(cann) < RELEASES.index(SINCE[soc]):
+    if SINCE.get(soc) not in known_releases(cann):
         expected = "A2, A3, or A5 from CANN 8.5 on"
         raise ContractError("soc", "soc", expected, f"{soc}, CANN {cann}", source=HOST, op=op)
     bound = _Call(OPERATORS[op], HOST, full)

@@ -245,17 +245,17 @@ def limits(op: str, soc: str = "A3", cann: str = "latest", path: str = "eager") 
     """
     known_name("op", op, VERSIONS)
     known_name("soc", soc, SOCS)
-    known_name("cann", cann, RELEASES)
+    known_releases(cann)
     known_path(path)
     return _limits(op, soc, cann, path)
 
 
 @cache
 def _limits(op: str, soc: str, cann: str, path: str) -> Limits:
-    version, release = VERSIONS[op], RELEASES.index(cann)
+    version, known = VERSIONS[op], known_releases(cann)
 
     def holds(since: str, socs: tuple[str, ...], versions: tuple[str, ...]) -> bool:
-        return RELEASES.index(since) <= release and soc in socs and version in versions
+        return since in known and soc in socs and version in versions
 
     def newest(rows: tuple[Limit, ...]) -> dict[str, Any]:
         there = (row for row in rows if path in row.paths)

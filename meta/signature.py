@@ -80,11 +80,10 @@ def attribute_types(op: str) -> dict[str, tuple[Any, str]]:
         float: ((int, float, torch.SymFloat), "a number"),
         str: (str, "a str"),
     }
-    attributes = {
-        name: kinds[type(value)] for name, value in signature(op)[1].items() if value is not None
-    }
+    _, defaults = signature(op)
     dtype = ((int, type(None)), "a torch_npu dtype number or None")
-    return attributes | {name: dtype for name in signature(op)[1] if name.endswith("_dtype")}
+    attributes = {n: kinds[type(value)] for n, value in defaults.items() if value is not None}
+    return attributes | {name: dtype for name in defaults if name.endswith("_dtype")}
 
 
 def signature(op: str) -> tuple[tuple[str, ...], dict[str, Any]]:

@@ -56,6 +56,12 @@ class WeightMode:
     optional: Mapping[str, str] = field(default_factory=dict)
     scale_dtype: torch.dtype = torch.float32
 
+    def roles(self, activation: torch.dtype) -> dict[Any, Any]:
+        """What stands for each dtype role, and for each tensor of ``dtypes``."""
+        own = activation if self.element == ACTIVATION else self.element
+        known: dict[Any, Any] = {ACTIVATION: activation, ELEMENT: own}
+        return known | {name: known.get(kind, kind) for name, kind in self.dtypes.items()}
+
 
 @dataclass(frozen=True)
 class CacheQuant:

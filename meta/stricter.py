@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mla_fusion.meta.limits import RELEASES, SOCS, VERSIONS
+from mla_fusion.meta.limits import RELEASES, SOCS, VERSIONS, known_releases
 
 _ANY_VERSION = ("v1", "v2", "v3")
 
@@ -27,10 +27,9 @@ class Scope:
 
     def holds(self, op: str, soc: str, cann: str) -> bool:
         """Whether one operator on one SoC at one release is in it."""
-        release = RELEASES.index(cann)
-        begun = RELEASES.index(self.since) <= release
-        ended = self.until is not None and RELEASES.index(self.until) <= release
-        return begun and not ended and soc in self.socs and VERSIONS[op] in self.versions
+        known = known_releases(cann)
+        begun = self.since in known and self.until not in known
+        return begun and soc in self.socs and VERSIONS[op] in self.versions
 
 
 @dataclass(frozen=True)

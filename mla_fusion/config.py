@@ -145,6 +145,10 @@ class Config:
             f"config must be a mla_fusion.Config, such as Config(verify='all'), got {said}"
         )
 
+    def skips(self, code: str) -> bool:
+        """Whether ``skip`` names a code of rejection, or what stands before its colon."""
+        return code in self.skip or code.partition(":")[0] in self.skip
+
     @property
     def offers(self) -> frozenset[str]:
         """What some of the targets are offered."""

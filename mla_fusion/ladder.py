@@ -81,5 +81,4 @@ def _halves(item: Found) -> tuple[KeyHalf, ...]:
 
 def _is_final(reason: Refuse, config: Config) -> bool:
     """Is the prologue to be left alone, whatever could be done with it?"""
-    asked = any(code in config.skip for code in (reason.code, reason.code.partition(":")[0]))
-    return asked or reason.code in ("skip", "pass.failed")
+    return config.skips(reason.code) or reason.code in ("skip", "pass.failed")

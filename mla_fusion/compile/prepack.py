@@ -7,7 +7,7 @@ from __future__ import annotations
 import gc
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
@@ -130,15 +130,12 @@ def prepack(model: nn.Module, *example_inputs: Any, config: Config | None = None
         parameter.is_meta or isinstance(parameter, FakeTensor) for parameter in model.parameters()
     )
     before, ours = _bytes(model), _Parameters(model)
-    rows, moved = list[PrepackedWeight](), list[int]()
+    rows = list[PrepackedWeight]()
     for weight in _with_progress(weights):
-        kind, reason, is_moved = _settled(weight, ours, is_plan)
-        held = weight.value.nbytes
-        rows.append(
-            PrepackedWeight(" + ".join(weight.packed.names), weight.name, kind, held, reason)
-        )
-        if is_moved:
-            moved.append(held)
+        kind, reason = _settled(weight, ours, is_plan)
+        name, held = " + ".join(weight.packed.names), weight.value.nbytes
+        rows.append(PrepackedWeight(name, weight.name, kind, held, reason))
+    moved = [row.bytes for row in rows if row.kind == "view" and not row.reason]
     if not is_plan:
         names = {name for weight in weights for name in weight.packed.names}
         owners = [owner for owner in map(ours.owner, names) if owner is not None]
@@ -221,36 +218,33 @@ class _Parameters:
         return f"it is tied to {', '.join(tied)}" if tied else ""
 
 
-def _settled(weight: PackedWeight, ours: _Parameters, is_plan: bool) -> tuple[str, str, bool]:
-    """The kind of a row, the reason, and whether the parameter was moved."""
+def _settled(weight: PackedWeight, ours: _Parameters, is_plan: bool) -> tuple[str, str]:
+    """The kind of a row, and the reason; a view without one is a parameter that was moved."""
     made, parameter = weight.packed, weight.parameter
     if parameter is None:
-        return "copy", "it is made of several parameters", False
+        return "copy", "it is made of several parameters"
     if made.exact is not None:
-        return "copy", "its numbers are converted", False
+        return "copy", "its numbers are converted"
     back = None if has_symbols(parameter.shape) else inverse(made.program, parameter)
     if back is None:
         if weight.is_view:
-            return "view", _LIES, False
-        return "copy", "its columns are a part of the parameter, padded, or in another order", False
+            return "view", _LIES
+        return "copy", "its columns are a part of the parameter, padded, or in another order"
     (name,) = made.names
     owner = ours.owner(name, parameter)
     if owner is not None and is_laid_out(*owner):
-        return "view", "it was laid out before", False
+        return "view", "it was laid out before"
     reason = ours.why_left(name, owner)
     if owner is not None and not reason and not is_plan:
         reason = lay_out(*owner, made.program, back)
     if weight.is_view:
-        return "view", _LIES, False
-    return ("left", reason, False) if reason else ("view", "", True)
+        return "view", _LIES
+    return "left" if reason else "view", reason
 
 
 _LIES = "the parameter lies as the kernel reads it"
 
 
 def _bytes(model: nn.Module) -> int:
-    return sum(_storages([*model.parameters(), *model.buffers()]).values())
-
-
-def _storages(tensors: Iterable[Tensor]) -> Mapping[int, int]:
-    return {storage_id(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
+    tensors = [*model.parameters(), *model.buffers()]
+    return sum({storage_id(one): one.untyped_storage().nbytes() for one in tensors}.values())

@@ -48,8 +48,7 @@ def replaced(plan: Plan, structure: Structure) -> int:
     what it replaces. A staged plan's cache writes, which stay, count here too. Views do not.
     """
     if isinstance(plan.caches, Staged):
-        rows = [item.node for item in plan.replacements if item.output in _ROWS]
-        return _operators(_computed(plan).union(_to_caches(rows)))
+        return _operators(_computed(plan).union(_to_caches(_new_rows(plan))))
     if structure.replaced is None:
         structure.replaced = _operators(_computed(plan))
     return structure.replaced
@@ -90,10 +89,11 @@ def _re_interleaving(plan: Plan) -> Leftover:
 
 def _writes(view: View, plan: Plan) -> Leftover:
     """The model's own steps from the new rows to the caches."""
-    rows = [item.node for item in plan.replacements if item.output in _ROWS]
-    steps = [node for node in _to_caches(rows) if not _is_free(node)]
+    rows = _new_rows(plan)
+    to_caches = _to_caches(rows)
+    steps = [node for node in to_caches if not _is_free(node)]
     tokens = max(math.prod(view.binding.shape(plan.lead)), 1)
-    made = {*rows, *_to_caches(rows)}
+    made = {*rows, *to_caches}
     moved, whole = 0, dict[Node, int | None]()
     for node in steps:
         if is_writer(node) or has_effect(node):
@@ -106,6 +106,10 @@ def _writes(view: View, plan: Plan) -> Leftover:
     known = None if None in sizes else sum(size for size in sizes if size is not None)
     operators = tuple(op_name(node).replace("::", ".") for node in steps)
     return Leftover("cache writes", operators, len(steps), moved // tokens, known)
+
+
+def _new_rows(plan: Plan) -> list[Node]:
+    return [item.node for item in plan.replacements if item.output in _ROWS]
 
 
 def _to_caches(rows: Iterable[Node]) -> list[Node]:

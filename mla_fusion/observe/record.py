@@ -103,7 +103,7 @@ class Record:
     def rejected(self, item: Found, reason: Refuse, below: Iterable[Refuse] = ()) -> None:
         """``below``: why the targets that were tried after the first did not take it either."""
         nodes: tuple[Node, ...] = reason.nodes or item.nodes
-        if any(code in self._config.skip for code in (reason.code, reason.code.partition(":")[0])):
+        if self._config.skips(reason.code):
             reason = Refuse("skip", f"{reason.code} is in Config.skip; {reason.detail}", nodes)
         source = next(filter(None, map(module_path.source, (*nodes, *item.nodes))), "")
         alike = (

@@ -1,5 +1,7 @@
 """The CPU kernels by operator name, as `mla_fusion.ops` registers them."""
 
+# ruff: noqa: F401
+
 from mla_fusion.reference.kv_rmsnorm_rope_cache import (
     npu_kv_rmsnorm_rope_cache,
     npu_kv_rmsnorm_rope_cache_v2,
@@ -31,32 +33,3 @@ from mla_fusion.reference.quant_operators import (
     npu_quantize,
 )
 from mla_fusion.reference.sparse_attention import npu_sparse_flash_attention
-
-__all__ = [
-    "npu_add_rms_norm",
-    "npu_dynamic_block_quant",
-    "npu_dynamic_mx_quant",
-    "npu_dynamic_quant",
-    "npu_format_cast",
-    "npu_fused_infer_attention_score_v2",
-    "npu_interleave_rope",
-    "npu_kv_rmsnorm_rope_cache",
-    "npu_kv_rmsnorm_rope_cache_v2",
-    "npu_kv_rmsnorm_rope_cache_v2_functional",
-    "npu_mla_preprocess",
-    "npu_mla_preprocess_out",
-    "npu_mla_prolog",
-    "npu_mla_prolog_v2",
-    "npu_mla_prolog_v3",
-    "npu_mla_prolog_v3_functional",
-    "npu_quant_matmul",
-    "npu_quantize",
-    "npu_rms_norm",
-    "npu_rotary_mul",
-    "npu_scatter_nd_update",
-    "npu_scatter_nd_update_",
-    "npu_scatter_pa_kv_cache",
-    "npu_scatter_pa_kv_cache_functional",
-    "npu_sparse_flash_attention",
-    "npu_transpose_batchmatmul",
-]

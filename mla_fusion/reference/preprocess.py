@@ -19,6 +19,7 @@ from mla_fusion.meta import preprocess as contract
 from mla_fusion.meta.preprocess import EPSILON
 from mla_fusion.reference import cache, quantize
 from mla_fusion.reference.functional import kernel
+from mla_fusion.reference.norm_rope import npu_rotary_mul
 from mla_fusion.reference.numerics import matmul, rms_norm
 
 
@@ -50,8 +51,8 @@ def npu_mla_preprocess(given: Any) -> tuple[Tensor, ...]:
     up = linear(q_norm, weight_to_nd(given.wuq), given.descale1, static_scales(full, "1"), kind)
     q_nope, q_rope = up.unflatten(-1, (n, d + r)).split((d, r), -1)
     query = matmul(q_nope.transpose(0, 1), absorb_to_nd(given.wuk)).transpose(0, 1)
-    q_rope = rope_neox(q_rope, given.cos.unsqueeze(1), given.sin.unsqueeze(1))
-    k_rope = rope_neox(k_rope, given.cos, given.sin)
+    q_rope = npu_rotary_mul(q_rope, given.cos.unsqueeze(1), given.sin.unsqueeze(1))
+    k_rope = npu_rotary_mul(k_rope, given.cos, given.sin)
     wide = rms_norm(ckv, given.gamma2, EPSILON)
     latent = wide.to(kind)
     if form.kr is None:
@@ -129,13 +130,6 @@ def to_int8(x: Tensor) -> Tensor:
     row: 0.
     """
     return x.to(torch.float16).nan_to_num(nan=0.0).clamp(-128, 127).round().to(torch.int8)
-
-
-def rope_neox(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """``x*cos + cat(-x[h:], x[:h])*sin`` in float32, rounded once to x's dtype."""
-    wide = x.float()
-    low, high = wide.chunk(2, -1)
-    return (wide * cos.float() + torch.cat((-high, low), -1) * sin.float()).to(x.dtype)
 
 
 def weight_to_nd(weight: Tensor) -> Tensor:

@@ -85,12 +85,9 @@ def npu_mla_prolog_v3(call: Any) -> tuple[Tensor, ...]:
     else:
         assert form is not None
         ckv = steps.quant_ckv_per_tile(form, ckv, kr, call.k_nope_clip_alpha, call.tile_size)
-    cache.write(
-        call.kv_cache, ckv, call.cache_mode, lead, call.cache_index, call.actual_seq_len, "kv_cache"
-    )
-    cache.write(
-        call.kr_cache, kr, call.cache_mode, lead, call.cache_index, call.actual_seq_len, "kr_cache"
-    )
+    where = call.cache_mode, lead, call.cache_index, call.actual_seq_len
+    cache.write(call.kv_cache, ckv, *where, "kv_cache")
+    cache.write(call.kr_cache, kr, *where, "kr_cache")
 
     return (
         query.contiguous().view(*lead, n, hckv),

@@ -95,9 +95,7 @@ def sample_call(
     tile = spec.TILE_SIZE if dims["Hckv"] % spec.TILE_SIZE == 0 else dims["Hckv"]
     known = {**dims, **dict(zip(axes, lead, strict=True)), "tokens": tokens, "tile": tile}
     drawn = Drawn(known, spec.DERIVED, seed, device)
-    roles: dict[Any, Any] = {spec.ACTIVATION: dtype}
-    roles[spec.ELEMENT] = roles.get(weights.element, weights.element)
-    roles |= {role: roles.get(kind, kind) for role, kind in weights.dtypes.items()}
+    roles = weights.roles(dtype)
     call: dict[str, Any] = {}
     for tensor in spec.INPUTS:
         axes_of = tensor.shape.replace("lead", " ".join(axes))
@@ -161,13 +159,11 @@ def _index(
     if mode.index[len(lead) + 1] is None:
         return {}
     block_num, block_size = dims["BlockNum"], dims["BlockSize"]
-    if not mode.actual_seq_len:
-        slots = torch.full((dims["tokens"],), -1, dtype=torch.int64)
-        chosen = torch.randperm(block_num * block_size, generator=make)[: dims["tokens"]]
-        slots[: len(chosen)] = chosen
-        return {"cache_index": slots.reshape(list(lead))}
+    places = block_num if mode.actual_seq_len else block_num * block_size
     unused = torch.full((dims["tokens"],), -1, dtype=torch.int64)
-    blocks = torch.cat((torch.randperm(block_num, generator=make), unused))
+    blocks = torch.cat((torch.randperm(places, generator=make), unused))
+    if not mode.actual_seq_len:
+        return {"cache_index": blocks[: dims["tokens"]].reshape(list(lead))}
     if len(lead) == 2:
         per_batch = -(-lead[1] // block_size)
         return {"cache_index": blocks[: lead[0] * per_batch].reshape(lead[0], per_batch)}

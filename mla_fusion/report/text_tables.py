@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mla_fusion.report.wrapping import is_number
+from mla_fusion.report.wrapping import is_number, row_of
 
 
 def render(header: Sequence[str], rows: Sequence[Sequence[object]], indent: str = "  ") -> str:
@@ -17,15 +17,8 @@ def render(header: Sequence[str], rows: Sequence[Sequence[object]], indent: str 
     widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
     numeric = [all(is_number(str(row[i])) for row in rows) for i in range(len(header))]
 
-    def line(row: Sequence[str]) -> str:
-        parts = [
-            cell.rjust(width) if right else cell.ljust(width)
-            for cell, width, right in zip(row, widths, numeric, strict=True)
-        ]
-        return (indent + "  ".join(parts)).rstrip()
-
-    head = [line(header), line(["-" * width for width in widths])] if any(header) else []
-    return "\n".join([*head, *map(line, cells)])
+    head = [header, ["-" * width for width in widths]] if any(header) else []
+    return "\n".join(row_of(row, widths, numeric, indent) for row in [*head, *cells])
 
 
 def operators(before: Mapping[str, int], after: Mapping[str, int]) -> list[tuple[str, int, int]]:

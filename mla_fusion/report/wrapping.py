@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import sys
+from collections.abc import Sequence
 from functools import partial
 from itertools import takewhile, zip_longest
 from textwrap import wrap
@@ -92,16 +93,22 @@ def _table(lines: list[str], spans: list[tuple[int, int]], columns: int) -> list
             wrap(cell, size, break_on_hyphens=False) or [""]
             for cell, size in zip(row, widths, strict=True)
         ]
-        return [_row(cells, widths, numeric, indent) for cells in zip_longest(*parts, fillvalue="")]
+        return [
+            row_of(cells, widths, numeric, " " * indent)
+            for cells in zip_longest(*parts, fillvalue="")
+        ]
 
     dashes = " " * indent + "  ".join("-" * size for size in widths)
     return [*written(rows[0]), dashes, *(line for row in rows[1:] for line in written(row))]
 
 
-def _row(cells: tuple[str, ...], widths: list[int], numeric: list[bool], indent: int) -> str:
+def row_of(
+    cells: Sequence[str], widths: Sequence[int], numeric: Sequence[bool], indent: str
+) -> str:
+    """Cells side by side, numbers to the right."""
     sides = zip(cells, widths, numeric, strict=True)
     padded = [cell.rjust(size) if right else cell.ljust(size) for cell, size, right in sides]
-    return (" " * indent + "  ".join(padded)).rstrip()
+    return (indent + "  ".join(padded)).rstrip()
 
 
 def _records(rows: list[list[str]], columns: int) -> list[str]:

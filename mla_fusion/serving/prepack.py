@@ -112,21 +112,15 @@ def _wanted(
 ) -> Packed:
     """``elsewhere``: inputs that the graph reads for more than packing; their strides stay."""
     sources = [node for node in inputs if node in steps]
-    program = _program(gm, [node for node in gm.graph.nodes if node in steps], sources, weight)
+    graph, copies = Graph(), dict[Node, Node]()
+    made = (node for node in gm.graph.nodes if node in steps and node.op != "placeholder")
+    for node in [*sources, *made]:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(copies[weight])
+    program = GraphModule(gm, graph, "PackWeight")
     positions = tuple(inputs.index(source) for source in sources)
     back = None
     if config.weights == "shared" and len(sources) == 1 and sources[0] not in elsewhere:
         back = inverse(program, sources[0].meta["val"])
     names = tuple(map(label, sources))
     return Packed(program, back, config.updates, positions=positions, names=names)
-
-
-def _program(
-    gm: GraphModule, steps: Sequence[Node], sources: Sequence[Node], weight: Node
-) -> GraphModule:
-    graph = Graph()
-    copies: dict[Node, Node] = {}
-    for node in [*sources, *(step for step in steps if step.op != "placeholder")]:
-        copies[node] = graph.node_copy(node, lambda old: copies[old])
-    graph.output(copies[weight])
-    return GraphModule(gm, graph, "PackWeight")

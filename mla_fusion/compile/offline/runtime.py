@@ -165,22 +165,24 @@ def _refuse_devices(torch: ModuleType) -> None:
             _refuse_device()
         return found or 0
 
-    _replace("_get_device_index", index, device_index)
-    _replace("_lazy_init", npu._lazy_init, _refuse_device)
-    # The guards' one device is nobody else's business.
-    _replace("device_count", npu.device_count, lambda: 0)
-    _replace("is_available", npu.is_available, lambda: False)
+    answers: dict[str, Callable[..., Any]] = {
+        "_get_device_index": device_index,
+        "_lazy_init": _refuse_device,
+        # The guards' one device is nobody else's business.
+        "device_count": lambda: 0,
+        "is_available": lambda: False,
+        "get_device_name": lambda device_name=None: _chip()[0],
+    }
+    if hasattr(npu, "is_bf16_supported"):  # torch.autocast asks, even where it is to be off
+        answers["is_bf16_supported"] = lambda including_emulation=False: True
+    for name, answer in answers.items():
+        _replace(name, getattr(npu, name), answer)
+    utils = import_module("torch_npu.npu.utils")
+    _replace("get_soc_version", utils.get_soc_version, lambda: _chip()[1])
     fake_tensor = import_module("torch._subclasses.fake_tensor")
     # it allocates on the first device a fake tensor names
     if hasattr(fake_tensor, "init_gpu_context"):
         fake_tensor.__dict__["init_gpu_context"] = _no_context
-    _replace("get_device_name", npu.get_device_name, lambda device_name=None: _chip()[0])
-    _replace(
-        "get_soc_version", import_module("torch_npu.npu.utils").get_soc_version, lambda: _chip()[1]
-    )
-    # torch.autocast asks, even where it is to be off.
-    if hasattr(npu, "is_bf16_supported"):
-        _replace("is_bf16_supported", npu.is_bf16_supported, lambda including_emulation=False: True)
     override = import_module("mla_fusion.compat").override  # here: it imports torch
     libraries: dict[str, Any] = {}
     with warnings.catch_warnings():

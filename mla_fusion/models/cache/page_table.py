@@ -56,6 +56,11 @@ class PageTable:
     def static(self) -> bool:
         return self.max_len is not None
 
+    @property
+    def most(self) -> int:
+        """Tokens that a sequence may have; -1 where the cache grows."""
+        return -1 if self.max_len is None else self.max_len
+
     def allot(self, batch: int, device: torch.device) -> None:
         """Give ``batch`` sequences their home; a fixed size is taken at once, otherwise a first
         block.

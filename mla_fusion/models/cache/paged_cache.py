@@ -10,6 +10,7 @@ as a view.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -93,7 +94,7 @@ class MlaPagedCache(Cache):
     @property
     def max_cache_len(self) -> int:
         """As of a StaticCache; -1 where the cache grows."""
-        return -1 if self.table.max_len is None else self.table.max_len
+        return self.table.most
 
     def get_max_length(self, layer_idx: int | None = 0) -> int:
         """As ``max_cache_len``; the name that newer releases have for it, in all of them."""
@@ -107,14 +108,15 @@ class MlaPagedCache(Cache):
     @property
     def bytes_per_token(self) -> int:
         """Of one sequence over all paged layers; 0 before the first token."""
-        pools = [pool for layer in self.paged_layers for _, pool in layer.pools()]
-        return sum(pool.shape[-1] * pool.element_size() for pool in pools)
+        return sum(pool.shape[-1] * pool.element_size() for pool in self._pools())
+
+    def _pools(self) -> Iterator[Tensor]:
+        return (pool for layer in self.paged_layers for _, pool in layer.pools())
 
     def tensors(self) -> list[Tensor]:
         """Everything that a step reads or writes: table, slots, length and pools."""
-        table = [self.table.tables, self.table.slots, self.table.length]
-        pools = [pool for layer in self.paged_layers for _, pool in layer.pools()]
-        return [item for item in (*table, *pools) if isinstance(item, Tensor)]
+        table = self.table.tables, self.table.slots, self.table.length
+        return [item for item in (*table, *self._pools()) if isinstance(item, Tensor)]
 
     def reset(self) -> None:
         self.table.rewind()

@@ -209,7 +209,7 @@ class PagedLatentLayer(CacheLayerMixin):
         return self.table.length if self.table.static else self.length
 
     def get_max_length(self) -> int:
-        return -1 if self.table.max_len is None else self.table.max_len
+        return self.table.most
 
     get_max_cache_shape = get_max_length  # its older name
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterable
-from types import FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +28,12 @@ _PRODUCT, _LINEAR = nn.Linear.forward, nn.functional.linear
 _SHARDING = "torch.distributed.tensor"  # its hooks hand over each rank's share, and nothing else
 TABLE = "ALL_ATTENTION_FUNCTIONS"
 _SAID: set[str] = set()  # attentions of which the log says that they expand
+
+
+def keywords(code: CodeType) -> set[str]:
+    """Names by which the code gives arguments."""
+    constants = (constant for constant in code.co_consts if isinstance(constant, tuple))
+    return {name for names in constants for name in names if isinstance(name, str)}
 
 
 def _file_of(source: FunctionType) -> ModuleType | None:
@@ -113,7 +119,7 @@ def absorbed_weight(module: nn.Module, form: LatentForm) -> Tensor | None:
         return None
     if form.after_cache and not _is_method(module, "expand_kv", form.expand_kv):
         return None
-    return plain_weight(up.weight, form.heads * (form.dims.nope + form.dims.value), form.dims.rank)
+    return plain_weight(up.weight, form.heads * form.dims.up, form.dims.rank)
 
 
 def _is_method(module: nn.Module, name: str, function: Any) -> bool:

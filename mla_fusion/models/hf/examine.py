@@ -19,6 +19,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from mla_fusion.models.features import EXPANDS_AFTER_CACHE, advice
+from mla_fusion.models.hf.as_examined import keywords
 from mla_fusion.models.hf.latent_form import IMPLEMENTATIONS, LatentForm
 from mla_fusion.models.hf.latent_probe import probe
 from mla_fusion.models.refusal import OptimizeError
@@ -143,11 +144,7 @@ def _looks_up(forward: FunctionType, name: str) -> bool:
 
 def _words(code: CodeType) -> set[str]:
     """Names that the code uses, those of keyword arguments included."""
-    keywords = (constant for constant in code.co_consts if isinstance(constant, tuple))
-    return {
-        *code.co_names,
-        *(name for names in keywords for name in names if isinstance(name, str)),
-    }
+    return {*code.co_names, *keywords(code)}
 
 
 def _projections(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

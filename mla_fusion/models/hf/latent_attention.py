@@ -30,6 +30,11 @@ class LatentDims:
     value: int
 
     @property
+    def up(self) -> int:
+        """What the up projection makes of a latent for one head."""
+        return self.nope + self.value
+
+    @property
     def cached(self) -> int:
         """Elements a layer keeps for one token."""
         return self.rank + self.rope
@@ -46,7 +51,7 @@ class LatentDims:
         """Is the absorbed form the cheaper one, by its products per head?"""
         if query_length == 1:
             return True
-        both = self.rank * (self.nope + self.value)
+        both = self.rank * self.up
         absorbed = query_length * both + query_length * kv_length * (2 * self.rank + self.rope)
         expanded = kv_length * both + query_length * kv_length * (
             self.nope + self.rope + self.value
@@ -87,9 +92,7 @@ def sparse_attention(
 
 def _halves(kv_up: Tensor, heads: int, dims: LatentDims) -> tuple[Tensor, Tensor]:
     """W_uk ``[N, D, R]`` and W_uv ``[N, Dv, R]``."""
-    w_uk, w_uv = kv_up.view(heads, dims.nope + dims.value, dims.rank).split(
-        [dims.nope, dims.value], dim=1
-    )
+    w_uk, w_uv = kv_up.view(heads, dims.up, dims.rank).split([dims.nope, dims.value], dim=1)
     return w_uk, w_uv
 
 

@@ -44,7 +44,7 @@ def expanded(both: Tensor, k_pe: Tensor, dims: LatentDims) -> tuple[Tensor, Tens
     """``[W_uk c_kv | k_pe]`` ``[B, N, L, D + Dr]`` and ``W_uv c_kv`` ``[B, N, L, Dv]`` of what the
     up projection gives, ``[B, 1, L, N * (D + Dv)]``, and ``[B, 1, L, Dr]``."""
     batch, _, length, _ = both.shape
-    both = both.view(batch, length, -1, dims.nope + dims.value).transpose(1, 2)
+    both = both.view(batch, length, -1, dims.up).transpose(1, 2)
     nope, values = both.split([dims.nope, dims.value], dim=-1)
     keys = nope.new_empty(*nope.shape[:-1], dims.nope + dims.rope)
     keys[..., : dims.nope] = nope

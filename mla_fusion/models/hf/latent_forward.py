@@ -25,6 +25,7 @@ from mla_fusion.models.hf.as_examined import (
     Code,
     absorbed_weight,
     expand,
+    keywords,
     require_same_code,
     say_that_it_expands,
 )
@@ -44,6 +45,8 @@ from mla_fusion.models.refusal import OptimizeError
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
 CACHE = "past_key_values"
 EAGER = "eager_attention_forward"
+# the keyword by which a forward gives its attention function what an indexer has picked
+PICKS = "indices"
 
 
 def latent_forward(
@@ -78,7 +81,7 @@ def latent_forward(
         source.__code__.replace(), scope, source.__name__, source.__defaults__, source.__closure__
     )
     again.__kwdefaults__ = source.__kwdefaults__
-    picks = hands_over_picks(source.__code__) and form.is_for_sparse_operator
+    picks = PICKS in keywords(source.__code__) and form.is_for_sparse_operator
     place = list(inspect.signature(source).parameters).index(CACHE) - 1
 
     def over_latents(module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -92,14 +95,6 @@ def latent_forward(
         return again(LatentSelf(module, form, hands_over), *args, **kwargs)
 
     return over_latents
-
-
-def hands_over_picks(code: CodeType) -> bool:
-    """Does the forward give its attention function the indices that an indexer has picked, unless
-    that is eager?
-    """
-    keywords = (constant for constant in code.co_consts if isinstance(constant, tuple))
-    return any("indices" in names for names in keywords)
 
 
 def _names(code: CodeType) -> Iterator[str]:
@@ -154,7 +149,7 @@ class Functions:
             # Without a cache they come as the forward put them off.
             c_kv, k_pe = (keys.c_kv, keys.k_pe) if isinstance(keys, LatentKey) else (keys, values)
             length = query.shape[2]
-            picks = options.get("indices")
+            picks = options.get(PICKS)
             weight = absorbed_weight(module, form) if is_known else None
             is_split = isinstance(query, SplitQuery)
             parts = query if is_split else SplitQuery(*form.dims.split_query(query))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -38,25 +39,17 @@ class Answer(NamedTuple):
 
 
 class _Reached(Exception):
-    """The module has come to its cache."""
-
-    def __init__(self, keys: Tensor, values: Tensor) -> None:
-        super().__init__()
-        self.states = keys, values
+    """The module has come to its cache, with these keys and values."""
 
 
-class _End:
-    """In place of a cache."""
-
-    def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> None:
-        raise _Reached(keys, values)
+def _ends(keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> None:
+    """``update`` of what stands in place of a cache."""
+    raise _Reached(keys, values)
 
 
-class _Kept:
-    """In place of a cache: one that holds nothing before this step."""
-
-    def update(self, keys: Any, values: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        return keys, values
+def _keeps(keys: Any, values: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    """The same, of a cache that holds nothing before this step."""
+    return keys, values
 
 
 class _Unanswered(Exception):
@@ -107,7 +100,7 @@ def _compared(up: Any, name: str, answer: Answer, expand_kv: Any, hidden: int) -
     heads, rope = keys.shape[1], k_pe.shape[-1]
     dims = LatentDims(c_kv.shape[-1], rope, keys.shape[-1] - rope, values.shape[-1])
     weight = local(up.weight)
-    if dims.nope <= 0 or weight.shape[0] != heads * (dims.nope + dims.value):
+    if dims.nope <= 0 or weight.shape[0] != heads * dims.up:
         raise OptimizeError(
             "kv_up.differs",
             f"keys {list(keys.shape)} and values {list(values.shape)} are not of {name}",
@@ -195,7 +188,7 @@ def _require_same_end(module: nn.Module, form: LatentForm, weight: Tensor, rope:
     forward = inspect.unwrap(type(module).forward)
     for arguments in arguments_of(module, weight, rope, form.hidden, tokens=1):
         if CACHE in arguments:
-            arguments[CACHE] = _Kept()
+            arguments[CACHE] = SimpleNamespace(update=_keeps)
         try:
             forward(module, **arguments)
         except Exception:  # its tables are of another kind, or it asks more of a cache
@@ -218,7 +211,8 @@ def _cached(
         try:
             inspect.unwrap(forward)(module, **arguments)
         except _Reached as reached:
-            return reached.states
+            keys, values = reached.args
+            return keys, values
         except Exception as error:  # code of any kind: whatever it raises, it cannot be asked
             reasons.append(described(error))
         else:
@@ -247,7 +241,7 @@ def arguments_of(
             "attention_mask": None,
             "position_ids": positions.unsqueeze(0),
             "cache_position": positions,
-            "past_key_values": _End(),
+            CACHE: SimpleNamespace(update=_ends),
         }
         yield {name: value for name, value in arguments.items() if name in taken}
 

@@ -119,8 +119,8 @@ class PutOff:
         return PutOff(self.c_kv, wanted[0], self.dims), PutOff(self.c_kv, wanted[1], self.dims)
 
     def __getitem__(self, places: Any) -> PutOff:
-        nope, whole = self.dims.nope, self.dims.nope + self.dims.value
-        keys, values = self.split([nope, whole - nope], -1)
+        nope, whole = self.dims.nope, self.dims.up
+        keys, values = self.split([nope, self.dims.value], -1)
         if isinstance(places, tuple) and len(places) == 2 and isinstance(places[1], slice):
             taken = places[0], places[1].indices(whole)
             if taken == (..., (0, nope, 1)):
@@ -218,8 +218,7 @@ class LatentSelf:
         return self._put_off if name == self.form.kv_up else getattr(self.module, name)
 
     def _put_off(self, c_kv: Tensor) -> PutOff:
-        dims = self.form.dims
-        return PutOff(c_kv.unsqueeze(1), dims.nope + dims.value, dims)
+        return PutOff(c_kv.unsqueeze(1), self.form.dims.up, self.form.dims)
 
 
 def _same(c_kv: Tensor, k_pe: Tensor) -> tuple[Tensor, Tensor]:
