@@ -28,7 +28,6 @@ from mla_fusion.tools.dumps.ge_values import (
 Found = Node | Constant | Sequence[Result]
 Convert = Callable[[OperatorReader], Found]
 _END, _WHOLE = 2**31 - 1, 2**63 - 1  # the end of an axis, to GE and to torch
-_INT8 = 2  # GE's number of it
 # numbers of a constant that is joined here; a dump can double one with every line
 _LONGEST = 1 << 20
 
@@ -477,7 +476,8 @@ def _kv_rmsnorm_rope_cache(r: OperatorReader) -> Sequence[Result]:
 
 
 def _dynamic_quant(r: OperatorReader) -> Node:
-    if r.dtype("dst_type", _INT8) is not torch.int8:
+    # left out, it is int8
+    if "dst_type" in r.operator.attributes and r.dtype("dst_type") is not torch.int8:
         raise Unmapped
     given = r.optional(1, "smooth_scales", "group_index")
     return r.call("npu.npu_dynamic_quant.default", r.node(0), **given)
