@@ -18,7 +18,7 @@ from mla_fusion.tools.by_hand.outcome import Audit, Finding
 from mla_fusion.tools.dumps import Dump, Value, names, prologues, read
 from mla_fusion.tools.dumps.prologues import Prologue
 
-_AXES, _LARGEST = 64, 1 << 50  # axes and elements; no tensor has more
+_LARGEST = 1 << 50  # elements; no tensor has more
 _DYNAMIC = 8  # what a dynamic dimension is taken for
 
 
@@ -65,6 +65,6 @@ def _tensor(value: Value) -> Any:
     if dtype is None or value.shape is None:
         return None
     sizes = [size if isinstance(size, int) and size >= 0 else _DYNAMIC for size in value.shape]
-    if len(sizes) > _AXES or prod(sizes) > _LARGEST:
+    if len(sizes) > names.MOST_AXES or prod(sizes) > _LARGEST:
         return None
     return torch.empty(sizes, dtype=dtype, device="meta")

@@ -28,10 +28,10 @@ _SIGNS = """
 Add add, Sub sub, Mult mul, FloorDiv floordiv, Div truediv, Mod mod, Pow pow, BitAnd and_,
 BitOr or_, Eq eq, NotEq ne, Lt lt, LtE le, Gt gt, GtE ge
 """
-_BINARY: dict[type[ast.AST], Any] = {
+BINARY: dict[type[ast.AST], Any] = {
     vars(ast)[sign]: vars(py)[name] for sign, name in map(str.split, _SIGNS.split(","))
 }
-OPERATORS: dict[str, Any] = {one.__name__: one for one in (*_BINARY.values(), py.neg, py.getitem)}
+OPERATORS: dict[str, Any] = {one.__name__: one for one in (*BINARY.values(), py.neg, py.getitem)}
 Call = tuple[str, tuple[Any, ...], dict[str, Any]]  # type, arguments by place and by name
 
 
@@ -126,8 +126,8 @@ class _Reader(python_text.Reader):
             case (
                 ast.BinOp(left=left, op=op, right=right)
                 | ast.Compare(left=left, ops=[op], comparators=[right])
-            ) if type(op) in _BINARY:
-                return _BINARY[type(op)].__name__, (self.value(left), self.value(right)), {}
+            ) if type(op) in BINARY:
+                return BINARY[type(op)].__name__, (self.value(left), self.value(right)), {}
             case ast.UnaryOp(op=ast.USub(), operand=operand):
                 return "neg", (self.value(operand),), {}
             case ast.Name(id=name) if name in self.names:

@@ -28,8 +28,6 @@ from mla_fusion.tools.dumps.ge_values import (
 Found = Node | Constant | Sequence[Result]
 Convert = Callable[[OperatorReader], Found]
 _END, _WHOLE = 2**31 - 1, 2**63 - 1  # the end of an axis, to GE and to torch
-_INT8 = 2  # GE's number of it
-_AXES = 64  # torch's own limit
 # numbers of a constant that is joined here; a dump can double one with every line
 _LONGEST = 1 << 20
 
@@ -366,7 +364,7 @@ def _gather(r: OperatorReader) -> Found:
     rows, tensor = r.as_node(index), r.as_node(source)
     if rows.meta["val"].dim() == 1:
         return r.call("aten.index_select.default", tensor, axis, rows)
-    if not 0 <= axis < _AXES:
+    if not 0 <= axis < names.MOST_AXES:
         raise Unmapped
     return r.call("aten.index.Tensor", tensor, [None] * axis + [rows])
 
@@ -430,7 +428,7 @@ def _row_indices(r: OperatorReader, var: Node) -> list[Node]:
     columns = shape_of(found)[-1]
     if stacked.type in ("Unsqueeze", "Reshape", "ExpandDims") and columns == 1:
         return [_unwrapped(r, stacked.inputs[0], sizes[0])]
-    if int(columns) > _AXES:
+    if int(columns) > names.MOST_AXES:
         raise Unmapped
     return [r.call("aten.select.int", found, -1, column) for column in range(int(columns))]
 
@@ -478,7 +476,8 @@ def _kv_rmsnorm_rope_cache(r: OperatorReader) -> Sequence[Result]:
 
 
 def _dynamic_quant(r: OperatorReader) -> Node:
-    if r.dtype("dst_type", _INT8) is not torch.int8:
+    # left out, it is int8
+    if "dst_type" in r.operator.attributes and r.dtype("dst_type") is not torch.int8:
         raise Unmapped
     given = r.optional(1, "smooth_scales", "group_index")
     return r.call("npu.npu_dynamic_quant.default", r.node(0), **given)

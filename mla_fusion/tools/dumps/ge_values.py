@@ -132,13 +132,13 @@ class OperatorReader(Builder):
         attributes = self.operator.attributes
         return attributes[name] if default is None else type(default)(attributes.get(name, default))
 
-    def dtype_name(self, attribute: str, default: int | None = None) -> str:
-        """torch's name; ``default``: GE's number of the dtype where the attribute is left out."""
-        stated = self.operator.attributes.get(attribute, default)
+    def dtype_name(self, attribute: str) -> str:
+        """torch's name."""
+        stated = self.operator.attributes.get(attribute)
         return dtypes.from_number(stated) if isinstance(stated, int) else str(stated)
 
-    def dtype(self, attribute: str, default: int | None = None) -> torch.dtype:
-        return known_dtype(self.dtype_name(attribute, default))
+    def dtype(self, attribute: str) -> torch.dtype:
+        return known_dtype(self.dtype_name(attribute))
 
     # -- results
 

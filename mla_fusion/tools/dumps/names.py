@@ -33,7 +33,7 @@ _IMPURE = (torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output)
 
 MOST_PARTS = 1 << 12  # of a value that is taken apart; models have a few
 MOST_ELEMENTS = 1 << 12  # of a list among the arguments
-MOST_AXES = 64  # of a tensor, and of a list that may become axes
+MOST_AXES = 64  # of a tensor (torch's own limit), and of a list that may become axes
 _LARGEST = 1 << 63  # of an integer
 _EXPONENT = 64
 

@@ -12,13 +12,10 @@ import torch
 
 from mla_fusion.compat import new_size, symbolic_mode
 from mla_fusion.tools.dumps import Value, budget, names
+from mla_fusion.tools.dumps.fx_text import BINARY
 
 _BINARY: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
+    **{sign: BINARY[sign] for sign in (ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod)},
     ast.Pow: lambda base, exponent: base ** _small(base, exponent),
 }
 _CALLS: dict[str, Callable[..., Any]] = {
@@ -29,9 +26,6 @@ _CALLS: dict[str, Callable[..., Any]] = {
 _HINT = 11  # as good a number of tokens as any: a prime that no model's dims contain
 _LARGEST = 1 << 40
 _LONGEST = 256  # characters of an expression
-_AXES = 64  # torch's own limit
-
-
 _DEGREE = 4  # sums to a higher power have too many terms
 _SYMBOLIC = 8  # sizes of one tensor that may be symbolic, since their product is one expression
 
@@ -63,7 +57,7 @@ class Tensors:
 
     def _make(self, value: Value) -> Any:
         dtype = names.dtype(value.dtype)
-        if value.shape is None or dtype is None or len(value.shape) > _AXES:
+        if value.shape is None or dtype is None or len(value.shape) > names.MOST_AXES:
             return None
         if sum(isinstance(size, str) for size in value.shape) > _SYMBOLIC:
             return None

@@ -17,8 +17,8 @@ from typing import Any
 
 from mla_fusion.report import text_tables
 from mla_fusion.tools.dumps import Dump, Operator
+from mla_fusion.tools.inspect.operator_kinds import ENDS, INPUTS
 
-_NUMBERED = frozenset(("Data", "RefData", "placeholder", "NetOutput", "output"))
 _ROUNDS = 64
 Digests = dict[str, str]  # of operators, by name
 Pairs = dict[str, str]  # names in the first dump, with their partners'
@@ -150,7 +150,7 @@ def _own(operator: Operator, by_attributes: bool) -> str:
     """Type and attributes. Inputs are told apart by dtype and shape, never by their number or
     name.
     """
-    if operator.type in _NUMBERED:
+    if operator.type in INPUTS | ENDS:
         return _digest(operator.type, [str(value) for value in operator.outputs])
     if not by_attributes and operator.type != "Const":
         return _digest(operator.type)

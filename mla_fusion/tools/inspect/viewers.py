@@ -15,9 +15,7 @@ from torch.fx import GraphModule
 
 from mla_fusion.report import text_tables
 from mla_fusion.tools.dumps import Dump, DumpError, Operator, Value, dtypes, fx_text, prologues
-
-_INPUTS = ("Data", "RefData", "placeholder", "Const", "get_attr")
-_OUTPUTS = ("NetOutput", "output")
+from mla_fusion.tools.inspect.operator_kinds import ENDS, HELD
 
 
 class ExportError(ValueError):
@@ -80,7 +78,7 @@ def _label(operator: Operator) -> str:
 def _style(operator: Operator) -> str:
     if prologues.is_prologue(operator.type):
         return ", fillcolor=lightgreen, penwidth=2"
-    return ", fillcolor=lightgrey" if operator.type in (*_INPUTS, *_OUTPUTS) else ""
+    return ", fillcolor=lightgrey" if operator.type in HELD | ENDS else ""
 
 
 def _quoted(text: str) -> str:
@@ -112,7 +110,7 @@ def _node(operator: Operator) -> dict[str, Any]:
     """Graph inputs and constants stand in groups of their own, so that a large model opens
     readably.
     """
-    group = "inputs" if operator.type in _INPUTS else "outputs" if operator.type in _OUTPUTS else ""
+    group = "inputs" if operator.type in HELD else "outputs" if operator.type in ENDS else ""
     attributes = operator.stated
     if operator.source:
         attributes["source"] = operator.source

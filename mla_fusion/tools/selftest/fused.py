@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,40 +28,32 @@ def run(form: Form, device: Device, dims: Dims, *, repeats: int = 3) -> Result:
     unfused graph's, all other cache rows keep their bits, and the caches are still the caller's
     memory. What a compilation raises is the result's problem.
     """
-    result = Result(form.name, "fused")
     model, given = Prologue(form, form.dims(dims)), arguments(form, form.dims(dims))
     exact_arguments = list(map(widened, given))
     exact = _values(given, copy.deepcopy(model).double()(*exact_arguments), exact_arguments)
     try:
-        unfused, fused = (
+        (before, unfused), (after, result) = (
             _measure(model, given, device, enable, repeats) for enable in (False, True)
         )
     except Exception as error:
-        result.problems.append(f"{type(error).__name__}: {error}")
-        return result
-    result.unfused_milliseconds, result.milliseconds = unfused.milliseconds, fused.milliseconds
-    result.others_untouched = unfused.others_untouched and fused.others_untouched
-    result.problems += fused.problems + _what_the_pass_did(form)
+        return Result(form.name, "fused", problems=[f"{type(error).__name__}: {error}"])
+    result.unfused_milliseconds = unfused.milliseconds
+    result.others_untouched &= unfused.others_untouched
+    result.problems += _what_the_pass_did(form)
     for name, value in exact.items():
-        found = measured("", name, unfused.values[name], fused.values[name], value)
+        found = measured("", name, before[name], after[name], value)
         problem, shape = "; ".join(found.problems), tuple(value.shape)
         comparison = Comparison(name, "error ratio", shape, found.ratio, 0.0, problem)
         result.comparisons.append(comparison)
     return result
 
 
-@dataclass(frozen=True)
-class _Run:
-    values: Tensors
-    others_untouched: bool
-    milliseconds: float
-    problems: list[str]
-
-
 def _measure(
     model: Prologue, given: tuple[Tensor, ...], device: Device, enable: bool, repeats: int
-) -> _Run:
-    """Compile with the pass on or off, and call once for the values, then for the time."""
+) -> tuple[Tensors, Result]:
+    """Compile with the pass on or off, and call once for the values, then for the time. The result
+    compares no values yet.
+    """
     config = Config(
         enable=enable, soc=device.soc, cann=device.cann, targets=("v3", "preprocess", "key")
     )
@@ -74,16 +65,17 @@ def _measure(
     compiled = torch.compile(
         on_device, backend=backend(config), fullgraph=True, dynamic=False, mode=mode
     )
+    result = Result(model.form.name, "fused")
     with torch.no_grad():
         outputs = [output.cpu() for output in compiled(*placed)]
         home = [tensor.to("cpu", copy=True) for tensor in placed]  # timing writes the caches again
-        milliseconds = device.milliseconds(lambda: compiled(*placed), repeats)
-    same_memory = [cache.data_ptr() for cache in placed[-2:]] == before
+        result.milliseconds = device.milliseconds(lambda: compiled(*placed), repeats)
+    if [cache.data_ptr() for cache in placed[-2:]] != before:
+        result.problems.append("a cache is another tensor after the call")
     slots, caches = given[3], zip(given[-2:], home[-2:], strict=True)
     others = [[split_rows(cache, slots)[1] for cache in pair] for pair in caches]
-    untouched = all(same_bits(*pair) for pair in others)
-    problems = [] if same_memory else ["a cache is another tensor after the call"]
-    return _Run(_values(given, outputs, home), untouched, milliseconds, problems)
+    result.others_untouched = all(same_bits(*pair) for pair in others)
+    return _values(given, outputs, home), result
 
 
 def _values(given: tuple[Tensor, ...], outputs: Any, after: Sequence[Tensor]) -> Tensors:
