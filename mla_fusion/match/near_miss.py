@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import permutations
-from math import prod
+from math import inf, prod
 
 import torch
 from torch.fx import Node
@@ -22,7 +22,7 @@ from mla_fusion.facts.rope import RopeFact
 from mla_fusion.fx.kinds import Kind, is_cast, is_view, is_writer, kind_of, op_name, word
 from mla_fusion.fx.sizes import same, sizes_of
 from mla_fusion.fx.view import View
-from mla_fusion.fx.walk import INPUTS, peel, reached, upward, views_and_model_casts
+from mla_fusion.fx.walk import peel, reached, upward, views_and_model_casts
 from mla_fusion.match import epsilon
 from mla_fusion.match.candidate import KeyHalf, KeySide, QuerySide
 from mla_fusion.match.quantising import before_quantisation, between_norm_and, first_rows, is_rows
@@ -166,17 +166,27 @@ class Diagnosis:
         """
         ups = (up.node for norm in _norms(seen) for up in self.above[norm.node])
         made = {*(down.node for down in seen.facts), *ups}
-        for product in self.view.contractions.values():
-            for value, weight in permutations((product.left, product.right)):
-                layers = self.view.sources(weight)
-                is_of_x = peel(value) is seen.x or not made.isdisjoint(self.view.sources(value))
-                if not layers or not is_of_x:
-                    continue
-                if _inputs(seen.x).isdisjoint(_inputs(weight)):
-                    by = f"{peel(weight).name}, which a product of this graph makes"
-                    detail = f"{product.node.name} multiplies {peel(value).name} by {by}"
-                    return NearMiss(Refuse("linear.hidden", detail), (product.node, min(layers)))
+        for product, value, weight in self._of_products:
+            layers = self.view.sources(weight)
+            is_of_x = value is seen.x or not made.isdisjoint(self.view.sources(value))
+            if not is_of_x or not made.isdisjoint(layers):
+                continue
+            above = _above(weight, _FARTHEST)
+            if len(above) < _FARTHEST and above.isdisjoint(_above(seen.x)):
+                by = f"{weight.name}, which a product of this graph makes"
+                detail = f"{product.name} multiplies {value.name} by {by}"
+                return NearMiss(Refuse("linear.hidden", detail), (product, min(layers)))
         return None
+
+    @cached_property
+    def _of_products(self) -> list[tuple[Node, Node, Node]]:
+        """Products, with both operands, of which the second is made of other products."""
+        return [
+            (product.node, peel(value), peel(weight))
+            for product in self.view.contractions.values()
+            for value, weight in permutations((product.left, product.right))
+            if self.view.sources(weight)
+        ]
 
     def no_query(self, seen: Seen) -> NearMiss:
         key = seen.keys[0]
@@ -737,9 +747,9 @@ def behind(view: View, node: Node) -> Iterator[Node]:
     return (user for user in node.users if user not in view.contractions)
 
 
-def _inputs(node: Node) -> set[Node]:
-    """Of the graph, those that the node is made of."""
-    return {one for one in reached([node], lambda one: one.all_input_nodes) if one.op in INPUTS}
+def _above(node: Node, most: float = inf) -> set[Node]:
+    """What the node is made of, itself included."""
+    return {*reached([node], lambda one: one.all_input_nodes, most)}
 
 
 def _norms(seen: Seen) -> Iterator[NormFact]:
