@@ -257,12 +257,12 @@ def _limits(op: str, soc: str, cann: str, path: str) -> Limits:
     def holds(since: str, socs: tuple[str, ...], versions: tuple[str, ...]) -> bool:
         return since in known and soc in socs and version in versions
 
-    def newest(rows: tuple[Limit, ...]) -> dict[str, Any]:
+    def in_force(rows: tuple[Limit, ...]) -> dict[str, Any]:
         there = (row for row in rows if path in row.paths)
         return {row.name: row.value for row in there if holds(row.since, row.socs, row.versions)}
 
     quant = {pair for row in QUANT_RELEASES if holds(*row[1:]) for pair in row[0]}
-    return Limits(MappingProxyType(newest(LIMITS)), frozenset(quant), **newest(TRAITS))
+    return Limits(MappingProxyType(in_force(LIMITS)), frozenset(quant), **in_force(TRAITS))
 
 
 def taken_by(op: str, axis: str, size: int, here: str) -> str:

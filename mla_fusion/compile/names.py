@@ -24,13 +24,13 @@ def of(gm: GraphModule) -> Callable[[Any], None]:
     """
     inputs = gm.graph.find_nodes(op="placeholder")
     names = [plain(source_name(node)) for node in inputs]
-    arguments = [is_argument(node) for node in inputs]
+    by_call = list(map(is_argument, inputs))
 
     def give(made: GraphModule) -> None:
         placeholders = made.graph.find_nodes(op="placeholder")
         if len(placeholders) == len(names):  # a tensor subclass, say, is several inputs
-            for node, name, is_argument in zip(placeholders, names, arguments, strict=True):
-                node.meta[ARGUMENT] = is_argument
+            for node, name, brings in zip(placeholders, names, by_call, strict=True):
+                node.meta[ARGUMENT] = brings
                 if name:
                     node.meta[NAME] = name
 

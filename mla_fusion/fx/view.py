@@ -262,7 +262,7 @@ class View:
             or self._number[peel(product.left)] != self._number[peel(product.right)]
         ):
             return None
-        codes = [self._codes_of(peel(side), side) for _, side in _sides(product)]
+        codes = [self.codes_of(peel(side), side) for _, side in _sides(product)]
         if codes[0] is None or codes[1] is None:
             return None
         turned = codes[1].squeeze().permute([right.index(label) for label in left])
@@ -273,7 +273,7 @@ class View:
         between = nodes_between((base,), node)
         if all(is_reshape(step) or is_cast(step) or is_getitem(step) for step in between):
             return node is base or not any(is_getitem(step) for step in between)
-        codes = self._codes_of(base, node)
+        codes = self.codes_of(base, node)
         in_order = codes is not None and torch.equal(codes.reshape(-1), torch.arange(codes.numel()))
         whole = same(math.prod(shape_of(base)), math.prod(shape_of(node)))
         return (
@@ -282,7 +282,7 @@ class View:
             and Tokens.of((base,), between, self.binding.meaning).broken(node) is None
         )
 
-    def _codes_of(self, base: Node, node: Node) -> torch.Tensor | None:
+    def codes_of(self, base: Node, node: Node) -> torch.Tensor | None:
         """Which element of ``base`` each element of a view of it is."""
         shape = self.binding.shape_of(base)
         program = Program([base], nodes_between((base,), node), self.binding)

@@ -12,7 +12,6 @@ query_rope tells how much of it is which.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
 
 import torch
 from torch.fx import Node
@@ -125,8 +124,9 @@ def _scaled_codes(
     """Which element of query_rope each of ``node`` is, where it is brought to scale, and the ratio;
     else None.
     """
-    given = [peel(cache_scale.node)] if cache_scale.node is not None else []
-    held = [_elements(view, cache_scale.node, base) for base in given if cache_scale.node]
+    scale = cache_scale.node
+    given = [] if scale is None else [peel(scale)]
+    held = [] if scale is None else [_elements(view, given[0], scale)]
     inputs = [rope.roots[0], *scales.roots, *given]
     program = Program(inputs, nodes_between(inputs, node), view.binding, shrink=shrink)
     codes = [rope.codes[rope.roots[0]], *(scales.codes[root] for root in scales.roots)]
@@ -183,10 +183,10 @@ def _scaled_codes(
     )
 
 
-def _elements(view: View, scale: Node, base: Node) -> torch.Tensor:
+def _elements(view: View, base: Node, scale: Node) -> torch.Tensor:
     """Bool, of ``base``'s shape: which of its elements are in ``scale``, a view of it."""
-    shape = view.binding.shape_of(base)
-    program = Program([base], nodes_between([base], scale), view.binding)
-    numbered = torch.arange(prod(shape), dtype=torch.float64).reshape(shape)
-    found = program.run([numbered])[program.slot(scale)]
-    return torch.isin(numbered, found) if isinstance(found, torch.Tensor) else numbered < 0
+    held = torch.zeros(view.binding.shape_of(base), dtype=torch.bool)
+    codes = view.codes_of(base, scale)
+    if codes is not None:
+        held.view(-1)[codes] = True
+    return held

@@ -154,9 +154,9 @@ class Evaluation:
 
     def is_function_of_x(self, node: Node) -> bool:
         """Is it made of x by a step of which no more is known than that it is a function?"""
-        target = operator_of(node).target
-        is_known = not isinstance(target, OpOverload) or operators.has_rule(target)
-        return node in self._active and not (is_known or self._same_as(node))
+        operator = operator_of(node)
+        is_known = operator.view or rule_named(node, "field") or self._same_as(node)
+        return isinstance(operator.target, OpOverload) and node in self._active and not is_known
 
     def value(self, node: Node) -> Any:
         """Depth first, without recursion: regions are deep."""

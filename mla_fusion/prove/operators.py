@@ -220,11 +220,6 @@ def _run(call: Call) -> Any:
     return opaque(call)
 
 
-def has_rule(target: OpOverload) -> bool:
-    """Is it more than a function of which nothing is known?"""
-    return known(target).view or known(target).row.rules.get("field", "") in RULES
-
-
 def _is_held(found: Any, dtype: torch.dtype | None) -> bool:
     """Are literal integers such as the dtype has?"""
     if dtype not in _INTEGERS or not isinstance(found, Num) or found.ints is None:
