@@ -234,7 +234,7 @@ def bytes_of(cache: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "name", ["MxAttentionByOperator", "HifAttentionByOperator", "MxPacked", "HifPacked"]
+    "name", one_in(1, ["MxAttentionByOperator", "HifAttentionByOperator", "HifPacked", "MxPacked"])
 )
 def test_caches_in_the_ge_graph(name: str) -> None:
     """The kernel writes the model's caches; none but one in hifloat8 is copied."""

@@ -226,7 +226,7 @@ def test_later_calls_are_right(name: str, config: str, first: str) -> None:
     assert not strange()
 
 
-@pytest.mark.parametrize("name", MODES)
+@pytest.mark.parametrize("name", one_in(1, MODES))
 def test_what_is_packed_under_a_mode_is_plain_or_not_kept(name: str) -> None:
     """Without dynamo, which compiles nothing under most modes: of a real weight, and of what the
     mode makes of one.
