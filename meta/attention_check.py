@@ -54,6 +54,39 @@ def check_attention(
             call.refuse_strides(name, "a contiguous tensor")
 
 
+def infer_attention(op: str, full: Mapping[str, Any]) -> list[tuple[tuple[Any, ...], torch.dtype]]:
+    """attention_out in the layout asked for, of ``query_rope``'s dtype; softmax_lse, [0] where it
+    is not asked for.
+    """
+    layout = str(full["input_layout"])
+    bound = Binder(table.ATTENTION, HOST, full)
+    bound.pick("input_layout", table.LAYOUTS)
+    bound.presence("query_rope", True, "for MLA over pages")
+    axes, out_axes = table.axes_of(layout)
+    bound.rank("query", len(axes))
+    heads, width = full["num_query_heads"], _width_of(bound, "value")
+    found = {"N": heads, **dict(zip(axes, full["query"].shape, strict=True))}
+    found |= {"D": width, "H": heads * width}
+    lse = ("T", "N") if "T" in axes else ("B", "N", "S")
+    return [
+        (tuple(found[axis] for axis in out_axes), full["query_rope"].dtype),
+        (
+            (*(found[axis] for axis in lse), 1) if full["return_softmax_lse"] else (0,),
+            torch.float32,
+        ),
+    ]
+
+
+def _width_of(bound: Binder, name: str) -> Any:
+    """Elements of a row of a cache."""
+    shape = bound.full[name].shape
+    if len(shape) not in (3, 4, 5):
+        forms = "[BlockNum, BlockSize, W], [BlockNum, 1, BlockSize, W] or NZ "
+        expected = f"{forms}[BlockNum, 1, W/C0, BlockSize, C0]"
+        bound.refuse(f"rank.{name}", name, expected, list(shape))
+    return shape[2] * shape[4] if len(shape) == 5 else shape[-1]
+
+
 class _Call(Binder):
     """One call; every rule that fails raises ContractError."""
 
@@ -93,16 +126,8 @@ class _Call(Binder):
         pad = f": pad to {table.padded_heads(heads)}" if few else ""
         self.within("N", "num_query_heads", table.HEADS, pad)
         for axis, size, name in (("D", table.LATENT, "key"), ("R", table.ROPE, "key_rope")):
-            self.dims[axis] = self._width(name)
+            self.dims[axis] = _width_of(self, name)
             self.within(axis, name, only(size), ", with W_uk multiplied into the query")
-
-    def _width(self, name: str) -> Any:
-        shape = self.full[name].shape
-        if len(shape) not in (3, 4, 5):
-            forms = "[BlockNum, BlockSize, W], [BlockNum, 1, BlockSize, W] or NZ "
-            expected = f"{forms}[BlockNum, 1, W/C0, BlockSize, C0]"
-            self.refuse(f"rank.{name}", name, expected, list(shape))
-        return shape[2] * shape[4] if len(shape) == 5 else shape[-1]
 
     def check_tensors(self) -> None:
         full, axes = self.full, " ".join(self.axes)

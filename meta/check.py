@@ -6,17 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from mla_fusion.meta import attention, attention_check, key_operator, preprocess
 from mla_fusion.meta.call import Call
 from mla_fusion.meta.errors import known_name
 from mla_fusion.meta.limits import known_path, limits
+from mla_fusion.meta.others import OTHERS
 from mla_fusion.meta.signature import OPERATORS, complete, named
 
-_OTHERS = {
-    attention.OP: attention_check.check_attention,
-    preprocess.OP: preprocess.check_preprocess,
-    **dict.fromkeys(key_operator.OPERATORS, key_operator.check_key_operator),
-}
 _VALIDATION = (torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -49,8 +44,8 @@ def check(
     """
     known_path(path)
     name = known_name("op", named(op), OPERATORS)
-    if name in _OTHERS:
-        _OTHERS[name](name, soc, cann, values, complete(name, arguments))
+    if name in OTHERS:
+        OTHERS[name].check(name, soc, cann, values, complete(name, arguments))
         return
     call = checked(op, soc, cann, arguments, path)
     if values:

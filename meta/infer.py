@@ -9,9 +9,9 @@ from math import prod
 from typing import Any
 
 import torch
-from mla_fusion.meta import preprocess
 from mla_fusion.meta.binder import Binder
 from mla_fusion.meta.limits import known_path, known_releases
+from mla_fusion.meta.others import OTHERS
 from mla_fusion.meta.prolog import PROLOGS, Operator
 from mla_fusion.meta.signature import complete, named
 from mla_fusion.meta.spec import INFERSHAPE
@@ -66,11 +66,11 @@ def infer(op: str, *, cann: str = "latest", path: str = "graph", **arguments: An
     """
     eager = known_path(path) == "eager"
     name = named(op)
-    if name == preprocess.OP:
-        return preprocess.infer_preprocess(complete(name, arguments))
+    full = complete(name, arguments)
+    if name in OTHERS:
+        return OTHERS[name].infer(name, full)
     known = known_releases(cann)
     absent = (0,) if "8.5" in known else (1,)
-    full = complete(op, arguments)
     operator = PROLOGS[op]
     bound = Binder(operator, INFERSHAPE, full)
     for argument, ranks in _READ.items():

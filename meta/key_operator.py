@@ -29,9 +29,9 @@ _OPTIONS = (
 _DTYPES = "int? k_cache_dtype=None, int? ckv_cache_dtype=None"
 SCALES = {"k_rope_scale": "R", "c_kv_scale": "C"}  # of which cache's rows
 OFFSETS = {"k_rope_offset": "R", "c_kv_offset": "C"}
-# as the whole prologue's operator calls them; here k_cache and ckv_cache
-CACHES = ("kr_cache", "kv_cache")
-_CACHES = ("k_cache", "ckv_cache")
+# the caches as the whole prologue's operator calls them, and the arguments that they are here
+ARGUMENTS = {"kr_cache": "k_cache", "kv_cache": "ckv_cache"}
+CACHES, _CACHES = tuple(ARGUMENTS), tuple(ARGUMENTS.values())
 _ROWS = ("k_pe", "c_kv")
 _GE = "KvRmsNormRopeCache"
 
@@ -60,7 +60,8 @@ V2 = Operator(
     ge_results=V1.ge_results,
     functional=V2_FUNCTIONAL.name,
 )
-OPERATORS = {operator.name: operator for operator in (V1, V2, V2_FUNCTIONAL)}
+OPERATORS = (V1, V2, V2_FUNCTIONAL)
+_OF = {operator.name: operator for operator in OPERATORS}
 
 PAGED = ("PA", "PA_BNSD", "PA_NZ")  # a slot for each token
 BLOCKS = ("PA_BLK_BNSD", "PA_BLK_NZ")  # one for each block of a sequence
@@ -75,7 +76,7 @@ def check_key_operator(op: str, soc: str, cann: str, values: bool, full: Mapping
     if SINCE.get(soc) not in known_releases(cann):
         expected = "A2, A3, or A5 from CANN 8.5 on"
         raise ContractError("soc", "soc", expected, f"{soc}, CANN {cann}", source=HOST, op=op)
-    bound = _Call(OPERATORS[op], HOST, full)
+    bound = _Call(_OF[op], HOST, full)
     bound.check_modes(soc)
     bound.check_tensors()
     bound.check_sizes(soc, cann)
@@ -83,6 +84,23 @@ def check_key_operator(op: str, soc: str, cann: str, values: bool, full: Mapping
     bound.caches(_CACHES)
     if values:
         bound.check_values()
+
+
+def infer_key_operator(
+    op: str, full: Mapping[str, Any]
+) -> list[tuple[tuple[Any, ...], torch.dtype]]:
+    """Caches as they are given, and new rows of all tokens, whatever ``is_output_kv`` says."""
+    bound = Binder(_OF[op], HOST, full)
+    for name, rank in (("kv", 4), ("gamma", 1), ("cos", 4)):
+        bound.rank(name, rank)
+    kv, lead = full["kv"], full["kv"].shape[:-1]
+    found = {
+        "k_pe": ((*lead, full["cos"].shape[-1]), kv.dtype),
+        "c_kv": ((*lead, full["gamma"].shape[0]), kv.dtype),
+    }
+    for name, argument in ARGUMENTS.items():
+        found[name] = tuple(full[argument].shape), full[argument].dtype
+    return [found[name] for name in _OF[op].results]
 
 
 class _Call(Binder):

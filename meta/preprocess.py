@@ -210,7 +210,7 @@ _SIZES = (
 )
 
 
-def infer_preprocess(full: Mapping[str, Any]) -> list[tuple[tuple[Any, ...], torch.dtype]]:
+def infer_preprocess(op: str, full: Mapping[str, Any]) -> list[tuple[tuple[Any, ...], torch.dtype]]:
     """q_out0, kv_cache_out0, q_out1, kv_cache_out1; in mode 0 the third is empty."""
     call = Call(full)
     for name, ranks in (("input", (2,)), ("wuk", (3, 4)), ("gamma2", (1,)), ("cos", (2,))):

@@ -9,15 +9,12 @@ from functools import cache
 from typing import Any
 
 import torch
-from mla_fusion.meta import attention, key_operator, preprocess
+from mla_fusion.meta import preprocess
 from mla_fusion.meta.errors import ContractError, known_name
+from mla_fusion.meta.others import OTHERS
 from mla_fusion.meta.prolog import PROLOGS
 
-OPERATORS = {
-    **PROLOGS,
-    **key_operator.OPERATORS,
-    **{operator.name: operator for operator in (attention.ATTENTION, preprocess.ATB)},
-}
+OPERATORS = PROLOGS | {name: other.operator for name, other in OTHERS.items()}
 ALIASES = {"mla_preprocess": preprocess.OP}  # ATB's operator without torch's prefix
 
 

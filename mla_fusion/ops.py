@@ -41,7 +41,7 @@ def _by_name(*schemas: str) -> dict[str, str]:
 
 # exactly as torch_npu 2.13 defines them
 _NPU = _by_name(
-    *(operator.schema for operator in (PROLOGS | key_operator.OPERATORS).values()),
+    *(operator.schema for operator in (*PROLOGS.values(), *key_operator.OPERATORS)),
     "npu_rms_norm(Tensor input, Tensor gamma, float epsilon=1e-06) -> (Tensor, Tensor)",
     "npu_add_rms_norm(Tensor x1, Tensor x2, Tensor gamma, float epsilon=1e-06) "
     "-> (Tensor, Tensor, Tensor)",

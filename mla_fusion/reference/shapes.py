@@ -10,16 +10,15 @@ from torch import Tensor
 
 from mla_fusion import meta
 from mla_fusion.compat import take_for_one
-from mla_fusion.meta import number_formats, preprocess
-from mla_fusion.meta.prolog import CACHES, PROLOGS
+from mla_fusion.meta import key_operator, number_formats, preprocess
+from mla_fusion.meta.prolog import CACHES
+from mla_fusion.meta.signature import OPERATORS
 
 # results that are caches, and the arguments whose strides they keep
-_LIKE_CACHE = {
-    **{
-        name: {place: result for place, result in enumerate(operator.results) if result in CACHES}
-        for name, operator in PROLOGS.items()
-    },
-    "npu_mla_preprocess": {1: "kv_cache", 3: "kv_cache_rope"},
+_LIKE = dict(zip(CACHES, CACHES, strict=True))
+_LIKE_OF_OTHERS = {
+    preprocess.OP: dict(zip(preprocess.RESULTS[1::2], preprocess.CACHES, strict=True)),
+    **dict.fromkeys((one.name for one in key_operator.OPERATORS), key_operator.ARGUMENTS),
 }
 
 
@@ -29,16 +28,15 @@ def _inferred(op: str, *args: Any, **options: Any) -> tuple[Tensor, ...]:
         torch.empty(shape, dtype=dtype, device="meta")
         for shape, dtype in meta.infer(op, **arguments)
     ]
-    for position, cache in _LIKE_CACHE.get(op, {}).items():
-        results[position] = torch.empty_like(arguments[cache])
+    like = _LIKE_OF_OTHERS.get(op, _LIKE)
+    for position, name in enumerate(OPERATORS[op].results):
+        if name in like:
+            results[position] = torch.empty_like(arguments[like[name]])
     return tuple(results)
 
 
-npu_mla_prolog = partial(_inferred, "npu_mla_prolog")
-npu_mla_prolog_v2 = partial(_inferred, "npu_mla_prolog_v2")
-npu_mla_prolog_v3 = partial(_inferred, "npu_mla_prolog_v3")
-npu_mla_prolog_v3_functional = partial(_inferred, "npu_mla_prolog_v3_functional")
-npu_mla_preprocess = partial(_inferred, "npu_mla_preprocess")
+# those that the contract describes
+globals().update({name: partial(_inferred, name) for name in OPERATORS})
 
 
 def npu_mla_preprocess_out(*args: Any, **options: Any) -> tuple[Tensor, ...]:
@@ -66,20 +64,6 @@ npu_interleave_rope = npu_scatter_nd_update = npu_format_cast = _like_the_first
 
 def npu_rotary_mul(input: Tensor, *args: Any, **options: Any) -> Tensor:
     return input.new_empty(input.shape)
-
-
-def npu_kv_rmsnorm_rope_cache_v2(*args: Tensor, **options: Any) -> tuple[Tensor, ...]:
-    kv, gamma, cos = args[:3]
-    lead = list(kv.shape[:-1])
-    return kv.new_empty([*lead, cos.shape[-1]]), kv.new_empty([*lead, gamma.shape[0]])
-
-
-def npu_kv_rmsnorm_rope_cache_v2_functional(*args: Tensor, **options: Any) -> tuple[Tensor, ...]:
-    return (*npu_kv_rmsnorm_rope_cache_v2(*args), *map(torch.empty_like, args[5:7]))
-
-
-def npu_kv_rmsnorm_rope_cache(*args: Tensor, **options: Any) -> tuple[Tensor, ...]:
-    return (*map(torch.empty_like, args[5:7]), *npu_kv_rmsnorm_rope_cache_v2(*args))
 
 
 def npu_transpose_batchmatmul(input: Tensor, weight: Tensor, **options: Any) -> Tensor:
