@@ -106,15 +106,15 @@ def no_reports_yet() -> Iterator[None]:
     yield
 
 
-@pytest.fixture(autouse=True)
-def lines_stay_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, scope="session")
+def lines_stay_whole() -> None:
     """What is printed does not depend on the terminal that the tests run in, which xdist hands on
     as COLUMNS.
     """
-    monkeypatch.delenv("COLUMNS", raising=False)
+    os.environ.pop("COLUMNS", None)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="session")
 def defects_are_raised() -> Iterator[None]:
     """A defect of the pass, which a serving job survives, fails the test: ``Config.strict`` is on
     unless given.
@@ -127,6 +127,6 @@ def defects_are_raised() -> Iterator[None]:
     def strict(self: Config, *args: object, **given: object) -> None:
         made(self, *args, **{"strict": True, **given})
 
-    with pytest.MonkeyPatch.context() as patch:  # of its own: tests may undo theirs
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Config, "__init__", strict)
         yield

@@ -90,6 +90,7 @@ def test_the_example_of_the_readme(make: Any) -> None:
 # -- operators
 
 
+@pytest.mark.exhaustive
 def test_a_model_that_aotinductor_has_packaged_runs(tmp_path: Path) -> None:
     """It hands every argument of the schema to an operator, and so each has to stand in the
     call.

@@ -7,8 +7,11 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import pytest
+
 from mla_fusion.tools.dumps import DumpError, read
 from tests.dumps import fuzzing
+from tests.exhaustive import one_in
 
 FIXTURES = Path(__file__).parent / "fixtures"
 DRAWS = 600
@@ -52,11 +55,12 @@ def test_damage_is_refused_or_harmless(tmp_path):
     assert refused > DRAWS // 3
 
 
-def test_mutated_dumps_run_nothing_and_end(tmp_path):
+@pytest.mark.parametrize("first", one_in(2, range(0, 300, 75)))
+def test_mutated_dumps_run_nothing_and_end(tmp_path, first):
     """A sample; ``benchmarks/fuzz_dumps.py`` runs as many as wanted, on more dumps."""
     worker, harmful = fuzzing.Worker(tmp_path), []
     try:
-        for number, name, content in fuzzing.cases(fuzzing.fixtures(), 7, range(300)):
+        for number, name, content in fuzzing.cases(fuzzing.fixtures(), 7, range(first, first + 75)):
             file = tmp_path / name
             file.write_bytes(content)
             outcome = worker.outcome(file, number + 1)

@@ -84,6 +84,7 @@ class SplitUnsafely(PagedRotateHalf):
 """
 
 
+@pytest.mark.exhaustive
 def test_a_spelling_that_needs_an_operator(scratch: Scratch) -> None:
     section = "A spelling that is not recognised"
     first = "class FlatCaches(PagedRotateHalf):"

@@ -33,6 +33,7 @@ class Bar:
         return iter(self.weights)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_sixty_one_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every live storage of a float counts, whoever holds it, each time that a weight is laid
