@@ -57,7 +57,7 @@ def test_a_fused_prologue_in_a_format_of_a5_passes():
 @pytest.mark.parametrize(
     ("only", "least"),
     [
-        ("w3*PA_BSND T8", 3),
+        pytest.param("w3*PA_BSND T8", 3, marks=pytest.mark.exhaustive),
         pytest.param("w[345]*PA_BSND T8", 9, marks=pytest.mark.exhaustive),
         pytest.param("w[345]", 9, marks=pytest.mark.exhaustive),
     ],
