@@ -45,9 +45,7 @@ class InPlaceSteps:
         """
         found = {
             memory: [
-                (step, target)
-                for step, target in steps
-                if not self._is_epilogue(step, memory)
+                (step, target) for step, target in steps if not self._is_epilogue(step, memory)
             ]
             for memory, steps in self._on.items()
         }
@@ -93,9 +91,21 @@ class InPlaceSteps:
                     continue
                 own = _own_writes(plan) if own is None else own
                 if step not in own:
-                    raise Refuse(
-                        "graph.not_functional", f"{step.name} changes {target.name}", (step, target)
-                    )
+                    raise _changes(step, target)
+
+    def behind(self, reason: Refuse) -> Refuse:
+        """The reason, or what comes first: that a step changes a value which the nodes at fault
+        share. A graph says of such a value only what it was before.
+        """
+        for node in reason.nodes:
+            for step, target in self._on.get(memory_of(node), ()):
+                if root(target).op not in INPUTS:
+                    return _changes(step, target)
+        return reason
+
+
+def _changes(step: Node, target: Node) -> Refuse:
+    return Refuse("graph.not_functional", f"{step.name} changes {target.name}", (step, target))
 
 
 def _own_writes(plan: Plan) -> set[Node]:

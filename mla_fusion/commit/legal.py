@@ -39,7 +39,7 @@ class Plans:
         the call.
         """
         self._view, self._config, self._boundary = view, config, boundary
-        self._steps = InPlaceSteps(view)
+        self.steps = InPlaceSteps(view)
         self._structures: dict[object, Structure] = {}
 
     def of(self, target: str, candidate: KeyHalf) -> Legal:
@@ -51,7 +51,7 @@ class Plans:
         for alternative in (candidate, *candidate.others):
             try:
                 found = self._accepted_by_contract(target, alternative)
-                self._steps.judge(found.plan, found.region, *rewrite.prove(found.plan))
+                self.steps.judge(found.plan, found.region, *rewrite.prove(found.plan))
                 return found
             except Refuse as reason:
                 first = first or reason

@@ -20,7 +20,15 @@ from mla_fusion.facts.dense_write import Span
 from mla_fusion.facts.obstacle import Obstacle, Obstacles
 from mla_fusion.facts.slots import Trust, Unproven, judge
 from mla_fusion.fx import pools
-from mla_fusion.fx.kinds import argument, is_getitem, is_view, named_sizes, op_name, word
+from mla_fusion.fx.kinds import (
+    argument,
+    is_getitem,
+    is_mutating,
+    is_view,
+    named_sizes,
+    op_name,
+    word,
+)
 from mla_fusion.fx.measured import measured
 from mla_fusion.fx.program import nodes_between
 from mla_fusion.fx.sizes import broadcast, divides, same, same_shape
@@ -125,15 +133,14 @@ def find(view: View, writer: Node, value: Node) -> WriteFact | Obstacles:
     if name in _ADDING:
         return (Obstacle("cache.accumulates", f"{writer.name} adds to what the rows hold"),)
     index_of = rule_of(writer, "slots", RULES)
+    cache = input_behind(base) if isinstance(base, Node) else None
     if index_of is None or not isinstance(base, Node):
-        return (
-            Obstacle(
-                "cache.writer",
-                f"{writer.name} ({op_name(writer) or writer.op}) is not a write of rows by index",
-            ),
-        )
+        named = f"{writer.name} ({op_name(writer) or writer.op})"
+        if cache is not None and is_mutating(writer):
+            message = f"{named} writes {cache.name} in place: this graph is not functional"
+            return (Obstacle("cache.not_functional", message),)
+        return (Obstacle("cache.writer", f"{named} is not a write of rows by index"),)
     found: list[Obstacle] = []
-    cache = input_behind(base)
     paged = paged_shape(cache) if cache is not None else None
     if cache is None:
         found.append(Obstacle("cache.no_input", pools.no_input(base)))

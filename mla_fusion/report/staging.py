@@ -42,6 +42,9 @@ REMEDIES: dict[str, str] = {
         "Write whole rows by index_put, index_copy, scatter or npu_scatter_nd_update_, or by "
         "slices whose bounds are numbers: cache.view(-1, width)[slots] = rows."
     ),
+    "cache.not_functional": (
+        "Functionalise first: AOT autograd, or ExportedProgram.run_decompositions()."
+    ),
     "cache.slice_bounds": "Give the row numbers as an input: cache.view(-1, width)[slots] = rows.",
     "cache.part_of_row": "Write whole rows: as wide as the cache's last axis.",
     "cache.no_input": (

@@ -158,6 +158,10 @@ WALKS: dict[str, tuple[Told, Told | None]] = {
         of(changed(writes.BothByOneOperator, mode="PA_NZ")),
         entry("BothByOneOperator"),
     ),
+    "cache.not_functional": (
+        lambda: mf.explain(torch.export.export(Base(), paged_args()).module()),
+        of(Base),
+    ),
     "cache.slice_bounds": (
         one_cache(lambda kv, slots, rows: kv.view(-1, HCKV)[:16:2].copy_(rows)),
         PLAIN,

@@ -1,0 +1,61 @@
+"""What a report says of graphs that were never made functional: that comes first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import mla_fusion as mf
+from tests.catalogue import base, prologues
+
+
+class IntoTheProduct(prologues.PagedRotateHalf):
+    """As vLLM does: rotated columns go back into the product that they were taken from."""
+
+    def query(self, x: Tensor) -> Any:
+        rows = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+        self.rows = rows.view(len(x), -1, base.D + base.DR)
+        return self.rows.split([base.D, base.DR], -1)
+
+    def absorb(self, q_nope: Tensor) -> Tensor:
+        self.rows[..., base.D :].mul_(2)
+        return super().absorb(q_nope)
+
+
+class NormInPlace(prologues.PagedRotateHalf):
+    """c_q is scaled in place through a view, and read by another."""
+
+    def query(self, x: Tensor) -> Any:
+        c_q = self.q_a_layernorm(self.q_a_proj(x))
+        c_q.view(-1)[:64].neg_()
+        rows = self.q_b_proj(c_q).view(len(x), -1, base.D + base.DR)
+        return rows.split([base.D, base.DR], -1)
+
+
+@pytest.mark.parametrize("model", [IntoTheProduct, NormInPlace])
+def test_a_value_that_a_step_changes(model: type[prologues.PagedRotateHalf]) -> None:
+    with torch.no_grad():
+        gm = torch.export.export(model(), base.paged_args()).module()
+    before = str(gm.graph)
+    report = mf.fuse(gm)
+    assert not report.fused and str(gm.graph) == before
+    (rejection,) = report.rejected
+    assert rejection.code == "graph.not_functional" and " changes " in rejection.message
+
+
+def test_another_reason_stays_where_nothing_is_changed_in_place() -> None:
+    class Raw(prologues.PagedRotateHalf):
+        def query(self, x: Tensor) -> Any:
+            self.c_q = self.q_a_proj(x)
+            rows = self.q_b_proj(self.q_a_layernorm(self.c_q))
+            return rows.view(len(x), -1, base.D + base.DR).split([base.D, base.DR], -1)
+
+        def forward(self, x: Tensor, *args: Tensor) -> Any:
+            return super().forward(x, *args), self.c_q
+
+    with torch.no_grad():
+        gm = torch.export.export(Raw(), base.paged_args()).module()
+    assert [item.code for item in mf.fuse(gm).rejected] == ["reader.latent"]
