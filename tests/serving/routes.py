@@ -283,7 +283,7 @@ ROUTES = (
     ),
     Route(
         "torch.export",
-        "`mf.fuse(program.graph_module)`, then save",
+        "`program = program.run_decompositions({})`, `mf.fuse(program.graph_module)`, then save",
         "saved, loaded; " + RUNS,
         "inside",
         export,
