@@ -210,7 +210,7 @@ def _plans(
             plans.append(legal.plan)
             return None
         except Refuse as reason:
-            return legal_plans.steps.behind(reason)
+            return legal_plans.steps.behind(reason, rung.item.nodes)
         except SkipError:
             raise
         except Exception as error:  # costs this prologue alone: nothing has been changed yet

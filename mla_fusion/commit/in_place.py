@@ -93,13 +93,15 @@ class InPlaceSteps:
                 if step not in own:
                     raise _changes(step, target)
 
-    def behind(self, reason: Refuse) -> Refuse:
-        """The reason, or what comes first: that a step changes a value which the nodes at fault
-        share. A graph says of such a value only what it was before.
+    def behind(self, reason: Refuse, nodes: Iterable[Node]) -> Refuse:
+        """The reason, or what comes first: that one of the nodes at fault changes memory, or holds
+        a value that a step changes. A graph says of such a value only what it was before.
+
+        nodes  at fault where the reason names none
         """
-        for node in reason.nodes:
-            for step, target in self._on.get(memory_of(node), ()):
-                if root(target).op not in INPUTS:
+        for node in reason.nodes or nodes:
+            for step, target in self._between_reads.get(memory_of(node), ()):
+                if step is node or root(target).op not in INPUTS:
                     return _changes(step, target)
         return reason
 
