@@ -17,15 +17,20 @@ from mla_fusion.operators.known import dtype_of, value_of
 from mla_fusion.prove.counted import TOKENS, Counted
 from mla_fusion.prove.evaluate import OF_MODEL
 
+_MASKED = ("where", "masked_fill", "index_put")
+_OF_ZERO = ("eq", "ne", "gt", "le")
 _FLOORS = ("clamp", "clamp_min", "maximum")
 
 
 def assumed_of_numbers(view: View, region: Region) -> tuple[str, ...]:
-    """A line for each floor that no row is taken to come near, each cast that is taken to keep
-    every number, and each operator that is taken for what was registered."""
+    """A line for each floor that no row is taken to come near, each guard against a row of zeros,
+    each cast that is taken to keep every number, and each operator that is taken for what was
+    registered.
+    """
     own = registered.assumed(region.nodes)
     found = (
         *_floors(view, region),
+        *_zeros(view, region),
         *_narrowed(view, region),
         *_whole(region),
         *_counted(region),
@@ -47,6 +52,15 @@ def _floors(view: View, region: Region) -> Iterator[str]:
             least = next(view.ranges.of(side)[0] for side in sides if side is not held[0])
         if least is not None and least > 0 and held and view.ranges.of(held[0])[0] < least:
             yield f"no row comes near the floor of {least:g} at {node.name}"
+
+
+def _zeros(view: View, region: Region) -> Iterator[str]:
+    """What stands in place of the step of a row of zeros."""
+    for node in region.nodes:
+        for mask in node.all_input_nodes if word(node) in _MASKED else ():
+            of_zero = word(mask) in _OF_ZERO and argument(mask, "other") == 0
+            if of_zero and view.depends_on_products(mask):
+                yield f"no row is 0 throughout, which {node.name} asks"
 
 
 def _whole(region: Region) -> Iterator[str]:

@@ -372,6 +372,9 @@ def what_is_done(node: Node, inputs: list[Node]) -> Any:
     """
     operator = operator_of(node)
     if not operator.name:
+        number = tensor_held(node) if node.op == "get_attr" and is_number(node) else None
+        if number is not None:
+            return number.dtype, str(number.item())  # -0.0 is another one than 0.0
         return node.op, node.target if node.op == "get_attr" else node
     try:
         key: list[Any] = [operator]

@@ -735,6 +735,11 @@ def _index_put(call: Call) -> Value:
     indices = [_place(index) for index in call["indices"]]
     literal = all(index is None or index.ints is not None for index in indices)
     if not literal or call.masks or call["accumulate"] or _are_tokens(call, _indexed_axes(indices)):
+        (mask, *others), is_number = indices, source.re.numel() == 1
+        if mask is not None and is_number and not (others or call["accumulate"]):
+            guarded = quantising.guarded(mask, source, base)
+            if guarded is not None:
+                return guarded
         return opaque(replace(call, given={**call.given, "indices": indices}))
     return _put(base, source, _literal_places(indices))
 
@@ -1017,6 +1022,9 @@ def _chosen(call: Call, name: str, a: Any, b: Any) -> Value:
         chosen = field.integers(chosen.ints.ne(0))
         return chosen * as_num(a) + _opposite(chosen) * as_num(b)
     one, other = (_read_only(item) for item in (a, b))
+    guarded = quantising.guarded(chosen, one, other)
+    if guarded is not None:
+        return guarded
     return call.function("where", chosen, one, other) + call.function(
         "where", _opposite(chosen), other, one
     )
@@ -1032,6 +1040,21 @@ def _opposite(chosen: Num) -> Num:
     if chosen.ints is not None:
         return field.integers(1 - chosen.ints)
     return field.number(1) - chosen
+
+
+_OF_ZERO = {"eq": False, "le": False, "ne": True, "gt": True}  # of what is never negative
+
+
+@rule
+def _compare(call: Call) -> Value:
+    value, other = call.sides
+    found = _of_integers(getattr(torch, call.word), value, other)
+    if found is not None:
+        return found
+    made = pointwise(call)
+    if call.word not in _OF_ZERO or not _is_number(call["other"]) or call["other"] != 0:
+        return made
+    return made.with_past(quantising.IsZero(real(value), _OF_ZERO[call.word]))
 
 
 @rule
@@ -1494,7 +1517,6 @@ RULES |= {
     "relu": lambda call: quantising.bounded(call.real, 0, None),
     "round": lambda call: pointwise(call) if call["decimals"] else quantising.rounded(call.real),
     "where": lambda call: _chosen(call, "condition", call["self"], call["other"]),
-    "compare": lambda call: _of_integers(getattr(torch, call.word), *call.sides) or pointwise(call),
     "complex": lambda call: Complex(call.num("real"), call.num("imag")),
     "polar": lambda call: _turn(call, call.num("angle")) * call.num("abs"),
     "interleave_rope": lambda call: rotated(call.real, call.num("cos"), call.num("sin")),

@@ -50,6 +50,14 @@ class Bounded:
 
 
 @dataclass(frozen=True)
+class IsZero:
+    """Whether each element is 0; or is not, for ``not_zero``."""
+
+    value: Num
+    not_zero: bool
+
+
+@dataclass(frozen=True)
 class End:
     """The largest element of rows, times ``sign``; or the smallest, for ``of_least``."""
 
@@ -112,6 +120,22 @@ def is_floor(value: Num, least: float) -> bool:
         for _, largest in here().of_kernel
         for times in (1, STEPS)
     )
+
+
+def guarded(chosen: Num, a: Num, b: Num) -> Num | None:
+    """Of ``a`` where a condition holds, else ``b``: the largest of a row, or a step of it, that is
+    replaced where it is 0. No row is 0 throughout.
+    """
+    if not isinstance(chosen.past, IsZero):
+        return None
+    kept = a if chosen.past.not_zero else b
+    if kept.shape != chosen.shape:
+        return None
+    for _, largest in here().of_kernel:
+        steps = [largest, largest / field.number(STEPS)]
+        if all(any(_same(one, step) for step in steps) for one in (kept, chosen.past.value)):
+            return kept
+    return None
 
 
 def _bounds(value: Num) -> Iterator[int]:
