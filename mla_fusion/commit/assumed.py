@@ -12,12 +12,11 @@ from mla_fusion.fx import registered
 from mla_fusion.fx.kinds import argument, is_cast, is_view, word
 from mla_fusion.fx.program import nodes_between
 from mla_fusion.fx.view import View
-from mla_fusion.fx.walk import origin, reshapes, views_and_casts
+from mla_fusion.fx.walk import origin, reached, reshapes, views_and_casts
 from mla_fusion.operators.known import dtype_of, value_of
 from mla_fusion.prove.counted import TOKENS, Counted
 from mla_fusion.prove.evaluate import OF_MODEL
 
-_MASKED = ("where", "masked_fill", "index_put")
 _OF_ZERO = ("eq", "ne", "gt", "le")
 _FLOORS = ("clamp", "clamp_min", "maximum")
 
@@ -30,7 +29,7 @@ def assumed_of_numbers(view: View, region: Region) -> tuple[str, ...]:
     own = registered.assumed(region.nodes)
     found = (
         *_floors(view, region),
-        *_zeros(view, region),
+        *_zeros(region),
         *_narrowed(view, region),
         *_whole(region),
         *_counted(region),
@@ -54,12 +53,13 @@ def _floors(view: View, region: Region) -> Iterator[str]:
             yield f"no row comes near the floor of {least:g} at {node.name}"
 
 
-def _zeros(view: View, region: Region) -> Iterator[str]:
-    """What stands in place of the step of a row of zeros."""
+def _zeros(region: Region) -> Iterator[str]:
+    """Of a row of zeros the step is replaced: whatever asks for it is named."""
+    leaves = region.leaves
     for node in region.nodes:
-        for mask in node.all_input_nodes if word(node) in _MASKED else ():
-            of_zero = word(mask) in _OF_ZERO and argument(mask, "other") == 0
-            if of_zero and view.depends_on_products(mask):
+        if word(node) in _OF_ZERO and argument(node, "other") == 0:
+            above = reached([node], lambda step: () if step in leaves else step.all_input_nodes)
+            if any(leaves.get(step) == "x" for step in above):
                 yield f"no row is 0 throughout, which {node.name} asks"
 
 

@@ -36,6 +36,7 @@ GUARDS: dict[str, Guard] = {
     "where it is above 0": lambda m: torch.where(m > 0, m / 127, 0.5),
     "where it is no more": lambda m: torch.where(m <= 0, one(m), m) / 127,
     "masked_fill": lambda m: (m / 127).masked_fill(m == 0, 1.0),
+    "by a copy of the mask": lambda m: torch.where((m == 0).clone(), one(m), m) / 127,
     "by a mask": lambda m: filled(m / 127),
     "of the largest, by a mask": lambda m: filled(m) / 127,
 }
@@ -70,6 +71,14 @@ def test_of_rows(name: str, kind: Any) -> None:
     gm = graph_of(model_of(kind, guarded(GUARDS[name])), *paged_args())
     (fusion,) = mf.fuse(gm).fused
     assert is_listed(fusion) and fusion.attributes["weight_quant_mode"] in (1, 2)
+
+
+def test_of_x_alone() -> None:
+    model = PlainFull()
+    for name in ("q_a_proj", "kv_a_proj_with_mqa"):
+        getattr(model, name).__class__ = guarded(GUARDS["masked_fill"])
+    (fusion,) = mf.fuse(graph_of(model, *paged_args())).fused
+    assert is_listed(fusion)
 
 
 @pytest.mark.parametrize("name", one_in(1, GUARDS))
