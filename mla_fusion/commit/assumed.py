@@ -16,8 +16,8 @@ from mla_fusion.fx.walk import origin, reached, reshapes, views_and_casts
 from mla_fusion.operators.known import dtype_of, value_of
 from mla_fusion.prove.counted import TOKENS, Counted
 from mla_fusion.prove.evaluate import OF_MODEL
+from mla_fusion.prove.operators import OF_ZERO
 
-_OF_ZERO = ("eq", "ne", "gt", "le")
 _FLOORS = ("clamp", "clamp_min", "maximum")
 
 
@@ -57,7 +57,7 @@ def _zeros(region: Region) -> Iterator[str]:
     """Of a row of zeros the step is replaced: whatever asks for it is named."""
     leaves = region.leaves
     for node in region.nodes:
-        if word(node) in _OF_ZERO and argument(node, "other") == 0:
+        if word(node) in OF_ZERO and argument(node, "other") == 0:
             above = reached([node], lambda step: () if step in leaves else step.all_input_nodes)
             if any(leaves.get(step) == "x" for step in above):
                 yield f"no row is 0 throughout, which {node.name} asks"

@@ -1042,7 +1042,7 @@ def _opposite(chosen: Num) -> Num:
     return field.number(1) - chosen
 
 
-_OF_ZERO = {"eq": False, "le": False, "ne": True, "gt": True}  # of what is never negative
+OF_ZERO = {"eq": False, "le": False, "ne": True, "gt": True}  # of what is never negative
 
 
 @rule
@@ -1052,9 +1052,9 @@ def _compare(call: Call) -> Value:
     if found is not None:
         return found
     made = pointwise(call)
-    if call.word not in _OF_ZERO or not _is_number(call["other"]) or call["other"] != 0:
+    if call.word not in OF_ZERO or not _is_number(call["other"]) or call["other"] != 0:
         return made
-    return made.with_past(quantising.IsZero(real(value), _OF_ZERO[call.word]))
+    return made.with_past(quantising.IsZero(real(value), OF_ZERO[call.word]))
 
 
 @rule

@@ -116,7 +116,7 @@ def is_size(value: Num) -> bool:
 def is_floor(value: Num, least: float) -> bool:
     """Is it a floor under the largest of a row, or under a step of it, that no row comes near?"""
     return any(
-        0 < least * times <= FLOOR and _same(value * field.number(times), largest)
+        0 < least * times <= FLOOR and _is_part(value, largest, times)
         for _, largest in here().of_kernel
         for times in (1, STEPS)
     )
@@ -131,11 +131,17 @@ def guarded(chosen: Num, a: Num, b: Num) -> Num | None:
     kept = a if chosen.past.not_zero else b
     if kept.shape != chosen.shape:
         return None
-    for _, largest in here().of_kernel:
-        steps = [largest, largest / field.number(STEPS)]
-        if all(any(_same(one, step) for step in steps) for one in (kept, chosen.past.value)):
-            return kept
-    return None
+    sides = kept, chosen.past.value
+    is_guard = any(
+        all(any(_is_part(side, largest, times) for times in (1, STEPS)) for side in sides)
+        for _, largest in here().of_kernel
+    )
+    return kept if is_guard else None
+
+
+def _is_part(value: Num, largest: Num, times: int) -> bool:
+    """Is it the largest of a row, divided by so much?"""
+    return _same(value * field.number(times), largest)
 
 
 def _bounds(value: Num) -> Iterator[int]:

@@ -54,13 +54,9 @@ def test_a_fused_prologue_in_a_format_of_a5_passes():
     assert [result.through for result in outcome.results] == ["fused"] * len(outcome.results) != []
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("only", "least"),
-    [
-        pytest.param("w3*PA_BSND T8", 3, marks=pytest.mark.exhaustive),
-        pytest.param("w[345]*PA_BSND T8", 9, marks=pytest.mark.exhaustive),
-        pytest.param("w[345]", 9, marks=pytest.mark.exhaustive),
-    ],
+    ("only", "least"), [("w3*PA_BSND T8", 3), ("w[345]*PA_BSND T8", 9), ("w[345]", 9)]
 )
 def test_the_formats_of_a5_pass(only, least):
     """In a process of its own: torch_npu's meta kernels, once loaded, refuse mode 3 on the chip of
