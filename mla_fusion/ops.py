@@ -87,6 +87,8 @@ _IN_PLACE = {
     "npu_scatter_pa_kv_cache": "npu_scatter_pa_kv_cache_functional",
 }
 
+_OF_TARGETS: dict[str, Callable[..., Any]] = {}  # kernels of operators that a target brings
+
 _libraries: list[torch.library.Library] = []
 _withdrawn: list[Any] = []  # operators that graphs and callers may still hold
 
@@ -112,6 +114,11 @@ def provide() -> None:
         for name in missing:
             library.define(schema(name, namespace))
         for name in schemas:
+            if name in _OF_TARGETS:
+                _add(library, name, "CPU", _OF_TARGETS[name])
+                if name in missing:
+                    torch.library.register_fake(f"npu::{name}", _OF_TARGETS[name], lib=library)
+                continue
             kernel = name.replace(".", "_")
             _add(library, name, "CPU", _lazy("mla_fusion.reference.kernels", kernel))
             _add(library, name, "Meta", _lazy("mla_fusion.reference.shapes", kernel))
@@ -122,6 +129,16 @@ def provide() -> None:
                 _add(library, name, "CPU", _lazy("mla_fusion.reference.kernels", name))
     for packet in _withdrawn:
         compat.renew(packet)
+
+
+def add(text: str, kernel: Callable[..., Any]) -> None:
+    """An ``npu::`` operator more, by its schema and one kernel for CPU and shapes; what is there
+    already stays.
+    """
+    name = text.partition("(")[0]
+    if not defined(name):
+        _NPU[name], _OF_TARGETS[name] = text, kernel
+        provide()
 
 
 def withdraw() -> None:

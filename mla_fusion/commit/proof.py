@@ -27,6 +27,7 @@ from mla_fusion.fx.walk import reached
 from mla_fusion.operators.known import DIAGONALS, dtype_of, value_of
 from mla_fusion.plan.plan import Plan
 from mla_fusion.prove import field, kernels, operators
+from mla_fusion.prove.check import KERNELS
 from mla_fusion.prove.evaluate import POINTS, UNKNOWN, Evaluation, Unproved, is_same
 from mla_fusion.prove.field import Num, Point, Undecided
 from mla_fusion.prove.kernels import Written
@@ -175,7 +176,7 @@ class _Run:
             count += math.prod(claim.value.shape)
             claims.append(claim)
         trace = field.here().trace
-        if trace is not None:
+        if trace is not None and targets.target_of(self.plan).called in KERNELS:
             self.certificate = self._certificate(trace, builder, claims)
         return count
 
@@ -299,17 +300,17 @@ class _FieldBuilder(TensorBuilder):
             return op(*args, **kwargs)
         source = _CODES if op is torch.ops.aten.view.dtype else None
         call = operators.called(op, args, kwargs, source=source, holds=self._held.get)
-        kernel = targets.target_of(self._run.plan).operator
-        if call.word != kernel.name:
+        target = targets.target_of(self._run.plan)
+        if not target.is_called_by(op):
             return operators.run(call)
         self.kernel = call
         point = field.here()
         met = len(point.maxima)
         with field.untraced():
-            results = operators.run(call)
+            results = target.compute(call)
         if all(call[name] is None or call[name] >= _SMALL for name in ("qc_qr_scale", "kc_scale")):
             point.of_kernel += point.maxima[met:]
-        for name, value in zip(kernel.results, results, strict=True):
+        for name, value in zip(target.operator.results, results, strict=True):
             field.leaf(name, value.rows if isinstance(value, Written) else value, "result")
         return results
 

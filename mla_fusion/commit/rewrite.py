@@ -18,7 +18,7 @@ from mla_fusion.fx.kinds import has_effect, word
 from mla_fusion.fx.walk import reached
 from mla_fusion.fx.workplace import copied
 from mla_fusion.match.candidate import Candidate
-from mla_fusion.plan.plan import Plan, PrologPlan
+from mla_fusion.plan.plan import Plan
 from mla_fusion.report.rejection import Refuse
 
 _CARRIED = ("stack_trace", "nn_module_stack", "source_fn_stack", "stream_label", "original_aten")
@@ -77,7 +77,7 @@ def clean(builder: GraphBuilder, plans: Sequence[Plan]) -> None:
     reads; then lint.
     """
     graph = builder.gm.graph
-    if any(isinstance(plan, PrologPlan) and plan.kernel_heads > plan.heads for plan in plans):
+    if any(plan.heads_of_call > plan.heads for plan in plans):
         padding.carry(builder)
     if any(item.node in builder.copies for plan in plans for item in plan.candidate.projections):
         graph.eliminate_dead_code()

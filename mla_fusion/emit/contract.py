@@ -10,11 +10,11 @@ from torch.fx import Graph, Node
 
 from mla_fusion.compat import FakeTensorMode, OpOverload, schema_of
 from mla_fusion.config import Config
-from mla_fusion.emit.targets import target_of
+from mla_fusion.emit.targets import Target, target_of
 from mla_fusion.fx.build import OfTensors, Recipe, fake_mode_of, faked
 from mla_fusion.fx.held import Exact
 from mla_fusion.fx.measured import measured
-from mla_fusion.meta import ContractError, check
+from mla_fusion.meta import ContractError
 from mla_fusion.plan.plan import Plan
 from mla_fusion.report.rejection import Refuse
 
@@ -22,11 +22,11 @@ from mla_fusion.report.rejection import Refuse
 @measured
 def ask(plan: Plan, config: Config, graph: Graph) -> None:
     """Raise ``Refuse("contract:<code>")`` with the specification's own message."""
-    target, machine = target_of(plan), config.machine
-    builder = _OnPaper(graph, target.operator.name)
+    target = target_of(plan)
+    builder = _OnPaper(graph, target)
     given = builder.arguments(lambda b: target.call(b, plan))
     try:
-        check(target.operator.name, soc=machine.soc, cann=machine.cann, path="graph", **given)
+        target.examine(config.machine, given)
     except ContractError as error:
         culprit = builder.read_by(given.get(error.argument)) or plan.candidate.down.node
         detail = f"{error.argument}: expected {error.expected}, found {error.found}"
@@ -46,8 +46,8 @@ class _OnPaper(OfTensors):
     have: nothing is computed.
     """
 
-    def __init__(self, graph: Graph, operator: str) -> None:
-        self._mode, self._operator = fake_mode_of(graph) or FakeTensorMode(), operator
+    def __init__(self, graph: Graph, target: Target[Any]) -> None:
+        self._mode, self._target = fake_mode_of(graph) or FakeTensorMode(), target
         # what each value was first read from; the values are held so that no id comes twice
         self._read: dict[int, tuple[torch.Tensor, Node | None]] = {}
 
@@ -58,7 +58,7 @@ class _OnPaper(OfTensors):
                 recipe(self)
         except _Called as called:
             return called.given
-        raise AssertionError(f"no call of {self._operator}")
+        raise AssertionError(f"no call of {self._target.called}")
 
     def read_by(self, value: Any) -> Node | None:
         """The node that an argument was made of, the first of several."""
@@ -74,7 +74,7 @@ class _OnPaper(OfTensors):
         return self._made(faked(node.meta["val"], self._mode), node)
 
     def call(self, op: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if isinstance(op, OpOverload) and schema_of(op).name.endswith(f"::{self._operator}"):
+        if isinstance(op, OpOverload) and self._target.is_called_by(op):
             accepted = [one.name for one in schema_of(op).arguments if not one.is_out]
             given = dict(zip(accepted, args, strict=False)) | kwargs
             raise _Called({name: given[name] for name in accepted if name in given})

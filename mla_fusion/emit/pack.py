@@ -21,18 +21,18 @@ from mla_fusion.meta.number_formats import BLOCK, ELEMENTS
 from mla_fusion.operators.forms import order_of
 from mla_fusion.operators.known import shape_of
 from mla_fusion.plan.cache_modes import scale_shapes
-from mla_fusion.plan.plan import InPlace, Plan, PrologPlan
+from mla_fusion.plan.plan import InPlace, Plan, QueryPlan
 from mla_fusion.weights.columns import describe
 
 aten = torch.ops.aten
 # a weight as [in, out], or its scales with as many columns
 Matrix = Callable[[Builder, Projection], Any]
-Arrange = Callable[[Builder, PrologPlan, Matrix], Any]  # their columns as the kernel wants them
+Arrange = Callable[[Builder, QueryPlan, Matrix], Any]  # their columns as the kernel wants them
 FRACTAL_NZ = 29
 
 
 def weight(
-    b: Builder, plan: PrologPlan, name: str, arrange: Arrange, *projections: Projection
+    b: Builder, plan: QueryPlan, name: str, arrange: Arrange, *projections: Projection
 ) -> Any:
     def recipe(b: Builder) -> Any:
         return dense(b, arrange(b, plan, matrix), nz=True)
@@ -41,7 +41,7 @@ def weight(
 
 
 def _scale(
-    b: Builder, plan: PrologPlan, name: str, arrange: Arrange, *projections: Projection
+    b: Builder, plan: QueryPlan, name: str, arrange: Arrange, *projections: Projection
 ) -> Any:
     def recipe(b: Builder) -> Any:
         arranged = arrange(b, plan, scale_matrix)
@@ -55,7 +55,7 @@ def _scale(
     )
 
 
-def _in_blocks(plan: PrologPlan) -> bool:
+def _in_blocks(plan: QueryPlan) -> bool:
     form = plan.candidate.format
     return form is not None and form.in_blocks
 
@@ -65,7 +65,7 @@ def _as_e8m0(b: Builder, codes: Any) -> Any:
     return codes if b.dtype(codes) == dtype else b.call(aten.view.dtype, codes, dtype)
 
 
-def quantisation(b: Builder, plan: PrologPlan) -> dict[str, Any]:
+def quantisation(b: Builder, plan: QueryPlan) -> dict[str, Any]:
     """The scales of a quantised call: [1, columns] and [T, 1] in float32, or [columns, k/32] and
     [T, k/32] in e8m0.
     """
@@ -129,7 +129,7 @@ def _row(b: Builder, value: Any) -> Any:
     return value if len(shape) == 2 else b.reshape(value, (1, shape[-1]))
 
 
-def _token_scale(b: Builder, plan: PrologPlan, quantised: Quantised) -> Any:
+def _token_scale(b: Builder, plan: QueryPlan, quantised: Quantised) -> Any:
     """One row of scales a token, [T, 1] or [T, He/32], whatever the number of token axes."""
     assert quantised.token_scale is not None
     value = b.value(quantised.token_scale)
@@ -216,7 +216,7 @@ def pairs(first: Sequence[int], second: Sequence[int]) -> tuple[int, ...]:
     return tuple(column for pair in zip(first, second, strict=True) for column in pair)
 
 
-def dq(b: Builder, plan: PrologPlan, of: Matrix) -> Any:
+def dq(b: Builder, plan: QueryPlan, of: Matrix) -> Any:
     q = plan.candidate.query
     return take(b, of(b, q.down), q.norm.columns)
 
@@ -249,7 +249,7 @@ def _head_columns(
     )
 
 
-def uq_qr(b: Builder, plan: PrologPlan, of: Matrix) -> Any:
+def uq_qr(b: Builder, plan: QueryPlan, of: Matrix) -> Any:
     """Per head [D nope | Dr rope], the rope columns as interleaved pairs."""
     q = plan.candidate.query
     heads = len(q.absorb.columns)
@@ -257,13 +257,13 @@ def uq_qr(b: Builder, plan: PrologPlan, of: Matrix) -> Any:
     if q.up_nope.node is q.up_rope.node:
         matrix = of(b, q.up_nope)
         if columns.ordered and heads * columns.width == b.shape(matrix)[1]:
-            return _more_columns(b, matrix, columns.width * (plan.kernel_heads - heads))
+            return _more_columns(b, matrix, columns.width * (plan.heads_of_call - heads))
     joined = by_head(b, plan, of, columns.nope, columns.rope)
-    return _more_columns(b, joined, columns.width * (plan.kernel_heads - heads))
+    return _more_columns(b, joined, columns.width * (plan.heads_of_call - heads))
 
 
 def by_head(
-    b: Builder, plan: PrologPlan, of: Matrix, nope: tuple[int, ...], rope: tuple[int, ...]
+    b: Builder, plan: QueryPlan, of: Matrix, nope: tuple[int, ...], rope: tuple[int, ...]
 ) -> Any:
     """Columns of the query's up projections, all heads one after the other, as [nope | rope] of
     each head.
@@ -301,12 +301,12 @@ def dkv_kr(b: Builder, plan: Plan, of: Matrix) -> Any:
     return b.joined(parts, -1)
 
 
-def weight_uk(b: Builder, plan: PrologPlan) -> Any:
+def weight_uk(b: Builder, plan: QueryPlan) -> Any:
     absorb = plan.candidate.query.absorb
     if isinstance(absorb, AbsorbFact):
-        more = plan.kernel_heads - plan.heads
+        more = plan.heads_of_call - plan.heads
         return b.packed("weight_uk", lambda b: _absorbed(b, absorb, more), absorb.weights)
-    shape = (plan.kernel_heads, absorb.nope_dim, absorb.latent_dim)
+    shape = (plan.heads_of_call, absorb.nope_dim, absorb.latent_dim)
     device = plan.device
     return b.once(
         ("identity", shape),

@@ -21,7 +21,7 @@ from mla_fusion.match.finder import Finder, Found
 from mla_fusion.observe.leftovers import leftovers
 from mla_fusion.operators.known import value_of
 from mla_fusion.plan.outputs import Replacement
-from mla_fusion.plan.plan import Plan, PrologPlan
+from mla_fusion.plan.plan import Plan, QueryPlan
 from mla_fusion.report.picture import INPUTS, Arrow, Dot, Drawing, Picture
 from mla_fusion.report.text_tables import counted
 
@@ -364,7 +364,7 @@ def _operands(item: KeyHalf) -> Labels:
 
 def _arguments(plan: Plan) -> Labels:
     """Every node that the kernel reads, with the names of its arguments."""
-    whole = isinstance(plan, PrologPlan)
+    whole = isinstance(plan, QueryPlan)
     found: Labels = {plan.token_x: ("input", "token_x")} if whole else {}
     for name, cache, _ in plan.caches.held:
         _add(found, cache, "cache", name)

@@ -22,7 +22,7 @@ from mla_fusion.fx.kinds import (
 from mla_fusion.fx.sizes import has_symbols
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import INPUTS, reached
-from mla_fusion.plan.plan import Plan, PrologPlan, Staged, Structure
+from mla_fusion.plan.plan import Plan, Staged, Structure
 from mla_fusion.report.staging import Leftover
 
 _BFLOAT16 = 2  # bytes
@@ -80,8 +80,7 @@ def _re_interleaving(plan: Plan) -> Leftover:
     """Read and written once: the rows of the key, and those of each head of the query."""
     asked = plan.interleave & {item.output for item in plan.replacements}
     rope = plan.candidate.key.rope_dim
-    heads = plan.heads if isinstance(plan, PrologPlan) else 1
-    rows = sum(heads if name == "query_rope" else 1 for name in asked)
+    rows = sum(plan.heads if name == "query_rope" else 1 for name in asked)
     return Leftover(
         "re-interleaving", ("aten.transpose",) * len(asked), len(asked), 2 * rows * rope * _BFLOAT16
     )

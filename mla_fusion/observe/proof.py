@@ -12,7 +12,7 @@ from mla_fusion.facts.rope import RopeFact, Table
 from mla_fusion.fx.kinds import Kind, is_cast, kind_of
 from mla_fusion.fx.program import nodes_between
 from mla_fusion.fx.view import View
-from mla_fusion.plan.plan import InPlace, Plan, PrologPlan
+from mla_fusion.plan.plan import InPlace, Plan, QueryPlan
 from mla_fusion.prove.field import nearest
 
 
@@ -22,32 +22,33 @@ def lines(view: View, plan: Plan) -> tuple[str, ...]:
 
 
 def _lines(view: View, plan: Plan) -> Iterator[str]:
-    k, whole = plan.candidate.key, plan.candidate if isinstance(plan, PrologPlan) else None
+    whole = plan.candidate if isinstance(plan, QueryPlan) else None
+    k = plan.candidate.key if plan.caches.of_key else None
     if whole is not None:
         q = whole.query
         yield f"{_norm(q.norm)}: {_steps(q.down.node, q.norm.node)}"
-    if k.norm is not None:
+    if k is not None and k.norm is not None:
         yield f"{_norm(k.norm)}: {_steps(k.down.node, k.norm.node)}"
     if whole is not None:
         of_heads = f"{q.rope.heads} heads, {q.rope.rope_dim} columns each"
         yield f"{_rotation(q.rope)} of {of_heads}: {_steps(q.up_rope.node, q.rope.node)}"
-    if k.rope is not None:
+    if k is not None and k.rope is not None:
         steps = _steps(k.down_rope.node, k.rope.node)
         yield f"{_rotation(k.rope)} of one head, {k.rope_dim} columns: {steps}"
-    if k.operator is not None:
+    if k is not None and k.operator is not None:
         yield f"latent, key and caches: {k.operator.node.target}, by its documentation"
     if whole is not None and isinstance(q.absorb, AbsorbFact):
         ends = [part.projection.activation for part in q.absorb.by_weight]
         times = ", times one number for each token" if q.absorb.times is not None else ""
         steps = _steps(q.up_nope.node, *ends)
         yield f"W_uk: {steps}, then a product of {q.absorb.heads} heads{times}"
-    if isinstance(plan, PrologPlan) and plan.kernel_heads > plan.heads:
-        added = plan.kernel_heads - plan.heads
+    if plan.heads_of_call > plan.heads:
+        added = plan.heads_of_call - plan.heads
         yield f"heads: {plan.heads}, and {added} of zeros, whose results are cut off"
     yield f"tokens: {plan.candidate.tokens.summary() or 'all of them are probed'}"
     if not plan.cos:
         yield "tables: cos is 1 and sin is 0"
-    elif whole is not None:
+    elif k is not None and whole is not None:
         yield f"tables: {_tables(view, (*q.rope.cos, *q.rope.sin), (*k.cos, *k.sin))}"
 
 

@@ -19,7 +19,7 @@ from mla_fusion.match.indexer import beside
 from mla_fusion.match.near_miss import NearMiss
 from mla_fusion.observe import draw, proof
 from mla_fusion.observe.leftovers import leftovers, replaced
-from mla_fusion.plan.plan import InPlace, Plan, PrologPlan, Structure
+from mla_fusion.plan.plan import InPlace, Plan, PrologPlan, Staged, Structure
 from mla_fusion.report.picture import Picture
 from mla_fusion.report.rejection import Refuse, Rejection
 from mla_fusion.report.report import Figure, Fusion, Report, Shown
@@ -78,15 +78,17 @@ class Record:
                 ),
                 certificate=self._certificate(proved),
                 target=plan.target,
-                operator=target.operator.name.removesuffix("_functional"),
+                operator=target.called,
                 instead_of=self._named(above.text) if above is not None else "",
                 beside=self._beside(plan),
             )
         )
 
     def _placement(self, plan: Plan) -> str:
-        if not isinstance(plan.caches, InPlace):
+        if isinstance(plan.caches, Staged):
             return f"staged: {self._named(plan.caches.reason)}"
+        if not plan.caches.of_key:
+            return "of the query alone: the caches are left to the model"
         new = [
             cache.name
             for name, cache, _ in plan.caches.held
@@ -127,7 +129,7 @@ class Record:
         )
 
     def _staged_by(self, plan: Plan) -> tuple[StagedBy, ...]:
-        if isinstance(plan.caches, InPlace):
+        if not isinstance(plan.caches, Staged):
             return ()
         found = (
             StagedBy(one.code, self._named(one.message), REMEDIES[one.code])

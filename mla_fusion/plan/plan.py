@@ -50,6 +50,7 @@ class InPlace:
     clip_alpha: float | None = None
     trusted: tuple[Node, ...] = ()
     rows: tuple[Node, ...] = ()
+    of_key: ClassVar[bool] = True
 
     @property
     def quant_mode(self) -> int:
@@ -73,16 +74,15 @@ class InPlace:
         return (kv,) if self.kr_cache is None else (kv, ("kr_cache", self.kr_cache, self.kr_shape))
 
 
-@dataclass(frozen=True)
-class Staged:
-    """The kernel writes small buffers of new rows; the model's own cache writes stay.
+class Untouched:
+    """The model's own cache writes stay, and the call has no part in them.
 
-    obstacles   everything that stands between this and a write in place; at least one
+    of_key   does the call compute new rows?
 
     Of what is written in place there is nothing.
     """
 
-    obstacles: Obstacles
+    of_key: ClassVar[bool] = False
     held: ClassVar[tuple[tuple[str, Node, tuple[Any, ...]], ...]] = ()
     inputs: ClassVar[tuple[Node, ...]] = ()
     rows: ClassVar[tuple[Node, ...]] = ()
@@ -90,6 +90,17 @@ class Staged:
     slots: ClassVar[Slots] = Slots(None)
     copies: ClassVar[bool] = False
     quant_mode: ClassVar[int] = 0
+
+
+@dataclass(frozen=True)
+class Staged(Untouched):
+    """The kernel writes small buffers of new rows, which the model's own cache writes read.
+
+    obstacles   everything that stands between this and a write in place; at least one
+    """
+
+    obstacles: Obstacles
+    of_key: ClassVar[bool] = True
 
     @property
     def reason(self) -> str:
@@ -115,7 +126,7 @@ class Plan:
     token_x: Node
     cos: Table
     sin: Table
-    caches: InPlace | Staged
+    caches: InPlace | Untouched
     replacements: tuple[Replacement, ...]
     interleave: frozenset[str] = frozenset()
     assumptions: tuple[str, ...] = ()
@@ -160,9 +171,14 @@ class Plan:
         return False
 
     @property
-    def heads_of_call(self) -> int:
-        """N of the call; 1 where the query is none of its business."""
+    def heads(self) -> int:
+        """Of the model; 1 where the query is none of its business."""
         return 1
+
+    @property
+    def heads_of_call(self) -> int:
+        """Those of the model, or the next number that the kernel takes."""
+        return self.heads
 
     @property
     def kv_cache_quant_mode(self) -> int:
@@ -188,22 +204,14 @@ class Structure:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrologPlan(Plan):
-    """One call of ``npu_mla_prolog_v3_functional``.
+class QueryPlan(Plan):
+    """One call that computes the query.
 
-    token_x       [T, He] or [B, S, He], which the call reads; its rank decides that of every other
-                  token axis
-    kernel_heads  N of the call: the model's, or the next number that the kernel takes
-    eps_cq ...    attributes of the call
+    token_x   [T, He] or [B, S, He], which the call reads; its rank decides that of every other
+              token axis
     """
 
     candidate: Candidate
-    kernel_heads: int
-    query_norm: bool
-    eps_cq: float
-    eps_ckv: float
-    qc_qr_scale: float
-    kc_scale: float
 
     @property
     def dims(self) -> dict[str, Any]:
@@ -217,7 +225,28 @@ class PrologPlan(Plan):
             "D": q.absorb.nope_dim,
             "Dr": known["Dr"],
         }
-        return found | ({"N_padded": self.kernel_heads} if self.kernel_heads > self.heads else {})
+        padded = self.heads_of_call
+        return found | ({"N_padded": padded} if padded > self.heads else {})
+
+    @property
+    def heads(self) -> int:
+        return self.candidate.query.absorb.heads
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrologPlan(QueryPlan):
+    """One call of ``npu_mla_prolog_v3_functional``.
+
+    kernel_heads  N of the call
+    eps_cq ...    attributes of the call
+    """
+
+    kernel_heads: int
+    query_norm: bool
+    eps_cq: float
+    eps_ckv: float
+    qc_qr_scale: float
+    kc_scale: float
 
     @property
     def cache_mode(self) -> str:
@@ -228,11 +257,6 @@ class PrologPlan(Plan):
     @property
     def heads_of_call(self) -> int:
         return self.kernel_heads
-
-    @property
-    def heads(self) -> int:
-        """Of the model."""
-        return self.candidate.query.absorb.heads
 
 
 @dataclass(frozen=True, kw_only=True)

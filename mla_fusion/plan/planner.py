@@ -13,16 +13,19 @@ from torch.fx import Node
 
 from mla_fusion.config import Config
 from mla_fusion.facts import projection
+from mla_fusion.facts.absorb import AbsorbFact
 from mla_fusion.facts.obstacle import Obstacle
-from mla_fusion.facts.rope import TableRun
+from mla_fusion.facts.rmsnorm import NormFact
+from mla_fusion.facts.rope import RopeFact, TableRun
+from mla_fusion.facts.unabsorbed import UnabsorbedFact
 from mla_fusion.fx import strides
 from mla_fusion.fx.sizes import is_symbolic, same, same_shape
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import rows_and_exact_casts, upward, views_and_model_casts
-from mla_fusion.match.candidate import KeyHalf
+from mla_fusion.match.candidate import Candidate, KeyHalf
 from mla_fusion.operators.known import dtype_of, shape_of
 from mla_fusion.plan.outputs import Replacement, ValueTree
-from mla_fusion.plan.plan import InPlace, Plan, Staged
+from mla_fusion.plan.plan import InPlace, Plan, Staged, Untouched
 from mla_fusion.report.rejection import Refuse
 
 _SLOTS_ASSUMED = (
@@ -37,6 +40,8 @@ _UNCHECKED = (
 )
 
 C = TypeVar("C", bound=KeyHalf)
+_Fact = NormFact | RopeFact | AbsorbFact | UnabsorbedFact
+_Duplicates = Sequence[tuple[Node, torch.Tensor]]
 P = TypeVar("P", bound=Plan)
 
 
@@ -51,10 +56,20 @@ class Planner(ABC, Generic[C, P]):
         always = Obstacle("config.staging", "Config.staging is 'always'")
         self.stage_because = always if config.staging == "always" else None
         self.trees: dict[str, ValueTree] = {}
-        k, how = candidate.key, (candidate.shrink, candidate.tokens)
+        k = candidate.key
         if k.norm is not None and k.rope is not None:
-            self.trees["c_kv"] = ValueTree(view, k.norm.node, k.norm.codes, (), *how)
-            self.trees["k_pe"] = ValueTree(view, k.rope.node, k.rope.codes, k.rope.duplicates, *how)
+            self._follow("c_kv", k.norm)
+            self._follow("k_pe", k.rope, k.rope.duplicates)
+        if isinstance(candidate, Candidate):
+            q = candidate.query
+            of_heads = q.absorb.roots[1:] if isinstance(q.absorb, UnabsorbedFact) else ()
+            self._follow("query", q.absorb, of_heads)
+            self._follow("query_rope", q.rope, q.rope.duplicates)
+            self._follow("query_norm", q.norm)
+
+    def _follow(self, name: str, fact: _Fact, duplicates: _Duplicates = ()) -> None:
+        how = self.candidate.shrink, self.candidate.tokens
+        self.trees[name] = ValueTree(self.view, fact.node, fact.codes, duplicates, *how)
 
     @abstractmethod
     def judge(self) -> None:
@@ -167,7 +182,7 @@ class Planner(ABC, Generic[C, P]):
             for item in self.trees[name].replacements(name, shape)
         ]
 
-    def assumed(self, caches: InPlace | Staged) -> list[str]:
+    def assumed(self, caches: InPlace | Untouched) -> list[str]:
         """What is taken for granted of the slots, as text."""
         if (
             not isinstance(caches, InPlace)

@@ -9,7 +9,6 @@ from torch.fx import Node
 
 from mla_fusion.config import Config
 from mla_fusion.facts.absorb import AbsorbFact
-from mla_fusion.facts.unabsorbed import UnabsorbedFact
 from mla_fusion.fx.kinds import borrows_only, has_effect, is_getitem
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import peel
@@ -19,7 +18,6 @@ from mla_fusion.meta import limits
 from mla_fusion.plan import verdict
 from mla_fusion.plan.outputs import (
     Replacement,
-    ValueTree,
     is_live,
     keeps_nothing,
     leads_only_to,
@@ -51,12 +49,6 @@ class PrologPlanner(Planner[Candidate, PrologPlan]):
         self, view: View, config: Config, candidate: Candidate, boundary: bool = False
     ) -> None:
         super().__init__(view, config, candidate, boundary)
-        q, how = candidate.query, (candidate.shrink, candidate.tokens)
-        self.trees |= {
-            "query": ValueTree(view, q.absorb.node, q.absorb.codes, _duplicates(q.absorb), *how),
-            "query_rope": ValueTree(view, q.rope.node, q.rope.codes, q.rope.duplicates, *how),
-            "query_norm": ValueTree(view, q.norm.node, q.norm.codes, (), *how),
-        }
         self._normed: tuple[str, ...] = ("query_norm",)
         self.caches = CachesOfWhole(view, config, candidate, self.trees, boundary)
 
@@ -215,10 +207,6 @@ class PrologPlanner(Planner[Candidate, PrologPlan]):
                         raise Refuse("reader.latent", detail, (product, node, user))
                     stack.append(user)
         return list(borrowers)
-
-
-def _duplicates(absorb: AbsorbFact | UnabsorbedFact) -> tuple[tuple[Node, torch.Tensor], ...]:
-    return absorb.roots[1:] if isinstance(absorb, UnabsorbedFact) else ()
 
 
 def _heads_of_call(wanted: int, heads: int, config: Config) -> int:
