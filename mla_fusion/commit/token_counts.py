@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from mla_fusion.commit.draws import KINDS, WIDE, rounds_nothing
 from mla_fusion.commit.region import Region
-from mla_fusion.fx.kinds import argument, holds_integers, named_sizes, word
+from mla_fusion.fx.kinds import Kind, argument, holds_integers, kind_of, named_sizes, word
 from mla_fusion.fx.sizes import has_symbols, is_symbolic
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import origin, reshapes
@@ -40,24 +40,24 @@ _COUNTS = frozenset(
 
 
 def counts(view: View, plan: Plan, region: Region) -> Iterator[View]:
-    """The view at the sizes that it is bound to; where the number of tokens is symbolic, at a
-    larger one too.
+    """The view at the sizes that it is bound to; where the number of tokens is symbolic, then at
+    larger ones, of which the first that the model takes will do.
     """
     yield with_room(view, plan, region)
     symbolic = [size for size in plan.lead if is_symbolic(size)]
     if symbolic:
         most = max(_literals(region), default=0)
-        for start in (_other_sequences(view, symbolic[:-1]), view):
+        for start in (_other_sequences(view, symbolic[:-1]), view)[len(symbolic) == 1 :]:
             others = tokens_at(start, plan) // start.binding.size(symbolic[-1])
             wanted = max(-(-MANY // others), _FEWEST, most + 2)
             # where a table or a cache has few rows
             fewer = (wanted * part // 8 for part in range(7, 0, -1))
-            for least in (wanted, _rows(view, plan), *fewer):
+            rows = min(_rows(view, plan), wanted)
+            for least in (wanted, rows, *_gathered_from(region, wanted), *fewer):
                 binding = start.binding.raised(symbolic[-1], least)
                 larger = with_room(view.bound(binding), plan, region)
                 if binding is not start.binding and _fits(larger, plan, region):
                     yield larger
-                    return
 
 
 def _other_sequences(view: View, sizes: list[Any]) -> View:
@@ -78,6 +78,15 @@ def _rows(view: View, plan: Plan) -> int:
     if not isinstance(plan.caches, InPlace):
         return 1 << 31
     return math.prod(view.binding.shape(plan.caches.kv_shape[:2]))
+
+
+def _gathered_from(region: Region, most: int) -> list[int]:
+    """How many rows tables have, of which the model takes some by number: it can have no more
+    tokens. The largest first.
+    """
+    gathers = (node for node in region.nodes if kind_of(node) is Kind.GATHER)
+    sizes = (size for node in gathers for size in shape_of(node.all_input_nodes[0]))
+    return sorted({size for size in sizes if type(size) is int and size < most}, reverse=True)
 
 
 def kinds_at(view: View, plan: Plan, region: Region) -> tuple[str, ...]:
