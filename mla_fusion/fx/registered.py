@@ -30,9 +30,9 @@ from mla_fusion.compat import (
     tree_leaves,
     tree_map_only,
 )
+from mla_fusion.operators.known import is_torchs_own
 
 log = logging.getLogger("mla_fusion")
-_TORCHS_OWN = ("aten", "prims", "prim", "npu", "_operator", "c10d", "quantized")
 _KNOWN: dict[Any, Callable[..., Any]] = {}  # by overload
 _OFF = 1e-2  # of the largest number: what two kernels round otherwise is less
 _TAG = "mla_fusion_call"
@@ -66,10 +66,9 @@ def register_operator(op: Any, decomposition: Callable[..., Any] | None, *exampl
         raise TypeError(
             f"decomposition of {overload}: expected a function, got {type(decomposition).__name__}"
         )
-    namespace = overload.name().partition("::")[0]
-    if namespace in _TORCHS_OWN:
+    if is_torchs_own(overload):
         raise ValueError(
-            f"{overload} is not yours to register: {namespace} is torch's or torch_npu's"
+            f"{overload} is not yours to register: {overload.namespace} is torch's or torch_npu's"
         )
     schema = schema_of(overload)
     if any(argument.alias_info is not None for argument in (*schema.arguments, *schema.returns)):
@@ -172,13 +171,12 @@ def _code(function: Callable[..., Any]) -> str:
 
 def unknown(nodes: Iterable[Node]) -> list[str]:
     """The operators among the nodes' that somebody could register, by name."""
-    targets = dict.fromkeys(node.target for node in nodes if node.op == "call_function")
-    names = [
-        target.name()
-        for target in targets
-        if isinstance(target, OpOverload) and target not in _KNOWN
+    targets: dict[Any, None] = dict.fromkeys(
+        node.target for node in nodes if node.op == "call_function"
+    )
+    return [
+        target.name() for target in targets if not is_torchs_own(target) and target not in _KNOWN
     ]
-    return [name for name in names if name.partition("::")[0] not in _TORCHS_OWN]
 
 
 # -- in a form of the graph

@@ -11,7 +11,6 @@ from math import prod
 import torch
 from torch.fx import Node
 
-from mla_fusion.compat import OpOverload
 from mla_fusion.facts import kv_operator
 from mla_fusion.facts.dynamic_quant import quantised_behind
 from mla_fusion.facts.projection import Projection
@@ -33,7 +32,7 @@ from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import reached, users
 from mla_fusion.match import epsilon
 from mla_fusion.match.near_miss import Facts, NearMiss, behind
-from mla_fusion.operators.known import JOINERS, value_of
+from mla_fusion.operators.known import JOINERS, is_collective, is_torchs_own, value_of
 from mla_fusion.report.rejection import Refuse
 
 # Reasons that say what is absent; the step that hides it says more.
@@ -41,7 +40,6 @@ _VAGUE = frozenset(
     "q_lora.absent kv_latent.absent rope.absent absorb.absent norm.absent rope.tables_differ "
     "reader.latent".split()
 )
-_TORCHS_OWN = ("aten", "prims", "prim", "npu", "c10d", "quantized", "_c10d_functional")
 _UNUSED = "a function is registered for it and cannot be used: the log says why"
 _FARTHEST = 64  # nodes from a step to the product or the write that it leads to
 
@@ -65,9 +63,8 @@ def because_of_a_step(
             if node in quantising:
                 continue
             code = barrier.code
-            if miss.reason.code == "norm.absent" and (
-                code == "step.unknown" or _is_statistic(node, product)
-            ):
+            hides_a_norm = code == "step.unknown" or _is_statistic(node, product)
+            if miss.reason.code == "norm.absent" and hides_a_norm and not is_collective(node):
                 code = miss.reason.code  # it is no RMSNorm; what it is, the detail says
             detail = miss.reason.detail
             if code.startswith("step."):
@@ -162,13 +159,11 @@ def _rotations(view: View, products: Collection[Node]) -> Iterator[tuple[Node, s
     these products, and a result has the shape of an operand.
     """
     for node, barrier in view.barriers.items():
-        name = node.target.name() if isinstance(node.target, OpOverload) else ""
-        own = bool(name) and name.partition("::")[0] not in _TORCHS_OWN
         operands = [arg for arg in node.all_input_nodes if view.sources(arg) & {*products}]
         made = frozenset[Node]().union(*(view.sources(arg) for arg in operands))
         shapes = {_shape(found) for found in (node, *node.users)} - {""}
         if (
-            own
+            not is_torchs_own(node.target)
             and barrier.is_opaque
             and len(made & {*products}) > 1
             and shapes & set(map(_shape, operands))

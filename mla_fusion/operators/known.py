@@ -254,6 +254,24 @@ def dtype_of(node: Node) -> torch.dtype:
     return dtype
 
 
+_COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+_TORCHS_OWN = ("aten", "prims", "prim", "npu", "_operator", "quantized", *_COLLECTIVES)
+
+
+def is_collective(node: Node) -> bool:
+    """Does it exchange values with other devices?"""
+    return _namespace(node.target) in _COLLECTIVES
+
+
+def is_torchs_own(target: Any) -> bool:
+    """Is it an operator of torch's or torch_npu's, or none?"""
+    return _namespace(target) in ("", *_TORCHS_OWN)
+
+
+def _namespace(target: Any) -> str:
+    return target.namespace if isinstance(target, OpOverload) else ""
+
+
 def is_getitem(node: Node) -> bool:
     return node.target is operator.getitem
 

@@ -246,7 +246,8 @@ CODES: dict[str, tuple[str, str]] = {
     "step.unknown": (
         "The pass does not know what a step of the prologue computes.",
         "Write the step with operators of torch; or describe your operator, with "
-        "mf.register_operator.",
+        "mf.register_operator. A collective between W_dq and the absorbed query has no place in "
+        "the kernel: give each device W_dq and W_dkv whole, and share the heads out.",
     ),
     "tokens.cut": (
         "The graph projects x, and then selects some of the tokens; the kernel projects every "
