@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from mla_fusion.compat import storage_id, version_of
-from mla_fusion.modes import outside_modes
+from mla_fusion.modes import is_capturing, outside_modes
 from mla_fusion.weights import cache
 from mla_fusion.weights.cache import Entry, Packed
 from mla_fusion.weights.rounds import Rounds, Watched, warn_once
@@ -137,19 +137,27 @@ class Current:
                 return False
         changed = self._rounds.step(args) if self._rounds is not None else None
         if self._rounds is not None and changed is not None:
-            self._void(changed)
-            warn_once(changed, self._rounds.steps)
+            # of changes that torch does not count one seldom comes alone (an optimizer, a flat
+            # buffer): all are compared, for which a device must not be capturing a graph
+            waits = not is_capturing(args[changed.position].device)
+            others = [each for each in self._changed(args) if each is not changed] if waits else []
+            self._void([changed, *others])
+            warn_once([changed, *others], self._rounds.steps)
             return False
-        return not self._in_full or self._hold_the_same(args)
+        return not (self._in_full and self._changed(args))
 
-    def _void(self, changed: Watched) -> None:
-        """What was made of the tensor, in whatever graph, is to be packed again."""
+    def _void(self, changed: Sequence[Watched]) -> None:
+        """What was made of these tensors, in whatever graph, is to be packed again."""
+        positions = {each.position for each in changed}
         for packed, entry in self._uses:
-            if changed.position in packed.positions:
+            if not positions.isdisjoint(packed.positions):
                 entry.expire()
 
-    def _hold_the_same(self, args: Sequence[Any]) -> bool:
+    def _changed(self, args: Sequence[Any]) -> list[Watched]:
+        """All whose content is another one. Waits for their device."""
         with outside_modes():
-            return all(
-                each.source.is_still(args[each.position], "every call") for each in self._watched
-            )
+            return [
+                each
+                for each in self._watched
+                if not each.source.is_still(args[each.position], "every call")
+            ]

@@ -106,17 +106,18 @@ def _look(watched: Watched, number: int, tensor: Tensor) -> _Look:
     return _Look(watched, host, event)
 
 
-def warn_once(watched: Watched, calls: int) -> None:
-    """``calls``: how many may have used the old weight."""
-    if watched.name in _SAID:
+def warn_once(changed: Sequence[Watched], calls: int) -> None:
+    """``calls``: how many may have used the old weights."""
+    first = changed[0].name
+    if first in _SAID:
         return
-    _SAID.add(watched.name)
+    _SAID.update(each.name for each in changed)
+    others = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
     log.warning(
-        "%s has changed in a way that torch does not count (through .data, by a fused optimizer, "
-        "in a "
-        "flat buffer). Up to %d calls used the weight that was packed before; it is packed anew "
-        "now. "
-        "Call mla_fusion.refresh(model) after such updates.",
-        watched.name,
+        "%s%s has changed in a way that torch does not count (through .data, by a fused "
+        "optimizer, in a flat buffer). Up to %d calls used the weight that was packed before; it "
+        "is packed anew now. Call mla_fusion.refresh(model) after such updates.",
+        first,
+        others,
         calls,
     )
