@@ -30,6 +30,8 @@ from mla_fusion.prove import evaluate, field, quantising
 from mla_fusion.prove.evaluate import Evaluation
 from mla_fusion.prove.operators import real
 
+# what the largest of a row becomes; the first is the kernel's
+_MOSTS = (quantising.STEPS, 128, 126, 127.5, 255, 254, 256, 7, 8, 448, 240, 1)
 _FARTHEST = 24  # nodes from int8 values up to the rows
 # What arguments of the operators must be for the kernel's own quantisation, where a release has
 # them.
@@ -189,6 +191,38 @@ class DynamicQuantReader:
                 )
         return None
 
+    def why_not(self, values: Node, token: Node, factor: float, inverse: bool) -> str:
+        """What keeps int8 values (an operand), and the scale of their product, from being the
+        kernel's quantisation; "" of an operator's values.
+        """
+        if is_getitem(peel(values)):
+            return ""
+        base, token = peel(values), origin(token, reshapes)
+        for source, _ in self._cuts(base, token):
+            if not self._may_be_source(source, base, token):
+                continue
+            most = self._most(source, token, factor, inverse)
+            if most == quantising.STEPS:
+                return (
+                    f"{base.name} is not {source.name} over its scale, rounded to the nearest "
+                    "(half to even)"
+                )
+            if most is not None:
+                return f"{token.name} is max|row| / {most:g} of {source.name}, not / 127"
+        return f"{token.name} is not max|row| / 127 of each token"
+
+    def _most(self, source: Node, token: Node, factor: float, inverse: bool) -> float | None:
+        """What the scale makes of the largest of each row, where it is one of the usual numbers."""
+
+        def is_made(run: Evaluation, most: float) -> bool:
+            largest = quantising.largest_of(real(run.value(source)))
+            field.here().of_kernel += field.here().maxima  # under which a floor may stand
+            step = real(run.value(token))
+            step = (field.inverse(step) if inverse else step) * field.number(factor * most)
+            return evaluate.is_same(step.reshape(largest.shape), largest)
+
+        return evaluate.which(self.view, {source: "x"}, _MOSTS, is_made, self._shrink(source))
+
     def _cuts(self, values: Node, token: Node) -> Iterator[tuple[Node, list[Node]]]:
         """Nodes from which alone (and from literals) both are computed, nearest first; and the
         nodes in between.
@@ -219,14 +253,9 @@ class DynamicQuantReader:
         factor: float,
         inverse: bool,
     ) -> bool:
-        value = value_of(source)
-        if not isinstance(value, torch.Tensor) or not value.is_floating_point() or token is source:
+        if not self._may_be_source(source, values, token):
             return False
-        if dtype_of(values) != torch.int8 or not same_shape(value.shape, shape_of(values)):
-            return False
-        shape = self.view.binding.shape(value.shape)
-        longest = max(shape[:-1], default=1)
-        shrink = Shrink(longest) if prod(shape[:-1]) >= WORTHWHILE else None
+        shape, shrink = self.view.binding.shape_of(source), self._shrink(source)
         program = Program([source], inside, self.view.binding, shrink=shrink)
         places = program.slot(values), program.slot(token)
         key = shape, places, factor, inverse, program.signature
@@ -238,6 +267,16 @@ class DynamicQuantReader:
                 shrink,
             )
         return self._holds[key]
+
+    def _may_be_source(self, source: Node, values: Node, token: Node) -> bool:
+        value = value_of(source)
+        is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+        is_int8 = is_float and token is not source and dtype_of(values) == torch.int8
+        return is_int8 and same_shape(value.shape, shape_of(values))
+
+    def _shrink(self, source: Node) -> Shrink | None:
+        *lead, _ = self.view.binding.shape_of(source)
+        return Shrink(max(lead, default=1)) if prod(lead) >= WORTHWHILE else None
 
 
 def _holds(

@@ -25,7 +25,13 @@ from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import peel, reached, upward, views_and_model_casts
 from mla_fusion.match import epsilon
 from mla_fusion.match.candidate import KeyHalf, KeySide, QuerySide
-from mla_fusion.match.quantising import before_quantisation, between_norm_and, first_rows, is_rows
+from mla_fusion.match.quantising import (
+    before_quantisation,
+    between_norm_and,
+    first_rows,
+    is_rows,
+    why_otherwise,
+)
 from mla_fusion.operators.known import JOINERS, shape_of, value_of
 from mla_fusion.report.rejection import Refuse
 
@@ -278,6 +284,8 @@ class Diagnosis:
                 )
                 if norm is not None and self.view.reaches(down.node, values):
                     detail = f"{item.node.name} multiplies {values.name}, made of {norm.node.name}"
+                    why = why_otherwise(self.view, item)
+                    detail += f"; {why}" if why else ""
                     return NearMiss(Refuse("quant.dynamic", detail), (norm.node, values, item.node))
         return None
 
@@ -325,7 +333,7 @@ class Diagnosis:
                     )
                     return NearMiss(Refuse("kv_latent.absent", detail), (norm.node, rope.node))
                 if up is not None:
-                    code, why = between_norm_and(up, "static" in self._offers)
+                    code, why = between_norm_and(self.view, up, "static" in self._offers)
                     detail = (
                         f"{up.node.name} projects {up.origin.name}, not the norm {norm.node.name}"
                     )

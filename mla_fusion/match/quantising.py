@@ -7,15 +7,16 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from mla_fusion.facts.dynamic_quant import of_values, quantised_behind
+from mla_fusion.facts.dynamic_quant import DynamicQuantReader, of_values, quantised_behind
 from mla_fusion.facts.projection import Projection
 from mla_fusion.facts.static_quant import why_not
 from mla_fusion.fx.kinds import MODEL_FLOATS, is_cast, is_view, word
+from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import origin, peel
 from mla_fusion.operators.known import dtype_of, value_of
 
 
-def between_norm_and(up: Projection, static: bool) -> tuple[str, str]:
+def between_norm_and(view: View, up: Projection, static: bool) -> tuple[str, str]:
     """The code of what stands between a norm and the projection of it, and more about it;
     ``static``: one scale fixed ahead of time would do.
     """
@@ -26,7 +27,18 @@ def between_norm_and(up: Projection, static: bool) -> tuple[str, str]:
         return ("quant.not_static", why) if why else ("quant.static", "")
     known = of_values(up.activation)
     is_format = known is not None and known.format is up.quantised.format
-    return "quant.scale" if is_format else "quant.dynamic", ""
+    return ("quant.scale", "") if is_format else ("quant.dynamic", why_otherwise(view, up))
+
+
+def why_otherwise(view: View, item: Projection) -> str:
+    """What the kernel's quantisation to int8 has, and that of a projection's rows has not; "" where
+    that cannot be said.
+    """
+    read = item.quantised
+    if read is None or read.token_scale is None or read.dynamic is not None:
+        return ""
+    given = read.token_scale, read.token_factor, read.token_inverse
+    return DynamicQuantReader(view).why_not(item.activation, *given)
 
 
 _QUANTISING = frozenset("div mul round clamp".split())
