@@ -203,12 +203,9 @@ class DynamicQuantReader:
                 continue
             most = self._most(source, token, factor, inverse)
             if most == quantising.STEPS:
-                return (
-                    f"{base.name} is not {source.name} over its scale, rounded to the nearest "
-                    "(half to even)"
-                )
+                return f"{base.name} is not row / scale, rounded to the nearest (half to even)"
             if most is not None:
-                return f"{token.name} is max|row| / {most:g} of {source.name}, not / 127"
+                return f"{token.name} is max|row| / {most:g}, not max|row| / 127"
         return f"{token.name} is not max|row| / 127 of each token"
 
     def _most(self, source: Node, token: Node, factor: float, inverse: bool) -> float | None:
