@@ -48,7 +48,8 @@ class Target(Generic[P]):
 
     Of an operator that neither torch_npu nor `mla_fusion.meta` and `mla_fusion.reference` know:
 
-    kernel       computes it, of torch's operators; runs on a CPU and says the results' shapes
+    kernel       computes it, of torch's operators, on a CPU and on fake tensors; whoever makes the
+                 target defines the operator by that
     exact        its definition in the field, as those of `mla_fusion.prove.kernels`
     check        of (its arguments by name): raises ``ContractError`` for a call that it does not
                  take
