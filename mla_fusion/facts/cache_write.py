@@ -8,7 +8,7 @@ its place in the graph (staging), so it needs no recognising.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,7 +90,7 @@ class WriteFact:
 
 def paged_shape(cache: Node) -> tuple[object, object, int, object] | None:
     """[BlockNum, BlockSize, 1, width] that the cache has, or that its memory can be viewed as; None
-    if neither.
+    if neither, or if it has no rows.
 
     A cache of another rank is rows of its last axis: [.., BlockSize, width] keeps its blocks where
     the kernel takes that BlockSize (16 to 1024, in steps of 16), other rows are cut into blocks of
@@ -98,9 +98,11 @@ def paged_shape(cache: Node) -> tuple[object, object, int, object] | None:
     """
     value = cache.meta["val"]
     shape = value.shape
+    if _has_no_rows(shape):
+        return None
     if len(shape) == 4 and same(shape[2], 1):
         return shape[0], shape[1], 1, shape[3]
-    if len(shape) < 2 or not isinstance(shape[-1], int) or not value.is_contiguous():
+    if not isinstance(shape[-1], int) or not value.is_contiguous():
         return None
     if all(isinstance(size, int) for size in shape[1:]):
         count, rows = 1, math.prod(shape[:-1])
@@ -187,13 +189,17 @@ def _unproven(why: Unproven) -> Obstacle:
     return Obstacle("slots.unproven", message)
 
 
+def _has_no_rows(shape: Sequence[object]) -> bool:
+    return len(shape) < 2 or any(isinstance(size, int) and size == 0 for size in shape)
+
+
 def _no_blocks(cache: Node) -> str:
     """Why the memory of a cache cannot be viewed as [BlockNum, BlockSize, 1, width]."""
     value = cache.meta["val"]
     shape = f"{cache.name} of shape [{', '.join(map(str, value.shape))}]"
     if not all(isinstance(size, int) for size in value.shape):
         why = "nothing says that its rows, whose number is symbolic, divide into blocks of 16"
-    elif len(value.shape) < 2:
+    elif _has_no_rows(value.shape):
         why = "it has no rows"
     elif not value.is_contiguous():
         why = f"its strides are {list(value.stride())}, so that it cannot be viewed so"

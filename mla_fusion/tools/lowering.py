@@ -24,14 +24,15 @@ from mla_fusion.compile.device_graph import CaptureError, stop, trace
 from mla_fusion.compile.floats import specialise
 from mla_fusion.compile.hook import torchair_pass
 from mla_fusion.config import Config
-from mla_fusion.fx.kinds import is_getitem, op_name
+from mla_fusion.fx.kinds import op_name
+from mla_fusion.fx.walk import peel
 from mla_fusion.machine import compiling_for
 from mla_fusion.meta.prolog import CACHES, V3, V3_FUNCTIONAL
 from mla_fusion.report.report import Report
 from mla_fusion.report.store import reports
 
 _CALL = f"npu::{V3.name}"
-_CACHES = tuple(map(V3_FUNCTIONAL.results.index, CACHES))  # results that are the caches
+_CACHES = V3_FUNCTIONAL.places(*CACHES)
 
 
 class LoweringError(RuntimeError):
@@ -212,14 +213,12 @@ def _correct_placements(report: Report, lowered: Graph) -> None:
 
 
 def _copied_inputs(call: Node) -> Iterator[str]:
-    """Inputs into which a cache that the call gives out is copied."""
-    for result in call.users if op_name(call).endswith("_functional") else ():
-        if is_getitem(result) and result.args[1] in _CACHES:
-            for user in result.users:
-                target = user.args[0]
-                copies = op_name(user) == "aten::copy_" and target is not result
-                if copies and isinstance(target, Node):
-                    yield target.name
+    """Inputs of which a call that is still functional makes a cache of its own."""
+    for place in _CACHES if op_name(call).endswith("_functional") else ():
+        cache = call.args[place]
+        base = peel(cache) if isinstance(cache, Node) else None
+        if base is not None and base.op == "placeholder":
+            yield base.name
 
 
 def _targets(gm: GraphModule) -> Iterator[str]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,7 +27,7 @@ from torch.fx.node import map_arg
 
 from mla_fusion.compat import FakeTensor, holders, is_view, storage_id
 from mla_fusion.fx.held import Exact
-from mla_fusion.modes import compile_lock, is_plain, outside_modes
+from mla_fusion.modes import compile_lock, is_capturing, is_plain, outside_modes
 from mla_fusion.weights.share import Inverse, re_express
 from mla_fusion.weights.source import Source, place
 
@@ -125,11 +125,16 @@ class Entry:
     def _lies_in(self, tensor: torch.Tensor) -> bool:
         return self.packed is not None and storage_id(tensor) == storage_id(self.packed)
 
-    def fits(self, sources: Sequence[Any]) -> bool:
-        """Whether sources at the same places hold what they held."""
+    def fits(self, sources: Sequence[Any], compare: bool = False) -> bool:
+        """Whether sources at the same places hold what they held; ``compare``: their content is
+        compared too, but while a device captures a graph.
+        """
         tensors = (source for source in sources if isinstance(source, torch.Tensor))
         return self.packed is not None and all(
-            known.is_still(source, self.updates)
+            known.is_still(
+                source,
+                "every call" if compare and not is_capturing(source.device) else self.updates,
+            )
             for known, source in zip(self.sources, tensors, strict=True)
         )
 
@@ -215,15 +220,18 @@ class Packed:
     def sources(self, args: Sequence[Any]) -> list[Any]:
         return [args[position] for position in self.positions]
 
-    def of(self, sources: Sequence[Any]) -> Entry:
+    def of(self, sources: Sequence[Any], in_use: Container[Entry] | None = None) -> Entry:
         """The weight packed of these sources, made anew where there is none or they have changed.
+
+        in_use  what has been watched at every call; the content of any other source is compared
 
         Raises WeightError where what is packed would not hold the numbers that it must.
         """
         with compile_lock() if self.inverse is not None else nullcontext(), _LOCK, outside_modes():
             key = self._key(sources)
             entry = _ENTRIES.get(key)
-            if entry is None or not entry.fits(sources):
+            compare = in_use is not None and entry not in in_use
+            if entry is None or not entry.fits(sources, compare):
                 packed = self._pack(*sources)
                 if entry is None or not entry.renew(sources, packed):
                     if entry is not None:

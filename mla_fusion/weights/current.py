@@ -12,6 +12,7 @@ from operator import itemgetter
 from typing import Any
 
 from torch import Tensor
+from torch.nn import Parameter
 
 from mla_fusion.compat import storage_id, version_of
 from mla_fusion.modes import is_capturing, outside_modes
@@ -34,12 +35,17 @@ class Weights:
         self.wanted = tuple(wanted)
         self._sources = [position for item in wanted for position in item.positions]
         self._known: dict[object, Current] = {}
+        self._keys: dict[int, object] = {}  # by parameter: what it was found at
 
     def of(self, args: Sequence[Any]) -> tuple[Tensor, ...]:
         """The weights packed of these arguments, in the order in which they are wanted."""
         if not self.wanted:
             return ()
-        known = self._known.get(self._key(args))
+        key = self._key(args)
+        first = args[self._sources[0]] if self._sources else None
+        if type(first) is Parameter and self._keys.get(id(first)) != key:
+            self._move(id(first), key)
+        known = self._known.get(key)
         packed = known.packed if known is not None and known.holds(args) else None
         if packed is None:
             if not cache.are_plain([args[position] for position in self._sources]):
@@ -61,15 +67,26 @@ class Weights:
         except RuntimeError:  # a transform's wrapper has no memory
             return None
 
+    def _move(self, parameter: int, key: object) -> None:
+        """The memory that a parameter leaves is not watched any more, so what was packed of it is
+        compared should it come back (an average that is exchanged for the weights and back).
+        """
+        if parameter in self._keys:
+            self._known.pop(self._keys[parameter], None)
+        self._keys[parameter] = key
+
     def _prepare(self, args: Sequence[Any]) -> tuple[Tensor, ...] | None:
         """Pack what is not packed, or not any more."""
         cache.sweep()
         before = self._known.get(self._key(args))
         self._known = {key: known for key, known in self._known.items() if known.packed is not None}
-        uses = [(item, item.of(item.sources(args))) for item in self.wanted]
+        in_use = before.entries if before is not None else ()
+        uses = [(item, item.of(item.sources(args), in_use)) for item in self.wanted]
         for item in self.wanted:
             item.sweep()
         known = self._known[self._key(args)] = Current(uses, args, before)
+        keys = self._keys.copy().items()
+        self._keys = {parameter: key for parameter, key in keys if key in self._known}
         return known.packed
 
 
