@@ -54,17 +54,21 @@ def because_of_a_step(
     """
     if miss.reason.code == "q_lora.interrupted":
         return _mixed(facts, miss)
+    read = list(dict.fromkeys((*facts, *ups)))
+    if miss.reason.code in ("linear.hidden", *_VAGUE):
+        for node, barrier in _collectives(view, {item.node for item in read}):
+            return replace(miss, reason=Refuse(barrier.code, barrier.detail, (node,)))
     if miss.reason.code not in _VAGUE or miss.certain:
         return miss
-    read = list(dict.fromkeys((*facts, *ups)))
     quantising = {node for item in read for node in _quantising(item)}
     for product in dict.fromkeys(item.node for item in read):
         for node, barrier in _ends(view, product):
             if node in quantising:
                 continue
             code = barrier.code
-            hides_a_norm = code == "step.unknown" or _is_statistic(node, product)
-            if miss.reason.code == "norm.absent" and hides_a_norm and not is_collective(node):
+            if miss.reason.code == "norm.absent" and (
+                code == "step.unknown" or _is_statistic(node, product)
+            ):
                 code = miss.reason.code  # it is no RMSNorm; what it is, the detail says
             detail = miss.reason.detail
             if code.startswith("step."):
@@ -207,6 +211,15 @@ def _ends(view: View, product: Node) -> Iterator[tuple[Node, Barrier]]:
         read = {source for arg in node.all_input_nodes for source in view.sources(arg)}
         if read == {product} and _leads_on(view, node):
             yield node, barrier
+
+
+def _collectives(view: View, products: set[Node]) -> Iterator[tuple[Node, Barrier]]:
+    """What takes values made of these products to other devices, and leads on."""
+    for node, barrier in view.barriers.items():
+        if is_collective(node) and _leads_on(view, node):
+            read = (view.sources(arg) for arg in node.all_input_nodes)
+            if not all(map(products.isdisjoint, read)):
+                yield node, barrier
 
 
 def _is_statistic(node: Node, product: Node) -> bool:

@@ -179,7 +179,9 @@ class Diagnosis:
                 continue
             above = _above(weight, _FARTHEST)
             if len(above) < _FARTHEST and above.isdisjoint(_above(seen.x)):
-                by = f"{weight.name}, which a product of this graph makes"
+                of_products = layers <= self.view.contractions.keys()
+                how = "a product of this graph makes" if of_products else "this graph computes"
+                by = f"{weight.name}, which {how}"
                 detail = f"{product.name} multiplies {value.name} by {by}"
                 return NearMiss(Refuse("linear.hidden", detail), (product, min(layers)))
         return None
