@@ -40,7 +40,7 @@ class Config:
     enable      False leaves every graph untouched.
     verify      Compare each region with its replacement, on seeded CPU inputs:
                 "off" never, "first" once per distinct region, "all" for every fusion.
-    cann        CANN release whose limits hold: "8.2" .. "9.1", "latest", or a version as CANN
+    cann        CANN release whose limits hold: "8.2", "9.1", .., "latest", or as CANN
                 writes it ("8.3.RC1").
     soc         Chip generation whose limits hold: "A2", "A3", "A5", or a chip's name ("910B",
                 "Ascend910_93", "950PR"). "auto", the default of both, asks the NPU of this process;

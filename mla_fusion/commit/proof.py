@@ -312,7 +312,7 @@ class _FieldBuilder(TensorBuilder):
             point.of_kernel += point.maxima[met:]
         for name, value in zip(target.operator.results, results, strict=True):
             field.leaf(name, value.rows if isinstance(value, Written) else value, "result")
-        return results
+        return results if len(results) > 1 else results[0]  # as torch gives it
 
     def sizes(self, shape: Sequence[Any], of: Any = None) -> list[int]:
         sizes = self._binding.shape(shape)

@@ -284,8 +284,10 @@ def _left_over(plan: Plan) -> list[Node]:
 
 
 def _products_of_query(plan: Plan) -> frozenset[Node]:
-    """The query's up-projections: they die with the region, whatever they read."""
-    if not isinstance(plan.candidate, Candidate):
+    """The query's up-projections, where the call computes them: they die with the region, whatever
+    they read.
+    """
+    if not isinstance(plan.candidate, Candidate) or not plan.projects_up:
         return frozenset()
     q = plan.candidate.query
     return frozenset(part.node for item in (q.up_nope, q.up_rope) for part in item.by_weight)

@@ -10,7 +10,8 @@ from torch.fx import Graph, Node
 
 from mla_fusion.compat import FakeTensorMode, OpOverload, schema_of
 from mla_fusion.config import Config
-from mla_fusion.emit.targets import Target, target_of
+from mla_fusion.emit.target import Target
+from mla_fusion.emit.targets import target_of
 from mla_fusion.fx.build import OfTensors, Recipe, fake_mode_of, faked
 from mla_fusion.fx.held import Exact
 from mla_fusion.fx.measured import measured

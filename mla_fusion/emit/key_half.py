@@ -16,11 +16,13 @@ from torch.fx import Node
 
 from mla_fusion.emit import pack, rows
 from mla_fusion.emit.results import result_of
+from mla_fusion.emit.target import Target
 from mla_fusion.facts.projection import Projection
 from mla_fusion.facts.rope import Table
 from mla_fusion.fx.build import Builder
 from mla_fusion.meta.key_operator import V2_FUNCTIONAL as KERNEL
 from mla_fusion.operators.known import shape_of
+from mla_fusion.plan.key_half import KeyPlanner
 from mla_fusion.plan.plan import InPlace, KeyPlan
 
 aten = torch.ops.aten
@@ -141,3 +143,12 @@ def _scales(plan: KeyPlan) -> list[tuple[str, Any, int]]:
         ("c_kv_scale", caches.kv_scale, len(k.columns)),
     )
     return [(name, scale, width) for name, scale, width in every if scale is not None]
+
+
+TARGET = Target(
+    operator=KERNEL,
+    planner=KeyPlanner,
+    inputs=inputs,
+    call=call_kernel,
+    attributes=attributes,
+)

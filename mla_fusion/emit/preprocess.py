@@ -13,6 +13,7 @@ from torch.fx import Node
 
 from mla_fusion.emit import pack, rows, whole
 from mla_fusion.emit.results import result_of
+from mla_fusion.emit.target import Target
 from mla_fusion.facts.absorb import AbsorbFact
 from mla_fusion.facts.projection import Projection
 from mla_fusion.facts.static_quant import One, StaticQuant
@@ -20,6 +21,7 @@ from mla_fusion.fx.build import Builder
 from mla_fusion.meta.preprocess import ATB, STATIC
 from mla_fusion.operators.known import shape_of
 from mla_fusion.plan.plan import InPlace, PreprocessPlan
+from mla_fusion.plan.preprocess import PreprocessPlanner
 
 aten = torch.ops.aten
 KERNEL = replace(ATB, results=("query", "kv_cache", "query_rope", "kr_cache"))
@@ -220,3 +222,12 @@ def _bias_matrix(b: Builder, projection: Projection) -> Any:
     return b.call(
         aten.new_zeros.default, b.value(projection.weight), [1, columns], dtype=torch.int32
     )
+
+
+TARGET: Target[Any] = Target(
+    operator=KERNEL,
+    planner=PreprocessPlanner,
+    inputs=inputs,
+    call=call_kernel,
+    attributes=attributes,
+)

@@ -10,12 +10,14 @@ from torch.fx import Node
 from mla_fusion.config import Config
 from mla_fusion.emit import pack, rows
 from mla_fusion.emit.results import result_of
+from mla_fusion.emit.target import Target
 from mla_fusion.facts.absorb import AbsorbFact
 from mla_fusion.fx.build import Builder
 from mla_fusion.meta import limits
 from mla_fusion.meta.prolog import V3_FUNCTIONAL as KERNEL
 from mla_fusion.plan import cache_modes, weight_modes
 from mla_fusion.plan.plan import InPlace, PrologPlan
+from mla_fusion.plan.whole import PrologPlanner
 from mla_fusion.report.rejection import Refuse
 
 aten = torch.ops.aten
@@ -156,3 +158,13 @@ def ask(plan: PrologPlan, config: Config) -> None:
             "which is read here"
         )
         raise Refuse("contract:query_norm_flag", message, (plan.candidate.query.norm.node,))
+
+
+TARGET = Target(
+    operator=KERNEL,
+    planner=PrologPlanner,
+    inputs=inputs,
+    call=call_kernel,
+    attributes=attributes,
+    ask=ask,
+)

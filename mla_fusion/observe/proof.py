@@ -29,7 +29,7 @@ def _lines(view: View, plan: Plan) -> Iterator[str]:
         yield f"{_norm(q.norm)}: {_steps(q.down.node, q.norm.node)}"
     if k is not None and k.norm is not None:
         yield f"{_norm(k.norm)}: {_steps(k.down.node, k.norm.node)}"
-    if whole is not None:
+    if whole is not None and plan.projects_up:
         of_heads = f"{q.rope.heads} heads, {q.rope.rope_dim} columns each"
         yield f"{_rotation(q.rope)} of {of_heads}: {_steps(q.up_rope.node, q.rope.node)}"
     if k is not None and k.rope is not None:
@@ -37,7 +37,7 @@ def _lines(view: View, plan: Plan) -> Iterator[str]:
         yield f"{_rotation(k.rope)} of one head, {k.rope_dim} columns: {steps}"
     if k is not None and k.operator is not None:
         yield f"latent, key and caches: {k.operator.node.target}, by its documentation"
-    if whole is not None and isinstance(q.absorb, AbsorbFact):
+    if whole is not None and plan.projects_up and isinstance(q.absorb, AbsorbFact):
         ends = [part.projection.activation for part in q.absorb.by_weight]
         times = ", times one number for each token" if q.absorb.times is not None else ""
         steps = _steps(q.up_nope.node, *ends)
@@ -46,7 +46,8 @@ def _lines(view: View, plan: Plan) -> Iterator[str]:
         added = plan.heads_of_call - plan.heads
         yield f"heads: {plan.heads}, and {added} of zeros, whose results are cut off"
     yield f"tokens: {plan.candidate.tokens.summary() or 'all of them are probed'}"
-    if not plan.cos:
+    rotates = k is not None or plan.projects_up
+    if rotates and not plan.cos:
         yield "tables: cos is 1 and sin is 0"
     elif k is not None and whole is not None:
         yield f"tables: {_tables(view, (*q.rope.cos, *q.rope.sin), (*k.cos, *k.sin))}"

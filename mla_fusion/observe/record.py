@@ -88,7 +88,8 @@ class Record:
         if isinstance(plan.caches, Staged):
             return f"staged: {self._named(plan.caches.reason)}"
         if not plan.caches.of_key:
-            return "of the query alone: the caches are left to the model"
+            given = ", ".join(dict.fromkeys(item.output for item in plan.replacements))
+            return f"{given} alone: the caches are left to the model"
         new = [
             cache.name
             for name, cache, _ in plan.caches.held

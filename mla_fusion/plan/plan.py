@@ -133,6 +133,15 @@ class Plan:
     warnings: tuple[str, ...] = ()
     borrowers: tuple[Node, ...] = ()
 
+    def gives(self, *outputs: str) -> bool:
+        """Does the call compute one of these?"""
+        return any(item.output in outputs for item in self.replacements)
+
+    @property
+    def projects_up(self) -> bool:
+        """Does the call compute the query's up-projections?"""
+        return self.gives("query", "q_nope", "query_rope")
+
     @property
     def device(self) -> torch.device:
         """Where x is, and so the call."""

@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from mla_fusion.emit import pack, rows
 from mla_fusion.emit.results import result_of
-from mla_fusion.emit.targets import Target
+from mla_fusion.emit.target import Target
 from mla_fusion.facts.absorb import AbsorbFact
 from mla_fusion.fx.build import Builder
 from mla_fusion.match.candidate import Candidate
@@ -23,6 +23,7 @@ from mla_fusion.prove import field
 from mla_fusion.prove.field import Num
 from mla_fusion.prove.operators import Call, rms_norm, rotated
 from mla_fusion.reference import numerics
+from mla_fusion.report.rejection import Refuse
 
 OPERATOR = Operator(
     "npu_mla_query_side(Tensor token_x, Tensor weight_dq, Tensor weight_uq_qr, Tensor weight_uk, "
@@ -75,6 +76,10 @@ def check(token_x: Tensor, **others: Any) -> None:
 class QueryPlanner(Planner[Candidate, QueryPlan]):
     def judge(self) -> None:
         verdict.judge(self.view, self.candidate)
+        if self.candidate.weight_quant_mode:
+            down = self.candidate.down.node
+            detail = f"{down.name} is of a prologue with quantised weights"
+            raise Refuse("quant.mixed", detail, (down,))
 
     def plan_at(self, token_x: Node) -> QueryPlan:
         q, lead = self.candidate.query, self.lead_of(token_x)

@@ -18,7 +18,7 @@ from mla_fusion.prove.field import Num
 from mla_fusion.prove.operators import Call
 from tests.catalogue import prologues
 from tests.catalogue.base import Prologue, paged_args
-from tests.emit import query_side
+from tests.emit import query_latent, query_side
 from tests.harness import assert_as_exact, clones, compiled, refused, traced_graph
 
 NAME = query_side.OPERATOR.name
@@ -125,3 +125,23 @@ def test_its_operator_outlives_a_second_definition(install: Install) -> None:
         found = operator(*(item.to(device) for item in given))
         assert [item.shape for item in found] == [(4, 2, 64), (4, 2, 8)]
     assert all(map(torch.equal, wanted, getattr(torch.ops.npu, NAME)(*given)))
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
+def test_one_that_ends_before_the_up_projections(
+    monkeypatch: pytest.MonkeyPatch, model: type[Prologue], dynamic: bool
+) -> None:
+    monkeypatch.setitem(config.TARGETS, "latent", {"absorbed"})
+    monkeypatch.setitem(targets.TARGETS, "latent", query_latent.TARGET)
+    graph = traced_graph(model(), *MODELS[model](), dynamic=dynamic)
+    products = _calls(graph, "aten.bmm"), _calls(graph, "aten.rsqrt")
+    asked = mf.Config(targets=("latent",), strict=True, verify="all")
+    (fusion,) = mf.fuse(graph, asked).fused
+    assert set(fusion.replaced.values()) == {"query_norm"}
+    assert fusion.placement == "query_norm alone: the caches are left to the model"
+    norm, tokens, *_ = fusion.proof
+    assert norm.startswith("RMSNorm of 1536") and tokens.startswith("tokens: ")
+    after = _calls(graph, "aten.bmm"), _calls(graph, "aten.rsqrt")
+    assert _calls(graph, query_latent.OPERATOR.name) == 1
+    assert products[0] == after[0] and after[1] in (products[1] - 1, products[1])

@@ -42,7 +42,7 @@ def test_the_release_of_a_cann_version(version: str) -> None:
         ("soc", ""),
         ("soc", None),
     ]
-    + [("cann", value) for value in ("9.2", "8.1.RC1", "7.0", "unknown", "8", "8.30x", None)],
+    + [("cann", value) for value in ("99.2", "8.1.RC1", "7.0", "unknown", "8", "8.30x", None)],
 )
 def test_what_the_tables_do_not_know_is_refused(field: str, value: str) -> None:
     with pytest.raises(ValueError, match=f"Config.{field}: "):
