@@ -20,6 +20,7 @@ from mla_fusion.fx.build import GraphBuilder
 from mla_fusion.fx.kinds import is_getitem, is_writer, word
 from mla_fusion.fx.module_path import NAME, label
 from mla_fusion.fx.pool_parts import Part, Pool, Span, keeps_all, may_be_one, read_pool
+from mla_fusion.fx.sizes import same
 from mla_fusion.fx.walk import INPUTS, input_of, origin, reshapes, upward, views, written
 from mla_fusion.operators.forms import SCATTERS
 from mla_fusion.operators.known import shape_of
@@ -56,7 +57,8 @@ def no_input(node: Node) -> str:
     if whole.op not in INPUTS:
         return f"{node.name} is not a graph input seen as rows"
     maker = origin(node, views)
-    if is_writer(maker) and word(maker) not in SCATTERS:
+    is_whole = same(math.prod(shape_of(node)), math.prod(shape_of(whole)))
+    if is_writer(maker) and (is_whole or word(maker) not in SCATTERS):
         return (
             f"{node.name} is {whole.name} as {maker.name} has written it, and the kernel would "
             "write it once more"

@@ -66,7 +66,7 @@ class Record:
                 attributes=given,
                 replaced={item.node.name: item.output for item in plan.replacements},
                 assumptions=tuple(map(self._named, plan.assumptions)),
-                verified=verified,
+                verified=self._named(verified),
                 figures=figures,
                 compared=compared,
                 source=module_path.source(plan.candidate.down.node),
