@@ -42,7 +42,8 @@ class Target(Generic[P]):
 
     kernel       computes it, of torch's operators, on a CPU and on fake tensors; whoever makes the
                  target defines the operator by that
-    exact        its definition in the field, as those of `mla_fusion.prove.kernels`
+    exact        its definition in the field, as those of `mla_fusion.prove.kernels`; the second
+                 checker has none, so that its fusions have no certificate
     check        of (its arguments by name): raises ``ContractError`` for a call that it does not
                  take
     """
