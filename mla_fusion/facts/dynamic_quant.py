@@ -203,7 +203,7 @@ class DynamicQuantReader:
                 continue
             most = self._most(source, token, factor, inverse)
             if most == quantising.STEPS:
-                return f"{base.name} is not row / scale, rounded to the nearest (half to even)"
+                return f"{base.name} is not row / scale, rounded (half to even), from -128 to 127"
             if most is not None:
                 return f"{token.name} is max|row| / {most:g}, not max|row| / 127"
         return f"{token.name} is not max|row| / 127 of each token"

@@ -113,9 +113,11 @@ class Planner(ABC, Generic[C, P]):
 
     def token_choices(self, wanted: torch.dtype | None = None) -> list[Node]:
         """Forms of x that are rows of tokens, [T, He] or [B, S, He], innermost first, one of each
-        shape.
+        shape; ``wanted``: their dtype, where the call reads x that of its numbers.
         """
         down = self.candidate.down
+        if wanted is None and isinstance(self.candidate, Candidate):
+            wanted = self.candidate.dtype
         found: dict[tuple[int, ...], Node] = {}
         if down.activation_labels[-1] != down.summed[0] or down.row_labels != down.token_labels:
             return []

@@ -81,7 +81,7 @@ class PrologPlanner(Planner[Candidate, PrologPlan]):
 
     def token_choices(self, wanted: torch.dtype | None = None) -> list[Node]:
         form = self.candidate.format if self.candidate.query.down.quantised is not None else None
-        return super().token_choices(torch.bfloat16 if form is None else form.element)
+        return super().token_choices(wanted if form is None else form.element)
 
     def plan_at(self, token_x: Node) -> PrologPlan:
         q, k = self.candidate.query, self.candidate.key

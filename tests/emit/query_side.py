@@ -51,8 +51,8 @@ def kernel(
     q = numerics.matmul(c_q, weight_uq_qr).unflatten(-1, (heads, -1))
     q_nope, q_pe = q.split((nope, q.shape[-1] - nope), -1)
     query = numerics.matmul(q_nope.transpose(0, 1), weight_uk).transpose(0, 1).contiguous()
-    tables = (table.unsqueeze(1) for table in (rope_cos, rope_sin))
-    return query, numerics.interleave_rope(q_pe, *tables, activation)
+    cos, sin = rope_cos.unsqueeze(1), rope_sin.unsqueeze(1)
+    return query, numerics.interleave_rope(q_pe, cos, sin, activation)
 
 
 def exact(call: Call) -> list[Num]:
@@ -70,7 +70,7 @@ def exact(call: Call) -> list[Num]:
 
 def check(token_x: Tensor, **others: Any) -> None:
     if token_x.shape[-1] % 16:
-        raise ContractError("dims.he", "token_x", "He, a multiple of 16", token_x.shape[-1])
+        raise ContractError("dims.he", "token_x", "He, a multiple of 16", str(token_x.shape[-1]))
 
 
 class QueryPlanner(Planner[Candidate, QueryPlan]):

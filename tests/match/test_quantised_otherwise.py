@@ -47,9 +47,10 @@ OTHERWISE: dict[str, tuple[Quantise, str]] = {
     "128 steps": (_by(128), "max|row| / 128"),
     "255 steps": (_by(127.5), "max|row| / 127.5"),
     "four bits": (_by(7), "max|row| / 7"),
-    "truncated": (_rounded(lambda x: x), "rounded to the nearest (half to even)"),
-    "floor": (_rounded(torch.floor), "rounded to the nearest (half to even)"),
-    "half up": (_rounded(lambda x: (x + 0.5).floor()), "rounded to the nearest (half to even)"),
+    "truncated": (_rounded(lambda x: x), "rounded (half to even), from -128 to 127"),
+    "floor": (_rounded(torch.floor), "rounded (half to even), from -128 to 127"),
+    "half up": (_rounded(lambda x: (x + 0.5).floor()), "rounded (half to even), from -128 to 127"),
+    "within 126": (_rounded(lambda x: x.round().clamp(-126, 126)), "from -128 to 127"),
     "of all tokens": (_of_all, "is not max|row| / 127 of each token"),
     "of the root mean square": (_by_another, "is not max|row| / 127 of each token"),
 }
