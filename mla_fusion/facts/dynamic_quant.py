@@ -28,6 +28,7 @@ from mla_fusion.meta.number_formats import ELEMENTS, INT8, NumberFormat
 from mla_fusion.operators.known import dtype_of, shape_of, value_of
 from mla_fusion.prove import evaluate, field, quantising
 from mla_fusion.prove.evaluate import Evaluation
+from mla_fusion.prove.field import Num
 from mla_fusion.prove.operators import real
 
 # what the largest of a row becomes; the first is the kernel's
@@ -214,8 +215,7 @@ class DynamicQuantReader:
         def is_made(run: Evaluation, most: float) -> bool:
             largest = quantising.largest_of(real(run.value(source)))
             field.here().of_kernel += field.here().maxima  # under which a floor may stand
-            step = real(run.value(token))
-            step = (field.inverse(step) if inverse else step) * field.number(factor * most)
+            step = _step(run, token, factor, inverse) * field.number(most)
             return evaluate.is_same(step.reshape(largest.shape), largest)
 
         return evaluate.which(self.view, {source: "x"}, _MOSTS, is_made, self._shrink(source))
@@ -282,9 +282,14 @@ def _holds(
     rows, point = real(run.value(source)), field.here()
     in_bytes, step = quantising.by_row(rows)
     point.of_kernel += point.maxima  # under which a floor may stand
-    scale = real(run.value(token))
-    scale = (field.inverse(scale) if inverse else scale) * field.number(factor)
+    scale = _step(run, token, factor, inverse)
     if scale.re.numel() != step.re.numel():
         return False
     scale = scale.reshape(step.shape)
     return evaluate.is_same(run.value(values), in_bytes) and evaluate.is_same(scale, step)
+
+
+def _step(run: Evaluation, token: Node, factor: float, inverse: bool) -> Num:
+    """What the rows of a token are multiplied by behind the product."""
+    scale = real(run.value(token))
+    return (field.inverse(scale) if inverse else scale) * field.number(factor)

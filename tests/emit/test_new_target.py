@@ -14,6 +14,7 @@ from torch import Tensor
 import mla_fusion as mf
 from mla_fusion import config, ops
 from mla_fusion.emit import targets
+from mla_fusion.emit.target import Target
 from mla_fusion.prove.field import Num
 from mla_fusion.prove.operators import Call
 from tests.catalogue import projections, prologues
@@ -22,6 +23,7 @@ from tests.emit import query_latent, query_side
 from tests.harness import assert_as_exact, clones, compiled, graph_of, refused, traced_graph
 
 NAME = query_side.OPERATOR.name
+MADE_UP: dict[str, Target[Any]] = {"query": query_side.TARGET, "latent": query_latent.TARGET}
 Install = Callable[..., None]
 MODELS: dict[type[Prologue], Callable[[], tuple[Tensor, ...]]] = {
     prologues.PagedRotateHalf: paged_args,
@@ -32,11 +34,11 @@ MODELS: dict[type[Prologue], Callable[[], tuple[Tensor, ...]]] = {
 
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch) -> Install:
-    """Puts the target into the two tables, with some of its fields changed."""
+    """Puts a target into the two tables, with some of its fields changed."""
 
-    def install(**changed: Any) -> None:
-        monkeypatch.setitem(config.TARGETS, "query", {"absorbed"})
-        monkeypatch.setitem(targets.TARGETS, "query", replace(query_side.TARGET, **changed))
+    def install(name: str = "query", **changed: Any) -> None:
+        monkeypatch.setitem(config.TARGETS, name, {"absorbed"})
+        monkeypatch.setitem(targets.TARGETS, name, replace(MADE_UP[name], **changed))
 
     return install
 
@@ -135,10 +137,9 @@ def test_its_operator_outlives_a_second_definition(install: Install) -> None:
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
 def test_one_that_ends_before_the_up_projections(
-    monkeypatch: pytest.MonkeyPatch, model: type[Prologue], dynamic: bool
+    install: Install, model: type[Prologue], dynamic: bool
 ) -> None:
-    monkeypatch.setitem(config.TARGETS, "latent", {"absorbed"})
-    monkeypatch.setitem(targets.TARGETS, "latent", query_latent.TARGET)
+    install("latent")
     graph = graph_of(model(), *MODELS[model](), dynamic=dynamic)
     products = _products(graph)
     asked = mf.Config(targets=("latent",), strict=True, verify="all")
@@ -151,12 +152,10 @@ def test_one_that_ends_before_the_up_projections(
     assert _products(graph) == products - (model is not prologues.FusedQkvA)
 
 
-@pytest.mark.parametrize("name", ["query", "latent"])
-def test_x_is_given_in_the_dtype_of_the_weights(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+@pytest.mark.parametrize("name", MADE_UP)
+def test_x_is_given_in_the_dtype_of_the_weights(install: Install, name: str) -> None:
     """Where the model projects a float32 copy of it."""
-    target = {"query": query_side.TARGET, "latent": query_latent.TARGET}[name]
-    monkeypatch.setitem(config.TARGETS, name, {"absorbed"})
-    monkeypatch.setitem(targets.TARGETS, name, target)
+    install(name)
     graph = graph_of(projections.WideProducts(), *paged_args())
     asked = mf.Config(targets=(name,), strict=True, verify="all")
     assert mf.fuse(graph, asked).fused
