@@ -11,7 +11,7 @@ import subprocess
 import zlib
 from pathlib import Path
 
-SUBMISSION = 17
+SUBMISSION = 18
 SHARES = 8
 ROOT = Path(__file__).parents[1]
 
