@@ -25,7 +25,7 @@ from mla_fusion.compat import (
     in_tracing_mode,
     quiet_fakes,
 )
-from mla_fusion.compile import names
+from mla_fusion.compile import names, narrow
 from mla_fusion.compile.fakes import relocate
 from mla_fusion.compile.floats import specialise
 
@@ -59,8 +59,9 @@ def capture(
     Arguments, parameters and buffers may lie anywhere, the meta device included; nothing is
     allocated and nothing of the caller's is changed. ``dynamic`` means what it means to
     torch.compile; a dimension can also be marked with ``torch._dynamo.mark_dynamic``.
-    ``as_backend``: epsilons that are attributes of modules stay numbers under ``dynamic``, as
-    ``mf.backend`` sees to. Raises CaptureError where the function is more than one graph.
+    ``as_backend``: as ``mf.backend`` sees to, epsilons that are attributes of modules stay numbers
+    under ``dynamic``, and what vectors of the model hold is looked at. Raises CaptureError where
+    the function is more than one graph.
     """
     found: list[tuple[GraphModule, Inputs]] = []
     decompositions: dict[Any, Any] = {}
@@ -92,6 +93,8 @@ def aot_backend(
 
         def compiler(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
             name(gm)
+            if specialised:
+                narrow.mark(gm, inputs)
             on_graph(gm, list(example_inputs))
             return stop
 

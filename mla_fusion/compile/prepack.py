@@ -24,7 +24,7 @@ from mla_fusion.fx.sizes import has_symbols
 from mla_fusion.report.report import Report
 from mla_fusion.report.text_tables import size
 from mla_fusion.weights.follow import follow
-from mla_fusion.weights.prepack import is_laid_out, lay_out, pin
+from mla_fusion.weights.prepack import is_laid_out, lay_out, own, pin
 from mla_fusion.weights.share import inverse
 
 _WIDTH = 80
@@ -129,7 +129,7 @@ def prepack(model: nn.Module, *example_inputs: Any, config: Config | None = None
     is_plan = any(
         parameter.is_meta or isinstance(parameter, FakeTensor) for parameter in model.parameters()
     )
-    before, ours = _bytes(model), _Parameters(model)
+    before, ours = _bytes(model), _Held(model)
     rows = list[PrepackedWeight]()
     for weight in _with_progress(weights):
         kind, reason = _settled(weight, ours, is_plan)
@@ -182,43 +182,39 @@ def _why(report: Report) -> str:
     return "\n".join(["Looked for:", *report.absent])
 
 
-class _Parameters:
-    """A model's parameters, by name: the module that holds each, and the other names that it
-    has.
+class _Held:
+    """A model's parameters and buffers, by name: the module that holds each, and the other names
+    that it has.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._owners: dict[str, tuple[nn.Module, str]] = {}
         self._names: dict[int, list[str]] = {}
         for path, module in model.named_modules(remove_duplicate=False):
-            for own, parameter in module._parameters.items():
-                if parameter is not None:
-                    name = f"{path}.{own}" if path else own
-                    self._owners[name] = module, own
-                    self._names.setdefault(id(parameter), []).append(name)
+            for within, held in (*module._parameters.items(), *module._buffers.items()):
+                if held is not None:
+                    name = f"{path}.{within}" if path else within
+                    self._owners[name] = module, within
+                    self._names.setdefault(id(held), []).append(name)
 
     def owner(self, name: str, like: Tensor | None = None) -> tuple[nn.Module, str] | None:
-        """Of a parameter of this name, and of the shape and dtype of another where one is given."""
+        """Of what has this name, and the shape and dtype of another where one is given."""
         found = self._owners.get(name)
-        if like is None:
+        if like is None or found is None:
             return found
-        parameter = found[0]._parameters[found[1]] if found is not None else None
-        same = parameter is not None and (parameter.shape, parameter.dtype) == (
-            like.shape,
-            like.dtype,
-        )
+        held = own(*found)
+        same = held is not None and (held.shape, held.dtype) == (like.shape, like.dtype)
         return found if same else None
 
     def why_left(self, name: str, owner: tuple[nn.Module, str] | None) -> str:
         """Why a parameter is not to be moved, as far as the model tells."""
-        if owner is None:
+        if owner is None or owner[1] not in owner[0]._parameters:
             return "it is not a parameter of a module of this model"
-        parameter = owner[0]._parameters[owner[1]]
-        tied = [other for other in self._names[id(parameter)] if other != name]
+        tied = [other for other in self._names[id(own(*owner))] if other != name]
         return f"it is tied to {', '.join(tied)}" if tied else ""
 
 
-def _settled(weight: PackedWeight, ours: _Parameters, is_plan: bool) -> tuple[str, str]:
+def _settled(weight: PackedWeight, ours: _Held, is_plan: bool) -> tuple[str, str]:
     """The kind of a row, and the reason; a view without one is a parameter that was moved."""
     made, parameter = weight.packed, weight.parameter
     if parameter is None:

@@ -309,11 +309,12 @@ def renew(
     many.
 
     Each is packed into the memory that it has. ``others`` gives tensors that may have a part in
-    them besides; a copy of which that is not all is left to the next call.
+    them besides; a copy of which that is not all is left to the next call. So is one that cannot
+    hold the new numbers: the first WeightError is raised once all others are packed.
     """
     by_place = {place(tensor): tensor for tensor in tensors}
     by_storage = {storage_id(tensor): tensor for tensor in by_place.values()}
-    count, has_others = 0, False
+    count, has_others, failed = 0, False, list[WeightError]()
     with _LOCK, outside_modes():
         for (*_, places), entry in list(_ENTRIES.items()):
             concerned = any(source.storage in by_storage for source in entry.sources)
@@ -323,12 +324,18 @@ def renew(
                 has_others = True
                 by_place = {**{place(tensor): tensor for tensor in others()}, **by_place}
             sources = [_placed(each, by_place, by_storage) for each in places]
-            if all(source is not None for source in sources) and entry.renew(
-                sources, entry.pack(*sources)
-            ):
+            packed = None
+            try:
+                if all(source is not None for source in sources):
+                    packed = entry.pack(*sources)
+            except WeightError as error:
+                failed.append(error)
+            if packed is not None and entry.renew(sources, packed):
                 count += 1
             else:
                 entry.expire()
+    if failed:
+        raise failed[0]
     return count
 
 

@@ -9,7 +9,7 @@ fused or not, and PEFT's ``merge`` and ``unmerge``.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from threading import Lock
 from typing import Any
@@ -34,24 +34,25 @@ _LOCK = Lock()
 def refresh(model: nn.Module) -> int:
     """Lay out anew, now, what has changed in ways that torch does not count, and say how many.
 
-    model  whose parameters have changed
+    model  whose parameters or buffers have changed
 
-    Parameters that :func:`mla_fusion.prepack` has laid out and that have been given other memory
-    (``parameter.data = other``, ``load_state_dict(assign=True)``) get back the memory that they
-    had, with the new values: compiled and captured graphs that hold its address stay right. Packed
+    Those that :func:`mla_fusion.prepack` has laid out, or that copies are packed of, and that have
+    been given other memory (``parameter.data = other``, ``load_state_dict(assign=True)``) get back
+    the memory that they had, with the new values: compiled and captured graphs that hold its
+    address stay right. Where that memory is in use elsewhere a warning says so instead. Packed
     copies made of the model's parameters and buffers are packed again, in place too. To be called
     after ``parameter.data.add_(..)``, steps of fused optimizers and updates of flat buffers under
     ``Config(updates="counted")``, and before a captured graph is replayed.
 
     Raises TypeError for anything but a module, WeightError where a packed weight cannot hold the
-    new numbers.
+    new numbers: the others are packed by then, and that one raises at the next call too.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"refresh takes the module whose parameters have changed, got a {type(model).__name__}"
         )
     moved = sum(prepack.put_back(module) for module in model.modules())
-    return moved + cache.renew(plain([*model.parameters(), *model.buffers()]))
+    return moved + cache.renew(plain(_held(model)))
 
 
 def release(parameters: Iterable[Tensor] | nn.Module) -> int:
@@ -63,7 +64,7 @@ def release(parameters: Iterable[Tensor] | nn.Module) -> int:
     ``Config(weights="shared")``) get contiguous memory of their own again. To be called before
     weights are loaded into a model that has run on an NPU.
     """
-    given = list(parameters.parameters() if isinstance(parameters, nn.Module) else parameters)
+    given = _held(parameters) if isinstance(parameters, nn.Module) else list(parameters)
     if isinstance(parameters, nn.Module):
         _unfollow(parameters)
     return len(cache.drop([*plain(given)]) | prepack.give_back(given))
@@ -109,7 +110,7 @@ def _let_go() -> None:
 
 def _after_loading(module: nn.Module, incompatible: Any) -> None:
     """Of a state dict, whose tensors may have been assigned."""
-    _refresh([module], module._parameters.values())
+    _refresh([module])
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -126,19 +127,24 @@ def _refreshing(method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
     def call(self: Any, *args: Any, **options: Any) -> Any:
         found = method(self, *args, **options)
-        _refresh(self.modules(), self.parameters())
+        _refresh([*self.modules()])
         return found
 
     return call
 
 
-def _refresh(modules: Iterable[nn.Module], parameters: Iterable[Tensor | None]) -> None:
+def _refresh(modules: Sequence[nn.Module], changed: Iterable[Tensor] = ()) -> None:
+    """What was made of the ``changed`` tensors, and of those that the modules themselves hold."""
     for module in modules:
         prepack.put_back(module)
-    changed = plain(parameter for parameter in parameters if parameter is not None)
-    cache.renew(
-        changed, lambda: plain(each for model in list(_MODELS) for each in model.parameters())
-    )
+    own = (each for module in modules for each in _held(module, recurse=False))
+    every = (each for model in list(_MODELS) for each in _held(model))
+    cache.renew(plain([*changed, *own]), lambda: plain(every))
+
+
+def _held(module: nn.Module, recurse: bool = True) -> list[Tensor]:
+    """Parameters and buffers."""
+    return [*module.parameters(recurse), *module.buffers(recurse)]
 
 
 def _tuners(model: nn.Module) -> set[type]:

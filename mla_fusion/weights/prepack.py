@@ -1,6 +1,7 @@
-"""Parameters that are laid out as the kernel reads them ahead of time, and stay so.
+"""Parameters that are laid out as the kernel reads them ahead of time, and stay so; and those, and
+buffers, that packed copies are made of, which stay where they are.
 
-The packed weight is the parameter's memory: everybody else reads it by other strides, and an update
+A packed weight is its parameter's memory: everybody else reads it by other strides, and an update
 of one is an update of the other. What is laid out is known by the module that holds the parameter,
 and goes with it. A copy of a module has parameters of its own with the same strides; they are not
 known here.
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from mla_fusion.compat import holders, is_view, storage_id
+from mla_fusion.compat import holders, storage_id
 from mla_fusion.fx.kinds import word
 from mla_fusion.modes import compile_lock, is_plain, outside_modes
 from mla_fusion.weights import cache
@@ -32,13 +33,18 @@ _OTHER_FORM = (
     "%s of a %s has another shape, dtype or device than when it was laid out, or is gone: call "
     "mla_fusion.prepack again"
 )
+_IN_USE = (
+    "%s of a %s has been given other memory, and somebody else uses what it had (a tied parameter, "
+    "a flat buffer, a kept tensor): graphs that were captured before read the old numbers, capture "
+    "them again"
+)
 
 
 class _Laid(NamedTuple):
     """A parameter's packed weight; ``program`` makes one of a contiguous tensor.
 
-    Without a program it is the parameter's own memory: copies are packed of it, which are to stay
-    where they are.
+    Without a program it is the memory of the parameter, or buffer, itself: copies are packed of it,
+    which are to stay where they are.
     """
 
     packed: Tensor
@@ -74,30 +80,28 @@ _MODULES: WeakKeyDictionary[nn.Module, dict[str, _Laid]] = WeakKeyDictionary()
 """What is laid out of each module's own parameters, by name."""
 
 
+def own(module: nn.Module, name: str) -> Tensor | None:
+    """A module's own parameter, or buffer."""
+    parameter: Tensor | None = module._parameters.get(name)
+    return module._buffers.get(name) if parameter is None else parameter
+
+
 def is_laid_out(module: nn.Module, name: str) -> bool:
     """Whether :func:`lay_out` has done this parameter, and it has stayed where it was put."""
     known = _MODULES.get(module)
     laid = known.get(name) if known is not None else None
-    return laid is not None and laid.program is not None and laid.has(module._parameters.get(name))
+    return laid is not None and laid.program is not None and laid.has(own(module, name))
 
 
 def pin(module: nn.Module, name: str) -> None:
-    """Let :func:`put_back` bring a parameter back into the memory that it has now, if nothing else
-    was laid out.
+    """Let :func:`put_back` bring a parameter or a buffer back into the memory that it has now, if
+    nothing else was laid out.
     """
-    parameter = module._parameters.get(name)
-    known = _MODULES.get(module, {})
-    if (
-        parameter is None
-        or name in known
-        or not parameter.is_contiguous()
-        or not is_plain(parameter)
-    ):
+    held, known = own(module, name), _MODULES.get(module, {})
+    if held is None or name in known or not is_plain(held):
         return
-    if is_view(parameter) or parameter.untyped_storage().nbytes() != parameter.nbytes:
-        return  # a part of other memory, whose owner decides what goes there
-    own = Inverse(tuple(range(parameter.dim())), tuple(parameter.shape))
-    _MODULES.setdefault(module, known)[name] = _Laid(parameter.data, own, None)
+    as_it_lies = Inverse(tuple(range(held.dim())), tuple(held.shape))
+    _MODULES.setdefault(module, known)[name] = _Laid(held.data, as_it_lies, None)
 
 
 def lay_out(module: nn.Module, name: str, program: GraphModule, inverse: Inverse) -> str:
@@ -128,12 +132,12 @@ def give_back(parameters: Iterable[Tensor]) -> set[int]:
     with compile_lock(), outside_modes():
         for module, known in list(_MODULES.items()):
             for name, laid in list(known.items()):
-                parameter = module._parameters.get(name)
-                if id(parameter) in wanted:
+                held = own(module, name)
+                if id(held) in wanted:
                     if laid.program is not None:
                         left.add(storage_id(laid.packed))
-                        if parameter is not None and laid.has(parameter):
-                            parameter.data = laid.inverse.apart(laid.packed)
+                        if held is not None and laid.has(held):
+                            held.data = laid.inverse.apart(laid.packed)
                     _forget(module, name)
     return left
 
@@ -146,24 +150,28 @@ def _forget(module: nn.Module, name: str) -> None:
 
 
 def put_back(module: nn.Module) -> int:
-    """Bring a module's own parameters back into the packed weights that they were views of; how
-    many.
+    """Bring a module's own parameters, and buffers, back into the memory that they had when they
+    were laid out; how many.
     """
     known, count = _MODULES.get(module), 0
     if known is None:
         return 0
     with compile_lock(), outside_modes():
         for name, laid in list(known.items()):
-            parameter = module._parameters.get(name)
-            if laid.has(parameter):
+            held = own(module, name)
+            if laid.has(held):
                 continue
-            if parameter is None or not laid.takes(parameter) or laid.is_somebodys:
-                if laid.program is not None:
-                    log.warning(_OTHER_FORM, name, type(module).__name__)
+            fits = held is not None and laid.takes(held)
+            if held is None or not fits or laid.is_somebodys:
+                if fits or laid.program is not None:
+                    log.warning(_IN_USE if fits else _OTHER_FORM, name, type(module).__name__)
                 _forget(module, name)
                 continue
-            values = parameter.data.contiguous()
+            values = held.data.contiguous()
             laid.packed.copy_(values if laid.program is None else laid.program(values))
-            parameter.data = laid.inverse(laid.packed)
+            if isinstance(held, nn.Parameter):
+                held.data = laid.inverse(laid.packed)
+            else:  # the tensor may be the caller's, of a state dict that was assigned
+                module._buffers[name] = laid.inverse(laid.packed)
             count += 1
     return count

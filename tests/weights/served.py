@@ -31,9 +31,14 @@ class Served:
     """
 
     def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, updates: str = "counted", prepacked: bool = True
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        updates: str = "counted",
+        prepacked: bool = True,
+        model: nn.Module | None = None,
     ) -> None:
-        self.model, self.args = prologues.Neox(), self.arguments()
+        self.model = prologues.Neox() if model is None else model
+        self.args = self.arguments()
         if prepacked:
             mf.prepack(self.model, *self.args)
         self.run = torch.compile(
