@@ -58,4 +58,4 @@ def lend(b: Builder, plan: Plan, borrower: Node) -> Any:
     fill = argument(borrower, "fill_value")
     number = [b.value(fill) if isinstance(fill, Node) else fill] if new is aten.new_full else []
     x = b.value(plan.candidate.down.origin)
-    return b.call(new.default, x, b.sizes(value.shape), *number, dtype=value.dtype)
+    return b.call(new.default, x, b.sizes(value.shape, of=x), *number, dtype=value.dtype)

@@ -345,9 +345,20 @@ class GraphBuilder(Builder):
                 node = self.copies.get(node)
             held = node if node is not None and self._defined(node) else self._asked(of, size)
             out.append(-1 if held is None else held)
-        if out.count(-1) > 1:
-            raise LookupError(f"the graph holds no node for the sizes of {list(shape)}")
+        if out.count(-1) > 1:  # in a graph of torch.export no step may have asked for them
+            sizes = zip(out, shape, strict=True)
+            out = [self._of_input(size) if held == -1 else held for held, size in sizes]
         return out
+
+    def _of_input(self, size: torch.SymInt) -> Node:
+        """An input is asked for the size."""
+        for given in self.source.find_nodes(op="placeholder"):
+            value = value_of(given)
+            if isinstance(value, torch.Tensor) and any(same(one, size) for one in value.shape):
+                held = self._asked(self.copies.get(given), size)
+                if held is not None:
+                    return held
+        raise LookupError(f"no node of the graph, and no input, has the size {size}")
 
     def _asked(self, of: Node | None, size: torch.SymInt) -> Node | None:
         held = () if of is None else shape_of(of)

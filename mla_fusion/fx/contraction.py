@@ -8,7 +8,7 @@ npu_transpose_batchmatmul(x, w, perm_x1=[1,0,2], perm_y=[1,0,2])     tnd,ndc->tn
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 
@@ -16,7 +16,8 @@ import torch
 from torch.fx import Node
 
 from mla_fusion.fx.kinds import argument
-from mla_fusion.fx.walk import codes_of, origin, row_reshapes
+from mla_fusion.fx.sizes import same, same_shape
+from mla_fusion.fx.walk import codes_of, expands, origin, reshapes, row_reshapes
 from mla_fusion.meta import number_formats
 from mla_fusion.meta.number_formats import INT8, NumberFormat
 from mla_fusion.operators.forms import join_of
@@ -71,7 +72,36 @@ class Contraction:
 def read(node: Node) -> Contraction | None:
     """The node as a contraction of two tensors, or None where it is not one."""
     reader = rule_of(node, "einsum", RULES)
-    return reader(node) if reader else None
+    made = reader(node) if reader else None
+    return _unrepeated(made) if made is not None and len(made.right_labels) > 2 else made
+
+
+def _unrepeated(made: Contraction) -> Contraction:
+    """Without the axes along which the right operand is one matrix repeated. So torch multiplies
+    an x that is not contiguous by the weight of a linear layer.
+    """
+    repeated = origin(made.right, _same_axes)
+    matrix = expands(repeated)
+    if matrix is None:
+        return made
+    wide, narrow = shape_of(repeated), shape_of(matrix)
+    new = len(wide) - len(narrow)
+    along = [
+        label
+        for axis, label in enumerate(made.right_labels)
+        if axis < new or not same(narrow[axis - new], wide[axis])
+    ]
+    if not {*along} <= {*made.left_labels}:
+        return made  # nothing else has that axis
+    fresh = count(_ONES)
+    kept = [next(fresh) if label in along else label for label in made.right_labels[new:]]
+    return replace(made, right=matrix, right_labels=tuple(kept))
+
+
+def _same_axes(node: Node) -> Node | None:
+    """Reshapes to the very shape that was."""
+    above = reshapes(node)
+    return above if above is not None and same_shape(shape_of(above), shape_of(node)) else None
 
 
 def join(node: Node, known: Mapping[Node, Contraction]) -> Contraction | None:
@@ -99,6 +129,7 @@ def join(node: Node, known: Mapping[Node, Contraction]) -> Contraction | None:
     )
 
 
+_ONES = 1000  # labels of axes of length one
 _TOKENS = 10_000  # labels that no operand has: the token axes may be other ones than the products'
 
 
@@ -169,7 +200,7 @@ def _matmul(node: Node) -> Contraction | None:
         return None
     assert isinstance(a, Node) and isinstance(b, Node)
     shape_a, shape_b = shape_of(a), shape_of(b)
-    fresh = count(1000)
+    fresh = count(_ONES)
     batch = max(rank_a, rank_b) - 2
     la, lb, lo = [], [], []
     for axis in range(batch):
@@ -196,14 +227,33 @@ def _einsum(node: Node) -> Contraction | None:
         or len(operands) != 2
     ):
         return None
+    terms = einsum_terms(equation, [_rank(operand) for operand in operands])
+    made = None if terms is None else _make(node, operands[0], operands[1], *terms)
+    if made is None:
+        return None
+    sizes = dict(zip(made.left_labels, shape_of(made.left), strict=True))
+    sides = zip(made.right_labels, shape_of(made.right), strict=True)
+    # an axis of length one is spread over the other operand's
+    return made if all(same(size, sizes.get(label, size)) for label, size in sides) else None
+
+
+def einsum_terms(equation: str, ranks: Sequence[int]) -> list[Labels] | None:
+    """The labels of both operands and of the result; axes of an ellipsis are counted from the last.
+
+    None where an operand names an axis twice, or the equation does not say what the result is.
+    """
     inputs, arrow, out = equation.replace(" ", "").partition("->")
-    if not arrow or "." in equation or inputs.count(",") != 1:
+    named = [*inputs.split(","), out]
+    if not arrow or len(named) != 3:
         return None
-    left, right = inputs.split(",")
-    if any(len(set(term)) != len(term) for term in (left, right, out)):
-        return None
-    labels = [tuple(ord(letter) for letter in term) for term in (left, right, out)]
-    return _make(node, operands[0], operands[1], *labels)
+    halves = [term.partition("...") for term in named]
+    unnamed = [rank - len(term.replace(".", "")) for term, rank in zip(named, ranks, strict=False)]
+    unnamed.append(max(unnamed))
+    terms = [
+        (*map(ord, before), *(range(-more, 0) if dots else ()), *map(ord, after))
+        for (before, dots, after), more in zip(halves, unnamed, strict=True)
+    ]
+    return None if any(len({*term}) < len(term) for term in terms) else terms
 
 
 def _transposed(node: Node) -> Contraction | None:

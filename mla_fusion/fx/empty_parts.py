@@ -1,5 +1,7 @@
 """Steps that are one of their operands: ``cat((rotated, q[..., 64:]))`` where the slice keeps
-nothing is ``rotated``, ``slots[:]`` is ``slots``, and what is assigned to all is all.
+nothing is ``rotated``, ``slots[:]`` is ``slots``, and what is assigned to all is all. And what
+torch.export states before each cast, the dtype of a tensor: nobody reads it, it is true of the
+graph, and torch would keep all that it is about.
 
 A slice of width 0 reads no element, so it is no reader of what the kernel replaces. AOT leaves out
 slices of the whole only where the size is static.
@@ -11,10 +13,10 @@ import torch
 from torch.fx import Graph, Node
 
 from mla_fusion.fx import in_place
-from mla_fusion.fx.kinds import argument, word
+from mla_fusion.fx.kinds import argument, has_effect, operator_of, word
 from mla_fusion.fx.sizes import same_shape
 from mla_fusion.operators.forms import join_of
-from mla_fusion.operators.known import may_alias, value_of
+from mla_fusion.operators.known import STATEMENTS, may_alias, value_of
 
 _SLICES = {"slice": 0, "slice_scatter": 1}  # which argument it may be
 _STEPS = frozenset((*_SLICES, "cat"))
@@ -28,29 +30,34 @@ def drop(graph: Graph) -> None:
     """Let the readers of such a step read that operand, and erase what nobody reads any more."""
     for node in _droppable(graph):
         part = _only_part(node)
-        assert part is not None
         unread = [arg for arg in node.all_input_nodes if arg is not part]
-        node.replace_all_uses_with(part)
+        if part is not None:
+            node.replace_all_uses_with(part)
         graph.erase_node(node)
         while unread:
             empty = unread.pop()
-            if not empty.users and empty.op == "call_function":
+            if not empty.users and empty.op == "call_function" and not _stays(empty):
                 unread += empty.all_input_nodes
                 graph.erase_node(empty)
 
 
+def _stays(node: Node) -> bool:
+    """Even if nobody reads it."""
+    return has_effect(node) or operator_of(node).random
+
+
 def _droppable(graph: Graph) -> list[Node]:
     """Such steps, but for copies of memory of which one side is written in place."""
-    parts = {
-        node: part
-        for node in graph.nodes
-        if node.op == "call_function" and (part := _only_part(node)) is not None
-    }
+    calls = [node for node in graph.nodes if node.op == "call_function"]
+    parts = {node: part for node in calls if (part := _only_part(node)) is not None}
     written = in_place.written(graph) if parts else set()
     return [
-        node
-        for node, part in parts.items()
-        if may_alias(node.target) or written.isdisjoint(map(in_place.memory_of, (node, part)))
+        *(node for node in calls if word(node) in STATEMENTS),
+        *(
+            node
+            for node, part in parts.items()
+            if may_alias(node.target) or written.isdisjoint(map(in_place.memory_of, (node, part)))
+        ),
     ]
 
 

@@ -74,6 +74,7 @@ class Form(Enum):
     # by itself, whose weights are packed, scaled or convolved with: never element-wise
     LAYER = "layer"
     DROPOUT = "dropout"  # random only with a probability, and in training
+    STATED = "stated"  # gives nothing: a tensor has the dtype, and the device, that was traced
     OTHER = "-"
 
 
@@ -104,6 +105,7 @@ def _row(line: str) -> Row:
 # names | class | form | rules
 _ROWS = """
 reshape                    | movement | resize      | field:reshaped probe:keep_shape
+_assert_tensor_metadata    | -        | stated      |
 _reshape_alias             | movement | resize      | field:reshaped probe:keep_shape
 _unsafe_view               | movement | resize      | field:reshaped probe:keep_shape
 view                       | movement | resize      | field:reshaped probe:keep_shape

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from mla_fusion.compat import OpOverload, overload_name, schema_of
+from mla_fusion.fx.contraction import Labels, einsum_terms
 from mla_fusion.fx.kinds import is_float
 from mla_fusion.meta import number_formats
 from mla_fusion.meta.number_formats import E8M0_NUMBER, HIFLOAT8, NumberFormat
@@ -1245,31 +1246,32 @@ def _addmm(call: Call) -> Value:
 
 @rule
 def _einsum_of(call: Call) -> Value:
-    """Two operands; a letter that one of them alone has, the result has too."""
-    equation = call["equation"].replace(" ", "")
-    operands = list(map(as_num, call["tensors"]))
-    if "->" not in equation or "." in equation or len(operands) != 2:
+    """Two operands; an axis that one of them alone has, the result has too."""
+    equation, operands = call["equation"], list(map(as_num, call["tensors"]))
+    terms = einsum_terms(equation, [len(operand.shape) for operand in operands])
+    if terms is None or len(operands) != 2:
         raise Undecided(f"einsum {equation}")
-    (left, right), (inputs, out) = operands, equation.split("->")
-    a, b = inputs.split(",")
-    shared = [letter for letter in a if letter in b]
-    batch = [letter for letter in shared if letter in out]
-    summed = [letter for letter in shared if letter not in out]
-    rows, columns = ([letter for letter in side if letter not in shared] for side in (a, b))
+    (left, right), (a, b, out) = operands, terms
+    shared = [label for label in a if label in b]
+    batch = [label for label in shared if label in out]
+    summed = [label for label in shared if label not in out]
+    rows, columns = ([label for label in side if label not in shared] for side in (a, b))
     made = [*batch, *rows, *columns]
-    if not {*rows, *columns} <= {*out} or len({*a}) < len(a) or len({*b}) < len(b):
+    sizes = dict(zip(a, left.shape, strict=True))
+    spread = any(size != sizes.get(label, size) for label, size in zip(b, right.shape, strict=True))
+    if spread or {*made} != {*out}:
         raise Undecided(f"einsum {equation}")
-    sizes = dict(zip(a, left.shape, strict=True)) | dict(zip(b, right.shape, strict=True))
+    sizes |= dict(zip(b, right.shape, strict=True))
 
-    def arranged(value: Num, labels: str, *groups: list[str]) -> Num:
-        order = [labels.index(letter) for group in (batch, *groups) for letter in group]
-        shape = [sizes[letter] for letter in batch]
-        shape += [prod(sizes[letter] for letter in group) for group in groups]
+    def arranged(value: Num, labels: Labels, *groups: list[int]) -> Num:
+        order = [labels.index(label) for group in (batch, *groups) for label in group]
+        shape = [sizes[label] for label in batch]
+        shape += [prod(sizes[label] for label in group) for group in groups]
         return value.moved(lambda part: part.permute(order).reshape(shape))
 
     found = arranged(left, a, rows, summed) @ arranged(right, b, summed, columns)
-    order = [made.index(letter) for letter in out]
-    return found.reshape([sizes[letter] for letter in made]).permute(order)
+    order = [made.index(label) for label in out]
+    return found.reshape([sizes[label] for label in made]).permute(order)
 
 
 @rule

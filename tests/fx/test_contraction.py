@@ -23,6 +23,9 @@ PRODUCTS: dict[str, tuple[Product, tuple[tuple[int, ...], ...]]] = {
     "matmul of sequences": (torch.matmul, ((B, T, K), (K, C))),
     "matmul of heads": (torch.matmul, ((B, T, K), (B, K, C))),
     "linear": (F.linear, ((T, K), (C, K))),
+    # torch repeats the weight for each row of x
+    "linear of strided x": (lambda x, w: F.linear(x.transpose(0, 1), w), ((T, B, K), (C, K))),
+    "repeated weight": (lambda x, w: torch.bmm(x, w.expand(B, K, C)), ((B, T, K), (K, C))),
     "addmm": (lambda x, w, b: torch.addmm(b, x, w), ((T, K), (K, C), (C,))),
     "baddbmm": (lambda x, w, b: torch.baddbmm(b, x, w), ((B, T, K), (B, K, C), (B, 1, C))),
     "weight first": (lambda w, x: w @ x, ((C, K), (K, T))),
@@ -102,3 +105,25 @@ def test_a_weight_in_chunks_is_one_product() -> None:
 )
 def test_what_is_no_weight_in_chunks(fn: Product) -> None:
     assert joined(fn, (3, 3), (3, 3), (3, 3)) is None
+
+
+@pytest.mark.parametrize(
+    "equation",
+    ["...k,kc->...c", "b...k,kc->...bc", "...nk,nkc->...nc", "k...,...->k...", "tk,kc->tc"],
+)
+def test_terms_of_an_equation_are_those_of_torch(equation: str) -> None:
+    sizes = {"b": 2, "t": 3, "k": 4, "c": 5, "n": 2, "x": 6, "y": 2}
+    left, right = (
+        torch.randn([sizes[letter] for letter in term.replace("...", "xy")])
+        for term in equation.partition("->")[0].split(",")
+    )
+    terms = contraction.einsum_terms(equation, [left.dim(), right.dim()])
+    assert terms is not None
+    numbers = {label: number for number, label in enumerate(sorted({*terms[0], *terms[1]}))}
+    a, b, out = ([numbers[label] for label in term] for term in terms)
+    assert torch.equal(torch.einsum(left, a, right, b, out), torch.einsum(equation, left, right))
+
+
+@pytest.mark.parametrize("equation", ["tk,kc", "tk->tk", "tt,tc->tc", "tk,kc,cb->tb"])
+def test_equations_that_are_not_read(equation: str) -> None:
+    assert contraction.einsum_terms(equation, [2, 2]) is None

@@ -1,0 +1,95 @@
+"""Graphs as torch.export makes them: dtypes stated before each cast, products not taken apart,
+sizes that no step asks for.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+import mla_fusion as mf
+from mla_fusion.fx.kinds import word
+from tests.catalogue.base import DR, HCKV, Base, Prologue, attend, paged_args, rotated
+from tests.catalogue.int8 import Full
+from tests.catalogue.int8_caches import PackedRows, PlainCache, int8_cache_args, packed_args
+from tests.catalogue.int8_plain import PlainFull, PlainPartial
+from tests.catalogue.layouts import sequence_args
+from tests.harness import assert_as_exact, clones, flat
+
+# steps of a prologue: what stays of them is computed twice
+_STEPS = frozenset(("rsqrt", "linear", "_int_mm", "npu_quant_matmul", "_assert_tensor_metadata"))
+
+Args = tuple[Tensor, ...]
+
+
+def exported(model: Prologue, args: Args, **options: object) -> GraphModule:
+    program = torch.export.export(model, args, strict=False, **options)  # type: ignore[arg-type]
+    module = program.run_decompositions({}).module()
+    assert isinstance(module, GraphModule)
+    return module
+
+
+def check(model: Prologue, gm: GraphModule, args: Args) -> None:
+    given = clones(args)
+    with torch.no_grad():
+        found = [*flat(gm(*given)), *given]
+    assert_as_exact(model, args, found)
+
+
+@pytest.mark.parametrize(
+    "model, args",
+    [
+        (Base, paged_args),
+        (Full, paged_args),
+        (PlainPartial, paged_args),
+        (PlainFull, paged_args),
+        (PlainCache, int8_cache_args),
+        (PackedRows, packed_args),
+    ],
+)
+def test_nothing_is_computed_twice(model: type[Prologue], args: object) -> None:
+    assert callable(args)
+    gm = exported(model(), args())
+    assert any(word(node) == "_assert_tensor_metadata" for node in gm.graph.nodes)
+    report = mf.fuse(gm)
+    assert [item.placement for item in report.fused] == ["in place"], str(report)
+    assert not [node for node in gm.graph.nodes if word(node) in _STEPS]
+
+
+class OfSequences(Prologue):
+    """[B, S, He]; W_uk by an equation with an ellipsis."""
+
+    equation = "...nd,ndc->...nc"
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
+    ) -> Tensor:
+        q_nope, q_pe = self.query(x)
+        c_kv, k_pe = self.latent(x)
+        query = torch.einsum(self.equation, q_nope, self.w_uk())
+        q_pe = rotated(q_pe, cos.unsqueeze(-2), sin.unsqueeze(-2))
+        kv_cache.view(-1, HCKV)[slots] = c_kv
+        kr_cache.view(-1, DR)[slots] = rotated(k_pe, cos, sin)
+        return attend(query, q_pe, kv_cache.view(-1, HCKV), kr_cache.view(-1, DR))
+
+
+def test_an_equation_with_an_ellipsis() -> None:
+    model, args = OfSequences(), sequence_args()
+    gm = exported(model, args)
+    report = mf.fuse(gm)
+    assert [item.placement for item in report.fused] == ["in place"], str(report)
+    check(model, gm, args)
+
+
+def test_sizes_that_no_step_asks_for() -> None:
+    model, args = OfSequences(), sequence_args(4, 3)
+    auto = {0: torch.export.Dim.AUTO, 1: torch.export.Dim.AUTO}
+    gm = exported(model, args, dynamic_shapes=(auto, auto, auto, {}, {}, auto))
+    report = mf.fuse(gm)
+    assert len(report.fused) == 1 and not report.rejected, str(report)
+    assert not [node for node in gm.graph.nodes if word(node) in _STEPS]
+    for lead in ((4, 3), (5, 2), (2, 7)):
+        other = sequence_args(*lead)
+        check(model, gm, other)
