@@ -15,8 +15,8 @@ from functools import cached_property
 from torch.fx import Node
 
 from mla_fusion.commit.region import Region
-from mla_fusion.fx.in_place import changed, memory_of, root
-from mla_fusion.fx.kinds import operator_of, word
+from mla_fusion.fx.in_place import changed, is_closing, memory_of, root
+from mla_fusion.fx.kinds import operator_of
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import INPUTS, input_of, upward, views_and_writes
 from mla_fusion.plan.plan import Plan
@@ -55,20 +55,20 @@ class InPlaceSteps:
         """Is it a ``copy_`` into an input, after which nothing but such copies and the output
         stands to read it?
         """
-        if not _is_closing(step) or not all(root(node).op in INPUTS for node in changed(step)):
+        if not is_closing(step) or not all(root(node).op in INPUTS for node in changed(step)):
             return False
         later = self._view.nodes[self._view.position[step] + 1 : self._closing]
         return not any(
             memory_of(node) == memory or memory in map(memory_of, node.all_input_nodes)
             for node in later
-            if not _is_closing(node)
+            if not is_closing(node)
         )
 
     @cached_property
     def _closing(self) -> int:
         """Where the copies and the output begin behind which nothing else stands."""
         nodes = self._view.nodes
-        others = (at for at in reversed(range(len(nodes))) if not _is_closing(nodes[at]))
+        others = (at for at in reversed(range(len(nodes))) if not is_closing(nodes[at]))
         return next(others, -1) + 1
 
     def judge(self, plan: Plan, region: Region, point: Node, ahead: Iterable[Node]) -> None:
@@ -121,7 +121,3 @@ def _own_writes(plan: Plan) -> set[Node]:
             if (target := input_of(step)) is not None and root(target) in plan.caches.inputs
         }
     return found
-
-
-def _is_closing(node: Node) -> bool:
-    return word(node) == "copy_" or node.op == "output"

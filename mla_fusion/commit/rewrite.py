@@ -14,6 +14,7 @@ from mla_fusion.commit import padding
 from mla_fusion.emit import results, targets
 from mla_fusion.fx import memory, strides
 from mla_fusion.fx.build import GraphBuilder
+from mla_fusion.fx.in_place import is_closing, memory_of
 from mla_fusion.fx.kinds import has_effect, word
 from mla_fusion.fx.walk import reached
 from mla_fusion.fx.workplace import copied
@@ -40,7 +41,7 @@ def prove(plan: Plan) -> tuple[Node, set[Node]]:
             f"{plan.candidate.down.node.name} and what follows it",
             plan.candidate.nodes,
         )
-    point = min(readers)
+    point = _ahead_of_copies(min(readers), plan)
     replaced = {replacement.node for replacement in plan.replacements}
     seen: set[Node] = set()
     stack = [node for node in targets.target_of(plan).inputs(plan) if not node < point]
@@ -55,6 +56,19 @@ def prove(plan: Plan) -> tuple[Node, set[Node]]:
         seen.add(node)
         stack.extend(node.all_input_nodes)
     return point, seen
+
+
+def _ahead_of_copies(reader: Node, plan: Plan) -> Node:
+    """The copies into inputs that end a functional graph stand in the order of the inputs, not in
+    that of the model: the first of those in front of the reader that leave the caches alone.
+    """
+    caches = set(map(memory_of, plan.caches.inputs))
+    first = reader
+    while is_closing(first) and word(first.prev) == "copy_":
+        if not caches.isdisjoint(map(memory_of, first.prev.all_input_nodes)):
+            break
+        first = first.prev
+    return first
 
 
 def write(
