@@ -169,9 +169,16 @@ def put_back(module: nn.Module) -> int:
                 continue
             values = held.data.contiguous()
             laid.packed.copy_(values if laid.program is None else laid.program(values))
-            if isinstance(held, nn.Parameter):
-                held.data = laid.inverse(laid.packed)
-            else:  # the tensor may be the caller's, of a state dict that was assigned
-                module._buffers[name] = laid.inverse(laid.packed)
+            _give(module, name, held, laid.inverse(laid.packed))
             count += 1
     return count
+
+
+def _give(module: nn.Module, name: str, held: Tensor, memory: Tensor) -> None:
+    """Let what a module holds lie in this memory."""
+    if not isinstance(held, nn.Parameter):  # it may be the caller's, of a state that was assigned
+        module._buffers[name] = memory
+    elif held.is_inference():  # it would stay one, which torch counts no changes of
+        module._parameters[name] = nn.Parameter(memory, held.requires_grad)
+    else:
+        held.data = memory

@@ -126,3 +126,11 @@ def test_a_weight_that_cannot_be_packed_keeps_no_other_old(
     weight = served.weight("q_a_layernorm")
     weight.data.copy_(weight.data.to(torch.bfloat16))
     served.assert_right()
+
+
+def test_a_state_that_is_assigned_under_inference_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    served = Served(monkeypatch)
+    with torch.inference_mode():
+        served.model.load_state_dict(fresh_state(served.model), assign=True)
+    assert not served.weight("q_b_proj").is_inference()
+    served.assert_replay_right()
