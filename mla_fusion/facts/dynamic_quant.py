@@ -207,7 +207,7 @@ class DynamicQuantReader:
                 return f"{base.name} is not row / scale, rounded (half to even), from -128 to 127"
             if most is not None:
                 return f"{token.name} is max|row| / {most:g}, not max|row| / 127"
-        return f"{token.name} is not max|row| / 127 of each token"
+        return f"{token.name} cannot be shown to be max|row| / 127 of each token"
 
     def _most(self, source: Node, token: Node, factor: float, inverse: bool) -> float | None:
         """What the scale makes of the largest of each row, where it is one of the usual numbers."""

@@ -271,10 +271,7 @@ class Diagnosis:
         """A normed latent that reaches a linear layer quantised, but not by the kernel's
         quantisation.
         """
-        for item in self.projections:
-            values = quantised_behind(item.activation) if item.is_flat else None
-            if values is None:
-                continue
+        for item, values in self._unread.values():
             for down, cone in seen.facts.items():
                 norm = next(
                     (
@@ -642,9 +639,9 @@ class Diagnosis:
             is_some = self._is_part(item.activation) or word(item.origin) in JOINERS
             if item.is_flat or not item.batch or not is_some:
                 continue
-            ups = self._layers(item.activation)
+            ups = self._of_layers(item.activation)
             latent = self._read_by(ups[0]) if ups else None
-            downs = self._layers(latent) if latent is not None else []
+            downs = self._of_layers(latent) if latent is not None else []
             x = self._read_by(downs[0]) if downs else latent
             layers = next(
                 (layers for layers in (ups, downs) if layers and self._is_hidden(layers)), None
@@ -654,6 +651,11 @@ class Diagnosis:
         return found
 
     def _hide(self, layers: list[Node]) -> NearMiss:
+        if len(layers) == 1 and layers[0] in self._unread:
+            item, held = self._unread[layers[0]]
+            code, why = between_norm_and(self.view, item, "static" in self._offers)
+            detail = f"{item.node.name} multiplies {held.name}, made of {before_quantisation(held)}"
+            return NearMiss(Refuse(code, f"{detail}; {why}" if why else detail), (item.node, held))
         names = " and ".join(f"{layer.name} ({layer.target})" for layer in layers)
         how = "is not known"
         if len(layers) > 1:
@@ -669,6 +671,8 @@ class Diagnosis:
         """
         if len(layers) > 1:  # a step that picks by values, a clamp say, hides a norm or itself
             return all(node in self.view.contractions or node in self._unknown for node in layers)
+        if layers[0] in self._unread:
+            return True
         width = shape_of(self._unknown[layers[0]])[-1] if layers[0] in self._unknown else None
         return width is not None and not same(shape_of(layers[0])[-1], width)
 
@@ -686,7 +690,21 @@ class Diagnosis:
 
     @cached_property
     def _origins(self) -> dict[Node, Node]:
-        return {item.node: item.origin for item in self.projections if item.is_flat}
+        unread = {layer: before_quantisation(held) for layer, (_, held) in self._unread.items()}
+        return {item.node: item.origin for item in self.projections if item.is_flat} | unread
+
+    @cached_property
+    def _unread(self) -> dict[Node, tuple[Projection, Node]]:
+        """Layers of bytes, and these, whose quantisation is not read: it hides what they are
+        layers of.
+        """
+        return {
+            item.node: (item, held)
+            for item in self.projections
+            if item.is_flat
+            and (item.quantised is None or item.quantised.dynamic is None)
+            and (held := quantised_behind(item.activation)) is not None
+        }
 
     @cached_property
     def _readers(self) -> Counter[int]:
@@ -705,6 +723,11 @@ class Diagnosis:
         """What the node is made of, in graph order, but for random numbers."""
         sources = self.view.sources(node)
         return sorted(source for source in sources if kind_of(source) is not Kind.RANDOM)
+
+    def _of_layers(self, node: Node) -> list[Node]:
+        """The same without the scales of what a layer has quantised."""
+        layers = self._layers(node)
+        return [layer for layer in layers if layer in self._unread] or layers
 
     def _is_part(self, node: Node) -> bool:
         """Is the node some columns of what was computed?"""

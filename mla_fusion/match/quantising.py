@@ -20,8 +20,12 @@ def between_norm_and(view: View, up: Projection, static: bool) -> tuple[str, str
     """The code of what stands between a norm and the projection of it, and more about it;
     ``static``: one scale fixed ahead of time would do.
     """
-    if up.quantised is None or up.quantised.dynamic is not None:  # before it was quantised
+    if up.quantised is not None and up.quantised.dynamic is not None:  # before it was quantised
         return "q_lora.interrupted", ""
+    if quantised_behind(up.activation) is None:  # it is brought to scale before the product
+        return "q_lora.interrupted", ""
+    if up.quantised is None:
+        return "quant.dynamic", why_otherwise(view, up)
     if up.quantised.token_scale is None:
         why = why_not(quantised_behind(up.activation)) if static else ""
         return ("quant.not_static", why) if why else ("quant.static", "")
@@ -31,11 +35,15 @@ def between_norm_and(view: View, up: Projection, static: bool) -> tuple[str, str
 
 
 def why_otherwise(view: View, item: Projection) -> str:
-    """What the kernel's quantisation to int8 has, and that of a projection's rows has not; "" where
-    that cannot be said.
+    """What the kernel's quantisation has, and that of a projection's rows has not; "" where that
+    cannot be said.
     """
-    read = item.quantised
-    if read is None or read.token_scale is None or read.dynamic is not None:
+    read, held = item.quantised, quantised_behind(item.activation)
+    if held is not None and dtype_of(held) != torch.int8:
+        return "of quantisation by plain operators int8 alone is read"
+    if read is None:
+        return "no scale of each column, and of each row, is found behind the product"
+    if read.token_scale is None or read.dynamic is not None:
         return ""
     given = read.token_scale, read.token_factor, read.token_inverse
     return DynamicQuantReader(view).why_not(item.activation, *given)

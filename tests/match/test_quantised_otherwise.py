@@ -51,8 +51,8 @@ OTHERWISE: dict[str, tuple[Quantise, str]] = {
     "floor": (_rounded(torch.floor), "rounded (half to even), from -128 to 127"),
     "half up": (_rounded(lambda x: (x + 0.5).floor()), "rounded (half to even), from -128 to 127"),
     "within 126": (_rounded(lambda x: x.round().clamp(-126, 126)), "from -128 to 127"),
-    "of all tokens": (_of_all, "is not max|row| / 127 of each token"),
-    "of the root mean square": (_by_another, "is not max|row| / 127 of each token"),
+    "of all tokens": (_of_all, "cannot be shown to be max|row| / 127 of each token"),
+    "of the root mean square": (_by_another, "cannot be shown to be max|row| / 127 of each token"),
 }
 
 
