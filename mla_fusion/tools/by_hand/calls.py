@@ -148,6 +148,7 @@ class Watch(TorchDispatchMode):
         self.calls: list[Call] = []
         self.refused: Exception | None = None  # what an audited operator raised
         self.held: Tensors = {}  # what the run can write, by name
+        self.bound: Tensors = {}  # the same behind the run: it may have bound names anew
         self._change, self._repairs, self._line = change, repairs, line
         # kept alive, so that no other tensor has its id
         self._cast: dict[int, tuple[Tensor, str]] = {}

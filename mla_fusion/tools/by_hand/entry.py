@@ -74,7 +74,7 @@ def audit(
     fused, reference = _callable(fused), None if reference is None else _callable(reference)
     names = memory.paired(fused, reference)
     watch = _watched(fused, inputs, names)
-    calls, places = watch.calls, memory.places(watch.held)
+    calls, places = watch.calls, memory.places(watch.held) | memory.places(watch.bound)
     if not calls and reference is not None:
         return exact.compare(fused, reference, inputs)
     if not calls:

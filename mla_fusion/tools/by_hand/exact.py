@@ -267,15 +267,19 @@ def _states(both: Sequence[Exported]) -> dict[Node, str]:
 
 def _results(of: Exported, inputs: Inputs) -> Tensors:
     """What its graph gives. Raises Undecided where the function itself gives otherwise: what it
-    does when it is traced, or when it is called again, is something else then.
+    does when it is traced, or when it is called again, is something else then. So it is where a
+    module is left with another tensor for an attribute, of which the graph says nothing.
     """
     target, given = of.target, memory.copied(inputs)
     try:
-        with memory.kept(target), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        stays = memory.kept(target, may_rebind=False)
+        with stays, torch.no_grad(), torch.random.fork_rng(devices=[]):
             outputs = memory.tensors_in(target(*given))
             held = target.named_buffers() if isinstance(target, nn.Module) else ()
             run = {f"buffer {name}": value.clone() for name, value in held}
         exported = _OnTensors(of, inputs).results()
+    except Undecided:
+        raise
     except Exception as error:
         raise _other(of, f"result ({_first_line(error)})") from error
     run |= {f"input {place}": leaf for place, leaf in enumerate(tree_leaves(given))}

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mla_fusion.compat import tree_leaves, tree_map_only
+from mla_fusion.prove.field import Undecided
 
 Inputs = Sequence[Any]  # what a function is called with
 Tensors = dict[str, Tensor]  # by name
@@ -90,9 +91,45 @@ def restored(tensors: Iterable[Tensor]) -> Iterator[None]:
                     value.copy_(before)
 
 
-def kept(target: object) -> contextlib.AbstractContextManager[None]:
-    """What a module holds is as before afterwards."""
-    return restored(held_by(target).values())
+@contextlib.contextmanager
+def kept(target: object, may_rebind: bool = True) -> Iterator[None]:
+    """What a module holds is as before afterwards: the same tensors under the same names, with the
+    same content.
+
+    Raises Undecided, at the end, where another tensor had one of their names, unless it
+    ``may_rebind`` them.
+    """
+    before, containers = held_by(target), [(each, copy.copy(each)) for each in _containers(target)]
+    rebound = list[str]()
+    with restored(before.values()):
+        try:
+            yield
+        finally:
+            after = held_by(target)
+            names = before.keys() | after.keys()
+            rebound += sorted(name for name in names if before.get(name) is not after.get(name))
+            for container, contents in containers:
+                if isinstance(container, dict):
+                    container.clear()
+                    container.update(contents)
+                else:
+                    container[:] = contents
+    if rebound and not may_rebind:
+        raise Undecided(f"{', '.join(rebound)} is another tensor after a run")
+
+
+def _containers(target: object) -> Iterator[Any]:
+    """What holds the attributes of a module and of those inside, its buffers, and the lists and
+    dicts among them.
+    """
+    for module in target.modules() if isinstance(target, nn.Module) else ():
+        yield from (vars(module), module._buffers)
+        inside = [value for name, value in vars(module).items() if not name.startswith("_")]
+        while inside:
+            value = inside.pop()
+            if isinstance(value, (list, dict)):
+                yield value
+                inside += value.values() if isinstance(value, dict) else value
 
 
 def paired(fused: object, reference: object) -> dict[str, str]:

@@ -44,7 +44,8 @@ def values_of(
     with memory.kept(target):
         leaves = enumerate(tree_leaves(run(target, given, watch)))
         outputs = {f"output {at}": leaf for at, leaf in leaves if isinstance(leaf, Tensor)}
-        return Values(_copies(outputs | watch.held), before)
+        watch.bound = memory.reachable(given, target, names or {})
+        return Values(_copies(outputs | watch.held | watch.bound), before)
 
 
 def _copies(held: Tensors) -> Tensors:
