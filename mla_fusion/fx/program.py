@@ -42,7 +42,15 @@ from mla_fusion.fx.probe_calls import (
 )
 from mla_fusion.fx.shrink import Shrink
 from mla_fusion.fx.sizes import Binding, is_size, is_symbolic
-from mla_fusion.operators.known import SELECTIONS, SIZED, dtype_of, rule_of, shape_of, value_of
+from mla_fusion.operators.known import (
+    ELEMENTWISE_SCALING,
+    SELECTIONS,
+    SIZED,
+    dtype_of,
+    rule_of,
+    shape_of,
+    value_of,
+)
 
 
 @dataclass(frozen=True)
@@ -339,13 +347,20 @@ def _freeze(template: Template) -> Any:
 
 
 def literals(nodes: Iterable[Node]) -> list[float]:
-    """The floats that the nodes hold, and those that fill their results."""
+    """The floats that the nodes hold, the integers by which they multiply or divide, and what fills
+    their results.
+    """
     held = [
         value
         for node in nodes
-        for value in (*_floats(node.args), *_floats(node.kwargs), filled_with(node))
+        for value in (*_floats(node.args), *_floats(node.kwargs), *_times(node), filled_with(node))
     ]
     return [value for value in held if isinstance(value, float)]
+
+
+def _times(node: Node) -> list[float]:
+    is_scaling = word(node) in ELEMENTWISE_SCALING
+    return [float(arg) for arg in node.args if type(arg) is int] if is_scaling else []
 
 
 def nodes_between(sources: Iterable[Node], sink: Node) -> list[Node]:

@@ -125,6 +125,7 @@ class Diagnosis:
             up, rope = rotated[0]
             heads = {rope.heads for _, rope in rotated}
             detail = f"{rope.heads} heads rotated at {rope.node.name}, none absorbed"
+            detail += self._in_front_of_absorbed(ups)
             # its line is where W_uk is missing
             absent = Refuse("absorb.absent", detail, (up.node, rope.node))
             unequal = self.scaled_before(ups, heads) or self._shared(ups, rope)
@@ -139,6 +140,15 @@ class Diagnosis:
         # its line is where the rotation is missing
         reason = Refuse("rope.absent", detail, (up.node, absorb.node))
         return NearMiss(reason, (norm.node, absorb.node))
+
+    def _in_front_of_absorbed(self, ups: list[Projection]) -> str:
+        """The product head by head of what steps make of the projections' results."""
+        for up in ups:
+            for node in reached([up.node], self._behind):
+                for item in self.on_operand.get(node, ()):
+                    if item.batch and not item.is_flat:
+                        return f"; {item.node.name} multiplies {peel(node).name}, not q_nope"
+        return ""
 
     # -- the questions
 
@@ -332,18 +342,23 @@ class Diagnosis:
                     )
                     return NearMiss(Refuse("kv_latent.absent", detail), (norm.node, rope.node))
                 if up is not None:
-                    code, why = between_norm_and(self.view, up, "static" in self._offers)
-                    detail = (
-                        f"{up.node.name} projects {up.origin.name}, not the norm {norm.node.name}"
-                    )
-                    barrier = self.view.barriers.get(up.origin)
-                    why = why or (barrier.detail if barrier is not None else "")
-                    detail += f"; {why}" if why else ""
-                    return NearMiss(Refuse(code, detail), (up.origin, norm.node, up.node))
+                    return self._not_the_norm(up, norm)
             up = self._rotated_after(down.node, facts)
             if up is not None:
                 return _projected_as_it_is(up, down)
         return None
+
+    def _not_the_norm(self, up: Projection, norm: NormFact) -> NearMiss:
+        """A projection of what steps make of a norm."""
+        code, why = between_norm_and(self.view, up, "static" in self._offers)
+        nodes, barriers = (up.origin, norm.node, up.node), self.view.barriers
+        for step in self.view.sources(up.origin) & barriers.keys():
+            if barriers[step].code == "step.random":
+                return NearMiss(Refuse("step.random", barriers[step].detail), (step, *nodes))
+        barrier = barriers.get(up.origin)
+        detail = f"{up.node.name} projects {up.origin.name}, not the norm {norm.node.name}"
+        why = why or (barrier.detail if barrier is not None else "")
+        return NearMiss(Refuse(code, f"{detail}; {why}" if why else detail), nodes)
 
     def unread(self, seen: Seen) -> NearMiss | None:
         """Neither latent is read, and a product head by head is of some columns of what is made of
@@ -388,9 +403,7 @@ class Diagnosis:
         for norm in _norms(seen):
             for up in self._ups_after(norm.node, seen.facts):
                 if up.origin is not norm.node and self.absorbs(up):
-                    detail = f"{up.node.name} projects {up.origin.name}, not the norm"
-                    reason = Refuse("q_lora.interrupted", f"{detail} {norm.node.name}")
-                    return NearMiss(reason, (up.origin, norm.node, up.node))
+                    return self._not_the_norm(up, norm)
         return None
 
     def has_query(self, group: list[Projection]) -> bool:

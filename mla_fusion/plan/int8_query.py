@@ -70,9 +70,11 @@ def find(
     if isinstance(scaled, str):
         return scaled
     in_scale, ratio = scaled
-    return Int8Query(
-        {"query": values, "dequant_scale_q_nope": scales, "query_rope": in_scale}, ratio
-    )
+    outputs = {"query": values, "dequant_scale_q_nope": scales, "query_rope": in_scale}
+    for name, tree in outputs.items():
+        if of_both := tree.reader_of_rounding():
+            return f"{of_both.name} reads what rounding leaves of {name}"
+    return Int8Query(outputs, ratio)
 
 
 def _brought_to_scale(

@@ -206,26 +206,22 @@ class ValueTree:
                 )
             else:
                 wanted.append(self.parent[node])
-        self._judge_roundings(output)
+        if reader := self.reader_of_rounding():
+            what = f"{reader.name} reads what rounding leaves of {output}"
+            raise Refuse("reader.latent", what, (reader,))
         return list(made.values())
 
-    def _judge_roundings(self, output: str) -> None:
-        """Raise ``Refuse("reader.latent")`` where something computes with the value and with the
-        same value rounded, as with two numbers: the kernel returns one, and what rounding leaves of
-        it is lost.
+    def reader_of_rounding(self) -> Node | None:
+        """Something that computes with the value and with the same value rounded, as with two
+        numbers: the kernel returns one, and what rounding leaves of it is lost.
         """
         readers: dict[object, set[Node]] = {}
         for node in self.nodes:
             for user in node.users.keys() - self.codes.keys():
                 readers.setdefault(self._rounded_to(node, user), set()).add(user)
         reached = [_reached(users) for users in readers.values()] if len(readers) > 1 else []
-        both = sorted(node for one, other in combinations(reached, 2) for node in one & other)
-        if both:
-            raise Refuse(
-                "reader.latent",
-                f"{both[0].name} reads what rounding leaves of {output}",
-                (both[0],),
-            )
+        both = (node for one, other in combinations(reached, 2) for node in one & other)
+        return min(both, default=None)
 
     def _rounded_to(self, node: Node, user: Node) -> object:
         """The narrowest dtype that the value has passed through before the user computes with it;

@@ -56,7 +56,8 @@ CODES: dict[str, tuple[str, str]] = {
         "Project one rotated part for each head: repeat the columns of its weight.",
     ),
     "absorb.absent": (
-        "q_nope is not multiplied by W_uk in this graph, so nothing here is the kernel's query.",
+        "q_nope is not multiplied by W_uk in this graph, or a step stands in front of that "
+        "product, so nothing here is the kernel's query.",
         "Multiply q_nope by W_uk (bmm, matmul or einsum) and attend over latents: docs/absorb.md "
         "shows how, and mla_fusion.models.hf.optimize does it to a Hugging Face model. To fuse "
         "without: "
@@ -95,8 +96,9 @@ CODES: dict[str, tuple[str, str]] = {
         "Multiply after the norm, in a step of its own.",
     ),
     "norm.low_precision": (
-        "The norm's statistic is computed below float32, which the kernel does not reproduce.",
-        "Upcast to float32 before squaring.",
+        "A step of the norm, up to its statistic, is computed below float32, which the kernel does "
+        "not reproduce.",
+        "Upcast to float32 behind the projection: before squaring, and before any factor.",
     ),
     "norm.runtime_eps": (
         "The norm's epsilon is an input of the graph, so its value is unknown at compile time.",

@@ -76,7 +76,10 @@ REMEDIES: dict[str, str] = {
         "symbols, say that they are equal: torch._check(kv_cache.shape[0] == kr_cache.shape[0])."
     ),
     "cache.slots_differ": "Write both caches by one tensor of slots.",
-    "cache.slots_count": "Give one slot for each token.",
+    "cache.slots_count": (
+        "Give one slot for each token. Of sizes that mark_dynamic, or a second shape, made "
+        "symbols, say that they are equal: torch._check(slots.shape[0] == x.shape[0])."
+    ),
     "cache.quantised": (
         "Use a pair of caches and weights that is a mode of the kernel (docs/support.md)."
     ),
