@@ -12,14 +12,30 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from mla_fusion.compat import HigherOrderOperator, call_like
 from mla_fusion.fx import registered
 from mla_fusion.fx.kinds import is_getitem, is_mutating, word
+from mla_fusion.fx.sizes import has_symbols
 from mla_fusion.operators.known import value_of
 
+aten = torch.ops.aten
 _ORIGIN = ("nn_module_stack", "stack_trace")
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """``base[index]``, such as the cache of one layer in a pool."""
+
+    base: Node
+    index: int
+
+    @property
+    def value(self) -> Any:
+        return value_of(self.base)[self.index]
 
 
 @dataclass(frozen=True)
@@ -27,7 +43,7 @@ class _Call:
     """The call of a graph.
 
     body       the get_attr node of the graph; of an operator of the user's own, its call
-    operands   what its placeholders stand for
+    operands   what its placeholders stand for: nodes, entries of nodes, or numbers
     written    those it writes into, where the call is a function: their new values follow its own
                results
     shared     other layers may call the same body, whose nodes tell of the first one only
@@ -115,17 +131,39 @@ def _results(
     (output,) = graph.find_nodes(op="output")
     copies = _last_copies(graph) if call.written else []
     inputs = graph.find_nodes(op="placeholder")
-    given = (_value(outside, operand) for operand in call.operands)
-    values: dict[Node, Any] = dict.fromkeys((output, *copies)) | dict(
-        zip(inputs, given, strict=True)
-    )
+    of_inputs = dict(zip(inputs, call.operands, strict=True))
+    given = {
+        node: _selected(into, outside, operand, origin)
+        if isinstance(operand, _Entry)
+        else _value(outside, operand)
+        for node, operand in of_inputs.items()
+    }
+    values: dict[Node, Any] = dict.fromkeys((output, *copies)) | given
     _lay(gm, into, graph, values, f"{body.path}.", body.origin or origin)
-    new = {values[node.args[0]]: _value(values, node.args[1]) for node in copies}  # type: ignore[index]
-    written = (_value(outside, base) for base in call.written)
-    return [
-        *(_value(values, item) for item in output.args[0]),
-        *(new.get(base, base) for base in written),
-    ]
+    written = {base: _value(outside, base) for base in call.written}
+    for node in copies:
+        operand, new = of_inputs[node.args[0]], _value(values, node.args[1])
+        if isinstance(operand, _Entry):
+            at = (written[operand.base], new, 0, operand.index)
+            new = _made(into, aten.select_scatter.default, at, value_of(operand.base), origin)
+            operand = operand.base
+        written[operand] = new
+    return [*(_value(values, item) for item in output.args[0]), *written.values()]
+
+
+def _selected(
+    into: Graph, outside: Mapping[Node, Any], entry: _Entry, origin: Mapping[str, Any]
+) -> Node:
+    at = (outside[entry.base], 0, entry.index)
+    return _made(into, aten.select.int, at, entry.value, origin)
+
+
+def _made(
+    into: Graph, target: Any, args: tuple[Any, ...], value: Any, origin: Mapping[str, Any]
+) -> Node:
+    node = into.call_function(target, args)
+    node.meta |= {**origin, "val": value}
+    return node
 
 
 def _value(values: Mapping[Node, Any], item: Any) -> Any:
@@ -163,17 +201,22 @@ def _fits(graph: Graph, call: _Call) -> bool:
     copies = _last_copies(graph)
     targets = [node.args[0] for node in copies]
     written = [
-        node for node, operand in zip(inputs, call.operands, strict=True) if operand in call.written
+        node
+        for node, held in zip(inputs, call.operands, strict=True)
+        if _memory(held) in call.written
     ]
     effects = [node for node in graph.nodes if node.op == "call_function" and is_mutating(node)]
     return effects == copies and len(set(targets)) == len(targets) and set(targets) <= set(written)
 
 
+def _memory(operand: Any) -> Any:
+    return operand.base if isinstance(operand, _Entry) else operand
+
+
 def _alike(placeholder: Node, operand: Any) -> bool:
-    traced = value_of(placeholder)
-    return _description(traced) == _description(
-        value_of(operand) if isinstance(operand, Node) else operand
-    )
+    held = value_of(operand) if isinstance(operand, Node) else operand
+    held = held.value if isinstance(held, _Entry) else held
+    return _description(value_of(placeholder)) == _description(held)
 
 
 def _description(value: Any) -> tuple[str, str]:
@@ -204,8 +247,8 @@ def _invoked(node: Node) -> _Call | None:
 
 
 def _functionalised(node: Node) -> _Call | None:
-    """``arg<i>``, or the base that it is one with; a base that an operand is a part of is left
-    alone.
+    """``arg<i>``, or the base that it is one with, or an entry of it (``pool[i]``); a base of which
+    an operand is another part is left alone.
     """
     given, bases = node.kwargs, node.kwargs.get("_all_bases")
     body = given.get("subgraph")
@@ -216,23 +259,44 @@ def _functionalised(node: Node) -> _Call | None:
     ):
         return None
     operands: dict[int, Any] = {}
+    views: dict[int, dict[str, Any]] = {}
     for key, value in given.items():
         direct, base, view = (
             re.fullmatch(form, key)
-            for form in (r"arg(\d+)", r"_arg(\d+)_base_index", r"_arg\d+_.*")
+            for form in (r"arg(\d+)", r"_arg(\d+)_base_index", r"_arg(\d+)_(.*)")
         )
         if direct:
             operands[int(direct[1])] = value
         elif base:
             operands[int(base[1])] = None if value is None else bases[value]  # type: ignore[index]
         elif view:
-            return None
-    if sorted(operands) != list(range(len(operands))):
+            views.setdefault(int(view[1]), {})[view[2]] = value
+    operands |= {index: _entry(operands.get(index), view) for index, view in views.items()}
+    if sorted(operands) != list(range(len(operands))) or None in map(operands.get, views):
         return None
     ordered = [operands[index] for index in range(len(operands))]
-    if any(ordered.count(base) != 1 for base in bases):
+    parts = [operand for operand in ordered if isinstance(operand, _Entry)]
+    held = [*{*parts}, *(operand for operand in ordered if operand in bases)]
+    if len({*parts}) < len(parts) or any(
+        [_memory(each) for each in held].count(base) != 1 for base in bases
+    ):
         return None
     return _Call(body, ordered, bases, shared=True)
+
+
+def _entry(base: Any, view: Mapping[str, Any]) -> _Entry | None:
+    """The entry of ``base`` along its first axis that has this size, stride and storage offset."""
+    whole = value_of(base) if isinstance(base, Node) else None
+    size, stride, offset = map(view.get, ("size", "stride", "storage_offset"))
+    if not isinstance(whole, Tensor) or not whole.dim() or has_symbols(whole.shape):
+        return None
+    if not isinstance(offset, int):  # it is another part, or says so otherwise
+        return None
+    index = (offset - whole.storage_offset()) // max(whole.stride(0), 1)
+    part = whole[index] if 0 <= index < whole.shape[0] else None
+    if part is None or (part.shape, part.stride(), part.storage_offset()) != (size, stride, offset):
+        return None
+    return _Entry(base, index)
 
 
 def _without_grad(node: Node) -> _Call | None:

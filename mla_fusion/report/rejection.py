@@ -229,8 +229,10 @@ CODES: dict[str, tuple[str, str]] = {
         "Functionalise first: AOT autograd, or ExportedProgram.run_decompositions().",
     ),
     "graph.branch": (
-        "A prologue stands in the body of a condition or a loop; the pass does not rewrite these.",
-        "Compute the prologue before the branch, or decide outside of the compiled function.",
+        "A prologue stands in a body that the pass does not open: of a condition, of a loop, or of "
+        "a region that writes into parts of its inputs other than entries.",
+        "Compute the prologue before the branch, or decide outside of the compiled function; give "
+        "a region whole caches, or pool[i].",
     ),
     "graph.unread": (
         "Nothing reads what the prologue computes.",

@@ -114,10 +114,52 @@ def test_ge_graph_of_the_real_torchair() -> None:
     )
 
 
-def test_regions_that_write_into_parts_stay_closed() -> None:
+def pooled(join: Any = torch.stack) -> tuple[Tensor, ...]:
+    args = prologues.layers_args(count=2)
+    return *args[:4], join(args[4::2]), join(args[5::2])
+
+
+def test_regions_that_write_an_entry_of_a_pool() -> None:
     torch.manual_seed(0)
-    model, args = Pools(), prologues.layers_args(count=2)
-    args = *args[:4], torch.stack(args[4::2]), torch.stack(args[5::2])
+    model, args = Pools(), pooled()
+    for report, fused in both_ways(model, args):
+        assert len(report.fused) == 2 and not report.rejected, str(report)
+        assert_as_exact(model, args, fused, slack=1.2)
+    assert [f.placement for f in both_ways(model, args)[0][0].fused] == ["in place"] * 2
+
+
+class OtherWayRound(Pools):
+    """The last layer has the first entry."""
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, *pools: Tensor) -> Tensor:
+        return super().forward(x, cos, sin, slots, *(list(pool.unbind())[::-1] for pool in pools))
+
+
+class OneEntry(Pools):
+    """Both layers write one entry."""
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, *pools: Tensor) -> Tensor:
+        return super().forward(x, cos, sin, slots, *([pool[1], pool[1]] for pool in pools))
+
+
+@pytest.mark.parametrize("kind", [OtherWayRound, OneEntry])
+def test_each_region_writes_the_entry_that_it_is_given(kind: type[Pools]) -> None:
+    torch.manual_seed(0)
+    model, args = kind(), pooled()
+    for _, run in both_ways(model, args):
+        assert_as_exact(model, args, run, slack=1.2)
+
+
+class Blocks(Pools):
+    """Layers have some of the blocks of a pool, which is no entry of it."""
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, *pools: Tensor) -> Tensor:
+        return super().forward(x, cos, sin, slots, *(pool.split(base.BLOCKS) for pool in pools))
+
+
+def test_regions_that_write_into_other_parts_stay_closed() -> None:
+    torch.manual_seed(0)
+    model, args = Blocks(), pooled(torch.cat)
     for report, run in both_ways(model, args):
         assert not report.fused
         for plain, value in zip(eager(model, clones(args)), run, strict=True):
