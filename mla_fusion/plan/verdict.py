@@ -261,14 +261,14 @@ def _scales(view: View, item: Projection) -> None:
             scale.meta["val"],
             quantised.format is not None and quantised.format.in_blocks,
         )
-        shape, needed = view.binding.shape(value.shape), view.binding.shape(wanted)
-        fits = shape == needed if of_blocks else prod(shape) == prod(needed)
-        if value.dtype not in (_CODES if of_blocks else _FACTORS) or not fits:
-            found = (
-                f"{scale.name} of {item.node.name} is {str(value.dtype).removeprefix('torch.')} "
-                f"{list(value.shape)}"
-            )
-            raise Refuse("quant.scale", f"{found}, {list(wanted)} is needed", (item.node, scale))
+        shape, whole = view.binding.shape(value.shape), view.binding.shape(wanted)
+        fits = shape == whole if of_blocks else prod(shape) == prod(whole)
+        dtypes = _CODES if of_blocks else _FACTORS
+        if value.dtype not in dtypes or not fits:
+            held, *taken = (str(dtype).removeprefix("torch.") for dtype in (value.dtype, *dtypes))
+            detail = f"{scale.name} of {item.node.name} is {held} {list(value.shape)}"
+            needed = f"{' or '.join(taken)} {list(wanted)} is needed"
+            raise Refuse("quant.scale", f"{detail}, {needed}", (item.node, scale))
 
 
 def _scale_shapes(item: Projection) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.catalogue.base import Base, paged_args
+import mla_fusion as mf
+from tests.catalogue.base import DR, HCKV, Base, paged_args
 from tests.catalogue.int8 import Partial
 from tests.catalogue.int8_plain import PlainFull, PlainLinear, PlainPartial, largest, to_int8
 from tests.catalogue.int8_plain_models import model_of
@@ -103,3 +104,31 @@ def test_a_step_behind_a_quantisation_that_is_read(base: type[Base]) -> None:
     model: Callable[[], Base] = type("Clamped", (base,), {"split": clamped})
     rejection = refused(graph_of(model(), *paged_args()))
     assert rejection.code == "step.choice" and "clamp" in rejection.message
+
+
+class GivenRows(PlainFull):
+    """x comes quantised, with its scales."""
+
+    def forward(self, *args: Tensor) -> Any:
+        values, scales, cos, sin, kv_cache, kr_cache, slots = args
+        q_a, kv_a = (
+            layer.bring_back(torch._int_mm(values, layer.matrix()), scales)
+            for layer in (self.q_a_proj, self.kv_a_proj_with_mqa)
+        )
+        q_nope, q_pe = self.split(self.q_b_proj(self.q_a_layernorm(q_a)))
+        c_kv, k_pe = kv_a.split([HCKV, DR], -1)
+        c, sn = cos.unsqueeze(1), sin.unsqueeze(1)
+        k_pe = self.rotate_k(k_pe.unsqueeze(1), c, sn).squeeze(1)
+        self.write(kv_cache, kr_cache, slots, self.kv_a_layernorm(c_kv), k_pe)
+        return self.absorb(q_nope), self.rotate_q(q_pe, c, sn)
+
+
+def test_the_dtype_of_a_scale_is_named() -> None:
+    x, *rest = paged_args()
+    step = largest(x.float()) / 127
+    values = to_int8(x.float() / step)
+    model = model_of(GivenRows, PlainLinear)
+    assert mf.fuse(graph_of(model, values, step, *rest)).fused
+    rejection = refused(graph_of(model, values, step.half(), *rest))
+    assert rejection.code == "quant.scale"
+    assert "is float16 [8, 1], float32 or bfloat16 [8] is needed" in rejection.message
