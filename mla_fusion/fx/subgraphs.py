@@ -144,9 +144,8 @@ def _results(
     for node in copies:
         operand, new = of_inputs[node.args[0]], _value(values, node.args[1])
         if isinstance(operand, _Entry):
-            at = (written[operand.base], new, 0, operand.index)
-            new = _made(into, aten.select_scatter.default, at, value_of(operand.base), origin)
-            operand = operand.base
+            operand, at = operand.base, (written[operand.base], new, 0, operand.index)
+            new = _made(into, aten.select_scatter.default, at, value_of(operand).clone(), origin)
         written[operand] = new
     return [*(_value(values, item) for item in output.args[0]), *written.values()]
 
@@ -275,11 +274,8 @@ def _functionalised(node: Node) -> _Call | None:
     if sorted(operands) != list(range(len(operands))) or None in map(operands.get, views):
         return None
     ordered = [operands[index] for index in range(len(operands))]
-    parts = [operand for operand in ordered if isinstance(operand, _Entry)]
-    held = [*{*parts}, *(operand for operand in ordered if operand in bases)]
-    if len({*parts}) < len(parts) or any(
-        [_memory(each) for each in held].count(base) != 1 for base in bases
-    ):
+    held = list(map(_memory, ordered))
+    if any(held.count(base) != 1 for base in bases):
         return None
     return _Call(body, ordered, bases, shared=True)
 
