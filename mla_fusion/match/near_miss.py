@@ -30,6 +30,7 @@ from mla_fusion.match.quantising import (
     between_norm_and,
     first_rows,
     is_rows,
+    is_scaled,
     why_otherwise,
 )
 from mla_fusion.operators.known import JOINERS, shape_of, value_of
@@ -146,7 +147,7 @@ class Diagnosis:
         for up in ups:
             for node in reached([up.node], self._behind):
                 for item in self.on_operand.get(node, ()):
-                    if item.batch and not item.is_flat:
+                    if item.batch and not item.is_flat and peel(node) is not peel(up.node):
                         return f"; {item.node.name} multiplies {peel(node).name}, not q_nope"
         return ""
 
@@ -717,6 +718,7 @@ class Diagnosis:
             if item.is_flat
             and (item.quantised is None or item.quantised.dynamic is None)
             and (held := quantised_behind(item.activation)) is not None
+            and is_scaled(held)
         }
 
     @cached_property

@@ -22,7 +22,8 @@ def between_norm_and(view: View, up: Projection, static: bool) -> tuple[str, str
     """
     if up.quantised is not None and up.quantised.dynamic is not None:  # before it was quantised
         return "q_lora.interrupted", ""
-    if quantised_behind(up.activation) is None:  # it is brought to scale before the product
+    is_float = dtype_of(up.activation) in MODEL_FLOATS  # brought to scale before the product
+    if is_float and quantised_behind(up.activation) is None:
         return "q_lora.interrupted", ""
     if up.quantised is None:
         return "quant.dynamic", why_otherwise(view, up)
@@ -62,6 +63,13 @@ def before_quantisation(node: Node) -> Node:
         return first_rows(step) if passed else None
 
     return peel(origin(node, quantisation))
+
+
+def is_scaled(held: Node) -> bool:
+    """Are bytes more than a cast of what they were made of?"""
+    rows = first_rows(held)
+    is_cast_alone = rows is not None and peel(rows) is before_quantisation(held)
+    return held.op == "call_function" and not is_cast_alone
 
 
 def first_rows(node: Node) -> Node | None:
