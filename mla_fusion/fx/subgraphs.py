@@ -144,9 +144,10 @@ def _results(
     for node in copies:
         operand, new = of_inputs[node.args[0]], _value(values, node.args[1])
         if isinstance(operand, _Entry):
-            operand, at = operand.base, (written[operand.base], new, 0, operand.index)
-            new = _made(into, aten.select_scatter.default, at, value_of(operand).clone(), origin)
-        written[operand] = new
+            at = (written[operand.base], new, 0, operand.index)
+            value = value_of(operand.base).clone()
+            new = _made(into, aten.select_scatter.default, at, value, origin)
+        written[_memory(operand)] = new
     return [*(_value(values, item) for item in output.args[0]), *written.values()]
 
 
