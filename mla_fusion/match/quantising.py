@@ -22,13 +22,13 @@ def between_norm_and(view: View, up: Projection, static: bool) -> tuple[str, str
     """
     if up.quantised is not None and up.quantised.dynamic is not None:  # before it was quantised
         return "q_lora.interrupted", ""
-    is_float = dtype_of(up.activation) in MODEL_FLOATS  # brought to scale before the product
-    if is_float and quantised_behind(up.activation) is None:
+    held, is_float = quantised_behind(up.activation), dtype_of(up.activation) in MODEL_FLOATS
+    if is_float and (held is None or not is_scaled(held)):  # brought to scale before the product
         return "q_lora.interrupted", ""
     if up.quantised is None:
         return "quant.dynamic", why_otherwise(view, up)
     if up.quantised.token_scale is None:
-        why = why_not(quantised_behind(up.activation)) if static else ""
+        why = why_not(held) if static else ""
         return ("quant.not_static", why) if why else ("quant.static", "")
     known = of_values(up.activation)
     is_format = known is not None and known.format is up.quantised.format

@@ -100,6 +100,8 @@ def pin(module: nn.Module, name: str) -> None:
     held, known = own(module, name), _MODULES.get(module, {})
     if held is None or name in known or not is_plain(held):
         return
+    if 0 in held.stride() and held.numel() > 1:
+        return  # repeated numbers, into which nothing can be copied
     as_it_lies = Inverse(tuple(range(held.dim())), tuple(held.shape))
     _MODULES.setdefault(module, known)[name] = _Laid(held.data, as_it_lies, None)
 

@@ -134,3 +134,18 @@ def test_a_state_that_is_assigned_under_inference_mode(monkeypatch: pytest.Monke
         served.model.load_state_dict(fresh_state(served.model), assign=True)
     assert not served.weight("q_b_proj").is_inference()
     served.assert_replay_right()
+
+
+class Repeated(Quantised):
+    """One scale, expanded to all columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = self.q_b_proj
+        layer.scale = layer.scale[:1].expand_as(layer.scale)
+
+
+def test_repeated_numbers_can_be_assigned_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    served = Served(monkeypatch, model=Repeated())
+    served.model.load_state_dict(fresh_state(served.model), assign=True)
+    served.assert_right()
