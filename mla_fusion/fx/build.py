@@ -444,8 +444,8 @@ def _described(value: Any) -> object:
 
 
 def describe_attributes(gm: GraphModule) -> list[Node]:
-    """Give get_attr nodes a meta value where the tracer left none (make_fx of real tensors does);
-    these nodes.
+    """Give get_attr nodes a meta value where the tracer left none (make_fx of real tensors does),
+    and copies into inputs (of torch.export's module()); these nodes.
     """
     nodes = [node for node in gm.graph.find_nodes(op="get_attr") if "val" not in node.meta]
     mode = fake_mode_of(gm.graph) if nodes else None
@@ -453,6 +453,10 @@ def describe_attributes(gm: GraphModule) -> list[Node]:
         value = attribute(node)
         is_tensor = isinstance(value, torch.Tensor)
         node.meta["val"] = mode.from_tensor(value) if is_tensor and mode is not None else value
+    for node in gm.graph.find_nodes(op="call_function", target=aten.copy_.default):
+        if "val" not in node.meta:
+            node.meta["val"] = value_of(node.args[0])
+            nodes.append(node)
     return nodes
 
 

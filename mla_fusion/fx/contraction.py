@@ -17,7 +17,7 @@ from torch.fx import Node
 
 from mla_fusion.fx.kinds import argument
 from mla_fusion.fx.sizes import same, same_shape
-from mla_fusion.fx.walk import codes_of, expands, origin, reshapes, row_reshapes
+from mla_fusion.fx.walk import codes_of, expands, origin, peel, reshapes, row_reshapes
 from mla_fusion.meta import number_formats
 from mla_fusion.meta.number_formats import INT8, NumberFormat
 from mla_fusion.operators.forms import join_of
@@ -77,12 +77,14 @@ def read(node: Node) -> Contraction | None:
 
 
 def _unrepeated(made: Contraction) -> Contraction:
-    """Without the axes along which the right operand is one matrix repeated. So torch multiplies
-    an x that is not contiguous by the weight of a linear layer.
+    """Without the axes of tokens along which the right operand is one matrix repeated. So torch
+    multiplies an x that is not contiguous by the weight of a linear layer.
+
+    Heads are no such axes: whoever splits heads off has rows longer than those that are summed.
     """
-    repeated = origin(made.right, _same_axes)
+    repeated, rows = origin(made.right, _same_axes), shape_of(peel(made.left))
     matrix = expands(repeated)
-    if matrix is None:
+    if matrix is None or not rows or not same(rows[-1], shape_of(made.left)[-1]):
         return made
     wide, narrow = shape_of(repeated), shape_of(matrix)
     new = len(wide) - len(narrow)
@@ -91,7 +93,7 @@ def _unrepeated(made: Contraction) -> Contraction:
         for axis, label in enumerate(made.right_labels)
         if axis < new or not same(narrow[axis - new], wide[axis])
     ]
-    if not {*along} <= {*made.left_labels}:
+    if not {*along} <= {*made.left_labels} & {*made.out_labels}:
         return made  # nothing else has that axis
     fresh = count(_ONES)
     kept = [next(fresh) if label in along else label for label in made.right_labels[new:]]

@@ -93,3 +93,22 @@ def test_sizes_that_no_step_asks_for() -> None:
     for lead in ((4, 3), (5, 2), (2, 7)):
         other = sequence_args(*lead)
         check(model, gm, other)
+
+
+class ReturnsCache(Base):
+    """A cache that it writes: the copy into the input, which has no meta value, is read."""
+
+    def forward(self, *args: Tensor) -> tuple[Tensor, ...]:
+        return (*super().forward(*args), args[3])
+
+
+def test_a_copy_into_an_input_that_is_returned() -> None:
+    model, args = ReturnsCache(), paged_args()
+    gm = exported(model, args)
+    undescribed = [node for node in gm.graph.nodes if word(node) == "copy_" and node.users]
+    assert undescribed and not any("val" in node.meta for node in undescribed)
+    explained = mf.explain(gm)
+    assert len(explained.fused) == 1 and not any("val" in node.meta for node in undescribed)
+    report = mf.fuse(gm)
+    assert [item.placement for item in report.fused] == ["in place"], str(report)
+    check(model, gm, args)

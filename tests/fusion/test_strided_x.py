@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import mla_fusion as mf
 from mla_fusion.fx.kinds import word
-from tests.catalogue.base import HCQ, HE
+from tests.catalogue.base import HCKV, HCQ, HE, Base, D, paged_args
 from tests.catalogue.layouts import Sequences, sequence_args
 from tests.harness import assert_as_exact, both_ways, graph_of
 
@@ -46,6 +46,13 @@ class OwnWeights(Sequences):
         self.q_a_proj = ForEachSequence()  # type: ignore[assignment]
 
 
+class OneForAllHeads(Base):
+    """One W_uk, repeated for each head: what is repeated along heads stays head by head."""
+
+    def w_uk(self) -> Tensor:
+        return self.kv_b_proj.weight[:D].expand(self.heads, D, HCKV)
+
+
 def transposed() -> tuple[Tensor, ...]:
     x, *rest = sequence_args()
     return (x.transpose(0, 1).contiguous(), *rest)
@@ -65,6 +72,13 @@ def test_a_repeated_weight_is_one(model: type[Sequences], args: object) -> None:
     assert callable(args)
     one, given = model(), args()
     assert repeats_the_weight(one, given)
+    for report, values in both_ways(one, given):
+        assert [item.placement for item in report.fused] == ["in place"], str(report)
+        assert_as_exact(one, given, values)
+
+
+def test_a_weight_that_is_repeated_for_each_head() -> None:
+    one, given = OneForAllHeads(), paged_args()
     for report, values in both_ways(one, given):
         assert [item.placement for item in report.fused] == ["in place"], str(report)
         assert_as_exact(one, given, values)
