@@ -1,7 +1,7 @@
 """Steps that are one of their operands: ``cat((rotated, q[..., 64:]))`` where the slice keeps
 nothing is ``rotated``, ``slots[:]`` is ``slots``, and what is assigned to all is all. And what
-torch.export states before each cast, the dtype of a tensor: nobody reads it, it is true of the
-graph, and torch would keep all that it is about.
+torch.export states before each cast, the dtype of a tensor: nobody reads it, and torch would keep
+all that it is about. What it states of an input stays: the next call may bring another.
 
 A slice of width 0 reads no element, so it is no reader of what the kernel replaces. AOT leaves out
 slices of the whole only where the size is static.
@@ -15,6 +15,7 @@ from torch.fx import Graph, Node
 from mla_fusion.fx import in_place
 from mla_fusion.fx.kinds import argument, has_effect, operator_of, word
 from mla_fusion.fx.sizes import same_shape
+from mla_fusion.fx.walk import INPUTS
 from mla_fusion.operators.forms import join_of
 from mla_fusion.operators.known import STATEMENTS, may_alias, value_of
 
@@ -52,13 +53,17 @@ def _droppable(graph: Graph) -> list[Node]:
     parts = {node: part for node in calls if (part := _only_part(node)) is not None}
     written = in_place.written(graph) if parts else set()
     return [
-        *(node for node in calls if word(node) in STATEMENTS),
+        *(node for node in calls if word(node) in STATEMENTS and not _is_of_input(node)),
         *(
             node
             for node, part in parts.items()
             if may_alias(node.target) or written.isdisjoint(map(in_place.memory_of, (node, part)))
         ),
     ]
+
+
+def _is_of_input(statement: Node) -> bool:
+    return any(in_place.root(node).op in INPUTS for node in statement.all_input_nodes)
 
 
 def _only_part(node: Node) -> Node | None:

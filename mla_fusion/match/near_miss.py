@@ -666,9 +666,11 @@ class Diagnosis:
 
     def _hide(self, layers: list[Node]) -> NearMiss:
         if len(layers) == 1 and layers[0] in self._unread:
-            item, held = self._unread[layers[0]]
+            (item, held), made_of = self._unread[layers[0]], self._origins[layers[0]]
             code, why = between_norm_and(self.view, item, "static" in self._offers)
-            detail = f"{item.node.name} multiplies {held.name}, made of {before_quantisation(held)}"
+            if not self._layers(made_of):  # it is a layer of x, not of c_q
+                code = "linear.hidden"
+            detail = f"{item.node.name} multiplies {held.name}, made of {made_of.name}"
             return NearMiss(Refuse(code, f"{detail}; {why}" if why else detail), (item.node, held))
         names = " and ".join(f"{layer.name} ({layer.target})" for layer in layers)
         how = "is not known"

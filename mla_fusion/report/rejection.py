@@ -121,7 +121,8 @@ CODES: dict[str, tuple[str, str]] = {
         "kernel call are fixed.",
     ),
     "linear.hidden": (
-        "A projection is an unknown operator, or a sum of products (with an adapter, for example).",
+        "A projection is an unknown operator, a sum of products (with an adapter, for example), or "
+        "one of values whose quantisation is not read.",
         "Use mm, linear or npu_quant_matmul, one for all tokens, and merge adapters into the "
         "weights.",
     ),

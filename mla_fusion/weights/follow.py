@@ -36,9 +36,9 @@ def refresh(model: nn.Module) -> int:
 
     model  whose parameters or buffers have changed
 
-    Those that :func:`mla_fusion.prepack` has laid out, or that copies are packed of, and that have
-    been given other memory (``parameter.data = other``, ``load_state_dict(assign=True)``) get back
-    the memory that they had, with the new values: compiled and captured graphs that hold its
+    Those that :func:`mla_fusion.prepack` has laid out, or found copies to be packed of, and that
+    have been given other memory (``parameter.data = other``, ``load_state_dict(assign=True)``) get
+    back the memory that they had, with the new values: compiled and captured graphs that hold its
     address stay right. Where that memory is in use elsewhere a warning says so instead. Packed
     copies made of the model's parameters and buffers are packed again, in place too. To be called
     after ``parameter.data.add_(..)``, steps of fused optimizers and updates of flat buffers under

@@ -23,6 +23,7 @@ from mla_fusion.fx.kinds import word
 from mla_fusion.modes import compile_lock, is_plain, outside_modes
 from mla_fusion.weights import cache
 from mla_fusion.weights.share import Inverse, Without, shared_memory
+from mla_fusion.weights.source import place
 
 log = logging.getLogger("mla_fusion")
 _CAST = "npu_format_cast"
@@ -51,8 +52,9 @@ class _Laid(NamedTuple):
     inverse: Inverse
     program: GraphModule | None
 
-    def has(self, parameter: object) -> bool:
-        return isinstance(parameter, Tensor) and storage_id(parameter) == storage_id(self.packed)
+    def has(self, parameter: Tensor | None) -> bool:
+        """Does the parameter lie there? Another part of the memory is another place."""
+        return place(parameter) == place(self.inverse(self.packed))
 
     def takes(self, parameter: object) -> bool:
         form = self.inverse.shape, self.packed.dtype, self.packed.device
@@ -71,7 +73,9 @@ class _Laid(NamedTuple):
             return False
         freed = memory.untyped_storage().nbytes() < memory.nbytes
         own = cache.held()[storage_id(memory)] + sum(
-            laid.has(memory) for known in list(_MODULES.values()) for laid in known.values()
+            storage_id(laid.packed) == storage_id(memory)
+            for known in list(_MODULES.values())
+            for laid in known.values()
         )
         return freed or holders(memory) != holders(memory.new_empty(0)) - 1 + own
 

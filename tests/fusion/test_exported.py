@@ -19,7 +19,7 @@ from tests.catalogue.layouts import sequence_args
 from tests.harness import assert_as_exact, clones, flat
 
 # steps of a prologue: what stays of them is computed twice
-_STEPS = frozenset(("rsqrt", "linear", "_int_mm", "npu_quant_matmul", "_assert_tensor_metadata"))
+_STEPS = frozenset(("rsqrt", "linear", "_int_mm", "npu_quant_matmul"))
 
 Args = tuple[Tensor, ...]
 
@@ -112,3 +112,18 @@ def test_a_copy_into_an_input_that_is_returned() -> None:
     report = mf.fuse(gm)
     assert [item.placement for item in report.fused] == ["in place"], str(report)
     check(model, gm, args)
+
+
+class Masked(Base):
+    """Beside the prologue, an input is cast."""
+
+    def forward(self, mask: Tensor, *args: Tensor) -> tuple[Tensor, ...]:
+        return (*super().forward(*args), mask.float())
+
+
+def test_what_is_stated_of_an_input_stays() -> None:
+    mask = torch.randn(4).bfloat16()
+    gm = exported(Masked(), (mask, *paged_args()))
+    assert mf.fuse(gm).fused
+    with pytest.raises(RuntimeError, match="dtype mismatch"):
+        gm(mask.half(), *paged_args())

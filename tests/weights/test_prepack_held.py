@@ -149,3 +149,18 @@ def test_repeated_numbers_can_be_assigned_anew(monkeypatch: pytest.MonkeyPatch) 
     served = Served(monkeypatch, model=Repeated())
     served.model.load_state_dict(fresh_state(served.model), assign=True)
     served.assert_right()
+
+
+def test_another_part_of_the_same_memory_is_another_place(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = prologues.Neox()
+    weight = model.q_b_proj.weight
+    both = torch.stack([weight.data, other(weight)])
+    weight.data = both[0]
+    served = Served(monkeypatch, model=model)
+    weight.data = both[1]
+    with caplog.at_level(logging.WARNING, "mla_fusion"):
+        mf.refresh(model)
+    assert "captured before read the old numbers" in caplog.text
+    served.assert_right()
