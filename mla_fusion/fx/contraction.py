@@ -82,9 +82,12 @@ def _unrepeated(made: Contraction) -> Contraction:
 
     Heads are no such axes: whoever splits heads off has rows longer than those that are summed.
     """
-    repeated, rows = origin(made.right, _same_axes), shape_of(peel(made.left))
+    repeated = origin(made.right, _same_axes)
     matrix = expands(repeated)
-    if matrix is None or not rows or not same(rows[-1], shape_of(made.left)[-1]):
+    if matrix is None:  # most are such
+        return made
+    rows = shape_of(peel(made.left))
+    if not rows or not same(rows[-1], shape_of(made.left)[-1]):
         return made
     wide, narrow = shape_of(repeated), shape_of(matrix)
     new = len(wide) - len(narrow)

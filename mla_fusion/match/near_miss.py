@@ -353,7 +353,7 @@ class Diagnosis:
         """A projection of what steps make of a norm."""
         code, why = between_norm_and(self.view, up, "static" in self._offers)
         nodes, barriers = (up.origin, norm.node, up.node), self.view.barriers
-        for step in self.view.sources(up.origin) & barriers.keys():
+        for step in sorted(self.view.sources(up.origin) & barriers.keys()):
             if barriers[step].code == "step.random":
                 return NearMiss(Refuse("step.random", barriers[step].detail), (step, *nodes))
         barrier = barriers.get(up.origin)
