@@ -11,7 +11,7 @@ import subprocess
 import zlib
 from pathlib import Path
 
-SUBMISSION = 18
+SUBMISSION = 19
 SHARES = 8
 ROOT = Path(__file__).parents[1]
 
