@@ -88,5 +88,5 @@ class Plans:
         return Legal(
             plan,
             region,
-            self._structures.setdefault(structure.key(region, plan), Structure()),
+            self._structures.setdefault(structure.key(self._view, region, plan), Structure()),
         )

@@ -19,7 +19,7 @@ from mla_fusion.compat import expression_of
 from mla_fusion.emit.targets import target_of
 from mla_fusion.fx.kinds import tensor_held
 from mla_fusion.fx.sizes import is_symbolic
-from mla_fusion.fx.view import what_is_done
+from mla_fusion.fx.view import View
 from mla_fusion.operators.known import value_of
 from mla_fusion.plan.plan import InPlace, Plan
 from mla_fusion.prove.evaluate import same_attribute
@@ -28,7 +28,7 @@ from mla_fusion.prove.evaluate import same_attribute
 _FEW = 4096
 
 
-def key(region: Region, plan: Plan) -> object:
+def key(view: View, region: Region, plan: Plan) -> object:
     """Equal for plans that differ only in which layer they are."""
     numbers: dict[Node, int] = {}
     attributes: dict[object, int] = {}
@@ -41,8 +41,7 @@ def key(region: Region, plan: Plan) -> object:
     ]
     for node in region.nodes:
         numbers[node] = len(numbers)
-        inputs: list[Node] = []
-        done = what_is_done(node, inputs)
+        done, inputs = view.call(node)
         parts.append((done, *[_read(read, numbers) for read in inputs]))
     twins = tuple((numbers[twin], numbers[node]) for twin, node in region.twins.items())
     ends = tuple(numbers.get(node, -1) for node in (*region.targets, *region.reads))

@@ -16,7 +16,7 @@ from mla_fusion.fx.measured import measured
 from mla_fusion.fx.view import View
 from mla_fusion.meta import number_formats
 from mla_fusion.meta.number_formats import INT8, NumberFormat
-from mla_fusion.operators.known import dtype_of
+from mla_fusion.operators.known import calls_of, dtype_of
 
 _RESULTS = {  # operator -> index of (k_pe, c_kv, kr_cache, kv_cache) among its results
     "npu_kv_rmsnorm_rope_cache": (2, 3, 0, 1),
@@ -68,10 +68,8 @@ def is_one(node: Node) -> bool:
 @measured
 def find(view: View) -> list[KvOperatorFact]:
     found = []
-    for node in view.nodes:
+    for node in calls_of(view.gm.graph, _RESULTS):
         name = word(node)
-        if name not in _RESULTS:
-            continue
         tensors = dict(zip(_TENSORS, node.args, strict=False))
         if not all(isinstance(tensors.get(name), Node) for name in _TENSORS):
             continue

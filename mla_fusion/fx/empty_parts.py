@@ -17,7 +17,7 @@ from mla_fusion.fx.kinds import argument, has_effect, operator_of, word
 from mla_fusion.fx.sizes import same_shape
 from mla_fusion.fx.walk import INPUTS
 from mla_fusion.operators.forms import join_of
-from mla_fusion.operators.known import STATEMENTS, may_alias, value_of
+from mla_fusion.operators.known import STATEMENTS, calls_of, may_alias, value_of
 
 _SLICES = {"slice": 0, "slice_scatter": 1}  # which argument it may be
 _STEPS = frozenset((*_SLICES, "cat"))
@@ -49,11 +49,11 @@ def _stays(node: Node) -> bool:
 
 def _droppable(graph: Graph) -> list[Node]:
     """Such steps, but for copies of memory of which one side is written in place."""
-    calls = [node for node in graph.nodes if node.op == "call_function"]
-    parts = {node: part for node in calls if (part := _only_part(node)) is not None}
+    steps = calls_of(graph, _STEPS)
+    parts = {node: part for node in steps if (part := _only_part(node)) is not None}
     written = in_place.written(graph) if parts else set()
     return [
-        *(node for node in calls if word(node) in STATEMENTS and not _is_of_input(node)),
+        *(node for node in calls_of(graph, STATEMENTS) if not _is_of_input(node)),
         *(
             node
             for node, part in parts.items()
@@ -71,8 +71,6 @@ def _only_part(node: Node) -> Node | None:
     is that operand.
     """
     name = word(node)
-    if name not in _STEPS:
-        return None  # most are such
     _, given = join_of(node) or (0, ())
     if name in _SLICES and argument(node, "step", 1) == 1:
         given = (node.args[_SLICES[name]],)

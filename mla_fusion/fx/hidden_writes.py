@@ -16,7 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 from mla_fusion.fx.build import GraphBuilder
 from mla_fusion.fx.kinds import is_getitem, is_mutating, word
 from mla_fusion.fx.walk import INPUTS, origin, reshapes, views
-from mla_fusion.operators.known import shape_of
+from mla_fusion.operators.known import calls_of, shape_of
 
 # operator: argument written, result that is it
 _WRITTEN = {"npu_kv_rmsnorm_rope_cache": ((5, 0), (6, 1))}
@@ -44,8 +44,8 @@ def of(graph: Graph) -> Iterator[tuple[Node, Node, int]]:
     """Each operator that writes an input unseen, the node that it is given, and which result has
     the new rows.
     """
-    for node in graph.nodes:
-        for place, result in _WRITTEN.get(word(node), ()):
+    for node in calls_of(graph, _WRITTEN):
+        for place, result in _WRITTEN[word(node)]:
             cache = node.args[place] if len(node.args) > place else None
             if isinstance(cache, Node) and origin(cache, _same_memory).op in INPUTS:
                 yield node, cache, result

@@ -14,12 +14,12 @@ row is OPAQUE until somebody adds one.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from mla_fusion.compat import OpOverload, OpOverloadPacket, overload_name, packet_name, schema_of
 from mla_fusion.operators.table import NO_ROW, ROWS, Form, Kind, Row, row_of, words
@@ -304,6 +304,22 @@ def _owns_its_target(node: Node) -> bool:
 def word(node: Node) -> str:
     """What every room calls the operator: the word of its row; "" for anything without one."""
     return operator_of(node).row.word
+
+
+def calls_of(graph: Graph, words: Container[str]) -> Iterator[Node]:
+    """The nodes whose word is among these, in the order of the graph. A graph has thousands of
+    nodes, and calls few operators.
+    """
+    called = {node.target: node for node in graph.nodes if node.op == "call_function"}
+    rows = ((target, known(target)) for target in called)
+    targets = {
+        target
+        for target, entry in rows
+        if any(form and form.row.word in words for form in (entry, entry.functional))
+    }
+    for node in graph.nodes if targets else ():
+        if node.op == "call_function" and node.target in targets and word(node) in words:
+            yield node
 
 
 def rules(*functions: T) -> dict[str, T]:
