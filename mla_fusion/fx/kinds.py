@@ -212,6 +212,15 @@ def is_faithful_cast(node: Node) -> bool:
     return bool(ends) and any(ends <= kept for kept in _FAITHFUL)
 
 
+def is_model_cast(node: Node) -> bool:
+    """A cast from one of a model's floats to another."""
+    ends = cast_ends(node)
+    return bool(ends) and ends <= _MODEL_FLOATS
+
+
+_MODEL_FLOATS = frozenset(MODEL_FLOATS)
+
+
 def is_writer(node: Node) -> bool:
     return operator_of(node).writer
 

@@ -77,6 +77,7 @@ class View:
         self._sources: dict[Node, frozenset[Node]] = {}
         self._members: dict[Node, list[Node]] = {}
         self._constant: set[Node] = set()
+        self._sizes: set[Node] = set()
         self._plain: dict[Node, bool] = {}
         self.barriers: dict[Node, Barrier] = {}
         self.ranges = Ranges(self)
@@ -98,7 +99,7 @@ class View:
         number_of = self._number.__getitem__
         for node in self.nodes:
             inputs: list[Node] = []
-            call = calls.setdefault(self._call_key(node, inputs), len(calls))
+            call = calls.setdefault(_what_is_done(node, inputs), len(calls))
             self._calls[node] = call, inputs
             self._number[node] = numbers.setdefault((call, *map(number_of, inputs)), len(numbers))
             self._sources[node] = sources = self._sources_of(node)
@@ -108,10 +109,13 @@ class View:
 
     def _sources_of(self, node: Node) -> frozenset[Node]:
         if node.op != "call_function":
+            if is_size(node):
+                self._sizes.add(node)
             if node.op == "get_attr" and (is_sign_constant(node) or is_number(node)):
                 self._constant.add(node)
             return frozenset((node,)) if node.op in ("call_module", "call_method") else _NOTHING
         if is_size(node):
+            self._sizes.add(node)
             return _NOTHING
         if node in self._inside_products:
             return _NOTHING
@@ -144,7 +148,7 @@ class View:
             theirs = self._sources[arg]
             sources = theirs if not sources else sources | theirs if theirs else sources
             if arg not in self._constant:
-                a_size = is_size(arg)
+                a_size = arg in self._sizes
                 of_sizes = of_sizes or a_size
                 of_literals = of_literals and a_size
         size = size_among_numbers(node) if of_sizes else None
@@ -197,14 +201,6 @@ class View:
         return base in self._constant or any(
             self._sources[base] & self._sources[arg] for arg in others
         )
-
-    def _call_key(self, node: Node, inputs: list[Node]) -> Any:
-        """Equal for nodes that do the same to their inputs, which go to ``inputs``.
-
-        What has an effect, or is random, is like nothing else.
-        """
-        operator = operator_of(node)
-        return node if operator.effect or operator.random else what_is_done(node, inputs)
 
     def call(self, node: Node) -> tuple[int, list[Node]]:
         """A number, equal for nodes that do the same to their inputs, and these in order."""
@@ -366,11 +362,15 @@ class View:
         return cast(T, found)
 
 
-def what_is_done(node: Node, inputs: list[Node]) -> Any:
+def _what_is_done(node: Node, inputs: list[Node]) -> Any:
     """Equal for nodes that do the same to their inputs, which go to ``inputs``; a literal is (type,
     literal).
+
+    What has an effect, or is random, is like nothing else.
     """
     operator = operator_of(node)
+    if operator.effect or operator.random:
+        return node
     if not operator.name:
         number = tensor_held(node) if node.op == "get_attr" and is_number(node) else None
         if number is not None:

@@ -17,12 +17,11 @@ import torch
 from torch.fx import Node
 
 from mla_fusion.fx.kinds import (
-    MODEL_FLOATS,
     argument,
-    cast_ends,
     is_cast,
     is_faithful_cast,
     is_getitem,
+    is_model_cast,
     is_mutating,
     is_reshape,
     is_view,
@@ -150,11 +149,7 @@ def views_and_model_casts(node: Node) -> Node | None:
     """What re-indexes numbers, or rounds them to another of a model's floats: the value as a fact
     speaks of it.
     """
-    return (
-        input_of(node)
-        if is_view(node) or (is_cast(node) and cast_ends(node) <= _MODEL_FLOATS)
-        else None
-    )
+    return input_of(node) if is_view(node) or is_model_cast(node) else None
 
 
 def views_and_casts(node: Node) -> Node | None:
@@ -228,7 +223,6 @@ def table_columns(node: Node) -> Node | None:
     return None
 
 
-_MODEL_FLOATS = frozenset(MODEL_FLOATS)
 _SELECTS = ("select", "select_copy")
 _SLICES = ("slice", "narrow")
 

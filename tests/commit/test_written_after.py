@@ -33,7 +33,7 @@ class Both(Base):
     def forward(self, slots: Tensor, x: Tensor, *args: Tensor) -> tuple[Tensor, ...]:
         found = super().forward(x, *args, slots)
         slots.add_(1)
-        x.add_(found[0].sum())
+        x.add_(found[0].flatten(1).repeat(1, 8))  # rows of 128 numbers to one of 1024
         return found
 
 
