@@ -1,8 +1,8 @@
 # Two commands do all set-up: `make demo` and `make test`. Neither needs an NPU, or CANN.
 #
 #   make demo    everything end to end, written to out/
-#   make test    lint, types and the whole test suite
-#   make test-all    the exhaustive tests too, in about twice the time; before a release
+#   make test    lint, types and the tests: of tables of cases a third, by turns
+#   make test-all    all cases of tables and the exhaustive tests too, in about an hour; before a release
 #   make test-portable    tests of numbers as other processors compute them
 #   make matrix  the matrix of torch and torch_npu (PAIR=2.10.0 for one; noxfile.py says more)
 #   make bench   pass times beside Inductor's matcher
@@ -34,9 +34,9 @@ PYTEST := $(BIN)/pytest -q -n 2 --dist worksteal
 test: lint
 	$(MAKE) --no-print-directory -j2 types suite
 
-# In CI also the exhaustive tests whose turn it is (tests/shards.py).
+# Of tables the cases whose turn it is; in CI such exhaustive tests too (tests/shards.py).
 suite: $(READY)
-	$(PYTEST) $(if $(CI),-m '' --submission)
+	$(PYTEST) --submission $(if $(CI),-m '')
 
 test-all: lint types
 	$(PYTEST) -m ''

@@ -28,29 +28,19 @@ if "OTHER_PROCESSOR" in os.environ:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    text = "of the exhaustive tests those that this submission runs (tests/shards.py); with -m ''"
+    text = "of tables and exhaustive tests what this submission runs (tests/shards.py)"
     parser.addoption("--submission", action="store_true", help=text)
 
 
+@pytest.hookimpl(trylast=True)  # behind what -m leaves out
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--submission"):
         return
     from tests import shards
-    from tests.catalogue.entry import FILES, Entry
 
-    share, changed = shards.recent()
-
-    def runs(item: pytest.Item) -> bool:
-        if "exhaustive" not in item.keywords or shards.share_of(item.nodeid) == share:
-            return True
-        values = item.callspec.params.values() if hasattr(item, "callspec") else ()
-        files = {FILES.get(value.name) for value in values if isinstance(value, Entry)}
-        return bool({item.path, *files} & changed)
-
-    left = [item for item in items if not runs(item)]
-    config.hook.pytest_deselected(items=left)
-    kept = set(items) - set(left)
-    items[:] = [item for item in items if item in kept]
+    runs = shards.of_submission(items)
+    config.hook.pytest_deselected(items=[item for item in items if item not in runs])
+    items[:] = [item for item in items if item in runs]
 
 
 def pytest_collection_finish() -> None:

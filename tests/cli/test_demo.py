@@ -31,7 +31,7 @@ def test_all_checks_pass(outcome):
 
 def test_heads_of_the_attention_are_no_tokens(tmp_path):
     """More heads than sequences, as `make demo` has: the output projection reads them permuted."""
-    options = demo.Options(tmp_path, hidden=1024, intermediate=256)
+    options = demo.Options(tmp_path, layers=1).quick()
     assert options.heads > options.batch
     assert demo.run(options).problems == []
 

@@ -29,7 +29,6 @@ from mla_fusion.machine import Machine
 from mla_fusion.reference import steps
 from mla_fusion.serving import vllm_ascend_pass
 from tests.catalogue import Entry, prologues, select
-from tests.exhaustive import one_in
 from tests.fx.tracing import trace
 from tests.harness import assert_no_worse, clones, eager, exact, flat
 
@@ -75,7 +74,8 @@ def entry(name: str) -> Entry:
 ROPES = {"interleaved": "PagedRotateHalf", "half": "Neox", "complex": "ComplexDense"}
 
 
-@pytest.mark.parametrize("rope", one_in(3, ROPES, first=1))
+@pytest.mark.exhaustive  # as the example of the README, each in half a minute
+@pytest.mark.parametrize("rope", ROPES)
 def test_each_spelling_of_rope_compiles_and_runs(rope: str) -> None:
     of = entry(ROPES[rope])
     assert_fused_right(of.model(), of.args(), mf.torchair_pass(of.config(strict=True)), of.slack)

@@ -246,6 +246,7 @@ def test_an_interrupt_ends_the_reading(tmp_path: Path) -> None:
                 mf.explain(file)
 
 
+@pytest.mark.exhaustive
 def test_costly_mutations_are_harmless(tmp_path: Path) -> None:
     """A sample; ``benchmarks/fuzz_dumps.py`` draws them among the others."""
     import random
