@@ -20,6 +20,7 @@ TARGETS = {
     "key": {"key"},
 }
 _CHOICES = {
+    "enable": (False, True),
     "verify": ("off", "first", "all"),
     "staging": ("auto", "always", "never"),
     "kr_layout": ("exact", "half"),
@@ -120,6 +121,12 @@ class Config:
                     f"Config.{field} takes a sequence, got the string {value!r}; write ({value!r},)"
                 )
             object.__setattr__(self, field, tuple(value))
+        for entry in self.skip:
+            if not isinstance(entry, str) and not callable(entry):
+                raise ValueError(
+                    "Config.skip takes names of layers, codes of rejections, and predicates, got "
+                    f"{entry!r}"
+                )
         self._set_targets()
 
     def _set_targets(self) -> None:

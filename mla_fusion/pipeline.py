@@ -85,7 +85,9 @@ def run(
     config = Config.given(config)
     started, nodes = perf_counter(), len(gm.graph.nodes)
     report = Report(config, committed=builder is not None)
-    if config.enable:
+    if not config.enable:
+        report.absent = ("the pass is off: Config.enable is False",)
+    else:
         # A compiler calls with its fake mode on; probes are real tensors.
         for_chip = compiling_for(config.machine.soc)
         with without_modes(), for_chip, on_the_cpu(), threads(1) as usual:

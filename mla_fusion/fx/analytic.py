@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
+from mla_fusion.fx import registered
 from mla_fusion.fx.indexed import Indexed
 from mla_fusion.fx.kinds import (
     MODEL_FLOATS,
@@ -80,7 +81,8 @@ class Steps:
         if kind is Kind.RANDOM:
             return Barrier("step.random", f"{node.name} ({node.target}) draws random numbers")
         if kind in (Kind.OPAQUE, Kind.EFFECT):
-            return Barrier("step.unknown", f"{node.name} ({node.target or node.op}) {kind.value}")
+            said = [f"{node.name} ({node.target or node.op}) {kind.value}", registered.unused(node)]
+            return Barrier("step.unknown", "; ".join(filter(None, said)))
         if kind is Kind.MOVEMENT:
             return self._cast(node) if is_cast(node) else None
         if kind is Kind.GATHER or kind is Kind.WRITER:

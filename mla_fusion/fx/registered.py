@@ -9,11 +9,14 @@ from __future__ import annotations
 import inspect
 import logging
 import operator
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from hashlib import sha256
+from types import CodeType, FunctionType, ModuleType, NoneType
 from typing import Any
+from uuid import uuid4
 
 import torch
 from torch import Tensor
@@ -37,6 +40,7 @@ _KNOWN: dict[Any, Callable[..., Any]] = {}  # by overload
 _OFF = 1e-2  # of the largest number: what two kernels round otherwise is less
 _TAG = "mla_fusion_call"
 INSIDE = "mla_fusion_inside"  # of a node: the operators in whose place it stands, the outer first
+UNUSED = "mla_fusion_unused"  # of a call that stays: why the function registered for it does not do
 
 
 def register_operator(op: Any, decomposition: Callable[..., Any] | None, *example: Any) -> None:
@@ -51,12 +55,12 @@ def register_operator(op: Any, decomposition: Callable[..., Any] | None, *exampl
 
     The graph that runs still calls the operator wherever nothing was fused. What the function
     computes is taken for what the operator computes: it is proved with, not checked, but on the
-    example. Compile caches are keyed on its code.
+    example. Compile caches are keyed on its code and numbers; what holds more is not cached.
 
     Raises TypeError for what is no operator and for a function of other arguments; ValueError for
     an operator of torch's or of torch_npu's, for one that writes into an argument, and where the
     function fails on the example or gives other results (off by more than 1e-2 of the largest
-    number). What was registered before then stays.
+    number), or the example has no numbers to compare. What was registered before then stays.
     """
     overload = _overload(op)
     if decomposition is None:
@@ -136,15 +140,31 @@ def _compare(
                 f"{overload}, result {place}: {_described(want)}; of its "
                 f"decomposition {_described(got)}"
             )
-        if not want.numel():
-            continue
-        apart = (want.double() - got.double()).abs().max()
-        apart /= want.double().abs().max().clamp_min(1e-30)
-        if not bool(apart <= _OFF):
+        apart = _apart(want, got)
+        if not apart <= _OFF:
             raise ValueError(
-                f"{overload}, result {place}: its decomposition is off by {float(apart):.2g} of "
+                f"{overload}, result {place}: its decomposition is off by {apart:.2g} of "
                 f"the largest number, more than {_OFF}"
             )
+    if not any(want.numel() for want in wanted):
+        raise ValueError(f"{overload}: the example has no numbers to compare")
+
+
+def _apart(want: Tensor, got: Tensor) -> float:
+    """How far two results are from each other, relative to the largest finite number of the first;
+    infinities and NaN are what they are.
+    """
+    want, got = (
+        (torch.view_as_real(value) if value.is_complex() else value).double()
+        for value in (want, got)
+    )
+    differ = (want != got) & ~(want.isnan() & got.isnan())
+    if not bool(differ.any()):
+        return 0.0
+    largest = (
+        want[want.isfinite()].abs().max() if bool(want.isfinite().any()) else want.new_ones(())
+    )
+    return float((want - got)[differ].abs().max() / largest.clamp_min(1e-30))
 
 
 def _described(value: Any) -> str:
@@ -154,19 +174,64 @@ def _described(value: Any) -> str:
 
 
 def digest() -> str:
-    """Of all that was registered: graphs depend on it."""
+    """Of all that was registered: graphs depend on it. Of a function that reads more than numbers
+    and torch it is another one each time: nothing says whether that is still the same.
+    """
     found = sha256()
     for known in sorted(_KNOWN, key=str):
-        found.update(f"{known} {_code(_KNOWN[known])}".encode())
+        found.update(f"{known} {_text(_KNOWN[known])}".encode())
     return found.hexdigest() if _KNOWN else ""
 
 
-def _code(function: Callable[..., Any]) -> str:
-    try:
-        return inspect.getsource(function)
-    except (OSError, TypeError):
-        code = getattr(function, "__code__", None)
-        return repr((function, code and code.co_code, code and code.co_consts))
+_LITERALS = (NoneType, bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+_OWN = frozenset((*sys.stdlib_module_names, "torch"))  # modules whose release says what they are
+
+
+def _text(value: Any, inside: tuple[Any, ...] = ()) -> str:
+    """Equal for values that compute the same, in other processes too; of a value that does not tell
+    what it is, equal to nothing. ``inside``: functions and lists that it was reached through.
+    """
+    if any(known is value for known in inside):
+        return "itself"
+    within = (*inside, value)
+    if isinstance(value, _LITERALS):
+        return repr(value)
+    if isinstance(value, OpOverload | OpOverloadPacket):
+        return str(value)
+    if isinstance(value, tuple | list):
+        return f"{type(value)} {[_text(item, within) for item in value]}"
+    if _is_named(value):
+        return f"{value.__module__} {value.__qualname__}" if callable(value) else value.__name__
+    if not isinstance(value, FunctionType):
+        return uuid4().hex
+    code, names = value.__code__, value.__globals__
+    read = [(name, names[name]) for name in _names_in(code) if name in names]
+    cells = [cell.cell_contents for cell in value.__closure__ or ()]
+    defaults = value.__defaults__, list((value.__kwdefaults__ or {}).items())
+    return f"{_steps(code)} {_text([*read, cells, *defaults], within)}"
+
+
+def _is_named(value: Any) -> bool:
+    """Does its name tell what it is? So do those of modules, classes and functions of torch and
+    Python.
+    """
+    is_function = isinstance(value, FunctionType) and not value.__closure__
+    if not is_function and not isinstance(value, ModuleType | type):
+        return False
+    name = value.__name__ if isinstance(value, ModuleType) else value.__module__
+    return name.partition(".")[0] in _OWN
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for item in code.co_consts:
+        if isinstance(item, CodeType):
+            yield from _names_in(item)
+
+
+def _steps(code: CodeType) -> str:
+    held = [_steps(item) if isinstance(item, CodeType) else repr(item) for item in code.co_consts]
+    return f"{code.co_code.hex()} {code.co_names} {code.co_varnames} {held}"
 
 
 def unknown(nodes: Iterable[Node]) -> list[str]:
@@ -200,13 +265,13 @@ class Inside:
     is_one: bool
 
 
-def inside(node: Node) -> Inside | None:
-    """Of a call of a registered operator; None for any other node, and where the function cannot be
-    traced for it.
+def inside(node: Node) -> Inside | str:
+    """Of a call of a registered operator; why there is nothing, where the function cannot be traced
+    for it; "" for any other node.
     """
     function = _KNOWN.get(node.target) if node.op == "call_function" else None
     if function is None:
-        return None
+        return ""
     try:
         traced = _traced(node, function)
     except Exception as error:
@@ -215,8 +280,14 @@ def inside(node: Node) -> Inside | None:
         why = _unfit(node, traced)
     if why:
         log.warning("the decomposition of %s is not used for %s: %s", node.target, node.name, why)
-        return None
+        return why
     return Inside(traced.graph, node.all_input_nodes, isinstance(node.meta["val"], Tensor))
+
+
+def unused(node: Node) -> str:
+    """Of a call that stays though a function is registered for it: why, in a line."""
+    why = str(node.meta.get(UNUSED, "")).partition("\n")[0]
+    return f"a function is registered for it and cannot be used: {why}" if why else ""
 
 
 def _unfit(node: Node, traced: GraphModule) -> str:

@@ -104,7 +104,7 @@ def _lay(
             continue
         if node in bodies:
             values[node] = _results(gm, into, bodies[node], values, origin)
-        elif (own := registered.inside(node)) is not None:
+        elif isinstance(own := registered.inside(node), registered.Inside):
             within = (*origin.get(registered.INSIDE, ()), node.target)
             at = _origin(node) | {registered.INSIDE: within}
             body = _Body(own.graph, path, _Call(node, own.operands), at)
@@ -116,6 +116,8 @@ def _lay(
         else:
             values[node] = copy = into.node_copy(node, values.__getitem__)
             copy.meta |= origin
+            if own:
+                copy.meta[registered.UNUSED] = own
             if node.op == "get_attr":
                 copy.target = path + str(node.target)
 

@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from mla_fusion.facts.cache_write import input_behind
 from mla_fusion.fx import registered
-from mla_fusion.fx.kinds import is_writer, word
+from mla_fusion.fx.kinds import is_writer, op_name, word
 from mla_fusion.match.finder import Finder
 
 _ROOTS = frozenset(("rsqrt", "sqrt", "rms_norm", "_fused_rms_norm", "npu_rms_norm"))
@@ -31,6 +31,7 @@ def lines(finder: Finder) -> tuple[str, ...]:
     norms = sum(word(node) in _ROOTS for node in view.nodes)
     writes = sum(is_writer(node) and _writes_input(node) for node in view.nodes)
     unknown = ", ".join(registered.unknown(view.nodes))
+    unused = {op_name(node): why for node in view.nodes if (why := registered.unused(node))}
     return (
         "no MLA prologue in this graph. The parts of one, and how many the graph has:",
         f"  products with weights (W_dq, W_dkv_kr, W_uq_qr): {len(flat)}",
@@ -46,6 +47,7 @@ def lines(finder: Finder) -> tuple[str, ...]:
             if unknown
             else ()
         ),
+        *(f"  {name} is not known: {why}" for name, why in unused.items()),
     )
 
 

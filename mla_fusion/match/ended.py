@@ -15,7 +15,6 @@ from mla_fusion.facts import kv_operator
 from mla_fusion.facts.dynamic_quant import quantised_behind
 from mla_fusion.facts.projection import Projection
 from mla_fusion.facts.reading import ConeFacts, FactReader
-from mla_fusion.fx import registered
 from mla_fusion.fx.analytic import Barrier
 from mla_fusion.fx.kinds import (
     borrows_only,
@@ -40,7 +39,6 @@ _VAGUE = frozenset(
     "q_lora.absent kv_latent.absent rope.absent absorb.absent norm.absent rope.tables_differ "
     "reader.latent".split()
 )
-_UNUSED = "a function is registered for it and cannot be used: the log says why"
 _FARTHEST = 64  # nodes from a step to the product or the write that it leads to
 
 
@@ -173,8 +171,7 @@ def _rotations(view: View, products: Collection[Node]) -> Iterator[tuple[Node, s
             and shapes & set(map(_shape, operands))
             and any(_leads_on(view, found) for found in (node, *node.users))
         ):
-            is_new = bool(registered.unknown([node]))
-            yield node, barrier.detail if is_new else f"{barrier.detail}; {_UNUSED}"
+            yield node, barrier.detail
 
 
 def _shape(node: Node) -> str:

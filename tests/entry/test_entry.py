@@ -91,6 +91,13 @@ def test_disabled_pass_leaves_the_graph() -> None:
     before = str(gm.graph)
     report = mf.fuse(gm, mf.Config(enable=False))
     assert (report.fused, report.rejected, str(gm.graph)) == ([], [], before)
+    assert "the pass is off: Config.enable is False" in str(report)
+
+
+@pytest.mark.parametrize("given", [{"enable": "yes"}, {"skip": (3,)}])
+def test_a_configuration_without_a_meaning_is_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"Config.{next(iter(given))} "):
+        mf.Config(**given)
 
 
 def test_gradients_are_declined() -> None:
