@@ -219,7 +219,7 @@ def _is_named(value: Any) -> bool:
     if not is_function and not isinstance(value, ModuleType | type):
         return False
     name = value.__name__ if isinstance(value, ModuleType) else value.__module__
-    return name.partition(".")[0] in _OWN
+    return str(name).partition(".")[0] in _OWN
 
 
 def _names_in(code: CodeType) -> Iterator[str]:
