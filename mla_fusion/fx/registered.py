@@ -10,7 +10,7 @@ import inspect
 import logging
 import operator
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from hashlib import sha256
@@ -265,13 +265,15 @@ class Inside:
     is_one: bool
 
 
-def inside(node: Node) -> Inside | str:
+def inside(node: Node, outer: Sequence[Any] = ()) -> Inside | str:
     """Of a call of a registered operator; why there is nothing, where the function cannot be traced
-    for it; "" for any other node.
+    for it; "" for any other node. ``outer``: the operators in whose functions the call stands.
     """
     function = _KNOWN.get(node.target) if node.op == "call_function" else None
     if function is None:
         return ""
+    if node.target in outer:
+        return "it calls the operator itself"
     try:
         traced = _traced(node, function)
     except Exception as error:

@@ -98,15 +98,14 @@ def _lay(
     """Copies ``graph``, which stands at ``path`` in the module, except for the nodes in ``values``;
     adds theirs.
     """
-    bodies = _calls(gm, graph, path)
+    bodies, outer = _calls(gm, graph, path), origin.get(registered.INSIDE, ())
     for node in graph.nodes:
         if node in values:
             continue
         if node in bodies:
             values[node] = _results(gm, into, bodies[node], values, origin)
-        elif isinstance(own := registered.inside(node), registered.Inside):
-            within = (*origin.get(registered.INSIDE, ()), node.target)
-            at = _origin(node) | {registered.INSIDE: within}
+        elif isinstance(own := registered.inside(node, outer), registered.Inside):
+            at = _origin(node) | {registered.INSIDE: (*outer, node.target)}
             body = _Body(own.graph, path, _Call(node, own.operands), at)
             made = _results(gm, into, body, values, origin)
             registered.tag(node, values, made)

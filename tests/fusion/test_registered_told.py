@@ -164,3 +164,10 @@ def test_the_report_says_why_a_function_is_not_used(
     assert not report.fused
     said = "a function is registered for it and cannot be used: it gives bfloat16[8, 1], not "
     assert said in str(report), str(report)
+
+
+def test_a_function_that_calls_its_own_operator_is_no_end() -> None:
+    mf.register_operator(scaled, lambda x: scaled(x) * 1.0)
+    gm, _ = capture(Scaled(), *base.paged_args(), device="cpu")
+    report = mf.explain(gm)
+    assert not report.fused and "cannot be used: it calls the operator itself" in str(report)
