@@ -24,6 +24,7 @@ from mla_fusion.fx.kinds import (
     argument,
     is_getitem,
     is_mutating,
+    is_reshape,
     is_view,
     named_sizes,
     op_name,
@@ -129,6 +130,13 @@ def find(view: View, writer: Node, value: Node) -> WriteFact | Obstacles:
     name = word(writer)
     if name == _SCATTER_PA:
         return _paged_pair(view, writer, value)
+    whole = _overwritten(writer)
+    if whole is not None:
+        message = (
+            f"{writer.name} puts the new rows in place of all that {whole.name} holds, not in rows "
+            "that have a number"
+        )
+        return (Obstacle("cache.writer", message),)
     if name in ("copy", "slice_scatter"):
         return _assigned(writer, value)
     base = writer.args[0]
@@ -179,6 +187,18 @@ def find(view: View, writer: Node, value: Node) -> WriteFact | Obstacles:
         result=_whole(writer, cache),
         trusted=trust.inputs,
     )
+
+
+def _overwritten(writer: Node) -> Node | None:
+    """The input that is overwritten, all of it, by what the writer copies."""
+    step = writer
+    while word(step) != "copy_":
+        is_all = is_reshape(step) or (step is writer and word(step) == "copy")
+        if not is_all or len(step.users) != 1:
+            return None
+        step = next(iter(step.users))
+    cache = step.args[0]
+    return cache if isinstance(cache, Node) and cache.op in INPUTS else None
 
 
 _ADDING = ("index_add", "scatter_add", "index_reduce", "scatter_reduce")
@@ -249,9 +269,13 @@ def _assigned(writer: Node, value: Node) -> WriteFact | Obstacles:
         return (found,)
     if paged_shape(found.cache) is None:
         return (Obstacle("cache.shape", _no_blocks(found.cache)),)
-    slots, inside = Slots(None, span=found.span), found.inside
     return WriteFact(
-        node=writer, cache=found.cache, value=value, slots=slots, result=found.result, inside=inside
+        node=writer,
+        cache=found.cache,
+        value=value,
+        slots=Slots(None, span=found.span),
+        result=_whole(found.result, found.cache),
+        inside=found.inside,
     )
 
 

@@ -13,8 +13,8 @@ from mla_fusion.compat import bounds_of
 from mla_fusion.facts.obstacle import Obstacle
 from mla_fusion.fx import pools
 from mla_fusion.fx.kinds import argument, has_effect, word
-from mla_fusion.fx.sizes import is_symbolic, same, same_shape
-from mla_fusion.fx.walk import INPUTS
+from mla_fusion.fx.sizes import is_symbolic, same, same_shape, sizes_of
+from mla_fusion.fx.walk import INPUTS, origin, unit_selections
 from mla_fusion.operators.known import shape_of, value_of
 
 
@@ -71,7 +71,8 @@ def find(writer: Node, value: Node) -> DenseWrite | Obstacle:
     while True:
         scatter = inside[-1]
         base, axis = scatter.args[0], argument(scatter, "dim", 0)
-        start = _first(argument(scatter, "start") or 0)
+        size = sizes_of(base)[axis] if sizes_of(base) else None
+        start = _first(argument(scatter, "start") or 0, size)
         is_first = axis not in starts or (isinstance(start, int) and isinstance(starts[axis], int))
         if (
             not isinstance(base, Node)
@@ -81,11 +82,12 @@ def find(writer: Node, value: Node) -> DenseWrite | Obstacle:
         ):
             message = (
                 f"{scatter.name} assigns rows whose first number is computed when the graph runs "
-                "or may be negative, or every nth row"
+                "or counts from an end that is not fixed, or every nth row"
             )
             return Obstacle("cache.slice_bounds", message)
         starts[axis] = starts.get(axis, 0) + start  # a slice of a slice
-        if base.op in INPUTS:
+        cache = origin(base, unit_selections)
+        if cache.op in INPUTS:
             break
         outer = next((user for user in scatter.users if _puts_back(user, scatter, base)), None)
         if outer is None or len(scatter.users) != 1:
@@ -97,6 +99,7 @@ def find(writer: Node, value: Node) -> DenseWrite | Obstacle:
         len(assigned) != rank
         or not starts.keys() <= set(range(row_axis + 1))
         or not same(assigned[-1], shape_of(base)[-1])
+        or not same(assigned[-1], shape_of(cache)[-1])
     ):
         return Obstacle("cache.part_of_row", f"{inside[-1].name} does not assign whole rows")
     if not all(same(size, 1) for size in shape_of(base)[1:row_axis]):
@@ -104,14 +107,18 @@ def find(writer: Node, value: Node) -> DenseWrite | Obstacle:
         return Obstacle("cache.rows", message)
     first, sequences = (starts.get(0, 0), assigned[0]) if row_axis else (0, 1)
     start, rows = starts.get(row_axis, 0), shape_of(base)[row_axis]
-    return DenseWrite(base, Span(first, start, rows, sequences, assigned[row_axis]), tuple(inside))
+    return DenseWrite(cache, Span(first, start, rows, sequences, assigned[row_axis]), tuple(inside))
 
 
-def _first(start: Any) -> Any:
-    """The start of a slice that is never negative: a literal, or the value of an input."""
+def _first(start: Any, size: Any) -> Any:
+    """The start of a slice of an axis, counted from its beginning: a literal, or the value of an
+    input that is never negative.
+    """
     if isinstance(start, Node):
         start = value_of(start) if start.op in INPUTS else None
         return start if is_symbolic(start) and bounds_of(start)[0] >= 0 else None
+    if isinstance(start, int) and start < 0 and isinstance(size, int):
+        return max(start + size, 0)
     return start if isinstance(start, int) and start >= 0 else None
 
 

@@ -29,7 +29,7 @@ from mla_fusion.fx.kinds import (
     word,
 )
 from mla_fusion.fx.ranges import Ranges
-from mla_fusion.fx.walk import input_of, upward, views_and_casts
+from mla_fusion.fx.walk import INPUTS, input_of, origin, upward, views_and_casts
 from mla_fusion.operators.known import (
     GATHER,
     PLACED_WRITERS,
@@ -133,6 +133,9 @@ class Steps:
             if one_dtype(index) == torch.bool and not self._view.is_constant(index)
         ]
         if name in ("masked_scatter", "scatter_reduce", "index_reduce") or indices or by_mask:
+            held = [index for index in indices if origin(index, views_and_casts).op in INPUTS]
+            if held and name in GATHER:
+                return Barrier("step.choice", _order_held(node, held[0]))
             moved = "is placed" if name not in GATHER else "is taken"
             by = ", ".join(index.name for index in (*indices, *by_mask)) or node.name
             return Barrier(
@@ -186,6 +189,15 @@ class Steps:
     def _by_literal_mask(self, node: Node) -> bool:
         mask = node.args[0] if word(node) == "where" else node.args[1]
         return isinstance(mask, Node) and self._view.is_constant(mask)
+
+
+def _order_held(node: Node, index: Node) -> str:
+    held = origin(index, views_and_casts).name
+    return (
+        f"{node.name} ({node.target}) takes elements in an order that {held} holds: its numbers "
+        "come from outside the graph and may change; write the order as a list, or with slices, "
+        "views or torch.arange"
+    )
 
 
 def _operand(node: Node, place: int) -> Node | bool:

@@ -140,6 +140,7 @@ def _read(pool: Pool) -> Pool | str:
     if not (scatters or back or any(map(has_effect, _through(others)))):
         return "nothing writes to it"
     read = {span: user for span, user in read.items() if not span.is_empty}
+    read = _around_rows(pool, read, others, scatters)
     if not read:
         return "no element of it is read"
     selected = [node for node in pool.spans if node is not whole and not keeps_all(node)]
@@ -195,6 +196,38 @@ def _follow(pool: Pool) -> tuple[dict[Span, Node], list[Node], list[Node]]:
         if word(node) in SCATTERS and pool.spans.get(node.all_input_nodes[-1]) != pool.put(node):
             read.setdefault(pool.put(node), node)
     return read, others, back
+
+
+def _around_rows(
+    pool: Pool, read: dict[Span, Node], others: list[Node], scatters: list[Node]
+) -> dict[Span, Node]:
+    """The runs that are read; of rows that a slice assigns, and nobody reads, what they are
+    assigned to: the rows of a cache are no cache.
+    """
+    seen = {
+        pool.spans[value] for node in others for value in _values_read(node) if value in pool.spans
+    }
+    outer = {
+        pool.put(node): pool.spans[node.args[0]]  # type: ignore[index]
+        for node in scatters
+        if word(node) == "slice_scatter"
+    }
+    found: dict[Span, Node] = {}
+    for span, user in read.items():
+        around = span
+        while around in outer and around not in seen and outer[around] != around:
+            around = outer[around]
+        found.setdefault(around, user)
+    is_lost = pool.spans[pool.whole] in found and len(found) > 1
+    return read if is_lost else found
+
+
+def _values_read(node: Node) -> list[Node]:
+    """The operands whose numbers matter: of what a copy overwrites, all of it, only the shape
+    does.
+    """
+    of_copy = word(node) == "copy"
+    return [given for given in node.all_input_nodes if not of_copy or given is node.args[1]]
 
 
 def _pieces(user: Node) -> list[Node]:

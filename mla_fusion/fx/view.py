@@ -111,7 +111,7 @@ class View:
         if node.op != "call_function":
             if is_size(node):
                 self._sizes.add(node)
-            if node.op == "get_attr" and (is_sign_constant(node) or is_number(node)):
+            if node.op == "get_attr" and any(is_one(node) for is_one in _LITERALS):
                 self._constant.add(node)
             return frozenset((node,)) if node.op in ("call_module", "call_method") else _NOTHING
         if is_size(node):
@@ -375,6 +375,9 @@ def _what_is_done(node: Node, inputs: list[Node]) -> Any:
         number = tensor_held(node) if node.op == "get_attr" and is_number(node) else None
         if number is not None:
             return number.dtype, str(number.item())  # -0.0 is another one than 0.0
+        index = tensor_held(node) if node.op == "get_attr" and is_index(node) else None
+        if index is not None:
+            return index.dtype, str(index.tolist())
         return node.op, node.target if node.op == "get_attr" else node
     try:
         key: list[Any] = [operator]
@@ -435,6 +438,17 @@ def is_number(node: Node) -> bool:
     """A lifted ``torch.tensor(1e-6)``."""
     value = value_of(node)
     return is_literal(node) and isinstance(value, torch.Tensor) and value.dim() == 0
+
+
+def is_index(node: Node) -> bool:
+    """A lifted list of places, ``x[..., [0, 2, 1, 3]]``: a plain tensor of few integers."""
+    value = tensor_held(node)
+    if value is None or value.numel() > 4096 or not is_literal(node):
+        return False
+    return value.dtype in (torch.int32, torch.int64)
+
+
+_LITERALS = is_sign_constant, is_number, is_index
 
 
 def _says_little(value: torch.Tensor) -> bool:

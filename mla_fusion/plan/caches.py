@@ -198,7 +198,7 @@ class WritePlanner:
         found += self.obstacles(token_x, kv, len(key.columns))
         return [*found, *self.obstacles(token_x, kr, key.rope_dim)]
 
-    def obstacles(self, token_x: Node, write: WriteFact, wanted: int) -> list[Obstacle]:
+    def obstacles(self, token_x: Node, write: WriteFact, wanted: Any) -> list[Obstacle]:
         """Everything for which the kernel cannot do this write, of rows ``wanted`` wide."""
         shape = cache_write.paged_shape(write.cache) or ()
         name, value, found = write.cache.name, write.cache.meta["val"], list[Obstacle]()
@@ -229,11 +229,12 @@ class WritePlanner:
                     "cache.old_rows_read", f"{late[0].name} reads {name} as it was before the write"
                 )
             )
-        width = self.view.binding.size(value.shape[-1])
-        if width != wanted:
-            found.append(
-                Obstacle("cache.width", f"{name} is {width} wide, the rows written to it {wanted}")
-            )
+        width = value.shape[-1]
+        if not self.view.binding.same(width, wanted):
+            is_open = self.view.binding.varies(width)
+            which = " (a size that the graph leaves open)" if is_open else ""
+            message = f"{name} is {width} wide{which}, the rows written to it {wanted}"
+            found.append(Obstacle("cache.width", message))
         dtype = dtype_of(write.value)
         if value.dtype != dtype:
             found.append(

@@ -142,14 +142,15 @@ class Planner(ABC, Generic[C, P]):
         """The sizes of the tokens' axes as numbers. Raises ``Refuse`` where a table has no row for
         each token.
         """
-        lead = self.view.binding.shape(shape_of(token_x)[:-1])
+        sizes = shape_of(token_x)[:-1]
+        lead = self.view.binding.shape(sizes)
         if self.candidate.shrink is not None:
             lead = self.candidate.shrink.lead(lead)
         for run in (*self.candidate.key.cos, *self.candidate.key.sin):
             if not self._has_rows(run, lead):
                 detail = (
                     f"{run.base.name} has shape {list(run.base.meta['val'].shape)} for tokens "
-                    f"{list(lead)}"
+                    f"{list(sizes)}"
                 )
                 raise Refuse("rope.table_shape", detail, (run.base,))
         return lead

@@ -156,7 +156,7 @@ class CachesOfWhole(WritePlanner):
         write = cache_write.find(self.view, writers[0], rows.node)
         if not isinstance(write, WriteFact):
             return Placement(Staged(write))
-        obstacles = self.obstacles(token_x, write, self.view.binding.size(shape_of(rows.node)[-1]))
+        obstacles = self.obstacles(token_x, write, shape_of(rows.node)[-1])
         if obstacles:
             return Placement(Staged(tuple(obstacles)))
         shape = cache_write.paged_shape(write.cache)

@@ -78,7 +78,11 @@ def test_block_and_place_of_two_inputs() -> None:
 MISSES: dict[str, Write] = {
     "accumulated": lambda c, v, s: torch.index_put(flat(c), [s], v, True),
     "columns": lambda c, v, s: flat(c).t().contiguous().index_copy(1, s, v.t()),
-    "part of a row": lambda c, v, s: flat(c).slice_scatter(v, 0, 0, T),
+    "part of a row": lambda c, v, s: c.view(-1, WIDTH // 2).slice_scatter(
+        v[:, : WIDTH // 2], 0, 0, T
+    ),
+    "every second row": lambda c, v, s: flat(c).slice_scatter(v, 0, 0, 2 * T, 2),
+    "a slice of a computed cache": lambda c, v, s: flat(c * 2).slice_scatter(v, 0, 0, T),
     "a cache that is computed": lambda c, v, s: put(flat(c * 2), v, s),
     "a part of a cache": lambda c, v, s: put(flat(c)[:32], v, s),
     "negative slots": lambda c, v, s: put(flat(c), v, s - 1),
