@@ -264,7 +264,8 @@ class OtherSlots(prologues.PagedRotateHalf):
         self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
     ) -> Tensor:
         found: Tensor = super().forward(x, cos, sin, kv_cache, kr_cache, slots)
-        kv_cache.view(-1, base.HCKV)[slots + 1] = 0
+        rows = kv_cache.view(-1, base.HCKV)
+        rows[(slots + 1) % len(rows)] = 0
         return found
 
 

@@ -134,7 +134,10 @@ WALKS: dict[str, tuple[Told, dict[str, Told | None]]] = {
         entry("Doubled"),
         {"Multiply after the norm": of(changed(keys.Lite, latent=doubled_later), targets=("key",))},
     ),
-    "norm.low_precision": (entry("LowPrecision"), {"Upcast to float32 before squaring": BASE}),
+    "norm.low_precision": (
+        entry("LowPrecision"),
+        {"Upcast to float32 behind the projection": BASE},
+    ),
     "norm.runtime_eps": (
         epsilon(),
         {

@@ -183,7 +183,7 @@ MISTAKES = {
     ),
     "a statistic in bfloat16": Mistake(
         put(q_norm=lambda _: Norm(HCQ, dtype=torch.bfloat16)),
-        (("norm.low_precision", "Upcast to float32 before squaring",
+        (("norm.low_precision", "Upcast to float32 behind the projection",
           put(q_norm=lambda _: Norm(HCQ))),),
     ),
     "LayerNorm": Mistake(
