@@ -15,7 +15,7 @@ from __future__ import annotations
 import subprocess
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -35,7 +35,7 @@ COMPILED = frozenset(
 ROOT = Path(__file__).parents[1]
 
 
-def of_submission(items: Iterable[pytest.Item]) -> set[pytest.Item]:
+def of_submission(items: Sequence[pytest.Item]) -> set[pytest.Item]:
     """The tests that this submission runs.
 
     Raises RuntimeError where exhaustive tests are among them and the history is not there (not a

@@ -71,8 +71,8 @@ def find(writer: Node, value: Node) -> DenseWrite | Obstacle:
     while True:
         scatter = inside[-1]
         base, axis = scatter.args[0], argument(scatter, "dim", 0)
-        size = sizes_of(base)[axis] if sizes_of(base) else None
-        start = _first(argument(scatter, "start") or 0, size)
+        sizes = sizes_of(base)
+        start = _first(argument(scatter, "start") or 0, sizes[axis] if sizes else None)
         is_first = axis not in starts or (isinstance(start, int) and isinstance(starts[axis], int))
         if (
             not isinstance(base, Node)

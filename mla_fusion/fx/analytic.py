@@ -133,7 +133,8 @@ class Steps:
             if one_dtype(index) == torch.bool and not self._view.is_constant(index)
         ]
         if name in ("masked_scatter", "scatter_reduce", "index_reduce") or indices or by_mask:
-            held = [index for index in indices if origin(index, views_and_casts).op in INPUTS]
+            above = (origin(index, views_and_casts) for index in indices)
+            held = [base for base in above if base.op in INPUTS]
             if held and name in GATHER:
                 return Barrier("step.choice", _order_held(node, held[0]))
             moved = "is placed" if name not in GATHER else "is taken"
@@ -191,12 +192,11 @@ class Steps:
         return isinstance(mask, Node) and self._view.is_constant(mask)
 
 
-def _order_held(node: Node, index: Node) -> str:
-    held = origin(index, views_and_casts).name
+def _order_held(node: Node, held: Node) -> str:
     return (
-        f"{node.name} ({node.target}) takes elements in an order that {held} holds: its numbers "
-        "come from outside the graph and may change; write the order as a list, or with slices, "
-        "views or torch.arange"
+        f"{node.name} ({node.target}) takes elements in an order that {held.name} holds: its "
+        "numbers come from outside the graph and may change; write the order as a list, or with "
+        "slices, views or torch.arange"
     )
 
 

@@ -205,7 +205,7 @@ def _text(value: Any, inside: tuple[Any, ...] = ()) -> str:
     if not isinstance(value, FunctionType):
         return uuid4().hex
     code, names = value.__code__, value.__globals__
-    read = [(name, names[name]) for name in _names_in(code) if name in names]
+    read = [(name, names[name]) for name in names_in(code) if name in names]
     cells = [cell.cell_contents for cell in value.__closure__ or ()]
     defaults = value.__defaults__, list((value.__kwdefaults__ or {}).items())
     return f"{_steps(code)} {_text([*read, cells, *defaults], within)}"
@@ -222,11 +222,12 @@ def _is_named(value: Any) -> bool:
     return str(name).partition(".")[0] in _OWN
 
 
-def _names_in(code: CodeType) -> Iterator[str]:
+def names_in(code: CodeType) -> Iterator[str]:
+    """Names that the code and what is defined in it look up."""
     yield from code.co_names
-    for item in code.co_consts:
-        if isinstance(item, CodeType):
-            yield from _names_in(item)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from names_in(constant)
 
 
 def _steps(code: CodeType) -> str:

@@ -108,14 +108,14 @@ class View:
                     self._members.setdefault(source, []).append(node)
 
     def _sources_of(self, node: Node) -> frozenset[Node]:
+        a_size = is_size(node)
+        if a_size:
+            self._sizes.add(node)
         if node.op != "call_function":
-            if is_size(node):
-                self._sizes.add(node)
             if node.op == "get_attr" and any(is_one(node) for is_one in _LITERALS):
                 self._constant.add(node)
             return frozenset((node,)) if node.op in ("call_module", "call_method") else _NOTHING
-        if is_size(node):
-            self._sizes.add(node)
+        if a_size:
             return _NOTHING
         if node in self._inside_products:
             return _NOTHING
@@ -372,12 +372,10 @@ def _what_is_done(node: Node, inputs: list[Node]) -> Any:
     if operator.effect or operator.random:
         return node
     if not operator.name:
-        number = tensor_held(node) if node.op == "get_attr" and is_number(node) else None
-        if number is not None:
-            return number.dtype, str(number.item())  # -0.0 is another one than 0.0
-        index = tensor_held(node) if node.op == "get_attr" and is_index(node) else None
-        if index is not None:
-            return index.dtype, str(index.tolist())
+        is_told = node.op == "get_attr" and (is_number(node) or is_index(node))
+        numbers = tensor_held(node) if is_told else None
+        if numbers is not None:
+            return numbers.dtype, str(numbers.tolist())  # -0.0 is another one than 0.0
         return node.op, node.target if node.op == "get_attr" else node
     try:
         key: list[Any] = [operator]
@@ -424,10 +422,8 @@ def is_sign_constant(node: Node) -> bool:
     """A lifted literal such as [-1, 1, -1, 1]: small, a plain tensor, of nothing but -1, 0 and 1,
     not all 1.
     """
-    value = tensor_held(node)
-    if value is None or value.numel() > 4096 or not is_literal(node):
-        return False
-    if value.dtype not in (*MODEL_FLOATS, torch.int8, torch.int16, torch.int32, torch.int64):
+    value = _few_numbers(node, (*MODEL_FLOATS, torch.int8, torch.int16, torch.int32, torch.int64))
+    if value is None:
         return False
     return bool(torch.isin(value, torch.tensor([-1, 0, 1], dtype=value.dtype)).all()) and bool(
         (value != 1).any()
@@ -442,10 +438,14 @@ def is_number(node: Node) -> bool:
 
 def is_index(node: Node) -> bool:
     """A lifted list of places, ``x[..., [0, 2, 1, 3]]``: a plain tensor of few integers."""
+    return _few_numbers(node, (torch.int32, torch.int64)) is not None
+
+
+def _few_numbers(node: Node, dtypes: tuple[torch.dtype, ...]) -> torch.Tensor | None:
+    """What a lifted literal holds, where these are few numbers of one of the dtypes."""
     value = tensor_held(node)
-    if value is None or value.numel() > 4096 or not is_literal(node):
-        return False
-    return value.dtype in (torch.int32, torch.int64)
+    is_small = value is not None and value.numel() <= 4096 and value.dtype in dtypes
+    return value if is_small and is_literal(node) else None
 
 
 _LITERALS = is_sign_constant, is_number, is_index

@@ -310,7 +310,7 @@ def calls_of(graph: Graph, words: Container[str]) -> Iterator[Node]:
     """The nodes whose word is among these, in the order of the graph. A graph has thousands of
     nodes, and calls few operators.
     """
-    called = {node.target: node for node in graph.nodes if node.op == "call_function"}
+    called = {node.target for node in graph.nodes if node.op == "call_function"}
     rows = ((target, known(target)) for target in called)
     targets = {
         target

@@ -154,9 +154,7 @@ class Alone(Scaled):
 
 
 @pytest.mark.parametrize(("model", "count"), [(Scaled, 6), (Alone, 1)])
-def test_the_report_says_why_a_function_is_not_used(
-    model: type[base.Base], count: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_report_says_why_a_function_is_not_used(model: type[base.Base], count: int) -> None:
     """The log says so once; whoever reads the report has not seen it."""
     mf.register_operator(scaled, lambda x: x[..., :1])
     gm, _ = capture(model(), *base.paged_args()[:count], device="cpu")

@@ -15,9 +15,9 @@ from tests.catalogue.entry import ENTRIES, FILES
 class Item:
     """What is asked of a test that pytest has collected."""
 
-    def __init__(self, file: str, name: str, **more: Any) -> None:
+    def __init__(self, file: str, name: str, keywords: tuple[str, ...] = ()) -> None:
         self.path, self.nodeid = shards.ROOT / file, f"{file}::{name}"
-        self.keywords = more.pop("keywords", ())
+        self.keywords = keywords
         if "[" in name:
             self.callspec = SimpleNamespace(params={"case": name})
 
@@ -95,9 +95,7 @@ def test_shares_are_of_about_one_size() -> None:
     assert min(sizes) > 800
 
 
-def test_without_history_exhaustive_tests_are_an_error(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_without_history_exhaustive_tests_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shards, "_git", lambda *_: "true")  # as of a shallow checkout
     with pytest.raises(RuntimeError, match="shallow"):
         run(EXHAUSTIVE)

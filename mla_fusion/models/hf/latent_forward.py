@@ -10,14 +10,15 @@ rotary function, it goes on doing.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from operator import itemgetter
-from types import CodeType, FunctionType, SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from mla_fusion.fx.registered import names_in
 from mla_fusion.models.features import ASKS_FOR_INTERFACE
 from mla_fusion.models.hf.as_examined import (
     TABLE,
@@ -61,7 +62,7 @@ def latent_forward(
     """
     forward = kind.forward
     source = inspect.unwrap(forward)
-    names = set(_names(source.__code__))
+    names = set(names_in(source.__code__))
     scope = {name: value for name, value in source.__globals__.items() if name in names}
     scope["__builtins__"] = source.__globals__["__builtins__"]
     functions = Functions(AttentionFunctions(source), form, name)
@@ -95,14 +96,6 @@ def latent_forward(
         return again(LatentSelf(module, form, hands_over), *args, **kwargs)
 
     return over_latents
-
-
-def _names(code: CodeType) -> Iterator[str]:
-    """Names that the code and what is defined in it look up."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names(constant)
 
 
 class Functions:
