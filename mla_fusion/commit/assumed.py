@@ -8,7 +8,6 @@ import torch
 from torch.fx import Node
 
 from mla_fusion.commit.region import Region
-from mla_fusion.fx import registered
 from mla_fusion.fx.kinds import argument, is_cast, is_view, word
 from mla_fusion.fx.program import nodes_between
 from mla_fusion.fx.view import View
@@ -23,17 +22,14 @@ _FLOORS = ("clamp", "clamp_min", "maximum")
 
 def assumed_of_numbers(view: View, region: Region) -> tuple[str, ...]:
     """A line for each floor that no row is taken to come near, each guard against a row of zeros,
-    each cast that is taken to keep every number, and each operator that is taken for what was
-    registered.
+    and each cast that is taken to keep every number.
     """
-    own = registered.assumed(region.nodes)
     found = (
         *_floors(view, region),
         *_zeros(region),
         *_narrowed(view, region),
         *_whole(region),
         *_counted(region),
-        *own,
     )
     return tuple(dict.fromkeys(found))
 

@@ -14,6 +14,7 @@ from mla_fusion.config import Config
 from mla_fusion.emit import contract
 from mla_fusion.emit.targets import TARGETS
 from mla_fusion.facts.obstacle import Obstacle
+from mla_fusion.fx import registered
 from mla_fusion.fx.view import View
 from mla_fusion.match.candidate import KeyHalf
 from mla_fusion.plan.plan import InPlace, Plan, Structure
@@ -83,10 +84,10 @@ class Plans:
 
     def _described(self, plan: Plan) -> Legal:
         region = cut_out(self._view, plan)
-        assumed = assumed_of_numbers(self._view, region)
+        known = self._structures.setdefault(structure.key(self._view, region, plan), Structure())
+        assumed = assumed_of_numbers(self._view, region) if known.assumes else ()
+        known.assumes = bool(assumed)
+        # whether a step was registered is not told by its structure
+        assumed = (*assumed, *dict.fromkeys(registered.assumed(region.nodes)))
         plan = replace(plan, assumptions=(*plan.assumptions, *assumed)) if assumed else plan
-        return Legal(
-            plan,
-            region,
-            self._structures.setdefault(structure.key(self._view, region, plan), Structure()),
-        )
+        return Legal(plan, region, known)

@@ -262,8 +262,7 @@ def _symbols(value: Any) -> set[Any]:
 
 def _has_value(node: Node) -> bool:
     """Does it hold a tensor, or several? (Sizes are bound to numbers, not run.)"""
-    value = value_of(node)
-    return isinstance(value, (torch.Tensor, tuple, list)) and not is_symbolic(value)
+    return isinstance(value_of(node), (torch.Tensor, tuple, list))
 
 
 def _like(a: Node, b: Node) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from copy import copy
-from functools import cache
+from functools import cache, cached_property
 from itertools import count, zip_longest
 from typing import Any
 
@@ -39,7 +39,7 @@ def is_symbolic(value: Any) -> bool:
 
 def has_symbols(sizes: Iterable[Any]) -> bool:
     """Is any of the sizes symbolic?"""
-    return any(map(is_symbolic, sizes))
+    return not _SYMBOLIC.isdisjoint(map(type, sizes))
 
 
 def sizes_of(value: Any) -> tuple[Any, ...]:
@@ -309,11 +309,16 @@ class SizeNodes:
     """Finds, or makes, the graph node that holds a symbolic size."""
 
     def __init__(self, graph: Graph) -> None:
-        self._nodes: dict[Any, Node] = {}
-        for node in graph.nodes:
-            value = value_of(node)
-            if type(value) is torch.SymInt:
-                self._nodes.setdefault(expression(value), node)
+        self._graph = graph
 
     def find(self, size: torch.SymInt) -> Node | None:
         return self._nodes.get(expression(size))
+
+    @cached_property
+    def _nodes(self) -> dict[Any, Node]:
+        found: dict[Any, Node] = {}
+        for node in self._graph.nodes:
+            value = value_of(node)
+            if type(value) is torch.SymInt:
+                found.setdefault(expression(value), node)
+        return found

@@ -45,7 +45,7 @@ from mla_fusion.fx.terms import Terms
 from mla_fusion.fx.token_axis import is_uniform
 from mla_fusion.fx.tokens import Tokens
 from mla_fusion.fx.walk import INPUTS, peel, reached, upward, views_and_model_casts
-from mla_fusion.operators.known import JOINERS, shape_of, value_of
+from mla_fusion.operators.known import JOINERS, Kind, shape_of, value_of
 
 _NOTHING: frozenset[Node] = frozenset()
 _SEQUENCES = (tuple, list, immutable_list)
@@ -88,9 +88,7 @@ class View:
         # int8 products that plain nodes scale, by their last node
         self._in_steps: dict[Node, Contraction] = {}
         self._inside_products: set[Node] = set()
-        self.effects = [
-            node for node in self.nodes if node.op == "call_function" and is_mutating(node)
-        ]
+        self.effects: list[Node] = []
         self._read()
 
     def _read(self) -> None:
@@ -99,7 +97,10 @@ class View:
         number_of = self._number.__getitem__
         for node in self.nodes:
             inputs: list[Node] = []
-            call = calls.setdefault(_what_is_done(node, inputs), len(calls))
+            done = _what_is_done(node, inputs)
+            if done is node and node.op == "call_function" and is_mutating(node):
+                self.effects.append(node)
+            call = calls.setdefault(done, len(calls))
             self._calls[node] = call, inputs
             self._number[node] = numbers.setdefault((call, *map(number_of, inputs)), len(numbers))
             self._sources[node] = sources = self._sources_of(node)
@@ -115,10 +116,44 @@ class View:
             if node.op == "get_attr" and any(is_one(node) for is_one in _LITERALS):
                 self._constant.add(node)
             return frozenset((node,)) if node.op in ("call_module", "call_method") else _NOTHING
-        if a_size:
+        if a_size or node in self._inside_products:
             return _NOTHING
-        if node in self._inside_products:
+        operator = operator_of(node)
+        # as half of all nodes do; nothing begins or ends at these
+        moves = operator.view and operator.runs and operator.kind is Kind.MOVEMENT
+        begun = self._begun_at(node) if not moves or node in self._in_steps else None
+        if begun is not None:
+            return begun
+        sources, of_literals, of_sizes = _NOTHING, True, False
+        for arg in node.all_input_nodes:
+            theirs = self._sources[arg]
+            sources = theirs if not sources else sources | theirs if theirs else sources
+            if arg not in self._constant:
+                a_size = arg in self._sizes
+                of_sizes = of_sizes or a_size
+                of_literals = of_literals and a_size
+        size = size_among_numbers(node) if of_sizes else None
+        if of_literals and not sources and not holds_at_any_length(node):
             return _NOTHING
+        if of_literals or (not moves and filled_with(node) is not None):
+            self._constant.add(node)
+            return _NOTHING
+        if moves:
+            return sources
+        barrier = self.steps.barrier(node) if sources else None
+        barrier = self.steps.of_sizes(node, size) if sources and barrier is None else barrier
+        if barrier is not None:
+            self.barriers[node] = barrier
+            return frozenset((node,))
+        few = (
+            len(sources) <= _MANY or is_view(node) or operator.cast or operator.row.word in JOINERS
+        )
+        return sources if few else frozenset((node,))
+
+    def _begun_at(self, node: Node) -> frozenset[Node] | None:
+        """The node itself, where it is a product or something that probes cannot run; nothing at a
+        product that later nodes scale; None of any other node.
+        """
         product = self._in_steps.get(node) or contraction.read(node)
         if product is not None and not self._is_arithmetic(product):
             held_in_int8 = torch.int8 in self.held_dtypes
@@ -143,29 +178,7 @@ class View:
             unknown = Barrier("step.unknown", f"{node.name} ({node.target}) {why}")
             self.barriers[node] = self.steps.barrier(node) or unknown
             return frozenset((node,))
-        sources, of_literals, of_sizes = _NOTHING, True, False
-        for arg in node.all_input_nodes:
-            theirs = self._sources[arg]
-            sources = theirs if not sources else sources | theirs if theirs else sources
-            if arg not in self._constant:
-                a_size = arg in self._sizes
-                of_sizes = of_sizes or a_size
-                of_literals = of_literals and a_size
-        size = size_among_numbers(node) if of_sizes else None
-        if of_literals and not sources and not holds_at_any_length(node):
-            return _NOTHING
-        if of_literals or filled_with(node) is not None:
-            self._constant.add(node)
-            return _NOTHING
-        barrier = self.steps.barrier(node) if sources else None
-        barrier = self.steps.of_sizes(node, size) if sources and barrier is None else barrier
-        if barrier is not None:
-            self.barriers[node] = barrier
-            return frozenset((node,))
-        few = (
-            len(sources) <= _MANY or is_view(node) or operator.cast or operator.row.word in JOINERS
-        )
-        return sources if few else frozenset((node,))
+        return None
 
     def _is_arithmetic(self, product: Contraction) -> bool:
         """A product that no weight takes part in: of very few terms (frequencies times positions,

@@ -310,15 +310,16 @@ def calls_of(graph: Graph, words: Container[str]) -> Iterator[Node]:
     """The nodes whose word is among these, in the order of the graph. A graph has thousands of
     nodes, and calls few operators.
     """
-    called = {node.target for node in graph.nodes if node.op == "call_function"}
-    rows = ((target, known(target)) for target in called)
+    # by their ids: to hash an operator is a call of Python's
+    called = {id(node.target): node.target for node in graph.nodes if node.op == "call_function"}
+    rows = ((name, known(target)) for name, target in called.items())
     targets = {
-        target
-        for target, entry in rows
+        name
+        for name, entry in rows
         if any(form and form.row.word in words for form in (entry, entry.functional))
     }
     for node in graph.nodes if targets else ():
-        if node.op == "call_function" and node.target in targets and word(node) in words:
+        if id(node.target) in targets and node.op == "call_function" and word(node) in words:
             yield node
 
 

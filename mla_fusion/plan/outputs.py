@@ -66,9 +66,10 @@ def is_live(user: Node) -> bool:
 
 def keeps_nothing(node: Node) -> bool:
     """Is the node a slice without elements?"""
-    source, value = node.args[0] if is_getitem(node) else node, value_of(node)
+    source = node.args[0] if is_getitem(node) else node
     if not isinstance(source, Node) or word(source) not in SELECTIONS:
         return False
+    value = value_of(node)
     return isinstance(value, torch.Tensor) and 0 in [
         size for size in value.shape if isinstance(size, int)
     ]

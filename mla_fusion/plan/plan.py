@@ -199,6 +199,7 @@ class Structure:
     """What is known of all plans that differ only in which layer they are; the first one tells.
 
     accepted  does the contract take the call?
+    assumes   may its proof take something of its numbers for granted?
     proved    what was shown of it
     compared  the layer that the second witness compared; "" before it has compared one
     lines     why it is exact, for the report
@@ -206,6 +207,7 @@ class Structure:
     """
 
     accepted: bool = False
+    assumes: bool = True
     proved: Shown | None = None
     compared: str = ""
     lines: tuple[str, ...] = ()
