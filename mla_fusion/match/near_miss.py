@@ -184,18 +184,44 @@ class Diagnosis:
         ups = (up.node for norm in _norms(seen) for up in self.above[norm.node])
         made = {*(down.node for down in seen.facts), *ups}
         for product, value, weight in self._of_products:
-            layers = self.view.sources(weight)
             is_of_x = value is seen.x or not made.isdisjoint(self.view.sources(value))
-            if not is_of_x or not made.isdisjoint(layers):
+            if not is_of_x or not made.isdisjoint(self.view.sources(weight)):
                 continue
-            above = _above(weight, _FARTHEST)
-            if len(above) < _FARTHEST and above.isdisjoint(_above(seen.x)):
-                of_products = layers <= self.view.contractions.keys()
-                how = "a product of this graph makes" if of_products else "this graph computes"
-                by = f"{weight.name}, which {how}"
-                detail = f"{product.name} multiplies {value.name} by {by}"
-                return NearMiss(Refuse("linear.hidden", detail), (product, min(layers)))
+            if self._is_apart(weight, seen.x):
+                return self._multiplied_by(product, value, weight)
         return None
+
+    def computed_weights(self) -> list[NearMiss]:
+        """The same, where no layer of x is a plain product: of each product head by head of some
+        columns, the nearest such product that it is made of.
+        """
+        computed = {
+            product: (product, value, weight)
+            for product, value, weight in self._of_products
+            if value is peel(self.view.contractions[product].left) and self._is_apart(weight, value)
+        }
+        parts = (item for item in self.projections if item.batch and self._is_part(item.activation))
+        nearest = (
+            next(filter(computed.__contains__, self._up(item.activation)), None)
+            for item in (parts if computed else ())
+        )
+        found = dict.fromkeys(product for product in nearest if product is not None)
+        return [self._multiplied_by(*computed[product]) for product in found]
+
+    def _up(self, node: Node) -> Iterator[Node]:
+        return reached([node], lambda one: one.all_input_nodes, _FARTHEST)
+
+    def _is_apart(self, weight: Node, x: Node) -> bool:
+        """Is it computed, by few steps, of nothing that x is made of?"""
+        above = set(self._up(weight))
+        return len(above) < _FARTHEST and above.isdisjoint(_above(x))
+
+    def _multiplied_by(self, product: Node, value: Node, weight: Node) -> NearMiss:
+        layers = self.view.sources(weight)
+        of_products = layers <= self.view.contractions.keys()
+        how = "a product of this graph makes" if of_products else "this graph computes"
+        detail = f"{product.name} multiplies {value.name} by {weight.name}, which {how}"
+        return NearMiss(Refuse("linear.hidden", detail), (product, min(layers)))
 
     @cached_property
     def _of_products(self) -> list[tuple[Node, Node, Node]]:
