@@ -17,7 +17,7 @@ from mla_fusion.facts.projection import Projection
 from mla_fusion.fx.kinds import is_getitem, is_view, word
 from mla_fusion.fx.view import View
 from mla_fusion.match.near_miss import NearMiss
-from mla_fusion.operators.known import GATHER, value_of
+from mla_fusion.operators.known import GATHER, is_collective, value_of
 from mla_fusion.report.rejection import Refuse
 
 _FARTHEST = 24  # steps from a projection up to the x that both are made of
@@ -67,8 +67,8 @@ def joined(
 
 
 def _forms(view: View, item: Projection) -> dict[Node, int]:
-    """What the projection multiplies, and what that alone is made of, row by row, or by taking
-    some of the rows; by how many steps above it is.
+    """What the projection multiplies, and what that alone is made of, row by row, by taking some of
+    the rows, or those of all devices; by how many steps above it is.
     """
     size, found, node = _size(view, item.activation), {item.activation: 0}, item.activation
     while len(found) < _FARTHEST and node not in view.contractions:
@@ -87,7 +87,8 @@ def _forms(view: View, item: Projection) -> dict[Node, int]:
 
 
 def _is_taken(node: Node, read: Node) -> bool:
-    return read is node.args[0] and (is_view(node) or word(node) in GATHER)
+    takes = is_view(node) or word(node) in GATHER or is_collective(node)
+    return takes and read is node.args[0]
 
 
 def _size(view: View, node: Node) -> int:

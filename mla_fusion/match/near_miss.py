@@ -33,7 +33,7 @@ from mla_fusion.match.quantising import (
     is_scaled,
     why_otherwise,
 )
-from mla_fusion.operators.known import JOINERS, shape_of, value_of
+from mla_fusion.operators.known import JOINERS, is_collective, shape_of, value_of
 from mla_fusion.report.rejection import Refuse
 
 _FARTHEST = 64  # nodes from a product up to the one that it is made of
@@ -720,11 +720,15 @@ class Diagnosis:
 
     @cached_property
     def _unknown(self) -> dict[Node, Node]:
-        """What each operator reads, of those that nothing is known of."""
+        """What each operator reads, of those that nothing is known of. (What gathers rows from other
+        devices is no layer.)
+        """
         found = {}
         for node in self.view.nodes:
             barrier = self.view.barriers.get(node)
-            if barrier is not None and barrier.is_opaque and not is_cast(node):
+            if barrier is None or not barrier.is_opaque:
+                continue
+            if not is_cast(node) and not is_collective(node):
                 read = first_rows(node) if is_rows(node) else None
                 if read is not None:
                     found[node] = before_quantisation(read)

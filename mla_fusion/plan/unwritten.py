@@ -25,7 +25,7 @@ from mla_fusion.fx.kinds import (
 )
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import INPUTS, origin, reached, views_and_casts
-from mla_fusion.operators.known import JOINERS, value_of
+from mla_fusion.operators.known import JOINERS, is_collective, value_of
 from mla_fusion.plan.outputs import ValueTree, live_users
 
 _FARTHEST = 16  # nodes looked at behind a reader
@@ -100,14 +100,15 @@ def no_write(view: View, trees: dict[str, ValueTree], value: str, reader: Node) 
             f"{reader.name} begins a quantisation of the new rows that the kernel does not have"
         )
         return (Obstacle("cache.quantised", message),)
-    if kind_of(reader) in (Kind.OPAQUE, Kind.EFFECT):
+    if kind_of(reader) in (Kind.OPAQUE, Kind.EFFECT) and not is_collective(reader):
         return ()
-    return (
-        Obstacle(
-            "cache.rows_changed",
-            f"{reader.name} ({op_name(reader)}) changes the new rows before they are written",
-        ),
+    changes = (
+        "exchanges the new rows with other devices"
+        if is_collective(reader)
+        else "changes the new rows"
     )
+    message = f"{reader.name} ({op_name(reader)}) {changes} before they are written"
+    return (Obstacle("cache.rows_changed", message),)
 
 
 def joined_row(view: View, trees: dict[str, ValueTree], reader: Node) -> Obstacles:

@@ -79,6 +79,33 @@ def test_a_weight_of_all_devices() -> None:
     assert rejection.code == "linear.hidden" and "which this graph computes" in rejection.message
 
 
+def _of_both_devices(rows: Tensor) -> Tensor:
+    return collective.wait_tensor(collective.all_gather_into_tensor(rows, 2, "0"))
+
+
+def test_keys_of_the_tokens_of_all_devices() -> None:
+    """Sequence parallel: q and kv are projected from two values, each by a plain product."""
+
+    class Sequences(PagedRotateHalf):
+        def latent(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return super().latent(_of_both_devices(x)[: len(x)])
+
+    rejection = refused(traced_graph(Sequences(), *paged_args()))
+    assert rejection.code == "kv_latent.absent"
+    assert "multiplies slice" in rejection.message and rejection.message.endswith(" x)")
+
+
+def test_rows_of_all_devices_are_written() -> None:
+    class Rows(PagedRotateHalf):
+        def latent(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            c_kv, k_pe = super().latent(x)
+            return _of_both_devices(c_kv)[: len(x)], k_pe
+
+    (fusion,) = mf.fuse(traced_graph(Rows(), *paged_args())).fused
+    staged = next(one for one in fusion.staged_by if "other devices" in one.message)
+    assert staged.code == "cache.rows_changed" and "all_gather" in staged.message
+
+
 def test_in_front_and_behind() -> None:
     """x and the attention's result may be exchanged: the prologue fuses."""
 
