@@ -720,7 +720,7 @@ class Diagnosis:
 
     @cached_property
     def _unknown(self) -> dict[Node, Node]:
-        """What each operator reads, of those that nothing is known of. (What gathers rows from other
+        """What each operator reads, of those that nothing is known of. (To exchange rows with other
         devices is no layer.)
         """
         found = {}
