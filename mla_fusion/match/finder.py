@@ -75,7 +75,7 @@ class Finder:
             if item.is_flat:
                 groups[self.view.number(item.origin)].append(item)
         parts = [part for group in groups.values() for part in self._of_same_rows(group)]
-        return self._found(parts) or self.why.hidden_queries() or [*self.why.computed_weights()]
+        return self._found(parts) or [*(self.why.hidden_queries() or self.why.computed_weights())]
 
     def _found(self, parts: list[list[Projection]]) -> list[Found]:
         """What is found on each x; halves of one prologue that read two forms of one are told as
