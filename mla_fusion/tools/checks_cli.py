@@ -98,8 +98,11 @@ def _check_proof(arguments: Namespace) -> int:
         from mla_fusion.prove import check
     except ModuleNotFoundError as error:
         raise UserError(f"check-proof needs {error.name}: pip install {error.name}") from error
+    if arguments.points > check.MOST_POINTS:
+        raise UserError(f"--points: at most {check.MOST_POINTS}, got {arguments.points}")
+    seed = None if arguments.seed is None else ascii(arguments.seed)  # it may hold any bytes
     try:
-        found = list(check.checked(check.read(path), arguments.points, arguments.seed))
+        found = list(check.checked(check.read(path), arguments.points, seed))
     except check.NoReport as error:
         raise UserError(f"{path} is no report: {error}") from error
     refused = sum(isinstance(one, check.Refused) for _, one in found)

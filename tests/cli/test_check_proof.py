@@ -35,6 +35,11 @@ def test_a_report_is_accepted(report: Path, capsys: pytest.CaptureFixture[str]) 
     )
 
 
+def test_a_seed_may_hold_any_bytes(report: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check-proof", str(report), "--seed", "\udcff"]) == 0
+    assert "accepted: " in capsys.readouterr().out
+
+
 def test_one_that_was_changed_is_status_1(
     report: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

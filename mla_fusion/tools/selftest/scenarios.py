@@ -79,12 +79,18 @@ class Scenario(Call):
 def scenarios(
     soc: str, cann: str = "latest", *, he: int | None = None, heads: int = 4
 ) -> list[Scenario]:
-    """Every legal pair of quantisation modes with every cache mode and rank of token_x, for all
-    four operators.
+    """Every legal pair of quantisation modes with every cache mode and rank of token_x, for each of
+    the four operators that takes the sizes.
 
     ``he`` is the hidden size, by default the smallest that the release takes; small pools, 8
-    tokens. Raises ContractError ``soc`` or ``cann`` for a name that is not in the tables.
+    tokens. Raises ContractError ``soc`` or ``cann`` for a name that is not in the tables,
+    ``dims.he`` or ``dims.n`` for a size that none of the operators takes.
     """
+    for axis, size in (("He", he), ("N", heads)):
+        taken = [meta.limits(op, soc, cann).dims[axis] for op in VERSIONS]
+        if size is not None and not any(size in sizes for sizes in taken):
+            where = f"{axis} {taken[-1]} on {soc}, CANN {cann}"
+            raise meta.ContractError(f"dims.{axis.lower()}", axis, where, f"{axis} {size}")
     return [item for op in VERSIONS for item in _of_operator(op, soc, cann, he, heads)]
 
 
@@ -93,6 +99,8 @@ def _of_operator(op: str, soc: str, cann: str, he: int | None, heads: int) -> It
     if not limits.cache_modes:  # the operator is not there on this SoC
         return
     dims = dict(DEEPSEEK_V3, BlockNum=8, N=heads, He=he or min(limits.dims["He"].listed))
+    if any(dims[axis] not in limits.dims[axis] for axis in ("He", "N")):
+        return
     leads = ((8,), (4, 2) if 2 in limits.dims["S"] else (8, 1))
     for weight, cache in sorted(limits.quant_modes):
         legal = spec.CACHE_QUANTS[cache].cache_modes
