@@ -27,10 +27,16 @@ def width() -> int | None:
     return max(shutil.get_terminal_size((80, 24)).columns, NARROWEST)
 
 
-def show(text: object) -> None:
-    """Print text for people."""
-    columns = width()
-    print(text if columns is None else fitted(str(text), columns))
+def show(found: object) -> None:
+    """Print text for people. Names come from dumps, too: what in them would steer a terminal is
+    written out.
+    """
+    columns, text = width(), "".join(map(_shown, str(found)))
+    print(text if columns is None else fitted(text, columns))
+
+
+def _shown(letter: str) -> str:
+    return letter if letter.isprintable() or letter in "\n\t" else ascii(letter)[1:-1]
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):

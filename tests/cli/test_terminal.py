@@ -94,3 +94,8 @@ def test_help(
         cli.main([*filter(None, [command]), "--help"])
     said = capsys.readouterr().out
     assert said and all(len(line) <= columns or len(line.split()) == 1 for line in lines(said))
+
+
+def test_nothing_in_a_name_steers_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    terminal.show("q\x1b[2J \u202e norm\x00\tvor Größe\n中文")
+    assert capsys.readouterr().out == "q\\x1b[2J \\u202e norm\\x00\tvor Größe\n中文\n"
