@@ -4,9 +4,10 @@ was not found.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import prod
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -17,10 +18,12 @@ from mla_fusion.facts.projection import Projection
 from mla_fusion.facts.reading import ConeFacts, FactReader
 from mla_fusion.fx.analytic import Barrier
 from mla_fusion.fx.kinds import (
+    argument,
     borrows_only,
     has_effect,
     holds_integers,
     is_cast,
+    is_getitem,
     is_view,
     is_writer,
     word,
@@ -31,7 +34,14 @@ from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import reached, users
 from mla_fusion.match import epsilon
 from mla_fusion.match.near_miss import Facts, NearMiss, behind
-from mla_fusion.operators.known import JOINERS, is_collective, is_torchs_own, value_of
+from mla_fusion.operators.known import (
+    JOINERS,
+    SELECTIONS,
+    is_collective,
+    is_torchs_own,
+    shape_of,
+    value_of,
+)
 from mla_fusion.report.rejection import Refuse
 
 # Reasons that say what is absent; the step that hides it says more.
@@ -79,6 +89,11 @@ def because_of_a_step(
         for node, detail in _rotations(view, [item.node for item in read]):
             return replace(miss, reason=Refuse("step.unknown", detail, (node, *miss.nodes[:1])))
     mixed = _mixed(facts, miss)
+    if mixed is miss and not epsilon.is_named(miss.reason.detail):
+        for item in read:
+            for node in _cuts(view, reader.read(item)):
+                detail = f"{node.name} takes some rows of {item.node.name}"
+                return replace(miss, reason=Refuse("tokens.cut", detail, (node, *miss.nodes[:1])))
     for item in read if mixed is miss else ():
         if _is_concerned(view, miss, item.node, item in facts):
             for step in _next_steps(view, reader.read(item), miss):
@@ -208,6 +223,34 @@ def _ends(view: View, product: Node) -> Iterator[tuple[Node, Barrier]]:
         read = {source for arg in node.all_input_nodes for source in view.sources(arg)}
         if read == {product} and _leads_on(view, node):
             yield node, barrier
+
+
+def _cuts(view: View, cone: ConeFacts) -> Iterator[Node]:
+    """Some of a product's tokens, in front of a step or of another product; none of what was
+    rotated.
+    """
+    product = cone.cone.node
+    rotated = {*reached([rope.node for rope in cone.ropes], users)}
+    for node in view.members(product):
+        if node not in rotated and _takes_tokens(node, shape_of(product)[:-1]):
+            below = reached([node], lambda read: () if _writes(read) else users(read), _FARTHEST)
+            steps = (step for step in below if not (is_view(step) or is_cast(step)))
+            if any(step in view.contractions or _is_step(view, step) for step in steps):
+                yield node
+
+
+def _takes_tokens(node: Node, tokens: Sequence[Any]) -> bool:
+    """Does the node take a part along an axis of tokens? ``tokens``: the sizes of these axes."""
+    step = node.args[0] if is_getitem(node) else node
+    if not isinstance(step, Node) or word(step) not in SELECTIONS:
+        return False
+    whole, kept = sizes_of(step.args[0]), sizes_of(node)
+    axis = argument(step, "dim", 0)
+    if not isinstance(axis, int) or not whole:
+        return False
+    taken = whole[axis]
+    is_part = len(kept) < len(whole) or not same(kept[axis], taken)
+    return is_part and any(same(taken, size) for size in (prod(tokens), *tokens))
 
 
 def _collectives(view: View, products: set[Node]) -> Iterator[tuple[Node, Barrier]]:

@@ -19,10 +19,10 @@ from mla_fusion.facts.projection import Projection
 from mla_fusion.facts.reading import ConeFacts, FactReader
 from mla_fusion.facts.rmsnorm import NormFact
 from mla_fusion.facts.rope import RopeFact
-from mla_fusion.fx.kinds import Kind, is_cast, is_view, is_writer, kind_of, op_name, word
-from mla_fusion.fx.sizes import same, sizes_of
+from mla_fusion.fx.kinds import Kind, is_cast, is_writer, kind_of, op_name, word
+from mla_fusion.fx.sizes import same
 from mla_fusion.fx.view import View
-from mla_fusion.fx.walk import peel, reached, upward, views_and_model_casts
+from mla_fusion.fx.walk import peel, reached
 from mla_fusion.match import epsilon
 from mla_fusion.match.candidate import KeyHalf, KeySide, QuerySide
 from mla_fusion.match.quantising import (
@@ -455,50 +455,6 @@ class Diagnosis:
     def _behind(self, node: Node) -> Iterator[Node]:
         return behind(self.view, node)
 
-    def cut(self, seen: Seen) -> NearMiss | None:
-        """Some of the projected tokens are taken, and what is made of these is projected up and
-        rotated.
-        """
-        facts = seen.facts
-        for down in facts:
-            for node in filter(_takes_rows, self.view.members(down.node)):
-                up = self._projected(node, down.node, facts) or self._rotated_after(node, facts)
-                if up is not None:
-                    detail = (
-                        f"{node.name} takes some rows of {down.node.name}, and {up.node.name} "
-                        "projects these"
-                    )
-                    return NearMiss(Refuse("tokens.cut", detail), (node, down.node, up.node))
-        return None
-
-    def cut_query(self, seen: Seen) -> NearMiss | None:
-        """Of a normed latent that is projected up, some of the tokens are taken behind that
-        product.
-        """
-        for norm in _norms(seen):
-            for up in self.above[norm.node]:
-                taken = filter(_takes_rows, self.view.members(up.node) if up.is_flat else ())
-                for node in taken:
-                    detail = f"{node.name} takes some rows of {up.node.name}, made of"
-                    reason = Refuse("tokens.cut", f"{detail} {norm.node.name}")
-                    return NearMiss(reason, (node, norm.node, up.node), certain=True)
-        return None
-
-    def _projected(
-        self, rows: Node, down: Node, group: Collection[Projection]
-    ) -> Projection | None:
-        """The projection of these rows, or of what is made of them and of no other product, beside
-        another of x.
-        """
-        ups = [up for up in self.above.get(peel(rows), ()) if up.is_flat and up not in group]
-        read = [up for up in ups if rows in upward(up.activation, views_and_model_casts)]
-        made = (
-            up
-            for up in (*read, *self._ups_after(rows, group))
-            if self.view.sources(up.origin) == {down}
-        )
-        return next(made, None) if len(group) > 1 else None
-
     def normed_key(self, seen: Seen) -> NearMiss | None:
         """Beside the query's latent two norms, of which the narrower stands where the key would be
         rotated as it is.
@@ -801,8 +757,6 @@ _ASKED: dict[str, tuple[Callable[[Diagnosis, Seen], NearMiss | None], ...]] = {
         Diagnosis.hidden_query,
         Diagnosis.unnormed,
         Diagnosis.direct,
-        Diagnosis.cut,
-        Diagnosis.cut_query,
         Diagnosis.undecoded,
         Diagnosis.computed_weight,
         Diagnosis.no_query,
@@ -815,7 +769,6 @@ _ASKED: dict[str, tuple[Callable[[Diagnosis, Seen], NearMiss | None], ...]] = {
         Diagnosis.unnormed,
         Diagnosis.unrotated,
         Diagnosis.direct,
-        Diagnosis.cut,
         Diagnosis.unabsorbed,
         Diagnosis.unread,
     ),
@@ -842,16 +795,6 @@ def _projected_as_it_is(up: Projection, down: Projection) -> NearMiss:
     detail += f"; {why}" if (why := epsilon.misplaced(down.node, up.origin)) else ""
     nodes = tuple(dict.fromkeys((up.origin, down.node, up.node)))
     return NearMiss(Refuse("norm.absent", detail), nodes)
-
-
-def _takes_rows(node: Node) -> bool:
-    """Is the node a view that keeps fewer rows than its source has, each as wide as it was?"""
-    if not is_view(node):
-        return False
-    kept, whole = sizes_of(node), sizes_of(node.args[0])
-    if not kept or not whole:
-        return False
-    return same(kept[-1], whole[-1]) and not same(prod(kept), prod(whole))
 
 
 def _is_normalising(node: Node) -> bool:
