@@ -66,6 +66,8 @@ def because_of_a_step(
     if miss.reason.code in ("linear.hidden", *_VAGUE):
         for node, barrier in _collectives(view, {item.node for item in read}):
             return replace(miss, reason=Refuse(barrier.code, barrier.detail, (node,)))
+    if miss.reason.code == "scale.unequal":
+        return _cut(view, reader, read, miss) or miss
     if miss.reason.code not in _VAGUE or miss.certain:
         return miss
     quantising = {node for item in read for node in _quantising(item)}
@@ -89,11 +91,8 @@ def because_of_a_step(
         for node, detail in _rotations(view, [item.node for item in read]):
             return replace(miss, reason=Refuse("step.unknown", detail, (node, *miss.nodes[:1])))
     mixed = _mixed(facts, miss)
-    if mixed is miss and not epsilon.is_named(miss.reason.detail):
-        for item in read:
-            for node in _cuts(view, reader.read(item)):
-                detail = f"{node.name} takes some rows of {item.node.name}"
-                return replace(miss, reason=Refuse("tokens.cut", detail, (node, *miss.nodes[:1])))
+    if mixed is miss and (cut := _cut(view, reader, read, miss)) is not None:
+        return cut
     for item in read if mixed is miss else ():
         if _is_concerned(view, miss, item.node, item in facts):
             for step in _next_steps(view, reader.read(item), miss):
@@ -223,6 +222,16 @@ def _ends(view: View, product: Node) -> Iterator[tuple[Node, Barrier]]:
         read = {source for arg in node.all_input_nodes for source in view.sources(arg)}
         if read == {product} and _leads_on(view, node):
             yield node, barrier
+
+
+def _cut(
+    view: View, reader: FactReader, read: Iterable[Projection], miss: NearMiss
+) -> NearMiss | None:
+    for item in read if not epsilon.is_named(miss.reason.detail) else ():
+        for node in _cuts(view, reader.read(item)):
+            detail = f"{node.name} takes some rows of {item.node.name}"
+            return replace(miss, reason=Refuse("tokens.cut", detail, (node, *miss.nodes[:1])))
+    return None
 
 
 def _cuts(view: View, cone: ConeFacts) -> Iterator[Node]:

@@ -243,15 +243,16 @@ class Diagnosis:
 
     def undecoded(self, seen: Seen) -> NearMiss | None:
         """A norm beside the keys' latents is projected up, and nothing of that is a rotated or an
-        absorbed part.
+        absorbed part. Without a key, what steps make of it is multiplied head by head.
         """
         latents = {key.latent for key in seen.keys}
         for norm in (norm for norm in _norms(seen) if norm.node not in latents):
             ups = [up for up in self.above[norm.node] if up.is_flat]
-            if ups:
+            by_heads = self._in_front_of_absorbed(ups)
+            if ups and (seen.keys or (by_heads and len(seen.facts) > 1)):
                 detail = (
                     f"{ups[0].node.name} projects {norm.node.name}; no part of the result is "
-                    "rotated or absorbed"
+                    f"rotated or absorbed{by_heads if not seen.keys else ''}"
                 )
                 statistic = next(filter(_is_normalising, self.view.members(ups[0].node)), None)
                 if statistic is not None:
@@ -391,9 +392,15 @@ class Diagnosis:
         """Neither latent is read, and a product head by head is of some columns of what is made of
         one of several products of x: one step stands behind all of them, say.
         """
-        for up, down in self._chains if len(seen.facts) > 1 else ():
-            if down in seen.facts and up not in seen.facts:
-                return _projected_as_it_is(up, down)
+        facts = seen.facts
+        for up, down in self._chains if len(facts) > 1 else ():
+            if down not in facts or up in facts:
+                continue
+            norms = facts[down].norms
+            if all(norm.node is not up.origin for norm in norms):
+                above = (norm for norm in norms if up in self._ups_after(norm.node, facts))
+                norm = next(above, None)
+                return self._not_the_norm(up, norm) if norm else _projected_as_it_is(up, down)
         return None
 
     @cached_property
@@ -771,6 +778,7 @@ _ASKED: dict[str, tuple[Callable[[Diagnosis, Seen], NearMiss | None], ...]] = {
         Diagnosis.direct,
         Diagnosis.unabsorbed,
         Diagnosis.unread,
+        Diagnosis.undecoded,
     ),
 }
 
