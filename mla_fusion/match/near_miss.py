@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import permutations
@@ -144,12 +144,20 @@ class Diagnosis:
 
     def _in_front_of_absorbed(self, ups: list[Projection]) -> str:
         """The product head by head of what steps make of the projections' results."""
+        for up, item, node in self._by_heads(ups):
+            if peel(node) is not peel(up.node):
+                return f"; {item.node.name} multiplies {peel(node).name}, not q_nope"
+        return ""
+
+    def _by_heads(self, ups: Iterable[Projection]) -> Iterator[tuple[Projection, Projection, Node]]:
+        """Products head by head of what steps make of the projections' results: these, the
+        products, and what they multiply.
+        """
         for up in ups:
             for node in reached([up.node], self._behind):
                 for item in self.on_operand.get(node, ()):
-                    if item.batch and not item.is_flat and peel(node) is not peel(up.node):
-                        return f"; {item.node.name} multiplies {peel(node).name}, not q_nope"
-        return ""
+                    if item.batch and not item.is_flat:
+                        yield up, item, node
 
     # -- the questions
 
@@ -248,11 +256,10 @@ class Diagnosis:
         latents = {key.latent for key in seen.keys}
         for norm in (norm for norm in _norms(seen) if norm.node not in latents):
             ups = [up for up in self.above[norm.node] if up.is_flat]
-            by_heads = self._in_front_of_absorbed(ups)
-            if ups and (seen.keys or (by_heads and len(seen.facts) > 1)):
+            if ups and (seen.keys or (len(seen.facts) > 1 and any(self._by_heads(ups)))):
                 detail = (
                     f"{ups[0].node.name} projects {norm.node.name}; no part of the result is "
-                    f"rotated or absorbed{by_heads if not seen.keys else ''}"
+                    "rotated or absorbed"
                 )
                 statistic = next(filter(_is_normalising, self.view.members(ups[0].node)), None)
                 if statistic is not None:
