@@ -104,7 +104,7 @@ class Pool:
 
 def may_be_one(node: Node) -> bool:
     value = value_of(node)
-    if not isinstance(value, Tensor) or value.dim() < 2:
+    if not isinstance(value, Tensor) or value.dim() == 0:
         return False
     return any(keeps_all(user) or word(user) in _SELECTIONS for user in node.users)
 
@@ -381,8 +381,9 @@ def _handed_in(pool: Pool, span: Span) -> Part | None:
         return None
     if pool.axes < len(shape) or math.isinf(count):
         return Part(span.start, entries=None if math.isinf(count) else int(count), axes=pool.axes)
-    read = (sizes_of(node) for node, of_node in pool.spans.items() if of_node == span)
-    return Part(span.start, next((tuple(shape) for shape in read), (int(span.stop) - span.start,)))
+    # of a flat buffer the shape that the model gives it: a cache has blocks, and rows in them
+    read = [sizes_of(node) for node, of_node in pool.spans.items() if of_node == span]
+    return Part(span.start, max(read, key=len, default=(int(span.stop) - span.start,)))
 
 
 def _is_contiguous(node: Node) -> bool:
