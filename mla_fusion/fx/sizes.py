@@ -260,7 +260,7 @@ class Binding:
         taken = set(self._bound.values())
         taken |= {number for number in fit if step > 1 and step * number in self._literals}
         free = (number for number in fit if number not in taken)
-        return next(free, (*fit, int(min(least + 1, largest)))[0])
+        return next(free, fit[0] if fit else _between(least, largest))
 
     def number(self, value: Any) -> Any:
         if isinstance(value, torch.SymFloat):
@@ -282,6 +282,11 @@ class Binding:
     def count_of(self, node: Node) -> int:
         """How many elements it has."""
         return math.prod(self.shape_of(node))
+
+
+def _between(least: float, largest: float) -> int:
+    """A number within the bounds, of which one may be infinite: an int argument may be below 0."""
+    return int(largest if math.isinf(least) else min(least + 1, largest))
 
 
 def _is_difference(expr: Any) -> bool:

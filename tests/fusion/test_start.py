@@ -1,0 +1,69 @@
+"""Positions from an int argument: the first value is a number of the graph, the second makes it a
+symbol, which may be below 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mla_fusion as mf
+from tests.catalogue.base import DR, paged_args
+from tests.catalogue.prologues import PagedRotateHalf
+from tests.harness import assert_as_exact, clones, flat
+
+Positions = Callable[[int, int], Tensor]  # of the number of tokens and the first position
+
+
+class Decode(PagedRotateHalf):
+    def __init__(self, positions: Positions) -> None:
+        super().__init__()
+        angles = torch.outer(torch.arange(64.0), 1 / 1e4 ** (torch.arange(0, DR, 2) / DR))
+        angles = torch.cat([angles, angles], -1)
+        self.positions = positions
+        self.register_buffer("cos", angles.cos().bfloat16())
+        self.register_buffer("sin", angles.sin().bfloat16())
+
+    def forward(self, x: Tensor, kv: Tensor, kr: Tensor, slots: Tensor, start: int) -> Tensor:
+        rows = self.positions(len(x), start)
+        return super().forward(x, self.cos[rows], self.sin[rows], kv, kr, slots)
+
+
+class From(nn.Module):
+    """The model at one step."""
+
+    def __init__(self, model: Decode, start: int) -> None:
+        super().__init__()
+        self.model, self.start = model, start
+
+    def forward(self, *args: Tensor) -> Tensor:
+        return self.model(*args, self.start)
+
+
+POSITIONS: dict[str, Positions] = {
+    "arange + start": lambda n, start: torch.arange(n) + start,
+    "arange from start": lambda n, start: torch.arange(start, start + n),
+    "full": lambda n, start: torch.full((n,), start),
+    "back and forth": lambda n, start: torch.arange(n) + start - 2 + 2,
+    "in blocks": lambda n, start: torch.arange(n) // start * start + torch.arange(n) % start,
+}
+
+
+@pytest.mark.parametrize("name", POSITIONS)
+def test_each_step_fuses(name: str) -> None:
+    torch.manual_seed(0)
+    model = Decode(POSITIONS[name])
+    torch._dynamo.reset()
+    run = torch.compile(model, backend=mf.backend(), fullgraph=True)
+    for start in (3, 5, 11):
+        x, _, _, *caches = paged_args(8)
+        args = (x, *caches)
+        given = clones(args)
+        with torch.no_grad():
+            found = [*flat(run(*given, start)), *given]
+        (fusion,) = mf.reports()[-1].fused
+        assert fusion.placement == "in place"
+        assert_as_exact(From(model, start), args, found)
