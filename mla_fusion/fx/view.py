@@ -37,6 +37,7 @@ from mla_fusion.fx.kinds import (
     tensor_held,
     word,
 )
+from mla_fusion.fx.lost_terms import LostTerms
 from mla_fusion.fx.program import Program, nodes_between
 from mla_fusion.fx.ranges import Ranges
 from mla_fusion.fx.sizes import Binding, exceeds_one, has_symbols, is_size, is_symbolic, same
@@ -332,6 +333,11 @@ class View:
     def terms(self) -> Terms:
         """Integers by what they are computed from."""
         return Terms(self, self.ranges)
+
+    @cached_property
+    def lost_terms(self) -> LostTerms:
+        """Float sums of which rounding decides what is left."""
+        return LostTerms(self, self.ranges)
 
     @cached_property
     def binding(self) -> Binding:

@@ -274,7 +274,8 @@ class Evaluation:
         point = field.here()
         means, point.draws_roots = len(point.means), False
         maxima = len(point.maxima)
-        if self._counted.leaves_the_field(node) and not _is_literal(call):
+        is_function = self._counted.leaves_the_field(node) or self.view.lost_terms.loses(node)
+        if is_function and not _is_literal(call):
             found: Any = operators.pointwise(call)
         else:
             found = operators.run(call)

@@ -1,0 +1,124 @@
+"""Float arithmetic in which a term is lost is what rounding leaves, and not what it is over the
+real numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import mla_fusion as mf
+from mla_fusion.fx.kinds import word
+from mla_fusion.fx.view import View
+from tests.catalogue import base
+from tests.harness import refused, traced_graph
+
+Step = Callable[..., Tensor]
+
+LOST: dict[str, Step] = {
+    "x + c - c": lambda x, o: x + 1e9 - 1e9,
+    "c - (c - x)": lambda x, o: 3e5 - (3e5 - x),
+    "a number of the graph": lambda x, o: x + torch.full((), 1e9) - 1e9,
+    "through casts": lambda x, o: ((x + 300).bfloat16().float()) - 300,
+    "through views": lambda x, o: ((x + 1e9).view(-1) - 1e9).view(x.shape),
+    "of parts": lambda x, o: (x + 1e9)[:, :2] - 1e9,
+    "scaled": lambda x, o: (x * 0.5 + 9e6 - 9e6) * 2,
+    "small": lambda x, o: (x / 1e9 + 1 - 1) * 1e9,
+    "an input": lambda x, o: x + o - o,
+    "an input, scaled": lambda x, o: (x * 3 + o * 2) - (o + o),
+    "leaves little": lambda x, o: x * 1025 - x * 1024,
+    "by alpha": lambda x, o: torch.sub(torch.add(x, o, alpha=2), o, alpha=2),
+    "0 of terms": lambda x, o: x * 3 - x * 2 - x,
+    "a quotient": lambda x, o: x * o / o,
+    "a reciprocal": lambda x, o: x * o * o.reciprocal(),
+    "swamped": lambda x, o: x + 1e9,
+}
+KEPT: dict[str, Step] = {
+    "mean and epsilon": lambda x, o: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-12),
+    "a rotation": lambda x, o: x * o.cos() + x.roll(1, -1) * o.sin(),
+    "by three products": lambda x, o: (x + o) * o.cos() - o * (o.cos() + o.sin()),
+    "other parts": lambda x, o: x[:, :2] - x[:, 2:] + x[:, :2],
+    "an average": lambda x, o: (x + o) * 0.5 + (x - o) * 0.25,
+    "a weight and 1": lambda x, o: x * (1 + o),
+    "a floor": lambda x, o: x / (o.square() + 1) * (o.square() + 1),
+    "equal values": lambda x, o: x * 3 - x * 3 + o,
+    "integers": lambda x, o: x.long() + 10**9 - 10**9,
+}
+
+
+def losing(step: Step) -> list[str]:
+    class Model(torch.nn.Module):
+        def forward(self, x: Tensor, o: Tensor) -> Tensor:
+            return step(x, o)
+
+    view = View(traced_graph(Model(), torch.randn(3, 4), torch.randn(3, 4)))
+    return [word(node) for node in view.nodes if view.lost_terms.loses(node)]
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_what_is_lost_is_seen(name: str) -> None:
+    assert losing(LOST[name])
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_what_is_kept_is_no_loss(name: str) -> None:
+    assert not losing(KEPT[name])
+
+
+class OfPositions(base.Base):
+    """Tables of positions, which each side computes its way."""
+
+    def __init__(self, of_query: Step, of_key: Step) -> None:
+        super().__init__()
+        self.angles = of_query, of_key
+
+    def forward(self, x: Tensor, positions: Tensor, *caches: Tensor) -> tuple[Tensor, ...]:
+        kv_cache, kr_cache, slots = caches
+        tables = []
+        for angles in self.angles:
+            at = torch.outer(angles(positions.float(), None), 1e4 ** -(torch.arange(32) / 32))
+            both = torch.cat([at, at], -1)
+            tables.append([both.cos().bfloat16(), both.sin().bfloat16()])
+        (c, s), (key_c, key_s) = ([t.unsqueeze(1) for t in pair] for pair in tables)
+        q_nope, q_pe = self.split(self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))))
+        c_kv, k_pe = self.latent(x)
+        key = self.rotate(k_pe.unsqueeze(1), key_c, key_s).squeeze(1)
+        kv_cache.view(-1, base.HCKV)[slots] = c_kv
+        kr_cache.view(-1, base.DR)[slots] = key
+        return self.absorb(q_nope), self.rotate(q_pe, c, s)
+
+
+def args_of() -> tuple[Tensor, ...]:
+    x, _, _, *caches = base.paged_args()
+    return x, torch.randint(0, 1 << 19, (len(x),)), *caches
+
+
+@pytest.mark.parametrize("name", ["x + c - c", "scaled", "small", "leaves little"])
+@pytest.mark.parametrize("swapped", [False, True], ids=["key", "query"])
+def test_tables_that_rounding_tells_apart(name: str, swapped: bool) -> None:
+    sides = [lambda x, _: x, LOST[name]]
+    model = OfPositions(*(reversed(sides) if swapped else sides))
+    rejection = refused(traced_graph(model, *args_of()), mf.Config(verify="off"))
+    assert rejection.code == "rope.tables_differ"
+
+
+@pytest.mark.parametrize("name", ["x + c - c", "scaled"])
+def test_one_table_for_both_may_be_computed_so(name: str) -> None:
+    model = OfPositions(LOST[name], LOST[name])
+    report = mf.fuse(traced_graph(model, *args_of()), mf.Config(verify="off"))
+    assert len(report.fused) == 1, str(report)
+
+
+@pytest.mark.parametrize("step", [lambda x: x + 300 - 300, lambda x: 257 * x - 256 * x])
+@pytest.mark.parametrize("where", ["c_kv", "k_pe"])
+def test_rows_that_rounding_leaves_little_of(where: str, step: Step) -> None:
+    class Rows(base.Base):
+        def latent(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            c_kv, k_pe = super().latent(x)
+            return (step(c_kv), k_pe) if where == "c_kv" else (c_kv, step(k_pe))
+
+    report = mf.fuse(traced_graph(Rows(), *base.paged_args()), mf.Config(verify="off"))
+    assert not [one for one in report.fused if one.placement == "in place"], str(report)
