@@ -31,7 +31,7 @@ from mla_fusion.operators.known import EXPANDS, RESHAPES, dtype_of, value_of
 # powers of values, by what is equal for equal values; no power: a number
 Product = tuple[tuple[object, int], ...]
 Terms = dict[Product, float]
-_MOST = 16  # terms of a polynomial; a larger one is a value of its own
+_MOST = 16  # terms of a polynomial; a step that makes a larger one is a function
 # how much smaller a term may become, or how much larger a number may be than what it is added to
 _LEFT = {torch.float64: 2.0**-40, torch.float32: 2.0**-8}
 _SWAMPED = {torch.float64: 2.0**51, torch.float32: 2.0**22}
@@ -48,17 +48,22 @@ class LostTerms:
     def loses(self, node: Node) -> bool:
         """Has it, of floats, less in it than its operands have?"""
         rule = _rule(node) if _is_float(node) else ""
-        if rule in ("multiplied", "quotient"):
-            a, b = map(self._of, node.args[:2])
-            found = _times(a, b) if rule == "multiplied" else _over(a, b)
-            is_safe = rule == "quotient" and self._is_never_0(node.args[1])
-            return bool(found and not is_safe and _values(a, b) - {()} - _values(found))
-        if rule != "added":
+        if rule == "added":
+            return self._loses_term(node)
+        if rule not in ("multiplied", "quotient"):
             return False
+        a, b = map(self._of, node.args[:2])
+        if len(a) * len(b) > _MOST:
+            return rule == "multiplied"  # what later steps lose of it would not be seen
+        found = _times(a, b) if rule == "multiplied" else _over(a, b)
+        is_safe = rule == "quotient" and self._is_never_0(node.args[1])
+        return bool(found and not is_safe and _values(a, b) - {()} - _values(found))
+
+    def _loses_term(self, node: Node) -> bool:
         a, b = self._operands(node)
         whole = _plus(a, b)
-        if max(len(a), len(b)) > _MOST:
-            return False
+        if len(whole) > _MOST:
+            return True
         if not whole:  # of equal operands 0, exactly
             numbers = [self._view.number(side) for side in node.all_input_nodes]
             return len(numbers) == 2 and numbers[0] != numbers[1]
@@ -183,7 +188,7 @@ def _plus(a: Terms, b: Terms) -> Terms:
 
 def _times(a: Terms, b: Terms) -> Terms:
     found: Terms = {}
-    for one, by in a.items() if len(a) * len(b) <= _MOST * 2 else ():
+    for one, by in a.items() if len(a) * len(b) <= _MOST else ():
         for other, more in b.items():
             powers: dict[object, int] = dict(one)
             for value, power in other:

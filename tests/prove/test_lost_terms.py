@@ -34,6 +34,7 @@ LOST: dict[str, Step] = {
     "0 of terms": lambda x, o: x * 3 - x * 2 - x,
     "a quotient": lambda x, o: x * o / o,
     "a reciprocal": lambda x, o: x * o * o.reciprocal(),
+    "among many": lambda x, o: sum((x.roll(n, 1) for n in range(20)), x + 1e9) - 1e9,
     "swamped": lambda x, o: x + 1e9,
 }
 KEPT: dict[str, Step] = {
