@@ -89,20 +89,26 @@ def compare(
     tokens, draws = list[str](), 0
     for sized in counts(view, plan, region):
         witness = _Witness(sized, plan, region, half_rows, seed)
-        try:
-            for kind in kinds_at(sized, plan, region):
-                if kind in WIDE:
-                    draws += witness.agrees(kind)
-                    continue
-                for item, figure in witness.figures(kind):
-                    known = worst.setdefault(item, figure)
-                    worst[item] = figure if figure.relative > known.relative else known
-                # of the first draw: a region that does not run in float64 never will
-                errors = witness.errors() if errors is None else errors
-                draws += 1
-        except Unrunnable as error:
+        made, failed = 0, list[Unrunnable]()
+        for kind in kinds_at(sized, plan, region):
+            if kind in WIDE:
+                draws += witness.agrees(kind)
+                continue
+            try:
+                compared = list(witness.figures(kind))
+            except Unrunnable as error:  # no model takes all numbers: it may divide by one
+                failed.append(error)
+                continue
+            made += 1
+            for item, figure in compared:
+                known = worst.setdefault(item, figure)
+                worst[item] = figure if figure.relative > known.relative else known
+            # of the first draw: a region that does not run in float64 never will
+            errors = witness.errors() if errors is None else errors
+        draws += made
+        if not made:
             if not tokens:
-                raise Refuse("verify.mismatch", str(error), (error.node,)) from error
+                raise Refuse("verify.mismatch", str(failed[0]), (failed[0].node,)) from failed[0]
             continue  # the model itself does not take so many tokens
         left_out |= dict.fromkeys(item.output for item in witness.left_out)
         tokens.append(str(tokens_at(sized, plan)))

@@ -83,7 +83,7 @@ REMEDIES: dict[str, str] = {
     "cache.quantised": (
         "Use a pair of caches and weights that is a mode of the kernel (docs/support.md)."
     ),
-    "cache.refused": "Give the caches sizes that the message allows.",
+    "cache.refused": "Give the caches what the message allows: these sizes, or this dtype.",
     "slots.unproven": (
         "Pass the slots as one input of the graph that holds them as they are: not negative, "
         "and no two alike."

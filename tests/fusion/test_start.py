@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import mla_fusion as mf
 from tests.catalogue.base import DR, paged_args
 from tests.catalogue.prologues import PagedRotateHalf
-from tests.harness import assert_as_exact, clones, flat
+from tests.harness import assert_as_exact, clones, compiled, flat
 
 Positions = Callable[[int, int], Tensor]  # of the number of tokens and the first position
 
@@ -67,3 +67,16 @@ def test_each_step_fuses(name: str) -> None:
         (fusion,) = mf.reports()[-1].fused
         assert fusion.placement == "in place"
         assert_as_exact(From(model, start), args, found)
+
+
+def test_a_size_that_the_model_divides_by() -> None:
+    """Verification draws numbers for it, 0 among them, which the model does not take."""
+
+    torch.manual_seed(0)
+    model = Decode(POSITIONS["in blocks"])
+    x, _, _, *caches = paged_args(8)
+    args = (x, *caches, torch.tensor(16))
+    fused = compiled(model, clones(args), mf.backend())
+    (fusion,) = mf.reports()[-1].fused
+    assert fusion.verified == "verified"
+    assert_as_exact(model, args, fused)
