@@ -29,7 +29,7 @@ from mla_fusion.fx.kinds import (
     word,
 )
 from mla_fusion.fx.program import nodes_between
-from mla_fusion.fx.sizes import is_size, same, sizes_of
+from mla_fusion.fx.sizes import is_size, same, same_shape, sizes_of
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import reached, users
 from mla_fusion.match import epsilon
@@ -257,9 +257,13 @@ def _takes_tokens(node: Node, tokens: Sequence[Any]) -> bool:
     axis = argument(step, "dim", 0)
     if not isinstance(axis, int) or not whole:
         return False
-    taken = whole[axis]
-    is_part = len(kept) < len(whole) or not same(kept[axis], taken)
-    return is_part and any(same(taken, size) for size in (prod(tokens), *tokens))
+    taken, axis = whole[axis], axis % len(whole)
+    if len(kept) == len(whole) and same(kept[axis], taken):
+        return False
+    for lead in (tokens, (prod(tokens),)):
+        if same_shape(whole[: len(lead)], lead):  # there may be as many heads
+            return axis < len(lead)
+    return any(same(taken, size) for size in (prod(tokens), *tokens))
 
 
 def _collectives(view: View, products: set[Node]) -> Iterator[tuple[Node, Barrier]]:

@@ -69,7 +69,8 @@ def test_heads_are_no_tokens() -> None:
         def part(self, name: str, value: Tensor) -> Tensor:
             return value[:, :1] if name in self.at else value
 
-    assert refused(traced_graph(Heads("q_pe"), *paged_args())).code != "tokens.cut"
+    for tokens in (8, 2):  # two heads
+        assert refused(traced_graph(Heads("q_pe"), *paged_args(tokens))).code != "tokens.cut"
 
 
 def test_another_norm_is_what_is_told() -> None:
