@@ -97,7 +97,7 @@ class LostTerms:
         number = _number(given)
         if number is not None:
             return self._of(number)
-        stack = [given]
+        stack = [given] if given not in self._terms else []
         while stack:
             node = stack[-1]
             missing = [read for read in _steps(node) if read not in self._terms]

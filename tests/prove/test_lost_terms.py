@@ -69,6 +69,15 @@ def test_what_is_kept_is_no_loss(name: str) -> None:
     assert not losing(KEPT[name])
 
 
+def test_long_chains_are_read_once() -> None:
+    def chain(x: Tensor, o: Tensor) -> Tensor:
+        for _ in range(200):
+            x = x + o
+        return x - o * 200
+
+    assert losing(chain) == ["sub"]
+
+
 class OfPositions(base.Base):
     """Tables of positions, which each side computes its way."""
 
