@@ -20,7 +20,7 @@ from mla_fusion.compat import OpOverload
 from mla_fusion.emit import results as of_call
 from mla_fusion.emit import rows, targets
 from mla_fusion.fx.build import Recipe, TensorBuilder
-from mla_fusion.fx.kinds import is_reshape, word
+from mla_fusion.fx.kinds import Kind, is_reshape, kind_of, word
 from mla_fusion.fx.tokens import Tokens
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import reached
@@ -70,6 +70,7 @@ def prove(view: View, plan: Plan, region: Region, half_rows: bool = False) -> Sh
             # sizes of fewer tokens may not fit: a weight spread over the sequences
             run.at.shrink = None
         count = run.compare_at_all()
+    run.keep_inputs()
     wrong = (DEGREE / field.P) ** POINTS
     text = (
         f"proved in exact arithmetic: {count:,} values at {POINTS} points, wrong by a chance below "
@@ -157,6 +158,34 @@ class _Run:
         if any(len(of) < 2 for of in signs.values()):
             raise _unproved("what the kernel takes a root of is a square: of either sign")
         return count
+
+    def keep_inputs(self) -> None:
+        """Raises ``Refuse`` where a step holds nothing of a float input that what it reads is made
+        of: over the real numbers that cancels, and rounding decides what is left in a dtype.
+        """
+        for leaf, role in self.region.leaves.items():
+            value = value_of(leaf)
+            if role or leaf in self.region.reads or not isinstance(value, torch.Tensor):
+                continue
+            if value.is_floating_point():
+                self._keep(leaf)
+
+    def _keep(self, leaf: Node) -> None:
+        inside = set(self.region.nodes)
+        made = {*reached([leaf], lambda node: filter(inside.__contains__, node.users))}
+        held = []
+        for anew in (None, leaf):
+            self.at.clear()
+            self.at.anew = anew
+            with field.at(Point(float16=self.plan.candidate.dtype == torch.float16)):
+                held.append({node: self.value(node) for node in made})
+        self.at.anew = None
+        changed = {node for node in made if not is_same(held[0][node], held[1][node])}
+        for node in sorted(made - changed):
+            if kind_of(node) is Kind.ANALYTIC and changed.intersection(node.all_input_nodes):
+                raise _unproved(
+                    f"of {leaf.name} rounding decides what is left at {node.name}", node
+                )
 
     def _compare(self) -> int:
         self.at.clear()

@@ -122,6 +122,7 @@ class Evaluation:
     leaves         what is drawn, with the part that it plays (:class:`~mla_fusion.commit.region`)
     twins          integers that are, by proof, the very integers of another node
     draws_weights  a weight is drawn, element by element, and not only moved about
+    anew           a leaf that holds other numbers than the point says
     """
 
     def __init__(
@@ -133,6 +134,7 @@ class Evaluation:
     ) -> None:
         self.view, self.binding, self.shrink = view, view.binding, shrink
         self.draws_weights = False
+        self.anew: Node | None = None
         self._leaves, self._twins = leaves, twins or {}
         self._values: dict[Node, Any] = {}
         self._active: set[Node] = set()  # made of x
@@ -198,9 +200,9 @@ class Evaluation:
             raise Unproved(f"{node.name} ({node.target}): {error}", node) from error
 
     def _leaf(self, node: Node, role: str) -> Any:
-        held = value_of(node)
+        held, name = value_of(node), f"{_name(node)}{' anew' if node is self.anew else ''}"
         if isinstance(held, (tuple, list)):
-            return [self._drawn(f"{_name(node)}[{place}]", part) for place, part in enumerate(held)]
+            return [self._drawn(f"{name}[{place}]", part) for place, part in enumerate(held)]
         if isinstance(held, (int, float, bool)):
             return held
         if not isinstance(held, torch.Tensor):
@@ -215,11 +217,11 @@ class Evaluation:
                 shape = self.binding.shape(held.shape)
                 known = self._cells[same_attribute(node)] = Cells.of_input(self._taken, shape)
                 self._taken += math.prod(shape)
-            return field.leaf(_name(node), Num(None, cells=known), "weight")
+            return field.leaf(name, Num(None, cells=known), "weight")
         if role.startswith("one_"):  # each element is the same number
             shape = self.binding.shape(held.shape)
-            return self._drawn(_name(node), held.new_empty(1), False).expand(shape)
-        return self._drawn(_name(node), held, role not in OF_MODEL)
+            return self._drawn(name, held.new_empty(1), False).expand(shape)
+        return self._drawn(name, held, role not in OF_MODEL)
 
     def _is_small(self, literal: Any, held: torch.Tensor) -> bool:
         """Can its numbers be taken as they are?"""

@@ -122,6 +122,52 @@ def test_one_table_for_both_may_be_computed_so(name: str) -> None:
     assert len(report.fused) == 1, str(report)
 
 
+class OfAnInput(OfPositions):
+    """The key's positions are computed with a float of the call."""
+
+    def forward(self, x: Tensor, positions: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+        *caches, number = others
+        of_query, of_key = self.angles
+        self.angles = of_query, lambda x, _: of_key(x, number.expand_as(x))
+        try:
+            return super().forward(x, positions, *caches)
+        finally:
+            self.angles = of_query, of_key
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda x, o: torch.stack([x, o, -o]).sum(0),
+        lambda x, o: torch.stack([x, o]).sum(0) - o,
+        lambda x, o: torch.stack([x, o]).mean(0) * 2 - o,
+        lambda x, o: torch.lerp(x, o, 0.5) * 2 - o,
+        lambda x, o: torch.addcmul(torch.addcmul(x, o, o), o, o, value=-1),
+        lambda x, o: torch.einsum(
+            "tn,n->t", torch.stack([x, o, o], -1), x.new_tensor([1, 1, -1.0])
+        ),
+    ],
+    ids="sum sum- mean lerp addcmul einsum".split(),
+)
+def test_an_input_that_cancels_by_whatever_steps(step: Step) -> None:
+    """Which number it is, the call says: one of 1e9 leaves nothing of the positions."""
+    model = OfAnInput(lambda x, _: x, step)
+    graph = traced_graph(model, *args_of(), torch.tensor(3.7))
+    rejection = refused(graph, mf.Config(verify="off"))
+    assert rejection.code in ("proof.differs", "rope.tables_differ"), rejection.message
+
+
+def test_an_input_that_scales_both_tables() -> None:
+    class Scaled(OfAnInput):
+        def forward(self, x: Tensor, positions: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+            *caches, number = others
+            return OfPositions.forward(self, x, positions * number, *caches)
+
+    graph = traced_graph(Scaled(*[lambda x, _: x] * 2), *args_of(), torch.tensor(3.7))
+    report = mf.fuse(graph, mf.Config(verify="off"))
+    assert len(report.fused) == 1, str(report)
+
+
 @pytest.mark.parametrize("step", [lambda x: x + 300 - 300, lambda x: 257 * x - 256 * x])
 @pytest.mark.parametrize("where", ["c_kv", "k_pe"])
 def test_rows_that_rounding_leaves_little_of(where: str, step: Step) -> None:
