@@ -13,7 +13,7 @@ from mla_fusion.fx.program import nodes_between
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import origin, reached, reshapes, views_and_casts
 from mla_fusion.operators.known import dtype_of, value_of
-from mla_fusion.prove.counted import TOKENS, Counted
+from mla_fusion.prove.counted import TOKENS, Counted, is_number_of_call
 from mla_fusion.prove.evaluate import OF_MODEL
 from mla_fusion.prove.operators import OF_ZERO
 
@@ -72,6 +72,9 @@ def _counted(region: Region) -> Iterator[str]:
     """Sums and products that their dtype holds as long as what comes in is small."""
     few, any_ = (Counted(region.leaves, OF_MODEL, most) for most in (TOKENS, 1 << 31))
     counts = {leaf for leaf, role in region.leaves.items() if role == "" and leaf in few}
+    counts |= {
+        read for node in region.nodes for read in node.all_input_nodes if is_number_of_call(read)
+    }
     for node in region.nodes if counts else ():
         if not any_.leaves_the_field(node) or few.leaves_the_field(node):
             continue

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from mla_fusion.compat import bounds_of
 from mla_fusion.fx.kinds import (
     Kind,
     argument,
@@ -24,6 +25,7 @@ from mla_fusion.fx.kinds import (
     operator_of,
     word,
 )
+from mla_fusion.fx.sizes import is_size
 from mla_fusion.operators.known import COUNTS, rule_named, rule_of, rules, shape_of, value_of
 from mla_fusion.prove import field, operators
 from mla_fusion.prove.field import Num
@@ -135,7 +137,7 @@ class Counted:
     def _bound(self, node: Node) -> int:
         held = value_of(node)
         if not isinstance(held, torch.Tensor):
-            return TOKENS  # a size
+            return self._above if is_number_of_call(node) else TOKENS
         if not self._is_integral(node):
             return 1
         if node.op != "call_function":
@@ -194,6 +196,11 @@ class Counted:
         if not all(isinstance(end, int) for end in ends):
             return self._same(node, given)
         return min(given[0], max(map(self.most, ends)))
+
+
+def is_number_of_call(node: Node) -> bool:
+    """Is it an int argument, or made of one? A size is not below 0."""
+    return is_size(node) and bounds_of(value_of(node))[0] < 0
 
 
 def _is_whole(held: torch.Tensor) -> bool:
