@@ -243,7 +243,10 @@ def _cuts(view: View, cone: ConeFacts) -> Iterator[Node]:
     for node in view.members(product):
         if node not in rotated and _takes_tokens(node, shape_of(product)[:-1]):
             below = reached([node], lambda read: () if _writes(read) else users(read), _FARTHEST)
-            steps = (step for step in below if not (is_view(step) or is_cast(step)))
+            steps = [step for step in below if not (is_view(step) or is_cast(step))]
+            ends = [base for step in steps if _writes(step) for base in step.all_input_nodes[:1]]
+            if any(view.sources(base) == {product} for base in ends):
+                continue  # it is put back
             if any(step in view.contractions or _is_step(view, step) for step in steps):
                 yield node
 

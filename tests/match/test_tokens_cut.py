@@ -73,6 +73,18 @@ def test_heads_are_no_tokens() -> None:
         assert refused(traced_graph(Heads("q_pe"), *paged_args(tokens))).code != "tokens.cut"
 
 
+def test_tokens_that_are_changed_stay() -> None:
+    class Changed(Padded):
+        def part(self, name: str, value: Tensor) -> Tensor:
+            if name in self.at:
+                value = value.clone()
+                value[3:5] += 1
+            return value
+
+    rejection = refused(traced_graph(Changed("q"), *paged_args()))
+    assert rejection.code != "tokens.cut", rejection.message
+
+
 def test_another_norm_is_what_is_told() -> None:
     """Rows are taken behind the rotation, too; that is in nothing's way."""
 
