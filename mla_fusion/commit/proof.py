@@ -182,6 +182,9 @@ class _Run:
         self.at.anew = None
         changed = {node for node in made if not is_same(held[0][node], held[1][node])}
         for node in sorted(made - changed):
+            value = held[0][node]
+            if isinstance(value, Num) and field.is_zero(value):  # times 0: it is exactly that
+                continue
             if kind_of(node) is Kind.ANALYTIC and changed.intersection(node.all_input_nodes):
                 raise _unproved(
                     f"of {leaf.name} rounding decides what is left at {node.name}", node

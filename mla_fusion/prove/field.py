@@ -597,6 +597,10 @@ def has_zeros(a: Num) -> bool:
     return bool(_are_zeros(a).any())
 
 
+def is_zero(a: Num) -> bool:
+    return bool(_are_zeros(a).all())
+
+
 def _are_zeros(a: Num) -> Tensor:
     return (a.re == 0) & (imaginary(a) == 0)
 
