@@ -44,38 +44,30 @@ class LostTerms:
     def __init__(self, view: Indexed, ranges: Ranges) -> None:
         self._view, self._ranges = view, ranges
         self._terms: dict[Node, Terms] = {}
+        self._losing: set[Node] = set()
 
     def loses(self, node: Node) -> bool:
         """Has it, of floats, less in it than its operands have?"""
-        rule = _rule(node) if _is_float(node) else ""
-        if rule == "added":
-            return self._loses_term(node)
-        if rule not in ("multiplied", "quotient"):
+        if _rule(node) not in ("added", "multiplied", "quotient") or not _is_float(node):
             return False
-        a, b = map(self._of, node.args[:2])
-        if len(a) * len(b) > _MOST:
-            return rule == "multiplied"  # what later steps lose of it would not be seen
-        found = _times(a, b) if rule == "multiplied" else _over(a, b)
-        is_safe = rule == "quotient" and self._is_never_0(node.args[1])
-        return bool(found and not is_safe and _values(a, b) - {()} - _values(found))
+        self._of(node)
+        return node in self._losing
 
-    def _loses_term(self, node: Node) -> bool:
-        a, b = self._operands(node)
-        whole = _plus(a, b)
-        if len(whole) > _MOST:
+    def _loses_term(self, dtype: torch.dtype, a: Terms, b: Terms, whole: Terms) -> bool:
+        """Is there less in the sum than in a and b, which are not equal?"""
+        if len(whole) > _MOST or not whole or _values(a, b) != _values(whole):
             return True
-        if not whole:  # of equal operands 0, exactly
-            numbers = [self._view.number(side) for side in node.all_input_nodes]
-            return len(numbers) == 2 and numbers[0] != numbers[1]
-        if _values(a, b) != _values(whole):
-            return True
-        dtype = dtype_of(node)
         left = _LEFT.get(dtype, _NARROW_LEFT)
         for one, by in whole.items():
             if abs(by) < left * max(abs(a.get(one, 0.0)), abs(b.get(one, 0.0))):
                 return True
         number, others = abs(whole.get((), 0.0)), [abs(by) for one, by in whole.items() if one]
         return bool(others) and number > _SWAMPED.get(dtype, _NARROW_SWAMPED) * max(others)
+
+    def _are_equal(self, node: Node) -> bool:
+        """Are the operands equal, or one a number? Then a difference of 0 is exact."""
+        numbers = [self._view.number(side) for side in node.all_input_nodes]
+        return len(numbers) != 2 or numbers[0] == numbers[1]
 
     def _is_never_0(self, divisor: Any) -> bool:
         low, high = self._ranges.of(divisor)
@@ -107,29 +99,44 @@ class LostTerms:
         return self._terms[given]
 
     def _read(self, node: Node) -> Terms:
+        """Its terms; itself alone where it loses one, or is no such step."""
         itself: Terms = {((self._view.number(node), 1),): 1.0}
-        if not _steps(node) or self.loses(node):
+        if not _steps(node):
             return itself
-        rule, found = _rule(node), None
+        rule, loses, found = _rule(node), False, None
         if rule == "added":
-            found = _plus(*self._operands(node))
-        elif rule == "multiplied":
-            found = _times(*map(self._of, node.args[:2]))
-        elif rule == "quotient":
-            found = _over(*map(self._of, node.args[:2]))
+            a, b = self._operands(node)
+            found = _plus(a, b)
+            is_exact = not found and self._are_equal(node)
+            loses = not is_exact and self._loses_term(dtype_of(node), a, b, found)
+        elif rule in ("multiplied", "quotient"):
+            a, b = map(self._of, node.args[:2])
+            is_product = rule == "multiplied"
+            found = _times(a, b) if is_product else _over(a, b)
+            if len(a) * len(b) > _MOST:  # what later steps lose of it would not be seen
+                loses = is_product
+            elif found and (is_product or not self._is_never_0(node.args[1])):
+                loses = not _values(a, b) - {()} <= _values(found)
         elif rule == "negated":
             found = _times(self._of(node.args[0]), {(): -1.0})
         elif rule == "inverted":
             found = _over({(): 1.0}, self._of(node.args[0]))
         else:
-            found = self._of(input_of(node))
-            if not is_cast(node) and not _keeps_order(node):
-                by = self._view.call(node)[0]
-                found = {
-                    tuple(((by, value), power) for value, power in one): factor
-                    for one, factor in found.items()
-                }
-        return itself if not found or len(found) > _MOST else found
+            found = self._moved(node)
+        if loses:
+            self._losing.add(node)
+        return itself if loses or not found or len(found) > _MOST else found
+
+    def _moved(self, node: Node) -> Terms:
+        """Of a cast or a view: a part is another value than the whole."""
+        found = self._of(input_of(node))
+        if is_cast(node) or _keeps_order(node):
+            return found
+        by = self._view.call(node)[0]
+        return {
+            tuple(((by, value), power) for value, power in one): factor
+            for one, factor in found.items()
+        }
 
 
 def _number(node: Node) -> float | None:

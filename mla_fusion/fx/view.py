@@ -46,7 +46,7 @@ from mla_fusion.fx.terms import Terms
 from mla_fusion.fx.token_axis import is_uniform
 from mla_fusion.fx.tokens import Tokens
 from mla_fusion.fx.walk import INPUTS, peel, reached, upward, views_and_model_casts
-from mla_fusion.operators.known import JOINERS, Kind, shape_of, value_of
+from mla_fusion.operators.known import JOINERS, Kind, Operator, shape_of, value_of
 
 _NOTHING: frozenset[Node] = frozenset()
 _SEQUENCES = (tuple, list, immutable_list)
@@ -122,7 +122,7 @@ class View:
         operator = operator_of(node)
         # as half of all nodes do; nothing begins or ends at these
         moves = operator.view and operator.runs and operator.kind is Kind.MOVEMENT
-        begun = self._begun_at(node) if not moves or node in self._in_steps else None
+        begun = self._begun_at(node, operator) if not moves or node in self._in_steps else None
         if begun is not None:
             return begun
         sources, of_literals, of_sizes = _NOTHING, True, False
@@ -151,7 +151,7 @@ class View:
         )
         return sources if few else frozenset((node,))
 
-    def _begun_at(self, node: Node) -> frozenset[Node] | None:
+    def _begun_at(self, node: Node, operator: Operator) -> frozenset[Node] | None:
         """The node itself, where it is a product or something that probes cannot run; nothing at a
         product that later nodes scale; None of any other node.
         """
@@ -169,7 +169,6 @@ class View:
         if joined is not None and self._one_activation(joined):
             self.contractions[node] = joined
             return frozenset((node,))
-        operator = operator_of(node)
         if not operator.runs or (operator.writer and not self._writes_into_own(node)):
             why = (
                 "writes to memory that is not its own"

@@ -210,19 +210,16 @@ class Diagnosis:
         }
         parts = (item for item in self.projections if item.batch and self._is_part(item.activation))
         nearest = (
-            next(filter(computed.__contains__, self._up(item.activation)), None)
+            next(filter(computed.__contains__, _up(item.activation, _FARTHEST)), None)
             for item in (parts if computed else ())
         )
         found = dict.fromkeys(product for product in nearest if product is not None)
         return [self._multiplied_by(*computed[product]) for product in found]
 
-    def _up(self, node: Node) -> Iterator[Node]:
-        return reached([node], lambda one: one.all_input_nodes, _FARTHEST)
-
     def _is_apart(self, weight: Node, x: Node) -> bool:
         """Is it computed, by few steps, of nothing that x is made of?"""
-        above = set(self._up(weight))
-        return len(above) < _FARTHEST and above.isdisjoint(_above(x))
+        above = {*_up(weight, _FARTHEST)}
+        return len(above) < _FARTHEST and above.isdisjoint(_up(x))
 
     def _multiplied_by(self, product: Node, value: Node, weight: Node) -> NearMiss:
         layers = self.view.sources(weight)
@@ -795,9 +792,9 @@ def behind(view: View, node: Node) -> Iterator[Node]:
     return (user for user in node.users if user not in view.contractions)
 
 
-def _above(node: Node, most: float = inf) -> set[Node]:
-    """What the node is made of, itself included."""
-    return {*reached([node], lambda one: one.all_input_nodes, most)}
+def _up(node: Node, most: float = inf) -> Iterator[Node]:
+    """The node and what it is made of, the nearest first."""
+    return reached([node], lambda one: one.all_input_nodes, most)
 
 
 def _norms(seen: Seen) -> Iterator[NormFact]:
