@@ -30,7 +30,7 @@ def check_attention(
     values: bool,
     full: Mapping[str, Any],
     floats: Sequence[torch.dtype] = table.FLOATS,
-) -> None:
+) -> Binder:
     """`mla_fusion.meta.check` of this operator; ``full``: every argument by name.
 
     Lengths are host integers, or tensors in GE graphs, where ``values`` says whether they are read.
@@ -52,6 +52,7 @@ def check_attention(
     for name in table.TENSORS:
         if name not in _CACHES and full[name] is not None and not contiguous(full[name]):
             call.refuse_strides(name, "a contiguous tensor")
+    return call
 
 
 def infer_attention(op: str, full: Mapping[str, Any]) -> list[tuple[tuple[Any, ...], torch.dtype]]:

@@ -7,6 +7,7 @@ tensors, devices, strides and slots stands here.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -27,6 +28,16 @@ def size_of(axis: str, dims: Mapping[str, Any], derived: Derived, unknown: Any =
     return int(axis) if axis.isdigit() else dims.get(axis, unknown)
 
 
+@dataclass(frozen=True)
+class Undecided:
+    """A symbolic size that is one of ``sizes`` for some of its values only."""
+
+    axis: str
+    argument: str
+    size: Any
+    sizes: Sizes
+
+
 class Binder:
     """The arguments of one call and the axis sizes known so far; every rule that fails raises
     ContractError.
@@ -42,6 +53,7 @@ class Binder:
         self.op, self.source, self.full = operator.name, source, full
         self.names = operator.ge_inputs
         self.dims: dict[str, Any] = {}
+        self.undecided: list[Undecided] = []
         for name in self.names:
             value = full[name]
             if value is None or (isinstance(value, Tensor) and value.layout is torch.strided):
@@ -114,9 +126,17 @@ class Binder:
     def within(self, axis: str, argument: str, sizes: Sizes, where: str = "") -> None:
         """The size of an axis is one that the operator takes; ``argument`` is whose axis it is."""
         size = self.dims.get(axis)
-        if size is not None and sizes.exclude(size):
+        if size is None:
+            return
+        if sizes.exclude(size):
             expected = f"{axis} {sizes.describe()}{where}"
-            self.refuse(f"dims.{axis.lower()}", argument, expected, f"{axis} {size}")
+            self.refuse(f"dims.{axis.lower()}", argument, expected, self.found(axis, size, where))
+        if type(size) is not int and not sizes.include(size):
+            self.undecided.append(Undecided(axis, argument, size, sizes))
+
+    def found(self, axis: str, size: Any, where: str) -> str:
+        """A size that is refused, for the message."""
+        return f"{axis} {size}"
 
     # -- memory
 

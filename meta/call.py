@@ -205,11 +205,12 @@ class Call(Binder):
         """The tables of sizes."""
         assert self.allowed
         for axis, sizes in self.allowed.dims.items():
-            size = self.dims.get(axis)
-            if size is not None and sizes.exclude(size):
-                argument = "actual_seq_len" if axis == "B" and self.lead == "T" else _OWNERS[axis]
-                found = f"{axis} {size}, {taken_by(self.op, axis, size, where)}"
-                self.refuse(f"dims.{axis.lower()}", argument, f"{axis} {sizes} on {where}", found)
+            argument = "actual_seq_len" if axis == "B" and self.lead == "T" else _OWNERS[axis]
+            self.within(axis, argument, sizes, f" on {where}")
+
+    def found(self, axis: str, size: Any, where: str) -> str:
+        known = f", {taken_by(self.op, axis, size, where.removeprefix(' on '))}"
+        return super().found(axis, size, where) + (known if type(size) is int else "")
 
     # -- ranks
 

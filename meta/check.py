@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from mla_fusion.meta.binder import Binder
 from mla_fusion.meta.call import Call
 from mla_fusion.meta.errors import known_name
 from mla_fusion.meta.limits import known_path, limits
@@ -42,14 +43,21 @@ def check(
     What "graph" takes, "eager" takes too. The default is for calls made by hand; ask "graph" of a
     call that is compiled, as the pass does.
     """
+    bound(op, soc, cann, path, values, arguments)
+
+
+def bound(
+    op: str, soc: str, cann: str, path: str, values: bool, arguments: Mapping[str, Any]
+) -> Binder:
+    """A call that has passed `check`, with the sizes on which that depends (``undecided``)."""
     known_path(path)
     name = known_name("op", named(op), OPERATORS)
     if name in OTHERS:
-        OTHERS[name].check(name, soc, cann, values, complete(name, arguments))
-        return
+        return OTHERS[name].check(name, soc, cann, values, complete(name, arguments))
     call = checked(op, soc, cann, arguments, path)
     if values:
         call.values()
+    return call
 
 
 def checked(

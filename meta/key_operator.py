@@ -71,7 +71,9 @@ SINCE = {"A2": RELEASES[0], "A3": RELEASES[0], "A5": "8.5"}
 FROM_BLOCKS = "latest"  # the release that asks for as many blocks as the sequences need one by one
 
 
-def check_key_operator(op: str, soc: str, cann: str, values: bool, full: Mapping[str, Any]) -> None:
+def check_key_operator(
+    op: str, soc: str, cann: str, values: bool, full: Mapping[str, Any]
+) -> Binder:
     """`mla_fusion.meta.check` of these operators; ``full``: every argument by name."""
     if SINCE.get(soc) not in known_releases(cann):
         expected = "A2, A3, or A5 from CANN 8.5 on"
@@ -84,6 +86,7 @@ def check_key_operator(op: str, soc: str, cann: str, values: bool, full: Mapping
     bound.caches(_CACHES)
     if values:
         bound.check_values()
+    return bound
 
 
 def infer_key_operator(

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, reduce
+from operator import and_, or_
 from types import MappingProxyType
 from typing import Any
 
 from mla_fusion.meta.errors import known_name
 from mla_fusion.meta.prolog import PROLOGS
-from mla_fusion.meta.symbolic import different
+from mla_fusion.meta.symbolic import known, not_
 
 from mla_fusion.machine import RELEASES, SOCS
 
@@ -37,18 +38,23 @@ class Sizes:
     step: int = 1
 
     def __contains__(self, size: object) -> bool:
-        if self.listed:
-            return size in self.listed
-        assert isinstance(size, int)
-        return (
-            self.low <= size and (self.high is None or size <= self.high) and size % self.step == 0
-        )
+        return bool(self.condition(size))
 
-    def exclude(self, size: object) -> bool:
+    def condition(self, size: Any) -> Any:
+        """Whether a size is one of these: a bool, or a SymBool of a symbolic size."""
+        if self.listed:
+            return reduce(or_, [size == one for one in sorted(self.listed)])
+        bounds = [size >= self.low, size % self.step == 0]
+        bounds += [size <= self.high] if self.high is not None else []
+        return reduce(and_, bounds)
+
+    def include(self, size: Any) -> bool:
+        """Whether a size, which may be symbolic, is known to be one of these."""
+        return known(self.condition(size))
+
+    def exclude(self, size: Any) -> bool:
         """Whether a size, which may be symbolic, is known to be none of these."""
-        if type(size) is int:
-            return size not in self
-        return len(self.listed) == 1 and different(size, *self.listed)
+        return known(not_(self.condition(size)))
 
     def describe(self) -> str:
         """As text, also for Dynamo, which does not call ``__str__``."""

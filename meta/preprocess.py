@@ -75,7 +75,9 @@ OUT_SCHEMA = (
 )
 
 
-def check_preprocess(op: str, soc: str, cann: str, values: bool, full: Mapping[str, Any]) -> None:
+def check_preprocess(
+    op: str, soc: str, cann: str, values: bool, full: Mapping[str, Any]
+) -> Binder:
     """`mla_fusion.meta.check` of ``npu_mla_preprocess``: structure, then the sizes the device
     takes; ``full``: every argument by name.
     """
@@ -88,6 +90,7 @@ def check_preprocess(op: str, soc: str, cann: str, values: bool, full: Mapping[s
     call.caches(CACHES)
     if values:
         call.check_slots()
+    return call
 
 
 class Call(Binder):

@@ -299,6 +299,24 @@ def guards_of(mode: FakeTensorMode | None) -> list[Any]:
     return [guard.expr for guard in sizes.guards] if sizes is not None else []
 
 
+def traced_as(size: Any) -> Any:
+    """What a symbolic size, or a condition on sizes, was when the graph was traced; None where
+    nothing says.
+    """
+    return size.node.hint
+
+
+def guard(condition: Any) -> bool | None:
+    """What a condition on sizes is, which becomes a guard of the graph that is being compiled:
+    torch compiles it anew where the condition is another. None where nobody would look at a guard.
+    """
+    context = torch._guards.TracingContext.try_get()
+    mode, sizes = getattr(context, "fake_mode", None), condition.node.shape_env
+    if mode is None or mode.shape_env is not sizes or sizes.frozen or traced_as(condition) is None:
+        return None
+    return bool(condition)
+
+
 def traced_with(size: Any, symbol: Any) -> int:
     """The number that a symbol of the size stood for when the graph was traced."""
     env = size.node.shape_env

@@ -63,10 +63,10 @@ class Plans:
         """Where the contract refuses the caches alone, the staged plan."""
         planner = TARGETS[target].planner(self._view, self._config, candidate, self._boundary)
         found = self._described(planner.plan())
-        if found.structure.accepted:
-            return found
+        if found.structure.accepted is not None:
+            return _assuming(found, found.structure.accepted)
         try:
-            contract.ask(found.plan, self._config, self._view.gm.graph)
+            sizes = contract.ask(found.plan, self._config, self._view.gm.graph)
         except Refuse as reason:
             in_place = isinstance(found.plan.caches, InPlace)
             if not in_place or candidate.key.operator or self._config.staging == "never":
@@ -76,11 +76,11 @@ class Plans:
                 planner.plan(Obstacle("cache.refused", f"{because}: {reason.detail}"))
             )
             try:
-                contract.ask(found.plan, self._config, self._view.gm.graph)
+                sizes = contract.ask(found.plan, self._config, self._view.gm.graph)
             except Refuse:
                 raise reason from None  # it was not the caches
-        found.structure.accepted = True
-        return found
+        found.structure.accepted = sizes
+        return _assuming(found, sizes)
 
     def _described(self, plan: Plan) -> Legal:
         region = cut_out(self._view, plan)
@@ -89,5 +89,11 @@ class Plans:
         known.assumes = bool(assumed)
         # whether a step was registered is not told by its structure
         assumed = (*assumed, *dict.fromkeys(registered.assumed(region.nodes)))
-        plan = replace(plan, assumptions=(*plan.assumptions, *assumed)) if assumed else plan
-        return Legal(plan, region, known)
+        return _assuming(Legal(plan, region, known), assumed)
+
+
+def _assuming(legal: Legal, assumed: tuple[str, ...]) -> Legal:
+    if not assumed:
+        return legal
+    plan = legal.plan
+    return replace(legal, plan=replace(plan, assumptions=(*plan.assumptions, *assumed)))

@@ -20,7 +20,7 @@ from mla_fusion.compat import OpOverload
 from mla_fusion.emit import results as of_call
 from mla_fusion.emit import rows, targets
 from mla_fusion.fx.build import Recipe, TensorBuilder
-from mla_fusion.fx.kinds import Kind, is_reshape, kind_of, word
+from mla_fusion.fx.kinds import Kind, is_getitem, is_reshape, kind_of, word
 from mla_fusion.fx.tokens import Tokens
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import reached
@@ -58,8 +58,12 @@ def prove(view: View, plan: Plan, region: Region, half_rows: bool = False) -> Sh
     half_rows  the caller chose ``kr_layout="half"``: rotated values are compared in the kernel's
                order
     """
-    _keep_tokens_apart(view, plan, region)
+    mixed = _mixed(view, plan, region)
     run = _Run(with_room(view, plan, region), plan, region, half_rows)
+    if mixed is not None:
+        if plan.candidate.shrink is None or not run.is_small:
+            raise mixed
+        run.at.shrink = None  # then all of its tokens are drawn
     try:
         count = run.compare_at_all()
     except Refuse:
@@ -79,27 +83,51 @@ def prove(view: View, plan: Plan, region: Region, half_rows: bool = False) -> Sh
     return Shown(text, run.certificate)
 
 
-def _keep_tokens_apart(view: View, plan: Plan, region: Region) -> None:
-    """Raises ``Refuse("tokens.mixed")`` where a step between x and what the call replaces takes a
-    symbolic axis of tokens for another: what holds at one size of it may not hold at others.
+def _mixed(view: View, plan: Plan, region: Region) -> Refuse | None:
+    """Why what holds at a few tokens may not hold at others: a step between x and what the call
+    replaces takes an axis of tokens that is evaluated shorter than it is for another.
     """
-    tokens, leaves = Tokens(None, view.binding.meaning), region.leaves
+    tokens, leaves = Tokens(plan.candidate.shrink, view.binding.meaning), region.leaves
     for leaf in leaves:
         if leaves[leaf] == "x" and isinstance(value_of(leaf), torch.Tensor):
             tokens.start(leaf, plan.lead, range(leaf.meta["val"].dim() - 1))
     if not tokens:
-        return
+        return None
     tokens.start_outside(leaf for leaf in leaves if isinstance(leaf.meta["val"], torch.Tensor))
-    tokens.follow([node for node in region.nodes if node not in leaves])
-    new = [item.node for item in plan.replacements if item.output not in _OF_OPERATOR]
-    for node in (*new, *plan.caches.rows):
-        broken = tokens.broken(node)
-        if broken is not None and _regroups(broken.node):
-            raise Refuse("tokens.mixed", broken.reason, (broken.node, node))
+    made = {leaf for leaf in leaves if leaves[leaf] == "x"}
+    for node in region.nodes:
+        if node in leaves:
+            continue
+        tokens.follow([node])
+        if not made.isdisjoint(node.all_input_nodes):
+            made.add(node)
+        elif isinstance(value_of(node), torch.Tensor) and not _is_regrouped(tokens, node):
+            tokens.start_again(node)  # a row of a table for each token: its shape says where
+    for claimed in _claimed(plan):
+        for node in claimed:
+            broken = tokens.broken(node)
+            if broken is not None:
+                return Refuse("tokens.mixed", broken.reason, (broken.node, node))
+    return None
 
 
-def _regroups(node: Node) -> bool:
-    return is_reshape(node) or word(node) in _REGROUP
+def _claimed(plan: Plan) -> Iterator[Sequence[Node]]:
+    """What the proof compares: new values, and rows of caches, or what an operator that writes
+    caches makes them of.
+    """
+    for item in plan.replacements:
+        if item.output not in _OF_OPERATOR:
+            yield (item.node,)
+        elif plan.caches.held and not plan.caches.rows:
+            operator = item.node.args[0] if is_getitem(item.node) else item.node
+            assert isinstance(operator, Node)
+            yield operator.all_input_nodes
+    yield plan.caches.rows
+
+
+def _is_regrouped(tokens: Tokens, node: Node) -> bool:
+    broken = tokens.broken(node)
+    return broken is not None and (is_reshape(broken.node) or word(broken.node) in _REGROUP)
 
 
 @dataclass(frozen=True)

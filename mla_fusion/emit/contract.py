@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from mla_fusion.compat import FakeTensorMode, OpOverload, schema_of
+from mla_fusion.compat import FakeTensorMode, OpOverload, guard, schema_of, traced_as
 from mla_fusion.config import Config
 from mla_fusion.emit.target import Target
 from mla_fusion.emit.targets import target_of
@@ -16,23 +16,46 @@ from mla_fusion.fx.build import OfTensors, Recipe, fake_mode_of, faked
 from mla_fusion.fx.held import Exact
 from mla_fusion.fx.measured import measured
 from mla_fusion.meta import ContractError
+from mla_fusion.meta.binder import Undecided
 from mla_fusion.plan.plan import Plan
 from mla_fusion.report.rejection import Refuse
 
 
 @measured
-def ask(plan: Plan, config: Config, graph: Graph) -> None:
-    """Raise ``Refuse("contract:<code>")`` with the specification's own message."""
+def ask(plan: Plan, config: Config, graph: Graph) -> tuple[str, ...]:
+    """What the call assumes of sizes that the graph leaves open.
+
+    Raises ``Refuse("contract:<code>")`` with the specification's own message.
+    """
     target = target_of(plan)
     builder = _OnPaper(graph, target)
     given = builder.arguments(lambda b: target.call(b, plan))
     try:
-        target.examine(config.machine, given)
+        open_sizes = target.examine(config.machine, given)
+        assumed = [line for one in open_sizes if (line := _assumed(one, target.called))]
     except ContractError as error:
         culprit = builder.read_by(given.get(error.argument)) or plan.candidate.down.node
         detail = f"{error.argument}: expected {error.expected}, found {error.found}"
         raise Refuse(f"contract:{error.code}", detail, (culprit,)) from None
     target.ask(plan, config)
+    return tuple(assumed)
+
+
+def _assumed(one: Undecided, operator: str) -> str:
+    """What is assumed of a size that the operator takes for some of its values only; "" where the
+    compiler guards that, so that the graph is compiled anew for the others.
+
+    Raises ContractError where the operator does not take the size that the graph was traced with.
+    """
+    condition = one.sizes.condition(one.size)
+    guarded = guard(condition)
+    if (traced_as(condition) if guarded is None else guarded) is False:
+        expected = f"{one.axis} {one.sizes}"
+        found = f"{one.axis} {traced_as(one.size)}, when the graph was traced"
+        raise ContractError(f"dims.{one.axis.lower()}", one.argument, expected, found)
+    if guarded:
+        return ""
+    return f"{one.axis} ({one.size}) is {one.sizes}: {operator} takes no other"
 
 
 class _Called(Exception):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -13,7 +13,8 @@ from mla_fusion.compat import OpOverload, schema_of
 from mla_fusion.config import Config
 from mla_fusion.fx.build import Builder
 from mla_fusion.machine import Machine
-from mla_fusion.meta import check
+from mla_fusion.meta.binder import Undecided
+from mla_fusion.meta.check import bound
 from mla_fusion.meta.prolog import Operator
 from mla_fusion.plan.plan import Plan
 from mla_fusion.plan.planner import Planner
@@ -71,12 +72,16 @@ class Target(Generic[P]):
         """Whatever the namespace and the overload."""
         return schema_of(op).name.endswith(f"::{self.operator.name}")
 
-    def examine(self, machine: Machine, given: dict[str, Any]) -> None:
-        """Raises ``ContractError`` unless the operator takes these arguments in a graph."""
+    def examine(self, machine: Machine, given: dict[str, Any]) -> Sequence[Undecided]:
+        """The sizes on which it depends whether the operator takes these arguments in a graph.
+
+        Raises ``ContractError`` where it never does.
+        """
         if self.check is not None:
             self.check(**given)
-        else:
-            check(self.operator.name, soc=machine.soc, cann=machine.cann, path="graph", **given)
+            return ()
+        name, soc, cann = self.operator.name, machine.soc, machine.cann
+        return bound(name, soc, cann, "graph", False, given).undecided
 
     def compute(self, call: Call) -> list[Num]:
         """Its results in the field. Raises Undecided."""

@@ -117,6 +117,11 @@ class TokenAxis:
         else:
             self._states[node] = self._merged(lead)
 
+    def start_again(self, node: Node) -> None:
+        if not isinstance(self._states.get(node), Place):
+            self._states.pop(node, None)
+            self.start_outside(node)
+
     def _merged(self, lead: Shape) -> State:
         """Tokens of all sequences in one axis."""
         for inner in dict.fromkeys((self.inner, 1)):
@@ -279,6 +284,8 @@ class TokenAxis:
             return rule(self, node)
         if is_reshape(node):
             return self._viewed(node)
+        if word(node) == "view":  # memory read as another dtype, of another width maybe
+            return self._of_pairs(node)
         order = order_of(node)
         if order is not None:
             place = self._place(node.args[0])
@@ -416,9 +423,9 @@ class TokenAxis:
         return place
 
     def _of_pairs(self, node: Node) -> Place:
-        """view_as_complex, view_as_real: what happens on the last axis."""
-        place = self._place(node.args[0])
-        if place.axis >= len(sizes_of(node)):
+        """view_as_complex, view_as_real, view.dtype: what happens on the last axis."""
+        place, last = self._place(node.args[0]), len(sizes_of(node.args[0])) - 1
+        if place.axis >= len(sizes_of(node)) or (word(node) == "view" and place.axis == last):
             raise Break(f"{node.name} ({node.target}) pairs tokens")
         return place
 

@@ -109,6 +109,11 @@ class Tokens:
             for node in nodes:
                 axis.start_outside(node)
 
+    def start_again(self, node: Node) -> None:
+        """As of a tensor from outside, where no step says where an axis stands."""
+        for axis in self._axes.values():
+            axis.start_again(node)
+
     def follow(self, nodes: Sequence[Node]) -> None:
         for axis in self._axes.values():
             axis.follow(nodes)

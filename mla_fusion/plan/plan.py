@@ -198,7 +198,7 @@ class Plan:
 class Structure:
     """What is known of all plans that differ only in which layer they are; the first one tells.
 
-    accepted  does the contract take the call?
+    accepted  what the call assumes of the sizes, where the contract takes it; else None
     assumes   may its proof take something of its numbers for granted?
     proved    what was shown of it
     compared  the layer that the second witness compared; "" before it has compared one
@@ -206,7 +206,7 @@ class Structure:
     replaced  how many operators the call stands for; None before they are counted
     """
 
-    accepted: bool = False
+    accepted: tuple[str, ...] | None = None
     assumes: bool = True
     proved: Shown | None = None
     compared: str = ""
