@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
+from mla_fusion.meta.spec import TILE_SIZE
 from torch import Tensor
 
 import mla_fusion as mf
 from mla_fusion.compile.boundary import fuse_with_boundary
-from mla_fusion.meta.spec import TILE_SIZE
 from tests.catalogue.base import DR, HCKV
 
 from . import captures, compare
