@@ -134,10 +134,17 @@ class Ranges:
 
 
 def _held(found: Range, node: Node) -> Range:
-    """An integer that its dtype cannot hold wraps around: anything, then."""
+    """As its dtype holds it: a float is rounded (4095 is 4096 in bfloat16), and an integer that its
+    dtype cannot hold wraps around: anything, then.
+    """
     dtype = one_dtype(node)
-    if dtype is None or is_float(dtype) or dtype == torch.bool:
+    if dtype is None or dtype == torch.bool:
         return found
+    if dtype.is_floating_point:
+        low, high = torch.tensor(found, dtype=torch.float64).to(dtype).tolist()
+        return (low, high) if low <= high else UNBOUNDED  # a float8 may have no infinity
+    if dtype.is_complex:
+        return UNBOUNDED
     return found if fits(found, dtype) else UNBOUNDED
 
 

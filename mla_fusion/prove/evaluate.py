@@ -146,6 +146,7 @@ class Evaluation:
         self._cells: dict[object, Cells] = {}
         self._taken = 0
         self._few: dict[str, int] = {}
+        self._of_model: dict[Node, bool] = {}
 
     def clear(self) -> None:
         """Begins at another point."""
@@ -276,7 +277,11 @@ class Evaluation:
         point = field.here()
         means, point.draws_roots = len(point.means), False
         maxima = len(point.maxima)
-        is_function = self._counted.leaves_the_field(node) or self.view.lost_terms.loses(node)
+        is_function = (
+            self._counted.leaves_the_field(node)
+            or self.view.lost_terms.loses(node)
+            or self._is_rounded_beside_x(node)
+        )
         if is_function and not _is_literal(call):
             found: Any = operators.pointwise(call)
         else:
@@ -314,6 +319,32 @@ class Evaluation:
         return floored if floored is not None and _is_of_a_norm(self._values[floored]) else None
 
     # -- what dtypes hold
+
+    def _is_rounded_beside_x(self, node: Node) -> bool:
+        """Is it float arithmetic, element by element, on what is neither made of x nor of the model
+        alone: a table, a position, a slot? Such values are equal where the same steps made them.
+        """
+        rule = rule_named(node, "size")
+        if node in self._active or rule not in _ARITHMETIC or not _is_float(node):
+            return False
+        is_exact = rule in ("multiplied", "quotient") and any(map(_is_power_of_two, node.args))
+        return not is_exact and not self._is_of_model(node)
+
+    def _is_of_model(self, node: Node) -> bool:
+        """Is it made of the model's own tensors and of literals?"""
+        if node not in self._of_model:
+            role = self._leaves.get(node)
+            self._of_model[node] = (
+                role in OF_MODEL
+                if role is not None
+                else node.op == "get_attr"
+                or (
+                    node.op == "call_function"
+                    and word(node) != "arange"
+                    and all(self._is_of_model(read) for read in self._reads(node))
+                )
+            )
+        return self._of_model[node]
 
     def _state(self, node: Node) -> tuple[torch.dtype | None, bool]:
         """The dtype that is still to round what the node moves; and whether it has to before the
@@ -469,6 +500,13 @@ def _in_float16(found: Any) -> Any:
     if isinstance(found, Complex):
         return Complex(_in_float16(found.real), _in_float16(found.imag))
     return field.function("in float16", found) if isinstance(found, Num) else found
+
+
+_ARITHMETIC = frozenset(("added", "multiplied", "quotient", "power", "root"))
+
+
+def _is_power_of_two(given: Any) -> bool:
+    return isinstance(given, (int, float)) and abs(math.frexp(given)[0]) == 0.5
 
 
 def _moves(node: Node) -> bool:
