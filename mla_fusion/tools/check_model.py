@@ -237,15 +237,15 @@ def _generate(model: Any, ids: torch.Tensor, tokens: int) -> tuple[torch.Tensor,
         )
     seconds = perf_counter() - started
     cache = found.past_key_values
-    if isinstance(cache, hf.MlaPagedCache):
-        held = cache.bytes_per_token * int(cache.get_seq_length())
-    else:
-        held = sum(
-            item.nbytes
-            for layer in cache.layers
-            for item in (layer.keys, layer.values)
-            if item is not None
-        )
+    is_paged = isinstance(cache, hf.MlaPagedCache)
+    held = cache.bytes_per_token * int(cache.get_seq_length()) if is_paged else 0
+    held += sum(
+        item.nbytes
+        for layer in cache.layers
+        if not (is_paged and layer in cache.paged_layers)
+        for item in (layer.keys, layer.values)
+        if item is not None
+    )
     return found.sequences[0, ids.shape[1] :], seconds, held
 
 
