@@ -299,6 +299,11 @@ def guards_of(mode: FakeTensorMode | None) -> list[Any]:
     return [guard.expr for guard in sizes.guards] if sizes is not None else []
 
 
+def hint_of(size: Any) -> Any:
+    """The number that a size, symbol or not, stood for when the graph was traced."""
+    return size.node.hint if isinstance(size, torch.SymInt) else size
+
+
 def traced_with(size: Any, symbol: Any) -> int:
     """The number that a symbol of the size stood for when the graph was traced."""
     env = size.node.shape_env
