@@ -12,13 +12,9 @@ import mla_fusion as mf  # before torch, where torch_npu is installed without CA
 
 # isort: split
 import torch
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
 from mla_fusion.models import hf
-
-# does nothing on an NPU machine; without CANN, transformers would fail to import torch_npu
-mf.offline.activate()
-
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM  # noqa: E402
 
 
 def small_model() -> DeepseekV3ForCausalLM:

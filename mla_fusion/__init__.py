@@ -19,6 +19,9 @@ if not Path(__file__).with_name("meta").exists():
 
 _autoload.keep_torch_importable()
 _lazy.operators_with_torch()
+_lazy.write_page = lambda report, path: import_module("mla_fusion.tools.page.page").write(
+    report, path
+)
 
 if TYPE_CHECKING:
     from mla_fusion import inspect, meta, offline, paging, reference

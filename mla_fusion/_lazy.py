@@ -2,7 +2,11 @@
 
 They have to stand before anybody uses them, and torch takes seconds to load, for which ``mla-fusion
 --help`` and a wrong call need not wait. So a finder watches for the first import of torch, or of a
-module here that needs it.
+module that needs it.
+
+A second finder watches for torch_npu. torch_npu defines the same operators, so ours make way for
+its import. Without CANN it is loaded over the offline stand-ins: a model file that imports it works
+on a laptop.
 """
 
 from __future__ import annotations
@@ -11,11 +15,15 @@ import importlib.abc
 import importlib.machinery
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from mla_fusion._autoload import cann_location
 
 # Modules that load without torch; tests/project/test_import.py holds them to it.
 LIGHT = frozenset(
@@ -28,20 +36,18 @@ LIGHT = frozenset(
 )
 
 
+write_page: Callable[[Any, Path], Path]
+"""Writes the page of a report. Pages are tools, which only the package itself may name: it sets
+this.
+"""
+
+
 def operators_with_torch() -> None:
     """Define the operators now, if torch is loaded, or else as soon as it is."""
     if "torch" in sys.modules:
         _define()
     else:
         _Torch().install()
-
-
-def write_page(report: Any, path: Path) -> Path:
-    """The page of ``Report.to_html``. Pages are tools, which the report must not import; like the
-    public names, the writer is looked up here when it is called for.
-    """
-    written: Path = import_module("mla_fusion.tools.page.page").write(report, path)
-    return written
 
 
 def _define() -> None:
@@ -55,6 +61,7 @@ def _define() -> None:
             f"installed: {pair}"
         )
     import_module("mla_fusion.ops")
+    _TorchNpu().install()
 
 
 class _Loaded(importlib.abc.Loader):
@@ -73,7 +80,7 @@ class _Loaded(importlib.abc.Loader):
         self._spec.loader = self._loader
 
 
-class Finder(importlib.abc.MetaPathFinder):
+class _Finder(importlib.abc.MetaPathFinder):
     """Lets a module be found by the others, and decides what happens around its execution."""
 
     awaited: str
@@ -105,7 +112,7 @@ class Finder(importlib.abc.MetaPathFinder):
         return spec
 
 
-class _Torch(Finder):
+class _Torch(_Finder):
     """Defines the operators behind torch, and has torch loaded before what needs it."""
 
     awaited = "torch"
@@ -119,12 +126,33 @@ class _Torch(Finder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname.startswith("mla_fusion.") and fullname not in LIGHT:
-            # first: no module of ours is half imported when the operators are defined
+        needs_torch = fullname.startswith("mla_fusion.") and fullname not in LIGHT
+        if needs_torch or fullname == _TorchNpu.awaited:
+            # first: no module that needs it is half imported when the operators are defined
             import_module("torch")
             loaded = sys.modules.get(fullname)
-            # it came with the operators; Python takes its spec
+            # it came with torch or the operators; Python takes its spec
             if loaded is not None and loaded.__spec__ is not None:
                 _Loaded(loaded, loaded.__spec__)
                 return loaded.__spec__
+            if not needs_torch:
+                return find_spec(fullname)  # by the finder that came with the operators
         return super().find_spec(fullname, path, target)
+
+
+class _TorchNpu(_Finder):
+    """Our operators make way for torch_npu and come back behind it; without CANN it is loaded over
+    the offline stand-ins.
+    """
+
+    awaited = "torch_npu"
+
+    def load(self, execute: Callable[[], None]) -> None:
+        ops = import_module("mla_fusion.ops")
+        offline = import_module("mla_fusion.compile.offline.runtime")
+        with offline.standins_loaded() if cann_location() is None else nullcontext():
+            ops.withdraw()
+            try:
+                execute()
+            finally:
+                ops.provide()

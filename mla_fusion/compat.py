@@ -299,11 +299,11 @@ def guards_of(mode: FakeTensorMode | None) -> list[Any]:
     return [guard.expr for guard in sizes.guards] if sizes is not None else []
 
 
-def traced_as(size: Any) -> Any:
-    """What a symbolic size, or a condition on sizes, was when the graph was traced; None where
-    nothing says.
+def hint_of(size: Any) -> Any:
+    """What a size, or a condition on sizes, was when the graph was traced; None where nothing
+    says.
     """
-    return size.node.hint
+    return size.node.hint if isinstance(size, (torch.SymInt, torch.SymBool)) else size
 
 
 def guard(condition: Any) -> bool | None:
@@ -312,7 +312,7 @@ def guard(condition: Any) -> bool | None:
     """
     context = torch._guards.TracingContext.try_get()
     mode, sizes = getattr(context, "fake_mode", None), condition.node.shape_env
-    if mode is None or mode.shape_env is not sizes or sizes.frozen or traced_as(condition) is None:
+    if mode is None or mode.shape_env is not sizes or sizes.frozen or hint_of(condition) is None:
         return None
     return bool(condition)
 

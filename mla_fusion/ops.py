@@ -5,10 +5,10 @@ and Meta kernels.
 (torch_npu has none), Meta kernels where absent, and for the two in-place operators a Functionalize
 kernel which makes AOT graphs hold the ``_functional`` operator plus ``copy_`` into the caches, as
 torch_npu's own does. ``withdraw()`` removes all of it, because a second definition of a schema is
-an error in torch: a finder on ``sys.meta_path`` calls it just before a later ``import torch_npu``
-runs and ``provide()`` just after. Graphs compiled before that import hold the withdrawn operators:
-these run (``provide()`` makes them those of now), but what is registered for the new ones does not
-know them, so such graphs must be compiled again for an NPU.
+an error in torch: a finder on ``sys.meta_path`` (``_lazy``) calls it just before a later ``import
+torch_npu`` runs and ``provide()`` just after. Graphs compiled before that import hold the withdrawn
+operators: these run (``provide()`` makes them those of now), but what is registered for the new
+ones does not know them, so such graphs must be compiled again for an NPU.
 
 Kernels live in `mla_fusion.reference` and `mla_fusion.meta` and are imported on their first call.
 """
@@ -22,7 +22,6 @@ from typing import Any
 import torch
 
 from mla_fusion import compat
-from mla_fusion._lazy import Finder
 from mla_fusion.meta import key_operator
 from mla_fusion.meta.key_operator import V2
 from mla_fusion.meta.preprocess import ATB, OUT_SCHEMA
@@ -188,20 +187,4 @@ def _functionalize(name: str) -> Callable[..., Any]:
     return kernel
 
 
-class _TorchNpu(Finder):
-    """Makes way for torch_npu: its import runs without our definitions and is followed by
-    ``provide()``.
-    """
-
-    awaited = "torch_npu"
-
-    def load(self, execute: Callable[[], None]) -> None:
-        withdraw()
-        try:
-            execute()
-        finally:
-            provide()
-
-
-_TorchNpu().install()
 provide()

@@ -24,7 +24,7 @@ from mla_fusion.fx.kinds import Kind, is_getitem, is_reshape, kind_of, word
 from mla_fusion.fx.tokens import Tokens
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import reached
-from mla_fusion.operators.known import DIAGONALS, dtype_of, value_of
+from mla_fusion.operators.known import DIAGONALS, SELECTIONS, dtype_of, value_of
 from mla_fusion.plan.plan import Plan
 from mla_fusion.prove import field, kernels, operators
 from mla_fusion.prove.evaluate import POINTS, UNKNOWN, Evaluation, Unproved, is_same
@@ -88,21 +88,25 @@ def _mixed(view: View, plan: Plan, region: Region) -> Refuse | None:
     replaces takes an axis of tokens that is evaluated shorter than it is for another.
     """
     tokens, leaves = Tokens(plan.candidate.shrink, view.binding.meaning), region.leaves
-    for leaf in leaves:
-        if leaves[leaf] == "x" and isinstance(value_of(leaf), torch.Tensor):
-            tokens.start(leaf, plan.lead, range(leaf.meta["val"].dim() - 1))
+    made = {leaf for leaf in leaves if leaves[leaf] == "x"}
+    for x in (plan.candidate.down.origin, *made):
+        if isinstance(value_of(x), torch.Tensor):
+            tokens.start(x, plan.lead, range(x.meta["val"].dim() - 1))
     if not tokens:
         return None
     tokens.start_outside(leaf for leaf in leaves if isinstance(leaf.meta["val"], torch.Tensor))
-    made = {leaf for leaf in leaves if leaves[leaf] == "x"}
     for node in region.nodes:
         if node in leaves:
             continue
         tokens.follow([node])
-        if not made.isdisjoint(node.all_input_nodes):
+        is_made = not made.isdisjoint(node.all_input_nodes)
+        if is_made:
             made.add(node)
-        elif isinstance(value_of(node), torch.Tensor) and not _is_regrouped(tokens, node):
-            tokens.start_again(node)  # a row of a table for each token: its shape says where
+        # the shape of what begins here, or of rows of a table, says where its tokens stand
+        if _begins(node) or (
+            not is_made and tokens.broken(node) and not _is_regrouped(tokens, node)
+        ):
+            tokens.start_again(node, is_broken=not is_made)
     for claimed in _claimed(plan):
         for node in claimed:
             broken = tokens.broken(node)
@@ -123,6 +127,11 @@ def _claimed(plan: Plan) -> Iterator[Sequence[Node]]:
             assert isinstance(operator, Node)
             yield operator.all_input_nodes
     yield plan.caches.rows
+
+
+def _begins(node: Node) -> bool:
+    """Is it a part of something, rows of it, or counted?"""
+    return word(node) in SELECTIONS or kind_of(node) is Kind.GATHER or word(node) == "arange"
 
 
 def _is_regrouped(tokens: Tokens, node: Node) -> bool:

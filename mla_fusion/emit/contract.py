@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from mla_fusion.compat import FakeTensorMode, OpOverload, guard, schema_of, traced_as
+from mla_fusion.compat import FakeTensorMode, OpOverload, guard, hint_of, schema_of
 from mla_fusion.config import Config
 from mla_fusion.emit.target import Target
 from mla_fusion.emit.targets import target_of
@@ -49,9 +49,9 @@ def _assumed(one: Undecided, operator: str) -> str:
     """
     condition = one.sizes.condition(one.size)
     guarded = guard(condition)
-    if (traced_as(condition) if guarded is None else guarded) is False:
+    if (hint_of(condition) if guarded is None else guarded) is False:
         expected = f"{one.axis} {one.sizes}"
-        found = f"{one.axis} {traced_as(one.size)}, when the graph was traced"
+        found = f"{one.axis} {hint_of(one.size)}, when the graph was traced"
         raise ContractError(f"dims.{one.axis.lower()}", one.argument, expected, found)
     if guarded:
         return ""

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 from types import CodeType, FunctionType, ModuleType, NoneType
 from typing import Any
@@ -27,16 +28,21 @@ from mla_fusion.compat import (
     OpOverload,
     OpOverloadPacket,
     guards_of,
+    has_kernel,
+    hint_of,
     make_fx,
     overload_of,
     schema_of,
     tree_leaves,
     tree_map_only,
 )
+from mla_fusion.modes import outside_modes
 from mla_fusion.operators.known import is_torchs_own
 
 log = logging.getLogger("mla_fusion")
 _KNOWN: dict[Any, Callable[..., Any]] = {}  # by overload
+_COMPARED: dict[Any, str] = {}  # by overload: how its function differs from its kernel, "" if not
+_CPU = ("CPU", "CompositeExplicitAutograd", "CompositeImplicitAutograd")  # kernels that run on CPU
 _OFF = 1e-2  # of the largest number: what two kernels round otherwise is less
 _TAG = "mla_fusion_call"
 INSIDE = "mla_fusion_inside"  # of a node: the operators in whose place it stands, the outer first
@@ -54,8 +60,10 @@ def register_operator(op: Any, decomposition: Callable[..., Any] | None, *exampl
                    them
 
     The graph that runs still calls the operator wherever nothing was fused. What the function
-    computes is taken for what the operator computes: it is proved with, not checked, but on the
-    example. Compile caches are keyed on its code and numbers; what holds more is not cached.
+    computes is taken for what the operator computes: it is proved with. It is checked on the
+    example and, if the operator has a kernel for CPU, once on random inputs when a graph first
+    calls it: a function that differs is not used, and the report says how far it is off. Compile
+    caches are keyed on its code and numbers; what holds more is not cached.
 
     Raises TypeError for what is no operator and for a function of other arguments; ValueError for
     an operator of torch's or of torch_npu's, for one that writes into an argument, and where the
@@ -63,6 +71,7 @@ def register_operator(op: Any, decomposition: Callable[..., Any] | None, *exampl
     number), or the example has no numbers to compare. What was registered before then stays.
     """
     overload = _overload(op)
+    _COMPARED.pop(overload, None)
     if decomposition is None:
         _KNOWN.pop(overload, None)
         return
@@ -82,7 +91,7 @@ def register_operator(op: Any, decomposition: Callable[..., Any] | None, *exampl
         )
     _check_arguments(overload, decomposition)
     if example:
-        _compare(overload, decomposition, example)
+        _compare(overload, decomposition, example, {})
     _KNOWN[overload] = decomposition
 
 
@@ -119,10 +128,13 @@ def _check_arguments(overload: OpOverload, decomposition: Callable[..., Any]) ->
 
 
 def _compare(
-    overload: OpOverload, decomposition: Callable[..., Any], example: tuple[Any, ...]
+    overload: OpOverload,
+    decomposition: Callable[..., Any],
+    example: tuple[Any, ...],
+    options: Mapping[str, Any],
 ) -> None:
     with torch.no_grad():
-        wanted = tree_leaves(overload(*example))
+        wanted = tree_leaves(overload(*example, **options))
         try:
             found = tree_leaves(decomposition(*example))
         except Exception as error:
@@ -280,11 +292,43 @@ def inside(node: Node, outer: Sequence[Any] = ()) -> Inside | str:
     except Exception as error:
         why = f"{type(error).__name__}: {error}"
     else:
-        why = _unfit(node, traced)
+        why = _unfit(node, traced) or _difference(node, function)
     if why:
         log.warning("the decomposition of %s is not used for %s: %s", node.target, node.name, why)
         return why
     return Inside(traced.graph, node.all_input_nodes, isinstance(node.meta["val"], Tensor))
+
+
+def _difference(node: Node, function: Callable[..., Any]) -> str:
+    """How the function differs from the operator's kernel for CPU, on random floats and on zeros
+    for integers, of the sizes of this call; "" where it does not, or where no such kernel runs.
+    """
+    overload: Any = node.target
+    if overload not in _COMPARED:
+        _COMPARED[overload] = ""
+        if any(has_kernel(overload.name(), key) for key in _CPU):
+            with outside_modes():
+                try:
+                    example, options = tree_map_only(
+                        Node, lambda operand: _drawn(operand.meta["val"]), (node.args, node.kwargs)
+                    )
+                    overload(*example, **options)
+                except Exception:  # it needs other inputs than drawn ones, or another device
+                    return ""
+                try:
+                    _compare(overload, partial(function, **options), example, options)
+                except ValueError as error:
+                    _COMPARED[overload] = str(error)
+    return _COMPARED[overload]
+
+
+def _drawn(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return hint_of(value)
+    zeros = torch.zeros([hint_of(size) for size in value.shape], dtype=value.dtype)
+    if not value.is_floating_point() or value.dtype.itemsize == 1:
+        return zeros
+    return zeros.normal_(generator=torch.Generator().manual_seed(0))
 
 
 def unused(node: Node) -> str:

@@ -117,8 +117,9 @@ class TokenAxis:
         else:
             self._states[node] = self._merged(lead)
 
-    def start_again(self, node: Node) -> None:
-        if not isinstance(self._states.get(node), Place):
+    def start_again(self, node: Node, is_broken: bool) -> None:
+        state = self._states.get(node)
+        if state is SAME or (is_broken and isinstance(state, Broken)):
             self._states.pop(node, None)
             self.start_outside(node)
 
@@ -274,6 +275,10 @@ class TokenAxis:
         return None
 
     # -- rules
+
+    def _rows_written(self, node: Node) -> Place:
+        """npu_kv_rmsnorm_rope_cache: rows [B, 1, S, ..] of the latents and of both tables."""
+        return self._elementwise(node, [argument(node, name) for name in ("kv", "cos", "sin")])
 
     def _rule(self, node: Node) -> State:
         if is_getitem(node):
@@ -569,6 +574,7 @@ RULES: dict[str, Rule] = rules(
     TokenAxis._quantised,
     TokenAxis._reduced,
     TokenAxis._repeated,
+    TokenAxis._rows_written,
     TokenAxis._within_rows,
     TokenAxis._written,
 )

@@ -105,14 +105,16 @@ class Tokens:
         return self._shrink is not None and isinstance(size, int) and size % self._shrink.full == 0
 
     def start_outside(self, nodes: Iterable[Node]) -> None:
-        for axis in self._axes.values():
-            for node in nodes:
+        for node in nodes:
+            for axis in self._axes.values():
                 axis.start_outside(node)
 
-    def start_again(self, node: Node) -> None:
-        """As of a tensor from outside, where no step says where an axis stands."""
+    def start_again(self, node: Node, is_broken: bool) -> None:
+        """As of a tensor from outside, where no step says where an axis stands; or (``is_broken``)
+        one does not keep the tokens apart.
+        """
         for axis in self._axes.values():
-            axis.start_again(node)
+            axis.start_again(node, is_broken)
 
     def follow(self, nodes: Sequence[Node]) -> None:
         for axis in self._axes.values():

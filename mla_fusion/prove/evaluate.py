@@ -333,17 +333,11 @@ class Evaluation:
     def _is_of_model(self, node: Node) -> bool:
         """Is it made of the model's own tensors and of literals?"""
         if node not in self._of_model:
-            role = self._leaves.get(node)
-            self._of_model[node] = (
-                role in OF_MODEL
-                if role is not None
-                else node.op == "get_attr"
-                or (
-                    node.op == "call_function"
-                    and word(node) != "arange"
-                    and all(self._is_of_model(read) for read in self._reads(node))
-                )
-            )
+            if node in self._leaves or node.op != "call_function":
+                found = node.op == "get_attr" or self._leaves.get(node, "") not in _BESIDE_X
+            else:
+                found = word(node) != "arange" and all(map(self._is_of_model, self._reads(node)))
+            self._of_model[node] = found
         return self._of_model[node]
 
     def _state(self, node: Node) -> tuple[torch.dtype | None, bool]:
@@ -502,6 +496,7 @@ def _in_float16(found: Any) -> Any:
     return field.function("in float16", found) if isinstance(found, Num) else found
 
 
+_BESIDE_X = ("", "slots")  # roles of leaves
 _ARITHMETIC = frozenset(("added", "multiplied", "quotient", "power", "root"))
 
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 from torch.fx import Node
 
+from mla_fusion.operators.table import Kind
+
 CODES: dict[str, tuple[str, str]] = {
     # code: (meaning, what would make it fuse)
     "q_lora.absent": (
@@ -337,7 +339,10 @@ class Rejection:
 
     @property
     def remedy(self) -> str:
-        return CODES[self.code.partition(":")[0]][1]
+        known = CODES[self.code.partition(":")[0]][1]
+        own = " If that operator is your own: mf.register_operator(op, fn) says what it computes."
+        asks = Kind.OPAQUE.value in self.message and "register_operator" not in known
+        return known + own * asks
 
 
 @dataclass

@@ -238,6 +238,7 @@ def _lines(item: Fusion) -> list[str]:
     lines += [f"      not by the target above: {item.instead_of}"] if item.instead_of else []
     lines += [f"      beside it: {item.beside}"] if item.beside else []
     lines += [f"      warning: {warning}" for warning in item.warnings]
+    lines += [f"      assumed: {text}" for text in item.assumptions]
     if item.leaves:
         kept = ", ".join(
             f"{one.what} ({text_tables.counted(one.operators)})" for one in item.leaves

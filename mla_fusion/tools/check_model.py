@@ -4,6 +4,7 @@ tokens stay the same.
 
 from __future__ import annotations
 
+import json
 from argparse import Namespace
 from copy import deepcopy
 from dataclasses import asdict, dataclass
@@ -92,7 +93,7 @@ def run(arguments: Namespace) -> Outcome:
     config = _config(arguments.folder)
     summary = hf.optimize(_skeleton(config))
     is_quantised = bool(getattr(config, "quantization_config", None))
-    compared = _compare(arguments) if arguments.tokens and summary.converted else None
+    compared = _compare(arguments, config) if arguments.tokens and summary.converted else None
     plan = _plan(config) if arguments.prepack and summary.converted else None
     differs = compared is not None and compared.equal < compared.tokens
     is_fine = bool(summary.converted) and not (differs and arguments.dtype == "float32")
@@ -130,50 +131,81 @@ def _plan(config: Any) -> Prepacked | str:
 
 
 def _config(folder: Path) -> Any:
+    """The configuration of a checkpoint, without what would name code of the checkpoint."""
     hf.modeling()
     from transformers import AutoConfig
 
-    if not (folder / "config.json").is_file():
+    file = folder / "config.json"
+    if not file.is_file():
         raise CheckpointError(f"{folder} holds no config.json")
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # of a field of a wrong type, whatever comes first
         raise CheckpointError(
-            f"transformers cannot read {folder / 'config.json'}: {_first_line(error)}"
+            _code_wanted(file) or f"transformers cannot read {file}: {_first_line(error)}"
         ) from error
+    # transformers asks the user whether to trust code that a nested configuration names
+    for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
+        if part is not None:
+            vars(part).pop("auto_map", None)
     for name, value in vars(config.get_text_config()).items():
         if name.endswith(("layers", "experts")) and isinstance(value, int) and value > _MOST:
-            raise CheckpointError(
-                f"{folder / 'config.json'}: {name} is {value:,}; no model has more than {_MOST:,}"
-            )
+            raise CheckpointError(f"{file}: {name} is {value:,}; no model has more than {_MOST:,}")
     return config
+
+
+def _code_wanted(file: Path) -> str:
+    """What to do about a checkpoint that brings its own classes; "" for one that does not."""
+    try:
+        data = json.loads(file.read_bytes())
+        model_type, code = data.get("model_type"), data["auto_map"]["AutoConfig"]
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return ""
+    return (
+        f"{file} asks for code of the checkpoint ({code}), which is never run here: transformers "
+        f"has no class for model_type {model_type!r}. If the model is one of transformers' own by "
+        "another name, write that name as model_type (deepseek_v3 for kimi_k2). Else read the "
+        "code, load the model yourself, and call mla_fusion.models.hf.optimize(model)"
+    )
+
+
+def _auto_class(config: Any) -> Any:
+    """The class of ``transformers`` that loads a model with a language model for this config."""
+    import transformers
+
+    for name, mapping in (
+        ("AutoModelForCausalLM", transformers.MODEL_FOR_CAUSAL_LM_MAPPING),
+        ("AutoModelForImageTextToText", transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING),
+    ):
+        if type(config) in mapping:
+            return getattr(transformers, name)
+    raise CheckpointError(
+        f"{config.model_type} is no language model of transformers {transformers.__version__}, "
+        "neither of text nor of images and text"
+    )
 
 
 def _skeleton(config: Any) -> Any:
     """The model without weights: enough to tell what fits, whatever its size."""
-    from transformers import AutoModelForCausalLM
-
+    auto_class = _auto_class(config)
     dtype = getattr(config, "dtype", None) or torch.bfloat16
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, dtype=dtype)
-    except ValueError as error:
-        kind = config.model_type
-        raise CheckpointError(
-            f"{kind} is no language model of transformers: {_first_line(error)}"
-        ) from error
+            return auto_class.from_config(config, dtype=dtype, trust_remote_code=False)
     except Exception as error:  # sizes that are no sizes
         raise CheckpointError(
             f"transformers makes no model of this config.json: {_first_line(error)}"
         ) from error
 
 
-def _compare(arguments: Namespace) -> Comparison:
-    from transformers import AutoModelForCausalLM
-
+def _compare(arguments: Namespace, config: Any) -> Comparison:
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            arguments.folder, dtype=getattr(torch, arguments.dtype), local_files_only=True
+        model = _auto_class(config).from_pretrained(
+            arguments.folder,
+            config=config,
+            dtype=getattr(torch, arguments.dtype),
+            local_files_only=True,
+            trust_remote_code=False,
         )
     except Exception as error:  # of the config or of the weights
         raise CheckpointError(
@@ -205,15 +237,15 @@ def _generate(model: Any, ids: torch.Tensor, tokens: int) -> tuple[torch.Tensor,
         )
     seconds = perf_counter() - started
     cache = found.past_key_values
-    if isinstance(cache, hf.MlaPagedCache):
-        held = cache.bytes_per_token * int(cache.get_seq_length())
-    else:
-        held = sum(
-            item.nbytes
-            for layer in cache.layers
-            for item in (layer.keys, layer.values)
-            if item is not None
-        )
+    is_paged = isinstance(cache, hf.MlaPagedCache)
+    held = cache.bytes_per_token * int(cache.get_seq_length()) if is_paged else 0
+    held += sum(
+        item.nbytes
+        for layer in cache.layers
+        if not (is_paged and layer in cache.paged_layers)
+        for item in (layer.keys, layer.values)
+        if item is not None
+    )
     return found.sequences[0, ids.shape[1] :], seconds, held
 
 

@@ -92,7 +92,8 @@ def test_a_prologue_of_them_fuses_in_place(known: None, dynamic: bool) -> None:
         found, wanted = [*run(*mine), *mine], [*model(*theirs), *theirs]
     (fusion,) = mf.reports()[-1].fused
     assert fusion.placement == "in place", str(mf.reports()[-1])
-    assert f"{MINE}.rope.default computes what was registered for it" in fusion.assumptions
+    assumed = f"{MINE}.rope.default computes what was registered for it"
+    assert assumed in fusion.assumptions and f"assumed: {assumed}" in str(mf.reports()[-1])
     assert all(harness.distance(a, b) < 2e-2 for a, b in zip(found, wanted, strict=True))
 
 
@@ -138,6 +139,20 @@ def test_an_unknown_rotation_of_query_and_key_is_named(function: Any) -> None:
 
 def wrong(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return normed(x, weight, eps) * 2
+
+
+@pytest.mark.parametrize("function", [None, wrong], ids=["none", "wrong"])
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_a_norm_that_is_unknown_or_told_wrong(known: None, function: Any, dynamic: bool) -> None:
+    """A wrong function is found out by the operator's own kernel, without an example."""
+    mf.register_operator(norm, function)
+    run = torch.compile(Served(), backend=mf.backend(), fullgraph=True, dynamic=dynamic)
+    with torch.no_grad():
+        run(*base.paged_args())
+    report = mf.reports()[-1]
+    assert not report.fused
+    assert "mf.register_operator" in str(report) and f"{MINE}.norm.default" in str(report)
+    assert ("is off by 1 of the largest number" in str(report)) == (function is not None)
 
 
 def of_another_shape(x: Tensor, weight: Tensor, eps: float) -> Tensor:

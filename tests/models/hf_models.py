@@ -110,7 +110,24 @@ def build(
     config = config_of(model_type, {**BASE, **own, **(changes or {})})
     source = import_module(f"transformers.models.{model_type}.modeling_{model_type}")
     kind = next(value for key, value in vars(source).items() if key.endswith("ForCausalLM"))
-    model = kind._from_config(config, dtype=dtype, attn_implementation=attention).eval()
+    return _randomised(kind._from_config(config, dtype=dtype, attn_implementation=attention), seed)
+
+
+VISION = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=1)
+
+
+def build_multimodal(changes: dict[str, Any]) -> Any:
+    """Mistral Large 4 with these changes of its text: layers without rotation, or that read the
+    latents of another.
+    """
+    text = {"model_type": "mistral_large4_text", **BASE, "num_hidden_layers": 4, **changes}
+    config = config_of("mistral_large4", {"text_config": text, "vision_config": VISION})
+    from transformers import AutoModelForImageTextToText
+
+    return _randomised(AutoModelForImageTextToText.from_config(config, dtype=torch.float32), 0)
+
+
+def _randomised(model: Any, seed: int) -> Any:
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
@@ -118,7 +135,7 @@ def build(
             parameter.normal_(0.0, parameter.shape[-1] ** -0.5, generator=generator)
         else:
             parameter.uniform_(0.5, 1.5, generator=generator)
-    return model
+    return model.eval()
 
 
 def config_of(model_type: str, values: dict[str, Any]) -> Any:

@@ -10,7 +10,7 @@ import pytest
 from mla_fusion.models import hf
 from mla_fusion.tools import cli
 
-from .hf_models import KERNEL, build
+from .hf_models import BASE, KERNEL, build, config_of
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +104,7 @@ def test_a_quantised_checkpoint_is_named(tmp_path, capsys):
         (None, "holds no config.json"),
         ("{", "cannot read"),
         ('{"model_type": "no_such_model"}', "cannot read"),
-        ('{"model_type": "t5"}', "is no language model"),
+        ('{"model_type": "t5"}', "t5 is no language model of transformers"),
     ],
 )
 def test_bad_folders_are_status_2(tmp_path, capsys, content, message):
@@ -118,3 +118,61 @@ def test_a_folder_without_weights_says_so(tmp_path, capsys):
     build("deepseek_v3").config.save_pretrained(tmp_path)
     assert cli.main(["optimize", str(tmp_path), "--tokens", "4"]) == 2
     assert "cannot load" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "model_type, changes, status, said",
+    [
+        ("mistral_large4", {"num_hidden_layers": 4}, 0, "mistral_large4: optimized 3 of 4"),
+        ("kimi_k25", {}, 0, "kimi_k25: optimized 2 of 2"),
+        ("glm5_next", {"qk_rope_head_dim": 0}, 1, "glm5_next: optimized 0 of"),
+    ],
+)
+def test_the_language_model_inside_a_multimodal_one(
+    tmp_path, capsys, model_type, changes, status, said
+):
+    text = config_of(model_type, {}).get_text_config()
+    (tmp_path / "config.json").write_text(
+        json.dumps(
+            {
+                "model_type": model_type,
+                "text_config": {"model_type": text.model_type, **BASE, **changes},
+            }
+        )
+    )
+    assert cli.main(["check-model", str(tmp_path)]) == status
+    assert said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "kimi_k2"},
+        {"model_type": "t5"},  # known, and still no class that writes text
+        {
+            "model_type": "kimi_k25",
+            "text_config": {
+                "model_type": "encoder-decoder",  # known, and no class of AutoModel's
+                "encoder": {"model_type": "bert"},
+                "decoder": {"model_type": "bert"},
+                "auto_map": {"AutoModel": "modeling_own.Own"},
+            },
+        },
+    ],
+)
+@pytest.mark.parametrize("arguments", [[], ["--tokens", "2"]])
+def test_code_of_a_checkpoint_is_never_run(tmp_path, capsys, monkeypatch, config, arguments):
+    hf.modeling()
+    written = tmp_path / "written"
+    classes = {"AutoConfig": "configuration_own.Own", "AutoModelForCausalLM": "modeling_own.Own"}
+    for name in ("configuration_own", "modeling_own"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(written)!r}, 'w')\nclass Own: pass\n")
+    (tmp_path / "config.json").write_text(json.dumps({"auto_map": classes} | config))
+    asked = []
+    monkeypatch.setattr("builtins.input", lambda *text: asked.append(text) or "y")
+    assert cli.main(["check-model", str(tmp_path), *arguments]) == 2
+    said = capsys.readouterr().err
+    assert not written.exists() and not asked and said.count("\n") == 1
+    if config["model_type"] == "kimi_k2":
+        assert "asks for code of the checkpoint (configuration_own.Own)" in said
+        assert "deepseek_v3" in said and "hf.optimize(model)" in said

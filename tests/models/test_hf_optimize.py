@@ -15,7 +15,7 @@ from mla_fusion.models.features import EXPANDS_AFTER_CACHE, TWO_WIDTHS
 from mla_fusion.models.hf.latent_attention import LatentDims
 from tests.exhaustive import one_in
 
-from .hf_models import KERNEL, MODELS, build, prompt
+from .hf_models import KERNEL, MODELS, build, build_multimodal, prompt
 
 GREEDY: dict[str, Any] = dict(do_sample=False, return_dict_in_generate=True, output_logits=True)
 LATENT = 512 + 64
@@ -49,6 +49,28 @@ def test_greedy_tokens_are_the_same(name: str) -> None:
     assert isinstance(after.past_key_values, hf.MlaPagedCache)
     assert torch.equal(after.sequences, before.sequences)
     assert max(error(a, b) for a, b in zip(after.logits, before.logits, strict=True)) < 1e-4
+
+
+@pytest.mark.parametrize(
+    "changes, converted, how",
+    [
+        ({"no_rope_layers": [1, 1, 1, 0]}, [0, 1, 2], {"cache_implementation": "static"}),
+        ({"no_rope_layers": [0, 1, 1, 1]}, [1, 2, 3], {"num_beams": 3}),
+        ({"no_rope_layers": [1] * 4, "kv_source_layers": [0, 0, 2, 2]}, [0, 2], {}),
+        ({"no_rope_layers": [1] * 4, "indexer_types": ["full", "shared"] * 2}, [0, 1, 2, 3], {}),
+    ],
+)
+def test_layers_that_are_not_converted_keep_their_cache(changes, converted, how) -> None:
+    model, inputs = build_multimodal(changes), prompt()
+    wanted = model.generate(**inputs, max_new_tokens=12, do_sample=False, **how)
+    summary = hf.optimize(model)
+    assert [item.layer for item in summary.converted] == converted
+    assert {item.kernel.partition(":")[0] for item in summary.converted} == {"q_lora.absent"}
+    found = model.generate(
+        **inputs, max_new_tokens=12, do_sample=False, return_dict_in_generate=True, **how
+    )
+    assert torch.equal(found.sequences, wanted)
+    assert [layer.index for layer in found.past_key_values.paged_layers] == converted
 
 
 @pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3", "longcat_flash"])

@@ -18,7 +18,7 @@ CHROMIUM = (
     shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 )
 pytestmark = pytest.mark.skipif(
-    CHROMIUM is None and "CI" not in os.environ, reason="no Chromium on this machine"
+    CHROMIUM is None and not os.environ.get("CI"), reason="no Chromium on this machine"
 )
 MIB = 1 << 20
 

@@ -5,8 +5,10 @@ answer.
 from __future__ import annotations
 
 
-class OfflineError(RuntimeError):
-    """The offline runtime cannot be set up here; the message says what to install or to change."""
+class OfflineError(ImportError):
+    """torch_npu cannot be loaded without CANN here; the message says what to install or to
+    change.
+    """
 
 
 class NpuNotAvailable(RuntimeError):

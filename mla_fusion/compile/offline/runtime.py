@@ -49,6 +49,8 @@ _state: dict[str, Any] = {"active": False, "standins": None, "libraries": []}
 def activate() -> None:
     """Make torch_npu and torchair importable and usable for compilation on a machine without CANN.
 
+    The first ``import torch_npu`` behind ``import mla_fusion`` does the same; this does it now.
+
     Does nothing where CANN is present, and nothing the second time. Afterwards ``import
     torch_npu``, ``import torchair``, fake tensors on device npu and compilation work; a call that
     needs the device raises NpuNotAvailable. Raises OfflineError, saying what is missing, where that
@@ -57,12 +59,19 @@ def activate() -> None:
     if _state["active"] or cann_location() is not None:
         return
     keep_torch_importable()
-    import torch
-
     if "torch_npu" in sys.modules:
         raise OfflineError(
-            "torch_npu was imported without CANN before mla_fusion.offline.activate() was called"
+            "torch_npu was imported without CANN before mla_fusion: import mla_fusion first"
         )
+    find_wheel()  # says what to install
+    import_module("torch_npu")  # the finder of ``_lazy`` does it within ``standins_loaded``
+
+
+@contextlib.contextmanager
+def standins_loaded() -> Iterator[None]:
+    """torch_npu is imported inside; does what :func:`activate` says."""
+    import torch
+
     wheel = find_wheel()
     import_module("mla_fusion.releases").require()  # here: it imports torch
     check_versions(wheel, torch.__version__)
@@ -73,7 +82,8 @@ def activate() -> None:
     with _explained():
         home = standins(wheel)
         _state["libraries"] = [_load(home / SYMBOLS), *map(_load, sorted(home.glob("lib*.so")))]
-        _import_torch_npu()
+        with _quiet(), _current_directory_not_searched():
+            yield
     _refuse_devices(torch)
     _stop_torchair()
     _state.update(active=True, standins=home)
@@ -124,15 +134,12 @@ def _load(library: Path) -> ctypes.CDLL:
     return ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
 
 
-def _import_torch_npu() -> None:
-    """Import torch_npu without its remark that CANN's directory is not set, which is the point
-    here.
-
-    ``mla_fusion.ops`` watches this import and takes its own npu:: operators out of the way.
-    """
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without torch_npu's remark that CANN's directory is not set, which is the point here."""
     said = io.StringIO()
-    with contextlib.redirect_stdout(said), _current_directory_not_searched():
-        import_module("torch_npu")
+    with contextlib.redirect_stdout(said):
+        yield
     for line in said.getvalue().splitlines():
         if "ASCEND_HOME_PATH" not in line:
             print(line)

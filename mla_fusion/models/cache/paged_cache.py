@@ -46,7 +46,8 @@ class MlaPagedCache(Cache):
     """Latents of every MLA layer in pages ``[BlockNum, BlockSize, 1, 512]`` and ``[BlockNum,
     BlockSize, 1, 64]``.
 
-    config         the model's config, or the model
+    config         the model's config, or the model: of an optimised one, layers that ``optimize``
+                   has left alone keep the layer that ``transformers`` gives them
     max_cache_len  tokens a sequence: pages are taken once, shapes stay the same, ``torch.compile``
                    sees one graph, and one token more raises. None: pages are added as tokens come.
     block_size     tokens a page, a multiple of 16 up to 1024
@@ -59,6 +60,7 @@ class MlaPagedCache(Cache):
     def __init__(
         self, config: Any, *, max_cache_len: int | None = None, block_size: int = BLOCK_SIZE
     ) -> None:
+        summary = getattr(config, "_mla_fusion_summary", None)
         config = getattr(config, "config", config)
         text = config.get_text_config(decoder=True)
         if getattr(text, "kv_lora_rank", None) is None:
@@ -71,7 +73,11 @@ class MlaPagedCache(Cache):
             usual = DynamicCache(config=text)
         else:
             usual = StaticCache(config=text, max_cache_len=max_cache_len)
-        paged = [index for index, layer in enumerate(usual.layers) if type(layer) in _KINDS]
+        paged = [
+            index
+            for index, layer in enumerate(usual.layers)
+            if type(layer) in _KINDS and (summary is None or summary.converts(index))
+        ]
         widths = text.kv_lora_rank, text.qk_rope_head_dim
         for index in paged:
             kind = _KINDS[type(usual.layers[index])]

@@ -40,7 +40,7 @@ def use_paged_cache(model: Any, block_size: int) -> None:
             longest = max(max_length, asked, getattr(self, "_mla_fusion_longest", 0))
             limit = self._mla_fusion_longest = longest
         model_kwargs["past_key_values"] = MlaPagedCache(
-            self.config, max_cache_len=limit, block_size=block_size
+            self, max_cache_len=limit, block_size=block_size
         )
         return None
 

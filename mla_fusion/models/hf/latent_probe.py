@@ -223,8 +223,9 @@ def _cached(
 def arguments_of(
     module: nn.Module, weight: Tensor, rope: int, hidden: int, batch: int = 1, tokens: int = TOKENS
 ) -> Iterator[dict[str, Any]]:
-    """Arguments of the module's forward; rotary tables are a pair of cosines and sines, or complex
-    numbers.
+    """Arguments of the module's forward, those that its signature has; rotary tables are a pair of
+    cosines and sines, or complex numbers. What else a forward requires is what layers hand to each
+    other: an empty dictionary.
     """
     positions = torch.arange(tokens, device=weight.device)
     angles = _random(weight, 1, tokens, rope // 2).float()
@@ -241,9 +242,18 @@ def arguments_of(
             "attention_mask": None,
             "position_ids": positions.unsqueeze(0),
             "cache_position": positions,
+            "prev_topk_indices": positions.expand(batch, tokens, -1),
             CACHE: SimpleNamespace(update=_ends),
         }
-        yield {name: value for name, value in arguments.items() if name in taken}
+        yield {
+            name: arguments.get(name, {})
+            for name, parameter in list(taken.items())[1:]
+            if name in arguments
+            or (
+                parameter.default is parameter.empty
+                and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+            )
+        }
 
 
 def _random(like: Tensor, *shape: int) -> Tensor:

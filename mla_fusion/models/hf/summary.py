@@ -69,6 +69,10 @@ class Summary:
     converted: tuple[Converted, ...] = ()
     skipped: tuple[Skipped, ...] = ()
 
+    def converts(self, layer: int) -> bool:
+        """Is the attention of this layer converted?"""
+        return any(item.layer == layer for item in self.converted)
+
     @property
     def bytes_per_token(self) -> int:
         """Latent and rotated key of every converted layer."""

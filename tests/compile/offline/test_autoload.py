@@ -25,6 +25,43 @@ def test_import_works_without_any_setting() -> None:
     assert (done.returncode, done.stdout) == (0, "0\n"), done.stderr
 
 
+@pytest.mark.parametrize("behind", ["torch_npu", "torch, torch_npu", "torch_npu.dynamo.torchair"])
+def test_torch_npu_works_behind_this_package(behind: str) -> None:
+    """Over the stand-ins, without a word; and its operators are there once."""
+    code = f"import mla_fusion, {behind}, torch; print(torch.ops.npu.npu_mla_prolog_v3.default)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=False
+    )
+    assert (done.stdout, done.stderr) == ("npu.npu_mla_prolog_v3.default\n", "")
+
+
+def test_nothing_stands_in_for_a_cann_that_is_there(tmp_path: Path) -> None:
+    (tmp_path / "libascendcl.so").touch()
+    code = "import torch, mla_fusion, torch_npu"
+    variables = environment(LD_LIBRARY_PATH=str(tmp_path), TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert "ImportError: libhccl.so: cannot open" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("command", ["explain", "lower"])
+def test_a_file_that_imports_torch_npu_is_read_by_the_commands(
+    command: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "model.py"
+    file.write_text(
+        "import torch_npu\nimport torch\n\n\n"
+        "def example():\n    return torch.nn.Linear(4, 4), (torch.zeros(2, 4),)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "mla_fusion.cli", command, f"{file}:example"],
+        env=environment(), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode != 2 and "error" not in done.stderr.lower(), done.stderr
+
+
 def test_imports_nothing_heavy() -> None:
     heavy = "('torch_npu', 'torchair', 'transformers')"
     code = f"import mla_fusion, sys; print([name for name in {heavy} if name in sys.modules])"
