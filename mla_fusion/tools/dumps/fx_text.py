@@ -1,14 +1,15 @@
 """FX listings: ``GraphModule.print_readable`` as torchair, Inductor and TORCH_LOGS write it.
 
 The text is Python with annotations such as ``"bf16[8, 1024][1024, 1]cpu"`` or ``"Sym(s0)"``;
-strides and device stand there only where the writer asked for them. Log prefixes before the class
-are skipped.
+strides and device stand there only where the writer asked for them. What TORCH_LOGS or a mail
+writes in front of every line of a listing is taken off.
 """
 
 from __future__ import annotations
 
 import ast
 import operator as py
+import os.path
 import re
 from typing import Any
 
@@ -18,7 +19,9 @@ from mla_fusion.tools.dumps.python_text import edges_in
 
 # of the type of a call of a tensor's method; only graphs before AOT autograd have those
 METHOD = "Tensor."
+COLOUR = re.compile(r"\x1b\[[\d;]*m")
 CLASS = re.compile(r"class (?P<name>[\w<>.$-]+)\(torch\.nn\.Module\):")
+_BEHIND = re.compile(r" {0,3}[^\s#)]")  # a line that is no part of a class
 _ANNOTATION = re.compile(
     r"^(?P<dtype>\w+)\[(?P<shape>[^\]]*)\](?:\[(?P<stride>[^\]]*)\])?(?P<device>[a-z]\w*(?::\d+)?)?$"
 )
@@ -31,41 +34,41 @@ BitOr or_, Eq eq, NotEq ne, Lt lt, LtE le, Gt gt, GtE ge
 BINARY: dict[type[ast.AST], Any] = {
     vars(ast)[sign]: vars(py)[name] for sign, name in map(str.split, _SIGNS.split(","))
 }
-OPERATORS: dict[str, Any] = {one.__name__: one for one in (*BINARY.values(), py.neg, py.getitem)}
 Call = tuple[str, tuple[Any, ...], dict[str, Any]]  # type, arguments by place and by name
 
 
-def read(text: str) -> tuple[list[Operator], str]:
+def split(text: str) -> list[tuple[str, str]]:
+    """Name and text of each graph in a file: a class at column 0, at its place in the file."""
+    lines, found, place = text.split("\n"), list[tuple[str, str]](), 0
+    while place < len(lines):
+        head = CLASS.search(lines[place])
+        place += 1
+        if head is None:
+            continue
+        # ``class <lambda>`` is no Python
+        body = [*[""] * (place - 1), "class Graph:" + head.string[head.end() :]]
+        shared = os.path.commonprefix([head.string, *lines[place : place + 1]]).rstrip()
+        while place < len(lines) and lines[place].startswith(shared):
+            line = lines[place].removeprefix(shared)
+            line = line.removeprefix(" ") if shared else line
+            if _BEHIND.match(line):
+                break
+            body.append(line)
+            place += 1
+        found.append((head["name"], "\n".join(body)))
+    return found
+
+
+def read(text: str) -> list[Operator]:
     """The nodes in order: placeholders, attributes, calls, then one of type "output"."""
-    name, body = _listing(text)
-    function = _forward(python_text.parse(body))
-    reader = _Reader(body, _source)
+    function = _forward(python_text.parse(text))
+    reader = _Reader(text)
     reader.placeholders(function)
     for statement in function.body:
         reader.take(statement)
     if not reader.operators or reader.operators[-1].type != "output":
-        end = body.count("\n") + 1
-        raise DumpError("the listing ends without a return: truncated", end, len(text))
-    return reader.operators, name
-
-
-def _listing(text: str) -> tuple[str, str]:
-    """(class name, text) of the first class at its place in the file, its indentation and what
-    stands around it removed.
-    """
-    found = CLASS.search(text)
-    if found is None:
-        raise DumpError("no class of an FX graph", 1)
-    lines = text[found.end() :].split("\n")
-    # ``class <lambda>`` is no Python; the class may also stand behind a log prefix, its body then
-    # deeper or not.
-    body = ["class Graph:" + lines[0], *lines[1:]]
-    end = next(
-        (i for i, line in enumerate(body) if i and line[:1] not in ("", " ", "\t", "#", ")", "\r")),
-        len(body),
-    )
-    above = [""] * text.count("\n", 0, found.start())
-    return found["name"], "\n".join(above + body[:end])
+        raise DumpError("the listing ends without a return: truncated", text.count("\n") + 1)
+    return reader.operators
 
 
 def _forward(module: ast.Module) -> ast.FunctionDef:
@@ -76,12 +79,18 @@ def _forward(module: ast.Module) -> ast.FunctionDef:
     raise DumpError("the listing has no forward", module.body[0].lineno)
 
 
-def _source(line: str) -> str:
-    where, _, code = line.partition("# File: ")[2].partition(", code: ")
-    return f"{where}: {code}" if " in " in where else ""
-
-
 class _Reader(python_text.Reader):
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self._lines = text.split("\n")
+        self._sources = {0: ""}  # what the last comment above a line says
+        for place, line in enumerate(self._lines, 1):
+            where, _, code = line.partition("# File: ")[2].partition(", code: ")
+            self._sources[place] = (
+                f"{where}: {code}" if " in " in where else self._sources[place - 1]
+            )
+        self._annotations: dict[str, ast.expr] = {}
+
     def placeholders(self, function: ast.FunctionDef) -> None:
         arguments = function.args
         given = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
@@ -92,8 +101,23 @@ class _Reader(python_text.Reader):
 
     def take(self, statement: ast.stmt) -> None:
         match statement:
+            case ast.Return(value=ast.Call(func=function, args=[found, *_])) if (
+                python_text.dotted(function) == "pytree.tree_unflatten"
+            ):
+                self._add(statement, "output", ("output", (self.value(found),), {}))
             case ast.Return(value=found):
                 self._add(statement, "output", ("output", (self.value(found),), {}))
+            case ast.AnnAssign(target=ast.Name(id=name), value=None, annotation=found):
+                self._annotations[name] = found
+            case ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Call(func=function)) if (
+                python_text.dotted(function).startswith("fx_pytree.")
+            ):
+                # a joint graph: the arguments of forward are lists of inputs, named here
+                self.operators.clear()
+                for one in names:
+                    if isinstance(one, ast.Name):
+                        found = self._annotations.get(one.id)
+                        self._add(statement, one.id, ("placeholder", (), {}), found)
             case ast.Assign(targets=[ast.Subscript(value=whole, slice=place), *_], value=rows):
                 # ``cache[slots] = rows``, as dynamo's graphs write it; the next line names it
                 call: Call = "setitem", tuple(map(self.value, (whole, place, rows))), {}
@@ -154,11 +178,11 @@ class _Reader(python_text.Reader):
                 name,
                 kind,
                 list(edges_in([arguments, options])),
-                [annotated(text if isinstance(text, str) else "")] if kind != "output" else [],
+                [annotated(str(text))] if kind != "output" else [],
                 {key: item for key, item in given.items() if not edges_in(item)},  # are data
                 line=node.lineno,
                 call=(arguments, options),
-                source=self.source(node) if kind != "output" else "",
+                source=self._sources[node.lineno] if kind != "output" else "",
             )
         )
         self.names[name] = Edge(name)

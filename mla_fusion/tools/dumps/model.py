@@ -7,10 +7,9 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from heapq import heappop, heappush
+from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -46,34 +45,15 @@ _BITS = re.compile(r"(?:b?float|u?int|complex|(?:hifloat|q?u?int)(?=8))(\d+)")
 
 
 class DumpError(ValueError):
-    """A file that is no dump, or a damaged one. ``line`` counts from 1, ``offset`` is in characters
-    from the start.
-    """
+    """A file that is no dump, or a damaged one. ``line`` counts from 1."""
 
-    def __init__(
-        self, message: str, line: int = 0, offset: int = 0, path: Path | None = None
-    ) -> None:
-        self.message, self.line, self.offset, self.path = message, line, offset, path
-        super().__init__(f"{path or 'dump'}:{line}: {message} (offset {offset})")
-
-
-@contextmanager
-def operator_at(line: int) -> Iterator[None]:
-    """Errors in what an operator holds are told with its line: strings in it have lines of their
-    own.
-    """
-    try:
-        yield
-    except DumpError as error:
-        raise DumpError(error.message, line) from None
-    except (TypeError, ValueError, AttributeError, OverflowError, KeyError) as error:
-        raise DumpError(f"a damaged operator: {error}", line) from None
+    def __init__(self, message: str, line: int = 0, path: Path | None = None) -> None:
+        self.message, self.line, self.path = message, line, path
+        super().__init__(f"{path or 'dump'}:{line}: {message}")
 
 
 class NotRebuilt(ValueError):
-    """A dump that does not hold what a graph needs, or is too costly; the message says what is
-    missing.
-    """
+    """A dump of which no graph can be made; the message says why, and which file to take."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +158,6 @@ class Operator:
 FORMATS = {
     "pbtxt": "GE graph, torchair pbtxt",
     "text": "GE graph, protobuf text",
-    "onnx": "GE graph, ONNX text",
     "python": "GE graph, torchair py",
     "fx": "FX graph, readable text",
 }
@@ -188,12 +167,25 @@ Readers = dict[str, list[tuple[Operator, int]]]  # of each operator, with the pl
 
 @dataclass(eq=False)
 class Dump:
-    """A graph read from a file. ``format`` is a key of :data:`FORMATS`."""
+    """A graph read from a file.
+
+    format  a key of :data:`FORMATS`
+    graph   its name
+    number  which graph of the file it is
+    graphs  how many the file holds
+    """
 
     path: Path
     format: str
     operators: list[Operator]
     graph: str = ""
+    number: int = 1
+    graphs: int = 1
+
+    def __str__(self) -> str:
+        """Path and format; where the file holds several graphs, which one this is."""
+        which = f", graph {self.number} of {self.graphs}" if self.graphs > 1 else ""
+        return f"{self.path} ({FORMATS[self.format]}{which})"
 
     @property
     def is_fx(self) -> bool:
@@ -214,28 +206,13 @@ class Dump:
 
     @cached_property
     def ordered(self) -> list[Operator]:
-        """Each operator behind what it reads, else as in the file; those of a circle, and what
-        reads one, are left out.
-        """
-        place = {name: index for index, name in enumerate(self.by_name)}
-        missing = {operator.name: len(operator.reads) for operator in self.operators}
-        ready = [place[name] for name, count in missing.items() if not count]
-        found = []
-        while ready:
-            found.append(self.operators[heappop(ready)])
-            for reader, _ in self.readers[found[-1].name]:
-                missing[reader.name] -= 1
-                if not missing[reader.name]:
-                    heappush(ready, place[reader.name])
-        return found
-
-    @cached_property
-    def places(self) -> dict[str, int]:
-        """Where each operator stands in that order; those of a circle, and behind one, last."""
-        return {
-            operator.name: place
-            for place, operator in enumerate(dict.fromkeys([*self.ordered, *self.operators]))
-        }
+        """Each operator behind what it reads. Raises DumpError where some read one another."""
+        read = {one.name: [edge.producer for _, edge in one.reads] for one in self.operators}
+        try:
+            return [self.by_name[name] for name in TopologicalSorter(read).static_order()]
+        except CycleError as error:
+            line = self.by_name[error.args[1][0]].line
+            raise DumpError("operators read one another in a circle", line) from None
 
     @cached_property
     def counts(self) -> Counter[str]:
@@ -246,20 +223,14 @@ class Dump:
 
     def value(self, edge: Edge | None) -> Value:
         """What is known of the tensor on an edge."""
-        for _ in self.operators:  # a damaged dump may move a tensor in a circle
-            if edge is None:
-                break
-            operator = self.producer(edge)
-            found = (
-                operator.outputs[edge.index] if 0 <= edge.index < len(operator.outputs) else Value()
-            )
-            above = operator.input(0)
-            # of other results torchair writes a dtype that they need not have
-            told = found.shape is not None
-            if told or operator.type not in ("TensorMove", "Identity") or above == edge:
-                return found
-            edge = above
-        return Value()
+        if edge is None:
+            return Value()
+        operator = self.producer(edge)
+        outputs = operator.outputs
+        found = outputs[edge.index] if 0 <= edge.index < len(outputs) else Value()
+        # of other results torchair writes a dtype that they need not have
+        moved = found.shape is None and operator.type in ("TensorMove", "Identity")
+        return self.value(operator.input(0)) if moved else found
 
     def of_type(self, *types: str) -> Iterator[Operator]:
         return (operator for operator in self.operators if operator.type in types)
@@ -279,6 +250,7 @@ class Dump:
                 if edge.producer not in self.by_name:
                     said = f"{operator.name} reads {edge.producer!r}, which the dump lacks"
                     raise DumpError(said, operator.line)
+        self.ordered  # noqa: B018  # raises for a circle
         return self
 
 

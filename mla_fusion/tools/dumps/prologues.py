@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from mla_fusion.compat import OpOverload
+from mla_fusion.compat import OpOverload, schema_of
 from mla_fusion.meta.prolog import V1, V2, V3
 from mla_fusion.prove.operators import called
 from mla_fusion.tools.dumps import Dump, Operator, Value, names
@@ -70,17 +70,16 @@ def _prologue(dump: Dump, place: int, operator: Operator) -> Prologue:
 
 
 def roles_of(operator: Operator) -> list[str]:
-    """What each input is to a prologue operator: of an FX graph the schema's name, or its place
-    where the operator is not known here.
+    """What each input is to a prologue operator: of an FX graph the schema's name.
     """
     if operator.type in GE:
         return operator.roles or list(GE[operator.type].ge_inputs)
     target = names.target(operator.type)
     args, kwargs = operator.call
-    known = names.by_name(target, args, {}) if isinstance(target, OpOverload) else {}
-    places = [*known, *map(str, range(len(known), len(args)))]
-    named = {**dict(zip(places, args, strict=True)), **kwargs}
-    return [name for name, item in named.items() for _ in edges_in(item)]
+    known = schema_of(target).arguments if isinstance(target, OpOverload) else ()
+    places = [argument.name for argument in known] + [""] * len(args)
+    named = [*zip(places, args, strict=False), *kwargs.items()]
+    return [name for name, item in named for _ in edges_in(item)]
 
 
 def _attributes(operator: Operator) -> Attributes:

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import ast
 import warnings
-from collections.abc import Callable
-from itertools import accumulate
 from typing import Any
 
 from mla_fusion.compat import tree_leaves
@@ -45,21 +43,11 @@ def dotted(node: ast.AST) -> str:
 
 
 class Reader:
-    """What the readers of both listings do: literals, names, and where in the model a line comes
-    from.
+    """What the readers of both listings do: literals and names."""
 
-    source_of  what the comment on a line says of that, "" for any other line
-    """
-
-    def __init__(self, text: str, source_of: Callable[[str], str]) -> None:
+    def __init__(self) -> None:
         self.operators: list[Operator] = []
         self.names: dict[str, Edge] = {}
-        lines = map(source_of, text.split("\n"))
-        self._sources = list(accumulate(lines, lambda last, new: new or last, initial=""))
-
-    def source(self, node: ast.stmt | ast.expr | ast.arg) -> str:
-        """What the last comment above says."""
-        return self._sources[min(node.lineno, len(self._sources)) - 1]
 
     def value(self, node: ast.AST | None) -> Any:
         """A literal, a list, an :class:`Edge` for a known name, a :class:`Word` for a dotted

@@ -96,12 +96,16 @@ def diff(first: Dump, second: Dump) -> Difference:
         if not _wired_alike(first.by_name[before], second.by_name[after], pairs, partners)
     ]
     return Difference(
-        str(first.path),
-        str(second.path),
+        _name(first),
+        _name(second),
         [_change(op) for op in first.operators if op.name not in pairs],
         [_change(op) for op in second.operators if op.name not in partners],
         rewired,
     )
+
+
+def _name(dump: Dump) -> str:
+    return str(dump.path) + (f", graph {dump.number} of {dump.graphs}" if dump.graphs > 1 else "")
 
 
 def _change(operator: Operator) -> Change:
@@ -152,7 +156,7 @@ def _own(operator: Operator, by_attributes: bool) -> str:
     """
     if operator.type in INPUTS | ENDS:
         return _digest(operator.type, [str(value) for value in operator.outputs])
-    if not by_attributes and operator.type != "Const":
+    if not by_attributes:
         return _digest(operator.type)
     given = sorted((name, str(value)) for name, value in operator.stated.items())
     return _digest(operator.type, given)

@@ -1,34 +1,28 @@
-"""Copies of whole caches and weights: each cache followed from where it comes in to where the graph
-leaves it.
+"""Copies of whole caches: each cache followed from where it comes in to where the graph leaves it.
 
 A cache is an input of the graph that is written (by a kernel, a scatter, ``copy_`` or Assign), or
 returned with other rows in it. What lies between keeps the memory, makes a second tensor of it, or
-only reads it (:mod:`mla_fusion.tools.inspect.followed`). An operator that is neither is named, and
-nothing is said of that cache.
+only reads it (:mod:`mla_fusion.tools.inspect.operator_kinds`). Whatever makes a tensor as large as
+the cache, or as its layer of a pool, copies it. An operator that is not known is named, and nothing
+is said of that cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from math import prod
 
 from mla_fusion.fx.walk import reached
-from mla_fusion.tools.dumps import Dump, Edge, Operator, prologues
+from mla_fusion.tools.dumps import Dump, Edge, Operator, Value
 from mla_fusion.tools.inspect import operator_kinds as kinds
-from mla_fusion.tools.inspect.followed import Followed
-from mla_fusion.tools.inspect.operator_kinds import plain
-
-# operators below inputs, all inputs together; 61 layers have less than half as many
-_MOST_VISITED = 500_000
 
 
 @dataclass(frozen=True)
 class Copy:
-    """A cache or weight that the graph copies at every run. ``bytes`` is None where the shape is
-    not known.
+    """A cache that the graph copies at every run. ``bytes`` is None where the shape is not known.
 
-    role    "cache", "cache, to read it" (on no way to an output), or "weight"
-    folded  why GE may make no copy of it after all, "" where the copy is certain
+    role  "cache", or "cache, to read it": the copy is on no way to an output
     """
 
     operator: str
@@ -38,7 +32,6 @@ class Copy:
     role: str
     bytes: int | None
     source: str = ""
-    folded: str = ""
 
 
 @dataclass
@@ -50,112 +43,225 @@ class Copies:
     copies: list[Copy] = field(default_factory=list)
     followed: list[str] = field(default_factory=list)
     not_followed: dict[str, str] = field(default_factory=dict)
-    weights_followed: int = 0
 
 
 def find_copies(dump: Dump) -> Copies:
-    """Copies of whole caches and of weights; other copies are nobody's loss."""
-    found, visited = Copies(), 0
+    """Copies of whole caches; other copies are nobody's loss."""
+    found = Copies()
     for cache in dump.of_type(*kinds.INPUTS):
         shape = cache.output.shape
         if shape is not None and len(shape) < 2:
             continue
-        if visited > _MOST_VISITED:
-            found.not_followed[cache.name] = f"more than {_MOST_VISITED:,} steps"
-            continue
-        path = Followed(dump, cache)
-        visited += path.visited
+        path = _Followed(dump, cache, cache.output)
+        layers = [dump.value(edge) for edge in path.targets]
+        if layers and not any(_as_large(layer, cache.output) for layer in layers):
+            path = _Followed(dump, cache, min(layers, key=lambda layer: _size(layer)[0]))
         if not path.is_cache:
             continue
         if path.lost:
             found.not_followed[cache.name] = ", ".join(path.lost)
         else:
             found.followed.append(cache.name)
+        leaving = {edge.producer for edge in reached(path.ends, path.made_of)}
         for name, what in path.copies.items():
-            role = "cache" if name in path.leaving or what == "write back" else "cache, to read it"
-            found.copies.append(_copy(dump, dump.by_name[name], cache, what, role))
-    weights = set()
-    for operator in dump.operators:
-        kind = plain(operator.type)
-        for edge in operator.inputs if kind in kinds.JOINED else operator.inputs[:1]:
-            held = _root(dump, edge)
-            if held is None or held.name in found.not_followed or held.name in found.followed:
-                continue
-            if not _is_weight(dump, operator, held):
-                continue
-            weights.add(held.name)
-            how = "joined" if kind in kinds.JOINED else kinds.COPIES.get(kind)
-            if how is not None:
-                found.copies.append(_copy(dump, operator, held, how, "weight"))
+            operator = dump.by_name[name]
+            is_kept = name in leaving or what == "write back"
+            count = operator.output.bytes
+            if operator.type == "Assign" or count is None or kinds.written(operator):
+                count = cache.output.bytes
+            role = "cache" if is_kept else "cache, to read it"
+            copy = Copy(name, operator.type, what, cache.name, role, count, operator.source)
+            found.copies.append(copy)
     place = {operator.name: index for index, operator in enumerate(dump.operators)}
     found.copies.sort(key=lambda copy: place[copy.operator])
-    found.weights_followed = len(weights)
     return found
 
 
-def _copy(dump: Dump, operator: Operator, held: Operator, what: str, role: str) -> Copy:
-    """Of what is written: the result where the dump describes it, else the whole of what is
-    copied.
+@dataclass(frozen=True)
+class _Held:
+    """What a value holds of the input.
+
+    own      in the input's own memory
+    changed  with rows that the input did not have
     """
-    count = operator.output.bytes
-    if operator.type == "Assign" or count is None or kinds.written(operator):
-        count = held.output.bytes
-    folded = _folded(dump, operator, held)
-    return Copy(operator.name, operator.type, what, held.name, role, count, operator.source, folded)
+
+    own: bool = True
+    changed: bool = False
 
 
-def _folded(dump: Dump, operator: Operator, held: Operator) -> str:
-    """GE computes what is made of constants when it compiles, and a product can read its operand
-    transposed.
+class _Followed:
+    """What becomes of one input.
+
+    unit      what a copy is as large as: the input, or a layer of it
+    is_cache  is it written, or returned with other rows?
+    targets   what is written of it in place
+    copies    operators that make another tensor of it, with how
+    ends      values that are written back or returned
+    lost      operators of which nobody knows whether they copy it
     """
-    if held.type in kinds.CONSTANTS:
-        return "made of a constant when GE compiles"
-    readers = [reader for reader, _ in dump.readers[operator.name]]
-    in_product = bool(readers) and all(plain(one.type) in kinds.PRODUCTS for one in readers)
-    if operator.type in ("Transpose", "TransposeD") and in_product:
-        return "part of the product that reads it"
-    return "an Identity, which GE drops where it can" if operator.type == "Identity" else ""
+
+    def __init__(self, dump: Dump, source: Operator, unit: Value) -> None:
+        self.dump, self.unit, self.is_cache = dump, unit, False
+        self.copies: dict[str, str] = {}
+        self.lost: list[str] = []
+        self.targets: list[Edge] = []
+        self.ends: list[Edge] = []
+        self._from: dict[Edge, list[Edge]] = {}
+        self._held = {Edge(source.name): _Held()}
+
+        def readers(name: str) -> list[str]:
+            return [reader.name for reader, _ in dump.readers[name]]
+
+        self._below = {*reached([source.name], readers)}
+        for operator in dump.ordered:
+            if operator.name in self._below and operator is not source:
+                self._take(operator)
+
+    def made_of(self, edge: Edge) -> list[Edge]:
+        return self._from.get(edge, [])
+
+    def _take(self, operator: Operator) -> None:
+        places = {place: edge for place, edge in operator.reads if edge in self._held}
+        if not places:
+            return
+        edges, kind = [*places.values()], kinds.kind_of(operator)
+        given = {place: self._held[edge] for place, edge in places.items()}
+        first = given.get(0)
+        changed = any(one.changed for one in given.values())
+        if kernel := kinds.written(operator):
+            self._write_by_kernel(operator, kernel, places)
+        elif operator.type in kinds.ENDS:
+            self.ends += edges
+            self.is_cache |= any(
+                self._held[edge].changed and not self._held[edge].own and self._is_whole(edge)
+                for edge in edges
+            )
+        elif kinds.plain(operator.type) in kinds.BACK:
+            self._write_back(operator, places)
+        elif kind == "in place":
+            if first is not None:
+                self.is_cache |= first.own
+                self.targets += [places[0]] * first.own
+                self._hold(operator, edges, replace(first, changed=True))
+        elif kind == "view" or (kind == "part" and self.dump.is_fx):
+            self._view(operator, edges, given)
+        elif kind in ("product", "read") or (kind == "transpose" and self._in_products(operator)):
+            pass  # a product reads its operand transposed
+        elif kind in ("computed", ""):
+            self._compute(operator, edges, kind)
+        else:
+            large = self._is_large(operator)
+            if large is None:
+                large = kind not in ("part", "gathered") and any(map(self._is_whole, edges))
+                if kind == "gathered" and any(map(self._is_whole, edges)):
+                    self.lost.append(f"{operator.type} {operator.name}")
+            if large:
+                how = {"part": "sliced", "joined": "rebuilt"}.get(kind, kind)
+                self.copies.setdefault(operator.name, how)
+            if kind == "joined" or (kind == "rebuilt" and first is not None):
+                changed |= self._gets_rows(operator, edges)
+            self._hold(operator, edges, _Held(False, changed))
+
+    def _hold(self, operator: Operator, edges: list[Edge], held: _Held) -> None:
+        """Each result holds this of the input."""
+        for index in range(max(1, len(operator.outputs))):
+            result = Edge(operator.name, index)
+            self._held[result], self._from[result] = held, edges
+
+    def _view(self, operator: Operator, edges: list[Edge], given: dict[int, _Held]) -> None:
+        if 0 not in given:
+            return
+        above = self.dump.producer(edges[0])
+        results = [result for result, place in kinds.written(above) if above.inputs[place] in
+                   self._held]
+        args = operator.call[0]
+        if operator.type != "getitem" or not results or args[1] in results:
+            self._hold(operator, edges, given[0])
+
+    def _write_by_kernel(
+        self, operator: Operator, kernel: list[tuple[int | None, int]], places: dict[int, Edge]
+    ) -> None:
+        functional = "functional" in operator.type
+        for result, place in kernel:
+            if place not in places:
+                continue
+            held = self._held[places[place]]
+            self.targets += [places[place]]
+            self.is_cache |= held.own and not functional
+            if functional:
+                self.copies.setdefault(operator.name, "rebuilt")
+            if result is not None:
+                edge = Edge(operator.name, 0 if self.dump.is_fx else result)
+                self._held[edge] = _Held(held.own and not functional, True)
+                self._from[edge] = [places[place]]
+
+    def _write_back(self, operator: Operator, places: dict[int, Edge]) -> None:
+        """``copy_`` and Assign: into the input itself, or of it into another."""
+        target = self._held[places[0]] if 0 in places else _Held(False)
+        value = places.get(1)
+        from_own = value is not None and self._held[value].own
+        self.is_cache |= target.own
+        written = target.own and not from_own and self._is_whole(places[0]) if 0 in places else (
+            value is not None and self._is_whole(value))
+        if written:
+            self.copies.setdefault(operator.name, "write back")
+            self.ends += [edge for edge in operator.inputs[1:2] if edge is not None]
+        if 0 in places:
+            self._hold(operator, [*places.values()], replace(target, changed=True))
+
+    def _compute(self, operator: Operator, edges: list[Edge], kind: str) -> None:
+        """What computes other numbers of it, and what is not known."""
+        if not any(map(self._is_whole, edges)) or self._is_large(operator) is False:
+            return
+        if kind:
+            self.copies.setdefault(operator.name, "computed from it")
+            self._from[Edge(operator.name)] = edges
+        else:
+            self.lost.append(f"{operator.type} {operator.name}")
+
+    def _in_products(self, operator: Operator) -> bool:
+        readers = self.dump.readers[operator.name]
+        return bool(readers) and all(kinds.kind_of(one) == "product" for one, _ in readers)
+
+    def _gets_rows(self, operator: Operator, edges: list[Edge]) -> bool:
+        """Are the others of its operands rows that do not depend on the input? (A hidden state is
+        made anew.)
+        """
+        others = [edge for _, edge in operator.reads if edge not in edges]
+        rows = [edge for edge in others if self.dump.producer(edge).type not in kinds.CONSTANTS]
+        values = map(self.dump.value, rows)
+        return (
+            bool(rows)
+            and not any(edge.producer in self._below for edge in rows)
+            and all(_as_large(self.unit, value) is not False for value in values)
+        )
+
+    def _is_whole(self, edge: Edge) -> bool:
+        """Does a value hold all of it, as far as the dump tells?"""
+        return _as_large(self.dump.value(edge), self.unit) is not False
+
+    def _is_large(self, operator: Operator) -> bool | None:
+        """Has a result as many elements as the cache? None where the dump does not say."""
+        answers = [_as_large(value, self.unit) for value in operator.outputs]
+        return True if True in answers else None if None in answers or not answers else False
 
 
-def _root(dump: Dump, edge: Edge | None) -> Operator | None:
-    """The input or constant that the value is a view, or a part, of."""
-    for _ in dump.operators:  # a damaged dump may go in a circle
-        if edge is None:
-            return None
-        operator = dump.producer(edge)
-        if operator.type in kinds.HELD:
-            return operator
-        if plain(operator.type) not in _LOOKED_THROUGH:
-            return None
-        edge = operator.input(0)
-    return None
+def _size(value: Value) -> tuple[int, Counter[str]]:
+    """The product of the known sizes, and the symbols beside it."""
+    shape = value.shape or ()
+    symbols = Counter(str(dim) for dim in shape if not isinstance(dim, int) or dim < 0)
+    return prod(dim for dim in shape if isinstance(dim, int) and dim >= 0), symbols
 
 
-_LOOKED_THROUGH = kinds.VIEWS | kinds.PARTS | kinds.TURNED
-_PASSED = _LOOKED_THROUGH | kinds.JOINED | kinds.COPIES.keys()
-
-
-def _is_weight(dump: Dump, operator: Operator, held: Operator) -> bool:
-    """A constant, or a static input of two dims or more, that meets a matrix product on its right
-    side.
+def _as_large(value: Value, other: Value) -> bool | None:
+    """Has a value at least as many elements as another, whatever the symbols are? None where nobody
+    can say.
     """
-    value = held.output
-    if value.shape is None or len(value.shape) < 2 or value.dynamic:
-        return False
-
-    def passing(name: str) -> Iterator[str]:
-        readers = dump.readers[name]
-        return (reader.name for reader, _ in readers if plain(reader.type) in _PASSED)
-
-    return any(
-        _takes_weight(reader, place)
-        for name in reached([operator.name], passing)
-        for reader, place in dump.readers[name]
-    )
-
-
-def _takes_weight(reader: Operator, place: int) -> bool:
-    if plain(reader.type) in kinds.PRODUCTS:
-        return place == 1
-    roles = prologues.roles_of(reader) if prologues.is_prologue(reader.type) else []
-    return place < len(roles) and roles[place].startswith("weight")
+    if value.shape is None or other.shape is None:
+        return None
+    (mine, symbols), (others, theirs) = _size(value), _size(other)
+    if "-1" in symbols or "-1" in theirs:
+        return None
+    if symbols == theirs:
+        return mine >= others
+    return True if not theirs - symbols and mine >= others else None

@@ -1,5 +1,5 @@
-"""What stands in a dump: operators, MLA prologues, copies of caches and weights, host inputs,
-dynamic dimensions.
+"""What stands in a dump: operators, MLA prologues, copies of whole caches, host inputs, dynamic
+dimensions.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from mla_fusion.config import Config
+from mla_fusion.operators.known import Kind, known
 from mla_fusion.report import text_tables
-from mla_fusion.tools.dumps import FORMATS, Dump, prologues
+from mla_fusion.tools.dumps import Dump, names, prologues
 from mla_fusion.tools.dumps.prologues import Prologue
 from mla_fusion.tools.inspect.copies import Copy, find_copies
 from mla_fusion.tools.inspect.explain import NotRebuilt, explain_dump
@@ -22,7 +23,8 @@ class Summary:
     """See the module.
 
     prologues     kernels
-    unfused       what the pass says of prologues that are not
+    unknown       operators of an FX graph that the pass does not know, with how many calls
+    unfused       what the pass says of prologues that are not fused, in an FX graph
     followed      caches that were followed from input to output
     not_followed  the others, and the operators at which they were lost
     """
@@ -31,11 +33,11 @@ class Summary:
     graph: str
     operators: dict[str, int]
     prologues: list[Prologue]
+    unknown: dict[str, int]
     unfused: list[str]
     copies: list[Copy]
     followed: list[str]
     not_followed: dict[str, str]
-    weights_followed: int
     host_inputs: dict[str, str]
     dynamic: dict[str, str]
     remarks: list[str] = field(default_factory=list)
@@ -52,7 +54,11 @@ class Summary:
             *(_kernels(self.prologues) if self.prologues else ()),
             _copies(self),
         ]
-        tables = {"Inputs on the host": self.host_inputs, "Dynamic inputs": self.dynamic}
+        tables = {
+            "Operators that the pass does not know": self.unknown,
+            "Inputs on the host": self.host_inputs,
+            "Dynamic inputs": self.dynamic,
+        }
         for title, found in tables.items():
             if found:
                 parts.append(f"{title}\n{text_tables.render(('', ''), list(found.items()))}")
@@ -66,7 +72,7 @@ def summarise(dump: Dump) -> Summary:
 
     dump  as :func:`read` gives it
     """
-    unfused, remarks = _unfused(dump)
+    unfused, remarks = _unfused(dump) if dump.is_fx else ([], [])
     if dump.format == "python":
         remarks.append(
             "this form is written while converting: GE's passes may have removed "
@@ -74,10 +80,11 @@ def summarise(dump: Dump) -> Summary:
         )
     inputs = {operator.name: operator.output for operator in dump.of_type(*INPUTS)}
     return Summary(
-        dump=f"{dump.path} ({FORMATS[dump.format]})",
+        dump=str(dump),
         graph=dump.graph,
         operators=dict(dump.counts.most_common()),
         prologues=prologues.find(dump),
+        unknown={kind: count for kind, count in dump.counts.items() if _is_unknown(dump, kind)},
         unfused=unfused,
         **vars(find_copies(dump)),
         host_inputs={
@@ -88,6 +95,12 @@ def summarise(dump: Dump) -> Summary:
         dynamic={name: str(value) for name, value in inputs.items() if value.dynamic},
         remarks=remarks,
     )
+
+
+def _is_unknown(dump: Dump, kind: str) -> bool:
+    if not dump.is_fx or "." not in kind or prologues.is_prologue(kind):
+        return False
+    return known(names.target(kind)).kind is Kind.OPAQUE
 
 
 def _unfused(dump: Dump) -> tuple[list[str], list[str]]:
@@ -137,24 +150,17 @@ def _kernel(group: list[Prologue]) -> str:
 
 def _copies(summary: Summary) -> str:
     found = summary.copies
-    certain = [item for item in found if not item.folded]
-    parts = [_copied("Copies at every run", certain)] if certain else []
-    for why in dict.fromkeys(item.folded for item in found if item.folded):
-        title = f"Copies in this graph that GE may fold ({why})"
-        parts.append(_copied(title, [item for item in found if item.folded == why]))
+    parts = [_copied(found)] if found else []
     parts += [
         f"{cache}: not followed through {where}; whether it is copied is not known"
         for cache, where in summary.not_followed.items()
     ]
-    copied = {item.of for item in certain if item.role == "cache"}
-    clean = [cache for cache in summary.followed if cache not in copied]
-    if summary.weights_followed and not any(one.role == "weight" for one in certain):
-        clean.append(f"{summary.weights_followed} weights")
-    looked = ", ".join(clean)
-    if not certain and not summary.not_followed and summary.followed:
-        parts.insert(0, f"No copies of caches or weights. Followed from input to output: {looked}.")
-    elif looked:
-        parts.append(f"Followed from input to output, and not copied: {looked}.")
+    copied = {item.of for item in found if item.role == "cache"}
+    clean = ", ".join(cache for cache in summary.followed if cache not in copied)
+    if clean and not found and not summary.not_followed:
+        parts.insert(0, f"No copies of caches. Followed from input to output: {clean}.")
+    elif clean:
+        parts.append(f"Followed from input to output, and not copied: {clean}.")
     if not summary.followed and not summary.not_followed:
         parts.append(
             "No cache was found: no operator known here writes an input, or returns one "
@@ -163,7 +169,7 @@ def _copies(summary: Summary) -> str:
     return "\n\n".join(parts)
 
 
-def _copied(title: str, found: list[Copy]) -> str:
+def _copied(found: list[Copy]) -> str:
     groups = defaultdict[Any, list[Copy]](list)
     for item in found:
         groups[item.role, item.type, item.what, item.bytes].append(item)
@@ -171,6 +177,6 @@ def _copied(title: str, found: list[Copy]) -> str:
         (*how, len(items), "?" if each is None else text_tables.size(each), items[0].of)
         for (*how, each), items in groups.items()
     ]
-    known = sum(item.bytes for item in found if item.bytes is not None)
+    whole = sum(item.bytes for item in found if item.bytes is not None)
     header = ("copied", "operator", "how", "count", "each", "first of")
-    return f"{title}: {text_tables.size(known)}\n{text_tables.render(header, rows)}"
+    return f"Copies at every run: {text_tables.size(whole)}\n{text_tables.render(header, rows)}"
