@@ -194,7 +194,9 @@ COMMANDS = (
         options=(
             option("dumps", "pbtxt, txt, py or FX listing", metavar="DUMP", nargs="+"),
             _GRAPH,
-            option("--export", "also write one dump for Graphviz: .dot", type=output, metavar="FILE"),
+            option(
+                "--export", "also write one dump for Graphviz: .dot", type=output, metavar="FILE"
+            ),
         ),
     ),
     Command(

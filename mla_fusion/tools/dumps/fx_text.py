@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import ast
 import operator as py
-import os.path
 import re
+from itertools import takewhile
 from typing import Any
 
 from mla_fusion.tools.dumps import dtypes, python_text
@@ -47,7 +47,9 @@ def split(text: str) -> list[tuple[str, str]]:
             continue
         # ``class <lambda>`` is no Python
         body = [*[""] * (place - 1), "class Graph:" + head.string[head.end() :]]
-        shared = os.path.commonprefix([head.string, *lines[place : place + 1]]).rstrip()
+        below = lines[place] if place < len(lines) else ""
+        alike = takewhile(lambda pair: pair[0] == pair[1], zip(head.string, below, strict=False))
+        shared = "".join(one for one, _ in alike).rstrip()
         while place < len(lines) and lines[place].startswith(shared):
             line = lines[place].removeprefix(shared)
             line = line.removeprefix(" ") if shared else line

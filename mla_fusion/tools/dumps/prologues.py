@@ -70,8 +70,7 @@ def _prologue(dump: Dump, place: int, operator: Operator) -> Prologue:
 
 
 def roles_of(operator: Operator) -> list[str]:
-    """What each input is to a prologue operator: of an FX graph the schema's name.
-    """
+    """What each input is to a prologue operator: of an FX graph the schema's name."""
     if operator.type in GE:
         return operator.roles or list(GE[operator.type].ge_inputs)
     target = names.target(operator.type)

@@ -38,9 +38,7 @@ def parse(text: str) -> Message:
                 break
             found = _LINE.match(line, place)
             if found is None:
-                raise DumpError(
-                    f"not protobuf text: {line[place : place + 40].strip()!r}", number
-                )
+                raise DumpError(f"not protobuf text: {line[place : place + 40].strip()!r}", number)
             name, double, single, bare, message, opens, closes = found.groups()
             place = found.end()
             if closes:

@@ -32,7 +32,7 @@ class Rebuilder:
     def __init__(self, dump: Dump) -> None:
         self.dump, self.graph, self.tensors = dump, Graph(), Tensors()
         self.nodes: dict[str, Node] = {}
-        self.constants: dict[str, Any] = {}  # the attributes of the module, by their paths
+        self.constants: dict[str, tuple[str, Any]] = {}  # by path: attributes of our module
         self.unmapped = Counter[str]()
 
     def graph_module(self) -> tuple[GraphModule, list[str]]:
@@ -46,6 +46,7 @@ class Rebuilder:
                     "autograd; the pass reads the one after it: TORCH_LOGS=aot_graphs prints it, "
                     "torchair writes it as 000_aot_forward_graph.txt with TORCH_COMPILE_DEBUG=1"
                 )
+            self.tensors.mode.check()
             try:
                 self.nodes[operator.name] = self._node(operator)
             except NotRebuilt as error:
@@ -60,7 +61,7 @@ class Rebuilder:
             if node.op != "output" and node.users and value_of(node) is None:
                 line = self.dump.by_name[name].line
                 raise NotRebuilt(f"line {line}: the dump does not tell the shape of {name}")
-        return GraphModule(self.constants, self.graph), self._remarks()
+        return GraphModule(dict(self.constants.values()), self.graph), self._remarks()
 
     def _node(self, operator: Operator) -> Node:
         args, kwargs = operator.call
@@ -96,12 +97,14 @@ class Rebuilder:
         if value is not None:
             sizes = [size if isinstance(size, int) else 1 for size in value.shape]
             held = torch.empty(sizes, dtype=value.dtype, device="meta")
-        self.constants.setdefault(path, held)
-        return self._described(operator, "get_attr", path)
+        # by a name of our own: a path of the dump's could lead into the module's own attributes
+        name, _ = self.constants.setdefault(path, (f"constant_{len(self.constants)}", held))
+        return self._described(operator, "get_attr", name)
 
-    def _described(self, operator: Operator, kind: str, *call: Any) -> Node:
-        """``call``: target and arguments."""
-        node = self.graph.create_node(kind, *call, name=operator.name)
+    def _described(
+        self, operator: Operator, kind: str, target: Any, args: Any = (), kwargs: Any = None
+    ) -> Node:
+        node = self.graph.create_node(kind, target, args, kwargs, name=operator.name)
         value = self.tensors.of(operator.output)
         if value is None and kind != "placeholder":
             value = self._unstated(operator, node)

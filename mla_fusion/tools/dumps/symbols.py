@@ -15,7 +15,7 @@ from mla_fusion.compat import FakeTensorMode, new_size, symbolic_mode
 from mla_fusion.tools.dumps import Value, names
 from mla_fusion.tools.dumps.fx_text import BINARY
 
-MOST_SECONDS = 600  # that the pass may work on the graph of a dump; 61 layers take a tenth of it
+MOST_SECONDS = 120  # that the pass may work on the graph of a dump; 61 layers take a few
 _BINARY: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
     sign: BINARY[sign] for sign in (ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod)
 }
@@ -27,7 +27,7 @@ _CALLS: dict[str, Callable[..., Any]] = {
 _HINT = 11  # as good a number of tokens as any: a prime that no model's dims contain
 _LARGEST = 1 << 40
 _LONGEST = 256  # characters of an expression
-_DEGREE = 4  # sums to a higher power have too many terms
+_FACTORS = 8  # products of more sums have too many terms
 _SYMBOLIC = 8  # sizes of one tensor that may be symbolic, since their product is one expression
 
 
@@ -38,12 +38,13 @@ class TooSlow(BaseException):
 class _Mode(FakeTensorMode):
     """Ends the work on a graph when its time is up."""
 
-    deadline = 0.0
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._deadline = monotonic() + MOST_SECONDS
 
-    def check(self, size: Any = None) -> Any:
-        if monotonic() > self.deadline:
+    def check(self) -> None:
+        if monotonic() > self._deadline:
             raise TooSlow
-        return size
 
     def __torch_dispatch__(self, *call: Any, **options: Any) -> Any:
         self.check()
@@ -54,8 +55,7 @@ class Tensors:
     """Makes fake tensors; a symbol of one name is the same size everywhere."""
 
     def __init__(self) -> None:
-        self.mode: Any = symbolic_mode(_Mode, lambda size: self.mode.check(size))
-        self.mode.deadline = monotonic() + MOST_SECONDS
+        self.mode = symbolic_mode(_Mode)
         self._symbol = cache(partial(new_size, self.mode, hint=_HINT, largest=_LARGEST))
         self._expression = cache(self._parsed)
         # layers repeat their shapes, and a tensor without storage can stand for many
@@ -95,7 +95,7 @@ class Tensors:
         return self._expression(dim)
 
     def _parsed(self, text: str) -> Any:
-        if len(text) > _LONGEST or text.count("*") > 2 * _DEGREE:
+        if len(text) > _LONGEST or text.count("*") > _FACTORS:
             return None
         try:
             return self._evaluate(ast.parse(text.strip(), mode="eval").body)
@@ -108,8 +108,8 @@ class Tensors:
                 return number
             case ast.Name(id=name):
                 return self._symbol(name)
-            case ast.BinOp(op=ast.Pow(), left=ast.Name(id=name), right=ast.Constant(value=int(by))):
-                return self._symbol(name) ** by if 0 <= by <= _DEGREE else None
+            case ast.BinOp(op=ast.Pow(), left=ast.Name(id=name), right=ast.Constant(value=2)):
+                return self._symbol(name) * self._symbol(name)
             case ast.BinOp(left=left, op=op, right=right):
                 found = _BINARY[type(op)](self._evaluate(left), self._evaluate(right))
                 if isinstance(found, int) and abs(found) > _LARGEST:

@@ -63,7 +63,8 @@ def find_copies(dump: Dump) -> Copies:
         else:
             found.followed.append(cache.name)
         leaving = {edge.producer for edge in reached(path.ends, path.made_of)}
-        for name, what in path.copies.items():
+        parts = {name: "rebuilt" for name in path.parts if name in leaving}
+        for name, what in (parts | path.copies).items():
             operator = dump.by_name[name]
             is_kept = name in leaving or what == "write back"
             count = operator.output.bytes
@@ -97,6 +98,7 @@ class _Followed:
     targets   what is written of it in place
     copies    operators that make another tensor of it, with how
     ends      values that are written back or returned
+    parts     operators that rebuild a part of it, which may be put back into the whole
     lost      operators of which nobody knows whether they copy it
     """
 
@@ -104,6 +106,7 @@ class _Followed:
         self.dump, self.unit, self.is_cache = dump, unit, False
         self.copies: dict[str, str] = {}
         self.lost: list[str] = []
+        self.parts: list[str] = []
         self.targets: list[Edge] = []
         self.ends: list[Edge] = []
         self._from: dict[Edge, list[Edge]] = {}
@@ -159,7 +162,9 @@ class _Followed:
                 how = {"part": "sliced", "joined": "rebuilt"}.get(kind, kind)
                 self.copies.setdefault(operator.name, how)
             if kind == "joined" or (kind == "rebuilt" and first is not None):
-                changed |= self._gets_rows(operator, edges)
+                rows = self._gets_rows(operator, edges)
+                changed |= rows
+                self.parts += [operator.name] * (rows or kind == "rebuilt")
             self._hold(operator, edges, _Held(False, changed))
 
     def _hold(self, operator: Operator, edges: list[Edge], held: _Held) -> None:
@@ -172,8 +177,9 @@ class _Followed:
         if 0 not in given:
             return
         above = self.dump.producer(edges[0])
-        results = [result for result, place in kinds.written(above) if above.inputs[place] in
-                   self._held]
+        results = [
+            result for result, place in kinds.written(above) if above.inputs[place] in self._held
+        ]
         args = operator.call[0]
         if operator.type != "getitem" or not results or args[1] in results:
             self._hold(operator, edges, given[0])
@@ -201,8 +207,11 @@ class _Followed:
         value = places.get(1)
         from_own = value is not None and self._held[value].own
         self.is_cache |= target.own
-        written = target.own and not from_own and self._is_whole(places[0]) if 0 in places else (
-            value is not None and self._is_whole(value))
+        written = (
+            target.own and not from_own and self._is_whole(places[0])
+            if 0 in places
+            else (value is not None and self._is_whole(value))
+        )
         if written:
             self.copies.setdefault(operator.name, "write back")
             self.ends += [edge for edge in operator.inputs[1:2] if edge is not None]

@@ -41,7 +41,7 @@ _KINDS = {
             """,
         "copy": """
             TensorMove Identity BroadcastTo Tile aten.clone aten.lift_fresh_copy aten.repeat
-            aten.repeat_interleave aten.flip aten.roll aten.contiguous
+            aten.repeat_interleave aten.flip aten.roll aten.contiguous aten.copy
             """,
         "cast": """
             Cast aten._to_copy aten.to npu.npu_dtype_cast npu._npu_dtype_cast
@@ -56,7 +56,7 @@ _KINDS = {
             """,
         "rebuilt": """
             TensorScatterUpdate aten.index_put aten._unsafe_index_put aten.index_copy aten.index_add
-            aten.scatter aten.scatter_add npu.npu_scatter_nd_update aten.copy aten.fill
+            aten.scatter aten.scatter_add npu.npu_scatter_nd_update aten.fill
             npu.npu_scatter_pa_kv_cache_functional npu.scatter_update SliceWrite aten.slice_scatter
             aten.select_scatter aten.as_strided_scatter aten.diagonal_scatter aten.index_fill
             """,

@@ -54,7 +54,7 @@ class Summary:
             *(_kernels(self.prologues) if self.prologues else ()),
             _copies(self),
         ]
-        tables = {
+        tables: dict[str, dict[str, Any]] = {
             "Operators that the pass does not know": self.unknown,
             "Inputs on the host": self.host_inputs,
             "Dynamic inputs": self.dynamic,

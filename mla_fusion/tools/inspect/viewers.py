@@ -28,7 +28,7 @@ def export(dump: Dump, path: str | Path) -> Path:
     """
     path = Path(path)
     if path.suffix != ".dot":
-        raise ExportError(f"{path.name}: the suffix must be .dot; `dot -Tsvg` makes a picture of it")
+        raise ExportError(f"{path.name}: the suffix must be .dot; `dot -Tsvg` draws it")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(_dot(dump), encoding="utf-8")
     return path
