@@ -69,21 +69,26 @@ class Value:
     stride: Shape | None = None
 
     @property
-    def bytes(self) -> int | None:
-        """Its size, or None where the dump does not say or a dimension is dynamic."""
-        bits = _bits(self.dtype)
-        if bits is None or self.shape is None:
+    def elements(self) -> tuple[int, list[str]] | None:
+        """How many elements: the product of the known sizes, and the symbols beside it. None where
+        the dump does not say.
+        """
+        if self.shape is None or -1 in self.shape:
             return None
-        sizes = [dim for dim in self.shape if isinstance(dim, int) and dim >= 0]
-        return (prod(sizes) * bits + 7) // 8 if len(sizes) == len(self.shape) else None
+        known = prod(size for size in self.shape if isinstance(size, int))
+        return known, sorted(size for size in self.shape if isinstance(size, str))
 
     @property
-    def dynamic(self) -> tuple[int, ...]:
-        """Places of the dynamic dimensions."""
-        shape = self.shape or ()
-        return tuple(
-            place for place, dim in enumerate(shape) if not isinstance(dim, int) or dim < 0
-        )
+    def bytes(self) -> int | None:
+        """Its size, or None where the dump does not say or a dimension is dynamic."""
+        bits, elements = _bits(self.dtype), self.elements
+        if bits is None or elements is None or elements[1]:
+            return None
+        return (elements[0] * bits + 7) // 8
+
+    @property
+    def is_dynamic(self) -> bool:
+        return any(isinstance(size, str) or size < 0 for size in self.shape or ())
 
     def __str__(self) -> str:
         shape = "[?]" if self.shape is None else f"[{', '.join(str(dim) for dim in self.shape)}]"

@@ -9,9 +9,8 @@ is said of that cache.
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field, replace
-from math import prod
+from typing import Any
 
 from mla_fusion.fx.walk import reached
 from mla_fusion.tools.dumps import Dump, Edge, Operator, Value
@@ -55,7 +54,8 @@ def find_copies(dump: Dump) -> Copies:
         path = _Followed(dump, cache, cache.output)
         layers = [dump.value(edge) for edge in path.targets]
         if layers and not any(_as_large(layer, cache.output) for layer in layers):
-            path = _Followed(dump, cache, min(layers, key=lambda layer: _size(layer)[0]))
+            least = min(layers, key=lambda layer: layer.elements or (0, []))
+            path = _Followed(dump, cache, least)
         if not path.is_cache:
             continue
         if path.lost:
@@ -97,74 +97,80 @@ class _Followed:
     is_cache  is it written, or returned with other rows?
     targets   what is written of it in place
     copies    operators that make another tensor of it, with how
-    ends      values that are written back or returned
     parts     operators that rebuild a part of it, which may be put back into the whole
+    ends      values that are written back or returned
     lost      operators of which nobody knows whether they copy it
     """
 
     def __init__(self, dump: Dump, source: Operator, unit: Value) -> None:
         self.dump, self.unit, self.is_cache = dump, unit, False
         self.copies: dict[str, str] = {}
-        self.lost: list[str] = []
         self.parts: list[str] = []
         self.targets: list[Edge] = []
         self.ends: list[Edge] = []
-        self._from: dict[Edge, list[Edge]] = {}
+        self.lost: list[str] = []
         self._held = {Edge(source.name): _Held()}
+        self._from: dict[Edge, list[Edge]] = {}
 
         def readers(name: str) -> list[str]:
             return [reader.name for reader, _ in dump.readers[name]]
 
         self._below = {*reached([source.name], readers)}
         for operator in dump.ordered:
-            if operator.name in self._below and operator is not source:
-                self._take(operator)
+            if operator.name in self._below:
+                places = {place: edge for place, edge in operator.reads if edge in self._held}
+                if places:
+                    self._take(operator, places)
 
     def made_of(self, edge: Edge) -> list[Edge]:
         return self._from.get(edge, [])
 
-    def _take(self, operator: Operator) -> None:
-        places = {place: edge for place, edge in operator.reads if edge in self._held}
-        if not places:
-            return
-        edges, kind = [*places.values()], kinds.kind_of(operator)
-        given = {place: self._held[edge] for place, edge in places.items()}
-        first = given.get(0)
-        changed = any(one.changed for one in given.values())
+    def _take(self, operator: Operator, places: dict[int, Edge]) -> None:
+        name, edges, kind = operator.name, [*places.values()], kinds.kind_of(operator)
+        whole = any(_as_large(self.dump.value(edge), self.unit) is not False for edge in edges)
+        sizes = [_as_large(value, self.unit) for value in operator.outputs]
+        large = True if True in sizes else None if None in sizes or not sizes else False
+        target = self._held[places[0]] if 0 in places else _Held(own=False)
+        changed = any(self._held[edge].changed for edge in edges)
         if kernel := kinds.written(operator):
-            self._write_by_kernel(operator, kernel, places)
-        elif operator.type in kinds.ENDS:
+            self._write(operator, kernel, places)
+        elif kind == "end":
             self.ends += edges
-            self.is_cache |= any(
-                self._held[edge].changed and not self._held[edge].own and self._is_whole(edge)
-                for edge in edges
-            )
-        elif kinds.plain(operator.type) in kinds.BACK:
-            self._write_back(operator, places)
+            new = [edge for edge in edges if not self._held[edge].own and self._held[edge].changed]
+            self.is_cache |= whole and bool(new)
+        elif kind == "back":  # copy_ and Assign: into the input itself, or of it into another
+            value = operator.input(1)
+            self.is_cache |= target.own
+            is_own = value in self._held and self._held[value].own
+            if whole and (not is_own or 0 not in places):
+                self.copies.setdefault(name, "write back")
+                self.ends += [value] if value is not None else []
+            if 0 in places:
+                self._hold(operator, edges, replace(target, changed=True))
         elif kind == "in place":
-            if first is not None:
-                self.is_cache |= first.own
-                self.targets += [places[0]] * first.own
-                self._hold(operator, edges, replace(first, changed=True))
+            self.is_cache |= target.own
+            self.targets += edges[:1] * target.own
+            if 0 in places:
+                self._hold(operator, edges, replace(target, changed=True))
         elif kind == "view" or (kind == "part" and self.dump.is_fx):
-            self._view(operator, edges, given)
+            if 0 in places:
+                self._hold(operator, edges, target)
         elif kind in ("product", "read") or (kind == "transpose" and self._in_products(operator)):
             pass  # a product reads its operand transposed
-        elif kind in ("computed", ""):
-            self._compute(operator, edges, kind)
+        elif kind == "computed":
+            if whole and large is not False:
+                self.copies.setdefault(name, "computed from it")
+                self._from[Edge(name)] = edges
+        elif not kind or (kind == "gathered" and large is None):
+            if whole and large is not False:
+                self.lost.append(f"{operator.type} {name}")
         else:
-            large = self._is_large(operator)
-            if large is None:
-                large = kind not in ("part", "gathered") and any(map(self._is_whole, edges))
-                if kind == "gathered" and any(map(self._is_whole, edges)):
-                    self.lost.append(f"{operator.type} {operator.name}")
-            if large:
-                how = {"part": "sliced", "joined": "rebuilt"}.get(kind, kind)
-                self.copies.setdefault(operator.name, how)
-            if kind == "joined" or (kind == "rebuilt" and first is not None):
-                rows = self._gets_rows(operator, edges)
+            if large or (large is None and whole and kind != "part"):
+                self.copies.setdefault(name, {"joined": "rebuilt"}.get(kind, kind))
+            if kind == "joined" or (kind == "rebuilt" and 0 in places):
+                rows = self._gets_rows(operator, places)
                 changed |= rows
-                self.parts += [operator.name] * (rows or kind == "rebuilt")
+                self.parts += [name] * (rows or kind == "rebuilt")
             self._hold(operator, edges, _Held(False, changed))
 
     def _hold(self, operator: Operator, edges: list[Edge], held: _Held) -> None:
@@ -173,104 +179,41 @@ class _Followed:
             result = Edge(operator.name, index)
             self._held[result], self._from[result] = held, edges
 
-    def _view(self, operator: Operator, edges: list[Edge], given: dict[int, _Held]) -> None:
-        if 0 not in given:
-            return
-        above = self.dump.producer(edges[0])
-        results = [
-            result for result, place in kinds.written(above) if above.inputs[place] in self._held
-        ]
-        args = operator.call[0]
-        if operator.type != "getitem" or not results or args[1] in results:
-            self._hold(operator, edges, given[0])
-
-    def _write_by_kernel(
-        self, operator: Operator, kernel: list[tuple[int | None, int]], places: dict[int, Edge]
-    ) -> None:
+    def _write(self, operator: Operator, kernel: Any, places: dict[int, Edge]) -> None:
+        """By a kernel: those of its results that hold the input."""
         functional = "functional" in operator.type
         for result, place in kernel:
             if place not in places:
                 continue
-            held = self._held[places[place]]
-            self.targets += [places[place]]
-            self.is_cache |= held.own and not functional
+            own = self._held[places[place]].own and not functional
+            self.targets.append(places[place])
+            self.is_cache |= own
             if functional:
                 self.copies.setdefault(operator.name, "rebuilt")
-            if result is not None:
-                edge = Edge(operator.name, 0 if self.dump.is_fx else result)
-                self._held[edge] = _Held(held.own and not functional, True)
-                self._from[edge] = [places[place]]
-
-    def _write_back(self, operator: Operator, places: dict[int, Edge]) -> None:
-        """``copy_`` and Assign: into the input itself, or of it into another."""
-        target = self._held[places[0]] if 0 in places else _Held(False)
-        value = places.get(1)
-        from_own = value is not None and self._held[value].own
-        self.is_cache |= target.own
-        written = (
-            target.own and not from_own and self._is_whole(places[0])
-            if 0 in places
-            else (value is not None and self._is_whole(value))
-        )
-        if written:
-            self.copies.setdefault(operator.name, "write back")
-            self.ends += [edge for edge in operator.inputs[1:2] if edge is not None]
-        if 0 in places:
-            self._hold(operator, [*places.values()], replace(target, changed=True))
-
-    def _compute(self, operator: Operator, edges: list[Edge], kind: str) -> None:
-        """What computes other numbers of it, and what is not known."""
-        if not any(map(self._is_whole, edges)) or self._is_large(operator) is False:
-            return
-        if kind:
-            self.copies.setdefault(operator.name, "computed from it")
-            self._from[Edge(operator.name)] = edges
-        else:
-            self.lost.append(f"{operator.type} {operator.name}")
+            picked = [
+                Edge(reader.name)
+                for reader, _ in self.dump.readers[operator.name]
+                if reader.type == "getitem" and reader.call[0][1] == result
+            ]
+            for edge in picked if self.dump.is_fx else [Edge(operator.name, result)]:
+                self._held[edge], self._from[edge] = _Held(own, True), [places[place]]
 
     def _in_products(self, operator: Operator) -> bool:
         readers = self.dump.readers[operator.name]
         return bool(readers) and all(kinds.kind_of(one) == "product" for one, _ in readers)
 
-    def _gets_rows(self, operator: Operator, edges: list[Edge]) -> bool:
+    def _gets_rows(self, operator: Operator, places: dict[int, Edge]) -> bool:
         """Are the others of its operands rows that do not depend on the input? (A hidden state is
         made anew.)
         """
-        others = [edge for _, edge in operator.reads if edge not in edges]
-        rows = [edge for edge in others if self.dump.producer(edge).type not in kinds.CONSTANTS]
-        values = map(self.dump.value, rows)
-        return (
-            bool(rows)
-            and not any(edge.producer in self._below for edge in rows)
-            and all(_as_large(self.unit, value) is not False for value in values)
-        )
-
-    def _is_whole(self, edge: Edge) -> bool:
-        """Does a value hold all of it, as far as the dump tells?"""
-        return _as_large(self.dump.value(edge), self.unit) is not False
-
-    def _is_large(self, operator: Operator) -> bool | None:
-        """Has a result as many elements as the cache? None where the dump does not say."""
-        answers = [_as_large(value, self.unit) for value in operator.outputs]
-        return True if True in answers else None if None in answers or not answers else False
+        others = [edge.producer for place, edge in operator.reads if place not in places]
+        rows = [one for one in others if self.dump.by_name[one].type not in kinds.CONSTANTS]
+        return bool(rows) and not self._below & {*rows}
 
 
-def _size(value: Value) -> tuple[int, Counter[str]]:
-    """The product of the known sizes, and the symbols beside it."""
-    shape = value.shape or ()
-    symbols = Counter(str(dim) for dim in shape if not isinstance(dim, int) or dim < 0)
-    return prod(dim for dim in shape if isinstance(dim, int) and dim >= 0), symbols
-
-
-def _as_large(value: Value, other: Value) -> bool | None:
-    """Has a value at least as many elements as another, whatever the symbols are? None where nobody
-    can say.
-    """
-    if value.shape is None or other.shape is None:
+def _as_large(value: Value, unit: Value) -> bool | None:
+    """Has a value at least as many elements as the unit? None where the dump does not say."""
+    mine, other = value.elements, unit.elements
+    if mine is None or other is None or mine[1] != other[1]:
         return None
-    (mine, symbols), (others, theirs) = _size(value), _size(other)
-    if "-1" in symbols or "-1" in theirs:
-        return None
-    if symbols == theirs:
-        return mine >= others
-    return True if not theirs - symbols and mine >= others else None
+    return mine[0] >= other[0]

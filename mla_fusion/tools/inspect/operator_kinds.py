@@ -16,13 +16,14 @@ INPUTS = frozenset(("Data", "RefData", "placeholder"))
 CONSTANTS = frozenset(("Const", "Constant", "ConstPlaceHolder"))
 HELD = INPUTS | CONSTANTS | {"get_attr"}
 ENDS = frozenset(("NetOutput", "output"))
-BACK = frozenset(("Assign", "aten.copy_"))  # (input, value)
-# By what becomes of the tensor. "view": no second tensor. "part": some of its elements, of which a
+# By what becomes of the tensor. "back": (input, value). "view": no second tensor. "part": some of its elements, of which a
 # GE graph makes a second tensor. "rebuilt": whole, with other rows in it. "read": the result does
 # not hold its elements. "computed": other numbers, element by element.
 _KINDS = {
     name: kind
     for kind, listed in {
+        "end": "NetOutput output",
+        "back": "Assign aten.copy_",
         "view": """
             Reshape Unsqueeze Squeeze ExpandDims Flatten FlattenV2 Bitcast aten.view
             aten._unsafe_view aten.reshape aten.flatten aten.unsqueeze aten.squeeze aten.alias
@@ -106,7 +107,7 @@ def kind_of(operator: Operator) -> str:
     known.
     """
     name, target = plain(operator.type), names.target(operator.type)
-    if isinstance(target, OpOverload):
+    if isinstance(target, OpOverload) and name not in _KINDS:
         first = schema_of(target).arguments[:1]
         if any(one.alias_info is not None and one.alias_info.is_write for one in first):
             return "in place"

@@ -92,7 +92,7 @@ def summarise(dump: Dump) -> Summary:
             for name, value in inputs.items()
             if value.placement.upper().startswith("CPU") or value.dtype == "Sym"
         },
-        dynamic={name: str(value) for name, value in inputs.items() if value.dynamic},
+        dynamic={name: str(value) for name, value in inputs.items() if value.is_dynamic},
         remarks=remarks,
     )
 
