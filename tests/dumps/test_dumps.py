@@ -26,7 +26,6 @@ def shape_of_graph(dump: Dump) -> list[object]:
             op.type,
             op.inputs,
             op.roles,
-            op.results,
             op.outputs,
             sorted(map(str, op.attributes.items())),
         )

@@ -65,10 +65,9 @@ def test_unknown_operators_are_named(tmp_path):
     assert summarise(fixture("fx_after.txt")).unknown == {}
 
 
-def test_dynamic_and_host_inputs():
+def test_dynamic_inputs():
     found = summarise(fixture("fx_dynamic.txt"))
     assert found.dynamic["arg5_1"] == "bfloat16[s77, 1024]"
-    assert found.host_inputs == {"arg1_1": "Sym[s77]"}
 
 
 def test_summary_as_json():

@@ -47,46 +47,21 @@ def _operator(kind: str, message: Message, line: int) -> Operator:
     name, type_ = first(message, "name"), first(message, "type" if kind == "op" else "op")
     if not isinstance(name, str) or not isinstance(type_, str) or not type_:
         raise DumpError("an operator without a name or a type", line)
-    attributes, inputs, outputs = (_of_text if kind == "op" else _of_pbtxt)(message)
-    roles = _names(attributes, "_input_name_key", inputs)
-    results = _names(attributes, "_output_name_key", outputs)
+    attributes: Attributes = {}
+    inputs, outputs = every(message, "input_desc"), every(message, "output_desc")
+    for item in every(message, "attr"):
+        key, value = str(first(item, "key")), first(item, "value", [])
+        if kind == "node":
+            value = _parsed(first(value, "s", ""))
+        if key.startswith(("[i]", "[o]")):
+            (inputs if key[1] == "i" else outputs).append(value)
+        else:
+            attributes[key] = _attribute(value)
+    stated = attributes.get("_input_name_key")
     values = [_value(item) for item in outputs or (inputs[:1] if type_ == "Data" else ())]
     edges = [_edge(str(text)) for text in every(message, "input")]
-    return Operator(name, type_, edges, values, attributes, roles, results, line)
-
-
-def _names(attributes: Attributes, key: str, described: list[Message]) -> list[str]:
-    """Of inputs or outputs: those in the attribute, which is taken out, or in the descriptions."""
-    stated = attributes.pop(key, None)
-    if isinstance(stated, list) and stated:
-        return list(map(str, stated))
-    return [str(first(item, "name", "")) for item in described]
-
-
-Described = tuple[Attributes, list[Message], list[Message]]  # attributes, inputs, outputs
-
-
-def _of_text(message: Message) -> Described:
-    attributes = {
-        str(first(item, "key")): _attribute(first(item, "value", []))
-        for item in every(message, "attr")
-    }
-    return attributes, every(message, "input_desc"), every(message, "output_desc")
-
-
-def _of_pbtxt(message: Message) -> Described:
-    attributes: Attributes = {}
-    inputs: list[Message] = []
-    outputs: list[Message] = []
-    for item in every(message, "attr"):
-        key, found = str(first(item, "key")), _parsed(first(first(item, "value", []), "s", ""))
-        if key.startswith("[i]"):
-            inputs.append(found)
-        elif key.startswith("[o]"):
-            outputs.append(found)
-        else:
-            attributes[key] = _attribute(found)
-    return attributes, inputs, outputs
+    roles = stated if isinstance(stated, list) else [first(item, "name", "") for item in inputs]
+    return Operator(name, type_, edges, values, attributes, [*map(str, roles)], line)
 
 
 _parsed = lru_cache(maxsize=1 << 14)(prototext.parse)

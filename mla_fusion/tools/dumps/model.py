@@ -116,7 +116,7 @@ _SOURCE = re.compile(r"(.+?):(\d+) in (.*?)(?:: |$)(.*)", re.DOTALL)
 class Operator:
     """One operator. An input is None where an optional one is not given.
 
-    roles   names of the inputs and outputs, as far as known
+    roles   names of the inputs, as far as known
     call    (args, kwargs) with Edges in place of values; empty where the dump is no program
     source  "file:line in function: code" of the model, where the dump holds it
     """
@@ -127,7 +127,6 @@ class Operator:
     outputs: list[Value] = field(default_factory=list)
     attributes: Attributes = field(default_factory=dict)
     roles: list[str] = field(default_factory=list)
-    results: list[str] = field(default_factory=list)
     line: int = 0
     call: Arguments = ((), {})
     source: str = ""

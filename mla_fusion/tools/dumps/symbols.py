@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache, partial
 from time import monotonic
 from typing import Any
@@ -28,7 +28,6 @@ _HINT = 11  # as good a number of tokens as any: a prime that no model's dims co
 _LARGEST = 1 << 40
 _LONGEST = 256  # characters of an expression
 _FACTORS = 8  # products of more sums have too many terms
-_SYMBOLIC = 8  # sizes of one tensor that may be symbolic, since their product is one expression
 
 
 class TooSlow(BaseException):
@@ -71,22 +70,14 @@ class Tensors:
 
     def _make(self, value: Value) -> Any:
         dtype = names.dtype(value.dtype)
-        if value.shape is None or dtype is None or len(value.shape) > names.MOST_AXES:
-            return None
-        if sum(isinstance(size, str) for size in value.shape) > _SYMBOLIC:
-            return None
-        shape = self.sizes(value.shape)
-        stride = self.sizes(value.stride) if value.stride is not None else None
-        if shape is None or (stride is not None and len(stride) != len(shape)):
+        shape = [*map(self.size, value.shape or ())]
+        stride = None if value.stride is None else [*map(self.size, value.stride)]
+        if value.shape is None or dtype is None or None in [*shape, *(stride or ())]:
             return None
         with self.mode:
             if stride is None:
                 return torch.empty(shape, dtype=dtype)
             return torch.empty_strided(shape, stride, dtype=dtype)
-
-    def sizes(self, dims: Sequence[Any]) -> list[Any] | None:
-        found = [self.size(dim) for dim in dims]
-        return None if any(size is None for size in found) else found
 
     def size(self, dim: Any) -> Any:
         """A number, or the SymInt of an expression; None for what is no size."""

@@ -16,9 +16,9 @@ INPUTS = frozenset(("Data", "RefData", "placeholder"))
 CONSTANTS = frozenset(("Const", "Constant", "ConstPlaceHolder"))
 HELD = INPUTS | CONSTANTS | {"get_attr"}
 ENDS = frozenset(("NetOutput", "output"))
-# By what becomes of the tensor. "back": (input, value). "view": no second tensor. "part": some of its elements, of which a
-# GE graph makes a second tensor. "rebuilt": whole, with other rows in it. "read": the result does
-# not hold its elements. "computed": other numbers, element by element.
+# By what becomes of the tensor. "back": (input, value). "view": no second tensor. "part": some of
+# its elements, of which a GE graph makes a second tensor. "rebuilt": whole, with other rows in it.
+# "read": the result does not hold its elements. "computed": other numbers, element by element.
 _KINDS = {
     name: kind
     for kind, listed in {

@@ -1,6 +1,4 @@
-"""What stands in a dump: operators, MLA prologues, copies of whole caches, host inputs, dynamic
-dimensions.
-"""
+"""What stands in a dump: operators, MLA prologues, copies of whole caches, dynamic inputs."""
 
 from __future__ import annotations
 
@@ -38,7 +36,6 @@ class Summary:
     copies: list[Copy]
     followed: list[str]
     not_followed: dict[str, str]
-    host_inputs: dict[str, str]
     dynamic: dict[str, str]
     remarks: list[str] = field(default_factory=list)
 
@@ -56,7 +53,6 @@ class Summary:
         ]
         tables: dict[str, dict[str, Any]] = {
             "Operators that the pass does not know": self.unknown,
-            "Inputs on the host": self.host_inputs,
             "Dynamic inputs": self.dynamic,
         }
         for title, found in tables.items():
@@ -87,11 +83,6 @@ def summarise(dump: Dump) -> Summary:
         unknown={kind: count for kind, count in dump.counts.items() if _is_unknown(dump, kind)},
         unfused=unfused,
         **vars(find_copies(dump)),
-        host_inputs={
-            name: str(value)
-            for name, value in inputs.items()
-            if value.placement.upper().startswith("CPU") or value.dtype == "Sym"
-        },
         dynamic={name: str(value) for name, value in inputs.items() if value.is_dynamic},
         remarks=remarks,
     )
