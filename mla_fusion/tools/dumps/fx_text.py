@@ -84,42 +84,30 @@ def _forward(module: ast.Module) -> ast.FunctionDef:
 class _Reader(python_text.Reader):
     def __init__(self, text: str) -> None:
         super().__init__()
-        self._lines = text.split("\n")
-        self._sources = {0: ""}  # what the last comment above a line says
-        for place, line in enumerate(self._lines, 1):
+        self._sources = [""]  # by line: what the last comment above it says
+        for line in text.split("\n"):
             where, _, code = line.partition("# File: ")[2].partition(", code: ")
-            self._sources[place] = (
-                f"{where}: {code}" if " in " in where else self._sources[place - 1]
-            )
+            self._sources.append(f"{where}: {code}" if " in " in where else self._sources[-1])
         self._annotations: dict[str, ast.expr] = {}
 
     def placeholders(self, function: ast.FunctionDef) -> None:
-        arguments = function.args
-        given = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
-        if not given or given[0].arg != "self" or arguments.vararg or arguments.kwarg:
-            raise DumpError("forward takes no self, or arguments without names", function.lineno)
-        for item in given[1:]:
+        for item in function.args.args[1:]:
             self._add(item, item.arg, ("placeholder", (), {}), item.annotation)
 
     def take(self, statement: ast.stmt) -> None:
         match statement:
-            case ast.Return(value=ast.Call(func=function, args=[found, *_])) if (
-                python_text.dotted(function) == "pytree.tree_unflatten"
-            ):
-                self._add(statement, "output", ("output", (self.value(found),), {}))
-            case ast.Return(value=found):
+            case ast.Return(value=ast.Call(args=[found, *_])) | ast.Return(value=found):
+                # the call is pytree.tree_unflatten(results, ..)
                 self._add(statement, "output", ("output", (self.value(found),), {}))
             case ast.AnnAssign(target=ast.Name(id=name), value=None, annotation=found):
                 self._annotations[name] = found
-            case ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Call(func=function)) if (
-                python_text.dotted(function).startswith("fx_pytree.")
-            ):
-                # a joint graph: the arguments of forward are lists of inputs, named here
+            case ast.Assign(targets=[ast.Tuple(elts=named)], value=ast.Call()):
+                # a joint graph: the arguments of forward are lists of inputs, named here by
+                # fx_pytree.tree_flatten_spec
                 self.operators.clear()
-                for one in names:
-                    if isinstance(one, ast.Name):
-                        found = self._annotations.get(one.id)
-                        self._add(statement, one.id, ("placeholder", (), {}), found)
+                for name in python_text.names_in(named):
+                    found = self._annotations.get(name)
+                    self._add(statement, name, ("placeholder", (), {}), found)
             case ast.Assign(targets=[ast.Subscript(value=whole, slice=place), *_], value=rows):
                 # ``cache[slots] = rows``, as dynamo's graphs write it; the next line names it
                 call: Call = "setitem", tuple(map(self.value, (whole, place, rows))), {}
@@ -127,13 +115,11 @@ class _Reader(python_text.Reader):
             case ast.Assign(value=ast.Constant()) | ast.Expr() | ast.Pass():
                 pass  # "t = None": the value is dropped; a docstring
             case (
-                ast.AnnAssign(target=target, value=ast.expr() as made)
-                | ast.Assign(targets=[target], value=made)
+                ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as made)
+                | ast.Assign(targets=[ast.Name(id=name)], value=made)
             ):
-                if not isinstance(target, ast.Name):
-                    raise DumpError("a result that is no name", statement.lineno)
                 annotation = getattr(statement, "annotation", None)
-                self._add(statement, target.id, self._call(made), annotation)
+                self._add(statement, name, self._call(made), annotation)
             case _:
                 raise python_text.unexpected(statement)
 
@@ -141,8 +127,6 @@ class _Reader(python_text.Reader):
         match node:
             case ast.Call(func=function):
                 name, (arguments, options) = python_text.dotted(function), self.arguments(node)
-                if not name:
-                    raise DumpError("a call without a name", node.lineno)
                 owner, _, method = name.rpartition(".")
                 if owner in self.names:
                     return f"{METHOD}{method}", (self.names[owner], *arguments), options

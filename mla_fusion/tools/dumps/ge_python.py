@@ -15,6 +15,8 @@ from typing import Any
 from mla_fusion.tools.dumps import dtypes, python_text
 from mla_fusion.tools.dumps.model import Attributes, DumpError, Edge, Operator, Value
 
+_LIST_INPUTS = ("Pack", "ConcatV2", "NetOutput")  # whose literals in a list are inputs, each
+
 
 def read(text: str) -> tuple[list[Operator], str]:
     """The operators in the order of the lines. The form does not name the graph."""
@@ -34,7 +36,8 @@ class _Reader(python_text.Reader):
             case ast.Import() | ast.ImportFrom():
                 pass
             case ast.Assign(targets=[target], value=ast.Call() as call):
-                names = _names(target)
+                elements = target.elts if isinstance(target, (ast.List, ast.Tuple)) else [target]
+                names = python_text.names_in(elements)
                 # of several results, what their names share
                 operator = self._operator(call, names[0].rpartition("_")[0])
                 for index, name in enumerate(names):
@@ -54,7 +57,9 @@ class _Reader(python_text.Reader):
             arguments, given = (), {"value": str(arguments), **given}
         inputs: list[Edge | None] = []
         for found in arguments:
-            many = isinstance(found, (list, tuple)) and python_text.edges_in(found)
+            many = isinstance(found, list) and (
+                kind in _LIST_INPUTS or bool(python_text.edges_in(found))
+            )
             inputs += [self._edge(one, call.lineno) for one in (found if many else [found])]
         inputs += [given.pop(key) for key in [*given] if isinstance(given[key], Edge)]
         inputs += [Edge(edge.producer, -1) for edge in order]
@@ -84,11 +89,3 @@ class _Reader(python_text.Reader):
         if found is None or isinstance(found, Edge):
             return found
         return Edge(self._add("Const", "Const", [], {"value": str(found)}, line).name)
-
-
-def _names(target: ast.expr) -> list[str]:
-    elements = target.elts if isinstance(target, (ast.List, ast.Tuple)) else [target]
-    names = [item.id for item in elements if isinstance(item, ast.Name)]
-    if len(names) != len(elements) or not names:
-        raise DumpError("results that are no names", target.lineno)
-    return names

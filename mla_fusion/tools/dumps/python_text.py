@@ -54,14 +54,10 @@ class Reader:
         one.
         """
         match node:
-            case None:
-                return None
             case ast.Constant(value=found):
                 return found
-            case ast.Name(id=name) if name in self.names:
-                return self.names[name]
-            case ast.Name(id=name) if name in _WORDS:
-                return Word(name)
+            case ast.Name(id=name) if name in self.names or name in _WORDS:
+                return self.names.get(name, Word(name))
             case ast.Name(id=name):
                 raise DumpError(f"{name!r} is not defined", node.lineno)
             case ast.Attribute() if name := dotted(node):
@@ -103,6 +99,14 @@ class Reader:
 
 def unexpected(node: ast.AST | None) -> DumpError:
     return DumpError(f"unexpected {type(node).__name__} in the listing", getattr(node, "lineno", 0))
+
+
+def names_in(nodes: list[ast.expr]) -> list[str]:
+    """The names that are given results. Raises DumpError for anything else."""
+    for node in nodes:
+        if not isinstance(node, ast.Name):
+            raise unexpected(node)
+    return [node.id for node in nodes if isinstance(node, ast.Name)]
 
 
 def edges_in(found: Any) -> list[Edge]:

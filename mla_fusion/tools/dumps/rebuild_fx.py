@@ -32,7 +32,7 @@ class Rebuilder:
     def __init__(self, dump: Dump) -> None:
         self.dump, self.graph, self.tensors = dump, Graph(), Tensors()
         self.nodes: dict[str, Node] = {}
-        self.constants: dict[str, tuple[str, Any]] = {}  # by path: attributes of our module
+        self.constants: dict[str, str] = {}  # by path: attributes of our module
         self.unmapped = Counter[str]()
 
     def graph_module(self) -> tuple[GraphModule, list[str]]:
@@ -49,8 +49,6 @@ class Rebuilder:
             self.tensors.mode.check()
             try:
                 self.nodes[operator.name] = self._node(operator)
-            except NotRebuilt as error:
-                raise NotRebuilt(f"line {operator.line}: {error}") from None
             # a damaged dump can describe what no graph is: sizes below zero, names that are none
             except Exception as error:
                 said = f"{type(error).__name__}: {error}".partition("\n")[0]
@@ -58,10 +56,11 @@ class Rebuilder:
                     f"line {operator.line}: torch accepts no such graph: {said}"
                 ) from error
         for name, node in self.nodes.items():
-            if node.op != "output" and node.users and value_of(node) is None:
+            if node.users and value_of(node) is None:
                 line = self.dump.by_name[name].line
                 raise NotRebuilt(f"line {line}: the dump does not tell the shape of {name}")
-        return GraphModule(dict(self.constants.values()), self.graph), self._remarks()
+        held = dict.fromkeys(self.constants.values(), torch.empty(0, device="meta"))
+        return GraphModule(held, self.graph), self._remarks()
 
     def _node(self, operator: Operator) -> Node:
         args, kwargs = operator.call
@@ -86,19 +85,12 @@ class Rebuilder:
     def _opaque(self, operator: Operator, called: str) -> Node:
         """A node of what is not on the list: every walk of the pass stops at it."""
         self.unmapped[called] += 1
-        inputs = tuple(self.nodes[edge.producer] for _, edge in operator.reads)
-        if not inputs:
-            raise NotRebuilt(f"{operator.type} is not known here and reads nothing")
-        return self._described(operator, "call_method", "unknown", inputs)
+        inputs = [self.nodes[edge.producer] for _, edge in operator.reads]
+        return self._described(operator, "call_method", "unknown", (inputs,))
 
     def _attribute(self, operator: Operator, path: str) -> Node:
-        value = self.tensors.of(operator.output)
-        held = None
-        if value is not None:
-            sizes = [size if isinstance(size, int) else 1 for size in value.shape]
-            held = torch.empty(sizes, dtype=value.dtype, device="meta")
         # by a name of our own: a path of the dump's could lead into the module's own attributes
-        name, _ = self.constants.setdefault(path, (f"constant_{len(self.constants)}", held))
+        name = self.constants.setdefault(path, f"constant_{len(self.constants)}")
         return self._described(operator, "get_attr", name)
 
     def _described(
@@ -106,8 +98,7 @@ class Rebuilder:
     ) -> Node:
         node = self.graph.create_node(kind, target, args, kwargs, name=operator.name)
         value = self.tensors.of(operator.output)
-        if value is None and kind != "placeholder":
-            value = self._unstated(operator, node)
+        value = self._unstated(operator, node) if value is None else value
         if value is not None:
             node.meta["val"] = value
         if operator.stack_trace:

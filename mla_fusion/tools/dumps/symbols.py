@@ -72,7 +72,9 @@ class Tensors:
         dtype = names.dtype(value.dtype)
         shape = [*map(self.size, value.shape or ())]
         stride = None if value.stride is None else [*map(self.size, value.stride)]
-        if value.shape is None or dtype is None or None in [*shape, *(stride or ())]:
+        if value.shape is None or dtype is None:
+            return None
+        if any(size is None for size in (*shape, *(stride or ()))):
             return None
         with self.mode:
             if stride is None:

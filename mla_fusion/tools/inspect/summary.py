@@ -22,7 +22,7 @@ class Summary:
 
     prologues     kernels
     unknown       operators of an FX graph that the pass does not know, with how many calls
-    unfused       what the pass says of prologues that are not fused, in an FX graph
+    unfused       the lines of the report of ``explain``, in an FX graph
     followed      caches that were followed from input to output
     not_followed  the others, and the operators at which they were lost
     """
@@ -47,7 +47,7 @@ class Summary:
         parts = [
             f"{self.dump}: {sum(self.operators.values())} operators",
             text_tables.render(("operator", "count"), list(self.operators.items())),
-            *(f"MLA prologues, unfused\n{chr(10).join(self.unfused)}" for _ in self.unfused[:1]),
+            *(["\n".join(self.unfused)] if self.unfused else []),
             *(_kernels(self.prologues) if self.prologues else ()),
             _copies(self),
         ]
@@ -68,12 +68,9 @@ def summarise(dump: Dump) -> Summary:
 
     dump  as :func:`read` gives it
     """
-    unfused, remarks = _unfused(dump) if dump.is_fx else ([], [])
-    if dump.format == "python":
-        remarks.append(
-            "this form is written while converting: GE's passes may have removed "
-            "copies that stand here"
-        )
+    remarks = [
+        "this form is written while converting: GE's passes may have removed copies that stand here"
+    ]
     inputs = {operator.name: operator.output for operator in dump.of_type(*INPUTS)}
     return Summary(
         dump=str(dump),
@@ -81,10 +78,10 @@ def summarise(dump: Dump) -> Summary:
         operators=dict(dump.counts.most_common()),
         prologues=prologues.find(dump),
         unknown={kind: count for kind, count in dump.counts.items() if _is_unknown(dump, kind)},
-        unfused=unfused,
+        unfused=_unfused(dump) if dump.is_fx else [],
         **vars(find_copies(dump)),
         dynamic={name: str(value) for name, value in inputs.items() if value.is_dynamic},
-        remarks=remarks,
+        remarks=remarks if dump.format == "python" else [],
     )
 
 
@@ -94,20 +91,11 @@ def _is_unknown(dump: Dump, kind: str) -> bool:
     return known(names.target(kind)).kind is Kind.OPAQUE
 
 
-def _unfused(dump: Dump) -> tuple[list[str], list[str]]:
+def _unfused(dump: Dump) -> list[str]:
     try:
-        report = explain_dump(dump, Config(verify="off"))
+        return str(explain_dump(dump, Config(verify="off"))).splitlines()
     except NotRebuilt as error:
-        return [], [f"unfused prologues were not looked for: {error}"]
-    lines = [
-        f"  would fuse: {item.nodes[0]} .. {item.nodes[-1]}: {_named(item.dims)}"
-        for item in report.fused
-    ]
-    lines += [
-        f"  left: {', '.join(item.nodes[:2])}: [{item.code}] {item.message}"
-        for item in report.rejected
-    ]
-    return lines, [remark for remark in report.remarks if not remark.startswith("fused already")]
+        return [f"note: unfused prologues were not looked for: {error}"]
 
 
 def _named(values: dict[str, Any]) -> str:
