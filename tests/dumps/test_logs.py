@@ -39,7 +39,9 @@ def logged(tmp_path_factory: pytest.TempPathFactory):
     def run(logs: str, backend: str) -> Path:
         file = folder / f"{logs}-{backend}.log"
         if not file.exists():
-            variables = {**os.environ, "TORCH_LOGS": logs}
+            # a graph that Inductor has in its cache is not printed
+            uncached = {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
+            variables = {**os.environ, **uncached, "TORCH_LOGS": logs}
             with file.open("w") as log:
                 command = [sys.executable, "-c", MODEL, backend]
                 subprocess.run(command, env=variables, stderr=log, check=True)

@@ -6,7 +6,7 @@ The content of a file decides its format: torchair gives the ending ``.txt`` to 
 
 from __future__ import annotations
 
-from dataclasses import replace
+import re
 from pathlib import Path
 
 from mla_fusion.tools.dumps import fx_text, ge_python, ge_text
@@ -23,6 +23,7 @@ __all__ = [
     "recognise",
 ]
 
+_FIRST = re.compile(r"(?:\s|#.*)*(node \{|op \{|name:)")  # of protobuf text
 MOST_BYTES = 1 << 26  # of a file; a model of 61 layers has less than a fifth of it
 
 
@@ -50,10 +51,8 @@ def recognise(text: str) -> str:
         return "fx"
     if "import ge_apis as ge" in text or "\nfrom torchair.ge" in text:
         return "python"
-    words = map(str.strip, text.splitlines())
-    first = next((word for word in words if word and not word.startswith("#")), "")
-    if first.startswith(("node {", "op {", "name:", "graph {")):
-        return "pbtxt" if first.startswith("node {") else "text"
+    if first := _FIRST.match(text):
+        return "pbtxt" if first[1] == "node {" else "text"
     raise DumpError(f"no graph dump of a known format ({'; '.join(FORMATS.values())})", 1)
 
 
@@ -79,4 +78,4 @@ def _read(path: Path, number: int) -> Dump:
     operators, name = (ge_python if kind == "python" else ge_text).read(text)
     if not any(operator.type == "NetOutput" for operator in operators):
         raise DumpError("the graph has no NetOutput: truncated", text.count("\n") + 1)
-    return replace(Dump(path, kind, operators), graph=name).checked()
+    return Dump(path, kind, operators, name).checked()

@@ -81,10 +81,10 @@ class Value:
     @property
     def bytes(self) -> int | None:
         """Its size, or None where the dump does not say or a dimension is dynamic."""
-        bits, elements = _bits(self.dtype), self.elements
+        bits, elements = _BITS.match(self.dtype.replace("bool", "int8")), self.elements
         if bits is None or elements is None or elements[1]:
             return None
-        return (elements[0] * bits + 7) // 8
+        return (elements[0] * int(bits[1]) + 7) // 8
 
     @property
     def is_dynamic(self) -> bool:
@@ -109,9 +109,6 @@ class Edge:
         return self.producer if self.index == 0 else f"{self.producer}:{self.index}"
 
 
-_SOURCE = re.compile(r"(.+?):(\d+) in (.*?)(?:: |$)(.*)", re.DOTALL)
-
-
 @dataclass(eq=False, slots=True)
 class Operator:
     """One operator. An input is None where an optional one is not given.
@@ -130,14 +127,6 @@ class Operator:
     line: int = 0
     call: Arguments = ((), {})
     source: str = ""
-
-    @property
-    def stack_trace(self) -> str:
-        """``source`` in the words of Python's tracebacks, as nodes of a graph carry it; "" where
-        there is none.
-        """
-        found = _SOURCE.match(self.source)
-        return found.expand(r'File "\1", line \2, in \3\n    \4') if found is not None else ""
 
     @property
     def output(self) -> Value:
@@ -243,21 +232,12 @@ class Dump:
         """Itself, if its operators have names of their own and read only one another."""
         if not self.operators:
             raise DumpError("the graph holds no operator", 1)
-        seen = {""}
-        for operator in self.operators:
-            name = operator.name
-            if name in seen:
-                raise DumpError(f"two operators, or none, have the name {name!r}", operator.line)
-            seen.add(name)
-        for operator in self.operators:
-            for _, edge in operator.reads:
+        for one in self.operators:
+            if self.by_name[one.name] is not one:
+                raise DumpError(f"two operators have the name {one.name!r}", one.line)
+            for _, edge in one.reads:
                 if edge.producer not in self.by_name:
-                    said = f"{operator.name} reads {edge.producer!r}, which the dump lacks"
-                    raise DumpError(said, operator.line)
+                    said = f"{one.name} reads {edge.producer!r}, which the dump lacks"
+                    raise DumpError(said, one.line)
         self.ordered  # noqa: B018  # raises for a circle
         return self
-
-
-def _bits(dtype: str) -> int | None:
-    found = _BITS.match(dtype)
-    return 8 if dtype == "bool" else int(found[1]) if found is not None else None

@@ -46,7 +46,8 @@ def target(name: str) -> Any:
 
 def _overload(name: str) -> OpOverload | None:
     """The dispatcher is asked first, so that an attribute is read only where it is that of an
-    operator.
+    operator. What names a file, or is made of no tensor by somebody else than torch, is not on the
+    list.
     """
     namespace, _, rest = name.partition(".")
     packet, _, overload = rest.partition(".")
@@ -54,18 +55,11 @@ def _overload(name: str) -> OpOverload | None:
     if namespace not in NAMESPACES or not overload.isidentifier() or not has_schema(schema):
         return None
     found = getattr(getattr(getattr(torch.ops, namespace), packet), overload, None)
-    return found if isinstance(found, OpOverload) and _computes(found, namespace) else None
-
-
-def _computes(found: OpOverload, namespace: str) -> bool:
-    """Is the result made of tensors, or of numbers by torch itself, and not of a file or a
-    socket?
-    """
-    arguments = schema_of(found).arguments
-    made = namespace in ("aten", "prims") or any(
-        "Tensor" in str(argument.type) for argument in arguments
-    )
-    return made and not {argument.name for argument in arguments} & _FILES
+    if not isinstance(found, OpOverload):
+        return None
+    given = {one.name: str(one.type) for one in schema_of(found).arguments}
+    is_made = namespace in ("aten", "prims") or "Tensor" in str(given)
+    return found if is_made and not given.keys() & _FILES else None
 
 
 def literal(name: str) -> Any:

@@ -58,13 +58,15 @@ def find(dump: Dump) -> list[Prologue]:
 
 
 def _prologue(dump: Dump, place: int, operator: Operator) -> Prologue:
-    roles = dict(enumerate(roles_of(operator)))
     inputs = tuple(
-        Input(roles[place], str(edge), dump.value(edge))
-        for place, edge in operator.reads
-        if edge.index >= 0 and place in roles
+        Input(role, str(edge), dump.value(edge))
+        for role, edge in zip(roles_of(operator), operator.inputs, strict=False)
+        if edge is not None
     )
-    known = _attributes(operator)
+    # what an FX call leaves out has the schema's default
+    target, known = names.target(operator.type), operator.attributes
+    if isinstance(target, OpOverload):
+        known = called(target, *operator.call).given
     shown = {name: known[name] for name in _SHOWN if name in known}
     return Prologue(place, operator.name, operator.type, inputs, shown, operator.source)
 
@@ -79,11 +81,3 @@ def roles_of(operator: Operator) -> list[str]:
     places = [argument.name for argument in known] + [""] * len(args)
     named = [*zip(places, args, strict=False), *kwargs.items()]
     return [name for name, item in named for _ in edges_in(item)]
-
-
-def _attributes(operator: Operator) -> Attributes:
-    """Attributes by name; what an FX call leaves out has the schema's default."""
-    target = names.target(operator.type)
-    if not isinstance(target, OpOverload):
-        return operator.attributes
-    return called(target, *operator.call).given

@@ -4,6 +4,7 @@ stands beside it. No operator is called.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from typing import Any
 
@@ -19,6 +20,7 @@ from mla_fusion.tools.dumps.python_text import Word
 from mla_fusion.tools.dumps.symbols import Tensors
 
 _EARLY = (METHOD, "setitem", C_FUNCTIONS)  # calls that AOT autograd leaves none of
+_SOURCE = re.compile(r"(.+?):(\d+) in (.*?)(?:: |$)(.*)", re.DOTALL)
 _LARGEST = 1 << 63  # of an integer
 _MOST_PARTS = 1 << 12  # of a value that is taken apart; models have a few
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -101,8 +103,9 @@ class Rebuilder:
         value = self._unstated(operator, node) if value is None else value
         if value is not None:
             node.meta["val"] = value
-        if operator.stack_trace:
-            node.meta["stack_trace"] = operator.stack_trace
+        if operator.source:  # in the words of Python's tracebacks
+            words = r'File "\1", line \2, in \3\n    \4'
+            node.meta["stack_trace"] = _SOURCE.sub(words, operator.source)
         return node
 
     def _unstated(self, operator: Operator, node: Node) -> Any:
@@ -131,17 +134,14 @@ class Rebuilder:
         return names.literal(found) if isinstance(found, Word) else self.nodes[found.producer]
 
     def _remarks(self) -> list[str]:
-        told = [
+        return [
             f"the operator {name} is unknown here: the pass does not look inside ({count} calls)"
             for name, count in self.unmapped.items()
+        ] + [
+            f"the dump does not hold the value of the constant {path}; what depends on it is not "
+            "recognised"
+            for path in self.constants
         ]
-        if self.constants:
-            few = ", ".join([*self.constants][:3]) + (", .." if len(self.constants) > 3 else "")
-            told.append(
-                f"the dump holds no values of constants ({few}); what depends on them is not "
-                "recognised"
-            )
-        return told
 
 
 def _plain(args: Any, kwargs: Any) -> bool:

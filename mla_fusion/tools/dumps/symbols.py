@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import operator
 from collections.abc import Callable
 from functools import cache, partial
 from time import monotonic
@@ -19,11 +18,7 @@ MOST_SECONDS = 120  # that the pass may work on the graph of a dump; 61 layers t
 _BINARY: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
     sign: BINARY[sign] for sign in (ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod)
 }
-_CALLS: dict[str, Callable[..., Any]] = {
-    "Max": torch.sym_max,
-    "Min": torch.sym_min,
-    "FloorDiv": operator.floordiv,
-}
+_CALLS: dict[str, Callable[..., Any]] = {"Max": torch.sym_max, "Min": torch.sym_min}
 _HINT = 11  # as good a number of tokens as any: a prime that no model's dims contain
 _LARGEST = 1 << 40
 _LONGEST = 256  # characters of an expression
@@ -108,8 +103,6 @@ class Tensors:
                 if isinstance(found, int) and abs(found) > _LARGEST:
                     raise ValueError("too large for a size")
                 return found
-            case ast.UnaryOp(op=ast.USub(), operand=operand):
-                return -self._evaluate(operand)
             case ast.Call(func=ast.Name(id=name), args=arguments):
                 return _CALLS[name](*map(self._evaluate, arguments))
         raise ValueError("not a size")

@@ -58,10 +58,8 @@ def find_copies(dump: Dump) -> Copies:
             path = _Followed(dump, cache, least)
         if not path.is_cache:
             continue
-        if path.lost:
-            found.not_followed[cache.name] = ", ".join(path.lost)
-        else:
-            found.followed.append(cache.name)
+        found.followed += [cache.name] * (not path.lost)
+        found.not_followed |= {cache.name: ", ".join(path.lost)} if path.lost else {}
         leaving = {edge.producer for edge in reached(path.ends, path.made_of)}
         parts = {name: "rebuilt" for name in path.parts if name in leaving}
         for name, what in (parts | path.copies).items():
@@ -73,8 +71,7 @@ def find_copies(dump: Dump) -> Copies:
             role = "cache" if is_kept else "cache, to read it"
             copy = Copy(name, operator.type, what, cache.name, role, count, operator.source)
             found.copies.append(copy)
-    place = {operator.name: index for index, operator in enumerate(dump.operators)}
-    found.copies.sort(key=lambda copy: place[copy.operator])
+    found.copies.sort(key=lambda copy: dump.by_name[copy.operator].line)
     return found
 
 

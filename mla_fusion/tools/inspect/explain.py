@@ -68,42 +68,35 @@ def explain_dump(dump: Dump, config: Config | None = None, *, boundary: bool = F
 
     Raises NotRebuilt, with the reason, for a dump that does not hold enough.
     """
-    several = (
+    several = [
         f"the file holds {dump.graphs} graphs; this is graph {dump.number}. "
         "--graph N, or graph=N in Python, reads another"
-    )
+    ] * (dump.graphs > 1)
     try:
-        gm, remarks = _rebuilt(dump)
+        if not dump.is_fx:
+            raise NotRebuilt(_NO_LISTING)
+        gm, remarks = Rebuilder(dump).graph_module()
         report = _explained(gm, Config.given(config), boundary)
     except symbols.TooSlow:
         raise NotRebuilt(
             f"{dump}: the pass did not get through the graph in {symbols.MOST_SECONDS} s"
         ) from None
     except NotRebuilt as error:
-        note = f" ({several})" if dump.graphs > 1 else ""
-        raise NotRebuilt(f"{dump}: {error}{note}") from error.__cause__
+        raise NotRebuilt("; ".join([f"{dump}: {error}", *several])) from error.__cause__
     kernels = sum(count for kind, count in dump.counts.items() if is_prologue(kind))
     if kernels:
         counted = "1 prologue" if kernels == 1 else f"{kernels} prologues"
         remarks.append(f"fused already in this graph: {counted}")
-    if dump.graphs > 1:
-        remarks.append(several)
-    return DumpReport(**vars(report), dump=str(dump), remarks=tuple(remarks))
-
-
-def _rebuilt(dump: Dump) -> tuple[GraphModule, list[str]]:
-    if not dump.is_fx:
-        raise NotRebuilt(_NO_LISTING)
-    return Rebuilder(dump).graph_module()
+    return DumpReport(**vars(report), dump=str(dump), remarks=(*remarks, *several))
 
 
 def _explained(gm: GraphModule, config: Config, boundary: bool) -> Report:
     """Where the pass fails on the graph, the dump is at fault: it contradicts itself."""
     try:
         report = pipeline.explain(gm, replace(config, strict=True), boundary=boundary)
-    except pipeline.SkipError:
-        raise
     except Exception as error:
+        if isinstance(error, pipeline.SkipError):
+            raise
         said = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise NotRebuilt(f"the pass cannot follow this graph ({said}): was it edited?") from error
     report.config = config
