@@ -36,12 +36,12 @@ def shape_of_graph(dump: Dump) -> list[object]:
 @pytest.mark.parametrize(
     ("name", "kind", "count"),
     [
-        ("fused.pbtxt", "pbtxt", 14),
+        ("fused.pbtxt", "text", 14),
         ("fused.txt", "text", 14),
         # TensorMove and Assign, which GE's passes removed, are in the listing
         ("fused_py.txt", "python", 18),
-        ("fused_original.pbtxt", "pbtxt", 18),
-        ("unfused.pbtxt", "pbtxt", 109),
+        ("fused_original.pbtxt", "text", 18),
+        ("unfused.pbtxt", "text", 109),
         ("unfused_py.txt", "python", 111),
         ("dynamic.txt", "text", 18),
         ("fx_before.txt", "fx", 71),
@@ -86,8 +86,7 @@ def test_generated_python_has_the_wiring_of_the_graph():
 def test_dynamic_dimensions():
     dump = fixture("dynamic.txt")
     (kernel,) = dump.of_type("MlaPrologV3")
-    symbols = [dump.value(edge).shape for edge in kernel.inputs[:1]]
-    assert symbols == [("s77", 1024)]
+    assert dump.value(kernel.inputs[0]).shape == (-1, 1024)
     assert dump.value(kernel.inputs[0]).bytes is None
 
 

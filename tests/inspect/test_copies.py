@@ -127,7 +127,7 @@ def test_slices_of_a_ge_graph_are_joined_to_whole_caches(fused: bool, tmp_path: 
     joins = next(read(tmp_path / "graph.pbtxt").of_type("NetOutput")).inputs[-2:]
     assert {str(edge) for edge in joins} <= {one.operator for one in copies}
     text = str(summarise(read(tmp_path / "graph.pbtxt")))
-    assert "Copies at every run" in text and "No copies" not in text
+    assert "Copies at every run" in text
 
 
 def test_an_index_add_of_a_ge_graph_works_on_copies(tmp_path: Path) -> None:
@@ -205,7 +205,7 @@ def test_whatever_makes_a_tensor_as_large_as_a_written_cache_is_a_copy(
     kinds = (how,) if how is not None else ("copy", "transpose")
     read_so = [one for one in copies.copies if one.what in kinds]
     assert {names[one.of] for one in read_so} >= expected, copies.copies
-    assert "No copies" not in str(summarise(dump))
+    assert "Copies at every run" in str(summarise(dump))
 
 
 class ReturnsCaches(nn.Module):
@@ -256,7 +256,7 @@ def test_an_unknown_operator_on_the_way_is_named(tmp_path: Path) -> None:
 
     text = of_listing(tmp_path, step, torch.zeros(8, 4), torch.zeros(2, 4))
     assert "not followed through mla_fusion_tests.moved_rows.default moved_rows" in text
-    assert "No copies" not in text
+    assert "not copied" not in text
 
 
 @pytest.mark.parametrize(

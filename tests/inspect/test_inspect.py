@@ -47,7 +47,8 @@ def test_copies_of_caches():
         ("Assign", "arg11_1", "cache", KR),
     ]
     assert summarise(fixture("fused.pbtxt")).copies == []
-    assert "No copies of caches." in str(summarise(fixture("fused.pbtxt")))
+    text = str(summarise(fixture("fused.pbtxt")))
+    assert "Followed from input to output, and not copied: arg9_1, arg11_1." in text
 
 
 def test_unfused_prologues_are_named():

@@ -6,7 +6,6 @@ The content of a file decides its format: torchair gives the ending ``.txt`` to 
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from mla_fusion.tools.dumps import fx_text, ge_python, ge_text
@@ -23,7 +22,6 @@ __all__ = [
     "recognise",
 ]
 
-_FIRST = re.compile(r"(?:\s|#.*)*(node \{|op \{|name:)")  # of protobuf text
 MOST_BYTES = 1 << 26  # of a file; a model of 61 layers has less than a fifth of it
 
 
@@ -51,8 +49,9 @@ def recognise(text: str) -> str:
         return "fx"
     if "import ge_apis as ge" in text or "\nfrom torchair.ge" in text:
         return "python"
-    if first := _FIRST.match(text):
-        return "pbtxt" if first[1] == "node {" else "text"
+    lines = (line for line in map(str.strip, text.splitlines()) if line and line[0] != "#")
+    if next(lines, "").startswith(("node {", "op {", "name:")):
+        return "text"
     raise DumpError(f"no graph dump of a known format ({'; '.join(FORMATS.values())})", 1)
 
 

@@ -7,7 +7,6 @@ Layers repeat those strings, so each is parsed once.
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -17,13 +16,12 @@ from mla_fusion.tools.dumps.model import (
     DumpError,
     Edge,
     Operator,
-    Shape,
     Value,
     dims,
 )
 from mla_fusion.tools.dumps.prototext import Message, every, first
 
-_META = re.compile(r"Tensor\(dtype=torch\.(\w+), shape=torch\.Size\(\[([^\]]*)\]")
+_META = re.compile(r"Tensor\(dtype=torch\.\w+, shape=torch\.Size\(\[([^\]]*)\]")
 _GRAPH = "attr input output name".split()
 
 
@@ -96,22 +94,13 @@ def _value(message: Message) -> Value:
     value.
     """
     shape = first(message, "shape")
-    found = Value(
+    sizes = None if shape is None else tuple(map(int, every(shape, "dim")))
+    for item in every(message, "attr") if sizes is None else ():
+        said = _META.match(str(first(first(item, "value", []), "s", "")))
+        sizes = dims(said[1]) if said is not None else sizes
+    return Value(
         dtypes.from_ge(str(first(message, "dtype", ""))),
-        tuple(map(int, every(shape, "dim"))) if isinstance(shape, list) else None,
+        sizes,
         str(first(message, "layout", "")),
         str(first(message, "device_type", "")),
     )
-    meta = next((item for item in every(message, "attr") if first(item, "key") == "_meta"), None)
-    said = _META.match(str(first(first(meta, "value", []), "s", ""))) if meta is not None else None
-    return found if said is None else replace(found, shape=_agreed(found.shape, dims(said[2])))
-
-
-def _agreed(sizes: Shape | None, meta: Shape) -> Shape:
-    """GE's own shape, its -1 replaced by torch's symbols. A Data's ``_meta`` may be that of its
-    transpose.
-    """
-    if sizes is None:
-        return meta
-    fits = len(sizes) == len(meta) and all(a in (b, -1) for a, b in zip(sizes, meta, strict=True))
-    return meta if fits else sizes

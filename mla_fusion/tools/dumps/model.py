@@ -149,8 +149,7 @@ class Operator:
 
 
 FORMATS = {
-    "pbtxt": "GE graph, torchair pbtxt",
-    "text": "GE graph, protobuf text",
+    "text": "GE graph, torchair pbtxt or txt",
     "python": "GE graph, torchair py",
     "fx": "FX graph, readable text",
 }

@@ -18,8 +18,6 @@ _VALUE = r"""(?:"((?:[^"\\]|\\.)*)"|'((?:[^'\\]|\\.)*)'|([-+.\w]+))"""
 # no two \s* side by side: linear
 _LINE = re.compile(rf"\s*(?:(\w+)\s*(?::\s*(?:{_VALUE}|(\{{))|(\{{))|(\}}))")
 _REST = re.compile(r"\s*[;,]?\s*(?:#.*\s*)?")
-_ESCAPE = re.compile(r"\\(?:([0-7]{1,3})|x([0-9a-fA-F]{1,2})|(.))", re.DOTALL)
-_NAMED = {"n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "f": "\f", "v": "\v"}
 _DEPTH = 64
 
 
@@ -50,7 +48,10 @@ def parse(text: str) -> Message:
             if bare is not None:
                 value = _number(bare)
             elif not (message or opens):
-                value = _unescaped(single if double is None else double)
+                try:
+                    value = _unescaped(single if double is None else double)
+                except ValueError as error:
+                    raise DumpError(f"a damaged text: {error}", number) from None
             stack[-1][1].append((name, value, number))
             if message or opens:
                 stack.append((name, value, number))
@@ -75,14 +76,7 @@ def _number(text: str) -> Any:
 
 def _unescaped(text: str) -> str:
     """A C string literal's content; a byte above 127 becomes the character of that number."""
-    return _ESCAPE.sub(_character, text) if "\\" in text else text
-
-
-def _character(found: re.Match[str]) -> str:
-    octal, hexadecimal, other = found.groups()
-    if octal:
-        return chr(int(octal, 8) & 255)
-    return chr(int(hexadecimal, 16)) if hexadecimal else _NAMED.get(other, other)
+    return text.encode("latin-1", "backslashreplace").decode("unicode_escape")
 
 
 def first(message: Message, name: str, default: Any = None) -> Any:

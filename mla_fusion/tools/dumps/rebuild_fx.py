@@ -21,9 +21,7 @@ from mla_fusion.tools.dumps.symbols import Tensors
 
 _EARLY = (METHOD, "setitem", C_FUNCTIONS)  # calls that AOT autograd leaves none of
 _SOURCE = re.compile(r"(.+?):(\d+) in (.*?)(?:: |$)(.*)", re.DOTALL)
-_LARGEST = 1 << 63  # of an integer
 _MOST_PARTS = 1 << 12  # of a value that is taken apart; models have a few
-_NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 class Rebuilder:
@@ -58,9 +56,9 @@ class Rebuilder:
                     f"line {operator.line}: torch accepts no such graph: {said}"
                 ) from error
         for name, node in self.nodes.items():
-            if node.users and value_of(node) is None:
-                line = self.dump.by_name[name].line
-                raise NotRebuilt(f"line {line}: the dump does not tell the shape of {name}")
+            one = self.dump.by_name[name]
+            if node.users and value_of(node) is None and one.output.dtype != "Sym":
+                raise NotRebuilt(f"line {one.line}: the dump does not tell the shape of {name}")
         held = dict.fromkeys(self.constants.values(), torch.empty(0, device="meta"))
         return GraphModule(held, self.graph), self._remarks()
 
@@ -100,7 +98,7 @@ class Rebuilder:
     ) -> Node:
         node = self.graph.create_node(kind, target, args, kwargs, name=operator.name)
         value = self.tensors.of(operator.output)
-        value = self._unstated(operator, node) if value is None else value
+        value = self._unstated(operator) if value is None else value
         if value is not None:
             node.meta["val"] = value
         if operator.source:  # in the words of Python's tracebacks
@@ -108,15 +106,8 @@ class Rebuilder:
             node.meta["stack_trace"] = _SOURCE.sub(words, operator.source)
         return node
 
-    def _unstated(self, operator: Operator, node: Node) -> Any:
-        """A number that others make; of a tuple, on which listings write no annotation, what the
-        readers of its parts say.
-        """
-        if operator.type in names.FUNCTIONS and operator.type != "getitem":
-            values = [value_of(arg) if isinstance(arg, Node) else arg for arg in node.args]
-            if all(isinstance(value, _NUMBERS) for value in values):
-                found = names.FUNCTIONS[operator.type](*values)
-                return None if isinstance(found, int) and abs(found) > _LARGEST else found
+    def _unstated(self, operator: Operator) -> Any:
+        """Of a tuple, on which listings write no annotation: what the readers of its parts say."""
         parts = {}
         for reader, _ in self.dump.readers[operator.name]:
             place = reader.call[0][1] if reader.type == "getitem" else None

@@ -30,7 +30,6 @@ class Copy:
     of: str
     role: str
     bytes: int | None
-    source: str = ""
 
 
 @dataclass
@@ -69,7 +68,7 @@ def find_copies(dump: Dump) -> Copies:
             if operator.type == "Assign" or count is None or kinds.written(operator):
                 count = cache.output.bytes
             role = "cache" if is_kept else "cache, to read it"
-            copy = Copy(name, operator.type, what, cache.name, role, count, operator.source)
+            copy = Copy(name, operator.type, what, cache.name, role, count)
             found.copies.append(copy)
     found.copies.sort(key=lambda copy: dump.by_name[copy.operator].line)
     return found

@@ -136,9 +136,7 @@ def _copies(summary: Summary) -> str:
     ]
     copied = {item.of for item in found if item.role == "cache"}
     clean = ", ".join(cache for cache in summary.followed if cache not in copied)
-    if clean and not found and not summary.not_followed:
-        parts.insert(0, f"No copies of caches. Followed from input to output: {clean}.")
-    elif clean:
+    if clean:
         parts.append(f"Followed from input to output, and not copied: {clean}.")
     if not summary.followed and not summary.not_followed:
         parts.append(
