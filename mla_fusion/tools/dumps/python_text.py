@@ -21,10 +21,9 @@ def parse(text: str) -> ast.Module:
             # of literals that are legal and odd, as damage makes them
             warnings.simplefilter("ignore")
             return ast.parse(text)
-    except SyntaxError as error:
-        raise DumpError(f"not a whole listing: {error.msg}", error.lineno or 1) from None
-    except (ValueError, RecursionError, MemoryError, OverflowError) as error:
-        raise DumpError(f"not a listing: {error}", 1) from None
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        line = getattr(error, "lineno", None) or 1
+        raise DumpError(f"not a whole listing: {getattr(error, 'msg', error)}", line) from None
 
 
 class Word(str):
@@ -68,10 +67,10 @@ class Reader:
                 return tuple(self.value(item) for item in items)
             case ast.Dict(keys=keys) if all(isinstance(key, ast.Constant) for key in keys):
                 return dict(zip(map(self.value, keys), map(self.value, node.values), strict=True))
-            case ast.UnaryOp(op=ast.USub(), operand=operand):
-                found = self.value(operand)
-                if isinstance(found, (Word, int, float, complex)):
-                    return Word(f"-{found}") if isinstance(found, Word) else -found
+            case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
+                return -number
+            case ast.UnaryOp(op=ast.USub(), operand=ast.Name(id=name)):
+                return Word(f"-{name}")
             case ast.Call():
                 return self.constructed(node)
         raise unexpected(node)
@@ -87,7 +86,7 @@ class Reader:
                 return Word(f"device:{where}")
             case "slice" if 1 <= len(arguments) <= 3:
                 return slice(*arguments)
-            case "tensor" | "Size" | "array" | "float" | "int" | "bool" if arguments:
+            case "tensor" if arguments:
                 return arguments[0]
         raise unexpected(node)
 
@@ -103,10 +102,9 @@ def unexpected(node: ast.AST | None) -> DumpError:
 
 def names_in(nodes: list[ast.expr]) -> list[str]:
     """The names that are given results. Raises DumpError for anything else."""
-    for node in nodes:
-        if not isinstance(node, ast.Name):
-            raise unexpected(node)
-    return [node.id for node in nodes if isinstance(node, ast.Name)]
+    if names := [node.id for node in nodes if isinstance(node, ast.Name)]:
+        return names
+    raise DumpError("results that are no names", nodes[0].lineno if nodes else 1)
 
 
 def edges_in(found: Any) -> list[Edge]:

@@ -13,9 +13,8 @@ from torch.fx import GraphModule
 from mla_fusion import pipeline
 from mla_fusion.config import Config
 from mla_fusion.report.report import Report
-from mla_fusion.tools.dumps import Dump, read, symbols
+from mla_fusion.tools.dumps import Dump, prologues, read, symbols
 from mla_fusion.tools.dumps.model import NotRebuilt
-from mla_fusion.tools.dumps.prologues import is_prologue
 from mla_fusion.tools.dumps.rebuild_fx import Rebuilder
 
 __all__ = ["DumpReport", "NotRebuilt", "explain", "explain_dump"]
@@ -83,10 +82,8 @@ def explain_dump(dump: Dump, config: Config | None = None, *, boundary: bool = F
         ) from None
     except NotRebuilt as error:
         raise NotRebuilt("; ".join([f"{dump}: {error}", *several])) from error.__cause__
-    kernels = sum(count for kind, count in dump.counts.items() if is_prologue(kind))
-    if kernels:
-        counted = "1 prologue" if kernels == 1 else f"{kernels} prologues"
-        remarks.append(f"fused already in this graph: {counted}")
+    if kernels := len(prologues.find(dump)):
+        remarks.append(f"fused already in this graph: {kernels} prologue" + "s" * (kernels > 1))
     return DumpReport(**vars(report), dump=str(dump), remarks=(*remarks, *several))
 
 

@@ -120,7 +120,8 @@ def written(operator: Operator) -> list[tuple[int | None, int]]:
     """
     kind = operator.type
     if prologues.is_prologue(kind):
-        results = _results(kind)
+        found = PROLOGS.get(plain(kind).removeprefix("npu."))
+        results = found.results if found is not None else prologues.GE[kind].ge_results
         return [
             (results.index(role) if role in results else None, place)
             for place, role in enumerate(prologues.roles_of(operator))
@@ -131,10 +132,3 @@ def written(operator: Operator) -> list[tuple[int | None, int]]:
     if kind.startswith((key_operator.V1.ge_type, f"npu.{key_operator.V1.name}")):
         return [(0, 5), (1, 6)]
     return [(0, 1), (1, 4)] if kind == "ScatterPaKvCache" else []
-
-
-def _results(kind: str) -> tuple[str, ...]:
-    if kind in prologues.GE:
-        return prologues.GE[kind].ge_results
-    found = PROLOGS.get(plain(kind).removeprefix("npu."))
-    return found.results if found is not None else ()

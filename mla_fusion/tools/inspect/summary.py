@@ -48,7 +48,7 @@ class Summary:
             f"{self.dump}: {sum(self.operators.values())} operators",
             text_tables.render(("operator", "count"), list(self.operators.items())),
             *(["\n".join(self.unfused)] if self.unfused else []),
-            *(_kernels(self.prologues) if self.prologues else ()),
+            *_kernels(self.prologues),
             _copies(self),
         ]
         tables: dict[str, dict[str, Any]] = {
@@ -98,33 +98,23 @@ def _unfused(dump: Dump) -> list[str]:
         return [f"note: unfused prologues were not looked for: {error}"]
 
 
-def _named(values: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in values.items())
-
-
-# -- text
-
-
 def _kernels(found: list[Prologue]) -> list[str]:
     """Equal prologues once, with how many layers share them."""
-    groups = defaultdict[Any, list[Prologue]](list)
+    groups = defaultdict[str, list[Prologue]](list)
     for item in found:
         shapes = [(one.role, str(one.value)) for one in item.inputs]
         groups[str((item.type, shapes, item.attributes))].append(item)
-    return [_kernel(group) for group in groups.values()]
-
-
-def _kernel(group: list[Prologue]) -> str:
-    first = group[0]
-    places = (
-        f"layer {first.place}"
-        if len(group) == 1
-        else f"{len(group)} layers, {first.place} to {group[-1].place}"
-    )
-    rows = [(item.role, item.producer, str(item.value)) for item in first.inputs]
-    table = text_tables.render(("input", "from", "tensor"), rows)
-    title = f"{text_tables.short_name(first.type)} {first.name}: {places}"
-    return f"{title}\n{table}\n  {_named(first.attributes)}"
+    parts = []
+    for first, *others in groups.values():
+        places = f"layer {first.place}"
+        if others:
+            places = f"{len(others) + 1} layers, {first.place} to {others[-1].place}"
+        rows = [(item.role, item.producer, str(item.value)) for item in first.inputs]
+        table = text_tables.render(("input", "from", "tensor"), rows)
+        attributes = ", ".join(f"{name} {value}" for name, value in first.attributes.items())
+        title = f"{text_tables.short_name(first.type)} {first.name}: {places}"
+        parts.append(f"{title}\n{table}\n  {attributes}")
+    return parts
 
 
 def _copies(summary: Summary) -> str:
