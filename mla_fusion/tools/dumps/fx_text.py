@@ -22,10 +22,8 @@ METHOD = "Tensor."
 COLOUR = re.compile(r"\x1b\[[\d;]*m")
 CLASS = re.compile(r"class (?P<name>[\w<>.$-]+)\(torch\.nn\.Module\):")
 _BEHIND = re.compile(r" {0,3}[^\s#)]")  # a line that is no part of a class
-_ANNOTATION = re.compile(
-    r"^(?P<dtype>\w+)\[(?P<shape>[^\]]*)\](?:\[(?P<stride>[^\]]*)\])?(?P<device>[a-z]\w*(?::\d+)?)?$"
-)
-_SYMBOL = re.compile(r"^Sym\((?P<expr>.*)\)$")
+_ANNOTATION = re.compile(r"(\w+)\[([^\]]*)\](?:\[([^\]]*)\])?([a-z]\w*(?::\d+)?)?$")
+_SYMBOL = re.compile(r"Sym\((.*)\)$")
 # signs by their names in the syntax tree, and what the module operator calls them
 _SIGNS = """
 Add add, Sub sub, Mult mul, FloorDiv floordiv, Div truediv, Mod mod, Pow pow, BitAnd and_,
@@ -74,10 +72,11 @@ def read(text: str) -> list[Operator]:
 
 
 def _forward(module: ast.Module) -> ast.FunctionDef:
-    for top in module.body:
-        for item in top.body if isinstance(top, ast.ClassDef) else ():
-            if isinstance(item, ast.FunctionDef) and item.name == "forward":
-                return item
+    match module.body:
+        case [ast.ClassDef(body=items)]:
+            for item in items:
+                if isinstance(item, ast.FunctionDef) and item.name == "forward":
+                    return item
     raise DumpError("the listing has no forward", module.body[0].lineno)
 
 
@@ -181,10 +180,10 @@ def annotated(text: str) -> Value:
     """
     symbol = _SYMBOL.match(text)
     if symbol is not None:
-        return Value("Sym", (symbol["expr"],))
+        return Value("Sym", (symbol[1],))
     found = _ANNOTATION.match(text)
     if found is None:
         return Value()
-    stride = dims(found["stride"]) if found["stride"] is not None else None
-    dtype = dtypes.FX.get(found["dtype"], found["dtype"])
-    return Value(dtype, dims(found["shape"]), "", found["device"] or "", stride)
+    dtype, shape, stride, device = found.groups()
+    strides = None if stride is None else dims(stride)
+    return Value(dtypes.FX.get(dtype, dtype), dims(shape), "", device or "", strides)

@@ -16,6 +16,7 @@ from mla_fusion.tools.dumps.model import (
     DumpError,
     Edge,
     Operator,
+    Shape,
     Value,
     dims,
 )
@@ -32,10 +33,10 @@ def read(text: str) -> tuple[list[Operator], str]:
         if name in ("op", "node"):
             try:
                 operators.append(_operator(name, value, line))
-            except DumpError as error:  # strings in an operator have lines of their own
-                raise DumpError(error.message, line) from None
             except (TypeError, ValueError, AttributeError, OverflowError) as error:
-                raise DumpError(f"a damaged operator: {error}", line) from None
+                # strings in an operator have lines of their own
+                said = getattr(error, "message", error)
+                raise DumpError(f"a damaged operator: {said}", line) from None
         elif name not in _GRAPH:
             raise DumpError(f"not torchair's GE graph: unknown field {name!r}", line)
     return operators, str(first(graph, "name", ""))
@@ -94,7 +95,7 @@ def _value(message: Message) -> Value:
     value.
     """
     shape = first(message, "shape")
-    sizes = None if shape is None else tuple(map(int, every(shape, "dim")))
+    sizes: Shape | None = None if shape is None else tuple(map(int, every(shape, "dim")))
     for item in every(message, "attr") if sizes is None else ():
         said = _META.match(str(first(first(item, "value", []), "s", "")))
         sizes = dims(said[1]) if said is not None else sizes

@@ -81,29 +81,30 @@ def diff(first: Dump, second: Dump) -> Difference:
     by_attributes = (first.format == "python") == (second.format == "python")
     sides = [[_own(one, by_attributes) for one in dump.operators] for dump in (first, second)]
     pairs: dict[str, str] = {}
-    blocks = SequenceMatcher(None, *sides, autojunk=False).get_matching_blocks()
-    for start, other, size in blocks:
-        for one, partner in zip(
-            first.operators[start : start + size],
-            second.operators[other : other + size],
-            strict=True,
-        ):
-            pairs[one.name] = partner.name
-    partners = set(pairs.values())
+    matched = SequenceMatcher(None, sides[0], sides[1], autojunk=False).get_matching_blocks()
+    for start, place, size in matched:
+        alike = zip(first.operators[start:], second.operators[place : place + size], strict=False)
+        pairs |= {one.name: partner.name for one, partner in alike}
+    partners = {name: name for name in pairs.values()}
     found.removed = [_change(one) for one in first.operators if one.name not in pairs]
     found.added = [_change(one) for one in second.operators if one.name not in partners]
     for before, after in pairs.items():
         one, other = first.by_name[before], second.by_name[after]
         # an input that was added or removed is told already
-        wired = [edge and (pairs.get(edge.producer), edge.index) for edge in one.inputs]
-        wanted = [edge and (edge.producer, edge.index) for edge in other.inputs]
-        if len(wired) != len(wanted) or any(
-            a != b
-            for a, b in zip(wired, wanted, strict=True)
-            if not (a and b and (a[0] is None or b[0] not in partners))
-        ):
+        wired, wanted = _wiring(one, pairs), _wiring(other, partners)
+        both = wired.keys() & wanted.keys()
+        if len(one.inputs) != len(other.inputs) or any(wired[at] != wanted[at] for at in both):
             found.rewired.append((one.type, before, after))
     return found
+
+
+def _wiring(operator: Operator, partners: dict[str, str]) -> dict[int, tuple[str, int]]:
+    """By place, the partner that is read and which of its results."""
+    return {
+        place: (partners[edge.producer], edge.index)
+        for place, edge in operator.reads
+        if edge.producer in partners
+    }
 
 
 def _change(operator: Operator) -> Change:

@@ -105,7 +105,7 @@ class _Followed:
         self.targets: list[Edge] = []
         self.ends: list[Edge] = []
         self.lost: list[str] = []
-        self._held = {Edge(source.name): _Held()}
+        self._held: dict[Edge | None, _Held] = {Edge(source.name): _Held()}
         self._from: dict[Edge, list[Edge]] = {}
 
         def readers(name: str) -> list[str]:
@@ -134,23 +134,19 @@ class _Followed:
             self.ends += edges
             new = [edge for edge in edges if not self._held[edge].own and self._held[edge].changed]
             self.is_cache |= whole and bool(new)
-        elif kind == "back":  # copy_ and Assign: into the input itself, or of it into another
+        elif kind in ("back", "in place", "view") or (kind == "part" and self.dump.is_fx):
+            writes = kind in ("back", "in place")
+            self.is_cache |= writes and target.own
+            if kind == "in place" and target.own:
+                self.targets.append(places[0])
+            # copy_ and Assign: into the input itself, or of it into another
             value = operator.input(1)
-            self.is_cache |= target.own
-            is_own = value in self._held and self._held[value].own
-            if whole and (not is_own or 0 not in places):
+            is_own = 0 in places and self._held.get(value, _Held(own=False)).own
+            if kind == "back" and whole and value is not None and not is_own:
                 self.copies.setdefault(name, "write back")
-                self.ends += [value] if value is not None else []
+                self.ends.append(value)
             if 0 in places:
-                self._hold(operator, edges, replace(target, changed=True))
-        elif kind == "in place":
-            self.is_cache |= target.own
-            self.targets += edges[:1] * target.own
-            if 0 in places:
-                self._hold(operator, edges, replace(target, changed=True))
-        elif kind == "view" or (kind == "part" and self.dump.is_fx):
-            if 0 in places:
-                self._hold(operator, edges, target)
+                self._hold(operator, edges, replace(target, changed=target.changed or writes))
         elif kind in ("product", "read") or (kind == "transpose" and self._in_products(operator)):
             pass  # a product reads its operand transposed
         elif kind == "computed":
