@@ -45,7 +45,7 @@ def split(text: str) -> list[tuple[str, str]]:
             continue
         # ``class <lambda>`` is no Python
         body = [*[""] * (place - 1), "class Graph:" + head.string[head.end() :]]
-        below = lines[place] if place < len(lines) else ""
+        below = "".join(lines[place : place + 1])
         alike = takewhile(lambda pair: pair[0] == pair[1], zip(head.string, below, strict=False))
         shared = "".join(one for one, _ in alike).rstrip()
         while place < len(lines) and lines[place].startswith(shared):
@@ -63,7 +63,8 @@ def read(text: str) -> list[Operator]:
     """The nodes in order: placeholders, attributes, calls, then one of type "output"."""
     function = _forward(python_text.parse(text))
     reader = _Reader(text)
-    reader.placeholders(function)
+    for item in function.args.args[1:]:
+        reader.add(item, item.arg, ("placeholder", (), {}), item.annotation)
     for statement in function.body:
         reader.take(statement)
     if not reader.operators or reader.operators[-1].type != "output":
@@ -89,15 +90,11 @@ class _Reader(python_text.Reader):
             self._sources.append(f"{where}: {code}" if " in " in where else self._sources[-1])
         self._annotations: dict[str, ast.expr] = {}
 
-    def placeholders(self, function: ast.FunctionDef) -> None:
-        for item in function.args.args[1:]:
-            self._add(item, item.arg, ("placeholder", (), {}), item.annotation)
-
     def take(self, statement: ast.stmt) -> None:
         match statement:
             case ast.Return(value=ast.Call(args=[found, *_])) | ast.Return(value=found):
                 # the call is pytree.tree_unflatten(results, ..)
-                self._add(statement, "output", ("output", (self.value(found),), {}))
+                self.add(statement, "output", ("output", (self.value(found),), {}))
             case ast.AnnAssign(target=ast.Name(id=name), value=None, annotation=found):
                 self._annotations[name] = found
             case ast.Assign(targets=[ast.Tuple(elts=named)], value=ast.Call()):
@@ -106,11 +103,11 @@ class _Reader(python_text.Reader):
                 self.operators.clear()
                 for name in python_text.names_in(named):
                     found = self._annotations.get(name)
-                    self._add(statement, name, ("placeholder", (), {}), found)
+                    self.add(statement, name, ("placeholder", (), {}), found)
             case ast.Assign(targets=[ast.Subscript(value=whole, slice=place), *_], value=rows):
                 # ``cache[slots] = rows``, as dynamo's graphs write it; the next line names it
                 call: Call = "setitem", tuple(map(self.value, (whole, place, rows))), {}
-                self._add(statement, f"setitem at line {statement.lineno}", call)
+                self.add(statement, f"setitem at line {statement.lineno}", call)
             case ast.Assign(value=ast.Constant()) | ast.Expr() | ast.Pass():
                 pass  # "t = None": the value is dropped; a docstring
             case (
@@ -118,7 +115,7 @@ class _Reader(python_text.Reader):
                 | ast.Assign(targets=[ast.Name(id=name)], value=made)
             ):
                 annotation = getattr(statement, "annotation", None)
-                self._add(statement, name, self._call(made), annotation)
+                self.add(statement, name, self._call(made), annotation)
             case _:
                 raise python_text.unexpected(statement)
 
@@ -146,7 +143,7 @@ class _Reader(python_text.Reader):
             raise python_text.unexpected(node)
         return "get_attr", (path.removeprefix("self."),), {}
 
-    def _add(
+    def add(
         self,
         node: ast.stmt | ast.arg,
         name: str,
@@ -156,7 +153,7 @@ class _Reader(python_text.Reader):
         if name in self.names:
             raise DumpError(f"{name!r} is defined twice", node.lineno)
         kind, arguments, options = call
-        given = {**{str(place): item for place, item in enumerate(arguments)}, **options}
+        given = [*enumerate(arguments), *options.items()]
         text = annotation.value if isinstance(annotation, ast.Constant) else ""
         self.operators.append(
             Operator(
@@ -164,7 +161,7 @@ class _Reader(python_text.Reader):
                 kind,
                 list(edges_in([arguments, options])),
                 [annotated(str(text))] if kind != "output" else [],
-                {key: item for key, item in given.items() if not edges_in(item)},  # are data
+                {str(key): item for key, item in given if not edges_in(item)},  # are data
                 line=node.lineno,
                 call=(arguments, options),
                 source=self._sources[node.lineno] if kind != "output" else "",

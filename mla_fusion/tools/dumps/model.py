@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
-from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -20,24 +19,16 @@ Shape = tuple[Dim, ...]
 Attributes = dict[str, Any]  # by name; also what a call is given by name
 Arguments = tuple[tuple[Any, ...], Attributes]  # of a call, by place and by name
 
-_DIGITS = 19  # of the largest size
-
-
-def dim(text: str) -> Dim:
-    """A size as text: its number, or the expression that it is."""
-    digits = text.removeprefix("-")
-    return int(text) if digits.isascii() and digits.isdigit() and len(digits) <= _DIGITS else text
+_NUMBER = re.compile(r"-?[0-9]{1,19}$")
+_DIM = re.compile(r"(?:[^,(]|\([^()]*(?:\([^()]*\)[^()]*)*\))+")
 
 
 def dims(text: str) -> Shape:
-    """Sizes between commas that stand outside parentheses, as in ``s0, Max(1, s0)``."""
-    depth, ends = 0, [-1]
-    for place, letter in enumerate(text):
-        depth += (letter == "(") - (letter == ")")
-        if letter == "," and depth == 0:
-            ends.append(place)
-    parts = [text[start + 1 : end].strip() for start, end in pairwise([*ends, len(text)])]
-    return tuple(dim(part) for part in parts if part)
+    """Sizes between commas that stand outside parentheses, as in ``s0, Max(1, s0)``: numbers, or
+    the expressions that they are.
+    """
+    parts = [part.strip() for part in _DIM.findall(text)]
+    return tuple(int(part) if _NUMBER.match(part) else part for part in parts if part)
 
 
 # the bits in the names of numbers, "bfloat16" or "float8_e5m2"
@@ -85,10 +76,6 @@ class Value:
         if bits is None or elements is None or elements[1]:
             return None
         return (elements[0] * int(bits[1]) + 7) // 8
-
-    @property
-    def is_dynamic(self) -> bool:
-        return any(isinstance(size, str) or size < 0 for size in self.shape or ())
 
     def __str__(self) -> str:
         shape = "[?]" if self.shape is None else f"[{', '.join(str(dim) for dim in self.shape)}]"
@@ -210,14 +197,11 @@ class Dump:
     def counts(self) -> Counter[str]:
         return Counter(operator.type for operator in self.operators)
 
-    def producer(self, edge: Edge) -> Operator:
-        return self.by_name[edge.producer]
-
     def value(self, edge: Edge | None) -> Value:
         """What is known of the tensor on an edge."""
         if edge is None:
             return Value()
-        operator = self.producer(edge)
+        operator = self.by_name[edge.producer]
         outputs = operator.outputs
         found = outputs[edge.index] if 0 <= edge.index < len(outputs) else Value()
         # of other results torchair writes a dtype that they need not have

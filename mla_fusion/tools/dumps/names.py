@@ -24,7 +24,6 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{f"torch.{name}": vars(torch)[name] for name in _SIZES if name in vars(torch)},
 }
 del FUNCTIONS["pow"]  # one line of a dump could ask for a number of any length
-_WORDS = {"Ellipsis": Ellipsis, "true": True, "false": False}
 _OBJECTS = (torch.dtype, torch.layout, torch.memory_format)
 _FILES = {"filename", "fd", "fd_to_close"}
 
@@ -70,8 +69,8 @@ def literal(name: str) -> Any:
         return torch.device("cpu")
     if name.lstrip("-") in ("inf", "nan"):
         return float(name)
-    if name in _WORDS:
-        return _WORDS[name]
+    if name == "Ellipsis":
+        return ...
     found = vars(torch).get(name.removeprefix("torch."))
     if not isinstance(found, _OBJECTS):
         raise Unknown(name)

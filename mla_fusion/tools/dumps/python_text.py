@@ -11,7 +11,7 @@ from typing import Any
 from mla_fusion.compat import tree_leaves
 from mla_fusion.tools.dumps.model import Arguments, DumpError, Edge, Operator
 
-_WORDS = ("inf", "nan", "true", "false", "Ellipsis")
+_WORDS = ("inf", "nan", "Ellipsis")
 
 
 def parse(text: str) -> ast.Module:
@@ -86,7 +86,7 @@ class Reader:
                 return Word(f"device:{where}")
             case "slice" if 1 <= len(arguments) <= 3:
                 return slice(*arguments)
-            case "tensor" if arguments:
+            case "tensor" | "Const" if arguments:
                 return arguments[0]
         raise unexpected(node)
 

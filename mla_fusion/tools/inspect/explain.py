@@ -5,7 +5,7 @@ like any other.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from os import PathLike, fspath
+from os import PathLike
 from pathlib import Path
 
 from torch.fx import GraphModule
@@ -58,7 +58,7 @@ def explain(
     A file that cannot be read, or does not hold enough, raises a ValueError that says why.
     """
     if isinstance(gm, (str, PathLike)):
-        return explain_dump(read(Path(fspath(gm)), graph), config, boundary=boundary)
+        return explain_dump(read(Path(gm), graph), config, boundary=boundary)
     return pipeline.explain(gm, config, boundary=boundary)
 
 
@@ -75,26 +75,21 @@ def explain_dump(dump: Dump, config: Config | None = None, *, boundary: bool = F
         if not dump.is_fx:
             raise NotRebuilt(_NO_LISTING)
         gm, remarks = Rebuilder(dump).graph_module()
-        report = _explained(gm, Config.given(config), boundary)
+        config = Config.given(config)
+        report = pipeline.explain(gm, replace(config, strict=True), boundary=boundary)
+        report.config = config
     except symbols.TooSlow:
         raise NotRebuilt(
             f"{dump}: the pass did not get through the graph in {symbols.MOST_SECONDS} s"
         ) from None
     except NotRebuilt as error:
         raise NotRebuilt("; ".join([f"{dump}: {error}", *several])) from error.__cause__
+    except pipeline.SkipError:
+        raise
+    except Exception as error:  # the pass fails on a graph that contradicts itself
+        said = f"{type(error).__name__}: {error}".partition("\n")[0]
+        said = f"{dump}: the pass cannot follow this graph ({said}): was it edited?"
+        raise NotRebuilt(said) from error
     if kernels := len(prologues.find(dump)):
         remarks.append(f"fused already in this graph: {kernels} prologue" + "s" * (kernels > 1))
     return DumpReport(**vars(report), dump=str(dump), remarks=(*remarks, *several))
-
-
-def _explained(gm: GraphModule, config: Config, boundary: bool) -> Report:
-    """Where the pass fails on the graph, the dump is at fault: it contradicts itself."""
-    try:
-        report = pipeline.explain(gm, replace(config, strict=True), boundary=boundary)
-    except Exception as error:
-        if isinstance(error, pipeline.SkipError):
-            raise
-        said = f"{type(error).__name__}: {error}".partition("\n")[0]
-        raise NotRebuilt(f"the pass cannot follow this graph ({said}): was it edited?") from error
-    report.config = config
-    return report

@@ -80,7 +80,11 @@ def summarise(dump: Dump) -> Summary:
         unknown={kind: count for kind, count in dump.counts.items() if _is_unknown(dump, kind)},
         unfused=_unfused(dump) if dump.is_fx else [],
         **vars(find_copies(dump)),
-        dynamic={name: str(value) for name, value in inputs.items() if value.is_dynamic},
+        dynamic={
+            name: str(value)
+            for name, value in inputs.items()
+            if any(isinstance(size, str) or size < 0 for size in value.shape or ())
+        },
         remarks=remarks if dump.format == "python" else [],
     )
 
