@@ -46,7 +46,8 @@ def explain(
     boundary: bool = False,
     graph: int = 1,
 ) -> Report:
-    """What :func:`fuse` would do, with the same reasons, changing nothing.
+    """What :func:`fuse` would do, with the same reasons, changing nothing. Raises a ValueError
+    that says why, for a file that cannot be read or does not hold enough.
 
     gm        a graph as :func:`fuse` takes it, or the path of an FX listing that torchair or torch
               wrote, from which the graph is rebuilt
@@ -54,8 +55,6 @@ def explain(
     boundary  say what :func:`backend` would do, which views caches in the kernel's shape before it
               calls the graph
     graph     which graph of a file that holds several, counted from 1
-
-    A file that cannot be read, or does not hold enough, raises a ValueError that says why.
     """
     if isinstance(gm, (str, PathLike)):
         return explain_dump(read(Path(gm), graph), config, boundary=boundary)
