@@ -28,7 +28,7 @@ from inspect import signature
 from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -324,16 +324,15 @@ def traced_with(size: Any, symbol: Any) -> int:
     return int(hints[symbol])
 
 
-def symbolic_mode(kind: type[FakeTensorMode], weigh: Callable[[Any], Any]) -> FakeTensorMode:
-    """A fake mode whose tensors may have sizes made by `new_size`; ``weigh`` passes each expression
-    on to torch.
-    """
+ModeT = TypeVar("ModeT", bound=FakeTensorMode)
+
+
+def symbolic_mode(kind: type[ModeT]) -> ModeT:
+    """A fake mode whose tensors may have sizes made by `new_size`."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     env: Any = ShapeEnv()
     env._replacements_version_counter = 1  # at 0, torch does not ask for replacements
-    replace = env.replace
-    env.replace = lambda size: replace(weigh(size))
     return kind(shape_env=env, allow_non_fake_inputs=True)
 
 

@@ -14,8 +14,8 @@ from mla_fusion.fx.workplace import workplace
 
 
 def forms(gm: GraphModule, boundary: bool = False) -> Iterator[GraphModule]:
-    """The graph, subgraphs inlined, arguments at their places, empty parts dropped; then with what was assembled in place
-    as its parts, too.
+    """The graph, subgraphs inlined, arguments at their places and empty parts dropped; then with
+    what was assembled in place as its parts, too.
 
     ``boundary``: a wrapper can make inputs of what it is given, of each layer of a pool for one.
     """

@@ -20,7 +20,6 @@ from mla_fusion.fx.indexed import Indexed
 from mla_fusion.fx.kinds import (
     filled_with,
     is_cast,
-    is_float,
     is_getitem,
     is_literal,
     is_view,

@@ -276,7 +276,7 @@ class TokenAxis:
 
     # -- rules
 
-    def _rows_written(self, node: Node) -> Place:
+    def _written_rows(self, node: Node) -> Place:
         """npu_kv_rmsnorm_rope_cache: rows [B, 1, S, ..] of the latents and of both tables."""
         return self._elementwise(node, [argument(node, name) for name in ("kv", "cos", "sin")])
 
@@ -574,7 +574,7 @@ RULES: dict[str, Rule] = rules(
     TokenAxis._quantised,
     TokenAxis._reduced,
     TokenAxis._repeated,
-    TokenAxis._rows_written,
+    TokenAxis._written_rows,
     TokenAxis._within_rows,
     TokenAxis._written,
 )

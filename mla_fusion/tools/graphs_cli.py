@@ -57,7 +57,12 @@ def _explain_dump(arguments: Namespace) -> mf.Report:
     from mla_fusion.tools.dumps.model import DumpError, NotRebuilt
 
     with user_errors(DumpError, NotRebuilt):
-        return mf.explain(arguments.target, _config(arguments), boundary=not arguments.pass_only)
+        return mf.explain(
+            arguments.target,
+            _config(arguments),
+            boundary=not arguments.pass_only,
+            graph=arguments.graph,
+        )
 
 
 def _config(arguments: Namespace, **more: Any) -> mf.Config:
@@ -104,7 +109,7 @@ def _inspect(arguments: Namespace) -> int:
     from mla_fusion.tools.inspect.summary import summarise
     from mla_fusion.tools.inspect.viewers import ExportError, export
 
-    dumps = [_read_dump(path) for path in paths]
+    dumps = [_read_dump(path, arguments.graph) for path in paths]
     if arguments.export and len(dumps) > 1:
         raise UserError("--export takes one dump")
     if arguments.export:
@@ -124,17 +129,18 @@ def _diff(arguments: Namespace) -> int:
     from mla_fusion.tools.inspect.compare import diff
 
     with user_errors(ValueError):
-        found = diff(_read_dump(first), _read_dump(second))
+        found = diff(_read_dump(first, arguments.graph), _read_dump(second, arguments.graph))
     return answer(found, arguments, found.equal)
 
 
-def _read_dump(path: Path) -> Any:
+def _read_dump(path: Path, graph: int) -> Any:
     from mla_fusion.tools.dumps import DumpError, read
 
     with user_errors(DumpError):
-        return read(path)
+        return read(path, graph)
 
 
+_GRAPH = option("--graph", "which graph of a file that holds several", type=int, default=1)
 _TARGETS = option("--targets", "operators that may be emitted, as Config.targets", nargs="+")
 COMMANDS = (
     Command(
@@ -156,6 +162,7 @@ COMMANDS = (
                 "shape",
                 action="store_true",
             ),
+            _GRAPH,
             page("also write the report as a page"),
             option(
                 "--stats",
@@ -186,11 +193,9 @@ COMMANDS = (
         "Say what stands in graphs that torchair or torch dumped.",
         options=(
             option("dumps", "pbtxt, txt, py or FX listing", metavar="DUMP", nargs="+"),
+            _GRAPH,
             option(
-                "--export",
-                "also write one dump: .dot, .svg, .json or .pbtxt",
-                type=output,
-                metavar="FILE",
+                "--export", "also write one dump for Graphviz: .dot", type=output, metavar="FILE"
             ),
         ),
     ),
@@ -202,6 +207,7 @@ COMMANDS = (
         (
             option("first", "a dump", metavar="A"),
             option("second", "the dump to compare it with", metavar="B"),
+            _GRAPH,
         ),
     ),
 )

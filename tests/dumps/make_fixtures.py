@@ -6,9 +6,6 @@ dumps.
 The model is that of examples/fuse_your_model.py; the dumps are written by torchair's own code for
 its option ``config.debug.graph_dump`` and by ``print_readable``, which its FX dumps are. Paths are
 shortened, nothing else.
-
-The two forms of GE itself (``ge_*``) are torchair's graphs in the protobuf of GE and as its encoder
-is documented (``ge_files.py``); no GE has written them.
 """
 
 from __future__ import annotations
@@ -21,7 +18,6 @@ from typing import Any
 import mla_fusion as mf  # before torch, where torch_npu is installed without CANN
 
 # isort: split
-import ge_files
 import torch
 from torch import nn
 
@@ -56,13 +52,9 @@ def main() -> None:
 
     fused = mf.lower(layer, *arguments)
     dump(runners[-1], "fused", ("pbtxt", "txt", "py"))
-    write("ge_proto_fused.txt", ge_files.proto(runners[-1].graph._proto))
-    write("ge_onnx_fused.pbtxt", ge_files.onnx(runners[-1].graph._proto, everything=False))
     with converters.unfused_registered():
         unfused = mf.lower(layer, *arguments, config=OFF)
     dump(runners[-1], "unfused", ("pbtxt", "py"))
-    write("ge_proto_unfused.txt", ge_files.proto(runners[-1].graph._proto))
-    write("ge_onnx_unfused.pbtxt", ge_files.onnx(runners[-1].graph._proto))
     original(layer, arguments)
 
     write("fx_before.txt", readable(unfused.fx_before))

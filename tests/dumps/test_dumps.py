@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
 
-from mla_fusion.tools.dumps import Dump, DumpError, Edge, Value, read, recognise
+from mla_fusion.inspect import summarise
+from mla_fusion.tools.dumps import Dump, DumpError, Edge, Value, read
 from mla_fusion.tools.dumps.fx_text import annotated
-from mla_fusion.tools.dumps.prototext import parse, unescape
+from mla_fusion.tools.dumps.prototext import parse
 
 FIXTURES = Path(__file__).parent / "fixtures"
-FILES = sorted(path.name for path in FIXTURES.iterdir())
 
 
 def fixture(name: str) -> Dump:
@@ -25,7 +26,6 @@ def shape_of_graph(dump: Dump) -> list[object]:
             op.type,
             op.inputs,
             op.roles,
-            op.results,
             op.outputs,
             sorted(map(str, op.attributes.items())),
         )
@@ -36,18 +36,14 @@ def shape_of_graph(dump: Dump) -> list[object]:
 @pytest.mark.parametrize(
     ("name", "kind", "count"),
     [
-        ("fused.pbtxt", "pbtxt", 14),
+        ("fused.pbtxt", "text", 14),
         ("fused.txt", "text", 14),
         # TensorMove and Assign, which GE's passes removed, are in the listing
         ("fused_py.txt", "python", 18),
-        ("fused_original.pbtxt", "pbtxt", 18),
-        ("unfused.pbtxt", "pbtxt", 109),
-        ("unfused_py.txt", "python", 111),
+        ("fused_original.pbtxt", "text", 18),
+        ("unfused.pbtxt", "text", 109),
+        ("unfused_py.txt", "python", 81),
         ("dynamic.txt", "text", 18),
-        ("ge_proto_fused.txt", "text", 14),
-        ("ge_proto_unfused.txt", "text", 109),
-        ("ge_onnx_fused.pbtxt", "onnx", 14),
-        ("ge_onnx_unfused.pbtxt", "onnx", 109),
         ("fx_before.txt", "fx", 71),
         ("fx_strides.txt", "fx", 71),
         ("fx_after.txt", "fx", 20),
@@ -57,78 +53,10 @@ def shape_of_graph(dump: Dump) -> list[object]:
 def test_format_and_size(name, kind, count):
     dump = fixture(name)
     assert (dump.format, len(dump.operators)) == (kind, count)
-    assert set(FILES) == {path.name for path in FIXTURES.iterdir()}
 
 
 def test_both_forms_of_a_graph_read_the_same():
     assert shape_of_graph(fixture("fused.pbtxt")) == shape_of_graph(fixture("fused.txt"))
-
-
-def test_ges_own_forms_read_the_same():
-    text = fixture("unfused.pbtxt")
-    assert shape_of_graph(fixture("ge_proto_unfused.txt")) == shape_of_graph(text)
-    onnx = fixture("ge_onnx_unfused.pbtxt")
-    for ours, theirs in zip(onnx.operators, text.operators, strict=True):
-        assert (ours.name, ours.type, ours.inputs) == (theirs.name, theirs.type, theirs.inputs)
-        assert ours.roles == (theirs.roles if theirs.inputs else [])
-        assert [value.dtype for value in ours.outputs] == [value.dtype for value in theirs.outputs]
-    constants = [
-        [op.attributes["value"]["numbers"] for op in dump.of_type("Const")] for dump in (onnx, text)
-    ]
-    assert constants[0] == constants[1]
-    inputs = [[op.outputs for op in dump.of_type("Data")] for dump in (onnx, text)]
-    assert inputs[0] == inputs[1]
-
-
-def test_an_onnx_dump_without_strings_still_has_roles_and_shapes():
-    (kernel,) = fixture("ge_onnx_fused.pbtxt").of_type("MlaPrologV3")
-    assert kernel.roles[:5] == [
-        "token_x",
-        "weight_dq",
-        "weight_uq_qr",
-        "weight_uk",
-        "weight_dkv_kr",
-    ]
-    assert "cache_mode" not in kernel.attributes and kernel.attributes[
-        "rmsnorm_epsilon_cq"
-    ] == pytest.approx(1e-6)
-
-
-def test_subgraphs_keep_their_names_apart(tmp_path):
-    op = 'op { name: "x" type: "Data" } op { name: "out" type: "NetOutput" input: "x:0" }'
-    file = tmp_path / "ge_proto.txt"
-    file.write_text(
-        f'name: "model"\ngraph {{ name: "root" {op} }}\ngraph {{ name: "branch" {op} }}\n'
-    )
-    dump = read(file)
-    assert dump.graph == "root" and list(dump.by_name) == ["x", "out", "branch/x", "branch/out"]
-    node = (
-        'node { name: "x" op_type: "ge:Data" } node { input: "x:0" name: "out" op_type: '
-        '"ge:NetOutput" }'
-    )
-    branch = (
-        f'node {{ name: "branch" op_type: "subgraph" attribute {{ name: "graph" g {{ {node} }} '
-        f"type: GRAPH }} }}"
-    )
-    file.write_text(f'ir_version: 6\ngraph {{ {node} {branch} name: "root" }}\n')
-    dump = read(file)
-    assert dump.graph == "root" and list(dump.by_name) == ["x", "out", "branch/x", "branch/out"]
-    assert dump.by_name["branch/out"].inputs == [Edge("branch/x")]
-
-
-def test_an_onnx_model_of_no_ge_graph_is_refused(tmp_path):
-    file = tmp_path / "model.pbtxt"
-    file.write_text('ir_version: 8\ngraph {\n  node { name: "a" op_type: "Relu" }\n}\n')
-    with pytest.raises(DumpError, match="an ONNX model, not a GE graph: op_type 'Relu'"):
-        read(file)
-
-
-def test_a_truncated_onnx_dump_is_told(tmp_path):
-    text = (FIXTURES / "ge_onnx_fused.pbtxt").read_text()
-    file = tmp_path / "cut.pbtxt"
-    file.write_text(text[: text.rindex("name: ")])
-    with pytest.raises(DumpError, match="the file ends inside 'graph' of line 4: truncated"):
-        read(file)
 
 
 def test_the_kernel_with_roles_and_shapes():
@@ -150,32 +78,16 @@ def test_the_kernel_with_roles_and_shapes():
 def test_generated_python_has_the_wiring_of_the_graph():
     graph, listing = fixture("fused_original.pbtxt"), fixture("fused_py.txt")
     wired = [
-        {(op.name, op.type, tuple(op.inputs)) for op in dump.operators} for dump in (graph, listing)
+        {(op.name.partition(" at line ")[0], op.type, tuple(op.inputs)) for op in dump.operators}
+        for dump in (graph, listing)
     ]
     assert wired[0] == wired[1]
-
-
-def test_generated_python_holds_constants_and_sources():
-    dump = fixture("unfused_py.txt")
-    mean = next(dump.of_type("ReduceMean"))
-    axes = dump.producer(mean.inputs[1])  # type: ignore[arg-type]
-    assert axes.attributes["value"]["numbers"] == [-1]
-    assert mean.source.startswith("examples/fuse_your_model.py:24 in forward: return (high *")
-    split = next(dump.of_type("SplitV"))
-    assert [op.type for op, _ in dump.readers[split.name]] == ["Transpose", "SplitV", "Mul"]
-
-
-def test_constants_read_as_the_model_wrote_them():
-    dump = fixture("unfused.pbtxt")
-    numbers = [op.attributes["value"]["numbers"] for op in dump.of_type("Const")]
-    assert [1e-6] in numbers and [1, 0] in numbers
 
 
 def test_dynamic_dimensions():
     dump = fixture("dynamic.txt")
     (kernel,) = dump.of_type("MlaPrologV3")
-    symbols = [dump.value(edge).shape for edge in kernel.inputs[:1]]
-    assert symbols == [("s77", 1024)]
+    assert dump.value(kernel.inputs[0]).shape == (-1, 1024)
     assert dump.value(kernel.inputs[0]).bytes is None
 
 
@@ -190,18 +102,6 @@ def test_fx_listing():
     assert plain.by_name["getitem_1"].call == ((Edge("split_with_sizes"), 1), {})
     assert plain.by_name["matmul"].source.startswith("examples/fuse_your_model.py")
     assert plain.operators[-1].inputs == [Edge("transpose_1"), Edge("add_1")]
-
-
-def test_what_logs_and_inductor_write_around_a_listing(tmp_path):
-    text = (FIXTURES / "fx_before.txt").read_text()
-    for name in ("<lambda>", "GraphModule"):
-        head = (
-            "I1 aot [0/0] TRACED GRAPH\n ===== Forward graph 0 =====\n "
-            f"/lib/fx/_lazy_graph_module.py class {name}("
-        )
-        logged = tmp_path / "log.txt"
-        logged.write_text(text.replace("class GraphModule(", head) + "\n\n\nafter\n")
-        assert len(read(logged).operators) == 71
 
 
 @pytest.mark.parametrize(
@@ -249,7 +149,6 @@ def test_prototext():
     found = parse('a: 1 b { c: "x\\"\\n\\101" d: DT_BF16 }  # note\nb: { c: \'y\' }\nf: -1e-6\n')
     assert [(name, value) for name, value, _ in found if name != "b"] == [("a", 1), ("f", -1e-6)]
     assert [value[0][1] for name, value, _ in found if name == "b"] == ['x"\nA', "y"]
-    assert unescape(r"\377\x41") == "\xffA"
 
 
 @pytest.mark.parametrize(
@@ -269,7 +168,7 @@ def test_truncated(tmp_path, name, keep, message):
     with pytest.raises(DumpError, match=message) as raised:
         read(file)
     error = raised.value
-    assert error.path == file and error.line > 1 and error.offset > 100 and str(file) in str(error)
+    assert error.path == file and error.line > 1 and f"{file}:{error.line}: " in str(error)
 
 
 def test_truncated_between_operators(tmp_path):
@@ -308,6 +207,39 @@ def test_missing_file_is_an_os_error(tmp_path):
         read(tmp_path / "absent.pbtxt")
 
 
-def test_recognised_by_content():
-    for name in FILES:
-        assert recognise((FIXTURES / name).read_text()) == fixture(name).format
+def test_a_circle_is_refused(tmp_path):
+    file = tmp_path / "graph.txt"
+    file.write_text(
+        'op { name: "a" type: "TensorMove" input: "b:0" }\n'
+        'op { name: "b" type: "TensorMove" input: "a:0" }\n'
+        'op { name: "n" type: "NetOutput" input: "a:0" }\n'
+    )
+    with pytest.raises(DumpError, match="read one another in a circle"):
+        read(file)
+
+
+def test_what_is_larger_than_any_dump_is_not_read(tmp_path):
+    file = tmp_path / "graph.txt"
+    with file.open("wb") as written:
+        written.truncate((64 << 20) + 1)
+    with pytest.raises(DumpError, match="larger than 64 MiB"):
+        read(file)
+
+
+def test_damage_is_refused_in_one_line_or_harmless(tmp_path):
+    """300 draws of truncation and flipped bits, each read, summed up and explained."""
+    contents = [path for path in sorted(FIXTURES.iterdir()) if len(path.read_bytes()) < 30_000]
+    draw, refused = random.Random(20260101), 0
+    for _ in range(300):
+        path = draw.choice(contents)
+        content = bytearray(path.read_bytes())
+        content = content[: draw.randrange(len(content))] if draw.random() < 0.4 else content
+        for _ in range(draw.choice((0, 1, 1, 2, 8)) if content else 0):
+            content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+        (file := tmp_path / path.name).write_bytes(content)
+        try:
+            str(summarise(read(file)))
+        except DumpError as error:
+            assert error.path == file and "\n" not in str(error)
+            refused += 1
+    assert refused > 100

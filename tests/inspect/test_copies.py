@@ -86,7 +86,7 @@ STAGED = [
 def test_nothing_is_copied_where_the_kernel_writes(name: str, mode: str, tmp_path: Path) -> None:
     low, copies, followed = lowered(name, mode, tmp_path)
     assert {item.placement for item in low.report.fused} == {"in place"}
-    assert [one for one in copies if not one.folded] == []
+    assert copies == []
     layers = len(low.report.fused)
     assert len(followed) == (layers if name == "PackedRows" else 2 * layers)
     text = str(summarise(read(tmp_path / ("graph.pbtxt" if mode == "ge" else "fx_after.txt"))))
@@ -96,7 +96,7 @@ def test_nothing_is_copied_where_the_kernel_writes(name: str, mode: str, tmp_pat
 def test_a_cache_that_attention_casts_is_said_to_be_read_so(tmp_path: Path) -> None:
     lowered("PagedRotateHalf", "npugraph_ex", tmp_path)
     found = find_copies(read(tmp_path / "fx_after.txt")).copies
-    assert {(one.type, one.role) for one in found if one.role != "weight"} == {
+    assert {(one.type, one.role) for one in found} == {
         ("aten._to_copy.default", "cache, to read it")
     }
 
@@ -127,7 +127,7 @@ def test_slices_of_a_ge_graph_are_joined_to_whole_caches(fused: bool, tmp_path: 
     joins = next(read(tmp_path / "graph.pbtxt").of_type("NetOutput")).inputs[-2:]
     assert {str(edge) for edge in joins} <= {one.operator for one in copies}
     text = str(summarise(read(tmp_path / "graph.pbtxt")))
-    assert "Copies at every run" in text and "No copies" not in text
+    assert "Copies at every run" in text
 
 
 def test_an_index_add_of_a_ge_graph_works_on_copies(tmp_path: Path) -> None:
@@ -203,13 +203,9 @@ def test_whatever_makes_a_tensor_as_large_as_a_written_cache_is_a_copy(
         ), copies
         return
     kinds = (how,) if how is not None else ("copy", "transpose")
-    read_so = [
-        one
-        for one in copies.copies
-        if one.what in kinds and not one.folded and one.role != "weight"
-    ]
+    read_so = [one for one in copies.copies if one.what in kinds]
     assert {names[one.of] for one in read_so} >= expected, copies.copies
-    assert "No copies" not in str(summarise(dump))
+    assert "Copies at every run" in str(summarise(dump))
 
 
 class ReturnsCaches(nn.Module):
@@ -260,7 +256,7 @@ def test_an_unknown_operator_on_the_way_is_named(tmp_path: Path) -> None:
 
     text = of_listing(tmp_path, step, torch.zeros(8, 4), torch.zeros(2, 4))
     assert "not followed through mla_fusion_tests.moved_rows.default moved_rows" in text
-    assert "No copies" not in text
+    assert "not copied" not in text
 
 
 @pytest.mark.parametrize(
@@ -314,17 +310,3 @@ def test_a_hidden_state_of_the_same_shape_is_no_cache(tmp_path: Path) -> None:
         tmp_path, lambda x, w: x + (x @ w).relu(), torch.zeros(8, 4), torch.zeros(4, 4)
     )
     assert "No cache was found" in text
-
-
-@pytest.mark.parametrize("axes", ["9, 0", "-3, 0", "0, -9223372036854775808"])
-def test_axes_that_the_dump_made_up(axes: str, tmp_path: Path) -> None:
-    def step(cache: Tensor, rows: Tensor) -> Tensor:
-        cache.copy_(rows)
-        return cache.transpose(1, 0).contiguous() + cache.permute([1, 0]).contiguous()
-
-    of_listing(tmp_path, step, torch.zeros(8, 4), torch.zeros(8, 4))
-    text = (tmp_path / "fx.txt").read_text()
-    made_up = text.replace(", 1, 0);", f", {axes});").replace("[1, 0]);", f"[{axes}]);")
-    assert made_up.count(axes) == 2
-    (tmp_path / "fx.txt").write_text(made_up)
-    assert find_copies(read(tmp_path / "fx.txt")).followed == ["cache_1"]

@@ -12,24 +12,14 @@ import torch
 from torch import nn
 
 import mla_fusion as mf
-from mla_fusion.compat import withdraw
 from mla_fusion.compile.device_graph import capture
 from mla_fusion.fx import module_path
-from mla_fusion.tools.dumps import names
 from mla_fusion.tools.inspect.explain import DumpReport, NotRebuilt
 from tests.catalogue import (
     base,
-    int8,
-    int8_caches,
-    norms,
-    projections,
     prologues,
-    rotations,
     select,
-    tables,
-    writes,
 )
-from tests.dumps import ge_files
 from tests.exhaustive import one_in
 
 FIXTURES = Path(__file__).parents[1] / "dumps" / "fixtures"
@@ -110,124 +100,14 @@ def test_fixtures_of_the_real_torchair():
             "examples/fuse_your_model.py:46 in forward: q = self.q_b"
         )
     assert report.fused[0].dims["T"] == "s77"
-    assert mf.explain(FIXTURES / "fx_after.txt").fused == []
+    after = mf.explain(FIXTURES / "fx_after.txt")
+    assert after.fused == [] and "fused already in this graph: 1 prologue" in str(after)
 
 
 def test_config_counts():
     assert (
         mf.explain(str(FIXTURES / "fx_before.txt"), mf.Config(verify="off")).fused[0].figures == ()
     )
-
-
-@pytest.mark.parametrize(
-    "name", ["unfused.pbtxt", "unfused_py.txt", "ge_proto_unfused.txt", "ge_onnx_unfused.pbtxt"]
-)
-def test_ge_fixtures(name):
-    report = mf.explain(FIXTURES / name)
-    live = mf.explain(FIXTURES / "fx_before.txt")
-    assert meaning(report) == meaning(live)
-    assert report.fused[0].nodes[0] == "MatMul"
-
-
-def test_fused_dumps_say_so():
-    forms = (
-        "fused.txt",
-        "fused_py.txt",
-        "dynamic.txt",
-        "fx_after.txt",
-        "ge_proto_fused.txt",
-        "ge_onnx_fused.pbtxt",
-    )
-    for name in forms:
-        assert "fused already in this graph: 1 prologue" in str(mf.explain(FIXTURES / name))
-
-
-def outputs(item: Any) -> list[str]:
-    """Names of the results that are read; GE has one operator for both versions of the fused cache
-    write.
-    """
-    return sorted(set(item.replaced.values()))
-
-
-def meaning(report: mf.Report) -> list[object]:
-    """What was recognised, without the names of nodes, which a reason for staging may hold."""
-    found = [
-        (
-            item.dims,
-            item.cache_mode,
-            item.placement.partition(":")[0],
-            item.rope,
-            item.attributes,
-            outputs(item),
-        )
-        for item in report.fused
-    ]
-    return [*found, *(item.code for item in report.rejected)]
-
-
-GE_CASES = {
-    "functional_norm": (prologues.PagedFunctionalNorm, base.paged_args),
-    "even_odd": (prologues.EvenOdd, base.paged_args),
-    "neox": (prologues.Neox, base.paged_args),
-    "npu_v2": (lambda: prologues.NpuOperators(version=2), base.paged_args),
-    "fused_qkv_a": (prologues.FusedQkvA, base.paged_args),
-    "npu_v1": (lambda: prologues.NpuOperators(version=1), base.paged_args),
-    "block_offset": (prologues.BlockOffset, base.paged_args),
-    "int8_up": (int8.PartialSmooth, base.paged_args),
-    "int8": (int8.FullTransposed, base.paged_args),
-    "int8_indexer": (int8.IndexerReads, base.paged_args),
-    "int8_caches": (int8_caches.PlainCache, int8_caches.int8_cache_args),
-    "int8_operator_cache": (int8_caches.OperatorCache, int8_caches.int8_cache_args),
-    "longcat": (projections.LongCat, base.paged_args),
-    "vector_norm": (norms.VectorNorm, base.paged_args),
-    "computed_tables": (tables.ComputedTables, base.paged_args),
-    "gptj": (rotations.GptjStack, base.paged_args),
-    "scatter_rows": (writes.ScatterRows, base.paged_args),
-    "both_caches_at_once": (writes.BothByOneOperator, base.paged_args),
-}
-
-
-@pytest.mark.parametrize("name", one_in(5, GE_CASES))
-def test_ge_dump_means_what_the_live_graph_means(name, tmp_path, monkeypatch):
-    from mla_fusion import converters
-    from mla_fusion.compile import torchair_bridge
-
-    runners = []
-    compile_graph = torchair_bridge.compile_graph
-
-    def keeping(*arguments):
-        runners.append(compile_graph(*arguments))
-        return runners[-1]
-
-    monkeypatch.setattr(torchair_bridge, "compile_graph", keeping)
-    torch.manual_seed(0)
-    model, args = GE_CASES[name]
-    mf.offline.activate()
-    with converters.unfused_registered():
-        lowered = mf.lower(model(), *args(), config=mf.Config(enable=False))
-    live = meaning(mf.explain(lowered.fx_before, UNVERIFIED))
-    for kind in ("pbtxt", "py"):
-        runners[-1].runner.dump(str(tmp_path / f"graph.{kind}"))
-        assert meaning(mf.explain(tmp_path / f"graph.{kind}", UNVERIFIED)) == live
-    for form in (ge_files.proto, ge_files.onnx):
-        file = tmp_path / form.__name__
-        file.write_text(form(runners[-1].runner.graph._proto))
-        assert meaning(mf.explain(file, UNVERIFIED)) == live
-
-
-def test_ge_operator_without_counterpart_is_remarked(tmp_path):
-    file = tmp_path / "graph.pbtxt"
-    file.write_text((FIXTURES / "unfused.pbtxt").read_text().replace('op: "Rsqrt"', 'op: "Absent"'))
-    report = mf.explain(file)
-    assert report.fused == [] and "no ATen counterpart here for Absent x 2: opaque" in str(report)
-
-
-def test_names_that_python_does_not_take(tmp_path):
-    file = tmp_path / "graph.pbtxt"
-    file.write_text(
-        (FIXTURES / "unfused.pbtxt").read_text().replace('"arg9_1', '"layers.0/cache-1')
-    )
-    assert len(mf.explain(file).fused) == 1
 
 
 def test_a_damaged_size_is_refused(tmp_path):
@@ -267,33 +147,15 @@ def test_unknown_operators_are_remarked(tmp_path):
 
 def test_constants_without_values_are_remarked(tmp_path):
     file = listing(tmp_path, 'b: "f32[2]" = self.sign', "return (b,)")
-    assert "no values of constants (sign)" in str(mf.explain(file))
+    assert "not hold the value of the constant sign;" in str(mf.explain(file))
 
 
-def test_operators_are_those_that_are_there_now():
-    """torch_npu may be loaded after the first dump was read, and defines its operators anew."""
-    found = []
-    for _ in range(2):
-        library = torch.library.Library("atb", "FRAGMENT")
-        library.define("moved_by_a_test(Tensor x) -> Tensor")
-        found.append(names.target("atb.moved_by_a_test.default"))
-        assert found[-1] is torch.ops.atb.moved_by_a_test.default
-        withdraw(library)
-        if hasattr(torch.ops.atb, "moved_by_a_test"):
-            delattr(torch.ops.atb, "moved_by_a_test")
-    assert found[0] is not found[1] and names.target("atb.moved_by_a_test.default") is None
-
-
-def test_a_dump_that_contradicts_itself_is_refused_with_the_line(tmp_path, caplog):
+def test_a_dump_that_contradicts_itself_is_refused(tmp_path, caplog):
     """Where the pass fails for it; nothing is logged as a defect."""
     file = tmp_path / "graph.txt"
     text = (FIXTURES / "fx_before.txt").read_text()
     file.write_text(text.replace('bmm: "bf16[2, 4, 512]"', 'bmm: "bf16[4, 1536]"'))
-    with pytest.raises(
-        NotRebuilt,
-        match=r"line 31: bmm is no result of aten.bmm.default: the "
-        r"dump says ",
-    ):
+    with pytest.raises(NotRebuilt, match=r"the pass cannot follow this graph .*: was it edited\?"):
         mf.explain(file)
     assert not caplog.records
 

@@ -1,14 +1,14 @@
 """Readers of the graph dumps that torchair, GE, Inductor and torch write. Need neither torchair nor
 protobuf.
 
-A dump's format is told by its content: torchair gives the ending ``.txt`` to three different ones.
+The content of a file decides its format: torchair gives the ending ``.txt`` to two of them.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from mla_fusion.tools.dumps import fx_text, ge_onnx, ge_python, ge_text
+from mla_fusion.tools.dumps import fx_text, ge_python, ge_text
 from mla_fusion.tools.dumps.model import FORMATS, Dump, DumpError, Edge, Operator, Value
 
 __all__ = [
@@ -22,77 +22,59 @@ __all__ = [
     "recognise",
 ]
 
-_HEAD = 1 << 16  # characters looked at to tell the format
+MOST_BYTES = 1 << 26  # of a file; a model of 61 layers has less than a fifth of it
 
 
-def read(path: str | Path) -> Dump:
-    """The graph in a dump file.
+def read(path: str | Path, graph: int = 1) -> Dump:
+    """One graph of a dump file.
 
-    path  what torchair (pbtxt, py, txt), GE or torch (TORCH_LOGS, ExportedProgram) wrote
+    path   what torchair (pbtxt, py, txt) or torch (TORCH_LOGS, print_readable) wrote
+    graph  which graph of a file that holds several, counted from 1
 
-    Raises DumpError for a foreign or damaged file, OSError for one that cannot be read.
+    Raises DumpError for a foreign or damaged file and for a graph that it does not hold, OSError
+    for a file that cannot be read.
     """
     path = Path(path)
     try:
-        return _read(path).checked()
-    except (RecursionError, MemoryError):
-        raise DumpError("nests too deeply", 1, 0, path) from None
+        return _read(path, graph)
+    except RecursionError:
+        raise DumpError("nests too deeply", 1, path) from None
     except DumpError as error:
-        offset = error.offset or _start_of(path, error.line)
-        raise DumpError(error.message, error.line, offset, path) from None
+        raise DumpError(error.message, error.line, path) from None
 
 
-def recognise(head: str) -> str:
-    """The key in FORMATS that the first characters of a file show. Raises DumpError for anything
-    else.
-    """
-    if fx_text.CLASS.search(head):
+def recognise(text: str) -> str:
+    """The key in FORMATS that the text of a file shows. Raises DumpError for anything else."""
+    if fx_text.CLASS.search(text):
         return "fx"
-    if "import ge_apis as ge" in head or "\nfrom torchair.ge" in head:
+    if "import ge_apis as ge" in text or "\nfrom torchair.ge" in text:
         return "python"
-    for line in head.splitlines():
-        word = line.strip()
-        if not word or word.startswith("#"):
-            continue
-        if word.startswith("node {"):
-            return "pbtxt"
-        if word.startswith(("op {", "name:", "graph {")):
-            return "text"
-        if word.startswith(("ir_version", "producer_name", "model_version")):
-            return "onnx"
-        break
+    lines = (line for line in map(str.strip, text.splitlines()) if line and line[0] != "#")
+    if next(lines, "").startswith(("node {", "op {", "name:")):
+        return "text"
     raise DumpError(f"no graph dump of a known format ({'; '.join(FORMATS.values())})", 1)
 
 
-def _read(path: Path) -> Dump:
-    _check_text(path)
-    with path.open(encoding="utf-8", newline="\n") as file:
-        kind = recognise(file.read(_HEAD))
-        file.seek(0)
-        if kind in ("pbtxt", "text"):
-            operators, graph = ge_text.read(file)
-        elif kind == "onnx":
-            operators, graph = ge_onnx.read(file)
-        else:
-            operators, graph = (fx_text if kind == "fx" else ge_python).read(file.read())
-    if kind != "fx" and not any(operator.type in ("NetOutput", "output") for operator in operators):
-        last = operators[-1].line if operators else 1
-        raise DumpError("the graph has no NetOutput: truncated", last, path.stat().st_size)
-    return Dump(path, kind, operators, graph)
-
-
-def _start_of(path: Path, line: int) -> int:
-    with path.open("rb") as file:
-        return sum(len(raw) for _, raw in zip(range(line - 1), file, strict=False))
-
-
-def _check_text(path: Path) -> None:
-    """Dumps are UTF-8; a damaged or binary file is told where it stops being so."""
-    line, offset = 1, 0
-    with path.open("rb") as file:
-        for raw in file:
-            try:
-                raw.decode("utf-8")
-            except UnicodeDecodeError as error:
-                raise DumpError("not text (UTF-8)", line, offset + error.start) from None
-            line, offset = line + 1, offset + len(raw)
+def _read(path: Path, number: int) -> Dump:
+    if path.stat().st_size > MOST_BYTES:
+        raise DumpError(f"larger than {MOST_BYTES >> 20} MiB; no graph dump is", 1)
+    content = path.read_bytes()
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise DumpError("not text (UTF-8)", line) from None
+    kind = recognise(text := fx_text.COLOUR.sub("", text))
+    if kind == "fx":
+        listings = fx_text.split(text)
+        if not 1 <= number <= len(listings):
+            raise DumpError(f"the file holds {len(listings)} graphs, and no graph {number}", 1)
+        name, body = listings[number - 1]
+        dump = Dump(path, kind, fx_text.read(body), name, number, len(listings))
+        return dump.checked()
+    if number != 1:
+        raise DumpError(f"a GE dump holds 1 graph, and no graph {number}", 1)
+    operators, name = (ge_python if kind == "python" else ge_text).read(text)
+    if not any(operator.type == "NetOutput" for operator in operators):
+        raise DumpError("the graph has no NetOutput: truncated", text.count("\n") + 1)
+    return Dump(path, kind, operators, name).checked()

@@ -36,7 +36,6 @@ _ROWS = [
 ]
 _OF_NUMBER = {int(number): name for number, _, name in _ROWS}
 _OF_GE = {ge: name for _, ge, name in _ROWS}
-_TO_GE = {name: ge for _, ge, name in _ROWS}
 FX = {short: str(dtype).removeprefix("torch.") for dtype, short in dtype_abbrs.items()}
 
 
@@ -50,8 +49,3 @@ def from_number(number: object) -> str:
     one.
     """
     return _OF_NUMBER.get(number, "") if isinstance(number, int) else ""
-
-
-def to_ge(name: str) -> str:
-    """GE's name of a dtype."""
-    return _TO_GE.get(name, f"DT_{name.upper()}")

@@ -7,11 +7,9 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from heapq import heappop, heappush
-from itertools import pairwise
+from graphlib import CycleError, TopologicalSorter
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -21,24 +19,16 @@ Shape = tuple[Dim, ...]
 Attributes = dict[str, Any]  # by name; also what a call is given by name
 Arguments = tuple[tuple[Any, ...], Attributes]  # of a call, by place and by name
 
-_DIGITS = 19  # of the largest size
-
-
-def dim(text: str) -> Dim:
-    """A size as text: its number, or the expression that it is."""
-    digits = text.removeprefix("-")
-    return int(text) if digits.isascii() and digits.isdigit() and len(digits) <= _DIGITS else text
+_NUMBER = re.compile(r"-?[0-9]{1,19}$")
+_DIM = re.compile(r"(?:[^,(]|\([^()]*(?:\([^()]*\)[^()]*)*\))+")
 
 
 def dims(text: str) -> Shape:
-    """Sizes between commas that stand outside parentheses, as in ``s0, Max(1, s0)``."""
-    depth, ends = 0, [-1]
-    for place, letter in enumerate(text):
-        depth += (letter == "(") - (letter == ")")
-        if letter == "," and depth == 0:
-            ends.append(place)
-    parts = [text[start + 1 : end].strip() for start, end in pairwise([*ends, len(text)])]
-    return tuple(dim(part) for part in parts if part)
+    """Sizes between commas that stand outside parentheses, as in ``s0, Max(1, s0)``: numbers, or
+    the expressions that they are.
+    """
+    parts = [part.strip() for part in _DIM.findall(text)]
+    return tuple(int(part) if _NUMBER.match(part) else part for part in parts if part)
 
 
 # the bits in the names of numbers, "bfloat16" or "float8_e5m2"
@@ -46,34 +36,15 @@ _BITS = re.compile(r"(?:b?float|u?int|complex|(?:hifloat|q?u?int)(?=8))(\d+)")
 
 
 class DumpError(ValueError):
-    """A file that is no dump, or a damaged one. ``line`` counts from 1, ``offset`` is in characters
-    from the start.
-    """
+    """A file that is no dump, or a damaged one. ``line`` counts from 1."""
 
-    def __init__(
-        self, message: str, line: int = 0, offset: int = 0, path: Path | None = None
-    ) -> None:
-        self.message, self.line, self.offset, self.path = message, line, offset, path
-        super().__init__(f"{path or 'dump'}:{line}: {message} (offset {offset})")
-
-
-@contextmanager
-def operator_at(line: int) -> Iterator[None]:
-    """Errors in what an operator holds are told with its line: strings in it have lines of their
-    own.
-    """
-    try:
-        yield
-    except DumpError as error:
-        raise DumpError(error.message, line) from None
-    except (TypeError, ValueError, AttributeError, OverflowError, KeyError) as error:
-        raise DumpError(f"a damaged operator: {error}", line) from None
+    def __init__(self, message: str, line: int = 0, path: Path | None = None) -> None:
+        self.message, self.line, self.path = message, line, path
+        super().__init__(f"{path or 'dump'}:{line}: {message}")
 
 
 class NotRebuilt(ValueError):
-    """A dump that does not hold what a graph needs, or is too costly; the message says what is
-    missing.
-    """
+    """A dump of which no graph can be made; the message says why, and which file to take."""
 
 
 @dataclass(frozen=True)
@@ -89,21 +60,22 @@ class Value:
     stride: Shape | None = None
 
     @property
-    def bytes(self) -> int | None:
-        """Its size, or None where the dump does not say or a dimension is dynamic."""
-        bits = _bits(self.dtype)
-        if bits is None or self.shape is None:
+    def elements(self) -> tuple[int, list[str]] | None:
+        """How many elements: the product of the known sizes, and the symbols beside it. None where
+        the dump does not say.
+        """
+        if self.shape is None or -1 in self.shape:
             return None
-        sizes = [dim for dim in self.shape if isinstance(dim, int) and dim >= 0]
-        return (prod(sizes) * bits + 7) // 8 if len(sizes) == len(self.shape) else None
+        known = prod(size for size in self.shape if isinstance(size, int))
+        return known, sorted(size for size in self.shape if isinstance(size, str))
 
     @property
-    def dynamic(self) -> tuple[int, ...]:
-        """Places of the dynamic dimensions."""
-        shape = self.shape or ()
-        return tuple(
-            place for place, dim in enumerate(shape) if not isinstance(dim, int) or dim < 0
-        )
+    def bytes(self) -> int | None:
+        """Its size, or None where the dump does not say or a dimension is dynamic."""
+        bits, elements = _BITS.match(self.dtype.replace("bool", "int8")), self.elements
+        if bits is None or elements is None or elements[1]:
+            return None
+        return (elements[0] * int(bits[1]) + 7) // 8
 
     def __str__(self) -> str:
         shape = "[?]" if self.shape is None else f"[{', '.join(str(dim) for dim in self.shape)}]"
@@ -124,14 +96,11 @@ class Edge:
         return self.producer if self.index == 0 else f"{self.producer}:{self.index}"
 
 
-_SOURCE = re.compile(r"(.+?):(\d+) in (.*?)(?:: |$)(.*)", re.DOTALL)
-
-
 @dataclass(eq=False, slots=True)
 class Operator:
     """One operator. An input is None where an optional one is not given.
 
-    roles   names of the inputs and outputs, as far as known
+    roles   names of the inputs, as far as known
     call    (args, kwargs) with Edges in place of values; empty where the dump is no program
     source  "file:line in function: code" of the model, where the dump holds it
     """
@@ -142,18 +111,9 @@ class Operator:
     outputs: list[Value] = field(default_factory=list)
     attributes: Attributes = field(default_factory=dict)
     roles: list[str] = field(default_factory=list)
-    results: list[str] = field(default_factory=list)
     line: int = 0
     call: Arguments = ((), {})
     source: str = ""
-
-    @property
-    def stack_trace(self) -> str:
-        """``source`` in the words of Python's tracebacks, as nodes of a graph carry it; "" where
-        there is none.
-        """
-        found = _SOURCE.match(self.source)
-        return found.expand(r'File "\1", line \2, in \3\n    \4') if found is not None else ""
 
     @property
     def output(self) -> Value:
@@ -176,9 +136,7 @@ class Operator:
 
 
 FORMATS = {
-    "pbtxt": "GE graph, torchair pbtxt",
-    "text": "GE graph, protobuf text",
-    "onnx": "GE graph, ONNX text",
+    "text": "GE graph, torchair pbtxt or txt",
     "python": "GE graph, torchair py",
     "fx": "FX graph, readable text",
 }
@@ -188,12 +146,25 @@ Readers = dict[str, list[tuple[Operator, int]]]  # of each operator, with the pl
 
 @dataclass(eq=False)
 class Dump:
-    """A graph read from a file. ``format`` is a key of :data:`FORMATS`."""
+    """A graph read from a file.
+
+    format  a key of :data:`FORMATS`
+    graph   its name
+    number  which graph of the file it is
+    graphs  how many the file holds
+    """
 
     path: Path
     format: str
     operators: list[Operator]
     graph: str = ""
+    number: int = 1
+    graphs: int = 1
+
+    def __str__(self) -> str:
+        """Path and format; where the file holds several graphs, which one this is."""
+        which = f", graph {self.number} of {self.graphs}" if self.graphs > 1 else ""
+        return f"{self.path} ({FORMATS[self.format]}{which})"
 
     @property
     def is_fx(self) -> bool:
@@ -214,52 +185,28 @@ class Dump:
 
     @cached_property
     def ordered(self) -> list[Operator]:
-        """Each operator behind what it reads, else as in the file; those of a circle, and what
-        reads one, are left out.
-        """
-        place = {name: index for index, name in enumerate(self.by_name)}
-        missing = {operator.name: len(operator.reads) for operator in self.operators}
-        ready = [place[name] for name, count in missing.items() if not count]
-        found = []
-        while ready:
-            found.append(self.operators[heappop(ready)])
-            for reader, _ in self.readers[found[-1].name]:
-                missing[reader.name] -= 1
-                if not missing[reader.name]:
-                    heappush(ready, place[reader.name])
-        return found
-
-    @cached_property
-    def places(self) -> dict[str, int]:
-        """Where each operator stands in that order; those of a circle, and behind one, last."""
-        return {
-            operator.name: place
-            for place, operator in enumerate(dict.fromkeys([*self.ordered, *self.operators]))
-        }
+        """Each operator behind what it reads. Raises DumpError where some read one another."""
+        read = {one.name: [edge.producer for _, edge in one.reads] for one in self.operators}
+        try:
+            return [self.by_name[name] for name in TopologicalSorter(read).static_order()]
+        except CycleError as error:
+            line = self.by_name[error.args[1][0]].line
+            raise DumpError("operators read one another in a circle", line) from None
 
     @cached_property
     def counts(self) -> Counter[str]:
         return Counter(operator.type for operator in self.operators)
 
-    def producer(self, edge: Edge) -> Operator:
-        return self.by_name[edge.producer]
-
     def value(self, edge: Edge | None) -> Value:
         """What is known of the tensor on an edge."""
-        for _ in self.operators:  # a damaged dump may move a tensor in a circle
-            if edge is None:
-                break
-            operator = self.producer(edge)
-            found = (
-                operator.outputs[edge.index] if 0 <= edge.index < len(operator.outputs) else Value()
-            )
-            above = operator.input(0)
-            # of other results torchair writes a dtype that they need not have
-            told = found.shape is not None
-            if told or operator.type not in ("TensorMove", "Identity") or above == edge:
-                return found
-            edge = above
-        return Value()
+        if edge is None:
+            return Value()
+        operator = self.by_name[edge.producer]
+        outputs = operator.outputs
+        found = outputs[edge.index] if 0 <= edge.index < len(outputs) else Value()
+        # of other results torchair writes a dtype that they need not have
+        moved = found.shape is None and operator.type in ("TensorMove", "Identity")
+        return self.value(operator.input(0)) if moved else found
 
     def of_type(self, *types: str) -> Iterator[Operator]:
         return (operator for operator in self.operators if operator.type in types)
@@ -268,20 +215,12 @@ class Dump:
         """Itself, if its operators have names of their own and read only one another."""
         if not self.operators:
             raise DumpError("the graph holds no operator", 1)
-        seen = {""}
-        for operator in self.operators:
-            name = operator.name
-            if name in seen:
-                raise DumpError(f"two operators, or none, have the name {name!r}", operator.line)
-            seen.add(name)
-        for operator in self.operators:
-            for _, edge in operator.reads:
+        for one in self.operators:
+            if self.by_name[one.name] is not one:
+                raise DumpError(f"two operators have the name {one.name!r}", one.line)
+            for _, edge in one.reads:
                 if edge.producer not in self.by_name:
-                    said = f"{operator.name} reads {edge.producer!r}, which the dump lacks"
-                    raise DumpError(said, operator.line)
+                    said = f"{one.name} reads {edge.producer!r}, which the dump lacks"
+                    raise DumpError(said, one.line)
+        self.ordered  # noqa: B018  # raises for a circle
         return self
-
-
-def _bits(dtype: str) -> int | None:
-    found = _BITS.match(dtype)
-    return 8 if dtype == "bool" else int(found[1]) if found is not None else None

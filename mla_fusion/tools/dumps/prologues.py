@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from mla_fusion.compat import OpOverload
+from mla_fusion.compat import OpOverload, schema_of
 from mla_fusion.meta.prolog import V1, V2, V3
 from mla_fusion.prove.operators import called
 from mla_fusion.tools.dumps import Dump, Operator, Value, names
@@ -58,34 +58,26 @@ def find(dump: Dump) -> list[Prologue]:
 
 
 def _prologue(dump: Dump, place: int, operator: Operator) -> Prologue:
-    roles = dict(enumerate(roles_of(operator)))
     inputs = tuple(
-        Input(roles[place], str(edge), dump.value(edge))
-        for place, edge in operator.reads
-        if edge.index >= 0 and place in roles
+        Input(role, str(edge), dump.value(edge))
+        for role, edge in zip(roles_of(operator), operator.inputs, strict=False)
+        if edge is not None
     )
-    known = _attributes(operator)
+    # what an FX call leaves out has the schema's default
+    target, known = names.target(operator.type), operator.attributes
+    if isinstance(target, OpOverload):
+        known = called(target, *operator.call).given
     shown = {name: known[name] for name in _SHOWN if name in known}
     return Prologue(place, operator.name, operator.type, inputs, shown, operator.source)
 
 
 def roles_of(operator: Operator) -> list[str]:
-    """What each input is to a prologue operator: of an FX graph the schema's name, or its place
-    where the operator is not known here.
-    """
+    """What each input is to a prologue operator: of an FX graph the schema's name."""
     if operator.type in GE:
         return operator.roles or list(GE[operator.type].ge_inputs)
     target = names.target(operator.type)
     args, kwargs = operator.call
-    known = names.by_name(target, args, {}) if isinstance(target, OpOverload) else {}
-    places = [*known, *map(str, range(len(known), len(args)))]
-    named = {**dict(zip(places, args, strict=True)), **kwargs}
-    return [name for name, item in named.items() for _ in edges_in(item)]
-
-
-def _attributes(operator: Operator) -> Attributes:
-    """Attributes by name; what an FX call leaves out has the schema's default."""
-    target = names.target(operator.type)
-    if not isinstance(target, OpOverload):
-        return operator.attributes
-    return called(target, *operator.call).given
+    known = schema_of(target).arguments if isinstance(target, OpOverload) else ()
+    places = [argument.name for argument in known] + [""] * len(args)
+    named = [*zip(places, args, strict=False), *kwargs.items()]
+    return [name for name, item in named for _ in edges_in(item)]

@@ -6,14 +6,12 @@ from __future__ import annotations
 
 import ast
 import warnings
-from collections.abc import Callable
-from itertools import accumulate
 from typing import Any
 
 from mla_fusion.compat import tree_leaves
 from mla_fusion.tools.dumps.model import Arguments, DumpError, Edge, Operator
 
-_WORDS = ("inf", "nan", "true", "false", "Ellipsis")
+_WORDS = ("inf", "nan", "Ellipsis")
 
 
 def parse(text: str) -> ast.Module:
@@ -23,10 +21,9 @@ def parse(text: str) -> ast.Module:
             # of literals that are legal and odd, as damage makes them
             warnings.simplefilter("ignore")
             return ast.parse(text)
-    except SyntaxError as error:
-        raise DumpError(f"not a whole listing: {error.msg}", error.lineno or 1) from None
-    except (ValueError, RecursionError, MemoryError, OverflowError) as error:
-        raise DumpError(f"not a listing: {error}", 1) from None
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        line = getattr(error, "lineno", None) or 1
+        raise DumpError(f"not a whole listing: {getattr(error, 'msg', error)}", line) from None
 
 
 class Word(str):
@@ -45,35 +42,21 @@ def dotted(node: ast.AST) -> str:
 
 
 class Reader:
-    """What the readers of both listings do: literals, names, and where in the model a line comes
-    from.
+    """What the readers of both listings do: literals and names."""
 
-    source_of  what the comment on a line says of that, "" for any other line
-    """
-
-    def __init__(self, text: str, source_of: Callable[[str], str]) -> None:
+    def __init__(self) -> None:
         self.operators: list[Operator] = []
         self.names: dict[str, Edge] = {}
-        lines = map(source_of, text.split("\n"))
-        self._sources = list(accumulate(lines, lambda last, new: new or last, initial=""))
-
-    def source(self, node: ast.stmt | ast.expr | ast.arg) -> str:
-        """What the last comment above says."""
-        return self._sources[min(node.lineno, len(self._sources)) - 1]
 
     def value(self, node: ast.AST | None) -> Any:
         """A literal, a list, an :class:`Edge` for a known name, a :class:`Word` for a dotted
         one.
         """
         match node:
-            case None:
-                return None
             case ast.Constant(value=found):
                 return found
-            case ast.Name(id=name) if name in self.names:
-                return self.names[name]
-            case ast.Name(id=name) if name in _WORDS:
-                return Word(name)
+            case ast.Name(id=name) if name in self.names or name in _WORDS:
+                return self.names.get(name, Word(name))
             case ast.Name(id=name):
                 raise DumpError(f"{name!r} is not defined", node.lineno)
             case ast.Attribute() if name := dotted(node):
@@ -84,10 +67,10 @@ class Reader:
                 return tuple(self.value(item) for item in items)
             case ast.Dict(keys=keys) if all(isinstance(key, ast.Constant) for key in keys):
                 return dict(zip(map(self.value, keys), map(self.value, node.values), strict=True))
-            case ast.UnaryOp(op=ast.USub(), operand=operand):
-                found = self.value(operand)
-                if isinstance(found, (Word, int, float, complex)):
-                    return Word(f"-{found}") if isinstance(found, Word) else -found
+            case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
+                return -number
+            case ast.UnaryOp(op=ast.USub(), operand=ast.Name(id=name)):
+                return Word(f"-{name}")
             case ast.Call():
                 return self.constructed(node)
         raise unexpected(node)
@@ -103,7 +86,7 @@ class Reader:
                 return Word(f"device:{where}")
             case "slice" if 1 <= len(arguments) <= 3:
                 return slice(*arguments)
-            case "tensor" | "Size" | "array" | "float" | "int" | "bool" if arguments:
+            case "tensor" | "Const" if arguments:
                 return arguments[0]
         raise unexpected(node)
 
@@ -115,6 +98,13 @@ class Reader:
 
 def unexpected(node: ast.AST | None) -> DumpError:
     return DumpError(f"unexpected {type(node).__name__} in the listing", getattr(node, "lineno", 0))
+
+
+def names_in(nodes: list[ast.expr]) -> list[str]:
+    """The names that are given results. Raises DumpError for anything else."""
+    if names := [node.id for node in nodes if isinstance(node, ast.Name)]:
+        return names
+    raise DumpError("results that are no names", nodes[0].lineno if nodes else 1)
 
 
 def edges_in(found: Any) -> list[Edge]:

@@ -1,46 +1,66 @@
 """An FX listing made a graph again: the operators that torch knows, each value with the shape that
-stands beside it.
+stands beside it. No operator is called.
 """
 
 from __future__ import annotations
 
-from contextlib import suppress
+import re
+from collections import Counter
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
-import mla_fusion.ops  # noqa: F401  # npu:: operators, where torch_npu has not defined them
-from mla_fusion.compat import C_FUNCTIONS, FakeTensor, tree_leaves, tree_map_only
+from mla_fusion.compat import C_FUNCTIONS, tree_leaves, tree_map_only
 from mla_fusion.operators.known import value_of
-from mla_fusion.tools.dumps import Dump, Edge, Operator, budget, names
-from mla_fusion.tools.dumps.builder import Builder
+from mla_fusion.tools.dumps import Dump, Edge, Operator, names
 from mla_fusion.tools.dumps.fx_text import METHOD
 from mla_fusion.tools.dumps.model import NotRebuilt
 from mla_fusion.tools.dumps.python_text import Word
+from mla_fusion.tools.dumps.symbols import Tensors
 
 _EARLY = (METHOD, "setitem", C_FUNCTIONS)  # calls that AOT autograd leaves none of
+_SOURCE = re.compile(r"(.+?):(\d+) in (.*?)(?:: |$)(.*)", re.DOTALL)
+_MOST_PARTS = 1 << 12  # of a value that is taken apart; models have a few
 
 
-class Rebuilder(Builder):
+class Rebuilder:
+    """Makes nodes of the operators, one by one. ``unmapped`` counts calls of what is not on the
+    list of names.
+    """
+
     def __init__(self, dump: Dump) -> None:
-        super().__init__(dump)
+        self.dump, self.graph, self.tensors = dump, Graph(), Tensors()
         self.nodes: dict[str, Node] = {}
-        self.constants: list[str] = []
+        self.constants: dict[str, str] = {}  # by path: attributes of our module
+        self.unmapped = Counter[str]()
 
-    def ordered(self) -> list[Operator]:
-        """As they stand. Raises NotRebuilt for a graph before AOT autograd."""
-        for early in self.dump.operators:
-            if early.type.startswith(_EARLY):
+    def graph_module(self) -> tuple[GraphModule, list[str]]:
+        """The graph, and remarks on what the dump does not tell. Raises NotRebuilt, with the
+        line.
+        """
+        for operator in self.dump.operators:
+            if operator.type.startswith(_EARLY):
                 raise NotRebuilt(
-                    f"line {early.line} calls {early.type}: this is the graph before AOT autograd; "
-                    "the pass reads the one after it, 000_aot_forward_graph.txt of "
-                    "TORCH_COMPILE_DEBUG=1"
+                    f"line {operator.line} calls {operator.type}: this is the graph before AOT "
+                    "autograd; the pass reads the one after it: TORCH_LOGS=aot_graphs prints it, "
+                    "torchair writes it as 000_aot_forward_graph.txt with TORCH_COMPILE_DEBUG=1"
                 )
-        return self.dump.operators
-
-    def take(self, operator: Operator) -> None:
-        self.nodes[operator.name] = self._node(operator)
+            self.tensors.mode.check()
+            try:
+                self.nodes[operator.name] = self._node(operator)
+            # a damaged dump can describe what no graph is: sizes below zero, names that are none
+            except Exception as error:
+                said = f"{type(error).__name__}: {error}".partition("\n")[0]
+                raise NotRebuilt(
+                    f"line {operator.line}: torch accepts no such graph: {said}"
+                ) from error
+        for name, node in self.nodes.items():
+            one = self.dump.by_name[name]
+            if node.users and value_of(node) is None and one.output.dtype != "Sym":
+                raise NotRebuilt(f"line {one.line}: the dump does not tell the shape of {name}")
+        held = dict.fromkeys(self.constants.values(), torch.empty(0, device="meta"))
+        return GraphModule(held, self.graph), self._remarks()
 
     def _node(self, operator: Operator) -> Node:
         args, kwargs = operator.call
@@ -58,62 +78,45 @@ class Rebuilder(Builder):
         if operator.type == "alias" and isinstance(args[0], Node):
             return args[0]
         target = names.target(operator.type)
-        if target is None:
+        if target is None or (operator.type in names.FUNCTIONS and not _plain(args, kwargs)):
             return self._opaque(operator, operator.type)
         return self._described(operator, "call_function", target, args, kwargs)
 
     def _opaque(self, operator: Operator, called: str) -> Node:
+        """A node of what is not on the list: every walk of the pass stops at it."""
         self.unmapped[called] += 1
-        inputs = tuple(self.nodes[edge.producer] for _, edge in operator.reads)
-        if not inputs:
-            raise NotRebuilt(
-                f"line {operator.line}: {operator.type} is not known here and reads nothing"
-            )
-        return self._described(operator, *self.BOX, inputs)
+        inputs = [self.nodes[edge.producer] for _, edge in operator.reads]
+        return self._described(operator, "call_method", "unknown", (inputs,))
 
     def _attribute(self, operator: Operator, path: str) -> Node:
-        value = self.tensors.of(operator.output)
-        held = None
-        if value is not None:
-            sizes = [size if isinstance(size, int) else 1 for size in value.shape]
-            held = torch.empty(sizes, dtype=value.dtype, device="meta")
-        self.root.setdefault(path, held)
-        self.constants.append(path)
-        return self._described(operator, "get_attr", path)
+        # by a name of our own: a path of the dump's could lead into the module's own attributes
+        name = self.constants.setdefault(path, f"constant_{len(self.constants)}")
+        return self._described(operator, "get_attr", name)
 
-    def _described(self, operator: Operator, kind: str, *call: Any) -> Node:
-        """``call``: as :meth:`add` takes target and arguments."""
+    def _described(
+        self, operator: Operator, kind: str, target: Any, args: Any = (), kwargs: Any = None
+    ) -> Node:
+        node = self.graph.create_node(kind, target, args, kwargs, name=operator.name)
         value = self.tensors.of(operator.output)
-        node = self.add(operator, kind, *call, value=value)
-        if value is None and kind == "call_function":
-            value = self._computed(node)
-            if value is not None:
-                node.meta["val"] = value
+        value = self._unstated(operator) if value is None else value
+        if value is not None:
+            node.meta["val"] = value
+        if operator.source:  # in the words of Python's tracebacks
+            words = r'File "\1", line \2, in \3\n    \4'
+            node.meta["stack_trace"] = _SOURCE.sub(words, operator.source)
         return node
 
-    def _computed(self, node: Node) -> Any:
-        """What torch says the operator returns: listings write no annotation on a tuple. Where it
-        says nothing, the readers of the parts tell their shapes.
-        """
-        missing = object()
-        args, kwargs = torch.fx.node.map_arg(
-            (node.args, node.kwargs), lambda arg: arg.meta.get("val", missing)
-        )
-        if names.computable(node.target, args, kwargs):
-            with suppress(budget.Refused):
-                return budget.called(self.tensors.mode, node.target, args, kwargs)
+    def _unstated(self, operator: Operator) -> Any:
+        """Of a tuple, on which listings write no annotation: what the readers of its parts say."""
         parts = {}
-        for reader, _ in self.dump.readers[node.name]:
+        for reader, _ in self.dump.readers[operator.name]:
             place = reader.call[0][1] if reader.type == "getitem" else None
             if isinstance(place, int):
                 parts[place] = self.tensors.of(reader.output)
         last = max(parts, default=-1)
-        return tuple(map(parts.get, range(last + 1))) if 0 <= last < names.MOST_PARTS else None
+        return tuple(map(parts.get, range(last + 1))) if 0 <= last < _MOST_PARTS else None
 
     def _data(self, found: Any) -> Any:
-        count = len(tree_leaves(found))
-        if count > names.MOST_ELEMENTS:
-            raise names.Unknown(f"{count} elements")
         return tree_map_only((Edge, Word, slice), self._datum, found)
 
     def _datum(self, found: Edge | Word | slice) -> Any:
@@ -121,65 +124,20 @@ class Rebuilder(Builder):
             return slice(*map(self._data, (found.start, found.stop, found.step)))
         return names.literal(found) if isinstance(found, Word) else self.nodes[found.producer]
 
-    def finish(self) -> None:
-        for node in self.graph.nodes:
-            if node.op != "output" and node.users and value_of(node) is None:
-                line = self.dump.by_name[node.name].line if node.name in self.dump.by_name else 0
-                raise NotRebuilt(f"line {line}: the dump does not tell the shape of {node.name}")
-
-    def remarks(self) -> list[str]:
-        told = [
+    def _remarks(self) -> list[str]:
+        return [
             f"the operator {name} is unknown here: the pass does not look inside ({count} calls)"
             for name, count in self.unmapped.items()
+        ] + [
+            f"the dump does not hold the value of the constant {path}; what depends on it is not "
+            "recognised"
+            for path in self.constants
         ]
-        if self.constants:
-            few = ", ".join(self.constants[:3]) + (", .." if len(self.constants) > 3 else "")
-            told.append(
-                f"the dump holds no values of constants ({few}); what depends on them is not "
-                "recognised"
-            )
-        return told
 
 
-def contradiction(gm: GraphModule) -> tuple[Node, str] | None:
-    """The first node whose operands torch refuses, or makes something else of than the dump says;
-    and which.
-    """
-    for node in gm.graph.nodes:
-        if node.op != "call_function":
-            continue
-        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda arg: value_of(arg))
-        if not names.fits(node.target, args, kwargs):
-            return node, "these are not the arguments that it takes"
-        modes = [
-            leaf.fake_mode for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, FakeTensor)
-        ]
-        if not modes or not names.computable(node.target, args, kwargs, writes=True):
-            continue
-        try:
-            value = budget.called(modes[0], node.target, args, kwargs)
-        except budget.Refused as error:
-            return node, str(error)
-        stated = tree_leaves(value_of(node))
-        if any(map(_differ, stated, tree_leaves(value))):
-            return node, f"the dump says {_said(stated)}, torch {_said(tree_leaves(value))}"
-    return None
-
-
-def _differ(stated: Any, made: Any) -> bool:
-    """Symbolic sizes may be the same in other words."""
-    if not isinstance(stated, torch.Tensor) or not isinstance(made, torch.Tensor):
-        return False
-    pairs = [
-        (a, b) for a, b in zip(stated.shape, made.shape, strict=False) if type(a) is type(b) is int
-    ]
-    return stated.dtype != made.dtype or stated.dim() != made.dim() or any(a != b for a, b in pairs)
-
-
-def _said(leaves: list[Any]) -> str:
-    shapes = (
-        f"{leaf.dtype}{list(leaf.shape)}".removeprefix("torch.")
-        for leaf in leaves
-        if hasattr(leaf, "shape")
+def _plain(args: Any, kwargs: Any) -> bool:
+    """Are the operands of Python's arithmetic values of the graph, and numbers?"""
+    leaves = tree_leaves((args, kwargs))
+    return any(isinstance(leaf, Node) for leaf in leaves) and all(
+        isinstance(leaf, (Node, int, float)) for leaf in leaves
     )
-    return ", ".join(shapes)

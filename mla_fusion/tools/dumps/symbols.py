@@ -3,45 +3,53 @@
 from __future__ import annotations
 
 import ast
-import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache, partial
+from time import monotonic
 from typing import Any
 
 import torch
 
-from mla_fusion.compat import new_size, symbolic_mode
-from mla_fusion.tools.dumps import Value, budget, names
+from mla_fusion.compat import FakeTensorMode, new_size, symbolic_mode
+from mla_fusion.tools.dumps import Value, names
 from mla_fusion.tools.dumps.fx_text import BINARY
 
+MOST_SECONDS = 120  # that the pass may work on the graph of a dump; 61 layers take a few
 _BINARY: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
-    **{sign: BINARY[sign] for sign in (ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod)},
-    ast.Pow: lambda base, exponent: base ** _small(base, exponent),
+    sign: BINARY[sign] for sign in (ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod)
 }
-_CALLS: dict[str, Callable[..., Any]] = {
-    "Max": torch.sym_max,
-    "Min": torch.sym_min,
-    "FloorDiv": operator.floordiv,
-}
+_CALLS: dict[str, Callable[..., Any]] = {"Max": torch.sym_max, "Min": torch.sym_min}
 _HINT = 11  # as good a number of tokens as any: a prime that no model's dims contain
 _LARGEST = 1 << 40
 _LONGEST = 256  # characters of an expression
-_DEGREE = 4  # sums to a higher power have too many terms
-_SYMBOLIC = 8  # sizes of one tensor that may be symbolic, since their product is one expression
+_FACTORS = 8  # products of more sums have too many terms
 
 
-def _small(base: Any, exponent: Any) -> int:
-    most = 8 if isinstance(base, int) else _DEGREE
-    if not isinstance(exponent, int) or not 0 <= exponent <= most:
-        raise ValueError("no exponent of a size")
-    return exponent
+class TooSlow(BaseException):
+    """Not an Exception, because torch and sympy catch those and try something else."""
+
+
+class _Mode(FakeTensorMode):
+    """Ends the work on a graph when its time is up."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._deadline = monotonic() + MOST_SECONDS
+
+    def check(self) -> None:
+        if monotonic() > self._deadline:
+            raise TooSlow
+
+    def __torch_dispatch__(self, *call: Any, **options: Any) -> Any:
+        self.check()
+        return super().__torch_dispatch__(*call, **options)
 
 
 class Tensors:
     """Makes fake tensors; a symbol of one name is the same size everywhere."""
 
     def __init__(self) -> None:
-        self.mode = symbolic_mode(budget.Mode, budget.weigh)
+        self.mode = symbolic_mode(_Mode)
         self._symbol = cache(partial(new_size, self.mode, hint=_HINT, largest=_LARGEST))
         self._expression = cache(self._parsed)
         # layers repeat their shapes, and a tensor without storage can stand for many
@@ -57,21 +65,16 @@ class Tensors:
 
     def _make(self, value: Value) -> Any:
         dtype = names.dtype(value.dtype)
-        if value.shape is None or dtype is None or len(value.shape) > names.MOST_AXES:
+        shape = [*map(self.size, value.shape or ())]
+        stride = None if value.stride is None else [*map(self.size, value.stride)]
+        if value.shape is None or dtype is None:
             return None
-        if sum(isinstance(size, str) for size in value.shape) > _SYMBOLIC:
+        if any(size is None for size in (*shape, *(stride or ()))):
             return None
-        shape = self.sizes(value.shape)
-        stride = self.sizes(value.stride) if value.stride is not None else None
-        if shape is None or (stride is not None and len(stride) != len(shape)):
-            return None
-        if stride is None:
-            return budget.called(self.mode, torch.empty, (shape,), {"dtype": dtype})
-        return budget.called(self.mode, torch.empty_strided, (shape, stride), {"dtype": dtype})
-
-    def sizes(self, dims: Sequence[Any]) -> list[Any] | None:
-        found = [self.size(dim) for dim in dims]
-        return None if any(size is None for size in found) else found
+        with self.mode:
+            if stride is None:
+                return torch.empty(shape, dtype=dtype)
+            return torch.empty_strided(shape, stride, dtype=dtype)
 
     def size(self, dim: Any) -> Any:
         """A number, or the SymInt of an expression; None for what is no size."""
@@ -80,33 +83,26 @@ class Tensors:
         return self._expression(dim)
 
     def _parsed(self, text: str) -> Any:
-        if len(text) > _LONGEST or text.count("*") > 2 * _DEGREE:
+        if len(text) > _LONGEST or text.count("*") > _FACTORS:
             return None
         try:
             return self._evaluate(ast.parse(text.strip(), mode="eval").body)
-        except (
-            SyntaxError,
-            ValueError,
-            LookupError,
-            TypeError,
-            ArithmeticError,
-            RecursionError,
-            MemoryError,
-        ):
+        except Exception:  # of an expression that is none
             return None
 
     def _evaluate(self, node: ast.AST) -> Any:
-        if isinstance(node, ast.Constant) and isinstance(node.value, int) and node.value < _LARGEST:
-            return node.value
-        if isinstance(node, ast.Name):
-            return self._symbol(node.id)
-        if isinstance(node, ast.BinOp):
-            found = _BINARY[type(node.op)](self._evaluate(node.left), self._evaluate(node.right))
-            if isinstance(found, int) and abs(found) > _LARGEST:
-                raise ValueError("too large for a size")
-            return found
-        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-            return -self._evaluate(node.operand)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            return _CALLS[node.func.id](*map(self._evaluate, node.args))
-        raise ValueError(f"not a size: {ast.dump(node)}")
+        match node:
+            case ast.Constant(value=int(number)) if number < _LARGEST:
+                return number
+            case ast.Name(id=name):
+                return self._symbol(name)
+            case ast.BinOp(op=ast.Pow(), left=ast.Name(id=name), right=ast.Constant(value=2)):
+                return self._symbol(name) * self._symbol(name)
+            case ast.BinOp(left=left, op=op, right=right):
+                found = _BINARY[type(op)](self._evaluate(left), self._evaluate(right))
+                if isinstance(found, int) and abs(found) > _LARGEST:
+                    raise ValueError("too large for a size")
+                return found
+            case ast.Call(func=ast.Name(id=name), args=arguments):
+                return _CALLS[name](*map(self._evaluate, arguments))
+        raise ValueError("not a size")

@@ -1,27 +1,18 @@
 """Two dumps compared by what their operators are and how they are wired; names count for nothing.
 
-Every operator gets a digest of its type, attributes and inputs' digests (what it computes), refined
-by those of its readers (what it is for) until no more operators are told apart. Operators with
-equal digests are paired off; the rest was added or removed. Where one operator changed, everything
-behind it computes something else too: so what is left is paired again by type, attributes and the
-pairs among its neighbours, and reported only if no partner is found.
+Runs of operators that are alike in type and attributes are paired off, in the order of the files;
+the rest was added or removed. Graphs are equal where all are paired and read one another alike.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections import Counter, defaultdict
-from collections.abc import Set
+from collections import Counter
 from dataclasses import asdict, dataclass
-from typing import Any
+from difflib import SequenceMatcher
 
 from mla_fusion.report import text_tables
 from mla_fusion.tools.dumps import Dump, Operator
 from mla_fusion.tools.inspect.operator_kinds import ENDS, INPUTS
-
-_ROUNDS = 64
-Digests = dict[str, str]  # of operators, by name
-Pairs = dict[str, str]  # names in the first dump, with their partners'
 
 
 @dataclass(frozen=True)
@@ -85,23 +76,35 @@ def diff(first: Dump, second: Dump) -> Difference:
     """
     if first.is_fx != second.is_fx:
         raise ValueError("an FX graph and a GE graph have no operators in common")
+    found = Difference(str(first), str(second), [], [], [])
     # Generated Python leaves out attributes that have their defaults.
     by_attributes = (first.format == "python") == (second.format == "python")
-    sides = [_Side(first, by_attributes), _Side(second, by_attributes)]
-    pairs = _pair(*sides)
-    partners = set(pairs.values())
-    rewired = [
-        (first.by_name[before].type, before, after)
-        for before, after in pairs.items()
-        if not _wired_alike(first.by_name[before], second.by_name[after], pairs, partners)
-    ]
-    return Difference(
-        str(first.path),
-        str(second.path),
-        [_change(op) for op in first.operators if op.name not in pairs],
-        [_change(op) for op in second.operators if op.name not in partners],
-        rewired,
-    )
+    sides = [[_own(one, by_attributes) for one in dump.operators] for dump in (first, second)]
+    pairs: dict[str, str] = {}
+    matched = SequenceMatcher(None, sides[0], sides[1], autojunk=False).get_matching_blocks()
+    for start, place, size in matched:
+        alike = zip(first.operators[start:], second.operators[place : place + size], strict=False)
+        pairs |= {one.name: partner.name for one, partner in alike}
+    partners = {name: name for name in pairs.values()}
+    found.removed = [_change(one) for one in first.operators if one.name not in pairs]
+    found.added = [_change(one) for one in second.operators if one.name not in partners]
+    for before, after in pairs.items():
+        one, other = first.by_name[before], second.by_name[after]
+        # an input that was added or removed is told already
+        wired, wanted = _wiring(one, pairs), _wiring(other, partners)
+        both = wired.keys() & wanted.keys()
+        if len(one.inputs) != len(other.inputs) or any(wired[at] != wanted[at] for at in both):
+            found.rewired.append((one.type, before, after))
+    return found
+
+
+def _wiring(operator: Operator, partners: dict[str, str]) -> dict[int, tuple[str, int]]:
+    """By place, the partner that is read and which of its results."""
+    return {
+        place: (partners[edge.producer], edge.index)
+        for place, edge in operator.reads
+        if edge.producer in partners
+    }
 
 
 def _change(operator: Operator) -> Change:
@@ -109,118 +112,9 @@ def _change(operator: Operator) -> Change:
     return Change(operator.name, operator.type, inputs, operator.line)
 
 
-class _Side:
-    """One graph with the digests of its operators: what each is, and what it computes."""
-
-    def __init__(self, dump: Dump, by_attributes: bool) -> None:
-        self.dump = dump
-        self.own = {operator.name: _own(operator, by_attributes) for operator in dump.operators}
-        self.meant = dict(self.own)
-        for operator in dump.ordered:
-            inputs = _inputs(operator, self.meant)
-            self.meant[operator.name] = _digest(self.own[operator.name], inputs)
-
-    def refined(self, digests: Digests) -> Digests:
-        """One round: the digest, those of the inputs in order, those of the readers in any
-        order.
-        """
-        found = {}
-        for operator in self.dump.operators:
-            readers = self.dump.readers[operator.name]
-            read_by = sorted((digests[reader.name], place) for reader, place in readers)
-            inputs = _inputs(operator, digests)
-            found[operator.name] = _digest(digests[operator.name], inputs, read_by)
-        return found
-
-    def neighbours(self, name: str) -> list[tuple[str, tuple[str, int]]]:
-        """What an operator reads and what reads it, each with the place."""
-        return [
-            *((edge.producer, ("in", place)) for place, edge in self.dump.by_name[name].reads),
-            *((reader.name, ("out", place)) for reader, place in self.dump.readers[name]),
-        ]
-
-
-def _inputs(operator: Operator, digests: Digests) -> list[tuple[str, int] | None]:
-    return [
-        None if edge is None else (digests[edge.producer], edge.index) for edge in operator.inputs
-    ]
-
-
 def _own(operator: Operator, by_attributes: bool) -> str:
-    """Type and attributes. Inputs are told apart by dtype and shape, never by their number or
-    name.
-    """
+    """Type and attributes; an input's dtype and shape, never its number or name."""
     if operator.type in INPUTS | ENDS:
-        return _digest(operator.type, [str(value) for value in operator.outputs])
-    if not by_attributes and operator.type != "Const":
-        return _digest(operator.type)
+        return f"{operator.type} {[str(value) for value in operator.outputs]}"
     given = sorted((name, str(value)) for name, value in operator.stated.items())
-    return _digest(operator.type, given)
-
-
-def _digest(*parts: object) -> str:
-    return hashlib.blake2b(repr(parts).encode(), digest_size=12).hexdigest()
-
-
-def _pair(first: _Side, second: _Side) -> Pairs:
-    """Partners: first those that mean and serve the same, then ever less, and last by
-    neighbours.
-    """
-    sides = first, second
-    exact = [side.meant for side in sides]
-    both = [side.refined(side.meant) for side in sides]
-    for _ in range(_ROUNDS):
-        finer = [side.refined(digests) for side, digests in zip(sides, both, strict=True)]
-        before, after = ([len({*one.values()}) for one in round] for round in (both, finer))
-        if before == after:
-            break
-        both = finer
-    pairs: Pairs = {}
-    for one, other in (both, exact):
-        free = _unpaired(second, set(pairs.values()), other)
-        for digest, names in _unpaired(first, pairs.keys(), one).items():
-            pairs |= zip(names, free[digest], strict=False)
-    _spread(first, second, pairs)
-    return pairs
-
-
-def _unpaired(side: _Side, taken: Set[str], digests: Digests) -> defaultdict[str, list[str]]:
-    """The operators without a partner, by their digest, in order of the graph."""
-    found = defaultdict(list)
-    for name in side.own:
-        if name not in taken:
-            found[digests[name]].append(name)
-    return found
-
-
-def _spread(first: _Side, second: _Side, pairs: Pairs) -> None:
-    """Pair what is left with what has the same type and attributes and stands beside partners."""
-    pools = _unpaired(second, set(pairs.values()), second.own)
-    for name, own in first.own.items():
-        pool = pools[own]
-        if name in pairs or not pool:
-            continue
-        near = [(pairs.get(one), place) for one, place in first.neighbours(name)]
-        scores = [_score(near, second.neighbours(one)) for one in pool[:_ROUNDS]]
-        best = max(range(len(scores)), key=scores.__getitem__)
-        if scores[best]:
-            pairs[name] = pool.pop(best)
-
-
-def _score(near: list[tuple[str | None, Any]], other: list[tuple[str, Any]]) -> int:
-    """How many neighbours are partners; at the same place they count twice."""
-    return len({*near} & {*other}) + len({name for name, _ in near} & {name for name, _ in other})
-
-
-def _wired_alike(one: Operator, other: Operator, pairs: Pairs, partners: set[str]) -> bool:
-    """Do partners read partners, each at the same place? What was added or removed is told
-    already.
-    """
-    return len(one.inputs) == len(other.inputs) and all(
-        a is b
-        if a is None or b is None
-        else a.producer not in pairs
-        or b.producer not in partners
-        or (pairs[a.producer], a.index) == (b.producer, b.index)
-        for a, b in zip(one.inputs, other.inputs, strict=True)
-    )
+    return f"{operator.type} {given if by_attributes else ''}"

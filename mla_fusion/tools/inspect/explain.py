@@ -1,11 +1,11 @@
-"""``mf.explain``: what the pass would do to a graph. A dump's graph is rebuilt, and read like any
-other.
+"""``mf.explain``: what the pass would do to a graph. The graph of a listing is rebuilt, and read
+like any other.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from os import PathLike, fspath
+from os import PathLike
 from pathlib import Path
 
 from torch.fx import GraphModule
@@ -13,11 +13,17 @@ from torch.fx import GraphModule
 from mla_fusion import pipeline
 from mla_fusion.config import Config
 from mla_fusion.report.report import Report
-from mla_fusion.tools.dumps import FORMATS, Dump, budget, read, rebuild_fx, rebuild_ge
+from mla_fusion.tools.dumps import Dump, prologues, read, symbols
 from mla_fusion.tools.dumps.model import NotRebuilt
-from mla_fusion.tools.dumps.prologues import is_prologue
+from mla_fusion.tools.dumps.rebuild_fx import Rebuilder
 
 __all__ = ["DumpReport", "NotRebuilt", "explain", "explain_dump"]
+
+_NO_LISTING = (
+    "this is a GE graph, and the pass reads the FX graph that it was made from. Compile once more "
+    "with TORCH_COMPILE_DEBUG=1 in the environment: torchair then writes the FX listing "
+    "torch_compile_debug/run_*/torchair/model__*/forward/000_aot_forward_graph.txt; take that file"
+)
 
 
 @dataclass(repr=False)
@@ -34,74 +40,55 @@ class DumpReport(Report):
 
 
 def explain(
-    gm: GraphModule | str | PathLike[str], config: Config | None = None, *, boundary: bool = False
+    gm: GraphModule | str | PathLike[str],
+    config: Config | None = None,
+    *,
+    boundary: bool = False,
+    graph: int = 1,
 ) -> Report:
-    """What :func:`fuse` would do, with the same reasons, changing nothing.
+    """What :func:`fuse` would do, with the same reasons, changing nothing. Raises a ValueError
+    that says why, for a file that cannot be read or does not hold enough.
 
-    gm        a graph as :func:`fuse` takes it, or the path of a dump that torchair or torch wrote,
-              from which the graph is rebuilt
+    gm        a graph as :func:`fuse` takes it, or the path of an FX listing that torchair or torch
+              wrote, from which the graph is rebuilt
     config    options of the pass
     boundary  say what :func:`backend` would do, which views caches in the kernel's shape before it
               calls the graph
-
-    A dump that cannot be read, or does not hold enough, raises a ValueError that says why.
+    graph     which graph of a file that holds several, counted from 1
     """
     if isinstance(gm, (str, PathLike)):
-        return explain_dump(gm, config, boundary=boundary)
+        return explain_dump(read(Path(gm), graph), config, boundary=boundary)
     return pipeline.explain(gm, config, boundary=boundary)
 
 
-def explain_dump(
-    path: str | PathLike[str] | Dump, config: Config | None = None, *, boundary: bool = False
-) -> DumpReport:
+def explain_dump(dump: Dump, config: Config | None = None, *, boundary: bool = False) -> DumpReport:
     """What the pass says of the graph in a dump. Layers are unnamed: dumps hold no module paths.
 
-    Raises DumpError for a file that is no dump, and NotRebuilt, with the reason, for one that does
-    not hold enough.
+    Raises NotRebuilt, with the reason, for a dump that does not hold enough.
     """
-    dump = path if isinstance(path, Dump) else read(Path(fspath(path)))
-    with budget.limited(len(dump.operators)) as spent:
-        gm, remarks = _rebuilt(dump, spent)
-        spent.line = 0
-        report = _explained(dump, gm, Config.given(config), boundary)
-    kernels = sum(count for kind, count in dump.counts.items() if is_prologue(kind))
-    if kernels:
-        counted = "1 prologue" if kernels == 1 else f"{kernels} prologues"
-        remarks.append(f"fused already in this graph: {counted}")
-    return DumpReport(
-        **vars(report), dump=f"{dump.path} ({FORMATS[dump.format]})", remarks=tuple(remarks)
-    )
-
-
-def _explained(dump: Dump, gm: GraphModule, config: Config, boundary: bool) -> Report:
-    """Where the pass fails on a graph that contradicts itself, the dump is at fault, not the
-    pass.
-    """
+    several = [
+        f"the file holds {dump.graphs} graphs; this is graph {dump.number}. "
+        "--graph N, or graph=N in Python, reads another"
+    ] * (dump.graphs > 1)
     try:
+        if not dump.is_fx:
+            raise NotRebuilt(_NO_LISTING)
+        gm, remarks = Rebuilder(dump).graph_module()
+        config = Config.given(config)
         report = pipeline.explain(gm, replace(config, strict=True), boundary=boundary)
         report.config = config
-        return report
+    except symbols.TooSlow:
+        raise NotRebuilt(
+            f"{dump}: the pass did not get through the graph in {symbols.MOST_SECONDS} s"
+        ) from None
+    except NotRebuilt as error:
+        raise NotRebuilt("; ".join([f"{dump}: {error}", *several])) from error.__cause__
     except pipeline.SkipError:
         raise
-    except Exception as error:
-        budget.end_if_interrupted(error)
-        found = rebuild_fx.contradiction(gm)
-        if found is not None:
-            node, why = found
-            line = dump.by_name[node.name].line if node.name in dump.by_name else 0
-            raise NotRebuilt(
-                f"line {line}: {node.name} is no result of {node.target}: {why}"
-            ) from error
-    return pipeline.explain(gm, config, boundary=boundary)
-
-
-def _rebuilt(dump: Dump, spent: budget.Budget) -> tuple[GraphModule, list[str]]:
-    try:
-        return (rebuild_fx if dump.is_fx else rebuild_ge).Rebuilder(dump).graph_module()
-    except NotRebuilt:
-        raise
-    # a damaged dump can describe what no graph is: sizes below zero, names that are none
-    except Exception as error:
-        budget.end_if_interrupted(error)
-        said = error if isinstance(error, budget.Refused) else f"{type(error).__name__}: {error}"
-        raise NotRebuilt(f"line {spent.line}: torch accepts no such graph: {said}") from error
+    except Exception as error:  # the pass fails on a graph that contradicts itself
+        said = f"{type(error).__name__}: {error}".partition("\n")[0]
+        said = f"{dump}: the pass cannot follow this graph ({said}): was it edited?"
+        raise NotRebuilt(said) from error
+    if kernels := len(prologues.find(dump)):
+        remarks.append(f"fused already in this graph: {kernels} prologue" + "s" * (kernels > 1))
+    return DumpReport(**vars(report), dump=str(dump), remarks=(*remarks, *several))

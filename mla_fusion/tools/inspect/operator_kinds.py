@@ -1,5 +1,4 @@
-"""What the operators of dumps do with the memory of a tensor that they read: views, copies, writes,
-readers.
+"""What the operators of dumps do with the memory of a tensor that they read.
 
 GE operators are listed by their type, ATen ones without their overload (:func:`plain`).
 """
@@ -11,52 +10,39 @@ import re
 from mla_fusion.compat import OpOverload, schema_of
 from mla_fusion.meta import key_operator
 from mla_fusion.meta.prolog import CACHES, PROLOGS
-from mla_fusion.tools.dumps import Edge, Operator, names, prologues
+from mla_fusion.tools.dumps import Operator, names, prologues
 
 INPUTS = frozenset(("Data", "RefData", "placeholder"))
 CONSTANTS = frozenset(("Const", "Constant", "ConstPlaceHolder"))
 HELD = INPUTS | CONSTANTS | {"get_attr"}
 ENDS = frozenset(("NetOutput", "output"))
-BACK = frozenset(("Assign", "aten.copy_"))  # (input, value)
-
-
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-# No second tensor: another shape, or some of the elements.
-VIEWS = _names(
-    """
-    Reshape Unsqueeze Squeeze ExpandDims Flatten FlattenV2 Bitcast aten.view aten._unsafe_view
-    aten.unsqueeze aten.squeeze aten.alias aten.detach aten.unflatten aten.lift_fresh
-    aten.view_as_real aten.view_as_complex
-    """
-)
-# a copy of what lies in another order
-RESHAPES = _names("aten.reshape aten.flatten aten.contiguous")
-TURNED = _names(
-    "aten.t aten.transpose aten.permute aten.expand aten.movedim aten.swapaxes aten.as_strided"
-)
-PARTS = _names(
-    """
-    StridedSlice StridedSliceV2 StridedSliceD Slice SliceD SplitV Split SplitD SplitVD Unpack
-    aten.slice aten.select aten.narrow aten.split aten.split_with_sizes aten.unbind aten.chunk
-    aten.diagonal getitem
-    """
-)
-GATHERED = _names(
-    """
-    GatherV2 Gather GatherNd GatherElements Index IndexByTensor
-    aten.index_select aten.index aten._unsafe_index aten.gather aten.embedding
-    """
-)
-# A second tensor of the same numbers, by how.
-COPIES = {
-    name: how
-    for how, names in {
+# By what becomes of the tensor. "back": (input, value). "view": no second tensor. "part": some of
+# its elements, of which a GE graph makes a second tensor. "rebuilt": whole, with other rows in it.
+# "read": the result does not hold its elements. "computed": other numbers, element by element.
+_KINDS = {
+    name: kind
+    for kind, listed in {
+        "end": "NetOutput output",
+        "back": "Assign aten.copy_",
+        "view": """
+            Reshape Unsqueeze Squeeze ExpandDims Flatten FlattenV2 Bitcast aten.view
+            aten._unsafe_view aten.reshape aten.flatten aten.unsqueeze aten.squeeze aten.alias
+            aten.detach aten.unflatten aten.lift_fresh aten.view_as_real aten.view_as_complex aten.t
+            aten.transpose aten.permute aten.expand aten.movedim aten.swapaxes aten.as_strided
+            getitem
+            """,
+        "part": """
+            StridedSlice StridedSliceV2 StridedSliceD Slice SliceD SplitV Split SplitD SplitVD
+            Unpack aten.slice aten.select aten.narrow aten.split aten.split_with_sizes aten.unbind
+            aten.chunk aten.diagonal
+            """,
+        "gathered": """
+            GatherV2 Gather GatherNd GatherElements Index IndexByTensor aten.index_select aten.index
+            aten._unsafe_index aten.gather aten.embedding
+            """,
         "copy": """
             TensorMove Identity BroadcastTo Tile aten.clone aten.lift_fresh_copy aten.repeat
-            aten.repeat_interleave aten.flip aten.roll
+            aten.repeat_interleave aten.flip aten.roll aten.contiguous aten.copy
             """,
         "cast": """
             Cast aten._to_copy aten.to npu.npu_dtype_cast npu._npu_dtype_cast
@@ -65,104 +51,67 @@ COPIES = {
         "format cast": "TransData npu.npu_format_cast",
         "transpose": "Transpose TransposeD",
         "pad": "Pad PadV2 PadV3 aten.constant_pad_nd",
+        "joined": """
+            ConcatV2 ConcatD Concat ConcatV2D Pack aten.cat aten.concat aten.concatenate aten.stack
+            Select SelectV2 MaskedFill MaskedScatter aten.where aten.masked_fill aten.masked_scatter
+            """,
+        "rebuilt": """
+            TensorScatterUpdate aten.index_put aten._unsafe_index_put aten.index_copy aten.index_add
+            aten.scatter aten.scatter_add npu.npu_scatter_nd_update aten.fill
+            npu.npu_scatter_pa_kv_cache_functional npu.scatter_update SliceWrite aten.slice_scatter
+            aten.select_scatter aten.as_strided_scatter aten.diagonal_scatter aten.index_fill
+            """,
+        "in place": """
+            ScatterNdUpdate ScatterUpdate Scatter ScatterElements InplaceUpdate InplaceAdd
+            InplaceIndexAdd aten._index_put_impl_
+            """,
+        "product": """
+            MatMul MatMulV2 MatMulV3 BatchMatMul BatchMatMulV2 TransposeBatchMatMul
+            QuantBatchMatmulV3 QuantBatchMatmulV4 WeightQuantBatchMatmulV2 Einsum aten.mm
+            aten.matmul aten.bmm aten.linear aten.addmm aten.baddbmm aten.einsum
+            npu.npu_quant_matmul npu.npu_transpose_batchmatmul
+            """,
+        "read": """
+            Shape Size Rank aten.sym_size aten.sym_numel aten.new_empty aten.empty_like
+            aten.new_zeros aten.zeros_like aten.new_ones aten.ones_like aten.new_full aten.full_like
+            aten.new_empty_strided ReduceMean ReduceMeanD ReduceSum ReduceSumD ReduceMax ReduceMaxD
+            ReduceMin ArgMaxV2 aten.mean aten.sum aten.amax aten.amin aten.argmax aten.any aten.all
+            """,
+        "computed": """
+            Relu Gelu GeluV2 Tanh Abs Log Equal NotEqual Greater GreaterEqual Less LessEqual
+            LogicalAnd LogicalOr LogicalNot Fill Range Add AddV2 Axpy Sub Mul Muls Adds Div RealDiv
+            FloorDiv Mod FloorMod Neg Pow Square Sqrt Rsqrt Reciprocal Exp Sin Cos Sigmoid Silu
+            Swish Softmax SoftmaxV2 RmsNorm AddRmsNorm DynamicQuant AscendQuant AscendQuantV2
+            AscendDequant Complex Real Imag Maximum Minimum ClipByValue ClipByValueV2 Round Sign
+            aten.relu aten.gelu aten.tanh aten.abs aten.log aten.eq aten.ne aten.gt aten.ge aten.lt
+            aten.le aten.add aten.sub aten.rsub aten.mul aten.div aten.neg aten.pow aten.sqrt
+            aten.rsqrt aten.reciprocal aten.exp aten.sin aten.cos aten.sigmoid aten.silu
+            aten._softmax aten._safe_softmax aten.softmax aten.maximum aten.minimum aten.clamp
+            aten.clamp_min aten.clamp_max aten.round aten.sign aten.logical_not aten.bitwise_not
+            npu.npu_rms_norm npu.npu_add_rms_norm npu.npu_dynamic_quant npu.npu_quantize
+            """,
     }.items()
-    for name in names.split()
-} | {**dict.fromkeys(RESHAPES, "copy"), **dict.fromkeys(GATHERED, "gathered")}
-# Put together from parts of the old one and new rows.
-JOINED = _names(
-    """
-    ConcatV2 ConcatD Concat ConcatV2D Pack aten.cat aten.concat aten.concatenate aten.stack
-    Select SelectV2 MaskedFill MaskedScatter aten.where aten.masked_fill aten.masked_scatter
-    """
-)
-# Writes that return the whole, without changing what they are given. First those into rows that an
-# index names.
-_INDEXED = _names(
-    """
-    TensorScatterUpdate aten.index_put aten._unsafe_index_put aten.index_copy aten.index_add
-    aten.scatter aten.scatter_add npu.npu_scatter_nd_update npu.npu_scatter_pa_kv_cache_functional
-    npu.scatter_update
-    """
-)
-REBUILT = _INDEXED | _names(
-    """
-    SliceWrite aten.slice_scatter aten.select_scatter aten.as_strided_scatter aten.diagonal_scatter
-    aten.index_fill aten.fill
-    """
-)
-# Writes into the memory that they are given first.
-_IN_PLACE = _names(
-    """
-    ScatterNdUpdate ScatterUpdate Scatter ScatterElements InplaceUpdate InplaceAdd InplaceIndexAdd
-    aten._index_put_impl_
-    """
-)
-PRODUCTS = _names(
-    """
-    MatMul MatMulV2 MatMulV3 BatchMatMul BatchMatMulV2 TransposeBatchMatMul QuantBatchMatmulV3
-    QuantBatchMatmulV4 WeightQuantBatchMatmulV2 Einsum aten.mm aten.matmul aten.bmm aten.linear
-    aten.addmm aten.baddbmm aten.einsum npu.npu_quant_matmul npu.npu_transpose_batchmatmul
-    """
-)
-_SHAPES = _names(
-    """
-    Shape Size Rank aten.sym_size aten.sym_numel aten.new_empty aten.empty_like aten.new_zeros
-    aten.zeros_like aten.new_ones aten.ones_like aten.new_full aten.full_like aten.new_empty_strided
-    ReduceMean ReduceMeanD ReduceSum ReduceSumD ReduceMax ReduceMaxD ReduceMin ArgMaxV2 aten.mean
-    aten.sum aten.amax aten.amin aten.argmax aten.any aten.all
-    """
-)  # of which no result holds the operand's elements
+    for name in listed.split()
+}
 _ATTENTION = re.compile(r"attention|indexer|ring_mla", re.IGNORECASE)
-# What computes other numbers, element by element or row by row: as many as it reads.
-COMPUTES = _names(
-    """
-    Relu Gelu GeluV2 Tanh Abs Log Equal NotEqual Greater GreaterEqual Less LessEqual LogicalAnd
-    LogicalOr LogicalNot Fill Range Add AddV2 Axpy Sub Mul Muls Adds Div RealDiv FloorDiv Mod
-    FloorMod Neg Pow Square Sqrt Rsqrt Reciprocal Exp Sin Cos Sigmoid Silu Swish Softmax SoftmaxV2
-    RmsNorm AddRmsNorm DynamicQuant AscendQuant AscendQuantV2 AscendDequant Complex Real Imag
-    Maximum Minimum ClipByValue ClipByValueV2 Round Sign aten.relu aten.gelu aten.tanh aten.abs
-    aten.log aten.eq aten.ne aten.gt aten.ge aten.lt aten.le aten.add aten.sub aten.rsub aten.mul
-    aten.div aten.neg aten.pow aten.sqrt aten.rsqrt aten.reciprocal aten.exp aten.sin aten.cos
-    aten.sigmoid aten.silu aten._softmax aten._safe_softmax aten.softmax aten.maximum aten.minimum
-    aten.clamp aten.clamp_min aten.clamp_max aten.round aten.sign aten.logical_not aten.bitwise_not
-    npu.npu_rms_norm npu.npu_add_rms_norm npu.npu_dynamic_quant npu.npu_quantize
-    """
-)
 
 
 def plain(kind: str) -> str:
     """The operator without its overload: "aten.slice" of "aten.slice.Tensor"."""
     parts = kind.split(".")
-    if kind.startswith("<built-in function getitem"):
-        return "getitem"
     return ".".join(parts[:2]) if len(parts) > 2 else kind
 
 
-def writes_by_index(kind: str) -> bool:
-    return kind in _INDEXED or kind in _IN_PLACE or kind.removesuffix("_") in _INDEXED
-
-
-def is_in_place(operator: Operator) -> bool:
-    """Does it write into what it is given first? ATen's names and an operator's schema say so."""
-    kind, target = plain(operator.type), names.target(operator.type)
-    if isinstance(target, OpOverload):
-        first = schema_of(target).arguments[:1]
-        return any(one.alias_info is not None and one.alias_info.is_write for one in first)
-    is_aten = kind.startswith("aten.") and kind.endswith("_") and not kind.endswith("__")
-    return is_aten or kind in _IN_PLACE
-
-
-def is_pure(operator: Operator) -> bool:
-    """Is it known to write nothing that it is given?"""
-    target = names.target(operator.type)
-    return isinstance(target, OpOverload) and not schema_of(target).is_mutable
-
-
-def is_reader(kind: str) -> bool:
-    """Products, attention, and what asks for a shape: results that do not hold the operand's
-    elements.
+def kind_of(operator: Operator) -> str:
+    """What becomes of the tensor that it is given first, as listed above; "" where that is not
+    known.
     """
-    return kind in PRODUCTS or kind in _SHAPES or _ATTENTION.search(kind) is not None
+    name, target = plain(operator.type), names.target(operator.type)
+    if isinstance(target, OpOverload) and name not in _KINDS:
+        first = schema_of(target).arguments[:1]
+        if any(one.alias_info is not None and one.alias_info.is_write for one in first):
+            return "in place"
+    return "read" if _ATTENTION.search(name) else _KINDS.get(name, "")
 
 
 def written(operator: Operator) -> list[tuple[int | None, int]]:
@@ -171,7 +120,8 @@ def written(operator: Operator) -> list[tuple[int | None, int]]:
     """
     kind = operator.type
     if prologues.is_prologue(kind):
-        results = _results(kind)
+        found = PROLOGS.get(plain(kind).removeprefix("npu."))
+        results = found.results if found is not None else prologues.GE[kind].ge_results
         return [
             (results.index(role) if role in results else None, place)
             for place, role in enumerate(prologues.roles_of(operator))
@@ -182,17 +132,3 @@ def written(operator: Operator) -> list[tuple[int | None, int]]:
     if kind.startswith((key_operator.V1.ge_type, f"npu.{key_operator.V1.name}")):
         return [(0, 5), (1, 6)]
     return [(0, 1), (1, 4)] if kind == "ScatterPaKvCache" else []
-
-
-def _results(kind: str) -> tuple[str, ...]:
-    if kind in prologues.GE:
-        return prologues.GE[kind].ge_results
-    found = PROLOGS.get(plain(kind).removeprefix("npu."))
-    return found.results if found is not None else ()
-
-
-def result_of_getitem(operator: Operator, edge: Edge | None) -> int | None:
-    """Which result of an operator a getitem takes; None where the dump does not say."""
-    args, _ = operator.call
-    place = args[1] if len(args) > 1 and args[0] == edge else None
-    return place if isinstance(place, int) else None

@@ -1,6 +1,4 @@
-"""What stands in a dump: operators, MLA prologues, copies of caches and weights, host inputs,
-dynamic dimensions.
-"""
+"""What stands in a dump: operators, MLA prologues, copies of whole caches, dynamic inputs."""
 
 from __future__ import annotations
 
@@ -9,8 +7,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from mla_fusion.config import Config
+from mla_fusion.operators.known import Kind, known
 from mla_fusion.report import text_tables
-from mla_fusion.tools.dumps import FORMATS, Dump, prologues
+from mla_fusion.tools.dumps import Dump, names, prologues
 from mla_fusion.tools.dumps.prologues import Prologue
 from mla_fusion.tools.inspect.copies import Copy, find_copies
 from mla_fusion.tools.inspect.explain import NotRebuilt, explain_dump
@@ -22,7 +21,8 @@ class Summary:
     """See the module.
 
     prologues     kernels
-    unfused       what the pass says of prologues that are not
+    unknown       operators of an FX graph that the pass does not know, with how many calls
+    unfused       the lines of the report of ``explain``, in an FX graph
     followed      caches that were followed from input to output
     not_followed  the others, and the operators at which they were lost
     """
@@ -31,12 +31,11 @@ class Summary:
     graph: str
     operators: dict[str, int]
     prologues: list[Prologue]
+    unknown: dict[str, int]
     unfused: list[str]
     copies: list[Copy]
     followed: list[str]
     not_followed: dict[str, str]
-    weights_followed: int
-    host_inputs: dict[str, str]
     dynamic: dict[str, str]
     remarks: list[str] = field(default_factory=list)
 
@@ -48,11 +47,14 @@ class Summary:
         parts = [
             f"{self.dump}: {sum(self.operators.values())} operators",
             text_tables.render(("operator", "count"), list(self.operators.items())),
-            *(f"MLA prologues, unfused\n{chr(10).join(self.unfused)}" for _ in self.unfused[:1]),
-            *(_kernels(self.prologues) if self.prologues else ()),
+            *(["\n".join(self.unfused)] if self.unfused else []),
+            *_kernels(self.prologues),
             _copies(self),
         ]
-        tables = {"Inputs on the host": self.host_inputs, "Dynamic inputs": self.dynamic}
+        tables: dict[str, dict[str, Any]] = {
+            "Operators that the pass does not know": self.unknown,
+            "Dynamic inputs": self.dynamic,
+        }
         for title, found in tables.items():
             if found:
                 parts.append(f"{title}\n{text_tables.render(('', ''), list(found.items()))}")
@@ -66,95 +68,70 @@ def summarise(dump: Dump) -> Summary:
 
     dump  as :func:`read` gives it
     """
-    unfused, remarks = _unfused(dump)
-    if dump.format == "python":
-        remarks.append(
-            "this form is written while converting: GE's passes may have removed "
-            "copies that stand here"
-        )
+    remarks = [
+        "this form is written while converting: GE's passes may have removed copies that stand here"
+    ]
     inputs = {operator.name: operator.output for operator in dump.of_type(*INPUTS)}
     return Summary(
-        dump=f"{dump.path} ({FORMATS[dump.format]})",
+        dump=str(dump),
         graph=dump.graph,
         operators=dict(dump.counts.most_common()),
         prologues=prologues.find(dump),
-        unfused=unfused,
+        unknown={kind: count for kind, count in dump.counts.items() if _is_unknown(dump, kind)},
+        unfused=_unfused(dump) if dump.is_fx else [],
         **vars(find_copies(dump)),
-        host_inputs={
+        dynamic={
             name: str(value)
             for name, value in inputs.items()
-            if value.placement.upper().startswith("CPU") or value.dtype == "Sym"
+            if any(isinstance(size, str) or size < 0 for size in value.shape or ())
         },
-        dynamic={name: str(value) for name, value in inputs.items() if value.dynamic},
-        remarks=remarks,
+        remarks=remarks if dump.format == "python" else [],
     )
 
 
-def _unfused(dump: Dump) -> tuple[list[str], list[str]]:
+def _is_unknown(dump: Dump, kind: str) -> bool:
+    if not dump.is_fx or "." not in kind or prologues.is_prologue(kind):
+        return False
+    return known(names.target(kind)).kind is Kind.OPAQUE
+
+
+def _unfused(dump: Dump) -> list[str]:
     try:
-        report = explain_dump(dump, Config(verify="off"))
+        return str(explain_dump(dump, Config(verify="off"))).splitlines()
     except NotRebuilt as error:
-        return [], [f"unfused prologues were not looked for: {error}"]
-    lines = [
-        f"  would fuse: {item.nodes[0]} .. {item.nodes[-1]}: {_named(item.dims)}"
-        for item in report.fused
-    ]
-    lines += [
-        f"  left: {', '.join(item.nodes[:2])}: [{item.code}] {item.message}"
-        for item in report.rejected
-    ]
-    return lines, [remark for remark in report.remarks if not remark.startswith("fused already")]
-
-
-def _named(values: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in values.items())
-
-
-# -- text
+        return [f"note: unfused prologues were not looked for: {error}"]
 
 
 def _kernels(found: list[Prologue]) -> list[str]:
     """Equal prologues once, with how many layers share them."""
-    groups = defaultdict[Any, list[Prologue]](list)
+    groups = defaultdict[str, list[Prologue]](list)
     for item in found:
         shapes = [(one.role, str(one.value)) for one in item.inputs]
         groups[str((item.type, shapes, item.attributes))].append(item)
-    return [_kernel(group) for group in groups.values()]
-
-
-def _kernel(group: list[Prologue]) -> str:
-    first = group[0]
-    places = (
-        f"layer {first.place}"
-        if len(group) == 1
-        else f"{len(group)} layers, {first.place} to {group[-1].place}"
-    )
-    rows = [(item.role, item.producer, str(item.value)) for item in first.inputs]
-    table = text_tables.render(("input", "from", "tensor"), rows)
-    title = f"{text_tables.short_name(first.type)} {first.name}: {places}"
-    return f"{title}\n{table}\n  {_named(first.attributes)}"
+    parts = []
+    for first, *others in groups.values():
+        places = f"layer {first.place}"
+        if others:
+            places = f"{len(others) + 1} layers, {first.place} to {others[-1].place}"
+        rows = [(item.role, item.producer, str(item.value)) for item in first.inputs]
+        table = text_tables.render(("input", "from", "tensor"), rows)
+        attributes = ", ".join(f"{name} {value}" for name, value in first.attributes.items())
+        title = f"{text_tables.short_name(first.type)} {first.name}: {places}"
+        parts.append(f"{title}\n{table}\n  {attributes}")
+    return parts
 
 
 def _copies(summary: Summary) -> str:
     found = summary.copies
-    certain = [item for item in found if not item.folded]
-    parts = [_copied("Copies at every run", certain)] if certain else []
-    for why in dict.fromkeys(item.folded for item in found if item.folded):
-        title = f"Copies in this graph that GE may fold ({why})"
-        parts.append(_copied(title, [item for item in found if item.folded == why]))
+    parts = [_copied(found)] if found else []
     parts += [
         f"{cache}: not followed through {where}; whether it is copied is not known"
         for cache, where in summary.not_followed.items()
     ]
-    copied = {item.of for item in certain if item.role == "cache"}
-    clean = [cache for cache in summary.followed if cache not in copied]
-    if summary.weights_followed and not any(one.role == "weight" for one in certain):
-        clean.append(f"{summary.weights_followed} weights")
-    looked = ", ".join(clean)
-    if not certain and not summary.not_followed and summary.followed:
-        parts.insert(0, f"No copies of caches or weights. Followed from input to output: {looked}.")
-    elif looked:
-        parts.append(f"Followed from input to output, and not copied: {looked}.")
+    copied = {item.of for item in found if item.role == "cache"}
+    clean = ", ".join(cache for cache in summary.followed if cache not in copied)
+    if clean:
+        parts.append(f"Followed from input to output, and not copied: {clean}.")
     if not summary.followed and not summary.not_followed:
         parts.append(
             "No cache was found: no operator known here writes an input, or returns one "
@@ -163,7 +140,7 @@ def _copies(summary: Summary) -> str:
     return "\n\n".join(parts)
 
 
-def _copied(title: str, found: list[Copy]) -> str:
+def _copied(found: list[Copy]) -> str:
     groups = defaultdict[Any, list[Copy]](list)
     for item in found:
         groups[item.role, item.type, item.what, item.bytes].append(item)
@@ -171,6 +148,6 @@ def _copied(title: str, found: list[Copy]) -> str:
         (*how, len(items), "?" if each is None else text_tables.size(each), items[0].of)
         for (*how, each), items in groups.items()
     ]
-    known = sum(item.bytes for item in found if item.bytes is not None)
+    whole = sum(item.bytes for item in found if item.bytes is not None)
     header = ("copied", "operator", "how", "count", "each", "first of")
-    return f"{title}: {text_tables.size(known)}\n{text_tables.render(header, rows)}"
+    return f"Copies at every run: {text_tables.size(whole)}\n{text_tables.render(header, rows)}"
