@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from mla_fusion.models.absorbed import AbsorbedDecoder, AbsorbedLayer
-from mla_fusion.tools.by_hand.calls import AsModule
+from mla_fusion.tools.by_hand.exact import AsModule
 from mla_fusion.tools.by_hand.memory import same_bits
 from mla_fusion.tools.paged import PagedBatch
 
