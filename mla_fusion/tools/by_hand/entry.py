@@ -99,7 +99,10 @@ def audit(
         return Audit(operators, ())
     if not calls:
         return exact.compare(fused, reference, inputs)
-    draws = {"the inputs as given": inputs, "a thousandth of x": _small(calls[0], inputs)}
+    of_first = calls[0].arguments
+    x = next(of_first[name] for name in ("token_x", "input", "kv") if name in of_first)
+    small = memory.scaled(inputs, _SMALL, x.shape[-1])
+    draws = {"the inputs as given": inputs, "a thousandth of x": small}
     wanted = [values_of(reference, draw) for draw in draws.values()]
     limits = _rounding(reference, inputs, calls, wanted[0], tolerance)
     tiles = _tiles(calls, written.places)
@@ -165,22 +168,8 @@ def _callable(target: Any) -> Target:
     if isinstance(target, ExportedProgram):
         return target.module()
     if not callable(target):
-        raise TypeError(
-            "expected a module, a function, a graph or an exported program, got "
-            f"{type(target).__name__}"
-        )
-    return target  # type: ignore[no-any-return]
-
-
-def _small(call: Call, inputs: Inputs) -> list[Any]:
-    """The inputs, of which those as wide as x are smaller."""
-    x = next(call.arguments[name] for name in ("token_x", "input", "kv") if name in call.arguments)
-
-    def small(value: Tensor) -> Tensor:
-        is_x = value.is_floating_point() and value.dim() > 1 and value.shape[-1] == x.shape[-1]
-        return value * _SMALL if is_x else value
-
-    return list(tree_map_only(Tensor, small, list(inputs)))
+        raise TypeError(f"expected a module or a function, got {type(target).__name__}")
+    return target
 
 
 def _tiles(calls: Sequence[Call], places: Mapping[int, str]) -> dict[str, tuple[int, int]]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Interpreter, traceback
 
 from mla_fusion.compat import tree_leaves, tree_map_only
+from mla_fusion.fx.kinds import is_float
 from mla_fusion.paging.tiles import numbers_of_rows
 
 Inputs = Sequence[Any]  # what a function is called with
@@ -36,6 +37,16 @@ def copied(inputs: Inputs) -> list[Any]:
     """Copies, inside lists and dicts too. What shares memory shares it in the copies."""
     known: dict[int, Any] = {}
     return list(tree_map_only(Tensor, lambda v: copy.deepcopy(v.detach(), known), list(inputs)))
+
+
+def scaled(inputs: Inputs, factor: float, width: int | None = None) -> list[Any]:
+    """The inputs, with the floats (those of that last axis) times ``factor``."""
+
+    def changed(value: Tensor) -> Tensor:
+        is_meant = width is None or (value.dim() > 1 and value.shape[-1] == width)
+        return value * factor if is_meant and is_float(value.dtype) else value
+
+    return list(tree_map_only(Tensor, changed, list(inputs)))
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
@@ -161,18 +172,19 @@ def errors(
     found: dict[str, float] = {}
     for name, value in want.after.items():
         other, before = got.after.get(name), want.before.get(name)
+        if other is None and before is not None:
+            continue
         if other is None or other.numel() != value.numel():
-            if before is None:
-                found[name] = float("inf")
+            found[name] = float("inf")
             continue
         decode = partial(_numbers, *tiles[name]) if tiles and name in tiles else _rows
         one, two = decode(value), decode(other)
-        if before is not None and before.shape == value.shape:
-            rows = _changed(value, before) | _changed(other, got.before[name])
+        if before is not None and before.shape == value.shape == other.shape:
+            rows = _changed(value, before) | _changed(other, got.before.get(name, other))
             if not bool(rows.any()):
                 continue
             one, two = one[rows], two[rows]
-        found[name] = _error(one, two)
+        found[name] = error(one, two)
     return found
 
 
@@ -193,11 +205,11 @@ def _numbers(hckv: int, tile: int, cache: Tensor) -> Tensor:
     return _rows(numbers_of_rows(cache.detach(), hckv=hckv, dr=dr, tile=tile))
 
 
-def _error(want: Tensor, got: Tensor) -> float:
-    """Masked scores are infinite, and unwritten memory may be NaN: there both must be so, and the
-    rest is measured.
+def error(want: Tensor, got: Tensor) -> float:
+    """Relative, of the whole or of its worst row. Masked scores are infinite, and unwritten memory
+    may be NaN: there both must be so, and the rest is measured.
     """
-    got = got.reshape(want.shape)
+    want, got = _rows(want), _rows(got)
     odd = ~(want.isfinite() & got.isfinite())
     if not bool(((want == got) | (want.isnan() & got.isnan()))[odd].all()):
         return float("inf")
