@@ -9,6 +9,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -105,27 +106,32 @@ def audit(
     draws = {"the inputs as given": inputs, "a thousandth of x": small}
     wanted = [values_of(reference, draw) for draw in draws.values()]
     limits = _rounding(reference, inputs, calls, wanted[0], tolerance)
-    tiles = _tiles(calls, written.places)
 
-    def measured(visit: Callable[[Call], Arguments]) -> Errors:
+    def measured(visit: Callable[[Call], Arguments]) -> dict[str, float]:
         """The largest error of each value over the draws."""
         found: dict[str, float] = {}
         for want, draw in zip(wanted, draws.values(), strict=True):
             with Watch(visit):
                 got = values_of(fused, draw, names)
-            for name, error in memory.errors(want, got, tiles).items():
+            for name, error in memory.errors(want, got).items():
                 found[name] = max(found.get(name, 0.0), error)
         return found
 
     def wrong(found: Errors) -> set[str]:
         return {name for name, error in found.items() if not error <= limits[name]}
 
-    before = measured(lambda call: {})
-    held = _epsilons(reference)
-    seen = list[Finding]()
+    # bytes of int8 tiles, their scales and a bfloat16 key: rounding is no small error there
+    tiles = {
+        call.caches(written.places)["kv_cache"]
+        for call in calls
+        if call.arguments.get("kv_cache_quant_mode") == _PER_TILE
+    }
+    limits |= dict.fromkeys(tiles, math.inf)
+    before, held = measured(lambda call: {}), _epsilons(reference)
+    tried: list[tuple[int, float, Finding]] = []
+    seen: list[Finding] = []
     if off := wrong(before):
         parted = _parted(calls, written.places, off)
-        best, most = seen, len(off)
         for scope in (None, parted, parted - 1) if len(calls) > 1 else (0,):
             for slip in slips(calls[scope or 0], dict.fromkeys((*held, 1e-6))):
 
@@ -136,32 +142,32 @@ def audit(
                     after = measured(undone)
                 except Refused:  # a shape that the change, or the operator, does not take
                     continue
-                left = wrong(after)
-                if left < off and len(left) <= most:
-                    of = calls[scope or 0].finding(slip.code, slip.message, slip.argument)
-                    found = replace(of, call=scope, error=max(after.values()))
-                    best, most = ([] if len(left) < most else best), len(left)
-                    best.append(found)
-        if not most:  # of those that mend all, the nearest
-            best = [min(best, key=lambda item: item.error or 0.0)]
-        seen = [*best, _differs(calls[parted], written.places, before, limits, off)]
+                if (left := wrong(after)) < off:
+                    found = calls[scope or 0].finding(slip.code, slip.message, slip.argument)
+                    most = max(after.values())
+                    tried.append((len(left), most, replace(found, call=scope, error=most)))
+        tried.sort(key=itemgetter(0, 1))
+        seen = [found for left, _, found in tried if left == tried[0][0]]
+        if tried and not tried[0][0]:  # of those that mend all, the nearest
+            seen = seen[:1]
+        seen.append(_differs(calls[parted], written.places, before, limits, off))
     named = {item.argument for item in seen}
     seen += [item for item in _other_epsilons(calls, held) if item.argument not in named]
     apart = [
         call.finding(
             "cache.elsewhere",
-            f"{argument} is memory of no argument and no module of both (a copy?): what is written "
-            "there is not compared",
+            f"what is written to {argument} is not compared: it is memory of no argument and no "
+            "module of both (a copy?), or holds int8 tiles",
             argument,
             certain=False,
         )
         for call in calls
         for argument, name in call.caches(written.places).items()
-        if name not in wanted[0].after
+        if name not in wanted[0].after or name in tiles
     ]
     equal = False if off else None if apart else True
     rounding = {name: limits[name] for name in before}
-    return Audit(operators, (*seen, *apart), equal, dict(before), rounding, tuple(draws))
+    return Audit(operators, (*seen, *apart), equal, before, rounding, tuple(draws))
 
 
 def _callable(target: Any) -> Target:
@@ -172,27 +178,13 @@ def _callable(target: Any) -> Target:
     return target
 
 
-def _tiles(calls: Sequence[Call], places: Mapping[int, str]) -> dict[str, tuple[int, int]]:
-    """The caches whose rows are int8 tiles, their scales and a bfloat16 key: Hckv and the tile's
-    size.
-    """
-    return {
-        call.caches(places)["kv_cache"]: (
-            call.arguments["rmsnorm_gamma_ckv"].shape[-1],
-            call.arguments["tile_size"],
-        )
-        for call in calls
-        if call.arguments.get("kv_cache_quant_mode") == _PER_TILE
-    }
-
-
 def _rounding(
     reference: Target,
     inputs: Inputs,
     calls: Sequence[Call],
     wanted: Values,
     tolerance: float | None,
-) -> Errors:
+) -> dict[str, float]:
     """Of each value, what is rounding."""
     held = memory.tensors_in([call.arguments for call in calls])
     int8 = any(value.dtype == torch.int8 for value in held)

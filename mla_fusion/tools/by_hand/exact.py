@@ -3,20 +3,18 @@ decided.
 
 Both are exported as one graph, which is run at random points of a finite field, where sums and
 products are exact (:mod:`mla_fusion.prove`). Equal there is equal over the real numbers; rounding
-is left out. Then float64 has to agree, and each function with its graph.
+is left out. Then float64 has to agree, and so have the functions as they run.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.export import ExportedProgram
-from torch.export.graph_signature import OutputKind
 from torch.fx import Node
 
 from mla_fusion.commit.interpreter import Interpreter, Unrunnable, widened
@@ -28,14 +26,14 @@ from mla_fusion.fx.walk import origin, reached, views_and_casts
 from mla_fusion.operators.known import Kind, value_of
 from mla_fusion.prove import field
 from mla_fusion.prove.evaluate import POINTS, Evaluation, Unproved, is_same
-from mla_fusion.prove.field import Complex, Num, Point, Undecided, Value
+from mla_fusion.prove.field import Num, Point, Undecided, Value
 from mla_fusion.tools.by_hand import memory
-from mla_fusion.tools.by_hand.memory import Inputs, Target, Values, error
+from mla_fusion.tools.by_hand.memory import Inputs, Target, error
 from mla_fusion.tools.by_hand.outcome import Audit, Finding
 
 _DIFFERENT = 1e-6  # relative; float64 is off by 1e-13 or so
 _REFUTES = 1e-3  # of a proof: what float64 loses between equal spellings is less
-_ROUNDED = 2e-2  # of a function, compared with its graph
+_ROUNDED = 2e-2
 # of the inputs: an epsilon shows, or a cap; what is taken a root of has either sign
 _FACTORS = (1.0, -1.0, 1e-3, -1e-3, 1e3, -1e3, 0.0)
 
@@ -64,19 +62,11 @@ class _Both(nn.Module):
 
 def compare(fused: Target, reference: Target, inputs: Inputs) -> Audit:
     """Neither calls an operator of the contract."""
-    forms: list[str] = []
     runs = [memory.values_of(target, inputs) for target in (fused, reference)]
+    eager = memory.errors(runs[1], runs[0])
     try:
-        with memory.kept(fused), memory.kept(reference), warnings.catch_warnings(), torch.no_grad():
-            warnings.simplefilter("ignore")  # of torch, about itself
-            both, given = _Both(fused, reference, forms), tuple(memory.copied(inputs))
-            graph = _Graph(torch.export.export(both, given, strict=False).run_decompositions({}))
-        if any(run.rebound for run in runs):
-            raise Undecided("a run binds another tensor to a name of a module")
-        if forms[0] != forms[1]:
-            said = f"one gives {forms[0]}; the other {forms[1]}"
-            return Audit((), (Finding("results.differ", said),), False)
-        return _verdict(graph, runs, inputs)
+        with memory.kept(fused), memory.kept(reference):
+            return _verdict(fused, reference, eager, inputs)
     except Exception as error:  # of torch's export, or of a step that the field does not know
         said, node = (*error.args, "", None)[:2]
         said = f"not decided: {type(error).__name__}: {str(said).partition(chr(10))[0]}"
@@ -84,85 +74,69 @@ def compare(fused: Target, reference: Target, inputs: Inputs) -> Audit:
         return Audit((), (Finding("not.decided", said, line=line, certain=False),))
 
 
-class _Graph:
-    """Two functions as one graph that writes nothing.
-
-    held     by placeholder: the parameter, buffer or constant
-    given    the placeholders of the inputs
-    results  of each function
-    """
-
-    def __init__(self, program: ExportedProgram) -> None:
-        signature, tensors = program.graph_signature, {**program.constants, **program.state_dict}
-        if any(spec.kind is not OutputKind.USER_OUTPUT for spec in signature.output_specs):
-            raise Undecided("a buffer is written; give it as an argument instead")
-        self.view = View(program.graph_module)
-        *self.nodes, output = self.view.nodes
-        names = [spec.target for spec in signature.input_specs if spec.target is not None]
-        held = zip(self.nodes, names, strict=False)
-        self.held = {node: tensors[name].detach() for node, name in held}
-        self.given = self.nodes[len(names) : len(signature.input_specs)]
-        results: Any = output.args[0]
-        self.results = results[: len(results) // 2], results[len(results) // 2 :]
-        for node in self.nodes:
-            _check_function(node)
-
-    def compared(self) -> tuple[list[Node], int]:
-        """The first step of each at which the two part, and how many values are equal."""
-        roles = {node: "x" for node in self.given if is_float(value_of(node).dtype)}
-        count, (mine, theirs) = 0, self.results
-        for draw in range(POINTS):
-            run = _AtPoint(self.view, dict.fromkeys(self.given, "") | roles)
-            run.held = self.held
-            with field.at(Point(draw, are_rows=False, float16=False)):
-                pairs = zip(mine, theirs, strict=True)
-                apart = [pair for pair in pairs if not is_same(*map(run.value, pair))]
-                if apart:
-                    one, other = ([pair[side] for pair in apart] for side in (0, 1))
-                    return [*_parting(run, one, other), *_parting(run, other, one)], 0
-            count += sum(value_of(node).numel() for node in theirs)
-        return [], count
-
-    def in_float64(self, inputs: Inputs) -> list[list[Tensor]]:
-        """The results of each. Raises Unrunnable."""
-        given = dict(zip(self.given, tree_leaves(inputs), strict=True)) | self.held
-        runner = Interpreter(self.nodes, self.view.binding, wide=True)
-        wanted = [node for side in self.results for node in side]
-        env = runner.run({node: widened(value) for node, value in given.items()}, wanted)
-        return [[env[node] for node in side] for side in self.results]
-
-
-def _verdict(graph: _Graph, runs: Sequence[Values], inputs: Inputs) -> Audit:
-    parts, count = graph.compared()
-    if not parts and not count:
+def _verdict(fused: Target, reference: Target, eager: Mapping[str, float], inputs: Inputs) -> Audit:
+    """``eager``: how far the two are apart as they run."""
+    forms: list[str] = []  # none of the module's: what export changes there it puts back
+    both = _Both(fused, reference, forms)
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")  # of torch, about itself
+        program = torch.export.export(both, tuple(memory.copied(inputs)), strict=False)
+        program = program.run_decompositions({})
+    signature, tensors = program.graph_signature, {**program.constants, **program.state_dict}
+    if forms[0] != forms[1]:
+        said = f"one gives {forms[0]}; the other {forms[1]}"
+        return Audit((), (Finding("results.differ", said),), False)
+    view = View(program.graph_module)
+    *nodes, output = view.nodes
+    for node in nodes:
+        _check_function(node)
+    names = [spec.target for spec in signature.input_specs if spec.target is not None]
+    held = {node: tensors[name].detach() for node, name in zip(nodes, names, strict=False)}
+    given = nodes[len(names) : len(signature.input_specs)]
+    results: Any = output.args[0]
+    half = len(results) // 2
+    pairs = [*zip(results[:half], results[half:], strict=True)]
+    arguments = [*memory.named(inputs)]
+    results_of = [*(f"output {at}" for at in range(half - len(arguments))), *arguments]
+    if signature.buffers_to_mutate or eager.keys() - {*results_of}:
+        raise Undecided("a module is written; give what it writes as an argument instead")
+    count = sum(value_of(node).numel() for node in results[half:])
+    if not count:
         raise Undecided("no result has an element to compare")
-    names = [name for name in runs[0].after if name[:6] == "output"] + [*memory.named(inputs)]
-    at = " and ".join(f"{label(node)} ({node.target})" for node in parts)
+    at, line = "", ""
+    for draw in range(POINTS):
+        run = _AtPoint(view, {one: "x" if is_float(value_of(one).dtype) else "" for one in given})
+        run.held = held
+        with field.at(Point(draw, are_rows=False, float16=False)):
+            apart = [pair for pair in pairs if not is_same(*map(run.value, pair))]
+            if apart:
+                node = _parting(run, *([pair[side] for pair in apart] for side in (0, 1)))
+                at, line = f"they part at {label(node)} ({node.target})", source(node)
+                break
+    runner = Interpreter(nodes, view.binding, wide=True)
     for factor in _FACTORS:
-        draw = memory.scaled(inputs, factor)
+        draw_of = memory.scaled(inputs, factor)
+        known = dict(zip(given, tree_leaves(draw_of), strict=True)) | held
         try:
-            mine, theirs = graph.in_float64(draw)
+            env = runner.run({one: widened(value) for one, value in known.items()}, results)
         except Unrunnable:
             continue
-        for run, side in zip(runs, (mine, theirs), strict=True):
-            pairs = zip(names, side, strict=True)
-            if factor == 1 and not all(
-                error(one, run.after[name]) <= _ROUNDED for name, one in pairs
-            ):
-                raise Undecided("a function gives another result than the graph exported from it")
-        errors = dict(zip(names, map(error, theirs, mine), strict=True))
-        worst, on = max(errors.values()), f"{factor:g} times the inputs"
-        if worst == math.inf and (parts or abs(factor) > 1):  # an overflow
+        found = [error(env[theirs], env[mine]) for mine, theirs in pairs]
+        errors, on = dict(zip(results_of, found, strict=True)), f"{factor:g} times the inputs"
+        worst = max(found)
+        if worst == math.inf and (at or abs(factor) > 1):  # an overflow
             continue
-        first = next((name for name in names if errors[name] > _DIFFERENT), "")
+        first = next((name for name in errors if errors[name] > _DIFFERENT), "")
         said = f"{first} differs by {worst:.2g} on {on}"
-        if not parts and worst > _REFUTES:
+        if not at and worst > _REFUTES:
             raise Undecided(f"equal in exact arithmetic, but {said}")
-        if parts and first:
-            found = Finding("values.differ", f"{said}; they part at {at}", line=source(parts[0]))
-            return Audit((), (found,), False, errors, None, (on,), witness=tuple(draw))
-    if parts:
-        raise Unproved(f"neither proved equal nor seen to differ; they part at {at}", parts[0])
+        if at and first:
+            shown = Finding("values.differ", f"{said}; {at}", line=line)
+            return Audit((), (shown,), False, errors, None, (on,), witness=tuple(draw_of))
+    if at:
+        raise Unproved(f"neither proved equal nor seen to differ; {at}", node)
+    if not all(value <= _ROUNDED for value in eager.values()):
+        raise Undecided("equal over the real numbers, but not as the two are run")
     return Audit((), (), True, proof=f"{count:,} values at {POINTS} points of a finite field")
 
 
@@ -174,7 +148,7 @@ def _check_function(node: Node) -> None:
     ]
     whole = is_cast(node) and [
         not is_float(value_of(one).dtype)
-        for one in (node, node.args[0], origin(node, views_and_casts))
+        for one in (node, node.all_input_nodes[0], origin(node, views_and_casts))
     ]
     if (
         kind_of(node) is Kind.RANDOM
@@ -207,21 +181,14 @@ def _by_numbers(tensor: Tensor) -> Value:
     return root * root * Num(tensor.sign().to(torch.int64).remainder(field.P))
 
 
-def _parting(run: Evaluation, mine: Sequence[Node], theirs: Sequence[Node]) -> list[Node]:
+def _parting(run: Evaluation, mine: Sequence[Node], theirs: Sequence[Node]) -> Node:
     """The first step to results of one whose value is none on the way to those of the other."""
 
-    def marked(results: Sequence[Node]) -> dict[Node, object]:
+    def marked(results: Sequence[Node]) -> dict[Node, int]:
         nodes = reached(results, lambda node: node.all_input_nodes)
-        return {node: _mark(run.value(node)) for node in nodes}
+        values = ((node, run.value(node)) for node in nodes)
+        return {node: int(field.label(v).re) for node, v in values if isinstance(v, Num)}
 
-    known, steps = marked(theirs).values(), marked(mine)
-    return [node for node in run.view.nodes if node in steps and steps[node] not in known][:1]
-
-
-def _mark(value: Any) -> object:
-    """Equal for equal values of one shape."""
-    if isinstance(value, Complex):
-        value = value.real, value.imag
-    if isinstance(value, (list, tuple)):
-        return [*map(_mark, value)]
-    return int(field.label(value).re) if isinstance(value, Num) else value
+    known, steps = {*marked(theirs).values()}, marked(mine)
+    new = (node for node in run.view.nodes if node in steps and steps[node] not in known)
+    return next(new, mine[0])

@@ -6,7 +6,6 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from torch.fx import GraphModule, Interpreter, traceback
 
 from mla_fusion.compat import tree_leaves, tree_map_only
 from mla_fusion.fx.kinds import is_float
-from mla_fusion.paging.tiles import numbers_of_rows
 
 Inputs = Sequence[Any]  # what a function is called with
 Tensors = dict[str, Tensor]  # by name
@@ -119,13 +117,12 @@ def kept(target: object) -> Iterator[None]:
 @dataclass(frozen=True)
 class Values:
     """Tensors by name. after: results, and what could be written, as the run left it; before: as it
-    found it; places: what lay where; rebound: another tensor has a name now.
+    found it; places: what lay where.
     """
 
     after: Tensors
     before: Tensors
     places: dict[int, str]
-    rebound: bool
 
 
 def paired(fused: object, reference: object) -> dict[str, str]:
@@ -153,21 +150,16 @@ def values_of(target: Target, inputs: Inputs, names: Mapping[str, str] | None = 
         end = reachable()
         after = _copies(_tensors(outputs) | start | end)
     places = {place(v): name for held in (start, end) for name, v in held.items() if v.numel()}
-    return Values(after, before, places, [*map(id, start.values())] != [*map(id, end.values())])
+    return Values(after, before, places)
 
 
 def _copies(held: Tensors) -> Tensors:
     return {name: value.detach().clone() for name, value in held.items()}
 
 
-def errors(
-    want: Values, got: Values, tiles: Mapping[str, tuple[int, int]] | None = None
-) -> dict[str, float]:
+def errors(want: Values, got: Values) -> dict[str, float]:
     """The relative error of each result, and of each tensor that either run has changed: of the
     rows that either has. Infinite for another shape. What only one of the two holds is left out.
-
-    tiles  the caches of int8 tiles, each with its Hckv and tile size: their rows are compared as
-           the numbers that they stand for
     """
     found: dict[str, float] = {}
     for name, value in want.after.items():
@@ -177,8 +169,7 @@ def errors(
         if other is None or other.numel() != value.numel():
             found[name] = float("inf")
             continue
-        decode = partial(_numbers, *tiles[name]) if tiles and name in tiles else _rows
-        one, two = decode(value), decode(other)
+        one, two = _rows(value), _rows(other)
         if before is not None and before.shape == value.shape == other.shape:
             rows = _changed(value, before) | _changed(other, got.before.get(name, other))
             if not bool(rows.any()):
@@ -198,11 +189,6 @@ def _rows(value: Tensor) -> Tensor:
     value = value.detach().to("cpu")
     wide = (torch.view_as_real(value).flatten(-2) if value.is_complex() else value).double()
     return wide.reshape(-1, wide.shape[-1] if wide.numel() and wide.dim() else 1)
-
-
-def _numbers(hckv: int, tile: int, cache: Tensor) -> Tensor:
-    dr = (cache.shape[-1] - hckv - 4 * (hckv // tile)) // 2
-    return _rows(numbers_of_rows(cache.detach(), hckv=hckv, dr=dr, tile=tile))
 
 
 def error(want: Tensor, got: Tensor) -> float:

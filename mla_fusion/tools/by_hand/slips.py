@@ -109,13 +109,8 @@ def slips(call: Call, epsilons: Iterable[float]) -> Iterator[Slip]:
             def swapped(call: Call, cos: str = cos, sin: str = sin) -> Arguments:
                 return {cos: call.arguments[sin], sin: call.arguments[cos]}
 
-            def repeated(call: Call, both: tuple[str, ...] = (cos, sin)) -> Arguments:
-                return {name: torch.cat([call.arguments[name][..., ::2]] * 2, -1) for name in both}
-
             both = f"{cos}, {sin}"
             yield Slip("tables.swapped", both, f"{cos} and {sin} are exchanged", swapped)
-            text = f"{both} repeat each angle side by side; write [a0 .. a31 | a0 .. a31]"
-            yield Slip("tables.interleaved", both, text, repeated)
     for name in EPSILONS:
         for value in epsilons if name in given else ():
             if value != given[name]:
