@@ -250,7 +250,6 @@ out = os.fdopen(os.dup(1), "w")
 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what a dump made print would not pass for an answer
 import mla_fusion as mf  # before torch, where torch_npu is installed without CANN
 import torch
-from mla_fusion.tools.by_hand.of_dump import audit_dump
 from mla_fusion.tools.dumps import rebuild_fx, rebuild_ge
 from mla_fusion.inspect import DumpError, NotRebuilt, diff, read, summarise
 
@@ -263,10 +262,9 @@ READERS = {
     "diff": lambda dump: diff(dump, WHOLE[dump.is_fx]).to_json(),
     "inspect": lambda dump: str(summarise(dump)),  # explains it too, without verification
     "explain": lambda dump: mf.explain(dump.path),
-    "audit": lambda dump: str(audit_dump(dump.path)),
 }
 # the pass takes most of the time: one dump in so many
-SHARES = {"inspect": 3, "explain": 15, "audit": 15}
+SHARES = {"inspect": 3, "explain": 15}
 WHOLE = {True: read(f"{fixtures}/fx_before.txt"), False: read(f"{fixtures}/fused.txt")}
 for name in sorted(os.listdir(fixtures)):  # what is imported on first use
     for call in READERS.values():

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from mla_fusion.report import text_tables
-from mla_fusion.tools.page import plain
 
 
 @dataclass(frozen=True)
@@ -100,19 +98,3 @@ class Audit:
                 limit = f"   rounding up to {self.tolerance[name]:.2g}" if self.tolerance else ""
                 lines.append(f"    {name:<{max(map(len, self.errors))}}  error {error:.2g}{limit}")
         return "\n".join([*lines, *map(str, self.findings)])
-
-    def to_html(self, path: str | Path) -> Path:
-        """Write a page that stands alone."""
-        rows = [(name, f"{error:.2g}") for name, error in (self.errors or {}).items()]
-        notes = [
-            (
-                "wrong" if item.certain else "maybe",
-                f"[{item.code}] {item.operator}: {item.message}",
-                [item.line] * bool(item.line),
-            )
-            for item in self.findings
-        ]
-        heading = str(self).partition("\n")[:1]
-        return plain.write(
-            path, "mla_fusion audit", heading, notes, ("value", "error"), rows, "Nothing found."
-        )
