@@ -270,7 +270,7 @@ def test_an_epsilon_that_results_do_not_show_is_held_against_the_modules() -> No
 class Calls(nn.Module):
     """An operator on tensors by name, its other arguments fixed."""
 
-    def __init__(self, operator: Any, call: dict[str, Any], fault: Fault = given()) -> None:
+    def __init__(self, operator: Any, call: dict[str, Any], fault: Fault = dict) -> None:
         super().__init__()
         self.operator, self.fault = operator, fault
         self.names = [name for name, value in call.items() if isinstance(value, Tensor)]

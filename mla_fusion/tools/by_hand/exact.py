@@ -62,9 +62,9 @@ class _Both(nn.Module):
 
 def compare(fused: Target, reference: Target, inputs: Inputs) -> Audit:
     """Neither calls an operator of the contract."""
-    runs = [memory.values_of(target, inputs) for target in (fused, reference)]
-    eager = memory.errors(runs[1], runs[0])
     try:
+        runs = [memory.values_of(target, inputs) for target in (fused, reference)]
+        eager = memory.errors(runs[1], runs[0])
         with memory.kept(fused), memory.kept(reference):
             return _verdict(fused, reference, eager, inputs)
     except Exception as error:  # of torch's export, or of a step that the field does not know
@@ -83,13 +83,13 @@ def _verdict(fused: Target, reference: Target, eager: Mapping[str, float], input
         program = torch.export.export(both, tuple(memory.copied(inputs)), strict=False)
         program = program.run_decompositions({})
     signature, tensors = program.graph_signature, {**program.constants, **program.state_dict}
-    if forms[0] != forms[1]:
-        said = f"one gives {forms[0]}; the other {forms[1]}"
-        return Audit((), (Finding("results.differ", said),), False)
     view = View(program.graph_module)
     *nodes, output = view.nodes
     for node in nodes:
         _check_function(node)
+    if forms[0] != forms[1]:
+        said = f"one gives {forms[0]}; the other {forms[1]}"
+        return Audit((), (Finding("results.differ", said),), False)
     names = [spec.target for spec in signature.input_specs if spec.target is not None]
     held = {node: tensors[name].detach() for node, name in zip(nodes, names, strict=False)}
     given = nodes[len(names) : len(signature.input_specs)]
