@@ -5,7 +5,7 @@ or take 10 s.
 
 The dumps are the fixtures of the tests and graphs that are captured here. Each mutated dump is
 read, rebuilt as a graph and compared with another (diff); a third is inspected, which runs the
-pass, and a part is explained with verification, and audited. Exit status 1: something ran, failed,
+pass, and a part is explained with verification. Exit status 1: something ran, failed,
 or took too long.
 """
 
