@@ -4,7 +4,6 @@ usual slip explains it?
 
 from __future__ import annotations
 
-import copy
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -13,24 +12,18 @@ from operator import itemgetter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from mla_fusion.commit.interpreter import widened
-from mla_fusion.compat import tree_map_only
 from mla_fusion.meta import check, preprocess
 from mla_fusion.tools.by_hand import exact, memory
 from mla_fusion.tools.by_hand.calls import Arguments, Call, Refused, Watch
-from mla_fusion.tools.by_hand.memory import Inputs, Target, Values, values_of
+from mla_fusion.tools.by_hand.memory import Target, values_of
 from mla_fusion.tools.by_hand.outcome import Audit, Finding
 from mla_fusion.tools.by_hand.slips import EPSILONS, slips
 
 _ROUNDING = 2e-2  # two bfloat16 evaluations of one prologue, as Config.verify has it
 _ROUNDING_INT8 = 6e-2
-_NOISE = 4.0  # times the reference's own distance from float64
 _PER_TILE = 3  # of kv_cache_quant_mode
-# a reference further off than this computes something else in float64, and tells nothing
-_MOST_NOISE = 0.2
 # of x, at which latents of usual size are so small that an epsilon of 1e-6 counts
 _SMALL = 1e-3
 Errors = Mapping[str, float]
@@ -53,9 +46,8 @@ def audit(
                      contract alone is looked at, and the numbers of slots and lengths
     inputs           what both are called with, copied before each run
     soc, cann, path  whose limits hold, as in `mla_fusion.meta.check`
-    tolerance        the relative error that counts as rounding; by default 2e-2 (6e-2 with int8),
-                     or four times what the reference itself is off from a float64 run of it, value
-                     by value
+    tolerance        the relative error that counts as rounding; by default 2e-2 (6e-2 with int8);
+                     many layers in a row need more
 
     A call that the contract refuses ends the audit. Else results are compared on the inputs as
     given, and on a thousandth of x, where an epsilon counts. What either writes is compared too:
@@ -72,7 +64,7 @@ def audit(
     the two part. Raises ValueError where there is no reference.
     """
     fused, reference = _callable(fused), None if reference is None else _callable(reference)
-    names, calls = memory.paired(fused, reference), list[Call]()
+    calls: list[Call] = []
 
     def checked(call: Call) -> Arguments:
         calls.append(call)
@@ -87,7 +79,7 @@ def audit(
 
     try:
         with Watch(checked, memory.modules_of(fused)):
-            written = values_of(fused, inputs, names)
+            written = values_of(fused, inputs)
     except Refused as error:
         return Audit(tuple(call.operator for call in calls), (error.finding,))
     operators = tuple(call.operator for call in calls)
@@ -105,14 +97,18 @@ def audit(
     small = memory.scaled(inputs, _SMALL, x.shape[-1])
     draws = {"the inputs as given": inputs, "a thousandth of x": small}
     wanted = [values_of(reference, draw) for draw in draws.values()]
-    limits = _rounding(reference, inputs, calls, wanted[0], tolerance)
+    is_int8 = any(
+        value.dtype == torch.int8 for value in memory.tensors_in([call.arguments for call in calls])
+    )
+    usual = tolerance if tolerance is not None else _ROUNDING_INT8 if is_int8 else _ROUNDING
+    limits = defaultdict[str, float](lambda: usual)
 
     def measured(visit: Callable[[Call], Arguments]) -> dict[str, float]:
         """The largest error of each value over the draws."""
         found: dict[str, float] = {}
         for want, draw in zip(wanted, draws.values(), strict=True):
             with Watch(visit):
-                got = values_of(fused, draw, names)
+                got = values_of(fused, draw)
             for name, error in memory.errors(want, got).items():
                 found[name] = max(found.get(name, 0.0), error)
         return found
@@ -176,32 +172,6 @@ def _callable(target: Any) -> Target:
     if not callable(target):
         raise TypeError(f"expected a module or a function, got {type(target).__name__}")
     return target
-
-
-def _rounding(
-    reference: Target,
-    inputs: Inputs,
-    calls: Sequence[Call],
-    wanted: Values,
-    tolerance: float | None,
-) -> dict[str, float]:
-    """Of each value, what is rounding."""
-    held = memory.tensors_in([call.arguments for call in calls])
-    int8 = any(value.dtype == torch.int8 for value in held)
-    usual = tolerance if tolerance is not None else _ROUNDING_INT8 if int8 else _ROUNDING
-    limits = defaultdict[str, float](lambda: usual)
-    if tolerance is not None or not isinstance(reference, nn.Module):
-        return limits
-    try:
-        wide = copy.deepcopy(reference).double()
-        given = tree_map_only(Tensor, widened, list(inputs))
-        noise = memory.errors(values_of(wide, given), wanted)
-    except Exception:  # a model that runs in its own dtypes alone
-        return limits
-    for name, error in noise.items():
-        if usual < _NOISE * error < _MOST_NOISE:
-            limits[name] = _NOISE * error
-    return limits
 
 
 def _epsilons(reference: Target) -> list[float]:

@@ -125,21 +125,12 @@ class Values:
     places: dict[int, str]
 
 
-def paired(fused: object, reference: object) -> dict[str, str]:
-    """The reference's name of what ``fused`` holds by another name, in the same memory."""
-    theirs = held_by(reference)
-    names = {place(value): name for name, value in theirs.items() if value.numel()}
-    mine = {name: place(value) for name, value in held_by(fused).items() if name not in theirs}
-    return {name: names[at] for name, at in mine.items() if at in names}
-
-
-def values_of(target: Target, inputs: Inputs, names: Mapping[str, str] | None = None) -> Values:
-    """Run ``target`` on copies of the inputs. ``names``: what to call what it holds."""
+def values_of(target: Target, inputs: Inputs) -> Values:
+    """Run ``target`` on copies of the inputs."""
     given = copied(inputs)
 
     def reachable() -> Tensors:
-        held = {(names or {}).get(name, name): v for name, v in held_by(target).items()}
-        return named(given) | held
+        return named(given) | held_by(target)
 
     start = reachable()
     before = _copies(start)
