@@ -110,8 +110,7 @@ class Watch(TorchDispatchMode):
         """
         meta, frame = traceback.get_current_meta(), sys._getframe()
         if trace := meta.get("stack_trace"):
-            lines = [line.strip() for line in trace.splitlines() if line.strip()]
-            return next(line for line in reversed(lines) if line.startswith("File "))
+            return "File " + str(trace.rpartition("File ")[2].partition("\n")[0])
         while frame.f_back and frame.f_code.co_filename.startswith(_FOREIGN):
             frame = frame.f_back
         code, path = frame.f_code, self._paths.get(id(frame.f_locals.get("self")))

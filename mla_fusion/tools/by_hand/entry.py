@@ -97,11 +97,9 @@ def audit(
     small = memory.scaled(inputs, _SMALL, x.shape[-1])
     draws = {"the inputs as given": inputs, "a thousandth of x": small}
     wanted = [values_of(reference, draw) for draw in draws.values()]
-    is_int8 = any(
-        value.dtype == torch.int8 for value in memory.tensors_in([call.arguments for call in calls])
-    )
-    usual = tolerance if tolerance is not None else _ROUNDING_INT8 if is_int8 else _ROUNDING
-    limits = defaultdict[str, float](lambda: usual)
+    dtypes = {value.dtype for call in calls for value in memory.tensors_in(call.arguments)}
+    usual = _ROUNDING_INT8 if torch.int8 in dtypes else _ROUNDING
+    limits = defaultdict[str, float](lambda: usual if tolerance is None else tolerance)
 
     def measured(visit: Callable[[Call], Arguments]) -> dict[str, float]:
         """The largest error of each value over the draws."""
@@ -147,8 +145,8 @@ def audit(
         if tried and not tried[0][0]:  # of those that mend all, the nearest
             seen = seen[:1]
         seen.append(_differs(calls[parted], written.places, before, limits, off))
-    named = {item.argument for item in seen}
-    seen += [item for item in _other_epsilons(calls, held) if item.argument not in named]
+    else:
+        seen = _other_epsilons(calls, held)
     apart = [
         call.finding(
             "cache.elsewhere",

@@ -79,15 +79,10 @@ class Audit:
     def __str__(self) -> str:
         count = len(self.operators)
         calls = f"{count} call{'s' * (count != 1)} of {', '.join(dict.fromkeys(self.operators))}"
-        is_refused = any(item.code.startswith(("contract:", "call.")) for item in self.findings)
         verdict = {
             True: f"{'proved ' * bool(self.proof)}equal to the reference",
             False: "NOT equal to the reference",
-            None: "refused; nothing is compared"
-            if is_refused
-            else "not decided"
-            if self.errors or not count
-            else "no reference to compare with",
+            None: "not decided" if self.errors or not count else "nothing is compared",
         }[self.equal]
         subject = calls if count else "two functions that call no fused operator"
         proof = f": {self.proof}" if self.proof else ""

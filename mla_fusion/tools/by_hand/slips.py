@@ -61,9 +61,7 @@ _TWICE = "its rope columns were interleaved twice, or are those of a model that 
 _BY_HEAD = "write [D | Dr] head by head"
 _LINEAR = "it holds a linear layer's [out, in] reshaped to [in, out]; transpose it instead"
 _WEIGHTS: tuple[tuple[str, str, str, _Order], ...] = (
-    ("weight.reshaped", "weight_dq", _LINEAR, _transposed),
-    ("weight.reshaped", _UP, _LINEAR, _transposed),
-    ("weight.reshaped", _DOWN, _LINEAR, _transposed),
+    *(("weight.reshaped", name, _LINEAR, _transposed) for name in ("weight_dq", _UP, _DOWN)),
     ("w_uk.transposed", "weight_uk", "[N, Hckv, D] is reshaped; transpose it", _transposed),
     ("w_uk.heads", "weight_uk", "[D, N, Hckv] is reshaped; transpose it", _heads_of_uk),
     (
