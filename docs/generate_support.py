@@ -53,7 +53,7 @@ QUANTISATIONS = {
     (5, 1): ("the same, a hifloat8 latent cache with one scale, hifloat8 query", "fused"),
     (5, 3): (
         "the same, caches of 656 bytes a row, a scale a tile",
-        "by hand: `mf.meta`, `mf.reference`, `mf.audit`",
+        "by hand: `mf.meta`, `mf.reference`",
     ),
 }
 INTRODUCTION = """\

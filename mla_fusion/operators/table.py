@@ -505,7 +505,7 @@ empty_permuted             | -        | -           | field:empty
 empty_strided              | -        | -           | field:empty
 narrow_copy                | -        | -           | field:sliced
 npu::npu_dynamic_block_quant | -        | -           | field:block_quant
-npu::npu_kv_rmsnorm_rope_cache_v2_functional | - | - | token:written_rows field:key_half rows:kv_operator
+npu::npu_kv_rmsnorm_rope_cache_v2_functional|-|-|token:written_rows field:key_half rows:kv_operator
 npu::npu_mla_prolog_v3     | -        | - |
 npu::npu_mla_prolog_v3_functional | -        | -           | field:prolog
 npu::npu_quant_matmul | - | - | field:quant_matmul einsum:quant_matmul rows:blocks size:bytes_summed

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from mla_fusion.models.absorbed import AbsorbedDecoder, AbsorbedLayer
-from mla_fusion.tools.by_hand.calls import AsModule
 from mla_fusion.tools.by_hand.memory import same_bits
 from mla_fusion.tools.paged import PagedBatch
 
@@ -38,6 +37,17 @@ def largest_ratio(numbers: int, largest: float = LARGEST_RATIO) -> float:
     chance.
     """
     return largest + DEVIATIONS / math.sqrt(numbers)
+
+
+class _AsModule(nn.Module):
+    """A method of a module, which is found so, and copied."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function, self.owner = function, getattr(function, "__self__", None)
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.function(*inputs)
 
 
 @dataclass(frozen=True)
@@ -119,7 +129,7 @@ def measure_prologues(
     """Every layer's prologue by itself, all runs from the same bfloat16 input."""
     found = []
     for index, inputs in enumerate(inputs_of_layers(model, batch)):
-        prologue = AsModule(layers_of(model)[index].self_attn.prologue)
+        prologue = _AsModule(layers_of(model)[index].self_attn.prologue)
         caches = (batch.kv_caches[index], batch.kr_caches[index])
         wide = copy.deepcopy(prologue).double()
         runs = []

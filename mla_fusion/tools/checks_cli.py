@@ -23,7 +23,6 @@ from mla_fusion.tools.target import (
     output,
     positive,
     target,
-    target_or_dump,
     user_errors,
     writing,
 )
@@ -31,27 +30,16 @@ from mla_fusion.tools.target import (
 
 def _audit(arguments: Namespace) -> int:
     """Exit status: 0 nothing is wrong, 1 something is. Raises UserError for bad input."""
-    target_or_dump(arguments.target)
+    target(arguments.target)
     if arguments.reference:
         target(arguments.reference)
-    from mla_fusion.tools.dumps import DumpError
-
-    with user_errors(DumpError, ValueError):
+    with user_errors(ValueError):
         machine = mf.Config(soc=arguments.soc, cann=arguments.cann).machine
-        audited = _of_dump if Path(arguments.target).is_file() else _of_function
-        found = audited(arguments, soc=machine.soc, cann=machine.cann)
+        found = _audited(arguments, soc=machine.soc, cann=machine.cann)
     return answer(found, arguments, found.ok)
 
 
-def _of_dump(arguments: Namespace, **limits: str) -> mf.Audit:
-    from mla_fusion.tools.by_hand.of_dump import audit_dump
-
-    if arguments.reference:
-        raise UserError("--reference goes with a function; a dump holds no numbers to compare")
-    return audit_dump(arguments.target, **limits)
-
-
-def _of_function(arguments: Namespace, **limits: Any) -> mf.Audit:
+def _audited(arguments: Namespace, **limits: Any) -> mf.Audit:
     import torch
 
     from mla_fusion.compile.device_graph import CaptureError, check_arguments
@@ -162,7 +150,7 @@ COMMANDS = (
         "stand for.",
         "Exit status 1: something is wrong with a call.",
         (
-            function("; its file is imported and runs. Or a dump: data"),
+            function("; its file is imported and runs"),
             option(
                 "--reference",
                 "one that returns (unfused_model, arguments)",
@@ -175,7 +163,6 @@ COMMANDS = (
                 choices=("eager", "graph"),
                 default="eager",
             ),
-            page("also write the audit as a page"),
         ),
     ),
     Command(

@@ -81,7 +81,6 @@ EQUAL: dict[str, tuple[Step, Step]] = {
         norm,
     ),
     "torch's": (lambda x, g: F.rms_norm(x, (WIDTH,), g, EPS), norm),
-    "another size": (lambda x, g: F.rms_norm(x * 4, (WIDTH,), g, EPS * 16), norm),
     "in another dtype": (lambda x, g: norm(x.bfloat16().float(), g), norm),
     "complex": (complex_rope, paired_rope),
     "silu": (
@@ -169,11 +168,6 @@ SPELLINGS: dict[str, tuple[Whole, Whole, tuple[Any, ...]]] = {
         ),
         (ROWS_OF_8,),
     ),
-    "a norm with the epsilon of its dtype": (
-        lambda x: F.rms_norm(x, (8,)),
-        lambda x: x * (x.pow(2).mean(-1, keepdim=True) + torch.finfo(x.dtype).eps).rsqrt(),
-        (ROWS_OF_8,),
-    ),
     "silu": (F.silu, lambda x: x / (1 + torch.exp(-x)), (ROWS_OF_8,)),
     "relu": (F.relu, lambda x: x.clamp(min=0), (ROWS_OF_8,)),
     "the largest": (lambda x: x.max(-1).values, lambda x: x.flip(-1).amax(-1), (ROWS_OF_8,)),
@@ -226,7 +220,8 @@ def test_not_decided_names_the_steps(name: str) -> None:
     assert found.equal is None and found.ok and not found.proof, str(found)
     (finding,) = found.findings
     assert (
-        finding.code == "graphs.part"
+        finding.code == "not.decided"
+        and "they part at function" in finding.message
         and "test_exact.py" in finding.line
         and "not decided" in str(found)
     )
@@ -279,10 +274,9 @@ def test_prologues_in_other_spellings(mine: type[nn.Module]) -> None:
 
 def test_a_cache_that_is_written_elsewhere() -> None:
     found = both(OtherSlots(), prologues.PagedRotateHalf())
-    assert found.equal is False and set(found.errors or ()) == {"output 0", "input 3", "input 4"}, (
-        str(found)
-    )
-    assert [name for name, error in (found.errors or {}).items() if error] == ["input 3"]
+    errors = found.errors or {}
+    assert found.equal is False and errors.keys() >= {"output 0", "argument 3", "argument 4"}
+    assert [name for name, error in errors.items() if error] == ["argument 3"], str(found)
 
 
 def test_weights_that_were_joined_are_known_by_their_numbers() -> None:
@@ -306,24 +300,12 @@ def test_weights_that_were_joined_are_known_by_their_numbers() -> None:
     assert mf.audit(whole, Apart(), torch.randn(5, WIDTH)).equal is False
 
 
-def test_uniform_weights_are_named() -> None:
-    torch.manual_seed(0)
-    mine, theirs = Of(norm), Of(lambda x, gamma: norm(x, gamma.flip(0)))
-    with torch.no_grad():
-        theirs.gamma.fill_(1.0)
-    mine.load_state_dict(theirs.state_dict())
-    found = mf.audit(mine, theirs, torch.randn(5, WIDTH))
-    assert found.equal is True and [item.code for item in found.findings] == ["weight.uniform"], (
-        str(found)
-    )
-
-
 def test_what_cannot_be_exported_is_not_decided() -> None:
     def branches(x: Tensor) -> Tensor:
         return x if x.sum() > 0 else -x
 
     found = mf.audit(branches, branches, torch.randn(4))
-    assert found.equal is None and [item.code for item in found.findings] == ["export.fails"]
+    assert found.equal is None and [item.code for item in found.findings] == ["not.decided"]
 
 
 def test_other_results_are_different() -> None:
@@ -380,7 +362,6 @@ NOT_EQUAL: dict[str, tuple[Callable[..., Any], Callable[..., Any], Tensor]] = {
 
 NOT_EQUAL |= {
     "a hole at 0": (lambda x: x * x / x, lambda x: x * 1, SQUARE),
-    "a hole at 1": (lambda x: (x * x - 1) / (x - 1), lambda x: x + 1, SQUARE),
     "rows of which all are masked": (
         lambda x: F.scaled_dot_product_attention(x, x, x, attn_mask=x > 0),
         lambda x: (x @ x.mT / 2).masked_fill(~(x > 0), float("-inf")).softmax(-1) @ x,
@@ -408,11 +389,9 @@ WRAPS: dict[str, tuple[Callable[..., Any], Callable[..., Any], torch.dtype]] = {
 }
 
 
-@pytest.mark.parametrize("drawn", [True, False])
 @pytest.mark.parametrize("name", WRAPS)
-def test_integers_wrap_around(name: str, drawn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not drawn:
-        monkeypatch.setattr(exact, "_witness", lambda *_: {})
+def test_integers_wrap_around(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exact, "_FACTORS", ())
     mine, theirs, dtype = WRAPS[name]
     assert mf.audit(mine, theirs, INT8.to(dtype)).equal is not True
 
@@ -420,11 +399,6 @@ def test_integers_wrap_around(name: str, drawn: bool, monkeypatch: pytest.Monkey
 def test_an_index_is_what_it_was_before_it_was_narrowed() -> None:
     found = mf.audit(lambda c, s, x: put(c, s.int(), x), put, POOL, SLOTS, ROWS_OF_8)
     assert found.equal is True, str(found)
-
-
-def test_other_dtypes_of_equal_numbers_are_named() -> None:
-    found = mf.audit(lambda a: a.float(), lambda a: a * 1, SLOTS)
-    assert found.equal is True and [item.code for item in found.findings] == ["results.dtype"]
 
 
 # That the two are one over the real numbers, float64 hides.
@@ -476,12 +450,6 @@ def test_buffers_that_cannot_be_written_end_nothing(held: Tensor) -> None:
     assert mf.audit(Held(held), Held(held), SQUARE).equal is not False
 
 
-def test_what_a_buffer_holds_at_the_first_call_is_not_used() -> None:
-    whole, sum_of = State(lambda cache, x: x), State(lambda cache, x: cache + x)
-    assert mf.audit(sum_of, whole, SQUARE).equal is None
-    assert mf.audit(sum_of, State(lambda cache, x: x + cache), SQUARE).equal is True
-
-
 @pytest.mark.parametrize("name", one_in(2, NOT_EQUAL))
 def test_never_proved(name: str) -> None:
     one, other, x = NOT_EQUAL[name]
@@ -502,35 +470,36 @@ def test_no_step_ends_it(step: Callable[[Tensor], Any]) -> None:
     assert mf.audit(step, step, torch.tensor(2.0)).equal is not False
 
 
-def test_two_buffers_are_not_one() -> None:
-    class Writes(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("cache", torch.zeros(4))
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.cache.copy_(x)
-            return x * 1
-
-    class Both(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.two = Writes(), Writes()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.two(x) + 0 * self.one(x * 3)
-
-    assert mf.audit(Both(), Writes(), torch.randn(4)).equal is False
+@pytest.mark.parametrize("rows", [0, 2])
+def test_results_without_elements_are_not_decided(rows: int) -> None:
+    found = mf.audit(lambda x: x * 2, lambda x: x + x, torch.ones(rows, 8))
+    assert found.equal is (True if rows else None)
 
 
-def test_quotients_of_integers_are_exact_where_a_difference_is_looked_for() -> None:
-    found = mf.audit(
-        lambda x: F.gelu(x) * torch.arange(8) / 3,
-        lambda x: x / 2 * (1 + torch.erf(x / 2**0.5)) * (torch.arange(8) / 3),
-        torch.randn(5, 8),
-    )
-    assert found.equal is None, str(found)
-    assert torch.get_default_dtype() is torch.float32
+def test_a_buffer_that_is_written_is_not_decided() -> None:
+    found = mf.audit(*(State(lambda cache, x: cache + x) for _ in range(2)), SQUARE)
+    assert found.equal is None and "give what it writes as an argument" in str(found)
+
+
+class Grows(nn.Module):
+    """As a dynamic cache does; in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache, self.rows = torch.zeros(1, 8), list[Tensor]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.cache = torch.cat([self.cache, x])
+        self.rows.append(x)
+        return x + 1
+
+
+@pytest.mark.filterwarnings("ignore:.*assigned during export")
+def test_functions_that_bind_tensors_anew_are_not_decided() -> None:
+    one, other = Grows(), Grows()
+    cache = one.cache
+    assert mf.audit(one, other, torch.randn(3, 8)).equal is None
+    assert one.cache is cache and not one.rows
 
 
 def written_at(column: bool) -> Callable[..., Tensor]:
@@ -656,7 +625,7 @@ APART: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[Any, ...]]]
 @pytest.mark.parametrize("name", one_in(2, APART))
 def test_the_field_alone_takes_them_apart(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the run in float64 that a proof is held against."""
-    monkeypatch.setattr(exact, "_witness", lambda *_: {})
+    monkeypatch.setattr(exact, "_FACTORS", ())
     mine, theirs, inputs = APART[name]
     assert mf.audit(mine, theirs, *inputs).equal is None
 

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 DUMP = str(ROOT / "tests" / "dumps" / "fixtures" / "fx_after.txt")
 TARGET = f"{ROOT / 'examples' / 'fuse_your_model.py'}:example"
 OUTPUTS = [
-    ["explain", DUMP, "--html"], ["inspect", DUMP, "--export"], ["audit", DUMP, "--html"],
+    ["explain", DUMP, "--html"], ["inspect", DUMP, "--export"],
     ["guide", "--out"],
     ["selftest", "--out"], ["selftest", "--compare", "a.json", "--html"],
 ]  # fmt: skip
@@ -124,7 +124,7 @@ def test_errors_of_the_system_are_one_line(monkeypatch, capsys):
     assert capsys.readouterr().err == "mla-fusion inspect: a.txt: Permission denied\n"
 
 
-@pytest.mark.parametrize("word", ["explain", "inspect", "diff", "audit"])
+@pytest.mark.parametrize("word", ["explain", "inspect", "diff"])
 def test_a_folder_is_no_dump(word, tmp_path, capsys):
     assert cli.main([word, str(tmp_path), *[DUMP][: word == "diff"]]) == 2
     assert "is no regular file" in capsys.readouterr().err

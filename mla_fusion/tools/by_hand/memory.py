@@ -1,27 +1,34 @@
-"""The tensors that a function may write: its arguments, and what its modules hold. Named, copied,
-put back.
-"""
+"""What a run leaves behind: results, arguments and what modules hold; named, compared, put back."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule, Interpreter, traceback
 
 from mla_fusion.compat import tree_leaves, tree_map_only
-from mla_fusion.prove.field import Undecided
+from mla_fusion.fx.kinds import is_float
 
 Inputs = Sequence[Any]  # what a function is called with
 Tensors = dict[str, Tensor]  # by name
+Target = Callable[..., Any]  # what is audited: a module, a method of one, a function, a graph
+_WEIGHT_OF_A_ROW = 2.5  # a row may be so many times as far off as the whole
 
 
 def place(value: Tensor) -> int:
     """Where its memory lies; 0 for none."""
     return value.untyped_storage().data_ptr()
+
+
+def tensors_in(item: Any) -> list[Tensor]:
+    """Inside lists and dicts too."""
+    return [leaf for leaf in tree_leaves(item) if isinstance(leaf, Tensor)]
 
 
 def copied(inputs: Inputs) -> list[Any]:
@@ -30,44 +37,14 @@ def copied(inputs: Inputs) -> list[Any]:
     return list(tree_map_only(Tensor, lambda v: copy.deepcopy(v.detach(), known), list(inputs)))
 
 
-def tensors_in(item: Any) -> list[Tensor]:
-    """Inside lists and dicts too."""
-    return [leaf for leaf in tree_leaves(item) if isinstance(leaf, Tensor)]
+def scaled(inputs: Inputs, factor: float, width: int | None = None) -> list[Any]:
+    """The inputs, with the floats (those of that last axis) times ``factor``."""
 
+    def changed(value: Tensor) -> Tensor:
+        is_meant = width is None or (value.dim() > 1 and value.shape[-1] == width)
+        return value * factor if is_meant and is_float(value.dtype) else value
 
-def named(inputs: Inputs) -> Tensors:
-    """Every tensor among the arguments: "argument 3"; in a list or dict, "argument 3.0"."""
-    return _tensors({f"argument {position}": value for position, value in enumerate(inputs)})
-
-
-def _tensors(values: Mapping[str, Any]) -> Tensors:
-    """The tensors that have memory which can be written (a sparse one has none); one in a list or
-    dict has its place there behind the name.
-    """
-    return {
-        name if leaf is value else f"{name}.{at}": leaf
-        for name, value in values.items()
-        for at, leaf in enumerate(tree_leaves(value))
-        if isinstance(leaf, Tensor) and leaf.layout == torch.strided
-    }
-
-
-def held_by(target: object) -> Tensors:
-    """Buffers of a module, and tensors among its plain attributes, in lists and dicts too;
-    parameters are not.
-    """
-    if not isinstance(target, nn.Module):
-        return {}
-    attributes = {
-        f"attribute {path}.{name}".replace(" .", " "): value
-        for path, module in target.named_modules()
-        for name, value in vars(module).items()
-        if not name.startswith("_")
-    }
-    known = {id(value) for value in (*target.parameters(), *target.buffers())}
-    found = _tensors({f"buffer {name}": value for name, value in target.named_buffers()})
-    others = _tensors(attributes).items()
-    return found | {name: value for name, value in others if id(value) not in known}
+    return list(tree_map_only(Tensor, changed, list(inputs)))
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
@@ -78,91 +55,145 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     return torch.equal(a, b)
 
 
+def modules_of(target: object) -> dict[str, nn.Module]:
+    """The modules of a module, or of one that a method belongs to, by path."""
+    owner = getattr(target, "__self__", target)
+    return dict(owner.named_modules()) if isinstance(owner, nn.Module) else {}
+
+
+def held_by(target: object) -> Tensors:
+    """Buffers of a module, and tensors among its plain attributes, in lists and dicts too;
+    parameters are not.
+    """
+    found: dict[str, Any] = {}
+    for path, module in modules_of(target).items():
+        public = {name: value for name, value in vars(module).items() if name[:1] != "_"}
+        for kind, values in (("buffer", module._buffers), ("attribute", public)):
+            found |= {f"{kind} {path}.{name}".replace(" .", " "): v for name, v in values.items()}
+    return _tensors(found)
+
+
+def named(inputs: Inputs) -> Tensors:
+    """Every tensor among the arguments: "argument 3"; in a list or dict, "argument 3.0"."""
+    return _tensors({f"argument {at}": value for at, value in enumerate(inputs)})
+
+
+def _tensors(values: Mapping[str, Any]) -> Tensors:
+    """The tensors that have memory which can be written; one in a list or dict has its place there
+    behind the name.
+    """
+    return {
+        name if leaf is value else f"{name}.{at}": leaf
+        for name, value in values.items()
+        for at, leaf in enumerate(tree_leaves(value))
+        if isinstance(leaf, Tensor) and leaf.layout == torch.strided
+        if not isinstance(leaf, nn.Parameter)
+    }
+
+
 @contextlib.contextmanager
-def restored(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """These tensors hold what they did before, afterwards."""
-    copies = [(value, value.detach().clone()) for value in tensors]
+def kept(target: object) -> Iterator[None]:
+    """What a module holds is as before afterwards: the same tensors under the same names, with the
+    same content.
+    """
+    modules = modules_of(target).values()
+    holders = [item for module in modules for item in (vars(module), module._buffers)]
+    inside = [item for holder in holders for item in holder.values()]
+    containers = [(item, copy.copy(item)) for item in inside if isinstance(item, (list, dict))]
+    containers += [(holder, dict(holder)) for holder in holders]
+    tensors = [(value, value.detach().clone()) for value in held_by(target).values()]
     try:
         yield
     finally:
+        for container, contents in containers:
+            container.clear()
+            (container.extend if isinstance(container, list) else container.update)(contents)
         with torch.no_grad():
-            for value, before in copies:
+            for value, before in tensors:
                 if not same_bits(value, before):  # some tensors cannot be written
                     value.copy_(before)
 
 
-@contextlib.contextmanager
-def kept(target: object, may_rebind: bool = True) -> Iterator[None]:
-    """What a module holds is as before afterwards: the same tensors under the same names, with the
-    same content.
-
-    Raises Undecided, at the end, where another tensor had one of their names, unless it
-    ``may_rebind`` them.
+@dataclass(frozen=True)
+class Values:
+    """Tensors by name. after: results, and what could be written, as the run left it; before: as it
+    found it; places: what lay where.
     """
-    before, containers = held_by(target), [(each, copy.copy(each)) for each in _containers(target)]
-    rebound = list[str]()
-    with restored(before.values()):
-        try:
-            yield
-        finally:
-            after = held_by(target)
-            names = before.keys() | after.keys()
-            rebound += sorted(name for name in names if before.get(name) is not after.get(name))
-            for container, contents in containers:
-                if isinstance(container, dict):
-                    container.clear()
-                    container.update(contents)
-                else:
-                    container[:] = contents
-    if rebound and not may_rebind:
-        raise Undecided(f"{', '.join(rebound)} is another tensor after a run")
+
+    after: Tensors
+    before: Tensors
+    places: dict[int, str]
 
 
-def _containers(target: object) -> Iterator[Any]:
-    """What holds the attributes of a module and of those inside, its buffers, and the lists and
-    dicts among them.
+def values_of(target: Target, inputs: Inputs) -> Values:
+    """Run ``target`` on copies of the inputs."""
+    given = copied(inputs)
+
+    def reachable() -> Tensors:
+        return named(given) | held_by(target)
+
+    start = reachable()
+    before = _copies(start)
+    runs = isinstance(target, GraphModule)
+    with kept(target), torch.no_grad(), traceback.preserve_node_meta(runs):
+        results = Interpreter(target).run(*given) if runs else target(*given)  # type: ignore[arg-type]
+        outputs = {f"output {at}": leaf for at, leaf in enumerate(tree_leaves(results))}
+        end = reachable()
+        after = _copies(_tensors(outputs) | start | end)
+    places = {place(v): name for held in (start, end) for name, v in held.items() if v.numel()}
+    return Values(after, before, places)
+
+
+def _copies(held: Tensors) -> Tensors:
+    return {name: value.detach().clone() for name, value in held.items()}
+
+
+def errors(want: Values, got: Values) -> dict[str, float]:
+    """The relative error of each result, and of each tensor that either run has changed: of the
+    rows that either has. Infinite for another shape. What only one of the two holds is left out.
     """
-    for module in target.modules() if isinstance(target, nn.Module) else ():
-        yield from (vars(module), module._buffers)
-        inside = [value for name, value in vars(module).items() if not name.startswith("_")]
-        while inside:
-            value = inside.pop()
-            if isinstance(value, (list, dict)):
-                yield value
-                inside += value.values() if isinstance(value, dict) else value
-
-
-def paired(fused: object, reference: object) -> dict[str, str]:
-    """The reference's name of what ``fused`` holds: the same memory, or the one whose name ends
-    alike in that shape.
-    """
-    theirs, found = held_by(reference), {}
-    by_memory = places(theirs)
-    for name, value in held_by(fused).items():
-        alike = [
-            other
-            for other, their in theirs.items()
-            if _last(other) == _last(name) and their.shape == value.shape
-        ]
-        if value.numel() and place(value) in by_memory:
-            found[name] = by_memory[place(value)]
-        elif name in theirs:
-            found[name] = name
-        elif len(alike) == 1:
-            found[name] = alike[0]
+    found: dict[str, float] = {}
+    for name, value in want.after.items():
+        other, before = got.after.get(name), want.before.get(name)
+        if other is None and before is not None:
+            continue
+        if other is None or other.numel() != value.numel():
+            found[name] = float("inf")
+            continue
+        one, two = _rows(value), _rows(other)
+        if before is not None and before.shape == value.shape == other.shape:
+            rows = _changed(value, before) | _changed(other, got.before.get(name, other))
+            if not bool(rows.any()):
+                continue
+            one, two = one[rows], two[rows]
+        found[name] = error(one, two)
     return found
 
 
-def _last(name: str) -> str:
-    return name.split(" ")[-1].split(".")[-1]
+def _changed(after: Tensor, before: Tensor) -> Tensor:
+    """Which rows. Memory that nobody has written may hold NaN, which is not equal to itself."""
+    a, b = _rows(after), _rows(before)
+    return ((a != b) & ~(a.isnan() & b.isnan())).any(-1)
 
 
-def reachable(inputs: Inputs, target: object, names: Mapping[str, str]) -> Tensors:
-    """All of them by name; ``names``: the reference's, for what the target holds."""
-    held = {names.get(name, name): value for name, value in held_by(target).items()}
-    return named(inputs) | held
+def _rows(value: Tensor) -> Tensor:
+    value = value.detach().to("cpu")
+    wide = (torch.view_as_real(value).flatten(-2) if value.is_complex() else value).double()
+    return wide.reshape(-1, wide.shape[-1] if wide.numel() and wide.dim() else 1)
 
 
-def places(held: Tensors) -> dict[int, str]:
-    """Where each of them lies, with its name."""
-    return {place(value): name for name, value in held.items() if value.numel()}
+def error(want: Tensor, got: Tensor) -> float:
+    """Relative, of the whole or of its worst row. Masked scores are infinite, and unwritten memory
+    may be NaN: there both must be so, and the rest is measured.
+    """
+    want, got = _rows(want), _rows(got)
+    odd = ~(want.isfinite() & got.isfinite())
+    if not bool(((want == got) | (want.isnan() & got.isnan()))[odd].all()):
+        return float("inf")
+    want, got = want.masked_fill(odd, 0.0), got.masked_fill(odd, 0.0)
+    off, size = (got - want).square().sum(-1), want.square().sum(-1)
+    if not bool(off.any()):
+        return 0.0
+    whole = (off.sum() / size.sum().clamp_min(1e-60)).sqrt()
+    of_rows = torch.where(off == 0, 0.0, (off / size.clamp_min(1e-60)).sqrt())
+    return float(torch.maximum(whole, of_rows.max() / _WEIGHT_OF_A_ROW))

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from mla_fusion.report import text_tables
-from mla_fusion.tools.page import plain
-
-Errors = dict[str, float]  # of each value, relative
 
 
 @dataclass(frozen=True)
@@ -21,9 +17,9 @@ class Finding:
     argument  the operator's argument at fault, where it is one
     operator  that of the call
     call      its number among the calls
+    line      of the caller's code, with the path of the module
     certain   shown by numbers or by the contract; else a suspicion
-    line      of the caller's code
-    error     the largest error that is left when this, and all findings before it, are mended
+    error     of a slip: the largest error that is left when it alone is mended
     """
 
     code: str
@@ -51,25 +47,21 @@ class Audit:
     operators  those that were called, in order; none: two functions were compared, neither of which
                calls one
     findings   what is wrong, or looks so
-    draws      on which inputs values were compared
-    equal      is every compared value the reference's? None where there was no reference, or where
-               it is not decided
-    errors     relative error of each compared value, as written
-    repaired   the same with every repair that was found
+    equal      is every compared value the reference's? None where nothing was compared, or where it
+               is not decided
+    errors     relative error of each compared value
     tolerance  of each value, the error that is rounding
-    tried      how many runs of the repaired function it took
+    draws      on which inputs values were compared
     proof      what was shown, of two functions that are equal over the real numbers
-    witness    inputs on which they differ
+    witness    inputs on which two functions differ
     """
 
     operators: tuple[str, ...]
     findings: tuple[Finding, ...]
     equal: bool | None = None
     errors: dict[str, float] | None = None
-    repaired: dict[str, float] | None = None
     tolerance: dict[str, float] | None = None
     draws: tuple[str, ...] = ()
-    tried: int = 0
     proof: str = ""
     witness: tuple[Any, ...] | None = field(default=None, repr=False, compare=False)
 
@@ -85,56 +77,19 @@ class Audit:
         return text_tables.as_json({"ok": self.ok, **held})
 
     def __str__(self) -> str:
-        calls = f"{len(self.operators)} call{'s' * (len(self.operators) != 1)} of " + ", ".join(
-            dict.fromkeys(self.operators)
-        )
-        if not self.operators:
-            calls = "two functions that call no fused operator"
+        count = len(self.operators)
+        calls = f"{count} call{'s' * (count != 1)} of {', '.join(dict.fromkeys(self.operators))}"
         verdict = {
-            True: f"proved equal to the reference: {self.proof}"
-            if self.proof
-            else "equal to the reference",
+            True: f"{'proved ' * bool(self.proof)}equal to the reference",
             False: "NOT equal to the reference",
-            None: "no reference to compare with" if self.operators else "not decided",
+            None: "not decided" if self.errors or not count else "nothing is compared",
         }[self.equal]
-        lines = [f"mla_fusion audit: {calls}; {verdict}"]
+        subject = calls if count else "two functions that call no fused operator"
+        proof = f": {self.proof}" if self.proof else ""
+        lines = [f"mla_fusion audit: {subject}; {verdict}{proof}"]
         if self.errors:
             lines.append(f"  compared on {' and '.join(self.draws)}")
-            width = max(map(len, self.errors))
-            beside = {"repaired": self.repaired, "rounding up to": self.tolerance}
             for name, error in self.errors.items():
-                more = [f"   {what} {of[name]:.2g}" for what, of in beside.items() if of]
-                lines.append(f"    {name:<{width}}  error {error:.2g}{''.join(more)}")
-        lines += map(str, self.findings)
-        if (
-            self.equal is False
-            and self.operators
-            and not any(item.error is not None for item in self.findings)
-        ):
-            lines.append(
-                f"  no repair that is known explains it ({self.tried} runs; `tries` and "
-                "`seconds` allow more)"
-            )
-        return "\n".join(lines)
-
-    def to_html(self, path: str | Path) -> Path:
-        """Write a page that stands alone."""
-        repaired = self.repaired or {}
-        rows = [
-            (name, f"{error:.2g}", f"{repaired.get(name, error):.2g}")
-            for name, error in (self.errors or {}).items()
-        ]
-        notes = [
-            (
-                "wrong" if item.certain else "maybe",
-                f"[{item.code}] {item.operator}: {item.message}",
-                [f"largest error then {item.error:.2g}"] * (item.error is not None)
-                + [item.line] * bool(item.line),
-            )
-            for item in self.findings
-        ]
-        header = ("value", "error", "repaired")
-        headings = str(self).splitlines()[:1]
-        return plain.write(
-            path, "mla_fusion audit", headings, notes, header, rows, "Nothing found."
-        )
+                limit = f"   rounding up to {self.tolerance[name]:.2g}" if self.tolerance else ""
+                lines.append(f"    {name:<{max(map(len, self.errors))}}  error {error:.2g}{limit}")
+        return "\n".join([*lines, *map(str, self.findings)])
