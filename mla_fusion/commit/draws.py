@@ -2,7 +2,8 @@
 
 The kinds of draw:
 
-* "normal": x from the standard normal distribution, its rows of different size.
+* "normal": x from the standard normal distribution, its rows of different size, some of the size
+  of an epsilon's root.
 * "small", "large": floats of float64, for a run that rounds nothing. Rows of x span forty decades,
   from 1e-20 to 1e20, and so do those of float inputs that have no part. Of norm weights, those of
   "large" are 1e20 times as large: behind a norm, too, values span forty decades. Where a floor is
@@ -10,13 +11,15 @@ The kinds of draw:
 * "outliers": in every other row of x some channels are a hundred to ten thousand times as large;
   some elements and one row are exactly zero. Weights have channels far larger than the rest, so
   that latents have them, normed ones too.
-* "edges": normal rows of x; integers and flags at the ends of what they may be.
+* "edges": normal rows of x; integers and flags at the ends of what they may be, at residues of each
+  modulus, and where floats of two bytes round.
 
-Tables and scales are drawn once, weights twice.
+Tables and scales are drawn once, tables with zeros, weights twice.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -50,6 +53,7 @@ _DECADES = 20  # from 1 to the largest, and to the smallest
 # fails at the one before: far beyond what bfloat16 and int16 count exactly, then lengths of tables
 # and sequences.
 CEILINGS = (100_000, 2_048, 64, 8, 2, 1)
+_ROUNDED = (255, 257, 511, 513, 2047, 2049, 4095, 4097)  # by bfloat16, and by float16
 _INTEGERS = (torch.int16, torch.int32, torch.int64)
 _ONE_BYTE = frozenset((torch.int8, torch.uint8, *ELEMENTS, torch.float8_e8m0fnu))
 _INT8 = 40  # standard deviation of drawn int8 values
@@ -80,6 +84,7 @@ class Draws:
         self._pool = torch.randn(65537, generator=self._generator, dtype=torch.float32)
         self._row_constant = row_constant
         self._bounds = _bounds(view, region)
+        self._edges = _edges(region)
         self._fixed: dict[object, Any] = {}
         self._place = {node: number for number, node in enumerate(region.leaves)}
         self._least = 0 if any(view.steps.floored(node) for node in region.nodes) else -_DECADES
@@ -198,6 +203,8 @@ class Draws:
         drawn = _repeat(
             pool.to(torch.uint8).view(dtype) if is_codes else pool.to(dtype), shape, start
         )
+        if not role:  # a sine is exactly 0 at position 0
+            drawn.view(-1)[3::61] = 0
         is_kr = node in self.plan.caches.inputs[1:]
         return drawn[..., :1].expand(shape).contiguous() if self._row_constant and is_kr else drawn
 
@@ -222,7 +229,8 @@ class Draws:
         if kind in WIDE:
             return (x * self._decades(tokens, kind).unsqueeze(1)).reshape(shape)
         if kind == "normal":
-            x = x * 10 ** (self._uniform((tokens, 1)) * 3 - 2)  # 0.01 to 10
+            # 0.0003 to 10, so that an epsilon weighs as much as some rows
+            x = x * 10 ** (self._uniform((tokens, 1)) * 4.5 - 3.5)
         if kind == "outliers":
             channels = torch.randperm(width, generator=self._generator)[: max(2, width // 100)]
             x[::2, channels] *= 10 ** (2 + 2 * self._uniform((1, len(channels))))
@@ -248,6 +256,9 @@ class Draws:
         if len(flat) == 1:
             flat[0] = {"outliers": 0, "edges": limit}.get(kind, min(1, limit))
         elif len(flat):
+            edges = [edge for edge in self._edges if edge <= limit] if kind == "edges" else []
+            for place, edge in zip(range(1, len(flat), 2), itertools.cycle(edges), strict=False):
+                flat[place] = edge
             flat[0], flat[-1] = ends
         return flat.reshape(shape).to(dtype)
 
@@ -294,6 +305,16 @@ class Draws:
             first = {"edges": -1, "outliers": limit // 2}.get(kind, 0)
             found[leaf] = ((first + steps) % limit).reshape(shape).to(value.dtype)
         return found
+
+
+def _edges(region: Region) -> list[int]:
+    """Integers around each literal of a step, a modulus for one, and around those that floats of
+    two bytes no longer tell apart.
+    """
+    given = {abs(arg) for node in region.nodes for arg in node.args if type(arg) is int}
+    literals = sorted(number for number in given if 1 < number < CEILINGS[0])
+    around = (edge for number in literals for edge in (number - 1, number, 2 * number - 1))
+    return list(dict.fromkeys([*around, *_ROUNDED]))
 
 
 def _as_elements(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

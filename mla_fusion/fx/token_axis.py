@@ -110,7 +110,7 @@ class TokenAxis:
         if node in self._states:
             return
         shape = sizes_of(node)
-        lead = shape[:-1] if len(shape) > 1 or not has_symbols(shape) else shape
+        lead = shape if has_symbols(shape[-1:]) else shape[:-1]  # positions are no rows
         found = [axis for axis, size in enumerate(lead) if self._is_ours(size)]
         if found:
             self._states[node] = Place(found[~self._behind]) if len(found) > self._behind else SAME

@@ -327,7 +327,7 @@ class Evaluation:
         rule = rule_named(node, "size")
         if node in self._active or rule not in _ARITHMETIC or not _is_float(node):
             return False
-        is_exact = rule in ("multiplied", "quotient") and any(map(_is_power_of_two, node.args))
+        is_exact = rule in ("multiplied", "quotient") and any(map(_rounds_nothing, node.args))
         return not is_exact and not self._is_of_model(node)
 
     def _is_of_model(self, node: Node) -> bool:
@@ -500,8 +500,9 @@ _BESIDE_X = ("", "slots")  # roles of leaves
 _ARITHMETIC = frozenset(("added", "multiplied", "quotient", "power", "root"))
 
 
-def _is_power_of_two(given: Any) -> bool:
-    return isinstance(given, (int, float)) and abs(math.frexp(given)[0]) == 0.5
+def _rounds_nothing(given: Any) -> bool:
+    """Is it a factor that is 0, or a power of two?"""
+    return isinstance(given, (int, float)) and abs(math.frexp(given)[0]) in (0, 0.5)
 
 
 def _moves(node: Node) -> bool:

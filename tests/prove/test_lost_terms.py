@@ -157,13 +157,6 @@ def test_an_input_that_cancels_by_whatever_steps(step: Step) -> None:
     assert rejection.code in ("proof.differs", "rope.tables_differ"), rejection.message
 
 
-def test_an_input_times_0_is_0() -> None:
-    """Of one token at position 0 a model computes all its angles so."""
-    model = OfAnInput(lambda x, _: x, lambda x, o: x + o * 0.0)
-    report = mf.fuse(traced_graph(model, *args_of(), torch.tensor(3.7)), mf.Config(verify="off"))
-    assert len(report.fused) == 1, str(report)
-
-
 def test_an_input_that_scales_both_tables() -> None:
     class Scaled(OfAnInput):
         def forward(self, x: Tensor, positions: Tensor, *others: Tensor) -> tuple[Tensor, ...]:

@@ -68,19 +68,61 @@ def test_counts_that_a_dtype_has_not(name: str) -> None:
     assert not report.fused and report.rejected
 
 
-@pytest.mark.parametrize("factor", [4000, 33])
-def test_what_positions_are_taken_to_be_is_said(factor: int) -> None:
-    """They are below 2**19, where a dtype has not their products with a number otherwise."""
-    dtype = torch.int32 if factor == 4000 else torch.float32
-    less = factor // 33 * 3 + 1
-    (fusion,) = report_of(
-        at_positions(lambda p: (p.to(dtype) * less).double() / less, torch.Tensor.double)
-    ).fused
-    assert any("holds numbers below 2**19" in line for line in fusion.assumptions)
+def narrow(positions: Tensor) -> Tensor:
+    """4096 rounds to 4096, and so does 4095."""
+    return (positions % 4096).bfloat16()
+
+
+ROUNDED: dict[str, tuple[Table, Table]] = {
+    "clamp": (lambda p: narrow(p).clamp(max=4095).float(), lambda p: narrow(p).float()),
+    "minimum": (
+        lambda p: torch.minimum(narrow(p), torch.tensor(4095.0)),
+        lambda p: narrow(p).float(),
+    ),
+    "product": (
+        lambda p: ((p % 200).bfloat16() * 5).clamp(max=995).float(),
+        lambda p: ((p % 200).bfloat16() * 5).float(),
+    ),
+    "sum": (
+        lambda p: ((p % 250).bfloat16() + 10).clamp(max=259).float(),
+        lambda p: ((p % 250).bfloat16() + 10).float(),
+    ),
+}
+BESIDE: dict[str, tuple[Table, Table]] = {
+    "squared over itself": (itself, lambda t: t * t / t),
+    "cubed over its square": (itself, lambda t: t**3 / t**2),
+    "times its inverse": (itself, lambda t: t.square() * t.reciprocal()),
+    "there and back": (itself, lambda t: (t + 3) - 3),
+    "in another order": (itself, lambda t: t * 0.3 / 0.3),
+}
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_a_bound_that_rounding_passes(name: str) -> None:
+    assert not report_of(at_positions(*ROUNDED[name])).fused
+
+
+@pytest.mark.parametrize("bound", [4096, 5000])
+def test_a_bound_that_rounding_does_not_pass(bound: int) -> None:
+    tables = (lambda p: narrow(p).clamp(max=bound).float(), lambda p: narrow(p).float())
+    assert report_of(at_positions(*tables)).fused
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_tables_that_another_computation_makes(name: str) -> None:
+    report = report_of(by_tables(*BESIDE[name]))
+    assert [item.code for item in report.rejected] == ["rope.tables_differ"]
+    assert report_of(by_tables(*BESIDE[name][1:] * 2)).fused
 
 
 @pytest.mark.parametrize(
-    "make", [torch.Tensor.float, torch.Tensor.double, lambda p: (p * 2).float() / 2]
+    "make",
+    [
+        torch.Tensor.float,
+        torch.Tensor.double,
+        lambda p: (p * 2).float() / 2,
+        lambda p: p * 0.3 + 1,
+    ],
 )
 def test_counts_that_a_dtype_has(make: Table) -> None:
     assert report_of(at_positions(make, make)).fused

@@ -2,7 +2,7 @@
 
 Over the real numbers each step is the identity. bfloat16 has no 257, int32 and int16 wrap, a
 quotient of counts is no number at one token or from one on, and a difference of a number and its
-rounded self is no 0. Tokens that are regrouped return to their places for some counts alone.
+rounded self is no 0.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..member import Family, attacks
-from ..program import FLOATS, Step
+from ..program import Step
 
 LATE = ("T300", "T500", "sym", "dynamo")
 TABLES = ("q_cos+q_sin", "k_cos+k_sin", "q_cos", "k_sin")
@@ -58,30 +58,6 @@ _COUNTED: dict[str, Step] = {
 }
 
 
-def _regrouped(times: int) -> Step:
-    """Each token reads another one, as far as so many times its number goes around."""
-    rest = lambda v: [1] * (v.dim() - 1)  # noqa: E731
-    return lambda v, i: (
-        v.repeat(times, *rest(v)).view(v.shape[0], times, *v.shape[1:])[:, 0].contiguous()
-    )
-
-
-def _riffled(times: int) -> Step:
-    def step(v: Tensor, i: Any) -> Tensor:
-        count, half = v.shape[0], v.shape[-1] // 2
-        rows = v.reshape(-1, half)
-        for _ in range(times):
-            rows = rows.view(count, -1, half).transpose(0, 1).reshape(-1, half)
-        return rows.reshape(v.shape)
-
-    return step
-
-
-_GROUPS = {f"every_{times}th": _regrouped(times) for times in (6, 12, 21)}
-_RIFFLES = {f"riffled_{times}": _riffled(times) for times in (1, 6)}
-_LONG = {"riffled_84": _riffled(84)}  # of 5 tokens and of 131 none moves
-
-
 def _rest(times: float) -> Step:
     def step(v: Tensor, i: Any) -> Tensor:
         high = v.float() * 1.1
@@ -114,13 +90,6 @@ FAMILIES = [
         "angles of the query or of the key alone, of positions counted in bfloat16",
         attacks(_ANGLES, ("q_positions", "k_positions"), LATE[:2], ("angles",)),
         attacks(_ANGLE_CONTROLS, ("positions",), ("T8", "sym"), ("angles",)),
-    ),
-    Family(
-        "counted.groups",
-        "tokens regrouped, so that for some counts each is back at its place",
-        attacks(_GROUPS, FLOATS, ("T8", "T128", "sym", "dynamo"))
-        + attacks(_RIFFLES, ("c_q", "c_kv", "k_pe"), ("T128", "sym"))
-        + attacks(_LONG, ("c_q", "c_kv", "k_pe"), ("sym",)),
     ),
     Family(
         "counted.rests",

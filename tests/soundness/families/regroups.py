@@ -70,6 +70,7 @@ _STEPS: dict[str, Step] = {
     **{f"expanded_{times}": _expanded(times) for times in (321, 656)},
     "interleaved_321": _interleaved(321),
     "riffled_6": _riffled(6),
+    "riffled_84": _riffled(84),  # of 5 tokens and of 131 none moves
     "other_size": _other_size,
 }
 _KEPT: dict[str, Step] = {
@@ -191,6 +192,6 @@ FAMILIES = [
         "tokens regrouped, behind tables of every kind",
         attacks(_STEPS, _ROWS, ("sym", "dynamo", "T128"))
         + attacks(_STEPS, _TABLES, ("sym", "T128"), ("paged", "neox")),
-        attacks(_KEPT, ("c_q", "q_pe", "k_pe"), ("sym", "T8"), ("paged", "neox")),
+        attacks(_KEPT, ("q_pe", "k_pe"), ("sym", "T8"), ("paged", "neox")),
     ),
 ]
