@@ -27,7 +27,7 @@ from mla_fusion.fx.walk import reached
 from mla_fusion.operators.known import DIAGONALS, SELECTIONS, dtype_of, value_of
 from mla_fusion.plan.plan import Plan
 from mla_fusion.prove import field, kernels, operators
-from mla_fusion.prove.evaluate import POINTS, UNKNOWN, Evaluation, Unproved, is_same
+from mla_fusion.prove.evaluate import OF_MODEL, POINTS, UNKNOWN, Evaluation, Unproved, is_same
 from mla_fusion.prove.field import Num, Point, Undecided
 from mla_fusion.prove.kernels import Written
 from mla_fusion.prove.operators import real
@@ -90,15 +90,19 @@ def _mixed(view: View, plan: Plan, region: Region) -> Refuse | None:
     tokens, leaves = Tokens(plan.candidate.shrink, view.binding.meaning), region.leaves
     made = {leaf for leaf in leaves if leaves[leaf] == "x"}
     for x in (plan.candidate.down.origin, *made):
-        if isinstance(value_of(x), torch.Tensor):
+        if _is_tensor(x):
             tokens.start(x, plan.lead, range(x.meta["val"].dim() - 1))
     if not tokens:
         return None
-    tokens.start_outside(leaf for leaf in leaves if isinstance(leaf.meta["val"], torch.Tensor))
+    of_model = {leaf for leaf in leaves if leaves[leaf] in OF_MODEL}
+    tokens.start_outside(leaf for leaf in leaves if leaf not in of_model and _is_tensor(leaf))
     for node in region.nodes:
         if node in leaves:
             continue
         tokens.follow([node])
+        if node.all_input_nodes and of_model.issuperset(node.all_input_nodes):
+            of_model.add(node)
+            continue
         is_made = not made.isdisjoint(node.all_input_nodes)
         if is_made:
             made.add(node)
@@ -112,6 +116,8 @@ def _mixed(view: View, plan: Plan, region: Region) -> Refuse | None:
             broken = tokens.broken(node)
             if broken is not None:
                 return Refuse("tokens.mixed", broken.reason, (broken.node, node))
+            if node in made and not tokens.knows(node):
+                return Refuse("tokens.mixed", f"{node.name} has no axis of tokens", (node,))
     return None
 
 
@@ -127,6 +133,10 @@ def _claimed(plan: Plan) -> Iterator[Sequence[Node]]:
             assert isinstance(operator, Node)
             yield operator.all_input_nodes
     yield plan.caches.rows
+
+
+def _is_tensor(node: Node) -> bool:
+    return isinstance(value_of(node), torch.Tensor)
 
 
 def _begins(node: Node) -> bool:
