@@ -4,9 +4,13 @@ skips them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from tests.catalogue.base import DR, HCKV
 
 from ..inputs import ROWS
 from ..member import ALL, Family, attacks
@@ -62,7 +66,46 @@ _AGAIN: dict[str, Step] = {
     "clamped": lambda s, i: s.clamp(64, 128),
 }
 
+def _apart(of_kv: Callable[[Tensor], Tensor], of_kr: Callable[[Tensor], Tensor]) -> Step:
+    def step(i: Named, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> None:
+        i["kv_cache"].view(-1, HCKV)[of_kv(slots)] = c_kv
+        i["kr_cache"].view(-1, DR)[of_kr(slots)] = k_pe
+
+    return step
+
+
+def _itself(s: Tensor) -> Tensor:
+    return s
+
+
+_OTHER: dict[str, Callable[[Tensor], Tensor]] = {
+    "flipped": lambda s: s.flip(0),
+    "rolled": lambda s: s.roll(1, 0),
+    "neighbour": lambda s: s ^ 1,
+    "next": lambda s: (s + 1) % ROWS,
+    "sorted": lambda s: s.sort().values,
+    "block_swapped": lambda s: s % 16 * (ROWS // 16) + s // 16,
+    "by_bfloat16": lambda s: s.bfloat16().long(),
+    "by_uint8": lambda s: s.to(torch.uint8).long(),
+    "by_half_and_back": lambda s: (s * 5).half().long() // 5,
+    "from_the_end": lambda s: ROWS - 1 - s,
+}
+_SAME: dict[str, Callable[[Tensor], Tensor]] = {
+    "itself": _itself,
+    "by_int32": lambda s: s.int().long(),
+    "cut_and_joined": lambda s: s // 16 * 16 + s % 16,
+}
+_APART = {f"kv_{name}": _apart(other, _itself) for name, other in _OTHER.items()}
+_APART |= {f"kr_{name}": _apart(_itself, other) for name, other in _OTHER.items()}
+_TOGETHER = {name: _apart(_itself, same) for name, same in _SAME.items()}
+
 FAMILIES = [
+    Family(
+        "slots.apart",
+        "each cache is written at slots of its own",
+        attacks(_APART, ("write",), ("T8", "T64", "sym"), ("paged", "neox")),
+        attacks(_TOGETHER, ("write",), ("T8", "sym"), ("paged",)),
+    ),
     Family("slots.negative", "negative slots", attacks(_NEGATIVE, ("slots",), ALL, _WRITERS)),
     Family(
         "slots.repeated",
