@@ -31,6 +31,7 @@ from mla_fusion.fx.module_path import label
 from mla_fusion.fx.pools import part_of
 from mla_fusion.fx.program import nodes_between
 from mla_fusion.fx.sizes import has_symbols, is_size, is_symbolic, same_shape
+from mla_fusion.machine import for_ge
 from mla_fusion.operators.known import dtype_of, shape_of, value_of
 from mla_fusion.pipeline import run
 from mla_fusion.report import store
@@ -415,7 +416,8 @@ def fuse_for_torchair(
     runs_fx = runs_fx_graph(compiler_config)
     if config.strides == "auto" and not runs_fx:
         config = replace(config, strides="kernel")
-    found = fuse_with_boundary(gm, inputs, config, given)
+    with for_ge(not runs_fx):
+        found = fuse_with_boundary(gm, inputs, config, given)
     if runs_fx and ready_to_run(gm.graph):
         gm.recompile()
     return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -12,8 +12,10 @@ from mla_fusion.config import Config
 from mla_fusion.emit.targets import target_of
 from mla_fusion.fx import module_path
 from mla_fusion.fx.kinds import is_mutating, word
+from mla_fusion.fx.sizes import has_symbols
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import upward, views_and_writes
+from mla_fusion.machine import is_for_ge
 from mla_fusion.match.finder import Finder, Found
 from mla_fusion.match.indexer import beside
 from mla_fusion.match.near_miss import NearMiss
@@ -24,6 +26,7 @@ from mla_fusion.report.picture import Picture
 from mla_fusion.report.rejection import Refuse, Rejection
 from mla_fusion.report.report import Figure, Fusion, Report, Shown
 from mla_fusion.report.staging import REMEDIES, StagedBy
+from mla_fusion.report.text_tables import size
 
 
 class Record:
@@ -61,7 +64,7 @@ class Record:
                 leaves=leaves,
                 operators_before=replaced(plan, structure),
                 operators_after=1 + sum(item.launches for item in leaves),
-                warnings=tuple(map(self._named, plan.warnings)),
+                warnings=tuple(map(self._named, (*plan.warnings, *_copied_by_ge(plan)))),
                 rope=_rotation(plan),
                 attributes=given,
                 replaced={item.node.name: item.output for item in plan.replacements},
@@ -182,6 +185,19 @@ def _rotation(plan: Plan) -> str:
         return "none: cos is 1, sin is 0"
     stored = ", stored as halves" if plan.warnings else ""
     return f"{rope.input_layout} in, {rope.layout} out{stored}"
+
+
+def _copied_by_ge(plan: Plan) -> Iterator[str]:
+    """Caches that torchair copies, since GE takes contiguous inputs alone: a line for each."""
+    for _, cache, _ in plan.caches.held if is_for_ge() else ():
+        value = cache.meta["val"]
+        if not value.is_contiguous():
+            moved = "" if has_symbols(value.shape) else f" ({size(2 * value.nbytes)} a step)"
+            yield (
+                f"{cache.name} has strides {list(value.stride())}, and GE takes contiguous inputs "
+                f"alone: torchair copies the whole of it in and back at every step{moved}. Give "
+                "each layer contiguous caches, or compile with npugraph_ex"
+            )
 
 
 def _written_back(plan: Plan, name: str, cache: Node) -> bool:

@@ -57,7 +57,7 @@ class Fusion:
     rope        element order of the rotation, in and out
     replaced    names of nodes, and the result of the kernel that stands for each
     assumptions  what is taken for granted, a line for each
-    warnings    those of the assumptions under which a cache holds other numbers than the model's
+    warnings    where a cache holds other numbers than the model's, or GE copies it at every step
     verified    what verification found, in words
     target      the one of ``Config.targets`` that took it
     operator    what is called
