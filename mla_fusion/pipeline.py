@@ -205,6 +205,7 @@ def _plans(
         """Plan a rung of the ladder, or say why not; ``above``: why it is not the one above."""
         try:
             legal = legal_plans.of(rung.target, _wanted(rung.item, config))  # plan, contract
+            record.check_gain(legal.plan)
             clock.stop("plan")
             outcome = verified.of(legal)
             clock.stop("verify")

@@ -16,6 +16,7 @@ from torch.fx import Node
 from mla_fusion.facts.projection import Projection
 from mla_fusion.fx.kinds import is_getitem, is_view, word
 from mla_fusion.fx.view import View
+from mla_fusion.fx.walk import reached
 from mla_fusion.match.near_miss import NearMiss
 from mla_fusion.operators.known import GATHER, is_collective, value_of
 from mla_fusion.report.rejection import Refuse
@@ -51,15 +52,16 @@ def joined(
     for place, key in enumerate(parts):
         if key.lacks != "query":
             continue
-        above = _forms(view, key.group[0])
-        distances = {}
-        for other, query in enumerate(parts):
-            if other in found or query.done or (query.miss is not None and query.lacks != "key"):
-                continue
-            theirs = _forms(view, query.group[0])
-            shared = [above[node] + steps for node, steps in theirs.items() if node in above]
-            if shared and has_query(query.group):
-                distances[other] = min(shared)
+        distances: dict[int, int] = {}
+        for above in (_forms(view, key.group[0]), _made_of(view, key.group[0])):
+            for other, query in enumerate(parts) if not distances else ():
+                is_other = query.done or (query.miss is not None and query.lacks != "key")
+                if other in found or is_other:
+                    continue
+                theirs = _forms(view, query.group[0])
+                shared = [above[node] + steps for node, steps in theirs.items() if node in above]
+                if shared and has_query(query.group):
+                    distances[other] = min(shared)
         if distances:
             nearest = min(distances, key=distances.__getitem__)
             found[place], found[nearest] = None, _of_both(key, parts[nearest], static)
@@ -84,6 +86,17 @@ def _forms(view: View, item: Projection) -> dict[Node, int]:
         node = rows[0]
         found[node] = len(found)
     return found
+
+
+def _made_of(view: View, item: Projection) -> dict[Node, int]:
+    """All that what the projection multiplies is made of, but for products: rows of x shifted by a
+    token, say.
+    """
+
+    def above(node: Node) -> list[Node]:
+        return [] if node in view.contractions else node.all_input_nodes
+
+    return {node: steps for steps, node in enumerate(reached([item.activation], above, _FARTHEST))}
 
 
 def _is_taken(node: Node, read: Node) -> bool:

@@ -13,9 +13,9 @@ _LARGEST = 1e-2  # of an epsilon
 _KERNEL = "the kernel adds it under the root"
 
 
-def misplaced(product: Node, latent: Node) -> str:
+def misplaced(product: Node, latent: Node) -> tuple[str, tuple[Node, ...]]:
     """Of a latent made of a product: where an epsilon is added or taken as a floor, if not under
-    the root; or "".
+    the root, and the step; "" and no step where there is none.
     """
     steps = nodes_between((product,), latent)
     roots = [node for node in steps if word(node) in _ROOTS or _is_root(node)]
@@ -25,12 +25,12 @@ def misplaced(product: Node, latent: Node) -> str:
         if number is None:
             continue
         if name in _FLOORS:
-            return f"{node.name} ({node.target}) takes epsilon {number:g} as a floor; {_KERNEL}"
+            how = "as a floor"
+            return f"{node.name} ({node.target}) takes epsilon {number:g} {how}; {_KERNEL}", (node,)
         if name == "add" and any(root in nodes_between((product,), node) for root in roots):
-            return (
-                f"{node.name} ({node.target}) adds epsilon {number:g} outside the root; {_KERNEL}"
-            )
-    return ""
+            where = "outside the root"
+            return f"{node.name} ({node.target}) adds epsilon {number:g} {where}; {_KERNEL}", (node,)
+    return "", ()
 
 
 def is_named(detail: str) -> bool:

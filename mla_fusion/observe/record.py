@@ -20,6 +20,7 @@ from mla_fusion.match.finder import Finder, Found
 from mla_fusion.match.indexer import beside
 from mla_fusion.match.near_miss import NearMiss
 from mla_fusion.observe import draw, proof
+from mla_fusion.observe.gain import estimated
 from mla_fusion.observe.leftovers import leftovers, replaced
 from mla_fusion.plan.plan import InPlace, Plan, PrologPlan, Staged, Structure
 from mla_fusion.report.picture import Picture
@@ -53,6 +54,7 @@ class Record:
         target = target_of(plan)
         given = target.attributes(plan)
         leaves = leftovers(self._view, plan)
+        saved = estimated(plan, leaves, self._config.machine)
         self._report.fused.append(
             Fusion(
                 layer=self._layer(plan.candidate.nodes),
@@ -64,6 +66,7 @@ class Record:
                 leaves=leaves,
                 operators_before=replaced(plan, structure),
                 operators_after=1 + sum(item.launches for item in leaves),
+                saves="" if saved is None else str(saved),
                 warnings=tuple(map(self._named, (*plan.warnings, *_copied_by_ge(plan)))),
                 rope=_rotation(plan),
                 attributes=given,
@@ -86,6 +89,17 @@ class Record:
                 beside=self._beside(plan),
             )
         )
+
+    def check_gain(self, plan: Plan) -> None:
+        """Raise ``Refuse`` for a staged plan that saves no kernel and no time."""
+        caches = plan.caches
+        if not isinstance(caches, Staged) or self._config.staging == "always":
+            return
+        saved = estimated(plan, leftovers(self._view, plan), self._config.machine)
+        if saved is not None and saved.after >= saved.before and saved.seconds <= 0:
+            why = "; ".join(f"[{one.code}] {one.message}" for one in caches.obstacles)
+            detail = f"{saved.before} kernels become {saved.after}. In the way of in place: {why}"
+            raise Refuse("staging.gains_nothing", detail, plan.candidate.nodes[-2:])
 
     def _placement(self, plan: Plan) -> str:
         if isinstance(plan.caches, Staged):
@@ -136,7 +150,11 @@ class Record:
         if not isinstance(plan.caches, Staged):
             return ()
         found = (
-            StagedBy(one.code, self._named(one.message), REMEDIES[one.code])
+            StagedBy(
+                one.code,
+                self._named(one.message),
+                one.remedy or REMEDIES[one.code],
+            )
             for one in plan.caches.obstacles
         )
         return tuple(dict.fromkeys(found))

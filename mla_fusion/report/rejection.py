@@ -221,6 +221,12 @@ CODES: dict[str, tuple[str, str]] = {
         "Pass the 4-D cache itself. mla_fusion.backend() also takes a reshape of an input, but no"
         " slice of one.",
     ),
+    "staging.gains_nothing": (
+        "The kernel cannot write this cache, and staged it would save no launch and no time, by "
+        "an estimate.",
+        "Change what the message names as in the way of a write in place (docs/rejections.md, Why "
+        "a fusion is staged). Config(staging='always') stages it all the same.",
+    ),
     "contract": (
         "The operator's host check would refuse the call.",
         "Change what the message names, or use a release or a chip that takes it. "

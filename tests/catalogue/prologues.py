@@ -137,6 +137,7 @@ COMPLEX = 1.5
     tags="whole, symbolic, device, portable",
     args=dense_args,
     slack=COMPLEX,
+    staging="always",
 )
 class ComplexDense(Prologue):
     """(b) DeepSeek's reference: complex RoPE, einsum absorb, caches [B, S_max, width] assigned by
@@ -175,7 +176,12 @@ class ComplexDense(Prologue):
 
 
 @entry(
-    STAGED, source=OURS, tags="whole, symbolic, device, portable", args=dense_args, slack=COMPLEX
+    STAGED,
+    source=OURS,
+    tags="whole, symbolic, device, portable",
+    args=dense_args,
+    slack=COMPLEX,
+    staging="always",
 )
 class ComplexConjugated(ComplexDense):
     conjugated = True

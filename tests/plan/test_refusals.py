@@ -40,6 +40,16 @@ def test_staging_forbidden() -> None:
     assert rejection.code == "cache.staging_forbidden"
 
 
+def test_staging_that_gains_nothing() -> None:
+    """Seven steps of cache writes, two staging buffers and two transposes beside the kernel."""
+    gm = traced_graph(prologues.ComplexDense(), *prologues.dense_args())
+    rejection = refused(gm)
+    assert rejection.code == "staging.gains_nothing"
+    assert "10 kernels become 12" in rejection.message and "[rope.pairs]" in rejection.message
+    (fusion,) = mf.fuse(gm, mf.Config(staging="always", verify="off")).fused
+    assert fusion.staged_by and fusion.saves == "up to 0 us less a call"
+
+
 class FirstTokensHalved(base.Base):
     def latent(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         c_kv, k_pe = super().latent(x)

@@ -237,10 +237,17 @@ WALKS: dict[str, tuple[Told, dict[str, Told | None]]] = {
         },
     ),
     "cache.staging_forbidden": (
-        entry("ComplexDense", staging="never"),
+        entry("GptjStack", staging="never"),
         {
-            "Allow staging": entry("ComplexDense"),
+            "Allow staging": entry("GptjStack"),
             "[BlockNum, BlockSize, 1, width]": of(Base, staging="never"),
+        },
+    ),
+    "staging.gains_nothing": (
+        entry("ComplexDense"),
+        {
+            "in the way of a write in place": of(Base),
+            "Config(staging='always')": entry("ComplexDense", staging="always"),
         },
     ),
     "cache.operator_mode": (
