@@ -118,8 +118,8 @@ EXAMPLES: dict[str, tuple[str, str]] = {
     "reader.latent": ("return query, q_pe, c_kv.sum()", "return query, q_pe"),
     "cache.staging_forbidden": ('Config(staging="never")', 'Config(staging="auto")'),
     "staging.gains_nothing": (
-        'kv_cache[:B, s:e], pe_cache[:B, s:e] = c_kv, pairs',
-        "store halves; one row of each cache by slot",
+        "Config(targets=('v3', 'identity')), 128 heads, pairs in kr_cache",
+        "halves in kr_cache",
     ),
     "cache.operator_mode": ('npu_kv_rmsnorm_rope_cache(.., cache_mode="Norm")', 'cache_mode="PA"'),
     "cache.slots": (

@@ -18,6 +18,7 @@ from mla_fusion.report.staging import Leftover
 
 _CHIPS = {"A3": "910C"}  # whose peaks are published
 _BLOCK = 128
+_WRITES = 2  # kernels of the cache writes in an unfused call
 _AXES = ("He", "Hcq", "Hckv", "D", "Dr")
 
 
@@ -29,31 +30,46 @@ class Gain(NamedTuple):
     seconds: float
 
     def __str__(self) -> str:
-        return f"up to {max(self.seconds, 0) * 1e6:.0f} us less a call"
+        return (
+            f"{self.before} kernels become {self.after}, up to {max(self.seconds, 0) * 1e6:.0f} us "
+            "less a call"
+        )
 
 
 def estimated(plan: Plan, leaves: Sequence[Leftover], machine: Machine) -> Gain | None:
     """For the plan's tokens, for one where their number is symbolic. None for a call whose cost is
     not known.
+
+    What a staged plan leaves of the model's own cache writes runs unfused too.
     """
     if plan.target not in ("v3", "identity"):
         return None
     dims, given = plan.dims, target_of(plan).attributes(plan)
     sizes = dims["T"].split("*")
     tokens = prod(map(int, sizes)) if all(size.isdecimal() for size in sizes) else 1
-    axes = [(axis, int(dims[axis])) for axis in _AXES]
-    heads = int(dims.get("N_padded", dims["N"]))
+    axes = {axis: int(dims[axis]) for axis in _AXES} | {"N": int(dims.get("N_padded", dims["N"]))}
     modes = tuple(int(given.get(f"{one}_quant_mode", 0)) for one in ("weight", "kv_cache"))
     mode = given.get("cache_mode", "")
-    call = _explained(tokens, (*axes, ("N", heads)), modes, mode if "PA" in mode else "TND", machine)
+    call = _explained(tokens, (*axes.items(),), modes, mode if "PA" in mode else "TND", machine)
     if call is None:
         return None
-    after = call.fused.kernels + sum(item.launches for item in leaves)
-    moved = call.fused.bytes + tokens * sum(item.bytes_per_token for item in leaves)
-    seconds = (call.unfused.kernels - after) * LAUNCH
-    if call.chip is not None:
-        seconds += (call.unfused.bytes - moved) / call.chip.bytes_per_second
-    return Gain(call.unfused.kernels, after, seconds)
+    own = [item for item in leaves if item.what == "cache writes"]
+    launches, moved = (
+        [sum(item.launches for item in some) for some in (own, leaves)],
+        [tokens * sum(item.bytes_per_token for item in some) for some in (own, leaves)],
+    )
+    before, after = call.unfused.kernels, call.fused.kernels + launches[1]
+    saved = call.unfused.bytes - call.fused.bytes - moved[1]
+    if leaves:
+        before += launches[0] - _WRITES
+        saved += moved[0] - call.unfused.cache_bytes
+    if plan.target == "identity":  # the product is the kernel's alone
+        before -= 1
+        weight, row = axes["D"] * axes["Hckv"], axes["D"] + axes["Hckv"]
+        saved -= 2 * axes["N"] * (weight + tokens * row)
+    seconds = (before - after) * LAUNCH
+    seconds += saved / call.chip.bytes_per_second if call.chip is not None else 0.0
+    return Gain(before, after, seconds)
 
 
 @cache

@@ -91,14 +91,14 @@ class Record:
         )
 
     def check_gain(self, plan: Plan) -> None:
-        """Raise ``Refuse`` for a staged plan that saves no kernel and no time."""
+        """Raise ``Refuse`` for a staged plan that saves no time."""
         caches = plan.caches
         if not isinstance(caches, Staged) or self._config.staging == "always":
             return
         saved = estimated(plan, leftovers(self._view, plan), self._config.machine)
-        if saved is not None and saved.after >= saved.before and saved.seconds <= 0:
+        if saved is not None and saved.seconds <= 0:
             why = "; ".join(f"[{one.code}] {one.message}" for one in caches.obstacles)
-            detail = f"{saved.before} kernels become {saved.after}. In the way of in place: {why}"
+            detail = f"{saved}. In the way of in place: {why}"
             raise Refuse("staging.gains_nothing", detail, plan.candidate.nodes[-2:])
 
     def _placement(self, plan: Plan) -> str:

@@ -222,8 +222,7 @@ CODES: dict[str, tuple[str, str]] = {
         " slice of one.",
     ),
     "staging.gains_nothing": (
-        "The kernel cannot write this cache, and staged it would save no launch and no time, by "
-        "an estimate.",
+        "The kernel cannot write this cache, and a staged call would save no time, by an estimate.",
         "Change what the message names as in the way of a write in place (docs/rejections.md, Why "
         "a fusion is staged). Config(staging='always') stages it all the same.",
     ),

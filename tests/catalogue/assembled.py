@@ -179,13 +179,11 @@ def assembling(body: Callable[[Any, Tensor, Tensor, Tensor], Any]) -> Callable[[
     return type("Miss", (RowsInPlace,), {"assemble": body})
 
 
-def assembled(
-    outcome: str, *, tags: str, source: str, **fields: Any
-) -> Callable[[Any], Any]:
+def assembled(outcome: str, *, tags: str, source: str) -> Callable[[Any], Any]:
     """Puts RowsInPlace with another ``assemble`` into the catalogue."""
 
     def register(body: Any) -> Any:
-        entry(outcome, source=source, tags=tags, args=row_args, name=body.__name__, **fields)(
+        entry(outcome, source=source, tags=tags, args=row_args, name=body.__name__)(
             assembling(body)
         )
         return body
@@ -231,7 +229,7 @@ def norm_of_written(m: Any, rows: Tensor, c: Tensor, sn: Tensor) -> None:
     rows[..., :HCKV], rows[..., HCKV:] = normed(m, rows), key
 
 
-@assembled(STAGED, source=OF_ROWS, tags=MISS, staging="always")
+@assembled(STAGED, source=OF_ROWS, tags=MISS)
 def rotated_twice(m: Any, rows: Tensor, c: Tensor, sn: Tensor) -> None:
     """The first rotation is the kernel's, the second stays the model's."""
     rows[..., :HCKV] = normed(m, rows)

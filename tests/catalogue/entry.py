@@ -68,7 +68,6 @@ class Entry:
     slack: float = 1.2  # how much more than the unfused run the fused one may err
     targets: tuple[str, ...] = ("v3",)  # of Config
     soc: str = "A3"  # of Config
-    staging: str = "auto"  # of Config: "always" where staging gains nothing
     instead_of: str = ""  # why the whole prologue is not what is fused
     detail: str = ""  # what the report says behind the placement, where that is part of the outcome
 
@@ -84,8 +83,7 @@ class Entry:
 
     def config(self, **options: Any) -> mf.Config:
         """With the entry's targets and chip."""
-        chosen = {"targets": self.targets, "soc": self.soc, "staging": self.staging}
-        return mf.Config(**{**chosen, **options})
+        return mf.Config(targets=self.targets, soc=self.soc, **options)
 
 
 ENTRIES: dict[str, Entry] = {}

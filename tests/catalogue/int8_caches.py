@@ -151,7 +151,6 @@ class LiteralScale(PlainCache):
     args=int8_cache_args,
     weight_quant_mode=1,
     kv_cache_quant_mode=0,
-    staging="always",
 )
 class SymmetricClamp(PlainCache):
     """-127 is the lowest code: not the kernel's saturation."""
@@ -167,7 +166,6 @@ class SymmetricClamp(PlainCache):
     args=int8_cache_args,
     weight_quant_mode=1,
     kv_cache_quant_mode=0,
-    staging="always",
 )
 class Truncated(PlainCache):
     def quantise(self, rows: Tensor, scale: Tensor) -> Tensor:
@@ -181,7 +179,6 @@ class Truncated(PlainCache):
     args=int8_cache_args,
     weight_quant_mode=2,
     kv_cache_quant_mode=0,
-    staging="always",
 )
 class FullPlainCache(Full):
     """Per-channel caches with all three projections int8: no mode of the kernel."""
@@ -327,7 +324,6 @@ class PackedOtherwise(PackedRows):
     args=packed_args,
     weight_quant_mode=2,
     kv_cache_quant_mode=0,
-    staging="always",
 )
 class PackedAndRead(PackedRows):
     """The new rows are read as they are, too."""
@@ -349,7 +345,7 @@ class PackedAndRead(PackedRows):
     args=packed_args,
     weight_quant_mode=0,
     kv_cache_quant_mode=0,
-    staging="always",
+    detail="the kernel writes no packed rows with weight_quant_mode 0",
 )
 class PackedUnquantised(PackedRows):
     """bfloat16 weights: packed rows do not go with them."""
@@ -364,7 +360,6 @@ class PackedUnquantised(PackedRows):
     tags="int8, cache, layout, operators",
     args=packed_args,
     weight_quant_mode=2,
-    staging="always",
 )
 class PackedBounded(PackedRows):
     """No tile's largest counts for more than fifty, which ordinary rows do not reach."""

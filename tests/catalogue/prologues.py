@@ -137,7 +137,6 @@ COMPLEX = 1.5
     tags="whole, symbolic, device, portable",
     args=dense_args,
     slack=COMPLEX,
-    staging="always",
 )
 class ComplexDense(Prologue):
     """(b) DeepSeek's reference: complex RoPE, einsum absorb, caches [B, S_max, width] assigned by
@@ -176,12 +175,7 @@ class ComplexDense(Prologue):
 
 
 @entry(
-    STAGED,
-    source=OURS,
-    tags="whole, symbolic, device, portable",
-    args=dense_args,
-    slack=COMPLEX,
-    staging="always",
+    STAGED, source=OURS, tags="whole, symbolic, device, portable", args=dense_args, slack=COMPLEX
 )
 class ComplexConjugated(ComplexDense):
     conjugated = True

@@ -237,17 +237,21 @@ WALKS: dict[str, tuple[Told, dict[str, Told | None]]] = {
         },
     ),
     "cache.staging_forbidden": (
-        entry("GptjStack", staging="never"),
+        entry("ComplexDense", staging="never"),
         {
-            "Allow staging": entry("GptjStack"),
+            "Allow staging": entry("ComplexDense"),
             "[BlockNum, BlockSize, 1, width]": of(Base, staging="never"),
         },
     ),
     "staging.gains_nothing": (
-        entry("ComplexDense"),
+        of(of_plan.ManyHeads, targets=("v3", "identity")),
         {
-            "in the way of a write in place": of(Base),
-            "Config(staging='always')": entry("ComplexDense", staging="always"),
+            "in the way of a write in place": of(
+                of_plan.ManyHeads, targets=("v3", "identity"), kr_layout="half"
+            ),
+            "Config(staging='always')": of(
+                of_plan.ManyHeads, targets=("v3", "identity"), staging="always"
+            ),
         },
     ),
     "cache.operator_mode": (
