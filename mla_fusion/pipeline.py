@@ -97,6 +97,8 @@ def run(
     report.nodes_before = nodes
     report.timings["total"] = perf_counter() - started
     report.nodes_after = len(gm.graph.nodes)
+    if report.rejected or not report.fused:
+        report.notes = gm.meta.get(module_path.NOTES, ())
     if is_trial:
         return report
     if report.committed:

@@ -6,6 +6,7 @@ but the kernel. The compiled callable keeps the signature that the caller knows.
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -337,6 +338,26 @@ class BoundaryBuilder(GraphBuilder):
         made = self.made_outside.items()
         return [(node, item) for node, item in made if isinstance(item, Packed)]
 
+    def uncounted(self, given: Sequence[Any]) -> Iterator[str]:
+        """A line, if packed weights are made of parameters whose changes torch does
+        not count.
+        """
+        places = {place for _, made in self._packed() for place in made.positions}
+        names = [
+            label(self._originals[place])
+            for place in sorted(places)
+            if place < len(given)
+            and isinstance(given[place], Tensor)
+            and given[place].is_inference()
+        ]
+        if names:
+            others = f" and {len(names) - 1} more weights were" if len(names) > 1 else " was"
+            yield (
+                f"{names[0]}{others} made under torch.inference_mode(), where torch counts no "
+                "changes: after a change, call mla_fusion.refresh(model), or calls may use the "
+                "weight that was packed before. Or make the weights under torch.no_grad()"
+            )
+
     @property
     def knows_late(self) -> bool:
         """Whether the bytes of a packed weight are known at the first call alone.
@@ -435,11 +456,20 @@ def fuse_with_boundary(
     report, builder = _fused(gm, config, given)
     if builder is None or not (builder.made_outside or builder.slot_checks):
         return report, list(inputs), lambda compiled: compiled
+    if config.updates != "every call":
+        report.notes += (uncounted := tuple(builder.uncounted(given)))
+        for text in uncounted:
+            _warn_once(text)
     report.bytes_added, report.bytes_on_npu = builder.bytes_packed, builder.bytes_on_npu
     store.save(report)
     unsettled = report if config.weights == "shared" or builder.knows_late else None
     adaptors, checks = builder.adaptors, tuple(builder.slot_checks.values())
     return report, builder.examples, lambda run: Adapted(run, adaptors, unsettled, checks)
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    log.warning(text)
 
 
 def _fused(

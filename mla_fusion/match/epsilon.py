@@ -29,7 +29,9 @@ def misplaced(product: Node, latent: Node) -> tuple[str, tuple[Node, ...]]:
             return f"{node.name} ({node.target}) takes epsilon {number:g} {how}; {_KERNEL}", (node,)
         if name == "add" and any(root in nodes_between((product,), node) for root in roots):
             where = "outside the root"
-            return f"{node.name} ({node.target}) adds epsilon {number:g} {where}; {_KERNEL}", (node,)
+            return f"{node.name} ({node.target}) adds epsilon {number:g} {where}; {_KERNEL}", (
+                node,
+            )
     return "", ()
 
 

@@ -157,6 +157,8 @@ class Report:
     pictures         what the page draws, one for each structure
     certificates     what was proved, one for each structure, as the JSON has it
     absent           of a graph without a prologue: what one is made of, and how much of it is there
+    notes            what else is known of the graph: that dynamo broke it in pieces, that changes
+                     of its weights are not counted
     """
 
     config: Config
@@ -172,6 +174,7 @@ class Report:
     pictures: list[Picture] = field(default_factory=list)
     certificates: list[dict[str, Any]] = field(default_factory=list)
     absent: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -222,6 +225,7 @@ class Report:
                 lines.append(f"      at {rejection.source}")
         if not self.fused and not self.rejected:
             lines += [f"  {line}" for line in self.absent]
+        lines += [f"  note: {line}" for line in self.notes]
         return on_a_terminal("\n".join(lines))
 
 
