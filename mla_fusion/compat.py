@@ -19,7 +19,6 @@ from __future__ import annotations
 import copy
 import logging
 import math
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -381,20 +380,15 @@ def source_name(placeholder: Node) -> str:
     return name if isinstance(name, str) else name()  # an attribute or a method, by release
 
 
-def broken_at(gm: GraphModule) -> str:
-    """``file:line`` at which dynamo broke the frame of its graph in pieces, before it or behind it;
-    "" where it did not, or does not say.
+def broken_at(gm: Any) -> str:
+    """Where the graph of dynamo's ends, ``file:line in function``, if the frame was broken in
+    pieces before it or behind it; "" where it was not, or dynamo does not say.
     """
     reason = getattr(gm, "compile_subgraph_reason", None)
-    frame = reason.user_stack[-1] if reason is not None and reason.user_stack else None
-    if frame is None:
-        return ""
-    before = _RESUMED.match(frame.name)
-    line = before["line"] if before else frame.lineno if reason.graph_break else None
-    return "" if line is None else f"{frame.filename}:{line}"
-
-
-_RESUMED = re.compile(r"torch_dynamo_resume_in_.*_at_(?P<line>\d+)$")
+    for frame in reason.user_stack[-1:] if reason is not None else ():
+        if reason.graph_break or "torch_dynamo_resume_in_" in frame.name:
+            return f"{frame.filename}:{frame.lineno} in {frame.name}"
+    return ""
 
 
 def is_held(placeholder: Node) -> bool:

@@ -342,20 +342,20 @@ class BoundaryBuilder(GraphBuilder):
         """A line, if packed weights are made of parameters whose changes torch does
         not count.
         """
-        places = {place for _, made in self._packed() for place in made.positions}
-        names = [
-            label(self._originals[place])
-            for place in sorted(places)
-            if place < len(given)
-            and isinstance(given[place], Tensor)
-            and given[place].is_inference()
-        ]
+        packed = [made for _, made in self._packed()] if given else []
+        names = sorted(
+            {
+                label(self._originals[place])
+                for made in packed
+                for place in made.positions
+                if isinstance(given[place], Tensor) and given[place].is_inference()
+            }
+        )
         if names:
-            others = f" and {len(names) - 1} more weights were" if len(names) > 1 else " was"
             yield (
-                f"{names[0]}{others} made under torch.inference_mode(), where torch counts no "
-                "changes: after a change, call mla_fusion.refresh(model), or calls may use the "
-                "weight that was packed before. Or make the weights under torch.no_grad()"
+                f"made under torch.inference_mode(), where torch counts no changes: {names[0]}, "
+                f"{len(names)} weights in all. After a change call mla_fusion.refresh(model), or "
+                "calls may use what was packed before; or make the weights under torch.no_grad()"
             )
 
     @property

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from mla_fusion.compile import notes
 from mla_fusion.compat import is_argument, source_name, static_inputs
+from mla_fusion.compile import notes
 from mla_fusion.fx.module_path import ARGUMENT, NAME, NOTES, plain
 from mla_fusion.fx.sizes import has_symbols, is_size
 from mla_fusion.operators.known import shape_of, value_of

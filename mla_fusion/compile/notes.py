@@ -23,9 +23,9 @@ def of(gm: GraphModule) -> tuple[str, ...]:
 
 
 _BROKEN = (
-    "Dynamo broke the graph at {}: parts of a prologue may stand in the graphs before and behind. "
-    "TORCH_LOGS=graph_breaks lists the breaks and their reasons, torch.compile(.., fullgraph=True) "
-    "raises at the first"
+    "Dynamo broke the graph in pieces, of which this one ends at {}: parts of a prologue may stand "
+    "in others. TORCH_LOGS=graph_breaks lists the breaks and their reasons, "
+    "torch.compile(.., fullgraph=True) raises at the first"
 )
 
 

@@ -52,8 +52,8 @@ def repeats(view: View, slots: list[Node], trusting: Ranges) -> str:
     if step is None:
         return ""
     return (
-        f"{step.name} may give two tokens one block, and nothing shows that {place.name} gives them "
-        "two places in it"
+        f"{step.name} may give two tokens one block, and nothing shows that {place.name} gives "
+        "them two places in it"
     )
 
 

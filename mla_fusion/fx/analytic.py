@@ -18,9 +18,9 @@ from torch.fx import Node
 from mla_fusion.fx import registered
 from mla_fusion.fx.indexed import Indexed
 from mla_fusion.fx.kinds import (
-    called,
     MODEL_FLOATS,
     argument,
+    called,
     holds_integers,
     is_cast,
     kind_of,

@@ -15,8 +15,8 @@ from torch.fx import Node
 
 from mla_fusion.fx import contraction
 from mla_fusion.fx.kinds import (
-    called,
     argument,
+    called,
     diagonal_axes,
     filled_with,
     is_cast,

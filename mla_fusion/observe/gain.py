@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from mla_fusion.emit.targets import target_of
+from mla_fusion.fx.sizes import has_symbols
 from mla_fusion.machine import Machine
 from mla_fusion.meta import ContractError, explain_call
 from mla_fusion.meta.explain import CallExplanation
 from mla_fusion.meta.roofline import LAUNCH
-from mla_fusion.plan.plan import Plan
+from mla_fusion.plan.plan import Plan, PrologPlan
 from mla_fusion.reference.sample import sample_call
 from mla_fusion.report.staging import Leftover
 
@@ -30,10 +30,8 @@ class Gain(NamedTuple):
     seconds: float
 
     def __str__(self) -> str:
-        return (
-            f"{self.before} kernels become {self.after}, up to {max(self.seconds, 0) * 1e6:.0f} us "
-            "less a call"
-        )
+        least = f"up to {max(self.seconds, 0) * 1e6:.0f} us less a call"
+        return f"{self.before} kernels become {self.after}, {least}"
 
 
 def estimated(plan: Plan, leaves: Sequence[Leftover], machine: Machine) -> Gain | None:
@@ -42,56 +40,45 @@ def estimated(plan: Plan, leaves: Sequence[Leftover], machine: Machine) -> Gain 
 
     What a staged plan leaves of the model's own cache writes runs unfused too.
     """
-    if plan.target not in ("v3", "identity"):
+    if not isinstance(plan, PrologPlan) or plan.target == "preprocess":
         return None
-    dims, given = plan.dims, target_of(plan).attributes(plan)
-    sizes = dims["T"].split("*")
-    tokens = prod(map(int, sizes)) if all(size.isdecimal() for size in sizes) else 1
-    axes = {axis: int(dims[axis]) for axis in _AXES} | {"N": int(dims.get("N_padded", dims["N"]))}
-    modes = tuple(int(given.get(f"{one}_quant_mode", 0)) for one in ("weight", "kv_cache"))
-    mode = given.get("cache_mode", "")
-    call = _explained(tokens, (*axes.items(),), modes, mode if "PA" in mode else "TND", machine)
+    tokens = 1 if has_symbols(plan.lead) else prod(plan.lead)
+    axes = {axis: int(plan.dims[axis]) for axis in _AXES} | {"N": plan.heads_of_call}
+    modes = plan.candidate.weight_quant_mode, plan.kv_cache_quant_mode
+    call = _explained(machine, tokens, *modes, **axes)
     if call is None:
         return None
-    own = [item for item in leaves if item.what == "cache writes"]
-    launches, moved = (
-        [sum(item.launches for item in some) for some in (own, leaves)],
-        [tokens * sum(item.bytes_per_token for item in some) for some in (own, leaves)],
-    )
-    before, after = call.unfused.kernels, call.fused.kernels + launches[1]
-    saved = call.unfused.bytes - call.fused.bytes - moved[1]
+    unfused, chip = call.unfused, call.chip
+    before, whole = unfused.kernels, unfused.bytes
+    after, moved = call.fused.kernels, call.fused.bytes
+    for item in leaves:
+        after += item.launches
+        moved += tokens * item.bytes_per_token
+        if item.what == "cache writes":
+            before += item.launches
+            whole += tokens * item.bytes_per_token
     if leaves:
-        before += launches[0] - _WRITES
-        saved += moved[0] - call.unfused.cache_bytes
-    if plan.target == "identity":  # the product is the kernel's alone
+        before -= _WRITES
+        whole -= unfused.cache_bytes
+    if plan.target == "identity":  # the product with W_uk is the kernel's alone
         before -= 1
-        weight, row = axes["D"] * axes["Hckv"], axes["D"] + axes["Hckv"]
-        saved -= 2 * axes["N"] * (weight + tokens * row)
-    seconds = (before - after) * LAUNCH
-    seconds += saved / call.chip.bytes_per_second if call.chip is not None else 0.0
-    return Gain(before, after, seconds)
+        row = axes["D"] + axes["Hckv"]
+        whole -= 2 * axes["N"] * (axes["D"] * axes["Hckv"] + tokens * row)
+    saved = (whole - moved) / chip.bytes_per_second if chip is not None else 0.0
+    return Gain(before, after, (before - after) * LAUNCH + saved)
 
 
 @cache
 def _explained(
-    tokens: int,
-    axes: tuple[tuple[str, int], ...],
-    modes: tuple[int, ...],
-    cache_mode: str,
-    machine: Machine,
+    machine: Machine, tokens: int, weights: int, caches: int, **axes: int
 ) -> CallExplanation | None:
     blocks = {"Nkv": 1, "BlockNum": -(-tokens // _BLOCK), "BlockSize": _BLOCK}
-    dims: Mapping[str, Any] = {**dict(axes), **blocks}
+    modes = {"weight_quant_mode": weights, "kv_cache_quant_mode": caches}
     try:
-        given = sample_call(
-            weight_quant_mode=modes[0],
-            kv_cache_quant_mode=modes[1],
-            cache_mode=cache_mode,
-            lead=(tokens,),
-            dims=dims,
-            device="meta",
+        given = sample_call(**modes, lead=(tokens,), dims=axes | blocks, device="meta")
+        name, chip = "npu_mla_prolog_v3_functional", _CHIPS.get(machine.soc)
+        return explain_call(
+            name, soc=machine.soc, cann=machine.cann, path="graph", chip=chip, **given
         )
-        where = {"soc": machine.soc, "cann": machine.cann, "chip": _CHIPS.get(machine.soc)}
-        return explain_call("npu_mla_prolog_v3_functional", path="graph", **where, **given)
     except ContractError:
         return None

@@ -97,7 +97,7 @@ class Record:
             return
         saved = estimated(plan, leftovers(self._view, plan), self._config.machine)
         if saved is not None and saved.seconds <= 0:
-            why = "; ".join(f"[{one.code}] {one.message}" for one in caches.obstacles)
+            why = ", ".join(f"[{one.code}] {one.message}" for one in caches.obstacles)
             detail = f"{saved}. In the way of in place: {why}"
             raise Refuse("staging.gains_nothing", detail, plan.candidate.nodes[-2:])
 

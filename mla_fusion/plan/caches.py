@@ -239,8 +239,8 @@ class WritePlanner:
                 which = " (a size that the graph leaves open)"
                 named, last = label(write.cache), value.dim() - 1
                 remedy = (
-                    f"Say in the model how wide it is, torch._check({named}.shape[-1] == {wanted}), "
-                    f"or mark it static: torch._dynamo.mark_static({named}, {last})."
+                    f"Say it in the model, torch._check({named}.shape[-1] == {wanted}), or mark "
+                    f"it static: torch._dynamo.mark_static({named}, {last})."
                 )
             message = f"{name} is {width} wide{which}, the rows written to it {wanted}"
             found.append(Obstacle("cache.width", message, remedy))

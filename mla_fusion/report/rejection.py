@@ -194,7 +194,8 @@ CODES: dict[str, tuple[str, str]] = {
     "reader.latent": (
         "Something else reads a value that the kernel does not return (raw c_q, unrotated q_pe or"
         " k_pe, raw c_kv, what rounding leaves of c_kv).",
-        "Compute that value separately from x, or read the normed latent.",
+        "Compute that value separately from x, or read the normed latent, which npu_mla_prolog_v3 "
+        "returns and npu_mla_preprocess does not.",
     ),
     "cache.staging_forbidden": (
         "The kernel cannot write this cache exactly, and Config.staging is 'never'.",

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from mla_fusion.compat import OpOverload, schema_of
 from mla_fusion.fx.kinds import called
