@@ -384,7 +384,7 @@ def broken_at(gm: Any) -> str:
     """Where the graph of dynamo's ends, ``file:line in function``, if the frame was broken in
     pieces before it or behind it; "" where it was not, or dynamo does not say.
     """
-    reason = getattr(gm, "compile_subgraph_reason", None)
+    reason: Any = getattr(gm, "compile_subgraph_reason", None)
     for frame in reason.user_stack[-1:] if reason is not None else ():
         if reason.graph_break or "torch_dynamo_resume_in_" in frame.name:
             return f"{frame.filename}:{frame.lineno} in {frame.name}"

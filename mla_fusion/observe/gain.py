@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mla_fusion.fx.sizes import has_symbols
 from mla_fusion.machine import Machine
@@ -30,8 +30,7 @@ class Gain(NamedTuple):
     seconds: float
 
     def __str__(self) -> str:
-        least = f"up to {max(self.seconds, 0) * 1e6:.0f} us less a call"
-        return f"{self.before} kernels become {self.after}, {least}"
+        return f"up to {max(self.seconds, 0) * 1e6:.0f} us less a call"
 
 
 def estimated(plan: Plan, leaves: Sequence[Leftover], machine: Machine) -> Gain | None:
@@ -73,7 +72,7 @@ def _explained(
     machine: Machine, tokens: int, weights: int, caches: int, **axes: int
 ) -> CallExplanation | None:
     blocks = {"Nkv": 1, "BlockNum": -(-tokens // _BLOCK), "BlockSize": _BLOCK}
-    modes = {"weight_quant_mode": weights, "kv_cache_quant_mode": caches}
+    modes: dict[str, Any] = {"weight_quant_mode": weights, "kv_cache_quant_mode": caches}
     try:
         given = sample_call(**modes, lead=(tokens,), dims=axes | blocks, device="meta")
         name, chip = "npu_mla_prolog_v3_functional", _CHIPS.get(machine.soc)

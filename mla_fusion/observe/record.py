@@ -98,7 +98,7 @@ class Record:
         saved = estimated(plan, leftovers(self._view, plan), self._config.machine)
         if saved is not None and saved.seconds <= 0:
             why = ", ".join(f"[{one.code}] {one.message}" for one in caches.obstacles)
-            detail = f"{saved}. In the way of in place: {why}"
+            detail = f"{saved.before} kernels become {saved.after}, {saved}; not in place: {why}"
             raise Refuse("staging.gains_nothing", detail, plan.candidate.nodes[-2:])
 
     def _placement(self, plan: Plan) -> str:

@@ -224,8 +224,8 @@ CODES: dict[str, tuple[str, str]] = {
     ),
     "staging.gains_nothing": (
         "The kernel cannot write this cache, and a staged call would save no time, by an estimate.",
-        "Change what the message names as in the way of a write in place (docs/rejections.md, Why "
-        "a fusion is staged). Config(staging='always') stages it all the same.",
+        "Change what the message names behind 'not in place' (docs/rejections.md, Why a fusion is "
+        "staged). Config(staging='always') stages it all the same.",
     ),
     "contract": (
         "The operator's host check would refuse the call.",

@@ -246,7 +246,7 @@ WALKS: dict[str, tuple[Told, dict[str, Told | None]]] = {
     "staging.gains_nothing": (
         of(of_plan.ManyHeads, targets=("v3", "identity")),
         {
-            "in the way of a write in place": of(
+            "names behind 'not in place'": of(
                 of_plan.ManyHeads, targets=("v3", "identity"), kr_layout="half"
             ),
             "Config(staging='always')": of(
