@@ -385,7 +385,7 @@ def broken_at(gm: Any) -> str:
     pieces before it or behind it; "" where it was not, or dynamo does not say.
     """
     reason: Any = getattr(gm, "compile_subgraph_reason", None)
-    for frame in reason.user_stack[-1:] if reason is not None else ():
+    for frame in getattr(reason, "user_stack", ())[-1:]:
         if reason.graph_break or "torch_dynamo_resume_in_" in frame.name:
             return f"{frame.filename}:{frame.lineno} in {frame.name}"
     return ""

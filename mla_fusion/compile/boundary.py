@@ -338,25 +338,14 @@ class BoundaryBuilder(GraphBuilder):
         made = self.made_outside.items()
         return [(node, item) for node, item in made if isinstance(item, Packed)]
 
-    def uncounted(self, given: Sequence[Any]) -> Iterator[str]:
-        """A line, if packed weights are made of parameters whose changes torch does
-        not count.
+    def uncounted(self, given: Sequence[Any]) -> str:
+        """What to say of packed weights whose changes torch does not count; "" where there are
+        none.
         """
-        packed = [made for _, made in self._packed()] if given else []
-        names = sorted(
-            {
-                label(self._originals[place])
-                for made in packed
-                for place in made.positions
-                if isinstance(given[place], Tensor) and given[place].is_inference()
-            }
-        )
-        if names:
-            yield (
-                f"made under torch.inference_mode(), where torch counts no changes: {names[0]}, "
-                f"{len(names)} weights in all. After a change call mla_fusion.refresh(model), or "
-                "calls may use what was packed before; or make the weights under torch.no_grad()"
-            )
+        places = {place for _, made in self._packed() for place in made.positions if given}
+        held = (given[place] for place in places)
+        count = sum(isinstance(one, Tensor) and one.is_inference() for one in held)
+        return _UNCOUNTED.format(count) if count else ""
 
     @property
     def knows_late(self) -> bool:
@@ -456,10 +445,9 @@ def fuse_with_boundary(
     report, builder = _fused(gm, config, given)
     if builder is None or not (builder.made_outside or builder.slot_checks):
         return report, list(inputs), lambda compiled: compiled
-    if config.updates != "every call":
-        report.notes += (uncounted := tuple(builder.uncounted(given)))
-        for text in uncounted:
-            _warn_once(text)
+    if config.updates != "every call" and (note := builder.uncounted(given)):
+        report.notes += (note,)
+        _warn_once(note)
     report.bytes_added, report.bytes_on_npu = builder.bytes_packed, builder.bytes_on_npu
     store.save(report)
     unsettled = report if config.weights == "shared" or builder.knows_late else None
@@ -467,9 +455,14 @@ def fuse_with_boundary(
     return report, builder.examples, lambda run: Adapted(run, adaptors, unsettled, checks)
 
 
-@functools.cache
-def _warn_once(text: str) -> None:
-    log.warning(text)
+_UNCOUNTED = (
+    "{} weights of kernel calls were made under torch.inference_mode(), where torch counts no "
+    "changes. After a change call mla_fusion.refresh(model), or calls may use what was packed "
+    "before; or make the weights under torch.no_grad()"
+)
+
+
+_warn_once = functools.cache(log.warning)
 
 
 def _fused(

@@ -24,14 +24,16 @@ def misplaced(product: Node, latent: Node) -> tuple[str, tuple[Node, ...]]:
         number = _literal(node)
         if number is None:
             continue
-        if name in _FLOORS:
-            how = "as a floor"
-            return f"{node.name} ({node.target}) takes epsilon {number:g} {how}; {_KERNEL}", (node,)
-        if name == "add" and any(root in nodes_between((product,), node) for root in roots):
-            where = "outside the root"
-            return f"{node.name} ({node.target}) adds epsilon {number:g} {where}; {_KERNEL}", (
-                node,
+        is_floor = name in _FLOORS
+        if is_floor or (
+            name == "add" and any(root in nodes_between((product,), node) for root in roots)
+        ):
+            does = (
+                "takes epsilon {:g} as a floor"
+                if is_floor
+                else "adds epsilon {:g} outside the root"
             )
+            return f"{node.name} ({node.target}) {does.format(number)}; {_KERNEL}", (node,)
     return "", ()
 
 

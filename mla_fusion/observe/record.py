@@ -20,7 +20,7 @@ from mla_fusion.match.finder import Finder, Found
 from mla_fusion.match.indexer import beside
 from mla_fusion.match.near_miss import NearMiss
 from mla_fusion.observe import draw, proof
-from mla_fusion.observe.gain import estimated
+from mla_fusion.observe.gain import seconds_saved
 from mla_fusion.observe.leftovers import leftovers, replaced
 from mla_fusion.plan.plan import InPlace, Plan, PrologPlan, Staged, Structure
 from mla_fusion.report.picture import Picture
@@ -54,7 +54,7 @@ class Record:
         target = target_of(plan)
         given = target.attributes(plan)
         leaves = leftovers(self._view, plan)
-        saved = estimated(plan, leaves, self._config.machine)
+        saved = seconds_saved(plan, leaves, self._config.machine)
         self._report.fused.append(
             Fusion(
                 layer=self._layer(plan.candidate.nodes),
@@ -66,7 +66,7 @@ class Record:
                 leaves=leaves,
                 operators_before=replaced(plan, structure),
                 operators_after=1 + sum(item.launches for item in leaves),
-                saves="" if saved is None else str(saved),
+                saves="" if saved is None else f"up to {max(saved, 0) * 1e6:.0f} us less a call",
                 warnings=tuple(map(self._named, (*plan.warnings, *_copied_by_ge(plan)))),
                 rope=_rotation(plan),
                 attributes=given,
@@ -95,10 +95,10 @@ class Record:
         caches = plan.caches
         if not isinstance(caches, Staged) or self._config.staging == "always":
             return
-        saved = estimated(plan, leftovers(self._view, plan), self._config.machine)
-        if saved is not None and saved.seconds <= 0:
+        saved = seconds_saved(plan, leftovers(self._view, plan), self._config.machine)
+        if saved is not None and saved <= 0:
             why = ", ".join(f"[{one.code}] {one.message}" for one in caches.obstacles)
-            detail = f"{saved.before} kernels become {saved.after}, {saved}; not in place: {why}"
+            detail = f"a call takes {-saved * 1e6:.0f} us more; not in place: {why}"
             raise Refuse("staging.gains_nothing", detail, plan.candidate.nodes[-2:])
 
     def _placement(self, plan: Plan) -> str:
@@ -150,11 +150,7 @@ class Record:
         if not isinstance(plan.caches, Staged):
             return ()
         found = (
-            StagedBy(
-                one.code,
-                self._named(one.message),
-                one.remedy or REMEDIES[one.code],
-            )
+            StagedBy(one.code, self._named(one.message), one.remedy or REMEDIES[one.code])
             for one in plan.caches.obstacles
         )
         return tuple(dict.fromkeys(found))
