@@ -59,8 +59,8 @@ def called(node: Node) -> Any:
     arguments, that operator.
     """
     target = node.target
-    is_wrapper = isinstance(target, HigherOrderOperator) and "functionalized" in target.name()
-    return node.args[0] if is_wrapper else target
+    wraps = isinstance(target, HigherOrderOperator) and "functionalized" in target.name()
+    return node.args[0] if wraps else target
 
 
 def filled_with(node: Node) -> float | None:

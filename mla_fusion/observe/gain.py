@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from math import inf, prod
+from math import prod
 from typing import Any
 
 from mla_fusion.fx.sizes import has_symbols
 from mla_fusion.machine import Machine
-from mla_fusion.meta import ContractError, explain_call
-from mla_fusion.meta.explain import CallExplanation
+from mla_fusion.meta import CallExplanation, ContractError, explain_call
 from mla_fusion.meta.roofline import LAUNCH
 from mla_fusion.plan.plan import Plan, PrologPlan
 from mla_fusion.reference.sample import sample_call
 from mla_fusion.report.staging import Leftover
-
-_WRITES = 2  # kernels of the cache writes in an unfused call
 
 
 def seconds_saved(plan: Plan, leaves: Sequence[Leftover], machine: Machine) -> float | None:
@@ -36,7 +33,7 @@ def seconds_saved(plan: Plan, leaves: Sequence[Leftover], machine: Machine) -> f
     launches = call.unfused.kernels - call.fused.kernels
     moved = call.unfused.bytes - call.fused.bytes
     if leaves:
-        launches -= _WRITES
+        launches -= 2  # of the cache writes in an unfused call
         moved -= call.unfused.cache_bytes
     for item in leaves:
         if item.what != "cache writes":
@@ -46,8 +43,7 @@ def seconds_saved(plan: Plan, leaves: Sequence[Leftover], machine: Machine) -> f
         launches -= 1
         row = axes["D"] + axes["Hckv"]
         moved -= 2 * axes["N"] * (axes["D"] * axes["Hckv"] + tokens * row)
-    speed = call.chip.bytes_per_second if call.chip is not None else inf
-    return launches * LAUNCH + moved / speed
+    return launches * LAUNCH + (moved / call.chip.bytes_per_second if call.chip else 0.0)
 
 
 @cache

@@ -237,10 +237,10 @@ class WritePlanner:
             which = remedy = ""
             if self.view.binding.varies(width):
                 which = " (a size that the graph leaves open)"
-                named, last = label(write.cache), value.dim() - 1
+                named = label(write.cache)
                 remedy = (
                     f"Say it in the model, torch._check({named}.shape[-1] == {wanted}), or mark "
-                    f"it static: torch._dynamo.mark_static({named}, {last})."
+                    f"it static: torch._dynamo.mark_static({named}, {value.dim() - 1})."
                 )
             message = f"{name} is {width} wide{which}, the rows written to it {wanted}"
             found.append(Obstacle("cache.width", message, remedy))
