@@ -117,6 +117,10 @@ EXAMPLES: dict[str, tuple[str, str]] = {
     "token_x.layout": ("x.view(B, S, 1, He) @ W_dq", "x.view(B, S, He) @ W_dq"),
     "reader.latent": ("return query, q_pe, c_kv.sum()", "return query, q_pe"),
     "cache.staging_forbidden": ('Config(staging="never")', 'Config(staging="auto")'),
+    "staging.gains_nothing": (
+        "Config(targets=('v3', 'identity')), 128 heads, pairs in kr_cache",
+        "halves in kr_cache",
+    ),
     "cache.operator_mode": ('npu_kv_rmsnorm_rope_cache(.., cache_mode="Norm")', 'cache_mode="PA"'),
     "cache.slots": (
         "npu_kv_rmsnorm_rope_cache(.., slots[:n], ..)",

@@ -380,6 +380,17 @@ def source_name(placeholder: Node) -> str:
     return name if isinstance(name, str) else name()  # an attribute or a method, by release
 
 
+def broken_at(gm: Any) -> str:
+    """Where the graph of dynamo's ends, ``file:line in function``, if the frame was broken in
+    pieces before it or behind it; "" where it was not, or dynamo does not say.
+    """
+    reason: Any = getattr(gm, "compile_subgraph_reason", None)
+    for frame in getattr(reason, "user_stack", ())[-1:]:
+        if reason.graph_break or "torch_dynamo_resume_in_" in frame.name:
+            return f"{frame.filename}:{frame.lineno} in {frame.name}"
+    return ""
+
+
 def is_held(placeholder: Node) -> bool:
     """Does dynamo reach the input through a module, its class or what it holds, or a global?"""
     source = placeholder.meta["grapharg"].source if "grapharg" in placeholder.meta else None

@@ -47,7 +47,8 @@ class Config:
                 "Ascend910_93", "950PR"). "auto", the default of both, asks the NPU of this process;
                 without one, A3 and the latest release are taken. The report says which.
     staging     "auto" stages a fusion (the kernel writes small buffers, and the model's own cache
-                writes stay) where a write by the kernel would not be exact. "always", or "never".
+                writes stay) where a write by the kernel would not be exact, unless that saves
+                nothing by the report's estimate. "always", or "never".
     kr_layout   "exact" never changes what a cache row holds. With "half" you promise that every
                 reader and writer of kr_cache uses the half layout that the kernel writes.
     targets     Operators that may be emitted. Each prologue is offered to them in this order,

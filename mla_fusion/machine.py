@@ -40,6 +40,23 @@ def compiled_for() -> str:
     return _target.get()
 
 
+_ge: ContextVar[bool] = ContextVar("mla_fusion.ge", default=False)
+
+
+@contextmanager
+def for_ge(is_ge: bool) -> Iterator[None]:
+    """Inside, the pass knows that GE is to run the graph, which takes contiguous inputs alone."""
+    token = _ge.set(is_ge)
+    try:
+        yield
+    finally:
+        _ge.reset(token)
+
+
+def is_for_ge() -> bool:
+    return _ge.get()
+
+
 @dataclass(frozen=True)
 class Machine:
     """A generation and a release of the tables; ``how`` they were found."""

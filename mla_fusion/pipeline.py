@@ -97,6 +97,8 @@ def run(
     report.nodes_before = nodes
     report.timings["total"] = perf_counter() - started
     report.nodes_after = len(gm.graph.nodes)
+    if report.rejected or not report.fused:
+        report.notes = gm.meta.get(module_path.NOTES, ())
     if is_trial:
         return report
     if report.committed:
@@ -205,6 +207,7 @@ def _plans(
         """Plan a rung of the ladder, or say why not; ``above``: why it is not the one above."""
         try:
             legal = legal_plans.of(rung.target, _wanted(rung.item, config))  # plan, contract
+            record.check_gain(legal.plan)
             clock.stop("plan")
             outcome = verified.of(legal)
             clock.stop("verify")

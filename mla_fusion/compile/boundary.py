@@ -6,6 +6,7 @@ but the kernel. The compiled callable keeps the signature that the caller knows.
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +32,7 @@ from mla_fusion.fx.module_path import label
 from mla_fusion.fx.pools import part_of
 from mla_fusion.fx.program import nodes_between
 from mla_fusion.fx.sizes import has_symbols, is_size, is_symbolic, same_shape
+from mla_fusion.machine import for_ge
 from mla_fusion.operators.known import dtype_of, shape_of, value_of
 from mla_fusion.pipeline import run
 from mla_fusion.report import store
@@ -336,6 +338,15 @@ class BoundaryBuilder(GraphBuilder):
         made = self.made_outside.items()
         return [(node, item) for node, item in made if isinstance(item, Packed)]
 
+    def uncounted(self, given: Sequence[Any]) -> str:
+        """What to say of packed weights whose changes torch does not count; "" where there are
+        none.
+        """
+        places = {place for _, made in self._packed() for place in made.positions if given}
+        held = (given[place] for place in places)
+        count = sum(isinstance(one, Tensor) and one.is_inference() for one in held)
+        return _UNCOUNTED.format(count) if count else ""
+
     @property
     def knows_late(self) -> bool:
         """Whether the bytes of a packed weight are known at the first call alone.
@@ -415,7 +426,8 @@ def fuse_for_torchair(
     runs_fx = runs_fx_graph(compiler_config)
     if config.strides == "auto" and not runs_fx:
         config = replace(config, strides="kernel")
-    found = fuse_with_boundary(gm, inputs, config, given)
+    with for_ge(not runs_fx):
+        found = fuse_with_boundary(gm, inputs, config, given)
     if runs_fx and ready_to_run(gm.graph):
         gm.recompile()
     return found
@@ -433,11 +445,24 @@ def fuse_with_boundary(
     report, builder = _fused(gm, config, given)
     if builder is None or not (builder.made_outside or builder.slot_checks):
         return report, list(inputs), lambda compiled: compiled
+    if config.updates != "every call" and (note := builder.uncounted(given)):
+        report.notes += (note,)
+        _warn_once(note)
     report.bytes_added, report.bytes_on_npu = builder.bytes_packed, builder.bytes_on_npu
     store.save(report)
     unsettled = report if config.weights == "shared" or builder.knows_late else None
     adaptors, checks = builder.adaptors, tuple(builder.slot_checks.values())
     return report, builder.examples, lambda run: Adapted(run, adaptors, unsettled, checks)
+
+
+_UNCOUNTED = (
+    "{} weights of kernel calls were made under torch.inference_mode(), where torch counts no "
+    "changes. After a change call mla_fusion.refresh(model), or calls may use what was packed "
+    "before; or make the weights under torch.no_grad()"
+)
+
+
+_warn_once = functools.cache(log.warning)
 
 
 def _fused(

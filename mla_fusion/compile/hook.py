@@ -24,6 +24,7 @@ from mla_fusion.compile import inductor_bridge
 from mla_fusion.compile.inplace import ready_to_run, runs_fx_graph
 from mla_fusion.config import Config
 from mla_fusion.fx import registered
+from mla_fusion.machine import for_ge
 from mla_fusion.pipeline import fuse
 
 _SOURCE = '''
@@ -186,7 +187,8 @@ def apply(
     skip = tuple(_entry(text) for text in options.pop("skip", ()))
     strides = options.pop("strides", "auto")
     strides = "kernel" if strides == "auto" else strides
-    report = fuse(gm, Config(skip=skip, strides=strides, **options))
+    with for_ge(compiler_config is not None and not runs_fx_graph(compiler_config)):
+        report = fuse(gm, Config(skip=skip, strides=strides, **options))
     if report.fused and isinstance(graph, Graph) and inductor_bridge.is_loaded():
         inductor_bridge.decompose(gm.graph)
         inductor_bridge.spell_out(gm.graph)

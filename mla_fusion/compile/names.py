@@ -11,7 +11,8 @@ from typing import Any
 from torch.fx import GraphModule, Node
 
 from mla_fusion.compat import is_argument, source_name, static_inputs
-from mla_fusion.fx.module_path import ARGUMENT, NAME, plain
+from mla_fusion.compile import notes
+from mla_fusion.fx.module_path import ARGUMENT, NAME, NOTES, plain
 from mla_fusion.fx.sizes import has_symbols, is_size
 from mla_fusion.operators.known import shape_of, value_of
 
@@ -20,13 +21,14 @@ _SMALL = 1 << 16  # elements: to pack so many costs a call nothing to speak of
 
 def of(gm: GraphModule) -> Callable[[Any], None]:
     """Of dynamo's graph; what is returned writes them to the placeholders of the graph that AOT
-    autograd makes.
+    autograd makes, and to that graph what dynamo's alone tells.
     """
     inputs = gm.graph.find_nodes(op="placeholder")
     names = [plain(source_name(node)) for node in inputs]
-    by_call = list(map(is_argument, inputs))
+    by_call, said = list(map(is_argument, inputs)), notes.of(gm)
 
     def give(made: GraphModule) -> None:
+        made.meta[NOTES] = said
         placeholders = made.graph.find_nodes(op="placeholder")
         if len(placeholders) == len(names):  # a tensor subclass, say, is several inputs
             for node, name, brings in zip(placeholders, names, by_call, strict=True):

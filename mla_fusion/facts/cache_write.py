@@ -153,7 +153,7 @@ def find(view: View, writer: Node, value: Node) -> WriteFact | Obstacles:
     found: list[Obstacle] = []
     paged = paged_shape(cache) if cache is not None else None
     if cache is None:
-        found.append(Obstacle("cache.no_input", pools.no_input(base)))
+        found.append(Obstacle("cache.no_input", *pools.no_input(base)))
     elif paged is None:
         found.append(Obstacle("cache.shape", _no_blocks(cache)))
     indices, axis = index_of(writer), 0
@@ -169,12 +169,14 @@ def find(view: View, writer: Node, value: Node) -> WriteFact | Obstacles:
     for index in wrong:
         message = f"index {index.name} is {index.meta['val'].dtype}, not an integer tensor"
         found.append(Obstacle("slots.dtype", message))
-    slots = Slots(indices[0]) if indices else Slots(None)
+    slots, judged = Slots(None), indices
     if paged is not None and not found:
         made = _slots(view, base, indices, paged[3], axis)
         found += [made] if isinstance(made, Obstacle) else []
-        slots = slots if isinstance(made, Obstacle) else made
-    trust = judge(view, slots.nodes) if slots.nodes and not wrong else Trust(())
+        if isinstance(made, Slots):
+            slots, judged = made, [*made.nodes]
+    # three indices are no row, and no place in a block
+    trust = judge(view, judged) if len(judged) in (1, 2) and not wrong else Trust(())
     if isinstance(trust, Unproven):
         found.append(_unproven(trust))
     if found or cache is None or isinstance(trust, Unproven):

@@ -91,7 +91,7 @@ def find(writer: Node, value: Node) -> DenseWrite | Obstacle:
             break
         outer = next((user for user in scatter.users if _puts_back(user, scatter, base)), None)
         if outer is None or len(scatter.users) != 1:
-            return Obstacle("cache.no_input", pools.no_input(base))
+            return Obstacle("cache.no_input", *pools.no_input(base))
         inside.append(outer)
     rank, assigned = len(shape_of(base)), shape_of(value)
     row_axis = rank - 2

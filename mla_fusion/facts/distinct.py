@@ -49,7 +49,8 @@ def repeats(view: View, slots: list[Node], trusting: Ranges) -> str:
         return ""
     decides = _deciding(view, block, place)
     step = block if decides is None else _merging_step(view, decides, trusting)
-    return f"{step.name} may give two tokens one block" if step is not None else ""
+    places = f"nothing shows that {place.name} gives them two places in it"
+    return f"{step.name} may give two tokens one block, and {places}" if step is not None else ""
 
 
 def _spread_over_each_other(view: View, slots: list[Node], trusting: Ranges) -> str:

@@ -11,10 +11,12 @@ class Obstacle:
 
     code     stable; ``report.staging.REMEDIES`` says for each what to write instead
     message  one sentence with names and sizes
+    remedy   what to write instead, where the cause asks for another than the code's
     """
 
     code: str
     message: str
+    remedy: str = ""
 
 
 Obstacles = tuple[Obstacle, ...]

@@ -20,6 +20,7 @@ from mla_fusion.fx.indexed import Indexed
 from mla_fusion.fx.kinds import (
     MODEL_FLOATS,
     argument,
+    called,
     holds_integers,
     is_cast,
     kind_of,
@@ -81,7 +82,10 @@ class Steps:
         if kind is Kind.RANDOM:
             return Barrier("step.random", f"{node.name} ({node.target}) draws random numbers")
         if kind in (Kind.OPAQUE, Kind.EFFECT):
-            said = [f"{node.name} ({node.target or node.op}) {kind.value}", registered.unused(node)]
+            said = [
+                f"{node.name} ({called(node) or node.op}) {kind.value}",
+                registered.unused(node),
+            ]
             return Barrier("step.unknown", "; ".join(filter(None, said)))
         if kind is Kind.MOVEMENT:
             return self._cast(node) if is_cast(node) else None

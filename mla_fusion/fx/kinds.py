@@ -27,6 +27,7 @@ from mla_fusion.operators.known import (
     argument,
     is_getitem,
     kind_by_arguments,
+    known,
     operator_of,
     shape_of,
     value_of,
@@ -50,7 +51,16 @@ def kind_of(node: Node) -> Kind:
 
 def op_name(node: Node) -> str:
     """``namespace::name`` of the operator without its overload; "" for anything that is not one."""
-    return operator_of(node).name
+    return operator_of(node).name if called(node) is node.target else known(called(node)).name
+
+
+def called(node: Node) -> Any:
+    """What the node calls: of a call in which AOT autograd wraps an operator that writes its
+    arguments, that operator.
+    """
+    target = node.target
+    wraps = isinstance(target, HigherOrderOperator) and "functionalized" in target.name()
+    return node.args[0] if wraps else target
 
 
 def filled_with(node: Node) -> float | None:

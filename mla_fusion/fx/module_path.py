@@ -87,6 +87,7 @@ def _classes(file: str) -> tuple[tuple[int, int, str], ...]:
 
 
 NAME = "mla_fusion_name"  # in a placeholder's meta: what the user calls it
+NOTES = "mla_fusion_notes"  # in a graph module's: what to say of a graph in which not all fuses
 ARGUMENT = "mla_fusion_argument"  # and whether each call brings its own
 
 

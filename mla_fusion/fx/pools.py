@@ -17,7 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from mla_fusion.fx import strides
 from mla_fusion.fx.build import GraphBuilder
-from mla_fusion.fx.kinds import is_getitem, is_writer, word
+from mla_fusion.fx.kinds import is_getitem, is_writer, op_name, word
 from mla_fusion.fx.module_path import NAME, label
 from mla_fusion.fx.pool_parts import Part, Pool, Span, keeps_all, may_be_one, read_pool
 from mla_fusion.fx.sizes import same
@@ -51,28 +51,46 @@ def take_apart(gm: GraphModule) -> None:
             _Rewrite(builder, pool, positions[pool.whole]).run()
 
 
-def no_input(node: Node) -> str:
-    """Why a node is no input of the graph seen otherwise, nor a part of one that could be one."""
+def no_input(node: Node) -> tuple[str, str]:
+    """Why a node is no input of the graph seen otherwise, nor a part of one that could be one; and
+    what to write instead, "" where the code's remedy says it.
+    """
     whole = origin(node, written)
+    if op_name(whole).startswith("aten::as_strided"):
+        return (
+            f"{node.name} is the view that AOT autograd makes of arguments that overlap in memory, "
+            "as far as it can tell",
+            "Give each cache memory of its own, or contiguous parts of one tensor (layer-major: "
+            "pool[layer]), not columns or every other block of it.",
+        )
     if whole.op not in INPUTS:
-        return f"{node.name} is not a graph input seen as rows"
+        return f"{node.name} is not a graph input seen as rows", ""
     maker = origin(node, views)
     is_whole = same(math.prod(shape_of(node)), math.prod(shape_of(whole)))
     if is_writer(maker) and (is_whole or word(maker) not in SCATTERS):
         return (
             f"{node.name} is {whole.name} as {maker.name} has written it, and the kernel would "
-            "write it once more"
+            "write it once more",
+            "Write a cache once in a graph: compile what writes it again (a draft's step, say) as "
+            "a graph of its own. Two layers are given two caches.",
+        )
+    if not same(shape_of(node)[-1], shape_of(whole)[-1]):
+        return (
+            f"{node.name} is some columns of {whole.name}",
+            "Give latent and key a contiguous cache each, as wide as their rows.",
         )
     copy = next((step.name for step in upward(node, written) if word(step) in _COPIES), "")
     if copy:
         return (
             f"{node.name} is a copy of {whole.name} ({copy}), and what is written to it does not "
-            "get there"
+            "get there",
+            "",
         )
     if part_of(whole) is not None:
         return (
             f"{node.name} is a part of {whole.name}, of which the graph takes other runs that "
-            "overlap it"
+            "overlap it",
+            "",
         )
     pool = read_pool(whole)
     why = (
@@ -80,7 +98,7 @@ def no_input(node: Node) -> str:
         if isinstance(pool, str)
         else "only a wrapper around the graph, as that of mf.backend(), can hand it in"
     )
-    return f"{node.name} is a part of {whole.name}, and no input of its own: {why}"
+    return f"{node.name} is a part of {whole.name}, and no input of its own: {why}", ""
 
 
 class _Rewrite:

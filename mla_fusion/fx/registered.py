@@ -36,6 +36,7 @@ from mla_fusion.compat import (
     tree_leaves,
     tree_map_only,
 )
+from mla_fusion.fx.kinds import called, op_name
 from mla_fusion.modes import outside_modes
 from mla_fusion.operators.known import is_torchs_own
 
@@ -248,13 +249,15 @@ def _steps(code: CodeType) -> str:
 
 
 def unknown(nodes: Iterable[Node]) -> list[str]:
-    """The operators among the nodes' that somebody could register, by name."""
-    targets: dict[Any, None] = dict.fromkeys(
-        node.target for node in nodes if node.op == "call_function"
+    """The operators among the nodes' that are neither torch's nor registered, by name."""
+    others = (
+        op_name(node)
+        for node in nodes
+        if node.op == "call_function"
+        and not is_torchs_own(called(node))
+        and called(node) not in _KNOWN
     )
-    return [
-        target.name() for target in targets if not is_torchs_own(target) and target not in _KNOWN
-    ]
+    return [*dict.fromkeys(others)]
 
 
 # -- in a form of the graph

@@ -16,6 +16,7 @@ from torch.fx import Node
 from mla_fusion.fx import contraction
 from mla_fusion.fx.kinds import (
     argument,
+    called,
     diagonal_axes,
     filled_with,
     is_cast,
@@ -302,7 +303,7 @@ class TokenAxis:
         product = contraction.read(node)
         if product is not None:
             return self._contracted(node, product)
-        raise Break(f"{node.name} ({node.target}) is not known to keep the tokens apart")
+        raise Break(f"{node.name} ({called(node)}) is not known to keep the tokens apart")
 
     def _viewed(self, node: Node) -> Place:
         source = node.args[0]

@@ -42,7 +42,7 @@ def lines(finder: Finder) -> tuple[str, ...]:
         *(
             [
                 f"  operators that the pass does not know: {unknown}. mf.register_operator tells "
-                "it what they compute"
+                "it what one computes that writes into no argument"
             ]
             if unknown
             else ()

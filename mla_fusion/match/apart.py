@@ -8,16 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 
-import torch
 from torch.fx import Node
 
 from mla_fusion.facts.projection import Projection
-from mla_fusion.fx.kinds import is_getitem, is_view, word
 from mla_fusion.fx.view import View
+from mla_fusion.fx.walk import reached
 from mla_fusion.match.near_miss import NearMiss
-from mla_fusion.operators.known import GATHER, is_collective, value_of
 from mla_fusion.report.rejection import Refuse
 
 _FARTHEST = 24  # steps from a projection up to the x that both are made of
@@ -67,33 +64,14 @@ def joined(
 
 
 def _forms(view: View, item: Projection) -> dict[Node, int]:
-    """What the projection multiplies, and what that alone is made of, row by row, by taking some of
-    the rows, or those of all devices; by how many steps above it is.
+    """What the projection multiplies, and all that is made of but for products, such as rows of x
+    before they are cut, gathered or shifted; by how many nodes it is away.
     """
-    size, found, node = _size(view, item.activation), {item.activation: 0}, item.activation
-    while len(found) < _FARTHEST and node not in view.contractions:
-        rows = [
-            read
-            for read in node.all_input_nodes
-            if is_getitem(node) or _size(view, read) == size or _is_taken(node, read)
-        ]
-        if len(rows) != 1:
-            break
-        if _is_taken(node, rows[0]):
-            size = _size(view, rows[0])
-        node = rows[0]
-        found[node] = len(found)
-    return found
 
+    def above(node: Node) -> list[Node]:
+        return [] if node in view.contractions else node.all_input_nodes
 
-def _is_taken(node: Node, read: Node) -> bool:
-    takes = is_view(node) or word(node) in GATHER or is_collective(node)
-    return takes and read is node.args[0]
-
-
-def _size(view: View, node: Node) -> int:
-    value = value_of(node)
-    return prod(view.binding.shape(value.shape)) if isinstance(value, torch.Tensor) else 0
+    return {node: steps for steps, node in enumerate(reached([item.activation], above, _FARTHEST))}
 
 
 def _of_both(key: Part, query: Part, static: bool) -> NearMiss:

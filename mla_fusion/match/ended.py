@@ -20,6 +20,7 @@ from mla_fusion.fx.analytic import Barrier
 from mla_fusion.fx.kinds import (
     argument,
     borrows_only,
+    called,
     has_effect,
     holds_integers,
     is_cast,
@@ -85,8 +86,8 @@ def because_of_a_step(
                 detail = barrier.detail
             elif code != "norm.absent" or not epsilon.is_named(detail):
                 detail = f"{barrier.detail}; {detail}"
-            reason = Refuse(code, detail, (node, *miss.nodes[:1]))
-            return replace(miss, reason=reason)
+            nodes = miss.reason.nodes if epsilon.is_named(detail) else (node, *miss.nodes[:1])
+            return replace(miss, reason=Refuse(code, detail, nodes))
     if miss.reason.code == "rope.absent":
         for node, detail in _rotations(view, [item.node for item in read]):
             return replace(miss, reason=Refuse("step.unknown", detail, (node, *miss.nodes[:1])))
@@ -161,7 +162,7 @@ def _because_of(view: View, step: Node, product: Node, miss: NearMiss) -> Refuse
     given = [arg for arg in step.all_input_nodes if not view.sources(arg) and _is_row(arg)]
     if word(step) in ("add", "sub") and given and not holds_integers(step):
         return Refuse("linear.bias", f"{step.name} adds {given[0].name}", (step, product))
-    detail = f"{step.name} ({step.target}) stands behind {product.name}; {miss.reason.detail}"
+    detail = f"{step.name} ({called(step)}) stands behind {product.name}; {miss.reason.detail}"
     return replace(miss.reason, detail=detail, nodes=(step, *miss.nodes[:1]))
 
 

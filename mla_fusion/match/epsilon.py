@@ -13,9 +13,9 @@ _LARGEST = 1e-2  # of an epsilon
 _KERNEL = "the kernel adds it under the root"
 
 
-def misplaced(product: Node, latent: Node) -> str:
+def misplaced(product: Node, latent: Node) -> tuple[str, tuple[Node, ...]]:
     """Of a latent made of a product: where an epsilon is added or taken as a floor, if not under
-    the root; or "".
+    the root, and the step; "" and no step where there is none.
     """
     steps = nodes_between((product,), latent)
     roots = [node for node in steps if word(node) in _ROOTS or _is_root(node)]
@@ -24,13 +24,17 @@ def misplaced(product: Node, latent: Node) -> str:
         number = _literal(node)
         if number is None:
             continue
-        if name in _FLOORS:
-            return f"{node.name} ({node.target}) takes epsilon {number:g} as a floor; {_KERNEL}"
-        if name == "add" and any(root in nodes_between((product,), node) for root in roots):
-            return (
-                f"{node.name} ({node.target}) adds epsilon {number:g} outside the root; {_KERNEL}"
+        is_floor = name in _FLOORS
+        if is_floor or (
+            name == "add" and any(root in nodes_between((product,), node) for root in roots)
+        ):
+            does = (
+                "takes epsilon {:g} as a floor"
+                if is_floor
+                else "adds epsilon {:g} outside the root"
             )
-    return ""
+            return f"{node.name} ({node.target}) {does.format(number)}; {_KERNEL}", (node,)
+    return "", ()
 
 
 def is_named(detail: str) -> bool:

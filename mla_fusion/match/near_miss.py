@@ -19,7 +19,7 @@ from mla_fusion.facts.projection import Projection
 from mla_fusion.facts.reading import ConeFacts, FactReader
 from mla_fusion.facts.rmsnorm import NormFact
 from mla_fusion.facts.rope import RopeFact
-from mla_fusion.fx.kinds import Kind, is_cast, is_writer, kind_of, op_name, word
+from mla_fusion.fx.kinds import Kind, called, is_cast, is_writer, kind_of, op_name, word
 from mla_fusion.fx.sizes import same
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import peel, reached
@@ -167,23 +167,26 @@ class Diagnosis:
     def no_key(self, seen: Seen) -> NearMiss:
         query = seen.queries[0]
         detail = f"the query is projected from {seen.x.name}"
-        detail += f"; {why}" if (why := self._of_unnormed_key(seen)) else ""
-        reason = Refuse("kv_latent.absent", detail)
+        why, steps = self._of_unnormed_key(seen)
+        detail += f"; {why}" if why else ""
+        reason = Refuse("kv_latent.absent", detail, steps)
         return NearMiss(reason, (query.norm.node, query.absorb.node), lacks="key")
 
-    def _of_unnormed_key(self, seen: Seen) -> str:
-        """What stands beside a rotated key where its latent's norm should."""
+    def _of_unnormed_key(self, seen: Seen) -> tuple[str, tuple[Node, ...]]:
+        """What stands beside a rotated key where its latent's norm should, and the step."""
         unnormed = (down for down, cone in seen.facts.items() if cone.ropes and not cone.norms)
-        return next(filter(None, map(self._of_another_norm, unnormed)), "")
+        every = map(self._of_another_norm, unnormed)
+        return next((found for found in every if found[0]), ("", ()))
 
-    def _of_another_norm(self, down: Projection) -> str:
+    def _of_another_norm(self, down: Projection) -> tuple[str, tuple[Node, ...]]:
         made = dict.fromkeys(self.view.members(down.node))
         statistic = next(filter(_is_normalising, made), None)
         if statistic is None:
-            return ""
+            return "", ()
         *_, latent = reached([statistic], lambda node: filter(made.__contains__, node.users))
         of_it = f"made with {statistic.name} of {down.node.name}"
-        return epsilon.misplaced(down.node, latent) or f"{latent.name}, {of_it}, is no RMSNorm"
+        why, steps = epsilon.misplaced(down.node, latent)
+        return (why, steps) if why else (f"{latent.name}, {of_it}, is no RMSNorm", (latent,))
 
     def computed_weight(self, seen: Seen) -> NearMiss | None:
         """A product of x, or of what its projections make, with what other products make: a weight
@@ -608,6 +611,23 @@ class Diagnosis:
                     return item, any(map(_is_of_a_norm, following))
         return None, False
 
+    def unknown_steps(self, seen: Seen) -> NearMiss | None:
+        """Steps that the pass does not know, on the way of query and key, with a product head by
+        head behind them.
+        """
+        products = {down.node for down in seen.facts}
+        found = {
+            node: barrier.detail
+            for node, barrier in self.view.barriers.items()
+            if barrier.code == "step.unknown"
+            and any(products & self.view.sources(read) for read in node.all_input_nodes)
+        }
+        below = reached(found, lambda node: node.users, _FARTHEST)
+        heads = (item for node in below for item in self.on_operand.get(node, ()))
+        if len(found) < 2 or all(item.is_flat for item in heads):
+            return None
+        return NearMiss(Refuse("step.unknown", "; ".join(found.values()), tuple(found)), (*found,))
+
     # -- layers that are no plain product: an unknown operator, or a sum of products (an adapter
     # beside a weight)
 
@@ -665,7 +685,7 @@ class Diagnosis:
                 code = "linear.hidden"
             detail = f"{item.node.name} multiplies {held.name}, made of {made_of.name}"
             return NearMiss(Refuse(code, f"{detail}; {why}" if why else detail), (item.node, held))
-        names = " and ".join(f"{layer.name} ({layer.target})" for layer in layers)
+        names = " and ".join(f"{layer.name} ({called(layer)})" for layer in layers)
         how = "is not known"
         if len(layers) > 1:
             meet = next(node for node in self.view.nodes if self.view.sources(node) >= {*layers})
@@ -783,6 +803,7 @@ _ASKED: dict[str, tuple[Callable[[Diagnosis, Seen], NearMiss | None], ...]] = {
         Diagnosis.unabsorbed,
         Diagnosis.unread,
         Diagnosis.undecoded,
+        Diagnosis.unknown_steps,
     ),
 }
 
@@ -804,9 +825,10 @@ def _norms(seen: Seen) -> Iterator[NormFact]:
 def _projected_as_it_is(up: Projection, down: Projection) -> NearMiss:
     """No norm stands between the two."""
     detail = f"{up.node.name} projects {up.origin.name}, which is made of {down.node.name}"
-    detail += f"; {why}" if (why := epsilon.misplaced(down.node, up.origin)) else ""
+    why, steps = epsilon.misplaced(down.node, up.origin)
+    detail += f"; {why}" if why else ""
     nodes = tuple(dict.fromkeys((up.origin, down.node, up.node)))
-    return NearMiss(Refuse("norm.absent", detail), nodes)
+    return NearMiss(Refuse("norm.absent", detail, steps), nodes)
 
 
 def _is_normalising(node: Node) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -12,18 +12,22 @@ from mla_fusion.config import Config
 from mla_fusion.emit.targets import target_of
 from mla_fusion.fx import module_path
 from mla_fusion.fx.kinds import is_mutating, word
+from mla_fusion.fx.sizes import has_symbols
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import upward, views_and_writes
+from mla_fusion.machine import is_for_ge
 from mla_fusion.match.finder import Finder, Found
 from mla_fusion.match.indexer import beside
 from mla_fusion.match.near_miss import NearMiss
 from mla_fusion.observe import draw, proof
+from mla_fusion.observe.gain import seconds_saved
 from mla_fusion.observe.leftovers import leftovers, replaced
 from mla_fusion.plan.plan import InPlace, Plan, PrologPlan, Staged, Structure
 from mla_fusion.report.picture import Picture
 from mla_fusion.report.rejection import Refuse, Rejection
 from mla_fusion.report.report import Figure, Fusion, Report, Shown
 from mla_fusion.report.staging import REMEDIES, StagedBy
+from mla_fusion.report.text_tables import size
 
 
 class Record:
@@ -50,6 +54,7 @@ class Record:
         target = target_of(plan)
         given = target.attributes(plan)
         leaves = leftovers(self._view, plan)
+        saved = seconds_saved(plan, leaves, self._config.machine)
         self._report.fused.append(
             Fusion(
                 layer=self._layer(plan.candidate.nodes),
@@ -61,7 +66,8 @@ class Record:
                 leaves=leaves,
                 operators_before=replaced(plan, structure),
                 operators_after=1 + sum(item.launches for item in leaves),
-                warnings=tuple(map(self._named, plan.warnings)),
+                saves="" if saved is None else f"up to {max(saved, 0) * 1e6:.0f} us less a call",
+                warnings=tuple(map(self._named, (*plan.warnings, *_copied_by_ge(plan)))),
                 rope=_rotation(plan),
                 attributes=given,
                 replaced={item.node.name: item.output for item in plan.replacements},
@@ -83,6 +89,17 @@ class Record:
                 beside=self._beside(plan),
             )
         )
+
+    def check_gain(self, plan: Plan) -> None:
+        """Raise ``Refuse`` for a staged plan that saves no time."""
+        caches = plan.caches
+        if not isinstance(caches, Staged) or self._config.staging == "always":
+            return
+        saved = seconds_saved(plan, leftovers(self._view, plan), self._config.machine)
+        if saved is not None and saved <= 0:
+            why = ", ".join(f"[{one.code}] {one.message}" for one in caches.obstacles)
+            detail = f"a call takes {-saved * 1e6:.0f} us more; not in place: {why}"
+            raise Refuse("staging.gains_nothing", detail, plan.candidate.nodes[-2:])
 
     def _placement(self, plan: Plan) -> str:
         if isinstance(plan.caches, Staged):
@@ -133,7 +150,7 @@ class Record:
         if not isinstance(plan.caches, Staged):
             return ()
         found = (
-            StagedBy(one.code, self._named(one.message), REMEDIES[one.code])
+            StagedBy(one.code, self._named(one.message), one.remedy or REMEDIES[one.code])
             for one in plan.caches.obstacles
         )
         return tuple(dict.fromkeys(found))
@@ -182,6 +199,19 @@ def _rotation(plan: Plan) -> str:
         return "none: cos is 1, sin is 0"
     stored = ", stored as halves" if plan.warnings else ""
     return f"{rope.input_layout} in, {rope.layout} out{stored}"
+
+
+def _copied_by_ge(plan: Plan) -> Iterator[str]:
+    """Caches that torchair copies, since GE takes contiguous inputs alone: a line for each."""
+    for _, cache, _ in plan.caches.held if is_for_ge() else ():
+        value = cache.meta["val"]
+        if not value.is_contiguous():
+            moved = "" if has_symbols(value.shape) else f" ({size(2 * value.nbytes)} a step)"
+            yield (
+                f"{cache.name} has strides {list(value.stride())}, and GE takes contiguous inputs "
+                f"alone: torchair copies the whole of it in and back at every step{moved}. Give "
+                "each layer contiguous caches, or compile with npugraph_ex"
+            )
 
 
 def _written_back(plan: Plan, name: str, cache: Node) -> bool:

@@ -16,6 +16,7 @@ from mla_fusion.facts import cache_write, row_quant
 from mla_fusion.facts.cache_write import Slots, WriteFact
 from mla_fusion.facts.obstacle import Obstacle, Obstacles
 from mla_fusion.facts.row_quant import CacheScale
+from mla_fusion.fx.module_path import label
 from mla_fusion.fx.sizes import same_shape
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import origin, reshapes, reshapes_and_exact_casts, upward
@@ -164,6 +165,8 @@ class WritePlanner:
             return read_elsewhere(self.view, self.trees, name, every), None
         ((value, (writer,)),) = readers.items()
         if not tree.in_order(value):
+            if other := no_write(self.view, self.trees, name, writer):
+                return other, None
             return (
                 Obstacle("cache.row_order", f"{value.name} does not hold the rows in token order"),
             ), None
@@ -231,10 +234,16 @@ class WritePlanner:
             )
         width = value.shape[-1]
         if not self.view.binding.same(width, wanted):
-            is_open = self.view.binding.varies(width)
-            which = " (a size that the graph leaves open)" if is_open else ""
+            which = remedy = ""
+            if self.view.binding.varies(width):
+                which = " (a size that the graph leaves open)"
+                named = label(write.cache)
+                remedy = (
+                    f"Say it in the model, torch._check({named}.shape[-1] == {wanted}), or mark "
+                    f"it static: torch._dynamo.mark_static({named}, {value.dim() - 1})."
+                )
             message = f"{name} is {width} wide{which}, the rows written to it {wanted}"
-            found.append(Obstacle("cache.width", message))
+            found.append(Obstacle("cache.width", message, remedy))
         dtype = dtype_of(write.value)
         if value.dtype != dtype:
             found.append(

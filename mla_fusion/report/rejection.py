@@ -194,7 +194,8 @@ CODES: dict[str, tuple[str, str]] = {
     "reader.latent": (
         "Something else reads a value that the kernel does not return (raw c_q, unrotated q_pe or"
         " k_pe, raw c_kv, what rounding leaves of c_kv).",
-        "Compute that value separately from x, or read the normed latent.",
+        "Compute that value separately from x, or read the normed latent, which npu_mla_prolog_v3 "
+        "returns and npu_mla_preprocess does not.",
     ),
     "cache.staging_forbidden": (
         "The kernel cannot write this cache exactly, and Config.staging is 'never'.",
@@ -220,6 +221,11 @@ CODES: dict[str, tuple[str, str]] = {
         "cache.",
         "Pass the 4-D cache itself. mla_fusion.backend() also takes a reshape of an input, but no"
         " slice of one.",
+    ),
+    "staging.gains_nothing": (
+        "The kernel cannot write this cache, and a staged call would save no time, by an estimate.",
+        "Change what the message names behind 'not in place' (docs/rejections.md, Why a fusion is "
+        "staged). Config(staging='always') stages it all the same.",
     ),
     "contract": (
         "The operator's host check would refuse the call.",

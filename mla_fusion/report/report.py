@@ -57,7 +57,7 @@ class Fusion:
     rope        element order of the rotation, in and out
     replaced    names of nodes, and the result of the kernel that stands for each
     assumptions  what is taken for granted, a line for each
-    warnings    those of the assumptions under which a cache holds other numbers than the model's
+    warnings    where a cache holds other numbers than the model's, or GE copies it at every step
     verified    what verification found, in words
     target      the one of ``Config.targets`` that took it
     operator    what is called
@@ -70,6 +70,7 @@ class Fusion:
                 write instead
     leaves      what a staged fusion leaves in the graph, and what a step pays for it
     operators_before, operators_after  of the prologue and its cache writes, views not counted
+    saves       an estimate of what a call saves, in words; "" where none can be made
     figures     per output, fused against unfused on seeded inputs; empty where ``verified`` says
                 another layer of equal structure stood for this one, or verification was off
     proof       why the fusion is exact, a line for each fact, and last what verification compared
@@ -106,6 +107,7 @@ class Fusion:
     leaves: tuple[Leftover, ...] = ()
     operators_before: int = 0
     operators_after: int = 0
+    saves: str = ""
 
     @property
     def gain(self) -> str:
@@ -155,6 +157,8 @@ class Report:
     pictures         what the page draws, one for each structure
     certificates     what was proved, one for each structure, as the JSON has it
     absent           of a graph without a prologue: what one is made of, and how much of it is there
+    notes            what else is known of the graph: that dynamo broke it in pieces, that changes
+                     of its weights are not counted
     """
 
     config: Config
@@ -170,6 +174,7 @@ class Report:
     pictures: list[Picture] = field(default_factory=list)
     certificates: list[dict[str, Any]] = field(default_factory=list)
     absent: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -220,6 +225,7 @@ class Report:
                 lines.append(f"      at {rejection.source}")
         if not self.fused and not self.rejected:
             lines += [f"  {line}" for line in self.absent]
+        lines += [f"  note: {line}" for line in self.notes]
         return on_a_terminal("\n".join(lines))
 
 
@@ -227,7 +233,7 @@ def _lines(item: Fusion) -> list[str]:
     """What the report prints of one fusion."""
     checked = _checked(item)
     named = "" if item.operator == "npu_mla_prolog_v3" else f"{item.operator}, "
-    gain = f", {item.gain}" if item.gain else ""
+    gain = "".join(f", {part}" for part in (item.gain, item.saves) if part)
     heads = (
         f", {item.dims['N']} heads computed as {item.dims['N_padded']}"
         if "N_padded" in item.dims
@@ -247,11 +253,11 @@ def _lines(item: Fusion) -> list[str]:
         lines.append(f"      each step pays: {item.cost_of_staging}")
     if item.staged_by:
         lines.append("      to write in place:")
-        for code in dict.fromkeys(one.code for one in item.staged_by):
-            alike = [one for one in item.staged_by if one.code == code]
-            lines.append(
-                f"        [{code}] {'; '.join(one.message for one in alike)}. {alike[0].remedy}"
+        for code, remedy in dict.fromkeys((one.code, one.remedy) for one in item.staged_by):
+            alike = (
+                one.message for one in item.staged_by if (one.code, one.remedy) == (code, remedy)
             )
+            lines.append(f"        [{code}] {'; '.join(alike)}. {remedy}")
     return lines
 
 

@@ -6,9 +6,10 @@ from __future__ import annotations
 
 from collections import Counter
 
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
-from mla_fusion.compat import HigherOrderOperator, OpOverload, schema_of
+from mla_fusion.compat import OpOverload, schema_of
+from mla_fusion.fx.kinds import called
 
 _TRANSPARENT = frozenset(
     (
@@ -38,20 +39,9 @@ def opaque_operators(gm: GraphModule) -> Counter[str]:
     """How often each operator outside of ATen and torch_npu is called, by schema name."""
     return Counter(
         schema_of(operator).name
-        for operator in map(_operator, gm.graph.nodes)
-        if operator is not None and operator.namespace not in _TRANSPARENT
+        for operator in map(called, gm.graph.nodes)
+        if isinstance(operator, OpOverload) and operator.namespace not in _TRANSPARENT
     )
-
-
-def _operator(node: Node) -> OpOverload | None:
-    """What a node calls; AOT autograd wraps an operator that writes its arguments into a call of
-    its own.
-    """
-    wrapped = (
-        isinstance(node.target, HigherOrderOperator) and "functionalized" in node.target.name()
-    )
-    target = node.args[0] if wrapped else node.target
-    return target if isinstance(target, OpOverload) else None
 
 
 def hidden_prologues(gm: GraphModule) -> list[str]:

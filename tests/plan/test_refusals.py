@@ -16,6 +16,7 @@ from tests.catalogue import (
     misses_products,
     misses_rotations,
     prologues,
+    rotations,
 )
 from tests.harness import clones, graph_of, refused, traced_graph
 
@@ -38,6 +39,45 @@ def test_staging_forbidden() -> None:
     gm = traced_graph(prologues.ComplexDense(), *prologues.dense_args())
     rejection = refused(gm, mf.Config(staging="never"))
     assert rejection.code == "cache.staging_forbidden"
+
+
+class ManyHeads(rotations.GptjStack):
+    """Without a product with W_uk: the kernel's own, with 16 MB of ones and zeros, costs more than
+    the launches that a staged call saves.
+    """
+
+    def __init__(self, heads: int = 128) -> None:
+        super().__init__(heads)
+
+    def absorb(self, q_nope: torch.Tensor) -> torch.Tensor:
+        return q_nope
+
+    def forward(self, *args: torch.Tensor) -> Any:
+        x, cos, sin, kv_cache, kr_cache, slots = args
+        q_nope, q_pe = self.query(x)
+        c_kv, k_pe = self.latent(x)
+        c, s = cos[:, None], sin[:, None]
+        self.write(kv_cache, kr_cache, slots, c_kv, self.rotate(k_pe[:, None], c, s)[:, 0])
+        return q_nope, self.rotate(q_pe, c, s)
+
+
+def test_staging_that_gains_nothing() -> None:
+    gm = traced_graph(ManyHeads(), *base.paged_args())
+    identity = {"targets": ("v3", "identity"), "verify": "off"}
+    rejection = refused(gm, mf.Config(**identity))
+    assert rejection.code == "staging.gains_nothing"
+    assert "a call takes 4 us more; not in place: [rope.pairs]" in rejection.message
+    (fusion,) = mf.fuse(gm, mf.Config(staging="always", **identity)).fused
+    assert fusion.staged_by and fusion.saves == "up to 0 us less a call"
+
+
+def test_a_report_says_what_a_fusion_saves() -> None:
+    """The model's own five cache writes are kernels before and after."""
+    gm = graph_of(prologues.ComplexDense(), *prologues.dense_args())
+    dense = mf.explain(gm, boundary=True)
+    paged = mf.explain(traced_graph(base.Base(), *base.paged_args()))
+    assert "operators become 10, up to 11 us less a call;" in str(dense)
+    assert "operators become 1, up to 32 us less a call;" in str(paged)
 
 
 class FirstTokensHalved(base.Base):

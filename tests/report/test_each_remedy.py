@@ -243,6 +243,17 @@ WALKS: dict[str, tuple[Told, dict[str, Told | None]]] = {
             "[BlockNum, BlockSize, 1, width]": of(Base, staging="never"),
         },
     ),
+    "staging.gains_nothing": (
+        of(of_plan.ManyHeads, targets=("v3", "identity")),
+        {
+            "names behind 'not in place'": of(
+                of_plan.ManyHeads, targets=("v3", "identity"), kr_layout="half"
+            ),
+            "Config(staging='always')": of(
+                of_plan.ManyHeads, targets=("v3", "identity"), staging="always"
+            ),
+        },
+    ),
     "cache.operator_mode": (
         edited(mode("Norm"), prologues.NpuOperators),
         {name: edited(mode(name), prologues.NpuOperators) for name in ("PA", "PA_BNSD", "PA_NZ")},

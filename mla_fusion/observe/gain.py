@@ -1,0 +1,69 @@
+"""What a fusion saves a call, estimated: kernels that need no launch, bytes that need not move."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from math import prod
+from typing import Any
+
+from mla_fusion.fx.sizes import has_symbols
+from mla_fusion.machine import Machine
+from mla_fusion.meta import CallExplanation, ContractError, explain_call
+from mla_fusion.meta.roofline import LAUNCH
+from mla_fusion.plan.plan import Plan, PrologPlan
+from mla_fusion.reference.sample import sample_call
+from mla_fusion.report.staging import Leftover
+
+
+def seconds_saved(plan: Plan, leaves: Sequence[Leftover], machine: Machine) -> float | None:
+    """At most, by a call with the plan's tokens, or with one where their number is symbolic. None
+    for a call whose cost is not known.
+
+    What a staged plan leaves of the model's own cache writes runs unfused too.
+    """
+    if not isinstance(plan, PrologPlan) or plan.target == "preprocess":
+        return None
+    tokens = 1 if has_symbols(plan.lead) else prod(plan.lead)
+    axes = plan.dims | {"N": plan.heads_of_call}
+    modes = plan.candidate.weight_quant_mode, plan.kv_cache_quant_mode
+    call = _explained(machine, tokens, *modes, **axes)
+    if call is None:
+        return None
+    launches = call.unfused.kernels - call.fused.kernels
+    moved = call.unfused.bytes - call.fused.bytes
+    if leaves:
+        launches -= 2  # of the cache writes in an unfused call
+        moved -= call.unfused.cache_bytes
+    for item in leaves:
+        if item.what != "cache writes":
+            launches -= item.launches
+            moved -= tokens * item.bytes_per_token
+    if plan.target == "identity":  # the product with W_uk is the kernel's alone
+        launches -= 1
+        row = axes["D"] + axes["Hckv"]
+        moved -= 2 * axes["N"] * (axes["D"] * axes["Hckv"] + tokens * row)
+    return launches * LAUNCH + (moved / call.chip.bytes_per_second if call.chip else 0.0)
+
+
+@cache
+def _explained(
+    machine: Machine, tokens: int, weights: int, caches: int, **axes: Any
+) -> CallExplanation | None:
+    try:
+        given = sample_call(
+            weight_quant_mode=weights,
+            kv_cache_quant_mode=caches,
+            lead=(tokens,),
+            dims=axes | {"Nkv": 1, "BlockNum": tokens, "BlockSize": 16},
+            device="meta",
+        )
+        name, chip = (
+            "npu_mla_prolog_v3_functional",
+            "910C" if machine.soc == "A3" else None,
+        )  # whose peaks are published
+        return explain_call(
+            name, soc=machine.soc, cann=machine.cann, path="graph", chip=chip, **given
+        )
+    except ContractError:
+        return None
