@@ -60,9 +60,8 @@ def release(parameters: Iterable[Tensor] | nn.Module) -> int:
 
     parameters  those that the weights were made of, or a module that has them
 
-    Parameters that are views of packed weights (:func:`mla_fusion.prepack`,
-    ``Config(weights="shared")``) get contiguous memory of their own again. To be called before
-    weights are loaded into a model that has run on an NPU.
+    Parameters that are views of packed weights (:func:`mla_fusion.prepack`) get contiguous memory
+    of their own again. To be called before weights are loaded into a model that has run on an NPU.
     """
     given = _held(parameters) if isinstance(parameters, nn.Module) else list(parameters)
     if isinstance(parameters, nn.Module):
