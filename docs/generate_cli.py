@@ -37,8 +37,6 @@ mla-fusion explain mla_fusion.examples.fuse_your_model:example
 VARIABLES = {
     "MLA_FUSION_REPORT": "a folder: every compiled graph leaves its report there, as JSON and as "
     "a page",
-    "MLA_FUSION_GRAPHS": "a folder: every compiled graph leaves its listings there, before the "
-    "pass, normalised, fused",
     "MLA_FUSION_CACHE": "where stand-ins for CANN's libraries are kept; by default `mla_fusion` "
     "in the user's cache",
     "TORCH_DEVICE_BACKEND_AUTOLOAD": "torch's own: 0 keeps `import torch` from loading torch_npu. "

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from mla_fusion._gone import refuse_options
 from mla_fusion.machine import AUTO, Machine, release_named, settled, soc_named
 
 Skip = str | Callable[[Any], bool]
@@ -88,6 +89,10 @@ class Config:
     slots: str = "trusted"
     strides: str = "auto"
     strict: bool = False
+
+    def __new__(cls, *_: Any, **options: Any) -> Config:
+        refuse_options("Config", options)
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for field, choices in _CHOICES.items():

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import mla_fusion as mf
+from mla_fusion import _gone
 from mla_fusion.report import text_tables
 from mla_fusion.tools import checks_cli, graphs_cli, installed, terminal
 from mla_fusion.tools.command import DYNAMIC, Command, answer, function, option
@@ -59,8 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     try:
         try:
-            arguments = parser().parse_args(words)
-            return _run(arguments)
+            if gone := _gone.of_command_line(words):
+                raise UserError(gone)
+            return _run(parser().parse_args(words))
         finally:
             if sys.stdout is not None:
                 sys.stdout.flush()  # a full disk is told here, not while Python ends

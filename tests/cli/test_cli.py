@@ -31,14 +31,6 @@ def test_explain_as_text_and_page(capsys, tmp_path):
     assert "Would fuse" in (tmp_path / "report.html").read_text()
 
 
-def test_explain_with_what_each_fact_and_rule_took(capsys):
-    assert cli.main(["explain", TARGET, "--stats"]) == 0
-    said = capsys.readouterr()
-    rows = {line.split()[0]: line.split()[1:3] for line in said.err.splitlines() if "." in line}
-    assert rows["facts.absorb.find"] == ["1", "1"] and rows["plan.verdict.norms"] == ["1", "0"]
-    assert "plan.verdict" not in said.out
-
-
 def test_explain_as_json(capsys):
     assert cli.main(["explain", TARGET, "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["fused"]) == 1
