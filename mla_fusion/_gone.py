@@ -28,18 +28,14 @@ def sentence(names: Iterable[str]) -> str:
     return f"{gone} is gone: {GONE[gone]}" if gone is not None else ""
 
 
-def refuse_options(function: str, options: Iterable[str]) -> None:
-    """Raises TypeError for an option of the function that is gone."""
-    if said := sentence(f"{function}({option}=)" for option in options):
-        raise TypeError(said)
-
-
 def without_gone_options(function: Callable[P, T]) -> Callable[P, T]:
-    """The function, which raises TypeError with a sentence for each of its options that is gone."""
+    """The function, which raises TypeError with a sentence for an option of it that is gone."""
+    name = function.__qualname__.removesuffix(".__init__")
 
     @wraps(function)
     def call(*args: P.args, **options: P.kwargs) -> T:
-        refuse_options(function.__name__, options)
+        if said := sentence(f"{name}({option}=)" for option in options):
+            raise TypeError(said)
         return function(*args, **options)
 
     return call

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from mla_fusion._gone import refuse_options
+from mla_fusion._gone import without_gone_options
 from mla_fusion.machine import AUTO, Machine, release_named, settled, soc_named
 
 Skip = str | Callable[[Any], bool]
@@ -90,10 +90,6 @@ class Config:
     strides: str = "auto"
     strict: bool = False
 
-    def __new__(cls, *_: Any, **options: Any) -> Config:
-        refuse_options("Config", options)
-        return super().__new__(cls)
-
     def __post_init__(self) -> None:
         for field, choices in _CHOICES.items():
             value = getattr(self, field)
@@ -152,3 +148,6 @@ class Config:
     def machine(self) -> Machine:
         """``soc`` and ``cann`` with "auto" found out."""
         return settled(self.soc, self.cann)
+
+
+Config.__init__ = without_gone_options(Config.__init__)  # type: ignore[method-assign]
