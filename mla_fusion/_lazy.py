@@ -31,7 +31,7 @@ LIGHT = frozenset(
     for name in """
     _autoload _gone _lazy _version cli machine report report.text_tables prove
     prove.check tools tools.cli tools.graphs_cli tools.checks_cli
-    tools.target tools.installed tools.command
+    tools.target tools.installed tools.command tools.profile
     """.split()
 )
 

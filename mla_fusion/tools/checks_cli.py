@@ -1,5 +1,5 @@
-"""``mla-fusion audit``, ``guide``, ``check-proof`` and ``selftest``: hand-written calls, proofs and
-devices checked; how to write a call.
+"""``mla-fusion audit``, ``profile``, ``guide``, ``check-proof`` and ``selftest``: calls by hand,
+profiles, proofs and devices checked; how to write a call.
 """
 
 from __future__ import annotations
@@ -67,6 +67,14 @@ def _audited(arguments: Namespace, **limits: Any) -> mf.Audit:
             f"the function fails when it is run: {type(error).__name__}: {error}\n"
             f"  at {last.filename}:{last.lineno} in {last.name}: {last.line}"
         ) from error
+
+
+def _profile(arguments: Namespace) -> int:
+    from mla_fusion.tools.profile import Found, profile
+
+    paths = [existing(path) for path in (arguments.after, arguments.before) if path]
+    found = Found(*map(profile, paths))
+    return answer(found, arguments, bool(found.after.prologue))
 
 
 def _guide(arguments: Namespace) -> int:
@@ -165,6 +173,18 @@ COMMANDS = (
                 choices=("eager", "graph"),
                 default="eager",
             ),
+        ),
+    ),
+    Command(
+        "profile",
+        _profile,
+        "Say what the prologue costs in a profile of an NPU; with --before, what a fusion changed.",
+        "Exit status 1: no fused prologue is in it.",
+        (
+            option(
+                "after", "kernel_details.csv or op_summary_*.csv, with the pass on", metavar="AFTER"
+            ),
+            option("--before", "the same with the pass off", metavar="BEFORE"),
         ),
     ),
     Command(
