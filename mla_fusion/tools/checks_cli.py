@@ -54,18 +54,14 @@ def _audited(arguments: Namespace, **limits: Any) -> mf.Audit:
     except CaptureError as error:
         raise UserError(str(error)) from error
     except Exception as error:
-        inside = str(Path(torch.__file__).parent)
-        frames = [
-            frame
-            for frame in extract_tb(error.__traceback__)
-            if not frame.filename.startswith(inside)
-        ]
-        last = frames[-1]
-        if last.filename.startswith(str(Path(mf.__file__).parent)):  # a defect of the audit
+        ours, frames = str(Path(mf.__file__).parent), extract_tb(error.__traceback__)
+        foreign = ours, str(Path(torch.__file__).parent)
+        own = [frame for frame in frames if not frame.filename.startswith(foreign)]
+        if not own or frames[-1].filename.startswith(ours):  # a defect of the audit
             raise
+        where = f"{own[-1].filename}:{own[-1].lineno} in {own[-1].name}: {own[-1].line}"
         raise UserError(
-            f"the function fails when it is run: {type(error).__name__}: {error}\n"
-            f"  at {last.filename}:{last.lineno} in {last.name}: {last.line}"
+            f"the function fails when it is run: {type(error).__name__}: {error}\n  at {where}"
         ) from error
 
 

@@ -33,7 +33,11 @@ def test_attention_equals_hugging_face_on_every_history(decoder, batch):
 
     absorbed = decoder.layers[0].self_attn.double()
     hf = absorbed.attention
-    step = batch.fresh(torch.float64)
+    caches = {
+        name: [cache.double() for cache in getattr(batch, name)]
+        for name in ("kv_caches", "kr_caches")
+    }
+    step = batch._replace(hidden=batch.hidden.double(), **caches)
     cos, sin = decoder.rotary_emb(step.hidden, step.positions.unsqueeze(0))
     try:
         with torch.no_grad():
