@@ -70,8 +70,8 @@ def read(path: Path) -> list[Kernel]:
             rows = csv.reader(file)
             header = next(rows, [])
             columns = [_COLUMNS.get(re.sub(r"[\s_]|\(.*", "", name).lower()) for name in header]
-            if not {"type", "us"} <= {*columns}:
-                raise ValueError("no columns of types and durations")
+            if not {"type", "us", "start"} <= {*columns}:
+                raise ValueError("no columns of types, durations and start times")
             for row in filter(None, rows):
                 line, cells = rows.line_num, dict[str, Any]()
                 if len(row) < len(header):

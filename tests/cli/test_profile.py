@@ -151,8 +151,9 @@ def test_a_profile_without_a_prologue_is_status_1(
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "line 1: no columns of types and durations"),
-        (b"a,b\n1,2\n", "line 1: no columns of types and durations"),
+        (b"", "line 1: no columns of types, durations and start times"),
+        (b"a,b\n1,2\n", "line 1: no columns of types, durations and start times"),
+        (b"Type,Duration(us)\nCast,1\n", "line 1: no columns of types, durations and start"),
         (b"\xff\xfe\x00", "line 1: 'utf-8' codec can't decode"),
         (f"{PROFILER}\n".encode(), "holds no kernel"),
         (f"{PROFILER}\n1,a,Cast,AI_CORE,1,two,0,1,\n".encode(), "line 2: could not convert"),

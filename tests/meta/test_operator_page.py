@@ -37,7 +37,5 @@ def test_every_scenario_and_table_is_on_the_page(generator: ModuleType) -> None:
         all(f"| {wq}/{kv} |" in text for wq, kv in generator.pairs())
         and len(generator.pairs()) == 16
     )
-    assert all(
-        f"| {row.name} | {row.refused} |" in text and row.reason in text for row in STRICTER
-    )
+    assert all(f"| {row.name} | {row.refused} |" in text and row.reason in text for row in STRICTER)
     assert all(f"| {name} |" in text for name in generator.TRAITS)
