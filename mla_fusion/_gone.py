@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import wraps
+from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -14,6 +15,7 @@ GONE = {
     "Config(weights=)": "mf.prepack(model, *inputs) keeps one copy of the weights",
     "audit(seconds=)": "leave it out: mf.audit undoes each slip of a short table once",
     "audit(tries=)": "leave it out: mf.audit undoes each slip of a short table once",
+    "mla-fusion audit DUMP": "mla-fusion explain or inspect reads a dump; audit takes functions",
     "mla-fusion audit --html": "read the text, or --json",
     "mla-fusion bench": "run benchmarks/pass_time.py of a source tree",
     "mla-fusion explain --stats": "the stages' times are in the JSON of a report (timings)",
@@ -42,7 +44,9 @@ def without_gone_options(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def of_command_line(words: Iterable[str]) -> str:
-    """The sentence for a command, or an option of one, that is gone."""
+    """The sentence for a command, or an option of one, or the dump that one took, that is gone."""
     command, *options = [*words, ""]
     name = f"mla-fusion {command}"
-    return sentence([name, *(f"{name} {word.partition('=')[0]}" for word in options)])
+    dumps = [word for word in options if Path(word).is_file() and not word.endswith(".py")]
+    given = [word.partition("=")[0] for word in options] + ["DUMP"] * bool(dumps)
+    return sentence([name, *(f"{name} {word}" for word in given)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -24,7 +25,11 @@ def test_options_of_functions(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in GONE if name.startswith("mla-fusion ")])
-def test_commands_and_their_options(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_and_their_options(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("DUMP").touch()
     words = name.split()[1:]
     assert cli.main([*words, "model.py:example"]) == 2
     assert f"{name} is gone: {GONE[name]}\n" in capsys.readouterr().err
