@@ -70,7 +70,6 @@ class Outcome:
     difference: float
     lowered: Lowered
     files: list[Path]
-    seconds: float
 
     @property
     def problems(self) -> list[str]:
@@ -106,7 +105,6 @@ class Outcome:
             f"A decode step in bfloat16: fused and unfused output differ by {self.difference:.1e}",
             f"{ge.title}: {ge.text}\n{text_tables.render(ge.header, ge.rows)}",
             "Written: " + ", ".join(map(str, self.files)),
-            f"{self.seconds:.0f} s",
             problems or "All checks passed.",
         ]
         return "\n\n".join(parts)
@@ -136,8 +134,7 @@ def run(options: Options) -> Outcome:
     say("lowering with torchair")
     lowered, files = _lower(model, batch, out)
     files = sorted([*files, out / "report.html", out / "report.json"])
-    seconds = perf_counter() - started
-    outcome = Outcome(options, report, difference, lowered, files, seconds)
+    outcome = Outcome(options, report, difference, lowered, files)
     page.write(report, out / "report.html", [outcome.section])
     (out / "report.json").write_text(outcome.to_json(), encoding="utf-8")
     return outcome
