@@ -13,19 +13,20 @@ from pathlib import Path
 
 from mla_fusion.meta import (
     attention,
-    contradictions,
     key_operator,
     preprocess,
     spec,
 )
 from mla_fusion.meta.limits import RELEASES, SOCS, Limits
 from mla_fusion.meta.prolog import PROLOGS
-from mla_fusion.meta.stricter import STRICTER, Scope
 from mla_fusion.meta.tiling_key import CACHE_NUMBERS, LAYOUTS, QUANT_NUMBERS
 from written import write
 
 from mla_fusion import meta
 from mla_fusion.reference.sample import sample_call
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tests.meta.stricter import STRICTER, Scope
 
 PAGE, OTHERS = (Path(__file__).with_name(f"{name}.md") for name in ("operator", "other-operators"))
 V3 = "npu_mla_prolog_v3"
@@ -38,9 +39,9 @@ INTRODUCTION = """\
 # The operator contract
 
 `npu_mla_prolog_v3` in every scenario, and its older versions;
-[operators beside it](other-operators.md) have their own page. Generated from
-`mla_fusion.meta.spec`, `limits`, `stricter` and `tiling_key` by `docs/generate_operator.py`; do not
-edit.
+[operators beside it](other-operators.md) have their own page, and so has
+[what the official pages say otherwise](contradictions.md). Generated from `mla_fusion.meta.spec`,
+`limits` and `tiling_key` by `docs/generate_operator.py`; do not edit.
 
 T tokens (`B*S`), He hidden size, Hcq query rank, Hckv KV rank, N heads, D nope head dim, Dr rope
 head dim. *lead* is `T` or `B, S`, as token_x has it; *tokens* is T or `B*S`.
@@ -210,8 +211,6 @@ def others() -> str:
         "sparse_mode is 0 for one token a\nsequence (not in TND), else 3 or 9. Before 8.5 this "
         "holds of every dtype, "
         "where 4 is taken too (not in TND).\n",
-        "## Where the official pages contradict the operator\n",
-        table(("page", "says", "holds", "read from"), disagreements()),
     )
     return "\n".join(sections)
 
@@ -480,16 +479,6 @@ def attention_releases() -> Iterator[list[str]]:
             modes,
             most,
             "yes" if row.lse else "-",
-        ]
-
-
-def disagreements() -> Iterator[list[str]]:
-    for row in contradictions.CONTRADICTIONS:
-        yield [
-            row.page,
-            row.says,
-            row.holds,
-            f"`{row.source}`" if "." in row.source else row.source,
         ]
 
 

@@ -7,20 +7,17 @@ from mla_fusion.meta.infer import implied_quant_modes, infer
 from mla_fusion.meta.limits import PATHS, RELEASES, SOCS, Limits, limits
 from mla_fusion.meta.roofline import CHIPS, Chip, Cost
 from mla_fusion.meta.signature import bind, complete, signature
-from mla_fusion.meta.stricter import STRICTER, Stricter
 
 __all__ = [
     "CHIPS",
     "PATHS",
     "RELEASES",
     "SOCS",
-    "STRICTER",
     "CallExplanation",
     "Chip",
     "ContractError",
     "Cost",
     "Limits",
-    "Stricter",
     "bind",
     "check",
     "check_structure",

@@ -70,9 +70,6 @@ def only(*sizes: int) -> Sizes:
     return Sizes(frozenset(sizes))
 
 
-_HE_WIDE = only(1024, 2048, 3072, 4096, 5120, 6144, 7168, 7680, 8192)
-_POWERS = only(1, 2, 4, 8, 16, 32, 64, 128)
-_BLOCKS = Sizes(low=16, high=1024, step=16)
 _ALL_MODES = ("PA_BSND", "PA_NZ", "PA_BLK_BSND", "PA_BLK_NZ", "BSND", "TND")
 _V12, _V3 = ("v1", "v2"), ("v3",)
 _ANY_VERSION = _V12 + _V3
@@ -93,35 +90,52 @@ class Limit:
     paths: tuple[str, ...] = PATHS
 
 
-LIMITS = (
-    Limit("He", only(6144, 7168, 7680)),
-    Limit("He", _HE_WIDE, "8.5", _A23),
-    Limit("He", only(7168), "8.5", ("A5",)),
-    Limit("He", _HE_WIDE, "9.1"),
-    Limit("Hcq", only(1536)),
-    Limit("Hcq", only(1536, 2048), "9.1", versions=_V3),
-    Limit("D", only(128)),
-    Limit("D", only(128, 192), "9.1", versions=_V3),
-    Limit("Dr", only(64)),
-    Limit("Hckv", only(512)),
-    Limit("Nkv", only(1)),
-    Limit("N", _POWERS),
-    Limit("N", Sizes(low=1, high=128), "latest", versions=_V3),
-    Limit("S", Sizes(low=0, high=16)),
-    Limit("S", Sizes(), "8.5", _A23),
-    Limit("S", only(0, 1), "8.5", ("A5",)),
-    Limit("S", Sizes(), "9.0"),
-    Limit("T", Sizes(low=0, high=1 << 20)),
-    Limit("T", Sizes(), "8.5"),
-    # without tokens sin and cos are empty, which the newest v3 reads as "no RoPE"; then it wants
-    # them to be [0]
-    Limit("tokens", Sizes()),
-    Limit("tokens", Sizes(low=1), "latest", versions=_V3),
-    Limit("B", Sizes(low=0, high=65536)),
-    Limit("BlockSize", only(16, 128)),
-    Limit("BlockSize", _BLOCKS, "8.5", _A23),
-    Limit("BlockSize", _BLOCKS, "9.0"),
-)
+# Axis, sizes ("low..high/step", or listed), and where that holds: since which CANN release, on
+# which SoCs, for which versions of the operator. Without tokens sin and cos are empty, which the
+# newest v3 reads as "no RoPE"; then it wants them to be [0].
+_SIZES = """
+He        6144,7168,7680                                      8.2     A2,A3,A5  v1,v2,v3
+He        1024,2048,3072,4096,5120,6144,7168,7680,8192        8.5     A2,A3     v1,v2,v3
+He        7168                                                8.5     A5        v1,v2,v3
+He        1024,2048,3072,4096,5120,6144,7168,7680,8192        9.1     A2,A3,A5  v1,v2,v3
+Hcq       1536                                                8.2     A2,A3,A5  v1,v2,v3
+Hcq       1536,2048                                           9.1     A2,A3,A5  v3
+D         128                                                 8.2     A2,A3,A5  v1,v2,v3
+D         128,192                                             9.1     A2,A3,A5  v3
+Dr        64                                                  8.2     A2,A3,A5  v1,v2,v3
+Hckv      512                                                 8.2     A2,A3,A5  v1,v2,v3
+Nkv       1                                                   8.2     A2,A3,A5  v1,v2,v3
+N         1,2,4,8,16,32,64,128                                8.2     A2,A3,A5  v1,v2,v3
+N         1..128                                              latest  A2,A3,A5  v3
+S         0..16                                               8.2     A2,A3,A5  v1,v2,v3
+S         0..                                                 8.5     A2,A3     v1,v2,v3
+S         0,1                                                 8.5     A5        v1,v2,v3
+S         0..                                                 9.0     A2,A3,A5  v1,v2,v3
+T         0..1048576                                          8.2     A2,A3,A5  v1,v2,v3
+T         0..                                                 8.5     A2,A3,A5  v1,v2,v3
+tokens    0..                                                 8.2     A2,A3,A5  v1,v2,v3
+tokens    1..                                                 latest  A2,A3,A5  v3
+B         0..65536                                            8.2     A2,A3,A5  v1,v2,v3
+BlockSize 16,128                                              8.2     A2,A3,A5  v1,v2,v3
+BlockSize 16..1024/16                                         8.5     A2,A3     v1,v2,v3
+BlockSize 16..1024/16                                         9.0     A2,A3,A5  v1,v2,v3
+"""
+
+
+def _sizes(text: str) -> Sizes:
+    low, is_range, high = text.partition("..")
+    if not is_range:
+        return only(*map(int, text.split(",")))
+    high, _, step = high.partition("/")
+    return Sizes(low=int(low), high=int(high) if high else None, step=int(step or 1))
+
+
+def _limit(line: str) -> Limit:
+    axis, sizes, since, socs, versions = line.split()
+    return Limit(axis, _sizes(sizes), since, tuple(socs.split(",")), tuple(versions.split(",")))
+
+
+LIMITS = tuple(map(_limit, _SIZES.strip().splitlines()))
 
 # ((weight_quant_mode, kv_cache_quant_mode), ...) legal from a release on; rows add up
 QUANT_RELEASES = (

@@ -8,13 +8,11 @@ intermediate written and read again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from math import inf
+from typing import Any, NamedTuple
 
-from mla_fusion.meta.errors import ContractError
-
-_BF16, _FP32, _INDEX = 2, 4, 8
 # No figure for a launch is published. A small kernel whose bytes take next to nothing is one launch
 # and little more.
 LAUNCH = 3.5e-6
@@ -34,27 +32,16 @@ class Chip:
     source: str = "given by the caller"
 
 
-CHIPS: Mapping[str, Chip] = {
-    "910C": Chip(
-        "910C", 1.6e12, 376e12, 752e12, "one die; Serving LLMs on CloudMatrix384, arXiv 2506.12708"
-    ),
-    "950PR": Chip("950PR", 1.6e12, None, 1e15, "announced at Huawei Connect 2025"),
-    "950DT": Chip("950DT", 4.0e12, None, 1e15, "announced at Huawei Connect 2025"),
+_CLOUDMATRIX = "one die; Serving LLMs on CloudMatrix384, arXiv 2506.12708"
+_CONNECT = "announced at Huawei Connect 2025"
+CHIPS = {
+    "910C": Chip("910C", 1.6e12, 376e12, 752e12, _CLOUDMATRIX),
+    "950PR": Chip("950PR", 1.6e12, None, 1e15, _CONNECT),
+    "950DT": Chip("950DT", 4.0e12, None, 1e15, _CONNECT),
 }
 
 
-def chip_named(chip: str | Chip | None) -> Chip | None:
-    """A chip from its name; ContractError ``chip`` for a name that is not in `CHIPS`."""
-    if chip is None or isinstance(chip, Chip):
-        return chip
-    if chip not in CHIPS:
-        expected = f"one of {', '.join(CHIPS)}, or a Chip(...) with numbers of your own"
-        raise ContractError("chip", "chip", expected, repr(chip))
-    return CHIPS[chip]
-
-
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """One kernel of the unfused sequence: bytes of all but weights, bytes of weights, and
     products.
     """
@@ -64,15 +51,6 @@ class Step:
     weight_bytes: int = 0
     flops: int = 0
     quantised: bool = False
-
-    def compute_seconds(self, chip: Chip) -> float:
-        """0 where no peak is published: still a lower bound."""
-        peak = chip.quantised_flops if self.quantised else chip.bf16_flops
-        return self.flops / peak if peak else 0.0
-
-    def seconds(self, chip: Chip) -> float:
-        moved = self.weight_bytes + self.other_bytes
-        return max(moved / chip.bytes_per_second, self.compute_seconds(chip))
 
 
 @dataclass(frozen=True)
@@ -96,37 +74,15 @@ class Cost:
     def intensity(self) -> float:
         return self.flops / self.bytes if self.bytes else 0.0
 
-
-def fused_cost(sizes: Sizes, results: int, chip: Chip | None) -> Cost:
-    """The operator: every argument read once, ``results`` bytes and the new cache rows written
-    once.
-    """
-    steps = list(unfused_steps(sizes))
-    weight_bytes = sum(step.weight_bytes for step in steps)
-    activations = results + sizes.bytes(
-        "token_x", "dequant_scale_x", "rope_sin", "rope_cos", "cache_index", "actual_seq_len"
-    )
-    cache = sizes.rows("kv_cache") + sizes.rows("kr_cache")
-    seconds = None
-    if chip is not None:
-        compute = sum(step.compute_seconds(chip) for step in steps)
-        seconds = max((weight_bytes + activations + cache) / chip.bytes_per_second, compute)
-    return Cost(1, sum(step.flops for step in steps), weight_bytes, activations, cache, seconds)
-
-
-def unfused_cost(sizes: Sizes, chip: Chip | None) -> Cost:
-    """The sequence of `unfused_steps`, one after the other."""
-    steps = list(unfused_steps(sizes))
-    writes = [step for step in steps if step.name.startswith("write")]
-    cache = sum(step.other_bytes for step in writes)
-    return Cost(
-        len(steps),
-        sum(step.flops for step in steps),
-        sum(step.weight_bytes for step in steps),
-        sum(step.other_bytes for step in steps) - cache,
-        cache,
-        None if chip is None else sum(step.seconds(chip) for step in steps),
-    )
+    def __str__(self) -> str:
+        seconds = "" if self.seconds is None else f", {self.seconds * 1e6:.2f} us"
+        return (
+            f"{self.kernels} kernels, {self.flops / 1e9:.3f} GFLOP, {self.bytes / 1e6:.2f} MB "
+            f"(weights {self.weight_bytes / 1e6:.2f}, activations "
+            f"{self.activation_bytes / 1e6:.2f}, cache {self.cache_bytes / 1e6:.3f}), "
+            f"{self.intensity:.1f} FLOP/byte{seconds}; launches add up to "
+            f"{self.kernels * LAUNCH * 1e6:.1f} us"
+        )
 
 
 @dataclass(frozen=True)
@@ -141,14 +97,44 @@ class Sizes:
     def bytes(self, *names: str) -> int:
         """Of the arguments of these names, as far as they are given."""
         present = (self.arguments.get(name) for name in names)
-        return sum(t.numel() * t.element_size() for t in present if t is not None)
+        return sum(tensor.nbytes for tensor in present if tensor is not None)
 
     def rows(self, name: str) -> int:
         """Of the new rows of a cache."""
         if name == "kr_cache" and self.kv == 3:
             return 0
         cache = self.arguments[name]
-        return self.dims["tokens"] * cache.shape[-1] * cache.element_size()
+        return int(self.dims["tokens"] * cache.shape[-1] * cache.element_size())
+
+
+def costs(sizes: Sizes, results: int, chip: Chip | None) -> tuple[Cost, Cost]:
+    """Of the operator, which reads every argument once and writes ``results`` bytes and the new
+    cache rows; and of the steps without it, one after the other.
+    """
+    steps = list(unfused_steps(sizes))
+    flops = sum(step.flops for step in steps)
+    weights = sum(step.weight_bytes for step in steps)
+    others = sum(step.other_bytes for step in steps)
+    names = "token_x dequant_scale_x rope_sin rope_cos cache_index actual_seq_len".split()
+    activations = results + sizes.bytes(*names)
+    rows = sizes.rows("kv_cache") + sizes.rows("kr_cache")
+    written = sum(step.other_bytes for step in steps if step.name.startswith("write"))
+
+    fused = alone = None
+    if chip is not None:
+        fused = _seconds(chip, steps, weights + activations + rows)
+        alone = sum(_seconds(chip, [one], one.weight_bytes + one.other_bytes) for one in steps)
+    return (
+        Cost(1, flops, weights, activations, rows, fused),
+        Cost(len(steps), flops, weights, others - written, written, alone),
+    )
+
+
+def _seconds(chip: Chip, steps: Sequence[Step], moved: int) -> float:
+    """Products take no time where no peak is published: still a lower bound."""
+    peaks = chip.bf16_flops or inf, chip.quantised_flops or inf
+    products = sum(step.flops / peaks[step.quantised] for step in steps)
+    return max(moved / chip.bytes_per_second, products)
 
 
 def unfused_steps(sizes: Sizes) -> Iterator[Step]:
@@ -156,8 +142,8 @@ def unfused_steps(sizes: Sizes) -> Iterator[Step]:
     d, of = sizes.dims, sizes.bytes
     t, full, quantised = d["tokens"], sizes.wq >= 2, sizes.wq >= 1
     heads, hcq, hckv, dr = d["N"], d["Hcq"], d["Hckv"], d["Dr"]
-    cq, ckv, kr = t * hcq * _BF16, t * hckv * _BF16, t * dr * _BF16
-    q_all, query, q_rope = (t * heads * n * _BF16 for n in (d["D"] + dr, hckv, dr))
+    cq, ckv, kr = (2 * t * width for width in (hcq, hckv, dr))  # bytes of bfloat16
+    q_all, query, q_rope = (2 * t * heads * width for width in (d["D"] + dr, hckv, dr))
     x, tables = of("token_x", "dequant_scale_x"), of("rope_sin", "rope_cos")
 
     weight = of("weight_dq", "dequant_scale_w_dq")
@@ -165,7 +151,7 @@ def unfused_steps(sizes: Sizes) -> Iterator[Step]:
     yield Step("rms_norm c_q", 2 * cq, of("rmsnorm_gamma_cq"))
     c_q = cq
     if quantised:
-        c_q = t * (hcq + (hcq // 32 if sizes.wq == 3 else _FP32))
+        c_q = t * (hcq + (hcq // 32 if sizes.wq == 3 else 4))
         yield Step("quantise c_q", cq + c_q, of("smooth_scales_cq"))
     weight = of("weight_uq_qr", "dequant_scale_w_uq_qr")
     yield Step("matmul q", c_q + q_all, weight, 2 * t * hcq * heads * (d["D"] + dr), quantised)
@@ -173,8 +159,8 @@ def unfused_steps(sizes: Sizes) -> Iterator[Step]:
     yield Step("absorb W_uk", q_all - q_rope + query, of("weight_uk"), products)
     yield Step("rope q", 2 * q_rope + tables)
     if sizes.kv == 1:
-        scales = t * heads * _FP32
-        yield Step("quantise query", query + query // _BF16 + scales)
+        scales = 4 * t * heads
+        yield Step("quantise query", query + query // 2 + scales)
         yield Step("rescale query_rope", 2 * q_rope + scales)
     weight = of("weight_dkv_kr", "dequant_scale_w_dkv_kr")
     yield Step("matmul ckv_kr", x + ckv + kr, weight, 2 * t * d["He"] * (hckv + dr), full)
@@ -187,5 +173,5 @@ def unfused_steps(sizes: Sizes) -> Iterator[Step]:
         rope_too = kr + kr_rows if sizes.kv in (2, 3) else 0
         yield Step("quantise cache rows", ckv + kv_rows + rope_too, scales)
     yield Step("write kv_cache", 2 * kv_rows + index)
-    if kr_rows or sizes.kv != 3:
+    if sizes.kv != 3:
         yield Step("write kr_cache", 2 * kr_rows + index)

@@ -6,11 +6,13 @@ Whoever imports torch has the npu:: operators, before or after this package.
 
 from __future__ import annotations
 
+import os
+import warnings
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mla_fusion import _autoload, _lazy
+from mla_fusion import _autoload, _gone, _lazy
 
 if not Path(__file__).with_name("meta").exists():
     # A source tree, perhaps before its installation on sys.path: meta/, converters/ and examples/
@@ -23,22 +25,47 @@ _lazy.write_page = lambda report, path: import_module("mla_fusion.tools.page.pag
     report, path
 )
 
+if "MLA_FUSION_GRAPHS" in os.environ:
+    warnings.warn(_gone.sentence(["MLA_FUSION_GRAPHS"]), stacklevel=2)
+
 if TYPE_CHECKING:
-    from mla_fusion import inspect, meta, offline, paging, reference
-    from mla_fusion.compile.backend import backend
-    from mla_fusion.compile.hook import torchair_pass
-    from mla_fusion.compile.prepack import Prepacked, prepack
-    from mla_fusion.compile.slots import SlotError
-    from mla_fusion.config import Config
-    from mla_fusion.fx.registered import register_operator
-    from mla_fusion.pipeline import fuse
-    from mla_fusion.report.report import Report
-    from mla_fusion.report.store import reports
-    from mla_fusion.tools.by_hand.entry import audit
-    from mla_fusion.tools.by_hand.outcome import Audit
-    from mla_fusion.tools.inspect.explain import explain
-    from mla_fusion.tools.lowering import Lowering, lower
-    from mla_fusion.weights.follow import refresh, release
+    from mla_fusion import (
+        inspect as inspect,
+    )
+    from mla_fusion import (
+        meta as meta,
+    )
+    from mla_fusion import (
+        offline as offline,
+    )
+    from mla_fusion import (
+        paging as paging,
+    )
+    from mla_fusion import (
+        reference as reference,
+    )
+    from mla_fusion.compile.backend import backend as backend
+    from mla_fusion.compile.hook import torchair_pass as torchair_pass
+    from mla_fusion.compile.prepack import (
+        Prepacked as Prepacked,
+    )
+    from mla_fusion.compile.prepack import (
+        prepack as prepack,
+    )
+    from mla_fusion.compile.slots import SlotError as SlotError
+    from mla_fusion.config import Config as Config
+    from mla_fusion.fx.registered import register_operator as register_operator
+    from mla_fusion.pipeline import fuse as fuse
+    from mla_fusion.report.report import Report as Report
+    from mla_fusion.report.store import reports as reports
+    from mla_fusion.tools.by_hand.entry import audit as audit
+    from mla_fusion.tools.by_hand.outcome import Audit as Audit
+    from mla_fusion.tools.inspect.explain import explain as explain
+    from mla_fusion.tools.lowering import Lowering as Lowering
+    from mla_fusion.tools.lowering import lower as lower
+    from mla_fusion.weights.follow import refresh as refresh
+    from mla_fusion.weights.follow import release as release
+
 
 __version__: str
 
@@ -64,30 +91,7 @@ _HOME = {
 }
 _SUBPACKAGES = ("inspect", "meta", "offline", "paging", "reference")
 
-__all__ = [
-    "Audit",
-    "Config",
-    "Lowering",
-    "Prepacked",
-    "Report",
-    "SlotError",
-    "audit",
-    "backend",
-    "explain",
-    "fuse",
-    "inspect",
-    "lower",
-    "meta",
-    "offline",
-    "paging",
-    "prepack",
-    "reference",
-    "refresh",
-    "register_operator",
-    "release",
-    "reports",
-    "torchair_pass",
-]
+__all__ = sorted({*_HOME, *_SUBPACKAGES} - {"__version__"})
 
 
 def __getattr__(name: str) -> Any:
@@ -97,8 +101,9 @@ def __getattr__(name: str) -> Any:
         value = getattr(import_module(_HOME[name]), name)
         globals()[name] = value
         return value
-    raise AttributeError(f"module 'mla_fusion' has no attribute {name!r}")
+    gone = _gone.sentence([f"mf.{name}"])
+    raise AttributeError(gone or f"module 'mla_fusion' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return __all__

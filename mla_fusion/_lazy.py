@@ -29,9 +29,9 @@ from mla_fusion._autoload import cann_location
 LIGHT = frozenset(
     f"mla_fusion.{name}"
     for name in """
-    _autoload _lazy _version cli inspect machine report report.text_tables report.wrapping prove
+    _autoload _gone _lazy _version cli machine report report.text_tables prove
     prove.check tools tools.cli tools.graphs_cli tools.checks_cli
-    tools.target tools.terminal tools.installed tools.command
+    tools.target tools.installed tools.command tools.profile
     """.split()
 )
 

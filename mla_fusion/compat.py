@@ -474,11 +474,6 @@ def is_saving() -> bool:
     return all(getattr(config, name, False) for name in asked)
 
 
-def specialises_floats() -> bool:
-    """Whether dynamo takes floats for constants under ``dynamic=True``."""
-    return bool(getattr(torch._dynamo.config, "specialize_float", False))
-
-
 # -- torchair
 
 _COMPILES_THROUGH = ("_compile_graph_with_aot", "_get_merged_decompositions", "_process_send_recv")

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from mla_fusion._gone import without_gone_options
 from mla_fusion.machine import AUTO, Machine, release_named, settled, soc_named
 
 Skip = str | Callable[[Any], bool]
@@ -24,14 +25,11 @@ _CHOICES = {
     "verify": ("off", "first", "all"),
     "staging": ("auto", "always", "never"),
     "kr_layout": ("exact", "half"),
-    "unabsorbed": ("skip", "identity"),
-    "weights": ("copy", "shared"),
     "updates": ("rounds", "counted", "every call"),
     "slots": ("trusted", "checked"),
     "strides": ("auto", "exact", "kernel"),
     "strict": (False, True),
 }
-_FORMER_UPDATES = {"checked": "every call", "trusted": "counted"}  # names of 0.1.0
 
 
 @dataclass(frozen=True)
@@ -46,24 +44,19 @@ class Config:
     soc         Chip generation whose limits hold: "A2", "A3", "A5", or a chip's name ("910B",
                 "Ascend910_93", "950PR"). "auto", the default of both, asks the NPU of this process;
                 without one, A3 and the latest release are taken. The report says which.
-    staging     "auto" stages a fusion (the kernel writes small buffers, and the model's own cache
-                writes stay) where a write by the kernel would not be exact, unless that saves
-                nothing by the report's estimate. "always", or "never".
-    kr_layout   "exact" never changes what a cache row holds. With "half" you promise that every
-                reader and writer of kr_cache uses the half layout that the kernel writes.
     targets     Operators that may be emitted. Each prologue is offered to them in this order,
                 whatever order you give: "v3" for whole prologues; "identity", the same for those
                 without a W_uk product, by weight_uk = [I | 0]; "preprocess", npu_mla_preprocess for
                 static W8A8 (not in GE graphs); "key", npu_kv_rmsnorm_rope_cache_v2 for the key's
                 half alone.
-    unabsorbed  "identity" is another name for that target.
+    staging     "auto" stages a fusion (the kernel writes small buffers, and the model's own cache
+                writes stay) where a write by the kernel would not be exact, unless that saves
+                nothing by the report's estimate. "always", or "never".
+    kr_layout   "exact" never changes what a cache row holds. With "half" you promise that every
+                reader and writer of kr_cache uses the half layout that the kernel writes.
     skip        What to leave alone without a warning: layers by the name that a report gives them,
                 prologues that would be rejected with a code ("absorb.absent", "contract",
                 "contract:dims.he"), or candidates for which a predicate holds.
-    weights     Where packed weights live, with ``mf.backend``: "copy" beside the parameters, or
-                "shared": a parameter whose packing only changes its layout becomes a view of the
-                packed weight, so that memory does not grow. It keeps its shape and values, and gets
-                other strides.
     updates     How the backend notices that a parameter with a packed copy has changed. It sees
                 changes that torch counts (``copy_`` and optimizers under no_grad,
                 ``load_state_dict``), and new memory, before the next call, whatever you choose. For
@@ -89,20 +82,16 @@ class Config:
     verify: str = "first"
     cann: str = AUTO
     soc: str = AUTO
+    targets: tuple[str, ...] = ("v3",)
     staging: str = "auto"
     kr_layout: str = "exact"
-    targets: tuple[str, ...] = ("v3",)
-    unabsorbed: str = "skip"
     skip: tuple[Skip, ...] = ()
-    weights: str = "copy"
     updates: str = "rounds"
     slots: str = "trusted"
     strides: str = "auto"
     strict: bool = False
 
     def __post_init__(self) -> None:
-        if self.updates in _FORMER_UPDATES:
-            object.__setattr__(self, "updates", _FORMER_UPDATES[self.updates])
         for field, choices in _CHOICES.items():
             value = getattr(self, field)
             if value not in choices:
@@ -128,18 +117,12 @@ class Config:
                     "Config.skip takes names of layers, codes of rejections, and predicates, got "
                     f"{entry!r}"
                 )
-        self._set_targets()
-
-    def _set_targets(self) -> None:
-        """In the ladder's order, and in agreement with ``unabsorbed``."""
         known = tuple(TARGETS)
         if not self.targets or any(name not in known for name in self.targets):
             raise ValueError(
                 f"Config.targets must name some of {', '.join(known)}, got {self.targets!r}"
             )
-        wanted = {*self.targets, *(["identity"] if self.unabsorbed == "identity" else [])}
-        object.__setattr__(self, "targets", tuple(name for name in TARGETS if name in wanted))
-        object.__setattr__(self, "unabsorbed", "identity" if "identity" in wanted else "skip")
+        object.__setattr__(self, "targets", tuple(name for name in known if name in self.targets))
 
     @classmethod
     def given(cls, config: Config | None) -> Config:
@@ -166,3 +149,6 @@ class Config:
     def machine(self) -> Machine:
         """``soc`` and ``cann`` with "auto" found out."""
         return settled(self.soc, self.cann)
+
+
+Config.__init__ = without_gone_options(Config.__init__)  # type: ignore[method-assign]

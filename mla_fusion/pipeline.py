@@ -31,7 +31,7 @@ from mla_fusion.match.closed import in_bodies
 from mla_fusion.match.finder import Found, search
 from mla_fusion.match.near_miss import NearMiss
 from mla_fusion.observe.clock import Clock, on_the_cpu, threads
-from mla_fusion.observe.graphs import Graphs, count_operators
+from mla_fusion.observe.operator_counts import count_operators
 from mla_fusion.observe.record import Record
 from mla_fusion.plan.plan import InPlace, Plan
 from mla_fusion.report.rejection import Refuse, Rejection
@@ -158,10 +158,7 @@ def _of_best_form(
 ) -> Report:
     """The report on the form of the graph in which most fuses; of equal ones on the first."""
     looked_at: list[tuple[GraphModule, list[Plan], Report]] = []
-    graphs = Graphs()
-    graphs.write("given", gm)
     for form in forms(gm, boundary):  # normalise
-        graphs.write("normalised", form)
         report = Report(config, committed=builder is not None)
         plans = _plans(form, config, boundary, usual_threads, report)
         looked_at.append((form, plans, report))
@@ -175,7 +172,6 @@ def _of_best_form(
     form, plans, report = max(looked_at, key=lambda found: _worth(found[1], config))
     if plans and builder is not None:
         _commit(gm, form, plans, config, builder, report)
-        graphs.write("fused", gm)
     return report
 
 

@@ -25,7 +25,6 @@ from mla_fusion.emit import rows, targets
 from mla_fusion.fx.build import Recipe, TensorBuilder
 from mla_fusion.fx.held import Exact
 from mla_fusion.fx.kinds import MODEL_FLOATS
-from mla_fusion.fx.measured import measured
 from mla_fusion.fx.view import View
 from mla_fusion.meta.number_formats import BLOCK
 from mla_fusion.meta.spec import TILE_SIZE
@@ -72,7 +71,6 @@ class Outcome:
     proved: Shown = field(default_factory=Shown)
 
 
-@measured
 def compare(
     view: View, plan: Plan, half_rows: bool = False, seed: int = 0, region: Region | None = None
 ) -> Outcome:

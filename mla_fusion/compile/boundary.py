@@ -39,7 +39,6 @@ from mla_fusion.report import store
 from mla_fusion.report.report import Report
 from mla_fusion.weights import cache
 from mla_fusion.weights.cache import Packed
-from mla_fusion.weights.share import Inverse, inverse
 
 aten = torch.ops.aten
 log = logging.getLogger("mla_fusion")
@@ -58,9 +57,11 @@ class BoundaryBuilder(GraphBuilder):
 
     has_boundary = True
 
-    def __init__(self, gm: GraphModule, source: Graph, config: Config) -> None:
+    def __init__(
+        self, gm: GraphModule, source: Graph, config: Config, as_on_npu: bool = False
+    ) -> None:
         super().__init__(gm, source)
-        self._share_weights = config.weights == "shared"
+        self._as_on_npu = as_on_npu
         self._updates = config.updates
         inputs = source.find_nodes(op="placeholder")
         self._originals = [node for node in inputs if part_of(node) is None]
@@ -92,11 +93,10 @@ class BoundaryBuilder(GraphBuilder):
             return recipe(self)
         made, signature = None, ""
         if program is not None:
-            inverse = None if exact is not None else self._inverse(program, positions)
             names = tuple(label(self._originals[position]) for position in positions)
-            made = Packed(program, inverse, self._updates, exact, positions, names)
+            made = Packed(program, self._updates, exact, positions, names)
             signature = made.signature
-        if not self._share_weights:
+        if not self._as_on_npu:
             self._bytes_on_npu[signature, positions] = self._on_npu(
                 name, signature, result, recipe, leaves
             )
@@ -129,12 +129,6 @@ class BoundaryBuilder(GraphBuilder):
         check = SlotCheck(program, positions, places, skips)
         key = cache.describe(program) if program is not None else "", positions, places
         self.slot_checks.setdefault(key, check)
-
-    def _inverse(self, program: GraphModule, positions: tuple[int, ...]) -> Inverse | None:
-        parameter = self._only(positions) if self._share_weights else None
-        if parameter is None or has_symbols(parameter.shape):
-            return None
-        return inverse(program, parameter)
 
     def _only(self, positions: tuple[int, ...]) -> Tensor | None:
         """The one tensor at these places."""
@@ -207,10 +201,8 @@ class BoundaryBuilder(GraphBuilder):
 
     @property
     def bytes_on_npu(self) -> int:
-        """What :attr:`bytes_packed` would be on an NPU; the same, where weights share memory: those
-        are laid out so.
-        """
-        return self.bytes_packed if self._share_weights else sum(self._bytes_on_npu.values())
+        """What :attr:`bytes_packed` would be on an NPU."""
+        return sum(self._bytes_on_npu.values())
 
     def _program(
         self, recipe: Recipe, leaves: Sequence[Node], as_on_npu: bool = False
@@ -221,7 +213,7 @@ class BoundaryBuilder(GraphBuilder):
         graph, copies = self._copied(leaves)
         end = graph.output(None)
         inner = _PackingBuilder(
-            GraphModule(self.gm, graph), copies, self._fake_mode, self._share_weights or as_on_npu
+            GraphModule(self.gm, graph), copies, self._fake_mode, self._as_on_npu or as_on_npu
         )
         inner.at(end, {})
         result = recipe(inner)
@@ -293,7 +285,6 @@ class BoundaryBuilder(GraphBuilder):
 
     def _inputs(self) -> list[Adaptor]:
         """Drop inputs that nobody reads any more; how to make each of the rest."""
-        self._leave_read_parameters()
         position = {self.copies[node]: place for place, node in enumerate(self._originals)}
         adaptors: list[Adaptor] = []
         for node in self.gm.graph.find_nodes(op="placeholder"):
@@ -305,24 +296,12 @@ class BoundaryBuilder(GraphBuilder):
                 self.gm.graph.erase_node(node)
         return adaptors
 
-    def _leave_read_parameters(self) -> None:
-        """A parameter that the graph reads itself keeps its strides: the graph is compiled for
-        them.
-        """
-        for _, made in self._packed():
-            sources = (self.copies[self._originals[position]] for position in made.positions)
-            if any(source.users for source in sources):
-                made.inverse = None
-
     def _bytes_packed(self) -> int:
-        """Of packed weights that are not views of their parameters, nor these (as far as can be
-        told) views of them.
-        """
+        """Of packed weights that are not views of their parameters."""
         return sum(
             node.meta["val"].nbytes
             for node, made in self._packed()
-            if made.inverse is None
-            and not self._shares_memory(node.meta["val"], made.positions)
+            if not self._shares_memory(node.meta["val"], made.positions)
             and not _has_symbolic_sizes(node)
         )
 
@@ -403,8 +382,8 @@ class _PackingBuilder(GraphBuilder):
         return self._copies[self._names[node]]
 
     def device_type(self, value: Node) -> str:
-        """Shared weights are laid out on a CPU as on an NPU: what that does to a model can be tried
-        without one.
+        """``mf.prepack`` lays weights out on a CPU as on an NPU: what that does to a model can be
+        tried without one.
         """
         kind = super().device_type(value)
         return "npu" if kind == "cpu" and self._as_on_npu else kind
@@ -450,7 +429,7 @@ def fuse_with_boundary(
         _warn_once(note)
     report.bytes_added, report.bytes_on_npu = builder.bytes_packed, builder.bytes_on_npu
     store.save(report)
-    unsettled = report if config.weights == "shared" or builder.knows_late else None
+    unsettled = report if builder.knows_late else None
     adaptors, checks = builder.adaptors, tuple(builder.slot_checks.values())
     return report, builder.examples, lambda run: Adapted(run, adaptors, unsettled, checks)
 
@@ -468,12 +447,13 @@ _warn_once = functools.cache(log.warning)
 def _fused(
     gm: GraphModule, config: Config, given: Sequence[Any], is_trial: bool = False
 ) -> tuple[Report, BoundaryBuilder | None]:
+    """``is_trial``: nobody is told of a compiled graph, and weights are laid out as on an NPU."""
     narrow.mark(gm, given)
     made: list[BoundaryBuilder] = []
 
     class Builder(BoundaryBuilder):
         def __init__(self, gm: GraphModule, source: Graph) -> None:
-            super().__init__(gm, source, config)
+            super().__init__(gm, source, config, as_on_npu=is_trial)
             made.append(self)
 
     report = run(gm, config, Builder, is_trial=is_trial)
@@ -498,8 +478,8 @@ class PackedWeight(NamedTuple):
 def packings(
     gm: GraphModule, config: Config, given: Sequence[Any]
 ) -> tuple[Report, list[PackedWeight]]:
-    """What :func:`fuse_with_boundary` would pack; ``gm`` is used up, and nobody is told of a
-    compiled graph.
+    """What :func:`fuse_with_boundary` would pack on an NPU; ``gm`` is used up, and nobody is told
+    of a compiled graph.
     """
     report, builder = _fused(gm, config, given, is_trial=True)
     return report, list(builder.packed_weights()) if builder is not None else []

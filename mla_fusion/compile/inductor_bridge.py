@@ -30,11 +30,6 @@ SLOTS = (  # the fields of torch._inductor.config that take passes over graphs
 _PASSES = "torch._inductor.custom_graph_pass"
 
 
-def option(name: str) -> Any:
-    """A field of Inductor's configuration; None where this torch has no such field."""
-    return getattr(import_module("torch._inductor.config"), name, None)
-
-
 def pass_class() -> type:
     """The class that Inductor asks its custom passes to be of; ``object`` where this torch has
     none.

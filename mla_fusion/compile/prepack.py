@@ -8,7 +8,7 @@ import gc
 import json
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from textwrap import fill
@@ -24,8 +24,8 @@ from mla_fusion.fx.sizes import has_symbols
 from mla_fusion.report.report import Report
 from mla_fusion.report.text_tables import size
 from mla_fusion.weights.follow import follow
+from mla_fusion.weights.inverse import inverse
 from mla_fusion.weights.prepack import is_laid_out, lay_out, own, pin
-from mla_fusion.weights.share import inverse
 
 _WIDTH = 80
 _MANY = 32
@@ -166,7 +166,7 @@ def _wanted(model: nn.Module, inputs: tuple[Any, ...], config: Config) -> list[P
     """
     on_npu = any(parameter.device.type == "npu" for parameter in model.parameters())
     gm, examples = capture(model, *inputs, device="npu" if on_npu else "cpu", as_backend=True)
-    report, found = packings(gm, replace(config, weights="shared"), examples)
+    report, found = packings(gm, config, examples)
     if not report.fused:
         what = (
             f"no MLA prologue of this {type(model).__name__} can be fused, so no weight is packed"

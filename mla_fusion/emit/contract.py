@@ -14,14 +14,12 @@ from mla_fusion.emit.target import Target
 from mla_fusion.emit.targets import target_of
 from mla_fusion.fx.build import OfTensors, Recipe, fake_mode_of, faked
 from mla_fusion.fx.held import Exact
-from mla_fusion.fx.measured import measured
 from mla_fusion.meta import ContractError
 from mla_fusion.meta.binder import Undecided
 from mla_fusion.plan.plan import Plan
 from mla_fusion.report.rejection import Refuse
 
 
-@measured
 def ask(plan: Plan, config: Config, graph: Graph) -> tuple[str, ...]:
     """What the call assumes of sizes that the graph leaves open.
 

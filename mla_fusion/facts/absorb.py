@@ -14,7 +14,6 @@ from mla_fusion.facts.decode import LARGE, Reading
 from mla_fusion.facts.projection import Projection
 from mla_fusion.fx.cone import Cone
 from mla_fusion.fx.kinds import is_faithful_cast, is_view, is_writer, word
-from mla_fusion.fx.measured import measured
 from mla_fusion.fx.program import Program, nodes_between
 from mla_fusion.fx.shrink import Shrink
 from mla_fusion.fx.view import View
@@ -80,7 +79,6 @@ class AbsorbFact:
         return len(self.columns[0])
 
 
-@measured
 def find(
     cone: Cone, probe: torch.Tensor, readings: dict[Node, Reading], projection: Projection
 ) -> AbsorbFact | None:

@@ -30,7 +30,6 @@ from mla_fusion.fx.kinds import (
     op_name,
     word,
 )
-from mla_fusion.fx.measured import measured
 from mla_fusion.fx.program import nodes_between
 from mla_fusion.fx.sizes import broadcast, divides, same, same_shape
 from mla_fusion.fx.view import View
@@ -122,7 +121,6 @@ def paged_shape(cache: Node) -> tuple[object, object, int, object] | None:
 _BLOCK_SIZES = (128, 64, 32, 16)
 
 
-@measured
 def find(view: View, writer: Node, value: Node) -> WriteFact | Obstacles:
     """The write of ``value`` by ``writer``, or everything for which it is not one the kernel can
     do.

@@ -13,7 +13,6 @@ import torch
 from torch.fx import Node
 
 from mla_fusion.fx.kinds import is_getitem, one_dtype, word
-from mla_fusion.fx.measured import measured
 from mla_fusion.fx.program import nodes_between
 from mla_fusion.fx.sizes import has_symbols, same_shape
 from mla_fusion.fx.view import View
@@ -40,7 +39,6 @@ class InputNorm:
     begins: tuple[Node, ...]
 
 
-@measured
 def find(view: View, normed: Node) -> InputNorm | None:
     """The norm whose result ``normed`` is; the hidden state is the nearest bfloat16 value of which
     that is shown.

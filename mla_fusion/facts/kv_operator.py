@@ -12,7 +12,6 @@ from typing import Any
 from torch.fx import Node
 
 from mla_fusion.fx.kinds import argument, word
-from mla_fusion.fx.measured import measured
 from mla_fusion.fx.view import View
 from mla_fusion.meta import number_formats
 from mla_fusion.meta.number_formats import INT8, NumberFormat
@@ -65,7 +64,6 @@ def is_one(node: Node) -> bool:
     return word(node) in _RESULTS
 
 
-@measured
 def find(view: View) -> list[KvOperatorFact]:
     found = []
     for node in calls_of(view.gm.graph, _RESULTS):

@@ -13,7 +13,6 @@ import torch
 from torch.fx import Node
 
 from mla_fusion.fx.kinds import is_reshape, one_dtype
-from mla_fusion.fx.measured import measured
 from mla_fusion.fx.program import literals, nodes_between
 from mla_fusion.fx.shrink import Shrink
 from mla_fusion.fx.sizes import same
@@ -51,7 +50,6 @@ class PackedRows:
     alpha: float
 
 
-@measured
 def find(
     view: View,
     latent: Rows,

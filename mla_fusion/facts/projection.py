@@ -16,7 +16,6 @@ from mla_fusion.facts.dynamic_quant import DynamicQuantReader
 from mla_fusion.facts.quant import Quantised
 from mla_fusion.fx.contraction import Contraction, Labels
 from mla_fusion.fx.kinds import is_cast, is_reshape
-from mla_fusion.fx.measured import measured
 from mla_fusion.fx.program import Program, nodes_between
 from mla_fusion.fx.sizes import is_symbolic, same
 from mla_fusion.fx.tokens import Tokens
@@ -201,7 +200,6 @@ def _order(item: Projection) -> tuple[int, ...]:
     return tuple(item.activation_labels.index(label) for label in (*item.row_labels, *item.summed))
 
 
-@measured
 def find(view: View) -> list[Projection]:
     """Every product of an activation with a weight, in graph order."""
     found: dict[Node, Projection] = {}

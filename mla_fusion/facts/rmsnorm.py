@@ -20,7 +20,6 @@ from torch.fx import Node
 from mla_fusion.facts.decode import Decoder, Reading, small_scalars
 from mla_fusion.fx.cone import Cone
 from mla_fusion.fx.kinds import Kind, is_cast, is_getitem, is_view, kind_of, one_dtype
-from mla_fusion.fx.measured import measured
 from mla_fusion.fx.program import nodes_between
 from mla_fusion.operators.known import value_of
 
@@ -52,7 +51,6 @@ class NormFact:
     codes: torch.Tensor
 
 
-@measured
 def find(cone: Cone, decoder: Decoder, readings: dict[Node, Reading]) -> list[NormFact]:
     """Norms in the cone in graph order; views and casts of a norm are not repeated, multiples of it
     are.

@@ -24,7 +24,6 @@ from torch.fx import Node
 from mla_fusion.facts.decode import Decoder, Reading, small_scalars
 from mla_fusion.fx.cone import Cone
 from mla_fusion.fx.kinds import is_faithful_cast, is_getitem, is_view
-from mla_fusion.fx.measured import measured
 from mla_fusion.fx.program import Program
 
 _SAME_DIRECTION = 1e-10
@@ -111,7 +110,6 @@ class RopeFact:
         return "half" if gaps == {self.rope_dim // 2} else "other"
 
 
-@measured
 def find(cone: Cone, decoder: Decoder, readings: dict[Node, Reading]) -> list[RopeFact]:
     """Complete rotations in the cone, of each set of columns the earliest node in half layout, or
     else the earliest.

@@ -16,7 +16,6 @@ from math import prod
 import torch
 from torch.fx import Node
 
-from mla_fusion.fx.measured import measured
 from mla_fusion.fx.program import literals, nodes_between
 from mla_fusion.fx.sizes import is_size
 from mla_fusion.fx.view import View
@@ -54,7 +53,6 @@ class RowQuant:
     scale: CacheScale
 
 
-@measured
 def find(view: View, rows: Node) -> RowQuant | None:
     """The tensor of bytes that ``rows`` become by being scaled, rounded and saturated, or None."""
     chain = _to_bytes(rows)

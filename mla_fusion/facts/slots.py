@@ -16,7 +16,6 @@ from torch.fx import Node
 
 from mla_fusion.facts.distinct import repeats
 from mla_fusion.fx.kinds import is_cast, is_getitem, is_view, word
-from mla_fusion.fx.measured import measured
 from mla_fusion.fx.ranges import Ranges
 from mla_fusion.fx.sizes import is_size
 from mla_fusion.fx.view import View
@@ -40,7 +39,6 @@ class Unproven(str):
     """Why slots may be negative, or the same for two tokens."""
 
 
-@measured
 def judge(view: View, slots: Iterable[Node]) -> Trust | Unproven:
     """What non-negative and distinct ``slots`` rest on, or why they may be neither."""
     trusting = Ranges(view, _TRUSTED, _LARGEST_SIZE)

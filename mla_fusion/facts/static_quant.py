@@ -16,7 +16,6 @@ from torch.fx import Node
 
 from mla_fusion.fx.held import Exact, narrowed, numbers
 from mla_fusion.fx.kinds import argument, is_cast, reads_by_strides, word
-from mla_fusion.fx.measured import measured
 from mla_fusion.fx.module_path import label
 from mla_fusion.fx.sizes import same
 from mla_fusion.fx.walk import INPUTS, input_of, origin, upward, views_and_exact_casts
@@ -81,7 +80,6 @@ class NotStatic(Exception):
     """Why an operator is none that quantises by one scale and one offset."""
 
 
-@measured
 def by_operator(operator: Node | None) -> StaticQuant | None:
     """What ``operator`` does, where it is npu_quantize with one scale, and one offset, for all that
     it is given.

@@ -12,7 +12,6 @@ import math
 import torch
 from torch.fx import Node
 
-from mla_fusion.fx.measured import measured
 from mla_fusion.fx.program import nodes_between
 from mla_fusion.fx.sizes import is_symbolic, same
 from mla_fusion.fx.tokens import Tokens
@@ -25,7 +24,6 @@ from mla_fusion.prove.evaluate import Evaluation
 _FARTHEST = 256  # nodes above a table; of more it is no table
 
 
-@measured
 def same_values(view: View, a: Node, b: Node) -> bool:
     """Do ``a`` and ``b`` hold the same rows, whatever the graph's inputs hold?"""
     a, b = origin(a, exact_casts), origin(b, exact_casts)

@@ -16,7 +16,6 @@ from torch.fx import Node
 from mla_fusion.facts.multiples import multiples
 from mla_fusion.facts.projection import Projection
 from mla_fusion.fx.cone import Cone
-from mla_fusion.fx.measured import measured
 from mla_fusion.fx.view import View
 
 
@@ -54,7 +53,6 @@ class UnabsorbedFact:
         return len(self.columns[0])
 
 
-@measured
 def find(
     view: View, cone: Cone, up: Projection, rotated: Collection[int], heads: int, latent_dim: int
 ) -> list[UnabsorbedFact]:

@@ -17,14 +17,12 @@ from mla_fusion.facts.multiples import Multiple, multiples
 from mla_fusion.facts.rope import RopeFact
 from mla_fusion.fx.cone import Cone
 from mla_fusion.fx.kinds import is_faithful_cast, is_view, is_writer, op_name, word
-from mla_fusion.fx.measured import measured
 from mla_fusion.fx.sizes import is_size
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import reached
 from mla_fusion.operators.known import JOINERS
 
 
-@measured
 def find(
     view: View, cone: Cone, taken: Collection[int], heads: int, width: int | None = None
 ) -> list[RopeFact]:

@@ -19,7 +19,6 @@ from torch.fx import Node
 from mla_fusion.facts import dynamic_quant
 from mla_fusion.facts.row_quant import CacheScale
 from mla_fusion.fx.kinds import op_name
-from mla_fusion.fx.measured import measured
 from mla_fusion.fx.program import Program, nodes_between
 from mla_fusion.fx.shrink import Shrink
 from mla_fusion.fx.tokens import Tokens
@@ -40,7 +39,6 @@ class Int8Query:
     ratio: float
 
 
-@measured
 def find(
     view: View,
     query: ValueTree,

@@ -12,7 +12,6 @@ from torch.fx import Node
 from mla_fusion.facts.absorb import AbsorbFact
 from mla_fusion.facts.projection import Projection
 from mla_fusion.fx.held import numbers
-from mla_fusion.fx.measured import measured
 from mla_fusion.fx.program import nodes_between
 from mla_fusion.fx.sizes import is_symbolic
 from mla_fusion.fx.view import View
@@ -46,7 +45,6 @@ def judge_half(view: View, half: KeyHalf) -> None:
         rule(view, half)
 
 
-@measured
 def _model(view: View, candidate: Candidate) -> None:
     """A model in another precision hears that first: its norms and products are wrong for the same
     reason.
@@ -64,7 +62,6 @@ def _model(view: View, candidate: Candidate) -> None:
             )
 
 
-@measured
 def _norms(view: View, candidate: KeyHalf) -> None:
     k, sides = candidate.key, []
     if isinstance(candidate, Candidate):
@@ -111,7 +108,6 @@ def judge_gamma(name: str, node: Node, gamma: Node, dtype: torch.dtype) -> None:
     raise Refuse("norm.gamma_dtype", f"{gamma.name} of {name} is {held}, and {why}", (node, gamma))
 
 
-@measured
 def _projections(view: View, candidate: Candidate) -> None:
     for item in candidate.projections:
         out = zip(item.product.out_labels, shape_of(item.node), strict=True)
@@ -138,7 +134,6 @@ def _is_zero(view: View, bias: Node) -> bool:
     )
 
 
-@measured
 def _int8_products(view: View, candidate: Candidate) -> None:
     """One scale for each column, and nothing beside it but an int32 bias."""
     absorbed = candidate.query.absorb.projection.node
@@ -178,7 +173,6 @@ def _int8_products(view: View, candidate: Candidate) -> None:
             )
 
 
-@measured
 def _quantisation(view: View, candidate: Candidate) -> None:
     """One of the weight_quant_modes, each quantised value and its scales used by all that share
     it.
@@ -285,7 +279,6 @@ _FACTORS = (torch.float32, torch.bfloat16)
 _CODES = (torch.uint8, torch.float8_e8m0fnu)
 
 
-@measured
 def _rotation(view: View, candidate: Candidate) -> None:
     q, k = candidate.query, candidate.key
     nodes = tuple(
@@ -316,7 +309,6 @@ def _rotation(view: View, candidate: Candidate) -> None:
         raise Refuse("scale.unequal", factors, (q.absorb.node, *nodes))
 
 
-@measured
 def _dtypes(view: View, candidate: Candidate) -> None:
     for item in candidate.projections:
         form = _format(item)
@@ -350,7 +342,6 @@ def _between(region: Iterable[Node], dtype: torch.dtype) -> None:
 _WIDE = (torch.float32, torch.float64)
 
 
-@measured
 def _half_dtypes(view: View, half: KeyHalf) -> None:
     """The products are read as they are: both of one dtype, of 16 bits, with which norm and
     rotation begin.
@@ -368,7 +359,6 @@ def _half_dtypes(view: View, half: KeyHalf) -> None:
 _OF_16_BITS = (torch.bfloat16, torch.float16)
 
 
-@measured
 def _half_scale(view: View, half: KeyHalf) -> None:
     """A multiple of the norm is none of what the operator computes; it has no argument for the
     factor.
@@ -421,7 +411,6 @@ def _region_of_key(k: KeySide) -> Iterator[Node]:
         yield from nodes_between((k.down_rope.node,), k.rope.node)
 
 
-@measured
 def _streams(view: View, candidate: KeyHalf) -> None:
     labels = {node.meta.get("stream_label") for node in candidate.nodes}
     if len(labels) > 1:

@@ -39,7 +39,7 @@ _HALVES = (
     "..), because Config.kr_layout is 'half': everything that reads or writes this cache must use "
     "halves, and rows that it holds already must be halves"
 )
-_IDENTITY = "q_nope is finite: weight_uk = [I | 0] multiplies it (Config.unabsorbed is 'identity')"
+_IDENTITY = "q_nope is finite: weight_uk = [I | 0] multiplies it (Config.targets names 'identity')"
 
 
 class PrologPlanner(Planner[Candidate, PrologPlan]):

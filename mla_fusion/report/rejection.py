@@ -62,9 +62,8 @@ CODES: dict[str, tuple[str, str]] = {
         "product, so nothing here is the kernel's query.",
         "Multiply q_nope by W_uk (bmm, matmul or einsum) and attend over latents: docs/absorb.md "
         "shows how, and mla_fusion.models.hf.optimize does it to a Hugging Face model. To fuse "
-        "without: "
-        "Config(unabsorbed='identity') adds a product, Config(targets=('v3', 'key')) fuses the "
-        "key's half.",
+        "without: Config(targets=('v3', 'identity')) adds a product, Config(targets=('v3', 'key')) "
+        "fuses the key's half.",
     ),
     "norm.absent": (
         "A latent is not normalised by RMSNorm: it has another norm, no norm, or an "

@@ -14,7 +14,6 @@ from mla_fusion.report import text_tables
 from mla_fusion.report.picture import Picture
 from mla_fusion.report.rejection import Rejection
 from mla_fusion.report.staging import Leftover, StagedBy
-from mla_fusion.report.wrapping import on_a_terminal
 
 SCHEMA = 1  # of the JSON; docs/stability.md says when it changes
 
@@ -226,7 +225,8 @@ class Report:
         if not self.fused and not self.rejected:
             lines += [f"  {line}" for line in self.absent]
         lines += [f"  note: {line}" for line in self.notes]
-        return on_a_terminal("\n".join(lines))
+        return "
+".join(lines)
 
 
 def _lines(item: Fusion) -> list[str]:

@@ -6,8 +6,6 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mla_fusion.report.wrapping import is_number, row_of
-
 
 def render(header: Sequence[str], rows: Sequence[Sequence[object]], indent: str = "  ") -> str:
     """Aligned columns: text to the left, numbers to the right. A header of empty words is left
@@ -17,8 +15,22 @@ def render(header: Sequence[str], rows: Sequence[Sequence[object]], indent: str 
     widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
     numeric = [all(is_number(str(row[i])) for row in rows) for i in range(len(header))]
 
+    def line(row: Sequence[str]) -> str:
+        sides = zip(row, widths, numeric, strict=True)
+        padded = [cell.rjust(size) if right else cell.ljust(size) for cell, size, right in sides]
+        return (indent + "  ".join(padded)).rstrip()
+
     head = [header, ["-" * width for width in widths]] if any(header) else []
-    return "\n".join(row_of(row, widths, numeric, indent) for row in [*head, *cells])
+    return "\n".join(map(line, [*head, *cells]))
+
+
+def is_number(text: str) -> bool:
+    """Is the cell of a table a number, or a stand-in for one?"""
+    try:
+        float(text)
+    except ValueError:
+        return text in ("", "-")
+    return True
 
 
 def operators(before: Mapping[str, int], after: Mapping[str, int]) -> list[tuple[str, int, int]]:

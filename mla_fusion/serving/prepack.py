@@ -24,7 +24,6 @@ from mla_fusion.fx.program import nodes_between
 from mla_fusion.meta.prolog import V3, V3_FUNCTIONAL
 from mla_fusion.weights.cache import Packed
 from mla_fusion.weights.current import Weights
-from mla_fusion.weights.share import inverse
 
 # W_dq, W_uq_qr, W_uk, W_dkv_kr and the two gammas, by position in every form of the call
 WEIGHTS = V3.places(
@@ -76,9 +75,7 @@ def pack_once(gm: GraphModule, config: Config) -> int:
     if not steps:
         return 0
     sources = [node for node in inputs if any(node in each for each in steps.values())]
-    own = {node for each in steps.values() for node in each}
-    elsewhere = {node for node in sources if any(user not in own for user in node.users)}
-    wanted = [_wanted(gm, weight, steps[weight], sources, elsewhere, config) for weight in steps]
+    wanted = [_wanted(gm, weight, steps[weight], sources, config) for weight in steps]
     gm.add_submodule(NAME, PackOnce(wanted))
     with gm.graph.inserting_after(inputs[-1]):
         packed = gm.graph.call_module(NAME, tuple(sources))
@@ -103,14 +100,8 @@ def _calls(graph: Graph) -> list[Node]:
 
 
 def _wanted(
-    gm: GraphModule,
-    weight: Node,
-    steps: set[Node],
-    inputs: Sequence[Node],
-    elsewhere: set[Node],
-    config: Config,
+    gm: GraphModule, weight: Node, steps: set[Node], inputs: Sequence[Node], config: Config
 ) -> Packed:
-    """``elsewhere``: inputs that the graph reads for more than packing; their strides stay."""
     sources = [node for node in inputs if node in steps]
     graph, copies = Graph(), dict[Node, Node]()
     made = (node for node in gm.graph.nodes if node in steps and node.op != "placeholder")
@@ -119,8 +110,5 @@ def _wanted(
     graph.output(copies[weight])
     program = GraphModule(gm, graph, "PackWeight")
     positions = tuple(inputs.index(source) for source in sources)
-    back = None
-    if config.weights == "shared" and len(sources) == 1 and sources[0] not in elsewhere:
-        back = inverse(program, sources[0].meta["val"])
     names = tuple(map(label, sources))
-    return Packed(program, back, config.updates, positions=positions, names=names)
+    return Packed(program, config.updates, positions=positions, names=names)

@@ -36,14 +36,11 @@ class Comparison:
     equal: int
     seconds_before: float
     seconds_after: float
-    cache_bytes_before: int
-    cache_bytes_after: int
 
     def __str__(self) -> str:
         return (
             f"generated {self.tokens} tokens: the first {self.equal} are equal;"
-            f" {self.seconds_before:.2f} s before, {self.seconds_after:.2f} s after;"
-            f" cache {self.cache_bytes_before:,} and {self.cache_bytes_after:,} bytes"
+            f" {self.seconds_before:.2f} s before, {self.seconds_after:.2f} s after"
         )
 
 
@@ -214,17 +211,15 @@ def _compare(arguments: Namespace, config: Any) -> Comparison:
     model.eval()
     size = model.config.get_text_config().vocab_size
     ids = torch.randint(0, size, (1, PROMPT_TOKENS), generator=torch.Generator().manual_seed(0))
-    before, seconds_before, cache_before = _generate(model, ids, arguments.tokens)
+    before, seconds_before = _generate(model, ids, arguments.tokens)
     hf.optimize(model)
-    after, seconds_after, cache_after = _generate(model, ids, arguments.tokens)
+    after, seconds_after = _generate(model, ids, arguments.tokens)
     equal = int((before == after).cumprod(0).sum())
-    return Comparison(
-        arguments.tokens, equal, seconds_before, seconds_after, cache_before, cache_after
-    )
+    return Comparison(arguments.tokens, equal, seconds_before, seconds_after)
 
 
-def _generate(model: Any, ids: torch.Tensor, tokens: int) -> tuple[torch.Tensor, float, int]:
-    """New tokens, seconds, bytes of cache that they and the prompt take."""
+def _generate(model: Any, ids: torch.Tensor, tokens: int) -> tuple[torch.Tensor, float]:
+    """New tokens, and seconds."""
     started = perf_counter()
     with torch.no_grad():
         found = model.generate(
@@ -233,20 +228,8 @@ def _generate(model: Any, ids: torch.Tensor, tokens: int) -> tuple[torch.Tensor,
             max_new_tokens=tokens,
             min_new_tokens=tokens,
             do_sample=False,
-            return_dict_in_generate=True,
         )
-    seconds = perf_counter() - started
-    cache = found.past_key_values
-    is_paged = isinstance(cache, hf.MlaPagedCache)
-    held = cache.bytes_per_token * int(cache.get_seq_length()) if is_paged else 0
-    held += sum(
-        item.nbytes
-        for layer in cache.layers
-        if not (is_paged and layer in cache.paged_layers)
-        for item in (layer.keys, layer.values)
-        if item is not None
-    )
-    return found.sequences[0, ids.shape[1] :], seconds, held
+    return found[0, ids.shape[1] :], perf_counter() - started
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,5 +1,5 @@
-"""``mla-fusion audit``, ``guide``, ``check-proof`` and ``selftest``: hand-written calls, proofs and
-devices checked; how to write a call.
+"""``mla-fusion audit``, ``profile``, ``guide``, ``check-proof`` and ``selftest``: calls by hand,
+profiles, proofs and devices checked; how to write a call.
 """
 
 from __future__ import annotations
@@ -29,10 +29,8 @@ from mla_fusion.tools.target import (
 
 
 def _audit(arguments: Namespace) -> int:
-    """Exit status: 0 nothing is wrong, 1 something is. Raises UserError for bad input."""
-    target(arguments.target)
-    if arguments.reference:
-        target(arguments.reference)
+    for named in filter(None, (arguments.target, arguments.reference)):
+        target(named)
     with user_errors(ValueError):
         machine = mf.Config(soc=arguments.soc, cann=arguments.cann).machine
         found = _audited(arguments, soc=machine.soc, cann=machine.cann)
@@ -65,6 +63,14 @@ def _audited(arguments: Namespace, **limits: Any) -> mf.Audit:
         raise UserError(
             f"the function fails when it is run: {type(error).__name__}: {error}\n  at {where}"
         ) from error
+
+
+def _profile(arguments: Namespace) -> int:
+    from mla_fusion.tools.profile import Found, profile
+
+    paths = [existing(path) for path in (arguments.after, arguments.before) if path]
+    found = Found(*map(profile, paths))
+    return answer(found, arguments, bool(found.after.prologue))
 
 
 def _guide(arguments: Namespace) -> int:
@@ -163,6 +169,18 @@ COMMANDS = (
                 choices=("eager", "graph"),
                 default="eager",
             ),
+        ),
+    ),
+    Command(
+        "profile",
+        _profile,
+        "Say what the prologue costs in a profile of an NPU; with --before, what a fusion changed.",
+        "Exit status 1: no fused prologue is in it.",
+        (
+            option(
+                "after", "kernel_details.csv or op_summary_*.csv, with the pass on", metavar="AFTER"
+            ),
+            option("--before", "the same with the pass off", metavar="BEFORE"),
         ),
     ),
     Command(

@@ -6,27 +6,18 @@ from __future__ import annotations
 
 import os
 import sys
-from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator, Sequence
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import mla_fusion as mf
+from mla_fusion import _gone
 from mla_fusion.report import text_tables
-from mla_fusion.tools import checks_cli, graphs_cli, installed, terminal
-from mla_fusion.tools.command import DYNAMIC, Command, answer, function, option
-from mla_fusion.tools.target import (
-    UserError,
-    folder,
-    load_target,
-    output_folder,
-    positive,
-    target,
-    user_errors,
-    writing,
-)
+from mla_fusion.tools import checks_cli, graphs_cli, installed
+from mla_fusion.tools.command import Command, Parser, answer, option, show
+from mla_fusion.tools.target import UserError, output_folder, positive, user_errors, writing
 
 EPILOG = """\
 examples:
@@ -37,17 +28,17 @@ examples:
   mla-fusion lower model.py:example --out out   the graph that torchair would hand to an NPU
   mla-fusion inspect graph.pbtxt                a dump's prologues, copies and dynamic inputs
   mla-fusion diff before.pbtxt after.pbtxt      operators added and removed, whatever their names
+  mla-fusion profile kernel_details.csv         what the prologue costs in a profile of an NPU
   mla-fusion audit hand.py:mine --reference model.py:example    does this call equal the model?
   mla-fusion check-proof report.json            is what a report says is proved so? needs no torch
   mla-fusion check-model folder                 what of a Hugging Face checkpoint fuses
   mla-fusion selftest --out selftest.json       on an NPU: every scenario, against the reference
 
-model.py:example names a function without arguments that returns (module_or_function, arguments); \
-a module that can be imported does as well as a file: \
-mla_fusion.examples.fuse_your_model:example is one to try. The file is imported, so its code runs; \
-a dump of a graph is data, and nothing that it names is run.
+model.py:example names a function without arguments that returns (module_or_function, arguments);
+a module does as well as a file: mla_fusion.examples.fuse_your_model:example is one to try.
+The file is imported, so its code runs; a dump of a graph is data, and nothing that it names is run.
 
-exit status: 0 fine; 1 something was found (a prologue left, a difference, a failed check); \
+exit status: 0 fine; 1 something was found (a prologue left, a difference, a failed check);
 2 a wrong call or bad input
 """
 
@@ -59,8 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     try:
         try:
-            arguments = parser().parse_args(words)
-            return _run(arguments)
+            if gone := _gone.of_command_line(words):
+                raise UserError(gone)
+            return _run(parser().parse_args(words))
         finally:
             if sys.stdout is not None:
                 sys.stdout.flush()  # a full disk is told here, not while Python ends
@@ -109,15 +101,16 @@ def _stop_writing() -> None:
 
 def parser() -> ArgumentParser:
     """Of the whole command line."""
-    whole = terminal.Parser(
+    whole = Parser(
         prog="mla-fusion",
+        formatter_class=RawDescriptionHelpFormatter,
         description="Fuse DeepSeek MLA prologues into the single Ascend NPU kernel. Needs no NPU "
         "and no CANN.",
         epilog=EPILOG,
     )
     whole.add_argument("--version", action="version", version=f"mla-fusion {mf.__version__}")
     commands = whole.add_subparsers(dest="command", required=True, metavar="command")
-    for command in (*_FIRST, *graphs_cli.COMMANDS, *checks_cli.COMMANDS, *_LAST):
+    for command in (*_COMMANDS, *graphs_cli.COMMANDS, *checks_cli.COMMANDS):
         command.add(commands)
     return whole
 
@@ -133,7 +126,8 @@ def _demo(arguments: Namespace) -> int:
 
 
 def _check_model(arguments: Namespace) -> int:
-    arguments.folder = folder(arguments.folder)
+    if not arguments.folder.is_dir():
+        raise UserError(f"no such folder: {arguments.folder}")
     from mla_fusion.models import hf
     from mla_fusion.tools import check_model
 
@@ -148,66 +142,30 @@ def _doctor(arguments: Namespace) -> int:
         from mla_fusion.tools import doctor
 
         found = doctor.survey()
-    if arguments.json:
-        print(text_tables.as_json(found))
-    else:
-        terminal.show("\n\n".join(_parts(found)))
+    print(text_tables.as_json(found)) if arguments.json else show("\n".join(_lines(found)))
     return 1 if found["problems"] else 0
 
 
-def _parts(found: dict[str, Any]) -> Iterator[str]:
-    for title, part in found.items():
+def _lines(facts: dict[str, Any]) -> Iterator[str]:
+    for title, part in facts.items():
         if title == "problems":
-            continue
-        if not isinstance(part, dict):
-            yield f"{title}: {_word(part)}"
-            continue
-        nested = [value for value in part.values() if isinstance(value, dict)]
-        header = ("", *nested[0]) if nested else ("", "")
-        rows = [
-            (name, *map(_word, value.values() if isinstance(value, dict) else (value,)))
-            for name, value in part.items()
-        ]
-        yield f"{title}\n{text_tables.render(header, rows)}"
-    for problem in found["problems"]:
-        yield f"problem with {problem['check']}: {problem['failed']}\n  to do: {problem['to do']}"
+            for problem in part:
+                yield f"problem with {problem['check']}: {problem['failed']}"
+                yield f"  to do: {problem['to do']}"
+        elif isinstance(part, dict):
+            yield f"{title}:"
+            yield from (f"  {name}: {_words(value)}" for name, value in part.items())
+        else:
+            yield f"{title}: {_words(part)}"
 
 
-def _word(value: Any) -> str:
-    words = {None: "none", True: "yes", False: "no"}
-    return words[value] if value is None or isinstance(value, bool) else str(value)
+def _words(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_words(one)}" for name, one in value.items())
+    return "none" if value is None else str(value)
 
 
-def _bench(arguments: Namespace) -> int:
-    if arguments.target:
-        target(arguments.target)
-    from mla_fusion.compile.device_graph import CaptureError, capture
-    from mla_fusion.tools import bench
-
-    graphs: dict[str, Callable[[], Any]]
-    if arguments.target:
-        model, example = load_target(arguments.target)
-        graphs = {
-            arguments.target: partial(
-                capture, model, *example, device="cpu", dynamic=arguments.dynamic
-            )
-        }
-    else:
-        sizes = arguments.hidden, arguments.heads
-        graphs = {
-            f"{layers} layers": partial(bench.decoder, layers, *sizes)
-            for layers in arguments.layers
-        }
-    timings = []
-    for name, graph in graphs.items():
-        print(f"{name}: {arguments.repeats} runs ..", file=sys.stderr, flush=True)
-        with user_errors(CaptureError):
-            timings.append(bench.measure(name, graph()[0], mf.Config(), arguments.repeats))
-    return answer(bench.Timings(timings), arguments, True)
-
-
-_HEADS = option("--heads", "heads of one rank (128 / TP)", type=positive, default=16)
-_FIRST = (
+_COMMANDS = (
     Command(
         "demo",
         _demo,
@@ -220,7 +178,7 @@ _FIRST = (
                 default=Path("out"),
             ),
             option("--layers", type=positive, default=2),
-            _HEADS,
+            option("--heads", "heads of one rank (128 / TP)", type=positive, default=16),
             option("--batch", "sequences decoded at once", type=positive, default=8),
             option("--quick", "He 1024, a short history and a narrow MLP", action="store_true"),
         ),
@@ -231,22 +189,6 @@ _FIRST = (
         "Say what is installed, and which operators can be lowered here.",
         "Exit status 1: something is in the way; it is listed with what to do.",
     ),
-)
-_LAST = (
-    Command(
-        "bench",
-        _bench,
-        "Time the pass on plain decoders of growing depth, or on your graph.",
-        "It times the compilation, not the model.",
-        (
-            function(nargs="?"),
-            DYNAMIC,
-            option("--layers", type=positive, nargs="+", default=[1, 8, 61]),
-            option("--hidden", "He", type=positive, default=7168),
-            _HEADS,
-            option("--repeats", type=positive, default=3),
-        ),
-    ),
     Command(
         "check-model",
         _check_model,
@@ -254,7 +196,9 @@ _LAST = (
         "try it.",
         "It writes nothing. Exit status 1: nothing can be converted, or tokens differ.",
         (
-            option("folder", "checkpoint folder: config.json, and weights for --tokens"),
+            option(
+                "folder", "checkpoint folder: config.json, and weights for --tokens", type=Path
+            ),
             option(
                 "--prepack",
                 "say what mla_fusion.prepack would lay out in a layer",
@@ -273,6 +217,5 @@ _LAST = (
                 default="float32",
             ),
         ),
-        aliases=("optimize",),
     ),
 )

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import sys
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mla_fusion.tools import terminal
 from mla_fusion.tools.target import output, writing
 
 Option = Callable[[Any], object]  # adds what it is to a parser
@@ -19,10 +18,10 @@ def option(name: str, said: str | None = None, **kind: Any) -> Option:
     return lambda parser: parser.add_argument(name, help=said, **kind)
 
 
-def function(more: str = "", **kind: Any) -> Option:
+def function(more: str = "") -> Option:
     """The function that a command works on."""
     said = f"function that returns (module_or_function, arguments){more}"
-    return option("target", said, metavar="FILE.py:FUNCTION", **kind)
+    return option("target", said, metavar="FILE.py:FUNCTION")
 
 
 def page(text: str) -> Option:
@@ -30,6 +29,13 @@ def page(text: str) -> Option:
 
 
 DYNAMIC = option("--dynamic", "symbolic sizes, as torch.compile(dynamic=True)", action="store_true")
+
+
+class Parser(ArgumentParser):
+    """Says so where help cannot be written; argparse is silent then."""
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        print(message or "", end="", file=file or sys.stderr)
 
 
 @dataclass(frozen=True)
@@ -43,15 +49,12 @@ class Command:
     summary: str
     more: str = ""
     options: Sequence[Option] = ()
-    aliases: Sequence[str] = ()
     has_json: bool = True
 
     def add(self, commands: Any) -> None:
         """To the parsers of all commands."""
         said = f"{self.summary} {self.more}".rstrip()
-        parser = commands.add_parser(
-            self.name, help=self.summary, description=said, aliases=self.aliases
-        )
+        parser = commands.add_parser(self.name, help=self.summary, description=said)
         parser.set_defaults(run=self.run)
         if self.has_json:
             parser.add_argument("--json", action="store_true", help="print JSON on stdout")
@@ -59,11 +62,22 @@ class Command:
             add(parser)
 
 
+def show(found: object) -> None:
+    """Print text for people. Names come from dumps, too: what in them would steer a terminal is
+    written out.
+    """
+    print("".join(map(_shown, str(found))))
+
+
+def _shown(letter: str) -> str:
+    return letter if letter.isprintable() or letter in "\n\t" else ascii(letter)[1:-1]
+
+
 def answer(found: Any, arguments: Namespace, is_fine: bool) -> int:
     """Print what was found, as text or JSON, and write its page where one is asked for. The exit
     status.
     """
-    print(found.to_json()) if arguments.json else terminal.show(found)
+    print(found.to_json()) if arguments.json else show(found)
     if getattr(arguments, "html", None):
         with writing(arguments.html):
             found.to_html(arguments.html)

@@ -4,16 +4,11 @@ doctor``.
 
 from __future__ import annotations
 
-import ast
-import importlib.util
-import inspect
-import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
-import textwrap
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -25,11 +20,10 @@ import torch
 
 from mla_fusion import ops, releases
 from mla_fusion._autoload import cann_location, torch_npu_installed
-from mla_fusion.compat import registrations, schema_of, specialises_floats
-from mla_fusion.compile import inductor_bridge, offline
+from mla_fusion.compat import registrations
+from mla_fusion.compile import offline
 from mla_fusion.compile.offline import standins
 from mla_fusion.meta.prolog import PROLOGS
-from mla_fusion.report import store
 from mla_fusion.tools import installed
 
 _VERSION = re.compile(r"version\w*\s*=\s*\[?(?:[\d.]+:)?([\d.]+(?:RC\w*|alpha\w*)?)", re.IGNORECASE)
@@ -46,61 +40,50 @@ _PAIR = (
     "install a pair of the table in docs/releases.md; doctor names the one beside your torch "
     'under "release"'
 )
+_ELSEWHERE = "on CPU tensors the backend works"
 _TRIAL = "from mla_fusion.compile import offline; offline.activate(); import torch_npu, torchair"
 _TRIAL_SECONDS = 300
 
 Facts = dict[str, Any]
 
 
-class _Checks:
-    """Runs checks, each by itself: one that fails leaves a line on what failed and what to do, and
-    no answer.
-    """
-
-    def __init__(self) -> None:
-        self.problems: list[dict[str, str]] = []
-
-    def ask(
-        self, name: str, check: Callable[[], Any], remedy: str = _OURS, otherwise: Any = None
-    ) -> Any:
-        try:
-            return check()
-        except Exception as error:
-            self.add(name, f"{type(error).__name__}: {error}", remedy)
-            return otherwise
-
-    def add(self, name: str, failed: str, remedy: str) -> None:
-        self.problems.append({"check": name, "failed": failed, "to do": remedy})
-
-
 def survey() -> Facts:
-    """Versions, device, CANN, the offline runtime, the operators, hooks, known traps and problems,
-    as plain data.
+    """Versions, device, CANN, the offline runtime, the operators and problems, as plain data.
 
     Activates the offline runtime where there is no CANN, since only then can torchair be asked.
     Nothing is raised: a check that fails is an entry of "problems", with what to do.
     """
-    checks = _Checks()
-    ask = checks.ask
-    release = ask("release", _release, _PAIR)
-    error = _activation_error(checks, release)
-    usable = error is None and torch_npu_installed()
+    problems: list[dict[str, str]] = []
+
+    def problem(name: str, failed: str, remedy: str) -> None:
+        problems.append({"check": name, "failed": failed, "to do": remedy})
+
+    def ask(name: str, check: Callable[[], Any], remedy: str = _OURS, otherwise: Any = None) -> Any:
+        try:
+            return check()
+        except Exception as error:
+            problem(name, _named(error), remedy)
+            return otherwise
+
+    release = ask("release", _release, _PAIR, {})
+    if error := release.get("refused"):
+        problem("release", error, f"install that release; {_ELSEWHERE} with any torch_npu")
+    elif (error := ask("trial", _trial, _PAIR) or _activation_error()) and torch_npu_installed():
+        problem("offline", error, f"{_PAIR}; {_ELSEWHERE} without torchair")
+    usable = not error and torch_npu_installed()
+    driver = "npu-smi info tells whether the driver sees the device"
     return {
         "versions": ask("versions", installed.versions),
         "release": release,
         "cann": ask("cann", cann_location),
         "cann_version": ask("cann_version", _cann_version),
-        "device": ask("device", _device, "npu-smi info tells whether the driver sees the device")
-        if usable
-        else None,
+        "device": ask("device", _device, driver) if usable else None,
         "offline": ask("offline", lambda: _offline(error)),
         "operators": {
             name: ask(name, partial(_operator, name, usable), otherwise=_UNKNOWN)
             for name in OPERATORS
         },
-        "hooks": ask("hooks", lambda: hooks(usable)),
-        "traps": ask("traps", lambda: _traps(usable)),
-        "problems": checks.problems,
+        "problems": problems,
     }
 
 
@@ -110,29 +93,19 @@ def _release() -> dict[str, str | None]:
     return {"refused": releases.refusal(), "known beside this torch": releases.command(beside)}
 
 
-def _activation_error(checks: _Checks, release: dict[str, str | None] | None) -> str | None:
-    """Why torchair cannot be asked here; None where it can, or where there is no torch_npu and
-    nobody needs it.
-    """
-    refused, elsewhere = (release or {}).get("refused"), "on CPU tensors the backend works"
-    if refused:
-        checks.add("release", refused, f"install that release; {elsewhere} with any torch_npu")
-        return refused
-    found, remedy = checks.ask("trial", _trial, _PAIR), _PAIR
-    if found is None:
-        try:
-            offline.activate()
-            if torch_npu_installed():
-                import_module("torch_npu")
-        except offline.OfflineError as error:
-            if not torch_npu_installed():
-                return str(error)
-            found, remedy = str(error), f"as the message says; {elsewhere} without torchair"
-        except Exception as error:
-            found = f"{type(error).__name__}: {error}"
-    if found is not None:
-        checks.add("offline", found, remedy)
-    return found
+def _activation_error() -> str | None:
+    """Why torchair cannot be asked here; None where it can."""
+    try:
+        offline.activate()
+        if torch_npu_installed():
+            import_module("torch_npu")
+    except Exception as error:
+        return str(error) if isinstance(error, offline.OfflineError) else _named(error)
+    return None
+
+
+def _named(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _trial() -> str | None:
@@ -201,31 +174,6 @@ def _registrar(name: str, key: str) -> str | None:
     return next(packages, "another package")
 
 
-def hooks(usable: bool) -> dict[str, str]:
-    """What of this process calls the pass, and who else stands where it could. torchair's are
-    fields of each config.
-    """
-    names = ("post_grad_custom_pre_pass", "post_grad_custom_post_pass")
-    found = {f"Inductor {name}": _named(inductor_bridge.option(name)) for name in names}
-    known = "mla_fusion" in torch.compiler.list_backends(exclude_tags=())
-    found['torch.compile(backend="mla_fusion")'] = (
-        "known" if known else "unknown: pip install the package"
-    )
-    if usable:
-        config = import_module("mla_fusion.compile.torchair_bridge").compiler_config("ge")
-        hook = _option(config, "post_grad_custom_pre_pass")
-        found["a fresh torchair CompilerConfig"] = _named(hook)
-    found[store.VARIABLE] = os.environ.get(store.VARIABLE, "not set: reports stay in memory")
-    return found
-
-
-def _named(hook: Any) -> str:
-    if hook is None:
-        return "none"
-    name = getattr(hook, "__qualname__", type(hook).__qualname__)
-    return f"{getattr(hook, '__module__', '?')}.{name}"
-
-
 def _cann_version() -> str | None:
     """As the toolkit's own file states it, beside or above the runtime library."""
     location = cann_location()
@@ -236,106 +184,3 @@ def _cann_version() -> str | None:
                 if found := _VERSION.search(text):
                     return found[1]
     return None
-
-
-# -- known traps on the way to a fused graph
-
-
-def _traps(usable: bool) -> dict[str, str]:
-    """Name of the trap -> what about it: what it is in this environment, and what to do. Facts from
-    torchair's and torch_npu's sources.
-    """
-    found = {
-        "torch.compile(dynamic=True)": _runtime_epsilon(),
-        "torchair's compile cache": (
-            "its key is the hook's code: it cannot tell two instances, partials or lambdas from "
-            "each other; give it mf.torchair_pass(config) itself"
-        ),
-        "streams": (
-            "a prologue whose nodes carry different stream labels is refused (stream.mixed), by "
-            "torchair's own "
-            "patterns too; keep it on one stream"
-        ),
-        "caches in GE mode": (
-            "a cache input with a reader besides the kernel costs two copies of it a step; "
-            "`mla-fusion inspect` on dynamo_optimized_* shows them"
-        ),
-        "caches in npugraph_ex mode": (
-            "the kernel writes in place only if each cache is a graph input itself, not a view, "
-            "and no two caches share storage"
-        ),
-        "graph_dump type py": "written before GE's passes: copies that it shows may be gone; look "
-        "at pbtxt instead",
-    }
-    if torch_npu_installed() and cann_location() is None:
-        found["import torch"] = _autoload()
-    if importlib.util.find_spec("vllm_ascend") is not None:
-        found["vllm-ascend"] = (
-            "vllm::mla_forward is opaque: no pass sees the prologue inside; its npugraph_ex mode "
-            "never calls "
-            "pass managers"
-        )
-    return {**found, **(_of_torchair() if usable else {})}
-
-
-def _runtime_epsilon() -> str:
-    if specialises_floats():
-        return "specialize_float is set: the norm's epsilon stays a constant"
-    return (
-        "turns the norm's epsilon into a graph input: backend='mla_fusion' makes it a number "
-        "again, a pass in another "
-        "backend cannot (norm.runtime_eps); there use mark_dynamic, or set "
-        "torch._dynamo.config.specialize_float = True"
-    )
-
-
-def _autoload() -> str:
-    if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
-        return (
-            "TORCH_DEVICE_BACKEND_AUTOLOAD=0 is set, as it must be where torch_npu is and CANN is "
-            "not"
-        )
-    return (
-        "fails here unless TORCH_DEVICE_BACKEND_AUTOLOAD=0 is set or mla_fusion is imported first"
-    )
-
-
-def _of_torchair() -> dict[str, str]:
-    found = {}
-    bridge = import_module("mla_fusion.compile.torchair_bridge")
-    options = _option(bridge.compiler_config("ge"), "experimental_config")
-    patterns = _option(options, "pattern_fusion_pass")
-    if patterns is not None:
-        found["pattern_fusion_pass"] = (
-            f"{'on' if patterns else 'off'} by default; off, it takes register_replacement "
-            "patterns with it; "
-            "mla_fusion is a pre pass and runs either way"
-        )
-    raw = torch.ops.npu.npu_mla_prolog_v3.default
-    promised, returned = len(schema_of(raw).returns), _returned(bridge.converter_of(raw))
-    if returned not in (None, promised):
-        found["npu_mla_prolog_v3 in GE mode"] = (
-            f"this torch_npu's converter gives {returned} results for the {promised} of the "
-            "schema: those after the "
-            "second are wrong; call npu_mla_prolog_v3_functional, or "
-            "mla_fusion.converters.register(force=True)"
-        )
-    return found
-
-
-def _option(config: Any, name: str) -> Any:
-    """Of a torchair config; None for one that it has not."""
-    held = getattr(config, name, None)
-    return getattr(held, "value", held)
-
-
-def _returned(converter: Any) -> int | None:
-    """How many results the converter's source returns; None where it cannot be read."""
-    try:
-        tree = ast.parse(
-            textwrap.dedent(inspect.getsource(getattr(converter, "__wrapped__", converter)))
-        )
-    except (OSError, TypeError, SyntaxError):
-        return None
-    tuples = [node.value for node in ast.walk(tree) if isinstance(node, ast.Return)]
-    return next((len(value.elts) for value in tuples if isinstance(value, ast.Tuple)), None)

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import mla_fusion as mf
-from mla_fusion.tools import terminal
-from mla_fusion.tools.command import DYNAMIC, Command, answer, function, option, page
+from mla_fusion.tools.command import DYNAMIC, Command, answer, function, option, page, show
 from mla_fusion.tools.target import (
     UserError,
     add_limits,
@@ -29,40 +28,18 @@ from mla_fusion.tools.target import (
 
 def _explain(arguments: Namespace) -> int:
     target_or_dump(arguments.target)
-    from mla_fusion.fx.measured import measuring
-    from mla_fusion.report import text_tables
-
-    is_dump = Path(arguments.target).is_file()
-    with measuring() as tallies:
-        report = _explain_dump(arguments) if is_dump else _explain_function(arguments)
-    status = answer(report, arguments, bool(report.fused) and not report.rejected)
-    if arguments.stats:
-        rows = [(name, t.calls, t.hits, f"{t.seconds * 1e3:.1f}") for name, t in tallies.items()]
-        rows.sort(key=lambda row: -float(row[-1]))
-        print(text_tables.render(("fact or rule", "calls", "hits", "ms"), rows), file=sys.stderr)
-    return status
-
-
-def _explain_function(arguments: Namespace) -> mf.Report:
     from mla_fusion.compile.device_graph import CaptureError, capture
-
-    boundary, dynamic = not arguments.pass_only, arguments.dynamic
-    model, example = load_target(arguments.target)
-    with user_errors(CaptureError):
-        gm, _ = capture(model, *example, device="cpu", dynamic=dynamic, as_backend=boundary)
-    return mf.explain(gm, _config(arguments), boundary=boundary)
-
-
-def _explain_dump(arguments: Namespace) -> mf.Report:
     from mla_fusion.tools.dumps.model import DumpError, NotRebuilt
 
-    with user_errors(DumpError, NotRebuilt):
-        return mf.explain(
-            arguments.target,
-            _config(arguments),
-            boundary=not arguments.pass_only,
-            graph=arguments.graph,
-        )
+    graph, boundary = arguments.target, not arguments.pass_only
+    with user_errors(CaptureError, DumpError, NotRebuilt):
+        if not Path(graph).is_file():
+            model, example = load_target(graph)
+            graph, _ = capture(
+                model, *example, device="cpu", dynamic=arguments.dynamic, as_backend=boundary
+            )
+        report = mf.explain(graph, _config(arguments), boundary=boundary, graph=arguments.graph)
+    return answer(report, arguments, bool(report.fused) and not report.rejected)
 
 
 def _config(arguments: Namespace, **more: Any) -> mf.Config:
@@ -95,10 +72,10 @@ def _lower(arguments: Namespace) -> int:
         print(json.dumps(data, indent=2))
         return 0
     if lowered.report is not None:
-        terminal.show(f"{lowered.report}\n")
+        show(f"{lowered.report}\n")
     kind = "GE operator" if lowered.ge_ops else "FX operator"
     counts = [(text_tables.short_name(name), count) for name, count in operators.items()]
-    terminal.show(text_tables.render((kind, "count"), counts))
+    show(text_tables.render((kind, "count"), counts))
     if files:
         print(f"\nwritten: {', '.join(files)}")
     return 0
@@ -120,7 +97,7 @@ def _inspect(arguments: Namespace) -> int:
     if arguments.json:
         print(json.dumps([json.loads(item.to_json()) for item in found], indent=2))
     else:
-        terminal.show("\n\n\n".join(map(str, found)))
+        show("\n\n\n".join(map(str, found)))
     return 0
 
 
@@ -164,11 +141,6 @@ COMMANDS = (
             ),
             _GRAPH,
             page("also write the report as a page"),
-            option(
-                "--stats",
-                "also print calls, hits and time of each fact and rule",
-                action="store_true",
-            ),
         ),
     ),
     Command(

@@ -22,13 +22,11 @@ class PagedBatch(NamedTuple):
     kv_caches: Sequence[Tensor]
     kr_caches: Sequence[Tensor]
 
-    def fresh(self, dtype: torch.dtype | None = None) -> PagedBatch:
-        """The same step over caches of its own, in another floating dtype where one is given."""
-        kind = dtype or self.hidden.dtype
+    def fresh(self) -> PagedBatch:
+        """The same step over caches of its own."""
         return self._replace(
-            hidden=self.hidden.to(kind),
-            kv_caches=[cache.to(kind, copy=True) for cache in self.kv_caches],
-            kr_caches=[cache.to(kind, copy=True) for cache in self.kr_caches],
+            kv_caches=[cache.clone() for cache in self.kv_caches],
+            kr_caches=[cache.clone() for cache in self.kr_caches],
         )
 
 

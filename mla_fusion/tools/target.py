@@ -55,9 +55,25 @@ def output(text: str) -> Path:
     path = Path(text)
     if path.is_dir():
         raise UserError(f"{text} is a folder, not a file to write")
-    if not path.absolute().parent.is_dir():
-        raise UserError(f"{text} cannot be written: {path.parent} is no folder")
-    return _writable(path, path if path.exists() else path.absolute().parent)
+    return _writable(path, path.absolute().parent)
+
+
+def output_folder(text: str) -> Path:
+    """A folder that a command will write into, likewise; it is made in the first folder above it
+    that there is.
+    """
+    path = Path(text)
+    wanted = path.absolute()
+    return _writable(path, next(one for one in (wanted, *wanted.parents) if one.exists()))
+
+
+def _writable(path: Path, folder: Path) -> Path:
+    if not folder.is_dir():
+        raise UserError(f"{path} cannot be written: {folder} is no folder")
+    found = path if path.exists() else folder
+    if not os.access(found, os.W_OK):
+        raise UserError(f"{path} cannot be written: no permission for {found}")
+    return path
 
 
 @contextmanager
@@ -69,31 +85,6 @@ def writing(path: Path) -> Iterator[None]:
         if error.filename is None and error.errno is not None:
             raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
         raise
-
-
-def output_folder(text: str) -> Path:
-    """A folder that a command will write into, likewise; it is made in the first folder above it
-    that there is.
-    """
-    path = Path(text)
-    wanted = path.absolute()
-    found = next(one for one in (wanted, *wanted.parents) if one.exists())
-    if not found.is_dir():
-        raise UserError(f"{path} cannot be written: {found} is no folder")
-    return _writable(path, found)
-
-
-def _writable(path: Path, found: Path) -> Path:
-    if not os.access(found, os.W_OK):
-        raise UserError(f"{path} cannot be written: no permission for {found}")
-    return path
-
-
-def folder(text: str) -> Path:
-    """A folder of the command line."""
-    if not Path(text).is_dir():
-        raise UserError(f"no such folder: {text}")
-    return Path(text)
 
 
 def target(text: str) -> str:
@@ -188,24 +179,14 @@ def load_target(text: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 def _imported(name: str) -> ModuleType:
     """The module of a file, or the one of that name where there is no such file."""
     path = Path(name)
-    if not path.is_file() and (path.suffix == ".py" or not _is_module(name)):
-        raise UserError(f"no such file: {name}")
     try:
         return _of_file(path) if path.is_file() else importlib.import_module(name)
     except (UserError, KeyboardInterrupt):
         raise
     except BaseException as error:
+        if isinstance(error, ModuleNotFoundError) and name.startswith(error.name or "?"):
+            raise UserError(f"no such file: {name}") from error
         raise UserError(f"{name} cannot be imported: {_brief(error, name)}") from error
-
-
-def _is_module(name: str) -> bool:
-    try:
-        return (
-            all(map(str.isidentifier, name.split(".")))
-            and importlib.util.find_spec(name) is not None
-        )
-    except ModuleNotFoundError:  # of a package that it would stand in
-        return False
 
 
 def _of_file(path: Path) -> ModuleType:

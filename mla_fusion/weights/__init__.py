@@ -1,4 +1,4 @@
-"""Weights as the kernel wants them: columns taken, packed copies kept, memory shared."""
+"""Weights as the kernel wants them: columns taken, packed copies kept."""
 
 from mla_fusion.weights.cache import WeightError
 from mla_fusion.weights.follow import refresh, release

@@ -13,7 +13,6 @@ import gc
 import os
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
@@ -27,8 +26,7 @@ from torch.fx.node import map_arg
 
 from mla_fusion.compat import FakeTensor, holders, is_view, storage_id
 from mla_fusion.fx.held import Exact
-from mla_fusion.modes import compile_lock, is_capturing, is_plain, outside_modes
-from mla_fusion.weights.share import Inverse, re_express
+from mla_fusion.modes import is_capturing, is_plain, outside_modes
 from mla_fusion.weights.source import Source, place
 
 _Key = tuple[str, str, tuple[object, ...]]
@@ -48,9 +46,8 @@ class User(Protocol):
 class Entry:
     """A packed weight, None once its parameters are gone, or have changed.
 
-    memory   where the weight lies: once parameters have changed they are packed again into it
-    inverse  set where the parameter has become a view of it
-    pack     makes it of its sources
+    memory  where the weight lies: once parameters have changed they are packed again into it
+    pack    makes it of its sources
     """
 
     def __init__(
@@ -64,8 +61,6 @@ class Entry:
         self.packed: torch.Tensor | None = _without_base(packed)
         self.memory: torch.Tensor | None = self.packed
         self.updates = updates
-        self.inverse: Inverse | None = None
-        self.asked_to_share = False
         self.users: WeakSet[User] = WeakSet()
         self._remember(sources)
 
@@ -138,30 +133,6 @@ class Entry:
             for known, source in zip(self.sources, tensors, strict=True)
         )
 
-    def share(self, parameter: torch.Tensor, inverse: Inverse) -> bool:
-        """Make the parameter a view of the packed weight, if it may be; asked once, the answer
-        stands.
-        """
-        self.asked_to_share = True
-        assert self.packed is not None
-        self._watched = []  # the parameter's memory is about to be freed
-        if not re_express(parameter, self.packed, inverse):
-            self._watch([parameter])
-            return False
-        self.inverse = inverse
-        self._remember([parameter])
-        return True
-
-    def release(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Give a parameter that lies in the packed weight contiguous memory of its own; the entry
-        is void then.
-        """
-        if self.inverse is not None and self.packed is not None:
-            for parameter in parameters:
-                if self._lies_in(parameter):
-                    parameter.data = self.inverse.apart(self.packed)
-        self.void()
-
     @property
     def bytes(self) -> int:
         """Held beside the parameters: none where one of them lies in the packed memory."""
@@ -187,7 +158,6 @@ class Packed:
     on. Holds what it has packed.
 
     program     takes the arguments at ``positions``
-    inverse     how the one source may become a view of the packed weight, if it is to
     updates     as in Config
     exact       which numbers of its one source what is packed must hold
     names       of the arguments in the user's model
@@ -195,7 +165,6 @@ class Packed:
     """
 
     program: GraphModule
-    inverse: Inverse | None = None
     updates: str = "rounds"
     exact: Exact | None = None
     positions: tuple[int, ...] = (0,)
@@ -227,7 +196,7 @@ class Packed:
 
         Raises WeightError where what is packed would not hold the numbers that it must.
         """
-        with compile_lock() if self.inverse is not None else nullcontext(), _LOCK, outside_modes():
+        with _LOCK, outside_modes():
             key = self._key(sources)
             entry = _ENTRIES.get(key)
             compare = in_use is not None and entry not in in_use
@@ -237,14 +206,6 @@ class Packed:
                     if entry is not None:
                         entry.void()  # whoever holds it asks again
                     entry = Entry(sources, packed, self.updates, self._pack)
-            if (
-                self.inverse is not None
-                and not entry.asked_to_share
-                and entry.share(sources[0], self.inverse)
-            ):
-                _ENTRIES.pop(key, None)
-                self._held.pop(key, None)
-                key = self._key(sources)  # the parameter has moved
             _ENTRIES[key] = self._held[key] = entry
             return entry
 
@@ -285,19 +246,16 @@ def are_plain(sources: Sequence[Any]) -> bool:
 
 
 def drop(given: Sequence[torch.Tensor]) -> set[int]:
-    """Let go of the packed weights that were made of these tensors; their memory by identity.
-
-    Parameters that had become views of them get contiguous memory of their own.
-    """
+    """Let go of the packed weights that were made of these tensors; their memory by identity."""
     wanted = {storage_id(tensor) for tensor in given}
     dropped = set()
-    with compile_lock(), _LOCK, outside_modes():
+    with _LOCK, outside_modes():
         for key, entry in list(_ENTRIES.items()):
             if entry.packed is not None and any(
                 source.storage in wanted for source in entry.sources
             ):
                 dropped.add(storage_id(entry.packed))
-                entry.release(given)
+                entry.void()
                 _ENTRIES.pop(key, None)
     return dropped
 

@@ -60,9 +60,7 @@ def release(parameters: Iterable[Tensor] | nn.Module) -> int:
 
     parameters  those that the weights were made of, or a module that has them
 
-    Parameters that are views of packed weights (:func:`mla_fusion.prepack`,
-    ``Config(weights="shared")``) get contiguous memory of their own again. To be called before
-    weights are loaded into a model that has run on an NPU.
+    What :func:`mla_fusion.prepack` laid out is contiguous again. Call it before weights are loaded.
     """
     given = _held(parameters) if isinstance(parameters, nn.Module) else list(parameters)
     if isinstance(parameters, nn.Module):

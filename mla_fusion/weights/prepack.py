@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from mla_fusion.compat import holders, storage_id
+from mla_fusion.compat import holders, is_view, storage_id
 from mla_fusion.fx.kinds import word
 from mla_fusion.modes import compile_lock, is_plain, outside_modes
 from mla_fusion.weights import cache
-from mla_fusion.weights.share import Inverse, Without, shared_memory
+from mla_fusion.weights.inverse import Inverse, Without
 from mla_fusion.weights.source import place
 
 log = logging.getLogger("mla_fusion")
@@ -118,7 +118,7 @@ def lay_out(module: nn.Module, name: str, program: GraphModule, inverse: Inverse
     """
     parameter = getattr(module, name)
     with compile_lock(), outside_modes():
-        if reason := shared_memory(parameter):
+        if reason := _shared_memory(parameter):
             return reason
         packed: Tensor = Without(program, frozenset([_CAST])).run(parameter.data)
         if storage_id(packed) != storage_id(parameter):
@@ -127,6 +127,28 @@ def lay_out(module: nn.Module, name: str, program: GraphModule, inverse: Inverse
             packed = torch.ops.npu.npu_format_cast(packed, _NZ)
             parameter.data = inverse(packed)
         _MODULES.setdefault(module, {})[name] = _Laid(packed, inverse, program)
+    return ""
+
+
+def _shared_memory(tensor: Tensor) -> str:
+    """Why a tensor may not give up its memory; "" for a parameter at rest whose memory nobody else
+    reads.
+
+    Tied weights, slices of a merged weight and a state dict that somebody holds share the storage,
+    so it has more holders than that of a fresh tensor. A gradient tells of a training in progress,
+    where optimisers keep state in the parameter's layout.
+    """
+    storage = tensor.untyped_storage()
+    if not isinstance(tensor, torch.nn.Parameter):
+        return "it is not a parameter"
+    if tensor.is_inference():
+        return "it was made under inference_mode"
+    if tensor.grad is not None:
+        return "it has a gradient: an optimizer may keep state in its layout"
+    if is_view(tensor) or storage.nbytes() != tensor.nbytes:
+        return "it is a part of other memory, such as a flat buffer"
+    if holders(tensor) != holders(tensor.new_empty(0)):
+        return "something else holds its memory: a tied weight, a state dict in a variable"
     return ""
 
 

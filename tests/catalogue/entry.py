@@ -48,7 +48,7 @@ TAGS = {
     "portable": "its numbers are compared under other instruction sets too",
     "key": "its key half alone is fused, under its own Config.targets",
     "static": "in W8A8 by fixed scales, under its own Config.targets",
-    "unabsorbed": 'has no product with W_uk: read under Config(unabsorbed="identity")',
+    "unabsorbed": 'has no product with W_uk: read under Config(targets=("v3", "identity"))',
 }
 
 

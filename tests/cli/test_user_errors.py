@@ -42,7 +42,7 @@ def test_a_file_on_a_full_disk_is_named(words, capsys):
     assert "/dev/full: No space left on device" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["explain", "lower", "bench", "audit"])
+@pytest.mark.parametrize("command", ["explain", "lower", "audit"])
 @pytest.mark.parametrize(
     "body",
     ["sys.exit(7)", "raise SystemExit", "raise type('Odd', (BaseException,), {})('odd')"],
@@ -192,7 +192,7 @@ def test_doctor_with_a_torch_that_cannot_be_imported():
 
 
 @pytest.mark.parametrize(
-    "command", [f"explain {DUMP}", f"lower {TARGET}", "selftest", "bench", f"audit {TARGET}"]
+    "command", [f"explain {DUMP}", f"lower {TARGET}", "selftest", f"audit {TARGET}"]
 )
 def test_other_commands_without_torch(command):
     done = run(command, MISSING)

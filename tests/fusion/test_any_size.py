@@ -37,7 +37,7 @@ def placements(entry: Entry, dynamic: bool | None = None, marked: Places = []) -
     args = entry.args()
     for number, axis in marked:
         torch._dynamo.mark_dynamic(args[number], axis)
-    unabsorbed = {"unabsorbed": "identity"} if "unabsorbed" in entry.tags else {}
+    unabsorbed = {"targets": ("v3", "identity")} if "unabsorbed" in entry.tags else {}
     config = entry.config(verify="off", **unabsorbed)
     report = mf.explain(graph_of(entry.model(), *args, dynamic=dynamic), config, boundary=True)
     return [fusion.placement.partition(":")[0] for fusion in report.fused]

@@ -55,9 +55,8 @@ def test_targets_that_there_are_not(targets: Any) -> None:
 
 
 def test_targets_are_in_the_ladders_order() -> None:
-    config = mf.Config(targets=("key", "v3"), unabsorbed="identity")
+    config = mf.Config(targets=("key", "v3", "identity"))
     assert config.targets == ("v3", "identity", "key")
-    assert mf.Config(targets=("identity",)).unabsorbed == "identity"
     assert mf.Config() == mf.Config(targets=("v3",))
 
 

@@ -1,4 +1,4 @@
-"""Prologues without a W_uk product, under ``Config(unabsorbed="identity")``: q_nope is the
+"""Prologues without a W_uk product, under ``Config(targets=("v3", "identity"))``: q_nope is the
 kernel's, bit for bit.
 """
 
@@ -17,7 +17,7 @@ from tests.catalogue.base import DR, HCKV, HCQ, HE, Base, D, linear, paged_args
 from tests.catalogue.int8 import Full
 from tests.harness import assert_as_exact, both_ways, clones, compiled, outcome, traced_graph
 
-IDENTITY = mf.Config(unabsorbed="identity", verify="all")
+IDENTITY = mf.Config(targets=("v3", "identity"), verify="all")
 
 
 class Padded(Base):
@@ -103,7 +103,7 @@ def test_fuses_as_exactly(name: str) -> None:
 def test_entries_of_the_catalogue(entry: Entry) -> None:
     torch.manual_seed(0)
     module, given = entry.model(), entry.args()
-    for report, fused in both_ways(module, given, mf.Config(unabsorbed="identity")):
+    for report, fused in both_ways(module, given, mf.Config(targets=("v3", "identity"))):
         assert outcome(report) == entry.outcome, str(report)
         assert_as_exact(module, given, fused, entry.slack)
 
@@ -112,7 +112,7 @@ def test_entries_of_the_catalogue(entry: Entry) -> None:
 def test_rotated_on_one_side_or_otherwise(kind: type[Padded]) -> None:
     torch.manual_seed(0)
     gm = traced_graph(kind(), *paged_args())
-    report = mf.fuse(gm, mf.Config(unabsorbed="identity", verify="off"))
+    report = mf.fuse(gm, mf.Config(targets=("v3", "identity"), verify="off"))
     assert not report.fused
 
 

@@ -140,13 +140,13 @@ def test_a_product_by_scales_of_other_tokens_is_said_to_be_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("unabsorbed", "code"), [("identity", "rope.absent"), ("skip", "absorb.absent")]
+    ("targets", "code"), [(("v3", "identity"), "rope.absent"), (("v3",), "absorb.absent")]
 )
-def test_a_key_that_is_neither_rotated_nor_handed_on(unabsorbed: str, code: str) -> None:
+def test_a_key_that_is_neither_rotated_nor_handed_on(targets: tuple[str, ...], code: str) -> None:
     class Model(public_refusals.Unabsorbed):
         def turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
             return x + cos
 
     graph = traced_graph(Model(), *base.paged_args())
-    (rejection,) = mf.fuse(graph, mf.Config(unabsorbed=unabsorbed, verify="off")).rejected
+    (rejection,) = mf.fuse(graph, mf.Config(targets=targets, verify="off")).rejected
     assert rejection.code == code

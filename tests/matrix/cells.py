@@ -17,8 +17,6 @@ WORKS = {
     "doctor": (
         "tests/compile/test_doctor.py::test_survey_is_plain_data_about_this_machine",
         "tests/compile/test_doctor.py::test_survey_says_who_converts_what",
-        "tests/compile/test_doctor.py::test_survey_says_which_hooks_are_in_place",
-        "tests/compile/test_doctor.py::test_traps_are_told_with_what_to_do",
         "tests/compile/test_releases.py::test_what_the_installed_release_is_said_to_bring_is_there",
         "tests/cli/test_cli.py::test_doctor",
     ),

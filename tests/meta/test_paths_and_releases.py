@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from mla_fusion.meta.stricter import stricter
 
 from mla_fusion import meta
 from mla_fusion.reference.sample import DEEPSEEK_V3, as_operator, sample_call
+from tests.meta.stricter import STRICTER, Stricter, stricter
 
 V3 = "npu_mla_prolog_v3"
 DIMS = DEEPSEEK_V3 | {"N": 2, "BlockNum": 4, "BlockSize": 16}
@@ -135,8 +135,8 @@ ON_PURPOSE = {
 }
 
 
-@pytest.mark.parametrize("row", meta.STRICTER, ids=lambda row: row.name)
-def test_each_class_that_is_refused_on_purpose(row: meta.Stricter) -> None:
+@pytest.mark.parametrize("row", STRICTER, ids=lambda row: row.name)
+def test_each_class_that_is_refused_on_purpose(row: Stricter) -> None:
     op, call, where = ON_PURPOSE[row.name]
     code = code_of(call if op == V3 else as_operator(op, call), op, **where)
     place = {"soc": "A3", "cann": "latest"} | where

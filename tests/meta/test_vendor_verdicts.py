@@ -6,9 +6,9 @@ from collections import Counter
 
 import pytest
 from mla_fusion.meta.prolog import PROLOGS
-from mla_fusion.meta.stricter import STRICTER, stricter
 
 from mla_fusion import meta
+from tests.meta.stricter import STRICTER, stricter
 from tests.meta.vendor_rows import PATHS, Row, rows
 
 JUDGED = [row for row in rows() if not row.crashed]

@@ -1,7 +1,7 @@
 """Hugging Face's MLA models as they are, at sizes the kernel takes: what fuses under the identity
 form, what must not.
 
-None of them is absorbed, so ``Config(unabsorbed="identity")`` is what lets the pass act at all.
+None of them is absorbed, so only ``Config(targets=("v3", "identity"))`` lets the pass act at all.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.exhaustive import one_in
 
 from .hf_models import config_of
 
-IDENTITY = mf.Config(unabsorbed="identity")
+IDENTITY = mf.Config(targets=("v3", "identity"))
 SIZES = dict(
     hidden_size=1024,
     num_attention_heads=4,

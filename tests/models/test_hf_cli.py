@@ -1,4 +1,4 @@
-"""``mla-fusion optimize`` on checkpoint folders."""
+"""``mla-fusion check-model`` on checkpoint folders."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_config_is_enough(tmp_path, capsys):
     build("deepseek_v3", KERNEL).config.save_pretrained(tmp_path)
-    assert cli.main(["optimize", str(tmp_path)]) == 0
+    assert cli.main(["check-model", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert "deepseek_v3: optimized 3 of 3 attentions" in printed
     assert "fusable in bfloat16" in printed and "bytes a token" in printed
@@ -53,15 +53,10 @@ def test_what_prepack_would_do_is_said_on_demand(tmp_path, capsys):
 
 
 def test_tokens_are_compared(checkpoint, capsys):
-    assert cli.main(["optimize", str(checkpoint), "--tokens", "12", "--json"]) == 0
+    assert cli.main(["check-model", str(checkpoint), "--tokens", "12", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert len(found["converted"]) == 2 and found["fusable"] == 0
     assert found["generated"]["tokens"] == found["generated"]["equal"] == 12
-    assert (
-        found["generated"]["cache_bytes_before"]
-        == found["generated"]["cache_bytes_after"]
-        == 19 * 2 * 576 * 4
-    )
 
 
 def test_other_tokens_are_status_1(checkpoint, capsys, monkeypatch):
@@ -73,7 +68,7 @@ def test_other_tokens_are_status_1(checkpoint, capsys, monkeypatch):
         "absorbed_attention",
         lambda *tensors, scaling, **options: right(*tensors, scaling=-scaling, **options),
     )
-    assert cli.main(["optimize", str(checkpoint), "--tokens", "12"]) == 1
+    assert cli.main(["check-model", str(checkpoint), "--tokens", "12"]) == 1
     assert "the first 12 are equal" not in capsys.readouterr().out
 
 
@@ -84,7 +79,7 @@ def test_nothing_to_convert_is_status_1(tmp_path, capsys):
     LlamaConfig(hidden_size=64, num_attention_heads=4, num_hidden_layers=2).save_pretrained(
         tmp_path
     )
-    assert cli.main(["optimize", str(tmp_path)]) == 1
+    assert cli.main(["check-model", str(tmp_path)]) == 1
     assert "[attention.not_mla]" in capsys.readouterr().out
 
 
@@ -94,7 +89,7 @@ def test_a_quantised_checkpoint_is_named(tmp_path, capsys):
     data = json.loads((tmp_path / "config.json").read_text())
     data["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     (tmp_path / "config.json").write_text(json.dumps(data))
-    assert cli.main(["optimize", str(tmp_path)]) == 0
+    assert cli.main(["check-model", str(tmp_path)]) == 0
     assert "is quantised" in capsys.readouterr().out
 
 
@@ -110,13 +105,13 @@ def test_a_quantised_checkpoint_is_named(tmp_path, capsys):
 def test_bad_folders_are_status_2(tmp_path, capsys, content, message):
     if content is not None:
         (tmp_path / "config.json").write_text(content)
-    assert cli.main(["optimize", str(tmp_path)]) == 2
+    assert cli.main(["check-model", str(tmp_path)]) == 2
     assert message in capsys.readouterr().err
 
 
 def test_a_folder_without_weights_says_so(tmp_path, capsys):
     build("deepseek_v3").config.save_pretrained(tmp_path)
-    assert cli.main(["optimize", str(tmp_path), "--tokens", "4"]) == 2
+    assert cli.main(["check-model", str(tmp_path), "--tokens", "4"]) == 2
     assert "cannot load" in capsys.readouterr().err
 
 

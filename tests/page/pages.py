@@ -4,21 +4,49 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule
 
 import mla_fusion as mf
 from mla_fusion.compile.device_graph import capture
-from mla_fusion.tools import bench
+from mla_fusion.reference.sample import DEEPSEEK_V3
+from mla_fusion.tools.selftest.unfused import FORMS, Prologue, arguments
 
 HE, HCQ, HCKV, N, D, DR = 1024, 1536, 512, 4, 128, 64
+
+
+class Decoder(nn.Module):
+    """Plain prologues one after the other, each with caches and an output projection of its own."""
+
+    def __init__(self, layers: int, dims: dict[str, int]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Prologue(FORMS[0], dims).to("meta") for _ in range(layers))
+        kind: dict[str, Any] = {"device": "meta", "dtype": torch.bfloat16}
+        self.outputs = nn.ModuleList(nn.Linear(N * DR, HE, bias=False, **kind) for _ in self.layers)
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, *caches: Tensor
+    ) -> Tensor:
+        for index, (layer, output) in enumerate(zip(self.layers, self.outputs, strict=True)):
+            query, query_rope = layer(x, cos, sin, slots, *caches[2 * index : 2 * index + 2])
+            x = x + output((query_rope + query.mean(-1, keepdim=True)).flatten(1))
+        return x
+
+
+def decoder(layers: int) -> GraphModule:
+    dims = dict(DEEPSEEK_V3, He=HE, N=N, BlockNum=8)
+    *inputs, kv_cache, kr_cache = (tensor.to("meta") for tensor in arguments(FORMS[0], dims))
+    caches = [torch.empty_like(cache) for _ in range(layers) for cache in (kv_cache, kr_cache)]
+    return capture(Decoder(layers, dims), *inputs, *caches, device="cpu")[0]
 
 
 @cache
 def fused(layers: int) -> mf.Report:
     """Plain prologues of equal structure, fused."""
-    return mf.fuse(bench.decoder(layers, HE, N)[0])
+    return mf.fuse(decoder(layers))
 
 
 @cache

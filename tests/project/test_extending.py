@@ -116,8 +116,7 @@ def test_a_rejection_code(scratch: Scratch) -> None:
     )
     next_code = '    "token_x.layout": (\n'
     scratch.edit(section, "mla_fusion/report/rejection.py", next_code, code + next_code)
-    rule = """@measured
-def _three_heads(view: View, candidate: Candidate) -> None:
+    rule = """def _three_heads(view: View, candidate: Candidate) -> None:
     if candidate.query.absorb.heads == 3:
         node = candidate.query.absorb.node
         raise Refuse("heads.three", node.name, (node,))

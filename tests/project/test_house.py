@@ -16,10 +16,10 @@ FOLDERS = {
     "meta": "mla_fusion.meta",
     "converters": "mla_fusion.converters",
 }
-ABOVE_ALL = ("_autoload", "_lazy", "_version")  # small files that any room may import
+ABOVE_ALL = ("_autoload", "_gone", "_lazy", "_version")  # small files that any room may import
 # of the command line; they use the public names, as anybody does
 COMMANDS = tuple(f"tools/{name}" for name in ("cli", "graphs_cli", "checks_cli", "demo"))
-# They look names up when they are used, so that loading them loads no tool; cli.py is what runs.
+# Loading the package loads no tool; the other two are public names of tools.
 PUBLIC_NAMES = ("mla_fusion", "mla_fusion.inspect", "mla_fusion.cli")
 TOOLS = "mla_fusion.tools"
 MOST_FOLDERS = 22

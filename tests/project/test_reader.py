@@ -173,7 +173,7 @@ def columns(line: str) -> int:
 
 
 def test_pages_are_short() -> None:
-    """300 lines a page; 3,000 in all of those that are written by hand, without the tables that
+    """300 lines a page; 3,100 in all of those that are written by hand, without the tables that
     scripts write.
     """
     by_hand = 0
@@ -190,4 +190,4 @@ def test_pages_are_short() -> None:
                     flags=re.DOTALL,
                 ).splitlines()
             )
-    assert by_hand <= 3000, by_hand
+    assert by_hand <= 3100, by_hand

@@ -109,7 +109,7 @@ WALKS: dict[str, tuple[Told, dict[str, Told | None]]] = {
         entry("Unabsorbed"),
         {
             "Multiply q_nope by W_uk": BASE,
-            "Config(unabsorbed='identity')": entry("Unabsorbed", unabsorbed="identity"),
+            "Config(targets=('v3', 'identity'))": entry("Unabsorbed", targets=("v3", "identity")),
             "Config(targets=('v3', 'key'))": entry("Unabsorbed", targets=("v3", "key")),
         },
     ),

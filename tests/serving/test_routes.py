@@ -11,24 +11,20 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.fx import GraphModule
 
 import mla_fusion as mf
 from mla_fusion.compile import hook
-from mla_fusion.compile.device_graph import capture
 from mla_fusion.compile.offline import NpuNotAvailable
 from mla_fusion.fx.kinds import op_name
 from mla_fusion.machine import Machine
-from mla_fusion.serving import vllm_ascend_pass
-from mla_fusion.serving.prepack import PackOnce
 from mla_fusion.weights.cache import Packed
 from tests.catalogue import base
 from tests.exhaustive import one_in
 from tests.harness import assert_no_worse, eager, exact
 from tests.serving import routes
 from tests.serving.routes import ROUTES, Going, Route
-from tests.weights.test_share import OwnAbsorb
+from tests.weights.own import OwnAbsorb
 
 VIEWS = "t permute transpose view reshape _unsafe_view alias detach unsqueeze squeeze".split()
 # memory stays, or (the cast) is asked to stay where it has the format already
@@ -159,9 +155,7 @@ OPTIONS: dict[str, Any] = {
     "staging": "always",
     "kr_layout": "half",
     "targets": ("v3", "key"),
-    "unabsorbed": "identity",
     "skip": ("no.such.layer",),
-    "weights": "shared",
     "updates": "every call",
     "slots": "checked",
     "strides": "exact",
@@ -182,25 +176,3 @@ def test_the_manager_takes_every_option(name: str, going: Going) -> None:
     assert reached.results is not None
     assert_no_worse(*wanted, reached.results, slack=1.2)
     assert ("npu_mla_prolog_v3" in reached.text) == (name != "enable")
-
-
-@pytest.mark.parametrize("weights", ["copy", "shared"])
-def test_weights_of_a_manager_are_shared_where_that_is_asked_for(
-    weights: str, going: Going
-) -> None:
-    """On a CPU there is nothing to share; a graph for an NPU lays its weights out."""
-    gm, _ = capture(going.model, *going.args, device="npu")
-    vllm_ascend_pass(mf.Config(weights=weights))(gm)
-    (once,) = (module for module in gm.modules() if isinstance(module, PackOnce))
-    parameters = [p for p in going.model.parameters() if p.dim() > 1]
-    given = [nn.Parameter(p.detach().clone(), requires_grad=False) for p in parameters]
-    sources = gm.graph.find_nodes(op="call_module")[0].args
-    by_shape = {tuple(p.shape): p for p in given}
-    args = [by_shape[tuple(source.meta["val"].shape)] for source in sources]
-    strides = [tensor.stride() for tensor in args]
-    for _ in range(2):
-        once(*args)
-    assert ([tensor.stride() for tensor in args] != strides) == (weights == "shared")
-    assert (sum(entry.bytes for entry in once.weights.entries(args) or ()) == 0) == (
-        weights == "shared"
-    )

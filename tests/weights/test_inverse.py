@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from mla_fusion.weights.share import inverse
+from mla_fusion.weights.inverse import inverse
 
 
 def transposed(weight: Tensor) -> Tensor:

@@ -23,7 +23,6 @@ from tests.harness import assert_no_worse, clones, eager, exact
 CONFIGS = {
     "copy": mf.Config(verify="off"),
     "counted": mf.Config(verify="off", updates="counted"),
-    "shared": mf.Config(verify="off", weights="shared"),
 }
 
 

@@ -101,7 +101,7 @@ MODES: dict[str, Mode] = {
 CONFIGS = {
     "copy": mf.Config(verify="off"),
     "counted": mf.Config(verify="off", updates="counted"),
-    "shared": mf.Config(verify="off", weights="shared", slots="checked"),
+    "checked": mf.Config(verify="off", slots="checked"),
 }
 
 

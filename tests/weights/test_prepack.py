@@ -26,7 +26,7 @@ from mla_fusion.weights.prepack import _MODULES, is_laid_out
 from tests.catalogue import base, prologues
 from tests.exhaustive import one_in
 from tests.harness import assert_as_exact, clones, eager
-from tests.weights.test_share import (
+from tests.weights.own import (
     OwnAbsorb,
     assert_values,
     entries_of,
@@ -98,9 +98,8 @@ def test_no_memory_is_added_and_values_stay() -> None:
     assert strides == {name: parameter.stride() for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("weights", ["copy", "shared"])
-def test_memory_does_not_grow_when_the_model_runs(weights: str) -> None:
-    one = OneLayer(mf.Config(weights=weights))
+def test_memory_does_not_grow_when_the_model_runs() -> None:
+    one = OneLayer()
     before = cache.bytes_held()
     for _ in range(3):
         one.assert_right()

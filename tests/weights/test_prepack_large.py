@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 import mla_fusion as mf
 from mla_fusion.compile import prepack
-from mla_fusion.weights import share
+from mla_fusion.weights import inverse
 from tests.catalogue import prologues
-from tests.weights.test_share import OwnAbsorb, storage_bytes
+from tests.weights.own import OwnAbsorb, storage_bytes
 
 pytestmark = pytest.mark.usefixtures("fresh")
 LAYERS = 61
@@ -42,7 +42,7 @@ def test_sixty_one_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     model = prologues.Layers(OwnAbsorb, LAYERS)
     args = prologues.layers_args(count=LAYERS)
     one_layer = storage_bytes(model.layers[0].parameters())  # type: ignore[union-attr,operator,arg-type]
-    usual, seen = share.Without.run, list[int]()
+    usual, seen = inverse.Without.run, list[int]()
 
     def run(self: Any, *given: Any) -> Any:
         found = usual(self, *given)
@@ -50,7 +50,7 @@ def test_sixty_one_layers(monkeypatch: pytest.MonkeyPatch) -> None:
             seen.append(storage_bytes([*model.parameters(), found]))
         return found
 
-    monkeypatch.setattr(share.Without, "run", run)
+    monkeypatch.setattr(inverse.Without, "run", run)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     monkeypatch.setattr(prepack, "import_module", lambda _: type("tqdm", (), {"tqdm": Bar}))
     monkeypatch.setattr(Bar, "made", [])

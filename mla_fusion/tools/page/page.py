@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from mla_fusion._version import __version__
 from mla_fusion.report import text_tables
 from mla_fusion.report.picture import INPUTS, ROLES
-from mla_fusion.report.wrapping import is_number
+from mla_fusion.report.text_tables import is_number
 from mla_fusion.tools.page import drawing
 from mla_fusion.tools.page.cost import Part, Roofline, roofline, stretches
 

@@ -195,7 +195,7 @@ _HIDDEN += [
     ("transposed", "copy"),
     ("flat", "data_copied"),
 ]
-_CONFIGS = ("copy", "shared")  # in place of a regime: Config.weights
+_NO_REGIME = ("copy",)
 
 
 def _judge(member: Member) -> Outcome:
@@ -210,7 +210,7 @@ def _judge(member: Member) -> Outcome:
 
     captured = captures.static(program, inputs.ordinary(8))
     looks = "every call" if member.family == "updates.hidden" else "rounds"
-    config = member.config(weights=member.regime, updates=looks)
+    config = member.config(updates=looks)
     report, _, wrap = fuse_with_boundary(captured.graph, captured.inputs, config)
     run = on(captured, wrap(captured.graph.forward))
     wrong = None
@@ -237,13 +237,13 @@ def _nothing(*_: Any) -> None:
 
 def _pairs(found: list[tuple[str, str]]) -> tuple[Attack, ...]:
     return tuple(
-        Attack(f"{made}.{u}", _nothing, WEIGHTS, _CONFIGS, ("paged", "neox")) for made, u in found
+        Attack(f"{made}.{u}", _nothing, WEIGHTS, _NO_REGIME, ("paged", "neox")) for made, u in found
     )
 
 
 def _controls() -> tuple[Attack, ...]:
     return tuple(
-        Attack(f"{m}.{u}", _nothing, ("w_dq", "w_uk", "gamma_q"), ("copy",), ("paged",))
+        Attack(f"{m}.{u}", _nothing, ("w_dq", "w_uk", "gamma_q"), _NO_REGIME, ("paged",))
         for m, u in _ORDINARY
     )
 

@@ -1,9 +1,7 @@
-"""Parameters that live in their packed weight: one memory, read by the kernel and, as a view, by
-everybody else.
+"""How a parameter is read, as a view, out of its packed weight.
 
-Most packings only lay a weight out anew (transposed, heads merged, in FRACTAL_NZ). The parameter is
-then a view of the packed tensor, so that it may give up its own memory: same shape and values,
-other strides.
+Most packings only lay a weight out anew (transposed, heads merged, in FRACTAL_NZ). The parameter
+can then be a view of the packed tensor, with the same shape and values and other strides.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter
 
-from mla_fusion.compat import holders, is_view, storage_id
+from mla_fusion.compat import storage_id
 from mla_fusion.fx.kinds import word
 
 # Each gives the very elements of its argument, whose place in the result follows from shapes alone.
@@ -62,7 +60,7 @@ def inverse(program: GraphModule, parameter: Tensor) -> Inverse | None:
     leaf = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
     viewed: Tensor = Without(program).run(leaf)
     order = tuple(sorted(range(viewed.dim()), key=viewed.stride, reverse=True))
-    whole = _same_memory(viewed, leaf) and viewed.permute(order).is_contiguous()
+    whole = storage_id(viewed) == storage_id(leaf) and viewed.permute(order).is_contiguous()
     if not whole or (viewed.dtype, viewed.numel()) != (leaf.dtype, leaf.numel()):
         return None
     found = Inverse(order, tuple(parameter.shape))
@@ -84,40 +82,3 @@ class Without(Interpreter):
         if word(n) in self._left_out:
             return self.env[n.args[0]]
         return super().run_node(n)
-
-
-def re_express(parameter: Tensor, packed: Tensor, view: Inverse) -> bool:
-    """Let the parameter hold its values in ``packed`` and free its own memory; False where that is
-    not its alone.
-    """
-    if _same_memory(parameter, packed) or shared_memory(parameter):
-        return False
-    values = view(packed)
-    parameter.data = values  # the last step: if anything fails, the parameter is as it was
-    return True
-
-
-def shared_memory(tensor: Tensor) -> str:
-    """Why a tensor may not give up its memory; "" for a parameter at rest whose memory nobody else
-    reads.
-
-    Tied weights, slices of a merged weight and a state dict that somebody holds share the storage,
-    so it has more holders than that of a fresh tensor. A gradient tells of a training in progress,
-    where optimisers keep state in the parameter's layout.
-    """
-    storage = tensor.untyped_storage()
-    if not isinstance(tensor, torch.nn.Parameter):
-        return "it is not a parameter"
-    if tensor.is_inference():
-        return "it was made under inference_mode"
-    if tensor.grad is not None:
-        return "it has a gradient: an optimizer may keep state in its layout"
-    if is_view(tensor) or storage.nbytes() != tensor.nbytes:
-        return "it is a part of other memory, such as a flat buffer"
-    if holders(tensor) != holders(tensor.new_empty(0)):
-        return "something else holds its memory: a tied weight, a state dict in a variable"
-    return ""
-
-
-def _same_memory(first: Tensor, second: Tensor) -> bool:
-    return storage_id(first) == storage_id(second)

@@ -1,7 +1,7 @@
 """Calls that `check` refuses although the vendor's own host code takes them: on purpose, and these
 only.
 
-The vendor's checks were run on random calls, whose verdicts are in `tests/meta/data`. Every call on
+The vendor's checks were run on random calls, whose verdicts are in `data`. Every call on
 which `check` and they disagree belongs to one class here, and `check` is the one that refuses.
 """
 
