@@ -18,10 +18,9 @@ from torch.fx import GraphModule
 
 from mla_fusion.compile.device_graph import capture
 from mla_fusion.config import Config
+from mla_fusion.examples.fuse_your_model import DR, HE, Attention, N, example
 from mla_fusion.pipeline import explain, fuse
-from mla_fusion.reference.sample import DEEPSEEK_V3
 from mla_fusion.report import text_tables
-from mla_fusion.tools.selftest.unfused import FORMS, Prologue, arguments
 
 
 @dataclass(frozen=True)
@@ -41,33 +40,31 @@ class Timing:
 
 
 class Decoder(nn.Module):
-    """Plain prologues one after the other, each with caches and an output projection of its own."""
+    """The example's prologue as layers, each with caches and an output projection of its own."""
 
-    def __init__(self, layers: Sequence[Prologue]) -> None:
+    def __init__(self, layers: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(layers)
-        he, n, dr = (layers[0].dims[axis] for axis in ("He", "N", "Dr"))
-        kind = {"device": "meta", "dtype": torch.bfloat16}
-        self.outputs = nn.ModuleList(nn.Linear(n * dr, he, bias=False, **kind) for _ in layers)
+        self.layers = nn.ModuleList(Attention().to(torch.bfloat16) for _ in range(layers))
+        self.outputs = nn.ModuleList(
+            nn.Linear(N * DR, HE, bias=False, dtype=torch.bfloat16) for _ in range(layers)
+        )
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, *caches: Tensor
     ) -> Tensor:
-        for index, (layer, output) in enumerate(zip(self.layers, self.outputs, strict=True)):
-            query, query_rope = layer(x, cos, sin, slots, *caches[2 * index : 2 * index + 2])
+        pairs = zip(caches[::2], caches[1::2], strict=True)
+        for layer, output, pair in zip(self.layers, self.outputs, pairs, strict=True):
+            query, query_rope = layer(x, cos, sin, slots, *pair)
             x = x + output((query_rope + query.mean(-1, keepdim=True)).flatten(1))
         return x
 
 
-def decoder(layers: int, he: int, heads: int) -> tuple[GraphModule, list[Any]]:
-    """The AOT graph of ``layers`` plain prologues, 8 tokens, and its inputs; weights and caches are
-    meta tensors.
-    """
-    dims = dict(DEEPSEEK_V3, He=he, N=heads, BlockNum=8)
-    layer = Prologue(FORMS[0], dims).to("meta")
-    *inputs, kv_cache, kr_cache = (tensor.to("meta") for tensor in arguments(FORMS[0], dims))
+def decoder(layers: int) -> tuple[GraphModule, list[Any]]:
+    """The AOT graph of a decoder on meta tensors, and its inputs."""
+    with torch.device("meta"):
+        model = Decoder(layers)
+    *inputs, kv_cache, kr_cache = (tensor.to("meta") for tensor in example()[1])
     caches = [torch.empty_like(cache) for _ in range(layers) for cache in (kv_cache, kr_cache)]
-    model = Decoder([copy.deepcopy(layer) for _ in range(layers)])
     return capture(model, *inputs, *caches, device="cpu")
 
 

@@ -40,7 +40,7 @@ examples:
   mla-fusion audit hand.py:mine --reference model.py:example    does this call equal the model?
   mla-fusion check-proof report.json            is what a report says is proved so? needs no torch
   mla-fusion check-model folder                 what of a Hugging Face checkpoint fuses
-  mla-fusion selftest --out selftest.json       on an NPU: every scenario, against the reference
+  mla-fusion selftest --out selftest.txt        on an NPU: every operator, against the reference
 
 model.py:example names a function without arguments that returns (module_or_function, arguments); \
 a module that can be imported does as well as a file: \
@@ -193,11 +193,7 @@ def _bench(arguments: Namespace) -> int:
             )
         }
     else:
-        sizes = arguments.hidden, arguments.heads
-        graphs = {
-            f"{layers} layers": partial(bench.decoder, layers, *sizes)
-            for layers in arguments.layers
-        }
+        graphs = {f"{layers} layers": partial(bench.decoder, layers) for layers in arguments.layers}
     timings = []
     for name, graph in graphs.items():
         print(f"{name}: {arguments.repeats} runs ..", file=sys.stderr, flush=True)
@@ -206,7 +202,6 @@ def _bench(arguments: Namespace) -> int:
     return answer(bench.Timings(timings), arguments, True)
 
 
-_HEADS = option("--heads", "heads of one rank (128 / TP)", type=positive, default=16)
 _FIRST = (
     Command(
         "demo",
@@ -220,7 +215,7 @@ _FIRST = (
                 default=Path("out"),
             ),
             option("--layers", type=positive, default=2),
-            _HEADS,
+            option("--heads", "heads of one rank (128 / TP)", type=positive, default=16),
             option("--batch", "sequences decoded at once", type=positive, default=8),
             option("--quick", "He 1024, a short history and a narrow MLP", action="store_true"),
         ),
@@ -242,8 +237,6 @@ _LAST = (
             function(nargs="?"),
             DYNAMIC,
             option("--layers", type=positive, nargs="+", default=[1, 8, 61]),
-            option("--hidden", "He", type=positive, default=7168),
-            _HEADS,
             option("--repeats", type=positive, default=3),
         ),
     ),
