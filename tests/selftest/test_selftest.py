@@ -140,18 +140,19 @@ def test_a_prologue_that_is_not_fused_fails_with_the_reason(
 def test_a_fused_prologue_with_a_wrong_kernel_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     from mla_fusion.reference import kernels
 
-    honest = kernels.npu_mla_prolog_v3
+    honest = kernels.npu_mla_prolog_v3_functional
 
     def wrong(*args: Any, **named: Any) -> Any:
         query, *others = honest(*args, **named)
         return query * 1.02, *others
 
+    monkeypatch.setitem(check.FUSED, "prologue in place", {"verify": "off"})  # it would refuse
     library = torch.library.Library("npu", "IMPL")
-    library.impl("npu_mla_prolog_v3", wrong, "CPU", allow_override=True)
+    library.impl("npu_mla_prolog_v3_functional", wrong, "CPU", allow_override=True)
     try:
         failures = check.check_prologue("prologue in place", CPU).failures
     finally:
-        library.impl("npu_mla_prolog_v3", honest, "CPU", allow_override=True)
+        library.impl("npu_mla_prolog_v3_functional", honest, "CPU", allow_override=True)
     assert failures and failures[0].startswith("query: fused error is ")
 
 

@@ -60,7 +60,7 @@ class Outcome:
         )
 
 
-def run(device: Device, only: str = "*", progress: Callable[[Result], None] = id) -> Outcome:
+def run(device: Device, only: str = "*", progress: Callable[[Result], object] = id) -> Outcome:
     """Every check whose name matches ``only``, a pattern as of file names. Nothing stops at a
     failure; ``progress`` sees each result.
     """

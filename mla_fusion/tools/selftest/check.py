@@ -92,7 +92,7 @@ def check_call(call: Call, device: Device, through: str) -> Result:
             if not same_bits(after[name], given[name]):
                 result.problems.append(f"the functional operator has written its argument {name}")
             after[name] = found[name]
-        expected = wanted.get(name, reference[name])
+        expected: Tensor = wanted[name] if name in wanted else reference[name]
         if expected.numel():
             _compare_cache(result, name, given, after[name], expected)
     return result
@@ -127,9 +127,9 @@ def _compare_cache(
     """The rows that the reference has written, and all others bit by bit. Caches hold noise before,
     so a row that is written changes.
     """
-    every = given[name], after, wanted
+    every = [given[name], after, wanted]
     if given.get("cache_mode", "").endswith("NZ"):
-        every = tuple(map(layout.nz_to_nd, every))
+        every = list(map(layout.nz_to_nd, every))
     before, after, wanted = (cache.flatten(0, -2) for cache in every)
     written = (before.view(torch.uint8) != wanted.view(torch.uint8)).any(-1)
     pairs = {name: (after[written], wanted[written])}
