@@ -44,10 +44,8 @@ def write(report: Report, path: str | Path, sections: Sequence[Section] = ()) ->
 
 def render(report: Report, sections: Sequence[Section] = ()) -> str:
     """The page as text. Everything that comes from a graph or a model is escaped."""
-    try:
-        import jinja2
-    except ImportError as error:
-        raise ImportError("HTML reports need jinja2: pip install 'mla-fusion[report]'") from error
+    import jinja2  # torch requires it, and a process that writes no page need not load it
+
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     folder = resources.files(__package__)
     template, css = (
