@@ -90,6 +90,8 @@ class _Parts:
     ) -> None:
         """``layer``: its path stands above the picture, and titles leave it out."""
         self._labels, self._above = module_path.Labels(view.gm.graph), layer and f"{layer}."
+        self._parts, self._owner, self._origins = list[Part](), dict[Node, int](), origins
+        self._arrows = dict[tuple[int, int], None]()
         by_node: dict[Node, list[End]] = {
             node: [(node, "input", "", _tensor(node))] for node in origins
         }
@@ -102,12 +104,12 @@ class _Parts:
         )
         self._order = sorted(above, key=view.position.__getitem__)
         self.are_few = len(self._order) <= _MOST
+        if not self.are_few:
+            return
         self._made = set[Node]()
         for node in self._order:
             if node in by_node or not self._made.isdisjoint(node.all_input_nodes):
                 self._made.add(node)
-        self._parts, self._owner, self._origins = list[Part](), dict[Node, int](), origins
-        self._arrows = dict[tuple[int, int], None]()
         for node in self._order:
             if node in by_node:
                 self._claim(node, len(self._parts))
@@ -116,16 +118,14 @@ class _Parts:
             self._claim(node, self._nearest(node))
         self._join()
         for name, node in outputs.items():
-            self._arrows[self._owner[node], len(self._parts)] = None
+            self._arrows[self._nearest(node), len(self._parts)] = None
             self._parts.append(Part(name, "output", _tensor(node)))
 
     def _part(self, ends: Sequence[End], is_red: bool) -> Part:
         """Of the facts that end at one node."""
-        node, role, _, _ = ends[0]
-        titles, texts = (
-            ", ".join(dict.fromkeys(filter(None, x))) for x in list(zip(*ends, strict=True))[2:]
-        )
-        return Part(titles or self._name(node), role, texts, is_red=is_red)
+        nodes, roles, *words = zip(*ends, strict=True)
+        title, text = (", ".join(dict.fromkeys(filter(None, one))) for one in words)
+        return Part(title or self._name(nodes[0]), roles[0], text, is_red=is_red)
 
     def _name(self, node: Node) -> str:
         return self._labels.of(node).removeprefix(self._above)

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import pytest
 
+from mla_fusion.observe import draw
 from mla_fusion.report.picture import ROLES, Drawing
+from mla_fusion.tools.page import page
 from tests.page import pages
 
 
@@ -95,3 +97,10 @@ def test_what_is_absent_hangs_on_what_it_should_follow(
 def test_the_line_of_a_misplaced_epsilon_is_the_additions() -> None:
     left = pages.report_of("eps_outside").rejected[0]
     assert left.nodes == ("add",) and "+ 1e-2" in left.source
+
+
+@pytest.mark.parametrize("name", ["PagedRotateHalf", "Unabsorbed", "eps_outside"])
+def test_what_is_too_large_is_not_drawn(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draw, "_MOST", 5)
+    report = pages.report_of.__wrapped__(name)
+    assert report.pictures == [] and "<svg" not in page.render(report)

@@ -165,7 +165,7 @@ def sample_key(mode: str = "PA_BNSD", int8: bool = False) -> Arguments:
     latent, rope = DEEPSEEK_V3["Hckv"], DEEPSEEK_V3["Dr"]
 
     def noise(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=make).bfloat16()
+        return torch.randn(shape, generator=make, dtype=torch.float32).bfloat16()
 
     batches = 2 if mode == "Norm" else 1
     lead = batches, 1, _KEY_TOKENS // batches
@@ -184,5 +184,5 @@ def sample_key(mode: str = "PA_BNSD", int8: bool = False) -> Arguments:
         given[name] = noise(*pool, width)
         if int8:
             given[name] = (20 * given[name]).to(torch.int8)
-            given[scale] = 20 + 10 * torch.rand(width, generator=make)
+            given[scale] = 20 + 10 * torch.rand(width, generator=make, dtype=torch.float32)
     return given | {"cache_mode": mode, "is_output_kv": mode != "Norm", "epsilon": 1e-6}
