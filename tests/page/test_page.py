@@ -144,5 +144,9 @@ def test_a_graph_without_a_prologue_says_so() -> None:
 
 
 def test_a_callers_table() -> None:
-    found = page.render(mf.Report(mf.Config()), [page.Section("Mine", "words", ("a",), [("<b>",)])])
-    assert "Mine" in found and "words" in found and html.escape("<b>") in found
+    sections = [
+        page.Section("Mine", "words", ("a",), [("<b>",)]),
+        page.Section("None", "why", (), []),
+    ]
+    found = page.render(mf.Report(mf.Config()), sections)
+    assert "Mine" in found and "words" in found and html.escape("<b>") in found and "why" in found
