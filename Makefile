@@ -96,7 +96,7 @@ $(READY): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet torch==2.13.0
 	$(BIN)/pip install --quiet torch_npu==2.13.0
-	$(BIN)/pip install --quiet -e '.[offline,hf,report,test]'
+	$(BIN)/pip install --quiet -e '.[offline,hf,test]'
 	touch $@
 
 # Each in an environment that holds nothing but pip: what the metadata asks for is what gets installed.

@@ -126,9 +126,21 @@ class Labels:
         return label(node, lambda: self.whole)
 
     def __call__(self, text: str) -> str:
-        return _WORD.sub(self._instead, text.replace(_PART, ""))
+        def instead(found: re.Match[str]) -> str:
+            node = self._node(found)
+            return found[0] if node is None else self.of(node)
 
-    def _instead(self, found: re.Match[str]) -> str:
+        return _WORD.sub(instead, text.replace(_PART, ""))
+
+    def nodes(self, text: str) -> tuple[Node, ...]:
+        """The steps that the last clause of a text names, if it names any; else the one before."""
+        for clause in reversed(text.split("; ")):
+            found = filter(None, map(self._node, _WORD.finditer(clause)))
+            if steps := tuple(node for node in found if node.op == "call_function"):
+                return tuple(dict.fromkeys(steps))
+        return ()
+
+    def _node(self, found: re.Match[str]) -> Node | None:
         """Some words are English too ("no wrapper can view it"): they count at the beginning, and
         before a target.
         """
@@ -136,8 +148,7 @@ class Labels:
         surely = (
             word not in _ENGLISH or not found.start() or found.string.startswith(" (", found.end())
         )
-        node = self._nodes.get(word) if surely else None
-        return word if node is None else self.of(node)
+        return self._nodes.get(word) if surely else None
 
 
 _PART = f" ({operator.getitem})"  # what Python calls the step that takes one of several results

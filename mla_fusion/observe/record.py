@@ -122,10 +122,13 @@ class Record:
 
     def rejected(self, item: Found, reason: Refuse, below: Iterable[Refuse] = ()) -> None:
         """``below``: why the targets that were tried after the first did not take it either."""
-        nodes: tuple[Node, ...] = reason.nodes or item.nodes
+        is_missing = reason.code in draw.ABSENT  # then other steps are named as landmarks
+        named = () if is_missing and reason.nodes else self._named.nodes(reason.detail)
+        nodes = reason.nodes or named or item.nodes
+        red = [node for node in nodes if node in named] or (() if is_missing else nodes)
         if self._config.skips(reason.code):
             reason = Refuse("skip", f"{reason.code} is in Config.skip; {reason.detail}", nodes)
-        source = next(filter(None, map(module_path.source, (*nodes, *item.nodes))), "")
+        source = next(filter(None, map(module_path.source, (*red, *nodes, *item.nodes))), "")
         alike = (
             reason.code,
             source,
@@ -139,7 +142,7 @@ class Record:
                 layer=self._layer(item.nodes),
                 source=source,
                 picture=self._picture(
-                    alike, partial(draw.rejected, self._finder, item, reason.code, nodes)
+                    alike, partial(draw.rejected, self._finder, item, reason.code, nodes, red)
                 ),
                 score=item.score if isinstance(item, NearMiss) else 1.0,
                 below=tuple(self._named(why.text) for why in below),

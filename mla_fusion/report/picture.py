@@ -1,50 +1,49 @@
-"""What a report draws of one prologue: its nodes, what each is for, and the edges between them.
-Plain data.
+"""What a report draws of one prologue: its parts, the arrows between them, and their nodes. Plain
+data.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# What a dot is for, which decides its colour.
-INPUTS = ("input", "weight", "table", "cache")
-ROLES = (*INPUTS, "product", "norm", "rope", "write", "other", "kernel", "output", "missing")
+# What a part is, which decides its colour.
+ROLES = ("input", "product", "norm", "rope", "write", "other", "kernel", "output", "missing")
 
 
 @dataclass(frozen=True)
-class Dot:
-    """One node of the graph, or one result of the kernel, or what is missing.
-
-    role     one of ``ROLES``
-    step     the part of the prologue that it belongs to; dots of one step may be drawn as one
-    tensor   dtype and shape of its value, "" where it has none
-    """
+class Step:
+    """One node of the graph. ``tensor``: dtype and shape of its value, "" where it has none."""
 
     name: str
-    op: str
-    role: str
-    step: str
-    tensor: str = ""
-    source: str = ""
+    operator: str
+    tensor: str
+    source: str
 
 
 @dataclass(frozen=True)
-class Arrow:
-    """From one dot to another, by their places. ``failing``: here is why the prologue was left."""
+class Part:
+    """One box: nodes that compute one thing together.
 
-    start: int
-    end: int
-    failing: bool = False
-    label: str = ""
+    role    one of ``ROLES``
+    text    what it computes, as a formula
+    reads   inputs of the graph that it reads, each with dtype and shape
+    is_red  the rejection names a node of it, or it is what is missing
+    """
+
+    title: str
+    role: str
+    text: str = ""
+    reads: tuple[str, ...] = ()
+    steps: tuple[Step, ...] = ()
+    is_red: bool = False
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """Dots in graph order, arrows between them, and what each step computes."""
+    """Parts, and arrows between them by their places. Every arrow leads to a later part."""
 
-    dots: tuple[Dot, ...]
-    arrows: tuple[Arrow, ...]
-    formulas: dict[str, str]
+    parts: tuple[Part, ...]
+    arrows: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)

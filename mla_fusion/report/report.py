@@ -225,8 +225,7 @@ class Report:
         if not self.fused and not self.rejected:
             lines += [f"  {line}" for line in self.absent]
         lines += [f"  note: {line}" for line in self.notes]
-        return "
-".join(lines)
+        return "\n".join(lines)
 
 
 def _lines(item: Fusion) -> list[str]:

@@ -65,14 +65,10 @@ def _save(report: Report, folder: Path) -> list[Path]:
         folder.mkdir(parents=True, exist_ok=True)
         text = stem.with_suffix(".json")
         text.write_text(report.to_json(), encoding="utf-8")
+        return [text, report.to_html(stem.with_suffix(".html"))]
     except OSError as error:
         _tell(f"no report was written: {error}")
         return []
-    try:
-        return [text, report.to_html(stem.with_suffix(".html"))]
-    except (ImportError, OSError) as error:
-        _tell(f"the report was written as JSON alone: {error}")
-        return [text]
 
 
 def _number(report: Report, folder: Path) -> int:

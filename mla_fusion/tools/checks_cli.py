@@ -14,7 +14,7 @@ from typing import Any
 import mla_fusion as mf
 from mla_fusion.machine import AUTO
 from mla_fusion.report import text_tables
-from mla_fusion.tools.command import Command, answer, function, option, page
+from mla_fusion.tools.command import Command, answer, function, option
 from mla_fusion.tools.target import (
     UserError,
     add_limits,
@@ -116,30 +116,16 @@ def _check_proof(arguments: Namespace) -> int:
 def _selftest(arguments: Namespace) -> int:
     from mla_fusion.tools import selftest
 
-    if arguments.compare:
-        return _compared(arguments)
-    options = selftest.Options(arguments.only, arguments.hidden, arguments.heads, arguments.repeats)
     named = (None if name == AUTO else name for name in (arguments.soc, arguments.cann))
     with user_errors(selftest.NoDevice, mf.meta.ContractError):
         device = selftest.choose(arguments.device, *named)
-        outcome = selftest.run(device, options, _tell_progress)
+        outcome = selftest.run(device, arguments.only, _tell_progress)
     if not outcome.results:
-        raise UserError(f"no scenario matches {arguments.only!r}")
+        raise UserError(f"no check matches {arguments.only!r}")
     if arguments.out:
         with writing(arguments.out):
-            arguments.out.write_text(outcome.to_json(), encoding="utf-8")
-    arguments.html = None  # goes with --compare
+            arguments.out.write_text(f"{outcome}\n", encoding="utf-8")
     return answer(outcome, arguments, not outcome.failed)
-
-
-def _compared(arguments: Namespace) -> int:
-    from mla_fusion.tools.selftest import paper
-
-    if len(arguments.compare) > 2:
-        raise UserError("--compare takes one file or two")
-    with user_errors(paper.OutcomeError):
-        found = paper.read(*arguments.compare)
-    return answer(found, arguments, found.ok)
 
 
 def _tell_progress(result: Any) -> None:
@@ -221,27 +207,8 @@ COMMANDS = (
         (
             option("--device", "default: an NPU where there is one", choices=("npu", "cpu")),
             add_limits,
-            option(
-                "--only",
-                "scenarios whose name matches, as 'w2 kv1'",
-                default="*",
-                metavar="PATTERN",
-            ),
-            option(
-                "--hidden", "He; 7168 on an NPU, the smallest legal one on a CPU", type=positive
-            ),
-            option("--heads", "N; 16 on an NPU, 4 on a CPU", type=positive),
-            option("--repeats", "timed calls per scenario", type=positive),
-            option(
-                "--out", "also write the JSON to a file, to send back", type=output, metavar="FILE"
-            ),
-            option(
-                "--compare",
-                "run nothing: judge one such file, or compare two",
-                nargs="+",
-                metavar="JSON",
-            ),
-            page("with --compare: also write a page"),
+            option("--only", "checks whose name matches", default="*", metavar="PATTERN"),
+            option("--out", "also write the text to a file, to mail", type=output, metavar="FILE"),
         ),
     ),
 )

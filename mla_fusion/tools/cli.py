@@ -32,7 +32,7 @@ examples:
   mla-fusion audit hand.py:mine --reference model.py:example    does this call equal the model?
   mla-fusion check-proof report.json            is what a report says is proved so? needs no torch
   mla-fusion check-model folder                 what of a Hugging Face checkpoint fuses
-  mla-fusion selftest --out selftest.json       on an NPU: every scenario, against the reference
+  mla-fusion selftest --out selftest.txt        on an NPU: every operator, against the reference
 
 model.py:example names a function without arguments that returns (module_or_function, arguments);
 a module does as well as a file: mla_fusion.examples.fuse_your_model:example is one to try.

@@ -103,8 +103,13 @@ def _inspect(arguments: Namespace) -> int:
 
 def _diff(arguments: Namespace) -> int:
     first, second = existing(arguments.first), existing(arguments.second)
-    from mla_fusion.tools.inspect.compare import diff
+    from mla_fusion.tools.inspect.compare import diff, diff_lines
+    from mla_fusion.tools.selftest import HEADING
 
+    texts = [path.read_bytes() for path in (first, second)]
+    if all(text.startswith(HEADING.encode()) for text in texts):
+        lines = diff_lines(*(text.decode(errors="replace") for text in texts))
+        return answer(lines, arguments, lines.equal)
     with user_errors(ValueError):
         found = diff(_read_dump(first, arguments.graph), _read_dump(second, arguments.graph))
     return answer(found, arguments, found.equal)
@@ -174,11 +179,12 @@ COMMANDS = (
     Command(
         "diff",
         _diff,
-        "Compare two dumps by operators and wiring, not by names.",
+        "Compare two dumps by operators and wiring, not by names, or two texts of the self-test by "
+        "lines.",
         "Exit status 1: they differ; what differs is listed.",
         (
-            option("first", "a dump", metavar="A"),
-            option("second", "the dump to compare it with", metavar="B"),
+            option("first", "a dump, or what selftest --out wrote", metavar="A"),
+            option("second", "what to compare it with", metavar="B"),
             _GRAPH,
         ),
     ),

@@ -8,24 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from mla_fusion.examples.fuse_your_model import example
 from torch import Tensor
 
 import mla_fusion as mf
 from mla_fusion.compile import words
-from mla_fusion.tools.selftest.unfused import Form, Prologue, arguments
 from tests.exhaustive import one_in
 
-DIMS = {
-    "He": 1024,
-    "Hcq": 1536,
-    "N": 2,
-    "D": 128,
-    "Dr": 64,
-    "Hckv": 512,
-    "BlockNum": 4,
-    "BlockSize": 16,
-}
-FORM = Form("half RoPE", lead=(4,))
 BACKENDS = ["by name", "as a function"]
 
 
@@ -42,12 +31,15 @@ def backend(request: pytest.FixtureRequest) -> Any:
     return "mla_fusion" if request.param == "by name" else mf.backend()
 
 
-def model() -> Prologue:
-    return Prologue(FORM, DIMS)
+def model() -> torch.nn.Module:
+    return example()[0]
 
 
 def given(tokens: int = 4) -> tuple[Tensor, ...]:
-    return arguments(Form("any", lead=(tokens,)), DIMS)
+    *inputs, slots, kv_cache, kr_cache = example()[1]
+    repeated = (tensor.repeat(-(-tokens // 4), 1)[:tokens] for tensor in inputs)
+    slots = torch.arange(3, 3 * tokens + 3, 3) if tokens != 4 else slots
+    return *repeated, slots, kv_cache, kr_cache
 
 
 @torch.no_grad()

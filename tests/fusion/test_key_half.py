@@ -69,7 +69,7 @@ def test_the_report_says_which_step_down_was_taken() -> None:
     (told,) = json.loads(report.to_json())["fused"]
     assert told["target"] == "key" and told["operator"] == "npu_kv_rmsnorm_rope_cache_v2"
     assert any("RMSNorm of 512 columns" in line for line in fusion.proof)
-    drawn = {dot.role for dot in report.pictures[fusion.picture].before.dots}  # type: ignore[index, union-attr]
+    drawn = {part.role for part in report.pictures[fusion.picture].before.parts}  # type: ignore[index, union-attr]
     assert {"norm", "rope", "write"} <= drawn
 
 

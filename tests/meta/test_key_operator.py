@@ -10,25 +10,25 @@ import pytest
 import torch
 
 from mla_fusion import meta
-from mla_fusion.tools.selftest.scenarios import KeyScenario, key_scenarios
+from mla_fusion.tools.selftest.calls import calls, sample_key
 
 OP = "npu_kv_rmsnorm_rope_cache_v2"
 
 
 def call(mode: str = "PA_BNSD", int8: bool = False, **changes: Any) -> dict[str, Any]:
-    return KeyScenario(mode, torch.bfloat16, int8).call() | changes
+    return sample_key(mode, int8) | changes
 
 
 @pytest.mark.parametrize("cann", meta.RELEASES)
 @pytest.mark.parametrize("soc", meta.SOCS)
 def test_what_the_self_test_runs_is_taken_where_the_operator_is(soc: str, cann: str) -> None:
     there = soc != "A5" or meta.RELEASES.index(cann) >= meta.RELEASES.index("8.5")
-    for scenario in key_scenarios(soc):
+    for scenario in (one for one in calls(soc, cann) if one.op == OP):
         if there:
-            meta.check(scenario.op, soc=soc, cann=cann, values=True, **scenario.call())
+            meta.check(scenario.op, soc=soc, cann=cann, values=True, **scenario.make())
         else:
             with pytest.raises(meta.ContractError, match=r"CANN 8\.5") as refused:
-                meta.check(scenario.op, soc=soc, cann=cann, **scenario.call())
+                meta.check(scenario.op, soc=soc, cann=cann, **scenario.make())
             assert refused.value.code == "soc"
 
 

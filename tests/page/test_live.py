@@ -6,17 +6,14 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from mla_fusion.examples.fuse_your_model import example
 
 import mla_fusion as mf
 from mla_fusion.compile.device_graph import capture
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-from fuse_your_model import example
 
 
 def run(**options) -> None:
@@ -65,17 +62,6 @@ def test_a_folder_that_cannot_be_written_stops_nothing(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "mla_fusion"):
         run(report=file / "reports")
     assert "no report was written" in caplog.text
-
-
-def test_without_jinja2_there_is_json(tmp_path, monkeypatch, caplog):
-    def missing(self: mf.Report, path: Path) -> Path:
-        raise ImportError("HTML reports need jinja2")
-
-    monkeypatch.setattr(mf.Report, "to_html", missing)
-    with caplog.at_level(logging.WARNING, "mla_fusion"):
-        run(report=tmp_path)
-    assert [file.suffix for file in tmp_path.iterdir()] == [".json"]
-    assert "written as JSON alone" in caplog.text
 
 
 @pytest.fixture(autouse=True)

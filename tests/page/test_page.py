@@ -1,194 +1,152 @@
-"""The page: well-formed, self-contained, escaped, folded, and the report's JSON in it."""
+"""The page: well-formed, self-contained, escaped, and every fact of the report stands on it."""
 
 from __future__ import annotations
 
-import json
+import html
 import re
+from dataclasses import asdict
 from html.parser import HTMLParser
+from typing import Any
 
 import pytest
+import torch
 
-from mla_fusion.commit.verify import Figure
-from mla_fusion.config import Config
-from mla_fusion.report import text_tables
-from mla_fusion.report.picture import ROLES, Arrow, Dot, Drawing, Picture
+import mla_fusion as mf
+from mla_fusion.report.picture import Drawing, Part, Picture, Step
 from mla_fusion.report.rejection import Rejection
-from mla_fusion.report.report import Fusion, Report
+from mla_fusion.report.report import Figure, Fusion
 from mla_fusion.tools.page import page
+from tests.harness import graph_of
+from tests.page import pages
 
-EVIL = '</script><script>alert("x")</script><img src=x onerror=1>&amp;'
-VOID = {"meta", "br", "img", "link", "input"}
-NODES = ("mm", "mul_6", "mm_1", "bmm", "cat_1", "mm_2", "mul_8", "cat_2")
+EVIL = '</style><script>alert("x")</script><img src=x onerror=1>&amp;'
 
 
 class Reader(HTMLParser):
-    """Checks nesting and collects what the tests ask for."""
+    """Checks that elements are nested, and collects them and the text."""
 
-    def __init__(self) -> None:
+    def __init__(self, text: str) -> None:
         super().__init__()
         self.stack: list[str] = []
         self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.text: list[str] = []
-        self.data = ""
+        self.text = ""
+        self.feed(text)
+        self.close()
+        assert self.stack == []
 
-    def handle_starttag(self, tag, attrs):
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
         self.tags.append((tag, dict(attrs)))
-        if tag not in VOID:
-            self.stack.append(tag)
+        self.stack += [tag] if tag != "meta" else []
 
-    def handle_startendtag(self, tag, attrs):
+    def handle_startendtag(self, tag: str, attrs: Any) -> None:
         self.tags.append((tag, dict(attrs)))
 
-    def handle_endtag(self, tag):
+    def handle_endtag(self, tag: str) -> None:
         assert self.stack.pop() == tag
 
-    def handle_data(self, data):
-        if self.stack and self.stack[-1] == "script":
-            self.data += data if self.tags[-1][1].get("id") == "report" else ""
-        elif self.stack and self.stack[-1] != "style":
-            self.text.append(data)
+    def handle_data(self, data: str) -> None:
+        self.text += "" if self.stack[-1:] == ["style"] else f"{data} "
 
 
-def read(text: str) -> Reader:
-    reader = Reader()
-    reader.feed(text)
-    reader.close()
-    assert reader.stack == []
-    return reader
+def text_of(report: mf.Report) -> str:
+    return re.sub(r"\s+", " ", Reader(page.render(report)).text)
 
 
-def fusion(
-    layer: str, nodes: tuple[str, ...] = NODES, figures: tuple[Figure, ...] = (), **other: object
-) -> Fusion:
-    values = {
-        "layer": layer,
-        "nodes": nodes,
-        "dims": {"T": "8", "He": 7168},
-        "cache_mode": "PA_BSND",
-        "placement": "in place",
-        "rope": "interleaved in, half out",
-        "attributes": {"rmsnorm_epsilon_cq": 1e-6},
-        "replaced": {"view_10": "query", "view_3": "kv_cache"},
-        "assumptions": (),
-        "verified": "verified",
-        "figures": figures,
-        "source": "model.py:55 in forward: q = self.q(x)",
-    }
-    return Fusion(**{**values, **other})  # type: ignore[arg-type]
+def leaves(value: Any) -> list[Any]:
+    """The texts and numbers of nested data."""
+    if isinstance(value, dict):
+        return [leaf for pair in value.items() for part in pair for leaf in leaves(part)]
+    if isinstance(value, (list, tuple)):
+        return [leaf for part in value for leaf in leaves(part)]
+    return [value] if isinstance(value, (str, int)) and not isinstance(value, bool) else []
 
 
-def report(*fusions: Fusion, rejected: tuple[Rejection, ...] = ()) -> Report:
-    return Report(
-        Config(),
-        list(fusions),
-        list(rejected),
-        {"view": 0.001, "match": 0.2, "plan": 0.01, "verify": 0.3, "rewrite": 0.02, "total": 0.54},
-        324,
-        208,
-        operators={
-            "before": {"aten.mm.default": 14},
-            "after": {"aten.mm.default": 8, "npu.x.default": 2},
-        },
+@pytest.mark.parametrize("name", ["PagedRotateHalf", "SglangDecode", "GptjStack", "PagedLite"])
+def test_every_fact_of_a_fusion_stands_on_the_page(name: str) -> None:
+    half = name == "GptjStack"  # whose rotated keys are then stored otherwise
+    report = pages.report_of(name, **({"kr_layout": "half"} if half else {}))
+    text, fusion = text_of(report), report.fused[0]
+    shown = asdict(fusion)
+    shown["staged_by"] = [list(one.values()) for one in shown["staged_by"]]
+    for other in ("figures", "picture", "certificate", "leaves", "placement", "cache_mode"):
+        del shown[other]
+    del shown["operators_before"], shown["operators_after"]
+    for fact in (*leaves(list(shown.values())), fusion.gain, fusion.cost_of_staging):
+        assert re.sub(r"\s+", " ", str(fact)) in text, fact
+    for figure in fusion.figures:
+        assert f"{figure.output} {figure.relative:.1e} {figure.row:.1e}" in text
+    assert all(left.what in text for left in fusion.leaves)
+    assert ("Staged: " in text, "In place: " in text) == (
+        bool(fusion.staged_by),
+        name != "SglangDecode",
+    )
+    assert ("Warning: " in text) is half
+    picture = report.pictures[fusion.picture or 0]
+    steps = [step for part in picture.before.parts for step in part.steps]
+    assert len(steps) > 30
+    assert all(f"{one.name} {one.operator} {one.tensor}" in text for one in steps)
+
+
+@pytest.mark.parametrize("name", ["eps_outside", "Unabsorbed", "FullWithChannelCaches"])
+def test_every_fact_of_a_rejection_stands_on_the_page(name: str) -> None:
+    report = pages.report_of(name)
+    text, left = text_of(report), report.rejected[0]
+    facts = left.code, left.message, left.remedy, left.source, ", ".join(left.nodes), *left.below
+    assert all(re.sub(r"\s+", " ", fact) in text for fact in facts)
+
+
+def test_the_graph_stands_on_the_page() -> None:
+    report = pages.fused(2)
+    text = text_of(report)
+    assert f"{report.nodes_before} before, {report.nodes_after} after" in text
+    assert all(f"{stage} {1e3 * time:,.1f}" in text for stage, time in report.timings.items())
+    assert "aten.mm 6 0" in text
+    assert all(f"{name} {value}" in text for name, value in asdict(report.config).items())
+    assert "before," not in text_of(pages.report_of("PagedRotateHalf"))  # nothing was changed
+
+
+def test_equal_layers_share_a_card() -> None:
+    assert "layers.0 and 1 more" in (text := text_of(pages.fused(2)))
+    assert text.count("Why it is exact") == 1 and "layers.1" in text
+    same = [Rejection("absorb.absent", f"node {i}", (), f"layers.{i}", "m.py:1") for i in range(3)]
+    other = Rejection("rope.absent", "none", ("mm",), "layers.9", "m.py:1")
+    text = text_of(mf.Report(mf.Config(), rejected=[*same, other]))
+    assert text.count("To fuse:") == 2 and "layers.0, layers.1, layers.2" in text
+
+
+def test_everything_is_escaped() -> None:
+    texts = {name: EVIL for name in Fusion.__annotations__ if name not in ("picture", "figures")}
+    many: dict[str, Any] = dict.fromkeys(("nodes", "assumptions", "proof", "warnings"), (EVIL,))
+    many |= {name: {EVIL: EVIL} for name in ("dims", "attributes", "replaced")}
+    many |= {"staged_by": (), "leaves": (), "operators_before": 1, "operators_after": 2}
+    figures = (Figure(EVIL, 0.1, 0.1, 9),)
+    fusion = Fusion(**{**texts, **many, "figures": figures, "picture": 0})  # type: ignore[arg-type]
+    rejection = Rejection("absorb.absent", EVIL, (EVIL,), EVIL, EVIL, 0, below=(EVIL,))
+    part = Part(EVIL, "other", EVIL, (EVIL,), (Step(EVIL, EVIL, EVIL, EVIL),), True)
+    drawn = Drawing((part, part), ((0, 1),))
+    report = mf.Report(mf.Config(), [fusion], [rejection], pictures=[Picture(EVIL, drawn, drawn)])
+    found = Reader(page.render(report, [page.Section(EVIL, EVIL, (EVIL,), [(EVIL,)])]))
+    assert not {"script", "img"} & {tag for tag, _ in found.tags} and EVIL in found.text
+
+
+def test_nothing_is_loaded_from_elsewhere() -> None:
+    text = page.render(pages.fused(2))
+    assert not re.search(r"https?:|@import|url\(", text)
+    assert not any(
+        "src" in attributes or "href" in attributes for _, attributes in Reader(text).tags
     )
 
 
-def test_json_round_trip(tmp_path):
-    one = report(
-        fusion("layers.0"), rejected=(Rejection("absorb.absent", EVIL, ("mm",), "layers.1", EVIL),)
-    )
-    path = one.to_html(tmp_path / "deep" / "report.html")
-    reader = read(path.read_text(encoding="utf-8"))
-    assert json.loads(reader.data) == json.loads(one.to_json())
+def test_a_graph_without_a_prologue_says_so() -> None:
+    report = mf.explain(graph_of(torch.nn.Linear(4, 4), torch.randn(2, 4)))
+    assert "Nothing to fuse" in (text := text_of(report))
+    assert all(line.strip() in text for line in report.absent)
 
 
-def test_everything_is_escaped():
-    texts = {"source": EVIL, "attributes": {EVIL: EVIL}, "rope": EVIL}
-    evil = fusion(EVIL, tuple(EVIL + name for name in NODES), picture=0, **texts)
-    rejection = Rejection("absorb.absent", EVIL, (EVIL,), EVIL, EVIL, picture=0)
-    sections = [page.Section(EVIL, EVIL, (EVIL,), [(EVIL,)])]
-    one = report(evil, rejected=(rejection,))
-    dots = tuple(Dot(EVIL, EVIL, role, EVIL + role, EVIL, EVIL) for role in ROLES)
-    drawn = Drawing(
-        dots, (Arrow(0, 1, True, EVIL), Arrow(1, 2)), {EVIL + role: EVIL for role in ROLES}
-    )
-    one.pictures.append(Picture(EVIL, drawn, drawn))
-    reader = read(page.render(one, sections))
-    assert [tag for tag, _ in reader.tags if tag == "img"] == []
-    assert [attributes for tag, attributes in reader.tags if tag == "script"] == [
-        {"type": "application/json", "id": "report"},
-        {},
+def test_a_callers_table() -> None:
+    sections = [
+        page.Section("Mine", "words", ("a",), [("<b>",)]),
+        page.Section("None", "why", (), []),
     ]
-    assert EVIL in "".join(reader.text)
-
-
-def test_nothing_is_loaded_from_elsewhere():
-    text = page.render(report(fusion("layers.0")))
-    assert not re.search(r"https?://|@import|url\(", text)
-    tags = read(text).tags
-    assert all("src" not in attributes for _, attributes in tags)
-    links = [attributes["href"] for _, attributes in tags if "href" in attributes]
-    names = {f"#{attributes['id']}" for _, attributes in tags if "id" in attributes}
-    assert links and names.issuperset(links)
-
-
-def test_equal_layers_share_a_card_that_keeps_the_figures():
-    figure = Figure("query", 4.2e-3, 0.1, 100)
-    cards = page.fused_cards(
-        report(
-            fusion("layers.0"),
-            fusion("layers.1", figures=(figure,)),
-            fusion("layers.2", cache_mode="TND"),
-            fusion("layers.3"),
-        )
-    )
-    assert [card.layers for card in cards] == [["layers.0", "layers.1", "layers.3"], ["layers.2"]]
-    assert cards[0].item.figures == (figure,)
-    assert cards[0].title == "layers.0 … layers.3 (3 layers)"
-
-
-def test_equal_rejections_share_a_card():
-    same = [
-        Rejection("absorb.absent", f"node {i}", (f"mm_{i}",), f"layers.{i}", "m.py:1 in f: x")
-        for i in range(3)
-    ]
-    other = Rejection("rope.absent", "none", ("mm",), "layers.9", "m.py:1 in f: x")
-    text = "".join(read(page.render(report(rejected=(*same, other)))).text)
-    assert text.count("To fuse:") == 2
-    assert "layers.0, layers.1, layers.2" in text
-
-
-def test_explained_report_says_would(tmp_path):
-    one = report(fusion("layers.0"))
-    one.committed = False
-    assert "Would fuse" in page.render(one)
-
-
-def test_empty_report_is_a_page():
-    reader = read(page.render(Report(Config())))
-    assert "0 fused, 0 left" in "".join(reader.text)
-
-
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [(0, "0 bytes"), (1023, "1023 bytes"), (2048, "2.0 KiB"), (83623936, "79.8 MiB")],
-)
-def test_size(count, text):
-    assert text_tables.size(count) == text
-
-
-def test_text_table_aligns_numbers_to_the_right():
-    assert text_tables.render(("op", "n"), [("mm", 3), ("index_put", 14)], "").splitlines() == [
-        "op          n",
-        "---------  --",
-        "mm          3",
-        "index_put  14",
-    ]
-
-
-def test_operator_table_puts_changes_first():
-    before, after = (
-        {"aten.mm.default": 3, "aten.add.Tensor": 9},
-        {"aten.mm.default": 1, "aten.add.Tensor": 9},
-    )
-    rows = text_tables.operators(before, after)
-    assert rows == [("aten.mm", 3, 1), ("aten.add.Tensor", 9, 9)]
+    found = page.render(mf.Report(mf.Config()), sections)
+    assert "Mine" in found and "words" in found and html.escape("<b>") in found and "why" in found

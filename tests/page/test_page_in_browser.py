@@ -1,6 +1,4 @@
-"""The page in headless Chromium: it loads nothing, logs nothing, and answers to pointer and
-keyboard.
-"""
+"""The page in headless Chromium: it loads nothing, logs nothing, fits, and is red where it says."""
 
 from __future__ import annotations
 
@@ -12,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import mla_fusion as mf
 from tests.page import pages
 
 CHROMIUM = (
@@ -20,7 +19,7 @@ CHROMIUM = (
 pytestmark = pytest.mark.skipif(
     CHROMIUM is None and not os.environ.get("CI"), reason="no Chromium on this machine"
 )
-MIB = 1 << 20
+RED = {"light": "rgb(198, 40, 40)", "dark": "rgb(255, 111, 97)"}
 
 
 @pytest.fixture(scope="module")
@@ -35,159 +34,93 @@ def browser() -> Iterator[Any]:
         browser.close()
 
 
-class Visit:
-    """An open page, with what it asked for and what it logged."""
-
-    def __init__(self, browser: Any, path: Path, **options: Any) -> None:
-        self.page = browser.new_page(viewport={"width": 1400, "height": 900}, **options)
-        self.requests: list[str] = []
-        self.errors: list[str] = []
-        self.page.on("request", lambda request: self.requests.append(request.url))
-        self.page.on("console", lambda message: self.errors.append(message.text))
-        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
-        self.page.goto(path.as_uri())
-
-    def style(self, selector: str, name: str) -> str:
-        return str(
-            self.page.eval_on_selector(selector, f"element => getComputedStyle(element).{name}")
-        )
-
-    def focused(self) -> str:
-        return str(self.page.evaluate("document.activeElement.getAttribute('aria-label')"))
-
-
 @pytest.fixture
 def visit(browser: Any, tmp_path: Path) -> Iterator[Any]:
-    opened: list[Visit] = []
+    """Opens the page of a report; at the end nothing was asked for and nothing logged."""
+    asked: list[str] = []
+    logged: list[str] = []
 
-    def open_(report: Any, **options: Any) -> Visit:
-        opened.append(Visit(browser, report.to_html(tmp_path / "report.html"), **options))
-        return opened[-1]
+    def open_(report: mf.Report, **options: Any) -> Any:
+        view = browser.new_page(**options)
+        view.on("request", lambda request: asked.append(request.url))
+        view.on("console", lambda message: logged.append(message.text))
+        view.on("pageerror", lambda error: logged.append(str(error)))
+        file = report.to_html(tmp_path / "deep" / "report.html")
+        view.goto(file.as_uri())
+        assert asked == [file.as_uri()] and not logged
+        return view
 
     yield open_
-    for item in opened:
-        assert [url for url in item.requests if not url.startswith("file:")] == []
-        assert len(item.requests) == 1
-        assert item.errors == []
-        item.page.close()
-
-
-def test_drawings_answer_to_keyboard_and_pointer(visit: Any) -> None:
-    at = visit(pages.fused(1))
-    page = at.page
-    page.hover("svg.drawing >> nth=0 >> .role-norm >> nth=0")
-    pane = page.locator(".detail").first
-    assert pane.locator(".formula").inner_text().endswith("eps 1e-06")
-    assert pane.locator("li").count() == 8
-    assert "in rms_norm" in pane.locator(".source").first.inner_text()
-    assert page.locator("svg.drawing").first.locator(".edge.lit").count() > 1
-    page.focus("svg.drawing .dot[tabindex='0']")
-    page.keyboard.press("End")  # no key of ours
-    first = at.focused()
-    page.keyboard.press("ArrowRight")
-    second = at.focused()
-    assert second != first and page.locator("svg.drawing").first.locator(".dot.shown").count() == 1
-    assert pane.locator("strong").inner_text() in second
-    page.evaluate(
-        "document.querySelector('svg.drawing .dot').dispatchEvent(new MouseEvent('mouseenter'))"
-    )
-    assert pane.locator("strong").inner_text() in second  # scrolled below a pointer at rest
-    page.keyboard.press("Enter")
-    assert page.evaluate("document.activeElement.getAttribute('aria-pressed')") == "true"
-    page.hover("svg.drawing >> nth=0 >> .role-output >> nth=0")
-    assert pane.locator("strong").inner_text() in second  # kept
-    page.keyboard.press("Escape")
-    page.keyboard.press("ArrowLeft")
-    assert page.locator("svg.drawing").first.locator(".dot[tabindex='0']").count() == 1
-    outline = page.evaluate(
-        "getComputedStyle(document.activeElement.querySelector('rect')).strokeWidth"
-    )
-    assert outline == "3px"
-
-
-REACHED = """() => {
-    const dots = [...document.querySelector('svg.drawing').querySelectorAll('.dot')], reached = [0];
-    for (const index of reached)
-        for (const key of ['ArrowRight', 'ArrowDown', 'ArrowLeft', 'ArrowUp']) {
-            dots[index].focus();
-            dots[index].dispatchEvent(new KeyboardEvent('keydown', {key, bubbles: true}));
-            const found = dots.indexOf(document.activeElement);
-            if (!reached.includes(found)) reached.push(found);
-        }
-    return [reached.length, dots.length];
-}"""
-
-
-def test_every_box_is_within_reach_of_the_arrow_keys(visit: Any) -> None:
-    """In one go: a key at a time from here takes seconds."""
-    reached, dots = visit(pages.fused(1)).page.evaluate(REACHED)
-    assert reached == dots > 10
-
-
-def test_the_theme_follows_the_system_until_chosen(visit: Any) -> None:
-    at = visit(pages.fused(1), color_scheme="dark")
-    dark = at.style("body", "backgroundColor")
-    assert at.page.get_attribute("#theme", "aria-pressed") == "true"
-    at.page.click("#theme")
-    light = at.style("body", "backgroundColor")
-    assert (dark, light) == ("rgb(19, 23, 27)", "rgb(247, 248, 249)")
-    at.page.click("#theme")
-    assert at.style("body", "backgroundColor") == dark
-
-
-def test_sixty_one_layers_are_one_card(visit: Any, tmp_path: Path) -> None:
-    at = visit(pages.many(61))
-    assert (tmp_path / "report.html").stat().st_size < 3 * MIB
-    assert at.page.locator("article.fused").count() == 1
-    layers = at.page.locator("details.layers")
-    assert "61 layers" in layers.locator("summary").inner_text()
-    assert not layers.locator("tbody tr").first.is_visible()
-    layers.locator("summary").focus()
-    at.page.keyboard.press("Enter")
-    assert layers.locator("tbody tr").count() == 61 and layers.locator("tbody tr").last.is_visible()
-    at.page.locator("details.every summary").click()
-    assert at.page.locator("details.every .dot").count() == len(
-        pages.many(61).pictures[0].before.dots
-    )
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_the_edge_at_fault_is_red(visit: Any, scheme: str) -> None:
-    at = visit(pages.left(pages.Biased), color_scheme=scheme)
-    assert at.page.locator(".edge.failing").count() == 1
-    assert at.style(".dot.failing rect", "stroke") == at.style(".edge.failing .wire", "stroke")
-    red = {"light": "rgb(198, 40, 40)", "dark": "rgb(255, 111, 97)"}[scheme]
-    assert at.style(".edge.failing .wire", "stroke") == red
-    assert at.style(".edge:not(.failing) .wire", "stroke") != red
-
-
-def test_prints_and_fits_three_widths(visit: Any) -> None:
-    at = visit(pages.many(61))
-    widths = """[document.documentElement.scrollWidth,
-                 document.querySelector('svg.drawing').getBoundingClientRect().right]"""
-    for width in (400, 900, 1300):
-        at.page.set_viewport_size({"width": width, "height": 900})
-        whole, drawing = at.page.evaluate(widths)
-        assert whole <= width, "drawings scroll, the page does not"
-        assert drawing <= width or width < 1300, "the first drawing is seen whole"
-    assert at.page.pdf(format="A4").startswith(b"%PDF")
-    at.page.emulate_media(media="print")
-    assert (
-        not at.page.locator("#theme").is_visible()
-        and at.page.locator("svg.drawing").first.is_visible()
+@pytest.mark.parametrize(
+    ("name", "red"),
+    [
+        ("eps_outside", ["q_a_layernorm's add"]),
+        ("Unabsorbed", ["no W_uk product"]),
+        ("PagedRotateHalf", []),
+    ],
+)
+def test_red_is_what_the_message_names(visit: Any, name: str, red: list[str], scheme: str) -> None:
+    view = visit(pages.report_of(name), color_scheme=scheme)
+    strokes = view.eval_on_selector_all(
+        "svg g",
+        "boxes => boxes.map(box => [box.querySelector('title').textContent.split('\\n')[0],"
+        " getComputedStyle(box.querySelector('rect')).stroke])",
     )
-    assert at.page.evaluate("document.documentElement.scrollWidth") <= 1300
-    at.page.emulate_media(media="screen")
-    order = at.page.eval_on_selector_all("h2", "headings => headings.map(heading => heading.id)")
-    assert order.index("fused") < order.index("timeline"), "the verdict first"
+    assert [title for title, stroke in strokes if stroke == RED[scheme]] == red
+    assert len(strokes) > 4
 
 
-def test_text_stays_in_its_box(visit: Any) -> None:
-    at = visit(pages.fused(1))
-    at.page.locator("details.every summary").click()
-    too_wide = at.page.eval_on_selector_all(
-        "svg .dot",
-        """dots => dots.filter(dot => [...dot.querySelectorAll('text')].some(
-             text => text.getBBox().width > dot.querySelector('rect').getBBox().width)).length""",
+REPORTS = {
+    "fused": lambda: pages.fused(2),
+    "staged": lambda: pages.report_of("SglangDecode"),
+    "refused": lambda: pages.report_of("eps_outside"),
+}
+
+
+@pytest.mark.parametrize("kind", REPORTS)
+def test_fits_wide_and_narrow_screens_and_prints(visit: Any, kind: str) -> None:
+    view = visit(REPORTS[kind]())
+    view.eval_on_selector_all("details", "all => all.forEach(one => one.open = true)")
+    for width in (1280, 420):
+        view.set_viewport_size({"width": width, "height": 800})
+        assert view.evaluate("document.documentElement.scrollWidth") <= width
+    assert view.pdf(format="A4").startswith(b"%PDF")
+
+
+@pytest.mark.parametrize("kind", REPORTS)
+def test_boxes_do_not_overlap_and_hold_their_text(visit: Any, kind: str) -> None:
+    view = visit(REPORTS[kind]())
+    drawings = view.eval_on_selector_all(
+        "svg",
+        "all => all.map(one => [...one.querySelectorAll('rect, text')].map(part => {"
+        " const {x, y, width, height} = part.getBBox();"
+        " return [part.tagName, x, y, x + width, y + height]; }))",
     )
-    assert too_wide == 0
+    assert drawings
+    for drawing in drawings:
+        boxes = [corners for kind, *corners in drawing if kind == "rect"]
+        for at, (left, top, right, bottom) in enumerate(boxes):
+            for x0, y0, x1, y1 in boxes[:at]:
+                assert right <= x0 or x1 <= left or bottom <= y0 or y1 <= top
+        for kind, left, top, right, bottom in drawing:
+            inside = [
+                x0 <= left and y0 <= top and right <= x1 and bottom <= y1
+                for x0, y0, x1, y1 in boxes
+            ]
+            assert kind == "rect" or any(inside)
+
+
+def test_sixty_one_layers_are_one_card(visit: Any) -> None:
+    from dataclasses import replace
+
+    report = pages.fused(2)
+    first, second = report.fused
+    others = [replace(second, layer=f"layers.{place}") for place in range(1, 61)]
+    view = visit(replace(report, fused=[first, *others]))
+    assert view.locator("article.fused").count() == 1
+    assert not view.get_by_text("layers.60", exact=True).is_visible()
+    view.get_by_text("61 layers", exact=True).click()
+    assert view.get_by_text("layers.60", exact=True).is_visible()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import asdict, dataclass
-from difflib import SequenceMatcher
+from difflib import SequenceMatcher, unified_diff
 
 from mla_fusion.report import text_tables
 from mla_fusion.tools.dumps import Dump, Operator
@@ -118,3 +118,26 @@ def _own(operator: Operator, by_attributes: bool) -> str:
         return f"{operator.type} {[str(value) for value in operator.outputs]}"
     given = sorted((name, str(value)) for name, value in operator.stated.items())
     return f"{operator.type} {given if by_attributes else ''}"
+
+
+@dataclass(frozen=True)
+class Lines:
+    """The lines that two texts do not share: "-" before those of the first, "+" of the second."""
+
+    changed: list[str]
+
+    @property
+    def equal(self) -> bool:
+        return not self.changed
+
+    def to_json(self) -> str:
+        return text_tables.as_json({"equal": self.equal, **asdict(self)})
+
+    def __str__(self) -> str:
+        return "\n".join(self.changed) or "no line differs"
+
+
+def diff_lines(first: str, second: str) -> Lines:
+    """Compare two texts line by line."""
+    found = list(unified_diff(first.splitlines(), second.splitlines(), n=0, lineterm=""))
+    return Lines([line for line in found[2:] if not line.startswith("@@")])
