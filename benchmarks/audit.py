@@ -8,6 +8,7 @@ argument, and no other.
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from tests.by_hand.faults import FAULTS, Hand, args, model
 
 
 def main() -> int:
+    argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args()
     detected = named = 0
     for name, (code, argument, fault) in FAULTS.items():
         torch.manual_seed(0)

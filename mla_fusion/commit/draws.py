@@ -203,7 +203,7 @@ class Draws:
         drawn = _repeat(
             pool.to(torch.uint8).view(dtype) if is_codes else pool.to(dtype), shape, start
         )
-        if not role:  # a sine is exactly 0 at position 0
+        if not role and drawn.dim() > 1:  # a table: a sine is exactly 0 at position 0
             drawn.view(-1)[3::61] = 0
         is_kr = node in self.plan.caches.inputs[1:]
         return drawn[..., :1].expand(shape).contiguous() if self._row_constant and is_kr else drawn

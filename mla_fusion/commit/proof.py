@@ -24,7 +24,7 @@ from mla_fusion.fx.kinds import Kind, is_getitem, is_reshape, kind_of, word
 from mla_fusion.fx.tokens import Tokens
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import reached
-from mla_fusion.operators.known import DIAGONALS, SELECTIONS, dtype_of, value_of
+from mla_fusion.operators.known import DIAGONALS, SELECTIONS, dtype_of, shape_of, value_of
 from mla_fusion.plan.plan import Plan
 from mla_fusion.prove import field, kernels, operators
 from mla_fusion.prove.evaluate import OF_MODEL, POINTS, UNKNOWN, Evaluation, Unproved, is_same
@@ -89,9 +89,11 @@ def _mixed(view: View, plan: Plan, region: Region) -> Refuse | None:
     """
     tokens, leaves = Tokens(plan.candidate.shrink, view.binding.meaning), region.leaves
     made = {leaf for leaf in leaves if leaves[leaf] == "x"}
-    for x in (plan.candidate.down.origin, *made):
-        if _is_tensor(x):
-            tokens.start(x, plan.lead, range(x.meta["val"].dim() - 1))
+    xs = [x for x in (plan.candidate.down.origin, *made) if _is_tensor(x)]
+    # as they are before any are merged: by sequence and place
+    lead = max((plan.lead, *(shape_of(x)[:-1] for x in xs)), key=len)
+    for x in xs:
+        tokens.start(x, lead, range(len(shape_of(x)) - 1))
     if not tokens:
         return None
     of_model = {leaf for leaf in leaves if leaves[leaf] in OF_MODEL}

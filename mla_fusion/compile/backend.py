@@ -45,13 +45,11 @@ def backend(
 
     For tensors on a device: AOT autograd, the pass, then torchair. Without: AOT autograd, the pass,
     then the graph itself, its kernel call run by the CPU reference, so that the same script runs
-    anywhere.
+    anywhere. Graphs that record gradients are compiled unfused, with a report that says so.
 
     Of torch.compile's own words, ``options={"verify": "all"}`` sets fields of ``config`` for that
     model, and ``mode`` picks torchair's compiler (:mod:`mla_fusion.compile.words`). Raises
     ValueError for an option that there is not; dynamo wraps it in its BackendCompilerFailed.
-
-    Graphs that record gradients are compiled unfused, with a report that says so.
 
     What it compiles cannot be saved, by ``torch.compile(..).aot_compile`` or
     ``torchair.inference.cache_compile``: packed weights live outside the graph. The hook's can

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .base import DR, HCKV, HE, Base, Prologue, paged_args, rotated, tables
+from .base import DR, HCKV, HE, Base, Prologue, attend, paged_args, rotated, tables
 from .entry import IN_PLACE, OURS, STAGED, entry, miss
 from .rotations import pairs
 
@@ -136,6 +136,37 @@ class HeadsFirst(Prologue):
         kv, kr = torch.cat([kv, c_kv], 2), torch.cat([kr, self.rotate(k_pe, c, sn)], 2)
         score = (q_nope @ self.w_uk()) @ kv.mT + (self.rotate(q_pe, c, sn) * 0.0625) @ kr.mT
         return score, kv, kr
+
+
+def flat_positions() -> tuple[Tensor, ...]:
+    x, *_, kv_cache, kr_cache, slots = paged_args(15)
+    positions = torch.randint(1, 40, (3, 5))
+    return x.view(3, 5, HE), positions, *tables(40), kv_cache, kr_cache, slots.view(3, 5)
+
+
+@entry(IN_PLACE, source="vLLM", tags="tables, layout, symbolic", args=flat_positions)
+class GatheredFlat(Prologue):
+    """[B, S] tokens, whose rows of the tables are taken all at once."""
+
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        all_cos: Tensor,
+        all_sin: Tensor,
+        kv_cache: Tensor,
+        kr_cache: Tensor,
+        slots: Tensor,
+    ) -> Tensor:
+        flat = (table.index_select(0, positions.flatten()) for table in (all_cos, all_sin))
+        c, sn = (table.view(*positions.shape, 1, DR) for table in flat)
+        q_nope, q_pe = self.query(x)
+        c_kv, k_pe = self.latent(x)
+        query = torch.einsum("bshd,hdc->bshc", q_nope, self.w_uk())
+        kv_cache.view(-1, HCKV)[slots.flatten()] = c_kv.flatten(0, 1)
+        kr_cache.view(-1, DR)[slots.flatten()] = rotated(k_pe.unsqueeze(2), c, sn).flatten(0, 2)
+        rows = kv_cache.view(-1, HCKV), kr_cache.view(-1, DR)
+        return attend(query, rotated(q_pe, c, sn), *rows)
 
 
 @entry(STAGED, source=OURS, tags="tables, layout", args=sequences)
