@@ -21,8 +21,8 @@ GUIDE = "\n".join(PARTS)
 def test_the_blocks_run_in_order() -> None:
     namespace: dict[str, Any] = {}
     blocks = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
-    assert len(blocks) == 15, (
-        "one for each step, a rewrite, a layer of Hugging Face, graphs, v2 and ATB"
+    assert len(blocks) == 14, (
+        "one for each step, a rewrite, a layer of Hugging Face, graphs, and ATB"
     )
     for block in blocks:
         exec(compile(block, "guide", "exec"), namespace)
