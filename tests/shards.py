@@ -22,7 +22,7 @@ import pytest
 
 from tests.catalogue.entry import FILES, Entry
 
-SUBMISSION = 20
+SUBMISSION = 21
 SHARES = 8
 SHARES_OF_TABLES = 3
 # the folders of tests whose tables compile a model for each case
