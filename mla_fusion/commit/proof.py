@@ -108,6 +108,8 @@ def _mixed(view: View, plan: Plan, region: Region) -> Refuse | None:
         is_made = not made.isdisjoint(node.all_input_nodes)
         if is_made:
             made.add(node)
+            if _regroups(node) and not (tokens.knows(node) or tokens.broken(node)):
+                return Refuse("tokens.mixed", f"{node.name} has no axis of tokens", (node,))
         # the shape of what begins here, or of rows of a table, says where its tokens stand
         if _begins(node) or (
             not is_made and tokens.broken(node) and not _is_regrouped(tokens, node)
@@ -148,7 +150,11 @@ def _begins(node: Node) -> bool:
 
 def _is_regrouped(tokens: Tokens, node: Node) -> bool:
     broken = tokens.broken(node)
-    return broken is not None and (is_reshape(broken.node) or word(broken.node) in _REGROUP)
+    return broken is not None and _regroups(broken.node)
+
+
+def _regroups(node: Node) -> bool:
+    return is_reshape(node) or word(node) in _REGROUP
 
 
 @dataclass(frozen=True)
