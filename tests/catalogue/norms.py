@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .base import Base, HfNorm, npu, paged_args, wide
-from .entry import IN_PLACE, OURS, Entry, add, based, entry, words
+from .entry import IN_PLACE, OURS, Entry, add, based, entry, step, words
 
 
 class NpuAddRmsNorm(HfNorm):
@@ -141,3 +141,24 @@ for name, kind in NORMS.items():
     tags = words("norm, device, symbolic" if name == "NormByDots" else "norm")
     model = based(name, norm=kind)
     add(Entry(name=name, model=model, args=zero_rows, outcome=(IN_PLACE,), source=OURS, tags=tags))
+
+
+@step("down", IN_PLACE, tags="norm")
+def columns_flipped(self: Base, x: Tensor) -> Tensor:
+    return Base.down(self, x).flip(-1)
+
+
+@step("down", IN_PLACE, tags="norm")
+def columns_rolled(self: Base, x: Tensor) -> Tensor:
+    return Base.down(self, x).roll(3, -1)
+
+
+@step("down", IN_PLACE, tags="norm")
+def columns_joined(self: Base, x: Tensor) -> Tensor:
+    c_q = Base.down(self, x)
+    return torch.cat([c_q[..., 700:], c_q[..., :700]], -1)
+
+
+@step("down", IN_PLACE, tags="norm")
+def columns_indexed(self: Base, x: Tensor) -> Tensor:
+    return Base.down(self, x)[..., torch.arange(1535, -1, -1)]

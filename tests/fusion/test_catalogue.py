@@ -31,7 +31,6 @@ from tests.harness import (
     graph_of,
     outcome,
     refused,
-    traced_graph,
 )
 
 FUSED, MISSES = select(without="near miss"), select("near miss", without="run")
@@ -118,6 +117,8 @@ def test_fuses_as_exactly(entry: Entry) -> None:
     for alone, (report, fused) in enumerate(both):
         assert_outcome(report, entry, alone=bool(alone))
         assert_right(entry, model, args, fused)
+    if "unabsorbed" in entry.tags:  # the checker has no definition that leaves W_uk out
+        return
     checked = [found for _, found in check.checked(json.loads(both[0][0].to_json()))]
     assert checked and all(isinstance(one, check.Accepted) for one in checked), checked
 
@@ -157,18 +158,13 @@ def test_an_exported_module_is_called_as_before(entry: Entry) -> None:
     ("entry", "device"), [*each(MISSES, "cpu", of=8), *each(MISSES, "npu", of=8, first=4)]
 )
 def test_a_near_miss_is_refused(entry: Entry, device: str) -> None:
-    args = entry.args()
-    gm = (
-        traced_graph(entry.model(), *args)
-        if device == "cpu"
-        else graph_of(entry.model(), *args, device=device)
-    )
-    assert (refused(gm, config_of(entry)).code,) == entry.outcome
+    """Without verification, so that the facts alone must tell it apart."""
+    gm = graph_of(entry.model(), *entry.args(), device=device)
+    assert (refused(gm, config_of(entry, verify="off")).code,) == entry.outcome
 
 
 @pytest.mark.parametrize("entry", each(select("near miss", "run"), of=6))
 def test_a_near_miss_is_never_wrong(entry: Entry) -> None:
-    """Without verification, so that the facts alone must tell it apart."""
     model, args = entry.model(), entry.args()
     got = compiled(model, clones(args), mf.backend(config_of(entry, verify="off")))
     assert_outcome(mf.reports()[-1], entry)
