@@ -214,3 +214,61 @@ class ReadAsInterleaved(JoinedForOperator):
     """The key's table is read as one by turns."""
 
     of_key = InterleavedForOperator.of_key
+
+
+@entry(IN_PLACE, source=OURS, tags="tables")
+class TokensBySlots(Base):
+    """Tokens by their slots."""
+
+    def forward(self, *args: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        x, cos, sin, kv_cache, kr_cache, slots = args
+        order = slots.argsort()
+        return super().forward(x[order], cos[order], sin[order], kv_cache, kr_cache, slots)
+
+
+@entry(IN_PLACE, source=OURS, tags="tables")
+class SortedTables(Base):
+    def rotate(self, x: Tensor, c: Tensor, s: Tensor) -> Tensor:
+        return super().rotate(x, c[c[:, 0, 0].sort()[1]], s)
+
+
+@entry(IN_PLACE, source=OURS, tags="tables")
+class TablesByVariance(Base):
+    def rotate(self, x: Tensor, c: Tensor, s: Tensor) -> Tensor:
+        return super().rotate(x, c + torch.var_mean(c, -1, keepdim=True)[0], s)
+
+
+@miss("rope.tables_differ", tags="tables")
+class SortedOtherwise(SortedTables):
+    def rotate_k(self, x: Tensor, c: Tensor, s: Tensor) -> Tensor:
+        return Base.rotate(self, x, c[c[:, 0, 0].sort(descending=True)[1]], s)
+
+
+@miss("rope.tables_differ", tags="tables")
+class TablesByMean(TablesByVariance):
+    def rotate_k(self, x: Tensor, c: Tensor, s: Tensor) -> Tensor:
+        return Base.rotate(self, x, c + torch.var_mean(c, -1, keepdim=True)[1], s)
+
+
+@miss("rope.tables_differ", tags="tables")
+class NoisyTables(Base):
+    """Query and key draw noise of their own."""
+
+    def rotate(self, x: Tensor, c: Tensor, s: Tensor) -> Tensor:
+        return super().rotate(x, c + torch.randn_like(c), s)
+
+
+@miss("rope.tables_differ", tags="tables")
+class DroppedTables(Base):
+    def rotate(self, x: Tensor, c: Tensor, s: Tensor) -> Tensor:
+        return super().rotate(x, F.dropout(c, 0.3), s)
+
+
+@entry(IN_PLACE, source=OURS, tags="tables", args=lambda: paged_args(1))
+class OnePosition(Base):
+    """Tables of one position, [Dr], for every token."""
+
+    def rotate(self, x: Tensor, c: Tensor, s: Tensor) -> Tensor:
+        first, second = x.chunk(2, -1)
+        c, s = c.reshape(-1)[: DR // 2], s.reshape(-1)[: DR // 2]
+        return torch.cat([first * c - second * s, second * c + first * s], -1)
