@@ -73,7 +73,7 @@ def both_ways(
     model: nn.Module, args: tuple[Tensor, ...], config: mf.Config | None = None
 ) -> list[tuple[mf.Report, list[Tensor]]]:
     """The reports and results of one graph, fused as the backend does it, with a boundary, and by
-    ``mf.fuse`` alone.
+    ``mf.fuse`` alone, which leaves nothing to fuse.
     """
     from torch._functorch.aot_autograd import aot_module_simplified
 
@@ -86,6 +86,7 @@ def both_ways(
         alone = GraphModule(graph, copied)
         report, _, wrap = fuse_with_boundary(graph, inputs, config or mf.Config(), held)
         fused.extend([(report, wrap(graph.forward)), (mf.fuse(alone, config), alone.forward)])
+        assert not mf.fuse(alone, config).fused
         turns = iter(fused)
         return lambda *given: next(turns)[1](*given)
 

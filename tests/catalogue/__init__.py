@@ -6,6 +6,7 @@ above it.
 
 from . import (
     absorbs,
+    around,
     assembled,
     base,
     floats,
@@ -36,6 +37,8 @@ from . import (
     rotations,
     static,
     tables,
+    unabsorbed,
+    unrotated,
     writes,
 )
 from .entry import ENTRIES, IN_PLACE, STAGED, TAGS, Entry, select
@@ -47,6 +50,7 @@ __all__ = [
     "TAGS",
     "Entry",
     "absorbs",
+    "around",
     "assembled",
     "base",
     "floats",
@@ -78,5 +82,7 @@ __all__ = [
     "select",
     "static",
     "tables",
+    "unabsorbed",
+    "unrotated",
     "writes",
 ]

@@ -200,3 +200,18 @@ class PerTokenQuery(Int8Attention):
     def in_int8(self, query: Tensor) -> tuple[Tensor, Tensor]:
         values, scale = npu.npu_dynamic_quant(query.flatten(1))
         return values.view(query.shape), scale.unsqueeze(-1).expand(-1, self.heads)
+
+
+@entry(
+    STAGED,
+    source=OURS,
+    tags="int8, cache, absorb",
+    args=int8_latent_args,
+    detail="what rounding leaves of dequant_scale_q_nope",
+    weight_quant_mode=2,
+)
+class ScaleRounded(Int8Attention):
+    """query_rope is divided by the query's scale in bfloat16, which is also read in float32."""
+
+    def to_scale(self, rope: Tensor, scale: Tensor) -> Tensor:
+        return rope / scale.unsqueeze(-1).to(rope.dtype) * 25.0

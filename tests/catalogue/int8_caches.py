@@ -376,3 +376,29 @@ class PackedBounded(PackedRows):
             scale.squeeze(-1).contiguous().view(torch.int8),
         ]
         kv_cache.view(-1, 656)[slots] = torch.cat(parts, -1)
+
+
+@entry(
+    IN_PLACE,
+    source=OURS,
+    tags="int8, cache",
+    args=int8_cache_args,
+    weight_quant_mode=1,
+    kv_cache_quant_mode=2,
+)
+class PlainByInteger(PlainCache):
+    def quantise(self, rows: Tensor, scale: Tensor) -> Tensor:
+        return (rows.float() * 25).round().clamp(-128, 127).to(torch.int8)
+
+
+@entry(
+    IN_PLACE,
+    source=OURS,
+    tags="int8, cache",
+    args=int8_cache_args,
+    weight_quant_mode=1,
+    kv_cache_quant_mode=2,
+)
+class PlainByIntegerOverScale(PlainCache):
+    def quantise(self, rows: Tensor, scale: Tensor) -> Tensor:
+        return (rows.float() * 127 / scale).round().clamp(-128, 127).to(torch.int8)

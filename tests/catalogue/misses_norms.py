@@ -279,3 +279,23 @@ for name, (model, code) in MISSES.items():
             tags=words("near miss, norm, run"),
         )
     )
+
+
+class SquaredInBfloat16(HfNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        statistic = x.pow(2).mean(-1, keepdim=True).to(torch.float32)
+        return self.weight * (x * torch.rsqrt(statistic + self.eps)).to(x.dtype)
+
+
+@miss("norm.low_precision", tags="norm")
+class NarrowBehindFlip(Base):
+    norm = SquaredInBfloat16
+
+    def down(self, x: Tensor) -> Tensor:
+        return super().down(x).flip(-1)
+
+
+@miss("norm.absent", tags="norm")
+class TokensFlippedBeforeNorm(Base):
+    def down(self, x: Tensor) -> Tensor:
+        return super().down(x).flip(0)

@@ -187,3 +187,24 @@ for name, (model, code) in MISSES.items():
             tags=words("near miss, rope, run"),
         )
     )
+
+
+@miss("rope.absent", tags="rope")
+class OverlappingWindows(Base):
+    """Each column meets its neighbour, not its pair."""
+
+    def rotate(self, x: Tensor, c: Tensor, s: Tensor) -> Tensor:
+        first, second = x.unfold(-1, 2, 1).unbind(-1)
+        c, s = half(c), half(s)
+        first, second = first[..., :H], second[..., :H]
+        return torch.cat((first * c - second * s, second * c + first * s), -1)
+
+
+@miss("tokens.cut", tags="rope")
+class WindowsOfTokens(Base):
+    """Each token meets the one behind it."""
+
+    def rotate(self, x: Tensor, c: Tensor, s: Tensor) -> Tensor:
+        behind = torch.cat((x, x[:1]))
+        _, x = behind.unfold(0, 2, 1).unbind(-1)
+        return super().rotate(x, c, s)

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from .base import Base, HfNorm, npu, paged_args, wide
-from .entry import IN_PLACE, OURS, Entry, add, based, entry, words
+from .base import HCKV, HCQ, Base, HfNorm, npu, paged_args, wide
+from .entry import IN_PLACE, OURS, Entry, add, based, entry, miss, step, words
 
 
 class NpuAddRmsNorm(HfNorm):
@@ -141,3 +141,64 @@ for name, kind in NORMS.items():
     tags = words("norm, device, symbolic" if name == "NormByDots" else "norm")
     model = based(name, norm=kind)
     add(Entry(name=name, model=model, args=zero_rows, outcome=(IN_PLACE,), source=OURS, tags=tags))
+
+
+@step("down", IN_PLACE, tags="norm")
+def columns_flipped(self: Base, x: Tensor) -> Tensor:
+    return Base.down(self, x).flip(-1)
+
+
+@step("down", IN_PLACE, tags="norm")
+def columns_rolled(self: Base, x: Tensor) -> Tensor:
+    return Base.down(self, x).roll(3, -1)
+
+
+@step("down", IN_PLACE, tags="norm")
+def columns_joined(self: Base, x: Tensor) -> Tensor:
+    c_q = Base.down(self, x)
+    return torch.cat([c_q[..., 700:], c_q[..., :700]], -1)
+
+
+@step("down", IN_PLACE, tags="norm")
+def columns_indexed(self: Base, x: Tensor) -> Tensor:
+    return Base.down(self, x)[..., torch.arange(1535, -1, -1)]
+
+
+@entry(IN_PLACE, source=OURS, tags="norm")
+class NormWeightsOfOneVector(Base):
+    """The weights of both norms lie in one parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.q_a_layernorm.weight, self.kv_a_layernorm.weight
+        self.gammas = nn.Parameter((1 + 0.1 * torch.randn(HCQ + HCKV)).bfloat16())
+
+    def parts(self) -> tuple[Tensor, Tensor]:
+        of_q, of_kv = self.gammas.split([HCQ, HCKV])
+        return of_q, of_kv
+
+    def forward(self, *args: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        self.q_a_layernorm.weight, self.kv_a_layernorm.weight = self.parts()
+        result = super().forward(*args)
+        del self.q_a_layernorm.weight, self.kv_a_layernorm.weight
+        return result
+
+
+@entry(IN_PLACE, source=OURS, tags="norm")
+class OverlappingNormWeights(NormWeightsOfOneVector):
+    def parts(self) -> tuple[Tensor, Tensor]:
+        return self.gammas[:HCQ], self.gammas[7 : 7 + HCKV]
+
+
+@entry(IN_PLACE, source=OURS, tags="norm")
+class EveryThirdNormWeight(NormWeightsOfOneVector):
+    def parts(self) -> tuple[Tensor, Tensor]:
+        return self.gammas[:HCQ], self.gammas[:HCQ:3]
+
+
+@miss("norm.gamma_absent", tags="norm", of="NormWeightsOfOneVector")
+class OneNormWeightForAll(NormWeightsOfOneVector):
+    """Near miss: one number of the part weighs the whole row."""
+
+    def parts(self) -> tuple[Tensor, Tensor]:
+        return self.gammas[:HCQ], self.gammas[HCQ : HCQ + 1]

@@ -224,3 +224,23 @@ def rolled_pairs(self: Any, x: Tensor, c: Tensor, sn: Tensor) -> Tensor:
     """Pairs in no regular order, so the weights' columns are taken by index."""
     pairs = x.unflatten(-1, (2, H)).transpose(-1, -2).roll(1, -2)
     return torch.einsum("...rij,...rj->...ri", matrices(c, sn), pairs).transpose(-1, -2).flatten(-2)
+
+
+@entry(IN_PLACE, source=OURS, tags="rope, symbolic")
+class HalvesAsWindows(Base):
+    """Two windows of 32 columns."""
+
+    def rotate(self, x: Tensor, c: Tensor, s: Tensor) -> Tensor:
+        first, second = x.unfold(-1, H, H).unbind(-2)
+        c, s = half(c), half(s)
+        return torch.cat((first * c - second * s, second * c + first * s), -1)
+
+
+@entry(IN_PLACE, source=OURS, tags="rope, symbolic")
+class PairsAsWindows(Base):
+    """32 windows of two columns."""
+
+    def rotate(self, x: Tensor, c: Tensor, s: Tensor) -> Tensor:
+        first, second = x.unfold(-1, 2, 2).unbind(-1)
+        c, s = half(c), half(s)
+        return torch.cat((first * c - second * s, second * c + first * s), -1)

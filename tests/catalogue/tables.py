@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .base import DR, HCKV, HE, Base, Prologue, attend, paged_args, rotated, tables
+from .base import DR, HCKV, HE, Base, Prologue, attend, npu, paged_args, rotated, tables
 from .entry import IN_PLACE, OURS, STAGED, entry, miss
 from .rotations import pairs
 
@@ -186,3 +186,120 @@ class CountedPositions(HeadsFirst):
 class CountedPairs(CountedPositions):
     def rotate(self, x: Tensor, c: Tensor, sn: Tensor) -> Tensor:
         return pairs(x, c, sn)
+
+
+def joined_args() -> tuple[Tensor, ...]:
+    x, cos, sin, *others = paged_args()
+    return (x, torch.cat([cos, sin], -1), *others)
+
+
+@entry(IN_PLACE, source=OURS, tags="tables, operators, symbolic", args=joined_args)
+class JoinedForOperator(Base):
+    """A table [T, 2 Dr]: cos, then sin."""
+
+    def of_key(self, table: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = table.chunk(2, -1)
+        return cos, sin
+
+    of_query = of_key
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, table: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
+    ) -> Tensor:
+        q_nope, q_pe = self.split(self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))))
+        cos, sin = self.of_query(table)
+        query_rope = self.rotate(q_pe, cos.unsqueeze(1), sin.unsqueeze(1))
+        npu.npu_kv_rmsnorm_rope_cache_v2(
+            self.kv_a_proj_with_mqa(x).view(-1, 1, 1, HCKV + DR),
+            self.kv_a_layernorm.weight,
+            *(part.reshape(-1, 1, 1, DR) for part in self.of_key(table)),
+            slots,
+            kr_cache,
+            kv_cache,
+            epsilon=1e-6,
+            cache_mode="PA_BNSD",
+        )
+        query = self.absorb(q_nope)
+        return attend(query, query_rope, kv_cache.view(-1, HCKV), kr_cache.view(-1, DR))
+
+
+@entry(IN_PLACE, source=OURS, tags="tables, operators, symbolic", args=joined_args)
+class InterleavedForOperator(JoinedForOperator):
+    """cos and sin by turns."""
+
+    def of_key(self, table: Tensor) -> tuple[Tensor, Tensor]:
+        return table[..., ::2], table[..., 1::2]
+
+    of_query = of_key
+
+
+@miss("rope.tables_differ", tags="tables, operators", of="JoinedForOperator", args=joined_args)
+class SwappedForOperator(JoinedForOperator):
+    def of_key(self, table: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = table.chunk(2, -1)
+        return sin, cos
+
+
+@miss("rope.tables_differ", tags="tables, operators", of="JoinedForOperator", args=joined_args)
+class ReadAsInterleaved(JoinedForOperator):
+    """The key's table is read as one by turns."""
+
+    of_key = InterleavedForOperator.of_key
+
+
+@entry(IN_PLACE, source=OURS, tags="tables")
+class TokensBySlots(Base):
+    """Tokens by their slots."""
+
+    def forward(self, *args: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        x, cos, sin, kv_cache, kr_cache, slots = args
+        order = slots.argsort()
+        return super().forward(x[order], cos[order], sin[order], kv_cache, kr_cache, slots)
+
+
+@entry(IN_PLACE, source=OURS, tags="tables")
+class SortedTables(Base):
+    def rotate(self, x: Tensor, c: Tensor, s: Tensor) -> Tensor:
+        return super().rotate(x, c[c[:, 0, 0].sort()[1]], s)
+
+
+@entry(IN_PLACE, source=OURS, tags="tables")
+class TablesByVariance(Base):
+    def rotate(self, x: Tensor, c: Tensor, s: Tensor) -> Tensor:
+        return super().rotate(x, c + torch.var_mean(c, -1, keepdim=True)[0], s)
+
+
+@miss("rope.tables_differ", tags="tables")
+class SortedOtherwise(SortedTables):
+    def rotate_k(self, x: Tensor, c: Tensor, s: Tensor) -> Tensor:
+        return Base.rotate(self, x, c[c[:, 0, 0].sort(descending=True)[1]], s)
+
+
+@miss("rope.tables_differ", tags="tables")
+class TablesByMean(TablesByVariance):
+    def rotate_k(self, x: Tensor, c: Tensor, s: Tensor) -> Tensor:
+        return Base.rotate(self, x, c + torch.var_mean(c, -1, keepdim=True)[1], s)
+
+
+@miss("rope.tables_differ", tags="tables")
+class NoisyTables(Base):
+    """Query and key draw noise of their own."""
+
+    def rotate(self, x: Tensor, c: Tensor, s: Tensor) -> Tensor:
+        return super().rotate(x, c + torch.randn_like(c), s)
+
+
+@miss("rope.tables_differ", tags="tables")
+class DroppedTables(Base):
+    def rotate(self, x: Tensor, c: Tensor, s: Tensor) -> Tensor:
+        return super().rotate(x, F.dropout(c, 0.3), s)
+
+
+@entry(IN_PLACE, source=OURS, tags="tables", args=lambda: paged_args(1))
+class OnePosition(Base):
+    """Tables of one position, [Dr], for every token."""
+
+    def rotate(self, x: Tensor, c: Tensor, s: Tensor) -> Tensor:
+        first, second = x.chunk(2, -1)
+        c, s = c.reshape(-1)[: DR // 2], s.reshape(-1)[: DR // 2]
+        return torch.cat([first * c - second * s, second * c + first * s], -1)

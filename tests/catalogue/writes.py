@@ -340,3 +340,8 @@ class StaticCache(PagedRotateHalf):
         kr_cache.index_copy_(2, position, k_pe.transpose(1, 2))
         scores = torch.einsum("bsnc,btc->bsnt", query.float(), kv_cache.squeeze(1).float())
         return scores + torch.einsum("bsnr,btr->bsnt", q_pe.float(), kr_cache.squeeze(1).float())
+
+
+@step("slots", IN_PLACE, tags="cache")
+def slots_cast_twice(self: Base, slots: Tensor, query: Tensor) -> Tensor:
+    return slots.int().long().reshape(-1)

@@ -113,22 +113,3 @@ def test_verification_catches_a_wrong_replacement(
     rejection = refused(traced_graph(prologues.PagedRotateHalf(), *base.paged_args()))
     assert rejection.code == "verify.mismatch"
     assert str(verify.TOLERANCE) in rejection.message
-
-
-def test_failure_while_committing_puts_everything_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mla_fusion.emit import results
-
-    gm = traced_graph(prologues.Layers(), *prologues.layers_args())
-    before, calls = str(gm.graph), []
-    right = results.fit
-
-    def fails_late(b: Any, *args: Any) -> Any:
-        calls.append(b)
-        if type(b).__name__ == "GraphBuilder" and len(calls) > 9:
-            raise RuntimeError("out of luck")
-        return right(b, *args)
-
-    monkeypatch.setattr(results, "fit", fails_late)
-    with pytest.raises(RuntimeError, match="out of luck"):
-        mf.fuse(gm)
-    assert str(gm.graph) == before

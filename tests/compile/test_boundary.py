@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from importlib import import_module
 from typing import Any
 
@@ -12,7 +11,6 @@ from torch import Tensor
 
 import mla_fusion as mf
 from mla_fusion.compile import torchair_bridge
-from mla_fusion.weights import cache
 from tests.catalogue import base, prologues
 from tests.harness import assert_as_exact, clones, compiled, fuse_only
 
@@ -76,41 +74,6 @@ def test_without_a_boundary_such_a_cache_is_staged() -> None:
     assert_as_exact(model, args, fused)
 
 
-def test_weights_are_packed_once_per_version() -> None:
-    torch.manual_seed(0)
-    model, args = prologues.Neox(), base.paged_args()
-    torch._dynamo.reset()
-    gc.collect()
-    held = cache.bytes_held()
-    run = torch.compile(model, backend="mla_fusion", fullgraph=True)
-    with torch.no_grad():
-        first = run(*clones(args))
-        packed = cache.bytes_held() - held
-        assert packed == mf.reports()[-1].bytes_added
-        run(*clones(args))
-        assert cache.bytes_held() - held == packed
-        model.kv_a_proj_with_mqa.weight.mul_(2.0)  # as a LoRA merge does
-        model.q_b_proj.weight.mul_(2.0)
-        changed = run(*clones(args))
-        assert not torch.equal(first, changed)
-    assert_as_exact(
-        model, args, [changed, *args[:3], *compiled(model, clones(args), mf.backend())[4:]]
-    )
-
-
-def test_packed_weights_go_with_their_parameters() -> None:
-    torch._dynamo.reset()
-    gc.collect()
-    held = cache.bytes_held()
-    model = prologues.Neox()
-    compiled(model, clones(base.paged_args()), mf.backend())
-    assert cache.bytes_held() > held
-    del model
-    torch._dynamo.reset()
-    gc.collect()
-    assert cache.bytes_held() == held
-
-
 def test_layers_that_share_weights_share_the_packed_ones() -> None:
     torch.manual_seed(0)
     model = prologues.Layers(count=2)
@@ -119,20 +82,6 @@ def test_layers_that_share_weights_share_the_packed_ones() -> None:
     shared = mf.reports()[-1].bytes_added
     compiled(prologues.Layers(count=2), clones(prologues.layers_args(count=2)), mf.backend())
     assert mf.reports()[-1].bytes_added == 2 * shared
-
-
-def test_hook_is_flat_and_keyed_by_its_options() -> None:
-    import dis
-    import io
-
-    def text(config: mf.Config | None = None) -> str:
-        out = io.StringIO()
-        dis.dis(mf.torchair_pass(config), file=out)
-        return out.getvalue()
-
-    assert text() == text(mf.Config())
-    assert text() != text(mf.Config(verify="off"))
-    assert mf.torchair_pass().__code__.co_freevars == ()
 
 
 def test_hook_takes_a_graph_as_inductor_gives_it() -> None:

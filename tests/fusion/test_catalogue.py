@@ -4,30 +4,36 @@ code it says.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
+from mla_fusion.meta.number_formats import HIFLOAT8
+from torch import Tensor, nn
 
 import mla_fusion as mf
+from mla_fusion.prove import check
 from tests.catalogue import Entry, select
+from tests.catalogue.base import HCKV
+from tests.catalogue.int8_plain import PlainFull
 from tests.harness import (
     assert_as_exact,
+    assert_no_worse,
+    both_ways,
     clones,
     compiled,
+    distance,
+    eager,
+    exact,
     flat,
-    fuse_only,
     graph_of,
     outcome,
     refused,
 )
 
-ELSEWHERE = "near miss, plain, unabsorbed"  # test_int8_plain.py, test_unabsorbed.py, and below
-OF_BYTES = {"int8", "cache"}, {"floats", "cache"}  # test_int8_caches.py, test_floats.py
-FUSED = [
-    entry for entry in select(without=ELSEWHERE) if not any(tags <= entry.tags for tags in OF_BYTES)
-]
+FUSED, MISSES = select(without="near miss"), select("near miss", without="run")
 
 
 def each(entries: Iterable[Entry], *more: Any, of: int = 1, first: int = 0) -> list[Any]:
@@ -51,43 +57,78 @@ def _seeded() -> None:
     torch.manual_seed(0)
 
 
+def config_of(entry: Entry, **options: Any) -> mf.Config:
+    if "unabsorbed" in entry.tags:
+        options["unabsorbed"] = "identity"
+    return entry.config(**options)
+
+
 def assert_outcome(report: mf.Report, entry: Entry, alone: bool = False) -> None:
     assert outcome(report) == (entry.alone if alone and entry.alone else entry.outcome), str(report)
-    assert {fusion.target for fusion in report.fused} <= {entry.targets[-1]}, str(report)
+    assert {fusion.target for fusion in report.fused} <= {config_of(entry).targets[-1]}, str(report)
     assert all(entry.detail in fusion.placement for fusion in report.fused), str(report)
     assert all(
         fusion.instead_of.startswith(f"[{entry.instead_of}")
         for fusion in report.fused
         if entry.instead_of
     )
-    modes = {fusion.attributes.get("weight_quant_mode", 0) for fusion in report.fused}
-    assert modes <= {entry.weight_quant_mode}, str(report)
+    for name in ("weight_quant_mode", "kv_cache_quant_mode"):
+        modes = {fusion.attributes.get(name, 0) for fusion in report.fused}
+        assert modes <= {getattr(entry, name)}, str(report)
     assert not (report.fused and report.rejected), str(report)
+
+
+def assert_right(
+    entry: Entry, model: nn.Module, args: tuple[Tensor, ...], fused: list[Tensor]
+) -> None:
+    """As exact as the unfused run; where caches hold numbers of one byte, nearly the same bytes,
+    and those of other rows the same.
+    """
+    assert all(value.double().isfinite().all() for value in fused if value.is_floating_point())
+    if not ("cache" in entry.tags and entry.tags & {"int8", "floats"}):
+        if {"plain", "weights"} <= entry.tags:
+            torch.manual_seed(0)
+            model_in_float64 = PlainFull()  # holds the same numbers, by products that float64 has
+            assert_no_worse(
+                exact(model_in_float64, args), eager(model, clones(args)), fused, entry.slack
+            )
+        else:
+            assert_as_exact(model, args, fused, entry.slack)
+        return
+    unfused = eager(model, clones(args))
+    rough = entry.weight_quant_mode == HIFLOAT8.full
+    assert distance(fused[0], unfused[0]) < (1e-1 if rough else 3e-2)
+    for before, plain, got in zip(args[3:5], unfused[-3:-1], fused[-3:-1], strict=True):
+        old, wanted, new = (cache.reshape(-1, cache.shape[-1]) for cache in (before, plain, got))
+        bytes_of = [rows.contiguous().view(torch.uint8) for rows in (old, wanted, new)]
+        kept = (bytes_of[0] == bytes_of[1]).all(-1)
+        assert torch.equal(bytes_of[2][kept], bytes_of[0][kept])
+        assert (bytes_of[1] != bytes_of[2]).float().mean() < 0.05
+        if got.dtype == torch.int8:  # behind the latent of packed rows are keys and scales
+            steps = (new[:, :HCKV].int() - wanted[:, :HCKV].int()).abs()
+            assert steps.max() <= (1 if got.shape[-1] <= HCKV else 2)
 
 
 @pytest.mark.parametrize("entry", each(FUSED, of=8))
 def test_fuses_as_exactly(entry: Entry) -> None:
+    """As the backend does it, and by ``mf.fuse`` alone; with a certificate that is accepted."""
     model, args = entry.model(), entry.args()
-    fused = compiled(model, clones(args), mf.backend(entry.config(verify="all")))
-    assert_outcome(mf.reports()[-1], entry)
-    assert all(value.double().isfinite().all() for value in fused if value.is_floating_point())
-    assert_as_exact(model, args, fused, entry.slack)
-
-
-@pytest.mark.parametrize("entry", each(FUSED, of=16, first=1))
-def test_fuses_without_a_boundary(entry: Entry) -> None:
-    model, args = entry.model(), entry.args()
-    fused = compiled(model, clones(args), fuse_only(entry.config(verify="all")))
-    assert_outcome(mf.reports()[-1], entry, alone=True)
-    assert_as_exact(model, args, fused, entry.slack)
+    both = both_ways(model, args, config_of(entry, verify="all"))
+    for alone, (report, fused) in enumerate(both):
+        assert_outcome(report, entry, alone=bool(alone))
+        assert_right(entry, model, args, fused)
+    if "unabsorbed" in entry.tags:  # the checker has no definition that leaves W_uk out
+        return
+    checked = [found for _, found in check.checked(json.loads(both[0][0].to_json()))]
+    assert checked and all(isinstance(one, check.Accepted) for one in checked), checked
 
 
 @pytest.mark.parametrize("entry", each(select("symbolic"), of=10, first=1))
 def test_symbolic_sizes(entry: Entry) -> None:
     model, args = entry.model(), entry.args()
-    fused = compiled(model, clones(args), mf.backend(entry.config()), dynamic=True)
+    fused = compiled(model, clones(args), mf.backend(config_of(entry)), dynamic=True)
     assert_outcome(mf.reports()[-1], entry)
-    assert_as_exact(model, args, fused, entry.slack)
+    assert_right(entry, model, args, fused)
 
 
 @pytest.mark.parametrize(
@@ -98,38 +139,33 @@ def test_symbolic_sizes(entry: Entry) -> None:
     ],
 )
 def test_device_form(entry: Entry, dynamic: bool) -> None:
-    """The graph that torchair's pre-pass hook receives on device npu; fused, it holds no prologue
-    any more.
-    """
+    """The graph that torchair's pre-pass hook receives on device npu."""
     gm = graph_of(entry.model(), *entry.args(), device="npu", dynamic=dynamic)
-    assert_outcome(mf.fuse(gm, entry.config()), entry)
-    assert mf.fuse(gm, entry.config()).fused == []
+    assert_outcome(mf.fuse(gm, config_of(entry)), entry)
 
 
 @pytest.mark.parametrize("entry", each(select("export")))
 def test_an_exported_module_is_called_as_before(entry: Entry) -> None:
     model, args = entry.model(), entry.args()
     exported = torch.export.export(model, args).run_decompositions({}).module()
-    assert_outcome(mf.fuse(exported, entry.config()), entry)
+    assert_outcome(mf.fuse(exported, config_of(entry)), entry)
     with torch.no_grad():
-        assert_as_exact(model, args, [*flat(exported(*(ours := clones(args)))), *ours], entry.slack)
-
-
-MISSES = select("near miss", without="run, plain, unabsorbed")
+        fused = [*flat(exported(*(ours := clones(args)))), *ours]
+    assert_right(entry, model, args, fused)
 
 
 @pytest.mark.parametrize(
     ("entry", "device"), [*each(MISSES, "cpu", of=8), *each(MISSES, "npu", of=8, first=4)]
 )
 def test_a_near_miss_is_refused(entry: Entry, device: str) -> None:
+    """Without verification, so that the facts alone must tell it apart."""
     gm = graph_of(entry.model(), *entry.args(), device=device)
-    assert (refused(gm, entry.config()).code,) == entry.outcome
+    assert (refused(gm, config_of(entry, verify="off")).code,) == entry.outcome
 
 
 @pytest.mark.parametrize("entry", each(select("near miss", "run"), of=6))
 def test_a_near_miss_is_never_wrong(entry: Entry) -> None:
-    """Without verification, so that the facts alone must tell it apart."""
     model, args = entry.model(), entry.args()
-    got = compiled(model, clones(args), mf.backend(entry.config(verify="off")))
+    got = compiled(model, clones(args), mf.backend(config_of(entry, verify="off")))
     assert_outcome(mf.reports()[-1], entry)
-    assert_as_exact(model, args, got, entry.slack)
+    assert_right(entry, model, args, got)

@@ -4,9 +4,7 @@ chip and release.
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
-from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -14,22 +12,13 @@ import pytest
 import torch
 from mla_fusion.meta import number_formats
 from mla_fusion.meta.number_formats import FP8, HIFLOAT8, MXFP8, NumberFormat
-from mla_fusion.meta.spec import TILE_SIZE
 from torch import Tensor, nn
 
 import mla_fusion as mf
-from mla_fusion.paging.tiles import numbers_of_rows
-from tests.catalogue import ENTRIES, Entry, base, floats_caches, select
-from tests.catalogue.base import DR, HCKV
+from tests.catalogue import ENTRIES, base
 from tests.exhaustive import one_in
 from tests.harness import (
-    assert_no_worse,
-    clones,
-    compiled,
-    distance,
-    eager,
     graph_of,
-    outcome,
     refused,
 )
 
@@ -157,80 +146,6 @@ def test_modes_go_with_their_chip_and_release(
 ) -> None:
     gm = graph_of(ENTRIES[name].model(), *base.paged_args())
     assert refused(gm, mf.Config(**machine)).code == code
-
-
-@pytest.mark.parametrize("entry", one_in(2, select("floats", "cache")), ids=str)
-def test_caches_in_float_formats(entry: Entry) -> None:
-    """Fused where it says, in the modes it says; rows that nobody writes keep their bits; scores as
-    unfused.
-    """
-    torch.manual_seed(0)
-    module, given = entry.model(), entry.args()
-    unfused = eager(module, clones(given))
-    fused = compiled(module, clones(given), mf.backend(entry.config(verify="all")))
-    report = mf.reports()[-1]
-    assert outcome(report) == entry.outcome, str(report)
-    modes = [
-        report.fused[0].attributes.get(name, 0)
-        for name in ("weight_quant_mode", "kv_cache_quant_mode")
-    ]
-    assert modes == [entry.weight_quant_mode, entry.kv_cache_quant_mode], str(report)
-    for before, plain, got in zip(given[3:5], unfused[-3:-1], fused[-3:-1], strict=True):
-        old, wanted, new = (bytes_of(cache) for cache in (before, plain, got))
-        others = torch.ones(len(new), dtype=torch.bool)
-        others[given[5]] = False
-        assert torch.equal(new[others], old[others])
-        assert float((new != wanted).float().mean()) < 0.05
-    # of the largest numbers, hifloat8 holds one bit behind the first
-    assert distance(fused[0], unfused[0]) < (
-        1e-1 if entry.weight_quant_mode == HIFLOAT8.full else 3e-2
-    )
-    wanted_scores, wanted_rows = in_float64(module, given)
-    assert_no_worse([wanted_scores], unfused[:1], fused[:1])
-    rows = [torch.cat(rows_of(module, result[-3:-1]), -1)[given[5]] for result in (unfused, fused)]
-    # else the model writes them
-    for part in (slice(HCKV), slice(HCKV, None)) if entry.kv_cache_quant_mode else ():
-        assert_no_worse([wanted_rows[:, part]], [rows[0][:, part]], [rows[1][:, part]])
-
-
-def rows_of(module: Any, caches: Sequence[Tensor]) -> list[Tensor]:
-    """The numbers that the latent's rows and the key's stand for."""
-    kv_cache, kr_cache = caches
-    if isinstance(module, floats_caches.Packed):
-        packed = numbers_of_rows(
-            kv_cache.view(-1, kv_cache.shape[-1]), hckv=HCKV, dr=DR, tile=TILE_SIZE
-        )
-        return [packed[:, :HCKV], packed[:, HCKV:]]
-    return [
-        module.numbers(kv_cache.view(-1, HCKV)) / module.kv_scale,
-        kr_cache.view(-1, DR).float(),
-    ]
-
-
-def in_float64(module: Any, given: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-    """What the model gives out, and the new rows, with nothing rounded or quantised."""
-    model = copy.deepcopy(module).double()
-    x, cos, sin = (value.double() for value in given[:3])
-    c, s = cos.unsqueeze(1), sin.unsqueeze(1)
-    with torch.no_grad():
-        q_nope, q_pe = model.split(model.q_b_proj(model.q_a_layernorm(model.q_a_proj(x))))
-        c_kv, k_pe = model.latent(x)
-        query, new = model.absorb(q_nope), [c_kv, model.rotate(k_pe.unsqueeze(1), c, s).squeeze(1)]
-        query_rope = model.rotate(q_pe, c, s)
-        if isinstance(module, floats_caches.Packed):
-            return torch.cat([query, query_rope], -1), torch.cat(new, -1)
-        rows = [held.double() for held in rows_of(module, given[3:5])]
-        for held, fresh in zip(rows, new, strict=True):
-            held[given[5]] = fresh
-        scores = (
-            torch.einsum("tnc,sc->tns", *pair)
-            for pair in zip((query, query_rope), rows, strict=True)
-        )
-        return sum(scores), torch.cat(new, -1)  # type: ignore[return-value]
-
-
-def bytes_of(cache: Tensor) -> Tensor:
-    return cache.reshape(-1, cache.shape[-1]).view(torch.uint8)
 
 
 @pytest.mark.parametrize(

@@ -59,12 +59,6 @@ def test_fuses(device: str, name: str) -> None:
     assert len(report.fused) == 1, str(report)
 
 
-def test_as_exactly() -> None:
-    torch.manual_seed(0)
-    model, args = prologues.PagedRotateHalf(), base.paged_args(256)
-    assert_as_exact(model, args, compiled(model, clones(args), mf.backend()))
-
-
 def test_batches_of_any_number_of_long_sequences() -> None:
     """Only the length is static: it is shrunk, and every token of the verified call has a slot of
     its own.

@@ -4,7 +4,6 @@ on.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,138 +12,17 @@ from torch import Tensor, nn
 
 import mla_fusion as mf
 from mla_fusion.compile.device_graph import capture
-from tests.catalogue import base, int8
-from tests.catalogue.base import DR, HCKV, HCQ, HE, Base, D
-from tests.exhaustive import one_in
+from tests.catalogue import base
+from tests.catalogue.base import DR, HCKV, HCQ, D
+from tests.catalogue.unrotated import NoRope
 from tests.harness import (
-    assert_as_exact,
     assert_same_but_for_rounding,
-    both_ways,
     clones,
     compiled,
     exact,
-    outcome,
 )
 
 npu = torch.ops.npu
-
-
-class NoRope(Base):
-    def rotate(self, x: Tensor, c: Tensor, s: Tensor) -> Tensor:
-        return x
-
-
-class KeyApart(NoRope):
-    """W_kr is a layer of its own."""
-
-    def __init__(self, heads: int = 2) -> None:
-        super().__init__(heads)
-        self.kv_a_proj_with_mqa = base.linear(HE, HCKV)
-        self.k_proj = base.linear(HE, DR)
-
-    def latent(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.kv_a_layernorm(self.kv_a_proj_with_mqa(x)), self.k_proj(x)
-
-
-class QueryApart(NoRope):
-    """W_uq and W_qr are layers of their own."""
-
-    def __init__(self, heads: int = 2) -> None:
-        super().__init__(heads)
-        self.q_b_proj = nn.Identity()  # type: ignore[assignment]
-        self.q_nope_proj = base.linear(HCQ, heads * D)
-        self.q_rope_proj = base.linear(HCQ, heads * DR)
-
-    def split(self, q: Tensor) -> tuple[Tensor, Tensor]:
-        return self.q_nope_proj(q).view(-1, self.heads, D), self.q_rope_proj(q).view(
-            -1, self.heads, DR
-        )
-
-
-class ScaledQuery(NoRope):
-    """The softmax scale on the whole query."""
-
-    def split(self, q: Tensor) -> tuple[Tensor, Tensor]:
-        return super().split(q * 0.07)
-
-
-class RopeFirst(NoRope):
-    """Heads laid out [Dr | D]."""
-
-    def split(self, q: Tensor) -> tuple[Tensor, Tensor]:
-        q_pe, q_nope = q.view(*q.shape[:-1], self.heads, D + DR).split([DR, D], -1)
-        return q_nope, q_pe
-
-
-class Joined(NoRope):
-    """Query and key as one row of 576, as attention over latents reads them."""
-
-    def forward(  # type: ignore[override]
-        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
-    ) -> Tensor:
-        q_nope, q_pe = self.query(x)
-        c_kv, k_pe = self.latent(x)
-        kv_cache.view(-1, HCKV)[slots], kr_cache.view(-1, DR)[slots] = c_kv, k_pe
-        rows = torch.cat([kv_cache.view(-1, HCKV), kr_cache.view(-1, DR)], -1)
-        return torch.cat([self.absorb(q_nope), q_pe], -1).float() @ rows.float().T
-
-
-class Int8(int8.Full):
-    def rotate(self, x: Tensor, c: Tensor, s: Tensor) -> Tensor:
-        return x
-
-
-class Prefill(NoRope):
-    """The new rows are read beside their caches."""
-
-    def forward(  # type: ignore[override]
-        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
-    ) -> Tensor:
-        q_nope, q_pe = self.query(x)
-        c_kv, k_pe = self.latent(x)
-        return base.attend(self.absorb(q_nope), q_pe, c_kv, k_pe)
-
-
-IN_PLACE, STAGED = "in place", "staged"
-FUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "plain": (NoRope, IN_PLACE),
-    "key_apart": (KeyApart, IN_PLACE),
-    "query_apart": (QueryApart, IN_PLACE),
-    "scaled_query": (ScaledQuery, IN_PLACE),
-    "rope_first": (RopeFirst, IN_PLACE),
-    "joined": (Joined, IN_PLACE),
-    "int8": (Int8, IN_PLACE),
-    "twelve_heads": (lambda: NoRope(12), IN_PLACE),
-    "prefill": (Prefill, STAGED),
-}
-
-
-@pytest.mark.parametrize("name", one_in(2, FUSED))
-def test_fuses_as_exactly(name: str) -> None:
-    torch.manual_seed(0)
-    model, placement = FUSED[name]
-    module, given = model(), base.paged_args()
-    for report, fused in both_ways(module, given, mf.Config(cann="9.1")):
-        assert outcome(report) == (placement,), str(report)
-        assert report.fused[0].rope.startswith("none")
-        assert_as_exact(module, given, fused, slack=1.2)
-
-
-@pytest.mark.parametrize("name", one_in(2, FUSED, first=1))
-def test_device_form(name: str) -> None:
-    model, placement = FUSED[name]
-    gm, _ = capture(model(), *base.paged_args(), device="npu")
-    assert outcome(mf.fuse(gm)) == (placement,)
-
-
-@pytest.mark.parametrize("name", one_in(2, ["plain", "key_apart", "joined", "prefill"]))
-def test_symbolic_sizes(name: str) -> None:
-    torch.manual_seed(0)
-    model, placement = FUSED[name]
-    module, given = model(), base.paged_args()
-    fused = compiled(module, clones(given), mf.backend(), dynamic=True)
-    assert outcome(mf.reports()[-1]) == (placement,), str(mf.reports()[-1])
-    assert_as_exact(module, given, fused, slack=1.2)
 
 
 def test_layers_share_one_pair_of_tables() -> None:
@@ -225,74 +103,6 @@ def test_equal_to_the_handwritten_padded_call() -> None:
             assert_same_but_for_rounding(got, want, wide)
         else:
             assert torch.equal(got, want)
-
-
-# -- one thing wrong
-
-
-class OnlyQueryRotated(Base):
-    def rotate_k(self, k_pe: Tensor, c: Tensor, s: Tensor) -> Tensor:
-        return k_pe
-
-
-class OnlyKeyRotated(Base):
-    def rotate_q(self, q_pe: Tensor, c: Tensor, s: Tensor) -> Tensor:
-        return q_pe
-
-
-class OnlyRopeScaled(NoRope):
-    def rotate_q(self, q_pe: Tensor, c: Tensor, s: Tensor) -> Tensor:
-        return q_pe * 0.5
-
-
-class OnlyNopeScaled(NoRope):
-    def split(self, q: Tensor) -> tuple[Tensor, Tensor]:
-        q_nope, q_pe = super().split(q)
-        return q_nope * 0.5, q_pe
-
-
-class Biased(NoRope):
-    """A bias for each column is no rotation, and no product either."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bias = nn.Parameter(torch.randn(DR).bfloat16())
-
-    def rotate(self, x: Tensor, c: Tensor, s: Tensor) -> Tensor:
-        return x + self.bias
-
-
-class Clamped(NoRope):
-    def rotate(self, x: Tensor, c: Tensor, s: Tensor) -> Tensor:
-        return x.clamp(-1, 1)
-
-
-class TokensShifted(NoRope):
-    def rotate_k(self, k_pe: Tensor, c: Tensor, s: Tensor) -> Tensor:
-        return k_pe.roll(1, 0)
-
-
-MISSES: dict[str, tuple[type[nn.Module], set[str]]] = {
-    "only_query_rotated": (OnlyQueryRotated, {"kv_latent.absent", "rope.absent"}),
-    "only_key_rotated": (OnlyKeyRotated, {"rope.absent", "q_lora.absent"}),
-    # what reads the columns scales them, as attention may
-    "only_rope_scaled": (OnlyRopeScaled, {IN_PLACE}),
-    "only_nope_scaled": (OnlyNopeScaled, {"scale.unequal"}),
-    "biased": (Biased, {"linear.bias"}),
-    "clamped": (Clamped, {"rope.absent", "step.choice"}),
-    "tokens_shifted": (TokensShifted, {"rope.absent", "tokens.mixed", STAGED}),
-}
-
-
-@pytest.mark.parametrize("name", one_in(2, MISSES))
-def test_a_miss_is_never_wrong(name: str) -> None:
-    torch.manual_seed(0)
-    model, expected = MISSES[name]
-    module, given = model(), base.paged_args()
-    got = compiled(module, clones(given), mf.backend(mf.Config(verify="off")))
-    (found,) = outcome(mf.reports()[-1])
-    assert found in expected, str(mf.reports()[-1])
-    assert_as_exact(module, given, got, slack=1.2)
 
 
 def test_the_report_says_that_nothing_rotates() -> None:

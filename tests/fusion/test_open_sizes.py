@@ -89,9 +89,7 @@ def test_block_sizes(first: int) -> None:
     before = len(mf.reports())
     for tokens, size in enumerate((first, *REFUSED, *TAKEN, first), start=5):
         _run_beside(model, compiled, _args(tokens, size))
-    placements = [
-        report.fused[0].placement.partition(":")[0] for report in mf.reports()[before:]
-    ]
+    placements = [report.fused[0].placement.partition(":")[0] for report in mf.reports()[before:]]
     wanted = ["in place", "staged"]  # a graph for all sizes that the kernel takes, and one
     assert placements == (wanted if first in TAKEN else wanted[::-1])
 

@@ -55,44 +55,8 @@ def test_inside(at: str, exchange: Exchange) -> None:
     assert "give each device W_dq and W_dkv whole" in rejection.remedy
 
 
-def test_a_statistic_of_all_devices() -> None:
-    class Statistic(PagedRotateHalf):
-        def query(self, x: Tensor) -> list[Tensor]:
-            down = self.q_a_proj(x).float()
-            of_all = _summed(down.square().sum(-1, keepdim=True)) / down.shape[-1]
-            c_q = (down * torch.rsqrt(of_all + 1e-6)).to(x.dtype) * self.q_a_layernorm.weight
-            q = self.q_b_proj(c_q).view(*x.shape[:-1], self.heads, D + DR)
-            return q.split([D, DR], -1)
-
-    rejection = refused(traced_graph(Statistic(), *paged_args()))
-    assert rejection.code == "step.unknown" and "all_reduce" in rejection.message
-
-
-def test_a_weight_of_all_devices() -> None:
-    class Weight(PagedRotateHalf):
-        def query(self, x: Tensor) -> list[Tensor]:
-            c_q = self.q_a_layernorm(self.q_a_proj(x))
-            q = torch.nn.functional.linear(c_q, _summed(self.q_b_proj.weight))
-            return q.view(*x.shape[:-1], self.heads, D + DR).split([D, DR], -1)
-
-    rejection = refused(traced_graph(Weight(), *paged_args()))
-    assert rejection.code == "linear.hidden" and "which this graph computes" in rejection.message
-
-
 def _of_both_devices(rows: Tensor) -> Tensor:
     return collective.wait_tensor(collective.all_gather_into_tensor(rows, 2, "0"))
-
-
-def test_keys_of_the_tokens_of_all_devices() -> None:
-    """Sequence parallel: q and kv are projected from two values, each by a plain product."""
-
-    class Sequences(PagedRotateHalf):
-        def latent(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            return super().latent(_of_both_devices(x)[: len(x)])
-
-    rejection = refused(traced_graph(Sequences(), *paged_args()))
-    assert rejection.code == "kv_latent.absent"
-    assert "multiplies slice" in rejection.message and rejection.message.endswith(" x)")
 
 
 def test_rows_of_all_devices_are_written() -> None:

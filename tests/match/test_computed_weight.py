@@ -38,19 +38,6 @@ def test_weight_made_by_a_product(name: str, made: type[Adapted]) -> None:
     assert rejection.message.endswith(", which a product of this graph makes)")
 
 
-@pytest.mark.parametrize("made", [Adapted, Turned])
-@pytest.mark.parametrize("plain", ["q_a_proj", "q_b_proj", ""])
-def test_nearly_all_weights_made_by_products(plain: str, made: type[Adapted]) -> None:
-    """No two plain products of x are left; the nearest to the absorbed product is named."""
-    model = Base()
-    for name in {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa"} - {plain}:
-        layer = getattr(model, name)
-        parametrize.register_parametrization(layer, "weight", made(*layer.weight.shape))
-    rejection = refused(traced_graph(model, *paged_args()))
-    assert rejection.code == "linear.hidden"
-    assert rejection.message.endswith(", which a product of this graph makes)")
-
-
 def test_no_prologue_is_named_for_adapted_layers_alone() -> None:
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False).bfloat16() for _ in range(3)))
     for layer in model:

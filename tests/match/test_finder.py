@@ -1,4 +1,4 @@
-"""What looks like a prologue, and what does not; a defect while one is read costs that one."""
+"""What looks like a prologue, and what does not."""
 
 from __future__ import annotations
 
@@ -7,18 +7,9 @@ import torch
 from torch import Tensor
 
 import mla_fusion as mf
-from mla_fusion.fx.view import View
-from mla_fusion.match.candidate import Candidate
-from mla_fusion.match.finder import Finder
-from mla_fusion.plan import verdict
-from tests.catalogue import (
-    base,
-    misses_products,
-    prologues,
-    public_refusals,
-)
+from tests.catalogue import base, prologues, public_refusals
 from tests.catalogue.floats import Fp8Full, RowLinear
-from tests.harness import clones, compiled, graph_of, refused, traced_graph
+from tests.harness import refused, traced_graph
 
 
 class GroupedQuery(torch.nn.Module):
@@ -75,48 +66,6 @@ def test_a_prologue_in_a_branch_is_named() -> None:
     x, cos, sin, *_ = base.paged_args()
     rejection = refused(traced_graph(InABranch(), torch.tensor(True), x, cos, sin))
     assert rejection.code == "graph.branch" and "cond" in rejection.message
-
-
-def test_a_defect_costs_one_layer(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    judged = []
-
-    def judge(view: View, candidate: Candidate) -> None:
-        judged.append(candidate)
-        if len(judged) == 2:
-            raise KeyError("of the second layer")
-
-    monkeypatch.setattr(verdict, "judge", judge)
-    report = mf.fuse(
-        traced_graph(prologues.Layers(), *prologues.layers_args()), mf.Config(strict=False)
-    )
-    assert len(report.fused) == 2
-    (rejection,) = report.rejected
-    assert (
-        rejection.code == "pass.failed" and "KeyError: 'of the second layer'" in rejection.message
-    )
-    assert rejection.nodes == tuple(node.name for node in judged[1].nodes)
-    assert "raise KeyError" in caplog.text
-
-
-def test_a_graph_that_the_pass_cannot_read_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    def find(self: Finder) -> None:
-        raise ZeroDivisionError
-
-    monkeypatch.setattr(Finder, "find", find)
-    model, args = prologues.PagedRotateHalf(), base.paged_args()
-    got, want = (
-        compiled(model, clones(args), backend)
-        for backend in (mf.backend(mf.Config(strict=False)), "aot_eager")
-    )
-    assert [rejection.code for rejection in mf.reports()[-1].rejected] == ["pass.failed"]
-    assert all(map(torch.equal, got, want))
-
-
-def test_source_line_is_the_models() -> None:
-    rejection = refused(graph_of(misses_products.Bias(), *base.paged_args()))
-    assert "catalogue/base.py" in rejection.source
 
 
 class ScaledByOthers(RowLinear):

@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 
 import mla_fusion as mf
-from mla_fusion.fx.kinds import word
-from mla_fusion.fx.view import View
 from tests.catalogue import base
 from tests.harness import refused, traced_graph
 
@@ -20,62 +18,11 @@ Step = Callable[..., Tensor]
 
 LOST: dict[str, Step] = {
     "x + c - c": lambda x, o: x + 1e9 - 1e9,
-    "c - (c - x)": lambda x, o: 3e5 - (3e5 - x),
-    "a number of the graph": lambda x, o: x + torch.full((), 1e9) - 1e9,
-    "through casts": lambda x, o: ((x + 300).bfloat16().float()) - 300,
-    "through views": lambda x, o: ((x + 1e9).view(-1) - 1e9).view(x.shape),
-    "of parts": lambda x, o: (x + 1e9)[:, :2] - 1e9,
     "scaled": lambda x, o: (x * 0.5 + 9e6 - 9e6) * 2,
     "small": lambda x, o: (x / 1e9 + 1 - 1) * 1e9,
-    "an input": lambda x, o: x + o - o,
-    "an input, scaled": lambda x, o: (x * 3 + o * 2) - (o + o),
+    "through casts": lambda x, o: ((x + 300).bfloat16().float()) - 300,
     "leaves little": lambda x, o: x * 1025 - x * 1024,
-    "by alpha": lambda x, o: torch.sub(torch.add(x, o, alpha=2), o, alpha=2),
-    "0 of terms": lambda x, o: x * 3 - x * 2 - x,
-    "a quotient": lambda x, o: x * o / o,
-    "a reciprocal": lambda x, o: x * o * o.reciprocal(),
-    "among many": lambda x, o: sum((x.roll(n, 1) for n in range(20)), x + 1e9) - 1e9,
-    "swamped": lambda x, o: x + 1e9,
 }
-KEPT: dict[str, Step] = {
-    "mean and epsilon": lambda x, o: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-12),
-    "a rotation": lambda x, o: x * o.cos() + x.roll(1, -1) * o.sin(),
-    "by three products": lambda x, o: (x + o) * o.cos() - o * (o.cos() + o.sin()),
-    "other parts": lambda x, o: x[:, :2] - x[:, 2:] + x[:, :2],
-    "an average": lambda x, o: (x + o) * 0.5 + (x - o) * 0.25,
-    "a weight and 1": lambda x, o: x * (1 + o),
-    "a floor": lambda x, o: x / (o.square() + 1) * (o.square() + 1),
-    "equal values": lambda x, o: x * 3 - x * 3 + o,
-    "integers": lambda x, o: x.long() + 10**9 - 10**9,
-}
-
-
-def losing(step: Step) -> list[str]:
-    class Model(torch.nn.Module):
-        def forward(self, x: Tensor, o: Tensor) -> Tensor:
-            return step(x, o)
-
-    view = View(traced_graph(Model(), torch.randn(3, 4), torch.randn(3, 4)))
-    return [word(node) for node in view.nodes if view.lost_terms.loses(node)]
-
-
-@pytest.mark.parametrize("name", LOST)
-def test_what_is_lost_is_seen(name: str) -> None:
-    assert losing(LOST[name])
-
-
-@pytest.mark.parametrize("name", KEPT)
-def test_what_is_kept_is_no_loss(name: str) -> None:
-    assert not losing(KEPT[name])
-
-
-def test_long_chains_are_read_once() -> None:
-    def chain(x: Tensor, o: Tensor) -> Tensor:
-        for _ in range(200):
-            x = x + o
-        return x - o * 200
-
-    assert losing(chain) == ["sub"]
 
 
 class OfPositions(base.Base):
@@ -106,7 +53,7 @@ def args_of() -> tuple[Tensor, ...]:
     return x, torch.randint(0, 1 << 19, (len(x),)), *caches
 
 
-@pytest.mark.parametrize("name", ["x + c - c", "scaled", "small", "leaves little"])
+@pytest.mark.parametrize("name", LOST)
 @pytest.mark.parametrize("swapped", [False, True], ids=["key", "query"])
 def test_tables_that_rounding_tells_apart(name: str, swapped: bool) -> None:
     sides = [lambda x, _: x, LOST[name]]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import mla_fusion as mf
-from mla_fusion.prove import field, quantising
+from mla_fusion.prove import field
 from tests.catalogue import base
 from tests.harness import traced_graph
 
@@ -63,21 +63,6 @@ def test_roots_of_how_many_times() -> None:
         assert field.small_times(other, rows) is None
     one = field.random("one", (1, 1))  # of its square, nothing says which root is meant
     assert field.small_times(rows * (one * one), rows) is None
-
-
-def test_squares_of_other_roots_are_known() -> None:
-    """Of ``(sqrt(a) / 2) ** 2`` nothing depends on a sign, wherever it has been moved to."""
-    point = field.Point(draws_roots=False)
-    with field.at(point):
-        a, four = field.random("a", (5, 5)), field.number(4)
-        part = quantising.scaled(field.sqrt(a), 1536**-0.5)
-        whole = field.integer_power(part, 2) * field.number(1536)
-        assert field.small_times(whole, a) == 1
-        half = field.sqrt(a) * field.number(Fraction(1, 2))
-        moved = (-half).moved(torch.diagonal)
-        assert field.equal(half * half * four, a)
-        assert field.equal(moved * moved * four, a.moved(torch.diagonal))
-        assert not field.equal(half * field.sqrt(a), half * half)
 
 
 def test_roots_of_the_kernel_are_met_moved_and_inverse() -> None:

@@ -22,7 +22,7 @@ from tests.soundness.judge import judge
 from tests.soundness.member import Member, Verdict
 
 SEED = 2026
-EACH = 2  # members of each family
+EACH = 6  # members of each family
 
 
 def _samples() -> list[list[Member]]:

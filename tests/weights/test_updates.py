@@ -4,7 +4,6 @@ then.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import mla_fusion as mf
-from mla_fusion.weights import cache, rounds
-from mla_fusion.weights.current import Weights
+from mla_fusion.weights import rounds
 from mla_fusion.weights.fingerprint import SHARES, fingerprint
 from tests.catalogue import base, prologues
 from tests.exhaustive import one_in
@@ -88,9 +86,15 @@ def paged_out(model: nn.Module) -> None:
         weight.data.copy_(content + delta(content))
 
 
-SEEN_AT_ONCE = [counted, other_memory, twice_other_memory, paged_out]
-FOUND_BY_ROUNDS = [merged_like_peft, through_data, one_element]
-UPDATES = SEEN_AT_ONCE + FOUND_BY_ROUNDS
+UPDATES = [
+    counted,
+    other_memory,
+    twice_other_memory,
+    paged_out,
+    merged_like_peft,
+    through_data,
+    one_element,
+]
 
 
 @pytest.fixture
@@ -129,26 +133,6 @@ def follow(model: nn.Module, update: Update, updates: str = "rounds", steps: int
 @pytest.mark.parametrize("update", one_in(2, UPDATES))
 def test_every_call_compares_all_bytes(update: Update) -> None:
     follow(prologues.Neox(), update, "every call")
-
-
-@pytest.mark.parametrize("updates", ["rounds", "counted"])
-@pytest.mark.parametrize("update", one_in(2, SEEN_AT_ONCE, first=1))
-def test_what_torch_counts_is_seen_before_the_next_call(update: Update, updates: str) -> None:
-    follow(prologues.Neox(), update, updates)
-
-
-@pytest.mark.usefixtures("short_rounds")
-@pytest.mark.parametrize("update", FOUND_BY_ROUNDS)
-def test_what_torch_does_not_count_is_found_within_a_round(
-    update: Update, caplog: pytest.LogCaptureFixture
-) -> None:
-    rounds._SAID.clear()
-    follow(prologues.Neox(), update, steps=2)
-    (said,) = (
-        record.getMessage() for record in caplog.records if "does not count" in record.getMessage()
-    )
-    assert said.startswith(("kv_a_proj_with_mqa.weight (and 1 more)", "q_b_proj.weight (and 1"))
-    assert "mla_fusion.refresh(model)" in said and "Up to 2 calls" in said
 
 
 def unchanged_elsewhere(model: nn.Module) -> None:
@@ -258,27 +242,6 @@ def test_an_update_between_two_graphs_reaches_both() -> None:
         weight.data.copy_(value)
     assert_current(model, first, args)
     assert_current(model, second, args)
-
-
-def test_packed_copies_go_with_the_compiled_graph() -> None:
-    before = cache.bytes_held()
-    model = prologues.Neox()
-    run = torch.compile(model, backend=mf.backend(), fullgraph=True)
-    assert_current(model, run, base.paged_args())
-    assert cache.bytes_held() - before == mf.reports()[-1].bytes_added > 0
-    del run
-    torch._dynamo.reset()
-    gc.collect()
-    assert cache.bytes_held() == before
-    assert all(weight.isfinite().all() for weight in weights(model))
-
-
-def test_nothing_is_packed_again_where_nothing_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, args = prologues.Neox(), base.paged_args()
-    run = torch.compile(model, backend=mf.backend(), fullgraph=True)
-    assert_current(model, run, args)
-    monkeypatch.setattr(Weights, "_prepare", None)
-    assert_current(model, run, args)
 
 
 # -- fingerprints

@@ -78,6 +78,8 @@ _EVERYWHERE: dict[str, Step] = {
     "integers": lambda v, i: v.to(torch.int32).to(v.dtype) + v.frac() * 0.5,
     "through_float8": lambda v, i: v.to(torch.float8_e4m3fn).to(v.dtype),
     "softsign": lambda v, i: F.softsign(v),
+    "rounding_division": lambda v, i: torch.div(v, 0.25, rounding_mode="trunc") * 0.25,
+    "logit_with_epsilon": lambda v, i: torch.logit(v.sigmoid(), 1e-3),
     "amax_norm": lambda v, i: v / v.abs().amax(-1, keepdim=True).clamp(min=64.0) * 64.0,
 }
 

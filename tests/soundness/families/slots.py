@@ -60,6 +60,13 @@ _NEGATIVE: dict[str, Step] = {
 
 _AGAIN: dict[str, Step] = {
     "halved": lambda s, i: s // 2,
+    "masked": lambda s, i: s & 15,
+    "remainder": lambda s, i: s % 16,
+    "distance": lambda s, i: (s - 8).abs(),
+    "blocks_half_as_long": lambda s, i: s // 16 * 8 + s % 16,
+    "rows_half_as_many": lambda s, i: s // 16 * 16 + s % 8,
+    "through_bfloat16": lambda s, i: s.bfloat16().long(),
+    "joined": lambda s, i: torch.cat([s[: s.shape[0] // 2], s[: s.shape[0] - s.shape[0] // 2]]),
     "all_the_same": lambda s, i: s * 0 + 5,
     "first_for_all": lambda s, i: s[:1].expand_as(s),
     "by_mask_to_zero": lambda s, i: torch.where(i["mask"], s, 0),

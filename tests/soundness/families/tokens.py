@@ -8,6 +8,7 @@ there is a control.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..member import ALL, Attack, Family, attacks
@@ -41,7 +42,20 @@ def _late(at: int) -> dict[str, Step]:
     return {f"{name}_{at}": step for name, step in steps.items()}
 
 
+def _products(v: Tensor) -> Tensor:
+    """Of each token with each, at most about 1."""
+    rows = v.float().flatten(1)
+    return torch.tanh(rows @ rows.t() / rows.shape[1])
+
+
+def _times(v: Tensor, number: Tensor) -> Tensor:
+    return v * (2 + number).view(-1, *[1] * (v.dim() - 1)).to(v.dtype)
+
+
 _MIXED: dict[str, Step] = {
+    "products_with_the_next": lambda v, i: _times(v, _products(v).roll(1, 0).diagonal()),
+    "products_with_all": lambda v, i: _times(v, _products(v).mean(-1)),
+    "padded_and_cut": lambda v, i: F.pad(v, (0, 0) * (v.dim() - 1) + (1, -1)),
     "roll": lambda v, i: v.roll(1, 0),
     "flip": lambda v, i: v.flip(0),
     "cumsum": lambda v, i: v.float().cumsum(0).to(v.dtype),

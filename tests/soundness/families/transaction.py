@@ -25,6 +25,10 @@ from ..program import STYLES, prologue
 from ..running import Invalid, on, run_seeded
 
 _PLACES = (
+    "mla_fusion.match.finder:Finder.find",
+    "mla_fusion.emit.contract:ask",
+    "mla_fusion.observe.draw:fused",
+    "mla_fusion.commit.verify:compare",
     "mla_fusion.fx.build:GraphBuilder.call",
     "mla_fusion.fx.build:GraphBuilder.propagate",
     "mla_fusion.fx.build:GraphBuilder.constant",
@@ -72,7 +76,7 @@ PLACES = tuple(path for path in _PLACES if _holder(path) is not None)
 
 
 @contextmanager
-def _broken(path: str, at: int) -> Iterator[list[int]]:
+def broken(path: str, at: int) -> Iterator[list[int]]:
     """The function raises at its ``at``-th call; yields the calls made."""
     found = _holder(path)
     assert found is not None
@@ -144,7 +148,7 @@ def _fused(
     captured: captures.Captured, path: str, at: int, alone: bool, config: mf.Config, gm: GraphModule
 ) -> tuple[bool, Any]:
     """Was the defect reached; and the report, or what was raised."""
-    with _broken(path, at) as calls:
+    with broken(path, at) as calls:
         try:
             report: Any = (
                 mf.fuse(gm, config) if alone else fuse_with_boundary(gm, captured.inputs, config)[0]

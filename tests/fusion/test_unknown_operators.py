@@ -7,8 +7,6 @@ import torch
 from torch import Tensor
 
 import mla_fusion as mf
-from mla_fusion.fx.kinds import Kind
-from mla_fusion.operators.known import known
 from tests.catalogue.base import paged_args
 from tests.catalogue.prologues import PagedRotateHalf
 from tests.harness import traced_graph
@@ -43,10 +41,6 @@ class OnTheLatent(PagedRotateHalf):
     def latent(self, x: Tensor) -> tuple[Tensor, Tensor]:
         c_kv, k_pe = self.kv_a_proj_with_mqa(x).split([512, 64], -1)
         return self.kv_a_layernorm(mystery(c_kv)), k_pe
-
-
-def test_it_is_opaque() -> None:
-    assert known(torch.ops.mla_fusion_graph_test.mystery.default).kind is Kind.OPAQUE
 
 
 @pytest.mark.parametrize("model", [BeforeNorm, BehindNorm, OnTheLatent])

@@ -1,0 +1,252 @@
+"""What stands around a prologue: readers between its writes, several layers of one pool, empty
+slices, hidden states that are not contiguous.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from .base import (
+    BLOCK_SIZE,
+    BLOCKS,
+    DR,
+    HCKV,
+    HCQ,
+    HE,
+    Base,
+    D,
+    attend,
+    paged_args,
+    paged_caches,
+)
+from .entry import IN_PLACE, OURS, STAGED, entry, miss
+from .layouts import Sequences, sequence_args
+from .prologues import PagedRotateHalf
+
+
+def tied_args() -> tuple[Tensor, ...]:
+    x, cos, sin, *_, slots = paged_args()
+    return (x, cos, sin, slots, *paged_caches(), *paged_caches())
+
+
+def two_args() -> tuple[Tensor, ...]:
+    return (*paged_args(), *paged_caches())
+
+
+def pool_of(*shape: int) -> tuple[Tensor, ...]:
+    x, cos, sin, *_, slots = paged_args()
+    return x, cos, sin, torch.randn(shape).bfloat16(), slots
+
+
+@entry(STAGED, source=OURS, tags="cache, readers")
+class ReadBetweenTheWrites(Base):
+    """The rope cache is read, as it was, between the two writes."""
+
+    def write(
+        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
+    ) -> None:
+        kv_cache.view(-1, HCKV)[slots] = c_kv
+        self.seen = kr_cache.view(-1, DR)[slots].float().sum(-1)
+        kr_cache.view(-1, DR)[slots] = k_pe
+
+    def extra(self, c_q_raw: Tensor, c_q: Tensor, k_pe: Tensor) -> Tensor:
+        return self.seen
+
+
+@entry(STAGED, source=OURS, tags="cache")
+class WrittenTwiceAlike(Base):
+    def write(
+        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
+    ) -> None:
+        super().write(kv_cache, kr_cache, slots, c_kv, k_pe)
+        super().write(kv_cache, kr_cache, slots, c_kv, k_pe)
+
+
+@entry(IN_PLACE, source=OURS, tags="cache")
+class Overwritten(Base):
+    """A row is cleared right after the write."""
+
+    def write(
+        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
+    ) -> None:
+        super().write(kv_cache, kr_cache, slots, c_kv, k_pe)
+        kv_cache.view(-1, HCKV)[slots[:1]] = 0
+
+
+@entry(IN_PLACE, source=OURS, tags="readers")
+class ComputedTwice(Base):
+    """One prologue, spelled out twice: nobody has run CSE."""
+
+    def forward(self, *args: Tensor) -> tuple[Tensor, Tensor]:
+        first, _ = super().forward(*args)
+        second, _ = super().forward(*args)
+        return first + second, first
+
+
+@entry(IN_PLACE, source=OURS, tags="cache, readers")
+class ReturnsCaches(Base):
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
+    ) -> tuple[Tensor, ...]:  # type: ignore[override]
+        scores, _ = super().forward(x, cos, sin, kv_cache, kr_cache, slots)
+        return scores, kv_cache, kr_cache
+
+
+@entry(IN_PLACE, STAGED, source=OURS, tags="cache")
+class TwoLayersOnePool(nn.Module):
+    """The second layer reads and writes what the first has written."""
+
+    shift = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Base() for _ in range(2))
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
+    ) -> tuple[Tensor, ...]:
+        first, _ = self.layers[0](x, cos, sin, kv_cache, kr_cache, slots)
+        other = (slots + self.shift) % (BLOCKS * BLOCK_SIZE)
+        second, _ = self.layers[1](
+            x + first.mean().to(x.dtype), cos, sin, kv_cache, kr_cache, other
+        )
+        return first, second
+
+
+@entry(IN_PLACE, STAGED, source=OURS, tags="cache")
+class TwoLayersOtherRows(TwoLayersOnePool):
+    shift = 3
+
+
+@entry(IN_PLACE, IN_PLACE, source=OURS, tags="cache", args=tied_args)
+class TiedLayers(nn.Module):
+    """Two layers with the same parameters and caches of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Base()
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, *caches: Tensor
+    ) -> tuple[Tensor, ...]:
+        first, _ = self.layer(x, cos, sin, *caches[:2], slots)
+        second, _ = self.layer(x + first.mean().to(x.dtype), cos, sin, *caches[2:], slots)
+        return first, second
+
+
+@entry(STAGED, source=OURS, tags="cache", args=lambda: pool_of(BLOCKS, BLOCK_SIZE, 1, HCKV + DR))
+class CombinedPool(Base):
+    """Both caches are columns of one tensor."""
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, pool: Tensor, slots: Tensor) -> Tensor:  # type: ignore[override]
+        q_nope, q_pe = self.split(self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))))
+        c_kv, k_pe = self.latent(x)
+        c, s = cos.unsqueeze(1), sin.unsqueeze(1)
+        rows = pool.view(-1, HCKV + DR)
+        rows[slots, :HCKV] = c_kv
+        rows[slots, HCKV:] = self.rotate(k_pe.unsqueeze(1), c, s).squeeze(1)
+        return attend(self.absorb(q_nope), self.rotate(q_pe, c, s), rows[:, :HCKV], rows[:, HCKV:])
+
+
+@entry(
+    IN_PLACE,
+    alone=(STAGED,),
+    source=OURS,
+    tags="cache",
+    args=lambda: pool_of(BLOCKS * BLOCK_SIZE * (HCKV + DR)),
+)
+class SplitStorage(Base):
+    """Both caches are parts of one flat tensor, one after the other."""
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, pool: Tensor, slots: Tensor
+    ) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        rows = BLOCKS * BLOCK_SIZE
+        kv_cache = pool[: rows * HCKV].view(BLOCKS, BLOCK_SIZE, 1, HCKV)
+        kr_cache = pool[rows * HCKV :].view(BLOCKS, BLOCK_SIZE, 1, DR)
+        return super().forward(x, cos, sin, kv_cache, kr_cache, slots)
+
+
+@entry(IN_PLACE, source=OURS, tags="rope, layout")
+class PartialRope(Base):
+    """``cat((rotated, the rest))``, where the rest is empty."""
+
+    def rotate(self, x: Tensor, c: Tensor, s_: Tensor) -> Tensor:
+        width = c.shape[-1]
+        return torch.cat((super().rotate(x[..., :width], c, s_), x[..., width:]), -1)
+
+
+@entry(IN_PLACE, source=OURS, tags="readers")
+class EmptyReader(Base):
+    """Somebody keeps a slice of the raw query that is empty."""
+
+    def extra(self, c_q_raw: Tensor, c_q: Tensor, k_pe: Tensor) -> Tensor:
+        return c_q_raw[:, c_q_raw.shape[1] :].clone()
+
+
+@entry(IN_PLACE, IN_PLACE, source=OURS, tags="cache", args=two_args)
+class TwoAttentions(nn.Module):
+    """Both read x, with weights and caches of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = PagedRotateHalf(), PagedRotateHalf()
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
+        kv, kr, slots, other_kv, other_kr = rest
+        return self.first(x, cos, sin, kv, kr, slots), self.second(
+            x, cos, sin, other_kv, other_kr, slots
+        )
+
+
+def transposed() -> tuple[Tensor, ...]:
+    x, *rest = sequence_args()
+    return (x.transpose(0, 1).contiguous(), *rest)
+
+
+def longer() -> tuple[Tensor, ...]:
+    _, *rest = sequence_args()
+    return (torch.randn(2, 8, HE).bfloat16(), *rest)
+
+
+@entry(IN_PLACE, source=OURS, tags="layout", args=transposed)
+class SequencesTurned(Sequences):
+    """Hidden states are [S, B, He], as Megatron lays them out."""
+
+    def forward(self, x: Tensor, *args: Tensor) -> Tensor:
+        return super().forward(x.transpose(0, 1), *args)
+
+
+@entry(IN_PLACE, source=OURS, tags="layout", args=longer)
+class LastOnes(Sequences):
+    """Of a longer sequence."""
+
+    def forward(self, x: Tensor, *args: Tensor) -> Tensor:
+        return super().forward(x[:, -3:], *args)
+
+
+@entry(IN_PLACE, source=OURS, tags="absorb")
+class OneForAllHeads(Base):
+    """One W_uk, repeated for each head: what is repeated along heads stays head by head."""
+
+    def w_uk(self) -> Tensor:
+        return self.kv_b_proj.weight[:D].expand(self.heads, D, HCKV)
+
+
+class ForEachSequence(nn.Module):
+    """Each sequence has a weight of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, HE, HCQ).bfloat16() * 0.05)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.bmm(x, self.weight)
+
+
+@miss("q_lora.absent", tags="weights", of="Sequences", args=sequence_args)
+class OwnWeights(Sequences):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_a_proj = ForEachSequence()  # type: ignore[assignment]
