@@ -20,7 +20,7 @@ from mla_fusion.compat import OpOverload
 from mla_fusion.emit import results as of_call
 from mla_fusion.emit import rows, targets
 from mla_fusion.fx.build import Recipe, TensorBuilder
-from mla_fusion.fx.kinds import Kind, is_getitem, is_reshape, kind_of, word
+from mla_fusion.fx.kinds import Kind, argument, is_getitem, is_reshape, kind_of, word
 from mla_fusion.fx.tokens import Tokens
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import reached
@@ -135,7 +135,7 @@ def _claimed(plan: Plan) -> Iterator[Sequence[Node]]:
         elif plan.caches.held and not plan.caches.rows:
             operator = item.node.args[0] if is_getitem(item.node) else item.node
             assert isinstance(operator, Node)
-            yield operator.all_input_nodes
+            yield [argument(operator, name) for name in ("kv", "cos", "sin")]
     yield plan.caches.rows
 
 

@@ -1,4 +1,4 @@
-"""Prologues without a product with W_uk, under ``Config(unabsorbed="identity")``."""
+"""Prologues without a product with W_uk, under ``Config(targets=("v3", "identity"))``."""
 
 from __future__ import annotations
 
