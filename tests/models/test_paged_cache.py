@@ -206,25 +206,6 @@ def test_reset_and_again(pair: Pair) -> None:
     assert all(same) if pair.paged.is_compileable else not any(same)
 
 
-def test_state_is_saved_and_restored(pair: Pair) -> None:
-    pair.update(37)
-    pair.both("reorder_cache", torch.tensor([2, 0, 0]))
-    state = pair.paged.state_dict()
-    assert state["layers"][0][0].shape == (3, 1, 37, R)
-    for limit in (None, 64):
-        again = hf.MlaPagedCache(pair.config, max_cache_len=limit, block_size=32)
-        again.load_state_dict(state)
-        pair.paged = again
-        pair.check()
-    with pytest.raises(hf.OptimizeError, match=r"\[cache.full\]"):
-        hf.MlaPagedCache(pair.config, max_cache_len=36).load_state_dict(state)
-    with pytest.raises(hf.OptimizeError, match=r"\[cache.state\]"):
-        hf.MlaPagedCache(pair.config).load_state_dict(state | {"layers": state["layers"][:1]})
-    mixed = [state["layers"][0], tuple(rows[:, :, :5] for rows in state["layers"][1])]
-    with pytest.raises(hf.OptimizeError, match=r"\[cache.state\]"):
-        hf.MlaPagedCache(pair.config).load_state_dict(state | {"layers": mixed})
-
-
 def test_an_indexer_s_keys_come_after_their_latents() -> None:
     cache_utils = pytest.importorskip("transformers.cache_utils")
     if not hasattr(cache_utils, "StaticIndexedLayer"):

@@ -190,10 +190,6 @@ class PagedLatentLayer(CacheLayerMixin):
                 setattr(self, name, fresh)
         self.length = held[0].shape[2]
 
-    def restore(self, *held: Tensor) -> None:
-        """Take over rows as :meth:`rows` gives them, in place of nothing."""
-        self.update(held[0], held[1])
-
     def copy_partial_block(self, beam_idx: Tensor) -> None:
         """The last block, still being written, of each chosen sequence into the home of the one
         that takes over.
@@ -266,8 +262,3 @@ class PagedIndexedLayer(PagedLatentLayer):
     @property
     def is_indexer_initialized(self) -> bool:
         return self.indexer_keys is not None
-
-    def restore(self, *held: Tensor) -> None:
-        super().restore(*held)
-        if len(held) > 2:
-            self.update_indexer(held[2].squeeze(1))

@@ -13,11 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mla_fusion.models.attention import sparse
 from mla_fusion.models.features import TWO_WIDTHS
-from mla_fusion.models.hf.as_examined import absorbed_weight
-from mla_fusion.models.hf.latent_attention import LatentDims
-from mla_fusion.models.hf.latent_form import LatentForm
+from mla_fusion.models.hf.latent_attention import LatentDims, LatentForm
 from mla_fusion.models.refusal import OptimizeError
 
 
@@ -198,34 +195,23 @@ class SparseConfig:
 
 
 class LatentSelf:
-    """The module as its own forward sees it: without its expansion of latents.
+    """The module as its own forward sees it, with other things by some of its names."""
 
-    picks   on an NPU, the tokens that an indexer picks are handed to the attention function, not
-            made a mask
-    """
-
-    def __init__(self, module: nn.Module, form: LatentForm, picks: bool = False) -> None:
+    def __init__(self, module: nn.Module, instead: dict[str, Any]) -> None:
         self.module = module
-        self.form = form
-        self.picks = picks
+        self.instead = instead
 
     def __getattr__(self, name: str) -> Any:
-        if name == "config" and self.picks:
-            config, weight = self.module.config, absorbed_weight(self.module, self.form)
-            return SparseConfig(config) if weight is not None and sparse.runs_on(weight) else config
-        if self.form.after_cache:
-            return _same if name == "expand_kv" else getattr(self.module, name)
-        return self._put_off if name == self.form.kv_up else getattr(self.module, name)
-
-    def _put_off(self, c_kv: Tensor) -> PutOff:
-        return PutOff(c_kv.unsqueeze(1), self.form.dims.up, self.form.dims)
+        return self.instead[name] if name in self.instead else getattr(self.module, name)
 
 
-def _same(c_kv: Tensor, k_pe: Tensor) -> tuple[Tensor, Tensor]:
-    """In place of ``expand_kv``: keys and values are made, where at all, by the attention
+def expansion_put_off(form: LatentForm) -> dict[str, Any]:
+    """In place of what expands latents: keys and values are made, where at all, by the attention
     function.
     """
-    return c_kv, k_pe
+    if form.after_cache:
+        return {"expand_kv": lambda c_kv, k_pe: (c_kv, k_pe)}
+    return {form.kv_up: lambda c_kv: PutOff(c_kv.unsqueeze(1), form.dims.up, form.dims)}
 
 
 def cat_of(dims: LatentDims) -> Callable[..., Any]:
