@@ -14,6 +14,7 @@ from mla_fusion.models.features import COUNTS_POSITIONS
 from tests.exhaustive import one_in
 
 from .hf_models import KERNEL, build
+from .paged import rows
 
 PLAIN = "deepseek_v3"
 ONE = {"num_hidden_layers": 1, "first_k_dense_replace": 1}
@@ -132,7 +133,7 @@ def test_every_prologue_is_one_operator_in_the_ge_graph(name: str, layers: int) 
     model = build(name, KERNEL | sizes, dtype=torch.bfloat16)
     assert len(hf.optimize(model).converted) == layers
     cache, ids = started(model)
-    held = [layer.rows() for layer in cache.paged_layers]
+    held = [rows(layer) for layer in cache.paged_layers]
     lowered = mf.lower(hf.DecodeStep(model, cache), ids)
     assert lowered.ge_ops["MlaPrologV3"] == layers
     assert (
@@ -143,7 +144,7 @@ def test_every_prologue_is_one_operator_in_the_ge_graph(name: str, layers: int) 
     assert all(
         torch.equal(a, b)
         for old, layer in zip(held, cache.paged_layers, strict=True)
-        for a, b in zip(old, layer.rows(), strict=True)
+        for a, b in zip(old, rows(layer), strict=True)
     )
 
 
