@@ -17,7 +17,7 @@ from __future__ import annotations
 import dis
 import inspect
 from collections.abc import Callable, Iterator
-from types import FunctionType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +30,8 @@ from mla_fusion.models.hf.seen import IMPLEMENTATIONS, local
 from mla_fusion.models.refusal import OptimizeError
 
 TOKENS = 3
-CALLED = ("update", "ALL_ATTENTION_FUNCTIONS", "torch")
+UPDATE = "update"
+CALLED = (UPDATE, "ALL_ATTENTION_FUNCTIONS", "torch")
 # what forwards call it when attention does more
 BEYOND_SOFTMAX = ("s_aux", "sinks", "softcap", "logits_soft_cap")
 
@@ -75,23 +76,14 @@ def examine(module: nn.Module) -> LatentForm:
             "attention.implementation",
             f"attn_implementation is {implementation!r}, sdpa or eager needed",
         )
-    refusals = {}
+    refusals = []
     for latents in candidates:
         try:
             return probe(module, *latents)
         except OptimizeError as refusal:
-            refusals[latents] = refusal
-    raise refusals[
-        min(refusals, key=lambda latents: _by_chance(module, latents, refusals[latents]))
-    ]
-
-
-def _by_chance(module: nn.Module, latents: Latents, refusal: OptimizeError) -> tuple[bool, bool]:
-    """The reason to give is that of the real latents: a triple whose widths fit by chance says only
-    that it is none.
-    """
-    other_rank = getattr(module, "kv_lora_rank", latents.rank) != latents.rank
-    return other_rank, refusal.code in ("kv_up.differs", "cache.expanded")
+            refusals.append(refusal)
+    # Widths that fit by chance say only that these are no latents.
+    raise min(refusals, key=lambda refusal: refusal.code in ("kv_up.differs", "cache.expanded"))
 
 
 def _require_known_forward(module: nn.Module) -> None:
@@ -102,7 +94,10 @@ def _require_known_forward(module: nn.Module) -> None:
         raise OptimizeError(
             "forward.unknown", f"its forward is no function but {type(forward).__name__}"
         )
-    missing = [name for name in CALLED if not _looks_up(forward, name)]
+    steps = [(step.opname, str(step.argval)) for step in dis.get_instructions(code)]
+    read = {name for kind, name in steps if kind == "LOAD_GLOBAL" and name in forward.__globals__}
+    # of the cache a method, of the file names
+    missing = [name for name in CALLED if name not in (code.co_names if name == UPDATE else read)]
     after_cache = EXPANDS_AFTER_CACHE.has(type(module))
     if missing and not after_cache:
         instead = (
@@ -118,13 +113,7 @@ def _require_known_forward(module: nn.Module) -> None:
         raise OptimizeError("forward.unknown", f"forward does not call {', '.join(missing)}")
     if "forward" in vars(module):
         raise OptimizeError("forward.unknown", "forward is replaced")
-    if not after_cache and "expand_kv" in code.co_names:
-        raise OptimizeError(
-            "cache.expanded", f"its forward calls expand_kv, which it lacks{advice(module)}"
-        )
-    stored = sorted(
-        {str(step.argval) for step in dis.get_instructions(code) if step.opname == "STORE_ATTR"}
-    )
+    stored = sorted({name for kind, name in steps if kind == "STORE_ATTR"})
     if stored:
         raise OptimizeError(
             "forward.unknown", f"forward keeps {', '.join(stored)} from one call to the next"
@@ -134,18 +123,6 @@ def _require_known_forward(module: nn.Module) -> None:
         raise OptimizeError(
             "attention.differs", f"forward hands {', '.join(beyond)} to its attention"
         )
-
-
-def _looks_up(forward: FunctionType, name: str) -> bool:
-    """Does a forward read the name of its file, or, of the cache, call a method of that name?"""
-    read = {
-        str(step.argval) for step in dis.get_instructions(forward) if step.opname == "LOAD_GLOBAL"
-    }
-    return (
-        name in forward.__code__.co_names
-        if name == "update"
-        else name in read & forward.__globals__.keys()
-    )
 
 
 def _projections(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -165,11 +142,12 @@ def _norm_widths(module: nn.Module) -> set[int]:
 
 def _latents(module: nn.Module, projections: dict[str, nn.Module]) -> Iterator[Latents]:
     """Every triple of down projection, norm and up projection whose widths fit: the down projection
-    reads hidden states, which are as wide as what some projection, that of the output, gives."""
+    reads hidden states, which are as wide as what some projection, that of the output, gives. Where
+    the module knows the rank, only those of that rank."""
     given = {_width(projection, 0) for projection in projections.values()}
     for name, up in projections.items():
         rank = _width(up, 1)
-        if rank not in _norm_widths(module):
+        if rank not in _norm_widths(module) or rank != getattr(module, "kv_lora_rank", rank):
             continue
         for down in projections.values():
             rope = _width(down, 0) - rank

@@ -91,40 +91,18 @@ class PutOff:
     def contiguous(self) -> PutOff:
         return self
 
-    def chunk(self, count: int, dim: int = 0) -> tuple[PutOff, PutOff]:
-        return self.split(-(-self.width // count), dim)
-
-    def narrow(self, dim: int, start: int, length: int) -> PutOff:
-        return self[(..., slice(start, start + length)) if dim in (-1, 3) else dim]
-
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"keys and values are taken apart by {name}; split([nope, value], dim=-1), narrow and "
-            "slices are followed"
+            f"keys and values are taken apart by {name}; write split([nope, value], dim=-1)"
         )
 
-    def split(self, widths: Sequence[int] | int, dim: int = 0) -> tuple[PutOff, PutOff]:
-        if isinstance(widths, int):
-            whole, rest = divmod(self.width, widths)
-            widths = [widths] * whole + [rest] * bool(rest)
+    def split(self, widths: Sequence[int], dim: int = 0) -> tuple[PutOff, PutOff]:
         wanted = [self.dims.nope, self.dims.value]
-        if list(widths) != wanted or dim not in (-1, 3) or self.width != sum(wanted):
+        if widths not in (wanted, tuple(wanted)) or dim not in (-1, 3):
             raise ValueError(
-                f"keys and values are split as {widths} along {dim}, not as {wanted} "
-                "along the last axis"
+                f"keys and values are split as {widths} along {dim}; write split({wanted}, dim=-1)"
             )
         return PutOff(self.c_kv, wanted[0], self.dims), PutOff(self.c_kv, wanted[1], self.dims)
-
-    def __getitem__(self, places: Any) -> PutOff:
-        nope, whole = self.dims.nope, self.dims.up
-        keys, values = self.split([nope, self.dims.value], -1)
-        if isinstance(places, tuple) and len(places) == 2 and isinstance(places[1], slice):
-            taken = places[0], places[1].indices(whole)
-            if taken == (..., (0, nope, 1)):
-                return keys
-            if taken == (..., (nope, whole, 1)):
-                return values
-        raise ValueError(f"{places} are neither the keys nor the values")
 
 
 class LatentKey:
