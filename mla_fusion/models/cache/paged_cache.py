@@ -135,6 +135,6 @@ class MlaPagedCache(Cache):
             self.table.length.fill_(left)
         for layer in started:
             layer.length = left
-        for layer in self.layers:
-            if not isinstance(layer, PagedLatentLayer):
-                layer.crop(tokens)
+        others: list[Any] = [x for x in self.layers if not isinstance(x, PagedLatentLayer)]
+        for other in others:
+            other.crop(tokens)
