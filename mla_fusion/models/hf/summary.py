@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
@@ -97,6 +98,9 @@ class Summary:
             "bytes_per_token": self.bytes_per_token,
             "expanded_bytes_per_token": self.expanded_bytes_per_token,
         }
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=2)
 
     def __str__(self) -> str:
         total = len(self.converted) + len(self.skipped)
