@@ -27,7 +27,6 @@ CODES = {
     " 4.57 do. The message names what to install or to load where that helps.",
     "cache.kind": "A layer of this cache is none that pages of latents can replace.",
     "cache.full": "A cache of fixed size has no room for the tokens.",
-    "cache.state": "A saved state does not belong to this cache.",
     "model.state": "The model was not optimised, or a forward that optimize has set was replaced "
     "since.",
 }

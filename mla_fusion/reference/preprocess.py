@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mla_fusion import meta
 from mla_fusion.meta import preprocess as contract
 from mla_fusion.meta.preprocess import EPSILON
 from mla_fusion.reference import cache, quantize
@@ -24,7 +25,7 @@ from mla_fusion.reference.numerics import matmul, rms_norm
 
 
 @kernel(contract.ATB)
-def npu_mla_preprocess(given: Any) -> tuple[Tensor, ...]:
+def mla_preprocess(given: Any) -> tuple[Tensor, ...]:
     """``(q_out0, kv_cache, q_out1, kv_cache_rope)``; writes both caches and returns them, as the
     ``.out`` form.
 
@@ -154,4 +155,27 @@ def scatter(target: Tensor, rows: Tensor, slots: Tensor, *, nz: bool) -> None:
     cache.write_paged(target, block, offset, rows, nz=nz, argument="kv_cache")
 
 
-mla_preprocess = npu_mla_preprocess  # the name without torch's prefix
+def npu_mla_preprocess(*args: Tensor, **options: Any) -> tuple[Tensor, ...]:
+    """Results on copies of the caches. torch_npu returns fresh caches too, in which only the new
+    rows are defined; here the other rows are those of the arguments.
+    """
+    call = meta.bind(contract.OP, args, options)
+    caches = (name for name in contract.CACHES if isinstance(call.get(name), Tensor))
+    copies = {name: call[name].clone() for name in caches}
+    return mla_preprocess(**call | copies)
+
+
+def npu_mla_preprocess_out(*args: Tensor, **options: Any) -> tuple[Tensor, ...]:
+    """Writes q_out0, q_out1 and the new rows of kv_cache_out0 and kv_cache_out1, usually the caches
+    themselves.
+    """
+    outs = tuple(options.pop(name) for name in contract.RESULTS)
+    q_out0, kv_out, q_out1, kr_out = outs
+    call = meta.bind(contract.OP, args, options)
+    query, _, query_rope, _ = mla_preprocess(
+        **call | dict(zip(contract.CACHES, (kv_out, kr_out), strict=True))
+    )
+    q_out0.copy_(query)
+    if query_rope.numel():
+        q_out1.copy_(query_rope)
+    return outs

@@ -11,11 +11,36 @@ from torch import Tensor
 
 from mla_fusion import meta
 from mla_fusion.meta.prolog import V3
-from mla_fusion.reference import cache, steps
+from mla_fusion.reference import cache
 from mla_fusion.reference.chips import current_chip
-from mla_fusion.reference.formats import format_of
+from mla_fusion.reference.formats import Format, format_of
 from mla_fusion.reference.functional import kernel, on_copies
-from mla_fusion.reference.numerics import nz_weight_to_nd, rms_norm
+from mla_fusion.reference.numerics import (
+    interleave_rope,
+    matmul,
+    nz_weight_to_nd,
+    rms_norm,
+    working_dtype,
+)
+from mla_fusion.reference.quantize import tile_row, to_int8
+
+
+def projection(
+    form: Format | None,
+    x: Tensor,
+    weight: Tensor,
+    scale_token: Tensor | None,
+    scale_channel: Tensor | None,
+) -> Tensor:
+    """``x W``, rounded to the activation dtype, or dequantised and unrounded.
+
+    `service_matmul_arch22.h`; int8 products are exact int32 sums, scaled per token, then per
+    channel (not on A5).
+    """
+    if form is None or scale_channel is None:
+        return matmul(x, weight)
+    assert scale_token is not None  # comes with the channel's
+    return form.product(x, weight, scale_token, scale_channel)
 
 
 @kernel(V3)
@@ -46,7 +71,7 @@ def npu_mla_prolog_v3(call: Any) -> tuple[Tensor, ...]:
     absent = torch.empty(0, dtype=torch.float32)
     form = format_of(call.weight_quant_mode, current_chip())
 
-    cq = steps.projection(form, x, w_dq, call.dequant_scale_x, call.dequant_scale_w_dq)
+    cq = projection(form, x, w_dq, call.dequant_scale_x, call.dequant_scale_w_dq)
     # its rounding is the query_norm of the unquantised kernel (`service_rms_norm_arch22.h`)
     normed = rms_norm(
         cq, call.rmsnorm_gamma_cq, float(call.rmsnorm_epsilon_cq), float(call.qc_qr_scale)
@@ -54,37 +79,49 @@ def npu_mla_prolog_v3(call: Any) -> tuple[Tensor, ...]:
     if form is None:
         c_q, scale_c_q = normed.to(activation), torch.empty(0, dtype=torch.float32)
     else:
-        c_q, scale_c_q = steps.dynamic_quant_cq(form, normed, call.smooth_scales_cq)
-    q_nope, q_pe = steps.matmul_qc_qr(
-        form, c_q, w_uq_qr, scale_c_q, call.dequant_scale_w_uq_qr, d, dr
-    )
-    query = steps.matmul_qn(q_nope, call.weight_uk)
-    query_rope = steps.rope_qr(q_pe, cos, sin, activation)
+        # query_norm is smoothed too (`service_rms_norm_arch22.h`)
+        smooth = call.smooth_scales_cq
+        c_q, scale_c_q = form.dynamic_quant(
+            normed if smooth is None else normed * smooth.to(normed.dtype)
+        )
+    heads = projection(form, c_q, w_uq_qr, scale_c_q, call.dequant_scale_w_uq_qr)
+    # columns run per head [D nope | Dr rope]
+    q_nope, q_pe = heads.unflatten(-1, (n, d + dr)).split((d, dr), -1)
+    # a dequantised q_nope is rounded before the product, a dequantised q_pe enters unrounded
+    # (`service_rotary_position_embedding`)
+    query = matmul(q_nope.to(call.weight_uk.dtype).transpose(0, 1), call.weight_uk).transpose(0, 1)
+    query_rope = interleave_rope(q_pe, cos.unsqueeze(1), sin.unsqueeze(1), activation)
     dequant_scale_q_nope = absent
     if call.kv_cache_quant_mode == 1:
         assert form is not None
-        query, dequant_scale_q_nope = steps.quant_query(form, query)
-        query_rope = steps.mul_qr(query_rope, call.quant_scale_ckv, dequant_scale_q_nope)
+        query, dequant_scale_q_nope = form.quant_query(query.to(working_dtype(query.dtype)))
+        # Attention multiplies the whole score by dequant_scale_q_nope / quant_scale_ckv, so the
+        # rope part is brought to the same scale (`service_dynamic_quant_qn_mul_qr_arch22.h`).
+        work = working_dtype(activation)
+        factor = call.quant_scale_ckv.reshape(-1)[0].to(work) / dequant_scale_q_nope.to(work)
+        query_rope = (query_rope.to(work) * factor).to(activation)
 
-    both = steps.projection(form, x, w_dkv_kr, call.dequant_scale_x, call.dequant_scale_w_dkv_kr)
+    both = projection(form, x, w_dkv_kr, call.dequant_scale_x, call.dequant_scale_w_dkv_kr)
     ckv, kr = both.split((hckv, dr), -1)
     ckv = rms_norm(
         ckv, call.rmsnorm_gamma_ckv, float(call.rmsnorm_epsilon_ckv), float(call.kc_scale)
     )
-    kr = steps.rope_qr(kr.unsqueeze(1), cos, sin, activation).squeeze(1)
+    kr = interleave_rope(kr, cos, sin, activation)
     if call.kv_cache_quant_mode == 0:
         ckv = ckv.to(activation)
     elif call.kv_cache_quant_mode == 1:
         assert form is not None
-        ckv = steps.quant_ckv_per_tensor(form, ckv, call.quant_scale_ckv)
+        # of a [1, Hckv] tensor one float is read
+        ckv = form.per_tensor(ckv * call.quant_scale_ckv.reshape(-1)[0].to(ckv.dtype))
     elif call.kv_cache_quant_mode == 2:
-        ckv, kr = (
-            steps.quant_per_channel(ckv, call.quant_scale_ckv),
-            steps.quant_per_channel(kr, call.quant_scale_ckr),
-        )
+        work = working_dtype(activation)
+        ckv = to_int8(ckv * call.quant_scale_ckv.to(work))
+        kr = to_int8(kr.to(work) * call.quant_scale_ckr.to(work))
     else:
         assert form is not None
-        ckv = steps.quant_ckv_per_tile(form, ckv, kr, call.k_nope_clip_alpha, call.tile_size)
+        # one row in bytes: quantised latent, rope, fp32 scales
+        codes, scale = form.per_tile(ckv, call.k_nope_clip_alpha, call.tile_size)
+        ckv = tile_row(codes.view(torch.int8), kr, scale).view(codes.dtype)
     where = call.cache_mode, lead, call.cache_index, call.actual_seq_len
     cache.write(call.kv_cache, ckv, *where, "kv_cache")
     cache.write(call.kr_cache, kr, *where, "kr_cache")

@@ -27,7 +27,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import mla_fusion as mf
 from mla_fusion.compile import inductor_bridge
 from mla_fusion.machine import Machine
-from mla_fusion.reference import steps
+from mla_fusion.reference import prolog
 from mla_fusion.serving import vllm_ascend_pass
 from tests.catalogue import Entry, prologues, select
 from tests.harness import assert_no_worse, clones, eager, exact, flat
@@ -217,14 +217,14 @@ def test_no_cache_gives_the_graph_of_another_configuration(
 ) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     model, args = prologues.Neox(), select()[0].args()
-    ran: list[Tensor] = []
-    product = steps.matmul_qn
+    ran: list[Any] = []
+    usual = prolog.format_of
 
-    def counted(q_nope: Tensor, weight_uk: Tensor) -> Tensor:
-        ran.append(q_nope)
-        return product(q_nope, weight_uk)
+    def counted(mode: int, soc: str) -> Any:  # once a call of the kernel
+        ran.append(mode)
+        return usual(mode, soc)
 
-    monkeypatch.setattr(steps, "matmul_qn", counted)
+    monkeypatch.setattr(prolog, "format_of", counted)
     fusing, leaving = mf.Config(verify="off"), mf.Config(enable=False)
 
     def calls(config: mf.Config) -> tuple[int, int]:

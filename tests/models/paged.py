@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -77,3 +79,8 @@ def dense(
 
 def close(found: Tensor, wanted: Tensor) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+def rows(layer: Any) -> list[Tensor]:
+    """The tokens that a layer of MlaPagedCache holds: copies ``[B, 1, length, width]``."""
+    return [layer.read(pool)[:, :, : layer.held()].clone() for _, pool in layer.pools()]

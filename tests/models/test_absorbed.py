@@ -9,8 +9,7 @@ import mla_fusion as mf
 from mla_fusion.models.absorbed import AbsorbedAttention, AbsorbedDecoder
 from mla_fusion.models.features import EXPANDS_AFTER_CACHE
 from mla_fusion.models.hf import modeling, random_decoder
-from mla_fusion.models.hf.latent_attention import LatentDims
-from mla_fusion.models.hf.latent_form import expanded
+from mla_fusion.models.hf.latent_attention import LatentDims, expanded
 from mla_fusion.tools.accuracy import distance, error_ratio
 from mla_fusion.tools.paged import BLOCK_SIZE, PagedBatch, random_batch
 

@@ -37,20 +37,6 @@ class TestReference:
             close(out[tokens], want)
             close(lse[tokens], want_lse)
 
-    def test_mask_restricts_further(self) -> None:
-        paged = Paged()
-        query, query_rope = paged.queries(4)
-        mask = torch.rand(4, BLOCKS * BLOCK, generator=paged.generator) < 0.5
-        mask[:, 0] = True
-        out, lse = paged.attend(query, query_rope, mask=mask, return_lse=True)
-        for index, length in enumerate(LENGTHS):
-            one = slice(index, index + 1)
-            want, want_lse = dense(
-                query[one], query_rope[one], *paged.keys(index), mask[one, :length]
-            )
-            close(out[one], want)
-            close(lse[one], want_lse)
-
     def test_nothing_to_see_is_the_empty_state(self) -> None:
         paged = Paged(torch.float32, [5, 0])
         query, query_rope = paged.queries(2)
@@ -58,14 +44,6 @@ class TestReference:
         assert torch.equal(out[1], torch.zeros(N, HCKV))
         assert torch.equal(lse[1], torch.full((N,), float("-inf")))
         assert out[0].isfinite().all() and lse[0].isfinite().all()
-        hidden, hidden_lse = paged.attend(
-            query,
-            query_rope,
-            mask=torch.zeros(2, BLOCKS * BLOCK, dtype=torch.bool),
-            return_lse=True,
-        )
-        assert torch.equal(hidden, torch.zeros_like(hidden))
-        assert torch.equal(hidden_lse, torch.full((2, N), float("-inf")))
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
     def test_computes_in_float32_and_rounds_once(self, dtype: torch.dtype) -> None:
@@ -124,8 +102,6 @@ class TestReference:
             ),
             ({"query_lens": [1, 3]}, "attention.query_lens"),
             ({"query_lens": [1, 1, 1, 2]}, "attention.query_lens"),
-            ({"mask": torch.zeros(4, BLOCKS * BLOCK)}, "attention.mask"),
-            ({"mask": torch.zeros(4, BLOCK, dtype=torch.bool)}, "attention.mask"),
         ],
     )
     def test_shapes_that_do_not_belong_together(

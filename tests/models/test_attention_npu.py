@@ -41,7 +41,6 @@ def eagerly(
     changed: dict[str, tuple[int, ...]],
     *,
     dtype: torch.dtype = torch.bfloat16,
-    masked: bool = False,
     strided: bool = False,
     seq_lens: list[int] | None = None,
     **options: object,
@@ -64,8 +63,6 @@ def eagerly(
         if strided:  # columns of wider rows, as a cache that holds latent and rotated key together
             tensors["kr_cache"] = torch.empty(20, 128, 1, 576, dtype=dtype, device="npu")[..., 512:]
         tables = torch.empty(4, 5, dtype=torch.int32, device="npu")
-        if masked:
-            options["mask"] = torch.empty(4, 5 * 128, dtype=torch.bool, device="npu")
         return mla_paged_attention(
             **tensors, block_tables=tables, seq_lens=seq_lens or [1] * 4, scale=SCALE, **options
         )
@@ -160,7 +157,6 @@ class TestOnNpu:
             ({"query_rope": (4, 16, 32), "kr_cache": (20, 128, 1, 32)}, {}, "dims.r"),
             ({"kv_cache": (20, 24, 1, 512), "kr_cache": (20, 24, 1, 64)}, {}, "dims.blocksize"),
             ({}, {"dtype": torch.float32}, "dtype.query"),
-            ({}, {"masked": True}, "attention.mask"),
             ({}, {"strided": True}, "contiguous.key_rope"),
             ({}, {"query_lens": [1, 2, 0, 1]}, "attention.seq_lens"),
             ({}, {"query_lens": [1, 1, 1, 2], "seq_lens": [2] * 4}, "lengths.actual_seq_qlen"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from mla_fusion.models.features import COUNTS_POSITIONS
 from tests.exhaustive import one_in
 
 from .hf_models import KERNEL, build
+from .paged import rows
 
 PLAIN = "deepseek_v3"
 ONE = {"num_hidden_layers": 1, "first_k_dense_replace": 1}
@@ -69,6 +71,15 @@ LIKE_OTHERS = (
 )
 
 
+def twin(cache: Any, dtype: torch.dtype) -> Any:
+    """A cache of its own that holds the same."""
+    other = copy.deepcopy(cache)
+    for layer in other.paged_layers:
+        for name, pool in list(layer.pools()):
+            setattr(layer, name, pool.to(dtype))
+    return other
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -85,12 +96,7 @@ def test_fused_steps_on_cpu(name: str) -> None:
     model = build(name, sizes, dtype=torch.bfloat16)
     layers = len(hf.optimize(model).converted)
     cache, ids = started(model)
-    eager, exact = (hf.MlaPagedCache(model, max_cache_len=64) for _ in range(2))
-    eager.load_state_dict(cache.state_dict())
-    state = cache.state_dict()
-    exact.load_state_dict(
-        state | {"layers": [tuple(x.float() for x in rows) for rows in state["layers"]]}
-    )
+    eager, exact = twin(cache, torch.bfloat16), twin(cache, torch.float32)
     torch._dynamo.reset()
     known = len(mf.reports())
     compiled = torch.compile(
@@ -127,7 +133,7 @@ def test_every_prologue_is_one_operator_in_the_ge_graph(name: str, layers: int) 
     model = build(name, KERNEL | sizes, dtype=torch.bfloat16)
     assert len(hf.optimize(model).converted) == layers
     cache, ids = started(model)
-    held = cache.state_dict()
+    held = [rows(layer) for layer in cache.paged_layers]
     lowered = mf.lower(hf.DecodeStep(model, cache), ids)
     assert lowered.ge_ops["MlaPrologV3"] == layers
     assert (
@@ -137,8 +143,8 @@ def test_every_prologue_is_one_operator_in_the_ge_graph(name: str, layers: int) 
     assert lowered.report is not None and len(lowered.report.fused) == layers
     assert all(
         torch.equal(a, b)
-        for old, new in zip(held["layers"], cache.state_dict()["layers"], strict=True)
-        for a, b in zip(old, new, strict=True)
+        for old, layer in zip(held, cache.paged_layers, strict=True)
+        for a, b in zip(old, rows(layer), strict=True)
     )
 
 
@@ -151,8 +157,7 @@ def test_a_decode_step_is_one_fused_graph_in_every_release() -> None:
     )
     hf.optimize(model)
     cache, ids = started(model)
-    plain = hf.MlaPagedCache(model, max_cache_len=64)
-    plain.load_state_dict(cache.state_dict())
+    plain = twin(cache, torch.bfloat16)
     torch._dynamo.reset()
     known = len(mf.reports())
     step = torch.compile(

@@ -45,7 +45,6 @@ class Batch(NamedTuple):
     block_tables: Tensor
     seq_lens: Lengths
     query_lens: Lengths | None = None
-    mask: Tensor | None = None
 
 
 def attend(
@@ -61,8 +60,8 @@ def attend(
 
     Heads that the operator does not take in their number are padded to the next, and cut off again.
     """
-    query, query_rope, kv_cache, kr_cache, block_tables, seq_lens, query_lens, mask = batch
-    _check(seq_lens, query_lens, mask)
+    query, query_rope, kv_cache, kr_cache, block_tables, seq_lens, query_lens = batch
+    _require_seen(seq_lens, query_lens)
     tokens, heads, latent = query.shape
     more = padded_heads(heads) - heads
     of_heads = {"query": query, "query_rope": query_rope}
@@ -147,7 +146,7 @@ def _forbidden(device: torch.device) -> Tensor:
 def _without_empty(
     out: Tensor, lse: Tensor, seq_lens: Lengths, heads_first: bool
 ) -> tuple[Tensor, Tensor]:
-    """Sequences of no key as merging expects them: what the kernel leaves there is not
+    """Sequences of no key as on a CPU: what the kernel leaves there is not
     documented.
     """
     empty = (torch.as_tensor(seq_lens, device=out.device) == 0).unsqueeze(1)
@@ -155,11 +154,8 @@ def _without_empty(
     return out, lse.masked_fill(empty, float("-inf"))
 
 
-def _check(seq_lens: Lengths, query_lens: Lengths | None, mask: Tensor | None) -> None:
-    """What the operator takes, and this function does not."""
-    if mask is not None:
-        expected = "None on an NPU: the kernel masks MLA by lengths"
-        raise ContractError("attention.mask", "mask", expected, "a tensor")
+def _require_seen(seq_lens: Lengths, query_lens: Lengths | None) -> None:
+    """New tokens are counted in the lengths: the operator takes others, this function does not."""
     if query_lens is None or isinstance(query_lens, Tensor) or isinstance(seq_lens, Tensor):
         return
     if any(map(lt, seq_lens, query_lens)):

@@ -1,4 +1,4 @@
-"""Attention of absorbed MLA over the paged latent cache, with the log-sum-exp that merging needs.
+"""Attention of absorbed MLA over the paged latent cache, with its log-sum-exp.
 
     out = softmax(scale * (query . c_kv + query_rope . k_pe)) c_kv
 
@@ -33,7 +33,6 @@ def mla_paged_attention(
     *,
     scale: float,
     query_lens: Lengths | None = None,
-    mask: Tensor | None = None,
     return_lse: bool = False,
     query_scale: Tensor | None = None,
     kv_scale: Tensor | None = None,
@@ -50,7 +49,6 @@ def mla_paged_attention(
     seq_lens      int [B], new tokens counted, at most blocks * BlockSize
     query_lens    int [B] that sum to T: the tokens of a sequence are its last ones, and each sees
                   what stands up to itself. None: one token a sequence, T = B
-    mask          bool [T, blocks * BlockSize], True where a token may look; restricts further
     query_scale   float32 [T, N] or [T, N, 1], with an int8 query and an int8 kv_cache alone: the
                   dequant_scale_q_nope of npu_mla_prolog_v3 with kv_cache_quant_mode 1. query_rope
                   is the prologue's too, which has divided it by query_scale and kv_scale
@@ -78,14 +76,14 @@ def mla_paged_attention(
     an NPU, what ``mla_fusion.meta.check("npu_fused_infer_attention_score_v2", ..)`` raises for a
     call that the operator does not take.
     """
-    tensors = query, query_rope, kv_cache, kr_cache, block_tables, mask, query_scale, kv_scale
+    tensors = query, query_rope, kv_cache, kr_cache, block_tables, query_scale, kv_scale
     _check(seq_lens, query_lens, dict(zip(_ARGUMENTS.ge_inputs, tensors, strict=True)))
     if heads is not None and not 1 <= heads <= query.shape[1]:
         _refuse("heads", f"1 to {query.shape[1]}, the heads of query", heads)
     if out_layout not in ("TND", "NTD"):
         _refuse("out_layout", "'TND' or 'NTD'", repr(out_layout))
     by_head = 0 if out_layout == "NTD" else 1
-    batch = Batch(query, query_rope, kv_cache, kr_cache, block_tables, seq_lens, query_lens, mask)
+    batch = Batch(query, query_rope, kv_cache, kr_cache, block_tables, seq_lens, query_lens)
     if query.device.type == "npu":
         out, lse = npu.attend(
             batch,
@@ -109,7 +107,7 @@ def mla_paged_attention(
 
 
 def _reference(batch: Batch, scale: float) -> tuple[Tensor, Tensor]:
-    query, query_rope, kv_cache, kr_cache, block_tables, seq_lens, query_lens, mask = batch
+    query, query_rope, kv_cache, kr_cache, block_tables, seq_lens, query_lens = batch
     lengths = torch.as_tensor(seq_lens, device=query.device)
 
     def attended(
@@ -121,8 +119,6 @@ def _reference(batch: Batch, scale: float) -> tuple[Tensor, Tensor]:
         q, q_rope, seen = (x.unsqueeze(axis) for x in (query[tokens], query_rope[tokens], seen))
         c_kv, k_pe = (_rows(cache, tables, seen[:, -1]) for cache in (kv_cache, kr_cache))
         visible = torch.arange(c_kv.shape[1], device=c_kv.device) < seen.unsqueeze(-1)
-        if mask is not None:
-            visible = visible & mask[tokens].unsqueeze(axis)
         out, lse = _attend(q, q_rope, c_kv, k_pe, visible, scale)
         return out.squeeze(axis), lse.squeeze(axis)
 
@@ -190,7 +186,7 @@ def _high(query: Tensor) -> torch.dtype:
 
 _ARGUMENTS = Operator(
     "mla_paged_attention(Tensor query, Tensor query_rope, Tensor kv_cache, Tensor kr_cache, "
-    "Tensor block_tables, *, Tensor? mask=None, Tensor? query_scale=None, Tensor? kv_scale=None) "
+    "Tensor block_tables, *, Tensor? query_scale=None, Tensor? kv_scale=None) "
     "-> (Tensor, Tensor)",
     "",
     ("out", "lse"),
@@ -224,9 +220,6 @@ def _check(seq_lens: Lengths, query_lens: Lengths | None, full: dict[str, Any]) 
     if query_lens is None and dims["T"] != sequences:
         expected = f"lengths of the {sequences} sequences, since there are {dims['T']} tokens"
         _refuse("query_lens", expected, None)
-    if full["mask"] is not None:
-        dims["positions"] = dims["Blocks"] * dims["BlockSize"]
-        call.tensor("mask", "T positions", torch.bool)
     int8, query = full["query"].dtype == torch.int8, f"with a query of {full['query'].dtype}"
     if (full["kv_cache"].dtype == torch.int8) != int8:
         _refuse("kv_cache", f"{full['query'].dtype}, as query", full["kv_cache"].dtype)

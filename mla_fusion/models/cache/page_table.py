@@ -16,9 +16,9 @@ BLOCK_SIZE = 128
 class PageTable:
     """Which block holds which tokens of which sequence; shared by the layers of a cache.
 
-    ``tables`` is ``[B, blocks]`` int64. ``slots`` ``[B, max_len]`` are the rows of the home blocks.
-    The length is a number where the cache grows and a tensor where its size is fixed, so that a
-    compiled step can advance it.
+    The blocks of a sequence lie side by side; ``slots`` ``[B, max_len]`` are its rows. The length
+    is a number where the cache grows and a tensor where its size is fixed, so that a compiled step
+    can advance it.
     """
 
     def __init__(self, block_size: int, max_len: int | None) -> None:
@@ -36,8 +36,6 @@ class PageTable:
         """As if no token had ever come."""
         self.batch = 0
         self.blocks = 0
-        self.shared = False
-        self.tables: Tensor | None = None
         self.slots: Tensor | None = None
         self.length: Any = 0
         self.leader = -1
@@ -45,12 +43,18 @@ class PageTable:
 
     def rewind(self) -> None:
         """Length zero; where the size is fixed, the tensors that a compiled graph knows stay."""
-        if not self.static or self.tables is None:
+        if self.static and self.slots is not None:
+            self.length.zero_()
+        else:
             self.forget()
-            return
-        self.length.zero_()
-        self.tables.copy_(self._home_tables(self.tables.device))
-        self.shared = False
+
+    @property
+    def tables(self) -> Tensor | None:
+        """``[B, blocks]`` int64, None before the first token."""
+        if self.slots is None:
+            return None
+        blocks = torch.arange(self.batch * self.blocks, device=self.slots.device)
+        return blocks.view(self.batch, self.blocks)
 
     @property
     def static(self) -> bool:
@@ -62,41 +66,30 @@ class PageTable:
         return -1 if self.max_len is None else self.max_len
 
     def allot(self, batch: int, device: torch.device) -> None:
-        """Give ``batch`` sequences their home; a fixed size is taken at once, otherwise a first
+        """Give ``batch`` sequences their blocks; a fixed size is taken at once, otherwise a first
         block.
         """
-        self.batch = batch
-        self.blocks = -(-self.max_len // self.block_size) if self.max_len is not None else 1
+        blocks = 1 if self.max_len is None else -(-self.max_len // self.block_size)
         if self.static:
             self.length = torch.zeros((), dtype=torch.int64, device=device)
-        self._lay_out(device)
+        self.lay_out(batch, blocks, device)
 
-    def needs(self, tokens: int) -> int:
-        """How many blocks a sequence should have for ``tokens`` tokens; grows by halves."""
+    def grow(self, tokens: int) -> None:
+        """Room for ``tokens`` tokens a sequence, by halves; pools must follow."""
+        assert self.slots is not None
         wanted = -(-tokens // self.block_size)
-        return self.blocks if wanted <= self.blocks else max(wanted, self.blocks + self.blocks // 2)
+        if wanted > self.blocks:
+            blocks = max(wanted, self.blocks + self.blocks // 2)
+            self.lay_out(self.batch, blocks, self.slots.device)
 
-    def widen(self, blocks: int) -> None:
-        """Give every sequence ``blocks`` blocks; pools must follow."""
-        assert self.tables is not None
-        old, device = self.tables, self.tables.device
-        moved = old // self.blocks * blocks + old % self.blocks
-        kept, self.blocks = self.blocks, blocks
-        self._lay_out(device)
-        assert self.tables is not None
-        self.tables[:, :kept] = moved
-
-    def _home_tables(self, device: torch.device) -> Tensor:
-        return torch.arange(self.batch * self.blocks, device=device).view(self.batch, self.blocks)
-
-    def _lay_out(self, device: torch.device) -> None:
-        self.tables = self._home_tables(device)
-        row = self.blocks * self.block_size
-        slots = torch.arange(self.batch * row, device=device).view(self.batch, row)
+    def lay_out(self, batch: int, blocks: int, device: torch.device) -> None:
+        self.batch, self.blocks = batch, blocks
+        row = blocks * self.block_size
+        slots = torch.arange(batch * row, device=device).view(batch, row)
         # One column a token and no more: a compiled step that runs over the end fails on the index.
         self.slots = slots[:, : self.max_len].contiguous() if self.max_len is not None else slots
         if self.static and not torch.compiler.is_compiling():
-            for tensor in (self.tables, self.slots, self.length):
+            for tensor in (self.slots, self.length):
                 mark_static_address(tensor)
 
     def advance(self, layer: int, tokens: int, start: int) -> Tensor:

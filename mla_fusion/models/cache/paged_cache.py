@@ -1,11 +1,8 @@
 """``MlaPagedCache``: a cache of ``transformers`` that keeps latents in the kernel's pages.
 
 Each layer holds ``kv_cache [BlockNum, BlockSize, 1, R]`` and ``kr_cache [BlockNum, BlockSize, 1,
-Dr]``, and one with an indexer its keys in a third pool; one block table serves all layers. Every
-sequence has blocks of its own, its *home*, and new tokens are always written there. A beam that
-continues another one shares that one's full blocks through its table and copies only the last,
-partial block. As long as nothing is shared, the pages of a sequence lie side by side and are read
-as a view.
+Dr]``, and one with an indexer its keys in a third pool; one block table serves all layers. The
+pages of a sequence lie side by side and are read as a view.
 """
 
 from __future__ import annotations
@@ -120,130 +117,24 @@ class MlaPagedCache(Cache):
         return (pool for layer in self.paged_layers for _, pool in layer.pools())
 
     def tensors(self) -> list[Tensor]:
-        """Everything that a step reads or writes: table, slots, length and pools."""
-        table = self.table.tables, self.table.slots, self.table.length
+        """Everything that a step reads or writes: slots, length and pools."""
+        table = self.table.slots, self.table.length
         return [item for item in (*table, *self._pools()) if isinstance(item, Tensor)]
 
     def reset(self) -> None:
         self.table.rewind()
         super().reset()
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Sequence i goes on as sequence ``beam_idx[i]`` was: full blocks are shared, the last one
-        is copied.
-        """
-        started = [layer for layer in self.paged_layers if layer.is_initialized]
-        if started:
-            tables = self.table.tables
-            assert tables is not None
-            chosen = beam_idx.to(tables.device)
-            full = started[0].held() // self.table.block_size
-            if full > 0:
-                tables[:, :full] = tables[chosen, :full]
-                self.table.shared = True
-            for layer in started:
-                layer.copy_partial_block(chosen)
-        for layer in self._others():
-            layer.reorder_cache(beam_idx)
-
     def crop(self, tokens: int) -> None:
         """Remove the newest tokens: ``-tokens`` of them or, where the installed ``transformers``
         takes positive numbers, all but the first ``tokens``."""
-        held = next((layer.held() for layer in self.paged_layers if layer.is_initialized), 0)
-        left = _cropped(held, tokens)
-        if left < held:
-            self._rebuild(None, keep=left - held)
-        for layer in self._others():
-            layer.crop(tokens)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self._rebuild(torch.arange(self.table.batch).repeat_interleave(repeats))
-        for layer in self._others():
-            layer.batch_repeat_interleave(repeats)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        if indices.dtype == torch.bool:
-            indices = indices.nonzero().flatten()
-        self._rebuild(indices)
-        for layer in self._others():
-            layer.batch_select_indices(indices)
-
-    def _others(self) -> list[Any]:
-        return [layer for layer in self.layers if not isinstance(layer, PagedLatentLayer)]
-
-    def _rebuild(self, chosen: Tensor | None, keep: int | None = None) -> None:
-        """The chosen sequences (None: all) less the last ``-keep`` tokens, each in its home
-        again.
-        """
         started = [layer for layer in self.paged_layers if layer.is_initialized]
-        if not started:
-            return
-        table = self.table
-        assert table.tables is not None
-        left = max(started[0].held() + (keep or 0), 0)
-        # nothing moves: what was behind the end is overwritten
-        if chosen is None and not table.shared:
-            self._set_length(left)
-            return
-        device = table.tables.device
-        saved = [tuple(rows[:, :, :left] for rows in layer.rows()) for layer in started]
-        if chosen is not None:
-            saved = [tuple(rows[chosen.to(rows.device)] for rows in held) for held in saved]
-            if len(chosen) != table.batch:
-                table.batch = len(chosen)
-                table._lay_out(device)
-        assert table.tables is not None
-        table.tables.copy_(table._home_tables(device))
-        table.shared = False
-        self._set_length(left)
-        for layer, held in zip(started, saved, strict=True):
-            layer.refill(*held)
-
-    def _set_length(self, length: int) -> None:
-        if self.table.static:
-            self.table.length.fill_(length)
-        for layer in self.paged_layers:
-            layer.length = length if layer.is_initialized else 0
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything held, compact: ``layers`` are pairs ``[B, 1, length, R]`` and ``[B, 1, length,
-        Dr]``, or with an indexer's keys three.
-
-        Raises OptimizeError ``cache.kind`` where a layer is not paged.
-        """
-        if self._others():
-            raise OptimizeError("cache.kind", "only a cache of paged layers can be saved")
-        return {
-            "block_size": self.table.block_size,
-            "max_cache_len": self.table.max_len,
-            "layers": [
-                layer.rows() if layer.is_initialized else None for layer in self.paged_layers
-            ],
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what another cache held; block size and limit stay this cache's own.
-
-        Raises OptimizeError ``cache.state`` for another number of layers, ``cache.full`` where
-        there is no room.
-        """
-        layers = state["layers"]
-        if len(layers) != len(self.layers) or self._others():
-            raise OptimizeError(
-                "cache.state", f"the state has {len(layers)} layers, the cache {len(self.layers)}"
-            )
-        held = {tuple(rows[0].shape[::2]) for rows in layers if rows is not None}
-        if len(held) > 1:
-            raise OptimizeError(
-                "cache.state", f"the layers of the state differ in batch or length: {sorted(held)}"
-            )
-        tokens = next(iter(held))[1] if held else 0
-        if self.table.max_len is not None and tokens > self.table.max_len:
-            raise OptimizeError(
-                "cache.full", f"the state holds {tokens} tokens, the cache {self.table.max_len}"
-            )
-        self.table.forget()
-        for layer, rows in zip(self.paged_layers, layers, strict=True):
-            layer.forget()
-            if rows is not None:
-                layer.restore(*rows)
+        held = started[0].held() if started else 0
+        left = _cropped(held, tokens)
+        if self.table.static and left < held:
+            self.table.length.fill_(left)
+        for layer in started:
+            layer.length = left
+        others: list[Any] = [x for x in self.layers if not isinstance(x, PagedLatentLayer)]
+        for other in others:
+            other.crop(tokens)

@@ -99,7 +99,7 @@ class PagedLatentLayer(CacheLayerMixin):
             )
         self.dtype, self.device = key_states.dtype, key_states.device
         table = self.table
-        if table.tables is None:
+        if table.slots is None:
             table.allot(key_states.shape[0], self.device)
         self._check_batch(key_states)
         widths = key_states.shape[-1], value_states.shape[-1]
@@ -143,22 +143,15 @@ class PagedLatentLayer(CacheLayerMixin):
         return self.table.advance(self.index, tokens, self.length)
 
     def read(self, pool: Tensor) -> Tensor:
-        """``[B, 1, L, width]``: a view where no block is shared."""
-        table = self.table
-        assert table.tables is not None
-        length = table.max_len if table.max_len is not None else self.length
-        if table.shared:
-            used = -(-length // table.block_size)
-            pool = pool[table.tables[:, :used]]
-        rows = pool.view(table.batch, -1, pool.shape[-1])
+        """``[B, 1, L, width]``, a view."""
+        length = self.table.max_len if self.table.max_len is not None else self.length
+        rows = pool.view(self.table.batch, -1, pool.shape[-1])
         return rows[:, :length].unsqueeze(1)
 
     def _grow(self, tokens: int) -> None:
         """Room for ``tokens`` tokens in the table and in this layer's pools."""
         table = self.table
-        blocks = table.needs(tokens)
-        if blocks != table.blocks:
-            table.widen(blocks)
+        table.grow(tokens)
         for name, pool in list(self.pools()):
             held = pool.shape[0] // table.batch
             if held != table.blocks:
@@ -169,39 +162,35 @@ class PagedLatentLayer(CacheLayerMixin):
         grown[:, :held] = pool.view(self.table.batch, held, *pool.shape[1:])
         return grown.flatten(0, 1)
 
-    def rows(self) -> tuple[Tensor, ...]:
-        """The tokens held, ``[B, 1, length, width]`` of each pool, as copies."""
-        held = self.held()
-        return tuple(self.read(pool)[:, :, :held].clone() for _, pool in self.pools())
-
     def held(self) -> int:
         """Tokens of a sequence, as a number."""
         return int(self.table.length) if self.table.static else self.length
 
-    def refill(self, *held: Tensor) -> None:
-        """Replace all tokens, by rows as :meth:`rows` gives them; the table must already be that of
-        the new batch and unshared."""
-        table = self.table
-        for (name, pool), rows in zip(list(self.pools()), held, strict=True):
-            shape = (table.batch * table.blocks, *pool.shape[1:])
-            fresh = pool.zero_() if pool.shape == shape else pool.new_zeros(shape)
-            fresh.view(table.batch, -1, shape[-1])[:, : rows.shape[2]] = rows.squeeze(1)
-            if fresh is not pool:
-                setattr(self, name, fresh)
-        self.length = held[0].shape[2]
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Sequence i goes on as sequence ``beam_idx[i]`` was."""
+        self.batch_select_indices(beam_idx)
 
-    def restore(self, *held: Tensor) -> None:
-        """Take over rows as :meth:`rows` gives them, in place of nothing."""
-        self.update(held[0], held[1])
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.keys is not None:
+            batch = self.keys.shape[0] // self.table.blocks
+            self.batch_select_indices(torch.arange(batch).repeat_interleave(repeats))
 
-    def copy_partial_block(self, beam_idx: Tensor) -> None:
-        """The last block, still being written, of each chosen sequence into the home of the one
-        that takes over.
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these sequences, by number or by a boolean for each; pools stay in place where their
+        number does, for graphs that know them.
         """
-        block, rest = divmod(self.held(), self.table.block_size)
-        for _, pool in self.pools() if rest else ():
-            homes = pool.view(self.table.batch, -1, *pool.shape[1:])
-            homes[:, block] = homes[beam_idx, block]
+        table = self.table
+        for name, pool in list(self.pools()):
+            homes = pool.view(-1, table.blocks, *pool.shape[1:])
+            used = -(-self.held() // table.block_size)
+            chosen = homes[indices.to(pool.device), :used]
+            if len(chosen) == len(homes):
+                homes[:, :used] = chosen
+                continue
+            table.lay_out(len(chosen), table.blocks, pool.device)
+            kept = pool.new_zeros(len(chosen), *homes.shape[1:])
+            kept[:, :used] = chosen
+            setattr(self, name, kept.flatten(0, 1))
 
     def get_seq_length(self) -> Any:
         if not self.is_initialized:
@@ -266,8 +255,3 @@ class PagedIndexedLayer(PagedLatentLayer):
     @property
     def is_indexer_initialized(self) -> bool:
         return self.indexer_keys is not None
-
-    def restore(self, *held: Tensor) -> None:
-        super().restore(*held)
-        if len(held) > 2:
-            self.update_indexer(held[2].squeeze(1))

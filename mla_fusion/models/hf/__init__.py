@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from mla_fusion._autoload import cann_location
-from mla_fusion.models.absorbed import AbsorbedDecoder, Rotate
+from mla_fusion.models.absorbed import AbsorbedDecoder
 from mla_fusion.models.hf.decode_step import DecodeStep
 from mla_fusion.models.hf.optimize import optimize, revert
 from mla_fusion.models.hf.summary import Converted, Skipped, Summary
@@ -34,12 +34,10 @@ __all__ = [
     "Skipped",
     "Summary",
     "TransformersMissing",
-    "absorb",
     "modeling",
     "optimize",
     "random_decoder",
     "revert",
-    "rotate_of",
 ]
 
 
@@ -87,18 +85,6 @@ def _without_broken_torch_npu() -> Iterator[None]:
         del modules["torch_npu"]
 
 
-def rotate_of(config: Any) -> Rotate:
-    """The rotary function that the installed DeepSeek-V3 uses under this configuration."""
-    source = modeling()
-    interleave = getattr(config, "rope_interleave", True)
-    return source.apply_rotary_pos_emb_interleave if interleave else source.apply_rotary_pos_emb
-
-
-def absorb(layers: Sequence[nn.Module], rotary_emb: nn.Module, config: Any) -> AbsorbedDecoder:
-    """``DeepseekV3DecoderLayer`` modules in absorbed form. Parameters are shared, not copied."""
-    return AbsorbedDecoder(layers, rotary_emb, rotate_of(config))
-
-
 def random_decoder(
     *, layers: int = 2, heads: int = 16, hidden: int = 7168, intermediate: int = 2048, seed: int = 0
 ) -> AbsorbedDecoder:
@@ -125,7 +111,8 @@ def random_decoder(
         block.to(torch.bfloat16).to_empty(device="cpu")
         _randomise(block, generator)
     rotary_emb = source.DeepseekV3RotaryEmbedding(config)
-    return absorb(blocks, rotary_emb, config).eval().requires_grad_(False)
+    decoder = AbsorbedDecoder(blocks, rotary_emb, source.apply_rotary_pos_emb_interleave)
+    return decoder.eval().requires_grad_(False)
 
 
 def _randomise(module: nn.Module, generator: torch.Generator) -> None:

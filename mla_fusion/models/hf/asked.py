@@ -9,8 +9,8 @@ is not touched.
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from mla_fusion.compat import FakeTensorMode, make_fx
 from mla_fusion.config import Config
-from mla_fusion.models.hf.latent_form import LatentForm
-from mla_fusion.models.hf.latent_probe import arguments_of, described
+from mla_fusion.models.hf.examine import arguments_of, described
+from mla_fusion.models.hf.latent_attention import LatentForm
 from mla_fusion.pipeline import explain
 from mla_fusion.report.report import Report
 
@@ -35,23 +35,7 @@ class Answer(NamedTuple):
     placement: str = ""
 
 
-class Asked:
-    """Asks once for all attentions that differ in nothing but the layer."""
-
-    def __init__(self) -> None:
-        self._answers: dict[object, Answer] = {}
-
-    def of(self, module: nn.Module, form: LatentForm, forward: Callable[..., Any]) -> Answer:
-        shapes = tuple(
-            (name, tuple(value.shape), value.dtype) for name, value in module.named_parameters()
-        )
-        kind = type(module), form, shapes, id(getattr(module, "config", None))
-        if kind not in self._answers:
-            self._answers[kind] = _ask(module, form, forward)
-        return self._answers[kind]
-
-
-def _ask(module: nn.Module, form: LatentForm, forward: Callable[..., Any]) -> Answer:
+def ask(module: nn.Module, form: LatentForm, forward: Callable[..., Any]) -> Answer:
     try:
         report = _report(module, form, forward)
     except Exception as error:  # code of any kind: whatever it raises, its step cannot be foretold
@@ -73,16 +57,14 @@ def _report(module: nn.Module, form: LatentForm, forward: Callable[..., Any]) ->
             for width in (form.dims.rank, form.dims.rope)
         ]
         slots, mask = torch.empty(BATCH, dtype=torch.int64), weight.new_empty(BATCH, 1, 1, LENGTH)
-        held = {
-            f"module.{name}": value
-            for name, value in (*stand_in.named_parameters(), *stand_in.named_buffers())
-        }
+        stand_in.forward = MethodType(forward, stand_in)
+        held = dict((*stand_in.named_parameters(), *stand_in.named_buffers()))
 
         def step(
             held: dict[str, Tensor], pools: list[Tensor], slots: Tensor, given: dict[str, Any]
         ) -> Any:
-            called = _Called(stand_in, forward, {**given, "past_key_values": _Pages(pools, slots)})
-            return torch.func.functional_call(called, held, ())[0]
+            cache = {"past_key_values": _Pages(pools, slots)}
+            return torch.func.functional_call(stand_in, held, kwargs=given | cache)[0]
 
         errors: list[Exception] = []
         for given in arguments_of(stand_in, weight, form.dims.rope, form.hidden, BATCH, 1):
@@ -114,19 +96,6 @@ def _in_bfloat16(module: nn.Module) -> nn.Module:
             nn.Parameter(fake, requires_grad=False) if isinstance(value, nn.Parameter) else fake
         )
     return copy.deepcopy(module, memo)
-
-
-class _Called(nn.Module):
-    def __init__(
-        self, module: nn.Module, forward: Callable[..., Any], arguments: dict[str, Any]
-    ) -> None:
-        super().__init__()
-        self.module = module
-        self._call = forward, arguments
-
-    def forward(self) -> Any:
-        forward, arguments = self._call
-        return inspect.unwrap(forward)(self.module, **arguments)
 
 
 class _Pages:

@@ -8,6 +8,7 @@ are expanded.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +58,36 @@ class LatentDims:
             self.nope + self.rope + self.value
         )
         return absorbed < expanded
+
+
+@dataclass(frozen=True)
+class LatentForm:
+    """What the absorbed form needs to know of one attention.
+
+    kv_up         name of the child that expands latents
+    hidden        columns of the hidden state
+    expand_kv     the function of its class that expands what it has read from its cache; None where
+                  the module expands before it caches
+    """
+
+    dims: LatentDims
+    heads: int
+    kv_up: str
+    hidden: int
+    expand_kv: Callable[..., Any] | None = None
+
+    @property
+    def after_cache(self) -> bool:
+        return self.expand_kv is not None
+
+
+def expanded(both: Tensor, k_pe: Tensor, dims: LatentDims) -> tuple[Tensor, Tensor]:
+    """``[W_uk c_kv | k_pe]`` ``[B, N, L, D + Dr]`` and ``W_uv c_kv`` ``[B, N, L, Dv]`` of what the
+    up projection gives, ``[B, 1, L, N * (D + Dv)]``, and ``[B, 1, L, Dr]``."""
+    batch, _, length, _ = both.shape
+    both = both.view(batch, length, -1, dims.up).transpose(1, 2)
+    nope, values = both.split([dims.nope, dims.value], dim=-1)
+    return torch.cat((nope, k_pe.expand(*nope.shape[:-1], -1)), dim=-1), values
 
 
 def sparse_attention(

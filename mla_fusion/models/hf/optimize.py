@@ -8,13 +8,14 @@ gets them (``latent_forward``).
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache as kept
 from functools import partial
 from types import MethodType
 from typing import Any
 
 from torch import nn
 
-from mla_fusion.models.hf.asked import Asked
+from mla_fusion.models.hf.asked import Answer, ask
 from mla_fusion.models.hf.examine import examine, is_attention
 from mla_fusion.models.hf.latent_forward import latent_forward
 from mla_fusion.models.hf.summary import Converted, Skipped, Summary
@@ -39,7 +40,8 @@ def optimize(model: nn.Module, *, cache: bool = True, block_size: int = BLOCK_SI
     known: Summary | None = getattr(model, "_mla_fusion_summary", None)
     if known is not None:
         return known
-    converted, skipped, forwards, asked = [], [], list[tuple[Any, Callable[..., Any]]](), Asked()
+    converted, skipped, forwards = [], [], list[tuple[Any, Callable[..., Any]]]()
+    answers: dict[object, Callable[[], Answer]] = {}
     for name, module in model.named_modules():
         if not is_attention(module):
             continue
@@ -51,8 +53,13 @@ def optimize(model: nn.Module, *, cache: bool = True, block_size: int = BLOCK_SI
         size = getattr(module, form.kv_up).weight.element_size()
         forward = latent_forward(type(module), form, name)
         forwards.append((module, forward))
-        ask = partial(asked.of, module, form, forward)
-        converted.append(Converted(name, int(module.layer_idx), form.heads, form.dims, size, ask))
+        shapes = tuple((key, value.shape, value.dtype) for key, value in module.named_parameters())
+        # The pass is asked once for all attentions that differ in nothing but the layer.
+        alike = type(module), form, shapes, id(module.config)
+        answer = answers.setdefault(alike, kept(partial(ask, module, form, forward)))
+        converted.append(
+            Converted(name, int(module.layer_idx), form.heads, form.dims, size, answer)
+        )
     summary = Summary(tuple(converted), tuple(skipped))
     # All made before any is set, so that an error leaves the model as it was.
     for module, forward in forwards:

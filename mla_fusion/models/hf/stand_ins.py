@@ -13,11 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mla_fusion.models.attention import sparse
 from mla_fusion.models.features import TWO_WIDTHS
-from mla_fusion.models.hf.as_examined import absorbed_weight
-from mla_fusion.models.hf.latent_attention import LatentDims
-from mla_fusion.models.hf.latent_form import LatentForm
+from mla_fusion.models.hf.latent_attention import LatentDims, LatentForm
 from mla_fusion.models.refusal import OptimizeError
 
 
@@ -94,40 +91,18 @@ class PutOff:
     def contiguous(self) -> PutOff:
         return self
 
-    def chunk(self, count: int, dim: int = 0) -> tuple[PutOff, PutOff]:
-        return self.split(-(-self.width // count), dim)
-
-    def narrow(self, dim: int, start: int, length: int) -> PutOff:
-        return self[(..., slice(start, start + length)) if dim in (-1, 3) else dim]
-
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"keys and values are taken apart by {name}; split([nope, value], dim=-1), narrow and "
-            "slices are followed"
+            f"keys and values are taken apart by {name}; write split([nope, value], dim=-1)"
         )
 
-    def split(self, widths: Sequence[int] | int, dim: int = 0) -> tuple[PutOff, PutOff]:
-        if isinstance(widths, int):
-            whole, rest = divmod(self.width, widths)
-            widths = [widths] * whole + [rest] * bool(rest)
+    def split(self, widths: Sequence[int], dim: int = 0) -> tuple[PutOff, PutOff]:
         wanted = [self.dims.nope, self.dims.value]
-        if list(widths) != wanted or dim not in (-1, 3) or self.width != sum(wanted):
+        if widths not in (wanted, tuple(wanted)) or dim not in (-1, 3):
             raise ValueError(
-                f"keys and values are split as {widths} along {dim}, not as {wanted} "
-                "along the last axis"
+                f"keys and values are split as {widths} along {dim}; write split({wanted}, dim=-1)"
             )
         return PutOff(self.c_kv, wanted[0], self.dims), PutOff(self.c_kv, wanted[1], self.dims)
-
-    def __getitem__(self, places: Any) -> PutOff:
-        nope, whole = self.dims.nope, self.dims.up
-        keys, values = self.split([nope, self.dims.value], -1)
-        if isinstance(places, tuple) and len(places) == 2 and isinstance(places[1], slice):
-            taken = places[0], places[1].indices(whole)
-            if taken == (..., (0, nope, 1)):
-                return keys
-            if taken == (..., (nope, whole, 1)):
-                return values
-        raise ValueError(f"{places} are neither the keys nor the values")
 
 
 class LatentKey:
@@ -198,34 +173,23 @@ class SparseConfig:
 
 
 class LatentSelf:
-    """The module as its own forward sees it: without its expansion of latents.
+    """The module as its own forward sees it, with other things by some of its names."""
 
-    picks   on an NPU, the tokens that an indexer picks are handed to the attention function, not
-            made a mask
-    """
-
-    def __init__(self, module: nn.Module, form: LatentForm, picks: bool = False) -> None:
+    def __init__(self, module: nn.Module, instead: dict[str, Any]) -> None:
         self.module = module
-        self.form = form
-        self.picks = picks
+        self.instead = instead
 
     def __getattr__(self, name: str) -> Any:
-        if name == "config" and self.picks:
-            config, weight = self.module.config, absorbed_weight(self.module, self.form)
-            return SparseConfig(config) if weight is not None and sparse.runs_on(weight) else config
-        if self.form.after_cache:
-            return _same if name == "expand_kv" else getattr(self.module, name)
-        return self._put_off if name == self.form.kv_up else getattr(self.module, name)
-
-    def _put_off(self, c_kv: Tensor) -> PutOff:
-        return PutOff(c_kv.unsqueeze(1), self.form.dims.up, self.form.dims)
+        return self.instead[name] if name in self.instead else getattr(self.module, name)
 
 
-def _same(c_kv: Tensor, k_pe: Tensor) -> tuple[Tensor, Tensor]:
-    """In place of ``expand_kv``: keys and values are made, where at all, by the attention
+def expansion_put_off(form: LatentForm) -> dict[str, Any]:
+    """In place of what expands latents: keys and values are made, where at all, by the attention
     function.
     """
-    return c_kv, k_pe
+    if form.after_cache:
+        return {"expand_kv": lambda c_kv, k_pe: (c_kv, k_pe)}
+    return {form.kv_up: lambda c_kv: PutOff(c_kv.unsqueeze(1), form.dims.up, form.dims)}
 
 
 def cat_of(dims: LatentDims) -> Callable[..., Any]:
