@@ -74,16 +74,6 @@ class Overwritten(Base):
         kv_cache.view(-1, HCKV)[slots[:1]] = 0
 
 
-@entry(IN_PLACE, source=OURS, tags="readers")
-class ComputedTwice(Base):
-    """One prologue, spelled out twice: nobody has run CSE."""
-
-    def forward(self, *args: Tensor) -> tuple[Tensor, Tensor]:
-        first, _ = super().forward(*args)
-        second, _ = super().forward(*args)
-        return first + second, first
-
-
 @entry(IN_PLACE, source=OURS, tags="cache, readers")
 class ReturnsCaches(Base):
     def forward(

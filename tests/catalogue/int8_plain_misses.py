@@ -60,6 +60,10 @@ def per_group(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     return to_int8(groups / (largest(groups) / 127)).flatten(-2), largest(x.float()) / 127
 
 
+def _ones(w: Tensor) -> Tensor:
+    return w.new_ones(w.shape[1]).float()
+
+
 MISSES: dict[str, dict[str, Any]] = {
     # another maximum
     "128 steps": over(lambda v: largest(v) / 128),
@@ -92,9 +96,9 @@ MISSES: dict[str, dict[str, Any]] = {
     "in int8": product(lambda x, w: x @ w),
     "weight as uint8": product(lambda x, w: x.float() @ w.to(torch.uint8).float()),
     "weight in float8": product(lambda x, w: x.float() @ w.float().to(FLOAT8).float()),
-    "with a bias": product(lambda x, w: torch.addmm(torch.ones(w.shape[1]), x.float(), w.float())),
+    "with a bias": product(lambda x, w: torch.addmm(_ones(w), x.float(), w.float())),
     "rescaled to int8": product(
-        lambda x, w: npu.npu_quant_matmul(x, w, torch.ones(w.shape[1]), output_dtype=torch.int8)
+        lambda x, w: npu.npu_quant_matmul(x, w, _ones(w), output_dtype=torch.int8)
     ),
     # another way back
     "bias": back(lambda a, s, w: a * s * w + 0.5),

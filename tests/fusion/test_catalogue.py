@@ -4,6 +4,7 @@ code it says.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterable
 from typing import Any
@@ -58,9 +59,10 @@ def _seeded() -> None:
 
 
 def config_of(entry: Entry, **options: Any) -> mf.Config:
+    config = entry.config(**options)
     if "unabsorbed" in entry.tags:
-        options["unabsorbed"] = "identity"
-    return entry.config(**options)
+        return dataclasses.replace(config, targets=("v3", "identity"))
+    return config
 
 
 def assert_outcome(report: mf.Report, entry: Entry, alone: bool = False) -> None:
@@ -84,7 +86,8 @@ def assert_right(
     """As exact as the unfused run; where caches hold numbers of one byte, nearly the same bytes,
     and those of other rows the same.
     """
-    assert all(value.double().isfinite().all() for value in fused if value.is_floating_point())
+    floats = (one for one in fused if one.is_floating_point() and one.dtype.itemsize > 1)
+    assert all(one.double().isfinite().all() for one in floats)
     if not ("cache" in entry.tags and entry.tags & {"int8", "floats"}):
         if {"plain", "weights"} <= entry.tags:
             torch.manual_seed(0)
@@ -103,7 +106,8 @@ def assert_right(
         bytes_of = [rows.contiguous().view(torch.uint8) for rows in (old, wanted, new)]
         kept = (bytes_of[0] == bytes_of[1]).all(-1)
         assert torch.equal(bytes_of[2][kept], bytes_of[0][kept])
-        assert (bytes_of[1] != bytes_of[2]).float().mean() < 0.05
+        rounded = 0.05 if got.dtype == torch.int8 else 0.1  # powers of two of blocks among them
+        assert (bytes_of[1] != bytes_of[2]).float().mean() < rounded
         if got.dtype == torch.int8:  # behind the latent of packed rows are keys and scales
             steps = (new[:, :HCKV].int() - wanted[:, :HCKV].int()).abs()
             assert steps.max() <= (1 if got.shape[-1] <= HCKV else 2)
