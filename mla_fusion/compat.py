@@ -299,10 +299,15 @@ def guards_of(mode: FakeTensorMode | None) -> list[Any]:
     return [guard.expr for guard in sizes.guards] if sizes is not None else []
 
 
+_MADE_UP = "_mla_fusion_hints"  # of sizes that a dump names: nobody traced them
+
+
 def hint_of(size: Any) -> Any:
     """What a size, or a condition on sizes, was when the graph was traced; None where nothing
     says.
     """
+    if isinstance(size, torch.SymBool) and hasattr(size.node.shape_env, _MADE_UP):
+        return None
     return size.node.hint if isinstance(size, (torch.SymInt, torch.SymBool)) else size
 
 
@@ -332,6 +337,7 @@ def symbolic_mode(kind: type[ModeT]) -> ModeT:
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     env: Any = ShapeEnv()
+    setattr(env, _MADE_UP, True)
     env._replacements_version_counter = 1  # at 0, torch does not ask for replacements
     return kind(shape_env=env, allow_non_fake_inputs=True)
 
