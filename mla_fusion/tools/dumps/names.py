@@ -27,7 +27,6 @@ del FUNCTIONS["pow"]  # one line of a dump could ask for a number of any length
 _OBJECTS = (torch.dtype, torch.layout, torch.memory_format)
 _FILES = {"filename", "fd", "fd_to_close"}
 
-MOST_AXES = 64  # of a tensor: torch's own limit
 
 
 class Unknown(ValueError):
