@@ -28,7 +28,6 @@ _OBJECTS = (torch.dtype, torch.layout, torch.memory_format)
 _FILES = {"filename", "fd", "fd_to_close"}
 
 
-
 class Unknown(ValueError):
     """A name among the arguments that stands for nothing which a graph may hold."""
 
