@@ -1,9 +1,9 @@
 # Two commands do all set-up: `make demo` and `make test`. Neither needs an NPU, or CANN.
 #
 #   make demo    everything end to end, written to out/
-#   make test    lint, types and the tests: of tables of cases a third, by turns
-#   make test-all    all cases of tables and the exhaustive tests too, in about an hour; before a release
-#   make test-portable    tests of numbers as other processors compute them
+#   make test    lint, types and the tests
+#   make test-all    the exhaustive tests too, other processors and the matrix, in about an hour; before a release
+#   make test-portable    tests of numbers as other processors compute them (portable-0 to portable-3: each alone)
 #   make matrix  the matrix of torch and torch_npu (PAIR=2.10.0 for one; noxfile.py says more)
 #   make bench   pass times beside Inductor's matcher
 #   make docs    the pages that are generated from the code
@@ -23,7 +23,7 @@ export TORCH_DEVICE_BACKEND_AUTOLOAD = 0
 # What is imported is compiled once, not in each of the processes that tests start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test suite test-all test-portable lint types matrix bench docs pictures package site clean
+.PHONY: demo test suite exhaustive test-all test-portable lint types matrix bench docs pictures package site clean
 
 demo: $(READY)
 	$(BIN)/mla-fusion demo --out out
@@ -34,11 +34,14 @@ PYTEST := $(BIN)/pytest -q -n 2 --dist worksteal
 test: lint
 	$(MAKE) --no-print-directory -j2 types suite
 
-# Of tables the cases whose turn it is; in CI such exhaustive tests too (tests/shards.py).
 suite: $(READY)
-	$(PYTEST) --submission $(if $(CI),-m '')
+	$(PYTEST)
 
-test-all: lint types
+# A share of the exhaustive tests: SHARE=3/16.
+exhaustive: $(READY)
+	$(PYTEST) -m exhaustive --share $(SHARE)
+
+test-all: lint types test-portable matrix
 	$(PYTEST) -m ''
 
 # The order in which a product's terms are added depends on the processor. These settings choose the code that a
@@ -46,11 +49,16 @@ test-all: lint types
 # (tests/other_processor.py).
 PORTABLE := $(PYTEST) -m 'portable and not exhaustive' tests/cli tests/fusion tests/weights tests/models
 
-test-portable: $(READY)
-	ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 $(PORTABLE)
-	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 $(PORTABLE)
-	OTHER_PROCESSOR=1 $(PORTABLE)
-	OTHER_PROCESSOR=2 $(PORTABLE)
+test-portable: portable-0 portable-1 portable-2 portable-3
+portable-0: export ATEN_CPU_CAPABILITY = default
+portable-0: export MKL_ENABLE_INSTRUCTIONS = SSE4_2
+portable-1: export ATEN_CPU_CAPABILITY = avx2
+portable-1: export ONEDNN_MAX_CPU_ISA = AVX2
+portable-1: export MKL_ENABLE_INSTRUCTIONS = AVX2
+portable-2: export OTHER_PROCESSOR = 1
+portable-3: export OTHER_PROCESSOR = 2
+portable-%: $(READY)
+	$(PORTABLE)
 
 lint: $(READY)
 	$(BIN)/ruff check .

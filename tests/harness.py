@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.fx.graph import CodeGen
 
 import mla_fusion as mf
 from mla_fusion.compile.boundary import fuse_with_boundary
@@ -47,6 +48,25 @@ def compiled(
             *flat(torch.compile(model, backend=backend, fullgraph=True, dynamic=dynamic)(*args)),
             *args,
         ]
+
+
+def run_fused(
+    model: nn.Module,
+    args: tuple[Tensor, ...],
+    config: mf.Config | None = None,
+    dynamic: bool = False,
+) -> list[Tensor]:
+    """As :func:`compiled` with ``mf.backend(config)``, but for Dynamo and AOT autograd, which take
+    most of its time: :func:`traced` makes the graph.
+    """
+    gm, weights = traced(copy.deepcopy(model), args, dynamic)
+    for one in weights:
+        torch._dynamo.mark_static_address(one)  # as Dynamo marks a model's own
+    inputs = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
+    given = [*weights, *args]
+    _, _, wrap = fuse_with_boundary(gm, inputs, config or mf.Config(), given)
+    with torch.no_grad():
+        return [*flat(wrap(gm.forward)(*given)), *args]
 
 
 def fuse_only(config: mf.Config | None = None) -> Callable[..., Any]:
@@ -123,8 +143,8 @@ def traced(
 ) -> tuple[GraphModule, list[Tensor]]:
     """The functional graph and its first arguments, the parameters and buffers.
 
-    But for views and paths of modules it is what :func:`graph_of` captures on device cpu
-    (fusion/test_traced.py), in a third of the time: neither Dynamo nor AOT autograd runs.
+    But for views and paths of modules it is what :func:`graph_of` captures on device cpu, in a
+    fourth of the time: neither Dynamo nor AOT autograd runs.
     """
     weights = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=not dynamic)
@@ -145,10 +165,12 @@ def traced(
     with torch.no_grad():
         gm = make_fx(functional, tracing_mode="symbolic" if dynamic else "fake")(held, *args)
     gm.graph.eliminate_dead_code()
+    gm.graph.set_codegen(CodeGen())  # the inputs one by one, not as they were given
     gm.recompile()
     names = [*weights, *inspect.signature(model.forward).parameters]
     for node, name in zip(gm.graph.find_nodes(op="placeholder"), names, strict=False):
         node.meta[module_path.NAME] = name
+        node.meta[module_path.ARGUMENT] = name not in weights
     return gm, list(weights.values())
 
 

@@ -83,7 +83,8 @@ class Entry:
 
     def config(self, **options: Any) -> mf.Config:
         """With the entry's targets and chip."""
-        return mf.Config(targets=self.targets, soc=self.soc, **options)
+        targets = ("v3", "identity") if "unabsorbed" in self.tags else self.targets
+        return mf.Config(targets=targets, soc=self.soc, **options)
 
 
 ENTRIES: dict[str, Entry] = {}

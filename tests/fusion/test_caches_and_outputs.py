@@ -8,13 +8,13 @@ import torch
 
 import mla_fusion as mf
 from tests.catalogue import ENTRIES, assembled, base, prologues
-from tests.harness import assert_as_exact, clones, compiled, eager
+from tests.harness import assert_as_exact, clones, compiled, eager, run_fused
 
 
 def test_layers_share_tables_and_probes() -> None:
     torch.manual_seed(0)
     model, args = prologues.Layers(), prologues.layers_args()
-    fused = compiled(model, clones(args), mf.backend())
+    fused = run_fused(model, clones(args))
     report = mf.reports()[-1]
     assert len(report.fused) == 3 and not report.rejected
     assert [bool(f.figures) for f in report.fused] == [True, False, False]
@@ -25,7 +25,7 @@ def test_layers_share_tables_and_probes() -> None:
 def test_query_norm_serves_the_second_reader() -> None:
     torch.manual_seed(0)
     model, args = prologues.WithIndexer(), base.paged_args()
-    compiled(model, clones(args), mf.backend())
+    run_fused(model, clones(args))
     (fusion,) = mf.reports()[-1].fused
     assert fusion.attributes["query_norm_flag"] is True
     assert "query_norm" in fusion.replaced.values()
@@ -34,7 +34,7 @@ def test_query_norm_serves_the_second_reader() -> None:
 def test_rows_without_a_slot_are_untouched() -> None:
     torch.manual_seed(0)
     model, args = prologues.PagedRotateHalf(), base.paged_args()
-    *_, kv_cache, kr_cache, slots = compiled(model, clones(args), mf.backend())
+    *_, kv_cache, kr_cache, slots = run_fused(model, clones(args))
     written = torch.zeros(base.BLOCKS * base.BLOCK_SIZE, dtype=torch.bool)
     written[slots] = True
     for before, after in zip(args[3:5], (kv_cache, kr_cache), strict=True):
@@ -49,7 +49,7 @@ def test_interleaved_rows_stay_interleaved() -> None:
     """
     torch.manual_seed(0)
     model, args = prologues.ComplexDense(), prologues.dense_args()
-    unfused, fused = eager(model, clones(args)), compiled(model, clones(args), mf.backend())
+    unfused, fused = eager(model, clones(args)), run_fused(model, clones(args))
     assert torch.allclose(unfused[-1].float(), fused[-1].float(), rtol=0.05, atol=0.05)
 
 
@@ -57,7 +57,7 @@ def test_half_rows_by_the_callers_word() -> None:
     torch.manual_seed(0)
     model, args = prologues.ComplexDense(), prologues.dense_args()
     exact = eager(model, clones(args))
-    fused = compiled(model, clones(args), mf.backend(mf.Config(kr_layout="half", verify="off")))
+    fused = run_fused(model, clones(args), mf.Config(kr_layout="half", verify="off"))
     written = exact[-1][:2, 3:6]
     halves = torch.cat([written[..., 0::2], written[..., 1::2]], -1)
     assert torch.allclose(fused[-1][:2, 3:6].float(), halves.float(), rtol=0.05, atol=0.05)
@@ -69,7 +69,7 @@ def test_an_epsilon_made_for_rows_of_zeros() -> None:
     """F.normalize has none, and keeps a row of padding zero; so must the kernel."""
     torch.manual_seed(0)
     entry = ENTRIES["Normalize"]
-    compiled(entry.model(), entry.args(), mf.backend())
+    run_fused(entry.model(), entry.args())
     (fusion,) = mf.reports()[-1].fused
     assert 0 < fusion.attributes["rmsnorm_epsilon_cq"] < 1e-24
 

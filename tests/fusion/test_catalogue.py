@@ -4,7 +4,6 @@ code it says.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Iterable
 from typing import Any
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 import mla_fusion as mf
 from mla_fusion.prove import check
-from tests.catalogue import Entry, select
+from tests.catalogue import ENTRIES, Entry, select
 from tests.catalogue.base import HCKV
 from tests.catalogue.int8_plain import PlainFull
 from tests.harness import (
@@ -32,6 +31,8 @@ from tests.harness import (
     graph_of,
     outcome,
     refused,
+    run_fused,
+    traced_graph,
 )
 
 FUSED, MISSES = select(without="near miss"), select("near miss", without="run")
@@ -58,16 +59,9 @@ def _seeded() -> None:
     torch.manual_seed(0)
 
 
-def config_of(entry: Entry, **options: Any) -> mf.Config:
-    config = entry.config(**options)
-    if "unabsorbed" in entry.tags:
-        return dataclasses.replace(config, targets=("v3", "identity"))
-    return config
-
-
 def assert_outcome(report: mf.Report, entry: Entry, alone: bool = False) -> None:
     assert outcome(report) == (entry.alone if alone and entry.alone else entry.outcome), str(report)
-    assert {fusion.target for fusion in report.fused} <= {config_of(entry).targets[-1]}, str(report)
+    assert {fusion.target for fusion in report.fused} <= {entry.config().targets[-1]}, str(report)
     assert all(entry.detail in fusion.placement for fusion in report.fused), str(report)
     assert all(
         fusion.instead_of.startswith(f"[{entry.instead_of}")
@@ -113,24 +107,42 @@ def assert_right(
             assert steps.max() <= (1 if got.shape[-1] <= HCKV else 2)
 
 
+@pytest.mark.parametrize("entry", each(ENTRIES.values(), of=3))
+def test_an_outcome_is_read_from_the_graph(entry: Entry) -> None:
+    """Without verification, so that the facts alone must tell near misses apart."""
+    gm, config = traced_graph(entry.model(), *entry.args()), entry.config(verify="off")
+    if entry in MISSES:
+        assert (refused(gm, config).code,) == entry.outcome
+    else:
+        assert_outcome(mf.explain(gm, config, boundary=True), entry)
+
+
 @pytest.mark.parametrize("entry", each(FUSED, of=8))
 def test_fuses_as_exactly(entry: Entry) -> None:
-    """As the backend does it, and by ``mf.fuse`` alone; with a certificate that is accepted."""
     model, args = entry.model(), entry.args()
-    both = both_ways(model, args, config_of(entry, verify="all"))
-    for alone, (report, fused) in enumerate(both):
-        assert_outcome(report, entry, alone=bool(alone))
-        assert_right(entry, model, args, fused)
+    fused = run_fused(model, clones(args), entry.config(verify="all"))
+    report = mf.reports()[-1]
+    assert_outcome(report, entry)
+    assert_right(entry, model, args, fused)
     if "unabsorbed" in entry.tags:  # the checker has no definition that leaves W_uk out
         return
-    checked = [found for _, found in check.checked(json.loads(both[0][0].to_json()))]
+    checked = [found for _, found in check.checked(json.loads(report.to_json()))]
     assert checked and all(isinstance(one, check.Accepted) for one in checked), checked
 
 
-@pytest.mark.parametrize("entry", each(select("symbolic"), of=10, first=1))
+@pytest.mark.parametrize("entry", each(FUSED, of=24, first=4))
+def test_compiled_and_by_fuse_alone(entry: Entry) -> None:
+    """As the backend does it, and by ``mf.fuse``."""
+    model, args = entry.model(), entry.args()
+    for alone, (report, fused) in enumerate(both_ways(model, args, entry.config())):
+        assert_outcome(report, entry, alone=bool(alone))
+        assert_right(entry, model, args, fused)
+
+
+@pytest.mark.parametrize("entry", each(select("symbolic"), of=16, first=1))
 def test_symbolic_sizes(entry: Entry) -> None:
     model, args = entry.model(), entry.args()
-    fused = compiled(model, clones(args), mf.backend(config_of(entry)), dynamic=True)
+    fused = compiled(model, clones(args), mf.backend(entry.config()), dynamic=True)
     assert_outcome(mf.reports()[-1], entry)
     assert_right(entry, model, args, fused)
 
@@ -138,38 +150,35 @@ def test_symbolic_sizes(entry: Entry) -> None:
 @pytest.mark.parametrize(
     ("entry", "dynamic"),
     [
-        *each(select("device", without="near miss"), False, of=10, first=3),
-        *each(select("device", "whole", "symbolic"), True, of=10, first=0),
+        *each(select("device", without="near miss"), False, of=20, first=3),
+        *each(select("device", "whole", "symbolic"), True, of=20, first=0),
     ],
 )
 def test_device_form(entry: Entry, dynamic: bool) -> None:
     """The graph that torchair's pre-pass hook receives on device npu."""
     gm = graph_of(entry.model(), *entry.args(), device="npu", dynamic=dynamic)
-    assert_outcome(mf.fuse(gm, config_of(entry)), entry)
+    assert_outcome(mf.fuse(gm, entry.config()), entry)
 
 
 @pytest.mark.parametrize("entry", each(select("export")))
 def test_an_exported_module_is_called_as_before(entry: Entry) -> None:
     model, args = entry.model(), entry.args()
     exported = torch.export.export(model, args).run_decompositions({}).module()
-    assert_outcome(mf.fuse(exported, config_of(entry)), entry)
+    assert_outcome(mf.fuse(exported, entry.config()), entry)
     with torch.no_grad():
         fused = [*flat(exported(*(ours := clones(args)))), *ours]
     assert_right(entry, model, args, fused)
 
 
-@pytest.mark.parametrize(
-    ("entry", "device"), [*each(MISSES, "cpu", of=8), *each(MISSES, "npu", of=8, first=4)]
-)
-def test_a_near_miss_is_refused(entry: Entry, device: str) -> None:
-    """Without verification, so that the facts alone must tell it apart."""
-    gm = graph_of(entry.model(), *entry.args(), device=device)
-    assert (refused(gm, config_of(entry, verify="off")).code,) == entry.outcome
+@pytest.mark.parametrize("entry", each(MISSES, of=16, first=4))
+def test_a_near_miss_is_refused_on_an_npu(entry: Entry) -> None:
+    gm = graph_of(entry.model(), *entry.args(), device="npu")
+    assert (refused(gm, entry.config(verify="off")).code,) == entry.outcome
 
 
 @pytest.mark.parametrize("entry", each(select("near miss", "run"), of=6))
 def test_a_near_miss_is_never_wrong(entry: Entry) -> None:
     model, args = entry.model(), entry.args()
-    got = compiled(model, clones(args), mf.backend(config_of(entry, verify="off")))
+    got = run_fused(model, clones(args), entry.config(verify="off"))
     assert_outcome(mf.reports()[-1], entry)
     assert_right(entry, model, args, got)

@@ -12,7 +12,7 @@ from tests.catalogue.base import (
     Base,
     paged_args,
 )
-from tests.harness import assert_as_exact, clones, compiled
+from tests.harness import assert_as_exact, clones, run_fused
 
 
 def aliased(args: tuple[Tensor, ...], wide: bool = False) -> tuple[Tensor, ...]:
@@ -31,7 +31,7 @@ def aliased(args: tuple[Tensor, ...], wide: bool = False) -> tuple[Tensor, ...]:
 def test_arguments_that_share_storage() -> None:
     torch.manual_seed(0)
     model, given = Base(), paged_args()
-    fused = compiled(model, aliased(given), mf.backend())
+    fused = run_fused(model, aliased(given))
     assert len(mf.reports()[-1].fused) == 1
     assert fused[-3].untyped_storage().data_ptr() == fused[-2].untyped_storage().data_ptr()
     assert_as_exact(model, given, fused)

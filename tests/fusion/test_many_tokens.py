@@ -15,7 +15,7 @@ import mla_fusion as mf
 from mla_fusion.compile.device_graph import capture
 from tests.catalogue import ENTRIES, base, layouts, prologues
 from tests.exhaustive import one_in
-from tests.harness import assert_as_exact, clones, compiled
+from tests.harness import assert_as_exact, clones, run_fused
 
 
 @pytest.fixture(autouse=True)
@@ -129,7 +129,7 @@ def test_a_batch_with_as_many_rows_as_another_is_long(
     rows = torch.randperm(64 * base.BLOCK_SIZE)
     batches = (torch.randn(2, length, base.HE).bfloat16() for length in (64, 32))
     args = (*batches, *base.tables(1), *caches, *clones(tuple(caches)), rows[:128], rows[:64])
-    fused = compiled(model, clones(args), mf.backend(mf.Config(verify="off")))
+    fused = run_fused(model, clones(args), mf.Config(verify="off"))
     placements = [fusion.placement.partition(":")[0] for fusion in mf.reports()[-1].fused]
     assert placements == ["in place", "in place" if is_plain else "staged"]
     assert_as_exact(model, args, fused)
@@ -156,6 +156,6 @@ def test_like_batches_with_tables_of_their_own() -> None:
         for _ in range(2)
     ]
     model, args = TwoLikeBatches(), (*both[0], *both[1])
-    fused = compiled(model, clones(args), mf.backend(mf.Config(verify="off")))
+    fused = run_fused(model, clones(args), mf.Config(verify="off"))
     assert [fusion.placement for fusion in mf.reports()[-1].fused] == ["in place"] * 2
     assert_as_exact(model, args, fused)

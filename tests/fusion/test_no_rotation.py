@@ -15,12 +15,7 @@ from mla_fusion.compile.device_graph import capture
 from tests.catalogue import base
 from tests.catalogue.base import DR, HCKV, HCQ, D
 from tests.catalogue.unrotated import NoRope
-from tests.harness import (
-    assert_same_but_for_rounding,
-    clones,
-    compiled,
-    exact,
-)
+from tests.harness import assert_same_but_for_rounding, clones, exact, run_fused
 
 npu = torch.ops.npu
 
@@ -92,7 +87,7 @@ class ByHand(nn.Module):
 def test_equal_to_the_handwritten_padded_call() -> None:
     torch.manual_seed(0)
     model, given = NoRope(12), base.paged_args()
-    fused = compiled(model, clones(given), mf.backend(mf.Config(cann="9.1")))
+    fused = run_fused(model, clones(given), mf.Config(cann="9.1"))
     with torch.no_grad():
         by_hand = [ByHand(model)(*(ours := clones(given))), *ours]
     del fused[1]  # nothing of the prologue's

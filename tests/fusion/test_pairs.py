@@ -7,7 +7,7 @@ from torch import Tensor
 
 import mla_fusion as mf
 from tests.catalogue import base
-from tests.harness import assert_as_exact, clones, compiled
+from tests.harness import assert_as_exact, clones, run_fused
 
 
 class TwoQueries(base.Prologue):
@@ -38,7 +38,7 @@ class TwoQueries(base.Prologue):
 def test_a_query_without_a_latent_of_its_own_is_reported() -> None:
     torch.manual_seed(0)
     model, args = TwoQueries(), base.paged_args()
-    fused = compiled(model, clones(args), mf.backend())
+    fused = run_fused(model, clones(args))
     report = mf.reports()[-1]
     assert len(report.fused) + len(report.rejected) == 2, str(report)
     assert [item.code for item in report.rejected] == ["kv_latent.absent"]

@@ -19,7 +19,7 @@ from tests.catalogue.pools import (
     UnboundLayers,
     pool_args,
 )
-from tests.harness import compiled, outcome, traced_graph
+from tests.harness import outcome, run_fused, traced_graph
 
 MORE = pytest.mark.exhaustive
 
@@ -77,4 +77,4 @@ def test_slots_are_checked_against_their_layer() -> None:
     *rest, slots = pool_args()
     slots[0] = rest[3][0].numel() // rest[3].shape[-1]  # the first row of the next layer
     with pytest.raises(SlotError, match="has 64 rows"):
-        compiled(LayersOfAPool(), (*rest, slots), mf.backend(mf.Config(slots="checked")))
+        run_fused(LayersOfAPool(), (*rest, slots), mf.Config(slots="checked"))

@@ -10,7 +10,8 @@ from torch import Tensor
 
 import mla_fusion as mf
 from tests.catalogue.base import DR, HCKV, Base, paged_args
-from tests.harness import assert_as_exact, both_ways, clones, compiled
+from tests.exhaustive import one_in
+from tests.harness import assert_as_exact, both_ways, clones, run_fused
 
 Write = Callable[[Tensor, Tensor], None]  # of a cache and the rows
 
@@ -81,11 +82,11 @@ WRITES = {
 
 
 @pytest.mark.parametrize("kind", [Alone, Prologue])
-@pytest.mark.parametrize("name", WRITES)
+@pytest.mark.parametrize("name", one_in(1, WRITES))
 def test_rows_go_where_the_model_puts_them(kind: type[Prologue], name: str) -> None:
     torch.manual_seed(0)
     model, args = kind(WRITES[name]), paged_args(8)
-    fused = compiled(model, clones(args), mf.backend())
+    fused = run_fused(model, clones(args))
     (fusion,) = mf.reports()[-1].fused
     assert fusion.placement == "in place", fusion.staged_by
     assert_as_exact(model, args, fused)
@@ -125,7 +126,7 @@ def test_what_stays_with_the_model_has_its_reason(
         assert fusion.placement.startswith("staged")
         assert "not functional" not in str(fusion.staged_by)
         assert_as_exact(model, args, values)
-    fused = compiled(model, clones(args), mf.backend())
+    fused = run_fused(model, clones(args))
     (fusion,) = mf.reports()[-1].fused
     assert why in str([one.message for one in fusion.staged_by])
     assert_as_exact(model, args, fused)
@@ -146,7 +147,7 @@ def test_a_layer_of_a_pool_is_the_cache() -> None:
     x, cos, sin, _, _, slots = paged_args(8)
     pools = (torch.randn(2, 4, 16, 1, width).bfloat16() for width in (HCKV, DR))
     model, args = Layers(from_three), (x, cos, sin, *pools, slots)
-    fused = compiled(model, clones(args), mf.backend())
+    fused = run_fused(model, clones(args))
     (fusion,) = mf.reports()[-1].fused
     assert fusion.placement == "in place", fusion.staged_by
     assert_as_exact(model, args, fused)

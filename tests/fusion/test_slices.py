@@ -13,7 +13,7 @@ from torch import Tensor
 import mla_fusion as mf
 from tests.catalogue.base import DR, HCKV, Base, paged_args
 from tests.exhaustive import one_in
-from tests.harness import assert_as_exact, clones, compiled
+from tests.harness import assert_as_exact, clones, run_fused
 
 Part = Callable[[Tensor], Tensor]  # of a cache, the slice that is assigned
 
@@ -52,7 +52,7 @@ def test_rows_are_the_models(name: str) -> None:
     shape = (64,) if name in FLAT else (4, 32)
     caches = (torch.randn(*shape, width).bfloat16() for width in (HCKV, DR))
     model, args = Assigns((FLAT | DENSE)[name]), (x, cos, sin, *caches, slots)
-    fused = compiled(model, clones(args), mf.backend(mf.Config(verify="off")))
+    fused = run_fused(model, clones(args), mf.Config(verify="off"))
     (fusion,) = mf.reports()[-1].fused
     assert fusion.placement == "in place" or name in DENSE
     assert_as_exact(model, args, fused)
@@ -71,14 +71,17 @@ class FromStart(Assigns):
 
 @pytest.mark.parametrize(
     ("part", "placement"),
-    [
-        (lambda c, n: c[:8, n : n + 1], "in place"),
-        (lambda c, n: c[1:9, n : n + 1], "in place"),
-        (lambda c, n: c[:8, n + 1 : n + 2], "staged"),  # computed
-        (lambda c, n: c[:8, 2:][:, n : n + 1], "staged"),  # of a part of the cache
-        (lambda c, n: c[:8, n : n + 2][:, :1], "staged"),
-        (lambda c, n: c[n : n + 8, 3:4], "in place"),
-    ],
+    one_in(
+        1,
+        [
+            (lambda c, n: c[:8, n : n + 1], "in place"),
+            (lambda c, n: c[1:9, n : n + 1], "in place"),
+            (lambda c, n: c[:8, n + 1 : n + 2], "staged"),  # computed
+            (lambda c, n: c[:8, 2:][:, n : n + 1], "staged"),  # of a part of the cache
+            (lambda c, n: c[:8, n : n + 2][:, :1], "staged"),
+            (lambda c, n: c[n : n + 8, 3:4], "in place"),
+        ],
+    ),
 )
 def test_rows_from_a_symbolic_place_on(
     part: Callable[[Tensor, int], Tensor], placement: str

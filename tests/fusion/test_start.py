@@ -13,7 +13,8 @@ from torch import Tensor, nn
 import mla_fusion as mf
 from tests.catalogue.base import DR, paged_args
 from tests.catalogue.prologues import PagedRotateHalf
-from tests.harness import assert_as_exact, clones, compiled, flat
+from tests.exhaustive import one_in
+from tests.harness import assert_as_exact, clones, flat, run_fused
 
 Positions = Callable[[int, int], Tensor]  # of the number of tokens and the first position
 
@@ -52,7 +53,7 @@ POSITIONS: dict[str, Positions] = {
 }
 
 
-@pytest.mark.parametrize("name", POSITIONS)
+@pytest.mark.parametrize("name", one_in(1, POSITIONS))
 def test_each_step_fuses(name: str) -> None:
     torch.manual_seed(0)
     model = Decode(POSITIONS[name])
@@ -76,7 +77,7 @@ def test_a_size_that_the_model_divides_by() -> None:
     model = Decode(POSITIONS["in blocks"])
     x, _, _, *caches = paged_args(8)
     args = (x, *caches, torch.tensor(16))
-    fused = compiled(model, clones(args), mf.backend())
+    fused = run_fused(model, clones(args))
     (fusion,) = mf.reports()[-1].fused
     assert fusion.verified == "verified"
     assert_as_exact(model, args, fused)

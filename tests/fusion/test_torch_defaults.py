@@ -14,6 +14,7 @@ import mla_fusion as mf
 from mla_fusion.compile.device_graph import capture
 from tests import harness
 from tests.catalogue import base, prologues
+from tests.exhaustive import one_in
 
 
 @contextmanager
@@ -30,7 +31,9 @@ def defaults(dtype: torch.dtype, device: str) -> Iterator[None]:
 @pytest.mark.parametrize("dtype, device", [(torch.bfloat16, "cpu"), (torch.float32, "meta")])
 @pytest.mark.parametrize(
     "model, args",
-    [(prologues.ComplexDense, prologues.dense_args), (prologues.FusedQkvA, base.paged_args)],
+    one_in(
+        1, [(prologues.ComplexDense, prologues.dense_args), (prologues.FusedQkvA, base.paged_args)]
+    ),
 )
 def test_the_pass_and_a_step_run_under_them(
     model: type, args: object, dtype: torch.dtype, device: str

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import mla_fusion as mf
 from tests.catalogue.base import HCKV, HCQ, HE, D, paged_args
 from tests.catalogue.unabsorbed import PaddedQuery
-from tests.harness import assert_as_exact, clones, compiled, traced_graph
+from tests.harness import assert_as_exact, clones, run_fused, traced_graph
 
 IDENTITY = mf.Config(targets=("v3", "identity"), verify="all")
 
@@ -71,7 +71,7 @@ class HuggingFace(nn.Module):
 def test_hugging_face_attention_as_it_is() -> None:
     torch.manual_seed(0)
     model, x = HuggingFace().eval(), (torch.randn(2, 5, HE).bfloat16(),)
-    fused = compiled(model, clones(x), mf.backend(IDENTITY))
+    fused = run_fused(model, clones(x), IDENTITY)
     (fusion,) = mf.reports()[-1].fused
     assert fusion.placement.startswith("staged") and fusion.dims["D"] == 128
     assert_as_exact(model, x, fused)
