@@ -18,6 +18,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from torch.fx.graph import CodeGen
 
 import mla_fusion as mf
+from mla_fusion.compile import narrow
 from mla_fusion.compile.boundary import fuse_with_boundary
 from mla_fusion.compile.device_graph import capture
 from mla_fusion.fx import module_path
@@ -59,11 +60,8 @@ def run_fused(
     """As :func:`compiled` with ``mf.backend(config)``, but for Dynamo and AOT autograd, which take
     most of its time: :func:`traced` makes the graph.
     """
-    gm, weights = traced(copy.deepcopy(model), args, dynamic)
-    for one in weights:
-        torch._dynamo.mark_static_address(one)  # as Dynamo marks a model's own
+    gm, given = as_for_backend(model, args, dynamic)
     inputs = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
-    given = [*weights, *args]
     _, _, wrap = fuse_with_boundary(gm, inputs, config or mf.Config(), given)
     with torch.no_grad():
         return [*flat(wrap(gm.forward)(*given)), *args]
@@ -172,6 +170,17 @@ def traced(
         node.meta[module_path.NAME] = name
         node.meta[module_path.ARGUMENT] = name not in weights
     return gm, list(weights.values())
+
+
+def as_for_backend(
+    model: nn.Module, args: tuple[Tensor, ...], dynamic: bool = False
+) -> tuple[GraphModule, list[Tensor]]:
+    """The functional graph, where vectors of the model have been looked at, and all its inputs."""
+    gm, weights = traced(copy.deepcopy(model), args, dynamic)
+    for one in weights:
+        torch._dynamo.mark_static_address(one)  # as Dynamo marks a model's own
+    narrow.mark(gm, [*weights, *args])
+    return gm, [*weights, *args]
 
 
 def traced_graph(model: nn.Module, *args: Tensor, dynamic: bool = False) -> GraphModule:

@@ -19,6 +19,7 @@ from tests.catalogue import ENTRIES, Entry, select
 from tests.catalogue.base import HCKV
 from tests.catalogue.int8_plain import PlainFull
 from tests.harness import (
+    as_for_backend,
     assert_as_exact,
     assert_no_worse,
     both_ways,
@@ -32,7 +33,6 @@ from tests.harness import (
     outcome,
     refused,
     run_fused,
-    traced_graph,
 )
 
 FUSED, MISSES = select(without="near miss"), select("near miss", without="run")
@@ -110,7 +110,12 @@ def assert_right(
 @pytest.mark.parametrize("entry", each(ENTRIES.values(), of=3))
 def test_an_outcome_is_read_from_the_graph(entry: Entry) -> None:
     """Without verification, so that the facts alone must tell near misses apart."""
-    gm, config = traced_graph(entry.model(), *entry.args()), entry.config(verify="off")
+    if entry.name in ("LatentDropout", "KeptCopies"):
+        # what AOT makes of a dropout, and Dynamo of tensors that a model keeps
+        gm = graph_of(entry.model(), *entry.args())
+    else:
+        gm, _ = as_for_backend(entry.model(), entry.args())
+    config = entry.config(verify="off")
     if entry in MISSES:
         assert (refused(gm, config).code,) == entry.outcome
     else:
