@@ -34,8 +34,9 @@ PYTEST := $(BIN)/pytest -q -n 2 --dist worksteal
 test: lint
 	$(MAKE) --no-print-directory -j2 types suite
 
+# Without the matrix, which has environments of its own.
 suite: $(READY)
-	$(PYTEST)
+	$(PYTEST) --ignore tests/matrix
 
 # A share of the exhaustive tests: SHARE=3/16.
 exhaustive: $(READY)

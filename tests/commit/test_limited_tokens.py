@@ -15,6 +15,7 @@ from torch.fx import GraphModule
 import mla_fusion as mf
 from tests.catalogue.base import DR, paged_args
 from tests.catalogue.prologues import PagedRotateHalf
+from tests.exhaustive import one_in
 from tests.harness import traced_graph
 
 ROWS = 61  # fewer than are drawn where nothing limits them
@@ -52,7 +53,7 @@ def _graph(model: OfTable) -> GraphModule:
     return traced_graph(model, x, *caches, dynamic=True)
 
 
-@pytest.mark.parametrize("name", TAKES)
+@pytest.mark.parametrize("name", one_in(1, TAKES))
 def test_as_many_tokens_as_the_table_has_rows(name: str) -> None:
     (fusion,) = mf.fuse(_graph(OfTable(TAKES[name])), mf.Config(verify="all")).fused
     assert f"and {ROWS}, " in fusion.compared, fusion.compared

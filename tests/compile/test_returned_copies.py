@@ -14,6 +14,7 @@ import mla_fusion as mf
 from mla_fusion.compat import storage_id
 from tests.catalogue import ENTRIES
 from tests.catalogue.prologues import PagedRotateHalf
+from tests.exhaustive import one_in
 
 CONFIG = mf.Config(verify="off")
 Returned = Callable[[Tensor, Tensor], object]
@@ -55,7 +56,7 @@ def lowered(model: torch.nn.Module, mode: str, hook: bool = False) -> mf.Lowerin
 
 
 @pytest.mark.parametrize("hook", [False, True])
-@pytest.mark.parametrize("name", COPIES)
+@pytest.mark.parametrize("name", one_in(1, COPIES))
 def test_a_copy_taken_behind_the_write_is_none_of_the_cache(name: str, hook: bool) -> None:
     low = lowered(Returning(after=COPIES[name]), "npugraph_ex", hook)
     assert [item.placement for item in low.report.fused] == ["in place"]
@@ -74,7 +75,7 @@ def test_a_copy_taken_behind_the_write_is_none_of_the_cache(name: str, hook: boo
         assert storage_id(out.meta["val"]) not in made_of
 
 
-@pytest.mark.parametrize("name", COPIES)
+@pytest.mark.parametrize("name", one_in(1, COPIES))
 def test_a_copy_taken_before_the_write_is_staged(name: str) -> None:
     low = lowered(Returning(before=COPIES[name]), "npugraph_ex")
     (fusion,) = low.report.fused

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import mla_fusion as mf
 from tests.catalogue.base import HE, Base, paged_args, tables
+from tests.exhaustive import one_in
 from tests.harness import outcome, traced_graph
 
 COUNTS: dict[str, tuple[Callable[[int], Tensor], str]] = {
@@ -39,7 +40,7 @@ def args(tokens: int) -> tuple[Tensor, ...]:
 
 
 @pytest.mark.parametrize("is_dynamic", [False, True])
-@pytest.mark.parametrize("name", COUNTS)
+@pytest.mark.parametrize("name", one_in(1, COUNTS))
 def test_rounded_counts(name: str, is_dynamic: bool) -> None:
     torch.manual_seed(0)
     count, placement = COUNTS[name]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import mla_fusion as mf
 from tests.catalogue import ENTRIES, floats, static
 from tests.catalogue.base import npu
+from tests.exhaustive import one_in
 from tests.harness import traced_graph
 
 from .test_hidden_int8 import late, power
@@ -62,7 +63,7 @@ CHANGED: list[tuple[str, type[nn.Module], dict[str, Callable[..., Any]]]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "kind", "methods"), CHANGED)
+@pytest.mark.parametrize(("name", "kind", "methods"), one_in(1, CHANGED))
 def test_another_quantisation_is_refused(
     name: str, kind: type[nn.Module], methods: dict[str, Callable[..., Any]]
 ) -> None:

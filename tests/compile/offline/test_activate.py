@@ -126,6 +126,7 @@ def test_interrupt_handler_stays_pythons() -> None:
     assert signal.getsignal(signal.SIGINT) in (signal.default_int_handler, signal.SIG_IGN)
 
 
+@pytest.mark.exhaustive
 def test_two_processes_build_at_once(tmp_path: Path) -> None:
     env = environment(MLA_FUSION_CACHE=str(tmp_path))
     command = [sys.executable, "-c", BUILD]
