@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 from operator import lt
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,20 +35,14 @@ _DEFAULTS = ATTENTION.defaults
 Lengths = Tensor | Sequence[int]
 
 
-class Batch(NamedTuple):
-    """What attends to what, as `mla_paged_attention` is given it."""
-
-    query: Tensor
-    query_rope: Tensor
-    kv_cache: Tensor
-    kr_cache: Tensor
-    block_tables: Tensor
-    seq_lens: Lengths
-    query_lens: Lengths | None = None
-
-
 def attend(
-    batch: Batch,
+    query: Tensor,
+    query_rope: Tensor,
+    kv_cache: Tensor,
+    kr_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Lengths,
+    query_lens: Lengths | None,
     scale: float,
     *,
     return_lse: bool = False,
@@ -60,7 +54,6 @@ def attend(
 
     Heads that the operator does not take in their number are padded to the next, and cut off again.
     """
-    query, query_rope, kv_cache, kr_cache, block_tables, seq_lens, query_lens = batch
     _require_seen(seq_lens, query_lens)
     tokens, heads, latent = query.shape
     more = padded_heads(heads) - heads
