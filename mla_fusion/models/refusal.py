@@ -12,7 +12,6 @@ CODES = {
     "forward.unknown": "The module's forward does not cache and call an attention function, it "
     "keeps a state, or code"
     " that was examined has been replaced since.",
-    "attention.mask": "The mask is none that absorbed attention can read.",
     "kv_up.bias": "The projection from the latent to keys and values adds a bias, which cannot be "
     "absorbed.",
     "kv_up.weight": "The weight of that projection is no plain floating-point matrix (quantised, "

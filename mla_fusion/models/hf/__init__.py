@@ -18,13 +18,13 @@ from torch import nn
 
 from mla_fusion._autoload import cann_location
 from mla_fusion.models.absorbed import AbsorbedDecoder
-from mla_fusion.models.hf.decode_step import DecodeStep
+from mla_fusion.models.hf.generation import DecodeStep
 from mla_fusion.models.hf.optimize import optimize, revert
 from mla_fusion.models.hf.summary import Converted, Skipped, Summary
 from mla_fusion.models.refusal import OptimizeError
 
 if TYPE_CHECKING:
-    from mla_fusion.models.cache.paged_cache import MlaPagedCache
+    from mla_fusion.models.hf.paged_cache import MlaPagedCache
 
 __all__ = [
     "Converted",
@@ -45,7 +45,7 @@ def __getattr__(name: str) -> Any:
     if name != "MlaPagedCache":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     with _without_broken_torch_npu():
-        from mla_fusion.models.cache.paged_cache import MlaPagedCache
+        from mla_fusion.models.hf.paged_cache import MlaPagedCache
     return MlaPagedCache
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from mla_fusion.compat import mark_static_address
-from mla_fusion.models.cache.page_table import PageTable
 from mla_fusion.models.features import EXPANDS_AFTER_CACHE
+from mla_fusion.models.hf.page_table import PageTable
 from mla_fusion.models.refusal import OptimizeError
 
 
