@@ -35,10 +35,6 @@ class PagedLatentLayer(CacheLayerMixin):
         self.last = last
         self.length = 0  # of this layer alone; not kept where the size is fixed
 
-    def __repr__(self) -> str:
-        kind = f"max {self.table.max_len}" if self.table.static else "growing"
-        return f"{type(self).__name__}({kind}, blocks of {self.table.block_size})"
-
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]
         return self.table.static
@@ -153,14 +149,11 @@ class PagedLatentLayer(CacheLayerMixin):
         table = self.table
         table.grow(tokens)
         for name, pool in list(self.pools()):
-            held = pool.shape[0] // table.batch
-            if held != table.blocks:
-                setattr(self, name, self._stretched(pool, held))
-
-    def _stretched(self, pool: Tensor, held: int) -> Tensor:
-        grown = pool.new_zeros(self.table.batch, self.table.blocks, *pool.shape[1:])
-        grown[:, :held] = pool.view(self.table.batch, held, *pool.shape[1:])
-        return grown.flatten(0, 1)
+            homes = pool.view(table.batch, -1, *pool.shape[1:])
+            more = table.blocks - homes.shape[1]
+            if more:
+                room = pool.new_zeros(table.batch, more, *pool.shape[1:])
+                setattr(self, name, torch.cat((homes, room), dim=1).flatten(0, 1))
 
     def held(self) -> int:
         """Tokens of a sequence, as a number."""
@@ -251,7 +244,3 @@ class PagedIndexedLayer(PagedLatentLayer):
         self._write(self.indexer_keys, self._new, states)
         self._new = None
         return self.read(self.indexer_keys).squeeze(1)
-
-    @property
-    def is_indexer_initialized(self) -> bool:
-        return self.indexer_keys is not None
