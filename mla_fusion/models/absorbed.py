@@ -73,13 +73,15 @@ class AbsorbedAttention(nn.Module):
         slot_mapping: Tensor,
         block_tables: Tensor,
         seq_lens: Tensor,
-        *caches: Tensor,
+        kv_cache: Tensor,
+        kr_cache: Tensor,
     ) -> Tensor:
         """Attention of every token over the first ``seq_lens`` positions of its blocks."""
         hf = self.attention
-        query = self.prologue(hidden, cos, sin, slot_mapping, *caches)
+        query, query_rope = self.prologue(hidden, cos, sin, slot_mapping, kv_cache, kr_cache)
+        cached = kv_cache, kr_cache, block_tables, seq_lens
         context: Any = mla_paged_attention(
-            *query, *caches, block_tables, seq_lens, scale=hf.scaling, out_layout="NTD"
+            query, query_rope, *cached, scale=hf.scaling, out_layout="NTD"
         )
         _, w_uv = self._up_projections()
         output: Tensor = hf.o_proj(torch.bmm(context, w_uv.mT).transpose(0, 1).flatten(1))

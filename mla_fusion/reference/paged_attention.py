@@ -25,17 +25,20 @@ from mla_fusion.meta.attention import (
 from mla_fusion.meta.attention_check import check_attention
 from mla_fusion.reference.numerics import working_dtype
 
-Caches = tuple[Tensor, Tensor, Tensor]  # key, value, key_rope
-
 
 def attend(
-    query: Tensor, query_rope: Tensor, caches: Caches, tables: Tensor, seen: Tensor, scale: float
+    query: Tensor,
+    query_rope: Tensor,
+    caches: Sequence[Tensor],
+    tables: Tensor,
+    seen: Tensor,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
     """out ``[B, S, N, D]`` and log-sum-exp ``[B, S, N]``, in the working dtype, of S tokens of each
     of B sequences.
 
     query   [B, S, N, D], query_rope [B, S, N, R]
-    caches  [BlockNum, .., BlockSize, width], or NZ, [BlockNum, 1, width / C0, BlockSize, C0]
+    caches  key, value and key_rope: [BlockNum, .., BlockSize, width], or NZ, [BlockNum, 1, width / C0, BlockSize, C0]
     tables  [B, blocks]; entries behind a sequence's last block are not read
     seen    [B, S], how many positions each token sees. Of none, out is 0 and the other -inf.
     """
@@ -59,7 +62,7 @@ def attend(
 def attend_ragged(
     query: Tensor,
     query_rope: Tensor,
-    caches: Caches,
+    caches: Sequence[Tensor],
     tables: Tensor,
     lengths: Tensor,
     counts: Sequence[int],

@@ -12,7 +12,6 @@ import torch
 
 from mla_fusion.models import hf
 from mla_fusion.models.features import EXPANDS_AFTER_CACHE, TWO_WIDTHS
-from mla_fusion.models.hf.latent_attention import LatentDims
 from tests.exhaustive import one_in
 
 from .hf_models import KERNEL, MODELS, build, build_multimodal, prompt
@@ -183,13 +182,6 @@ def test_chunked_prefill(name: str, attention: str) -> None:
     before = chunks(DynamicCache(config=model.config))
     hf.optimize(model)
     assert error(chunks(hf.MlaPagedCache(model, block_size=16)), before) < 1e-4
-
-
-def test_the_cheaper_form_is_chosen() -> None:
-    v3 = LatentDims(rank=512, rope=64, nope=128, value=128)
-    assert v3.absorbs(1, 1) and v3.absorbs(1, 10**6)
-    assert v3.absorbs(150, 10**6) and not v3.absorbs(200, 10**6)
-    assert not any(v3.absorbs(length, length) for length in (2, 64, 4096))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -95,7 +95,7 @@ def mla_paged_attention(
         )
     else:
         dtype = query_rope.dtype
-        if query_scale is not None:
+        if query_scale is not None and kv_scale is not None:
             factor = query_scale.reshape(*query.shape[:2], 1) * kv_scale
             query, query_rope = query * factor, query_rope * factor
         caches = [cache.squeeze(2) if cache.dim() == 4 else cache for cache in tensors[2:4]]

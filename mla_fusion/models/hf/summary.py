@@ -47,7 +47,7 @@ class Converted:
 
 @dataclass(frozen=True)
 class Skipped:
-    """One attention that was left alone, with a code of ``refusal.CODES``."""
+    """One attention that was left alone, with a code of ``OptimizeError``."""
 
     name: str
     code: str
@@ -105,7 +105,7 @@ class Summary:
         return json.dumps(self.to_dict(), indent=2)
 
     def __str__(self) -> str:
-        items = [*self.converted, *self.skipped]
+        items: list[Converted | Skipped] = [*self.converted, *self.skipped]
         lines = [f"optimized {len(self.converted)} of {len(items)} attentions"]
         for text, group in groupby(items, str):
             first, *others = group
