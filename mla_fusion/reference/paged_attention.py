@@ -38,7 +38,8 @@ def attend(
     of B sequences.
 
     query   [B, S, N, D], query_rope [B, S, N, R]
-    caches  key, value and key_rope: [BlockNum, .., BlockSize, width], or NZ, [BlockNum, 1, width / C0, BlockSize, C0]
+    caches  key, value and key_rope: [BlockNum, .., BlockSize, width], or NZ,
+            [BlockNum, 1, width / C0, BlockSize, C0]
     tables  [B, blocks]; entries behind a sequence's last block are not read
     seen    [B, S], how many positions each token sees. Of none, out is 0 and the other -inf.
     """
