@@ -11,6 +11,7 @@ one.
 
 from __future__ import annotations
 
+import copy
 import dis
 import inspect
 from collections.abc import Iterator
@@ -147,7 +148,8 @@ def _probe(module: nn.Module, name: str) -> LatentForm:
     errors = []
     for complex_tables in (False, True):
         try:
-            own(module, **arguments_of(module, weight, complex_tables, cache=_Kept()))
+            given = arguments_of(module, weight, complex_tables)
+            own(_fresh(module), **given | {CACHE: _Kept()})
             break
         except Exception as error:  # code of any kind: whatever it raises, it cannot be asked
             errors.append(described(error))
@@ -165,24 +167,30 @@ def _probe(module: nn.Module, name: str) -> LatentForm:
         )
     form = LatentForm(dims, heads, name, getattr(kind, "expand_kv", None), complex_tables)
     for tokens in (TOKENS, 1):
-        cache = _Kept()
-        given = arguments_of(module, weight, complex_tables, tokens=tokens, cache=_Kept())
         handed.clear()
-        own(module, **given)
-        _require_attended(handed)
+        cache, given = _Kept(), arguments_of(module, weight, complex_tables, tokens=tokens)
         try:
-            latent_forward(kind, form)(module, **given | {CACHE: cache})
+            own(_fresh(module), **given | {CACHE: _Kept()})
+            latent_forward(kind, form)(_fresh(module), **given | {CACHE: cache})
             c_kv, k_pe = cache.states
         except Exception as error:  # code of any kind
             message = "its forward does more with keys and values than cache them: "
             raise OptimizeError(
                 "cache.expanded", f"{message}{described(error)}{advice(module)}"
             ) from error
+        _require_attended(handed)
         if not weight.is_meta and not _is_product(handed, c_kv, k_pe, weight, dims):
             raise OptimizeError(
                 "kv_up.differs", f"the module makes other keys or values than the weight of {name}"
             )
     return form
+
+
+def _fresh(module: nn.Module) -> nn.Module:
+    """A copy with the same parameters: what a child keeps from one call to the next (an indexer its
+    keys, in some releases) does not stay in the model."""
+    shared = (*module.parameters(), *module.buffers(), module.config)
+    return copy.deepcopy(module, {id(item): item for item in shared})
 
 
 def _require_attended(handed: list[Tensor]) -> None:
@@ -214,10 +222,9 @@ def arguments_of(
     batch: int = 1,
     tokens: int = TOKENS,
     length: int | None = None,
-    cache: Any = None,
 ) -> dict[str, Any]:
-    """Arguments of the module's forward, those that its signature has. What else it requires is
-    what layers hand to each other: an empty dictionary.
+    """Arguments of the module's forward but its cache, those that its signature has. What else it
+    requires is what layers hand to each other: an empty dictionary.
 
     like    a tensor of the dtype and on the device that hidden states have
     length  tokens in the cache, with the new ones; None: no others
@@ -234,7 +241,6 @@ def arguments_of(
         "position_ids": positions.unsqueeze(0),
         "cache_position": positions,
         "prev_topk_indices": positions.expand(batch, tokens, -1),
-        CACHE: cache,
     }
     _, *taken = inspect.signature(inspect.unwrap(type(module).forward)).parameters.values()
     return {
