@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from mla_fusion.models.features import COUNTS_POSITIONS
 from mla_fusion.models.refusal import OptimizeError
 
-BLOCK_SIZE = 128
 PAGED = (None, "dynamic", "static")
 
 

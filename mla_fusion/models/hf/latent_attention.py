@@ -26,6 +26,7 @@ from mla_fusion.meta.attention import HEADS, LATENT, ROPE
 SPARSE_OPERATOR = "npu::npu_sparse_flash_attention"
 ABSORBED = 2  # attention_mode: keys and values are latents, and rotated parts come apart
 NO_MASK = 0  # sparse_mode: the picks alone say what is attended
+BLOCK_SIZE = 128  # tokens a page
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ from torch import nn
 
 from mla_fusion.models.hf.asked import ask
 from mla_fusion.models.hf.examine import examine, is_attention
-from mla_fusion.models.hf.generation import BLOCK_SIZE, use_paged_cache
+from mla_fusion.models.hf.generation import use_paged_cache
+from mla_fusion.models.hf.latent_attention import BLOCK_SIZE
 from mla_fusion.models.hf.latent_forward import latent_forward
 from mla_fusion.models.hf.summary import Converted, Skipped, Summary
 from mla_fusion.models.refusal import OptimizeError

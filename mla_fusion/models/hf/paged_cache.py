@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, StaticCache, cache_utils
 from transformers.cache_utils import DynamicLayer, StaticLayer
 
-from mla_fusion.models.hf.generation import BLOCK_SIZE
+from mla_fusion.models.hf.latent_attention import BLOCK_SIZE
 from mla_fusion.models.hf.paged_layer import PagedIndexedLayer, PagedLatentLayer, PageTable
 from mla_fusion.models.refusal import OptimizeError
 
