@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mla_fusion.models.attention import mla_paged_attention
+
 Rotate = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
@@ -77,18 +79,12 @@ class AbsorbedAttention(nn.Module):
         """Attention of every token over the first ``seq_lens`` positions of its blocks."""
         hf = self.attention
         query, query_rope = self.prologue(hidden, cos, sin, slot_mapping, kv_cache, kr_cache)
-        tokens = block_tables.shape[0]
-        c_kv = kv_cache[block_tables].view(tokens, -1, hf.kv_lora_rank)
-        k_pe = kr_cache[block_tables].view(tokens, -1, hf.qk_rope_head_dim)
-        scores = torch.matmul(query, c_kv.transpose(1, 2)) + torch.matmul(
-            query_rope, k_pe.transpose(1, 2)
+        cached = kv_cache, kr_cache, block_tables, seq_lens
+        context: Any = mla_paged_attention(
+            query, query_rope, *cached, scale=hf.scaling, out_layout="NTD"
         )
-        absent = torch.arange(c_kv.shape[1], device=hidden.device) >= seq_lens.unsqueeze(1)
-        scores = (scores.float() * hf.scaling).masked_fill(absent.unsqueeze(1), float("-inf"))
-        context = torch.matmul(torch.softmax(scores, dim=-1).to(c_kv.dtype), c_kv)
         _, w_uv = self._up_projections()
-        values = torch.bmm(context.transpose(0, 1), w_uv.transpose(1, 2)).transpose(0, 1)
-        output: Tensor = hf.o_proj(values.reshape(tokens, -1))
+        output: Tensor = hf.o_proj(torch.bmm(context, w_uv.mT).transpose(0, 1).flatten(1))
         return output
 
     def _up_projections(self) -> tuple[Tensor, Tensor]:
@@ -99,36 +95,16 @@ class AbsorbedAttention(nn.Module):
         return w_uk, w_uv
 
 
-class AbsorbedLayer(nn.Module):
-    """``DeepseekV3DecoderLayer`` with its attention absorbed; norms and MLP are the layer's own."""
-
-    input_layernorm: nn.Module
-    post_attention_layernorm: nn.Module
-    mlp: nn.Module
-
-    def __init__(self, layer: Any, rotate: Rotate) -> None:
-        super().__init__()
-        self.input_layernorm = layer.input_layernorm
-        self.self_attn = AbsorbedAttention(layer.self_attn, rotate)
-        self.post_attention_layernorm = layer.post_attention_layernorm
-        self.mlp = layer.mlp
-
-    def forward(self, hidden: Tensor, *where: Tensor) -> Tensor:
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), *where)
-        output: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
-        return output
-
-
 class AbsorbedDecoder(nn.Module):
-    """Layers that decode one token each of a batch of sequences, over one pair of caches a
-    layer.
+    """``DeepseekV3DecoderLayer``s, whose attentions are replaced by absorbed ones, that decode one
+    token each of a batch of sequences, over one pair of caches a layer.
     """
 
-    rotary_emb: Any
-
-    def __init__(self, layers: Sequence[nn.Module], rotary_emb: nn.Module, rotate: Rotate) -> None:
+    def __init__(self, layers: Sequence[Any], rotary_emb: nn.Module, rotate: Rotate) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(AbsorbedLayer(layer, rotate) for layer in layers)
+        for layer in layers:
+            layer.self_attn = AbsorbedAttention(layer.self_attn, rotate)
+        self.layers: Any = nn.ModuleList(layers)
         self.rotary_emb = rotary_emb
 
     def forward(
@@ -149,8 +125,8 @@ class AbsorbedDecoder(nn.Module):
         block_tables  [T, blocks] int64, seq_lens [T] int64 with the new token counted
         """
         cos, sin = (table.squeeze(0) for table in self.rotary_emb(hidden, positions.unsqueeze(0)))
-        for layer, kv_cache, kr_cache in zip(self.layers, kv_caches, kr_caches, strict=True):
-            hidden = layer(
-                hidden, cos, sin, slot_mapping, block_tables, seq_lens, kv_cache, kr_cache
-            )
+        where = cos, sin, slot_mapping, block_tables, seq_lens
+        for layer, *caches in zip(self.layers, kv_caches, kr_caches, strict=True):
+            hidden = hidden + layer.self_attn(layer.input_layernorm(hidden), *where, *caches)
+            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
         return hidden

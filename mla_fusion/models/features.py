@@ -51,13 +51,6 @@ EXPANDS_AFTER_CACHE = Feature(
     "put off",
     lambda kind: hasattr(kind, "expand_kv"),
 )
-ASKS_FOR_INTERFACE = Feature(
-    "5.1",
-    "forward asks `ALL_ATTENTION_FUNCTIONS.get_interface` for its attention function",
-    "the names that the forward looks up",
-    "it takes `ALL_ATTENTION_FUNCTIONS[..]`, or `eager_attention_forward` from its module",
-    lambda names: "get_interface" in names,
-)
 TWO_WIDTHS = Feature(
     "5.0",
     "a static cache has keys and values of different widths",
@@ -73,7 +66,7 @@ COUNTS_POSITIONS = Feature(
     "a compiled step is given `cache_position`, as `generate()` and `DecodeStep` do",
     lambda forward: "cache_position" not in _parameters(forward),
 )
-FEATURES = (EXPANDS_AFTER_CACHE, ASKS_FOR_INTERFACE, TWO_WIDTHS, COUNTS_POSITIONS)
+FEATURES = (EXPANDS_AFTER_CACHE, TWO_WIDTHS, COUNTS_POSITIONS)
 
 
 def advice(module: Any) -> str:

@@ -1,4 +1,5 @@
-"""CPU kernel of npu_fused_infer_attention_score_v2, in its form for absorbed MLA over pages.
+"""Attention of absorbed MLA over pages of latents, and with it the CPU kernel of
+npu_fused_infer_attention_score_v2.
 
 Scores, softmax and both products are float32 (float64 for float64 tensors) and the result is
 rounded once. The device also rounds the probabilities on the way, to the dtype of the query, or to
@@ -7,6 +8,7 @@ rounded once. The device also rounds the probabilities on the way, to the dtype 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,6 +26,79 @@ from mla_fusion.meta.attention_check import check_attention
 from mla_fusion.reference.numerics import working_dtype
 
 
+def attend(
+    query: Tensor,
+    query_rope: Tensor,
+    caches: Sequence[Tensor],
+    tables: Tensor,
+    seen: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """out ``[B, S, N, D]`` and log-sum-exp ``[B, S, N]``, in the working dtype, of S tokens of each
+    of B sequences.
+
+    query   [B, S, N, D], query_rope [B, S, N, R]
+    caches  key, value and key_rope: [BlockNum, .., BlockSize, width], or NZ,
+            [BlockNum, 1, width / C0, BlockSize, C0]
+    tables  [B, blocks]; entries behind a sequence's last block are not read
+    seen    [B, S], how many positions each token sees. Of none, out is 0 and the other -inf.
+    """
+    work = working_dtype(query.dtype)
+    tokens, heads = query.shape[1:3]
+    key, value, key_rope = caches
+    length = seen.amax(-1, keepdim=True)
+    c_kv, k_pe = (_rows(cache, tables, length).to(work) for cache in (key, key_rope))
+    values = c_kv if value is key else _rows(value, tables, length).to(work)
+    # heads and tokens of a sequence read the same rows: one product
+    q, q_rope = (part.flatten(1, 2).to(work) for part in (query, query_rope))
+    scores = torch.bmm(q, c_kv.mT) + torch.bmm(q_rope, k_pe.mT)
+    visible = torch.arange(c_kv.shape[1], device=seen.device) < seen.unsqueeze(-1)
+    scores = (scores * scale).unflatten(1, (tokens, heads))
+    scores = scores.masked_fill(~visible.unsqueeze(2), float("-inf"))
+    lse = torch.logsumexp(scores, dim=-1)
+    weights = torch.exp(scores - torch.where(lse == float("-inf"), 0, lse).unsqueeze(-1))
+    return torch.bmm(weights.flatten(1, 2), values).unflatten(1, (tokens, heads)), lse
+
+
+def attend_ragged(
+    query: Tensor,
+    query_rope: Tensor,
+    caches: Sequence[Tensor],
+    tables: Tensor,
+    lengths: Tensor,
+    counts: Sequence[int],
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """The same of ``[T, N, ..]``, ``counts[i]`` tokens of sequence i: its last ones, and each sees
+    what stands up to itself.
+    """
+    out = query.new_zeros(query.shape, dtype=working_dtype(query.dtype))
+    lse = out.new_full(query.shape[:2], float("-inf"))
+    end = 0
+    for index, count in enumerate(counts):
+        if count:
+            new, one = slice(end, end + count), slice(index, index + 1)
+            seen = lengths[one] - torch.arange(count - 1, -1, -1, device=lengths.device)
+            given = query[None, new], query_rope[None, new], caches, tables[one], seen[None], scale
+            out[new], lse[new] = (found.squeeze(0) for found in attend(*given))
+        end += count
+    return out, lse
+
+
+def _rows(cache: Tensor, tables: Tensor, length: Tensor) -> Tensor:
+    """``[B, L, width]``: the rows of each sequence in order, zeros behind its end (a pool may hold
+    NaN there).
+    """
+    block_size = cache.shape[-2]
+    starts = torch.arange(tables.shape[1], device=tables.device) * block_size
+    rows = cache[torch.where(starts < length, tables, 0)]
+    if cache.dim() == 5:  # [B, blocks, 1, width / C0, BlockSize, C0]
+        rows = rows.transpose(3, 4).flatten(4)
+    rows = rows.flatten(1, -2)
+    beyond = torch.arange(rows.shape[1], device=rows.device) >= length
+    return rows.masked_fill(beyond.unsqueeze(-1), 0)
+
+
 def npu_fused_infer_attention_score_v2(
     query: Tensor, key: Tensor, value: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor]:
@@ -37,77 +112,41 @@ def npu_fused_infer_attention_score_v2(
     full = {**ATTENTION.defaults, "query": query, "key": key, "value": value, **options}
     wide = (*FLOATS, torch.float32, torch.float64)
     check_attention(OP, "A3", "latest", True, full, wide)
-    mode, layout = full["sparse_mode"], full["input_layout"]
+    mode = full["sparse_mode"]
     if mode not in (NO_MASK, CAUSAL_AT_THE_END):
         raise ValueError(f"{ATTENTION.name}: the CPU kernel has no sparse_mode {mode}")
-    heads, scale, int8 = full["num_query_heads"], full["softmax_scale"], query.dtype == torch.int8
-    axes, out_axes = axes_of(layout)
-    rope = full["query_rope"]
-    work = working_dtype(rope.dtype)
-    q, q_rope = (_by_sequence(tensor, axes, heads).to(work) for tensor in (query, rope))
-    dequantised = torch.ones((), dtype=work)
-    if int8:
-        factor = full["dequant_scale_query"].unsqueeze(-1)
-        factor = _by_sequence(factor, axes.replace("H", "ND"), heads) * full["dequant_scale_key"]
-        q, q_rope, dequantised = q * factor, q_rope * factor, full["dequant_scale_value"].to(work)
-    out, lse = torch.zeros_like(q), q.new_full(q.shape[:-1], float("-inf"))
-    tokens, lengths = _places(full, len(q))
-    for index, (new, length) in enumerate(zip(tokens, lengths, strict=True)):
-        if not length:
-            continue
-        blocks = full["block_table"][index]
-        c_kv, v, k_pe = (_rows(full[name], blocks, length).to(work) for name in _CACHES)
-        scores = (q[new] @ c_kv.T + q_rope[new] @ k_pe.T) * scale  # [.., N, L], tokens first
-        if mode == CAUSAL_AT_THE_END:
-            count = len(scores)
-            hidden = torch.ones(count, length, dtype=torch.bool).triu(length - count + 1)
-            scores = scores.masked_fill(hidden.unsqueeze(1), float("-inf"))
-        out[new] = (torch.softmax(scores, -1) @ v) * dequantised
-        lse[new] = torch.logsumexp(scores, -1)
-    if "T" not in axes:
-        b, s = (query.shape[axes.index(axis)] for axis in "BS")
-        out, lse = out.unflatten(0, (b, s)), lse.unflatten(0, (b, s))
+    axes, out_axes = axes_of(full["input_layout"])
     order = "TND" if "T" in axes else "BSND"
-    made = (
-        out.flatten(-2)
-        if out_axes.endswith("H")
-        else out.permute([order.index(a) for a in out_axes])
-    )
-    lse = lse if "T" in axes else lse.transpose(1, 2)
-    given = lse.unsqueeze(-1).float() if full["return_softmax_lse"] else lse.new_empty(0).float()
-    return made.to(rope.dtype).contiguous(), given.contiguous()
 
+    def laid_out(tensor: Tensor, axes: str) -> Tensor:
+        """In the axes of ``order``, whose last one may be missing."""
+        if axes.endswith("H"):
+            tensor, axes = tensor.unflatten(-1, (full["num_query_heads"], -1)), order
+        return tensor.permute([axes.index(axis) for axis in order[: tensor.dim()]])
 
-_CACHES = ("key", "value", "key_rope")
-
-
-def _by_sequence(tensor: Tensor, axes: str, heads: int) -> Tensor:
-    """``[T, N, width]``, the tokens of one sequence behind those of another."""
-    if axes.endswith("H"):
-        tensor, axes = tensor.unflatten(-1, (heads, -1)), "BSND"
-    if axes == "TND":
-        return tensor
-    return tensor.permute([axes.index(axis) for axis in "BSND"]).flatten(0, 1)
-
-
-def _places(full: dict[str, Any], rows: int) -> tuple[list[slice], list[int]]:
-    """The tokens of each sequence among all rows, and how many rows it has in the caches."""
-    sequences, ends = len(full["block_table"]), full["actual_seq_qlen"]
-    lengths = [int(length) for length in full["actual_seq_kvlen"]]
-    lengths = lengths * sequences if len(lengths) == 1 else lengths
-    if "T" in full["input_layout"]:
-        return [slice(int(a), int(b)) for a, b in zip([0, *ends], ends, strict=False)], lengths
-    each = rows // sequences
-    counts = [each] * sequences if ends is None or each == 1 else [int(end) for end in ends]
-    counts = counts * sequences if len(counts) == 1 else counts
-    starts = range(0, rows, each)
-    return [slice(a, a + n) for a, n in zip(starts, counts, strict=True)], lengths
-
-
-def _rows(cache: Tensor, blocks: Tensor, length: int) -> Tensor:
-    """``[length, width]``: the first rows of a sequence."""
-    block_size = cache.shape[-2]
-    taken = cache[blocks[: -(-length // block_size)].long()]
-    if cache.dim() == 5:  # [blocks, 1, width / C0, BlockSize, C0]
-        taken = taken.transpose(2, 3).flatten(3)
-    return taken.reshape(-1, taken.shape[-1])[:length]
+    rope = full["query_rope"]
+    q, q_rope = laid_out(query, axes), laid_out(rope, axes)
+    if query.dtype == torch.int8:
+        factor = laid_out(full["dequant_scale_query"], axes.replace("H", "N").replace("D", ""))
+        factor = factor.unsqueeze(-1) * full["dequant_scale_key"]
+        q, q_rope = q * factor, q_rope * factor
+    caches, tables = (key, value, full["key_rope"]), full["block_table"]
+    lengths, ends = (full[f"actual_seq_{name}len"] for name in ("kv", "q"))
+    lengths = torch.as_tensor(lengths)
+    if order == "TND":
+        counts = [int(b) - int(a) for a, b in zip([0, *ends], ends, strict=False)]
+        out, lse = attend_ragged(q, q_rope, caches, tables, lengths, counts, full["softmax_scale"])
+    else:
+        tokens = torch.arange(q.shape[1])
+        # of one token a sequence, the operator does not read their number
+        new = torch.as_tensor([len(tokens)] if ends is None or len(tokens) == 1 else ends)
+        new, seen = new.unsqueeze(1), lengths.unsqueeze(1)
+        seen = seen - (new - 1 - tokens) if mode == CAUSAL_AT_THE_END else seen
+        seen = seen.masked_fill(tokens >= new, 0).expand(len(q), -1)
+        out, lse = attend(q, q_rope, caches, tables, seen, full["softmax_scale"])
+        lse = lse.transpose(1, 2)
+    if query.dtype == torch.int8:
+        out = out * full["dequant_scale_value"]
+    laid = out.flatten(-2) if out_axes[-1] == "H" else out.permute([*map(order.index, out_axes)])
+    lse = lse.unsqueeze(-1) if full["return_softmax_lse"] else lse.new_empty(0)
+    return laid.to(rope.dtype).contiguous(), lse.float().contiguous()

@@ -158,7 +158,7 @@ class TestOnNpu:
             ({"kv_cache": (20, 24, 1, 512), "kr_cache": (20, 24, 1, 64)}, {}, "dims.blocksize"),
             ({}, {"dtype": torch.float32}, "dtype.query"),
             ({}, {"strided": True}, "contiguous.key_rope"),
-            ({}, {"query_lens": [1, 2, 0, 1]}, "attention.seq_lens"),
+            ({}, {"query_lens": [1, 2, 0, 1]}, "lengths.actual_seq_kvlen"),
             ({}, {"query_lens": [1, 1, 1, 2], "seq_lens": [2] * 4}, "lengths.actual_seq_qlen"),
             ({}, {"seq_lens": [1, 1, 1, 641]}, "lengths.actual_seq_kvlen"),
         ],

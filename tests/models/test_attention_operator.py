@@ -42,11 +42,6 @@ def arguments(latents: Latents) -> dict[str, Any]:
     }
 
 
-def attend(**given: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    batch = npu.Batch(*(given.pop(name, None) for name in npu.Batch._fields))
-    return npu.attend(batch, **given)
-
-
 CASES = {
     "decode": Latents(),
     "several": Latents(new=(3, 1, 16, 2)),
@@ -68,7 +63,7 @@ def test_adapter_and_plain_path_are_as_near_to_float64(name: str, heads_first: b
     exact, exact_lse = latents.exact()
     given = arguments(latents)
     plain, plain_lse = mla_paged_attention(**given, out_layout="NTD" if heads_first else "TND")
-    fused, fused_lse = attend(**given, heads_first=heads_first)
+    fused, fused_lse = npu.attend(**given, heads_first=heads_first)
     assert plain.shape == fused.shape and plain.dtype == fused.dtype == latents.float
     by_token = [out.transpose(0, 1) if heads_first else out for out in (plain, fused)]
     plain_error, fused_error = (error(out, exact) for out in by_token)
@@ -91,7 +86,7 @@ def test_padded_heads_are_cut_or_kept(out_layout: str) -> None:
 def test_lengths_in_tensors_and_an_empty_sequence() -> None:
     given = arguments(Latents())
     for heads_first in (False, True):
-        out, lse = attend(
+        out, lse = npu.attend(
             **given | {"seq_lens": torch.tensor([37, 0, 60, 16])}, heads_first=heads_first
         )
         out = out.transpose(0, 1) if heads_first else out

@@ -321,7 +321,7 @@ def replaced_table(attention: Any, patch: pytest.MonkeyPatch) -> str:
     other = type(functions)()
     other["sdpa"] = halved(functions["sdpa"])
     patch.setattr(file_of(attention), "ALL_ATTENTION_FUNCTIONS", other)
-    return NAME
+    return "ALL_ATTENTION_FUNCTIONS"
 
 
 REPLACED = [other_rotation, other_forward, other_class, registered, overwritten, replaced_table]

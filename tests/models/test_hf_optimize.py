@@ -12,7 +12,6 @@ import torch
 
 from mla_fusion.models import hf
 from mla_fusion.models.features import EXPANDS_AFTER_CACHE, TWO_WIDTHS
-from mla_fusion.models.hf.latent_attention import LatentDims
 from tests.exhaustive import one_in
 
 from .hf_models import KERNEL, MODELS, build, build_multimodal, prompt
@@ -185,13 +184,6 @@ def test_chunked_prefill(name: str, attention: str) -> None:
     assert error(chunks(hf.MlaPagedCache(model, block_size=16)), before) < 1e-4
 
 
-def test_the_cheaper_form_is_chosen() -> None:
-    v3 = LatentDims(rank=512, rope=64, nope=128, value=128)
-    assert v3.absorbs(1, 1) and v3.absorbs(1, 10**6)
-    assert v3.absorbs(150, 10**6) and not v3.absorbs(200, 10**6)
-    assert not any(v3.absorbs(length, length) for length in (2, 64, 4096))
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_rounded_models_stay_as_near_to_float32(
@@ -342,7 +334,9 @@ def test_the_summary_says_where_rows_go() -> None:
 def test_what_cannot_be_traced_is_not_promised(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("deepseek_v3", KERNEL)
     monkeypatch.setattr(
-        type(model.model.layers[0].self_attn.q_a_layernorm), "forward", lambda self, x: x.tolist()
+        type(model.model.layers[0].self_attn.q_a_layernorm),
+        "forward",
+        lambda self, x: x / x.abs().max().item(),  # a number, of which fake tensors have none
     )
     summary = hf.optimize(model)
     assert summary.fusable == 0 and summary.converted[0].kernel.startswith(

@@ -11,7 +11,7 @@ import torch
 
 import mla_fusion as mf
 from mla_fusion.models import hf
-from mla_fusion.models.hf.latent_attention import LatentDims, absorbed_attention, sparse_attention
+from mla_fusion.models.hf.latent_attention import LatentDims, absorbed_attention
 from tests.exhaustive import one_in
 
 from .hf_models import KERNEL, build
@@ -57,7 +57,7 @@ def test_as_the_mask_that_the_picks_make(factor: Any, additive: bool) -> None:
         if additive
         else seen
     )
-    found, _ = sparse_attention(**arguments, picks=picks, mask=mask, factor=factor)
+    found, _ = absorbed_attention(**arguments, picks=picks, mask=mask, factor=factor)
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
@@ -66,7 +66,7 @@ def test_without_a_mask_all_picks_count() -> None:
     picks = torch.randn(B, S, L).topk(PICKS, -1).indices.int()
     others = torch.ones(B, S, L, dtype=torch.bool).scatter(-1, picks.long(), False).unsqueeze(1)
     wanted, _ = absorbed_attention(**arguments, mask=~others)
-    found, _ = sparse_attention(**arguments, picks=picks)
+    found, _ = absorbed_attention(**arguments, picks=picks)
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 

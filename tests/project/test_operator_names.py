@@ -24,7 +24,7 @@ NAMESPACES = ("aten::", "npu::", "prims::")
 # what says which operators there are, what defines them, and what prints them
 MAY_NAME = ("operators/", "meta/", "reference/", "converters/", "ops.py", "compat.py", "tools/")
 # asks whether torch_npu defines an operator, and looks at no graph
-STILL_NAMES = {"models/attention/sparse.py: npu::npu_sparse_flash_attention"}
+STILL_NAMES = {"models/hf/latent_attention.py: npu::npu_sparse_flash_attention"}
 # prefixes of names, which are no operator's
 PREFIXES = {*NAMESPACES, "aten::as_strided"}
 # of each column of the table the rules that rows may name

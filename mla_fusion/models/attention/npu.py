@@ -13,14 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from operator import lt
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mla_fusion.meta import ContractError
 from mla_fusion.meta.attention import (
     ATTENTION,
     CAUSAL_AT_THE_END,
@@ -35,20 +33,14 @@ _DEFAULTS = ATTENTION.defaults
 Lengths = Tensor | Sequence[int]
 
 
-class Batch(NamedTuple):
-    """What attends to what, as `mla_paged_attention` is given it."""
-
-    query: Tensor
-    query_rope: Tensor
-    kv_cache: Tensor
-    kr_cache: Tensor
-    block_tables: Tensor
-    seq_lens: Lengths
-    query_lens: Lengths | None = None
-
-
 def attend(
-    batch: Batch,
+    query: Tensor,
+    query_rope: Tensor,
+    kv_cache: Tensor,
+    kr_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Lengths,
+    query_lens: Lengths | None,
     scale: float,
     *,
     return_lse: bool = False,
@@ -60,8 +52,6 @@ def attend(
 
     Heads that the operator does not take in their number are padded to the next, and cut off again.
     """
-    query, query_rope, kv_cache, kr_cache, block_tables, seq_lens, query_lens = batch
-    _require_seen(seq_lens, query_lens)
     tokens, heads, latent = query.shape
     more = padded_heads(heads) - heads
     of_heads = {"query": query, "query_rope": query_rope}
@@ -152,12 +142,3 @@ def _without_empty(
     empty = (torch.as_tensor(seq_lens, device=out.device) == 0).unsqueeze(1)
     out = out.masked_fill(empty if heads_first else empty.unsqueeze(2), 0)
     return out, lse.masked_fill(empty, float("-inf"))
-
-
-def _require_seen(seq_lens: Lengths, query_lens: Lengths | None) -> None:
-    """New tokens are counted in the lengths: the operator takes others, this function does not."""
-    if query_lens is None or isinstance(query_lens, Tensor) or isinstance(seq_lens, Tensor):
-        return
-    if any(map(lt, seq_lens, query_lens)):
-        enough = f"at least the new tokens {list(query_lens)} on an NPU"
-        raise ContractError("attention.seq_lens", "seq_lens", enough, str(list(seq_lens)))

@@ -3,14 +3,13 @@
     out = softmax(scale * (query . c_kv + query_rope . k_pe)) c_kv
 
 On device npu this is one `npu_fused_infer_attention_score_v2` (see `models/attention/npu.py`);
-elsewhere the plain PyTorch below, which is also the reference that says what the kernel should
+elsewhere the plain PyTorch of `reference/paged_attention.py`, which says what the kernel should
 give. The device decides, so that a compiled function holds the one or the other and never a graph
 break.
 """
 
 from __future__ import annotations
 
-from itertools import accumulate
 from typing import Any, NoReturn
 
 import torch
@@ -20,7 +19,8 @@ from mla_fusion.meta import ContractError
 from mla_fusion.meta.binder import Binder
 from mla_fusion.meta.prolog import Operator
 from mla_fusion.models.attention import npu
-from mla_fusion.models.attention.npu import Batch, Lengths
+from mla_fusion.models.attention.npu import Lengths
+from mla_fusion.reference.paged_attention import attend, attend_ragged
 
 
 def mla_paged_attention(
@@ -78,15 +78,15 @@ def mla_paged_attention(
     """
     tensors = query, query_rope, kv_cache, kr_cache, block_tables, query_scale, kv_scale
     _check(seq_lens, query_lens, dict(zip(_ARGUMENTS.ge_inputs, tensors, strict=True)))
-    if heads is not None and not 1 <= heads <= query.shape[1]:
-        _refuse("heads", f"1 to {query.shape[1]}, the heads of query", heads)
+    every = query.shape[1]
+    if heads is not None and not 1 <= heads <= every:
+        _refuse("heads", f"1 to {every}, the heads of query", heads)
     if out_layout not in ("TND", "NTD"):
         _refuse("out_layout", "'TND' or 'NTD'", repr(out_layout))
     by_head = 0 if out_layout == "NTD" else 1
-    batch = Batch(query, query_rope, kv_cache, kr_cache, block_tables, seq_lens, query_lens)
     if query.device.type == "npu":
         out, lse = npu.attend(
-            batch,
+            *(query, query_rope, kv_cache, kr_cache, block_tables, seq_lens, query_lens),
             scale,
             return_lse=return_lse,
             query_scale=query_scale,
@@ -94,94 +94,44 @@ def mla_paged_attention(
             heads_first=by_head == 0,
         )
     else:
+        dtype = query_rope.dtype
         if query_scale is not None and kv_scale is not None:
             factor = query_scale.reshape(*query.shape[:2], 1) * kv_scale
-            batch = Batch(query * factor, query_rope * factor, *batch[2:])
-        out, lse = _reference(batch, scale)
-        out = (out if kv_scale is None else out * kv_scale).to(query_rope.dtype)
+            query, query_rope = query * factor, query_rope * factor
+        caches = [cache.squeeze(2) if cache.dim() == 4 else cache for cache in tensors[2:4]]
+        out, lse = _on_cpu(query, query_rope, caches, block_tables, seq_lens, query_lens, scale)
+        out = (out if kv_scale is None else out * kv_scale).to(dtype)
         out = out if by_head else out.transpose(0, 1).contiguous()
-    if heads is not None and heads < query.shape[1]:
+    if heads is not None and heads < every:
         out = out.narrow(by_head, 0, heads)
         lse = lse[:, :heads] if return_lse else lse
     return (out, lse) if return_lse else out
 
 
-def _reference(batch: Batch, scale: float) -> tuple[Tensor, Tensor]:
-    query, query_rope, kv_cache, kr_cache, block_tables, seq_lens, query_lens = batch
-    lengths = torch.as_tensor(seq_lens, device=query.device)
-
-    def attended(
-        axis: int, tables: Tensor, seen: Tensor, tokens: slice = slice(None)
-    ) -> tuple[Tensor, Tensor]:
-        """Of tokens of one sequence (axis 0), or of a sequence each (1); each sees so many
-        positions, the last token of a sequence all.
-        """
-        q, q_rope, seen = (x.unsqueeze(axis) for x in (query[tokens], query_rope[tokens], seen))
-        c_kv, k_pe = (_rows(cache, tables, seen[:, -1]) for cache in (kv_cache, kr_cache))
-        visible = torch.arange(c_kv.shape[1], device=c_kv.device) < seen.unsqueeze(-1)
-        out, lse = _attend(q, q_rope, c_kv, k_pe, visible, scale)
-        return out.squeeze(axis), lse.squeeze(axis)
-
-    if query_lens is None:
-        return attended(1, block_tables, lengths)
-    if isinstance(query_lens, Tensor) and torch.compiler.is_compiling():
+def _on_cpu(
+    query: Tensor,
+    query_rope: Tensor,
+    pools: list[Tensor],
+    tables: Tensor,
+    seq_lens: Lengths,
+    query_lens: Lengths | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    caches = pools[0], *pools
+    seen = torch.as_tensor(seq_lens, device=query.device)
+    if query_lens is not None:
+        if not isinstance(query_lens, Tensor) or not torch.compiler.is_compiling():
+            counts = query_lens.tolist() if isinstance(query_lens, Tensor) else list(query_lens)
+            if sum(counts) != len(query):
+                _refuse("query_lens", f"lengths that sum to the {len(query)} tokens", sum(counts))
+            return attend_ragged(query, query_rope, caches, tables, seen, counts, scale)
         # lengths unknown while tracing: every token as a sequence of its own
         owner = torch.repeat_interleave(query_lens, output_size=query.shape[0])
-        behind = query_lens.cumsum(0)[owner] - 1 - torch.arange(query.shape[0], device=query.device)
-        return attended(1, block_tables[owner], lengths[owner] - behind)
-    counts = query_lens.tolist() if isinstance(query_lens, Tensor) else list(query_lens)
-    if sum(counts) != query.shape[0]:
-        _refuse("query_lens", f"lengths that sum to the {query.shape[0]} tokens", sum(counts))
-    outs, lses = [query[:0]], [query.new_zeros(0, query.shape[1], dtype=_high(query))]
-    for index, (count, end) in enumerate(zip(counts, accumulate(counts), strict=True)):
-        if count:
-            one = slice(index, index + 1)
-            seen = lengths[one] - torch.arange(count - 1, -1, -1, device=query.device)
-            out, lse = attended(0, block_tables[one], seen, slice(end - count, end))
-            outs.append(out)
-            lses.append(lse)
-    return torch.cat(outs), torch.cat(lses)
-
-
-def _rows(cache: Tensor, block_tables: Tensor, lengths: Tensor) -> Tensor:
-    """[B, S, width]: the rows of each sequence in order, zeros behind its end (a pool may hold NaN
-    there).
-    """
-    block_size = cache.shape[3] if cache.dim() == 5 else cache.shape[1]
-    starts = torch.arange(block_tables.shape[1], device=cache.device) * block_size
-    used = starts < lengths.unsqueeze(1)
-    rows = cache[torch.where(used, block_tables, 0)]
-    if cache.dim() == 5:  # NZ: [B, blocks, 1, width / C0, BlockSize, C0]
-        rows = rows.transpose(3, 4).flatten(4, 5)
-    rows = rows.flatten(1, 3)
-    beyond = torch.arange(rows.shape[1], device=cache.device) >= lengths.unsqueeze(1)
-    return rows.masked_fill(beyond.unsqueeze(-1), 0)
-
-
-def _attend(
-    query: Tensor, query_rope: Tensor, c_kv: Tensor, k_pe: Tensor, visible: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
-    """out [B, Q, N, Hckv] and lse [B, Q, N] of query [B, Q, N, Hckv] over c_kv [B, S, Hckv],
-    visible [B, Q, S].
-    """
-    tokens, heads = query.shape[1:3]
-    high = _high(query)
-    keys = c_kv.to(high)
-    scores = torch.bmm(query.flatten(1, 2).to(high), keys.transpose(1, 2))
-    scores = scores + torch.bmm(query_rope.flatten(1, 2).to(high), k_pe.to(high).transpose(1, 2))
-    scores = (
-        (scores * scale)
-        .unflatten(1, (tokens, heads))
-        .masked_fill(~visible.unsqueeze(2), float("-inf"))
-    )
-    lse = torch.logsumexp(scores, dim=-1)
-    weights = torch.exp(scores - torch.where(lse == float("-inf"), 0, lse).unsqueeze(-1))
-    out = torch.bmm(weights.flatten(1, 2), keys).unflatten(1, (tokens, heads))
-    return out.to(query.dtype), lse
-
-
-def _high(query: Tensor) -> torch.dtype:
-    return torch.float64 if query.dtype == torch.float64 else torch.float32
+        behind = query_lens.cumsum(0)[owner] - 1 - torch.arange(len(owner), device=query.device)
+        tables, seen = tables[owner], seen[owner] - behind
+    given = query.unsqueeze(1), query_rope.unsqueeze(1), caches, tables, seen.unsqueeze(1), scale
+    out, lse = attend(*given)
+    return out.squeeze(1), lse.squeeze(1)
 
 
 _ARGUMENTS = Operator(

@@ -14,17 +14,16 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import nn
 
 from mla_fusion._autoload import cann_location
 from mla_fusion.models.absorbed import AbsorbedDecoder
-from mla_fusion.models.hf.decode_step import DecodeStep
+from mla_fusion.models.hf.generation import DecodeStep
 from mla_fusion.models.hf.optimize import optimize, revert
 from mla_fusion.models.hf.summary import Converted, Skipped, Summary
 from mla_fusion.models.refusal import OptimizeError
 
 if TYPE_CHECKING:
-    from mla_fusion.models.cache.paged_cache import MlaPagedCache
+    from mla_fusion.models.hf.paged_cache import MlaPagedCache
 
 __all__ = [
     "Converted",
@@ -45,7 +44,7 @@ def __getattr__(name: str) -> Any:
     if name != "MlaPagedCache":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     with _without_broken_torch_npu():
-        from mla_fusion.models.cache.paged_cache import MlaPagedCache
+        from mla_fusion.models.hf.paged_cache import MlaPagedCache
     return MlaPagedCache
 
 
@@ -86,7 +85,7 @@ def _without_broken_torch_npu() -> Iterator[None]:
 
 
 def random_decoder(
-    *, layers: int = 2, heads: int = 16, hidden: int = 7168, intermediate: int = 2048, seed: int = 0
+    *, layers: int = 2, heads: int = 16, hidden: int = 7168, intermediate: int = 2048
 ) -> AbsorbedDecoder:
     """Hugging Face's own DeepSeek-V3 decoder layers with random bfloat16 weights, in absorbed form.
 
@@ -106,20 +105,14 @@ def random_decoder(
     )
     with torch.device("meta"):
         blocks = [source.DeepseekV3DecoderLayer(config, index) for index in range(layers)]
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     for block in blocks:
-        block.to(torch.bfloat16).to_empty(device="cpu")
-        _randomise(block, generator)
-    rotary_emb = source.DeepseekV3RotaryEmbedding(config)
-    decoder = AbsorbedDecoder(blocks, rotary_emb, source.apply_rotary_pos_emb_interleave)
-    return decoder.eval().requires_grad_(False)
-
-
-def _randomise(module: nn.Module, generator: torch.Generator) -> None:
-    """Unit variance through every linear layer, gains of norms around one."""
-    for parameter in module.parameters():
-        with torch.no_grad():
+        block.to(torch.bfloat16).to_empty(device="cpu").requires_grad_(False)
+        for parameter in block.parameters():
+            # unit variance through every linear layer, gains of norms around one
             if parameter.dim() == 1:
                 parameter.uniform_(0.5, 1.5, generator=generator)
             else:
                 parameter.normal_(0.0, parameter.shape[1] ** -0.5, generator=generator)
+    rotary_emb = source.DeepseekV3RotaryEmbedding(config)
+    return AbsorbedDecoder(blocks, rotary_emb, source.apply_rotary_pos_emb_interleave).eval()

@@ -4,6 +4,11 @@ A cached token is its latent c_kv and its one rotated key k_pe. To expand the ca
 + Dv) products a cached token; to absorb W_uk into the query and W_uv into the output costs as much
 a query token, and makes each score longer. Few queries over many tokens are absorbed, many over few
 are expanded.
+
+The tokens that an indexer has picked (DSA) are attended on an NPU by one
+`npu_sparse_flash_attention`. Its sizes are those of torch_npu's documentation: heads a power of two
+up to 128, latents 512 wide, rotated keys 64, bfloat16 or float16. Of each token's picks those that
+stand for nothing are -1, and last.
 """
 
 from __future__ import annotations
@@ -15,8 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mla_fusion.models.attention import sparse
-from mla_fusion.models.refusal import OptimizeError
+from mla_fusion import compat
+from mla_fusion.meta.attention import HEADS, LATENT, ROPE
+
+SPARSE_OPERATOR = "npu::npu_sparse_flash_attention"
+ABSORBED = 2  # attention_mode: keys and values are latents, and rotated parts come apart
+NO_MASK = 0  # sparse_mode: the picks alone say what is attended
+BLOCK_SIZE = 128  # tokens a page
 
 
 @dataclass(frozen=True)
@@ -30,116 +40,44 @@ class LatentDims:
     nope: int
     value: int
 
-    @property
-    def up(self) -> int:
-        """What the up projection makes of a latent for one head."""
-        return self.nope + self.value
-
-    @property
-    def cached(self) -> int:
-        """Elements a layer keeps for one token."""
-        return self.rank + self.rope
-
-    def expanded(self, heads: int) -> int:
-        """Elements a layer keeps for one token where keys and values of all heads are cached."""
-        return heads * (self.nope + self.rope + self.value)
-
-    def split_query(self, query: Tensor) -> tuple[Tensor, Tensor]:
-        """``[.., D]`` and ``[.., Dr]`` of ``[.., D + Dr]``."""
-        return query[..., : self.nope], query[..., self.nope :]
-
     def absorbs(self, query_length: int, kv_length: int) -> bool:
         """Is the absorbed form the cheaper one, by its products per head?"""
-        if query_length == 1:
-            return True
-        both = self.rank * self.up
-        absorbed = query_length * both + query_length * kv_length * (2 * self.rank + self.rope)
-        expanded = kv_length * both + query_length * kv_length * (
-            self.nope + self.rope + self.value
-        )
-        return absorbed < expanded
+        both = self.rank * (self.nope + self.value)
+        absorbed = query_length * (both + kv_length * (2 * self.rank + self.rope))
+        expanded = kv_length * (both + query_length * (self.nope + self.rope + self.value))
+        return query_length == 1 or absorbed < expanded
 
 
 @dataclass(frozen=True)
 class LatentForm:
     """What the absorbed form needs to know of one attention.
 
-    kv_up         name of the child that expands latents
-    hidden        columns of the hidden state
-    expand_kv     the function of its class that expands what it has read from its cache; None where
-                  the module expands before it caches
+    kv_up           name of the child that expands latents
+    expand_kv       the function of its class that expands what it has read from its cache; None
+                    where the module expands before it caches
+    complex_tables  rotary tables are complex numbers, not cosines and sines
     """
 
     dims: LatentDims
     heads: int
     kv_up: str
-    hidden: int
-    expand_kv: Callable[..., Any] | None = None
+    expand_kv: Callable[..., Any] | None
+    complex_tables: bool
 
     @property
-    def after_cache(self) -> bool:
-        return self.expand_kv is not None
+    def takes_picks(self) -> bool:
+        """Are picked tokens attended by an operator of the torch_npu that is installed?"""
+        sizes = self.dims.rank, self.dims.rope
+        known = compat.has_argument(SPARSE_OPERATOR, "attention_mode")
+        return known and self.heads in HEADS and sizes == (LATENT, ROPE)
 
 
 def expanded(both: Tensor, k_pe: Tensor, dims: LatentDims) -> tuple[Tensor, Tensor]:
     """``[W_uk c_kv | k_pe]`` ``[B, N, L, D + Dr]`` and ``W_uv c_kv`` ``[B, N, L, Dv]`` of what the
     up projection gives, ``[B, 1, L, N * (D + Dv)]``, and ``[B, 1, L, Dr]``."""
-    batch, _, length, _ = both.shape
-    both = both.view(batch, length, -1, dims.up).transpose(1, 2)
+    both = both.squeeze(1).unflatten(-1, (-1, dims.nope + dims.value)).transpose(1, 2)
     nope, values = both.split([dims.nope, dims.value], dim=-1)
     return torch.cat((nope, k_pe.expand(*nope.shape[:-1], -1)), dim=-1), values
-
-
-def sparse_attention(
-    q_nope: Tensor,
-    q_pe: Tensor,
-    c_kv: Tensor,
-    k_pe: Tensor,
-    kv_up: Tensor,
-    dims: LatentDims,
-    picks: Tensor,
-    *,
-    scaling: float,
-    factor: Any = None,
-    mask: Tensor | None = None,
-) -> tuple[Tensor, None]:
-    """As :func:`absorbed_attention`, over the tokens ``picks [B, S, k]`` alone, by the operator for
-    it.
-    """
-    batch, heads, length, _ = q_nope.shape
-    w_uk, w_uv = _halves(kv_up, heads, dims)
-    query = _absorbed(q_nope, w_uk).permute(1, 2, 0, 3)
-    query_rope = q_pe.transpose(1, 2)
-    if factor is not None:  # of the query [B, N, S, *]
-        by_token = (
-            factor.transpose(1, 2) if isinstance(factor, Tensor) and factor.dim() > 2 else factor
-        )
-        query, query_rope = query * by_token, query_rope * by_token
-    picks = sparse.allowed(picks, mask)
-    context = sparse.attend(query, query_rope, c_kv.squeeze(1), k_pe.squeeze(1), picks, scaling)
-    rows = context.reshape(batch * length, heads, dims.rank).transpose(0, 1)
-    return _of_values(rows, w_uv, batch), None
-
-
-def _halves(kv_up: Tensor, heads: int, dims: LatentDims) -> tuple[Tensor, Tensor]:
-    """W_uk ``[N, D, R]`` and W_uv ``[N, Dv, R]``."""
-    w_uk, w_uv = kv_up.view(heads, dims.up, dims.rank).split([dims.nope, dims.value], dim=1)
-    return w_uk, w_uv
-
-
-def _absorbed(q_nope: Tensor, w_uk: Tensor) -> Tensor:
-    """``[B, N, S, D]`` by W_uk: ``[N, B, S, R]``."""
-    batch, heads, length, nope = q_nope.shape
-    rows = q_nope.transpose(0, 1).reshape(heads, batch * length, nope)
-    return torch.bmm(rows, w_uk).view(heads, batch, length, -1)
-
-
-def _of_values(context: Tensor, w_uv: Tensor, batch: int) -> Tensor:
-    """``[N, B * S, R]`` by W_uv: ``[B, S, N, Dv]``."""
-    # W_uv on the left: as rows it is read as it lies, transposed it would be copied element by
-    # element.
-    output = torch.bmm(w_uv, context.transpose(1, 2))
-    return output.view(*output.shape[:2], batch, -1).permute(2, 3, 0, 1)
 
 
 def absorbed_attention(
@@ -154,54 +92,75 @@ def absorbed_attention(
     factor: Any = None,
     mask: Tensor | None = None,
     dropout: float = 0.0,
-) -> tuple[Tensor, Tensor]:
+    picks: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
     """Attention of queries ``[B, N, S, D]`` and ``[B, N, S, Dr]`` over ``[B, 1, L, R]`` and ``[B,
-    1, L, Dr]``.
+    1, L, Dr]``: the output ``[B, S, N, Dv]`` and the weights ``[B, N, S, L]``.
 
-    ``factor`` is what the query is multiplied by beside ``scaling``, spread over ``[B, N, S, *]``.
-
-    kv_up is ``[N * (D + Dv), R]``, head by head W_uk then W_uv. The mask is boolean (True: attend)
-    or added to the scores, ``[B or 1, N or 1, S, L]``. Returns the output ``[B, S, N, Dv]`` and the
-    weights ``[B, N, S, L]``.
+    kv_up   [N * (D + Dv), R], head by head W_uk then W_uv
+    factor  what the query is multiplied by beside ``scaling``, spread over [B, N, S, *]
+    mask    boolean (True: attend) or added to the scores, [B or 1, N or 1, S, L]
+    picks   [B, S, k], the only tokens that are attended, by the operator for it; no weights then
     """
     batch, heads, length, _ = q_nope.shape
     c_kv, k_pe = c_kv.squeeze(1), k_pe.squeeze(1)
-    w_uk, w_uv = _halves(kv_up, heads, dims)
+    w_uk, w_uv = kv_up.view(heads, -1, dims.rank).split([dims.nope, dims.value], dim=1)
+    query = torch.bmm(q_nope.transpose(0, 1).flatten(1, 2), w_uk)
+    query = query.view(heads, batch, length, -1).transpose(0, 1)
+    if factor is not None:
+        query, q_pe = query * factor, q_pe * factor
+    weights = None
+    if picks is not None:
+        context = _over_picks(query, q_pe, c_kv, k_pe, _allowed(picks, mask), scaling)
+    else:
+        # All heads read the same latents, so heads and tokens of a sequence are rows of one
+        # product.
+        scores = torch.bmm(query.flatten(1, 2), c_kv.mT).float()
+        scores = (scores + torch.bmm(q_pe.flatten(1, 2), k_pe.mT).float()) * scaling
+        scores = scores.view(batch, heads, length, -1)
+        if mask is not None and mask.dtype == torch.bool:
+            # finite, so that a row of padding stays finite too
+            scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+        elif mask is not None:
+            scores = scores + mask
+        weights = torch.softmax(scores, dim=-1).to(q_nope.dtype)
+        weights = torch.nn.functional.dropout(weights, p=dropout, training=dropout > 0.0)
+        context = torch.bmm(weights.flatten(1, 2), c_kv).view(batch, heads, length, -1)
+    # W_uv on the left: as rows it is read as it lies, transposed it would be copied element by
+    # element.
+    output = torch.bmm(w_uv, context.transpose(0, 1).flatten(1, 2).mT)
+    return output.view(heads, -1, batch, length).permute(2, 3, 0, 1), weights
 
-    # All heads read the same latents, so heads and tokens of a sequence are rows of one product.
-    absorbed = _absorbed(q_nope, w_uk).transpose(0, 1).reshape(batch, heads * length, dims.rank)
-    q_pe = q_pe.reshape(batch, heads * length, dims.rope)
 
-    scores = (
-        torch.bmm(absorbed, c_kv.transpose(1, 2)).float()
-        + torch.bmm(q_pe, k_pe.transpose(1, 2)).float()
-    )
-    scores = scores.view(batch, heads, length, -1) * scaling
-    scores = scores if factor is None else scores * factor
-    if mask is not None:
-        scores = masked(scores, mask)
-    weights = torch.softmax(scores, dim=-1).to(q_nope.dtype)
-    weights = torch.nn.functional.dropout(weights, p=dropout, training=dropout > 0.0)
+def _over_picks(
+    query: Tensor, q_pe: Tensor, c_kv: Tensor, k_pe: Tensor, picks: Tensor, scaling: float
+) -> Tensor:
+    """``[B, N, S, R]``"""
+    key = c_kv.unsqueeze(2)
+    out: Tensor = torch.ops.npu.npu_sparse_flash_attention(
+        query.transpose(1, 2),
+        key,
+        key,
+        picks.unsqueeze(2),
+        scaling,
+        query_rope=q_pe.transpose(1, 2),
+        key_rope=k_pe.unsqueeze(2),
+        sparse_block_size=1,
+        layout_query="BSND",
+        layout_kv="BSND",
+        sparse_mode=NO_MASK,
+        attention_mode=ABSORBED,
+    )[0]
+    return out.transpose(1, 2)
 
-    context = torch.bmm(weights.view(batch, heads * length, -1), c_kv).view(
-        batch, heads, length, dims.rank
-    )
-    return _of_values(
-        context.transpose(0, 1).reshape(heads, batch * length, dims.rank), w_uv, batch
-    ), weights
 
+def _allowed(picks: Tensor, mask: Tensor | None) -> Tensor:
+    """The picks with -1 for those that a mask ``[B or 1, 1, S, L]`` forbids.
 
-def masked(scores: Tensor, mask: Tensor) -> Tensor:
-    """Scores under a four-dimensional mask; finite everywhere, so that a row of padding stays
-    finite too.
+    They come best first, and what the mask forbids had the lowest score: so these are last.
     """
-    if not isinstance(mask, Tensor) or mask.dim() != 4:
-        found = f"{list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
-        raise OptimizeError(
-            "attention.mask",
-            "absorbed attention takes a mask [B, N or 1, S, L] as sdpa and eager attention do, "
-            f"found {found}",
-        )
-    if mask.dtype == torch.bool:
-        return scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-    return scores + mask
+    if mask is None:
+        return picks
+    seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    seen = seen[:, 0].expand(picks.shape[0], -1, -1).gather(-1, picks.long())
+    return torch.where(seen, picks, -1)

@@ -15,13 +15,14 @@ from typing import Any
 
 from torch import nn
 
-from mla_fusion.models.hf.asked import Answer, ask
+from mla_fusion.models.hf.asked import ask
 from mla_fusion.models.hf.examine import examine, is_attention
+from mla_fusion.models.hf.generation import use_paged_cache
+from mla_fusion.models.hf.latent_attention import BLOCK_SIZE
 from mla_fusion.models.hf.latent_forward import latent_forward
 from mla_fusion.models.hf.summary import Converted, Skipped, Summary
 from mla_fusion.models.refusal import OptimizeError
 
-BLOCK_SIZE = 128
 # attribute of a converted attention: the function that is its forward
 CONVERTED = "_mla_fusion_forward"
 
@@ -41,7 +42,7 @@ def optimize(model: nn.Module, *, cache: bool = True, block_size: int = BLOCK_SI
     if known is not None:
         return known
     converted, skipped, forwards = [], [], list[tuple[Any, Callable[..., Any]]]()
-    answers: dict[object, Callable[[], Answer]] = {}
+    answers: dict[object, Callable[[], tuple[str, str]]] = {}
     for name, module in model.named_modules():
         if not is_attention(module):
             continue
@@ -67,8 +68,6 @@ def optimize(model: nn.Module, *, cache: bool = True, block_size: int = BLOCK_SI
         module.forward = MethodType(forward, module)
     if converted:
         if cache and hasattr(model, "_prepare_cache_for_generation"):
-            from mla_fusion.models.hf.generation import use_paged_cache
-
             use_paged_cache(model, block_size)
         model._mla_fusion_summary = summary  # type: ignore[assignment]
     return summary

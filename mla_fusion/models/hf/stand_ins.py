@@ -83,13 +83,7 @@ class PutOff:
     def view(self, *shape: Any) -> PutOff:
         return self
 
-    reshape = view
-
-    def transpose(self, first: int, second: int) -> PutOff:
-        return self
-
-    def contiguous(self) -> PutOff:
-        return self
+    reshape = transpose = contiguous = view
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
@@ -97,12 +91,12 @@ class PutOff:
         )
 
     def split(self, widths: Sequence[int], dim: int = 0) -> tuple[PutOff, PutOff]:
-        wanted = [self.dims.nope, self.dims.value]
-        if widths not in (wanted, tuple(wanted)) or dim not in (-1, 3):
+        nope, value = wanted = [self.dims.nope, self.dims.value]
+        if [*widths] != wanted or dim not in (-1, 3):
             raise ValueError(
                 f"keys and values are split as {widths} along {dim}; write split({wanted}, dim=-1)"
             )
-        return PutOff(self.c_kv, wanted[0], self.dims), PutOff(self.c_kv, wanted[1], self.dims)
+        return PutOff(self.c_kv, nope, self.dims), PutOff(self.c_kv, value, self.dims)
 
 
 class LatentKey:
@@ -187,9 +181,10 @@ def expansion_put_off(form: LatentForm) -> dict[str, Any]:
     """In place of what expands latents: keys and values are made, where at all, by the attention
     function.
     """
-    if form.after_cache:
+    if form.expand_kv is not None:
         return {"expand_kv": lambda c_kv, k_pe: (c_kv, k_pe)}
-    return {form.kv_up: lambda c_kv: PutOff(c_kv.unsqueeze(1), form.dims.up, form.dims)}
+    width = form.dims.nope + form.dims.value
+    return {form.kv_up: lambda c_kv: PutOff(c_kv.unsqueeze(1), width, form.dims)}
 
 
 def cat_of(dims: LatentDims) -> Callable[..., Any]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from typing import Any
 
-from mla_fusion.models.hf.asked import Answer
 from mla_fusion.models.hf.latent_attention import LatentDims
 
 
@@ -27,39 +26,35 @@ class Converted:
     heads: int
     dims: LatentDims
     itemsize: int
-    ask: Callable[[], Answer] = field(repr=False, compare=False)
+    ask: Callable[[], tuple[str, str]] = field(repr=False, compare=False)
 
     @property
     def kernel(self) -> str:
-        return self.ask().kernel
+        return self.ask()[0]
 
     @property
     def placement(self) -> str:
-        return self.ask().placement
+        return self.ask()[1]
 
-    def to_dict(self) -> dict[str, Any]:
-        known = {
-            name: getattr(self, name)
-            for name in ("name", "layer", "heads", "itemsize", "kernel", "placement")
-        }
-        return known | {"dims": asdict(self.dims)}
-
-    @property
-    def bytes_per_token(self) -> int:
-        return self.dims.cached * self.itemsize
-
-    @property
-    def expanded_bytes_per_token(self) -> int:
-        return self.dims.expanded(self.heads) * self.itemsize
+    def __str__(self) -> str:
+        dims = self.dims
+        verdict = f"not fusable: {self.kernel}" if self.kernel else "fusable in bfloat16"
+        return (
+            f"N {self.heads}, D {dims.nope}, Dr {dims.rope}, Dv {dims.value}, Hckv {dims.rank}; "
+            f"{verdict}{', staged' if self.placement == 'staged' else ''}"
+        )
 
 
 @dataclass(frozen=True)
 class Skipped:
-    """One attention that was left alone, with a code of ``refusal.CODES``."""
+    """One attention that was left alone, with a code of ``OptimizeError``."""
 
     name: str
     code: str
     message: str
+
+    def __str__(self) -> str:
+        return f"[{self.code}] {self.message}"
 
 
 @dataclass(frozen=True)
@@ -76,14 +71,17 @@ class Summary:
     @property
     def bytes_per_token(self) -> int:
         """Latent and rotated key of every converted layer."""
-        return sum(item.bytes_per_token for item in self.converted)
+        return sum((item.dims.rank + item.dims.rope) * item.itemsize for item in self.converted)
 
     @property
     def expanded_bytes_per_token(self) -> int:
         """The same where keys and values of all heads are cached, as ``transformers`` did up to
         5.14.
         """
-        return sum(item.expanded_bytes_per_token for item in self.converted)
+        return sum(
+            item.heads * (item.dims.nope + item.dims.rope + item.dims.value) * item.itemsize
+            for item in self.converted
+        )
 
     @property
     def fusable(self) -> int:
@@ -91,8 +89,12 @@ class Summary:
         return sum(not item.kernel for item in self.converted)
 
     def to_dict(self) -> dict[str, Any]:
+        names = ("name", "layer", "heads", "itemsize", "kernel", "placement")
         return {
-            "converted": [item.to_dict() for item in self.converted],
+            "converted": [
+                {name: getattr(item, name) for name in names} | {"dims": asdict(item.dims)}
+                for item in self.converted
+            ],
             "skipped": [asdict(item) for item in self.skipped],
             "fusable": self.fusable,
             "bytes_per_token": self.bytes_per_token,
@@ -103,33 +105,17 @@ class Summary:
         return json.dumps(self.to_dict(), indent=2)
 
     def __str__(self) -> str:
-        total = len(self.converted) + len(self.skipped)
-        lines = [f"optimized {len(self.converted)} of {total} attentions"]
-        for (dims, heads, kernel), items in _grouped(
-            self.converted, lambda item: (item.dims, item.heads, item.kernel)
-        ):
-            shape = f"N {heads}, D {dims.nope}, Dr {dims.rope}, Dv {dims.value}, Hckv {dims.rank}"
-            verdict = f"not fusable: {kernel}" if kernel else "fusable in bfloat16"
-            verdict += ", staged" if items[0].placement == "staged" else ""
-            lines.append(f"  + {_span(items)}: {shape}; {verdict}")
-        for (code, message), items in _grouped(
-            self.skipped, lambda item: (item.code, item.message)
-        ):
-            lines.append(f"  - {_span(items)}: [{code}] {message}")
+        items: list[Converted | Skipped] = [*self.converted, *self.skipped]
+        lines = [f"optimized {len(self.converted)} of {len(items)} attentions"]
+        for text, group in groupby(items, str):
+            first, *others = group
+            last = f" to {others[-1].name} ({len(others) + 1})" if others else ""
+            sign = "+" if isinstance(first, Converted) else "-"
+            lines.append(f"  {sign} {first.name}{last}: {text}")
         if self.converted:
-            ratio = self.expanded_bytes_per_token / self.bytes_per_token
+            bytes_now, before = self.bytes_per_token, self.expanded_bytes_per_token
             lines.append(
-                f"  cache: {self.bytes_per_token:,} bytes a token"
-                f" ({self.expanded_bytes_per_token:,} with keys and values of all heads, "
-                f"{ratio:.1f} x)"
+                f"  cache: {bytes_now:,} bytes a token ({before:,} with keys and values of all "
+                f"heads, {before / bytes_now:.1f} x)"
             )
         return "\n".join(lines)
-
-
-def _grouped(items: Iterable[Any], key: Any) -> Iterable[tuple[Any, list[Any]]]:
-    return ((found, list(group)) for found, group in groupby(items, key))
-
-
-def _span(items: list[Any]) -> str:
-    first, last = items[0].name, items[-1].name
-    return first if len(items) == 1 else f"{first} to {last} ({len(items)})"

@@ -1,5 +1,5 @@
-"""The pages of one layer: latents and rotated keys, and an indexer's keys where the attention has
-one (DSA).
+"""Which pages hold which tokens, and the pages of one layer: latents and rotated keys, and an
+indexer's keys where the attention has one (DSA).
 """
 
 from __future__ import annotations
@@ -12,9 +12,114 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from mla_fusion.compat import mark_static_address
-from mla_fusion.models.cache.page_table import PageTable
 from mla_fusion.models.features import EXPANDS_AFTER_CACHE
 from mla_fusion.models.refusal import OptimizeError
+
+
+class PageTable:
+    """Which block holds which tokens of which sequence; shared by the layers of a cache.
+
+    The blocks of a sequence lie side by side; ``slots`` ``[B, max_len]`` are its rows. The length
+    is a number where the cache grows and a tensor where its size is fixed, so that a compiled step
+    can advance it.
+    """
+
+    def __init__(self, block_size: int, max_len: int | None) -> None:
+        if block_size < 16 or block_size > 1024 or block_size % 16:
+            raise ValueError(
+                f"block_size must be a multiple of 16 from 16 to 1024, got {block_size}"
+            )
+        if max_len is not None and max_len < 1:
+            raise ValueError(f"max_cache_len must be positive, got {max_len}")
+        self.block_size = block_size
+        self.max_len = max_len
+        self.forget()
+
+    def forget(self) -> None:
+        """As if no token had ever come."""
+        self.batch = 0
+        self.blocks = 0
+        self.slots: Tensor | None = None
+        self.length: Any = 0
+        self.leader = -1
+        self.step_slots: Tensor | None = None
+
+    def rewind(self) -> None:
+        """Length zero; where the size is fixed, the tensors that a compiled graph knows stay."""
+        if self.static and self.slots is not None:
+            self.length.zero_()
+        else:
+            self.forget()
+
+    @property
+    def tables(self) -> Tensor | None:
+        """``[B, blocks]`` int64, None before the first token."""
+        if self.slots is None:
+            return None
+        blocks = torch.arange(self.batch * self.blocks, device=self.slots.device)
+        return blocks.view(self.batch, self.blocks)
+
+    @property
+    def static(self) -> bool:
+        return self.max_len is not None
+
+    @property
+    def most(self) -> int:
+        """Tokens that a sequence may have; -1 where the cache grows."""
+        return -1 if self.max_len is None else self.max_len
+
+    def allot(self, batch: int, device: torch.device) -> None:
+        """Give ``batch`` sequences their blocks; a fixed size is taken at once, otherwise a first
+        block.
+        """
+        blocks = 1 if self.max_len is None else -(-self.max_len // self.block_size)
+        if self.static:
+            self.length = torch.zeros((), dtype=torch.int64, device=device)
+        self.lay_out(batch, blocks, device)
+
+    def grow(self, tokens: int) -> None:
+        """Room for ``tokens`` tokens a sequence, by halves; pools must follow."""
+        assert self.slots is not None
+        wanted = -(-tokens // self.block_size)
+        if wanted > self.blocks:
+            blocks = max(wanted, self.blocks + self.blocks // 2)
+            self.lay_out(self.batch, blocks, self.slots.device)
+
+    def lay_out(self, batch: int, blocks: int, device: torch.device) -> None:
+        self.batch, self.blocks = batch, blocks
+        row = blocks * self.block_size
+        slots = torch.arange(batch * row, device=device).view(batch, row)
+        # One column a token and no more: a compiled step that runs over the end fails on the index.
+        self.slots = slots[:, : self.max_len].contiguous() if self.max_len is not None else slots
+        if self.static and not torch.compiler.is_compiling():
+            for tensor in (self.slots, self.length):
+                mark_static_address(tensor)
+
+    def advance(self, layer: int, tokens: int, start: int) -> Tensor:
+        """Slots ``[B * tokens]`` of the new tokens of one layer, sequence by sequence."""
+        assert self.slots is not None
+        if not self.static:
+            return self.slots[:, start : start + tokens].reshape(-1)
+        if self.leader < 0:
+            self.leader = layer
+        # A step's slots are computed once, by the layer that came first in the first step.
+        if layer == self.leader or self.step_slots is None:
+            self._check_room(tokens)
+            positions = torch.arange(tokens, device=self.slots.device) + self.length
+            self.step_slots = self.slots.index_select(1, positions).reshape(-1)
+            self.length.add_(tokens)
+        return self.step_slots
+
+    def _check_room(self, tokens: int) -> None:
+        if torch.compiler.is_compiling() or self.max_len is None:
+            return
+        held = int(self.length)
+        if held + tokens > self.max_len:
+            raise OptimizeError(
+                "cache.full",
+                f"the cache holds {held} of {self.max_len} tokens a sequence; "
+                f"{tokens} more do not fit",
+            )
 
 
 class PagedLatentLayer(CacheLayerMixin):
@@ -34,10 +139,6 @@ class PagedLatentLayer(CacheLayerMixin):
         self.table = table
         self.last = last
         self.length = 0  # of this layer alone; not kept where the size is fixed
-
-    def __repr__(self) -> str:
-        kind = f"max {self.table.max_len}" if self.table.static else "growing"
-        return f"{type(self).__name__}({kind}, blocks of {self.table.block_size})"
 
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]
@@ -153,14 +254,11 @@ class PagedLatentLayer(CacheLayerMixin):
         table = self.table
         table.grow(tokens)
         for name, pool in list(self.pools()):
-            held = pool.shape[0] // table.batch
-            if held != table.blocks:
-                setattr(self, name, self._stretched(pool, held))
-
-    def _stretched(self, pool: Tensor, held: int) -> Tensor:
-        grown = pool.new_zeros(self.table.batch, self.table.blocks, *pool.shape[1:])
-        grown[:, :held] = pool.view(self.table.batch, held, *pool.shape[1:])
-        return grown.flatten(0, 1)
+            homes = pool.view(table.batch, -1, *pool.shape[1:])
+            more = table.blocks - homes.shape[1]
+            if more:
+                room = pool.new_zeros(table.batch, more, *pool.shape[1:])
+                setattr(self, name, torch.cat((homes, room), dim=1).flatten(0, 1))
 
     def held(self) -> int:
         """Tokens of a sequence, as a number."""
@@ -251,7 +349,3 @@ class PagedIndexedLayer(PagedLatentLayer):
         self._write(self.indexer_keys, self._new, states)
         self._new = None
         return self.read(self.indexer_keys).squeeze(1)
-
-    @property
-    def is_indexer_initialized(self) -> bool:
-        return self.indexer_keys is not None

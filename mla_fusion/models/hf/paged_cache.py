@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, StaticCache, cache_utils
 from transformers.cache_utils import DynamicLayer, StaticLayer
 
-from mla_fusion.models.cache.page_table import BLOCK_SIZE, PageTable
-from mla_fusion.models.cache.paged_layer import PagedIndexedLayer, PagedLatentLayer
+from mla_fusion.models.hf.latent_attention import BLOCK_SIZE
+from mla_fusion.models.hf.paged_layer import PagedIndexedLayer, PagedLatentLayer, PageTable
 from mla_fusion.models.refusal import OptimizeError
 
 _KINDS: dict[type[Any], type[PagedLatentLayer]] = {
