@@ -36,7 +36,6 @@ from tests.models.hf_models import KERNEL, MODELS, WITH_SINKS, build  # noqa: E4
 
 PAGE = ROOT / "docs" / "public-code.md"
 BEGIN, END = "<!-- {}: written by benchmarks/public_code.py -->\n", "<!-- /{} -->"
-IDENTITY = "unabsorbed"  # the tag of entries that are read under Config(targets=("v3", "identity"))
 
 # name: what is to become of each attention of the model, with the size of its query's latent where
 # it needs one
@@ -71,8 +70,7 @@ def public() -> list[Entry]:
 def of_entry(entry: Entry) -> Row:
     torch.manual_seed(0)
     model, args = entry.model(), entry.args()
-    targets = ("v3", "identity") if IDENTITY in entry.tags else ("v3",)
-    config = entry.config(targets=targets, verify="all")
+    config = entry.config(verify="all")
     # rows of bytes have no form in float64: tests compare them otherwise
     by_bytes = "cache" in entry.tags and bool({"int8", "floats"} & entry.tags)
     wanted, unfused = ([], []) if by_bytes else (exact(model, args), eager(model, clones(args)))

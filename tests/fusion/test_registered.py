@@ -112,11 +112,9 @@ def test_what_was_not_fused_calls_them_still(known: None) -> None:
 
 def test_unknown_they_are_named() -> None:
     gm, _ = capture(Served(), *base.paged_args(), device="cpu")
-    report = mf.explain(gm)
-    assert (
-        not report.fused
-        and f"does not know: {MINE}::norm, {MINE}::rope. mf.register_operator" in str(report)
-    )
+    (left,) = mf.explain(gm).rejected
+    assert left.code == "step.unknown" and "mf.register_operator" in left.remedy
+    assert all(f"{MINE}.{name}.default" in left.message for name in ("norm", "rope"))
 
 
 @pytest.mark.parametrize("function", [None, lambda q, k, cos, sin: (q,)], ids=["none", "unfit"])

@@ -8,7 +8,6 @@ import re
 from collections import Counter
 from typing import Any
 
-import torch
 from torch.fx import Graph, GraphModule, Node
 
 from mla_fusion.compat import C_FUNCTIONS, tree_leaves, tree_map_only
@@ -59,8 +58,7 @@ class Rebuilder:
             one = self.dump.by_name[name]
             if node.users and value_of(node) is None and one.output.dtype != "Sym":
                 raise NotRebuilt(f"line {one.line}: the dump does not tell the shape of {name}")
-        held = dict.fromkeys(self.constants.values(), torch.empty(0, device="meta"))
-        return GraphModule(held, self.graph), self._remarks()
+        return GraphModule(dict.fromkeys(self.constants.values()), self.graph), self._remarks()
 
     def _node(self, operator: Operator) -> Node:
         args, kwargs = operator.call
