@@ -56,13 +56,13 @@ class Adapted:
         self,
         compiled: Callable[..., Any],
         adaptors: Sequence[Adaptor],
-        unsettled: Report | None = None,
+        report: Report,
         checks: Sequence[SlotCheck] = (),
     ) -> None:
         self.compiled, self.adaptors, self.checks = compiled, tuple(adaptors), tuple(checks)
-        # the report whose bytes are known once weights have been packed
-        self._unsettled = unsettled
+        # until the bytes that it names are known: once weights have been packed
         self.weights = Weights([item for item in self.adaptors if isinstance(item, Packed)])
+        self._unsettled = report if self.weights.wanted else None
         self._same = items([item.position for item in self.adaptors if isinstance(item, Same)])
         self._viewed = [item for item in self.adaptors if isinstance(item, Viewed)]
         kinds = [Same, Packed, Viewed]

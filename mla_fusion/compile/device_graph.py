@@ -25,9 +25,8 @@ from mla_fusion.compat import (
     in_tracing_mode,
     quiet_fakes,
 )
-from mla_fusion.compile import names, narrow
+from mla_fusion.compile.dynamo import mark_numbers, naming, specialise
 from mla_fusion.compile.fakes import relocate
-from mla_fusion.compile.floats import specialise
 
 Inputs = list[Any]
 OnGraph = Callable[[GraphModule, Inputs], Any]
@@ -89,12 +88,12 @@ def aot_backend(
     def backend(gm: GraphModule, inputs: Inputs) -> Callable[..., Any]:
         if specialised:
             specialise(gm)
-        name = names.of(gm)
+        name = naming(gm)
 
         def compiler(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
             name(gm)
             if specialised:
-                narrow.mark(gm, inputs)
+                mark_numbers(gm, inputs)
             on_graph(gm, list(example_inputs))
             return stop
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from mla_fusion.compat import FakeTensorMode, copy_marks, storage_id
-from mla_fusion.compile import narrow
+from mla_fusion.compile.dynamo import remember_numbers
 
 
 class Relocation:
@@ -71,7 +71,7 @@ class Relocation:
             fake.requires_grad_(tensor.requires_grad)
         copy_marks(tensor, fake)
         if isinstance(tensor, torch.nn.Parameter):
-            narrow.remember(tensor, fake)
+            remember_numbers(tensor, fake)
         return fake
 
     def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -100,7 +100,7 @@ class Relocation:
         for part in module.modules():
             self._remember_tensors(vars(part), memo)
         for buffer in module.buffers():
-            narrow.remember(buffer, self(buffer))
+            remember_numbers(buffer, self(buffer))
         return copy.deepcopy(module, memo)
 
     def _remember_tensors(self, value: Any, memo: dict[int, Any]) -> None:

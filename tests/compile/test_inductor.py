@@ -220,9 +220,9 @@ def test_no_cache_gives_the_graph_of_another_configuration(
     ran: list[Any] = []
     usual = prolog.format_of
 
-    def counted(mode: int, soc: str) -> Any:  # once a call of the kernel
+    def counted(mode: int) -> Any:  # once a call of the kernel
         ran.append(mode)
-        return usual(mode, soc)
+        return usual(mode)
 
     monkeypatch.setattr(prolog, "format_of", counted)
     fusing, leaving = mf.Config(verify="off"), mf.Config(enable=False)
