@@ -26,7 +26,7 @@ from mla_fusion.pipeline import explain
 from mla_fusion.report import store
 from mla_fusion.report.rejection import CODES, Rejection
 from mla_fusion.report.report import Fusion, Report
-from mla_fusion.weights.wrapped import counting
+from mla_fusion.weights.source import counting
 
 log = logging.getLogger("mla_fusion")
 

@@ -19,10 +19,9 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from mla_fusion.compat import expression_of, storage_id
-from mla_fusion.compile.adapted import Adapted, Adaptor, Same, Viewed
+from mla_fusion.compile.adapted import Adapted, Adaptor, Same, SlotCheck, Viewed
 from mla_fusion.compile.dynamo import differs_by_call, mark_numbers
 from mla_fusion.compile.inplace import ready_to_run, runs_fx_graph
-from mla_fusion.compile.slots import SlotCheck
 from mla_fusion.config import Config
 from mla_fusion.fx.build import GraphBuilder, Recipe
 from mla_fusion.fx.held import Exact
@@ -32,7 +31,7 @@ from mla_fusion.fx.pools import part_of
 from mla_fusion.fx.program import nodes_between
 from mla_fusion.fx.sizes import has_symbols, is_size, is_symbolic, same_shape
 from mla_fusion.machine import for_ge
-from mla_fusion.operators.known import dtype_of, shape_of, value_of
+from mla_fusion.operators.known import shape_of, value_of
 from mla_fusion.pipeline import run
 from mla_fusion.report import store
 from mla_fusion.report.report import Report

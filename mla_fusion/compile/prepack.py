@@ -20,8 +20,7 @@ from mla_fusion.fx.sizes import has_symbols
 from mla_fusion.report.report import Report
 from mla_fusion.report.text_tables import size
 from mla_fusion.weights.follow import follow
-from mla_fusion.weights.inverse import inverse
-from mla_fusion.weights.prepack import is_laid_out, lay_out, own, pin
+from mla_fusion.weights.prepack import inverse, is_laid_out, lay_out, own, pin
 
 _WIDTH = 80
 

@@ -1,9 +1,9 @@
 """The number formats of weight_quant_mode, one `Format` each: product, dynamic quantisation, cache
 rows.
 
-int8 follows the kernel of the chip (:func:`chip`; the operator's arguments do not say it): `mla_prolog/op_kernel/arch22` on
-A2 and A3, `arch35` on A5. mxfp8, fp8 and hifloat8 exist on A5 only, where products come out as
-float32 and a channel scale is applied before a token scale.
+int8 follows the kernel of the chip (:func:`chip`; the operator's arguments do not say it):
+`mla_prolog/op_kernel/arch22` on A2 and A3, `arch35` on A5. mxfp8, fp8 and hifloat8 exist
+on A5 only, where products come out as float32 and a channel scale is applied before a token scale.
 
 What A5 does differently with int8 (`vf_dequant.h`, `vf_dynamic_quant.h`): the channel scale comes
 first; dynamic quantisation of c_q and of the query takes ``scale = max|x| * (1/127)`` and ``x /
@@ -55,7 +55,9 @@ class Format:
 
 
 def _int8_product(x: Tensor, weight: Tensor, token: Tensor, channel: Tensor) -> Tensor:
-    return quantize.dequant(quantize.int8_matmul(x, weight), token, channel)
+    # the token scale is the first one on A2 and A3 (`mla_prolog_vector_comm_arch22.h`), the channel
+    # scale on A5 (`vf_dequant.h`)
+    return quantize.int8_matmul(x, weight).float() * token * channel
 
 
 def _int8_dynamic(rounded: Rounding) -> Quantise:

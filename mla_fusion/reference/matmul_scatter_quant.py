@@ -92,9 +92,9 @@ def npu_scatter_pa_kv_cache_functional(
     key: Tensor, value: Tensor, *others: Tensor, **options: Any
 ) -> tuple[Tensor, ...]:
     """`npu_scatter_pa_kv_cache` on copies."""
-    *caches, slots = (other.clone() for other in others)
-    npu_scatter_pa_kv_cache(key, value, *caches, slots, **options)
-    return tuple(caches)
+    key_cache, value_cache, slots = (other.clone() for other in others)
+    npu_scatter_pa_kv_cache(key, value, key_cache, value_cache, slots, **options)
+    return key_cache, value_cache
 
 
 OUTPUT_DTYPES = {

@@ -137,11 +137,10 @@ def npu_mla_prolog_v3(call: Any) -> tuple[Tensor, ...]:
 npu_mla_prolog_v3_functional = on_copies(V3, npu_mla_prolog_v3)
 
 
-# npu_mla_prolog (v1) and npu_mla_prolog_v2: v3's arithmetic, the scenario read off the dtypes,
-# older results. Both schemas are pure, yet the device writes the caches in place (v2 even returns the
-# very same tensors). Here the inputs are written too and the results are copies of them: what a
-# pure schema returns may not share memory with its arguments, and a caller reading either sees the
-# updated cache.
+# v1 and v2: v3's arithmetic, the scenario read off the dtypes, older results. Both schemas are
+# pure, yet the device writes the caches in place (v2 even returns the very same tensors). Here the
+# inputs are written too and the results are copies of them: what a pure schema returns may not
+# share memory with its arguments, and a caller reading either sees the updated cache.
 
 
 @kernel(V1)

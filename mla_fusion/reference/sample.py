@@ -88,8 +88,9 @@ class Drawn:
 
     def scale(self, axes: str, typical: float) -> Tensor:
         """float32 numbers around ``typical``, half of it to one and a half."""
-        named = {"dtype": torch.float32, "device": self.device}
-        return typical * (0.5 + torch.rand(self.shape(axes), generator=self.make, **named))
+        sizes, make = self.shape(axes), self.make
+        noise = torch.rand(sizes, generator=make, dtype=torch.float32, device=self.device)
+        return typical * (0.5 + noise)
 
 
 def sample_call(

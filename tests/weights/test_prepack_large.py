@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor, nn
 
 import mla_fusion as mf
-from mla_fusion.weights import inverse
+from mla_fusion.weights import prepack
 from tests.catalogue import prologues
 from tests.weights.own import OwnAbsorb, storage_bytes
 
@@ -26,7 +26,7 @@ def test_sixty_one_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     model = prologues.Layers(OwnAbsorb, LAYERS)
     args = prologues.layers_args(count=LAYERS)
     one_layer = storage_bytes(model.layers[0].parameters())  # type: ignore[union-attr,operator,arg-type]
-    usual, seen = inverse.Without.run, list[int]()
+    usual, seen = prepack.Without.run, list[int]()
 
     def run(self: Any, *given: Any) -> Any:
         found = usual(self, *given)
@@ -34,7 +34,7 @@ def test_sixty_one_layers(monkeypatch: pytest.MonkeyPatch) -> None:
             seen.append(storage_bytes([*model.parameters(), found]))
         return found
 
-    monkeypatch.setattr(inverse.Without, "run", run)
+    monkeypatch.setattr(prepack.Without, "run", run)
     before, alive = storage_bytes(model.parameters()), live_bytes()
     done = mf.prepack(model, *args)
     assert done.laid_out == 3 * LAYERS and done.bytes_copied == 0
