@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from mla_fusion import (
         reference as reference,
     )
+    from mla_fusion.compile.adapted import SlotError as SlotError
     from mla_fusion.compile.backend import backend as backend
     from mla_fusion.compile.hook import torchair_pass as torchair_pass
     from mla_fusion.compile.prepack import (
@@ -52,7 +53,6 @@ if TYPE_CHECKING:
     from mla_fusion.compile.prepack import (
         prepack as prepack,
     )
-    from mla_fusion.compile.slots import SlotError as SlotError
     from mla_fusion.config import Config as Config
     from mla_fusion.fx.registered import register_operator as register_operator
     from mla_fusion.pipeline import fuse as fuse
@@ -76,7 +76,7 @@ _HOME = {
     "Lowering": "mla_fusion.tools.lowering",
     "Prepacked": "mla_fusion.compile.prepack",
     "Report": "mla_fusion.report.report",
-    "SlotError": "mla_fusion.compile.slots",
+    "SlotError": "mla_fusion.compile.adapted",
     "audit": "mla_fusion.tools.by_hand.entry",
     "backend": "mla_fusion.compile.backend",
     "explain": "mla_fusion.tools.inspect.explain",

@@ -7,7 +7,8 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import cache
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -17,15 +18,15 @@ from torch.fx import GraphModule
 
 from mla_fusion import releases
 from mla_fusion.compat import is_saving
-from mla_fusion.compile import names, offline, words
+from mla_fusion.compile import offline
 from mla_fusion.compile.boundary import fuse_for_torchair, fuse_with_boundary
-from mla_fusion.compile.floats import specialise
+from mla_fusion.compile.dynamo import naming, specialise
 from mla_fusion.config import Config
 from mla_fusion.pipeline import explain
 from mla_fusion.report import store
 from mla_fusion.report.rejection import CODES, Rejection
 from mla_fusion.report.report import Fusion, Report
-from mla_fusion.weights.wrapped import counting
+from mla_fusion.weights.source import counting
 
 log = logging.getLogger("mla_fusion")
 
@@ -48,8 +49,9 @@ def backend(
     anywhere. Graphs that record gradients are compiled unfused, with a report that says so.
 
     Of torch.compile's own words, ``options={"verify": "all"}`` sets fields of ``config`` for that
-    model, and ``mode`` picks torchair's compiler (:mod:`mla_fusion.compile.words`). Raises
-    ValueError for an option that there is not; dynamo wraps it in its BackendCompilerFailed.
+    model. On a device ``mode`` picks torchair's compiler: "reduce-overhead" npugraph_ex, others GE;
+    a ``compiler_config`` holds a mode of its own and decides alone. Raises ValueError for an option
+    that there is not; dynamo wraps it in its BackendCompilerFailed.
 
     What it compiles cannot be saved, by ``torch.compile(..).aot_compile`` or
     ``torchair.inference.cache_compile``: packed weights live outside the graph. The hook's can
@@ -90,13 +92,16 @@ class Backend:
             raise NotSaved(
                 f"torch.compile(model, backend='mla_fusion').aot_compile: {_NOT_SAVED} {_INDUCTOR}"
             )
-        given = words.configured(self.config, options or {})
+        given = _configured(self.config, options or {})
         specialise(gm)
-        if _device_present() and any(_on_npu(value) for value in inputs):
-            compiler = words.torchair_mode(mode, has_config=self.compiler_config is not None)
-            return self._with_torchair(gm, inputs, given, compiler)
-        words.without_device(mode)
-        return self._with_cpu(gm, inputs, given)
+        if not _device_present() or not any(_on_npu(value) for value in inputs):
+            _package(
+                mode, "no tensor lies on an NPU, so the graph runs by the CPU reference kernel"
+            )
+            return self._with_cpu(gm, inputs, given)
+        ignored = "the compiler_config given to mla_fusion.backend holds the mode"
+        package = _package(mode, ignored if self.compiler_config is not None else "")
+        return self._with_torchair(gm, inputs, given, package)
 
     @property
     def keywords(self) -> Any:
@@ -113,7 +118,7 @@ class Backend:
 
         from mla_fusion.compat import aot_autograd
 
-        name, fused = names.of(gm), list[Fusion]()
+        name, fused = naming(gm), list[Fusion]()
 
         def infer(graph: GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
             name(graph)
@@ -147,7 +152,7 @@ class Backend:
         chosen = self.compiler_config or torchair_bridge.compiler_config(mode)
         compile_further = torchair_bridge.package(mode).get_compiler(chosen)
 
-        name, fused = names.of(gm), list[Fusion]()
+        name, fused = naming(gm), list[Fusion]()
 
         def infer(graph: GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
             name(graph)
@@ -187,6 +192,43 @@ def mla_fusion(
 ) -> Callable[..., Any]:
     """The registered backend: ``torch.compile(model, backend="mla_fusion")``."""
     return backend()(gm, inputs, mode=mode, options=options)
+
+
+_PACKAGES = {
+    "default": "ge",
+    "max-autotune": "ge",
+    "max-autotune-no-cudagraphs": "ge",
+    "reduce-overhead": "npugraph_ex",
+}
+
+
+def _package(mode: str | None, why_not: str = "") -> str:
+    """The package of torchair that a mode asks for; what cannot be honoured is said once."""
+    if mode is None or mode == "default":
+        return "ge"
+    if why_not or mode not in _PACKAGES:
+        _warn_once(mode, why_not or f"there are {', '.join(_PACKAGES)}")
+        return "ge"
+    return _PACKAGES[mode]
+
+
+@cache
+def _warn_once(mode: str, why: str) -> None:
+    log.warning("torch.compile(mode=%r) has no effect: %s", mode, why)
+
+
+def _configured(config: Config, options: Mapping[str, Any]) -> Config:
+    """``config`` with some of its fields set anew. Raises ValueError for names that are no
+    fields.
+    """
+    known = [field.name for field in fields(Config)]
+    unknown = [name for name in options if name not in known]
+    if unknown:
+        raise ValueError(
+            f"torch.compile(options=..) of mla_fusion: no option {', '.join(map(repr, unknown))}; "
+            f"there are {', '.join(known)}"
+        )
+    return replace(config, **options)
 
 
 def _decline(graph: GraphModule, config: Config) -> None:

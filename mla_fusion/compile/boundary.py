@@ -19,11 +19,9 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from mla_fusion.compat import expression_of, storage_id
-from mla_fusion.compile import narrow
-from mla_fusion.compile.adapted import Adapted, Adaptor, Same, Viewed
+from mla_fusion.compile.adapted import Adapted, Adaptor, Same, SlotCheck, Viewed
+from mla_fusion.compile.dynamo import differs_by_call, mark_numbers
 from mla_fusion.compile.inplace import ready_to_run, runs_fx_graph
-from mla_fusion.compile.names import differs_by_call
-from mla_fusion.compile.slots import SlotCheck
 from mla_fusion.config import Config
 from mla_fusion.fx.build import GraphBuilder, Recipe
 from mla_fusion.fx.held import Exact
@@ -33,7 +31,7 @@ from mla_fusion.fx.pools import part_of
 from mla_fusion.fx.program import nodes_between
 from mla_fusion.fx.sizes import has_symbols, is_size, is_symbolic, same_shape
 from mla_fusion.machine import for_ge
-from mla_fusion.operators.known import dtype_of, shape_of, value_of
+from mla_fusion.operators.known import shape_of, value_of
 from mla_fusion.pipeline import run
 from mla_fusion.report import store
 from mla_fusion.report.report import Report
@@ -75,9 +73,6 @@ class BoundaryBuilder(GraphBuilder):
         self.slot_checks: dict[object, SlotCheck] = {}
         self.adaptors: list[Adaptor] = []
         self.examples: list[Any] = []
-        self.bytes_packed = 0
-        self._bytes_on_npu: dict[object, int] = {}  # by what is packed
-        self._added_on_npu: dict[object, int] = {}  # by how it is packed
 
     def packed(
         self, name: str, recipe: Recipe, leaves: Sequence[Node], exact: Exact | None = None
@@ -91,17 +86,10 @@ class BoundaryBuilder(GraphBuilder):
             return recipe(self)
         if exact is None and differs_by_call([self._originals[place] for place in positions]):
             return recipe(self)
-        made, signature = None, ""
-        if program is not None:
-            names = tuple(label(self._originals[position]) for position in positions)
-            made = Packed(program, self._updates, exact, positions, names)
-            signature = made.signature
-        if not self._as_on_npu:
-            self._bytes_on_npu[signature, positions] = self._on_npu(
-                name, signature, result, recipe, leaves
-            )
-        if made is None:
+        if program is None:
             return self.value(result)
+        names = tuple(label(self._originals[position]) for position in positions)
+        made = Packed(program, self._updates, exact, positions, names)
         return self._input(f"packed_{name}", made, result.meta["val"])
 
     def check_slots(
@@ -130,11 +118,6 @@ class BoundaryBuilder(GraphBuilder):
         key = cache.describe(program) if program is not None else "", positions, places
         self.slot_checks.setdefault(key, check)
 
-    def _only(self, positions: tuple[int, ...]) -> Tensor | None:
-        """The one tensor at these places."""
-        source = self._originals[positions[0]].meta["val"] if len(positions) == 1 else None
-        return source if isinstance(source, Tensor) else None
-
     def cache(self, node: Node, shape: Sequence[Any]) -> Node:
         if same_shape(shape_of(node), shape):
             return self.value(node)
@@ -156,7 +139,8 @@ class BoundaryBuilder(GraphBuilder):
 
     def _input(self, name: str, adaptor: Packed | Viewed, value: Any) -> Node:
         """A new input of the graph; layers that share parameters share the packed weight."""
-        key = _key(adaptor)
+        # programs are equal when their signatures are
+        key = (adaptor.signature, adaptor.positions) if isinstance(adaptor, Packed) else adaptor
         if key in self._made:
             return self._made[key]
         name = f"{name}_{len(self.made_outside)}"
@@ -181,31 +165,8 @@ class BoundaryBuilder(GraphBuilder):
                     if isinstance(source, Node) and same_shape(shape_of(source), shape_of(viewed)):
                         user.args = (viewed, source)
 
-    def _on_npu(
-        self, name: str, signature: str, result: Node, recipe: Recipe, leaves: Sequence[Node]
-    ) -> int:
-        """The bytes that a weight would add where weights are laid out for an NPU; tried once for
-        equal layers.
-        """
-        form = name, signature, str(shape_of(result)), dtype_of(result)
-        if form not in self._added_on_npu:
-            program, positions, made = self._program(recipe, leaves, as_on_npu=True)
-            value = made.meta["val"]
-            adds = (
-                program is not None
-                and not _has_symbolic_sizes(made)
-                and not self._shares_memory(value, positions)
-            )
-            self._added_on_npu[form] = value.nbytes if adds else 0
-        return self._added_on_npu[form]
-
-    @property
-    def bytes_on_npu(self) -> int:
-        """What :attr:`bytes_packed` would be on an NPU."""
-        return sum(self._bytes_on_npu.values())
-
     def _program(
-        self, recipe: Recipe, leaves: Sequence[Node], as_on_npu: bool = False
+        self, recipe: Recipe, leaves: Sequence[Node]
     ) -> tuple[GraphModule | None, tuple[int, ...], Node]:
         """The recipe as a graph over the caller's inputs at these places; no graph where it is one
         of them as it is.
@@ -213,7 +174,7 @@ class BoundaryBuilder(GraphBuilder):
         graph, copies = self._copied(leaves)
         end = graph.output(None)
         inner = _PackingBuilder(
-            GraphModule(self.gm, graph), copies, self._fake_mode, self._as_on_npu or as_on_npu
+            GraphModule(self.gm, graph), copies, self._fake_mode, self._as_on_npu
         )
         inner.at(end, {})
         result = recipe(inner)
@@ -276,78 +237,47 @@ class BoundaryBuilder(GraphBuilder):
         for node in self._parts:
             if node in self.copies and self.copies[node].users:
                 self.made_outside[self.copies[node]] = self._seen(node, shape_of(node))
-        if self.made_outside or self.slot_checks:
-            self.adaptors = self._inputs()
-            self.examples = [
-                node.meta["val"] for node in self.gm.graph.find_nodes(op="placeholder")
-            ]
-            self.bytes_packed = self._bytes_packed()
-
-    def _inputs(self) -> list[Adaptor]:
-        """Drop inputs that nobody reads any more; how to make each of the rest."""
+        if not self.made_outside and not self.slot_checks:
+            return
         position = {self.copies[node]: place for place, node in enumerate(self._originals)}
-        adaptors: list[Adaptor] = []
         for node in self.gm.graph.find_nodes(op="placeholder"):
-            if node in self.made_outside:
-                adaptors.append(self.made_outside[node])
-            elif node.users:
-                adaptors.append(Same(position[node]))
-            else:
+            if node in self.made_outside or node.users:
+                made = self.made_outside.get(node)
+                self.adaptors.append(Same(position[node]) if made is None else made)
+                self.examples.append(node.meta["val"])
+            else:  # nobody reads it any more
                 self.gm.graph.erase_node(node)
-        return adaptors
 
-    def _bytes_packed(self) -> int:
-        """Of packed weights that are not views of their parameters."""
+    @property
+    def bytes_packed(self) -> int:
+        """Of packed weights that are not views of their parameters, and of known size."""
         return sum(
-            node.meta["val"].nbytes
-            for node, made in self._packed()
-            if not self._shares_memory(node.meta["val"], made.positions)
-            and not _has_symbolic_sizes(node)
+            one.value.nbytes
+            for one in self.packed_weights()
+            if not one.is_view and not has_symbols(one.value.shape)
         )
 
     def packed_weights(self) -> Iterator[PackedWeight]:
         for node, made in self._packed():
             value, places = node.meta["val"], made.positions
             name = re.sub(r"^packed_|_\d+$", "", str(node.target))
-            is_view = self._shares_memory(value, places)
-            yield PackedWeight(name, made, value, self._only(places), is_view)
+            sources = [self._originals[place].meta["val"] for place in places]
+            is_view = storage_id(value) in [
+                storage_id(source) for source in sources if isinstance(source, Tensor)
+            ]
+            only = sources[0] if len(sources) == 1 and isinstance(sources[0], Tensor) else None
+            yield PackedWeight(name, made, value, only, is_view)
 
     def _packed(self) -> list[tuple[Node, Packed]]:
         """The new inputs that are packed weights."""
         made = self.made_outside.items()
         return [(node, item) for node, item in made if isinstance(item, Packed)]
 
-    def uncounted(self, given: Sequence[Any]) -> str:
-        """What to say of packed weights whose changes torch does not count; "" where there are
-        none.
-        """
+    def uncounted(self, given: Sequence[Any]) -> int:
+        """Of how many tensors that weights are packed of torch does not count changes."""
         places = {place for _, made in self._packed() for place in made.positions if given}
         held = (given[place] for place in places)
-        count = sum(isinstance(one, Tensor) and one.is_inference() for one in held)
-        return _UNCOUNTED.format(count) if count else ""
-
-    @property
-    def knows_late(self) -> bool:
-        """Whether the bytes of a packed weight are known at the first call alone.
-
-        Its size may be symbolic; and a parameter may have the format already to which it would be
-        cast.
-        """
-        return any(
-            _has_symbolic_sizes(node)
-            or any(word(step) == "npu_format_cast" for step in made.program.graph.nodes)
-            for node, made in self._packed()
-        )
-
-    def _shares_memory(self, value: Tensor, positions: Sequence[int]) -> bool:
-        sources = (self._originals[place].meta["val"] for place in positions)
-        return storage_id(value) in {
-            storage_id(source) for source in sources if not is_symbolic(source)
-        }
-
-
-def _has_symbolic_sizes(node: Node) -> bool:
-    return has_symbols(shape_of(node))
+        return sum(isinstance(one, Tensor) and one.is_inference() for one in held)
 
 
 def _fill(node: Node) -> float | None:
@@ -357,13 +287,6 @@ def _fill(node: Node) -> float | None:
         return None
     number = filled_with(node)
     return None if number is None or isnan(number) else number
-
-
-def _key(adaptor: Packed | Viewed) -> object:
-    """Equal for adaptors that make the same input (programs are equal when their signatures
-    are).
-    """
-    return (adaptor.signature, adaptor.positions) if isinstance(adaptor, Packed) else adaptor
 
 
 class _PackingBuilder(GraphBuilder):
@@ -424,14 +347,13 @@ def fuse_with_boundary(
     report, builder = _fused(gm, config, given)
     if builder is None or not (builder.made_outside or builder.slot_checks):
         return report, list(inputs), lambda compiled: compiled
-    if config.updates != "every call" and (note := builder.uncounted(given)):
-        report.notes += (note,)
-        _warn_once(note)
-    report.bytes_added, report.bytes_on_npu = builder.bytes_packed, builder.bytes_on_npu
+    if config.updates != "every call" and (count := builder.uncounted(given)):
+        report.notes += (_UNCOUNTED.format(count),)
+        _warn_once(report.notes[-1])
+    report.bytes_added = builder.bytes_packed
     store.save(report)
-    unsettled = report if builder.knows_late else None
     adaptors, checks = builder.adaptors, tuple(builder.slot_checks.values())
-    return report, builder.examples, lambda run: Adapted(run, adaptors, unsettled, checks)
+    return report, builder.examples, lambda run: Adapted(run, adaptors, report, checks)
 
 
 _UNCOUNTED = (
@@ -448,7 +370,7 @@ def _fused(
     gm: GraphModule, config: Config, given: Sequence[Any], is_trial: bool = False
 ) -> tuple[Report, BoundaryBuilder | None]:
     """``is_trial``: nobody is told of a compiled graph, and weights are laid out as on an NPU."""
-    narrow.mark(gm, given)
+    mark_numbers(gm, given)
     made: list[BoundaryBuilder] = []
 
     class Builder(BoundaryBuilder):

@@ -25,12 +25,10 @@ from mla_fusion.compat import (
     in_tracing_mode,
     quiet_fakes,
 )
-from mla_fusion.compile import names, narrow
+from mla_fusion.compile.dynamo import mark_numbers, naming, specialise
 from mla_fusion.compile.fakes import relocate
-from mla_fusion.compile.floats import specialise
 
 Inputs = list[Any]
-OnGraph = Callable[[GraphModule, Inputs], Any]
 
 _TORCH = str(Path(torch.__file__).parent)
 
@@ -69,33 +67,17 @@ def capture(
         from mla_fusion.compile.torchair_bridge import default_decompositions
 
         decompositions = default_decompositions()
-    trace(
-        aot_backend(lambda gm, inputs: found.append((gm, inputs)), decompositions, as_backend),
-        module_or_fn,
-        args,
-        device=device,
-        dynamic=dynamic,
-    )
-    return found[0]
-
-
-def aot_backend(
-    on_graph: OnGraph, decompositions: dict[Any, Any], specialised: bool = False
-) -> Callable[..., Any]:
-    """A torch.compile backend that hands the AOT inference graph to ``on_graph`` and runs
-    nothing.
-    """
 
     def backend(gm: GraphModule, inputs: Inputs) -> Callable[..., Any]:
-        if specialised:
+        if as_backend:
             specialise(gm)
-        name = names.of(gm)
+        name = naming(gm)
 
         def compiler(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
             name(gm)
-            if specialised:
-                narrow.mark(gm, inputs)
-            on_graph(gm, list(example_inputs))
+            if as_backend:
+                mark_numbers(gm, inputs)
+            found.append((gm, list(example_inputs)))
             return stop
 
         return aot_module_simplified(
@@ -107,7 +89,8 @@ def aot_backend(
             keep_inference_input_mutations=True,
         )
 
-    return backend
+    trace(backend, module_or_fn, args, device=device, dynamic=dynamic)
+    return found[0]
 
 
 def stop(*args: Any) -> Any:

@@ -17,15 +17,15 @@ from typing import Any
 import torch
 
 from mla_fusion.compat import FakeTensorMode, copy_marks, storage_id
-from mla_fusion.compile import narrow
+from mla_fusion.compile.dynamo import remember_numbers
 
 
 class Relocation:
     """Copies of objects with every tensor replaced by a fake one on ``device``."""
 
-    def __init__(self, device: torch.device, mode: FakeTensorMode) -> None:
+    def __init__(self, device: str) -> None:
         self.device = device
-        self.mode = mode
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._memo: dict[int, Any] = {}
         self._storages: dict[int, torch.Tensor] = {}
         self._keep: list[Any] = []  # what the memo knows by id must not be freed meanwhile
@@ -71,26 +71,22 @@ class Relocation:
             fake.requires_grad_(tensor.requires_grad)
         copy_marks(tensor, fake)
         if isinstance(tensor, torch.nn.Parameter):
-            narrow.remember(tensor, fake)
+            remember_numbers(tensor, fake)
         return fake
 
     def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
         """A fake tensor over the fake counterpart of this tensor's storage."""
         key = storage_id(tensor)
-        whole = tensor.is_contiguous() and tensor.storage_offset() == 0
-        whole = (
-            whole and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-        )
+        size = tensor.untyped_storage().nbytes() // tensor.element_size()
+        whole = tensor.is_contiguous() and tensor.numel() == size
         with self.mode:
             if key not in self._storages:
-                if whole:
-                    fake = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
-                    self._storages[key] = fake
-                    self._keep.append(tensor)
-                    return fake
-                size = tensor.untyped_storage().nbytes() // tensor.element_size()
-                self._storages[key] = torch.empty(size, dtype=tensor.dtype, device=self.device)
+                shape = tensor.shape if whole else [size]
+                fake = torch.empty(shape, dtype=tensor.dtype, device=self.device)
+                self._storages[key] = fake
                 self._keep.append(tensor)
+                if whole:
+                    return fake
             base = self._storages[key].view(-1).view(tensor.dtype)
             return base.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
@@ -100,7 +96,7 @@ class Relocation:
         for part in module.modules():
             self._remember_tensors(vars(part), memo)
         for buffer in module.buffers():
-            narrow.remember(buffer, self(buffer))
+            remember_numbers(buffer, self(buffer))
         return copy.deepcopy(module, memo)
 
     def _remember_tensors(self, value: Any, memo: dict[int, Any]) -> None:
@@ -114,18 +110,9 @@ class Relocation:
                 self._remember_tensors(item, memo)
 
     def _function(self, function: types.FunctionType) -> Callable[..., Any]:
-        cells = []
-        changed = False
-        for cell in function.__closure__ or ():
-            try:
-                value = cell.cell_contents
-            except ValueError:  # a name of an enclosing function that is not bound yet
-                cells.append(cell)
-                continue
-            moved = self(value)
-            changed = changed or moved is not value
-            cells.append(types.CellType(moved) if moved is not value else cell)
-        if not changed:
+        before = function.__closure__ or ()
+        cells = [self._cell(cell) for cell in before]
+        if all(one is other for one, other in zip(cells, before, strict=True)):
             return function
         rebuilt = types.FunctionType(
             function.__code__,
@@ -137,9 +124,15 @@ class Relocation:
         rebuilt.__kwdefaults__ = function.__kwdefaults__
         return rebuilt
 
+    def _cell(self, cell: types.CellType) -> types.CellType:
+        try:
+            moved = self(cell.cell_contents)
+        except ValueError:  # a name of an enclosing function that is not bound yet
+            return cell
+        return cell if moved is cell.cell_contents else types.CellType(moved)
+
 
 def relocate(target: Any, args: tuple[Any, ...], device: str) -> tuple[Any, tuple[Any, ...]]:
     """``target`` and ``args`` over fake tensors on ``device``."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    move = Relocation(torch.device(device), mode)
+    move = Relocation(device)
     return move(target), tuple(move(arg) for arg in args)

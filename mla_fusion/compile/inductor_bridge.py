@@ -9,7 +9,7 @@ none that it would have decomposed.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from importlib import import_module
 from typing import Any
@@ -58,10 +58,6 @@ def runs(custom: object) -> bool:
     return any(item is custom for item in each)
 
 
-def is_loaded() -> bool:
-    return "torch._inductor.lowering" in sys.modules
-
-
 def noops() -> frozenset[Any]:
     """The operators that Inductor's pass over such that change nothing takes out; torchair has that
     pass too.
@@ -72,32 +68,24 @@ def noops() -> frozenset[Any]:
         return frozenset()
 
 
-def decompose(graph: Graph) -> int:
-    """Spell, in place, the operators that Inductor has no lowering for as it would have decomposed
-    them; how many.
-    """
-    table = import_module("torch._inductor.decomposition").select_decomp_table()
-    lowered = import_module("torch._inductor.lowering").lowerings
-    foreign = [
-        node
-        for node in graph.nodes
-        if isinstance(node.target, OpOverload)
-        and node.target in table
-        and node.target not in lowered
-    ]
-    for node in foreign:
-        _decompose(graph, node, table)
-    return len(foreign)
-
-
-def spell_out(graph: Graph) -> None:
-    """Give the calls of operators that are not torch's the defaults that they leave out.
+def finish(graph: Graph) -> None:
+    """Spell, in place, the operators that Inductor, where it compiles, has no lowering for as it
+    would have decomposed them, and give calls of operators that are not torch's the defaults that
+    they leave out.
 
     AOTInductor writes down the arguments that such a call has, and then hands all of the schema's
     to the operator.
     """
-    for node in graph.nodes:
-        if isinstance(node.target, OpOverload) and node.target.namespace not in ("aten", "prims"):
+    lowering = sys.modules.get("torch._inductor.lowering")
+    if lowering is None:
+        return
+    table = import_module("torch._inductor.decomposition").select_decomp_table()
+    for node in list(graph.nodes):
+        if not isinstance(node.target, OpOverload):
+            continue
+        if node.target in table and node.target not in lowering.lowerings:
+            _decompose(graph, node, table)
+        elif node.target.namespace not in ("aten", "prims"):
             arguments = schema_of(node.target).arguments[len(node.args) :]
             left_out = {one.name: one.default_value for one in arguments if one.has_default_value()}
             node.kwargs = {**left_out, **node.kwargs}
@@ -120,7 +108,7 @@ def _decompose(graph: Graph, node: Node, table: dict[Any, Callable[..., Any]]) -
             if step.op == "call_function":
                 made = copies[step] = graph.node_copy(step, copies.__getitem__)
                 made.meta = {**node.meta, "val": step.meta["val"]}
-    result: Sequence[Any] | Node = traced.graph.output_node().args[0]  # type: ignore[assignment]
-    assert isinstance(result, Node)  # of operators with one result, as all are that the pass emits
+    # of operators with one result, as all are that the pass emits
+    (result,) = traced.graph.output_node().all_input_nodes
     node.replace_all_uses_with(copies[result])
     graph.erase_node(node)

@@ -13,8 +13,8 @@ left:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from itertools import chain, count
+from collections.abc import Collection, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -47,9 +47,7 @@ def write_buffers_in_place(graph: Graph) -> int:
     """The same for calls with a cache that is made in the graph: torchair sees to the others; how
     many.
     """
-    found = [
-        one for one in _functional_calls(graph) if any(map(_is_buffer, _caches(*one).values()))
-    ]
+    found = [one for one in _functional_calls(graph) if any(map(_is_buffer, one[2].values()))]
     return sum(_write_in_place(graph, *one) for one in found)
 
 
@@ -70,9 +68,9 @@ def keep_returned_copies(graph: Graph) -> int:
     """
     written = {
         result
-        for call, _, places in _functional_calls(graph)
+        for call, _, caches in _functional_calls(graph)
         for result in call.users
-        if result.args[1] in places.values()
+        if result.args[1] in caches
     }
     backs = graph.find_nodes(op="call_function", target=aten.copy_.default) if written else []
     results = written.intersection(
@@ -102,34 +100,47 @@ def upward_through(node: Node, noops: Collection[Any]) -> Iterator[Node]:
     return reached([node], above)
 
 
-def _functional_calls(graph: Graph) -> list[tuple[Node, OpOverload, dict[int, int]]]:
-    """Each call with the operator that writes in its place, and argument by argument the result
-    that is the cache.
+def _functional_calls(graph: Graph) -> list[tuple[Node, OpOverload, dict[int, Any]]]:
+    """Each call with the operator that writes in its place, and its caches, by the result that is
+    the cache afterwards.
     """
     found = []
     for writes in _WRITERS:
-        results = count(len(writes.results))
-        places = dict(zip(writes.places(*writes.written), results, strict=False))
+        places = [*enumerate(writes.places(*writes.written), len(writes.results))]
         target, in_place = (
             getattr(torch.ops.npu, name).default for name in (writes.functional, writes.name)
         )
         calls = graph.find_nodes(op="call_function", target=target)
-        found += [(call, in_place, places) for call in calls]
+        found += [
+            (call, in_place, {result: call.args[place] for result, place in places})
+            for call in calls
+        ]
     return found
 
 
-def _caches(call: Node, writes: OpOverload, places: Mapping[int, int]) -> dict[int, Any]:
-    """By the result that is the cache afterwards."""
-    return {result: call.args[place] for place, result in places.items()}
-
-
 def _write_in_place(
-    graph: Graph, call: Node, writes: OpOverload, places: Mapping[int, int]
+    graph: Graph, call: Node, writes: OpOverload, caches: Mapping[int, Any]
 ) -> bool:
-    caches = _caches(call, writes, places)
-    if not all(_its_own(call, cache) for cache in caches.values()) or not _apart(caches.values()):
+    """Whether the call may: its caches are its own, and lie in different memory (one without
+    elements lies in none).
+    """
+    if not all(_its_own(call, cache) for cache in caches.values()):
         return False
-    _rewrite(graph, call, writes, caches)
+    full = [storage_id(one.meta["val"]) for one in caches.values() if 0 not in shape_of(one)]
+    if len({*full}) < len(full):
+        return False
+    call.target = writes
+    call.meta.pop("val", None)
+    for item in list(call.users):
+        cache = caches.get(item.args[1])  # type: ignore[arg-type]  # of a getitem
+        if cache is None:
+            continue
+        for user in list(item.users):
+            if _copies_back(user, cache):
+                user.replace_all_uses_with(cache)
+                graph.erase_node(user)
+        item.replace_all_uses_with(cache)
+        graph.erase_node(item)
     return True
 
 
@@ -149,29 +160,8 @@ def _its_own(call: Node, cache: Any) -> bool:
     )
 
 
-def _apart(caches: Iterable[Node]) -> bool:
-    """Do the caches lie in different memory? One without elements lies in none."""
-    storages = [storage_id(cache.meta["val"]) for cache in caches if 0 not in shape_of(cache)]
-    return len(set(storages)) == len(storages)
-
-
 def _copies_back(node: Node, cache: Node) -> bool:
     return node.target is aten.copy_.default and node.args[0] is cache
-
-
-def _rewrite(graph: Graph, call: Node, writes: OpOverload, caches: Mapping[int, Node]) -> None:
-    call.target = writes
-    call.meta.pop("val", None)
-    for item in list(call.users):
-        cache = caches.get(item.args[1])  # type: ignore[arg-type]  # of a getitem
-        if cache is None:
-            continue
-        for user in list(item.users):
-            if _copies_back(user, cache):
-                user.replace_all_uses_with(cache)
-                graph.erase_node(user)
-        item.replace_all_uses_with(cache)
-        graph.erase_node(item)
 
 
 def runs_fx_graph(compiler_config: Any) -> bool:

@@ -6,11 +6,7 @@ from __future__ import annotations
 
 import gc
 import json
-import sys
-from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from importlib import import_module
-from importlib.util import find_spec
 from textwrap import fill
 from typing import Any
 
@@ -24,11 +20,9 @@ from mla_fusion.fx.sizes import has_symbols
 from mla_fusion.report.report import Report
 from mla_fusion.report.text_tables import size
 from mla_fusion.weights.follow import follow
-from mla_fusion.weights.inverse import inverse
-from mla_fusion.weights.prepack import is_laid_out, lay_out, own, pin
+from mla_fusion.weights.prepack import inverse, is_laid_out, lay_out, own, pin
 
 _WIDTH = 80
-_MANY = 32
 
 
 @dataclass(frozen=True)
@@ -131,7 +125,7 @@ def prepack(model: nn.Module, *example_inputs: Any, config: Config | None = None
     )
     before, ours = _bytes(model), _Held(model)
     rows = list[PrepackedWeight]()
-    for weight in _with_progress(weights):
+    for weight in weights:
         kind, reason = _settled(weight, ours, is_plan)
         name, held = " + ".join(weight.packed.names), weight.value.nbytes
         rows.append(PrepackedWeight(name, weight.name, kind, held, reason))
@@ -146,18 +140,6 @@ def prepack(model: nn.Module, *example_inputs: Any, config: Config | None = None
     return Prepacked(
         tuple(rows), before, _bytes(model), max(moved, default=0), copied, len(moved), is_plan
     )
-
-
-def _with_progress(weights: Sequence[PackedWeight]) -> Iterable[PackedWeight]:
-    """With a bar on a terminal, where tqdm is installed and there are weights of several layers to
-    wait for.
-    """
-    if len(weights) < _MANY or not sys.stderr.isatty() or find_spec("tqdm") is None:
-        return weights
-    bar: Iterable[PackedWeight] = import_module("tqdm").tqdm(
-        weights, "prepack", unit="weight", file=sys.stderr
-    )
-    return bar
 
 
 def _wanted(model: nn.Module, inputs: tuple[Any, ...], config: Config) -> list[PackedWeight]:

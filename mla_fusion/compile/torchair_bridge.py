@@ -40,9 +40,7 @@ def package(mode: str = "ge") -> Any:
     """The compiler module of a mode: torchair's, or npugraph_ex's where torch_npu has that
     package.
     """
-    _require()
-    offline.activate()
-    _patch_once()
+    _prepare()
     if mode == "npugraph_ex":
         try:
             import_module("npugraph_ex")
@@ -54,18 +52,15 @@ def package(mode: str = "ge") -> Any:
 
 
 @cache
-def _require() -> None:
-    releases.require()
-
-
-@cache
-def _patch_once() -> None:
-    """Let torchair patch torch's dispatch before npugraph_ex does: the same patch, and only the
-    latter asks first.
+def _prepare() -> None:
+    """Refuse releases that lack what is needed, and let torchair patch torch's dispatch before
+    npugraph_ex does: the same patch, and only the latter asks first.
 
     Where npugraph_ex was used before, torchair's attempt would raise; it is spared what is done
     already.
     """
+    releases.require()
+    offline.activate()
     import_module("torchair")
     if DispatchKey.AutogradPrivateUse1 in torch.ops.aten.to.other.py_kernels:
         vars(import_module("torchair._utils"))["register_matmul_backward_decomp"] = lambda: None

@@ -13,9 +13,6 @@ from torch import Tensor
 from mla_fusion.meta import ContractError
 from mla_fusion.meta.layout import shares_memory, writable
 
-PAGED_BY_TOKEN = ("PA_BSND", "PA_NZ")
-UNPAGED = ("BSND", "TND")
-
 
 def token_slots(index: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
     """``(block, offset)`` of every token from its slot; a negative slot gives a negative block."""
@@ -49,16 +46,6 @@ def block_slots(
     return ids[first_block + position // block_size], position % block_size
 
 
-def _last_of_each_slot(slot: Tensor) -> Tensor:
-    """Positions to write, in ascending slot order: of equal slots the last one wins, negatives are
-    left out.
-    """
-    ordered, position = torch.sort(slot, stable=True)
-    keep = ordered >= 0
-    keep[:-1] &= ordered[:-1] != ordered[1:]
-    return position[keep]
-
-
 def write_paged(
     cache: Tensor, block: Tensor, offset: Tensor, rows: Tensor, *, nz: bool, argument: str
 ) -> None:
@@ -85,10 +72,11 @@ def write_paged(
             {"BlockNum": block_num, "BlockSize": block_size},
             "service_scatter_cache: the device does not check the slot",
         )
-    chosen = _last_of_each_slot(
-        torch.where(block < 0, block.new_full((), -1), block * block_size + offset)
-    )
-    block, offset, rows = block[chosen], offset[chosen], rows[chosen]
+    slot = torch.where(block < 0, block.new_full((), -1), block * block_size + offset)
+    ordered, position = torch.sort(slot, stable=True)
+    keep = ordered >= 0
+    keep[:-1] &= ordered[:-1] != ordered[1:]  # of equal slots the last one
+    block, offset, rows = (one[position[keep]] for one in (block, offset, rows))
     if nz:
         c0 = 32 // cache.element_size()
         if width % c0:
@@ -130,12 +118,12 @@ def write(
     """
     if cache.numel() == 0 or rows.numel() == 0:
         return
-    if cache_mode in UNPAGED:
+    if cache_mode in ("BSND", "TND"):
         _check_layout(cache, False, argument)
         cache.copy_(rows.view(cache.shape))
         return
     assert cache_index is not None
-    if cache_mode in PAGED_BY_TOKEN:
+    if cache_mode in ("PA_BSND", "PA_NZ"):
         block, offset = token_slots(cache_index, cache.shape[1])
     else:
         block, offset = block_slots(cache_index, lead, actual_seq_len, cache.shape[1])

@@ -1,9 +1,9 @@
 """The number formats of weight_quant_mode, one `Format` each: product, dynamic quantisation, cache
 rows.
 
-int8 follows the kernel of the chip (`mla_fusion.reference.chips`): `mla_prolog/op_kernel/arch22` on
-A2 and A3, `arch35` on A5. mxfp8, fp8 and hifloat8 exist on A5 only, where products come out as
-float32 and a channel scale is applied before a token scale.
+int8 follows the kernel of the chip (:func:`chip`; the operator's arguments do not say it):
+`mla_prolog/op_kernel/arch22` on A2 and A3, `arch35` on A5. mxfp8, fp8 and hifloat8 exist
+on A5 only, where products come out as float32 and a channel scale is applied before a token scale.
 
 What A5 does differently with int8 (`vf_dequant.h`, `vf_dynamic_quant.h`): the channel scale comes
 first; dynamic quantisation of c_q and of the query takes ``scale = max|x| * (1/127)`` and ``x /
@@ -15,13 +15,17 @@ the same on all.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mla_fusion.meta import SOCS
+from mla_fusion.meta.errors import known_name
 from mla_fusion.reference import hifloat8, quantize
 
 FP8_MAXIMUM = 448.0
@@ -51,7 +55,9 @@ class Format:
 
 
 def _int8_product(x: Tensor, weight: Tensor, token: Tensor, channel: Tensor) -> Tensor:
-    return quantize.dequant(quantize.int8_matmul(x, weight), token, channel)
+    # the token scale is the first one on A2 and A3 (`mla_prolog_vector_comm_arch22.h`), the channel
+    # scale on A5 (`vf_dequant.h`)
+    return quantize.int8_matmul(x, weight).float() * token * channel
 
 
 def _int8_dynamic(rounded: Rounding) -> Quantise:
@@ -169,6 +175,28 @@ _BY_CHIP = {"A2": {1: INT8, 2: INT8} | _ONLY_A5, "A5": {1: INT8_A5, 2: INT8_A5} 
 _BY_CHIP["A3"] = _BY_CHIP["A2"]
 
 
-def format_of(weight_quant_mode: int, soc: str) -> Format | None:
-    """The number format of a weight_quant_mode on a chip; mode 0 has none."""
-    return _BY_CHIP[soc].get(weight_quant_mode)
+_current = ContextVar("mla_fusion.reference.chip", default="A3")
+
+
+@contextmanager
+def chip(soc: str) -> Iterator[None]:
+    """Reference kernels called inside round as ``soc`` ("A2", "A3", "A5") does; outside they round
+    as A3.
+
+    A2 and A3 run the same kernel. On A5 int8 is dequantised per channel first, and dynamic
+    quantisation divides by its scale and rounds once, half to even
+    (see above); the formats that only A5 has are the same inside and outside.
+    Raises ContractError ``soc``.
+    """
+    token = _current.set(known_name("soc", soc, SOCS))
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def format_of(weight_quant_mode: int, soc: str | None = None) -> Format | None:
+    """The number format of a weight_quant_mode on a chip, the one rounded like by default; mode 0
+    has none.
+    """
+    return _BY_CHIP[soc or _current.get()].get(weight_quant_mode)

@@ -24,8 +24,12 @@ from mla_fusion.reference.norm_rope import (
 )
 from mla_fusion.reference.paged_attention import npu_fused_infer_attention_score_v2
 from mla_fusion.reference.preprocess import npu_mla_preprocess, npu_mla_preprocess_out
-from mla_fusion.reference.prolog import npu_mla_prolog_v3, npu_mla_prolog_v3_functional
-from mla_fusion.reference.prolog_v1_v2 import npu_mla_prolog, npu_mla_prolog_v2
+from mla_fusion.reference.prolog import (
+    npu_mla_prolog,
+    npu_mla_prolog_v2,
+    npu_mla_prolog_v3,
+    npu_mla_prolog_v3_functional,
+)
 from mla_fusion.reference.quant_operators import (
     npu_dynamic_block_quant,
     npu_dynamic_mx_quant,

@@ -51,7 +51,9 @@ def mla_preprocess(given: Any) -> tuple[Tensor, ...]:
     q_norm = rms_norm_bias(c_q, given.gamma1, beta1_or_none)
     up = linear(q_norm, weight_to_nd(given.wuq), given.descale1, static_scales(full, "1"), kind)
     q_nope, q_rope = up.unflatten(-1, (n, d + r)).split((d, r), -1)
-    query = matmul(q_nope.transpose(0, 1), absorb_to_nd(given.wuk)).transpose(0, 1)
+    # [N, D, C], of FRACTAL_NZ storage [N, C/16, D, 16] too
+    wuk = given.wuk if given.wuk.dim() == 3 else given.wuk.transpose(1, 2).flatten(2)
+    query = matmul(q_nope.transpose(0, 1), wuk).transpose(0, 1)
     q_rope = npu_rotary_mul(q_rope, given.cos.unsqueeze(1), given.sin.unsqueeze(1))
     k_rope = npu_rotary_mul(k_rope, given.cos, given.sin)
     wide = rms_norm(ckv, given.gamma2, EPSILON)
@@ -106,7 +108,9 @@ def linear(
     """
     if weight.dtype != torch.int8:
         return matmul(normed.to(dtype), weight.t())
-    channel = channel_scale(descale)
+    channel = descale
+    if descale.dtype != torch.float32:  # of float16: int64 whose low 32 bits are the float32
+        channel = descale.contiguous().view(torch.int32)[::2].contiguous().view(torch.float32)
     if static is not None:
         scale, offset, bias = static
         quantised = to_int8(normed * (1.0 / scale.float()) + offset.float())
@@ -115,15 +119,6 @@ def linear(
     scale = normed.abs().amax(-1, keepdim=True) / 127.0
     quantised = to_int8(normed * (1.0 / scale))
     return (quantize.int8_matmul(quantised, weight.t()).float() * channel * scale).to(dtype)
-
-
-def channel_scale(descale: Tensor) -> Tensor:
-    """float32 scales; for float16 activations they arrive as int64 whose low 32 bits are the
-    float32.
-    """
-    if descale.dtype == torch.float32:
-        return descale
-    return descale.contiguous().view(torch.int32)[::2].contiguous().view(torch.float32)
 
 
 def to_int8(x: Tensor) -> Tensor:
@@ -138,11 +133,6 @@ def weight_to_nd(weight: Tensor) -> Tensor:
     if weight.dim() == 2:
         return weight
     return weight[0].transpose(0, 1).flatten(1)
-
-
-def absorb_to_nd(weight: Tensor) -> Tensor:
-    """[N, D, C] from FRACTAL_NZ storage [N, C/16, D, 16]."""
-    return weight if weight.dim() == 3 else weight.transpose(1, 2).flatten(2)
 
 
 def scatter(target: Tensor, rows: Tensor, slots: Tensor, *, nz: bool) -> None:

@@ -1,4 +1,4 @@
-"""The MLA prologue v3 on the CPU: roundings of the A2/A3 kernel, and of the A5 kernel for its own
+"""The MLA prologues on the CPU: roundings of the A2/A3 kernel, and of the A5 kernel for its own
 formats.
 """
 
@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from mla_fusion import meta
-from mla_fusion.meta.prolog import V3
+from mla_fusion.meta.prolog import V1, V2, V3, Operator
 from mla_fusion.reference import cache
-from mla_fusion.reference.chips import current_chip
 from mla_fusion.reference.formats import Format, format_of
 from mla_fusion.reference.functional import kernel, on_copies
 from mla_fusion.reference.numerics import (
@@ -69,7 +68,7 @@ def npu_mla_prolog_v3(call: Any) -> tuple[Tensor, ...]:
         nz_weight_to_nd, (call.weight_dq, call.weight_uq_qr, call.weight_dkv_kr)
     )
     absent = torch.empty(0, dtype=torch.float32)
-    form = format_of(call.weight_quant_mode, current_chip())
+    form = format_of(call.weight_quant_mode)
 
     cq = projection(form, x, w_dq, call.dequant_scale_x, call.dequant_scale_w_dq)
     # its rounding is the query_norm of the unquantised kernel (`service_rms_norm_arch22.h`)
@@ -136,3 +135,35 @@ def npu_mla_prolog_v3(call: Any) -> tuple[Tensor, ...]:
 
 
 npu_mla_prolog_v3_functional = on_copies(V3, npu_mla_prolog_v3)
+
+
+# v1 and v2: v3's arithmetic, the scenario read off the dtypes, older results. Both schemas are
+# pure, yet the device writes the caches in place (v2 even returns the very same tensors). Here the
+# inputs are written too and the results are copies of them: what a pure schema returns may not
+# share memory with its arguments, and a caller reading either sees the updated cache.
+
+
+@kernel(V1)
+def npu_mla_prolog(call: Any) -> tuple[Tensor, ...]:
+    """v1: ``(query, query_rope, kv_cache, kr_cache)``; arguments as `torch_npu.npu_mla_prolog`."""
+    return _prolog(V1, call)[:4]
+
+
+@kernel(V2)
+def npu_mla_prolog_v2(call: Any) -> tuple[Tensor, ...]:
+    """v2: ``(query, query_rope, kv_cache, kr_cache, dequant_scale_q_nope)``; the last is ``[1]``
+    when absent.
+    """
+    return _prolog(V2, call)
+
+
+def _prolog(operator: Operator, call: Any) -> tuple[Tensor, ...]:
+    meta.check_structure(operator.name, vars(call))
+    wq, kv = meta.implied_quant_modes(vars(call))
+    if kv == 1:  # a [1, Hckv] row of which the kernel reads one float
+        call.quant_scale_ckv = call.quant_scale_ckv.reshape(-1)[:1]
+    query, query_rope, dequant_scale_q_nope, _, _ = npu_mla_prolog_v3(
+        **vars(call), weight_quant_mode=wq, kv_cache_quant_mode=kv, query_quant_mode=int(kv == 1)
+    )
+    scale = dequant_scale_q_nope if kv == 1 else torch.empty(1, dtype=torch.float32).zero_()
+    return query, query_rope, call.kv_cache.clone(), call.kr_cache.clone(), scale

@@ -19,13 +19,6 @@ def int8_matmul(a: Tensor, b: Tensor) -> Tensor:
     return total
 
 
-def dequant(accumulated: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    """``fp32(int32) * first`` then ``* second``; stays float32. The token scale is the first one on
-    A2 and A3 (`mla_prolog_vector_comm_arch22.h`), the channel scale on A5 (`vf_dequant.h`).
-    """
-    return accumulated.float() * first * second
-
-
 def to_int8(x: Tensor) -> Tensor:
     """fp32 -> int32 (half to even) -> half -> int8 with saturation; NaN (an all-zero row) becomes
     0.

@@ -13,10 +13,14 @@ from mla_fusion.compat import take_for_one
 from mla_fusion.meta import key_operator, number_formats, preprocess
 from mla_fusion.meta.prolog import CACHES
 from mla_fusion.meta.signature import OPERATORS
+from mla_fusion.reference.kernels import (  # noqa: F401  # what these compute of meta tensors
+    npu_add_rms_norm,
+    npu_rms_norm,
+)
+from mla_fusion.reference.matmul_scatter_quant import OUTPUT_DTYPES
 
 # results that are caches, and the arguments whose strides they keep
-_LIKE = dict(zip(CACHES, CACHES, strict=True))
-_LIKE_OF_OTHERS = {
+_LIKE = {
     preprocess.OP: dict(zip(preprocess.RESULTS[1::2], preprocess.CACHES, strict=True)),
     **dict.fromkeys((one.name for one in key_operator.OPERATORS), key_operator.ARGUMENTS),
 }
@@ -28,7 +32,7 @@ def _inferred(op: str, *args: Any, **options: Any) -> tuple[Tensor, ...]:
         torch.empty(shape, dtype=dtype, device="meta")
         for shape, dtype in meta.infer(op, **arguments)
     ]
-    like = _LIKE_OF_OTHERS.get(op, _LIKE)
+    like = _LIKE.get(op, dict(zip(CACHES, CACHES, strict=True)))
     for position, name in enumerate(OPERATORS[op].results):
         if name in like:
             results[position] = torch.empty_like(arguments[like[name]])
@@ -41,18 +45,6 @@ globals().update({name: partial(_inferred, name) for name in OPERATORS})
 
 def npu_mla_preprocess_out(*args: Any, **options: Any) -> tuple[Tensor, ...]:
     return tuple(options[name] for name in preprocess.RESULTS)
-
-
-def npu_rms_norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-06) -> tuple[Tensor, Tensor]:
-    kept = list(input.shape[: input.dim() - gamma.dim()]) + [1] * gamma.dim()
-    return torch.empty_like(input), input.new_empty(kept, dtype=torch.float32)
-
-
-def npu_add_rms_norm(
-    x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-06
-) -> tuple[Tensor, Tensor, Tensor]:
-    y, rstd = npu_rms_norm(x1, gamma)
-    return y, rstd, torch.empty_like(x1)
 
 
 def _like_the_first(input: Tensor, *args: Any, **options: Any) -> Tensor:
@@ -101,7 +93,7 @@ _FLOAT8: dict[Any, torch.dtype] = dict.fromkeys((23, 291), torch.float8_e5m2) | 
 
 
 def npu_dynamic_mx_quant(input: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-    pairs = (input.shape[-1] + 2 * number_formats.BLOCK - 1) // (2 * number_formats.BLOCK)
+    pairs = (input.shape[-1] + 63) // 64
     scales = input.new_empty((*input.shape[:-1], pairs, 2), dtype=torch.uint8)
     return torch.empty_like(input, dtype=_FLOAT8[options.get("dst_type")]), scales
 
@@ -117,8 +109,6 @@ def npu_quantize(input: Tensor, *args: Any, **options: Any) -> Tensor:
 
 
 def npu_quant_matmul(x1: Tensor, x2: Tensor, scale: Tensor, **options: Any) -> Tensor:
-    from mla_fusion.reference.matmul_scatter_quant import OUTPUT_DTYPES
-
     dtype = OUTPUT_DTYPES[options.get("output_dtype")]
     take_for_one(x1.shape[-1], x2.shape[0])
     return x1.new_empty([*x1.shape[:-1], x2.shape[-1]], dtype=dtype)

@@ -150,8 +150,6 @@ class Report:
     nodes_before, nodes_after  how many the graph has
     committed        False where nothing was to be changed (:func:`explain`)
     bytes_added      of packed weights, in this process
-    bytes_on_npu     what they would be on an NPU, where they lie in FRACTAL_NZ; None where no
-                     wrapper packs them
     operators        how often which operator stands in the graph, before and after
     pictures         what the page draws, one for each structure
     certificates     what was proved, one for each structure, as the JSON has it
@@ -168,7 +166,6 @@ class Report:
     nodes_after: int = 0
     committed: bool = True
     bytes_added: int = 0
-    bytes_on_npu: int | None = None
     operators: dict[str, dict[str, int]] = field(default_factory=dict)
     pictures: list[Picture] = field(default_factory=list)
     certificates: list[dict[str, Any]] = field(default_factory=list)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from mla_fusion.compat import OpOverload, schema_of
-from mla_fusion.compile.names import differs_by_call, mark_arguments
+from mla_fusion.compile.dynamo import differs_by_call, mark_arguments
 from mla_fusion.config import Config
 from mla_fusion.fx.module_path import label
 from mla_fusion.fx.program import nodes_between

@@ -196,9 +196,7 @@ _COMMANDS = (
         "try it.",
         "It writes nothing. Exit status 1: nothing can be converted, or tokens differ.",
         (
-            option(
-                "folder", "checkpoint folder: config.json, and weights for --tokens", type=Path
-            ),
+            option("folder", "checkpoint folder: config.json, and weights for --tokens", type=Path),
             option(
                 "--prepack",
                 "say what mla_fusion.prepack would lay out in a layer",

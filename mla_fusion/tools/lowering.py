@@ -18,10 +18,10 @@ from typing import Any
 from torch.fx import Graph, GraphModule, Node
 
 from mla_fusion.compat import BackendCompilerFailed, OpOverload
-from mla_fusion.compile import names, torchair_bridge
+from mla_fusion.compile import torchair_bridge
 from mla_fusion.compile.boundary import fuse_for_torchair
 from mla_fusion.compile.device_graph import CaptureError, stop, trace
-from mla_fusion.compile.floats import specialise
+from mla_fusion.compile.dynamo import naming, specialise
 from mla_fusion.compile.hook import torchair_pass
 from mla_fusion.config import Config
 from mla_fusion.fx.kinds import op_name
@@ -160,7 +160,7 @@ def lower(
     def as_our_backend(gm: GraphModule, inputs: list[Any]) -> Any:
         specialise(gm)
         given[:] = inputs
-        named[:] = [names.of(gm)]
+        named[:] = [naming(gm)]
         return compile_graph(gm, inputs)
 
     try:

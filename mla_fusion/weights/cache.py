@@ -112,13 +112,12 @@ class Entry:
             if entry is not None:
                 entry.void()
 
-        memories = [tensor.untyped_storage() for tensor in tensors if not self._lies_in(tensor)]
+        assert self.packed is not None
+        own = storage_id(self.packed)
+        memories = [tensor.untyped_storage() for tensor in tensors if storage_id(tensor) != own]
         self._watched = [ref(memory, void) for memory in memories]
         if self.is_view and _collected not in gc.callbacks:
             gc.callbacks.append(_collected)
-
-    def _lies_in(self, tensor: torch.Tensor) -> bool:
-        return self.packed is not None and storage_id(tensor) == storage_id(self.packed)
 
     def fits(self, sources: Sequence[Any], compare: bool = False) -> bool:
         """Whether sources at the same places hold what they held; ``compare``: their content is
@@ -197,7 +196,7 @@ class Packed:
         Raises WeightError where what is packed would not hold the numbers that it must.
         """
         with _LOCK, outside_modes():
-            key = self._key(sources)
+            key = self.signature, self.updates, tuple(map(place, sources))
             entry = _ENTRIES.get(key)
             compare = in_use is not None and entry not in in_use
             if entry is None or not entry.fits(sources, compare):
@@ -219,9 +218,6 @@ class Packed:
             self._held = {
                 key: entry for key, entry in self._held.items() if entry.memory is not None
             }
-
-    def _key(self, sources: Sequence[Any]) -> _Key:
-        return self.signature, self.updates, tuple(map(place, sources))
 
 
 def _pack(program: GraphModule, exact: Exact | None, *sources: Any) -> torch.Tensor:
@@ -324,11 +320,18 @@ def held() -> Counter[int]:
 
 
 def _sweep() -> None:
-    entries = list(_ENTRIES.items())
-    ours = held()
+    entries, ours = list(_ENTRIES.items()), held()
     for key, entry in entries:
-        gone = entry.memory is None or any(source.weak.expired() for source in entry.sources)
-        if gone or _is_alone(entry, ours):
+        memory = entry.memory
+        if (
+            memory is None
+            or any(source.weak.expired() for source in entry.sources)
+            # a memory in which its parameter lies, and that has no holder but packed weights
+            or (
+                entry.is_view
+                and holders(memory) < holders(memory.new_empty(0)) + ours[storage_id(memory)]
+            )
+        ):
             entry.void()
             _ENTRIES.pop(key, None)
 
@@ -349,24 +352,6 @@ def _collected(phase: str, info: dict[str, int]) -> None:
             _LOCK.release()
 
 
-def _is_alone(entry: Entry, ours: Counter[int]) -> bool:
-    """Whether the memory of a packed weight in which its parameter lies has no holder but packed
-    weights.
-    """
-    memory = entry.memory
-    if memory is None or not entry.is_view:
-        return False
-    return holders(memory) < holders(memory.new_empty(0)) + ours[storage_id(memory)]
-
-
-def bytes_held() -> int:
-    """Bytes of all packed weights alive, those apart in which a parameter lies (or which are views
-    of one).
-    """
-    sweep()
-    return sum(entry.bytes for entry in list(_ENTRIES.values()))
-
-
 def _without_base(packed: torch.Tensor) -> torch.Tensor:
     """The same memory, without the reference that a view keeps to its parameter: that would never
     die.
@@ -381,15 +366,16 @@ def describe(program: GraphModule) -> str:
     lines = []
     for node in program.graph.nodes:
         args, kwargs = map_arg((node.args, node.kwargs), lambda used: Named(number[used]))
-        held = _described(attrgetter(str(node.target))(program)) if node.op == "get_attr" else ""
-        target = "" if node.op in ("placeholder", "get_attr") else node.target
-        lines.append(f"{number[node]} = {node.op} {target} {args} {kwargs} {held}")
+        target = node.target
+        if node.op == "placeholder":
+            target = ""
+        elif (
+            node.op == "get_attr"
+        ):  # of a tensor its numbers, of a branch (``torch.cond``) its graph
+            held = attrgetter(str(target))(program)
+            target = describe(held) if isinstance(held, GraphModule) else held.tolist()
+        lines.append(f"{number[node]} = {node.op} {target} {args} {kwargs}")
     return "\n".join(lines)
-
-
-def _described(held: Any) -> str:
-    """Of a tensor its numbers, of a branch (``torch.cond``) its graph."""
-    return describe(held) if isinstance(held, GraphModule) else str(held.tolist())
 
 
 class Named(str):

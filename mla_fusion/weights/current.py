@@ -126,12 +126,10 @@ class Current:
         self._rounds = None
         if not self._in_full and self._watched:
             self._rounds = Rounds(self._watched, before._rounds if before is not None else None)
-        self.packed: tuple[Tensor, ...] | None = None
         for entry in self.entries:
             entry.users.add(self)  # before the weight is read: it may expire in between
         whole = tuple(entry.packed for entry in self.entries if entry.packed is not None)
-        if len(whole) == len(self.entries):
-            self.packed = whole
+        self.packed: tuple[Tensor, ...] | None = whole if len(whole) == len(self.entries) else None
         if any(entry.packed is None for entry in self.entries):
             self.packed = None
 
@@ -158,17 +156,13 @@ class Current:
             # buffer): all are compared, for which a device must not be capturing a graph
             waits = not is_capturing(args[changed.position].device)
             others = [each for each in self._changed(args) if each is not changed] if waits else []
-            self._void([changed, *others])
+            positions = {each.position for each in (changed, *others)}
+            for packed, entry in self._uses:  # in whatever graph, is to be packed again
+                if not positions.isdisjoint(packed.positions):
+                    entry.expire()
             warn_once([changed, *others], self._rounds.steps)
             return False
         return not (self._in_full and self._changed(args))
-
-    def _void(self, changed: Sequence[Watched]) -> None:
-        """What was made of these tensors, in whatever graph, is to be packed again."""
-        positions = {each.position for each in changed}
-        for packed, entry in self._uses:
-            if not positions.isdisjoint(packed.positions):
-                entry.expire()
 
     def _changed(self, args: Sequence[Any]) -> list[Watched]:
         """All whose content is another one. Waits for their device."""

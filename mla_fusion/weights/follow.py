@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from mla_fusion.weights import cache, prepack
-from mla_fusion.weights.wrapped import plain
+from mla_fusion.weights.source import plain
 
 _MODELS: WeakSet[nn.Module] = WeakSet()
 # modules: the handle of their hook

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from mla_fusion.modes import is_capturing, outside_modes
-from mla_fusion.weights.fingerprint import Shares
-from mla_fusion.weights.source import Source
+from mla_fusion.weights.source import Shares, Source
 
 log = logging.getLogger("mla_fusion")
 STEPS_A_LOOK = {"cpu": 64}

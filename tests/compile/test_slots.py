@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import mla_fusion as mf
-from mla_fusion.compile.slots import SlotCheck
+from mla_fusion.compile.adapted import SlotCheck
 from tests.catalogue import base, prologues
 from tests.exhaustive import one_in
 from tests.harness import assert_as_exact, clones, compiled, fuse_only

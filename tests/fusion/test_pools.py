@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import mla_fusion as mf
-from mla_fusion.compile.slots import SlotError
+from mla_fusion.compile.adapted import SlotError
 from tests.catalogue.base import Base, paged_args
 from tests.catalogue.pools import (
     LAYERS,

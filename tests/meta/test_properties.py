@@ -20,8 +20,13 @@ from mla_fusion.meta import preprocess
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mla_fusion import meta, offline, reference
-from mla_fusion.reference.sample import as_operator, sample_call
-from mla_fusion.reference.sample_preprocess import LEGAL, SMALL, sample_preprocess
+from mla_fusion.reference.sample import (
+    LEGAL_PREPROCESS,
+    SMALL_PREPROCESS,
+    as_operator,
+    sample_call,
+    sample_preprocess,
+)
 
 V1, V2, V3 = "npu_mla_prolog", "npu_mla_prolog_v2", "npu_mla_prolog_v3"
 PROLOGS = (V1, V2, V3, V3 + "_functional")
@@ -111,7 +116,7 @@ def preprocess_calls(draw: st.DrawFn, small: bool = False) -> tuple[str, Call]:
         weight, quant = kind, preprocess.STATIC
     if not small and cache == "kvcache":
         cache = "krope_ctkv"
-    dims: dict[str, int] = dict(SMALL if small else LEGAL)
+    dims: dict[str, int] = dict(SMALL_PREPROCESS if small else LEGAL_PREPROCESS)
     dims |= {
         "T": draw(st.integers(1, 12 if small else 1024)),
         "N": draw(st.integers(1, 3 if small else 128)),

@@ -12,11 +12,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mla_fusion import meta
 from mla_fusion.reference import mla_preprocess
-from mla_fusion.reference.sample_preprocess import LEGAL, SMALL, sample_preprocess
+from mla_fusion.reference.sample import LEGAL_PREPROCESS as FULL
+from mla_fusion.reference.sample import SMALL_PREPROCESS as SMALL
+from mla_fusion.reference.sample import sample_preprocess
 
 OP = "mla_preprocess"
 BF16, FP16 = torch.bfloat16, torch.float16
-FULL = LEGAL
 CACHES = {"kvcache": 16, "krope_ctkv": 16, "int8_nzcache": 128, "nzcache": 128}
 
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mla_fusion.weights.fingerprint import SHARE_OF_OTHERS, Shares, fingerprint
 from mla_fusion.weights.rounds import STEPS_A_LOOK_OF_OTHERS
+from mla_fusion.weights.source import SHARE_OF_OTHERS, Shares, fingerprint
 
 PAGE = (Path(__file__).parents[2] / "docs" / "weights.md").read_text()
 # DeepSeek-V3, one rank: W_dq, W_uq_qr, W_dkv_kr, W_uk of a layer

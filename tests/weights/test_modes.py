@@ -24,7 +24,7 @@ import mla_fusion as mf
 from mla_fusion.modes import is_plain, kept_outside_modes, outside_modes
 from mla_fusion.reference import hifloat8
 from mla_fusion.weights import cache
-from mla_fusion.weights.fingerprint import fingerprint
+from mla_fusion.weights.source import fingerprint
 from tests.catalogue import base, prologues
 from tests.exhaustive import one_in
 from tests.harness import assert_no_worse, clones, eager, exact

@@ -17,7 +17,7 @@ from mla_fusion.compat import aot_autograd
 from mla_fusion.serving.vllm_ascend import vllm_ascend_pass
 from mla_fusion.weights import cache, rounds
 from mla_fusion.weights.current import Weights
-from mla_fusion.weights.fingerprint import SHARES
+from mla_fusion.weights.source import SHARES
 from tests.catalogue import base, prologues
 from tests.harness import clones
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import mla_fusion as mf
 from mla_fusion.weights import rounds
-from mla_fusion.weights.fingerprint import SHARES, fingerprint
+from mla_fusion.weights.source import SHARES, fingerprint
 from tests.catalogue import base, prologues
 from tests.exhaustive import one_in
 from tests.harness import assert_no_worse, clones, eager, exact

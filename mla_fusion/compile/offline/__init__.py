@@ -6,7 +6,7 @@ CANN.
 here is used on an NPU machine.
 """
 
-from mla_fusion.compile.offline.errors import NpuNotAvailable, OfflineError
 from mla_fusion.compile.offline.runtime import activate, is_active, standins_directory
+from mla_fusion.compile.offline.symbols import NpuNotAvailable, OfflineError
 
 __all__ = ["NpuNotAvailable", "OfflineError", "activate", "is_active", "standins_directory"]

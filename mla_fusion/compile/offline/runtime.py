@@ -31,9 +31,13 @@ from types import FrameType, ModuleType
 from typing import Any
 
 from mla_fusion._autoload import cann_location, keep_torch_importable
-from mla_fusion.compile.offline.errors import NpuNotAvailable, OfflineError
 from mla_fusion.compile.offline.standins import SOC_NAME, SYMBOLS, standins
-from mla_fusion.compile.offline.symbols import check_versions, find_wheel
+from mla_fusion.compile.offline.symbols import (
+    NpuNotAvailable,
+    OfflineError,
+    check_versions,
+    find_wheel,
+)
 from mla_fusion.machine import compiled_for
 
 _BUILT_ON = ("Linux", "x86_64")

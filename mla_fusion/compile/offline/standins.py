@@ -20,8 +20,13 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from mla_fusion.compile.offline.errors import OfflineError
-from mla_fusion.compile.offline.symbols import Missing, Wheel, find_missing, fingerprint
+from mla_fusion.compile.offline.symbols import (
+    Missing,
+    OfflineError,
+    Wheel,
+    find_missing,
+    fingerprint,
+)
 
 SYMBOLS = "libmla_fusion_standins.so"
 

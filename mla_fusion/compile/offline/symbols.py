@@ -18,7 +18,28 @@ from pathlib import Path
 from typing import Any
 
 from mla_fusion import releases
-from mla_fusion.compile.offline.errors import OfflineError
+
+
+class OfflineError(ImportError):
+    """torch_npu cannot be loaded without CANN here; the message says what to install or to
+    change.
+    """
+
+
+class NpuNotAvailable(RuntimeError):
+    """Something needed an NPU that this machine does not have; the message names what was asked
+    for.
+    """
+
+    def __init__(self, asked: str) -> None:
+        super().__init__(
+            f"{asked} needs an Ascend NPU, and this process runs with the offline stand-ins of "
+            "mla_fusion: "
+            "graphs can be captured, compiled and inspected here, not executed. "
+            "Use CPU tensors, or fake tensors on device npu."
+        )
+        self.asked = asked
+
 
 _DATA_TYPES = ("STT_OBJECT", "STT_COMMON")
 

@@ -18,8 +18,13 @@ from mla_fusion.meta import key_operator, preprocess, spec
 from mla_fusion.meta.limits import VERSIONS
 from mla_fusion.meta.prolog import CACHES, PROLOGS
 from mla_fusion.reference import kernels, mla_preprocess
-from mla_fusion.reference.sample import DEEPSEEK_V3, as_operator, sample_call
-from mla_fusion.reference.sample_preprocess import LEGAL, sample_preprocess
+from mla_fusion.reference.sample import (
+    DEEPSEEK_V3,
+    LEGAL_PREPROCESS,
+    as_operator,
+    sample_call,
+    sample_preprocess,
+)
 
 Arguments = dict[str, Any]  # of an operator, by name
 _OLDER = ("npu_mla_prolog", "npu_mla_prolog_v2")
@@ -138,8 +143,7 @@ def _of_preprocess(soc: str) -> Iterator[Call]:
                     sample_preprocess,
                     cache_mode=mode,
                     quant_mode=quant_mode,
-                    dtype=torch.bfloat16,
-                    dims=LEGAL,
+                    dims=LEGAL_PREPROCESS,
                 ),
                 ("q_out0", "kv_cache", "q_out1", "kv_cache_rope"),
                 preprocess.CACHES,

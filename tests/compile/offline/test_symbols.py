@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from mla_fusion.compile.offline import standins, symbols
-from mla_fusion.compile.offline.errors import OfflineError
-from mla_fusion.compile.offline.symbols import Missing, Wheel
+from mla_fusion.compile.offline.symbols import Missing, OfflineError, Wheel
 
 CPP = """
 namespace cann { struct Base { virtual ~Base(); virtual int run(); }; extern int table[4];

@@ -136,9 +136,7 @@ def _model(name: str) -> nn.Module:
     return _MODELS[name]().requires_grad_(False)
 
 
-def _program(
-    style: str, place: str, step: Step | None
-) -> Callable[[Named], tuple[Tensor, ...]]:
+def _program(style: str, place: str, step: Step | None) -> Callable[[Named], tuple[Tensor, ...]]:
     rows, _, tables = style.partition(", ")
     model = _model(rows)
     names = [name for name, _ in model.named_parameters()]

@@ -73,6 +73,7 @@ _AGAIN: dict[str, Step] = {
     "clamped": lambda s, i: s.clamp(64, 128),
 }
 
+
 def _apart(of_kv: Callable[[Tensor], Tensor], of_kr: Callable[[Tensor], Tensor]) -> Step:
     def step(i: Named, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> None:
         i["kv_cache"].view(-1, HCKV)[of_kv(slots)] = c_kv
