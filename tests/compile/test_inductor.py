@@ -81,6 +81,7 @@ def test_each_spelling_of_rope_compiles_and_runs(rope: str) -> None:
     assert_fused_right(of.model(), of.args(), mf.torchair_pass(of.config(strict=True)), of.slack)
 
 
+@pytest.mark.exhaustive  # as through the caches below
 @pytest.mark.parametrize("make", [mf.torchair_pass, vllm_ascend_pass])
 def test_the_example_of_the_readme(make: Any) -> None:
     model, args = example()
@@ -236,7 +237,9 @@ def test_no_cache_gives_the_graph_of_another_configuration(
         ):
             run = torch.compile(model, fullgraph=True)
             with torch.no_grad():
-                run(*clones(args))  # compiles
+                given = clones(args)
+                found = run(*given)  # compiles
+                assert_no_worse(exact(model, args), eager(model, args), [*flat(found), *given], 1.2)
                 ran.clear()
                 run(*clones(args))
         return len(mf.reports()) - before, len(ran)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import mla_fusion as mf
+from tests.exhaustive import one_in
 from tests.page import pages
 
 CHROMIUM = (
@@ -53,7 +54,7 @@ def visit(browser: Any, tmp_path: Path) -> Iterator[Any]:
     yield open_
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", one_in(1, ["light", "dark"]))
 @pytest.mark.parametrize(
     ("name", "red"),
     [
