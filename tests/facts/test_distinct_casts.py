@@ -10,6 +10,7 @@ from torch import Tensor
 
 import mla_fusion as mf
 from tests.catalogue.base import HE, Base, paged_args, tables
+from tests.exhaustive import one_in
 from tests.harness import outcome, traced_graph
 
 COUNTS: dict[str, tuple[Callable[[int], Tensor], str]] = {
@@ -38,9 +39,10 @@ def args(tokens: int) -> tuple[Tensor, ...]:
     return (x, *tables(tokens), *caches, paged_args()[-1])
 
 
+@pytest.mark.parametrize("is_dynamic", one_in(1, [True, False]))
 @pytest.mark.parametrize("name", COUNTS)
-def test_rounded_counts(name: str) -> None:
+def test_rounded_counts(name: str, is_dynamic: bool) -> None:
     torch.manual_seed(0)
     count, placement = COUNTS[name]
-    gm = traced_graph(Counted(count), *args(400), dynamic=True)
+    gm = traced_graph(Counted(count), *args(400), dynamic=is_dynamic)
     assert outcome(mf.fuse(gm, mf.Config(verify="off"))) == (placement,)
