@@ -265,7 +265,7 @@ class OtherSlots(prologues.PagedRotateHalf):
 
 
 @pytest.mark.parametrize(
-    "mine", [OfKeys, *one_in(2, [prologues.PagedFunctionalNorm, prologues.PagedSqrtNorm])]
+    "mine", one_in(1, [OfKeys, prologues.PagedFunctionalNorm, prologues.PagedSqrtNorm])
 )
 def test_prologues_in_other_spellings(mine: type[nn.Module]) -> None:
     found = both(mine(), prologues.PagedRotateHalf())

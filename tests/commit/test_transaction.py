@@ -47,7 +47,7 @@ def state(gm: GraphModule) -> tuple[Any, ...]:
     return gm.graph, str(gm.graph), gm.code, nodes, held, sorted(vars(gm))
 
 
-@pytest.mark.parametrize("place", one_in(4, PLACES))
+@pytest.mark.parametrize("place", one_in(6, PLACES))
 def test_a_defect_leaves_the_graph_as_it_was(place: str) -> None:
     """And the report says so; ``Config(strict=True)`` raises it."""
     family = FAMILIES["transaction.defect"]

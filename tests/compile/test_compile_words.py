@@ -12,23 +12,16 @@ from mla_fusion.examples.fuse_your_model import example
 from torch import Tensor
 
 import mla_fusion as mf
-from mla_fusion.compile import backend as backend_module
+from mla_fusion.compile import words
 from tests.exhaustive import one_in
-
-BACKENDS = ["by name", "as a function"]
 
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
     torch._dynamo.reset()
-    backend_module._warn_once.cache_clear()
+    words._say.cache_clear()
     yield
     torch._dynamo.reset()
-
-
-@pytest.fixture(params=BACKENDS)
-def backend(request: pytest.FixtureRequest) -> Any:
-    return "mla_fusion" if request.param == "by name" else mf.backend()
 
 
 def model() -> torch.nn.Module:
@@ -53,17 +46,17 @@ def call(run: Any, tokens: int = 4) -> mf.Report:
     return mf.reports()[-1] if mf.reports() else mf.Report(mf.Config())
 
 
-@pytest.mark.parametrize(
-    ("dynamic", "fullgraph"), one_in(1, [(None, False), (False, True), (True, False)])
-)
-def test_dynamic_and_fullgraph(backend: Any, dynamic: bool | None, fullgraph: bool) -> None:
+@pytest.mark.parametrize("by_name", [True, False])
+@pytest.mark.parametrize(("dynamic", "fullgraph"), [(None, False), (True, True)])
+def test_dynamic_and_fullgraph(by_name: bool, dynamic: bool | None, fullgraph: bool) -> None:
+    backend = "mla_fusion" if by_name else mf.backend()
     report = call(torch.compile(model(), backend=backend, dynamic=dynamic, fullgraph=fullgraph))
     assert len(report.fused) == 1, str(report)
 
 
-def test_options_are_fields_of_the_configuration(backend: Any) -> None:
+def test_options_are_fields_of_the_configuration() -> None:
     report = call(
-        torch.compile(model(), backend=backend, options={"staging": "always", "verify": "off"})
+        torch.compile(model(), backend="mla_fusion", options={"staging": "always", "verify": "off"})
     )
     assert report.config == mf.Config(staging="always", verify="off")
     assert report.fused[0].placement.startswith("staged")
@@ -89,18 +82,20 @@ def test_options_are_merged_over_the_given_configuration() -> None:
         ),
     ],
 )
-def test_wrong_options_are_named(backend: Any, options: dict[str, Any], message: str) -> None:
-    run = torch.compile(model(), backend=backend, options=options)
+def test_wrong_options_are_named(options: dict[str, Any], message: str) -> None:
+    run = torch.compile(model(), backend="mla_fusion", options=options)
     with pytest.raises(Exception, match=message) as caught, torch.no_grad():
         run(*given())
     assert isinstance(
         caught.value.__cause__ or caught.value,
         (ValueError, torch._dynamo.exc.BackendCompilerFailed),
     )
+    with pytest.raises(ValueError, match=message):
+        words.configured(mf.Config(), options)
 
 
-def test_the_default_mode_is_silent(backend: Any, caplog: pytest.LogCaptureFixture) -> None:
-    assert call(torch.compile(model(), backend=backend, mode="default")).fused
+def test_the_default_mode_is_silent(caplog: pytest.LogCaptureFixture) -> None:
+    assert call(torch.compile(model(), backend="mla_fusion", mode="default")).fused
     assert not caplog.records
 
 
@@ -108,13 +103,11 @@ MODES = ["reduce-overhead", "max-autotune", "fastest", "max-autotune-no-cudagrap
 
 
 @pytest.mark.parametrize("mode", one_in(2, MODES))
-def test_what_a_mode_cannot_do_is_said_once(
-    backend: Any, mode: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_a_mode_cannot_do_is_said_once(mode: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "mla_fusion"):
         for _ in range(2):
             torch._dynamo.reset()
-            assert call(torch.compile(model(), backend=backend, mode=mode)).fused
+            assert call(torch.compile(model(), backend="mla_fusion", mode=mode)).fused
     (record,) = [
         record for record in caplog.records if "torch.compile(mode=" in record.getMessage()
     ]
@@ -131,25 +124,26 @@ def test_modes_on_a_device(caplog: pytest.LogCaptureFixture) -> None:
     }
     with caplog.at_level(logging.WARNING, "mla_fusion"):
         for mode, package in wanted.items():
-            assert backend_module._package(mode) == package
+            assert words.torchair_mode(mode, has_config=False) == package
         assert not caplog.records
-        assert backend_module._package("fastest") == "ge"
-    assert "has no effect: there are default, " in caplog.text
+        assert words.torchair_mode("reduce-overhead", has_config=True) == "ge"
+        assert words.torchair_mode("fastest", has_config=False) == "ge"
+    assert ["compiler_config" in record.getMessage() for record in caplog.records] == [True, False]
 
 
 # -- stances
 
 
-def test_forced_eager_compiles_nothing(backend: Any) -> None:
-    run = torch.compile(model(), backend=backend)
+def test_forced_eager_compiles_nothing() -> None:
+    run = torch.compile(model(), backend="mla_fusion")
     with torch.compiler.set_stance("force_eager"):
         call(run)
     assert not mf.reports()
     assert call(run).fused
 
 
-def test_eager_on_recompile(backend: Any) -> None:
-    run = torch.compile(model(), backend=backend, dynamic=False)
+def test_eager_on_recompile() -> None:
+    run = torch.compile(model(), backend="mla_fusion", dynamic=False)
     call(run)
     with torch.compiler.set_stance("eager_on_recompile"):
         call(run)
@@ -159,8 +153,8 @@ def test_eager_on_recompile(backend: Any) -> None:
     assert len(mf.reports()) == 2
 
 
-def test_fail_on_recompile(backend: Any) -> None:
-    run = torch.compile(model(), backend=backend, dynamic=False)
+def test_fail_on_recompile() -> None:
+    run = torch.compile(model(), backend="mla_fusion", dynamic=False)
     call(run)
     with torch.compiler.set_stance("fail_on_recompile"):
         for _ in range(3):

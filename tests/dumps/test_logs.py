@@ -16,44 +16,54 @@ import mla_fusion as mf
 from mla_fusion.compile.device_graph import capture
 from mla_fusion.inspect import DumpError, NotRebuilt, diff, read, summarise
 from mla_fusion.tools import cli
-from tests.exhaustive import one_in
 
 MODEL = """
 import sys, torch
 from mla_fusion.examples.fuse_your_model import example
 model, arguments = example()
-if sys.argv[1] == "train":
+with torch.no_grad():
+    torch.compile(model, backend=sys.argv[1])(*arguments)
+if sys.argv[1] == "aot_eager":
     weight = torch.randn(4, 4, requires_grad=True)
     step = torch.compile(lambda x: (x @ weight).sin().sum(), backend="aot_eager")
     step(torch.randn(3, 4)).backward()
-else:
-    with torch.no_grad():
-        torch.compile(model, backend=sys.argv[1])(*arguments)
 """
+
+
+def log_of(folder: Path, logs: str, backend: str) -> Path:
+    """The file that ``TORCH_LOGS=.. python model.py 2> log`` leaves."""
+    file = folder / "all.log"
+    # a graph that Inductor has in its cache is not printed
+    variables = {**os.environ, "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1", "TORCH_LOGS": logs}
+    with file.open("w") as log:
+        command = [sys.executable, "-c", MODEL, backend]
+        subprocess.run(command, env=variables, stderr=log, check=True)
+    return file
 
 
 @pytest.fixture(scope="module")
 def logged(tmp_path_factory: pytest.TempPathFactory):
-    """The file that ``TORCH_LOGS=.. python model.py 2> log`` leaves."""
+    """A file with what torch writes of one of the two graphs of a process, where only the named
+    logs are on.
+    """
     folder = tmp_path_factory.mktemp("logs")
+    every = log_of(folder, "graph_code,aot_graphs,aot_joint_graph", "aot_eager").read_text()
 
-    def run(logs: str, backend: str) -> Path:
-        file = folder / f"{logs}-{backend}.log"
-        if not file.exists():
-            # a graph that Inductor has in its cache is not printed
-            uncached = {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
-            variables = {**os.environ, **uncached, "TORCH_LOGS": logs}
-            with file.open("w") as log:
-                command = [sys.executable, "-c", MODEL, backend]
-                subprocess.run(command, env=variables, stderr=log, check=True)
+    def select(logs: str, trained: bool = False) -> Path:
+        file = folder / f"{logs}-{trained}.log"
+        wanted = tuple(f"[__{name}]" for name in logs.split(","))
+        lines = [
+            line
+            for line in every.splitlines(keepends=True)
+            if f"[{int(trained)}/0" in line and any(name in line for name in wanted)
+        ]
+        file.write_text("".join(lines))
         return file
 
-    return run
+    return select
 
 
-@pytest.mark.parametrize("logs", one_in(1, ["aot_graphs", "+aot"]))
-def test_graphs_of_aot_fuse(logs, logged):
-    file = logged(logs, "aot_eager")
+def assert_fuses(file: Path) -> None:
     assert all(line[:1] in "VI" for line in file.read_text().splitlines() if "aten" in line)
     report = mf.explain(file)
     assert [item.placement for item in report.fused] == ["in place"]
@@ -61,14 +71,24 @@ def test_graphs_of_aot_fuse(logs, logged):
     assert "graphs" not in str(report)
 
 
+def test_graphs_of_aot_fuse(logged):
+    assert_fuses(logged("aot_graphs"))
+
+
 @pytest.mark.exhaustive
-def test_graph_of_inductor_is_read(logged):
-    dump = read(logged("post_grad_graphs", "inductor"))
+def test_the_whole_log_of_aot_fuses(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "MODEL", MODEL.partition("if sys")[0])
+    assert_fuses(log_of(tmp_path, "+aot", "aot_eager"))
+
+
+@pytest.mark.exhaustive  # Inductor compiles for half a minute
+def test_graph_of_inductor_is_read(tmp_path):
+    dump = read(log_of(tmp_path, "post_grad_graphs", "inductor"))
     assert dump.counts["aten.mm.default"] == 3
 
 
 def test_graph_before_aot_is_summed_up_and_not_explained(logged, capsys):
-    file = logged("graph_code", "aot_eager")
+    file = logged("graph_code")
     assert summarise(read(file)).operators["torch._C._nn.linear"] == 3
     with pytest.raises(
         NotRebuilt, match=r"before AOT autograd; .* TORCH_LOGS=aot_graphs prints it"
@@ -79,7 +99,7 @@ def test_graph_before_aot_is_summed_up_and_not_explained(logged, capsys):
 
 
 def test_a_file_of_several_graphs_says_so(logged, capsys):
-    file = logged("graph_code,aot_graphs", "aot_eager")
+    file = logged("graph_code,aot_graphs")
     with pytest.raises(NotRebuilt, match=r"the file holds 2 graphs; this is graph 1\. --graph N"):
         mf.explain(file)
     assert len(mf.explain(file, graph=2).fused) == 1
@@ -95,7 +115,7 @@ def test_a_file_of_several_graphs_says_so(logged, capsys):
 
 
 def test_joint_forward_and_backward(logged):
-    file = logged("aot_joint_graph,aot_graphs", "train")
+    file = logged("aot_joint_graph,aot_graphs", trained=True)
     joint, forward, backward = (read(file, number) for number in (1, 2, 3))
     assert joint.graphs == 3
     inputs = [one.name for one in joint.of_type("placeholder")]

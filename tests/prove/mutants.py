@@ -17,15 +17,10 @@ from typing import Any
 
 MUTATED = (  # spellings unlike each other, int8 among them
     "PagedSqrtNorm",
-    "ComplexDense",
     "FusedQkvA",
-    "Float16Lite",
-    "FullSmooth",
-    "PlainCache",
     "Int8Attention",
     "PackedClipped",
     "MxFull",
-    "HifAttentionByOperator",
     "StaticW8A8",
 )
 

@@ -25,7 +25,7 @@ def some(count: int, each_time: int) -> list[object]:
     return [pytest.param(seed, marks=mark) for seed, mark in enumerate(marks)]
 
 
-@pytest.mark.parametrize("seed", some(96, 5))
+@pytest.mark.parametrize("seed", some(96, 6))
 def test_before_a_result_it_is_refused(seed: int) -> None:
     torch.manual_seed(0)
     one = member(seed, BEFORE)
@@ -34,7 +34,7 @@ def test_before_a_result_it_is_refused(seed: int) -> None:
     assert one.commutes or (not report.fused and report.rejected), (one, str(report))
 
 
-@pytest.mark.parametrize("seed", some(12, 3))
+@pytest.mark.parametrize("seed", some(12, 1))
 def test_behind_a_result_it_stays(seed: int) -> None:
     torch.manual_seed(0)
     one = member(seed, BEHIND)
@@ -44,7 +44,9 @@ def test_behind_a_result_it_stays(seed: int) -> None:
     assert_as_exact(model, args, fused)
 
 
-@pytest.mark.parametrize("which", ["q_a", "kv_a", "w_uk"])
+@pytest.mark.parametrize(
+    "which", ["q_a", pytest.param("kv_a", marks=pytest.mark.exhaustive), "w_uk"]
+)
 def test_a_bias_of_later_tokens_is_one(which: str) -> None:
     gm = traced_graph(BiasOfProduct(which), *paged_args(), dynamic=True)
     assert [item.code for item in mf.explain(gm, UNVERIFIED, boundary=True).rejected] == [
@@ -126,13 +128,11 @@ class MovedBySize(Base):
 
 MOVES: dict[str, Function] = {
     "roll": lambda v: torch.roll(v, v.shape[0] // 1000, -1),
-    "heads rolled": lambda v: torch.roll(v, v.shape[0] // 1000, 1),
-    "pad": lambda v: torch.nn.functional.pad(v, (v.shape[0] // 1000, -(v.shape[0] // 1000))),
     "select_scatter": lambda v: torch.select_scatter(v, v[..., 0], -1, v.shape[0] // 1000),
 }
 
 
-@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("move", ["roll", "select_scatter"])
 def test_a_place_is_no_number_of_one_run(move: str) -> None:
     gm = traced_graph(MovedBySize(MOVES[move]), *paged_args(), dynamic=True)
     assert not mf.explain(gm, UNVERIFIED, boundary=True).fused

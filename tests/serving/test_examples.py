@@ -47,7 +47,7 @@ def test_every_example_is_listed() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", one_in(2, sorted(SAID)))
+@pytest.mark.parametrize("name", one_in(2, sorted(SAID), first=1))
 def test_example_runs(name: str, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(FOLDER / name)],

@@ -207,7 +207,9 @@ OTHERS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "config", "first"), [*one_in(2, FAKE), *one_in(9, OTHERS)])
+@pytest.mark.parametrize(
+    ("name", "config", "first"), [*one_in(2, FAKE), *one_in(18, OTHERS, first=3)]
+)
 def test_later_calls_are_right(name: str, config: str, first: str) -> None:
     model, args = prologues.Neox(), base.paged_args()
     run = torch.compile(model, backend=mf.backend(CONFIGS[config]))

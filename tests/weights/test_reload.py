@@ -35,7 +35,7 @@ def has_copy(name: str) -> bool:
     return name in ("q_b_proj", "kv_a_proj_with_mqa")
 
 
-@pytest.mark.parametrize(("way", "name"), one_in(10, CASES))
+@pytest.mark.parametrize(("way", "name"), one_in(20, CASES))
 def test_a_change_is_seen_when_it_should_be(
     way: str, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -54,7 +54,7 @@ def test_a_change_is_seen_when_it_should_be(
     served.assert_right()
 
 
-@pytest.mark.parametrize(("way", "name"), one_in(10, CASES, first=3))
+@pytest.mark.parametrize(("way", "name"), one_in(30, CASES, first=3))
 def test_after_refresh_a_captured_graph_reads_the_new_weights(
     way: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,13 +96,10 @@ LOADS = [way for way in COUNTED if "load" in way or "assign" in way]
 BY_THEMSELVES = [*STEPPED, *LOADS, "SGD", "AdamW foreach"]
 
 
-@pytest.mark.parametrize("way", one_in(3, BY_THEMSELVES))
-@pytest.mark.parametrize("name", ["q_b_proj", "q_a_proj"])
-def test_a_prepacked_model_needs_no_refresh(
-    way: str, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("way", one_in(2, BY_THEMSELVES))
+def test_a_prepacked_model_needs_no_refresh(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     served = Served(monkeypatch)
-    WAYS[way](served, name)
+    WAYS[way](served, "q_b_proj")
     served.assert_replay_right()
 
 
