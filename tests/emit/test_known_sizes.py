@@ -19,5 +19,5 @@ def test_scales_in_blocks_of_a_width_that_was_symbolic() -> None:
     assert fusion.placement == "in place"
     mine, theirs = clones(args), clones(args)
     with torch.no_grad():
-        found, wanted = [*gm(weights, *mine), *mine], [*model(*theirs), *theirs]
+        found, wanted = [*gm(*weights, *mine), *mine], [*model(*theirs), *theirs]
     assert all(distance(a, b) < 3e-2 for a, b in zip(found, wanted, strict=True))

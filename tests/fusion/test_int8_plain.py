@@ -36,7 +36,7 @@ def fused(model: nn.Module, given: tuple[Tensor, ...], mode: int) -> list[Tensor
     ], str(report)
     given = clones(given)
     with torch.no_grad():
-        return [*flat(gm(weights, *given)), *given]
+        return [*flat(gm(*weights, *given)), *given]
 
 
 @pytest.mark.parametrize(("device", "dynamic"), [("cpu", True), ("npu", False)])
