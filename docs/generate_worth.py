@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from mla_fusion.meta.roofline import CHIPS, LAUNCH, Sizes, Step, unfused_steps  # noqa: E402
+from mla_fusion.meta.explain import CHIPS, LAUNCH, Sizes, Step, unfused_steps  # noqa: E402
 from written import between, write  # noqa: E402
 
 from mla_fusion import meta  # noqa: E402

@@ -12,10 +12,9 @@ from typing import Any, ClassVar, NoReturn
 
 import torch
 from mla_fusion.meta.errors import ContractError
-from mla_fusion.meta.layout import holds_data, writable
+from mla_fusion.meta.layout import different, holds_data, writable
 from mla_fusion.meta.limits import Sizes
 from mla_fusion.meta.prolog import Operator
-from mla_fusion.meta.symbolic import different
 from torch import Tensor
 
 Derived = Mapping[str, Callable[[Mapping[str, Any]], Any]]  # axis: its size, of those of others

@@ -1,17 +1,311 @@
-"""`check`: one call against the specification."""
+"""`check`: one call against the specification. Of the prologue: modes first, then presence, dtypes,
+shapes, sizes, ranks and memory, and on request the values that the device does not check.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from functools import cache
+from typing import Any, NoReturn
 
 import torch
+from mla_fusion.meta import layout, spec
 from mla_fusion.meta.binder import Binder
-from mla_fusion.meta.call import Call
 from mla_fusion.meta.errors import known_name
-from mla_fusion.meta.limits import known_path, limits
-from mla_fusion.meta.others import OTHERS
-from mla_fusion.meta.signature import OPERATORS, complete, named
+from mla_fusion.meta.infer import implied_quant_modes, quant_modes
+from mla_fusion.meta.layout import different
+from mla_fusion.meta.limits import Limits, known_path, limits, taken_by
+from mla_fusion.meta.prolog import CACHES, PROLOGS
+from mla_fusion.meta.signature import OPERATORS, OTHERS, complete, named
+from mla_fusion.meta.spec import CACHE_MODES, CACHE_QUANTS, TILING, WEIGHT_MODES
+
+_PADDED = "; FRACTAL_NZ storage is padded, so the operator itself may not notice"
+_WIDTH_UNCHECKED = (
+    "; the operator itself does not compare the width, and its kernel writes rows of Hckv"
+)
+
+
+class Call(Binder):
+    """One call being checked: its arguments by name, and the axes bound so far."""
+
+    derived = spec.DERIVED
+
+    def __init__(self, op: str, full: dict[str, Any], allowed: Limits | None) -> None:
+        super().__init__(PROLOGS[op], TILING, full)
+        self.allowed, self.version = allowed, PROLOGS[op].version
+
+    # -- modes
+
+    def modes(self, where: str) -> None:
+        full, allowed = self.full, self.allowed
+        if allowed and allowed.absent:
+            expected = f"an operator that can be called on {where}: {allowed.absent}"
+            self.refuse("quant.weight_quant_mode", "soc", expected, self.op)
+        self.wq, self.kv = quant_modes(PROLOGS[self.op], full)
+        known = allowed.quant_modes if allowed else _every_quant_pair()
+        if (self.wq, self.kv) not in known:
+            self._refuse_quant(known, where)
+        if allowed and not allowed.reads_modes:
+            self._same_modes(where)
+        self.weights, self.cache = WEIGHT_MODES[self.wq], CACHE_QUANTS[self.kv]
+        if self.version == "v3":
+            self._dependent_modes()
+        self.pick("cache_mode", CACHE_MODES, code="cache_mode.unknown")
+        if allowed:
+            self.pick("cache_mode", allowed.cache_modes, f" on {where}", "cache_mode.release")
+        why = f" with kv_cache_quant_mode {self.kv}"
+        self.pick("cache_mode", self.cache.cache_modes, why, "cache_mode.quant")
+        self.mode = CACHE_MODES[full["cache_mode"]]
+
+    def _refuse_quant(self, known: frozenset[tuple[int, int]], where: str) -> NoReturn:
+        weight_modes = sorted({wq for wq, _ in known})
+        where = f" on {where}" if where else ""
+        if self.wq not in weight_modes:
+            expected = f"one of {weight_modes}{where}"
+            self.refuse("quant.weight_quant_mode", "weight_quant_mode", expected, self.wq)
+        legal = sorted(kv for wq, kv in known if wq == self.wq)
+        expected = f"one of {legal} with weight_quant_mode {self.wq}{where}"
+        self.refuse("quant.combination", "kv_cache_quant_mode", expected, self.kv)
+
+    def _same_modes(self, where: str) -> None:
+        """A release that reads the scenario off the dtypes would compute another one than the modes
+        say.
+        """
+        why = f", which is what {where} reads off the dtypes"
+        wq, kv = implied_quant_modes(self.full)
+        self._must_be("weight_quant_mode", wq, why, "quant.dtypes")
+        self._must_be("kv_cache_quant_mode", kv, why, "quant.dtypes")
+
+    def _dependent_modes(self) -> None:
+        wanted = self.cache.modes
+        if self.allowed:
+            wanted["tile_size"] = spec.TILE_SIZE
+        for name, value in wanted.items():
+            self._must_be(name, value, f" with kv_cache_quant_mode {self.kv}{self._unread()}")
+        if self.wq == 5:
+            for name in spec.named_dtypes(self.kv):
+                why = " (hifloat8) with weight_quant_mode 5"
+                self._must_be(name, spec.HIFLOAT8, why, source="torch_npu meta")
+
+    def _must_be(self, name: str, value: int, why: str, code: str = "", source: str = "") -> None:
+        found = self.full[name]
+        if found != value:
+            self.refuse(code or f"quant.{name}", name, f"{value}{why}", found, source)
+
+    def _unread(self) -> str:
+        """What to add where a release does not look at an argument that every later one does."""
+        read = self.allowed is None or self.allowed.reads_modes
+        return "" if read else ": this release ignores it, later ones do not"
+
+    # -- tensors
+
+    def tensors(self, activation: torch.dtype) -> None:
+        self.roles = self.weights.roles(activation)
+        rank = self.full["token_x"].dim()
+        if rank not in (2, 3):
+            self.refuse("rank.token_x", "token_x", "2-D [T, He] or 3-D [B, S, He]", f"{rank}-D")
+        if rank not in self.mode.index:
+            shape = "3-D [B, S, He]" if rank == 2 else "2-D [T, He]"
+            expected = f"{shape} with cache_mode {self.full['cache_mode']}"
+            self.refuse("cache_mode.rank", "token_x", expected, f"{rank}-D")
+        self.lead = "T" if rank == 2 else "B S"
+        for tensor in spec.INPUTS:
+            self._tensor(tensor.name, tensor.shape, tensor.dtype, tensor.nz)
+            if tensor.name == "token_x":
+                dims = self.dims
+                dims["tokens"] = dims["T"] if rank == 2 else dims["B"] * dims["S"]
+        self._caches()
+        self._index(rank)
+        self._scales()
+
+    def _caches(self) -> None:
+        width = self.cache.width
+        if width == "Dtile":
+            self.dims["tile"] = tile = self.full["tile_size"]
+            if tile <= 0 or different(self.dims["Hckv"] % tile, 0):
+                self.refuse("quant.tile_size", "tile_size", "a divisor of Hckv", tile)
+        note = _WIDTH_UNCHECKED if self.version != "v3" else ""
+        self._tensor("kv_cache", f"{self.mode.cache} {width}", self.cache.kv, note=note)
+        if self.cache.kr is not None:
+            self._tensor("kr_cache", f"{self.mode.cache} Dr", self.cache.kr)
+        elif different(self.full["kr_cache"].numel(), 0):
+            expected = "an empty tensor: the rope part is in kv_cache"
+            found = list(self.full["kr_cache"].shape)
+            self.refuse("shape.kr_cache", "kr_cache", expected, found)
+        elif self.allowed:
+            int8 = [torch.int8] if self.wq in self.allowed.empty_kr_int8 else []
+            self.dtype("kr_cache", torch.bfloat16, *int8)
+
+    def _index(self, rank: int) -> None:
+        mode, shape = self.full["cache_mode"], self.mode.index[rank]
+        self.presence("cache_index", shape is not None, f"with cache_mode {mode}")
+        if shape is not None:
+            self._tensor("cache_index", self._block_list() if shape == "*" else shape, torch.int64)
+        if self.version == "v3":
+            needed = self.mode.actual_seq_len and rank == 2
+            why = f"with cache_mode {mode} and a {rank}-D token_x"
+            self.presence("actual_seq_len", needed, why + ("" if needed else self._unread()))
+            if needed:
+                self.tensor("actual_seq_len", "B", torch.int32)
+
+    def _block_list(self) -> str:
+        """cache_index of a block-wise mode with a 2-D token_x: any number of blocks, once in any
+        shape.
+        """
+        rank = self.full["cache_index"].dim()
+        any_rank = self.allowed is not None and not self.allowed.block_index_ranks
+        return " ".join("*" * rank) if any_rank else "*"
+
+    def _scales(self) -> None:
+        required = {**self.weights.required, **self.cache.required}
+        if self.wq not in spec.CLIP_WEIGHT_MODES:
+            required.pop("k_nope_clip_alpha", None)
+        if self.kv == 1:
+            required["quant_scale_ckv"] = self._kv_scale()
+        why = f"with weight_quant_mode {self.wq}, kv_cache_quant_mode {self.kv}"
+        for name in self.names[len(PROLOGS[self.op].required) :]:
+            if name in ("cache_index", "actual_seq_len"):
+                continue
+            shape = required.get(name) or self.weights.optional.get(name)
+            if name in required or shape is None:
+                unread = self._unread() if name == "k_nope_clip_alpha" else ""
+                self.presence(name, name in required, why + unread)
+            if shape is not None and self.full[name] is not None:
+                dtype = self.weights.scale_dtype if name in spec.BLOCK_SCALES else torch.float32
+                self._tensor(name, shape, dtype)
+
+    def _kv_scale(self) -> str:
+        """The kernel reads one float of it; which shape the host check wants differs, and the
+        reference takes both.
+        """
+        if self.allowed:
+            return self.allowed.kv_scale
+        scale = self.full["quant_scale_ckv"]
+        row = self.version == "v2" or (scale is not None and scale.dim() == 2)
+        return spec.QUANT_SCALE_CKV_ROW if row else "1"
+
+    def _tensor(
+        self, name: str, shape: str, role: spec.Dtype, nz: bool = False, note: str = ""
+    ) -> None:
+        """``role``: a dtype, or what stands for one in these modes."""
+        self.dtype(name, self.roles.get(role, role))
+        tensor, found = self.full[name], None
+        if nz and tensor.dim() == 4:
+            found = self._from_nz(name, tuple(tensor.shape), tensor.element_size())
+        note = note or (_PADDED if nz and found is None else "")
+        self.sizes(name, shape.replace("lead", self.lead), found, note)
+
+    def _from_nz(self, name: str, sizes: tuple[Any, ...], item: int) -> tuple[Any, Any]:
+        """(k, n) of FRACTAL_NZ storage ``[n/C0, k/16, 16, C0]``, C0 being 32 bytes."""
+        c0 = 32 // item
+        if different(sizes[2], 16) or different(sizes[3], c0):
+            self.refuse(f"shape.{name}", name, f"[n/{c0}, k/16, 16, {c0}] or [k, n]", list(sizes))
+        return sizes[1] * 16, sizes[0] * c0
+
+    # -- sizes
+
+    def within_limits(self, where: str) -> None:
+        """The tables of sizes."""
+        assert self.allowed
+        for axis, sizes in self.allowed.dims.items():
+            argument = "actual_seq_len" if axis == "B" and self.lead == "T" else _OWNERS[axis]
+            self.within(axis, argument, sizes, f" on {where}")
+
+    def found(self, axis: str, size: Any, where: str) -> str:
+        known = f", {taken_by(self.op, axis, size, where.removeprefix(' on '))}"
+        return super().found(axis, size, where) + (known if type(size) is int else "")
+
+    # -- ranks
+
+    def ranks(self, where: str) -> None:
+        """Ranks that a release or a path takes where the sizes would do: of 4-D weights and of
+        empty caches.
+        """
+        assert self.allowed
+        rank, taken = self.full["weight_dq"].dim(), self.allowed.weight_dq_4d
+        if rank == 4 and taken != "always" and (not taken or self.full["query_norm_flag"]):
+            expected = f"2-D [He, Hcq] on {where}" + (" with query_norm_flag" if taken else "")
+            self.refuse("rank.weight_dq", "weight_dq", expected, "4-D", spec.INFERSHAPE)
+        ranks = self.allowed.empty_kr_ranks
+        if self.cache.kr is None and ranks:
+            self.rank("kr_cache", *sorted(ranks), where=f" on {where}")
+
+    # -- memory
+
+    def memory(self, where: str) -> None:
+        """Devices, storage formats and strides."""
+        assert self.allowed
+        self.one_device()
+        for tensor in spec.INPUTS:
+            form = layout.npu_format(self.full[tensor.name]) if tensor.nz else None
+            if form not in (None, layout.FRACTAL_NZ):
+                cast = f"torch_npu.npu_format_cast({tensor.name}, {layout.FRACTAL_NZ})"
+                expected = f"format FRACTAL_NZ: {cast}"
+                self.refuse(f"format.{tensor.name}", tensor.name, expected, f"format {form}")
+        for name in self.names:
+            given = self.full[name]
+            if given is not None and name not in CACHES and not layout.contiguous(given):
+                self.refuse_strides(name, "a contiguous tensor", spec.DEFINITION)
+        free = self.allowed.strided_caches
+        expected = (
+            f"contiguous axes, the first excepted, on {where}"
+            if free
+            else f"a contiguous tensor on {where}: rows written to others do not arrive"
+        )
+        ones_free = not self.allowed.compares_strides
+        self.caches(CACHES, expected, first_axis_free=free, ones_free=ones_free)
+
+    # -- values
+
+    def values(self) -> None:
+        """Refuse an index past the cache, a repeated one, or lengths that are not prefix sums.
+
+        cache_index: slots below BlockNum*BlockSize (PA_BSND, PA_NZ) or blocks below BlockNum
+        (PA_BLK_*), each at most once; negative entries are skipped by the kernel and legal.
+        actual_seq_len: inclusive prefix sums, that is non-decreasing from >= 0 and ending at T;
+        cache_index then lists at least sum(ceil(S_i/BlockSize)) blocks. Codes:
+        ``values.cache_index.range|duplicate|blocks``, ``values.actual_seq_len``, ``values.meta``
+        when a tensor holds no data.
+        """
+        self.source, full = spec.SCATTER, self.full
+        for name in ("cache_index", "actual_seq_len"):
+            if full.get(name) is not None:
+                self.readable(name)
+        if full["cache_index"] is None:
+            return
+        entries, ends = full["cache_index"].reshape(-1), full.get("actual_seq_len")
+        block_num, block_size = full["kv_cache"].shape[:2]
+        if ends is not None:
+            lengths = torch.diff(ends.long(), prepend=ends.new_zeros(1, dtype=torch.int64))
+            if len(lengths) == 0 or bool((lengths < 0).any()) or int(ends[-1]) != self.dims["T"]:
+                expected = f"inclusive prefix sums ending at T = {self.dims['T']}"
+                self.refuse("values.actual_seq_len", "actual_seq_len", expected, ends.tolist())
+            needed = int(((lengths + block_size - 1) // block_size).sum())
+            if len(entries) < needed:
+                expected = f"at least {needed} blocks"
+                code = "values.cache_index.blocks"
+                self.refuse(code, "cache_index", expected, len(entries))
+        if block_num and "BLK" in full["cache_mode"]:
+            self.rows("cache_index", entries, block_num, "blocks below BlockNum")
+        elif block_num:
+            end = block_num * block_size
+            self.rows("cache_index", entries, end, "slots below BlockNum*BlockSize")
+
+
+_OWNERS = {
+    **dict.fromkeys(("He", "B", "S", "T", "tokens"), "token_x"),
+    **dict.fromkeys(("D", "Hckv", "N"), "weight_uk"),
+    **dict.fromkeys(("Nkv", "BlockSize"), "kv_cache"),
+    "Hcq": "weight_dq",
+    "Dr": "rope_sin",
+}
+
+
+@cache
+def _every_quant_pair() -> frozenset[tuple[int, int]]:
+    newest = (limits("npu_mla_prolog_v3", soc, "latest") for soc in ("A3", "A5"))
+    return frozenset().union(*(each.quant_modes for each in newest))
+
 
 _VALIDATION = (torch.bfloat16, torch.float32, torch.float64)
 

@@ -1,19 +1,188 @@
-"""`explain_call`: what a call is, which kernel it selects, and what it costs at least."""
+"""`explain_call`: what a call is, which kernel it selects, and what it costs at least: products,
+bytes, and the time a chip needs for them.
+
+Counted are the multiply-adds of the four matmuls and each byte of the call's tensors once; vector
+work, launches and caches closer than main memory are left out, so the times are lower bounds. The
+unfused sequence is the one that a model runs without the operator: a kernel per step, every
+intermediate written and read again.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
-from typing import Any
+from math import inf, prod
+from typing import Any, NamedTuple
 
 from mla_fusion.meta.check import checked
 from mla_fusion.meta.errors import ContractError
 from mla_fusion.meta.infer import infer
 from mla_fusion.meta.prolog import CACHES, PROLOGS
-from mla_fusion.meta.roofline import CHIPS, LAUNCH, LAUNCH_SOURCE, Chip, Cost, Sizes, costs
 from mla_fusion.meta.spec import CACHE_QUANTS, WEIGHT_MODES
 from mla_fusion.meta.tiling_key import TilingKey, empty_tensor_mode, tiling_key
+
+# No figure for a launch is published. A small kernel whose bytes take next to nothing is one launch
+# and little more.
+LAUNCH = 3.5e-6
+LAUNCH_SOURCE = "what a small fused vector kernel took in all in vllm-ascend's pull request 10730"
+
+
+@dataclass(frozen=True)
+class Chip:
+    """One device as torch sees it. Peaks in products-and-sums per second, None where none is
+    published.
+    """
+
+    name: str
+    bytes_per_second: float
+    bf16_flops: float | None = None
+    quantised_flops: float | None = None
+    source: str = "given by the caller"
+
+
+_CLOUDMATRIX = "one die; Serving LLMs on CloudMatrix384, arXiv 2506.12708"
+_CONNECT = "announced at Huawei Connect 2025"
+CHIPS = {
+    "910C": Chip("910C", 1.6e12, 376e12, 752e12, _CLOUDMATRIX),
+    "950PR": Chip("950PR", 1.6e12, None, 1e15, _CONNECT),
+    "950DT": Chip("950DT", 4.0e12, None, 1e15, _CONNECT),
+}
+
+
+class Step(NamedTuple):
+    """One kernel of the unfused sequence: bytes of all but weights, bytes of weights, and
+    products.
+    """
+
+    name: str
+    other_bytes: int
+    weight_bytes: int = 0
+    flops: int = 0
+    quantised: bool = False
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Sums over a call. ``intensity`` is products-and-sums per byte; ``seconds`` a lower bound on a
+    chip.
+    """
+
+    kernels: int
+    flops: int
+    weight_bytes: int
+    activation_bytes: int
+    cache_bytes: int
+    seconds: float | None
+
+    @property
+    def bytes(self) -> int:
+        return self.weight_bytes + self.activation_bytes + self.cache_bytes
+
+    @property
+    def intensity(self) -> float:
+        return self.flops / self.bytes if self.bytes else 0.0
+
+    def __str__(self) -> str:
+        seconds = "" if self.seconds is None else f", {self.seconds * 1e6:.2f} us"
+        return (
+            f"{self.kernels} kernels, {self.flops / 1e9:.3f} GFLOP, {self.bytes / 1e6:.2f} MB "
+            f"(weights {self.weight_bytes / 1e6:.2f}, activations "
+            f"{self.activation_bytes / 1e6:.2f}, cache {self.cache_bytes / 1e6:.3f}), "
+            f"{self.intensity:.1f} FLOP/byte{seconds}; launches add up to "
+            f"{self.kernels * LAUNCH * 1e6:.1f} us"
+        )
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The arguments of a call, the sizes of its axes, and its modes: what bytes follow from."""
+
+    arguments: Mapping[str, Any]
+    dims: Mapping[str, int]
+    wq: int
+    kv: int
+
+    def bytes(self, *names: str) -> int:
+        """Of the arguments of these names, as far as they are given."""
+        present = (self.arguments.get(name) for name in names)
+        return sum(tensor.nbytes for tensor in present if tensor is not None)
+
+    def rows(self, name: str) -> int:
+        """Of the new rows of a cache."""
+        if name == "kr_cache" and self.kv == 3:
+            return 0
+        cache = self.arguments[name]
+        return int(self.dims["tokens"] * cache.shape[-1] * cache.element_size())
+
+
+def costs(sizes: Sizes, results: int, chip: Chip | None) -> tuple[Cost, Cost]:
+    """Of the operator, which reads every argument once and writes ``results`` bytes and the new
+    cache rows; and of the steps without it, one after the other.
+    """
+    steps = list(unfused_steps(sizes))
+    flops = sum(step.flops for step in steps)
+    weights = sum(step.weight_bytes for step in steps)
+    others = sum(step.other_bytes for step in steps)
+    names = "token_x dequant_scale_x rope_sin rope_cos cache_index actual_seq_len".split()
+    activations = results + sizes.bytes(*names)
+    rows = sizes.rows("kv_cache") + sizes.rows("kr_cache")
+    written = sum(step.other_bytes for step in steps if step.name.startswith("write"))
+
+    fused = alone = None
+    if chip is not None:
+        fused = _seconds(chip, steps, weights + activations + rows)
+        alone = sum(_seconds(chip, [one], one.weight_bytes + one.other_bytes) for one in steps)
+    return (
+        Cost(1, flops, weights, activations, rows, fused),
+        Cost(len(steps), flops, weights, others - written, written, alone),
+    )
+
+
+def _seconds(chip: Chip, steps: Sequence[Step], moved: int) -> float:
+    """Products take no time where no peak is published: still a lower bound."""
+    peaks = chip.bf16_flops or inf, chip.quantised_flops or inf
+    products = sum(step.flops / peaks[step.quantised] for step in steps)
+    return max(moved / chip.bytes_per_second, products)
+
+
+def unfused_steps(sizes: Sizes) -> Iterator[Step]:
+    """The kernels of the prologue without the operator, in order, for the scenario of the call."""
+    d, of = sizes.dims, sizes.bytes
+    t, full, quantised = d["tokens"], sizes.wq >= 2, sizes.wq >= 1
+    heads, hcq, hckv, dr = d["N"], d["Hcq"], d["Hckv"], d["Dr"]
+    cq, ckv, kr = (2 * t * width for width in (hcq, hckv, dr))  # bytes of bfloat16
+    q_all, query, q_rope = (2 * t * heads * width for width in (d["D"] + dr, hckv, dr))
+    x, tables = of("token_x", "dequant_scale_x"), of("rope_sin", "rope_cos")
+
+    weight = of("weight_dq", "dequant_scale_w_dq")
+    yield Step("matmul c_q", x + cq, weight, 2 * t * d["He"] * hcq, full)
+    yield Step("rms_norm c_q", 2 * cq, of("rmsnorm_gamma_cq"))
+    c_q = cq
+    if quantised:
+        c_q = t * (hcq + (hcq // 32 if sizes.wq == 3 else 4))
+        yield Step("quantise c_q", cq + c_q, of("smooth_scales_cq"))
+    weight = of("weight_uq_qr", "dequant_scale_w_uq_qr")
+    yield Step("matmul q", c_q + q_all, weight, 2 * t * hcq * heads * (d["D"] + dr), quantised)
+    products = 2 * t * heads * d["D"] * hckv
+    yield Step("absorb W_uk", q_all - q_rope + query, of("weight_uk"), products)
+    yield Step("rope q", 2 * q_rope + tables)
+    if sizes.kv == 1:
+        scales = 4 * t * heads
+        yield Step("quantise query", query + query // 2 + scales)
+        yield Step("rescale query_rope", 2 * q_rope + scales)
+    weight = of("weight_dkv_kr", "dequant_scale_w_dkv_kr")
+    yield Step("matmul ckv_kr", x + ckv + kr, weight, 2 * t * d["He"] * (hckv + dr), full)
+    yield Step("rms_norm ckv", 2 * ckv, of("rmsnorm_gamma_ckv"))
+    yield Step("rope kr", 2 * kr + tables)
+    kv_rows, kr_rows = sizes.rows("kv_cache"), sizes.rows("kr_cache")
+    index = of("cache_index", "actual_seq_len")
+    if sizes.kv:
+        scales = of("quant_scale_ckv", "quant_scale_ckr", "k_nope_clip_alpha")
+        rope_too = kr + kr_rows if sizes.kv in (2, 3) else 0
+        yield Step("quantise cache rows", ckv + kv_rows + rope_too, scales)
+    yield Step("write kv_cache", 2 * kv_rows + index)
+    if sizes.kv != 3:
+        yield Step("write kr_cache", 2 * kr_rows + index)
 
 
 @dataclass(frozen=True)

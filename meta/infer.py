@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from mla_fusion.meta.binder import Binder
 from mla_fusion.meta.limits import known_path, known_releases
-from mla_fusion.meta.others import OTHERS
 from mla_fusion.meta.prolog import PROLOGS, Operator
-from mla_fusion.meta.signature import complete, named
+from mla_fusion.meta.signature import OTHERS, complete, named
 from mla_fusion.meta.spec import INFERSHAPE
 
 Result = tuple[tuple[Any, ...], torch.dtype]

@@ -1,4 +1,6 @@
-"""How a tensor lies in memory: format, strides, and whether there is memory at all."""
+"""How a tensor lies in memory: format, strides, and whether there is memory at all; and comparing
+sizes that may be symbolic.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from mla_fusion.meta.symbolic import different
-from torch import Tensor
+from torch import Tensor, sym_not
 
 from mla_fusion.compat import FakeTensor
 
@@ -85,3 +86,21 @@ def _as_torch_lays_out(sizes: Sequence[Any], strides: Sequence[Any]) -> bool:
             return False
         expected = expected * (1 if type(size) is int and size == 0 else size)
     return True
+
+
+def different(a: Any, b: Any) -> bool:
+    """Whether two sizes are known to differ; none is guarded on or specialised."""
+    return known(a != b)
+
+
+def known(condition: Any) -> bool:
+    """Whether a condition, a bool or a SymBool, holds for every size that there can be."""
+    if type(condition) is bool:
+        return condition
+    from mla_fusion.compat import statically_known_true  # loads sympy
+
+    return statically_known_true(condition)
+
+
+def not_(condition: Any) -> Any:
+    return not condition if type(condition) is bool else sym_not(condition)

@@ -18,8 +18,8 @@ from types import MappingProxyType
 from typing import Any
 
 from mla_fusion.meta.errors import known_name
+from mla_fusion.meta.layout import known, not_
 from mla_fusion.meta.prolog import PROLOGS
-from mla_fusion.meta.symbolic import known, not_
 
 from mla_fusion.machine import RELEASES, SOCS
 

@@ -16,9 +16,9 @@ from typing import Any, ClassVar
 import torch
 from mla_fusion.meta.binder import Binder, Derived
 from mla_fusion.meta.errors import known_name
+from mla_fusion.meta.layout import different
 from mla_fusion.meta.limits import Sizes, known_releases, only
 from mla_fusion.meta.prolog import Operator
-from mla_fusion.meta.symbolic import different
 
 OP = "npu_mla_preprocess"
 HOST = "MlaPreprocess operation"
@@ -75,9 +75,7 @@ OUT_SCHEMA = (
 )
 
 
-def check_preprocess(
-    op: str, soc: str, cann: str, values: bool, full: Mapping[str, Any]
-) -> Binder:
+def check_preprocess(op: str, soc: str, cann: str, values: bool, full: Mapping[str, Any]) -> Binder:
     """`mla_fusion.meta.check` of ``npu_mla_preprocess``: structure, then the sizes the device
     takes; ``full``: every argument by name.
     """

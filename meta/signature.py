@@ -1,18 +1,46 @@
-"""Calls bound by the operators' tables: arguments by name, defaults filled in, types of attributes
-checked.
+"""The operators by name, and calls bound by their tables: arguments by name, defaults filled in,
+types of attributes checked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
 from mla_fusion.meta import preprocess
+from mla_fusion.meta.attention import ATTENTION, check_attention, infer_attention
+from mla_fusion.meta.binder import Binder
 from mla_fusion.meta.errors import ContractError, known_name
-from mla_fusion.meta.others import OTHERS
-from mla_fusion.meta.prolog import PROLOGS
+from mla_fusion.meta.key_operator import OPERATORS as KEY_OPERATORS
+from mla_fusion.meta.key_operator import check_key_operator, infer_key_operator
+from mla_fusion.meta.preprocess import ATB, check_preprocess, infer_preprocess
+from mla_fusion.meta.prolog import PROLOGS, Operator
+
+
+@dataclass(frozen=True)
+class Other:
+    """An operator beside the prologue.
+
+    check   of (op, soc, cann, values, every argument by name): the call; raises ContractError
+    infer   of (op, every argument by name): shapes and dtypes of the results
+    """
+
+    operator: Operator
+    check: Callable[..., Binder]
+    infer: Callable[..., list[Any]]
+
+
+OTHERS = {
+    other.operator.name: other
+    for other in (
+        Other(ATTENTION, check_attention, infer_attention),
+        Other(ATB, check_preprocess, infer_preprocess),
+        *(Other(one, check_key_operator, infer_key_operator) for one in KEY_OPERATORS),
+    )
+}
 
 OPERATORS = PROLOGS | {name: other.operator for name, other in OTHERS.items()}
 ALIASES = {"mla_preprocess": preprocess.OP}  # ATB's operator without torch's prefix

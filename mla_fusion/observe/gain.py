@@ -10,7 +10,7 @@ from typing import Any
 from mla_fusion.fx.sizes import has_symbols
 from mla_fusion.machine import Machine
 from mla_fusion.meta import CallExplanation, ContractError, explain_call
-from mla_fusion.meta.roofline import LAUNCH
+from mla_fusion.meta.explain import LAUNCH
 from mla_fusion.plan.plan import Plan, PrologPlan
 from mla_fusion.reference.sample import sample_call
 from mla_fusion.report.staging import Leftover

@@ -21,8 +21,8 @@ from mla_fusion.meta.attention import (
     NO_MASK,
     OP,
     axes_of,
+    check_attention,
 )
-from mla_fusion.meta.attention_check import check_attention
 from mla_fusion.reference.numerics import working_dtype
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from mla_fusion.meta.roofline import Sizes, unfused_steps
+from mla_fusion.meta.explain import Sizes, unfused_steps
 
 from mla_fusion import meta
 from mla_fusion.reference.sample import sample_call

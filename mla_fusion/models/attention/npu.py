@@ -25,9 +25,9 @@ from mla_fusion.meta.attention import (
     MASK_WIDTH,
     OP,
     PER_TOKEN_AND_HEAD,
+    check_attention,
     padded_heads,
 )
-from mla_fusion.meta.attention_check import check_attention
 
 _DEFAULTS = ATTENTION.defaults
 Lengths = Tensor | Sequence[int]
