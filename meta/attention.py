@@ -22,7 +22,7 @@ import torch
 from mla_fusion.meta.binder import Binder, Derived
 from mla_fusion.meta.errors import ContractError
 from mla_fusion.meta.layout import contiguous, different
-from mla_fusion.meta.limits import Sizes, newest, only
+from mla_fusion.meta.limits import Sizes, newest, sizes_of
 from mla_fusion.meta.prolog import Operator
 
 HOST = "fused_infer_attention_score tiling"
@@ -60,7 +60,7 @@ NOT_OF_MLA = """pse_shift dequant_offset_key dequant_offset_value dequant_scale_
 SOCS = ("A2", "A3")
 # query's axes, and behind "_" those of attention_out where they differ; H is N*D
 LAYOUTS = ("BSH", "BSND", "BNSD", "BNSD_NBSD", "BSND_NBSD", "BSH_NBSD", "TND", "TND_NTD")
-HEADS = Sizes(frozenset(2**power for power in range(8)))
+HEADS = sizes_of("1,2,4,8,16,32,64,128")
 LATENT, ROPE = 512, 64
 FLOATS = (torch.bfloat16, torch.float16)
 MOST = {"B": 4096, "T": 1 << 20}  # of TND
@@ -89,11 +89,11 @@ class Release:
     tied: bool = False
 
 
-_128 = only(128)
-_TO_1024 = Sizes(low=16, high=1024, step=16)
+_128 = sizes_of("128")
+_TO_1024 = sizes_of("16..1024/16")
 _MASKS = (NO_MASK, CAUSAL_AT_THE_END, BAND)
 SINCE = {
-    "8.3": Release(only(16, 128), _128, _MASKS, lse=False, tied=True),
+    "8.3": Release(sizes_of("16,128"), _128, _MASKS, lse=False, tied=True),
     "8.5": Release(_TO_1024, _TO_1024, _MASKS),
     "9.1": Release(_TO_1024, _TO_1024, (*_MASKS, TREE)),
     "latest": Release(_TO_1024, _TO_1024, (*_MASKS, TREE), tokens=None),
@@ -239,7 +239,7 @@ class _Call(Binder):
         self.within("N", "num_query_heads", HEADS, pad)
         for axis, size, name in (("D", LATENT, "key"), ("R", ROPE, "key_rope")):
             self.dims[axis] = _width_of(self, name)
-            self.within(axis, name, only(size), ", with W_uk multiplied into the query")
+            self.within(axis, name, sizes_of(f"{size}"), ", with W_uk multiplied into the query")
 
     def check_tensors(self) -> None:
         full, axes = self.full, " ".join(self.axes)
@@ -282,8 +282,8 @@ class _Call(Binder):
         one_head = type(dims["N"]) is int and dims["N"] == 1
         self.pick("num_key_value_heads", (0, 1) if one_head else (1,))  # 0: as many as of query
         for axis in dims:
-            most = MOST.get(axis) if "T" in dims else None
-            self.within(axis, "query", Sizes(low=1, high=most), f" in {self.layout}")
+            most = MOST.get(axis, "") if "T" in dims else ""
+            self.within(axis, "query", sizes_of(f"1..{most}"), f" in {self.layout}")
         nz = full["key"].dim() == 5
         blocks = self.allowed.nz_blocks if nz else self.allowed.blocks
         cache = f" in {'an NZ' if nz else 'a'} cache of {full['key'].dtype}"

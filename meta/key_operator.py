@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 from mla_fusion.meta.binder import Binder, Derived
 from mla_fusion.meta.errors import ContractError
-from mla_fusion.meta.limits import RELEASES, Sizes, known_releases, only
+from mla_fusion.meta.limits import RELEASES, known_releases, sizes_of
 from mla_fusion.meta.prolog import Operator
 
 HOST = "kv_rms_norm_rope_cache tiling"
@@ -66,7 +66,6 @@ _OF = {operator.name: operator for operator in OPERATORS}
 PAGED = ("PA", "PA_BNSD", "PA_NZ")  # a slot for each token
 BLOCKS = ("PA_BLK_BNSD", "PA_BLK_NZ")  # one for each block of a sequence
 MODES = ("Norm", *PAGED, *BLOCKS)
-_C, _R = only(512), only(64)  # of A2 and A3
 SINCE = {"A2": RELEASES[0], "A3": RELEASES[0], "A5": "8.5"}
 FROM_BLOCKS = "latest"  # the release that asks for as many blocks as the sequences need one by one
 
@@ -157,11 +156,11 @@ class _Call(Binder):
     def check_sizes(self, soc: str, cann: str) -> None:
         dims, index = self.dims, self.full["index"]
         if soc != "A5":
-            self.within("C", "gamma", _C, f" on {soc}")
-            self.within("R", "cos", _R, f" on {soc}")
-        self.within("R", "cos", Sizes(low=2, step=2))
+            self.within("C", "gamma", sizes_of("512"), f" on {soc}")
+            self.within("R", "cos", sizes_of("64"), f" on {soc}")
+        self.within("R", "cos", sizes_of("2../2"))
         for axis in dims:
-            self.within(axis, "kv", Sizes(low=1))
+            self.within(axis, "kv", sizes_of("1.."))
         paged = self.mode != "Norm"
         blocks = -(-dims["S"] // dims["BlockSize"]) if paged else 0  # of one sequence
         wanted = dims["B"] * (blocks if self.mode in BLOCKS else dims["S"])
@@ -171,10 +170,12 @@ class _Call(Binder):
             self.sizes("index", "B S")
             return
         step = 32 if torch.int8 in {self.full[name].dtype for name in _CACHES} else 16
-        self.within("BlockSize", "k_cache", Sizes(low=step, step=step))
+        self.within("BlockSize", "k_cache", sizes_of(f"{step}../{step}"))
         needed = blocks * dims["B"]
         if cann == FROM_BLOCKS and type(needed) is int:
-            self.within("BlockNum", "k_cache", Sizes(low=needed), ", which is B*ceil(S/BlockSize)")
+            self.within(
+                "BlockNum", "k_cache", sizes_of(f"{needed}.."), ", which is B*ceil(S/BlockSize)"
+            )
 
     def check_values(self) -> None:
         """Each slot is a row of the cache, or negative, which skips the token; no row is written

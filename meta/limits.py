@@ -10,16 +10,18 @@ version's infershape and from the operator definitions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from ast import literal_eval
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, reduce
 from operator import and_, or_
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from mla_fusion.meta.errors import known_name
 from mla_fusion.meta.layout import known, not_
 from mla_fusion.meta.prolog import PROLOGS
+from mla_fusion.meta.spec import CACHE_MODES
 
 from mla_fusion.machine import RELEASES, SOCS
 
@@ -66,141 +68,121 @@ class Sizes:
     __str__ = describe
 
 
-def only(*sizes: int) -> Sizes:
-    return Sizes(frozenset(sizes))
-
-
-_ALL_MODES = ("PA_BSND", "PA_NZ", "PA_BLK_BSND", "PA_BLK_NZ", "BSND", "TND")
-_V12, _V3 = ("v1", "v2"), ("v3",)
-_ANY_VERSION = _V12 + _V3
-_A23, _ANY_SOC = ("A2", "A3"), SOCS
-
-
-@dataclass(frozen=True)
-class Limit:
-    """``name`` is ``value`` from CANN ``since`` on, until a later row for it replaces it: the
-    `Sizes` of an axis, or a field of `Limits`.
-    """
-
-    name: str
-    value: Any
-    since: str = "8.2"
-    socs: tuple[str, ...] = _ANY_SOC
-    versions: tuple[str, ...] = _ANY_VERSION
-    paths: tuple[str, ...] = PATHS
-
-
-# Axis, sizes ("low..high/step", or listed), and where that holds: since which CANN release, on
-# which SoCs, for which versions of the operator. Without tokens sin and cos are empty, which the
-# newest v3 reads as "no RoPE"; then it wants them to be [0].
-_SIZES = """
-He        6144,7168,7680                                      8.2     A2,A3,A5  v1,v2,v3
-He        1024,2048,3072,4096,5120,6144,7168,7680,8192        8.5     A2,A3     v1,v2,v3
-He        7168                                                8.5     A5        v1,v2,v3
-He        1024,2048,3072,4096,5120,6144,7168,7680,8192        9.1     A2,A3,A5  v1,v2,v3
-Hcq       1536                                                8.2     A2,A3,A5  v1,v2,v3
-Hcq       1536,2048                                           9.1     A2,A3,A5  v3
-D         128                                                 8.2     A2,A3,A5  v1,v2,v3
-D         128,192                                             9.1     A2,A3,A5  v3
-Dr        64                                                  8.2     A2,A3,A5  v1,v2,v3
-Hckv      512                                                 8.2     A2,A3,A5  v1,v2,v3
-Nkv       1                                                   8.2     A2,A3,A5  v1,v2,v3
-N         1,2,4,8,16,32,64,128                                8.2     A2,A3,A5  v1,v2,v3
-N         1..128                                              latest  A2,A3,A5  v3
-S         0..16                                               8.2     A2,A3,A5  v1,v2,v3
-S         0..                                                 8.5     A2,A3     v1,v2,v3
-S         0,1                                                 8.5     A5        v1,v2,v3
-S         0..                                                 9.0     A2,A3,A5  v1,v2,v3
-T         0..1048576                                          8.2     A2,A3,A5  v1,v2,v3
-T         0..                                                 8.5     A2,A3,A5  v1,v2,v3
-tokens    0..                                                 8.2     A2,A3,A5  v1,v2,v3
-tokens    1..                                                 latest  A2,A3,A5  v3
-B         0..65536                                            8.2     A2,A3,A5  v1,v2,v3
-BlockSize 16,128                                              8.2     A2,A3,A5  v1,v2,v3
-BlockSize 16..1024/16                                         8.5     A2,A3     v1,v2,v3
-BlockSize 16..1024/16                                         9.0     A2,A3,A5  v1,v2,v3
-"""
-
-
-def _sizes(text: str) -> Sizes:
+def sizes_of(text: str) -> Sizes:
+    """ "low..high/step" with or without the last two, or listed sizes."""
     low, is_range, high = text.partition("..")
     if not is_range:
-        return only(*map(int, text.split(",")))
+        return Sizes(frozenset(map(int, text.split(","))))
     high, _, step = high.partition("/")
     return Sizes(low=int(low), high=int(high) if high else None, step=int(step or 1))
 
 
-def _limit(line: str) -> Limit:
-    axis, sizes, since, socs, versions = line.split()
-    return Limit(axis, _sizes(sizes), since, tuple(socs.split(",")), tuple(versions.split(",")))
+class Limit(NamedTuple):
+    """From CANN ``since`` on, on these SoCs, for these versions of the operator and on these paths,
+    ``name`` is ``value``, until a later row for it replaces it: the `Sizes` of an axis, or a field
+    of `Limits`.
+    """
+
+    since: str
+    socs: str
+    versions: str
+    paths: str
+    name: str
+    value: Any
 
 
-LIMITS = tuple(map(_limit, _SIZES.strip().splitlines()))
+def _rows(table: str, value_of: Callable[[str], Any]) -> list[Limit]:
+    rows = (line.split(maxsplit=5) for line in table.strip().splitlines())
+    return [Limit._make((*where, value_of(value))) for *where, value in rows]
 
-# ((weight_quant_mode, kv_cache_quant_mode), ...) legal from a release on; rows add up
-QUANT_RELEASES = (
-    (((0, 0), (1, 0), (1, 2), (2, 0)), "8.2", _A23, _ANY_VERSION),
-    (((2, 1),), "8.2", _A23, ("v2", "v3")),
-    (((1, 3), (2, 3)), "8.5", _A23, _V3),
-    (((0, 0), (3, 0), (3, 1), (3, 3)), "9.0", ("A5",), _V3),
-    (((1, 0), (1, 2), (1, 3), (2, 0), (2, 1), (2, 3)), "9.1", ("A5",), _V3),
-    (((4, 0), (4, 1), (4, 3), (5, 0), (5, 1), (5, 3)), "9.1", ("A5",), _V3),
+
+# Sizes of axes. Without tokens sin and cos are empty, which the newest v3 reads as "no RoPE"; then
+# it wants them to be [0].
+LIMITS = _rows(
+    """
+8.2     A2,A3,A5  v1,v2,v3  eager,graph  He         6144,7168,7680
+8.5     A2,A3     v1,v2,v3  eager,graph  He         1024,2048,3072,4096,5120,6144,7168,7680,8192
+8.5     A5        v1,v2,v3  eager,graph  He         7168
+9.1     A2,A3,A5  v1,v2,v3  eager,graph  He         1024,2048,3072,4096,5120,6144,7168,7680,8192
+8.2     A2,A3,A5  v1,v2,v3  eager,graph  Hcq        1536
+9.1     A2,A3,A5  v3        eager,graph  Hcq        1536,2048
+8.2     A2,A3,A5  v1,v2,v3  eager,graph  D          128
+9.1     A2,A3,A5  v3        eager,graph  D          128,192
+8.2     A2,A3,A5  v1,v2,v3  eager,graph  Dr         64
+8.2     A2,A3,A5  v1,v2,v3  eager,graph  Hckv       512
+8.2     A2,A3,A5  v1,v2,v3  eager,graph  Nkv        1
+8.2     A2,A3,A5  v1,v2,v3  eager,graph  N          1,2,4,8,16,32,64,128
+latest  A2,A3,A5  v3        eager,graph  N          1..128
+8.2     A2,A3,A5  v1,v2,v3  eager,graph  S          0..16
+8.5     A2,A3     v1,v2,v3  eager,graph  S          0..
+8.5     A5        v1,v2,v3  eager,graph  S          0,1
+9.0     A2,A3,A5  v1,v2,v3  eager,graph  S          0..
+8.2     A2,A3,A5  v1,v2,v3  eager,graph  T          0..1048576
+8.5     A2,A3,A5  v1,v2,v3  eager,graph  T          0..
+8.2     A2,A3,A5  v1,v2,v3  eager,graph  tokens     0..
+latest  A2,A3,A5  v3        eager,graph  tokens     1..
+8.2     A2,A3,A5  v1,v2,v3  eager,graph  B          0..65536
+8.2     A2,A3,A5  v1,v2,v3  eager,graph  BlockSize  16,128
+8.5     A2,A3     v1,v2,v3  eager,graph  BlockSize  16..1024/16
+9.0     A2,A3,A5  v1,v2,v3  eager,graph  BlockSize  16..1024/16
+""",
+    sizes_of,
 )
 
+# The fields of `Limits`, as Python writes them.
+#
+# Before 8.5 the tiling of v3 reads the scenario off the dtypes, as that of v1 and v2 does to this
+# day. The rank of cache_index in a block-wise mode with a 2-D token_x was not looked at in one
+# release. Where caches may not be strided (`mla_prolog_v3_def.cpp`: IgnoreContiguous), rows written
+# to one that is not contiguous do not arrive in it; the newest tiling compares the stride of every
+# axis, of those of size 1 too. infershape takes the second size of weight_dq for Hcq, and refuses
+# 4-D storage since that was noticed.
+TRAITS = _rows(
+    """
+8.2     A2,A3     v1,v2,v3  eager,graph  cache_modes        "PA_BSND", "PA_NZ"
+8.5     A2,A3     v3        eager,graph  cache_modes        ALL
+8.5     A5        v3        eager,graph  cache_modes        "PA_BSND",
+9.0     A5        v3        eager,graph  cache_modes        "PA_BSND", "PA_NZ"
+9.1     A5        v3        eager,graph  cache_modes        ALL
+8.2     A5        v1,v2     eager,graph  absent             \
+"CANN's definition lists A5 from 8.5 on, but torch_npu's meta functions refuse it"
+8.2     A5        v3        eager,graph  absent             "CANN has it there from 8.5 on"
+8.5     A5        v3        eager,graph  absent             \
+"its tiling takes modes 3/0 and 3/1 with a 3-D token_x, and its definition has no float8_e8m0fnu \
+for the dequant_scale_q_norm that torch_npu allocates with them"
+9.0     A5        v3        eager,graph  absent             ""
+8.2     A2,A3,A5  v3        eager,graph  reads_modes        False
+8.5     A2,A3,A5  v3        eager,graph  reads_modes        True
+8.2     A2,A3,A5  v3        eager,graph  gives_query_norm   False
+8.5     A2,A3,A5  v3        eager,graph  gives_query_norm   True
+8.2     A2,A3,A5  v2,v3     eager,graph  kv_scale           "1 Hckv"
+8.5     A2,A3,A5  v3        eager,graph  kv_scale           "1"
+8.5     A2,A3     v3        eager,graph  block_index_ranks  ()
+9.0     A2,A3,A5  v3        eager,graph  block_index_ranks  1,
+latest  A2,A3,A5  v3        eager,graph  strided_caches     True
+latest  A2,A3,A5  v1,v2,v3  eager,graph  compares_strides   True
+8.5     A2,A3,A5  v3        graph        weight_dq_4d       "without query_norm_flag"
+9.1     A2,A3,A5  v3        graph        weight_dq_4d       ""
+9.0     A5        v3        eager,graph  empty_kr_ranks     1, 4
+9.1     A2,A3     v3        graph        empty_kr_ranks     1, 3, 4
+9.1     A5        v3        eager,graph  empty_kr_ranks     1, 3, 4
+8.5     A2,A3     v3        eager,graph  empty_kr_int8      1, 2
+9.1     A5        v3        eager,graph  empty_kr_int8      1,
+""".replace("ALL", f"{tuple(CACHE_MODES)}"),
+    literal_eval,
+)
 
-_GRAPH = ("graph",)
-TRAITS = (
-    Limit("cache_modes", ("PA_BSND", "PA_NZ"), socs=_A23),
-    Limit("cache_modes", ("PA_BSND",), "8.5", ("A5",), _V3),
-    Limit("cache_modes", _ALL_MODES, "8.5", _A23, _V3),
-    Limit("cache_modes", ("PA_BSND", "PA_NZ"), "9.0", ("A5",), _V3),
-    Limit("cache_modes", _ALL_MODES, "9.1", ("A5",), _V3),
-    Limit("absent", "CANN has it there from 8.5 on", socs=("A5",), versions=_V3),
-    Limit(
-        "absent",
-        "its tiling takes modes 3/0 and 3/1 with a 3-D token_x, and its definition has no "
-        "float8_e8m0fnu for the "
-        "dequant_scale_q_norm that torch_npu allocates with them",
-        "8.5",
-        ("A5",),
-        _V3,
-    ),
-    Limit("absent", "", "9.0", ("A5",), _V3),
-    Limit(
-        "absent",
-        "CANN's definition lists A5 from 8.5 on, but torch_npu's meta functions refuse it",
-        "8.2",
-        ("A5",),
-        _V12,
-    ),
-    # before 8.5 the tiling of v3 reads the scenario off the dtypes, as that of v1 and v2 does to
-    # this day
-    Limit("reads_modes", False, versions=_V3),
-    Limit("reads_modes", True, "8.5", versions=_V3),
-    Limit("gives_query_norm", False, versions=_V3),
-    Limit("gives_query_norm", True, "8.5", versions=_V3),
-    Limit("kv_scale", "1 Hckv", versions=("v2", "v3")),
-    Limit("kv_scale", "1", "8.5", versions=_V3),
-    # the rank of cache_index in a block-wise mode with a 2-D token_x was not looked at in one
-    # release
-    Limit("block_index_ranks", frozenset(), "8.5", _A23, _V3),
-    Limit("block_index_ranks", frozenset({1}), "9.0", versions=_V3),
-    # whose caches' first axis may be strided (`mla_prolog_v3_def.cpp`: IgnoreContiguous); elsewhere
-    # rows written to a cache that is not contiguous do not arrive in it
-    Limit("strided_caches", True, "latest", versions=_V3),
-    # the tiling compares the stride of every axis, of those of size 1 too
-    Limit("compares_strides", True, "latest"),
-    # infershape takes the second size of weight_dq for Hcq, and refuses 4-D storage since that was
-    # noticed
-    Limit("weight_dq_4d", "without query_norm_flag", "8.5", versions=_V3, paths=_GRAPH),
-    Limit("weight_dq_4d", "", "9.1", versions=_V3, paths=_GRAPH),
-    # an empty kr_cache of a per-tile call: its ranks, and the weight modes with which it may be
-    # int8
-    Limit("empty_kr_ranks", frozenset({1, 3, 4}), "9.1", _A23, _V3, _GRAPH),
-    Limit("empty_kr_ranks", frozenset({1, 4}), "9.0", ("A5",), _V3),
-    Limit("empty_kr_ranks", frozenset({1, 3, 4}), "9.1", ("A5",), _V3),
-    Limit("empty_kr_int8", frozenset({1, 2}), "8.5", _A23, _V3),
-    Limit("empty_kr_int8", frozenset({1}), "9.1", ("A5",), _V3),
+# ((weight_quant_mode, kv_cache_quant_mode), ...) legal from a release on; rows add up
+QUANT_RELEASES = _rows(
+    """
+8.2     A2,A3  v1,v2,v3  eager,graph  quant_modes  (0, 0), (1, 0), (1, 2), (2, 0)
+8.2     A2,A3  v2,v3     eager,graph  quant_modes  (2, 1),
+8.5     A2,A3  v3        eager,graph  quant_modes  (1, 3), (2, 3)
+9.0     A5     v3        eager,graph  quant_modes  (0, 0), (3, 0), (3, 1), (3, 3)
+9.1     A5     v3        eager,graph  quant_modes  (1, 0), (1, 2), (1, 3), (2, 0), (2, 1), (2, 3)
+9.1     A5     v3        eager,graph  quant_modes  (4, 0), (4, 1), (4, 3), (5, 0), (5, 1), (5, 3)
+""",
+    literal_eval,
 )
 
 
@@ -251,10 +233,10 @@ class Limits:
     gives_query_norm: bool = True
     kv_scale: str = "1"
     compares_strides: bool = False
-    block_index_ranks: frozenset[int] = frozenset({1})
+    block_index_ranks: tuple[int, ...] = (1,)
     weight_dq_4d: str = "always"
-    empty_kr_ranks: frozenset[int] = frozenset()
-    empty_kr_int8: frozenset[int] = frozenset()
+    empty_kr_ranks: tuple[int, ...] = ()
+    empty_kr_int8: tuple[int, ...] = ()
 
 
 def limits(op: str, soc: str = "A3", cann: str = "latest", path: str = "eager") -> Limits:
@@ -272,23 +254,27 @@ def limits(op: str, soc: str = "A3", cann: str = "latest", path: str = "eager") 
 
 @cache
 def _limits(op: str, soc: str, cann: str, path: str) -> Limits:
-    version, known = VERSIONS[op], known_releases(cann)
+    known, version = known_releases(cann), VERSIONS[op]
 
-    def holds(since: str, socs: tuple[str, ...], versions: tuple[str, ...]) -> bool:
-        return since in known and soc in socs and version in versions
+    def in_force(rows: list[Limit]) -> list[tuple[str, Any]]:
+        return [
+            (row.name, row.value)
+            for row in rows
+            if row.since in known
+            and soc in row.socs
+            and version in row.versions
+            and path in row.paths
+        ]
 
-    def in_force(rows: tuple[Limit, ...]) -> dict[str, Any]:
-        there = (row for row in rows if path in row.paths)
-        return {row.name: row.value for row in there if holds(row.since, row.socs, row.versions)}
-
-    quant = {pair for row in QUANT_RELEASES if holds(*row[1:]) for pair in row[0]}
-    return Limits(MappingProxyType(in_force(LIMITS)), frozenset(quant), **in_force(TRAITS))
+    quant = {pair for _, pairs in in_force(QUANT_RELEASES) for pair in pairs}
+    sizes = MappingProxyType(dict(in_force(LIMITS)))
+    return Limits(sizes, frozenset(quant), **dict(in_force(TRAITS)))
 
 
 def taken_by(op: str, axis: str, size: int, here: str) -> str:
     """Which releases take a size that ``here`` ("A3, CANN 8.5") refuses: for its message.
 
-    "which A3 takes from CANN 8.5 on", "which A5 takes from CANN 9.1 on, A3 in no release", or
+    "which A3 takes after CANN 8.3", "which A5 takes after CANN 9.0, A3 in no release", or
     "which no release takes".
     """
     own = here.partition(",")[0]
@@ -300,14 +286,10 @@ def taken_by(op: str, axis: str, size: int, here: str) -> str:
 
 
 def _when_taken(op: str, axis: str, size: int, soc: str) -> str:
-    """ "from CANN 8.5 on", "up to CANN 9.1", .. or "" for never."""
-    every = [limits(op, soc, cann) for cann in RELEASES]
-    takes = [not one.absent and size in one.dims[axis] for one in every]
-    if not any(takes):
-        return ""
-    if not takes[-1]:
-        return f"up to CANN {RELEASES[max(place for place, yes in enumerate(takes) if yes)]}"
-    first = max((place + 1 for place, yes in enumerate(takes) if not yes), default=0)
-    if first == len(RELEASES) - 1:
-        return f"after CANN {RELEASES[-2]}"
-    return f"from CANN {RELEASES[first]} on"
+    """ "after CANN 8.3", "up to CANN 9.1", .. or "" for never."""
+    by_release = {cann: limits(op, soc, cann) for cann in RELEASES}
+    takes = [c for c, one in by_release.items() if not one.absent and size in one.dims[axis]]
+    not_taken = [cann for cann in RELEASES if cann not in takes]
+    if takes and takes[-1] != RELEASES[-1]:
+        return f"up to CANN {takes[-1]}"
+    return (takes and (f"after CANN {not_taken[-1]}" if not_taken else "in every release")) or ""

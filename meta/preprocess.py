@@ -17,7 +17,7 @@ import torch
 from mla_fusion.meta.binder import Binder, Derived
 from mla_fusion.meta.errors import known_name
 from mla_fusion.meta.layout import different
-from mla_fusion.meta.limits import Sizes, known_releases, only
+from mla_fusion.meta.limits import known_releases, sizes_of
 from mla_fusion.meta.prolog import Operator
 
 OP = "npu_mla_preprocess"
@@ -170,7 +170,7 @@ class Call(Binder):
             expected = "krope_ctkv, int8_nzcache or nzcache: torch does not offer mode 0"
             self.refuse("cache_mode.torch", "cache_mode", expected, "kvcache")
         for axis, argument, sizes in _SIZES:
-            self.within(axis, argument, sizes)
+            self.within(axis, argument, sizes_of(sizes))
         # the kernel that takes other hidden sizes and unquantised weights knows one mode
         other = type(hidden) is int and hidden != ATB_HIDDEN
         if other or full["wdqkv"].dtype != torch.int8:
@@ -178,7 +178,7 @@ class Call(Binder):
             self.pick("quant_mode", (STATIC,), why, "quant_mode.kernel")
         block = self.dims["BlockSize"]
         if type(block) is not int or block != 256:
-            self.within("BlockSize", "kv_cache", Sizes(low=1, high=128), ", or 256")
+            self.within("BlockSize", "kv_cache", sizes_of("1..128"), ", or 256")
 
     def check_slots(self) -> None:
         """slotmapping: -1 exactly skips a token, anything else is a row, each at most once."""
@@ -201,13 +201,13 @@ SHAPES = {
     "sin": "T R",
 }
 _SIZES = (
-    ("Q", "gamma1", only(1536)),
-    ("C", "gamma2", only(512)),
-    ("R", "cos", only(64)),
-    ("D", "wuk", only(128)),
-    ("N", "wuk", Sizes(low=1)),
-    ("H", "input", Sizes(low=2048, high=8192, step=32)),
-    ("T", "input", Sizes(low=1, high=MAX_TOKENS)),
+    ("Q", "gamma1", "1536"),
+    ("C", "gamma2", "512"),
+    ("R", "cos", "64"),
+    ("D", "wuk", "128"),
+    ("N", "wuk", "1.."),
+    ("H", "input", "2048..8192/32"),
+    ("T", "input", f"1..{MAX_TOKENS}"),
 )
 
 

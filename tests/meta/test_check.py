@@ -184,7 +184,7 @@ def test_releases_and_socs(where: dict[str, Any], change: dict[str, Any], code: 
 @pytest.mark.parametrize(
     ("where", "change", "text"),
     [
-        ({"cann": "8.3"}, {}, "He 1024, which A3 takes from CANN 8.5 on"),
+        ({"cann": "8.3"}, {}, "He 1024, which A3 takes after CANN 8.3"),
         ({"cann": "9.0"}, heads(3), "N 3, which A3 takes after CANN 9.1"),
         ({}, he(1000), "He 1000, which no release takes"),
     ],
@@ -197,7 +197,7 @@ def test_a_refused_size_names_the_release_that_takes_it(
 
 def test_when_a_size_is_taken_follows_the_newest_rule() -> None:
     """A release in between may take less, and the newest less than all before."""
-    assert taken_by(V3, "S", 4, "A5, CANN 8.5") == "which A5 takes from CANN 9.0 on"
+    assert taken_by(V3, "S", 4, "A5, CANN 8.5") == "which A5 takes after CANN 8.5"
     assert taken_by(V3, "tokens", 0, "A3, CANN latest") == "which A3 takes up to CANN 9.1"
 
 

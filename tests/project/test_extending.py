@@ -176,7 +176,7 @@ def test_a_release_of_cann(scratch: Scratch) -> None:
     scratch.edit(
         section, "mla_fusion/machine.py", '"9.1", "latest")\n', '"9.1", "9.2", "latest")\n'
     )
-    row = "Hcq       1536" + " " * 48 + "8.2     A2,A3,A5  v1,v2,v3\n"
+    row = "8.2     A2,A3,A5  v1,v2,v3  eager,graph  Hcq        1536\n"
     new = row.replace("Hcq ", "He  ").replace("1536", "9999").replace("8.2", "9.2")
     scratch.edit(section, "meta/limits.py", row, new + row)
     done = scratch.run("-c", RELEASE)
