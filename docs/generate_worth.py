@@ -10,12 +10,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from mla_fusion.meta.explain import CHIPS, LAUNCH, Sizes, Step, unfused_steps  # noqa: E402
+from mla_fusion.meta.explain import CHIPS, LAUNCH, CallExplanation  # noqa: E402
 from written import between, write  # noqa: E402
 
 from mla_fusion import meta  # noqa: E402
@@ -61,7 +61,8 @@ class Way(NamedTuple):
 
 
 def ways() -> Iterator[Way]:
-    explained, steps = _call(0)
+    explained = _call(0)
+    steps = explained.steps
     whole = explained.unfused.kernels, explained.unfused.bytes
     fused = 1, explained.fused.bytes
     needs = "an absorbed layer in bfloat16 or W8A8 dynamic"
@@ -76,14 +77,13 @@ def ways() -> Iterator[Way]:
     needs = "a layer without W_uk (Hugging Face's own)"
     yield Way('`"identity"`', needs, "off", "staged", plain, staged)
 
-    explained, steps = _call(2)
+    explained = _call(2)
     wide = TOKENS * DIMS["He"]
     # norm and quantisation of x
     before = explained.unfused.kernels + 2, explained.unfused.bytes + 5 * wide
     needs = "static W8A8 on A2 or A3, at most 1,024 tokens"
     yield Way('`"preprocess"`', needs, "off", "in place", before, (1, explained.fused.bytes + wide))
 
-    _, steps = _call(0)
     names = ("rms_norm ckv", "rope kr", "write kv_cache", "write kr_cache")
     half = [step for step in steps if step.name in names]
     tables = 4 * 64 * TOKENS + 8 * TOKENS  # cos, sin and the slots
@@ -94,11 +94,9 @@ def ways() -> Iterator[Way]:
     )
 
 
-def _call(wq: int) -> tuple[Any, list[Step]]:
-    """A call explained, and the steps of the same without the operator."""
+def _call(wq: int) -> CallExplanation:
     call = sample_call(dims=DIMS, lead=(TOKENS,), weight_quant_mode=wq, kv_cache_quant_mode=0)
-    explained = meta.explain_call(OPERATOR, **call)
-    return explained, list(unfused_steps(Sizes(call, explained.dims, wq, 0)))
+    return meta.explain_call(OPERATOR, **call)
 
 
 def table() -> str:

@@ -11,15 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import inf, prod
 from typing import Any, NamedTuple
 
-from mla_fusion.meta.check import checked
+from mla_fusion.meta.check import Call, checked
 from mla_fusion.meta.errors import ContractError
 from mla_fusion.meta.infer import infer
 from mla_fusion.meta.prolog import CACHES, PROLOGS
-from mla_fusion.meta.spec import CACHE_QUANTS, WEIGHT_MODES
-from mla_fusion.meta.tiling_key import TilingKey, empty_tensor_mode, tiling_key
+from mla_fusion.meta.tiling_key import TilingKey, tiling_key
 
 # No figure for a launch is published. A small kernel whose bytes take next to nothing is one launch
 # and little more.
@@ -93,49 +93,17 @@ class Cost:
         )
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """The arguments of a call, the sizes of its axes, and its modes: what bytes follow from."""
-
-    arguments: Mapping[str, Any]
-    dims: Mapping[str, int]
-    wq: int
-    kv: int
-
-    def bytes(self, *names: str) -> int:
-        """Of the arguments of these names, as far as they are given."""
-        present = (self.arguments.get(name) for name in names)
-        return sum(tensor.nbytes for tensor in present if tensor is not None)
-
-    def rows(self, name: str) -> int:
-        """Of the new rows of a cache."""
-        if name == "kr_cache" and self.kv == 3:
-            return 0
-        cache = self.arguments[name]
-        return int(self.dims["tokens"] * cache.shape[-1] * cache.element_size())
+def _bytes(call: Call, *names: str) -> int:
+    """Of the arguments of these names, as far as they are given."""
+    present = (call.full.get(name) for name in names)
+    return sum(tensor.nbytes for tensor in present if tensor is not None)
 
 
-def costs(sizes: Sizes, results: int, chip: Chip | None) -> tuple[Cost, Cost]:
-    """Of the operator, which reads every argument once and writes ``results`` bytes and the new
-    cache rows; and of the steps without it, one after the other.
-    """
-    steps = list(unfused_steps(sizes))
-    flops = sum(step.flops for step in steps)
-    weights = sum(step.weight_bytes for step in steps)
-    others = sum(step.other_bytes for step in steps)
-    names = "token_x dequant_scale_x rope_sin rope_cos cache_index actual_seq_len".split()
-    activations = results + sizes.bytes(*names)
-    rows = sizes.rows("kv_cache") + sizes.rows("kr_cache")
-    written = sum(step.other_bytes for step in steps if step.name.startswith("write"))
-
-    fused = alone = None
-    if chip is not None:
-        fused = _seconds(chip, steps, weights + activations + rows)
-        alone = sum(_seconds(chip, [one], one.weight_bytes + one.other_bytes) for one in steps)
-    return (
-        Cost(1, flops, weights, activations, rows, fused),
-        Cost(len(steps), flops, weights, others - written, written, alone),
-    )
+def _row_bytes(call: Call, name: str) -> int:
+    """Of the new rows of a cache."""
+    cache = call.full[name]
+    written = name == "kv_cache" or call.cache.kr is not None
+    return int(call.dims["tokens"] * cache.shape[-1] * cache.element_size()) if written else 0
 
 
 def _seconds(chip: Chip, steps: Sequence[Step], moved: int) -> float:
@@ -145,10 +113,10 @@ def _seconds(chip: Chip, steps: Sequence[Step], moved: int) -> float:
     return max(moved / chip.bytes_per_second, products)
 
 
-def unfused_steps(sizes: Sizes) -> Iterator[Step]:
+def unfused_steps(call: Call) -> Iterator[Step]:
     """The kernels of the prologue without the operator, in order, for the scenario of the call."""
-    d, of = sizes.dims, sizes.bytes
-    t, full, quantised = d["tokens"], sizes.wq >= 2, sizes.wq >= 1
+    d, of = call.dims, partial(_bytes, call)
+    t, full, quantised = d["tokens"], call.wq >= 2, call.wq >= 1
     heads, hcq, hckv, dr = d["N"], d["Hcq"], d["Hckv"], d["Dr"]
     cq, ckv, kr = (2 * t * width for width in (hcq, hckv, dr))  # bytes of bfloat16
     q_all, query, q_rope = (2 * t * heads * width for width in (d["D"] + dr, hckv, dr))
@@ -159,14 +127,14 @@ def unfused_steps(sizes: Sizes) -> Iterator[Step]:
     yield Step("rms_norm c_q", 2 * cq, of("rmsnorm_gamma_cq"))
     c_q = cq
     if quantised:
-        c_q = t * (hcq + (hcq // 32 if sizes.wq == 3 else 4))
+        c_q = t * (hcq + (hcq // 32 if call.wq == 3 else 4))
         yield Step("quantise c_q", cq + c_q, of("smooth_scales_cq"))
     weight = of("weight_uq_qr", "dequant_scale_w_uq_qr")
     yield Step("matmul q", c_q + q_all, weight, 2 * t * hcq * heads * (d["D"] + dr), quantised)
     products = 2 * t * heads * d["D"] * hckv
     yield Step("absorb W_uk", q_all - q_rope + query, of("weight_uk"), products)
     yield Step("rope q", 2 * q_rope + tables)
-    if sizes.kv == 1:
+    if call.kv == 1:
         scales = 4 * t * heads
         yield Step("quantise query", query + query // 2 + scales)
         yield Step("rescale query_rope", 2 * q_rope + scales)
@@ -174,14 +142,14 @@ def unfused_steps(sizes: Sizes) -> Iterator[Step]:
     yield Step("matmul ckv_kr", x + ckv + kr, weight, 2 * t * d["He"] * (hckv + dr), full)
     yield Step("rms_norm ckv", 2 * ckv, of("rmsnorm_gamma_ckv"))
     yield Step("rope kr", 2 * kr + tables)
-    kv_rows, kr_rows = sizes.rows("kv_cache"), sizes.rows("kr_cache")
+    kv_rows, kr_rows = (_row_bytes(call, name) for name in CACHES)
     index = of("cache_index", "actual_seq_len")
-    if sizes.kv:
+    if call.kv:
         scales = of("quant_scale_ckv", "quant_scale_ckr", "k_nope_clip_alpha")
-        rope_too = kr + kr_rows if sizes.kv in (2, 3) else 0
+        rope_too = kr + kr_rows if call.kv in (2, 3) else 0
         yield Step("quantise cache rows", ckv + kv_rows + rope_too, scales)
     yield Step("write kv_cache", 2 * kv_rows + index)
-    if sizes.kv != 3:
+    if call.kv != 3:
         yield Step("write kr_cache", 2 * kr_rows + index)
 
 
@@ -190,8 +158,8 @@ class CallExplanation:
     """A legal call in words and numbers; ``str()`` of it is a report.
 
     ``dims`` are the axes of `mla_fusion.meta.spec`; ``fused`` is the operator, ``unfused`` the
-    sequence of kernels that computes the same; their ``seconds`` are lower bounds on ``chip``, None
-    without one.
+    sequence of kernels that computes the same, which are ``steps``; their ``seconds`` are lower
+    bounds on ``chip``, None without one.
     """
 
     op: str
@@ -200,9 +168,9 @@ class CallExplanation:
     scenario: str
     dims: Mapping[str, int]
     tiling_key: TilingKey
-    empty_tensor_mode: int
     fused: Cost
     unfused: Cost
+    steps: tuple[Step, ...]
     chip: Chip | None
 
     def __str__(self) -> str:
@@ -257,17 +225,28 @@ def explain_call(
     made = zip(PROLOGS[op].results, infer(op, cann=cann, path=path, **arguments), strict=True)
     fresh = (result for name, result in made if name not in CACHES)
     results = sum(prod(shape) * dtype.itemsize for shape, dtype in fresh if len(shape) > 1)
-    modes, mode = (call.wq, call.kv), full["cache_mode"]
-    of_lengths = full.get("actual_seq_len") is not None
+    steps = tuple(unfused_steps(call))
+    others, weights, flops = map(sum, list(zip(*steps, strict=True))[1:4])
+    names = "token_x dequant_scale_x rope_sin rope_cos cache_index actual_seq_len".split()
+    # the operator reads every argument once and writes its results and the new cache rows
+    activations = results + _bytes(call, *names)
+    rows = sum(_row_bytes(call, name) for name in CACHES)
+    written = sum(step.other_bytes for step in steps if step.name.startswith("write"))
+    fused = alone = None
+    if device is not None:
+        fused = _seconds(device, steps, weights + activations + rows)
+        alone = sum(_seconds(device, [one], one.weight_bytes + one.other_bytes) for one in steps)
+    mode, quant = full["cache_mode"], (call.wq, call.kv)
     return CallExplanation(
         op,
         soc,
         cann,
-        f"weights: {WEIGHT_MODES[call.wq].title}; cache: {CACHE_QUANTS[call.kv].title} "
+        f"weights: {call.weights.title}; cache: {call.cache.title} "
         f"(weight_quant_mode {call.wq}, kv_cache_quant_mode {call.kv}), {mode}",
         dict(dims),
-        tiling_key(cann, *modes, mode, dims, of_lengths),
-        empty_tensor_mode(dims["tokens"], dims.get("BlockNum")),
-        *costs(Sizes(full, dims, *modes), results, device),
+        tiling_key(cann, *quant, mode, dims, full.get("actual_seq_len") is not None),
+        Cost(1, flops, weights, activations, rows, fused),
+        Cost(len(steps), flops, weights, others - written, written, alone),
+        steps,
         device,
     )

@@ -101,7 +101,7 @@ def tiling_key(
 ) -> TilingKey:
     """The key of a legal call with CANN ``cann``; ``lengths``: whether actual_seq_len is given."""
     tokens, heads = dims["tokens"], dims["N"]
-    empty = empty_tensor_mode(tokens, dims.get("BlockNum"))
+    empty = 2 if tokens == 0 else int(dims.get("BlockNum") == 0)
     found = {
         "EMPTY_TENSOR_MODE": (empty, EMPTY_TENSOR_MODES[empty]),
         "ENABLE_ROPE": (1, "on: torch_npu always gives sin and cos"),
@@ -135,12 +135,3 @@ def tiling_key(
         fields.append(KeyField(low, low + width - 1, name, *of))
         low += width
     return TilingKey(tuple(fields))
-
-
-def empty_tensor_mode(tokens: int, block_num: int | None) -> int:
-    """0, 1 for a paged cache without blocks, 2 without tokens (which leaves nothing to do in any
-    case).
-    """
-    if tokens == 0:
-        return 2
-    return 1 if block_num == 0 else 0

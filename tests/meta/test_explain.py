@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from mla_fusion.meta.explain import Sizes, unfused_steps
 
 from mla_fusion import meta
 from mla_fusion.reference.sample import sample_call
@@ -78,7 +77,7 @@ def test_quantised_weights_and_caches_are_counted_by_their_bytes() -> None:
         found.fused.activation_bytes
         == given + 8 * 16 * 512 + 16_384 + 8 * 16 * 4 + 8 * 1536 + 8 * 4
     )
-    names = [s.name for s in unfused_steps(Sizes(call(2, 1), found.dims, 2, 1))]
+    names = [step.name for step in found.steps]
     assert found.unfused.kernels == len(names) == 14
     assert {"quantise c_q", "quantise query", "rescale query_rope", "quantise cache rows"} < set(
         names
@@ -131,7 +130,8 @@ def test_empty_tensors() -> None:
     assert (
         meta.explain_call(V3, cann="9.1", **call(blocks=0)).tiling_key.value == 0x1C0011 | 1 << 12
     )
-    assert meta.explain_call(V3, cann="9.1", **call(tokens=0, blocks=0)).empty_tensor_mode == 2
+    neither = meta.explain_call(V3, cann="9.1", **call(tokens=0, blocks=0))
+    assert neither.tiling_key["EMPTY_TENSOR_MODE"].value == 2
     nothing = meta.explain_call(V3, cann="9.1", **call(1, 2, tokens=0))
     assert nothing.tiling_key.value == 0x1C2000 and "nothing is computed" in str(nothing)
     with pytest.raises(meta.ContractError, match="tokens"):
