@@ -152,10 +152,7 @@ def check_attention(
         raise ContractError("soc", "soc", expected, soc, source=HOST, op=op)
     call = _Call(full, release(cann))
     call.check_modes()
-    call.check_dims(floats)
-    call.check_tensors()
-    call.check_quantisation()
-    call.check_sizes()
+    call.check_tensors(floats)
     call.check_mask()
     call.check_lengths(values)
     call.one_device()
@@ -191,11 +188,9 @@ def infer_attention(op: str, full: Mapping[str, Any]) -> list[tuple[tuple[Any, .
 
 def _width_of(bound: Binder, name: str) -> Any:
     """Elements of a row of a cache."""
+    forms = "[BlockNum, BlockSize, W], [BlockNum, 1, BlockSize, W] or NZ "
+    bound.rank(name, 3, 4, 5, where=f": {forms}[BlockNum, 1, W/C0, BlockSize, C0]")
     shape = bound.full[name].shape
-    if len(shape) not in (3, 4, 5):
-        forms = "[BlockNum, BlockSize, W], [BlockNum, 1, BlockSize, W] or NZ "
-        expected = f"{forms}[BlockNum, 1, W/C0, BlockSize, C0]"
-        bound.refuse(f"rank.{name}", name, expected, list(shape))
     return shape[2] * shape[4] if len(shape) == 5 else shape[-1]
 
 
@@ -211,12 +206,8 @@ class _Call(Binder):
         super().__init__(ATTENTION, HOST, full)
         self.allowed = allowed
         self.layout = str(full["input_layout"])
+        self.axes, _ = axes_of(self.layout)  # of query
         self.int8 = bool(full["query"].dtype == torch.int8)
-
-    @property
-    def axes(self) -> str:
-        """Of query."""
-        return axes_of(self.layout)[0]
 
     def check_modes(self) -> None:
         for name in ("query_rope", "key_rope", "block_table"):
@@ -230,8 +221,8 @@ class _Call(Binder):
             self.pick("return_softmax_lse", (False,), " before CANN 8.5")
         self.pick("sparse_mode", self.allowed.sparse_modes)
 
-    def check_dims(self, floats: Sequence[torch.dtype]) -> None:
-        """The axes that are no tensor's own: N, D, R and their products."""
+    def check_tensors(self, floats: Sequence[torch.dtype]) -> None:
+        # the axes that are no tensor's own: N, D, R and their products
         self.dtype("query", *floats, torch.int8)
         heads = self.dims["N"] = self.full["num_query_heads"]
         few = type(heads) is int and 0 < heads <= 128
@@ -240,33 +231,27 @@ class _Call(Binder):
         for axis, size, name in (("D", LATENT, "key"), ("R", ROPE, "key_rope")):
             self.dims[axis] = _width_of(self, name)
             self.within(axis, name, sizes_of(f"{size}"), ", with W_uk multiplied into the query")
-
-    def check_tensors(self) -> None:
         full, axes = self.full, " ".join(self.axes)
         kind = full["query"].dtype
         rope_kind = torch.bfloat16 if self.int8 else kind
         self.tensor("query", axes, kind)
         self.tensor("query_rope", axes.replace("D", "R").replace("H", "N*R"), rope_kind)
-        for name, axis in (("key", "D"), ("value", "D"), ("key_rope", "R")):
-            of = kind if axis == "D" else rope_kind
+        latent = "D", LATENT, kind
+        caches = {"key": latent, "value": latent, "key_rope": ("R", ROPE, rope_kind)}
+        for name, (axis, width, of) in caches.items():
             rank, c0 = full[name].dim(), 32 // of.itemsize
-            width = LATENT if axis == "D" else ROPE
             nz = f"BlockNum 1 {width // c0} BlockSize {c0}"
             nd = f"BlockNum {'1 ' if rank == 4 else ''}BlockSize {axis}"
             self.tensor(name, nz if rank == 5 else nd, of)
         rank = full["key"].dim()
-        if full["key_rope"].dim() != rank:
-            found = list(full["key_rope"].shape)
-            self.refuse("rank.key_rope", "key_rope", f"{rank}-D, as key", found)
+        self.rank("key_rope", rank, where=", as key")
         fits = {3: True, 4: self.axes in ("BNSD", "TND"), 5: self.axes != "BNSD"}
         if self.allowed.tied and not fits[rank]:
             expected = f"[BlockNum, BlockSize, D] with {self.layout} before CANN 8.5"
             self.refuse("rank.key", "key", expected, list(full["key"].shape))
         self.dims.setdefault("B", full["block_table"].shape[0])
         self.tensor("block_table", "B Blocks", torch.int32)
-
-    def check_quantisation(self) -> None:
-        query = f"a query of {self.full['query'].dtype}"
+        query = f"a query of {kind}"
         shapes = (" ".join(self.axes.replace("H", "N").replace("D", "")), "1", "1")
         for name, shape in zip(SCALES, shapes, strict=True):
             self.presence(name, self.int8, f"with {query}")
@@ -276,9 +261,7 @@ class _Call(Binder):
         self.pick("query_quant_mode", (of_query,), f" with {query}")
         for name in ("key_quant_mode", "value_quant_mode"):
             self.pick(name, (PER_TENSOR,))
-
-    def check_sizes(self) -> None:
-        full, dims = self.full, self.dims
+        dims = self.dims
         one_head = type(dims["N"]) is int and dims["N"] == 1
         self.pick("num_key_value_heads", (0, 1) if one_head else (1,))  # 0: as many as of query
         for axis in dims:
@@ -302,9 +285,9 @@ class _Call(Binder):
             self.refuse("mask.absent", "atten_mask", expected + _CAUSAL, "nothing")
         if self.int8 or self.allowed.tied:
             one = type(dims.get("S")) is int and dims["S"] == 1
-            modes = {CAUSAL_AT_THE_END, TREE} if "T" in dims else {CAUSAL_AT_THE_END, TREE, BAND}
-            modes = {NO_MASK, BAND} if one else modes
-            taken = sorted(modes & {*self.allowed.sparse_modes} - ({BAND} if self.int8 else set()))
+            modes = [NO_MASK] if one else [CAUSAL_AT_THE_END, TREE]
+            modes += [] if self.int8 or "T" in dims else [BAND]
+            taken = [m for m in self.allowed.sparse_modes if m in modes]
             self.pick("sparse_mode", taken, f" in {self.layout}" + " of one token" * one)
         if mode == NO_MASK:
             return

@@ -6,7 +6,7 @@ tensors, devices, strides and slots stands here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn
 
@@ -68,12 +68,13 @@ class Binder:
             code, argument, f"{expected}", f"{found}", self.dims, source or self.source, self.op
         )
 
-    def pick(self, name: str, allowed: Iterable[Any], why: str = "", code: str = "") -> None:
+    def pick(
+        self, name: str, allowed: Collection[Any], why: str = "", code: str = "", source: str = ""
+    ) -> None:
         """An attribute that has one of these values."""
-        allowed = tuple(allowed)
         if self.full[name] not in allowed:
-            expected = f"one of {', '.join(map(str, allowed))}{why}"
-            self.refuse(code or name, name, expected, repr(self.full[name]))
+            expected = "one of " * (len(allowed) > 1) + ", ".join(map(str, allowed)) + why
+            self.refuse(code or name, name, expected, repr(self.full[name]), source)
 
     # -- tensors
 

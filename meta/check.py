@@ -5,8 +5,7 @@ shapes, sizes, ranks and memory, and on request the values that the device does 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from mla_fusion.meta import layout, spec
@@ -14,11 +13,12 @@ from mla_fusion.meta.binder import Binder
 from mla_fusion.meta.errors import known_name
 from mla_fusion.meta.infer import implied_quant_modes, quant_modes
 from mla_fusion.meta.layout import different
-from mla_fusion.meta.limits import Limits, known_path, limits, taken_by
+from mla_fusion.meta.limits import QUANT_RELEASES, Limits, known_path, limits, taken_by
 from mla_fusion.meta.prolog import CACHES, PROLOGS
 from mla_fusion.meta.signature import OPERATORS, OTHERS, complete, named
 from mla_fusion.meta.spec import CACHE_MODES, CACHE_QUANTS, TILING, WEIGHT_MODES
 
+_WQ, _KV = "weight_quant_mode", "kv_cache_quant_mode"
 _PADDED = "; FRACTAL_NZ storage is padded, so the operator itself may not notice"
 _WIDTH_UNCHECKED = (
     "; the operator itself does not compare the width, and its kernel writes rows of Hckv"
@@ -29,6 +29,7 @@ class Call(Binder):
     """One call being checked: its arguments by name, and the axes bound so far."""
 
     derived = spec.DERIVED
+    full: dict[str, Any]
 
     def __init__(self, op: str, full: dict[str, Any], allowed: Limits | None) -> None:
         super().__init__(PROLOGS[op], TILING, full)
@@ -41,56 +42,32 @@ class Call(Binder):
         if allowed and allowed.absent:
             expected = f"an operator that can be called on {where}: {allowed.absent}"
             self.refuse("quant.weight_quant_mode", "soc", expected, self.op)
-        self.wq, self.kv = quant_modes(PROLOGS[self.op], full)
-        known = allowed.quant_modes if allowed else _every_quant_pair()
-        if (self.wq, self.kv) not in known:
-            self._refuse_quant(known, where)
+        self.wq, self.kv = full[_WQ], full[_KV] = quant_modes(PROLOGS[self.op], full)
+        every = {pair for row in QUANT_RELEASES for pair in row.value}
+        known = allowed.quant_modes if allowed else every
+        on = f" on {where}" if where else ""
+        self.pick(_WQ, sorted({wq for wq, _ in known}), on, f"quant.{_WQ}")
+        of_weights = sorted(kv for wq, kv in known if wq == self.wq)
+        self.pick(_KV, of_weights, f" with {_WQ} {self.wq}{on}", "quant.combination")
         if allowed and not allowed.reads_modes:
-            self._same_modes(where)
+            # the release would compute another scenario than the modes say
+            why = f", which is what {where} reads off the dtypes"
+            for name, value in zip((_WQ, _KV), implied_quant_modes(full), strict=True):
+                self.pick(name, (value,), why, "quant.dtypes")
         self.weights, self.cache = WEIGHT_MODES[self.wq], CACHE_QUANTS[self.kv]
+        with_kv = f" with {_KV} {self.kv}"
         if self.version == "v3":
-            self._dependent_modes()
+            wanted = self.cache.modes | ({"tile_size": spec.TILE_SIZE} if allowed else {})
+            for name, value in wanted.items():
+                self.pick(name, (value,), with_kv + self._unread(), f"quant.{name}")
+            why = f" (hifloat8) with {_WQ} 5"
+            for name in spec.named_dtypes(self.kv) if self.wq == 5 else ():
+                self.pick(name, (spec.HIFLOAT8,), why, f"quant.{name}", "torch_npu meta")
         self.pick("cache_mode", CACHE_MODES, code="cache_mode.unknown")
         if allowed:
-            self.pick("cache_mode", allowed.cache_modes, f" on {where}", "cache_mode.release")
-        why = f" with kv_cache_quant_mode {self.kv}"
-        self.pick("cache_mode", self.cache.cache_modes, why, "cache_mode.quant")
+            self.pick("cache_mode", allowed.cache_modes, on, "cache_mode.release")
+        self.pick("cache_mode", self.cache.cache_modes, with_kv, "cache_mode.quant")
         self.mode = CACHE_MODES[full["cache_mode"]]
-
-    def _refuse_quant(self, known: frozenset[tuple[int, int]], where: str) -> NoReturn:
-        weight_modes = sorted({wq for wq, _ in known})
-        where = f" on {where}" if where else ""
-        if self.wq not in weight_modes:
-            expected = f"one of {weight_modes}{where}"
-            self.refuse("quant.weight_quant_mode", "weight_quant_mode", expected, self.wq)
-        legal = sorted(kv for wq, kv in known if wq == self.wq)
-        expected = f"one of {legal} with weight_quant_mode {self.wq}{where}"
-        self.refuse("quant.combination", "kv_cache_quant_mode", expected, self.kv)
-
-    def _same_modes(self, where: str) -> None:
-        """A release that reads the scenario off the dtypes would compute another one than the modes
-        say.
-        """
-        why = f", which is what {where} reads off the dtypes"
-        wq, kv = implied_quant_modes(self.full)
-        self._must_be("weight_quant_mode", wq, why, "quant.dtypes")
-        self._must_be("kv_cache_quant_mode", kv, why, "quant.dtypes")
-
-    def _dependent_modes(self) -> None:
-        wanted = self.cache.modes
-        if self.allowed:
-            wanted["tile_size"] = spec.TILE_SIZE
-        for name, value in wanted.items():
-            self._must_be(name, value, f" with kv_cache_quant_mode {self.kv}{self._unread()}")
-        if self.wq == 5:
-            for name in spec.named_dtypes(self.kv):
-                why = " (hifloat8) with weight_quant_mode 5"
-                self._must_be(name, spec.HIFLOAT8, why, source="torch_npu meta")
-
-    def _must_be(self, name: str, value: int, why: str, code: str = "", source: str = "") -> None:
-        found = self.full[name]
-        if found != value:
-            self.refuse(code or f"quant.{name}", name, f"{value}{why}", found, source)
 
     def _unread(self) -> str:
         """What to add where a release does not look at an argument that every later one does."""
@@ -101,9 +78,8 @@ class Call(Binder):
 
     def tensors(self, activation: torch.dtype) -> None:
         self.roles = self.weights.roles(activation)
+        self.rank("token_x", 2, 3, where=": [T, He] or [B, S, He]")
         rank = self.full["token_x"].dim()
-        if rank not in (2, 3):
-            self.refuse("rank.token_x", "token_x", "2-D [T, He] or 3-D [B, S, He]", f"{rank}-D")
         if rank not in self.mode.index:
             shape = "3-D [B, S, He]" if rank == 2 else "2-D [T, He]"
             expected = f"{shape} with cache_mode {self.full['cache_mode']}"
@@ -139,8 +115,10 @@ class Call(Binder):
     def _index(self, rank: int) -> None:
         mode, shape = self.full["cache_mode"], self.mode.index[rank]
         self.presence("cache_index", shape is not None, f"with cache_mode {mode}")
+        if shape == "*" and self.allowed and not self.allowed.block_index_ranks:
+            shape = " ".join("*" * self.full["cache_index"].dim())
         if shape is not None:
-            self._tensor("cache_index", self._block_list() if shape == "*" else shape, torch.int64)
+            self._tensor("cache_index", shape, torch.int64)
         if self.version == "v3":
             needed = self.mode.actual_seq_len and rank == 2
             why = f"with cache_mode {mode} and a {rank}-D token_x"
@@ -148,20 +126,16 @@ class Call(Binder):
             if needed:
                 self.tensor("actual_seq_len", "B", torch.int32)
 
-    def _block_list(self) -> str:
-        """cache_index of a block-wise mode with a 2-D token_x: any number of blocks, once in any
-        shape.
-        """
-        rank = self.full["cache_index"].dim()
-        any_rank = self.allowed is not None and not self.allowed.block_index_ranks
-        return " ".join("*" * rank) if any_rank else "*"
-
     def _scales(self) -> None:
         required = {**self.weights.required, **self.cache.required}
         if self.wq not in spec.CLIP_WEIGHT_MODES:
             required.pop("k_nope_clip_alpha", None)
         if self.kv == 1:
-            required["quant_scale_ckv"] = self._kv_scale()
+            # the kernel reads one float of it; without limits both shapes are taken
+            scale = self.full["quant_scale_ckv"]
+            row = self.version == "v2" or (scale is not None and scale.dim() == 2)
+            of_any = spec.QUANT_SCALE_CKV_ROW if row else "1"
+            required["quant_scale_ckv"] = self.allowed.kv_scale if self.allowed else of_any
         why = f"with weight_quant_mode {self.wq}, kv_cache_quant_mode {self.kv}"
         for name in self.names[len(PROLOGS[self.op].required) :]:
             if name in ("cache_index", "actual_seq_len"):
@@ -173,16 +147,6 @@ class Call(Binder):
             if shape is not None and self.full[name] is not None:
                 dtype = self.weights.scale_dtype if name in spec.BLOCK_SCALES else torch.float32
                 self._tensor(name, shape, dtype)
-
-    def _kv_scale(self) -> str:
-        """The kernel reads one float of it; which shape the host check wants differs, and the
-        reference takes both.
-        """
-        if self.allowed:
-            return self.allowed.kv_scale
-        scale = self.full["quant_scale_ckv"]
-        row = self.version == "v2" or (scale is not None and scale.dim() == 2)
-        return spec.QUANT_SCALE_CKV_ROW if row else "1"
 
     def _tensor(
         self, name: str, shape: str, role: spec.Dtype, nz: bool = False, note: str = ""
@@ -208,7 +172,11 @@ class Call(Binder):
         """The tables of sizes."""
         assert self.allowed
         for axis, sizes in self.allowed.dims.items():
-            argument = "actual_seq_len" if axis == "B" and self.lead == "T" else _OWNERS[axis]
+            argument = (
+                "actual_seq_len"
+                if axis == "B" and self.lead == "T"
+                else _OWNERS.get(axis, "token_x")
+            )
             self.within(axis, argument, sizes, f" on {where}")
 
     def found(self, axis: str, size: Any, where: str) -> str:
@@ -292,21 +260,16 @@ class Call(Binder):
             self.rows("cache_index", entries, end, "slots below BlockNum*BlockSize")
 
 
+# whose axes are not token_x's
 _OWNERS = {
-    **dict.fromkeys(("He", "B", "S", "T", "tokens"), "token_x"),
-    **dict.fromkeys(("D", "Hckv", "N"), "weight_uk"),
-    **dict.fromkeys(("Nkv", "BlockSize"), "kv_cache"),
+    "D": "weight_uk",
+    "Hckv": "weight_uk",
+    "N": "weight_uk",
+    "Nkv": "kv_cache",
+    "BlockSize": "kv_cache",
     "Hcq": "weight_dq",
     "Dr": "rope_sin",
 }
-
-
-@cache
-def _every_quant_pair() -> frozenset[tuple[int, int]]:
-    newest = (limits("npu_mla_prolog_v3", soc, "latest") for soc in ("A3", "A5"))
-    return frozenset().union(*(each.quant_modes for each in newest))
-
-
 _VALIDATION = (torch.bfloat16, torch.float32, torch.float64)
 
 

@@ -112,7 +112,7 @@ REFUSALS: list[tuple[str, tuple[int, int], Change, str]] = [
     ("required.dequant_scale_x", (2, 0), {"dequant_scale_x": None}, "weight_quant_mode 2"),
     ("rank.dequant_scale_x", (2, 0), {"dequant_scale_x": sized(8, dtype=F32)}, "tokens"),
     ("rank.smooth_scales_cq", (2, 0), {"smooth_scales_cq": sized(1536, dtype=F32)}, "1-D"),
-    ("quant.combination", (2, 0), {"kv_cache_quant_mode": 2}, "one of [0, 1, 3]"),
+    ("quant.combination", (2, 0), {"kv_cache_quant_mode": 2}, "one of 0, 1, 3"),
     ("quant.weight_quant_mode", (0, 0), {"weight_quant_mode": 7}, "found 7"),
     ("quant.query_quant_mode", (2, 1), {"query_quant_mode": 0}, "expected 1"),
     ("quant.ckvkr_repo_mode", (2, 3), {"ckvkr_repo_mode": 0}, "expected 1"),
