@@ -7,8 +7,7 @@ tensors, devices, strides and slots stands here.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import torch
 from mla_fusion.meta.errors import ContractError
@@ -27,8 +26,7 @@ def size_of(axis: str, dims: Mapping[str, Any], derived: Derived, unknown: Any =
     return int(axis) if axis.isdigit() else dims.get(axis, unknown)
 
 
-@dataclass(frozen=True)
-class Undecided:
+class Undecided(NamedTuple):
     """A symbolic size that is one of ``sizes`` for some of its values only."""
 
     axis: str

@@ -10,7 +10,6 @@ intermediate written and read again.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from math import inf, prod
 from typing import Any, NamedTuple
@@ -27,8 +26,7 @@ LAUNCH = 3.5e-6
 LAUNCH_SOURCE = "what a small fused vector kernel took in all in vllm-ascend's pull request 10730"
 
 
-@dataclass(frozen=True)
-class Chip:
+class Chip(NamedTuple):
     """One device as torch sees it. Peaks in products-and-sums per second, None where none is
     published.
     """
@@ -61,8 +59,7 @@ class Step(NamedTuple):
     quantised: bool = False
 
 
-@dataclass(frozen=True)
-class Cost:
+class Cost(NamedTuple):
     """Sums over a call. ``intensity`` is products-and-sums per byte; ``seconds`` a lower bound on a
     chip.
     """
@@ -153,8 +150,7 @@ def unfused_steps(call: Call) -> Iterator[Step]:
         yield Step("write kr_cache", 2 * kr_rows + index)
 
 
-@dataclass(frozen=True)
-class CallExplanation:
+class CallExplanation(NamedTuple):
     """A legal call in words and numbers; ``str()`` of it is a report.
 
     ``dims`` are the axes of `mla_fusion.meta.spec`; ``fused`` is the operator, ``unfused`` the

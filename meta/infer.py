@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from mla_fusion.meta.binder import Binder
 from mla_fusion.meta.limits import known_path, known_releases
-from mla_fusion.meta.prolog import PROLOGS, Operator
+from mla_fusion.meta.prolog import CACHES, PROLOGS, Operator
 from mla_fusion.meta.signature import OTHERS, complete, named
 from mla_fusion.meta.spec import INFERSHAPE
 
@@ -77,7 +77,6 @@ def infer(op: str, *, cann: str = "latest", path: str = "graph", **arguments: An
     reads_modes = operator.version == "v3"
     wq, kv = quant_modes(operator, full)
     x, w_uk, w_uq_qr = full["token_x"], full["weight_uk"], full["weight_uq_qr"]
-    kv_cache, kr_cache = full["kv_cache"], full["kr_cache"]
     lead = tuple(x.shape[:-1])
     tokens = prod(lead)
     n, _, hckv = w_uk.shape
@@ -96,7 +95,6 @@ def infer(op: str, *, cann: str = "latest", path: str = "graph", **arguments: An
         ),
         "query_norm": ((*lead, hcq) if flag else absent, w_uq_qr.dtype),
         "dequant_scale_q_norm": ((tokens, scale_width) if flag and wq else absent, scale_dtype),
-        "kv_cache": (tuple(kv_cache.shape), kv_cache.dtype),
-        "kr_cache": (tuple(kr_cache.shape), kr_cache.dtype),
+        **{name: (tuple(full[name].shape), full[name].dtype) for name in CACHES},
     }
     return [results[name] for name in operator.results]

@@ -10,8 +10,7 @@ the columns ``[C | R | Q]`` of the down-projection.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from mla_fusion.meta.binder import Binder, Derived
@@ -26,8 +25,7 @@ SOCS = ("A2", "A3")
 EPSILON = 1e-6  # of its norms, whatever the caller passes: fixed in the kernel
 
 
-@dataclass(frozen=True)
-class CacheForm:
+class CacheForm(NamedTuple):
     """One cacheMode: its number in ATB, shapes of both caches (None: not used), and of the query
     results.
     """
@@ -132,12 +130,11 @@ class Call(Binder):
         descale = torch.float32 if kind == torch.bfloat16 else torch.int64
         self.tensor("descale0", "W", descale)
         self.tensor("descale1", "U", descale)
+        static = quantised and full["quant_mode"] == STATIC
         rows: list[tuple[str, str, torch.dtype]] = []
-        if quantised and full["quant_mode"] == STATIC:
-            for stage, width in (("0", "W"), ("1", "U")):
-                rows.append((f"quant_scale{stage}", "1", kind))
-                rows.append((f"quant_offset{stage}", "1", torch.int8))
-                rows.append((f"bias{stage}", width, torch.int32))
+        for stage, width in (("0", "W"), ("1", "U")) if static else ():
+            scales = (f"quant_scale{stage}", "1", kind), (f"quant_offset{stage}", "1", torch.int8)
+            rows += [*scales, (f"bias{stage}", width, torch.int32)]
         if form.int8:
             rows += [("ctkv_scale", "1", kind), ("q_nope_scale", "N", kind)]
         for name, shape, dtype in rows:
@@ -169,7 +166,8 @@ class Call(Binder):
         if full["cache_mode"] == "kvcache":
             expected = "krope_ctkv, int8_nzcache or nzcache: torch does not offer mode 0"
             self.refuse("cache_mode.torch", "cache_mode", expected, "kvcache")
-        for axis, argument, sizes in _SIZES:
+        for row in _SIZES.strip().splitlines():
+            axis, argument, sizes = row.split()
             self.within(axis, argument, sizes_of(sizes))
         # the kernel that takes other hidden sizes and unquantised weights knows one mode
         other = type(hidden) is int and hidden != ATB_HIDDEN
@@ -200,15 +198,15 @@ SHAPES = {
     "cos": "T R",
     "sin": "T R",
 }
-_SIZES = (
-    ("Q", "gamma1", "1536"),
-    ("C", "gamma2", "512"),
-    ("R", "cos", "64"),
-    ("D", "wuk", "128"),
-    ("N", "wuk", "1.."),
-    ("H", "input", "2048..8192/32"),
-    ("T", "input", f"1..{MAX_TOKENS}"),
-)
+_SIZES = f"""
+Q  gamma1  1536
+C  gamma2  512
+R  cos     64
+D  wuk     128
+N  wuk     1..
+H  input   2048..8192/32
+T  input   1..{MAX_TOKENS}
+"""
 
 
 def infer_preprocess(op: str, full: Mapping[str, Any]) -> list[tuple[tuple[Any, ...], torch.dtype]]:

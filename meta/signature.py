@@ -5,9 +5,8 @@ types of attributes checked.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from mla_fusion.meta import preprocess
@@ -20,8 +19,7 @@ from mla_fusion.meta.preprocess import ATB, check_preprocess, infer_preprocess
 from mla_fusion.meta.prolog import PROLOGS, Operator
 
 
-@dataclass(frozen=True)
-class Other:
+class Other(NamedTuple):
     """An operator beside the prologue.
 
     check   of (op, soc, cann, values, every argument by name): the call; raises ContractError

@@ -13,8 +13,8 @@ BlockNum, BlockSize, Nkv, Dtile the width of a kv_cache row. "lead" in a shape s
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,8 +31,7 @@ DEFINITION = "mla_prolog_v3_def.cpp"
 INFERSHAPE = "mla_prolog_v3_infershape.cpp"
 
 
-@dataclass(frozen=True)
-class Input:
+class Input(NamedTuple):
     """One tensor argument: its shape as axes, its dtype or role, and whether FRACTAL_NZ 4-D storage
     is taken.
     """
@@ -43,8 +42,7 @@ class Input:
     nz: bool = False
 
 
-@dataclass(frozen=True)
-class WeightMode:
+class WeightMode(NamedTuple):
     """One weight_quant_mode: dtypes of its tensors, the scales it needs and may have, with their
     shapes.
     """
@@ -52,8 +50,8 @@ class WeightMode:
     title: str
     element: Dtype
     dtypes: Mapping[str, Dtype]
-    required: Mapping[str, str] = field(default_factory=dict)
-    optional: Mapping[str, str] = field(default_factory=dict)
+    required: Mapping[str, str] = {}
+    optional: Mapping[str, str] = {}
     scale_dtype: torch.dtype = torch.float32
 
     def roles(self, activation: torch.dtype) -> dict[Any, Any]:
@@ -63,8 +61,7 @@ class WeightMode:
         return known | {name: known.get(kind, kind) for name, kind in self.dtypes.items()}
 
 
-@dataclass(frozen=True)
-class CacheQuant:
+class CacheQuant(NamedTuple):
     """One kv_cache_quant_mode: cache dtypes and row width, further tensors, and the modes it
     fixes.
     """
@@ -73,7 +70,7 @@ class CacheQuant:
     kv: Dtype
     kr: Dtype | None  # None: kr_cache is an empty tensor
     width: str
-    required: Mapping[str, str] = field(default_factory=dict)
+    required: Mapping[str, str] = {}
     query_quant_mode: int = 0
     repo_mode: int = 0
     cache_modes: tuple[str, ...] = ("PA_BSND", "PA_NZ", "PA_BLK_BSND", "PA_BLK_NZ", "BSND", "TND")
@@ -208,6 +205,5 @@ DERIVED: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
     "Hcq/32": lambda dims: dims["Hcq"] // 32,
     "Dtile": lambda dims: dims["Hckv"] + 2 * dims["Dr"] + 4 * (dims["Hckv"] // dims["tile"]),
     "ceil(S/BlockSize)": lambda dims: -(-dims["S"] // _nonzero(dims["BlockSize"])),
-    "1": lambda dims: 1,
 }
 TILE_SIZE = 128

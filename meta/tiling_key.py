@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from mla_fusion.meta.limits import known_releases, newest
 from mla_fusion.meta.spec import CACHE_QUANTS, WEIGHT_MODES
@@ -30,27 +31,15 @@ LAYOUTS = {
     "latest": (*_SINCE_8_5, ("ENABLE_ROPE", 1), _CORES),
 }
 
+
+def _numbered(pairs: str) -> dict[tuple[int, int], int]:
+    return {(int(pair[0]), int(pair[2])): number for number, pair in enumerate(pairs.split())}
+
+
 # since which release -> (weight_quant_mode, kv_cache_quant_mode) -> QUANT_MODE
 QUANT_NUMBERS: Mapping[str, Mapping[tuple[int, int], int]] = {
-    "8.2": {(0, 0): 0, (1, 0): 0, (1, 2): 1, (2, 0): 2, (2, 1): 3},
-    "8.5": {
-        (0, 0): 0,
-        (1, 0): 1,
-        (1, 2): 2,
-        (2, 0): 3,
-        (2, 1): 4,
-        (1, 3): 5,
-        (2, 3): 6,
-        (3, 0): 7,
-        (3, 1): 8,
-        (3, 3): 9,
-        (4, 0): 10,
-        (4, 1): 11,
-        (5, 0): 12,
-        (5, 1): 13,
-        (4, 3): 14,
-        (5, 3): 15,
-    },
+    "8.2": {(0, 0): 0} | _numbered("1/0 1/2 2/0 2/1"),
+    "8.5": _numbered("0/0 1/0 1/2 2/0 2/1 1/3 2/3 3/0 3/1 3/3 4/0 4/1 5/0 5/1 4/3 5/3"),
 }
 CACHE_NUMBERS = {"BSND": 0, "TND": 0, "PA_BSND": 1, "PA_NZ": 2, "PA_BLK_BSND": 3, "PA_BLK_NZ": 4}
 _CACHES = (
@@ -70,8 +59,7 @@ DEQUANT_HEADS = 8  # int8 weights: from this N on, dequantisation runs beside th
 SPLIT_SINCE, SPLIT_TOKENS, SPLIT_HE, SPLIT_HEADS = "9.1", 8192, (7168, 7680), 128
 
 
-@dataclass(frozen=True)
-class KeyField:
+class KeyField(NamedTuple):
     """One field: its first and last bit, its value, and the meaning of that."""
 
     low: int
