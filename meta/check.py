@@ -166,10 +166,12 @@ class Call(Binder):
             self.refuse(f"shape.{name}", name, f"[n/{c0}, k/16, 16, {c0}] or [k, n]", list(sizes))
         return sizes[1] * 16, sizes[0] * c0
 
-    # -- sizes
+    # -- what the tables of a release say
 
-    def within_limits(self, where: str) -> None:
-        """The tables of sizes."""
+    def on_device(self, where: str, in_graph: str) -> None:
+        """Sizes; ranks that a release or a path takes where the sizes would do, of 4-D weights and
+        of empty caches; devices, storage formats and strides.
+        """
         assert self.allowed
         for axis, sizes in self.allowed.dims.items():
             argument = (
@@ -178,31 +180,13 @@ class Call(Binder):
                 else _OWNERS.get(axis, "token_x")
             )
             self.within(axis, argument, sizes, f" on {where}")
-
-    def found(self, axis: str, size: Any, where: str) -> str:
-        known = f", {taken_by(self.op, axis, size, where.removeprefix(' on '))}"
-        return super().found(axis, size, where) + (known if type(size) is int else "")
-
-    # -- ranks
-
-    def ranks(self, where: str) -> None:
-        """Ranks that a release or a path takes where the sizes would do: of 4-D weights and of
-        empty caches.
-        """
-        assert self.allowed
         rank, taken = self.full["weight_dq"].dim(), self.allowed.weight_dq_4d
         if rank == 4 and taken != "always" and (not taken or self.full["query_norm_flag"]):
-            expected = f"2-D [He, Hcq] on {where}" + (" with query_norm_flag" if taken else "")
+            expected = f"2-D [He, Hcq] on {in_graph}" + (" with query_norm_flag" if taken else "")
             self.refuse("rank.weight_dq", "weight_dq", expected, "4-D", spec.INFERSHAPE)
         ranks = self.allowed.empty_kr_ranks
         if self.cache.kr is None and ranks:
-            self.rank("kr_cache", *sorted(ranks), where=f" on {where}")
-
-    # -- memory
-
-    def memory(self, where: str) -> None:
-        """Devices, storage formats and strides."""
-        assert self.allowed
+            self.rank("kr_cache", *ranks, where=f" on {in_graph}")
         self.one_device()
         for tensor in spec.INPUTS:
             form = layout.npu_format(self.full[tensor.name]) if tensor.nz else None
@@ -222,6 +206,10 @@ class Call(Binder):
         )
         ones_free = not self.allowed.compares_strides
         self.caches(CACHES, expected, first_axis_free=free, ones_free=ones_free)
+
+    def found(self, axis: str, size: Any, where: str) -> str:
+        known = f", {taken_by(self.op, axis, size, where.removeprefix(' on '))}"
+        return super().found(axis, size, where) + (known if type(size) is int else "")
 
     # -- values
 
@@ -326,9 +314,7 @@ def checked(
     call = Call(op, complete(op, arguments), allowed)
     call.modes(where)
     call.tensors(torch.bfloat16)
-    call.within_limits(where)
-    call.ranks(where if path == "eager" else f"{where} in a graph")
-    call.memory(where)
+    call.on_device(where, where if path == "eager" else f"{where} in a graph")
     return call
 
 

@@ -78,8 +78,7 @@ def check_key_operator(
         expected = "A2, A3, or A5 from CANN 8.5 on"
         raise ContractError("soc", "soc", expected, f"{soc}, CANN {cann}", source=HOST, op=op)
     bound = _Call(_OF[op], HOST, full)
-    bound.check_modes(soc)
-    bound.check_tensors()
+    bound.check_tensors(soc)
     bound.check_sizes(soc, cann)
     bound.one_device()
     bound.caches(_CACHES)
@@ -110,12 +109,8 @@ class _Call(Binder):
 
     derived: ClassVar[Derived] = {"C+R": lambda dims: dims["C"] + dims["R"]}
 
-    @property
-    def mode(self) -> str:
-        return str(self.full["cache_mode"])
-
-    def check_modes(self, soc: str) -> None:
-        full = self.full
+    def check_tensors(self, soc: str) -> None:
+        full, mode = self.full, self.full["cache_mode"]
         self.pick("cache_mode", MODES, code="cache_mode.unknown")
         if full["v"] is not None:
             self.refuse("v", "v", "nothing: keys and values of one latent", "a tensor")
@@ -123,22 +118,18 @@ class _Call(Binder):
             if full[offset] is not None and (soc != "A5" or full[scale] is None):
                 expected = f"nothing without {scale}" if soc == "A5" else f"nothing on {soc}"
                 self.refuse(f"quant.{offset}", offset, expected, "a tensor")
-        if self.mode == "Norm" and soc != "A5" and any(full[name] is not None for name in SCALES):
+        if mode == "Norm" and soc != "A5" and any(full[name] is not None for name in SCALES):
             expected = f"a paged mode for int8 caches on {soc}"
             self.refuse("quant.norm", "cache_mode", expected, "Norm")
-
-    def check_tensors(self) -> None:
-        full = self.full
         kind = self.dtype("kv", torch.bfloat16, torch.float16)
         self.tensor("gamma", "C", kind)
-        if full["cos"].dim() != 4:
-            self.refuse("rank.cos", "cos", "[B, 1, S, R]", list(full["cos"].shape))
+        self.rank("cos", 4, where=", [B, 1, S, R]")
         self.dims["R"] = full["cos"].shape[-1]
         self.tensor("kv", "B 1 S C+R", kind)
         rows = full["cos"].shape[2]
         for name in ("cos", "sin"):  # one row a sequence serves all of its tokens
             self.tensor(name, "B 1 1 R" if type(rows) is int and rows == 1 else "B 1 S R", kind)
-        lead = "B 1 Scache" if self.mode == "Norm" else "BlockNum BlockSize 1"
+        lead = "B 1 Scache" if mode == "Norm" else "BlockNum BlockSize 1"
         for name, (scale, width) in zip(_CACHES, SCALES.items(), strict=True):
             self.sizes(name, f"{lead} {width}")
             if full[scale] is None and full[name].dtype == torch.int8:
@@ -147,10 +138,9 @@ class _Call(Binder):
         for name, width in (SCALES | OFFSETS).items():
             if full[name] is not None:
                 self.tensor(name, width if full[name].dim() == 1 else f"1 {width}", torch.float32)
-        given = [full[name] for name in SCALES if full[name] is not None]
-        if len({scale.dim() for scale in given}) > 1:
-            expected, found = "as many axes as k_rope_scale", list(full["c_kv_scale"].shape)
-            self.refuse("rank.c_kv_scale", "c_kv_scale", expected, found)
+        k_scale, c_scale = (full[name] for name in SCALES)
+        if k_scale is not None and c_scale is not None:
+            self.rank("c_kv_scale", k_scale.dim(), where=", as k_rope_scale")
         self.dtype("index", torch.int64)
 
     def check_sizes(self, soc: str, cann: str) -> None:
@@ -161,9 +151,9 @@ class _Call(Binder):
         self.within("R", "cos", sizes_of("2../2"))
         for axis in dims:
             self.within(axis, "kv", sizes_of("1.."))
-        paged = self.mode != "Norm"
+        paged = self.full["cache_mode"] != "Norm"
         blocks = -(-dims["S"] // dims["BlockSize"]) if paged else 0  # of one sequence
-        wanted = dims["B"] * (blocks if self.mode in BLOCKS else dims["S"])
+        wanted = dims["B"] * (blocks if self.full["cache_mode"] in BLOCKS else dims["S"])
         if type(wanted) is type(index.numel()) is int and index.numel() != wanted:
             self.refuse("shape.index", "index", f"{wanted} slots", list(index.shape))
         if not paged:
@@ -182,7 +172,7 @@ class _Call(Binder):
         twice.
         """
         index, dims = self.readable("index"), self.dims
-        paged = self.mode != "Norm"
+        paged = self.full["cache_mode"] != "Norm"
         end = dims["BlockNum"] * dims["BlockSize"] if paged else dims["Scache"]
         for sequence in [index.reshape(-1)] if paged else index:
             self.rows("index", sequence, end, "rows below the cache's")

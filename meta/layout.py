@@ -5,7 +5,6 @@ sizes that may be symbolic.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, sym_not
@@ -56,36 +55,24 @@ def writable(tensor: Tensor, *, first_axis_free: bool, ones_free: bool) -> bool:
     strides count as what they should be unless they are known to differ. Fake tensors are looked at
     too: what is written in place belongs to the caller.
     """
-    sizes, strides = tensor.shape, tensor.stride()
-    if any(type(size) is int and size == 0 for size in sizes) and (
-        ones_free or _as_torch_lays_out(sizes, strides)
-    ):
+    sizes, strides = list(tensor.shape), tensor.stride()
+
+    def as_of(sizes: list[Any]) -> bool:
+        expected: Any = 1
+        for axis in reversed(range(len(sizes))):
+            size, stride = sizes[axis], strides[axis]
+            one = type(size) is int and size == 1 and ones_free
+            known = type(stride) is type(expected) is int
+            larger = axis == 0 and first_axis_free and not (known and stride < expected)
+            if different(stride, expected) and not one and not larger:
+                return False
+            expected = expected * size
         return True
-    expected: Any = 1
-    for axis in range(len(sizes) - 1, -1, -1):
-        size, stride = sizes[axis], strides[axis]
-        one = type(size) is int and size == 1 and ones_free
-        larger = (
-            axis == 0
-            and first_axis_free
-            and not (type(stride) is type(expected) is int and stride < expected)
-        )
-        if different(stride, expected) and not one and not larger:
-            return False
-        expected = expected * size
-    return True
 
-
-def _as_torch_lays_out(sizes: Sequence[Any], strides: Sequence[Any]) -> bool:
-    """Whether these are the strides of a new tensor, for which an axis of size 0 counts as one of
-    size 1.
-    """
-    expected: Any = 1
-    for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
-        if different(stride, expected):
-            return False
-        expected = expected * (1 if type(size) is int and size == 0 else size)
-    return True
+    # torch counts an axis of size 0 as one of size 1
+    of_new = [1 if type(size) is int and size == 0 else size for size in sizes]
+    empty = any(type(size) is int and size == 0 for size in sizes)
+    return as_of(sizes) or (empty and (ones_free or as_of(of_new)))
 
 
 def different(a: Any, b: Any) -> bool:

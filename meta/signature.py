@@ -80,10 +80,9 @@ def complete(op: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """
     required, defaults = signature(op)
     full = {**defaults, **arguments}
-    if len(full) != len(defaults) + len(required):
-        for name in arguments:
-            if name not in defaults and name not in required:
-                raise ContractError("argument.unknown", name, f"an argument of {op}", name, op=op)
+    for name in arguments:
+        if name not in defaults and name not in required:
+            raise ContractError("argument.unknown", name, f"an argument of {op}", name, op=op)
     for name in required:
         if full.get(name) is None:
             raise ContractError(f"required.{name}", name, "a tensor", "nothing", op=op)
