@@ -18,7 +18,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from torch.fx.graph import CodeGen
 
 import mla_fusion as mf
-from mla_fusion.compile import narrow
+from mla_fusion.compile import dynamo
 from mla_fusion.compile.boundary import fuse_with_boundary
 from mla_fusion.compile.device_graph import capture
 from mla_fusion.fx import module_path
@@ -179,7 +179,7 @@ def as_for_backend(
     gm, weights = traced(copy.deepcopy(model), args, dynamic)
     for one in weights:
         torch._dynamo.mark_static_address(one)  # as Dynamo marks a model's own
-    narrow.mark(gm, [*weights, *args])
+    dynamo.mark_numbers(gm, [*weights, *args])
     return gm, [*weights, *args]
 
 

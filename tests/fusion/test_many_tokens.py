@@ -59,6 +59,7 @@ def test_fuses(device: str, name: str) -> None:
     assert len(report.fused) == 1, str(report)
 
 
+@pytest.mark.exhaustive
 def test_batches_of_any_number_of_long_sequences() -> None:
     """Only the length is static: it is shrunk, and every token of the verified call has a slot of
     its own.

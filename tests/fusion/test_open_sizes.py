@@ -94,6 +94,7 @@ def test_block_sizes(first: int) -> None:
     assert placements == (wanted if first in TAKEN else wanted[::-1])
 
 
+@pytest.mark.exhaustive
 def test_tokens_blocks_and_block_size_of_one_symbol() -> None:
     model = _model()
     compiled = _compiled(model)

@@ -16,7 +16,6 @@ from mla_fusion.operators.known import known
 from mla_fusion.operators.table import ROWS
 
 from .samples import Call, calls
-from .smooth import kink
 from .tagged import not_movement
 
 aten = torch.ops.aten
@@ -44,14 +43,6 @@ def sampled(kind: Kind) -> list[Call]:
     return [
         call for each in calls().values() for call in each if call.kind is kind and call.floats()
     ]
-
-
-def few_of_each(found: list[Call]) -> list[Call]:
-    """Two calls of each operator, far apart among its samples: OpInfo has hundreds of some."""
-    by_name: dict[str, list[Call]] = {}
-    for call in found:
-        by_name.setdefault(call.name, []).append(call)
-    return [each[i] for each in by_name.values() for i in sorted({0, len(each) // 2})]
 
 
 # -- the table
@@ -177,42 +168,6 @@ def test_views_by_schema_alone_are_movement() -> None:
     assert known(aten.diagonal.default).kind is Kind.MOVEMENT
     # it reads memory, whose layout a probe need not have
     assert known(aten.as_strided.default).kind is Kind.OPAQUE
-
-
-# -- analytic
-
-# Analytic but where a row is zero, or all of one number.
-NORMS = frozenset(
-    f"aten::{name}"
-    for name in "norm linalg_vector_norm std std_mean layer_norm native_layer_norm rms_norm".split()
-)
-# Not in OpInfo, or there with other arguments; made of operators that are sampled.
-UNSAMPLED_ANALYTIC = frozenset(
-    f"aten::{name}" for name in "_fused_rms_norm _int_mm einsum tensordot".split()
-)
-
-
-def test_analytic_operators_have_no_kink() -> None:
-    tried = few_of_each(sampled(Kind.ANALYTIC))
-    listed = {name for name, kind in LISTED.items() if kind is Kind.ANALYTIC and "aten::" in name}
-    assert listed - {call.name for call in tried} == UNSAMPLED_ANALYTIC
-    assert not [found for call in tried if (found := kink(call, call.name in NORMS))]
-
-
-# Choices that the check must find, so that it is known to find any: steps, corners, and C1 joins
-# (elu, celu).
-KINKED = """
-    abs amax amin ceil celu clamp clamp_max clamp_min copysign elu floor fmax fmin fmod frac
-    hardshrink hardsigmoid hardswish hardtanh leaky_relu max maximum median min minimum relu
-    remainder round sgn sign softshrink sort topk trunc
-""".split()
-
-
-@pytest.mark.parametrize("name", KINKED)
-def test_the_check_finds_kinks(name: str) -> None:
-    found = [call for call in calls()[f"aten::{name}"] if call.floats()]
-    assert any(kink(call) for call in found)
-    assert {call.kind for call in found} == {Kind.CHOICE}
 
 
 # -- movement

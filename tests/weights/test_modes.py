@@ -172,7 +172,7 @@ def test_caches_are_found() -> None:
     with torch.no_grad():
         run(*base.paged_args())
     places = {where for where, _ in kept()}
-    wanted = {"weights.fingerprint._keys", "reference.hifloat8._tables", "weights.cache._ENTRIES"}
+    wanted = {"weights.source._keys", "reference.hifloat8._tables", "weights.cache._ENTRIES"}
     assert {f"mla_fusion.{where}" for where in wanted} <= places
 
 

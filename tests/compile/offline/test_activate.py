@@ -150,6 +150,7 @@ def test_missing_compiler_says_what_to_install(tmp_path: Path) -> None:
     assert "found no C compiler" in done.stderr and "apt install gcc" in done.stderr
 
 
+@pytest.mark.exhaustive
 def test_cached_stand_ins_need_no_compiler_and_no_walk(tmp_path: Path) -> None:
     """torch_npu looks for the file that has CANN's version; without CANN below the current
     directory, all of it.
