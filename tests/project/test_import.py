@@ -1,6 +1,5 @@
 """What ``import mla_fusion`` costs and offers."""
 
-import ast
 import json
 import os
 import subprocess
@@ -8,7 +7,6 @@ import sys
 import textwrap
 from functools import cache
 from importlib import metadata
-from pathlib import Path
 
 import pytest
 
@@ -119,25 +117,6 @@ def test_public_names_resolve(name: str) -> None:
 def test_unknown_names_are_attribute_errors() -> None:
     with pytest.raises(AttributeError, match="no attribute 'fuze'"):
         _ = mla_fusion.fuze
-
-
-def test_type_checkers_see_every_public_name() -> None:
-    """The names under TYPE_CHECKING are those that ``__getattr__`` serves."""
-    source = ast.parse(Path(mla_fusion.__file__ or "").read_text())
-    block = next(
-        node
-        for node in source.body
-        if isinstance(node, ast.If)
-        and isinstance(node.test, ast.Name)
-        and node.test.id == "TYPE_CHECKING"
-    )
-    seen = {
-        alias.name
-        for node in block.body
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-    }
-    assert seen == set(mla_fusion.__all__)
 
 
 def test_version_is_the_installed_one() -> None:
