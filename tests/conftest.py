@@ -39,9 +39,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if share is None:
         return
     turn, shares = map(int, share.split("/"))
-    others = [item for item in items if zlib.crc32(item.nodeid.encode()) % shares != turn % shares]
+    kept, others = list[pytest.Item](), list[pytest.Item]()
+    for item in items:
+        is_of_share = zlib.crc32(item.nodeid.encode()) % shares == turn % shares
+        (kept if is_of_share else others).append(item)
     config.hook.pytest_deselected(items=others)
-    items[:] = [item for item in items if item not in set(others)]
+    items[:] = kept
 
 
 def pytest_collection_finish() -> None:

@@ -52,15 +52,12 @@ def compiled(
 
 
 def run_fused(
-    model: nn.Module,
-    args: tuple[Tensor, ...],
-    config: mf.Config | None = None,
-    dynamic: bool = False,
+    model: nn.Module, args: tuple[Tensor, ...], config: mf.Config | None = None
 ) -> list[Tensor]:
     """As :func:`compiled` with ``mf.backend(config)``, but for Dynamo and AOT autograd, which take
     most of its time: :func:`traced` makes the graph.
     """
-    gm, given = as_for_backend(model, args, dynamic)
+    gm, given = as_for_backend(model, args)
     inputs = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
     _, _, wrap = fuse_with_boundary(gm, inputs, config or mf.Config(), given)
     with torch.no_grad():
@@ -172,11 +169,9 @@ def traced(
     return gm, list(weights.values())
 
 
-def as_for_backend(
-    model: nn.Module, args: tuple[Tensor, ...], dynamic: bool = False
-) -> tuple[GraphModule, list[Tensor]]:
+def as_for_backend(model: nn.Module, args: tuple[Tensor, ...]) -> tuple[GraphModule, list[Tensor]]:
     """The functional graph, where vectors of the model have been looked at, and all its inputs."""
-    gm, weights = traced(copy.deepcopy(model), args, dynamic)
+    gm, weights = traced(copy.deepcopy(model), args)
     for one in weights:
         torch._dynamo.mark_static_address(one)  # as Dynamo marks a model's own
     dynamo.mark_numbers(gm, [*weights, *args])

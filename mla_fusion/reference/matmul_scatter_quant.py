@@ -81,7 +81,11 @@ def npu_scatter_pa_kv_cache(
     mode = options.get("cache_mode", "PA_NZ")
     if mode != "Norm":
         raise ValueError(f"cache_mode {mode!r} is not emulated, only 'Norm'")
-    given = [name for name, value in options.items() if isinstance(value, Tensor)]
+    given = [
+        name
+        for name in ("compress_lens", "compress_seq_offsets", "seq_lens")
+        if options.get(name) is not None
+    ]
     if given:
         raise ValueError(f"{', '.join(given)}: compressed sequences are not emulated")
     for rows, cache in ((key, key_cache), (value, value_cache)):
@@ -89,12 +93,17 @@ def npu_scatter_pa_kv_cache(
 
 
 def npu_scatter_pa_kv_cache_functional(
-    key: Tensor, value: Tensor, *others: Tensor, **options: Any
-) -> tuple[Tensor, ...]:
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
     """`npu_scatter_pa_kv_cache` on copies."""
-    key_cache, value_cache, slots = (other.clone() for other in others)
-    npu_scatter_pa_kv_cache(key, value, key_cache, value_cache, slots, **options)
-    return key_cache, value_cache
+    caches = key_cache.clone(), value_cache.clone()
+    npu_scatter_pa_kv_cache(key, value, *caches, slot_mapping, **options)
+    return caches
 
 
 OUTPUT_DTYPES = {
@@ -183,7 +192,13 @@ def _float_product(
     return kernel.product(x1, x2, of_rows, scale.float().reshape(1, -1))
 
 
-def npu_format_cast(input: Tensor, acl_format: int, **options: object) -> Tensor:
+def npu_format_cast(
+    input: Tensor,
+    acl_format: int,
+    *,
+    customize_dtype: int | None = None,
+    input_dtype: int | None = None,
+) -> Tensor:
     """A copy: a storage format such as FRACTAL_NZ (29) is invisible to the logical tensor, and the
     CPU has none.
     """

@@ -20,7 +20,8 @@ from mla_fusion.reference.kernels import (  # noqa: F401  # what these compute o
 from mla_fusion.reference.matmul_scatter_quant import OUTPUT_DTYPES
 
 # results that are caches, and the arguments whose strides they keep
-_LIKE = {
+_LIKE = dict(zip(CACHES, CACHES, strict=True))
+_LIKE_OF_OTHERS = {
     preprocess.OP: dict(zip(preprocess.RESULTS[1::2], preprocess.CACHES, strict=True)),
     **dict.fromkeys((one.name for one in key_operator.OPERATORS), key_operator.ARGUMENTS),
 }
@@ -32,7 +33,7 @@ def _inferred(op: str, *args: Any, **options: Any) -> tuple[Tensor, ...]:
         torch.empty(shape, dtype=dtype, device="meta")
         for shape, dtype in meta.infer(op, **arguments)
     ]
-    like = _LIKE.get(op, dict(zip(CACHES, CACHES, strict=True)))
+    like = _LIKE_OF_OTHERS.get(op, _LIKE)
     for position, name in enumerate(OPERATORS[op].results):
         if name in like:
             results[position] = torch.empty_like(arguments[like[name]])
@@ -93,7 +94,7 @@ _FLOAT8: dict[Any, torch.dtype] = dict.fromkeys((23, 291), torch.float8_e5m2) | 
 
 
 def npu_dynamic_mx_quant(input: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-    pairs = (input.shape[-1] + 63) // 64
+    pairs = (input.shape[-1] + 2 * number_formats.BLOCK - 1) // (2 * number_formats.BLOCK)
     scales = input.new_empty((*input.shape[:-1], pairs, 2), dtype=torch.uint8)
     return torch.empty_like(input, dtype=_FLOAT8[options.get("dst_type")]), scales
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from mla_fusion.tools import cli
+from tests.exhaustive import one_in
 
 ROOT = Path(__file__).parents[2]
 DUMP = str(ROOT / "tests" / "dumps" / "fixtures" / "fx_after.txt")
@@ -36,7 +37,7 @@ def test_an_output_that_cannot_be_written_is_told_before_the_work(words, tmp_pat
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
-@pytest.mark.parametrize("words", [OUTPUTS[0], OUTPUTS[2]], ids=" ".join)
+@pytest.mark.parametrize("words", one_in(1, [OUTPUTS[0], OUTPUTS[2], OUTPUTS[3]]), ids=" ".join)
 def test_a_file_on_a_full_disk_is_named(words, capsys):
     assert cli.main([*words, "/dev/full"]) == 2
     assert "/dev/full: No space left on device" in capsys.readouterr().err
@@ -143,7 +144,9 @@ def run(command: str, code: str = "") -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("command", ["--help", f"inspect {DUMP}"])
+@pytest.mark.parametrize(
+    "command", one_in(1, ["--help", "explain --help", "guide", f"inspect {DUMP}"])
+)
 def test_a_full_disk(command):
     done = run(f"{command} > /dev/full")
     assert done.returncode == 2

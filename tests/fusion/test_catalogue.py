@@ -139,7 +139,7 @@ def test_fuses_as_exactly(entry: Entry) -> None:
 def test_compiled_and_by_fuse_alone(entry: Entry) -> None:
     """As the backend does it, and by ``mf.fuse``."""
     model, args = entry.model(), entry.args()
-    for alone, (report, fused) in enumerate(both_ways(model, args, entry.config())):
+    for alone, (report, fused) in enumerate(both_ways(model, args, entry.config(verify="all"))):
         assert_outcome(report, entry, alone=bool(alone))
         assert_right(entry, model, args, fused)
 

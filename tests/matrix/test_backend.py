@@ -10,10 +10,16 @@ import torch
 import mla_fusion as mf
 from tests.catalogue import base, prologues
 
-
-@pytest.mark.parametrize(
-    ("model", "dynamic"), [(prologues.Neox, None), (prologues.FusedQkvA, True)]
+MODELS = (
+    prologues.PagedRotateHalf,
+    prologues.PagedFunctionalNorm,
+    prologues.Neox,
+    prologues.FusedQkvA,
 )
+
+
+@pytest.mark.parametrize("dynamic", [None, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("model", MODELS)
 def test_compiled_results_are_those_of_the_model(
     model: type[torch.nn.Module], dynamic: bool | None
 ) -> None:
