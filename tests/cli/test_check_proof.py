@@ -9,14 +9,14 @@ import pytest
 from mla_fusion.examples.fuse_your_model import example
 
 import mla_fusion as mf
-from mla_fusion.compile.device_graph import capture
 from mla_fusion.tools import cli
+from tests.harness import traced_graph
 
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model, arguments = example()
-    found = mf.explain(capture(model, *arguments, device="cpu")[0], mf.Config(verify="off"))
+    found = mf.explain(traced_graph(model, *arguments), mf.Config(verify="off"))
     path = tmp_path_factory.mktemp("proof") / "report.json"
     path.write_text(found.to_json())
     return path

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 import mla_fusion as mf
-from mla_fusion.compile.device_graph import capture
 from tests.catalogue import base, prologues
 from tests.exhaustive import one_in
-from tests.harness import assert_as_exact, clones, compiled
+from tests.harness import assert_as_exact, clones, compiled, traced_graph
 from tests.soundness.families import FAMILIES
 from tests.soundness.families.transaction import PLACES, broken
 from tests.soundness.member import Member, Verdict
@@ -24,7 +23,7 @@ from tests.soundness.member import Member, Verdict
 
 @cache
 def _captured() -> GraphModule:
-    return capture(prologues.Layers(), *prologues.layers_args(), device="cpu")[0]
+    return traced_graph(prologues.Layers(), *prologues.layers_args())
 
 
 def layers() -> GraphModule:

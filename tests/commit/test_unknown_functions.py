@@ -8,7 +8,7 @@ import mla_fusion as mf
 from mla_fusion.report.rejection import Rejection
 from tests.catalogue import base
 from tests.catalogue.prologues import PagedRotateHalf
-from tests.harness import graph_of
+from tests.harness import traced_graph
 
 
 class RootByLogarithm(base.HfNorm):
@@ -31,7 +31,7 @@ class Twice(base.HfNorm):
 def rejection(norm: type[base.HfNorm]) -> Rejection:
     model = PagedRotateHalf()
     model.kv_a_layernorm = norm(model.kv_a_layernorm.weight.numel())
-    gm = graph_of(model, *base.paged_args())
+    gm = traced_graph(model, *base.paged_args())
     (rejected,) = mf.explain(gm).rejected
     return rejected
 

@@ -30,7 +30,6 @@ from mla_fusion.machine import Machine
 from mla_fusion.reference import prolog
 from mla_fusion.serving import vllm_ascend_pass
 from tests.catalogue import Entry, prologues, select
-from tests.exhaustive import one_in
 from tests.harness import assert_no_worse, clones, eager, exact, flat
 
 EMIT = Path(mf.__file__).parent / "emit"
@@ -75,14 +74,15 @@ def entry(name: str) -> Entry:
 ROPES = {"interleaved": "PagedRotateHalf", "half": "Neox", "complex": "ComplexDense"}
 
 
-@pytest.mark.exhaustive  # as the example of the README, each in half a minute
+@pytest.mark.exhaustive  # each in half a minute
 @pytest.mark.parametrize("rope", ROPES)
 def test_each_spelling_of_rope_compiles_and_runs(rope: str) -> None:
     of = entry(ROPES[rope])
     assert_fused_right(of.model(), of.args(), mf.torchair_pass(of.config(strict=True)), of.slack)
 
 
-@pytest.mark.parametrize("make", one_in(1, [mf.torchair_pass, vllm_ascend_pass]))
+@pytest.mark.exhaustive  # a program that Inductor has compiled runs in test_saving.py each time
+@pytest.mark.parametrize("make", [mf.torchair_pass, vllm_ascend_pass])
 def test_the_example_of_the_readme(make: Any) -> None:
     model, args = example()
     assert_fused_right(model, tuple(args), make())
@@ -213,7 +213,7 @@ def test_predicates_keep_graphs_out_of_inductors_caches() -> None:
     assert mf.torchair_pass(mf.Config(skip=(predicate,))).uuid() is None
 
 
-@pytest.mark.exhaustive  # as the example of the README, each in half a minute
+@pytest.mark.exhaustive  # each in half a minute
 def test_no_cache_gives_the_graph_of_another_configuration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

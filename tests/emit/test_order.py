@@ -8,14 +8,14 @@ import sys
 
 import mla_fusion as mf
 from tests.catalogue import ENTRIES
-from tests.harness import graph_of
+from tests.harness import traced_graph
 
 
 def listing() -> str:
     written = []
     for name in ("ComplexDense", "OneCacheLite"):
         entry = ENTRIES[name]
-        graph = graph_of(entry.model(), *entry.args())
+        graph = traced_graph(entry.model(), *entry.args())
         assert mf.fuse(graph, entry.config(verify="off")).fused
         written.append(str(graph.graph))
     return "\n".join(written)

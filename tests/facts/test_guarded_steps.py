@@ -17,7 +17,7 @@ from tests.catalogue.int8_caches import PackedRows, packed_args
 from tests.catalogue.int8_plain import PlainFull, PlainLinear, PlainPartial, largest, to_int8
 from tests.catalogue.int8_plain_models import model_of
 from tests.exhaustive import one_in
-from tests.harness import assert_as_exact, clones, compiled, graph_of
+from tests.harness import assert_as_exact, clones, compiled, traced_graph
 
 Guard = Callable[[Tensor], Tensor]
 one = torch.ones_like
@@ -70,7 +70,7 @@ def is_listed(fusion: mf.Fusion) -> bool:
     [*((name, PlainPartial) for name in GUARDS), ("where it is 0", PlainFull)],
 )
 def test_of_rows(name: str, kind: Any) -> None:
-    gm = graph_of(model_of(kind, guarded(GUARDS[name])), *paged_args())
+    gm = traced_graph(model_of(kind, guarded(GUARDS[name])), *paged_args())
     (fusion,) = mf.fuse(gm).fused
     assert is_listed(fusion) and fusion.attributes["weight_quant_mode"] in (1, 2)
 
@@ -79,7 +79,7 @@ def test_of_x_alone() -> None:
     model = PlainFull()
     for name in ("q_a_proj", "kv_a_proj_with_mqa"):
         getattr(model, name).__class__ = guarded(GUARDS["masked_fill"])
-    (fusion,) = mf.fuse(graph_of(model, *paged_args())).fused
+    (fusion,) = mf.fuse(traced_graph(model, *paged_args())).fused
     assert is_listed(fusion)
 
 
@@ -94,13 +94,13 @@ def test_it_is_as_exact(name: str) -> None:
 
 @pytest.mark.parametrize("name", WRONG)
 def test_another_step_is_refused(name: str) -> None:
-    gm = graph_of(model_of(PlainPartial, guarded(WRONG[name])), *paged_args())
+    gm = traced_graph(model_of(PlainPartial, guarded(WRONG[name])), *paged_args())
     report = mf.fuse(gm)
     assert not report.fused and [item.code for item in report.rejected] == ["quant.dynamic"]
 
 
 def test_without_a_guard_nothing_is_assumed() -> None:
-    (fusion,) = mf.fuse(graph_of(PlainPartial(), *paged_args())).fused
+    (fusion,) = mf.fuse(traced_graph(PlainPartial(), *paged_args())).fused
     assert not is_listed(fusion)
 
 
@@ -118,5 +118,5 @@ def test_of_tiles(guard: Guard, in_kernel: bool) -> None:
             row = [to_int8(tiles / scale).flatten(1), k_pe.contiguous().view(torch.int8), steps]
             kv_cache.view(-1, 656)[slots] = torch.cat(row, -1)
 
-    (fusion,) = mf.explain(graph_of(Tiles(), *packed_args())).fused
+    (fusion,) = mf.explain(traced_graph(Tiles(), *packed_args())).fused
     assert (fusion.attributes.get("kv_cache_quant_mode") == 3) == in_kernel == is_listed(fusion)

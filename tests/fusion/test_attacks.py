@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 import mla_fusion as mf
-from mla_fusion.compile.device_graph import capture
 from tests.catalogue import base
 from tests.catalogue.base import Base
 from tests.exhaustive import one_in
@@ -58,7 +57,7 @@ def test_steps_by_the_token_number_are_not_fused_away(
     for index in (0, 1, 2, 5):
         torch._dynamo.mark_dynamic(args[index], 0)
     with torch._dynamo.config.patch(specialize_float=True):
-        gm, _ = capture(model, *args, device="cpu")
+        gm = traced_graph(model, *args)
     assert all(fusion.placement.startswith("staged") for fusion in mf.fuse(gm).fused)
     steps = [node for node in gm.graph.nodes if "floor" in str(node.target)]
     assert steps, "the step stays in the graph"

@@ -17,10 +17,7 @@ from torch import Tensor, nn
 import mla_fusion as mf
 from tests.catalogue import ENTRIES, base
 from tests.exhaustive import one_in
-from tests.harness import (
-    graph_of,
-    refused,
-)
+from tests.harness import refused, traced_graph
 
 from .ge_graphs import called_by_hand, same_wiring
 
@@ -144,7 +141,7 @@ def test_npugraph_ex_calls_as_by_hand(name: str) -> None:
 def test_modes_go_with_their_chip_and_release(
     name: str, machine: dict[str, str], code: str
 ) -> None:
-    gm = graph_of(ENTRIES[name].model(), *base.paged_args())
+    gm = traced_graph(ENTRIES[name].model(), *base.paged_args())
     assert refused(gm, mf.Config(**machine)).code == code
 
 

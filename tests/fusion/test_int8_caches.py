@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 import mla_fusion as mf
-from mla_fusion.compile.device_graph import capture
 from tests.catalogue import ENTRIES, base, int8
 from tests.catalogue.int8_caches import PackedRows, packed_args
 from tests.exhaustive import one_in
-from tests.harness import clones, compiled, outcome
+from tests.harness import clones, compiled, outcome, traced_graph
 
 
 @pytest.mark.parametrize("name", ["Partial", "FullSmooth", "IndexerReads"])
@@ -88,7 +87,7 @@ def test_rows_packed_otherwise_stay_with_the_model(name: str) -> None:
         ) -> None:
             kv_cache.view(-1, 656)[slots] = OTHER_ROWS[name](c_kv, k_pe)
 
-    gm, _ = capture(Model(), *packed_args(), device="cpu")
+    gm = traced_graph(Model(), *packed_args())
     (fusion,) = mf.fuse(gm, mf.Config(verify="off")).fused
     assert fusion.placement.startswith("staged"), name
 

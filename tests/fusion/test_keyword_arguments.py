@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 
 from tests.catalogue import ENTRIES
 from tests.exhaustive import one_in
-from tests.harness import graph_of
+from tests.harness import traced_graph
 
 NAMES = (
     "PagedRotateHalf",
@@ -46,7 +46,7 @@ def _targets(gm: GraphModule) -> list[str]:
 )
 def test_named_arguments(name: str, from_place: int) -> None:
     entry = ENTRIES[name]
-    plain, named = (graph_of(entry.model(), *entry.args()) for _ in range(2))
+    plain, named = (traced_graph(entry.model(), *entry.args()) for _ in range(2))
     assert _by_name(named, from_place)
     wanted, report = mf.fuse(plain), mf.fuse(named)
     assert [item.placement for item in report.fused] == [item.placement for item in wanted.fused]

@@ -15,7 +15,7 @@ import mla_fusion as mf
 from mla_fusion.compile.device_graph import capture
 from tests.catalogue import ENTRIES, base, layouts, prologues
 from tests.exhaustive import one_in
-from tests.harness import assert_as_exact, clones, run_fused
+from tests.harness import assert_as_exact, clones, run_fused, traced_graph
 
 
 @pytest.fixture(autouse=True)
@@ -88,7 +88,7 @@ def test_batches_of_any_number_of_long_sequences() -> None:
 )
 def test_near_misses_get_the_same_code(name: str) -> None:
     entry = ENTRIES[name]
-    gm, _ = capture(entry.model(), *base.paged_args(128), device="cpu")
+    gm = traced_graph(entry.model(), *base.paged_args(128))
     assert tuple(r.code for r in mf.fuse(gm).rejected) == entry.outcome
 
 

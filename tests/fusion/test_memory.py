@@ -68,7 +68,7 @@ def test_results_share_memory_as_before(name: str, dynamic: bool) -> None:
 
 
 def test_what_became_another_view_is_gone() -> None:
-    gm = harness.graph_of(Returns(RESULTS["a part"]), *base.paged_args())
+    gm = harness.traced_graph(Returns(RESULTS["a part"]), *base.paged_args())
     assert mf.fuse(gm).fused
     assert all(
         node.users

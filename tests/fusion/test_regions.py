@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import mla_fusion as mf
-from mla_fusion.compile.device_graph import capture
 from tests.catalogue import base, prologues
 from tests.catalogue.base import Base
-from tests.harness import assert_as_exact, both_ways, clones, eager
+from tests.harness import assert_as_exact, both_ways, clones, eager, graph_of, traced_graph
 
 
 class Region(nn.Module):
@@ -166,7 +165,7 @@ def test_regions_that_write_into_other_parts_stay_closed() -> None:
 
 
 def test_a_near_miss_is_named_and_the_graph_keeps_its_regions() -> None:
-    gm, _ = capture(Regions(WithBias), *prologues.layers_args(count=2), device="cpu")
+    gm = graph_of(Regions(WithBias), *prologues.layers_args(count=2))
     kept, before = gm.graph, str(gm.graph)
     for judge in (mf.explain, mf.fuse):
         report = judge(gm)
@@ -177,7 +176,7 @@ def test_a_near_miss_is_named_and_the_graph_keeps_its_regions() -> None:
 
 
 def test_explaining_opens_nothing() -> None:
-    gm, _ = capture(Regions(), *prologues.layers_args(count=2), device="cpu")
+    gm = traced_graph(Regions(), *prologues.layers_args(count=2))
     kept = gm.graph
     assert len(mf.explain(gm).fused) == 2 and gm.graph is kept
     assert len(mf.fuse(gm).fused) == 2 and gm.graph is not kept

@@ -16,6 +16,7 @@ import mla_fusion as mf
 from mla_fusion.compile.device_graph import capture
 from tests import harness
 from tests.catalogue import base
+from tests.harness import graph_of, traced_graph
 
 MINE = "mla_fusion_tests"
 
@@ -98,7 +99,7 @@ def test_a_prologue_of_them_fuses_in_place(known: None, dynamic: bool) -> None:
 
 
 def test_what_was_not_fused_calls_them_still(known: None) -> None:
-    gm, _ = capture(Served(), *base.paged_args(), device="cpu")
+    gm = traced_graph(Served(), *base.paged_args())
     before = [str(node) for node in gm.graph.nodes]
     mf.explain(gm)
     assert [str(node) for node in gm.graph.nodes] == before
@@ -111,7 +112,7 @@ def test_what_was_not_fused_calls_them_still(known: None) -> None:
 
 
 def test_unknown_they_are_named() -> None:
-    gm, _ = capture(Served(), *base.paged_args(), device="cpu")
+    gm = traced_graph(Served(), *base.paged_args())
     (left,) = mf.explain(gm).rejected
     assert left.code == "step.unknown" and "mf.register_operator" in left.remedy
     assert all(f"{MINE}.{name}.default" in left.message for name in ("norm", "rope"))
@@ -125,7 +126,7 @@ def test_an_unknown_rotation_of_query_and_key_is_named(function: Any) -> None:
     mf.register_operator(norm, normed)
     mf.register_operator(rope, function)
     try:
-        gm, _ = capture(Served(), *base.paged_args(), device="cpu")
+        gm = graph_of(Served(), *base.paged_args())
         (left,) = mf.explain(gm).rejected
     finally:
         mf.register_operator(norm, None)
@@ -167,7 +168,7 @@ def test_a_function_that_does_not_fit_is_not_used(
 ) -> None:
     mf.register_operator(norm, function)
     try:
-        gm, _ = capture(Served(), *base.paged_args(), device="cpu")
+        gm = traced_graph(Served(), *base.paged_args())
         with caplog.at_level(logging.WARNING, "mla_fusion"):
             assert not mf.explain(gm).fused
         assert f"the decomposition of {MINE}.norm.default is not used for " in caplog.text

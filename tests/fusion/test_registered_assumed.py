@@ -12,7 +12,7 @@ from torch import Tensor
 
 import mla_fusion as mf
 from tests.catalogue.base import HCQ, Base, paged_args, rotated
-from tests.harness import graph_of
+from tests.harness import traced_graph
 
 MINE = "mla_fusion_tests_assumed"
 
@@ -81,7 +81,7 @@ def known() -> Iterator[None]:
 def test_each_is_listed(kind: type[Base], named: tuple[str, ...], left: list[str]) -> None:
     torch.manual_seed(0)
     model, args = kind(), paged_args()
-    gm = graph_of(model, *args)
+    gm = traced_graph(model, *args)
     (fusion,) = mf.fuse(gm, mf.Config(strict=True)).fused
     said = [line for line in fusion.assumptions if line.endswith("what was registered for it")]
     assert said == [f"{MINE}.{name}.default computes what was registered for it" for name in named]

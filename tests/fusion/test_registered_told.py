@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import mla_fusion as mf
-from mla_fusion.compile.device_graph import capture
 from mla_fusion.fx import registered
 from tests.catalogue import base
+from tests.harness import traced_graph
 
 SCALE = 2.0
 
@@ -157,7 +157,7 @@ class Alone(Scaled):
 def test_the_report_says_why_a_function_is_not_used(model: type[base.Base], count: int) -> None:
     """The log says so once; whoever reads the report has not seen it."""
     mf.register_operator(scaled, lambda x: x[..., :1])
-    gm, _ = capture(model(), *base.paged_args()[:count], device="cpu")
+    gm = traced_graph(model(), *base.paged_args()[:count])
     report = mf.explain(gm)
     assert not report.fused
     said = "a function is registered for it and cannot be used: it gives bfloat16[8, 1], not "
@@ -166,6 +166,6 @@ def test_the_report_says_why_a_function_is_not_used(model: type[base.Base], coun
 
 def test_a_function_that_calls_its_own_operator_is_no_end() -> None:
     mf.register_operator(scaled, lambda x: scaled(x) * 1.0)
-    gm, _ = capture(Scaled(), *base.paged_args(), device="cpu")
+    gm = traced_graph(Scaled(), *base.paged_args())
     report = mf.explain(gm)
     assert not report.fused and "cannot be used: it calls the operator itself" in str(report)

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import mla_fusion as mf
-from mla_fusion.compile.device_graph import capture
 from tests import harness
 from tests.catalogue import base, prologues
 from tests.exhaustive import one_in
+from tests.harness import traced_graph
 
 
 @contextmanager
@@ -54,6 +54,6 @@ def test_the_pass_and_a_step_run_under_them(
 @pytest.mark.parametrize("device", ["meta", "cuda"])
 def test_a_graph_is_read_where_tensors_are_made_elsewhere(device: str) -> None:
     """On this machine there may be no such device: nothing of the pass is made there."""
-    gm = capture(prologues.FusedQkvA(), *base.paged_args(), device="cpu")[0]
+    gm = traced_graph(prologues.FusedQkvA(), *base.paged_args())
     with torch.device(device):
         assert len(mf.explain(gm).fused) == 1

@@ -36,11 +36,11 @@ LONG = ("deepseek_v2", "deepseek_v3", "longcat_flash", "glm4_moe_lite", "minicpm
 
 @pytest.mark.parametrize("name", one_in(2, MODELS))
 def test_greedy_tokens_are_the_same(name: str) -> None:
-    """64 (others: 16) new tokens in float32 with left padding; logits within 1e-4 of the
+    """32 (others: 16) new tokens in float32 with left padding; logits within 1e-4 of the
     original's.
     """
     model, inputs = build(name), prompt()
-    tokens = 64 if name in LONG else 16
+    tokens = 32 if name in LONG else 16
     before = model.generate(**inputs, max_new_tokens=tokens, **GREEDY)
     summary = hf.optimize(model)
     assert summary.converted and not summary.skipped, str(summary)
@@ -150,7 +150,7 @@ def test_every_way_to_generate(name: str, options: dict[str, Any]) -> None:
 
     def run(**options: Any) -> torch.Tensor:
         torch.manual_seed(7)
-        return model.generate(**inputs, max_new_tokens=24, **options)
+        return model.generate(**inputs, max_new_tokens=12, **options)
 
     missing = () if two_widths() else ("cache_implementation",)
     before = run(**{key: value for key, value in options.items() if key not in missing})
@@ -184,16 +184,22 @@ def test_chunked_prefill(name: str, attention: str) -> None:
     assert error(chunks(hf.MlaPagedCache(model, block_size=16)), before) < 1e-4
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize(
+    ("dtype", "attention"),
+    [
+        (torch.bfloat16, "sdpa"),
+        (torch.float16, "eager"),
+        *one_in(1, [(torch.bfloat16, "eager"), (torch.float16, "sdpa")], first=3),
+    ],
+)
 def test_rounded_models_stay_as_near_to_float32(
     dtype: torch.dtype, attention: str, record_property: Callable[[str, object], None]
 ) -> None:
-    """Relative L2 error of 24 decode steps' logits against the float32 run, at most 1.1 of the
+    """Relative L2 error of 12 decode steps' logits against the float32 run, at most 1.1 of the
     original's.
     """
     exact = build("deepseek_v3", KERNEL | {"num_attention_heads": 4, "num_key_value_heads": 4})
-    ids = prompt(batch=4, length=32, padded=0)["input_ids"]
+    ids = prompt(batch=4, length=20, padded=0)["input_ids"]
 
     def steps(model: Any) -> torch.Tensor:
         from transformers import DynamicCache
@@ -203,7 +209,7 @@ def test_rounded_models_stay_as_near_to_float32(
             model(input_ids=ids[:, :8], past_key_values=cache)
             logits = [
                 model(input_ids=ids[:, i : i + 1], past_key_values=cache).logits
-                for i in range(8, 32)
+                for i in range(8, 20)
             ]
         return torch.cat(logits, 1)
 

@@ -15,11 +15,10 @@ import pytest
 import torch
 
 import mla_fusion as mf
-from mla_fusion.compile.device_graph import capture
 from mla_fusion.modes import use_threads
 from tests.catalogue import Entry, prologues, select
 from tests.exhaustive import one_in
-from tests.harness import graph_of
+from tests.harness import traced_graph
 
 ROOT = Path(__file__).parents[2]
 FACTORIES = frozenset(
@@ -37,7 +36,7 @@ SWITCHES = frozenset(
 def graph() -> torch.fx.GraphModule:
     torch.manual_seed(0)
     model = prologues.Layers(prologues.PagedRotateHalf, 3)
-    gm, _ = capture(model, *prologues.layers_args(count=3), device="cpu")
+    gm = traced_graph(model, *prologues.layers_args(count=3))
     return gm
 
 
@@ -117,7 +116,7 @@ def test_the_default_dtype_of_the_process_changes_nothing(entry: Entry) -> None:
 
     torch.manual_seed(0)
     with torch.no_grad():
-        gm = graph_of(entry.model(), *entry.args())
+        gm = traced_graph(entry.model(), *entry.args())
     assert said(torch.float32) == said(torch.bfloat16) == said(torch.float64)
 
 

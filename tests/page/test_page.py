@@ -16,7 +16,7 @@ from mla_fusion.report.picture import Drawing, Part, Picture, Step
 from mla_fusion.report.rejection import Rejection
 from mla_fusion.report.report import Figure, Fusion
 from mla_fusion.tools.page import page
-from tests.harness import graph_of
+from tests.harness import traced_graph
 from tests.page import pages
 
 EVIL = '</style><script>alert("x")</script><img src=x onerror=1>&amp;'
@@ -138,7 +138,7 @@ def test_nothing_is_loaded_from_elsewhere() -> None:
 
 
 def test_a_graph_without_a_prologue_says_so() -> None:
-    report = mf.explain(graph_of(torch.nn.Linear(4, 4), torch.randn(2, 4)))
+    report = mf.explain(traced_graph(torch.nn.Linear(4, 4), torch.randn(2, 4)))
     assert "Nothing to fuse" in (text := text_of(report))
     assert all(line.strip() in text for line in report.absent)
 

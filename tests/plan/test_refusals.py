@@ -73,7 +73,7 @@ def test_staging_that_gains_nothing() -> None:
 
 def test_a_report_says_what_a_fusion_saves() -> None:
     """The model's own five cache writes are kernels before and after."""
-    gm = graph_of(prologues.ComplexDense(), *prologues.dense_args())
+    gm = traced_graph(prologues.ComplexDense(), *prologues.dense_args())
     dense = mf.explain(gm, boundary=True)
     paged = mf.explain(traced_graph(base.Base(), *base.paged_args()))
     assert "operators become 10, up to 11 us less a call;" in str(dense)

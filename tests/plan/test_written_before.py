@@ -8,7 +8,7 @@ from torch import Tensor
 import mla_fusion as mf
 from tests.catalogue.base import paged_args
 from tests.catalogue.prologues import PagedRotateHalf
-from tests.harness import graph_of
+from tests.harness import traced_graph
 
 
 class CopiedOnWrite(PagedRotateHalf):
@@ -27,7 +27,7 @@ class Cleared(PagedRotateHalf):
 
 @pytest.mark.parametrize("model", [CopiedOnWrite, Cleared])
 def test_the_step_before_is_named(model: type[PagedRotateHalf]) -> None:
-    (fusion,) = mf.fuse(graph_of(model(), *paged_args())).fused
+    (fusion,) = mf.fuse(traced_graph(model(), *paged_args())).fused
     assert {item.code for item in fusion.staged_by} == {"cache.no_input"}
     for item in fusion.staged_by:
         assert "has written it" in item.message and "is a part of" not in item.message

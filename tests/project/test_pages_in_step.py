@@ -14,7 +14,7 @@ import torch
 from mla_fusion.examples.fuse_your_model import DR, HCQ, D, N, example
 
 import mla_fusion as mf
-from mla_fusion.compile.device_graph import capture
+from tests.harness import traced_graph
 from tests.project.pages import DOCS, script
 from tests.project.snippets import blocks
 
@@ -92,9 +92,9 @@ def test_one_version_everywhere() -> None:
 def test_the_json_of_a_report_is_what_its_schema_promises() -> None:
     schema = json.loads((DOCS / "report.schema.json").read_text())
     model, arguments = example()
-    fused = json.loads(mf.explain(capture(model, *arguments, device="cpu")[0]).to_json())
+    fused = json.loads(mf.explain(traced_graph(model, *arguments)).to_json())
     model.q_b = torch.nn.Linear(HCQ, N * (D + DR), dtype=torch.bfloat16)
-    left = json.loads(mf.explain(capture(model, *arguments, device="cpu")[0]).to_json())
+    left = json.loads(mf.explain(traced_graph(model, *arguments)).to_json())
     assert fused["fused"] and left["rejected"]
     for data in (fused, left):
         assert not list(_wrong(data, schema, "report"))

@@ -24,7 +24,7 @@ import mla_fusion as mf
 from mla_fusion.prove import check, field, trace
 from tests.catalogue import ENTRIES
 from tests.exhaustive import one_in
-from tests.harness import graph_of
+from tests.harness import traced_graph
 
 from .mutants import MUTATED, mutants
 
@@ -34,7 +34,7 @@ def text_of(name: str) -> str:
     entry = ENTRIES[name]
     torch.manual_seed(0)
     return mf.explain(
-        graph_of(entry.model(), *entry.args()), entry.config(verify="off"), boundary=True
+        traced_graph(entry.model(), *entry.args()), entry.config(verify="off"), boundary=True
     ).to_json()
 
 

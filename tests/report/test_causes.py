@@ -58,7 +58,7 @@ def test_ge_copies_a_strided_cache_and_the_report_says_so(hook: bool) -> None:
 def test_only_ge_copies_it() -> None:
     args = of_a_block_major_pool()
     lowered = mf.lower(ByBlockAndPlace(), *args, mode="npugraph_ex").report
-    here = mf.explain(graph_of(ByBlockAndPlace(), *args), boundary=True)
+    here = mf.explain(traced_graph(ByBlockAndPlace(), *args), boundary=True)
     contiguous = mf.lower(ByBlockAndPlace(), *paged_args()).report
     for report in (lowered, here, contiguous):
         assert report is not None
@@ -99,7 +99,7 @@ def test_unknown_steps_on_both_sides_are_named(step: Any, named: str) -> None:
             c_kv, k_pe = step(self.kv_a_proj_with_mqa(x)).split([HCKV, DR], -1)
             return self.kv_a_layernorm(c_kv), k_pe
 
-    (left,) = mf.explain(graph_of(Both(), *paged_args()), boundary=True).rejected
+    (left,) = mf.explain(traced_graph(Both(), *paged_args()), boundary=True).rejected
     assert left.code == "step.unknown"
     assert left.message.count(f"{named}.default) is not known") == 2
     assert "A collective between W_dq" in left.remedy and "mf.register_operator" in left.remedy

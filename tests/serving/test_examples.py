@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
+import runpy
 import sys
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -46,21 +47,18 @@ def test_every_example_is_listed() -> None:
     assert {path.name for path in FOLDER.glob("*.py")} == {*SAID, "layer.py"}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", one_in(2, sorted(SAID), first=1))
-def test_example_runs(name: str, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, str(FOLDER / name)],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
+def test_example_runs(
+    name: str, layer: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch._dynamo.reset()
+    runpy.run_path(str(FOLDER / name), run_name="__main__")
+    printed = capsys.readouterr()
     for words in SAID[name]:
-        assert words in done.stdout
+        assert words in printed.out
     if name == "vllm_ascend.py":
-        assert "1 x vllm::mla_forward holds the whole attention" in done.stderr
+        assert "1 x vllm::mla_forward holds the whole attention" in printed.err
 
 
 @pytest.mark.parametrize("hook", [False, True])

@@ -17,32 +17,28 @@ def environment(**changes: str) -> dict[str, str]:
     return {**kept, **changes}
 
 
-def test_import_works_without_any_setting_and_imports_nothing_heavy() -> None:
+def test_import_works_without_any_setting_and_torch_npu_behind_it() -> None:
+    """The import loads nothing heavy. torch_npu then works over the stand-ins, without a word; and
+    its operators are there once.
+    """
     code = (
         "import mla_fusion, torch, os, sys; print(os.environ['TORCH_DEVICE_BACKEND_AUTOLOAD'], "
-        "*{'torch_npu', 'torchair', 'transformers'} & set(sys.modules))"
+        "*{'torch_npu', 'torchair', 'transformers'} & set(sys.modules)); "
+        "import torch_npu.dynamo.torchair; print(torch.ops.npu.npu_mla_prolog_v3.default)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=False
     )
-    assert (done.returncode, done.stdout) == (0, "0\n"), done.stderr
-
-
-def test_torch_npu_works_behind_this_package() -> None:
-    """Over the stand-ins, without a word; and its operators are there once."""
-    code = (
-        "import mla_fusion, torch_npu.dynamo.torchair, torch; "
-        "print(torch.ops.npu.npu_mla_prolog_v3.default)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=False
-    )
-    assert (done.stdout, done.stderr) == ("npu.npu_mla_prolog_v3.default\n", "")
+    assert (done.stdout, done.stderr) == ("0\nnpu.npu_mla_prolog_v3.default\n", "")
 
 
 def test_nothing_stands_in_for_a_cann_that_is_there(tmp_path: Path) -> None:
+    """Nor does ``activate()`` do anything."""
     (tmp_path / "libascendcl.so").touch()
-    code = "import torch, mla_fusion, torch_npu"
+    code = (
+        "import torch, mla_fusion, sys; mla_fusion.offline.activate(); "
+        "assert 'torch_npu' not in sys.modules; import torch_npu"
+    )
     variables = environment(LD_LIBRARY_PATH=str(tmp_path), TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     done = subprocess.run(
         [sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=False
