@@ -26,3 +26,19 @@ def one_in(count: int, cases: Iterable[Any], first: int = 0) -> list[Any]:
             else pytest.param(*values, marks=pytest.mark.exhaustive)
         )
     return found
+
+
+def pairs(firsts: Iterable[Any], seconds: Iterable[Any]) -> list[Any]:
+    """Cases for ``parametrize``: every value of either runs each time in one pair, all pairs with
+    `make test-all`.
+    """
+    firsts, seconds = list(firsts), list(seconds)
+    longer = max(len(firsts), len(seconds))
+    chosen = {(turn % len(firsts), turn % len(seconds)) for turn in range(longer)}
+    return [
+        pytest.param(
+            first, second, marks=[] if (row, column) in chosen else [pytest.mark.exhaustive]
+        )
+        for row, first in enumerate(firsts)
+        for column, second in enumerate(seconds)
+    ]

@@ -16,6 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import mla_fusion as mf
 from mla_fusion.compile import torchair_bridge
 from tests.catalogue import base, int8_caches, prologues
+from tests.exhaustive import pairs
 from tests.harness import assert_as_exact, clones, distance, traced_graph
 
 
@@ -64,8 +65,9 @@ class Advances(prologues.PagedRotateHalf):
         return result, torch.rand(3)
 
 
-@pytest.mark.parametrize("compiles", [True, False], ids=["compile", "make_fx"])
-@pytest.mark.parametrize("what", ["slots", "pages", "x", "random"])
+@pytest.mark.parametrize(
+    ("what", "compiles"), pairs(["slots", "pages", "x", "random"], [True, False])
+)
 def test_what_the_call_is_given_is_computed_where_it_was(what: str, compiles: bool) -> None:
     torch.manual_seed(0)
     model, args = Advances(what).eval(), (torch.zeros(1, dtype=torch.int64), *base.paged_args())
@@ -148,8 +150,9 @@ def test_a_layer_that_reads_no_changed_memory_still_fuses() -> None:
     ]
 
 
-@pytest.mark.parametrize("hook", [False, True])
-@pytest.mark.parametrize("model", [int8_caches.PackedRows, int8_caches.PackedClipped])
+@pytest.mark.parametrize(
+    ("model", "hook"), pairs([int8_caches.PackedRows, int8_caches.PackedClipped], [False, True])
+)
 def test_npugraph_ex_writes_packed_rows_in_place(model: type[nn.Module], hook: bool) -> None:
     lowered = mf.lower(model(), *int8_caches.packed_args(), mode="npugraph_ex", hook=hook)
     (fusion,) = lowered.report.fused

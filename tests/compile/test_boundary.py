@@ -12,7 +12,7 @@ from torch import Tensor
 import mla_fusion as mf
 from mla_fusion.compile import torchair_bridge
 from tests.catalogue import base, prologues
-from tests.harness import assert_as_exact, clones, compiled, fuse_only
+from tests.harness import assert_as_exact, clones, compiled, fuse_only, run_fused
 
 
 @pytest.mark.parametrize("rank", [2, 3])
@@ -20,12 +20,12 @@ def test_cache_of_another_shape_is_viewed(rank: int) -> None:
     torch.manual_seed(0)
     model, args = prologues.PagedRotateHalf(), prologues.flat_cache_args(rank)
     given = clones(args)
-    fused = compiled(model, given, mf.backend())
+    fused = run_fused(model, given)
     assert mf.reports()[-1].fused[0].placement == "in place"
     assert_as_exact(model, args, fused)
 
 
-@pytest.mark.parametrize("rank", [2, 3])
+@pytest.mark.parametrize("rank", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
 def test_viewed_cache_is_written_in_place_by_npugraph_ex(rank: int) -> None:
     lowered = mf.lower(
         prologues.PagedRotateHalf(), *prologues.flat_cache_args(rank), mode="npugraph_ex"
@@ -78,9 +78,9 @@ def test_layers_that_share_weights_share_the_packed_ones() -> None:
     torch.manual_seed(0)
     model = prologues.Layers(count=2)
     model.layers[1] = model.layers[0]
-    compiled(model, clones(prologues.layers_args(count=2)), mf.backend())
+    run_fused(model, clones(prologues.layers_args(count=2)))
     shared = mf.reports()[-1].bytes_added
-    compiled(prologues.Layers(count=2), clones(prologues.layers_args(count=2)), mf.backend())
+    run_fused(prologues.Layers(count=2), clones(prologues.layers_args(count=2)))
     assert mf.reports()[-1].bytes_added == 2 * shared
 
 

@@ -9,6 +9,7 @@ import torch
 
 import mla_fusion as mf
 from mla_fusion.tools.lowering import LoweringError
+from tests.exhaustive import pairs
 
 T, HE, HCQ, N, D, DR, HCKV = 8, 7168, 1536, 16, 128, 64, 512
 BLOCKS, BLOCK = 1000, 128
@@ -57,8 +58,7 @@ def data_index(op: Any) -> int:
     return op.attr["index"].i
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("call", [raw, functional])
+@pytest.mark.parametrize(("call", "dynamic"), pairs([raw, functional], [False, True]))
 class TestHandWritten:
     def test_ge_holds_one_kernel_and_nothing_else(
         self, call: Callable[..., Any], dynamic: bool

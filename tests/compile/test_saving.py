@@ -17,7 +17,7 @@ import mla_fusion as mf
 from mla_fusion.compile import offline
 from mla_fusion.compile.backend import NotSaved
 from tests.catalogue import Entry, prologues, select
-from tests.exhaustive import one_in
+from tests.exhaustive import one_in, pairs
 from tests.harness import assert_no_worse, clones, eager, exact, flat
 
 
@@ -32,9 +32,8 @@ def fresh() -> Iterator[None]:
 # -- torch.export
 
 
-@pytest.mark.parametrize("decompose", [False, True])
 @pytest.mark.parametrize(
-    "config", [mf.Config(), mf.Config(staging="always")], ids=["in place", "staged"]
+    ("config", "decompose"), pairs([mf.Config(), mf.Config(staging="always")], [False, True])
 )
 @pytest.mark.parametrize(
     "entry", one_in(3, [select("whole")[0], *select("export", without="key")]), ids=str

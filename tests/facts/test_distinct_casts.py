@@ -44,5 +44,5 @@ def args(tokens: int) -> tuple[Tensor, ...]:
 def test_rounded_counts(name: str, is_dynamic: bool) -> None:
     torch.manual_seed(0)
     count, placement = COUNTS[name]
-    gm = traced_graph(Counted(count), *args(400), dynamic=is_dynamic)
+    gm = traced_graph(Counted(count), *args(264), dynamic=is_dynamic)
     assert outcome(mf.fuse(gm, mf.Config(verify="off"))) == (placement,)

@@ -17,7 +17,7 @@ from tests.catalogue.int8_caches import PackedRows, packed_args
 from tests.catalogue.int8_plain import PlainFull, PlainLinear, PlainPartial, largest, to_int8
 from tests.catalogue.int8_plain_models import model_of
 from tests.exhaustive import one_in
-from tests.harness import assert_as_exact, clones, compiled, traced_graph
+from tests.harness import assert_as_exact, clones, run_fused, traced_graph
 
 Guard = Callable[[Tensor], Tensor]
 one = torch.ones_like
@@ -87,7 +87,7 @@ def test_of_x_alone() -> None:
 def test_it_is_as_exact(name: str) -> None:
     torch.manual_seed(0)
     model, args = model_of(PlainFull, guarded(GUARDS[name])), paged_args()
-    got = compiled(model, clones(args), mf.backend(mf.Config(verify="all")))
+    got = run_fused(model, clones(args), mf.Config(verify="all"))
     assert mf.reports()[-1].fused
     assert_as_exact(model, args, got, slack=1.2)
 

@@ -12,6 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import mla_fusion as mf
 from tests.catalogue.base import DR, HCKV, Base, paged_args
+from tests.exhaustive import pairs
 
 
 class Copied(Base):
@@ -34,8 +35,7 @@ def functional(model: Base) -> Any:
     return make_fx(torch.func.functionalize(lambda *args: model(*args)))(*paged_args())
 
 
-@pytest.mark.parametrize("model", [Base, Copied])
-@pytest.mark.parametrize("trace", [exported, traced])
+@pytest.mark.parametrize(("trace", "model"), pairs([exported, traced], [Base, Copied]))
 def test_rows_written_in_place_are_told_to_functionalise(
     trace: Callable[[Base], Any], model: type[Base]
 ) -> None:

@@ -11,7 +11,7 @@ import mla_fusion as mf
 from mla_fusion.weights import WeightError
 from tests.catalogue.base import DR, HCKV, paged_args
 from tests.catalogue.public_serving import Float32Norms
-from tests.harness import assert_as_exact, clones, compiled
+from tests.harness import assert_as_exact, clones, run_fused
 
 
 def test_updates_are_packed_anew_or_refused() -> None:
@@ -72,5 +72,5 @@ class Rearranged(Float32Norms):
 def test_a_view_of_a_parameter(order: str) -> None:
     torch.manual_seed(0)
     model, args = Rearranged(order), paged_args()
-    fused = compiled(model, clones(args), mf.backend())
+    fused = run_fused(model, clones(args))
     assert_as_exact(model, args, fused)

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import mla_fusion as mf
 from mla_fusion.weights import cache
 from tests.catalogue import base, prologues
-from tests.exhaustive import one_in
+from tests.exhaustive import one_in, pairs
 from tests.harness import assert_no_worse, clones, eager, exact
 
 CONFIGS = {
@@ -41,8 +41,7 @@ class Sharing(prologues.Neox):
     """
 
 
-@pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize(("config", "inference"), pairs(CONFIGS, [False, True]))
 def test_packed_weights_go_with_their_model(config: str, inference: bool) -> None:
     before = packed()
     model, args = Sharing(), base.paged_args()

@@ -17,7 +17,7 @@ import mla_fusion as mf
 from mla_fusion.serving import vllm_ascend_pass
 from tests.catalogue.base import DR, HCKV, HCQ, Base, D, paged_args
 from tests.catalogue.int8_caches import PlainCache, int8_cache_args
-from tests.exhaustive import one_in
+from tests.exhaustive import one_in, pairs
 from tests.harness import clones, distance
 
 pytestmark = pytest.mark.usefixtures("fresh")
@@ -81,8 +81,7 @@ def in_vllm(graph: GraphModule, _: Any) -> GraphModule:
 BACKENDS = {"backend": mf.backend(), "vllm": aot_autograd(fw_compiler=in_vllm)}
 
 
-@pytest.mark.parametrize("way", BACKENDS)
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize(("way", "mode"), pairs(BACKENDS, [torch.no_grad, torch.inference_mode]))
 @pytest.mark.parametrize("kind", one_in(1, [Adapters, Gate, Scale]))
 def test_each_call_computes_with_its_argument(
     kind: type[nn.Module], mode: Callable[[], Any], way: str

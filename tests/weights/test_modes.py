@@ -120,20 +120,21 @@ def kept() -> Iterator[tuple[str, Tensor]]:
     """The tensors that the package's modules hold, and where: in tables, caches of functions,
     objects of its own.
     """
+    seen = set[int]()
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] != "mla_fusion":
             continue
         for attribute, value in list(vars(module).items()):
             if not isinstance(value, (type, ModuleType)):
-                for tensor in _reachable(value):
+                for tensor in _reachable(value, seen):
                     yield f"{name}.{attribute}", tensor
 
 
-def _reachable(start: Any) -> Iterator[Tensor]:
+def _reachable(start: Any, seen: set[int]) -> Iterator[Tensor]:
     """What hangs on tables, functions (their caches and closures) and objects of this package; not
     on torch's.
     """
-    stack, seen = [start], set[int]()
+    stack = [start]
     while stack:
         value = stack.pop()
         if id(value) in seen:

@@ -15,7 +15,7 @@ import mla_fusion as mf
 from mla_fusion.weights import rounds
 from mla_fusion.weights.source import SHARES, fingerprint
 from tests.catalogue import base, prologues
-from tests.exhaustive import one_in
+from tests.exhaustive import one_in, pairs
 from tests.harness import assert_no_worse, clones, eager, exact
 
 Update = Callable[[nn.Module], None]
@@ -187,8 +187,7 @@ def test_parameters_made_under_inference_mode_are_reloaded(updates: str) -> None
 
 
 @pytest.mark.usefixtures("short_rounds")
-@pytest.mark.parametrize("updates", ["rounds", "every call"])
-@pytest.mark.parametrize("by_data", [False, True])
+@pytest.mark.parametrize(("updates", "by_data"), pairs(["rounds", "every call"], [False, True]))
 def test_views_of_a_flat_buffer_that_is_updated(updates: str, by_data: bool) -> None:
     """As FSDP and ZeRO keep parameters."""
     model = prologues.Neox()
