@@ -1,10 +1,8 @@
-"""The operator table against torch itself: its tags, and what its operators do to sampled
-arguments.
-"""
+"""The operator table against torch itself: its tags and its schemas."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,9 +12,6 @@ from torch.fx import Graph
 from mla_fusion.fx.kinds import Kind, kind_of
 from mla_fusion.operators.known import known
 from mla_fusion.operators.table import ROWS
-
-from .samples import Call, calls
-from .tagged import not_movement
 
 aten = torch.ops.aten
 
@@ -36,13 +31,6 @@ def every_aten_overload() -> Iterator[Any]:
         packet = getattr(aten, base, None) if namespace == "aten" else None
         if packet is not None and (overload or "default") in packet.overloads():
             yield getattr(packet, overload or "default")
-
-
-def sampled(kind: Kind) -> list[Call]:
-    """Calls of one class that have floats to look at."""
-    return [
-        call for each in calls().values() for call in each if call.kind is kind and call.floats()
-    ]
 
 
 # -- the table
@@ -168,56 +156,3 @@ def test_views_by_schema_alone_are_movement() -> None:
     assert known(aten.diagonal.default).kind is Kind.MOVEMENT
     # it reads memory, whose layout a probe need not have
     assert known(aten.as_strided.default).kind is Kind.OPAQUE
-
-
-# -- movement
-
-
-def _leaves_floats_alone(call: Call) -> bool:
-    """Casts to other dtypes are judged by what they make; memory that nobody wrote holds
-    anything.
-    """
-    made = call.run([call.leaves[i] for i in call.floats()])
-    return "empty" not in call.name and all(result.dtype == torch.float64 for result in made)
-
-
-def test_movement_takes_elements_by_shapes_alone() -> None:
-    tried = [call for call in sampled(Kind.MOVEMENT) if _leaves_floats_alone(call)]
-    assert len({call.name for call in tried}) > 80
-    assert not [found for call in tried if (found := not_movement(call))]
-
-
-def test_movement_takes_no_place_from_a_tensor() -> None:
-    """What comes beside floats and is a tensor of integers is an index."""
-    others = [
-        call
-        for call in sampled(Kind.MOVEMENT)
-        if any(
-            isinstance(leaf, torch.Tensor) and not leaf.is_floating_point() for leaf in call.leaves
-        )
-        and not any(
-            overload in str(call.target) for overload in ("narrow.default", "tensor_split.indices")
-        )
-    ]
-    # handed over as the number that they hold, which tracing would have written down
-    assert not [str(call) for call in others if _wants_tensor(call)]
-
-
-def _wants_tensor(call: Call) -> bool:
-    tensors = sum(isinstance(leaf, torch.Tensor) for leaf in call.leaves)
-    return tensors <= sum("Tensor" in str(arg.type) for arg in call.target._schema.arguments)
-
-
-@pytest.mark.parametrize("make", [aten.roll.default, aten.sort.default, aten.fmod.Tensor])
-def test_the_movement_check_tells_sorts_and_arithmetic_apart(make: Callable[..., Any]) -> None:
-    calls_of = [
-        call
-        for call in calls()[make._schema.name]
-        if call.target is make and max(map(_size, call.leaves)) > 2
-    ]
-    assert calls_of
-    assert all(bool(not_movement(call)) == (make is not aten.roll.default) for call in calls_of)
-
-
-def _size(leaf: Any) -> int:
-    return leaf.numel() if isinstance(leaf, torch.Tensor) else 0
