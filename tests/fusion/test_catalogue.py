@@ -123,7 +123,7 @@ def test_an_outcome_is_read_from_the_graph(entry: Entry) -> None:
         assert_outcome(mf.explain(gm, config, boundary=True), entry)
 
 
-@pytest.mark.parametrize("entry", each(FUSED, of=8))
+@pytest.mark.parametrize("entry", each(FUSED, of=12))
 def test_fuses_as_exactly(entry: Entry) -> None:
     model, args = entry.model(), entry.args()
     fused = run_fused(model, clones(args), entry.config(verify="all"))

@@ -82,7 +82,7 @@ def _run_beside(model: Base, compiled: Any, args: list[Tensor]) -> None:
 TAKEN, REFUSED = (16, 32, 1024), (8, 17, 24, 2048)
 
 
-@pytest.mark.parametrize("first", [16, 24])
+@pytest.mark.parametrize("first", [16, pytest.param(24, marks=pytest.mark.exhaustive)])
 def test_block_sizes(first: int) -> None:
     model = _model()
     compiled = _compiled(model)

@@ -15,6 +15,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 from mla_fusion import meta
 from mla_fusion.reference.sample import SMALL_PREPROCESS, sample_call, sample_preprocess
+from tests.exhaustive import pairs
 
 npu = torch.ops.npu
 
@@ -42,9 +43,12 @@ def kv_arguments() -> list[torch.Tensor]:
     ]
 
 
-@pytest.mark.parametrize("name", ["npu_mla_prolog_v3", "npu_mla_prolog_v3_functional"])
-@pytest.mark.parametrize(("wq", "kv"), [(0, 0), (1, 2), (2, 1), (2, 3)])
-def test_opcheck_passes_on_the_prologue(name: str, wq: int, kv: int) -> None:
+@pytest.mark.parametrize(
+    ("modes", "name"),
+    pairs([(0, 0), (1, 2), (2, 1), (2, 3)], ["npu_mla_prolog_v3", "npu_mla_prolog_v3_functional"]),
+)
+def test_opcheck_passes_on_the_prologue(modes: tuple[int, int], name: str) -> None:
+    wq, kv = modes
     call = sample_call(weight_quant_mode=wq, kv_cache_quant_mode=kv) | {"query_norm_flag": True}
     args, options = positional(call)
     torch.library.opcheck(getattr(npu, name).default, tuple(args), options)
@@ -265,15 +269,12 @@ print("held operators run")
 """
 
 
-def test_operators_held_since_before_a_withdrawal_run() -> None:
+def test_withdraw_removes_and_operators_held_since_before_run() -> None:
     """Their handles would point at a definition that is gone: what calls them would read freed
-    memory.
+    memory. To provide them twice does nothing.
     """
-    assert "held operators run" in run_python(_HELD)
-
-
-def test_provide_is_idempotent_and_withdraw_removes() -> None:
-    assert "withdrawn and back" in run_python(_ALONE)
+    printed = run_python(_HELD + _ALONE)
+    assert "held operators run" in printed and "withdrawn and back" in printed
 
 
 _BESIDE_TORCH_NPU = """
