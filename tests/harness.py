@@ -51,17 +51,26 @@ def compiled(
         ]
 
 
-def run_fused(
+def fused(
     model: nn.Module, args: tuple[Tensor, ...], config: mf.Config | None = None
-) -> list[Tensor]:
-    """As :func:`compiled` with ``mf.backend(config)``, but for Dynamo and AOT autograd, which take
-    most of its time: :func:`traced` makes the graph.
+) -> Callable[..., Any]:
+    """As the model compiled with ``mf.backend(config)`` for arguments like these, but for Dynamo
+    and AOT autograd, which take most of its time: :func:`traced` makes the graph. A call takes the
+    weights that the model then holds.
     """
     gm, given = as_for_backend(model, args)
     inputs = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
     _, _, wrap = fuse_with_boundary(gm, inputs, config or mf.Config(), given)
+    run = wrap(gm.forward)
+    return lambda *values: run(*held_by(model).values(), *values)
+
+
+def run_fused(
+    model: nn.Module, args: tuple[Tensor, ...], config: mf.Config | None = None
+) -> list[Tensor]:
+    """As :func:`compiled` with ``mf.backend(config)``, by :func:`fused`."""
     with torch.no_grad():
-        return [*flat(wrap(gm.forward)(*given)), *args]
+        return [*flat(fused(model, args, config)(*args)), *args]
 
 
 def fuse_only(config: mf.Config | None = None) -> Callable[..., Any]:
@@ -133,6 +142,11 @@ def graph_of(model: nn.Module, *args: Tensor, device: str = "cpu", **options: An
         return capture(model, *args, device=device, **options)[0]
 
 
+def held_by(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers by name."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
 def traced(
     model: nn.Module, given: tuple[Tensor, ...], dynamic: bool = False
 ) -> tuple[GraphModule, list[Tensor]]:
@@ -141,7 +155,7 @@ def traced(
     But for views and paths of modules it is what :func:`graph_of` captures on device cpu, in a
     fourth of the time: neither Dynamo nor AOT autograd runs.
     """
-    weights = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    weights = held_by(model)
     mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=not dynamic)
 
     def fake(name: str, value: Tensor, varies: bool) -> Tensor:
@@ -171,7 +185,7 @@ def traced(
 
 def as_for_backend(model: nn.Module, args: tuple[Tensor, ...]) -> tuple[GraphModule, list[Tensor]]:
     """The functional graph, where vectors of the model have been looked at, and all its inputs."""
-    gm, weights = traced(copy.deepcopy(model), args)
+    gm, weights = traced(copy.deepcopy(model), args)[0], list(held_by(model).values())
     for one in weights:
         torch._dynamo.mark_static_address(one)  # as Dynamo marks a model's own
     dynamo.mark_numbers(gm, [*weights, *args])

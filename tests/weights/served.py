@@ -1,4 +1,4 @@
-"""A model that is prepacked, compiled and captured, and the ways to change one of its weights."""
+"""A model that is prepacked, fused and captured, and the ways to change one of its weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import mla_fusion as mf
 from mla_fusion.weights.current import Weights
 from tests.catalogue import base, prologues
-from tests.harness import assert_no_worse, clones, eager, exact, flat
+from tests.harness import assert_no_worse, clones, eager, exact, flat, fused
 
 NAMES = (
     "q_a_proj",
@@ -26,7 +26,7 @@ NAMES = (
 
 
 class Served:
-    """A model that is prepacked and compiled; two of its weights are packed as copies (RoPE columns
+    """A model that is prepacked and fused; two of its weights are packed as copies (RoPE columns
     in halves).
     """
 
@@ -41,9 +41,7 @@ class Served:
         self.args = self.arguments()
         if prepacked:
             mf.prepack(self.model, *self.args)
-        self.run = torch.compile(
-            self.model, backend=mf.backend(mf.Config(updates=updates)), fullgraph=True
-        )
+        self.run = fused(self.model, self.args, mf.Config(updates=updates))
         self.captured: list[tuple[Tensor, ...]] = []
         usual = Weights.of
 

@@ -24,7 +24,7 @@ from mla_fusion.weights.prepack import _MODULES, is_laid_out
 from mla_fusion.weights.source import SHARES
 from tests.catalogue import base, prologues
 from tests.exhaustive import one_in
-from tests.harness import assert_as_exact, clones, eager
+from tests.harness import assert_as_exact, clones, eager, flat, fused
 from tests.weights.own import (
     OwnAbsorb,
     assert_values,
@@ -48,9 +48,7 @@ class OneLayer:
         self.args = base.paged_args()
         self.done = mf.prepack(self.model, *self.args, config=config)
         self.places = self.pointers()
-        self.run = torch.no_grad()(
-            torch.compile(self.model, backend=mf.backend(config), fullgraph=True)
-        )
+        self.run = torch.no_grad()(fused(self.model, self.args, config))
 
     def weight(self, name: str) -> nn.Parameter:
         weight = getattr(self.model, name).weight
@@ -62,9 +60,9 @@ class OneLayer:
 
     def assert_right(self) -> None:
         given = clones(self.args)
-        found = self.run(*given)
+        found = flat(self.run(*given))
         assert mf.reports()[-1].fused
-        assert_as_exact(self.model, self.args, [found, *given], slack=1.2)
+        assert_as_exact(self.model, self.args, [*found, *given], slack=1.2)
 
     def new_values(self) -> dict[str, Tensor]:
         return {
@@ -372,6 +370,7 @@ def test_a_parameter_of_another_form_is_not_put_back(caplog: pytest.LogCaptureFi
 
 def test_release_undoes_it() -> None:
     one = OneLayer()
+    one.run = torch.no_grad()(torch.compile(one.model, backend=mf.backend(), fullgraph=True))
     wanted = values(one.model)
     one.assert_right()
     assert mf.release(one.model) == 4 and mf.release(one.model) == 0

@@ -16,7 +16,7 @@ from mla_fusion.weights import rounds
 from mla_fusion.weights.source import SHARES, fingerprint
 from tests.catalogue import base, prologues
 from tests.exhaustive import one_in, pairs
-from tests.harness import assert_no_worse, clones, eager, exact
+from tests.harness import assert_no_worse, clones, eager, exact, fused
 
 Update = Callable[[nn.Module], None]
 
@@ -107,8 +107,8 @@ def short_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
 def assert_current(model: nn.Module, run: Callable[..., Any], args: tuple[Tensor, ...]) -> None:
     given = clones(args)
     with torch.no_grad():
-        fused = [*_flat(run(*given)), *given]
-    assert_no_worse(exact(model, args), eager(model, clones(args)), fused, slack=1.2)
+        found = [*_flat(run(*given)), *given]
+    assert_no_worse(exact(model, args), eager(model, clones(args)), found, slack=1.2)
 
 
 def _flat(outputs: Any) -> list[Tensor]:
@@ -118,7 +118,7 @@ def _flat(outputs: Any) -> list[Tensor]:
 def follow(model: nn.Module, update: Update, updates: str = "rounds", steps: int = 0) -> None:
     """``steps``: how many calls may use the old weights."""
     args = base.paged_args()
-    run = torch.compile(model, backend=mf.backend(mf.Config(updates=updates)), fullgraph=True)
+    run = fused(model, args, mf.Config(updates=updates))
     assert_current(model, run, args)
     assert len(mf.reports()[-1].fused) == 1 and mf.reports()[-1].bytes_added > 0
     for _ in range(2):
@@ -174,11 +174,11 @@ def test_parameters_made_under_inference_mode_are_reloaded(updates: str) -> None
     for _ in range(3):
         given = clones(args)
         with torch.inference_mode():
-            fused = [*_flat(run(*given)), *given]
+            found = [*_flat(run(*given)), *given]
             plain = eager(model, clones(args))
         copied = prologues.Neox()
         copied.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
-        assert_no_worse(exact(copied, args), plain, fused, slack=1.2)
+        assert_no_worse(exact(copied, args), plain, found, slack=1.2)
         reload(model)
         for _ in range(2 if updates == "rounds" else 0):
             given = clones(args)  # inference tensors would be another graph
