@@ -12,7 +12,7 @@ from torch import Tensor
 import mla_fusion as mf
 from mla_fusion.compile import torchair_bridge
 from tests.catalogue import base, prologues
-from tests.harness import assert_as_exact, clones, compiled, fuse_only, run_fused
+from tests.harness import assert_as_exact, clones, compiled, fuse_only, graph_of, run_fused
 
 
 @pytest.mark.parametrize("rank", [2, 3])
@@ -85,9 +85,7 @@ def test_layers_that_share_weights_share_the_packed_ones() -> None:
 
 
 def test_hook_takes_a_graph_as_inductor_gives_it() -> None:
-    from mla_fusion.compile.device_graph import capture
-
-    gm, _ = capture(prologues.PagedRotateHalf(), *base.paged_args(), device="cpu")
+    gm = graph_of(prologues.PagedRotateHalf(), *base.paged_args())
     mf.torchair_pass()(gm.graph)
     assert any("npu_mla_prolog_v3_functional" in str(node.target) for node in gm.graph.nodes)
 

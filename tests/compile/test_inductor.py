@@ -29,7 +29,7 @@ from mla_fusion.compile import inductor_bridge
 from mla_fusion.machine import Machine
 from mla_fusion.reference import prolog
 from mla_fusion.serving import vllm_ascend_pass
-from tests.catalogue import Entry, prologues, select
+from tests.catalogue import prologues, select
 from tests.harness import assert_no_worse, clones, eager, exact, flat
 
 EMIT = Path(mf.__file__).parent / "emit"
@@ -65,20 +65,6 @@ def assert_fused_right(
     (report,) = mf.reports()[before:]
     assert report.fused and not report.rejected, str(report)
     assert_no_worse(exact(model, args), eager(model, args), found, slack)
-
-
-def entry(name: str) -> Entry:
-    return next(one for one in select() if one.name == name)
-
-
-ROPES = {"interleaved": "PagedRotateHalf", "half": "Neox", "complex": "ComplexDense"}
-
-
-@pytest.mark.exhaustive  # each in half a minute
-@pytest.mark.parametrize("rope", ROPES)
-def test_each_spelling_of_rope_compiles_and_runs(rope: str) -> None:
-    of = entry(ROPES[rope])
-    assert_fused_right(of.model(), of.args(), mf.torchair_pass(of.config(strict=True)), of.slack)
 
 
 @pytest.mark.exhaustive  # a program that Inductor has compiled runs in test_saving.py each time

@@ -12,6 +12,7 @@ import mla_fusion as mf
 from mla_fusion.models import hf
 from mla_fusion.models.features import COUNTS_POSITIONS
 from tests.exhaustive import one_in
+from tests.harness import distance as error
 
 from .hf_models import KERNEL, build
 from .paged import rows
@@ -36,10 +37,6 @@ def told(model: Any, cache: Any, ids: torch.Tensor) -> dict[str, torch.Tensor]:
     if COUNTS_POSITIONS.has(type(model).forward):
         return {}
     return {"cache_position": cache.get_seq_length() + torch.arange(ids.shape[1])}
-
-
-def error(found: torch.Tensor, exact: torch.Tensor) -> float:
-    return float((found.double() - exact.double()).norm() / exact.double().norm())
 
 
 # model, what becomes of the cache write, attributes of the fused call

@@ -13,6 +13,7 @@ import torch
 from mla_fusion.models import hf
 from mla_fusion.models.features import EXPANDS_AFTER_CACHE, TWO_WIDTHS
 from tests.exhaustive import one_in
+from tests.harness import distance as error
 
 from .hf_models import KERNEL, MODELS, build, build_multimodal, prompt
 
@@ -25,10 +26,6 @@ def two_widths() -> bool:
     from transformers.cache_utils import StaticLayer
 
     return TWO_WIDTHS.has(StaticLayer)
-
-
-def error(found: torch.Tensor, exact: torch.Tensor) -> float:
-    return float((found.double() - exact.double()).norm() / exact.double().norm())
 
 
 LONG = ("deepseek_v2", "deepseek_v3", "longcat_flash", "glm4_moe_lite", "minicpm3", "deepseek_v32")

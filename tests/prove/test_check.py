@@ -419,22 +419,3 @@ def test_it_is_short_enough_to_be_read() -> None:
     lines = enumerate(text.splitlines(), 1)
     code = [line for at, line in lines if at not in words and line.split("#")[0].strip()]
     assert len(code) < 500
-
-
-@pytest.mark.parametrize(
-    "move",
-    [
-        lambda t: t[:, [3, 0, 2]],
-        lambda t: t[[4, 1, 1, 0]],
-        lambda t: t.flip(1),
-        lambda t: t.roll(1, 0),
-        lambda t: t.reshape(5, 3, 2).transpose(1, 2).reshape(5, 6),
-        lambda t: t.transpose(0, 1).reshape(-1)[[7, 2, 29]],
-        lambda t: t[:1, :1],
-    ],
-)
-def test_movement_is_found_again(move: Any) -> None:
-    places = move(torch.arange(30).reshape(5, 6))
-    found = trace.fitted(places)
-    assert found is not None
-    assert check.walk(0, 30, list(places.shape), *found).tolist() == places.tolist()

@@ -10,6 +10,7 @@ import torch
 from mla_fusion import meta, reference
 from mla_fusion.reference import formats, hifloat8
 from mla_fusion.reference.sample import SMALL, sample_call
+from tests.harness import distance as error
 
 A5 = [(wq, kv) for wq in (3, 4, 5) for kv in (0, 1, 3)]
 
@@ -70,10 +71,6 @@ def exact(call: dict[str, Any]) -> dict[str, torch.Tensor]:
         "ckv": norm(both[:, :hckv], call["rmsnorm_gamma_ckv"]),
         "kr": rope(both[:, hckv:], cos, sin),
     }
-
-
-def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((found.double() - wanted).norm() / wanted.norm())
 
 
 @pytest.mark.parametrize(("wq", "kv"), A5)

@@ -18,7 +18,7 @@ import mla_fusion as mf
 from mla_fusion.weights import cache
 from tests.catalogue import base, prologues
 from tests.exhaustive import one_in, pairs
-from tests.harness import assert_no_worse, clones, eager, exact
+from tests.harness import assert_no_worse, clones, eager, exact, flat
 
 CONFIGS = {
     "copy": mf.Config(verify="off"),
@@ -100,12 +100,7 @@ def test_the_first_calls_of_several_threads_at_once(config: str) -> None:
         for values in found:
             if isinstance(values, BaseException):
                 raise values
-            assert_no_worse(*wanted, flat(values))
-
-
-def flat(values: list[Any]) -> list[Tensor]:
-    first, *others = values
-    return [*(first if isinstance(first, tuple) else (first,)), *others]
+            assert_no_worse(*wanted, [*flat(values[0]), *values[1:]])
 
 
 def test_a_forked_child_packs_while_a_thread_of_its_parent_does() -> None:

@@ -16,7 +16,7 @@ from mla_fusion.weights import rounds
 from mla_fusion.weights.source import SHARES, fingerprint
 from tests.catalogue import base, prologues
 from tests.exhaustive import one_in, pairs
-from tests.harness import assert_no_worse, clones, eager, exact, fused
+from tests.harness import assert_no_worse, clones, eager, exact, flat, fused
 
 Update = Callable[[nn.Module], None]
 
@@ -107,12 +107,8 @@ def short_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
 def assert_current(model: nn.Module, run: Callable[..., Any], args: tuple[Tensor, ...]) -> None:
     given = clones(args)
     with torch.no_grad():
-        found = [*_flat(run(*given)), *given]
+        found = [*flat(run(*given)), *given]
     assert_no_worse(exact(model, args), eager(model, clones(args)), found, slack=1.2)
-
-
-def _flat(outputs: Any) -> list[Tensor]:
-    return [outputs] if isinstance(outputs, Tensor) else list(outputs)
 
 
 def follow(model: nn.Module, update: Update, updates: str = "rounds", steps: int = 0) -> None:
@@ -174,7 +170,7 @@ def test_parameters_made_under_inference_mode_are_reloaded(updates: str) -> None
     for _ in range(3):
         given = clones(args)
         with torch.inference_mode():
-            found = [*_flat(run(*given)), *given]
+            found = [*flat(run(*given)), *given]
             plain = eager(model, clones(args))
         copied = prologues.Neox()
         copied.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})

@@ -28,13 +28,6 @@ def environment(**changes: str) -> dict[str, str]:
     return {**kept, **changes}
 
 
-def python(code: str, **changes: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", code]
-    return subprocess.run(
-        command, capture_output=True, text=True, env=environment(**changes), check=False
-    )
-
-
 @pytest.fixture(scope="module", autouse=True)
 def active() -> None:
     mf.offline.activate()
@@ -146,7 +139,9 @@ def test_two_processes_build_at_once(tmp_path: Path) -> None:
 
 
 def test_missing_compiler_says_what_to_install(tmp_path: Path) -> None:
-    done = python(SHORT, MLA_FUSION_CACHE=str(tmp_path), PATH=str(tmp_path))
+    given = environment(MLA_FUSION_CACHE=str(tmp_path), PATH=str(tmp_path))
+    command = [sys.executable, "-c", SHORT]
+    done = subprocess.run(command, capture_output=True, text=True, env=given, check=False)
     assert done.returncode != 0
     assert "found no C compiler" in done.stderr and "apt install gcc" in done.stderr
 
