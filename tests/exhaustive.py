@@ -29,9 +29,7 @@ def one_in(count: int, cases: Iterable[Any], first: int = 0) -> list[Any]:
 
 
 def pairs(firsts: Iterable[Any], seconds: Iterable[Any]) -> list[Any]:
-    """Cases for ``parametrize``: every value of either runs each time in one pair, all pairs with
-    `make test-all`.
-    """
+    """Cases for ``parametrize``: every value runs each time, every pair with `make test-all`."""
     firsts, seconds = list(firsts), list(seconds)
     longer = max(len(firsts), len(seconds))
     chosen = {(turn % len(firsts), turn % len(seconds)) for turn in range(longer)}

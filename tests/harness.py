@@ -54,8 +54,8 @@ def compiled(
 def fused(
     model: nn.Module, args: tuple[Tensor, ...], config: mf.Config | None = None
 ) -> Callable[..., Any]:
-    """As the model compiled with ``mf.backend(config)``, but for Dynamo and AOT autograd, which take
-    most of its time. A call takes the weights that the model then holds.
+    """As the model compiled with ``mf.backend(config)``, without Dynamo and AOT autograd, most of
+    its time. A call takes the weights that the model then holds.
     """
     gm, given = as_for_backend(model, args)
     inputs = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
