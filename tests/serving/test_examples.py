@@ -17,17 +17,10 @@ import mla_fusion as mf
 from tests.exhaustive import one_in
 
 FOLDER = Path(__file__).parents[2] / "examples" / "serving"
+STOPPED = "stopped before running the compiled graph"
 SAID = {
-    "cann_recipes.py": [
-        "stopped before running the compiled graph",
-        "fused 1, left 0",
-        "1 MlaPrologV3",
-    ],
-    "npugraph_ex.py": [
-        "stopped before running the compiled graph",
-        "fused 1, left 0",
-        "1 npu.npu_mla_prolog_v3.default",
-    ],
+    "cann_recipes.py": [STOPPED, "fused 1, left 0", "1 MlaPrologV3"],
+    "npugraph_ex.py": [STOPPED, "fused 1, left 0", "1 npu.npu_mla_prolog_v3.default"],
     "vllm_ascend.py": [
         "open: mla_fusion: fused 1, left 0",
         "opaque: mla_fusion: fused 0, left 0",

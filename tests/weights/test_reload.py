@@ -123,7 +123,15 @@ class Adapted(prologues.Neox):
         self.q_b_proj, self.kv_a_proj_with_mqa = Lora(self.q_b_proj), Lora(self.kv_a_proj_with_mqa)
 
 
+def anybodys_step() -> None:
+    """Takes the hooks of models back that are gone."""
+    weight = nn.Parameter(torch.randn(4))
+    weight.grad = torch.ones(4)
+    torch.optim.SGD([weight], lr=0.1, foreach=False).step()
+
+
 def test_release_takes_the_hooks_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    anybodys_step()  # another test's models
     before = dict(optimizers._global_optimizer_post_hooks)
     first, second = Served(monkeypatch), Served(monkeypatch)
     assert len(optimizers._global_optimizer_post_hooks) == len(before) + 1
@@ -137,16 +145,15 @@ def test_release_takes_the_hooks_back(monkeypatch: pytest.MonkeyPatch) -> None:
         served.assert_right()
 
 
-def test_models_that_are_gone_leave_no_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_that_are_gone_leave_no_hook() -> None:
+    anybodys_step()
     before = dict(optimizers._global_optimizer_post_hooks)
     model = prologues.Neox()
     mf.prepack(model, *Served.arguments())
     assert len(optimizers._global_optimizer_post_hooks) == len(before) + 1
     del model
     gc.collect()
-    weight = nn.Parameter(torch.randn(4))
-    weight.grad = torch.ones(4)
-    torch.optim.SGD([weight], lr=0.1, foreach=False).step()  # the first step of anybody
+    anybodys_step()
     assert dict(optimizers._global_optimizer_post_hooks) == before
 
 
@@ -154,9 +161,7 @@ def test_an_optimizer_of_another_model_refreshes_nothing(monkeypatch: pytest.Mon
     served = Served(monkeypatch)
     asked: list[Any] = []
     monkeypatch.setattr(follow.cache, "renew", lambda *given: asked.append(given))
-    weight = nn.Parameter(torch.randn(4))
-    weight.grad = torch.ones(4)
-    torch.optim.SGD([weight], lr=0.1, foreach=False).step()
+    anybodys_step()
     assert not asked
     stepped(torch.optim.SGD, lr=0.1, foreach=False)(served, "q_b_proj")
     assert asked
