@@ -11,11 +11,12 @@ from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import torch
 from mla_fusion.meta.errors import ContractError
-from mla_fusion.meta.layout import different, holds_data, writable
-from mla_fusion.meta.limits import Sizes
+from mla_fusion.meta.layout import contiguous, different, holds_data, writable
+from mla_fusion.meta.limits import Sizes, sizes_of
 from mla_fusion.meta.prolog import Operator
 from torch import Tensor
 
+Result = tuple[tuple[Any, ...], torch.dtype]
 Derived = Mapping[str, Callable[[Mapping[str, Any]], Any]]  # axis: its size, of those of others
 
 
@@ -84,9 +85,15 @@ class Binder:
         if not needed and given is not None:
             self.refuse(f"forbidden.{name}", name, f"nothing {why}", "a tensor")
 
-    def tensor(self, name: str, shape: str, *dtypes: torch.dtype, note: str = "") -> None:
+    def tensor(self, name: str, shape: str, *dtypes: torch.dtype) -> None:
         self.dtype(name, *dtypes)
-        self.sizes(name, shape, note=note)
+        self.sizes(name, shape)
+
+    def tensor_if(self, needed: bool, why: str, name: str, shape: str, dtype: torch.dtype) -> None:
+        """A tensor that the modes ``why`` require or forbid."""
+        self.presence(name, needed, why)
+        if needed:
+            self.tensor(name, shape, dtype)
 
     def rank(self, name: str, *ranks: int, where: str = "") -> None:
         found = self.full[name].dim()
@@ -121,11 +128,13 @@ class Binder:
                 ]
                 self.refuse(f"shape.{name}", name, f"[{', '.join(known)}]{note}", own)
 
-    def within(self, axis: str, argument: str, sizes: Sizes, where: str = "") -> None:
+    def within(self, axis: str, argument: str, sizes: Sizes | str, where: str = "") -> None:
         """The size of an axis is one that the operator takes; ``argument`` is whose axis it is."""
         size = self.dims.get(axis)
         if size is None:
             return
+        if isinstance(sizes, str):
+            sizes = sizes_of(sizes)
         if sizes.exclude(size):
             expected = f"{axis} {sizes.describe()}{where}"
             self.refuse(f"dims.{axis.lower()}", argument, expected, self.found(axis, size, where))
@@ -164,6 +173,13 @@ class Binder:
             if not writable(tensor, first_axis_free=first_axis_free, ones_free=ones_free):
                 self.refuse_strides(name, expected)
 
+    def contiguous_but(self, written: Collection[str], source: str = "") -> None:
+        """Every tensor is contiguous, except those that `caches` judges."""
+        for name in self.names:
+            tensor = self.full[name]
+            if tensor is not None and name not in written and not contiguous(tensor):
+                self.refuse_strides(name, "a contiguous tensor", source)
+
     def refuse_strides(self, name: str, expected: str, source: str = "") -> NoReturn:
         tensor = self.full[name]
         found = f"{list(tensor.shape)} with strides {list(tensor.stride())}"
@@ -193,3 +209,15 @@ class Binder:
         if len(again):
             code = f"values.{name}.duplicate"
             self.refuse(code, name, "every entry at most once", f"{int(again[0])} repeated")
+
+
+class Contract(Binder):
+    """One call of an operator beside the prologue: every argument by name."""
+
+    def check(self, soc: str, cann: str, values: bool) -> None:
+        """`mla_fusion.meta.check` of it."""
+        raise NotImplementedError
+
+    def results(self) -> list[Result]:
+        """`mla_fusion.meta.infer` of it."""
+        raise NotImplementedError

@@ -122,9 +122,8 @@ class Call(Binder):
         if self.version == "v3":
             needed = self.mode.actual_seq_len and rank == 2
             why = f"with cache_mode {mode} and a {rank}-D token_x"
-            self.presence("actual_seq_len", needed, why + ("" if needed else self._unread()))
-            if needed:
-                self.tensor("actual_seq_len", "B", torch.int32)
+            why += "" if needed else self._unread()
+            self.tensor_if(needed, why, "actual_seq_len", "B", torch.int32)
 
     def _scales(self) -> None:
         required = {**self.weights.required, **self.cache.required}
@@ -194,10 +193,7 @@ class Call(Binder):
                 cast = f"torch_npu.npu_format_cast({tensor.name}, {layout.FRACTAL_NZ})"
                 expected = f"format FRACTAL_NZ: {cast}"
                 self.refuse(f"format.{tensor.name}", tensor.name, expected, f"format {form}")
-        for name in self.names:
-            given = self.full[name]
-            if given is not None and name not in CACHES and not layout.contiguous(given):
-                self.refuse_strides(name, "a contiguous tensor", spec.DEFINITION)
+        self.contiguous_but(CACHES, spec.DEFINITION)
         free = self.allowed.strided_caches
         expected = (
             f"contiguous axes, the first excepted, on {where}"
@@ -298,7 +294,9 @@ def bound(
     known_path(path)
     name = known_name("op", named(op), OPERATORS)
     if name in OTHERS:
-        return OTHERS[name].check(name, soc, cann, values, complete(name, arguments))
+        other = OTHERS[name](complete(name, arguments))
+        other.check(soc, cann, values)
+        return other
     call = checked(op, soc, cann, arguments, path)
     if values:
         call.values()

@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from mla_fusion.meta.binder import Binder, Derived
+from mla_fusion.meta.binder import Contract, Derived, Result
 from mla_fusion.meta.errors import known_name
 from mla_fusion.meta.layout import different
-from mla_fusion.meta.limits import known_releases, sizes_of
+from mla_fusion.meta.limits import known_releases
 from mla_fusion.meta.prolog import Operator
 
 OP = "npu_mla_preprocess"
@@ -73,24 +73,8 @@ OUT_SCHEMA = (
 )
 
 
-def check_preprocess(op: str, soc: str, cann: str, values: bool, full: Mapping[str, Any]) -> Binder:
-    """`mla_fusion.meta.check` of ``npu_mla_preprocess``: structure, then the sizes the device
-    takes; ``full``: every argument by name.
-    """
-    known_releases(cann)
-    known_name("soc", soc, SOCS, source=HOST, op=op)
-    call = Call(full)
-    call.bind_tensors()
-    call.check_sizes()
-    call.one_device()
-    call.caches(CACHES)
-    if values:
-        call.check_slots()
-    return call
-
-
-class Call(Binder):
-    """One call; every rule that fails raises ContractError.
+class Preprocess(Contract):
+    """One call: structure, then the sizes that the device takes.
 
     A mode of None is its default; an optional tensor of shape [0] counts as not passed.
     """
@@ -115,6 +99,28 @@ class Call(Binder):
             self.pick(name, known, code=f"{name}.unknown")
         self.form = CACHE_FORMS[self.full["cache_mode"]]
 
+    def check(self, soc: str, cann: str, values: bool) -> None:
+        known_releases(cann)
+        known_name("soc", soc, SOCS, source=HOST, op=self.op)
+        self.bind_tensors()
+        self.check_sizes()
+        self.one_device()
+        self.caches(CACHES)
+        if values:
+            self.check_slots()
+
+    def results(self) -> list[Result]:
+        """q_out0, kv_cache_out0, q_out1, kv_cache_out1; in mode 0 the third is empty."""
+        for name, ranks in (("input", (2,)), ("wuk", (3, 4)), ("gamma2", (1,)), ("cos", (2,))):
+            self.rank(name, *ranks)
+        full, whole = self.full, self.form.kr is None
+        lead, kind = (full["input"].shape[0], full["wuk"].shape[0]), full["input"].dtype
+        rank, rope = full["gamma2"].shape[0], full["cos"].shape[-1]
+        kv, kr = ((tuple(full[name].shape), full[name].dtype) for name in CACHES)
+        if whole:
+            return [((*lead, rank + rope), kind), kv, ((0,), kind), kr]
+        return [((*lead, rank), kv[1]), kv, ((*lead, rope), kind), kr]
+
     def bind_tensors(self) -> None:
         """Dtypes, presence and agreement of all shapes; `dims` holds the sizes of the axes."""
         full, form = self.full, self.form
@@ -131,15 +137,17 @@ class Call(Binder):
         self.tensor("descale0", "W", descale)
         self.tensor("descale1", "U", descale)
         static = quantised and full["quant_mode"] == STATIC
-        rows: list[tuple[str, str, torch.dtype]] = []
+        needed: list[tuple[str, str, torch.dtype]] = []
         for stage, width in (("0", "W"), ("1", "U")) if static else ():
-            scales = (f"quant_scale{stage}", "1", kind), (f"quant_offset{stage}", "1", torch.int8)
-            rows += [*scales, (f"bias{stage}", width, torch.int32)]
+            needed += [
+                (f"quant_scale{stage}", "1", kind),
+                (f"quant_offset{stage}", "1", torch.int8),
+                (f"bias{stage}", width, torch.int32),
+            ]
         if form.int8:
-            rows += [("ctkv_scale", "1", kind), ("q_nope_scale", "N", kind)]
-        for name, shape, dtype in rows:
-            self.presence(name, True, f"with {full['quant_mode']}, {full['cache_mode']}")
-            self.tensor(name, shape, dtype)
+            needed += [("ctkv_scale", "1", kind), ("q_nope_scale", "N", kind)]
+        for row in needed:
+            self.tensor_if(True, f"with {full['quant_mode']}, {full['cache_mode']}", *row)
         if form.nz:
             self.dims["BlockSize"] = NZ_BLOCK
         self.tensor("kv_cache", form.kv, torch.int8 if form.int8 else kind)
@@ -167,8 +175,7 @@ class Call(Binder):
             expected = "krope_ctkv, int8_nzcache or nzcache: torch does not offer mode 0"
             self.refuse("cache_mode.torch", "cache_mode", expected, "kvcache")
         for row in _SIZES.strip().splitlines():
-            axis, argument, sizes = row.split()
-            self.within(axis, argument, sizes_of(sizes))
+            self.within(*row.split())
         # the kernel that takes other hidden sizes and unquantised weights knows one mode
         other = type(hidden) is int and hidden != ATB_HIDDEN
         if other or full["wdqkv"].dtype != torch.int8:
@@ -176,7 +183,7 @@ class Call(Binder):
             self.pick("quant_mode", (STATIC,), why, "quant_mode.kernel")
         block = self.dims["BlockSize"]
         if type(block) is not int or block != 256:
-            self.within("BlockSize", "kv_cache", sizes_of("1..128"), ", or 256")
+            self.within("BlockSize", "kv_cache", "1..128", ", or 256")
 
     def check_slots(self) -> None:
         """slotmapping: -1 exactly skips a token, anything else is a row, each at most once."""
@@ -207,20 +214,3 @@ N  wuk     1..
 H  input   2048..8192/32
 T  input   1..{MAX_TOKENS}
 """
-
-
-def infer_preprocess(op: str, full: Mapping[str, Any]) -> list[tuple[tuple[Any, ...], torch.dtype]]:
-    """q_out0, kv_cache_out0, q_out1, kv_cache_out1; in mode 0 the third is empty."""
-    call = Call(full)
-    for name, ranks in (("input", (2,)), ("wuk", (3, 4)), ("gamma2", (1,)), ("cos", (2,))):
-        call.rank(name, *ranks)
-    tokens, heads, rank = full["input"].shape[0], full["wuk"].shape[0], full["gamma2"].shape[0]
-    rope, kind = full["cos"].shape[-1], full["input"].dtype
-    kv, kr = full["kv_cache"], full["kv_cache_rope"]
-    whole = call.form.kr is None
-    return [
-        ((tokens, heads, rank + rope if whole else rank), kind if whole else kv.dtype),
-        (tuple(kv.shape), kv.dtype),
-        ((0,) if whole else (tokens, heads, rope), kind),
-        (tuple(kr.shape), kr.dtype),
-    ]

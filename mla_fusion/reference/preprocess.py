@@ -37,7 +37,7 @@ def mla_preprocess(given: Any) -> tuple[Tensor, ...]:
     without norm, quantisation or descale, and the second norm adds no beta1 (the operation's own
     test, `test_mla_preprocess_aclnn.py`). Raises ContractError.
     """
-    call = contract.Call(vars(given))
+    call = contract.Preprocess(vars(given))
     call.bind_tensors()
     call.check_slots()
     full, form, kind = call.full, call.form, given.input.dtype

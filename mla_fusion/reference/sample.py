@@ -212,7 +212,7 @@ def sample_preprocess(
     """
     form = preprocess.CACHE_FORMS[cache_mode]
     dims = {**dims, "BlockSize": preprocess.NZ_BLOCK if form.nz else dims["BlockSize"]}
-    drawn = Drawn(dims, preprocess.Call.derived, 7, device)
+    drawn = Drawn(dims, preprocess.Preprocess.derived, 7, device)
     rows = dims["BlockNum"] * dims["BlockSize"]
 
     def descale(axes: str, k: int) -> Tensor:
