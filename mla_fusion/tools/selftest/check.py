@@ -20,13 +20,13 @@ from mla_fusion.examples.fuse_your_model import example
 from mla_fusion.meta import spec
 from mla_fusion.paging import layout
 from mla_fusion.paging.tiles import unpack_rows
-from mla_fusion.reference.sample import DEEPSEEK_V3
 from mla_fusion.report.store import reports
 from mla_fusion.tools.accuracy import distance, error_ratio
 from mla_fusion.tools.by_hand.memory import Tensors, same_bits
 from mla_fusion.tools.selftest.calls import Arguments, Call
 from mla_fusion.tools.selftest.compare import Comparison, compare
 from mla_fusion.tools.selftest.device import Device
+from mla_fusion.tools.selftest.samples import DEEPSEEK_V3
 
 _CHANGED = "cache rows that belong to no token have changed"
 FUSED: dict[str, dict[str, Any]] = {  # prologues by name: options of Config
