@@ -80,7 +80,10 @@ KEYS = """\
 ## Tiling keys
 
 `explain_call(..., cann=..).tiling_key` is the key that the tiling of that release returns, by
-fields. Bits, from 0 on:
+fields. EMPTY_TENSOR_MODE is 1 where the caches are empty and 2 where there are no tokens; SCENARIO
+is 1 without quantisation and 2 with it; ENABLE_DEQUANT_OPTIONAL is 1 where dequantisation runs
+beside the products, ACTUAL_SEQ_LEN_MODE where actual_seq_len is read, SPLIT_M_MODE where the work
+is split by tokens rather than columns. Bits, from 0 on:
 """
 
 KEY_INTRODUCTION = f"""\

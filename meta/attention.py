@@ -206,11 +206,11 @@ class Attention(Contract):
         self.dtype("query", *self.floats, torch.int8)
         # the axes that are no tensor's own: N, D, R and their products
         full, dims = self.full, self.dims
-        dims["N"] = full["num_query_heads"]
-        self.within("N", "num_query_heads", HEADS, ": pad to the next of these")
+        self.bind("N", full["num_query_heads"], "num_query_heads")
+        self.within("N", HEADS, ": pad to the next of these")
         for axis, size, name in (("D", LATENT, "key"), ("R", ROPE, "key_rope")):
-            dims[axis] = self.width_of(name)
-            self.within(axis, name, f"{size}", ", with W_uk multiplied into the query")
+            self.bind(axis, self.width_of(name), name)
+            self.within(axis, f"{size}", ", with W_uk multiplied into the query")
         axes = " ".join(self.axes)
         self.tensor("query", axes, self.kind)
         self.tensor("query_rope", axes.replace("D", "R").replace("H", "N*R"), self.rope_kind)
@@ -226,7 +226,6 @@ class Attention(Contract):
         if self.allowed.tied and not fits[rank]:
             expected = f"[BlockNum, BlockSize, D] with {self.layout} before CANN 8.5"
             self.refuse("rank.key", "key", expected, list(full["key"].shape))
-        dims.setdefault("B", full["block_table"].shape[0])
         self.tensor("block_table", "B Blocks", torch.int32)
         query = f"with a query of {self.kind}"
         of_query = " ".join(self.axes.replace("H", "N").replace("D", ""))
@@ -242,11 +241,11 @@ class Attention(Contract):
         self.pick("num_key_value_heads", (0, 1) if one_head else (1,))  # 0: as many as of query
         for axis in dims:
             most = MOST.get(axis, "") if "T" in dims else ""
-            self.within(axis, "query", f"1..{most}", f" in {self.layout}")
+            self.within(axis, f"1..{most}", f" in {self.layout}")
         nz = self.full["key"].dim() == 5
         blocks = self.allowed.nz_blocks if nz else self.allowed.blocks
         cache = f" in {'an NZ' if nz else 'a'} cache of {self.kind}"
-        self.within("BlockSize", "key", INT8_BLOCKS if self.int8 else blocks, cache)
+        self.within("BlockSize", INT8_BLOCKS if self.int8 else blocks, cache)
         if different(self.full["block_size"], dims["BlockSize"]):
             expected = f"{dims['BlockSize']}, the rows of a block of key"
             self.refuse("block_size", "block_size", expected, self.full["block_size"])

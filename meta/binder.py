@@ -51,6 +51,7 @@ class Binder:
         self.op, self.source, self.full = operator.name, source, full
         self.names = operator.ge_inputs
         self.dims: dict[str, Any] = {}
+        self.owners: dict[str, str] = {}
         self.undecided: list[Undecided] = []
         for name in self.names:
             value = full[name]
@@ -120,7 +121,7 @@ class Binder:
                 continue
             wanted = size_of(axis, self.dims, self.derived)
             if wanted is None:
-                self.dims[axis] = size
+                self.bind(axis, size, name)
             elif size is not wanted and different(size, wanted):
                 known = [
                     a if a.isdigit() else f"{a} = {size_of(a, self.dims, self.derived, 'any')}"
@@ -128,9 +129,13 @@ class Binder:
                 ]
                 self.refuse(f"shape.{name}", name, f"[{', '.join(known)}]{note}", own)
 
-    def within(self, axis: str, argument: str, sizes: Sizes | str, where: str = "") -> None:
-        """The size of an axis is one that the operator takes; ``argument`` is whose axis it is."""
-        size = self.dims.get(axis)
+    def bind(self, axis: str, size: Any, owner: str) -> None:
+        """The size of an axis, and the argument that says it."""
+        self.dims[axis], self.owners[axis] = size, owner
+
+    def within(self, axis: str, sizes: Sizes | str, where: str = "") -> None:
+        """The size of an axis is one that the operator takes."""
+        size, argument = self.dims.get(axis), self.owners.get(axis, self.names[0])
         if size is None:
             return
         if isinstance(sizes, str):

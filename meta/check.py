@@ -173,12 +173,7 @@ class Call(Binder):
         """
         assert self.allowed
         for axis, sizes in self.allowed.dims.items():
-            argument = (
-                "actual_seq_len"
-                if axis == "B" and self.lead == "T"
-                else _OWNERS.get(axis, "token_x")
-            )
-            self.within(axis, argument, sizes, f" on {where}")
+            self.within(axis, sizes, f" on {where}")
         rank, taken = self.full["weight_dq"].dim(), self.allowed.weight_dq_4d
         if rank == 4 and taken != "always" and (not taken or self.full["query_norm_flag"]):
             expected = f"2-D [He, Hcq] on {in_graph}" + (" with query_norm_flag" if taken else "")
@@ -244,16 +239,6 @@ class Call(Binder):
             self.rows("cache_index", entries, end, "slots below BlockNum*BlockSize")
 
 
-# whose axes are not token_x's
-_OWNERS = {
-    "D": "weight_uk",
-    "Hckv": "weight_uk",
-    "N": "weight_uk",
-    "Nkv": "kv_cache",
-    "BlockSize": "kv_cache",
-    "Hcq": "weight_dq",
-    "Dr": "rope_sin",
-}
 _VALIDATION = (torch.bfloat16, torch.float32, torch.float64)
 
 

@@ -171,7 +171,7 @@ class CallExplanation(NamedTuple):
 
     def __str__(self) -> str:
         fields = (
-            f"    {field.low:>2}-{field.high:<2} {field.name} = {field.value}: {field.meaning}"
+            f"    {field.low:>2}-{field.high:<2} {field.name} = {field.value}"
             for field in self.tiling_key.fields
         )
         where = "" if self.chip is None else f" on {self.chip.name} ({self.chip.source})"
@@ -216,8 +216,7 @@ def explain_call(
     dims, full = call.dims, call.full
     for axis, size in dims.items():
         if type(size) is not int:
-            expected = "concrete sizes: a cost is a number"
-            raise ContractError("explain.symbolic", axis, expected, str(size), dims, op=op)
+            call.refuse("explain.symbolic", axis, "concrete sizes: a cost is a number", size)
     made = zip(PROLOGS[op].results, infer(op, cann=cann, path=path, **arguments), strict=True)
     fresh = (result for name, result in made if name not in CACHES)
     results = sum(prod(shape) * dtype.itemsize for shape, dtype in fresh if len(shape) > 1)
@@ -232,7 +231,7 @@ def explain_call(
     if device is not None:
         fused = _seconds(device, steps, weights + activations + rows)
         alone = sum(_seconds(device, [one], one.weight_bytes + one.other_bytes) for one in steps)
-    mode, quant = full["cache_mode"], (call.wq, call.kv)
+    mode, has_lengths = full["cache_mode"], full.get("actual_seq_len") is not None
     return CallExplanation(
         op,
         soc,
@@ -240,7 +239,7 @@ def explain_call(
         f"weights: {call.weights.title}; cache: {call.cache.title} "
         f"(weight_quant_mode {call.wq}, kv_cache_quant_mode {call.kv}), {mode}",
         dict(dims),
-        tiling_key(cann, *quant, mode, dims, full.get("actual_seq_len") is not None),
+        tiling_key(cann, call.wq, call.kv, mode, dims, has_lengths),
         Cost(1, flops, weights, activations, rows, fused),
         Cost(len(steps), flops, weights, others - written, written, alone),
         steps,

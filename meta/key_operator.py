@@ -117,7 +117,7 @@ class KeyCall(Contract):
         kind = self.dtype("kv", torch.bfloat16, torch.float16)
         self.tensor("gamma", "C", kind)
         self.rank("cos", 4, where=", [B, 1, S, R]")
-        self.dims["R"] = full["cos"].shape[-1]
+        self.bind("R", full["cos"].shape[-1], "cos")
         self.tensor("kv", "B 1 S C+R", kind)
         rows = full["cos"].shape[2]
         for name in ("cos", "sin"):  # one row a sequence serves all of its tokens
@@ -139,11 +139,11 @@ class KeyCall(Contract):
     def check_sizes(self, soc: str, cann: str) -> None:
         dims, index = self.dims, self.full["index"]
         if soc != "A5":
-            self.within("C", "gamma", "512", f" on {soc}")
-            self.within("R", "cos", "64", f" on {soc}")
-        self.within("R", "cos", "2../2")
+            self.within("C", "512", f" on {soc}")
+            self.within("R", "64", f" on {soc}")
+        self.within("R", "2../2")
         for axis in dims:
-            self.within(axis, "kv", "1..")
+            self.within(axis, "1..")
         paged = self.mode != "Norm"
         blocks = -(-dims["S"] // dims["BlockSize"]) if paged else 0  # of one sequence
         wanted = dims["B"] * (blocks if self.mode in BLOCKS else dims["S"])
@@ -153,10 +153,10 @@ class KeyCall(Contract):
             self.sizes("index", "B S")
             return
         step = 32 if torch.int8 in {self.full[name].dtype for name in _CACHES} else 16
-        self.within("BlockSize", "k_cache", f"{step}../{step}")
+        self.within("BlockSize", f"{step}../{step}")
         needed = blocks * dims["B"]
         if cann == FROM_BLOCKS and type(needed) is int:
-            self.within("BlockNum", "k_cache", f"{needed}..", ", which is B*ceil(S/BlockSize)")
+            self.within("BlockNum", f"{needed}..", ", which is B*ceil(S/BlockSize)")
 
     def check_values(self) -> None:
         """Each slot is a row of the cache, or negative, which skips the token; no row is written

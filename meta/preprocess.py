@@ -183,7 +183,7 @@ class Preprocess(Contract):
             self.pick("quant_mode", (STATIC,), why, "quant_mode.kernel")
         block = self.dims["BlockSize"]
         if type(block) is not int or block != 256:
-            self.within("BlockSize", "kv_cache", "1..128", ", or 256")
+            self.within("BlockSize", "1..128", ", or 256")
 
     def check_slots(self) -> None:
         """slotmapping: -1 exactly skips a token, anything else is a row, each at most once."""
@@ -206,11 +206,11 @@ SHAPES = {
     "sin": "T R",
 }
 _SIZES = f"""
-Q  gamma1  1536
-C  gamma2  512
-R  cos     64
-D  wuk     128
-N  wuk     1..
-H  input   2048..8192/32
-T  input   1..{MAX_TOKENS}
+Q  1536
+C  512
+R  64
+D  128
+N  1..
+H  2048..8192/32
+T  1..{MAX_TOKENS}
 """
