@@ -108,9 +108,7 @@ class Binder:
             self.refuse(f"dtype.{name}", name, " or ".join(map(str, dtypes)), found)
         return found
 
-    def sizes(
-        self, name: str, shape: str, found: tuple[Any, ...] | None = None, note: str = ""
-    ) -> None:
+    def sizes(self, name: str, shape: str, found: tuple[Any, ...] | None = None) -> None:
         """``found``: in place of the tensor's own, where its storage has other axes."""
         axes, own = shape.split(), list(self.full[name].shape)
         found = tuple(own) if found is None else found
@@ -127,7 +125,7 @@ class Binder:
                     a if a.isdigit() else f"{a} = {size_of(a, self.dims, self.derived, 'any')}"
                     for a in axes
                 ]
-                self.refuse(f"shape.{name}", name, f"[{', '.join(known)}]{note}", own)
+                self.refuse(f"shape.{name}", name, f"[{', '.join(known)}]", own)
 
     def bind(self, axis: str, size: Any, owner: str) -> None:
         """The size of an axis, and the argument that says it."""

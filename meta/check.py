@@ -19,10 +19,6 @@ from mla_fusion.meta.signature import OPERATORS, OTHERS, complete, named
 from mla_fusion.meta.spec import CACHE_MODES, CACHE_QUANTS, TILING, WEIGHT_MODES
 
 _WQ, _KV = "weight_quant_mode", "kv_cache_quant_mode"
-_PADDED = "; FRACTAL_NZ storage is padded, so the operator itself may not notice"
-_WIDTH_UNCHECKED = (
-    "; the operator itself does not compare the width, and its kernel writes rows of Hckv"
-)
 
 
 class Call(Binder):
@@ -59,7 +55,7 @@ class Call(Binder):
         if self.version == "v3":
             wanted = self.cache.modes | ({"tile_size": spec.TILE_SIZE} if allowed else {})
             for name, value in wanted.items():
-                self.pick(name, (value,), with_kv + self._unread(), f"quant.{name}")
+                self.pick(name, (value,), with_kv, f"quant.{name}")
             why = f" (hifloat8) with {_WQ} 5"
             for name in spec.named_dtypes(self.kv) if self.wq == 5 else ():
                 self.pick(name, (spec.HIFLOAT8,), why, f"quant.{name}", "torch_npu meta")
@@ -68,11 +64,6 @@ class Call(Binder):
             self.pick("cache_mode", allowed.cache_modes, on, "cache_mode.release")
         self.pick("cache_mode", self.cache.cache_modes, with_kv, "cache_mode.quant")
         self.mode = CACHE_MODES[full["cache_mode"]]
-
-    def _unread(self) -> str:
-        """What to add where a release does not look at an argument that every later one does."""
-        read = self.allowed is None or self.allowed.reads_modes
-        return "" if read else ": this release ignores it, later ones do not"
 
     # -- tensors
 
@@ -100,8 +91,7 @@ class Call(Binder):
             self.dims["tile"] = tile = self.full["tile_size"]
             if tile <= 0 or different(self.dims["Hckv"] % tile, 0):
                 self.refuse("quant.tile_size", "tile_size", "a divisor of Hckv", tile)
-        note = _WIDTH_UNCHECKED if self.version != "v3" else ""
-        self._tensor("kv_cache", f"{self.mode.cache} {width}", self.cache.kv, note=note)
+        self._tensor("kv_cache", f"{self.mode.cache} {width}", self.cache.kv)
         if self.cache.kr is not None:
             self._tensor("kr_cache", f"{self.mode.cache} Dr", self.cache.kr)
         elif different(self.full["kr_cache"].numel(), 0):
@@ -122,7 +112,6 @@ class Call(Binder):
         if self.version == "v3":
             needed = self.mode.actual_seq_len and rank == 2
             why = f"with cache_mode {mode} and a {rank}-D token_x"
-            why += "" if needed else self._unread()
             self.tensor_if(needed, why, "actual_seq_len", "B", torch.int32)
 
     def _scales(self) -> None:
@@ -141,22 +130,18 @@ class Call(Binder):
                 continue
             shape = required.get(name) or self.weights.optional.get(name)
             if name in required or shape is None:
-                unread = self._unread() if name == "k_nope_clip_alpha" else ""
-                self.presence(name, name in required, why + unread)
+                self.presence(name, name in required, why)
             if shape is not None and self.full[name] is not None:
                 dtype = self.weights.scale_dtype if name in spec.BLOCK_SCALES else torch.float32
                 self._tensor(name, shape, dtype)
 
-    def _tensor(
-        self, name: str, shape: str, role: spec.Dtype, nz: bool = False, note: str = ""
-    ) -> None:
+    def _tensor(self, name: str, shape: str, role: spec.Dtype, nz: bool = False) -> None:
         """``role``: a dtype, or what stands for one in these modes."""
         self.dtype(name, self.roles.get(role, role))
         tensor, found = self.full[name], None
         if nz and tensor.dim() == 4:
             found = self._from_nz(name, tuple(tensor.shape), tensor.element_size())
-        note = note or (_PADDED if nz and found is None else "")
-        self.sizes(name, shape.replace("lead", self.lead), found, note)
+        self.sizes(name, shape.replace("lead", self.lead), found)
 
     def _from_nz(self, name: str, sizes: tuple[Any, ...], item: int) -> tuple[Any, Any]:
         """(k, n) of FRACTAL_NZ storage ``[n/C0, k/16, 16, C0]``, C0 being 32 bytes."""

@@ -38,29 +38,39 @@ class Release:
     torch: str
     schema: str
     torchair: str
-    tested: bool = False
+    tested: bool
 
     @property
     def works(self) -> bool:
         return self.torchair == "whole"
 
 
-RELEASES = (
-    Release("2.6.0", "2.6.0+cpu", "absent", "absent"),
-    Release("2.6.0.post5", "2.6.0+cpu", "no dtypes", "old"),
-    Release("2.7.1", "2.7.1+cpu", "absent", "absent", tested=True),
-    Release("2.7.1.post11", "2.7.1+cpu", "whole", "whole", tested=True),
-    Release("2.8.0", "2.8.0+cpu", "absent", "absent", tested=True),
-    Release("2.8.0.post5", "2.8.0+cpu", "no dtypes", "whole", tested=True),
-    Release("2.9.0", "2.9.0+cpu", "no dtypes", "old", tested=True),
-    Release("2.9.0.post9", "2.9.0+cpu", "whole", "whole", tested=True),
-    Release("2.9.1", "2.9.1+cpu", "no dtypes", "whole"),
-    Release("2.10.0", "2.10.0+cpu", "no dtypes", "whole"),
-    Release("2.10.0.post7", "2.10.0+cpu", "whole", "whole", tested=True),
-    Release("2.11.0.post3", "2.11.0+cpu", "whole", "whole", tested=True),
-    Release("2.12.0.post3", "2.12.0", "whole", "whole", tested=True),
-    Release("2.13.0", "2.13.0", "whole", "whole", tested=True),
-    Release("2.14.0", "2.14.0", "whole", "whole", tested=True),
+def _release(row: str) -> Release:
+    torch_npu, torch, schema, torchair, *tested = re.split(" {2,}", row)
+    return Release(torch_npu, torch, schema, torchair, bool(tested))
+
+
+RELEASES = tuple(
+    map(
+        _release,
+        """\
+2.6.0         2.6.0+cpu   absent     absent
+2.6.0.post5   2.6.0+cpu   no dtypes  old
+2.7.1         2.7.1+cpu   absent     absent  tested
+2.7.1.post11  2.7.1+cpu   whole      whole   tested
+2.8.0         2.8.0+cpu   absent     absent  tested
+2.8.0.post5   2.8.0+cpu   no dtypes  whole   tested
+2.9.0         2.9.0+cpu   no dtypes  old     tested
+2.9.0.post9   2.9.0+cpu   whole      whole   tested
+2.9.1         2.9.1+cpu   no dtypes  whole
+2.10.0        2.10.0+cpu  no dtypes  whole
+2.10.0.post7  2.10.0+cpu  whole      whole   tested
+2.11.0.post3  2.11.0+cpu  whole      whole   tested
+2.12.0.post3  2.12.0      whole      whole   tested
+2.13.0        2.13.0      whole      whole   tested
+2.14.0        2.14.0      whole      whole   tested
+""".splitlines(),
+    )
 )
 
 _NUMBERS = re.compile(r"v?(\d+)\.(\d+)(?:\.(\d+))?")

@@ -183,15 +183,8 @@ _TORCHAIR = (
 )
 
 
-def mla_fusion(
-    gm: GraphModule,
-    inputs: Sequence[Any],
-    *,
-    mode: str | None = None,
-    options: Mapping[str, Any] | None = None,
-) -> Callable[..., Any]:
-    """The registered backend: ``torch.compile(model, backend="mla_fusion")``."""
-    return backend()(gm, inputs, mode=mode, options=options)
+mla_fusion = Backend(Config())
+"""The registered one: ``torch.compile(model, backend="mla_fusion")``."""
 
 
 _PACKAGES = {

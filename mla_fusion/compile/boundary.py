@@ -53,8 +53,6 @@ class _Unpackable(Exception):
 class BoundaryBuilder(GraphBuilder):
     """Moves packing and viewing out of the graph: what they make becomes an input of its own."""
 
-    has_boundary = True
-
     def __init__(
         self, gm: GraphModule, source: Graph, config: Config, as_on_npu: bool = False
     ) -> None:
@@ -296,13 +294,7 @@ class _PackingBuilder(GraphBuilder):
         self, gm: GraphModule, copies: dict[Node, Node], fake_mode: Any, as_on_npu: bool
     ) -> None:
         super().__init__(gm)
-        self._as_on_npu = as_on_npu
-        self._copies = {copy.name: copy for copy in gm.graph.nodes}
-        self._names = {node: copy.name for node, copy in copies.items()}
-        self._fake_mode = fake_mode
-
-    def value(self, node: Node) -> Node:
-        return self._copies[self._names[node]]
+        self._as_on_npu, self.copies, self._fake_mode = as_on_npu, copies, fake_mode
 
     def device_type(self, value: Node) -> str:
         """``mf.prepack`` lays weights out on a CPU as on an NPU: what that does to a model can be
@@ -373,12 +365,11 @@ def _fused(
     mark_numbers(gm, given)
     made: list[BoundaryBuilder] = []
 
-    class Builder(BoundaryBuilder):
-        def __init__(self, gm: GraphModule, source: Graph) -> None:
-            super().__init__(gm, source, config, as_on_npu=is_trial)
-            made.append(self)
+    def build(work: GraphModule, source: Graph) -> BoundaryBuilder:
+        made.append(BoundaryBuilder(work, source, config, as_on_npu=is_trial))
+        return made[-1]
 
-    report = run(gm, config, Builder, is_trial=is_trial)
+    report = run(gm, config, build, boundary=True, is_trial=is_trial)
     return report, made[-1] if report.fused else None
 
 

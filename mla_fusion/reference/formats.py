@@ -15,8 +15,8 @@ the same on all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mla_fusion.meta import SOCS
+from mla_fusion.machine import SOCS, set_inside
 from mla_fusion.meta.errors import known_name
 from mla_fusion.reference import hifloat8, quantize
 
@@ -121,13 +121,13 @@ HIFLOAT8 = _scaled(hifloat8.encode, hifloat8.decode, hifloat8.MAXIMUM)
 # -- int8, A5
 
 
-def _int8_product_a5(x: Tensor, weight: Tensor, token: Tensor, channel: Tensor) -> Tensor:
-    return _int8_product(x, weight, channel, token)
-
-
 _INT8_DYNAMIC_A5 = _dynamic(quantize.to_int8, 127.0)
 INT8_A5 = Format(
-    _int8_product_a5, _INT8_DYNAMIC_A5, _INT8_DYNAMIC_A5, quantize.to_int8, quantize.per_tile
+    lambda x, weight, token, channel: _int8_product(x, weight, channel, token),
+    _INT8_DYNAMIC_A5,
+    _INT8_DYNAMIC_A5,
+    quantize.to_int8,
+    quantize.per_tile,
 )
 
 
@@ -178,8 +178,7 @@ _BY_CHIP["A3"] = _BY_CHIP["A2"]
 _current = ContextVar("mla_fusion.reference.chip", default="A3")
 
 
-@contextmanager
-def chip(soc: str) -> Iterator[None]:
+def chip(soc: str) -> AbstractContextManager[None]:
     """Reference kernels called inside round as ``soc`` ("A2", "A3", "A5") does; outside they round
     as A3.
 
@@ -188,11 +187,7 @@ def chip(soc: str) -> Iterator[None]:
     (see above); the formats that only A5 has are the same inside and outside.
     Raises ContractError ``soc``.
     """
-    token = _current.set(known_name("soc", soc, SOCS))
-    try:
-        yield
-    finally:
-        _current.reset(token)
+    return set_inside(_current, known_name("soc", soc, SOCS))
 
 
 def format_of(weight_quant_mode: int, soc: str | None = None) -> Format | None:

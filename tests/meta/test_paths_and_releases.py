@@ -150,20 +150,6 @@ def test_reasons_say_what_the_limit_is() -> None:
         ("npu_mla_prolog_v2", older, A5, "torch_npu's meta functions refuse it"),
         (V3, legal(3, 0), A5 | {"cann": "8.5"}, "no float8_e8m0fnu for the dequant_scale_q_norm"),
         (V3, legal() | STORED, {"path": "graph"}, "2-D [He, Hcq] on A3, CANN latest in a graph"),
-        (V3, legal() | {"weight_dq": sized(7167, 1536)}, {}, "FRACTAL_NZ storage is padded"),
-        (
-            "npu_mla_prolog_v2",
-            older | {"kv_cache": sized(4, 16, 1, 576)},
-            {},
-            "does not compare the width",
-        ),
-        (V3, legal() | {"tile_size": 64}, {"cann": "8.3"}, "this release ignores it"),
-        (
-            V3,
-            legal() | {"actual_seq_len": sized(2, dtype=torch.int32)},
-            {"cann": "8.3"},
-            "this release ignores it",
-        ),
         (
             V3,
             legal() | {"kr_cache": sized(4, 16, 1, 128)[..., ::2]},
