@@ -139,16 +139,13 @@ class Call(Binder):
         """``role``: a dtype, or what stands for one in these modes."""
         self.dtype(name, self.roles.get(role, role))
         tensor, found = self.full[name], None
-        if nz and tensor.dim() == 4:
-            found = self._from_nz(name, tuple(tensor.shape), tensor.element_size())
+        if nz and tensor.dim() == 4:  # FRACTAL_NZ storage of [k, n]: C0 elements are 32 bytes
+            c0, sizes = 32 // tensor.element_size(), tensor.shape
+            if different(sizes[2], 16) or different(sizes[3], c0):
+                expected = f"[n/{c0}, k/16, 16, {c0}] or [k, n]"
+                self.refuse(f"shape.{name}", name, expected, list(sizes))
+            found = sizes[1] * 16, sizes[0] * c0
         self.sizes(name, shape.replace("lead", self.lead), found)
-
-    def _from_nz(self, name: str, sizes: tuple[Any, ...], item: int) -> tuple[Any, Any]:
-        """(k, n) of FRACTAL_NZ storage ``[n/C0, k/16, 16, C0]``, C0 being 32 bytes."""
-        c0 = 32 // item
-        if different(sizes[2], 16) or different(sizes[3], c0):
-            self.refuse(f"shape.{name}", name, f"[n/{c0}, k/16, 16, {c0}] or [k, n]", list(sizes))
-        return sizes[1] * 16, sizes[0] * c0
 
     # -- what the tables of a release say
 

@@ -195,16 +195,17 @@ def _is_empty(value: Any) -> bool:
     return value is not None and tuple(value.shape) == (0,)
 
 
-SHAPES = {
-    "input": "T H",
-    "gamma0": "H",
-    "beta0": "H",
-    "gamma1": "Q",
-    "beta1": "Q",
-    "gamma2": "C",
-    "cos": "T R",
-    "sin": "T R",
-}
+_SHAPES = """
+input   T H
+gamma0  H
+beta0   H
+gamma1  Q
+beta1   Q
+gamma2  C
+cos     T R
+sin     T R
+"""
+SHAPES = dict(row.split(maxsplit=1) for row in _SHAPES.strip().splitlines())
 _SIZES = f"""
 Q  1536
 C  512

@@ -62,8 +62,10 @@ def _int8_product(x: Tensor, weight: Tensor, token: Tensor, channel: Tensor) -> 
 
 def _int8_dynamic(rounded: Rounding) -> Quantise:
     def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
-        scaled, scale = quantize.dynamic_scale(x)
-        return rounded(scaled), scale.float()
+        """``x * (127 / m)`` and ``m / 127``, with ``m = max|x|`` over the last axis (kept)."""
+        maximum = quantize.peak(x)
+        limit = torch.full_like(maximum, 127.0)
+        return rounded(x * (limit / maximum)), (maximum / limit).float()
 
     return quantise
 
@@ -144,14 +146,6 @@ def _mx_product(x: Tensor, weight: Tensor, token: Tensor, channel: Tensor) -> Te
     return (x.float() * _spread(token)) @ (weight.float() * _spread(channel).t())
 
 
-def bfloat16_half_away(x: Tensor) -> Tensor:
-    """float32 values rounded to bfloat16, half-way cases away from zero (CAST_ROUND); finite
-    input.
-    """
-    bits = x.float().contiguous().view(torch.int32) + 0x8000
-    return (bits & -0x10000).view(torch.float32)
-
-
 def mx_quant(x: Tensor) -> tuple[Tensor, Tensor]:
     """``(fp8, e8m0 [.., n/32])``: block exponent ``max(exponent field of max|x|, 8) - 8``
     (`vf_dynamic_quant.h`).
@@ -159,7 +153,9 @@ def mx_quant(x: Tensor) -> tuple[Tensor, Tensor]:
     The input is rounded to bfloat16 first. A block of zeros has scale code 0, one with inf or NaN
     0xFF.
     """
-    rounded = bfloat16_half_away(x)
+    # to bfloat16, half-way cases away from zero (CAST_ROUND)
+    bits = x.float().contiguous().view(torch.int32) + 0x8000
+    rounded = (bits & -0x10000).view(torch.float32)
     blocks = rounded.unflatten(-1, (x.shape[-1] // _MX_BLOCK, _MX_BLOCK))
     field = (blocks.abs().contiguous().view(torch.int32) >> 23).amax(-1)
     code = torch.where(field == 0xFF, field, field.clamp(min=8) - 8)

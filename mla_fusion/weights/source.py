@@ -175,15 +175,11 @@ class Source:
 
         ``updates`` as in Config: content is compared for "every call" alone.
         """
-        if tensor.data_ptr() != self.pointer or not self.has_version(tensor):
-            return False
-        return (
+        counted = self.version is None or (
+            not tensor.is_inference() and self.version == version_of(tensor)
+        )
+        return (tensor.data_ptr() == self.pointer and counted) and (
             updates != "every call"
             or not len(self.content)
             or torch.equal(self.content, fingerprint(tensor))
-        )
-
-    def has_version(self, tensor: Tensor) -> bool:
-        return self.version is None or (
-            not tensor.is_inference() and self.version == version_of(tensor)
         )

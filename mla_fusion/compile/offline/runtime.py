@@ -193,7 +193,7 @@ def _refuse_devices(torch: ModuleType) -> None:
     fake_tensor = import_module("torch._subclasses.fake_tensor")
     # it allocates on the first device a fake tensor names
     if hasattr(fake_tensor, "init_gpu_context"):
-        fake_tensor.__dict__["init_gpu_context"] = _no_context
+        fake_tensor.__dict__["init_gpu_context"] = _nothing
     override = import_module("mla_fusion.compat").override  # here: it imports torch
     libraries: dict[str, Any] = {}
     with warnings.catch_warnings():
@@ -212,8 +212,12 @@ def _chip() -> tuple[str, int]:
     return _CHIPS[compiled_for()]
 
 
-def _no_context(device: Any) -> None:
-    """Stands for torch's ``init_gpu_context``: a fake tensor needs no device context."""
+def _nothing(*args: Any, **options: Any) -> str:
+    """Stands for torch's ``init_gpu_context`` (a fake tensor needs no device context), torchair's
+    ``initialize_graph_engine`` (a graph that is never loaded needs no engine) and its
+    ``is_cann_compat``, of which "" is no complaint (no CANN is there that could lack an operator).
+    """
+    return ""
 
 
 def _replace(name: str, original: Any, replacement: Any) -> None:
@@ -293,10 +297,9 @@ def _stop_torchair() -> None:
     atexit.unregister(backend.finalize_graph_engine)
     backend.__dict__["_cached_device_id"] = 0
     for name in ("torchair.core._backend", "torchair._ge_concrete_graph.fx2ge_converter"):
-        import_module(name).initialize_graph_engine = _no_engine  # type: ignore[attr-defined]
-    import_module("torchair._ge_concrete_graph.compat_ir").__dict__["is_cann_compat"] = (
-        _known_to_cann
-    )
+        import_module(name).initialize_graph_engine = _nothing  # type: ignore[attr-defined]
+    compat_ir = import_module("torchair._ge_concrete_graph.compat_ir")
+    compat_ir.__dict__["is_cann_compat"] = _nothing
     _refuse_execution(import_module("torchair.npu_fx_compiler"))
     with contextlib.suppress(ImportError, AttributeError):
         import_module("npugraph_ex").get_npu_backend  # noqa: B018  # a lazy module loads on first attribute
@@ -306,21 +309,6 @@ def _stop_torchair() -> None:
     with contextlib.suppress(ValueError):  # not in the main thread, where torchair sets none either
         for number, handler in handlers.items():
             signal.signal(number, handler)
-
-
-def _no_engine(options: dict[str, str] | None = None) -> None:
-    """Stands for ``initialize_graph_engine``: compilation needs no engine until a graph is
-    loaded.
-    """
-
-
-def _known_to_cann(
-    optype: str, runtime_optional_inputs: Any = (), runtime_optional_attrs: Any = ()
-) -> str:
-    """Stands for ``is_cann_compat``: no CANN is installed that could lack an operator; "" is no
-    complaint.
-    """
-    return ""
 
 
 def _refuse_execution(module: ModuleType) -> None:
