@@ -260,8 +260,8 @@ def names(shapes: Iterable[str]) -> str:
 
 
 def axes(shape: str) -> str:
-    words = (word if word != "lead" else "*lead*" for word in shape.split())
-    return "[" + ", ".join("any" if word == "*" else word for word in words) + "]"
+    said = {"lead": "*lead*", "*": "any", "Blocks": "ceil(S/BlockSize)"}
+    return f"[{', '.join(said.get(word, word) for word in shape.split())}]"
 
 
 def dtype_name(dtype: spec.Dtype, element: spec.Dtype) -> str:

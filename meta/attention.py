@@ -16,10 +16,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from mla_fusion.meta.binder import Contract, Derived, Result
+from mla_fusion.meta.binder import Binder, Result
 from mla_fusion.meta.errors import ContractError
 from mla_fusion.meta.layout import different
 from mla_fusion.meta.limits import Sizes, newest, sizes_of
@@ -135,16 +135,11 @@ _FORMS = """: [BlockNum, BlockSize, W], [BlockNum, 1, BlockSize, W] or NZ \
 [BlockNum, 1, W/C0, BlockSize, C0]"""
 
 
-class Attention(Contract):
+class Attention(Binder):
     """One call. ``floats``: the dtypes of a query that is not int8.
 
     Lengths are host integers, or tensors in GE graphs, where ``values`` says whether they are read.
     """
-
-    derived: ClassVar[Derived] = {
-        "H": lambda dims: dims["N"] * dims["D"],
-        "N*R": lambda dims: dims["N"] * dims["R"],
-    }
 
     def __init__(self, full: Mapping[str, Any], floats: Sequence[torch.dtype] = FLOATS) -> None:
         super().__init__(ATTENTION, HOST, full)
@@ -212,7 +207,7 @@ class Attention(Contract):
             self.bind(axis, self.width_of(name), name)
             self.within(axis, f"{size}", ", with W_uk multiplied into the query")
         axes = " ".join(self.axes)
-        self.tensor("query", axes, self.kind)
+        self.tensor("query", axes.replace("H", "N*D"), self.kind)
         self.tensor("query_rope", axes.replace("D", "R").replace("H", "N*R"), self.rope_kind)
         for name in CACHES:
             axis, of = ("R", self.rope_kind) if name == "key_rope" else ("D", self.kind)

@@ -6,8 +6,8 @@ tensors, devices, strides and slots stands here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, ClassVar, NamedTuple, NoReturn
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from mla_fusion.meta.errors import ContractError
@@ -17,14 +17,22 @@ from mla_fusion.meta.prolog import Operator
 from torch import Tensor
 
 Result = tuple[tuple[Any, ...], torch.dtype]
-Derived = Mapping[str, Callable[[Mapping[str, Any]], Any]]  # axis: its size, of those of others
 
 
-def size_of(axis: str, dims: Mapping[str, Any], derived: Derived, unknown: Any = None) -> Any:
-    """The size of an axis, which may be a number, or computed of those of others."""
-    if axis in derived:
-        return derived[axis](dims)
-    return int(axis) if axis.isdigit() else dims.get(axis, unknown)
+def size_of(axis: str, dims: Mapping[str, Any]) -> Any:
+    """The size of an axis: a number, a name (None where it has no size yet, and of "*"), or a sum
+    of products of these, in which "He/32" is a whole division.
+    """
+    if axis.isalnum() or axis == "*":
+        return int(axis) if axis.isdigit() else dims.get(axis)
+    total = 0
+    for term in axis.split("+"):
+        product = 1
+        for factor in term.split("*"):
+            name, _, divisor = factor.partition("/")
+            product *= size_of(name, dims) // (size_of(divisor, dims) if divisor else 1)
+        total += product
+    return total
 
 
 class Undecided(NamedTuple):
@@ -40,12 +48,9 @@ class Binder:
     """The arguments of one call and the axis sizes known so far; every rule that fails raises
     ContractError.
 
-    A shape is written as axes, "T N C" or "BlockNum C/32 128 *": a number stands for itself, "*"
-    for any size, and a name for what `derived` computes of other axes, for the size that an earlier
-    tensor gave it, or that `dims` holds.
+    A shape is written as axes, "T N C" or "BlockNum C/32 128 *": "*" stands for any size, a name
+    for the size that an earlier tensor gave it, and others for what `size_of` makes of these.
     """
-
-    derived: ClassVar[Derived] = {}
 
     def __init__(self, operator: Operator, source: str, full: Mapping[str, Any]) -> None:
         self.op, self.source, self.full = operator.name, source, full
@@ -117,13 +122,14 @@ class Binder:
         for axis, size in zip(axes, found, strict=True):
             if axis == "*":
                 continue
-            wanted = size_of(axis, self.dims, self.derived)
+            wanted = size_of(axis, self.dims)
             if wanted is None:
                 self.bind(axis, size, name)
             elif size is not wanted and different(size, wanted):
                 known = [
-                    a if a.isdigit() else f"{a} = {size_of(a, self.dims, self.derived, 'any')}"
+                    a if a.isdigit() else f"{a} = {'any' if of is None else of}"
                     for a in axes
+                    for of in [size_of(a, self.dims)]
                 ]
                 self.refuse(f"shape.{name}", name, f"[{', '.join(known)}]", own)
 
@@ -212,15 +218,3 @@ class Binder:
         if len(again):
             code = f"values.{name}.duplicate"
             self.refuse(code, name, "every entry at most once", f"{int(again[0])} repeated")
-
-
-class Contract(Binder):
-    """One call of an operator beside the prologue: every argument by name."""
-
-    def check(self, soc: str, cann: str, values: bool) -> None:
-        """`mla_fusion.meta.check` of it."""
-        raise NotImplementedError
-
-    def results(self) -> list[Result]:
-        """`mla_fusion.meta.infer` of it."""
-        raise NotImplementedError

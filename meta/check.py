@@ -5,7 +5,7 @@ shapes, sizes, ranks and memory, and on request the values that the device does 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from mla_fusion.meta import layout, spec
@@ -24,7 +24,6 @@ _WQ, _KV = "weight_quant_mode", "kv_cache_quant_mode"
 class Call(Binder):
     """One call being checked: its arguments by name, and the axes bound so far."""
 
-    derived = spec.DERIVED
     full: dict[str, Any]
 
     def __init__(self, op: str, full: dict[str, Any], allowed: Limits | None) -> None:
@@ -87,7 +86,7 @@ class Call(Binder):
 
     def _caches(self) -> None:
         width = self.cache.width
-        if width == "Dtile":
+        if width == spec.TILED_ROW:
             self.dims["tile"] = tile = self.full["tile_size"]
             if tile <= 0 or different(self.dims["Hckv"] % tile, 0):
                 self.refuse("quant.tile_size", "tile_size", "a divisor of Hckv", tile)
@@ -107,6 +106,11 @@ class Call(Binder):
         self.presence("cache_index", shape is not None, f"with cache_mode {mode}")
         if shape == "*" and self.allowed and not self.allowed.block_index_ranks:
             shape = " ".join("*" * self.full["cache_index"].dim())
+        if shape == "B Blocks":
+            # a BlockSize of 0 is refused by its own rule
+            size = self.dims["BlockSize"]
+            whole = 1 if type(size) is int and size == 0 else size
+            self.dims["Blocks"] = -(-self.dims["S"] // whole)
         if shape is not None:
             self._tensor("cache_index", shape, torch.int64)
         if self.version == "v3":
@@ -263,7 +267,7 @@ def bound(
     if name in OTHERS:
         other = OTHERS[name](complete(name, arguments))
         other.check(soc, cann, values)
-        return other
+        return cast("Binder", other)
     call = checked(op, soc, cann, arguments, path)
     if values:
         call.values()

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import torch
 from mla_fusion.meta.binder import Binder, Result
@@ -65,7 +65,7 @@ def infer(op: str, *, cann: str = "latest", path: str = "graph", **arguments: An
     name = named(op)
     full = complete(name, arguments)
     if name in OTHERS:
-        return OTHERS[name](full).results()
+        return cast("list[Result]", OTHERS[name](full).results())
     known = known_releases(cann)
     absent = (0,) if "8.5" in known else (1,)
     operator = PROLOGS[op]

@@ -11,21 +11,19 @@ of multi-head latent attention and is not described here.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from mla_fusion.meta.binder import Contract, Derived, Result
+from mla_fusion.meta.binder import Binder, Result
 from mla_fusion.meta.layout import different
 from mla_fusion.meta.limits import RELEASES, known_releases
 from mla_fusion.meta.prolog import Operator
 
 HOST = "kv_rms_norm_rope_cache tiling"
 _KEY = "Tensor kv, Tensor gamma, Tensor cos, Tensor sin, Tensor index"
-_OPTIONS = (
-    "Tensor? k_rope_scale=None, Tensor? c_kv_scale=None, Tensor? k_rope_offset=None, "
-    "Tensor? c_kv_offset=None, Tensor? v=None, float epsilon=1e-05, "
-    'str cache_mode="Norm", bool is_output_kv=False'
-)
+_OPTIONS = """Tensor? k_rope_scale=None, Tensor? c_kv_scale=None, Tensor? k_rope_offset=None,
+Tensor? c_kv_offset=None, Tensor? v=None, float epsilon=1e-05, str cache_mode="Norm",
+bool is_output_kv=False"""
 _DTYPES = "int? k_cache_dtype=None, int? ckv_cache_dtype=None"
 SCALES = {"k_rope_scale": "R", "c_kv_scale": "C"}  # of which cache's rows
 OFFSETS = {"k_rope_offset": "R", "c_kv_offset": "C"}
@@ -69,10 +67,8 @@ SINCE = {"A2": RELEASES[0], "A3": RELEASES[0], "A5": "8.5"}
 FROM_BLOCKS = "latest"  # the release that asks for as many blocks as the sequences need one by one
 
 
-class KeyCall(Contract):
+class KeyCall(Binder):
     """One call of one of these operators."""
-
-    derived: ClassVar[Derived] = {"C+R": lambda dims: dims["C"] + dims["R"]}
 
     def __init__(self, operator: Operator, full: Mapping[str, Any]) -> None:
         super().__init__(operator, HOST, full)

@@ -3,17 +3,17 @@ results.
 
 Read from the operation's kernels (`mla_preprocess_mix_bf16.cce`, `mla_preprocess_mix.cce`), its
 host check and torch_npu's entry `MLAPreprocessAtb.cpp`. Axes: T tokens, H hidden, Q query rank, C
-KV rank, R rope head dim, D nope head dim, N heads, W = C+R+Q, U = N*(D+R). wdqkv holds, transposed,
-the columns ``[C | R | Q]`` of the down-projection.
+KV rank, R rope head dim, D nope head dim, N heads. wdqkv holds, transposed, the columns ``[C | R |
+Q]`` of the down-projection.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from mla_fusion.meta.binder import Contract, Derived, Result
+from mla_fusion.meta.binder import Binder, Result
 from mla_fusion.meta.errors import known_name
 from mla_fusion.meta.layout import different
 from mla_fusion.meta.limits import known_releases
@@ -22,6 +22,7 @@ from mla_fusion.meta.prolog import Operator
 OP = "npu_mla_preprocess"
 HOST = "MlaPreprocess operation"
 SOCS = ("A2", "A3")
+DOWN, UP = "C+R+Q", "N*D+N*R"  # columns of the two projections
 EPSILON = 1e-6  # of its norms, whatever the caller passes: fixed in the kernel
 
 
@@ -55,15 +56,12 @@ ATB_HIDDEN = 7168  # the one hidden size of ATB's own kernel; others go to anoth
 CACHES = ("kv_cache", "kv_cache_rope")
 RESULTS = ("q_out0", "kv_cache_out0", "q_out1", "kv_cache_out1")
 
-_ARGUMENTS = (
-    "Tensor input, Tensor gamma0, Tensor beta0, Tensor wdqkv, Tensor descale0, Tensor gamma1, "
-    "Tensor beta1, Tensor wuq, Tensor descale1, Tensor gamma2, Tensor cos, Tensor sin, Tensor wuk, "
-    "Tensor kv_cache, Tensor kv_cache_rope, Tensor slotmapping, *, "
-    "Tensor? quant_scale0=None, Tensor? quant_offset0=None, Tensor? bias0=None, "
-    "Tensor? quant_scale1=None, Tensor? quant_offset1=None, Tensor? bias1=None, "
-    "Tensor? ctkv_scale=None, Tensor? q_nope_scale=None, "
-    "str? cache_mode=None, str? quant_mode=None"
-)
+_ARGUMENTS = """Tensor input, Tensor gamma0, Tensor beta0, Tensor wdqkv, Tensor descale0,
+Tensor gamma1, Tensor beta1, Tensor wuq, Tensor descale1, Tensor gamma2, Tensor cos, Tensor sin,
+Tensor wuk, Tensor kv_cache, Tensor kv_cache_rope, Tensor slotmapping, *,
+Tensor? quant_scale0=None, Tensor? quant_offset0=None, Tensor? bias0=None,
+Tensor? quant_scale1=None, Tensor? quant_offset1=None, Tensor? bias1=None,
+Tensor? ctkv_scale=None, Tensor? q_nope_scale=None, str? cache_mode=None, str? quant_mode=None"""
 ATB = Operator(f"{OP}({_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)", "atb", RESULTS)
 OPTIONAL = ATB.ge_inputs[len(ATB.required) :]
 # of the overload that writes its results into the caller's tensors, which it also returns
@@ -73,20 +71,11 @@ OUT_SCHEMA = (
 )
 
 
-class Preprocess(Contract):
+class Preprocess(Binder):
     """One call: structure, then the sizes that the device takes.
 
     A mode of None is its default; an optional tensor of shape [0] counts as not passed.
     """
-
-    derived: ClassVar[Derived] = {
-        "C+R": lambda dims: dims["C"] + dims["R"],
-        "C/32": lambda dims: dims["C"] // 32,
-        "C/16": lambda dims: dims["C"] // 16,
-        "R/16": lambda dims: dims["R"] // 16,
-        "W": lambda dims: dims["C"] + dims["R"] + dims["Q"],
-        "U": lambda dims: dims["N"] * (dims["D"] + dims["R"]),
-    }
 
     def __init__(self, full: Mapping[str, Any]) -> None:
         super().__init__(ATB, HOST, full)
@@ -130,15 +119,15 @@ class Preprocess(Contract):
         self._weight("wuk", "N D C", kind)
         quantised = full["wdqkv"].dtype == torch.int8
         weight = torch.int8 if quantised else kind
-        self._weight("wdqkv", "W H", weight)
-        self._weight("wuq", "U Q", weight)
+        self._weight("wdqkv", f"{DOWN} H", weight)
+        self._weight("wuq", f"{UP} Q", weight)
         # with float16 the low 32 bits of an int64 are the float32
         descale = torch.float32 if kind == torch.bfloat16 else torch.int64
-        self.tensor("descale0", "W", descale)
-        self.tensor("descale1", "U", descale)
+        self.tensor("descale0", DOWN, descale)
+        self.tensor("descale1", UP, descale)
         static = quantised and full["quant_mode"] == STATIC
         needed: list[tuple[str, str, torch.dtype]] = []
-        for stage, width in (("0", "W"), ("1", "U")) if static else ():
+        for stage, width in (("0", DOWN), ("1", UP)) if static else ():
             needed += [
                 (f"quant_scale{stage}", "1", kind),
                 (f"quant_offset{stage}", "1", torch.int8),

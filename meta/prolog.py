@@ -74,16 +74,12 @@ class Operator:
 
 
 CACHES = ("kv_cache", "kr_cache")
-_WEIGHTS = (
-    "Tensor token_x, Tensor weight_dq, Tensor weight_uq_qr, Tensor weight_uk, "
-    "Tensor weight_dkv_kr, Tensor rmsnorm_gamma_cq, Tensor rmsnorm_gamma_ckv, Tensor rope_sin, "
-    "Tensor rope_cos"
-)
-_SCALES = (
-    "Tensor? dequant_scale_x=None, Tensor? dequant_scale_w_dq=None, "
-    "Tensor? dequant_scale_w_uq_qr=None, Tensor? dequant_scale_w_dkv_kr=None, "
-    "Tensor? quant_scale_ckv=None, Tensor? quant_scale_ckr=None, Tensor? smooth_scales_cq=None"
-)
+_WEIGHTS = """Tensor token_x, Tensor weight_dq, Tensor weight_uq_qr, Tensor weight_uk,
+Tensor weight_dkv_kr, Tensor rmsnorm_gamma_cq, Tensor rmsnorm_gamma_ckv, Tensor rope_sin,
+Tensor rope_cos"""
+_SCALES = """Tensor? dequant_scale_x=None, Tensor? dequant_scale_w_dq=None,
+Tensor? dequant_scale_w_uq_qr=None, Tensor? dequant_scale_w_dkv_kr=None,
+Tensor? quant_scale_ckv=None, Tensor? quant_scale_ckr=None, Tensor? smooth_scales_cq=None"""
 _NORM = 'float rmsnorm_epsilon_cq=1e-05, float rmsnorm_epsilon_ckv=1e-05, str cache_mode="PA_BSND"'
 _V1 = f"({_WEIGHTS}, Tensor cache_index, Tensor kv_cache, Tensor kr_cache, *, {_SCALES}, {_NORM})"
 _V3 = (

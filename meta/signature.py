@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from mla_fusion.meta import preprocess
 from mla_fusion.meta.attention import ATTENTION, Attention
-from mla_fusion.meta.binder import Contract
 from mla_fusion.meta.errors import ContractError, known_name
 from mla_fusion.meta.key_operator import OPERATORS as KEY_OPERATORS
 from mla_fusion.meta.key_operator import KeyCall
 from mla_fusion.meta.preprocess import ATB, Preprocess
 from mla_fusion.meta.prolog import PROLOGS
 
-# operators beside the prologue: a call of one, made of every argument by name
-OTHERS: dict[str, Callable[[Mapping[str, Any]], Contract]] = {
+# Operators beside the prologue: the `Binder` of a call, made of every argument by name. Its `check`
+# and `results` are `mla_fusion.meta.check` and `infer` of that operator.
+OTHERS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     ATTENTION.name: Attention,
     ATB.name: Preprocess,
     **{one.name: partial(KeyCall, one) for one in KEY_OPERATORS},

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mla_fusion.meta import spec
-from mla_fusion.meta.binder import Derived, size_of
+from mla_fusion.meta.binder import size_of
 from mla_fusion.reference import hifloat8
 
 # small sizes; the operator's own are in mla_fusion.meta.limits
@@ -34,12 +34,12 @@ class Drawn:
     allocated.
     """
 
-    def __init__(self, dims: Mapping[str, int], derived: Derived, seed: int, device: str) -> None:
-        self.dims, self.derived, self.device = dims, derived, device
+    def __init__(self, dims: Mapping[str, int], seed: int, device: str) -> None:
+        self.dims, self.device = dims, device
         self.make = torch.Generator().manual_seed(seed)
 
     def shape(self, axes: str) -> list[int]:
-        return [size_of(axis, self.dims, self.derived) for axis in axes.split()]
+        return [size_of(axis, self.dims) for axis in axes.split()]
 
     def filled(self, axes: str, kind: torch.dtype, fan_in: float = 1.0) -> Tensor:
         """Noise of variance 1 / ``fan_in``; the whole range of int8."""
@@ -81,7 +81,7 @@ def sample_call(
     axes = ("T",) if len(lead) == 1 else ("B", "S")
     tile = spec.TILE_SIZE if dims["Hckv"] % spec.TILE_SIZE == 0 else dims["Hckv"]
     known = {**dims, **dict(zip(axes, lead, strict=True)), "tokens": tokens, "tile": tile}
-    drawn = Drawn(known, spec.DERIVED, seed, device)
+    drawn = Drawn(known, seed, device)
     roles = weights.roles(dtype)
     call: dict[str, Any] = {}
     for tensor in spec.INPUTS:

@@ -88,7 +88,7 @@ Change = dict[str, Any]
 REFUSALS: list[tuple[str, tuple[int, int], Change, str]] = [
     ("dims.he", (0, 0), he(1000), "He one of 1024"),
     ("shape.weight_dq", (0, 0), {"weight_dq": sized(2048, 1536)}, "He = 1024"),
-    ("shape.weight_uq_qr", (0, 0), {"weight_uq_qr": sized(1536, 193)}, "N*(D+Dr) = 192"),
+    ("shape.weight_uq_qr", (0, 0), {"weight_uq_qr": sized(1536, 193)}, "N*D+N*Dr = 192"),
     ("dims.n", (0, 0), heads(129), "N 1..128"),
     ("dims.d", (0, 0), heads(1, 64), "one of 128, 192"),
     ("dims.hckv", (0, 0), hckv(256), "Hckv 512"),

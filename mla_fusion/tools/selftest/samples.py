@@ -82,7 +82,7 @@ def sample_preprocess(
     """
     form = preprocess.CACHE_FORMS[cache_mode]
     dims = {**dims, "BlockSize": preprocess.NZ_BLOCK if form.nz else dims["BlockSize"]}
-    drawn = Drawn(dims, preprocess.Preprocess.derived, 7, device)
+    drawn = Drawn(dims, 7, device)
     rows = dims["BlockNum"] * dims["BlockSize"]
 
     def descale(axes: str, k: int) -> Tensor:
@@ -96,10 +96,10 @@ def sample_preprocess(
         for name, axes in preprocess.SHAPES.items()
     }
     call |= {
-        "wdqkv": drawn.filled("W H", weight, dims["H"]),
-        "descale0": descale("W", dims["H"]),
-        "wuq": drawn.filled("U Q", weight, dims["Q"]),
-        "descale1": descale("U", dims["Q"]),
+        "wdqkv": drawn.filled(f"{preprocess.DOWN} H", weight, dims["H"]),
+        "descale0": descale(preprocess.DOWN, dims["H"]),
+        "wuq": drawn.filled(f"{preprocess.UP} Q", weight, dims["Q"]),
+        "descale1": descale(preprocess.UP, dims["Q"]),
         "wuk": drawn.filled("N D C", dtype, dims["D"]),
         "slotmapping": torch.randperm(rows, generator=drawn.make)[: dims["T"]].int(),
         "cache_mode": cache_mode,
@@ -110,7 +110,7 @@ def sample_preprocess(
         else drawn.filled(form.kr, dtype),
     }
     if quant_mode == "per_tensor_quant_asymm":
-        for stage, width in (("0", "W"), ("1", "U")):
+        for stage, width in (("0", preprocess.DOWN), ("1", preprocess.UP)):
             call["quant_scale" + stage] = torch.tensor([0.03], dtype=dtype)
             call["quant_offset" + stage] = torch.tensor([3], dtype=torch.int8)
             call["bias" + stage] = torch.randint(
