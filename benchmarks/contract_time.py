@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mla_fusion import meta
-from mla_fusion.reference.sample import sample_call
-from mla_fusion.tools.selftest.samples import DEEPSEEK_V3
+from mla_fusion.tools.selftest.samples import DEEPSEEK_V3, sample_call
 
 OP = "npu_mla_prolog_v3_functional"
 MOST = 100.0  # microseconds that a check may take

@@ -23,7 +23,7 @@ from mla_fusion.meta.tiling_key import CACHE_NUMBERS, LAYOUTS, QUANT_NUMBERS
 from written import write
 
 from mla_fusion import meta
-from mla_fusion.reference.sample import sample_call
+from mla_fusion.tools.selftest.samples import sample_call
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.meta.stricter import STRICTER, Scope

@@ -19,7 +19,7 @@ from mla_fusion.meta.explain import CHIPS, LAUNCH, CallExplanation  # noqa: E402
 from written import between, write  # noqa: E402
 
 from mla_fusion import meta  # noqa: E402
-from mla_fusion.reference.sample import sample_call  # noqa: E402
+from mla_fusion.tools.selftest.samples import sample_call  # noqa: E402
 
 PAGES = (ROOT / "README.md", ROOT / "README.zh.md", ROOT / "docs" / "worth.md")
 BEGIN, END = "<!-- worth: written by docs/generate_worth.py -->", "<!-- /worth -->"

@@ -7,12 +7,14 @@ from functools import cache
 from math import prod
 from typing import Any
 
+import torch
+
 from mla_fusion.fx.sizes import has_symbols
 from mla_fusion.machine import Machine
 from mla_fusion.meta import CallExplanation, ContractError, explain_call
 from mla_fusion.meta.explain import LAUNCH
 from mla_fusion.plan.plan import Plan, PrologPlan
-from mla_fusion.reference.sample import sample_call
+from mla_fusion.reference.outline import outline
 from mla_fusion.report.staging import Leftover
 
 
@@ -51,13 +53,10 @@ def _explained(
     machine: Machine, tokens: int, weights: int, caches: int, **axes: Any
 ) -> CallExplanation | None:
     try:
-        given = sample_call(
-            weight_quant_mode=weights,
-            kv_cache_quant_mode=caches,
-            lead=(tokens,),
-            dims=axes | {"Nkv": 1, "BlockNum": tokens, "BlockSize": 16},
-            device="meta",
-        )
+        sizes = axes | {"Nkv": 1, "BlockNum": tokens, "BlockSize": 16}
+        tensors, modes = outline(weights, caches, (tokens,), sizes)
+        slots = torch.empty(tokens, dtype=torch.int64, device="meta")
+        given = {**tensors, **modes, "cache_index": slots}
         name, chip = (
             "npu_mla_prolog_v3_functional",
             "910C" if machine.soc == "A3" else None,

@@ -14,8 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from mla_fusion import meta
-from mla_fusion.reference.sample import sample_call
-from mla_fusion.tools.selftest.samples import DEEPSEEK_V3
+from mla_fusion.tools.selftest.samples import DEEPSEEK_V3, sample_call
 
 V3 = "npu_mla_prolog_v3"
 F32, I32, I64 = torch.float32, torch.int32, torch.int64

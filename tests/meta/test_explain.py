@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mla_fusion import meta
-from mla_fusion.reference.sample import sample_call
+from mla_fusion.tools.selftest.samples import sample_call
 
 V3 = "npu_mla_prolog_v3"
 DIMS = {"He": 7168, "Hcq": 1536, "N": 16, "D": 128, "Dr": 64, "Hckv": 512}

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from mla_fusion import meta
-from mla_fusion.reference.sample import sample_call
-from mla_fusion.tools.selftest.samples import DEEPSEEK_V3, as_operator
+from mla_fusion.tools.selftest.samples import DEEPSEEK_V3, as_operator, sample_call
 from tests.meta.stricter import STRICTER, Stricter, stricter
 
 V3 = "npu_mla_prolog_v3"

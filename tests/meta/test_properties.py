@@ -20,11 +20,11 @@ from mla_fusion.meta import preprocess
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mla_fusion import meta, offline, reference
-from mla_fusion.reference.sample import sample_call
 from mla_fusion.tools.selftest.samples import (
     LEGAL_PREPROCESS,
     SMALL_PREPROCESS,
     as_operator,
+    sample_call,
     sample_preprocess,
 )
 

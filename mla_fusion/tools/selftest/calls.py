@@ -18,11 +18,11 @@ from mla_fusion.meta import key_operator, preprocess, spec
 from mla_fusion.meta.limits import VERSIONS
 from mla_fusion.meta.prolog import CACHES, PROLOGS
 from mla_fusion.reference import kernels, mla_preprocess
-from mla_fusion.reference.sample import sample_call
 from mla_fusion.tools.selftest.samples import (
     DEEPSEEK_V3,
     LEGAL_PREPROCESS,
     as_operator,
+    sample_call,
     sample_preprocess,
 )
 
