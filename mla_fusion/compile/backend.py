@@ -183,8 +183,15 @@ _TORCHAIR = (
 )
 
 
-mla_fusion = Backend(Config())
-"""The registered one: ``torch.compile(model, backend="mla_fusion")``."""
+def mla_fusion(
+    gm: GraphModule,
+    inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """The registered backend: ``torch.compile(model, backend="mla_fusion")``."""
+    return backend()(gm, inputs, mode=mode, options=options)
 
 
 _PACKAGES = {
