@@ -30,7 +30,8 @@ def size_of(axis: str, dims: Mapping[str, Any]) -> Any:
         product = 1
         for factor in term.split("*"):
             name, _, divisor = factor.partition("/")
-            product *= size_of(name, dims) // (size_of(divisor, dims) if divisor else 1)
+            size = size_of(name, dims)
+            product *= size // size_of(divisor, dims) if divisor else size
         total += product
     return total
 
