@@ -17,7 +17,7 @@ from mla_fusion.meta import (
     preprocess,
     spec,
 )
-from mla_fusion.meta.limits import RELEASES, SOCS, Limits
+from mla_fusion.meta.limits import RELEASES, SOCS, Limits, sizes_of
 from mla_fusion.meta.prolog import PROLOGS
 from mla_fusion.meta.tiling_key import CACHE_NUMBERS, LAYOUTS, QUANT_NUMBERS
 from written import write
@@ -477,11 +477,11 @@ def attention_releases() -> Iterator[list[str]]:
         )
         yield [
             since,
-            str(row.blocks),
-            str(row.nz_blocks),
+            str(sizes_of(row.blocks)),
+            str(sizes_of(row.nz_blocks)),
             modes,
             most,
-            "yes" if row.lse else "-",
+            "-" if row.tied else "yes",
         ]
 
 

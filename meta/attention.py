@@ -15,14 +15,13 @@ without an error: a mask of sparse_mode 0 (``mask.ignored``), and TND without a 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from mla_fusion.meta.binder import Binder, Result
 from mla_fusion.meta.errors import ContractError
-from mla_fusion.meta.layout import different
-from mla_fusion.meta.limits import Sizes, newest, sizes_of
+from mla_fusion.meta.layout import different, known
+from mla_fusion.meta.limits import newest, sizes_of
 from mla_fusion.meta.prolog import Operator
 
 HOST = "fused_infer_attention_score tiling"
@@ -50,7 +49,6 @@ ATTENTION = Operator(
     "v2",
     results=("attention_out", "softmax_lse"),
     ge_type="FusedInferAttentionScore",
-    ge_results=("attention_out", "softmax_lse"),
 )
 OP = ATTENTION.name
 NOT_OF_MLA = """pse_shift dequant_offset_key dequant_offset_value dequant_scale_key_rope
@@ -69,36 +67,32 @@ NO_MASK, CAUSAL_AT_THE_END, BAND, TREE = 0, 3, 4, 9  # sparse_mode
 PER_TOKEN_AND_HEAD, PER_TENSOR = 3, 0  # query_quant_mode; key_quant_mode and value_quant_mode
 
 
-@dataclass(frozen=True)
-class Release:
+class Release(NamedTuple):
     """What the operator takes from one CANN release on, until the next row.
 
-    blocks, nz_blocks  rows of a block of an ND and of an NZ cache
+    blocks, nz_blocks  rows of a block of an ND and of an NZ cache, as `sizes_of` reads them
     tokens             most tokens of a sequence; None: any number
-    lse                whether return_softmax_lse is taken
     tied               whether the layout and the number of tokens decide sparse_mode and the form
-                       of the caches
+                       of the caches; return_softmax_lse is not taken then
     """
 
-    blocks: Sizes
-    nz_blocks: Sizes
+    blocks: str
+    nz_blocks: str
     sparse_modes: tuple[int, ...]
     tokens: int | None = 16
-    lse: bool = True
     tied: bool = False
 
 
-_128 = sizes_of("128")
-_TO_1024 = sizes_of("16..1024/16")
+_TO_1024 = "16..1024/16"
 _MASKS = (NO_MASK, CAUSAL_AT_THE_END, BAND)
 SINCE = {
-    "8.3": Release(sizes_of("16,128"), _128, _MASKS, lse=False, tied=True),
+    "8.3": Release("16,128", "128", _MASKS, tied=True),
     "8.5": Release(_TO_1024, _TO_1024, _MASKS),
     "9.1": Release(_TO_1024, _TO_1024, (*_MASKS, TREE)),
     "latest": Release(_TO_1024, _TO_1024, (*_MASKS, TREE), tokens=None),
 }
 # the form of int8 is narrower, in every release
-INT8_BLOCKS = _128
+INT8_BLOCKS = "128"
 INT8_TOKENS = 16
 INT8_LAYOUTS = tuple(name for name in LAYOUTS if not name.startswith("BNSD"))
 
@@ -123,16 +117,14 @@ def padded_heads(heads: int) -> int:
 
     Raises ContractError ``dims.n`` past 128.
     """
-    for count in sorted(HEADS.listed):
-        if count >= heads >= 1:
-            return count
-    raise ContractError("dims.n", "num_query_heads", "1 to 128", str(heads), source=HOST, op=OP)
+    enough = [count for count in HEADS.listed if count >= heads >= 1]
+    if not enough:
+        raise ContractError("dims.n", "num_query_heads", "1 to 128", str(heads), source=HOST, op=OP)
+    return min(enough)
 
 
 CACHES = ("key", "value", "key_rope")
 _CAUSAL = f"sparse_mode {CAUSAL_AT_THE_END} with its mask [{MASK_WIDTH}, {MASK_WIDTH}]"
-_FORMS = """: [BlockNum, BlockSize, W], [BlockNum, 1, BlockSize, W] or NZ \
-[BlockNum, 1, W/C0, BlockSize, C0]"""
 
 
 class Attention(Binder):
@@ -144,10 +136,10 @@ class Attention(Binder):
     def __init__(self, full: Mapping[str, Any], floats: Sequence[torch.dtype] = FLOATS) -> None:
         super().__init__(ATTENTION, HOST, full)
         self.floats = floats
-        self.layout = str(full["input_layout"])
+        self.layout = full["input_layout"]
         self.axes, self.out_axes = axes_of(self.layout)  # of query, of attention_out
         self.kind = full["query"].dtype
-        self.int8 = bool(self.kind == torch.int8)
+        self.int8 = self.kind == torch.int8
         self.rope_kind = torch.bfloat16 if self.int8 else self.kind
 
     def check(self, soc: str, cann: str, values: bool) -> None:
@@ -181,7 +173,9 @@ class Attention(Binder):
 
     def width_of(self, name: str) -> Any:
         """Elements of a row of a cache."""
-        self.rank(name, 3, 4, 5, where=_FORMS)
+        # ND, or NZ
+        forms = ": [.., BlockSize, W], [.., 1, BlockSize, W] or [.., 1, W/C0, BlockSize, C0]"
+        self.rank(name, 3, 4, 5, where=forms)
         shape = self.full[name].shape
         return shape[2] * shape[4] if len(shape) == 5 else shape[-1]
 
@@ -193,7 +187,7 @@ class Attention(Binder):
         self.pick("input_layout", LAYOUTS)
         if self.int8:
             self.pick("input_layout", INT8_LAYOUTS, " with an int8 query")
-        if not self.allowed.lse:
+        if self.allowed.tied:
             self.pick("return_softmax_lse", (False,), " before CANN 8.5")
         self.pick("sparse_mode", self.allowed.sparse_modes)
 
@@ -232,8 +226,8 @@ class Attention(Binder):
 
     def check_sizes(self) -> None:
         dims = self.dims
-        one_head = type(dims["N"]) is int and dims["N"] == 1
-        self.pick("num_key_value_heads", (0, 1) if one_head else (1,))  # 0: as many as of query
+        heads = (0, 1) if known(dims["N"] == 1) else (1,)  # 0: as many as of query
+        self.pick("num_key_value_heads", heads)
         for axis in dims:
             most = MOST.get(axis, "") if "T" in dims else ""
             self.within(axis, f"1..{most}", f" in {self.layout}")
@@ -255,7 +249,7 @@ class Attention(Binder):
             expected = f"a mask in {self.layout}: without one the result can be a uniform average; "
             self.refuse("mask.absent", "atten_mask", expected + _CAUSAL, "nothing")
         if self.int8 or self.allowed.tied:
-            one = type(dims.get("S")) is int and dims["S"] == 1
+            one = known(dims.get("S") == 1)
             modes = {NO_MASK} if one else {CAUSAL_AT_THE_END, TREE}
             modes |= set() if self.int8 or ragged else {BAND}
             taken = sorted(modes.intersection(self.allowed.sparse_modes))
@@ -311,5 +305,5 @@ class Attention(Binder):
 
     def _between(self, name: str, lengths: Sequence[int], most: Any) -> None:
         for length in lengths:
-            if length < 0 or (type(most) is int and length > most):
+            if length < 0 or known(length > most):
                 self.refuse(f"lengths.{name}", name, f"lengths from 0 to {most}", length)

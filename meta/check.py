@@ -12,7 +12,7 @@ from mla_fusion.meta import layout, spec
 from mla_fusion.meta.binder import Binder
 from mla_fusion.meta.errors import known_name
 from mla_fusion.meta.infer import implied_quant_modes, quant_modes
-from mla_fusion.meta.layout import different
+from mla_fusion.meta.layout import different, known
 from mla_fusion.meta.limits import QUANT_RELEASES, Limits, known_path, limits, taken_by
 from mla_fusion.meta.prolog import CACHES, PROLOGS
 from mla_fusion.meta.signature import OPERATORS, OTHERS, complete, named
@@ -39,10 +39,10 @@ class Call(Binder):
             self.refuse("quant.weight_quant_mode", "soc", expected, self.op)
         self.wq, self.kv = full[_WQ], full[_KV] = quant_modes(PROLOGS[self.op], full)
         every = {pair for row in QUANT_RELEASES for pair in row.value}
-        known = allowed.quant_modes if allowed else every
+        pairs = allowed.quant_modes if allowed else every
         on = f" on {where}" if where else ""
-        self.pick(_WQ, sorted({wq for wq, _ in known}), on, f"quant.{_WQ}")
-        of_weights = sorted(kv for wq, kv in known if wq == self.wq)
+        self.pick(_WQ, sorted({wq for wq, _ in pairs}), on, f"quant.{_WQ}")
+        of_weights = sorted(kv for wq, kv in pairs if wq == self.wq)
         self.pick(_KV, of_weights, f" with {_WQ} {self.wq}{on}", "quant.combination")
         if allowed and not allowed.reads_modes:
             # the release would compute another scenario than the modes say
@@ -109,7 +109,7 @@ class Call(Binder):
         if shape == "B Blocks":
             # a BlockSize of 0 is refused by its own rule
             size = self.dims["BlockSize"]
-            whole = 1 if type(size) is int and size == 0 else size
+            whole = 1 if known(size == 0) else size
             self.dims["Blocks"] = -(-self.dims["S"] // whole)
         if shape is not None:
             self._tensor("cache_index", shape, torch.int64)
@@ -185,8 +185,10 @@ class Call(Binder):
         self.caches(CACHES, expected, first_axis_free=free, ones_free=ones_free)
 
     def found(self, axis: str, size: Any, where: str) -> str:
-        known = f", {taken_by(self.op, axis, size, where.removeprefix(' on '))}"
-        return super().found(axis, size, where) + (known if type(size) is int else "")
+        found = super().found(axis, size, where)
+        if type(size) is not int:
+            return found
+        return f"{found}, {taken_by(self.op, axis, size, where.removeprefix(' on '))}"
 
     # -- values
 

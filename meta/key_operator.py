@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from mla_fusion.meta.binder import Binder, Result
-from mla_fusion.meta.layout import different
+from mla_fusion.meta.layout import different, known
 from mla_fusion.meta.limits import RELEASES, known_releases
 from mla_fusion.meta.prolog import Operator
 
@@ -39,7 +39,6 @@ V1 = Operator(
     "v1",
     (*CACHES, *_ROWS),
     ge_type=_GE,
-    ge_results=(*CACHES, *_ROWS),
 )
 V2_FUNCTIONAL = Operator(
     f"npu_kv_rmsnorm_rope_cache_v2_functional({_KEY}, Tensor k_cache, Tensor ckv_cache, *, "
@@ -117,7 +116,7 @@ class KeyCall(Binder):
         self.tensor("kv", "B 1 S C+R", kind)
         rows = full["cos"].shape[2]
         for name in ("cos", "sin"):  # one row a sequence serves all of its tokens
-            self.tensor(name, "B 1 1 R" if type(rows) is int and rows == 1 else "B 1 S R", kind)
+            self.tensor(name, "B 1 1 R" if known(rows == 1) else "B 1 S R", kind)
         lead = "B 1 Scache" if mode == "Norm" else "BlockNum BlockSize 1"
         for name, (scale, width) in zip(_CACHES, SCALES.items(), strict=True):
             self.sizes(name, f"{lead} {width}")

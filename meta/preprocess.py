@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from mla_fusion.meta.binder import Binder, Result
 from mla_fusion.meta.errors import known_name
-from mla_fusion.meta.layout import different
+from mla_fusion.meta.layout import different, known
 from mla_fusion.meta.limits import known_releases
 from mla_fusion.meta.prolog import Operator
 
@@ -80,12 +80,13 @@ class Preprocess(Binder):
     def __init__(self, full: Mapping[str, Any]) -> None:
         super().__init__(ATB, HOST, full)
         modes = {n: usual if full[n] is None else full[n] for n, usual in DEFAULTS.items()}
-        empty = {name: None for name in OPTIONAL if _is_empty(full[name])}
+        given = (name for name in OPTIONAL if full[name] is not None)
+        empty = {name: None for name in given if tuple(full[name].shape) == (0,)}
         self.full = {**full, **empty, **modes}
-        for name, known in (("cache_mode", CACHE_FORMS), ("quant_mode", QUANT_MODES)):
+        for name, names in (("cache_mode", CACHE_FORMS), ("quant_mode", QUANT_MODES)):
             if not isinstance(self.full[name], str):
                 self.refuse(f"{name}.unknown", name, "a str", repr(self.full[name]))
-            self.pick(name, known, code=f"{name}.unknown")
+            self.pick(name, names, code=f"{name}.unknown")
         self.form = CACHE_FORMS[self.full["cache_mode"]]
 
     def check(self, soc: str, cann: str, values: bool) -> None:
@@ -166,22 +167,18 @@ class Preprocess(Binder):
         for row in _SIZES.strip().splitlines():
             self.within(*row.split())
         # the kernel that takes other hidden sizes and unquantised weights knows one mode
-        other = type(hidden) is int and hidden != ATB_HIDDEN
+        other = different(hidden, ATB_HIDDEN)
         if other or full["wdqkv"].dtype != torch.int8:
             why = f" with H other than {ATB_HIDDEN} or weights that are not int8"
             self.pick("quant_mode", (STATIC,), why, "quant_mode.kernel")
         block = self.dims["BlockSize"]
-        if type(block) is not int or block != 256:
+        if not known(block == 256):
             self.within("BlockSize", "1..128", ", or 256")
 
     def check_slots(self) -> None:
         """slotmapping: -1 exactly skips a token, anything else is a row, each at most once."""
         slots, rows = self.readable("slotmapping"), self.dims["BlockNum"] * self.dims["BlockSize"]
         self.rows("slotmapping", slots, rows, "-1 or rows below BlockNum*BlockSize", -1)
-
-
-def _is_empty(value: Any) -> bool:
-    return value is not None and tuple(value.shape) == (0,)
 
 
 _SHAPES = """

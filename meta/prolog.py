@@ -22,8 +22,8 @@ class Operator:
     schema         ``name(arguments) -> (results)``
     version        as the limits of `mla_fusion.meta.limits` name it
     results        in torch's order
-    ge_results     in GE's, which names a written cache as it names the cache it reads: that marks a
-                   reference
+    ge_results     in GE's, by default torch's, which names a written cache as it names the cache it
+                   reads: that marks a reference
     functional     the operator that returns the caches which this one writes, its results being
                    this one's and then the caches; or ""
 
@@ -55,6 +55,7 @@ class Operator:
         defaults = {one.name: one.default_value for one in arguments if one.kwarg_only}
         vars(self).update(
             name=parsed.name,
+            ge_results=self.ge_results or self.results,
             required=tuple(one.name for one in arguments if not one.kwarg_only),
             defaults=defaults,
             ge_inputs=tuple(one.name for one in arguments if "Tensor" in str(one.type)),
@@ -99,14 +100,12 @@ V1 = Operator(
     "v1",
     results=(*_QUERY, *CACHES),
     ge_type="MlaProlog",
-    ge_results=(*_QUERY, *CACHES),
 )
 V2 = Operator(
     f"npu_mla_prolog_v2{_V1} -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     "v2",
     results=(*V1.results, "dequant_scale_q_nope"),
     ge_type="MlaPrologV2",
-    ge_results=(*V1.results, "dequant_scale_q_nope"),
 )
 V3_FUNCTIONAL = Operator(
     f"npu_mla_prolog_v3_functional({_WEIGHTS}, Tensor kv_cache, Tensor kr_cache, *, "

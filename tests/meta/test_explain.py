@@ -30,7 +30,7 @@ def call(
 
 
 def test_the_unquantised_decode_step_of_deepseek_v3() -> None:
-    found = meta.explain_call(V3, chip="910C", **call())
+    found = meta.explain_call(V3, **call())
     # products: He*Hcq + Hcq*N*(D+Dr) + N*D*Hckv + He*(Hckv+Dr)
     macs = 11_010_048 + 4_718_592 + 1_048_576 + 4_128_768
     assert macs == 20_905_984 and found.fused.flops == 2 * 8 * macs == 334_495_744
@@ -41,31 +41,14 @@ def test_the_unquantised_decode_step_of_deepseek_v3() -> None:
     assert found.fused.bytes == 42_089_536 and found.fused.intensity == pytest.approx(
         7.947, abs=1e-3
     )
-    # memory: the products take 0.89 us
-    assert found.fused.seconds == pytest.approx(42_089_536 / 1.6e12)
     assert found.unfused.flops == found.fused.flops and found.unfused.kernels == 10
     assert found.unfused.weight_bytes == found.fused.weight_bytes
     # intermediates by step: 139264 49152 73728 163840 34816 123904 16384 4096, caches 16448 2112
     assert found.unfused.activation_bytes == 605_184 and found.unfused.cache_bytes == 18_560
-    assert found.unfused.seconds is not None and found.unfused.seconds > found.fused.seconds
-
-
-def test_launches_are_said_not_to_be_in_the_times_and_estimated() -> None:
-    said = str(meta.explain_call(V3, chip="910C", **call()))
-    assert "matmuls and memory only" in said and "pull request" in said
-    assert "launches add up to 3.5 us" in said and "launches add up to 35.0 us" in said
-
-
-def test_a_long_prefill_is_bound_by_products() -> None:
-    found = meta.explain_call(V3, chip="910C", **call(tokens=16))
-    long = meta.explain_call(V3, chip=meta.Chip("mine", 1e12, 1e12), **call(tokens=16))
-    assert found.fused.flops == 2 * 334_495_744
-    assert long.fused.seconds == pytest.approx(2 * 334_495_744 / 1e12)
-    assert meta.explain_call(V3, **call()).fused.seconds is None
 
 
 def test_quantised_weights_and_caches_are_counted_by_their_bytes() -> None:
-    found = meta.explain_call(V3, chip="910C", **call(2, 1, query_norm_flag=True))
+    found = meta.explain_call(V3, **call(2, 1, query_norm_flag=True))
     int8 = 11_010_048 + 4_718_592 + 4_128_768
     scales = 4 * (1536 + 3072 + 576)
     assert found.fused.weight_bytes == int8 + 2 * 1_048_576 + scales + 4_096 + 4
@@ -139,15 +122,15 @@ def test_empty_tensors() -> None:
 
 
 def test_the_report_names_everything() -> None:
-    text = str(meta.explain_call(V3, chip="910C", **call(1, 2)))
+    text = str(meta.explain_call(V3, **call(1, 2)))
     for part in (
         "per channel",
         "QUANT_MODE = 2",
         "He 7168",
         "0x3c04a1",
+        "1 launches",
+        "12 launches",
         "FLOP/byte",
-        "us",
-        "arXiv 2506.12708",
     ):
         assert part in text, text
 
@@ -156,9 +139,6 @@ def test_refusals() -> None:
     with pytest.raises(meta.ContractError, match="A3") as refusal:
         meta.explain_call(V3, **call(3, 0))
     assert refusal.value.code == "quant.weight_quant_mode"
-    with pytest.raises(meta.ContractError) as refusal:
-        meta.explain_call(V3, chip="H100", **call())
-    assert refusal.value.code == "chip" and "910C" in str(refusal.value)
     older = {
         k: v
         for k, v in call().items()
