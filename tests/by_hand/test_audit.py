@@ -13,10 +13,10 @@ from torch import Tensor, nn
 import mla_fusion as mf
 from mla_fusion.tools.by_hand import entry, memory
 from mla_fusion.tools.cli import main
-from mla_fusion.tools.selftest.samples import sample_call
 from tests.by_hand.faults import FAULTS, UNEXPLAINED, Fault, Hand, args, given, model, on
 from tests.catalogue import base
 from tests.exhaustive import one_in
+from tests.samples import sample_call
 
 
 def audited(*faults: Fault, op: str = "npu_mla_prolog_v3") -> mf.Audit:

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from mla_fusion import meta
-from mla_fusion.tools.selftest.samples import DEEPSEEK_V3, as_operator, sample_call
+from mla_fusion.tools.selftest.samples import DEEPSEEK_V3, as_operator
 from tests.meta.stricter import STRICTER, Stricter, stricter
+from tests.samples import call_on_meta
 
 V3 = "npu_mla_prolog_v3"
 DIMS = DEEPSEEK_V3 | {"N": 2, "BlockNum": 4, "BlockSize": 16}
@@ -25,13 +26,12 @@ def sized(*sizes: int, dtype: torch.dtype = BF16) -> torch.Tensor:
 
 
 def legal(wq: int = 0, kv: int = 0, lead: tuple[int, ...] = (8,), mode: str = "PA_BSND") -> Change:
-    return sample_call(
+    return call_on_meta(
         weight_quant_mode=wq,
         kv_cache_quant_mode=kv,
         cache_mode=mode,
         lead=lead,
         dims=DIMS,
-        device="meta",
     )
 
 

@@ -9,7 +9,7 @@ import torch
 
 from mla_fusion import meta, reference
 from mla_fusion.reference import formats, hifloat8
-from mla_fusion.tools.selftest.samples import SMALL, sample_call
+from tests.samples import SMALL, sample_call
 
 A5 = [(wq, kv) for wq in (3, 4, 5) for kv in (0, 1, 3)]
 
