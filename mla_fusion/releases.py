@@ -16,17 +16,6 @@ from importlib import metadata
 from mla_fusion import compat
 from mla_fusion._autoload import torch_npu_installed
 
-SCHEMAS = {
-    "absent": "no npu_mla_prolog_v3: this package defines it, on CPU alone",
-    "no dtypes": "npu_mla_prolog_v3 without its five dtype arguments",
-    "whole": "npu_mla_prolog_v3 and its functional form, as in 2.13.0",
-}
-TORCHAIRS = {
-    "absent": "no hook before its passes, no npugraph_ex, no converter of v3",
-    "old": "a hook and a converter of v3, no npugraph_ex",
-    "whole": "a hook, a converter of v3, npugraph_ex",
-}
-
 
 @dataclass(frozen=True)
 class Release:

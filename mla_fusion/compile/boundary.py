@@ -246,17 +246,10 @@ class BoundaryBuilder(GraphBuilder):
             else:  # nobody reads it any more
                 self.gm.graph.erase_node(node)
 
-    @property
-    def bytes_packed(self) -> int:
-        """Of packed weights that are not views of their parameters, and of known size."""
-        return sum(
-            one.value.nbytes
-            for one in self.packed_weights()
-            if not one.is_view and not has_symbols(one.value.shape)
-        )
-
     def packed_weights(self) -> Iterator[PackedWeight]:
-        for node, made in self._packed():
+        for node, made in self.made_outside.items():
+            if not isinstance(made, Packed):
+                continue
             value, places = node.meta["val"], made.positions
             name = re.sub(r"^packed_|_\d+$", "", str(node.target))
             sources = [self._originals[place].meta["val"] for place in places]
@@ -266,14 +259,10 @@ class BoundaryBuilder(GraphBuilder):
             only = sources[0] if len(sources) == 1 and isinstance(sources[0], Tensor) else None
             yield PackedWeight(name, made, value, only, is_view)
 
-    def _packed(self) -> list[tuple[Node, Packed]]:
-        """The new inputs that are packed weights."""
-        made = self.made_outside.items()
-        return [(node, item) for node, item in made if isinstance(item, Packed)]
-
     def uncounted(self, given: Sequence[Any]) -> int:
         """Of how many tensors that weights are packed of torch does not count changes."""
-        places = {place for _, made in self._packed() for place in made.positions if given}
+        weights = self.packed_weights() if given else ()
+        places = {place for weight in weights for place in weight.packed.positions}
         held = (given[place] for place in places)
         return sum(isinstance(one, Tensor) and one.is_inference() for one in held)
 
@@ -342,7 +331,12 @@ def fuse_with_boundary(
     if config.updates != "every call" and (count := builder.uncounted(given)):
         report.notes += (_UNCOUNTED.format(count),)
         _warn_once(report.notes[-1])
-    report.bytes_added = builder.bytes_packed
+    # views of their parameters add none
+    report.bytes_added = sum(
+        one.value.nbytes
+        for one in builder.packed_weights()
+        if not one.is_view and not has_symbols(one.value.shape)
+    )
     store.save(report)
     adaptors, checks = builder.adaptors, tuple(builder.slot_checks.values())
     return report, builder.examples, lambda run: Adapted(run, adaptors, report, checks)

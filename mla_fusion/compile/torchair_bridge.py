@@ -66,9 +66,9 @@ def compiler_config(mode: str = "ge") -> Any:
     return package(mode).CompilerConfig()
 
 
-def default_decompositions(mode: str = "ge") -> dict[Any, Any]:
+def default_decompositions() -> dict[Any, Any]:
     """The decompositions that torchair hands to AOT autograd."""
-    return dict(package(mode)._get_merged_decompositions(compiler_config(mode), {}))
+    return dict(package()._get_merged_decompositions(compiler_config(), {}))
 
 
 def backend(

@@ -101,7 +101,7 @@ class Current:
         self,
         uses: Sequence[tuple[Packed, Entry]],
         args: Sequence[Any],
-        before: Current | None = None,
+        before: Current | None,
     ) -> None:
         self.entries = tuple(entry for _, entry in uses)
         self._numbers: dict[int, Any] = {}

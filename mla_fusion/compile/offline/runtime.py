@@ -20,7 +20,6 @@ import contextlib
 import ctypes
 import io
 import os
-import platform
 import signal
 import sys
 import warnings
@@ -39,8 +38,6 @@ from mla_fusion.compile.offline.symbols import (
     find_wheel,
 )
 from mla_fusion.machine import compiled_for
-
-_BUILT_ON = ("Linux", "x86_64")
 
 # Names of chips, and the numbers of torch_npu's SocVersion.
 _CHIPS = {"A2": ("Ascend910B1", 220), "A3": (SOC_NAME, 250), "A5": ("Ascend950PR", 260)}
@@ -83,11 +80,10 @@ def standins_loaded() -> Iterator[None]:
     # Nothing will ever be queued for a device, and the thread that clears the queue polls: a tenth
     # of a core, for good.
     os.environ["TASK_QUEUE_ENABLE"] = "0"
-    with _explained():
-        home = standins(wheel)
-        _state["libraries"] = [_load(home / SYMBOLS), *map(_load, sorted(home.glob("lib*.so")))]
-        with _quiet(), _current_directory_not_searched():
-            yield
+    home = standins(wheel)
+    _state["libraries"] = [_load(home / SYMBOLS), *map(_load, sorted(home.glob("lib*.so")))]
+    with _quiet(), _current_directory_not_searched():
+        yield
     _refuse_devices(torch)
     _stop_torchair()
     _state.update(active=True, standins=home)
@@ -117,21 +113,6 @@ def _check_requirements() -> None:
             absent.append(package)
     if absent:
         raise OfflineError(f"torchair needs {', '.join(absent)}: pip install 'mla-fusion[offline]'")
-
-
-@contextlib.contextmanager
-def _explained() -> Iterator[None]:
-    """Add the platform to a failure on one that this has not been built for."""
-    here = (platform.system(), platform.machine())
-    try:
-        yield
-    except (OSError, ImportError, OfflineError) as error:
-        if here == _BUILT_ON:
-            raise
-        raise OfflineError(
-            "the offline runtime is known to work on Linux x86_64 and failed on "
-            f"{' '.join(here)}: {error}"
-        ) from error
 
 
 def _load(library: Path) -> ctypes.CDLL:
@@ -301,9 +282,8 @@ def _stop_torchair() -> None:
     compat_ir = import_module("torchair._ge_concrete_graph.compat_ir")
     compat_ir.__dict__["is_cann_compat"] = _nothing
     _refuse_execution(import_module("torchair.npu_fx_compiler"))
-    with contextlib.suppress(ImportError, AttributeError):
-        import_module("npugraph_ex").get_npu_backend  # noqa: B018  # a lazy module loads on first attribute
-        _refuse_execution(import_module("npugraph_ex.npu_fx_compiler"))
+    import_module("npugraph_ex").get_npu_backend  # noqa: B018  # a lazy module loads on first attribute
+    _refuse_execution(import_module("npugraph_ex.npu_fx_compiler"))
     # torchair ends its engine from signal handlers of its own; there is no engine, so Ctrl-C stays
     # Python's.
     with contextlib.suppress(ValueError):  # not in the main thread, where torchair sets none either
