@@ -156,12 +156,11 @@ class BoundaryBuilder(GraphBuilder):
             cache = self.copies[original]
             for user in list(cache.users):
                 if word(user) == "copy_" and user.args[0] is cache:
-                    result = user.args[1]
-                    source = (
-                        result.args[0] if isinstance(result, Node) and is_reshape(result) else None
-                    )
-                    if isinstance(source, Node) and same_shape(shape_of(source), shape_of(viewed)):
-                        user.args = (viewed, source)
+                    result: Any = user.args[1]
+                    if not is_reshape(result):
+                        continue
+                    if same_shape(shape_of(result.args[0]), shape_of(viewed)):
+                        user.args = (viewed, result.args[0])
 
     def _program(
         self, recipe: Recipe, leaves: Sequence[Node]

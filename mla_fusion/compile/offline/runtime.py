@@ -44,7 +44,7 @@ _CHIPS = {"A2": ("Ascend910B1", 220), "A3": (SOC_NAME, 250), "A5": ("Ascend950PR
 
 _COMPILERS = ("torchair", "npugraph_ex", "torch_npu.dynamo")
 
-_state: dict[str, Any] = {"active": False, "standins": None, "libraries": []}
+_state: dict[str, Any] = {"standins": None, "libraries": []}
 
 
 def activate() -> None:
@@ -57,7 +57,7 @@ def activate() -> None:
     needs the device raises NpuNotAvailable. Raises OfflineError, saying what is missing, where that
     cannot be arranged.
     """
-    if _state["active"] or cann_location() is not None:
+    if is_active() or cann_location() is not None:
         return
     keep_torch_importable()
     if "torch_npu" in sys.modules:
@@ -86,12 +86,12 @@ def standins_loaded() -> Iterator[None]:
         yield
     _refuse_devices(torch)
     _stop_torchair()
-    _state.update(active=True, standins=home)
+    _state["standins"] = home
 
 
 def is_active() -> bool:
     """Whether this process runs on the stand-ins."""
-    return bool(_state["active"])
+    return _state["standins"] is not None
 
 
 def standins_directory() -> Path | None:
