@@ -153,7 +153,7 @@ def test_models_that_are_gone_leave_no_hook(monkeypatch: pytest.MonkeyPatch) -> 
 def test_an_optimizer_of_another_model_refreshes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     served = Served(monkeypatch)
     asked: list[Any] = []
-    monkeypatch.setattr(follow.cache, "renew", lambda *given: asked.append(given))
+    monkeypatch.setattr(follow.cache, "renew", lambda *given: asked.append(given) or 0)
     weight = nn.Parameter(torch.randn(4))
     weight.grad = torch.ones(4)
     torch.optim.SGD([weight], lr=0.1, foreach=False).step()
