@@ -15,8 +15,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from mla_fusion import meta
-from mla_fusion.reference.sample import DEEPSEEK_V3, sample_call
+from mla_fusion.tools.selftest.samples import DEEPSEEK_V3, sample_call
 
 OP = "npu_mla_prolog_v3_functional"
 MOST = 100.0  # microseconds that a check may take
@@ -28,9 +30,11 @@ def calls() -> list[tuple[str, str, dict[str, Any]]]:
     on_a3 = meta.limits(OP, "A3").quant_modes
     found = []
     for wq, kv in sorted(meta.limits(OP, "A5").quant_modes | on_a3):
-        call = sample_call(
-            weight_quant_mode=wq, kv_cache_quant_mode=kv, dims=DEEPSEEK_V3, device="meta"
-        )
+        drawn = sample_call(weight_quant_mode=wq, kv_cache_quant_mode=kv, dims=DEEPSEEK_V3)
+        call = {
+            name: value.to("meta") if isinstance(value, torch.Tensor) else value
+            for name, value in drawn.items()
+        }
         found.append((f"{wq}/{kv}", "A3" if (wq, kv) in on_a3 else "A5", call))
     return found
 

@@ -17,13 +17,13 @@ from mla_fusion.meta import (
     preprocess,
     spec,
 )
-from mla_fusion.meta.limits import RELEASES, SOCS, Limits
+from mla_fusion.meta.limits import RELEASES, SOCS, Limits, sizes_of
 from mla_fusion.meta.prolog import PROLOGS
 from mla_fusion.meta.tiling_key import CACHE_NUMBERS, LAYOUTS, QUANT_NUMBERS
 from written import write
 
 from mla_fusion import meta
-from mla_fusion.reference.sample import sample_call
+from mla_fusion.tools.selftest.samples import sample_call
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.meta.stricter import STRICTER, Scope
@@ -80,7 +80,10 @@ KEYS = """\
 ## Tiling keys
 
 `explain_call(..., cann=..).tiling_key` is the key that the tiling of that release returns, by
-fields. Bits, from 0 on:
+fields. EMPTY_TENSOR_MODE is 1 where the caches are empty and 2 where there are no tokens; SCENARIO
+is 1 without quantisation and 2 with it; ENABLE_DEQUANT_OPTIONAL is 1 where dequantisation runs
+beside the products, ACTUAL_SEQ_LEN_MODE where actual_seq_len is read, SPLIT_M_MODE where the work
+is split by tokens rather than columns. Bits, from 0 on:
 """
 
 KEY_INTRODUCTION = f"""\
@@ -257,8 +260,8 @@ def names(shapes: Iterable[str]) -> str:
 
 
 def axes(shape: str) -> str:
-    words = (word if word != "lead" else "*lead*" for word in shape.split())
-    return "[" + ", ".join("any" if word == "*" else word for word in words) + "]"
+    said = {"lead": "*lead*", "*": "any", "Blocks": "ceil(S/BlockSize)"}
+    return f"[{', '.join(said.get(word, word) for word in shape.split())}]"
 
 
 def dtype_name(dtype: spec.Dtype, element: spec.Dtype) -> str:
@@ -474,11 +477,11 @@ def attention_releases() -> Iterator[list[str]]:
         )
         yield [
             since,
-            str(row.blocks),
-            str(row.nz_blocks),
+            str(sizes_of(row.blocks)),
+            str(sizes_of(row.nz_blocks)),
             modes,
             most,
-            "yes" if row.lse else "-",
+            "-" if row.tied else "yes",
         ]
 
 

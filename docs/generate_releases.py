@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT))
 
 from written import between, write  # noqa: E402
 
-from mla_fusion.releases import RELEASES, SCHEMAS, TORCHAIRS, Release, for_torch  # noqa: E402
+from mla_fusion.releases import RELEASES, Release, for_torch  # noqa: E402
 from tests.matrix import outcome  # noqa: E402
 
 PAGE = ROOT / "docs" / "releases.md"
@@ -83,6 +83,17 @@ run with Debian's interpreter. No extra of the package names torch or torch_npu,
 `pip install '.[torchair]'` leaves those of an NPU machine alone (`tests/project/test_install.py`
 asks pip's resolver).
 """
+
+SCHEMAS = {
+    "absent": "no npu_mla_prolog_v3: this package defines it, on CPU alone",
+    "no dtypes": "npu_mla_prolog_v3 without its five dtype arguments",
+    "whole": "npu_mla_prolog_v3 and its functional form, as in 2.13.0",
+}
+TORCHAIRS = {
+    "absent": "no hook before its passes, no npugraph_ex, no converter of v3",
+    "old": "a hook and a converter of v3, no npugraph_ex",
+    "whole": "a hook, a converter of v3, npugraph_ex",
+}
 
 
 def support(rows: Sequence[dict[str, Any]]) -> Iterator[str]:

@@ -1,8 +1,8 @@
 """Write the table of README and docs/worth.md that says what each target is worth, from the
-roofline.
+costs in meta/explain.py.
 
 python docs/generate_worth.py           # write it
-python docs/generate_worth.py --check   # exit 1 when it is not what the roofline says
+python docs/generate_worth.py --check   # exit 1 when it is not what the costs say
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from mla_fusion.meta.explain import CHIPS, LAUNCH, CallExplanation  # noqa: E402
 from written import between, write  # noqa: E402
 
 from mla_fusion import meta  # noqa: E402
-from mla_fusion.reference.sample import sample_call  # noqa: E402
+from mla_fusion.observe.gain import BYTES_PER_SECOND, LAUNCH  # noqa: E402
+from mla_fusion.tools.selftest.samples import sample_call  # noqa: E402
 
 PAGES = (ROOT / "README.md", ROOT / "README.zh.md", ROOT / "docs" / "worth.md")
 BEGIN, END = "<!-- worth: written by docs/generate_worth.py -->", "<!-- /worth -->"
@@ -46,7 +46,7 @@ class Way(NamedTuple):
         launches, size = (
             before - after for before, after in zip(self.before, self.after, strict=True)
         )
-        gain = launches * LAUNCH + size / CHIPS["910C"].bytes_per_second
+        gain = launches * LAUNCH + size / BYTES_PER_SECOND["A3"]
         counted = f"{self.before[0]} to {self.after[0]}"
         moved = f"{self.before[1] / 1e6:.1f} to {self.after[1] / 1e6:.1f} MB"
         return (
@@ -94,7 +94,7 @@ def ways() -> Iterator[Way]:
     )
 
 
-def _call(wq: int) -> CallExplanation:
+def _call(wq: int) -> meta.CallExplanation:
     call = sample_call(dims=DIMS, lead=(TOKENS,), weight_quant_mode=wq, kv_cache_quant_mode=0)
     return meta.explain_call(OPERATOR, **call)
 

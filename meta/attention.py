@@ -15,14 +15,13 @@ without an error: a mask of sparse_mode 0 (``mask.ignored``), and TND without a 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, NamedTuple
 
 import torch
-from mla_fusion.meta.binder import Binder, Derived
+from mla_fusion.meta.binder import Binder, Result
 from mla_fusion.meta.errors import ContractError
-from mla_fusion.meta.layout import contiguous, different
-from mla_fusion.meta.limits import Sizes, newest, sizes_of
+from mla_fusion.meta.layout import different, known
+from mla_fusion.meta.limits import newest, sizes_of
 from mla_fusion.meta.prolog import Operator
 
 HOST = "fused_infer_attention_score tiling"
@@ -30,30 +29,28 @@ LENGTHS = ("actual_seq_qlen", "actual_seq_kvlen")
 SCALES = ("dequant_scale_query", "dequant_scale_key", "dequant_scale_value")
 
 ATTENTION = Operator(
-    "npu_fused_infer_attention_score_v2(Tensor query, Tensor key, Tensor value, *, "
-    "Tensor? query_rope=None, Tensor? key_rope=None, Tensor? pse_shift=None, "
-    "Tensor? atten_mask=None, SymInt[]? actual_seq_qlen=None, SymInt[]? actual_seq_kvlen=None, "
-    "Tensor? block_table=None, Tensor? dequant_scale_query=None, Tensor? dequant_scale_key=None, "
-    "Tensor? dequant_offset_key=None, Tensor? dequant_scale_value=None, "
-    "Tensor? dequant_offset_value=None, Tensor? dequant_scale_key_rope=None, "
-    "Tensor? quant_scale_out=None, Tensor? quant_offset_out=None, Tensor? quant_scale_p=None, "
-    "Tensor? learnable_sink=None, int num_query_heads=1, int num_key_value_heads=0, "
-    "float softmax_scale=1.0, int pre_tokens=2147483647, int next_tokens=2147483647, "
-    'str input_layout="BSH", int sparse_mode=0, int block_size=0, int query_quant_mode=0, '
-    "int key_quant_mode=0, int value_quant_mode=0, int inner_precise=0, "
-    "bool return_softmax_lse=False, int? query_dtype=None, int? key_dtype=None, "
-    "int? value_dtype=None, int? query_rope_dtype=None, int? key_rope_dtype=None, "
-    "int? key_shared_prefix_dtype=None, int? value_shared_prefix_dtype=None, "
-    "int? dequant_scale_query_dtype=None, int? dequant_scale_key_dtype=None, "
-    "int? dequant_scale_value_dtype=None, int? dequant_scale_key_rope_dtype=None, "
-    "int? out_dtype=None) -> (Tensor, Tensor)",
+    """npu_fused_infer_attention_score_v2(Tensor query, Tensor key, Tensor value, *,
+    Tensor? query_rope=None, Tensor? key_rope=None, Tensor? pse_shift=None,
+    Tensor? atten_mask=None, SymInt[]? actual_seq_qlen=None, SymInt[]? actual_seq_kvlen=None,
+    Tensor? block_table=None, Tensor? dequant_scale_query=None, Tensor? dequant_scale_key=None,
+    Tensor? dequant_offset_key=None, Tensor? dequant_scale_value=None,
+    Tensor? dequant_offset_value=None, Tensor? dequant_scale_key_rope=None,
+    Tensor? quant_scale_out=None, Tensor? quant_offset_out=None, Tensor? quant_scale_p=None,
+    Tensor? learnable_sink=None, int num_query_heads=1, int num_key_value_heads=0,
+    float softmax_scale=1.0, int pre_tokens=2147483647, int next_tokens=2147483647,
+    str input_layout="BSH", int sparse_mode=0, int block_size=0, int query_quant_mode=0,
+    int key_quant_mode=0, int value_quant_mode=0, int inner_precise=0,
+    bool return_softmax_lse=False, int? query_dtype=None, int? key_dtype=None,
+    int? value_dtype=None, int? query_rope_dtype=None, int? key_rope_dtype=None,
+    int? key_shared_prefix_dtype=None, int? value_shared_prefix_dtype=None,
+    int? dequant_scale_query_dtype=None, int? dequant_scale_key_dtype=None,
+    int? dequant_scale_value_dtype=None, int? dequant_scale_key_rope_dtype=None,
+    int? out_dtype=None) -> (Tensor, Tensor)""",
     "v2",
     results=("attention_out", "softmax_lse"),
     ge_type="FusedInferAttentionScore",
-    ge_results=("attention_out", "softmax_lse"),
 )
 OP = ATTENTION.name
-TENSORS = ATTENTION.ge_inputs
 NOT_OF_MLA = """pse_shift dequant_offset_key dequant_offset_value dequant_scale_key_rope
     quant_scale_out quant_offset_out quant_scale_p learnable_sink""".split()
 
@@ -70,36 +67,32 @@ NO_MASK, CAUSAL_AT_THE_END, BAND, TREE = 0, 3, 4, 9  # sparse_mode
 PER_TOKEN_AND_HEAD, PER_TENSOR = 3, 0  # query_quant_mode; key_quant_mode and value_quant_mode
 
 
-@dataclass(frozen=True)
-class Release:
+class Release(NamedTuple):
     """What the operator takes from one CANN release on, until the next row.
 
-    blocks, nz_blocks  rows of a block of an ND and of an NZ cache
+    blocks, nz_blocks  rows of a block of an ND and of an NZ cache, as `sizes_of` reads them
     tokens             most tokens of a sequence; None: any number
-    lse                whether return_softmax_lse is taken
     tied               whether the layout and the number of tokens decide sparse_mode and the form
-                       of the caches
+                       of the caches; return_softmax_lse is not taken then
     """
 
-    blocks: Sizes
-    nz_blocks: Sizes
+    blocks: str
+    nz_blocks: str
     sparse_modes: tuple[int, ...]
     tokens: int | None = 16
-    lse: bool = True
     tied: bool = False
 
 
-_128 = sizes_of("128")
-_TO_1024 = sizes_of("16..1024/16")
+_TO_1024 = "16..1024/16"
 _MASKS = (NO_MASK, CAUSAL_AT_THE_END, BAND)
 SINCE = {
-    "8.3": Release(sizes_of("16,128"), _128, _MASKS, lse=False, tied=True),
+    "8.3": Release("16,128", "128", _MASKS, tied=True),
     "8.5": Release(_TO_1024, _TO_1024, _MASKS),
     "9.1": Release(_TO_1024, _TO_1024, (*_MASKS, TREE)),
     "latest": Release(_TO_1024, _TO_1024, (*_MASKS, TREE), tokens=None),
 }
 # the form of int8 is narrower, in every release
-INT8_BLOCKS = _128
+INT8_BLOCKS = "128"
 INT8_TOKENS = 16
 INT8_LAYOUTS = tuple(name for name in LAYOUTS if not name.startswith("BNSD"))
 
@@ -124,90 +117,67 @@ def padded_heads(heads: int) -> int:
 
     Raises ContractError ``dims.n`` past 128.
     """
-    for count in sorted(HEADS.listed):
-        if count >= heads >= 1:
-            return count
-    raise ContractError("dims.n", "num_query_heads", "1 to 128", str(heads), source=HOST, op=OP)
+    enough = [count for count in HEADS.listed if count >= heads >= 1]
+    if not enough:
+        raise ContractError("dims.n", "num_query_heads", "1 to 128", str(heads), source=HOST, op=OP)
+    return min(enough)
 
 
-_CACHES = ("key", "value", "key_rope")
+CACHES = ("key", "value", "key_rope")
 _CAUSAL = f"sparse_mode {CAUSAL_AT_THE_END} with its mask [{MASK_WIDTH}, {MASK_WIDTH}]"
 
 
-def check_attention(
-    op: str,
-    soc: str,
-    cann: str,
-    values: bool,
-    full: Mapping[str, Any],
-    floats: Sequence[torch.dtype] = FLOATS,
-) -> Binder:
-    """`mla_fusion.meta.check` of this operator; ``full``: every argument by name.
+class Attention(Binder):
+    """One call. ``floats``: the dtypes of a query that is not int8.
 
     Lengths are host integers, or tensors in GE graphs, where ``values`` says whether they are read.
-    ``floats``: the dtypes of a query that is not int8.
     """
-    if soc not in SOCS:
-        expected = "A2 or A3: the form of A5 is not described here"
-        raise ContractError("soc", "soc", expected, soc, source=HOST, op=op)
-    call = _Call(full, release(cann))
-    call.check_modes()
-    call.check_tensors(floats)
-    call.check_mask()
-    call.check_lengths(values)
-    call.one_device()
-    call.caches(_CACHES, "a contiguous tensor")  # no compiler lays caches out anew
-    for name in TENSORS:
-        if name not in _CACHES and full[name] is not None and not contiguous(full[name]):
-            call.refuse_strides(name, "a contiguous tensor")
-    return call
 
-
-def infer_attention(op: str, full: Mapping[str, Any]) -> list[tuple[tuple[Any, ...], torch.dtype]]:
-    """attention_out in the layout asked for, of ``query_rope``'s dtype; softmax_lse, [0] where it
-    is not asked for.
-    """
-    layout = str(full["input_layout"])
-    bound = Binder(ATTENTION, HOST, full)
-    bound.pick("input_layout", LAYOUTS)
-    bound.presence("query_rope", True, "for MLA over pages")
-    axes, out_axes = axes_of(layout)
-    bound.rank("query", len(axes))
-    heads, width = full["num_query_heads"], _width_of(bound, "value")
-    found = {"N": heads, **dict(zip(axes, full["query"].shape, strict=True))}
-    found |= {"D": width, "H": heads * width}
-    lse = ("T", "N") if "T" in axes else ("B", "N", "S")
-    return [
-        (tuple(found[axis] for axis in out_axes), full["query_rope"].dtype),
-        (
-            (*(found[axis] for axis in lse), 1) if full["return_softmax_lse"] else (0,),
-            torch.float32,
-        ),
-    ]
-
-
-def _width_of(bound: Binder, name: str) -> Any:
-    """Elements of a row of a cache."""
-    forms = "[BlockNum, BlockSize, W], [BlockNum, 1, BlockSize, W] or NZ "
-    bound.rank(name, 3, 4, 5, where=f": {forms}[BlockNum, 1, W/C0, BlockSize, C0]")
-    shape = bound.full[name].shape
-    return shape[2] * shape[4] if len(shape) == 5 else shape[-1]
-
-
-class _Call(Binder):
-    """One call; every rule that fails raises ContractError."""
-
-    derived: ClassVar[Derived] = {
-        "H": lambda dims: dims["N"] * dims["D"],
-        "N*R": lambda dims: dims["N"] * dims["R"],
-    }
-
-    def __init__(self, full: Mapping[str, Any], allowed: Release) -> None:
+    def __init__(self, full: Mapping[str, Any], floats: Sequence[torch.dtype] = FLOATS) -> None:
         super().__init__(ATTENTION, HOST, full)
-        self.allowed = allowed
-        self.layout = str(full["input_layout"])
-        self.axes, _ = axes_of(self.layout)  # of query
-        self.int8 = bool(full["query"].dtype == torch.int8)
+        self.floats = floats
+        self.layout = full["input_layout"]
+        self.axes, self.out_axes = axes_of(self.layout)  # of query, of attention_out
+        self.kind = full["query"].dtype
+        self.int8 = self.kind == torch.int8
+        self.rope_kind = torch.bfloat16 if self.int8 else self.kind
+
+    def check(self, soc: str, cann: str, values: bool) -> None:
+        if soc not in SOCS:
+            self.refuse("soc", "soc", "A2 or A3: the form of A5 is not described here", soc)
+        self.allowed = release(cann)
+        self.check_modes()
+        self.check_tensors()
+        self.check_sizes()
+        self.check_mask()
+        self.check_lengths(values)
+        self.one_device()
+        self.caches(CACHES, "a contiguous tensor")  # no compiler lays caches out anew
+        self.contiguous_but(CACHES)
+
+    def results(self) -> list[Result]:
+        """attention_out in the layout asked for, of ``query_rope``'s dtype; softmax_lse, [0] where
+        it is not asked for.
+        """
+        full = self.full
+        self.pick("input_layout", LAYOUTS)
+        self.presence("query_rope", True, "for MLA over pages")
+        self.rank("query", len(self.axes))
+        heads, width = full["num_query_heads"], self.width_of("value")
+        of_query = dict(zip(self.axes, full["query"].shape, strict=True))
+        found = {"N": heads, **of_query, "D": width, "H": heads * width}
+        lse = "TN" if "T" in self.axes else "BNS"
+        lse_shape = (*(found[axis] for axis in lse), 1) if full["return_softmax_lse"] else (0,)
+        out_shape = tuple(found[axis] for axis in self.out_axes)
+        return [(out_shape, full["query_rope"].dtype), (lse_shape, torch.float32)]
+
+    def width_of(self, name: str) -> Any:
+        """Elements of a row of a cache."""
+        # ND, or NZ
+        forms = ": [.., BlockSize, W], [.., 1, BlockSize, W] or [.., 1, W/C0, BlockSize, C0]"
+        self.rank(name, 3, 4, 5, where=forms)
+        shape = self.full[name].shape
+        return shape[2] * shape[4] if len(shape) == 5 else shape[-1]
 
     def check_modes(self) -> None:
         for name in ("query_rope", "key_rope", "block_table"):
@@ -217,30 +187,26 @@ class _Call(Binder):
         self.pick("input_layout", LAYOUTS)
         if self.int8:
             self.pick("input_layout", INT8_LAYOUTS, " with an int8 query")
-        if not self.allowed.lse:
+        if self.allowed.tied:
             self.pick("return_softmax_lse", (False,), " before CANN 8.5")
         self.pick("sparse_mode", self.allowed.sparse_modes)
 
-    def check_tensors(self, floats: Sequence[torch.dtype]) -> None:
+    def check_tensors(self) -> None:
+        self.dtype("query", *self.floats, torch.int8)
         # the axes that are no tensor's own: N, D, R and their products
-        self.dtype("query", *floats, torch.int8)
-        heads = self.dims["N"] = self.full["num_query_heads"]
-        few = type(heads) is int and 0 < heads <= 128
-        pad = f": pad to {padded_heads(heads)}" if few else ""
-        self.within("N", "num_query_heads", HEADS, pad)
+        full, dims = self.full, self.dims
+        self.bind("N", full["num_query_heads"], "num_query_heads")
+        self.within("N", HEADS, ": pad to the next of these")
         for axis, size, name in (("D", LATENT, "key"), ("R", ROPE, "key_rope")):
-            self.dims[axis] = _width_of(self, name)
-            self.within(axis, name, sizes_of(f"{size}"), ", with W_uk multiplied into the query")
-        full, axes = self.full, " ".join(self.axes)
-        kind = full["query"].dtype
-        rope_kind = torch.bfloat16 if self.int8 else kind
-        self.tensor("query", axes, kind)
-        self.tensor("query_rope", axes.replace("D", "R").replace("H", "N*R"), rope_kind)
-        latent = "D", LATENT, kind
-        caches = {"key": latent, "value": latent, "key_rope": ("R", ROPE, rope_kind)}
-        for name, (axis, width, of) in caches.items():
+            self.bind(axis, self.width_of(name), name)
+            self.within(axis, f"{size}", ", with W_uk multiplied into the query")
+        axes = " ".join(self.axes)
+        self.tensor("query", axes.replace("H", "N*D"), self.kind)
+        self.tensor("query_rope", axes.replace("D", "R").replace("H", "N*R"), self.rope_kind)
+        for name in CACHES:
+            axis, of = ("R", self.rope_kind) if name == "key_rope" else ("D", self.kind)
             rank, c0 = full[name].dim(), 32 // of.itemsize
-            nz = f"BlockNum 1 {width // c0} BlockSize {c0}"
+            nz = f"BlockNum 1 {dims[axis] // c0} BlockSize {c0}"
             nd = f"BlockNum {'1 ' if rank == 4 else ''}BlockSize {axis}"
             self.tensor(name, nz if rank == 5 else nd, of)
         rank = full["key"].dim()
@@ -249,99 +215,95 @@ class _Call(Binder):
         if self.allowed.tied and not fits[rank]:
             expected = f"[BlockNum, BlockSize, D] with {self.layout} before CANN 8.5"
             self.refuse("rank.key", "key", expected, list(full["key"].shape))
-        self.dims.setdefault("B", full["block_table"].shape[0])
         self.tensor("block_table", "B Blocks", torch.int32)
-        query = f"a query of {kind}"
-        shapes = (" ".join(self.axes.replace("H", "N").replace("D", "")), "1", "1")
-        for name, shape in zip(SCALES, shapes, strict=True):
-            self.presence(name, self.int8, f"with {query}")
-            if self.int8:
-                self.tensor(name, shape, torch.float32)
-        of_query = PER_TOKEN_AND_HEAD if self.int8 else 0
-        self.pick("query_quant_mode", (of_query,), f" with {query}")
+        query = f"with a query of {self.kind}"
+        of_query = " ".join(self.axes.replace("H", "N").replace("D", ""))
+        for name, shape in zip(SCALES, (of_query, "1", "1"), strict=True):
+            self.tensor_if(self.int8, query, name, shape, torch.float32)
+        self.pick("query_quant_mode", (PER_TOKEN_AND_HEAD if self.int8 else 0,), f" {query}")
         for name in ("key_quant_mode", "value_quant_mode"):
             self.pick(name, (PER_TENSOR,))
+
+    def check_sizes(self) -> None:
         dims = self.dims
-        one_head = type(dims["N"]) is int and dims["N"] == 1
-        self.pick("num_key_value_heads", (0, 1) if one_head else (1,))  # 0: as many as of query
+        heads = (0, 1) if known(dims["N"] == 1) else (1,)  # 0: as many as of query
+        self.pick("num_key_value_heads", heads)
         for axis in dims:
             most = MOST.get(axis, "") if "T" in dims else ""
-            self.within(axis, "query", sizes_of(f"1..{most}"), f" in {self.layout}")
-        nz = full["key"].dim() == 5
+            self.within(axis, f"1..{most}", f" in {self.layout}")
+        nz = self.full["key"].dim() == 5
         blocks = self.allowed.nz_blocks if nz else self.allowed.blocks
-        cache = f" in {'an NZ' if nz else 'a'} cache of {full['key'].dtype}"
-        self.within("BlockSize", "key", INT8_BLOCKS if self.int8 else blocks, cache)
-        if different(full["block_size"], dims["BlockSize"]):
+        cache = f" in {'an NZ' if nz else 'a'} cache of {self.kind}"
+        self.within("BlockSize", INT8_BLOCKS if self.int8 else blocks, cache)
+        if different(self.full["block_size"], dims["BlockSize"]):
             expected = f"{dims['BlockSize']}, the rows of a block of key"
-            self.refuse("block_size", "block_size", expected, full["block_size"])
+            self.refuse("block_size", "block_size", expected, self.full["block_size"])
 
     def check_mask(self) -> None:
         dims, mode, mask = self.dims, self.full["sparse_mode"], self.full["atten_mask"]
+        ragged = "T" in dims
         if mode == NO_MASK and mask is not None:
             expected = f"nothing (in sparse_mode 0 ignored past position 512); {_CAUSAL}"
             self.refuse("mask.ignored", "atten_mask", expected, f"a tensor {list(mask.shape)}")
-        if mode == NO_MASK and "T" in dims:
+        if mode == NO_MASK and ragged:
             expected = f"a mask in {self.layout}: without one the result can be a uniform average; "
             self.refuse("mask.absent", "atten_mask", expected + _CAUSAL, "nothing")
         if self.int8 or self.allowed.tied:
-            one = type(dims.get("S")) is int and dims["S"] == 1
-            modes = [NO_MASK] if one else [CAUSAL_AT_THE_END, TREE]
-            modes += [] if self.int8 or "T" in dims else [BAND]
-            taken = [m for m in self.allowed.sparse_modes if m in modes]
+            one = known(dims.get("S") == 1)
+            modes = {NO_MASK} if one else {CAUSAL_AT_THE_END, TREE}
+            modes |= set() if self.int8 or ragged else {BAND}
+            taken = sorted(modes.intersection(self.allowed.sparse_modes))
             self.pick("sparse_mode", taken, f" in {self.layout}" + " of one token" * one)
         if mode == NO_MASK:
             return
         self.presence("atten_mask", True, f"with sparse_mode {mode}")
-        leading = "1 " * (0 if self.int8 else min(max(mask.dim() - 2, 0), 2))
-        shape = f"{leading}{MASK_WIDTH} {MASK_WIDTH}"
+        leading = 0 if self.int8 else min(max(mask.dim() - 2, 0), 2)
+        shape = "1 " * leading + f"{MASK_WIDTH} {MASK_WIDTH}"
         if mode == TREE:  # of TND the squares of all sequences, one behind the other
-            shape = "squares" if "T" in dims else "B S S"
+            shape = "squares" if ragged else "B S S"
         self.tensor("atten_mask", shape, *MASK_DTYPES)
 
     def check_lengths(self, values: bool) -> None:
         """actual_seq_kvlen is one length a sequence; of TND, actual_seq_qlen is prefix sums."""
-        dims, ragged = self.dims, "T" in self.dims
+        dims = self.dims
         q, kv = (self._lengths(name, values) for name in LENGTHS)
-        if kv is not None:
-            self._between("actual_seq_kvlen", kv, dims["Blocks"] * dims["BlockSize"])
-        if q is not None and ragged:
-            counts = [b - a for a, b in zip([0, *q], q, strict=False)]
-            if min(counts) < 0 or different(q[-1], dims["T"]):
-                expected = f"prefix sums of the tokens of each sequence, ending at T = {dims['T']}"
-                self.refuse("lengths.actual_seq_qlen", "actual_seq_qlen", expected, q)
-            q = counts
-        elif q is not None:
+        self._between("actual_seq_kvlen", kv, dims["Blocks"] * dims["BlockSize"])
+        if "S" in dims:
             self._between("actual_seq_qlen", q, dims["S"])
-        elif type(dims.get("S")) is int:
-            q = [dims["S"]] * (len(kv) if kv is not None else 1)
+            if not q and type(dims["S"]) is int:
+                q = [dims["S"]] * max(len(kv), 1)
+        elif q:
+            ends, q = q, [b - a for a, b in zip([0, *q], q, strict=False)]
+            if min(q) < 0 or different(ends[-1], dims["T"]):
+                expected = f"prefix sums of the tokens of each sequence, ending at T = {dims['T']}"
+                self.refuse("lengths.actual_seq_qlen", "actual_seq_qlen", expected, ends)
         most = INT8_TOKENS if self.int8 else self.allowed.tokens
-        if q is not None and most is not None and max(q) > most:
+        if q and most is not None and max(q) > most:
             self.refuse("dims.s", "query", f"at most {most} tokens a sequence", max(q))
-        if q is None or kv is None or self.full["sparse_mode"] not in (CAUSAL_AT_THE_END, TREE):
+        if self.full["sparse_mode"] not in (CAUSAL_AT_THE_END, TREE):
             return
         for new, there in zip(q, kv, strict=False):
-            if there and new > there:  # nothing is computed of a sequence of no key
+            if 0 < there < new:  # nothing is computed of a sequence of no key
                 expected = f"at least the {new} new tokens of the sequence"
                 self.refuse("lengths.actual_seq_kvlen", "actual_seq_kvlen", expected, there)
 
-    def _lengths(self, name: str, values: bool) -> list[int] | None:
-        """Lengths that are known: host integers, or a tensor whose values are asked about."""
+    def _lengths(self, name: str, values: bool) -> list[int]:
+        """Lengths as far as they are known: host integers, or a tensor that may be read."""
         given, ragged, sequences = self.full[name], "T" in self.dims, self.dims["B"]
         if given is None:
             if ragged or name == "actual_seq_kvlen":
                 self.refuse(f"required.{name}", name, f"lengths in {self.layout}", "nothing")
-            return None
-        count = given.numel() if isinstance(given, torch.Tensor) else len(given)
+            return []
+        is_tensor = isinstance(given, torch.Tensor)
+        count = given.numel() if is_tensor else len(given)
         if different(count, sequences) and (ragged or different(count, 1)):
             expected = f"{sequences} lengths, one a row of block_table"
             self.refuse(f"lengths.{name}", name, expected, count)
-        if not isinstance(given, torch.Tensor):
-            return None if any(type(length) is not int for length in given) else list(given)
-        if not values:
-            return None
-        return [int(length) for length in self.readable(name).tolist()]
+        if is_tensor:
+            given = self.readable(name).tolist() if values else []
+        return [] if any(type(length) is not int for length in given) else list(given)
 
     def _between(self, name: str, lengths: Sequence[int], most: Any) -> None:
         for length in lengths:
-            if length < 0 or (type(most) is int and length > most):
+            if length < 0 or known(length > most):
                 self.refuse(f"lengths.{name}", name, f"lengths from 0 to {most}", length)

@@ -6,24 +6,34 @@ tensors, devices, strides and slots stands here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, ClassVar, NamedTuple, NoReturn
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from mla_fusion.meta.errors import ContractError
-from mla_fusion.meta.layout import different, holds_data, writable
-from mla_fusion.meta.limits import Sizes
+from mla_fusion.meta.layout import contiguous, different, holds_data, writable
+from mla_fusion.meta.limits import Sizes, sizes_of
 from mla_fusion.meta.prolog import Operator
 from torch import Tensor
 
-Derived = Mapping[str, Callable[[Mapping[str, Any]], Any]]  # axis: its size, of those of others
+Result = tuple[tuple[Any, ...], torch.dtype]
 
 
-def size_of(axis: str, dims: Mapping[str, Any], derived: Derived, unknown: Any = None) -> Any:
-    """The size of an axis, which may be a number, or computed of those of others."""
-    if axis in derived:
-        return derived[axis](dims)
-    return int(axis) if axis.isdigit() else dims.get(axis, unknown)
+def size_of(axis: str, dims: Mapping[str, Any]) -> Any:
+    """The size of an axis: a number, a name (None where it has no size yet, and of "*"), or a sum
+    of products of these, in which "He/32" is a whole division.
+    """
+    if axis.isalnum() or axis == "*":
+        return int(axis) if axis.isdigit() else dims.get(axis)
+    total = 0
+    for term in axis.split("+"):
+        product = 1
+        for factor in term.split("*"):
+            name, _, divisor = factor.partition("/")
+            size = size_of(name, dims)
+            product *= size // size_of(divisor, dims) if divisor else size
+        total += product
+    return total
 
 
 class Undecided(NamedTuple):
@@ -39,17 +49,15 @@ class Binder:
     """The arguments of one call and the axis sizes known so far; every rule that fails raises
     ContractError.
 
-    A shape is written as axes, "T N C" or "BlockNum C/32 128 *": a number stands for itself, "*"
-    for any size, and a name for what `derived` computes of other axes, for the size that an earlier
-    tensor gave it, or that `dims` holds.
+    A shape is written as axes, "T N C" or "BlockNum C/32 128 *": "*" stands for any size, a name
+    for the size that an earlier tensor gave it, and others for what `size_of` makes of these.
     """
-
-    derived: ClassVar[Derived] = {}
 
     def __init__(self, operator: Operator, source: str, full: Mapping[str, Any]) -> None:
         self.op, self.source, self.full = operator.name, source, full
         self.names = operator.ge_inputs
         self.dims: dict[str, Any] = {}
+        self.owners: dict[str, str] = {}
         self.undecided: list[Undecided] = []
         for name in self.names:
             value = full[name]
@@ -84,9 +92,15 @@ class Binder:
         if not needed and given is not None:
             self.refuse(f"forbidden.{name}", name, f"nothing {why}", "a tensor")
 
-    def tensor(self, name: str, shape: str, *dtypes: torch.dtype, note: str = "") -> None:
+    def tensor(self, name: str, shape: str, *dtypes: torch.dtype) -> None:
         self.dtype(name, *dtypes)
-        self.sizes(name, shape, note=note)
+        self.sizes(name, shape)
+
+    def tensor_if(self, needed: bool, why: str, name: str, shape: str, dtype: torch.dtype) -> None:
+        """A tensor that the modes ``why`` require or forbid."""
+        self.presence(name, needed, why)
+        if needed:
+            self.tensor(name, shape, dtype)
 
     def rank(self, name: str, *ranks: int, where: str = "") -> None:
         found = self.full[name].dim()
@@ -100,9 +114,7 @@ class Binder:
             self.refuse(f"dtype.{name}", name, " or ".join(map(str, dtypes)), found)
         return found
 
-    def sizes(
-        self, name: str, shape: str, found: tuple[Any, ...] | None = None, note: str = ""
-    ) -> None:
+    def sizes(self, name: str, shape: str, found: tuple[Any, ...] | None = None) -> None:
         """``found``: in place of the tensor's own, where its storage has other axes."""
         axes, own = shape.split(), list(self.full[name].shape)
         found = tuple(own) if found is None else found
@@ -111,21 +123,28 @@ class Binder:
         for axis, size in zip(axes, found, strict=True):
             if axis == "*":
                 continue
-            wanted = size_of(axis, self.dims, self.derived)
+            wanted = size_of(axis, self.dims)
             if wanted is None:
-                self.dims[axis] = size
+                self.bind(axis, size, name)
             elif size is not wanted and different(size, wanted):
                 known = [
-                    a if a.isdigit() else f"{a} = {size_of(a, self.dims, self.derived, 'any')}"
+                    a if a.isdigit() else f"{a} = {'any' if of is None else of}"
                     for a in axes
+                    for of in [size_of(a, self.dims)]
                 ]
-                self.refuse(f"shape.{name}", name, f"[{', '.join(known)}]{note}", own)
+                self.refuse(f"shape.{name}", name, f"[{', '.join(known)}]", own)
 
-    def within(self, axis: str, argument: str, sizes: Sizes, where: str = "") -> None:
-        """The size of an axis is one that the operator takes; ``argument`` is whose axis it is."""
-        size = self.dims.get(axis)
+    def bind(self, axis: str, size: Any, owner: str) -> None:
+        """The size of an axis, and the argument that says it."""
+        self.dims[axis], self.owners[axis] = size, owner
+
+    def within(self, axis: str, sizes: Sizes | str, where: str = "") -> None:
+        """The size of an axis is one that the operator takes."""
+        size, argument = self.dims.get(axis), self.owners.get(axis, self.names[0])
         if size is None:
             return
+        if isinstance(sizes, str):
+            sizes = sizes_of(sizes)
         if sizes.exclude(size):
             expected = f"{axis} {sizes.describe()}{where}"
             self.refuse(f"dims.{axis.lower()}", argument, expected, self.found(axis, size, where))
@@ -163,6 +182,13 @@ class Binder:
             tensor = self.full[name]
             if not writable(tensor, first_axis_free=first_axis_free, ones_free=ones_free):
                 self.refuse_strides(name, expected)
+
+    def contiguous_but(self, written: Collection[str], source: str = "") -> None:
+        """Every tensor is contiguous, except those that `caches` judges."""
+        for name in self.names:
+            tensor = self.full[name]
+            if tensor is not None and name not in written and not contiguous(tensor):
+                self.refuse_strides(name, "a contiguous tensor", source)
 
     def refuse_strides(self, name: str, expected: str, source: str = "") -> NoReturn:
         tensor = self.full[name]

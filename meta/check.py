@@ -5,30 +5,25 @@ shapes, sizes, ranks and memory, and on request the values that the device does 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from mla_fusion.meta import layout, spec
 from mla_fusion.meta.binder import Binder
 from mla_fusion.meta.errors import known_name
 from mla_fusion.meta.infer import implied_quant_modes, quant_modes
-from mla_fusion.meta.layout import different
+from mla_fusion.meta.layout import different, known
 from mla_fusion.meta.limits import QUANT_RELEASES, Limits, known_path, limits, taken_by
 from mla_fusion.meta.prolog import CACHES, PROLOGS
 from mla_fusion.meta.signature import OPERATORS, OTHERS, complete, named
 from mla_fusion.meta.spec import CACHE_MODES, CACHE_QUANTS, TILING, WEIGHT_MODES
 
 _WQ, _KV = "weight_quant_mode", "kv_cache_quant_mode"
-_PADDED = "; FRACTAL_NZ storage is padded, so the operator itself may not notice"
-_WIDTH_UNCHECKED = (
-    "; the operator itself does not compare the width, and its kernel writes rows of Hckv"
-)
 
 
 class Call(Binder):
     """One call being checked: its arguments by name, and the axes bound so far."""
 
-    derived = spec.DERIVED
     full: dict[str, Any]
 
     def __init__(self, op: str, full: dict[str, Any], allowed: Limits | None) -> None:
@@ -44,10 +39,10 @@ class Call(Binder):
             self.refuse("quant.weight_quant_mode", "soc", expected, self.op)
         self.wq, self.kv = full[_WQ], full[_KV] = quant_modes(PROLOGS[self.op], full)
         every = {pair for row in QUANT_RELEASES for pair in row.value}
-        known = allowed.quant_modes if allowed else every
+        pairs = allowed.quant_modes if allowed else every
         on = f" on {where}" if where else ""
-        self.pick(_WQ, sorted({wq for wq, _ in known}), on, f"quant.{_WQ}")
-        of_weights = sorted(kv for wq, kv in known if wq == self.wq)
+        self.pick(_WQ, sorted({wq for wq, _ in pairs}), on, f"quant.{_WQ}")
+        of_weights = sorted(kv for wq, kv in pairs if wq == self.wq)
         self.pick(_KV, of_weights, f" with {_WQ} {self.wq}{on}", "quant.combination")
         if allowed and not allowed.reads_modes:
             # the release would compute another scenario than the modes say
@@ -59,7 +54,7 @@ class Call(Binder):
         if self.version == "v3":
             wanted = self.cache.modes | ({"tile_size": spec.TILE_SIZE} if allowed else {})
             for name, value in wanted.items():
-                self.pick(name, (value,), with_kv + self._unread(), f"quant.{name}")
+                self.pick(name, (value,), with_kv, f"quant.{name}")
             why = f" (hifloat8) with {_WQ} 5"
             for name in spec.named_dtypes(self.kv) if self.wq == 5 else ():
                 self.pick(name, (spec.HIFLOAT8,), why, f"quant.{name}", "torch_npu meta")
@@ -68,11 +63,6 @@ class Call(Binder):
             self.pick("cache_mode", allowed.cache_modes, on, "cache_mode.release")
         self.pick("cache_mode", self.cache.cache_modes, with_kv, "cache_mode.quant")
         self.mode = CACHE_MODES[full["cache_mode"]]
-
-    def _unread(self) -> str:
-        """What to add where a release does not look at an argument that every later one does."""
-        read = self.allowed is None or self.allowed.reads_modes
-        return "" if read else ": this release ignores it, later ones do not"
 
     # -- tensors
 
@@ -96,12 +86,11 @@ class Call(Binder):
 
     def _caches(self) -> None:
         width = self.cache.width
-        if width == "Dtile":
+        if width == spec.TILED_ROW:
             self.dims["tile"] = tile = self.full["tile_size"]
             if tile <= 0 or different(self.dims["Hckv"] % tile, 0):
                 self.refuse("quant.tile_size", "tile_size", "a divisor of Hckv", tile)
-        note = _WIDTH_UNCHECKED if self.version != "v3" else ""
-        self._tensor("kv_cache", f"{self.mode.cache} {width}", self.cache.kv, note=note)
+        self._tensor("kv_cache", f"{self.mode.cache} {width}", self.cache.kv)
         if self.cache.kr is not None:
             self._tensor("kr_cache", f"{self.mode.cache} Dr", self.cache.kr)
         elif different(self.full["kr_cache"].numel(), 0):
@@ -117,14 +106,17 @@ class Call(Binder):
         self.presence("cache_index", shape is not None, f"with cache_mode {mode}")
         if shape == "*" and self.allowed and not self.allowed.block_index_ranks:
             shape = " ".join("*" * self.full["cache_index"].dim())
+        if shape == "B Blocks":
+            # a BlockSize of 0 is refused by its own rule
+            size = self.dims["BlockSize"]
+            whole = 1 if known(size == 0) else size
+            self.dims["Blocks"] = -(-self.dims["S"] // whole)
         if shape is not None:
             self._tensor("cache_index", shape, torch.int64)
         if self.version == "v3":
             needed = self.mode.actual_seq_len and rank == 2
             why = f"with cache_mode {mode} and a {rank}-D token_x"
-            self.presence("actual_seq_len", needed, why + ("" if needed else self._unread()))
-            if needed:
-                self.tensor("actual_seq_len", "B", torch.int32)
+            self.tensor_if(needed, why, "actual_seq_len", "B", torch.int32)
 
     def _scales(self) -> None:
         required = {**self.weights.required, **self.cache.required}
@@ -142,29 +134,22 @@ class Call(Binder):
                 continue
             shape = required.get(name) or self.weights.optional.get(name)
             if name in required or shape is None:
-                unread = self._unread() if name == "k_nope_clip_alpha" else ""
-                self.presence(name, name in required, why + unread)
+                self.presence(name, name in required, why)
             if shape is not None and self.full[name] is not None:
                 dtype = self.weights.scale_dtype if name in spec.BLOCK_SCALES else torch.float32
                 self._tensor(name, shape, dtype)
 
-    def _tensor(
-        self, name: str, shape: str, role: spec.Dtype, nz: bool = False, note: str = ""
-    ) -> None:
+    def _tensor(self, name: str, shape: str, role: spec.Dtype, nz: bool = False) -> None:
         """``role``: a dtype, or what stands for one in these modes."""
         self.dtype(name, self.roles.get(role, role))
         tensor, found = self.full[name], None
-        if nz and tensor.dim() == 4:
-            found = self._from_nz(name, tuple(tensor.shape), tensor.element_size())
-        note = note or (_PADDED if nz and found is None else "")
-        self.sizes(name, shape.replace("lead", self.lead), found, note)
-
-    def _from_nz(self, name: str, sizes: tuple[Any, ...], item: int) -> tuple[Any, Any]:
-        """(k, n) of FRACTAL_NZ storage ``[n/C0, k/16, 16, C0]``, C0 being 32 bytes."""
-        c0 = 32 // item
-        if different(sizes[2], 16) or different(sizes[3], c0):
-            self.refuse(f"shape.{name}", name, f"[n/{c0}, k/16, 16, {c0}] or [k, n]", list(sizes))
-        return sizes[1] * 16, sizes[0] * c0
+        if nz and tensor.dim() == 4:  # FRACTAL_NZ storage of [k, n]: C0 elements are 32 bytes
+            c0, sizes = 32 // tensor.element_size(), tensor.shape
+            if different(sizes[2], 16) or different(sizes[3], c0):
+                expected = f"[n/{c0}, k/16, 16, {c0}] or [k, n]"
+                self.refuse(f"shape.{name}", name, expected, list(sizes))
+            found = sizes[1] * 16, sizes[0] * c0
+        self.sizes(name, shape.replace("lead", self.lead), found)
 
     # -- what the tables of a release say
 
@@ -174,12 +159,7 @@ class Call(Binder):
         """
         assert self.allowed
         for axis, sizes in self.allowed.dims.items():
-            argument = (
-                "actual_seq_len"
-                if axis == "B" and self.lead == "T"
-                else _OWNERS.get(axis, "token_x")
-            )
-            self.within(axis, argument, sizes, f" on {where}")
+            self.within(axis, sizes, f" on {where}")
         rank, taken = self.full["weight_dq"].dim(), self.allowed.weight_dq_4d
         if rank == 4 and taken != "always" and (not taken or self.full["query_norm_flag"]):
             expected = f"2-D [He, Hcq] on {in_graph}" + (" with query_norm_flag" if taken else "")
@@ -194,10 +174,7 @@ class Call(Binder):
                 cast = f"torch_npu.npu_format_cast({tensor.name}, {layout.FRACTAL_NZ})"
                 expected = f"format FRACTAL_NZ: {cast}"
                 self.refuse(f"format.{tensor.name}", tensor.name, expected, f"format {form}")
-        for name in self.names:
-            given = self.full[name]
-            if given is not None and name not in CACHES and not layout.contiguous(given):
-                self.refuse_strides(name, "a contiguous tensor", spec.DEFINITION)
+        self.contiguous_but(CACHES, spec.DEFINITION)
         free = self.allowed.strided_caches
         expected = (
             f"contiguous axes, the first excepted, on {where}"
@@ -208,8 +185,10 @@ class Call(Binder):
         self.caches(CACHES, expected, first_axis_free=free, ones_free=ones_free)
 
     def found(self, axis: str, size: Any, where: str) -> str:
-        known = f", {taken_by(self.op, axis, size, where.removeprefix(' on '))}"
-        return super().found(axis, size, where) + (known if type(size) is int else "")
+        found = super().found(axis, size, where)
+        if type(size) is not int:
+            return found
+        return f"{found}, {taken_by(self.op, axis, size, where.removeprefix(' on '))}"
 
     # -- values
 
@@ -248,16 +227,6 @@ class Call(Binder):
             self.rows("cache_index", entries, end, "slots below BlockNum*BlockSize")
 
 
-# whose axes are not token_x's
-_OWNERS = {
-    "D": "weight_uk",
-    "Hckv": "weight_uk",
-    "N": "weight_uk",
-    "Nkv": "kv_cache",
-    "BlockSize": "kv_cache",
-    "Hcq": "weight_dq",
-    "Dr": "rope_sin",
-}
 _VALIDATION = (torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -298,7 +267,9 @@ def bound(
     known_path(path)
     name = known_name("op", named(op), OPERATORS)
     if name in OTHERS:
-        return OTHERS[name].check(name, soc, cann, values, complete(name, arguments))
+        other = OTHERS[name](complete(name, arguments))
+        other.check(soc, cann, values)
+        return cast("Binder", other)
     call = checked(op, soc, cann, arguments, path)
     if values:
         call.values()

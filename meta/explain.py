@@ -1,50 +1,23 @@
-"""`explain_call`: what a call is, which kernel it selects, and what it costs at least: products,
-bytes, and the time a chip needs for them.
+"""`explain_call`: what a call is, which kernel it selects, and what it costs at least: products and
+bytes. Divided by a chip's figures they are lower bounds of times.
 
 Counted are the multiply-adds of the four matmuls and each byte of the call's tensors once; vector
-work, launches and caches closer than main memory are left out, so the times are lower bounds. The
-unfused sequence is the one that a model runs without the operator: a kernel per step, every
-intermediate written and read again.
+work, launches and caches closer than main memory are left out. The unfused sequence is the one
+that a model runs without the operator: a kernel per step, every intermediate written and read
+again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import partial
-from math import inf, prod
+from math import prod
 from typing import Any, NamedTuple
 
 from mla_fusion.meta.check import Call, checked
-from mla_fusion.meta.errors import ContractError
 from mla_fusion.meta.infer import infer
 from mla_fusion.meta.prolog import CACHES, PROLOGS
 from mla_fusion.meta.tiling_key import TilingKey, tiling_key
-
-# No figure for a launch is published. A small kernel whose bytes take next to nothing is one launch
-# and little more.
-LAUNCH = 3.5e-6
-LAUNCH_SOURCE = "what a small fused vector kernel took in all in vllm-ascend's pull request 10730"
-
-
-class Chip(NamedTuple):
-    """One device as torch sees it. Peaks in products-and-sums per second, None where none is
-    published.
-    """
-
-    name: str
-    bytes_per_second: float
-    bf16_flops: float | None = None
-    quantised_flops: float | None = None
-    source: str = "given by the caller"
-
-
-_CLOUDMATRIX = "one die; Serving LLMs on CloudMatrix384, arXiv 2506.12708"
-_CONNECT = "announced at Huawei Connect 2025"
-CHIPS = {
-    "910C": Chip("910C", 1.6e12, 376e12, 752e12, _CLOUDMATRIX),
-    "950PR": Chip("950PR", 1.6e12, None, 1e15, _CONNECT),
-    "950DT": Chip("950DT", 4.0e12, None, 1e15, _CONNECT),
-}
 
 
 class Step(NamedTuple):
@@ -56,20 +29,16 @@ class Step(NamedTuple):
     other_bytes: int
     weight_bytes: int = 0
     flops: int = 0
-    quantised: bool = False
 
 
 class Cost(NamedTuple):
-    """Sums over a call. ``intensity`` is products-and-sums per byte; ``seconds`` a lower bound on a
-    chip.
-    """
+    """Sums over a call. A kernel is a launch; ``intensity`` is products-and-sums per byte."""
 
     kernels: int
     flops: int
     weight_bytes: int
     activation_bytes: int
     cache_bytes: int
-    seconds: float | None
 
     @property
     def bytes(self) -> int:
@@ -77,16 +46,14 @@ class Cost(NamedTuple):
 
     @property
     def intensity(self) -> float:
-        return self.flops / self.bytes if self.bytes else 0.0
+        return self.flops / self.bytes
 
     def __str__(self) -> str:
-        seconds = "" if self.seconds is None else f", {self.seconds * 1e6:.2f} us"
         return (
-            f"{self.kernels} kernels, {self.flops / 1e9:.3f} GFLOP, {self.bytes / 1e6:.2f} MB "
+            f"{self.kernels} launches, {self.flops / 1e9:.3f} GFLOP, {self.bytes / 1e6:.2f} MB "
             f"(weights {self.weight_bytes / 1e6:.2f}, activations "
             f"{self.activation_bytes / 1e6:.2f}, cache {self.cache_bytes / 1e6:.3f}), "
-            f"{self.intensity:.1f} FLOP/byte{seconds}; launches add up to "
-            f"{self.kernels * LAUNCH * 1e6:.1f} us"
+            f"{self.intensity:.1f} FLOP/byte"
         )
 
 
@@ -103,31 +70,24 @@ def _row_bytes(call: Call, name: str) -> int:
     return int(call.dims["tokens"] * cache.shape[-1] * cache.element_size()) if written else 0
 
 
-def _seconds(chip: Chip, steps: Sequence[Step], moved: int) -> float:
-    """Products take no time where no peak is published: still a lower bound."""
-    peaks = chip.bf16_flops or inf, chip.quantised_flops or inf
-    products = sum(step.flops / peaks[step.quantised] for step in steps)
-    return max(moved / chip.bytes_per_second, products)
-
-
 def unfused_steps(call: Call) -> Iterator[Step]:
     """The kernels of the prologue without the operator, in order, for the scenario of the call."""
     d, of = call.dims, partial(_bytes, call)
-    t, full, quantised = d["tokens"], call.wq >= 2, call.wq >= 1
+    t = d["tokens"]
     heads, hcq, hckv, dr = d["N"], d["Hcq"], d["Hckv"], d["Dr"]
     cq, ckv, kr = (2 * t * width for width in (hcq, hckv, dr))  # bytes of bfloat16
     q_all, query, q_rope = (2 * t * heads * width for width in (d["D"] + dr, hckv, dr))
     x, tables = of("token_x", "dequant_scale_x"), of("rope_sin", "rope_cos")
 
     weight = of("weight_dq", "dequant_scale_w_dq")
-    yield Step("matmul c_q", x + cq, weight, 2 * t * d["He"] * hcq, full)
+    yield Step("matmul c_q", x + cq, weight, 2 * t * d["He"] * hcq)
     yield Step("rms_norm c_q", 2 * cq, of("rmsnorm_gamma_cq"))
     c_q = cq
-    if quantised:
+    if call.wq:
         c_q = t * (hcq + (hcq // 32 if call.wq == 3 else 4))
         yield Step("quantise c_q", cq + c_q, of("smooth_scales_cq"))
     weight = of("weight_uq_qr", "dequant_scale_w_uq_qr")
-    yield Step("matmul q", c_q + q_all, weight, 2 * t * hcq * heads * (d["D"] + dr), quantised)
+    yield Step("matmul q", c_q + q_all, weight, 2 * t * hcq * heads * (d["D"] + dr))
     products = 2 * t * heads * d["D"] * hckv
     yield Step("absorb W_uk", q_all - q_rope + query, of("weight_uk"), products)
     yield Step("rope q", 2 * q_rope + tables)
@@ -136,7 +96,7 @@ def unfused_steps(call: Call) -> Iterator[Step]:
         yield Step("quantise query", query + query // 2 + scales)
         yield Step("rescale query_rope", 2 * q_rope + scales)
     weight = of("weight_dkv_kr", "dequant_scale_w_dkv_kr")
-    yield Step("matmul ckv_kr", x + ckv + kr, weight, 2 * t * d["He"] * (hckv + dr), full)
+    yield Step("matmul ckv_kr", x + ckv + kr, weight, 2 * t * d["He"] * (hckv + dr))
     yield Step("rms_norm ckv", 2 * ckv, of("rmsnorm_gamma_ckv"))
     yield Step("rope kr", 2 * kr + tables)
     kv_rows, kr_rows = (_row_bytes(call, name) for name in CACHES)
@@ -154,8 +114,7 @@ class CallExplanation(NamedTuple):
     """A legal call in words and numbers; ``str()`` of it is a report.
 
     ``dims`` are the axes of `mla_fusion.meta.spec`; ``fused`` is the operator, ``unfused`` the
-    sequence of kernels that computes the same, which are ``steps``; their ``seconds`` are lower
-    bounds on ``chip``, None without one.
+    sequence of kernels that computes the same, which are ``steps``.
     """
 
     op: str
@@ -167,24 +126,21 @@ class CallExplanation(NamedTuple):
     fused: Cost
     unfused: Cost
     steps: tuple[Step, ...]
-    chip: Chip | None
 
     def __str__(self) -> str:
         fields = (
-            f"    {field.low:>2}-{field.high:<2} {field.name} = {field.value}: {field.meaning}"
+            f"    {field.low:>2}-{field.high:<2} {field.name} = {field.value}"
             for field in self.tiling_key.fields
         )
-        where = "" if self.chip is None else f" on {self.chip.name} ({self.chip.source})"
         lines = [
             f"{self.op} on {self.soc}, CANN {self.cann}",
             f"  scenario   {self.scenario}",
             "  sizes      " + ", ".join(f"{axis} {size}" for axis, size in self.dims.items()),
             f"  tiling key {self.tiling_key.value:#x}",
             *fields,
-            f"  at least{where}, matmuls and memory only",
+            "  at least, matmuls and memory only",
             f"    fused    {self.fused}",
             f"    unfused  {self.unfused}",
-            f"  a launch is an estimate: {LAUNCH * 1e6:.1f} us, {LAUNCH_SOURCE}",
         ]
         return "\n".join(lines)
 
@@ -195,29 +151,21 @@ def explain_call(
     soc: str = "A3",
     cann: str = "latest",
     path: str = "eager",
-    chip: str | Chip | None = None,
     **arguments: Any,
 ) -> CallExplanation:
     """Explain one call: scenario, sizes, the tiling key that ``cann`` selects with its fields, and
-    roofline.
+    its kernels, products and bytes.
 
     op, soc, cann, path, arguments  as `mla_fusion.meta.check` takes them, of concrete sizes; it
                 refuses an illegal call first
-    chip        a name in `mla_fusion.meta.CHIPS` or a `Chip` with numbers of your own; without it
-                no times are given
 
-    Raises ContractError: those of `check`, ``chip``, and ``explain.symbolic``.
+    Raises ContractError: those of `check`, and ``explain.symbolic``.
     """
-    if isinstance(chip, str) and chip not in CHIPS:
-        expected = f"one of {', '.join(CHIPS)}, or a Chip(...) with numbers of your own"
-        raise ContractError("chip", "chip", expected, repr(chip))
-    device = CHIPS[chip] if isinstance(chip, str) else chip
     call = checked(op, soc, cann, arguments, path)
     dims, full = call.dims, call.full
     for axis, size in dims.items():
         if type(size) is not int:
-            expected = "concrete sizes: a cost is a number"
-            raise ContractError("explain.symbolic", axis, expected, str(size), dims, op=op)
+            call.refuse("explain.symbolic", axis, "concrete sizes: a cost is a number", size)
     made = zip(PROLOGS[op].results, infer(op, cann=cann, path=path, **arguments), strict=True)
     fresh = (result for name, result in made if name not in CACHES)
     results = sum(prod(shape) * dtype.itemsize for shape, dtype in fresh if len(shape) > 1)
@@ -228,21 +176,16 @@ def explain_call(
     activations = results + _bytes(call, *names)
     rows = sum(_row_bytes(call, name) for name in CACHES)
     written = sum(step.other_bytes for step in steps if step.name.startswith("write"))
-    fused = alone = None
-    if device is not None:
-        fused = _seconds(device, steps, weights + activations + rows)
-        alone = sum(_seconds(device, [one], one.weight_bytes + one.other_bytes) for one in steps)
-    mode, quant = full["cache_mode"], (call.wq, call.kv)
+    mode, has_lengths = full["cache_mode"], full.get("actual_seq_len") is not None
     return CallExplanation(
         op,
         soc,
         cann,
         f"weights: {call.weights.title}; cache: {call.cache.title} "
         f"(weight_quant_mode {call.wq}, kv_cache_quant_mode {call.kv}), {mode}",
-        dict(dims),
-        tiling_key(cann, *quant, mode, dims, full.get("actual_seq_len") is not None),
-        Cost(1, flops, weights, activations, rows, fused),
-        Cost(len(steps), flops, weights, others - written, written, alone),
+        dims,
+        tiling_key(cann, call.wq, call.kv, mode, dims, has_lengths),
+        Cost(1, flops, weights, activations, rows),
+        Cost(len(steps), flops, weights, others - written, written),
         steps,
-        device,
     )

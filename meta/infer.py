@@ -6,16 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import torch
-from mla_fusion.meta.binder import Binder
+from mla_fusion.meta.binder import Binder, Result
 from mla_fusion.meta.limits import known_path, known_releases
 from mla_fusion.meta.prolog import CACHES, PROLOGS, Operator
 from mla_fusion.meta.signature import OTHERS, complete, named
 from mla_fusion.meta.spec import INFERSHAPE
-
-Result = tuple[tuple[Any, ...], torch.dtype]
 
 
 def implied_quant_modes(arguments: Mapping[str, Any]) -> tuple[int, int]:
@@ -67,7 +65,7 @@ def infer(op: str, *, cann: str = "latest", path: str = "graph", **arguments: An
     name = named(op)
     full = complete(name, arguments)
     if name in OTHERS:
-        return OTHERS[name].infer(name, full)
+        return cast("list[Result]", OTHERS[name](full).results())
     known = known_releases(cann)
     absent = (0,) if "8.5" in known else (1,)
     operator = PROLOGS[op]

@@ -11,21 +11,19 @@ of multi-head latent attention and is not described here.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from mla_fusion.meta.binder import Binder, Derived
-from mla_fusion.meta.errors import ContractError
-from mla_fusion.meta.limits import RELEASES, known_releases, sizes_of
+from mla_fusion.meta.binder import Binder, Result
+from mla_fusion.meta.layout import different, known
+from mla_fusion.meta.limits import RELEASES, known_releases
 from mla_fusion.meta.prolog import Operator
 
 HOST = "kv_rms_norm_rope_cache tiling"
 _KEY = "Tensor kv, Tensor gamma, Tensor cos, Tensor sin, Tensor index"
-_OPTIONS = (
-    "Tensor? k_rope_scale=None, Tensor? c_kv_scale=None, Tensor? k_rope_offset=None, "
-    "Tensor? c_kv_offset=None, Tensor? v=None, float epsilon=1e-05, "
-    'str cache_mode="Norm", bool is_output_kv=False'
-)
+_OPTIONS = """Tensor? k_rope_scale=None, Tensor? c_kv_scale=None, Tensor? k_rope_offset=None,
+Tensor? c_kv_offset=None, Tensor? v=None, float epsilon=1e-05, str cache_mode="Norm",
+bool is_output_kv=False"""
 _DTYPES = "int? k_cache_dtype=None, int? ckv_cache_dtype=None"
 SCALES = {"k_rope_scale": "R", "c_kv_scale": "C"}  # of which cache's rows
 OFFSETS = {"k_rope_offset": "R", "c_kv_offset": "C"}
@@ -41,7 +39,6 @@ V1 = Operator(
     "v1",
     (*CACHES, *_ROWS),
     ge_type=_GE,
-    ge_results=(*CACHES, *_ROWS),
 )
 V2_FUNCTIONAL = Operator(
     f"npu_kv_rmsnorm_rope_cache_v2_functional({_KEY}, Tensor k_cache, Tensor ckv_cache, *, "
@@ -61,7 +58,6 @@ V2 = Operator(
     functional=V2_FUNCTIONAL.name,
 )
 OPERATORS = (V1, V2, V2_FUNCTIONAL)
-_OF = {operator.name: operator for operator in OPERATORS}
 
 PAGED = ("PA", "PA_BNSD", "PA_NZ")  # a slot for each token
 BLOCKS = ("PA_BLK_BNSD", "PA_BLK_NZ")  # one for each block of a sequence
@@ -70,47 +66,39 @@ SINCE = {"A2": RELEASES[0], "A3": RELEASES[0], "A5": "8.5"}
 FROM_BLOCKS = "latest"  # the release that asks for as many blocks as the sequences need one by one
 
 
-def check_key_operator(
-    op: str, soc: str, cann: str, values: bool, full: Mapping[str, Any]
-) -> Binder:
-    """`mla_fusion.meta.check` of these operators; ``full``: every argument by name."""
-    if SINCE.get(soc) not in known_releases(cann):
-        expected = "A2, A3, or A5 from CANN 8.5 on"
-        raise ContractError("soc", "soc", expected, f"{soc}, CANN {cann}", source=HOST, op=op)
-    bound = _Call(_OF[op], HOST, full)
-    bound.check_tensors(soc)
-    bound.check_sizes(soc, cann)
-    bound.one_device()
-    bound.caches(_CACHES)
-    if values:
-        bound.check_values()
-    return bound
+class KeyCall(Binder):
+    """One call of one of these operators."""
 
+    def __init__(self, operator: Operator, full: Mapping[str, Any]) -> None:
+        super().__init__(operator, HOST, full)
+        self.of, self.mode = operator, full["cache_mode"]
 
-def infer_key_operator(
-    op: str, full: Mapping[str, Any]
-) -> list[tuple[tuple[Any, ...], torch.dtype]]:
-    """Caches as they are given, and new rows of all tokens, whatever ``is_output_kv`` says."""
-    bound = Binder(_OF[op], HOST, full)
-    for name, rank in (("kv", 4), ("gamma", 1), ("cos", 4)):
-        bound.rank(name, rank)
-    kv, lead = full["kv"], full["kv"].shape[:-1]
-    found = {
-        "k_pe": ((*lead, full["cos"].shape[-1]), kv.dtype),
-        "c_kv": ((*lead, full["gamma"].shape[0]), kv.dtype),
-    }
-    for name, argument in ARGUMENTS.items():
-        found[name] = tuple(full[argument].shape), full[argument].dtype
-    return [found[name] for name in _OF[op].results]
+    def check(self, soc: str, cann: str, values: bool) -> None:
+        if SINCE.get(soc) not in known_releases(cann):
+            expected = "A2, A3, or A5 from CANN 8.5 on"
+            self.refuse("soc", "soc", expected, f"{soc}, CANN {cann}")
+        self.check_tensors(soc)
+        self.check_sizes(soc, cann)
+        self.one_device()
+        self.caches(_CACHES)
+        if values:
+            self.check_values()
 
-
-class _Call(Binder):
-    """One call; every rule that fails raises ContractError."""
-
-    derived: ClassVar[Derived] = {"C+R": lambda dims: dims["C"] + dims["R"]}
+    def results(self) -> list[Result]:
+        """Caches as they are given, and new rows of all tokens, whatever ``is_output_kv`` says."""
+        for name, rank in (("kv", 4), ("gamma", 1), ("cos", 4)):
+            self.rank(name, rank)
+        full, lead, kind = self.full, self.full["kv"].shape[:-1], self.full["kv"].dtype
+        found: dict[str, Result] = {
+            "k_pe": ((*lead, full["cos"].shape[-1]), kind),
+            "c_kv": ((*lead, full["gamma"].shape[0]), kind),
+        }
+        for name, argument in ARGUMENTS.items():
+            found[name] = tuple(full[argument].shape), full[argument].dtype
+        return [found[name] for name in self.of.results]
 
     def check_tensors(self, soc: str) -> None:
-        full, mode = self.full, self.full["cache_mode"]
+        full, mode = self.full, self.mode
         self.pick("cache_mode", MODES, code="cache_mode.unknown")
         if full["v"] is not None:
             self.refuse("v", "v", "nothing: keys and values of one latent", "a tensor")
@@ -124,11 +112,11 @@ class _Call(Binder):
         kind = self.dtype("kv", torch.bfloat16, torch.float16)
         self.tensor("gamma", "C", kind)
         self.rank("cos", 4, where=", [B, 1, S, R]")
-        self.dims["R"] = full["cos"].shape[-1]
+        self.bind("R", full["cos"].shape[-1], "cos")
         self.tensor("kv", "B 1 S C+R", kind)
         rows = full["cos"].shape[2]
         for name in ("cos", "sin"):  # one row a sequence serves all of its tokens
-            self.tensor(name, "B 1 1 R" if type(rows) is int and rows == 1 else "B 1 S R", kind)
+            self.tensor(name, "B 1 1 R" if known(rows == 1) else "B 1 S R", kind)
         lead = "B 1 Scache" if mode == "Norm" else "BlockNum BlockSize 1"
         for name, (scale, width) in zip(_CACHES, SCALES.items(), strict=True):
             self.sizes(name, f"{lead} {width}")
@@ -146,33 +134,31 @@ class _Call(Binder):
     def check_sizes(self, soc: str, cann: str) -> None:
         dims, index = self.dims, self.full["index"]
         if soc != "A5":
-            self.within("C", "gamma", sizes_of("512"), f" on {soc}")
-            self.within("R", "cos", sizes_of("64"), f" on {soc}")
-        self.within("R", "cos", sizes_of("2../2"))
+            self.within("C", "512", f" on {soc}")
+            self.within("R", "64", f" on {soc}")
+        self.within("R", "2../2")
         for axis in dims:
-            self.within(axis, "kv", sizes_of("1.."))
-        paged = self.full["cache_mode"] != "Norm"
+            self.within(axis, "1..")
+        paged = self.mode != "Norm"
         blocks = -(-dims["S"] // dims["BlockSize"]) if paged else 0  # of one sequence
-        wanted = dims["B"] * (blocks if self.full["cache_mode"] in BLOCKS else dims["S"])
-        if type(wanted) is type(index.numel()) is int and index.numel() != wanted:
+        wanted = dims["B"] * (blocks if self.mode in BLOCKS else dims["S"])
+        if different(index.numel(), wanted):
             self.refuse("shape.index", "index", f"{wanted} slots", list(index.shape))
         if not paged:
             self.sizes("index", "B S")
             return
         step = 32 if torch.int8 in {self.full[name].dtype for name in _CACHES} else 16
-        self.within("BlockSize", "k_cache", sizes_of(f"{step}../{step}"))
+        self.within("BlockSize", f"{step}../{step}")
         needed = blocks * dims["B"]
         if cann == FROM_BLOCKS and type(needed) is int:
-            self.within(
-                "BlockNum", "k_cache", sizes_of(f"{needed}.."), ", which is B*ceil(S/BlockSize)"
-            )
+            self.within("BlockNum", f"{needed}..", ", which is B*ceil(S/BlockSize)")
 
     def check_values(self) -> None:
         """Each slot is a row of the cache, or negative, which skips the token; no row is written
         twice.
         """
         index, dims = self.readable("index"), self.dims
-        paged = self.full["cache_mode"] != "Norm"
+        paged = self.mode != "Norm"
         end = dims["BlockNum"] * dims["BlockSize"] if paged else dims["Scache"]
         for sequence in [index.reshape(-1)] if paged else index:
             self.rows("index", sequence, end, "rows below the cache's")

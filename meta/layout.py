@@ -41,9 +41,7 @@ def contiguous(tensor: Tensor) -> bool:
 def shares_memory(tensor: Tensor) -> bool:
     """Whether several elements of an expanded tensor are one, so that writing it means nothing."""
     axes = zip(tensor.shape, tensor.stride(), strict=True)
-    return any(
-        type(size) is type(stride) is int and size > 1 and stride == 0 for size, stride in axes
-    )
+    return any(known(size > 1) and known(stride == 0) for size, stride in axes)
 
 
 def writable(tensor: Tensor, *, first_axis_free: bool, ones_free: bool) -> bool:
@@ -61,17 +59,16 @@ def writable(tensor: Tensor, *, first_axis_free: bool, ones_free: bool) -> bool:
         expected: Any = 1
         for axis in reversed(range(len(sizes))):
             size, stride = sizes[axis], strides[axis]
-            one = type(size) is int and size == 1 and ones_free
-            known = type(stride) is type(expected) is int
-            larger = axis == 0 and first_axis_free and not (known and stride < expected)
+            one = ones_free and known(size == 1)
+            larger = axis == 0 and first_axis_free and not known(stride < expected)
             if different(stride, expected) and not one and not larger:
                 return False
             expected = expected * size
         return True
 
     # torch counts an axis of size 0 as one of size 1
-    of_new = [1 if type(size) is int and size == 0 else size for size in sizes]
-    empty = any(type(size) is int and size == 0 for size in sizes)
+    of_new = [1 if known(size == 0) else size for size in sizes]
+    empty = any(known(size == 0) for size in sizes)
     return as_of(sizes) or (empty and (ones_free or as_of(of_new)))
 
 

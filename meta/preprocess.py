@@ -3,25 +3,26 @@ results.
 
 Read from the operation's kernels (`mla_preprocess_mix_bf16.cce`, `mla_preprocess_mix.cce`), its
 host check and torch_npu's entry `MLAPreprocessAtb.cpp`. Axes: T tokens, H hidden, Q query rank, C
-KV rank, R rope head dim, D nope head dim, N heads, W = C+R+Q, U = N*(D+R). wdqkv holds, transposed,
-the columns ``[C | R | Q]`` of the down-projection.
+KV rank, R rope head dim, D nope head dim, N heads. wdqkv holds, transposed, the columns ``[C | R |
+Q]`` of the down-projection.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from mla_fusion.meta.binder import Binder, Derived
+from mla_fusion.meta.binder import Binder, Result
 from mla_fusion.meta.errors import known_name
-from mla_fusion.meta.layout import different
-from mla_fusion.meta.limits import known_releases, sizes_of
+from mla_fusion.meta.layout import different, known
+from mla_fusion.meta.limits import known_releases
 from mla_fusion.meta.prolog import Operator
 
 OP = "npu_mla_preprocess"
 HOST = "MlaPreprocess operation"
 SOCS = ("A2", "A3")
+DOWN, UP = "C+R+Q", "N*D+N*R"  # columns of the two projections
 EPSILON = 1e-6  # of its norms, whatever the caller passes: fixed in the kernel
 
 
@@ -55,15 +56,12 @@ ATB_HIDDEN = 7168  # the one hidden size of ATB's own kernel; others go to anoth
 CACHES = ("kv_cache", "kv_cache_rope")
 RESULTS = ("q_out0", "kv_cache_out0", "q_out1", "kv_cache_out1")
 
-_ARGUMENTS = (
-    "Tensor input, Tensor gamma0, Tensor beta0, Tensor wdqkv, Tensor descale0, Tensor gamma1, "
-    "Tensor beta1, Tensor wuq, Tensor descale1, Tensor gamma2, Tensor cos, Tensor sin, Tensor wuk, "
-    "Tensor kv_cache, Tensor kv_cache_rope, Tensor slotmapping, *, "
-    "Tensor? quant_scale0=None, Tensor? quant_offset0=None, Tensor? bias0=None, "
-    "Tensor? quant_scale1=None, Tensor? quant_offset1=None, Tensor? bias1=None, "
-    "Tensor? ctkv_scale=None, Tensor? q_nope_scale=None, "
-    "str? cache_mode=None, str? quant_mode=None"
-)
+_ARGUMENTS = """Tensor input, Tensor gamma0, Tensor beta0, Tensor wdqkv, Tensor descale0,
+Tensor gamma1, Tensor beta1, Tensor wuq, Tensor descale1, Tensor gamma2, Tensor cos, Tensor sin,
+Tensor wuk, Tensor kv_cache, Tensor kv_cache_rope, Tensor slotmapping, *,
+Tensor? quant_scale0=None, Tensor? quant_offset0=None, Tensor? bias0=None,
+Tensor? quant_scale1=None, Tensor? quant_offset1=None, Tensor? bias1=None,
+Tensor? ctkv_scale=None, Tensor? q_nope_scale=None, str? cache_mode=None, str? quant_mode=None"""
 ATB = Operator(f"{OP}({_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)", "atb", RESULTS)
 OPTIONAL = ATB.ge_inputs[len(ATB.required) :]
 # of the overload that writes its results into the caller's tensors, which it also returns
@@ -73,47 +71,45 @@ OUT_SCHEMA = (
 )
 
 
-def check_preprocess(op: str, soc: str, cann: str, values: bool, full: Mapping[str, Any]) -> Binder:
-    """`mla_fusion.meta.check` of ``npu_mla_preprocess``: structure, then the sizes the device
-    takes; ``full``: every argument by name.
-    """
-    known_releases(cann)
-    known_name("soc", soc, SOCS, source=HOST, op=op)
-    call = Call(full)
-    call.bind_tensors()
-    call.check_sizes()
-    call.one_device()
-    call.caches(CACHES)
-    if values:
-        call.check_slots()
-    return call
-
-
-class Call(Binder):
-    """One call; every rule that fails raises ContractError.
+class Preprocess(Binder):
+    """One call: structure, then the sizes that the device takes.
 
     A mode of None is its default; an optional tensor of shape [0] counts as not passed.
     """
 
-    derived: ClassVar[Derived] = {
-        "C+R": lambda dims: dims["C"] + dims["R"],
-        "C/32": lambda dims: dims["C"] // 32,
-        "C/16": lambda dims: dims["C"] // 16,
-        "R/16": lambda dims: dims["R"] // 16,
-        "W": lambda dims: dims["C"] + dims["R"] + dims["Q"],
-        "U": lambda dims: dims["N"] * (dims["D"] + dims["R"]),
-    }
-
     def __init__(self, full: Mapping[str, Any]) -> None:
         super().__init__(ATB, HOST, full)
         modes = {n: usual if full[n] is None else full[n] for n, usual in DEFAULTS.items()}
-        empty = {name: None for name in OPTIONAL if _is_empty(full[name])}
+        given = (name for name in OPTIONAL if full[name] is not None)
+        empty = {name: None for name in given if tuple(full[name].shape) == (0,)}
         self.full = {**full, **empty, **modes}
-        for name, known in (("cache_mode", CACHE_FORMS), ("quant_mode", QUANT_MODES)):
+        for name, names in (("cache_mode", CACHE_FORMS), ("quant_mode", QUANT_MODES)):
             if not isinstance(self.full[name], str):
                 self.refuse(f"{name}.unknown", name, "a str", repr(self.full[name]))
-            self.pick(name, known, code=f"{name}.unknown")
+            self.pick(name, names, code=f"{name}.unknown")
         self.form = CACHE_FORMS[self.full["cache_mode"]]
+
+    def check(self, soc: str, cann: str, values: bool) -> None:
+        known_releases(cann)
+        known_name("soc", soc, SOCS, source=HOST, op=self.op)
+        self.bind_tensors()
+        self.check_sizes()
+        self.one_device()
+        self.caches(CACHES)
+        if values:
+            self.check_slots()
+
+    def results(self) -> list[Result]:
+        """q_out0, kv_cache_out0, q_out1, kv_cache_out1; in mode 0 the third is empty."""
+        for name, ranks in (("input", (2,)), ("wuk", (3, 4)), ("gamma2", (1,)), ("cos", (2,))):
+            self.rank(name, *ranks)
+        full, whole = self.full, self.form.kr is None
+        lead, kind = (full["input"].shape[0], full["wuk"].shape[0]), full["input"].dtype
+        rank, rope = full["gamma2"].shape[0], full["cos"].shape[-1]
+        kv, kr = ((tuple(full[name].shape), full[name].dtype) for name in CACHES)
+        if whole:
+            return [((*lead, rank + rope), kind), kv, ((0,), kind), kr]
+        return [((*lead, rank), kv[1]), kv, ((*lead, rope), kind), kr]
 
     def bind_tensors(self) -> None:
         """Dtypes, presence and agreement of all shapes; `dims` holds the sizes of the axes."""
@@ -124,22 +120,24 @@ class Call(Binder):
         self._weight("wuk", "N D C", kind)
         quantised = full["wdqkv"].dtype == torch.int8
         weight = torch.int8 if quantised else kind
-        self._weight("wdqkv", "W H", weight)
-        self._weight("wuq", "U Q", weight)
+        self._weight("wdqkv", f"{DOWN} H", weight)
+        self._weight("wuq", f"{UP} Q", weight)
         # with float16 the low 32 bits of an int64 are the float32
         descale = torch.float32 if kind == torch.bfloat16 else torch.int64
-        self.tensor("descale0", "W", descale)
-        self.tensor("descale1", "U", descale)
+        self.tensor("descale0", DOWN, descale)
+        self.tensor("descale1", UP, descale)
         static = quantised and full["quant_mode"] == STATIC
-        rows: list[tuple[str, str, torch.dtype]] = []
-        for stage, width in (("0", "W"), ("1", "U")) if static else ():
-            scales = (f"quant_scale{stage}", "1", kind), (f"quant_offset{stage}", "1", torch.int8)
-            rows += [*scales, (f"bias{stage}", width, torch.int32)]
+        needed: list[tuple[str, str, torch.dtype]] = []
+        for stage, width in (("0", DOWN), ("1", UP)) if static else ():
+            needed += [
+                (f"quant_scale{stage}", "1", kind),
+                (f"quant_offset{stage}", "1", torch.int8),
+                (f"bias{stage}", width, torch.int32),
+            ]
         if form.int8:
-            rows += [("ctkv_scale", "1", kind), ("q_nope_scale", "N", kind)]
-        for name, shape, dtype in rows:
-            self.presence(name, True, f"with {full['quant_mode']}, {full['cache_mode']}")
-            self.tensor(name, shape, dtype)
+            needed += [("ctkv_scale", "1", kind), ("q_nope_scale", "N", kind)]
+        for row in needed:
+            self.tensor_if(True, f"with {full['quant_mode']}, {full['cache_mode']}", *row)
         if form.nz:
             self.dims["BlockSize"] = NZ_BLOCK
         self.tensor("kv_cache", form.kv, torch.int8 if form.int8 else kind)
@@ -167,16 +165,15 @@ class Call(Binder):
             expected = "krope_ctkv, int8_nzcache or nzcache: torch does not offer mode 0"
             self.refuse("cache_mode.torch", "cache_mode", expected, "kvcache")
         for row in _SIZES.strip().splitlines():
-            axis, argument, sizes = row.split()
-            self.within(axis, argument, sizes_of(sizes))
+            self.within(*row.split())
         # the kernel that takes other hidden sizes and unquantised weights knows one mode
-        other = type(hidden) is int and hidden != ATB_HIDDEN
+        other = different(hidden, ATB_HIDDEN)
         if other or full["wdqkv"].dtype != torch.int8:
             why = f" with H other than {ATB_HIDDEN} or weights that are not int8"
             self.pick("quant_mode", (STATIC,), why, "quant_mode.kernel")
         block = self.dims["BlockSize"]
-        if type(block) is not int or block != 256:
-            self.within("BlockSize", "kv_cache", sizes_of("1..128"), ", or 256")
+        if not known(block == 256):
+            self.within("BlockSize", "1..128", ", or 256")
 
     def check_slots(self) -> None:
         """slotmapping: -1 exactly skips a token, anything else is a row, each at most once."""
@@ -184,43 +181,23 @@ class Call(Binder):
         self.rows("slotmapping", slots, rows, "-1 or rows below BlockNum*BlockSize", -1)
 
 
-def _is_empty(value: Any) -> bool:
-    return value is not None and tuple(value.shape) == (0,)
-
-
-SHAPES = {
-    "input": "T H",
-    "gamma0": "H",
-    "beta0": "H",
-    "gamma1": "Q",
-    "beta1": "Q",
-    "gamma2": "C",
-    "cos": "T R",
-    "sin": "T R",
-}
-_SIZES = f"""
-Q  gamma1  1536
-C  gamma2  512
-R  cos     64
-D  wuk     128
-N  wuk     1..
-H  input   2048..8192/32
-T  input   1..{MAX_TOKENS}
+_SHAPES = """
+input   T H
+gamma0  H
+beta0   H
+gamma1  Q
+beta1   Q
+gamma2  C
+cos     T R
+sin     T R
 """
-
-
-def infer_preprocess(op: str, full: Mapping[str, Any]) -> list[tuple[tuple[Any, ...], torch.dtype]]:
-    """q_out0, kv_cache_out0, q_out1, kv_cache_out1; in mode 0 the third is empty."""
-    call = Call(full)
-    for name, ranks in (("input", (2,)), ("wuk", (3, 4)), ("gamma2", (1,)), ("cos", (2,))):
-        call.rank(name, *ranks)
-    tokens, heads, rank = full["input"].shape[0], full["wuk"].shape[0], full["gamma2"].shape[0]
-    rope, kind = full["cos"].shape[-1], full["input"].dtype
-    kv, kr = full["kv_cache"], full["kv_cache_rope"]
-    whole = call.form.kr is None
-    return [
-        ((tokens, heads, rank + rope if whole else rank), kind if whole else kv.dtype),
-        (tuple(kv.shape), kv.dtype),
-        ((0,) if whole else (tokens, heads, rope), kind),
-        (tuple(kr.shape), kr.dtype),
-    ]
+SHAPES = dict(row.split(maxsplit=1) for row in _SHAPES.strip().splitlines())
+_SIZES = f"""
+Q  1536
+C  512
+R  64
+D  128
+N  1..
+H  2048..8192/32
+T  1..{MAX_TOKENS}
+"""

@@ -22,8 +22,8 @@ class Operator:
     schema         ``name(arguments) -> (results)``
     version        as the limits of `mla_fusion.meta.limits` name it
     results        in torch's order
-    ge_results     in GE's, which names a written cache as it names the cache it reads: that marks a
-                   reference
+    ge_results     in GE's, by default torch's, which names a written cache as it names the cache it
+                   reads: that marks a reference
     functional     the operator that returns the caches which this one writes, its results being
                    this one's and then the caches; or ""
 
@@ -55,6 +55,7 @@ class Operator:
         defaults = {one.name: one.default_value for one in arguments if one.kwarg_only}
         vars(self).update(
             name=parsed.name,
+            ge_results=self.ge_results or self.results,
             required=tuple(one.name for one in arguments if not one.kwarg_only),
             defaults=defaults,
             ge_inputs=tuple(one.name for one in arguments if "Tensor" in str(one.type)),
@@ -74,16 +75,12 @@ class Operator:
 
 
 CACHES = ("kv_cache", "kr_cache")
-_WEIGHTS = (
-    "Tensor token_x, Tensor weight_dq, Tensor weight_uq_qr, Tensor weight_uk, "
-    "Tensor weight_dkv_kr, Tensor rmsnorm_gamma_cq, Tensor rmsnorm_gamma_ckv, Tensor rope_sin, "
-    "Tensor rope_cos"
-)
-_SCALES = (
-    "Tensor? dequant_scale_x=None, Tensor? dequant_scale_w_dq=None, "
-    "Tensor? dequant_scale_w_uq_qr=None, Tensor? dequant_scale_w_dkv_kr=None, "
-    "Tensor? quant_scale_ckv=None, Tensor? quant_scale_ckr=None, Tensor? smooth_scales_cq=None"
-)
+_WEIGHTS = """Tensor token_x, Tensor weight_dq, Tensor weight_uq_qr, Tensor weight_uk,
+Tensor weight_dkv_kr, Tensor rmsnorm_gamma_cq, Tensor rmsnorm_gamma_ckv, Tensor rope_sin,
+Tensor rope_cos"""
+_SCALES = """Tensor? dequant_scale_x=None, Tensor? dequant_scale_w_dq=None,
+Tensor? dequant_scale_w_uq_qr=None, Tensor? dequant_scale_w_dkv_kr=None,
+Tensor? quant_scale_ckv=None, Tensor? quant_scale_ckr=None, Tensor? smooth_scales_cq=None"""
 _NORM = 'float rmsnorm_epsilon_cq=1e-05, float rmsnorm_epsilon_ckv=1e-05, str cache_mode="PA_BSND"'
 _V1 = f"({_WEIGHTS}, Tensor cache_index, Tensor kv_cache, Tensor kr_cache, *, {_SCALES}, {_NORM})"
 _V3 = (
@@ -103,14 +100,12 @@ V1 = Operator(
     "v1",
     results=(*_QUERY, *CACHES),
     ge_type="MlaProlog",
-    ge_results=(*_QUERY, *CACHES),
 )
 V2 = Operator(
     f"npu_mla_prolog_v2{_V1} -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     "v2",
     results=(*V1.results, "dequant_scale_q_nope"),
     ge_type="MlaPrologV2",
-    ge_results=(*V1.results, "dequant_scale_q_nope"),
 )
 V3_FUNCTIONAL = Operator(
     f"npu_mla_prolog_v3_functional({_WEIGHTS}, Tensor kv_cache, Tensor kr_cache, *, "

@@ -5,42 +5,26 @@ types of attributes checked.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import cache
-from typing import Any, NamedTuple
+from functools import cache, partial
+from typing import Any
 
 import torch
 from mla_fusion.meta import preprocess
-from mla_fusion.meta.attention import ATTENTION, check_attention, infer_attention
-from mla_fusion.meta.binder import Binder
+from mla_fusion.meta.attention import ATTENTION, Attention
 from mla_fusion.meta.errors import ContractError, known_name
 from mla_fusion.meta.key_operator import OPERATORS as KEY_OPERATORS
-from mla_fusion.meta.key_operator import check_key_operator, infer_key_operator
-from mla_fusion.meta.preprocess import ATB, check_preprocess, infer_preprocess
-from mla_fusion.meta.prolog import PROLOGS, Operator
+from mla_fusion.meta.key_operator import KeyCall
+from mla_fusion.meta.preprocess import ATB, Preprocess
+from mla_fusion.meta.prolog import PROLOGS
 
-
-class Other(NamedTuple):
-    """An operator beside the prologue.
-
-    check   of (op, soc, cann, values, every argument by name): the call; raises ContractError
-    infer   of (op, every argument by name): shapes and dtypes of the results
-    """
-
-    operator: Operator
-    check: Callable[..., Binder]
-    infer: Callable[..., list[Any]]
-
-
-OTHERS = {
-    other.operator.name: other
-    for other in (
-        Other(ATTENTION, check_attention, infer_attention),
-        Other(ATB, check_preprocess, infer_preprocess),
-        *(Other(one, check_key_operator, infer_key_operator) for one in KEY_OPERATORS),
-    )
+# Operators beside the prologue: the `Binder` of a call, made of every argument by name. Its `check`
+# and `results` are `mla_fusion.meta.check` and `infer` of that operator.
+OTHERS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
+    ATTENTION.name: Attention,
+    ATB.name: Preprocess,
+    **{one.name: partial(KeyCall, one) for one in KEY_OPERATORS},
 }
-
-OPERATORS = PROLOGS | {name: other.operator for name, other in OTHERS.items()}
+OPERATORS = PROLOGS | {one.name: one for one in (ATTENTION, ATB, *KEY_OPERATORS)}
 ALIASES = {"mla_preprocess": preprocess.OP}  # ATB's operator without torch's prefix
 
 

@@ -6,13 +6,13 @@ No code decides here; `mla_fusion.meta.check` interprets the tables. Read from
 operator definitions `mla_prolog_v3_def.cpp`.
 
 Axes: T tokens (or B, S), He hidden, Hcq query rank, N heads, D nope dim, Dr rope dim, Hckv KV rank,
-BlockNum, BlockSize, Nkv, Dtile the width of a kv_cache row. "lead" in a shape stands for ``T`` or
+BlockNum, BlockSize, Nkv, Blocks of a sequence. "lead" in a shape stands for ``T`` or
 ``B S``, as token_x has them; "tokens" for T or B*S; "*" for any size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -102,7 +102,7 @@ INPUTS = (
     Input("weight_uk", "N D Hckv", ACTIVATION),
     Input("rope_sin", "lead Dr", ACTIVATION),
     Input("rope_cos", "lead Dr", ACTIVATION),
-    Input("weight_uq_qr", "Hcq N*(D+Dr)", "weight_uq_qr", nz=True),
+    Input("weight_uq_qr", "Hcq N*D+N*Dr", "weight_uq_qr", nz=True),
     Input("weight_dkv_kr", "He Hckv+Dr", "weight_dkv_kr", nz=True),
     Input("rmsnorm_gamma_cq", "Hcq", ACTIVATION),
     Input("rmsnorm_gamma_ckv", "Hckv", ACTIVATION),
@@ -112,13 +112,13 @@ _FULL = {name: ELEMENT for name in ("x", "weight_dq", "weight_uq_qr", "weight_dk
 _CHANNEL_SCALES = {
     "dequant_scale_x": "tokens 1",
     "dequant_scale_w_dq": "1 Hcq",
-    "dequant_scale_w_uq_qr": "1 N*(D+Dr)",
+    "dequant_scale_w_uq_qr": "1 N*D+N*Dr",
     "dequant_scale_w_dkv_kr": "1 Hckv+Dr",
 }
 BLOCK_SCALES = {
     "dequant_scale_x": "tokens He/32",
     "dequant_scale_w_dq": "Hcq He/32",
-    "dequant_scale_w_uq_qr": "N*(D+Dr) Hcq/32",
+    "dequant_scale_w_uq_qr": "N*D+N*Dr Hcq/32",
     "dequant_scale_w_dkv_kr": "Hckv+Dr He/32",
 }
 _SMOOTH = {"smooth_scales_cq": "1 Hcq"}
@@ -129,7 +129,7 @@ WEIGHT_MODES: Mapping[int, WeightMode] = {
         "weight_uq_qr int8",
         torch.int8,
         {**dict.fromkeys(_FULL, ACTIVATION), "weight_uq_qr": ELEMENT},
-        {"dequant_scale_w_uq_qr": "1 N*(D+Dr)"},
+        {"dequant_scale_w_uq_qr": "1 N*D+N*Dr"},
         _SMOOTH,
     ),
     2: WeightMode("full int8", torch.int8, _FULL, _CHANNEL_SCALES, _SMOOTH),
@@ -142,6 +142,7 @@ WEIGHT_MODES: Mapping[int, WeightMode] = {
 # formats
 CLIP_WEIGHT_MODES = (1, 2)
 
+TILED_ROW = "Hckv+2*Dr+4*Hckv/tile"  # bytes: the latent, the rope part, a float for each tile
 CACHE_QUANTS: Mapping[int, CacheQuant] = {
     0: CacheQuant("no quantisation", ACTIVATION, ACTIVATION, "Hckv"),
     1: CacheQuant(
@@ -163,7 +164,7 @@ CACHE_QUANTS: Mapping[int, CacheQuant] = {
         "per tile of 128",
         ELEMENT,
         None,
-        "Dtile",
+        TILED_ROW,
         {"k_nope_clip_alpha": "1"},
         repo_mode=1,
         cache_modes=("PA_BSND", "BSND", "TND"),
@@ -173,7 +174,7 @@ CACHE_QUANTS: Mapping[int, CacheQuant] = {
 QUANT_SCALE_CKV_ROW = "1 Hckv"
 
 _PAGED = "BlockNum BlockSize Nkv"
-_BLOCKWISE: Mapping[int, str | None] = {2: "*", 3: "B ceil(S/BlockSize)"}
+_BLOCKWISE: Mapping[int, str | None] = {2: "*", 3: "B Blocks"}
 CACHE_MODES: Mapping[str, CacheMode] = {
     "PA_BSND": CacheMode(_PAGED, {2: "lead", 3: "lead"}),
     "PA_NZ": CacheMode(_PAGED, {2: "lead", 3: "lead"}),
@@ -190,20 +191,4 @@ def named_dtypes(kv_cache_quant_mode: int) -> tuple[str, ...]:
     return tuple("token_x_dtype" if name == "x" else f"{name}_dtype" for name in quantised)
 
 
-def _nonzero(size: Any) -> Any:
-    """A BlockSize of 0 is refused by its own rule; until then it may not end a check in a
-    division.
-    """
-    return 1 if type(size) is int and size == 0 else size
-
-
-# sizes computed from the axes
-DERIVED: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
-    "N*(D+Dr)": lambda dims: dims["N"] * (dims["D"] + dims["Dr"]),
-    "Hckv+Dr": lambda dims: dims["Hckv"] + dims["Dr"],
-    "He/32": lambda dims: dims["He"] // 32,
-    "Hcq/32": lambda dims: dims["Hcq"] // 32,
-    "Dtile": lambda dims: dims["Hckv"] + 2 * dims["Dr"] + 4 * (dims["Hckv"] // dims["tile"]),
-    "ceil(S/BlockSize)": lambda dims: -(-dims["S"] // _nonzero(dims["BlockSize"])),
-}
 TILE_SIZE = 128

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from mla_fusion.meta.limits import known_releases, newest
-from mla_fusion.meta.spec import CACHE_QUANTS, WEIGHT_MODES
 
 _OLDEST = (
     ("CACHE_MODE", 4),
@@ -42,31 +41,18 @@ QUANT_NUMBERS: Mapping[str, Mapping[tuple[int, int], int]] = {
     "8.5": _numbered("0/0 1/0 1/2 2/0 2/1 1/3 2/3 3/0 3/1 3/3 4/0 4/1 5/0 5/1 4/3 5/3"),
 }
 CACHE_NUMBERS = {"BSND": 0, "TND": 0, "PA_BSND": 1, "PA_NZ": 2, "PA_BLK_BSND": 3, "PA_BLK_NZ": 4}
-_CACHES = (
-    "contiguous, a row for each token",
-    "paged, rows in ND",
-    "paged, blocks in FRACTAL_NZ",
-    "paged, an index for each block, rows in ND",
-    "paged, an index for each block, in FRACTAL_NZ",
-)
-EMPTY_TENSOR_MODES = (
-    "no empty tensor",
-    "kv_cache and kr_cache are empty: the query is computed, no cache is written",
-    "no tokens: nothing is computed, nothing is written",
-)
 TWO_VECTOR_CORES = 7  # of the numbers for how many vector cores go with a cube core
 DEQUANT_HEADS = 8  # int8 weights: from this N on, dequantisation runs beside the products
 SPLIT_SINCE, SPLIT_TOKENS, SPLIT_HE, SPLIT_HEADS = "9.1", 8192, (7168, 7680), 128
 
 
 class KeyField(NamedTuple):
-    """One field: its first and last bit, its value, and the meaning of that."""
+    """One field: its first and last bit, and its value."""
 
     low: int
     high: int
     name: str
     value: int
-    meaning: str
 
 
 @dataclass(frozen=True)
@@ -89,37 +75,25 @@ def tiling_key(
 ) -> TilingKey:
     """The key of a legal call with CANN ``cann``; ``lengths``: whether actual_seq_len is given."""
     tokens, heads = dims["tokens"], dims["N"]
-    empty = 2 if tokens == 0 else int(dims.get("BlockNum") == 0)
-    found = {
-        "EMPTY_TENSOR_MODE": (empty, EMPTY_TENSOR_MODES[empty]),
-        "ENABLE_ROPE": (1, "on: torch_npu always gives sin and cos"),
-        "CV_MODE": (TWO_VECTOR_CORES, "two vector cores to a cube core"),
+    values = {
+        "EMPTY_TENSOR_MODE": int(dims.get("BlockNum") == 0),
+        "ENABLE_ROPE": 1,
+        "CV_MODE": TWO_VECTOR_CORES,
     }
-    if empty != 2:
-        cache = CACHE_NUMBERS[cache_mode]
-        quant = f"{WEIGHT_MODES[wq].title}, cache {CACHE_QUANTS[kv].title}"
-        dequant = wq > 2 or (wq > 0 and heads >= DEQUANT_HEADS)
+    if tokens == 0:
+        values["EMPTY_TENSOR_MODE"] = 2
+    else:
         large = tokens >= SPLIT_TOKENS and dims["He"] in SPLIT_HE and heads == SPLIT_HEADS
-        split = wq == 3 and large and SPLIT_SINCE in known_releases(cann)
-        found |= {
-            "CACHE_MODE": (cache, f"{cache_mode}: {_CACHES[cache]}"),
-            "SCENARIO": (2, "quantised") if wq else (1, "not quantised"),
-            "QUANT_MODE": (
-                newest(QUANT_NUMBERS, cann)[wq, kv],
-                quant if wq else "unused: nothing is quantised",
-            ),
-            "ENABLE_DEQUANT_OPTIONAL": (
-                (1, "dequantised beside the products") if dequant else (0, "off")
-            ),
-            "ENABLE_GROUP_COMPUTE_OPTIONAL": (0, "off: it needs eight KV heads"),
-            "ACTUAL_SEQ_LEN_MODE": (
-                (1, "actual_seq_len is read") if lengths else (0, "no actual_seq_len")
-            ),
-            "SPLIT_M_MODE": (1, "split by tokens") if split else (0, "split by columns"),
+        values |= {
+            "CACHE_MODE": CACHE_NUMBERS[cache_mode],
+            "SCENARIO": 2 if wq else 1,
+            "QUANT_MODE": newest(QUANT_NUMBERS, cann)[wq, kv],
+            "ENABLE_DEQUANT_OPTIONAL": int(wq > 2 or (wq > 0 and heads >= DEQUANT_HEADS)),
+            "ACTUAL_SEQ_LEN_MODE": int(lengths),
+            "SPLIT_M_MODE": int(wq == 3 and large and SPLIT_SINCE in known_releases(cann)),
         }
     fields, low = [], 0
     for name, width in newest(LAYOUTS, cann):
-        of = found.get(name, (0, "unused: there are no tokens"))
-        fields.append(KeyField(low, low + width - 1, name, *of))
+        fields.append(KeyField(low, low + width - 1, name, values.get(name, 0)))
         low += width
     return TilingKey(tuple(fields))

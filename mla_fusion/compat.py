@@ -324,9 +324,14 @@ def guard(condition: Any) -> bool | None:
 
 def traced_with(size: Any, symbol: Any) -> int:
     """The number that a symbol of the size stood for when the graph was traced."""
-    env = size.node.shape_env
-    hints = env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val
-    return int(hints[symbol])
+    return int(_hints(size.node.shape_env)[symbol])
+
+
+def _hints(env: Any) -> dict[Any, Any]:
+    """Numbers by symbol, under a name by release."""
+    name = "backed_var_to_val" if hasattr(env, "backed_var_to_val") else "var_to_val"
+    found: dict[Any, Any] = getattr(env, name)
+    return found
 
 
 ModeT = TypeVar("ModeT", bound=FakeTensorMode)
@@ -359,8 +364,7 @@ def new_size(mode: FakeTensorMode, name: str, hint: int, largest: int) -> torch.
 
     env: Any = mode.shape_env
     symbol = sympy.Symbol(name, positive=True, integer=True)
-    hints = env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val
-    hints[symbol] = sympy.Integer(hint)
+    _hints(env)[symbol] = sympy.Integer(hint)
     env.var_to_range[symbol] = ValueRanges(2, largest)
     return torch.SymInt(SymNode(symbol, env, int, hint))
 

@@ -45,7 +45,7 @@ def descend(item: Found, config: Config, fit: Fit, reject: Reject) -> None:
             above = why  # what that code's remedy says is done: this is the reason now
         else:
             others.append(why)
-        if _is_final(why, config):
+        if config.skips(why.code) or why.code in ("skip", "pass.failed"):  # it is to be left alone
             below = ()
             break
     if not whole and not below:
@@ -77,8 +77,3 @@ def _halves(item: Found) -> tuple[KeyHalf, ...]:
     if not isinstance(item, Candidate):
         return (item,)
     return halves.of_whole(item)
-
-
-def _is_final(reason: Refuse, config: Config) -> bool:
-    """Is the prologue to be left alone, whatever could be done with it?"""
-    return config.skips(reason.code) or reason.code in ("skip", "pass.failed")

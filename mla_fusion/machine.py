@@ -7,12 +7,13 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 SOCS = ("A2", "A3", "A5")
 RELEASES = ("8.2", "8.3", "8.5", "9.0", "9.1", "latest")
 AUTO = "auto"
@@ -25,36 +26,34 @@ _target: ContextVar[str] = ContextVar("mla_fusion.machine", default=_ASSUMED[0])
 
 
 @contextmanager
-def compiling_for(soc: str) -> Iterator[None]:
-    """Inside, torch_npu answers questions about the chip as on this one, where there is none
-    (`mla_fusion.offline`).
-    """
-    token = _target.set(soc)
+def set_inside(variable: ContextVar[T], value: T) -> Iterator[None]:
+    """Inside, the variable has this value."""
+    token = variable.set(value)
     try:
         yield
     finally:
-        _target.reset(token)
+        variable.reset(token)
 
 
-def compiled_for() -> str:
-    return _target.get()
+def compiling_for(soc: str) -> AbstractContextManager[None]:
+    """Inside, torch_npu answers questions about the chip as on this one, where there is none
+    (`mla_fusion.offline`).
+    """
+    return set_inside(_target, soc)
+
+
+compiled_for = _target.get
 
 
 _ge: ContextVar[bool] = ContextVar("mla_fusion.ge", default=False)
 
 
-@contextmanager
-def for_ge(is_ge: bool) -> Iterator[None]:
+def for_ge(is_ge: bool) -> AbstractContextManager[None]:
     """Inside, the pass knows that GE is to run the graph, which takes contiguous inputs alone."""
-    token = _ge.set(is_ge)
-    try:
-        yield
-    finally:
-        _ge.reset(token)
+    return set_inside(_ge, is_ge)
 
 
-def is_for_ge() -> bool:
-    return _ge.get()
+is_for_ge = _ge.get
 
 
 @dataclass(frozen=True)

@@ -134,17 +134,10 @@ def has_hooks(module: torch.nn.Module, but_of: str = "") -> bool:
         return True
     if getattr(module, "_compiled_call_impl", None) is not None:
         return True
-    own = (
-        module._forward_hooks,
-        module._forward_pre_hooks,
-        module._backward_hooks,
-        module._backward_pre_hooks,
-    )
-    for hooks in own:
-        for hook in hooks.values():
-            if not but_of or not getattr(hook, "__module__", "").startswith(but_of):
-                return True
-    return any(getattr(_MODULE, name) for name in _HOOKS_OF_ALL)
+    own = (hook for kind in _HOOKS for hook in getattr(module, f"_{kind}_hooks").values())
+    if any(not but_of or not getattr(hook, "__module__", "").startswith(but_of) for hook in own):
+        return True
+    return any(getattr(_MODULE, f"_global_{kind}_hooks") for kind in _HOOKS)
 
 
 _MODULE = torch.nn.modules.module
@@ -152,6 +145,4 @@ _CALL, _CALL_IMPL = (
     torch.nn.Module.__call__,
     torch.nn.Module._call_impl,
 )  # as torch has them, whoever patches them later
-_HOOKS_OF_ALL = tuple(
-    f"_global_{kind}_hooks" for kind in ("forward", "forward_pre", "backward", "backward_pre")
-)
+_HOOKS = ("backward", "backward_pre", "forward", "forward_pre")

@@ -27,49 +27,65 @@ from mla_fusion.meta.key_operator import V2
 from mla_fusion.meta.preprocess import ATB, OUT_SCHEMA
 from mla_fusion.meta.prolog import PROLOGS, V3
 
-_SCATTER_PA = (
-    "Tensor key, Tensor value, Tensor{a} key_cache, Tensor{b} value_cache, Tensor slot_mapping, *, "
-    "Tensor? compress_lens=None, Tensor? compress_seq_offsets=None, Tensor? seq_lens=None, "
-    'str? cache_mode="PA_NZ"'
-)
-
 
 def _by_name(*schemas: str) -> dict[str, str]:
     return {text.partition("(")[0]: text for text in schemas}
 
 
+_OTHERS = """
+npu_rms_norm(Tensor input, Tensor gamma, float epsilon=1e-06) -> (Tensor, Tensor)
+
+npu_add_rms_norm(Tensor x1, Tensor x2, Tensor gamma, float epsilon=1e-06) \
+-> (Tensor, Tensor, Tensor)
+
+npu_interleave_rope(Tensor x, Tensor cos, Tensor sin) -> Tensor
+
+npu_rotary_mul(Tensor input, Tensor r1, Tensor r2, str rotary_mode='half', \
+Tensor? rotate=None) -> Tensor
+
+npu_transpose_batchmatmul(Tensor input, Tensor weight, *, Tensor? bias=None, \
+Tensor? scale=None, int[]? perm_x1=None, int[]? perm_x2=None, int[]? perm_y=None, \
+int? batch_split_factor=1) -> Tensor
+
+npu_scatter_nd_update(Tensor input, Tensor indices, Tensor updates) -> Tensor
+
+npu_scatter_nd_update_(Tensor(a!) input, Tensor indices, Tensor updates) -> Tensor(a!)
+
+npu_scatter_pa_kv_cache(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, \
+Tensor slot_mapping, *, Tensor? compress_lens=None, Tensor? compress_seq_offsets=None, \
+Tensor? seq_lens=None, str? cache_mode="PA_NZ") -> ()
+
+npu_scatter_pa_kv_cache_functional(Tensor key, Tensor value, Tensor key_cache, \
+Tensor value_cache, Tensor slot_mapping, *, Tensor? compress_lens=None, \
+Tensor? compress_seq_offsets=None, Tensor? seq_lens=None, str? cache_mode="PA_NZ") \
+-> (Tensor, Tensor)
+
+npu_dynamic_quant(Tensor input, *, Tensor? smooth_scales=None, Tensor? group_index=None, \
+int? dst_type=None, str quant_mode="pertoken", float dst_type_max=0.0) -> (Tensor, Tensor)
+
+npu_dynamic_mx_quant(Tensor input, *, int axis=-1, str round_mode="rint", int dst_type=296, \
+int block_size=32, int? scale_alg=0, float dst_type_max=0.0, float max_low_bound=0.0) \
+-> (Tensor, Tensor)
+
+npu_dynamic_block_quant(Tensor x, *, float min_scale=0.0, str round_mode="rint", \
+int dst_type=1, int row_block_size=1, int col_block_size=128, float dst_type_max=0.0) \
+-> (Tensor y, Tensor scale)
+
+npu_quantize(Tensor input, Tensor scales, Tensor? zero_points, int dtype, int axis=1, \
+bool div_mode=True) -> Tensor
+
+npu_quant_matmul(Tensor x1, Tensor x2, Tensor scale, *, Tensor? offset=None, \
+Tensor? pertoken_scale=None, Tensor? bias=None, int? output_dtype=None, int? x1_dtype=None, \
+int? x2_dtype=None, int? pertoken_scale_dtype=None, int? scale_dtype=None, \
+int[]? group_sizes=None, Tensor? y_scale=None) -> Tensor
+
+npu_format_cast(Tensor input, int acl_format, *, int? customize_dtype=None, \
+int? input_dtype=None) -> Tensor
+"""
 # exactly as torch_npu 2.13 defines them
 _NPU = _by_name(
     *(operator.schema for operator in (*PROLOGS.values(), *key_operator.OPERATORS)),
-    "npu_rms_norm(Tensor input, Tensor gamma, float epsilon=1e-06) -> (Tensor, Tensor)",
-    "npu_add_rms_norm(Tensor x1, Tensor x2, Tensor gamma, float epsilon=1e-06) "
-    "-> (Tensor, Tensor, Tensor)",
-    "npu_interleave_rope(Tensor x, Tensor cos, Tensor sin) -> Tensor",
-    "npu_rotary_mul(Tensor input, Tensor r1, Tensor r2, str rotary_mode='half', "
-    "Tensor? rotate=None) -> Tensor",
-    "npu_transpose_batchmatmul(Tensor input, Tensor weight, *, Tensor? bias=None, "
-    "Tensor? scale=None, int[]? perm_x1=None, int[]? perm_x2=None, int[]? perm_y=None, "
-    "int? batch_split_factor=1) -> Tensor",
-    "npu_scatter_nd_update(Tensor input, Tensor indices, Tensor updates) -> Tensor",
-    "npu_scatter_nd_update_(Tensor(a!) input, Tensor indices, Tensor updates) -> Tensor(a!)",
-    f"npu_scatter_pa_kv_cache({_SCATTER_PA.format(a='(a!)', b='(b!)')}) -> ()",
-    f"npu_scatter_pa_kv_cache_functional({_SCATTER_PA.format(a='', b='')}) -> (Tensor, Tensor)",
-    "npu_dynamic_quant(Tensor input, *, Tensor? smooth_scales=None, Tensor? group_index=None, "
-    'int? dst_type=None, str quant_mode="pertoken", float dst_type_max=0.0) -> (Tensor, Tensor)',
-    'npu_dynamic_mx_quant(Tensor input, *, int axis=-1, str round_mode="rint", int dst_type=296, '
-    "int block_size=32, int? scale_alg=0, float dst_type_max=0.0, float max_low_bound=0.0) "
-    "-> (Tensor, Tensor)",
-    'npu_dynamic_block_quant(Tensor x, *, float min_scale=0.0, str round_mode="rint", '
-    "int dst_type=1, int row_block_size=1, int col_block_size=128, float dst_type_max=0.0) "
-    "-> (Tensor y, Tensor scale)",
-    "npu_quantize(Tensor input, Tensor scales, Tensor? zero_points, int dtype, int axis=1, "
-    "bool div_mode=True) -> Tensor",
-    "npu_quant_matmul(Tensor x1, Tensor x2, Tensor scale, *, Tensor? offset=None, "
-    "Tensor? pertoken_scale=None, Tensor? bias=None, int? output_dtype=None, int? x1_dtype=None, "
-    "int? x2_dtype=None, int? pertoken_scale_dtype=None, int? scale_dtype=None, "
-    "int[]? group_sizes=None, Tensor? y_scale=None) -> Tensor",
-    "npu_format_cast(Tensor input, int acl_format, *, int? customize_dtype=None, "
-    "int? input_dtype=None) -> Tensor",
+    *_OTHERS.strip().split("\n\n"),
 )
 _BY_NAMESPACE = {"npu": _NPU, "atb": _by_name(ATB.schema, OUT_SCHEMA)}
 OPERATORS, ATB_OPERATORS = map(tuple, _BY_NAMESPACE.values())

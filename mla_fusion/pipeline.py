@@ -7,9 +7,10 @@ change at the very end.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from time import perf_counter
 
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.nn import Module
 
 from mla_fusion.commit import rewrite, transaction
@@ -40,7 +41,7 @@ from mla_fusion.report.store import keep
 
 log = logging.getLogger("mla_fusion")
 # made of the module whose graph is written, and of the graph that it is written after
-BuilderOf = type[GraphBuilder]
+BuilderOf = Callable[[GraphModule, Graph], GraphBuilder]
 
 
 def fuse(gm: GraphModule, config: Config | None = None) -> Report:
@@ -72,9 +73,9 @@ def run(
     boundary: bool = False,
     is_trial: bool = False,
 ) -> Report:
-    """One pass over ``gm``; ``builder`` is the kind that makes the graph's changes, None for none:
-    ``boundary`` then says whether to judge as if a wrapper stood around the graph, as that of
-    ``mf.backend`` does. ``is_trial``: no graph that runs is made, so no report is kept, and nothing
+    """One pass over ``gm``; ``builder`` makes what writes the graph's changes, None: nothing is
+    changed. ``boundary``: a wrapper stands around the graph, as that of ``mf.backend`` does.
+    ``is_trial``: no graph that runs is made, so no report is kept, and nothing
     is logged of prologues that were not fused.
 
     Either all of it succeeds, or ``gm`` stays as it is: a defect of the pass is reported as
@@ -91,9 +92,7 @@ def run(
         # A compiler calls with its fake mode on; probes are real tensors.
         for_chip = compiling_for(config.machine.soc)
         with without_modes(), for_chip, on_the_cpu(), threads(1) as usual:
-            report = _all_or_nothing(
-                gm, config, builder, usual, builder.has_boundary if builder else boundary
-            )
+            report = _all_or_nothing(gm, config, builder, usual, boundary)
     report.nodes_before = nodes
     report.timings["total"] = perf_counter() - started
     report.nodes_after = len(gm.graph.nodes)

@@ -16,17 +16,6 @@ from importlib import metadata
 from mla_fusion import compat
 from mla_fusion._autoload import torch_npu_installed
 
-SCHEMAS = {
-    "absent": "no npu_mla_prolog_v3: this package defines it, on CPU alone",
-    "no dtypes": "npu_mla_prolog_v3 without its five dtype arguments",
-    "whole": "npu_mla_prolog_v3 and its functional form, as in 2.13.0",
-}
-TORCHAIRS = {
-    "absent": "no hook before its passes, no npugraph_ex, no converter of v3",
-    "old": "a hook and a converter of v3, no npugraph_ex",
-    "whole": "a hook, a converter of v3, npugraph_ex",
-}
-
 
 @dataclass(frozen=True)
 class Release:
@@ -38,29 +27,39 @@ class Release:
     torch: str
     schema: str
     torchair: str
-    tested: bool = False
+    tested: bool
 
     @property
     def works(self) -> bool:
         return self.torchair == "whole"
 
 
-RELEASES = (
-    Release("2.6.0", "2.6.0+cpu", "absent", "absent"),
-    Release("2.6.0.post5", "2.6.0+cpu", "no dtypes", "old"),
-    Release("2.7.1", "2.7.1+cpu", "absent", "absent", tested=True),
-    Release("2.7.1.post11", "2.7.1+cpu", "whole", "whole", tested=True),
-    Release("2.8.0", "2.8.0+cpu", "absent", "absent", tested=True),
-    Release("2.8.0.post5", "2.8.0+cpu", "no dtypes", "whole", tested=True),
-    Release("2.9.0", "2.9.0+cpu", "no dtypes", "old", tested=True),
-    Release("2.9.0.post9", "2.9.0+cpu", "whole", "whole", tested=True),
-    Release("2.9.1", "2.9.1+cpu", "no dtypes", "whole"),
-    Release("2.10.0", "2.10.0+cpu", "no dtypes", "whole"),
-    Release("2.10.0.post7", "2.10.0+cpu", "whole", "whole", tested=True),
-    Release("2.11.0.post3", "2.11.0+cpu", "whole", "whole", tested=True),
-    Release("2.12.0.post3", "2.12.0", "whole", "whole", tested=True),
-    Release("2.13.0", "2.13.0", "whole", "whole", tested=True),
-    Release("2.14.0", "2.14.0", "whole", "whole", tested=True),
+def _release(row: str) -> Release:
+    torch_npu, torch, schema, torchair, *tested = re.split(" {2,}", row)
+    return Release(torch_npu, torch, schema, torchair, bool(tested))
+
+
+RELEASES = tuple(
+    map(
+        _release,
+        """\
+2.6.0         2.6.0+cpu   absent     absent
+2.6.0.post5   2.6.0+cpu   no dtypes  old
+2.7.1         2.7.1+cpu   absent     absent  tested
+2.7.1.post11  2.7.1+cpu   whole      whole   tested
+2.8.0         2.8.0+cpu   absent     absent  tested
+2.8.0.post5   2.8.0+cpu   no dtypes  whole   tested
+2.9.0         2.9.0+cpu   no dtypes  old     tested
+2.9.0.post9   2.9.0+cpu   whole      whole   tested
+2.9.1         2.9.1+cpu   no dtypes  whole
+2.10.0        2.10.0+cpu  no dtypes  whole
+2.10.0.post7  2.10.0+cpu  whole      whole   tested
+2.11.0.post3  2.11.0+cpu  whole      whole   tested
+2.12.0.post3  2.12.0      whole      whole   tested
+2.13.0        2.13.0      whole      whole   tested
+2.14.0        2.14.0      whole      whole   tested
+""".splitlines(),
+    )
 )
 
 _NUMBERS = re.compile(r"v?(\d+)\.(\d+)(?:\.(\d+))?")

@@ -70,7 +70,7 @@ def _test(slots: torch.Tensor, rows: int, name: str, skips: bool) -> None:
     order = slots.argsort(stable=True)
     again = (slots[order][1:] == slots[order][:-1]).nonzero()
     if len(again):
-        first, second = (int(token) for token in order[int(again[0]) : int(again[0]) + 2])
+        first, second = order[int(again[0]) :][:2].tolist()
         raise SlotError(
             f"slot {int(slots[first])} is given to token {first} and to token {second} of one "
             f"write to {name}, "
@@ -121,13 +121,13 @@ class Adapted:
         # until the bytes that it names are known: once weights have been packed
         self.weights = Weights([item for item in self.adaptors if isinstance(item, Packed)])
         self._unsettled = report if self.weights.wanted else None
-        self._same = items([item.position for item in self.adaptors if isinstance(item, Same)])
         self._viewed = [item for item in self.adaptors if isinstance(item, Viewed)]
-        kinds = [Same, Packed, Viewed]
-        order = sorted(range(len(self.adaptors)), key=lambda i: kinds.index(type(self.adaptors[i])))
-        self._arrange = None  # what is put together by kind stands in the graph's order
-        if order != sorted(order):
-            self._arrange = items(sorted(range(len(order)), key=order.__getitem__))
+        made = [*self.weights.wanted, *self._viewed]
+        places = {id(item): place - len(made) for place, item in enumerate(made)}
+        # the caller's arguments, and from the end what is made of them
+        self._pick = items(
+            [item.position if isinstance(item, Same) else places[id(item)] for item in adaptors]
+        )
 
     def __call__(self, *args: Any) -> Any:
         for check in self.checks:
@@ -136,14 +136,10 @@ class Adapted:
 
     def inputs(self, args: Sequence[Any]) -> Sequence[Any]:
         """The inputs of the compiled graph."""
-        made = (
-            *self._same(args),
-            *self.weights.of(args),
-            *[viewed(args) for viewed in self._viewed],
-        )
+        made = *args, *self.weights.of(args), *[viewed(args) for viewed in self._viewed]
         if self._unsettled is not None:
             self._settle(self._unsettled, args)
-        return made if self._arrange is None else self._arrange(made)
+        return self._pick(made)
 
     def _settle(self, report: Report, args: Sequence[Any]) -> None:
         """What was added shows in the first call: tied weights look like any other while

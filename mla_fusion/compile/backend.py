@@ -98,10 +98,10 @@ class Backend:
             _package(
                 mode, "no tensor lies on an NPU, so the graph runs by the CPU reference kernel"
             )
-            return self._with_cpu(gm, inputs, given)
+            return counting(self._with_cpu(gm, inputs, given), inputs)
         ignored = "the compiler_config given to mla_fusion.backend holds the mode"
         package = _package(mode, ignored if self.compiler_config is not None else "")
-        return self._with_torchair(gm, inputs, given, package)
+        return counting(self._with_torchair(gm, inputs, given, package), inputs)
 
     @property
     def keywords(self) -> Any:
@@ -118,13 +118,12 @@ class Backend:
 
         from mla_fusion.compat import aot_autograd
 
-        name, fused = naming(gm), list[Fusion]()
+        name = naming(gm)
 
         def infer(graph: GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
             name(graph)
             with store.into(self.report):
-                report, _, wrap = fuse_with_boundary(graph, examples, config, inputs)
-            fused.extend(report.fused)
+                _, _, wrap = fuse_with_boundary(graph, examples, config, inputs)
             return wrap(graph.forward)
 
         def decline(graph: GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
@@ -140,7 +139,7 @@ class Backend:
         }
         compile_with_aot = aot_autograd(**compilers, keep_inference_input_mutations=True)
         compiled: Callable[..., Any] = compile_with_aot(gm, inputs)
-        return counting(compiled, inputs) if fused else compiled
+        return compiled
 
     def _with_torchair(
         self, gm: GraphModule, inputs: Sequence[Any], config: Config, mode: str
@@ -152,17 +151,16 @@ class Backend:
         chosen = self.compiler_config or torchair_bridge.compiler_config(mode)
         compile_further = torchair_bridge.package(mode).get_compiler(chosen)
 
-        name, fused = naming(gm), list[Fusion]()
+        name = naming(gm)
 
         def infer(graph: GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
             name(graph)
             with store.into(self.report):
-                report, examples, wrap = fuse_for_torchair(graph, examples, config, inputs, chosen)
-            fused.extend(report.fused)
+                _, examples, wrap = fuse_for_torchair(graph, examples, config, inputs, chosen)
             return wrap(compile_further(graph, examples))
 
         compiled: Callable[..., Any] = torchair_bridge.backend(mode, chosen, infer)(gm, [*inputs])
-        return counting(compiled, inputs) if fused else compiled
+        return compiled
 
 
 class NotSaved(AttributeError, RuntimeError):
@@ -207,14 +205,13 @@ def _package(mode: str | None, why_not: str = "") -> str:
     if mode is None or mode == "default":
         return "ge"
     if why_not or mode not in _PACKAGES:
-        _warn_once(mode, why_not or f"there are {', '.join(_PACKAGES)}")
+        why_not = why_not or f"there are {', '.join(_PACKAGES)}"
+        _warn_once("torch.compile(mode=%r) has no effect: %s", mode, why_not)
         return "ge"
     return _PACKAGES[mode]
 
 
-@cache
-def _warn_once(mode: str, why: str) -> None:
-    log.warning("torch.compile(mode=%r) has no effect: %s", mode, why)
+_warn_once = cache(log.warning)
 
 
 def _configured(config: Config, options: Mapping[str, Any]) -> Config:

@@ -53,8 +53,6 @@ class _Unpackable(Exception):
 class BoundaryBuilder(GraphBuilder):
     """Moves packing and viewing out of the graph: what they make becomes an input of its own."""
 
-    has_boundary = True
-
     def __init__(
         self, gm: GraphModule, source: Graph, config: Config, as_on_npu: bool = False
     ) -> None:
@@ -158,12 +156,11 @@ class BoundaryBuilder(GraphBuilder):
             cache = self.copies[original]
             for user in list(cache.users):
                 if word(user) == "copy_" and user.args[0] is cache:
-                    result = user.args[1]
-                    source = (
-                        result.args[0] if isinstance(result, Node) and is_reshape(result) else None
-                    )
-                    if isinstance(source, Node) and same_shape(shape_of(source), shape_of(viewed)):
-                        user.args = (viewed, source)
+                    result: Any = user.args[1]
+                    if not is_reshape(result):
+                        continue
+                    if same_shape(shape_of(result.args[0]), shape_of(viewed)):
+                        user.args = (viewed, result.args[0])
 
     def _program(
         self, recipe: Recipe, leaves: Sequence[Node]
@@ -248,17 +245,10 @@ class BoundaryBuilder(GraphBuilder):
             else:  # nobody reads it any more
                 self.gm.graph.erase_node(node)
 
-    @property
-    def bytes_packed(self) -> int:
-        """Of packed weights that are not views of their parameters, and of known size."""
-        return sum(
-            one.value.nbytes
-            for one in self.packed_weights()
-            if not one.is_view and not has_symbols(one.value.shape)
-        )
-
     def packed_weights(self) -> Iterator[PackedWeight]:
-        for node, made in self._packed():
+        for node, made in self.made_outside.items():
+            if not isinstance(made, Packed):
+                continue
             value, places = node.meta["val"], made.positions
             name = re.sub(r"^packed_|_\d+$", "", str(node.target))
             sources = [self._originals[place].meta["val"] for place in places]
@@ -268,14 +258,10 @@ class BoundaryBuilder(GraphBuilder):
             only = sources[0] if len(sources) == 1 and isinstance(sources[0], Tensor) else None
             yield PackedWeight(name, made, value, only, is_view)
 
-    def _packed(self) -> list[tuple[Node, Packed]]:
-        """The new inputs that are packed weights."""
-        made = self.made_outside.items()
-        return [(node, item) for node, item in made if isinstance(item, Packed)]
-
     def uncounted(self, given: Sequence[Any]) -> int:
         """Of how many tensors that weights are packed of torch does not count changes."""
-        places = {place for _, made in self._packed() for place in made.positions if given}
+        weights = self.packed_weights() if given else ()
+        places = {place for weight in weights for place in weight.packed.positions}
         held = (given[place] for place in places)
         return sum(isinstance(one, Tensor) and one.is_inference() for one in held)
 
@@ -296,13 +282,7 @@ class _PackingBuilder(GraphBuilder):
         self, gm: GraphModule, copies: dict[Node, Node], fake_mode: Any, as_on_npu: bool
     ) -> None:
         super().__init__(gm)
-        self._as_on_npu = as_on_npu
-        self._copies = {copy.name: copy for copy in gm.graph.nodes}
-        self._names = {node: copy.name for node, copy in copies.items()}
-        self._fake_mode = fake_mode
-
-    def value(self, node: Node) -> Node:
-        return self._copies[self._names[node]]
+        self._as_on_npu, self.copies, self._fake_mode = as_on_npu, copies, fake_mode
 
     def device_type(self, value: Node) -> str:
         """``mf.prepack`` lays weights out on a CPU as on an NPU: what that does to a model can be
@@ -350,7 +330,12 @@ def fuse_with_boundary(
     if config.updates != "every call" and (count := builder.uncounted(given)):
         report.notes += (_UNCOUNTED.format(count),)
         _warn_once(report.notes[-1])
-    report.bytes_added = builder.bytes_packed
+    # views of their parameters add none
+    report.bytes_added = sum(
+        one.value.nbytes
+        for one in builder.packed_weights()
+        if not one.is_view and not has_symbols(one.value.shape)
+    )
     store.save(report)
     adaptors, checks = builder.adaptors, tuple(builder.slot_checks.values())
     return report, builder.examples, lambda run: Adapted(run, adaptors, report, checks)
@@ -373,12 +358,11 @@ def _fused(
     mark_numbers(gm, given)
     made: list[BoundaryBuilder] = []
 
-    class Builder(BoundaryBuilder):
-        def __init__(self, gm: GraphModule, source: Graph) -> None:
-            super().__init__(gm, source, config, as_on_npu=is_trial)
-            made.append(self)
+    def build(work: GraphModule, source: Graph) -> BoundaryBuilder:
+        made.append(BoundaryBuilder(work, source, config, as_on_npu=is_trial))
+        return made[-1]
 
-    report = run(gm, config, Builder, is_trial=is_trial)
+    report = run(gm, config, build, boundary=True, is_trial=is_trial)
     return report, made[-1] if report.fused else None
 
 

@@ -8,10 +8,9 @@ torchair is needed, or touched.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -115,7 +114,8 @@ def trace(
     def on_graph(gm: GraphModule, inputs: Inputs) -> Callable[..., Any]:
         return cast("Callable[..., Any]", backend(gm, in_tracing_mode(inputs)))
 
-    with _fresh_dynamo(), quiet_fakes(), torch.no_grad():
+    torch.compiler.reset()  # no code of the caller's is reused, and none is left behind
+    with quiet_fakes(), torch.no_grad():
         compiled = torch.compile(
             target, backend=on_graph, fullgraph=True, dynamic=True if dynamic else None
         )
@@ -125,6 +125,8 @@ def trace(
             return
         except (Unsupported, TorchRuntimeError) as error:
             raise CaptureError(f"{_name(module_or_fn)} {_why(str(error))}") from error
+        finally:
+            torch.compiler.reset()
     raise CaptureError(f"{_name(module_or_fn)} holds no tensor operation, so there is no graph")
 
 
@@ -166,13 +168,3 @@ def _why(text: str) -> str:
 
 def _name(target: Any) -> str:
     return getattr(target, "__qualname__", None) or type(target).__name__
-
-
-@contextlib.contextmanager
-def _fresh_dynamo() -> Iterator[None]:
-    """Keep code compiled here apart from the user's: no cache is reused, none is left behind."""
-    torch.compiler.reset()
-    try:
-        yield
-    finally:
-        torch.compiler.reset()

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from mla_fusion.compat import FakeTensorMode, copy_marks, storage_id
+from mla_fusion.compat import FakeTensorMode, copy_marks, storage_id, tree_leaves
 from mla_fusion.compile.dynamo import remember_numbers
 
 
@@ -66,13 +66,10 @@ class Relocation:
     def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         fake = self._fake(tensor.detach())
         if isinstance(tensor, torch.nn.Parameter):
-            fake = torch.nn.Parameter(fake, requires_grad=tensor.requires_grad)
-        else:
-            fake.requires_grad_(tensor.requires_grad)
-        copy_marks(tensor, fake)
-        if isinstance(tensor, torch.nn.Parameter):
+            fake = torch.nn.Parameter(fake, requires_grad=False)
             remember_numbers(tensor, fake)
-        return fake
+        copy_marks(tensor, fake)
+        return fake.requires_grad_(tensor.requires_grad)
 
     def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
         """A fake tensor over the fake counterpart of this tensor's storage."""
@@ -94,20 +91,12 @@ class Relocation:
         """A deep copy for which the memo already holds every tensor, so that none is copied."""
         memo: dict[int, Any] = {}
         for part in module.modules():
-            self._remember_tensors(vars(part), memo)
+            for value in tree_leaves(vars(part)):
+                if isinstance(value, torch.Tensor):
+                    memo[id(value)] = self(value)
         for buffer in module.buffers():
             remember_numbers(buffer, self(buffer))
         return copy.deepcopy(module, memo)
-
-    def _remember_tensors(self, value: Any, memo: dict[int, Any]) -> None:
-        if isinstance(value, torch.Tensor):
-            memo[id(value)] = self(value)
-        elif isinstance(value, dict):
-            for item in value.values():
-                self._remember_tensors(item, memo)
-        elif isinstance(value, (list, tuple)):
-            for item in value:
-                self._remember_tensors(item, memo)
 
     def _function(self, function: types.FunctionType) -> Callable[..., Any]:
         before = function.__closure__ or ()

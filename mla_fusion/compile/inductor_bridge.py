@@ -31,13 +31,8 @@ _PASSES = "torch._inductor.custom_graph_pass"
 
 
 def pass_class() -> type:
-    """The class that Inductor asks its custom passes to be of; ``object`` where this torch has
-    none.
-    """
-    try:
-        base: type = import_module(_PASSES).CustomGraphPass
-    except (ImportError, AttributeError):
-        return object
+    """The class that Inductor asks its custom passes to be of."""
+    base: type = import_module(_PASSES).CustomGraphPass
     return base
 
 
@@ -62,10 +57,7 @@ def noops() -> frozenset[Any]:
     """The operators that Inductor's pass over such that change nothing takes out; torchair has that
     pass too.
     """
-    try:
-        return frozenset(import_module("torch._inductor.fx_passes.post_grad").noop_registry)
-    except (ImportError, AttributeError):
-        return frozenset()
+    return frozenset(import_module("torch._inductor.fx_passes.post_grad").noop_registry)
 
 
 def finish(graph: Graph) -> None:

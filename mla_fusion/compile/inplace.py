@@ -43,19 +43,14 @@ def write_in_place(graph: Graph) -> int:
     return sum(_write_in_place(graph, *found) for found in _functional_calls(graph))
 
 
-def write_buffers_in_place(graph: Graph) -> int:
-    """The same for calls with a cache that is made in the graph: torchair sees to the others; how
-    many.
-    """
-    found = [one for one in _functional_calls(graph) if any(map(_is_buffer, one[2].values()))]
-    return sum(_write_in_place(graph, *one) for one in found)
-
-
 def ready_to_run(graph: Graph) -> int:
-    """Both of what npugraph_ex needs of a graph with calls of kernels; how many nodes were
+    """What npugraph_ex needs of a graph with calls of kernels: returned copies that stay, and calls
+    in place on caches that are made in the graph (torchair sees to the others). How many nodes were
     changed.
     """
-    return keep_returned_copies(graph) + write_buffers_in_place(graph)
+    kept = keep_returned_copies(graph)
+    found = [one for one in _functional_calls(graph) if any(map(_is_buffer, one[2].values()))]
+    return kept + sum(_write_in_place(graph, *one) for one in found)
 
 
 def keep_returned_copies(graph: Graph) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import gc
 import json
 from dataclasses import asdict, dataclass
-from textwrap import fill
+from textwrap import wrap
 from typing import Any
 
 from torch import Tensor, nn
@@ -74,23 +74,18 @@ class Prepacked:
     def __str__(self) -> str:
         done = "would be laid out" if self.is_plan else "laid out"
         copies = sum(row.kind != "view" for row in self.rows)
+        before, after = size(self.bytes_before), size(self.bytes_after)
         lines = [f"prepack: {self.laid_out} of {len(self.rows)} packed weights {done}"]
         if not self.laid_out:
             lines.append("  nothing to change: what can be a view of its packed weight is one")
-        lines.append(
-            f"  parameters and buffers   {size(self.bytes_before)} before, "
-            f"{size(self.bytes_after)} after"
-        )
-        lines.append(f"  peak over the end        {size(self.peak_over_end)}")
-        lines.append(
-            f"  copies at the first call {size(self.bytes_copied)}, of {copies} packed weights"
-        )
+        lines += [
+            f"  parameters and buffers   {before} before, {after} after",
+            f"  peak over the end        {size(self.peak_over_end)}",
+            f"  copies at the first call {size(self.bytes_copied)}, of {copies} packed weights",
+        ]
         for row in self.rows:
             lines.append(f"  {row.kind}  {row.name}: {row.weight}, {size(row.bytes)}")
-            if row.reason:
-                lines.append(
-                    fill(row.reason, _WIDTH, initial_indent=" " * 8, subsequent_indent=" " * 8)
-                )
+            lines += [f"        {line}" for line in wrap(row.reason, _WIDTH - 8)]
         return "\n".join(lines)
 
 
@@ -123,16 +118,16 @@ def prepack(model: nn.Module, *example_inputs: Any, config: Config | None = None
     is_plan = any(
         parameter.is_meta or isinstance(parameter, FakeTensor) for parameter in model.parameters()
     )
-    before, ours = _bytes(model), _Held(model)
+    before = _bytes(model)
     rows = list[PrepackedWeight]()
     for weight in weights:
-        kind, reason = _settled(weight, ours, is_plan)
+        kind, reason = _settled(weight, model, is_plan)
         name, held = " + ".join(weight.packed.names), weight.value.nbytes
         rows.append(PrepackedWeight(name, weight.name, kind, held, reason))
     moved = [row.bytes for row in rows if row.kind == "view" and not row.reason]
     if not is_plan:
         names = {name for weight in weights for name in weight.packed.names}
-        owners = [owner for owner in map(ours.owner, names) if owner is not None]
+        owners = [owner for name in names if (owner := _owner(model, name)) is not None]
         for owner in owners:
             pin(*owner)
         follow(model, {module for module, _ in owners})
@@ -164,39 +159,26 @@ def _why(report: Report) -> str:
     return "\n".join(["Looked for:", *report.absent])
 
 
-class _Held:
-    """A model's parameters and buffers, by name: the module that holds each, and the other names
-    that it has.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._owners: dict[str, tuple[nn.Module, str]] = {}
-        self._names: dict[int, list[str]] = {}
-        for path, module in model.named_modules(remove_duplicate=False):
-            for within, held in (*module._parameters.items(), *module._buffers.items()):
-                if held is not None:
-                    name = f"{path}.{within}" if path else within
-                    self._owners[name] = module, within
-                    self._names.setdefault(id(held), []).append(name)
-
-    def owner(self, name: str, like: Tensor | None = None) -> tuple[nn.Module, str] | None:
-        """Of what has this name, and the shape and dtype of another where one is given."""
-        found = self._owners.get(name)
-        if like is None or found is None:
-            return found
-        held = own(*found)
-        same = held is not None and (held.shape, held.dtype) == (like.shape, like.dtype)
-        return found if same else None
-
-    def why_left(self, name: str, owner: tuple[nn.Module, str] | None) -> str:
-        """Why a parameter is not to be moved, as far as the model tells."""
-        if owner is None or owner[1] not in owner[0]._parameters:
-            return "it is not a parameter of a module of this model"
-        tied = [other for other in self._names[id(own(*owner))] if other != name]
-        return f"it is tied to {', '.join(tied)}" if tied else ""
+def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str] | None:
+    """The module that holds the parameter or buffer of this name, and its name there."""
+    path, _, within = name.rpartition(".")
+    try:
+        module = model.get_submodule(path)
+    except AttributeError:
+        return None
+    return (module, within) if own(module, within) is not None else None
 
 
-def _settled(weight: PackedWeight, ours: _Held, is_plan: bool) -> tuple[str, str]:
+def _why_left(model: nn.Module, name: str, held: Tensor | None) -> str:
+    """Why a parameter is not to be moved, as far as the model tells."""
+    if not isinstance(held, nn.Parameter):
+        return "it is not a parameter of a module of this model"
+    every = model.named_parameters(remove_duplicate=False)
+    tied = [other for other, one in every if one is held and other != name]
+    return f"it is tied to {', '.join(tied)}" if tied else ""
+
+
+def _settled(weight: PackedWeight, model: nn.Module, is_plan: bool) -> tuple[str, str]:
     """The kind of a row, and the reason; a view without one is a parameter that was moved."""
     made, parameter = weight.packed, weight.parameter
     if parameter is None:
@@ -209,10 +191,13 @@ def _settled(weight: PackedWeight, ours: _Held, is_plan: bool) -> tuple[str, str
             return "view", _LIES
         return "copy", "its columns are a part of the parameter, padded, or in another order"
     (name,) = made.names
-    owner = ours.owner(name, parameter)
+    owner = _owner(model, name)
+    held = own(*owner) if owner is not None else None
+    if held is None or (held.shape, held.dtype) != (parameter.shape, parameter.dtype):
+        owner = held = None
     if owner is not None and is_laid_out(*owner):
         return "view", "it was laid out before"
-    reason = ours.why_left(name, owner)
+    reason = _why_left(model, name, held)
     if owner is not None and not reason and not is_plan:
         reason = lay_out(*owner, made.program, back)
     if weight.is_view:

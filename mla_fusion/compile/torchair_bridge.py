@@ -19,7 +19,7 @@ import torch
 from torch.fx import GraphModule
 
 from mla_fusion import releases
-from mla_fusion.compat import DispatchKey, OpOverload, ge_converter
+from mla_fusion.compat import DispatchKey, ge_converter
 from mla_fusion.compile import offline
 from mla_fusion.converters import registry
 
@@ -37,18 +37,11 @@ class Compiled:
 
 
 def package(mode: str = "ge") -> Any:
-    """The compiler module of a mode: torchair's, or npugraph_ex's where torch_npu has that
-    package.
-    """
+    """The compiler module of a mode: torchair's, or npugraph_ex's."""
     _prepare()
-    if mode == "npugraph_ex":
-        try:
-            import_module("npugraph_ex")
-            return import_module("npugraph_ex.npu_fx_compiler")
-        except ImportError:
-            pass  # before it was split out, torchair itself had this mode
-    import_module("torchair")
-    return import_module("torchair.npu_fx_compiler")
+    name = "npugraph_ex" if mode == "npugraph_ex" else "torchair"
+    import_module(name)  # one that is loaded lazily has no submodules before
+    return import_module(f"{name}.npu_fx_compiler")
 
 
 @cache
@@ -70,16 +63,12 @@ def _prepare() -> None:
 
 def compiler_config(mode: str = "ge") -> Any:
     """A fresh ``CompilerConfig`` for a mode."""
-    module = package(mode)
-    config = module.CompilerConfig()
-    if mode == "npugraph_ex" and module.__name__.startswith("torchair"):
-        config.mode = "reduce-overhead"
-    return config
+    return package(mode).CompilerConfig()
 
 
-def default_decompositions(mode: str = "ge") -> dict[Any, Any]:
+def default_decompositions() -> dict[Any, Any]:
     """The decompositions that torchair hands to AOT autograd."""
-    return dict(package(mode)._get_merged_decompositions(compiler_config(mode), {}))
+    return dict(package()._get_merged_decompositions(compiler_config(), {}))
 
 
 def backend(
@@ -116,29 +105,8 @@ def compile_graph(mode: str, config: Any, gm: GraphModule, inputs: list[Any]) ->
     )
 
 
-def refused_operators(gm: GraphModule) -> list[str]:
-    """The operators of a graph that torchair cannot convert to GE, each once, in order.
-
-    torchair declares a converter for most of ATen, and many of them do nothing but raise
-    NotImplementedError.
-    """
-    refused = dict.fromkeys(
-        str(node.target)
-        for node in gm.graph.nodes
-        if node.op == "call_function"
-        and isinstance(node.target, OpOverload)
-        and not has_converter(node.target)
-    )
-    return list(refused)
-
-
 def has_converter(target: Any) -> bool:
     """Whether torchair can convert calls of ``target``."""
-    converter = converter_of(target)
-    return converter is not None and not registry.only_raises(converter)
-
-
-def converter_of(target: Any) -> Callable[..., Any] | None:
-    """The FX to GE converter registered for an operator overload, or None."""
     package("ge")
-    return ge_converter(target)
+    converter = ge_converter(target)
+    return converter is not None and not registry.only_raises(converter)

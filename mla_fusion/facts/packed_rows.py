@@ -18,8 +18,9 @@ from mla_fusion.fx.shrink import Shrink
 from mla_fusion.fx.sizes import same
 from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import reached, users
+from mla_fusion.meta.binder import size_of
 from mla_fusion.meta.number_formats import FP8, HIFLOAT8, INT8
-from mla_fusion.meta.spec import DERIVED, TILE_SIZE
+from mla_fusion.meta.spec import TILE_SIZE, TILED_ROW
 from mla_fusion.operators.known import dtype_of, shape_of
 from mla_fusion.prove import evaluate, field
 from mla_fusion.prove.evaluate import Evaluation
@@ -60,7 +61,7 @@ def find(
     """The packed rows made of ``latent`` (c_kv) and ``key`` (k_pe), or None; ``element``: of a
     tile.
     """
-    width = DERIVED["Dtile"]({"Hckv": latent.width, "Dr": key.width, "tile": TILE_SIZE})
+    width = size_of(TILED_ROW, {"Hckv": latent.width, "Dr": key.width, "tile": TILE_SIZE})
     found = _rows_of_bytes(latent.node, width, element)
     if found is None or latent.width % TILE_SIZE:
         return None

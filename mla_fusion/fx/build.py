@@ -60,9 +60,6 @@ class Builder(ABC):
     def constant(self, numbers: Sequence[int], like: Any) -> Any:
         """The numbers as a tensor on the device of ``like``."""
 
-    #: does a wrapper stand around the graph, so that an input can be viewed before the call?
-    has_boundary = False
-
     def cache(self, node: Node, shape: Sequence[Any]) -> Any:
         """A cache in the kernel's shape."""
         return self.reshape(self.value(node), shape)

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
+from mla_fusion.meta.binder import size_of
 from mla_fusion.meta.number_formats import BLOCK, NumberFormat
-from mla_fusion.meta.spec import ACTIVATION, CACHE_QUANTS, DERIVED, ELEMENT, HIFLOAT8, WEIGHT_MODES
+from mla_fusion.meta.spec import ACTIVATION, CACHE_QUANTS, ELEMENT, HIFLOAT8, WEIGHT_MODES
 
 _NUMBERED = ("token_x", "weight_dq", "weight_uq_qr", "weight_dkv_kr")
 
@@ -39,7 +40,7 @@ def scales(mode: int, dims: Mapping[str, Any]) -> dict[str, tuple[tuple[Any, ...
     shapes = {name: text.split() for name, text in weights.required.items()}
     return {
         name: (
-            tuple(DERIVED[axis](dims) if axis in DERIVED else dims[axis] for axis in axes),
+            tuple(size_of(axis, dims) for axis in axes),
             weights.scale_dtype,
         )
         for name, axes in shapes.items()

@@ -15,8 +15,8 @@ the same on all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mla_fusion.meta import SOCS
+from mla_fusion.machine import SOCS, set_inside
 from mla_fusion.meta.errors import known_name
 from mla_fusion.reference import hifloat8, quantize
 
@@ -62,8 +62,10 @@ def _int8_product(x: Tensor, weight: Tensor, token: Tensor, channel: Tensor) -> 
 
 def _int8_dynamic(rounded: Rounding) -> Quantise:
     def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
-        scaled, scale = quantize.dynamic_scale(x)
-        return rounded(scaled), scale.float()
+        """``x * (127 / m)`` and ``m / 127``, with ``m = max|x|`` over the last axis (kept)."""
+        maximum = quantize.peak(x)
+        limit = torch.full_like(maximum, 127.0)
+        return rounded(x * (limit / maximum)), (maximum / limit).float()
 
     return quantise
 
@@ -121,13 +123,13 @@ HIFLOAT8 = _scaled(hifloat8.encode, hifloat8.decode, hifloat8.MAXIMUM)
 # -- int8, A5
 
 
-def _int8_product_a5(x: Tensor, weight: Tensor, token: Tensor, channel: Tensor) -> Tensor:
-    return _int8_product(x, weight, channel, token)
-
-
 _INT8_DYNAMIC_A5 = _dynamic(quantize.to_int8, 127.0)
 INT8_A5 = Format(
-    _int8_product_a5, _INT8_DYNAMIC_A5, _INT8_DYNAMIC_A5, quantize.to_int8, quantize.per_tile
+    lambda x, weight, token, channel: _int8_product(x, weight, channel, token),
+    _INT8_DYNAMIC_A5,
+    _INT8_DYNAMIC_A5,
+    quantize.to_int8,
+    quantize.per_tile,
 )
 
 
@@ -144,14 +146,6 @@ def _mx_product(x: Tensor, weight: Tensor, token: Tensor, channel: Tensor) -> Te
     return (x.float() * _spread(token)) @ (weight.float() * _spread(channel).t())
 
 
-def bfloat16_half_away(x: Tensor) -> Tensor:
-    """float32 values rounded to bfloat16, half-way cases away from zero (CAST_ROUND); finite
-    input.
-    """
-    bits = x.float().contiguous().view(torch.int32) + 0x8000
-    return (bits & -0x10000).view(torch.float32)
-
-
 def mx_quant(x: Tensor) -> tuple[Tensor, Tensor]:
     """``(fp8, e8m0 [.., n/32])``: block exponent ``max(exponent field of max|x|, 8) - 8``
     (`vf_dynamic_quant.h`).
@@ -159,7 +153,9 @@ def mx_quant(x: Tensor) -> tuple[Tensor, Tensor]:
     The input is rounded to bfloat16 first. A block of zeros has scale code 0, one with inf or NaN
     0xFF.
     """
-    rounded = bfloat16_half_away(x)
+    # to bfloat16, half-way cases away from zero (CAST_ROUND)
+    bits = x.float().contiguous().view(torch.int32) + 0x8000
+    rounded = (bits & -0x10000).view(torch.float32)
     blocks = rounded.unflatten(-1, (x.shape[-1] // _MX_BLOCK, _MX_BLOCK))
     field = (blocks.abs().contiguous().view(torch.int32) >> 23).amax(-1)
     code = torch.where(field == 0xFF, field, field.clamp(min=8) - 8)
@@ -178,8 +174,7 @@ _BY_CHIP["A3"] = _BY_CHIP["A2"]
 _current = ContextVar("mla_fusion.reference.chip", default="A3")
 
 
-@contextmanager
-def chip(soc: str) -> Iterator[None]:
+def chip(soc: str) -> AbstractContextManager[None]:
     """Reference kernels called inside round as ``soc`` ("A2", "A3", "A5") does; outside they round
     as A3.
 
@@ -188,11 +183,7 @@ def chip(soc: str) -> Iterator[None]:
     (see above); the formats that only A5 has are the same inside and outside.
     Raises ContractError ``soc``.
     """
-    token = _current.set(known_name("soc", soc, SOCS))
-    try:
-        yield
-    finally:
-        _current.reset(token)
+    return set_inside(_current, known_name("soc", soc, SOCS))
 
 
 def format_of(weight_quant_mode: int, soc: str | None = None) -> Format | None:

@@ -33,16 +33,13 @@ def _magnitude(code: int) -> float:
     """The value of the lower seven bits."""
     for prefix, length, d in _PREFIXES:
         if code >> (7 - length) == prefix:
-            mantissa_bits = 7 - length - d
-            field = code >> mantissa_bits & ((1 << d) - 1)
-            exponent = 0
-            if d:
-                exponent = (1 << (d - 1)) | (field & ((1 << (d - 1)) - 1))
-                exponent = -exponent if field >> (d - 1) else exponent
-            mantissa = code & ((1 << mantissa_bits) - 1)
-            if exponent == 15 and mantissa == 1:
+            steps = 1 << (7 - length - d)  # of the mantissa
+            field, mantissa = divmod(code % (steps << d), steps)
+            leading = (1 << d) >> 1  # the field's highest bit is the sign
+            exponent = leading | field & (leading - 1)
+            if exponent == 15 and mantissa == 1 and not field & leading:
                 return float("inf")
-            return 2.0**exponent * (1 + mantissa / (1 << mantissa_bits))
+            return 2.0 ** (-exponent if field & leading else exponent) * (1 + mantissa / steps)
     return 2.0 ** (code - 23) if code else 0.0
 
 

@@ -21,10 +21,10 @@ from mla_fusion.reference.quantize import to_int8
 
 @kernel(V2)
 def npu_kv_rmsnorm_rope_cache_v2(call: Any) -> tuple[Tensor, ...]:
-    """``(k_embed [B, N, S, Dk], y [B, N, S, Dv])``; writes ``RoPE(kv[..., Dv:])`` and
+    """``(k_embed [B, 1, S, Dk], y [B, 1, S, Dv])``; writes ``RoPE(kv[..., Dv:])`` and
     ``RMSNorm(kv[..., :Dv])``.
 
-    ``kv [B, N, S, Dv + Dk]``, ``gamma [Dv]``, ``cos``/``sin`` ``[B, 1, S or 1, Dk]``. Everything is
+    ``kv [B, 1, S, Dv + Dk]``, ``gamma [Dv]``, ``cos``/``sin`` ``[B, 1, S or 1, Dk]``. Everything is
     float32 inside; the cache rows are cast (or multiplied by their scale, offset added, rounded and
     saturated to int8) once. ``index``: "Norm" ``[B, S]``, a position in the batch's own cache ``[B,
     N, S_max, *]``; "PA", "PA_BNSD", "PA_NZ" ``[B*S]``, a slot; "PA_BLK_*"
@@ -80,8 +80,8 @@ _ROUNDED = {torch.int8: to_int8, torch.float8_e4m3fn: to_fp8, torch.uint8: hiflo
 
 
 def _write(target: Tensor, new: Tensor, index: Tensor, cache_mode: str, argument: str) -> None:
-    """Write ``new [B, N, S, W]`` into one cache; a token's row is its N heads side by side."""
-    batch, heads, length, width = new.shape
+    """Write ``new [B, 1, S, W]`` into one cache."""
+    batch, _, length, width = new.shape
     if cache_mode == "Norm":
         chosen = index.reshape(batch, length)
         b, s = (chosen >= 0).nonzero(as_tuple=True)
@@ -93,9 +93,5 @@ def _write(target: Tensor, new: Tensor, index: Tensor, cache_mode: str, argument
         block, offset = cache.block_slots(blocks, torch.Size((batch, length)), None, block_size)
     else:
         block, offset = cache.token_slots(index, block_size)
-    rows = new.transpose(1, 2).reshape(batch * length, heads, width)
-    for head in range(heads):
-        one = target[:, :, head : head + 1]
-        cache.write_paged(
-            one, block, offset, rows[:, head], nz=cache_mode.endswith("NZ"), argument=argument
-        )
+    rows, nz = new.reshape(batch * length, width), cache_mode.endswith("NZ")
+    cache.write_paged(target, block, offset, rows, nz=nz, argument=argument)

@@ -36,10 +36,8 @@ def npu_transpose_batchmatmul(
     """
     if bias is not None or scale is not None:
         raise ValueError("npu_transpose_batchmatmul: bias and scale have no CPU kernel")
-    if list(perm_y or (1, 0, 2)) != [1, 0, 2]:
-        raise ValueError(
-            f"npu_transpose_batchmatmul: perm_y is [1, 0, 2], not {list(perm_y or ())}"
-        )
+    if perm_y and list(perm_y) != [1, 0, 2]:
+        raise ValueError(f"npu_transpose_batchmatmul: perm_y is [1, 0, 2], not {list(perm_y)}")
     left = input.permute(*(perm_x1 or (0, 1, 2)))
     right = weight.permute(*(perm_x2 or (0, 1, 2)))
     y = matmul(left, right).transpose(0, 1)
@@ -78,16 +76,11 @@ def npu_scatter_pa_kv_cache(
 
     Raises ValueError for any other ``cache_mode`` than "Norm" and for compressed sequences.
     """
-    mode = options.get("cache_mode", "PA_NZ")
+    mode = options.pop("cache_mode", "PA_NZ")
     if mode != "Norm":
         raise ValueError(f"cache_mode {mode!r} is not emulated, only 'Norm'")
-    given = [
-        name
-        for name in ("compress_lens", "compress_seq_offsets", "seq_lens")
-        if options.get(name) is not None
-    ]
-    if given:
-        raise ValueError(f"{', '.join(given)}: compressed sequences are not emulated")
+    if any(given is not None for given in options.values()):
+        raise ValueError(f"{', '.join(options)}: compressed sequences are not emulated")
     for rows, cache in ((key, key_cache), (value, value_cache)):
         cache.view(-1, *cache.shape[2:])[slot_mapping.to(torch.int64)] = rows
 

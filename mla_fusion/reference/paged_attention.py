@@ -19,9 +19,8 @@ from mla_fusion.meta.attention import (
     CAUSAL_AT_THE_END,
     FLOATS,
     NO_MASK,
-    OP,
+    Attention,
     axes_of,
-    check_attention,
 )
 from mla_fusion.reference.numerics import working_dtype
 
@@ -111,7 +110,7 @@ def npu_fused_infer_attention_score_v2(
     """
     full = {**ATTENTION.defaults, "query": query, "key": key, "value": value, **options}
     wide = (*FLOATS, torch.float32, torch.float64)
-    check_attention(OP, "A3", "latest", True, full, wide)
+    Attention(full, wide).check("A3", "latest", True)
     mode = full["sparse_mode"]
     if mode not in (NO_MASK, CAUSAL_AT_THE_END):
         raise ValueError(f"{ATTENTION.name}: the CPU kernel has no sparse_mode {mode}")

@@ -37,7 +37,7 @@ def mla_preprocess(given: Any) -> tuple[Tensor, ...]:
     without norm, quantisation or descale, and the second norm adds no beta1 (the operation's own
     test, `test_mla_preprocess_aclnn.py`). Raises ContractError.
     """
-    call = contract.Call(vars(given))
+    call = contract.Preprocess(vars(given))
     call.bind_tensors()
     call.check_slots()
     full, form, kind = call.full, call.form, given.input.dtype
@@ -46,10 +46,10 @@ def mla_preprocess(given: Any) -> tuple[Tensor, ...]:
         hidden, beta1_or_none = rms_norm_bias(given.input, given.gamma0, given.beta0), given.beta1
     else:  # what is not quantised is not normed either
         hidden, beta1_or_none = given.input.float(), None
-    down = linear(hidden, weight_to_nd(given.wdqkv), given.descale0, static_scales(full, "0"), kind)
+    down = linear(full, hidden, "wdqkv", "0")
     ckv, k_rope, c_q = down.split((c, r, q), -1)
     q_norm = rms_norm_bias(c_q, given.gamma1, beta1_or_none)
-    up = linear(q_norm, weight_to_nd(given.wuq), given.descale1, static_scales(full, "1"), kind)
+    up = linear(full, q_norm, "wuq", "1")
     q_nope, q_rope = up.unflatten(-1, (n, d + r)).split((d, r), -1)
     # [N, D, C], of FRACTAL_NZ storage [N, C/16, D, 16] too
     wuk = given.wuk if given.wuk.dim() == 3 else given.wuk.transpose(1, 2).flatten(2)
@@ -84,37 +84,25 @@ def rms_norm_bias(x: Tensor, gamma: Tensor, beta: Tensor | None) -> Tensor:
     return normed if beta is None else normed + beta.float()
 
 
-def static_scales(full: Mapping[str, Any], stage: str) -> tuple[Tensor, Tensor, Tensor] | None:
-    """(scale, offset, bias) of a stage that quantises per tensor; None otherwise, whatever else was
-    passed.
+def linear(full: Mapping[str, Any], normed: Tensor, name: str, stage: str) -> Tensor:
+    """Quantise, multiply by the weight [n, k] (or its FRACTAL_NZ storage [1, k/C0, n, C0])
+    transposed, dequantise, and round to the input's dtype.
+
+    Per tensor: ``int8(x * (1/scale) + offset)``, int32 bias, descale per channel. Per token:
+    ``scale = max|x|/127``, descale per channel times scale. A weight of the activation dtype is
+    multiplied as it is.
     """
-    if full["quant_mode"] != "per_tensor_quant_asymm":
-        return None
-    return full["quant_scale" + stage], full["quant_offset" + stage], full["bias" + stage]
-
-
-def linear(
-    normed: Tensor,
-    weight: Tensor,
-    descale: Tensor,
-    static: tuple[Tensor, Tensor, Tensor] | None,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Quantise, multiply by ``weight`` [n, k] transposed, dequantise, and round to ``dtype``.
-
-    ``static``, scale, offset and bias: ``int8(x * (1/scale) + offset)``, int32 bias, descale per
-    channel. Without: dynamic per token, ``scale = max|x|/127``, descale per channel times scale. A
-    weight of the activation dtype is multiplied as it is.
-    """
+    weight, channel, dtype = full[name], full[f"descale{stage}"], full["input"].dtype
+    if weight.dim() == 4:
+        weight = weight[0].transpose(0, 1).flatten(1)
     if weight.dtype != torch.int8:
         return matmul(normed.to(dtype), weight.t())
-    channel = descale
-    if descale.dtype != torch.float32:  # of float16: int64 whose low 32 bits are the float32
-        channel = descale.contiguous().view(torch.int32)[::2].contiguous().view(torch.float32)
-    if static is not None:
-        scale, offset, bias = static
-        quantised = to_int8(normed * (1.0 / scale.float()) + offset.float())
-        total = quantize.int8_matmul(quantised, weight.t()) + bias
+    if channel.dtype != torch.float32:  # of float16: int64 whose low 32 bits are the float32
+        channel = channel.contiguous().view(torch.int32)[::2].contiguous().view(torch.float32)
+    if full["quant_mode"] == contract.STATIC:
+        scale, offset = full[f"quant_scale{stage}"].float(), full[f"quant_offset{stage}"].float()
+        quantised = to_int8(normed * (1.0 / scale) + offset)
+        total = quantize.int8_matmul(quantised, weight.t()) + full[f"bias{stage}"]
         return (total.float() * channel).to(dtype)
     scale = normed.abs().amax(-1, keepdim=True) / 127.0
     quantised = to_int8(normed * (1.0 / scale))
@@ -126,13 +114,6 @@ def to_int8(x: Tensor) -> Tensor:
     row: 0.
     """
     return x.to(torch.float16).nan_to_num(nan=0.0).clamp(-128, 127).round().to(torch.int8)
-
-
-def weight_to_nd(weight: Tensor) -> Tensor:
-    """[n, k] from FRACTAL_NZ storage [1, k/C0, n, C0]; a 2-D weight is returned as it is."""
-    if weight.dim() == 2:
-        return weight
-    return weight[0].transpose(0, 1).flatten(1)
 
 
 def scatter(target: Tensor, rows: Tensor, slots: Tensor, *, nz: bool) -> None:

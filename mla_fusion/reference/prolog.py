@@ -72,9 +72,7 @@ def npu_mla_prolog_v3(call: Any) -> tuple[Tensor, ...]:
 
     cq = projection(form, x, w_dq, call.dequant_scale_x, call.dequant_scale_w_dq)
     # its rounding is the query_norm of the unquantised kernel (`service_rms_norm_arch22.h`)
-    normed = rms_norm(
-        cq, call.rmsnorm_gamma_cq, float(call.rmsnorm_epsilon_cq), float(call.qc_qr_scale)
-    )
+    normed = rms_norm(cq, call.rmsnorm_gamma_cq, call.rmsnorm_epsilon_cq, call.qc_qr_scale)
     if form is None:
         c_q, scale_c_q = normed.to(activation), torch.empty(0, dtype=torch.float32)
     else:
@@ -102,9 +100,7 @@ def npu_mla_prolog_v3(call: Any) -> tuple[Tensor, ...]:
 
     both = projection(form, x, w_dkv_kr, call.dequant_scale_x, call.dequant_scale_w_dkv_kr)
     ckv, kr = both.split((hckv, dr), -1)
-    ckv = rms_norm(
-        ckv, call.rmsnorm_gamma_ckv, float(call.rmsnorm_epsilon_ckv), float(call.kc_scale)
-    )
+    ckv = rms_norm(ckv, call.rmsnorm_gamma_ckv, call.rmsnorm_epsilon_ckv, call.kc_scale)
     kr = interleave_rope(kr, cos, sin, activation)
     if call.kv_cache_quant_mode == 0:
         ckv = ckv.to(activation)

@@ -38,14 +38,7 @@ def to_int8_through_half(x: Tensor) -> Tensor:
 
 def peak(x: Tensor) -> Tensor:
     """``max|x|`` over the last axis (kept)."""
-    return x.abs().amax(-1, keepdim=True) if x.numel() else x.new_zeros(*x.shape[:-1], 1)
-
-
-def dynamic_scale(x: Tensor) -> tuple[Tensor, Tensor]:
-    """``(x * (127 / m), m / 127)`` with ``m = max|x|`` over the last axis (kept)."""
-    maximum = peak(x)
-    limit = torch.full_like(maximum, 127.0)
-    return x * (limit / maximum), maximum / limit
+    return x.abs().amax(-1, keepdim=True)
 
 
 def per_tile(x: Tensor, alpha: Tensor, tile: int) -> tuple[Tensor, Tensor]:

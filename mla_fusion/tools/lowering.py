@@ -181,7 +181,13 @@ def lower(
 
 
 def _explained(mode: str, gm: GraphModule, error: Exception) -> LoweringError:
-    refused = torchair_bridge.refused_operators(gm) if mode == "ge" else []
+    # torchair declares a converter for most of ATen, and many of them only raise
+    called = (node.target for node in gm.graph.nodes if isinstance(node.target, OpOverload))
+    refused = dict.fromkeys(
+        str(target)
+        for target in called
+        if mode == "ge" and not torchair_bridge.has_converter(target)
+    )
     message = f"torchair failed on this graph: {type(error).__name__}: {_first_line(error)}"
     if refused:
         message = f"torchair has no GE converter for {', '.join(refused)}"

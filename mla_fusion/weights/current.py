@@ -101,7 +101,7 @@ class Current:
         self,
         uses: Sequence[tuple[Packed, Entry]],
         args: Sequence[Any],
-        before: Current | None = None,
+        before: Current | None,
     ) -> None:
         self.entries = tuple(entry for _, entry in uses)
         self._numbers: dict[int, Any] = {}
@@ -118,8 +118,7 @@ class Current:
         counted = {at: each.source for at, each in sources.items() if at[1] is not None}
         self._of = items([position for position, _ in sources])
         self._pointers = [each.source.pointer for each in sources.values()]
-        all_count = len(counted) == len(sources)
-        self._counted = None if all_count else items([position for position, _ in counted])
+        self._counted = items([position for position, _ in counted])
         self._versions = [source.version for source in counted.values()]
         self._watched = tuple(each for each in sources.values() if len(each.source.content))
         self._in_full = any(entry.updates == "every call" for entry in self.entries)
@@ -142,8 +141,7 @@ class Current:
             tensors = self._of(args)
             if list(map(Tensor.data_ptr, tensors)) != self._pointers:
                 return False
-            counted = tensors if self._counted is None else self._counted(args)
-            if list(map(version_of, counted)) != self._versions:
+            if list(map(version_of, self._counted(args))) != self._versions:
                 return False
         except (RuntimeError, TypeError):  # fake, or made under inference mode; no tensor
             return False

@@ -51,8 +51,7 @@ def refresh(model: nn.Module) -> int:
         raise TypeError(
             f"refresh takes the module whose parameters have changed, got a {type(model).__name__}"
         )
-    moved = sum(prepack.put_back(module) for module in model.modules())
-    return moved + cache.renew(plain(_held(model)))
+    return _refresh([*model.modules()])
 
 
 def release(parameters: Iterable[Tensor] | nn.Module) -> int:
@@ -131,13 +130,14 @@ def _refreshing(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _refresh(modules: Sequence[nn.Module], changed: Iterable[Tensor] = ()) -> None:
-    """What was made of the ``changed`` tensors, and of those that the modules themselves hold."""
-    for module in modules:
-        prepack.put_back(module)
+def _refresh(modules: Sequence[nn.Module], changed: Iterable[Tensor] = ()) -> int:
+    """What was made of the ``changed`` tensors, and of those that the modules themselves hold; how
+    many.
+    """
+    moved = sum(map(prepack.put_back, modules))
     own = (each for module in modules for each in _held(module, recurse=False))
     every = (each for model in list(_MODELS) for each in _held(model))
-    cache.renew(plain([*changed, *own]), lambda: plain(every))
+    return moved + cache.renew(plain([*changed, *own]), lambda: plain(every))
 
 
 def _held(module: nn.Module, recurse: bool = True) -> list[Tensor]:

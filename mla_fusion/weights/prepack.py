@@ -160,8 +160,7 @@ def own(module: nn.Module, name: str) -> Tensor | None:
 
 def is_laid_out(module: nn.Module, name: str) -> bool:
     """Whether :func:`lay_out` has done this parameter, and it has stayed where it was put."""
-    known = _MODULES.get(module)
-    laid = known.get(name) if known is not None else None
+    laid = _MODULES.get(module, {}).get(name)
     return laid is not None and laid.program is not None and laid.has(own(module, name))
 
 

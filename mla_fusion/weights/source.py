@@ -83,12 +83,10 @@ def _hash(piece: Tensor) -> Tensor:
 def _lanes(piece: Tensor) -> Tensor:
     """The bits as int64 [..], with zeros behind them."""
     flat = piece.reshape(-1).contiguous()
-    size = flat.element_size()
-    aligned = flat.storage_offset() * size % _LANE == 0
-    if aligned and flat.numel() * size % _LANE == 0:
+    begin = flat.storage_offset() * flat.element_size()
+    if begin % _LANE == flat.nbytes % _LANE == 0:
         return flat.view(torch.int64)
-    count = flat.numel() * size
-    return pad(flat.view(torch.uint8), [0, -count % _LANE]).view(torch.int64)
+    return pad(flat.view(torch.uint8), [0, -flat.nbytes % _LANE]).view(torch.int64)
 
 
 def _columns(lanes: Tensor) -> Tensor:
@@ -175,15 +173,11 @@ class Source:
 
         ``updates`` as in Config: content is compared for "every call" alone.
         """
-        if tensor.data_ptr() != self.pointer or not self.has_version(tensor):
-            return False
-        return (
+        counted = self.version is None or (
+            not tensor.is_inference() and self.version == version_of(tensor)
+        )
+        return (tensor.data_ptr() == self.pointer and counted) and (
             updates != "every call"
             or not len(self.content)
             or torch.equal(self.content, fingerprint(tensor))
-        )
-
-    def has_version(self, tensor: Tensor) -> bool:
-        return self.version is None or (
-            not tensor.is_inference() and self.version == version_of(tensor)
         )

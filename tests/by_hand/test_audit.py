@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 import mla_fusion as mf
-from mla_fusion.reference.sample import sample_call
 from mla_fusion.tools.by_hand import entry, memory
 from mla_fusion.tools.cli import main
 from tests.by_hand.faults import FAULTS, UNEXPLAINED, Fault, Hand, args, given, model, on
 from tests.catalogue import base
 from tests.exhaustive import one_in
+from tests.samples import sample_call
 
 
 def audited(*faults: Fault, op: str = "npu_mla_prolog_v3") -> mf.Audit:

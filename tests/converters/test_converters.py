@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import mla_fusion as mf
-from mla_fusion.compile import torchair_bridge
+from mla_fusion.compat import ge_converter
 
 OPERATORS = (
     "npu_mla_prolog",
@@ -26,7 +26,7 @@ def restored() -> Iterator[None]:
     """Put torchair's converters back after a test that forces ours."""
     mf.offline.activate()
     overloads = [getattr(torch.ops.npu, name).default for name in OPERATORS]
-    kept = [torchair_bridge.converter_of(overload) for overload in overloads]
+    kept = [ge_converter(overload) for overload in overloads]
     yield
     for overload, converter in zip(overloads, kept, strict=True):
         overload._ge_converter = converter

@@ -29,14 +29,12 @@ CUDA = re.compile(r"cuda|nvrtc|nvshmem")
 # Called while torch is loaded, with results that are used: what one refers to is written, and what
 # the other makes, an object of C++, is asked for its type (any that no binding knows).
 _INERT = ", ".join(["(void *)mla_fusion_inert"] * 30)
-BODIES = {
-    "_ZN4c10d15get_gil_checkerEv": "void *_ZN4c10d15get_gil_checkerEv(void) { static void "
-    "*place[8]; return place; }",
-    "_ZN4c10d16ProcessGroupNCCL7OptionsC1Eb": f"""
+BODIES = f"""
+void *_ZN4c10d15get_gil_checkerEv(void) {{ static void *place[8]; return place; }}
 extern void *_ZTIi[] __attribute__((weak));
 static void *options[32] = {{0, _ZTIi, {_INERT}}};
-void _ZN4c10d16ProcessGroupNCCL7OptionsC1Eb(void **made) {{ made[0] = options + 2; }}""",
-}
+void _ZN4c10d16ProcessGroupNCCL7OptionsC1Eb(void **made) {{ made[0] = options + 2; }}
+"""
 
 # torch looks for kernels where it was built for CUDA, of which there are none.
 ANSWERS = {

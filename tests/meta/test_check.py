@@ -14,7 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from mla_fusion import meta
-from mla_fusion.reference.sample import DEEPSEEK_V3, sample_call
+from mla_fusion.tools.selftest.samples import DEEPSEEK_V3, sample_call
+from tests.samples import SMALL
 
 V3 = "npu_mla_prolog_v3"
 F32, I32, I64 = torch.float32, torch.int32, torch.int64
@@ -87,7 +88,7 @@ Change = dict[str, Any]
 REFUSALS: list[tuple[str, tuple[int, int], Change, str]] = [
     ("dims.he", (0, 0), he(1000), "He one of 1024"),
     ("shape.weight_dq", (0, 0), {"weight_dq": sized(2048, 1536)}, "He = 1024"),
-    ("shape.weight_uq_qr", (0, 0), {"weight_uq_qr": sized(1536, 193)}, "N*(D+Dr) = 192"),
+    ("shape.weight_uq_qr", (0, 0), {"weight_uq_qr": sized(1536, 193)}, "N*D+N*Dr = 192"),
     ("dims.n", (0, 0), heads(129), "N 1..128"),
     ("dims.d", (0, 0), heads(1, 64), "one of 128, 192"),
     ("dims.hckv", (0, 0), hckv(256), "Hckv 512"),
@@ -375,7 +376,7 @@ def test_the_format_of_a_tensor_is_asked_of_torch_npu(monkeypatch: pytest.Monkey
 
 def real(mode: str = "PA_BSND", lead: tuple[int, ...] = (8,)) -> dict[str, Any]:
     call = on_meta(sample_call(cache_mode=mode, lead=lead, dims=DIMS))
-    data = sample_call(cache_mode=mode, lead=lead)
+    data = sample_call(cache_mode=mode, lead=lead, dims=SMALL)
     block_num = {"kv_cache": sized(6, 16, 1, 512), "kr_cache": sized(6, 16, 1, 64)}
     return call | block_num | {k: data[k] for k in ("cache_index", "actual_seq_len") if k in data}
 

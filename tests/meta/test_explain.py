@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mla_fusion import meta
-from mla_fusion.reference.sample import sample_call
+from mla_fusion.tools.selftest.samples import sample_call
 
 V3 = "npu_mla_prolog_v3"
 DIMS = {"He": 7168, "Hcq": 1536, "N": 16, "D": 128, "Dr": 64, "Hckv": 512}
@@ -30,7 +30,7 @@ def call(
 
 
 def test_the_unquantised_decode_step_of_deepseek_v3() -> None:
-    found = meta.explain_call(V3, chip="910C", **call())
+    found = meta.explain_call(V3, **call())
     # products: He*Hcq + Hcq*N*(D+Dr) + N*D*Hckv + He*(Hckv+Dr)
     macs = 11_010_048 + 4_718_592 + 1_048_576 + 4_128_768
     assert macs == 20_905_984 and found.fused.flops == 2 * 8 * macs == 334_495_744
@@ -41,31 +41,14 @@ def test_the_unquantised_decode_step_of_deepseek_v3() -> None:
     assert found.fused.bytes == 42_089_536 and found.fused.intensity == pytest.approx(
         7.947, abs=1e-3
     )
-    # memory: the products take 0.89 us
-    assert found.fused.seconds == pytest.approx(42_089_536 / 1.6e12)
     assert found.unfused.flops == found.fused.flops and found.unfused.kernels == 10
     assert found.unfused.weight_bytes == found.fused.weight_bytes
     # intermediates by step: 139264 49152 73728 163840 34816 123904 16384 4096, caches 16448 2112
     assert found.unfused.activation_bytes == 605_184 and found.unfused.cache_bytes == 18_560
-    assert found.unfused.seconds is not None and found.unfused.seconds > found.fused.seconds
-
-
-def test_launches_are_said_not_to_be_in_the_times_and_estimated() -> None:
-    said = str(meta.explain_call(V3, chip="910C", **call()))
-    assert "matmuls and memory only" in said and "pull request" in said
-    assert "launches add up to 3.5 us" in said and "launches add up to 35.0 us" in said
-
-
-def test_a_long_prefill_is_bound_by_products() -> None:
-    found = meta.explain_call(V3, chip="910C", **call(tokens=16))
-    long = meta.explain_call(V3, chip=meta.Chip("mine", 1e12, 1e12), **call(tokens=16))
-    assert found.fused.flops == 2 * 334_495_744
-    assert long.fused.seconds == pytest.approx(2 * 334_495_744 / 1e12)
-    assert meta.explain_call(V3, **call()).fused.seconds is None
 
 
 def test_quantised_weights_and_caches_are_counted_by_their_bytes() -> None:
-    found = meta.explain_call(V3, chip="910C", **call(2, 1, query_norm_flag=True))
+    found = meta.explain_call(V3, **call(2, 1, query_norm_flag=True))
     int8 = 11_010_048 + 4_718_592 + 4_128_768
     scales = 4 * (1536 + 3072 + 576)
     assert found.fused.weight_bytes == int8 + 2 * 1_048_576 + scales + 4_096 + 4
@@ -109,7 +92,7 @@ def test_tiling_key_of_each_release(
     assert places[:6] == [(0, 3), (4, 5), (6, 9), (10, 10), (11, 11), (12, 13)]
     older = [(14, 15), (16, 17), (18, 25)]
     assert places[6:] == {"8.3": [], "latest": [*older[:2], (18, 18), (19, 26)]}.get(cann, older)
-    assert found["SCENARIO"].meaning == ("quantised" if wq else "not quantised")
+    assert found["SCENARIO"].value == (2 if wq else 1)
 
 
 def test_tiling_key_of_many_tokens_of_mxfp8_is_split_by_tokens() -> None:
@@ -122,7 +105,7 @@ def test_tiling_key_of_many_tokens_of_mxfp8_is_split_by_tokens() -> None:
     }
     for cann, split in (("9.1", 1), ("latest", 1)):
         found = meta.explain_call(V3, soc="A5", cann=cann, **wide).tiling_key
-        assert found["SPLIT_M_MODE"].value == split and "tokens" in found["SPLIT_M_MODE"].meaning
+        assert found["SPLIT_M_MODE"].value == split
     assert meta.explain_call(V3, soc="A5", cann="9.0", **wide).tiling_key["SPLIT_M_MODE"].value == 0
 
 
@@ -133,21 +116,21 @@ def test_empty_tensors() -> None:
     neither = meta.explain_call(V3, cann="9.1", **call(tokens=0, blocks=0))
     assert neither.tiling_key["EMPTY_TENSOR_MODE"].value == 2
     nothing = meta.explain_call(V3, cann="9.1", **call(1, 2, tokens=0))
-    assert nothing.tiling_key.value == 0x1C2000 and "nothing is computed" in str(nothing)
+    assert nothing.tiling_key.value == 0x1C2000 and "EMPTY_TENSOR_MODE = 2" in str(nothing)
     with pytest.raises(meta.ContractError, match="tokens"):
         meta.explain_call(V3, **call(tokens=0))
 
 
 def test_the_report_names_everything() -> None:
-    text = str(meta.explain_call(V3, chip="910C", **call(1, 2)))
+    text = str(meta.explain_call(V3, **call(1, 2)))
     for part in (
         "per channel",
         "QUANT_MODE = 2",
         "He 7168",
         "0x3c04a1",
+        "1 launches",
+        "12 launches",
         "FLOP/byte",
-        "us",
-        "arXiv 2506.12708",
     ):
         assert part in text, text
 
@@ -156,9 +139,6 @@ def test_refusals() -> None:
     with pytest.raises(meta.ContractError, match="A3") as refusal:
         meta.explain_call(V3, **call(3, 0))
     assert refusal.value.code == "quant.weight_quant_mode"
-    with pytest.raises(meta.ContractError) as refusal:
-        meta.explain_call(V3, chip="H100", **call())
-    assert refusal.value.code == "chip" and "910C" in str(refusal.value)
     older = {
         k: v
         for k, v in call().items()

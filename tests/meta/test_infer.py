@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mla_fusion import meta, offline, reference
-from mla_fusion.reference.sample import sample_call
+from tests.samples import sample_call
 
 
 def outline(results: Any) -> list[tuple[tuple[int, ...], torch.dtype]]:

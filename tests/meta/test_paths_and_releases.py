@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from mla_fusion import meta
-from mla_fusion.reference.sample import DEEPSEEK_V3, as_operator, sample_call
+from mla_fusion.tools.selftest.samples import DEEPSEEK_V3, as_operator
 from tests.meta.stricter import STRICTER, Stricter, stricter
+from tests.samples import call_on_meta
 
 V3 = "npu_mla_prolog_v3"
 DIMS = DEEPSEEK_V3 | {"N": 2, "BlockNum": 4, "BlockSize": 16}
@@ -25,13 +26,12 @@ def sized(*sizes: int, dtype: torch.dtype = BF16) -> torch.Tensor:
 
 
 def legal(wq: int = 0, kv: int = 0, lead: tuple[int, ...] = (8,), mode: str = "PA_BSND") -> Change:
-    return sample_call(
+    return call_on_meta(
         weight_quant_mode=wq,
         kv_cache_quant_mode=kv,
         cache_mode=mode,
         lead=lead,
         dims=DIMS,
-        device="meta",
     )
 
 
@@ -149,20 +149,6 @@ def test_reasons_say_what_the_limit_is() -> None:
         ("npu_mla_prolog_v2", older, A5, "torch_npu's meta functions refuse it"),
         (V3, legal(3, 0), A5 | {"cann": "8.5"}, "no float8_e8m0fnu for the dequant_scale_q_norm"),
         (V3, legal() | STORED, {"path": "graph"}, "2-D [He, Hcq] on A3, CANN latest in a graph"),
-        (V3, legal() | {"weight_dq": sized(7167, 1536)}, {}, "FRACTAL_NZ storage is padded"),
-        (
-            "npu_mla_prolog_v2",
-            older | {"kv_cache": sized(4, 16, 1, 576)},
-            {},
-            "does not compare the width",
-        ),
-        (V3, legal() | {"tile_size": 64}, {"cann": "8.3"}, "this release ignores it"),
-        (
-            V3,
-            legal() | {"actual_seq_len": sized(2, dtype=torch.int32)},
-            {"cann": "8.3"},
-            "this release ignores it",
-        ),
         (
             V3,
             legal() | {"kr_cache": sized(4, 16, 1, 128)[..., ::2]},

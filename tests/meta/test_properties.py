@@ -20,13 +20,8 @@ from mla_fusion.meta import preprocess
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mla_fusion import meta, offline, reference
-from mla_fusion.reference.sample import (
-    LEGAL_PREPROCESS,
-    SMALL_PREPROCESS,
-    as_operator,
-    sample_call,
-    sample_preprocess,
-)
+from mla_fusion.tools.selftest.samples import as_operator, sample_call
+from tests.samples import LEGAL_PREPROCESS, SMALL_PREPROCESS, call_on_meta, sample_preprocess
 
 V1, V2, V3 = "npu_mla_prolog", "npu_mla_prolog_v2", "npu_mla_prolog_v3"
 PROLOGS = (V1, V2, V3, V3 + "_functional")
@@ -91,14 +86,13 @@ def prolog_calls(draw: st.DrawFn) -> tuple[str, str, str, Call]:
         }.items()
     }
     dims = sizes | {"Dr": 64, "Hckv": 512, "Nkv": 1, "BlockNum": draw(st.integers(0, 40))}
-    call = sample_call(
+    call = call_on_meta(
         weight_quant_mode=wq,
         kv_cache_quant_mode=kv,
         cache_mode=mode,
         lead=lead,
         dims=dims,
         smooth=wq not in (0, 3) and draw(st.booleans()),
-        device="meta",
     )
     call |= {"query_norm_flag": draw(st.booleans()), "qc_qr_scale": draw(st.floats(0.1, 9.0))}
     return op, soc, cann, as_operator(op, call, cann)

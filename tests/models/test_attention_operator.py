@@ -12,8 +12,8 @@ from torch import Tensor
 import mla_fusion as mf
 from mla_fusion.models.attention import mla_paged_attention, npu
 from mla_fusion.reference import npu_mla_prolog_v3
-from mla_fusion.reference.sample import SMALL, sample_call
 from tests.attention_calls import SCALE, Latents, error, nz
+from tests.samples import SMALL, sample_call
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -13,7 +13,7 @@ from mla_fusion.meta import ContractError
 from mla_fusion import paging
 from mla_fusion.reference import npu_mla_prolog_v3
 from mla_fusion.reference.cache import write_paged
-from mla_fusion.reference.sample import sample_call
+from tests.samples import sample_call
 
 DTYPES = [torch.bfloat16, torch.int8, torch.float8_e4m3fn, torch.float32]
 

@@ -140,7 +140,7 @@ CALL = """
 import torch, mla_fusion as mf
 from mla_fusion import meta
 from mla_fusion.meta.prolog import V3
-from mla_fusion.reference.sample import sample_call
+from mla_fusion.tools.selftest.samples import sample_call
 dims = dict(He=1024, Hcq=1536, N=8, D=128, Dr=64, Hckv=512, BlockNum=2, BlockSize=16, Nkv=1)
 call = sample_call(dims=dims, lead=(3,))
 meta.check("npu_mla_prolog_v3_functional", **call, fast_mode=1)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mla_fusion.reference import kernels
-from mla_fusion.reference.sample import sample_call
+from tests.samples import sample_call
 
 BF16 = torch.bfloat16
 

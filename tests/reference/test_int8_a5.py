@@ -7,7 +7,7 @@ import torch
 
 from mla_fusion import meta, reference
 from mla_fusion.reference import formats, quantize
-from mla_fusion.reference.sample import sample_call
+from tests.samples import sample_call
 
 
 def noise(*sizes: int, seed: int = 0) -> torch.Tensor:

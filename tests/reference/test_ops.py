@@ -14,8 +14,8 @@ import torch
 from torch._dynamo.backends.common import aot_autograd
 
 from mla_fusion import meta
-from mla_fusion.reference.sample import SMALL_PREPROCESS, sample_call, sample_preprocess
 from tests.exhaustive import pairs
+from tests.samples import SMALL_PREPROCESS, sample_call, sample_preprocess
 
 npu = torch.ops.npu
 
@@ -225,7 +225,7 @@ def test_in_place_scatter_is_functionalised() -> None:
 # in a process of its own: here another test may have loaded torch_npu, whose definitions stay
 _ALONE = """
 from mla_fusion import ops
-from mla_fusion.reference.sample import sample_call
+from tests.samples import sample_call
 import mla_fusion, torch
 ops.provide()
 ops.withdraw()
@@ -284,7 +284,8 @@ import mla_fusion
 import torch
 from mla_fusion import ops
 from mla_fusion.releases import RELEASES
-from mla_fusion.reference.sample import sample_call, sample_preprocess
+from tests.samples import sample_call
+from tests.samples import sample_preprocess
 ours = {name: str(getattr(torch.ops.npu, name).default._schema) for name in ops.OPERATORS}
 preprocess = torch.ops.atb.npu_mla_preprocess
 ours |= {form: str(getattr(preprocess, form)._schema) for form in ("default", "out")}

@@ -12,9 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mla_fusion import meta
 from mla_fusion.reference import mla_preprocess
-from mla_fusion.reference.sample import LEGAL_PREPROCESS as FULL
-from mla_fusion.reference.sample import SMALL_PREPROCESS as SMALL
-from mla_fusion.reference.sample import sample_preprocess
+from tests.samples import LEGAL_PREPROCESS as FULL
+from tests.samples import SMALL_PREPROCESS as SMALL
+from tests.samples import sample_preprocess
 
 OP = "mla_preprocess"
 BF16, FP16 = torch.bfloat16, torch.float16

@@ -9,8 +9,8 @@ import torch
 
 from mla_fusion import meta, reference
 from mla_fusion.reference import formats, hifloat8
-from mla_fusion.reference.sample import SMALL, sample_call
 from tests.harness import distance as error
+from tests.samples import SMALL, sample_call
 
 A5 = [(wq, kv) for wq in (3, 4, 5) for kv in (0, 1, 3)]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mla_fusion import meta, reference
-from mla_fusion.reference.sample import SMALL, sample_call
+from tests.samples import SMALL, sample_call
 
 F32 = np.float32
 A23 = [(1, 0), (1, 2), (1, 3), (2, 0), (2, 1), (2, 3)]

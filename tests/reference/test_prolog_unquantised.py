@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mla_fusion import meta, reference
-from mla_fusion.reference.sample import SMALL, sample_call
+from tests.samples import SMALL, sample_call
 
 EPS_CQ, EPS_CKV = 1e-6, 2e-6
 

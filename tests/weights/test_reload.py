@@ -160,7 +160,7 @@ def test_models_that_are_gone_leave_no_hook() -> None:
 def test_an_optimizer_of_another_model_refreshes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     served = Served(monkeypatch)
     asked: list[Any] = []
-    monkeypatch.setattr(follow.cache, "renew", lambda *given: asked.append(given))
+    monkeypatch.setattr(follow.cache, "renew", lambda *given: asked.append(given) or 0)
     anybodys_step()
     assert not asked
     stepped(torch.optim.SGD, lr=0.1, foreach=False)(served, "q_b_proj")

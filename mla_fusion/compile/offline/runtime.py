@@ -20,7 +20,6 @@ import contextlib
 import ctypes
 import io
 import os
-import platform
 import signal
 import sys
 import warnings
@@ -40,14 +39,12 @@ from mla_fusion.compile.offline.symbols import (
 )
 from mla_fusion.machine import compiled_for
 
-_BUILT_ON = ("Linux", "x86_64")
-
 # Names of chips, and the numbers of torch_npu's SocVersion.
 _CHIPS = {"A2": ("Ascend910B1", 220), "A3": (SOC_NAME, 250), "A5": ("Ascend950PR", 260)}
 
 _COMPILERS = ("torchair", "npugraph_ex", "torch_npu.dynamo")
 
-_state: dict[str, Any] = {"active": False, "standins": None, "libraries": []}
+_state: dict[str, Any] = {"standins": None, "libraries": []}
 
 
 def activate() -> None:
@@ -60,7 +57,7 @@ def activate() -> None:
     needs the device raises NpuNotAvailable. Raises OfflineError, saying what is missing, where that
     cannot be arranged.
     """
-    if _state["active"] or cann_location() is not None:
+    if is_active() or cann_location() is not None:
         return
     keep_torch_importable()
     if "torch_npu" in sys.modules:
@@ -83,19 +80,18 @@ def standins_loaded() -> Iterator[None]:
     # Nothing will ever be queued for a device, and the thread that clears the queue polls: a tenth
     # of a core, for good.
     os.environ["TASK_QUEUE_ENABLE"] = "0"
-    with _explained():
-        home = standins(wheel)
-        _state["libraries"] = [_load(home / SYMBOLS), *map(_load, sorted(home.glob("lib*.so")))]
-        with _quiet(), _current_directory_not_searched():
-            yield
+    home = standins(wheel)
+    _state["libraries"] = [_load(home / SYMBOLS), *map(_load, sorted(home.glob("lib*.so")))]
+    with _quiet(), _current_directory_not_searched():
+        yield
     _refuse_devices(torch)
     _stop_torchair()
-    _state.update(active=True, standins=home)
+    _state["standins"] = home
 
 
 def is_active() -> bool:
     """Whether this process runs on the stand-ins."""
-    return bool(_state["active"])
+    return _state["standins"] is not None
 
 
 def standins_directory() -> Path | None:
@@ -117,21 +113,6 @@ def _check_requirements() -> None:
             absent.append(package)
     if absent:
         raise OfflineError(f"torchair needs {', '.join(absent)}: pip install 'mla-fusion[offline]'")
-
-
-@contextlib.contextmanager
-def _explained() -> Iterator[None]:
-    """Add the platform to a failure on one that this has not been built for."""
-    here = (platform.system(), platform.machine())
-    try:
-        yield
-    except (OSError, ImportError, OfflineError) as error:
-        if here == _BUILT_ON:
-            raise
-        raise OfflineError(
-            "the offline runtime is known to work on Linux x86_64 and failed on "
-            f"{' '.join(here)}: {error}"
-        ) from error
 
 
 def _load(library: Path) -> ctypes.CDLL:
@@ -193,7 +174,7 @@ def _refuse_devices(torch: ModuleType) -> None:
     fake_tensor = import_module("torch._subclasses.fake_tensor")
     # it allocates on the first device a fake tensor names
     if hasattr(fake_tensor, "init_gpu_context"):
-        fake_tensor.__dict__["init_gpu_context"] = _no_context
+        fake_tensor.__dict__["init_gpu_context"] = _nothing
     override = import_module("mla_fusion.compat").override  # here: it imports torch
     libraries: dict[str, Any] = {}
     with warnings.catch_warnings():
@@ -212,8 +193,12 @@ def _chip() -> tuple[str, int]:
     return _CHIPS[compiled_for()]
 
 
-def _no_context(device: Any) -> None:
-    """Stands for torch's ``init_gpu_context``: a fake tensor needs no device context."""
+def _nothing(*args: Any, **options: Any) -> str:
+    """Stands for torch's ``init_gpu_context`` (a fake tensor needs no device context), torchair's
+    ``initialize_graph_engine`` (a graph that is never loaded needs no engine) and its
+    ``is_cann_compat``, of which "" is no complaint (no CANN is there that could lack an operator).
+    """
+    return ""
 
 
 def _replace(name: str, original: Any, replacement: Any) -> None:
@@ -293,34 +278,17 @@ def _stop_torchair() -> None:
     atexit.unregister(backend.finalize_graph_engine)
     backend.__dict__["_cached_device_id"] = 0
     for name in ("torchair.core._backend", "torchair._ge_concrete_graph.fx2ge_converter"):
-        import_module(name).initialize_graph_engine = _no_engine  # type: ignore[attr-defined]
-    import_module("torchair._ge_concrete_graph.compat_ir").__dict__["is_cann_compat"] = (
-        _known_to_cann
-    )
+        import_module(name).initialize_graph_engine = _nothing  # type: ignore[attr-defined]
+    compat_ir = import_module("torchair._ge_concrete_graph.compat_ir")
+    compat_ir.__dict__["is_cann_compat"] = _nothing
     _refuse_execution(import_module("torchair.npu_fx_compiler"))
-    with contextlib.suppress(ImportError, AttributeError):
-        import_module("npugraph_ex").get_npu_backend  # noqa: B018  # a lazy module loads on first attribute
-        _refuse_execution(import_module("npugraph_ex.npu_fx_compiler"))
+    import_module("npugraph_ex").get_npu_backend  # noqa: B018  # a lazy module loads on first attribute
+    _refuse_execution(import_module("npugraph_ex.npu_fx_compiler"))
     # torchair ends its engine from signal handlers of its own; there is no engine, so Ctrl-C stays
     # Python's.
     with contextlib.suppress(ValueError):  # not in the main thread, where torchair sets none either
         for number, handler in handlers.items():
             signal.signal(number, handler)
-
-
-def _no_engine(options: dict[str, str] | None = None) -> None:
-    """Stands for ``initialize_graph_engine``: compilation needs no engine until a graph is
-    loaded.
-    """
-
-
-def _known_to_cann(
-    optype: str, runtime_optional_inputs: Any = (), runtime_optional_attrs: Any = ()
-) -> str:
-    """Stands for ``is_cann_compat``: no CANN is installed that could lack an operator; "" is no
-    complaint.
-    """
-    return ""
 
 
 def _refuse_execution(module: ModuleType) -> None:

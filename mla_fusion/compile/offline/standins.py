@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 
 from mla_fusion.compile.offline.symbols import (
@@ -46,73 +46,57 @@ _FAILING = (
     "rtKernelLaunch",
 )
 
-_BODIES = {
-    # Device and stream guards are noexcept: without a device to select they would end the process.
-    # One device that can be selected, and does nothing, lets them pass on the way to the operator
-    # refused by name.
-    "aclrtGetDeviceCount": "int aclrtGetDeviceCount(unsigned *count) { *count = 1; return 0; }",
-    "aclrtSetDevice": "int aclrtSetDevice(int device) { (void)device; return 0; }",
-    "aclrtGetDevice": "int aclrtGetDevice(int *device) { *device = 0; return 0; }",
-    "aclrtGetSocName": f'const char *aclrtGetSocName(void) {{ return "{SOC_NAME}"; }}',
-    "aclGetRecentErrMsg": 'const char *aclGetRecentErrMsg(void) { return "no CANN: mla_fusion '
-    'stand-in"; }',
-    # Looked up by name at run time, so these stand in no symbol table.
-    "aclrtGetSysParamOpt": "int aclrtGetSysParamOpt(int option, long *value) { *value = 0; return "
-    "0; }",
-    "aclrtCtxGetSysParamOpt": "int aclrtCtxGetSysParamOpt(int option, long *value) { *value = 0; "
-    "return 0; }",
-    **{
-        name: f"int {name}(void) {{ return 0; }}"
-        for name in (
-            "aclrtSetSysParamOpt",
-            "aclrtCtxSetSysParamOpt",
-            "aclrtSetDeviceSatMode",
-            "aclrtSetOpExecuteTimeOut",
-            "aclrtSetOpWaitTimeout",
-            "aclrtSetStreamOverflowSwitch",
-        )
-    },
-    "aclsysGetCANNVersion": f"""
+# Device and stream guards are noexcept: without a device to select they would end the process. One
+# device that can be selected, and does nothing, lets them pass on the way to the operator that is
+# refused by name. The functions of system parameters are looked up by name at run time, so they
+# stand in no symbol table. Those with ``made`` store a handle.
+_BODIES = f"""
+int aclrtGetDeviceCount(unsigned *count) {{ *count = 1; return 0; }}
+int aclrtSetDevice(int device) {{ return 0; }}
+int aclrtGetDevice(int *device) {{ *device = 0; return 0; }}
+const char *aclrtGetSocName(void) {{ return "{SOC_NAME}"; }}
+const char *aclGetRecentErrMsg(void) {{ return "no CANN: mla_fusion stand-in"; }}
+int aclrtGetSysParamOpt(int option, long *value) {{ *value = 0; return 0; }}
+int aclrtCtxGetSysParamOpt(int option, long *value) {{ *value = 0; return 0; }}
+int aclrtSetSysParamOpt(void) {{ return 0; }}
+int aclrtCtxSetSysParamOpt(void) {{ return 0; }}
+int aclrtSetDeviceSatMode(void) {{ return 0; }}
+int aclrtSetOpExecuteTimeOut(void) {{ return 0; }}
+int aclrtSetOpWaitTimeout(void) {{ return 0; }}
+int aclrtSetStreamOverflowSwitch(void) {{ return 0; }}
+int aclrtGetCurrentContext(void **made) {{ *made = mla_fusion_handle; return 0; }}
+int aclrtCreateStream(void **made) {{ *made = mla_fusion_handle; return 0; }}
+int aclrtCreateStreamWithConfig(void **made) {{ *made = mla_fusion_handle; return 0; }}
+int aclrtCreateEventExWithFlag(void **made) {{ *made = mla_fusion_handle; return 0; }}
+int aclInit(const char *path) {{ return 0; }}
+int aclFinalize(void) {{ return 0; }}
 struct cann_version {{
   char version[128], major[64], minor[64], release[64], patch[64], reserved[256];
 }};
 int aclsysGetCANNVersion(int package, struct cann_version *out) {{
-  (void)package;
   memset(out, 0, sizeof *out);
   strcpy(out->version, "{CANN_VERSION}");
-  strcpy(out->major, "{CANN_VERSION.split(".")[0]}");
-  strcpy(out->minor, "{CANN_VERSION.split(".")[1]}");
-  strcpy(out->release, "{CANN_VERSION.split(".")[2]}");
+  sscanf(out->version, "%[^.].%[^.].%s", out->major, out->minor, out->release);
   return 0;
-}}""",
-    "aclInit": "int aclInit(const char *path) { (void)path; return 0; }",
-    "aclFinalize": "int aclFinalize(void) { return 0; }",
-}
-
-# Each makes something and stores its handle through the first argument.
-_MAKERS = (
-    "aclrtGetCurrentContext",
-    "aclrtCreateStream",
-    "aclrtCreateStreamWithConfig",
-    "aclrtCreateEventExWithFlag",
-)
-for _name in _MAKERS:
-    _BODIES[_name] = f"int {_name}(void **made) {{ *made = mla_fusion_handle; return 0; }}"
+}}
+"""
 
 COMPILERS = ("cc", "gcc", "clang")
 
 
-def source(missing: Missing, bodies: Mapping[str, str] = _BODIES) -> str:
+def source(missing: Missing, bodies: str = _BODIES) -> str:
     """The C text that defines every missing symbol, and those that have a body."""
     lines = [
+        "#include <stdio.h>",
         "#include <string.h>",
         "static char mla_fusion_handle[64];",
         "long mla_fusion_inert(void) { return 0; }",
         f"long mla_fusion_no_driver(void) {{ return {_NO_DRIVER}; }}",
-        *bodies.values(),
+        bodies,
     ]
+    defined = re.findall(r"(\w+)\(.*\) {", bodies)
     for name in missing.functions:
-        if name not in bodies:
+        if name not in defined:
             target = "mla_fusion_no_driver" if name.startswith(_FAILING) else "mla_fusion_inert"
             lines.append(f'long {name}(void) __attribute__((alias("{target}")));')
     lines += [_object(name) for name in missing.objects]
@@ -186,7 +170,7 @@ def build(
     missing: Missing,
     directory: Path,
     compiler: str,
-    bodies: Mapping[str, str] = _BODIES,
+    bodies: str = _BODIES,
     symbols: str = SYMBOLS,
 ) -> None:
     """Compile the library ``symbols`` and one empty library per missing name into ``directory``."""

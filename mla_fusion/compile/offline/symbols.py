@@ -181,14 +181,6 @@ def _names_data(name: str) -> bool:
     if not name.startswith("_Z"):
         return False
     demangle = ctypes.CDLL("libstdc++.so.6").__cxa_demangle
-    demangle.restype = ctypes.c_void_p
-    status = ctypes.c_int()
-    text = demangle(name.encode(), None, None, ctypes.byref(status))
-    if not text:
-        return False
-    try:
-        return b"(" not in (ctypes.string_at(text))
-    finally:
-        free = ctypes.CDLL(None).free
-        free.argtypes = [ctypes.c_void_p]
-        free(text)
+    demangle.restype = ctypes.c_char_p  # whose memory is not freed: once for each wheel
+    text = demangle(name.encode(), None, None, None)
+    return text is not None and b"(" not in text

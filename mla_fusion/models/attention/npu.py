@@ -23,9 +23,8 @@ from mla_fusion.meta.attention import (
     ATTENTION,
     CAUSAL_AT_THE_END,
     MASK_WIDTH,
-    OP,
     PER_TOKEN_AND_HEAD,
-    check_attention,
+    Attention,
     padded_heads,
 )
 
@@ -90,7 +89,7 @@ def attend(
         options["query_quant_mode"] = PER_TOKEN_AND_HEAD
     inputs = {"query": of_heads["query"].contiguous(), "key": key, "value": key}
     # the newest tables: which release runs a function is not known while it is traced
-    check_attention(OP, "A3", "latest", False, {**_DEFAULTS, **inputs, **options})
+    Attention({**_DEFAULTS, **inputs, **options}).check("A3", "latest", False)
     out, lse = operator(*inputs.values(), **options)
     out = out if heads_first else out.reshape(tokens, heads + more, latent)
     out = out.narrow(0 if heads_first else 1, 0, heads) if more else out

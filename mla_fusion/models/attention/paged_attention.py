@@ -160,9 +160,8 @@ def _check(seq_lens: Lengths, query_lens: Lengths | None, full: dict[str, Any]) 
     nz, dims = full["kv_cache"].dim() == 5, call.dims
     for name, axis in (("kv_cache", "D"), ("kr_cache", "R")):
         c0 = 32 // full[name].element_size()
-        dims[f"{axis}/C0"] = dims[axis] // c0
         nd = f"BlockNum BlockSize 1 {axis}"
-        call.sizes(name, f"BlockNum 1 {axis}/C0 BlockSize {c0}" if nz else nd)
+        call.sizes(name, f"BlockNum 1 {axis}/{c0} BlockSize {c0}" if nz else nd)
     sequences = dims["B"]
     for name, lengths in (("seq_lens", seq_lens), ("query_lens", query_lens)):
         if lengths is not None and len(lengths) != sequences:

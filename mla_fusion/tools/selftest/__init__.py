@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 from mla_fusion.reference import chip
-from mla_fusion.reference.sample import DEEPSEEK_V3
 from mla_fusion.report import text_tables
 from mla_fusion.tools import installed
 from mla_fusion.tools.selftest.calls import calls
@@ -75,9 +74,7 @@ def run(device: Device, only: str = "*", progress: Callable[[Result], object] = 
 
 def _checks(device: Device) -> Iterator[tuple[str, Callable[[], Result]]]:
     """Sizes are DeepSeek-V3's on an NPU, small ones on a CPU."""
-    on_npu = device.kind == "npu"
-    he, heads = (DEEPSEEK_V3["He"] if on_npu else None), 16 if on_npu else 4
-    planned = calls(device.soc, device.cann, he, heads)
+    planned = calls(device.soc, device.cann, small=device.kind == "cpu")
     first = {call.kind: call for call in reversed(planned) if call.kind}
     for through, some in (("eager", planned), ("graph", reversed(first.values()))):
         for call in some:

@@ -69,8 +69,7 @@ def _steps(found: Tensor, wanted: Tensor) -> Tensor:
 
 
 def _relative(found: Tensor, wanted: Tensor) -> Tensor:
-    scale = wanted.double().abs()
-    if wanted.dim():
-        scale = torch.maximum(scale, scale.amax(-1, keepdim=True) / 4)
+    size = wanted.double().abs()
+    scale = torch.maximum(size, size.amax(-1, keepdim=True) / 4)
     difference = (found.double() - wanted.double()).abs()
     return torch.where(difference == 0, difference, difference / scale)
