@@ -14,6 +14,7 @@ from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
+from mla_fusion._gone import without_gone_options
 from mla_fusion.meta.check import Call, checked
 from mla_fusion.meta.infer import infer
 from mla_fusion.meta.prolog import CACHES, PROLOGS
@@ -145,6 +146,7 @@ class CallExplanation(NamedTuple):
         return "\n".join(lines)
 
 
+@without_gone_options
 def explain_call(
     op: str,
     *,
