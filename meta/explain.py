@@ -14,11 +14,11 @@ from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
-from mla_fusion._gone import without_gone_options
 from mla_fusion.meta.check import Call, checked
 from mla_fusion.meta.infer import infer
 from mla_fusion.meta.prolog import CACHES, PROLOGS
 from mla_fusion.meta.tiling_key import TilingKey, tiling_key
+
 
 
 class Step(NamedTuple):
@@ -60,8 +60,7 @@ class Cost(NamedTuple):
 
 def _bytes(call: Call, *names: str) -> int:
     """Of the arguments of these names, as far as they are given."""
-    present = (call.full.get(name) for name in names)
-    return sum(tensor.nbytes for tensor in present if tensor is not None)
+    return sum(call.full[name].nbytes for name in names if call.full.get(name) is not None)
 
 
 def _row_bytes(call: Call, name: str) -> int:
@@ -146,7 +145,6 @@ class CallExplanation(NamedTuple):
         return "\n".join(lines)
 
 
-@without_gone_options
 def explain_call(
     op: str,
     *,

@@ -15,7 +15,6 @@ GONE = {
     "Config(weights=)": "mf.prepack(model, *inputs) keeps one copy of the weights",
     "audit(seconds=)": "leave it out: mf.audit undoes each slip of a short table once",
     "audit(tries=)": "leave it out: mf.audit undoes each slip of a short table once",
-    "explain_call(chip=)": "divide its products and bytes by the figures of your chip",
     "mla-fusion audit DUMP": "mla-fusion explain or inspect reads a dump; audit takes functions",
     "mla-fusion audit --html": "read the text, or --json",
     "mla-fusion bench": "run benchmarks/pass_time.py of a source tree",

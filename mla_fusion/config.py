@@ -117,11 +117,12 @@ class Config:
                     "Config.skip takes names of layers, codes of rejections, and predicates, got "
                     f"{entry!r}"
                 )
-        if not self.targets or any(name not in TARGETS for name in self.targets):
+        known = tuple(TARGETS)
+        if not self.targets or any(name not in known for name in self.targets):
             raise ValueError(
-                f"Config.targets must name some of {', '.join(TARGETS)}, got {self.targets!r}"
+                f"Config.targets must name some of {', '.join(known)}, got {self.targets!r}"
             )
-        object.__setattr__(self, "targets", tuple(name for name in TARGETS if name in self.targets))
+        object.__setattr__(self, "targets", tuple(name for name in known if name in self.targets))
 
     @classmethod
     def given(cls, config: Config | None) -> Config:

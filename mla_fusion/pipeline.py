@@ -24,7 +24,6 @@ from mla_fusion.fx.kinds import word
 from mla_fusion.fx.normalise import forms
 from mla_fusion.fx.view import View
 from mla_fusion.fx.workplace import workplace
-from mla_fusion.ladder import Rung, descend
 from mla_fusion.machine import compiling_for
 from mla_fusion.match import absent
 from mla_fusion.match.candidate import KeyHalf
@@ -34,6 +33,7 @@ from mla_fusion.match.near_miss import NearMiss
 from mla_fusion.observe.clock import Clock, on_the_cpu, threads
 from mla_fusion.observe.operator_counts import count_operators
 from mla_fusion.observe.record import Record
+from mla_fusion.plan.ladder import Rung, descend
 from mla_fusion.plan.plan import InPlace, Plan
 from mla_fusion.report.rejection import Refuse, Rejection
 from mla_fusion.report.report import Report
