@@ -20,7 +20,6 @@ from mla_fusion.meta.prolog import CACHES, PROLOGS
 from mla_fusion.meta.tiling_key import TilingKey, tiling_key
 
 
-
 class Step(NamedTuple):
     """One kernel of the unfused sequence: bytes of all but weights, bytes of weights, and
     products.
