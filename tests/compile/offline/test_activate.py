@@ -167,6 +167,6 @@ def test_cached_stand_ins_need_no_compiler_and_no_walk(tmp_path: Path) -> None:
 
 
 def test_torch_npu_imported_first_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(runtime._state, "active", False)
+    monkeypatch.setitem(runtime._state, "standins", None)
     with pytest.raises(runtime.OfflineError, match="was imported without CANN before"):
         mf.offline.activate()
