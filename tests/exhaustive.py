@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 # By how much fewer cases of every table run each time: it sets how long `make test` takes.
-FEWER = 6
+FEWER = 10
 
 
 def one_in(count: int, cases: Iterable[Any], first: int = 0) -> list[Any]:

@@ -17,6 +17,7 @@ def test_one_look_finds_all(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(rounds.STEPS_A_LOOK, "cpu", 1)
+    monkeypatch.setattr(rounds, "_SAID", set())
     model, args = prologues.Neox(), base.paged_args()
     run = torch.compile(model, backend=mf.backend(), fullgraph=True)
     with torch.no_grad():
