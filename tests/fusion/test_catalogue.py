@@ -108,7 +108,7 @@ def assert_right(
 
 
 # Of what fuses, other entries than those that the next two tests compile.
-@pytest.mark.parametrize("entry", [*each(select("near miss"), of=5), *each(FUSED, of=12, first=2)])
+@pytest.mark.parametrize("entry", [*each(select("near miss"), of=5), *each(FUSED, of=20, first=2)])
 def test_an_outcome_is_read_from_the_graph(entry: Entry) -> None:
     """Without verification, so that the facts alone must tell near misses apart."""
     if entry.name in ("LatentDropout", "KeptCopies"):
@@ -123,7 +123,7 @@ def test_an_outcome_is_read_from_the_graph(entry: Entry) -> None:
         assert_outcome(mf.explain(gm, config, boundary=True), entry)
 
 
-@pytest.mark.parametrize("entry", each(FUSED, of=16))
+@pytest.mark.parametrize("entry", each(FUSED, of=20))
 def test_fuses_as_exactly(entry: Entry) -> None:
     model, args = entry.model(), entry.args()
     fused = run_fused(model, clones(args), entry.config(verify="all"))
@@ -136,7 +136,7 @@ def test_fuses_as_exactly(entry: Entry) -> None:
     assert checked and all(isinstance(one, check.Accepted) for one in checked), checked
 
 
-@pytest.mark.parametrize("entry", each(FUSED, of=64, first=4))
+@pytest.mark.parametrize("entry", each(FUSED, of=100, first=4))
 def test_compiled_and_by_fuse_alone(entry: Entry) -> None:
     """As the backend does it, and by ``mf.fuse``."""
     model, args = entry.model(), entry.args()
@@ -156,8 +156,8 @@ def test_symbolic_sizes(entry: Entry) -> None:
 @pytest.mark.parametrize(
     ("entry", "dynamic"),
     [
-        *each(select("device", without="near miss"), False, of=32, first=3),
-        *each(select("device", "whole", "symbolic"), True, of=32, first=0),
+        *each(select("device", without="near miss"), False, of=50, first=3),
+        *each(select("device", "whole", "symbolic"), True, of=50, first=0),
     ],
 )
 def test_device_form(entry: Entry, dynamic: bool) -> None:

@@ -153,7 +153,7 @@ def distance(found: Any, wanted: Any) -> float:
     return max(float((a - b).norm() / b.norm()) for a, b in pairs)
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "longcat_flash"])
+@pytest.mark.parametrize("name", one_in(1, ["deepseek_v3", "longcat_flash"]))
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_a_change_counts_as_in_the_plain_model(name: str, change: Callable[[Any], None]) -> None:
     """Float32 logits within 1e-4 of the plain model's with the same change."""

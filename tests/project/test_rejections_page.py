@@ -16,6 +16,7 @@ from mla_fusion.compile.device_graph import capture
 from mla_fusion.report.rejection import CODES
 from mla_fusion.report.report import Report
 from mla_fusion.report.staging import REMEDIES
+from tests.exhaustive import one_in
 from tests.project.pages import script
 
 ROOT = Path(__file__).parents[2]
@@ -118,7 +119,7 @@ def test_the_prologue_of_the_page_fuses() -> None:
     assert [fusion.placement for fusion in explained(PROLOGUE).fused] == ["in place"]
 
 
-@pytest.mark.parametrize("code", RUN)
+@pytest.mark.parametrize("code", one_in(1, RUN))
 def test_what_stands_before_gets_its_code(code: str) -> None:
     before, after = EXAMPLES[code]
     report = explained(PROLOGUE.replace(after, before))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.exhaustive import one_in
 from tests.project.pages import DOCS
 from tests.project.snippets import blocks, run
 
@@ -27,7 +28,7 @@ PAGES = [
 RUN = [page for page in PAGES if any(block.kind in ("python", "sh") for block in blocks(page))]
 
 
-@pytest.mark.parametrize("page", RUN, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", one_in(1, RUN), ids=lambda page: page.stem)
 def test_a_page_runs_as_it_stands(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,7 +25,7 @@ def some(count: int, each_time: int) -> list[object]:
     return [pytest.param(seed, marks=mark) for seed, mark in enumerate(marks)]
 
 
-@pytest.mark.parametrize("seed", some(96, 6))
+@pytest.mark.parametrize("seed", some(96, 3))
 def test_before_a_result_it_is_refused(seed: int) -> None:
     torch.manual_seed(0)
     one = member(seed, BEFORE)
