@@ -11,7 +11,7 @@ from mla_fusion.meta import preprocess
 from mla_fusion.meta.binder import size_of
 from torch import Tensor
 
-from mla_fusion.reference.outline import outline
+from mla_fusion.observe.outline import outline
 from mla_fusion.tools.selftest.samples import filled, sample_index
 from mla_fusion.tools.selftest.samples import sample_call as sample_call_of
 

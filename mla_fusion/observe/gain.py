@@ -12,8 +12,8 @@ import torch
 from mla_fusion.fx.sizes import has_symbols
 from mla_fusion.machine import Machine
 from mla_fusion.meta import CallExplanation, ContractError, explain_call
+from mla_fusion.observe.outline import outline
 from mla_fusion.plan.plan import Plan, PrologPlan
-from mla_fusion.reference.outline import outline
 from mla_fusion.report.staging import Leftover
 
 # No figure for a launch is published. A small fused vector kernel whose bytes take next to nothing

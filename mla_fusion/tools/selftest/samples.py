@@ -11,8 +11,8 @@ from torch import Tensor
 
 from mla_fusion.meta import signature, spec
 from mla_fusion.meta.limits import limits
+from mla_fusion.observe.outline import outline
 from mla_fusion.reference import hifloat8
-from mla_fusion.reference.outline import outline
 
 DEEPSEEK_V3 = {
     "He": 7168,
