@@ -8,7 +8,6 @@ import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cache
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from torch.fx import GraphModule
 from mla_fusion import releases
 from mla_fusion.compat import is_saving
 from mla_fusion.compile import offline
-from mla_fusion.compile.boundary import fuse_for_torchair, fuse_with_boundary
+from mla_fusion.compile.boundary import fuse_for_torchair, fuse_with_boundary, warn_once
 from mla_fusion.compile.dynamo import naming, specialise
 from mla_fusion.config import Config
 from mla_fusion.pipeline import explain
@@ -206,12 +205,9 @@ def _package(mode: str | None, why_not: str = "") -> str:
         return "ge"
     if why_not or mode not in _PACKAGES:
         why_not = why_not or f"there are {', '.join(_PACKAGES)}"
-        _warn_once("torch.compile(mode=%r) has no effect: %s", mode, why_not)
+        warn_once("torch.compile(mode=%r) has no effect: %s", mode, why_not)
         return "ge"
     return _PACKAGES[mode]
-
-
-_warn_once = cache(log.warning)
 
 
 def _configured(config: Config, options: Mapping[str, Any]) -> Config:

@@ -329,7 +329,7 @@ def fuse_with_boundary(
         return report, list(inputs), lambda compiled: compiled
     if config.updates != "every call" and (count := builder.uncounted(given)):
         report.notes += (_UNCOUNTED.format(count),)
-        _warn_once(report.notes[-1])
+        warn_once(report.notes[-1])
     # views of their parameters add none
     report.bytes_added = sum(
         one.value.nbytes
@@ -348,7 +348,7 @@ _UNCOUNTED = (
 )
 
 
-_warn_once = functools.cache(log.warning)
+warn_once = functools.cache(log.warning)
 
 
 def _fused(

@@ -19,7 +19,7 @@ from tests.exhaustive import one_in, pairs
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
     torch._dynamo.reset()
-    backend_module._warn_once.cache_clear()
+    backend_module.warn_once.cache_clear()
     yield
     torch._dynamo.reset()
 

@@ -255,7 +255,7 @@ def test_a_graph_that_dynamo_broke() -> None:
 
 
 def test_weights_made_under_inference_mode(caplog: pytest.LogCaptureFixture) -> None:
-    boundary._warn_once.cache_clear()  # it says so once in a process
+    boundary.warn_once.cache_clear()  # it says so once in a process
     with torch.inference_mode():
         model = ByBlockAndPlace()
     torch._dynamo.reset()
