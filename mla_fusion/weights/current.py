@@ -18,7 +18,7 @@ from mla_fusion.compat import storage_id, version_of
 from mla_fusion.modes import is_capturing, outside_modes
 from mla_fusion.weights import cache
 from mla_fusion.weights.cache import Entry, Packed
-from mla_fusion.weights.rounds import Rounds, Watched, warn_once
+from mla_fusion.weights.rounds import Rounds, Watched, warn_of_changes
 
 
 def items(positions: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
@@ -158,7 +158,7 @@ class Current:
             for packed, entry in self._uses:  # in whatever graph, is to be packed again
                 if not positions.isdisjoint(packed.positions):
                     entry.expire()
-            warn_once([changed, *others], self._rounds.steps)
+            warn_of_changes([changed, *others], self._rounds.steps)
             return False
         return not (self._in_full and self._changed(args))
 

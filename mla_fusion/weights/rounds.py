@@ -105,8 +105,8 @@ def _look(watched: Watched, number: int, tensor: Tensor) -> _Look:
     return _Look(watched, host, event)
 
 
-def warn_once(changed: Sequence[Watched], calls: int) -> None:
-    """``calls``: how many may have used the old weights."""
+def warn_of_changes(changed: Sequence[Watched], calls: int) -> None:
+    """Once for each parameter. ``calls``: how many may have used the old weights."""
     first = changed[0].name
     if first in _SAID:
         return
