@@ -12,6 +12,7 @@ from torch import Tensor
 
 import mla_fusion as mf
 from tests.catalogue.base import Base, paged_args
+from tests.exhaustive import one_in
 from tests.harness import assert_as_exact, clones, compiled, traced_graph
 
 from .hidden import BEFORE, BEHIND, At, BiasOfProduct, Function, member
@@ -19,13 +20,7 @@ from .hidden import BEFORE, BEHIND, At, BiasOfProduct, Function, member
 UNVERIFIED = mf.Config(verify="off")
 
 
-def some(count: int, each_time: int) -> list[object]:
-    """Seeds; behind the first ones exhaustive."""
-    marks = [[] if seed < each_time else [pytest.mark.exhaustive] for seed in range(count)]
-    return [pytest.param(seed, marks=mark) for seed, mark in enumerate(marks)]
-
-
-@pytest.mark.parametrize("seed", some(96, 3))
+@pytest.mark.parametrize("seed", one_in(3, range(96)))
 def test_before_a_result_it_is_refused(seed: int) -> None:
     torch.manual_seed(0)
     one = member(seed, BEFORE)
@@ -34,7 +29,7 @@ def test_before_a_result_it_is_refused(seed: int) -> None:
     assert one.commutes or (not report.fused and report.rejected), (one, str(report))
 
 
-@pytest.mark.parametrize("seed", some(12, 1))
+@pytest.mark.parametrize("seed", one_in(2, range(12)))
 def test_behind_a_result_it_stays(seed: int) -> None:
     torch.manual_seed(0)
     one = member(seed, BEHIND)
