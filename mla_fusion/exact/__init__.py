@@ -1,0 +1,1 @@
+"""Values at random points of a finite field, and the proof that two Values are equal."""

@@ -1,0 +1,395 @@
+"""Values for a few tokens at a random point of the field.
+
+What is made of the values given (an activation) is computed, in the layout that follows from
+theirs. What is beside that is asked for in the layout in which it meets them; so far as it is moves
+and functions, element by element, these are computed too, and what is left is drawn by which Value
+it is: the same Value is the same numbers, wherever it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from math import prod
+
+import torch
+from torch import Tensor
+
+from mla_fusion.exact import field
+from mla_fusion.exact.field import P
+from mla_fusion.exact.weights import Weight
+from mla_fusion.graph.form import Value
+from mla_fusion.graph.layout import (
+    Binding,
+    Layout,
+    Mixed,
+    broadcast_to,
+    followed,
+    has_tokens,
+    is_plain,
+    plain,
+    plain_layout,
+    regrouped,
+)
+
+_MANY = 1 << 22  # elements of one Value
+_LISTED = 1 << 12  # elements of a weight up to which it is a tensor
+Found = Tensor | Weight
+
+
+class Undecided(Exception):
+    """A Value that is too large to be run: ``args`` is it."""
+
+
+class Evaluation:
+    """
+    given  tensors of the bound shape, and the layouts, of Values: nothing above them is run
+    seed   which point of the field
+    """
+
+    def __init__(
+        self, binding: Binding, given: Mapping[Value, tuple[Tensor, Layout]], seed: int
+    ) -> None:
+        self.binding, self.seed = binding, seed
+        self.tensors: dict[Value, Tensor] = {}
+        self.layouts: dict[Value, Layout] = {}
+        for value, (tensor, layout) in given.items():
+            self.tensors[value], self.layouts[value] = tensor, layout
+        self._beside: dict[tuple[Value, Layout], Found] = {}
+        self._outside: set[Value] = set()
+
+    def run(self, values: Iterable[Value]) -> None:
+        """Compute them. Raises Mixed for one whose tokens have no layout."""
+        for value in self._order(values):
+            if any(source in self.layouts for source in value.sources):
+                layout = followed(value, self.layouts)
+                self.tensors[value] = self._made(value, layout)
+                self.layouts[value] = layout
+            else:
+                self._outside.add(value)
+
+    def _order(self, values: Iterable[Value]) -> list[Value]:
+        found, seen = list[Value](), {*self.tensors, *self._outside}
+        stack = [(value, False) for value in values]
+        while stack:
+            value, is_ready = stack.pop()
+            if is_ready:
+                found.append(value)
+            elif value not in seen and self._may_be_made(value):
+                seen.add(value)
+                stack.append((value, True))
+                stack += [(source, False) for source in value.sources]
+        return found
+
+    def _may_be_made(self, value: Value) -> bool:
+        return value.active or any(source in self.tensors for source in value.sources)
+
+    def flat(self, value: Value) -> Tensor:
+        """[tokens, the rest] of what was run."""
+        layout = self.layouts[value]
+        digits = self.binding.digits(layout)
+        at = sorted((k for k, one in enumerate(digits) if one[0]), key=lambda k: -digits[k][0])
+        sizes = [digits[k][1] for k in at]
+        if prod(sizes) != self.binding.tokens:
+            raise Mixed(value)
+        rest = [k for k, one in enumerate(digits) if not one[0]]
+        tensor = self.tensors[value].reshape([size for _, size in digits])
+        return tensor.permute([*at, *rest]).reshape(self.binding.tokens, -1)
+
+    # -- made of what is given
+
+    def _made(self, value: Value, layout: Layout) -> Tensor:
+        op, literal, sources = value.op, value.literal, value.sources
+        shape = self.binding.shape(layout)
+        if op in ("sum", "product", "function", "cast"):
+            read = [self._operand(one, broadcast_to(layout, one)) for one in sources]
+            return self._elementwise(value, read).expand(shape)
+        if op == "dot":
+            return self._dot(value, layout)
+        if op == "join":
+            parts = []
+            for one in sources:
+                own = tuple(
+                    plain(one.shape[at]) if at == literal else axis
+                    for at, axis in enumerate(layout)
+                )
+                parts.append(self._operand(one, own).expand(self.binding.shape(own)))
+            return torch.cat(parts, literal)
+        if op == "gather":
+            return self._gathered(value, self.tensors[sources[0]], sources[1], layout)
+        return self._moved(value, self.tensors[sources[0]], shape)
+
+    def _operand(self, value: Value, layout: Layout) -> Tensor:
+        if value in self.layouts:
+            if self.layouts[value] != layout:
+                raise Mixed(value)
+            return self.tensors[value]
+        found = self.beside(value, layout)
+        return found.dense() if isinstance(found, Weight) else found
+
+    def _elementwise(self, value: Value, read: list[Tensor]) -> Tensor:
+        op, literal = value.op, value.literal
+        if op == "sum":
+            found = torch.tensor(field.fraction(literal[1]))
+            for coefficient, one in zip(literal[0], read, strict=True):
+                factor = field.fraction(coefficient)
+                found = found + (one if factor == 1 else one * factor % P)
+            return found % P
+        if op == "product":
+            found = torch.tensor(field.number(literal[1], self.seed))
+            for exponent, one in zip(literal[0], read, strict=True):
+                if exponent != 1:
+                    one = field.root(one, exponent, self.seed)
+                found = found * one % P
+            return found
+        key = (str(value.dtype), literal) if op == "function" else str(literal)
+        return field.hashed(field.word(self.seed, op, key), *read)
+
+    def _moved(self, value: Value, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+        op, literal = value.op, value.literal
+        if op == "reshape":
+            return tensor.reshape(shape)
+        if op == "permute":
+            return tensor.permute(literal)
+        if op == "expand":
+            return tensor.expand(shape)
+        if op == "slice":
+            axis, start, step = literal
+            places = torch.arange(value.shape[axis]) * step + start
+            return tensor.index_select(axis, places)
+        assert op == "reduce", op
+        return tensor.sum(literal) % P
+
+    def _dot(self, value: Value, layout: Layout) -> Tensor:
+        left, right = value.sources
+        size = plain(left.shape[-1])
+        batch = layout[: len(right.shape) - 2]
+        one = self._of_source(left, (*layout[:-1], size))
+        other = self._of_source(right, (*batch, size, layout[-1]))
+        if isinstance(one, Weight):
+            one = one.dense()
+        if isinstance(other, Weight):
+            return other.product(one)
+        return field.product(one, other)
+
+    def _of_source(self, value: Value, layout: Layout) -> Found:
+        if value in self.layouts:
+            if self.layouts[value] != layout:
+                raise Mixed(value)
+            return self.tensors[value]
+        found = self.beside(value, layout)
+        if isinstance(found, Tensor):
+            return found.expand(self.binding.shape(layout))
+        return found
+
+    def _gathered(self, value: Value, base: Tensor, index: Value, layout: Layout) -> Tensor:
+        """Of rows that all stand there; by numbers that are known, or as a function of them."""
+        axis = value.literal
+        own = layout[axis : axis + len(index.shape)]
+        numbers = self._operand(index, own)
+        if _is_listed(index) and not has_tokens(own):
+            found = base.index_select(axis, numbers.reshape(-1))
+            return found.reshape(self.binding.shape(layout))
+        rows = base.movedim(axis, 0)
+        name = field.word(self.seed, "row", rows.shape[0])
+        scale = field.random(name, (rows.shape[0], *[1] * (rows.dim() - 1)))
+        columns = (rows * scale % P).sum(0) % P
+        flat = field.hashed(
+            field.word(self.seed, "gather"), numbers.reshape(-1, 1), columns.reshape(1, -1)
+        )
+        found = flat.reshape(*numbers.shape, *columns.shape)
+        back = tuple(range(axis, axis + numbers.dim()))
+        return found.movedim(tuple(range(numbers.dim())), back)
+
+    # -- beside that
+
+    def beside(self, value: Value, layout: Layout) -> Found:
+        key = value, layout
+        found = self._beside.get(key)
+        if found is None:
+            try:
+                found = None if value.active else self._computed(value, layout)
+            except (Mixed, RecursionError):
+                found = None
+            if found is None:
+                found = self._drawn(value, layout)
+            self._beside[key] = found
+        return found
+
+    def _drawn(self, value: Value, layout: Layout) -> Found:
+        """By which Value it is, and the place of each element; copies of tokens are alike."""
+        name = field.word(self.seed, "value", value.serial)
+        if value.model and not has_tokens(layout) and prod(value.shape) > _LISTED:
+            return Weight.of_leaf(name, value.shape)
+        shape = self.binding.shape(layout)
+        if prod(shape) > _MANY:
+            raise Undecided(value)
+        tokens = rest = torch.zeros((), dtype=torch.int64)
+        count = 1
+        for axis, size in zip(reversed(layout), reversed(shape), strict=True):
+            of_tokens = of_rest = torch.zeros(1, dtype=torch.int64)
+            for digit in axis:
+                stride, number = self.binding.digit(digit)
+                places = torch.arange(number)
+                of_tokens = (of_tokens.unsqueeze(-1) + places * max(stride, 0)).reshape(-1)
+                is_rest = stride <= 0
+                of_rest = (of_rest.unsqueeze(-1) * (number if is_rest else 1)) + (
+                    places if is_rest else places * 0
+                )
+                of_rest = of_rest.reshape(-1)
+            tokens = tokens + of_tokens.view(size, *[1] * tokens.dim())
+            rest = rest + of_rest.view(size, *[1] * rest.dim()) * count
+            count *= size
+        places = tokens % self.binding.period * count + rest
+        return field.drawn(name, places).expand(shape)
+
+    def _computed(self, value: Value, layout: Layout) -> Found | None:
+        """None: it is drawn."""
+        op, literal, sources = value.op, value.literal, value.sources
+        if value.is_number:
+            return torch.tensor(field.number(literal[1], self.seed))
+        if op == "constant":
+            return None if has_tokens(layout) else field.exact(literal.tensor, self.seed)
+        if op == "count":
+            return None if has_tokens(layout) else torch.arange(value.shape[0])
+        if op in ("sum", "product", "function", "cast"):
+            return self._beside_elementwise(value, layout)
+        if op == "reduce":
+            axes = iter(layout)
+            inner = sources[0].shape
+            own = tuple(
+                plain(n) if at in literal else next(axes) for at, n in enumerate(inner)
+            )
+            if prod(self.binding.shape(own)) > _MANY:
+                return None
+            found = self.beside(sources[0], own)
+            found = found.dense() if isinstance(found, Weight) else found
+            return found.expand(self.binding.shape(own)).sum(literal) % P
+        if op == "gather":
+            return self._beside_gather(value, layout)
+        if op in ("reshape", "permute", "expand", "slice", "join"):
+            return self._beside_move(value, layout)
+        return None
+
+    def _beside_elementwise(self, value: Value, layout: Layout) -> Found | None:
+        read = [self.beside(one, broadcast_to(layout, one)) for one in value.sources]
+        if any(isinstance(one, Weight) for one in read):
+            only = read[0]
+            if len(read) == 1 and isinstance(only, Weight) and value.op == "product":
+                exponents, times = value.literal
+                if exponents == (1,) and not times.roots:
+                    return only.scaled(field.fraction(times.ratio))
+            if value.op == "cast" and isinstance(only, Weight) and is_widening(value):
+                return only
+            return None
+        if value.op == "cast" and is_widening(value):
+            return read[0]  # type: ignore[return-value]
+        tensors = [one for one in read if isinstance(one, Tensor)]
+        return self._elementwise(value, tensors).expand(self.binding.shape(layout))
+
+    def _beside_move(self, value: Value, layout: Layout) -> Found | None:
+        op, literal, source = value.op, value.literal, value.sources[0]
+        shape = self.binding.shape(layout)
+        if op == "join":
+            if not is_plain(layout[literal]):
+                return None
+            parts = []
+            for one in value.sources:
+                own = tuple(
+                    plain(one.shape[at]) if at == literal else axis
+                    for at, axis in enumerate(layout)
+                )
+                part = self.beside(one, own)
+                is_weight = isinstance(part, Weight)
+                parts.append(part if is_weight else part.expand(self.binding.shape(own)))
+            weights = [part for part in parts if isinstance(part, Weight)]
+            if len(weights) == len(parts):
+                return Weight.joined(weights, literal)
+            dense = [part.dense() if isinstance(part, Weight) else part for part in parts]
+            return torch.cat(dense, literal)
+        if op == "reshape":
+            own = regrouped(layout, source.shape)
+            if own is None:
+                return None
+            found = self.beside(source, own)
+            if isinstance(found, Weight):
+                return found.reshaped(value.shape)
+            return found.expand(self.binding.shape(own)).reshape(shape)
+        if op == "permute":
+            back = [literal.index(axis) for axis in range(len(literal))]
+            own = tuple(layout[at] for at in back)
+            found = self.beside(source, own)
+            if isinstance(found, Weight):
+                return found.permuted(literal)
+            return found.expand(self.binding.shape(own)).permute(literal)
+        if op == "expand":
+            found = self.beside(source, broadcast_to(layout, source))
+            if isinstance(found, Weight):
+                return found.expanded(value.shape)
+            return found.expand(shape)
+        axis, start, step = literal
+        if not is_plain(layout[axis]):
+            return None
+        own = (*layout[:axis], plain(source.shape[axis]), *layout[axis + 1 :])
+        places = torch.arange(value.shape[axis]) * step + start
+        found = self.beside(source, own)
+        if isinstance(found, Weight):
+            return found.taken(axis, places)
+        return found.expand(self.binding.shape(own)).index_select(axis, places)
+
+    def _beside_gather(self, value: Value, layout: Layout) -> Found | None:
+        base, index = value.sources
+        axis, rank = value.literal, len(index.shape)
+        of_index = layout[axis : axis + rank]
+        size = base.shape[axis]
+        if _is_listed(index) and not has_tokens(of_index):
+            own = (*layout[:axis], plain(size), *layout[axis + rank :])
+            places = index.literal.tensor
+            found = self.beside(base, own)
+            if isinstance(found, Weight):
+                return found.taken(axis, places) if places.dim() == 1 else None
+            found = found.expand(self.binding.shape(own)).index_select(axis, places.reshape(-1))
+            return found.reshape(self.binding.shape(layout))
+        # two rows stand for all of them
+        rows = ((-size, size),) if size != 1 else ()
+        own = (*layout[:axis], rows, *layout[axis + rank :])
+        found = self.beside(base, own)
+        if isinstance(found, Weight):
+            return None
+        table = found.expand(self.binding.shape(own))
+        return self._gathered_beside(table, index, of_index, axis)
+
+    def _gathered_beside(
+        self, table: Tensor, index: Value, of_index: Layout, axis: int
+    ) -> Tensor:
+        numbers = self._operand(index, of_index)
+        numbers = numbers.expand(self.binding.shape(of_index))
+        name = field.word(self.seed, "gather")
+        columns = field.hashed(name, *table.movedim(axis, 0))
+        lead, rest = columns.shape[:axis], columns.shape[axis:]
+        columns = columns.reshape(*lead, *[1] * numbers.dim(), *rest)
+        return field.hashed(name, numbers.reshape(*numbers.shape, *[1] * len(rest)), columns)
+
+
+def _is_listed(index: Value) -> bool:
+    return index.op == "constant"
+
+
+def is_widening(cast: Value) -> bool:
+    """Does a cast keep every number? Of integers to floats of float32 and wider, as far as slots
+    and positions go.
+    """
+    source, dtype = cast.sources[0].dtype, cast.dtype
+    if source == torch.bool:
+        return dtype != torch.bool
+    if dtype == torch.bool:
+        return False
+    if not source.is_floating_point:
+        if dtype.is_floating_point:
+            least = 8 * source.itemsize
+            return torch.finfo(dtype).eps <= 2.0 ** (1 - least)
+        before, after = torch.iinfo(source), torch.iinfo(dtype)
+        return after.min <= before.min and after.max >= before.max
+    if not dtype.is_floating_point:
+        return False
+    one, other = torch.finfo(source), torch.finfo(dtype)
+    return other.eps <= one.eps and other.max >= one.max

@@ -1,0 +1,98 @@
+"""From where to where the integers of a Value lie.
+
+Integers that are slots, positions and indices are exact as far as their dtype holds them: where the
+bounds show that. What comes in is bounded by its dtype, of 64 bits by ``_FARTHEST``.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import product as pairs
+from math import prod
+
+import torch
+
+from mla_fusion.graph.form import Value
+
+_FARTHEST = 1 << 48  # positions and slots of 64 bits stay below it
+Bounds = tuple[int, int]
+
+
+def fits(value: Value, dtype: torch.dtype) -> bool:
+    """Does the dtype hold each element? Of a float: as a whole number, exactly."""
+    bounds = of(value)
+    if bounds is None:
+        return False
+    least, most = bounds
+    if dtype.is_floating_point:
+        exact = round(2 / torch.finfo(dtype).eps)
+        return -exact <= least and most <= exact
+    if dtype == torch.bool:
+        return 0 <= least and most <= 1
+    ends = torch.iinfo(dtype)
+    return ends.min <= least and most <= ends.max
+
+
+@lru_cache(maxsize=1 << 15)
+def of(value: Value) -> Bounds | None:
+    """None: not known, or no whole numbers."""
+    op, literal, sources = value.op, value.literal, value.sources
+    if value.is_float and op not in ("product", "expand", "cast", "reshape"):
+        return None
+    if op == "product":
+        if literal[1].roots or literal[1].ratio.denominator != 1:
+            return None
+        found = int(literal[1].ratio), int(literal[1].ratio)
+        for exponent, source in zip(literal[0], sources, strict=True):
+            inner = of(source)
+            if inner is None or exponent.denominator != 1 or exponent < 0:
+                return None
+            for _ in range(int(exponent)):
+                ends = [one * other for one, other in pairs(found, inner)]
+                found = min(ends), max(ends)
+        return found
+    if op == "sum":
+        if any(one.denominator != 1 for one in (*literal[0], literal[1])):
+            return None
+        least = most = int(literal[1])
+        for times, source in zip(literal[0], sources, strict=True):
+            inner = of(source)
+            if inner is None:
+                return None
+            ends = [int(times) * end for end in inner]
+            least, most = least + min(ends), most + max(ends)
+        return least, most
+    if op == "constant":
+        tensor = literal.tensor
+        return (int(tensor.min()), int(tensor.max())) if tensor.numel() else (0, 0)
+    if op == "count":
+        return 0, value.shape[0] - 1
+    if op == "reduce":
+        inner = of(sources[0])
+        count = prod(sources[0].shape[axis] for axis in literal)
+        return None if inner is None else (inner[0] * count, inner[1] * count)
+    if op in ("reshape", "permute", "expand", "slice", "gather"):
+        return of(sources[0])
+    if op == "cast" and not sources[0].is_float:
+        inner = of(sources[0])
+        if inner is not None and fits(sources[0], value.dtype):
+            return inner
+    if op == "join":
+        inners = [of(source) for source in sources]
+        known = [inner for inner in inners if inner is not None]
+        if len(known) < len(inners):
+            return None
+        return min(least for least, _ in known), max(most for _, most in known)
+    if op == "function" and literal[0] == "quotient":
+        inner, divisor = (of(source) for source in sources)
+        if inner is not None and divisor is not None and divisor[0] > 0:
+            ends = [one // other for one, other in pairs(inner, divisor)]
+            return min(ends), max(ends)
+    if value.is_float:
+        return None
+    if value.dtype == torch.bool:
+        return 0, 1
+    ends = torch.iinfo(value.dtype)
+    if ends.bits == 64:
+        return -_FARTHEST, _FARTHEST
+    return ends.min, ends.max

@@ -1,0 +1,95 @@
+"""Operators without a rule, as torch decomposes them: one node at a time, remembered by operator,
+sizes and literals.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.fx import GraphModule
+
+from mla_fusion.compat import make_fx
+from mla_fusion.graph.call import RULES, Call
+from mla_fusion.graph.form import Value
+
+if TYPE_CHECKING:
+    from mla_fusion.graph.read import Graph
+
+_KNOWN: dict[object, GraphModule | None] = {}
+
+
+@lru_cache(maxsize=1)
+def _table() -> dict[Any, Any]:
+    from torch._decomp import core_aten_decompositions
+
+    return dict(core_aten_decompositions())
+
+
+def decomposed(graph: Graph, call: Call, target: Any, given: dict[str, Any]) -> Any:
+    """None: torch has no decomposition into operators that have rules."""
+    if target not in _table():
+        return None
+    places = {name: one for name, one in given.items() if isinstance(one, Value)}
+    if any(isinstance(one, list) and _has_value(one) for one in given.values()):
+        return None
+    rest = {name: one for name, one in given.items() if name not in places}
+    key = (
+        target,
+        tuple((name, one.shape, one.dtype) for name, one in places.items()),
+        repr(rest),
+    )
+    if key not in _KNOWN:
+        _KNOWN[key] = _traced(target, places, rest)
+    traced = _KNOWN[key]
+    if traced is None:
+        return None
+    return _run(graph, traced, list(places.values()))
+
+
+def _has_value(given: list[Any]) -> bool:
+    return any(isinstance(one, Value) for one in given)
+
+
+def _traced(target: Any, places: dict[str, Value], rest: dict[str, Any]) -> GraphModule | None:
+    def schema_name(name: str) -> str:
+        return "self" if name == "x" else name
+
+    def function(*tensors: torch.Tensor) -> Any:
+        named = {schema_name(name): one for name, one in rest.items()}
+        named |= dict(zip(map(schema_name, places), tensors, strict=True))
+        return _table()[target](**named)
+
+    tensors = [torch.empty(one.shape, dtype=one.dtype, device="meta") for one in places.values()]
+    try:
+        with torch.no_grad():
+            made = make_fx(function)(*tensors)
+    except (TypeError, ValueError, RuntimeError, NotImplementedError, LookupError):
+        return None
+    from mla_fusion.graph.read import name_of
+
+    for node in made.graph.nodes:
+        if node.op == "call_function" and node.target is target:
+            return None
+        is_operator = node.op == "call_function" and hasattr(node.target, "_schema")
+        if is_operator and name_of(node.target) not in RULES and node.target not in _table():
+            return None
+    return made
+
+
+def _run(graph: Graph, traced: GraphModule, values: list[Value]) -> Any:
+    from mla_fusion.graph.read import Graph as Reader
+
+    inner = Reader.__new__(Reader)
+    inner.gm, inner.symbols, inner.form = traced, graph.symbols, graph.form
+    inner.readings, inner.nodes, inner.written = {}, {}, {}
+    placeholders = iter(values)
+    for node in traced.graph.nodes:
+        if node.op == "placeholder":
+            inner.readings[node] = next(placeholders)
+        elif node.op == "output":
+            return inner.argument(node.args[0])
+        else:
+            inner._read(node)
+    return None

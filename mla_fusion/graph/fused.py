@@ -1,0 +1,201 @@
+"""Operators that are several steps: norms, rotations, and the key's half with its cache writes.
+
+Each is built from its definition, as the kernel's own is (:mod:`mla_fusion.targets`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from math import prod
+from typing import Any
+
+from mla_fusion.meta import number_formats
+
+from mla_fusion.graph import quantise
+from mla_fusion.graph.call import Call, Departs, operator
+from mla_fusion.graph.form import Form, Value
+from mla_fusion.graph.numbers import MINUS_ONE, Number
+
+
+def rms_norm(
+    form: Form, x: Value, gamma: Value | None, epsilon: Number | Fraction, rank: int = 1
+) -> tuple[Value, Value]:
+    """The normed rows, and what they were multiplied by."""
+    axes = range(len(x.shape) - rank, len(x.shape))
+    squares = form.mean(form.power(x, 2), list(axes))
+    held = epsilon.ratio if isinstance(epsilon, Number) else epsilon
+    step = form.power(form.total([(Fraction(1), squares)], held), Fraction(-1, 2))
+    factors = [(x, 1), (step, 1)]
+    if gamma is not None:
+        factors.append((form.bare(gamma), 1))
+    return form.product(factors), step
+
+
+def _epsilon(c: Call, given: Any) -> Number:
+    found = c.number_of(given)
+    if found.roots:
+        raise Departs
+    return found
+
+
+@operator("rms_norm", "_fused_rms_norm")
+def _(
+    c: Call, input: Value, normalized_shape: Sequence[int], weight: Any = None, eps: Any = None
+) -> Any:
+    if eps is None or not input.active:
+        raise Departs
+    found = rms_norm(c.form, input, weight, _epsilon(c, eps), len(normalized_shape))
+    return found[0] if c.name == "rms_norm" else list(found)
+
+
+@operator("npu::npu_rms_norm")
+def _(c: Call, x: Any = None, gamma: Any = None, epsilon: Any = 1e-6, input: Any = None) -> Any:
+    value = x if x is not None else input
+    if not value.active:
+        raise Departs
+    return list(rms_norm(c.form, value, gamma, _epsilon(c, epsilon), len(gamma.shape)))
+
+
+@operator("npu::npu_add_rms_norm")
+def _(c: Call, x1: Value, x2: Value, gamma: Value, epsilon: Any = 1e-6) -> Any:
+    if not (x1.active or x2.active):
+        raise Departs
+    both = c.form.plus(c.form.bare(x1), c.form.bare(x2))
+    return [*rms_norm(c.form, both, gamma, _epsilon(c, epsilon), len(gamma.shape)), both]
+
+
+@operator("layer_norm", "native_layer_norm")
+def _(
+    c: Call, input: Value, normalized_shape: Sequence[int], weight: Any, bias: Any, eps: Any, **_: Any
+) -> Any:
+    if not input.active:
+        raise Departs
+    form, rank = c.form, len(normalized_shape)
+    axes = list(range(len(input.shape) - rank, len(input.shape)))
+    mean = form.mean(input, axes)
+    apart = form.total([(Fraction(1), input), (Fraction(-1), mean)])
+    variance = form.mean(form.power(apart, 2), axes)
+    step = form.power(form.total([(Fraction(1), variance)], _epsilon(c, eps).ratio), Fraction(-1, 2))
+    found = form.times(apart, step, *([form.bare(weight)] if weight is not None else []))
+    found = found if bias is None else form.plus(found, form.bare(bias))
+    return found if c.name == "layer_norm" else [found, mean, step]
+
+
+# -- rotations
+
+
+def halves_turned(form: Form, x: Value) -> Value:
+    """``(-second, first)``"""
+    size = x.shape[-1] // 2
+    first, second = form.slice(x, -1, 0, size), form.slice(x, -1, size, 2 * size)
+    return form.join([form.negated(second), first], -1)
+
+
+def paired(form: Form, x: Value) -> Value:
+    """Interleaved pairs as halves: even columns, then odd ones."""
+    size = x.shape[-1]
+    pairs = form.reshape(x, (*x.shape[:-1], size // 2, 2))
+    return form.reshape(form.transposed(pairs), x.shape)
+
+
+def rotated(form: Form, x: Value, cos: Value, sin: Value, *, interleaved: bool) -> Value:
+    """Halves out; interleaved pairs or halves in."""
+    x = paired(form, x) if interleaved else x
+    cos, sin = form.bare(cos), form.bare(sin)
+    return form.plus(form.times(x, cos), form.times(halves_turned(form, x), sin))
+
+
+@operator("npu::npu_interleave_rope")
+def _(c: Call, x: Value, cos: Value, sin: Value) -> Value:
+    if not x.active:
+        raise Departs
+    return rotated(c.form, x, cos, sin, interleaved=True)
+
+
+@operator("npu::npu_rotary_mul")
+def _(
+    c: Call, input: Value, r1: Value, r2: Value, rotary_mode: Any = "half", rotate: Any = None
+) -> Value:
+    form = c.form
+    if not input.active:
+        raise Departs
+    if rotate is not None:
+        turned = form.dot(input, form.expand(rotate, (*input.shape[:-2], *rotate.shape[-2:])))
+    elif rotary_mode in ("half", None):
+        return rotated(form, input, r1, r2, interleaved=False)
+    elif rotary_mode == "interleave":
+        size = input.shape[-1]
+        pairs = form.reshape(input, (*input.shape[:-1], size // 2, 2))
+        even, odd = form.slice(pairs, -1, 0, 1), form.slice(pairs, -1, 1, 2)
+        turned = form.reshape(form.join([form.scaled(odd, MINUS_ONE), even], -1), input.shape)
+    else:
+        raise Departs
+    r1, r2 = form.bare(r1), form.bare(r2)
+    return form.plus(form.times(input, r1), form.times(turned, r2))
+
+
+# -- the key's half
+
+PAGED = {"PA": None, "PA_BNSD": None, "PA_BSND": None, "PA_NZ": "PA_NZ"}
+
+
+def key_rows(
+    form: Form, kv: Value, gamma: Value, cos: Value, sin: Value, epsilon: Number | Fraction
+) -> tuple[Value, Value]:
+    """Normed latents and rotated keys, of rows of both side by side."""
+    rank = gamma.shape[-1]
+    latent, key = form.slice(kv, -1, 0, rank), form.slice(kv, -1, rank, kv.shape[-1])
+    normed = rms_norm(form, latent, gamma, epsilon)[0]
+    return normed, rotated(form, key, cos, sin, interleaved=True)
+
+
+@operator("npu::npu_kv_rmsnorm_rope_cache", "npu::npu_kv_rmsnorm_rope_cache_v2_functional")
+def _(
+    c: Call, kv: Value, gamma: Value, cos: Value, sin: Value, index: Value, k_cache: Value,
+    ckv_cache: Value, epsilon: Any, cache_mode: str, **options: Any,
+) -> Any:
+    foreign = ("k_rope_offset", "c_kv_offset", "v")
+    if not kv.active or any(options.get(name) is not None for name in foreign):
+        raise Departs
+    form = c.form
+    latents, keys = key_rows(form, kv, gamma, cos, sin, _epsilon(c, epsilon))
+    caches = []
+    for name, cache, rows in (("k_rope", k_cache, keys), ("c_kv", ckv_cache, latents)):
+        scale = options.get(f"{name}_scale")
+        if scale is not None:
+            stem = "k_cache" if name == "k_rope" else "ckv_cache"
+            kind = number_formats.of_product((cache.dtype,), (options.get(f"{stem}_dtype"),))
+            if kind is None:
+                raise Departs
+            rows = quantise.saturated(form, form.times(rows, form.bare(scale)), kind)
+        caches.append(_in_pages(c, cache, index, rows, cache_mode))
+    if c.name.endswith("functional"):
+        return [keys, latents, *caches]
+    return [*caches, keys, latents]
+
+
+def _in_pages(c: Call, cache: Value, index: Value, rows: Value, mode: str) -> Value:
+    """Of a mode that writes rows elsewhere than at slots, an opaque cache."""
+    form = c.form
+    if mode not in PAGED or prod(index.shape) != prod(rows.shape[:-1]):
+        return form.opaque("cache", mode, [cache, index, rows], cache.shape, cache.dtype)
+    width = rows.shape[-1]
+    flat = form.reshape(cache, (prod(cache.shape) // width, width))
+    total = prod(index.shape)
+    made = form.write(
+        flat, form.reshape(index, (total,)), form.reshape(rows, (total, width)), PAGED[mode]
+    )
+    return form.reshape(made, cache.shape)
+
+
+@operator("npu::npu_scatter_pa_kv_cache_functional")
+def _(
+    c: Call, key: Value, value: Value, key_cache: Value, value_cache: Value, slot_mapping: Value,
+    cache_mode: Any = "PA_NZ", **options: Any,
+) -> Any:
+    if any(given is not None for given in options.values()):
+        raise Departs
+    mode = "PA" if cache_mode == "Norm" else cache_mode or "PA_NZ"
+    pairs = ((key_cache, key), (value_cache, value))
+    return [_in_pages(c, cache, slot_mapping, rows, mode) for cache, rows in pairs]

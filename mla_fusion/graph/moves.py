@@ -1,0 +1,451 @@
+"""Operators that move elements, fill tensors, and read or write rows by their numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from math import prod
+from typing import Any
+
+import torch
+
+from mla_fusion.graph.call import Call, Departs, operator
+from mla_fusion.graph.form import Value, filled_with
+from mla_fusion.graph.numbers import literal
+
+_VIEWS = "view _unsafe_view reshape _reshape_alias unsqueeze squeeze flatten unflatten ravel view_as"
+
+
+@operator(*_VIEWS.split(), *(f"{name}_copy" for name in "view unsqueeze squeeze _reshape".split()))
+def _(c: Call, x: Value, size: Any = None, dtype: Any = None, **_: Any) -> Value:
+    if isinstance(dtype, torch.dtype):
+        return _read_as(c, x, dtype)
+    return c.form.reshape(x, c.shape)
+
+
+def _read_as(c: Call, x: Value, dtype: torch.dtype) -> Value:
+    """The same bytes as elements of another dtype."""
+    from mla_fusion.graph import quantise
+
+    if dtype.itemsize > 1 or not x.active or x.shape[-1:] == c.shape[-1:]:
+        return c.opaque(str(dtype), [x])  # type: ignore[no-any-return]
+    source = torch.float32 if c.shape[-1] == 4 * x.shape[-1] else torch.bfloat16
+    return quantise.as_bytes(c.form, x, source, dtype)
+
+
+@operator("expand", "expand_copy", "expand_as", "broadcast_to")
+def _(c: Call, x: Value, **_: Any) -> Value:
+    return c.form.expand(x, c.shape)
+
+
+@operator("permute", "permute_copy")
+def _(c: Call, x: Value, dims: Sequence[int]) -> Value:
+    return c.form.permute(x, dims)
+
+
+@operator("t", "t_copy", "numpy_T", "mT", "matrix_H", "adjoint")
+def _(c: Call, x: Value) -> Value:
+    return c.form.transposed(x) if len(x.shape) > 1 else x
+
+
+@operator("transpose", "transpose_copy", "swapaxes", "swapdims")
+def _(c: Call, x: Value, **dims: int) -> Value:
+    return c.form.transposed(x, *dims.values())
+
+
+@operator("slice", "slice_copy")
+def _(c: Call, x: Value, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Value:
+    size = x.shape[dim]
+    return c.form.slice(x, dim, 0 if start is None else start, size if end is None else end, step)
+
+
+@operator("narrow", "narrow_copy")
+def _(c: Call, x: Value, dim: int, start: Any, length: int) -> Value:
+    if isinstance(start, Value):
+        raise Departs
+    start += x.shape[dim] if start < 0 else 0
+    return c.form.slice(x, dim, start, start + length)
+
+
+@operator("select", "select_copy")
+def _(c: Call, x: Value, dim: int, index: int) -> Value:
+    index += x.shape[dim] if index < 0 else 0
+    return c.form.reshape(c.form.slice(x, dim, index, index + 1), c.shape)
+
+
+_SPLITS = "split split_with_sizes chunk tensor_split unsafe_split unsafe_chunk"
+
+
+@operator(*_SPLITS.split(), "split_copy", "split_with_sizes_copy")
+def _(c: Call, x: Value, dim: int = 0, **_: Any) -> list[Value]:
+    found, at = list[Value](), 0
+    for shape in c.shape:
+        found.append(c.form.slice(x, dim, at, at + shape[dim]))
+        at += shape[dim]
+    return found
+
+
+@operator("unbind", "unbind_copy")
+def _(c: Call, x: Value, dim: int = 0) -> list[Value]:
+    parts = (c.form.slice(x, dim, place, place + 1) for place in range(x.shape[dim]))
+    return [c.form.reshape(part, shape) for part, shape in zip(parts, c.shape, strict=True)]
+
+
+@operator("cat", "concat", "concatenate")
+def _(c: Call, tensors: Sequence[Value], dim: int = 0) -> Value:
+    parts = [one for one in tensors if one.shape != (0,)] or list(tensors)
+    return c.form.join(_alike(c, parts), dim)
+
+
+@operator("stack")
+def _(c: Call, tensors: Sequence[Value], dim: int = 0) -> Value:
+    dim %= len(c.shape)
+    parts = [c.form.reshape(one, (*one.shape[:dim], 1, *one.shape[dim:])) for one in tensors]
+    return c.form.join(_alike(c, parts), dim)
+
+
+def _alike(c: Call, parts: Sequence[Value]) -> list[Value]:
+    """Parts in the call's dtype; beside an activation their own rounding is left out."""
+    if any(part.active for part in parts):
+        return [c.form.bare(part) for part in parts]
+    return [c.form.cast(part, c.dtype) for part in parts]
+
+
+_SAME = "clone alias detach contiguous lift_fresh lift_fresh_copy resolve_conj resolve_neg"
+
+
+@operator(*_SAME.split(), "alias_copy", "detach_copy", "npu::npu_format_cast")
+def _(c: Call, x: Any, **_: Any) -> Any:
+    return x
+
+
+_CASTS = "_to_copy to type_as npu::npu_dtype_cast npu::_npu_dtype_cast prims::convert_element_type"
+
+
+@operator(*_CASTS.split())
+def cast(c: Call, x: Value | None = None, a: Value | None = None, **_: Any) -> Value:
+    from mla_fusion.graph import quantise
+
+    value = x if x is not None else a
+    assert value is not None
+    return quantise.cast(c, value, c.dtype)
+
+
+@operator("copy")
+def _(c: Call, x: Value, src: Any, non_blocking: bool = False) -> Value:
+    value = c.value(src)
+    value = value if value.active else c.form.cast(value, x.dtype)
+    return c.form.expand(value, x.shape)
+
+
+@operator("fill", "full", "full_like", "new_full", "scalar_tensor")
+def _(c: Call, value: Any = None, fill_value: Any = None, s: Any = None, **_: Any) -> Value:
+    given = next(one for one in (value, fill_value, s) if one is not None)
+    return c.form.expand(c.form.cast(c.value(given), c.dtype), c.shape)
+
+
+@operator("zeros", "zeros_like", "new_zeros", "zero", "ones", "ones_like", "new_ones")
+def _(c: Call, **_: Any) -> Value:
+    return c.form.filled(int("ones" in c.name), c.shape, c.dtype)
+
+
+@operator("arange", "prims::iota")
+def _(
+    c: Call, end: Any = None, start: Any = 0, step: Any = 1, length: Any = None, **_: Any
+) -> Value:
+    first, by = literal(start or 0), literal(1 if step is None else step)
+    if first.roots or by.roots:
+        raise Departs
+    found = c.form.count(*c.shape)
+    inner = Call(c.form, "arange", c.shape, torch.int64)
+    if first.ratio.denominator * by.ratio.denominator != 1:
+        raise Departs
+    found = inner.sum([(by.ratio, found), (first.ratio, c.form.filled(1, c.shape, torch.int64))])
+    return c.form.cast(found, c.dtype)
+
+
+@operator("roll")
+def _(c: Call, x: Value, shifts: Any, dims: Any = ()) -> Value:
+    shifts = shifts if isinstance(shifts, (list, tuple)) else [shifts]
+    if len(dims) != len(shifts):
+        raise Departs
+    for shift, dim in zip(shifts, dims, strict=True):
+        size = x.shape[dim]
+        at = size - shift % size
+        if at < size:
+            parts = c.form.slice(x, dim, at, size), c.form.slice(x, dim, 0, at)
+            x = c.form.join(parts, dim)
+    return x
+
+
+@operator("flip")
+def _(c: Call, x: Value, dims: Sequence[int]) -> Value:
+    for dim in dims:
+        x = c.form.take(x, dim, list(range(x.shape[dim]))[::-1])
+    return x
+
+
+@operator("repeat", "tile")
+def _(c: Call, x: Value, repeats: Any = None, dims: Any = None) -> Value:
+    times = list(repeats if repeats is not None else dims)
+    lead = [1] * (len(x.shape) - len(times))
+    x = c.form.reshape(x, (*[1] * (len(times) - len(x.shape)), *x.shape))
+    wide, shape = list[int](), list[int]()
+    for number, size in zip((*lead, *times), x.shape, strict=True):
+        wide += [1, size]
+        shape += [number, size]
+    return c.form.reshape(c.form.expand(c.form.reshape(x, wide), shape), c.shape)
+
+
+@operator("repeat_interleave")
+def _(c: Call, x: Value | None = None, repeats: Any = None, dim: Any = None, **_: Any) -> Value:
+    if not isinstance(repeats, int) or x is None:
+        raise Departs
+    if dim is None:
+        x, dim = c.form.reshape(x, (prod(x.shape),)), 0
+    dim %= len(x.shape)
+    one = c.form.reshape(x, (*x.shape[: dim + 1], 1, *x.shape[dim + 1 :]))
+    wide = (*x.shape[: dim + 1], repeats, *x.shape[dim + 1 :])
+    return c.form.reshape(c.form.expand(one, wide), c.shape)
+
+
+@operator("diagonal", "diagonal_copy")
+def _(c: Call, x: Value, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Value:
+    rank = len(x.shape)
+    one, two = dim1 % rank, dim2 % rank
+    if offset or x.shape[one] != x.shape[two]:
+        raise Departs
+    size = x.shape[one]
+    rest = [axis for axis in range(rank) if axis not in (one, two)]
+    x = c.form.permute(x, [*rest, one, two])
+    flat = c.form.reshape(x, (*x.shape[:-2], size * size))
+    return c.form.take(flat, -1, list(range(0, size * size, size + 1)))
+
+
+@operator("constant_pad_nd", "pad")
+def _(c: Call, x: Value, pad: Sequence[int], value: Any = 0, mode: str = "constant") -> Value:
+    if mode != "constant":
+        raise Departs
+    for place in range(0, len(pad), 2):
+        axis = len(x.shape) - 1 - place // 2
+        before, after = pad[place : place + 2]
+        x = c.form.slice(x, axis, max(0, -before), x.shape[axis] - max(0, -after))
+        fill = c.form.cast(c.value(value or 0), x.dtype)
+
+        def filled(size: int, x: Value = x, axis: int = axis, fill: Value = fill) -> Value:
+            shape = [size if at == axis else n for at, n in enumerate(x.shape)]
+            return c.form.expand(fill, shape)
+
+        parts = [filled(before)] if before > 0 else []
+        parts += [x, *([filled(after)] if after > 0 else [])]
+        x = c.form.join(parts, axis)
+    return x
+
+
+@operator("unfold")
+def _(c: Call, x: Value, dimension: int, size: int, step: int) -> Value:
+    """Windows that touch are a reshape."""
+    dimension %= len(x.shape)
+    if size != step or x.shape[dimension] % size:
+        raise Departs
+    before, after = x.shape[:dimension], x.shape[dimension + 1 :]
+    parts = c.form.reshape(x, (*before, x.shape[dimension] // size, size, *after))
+    order = [axis for axis in range(len(parts.shape)) if axis != dimension + 1]
+    return c.form.permute(parts, [*order, dimension + 1])
+
+
+# -- rows by their numbers
+
+
+def numbered(c: Call, index: Value, size: int) -> Value:
+    """Row numbers, from 0 on where the call counts from the end."""
+    filled = filled_with(index)
+    if filled is not None and filled.literal[1].ratio < 0:
+        return c.form.filled(filled.literal[1].ratio + size, index.shape, index.dtype)
+    return index
+
+
+@operator("index_select")
+def _(c: Call, x: Value, dim: int, index: Value) -> Value:
+    return c.form.gather(x, dim, numbered(c, index, x.shape[dim]))
+
+
+@operator("embedding")
+def _(c: Call, weight: Value, indices: Value, **_: Any) -> Value:
+    return c.form.gather(weight, 0, indices)
+
+
+@operator("gather", "take_along_dim")
+def _(c: Call, x: Value, index: Value | None = None, dim: int = 0, **options: Any) -> Value:
+    """Whole rows, where the index is one number along all other axes."""
+    index = index if index is not None else options["indices"]
+    dim %= len(x.shape)
+    inner = index
+    while inner.op == "reshape":
+        inner = inner.sources[0]
+    own = inner.sources[0] if inner.op == "expand" and inner.shape == index.shape else None
+    if own is not None:
+        own = c.form.reshape(own, (1,) * (len(index.shape) - len(own.shape)) + own.shape)
+        if all(
+            n == 1 or at == dim for at, n in enumerate(own.shape)
+        ) and all(n == x.shape[at] for at, n in enumerate(index.shape) if at != dim):
+            return c.form.gather(x, dim, c.form.reshape(own, (own.shape[dim],)))
+    listed = index if index.op == "constant" else None
+    if listed is not None:
+        tensor = listed.literal.tensor
+        line = tensor.select(0, 0) if tensor.dim() else tensor
+        rows = tensor.movedim(dim, -1)
+        first = rows.reshape(-1, rows.shape[-1])[0]
+        if bool((rows == first).all()) and line is not None:
+            return c.form.take(x, dim, first.tolist())
+    raise Departs
+
+
+@operator("index", "_unsafe_index")
+def _(c: Call, x: Value, indices: Sequence[Value | None]) -> Value:
+    first, flat, size = flat_index(c, x.shape, indices)
+    last = first + size
+    rows = prod(x.shape[first:last])
+    base = c.form.reshape(x, (*x.shape[:first], rows, *x.shape[last:]))
+    return c.form.gather(base, first, flat)
+
+
+def flat_index(
+    c: Call, shape: Sequence[int], indices: Sequence[Value | None]
+) -> tuple[int, Value, int]:
+    """Neighbouring axes that are indexed as one: the first, row numbers of all, how many."""
+    at = [axis for axis, index in enumerate(indices) if index is not None]
+    if not at or at != list(range(at[0], at[-1] + 1)):
+        raise Departs
+    terms, rest = [], list(shape[at[0] : at[-1] + 1])
+    inner = Call(c.form, "index", (), torch.int64)
+    for axis in at:
+        size = rest.pop(0)
+        index = indices[axis]
+        assert index is not None
+        if index.dtype == torch.bool:
+            raise Departs
+        terms.append((Fraction(prod(rest)), numbered(c, index, size)))
+    if len(terms) == 1:
+        return at[0], terms[0][1], 1
+    wide = [(times, c.form.cast(value, torch.int64)) for times, value in terms]
+    return at[0], inner.sum(wide), len(at)
+
+
+def written(c: Call, base: Value, axis: int, count: int, index: Value, rows: Any) -> Value:
+    """``base`` with rows at numbers that count through ``count`` axes from ``axis`` on; before them
+    stand axes of size 1.
+    """
+    form = c.form
+    if any(size != 1 for size in base.shape[:axis]):
+        raise Departs
+    behind = base.shape[axis + count :]
+    size, width = prod(base.shape[: axis + count]), prod(behind)
+    rows = c.value(rows)
+    shape = (*[1] * axis, *index.shape, *behind)
+    if axis and len(rows.shape) == len(shape) - axis:
+        shape = shape[axis:]
+    rows = form.expand(rows, shape)
+    rows = rows if rows.active else form.cast(rows, base.dtype)
+    total = prod(index.shape)
+    flat = form.reshape(index, (total,))
+    made = form.write(form.reshape(base, (size, width)), flat, form.reshape(rows, (total, width)))
+    return form.reshape(made, base.shape)
+
+
+@operator("index_put", "_unsafe_index_put", "index_put_")
+def _(
+    c: Call, x: Value, indices: Sequence[Value | None], values: Value, accumulate: bool = False
+) -> Value:
+    if accumulate:
+        raise Departs
+    first, flat, count = flat_index(c, x.shape, indices)
+    return written(c, x, first, count, flat, values)
+
+
+@operator("index_copy")
+def _(c: Call, x: Value, dim: int, index: Value, source: Value) -> Value:
+    return written(c, x, dim % len(x.shape), 1, index, source)
+
+
+@operator("scatter")
+def _(c: Call, x: Value, dim: int, index: Value, src: Any = None, **options: Any) -> Value:
+    """Whole rows, where the index is one number along all other axes."""
+    dim %= len(x.shape)
+    inner = index
+    while inner.op == "reshape":
+        inner = inner.sources[0]
+    if options.get("reduce") is not None or not isinstance(src, Value) or inner.op != "expand":
+        raise Departs
+    own = inner.sources[0]
+    if prod(own.shape) != index.shape[dim] or index.shape[dim + 1 :] != x.shape[dim + 1 :]:
+        raise Departs
+    for at, size in enumerate(index.shape):
+        src = c.form.slice(src, at, 0, size)
+    return written(c, x, dim, 1, c.form.reshape(own, (index.shape[dim],)), src)
+
+
+@operator("npu::npu_scatter_nd_update")
+def _(c: Call, x: Value, indices: Value, updates: Value) -> Value:
+    depth = indices.shape[-1]
+    columns = [
+        c.form.reshape(c.form.slice(indices, -1, place, place + 1), indices.shape[:-1])
+        for place in range(depth)
+    ]
+    _, flat, count = flat_index(c, x.shape, columns)
+    return written(c, x, 0, count, flat, updates)
+
+
+@operator("slice_scatter")
+def _(
+    c: Call,
+    x: Value,
+    src: Value,
+    dim: int = 0,
+    start: Any = None,
+    end: Any = None,
+    step: int = 1,
+) -> Value:
+    size = x.shape[dim]
+    first, last, step = slice(start, end, step).indices(size)
+    return _placed(c, x, src, dim % len(x.shape), first, last, step)
+
+
+def _placed(c: Call, x: Value, src: Value, dim: int, first: int, last: int, step: int) -> Value:
+    form, size = c.form, x.shape[dim]
+    src = form.expand(src if src.active else form.cast(src, x.dtype), [
+        len(range(first, last, step)) if at == dim else n for at, n in enumerate(x.shape)
+    ])
+    if step == 1:
+        parts = [form.slice(x, dim, 0, first)] if first else []
+        parts += [src, *([form.slice(x, dim, last, size)] if last < size else [])]
+        return form.join(parts, dim)
+    places = list(range(size))
+    for count, place in enumerate(range(first, last, step)):
+        places[place] = size + count
+    return form.take(form.join([x, src], dim), dim, places)
+
+
+@operator("select_scatter")
+def _(c: Call, x: Value, src: Value, dim: int, index: int) -> Value:
+    dim, index = dim % len(x.shape), index % x.shape[dim]
+    src = c.form.reshape(src, [1 if at == dim else n for at, n in enumerate(x.shape)])
+    return _placed(c, x, src, dim, index, index + 1, 1)
+
+
+@operator("where", "masked_fill")
+def _(c: Call, condition: Any = None, x: Any = None, other: Any = None, **given: Any) -> Value:
+    if c.name == "masked_fill":
+        condition, x, other = given["mask"], given["value"], x
+    from mla_fusion.graph import quantise
+
+    one, two = c.value(x), c.value(other)
+    mask = filled_with(condition)
+    if mask is not None:
+        return c.form.expand(one if mask.literal[1].ratio else two, c.shape)
+    if one is two:
+        return c.form.expand(one, c.shape)
+    guarded = quantise.guarded(c, condition, one, two)
+    if guarded is not None:
+        return c.form.expand(guarded, c.shape)
+    return c.form.expand(c.function("where", (), condition, one, two), c.shape)

@@ -1,0 +1,387 @@
+"""An FX graph read into Values: each node once, in order.
+
+Arguments are bound to the schema, and the operator's rule is called with them. An operator without
+a rule is decomposed by torch into those that have one; what is left is opaque: a function of all
+that it reads. A symbol is bound to a large prime, so that a size that is made of it is told from
+every other; what the graph computes with a size as a number is a leaf.
+"""
+
+from __future__ import annotations
+
+import operator as python
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from mla_fusion.compat import OpOverload, expression_of, schema_of
+from mla_fusion.graph import arithmetic, decompose, fused, moves, quantise
+from mla_fusion.graph.call import RULES, Call, Departs, Pair
+from mla_fusion.graph.form import Form, Value, filled_with
+
+__all__ = ["Graph", "Reading", "arithmetic", "fused", "moves", "quantise"]
+
+Reading = Any  # a Value, a Pair, a list of these, a number, or None
+_FIRST_PRIMES = (10007, 10009, 10037, 10039, 10061, 10067, 10069, 10079, 10091, 10093, 10099, 10103)
+_FOLDED = 1 << 16  # elements of a tensor of literals that is computed when it is read
+_FAILS = (ValueError, RuntimeError, TypeError, LookupError, AssertionError, AttributeError)
+
+
+class Size(int):
+    """A symbolic size, bound to a number."""
+
+    name: str
+
+    def __new__(cls, bound: int, name: str) -> Size:
+        found = super().__new__(cls, bound)
+        found.name = name
+        return found
+
+
+class _Alike(Exception):
+    """Two symbols that the graph takes for one number."""
+
+
+class Graph:
+    """
+    readings  what each node is
+    nodes     of each Value, the nodes that hold it, in order
+    written   by placeholder, what the graph leaves in it
+    symbols   what each symbol is bound to
+    """
+
+    def __init__(self, gm: GraphModule) -> None:
+        self.gm = gm
+        self.symbols: dict[str, int] = {}
+        while True:
+            self.form = Form()
+            self.readings: dict[Node, Reading] = {}
+            self.nodes: dict[Value, list[Node]] = {}
+            self.written: dict[Node, Value] = {}
+            try:
+                for node in gm.graph.nodes:
+                    self._read(node)
+            except _Alike as pair:
+                one, other = pair.args
+                self.symbols = {
+                    name: min(one, other) if bound in (one, other) else bound
+                    for name, bound in self.symbols.items()
+                }
+                continue
+            break
+
+    # -- sizes
+
+    def size(self, given: Any) -> int:
+        if isinstance(given, int):
+            return given
+        expression = expression_of(given)
+        for symbol in expression.free_symbols:
+            name = str(symbol)
+            if name not in self.symbols:
+                used = len(self.symbols)
+                self.symbols[name] = _prime(used)
+        bound = {symbol: self.symbols[str(symbol)] for symbol in expression.free_symbols}
+        return Size(int(expression.subs(bound)), str(expression))
+
+    def shape(self, sizes: Sequence[Any]) -> tuple[int, ...]:
+        return tuple(int(self.size(size)) for size in sizes)
+
+    # -- nodes
+
+    def _read(self, node: Node) -> None:
+        found = self._reading(node)
+        self.readings[node] = found
+        for value in values_of(found):
+            self.nodes.setdefault(value, []).append(node)
+
+    def _reading(self, node: Node) -> Reading:
+        held = node.meta.get("val")
+        if node.op == "output":
+            return None
+        if node.op == "placeholder":
+            if isinstance(held, torch.Tensor):
+                return self._leaf(node.name, held, is_parameter(node))
+            return self.size(held) if isinstance(held, (int, torch.SymInt)) else None
+        if node.op == "get_attr":
+            return self._attribute(node)
+        if isinstance(held, (torch.SymInt, int)) and not isinstance(held, bool):
+            return self.size(held)
+        if node.target is python.getitem:
+            source = self.readings[node.args[0]]  # type: ignore[index]
+            return source[node.args[1]] if isinstance(source, (list, tuple)) else None
+        if not isinstance(node.target, OpOverload):
+            return self._unknown(node)
+        found = self._called(node)
+        if str(node.target).startswith("aten.copy_.") and isinstance(found, Value):
+            self.written[node.args[0]] = found  # type: ignore[index]
+        return found
+
+    def _leaf(self, name: str, held: torch.Tensor, model: bool) -> Reading:
+        shape = self.shape(held.shape)
+        if held.is_complex():
+            parts = (
+                self.form.leaf(f"{name}.{part}", shape, torch.float32, model)
+                for part in ("real", "imag")
+            )
+            return Pair(*parts)
+        return self.form.leaf(name, shape, held.dtype, model)
+
+    def _attribute(self, node: Node) -> Reading:
+        from mla_fusion.fx.kinds import attribute, is_literal
+
+        tensor = attribute(node)
+        if not isinstance(tensor, torch.Tensor):
+            return None
+        is_plain = type(tensor) is torch.Tensor and tensor.device.type != "meta"
+        if is_plain and is_literal(node) and tensor.numel() <= _FOLDED:
+            return self.constant(tensor)
+        return self._leaf(f"attribute {node.target}", tensor, True)
+
+    def constant(self, tensor: torch.Tensor) -> Reading:
+        if tensor.is_complex():
+            return Pair(self.form.constant(tensor.real), self.form.constant(tensor.imag))
+        return self.form.constant(tensor)
+
+    def argument(self, given: Any) -> Any:
+        if isinstance(given, Node):
+            return self.readings.get(given)
+        if isinstance(given, (list, tuple)):
+            return [self.argument(one) for one in given]
+        if isinstance(given, slice):
+            return slice(*map(self.argument, (given.start, given.stop, given.step)))
+        return self.size(given) if isinstance(given, torch.SymInt) else given
+
+    def _called(self, node: Node) -> Reading:
+        target = node.target
+        args = self.argument(list(node.args))
+        options = {name: self.argument(given) for name, given in node.kwargs.items()}
+        held = node.meta.get("val")
+        call = self.call(target, held)
+        if not _has_symbols(held):
+            folded = self._folded(target, args, options, held)
+            if folded is not None:
+                return folded
+        given = bound(target, args, options)
+        found = self.run(call, target, given)
+        return self._unknown(node) if found is None else self._as_held(call, found)
+
+    def call(self, target: Any, held: Any) -> Call:
+        if isinstance(held, (list, tuple)):
+            tensors = [one for one in held if isinstance(one, torch.Tensor)]
+            shape: Any = [self.shape(one.shape) for one in tensors]
+            dtype: Any = [one.dtype for one in tensors]
+        elif isinstance(held, torch.Tensor):
+            shape, dtype = self.shape(held.shape), held.dtype
+        else:
+            shape, dtype = (), torch.int64
+        return Call(self.form, name_of(target), shape, dtype)
+
+    def run(self, call: Call, target: Any, given: dict[str, Any]) -> Reading:
+        """What the rule makes of it, or its decomposition; None: it is opaque."""
+        values = list(values_of(list(given.values())))
+        pairs = any(isinstance(one, Pair) for one in _flat(list(given.values())))
+        if pairs and call.name in arithmetic.OF_PARTS:
+            real, imag = (
+                self.run(call, target, {name: _part(one, side) for name, one in given.items()})
+                for side in ("real", "imag")
+            )
+            if real is None or imag is None:
+                return None
+            if isinstance(real, list):
+                return [Pair(one, two) for one, two in zip(real, imag, strict=True)]
+            return Pair(real, imag)
+        rule = RULES.get(call.name.removesuffix("_") if call.name == "copy_" else call.name)
+        if rule is not None and (not pairs or call.name in arithmetic.OF_COMPLEX):
+            try:
+                return rule(call, **given)
+            except Departs:
+                pass
+            except _FAILS as error:
+                self._find_alike(error)
+        is_random = torch.Tag.nondeterministic_seeded in target.tags
+        if not is_random and not pairs and any(value.active for value in values):
+            return decompose.decomposed(self, call, target, given)
+        return None
+
+    def _find_alike(self, error: Exception) -> None:
+        """Two symbols whose sizes an operator takes for equal are one."""
+        words = str(error).split()
+        numbers = {int(word) for word in words if word.isdigit()}
+        known = sorted(numbers & set(self.symbols.values()))
+        if isinstance(error, ValueError) and len(known) == 2:
+            raise _Alike(*known) from error
+
+    def _folded(self, target: Any, args: Any, options: Any, held: Any) -> Reading:
+        """Of literals alone, what torch computes."""
+        given = list(_flat([args, list(options.values())]))
+        values = [one for one in given if isinstance(one, (Value, Pair))]
+        if any(not _is_literal(one) for one in values if isinstance(one, Value)):
+            return None
+        if not isinstance(held, torch.Tensor) or held.numel() > _FOLDED:
+            return None
+        if any(isinstance(one, (Pair, Size)) for one in given):
+            return None
+        is_random = torch.Tag.nondeterministic_seeded in target.tags
+        if is_random or "empty" in str(target) or target.is_view and not values:
+            return None
+        if _is_mutable(target) or (not values and "arange" not in str(target)):
+            return None
+        left_out = ("device", "pin_memory", "layout")
+        kept = {name: _tensor(one) for name, one in options.items() if name not in left_out}
+        try:
+            found = target(*_tensor(args), **kept)
+        except _FAILS:
+            return None
+        return self.constant(found) if isinstance(found, torch.Tensor) else None
+
+    def _as_held(self, call: Call, found: Reading) -> Reading:
+        """In the dtype and shape that the node has."""
+        if isinstance(found, list):
+            if not isinstance(call.shape, list):
+                return found
+            parts = zip(found, call.shape, call.dtype, strict=True)
+            return [self._one(one, shape, dtype) for one, shape, dtype in parts]
+        if isinstance(found, Pair) or isinstance(call.shape, list):
+            return found
+        return self._one(found, call.shape, call.dtype)
+
+    def _one(self, value: Reading, shape: tuple[int, ...], dtype: torch.dtype) -> Reading:
+        if not isinstance(value, Value):
+            return value
+        if value.shape != shape:
+            value = self.form.expand(value, shape)
+        if value.dtype != dtype and not value.active and value.op not in ("leaf", "write"):
+            value = self.form.cast(value, dtype)
+        return value
+
+    def _unknown(self, node: Node) -> Reading:
+        """Opaque; a random one, or memory that is not filled, is like itself alone."""
+        held = node.meta.get("val")
+        arguments = [*node.args, *node.kwargs.values()]
+        given = list(_flat(self.argument(arguments)))
+        values = list(values_of(given))
+        rest = [one for one in given if not isinstance(one, (Value, Pair))]
+        target = node.target
+        is_own = not values or (
+            isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+        )
+        literals = repr((rest, node.name if is_own else ""))
+        if isinstance(held, torch.Tensor) and held.is_complex():
+            shape = self.shape(held.shape)
+            parts = (
+                self.form.opaque(f"{target} {part}", literals, values, shape, torch.float32)
+                for part in ("real", "imag")
+            )
+            return Pair(*parts)
+        if not isinstance(held, (torch.Tensor, list, tuple)):
+            return None
+        call = self.call(target, held)
+        if is_pointwise(target) and isinstance(held, torch.Tensor) and values:
+            try:
+                return self.form.expand(
+                    call.function(call.name, literals, *values), call.shape
+                )
+            except ValueError as error:
+                self._find_alike(error)
+        return call.opaque(literals, values)
+
+
+def bound(target: Any, args: Sequence[Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Arguments by the names of the schema; ``self`` is ``x``."""
+    found: dict[str, Any] = {}
+    for place, argument in enumerate(schema_of(target).arguments):
+        name = "x" if argument.name == "self" else argument.name
+        if place < len(args):
+            found[name] = args[place]
+        elif argument.name in options:
+            found[name] = options[argument.name]
+        elif argument.has_default_value() and argument.default_value is not None:
+            found[name] = argument.default_value
+    for unused in ("device", "pin_memory", "layout", "memory_format", "out", "generator"):
+        found.pop(unused, None)
+    return found
+
+
+def name_of(target: Any) -> str:
+    """``namespace::name``, without that of aten."""
+    return str(schema_of(target).name).removeprefix("aten::")
+
+
+def is_parameter(node: Node) -> bool:
+    """Is a placeholder the model's own, the same at every call?"""
+    from mla_fusion.fx.module_path import ARGUMENT
+
+    is_argument = node.meta.get(ARGUMENT)
+    if is_argument is not None:
+        return not is_argument
+    description = type(node.meta.get("desc")).__name__
+    return "Param" in description or "Buffer" in description
+
+
+def is_pointwise(target: Any) -> bool:
+    return isinstance(target, OpOverload) and torch.Tag.pointwise in target.tags
+
+
+def values_of(reading: Reading) -> Iterator[Value]:
+    for one in _flat([reading]):
+        if isinstance(one, Value):
+            yield one
+        elif isinstance(one, Pair):
+            yield from (one.real, one.imag)
+
+
+def _flat(given: Any) -> Iterator[Any]:
+    if isinstance(given, (list, tuple)):
+        for one in given:
+            yield from _flat(one)
+    else:
+        yield given
+
+
+def _part(given: Any, side: str) -> Any:
+    if isinstance(given, list):
+        return [_part(one, side) for one in given]
+    return getattr(given, side) if isinstance(given, Pair) else given
+
+
+def _is_literal(value: Value) -> bool:
+    return value.op == "constant" or filled_with(value) is not None
+
+
+def _tensor(given: Any) -> Any:
+    """Values that are literals, as tensors."""
+    if isinstance(given, list):
+        return [_tensor(one) for one in given]
+    if not isinstance(given, Value):
+        return given
+    if given.op == "constant":
+        return given.literal.tensor
+    filled = filled_with(given)
+    assert filled is not None
+    number = filled.literal[1]
+    plain = float(number) if given.dtype.is_floating_point else int(number.ratio)
+    return torch.full(given.shape, plain, dtype=given.dtype)
+
+
+def _has_symbols(held: Any) -> bool:
+    tensors = held if isinstance(held, (list, tuple)) else [held]
+    return any(
+        not isinstance(size, int)
+        for one in tensors
+        if isinstance(one, torch.Tensor)
+        for size in one.shape
+    )
+
+
+def _is_mutable(target: Any) -> bool:
+    return bool(schema_of(target).is_mutable)
+
+
+def _prime(count: int) -> int:
+    if count < len(_FIRST_PRIMES):
+        return _FIRST_PRIMES[count]
+    from sympy import nextprime
+
+    return int(nextprime(_FIRST_PRIMES[-1], count - len(_FIRST_PRIMES) + 1))
