@@ -8,7 +8,7 @@ it is: the same Value is the same numbers, wherever it is used.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from math import prod
 
 import torch
@@ -40,48 +40,63 @@ class Undecided(Exception):
     """A Value that is too large to be run: ``args`` is it."""
 
 
+def order(
+    values: Iterable[Value], known: Container[Value], inside: Container[Value] | None = None
+) -> list[Value]:
+    """What the Values are made of, sources first, down to what is known: of activations, and of
+    what reads what is known; or of those inside.
+    """
+
+    def is_inside(value: Value) -> bool:
+        if inside is not None:
+            return value in inside
+        return value.active or any(source in known for source in value.sources)
+
+    found, seen = list[Value](), set[Value]()
+    stack = [(value, False) for value in values]
+    while stack:
+        value, is_ready = stack.pop()
+        if is_ready:
+            found.append(value)
+        elif value not in seen and value not in known and is_inside(value):
+            seen.add(value)
+            stack.append((value, True))
+            stack += [(source, False) for source in value.sources]
+    return found
+
+
+def layouts_of(values: Iterable[Value], given: Mapping[Value, Layout]) -> dict[Value, Layout]:
+    """The layouts of the Values given and of what is made of them. Raises Mixed."""
+    found = dict(given)
+    for value in order(values, given):
+        if any(source in found for source in value.sources):
+            found[value] = followed(value, found)
+    return found
+
+
 class Evaluation:
     """
-    given  tensors of the bound shape, and the layouts, of Values: nothing above them is run
-    seed   which point of the field
+    layouts  of the Values given and of what is made of them (:func:`layouts_of`)
+    given    tensors of the bound shape: nothing above them is run
+    seed     which point of the field
     """
 
     def __init__(
-        self, binding: Binding, given: Mapping[Value, tuple[Tensor, Layout]], seed: int
+        self,
+        binding: Binding,
+        layouts: Mapping[Value, Layout],
+        given: Mapping[Value, Tensor],
+        seed: int,
     ) -> None:
-        self.binding, self.seed = binding, seed
-        self.tensors: dict[Value, Tensor] = {}
-        self.layouts: dict[Value, Layout] = {}
-        for value, (tensor, layout) in given.items():
-            self.tensors[value], self.layouts[value] = tensor, layout
+        self.binding, self.layouts, self.seed = binding, layouts, seed
+        self.tensors: dict[Value, Tensor] = dict(given)
         self._beside: dict[tuple[Value, Layout], Found] = {}
-        self._outside: set[Value] = set()
 
     def run(self, values: Iterable[Value]) -> None:
-        """Compute them. Raises Mixed for one whose tokens have no layout."""
-        for value in self._order(values):
-            if any(source in self.layouts for source in value.sources):
-                layout = followed(value, self.layouts)
-                self.tensors[value] = self._made(value, layout)
-                self.layouts[value] = layout
-            else:
-                self._outside.add(value)
-
-    def _order(self, values: Iterable[Value]) -> list[Value]:
-        found, seen = list[Value](), {*self.tensors, *self._outside}
-        stack = [(value, False) for value in values]
-        while stack:
-            value, is_ready = stack.pop()
-            if is_ready:
-                found.append(value)
-            elif value not in seen and self._may_be_made(value):
-                seen.add(value)
-                stack.append((value, True))
-                stack += [(source, False) for source in value.sources]
-        return found
-
-    def _may_be_made(self, value: Value) -> bool:
-        return value.active or any(source in self.tensors for source in value.sources)
+        """Compute them, and what they are made of."""
+        wanted = [value for value in values if value in self.layouts]
+        for value in order(wanted, self.tensors, self.layouts):
+            self.tensors[value] = self._made(value, self.layouts[value])
 
     def flat(self, value: Value) -> Tensor:
         """[tokens, the rest] of what was run."""
@@ -238,7 +253,7 @@ class Evaluation:
                 of_rest = of_rest.reshape(-1)
             tokens = tokens + of_tokens.view(size, *[1] * tokens.dim())
             rest = rest + of_rest.view(size, *[1] * rest.dim()) * count
-            count *= size
+            count *= int(of_rest.max()) + 1
         places = tokens % self.binding.period * count + rest
         return field.drawn(name, places).expand(shape)
 

@@ -153,6 +153,12 @@ class Form:
     def leaf(self, name: str, shape: Sequence[int], dtype: torch.dtype, model: bool) -> Value:
         return self.make("leaf", (), name, shape, dtype, model=model)
 
+    def activation(self, name: str, shape: Sequence[int]) -> Value:
+        """A leaf that stands for a product."""
+        found = self.make("leaf", (), name, shape, REAL, model=False)
+        found.active = True
+        return found
+
     def number(self, of: Number | Exponent, dtype: torch.dtype = REAL) -> Value:
         of = of if isinstance(of, Number) else number(of)
         return self.make("product", (), ((), of), (), dtype)

@@ -1,0 +1,111 @@
+"""The weight and the epsilon of a norm, by substitution.
+
+A row of equal elements ``(1 - eps) / 2`` makes the radicand a square: the normed row is then
+``gamma * (1 - eps) / (1 + eps)``. So gamma is what the graph makes of that row, whatever it casts,
+adds or multiplies on the way. Epsilons are tried: the numbers under the roots of the cone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+import torch
+
+from mla_fusion.exact import field
+from mla_fusion.exact.evaluate import Evaluation, Undecided, layouts_of, order
+from mla_fusion.graph.form import Value
+from mla_fusion.graph.fused import rms_norm
+from mla_fusion.graph.layout import Binding, Mixed, of_tokens
+from mla_fusion.graph.numbers import Number
+from mla_fusion.propose.departure import Departure
+from mla_fusion.propose.sites import Site, rows_of
+
+
+@dataclass(frozen=True)
+class Norm:
+    """
+    gamma    [n], made of the model's parameters
+    epsilon  the number that was written
+    columns  of the site, in the order of the normed row
+    """
+
+    gamma: Value
+    epsilon: Fraction
+    columns: torch.Tensor
+
+
+def filled(site: Site, value: Value, fill: Value) -> Value:
+    """``value`` with a row ``fill`` [1, columns] (or a number) in place of the site's products."""
+    form, at, others = site.projections.form, 0, dict[Value, Value]()
+    for dot in site.dots:
+        width = dot.shape[1]
+        row = form.slice(fill, 1, at, at + width) if fill.shape else fill
+        others[dot] = form.expand(row, dot.shape)
+        at += width
+    return form.substituted(value, others)
+
+
+def solved(site: Site, value: Value) -> Norm:
+    """Of a normed Value. Raises Departure where it is no RMSNorm of its columns."""
+    form, reading = site.projections.form, site.readings[value]
+    rows = rows_of(form, value, site.layouts[value], site.tokens)
+    columns, size = reading.columns, len(reading.columns)
+    tried = list(dict.fromkeys(_epsilons(site, value, size)))
+    found = []
+    for epsilon in tried:
+        row = filled(site, rows, form.number((1 - epsilon) / 2))
+        one = form.reshape(form.slice(row, 0, 0, 1), (size,))
+        scale = (1 + epsilon) / (1 - epsilon)
+        gamma = form.scaled(one, Number(scale))
+        if not gamma.active:
+            found.append(Norm(gamma, epsilon, columns))
+    if not found:
+        raise Departure("norm.of_input", "what it is multiplied by is made of other activations", [value])
+    matching = _first_that_holds(site, value, rows, found)
+    if matching is None:
+        raise Departure("norm.absent", f"{size} columns are not divided by their root mean square", [value])
+    return matching
+
+
+def _epsilons(site: Site, value: Value, size: int) -> Iterator[Fraction]:
+    """Numbers that are added under a root on the way to a Value."""
+    for one in order([value], site.dots):
+        if one.op != "product":
+            continue
+        for source, exponent in zip(one.sources, one.literal[0], strict=True):
+            if exponent.denominator > 1 and source.op == "sum":
+                constant = source.literal[1]
+                for epsilon in (constant / size, constant):
+                    if 0 < epsilon < 1:
+                        yield epsilon
+    yield Fraction(0)
+
+
+def _first_that_holds(
+    site: Site, value: Value, rows: Value, norms: Sequence[Norm]
+) -> Norm | None:
+    form = site.projections.form
+    columns = form.take(site.stand_in, 1, norms[0].columns.tolist())
+    made = [rms_norm(form, columns, norm.gamma, norm.epsilon)[0] for norm in norms]
+    parts = (*site.dots, site.stand_in)
+    given = {part: of_tokens((site.tokens,), part.shape[1:]) for part in parts}
+    try:
+        layouts = layouts_of([rows, *made], given)
+        binding = Binding(layouts.values(), site.tokens)
+        drawn = field.random(site.rows.serial, binding.shape(given[site.stand_in]))
+        tensors = {**site.split(drawn), site.stand_in: drawn}
+        run = Evaluation(binding, layouts, tensors, seed=7)
+        run.run([rows, *made])
+    except (Mixed, Undecided):
+        return None
+    wanted = run.tensors[rows]
+    return next(
+        (
+            norm
+            for norm, one in zip(norms, made, strict=True)
+            if torch.equal(run.tensors[one], wanted)
+        ),
+        None,
+    )

@@ -1,0 +1,117 @@
+"""Pairs of columns, and the tables of cos and sin, of what is turned.
+
+Each pair of elements holds the two columns of a pair. There are two ways to say which column is the
+even one: that with equal factors on the diagonal is taken for the query; the key follows the query's
+factors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mla_fusion.graph.form import Value
+from mla_fusion.propose.departure import Departure
+from mla_fusion.propose.norms import filled
+from mla_fusion.propose.sites import Reading, Site, rows_of
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Of each pair, head after head.
+
+    first, second  elements of the Value
+    even, odd      columns of the site
+    diagonal       factor of the even column in the first element, in one head [tokens, size / 2]
+    size           elements of a head
+    """
+
+    first: Tensor
+    second: Tensor
+    even: Tensor
+    odd: Tensor
+    diagonal: Tensor
+    size: int
+
+    @property
+    def heads(self) -> int:
+        return 2 * len(self.first) // self.size
+
+    @property
+    def columns(self) -> Tensor:
+        """Of the site, as the kernel takes them: [heads, size], even and odd beside each other."""
+        both = torch.stack((self.even, self.odd), -1)
+        return both.reshape(self.heads, self.size)
+
+    @property
+    def places(self) -> Tensor:
+        """Of each element of the Value, its place in the kernel's rows: halves, head after head."""
+        half = self.size // 2
+        number = torch.arange(len(self.first))
+        at = number // half * self.size + number % half
+        found = torch.empty(2 * len(self.first), dtype=torch.int64)
+        found[self.first], found[self.second] = at, at + half
+        return found
+
+
+def pairs(reading: Reading, size: int, like: Pairs | None = None) -> Pairs | None:
+    """None where the elements are no pairs, or pairs of several heads of ``size``."""
+    one, other = reading.columns, reading.others
+    assert other is not None
+    if len(one) % size:
+        return None
+    elements: dict[tuple[int, int], list[int]] = {}
+    for element, columns in enumerate(zip(one.tolist(), other.tolist(), strict=True)):
+        elements.setdefault(columns, []).append(element)
+    if any(len(two) != 2 for two in elements.values()):
+        return None
+    found = sorted((*two, *columns) for columns, two in elements.items())
+    first, second, low, high = (torch.tensor(row) for row in zip(*found, strict=True))
+    half = size // 2
+    heads = torch.arange(len(first)) // half
+    if not (torch.equal(first // size, heads) and torch.equal(second // size, heads)):
+        return None
+    of_low, of_high = reading.factors
+    straight = of_low[:, first], of_high[:, second]
+    crossed = of_high[:, first], of_low[:, second]
+    if like is None:
+        is_even = (straight[0] == straight[1]).all(0) | ~(crossed[0] == crossed[1]).all(0)
+        diagonal = torch.where(is_even, straight[0], crossed[0])[:, :half]
+    else:
+        diagonal = like.diagonal
+    repeated = diagonal.repeat(1, len(first) // half)
+    is_even = (straight[0] == repeated).all(0) | ~(crossed[0] == repeated).all(0)
+    return Pairs(
+        first,
+        second,
+        torch.where(is_even, low, high),
+        torch.where(is_even, high, low),
+        torch.where(is_even, straight[0], crossed[0])[:, :half],
+        size,
+    )
+
+
+def tables(site: Site, value: Value, found: Pairs) -> tuple[Value, Value]:
+    """cos and sin [tokens, size] of the first head: what the graph makes of ones in the even
+    columns, and of ones in the odd.
+    """
+    form, half = site.projections.form, found.size // 2
+    rows = rows_of(form, value, site.layouts[value], site.tokens)
+
+    def made_of(columns: Tensor, elements: Tensor) -> Value:
+        ones = torch.zeros(1, site.columns)
+        ones[0, columns[:half]] = 1
+        row = form.take(rows, 1, elements[:half].tolist())
+        table = filled(site, row, form.constant(ones))
+        if table.active:
+            raise Departure("rope.of_activations", "the tables are made of activations", [value])
+        return table
+
+    first, second = found.first, found.second
+    cos = made_of(found.even, first), made_of(found.odd, second)
+    sin = form.negated(made_of(found.odd, first)), made_of(found.even, second)
+    return form.join(cos, 1), form.join(sin, 1)
+
+

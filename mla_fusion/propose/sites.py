@@ -1,0 +1,309 @@
+"""Products of one activation, what is computed from them, and what each Value has of their columns.
+
+A site is all products of one activation with weights: fused, split and chunked projections are one
+case, since columns are counted through all of them. The cone of a site is what is computed from its
+products up to the next products. It is run once, at few tokens, with codes in place of the
+products: column k of a product is 1, k, k ** 2 .. or a sign of bit b of k. A norm's statistic is
+the same for all sign codes, so an element that follows a column's signs is that column, moved or
+normed. An element ``A d[a] + B d[b]`` of two columns shows a, b, A and B in its moments (Prony's
+formula for two nodes).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mla_fusion.exact import field
+from mla_fusion.exact.evaluate import Evaluation, Undecided
+from mla_fusion.exact.field import P
+from mla_fusion.graph.form import Form, Value, digest, order
+from mla_fusion.graph.layout import Binding, Layout, Mixed, followed, of_tokens
+from mla_fusion.graph.read import Graph
+
+_MOMENTS = 5
+_LARGE = 1 << 21  # elements a token of a Value that is no part of a prologue
+
+
+class Reading(NamedTuple):
+    """What a Value is of a site's columns, element by element behind its tokens.
+
+    kind     "moved", "normed", or "turned": a rotation of two columns
+    columns  of each element
+    others   of what is turned, the second column
+    factors  of what is turned, those of both [tokens, elements]; else of the column
+    """
+
+    kind: str
+    columns: Tensor
+    others: Tensor | None
+    factors: tuple[Tensor, ...]
+
+
+class Projections:
+    """The products of a graph, by the activation that they read."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph, self.form = graph, graph.form
+        self.values = [value for value in order(graph.nodes) if value.active]
+        self.users: dict[Value, list[Value]] = {}
+        dots: dict[Value, list[Value]] = {}
+        for value in self.values:
+            for source in value.sources:
+                self.users.setdefault(source, []).append(value)
+            if is_projection(value):
+                dots.setdefault(value.sources[0], []).append(value)
+        self.sites = {rows: Site(self, rows, of_rows) for rows, of_rows in dots.items()}
+        self.probed: dict[object, list[Reading | None]] = {}
+
+    def site_of(self, dot: Value) -> Site:
+        return self.sites[dot.sources[0]]
+
+
+def is_projection(value: Value) -> bool:
+    return value.op == "dot" and len(value.sources[1].shape) == 2 and value.sources[1].weight
+
+
+@dataclass(eq=False)
+class Site:
+    """
+    rows  the activation [tokens, k]
+    dots  its products, in the order of the graph
+    """
+
+    projections: Projections
+    rows: Value
+    dots: list[Value]
+
+    @property
+    def tokens(self) -> int:
+        return self.rows.shape[0]
+
+    @property
+    def columns(self) -> int:
+        return sum(dot.shape[1] for dot in self.dots)
+
+    @cached_property
+    def weight(self) -> Value:
+        """Of all products, side by side [k, columns]."""
+        return self.projections.form.join([dot.sources[1] for dot in self.dots], 1)
+
+    @cached_property
+    def stand_in(self) -> Value:
+        """A leaf of all columns, for what is computed of some of them."""
+        shape = self.tokens, self.columns
+        return self.projections.form.activation(f"site {self.rows.serial}", shape)
+
+    def split(self, rows: Tensor) -> dict[Value, Tensor]:
+        """Rows of all columns, for each product."""
+        found, at = dict[Value, Tensor](), 0
+        for dot in self.dots:
+            found[dot] = rows[:, at : at + dot.shape[1]]
+            at += dot.shape[1]
+        return found
+
+    @cached_property
+    def layouts(self) -> dict[Value, Layout]:
+        """Of the cone's Values, the products among them; those whose tokens are mixed are not in
+        it.
+        """
+        found = {dot: of_tokens((self.tokens,), dot.shape[1:]) for dot in self.dots}
+        mixed = list[Value]()
+        users, later = self.projections.users, self._reached()
+        for value in later:
+            if any(source in found for source in value.sources):
+                try:
+                    found[value] = followed(value, found)
+                except Mixed:
+                    mixed.append(value)
+        self.mixed = mixed
+        assert users is not None
+        return found
+
+    def _reached(self) -> list[Value]:
+        """What the products reach before the next ones, in order."""
+        users, seen = self.projections.users, set[Value](self.dots)
+        stack = list(self.dots)
+        while stack:
+            for user in users.get(stack.pop(), ()):
+                if user not in seen and self._goes_on(user, seen):
+                    seen.add(user)
+                    stack.append(user)
+        return sorted(seen.difference(self.dots), key=lambda value: value.serial)
+
+    def _goes_on(self, value: Value, seen: set[Value]) -> bool:
+        if is_projection(value) or value.op in ("write", "opaque"):
+            return False
+        if prod(value.shape) > _LARGE * max(1, self.tokens):
+            return False
+        return value.op != "sum" or not self._is_residual(value)
+
+    def _is_residual(self, value: Value) -> bool:
+        """Is it a sum with an activation that these products have no part in?"""
+        return any(
+            source.active and not _is_made_of(source, self.dots) for source in value.sources
+        )
+
+    @cached_property
+    def ahead(self) -> list[Site]:
+        """The sites whose activation is made of these products, with what lies between."""
+        sites = self.projections.sites
+        found = [
+            sites[value] for value in self.layouts if value in sites and value not in self.dots
+        ]
+        return [site for site in found if site is not self]
+
+    @cached_property
+    def readings(self) -> dict[Value, Reading]:
+        """What probes say of each Value; once for cones of one structure."""
+        values = [value for value in self.layouts if self._is_wanted(value)]
+        key = digest(values, self.dots)
+        known = self.projections.probed.get(key)
+        if known is None:
+            known = self.projections.probed[key] = list(self._probed(values))
+        return {
+            value: reading
+            for value, reading in zip(values, known, strict=True)
+            if reading is not None
+        }
+
+    def _is_wanted(self, value: Value) -> bool:
+        size = prod(value.shape) // max(1, self.tokens)
+        return 1 < size <= self.columns
+
+    def _probed(self, values: list[Value]) -> Iterator[Reading | None]:
+        codes = _codes(self.columns)
+        try:
+            seen = self._run(values, torch.stack(list(codes.values())))
+        except (Mixed, Undecided):
+            yield from (None for _ in values)
+            return
+        for value in values:
+            rows = seen.get(value)
+            if rows is None:
+                yield None
+            else:
+                of_code = dict(zip(codes, rows, strict=True))
+                yield _classified(of_code, self.columns)
+
+    def _run(self, values: list[Value], codes: Tensor) -> dict[Value, Tensor]:
+        """Of each Value [code, token, element]."""
+        layouts = {value: self.layouts[value] for value in order(values, self.dots) if value in self.layouts}
+        layouts |= {dot: self.layouts[dot] for dot in self.dots}
+        if self.tokens == 1:
+            each = [self._run_once(values, layouts, code.unsqueeze(0), 1) for code in codes]
+            return {
+                value: torch.stack([one[value] for one in each])
+                for value in values
+                if value in each[0]
+            }
+        return self._run_once(values, layouts, codes, len(codes))
+
+    def _run_once(
+        self, values: list[Value], layouts: dict[Value, Layout], codes: Tensor, copies: int
+    ) -> dict[Value, Tensor]:
+        binding = Binding(layouts.values(), self.tokens, copies)
+        rows = codes.repeat_interleave(binding.period, 0)
+        run = Evaluation(binding, layouts, self.split(rows), seed=1)
+        found = dict[Value, Tensor]()
+        for value in values:
+            try:
+                run.run([value])
+                flat = run.flat(value)
+            except (Mixed, Undecided):
+                continue
+            flat = flat.reshape(copies, binding.period, -1)
+            found[value] = flat[0] if self.tokens == 1 else flat
+        return found
+
+
+def _is_made_of(value: Value, dots: Iterable[Value]) -> bool:
+    """Is it made of one of the products, no further up than they are?"""
+    first, wanted = min(dot.serial for dot in dots), set(dots)
+    stack, seen = [value], set[Value]()
+    while stack:
+        one = stack.pop()
+        if one in wanted:
+            return True
+        if one not in seen and one.serial > first:
+            seen.add(one)
+            stack.extend(one.sources)
+    return False
+
+
+def _codes(columns: int) -> dict[object, Tensor]:
+    places = torch.arange(1, columns + 1)
+    found: dict[object, Tensor] = {
+        ("moment", power): field.power(places, power) for power in range(_MOMENTS)
+    }
+    found["two"] = torch.full((columns,), 2)
+    for bit in range(max(1, (columns - 1).bit_length())):
+        found["bit", bit] = torch.where((places - 1) >> bit & 1 == 1, P - 1, 1)
+    return found
+
+
+def _classified(seen: dict[object, Tensor], columns: int) -> Reading | None:
+    """``seen``: of each code [token, element]."""
+    ones = seen["moment", 0]
+    if not ones.numel() or not bool(ones.any()):
+        return None
+    is_linear = torch.equal(seen["two"], ones * 2 % P)
+    bits = [(key[1], tensor) for key, tensor in seen.items() if isinstance(key, tuple) and key[0] == "bit"]  # type: ignore[attr-defined]
+    minus = (P - ones) % P
+    signed = [tensor == minus for _, tensor in bits]
+    if all(
+        bool((is_minus | (tensor == ones)).all())
+        for is_minus, (_, tensor) in zip(signed, bits, strict=True)
+    ):
+        places = torch.zeros_like(ones)
+        for is_minus, (bit, _) in zip(signed, bits, strict=True):
+            places += is_minus.long() << bit
+        first = places[0]
+        if not torch.equal(places, first.expand_as(places)) or int(first.max()) >= columns:
+            return None
+        return Reading("moved" if is_linear else "normed", first, None, (ones,))
+    return _turned(seen, columns) if is_linear else None
+
+
+def _turned(seen: dict[object, Tensor], columns: int) -> Reading | None:
+    m0, m1, m2, m3, m4 = (seen["moment", power] for power in range(_MOMENTS))
+
+    def minus(one: Tensor, other: Tensor) -> Tensor:
+        return (one + P - other) % P
+
+    def times(one: Tensor, other: Tensor) -> Tensor:
+        return one * other % P
+
+    inverse = field.power(minus(times(m0, m2), times(m1, m1)), -1)
+    total = times(minus(times(m0, m3), times(m1, m2)), inverse)  # a + b
+    product = times(minus(times(m1, m3), times(m2, m2)), inverse)  # a b
+    square = total * total - 4 * product
+    root = square.clamp_min(0).double().sqrt().round().long()
+    is_root = (root * root == square) & (square > 0) & (total <= 2 * columns)
+    fits = m4 == minus(times(total, m3), times(product, m2))
+    if not bool((is_root & fits).all()):
+        return None
+    one, other = (total - root) // 2, (total + root) // 2
+    second = times(minus(m1, times(one, m0)), field.power(root, -1))
+    first = minus(m0, second)
+    same = torch.equal(one, one[:1].expand_as(one)) and torch.equal(other, other[:1].expand_as(other))
+    if not same or int(one.min()) < 1 or int(other.max()) > columns:
+        return None
+    return Reading("turned", one[0] - 1, other[0] - 1, (first, second))
+
+
+def rows_of(form: Form, value: Value, layout: Layout, tokens: int) -> Value:
+    """[tokens, the rest]. Raises Mixed where it does not have all tokens."""
+    digits = [digit for axis in layout for digit in axis]
+    at = sorted((k for k, one in enumerate(digits) if one[0]), key=lambda k: -digits[k][0])
+    if prod(digits[k][1] for k in at) != tokens:
+        raise Mixed(value)
+    rest = [k for k, one in enumerate(digits) if not one[0]]
+    value = form.permute(form.reshape(value, [size for _, size in digits]), [*at, *rest])
+    return form.reshape(value, (tokens, prod(value.shape) // max(tokens, 1)))

@@ -1,0 +1,1 @@
+"""What each operator computes, in the form, and what a call of it is made of."""
