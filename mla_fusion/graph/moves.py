@@ -115,8 +115,8 @@ _SAME = "clone alias detach contiguous lift_fresh lift_fresh_copy resolve_conj r
 
 
 @operator(*_SAME.split(), "alias_copy", "detach_copy", "npu::npu_format_cast")
-def _(c: Call, x: Any, **_: Any) -> Any:
-    return x
+def _(c: Call, x: Any = None, input: Any = None, **_: Any) -> Any:
+    return input if x is None else x
 
 
 _CASTS = "_to_copy to type_as npu::npu_dtype_cast npu::_npu_dtype_cast prims::convert_element_type"
@@ -216,6 +216,11 @@ def _(c: Call, x: Value, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Value
     if offset or x.shape[one] != x.shape[two]:
         raise Departs
     size = x.shape[one]
+    times, product = c.form.split(x)
+    if product.op == "dot" and {one, two} == {rank - 1, rank - 2}:  # row by row
+        left, right = product.sources
+        rows = c.form.times(left, c.form.transposed(right))
+        return c.form.scaled(c.form.reduce(rows, [-1]), times)
     rest = [axis for axis in range(rank) if axis not in (one, two)]
     x = c.form.permute(x, [*rest, one, two])
     flat = c.form.reshape(x, (*x.shape[:-2], size * size))
@@ -386,7 +391,11 @@ def _(c: Call, x: Value, dim: int, index: Value, src: Any = None, **options: Any
 
 
 @operator("npu::npu_scatter_nd_update")
-def _(c: Call, x: Value, indices: Value, updates: Value) -> Value:
+def _(
+    c: Call, indices: Value, updates: Value, x: Value | None = None, input: Value | None = None
+) -> Value:
+    x = input if x is None else x
+    assert x is not None
     depth = indices.shape[-1]
     columns = [
         c.form.reshape(c.form.slice(indices, -1, place, place + 1), indices.shape[:-1])
@@ -448,4 +457,16 @@ def _(c: Call, condition: Any = None, x: Any = None, other: Any = None, **given:
     guarded = quantise.guarded(c, condition, one, two)
     if guarded is not None:
         return c.form.expand(guarded, c.shape)
+    if condition.op == "constant" and (one.active or two.active):
+        return _picked(c, condition.literal.tensor, one, two)
     return c.form.expand(c.function("where", (), condition, one, two), c.shape)
+
+
+def _picked(c: Call, mask: torch.Tensor, one: Value, two: Value) -> Value:
+    """By a literal mask: what is picked otherwise is multiplied with 0."""
+    form = c.form
+    if any(value.op == "function" and value.literal[0] == "number" for value in (one, two)):
+        return form.expand(c.function("where", (), form.constant(mask), one, two), c.shape)
+    masks = (form.constant(side.float()) for side in (mask, ~mask))
+    parts = [form.times(side, form.bare(value)) for side, value in zip(masks, (one, two), strict=True)]
+    return form.expand(form.plus(*parts), c.shape)

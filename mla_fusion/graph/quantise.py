@@ -7,6 +7,7 @@ of a float format is the number that its byte stands for.
 
 from __future__ import annotations
 
+from fractions import Fraction
 from math import inf, prod
 from typing import Any
 
@@ -211,10 +212,24 @@ def _end(c: Call, given: Any, default: float) -> float:
 
 def _is_floor(value: Value, least: float) -> bool:
     """Is it a floor under the largest of a row, or under a step of it, that no row comes near?"""
-    if not 0 < least or not is_size(value):
+    if not 0 < least:
+        return False
+    if _is_length(value):
+        return least <= FLOOR
+    if not is_size(value):
         return False
     times = value.literal[1] if value.op == "product" else number(1)
     return least / float(times) <= FLOOR
+
+
+def _is_length(value: Value) -> bool:
+    """Is it the root of a row's sum of squares?"""
+    if value.op != "product" or set(value.literal[0]) != {Fraction(1, 2)}:
+        return False
+    inner = value.sources[0]
+    while inner.op in ("reshape", "expand"):
+        inner = inner.sources[0]
+    return inner.op == "reduce" and inner.sources[0].op == "product"
 
 
 def _beside_clamp(c: Call, x: Value, least: Any, most: Any) -> Value:
@@ -223,7 +238,7 @@ def _beside_clamp(c: Call, x: Value, least: Any, most: Any) -> Value:
 
     found = None if x.is_float else bounds.of(x)
     if found is not None:
-        ends = [None if end is None else int(c.number_of(end).ratio) for end in (least, most)]
+        ends = [None if end is None else float(c.number_of(end)) for end in (least, most)]
         if (ends[0] is None or ends[0] <= found[0]) and (ends[1] is None or found[1] <= ends[1]):
             return x
     values = [c.value(end) for end in (least, most) if end is not None]
@@ -262,32 +277,33 @@ def _greatest(form: Form, rows: Value) -> Value:
 @operator("maximum", "minimum")
 def _greater(c: Call, x: Any, other: Any) -> Value:
     one, two = c.value(x), c.value(other)
+    is_most = c.name in ("maximum", "max")
+    name, wanted = ("maximum", "minimum") if is_most else ("minimum", "maximum")
     if not (one.active or two.active):
-        return c.function(c.name, (), *sorted((one, two), key=lambda value: value.serial))
+        return c.function(name, (), *sorted((one, two), key=lambda value: value.serial))
     form = c.form
     for value, end in ((one, two), (two, one)):
         filled = filled_with(end)
         if filled is None:
             continue
         limit = float(filled.literal[1])
-        if c.name in ("maximum", "max") and _is_floor(value, limit):
+        if is_most and _is_floor(value, limit):
             return form.expand(value, c.shape)
-        ends = (limit, inf) if c.name in ("maximum", "max") else (-inf, limit)
+        ends = (limit, inf) if is_most else (-inf, limit)
         return form.expand(bounded(c, value, *ends), c.shape)
-    if c.name in ("maximum", "max"):
+    if is_most and one.shape == two.shape:
         ends_of = [_end_of_rows(value) for value in (one, two)]
         if None not in ends_of and form.negated(ends_of[0]) is ends_of[1]:  # type: ignore[arg-type]
             found = largest(form, ends_of[0])  # type: ignore[arg-type]
             return form.reshape(found, one.shape)
     for value, limit_of in ((one, two), (two, one)):  # minimum(maximum(v, -limit), limit)
-        wanted = "maximum" if c.name == "minimum" else "minimum"
         if value.op == "function" and value.literal[0] == wanted:
             for inner, bound in (value.sources, value.sources[::-1]):
                 if form.negated(bound) is limit_of:
-                    top = limit_of if c.name == "minimum" else bound
-                    if c.name == "minimum" or is_size(top):
+                    top = bound if is_most else limit_of
+                    if not is_most or is_size(top):
                         return c.function("clip", (), inner, top)
-    return c.function(c.name, (), *sorted((one, two), key=lambda value: value.serial))
+    return c.function(name, (), *sorted((one, two), key=lambda value: value.serial))
 
 
 def _end_of_rows(value: Value) -> Value | None:
