@@ -281,6 +281,8 @@ class Evaluation:
             return found.expand(self.binding.shape(own)).sum(literal) % P
         if op == "gather":
             return self._beside_gather(value, layout)
+        if op == "dot":  # a product with an activation, of which one row is known
+            return self._beside_dot(value, layout)
         if op in ("reshape", "permute", "expand", "slice", "join"):
             return self._beside_move(value, layout)
         return None
@@ -300,6 +302,19 @@ class Evaluation:
             return read[0]  # type: ignore[return-value]
         tensors = [one for one in read if isinstance(one, Tensor)]
         return self._elementwise(value, tensors).expand(self.binding.shape(layout))
+
+    def _beside_dot(self, value: Value, layout: Layout) -> Found | None:
+        left, right = value.sources
+        size = plain(left.shape[-1])
+        sides = (left, (*layout[:-1], size)), (right, (*layout[: len(right.shape) - 2], size, layout[-1]))
+        read = []
+        for side, own in sides:
+            part = self.beside(side, own)
+            if isinstance(part, Weight) and prod(side.shape) > _MANY:
+                return None
+            part = part.dense() if isinstance(part, Weight) else part
+            read.append(part.expand(self.binding.shape(own)))
+        return field.product(*read)
 
     def _beside_move(self, value: Value, layout: Layout) -> Found | None:
         op, literal, source = value.op, value.literal, value.sources[0]

@@ -14,7 +14,7 @@ import torch
 from mla_fusion.exact import field
 from mla_fusion.exact.evaluate import Evaluation, Undecided, layouts_of
 from mla_fusion.graph.form import Value, digest
-from mla_fusion.graph.layout import Binding, Layout, Mixed
+from mla_fusion.graph.layout import Binding, Layout, Mixed, cuts_of
 from mla_fusion.propose.departure import Departure
 
 POINTS = 3
@@ -57,7 +57,7 @@ def _compared(
 ) -> int:
     try:
         layouts = layouts_of(sides, given)
-        binding = Binding(layouts.values(), tokens)
+        binding = Binding(cuts_of(layouts.values()), tokens)
     except Mixed as mixed:
         raise _mixed(mixed, claims) from mixed
     compared = 0

@@ -21,7 +21,9 @@ def added(c: Call, x: Any, other: Any, alpha: Any = 1) -> Any:
     if isinstance(x, Pair) or isinstance(other, Pair):
         if not (isinstance(x, Pair) and isinstance(other, Pair)):
             raise Departs
-        return Pair(added(c, x.real, other.real, alpha), added(c, x.imag, other.imag, alpha))
+        inner = Call(c.form, c.name, c.shape, torch.float32)
+        parts = (x.real, other.real), (x.imag, other.imag)
+        return Pair(*(added(inner, one, two, alpha) for one, two in parts))
     one, two = c.value(x), c.value(other)
     if c.name == "rsub":
         one, two = two, one
@@ -236,12 +238,14 @@ def matrices(c: Call, x: Value, other: Value) -> Value:
         raise Departs
     if x.active or other.active:
         x, other = form.bare(x), form.bare(other)
-    if len(x.shape) == 1:
-        found = matrices(c, form.reshape(x, (1, *x.shape)), other)
-        return form.reshape(found, (*found.shape[:-2], *found.shape[-1:]))
+    elif x.weight == other.weight or x.model == other.model:
+        raise Departs  # it is opaque
     if len(other.shape) == 1:
         found = matrices(c, x, form.reshape(other, (*other.shape, 1)))
         return form.reshape(found, found.shape[:-1])
+    if len(x.shape) == 1:
+        found = matrices(c, form.reshape(x, (1, *x.shape)), other)
+        return form.reshape(found, (*found.shape[:-2], *found.shape[-1:]))
     if len(other.shape) > 2 or len(x.shape) > 2:
         lead = broadcast((x.shape[:-2], other.shape[:-2]))
         if not (len(other.shape) == 2 and lead == x.shape[:-2]):
@@ -367,7 +371,7 @@ OF_PARTS = frozenset(
 )
 OF_COMPLEX = frozenset(
     name for name, rule in RULES.items() if name in (
-        "add", "sub", "neg", "mul", "div", "view_as_real", "_conj", "conj", "conj_physical",
-        "_conj_physical", "real", "imag",
+        "add", "sub", "neg", "mul", "div", "view_as_real", "view_as_real_copy", "_conj", "conj",
+        "conj_physical", "_conj_physical", "real", "imag",
     )
 )

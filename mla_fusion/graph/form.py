@@ -480,6 +480,8 @@ class Form:
             return value
         while value.op == "expand":
             value = value.sources[0]
+        if prod(shape) == prod(value.shape) and not value.is_number:
+            return self.reshape(value, shape)
         return self.make("expand", (value,), None, shape, value.dtype)
 
     def slice(self, value: Value, axis: int, start: int, stop: int, step: int = 1) -> Value:
@@ -635,6 +637,11 @@ class Form:
                 return self.take(base, axis, [inner_places[place] for place in places])
         if value.op == "join" and value.literal == axis:
             return self._taken_of_parts(value, axis, places)
+        breaks = [at for at in range(1, len(places)) if places[at] != places[at - 1] + 1]
+        if len(breaks) < _SHORT:
+            ends = zip((0, *breaks), (*breaks, len(places)), strict=True)
+            runs = [(places[start], places[end - 1] + 1) for start, end in ends]
+            return self.join([self.slice(value, axis, *run) for run in runs], axis)
         return None
 
     def _taken_of_parts(self, value: Value, axis: int, places: Sequence[int]) -> Value | None:

@@ -132,17 +132,11 @@ def _followed(value: Value, sources: Sequence[Layout | None]) -> Layout | None:
     if op == "slice":
         return _along(first, literal[0], value.shape)
     if op == "join":
-        layouts = [
-            plain_layout(source.shape) if layout is None else layout
-            for layout, source in zip(sources, value.sources, strict=True)
-        ]
-        for layout in layouts[1:]:
-            for at, (one, other) in enumerate(zip(layouts[0], layout, strict=True)):
-                if at != literal and one != other:
+        for layout in sources:
+            for at, axis in enumerate(layout or ()):
+                if axis != first[at] and at != literal or at == literal and not is_plain(axis):
                     return None
-        return _along(layouts[0], literal, value.shape) if all(
-            is_plain(layout[literal]) for layout in layouts
-        ) else None
+        return _along(first, literal, value.shape)
     if op == "gather" and sources[0] is not None and sources[1] is None:
         if not is_plain(first[literal]):
             return None
@@ -189,6 +183,18 @@ def _of_product(value: Value, sources: Sequence[Layout | None]) -> Layout | None
     return (*lead, left[-2], right[-1])
 
 
+def cuts_of(layouts: Iterable[Layout]) -> set[int]:
+    """Where digits of tokens begin and end."""
+    return {
+        end
+        for layout in layouts
+        for axis in layout
+        for stride, size in axis
+        if stride > 0
+        for end in (stride, stride * size)
+    }
+
+
 class Binding:
     """Small sizes for the digits of tokens of a proof.
 
@@ -196,15 +202,9 @@ class Binding:
             is the same in each copy
     """
 
-    def __init__(self, layouts: Iterable[Layout], total: int, copies: int = 1, few: int = 2) -> None:
-        """Raises Mixed where the digits of two layouts cut the tokens at different places."""
-        cuts = {1, total}
-        for layout in layouts:
-            for axis in layout:
-                for stride, size in axis:
-                    if stride > 0:
-                        cuts |= {stride, stride * size}
-        self._places = sorted(cuts)
+    def __init__(self, cuts: Iterable[int], total: int, copies: int = 1, few: int = 2) -> None:
+        """Raises Mixed where digits cut the tokens at places that do not fit each other."""
+        self._places = sorted({1, total, *cuts})
         for below, above in pairwise(self._places):
             if above % below:
                 raise Mixed(None)

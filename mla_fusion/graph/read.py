@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import operator as python
 from collections.abc import Iterator, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ __all__ = ["Graph", "Reading", "arithmetic", "fused", "moves", "quantise"]
 Reading = Any  # a Value, a Pair, a list of these, a number, or None
 _FIRST_PRIMES = (10007, 10009, 10037, 10039, 10061, 10067, 10069, 10079, 10091, 10093, 10099, 10103)
 _FOLDED = 1 << 16  # elements of a tensor of literals that is computed when it is read
+_SCATTERS = {"slice": "slice_scatter", "select": "select_scatter"}
 _FAILS = (ValueError, RuntimeError, TypeError, LookupError, AssertionError, AttributeError)
 
 
@@ -59,6 +61,7 @@ class Graph:
             self.readings: dict[Node, Reading] = {}
             self.nodes: dict[Value, list[Node]] = {}
             self.written: dict[Node, Value] = {}
+            self._views: dict[Node, list[Node]] = {}
             try:
                 for node in gm.graph.nodes:
                     self._read(node)
@@ -114,9 +117,62 @@ class Graph:
         if not isinstance(node.target, OpOverload):
             return self._unknown(node)
         found = self._called(node)
-        if str(node.target).startswith("aten.copy_.") and isinstance(found, Value):
-            self.written[node.args[0]] = found  # type: ignore[index]
+        if is_in_place(node.target) and isinstance(node.args[0], Node):
+            self._wrote(node.args[0], found)
+        elif node.target.is_view and isinstance(node.args[0], Node):
+            self._views.setdefault(self._base(node), []).append(node)
         return found
+
+    # -- what is written in place, through views too
+
+    def _base(self, node: Node) -> Node:
+        """The node whose memory a view looks at."""
+        while (
+            node.op == "call_function"
+            and isinstance(node.target, OpOverload)
+            and (node.target.is_view or is_in_place(node.target))
+            and isinstance(node.args[0], Node)
+        ):
+            node = node.args[0]
+        return node
+
+    def _wrote(self, node: Node, new: Reading) -> None:
+        """``node`` holds new numbers, and so does all that looks at its memory."""
+        base, at = self._base(node), node
+        while at is not base and isinstance(new, Value):
+            above = at.args[0]
+            assert isinstance(above, Node)
+            if not is_in_place(at.target):
+                new = self._put_back(above, at, new)
+            at = above
+        self._hold(base, new)
+        if base.op == "placeholder" and isinstance(new, Value):
+            self.written[base] = new
+        for view in self._views.get(base, ()):
+            self._hold(view, self._called(view))
+
+    def _hold(self, node: Node, reading: Reading) -> None:
+        self.readings[node] = reading
+        for value in values_of(reading):
+            self.nodes.setdefault(value, []).append(node)
+
+    def _put_back(self, above: Node, view: Node, new: Value) -> Reading:
+        """What a view was taken of, with new numbers in the view."""
+        whole, name = self.readings[above], name_of(view.target)
+        scatter = _SCATTERS.get(name)
+        if not isinstance(whole, Value):
+            return None
+        given = bound(view.target, self.argument(list(view.args)), {})
+        call = Call(self.form, name, whole.shape, whole.dtype)
+        if scatter is not None:
+            return RULES[scatter](call, **{**given, "src": new})
+        if name in ("permute", "transpose", "t"):
+            rank = len(whole.shape)
+            named = self.form.leaf("order", tuple(range(2, rank + 2)), whole.dtype, False)
+            order = [size - 2 for size in RULES[name](call, **{**given, "x": named}).shape]
+            return self.form.permute(new, [order.index(axis) for axis in range(rank)])
+        is_whole = prod(new.shape) == prod(whole.shape)
+        return self.form.reshape(new, whole.shape) if is_whole else None
 
     def _leaf(self, name: str, held: torch.Tensor, model: bool) -> Reading:
         shape = self.shape(held.shape)
@@ -176,15 +232,19 @@ class Graph:
             shape, dtype = self.shape(held.shape), held.dtype
         else:
             shape, dtype = (), torch.int64
-        return Call(self.form, name_of(target), shape, dtype)
+        name = name_of(target)
+        return Call(self.form, name.removesuffix("_") if is_in_place(target) else name, shape, dtype)
 
     def run(self, call: Call, target: Any, given: dict[str, Any]) -> Reading:
         """What the rule makes of it, or its decomposition; None: it is opaque."""
         values = list(values_of(list(given.values())))
         pairs = any(isinstance(one, Pair) for one in _flat(list(given.values())))
         if pairs and call.name in arithmetic.OF_PARTS:
+            part = _of_parts(call)
+            if part is None:
+                return None
             real, imag = (
-                self.run(call, target, {name: _part(one, side) for name, one in given.items()})
+                self.run(part, target, {name: _part(one, side) for name, one in given.items()})
                 for side in ("real", "imag")
             )
             if real is None or imag is None:
@@ -192,7 +252,7 @@ class Graph:
             if isinstance(real, list):
                 return [Pair(one, two) for one, two in zip(real, imag, strict=True)]
             return Pair(real, imag)
-        rule = RULES.get(call.name.removesuffix("_") if call.name == "copy_" else call.name)
+        rule = RULES.get(call.name)
         if rule is not None and (not pairs or call.name in arithmetic.OF_COMPLEX):
             try:
                 return rule(call, **given)
@@ -224,9 +284,7 @@ class Graph:
         if any(isinstance(one, (Pair, Size)) for one in given):
             return None
         is_random = torch.Tag.nondeterministic_seeded in target.tags
-        if is_random or "empty" in str(target) or target.is_view and not values:
-            return None
-        if _is_mutable(target) or (not values and "arange" not in str(target)):
+        if is_random or "empty" in str(target) or schema_of(target).is_mutable:
             return None
         left_out = ("device", "pin_memory", "layout")
         kept = {name: _tensor(one) for name, one in options.items() if name not in left_out}
@@ -309,6 +367,12 @@ def name_of(target: Any) -> str:
     return str(schema_of(target).name).removeprefix("aten::")
 
 
+def is_in_place(target: Any) -> bool:
+    """Does it write into its first argument, and return it? (``__and__`` does not.)"""
+    schema = schema_of(target)
+    return bool(schema.is_mutable) and str(schema.name).endswith("_")
+
+
 def is_parameter(node: Node) -> bool:
     """Is a placeholder the model's own, the same at every call?"""
     from mla_fusion.fx.module_path import ARGUMENT
@@ -346,6 +410,16 @@ def _part(given: Any, side: str) -> Any:
     return getattr(given, side) if isinstance(given, Pair) else given
 
 
+def _of_parts(call: Call) -> Call | None:
+    """The same call of the real parts of complex tensors; None: the result is real."""
+    is_one = isinstance(call.dtype, torch.dtype)
+    dtypes = [call.dtype] if is_one else call.dtype
+    if not all(dtype.is_complex for dtype in dtypes):
+        return None
+    real = torch.float32 if is_one else [torch.float32] * len(dtypes)
+    return Call(call.form, call.name, call.shape, real)
+
+
 def _is_literal(value: Value) -> bool:
     return value.op == "constant" or filled_with(value) is not None
 
@@ -373,10 +447,6 @@ def _has_symbols(held: Any) -> bool:
         if isinstance(one, torch.Tensor)
         for size in one.shape
     )
-
-
-def _is_mutable(target: Any) -> bool:
-    return bool(schema_of(target).is_mutable)
 
 
 def _prime(count: int) -> int:

@@ -17,7 +17,7 @@ from mla_fusion.exact import field
 from mla_fusion.exact.evaluate import Evaluation, Undecided, layouts_of, order
 from mla_fusion.graph.form import Value
 from mla_fusion.graph.fused import rms_norm
-from mla_fusion.graph.layout import Binding, Mixed, of_tokens
+from mla_fusion.graph.layout import Binding, Mixed, cuts_of, of_tokens
 from mla_fusion.graph.numbers import Number
 from mla_fusion.propose.departure import Departure
 from mla_fusion.propose.sites import Site, rows_of
@@ -93,7 +93,7 @@ def _first_that_holds(
     given = {part: of_tokens((site.tokens,), part.shape[1:]) for part in parts}
     try:
         layouts = layouts_of([rows, *made], given)
-        binding = Binding(layouts.values(), site.tokens)
+        binding = Binding(cuts_of(layouts.values()), site.tokens)
         drawn = field.random(site.rows.serial, binding.shape(given[site.stand_in]))
         tensors = {**site.split(drawn), site.stand_in: drawn}
         run = Evaluation(binding, layouts, tensors, seed=7)

@@ -4,19 +4,20 @@ the query's latents.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mla_fusion.exact.field import P, power
 from mla_fusion.exact.prove import Claim
 from mla_fusion.graph.form import Form, Value
-from mla_fusion.graph.layout import Layout, of_tokens
+from mla_fusion.graph.layout import Layout, followed, of_tokens
 from mla_fusion.propose.departure import Departure
-from mla_fusion.propose.norms import Norm, solved
-from mla_fusion.propose.rotations import Pairs, pairs, tables
+from mla_fusion.propose.norms import Norm, filled, solved
+from mla_fusion.propose.rotations import Pairs, pairs, tables, unrotated
 from mla_fusion.propose.sites import Projections, Site, rows_of
 from mla_fusion.targets import prolog
 
@@ -52,13 +53,25 @@ def proposals(projections: Projections) -> Iterator[Proposal | Departure]:
                 yield departure
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Absorbed:
-    """A product with W_uk: the Value, the matrices [h, D, C], and the columns that it reads."""
+    """A product with W_uk: the Value, the matrices [h, D, C], the columns that it reads, and what
+    they were multiplied with before.
+    """
 
     value: Value
     weight: Value
     columns: Tensor
+    factor: Value | None
+
+
+@dataclass(frozen=True)
+class _Rotated:
+    """``value`` is what the pairs are turned to, times ``factor``."""
+
+    value: Value
+    pairs: Pairs
+    factor: Value | None = None
 
 
 class _Joined:
@@ -72,30 +85,31 @@ class _Joined:
         if reading is None or reading.kind != "normed":
             raise Departure("norm.absent", "the query's latents are not normed", [up.rows])
         of_query = solved(down, up.rows)
-        turned = self._turned(up)
-        if not turned:
-            raise Departure("rope.absent", "no part of the query is rotated", up.dots)
-        absorbed = list(self._absorbed(turned))
+        absorbed = list(self._absorbed())
         if not absorbed:
-            raise Departure("absorb.absent", "no part of the query is multiplied with W_uk", up.dots)
+            detail = "no part of the query is multiplied with W_uk"
+            raise Departure("absorb.absent", detail, up.dots)
         weight_uk = form.join([one.weight for one in absorbed], 0)
-        heads, nope, latent = weight_uk.shape
+        heads, _, latent = weight_uk.shape
         columns = torch.cat([one.columns for one in absorbed])
-        value, found = turned[-1]
-        if found.heads != heads:
-            detail = f"{heads} heads are multiplied with W_uk, {found.heads} are rotated"
+        of_key = self._latents(latent, of_query)
+        query, key = self._rotations(set(columns.flatten().tolist()), of_query, of_key)
+        if query.pairs.heads != heads:
+            detail = f"{heads} heads are multiplied with W_uk, {query.pairs.heads} are rotated"
             raise Departure("absorb.absent", detail, [absorbed[0].value])
-        key, of_key, key_pairs = self._key(found, latent, of_query)
-        cos, sin = tables(up, value, found)
-        nope_rope = torch.cat((columns, found.columns), 1).flatten()
+        if self._is_turned(down, key.value):
+            cos, sin = tables(down, key.value, key.pairs)
+        else:
+            shape = down.tokens, ROPE
+            cos, sin = (form.filled(number, shape, torch.bfloat16) for number in (1, 0))
+        nope_rope = torch.cat((columns, query.pairs.columns), 1).flatten()
+        of_rows = [*of_key.columns.tolist(), *key.pairs.columns.flatten().tolist()]
         arguments = {
             "token_x": down.rows,
             "weight_dq": form.take(down.weight, 1, of_query.columns.tolist()),
             "weight_uq_qr": form.take(up.weight, 1, nope_rope.tolist()),
             "weight_uk": weight_uk,
-            "weight_dkv_kr": form.take(
-                down.weight, 1, [*of_key.columns.tolist(), *key_pairs.columns.flatten().tolist()]
-            ),
+            "weight_dkv_kr": form.take(down.weight, 1, of_rows),
             "rmsnorm_gamma_cq": of_query.gamma,
             "rmsnorm_gamma_ckv": of_key.gamma,
             "rope_cos": cos,
@@ -103,23 +117,15 @@ class _Joined:
             "rmsnorm_epsilon_cq": of_query.epsilon,
             "rmsnorm_epsilon_ckv": of_key.epsilon,
         }
-        results = prolog.prolog(form, arguments)
-        made = Proposal(down.rows, arguments, results)
-        made.claims += self._claims(made, absorbed, turned, key, key_pairs, up.rows)
+        made = Proposal(down.rows, arguments, prolog.prolog(form, arguments))
+        made.claims += self._claims(made.results, absorbed, query, key, up.rows)
         return made
 
-    def _turned(self, site: Site) -> list[tuple[Value, Pairs]]:
-        found = (
-            (value, pairs(reading, ROPE))
-            for value, reading in site.readings.items()
-            if reading.kind == "turned"
-        )
-        return [(value, of_value) for value, of_value in found if of_value is not None]
+    # -- the product with W_uk
 
-    def _absorbed(self, turned: Sequence[tuple[Value, Pairs]]) -> Iterator[_Absorbed]:
+    def _absorbed(self) -> Iterator[_Absorbed]:
         """Products with matrices of heads, of what is moved of the query."""
-        up = self.up
-        for value, reading in up.readings.items():
+        for value, reading in self.up.readings.items():
             if reading.kind != "moved":
                 continue
             for user in self.projections.users.get(value, ()):
@@ -128,69 +134,136 @@ class _Joined:
                 weight = user.sources[1]
                 if not weight.weight:
                     continue
-                if len(weight.shape) == 2:
-                    weight = self.form.reshape(weight, (1, *weight.shape))
-                heads, nope, _ = weight.shape
-                if len(reading.columns) == heads * nope:
-                    yield _Absorbed(user, weight, reading.columns.reshape(heads, nope))
+                nope = weight.shape[-2]
+                heads = len(reading.columns) // nope
+                if len(weight.shape) == 2:  # one for all heads
+                    weight = self.form.expand(weight, (heads, *weight.shape))
+                if len(reading.columns) == weight.shape[0] * nope:
+                    columns = reading.columns.reshape(weight.shape[0], nope)
+                    yield _Absorbed(user, weight, columns, self._factor(self.up, value))
 
-    def _key(self, query: Pairs, latent: int, of_query: Norm) -> tuple[Value, Norm, Pairs]:
-        """The rotated key, by the query's tables, and the norm of the latents."""
-        down = self.down
-        of_others = set(of_query.columns.tolist())
-        normed = [
-            value
-            for value, reading in down.readings.items()
-            if reading.kind == "normed"
-            and len(reading.columns) == latent
-            and of_others.isdisjoint(reading.columns.tolist())
-        ]
-        if not normed:
-            raise Departure("norm.absent", f"no {latent} columns of x are normed", down.dots)
-        keys = []
-        for value, reading in down.readings.items():
-            if reading.kind == "turned" and len(reading.columns) == ROPE:
-                found = pairs(reading, ROPE, query)
-                if found is not None and torch.equal(found.diagonal, query.diagonal):
-                    keys.append((value, found))
-        if not keys:
-            raise Departure("rope.absent", "no key is rotated by the query's tables", down.dots)
-        error: Departure | None = None
-        for value in normed[::-1]:
-            try:
-                return keys[-1][0], solved(down, value), keys[-1][1]
-            except Departure as departure:
-                error = departure
-        assert error is not None
+    def _factor(self, site: Site, value: Value) -> Value | None:
+        """What the columns of a moved Value are multiplied with [T, 1]; None for 1."""
+        (ones,) = site.readings[value].factors
+        if bool((ones == 1).all()):
+            return None
+        form = self.form
+        rows = filled(site, self._rows(site, value), form.number(1))
+        return form.slice(rows, 1, 0, 1)
+
+    # -- the key
+
+    def _latents(self, latent: int, of_query: Norm) -> Norm:
+        """The norm of the latents."""
+        down, of_others = self.down, set(of_query.columns.tolist())
+        error = Departure("norm.absent", f"no {latent} columns of x are normed", down.dots)
+        for value, reading in reversed(down.readings.items()):
+            if reading.kind == "normed" and len(reading.columns) == latent:
+                columns = reading.columns.tolist()
+                if of_others.isdisjoint(columns) and len(set(columns)) == latent:
+                    try:
+                        return solved(down, value)
+                    except Departure as departure:
+                        error = departure
         raise error
+
+    # -- rotations
+
+    def _is_turned(self, site: Site, value: Value) -> bool:
+        return site.readings[value].kind == "turned"
+
+    def _rotations(
+        self, absorbed: set[int], of_query: Norm, of_key: Norm
+    ) -> tuple[_Rotated, _Rotated]:
+        """Of query and key by the same tables; or of neither."""
+        up, down = self.up, self.down
+        queries = list(self._turned(up))[::-1]
+        scaled = None
+        for value, found in queries:
+            for other, reading in reversed(down.readings.items()):
+                if reading.kind != "turned" or len(reading.columns) != ROPE:
+                    continue
+                of_other = pairs(reading, ROPE, found)
+                if of_other is not None and torch.equal(of_other.diagonal, found.diagonal):
+                    return _Rotated(value, found), _Rotated(other, of_other)
+                scaled = scaled or self._scaled(value, found, other, pairs(reading, ROPE))
+        if scaled is not None:
+            return scaled
+        taken = {*of_query.columns.tolist(), *of_key.columns.tolist()}
+        query = self._unrotated(up, absorbed, 0)
+        key = self._unrotated(down, taken, ROPE)
+        if query is None or key is None:
+            what = "the query" if query is None else "the key"
+            detail = f"no part of {what} is rotated, by tables of both, or left as it is"
+            raise Departure("rope.absent", detail, (up if query is None else down).dots)
+        return query, key
+
+    def _turned(self, site: Site) -> Iterator[tuple[Value, Pairs]]:
+        for value, reading in site.readings.items():
+            found = pairs(reading, ROPE) if reading.kind == "turned" else None
+            if found is not None:
+                yield value, found
+
+    def _scaled(
+        self, query: Value, found: Pairs, key: Value, of_key: Pairs | None
+    ) -> tuple[_Rotated, _Rotated] | None:
+        """Of a query that was multiplied with one number a token before it was rotated."""
+        if of_key is None:
+            return None
+        ratio = found.diagonal * power(of_key.diagonal, -1) % P
+        if not bool((ratio == ratio[:, :1]).all()):
+            return None
+        columns = {*found.columns.flatten().tolist()}
+        for value, reading in self.up.readings.items():
+            if reading.kind == "moved" and columns <= set(reading.columns.tolist()):
+                (ones,) = reading.factors
+                if bool((ones[0] == ratio[0, 0]).all()):
+                    factor = self._factor(self.up, value)
+                    return _Rotated(query, found, factor), _Rotated(key, of_key)
+        return None
+
+    def _unrotated(self, site: Site, others: set[int], width: int) -> _Rotated | None:
+        """The last Value that holds just the columns that are left, or as many as ``width`` of
+        them.
+        """
+        wanted = set(range(site.columns)) - others
+        for value, reading in reversed(site.readings.items()):
+            if reading.kind == "moved" and len(reading.columns) == (width or len(wanted)):
+                columns = set(reading.columns.tolist())
+                if columns <= wanted and len(columns) == len(reading.columns):
+                    factor = self._factor(site, value)
+                    return _Rotated(value, unrotated(reading, ROPE), factor)
+        return None
+
+    # -- what is which result
 
     def _claims(
         self,
-        made: Proposal,
+        results: prolog.Results,
         absorbed: Iterable[_Absorbed],
-        turned: Sequence[tuple[Value, Pairs]],
-        key: Value,
-        key_pairs: Pairs,
+        query: _Rotated,
+        key: _Rotated,
         latents: Value,
     ) -> Iterator[Claim]:
-        form, results = self.form, made.results
-        at = 0
+        form, at = self.form, 0
         for one in absorbed:
             heads = one.weight.shape[0]
             part = form.slice(results.query, 1, at, at + heads)
             at += heads
-            yield Claim("query", one.value, self._like(form.permute(part, (1, 0, 2)), one.value))
-        rows = self._rows(self.up, turned[-1][0])
-        flat = form.reshape(results.query_rope, rows.shape)
-        yield Claim("query_rope", rows, form.take(flat, 1, turned[-1][1].places.tolist()))
-        rows = self._rows(self.down, key)
-        yield Claim("kr_rows", rows, form.take(results.kr_rows, 1, key_pairs.places.tolist()))
+            layout = followed(one.value, self.up.layouts)
+            rows = rows_of(form, one.value, layout, self.up.tokens)
+            yield Claim("query", rows, self._times(form.reshape(part, rows.shape), one.factor))
+        for part, site, one, rows in (
+            ("query_rope", self.up, query, results.query_rope),
+            ("kr_rows", self.down, key, results.kr_rows),
+        ):
+            wanted = self._rows(site, one.value)
+            flat = form.take(form.reshape(rows, wanted.shape), 1, one.pairs.places.tolist())
+            yield Claim(part, wanted, self._times(flat, one.factor))
         yield Claim("query_norm", latents, results.query_norm)
 
-    def _like(self, value: Value, other: Value) -> Value:
-        return self.form.reshape(value, other.shape)
+    def _times(self, rows: Value, factor: Value | None) -> Value:
+        return rows if factor is None else self.form.times(rows, factor)
 
     def _rows(self, site: Site, value: Value) -> Value:
         return rows_of(self.form, value, site.layouts[value], site.tokens)
-
-

@@ -12,10 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mla_fusion.exact.evaluate import Evaluation
+from mla_fusion.exact.field import P
 from mla_fusion.graph.form import Value
 from mla_fusion.propose.departure import Departure
 from mla_fusion.propose.norms import filled
 from mla_fusion.propose.sites import Reading, Site, rows_of
+from mla_fusion.propose.tables import assembled, known
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,7 @@ class Pairs:
 
     first, second  elements of the Value
     even, odd      columns of the site
-    diagonal       factor of the even column in the first element, in one head [tokens, size / 2]
+    diagonal       factor of the even column in the first element, of the first token in one head [1, size / 2]
     size           elements of a head
     """
 
@@ -73,12 +76,12 @@ def pairs(reading: Reading, size: int, like: Pairs | None = None) -> Pairs | Non
     heads = torch.arange(len(first)) // half
     if not (torch.equal(first // size, heads) and torch.equal(second // size, heads)):
         return None
-    of_low, of_high = reading.factors
+    of_low, of_high = (factors[:1] for factors in reading.factors)  # the first token says it
     straight = of_low[:, first], of_high[:, second]
     crossed = of_high[:, first], of_low[:, second]
     if like is None:
         is_even = (straight[0] == straight[1]).all(0) | ~(crossed[0] == crossed[1]).all(0)
-        diagonal = torch.where(is_even, straight[0], crossed[0])[:, :half]
+        diagonal = torch.where(is_even, straight[0], crossed[0])[:1, :half]
     else:
         diagonal = like.diagonal
     repeated = diagonal.repeat(1, len(first) // half)
@@ -88,14 +91,25 @@ def pairs(reading: Reading, size: int, like: Pairs | None = None) -> Pairs | Non
         second,
         torch.where(is_even, low, high),
         torch.where(is_even, high, low),
-        torch.where(is_even, straight[0], crossed[0])[:, :half],
+        torch.where(is_even, straight[0], crossed[0])[:1, :half],
         size,
     )
 
 
+def unrotated(reading: Reading, size: int) -> Pairs:
+    """What is only moved, as turned by cos 1 and sin 0."""
+    half, count = size // 2, len(reading.columns) // 2
+    number = torch.arange(count)
+    first = number // half * size + number % half
+    second = first + half
+    one = torch.ones(1, half, dtype=torch.int64)
+    even, odd = reading.columns[first], reading.columns[second]
+    return Pairs(first, second, even, odd, one, size)
+
+
 def tables(site: Site, value: Value, found: Pairs) -> tuple[Value, Value]:
     """cos and sin [tokens, size] of the first head: what the graph makes of ones in the even
-    columns, and of ones in the odd.
+    columns, and of ones in the odd; as the model's own tables, where their numbers are the same.
     """
     form, half = site.projections.form, found.size // 2
     rows = rows_of(form, value, site.layouts[value], site.tokens)
@@ -104,14 +118,38 @@ def tables(site: Site, value: Value, found: Pairs) -> tuple[Value, Value]:
         ones = torch.zeros(1, site.columns)
         ones[0, columns[:half]] = 1
         row = form.take(rows, 1, elements[:half].tolist())
-        table = filled(site, row, form.constant(ones))
-        if table.active:
-            raise Departure("rope.of_activations", "the tables are made of activations", [value])
-        return table
+        return filled(site, row, form.constant(ones))
 
     first, second = found.first, found.second
     cos = made_of(found.even, first), made_of(found.odd, second)
     sin = form.negated(made_of(found.odd, first)), made_of(found.even, second)
-    return form.join(cos, 1), form.join(sin, 1)
+    run = Evaluation(site.projections.binding(site.tokens, 1), site.layouts, {}, seed=1)
+    candidates = known(site, run)
+    made = []
+    for parts in (cos, sin):
+        table = form.join(parts, 1)
+        numbers = _numbers(site, run, value, found, is_sine=parts is sin)
+        own = assembled(site, numbers, candidates)
+        if own is None and table.active:
+            raise Departure("rope.of_activations", "the tables are made of activations", [value])
+        made.append(table if own is None else own)
+    return made[0], made[1]
 
 
+def _numbers(
+    site: Site, run: Evaluation, value: Value, found: Pairs, is_sine: bool
+) -> Tensor:
+    """What the probes saw of a table [tokens, size]."""
+    reading, half = site.readings[value], found.size // 2
+    columns, (low, high) = reading.columns, reading.factors
+
+    def factor(elements: Tensor, of_columns: Tensor) -> Tensor:
+        is_low = columns[elements] == of_columns
+        return torch.where(is_low, low[:, elements], high[:, elements])[:, :half]
+
+    first, second, even, odd = found.first, found.second, found.even, found.odd
+    if is_sine:
+        halves = (P - factor(first, odd)) % P, factor(second, even)
+    else:
+        halves = factor(first, even), factor(second, odd)
+    return torch.cat(halves, 1)

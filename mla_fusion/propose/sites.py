@@ -24,7 +24,7 @@ from mla_fusion.exact import field
 from mla_fusion.exact.evaluate import Evaluation, Undecided
 from mla_fusion.exact.field import P
 from mla_fusion.graph.form import Form, Value, digest, order
-from mla_fusion.graph.layout import Binding, Layout, Mixed, followed, of_tokens
+from mla_fusion.graph.layout import Binding, Layout, Mixed, cuts_of, followed, of_tokens
 from mla_fusion.graph.read import Graph
 
 _MOMENTS = 5
@@ -60,10 +60,17 @@ class Projections:
             if is_projection(value):
                 dots.setdefault(value.sources[0], []).append(value)
         self.sites = {rows: Site(self, rows, of_rows) for rows, of_rows in dots.items()}
+        self._cuts: dict[int, set[int]] = {}
         self.probed: dict[object, list[Reading | None]] = {}
 
-    def site_of(self, dot: Value) -> Site:
-        return self.sites[dot.sources[0]]
+    def binding(self, tokens: int, copies: int) -> Binding:
+        """The same for all sites of as many tokens, so that what is beside them is the same."""
+        cuts = self._cuts.get(tokens)
+        if cuts is None:
+            alike = (site for site in self.sites.values() if site.tokens == tokens)
+            cuts = cuts_of(layout for site in alike for layout in site.layouts.values())
+            self._cuts[tokens] = cuts
+        return Binding(cuts, tokens, copies)
 
 
 def is_projection(value: Value) -> bool:
@@ -208,7 +215,7 @@ class Site:
     def _run_once(
         self, values: list[Value], layouts: dict[Value, Layout], codes: Tensor, copies: int
     ) -> dict[Value, Tensor]:
-        binding = Binding(layouts.values(), self.tokens, copies)
+        binding = self.projections.binding(self.tokens, copies)
         rows = codes.repeat_interleave(binding.period, 0)
         run = Evaluation(binding, layouts, self.split(rows), seed=1)
         found = dict[Value, Tensor]()
