@@ -32,7 +32,6 @@ from mla_fusion.graph.layout import (
 )
 
 _MANY = 1 << 22  # elements of one Value
-_LISTED = 1 << 12  # elements of a weight up to which it is a tensor
 Found = Tensor | Weight
 
 
@@ -233,7 +232,7 @@ class Evaluation:
     def _drawn(self, value: Value, layout: Layout) -> Found:
         """By which Value it is, and the place of each element; copies of tokens are alike."""
         name = field.word(self.seed, "value", value.serial)
-        if value.model and not has_tokens(layout) and prod(value.shape) > _LISTED:
+        if value.model and not has_tokens(layout) and len(value.shape) > 1:
             return Weight.of_leaf(name, value.shape)
         shape = self.binding.shape(layout)
         if prod(shape) > _MANY:
@@ -297,11 +296,23 @@ class Evaluation:
                     return only.scaled(field.fraction(times.ratio))
             if value.op == "cast" and isinstance(only, Weight) and is_widening(value):
                 return only
-            return None
+            return self._weights_times(value, read)
         if value.op == "cast" and is_widening(value):
             return read[0]  # type: ignore[return-value]
         tensors = [one for one in read if isinstance(one, Tensor)]
         return self._elementwise(value, tensors).expand(self.binding.shape(layout))
+
+    def _weights_times(self, value: Value, read: list[Found]) -> Found | None:
+        """A product of weights; of anything else: None."""
+        if value.op != "product" or value.literal[1].roots or set(value.literal[0]) != {1}:
+            return None
+        found = None
+        for one in read:
+            if not isinstance(one, Weight):
+                return None
+            wide = one.expanded(value.shape)
+            found = wide if found is None else found.times(wide)
+        return found.scaled(field.fraction(value.literal[1].ratio)) if found else None
 
     def _beside_dot(self, value: Value, layout: Layout) -> Found | None:
         left, right = value.sources

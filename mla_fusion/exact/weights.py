@@ -7,9 +7,10 @@ Moves change the places along each axis.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,30 +22,49 @@ RANK = 6
 _ZERO = -1  # the place of an element that is 0
 
 
+Places = tuple[Tensor, ...]
+
+
 @dataclass(frozen=True)
 class Piece:
-    """What a weight has of one leaf: the element is that at the sum of ``places`` along each axis,
-    times ``factor``; 0 where a place is ``_ZERO``.
+    """What a weight has of one leaf, or of a product of several: the element of each is that at the
+    sum of its places along each axis; 0 where a place is ``_ZERO``. All of it times ``factor``.
     """
 
-    leaf: int
-    places: tuple[Tensor, ...]
+    leaves: tuple[int, ...]
+    places: tuple[Places, ...]
     factor: int = 1
 
+    def moved(self, move: Callable[[Places], Places | None]) -> Piece | None:
+        moved = [move(one) for one in self.places]
+        if any(one is None for one in moved):
+            return None
+        return Piece(self.leaves, tuple(moved), self.factor)  # type: ignore[arg-type]
+
     def factors(self) -> list[Tensor]:
-        """Of each axis [RANK, n]; the product over the axes, added up over RANK, is the element."""
-        found = []
-        for axis, places in enumerate(self.places):
-            rows = []
-            for rank in range(RANK):
-                base = field.word(self.leaf, "base", rank) % P
-                row = field.powers(base, places.clamp_min(0))
-                if axis == 0:
-                    front = field.word(self.leaf, "front", rank) % P * self.factor % P
-                    row = row * front % P
-                rows.append(torch.where(places == _ZERO, 0, row))
-            found.append(torch.stack(rows))
+        """Of each axis [ranks, n]; the product over the axes, added up over ranks, is the
+        element.
+        """
+        found: list[Tensor] | None = None
+        for leaf, places in zip(self.leaves, self.places, strict=True):
+            own = [_of_axis(leaf, axis, one) for axis, one in enumerate(places)]
+            if found is None:
+                found = [own[0] * self.factor % P, *own[1:]]
+            else:
+                pairs = zip(found, own, strict=True)
+                found = [(a.unsqueeze(1) * b % P).flatten(0, 1) for a, b in pairs]
+        assert found is not None
         return found
+
+
+def _of_axis(leaf: int, axis: int, places: Tensor) -> Tensor:
+    rows = []
+    for rank in range(RANK):
+        row = field.powers(field.word(leaf, "base", rank) % P, places.clamp_min(0))
+        if axis == 0:
+            row = row * (field.word(leaf, "front", rank) % P) % P
+        rows.append(torch.where(places == _ZERO, 0, row))
+    return torch.stack(rows)
 
 
 @dataclass(frozen=True)
@@ -55,7 +75,7 @@ class Weight:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(len(places) for places in self.pieces[0].places)
+        return tuple(map(len, self.pieces[0].places[0]))
 
     @classmethod
     def of_leaf(cls, leaf: int, shape: Sequence[int]) -> Weight:
@@ -63,11 +83,25 @@ class Weight:
         for size in shape:
             stride //= max(size, 1)
             places.append(torch.arange(size) * stride)
-        return cls((Piece(leaf, tuple(places)),))
+        return cls((Piece((leaf,), (tuple(places),)),))
 
     def scaled(self, factor: int) -> Weight:
         return Weight(
-            tuple(Piece(one.leaf, one.places, one.factor * factor % P) for one in self.pieces)
+            tuple(Piece(one.leaves, one.places, one.factor * factor % P) for one in self.pieces)
+        )
+
+    def times(self, other: Weight) -> Weight:
+        """Element by element, of one shape."""
+        return Weight(
+            tuple(
+                Piece(
+                    one.leaves + two.leaves,
+                    one.places + two.places,
+                    one.factor * two.factor % P,
+                )
+                for one in self.pieces
+                for two in other.pieces
+            )
         )
 
     def permuted(self, order: Sequence[int]) -> Weight:
@@ -78,15 +112,10 @@ class Weight:
             lambda places: (*places[:axis], places[axis][index], *places[axis + 1 :])
         )
 
-    def _each(self, move) -> Weight:  # type: ignore[no-untyped-def]
-        return Weight(
-            tuple(Piece(one.leaf, move(one.places), one.factor) for one in self.pieces)
-        )
-
     def expanded(self, shape: Sequence[int]) -> Weight:
         lead = len(shape) - len(self.shape)
 
-        def move(places: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        def move(places: Places) -> Places:
             new = [torch.zeros(1, dtype=torch.int64)] * lead
             return tuple(
                 one.expand(size) for one, size in zip((*new, *places), shape, strict=True)
@@ -94,35 +123,36 @@ class Weight:
 
         return self._each(move)
 
+    def _each(self, move: Callable[[Places], Places]) -> Weight:
+        return Weight(tuple(one.moved(move) for one in self.pieces))  # type: ignore[misc]
+
     def reshaped(self, shape: Sequence[int]) -> Weight | None:
         """None where the places along a new axis are no sum."""
-        pieces = [_reshaped(one.places, shape) for one in self.pieces]
-        if any(places is None for places in pieces):
+        pieces = [one.moved(lambda places: _reshaped(places, shape)) for one in self.pieces]
+        if any(one is None for one in pieces):
             return None
-        return Weight(
-            tuple(
-                Piece(one.leaf, places, one.factor)
-                for one, places in zip(self.pieces, pieces, strict=True)
-                if places is not None
-            )
-        )
+        return Weight(tuple(one for one in pieces if one is not None))
 
     @classmethod
     def joined(cls, weights: Sequence[Weight], axis: int) -> Weight:
-        pieces, sizes = list[Piece](), [weight.shape[axis] for weight in weights]
+        pieces, sizes = list[Any](), [weight.shape[axis] for weight in weights]
         for number, weight in enumerate(weights):
             before, after = sum(sizes[:number]), sum(sizes[number + 1 :])
             for piece in weight.pieces:
-                places = list(piece.places)
-                places[axis] = torch.nn.functional.pad(places[axis], (before, after), value=_ZERO)
-                pieces.append(Piece(piece.leaf, tuple(places), piece.factor))
+
+
+                def padded(places: Places, before: int = before, after: int = after) -> Places:
+                    one = torch.nn.functional.pad(places[axis], (before, after), value=_ZERO)
+                    return (*places[:axis], one, *places[axis + 1 :])
+
+                pieces.append(piece.moved(padded))
         return cls(_united(pieces))
 
     def dense(self) -> Tensor:
         found = torch.zeros(self.shape, dtype=torch.int64)
         for piece in self.pieces:
             factors = piece.factors()
-            for rank in range(RANK):
+            for rank in range(len(factors[0])):
                 part = torch.ones((), dtype=torch.int64)
                 for of_axis in factors:
                     part = part.unsqueeze(-1) * of_axis[rank] % P
@@ -134,7 +164,7 @@ class Weight:
         found = None
         for piece in self.pieces:
             *lead, rows, columns = piece.factors()
-            for rank in range(RANK):
+            for rank in range(len(rows)):
                 inner = (left * rows[rank] % P).sum(-1) % P
                 for axis, of_axis in enumerate(lead):
                     size = [1] * inner.dim()
@@ -151,26 +181,30 @@ def _united(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
     found: list[Piece] = []
     for piece in pieces:
         for at, other in enumerate(found):
-            if (other.leaf, other.factor) != (piece.leaf, piece.factor):
-                continue
-            differ = [
-                axis
-                for axis, (one, two) in enumerate(zip(other.places, piece.places, strict=True))
-                if not torch.equal(one, two)
-            ]
-            if len(differ) == 1:
-                one, two = other.places[differ[0]], piece.places[differ[0]]
-                if bool(((one == _ZERO) | (two == _ZERO)).all()):
-                    places = list(piece.places)
-                    places[differ[0]] = torch.where(one == _ZERO, two, one)
-                    found[at] = Piece(piece.leaf, tuple(places), piece.factor)
+            if other.leaves == piece.leaves and other.factor == piece.factor:
+                pairs = zip(other.places, piece.places, strict=True)
+                places = [_together(one, two) for one, two in pairs]
+                if all(one is not None for one in places):
+                    found[at] = Piece(piece.leaves, tuple(places), piece.factor)  # type: ignore[arg-type]
                     break
         else:
             found.append(piece)
     return tuple(found)
 
 
-def _reshaped(places: tuple[Tensor, ...], shape: Sequence[int]) -> tuple[Tensor, ...] | None:
+def _together(one: Places, two: Places) -> Places | None:
+    differ = [axis for axis in range(len(one)) if not torch.equal(one[axis], two[axis])]
+    if len(differ) != 1:
+        return None
+    first, second = one[differ[0]], two[differ[0]]
+    if not bool(((first == _ZERO) | (second == _ZERO)).all()):
+        return None
+    places = list(one)
+    places[differ[0]] = torch.where(first == _ZERO, second, first)
+    return tuple(places)
+
+
+def _reshaped(places: Places, shape: Sequence[int]) -> Places | None:
     left, found = [one for one in places if len(one) > 1][::-1], list[Tensor]()
     start = sum(int(one[0]) for one in places if len(one) == 1)
     for size in shape:

@@ -42,6 +42,7 @@ from mla_fusion.graph.numbers import literal as read_literal
 Shape = tuple[int, ...]
 MOVES = frozenset(("reshape", "permute", "expand", "slice", "join"))
 REAL = torch.float32  # of every active Value: what rounds it is not compared
+BYTES = frozenset(("int8", "fp8", "hifloat8", "of format"))  # functions that give elements of one
 _SHORT = 4  # terms of a sum that becomes part of another
 
 
@@ -225,7 +226,14 @@ class Form:
             value, exponent = stack.pop()
             while value.op == "expand":  # factors are broadcast
                 value = value.sources[0]
-            if value.op == "product":
+            if _is_brought_back(value):
+                inner, value = self.split(value)
+                power = inner.power(exponent)
+                if power is None:
+                    value = self.scaled(value, inner)
+                else:
+                    times = times * power
+            elif value.op == "product":
                 exponents, inner = value.literal
                 power = inner.power(exponent)
                 is_one = len(value.sources) <= 1 and all(
@@ -789,6 +797,20 @@ def _is_power(value: Value) -> bool:
         and value.literal[1] == ONE
         and value.sources[0].shape == value.shape
     )
+
+
+def _is_brought_back(value: Value) -> bool:
+    """Is it a product of bytes, times their scales? That is one factor: what a projection gives."""
+    return value.op == "product" and any(
+        one.op == "dot" and _is_of_bytes(one.sources[0]) for one in value.sources
+    )
+
+
+def _is_of_bytes(rows: Value) -> bool:
+    while rows.op in ("reshape", "expand"):
+        rows = rows.sources[0]
+    is_quantised = rows.op == "function" and rows.literal[0] in BYTES
+    return is_quantised or rows.dtype.itemsize == 1
 
 
 def _is_wide(dtype: torch.dtype) -> bool:

@@ -267,6 +267,10 @@ def numbered(c: Call, index: Value, size: int) -> Value:
     filled = filled_with(index)
     if filled is not None and filled.literal[1].ratio < 0:
         return c.form.filled(filled.literal[1].ratio + size, index.shape, index.dtype)
+    if index.op == "expand":
+        return c.form.expand(numbered(c, index.sources[0], size), index.shape)
+    if index.op == "constant":
+        return c.form.constant(index.literal.tensor % size)
     return index
 
 
@@ -285,15 +289,17 @@ def _(c: Call, x: Value, index: Value | None = None, dim: int = 0, **options: An
     """Whole rows, where the index is one number along all other axes."""
     index = index if index is not None else options["indices"]
     dim %= len(x.shape)
+    if len(index.shape) != len(x.shape) or any(
+        n != x.shape[at] for at, n in enumerate(index.shape) if at != dim
+    ):
+        raise Departs
     inner = index
     while inner.op == "reshape":
         inner = inner.sources[0]
     own = inner.sources[0] if inner.op == "expand" and inner.shape == index.shape else None
     if own is not None:
         own = c.form.reshape(own, (1,) * (len(index.shape) - len(own.shape)) + own.shape)
-        if all(
-            n == 1 or at == dim for at, n in enumerate(own.shape)
-        ) and all(n == x.shape[at] for at, n in enumerate(index.shape) if at != dim):
+        if all(n == 1 or at == dim for at, n in enumerate(own.shape)):
             return c.form.gather(x, dim, c.form.reshape(own, (own.shape[dim],)))
     listed = index if index.op == "constant" else None
     if listed is not None:

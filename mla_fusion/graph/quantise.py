@@ -158,13 +158,17 @@ def product_of_blocks(
     """Rows [t, k] times a weight [k, n] in mxfp8, with scales [t, k / 32] and [k / 32, n]."""
     (tokens, size), columns = rows.shape, weight.shape[-1]
     count = size // BLOCK
-    parts = form.reshape(rows, (tokens, count, BLOCK))
-    scaled = form.times(parts, form.reshape(of_rows, (tokens, count, 1)))
-    products = form.dot(
-        form.permute(scaled, (1, 0, 2)), form.reshape(weight, (count, BLOCK, columns))
+    parts, steps = (
+        form.reshape(value, shape)
+        for value, shape in (
+            (rows, (tokens, count, BLOCK)),
+            (form.bare(of_rows), (tokens, count, 1)),
+        )
     )
-    steps = form.reshape(form.bare(of_weight), (count, 1, columns))
-    return form.reduce(form.times(products, steps), [0])
+    blocks = form.reshape(weight, (count, BLOCK, columns))
+    scales = form.reshape(form.bare(of_weight), (count, 1, columns))
+    left = form.reshape(form.times(parts, steps), rows.shape)
+    return form.dot(left, form.reshape(form.times(blocks, scales), weight.shape))
 
 
 def as_bytes(

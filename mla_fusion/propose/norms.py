@@ -26,11 +26,13 @@ from mla_fusion.propose.sites import Site, rows_of
 @dataclass(frozen=True)
 class Norm:
     """
+    value    the normed rows
     gamma    [n], made of the model's parameters
     epsilon  the number that was written
     columns  of the site, in the order of the normed row
     """
 
+    value: Value
     gamma: Value
     epsilon: Fraction
     columns: torch.Tensor
@@ -39,17 +41,24 @@ class Norm:
 def filled(site: Site, value: Value, fill: Value) -> Value:
     """``value`` with a row ``fill`` [1, columns] (or a number) in place of the site's products."""
     form, at, others = site.projections.form, 0, dict[Value, Value]()
-    for dot in site.dots:
-        width = dot.shape[1]
+    for product in site.products:
+        width = product.columns
         row = form.slice(fill, 1, at, at + width) if fill.shape else fill
-        others[dot] = form.expand(row, dot.shape)
+        by = product.times.power(-1)
+        assert by is not None
+        others[product.root] = form.expand(form.scaled(row, by), product.root.shape)
         at += width
     return form.substituted(value, others)
 
 
-def solved(site: Site, value: Value) -> Norm:
-    """Of a normed Value. Raises Departure where it is no RMSNorm of its columns."""
-    form, reading = site.projections.form, site.readings[value]
+def solved(site: Site, value: Value, what: str) -> Norm:
+    """Of a normed Value. Raises Departure where it is no RMSNorm of its columns.
+
+    what  is normed, for messages
+    """
+    form, reading = site.projections.form, site.reading_of(value)
+    if reading is None or reading.kind != "normed":
+        raise Departure("norm.absent", f"{what} are not normed", [value])
     rows = rows_of(form, value, site.layouts[value], site.tokens)
     columns, size = reading.columns, len(reading.columns)
     tried = list(dict.fromkeys(_epsilons(site, value, size)))
@@ -60,7 +69,7 @@ def solved(site: Site, value: Value) -> Norm:
         scale = (1 + epsilon) / (1 - epsilon)
         gamma = form.scaled(one, Number(scale))
         if not gamma.active:
-            found.append(Norm(gamma, epsilon, columns))
+            found.append(Norm(value, gamma, epsilon, columns))
     if not found:
         raise Departure("norm.of_input", "what it is multiplied by is made of other activations", [value])
     matching = _first_that_holds(site, value, rows, found)
@@ -89,13 +98,13 @@ def _first_that_holds(
     form = site.projections.form
     columns = form.take(site.stand_in, 1, norms[0].columns.tolist())
     made = [rms_norm(form, columns, norm.gamma, norm.epsilon)[0] for norm in norms]
-    parts = (*site.dots, site.stand_in)
-    given = {part: of_tokens((site.tokens,), part.shape[1:]) for part in parts}
+    given = {dot: site.layouts[dot] for dot in site.dots}
+    given[site.stand_in] = of_tokens((site.tokens,), site.stand_in.shape[1:])
     try:
         layouts = layouts_of([rows, *made], given)
         binding = Binding(cuts_of(layouts.values()), site.tokens)
         drawn = field.random(site.rows.serial, binding.shape(given[site.stand_in]))
-        tensors = {**site.split(drawn), site.stand_in: drawn}
+        tensors = {**site.split(drawn, binding, 7), site.stand_in: drawn}
         run = Evaluation(binding, layouts, tensors, seed=7)
         run.run([rows, *made])
     except (Mixed, Undecided):

@@ -9,14 +9,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from mla_fusion.meta.number_formats import MXFP8, NumberFormat
 from torch import Tensor
 
 from mla_fusion.exact.field import P, power
 from mla_fusion.exact.prove import Claim
-from mla_fusion.graph.form import Form, Value
+from mla_fusion.graph import quantise
+from mla_fusion.graph.form import Form, Value, filled_with
 from mla_fusion.graph.layout import Layout, followed, of_tokens
 from mla_fusion.propose.departure import Departure
 from mla_fusion.propose.norms import Norm, filled, solved
+from mla_fusion.propose.quantised import of_blocks, scale_of, step_of, unexpanded, unmoved, unquantised
 from mla_fusion.propose.rotations import Pairs, pairs, tables, unrotated
 from mla_fusion.propose.sites import Projections, Site, rows_of
 from mla_fusion.targets import prolog
@@ -27,7 +30,7 @@ ROPE = 64  # of the operator
 @dataclass
 class Proposal:
     """
-    x          the activation [T, He]
+    x          the activation [T, He] that the first products read
     arguments  of the operator, by name: Values, numbers of attributes
     results    the operator's, as Values
     claims     what of the graph is which result
@@ -81,10 +84,10 @@ class _Joined:
 
     def proposal(self) -> Proposal:
         form, down, up = self.form, self.down, self.up
-        reading = down.readings.get(up.rows)
-        if reading is None or reading.kind != "normed":
-            raise Departure("norm.absent", "the query's latents are not normed", [up.rows])
-        of_query = solved(down, up.rows)
+        kind, latents, smooth = up.products[0].kind, up.rows, None
+        if kind is not None:
+            latents, smooth = self._before_quantisation()
+        of_query = solved(down, latents, "the query's latents")
         absorbed = list(self._absorbed())
         if not absorbed:
             detail = "no part of the query is multiplied with W_uk"
@@ -117,9 +120,94 @@ class _Joined:
             "rmsnorm_epsilon_cq": of_query.epsilon,
             "rmsnorm_epsilon_ckv": of_key.epsilon,
         }
+        if smooth is not None:
+            arguments["smooth_scales_cq"] = smooth
+        if kind is not None:
+            self._add_quantisation(kind, arguments, nope_rope, of_query, of_rows)
         made = Proposal(down.rows, arguments, prolog.prolog(form, arguments))
-        made.claims += self._claims(made.results, absorbed, query, key, up.rows)
+        made.claims += self._claims(made.results, absorbed, query, key, self._given_latents(of_query), of_key)
         return made
+
+    def _before_quantisation(self) -> tuple[Value, Value | None]:
+        """c_q before it was quantised, and what smooths it."""
+        form, down, rows = self.form, self.down, self.up.rows
+        before = unquantised(form, rows)
+        if before is None:
+            raise Departure("quant.rows", "how c_q is quantised is not known", [rows])
+        reading, nodes = down.reading_of(before), self.projections.graph.nodes
+        found = before, None
+        for value, other in down.readings.items():
+            if reading is None or value not in nodes or value.shape[-1:] != before.shape[-1:]:
+                continue
+            if other.kind != "normed" or not torch.equal(other.columns, reading.columns):
+                continue
+            rows = form.reshape(value, before.shape)
+            ratio = unexpanded(form.product([(before, 1), (rows, -1)]))
+            if ratio.is_number:
+                found = rows, None
+            elif not ratio.active and ratio.shape[-1:] == before.shape[-1:]:
+                if not self._is_plain(value):
+                    vector = form.reshape(ratio, before.shape[-1:])
+                    return rows, vector
+        return found
+
+    def _is_plain(self, value: Value) -> bool:
+        """Is a normed Value not multiplied with a weight yet?"""
+        return filled_with(solved(self.down, value, "latents").gamma) is not None
+
+    def _add_quantisation(
+        self,
+        kind: NumberFormat,
+        arguments: dict[str, Any],
+        up: Tensor,
+        of_query: Norm,
+        of_rows: list[int],
+    ) -> None:
+        """Scales of operands of one byte, and which of the products have them."""
+        form, of_x = self.form, self.down.products[0].kind
+        arguments["weight_quant_mode"] = kind.full if of_x is not None else kind.partial
+        step = None
+        if not kind.in_blocks:
+            smooth = arguments.get("smooth_scales_cq")
+            rows = of_query.value if smooth is None else form.times(of_query.value, smooth)
+            step = quantise.by_row(form, rows, kind)[1]
+        names = [("uq_qr", self.up, up.tolist(), step)]
+        if of_x is not None:
+            if kind is not of_x:
+                detail = f"x comes in {of_x.name}, c_q is quantised to {kind.name}"
+                raise Departure("quant.formats", detail, [self.down.rows])
+            first = self.down.products[0]
+            of_rows_of_x = first.blocks[0] if first.blocks else step_of(form, first)
+            if of_rows_of_x is None:
+                raise Departure("quant.scale", "x has no scales of its rows", [self.down.rows])
+            arguments["token_x"], arguments["dequant_scale_x"] = self._operand(), of_rows_of_x
+            names += [
+                ("dq", self.down, of_query.columns.tolist(), of_rows_of_x),
+                ("dkv_kr", self.down, of_rows, of_rows_of_x),
+            ]
+        for name, site, columns, of_tokens in names:
+            scales = [
+                one.blocks[1] if one.blocks else scale_of(form, one, of_tokens)
+                for one in site.products
+            ]
+            known = [scale for scale in scales if scale is not None]
+            if len(known) < len(scales):
+                raise Departure("quant.scale", f"{name} has no scales of its columns", site.dots)
+            scale = form.take(form.join(known, -1), -1, columns)
+            arguments[f"dequant_scale_w_{name}"] = (
+                form.transposed(scale) if kind.in_blocks else scale
+            )
+
+    def _operand(self) -> Value:
+        """x in bytes, before a call says which format's they are."""
+        rows = self.down.rows
+        if self.down.products[0].kind is MXFP8:
+            parts = of_blocks(self.form, rows)
+            assert parts is not None
+            return parts[0]
+        inner = unmoved(rows)
+        is_named = inner.op == "function" and inner.literal[0] == "of format"
+        return self.form.reshape(inner.sources[0], rows.shape) if is_named else rows
 
     # -- the product with W_uk
 
@@ -162,7 +250,7 @@ class _Joined:
                 columns = reading.columns.tolist()
                 if of_others.isdisjoint(columns) and len(set(columns)) == latent:
                     try:
-                        return solved(down, value)
+                        return solved(down, value, "the latents")
                     except Departure as departure:
                         error = departure
         raise error
@@ -244,6 +332,7 @@ class _Joined:
         query: _Rotated,
         key: _Rotated,
         latents: Value,
+        of_key: Norm,
     ) -> Iterator[Claim]:
         form, at = self.form, 0
         for one in absorbed:
@@ -260,7 +349,22 @@ class _Joined:
             wanted = self._rows(site, one.value)
             flat = form.take(form.reshape(rows, wanted.shape), 1, one.pairs.places.tolist())
             yield Claim(part, wanted, self._times(flat, one.factor))
-        yield Claim("query_norm", latents, results.query_norm)
+        yield Claim("query_norm", latents, form.reshape(results.query_norm, latents.shape))
+        yield Claim("kv_rows", self._rows(self.down, of_key.value), results.kv_rows)
+
+    def _given_latents(self, of_query: Norm) -> Value:
+        """What the kernel gives out as c_q: in bytes where it is quantised."""
+        rows = self.up.rows
+        kind = self.up.products[0].kind
+        if kind is None:
+            return of_query.value
+        if kind.in_blocks:
+            parts = of_blocks(self.form, rows)
+            assert parts is not None
+            return parts[0]
+        inner = unmoved(rows)
+        is_named = inner.literal[0] == "of format"
+        return self.form.reshape(inner.sources[0] if is_named else inner, rows.shape)
 
     def _times(self, rows: Value, factor: Value | None) -> Value:
         return rows if factor is None else self.form.times(rows, factor)

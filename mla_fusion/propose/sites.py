@@ -25,7 +25,9 @@ from mla_fusion.exact.evaluate import Evaluation, Undecided
 from mla_fusion.exact.field import P
 from mla_fusion.graph.form import Form, Value, digest, order
 from mla_fusion.graph.layout import Binding, Layout, Mixed, cuts_of, followed, of_tokens
+from mla_fusion.graph.numbers import ONE
 from mla_fusion.graph.read import Graph
+from mla_fusion.propose.quantised import Projection, projection
 
 _MOMENTS = 5
 _LARGE = 1 << 21  # elements a token of a Value that is no part of a prologue
@@ -53,13 +55,14 @@ class Projections:
         self.graph, self.form = graph, graph.form
         self.values = [value for value in order(graph.nodes) if value.active]
         self.users: dict[Value, list[Value]] = {}
-        dots: dict[Value, list[Value]] = {}
         for value in self.values:
             for source in value.sources:
                 self.users.setdefault(source, []).append(value)
-            if is_projection(value):
-                dots.setdefault(value.sources[0], []).append(value)
-        self.sites = {rows: Site(self, rows, of_rows) for rows, of_rows in dots.items()}
+        products: dict[Value, list[Projection]] = {}
+        for value in filter(is_projection, self.values):
+            found = projection(self.form, value, self.users)
+            products.setdefault(value.sources[0], []).append(found)
+        self.sites = {rows: Site(self, rows, of_rows) for rows, of_rows in products.items()}
         self._cuts: dict[int, set[int]] = {}
         self.probed: dict[object, list[Reading | None]] = {}
 
@@ -80,13 +83,18 @@ def is_projection(value: Value) -> bool:
 @dataclass(eq=False)
 class Site:
     """
-    rows  the activation [tokens, k]
-    dots  its products, in the order of the graph
+    rows      the activation [tokens, k]
+    products  with weights, in the order of the graph
     """
 
     projections: Projections
     rows: Value
-    dots: list[Value]
+    products: list[Projection]
+
+    @cached_property
+    def dots(self) -> list[Value]:
+        """The products, brought back to floats."""
+        return [one.root for one in self.products]
 
     @property
     def tokens(self) -> int:
@@ -94,12 +102,12 @@ class Site:
 
     @property
     def columns(self) -> int:
-        return sum(dot.shape[1] for dot in self.dots)
+        return sum(one.columns for one in self.products)
 
     @cached_property
     def weight(self) -> Value:
         """Of all products, side by side [k, columns]."""
-        return self.projections.form.join([dot.sources[1] for dot in self.dots], 1)
+        return self.projections.form.join([one.weight for one in self.products], 1)
 
     @cached_property
     def stand_in(self) -> Value:
@@ -107,12 +115,15 @@ class Site:
         shape = self.tokens, self.columns
         return self.projections.form.activation(f"site {self.rows.serial}", shape)
 
-    def split(self, rows: Tensor) -> dict[Value, Tensor]:
-        """Rows of all columns, for each product."""
+    def split(self, rows: Tensor, binding: Binding, seed: int) -> dict[Value, Tensor]:
+        """Rows of all columns, as the roots of the products."""
         found, at = dict[Value, Tensor](), 0
-        for dot in self.dots:
-            found[dot] = rows[:, at : at + dot.shape[1]]
-            at += dot.shape[1]
+        for one in self.products:
+            part = rows[:, at : at + one.columns]
+            at += one.columns
+            if one.times != ONE:
+                part = part * pow(field.number(one.times, seed), -1, P) % P
+            found[one.root] = part.reshape(binding.shape(self.layouts[one.root]))
         return found
 
     @cached_property
@@ -120,7 +131,7 @@ class Site:
         """Of the cone's Values, the products among them; those whose tokens are mixed are not in
         it.
         """
-        found = {dot: of_tokens((self.tokens,), dot.shape[1:]) for dot in self.dots}
+        found = {one.root: _layout_of_root(one) for one in self.products}
         mixed = list[Value]()
         users, later = self.projections.users, self._reached()
         for value in later:
@@ -180,6 +191,18 @@ class Site:
             if reading is not None
         }
 
+    def reading_of(self, value: Value) -> Reading | None:
+        """Of a Value that need not be in the cone."""
+        if value in self.layouts:
+            return self.readings.get(value)
+        try:
+            for one in order([value], self.layouts):
+                if any(source in self.layouts for source in one.sources):
+                    self.layouts[one] = followed(one, self.layouts)
+        except Mixed:
+            return None
+        return next(self._probed([value]), None) if value in self.layouts else None
+
     def _is_wanted(self, value: Value) -> bool:
         size = prod(value.shape) // max(1, self.tokens)
         return 1 < size <= self.columns
@@ -217,7 +240,7 @@ class Site:
     ) -> dict[Value, Tensor]:
         binding = self.projections.binding(self.tokens, copies)
         rows = codes.repeat_interleave(binding.period, 0)
-        run = Evaluation(binding, layouts, self.split(rows), seed=1)
+        run = Evaluation(binding, layouts, self.split(rows, binding, 1), seed=1)
         found = dict[Value, Tensor]()
         for value in values:
             try:
@@ -228,6 +251,14 @@ class Site:
             flat = flat.reshape(copies, binding.period, -1)
             found[value] = flat[0] if self.tokens == 1 else flat
         return found
+
+
+def _layout_of_root(product: Projection) -> Layout:
+    found = {product.dot: of_tokens(product.dot.shape[:1], product.dot.shape[1:])}
+    for value in order([product.root], [product.dot]):
+        if any(source in found for source in value.sources):
+            found[value] = followed(value, found)
+    return found[product.root]
 
 
 def _is_made_of(value: Value, dots: Iterable[Value]) -> bool:
