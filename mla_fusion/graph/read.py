@@ -25,6 +25,7 @@ __all__ = ["Graph", "Reading", "arithmetic", "fused", "moves", "quantise"]
 
 Reading = Any  # a Value, a Pair, a list of these, a number, or None
 _FIRST_PRIMES = (10007, 10009, 10037, 10039, 10061, 10067, 10069, 10079, 10091, 10093, 10099, 10103)
+_ROUGH = 128
 _FOLDED = 1 << 16  # elements of a tensor of literals that is computed when it is read
 _SCATTERS = {"slice": "slice_scatter", "select": "select_scatter"}
 _FAILS = (ValueError, RuntimeError, TypeError, LookupError, AssertionError, AttributeError)
@@ -51,6 +52,7 @@ class Graph:
     nodes     of each Value, the nodes that hold it, in order
     written   by placeholder, what the graph leaves in it
     symbols   what each symbol is bound to
+    sizes     the symbolic sizes, by the numbers that they are bound to
     """
 
     def __init__(self, gm: GraphModule) -> None:
@@ -61,6 +63,7 @@ class Graph:
             self.readings: dict[Node, Reading] = {}
             self.nodes: dict[Value, list[Node]] = {}
             self.written: dict[Node, Value] = {}
+            self.sizes: dict[int, Any] = {}
             self._views: dict[Node, list[Node]] = {}
             try:
                 for node in gm.graph.nodes:
@@ -86,7 +89,23 @@ class Graph:
                 used = len(self.symbols)
                 self.symbols[name] = _prime(used)
         bound = {symbol: self.symbols[str(symbol)] for symbol in expression.free_symbols}
-        return Size(int(expression.subs(bound)), str(expression))
+        found = Size(int(expression.subs(bound)), str(expression))
+        if bound and found > 1:
+            self.sizes.setdefault(int(found), given)
+        return found
+
+    def unbound(self, number: int) -> Any:
+        """The size of the graph that was bound to a number, or a product of such sizes; else the
+        number. Raises LookupError where a literal may be as large.
+        """
+        if number in self.sizes:
+            if not _is_rough(number):
+                raise LookupError(f"{number} is a literal, or {self.sizes[number]}")
+            return self.sizes[number]
+        for bound, size in self.sizes.items():
+            if number and number % bound == 0 and _is_rough(bound):
+                return size * self.unbound(number // bound)
+        return number
 
     def shape(self, sizes: Sequence[Any]) -> tuple[int, ...]:
         return tuple(int(self.size(size)) for size in sizes)
@@ -447,6 +466,14 @@ def _has_symbols(held: Any) -> bool:
         if isinstance(one, torch.Tensor)
         for size in one.shape
     )
+
+
+def _is_rough(number: int) -> bool:
+    """Has it a large prime factor, as no size does that somebody writes down?"""
+    for factor in range(2, _ROUGH):
+        while number % factor == 0:
+            number //= factor
+    return number > 1
 
 
 def _prime(count: int) -> int:
