@@ -240,6 +240,8 @@ def matrices(c: Call, x: Value, other: Value) -> Value:
         x, other = form.bare(x), form.bare(other)
     elif x.weight == other.weight or x.model == other.model:
         raise Departs  # it is opaque
+    else:  # of x and a weight: casts that change no number are left out
+        x, other = form.bare(x, False), form.bare(other, False)
     if len(other.shape) == 1:
         found = matrices(c, x, form.reshape(other, (*other.shape, 1)))
         return form.reshape(found, found.shape[:-1])

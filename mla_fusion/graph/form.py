@@ -331,15 +331,16 @@ class Form:
         """Without its last rounding, and without casts that round nothing: what is beside an
         activation is rounded as the activation is.
         """
-        if value.active or not value.is_float:
+        if value.active or not (value.is_float or value.op == "cast"):
             return value
         known = self._bare.get((value, may_narrow))
         if known is None:
-            if value.op == "cast" and value.sources[0].is_float:
-                widens = _widens(value)
-                known = value
-                if widens or may_narrow:
-                    known = self.bare(value.sources[0], may_narrow and widens)
+            if value.op == "cast":
+                source, known = value.sources[0], value
+                if source.dtype == torch.int8:
+                    known = source
+                elif source.is_float and value.is_float and (_widens(value) or may_narrow and _is_wide(value.dtype)):
+                    known = self.bare(source, may_narrow and _widens(value))
             elif value.op in MOVES:
                 known = self.again(value, [self.bare(one, may_narrow) for one in value.sources])
             elif value.op == "gather":
@@ -800,10 +801,16 @@ def _is_power(value: Value) -> bool:
 
 
 def _is_brought_back(value: Value) -> bool:
-    """Is it a product of bytes, times their scales? That is one factor: what a projection gives."""
-    return value.op == "product" and any(
-        one.op == "dot" and _is_of_bytes(one.sources[0]) for one in value.sources
-    )
+    """Is it a product of bytes, times their scales? That is one factor: what a projection gives.
+    Activations among the scales are older than the product.
+    """
+    if value.op != "product":
+        return False
+    for one in value.sources:
+        if one.op == "dot" and _is_of_bytes(one.sources[0]) or _is_brought_back(one):
+            others = (other for other in value.sources if other is not one)
+            return all(not other.active or other.serial < one.serial for other in others)
+    return False
 
 
 def _is_of_bytes(rows: Value) -> bool:

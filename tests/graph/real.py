@@ -45,7 +45,7 @@ class Real:
             return _OPERATIONS[op](value, *read)
         if op == "leaf":
             return self.leaves[literal]
-        if op == "function" and literal[0] in _FUNCTIONS:
+        if op == "function" and is_known_alone(value):
             return _FUNCTIONS[literal[0]](value, literal[1], *read)
         raise Unknown(value)
 
@@ -58,10 +58,15 @@ def wide(tensor: Tensor) -> Tensor:
 
 def is_known(values: Iterable[Value]) -> bool:
     """Can they be evaluated?"""
-    return all(
-        one.literal[0] in _FUNCTIONS if one.op == "function" else one.op != "opaque"
-        for one in order(values)
-    )
+    return all(map(is_known_alone, order(values)))
+
+
+def is_known_alone(value: Value) -> bool:
+    """Is it, of sources that are?"""
+    if value.op != "function":
+        return value.op != "opaque"
+    name, literals = value.literal
+    return name in _FUNCTIONS and not str(literals).startswith("([")  # a call without a rule
 
 
 # -- operations
