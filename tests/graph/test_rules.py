@@ -333,12 +333,14 @@ def read(setting: Setting) -> Read:
             found += results
         return found
 
-    shapes = ShapeEnv() if setting.is_symbolic else None
-    mode = FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True)
+    is_static = not setting.is_symbolic
+    mode = FakeTensorMode(
+        shape_env=ShapeEnv(), static_shapes=is_static, allow_non_fake_inputs=True
+    )
 
     def fake(name: str, tensor: Tensor) -> Tensor:
         tensor = tensor.float() if tensor.dtype == torch.float64 else tensor
-        if shapes is None:
+        if is_static:
             return mode.from_tensor(tensor)
         kinds = [
             DimDynamic.DUCK if one == "T" else DimDynamic.STATIC
@@ -395,7 +397,8 @@ def float64_by_default() -> Iterator[None]:
 
 
 def assert_equal(found: Tensor, wanted: Tensor) -> None:
-    found, wanted = wide(found), wide(wanted)
+    wanted = wide(wanted)
+    found = wide(found).to(wanted.dtype) if wanted.is_floating_point() else wide(found)
     assert found.shape == wanted.shape
     if not wanted.is_floating_point():
         assert torch.equal(found.long(), wanted.long())
