@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from fractions import Fraction
-from math import prod
+from math import inf, prod
 from typing import Any
 
 import torch
@@ -204,6 +204,11 @@ def _(c: Call, x: Value, dim: Any = None, keepdim: bool = False, dtype: Any = No
 @operator("linalg_vector_norm", "norm")
 def _(c: Call, x: Value, ord: Any = 2, dim: Any = None, keepdim: bool = False, **options: Any) -> Value:
     power = options.get("p", ord)
+    if power == inf and x.active and axes_of(x, dim) == [len(x.shape) - 1]:
+        from mla_fusion.graph.quantise import largest
+
+        found = largest(c.form, x)
+        return found if keepdim else c.form.reshape(found, x.shape[:-1])
     if power not in (2, 2.0, None) or not x.active:
         raise Departs
     squares = c.form.reduce(c.product([(x, 2)]), axes_of(x, dim), keepdim)

@@ -331,7 +331,7 @@ class Form:
         """Without its last rounding, and without casts that round nothing: what is beside an
         activation is rounded as the activation is.
         """
-        if value.active or not (value.is_float or value.op == "cast"):
+        if value.active:
             return value
         known = self._bare.get((value, may_narrow))
         if known is None:
@@ -348,6 +348,10 @@ class Form:
                 known = self.again(value, [self.bare(base, may_narrow), index])
             elif value.op == "product" and len(value.sources) == 1 and value.literal[0] == (1,):
                 known = self.again(value, [self.bare(value.sources[0], may_narrow)])
+            elif may_narrow and _is_outer(value):  # what it is rounded to, too
+                exponents, times = value.literal[1]
+                sources = [self.bare(one, False) for one in value.sources]
+                known = self.product(zip(sources, exponents, strict=True), times)
             else:
                 known = value
             self._bare[value, may_narrow] = known
@@ -798,6 +802,12 @@ def _is_power(value: Value) -> bool:
         and value.literal[1] == ONE
         and value.sources[0].shape == value.shape
     )
+
+
+def _is_outer(value: Value) -> bool:
+    """Is it a product of rows' and columns' scales, beside activations?"""
+    is_product = value.op == "function" and value.literal[0] == "product"
+    return is_product and all(one.shape != value.shape for one in value.sources)
 
 
 def _is_brought_back(value: Value) -> bool:

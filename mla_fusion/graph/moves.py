@@ -27,6 +27,12 @@ def _read_as(c: Call, x: Value, dtype: torch.dtype) -> Value:
     """The same bytes as elements of another dtype."""
     from mla_fusion.graph import quantise
 
+    inner = x
+    while inner.op in ("reshape", "permute", "slice"):
+        inner = inner.sources[0]
+    is_scale = inner.op == "function" and inner.literal[0] == "power of two"
+    if dtype.itemsize == 1 and (is_scale or x.dtype.itemsize == 1):
+        return x  # a byte, by another name
     if dtype.itemsize > 1 or not x.active or x.shape[-1:] == c.shape[-1:]:
         return c.opaque(str(dtype), [x])  # type: ignore[no-any-return]
     source = torch.float32 if c.shape[-1] == 4 * x.shape[-1] else torch.bfloat16

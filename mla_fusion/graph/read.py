@@ -24,8 +24,10 @@ from mla_fusion.graph.form import Form, Value, filled_with
 __all__ = ["Graph", "Reading", "arithmetic", "fused", "moves", "quantise"]
 
 Reading = Any  # a Value, a Pair, a list of these, a number, or None
-_FIRST_PRIMES = (10007, 10009, 10037, 10039, 10061, 10067, 10069, 10079, 10091, 10093, 10099, 10103)
-_ROUGH = 128
+# their halves, their quarters and the differences between them have large factors, too
+_FIRST_PRIMES = (10007, 11083, 12517, 15629, 19427, 21881, 26513, 34261, 38119, 43987)
+_LARGE = 1 << 10  # the least number that is taken for a size that is bound to it
+_SMOOTH = 128  # prime factors of sizes that somebody writes down are smaller
 _FOLDED = 1 << 16  # elements of a tensor of literals that is computed when it is read
 _SCATTERS = {"slice": "slice_scatter", "select": "select_scatter"}
 _FAILS = (ValueError, RuntimeError, TypeError, LookupError, AssertionError, AttributeError)
@@ -77,6 +79,18 @@ class Graph:
                 continue
             break
 
+    @property
+    def live(self) -> list[Value]:
+        """What the graph gives out or writes, and what nobody reads."""
+        found = dict[Value, None]()
+        for node in self.gm.graph.nodes:
+            if node.op == "output":
+                read = [self.readings.get(one) for one in node.all_input_nodes]
+            else:
+                read = [] if node.users else [self.readings.get(node)]
+            found |= dict.fromkeys(values_of(read))
+        return [*found, *self.written.values()]
+
     # -- sizes
 
     def size(self, given: Any) -> int:
@@ -99,7 +113,7 @@ class Graph:
         number. Raises LookupError where a literal may be as large.
         """
         if number in self.sizes:
-            if not _is_rough(number):
+            if number < _LARGE:
                 raise LookupError(f"{number} is a literal, or {self.sizes[number]}")
             return self.sizes[number]
         for bound, size in self.sizes.items():
@@ -469,8 +483,8 @@ def _has_symbols(held: Any) -> bool:
 
 
 def _is_rough(number: int) -> bool:
-    """Has it a large prime factor, as no size does that somebody writes down?"""
-    for factor in range(2, _ROUGH):
+    """Has it a large prime factor?"""
+    for factor in range(2, _SMOOTH):
         while number % factor == 0:
             number //= factor
     return number > 1

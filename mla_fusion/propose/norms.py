@@ -80,15 +80,17 @@ def solved(site: Site, value: Value, what: str) -> Norm:
 
 def _epsilons(site: Site, value: Value, size: int) -> Iterator[Fraction]:
     """Numbers that are added under a root on the way to a Value."""
+    squares = {product.times.ratio**2 for product in site.products}
     for one in order([value], site.dots):
         if one.op != "product":
             continue
         for source, exponent in zip(one.sources, one.literal[0], strict=True):
             if exponent.denominator > 1 and source.op == "sum":
                 constant = source.literal[1]
-                for epsilon in (constant / size, constant):
-                    if 0 < epsilon < 1:
-                        yield epsilon
+                for square in squares:
+                    for epsilon in (constant * square / size, constant * square):
+                        if 0 < epsilon < 1:
+                            yield epsilon
     yield Fraction(0)
 
 

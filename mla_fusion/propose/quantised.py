@@ -4,7 +4,7 @@ quantised, and what brings the product back to floats.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -126,6 +126,13 @@ def _is_power(value: Value) -> bool:
 
 def of_blocks(form: Form, value: Value) -> tuple[Value, Value] | None:
     """The bytes and the scales of an operand in mxfp8: [a, b], and [a / 32, b] or [a, b / 32]."""
+    if value.op == "join":
+        parts = [of_blocks(form, part) for part in value.sources]
+        known = [part for part in parts if part is not None]
+        if len(known) < len(parts):
+            return None
+        values, scales = zip(*known, strict=True)
+        return form.join(values, value.literal), form.join(scales, value.literal)
     inner = unmoved(value)
     if inner.op != "product" or len(inner.sources) != 2 or inner.literal[1] != ONE:
         return None
@@ -144,10 +151,15 @@ def _scales_of(shape: tuple[int, ...], count: int) -> tuple[int, int]:
 
 
 def projection(
-    form: Form, dot: Value, users: dict[Value, list[Value]]
+    form: Form,
+    dot: Value,
+    users: Mapping[Value, Sequence[Value]],
+    numbers: Mapping[Value, set[Number]],
 ) -> Projection:
     """A product of floats is its own root. One of bytes is followed to where it is multiplied with
     scales of rows and of columns.
+
+    numbers  in front of a Value, where nodes hold it
     """
     rows, weight = dot.sources
     kind = kind_of(rows)
@@ -164,8 +176,11 @@ def projection(
         following = _following(form, root, users.get(root, ()), dot.shape)
         if following is None:
             return Projection(root, dot, weight, tuple(factors), times, kind=kind)
-        root, more, by = following
-        factors, times = [*factors, *more], times * by
+        root, more = following
+        held = numbers.get(root, set())
+        others = held - {ONE}
+        times = next(iter(others)) if len(others) == 1 else ONE
+        factors += more
 
 
 def scale_of(form: Form, product: Projection, step: Value | None) -> Value | None:
@@ -194,36 +209,30 @@ def step_of(form: Form, product: Projection) -> Value | None:
 
 def _following(
     form: Form, root: Value, readers: Sequence[Value], shape: tuple[int, ...]
-) -> tuple[Value, list[Factor], Number] | None:
-    """The next Value on the way to floats. Readers that differ in the number in front are one."""
-    parts = [form.split(reader) for reader in readers]
-    if not parts or len({rest for _, rest in parts}) > 1:
-        return None
-    found = _brought_back(root, parts[0][1], shape)
-    numbers = {times for times, _ in parts if times != ONE}
-    if found is None or len(numbers) > 1:
-        return None
-    times = numbers.pop() if numbers else ONE
-    return found[0], found[1], times
-
-
-def _brought_back(
-    root: Value, reader: Value, shape: tuple[int, ...]
 ) -> tuple[Value, list[Factor]] | None:
-    """The next Value on the way to floats, and what it multiplies with."""
+    """The next Value on the way to floats, and what it is multiplied with: [tokens, 1], or
+    [columns]. Readers that differ in the number in front are one.
+    """
+    found = {form.split(reader)[1] for reader in readers}
+    if len(found) != 1:
+        return None
+    (reader,) = found
     if reader.op == "reshape" and reader.shape[-1:] == shape[1:]:
         return reader, []
     if reader.op != "product":
         return None
     pairs = list(zip(reader.sources, reader.literal[0], strict=True))
-    own = [power for one, power in pairs if one is root]
-    if own != [1]:
+    if [power for one, power in pairs if one is root] != [1]:
         return None
-    others = [(one, power) for one, power in pairs if one is not root]
-    for one, _ in others:
+    factors = list[Factor]()
+    for one, power in pairs:
+        if one is root:
+            continue
         size = prod(one.shape)
-        is_of_columns = one.shape[-1:] == shape[1:] and size == shape[1]
-        is_of_tokens = one.shape[-1:] in ((1,), ())
-        if not (is_of_columns or is_of_tokens):
+        if one.shape[-1:] == shape[1:] and size == shape[1]:
+            factors.append((form.reshape(one, shape[1:]), power))
+        elif one.shape[-1:] in ((1,), ()) and size in (1, shape[0]):
+            factors.append((form.reshape(one, (size, 1)), power))
+        else:
             return None
-    return reader, others
+    return reader, factors

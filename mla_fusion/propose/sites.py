@@ -25,7 +25,7 @@ from mla_fusion.exact.evaluate import Evaluation, Undecided
 from mla_fusion.exact.field import P
 from mla_fusion.graph.form import Form, Value, digest, order
 from mla_fusion.graph.layout import Binding, Layout, Mixed, cuts_of, followed, of_tokens
-from mla_fusion.graph.numbers import ONE
+from mla_fusion.graph.numbers import ONE, Number
 from mla_fusion.graph.read import Graph
 from mla_fusion.propose.quantised import Projection, projection
 
@@ -53,14 +53,18 @@ class Projections:
 
     def __init__(self, graph: Graph) -> None:
         self.graph, self.form = graph, graph.form
-        self.values = [value for value in order(graph.nodes) if value.active]
+        self.values = [value for value in order(graph.live) if value.active]
         self.users: dict[Value, list[Value]] = {}
         for value in self.values:
             for source in value.sources:
                 self.users.setdefault(source, []).append(value)
+        numbers: dict[Value, set[Number]] = {}
+        for value in graph.nodes:
+            times, rest = self.form.split(value)
+            numbers.setdefault(rest, set()).add(times)
         products: dict[Value, list[Projection]] = {}
         for value in filter(is_projection, self.values):
-            found = projection(self.form, value, self.users)
+            found = projection(self.form, value, self.users, numbers)
             products.setdefault(value.sources[0], []).append(found)
         self.sites = {rows: Site(self, rows, of_rows) for rows, of_rows in products.items()}
         self._cuts: dict[int, set[int]] = {}
