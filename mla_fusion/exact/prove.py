@@ -57,40 +57,75 @@ def _compared(
 ) -> int:
     try:
         layouts = layouts_of(sides, given)
-        binding = Binding(cuts_of(layouts.values()), tokens)
+        cuts = cuts_of(layouts.values())
+        binding = Binding(cuts, tokens)
     except Mixed as mixed:
         raise _mixed(mixed, claims) from mixed
-    compared = 0
-    for seed in range(POINTS):
-        drawn = {
-            value: field.random(field.word(seed, "given", value.serial), binding.shape(layout))
-            for value, layout in given.items()
-        }
-        run = Evaluation(binding, layouts, drawn, seed)
-        for claim in claims:
-            if claim.graph.shape != claim.kernel.shape:
-                shapes = f"{list(claim.graph.shape)} and {list(claim.kernel.shape)}"
-                raise Departure("proof.differs", f"{claim.part}: shapes {shapes}", [claim.graph])
-            if claim.graph is claim.kernel:
-                continue
-            try:
-                run.run([claim.graph, claim.kernel])
-                if layouts[claim.graph] != layouts[claim.kernel]:
-                    raise Mixed(claim.graph)
-            except (Mixed, KeyError) as mixed:
-                raise _mixed(mixed, [claim]) from mixed
-            except Undecided as large:
-                raise Departure("proof.differs", f"{claim.part} is too large to be run", large.args) from large
-            one, other = run.tensors[claim.graph], run.tensors[claim.kernel]
-            compared += one.numel()
-            if not torch.equal(one, other):
-                count = int((one != other).sum())
-                raise Departure(
-                    "proof.differs",
-                    f"{claim.part} differs in {count} of {one.numel()} elements",
-                    [claim.graph],
-                )
+    compared, seed = 0, 0
+    while seed < POINTS:
+        count, refused = _at_a_point(binding, layouts, given, claims, seed)
+        compared, seed = compared + count, seed + 1
+        if refused is None:
+            continue
+        further = cuts | binding.missing  # what is beside x divides the tokens further
+        if further == cuts or not _fits(further, tokens):
+            raise refused
+        cuts, compared, seed = further, 0, 0
+        binding = Binding(cuts, tokens)
     return compared
+
+
+def _fits(cuts: set[int], tokens: int) -> bool:
+    try:
+        Binding(cuts, tokens)
+    except Mixed:
+        return False
+    return True
+
+
+def _at_a_point(
+    binding: Binding,
+    layouts: dict[Value, Layout],
+    given: dict[Value, Layout],
+    claims: Sequence[Claim],
+    seed: int,
+) -> tuple[int, Departure | None]:
+    """How many elements were compared, and the first claim that does not hold."""
+    drawn = {
+        value: field.random(field.word(seed, "given", value.serial), binding.shape(layout))
+        for value, layout in given.items()
+    }
+    run, compared, refusal = Evaluation(binding, layouts, drawn, seed), 0, None
+    for claim in claims:
+        try:
+            compared += _compare(run, claim)
+        except Departure as departure:
+            refusal = refusal or departure
+    return compared, refusal
+
+
+def _compare(run: Evaluation, claim: Claim) -> int:
+    one, other = claim.graph, claim.kernel
+    if one.shape != other.shape:
+        shapes = f"{list(one.shape)} and {list(other.shape)}"
+        raise Departure("proof.differs", f"{claim.part}: shapes {shapes}", [one])
+    if one is other:
+        return 0
+    try:
+        run.run([one, other])
+        if run.layouts[one] != run.layouts[other]:
+            raise Mixed(one)
+    except (Mixed, KeyError) as mixed:
+        raise _mixed(mixed, [claim]) from mixed
+    except Undecided as large:
+        detail = f"{claim.part} is too large to be run"
+        raise Departure("proof.differs", detail, large.args) from large
+    sides = run.tensors[one], run.tensors[other]
+    if not torch.equal(*sides):
+        count = int((sides[0] != sides[1]).sum())
+        detail = f"{claim.part} differs in {count} of {sides[0].numel()} elements"
+        raise Departure("proof.differs", detail, [one])
+    return sides[0].numel()
 
 
 def _mixed(error: Exception, claims: Sequence[Claim]) -> Departure:

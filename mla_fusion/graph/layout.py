@@ -198,13 +198,14 @@ def cuts_of(layouts: Iterable[Layout]) -> set[int]:
 class Binding:
     """Small sizes for the digits of tokens of a proof.
 
-    copies  how often the tokens are repeated, as the outermost digit: what is beside the activation
-            is the same in each copy
+    missing  where digits were asked for that begin or end elsewhere
+    copies   how often the tokens are repeated, as the outermost digit: what is beside the
+             activation is the same in each copy
     """
 
     def __init__(self, cuts: Iterable[int], total: int, copies: int = 1, few: int = 2) -> None:
         """Raises Mixed where digits cut the tokens at places that do not fit each other."""
-        self._places = sorted({1, total, *cuts})
+        self._places, self.missing = sorted({1, total, *cuts}), set[int]()
         for below, above in pairwise(self._places):
             if above % below:
                 raise Mixed(None)
@@ -229,6 +230,7 @@ class Binding:
         try:
             low, high = self._places.index(stride), self._places.index(stride * size)
         except ValueError:
+            self.missing |= {stride, stride * size}
             raise Mixed(None) from None
         return self._bound[low], self._bound[high] // self._bound[low]
 

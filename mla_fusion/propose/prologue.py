@@ -12,7 +12,7 @@ import torch
 from mla_fusion.meta.number_formats import MXFP8, NumberFormat
 from torch import Tensor
 
-from mla_fusion.exact.field import P, power
+from mla_fusion.exact.field import P, number, power
 from mla_fusion.exact.prove import Claim
 from mla_fusion.graph import quantise
 from mla_fusion.graph.form import Form, Value, filled_with
@@ -301,6 +301,9 @@ class _Joined:
         ratio = found.diagonal * power(of_key.diagonal, -1) % P
         if not bool((ratio == ratio[:, :1]).all()):
             return None
+        times = self.form.split(query)[0]
+        if number(times, 1) == int(ratio[0, 0]):
+            return _Rotated(query, found, self.form.number(times)), _Rotated(key, of_key)
         columns = {*found.columns.flatten().tolist()}
         for value, reading in self.up.readings.items():
             if reading.kind == "moved" and columns <= set(reading.columns.tolist()):
@@ -318,7 +321,9 @@ class _Joined:
         for value, reading in reversed(site.readings.items()):
             if reading.kind == "moved" and len(reading.columns) == (width or len(wanted)):
                 columns = set(reading.columns.tolist())
-                if columns <= wanted and len(columns) == len(reading.columns):
+                (ones,) = reading.factors
+                is_even = bool((ones == ones[:, :1]).all())
+                if is_even and columns <= wanted and len(columns) == len(reading.columns):
                     factor = self._factor(site, value)
                     return _Rotated(value, unrotated(reading, ROPE), factor)
         return None

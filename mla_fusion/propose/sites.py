@@ -79,6 +79,17 @@ class Projections:
             self._cuts[tokens] = cuts
         return Binding(cuts, tokens, copies)
 
+    def cut(self, tokens: int, more: set[int]) -> bool:
+        """Let digits begin and end at more places, where these fit the others."""
+        cuts = self._cuts[tokens] | more
+        try:
+            Binding(cuts, tokens)
+        except Mixed:
+            return False
+        is_new = cuts != self._cuts[tokens]
+        self._cuts[tokens] = cuts
+        return is_new
+
 
 def is_projection(value: Value) -> bool:
     return value.op == "dot" and len(value.sources[1].shape) == 2 and value.sources[1].weight
@@ -243,6 +254,19 @@ class Site:
         self, values: list[Value], layouts: dict[Value, Layout], codes: Tensor, copies: int
     ) -> dict[Value, Tensor]:
         binding = self.projections.binding(self.tokens, copies)
+        found = self._seen(values, layouts, codes, binding)
+        if binding.missing and self.projections.cut(self.tokens, binding.missing):
+            binding = self.projections.binding(self.tokens, copies)
+            found = self._seen(values, layouts, codes, binding)
+        return found
+
+    def _seen(
+        self,
+        values: list[Value],
+        layouts: dict[Value, Layout],
+        codes: Tensor,
+        binding: Binding,
+    ) -> dict[Value, Tensor]:
         rows = codes.repeat_interleave(binding.period, 0)
         run = Evaluation(binding, layouts, self.split(rows, binding, 1), seed=1)
         found = dict[Value, Tensor]()
@@ -252,7 +276,7 @@ class Site:
                 flat = run.flat(value)
             except (Mixed, Undecided):
                 continue
-            flat = flat.reshape(copies, binding.period, -1)
+            flat = flat.reshape(binding.copies, binding.period, -1)
             found[value] = flat[0] if self.tokens == 1 else flat
         return found
 
