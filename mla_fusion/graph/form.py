@@ -442,6 +442,9 @@ class Form:
 
     def reshape(self, value: Value, shape: Sequence[int]) -> Value:
         shape = tuple(shape)
+        if -1 in shape:
+            known = prod(size for size in shape if size != -1)
+            shape = tuple(prod(value.shape) // known if size == -1 else size for size in shape)
         if value.shape == shape:
             return value
         times, value = self.split(value)

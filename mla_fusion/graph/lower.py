@@ -172,7 +172,7 @@ class Lowering:
 
     def _computed(self, value: Value) -> Any:
         for node, held in self._nodes(value):
-            if held.is_complex():
+            if held.is_complex() and not held.is_conj():
                 parts = self.b.call(aten.view_as_real.default, self.b.value(node))
                 is_imag = self.graph.readings[node].imag is value
                 return self.b.call(aten.select.int, parts, -1, int(is_imag))

@@ -5,7 +5,7 @@ the query's latents.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from mla_fusion.propose.departure import Departure
 from mla_fusion.propose.norms import Norm, filled, solved
 from mla_fusion.propose.quantised import of_blocks, scale_of, step_of, unexpanded, unmoved, unquantised
 from mla_fusion.propose.rotations import Pairs, pairs, tables, unrotated
-from mla_fusion.propose.sites import Projections, Site, rows_of
+from mla_fusion.propose.sites import Projections, Site, of_rows, rows_of
 from mla_fusion.targets import prolog
 
 ROPE = 64  # of the operator
@@ -32,18 +32,33 @@ class Proposal:
     """
     x          the activation [T, He] that the first products read
     arguments  of the operator, by name: Values, numbers of attributes
-    results    the operator's, as Values
-    claims     what of the graph is which result
+    results    of the call: leaves, by name
+    defined    what each result is, by the operator's definition
+    claims     what of the graph is which result: Values of the graph, beside Values of the results
+    more       further ones, of which each may hold or not
+    products   Values that the call computes inside
     """
 
     x: Value
     arguments: dict[str, Any]
     results: prolog.Results
-    claims: list[Claim] = field(default_factory=list)
+    defined: prolog.Results
+    claims: list[Claim]
+    more: list[Claim]
+    products: list[Value]
 
     @property
     def given(self) -> dict[Value, Layout]:
         return {self.x: of_tokens(self.x.shape[:1], self.x.shape[1:])}
+
+    def as_defined(self, form: Form, claim: Claim) -> Claim:
+        """With the definition of each result in its place."""
+        others = {
+            leaf: getattr(self.defined, name)
+            for name, leaf in vars(self.results).items()
+            if leaf is not None
+        }
+        return Claim(claim.part, claim.graph, form.substituted(claim.kernel, others))
 
 
 def proposals(projections: Projections) -> Iterator[Proposal | Departure]:
@@ -106,13 +121,13 @@ class _Joined:
             shape = down.tokens, ROPE
             cos, sin = (form.filled(number, shape, torch.bfloat16) for number in (1, 0))
         nope_rope = torch.cat((columns, query.pairs.columns), 1).flatten()
-        of_rows = [*of_key.columns.tolist(), *key.pairs.columns.flatten().tolist()]
+        of_caches = [*of_key.columns.tolist(), *key.pairs.columns.flatten().tolist()]
         arguments = {
             "token_x": down.rows,
             "weight_dq": form.take(down.weight, 1, of_query.columns.tolist()),
             "weight_uq_qr": form.take(up.weight, 1, nope_rope.tolist()),
             "weight_uk": weight_uk,
-            "weight_dkv_kr": form.take(down.weight, 1, of_rows),
+            "weight_dkv_kr": form.take(down.weight, 1, of_caches),
             "rmsnorm_gamma_cq": of_query.gamma,
             "rmsnorm_gamma_ckv": of_key.gamma,
             "rope_cos": cos,
@@ -123,10 +138,20 @@ class _Joined:
         if smooth is not None:
             arguments["smooth_scales_cq"] = smooth
         if kind is not None:
-            self._add_quantisation(kind, arguments, nope_rope, of_query, of_rows)
-        made = Proposal(down.rows, arguments, prolog.prolog(form, arguments))
-        made.claims += self._claims(made.results, absorbed, query, key, self._given_latents(of_query), of_key)
-        return made
+            self._add_quantisation(kind, arguments, nope_rope, of_query, of_caches)
+        defined = prolog.prolog(form, arguments)
+        results = prolog.leaves(form, defined, f"{down.rows.serial} {up.rows.serial}")
+        latents = self._given_latents(of_query)
+        claims = list(self._claims(results, absorbed, query, key, latents, of_key))
+        more = list(self._more(results, query, key, of_query))
+        products = [*up.dots, *(one.dot for one in up.products)]
+        taken = {*of_query.columns.tolist(), *of_caches}
+        at = 0
+        for one in down.products:
+            if not taken.isdisjoint(range(at, at + one.columns)):
+                products += [one.root, one.dot]
+            at += one.columns
+        return Proposal(down.rows, arguments, results, defined, claims, more, products)
 
     def _before_quantisation(self) -> tuple[Value, Value | None]:
         """c_q before it was quantised, and what smooths it."""
@@ -161,7 +186,7 @@ class _Joined:
         arguments: dict[str, Any],
         up: Tensor,
         of_query: Norm,
-        of_rows: list[int],
+        of_caches: list[int],
     ) -> None:
         """Scales of operands of one byte, and which of the products have them."""
         form, of_x = self.form, self.down.products[0].kind
@@ -183,7 +208,7 @@ class _Joined:
             arguments["token_x"], arguments["dequant_scale_x"] = self._operand(), of_rows_of_x
             names += [
                 ("dq", self.down, of_query.columns.tolist(), of_rows_of_x),
-                ("dkv_kr", self.down, of_rows, of_rows_of_x),
+                ("dkv_kr", self.down, of_caches, of_rows_of_x),
             ]
         for name, site, columns, of_tokens in names:
             scales = [
@@ -345,17 +370,46 @@ class _Joined:
             part = form.slice(results.query, 1, at, at + heads)
             at += heads
             layout = followed(one.value, self.up.layouts)
-            rows = rows_of(form, one.value, layout, self.up.tokens)
-            yield Claim("query", rows, self._times(form.reshape(part, rows.shape), one.factor))
+            rows = self._times(form.reshape(part, (self.up.tokens, -1)), one.factor)
+            yield Claim("query", one.value, of_rows(form, rows, one.value, layout))
+        yield self._turned_rows("query_rope", self.up, query, results.query_rope)
+        yield self._turned_rows("kr_rows", self.down, key, results.kr_rows)
+        yield Claim("query_norm", latents, form.reshape(results.query_norm, latents.shape))
+        layout = self.down.layouts[of_key.value]
+        yield Claim("kv_rows", of_key.value, of_rows(form, results.kv_rows, of_key.value, layout))
+
+    def _turned_rows(self, part: str, site: Site, one: _Rotated, rows: Value) -> Claim:
+        form = self.form
+        flat = form.take(form.reshape(rows, (site.tokens, -1)), 1, one.pairs.places.tolist())
+        flat = self._times(flat, one.factor)
+        return Claim(part, one.value, of_rows(form, flat, one.value, site.layouts[one.value]))
+
+    def _more(
+        self, results: prolog.Results, query: _Rotated, key: _Rotated, of_query: Norm
+    ) -> Iterator[Claim]:
+        """Other Values that hold what is rotated; scales of quantised latents."""
         for part, site, one, rows in (
             ("query_rope", self.up, query, results.query_rope),
             ("kr_rows", self.down, key, results.kr_rows),
         ):
-            wanted = self._rows(site, one.value)
-            flat = form.take(form.reshape(rows, wanted.shape), 1, one.pairs.places.tolist())
-            yield Claim(part, wanted, self._times(flat, one.factor))
-        yield Claim("query_norm", latents, form.reshape(results.query_norm, latents.shape))
-        yield Claim("kv_rows", self._rows(self.down, of_key.value), results.kv_rows)
+            kind = site.readings[one.value].kind
+            if kind != "turned":
+                continue
+            columns = one.pairs.columns.flatten().sort().values
+            for value, reading in site.readings.items():
+                if reading.kind != kind or value is one.value:
+                    continue
+                other = pairs(reading, ROPE, one.pairs)
+                if other is None or not torch.equal(other.diagonal, one.pairs.diagonal):
+                    continue
+                if torch.equal(other.columns.flatten().sort().values, columns):
+                    yield self._turned_rows(part, site, _Rotated(value, other, one.factor), rows)
+        if results.dequant_scale_q_norm is not None and of_query.value is not self.up.rows:
+            before = unquantised(self.form, self.up.rows)
+            kind = self.up.products[0].kind
+            if before is not None and kind is not None and not kind.in_blocks:
+                step = quantise.by_row(self.form, before, kind)[1]
+                yield Claim("dequant_scale_q_norm", step, results.dequant_scale_q_norm)
 
     def _given_latents(self, of_query: Norm) -> Value:
         """What the kernel gives out as c_q: in bytes where it is quantised."""

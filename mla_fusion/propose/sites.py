@@ -373,3 +373,13 @@ def rows_of(form: Form, value: Value, layout: Layout, tokens: int) -> Value:
     rest = [k for k, one in enumerate(digits) if not one[0]]
     value = form.permute(form.reshape(value, [size for _, size in digits]), [*at, *rest])
     return form.reshape(value, (tokens, prod(value.shape) // max(tokens, 1)))
+
+
+def of_rows(form: Form, rows: Value, value: Value, layout: Layout) -> Value:
+    """What ``value`` is, of its rows: the other way round."""
+    digits = [digit for axis in layout for digit in axis]
+    at = sorted((k for k, one in enumerate(digits) if one[0]), key=lambda k: -digits[k][0])
+    order_of_rows = [*at, *(k for k, one in enumerate(digits) if not one[0])]
+    apart = form.reshape(rows, [digits[k][1] for k in order_of_rows])
+    back = [order_of_rows.index(k) for k in range(len(digits))]
+    return form.reshape(form.permute(apart, back), value.shape)

@@ -42,6 +42,15 @@ class Results:
     kr_rows: Value
 
 
+def leaves(form: Form, defined: Results, name: str) -> Results:
+    """Results of a call, of which nothing is known but their sizes."""
+
+    def leaf(part: str, value: Value | None) -> Value | None:
+        return None if value is None else form.activation(f"{part} of {name}", value.shape)
+
+    return Results(**{part: leaf(part, value) for part, value in vars(defined).items()})  # type: ignore[arg-type]
+
+
 def prolog(form: Form, a: Arguments) -> Results:
     x, weight_uk = a["token_x"], a["weight_uk"]
     heads, nope, latent = weight_uk.shape
