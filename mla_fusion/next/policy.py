@@ -1,0 +1,57 @@
+"""What the field cannot see: the dtypes of a model. Rules over the nodes of a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch.fx import Node
+
+from mla_fusion.graph.form import Value
+from mla_fusion.graph.read import Graph
+from mla_fusion.propose.departure import Departure
+from mla_fusion.propose.prologue import Proposal
+
+_WIDE = (torch.bfloat16, torch.float32, torch.float64)
+
+
+def judge(graph: Graph, proposal: Proposal, region: Iterable[Node]) -> None:
+    """Raises Departure.
+
+    region  the nodes that the call stands for
+    """
+    for node in region:
+        held = node.meta.get("val")
+        if not isinstance(held, torch.Tensor) or not held.is_floating_point():
+            continue
+        if held.dtype.itemsize > 1 and held.dtype not in _WIDE:
+            raise Departure("dtype.region", f"{node.name} is {held.dtype}", _values(graph, node))
+        if held.dtype == torch.bfloat16 and _is_statistic(graph.readings[node]):
+            detail = f"{node.name}, in a norm, is bfloat16"
+            raise Departure("norm.low_precision", detail, _values(graph, node))
+    if not proposal.arguments.get("weight_quant_mode"):
+        for name in ("token_x", "weight_dq", "weight_uq_qr", "weight_uk", "weight_dkv_kr"):
+            value = proposal.arguments[name]
+            if not value.active and value.dtype != torch.bfloat16:
+                raise Departure("dtype.region", f"{name} is {value.dtype}", [value])
+    for name in ("rmsnorm_gamma_cq", "rmsnorm_gamma_ckv"):
+        value = proposal.arguments[name]
+        if value.op in ("expand", "product") and not value.model:
+            raise Departure("norm.gamma_absent", f"{name} is no weight", [value])
+        if not value.active and value.dtype not in (torch.bfloat16,):
+            raise Departure("norm.gamma_dtype", f"{name} is {value.dtype}", [value])
+
+
+def _is_statistic(reading: object) -> bool:
+    """Is it a mean of squares, or a power of one?"""
+    if not isinstance(reading, Value) or reading.shape[-1:] != (1,):
+        return False
+    inner = reading
+    while inner.op in ("product", "sum", "reshape") and len(inner.sources) == 1:
+        inner = inner.sources[0]
+    return inner.op == "reduce"
+
+
+def _values(graph: Graph, node: Node) -> list[Value]:
+    reading = graph.readings[node]
+    return [reading] if isinstance(reading, Value) else []

@@ -1,0 +1,100 @@
+"""A new graph: nodes that stay are copied, in order; what is replaced reads the results of calls."""
+
+from __future__ import annotations
+
+
+from torch.fx import GraphModule, Node
+
+from mla_fusion.fx.build import GraphBuilder
+from mla_fusion.fx.workplace import copied, workplace
+from mla_fusion.graph.form import Value
+from mla_fusion.graph.lower import Lowering
+from mla_fusion.graph.read import Graph
+from mla_fusion.next.caches import InPlace, Staged
+from mla_fusion.next.call import called
+from mla_fusion.next.outputs import Settled, has_effect
+from mla_fusion.propose.prologue import Proposal
+
+
+class Writer:
+    """
+    settled   what becomes of the graph's nodes
+    proposal  of the call, and where its caches are
+    """
+
+    def __init__(
+        self, graph: Graph, settled: Settled, plans: dict[Value, tuple[Proposal, InPlace | Staged]]
+    ) -> None:
+        """``plans``: by each leaf that stands for a result."""
+        self.graph, self.settled, self._plans = graph, settled, plans
+        self.work = workplace(graph.gm)
+        self.b = GraphBuilder(self.work, graph.gm.graph)
+        self.b.copy = self._copy
+        self._lower = Lowering(self.b, graph, {}, self._is_usable)
+        self._called: set[int] = set()
+        self._values: dict[Node, Node] = {}
+        self._begun: set[Node] = set()
+
+    def write(self) -> GraphModule:
+        source = self.graph.gm.graph
+        with self.b.propagating():
+            for node in source.find_nodes(op="placeholder"):
+                self.b.value(node)
+            for node in source.nodes:
+                if node in self.settled.kept and node.op != "placeholder":
+                    self.b.value(node)
+        self.work.graph.lint()
+        return self.work
+
+    def _is_usable(self, node: Node) -> bool:
+        is_input = node.op in ("placeholder", "get_attr")
+        return is_input or (node in self.settled.kept and not has_effect(node))
+
+    def _copy(self, node: Node) -> Node:
+        if node in self._begun:
+            raise RuntimeError(f"{node.name} waits for itself")
+        self._begun.add(node)
+        for read in node.all_input_nodes:
+            if read in self._begun and read not in self.b.copies:
+                raise RuntimeError(f"{read.name} waits for itself")
+            if read in self.settled.replaced:
+                self._given(read)
+            elif read not in self.b.copies:
+                self.b.value(read)
+        made = copied(node, self.work.graph, lambda read: self._input(read))
+        self.b.copies[node] = made
+        return made
+
+    def _input(self, read: Node) -> Node:
+        return self._values[read] if read in self.settled.replaced else self.b.copies[read]
+
+    def _given(self, node: Node) -> Node:
+        """What a replaced node is, of the results."""
+        if node not in self._values:
+            value = self.settled.replaced[node]
+            for leaf in _leaves(value):
+                self._call(leaf)
+            self.b.at(None, dict(node.meta))
+            self._values[node] = self._lower.of(value, node.meta["val"].dtype)
+        return self._values[node]
+
+    def _call(self, leaf: Value) -> None:
+        plan = self._plans.get(leaf)
+        if plan is None or id(plan[0]) in self._called:
+            return
+        self._called.add(id(plan[0]))
+        self.b.at(None, {})
+        self._lower.known.update(called(self.b, self._lower, *plan))
+
+
+def _leaves(value: Value) -> list[Value]:
+    found, stack = list[Value](), [value]
+    while stack:
+        one = stack.pop()
+        if one.op == "leaf" or one.op == "write":
+            found.append(one)
+        else:
+            stack += one.sources
+    return found
+
+
