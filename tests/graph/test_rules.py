@@ -6,6 +6,7 @@ they are inputs, and in a third the number of tokens is a symbol.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -58,13 +59,22 @@ class Traced:
     names: Names
 
 
+def symbolic_lines() -> list[Line]:
+    """Of each operator the first call, and those that name the number of tokens."""
+    lines = [line for line in LINES if not line.is_static]
+    first = {line.operator: line for line in reversed(lines)}
+    return [
+        line for line in lines if first[line.operator] is line or re.search(r"\bT\b", line.call)
+    ]
+
+
 @cache
 def traced(is_symbolic: bool) -> Traced:
     """All calls as one graph."""
     seed = int(is_symbolic)
     sizes = sizes_of(seed, SYMBOL if is_symbolic else None)
     tensors = tensors_of(seed, sizes)
-    lines = [line for line in LINES if not is_symbolic or not line.is_static]
+    lines = symbolic_lines() if is_symbolic else LINES
     counts = list[int]()
 
     def run(*given: Tensor) -> list[Tensor]:
