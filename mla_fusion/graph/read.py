@@ -29,6 +29,7 @@ _FIRST_PRIMES = (10007, 11083, 12517, 15629, 19427, 21881, 26513, 34261, 38119, 
 _LARGE = 1 << 10  # the least number that is taken for a size that is bound to it
 _SMOOTH = 128  # prime factors of sizes that somebody writes down are smaller
 _FOLDED = 1 << 16  # elements of a tensor of literals that is computed when it is read
+_HIDDEN = {"npu::npu_kv_rmsnorm_rope_cache": (5, 6)}  # arguments written, though no schema says so
 _SCATTERS = {"slice": "slice_scatter", "select": "select_scatter"}
 _FAILS = (ValueError, RuntimeError, TypeError, LookupError, AssertionError, AttributeError)
 
@@ -53,6 +54,7 @@ class Graph:
     readings  what each node is
     nodes     of each Value, the nodes that hold it, in order
     written   by placeholder, what the graph leaves in it
+    hidden    inputs that an operator writes unseen, with it
     symbols   what each symbol is bound to
     sizes     the symbolic sizes, by the numbers that they are bound to
     """
@@ -66,6 +68,7 @@ class Graph:
             self.nodes: dict[Value, list[Node]] = {}
             self.written: dict[Node, Value] = {}
             self.sizes: dict[int, Any] = {}
+            self.hidden: dict[Node, Node] = {}
             self._views: dict[Node, list[Node]] = {}
             try:
                 for node in gm.graph.nodes:
@@ -150,15 +153,18 @@ class Graph:
         if not isinstance(node.target, OpOverload):
             return self._unknown(node)
         found = self._called(node)
+        if name_of(node.target) in _HIDDEN:
+            for place in _HIDDEN[name_of(node.target)]:
+                self.hidden[self.base(node.args[place])] = node  # type: ignore[arg-type]
         if is_in_place(node.target) and isinstance(node.args[0], Node):
             self._wrote(node.args[0], found)
         elif node.target.is_view and isinstance(node.args[0], Node):
-            self._views.setdefault(self._base(node), []).append(node)
+            self._views.setdefault(self.base(node), []).append(node)
         return found
 
     # -- what is written in place, through views too
 
-    def _base(self, node: Node) -> Node:
+    def base(self, node: Node) -> Node:
         """The node whose memory a view looks at."""
         while (
             node.op == "call_function"
@@ -171,7 +177,7 @@ class Graph:
 
     def _wrote(self, node: Node, new: Reading) -> None:
         """``node`` holds new numbers, and so does all that looks at its memory."""
-        base, at = self._base(node), node
+        base, at = self.base(node), node
         while at is not base and isinstance(new, Value):
             above = at.args[0]
             assert isinstance(above, Node)
@@ -355,6 +361,8 @@ class Graph:
         values = list(values_of(given))
         rest = [one for one in given if not isinstance(one, (Value, Pair))]
         target = node.target
+        if "empty" in str(target):
+            values = []  # whose sizes and dtype it takes
         is_own = not values or (
             isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
         )

@@ -89,12 +89,25 @@ def _planned(
     given = Given(form, held)
     caches = placed(graph, proposal, given, projections.values)
     if isinstance(caches, InPlace):
-        for write in (caches.kv, caches.kr):
-            held.append(Claim("cache", write.value, write.value))
+        held = _read_back(graph, proposal, caches, held)
     given = Given(form, held)
     whole = settled(graph, given, proposal.products, _read(proposal, caches))
     policy.judge(graph, proposal, _region(graph, proposal, whole))
     return Fused(proposal, caches, compared), held
+
+
+def _read_back(
+    graph: Graph, proposal: Proposal, caches: InPlace, claims: list[Claim]
+) -> list[Claim]:
+    """New rows that somebody reads beside the caches are taken from these."""
+    form, results = graph.form, proposal.results
+    rows = {
+        leaf: form.gather(write.value, 0, caches.slots)
+        for leaf, write in ((results.kv_rows, caches.kv), (results.kr_rows, caches.kr))
+    }
+    found = [Claim(one.part, one.graph, form.substituted(one.kernel, rows)) for one in claims]
+    writes = (caches.kv, caches.kr)
+    return [*found, *(Claim("cache", write.value, write.value) for write in writes)]
 
 
 def _read(proposal: Proposal, caches: InPlace | Staged) -> list[Value]:

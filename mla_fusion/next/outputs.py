@@ -11,8 +11,8 @@ from torch.fx import Node
 
 from mla_fusion.compat import OpOverload, schema_of
 from mla_fusion.exact.prove import Claim
-from mla_fusion.graph.form import Form, Value
-from mla_fusion.graph.read import Graph, values_of
+from mla_fusion.graph.form import MOVES, Form, Value
+from mla_fusion.graph.read import Graph, is_in_place, values_of
 from mla_fusion.propose.departure import Departure
 
 
@@ -21,24 +21,28 @@ class Given:
 
     def __init__(self, form: Form, claims: Iterable[Claim] = ()) -> None:
         self._form = form
-        self._of = {claim.graph: claim.kernel for claim in claims}
+        self._of: dict[Value, Value | None] = {one.graph: one.kernel for one in claims}
 
     def add(self, value: Value, given: Value) -> None:
         self._of[value] = given
 
     def of(self, value: Value) -> Value | None:
-        """Through reshapes, and numbers in front."""
-        known = self._of.get(value)
-        if known is not None:
-            return known
+        """Of a Value that is moved from such, too, or has a number in front."""
+        if value not in self._of:
+            self._of[value] = self._moved(value)
+        return self._of[value]
+
+    def _moved(self, value: Value) -> Value | None:
         times, rest = self._form.split(value)
         if rest is not value:
             inner = self.of(rest)
             return None if inner is None else self._form.scaled(inner, times)
-        if value.op == "reshape":
-            inner = self.of(value.sources[0])
-            return None if inner is None else self._form.reshape(inner, value.shape)
-        return None
+        if value.op not in MOVES or not value.active:
+            return None
+        sources = [self.of(one) if one.active else one for one in value.sources]
+        if any(one is None for one in sources):
+            return None
+        return self._form.again(value, [one for one in sources if one is not None])
 
 
 @dataclass
@@ -52,8 +56,30 @@ class Settled:
     kept: set[Node] = field(default_factory=set)
 
 
-def has_effect(node: Node) -> bool:
-    return isinstance(node.target, OpOverload) and bool(schema_of(node.target).is_mutable)
+def has_effect(graph: Graph, node: Node) -> bool:
+    """Does it change memory that is not the graph's own?"""
+    if node.op != "call_function" or not isinstance(node.target, OpOverload):
+        return False
+    if node in graph.hidden.values():
+        return True
+    if not schema_of(node.target).is_mutable:
+        return False
+    written = node.args[0] if is_in_place(node.target) else node
+    return not isinstance(written, Node) or graph.base(written).op != "call_function"
+
+
+def _is_replaced(graph: Graph, node: Node, given: Given) -> bool:
+    """Is it an operator that writes caches unseen, which the call writes in its place?"""
+    if node not in graph.hidden.values():
+        return False
+    caches = [value for value in values_of(graph.readings[node]) if unmoved(value).op == "write"]
+    return all(given.of(value) is not None for value in caches)
+
+
+def unmoved(value: Value) -> Value:
+    while value.op == "reshape":
+        value = value.sources[0]
+    return value
 
 
 def holders(graph: Graph, values: Iterable[Value]) -> list[Node]:
@@ -64,7 +90,7 @@ def holders(graph: Graph, values: Iterable[Value]) -> list[Node]:
         if value in seen:
             continue
         seen.add(value)
-        nodes = [node for node in graph.nodes.get(value, ()) if graph.readings[node] is value and not (node.op == "call_function" and has_effect(node))]
+        nodes = [node for node in graph.nodes.get(value, ()) if graph.readings[node] is value and not has_effect(graph, node)]
         if nodes:
             found.append(nodes[0])
         else:
@@ -78,26 +104,30 @@ def settled(
     """Walks up from what the graph gives out and writes, and from what calls read. Raises Departure
     where a product is read that a call keeps to itself.
     """
-    found, inside = Settled(), set(products)
+    found, inside, hidden = Settled(), set(products), set(graph.hidden.values())
+    via = dict[Node, Node]()
     stack = [
         (node, node)
         for node in graph.gm.graph.nodes
-        if node.op == "output" or (node.op == "call_function" and has_effect(node))
+        if node.op == "output" or (has_effect(graph, node) and not _is_replaced(graph, node, given))
     ]
     stack += [(node, node) for node in holders(graph, read)]
     while stack:
         node, reader = stack.pop()
         if node in found.kept or node in found.replaced:
             continue
-        if node.op == "call_function" and not has_effect(node):
+        if node.op == "call_function" and (node in hidden or not has_effect(graph, node)):
             reading = graph.readings[node]
             if isinstance(reading, Value):
                 known = given.of(reading)
                 if known is not None:
                     found.replaced[node] = known
                     continue
+            via[node] = reader
             if not inside.isdisjoint(values_of(reading)):
-                detail = f"{reader.name} reads {node.name}, which the kernel keeps to itself"
+                chain = [node]
+                while chain[-1] in via and via[chain[-1]] not in chain: chain.append(via[chain[-1]])
+                detail = f"{reader.name} reads {node.name}, which the kernel keeps to itself" + " <- ".join(n.name for n in chain)
                 raise Departure("reader.latent", detail, list(values_of(reading)))
         found.kept.add(node)
         stack += [(above, node) for above in node.all_input_nodes]

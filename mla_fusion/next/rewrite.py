@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 
+import torch
 from torch.fx import GraphModule, Node
 
 from mla_fusion.fx.build import GraphBuilder
@@ -37,18 +38,32 @@ class Writer:
 
     def write(self) -> GraphModule:
         source = self.graph.gm.graph
-        with self.b.propagating():
-            for node in source.find_nodes(op="placeholder"):
+        for node in source.find_nodes(op="placeholder"):
+            self.b.value(node)
+        for node in source.nodes:
+            if node.op == "output":
+                self._close()
+            if node in self.settled.kept and node.op != "placeholder":
                 self.b.value(node)
-            for node in source.nodes:
-                if node in self.settled.kept and node.op != "placeholder":
-                    self.b.value(node)
         self.work.graph.lint()
         return self.work
 
+    def _close(self) -> None:
+        """Caches that the model's operator wrote unseen get their new rows."""
+        written = {plan[1].kv.value: plan[1] for plan in self._plans.values() if isinstance(plan[1], InPlace)}
+        for caches in written.values():
+            for write in (caches.kv, caches.kr):
+                if write.cache not in self.graph.hidden:
+                    continue
+                self._call(write.value)
+                cache = self.b.value(write.cache)
+                made = self._lower.of(write.value, shape=self.graph.shape(cache.meta["val"].shape))
+                self.b.at(None, {})
+                self.b.call(torch.ops.aten.copy_.default, cache, made)
+
     def _is_usable(self, node: Node) -> bool:
         is_input = node.op in ("placeholder", "get_attr")
-        return is_input or (node in self.settled.kept and not has_effect(node))
+        return is_input or (node in self.settled.kept and not has_effect(self.graph, node))
 
     def _copy(self, node: Node) -> Node:
         if node in self._begun:

@@ -143,7 +143,7 @@ class _Joined:
         results = prolog.leaves(form, defined, f"{down.rows.serial} {up.rows.serial}")
         latents = self._given_latents(of_query)
         claims = list(self._claims(results, absorbed, query, key, latents, of_key))
-        more = list(self._more(results, query, key, of_query))
+        more = list(self._more(results, query, key, of_query, of_key))
         products = [*up.dots, *(one.dot for one in up.products)]
         taken = {*of_query.columns.tolist(), *of_caches}
         at = 0
@@ -385,7 +385,12 @@ class _Joined:
         return Claim(part, one.value, of_rows(form, flat, one.value, site.layouts[one.value]))
 
     def _more(
-        self, results: prolog.Results, query: _Rotated, key: _Rotated, of_query: Norm
+        self,
+        results: prolog.Results,
+        query: _Rotated,
+        key: _Rotated,
+        of_query: Norm,
+        of_key: Norm,
     ) -> Iterator[Claim]:
         """Other Values that hold what is rotated; scales of quantised latents."""
         for part, site, one, rows in (
@@ -404,6 +409,13 @@ class _Joined:
                     continue
                 if torch.equal(other.columns.flatten().sort().values, columns):
                     yield self._turned_rows(part, site, _Rotated(value, other, one.factor), rows)
+        known = {int(column): at for at, column in enumerate(of_key.columns)}
+        for value, reading in self.down.readings.items():
+            if reading.kind == "normed" and known.keys() == {*reading.columns.tolist()}:
+                places = [known[int(column)] for column in reading.columns]
+                rows = self.form.take(results.kv_rows, 1, places)
+                layout = self.down.layouts[value]
+                yield Claim("kv_rows", value, of_rows(self.form, rows, value, layout))
         if results.dequant_scale_q_norm is not None and of_query.value is not self.up.rows:
             before = unquantised(self.form, self.up.rows)
             kind = self.up.products[0].kind

@@ -1,0 +1,113 @@
+"""Numbers for symbolic sizes: a few tokens, then more than any literal that meets their count."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from mla_fusion.compat import expression_of, guarded_equal
+from mla_fusion.fx.kinds import holds_integers
+from mla_fusion.fx.sizes import Binding, expression, has_symbols, is_symbolic
+from mla_fusion.operators.known import value_of
+
+STEPS = (1, 16, 128)  # symbolic sizes of caches are multiples of one of these
+_MANY = 131  # tokens of the second run: more than any block, and a prime
+_FEWEST = 17  # of one axis in that run
+_LIMITS = 600, 8192  # literals beyond meet no count; the second is of literals that meet an arange
+_LARGEST = 1 << 24  # elements up to which an input is made larger
+
+
+def bound(graph: Graph) -> Binding:
+    """A small prime for each symbol, which no literal of the graph equals."""
+    binding = Binding()
+    given = (arg for node in graph.nodes for arg in node.args)
+    items = (item for arg in given for item in (arg if isinstance(arg, (list, tuple)) else [arg]))
+    binding.avoid({item for item in items if isinstance(item, int)})
+    sizes = [size for node in graph.nodes for size in _sizes(node)]
+    for a, b in guarded_equal(sizes[0]) if sizes else ():
+        binding.equate(a, b)
+    binding.admit(sizes)
+    return binding
+
+
+def tokens_of(x: Sequence[Any], binding: Binding) -> int:
+    return math.prod(binding.shape(x[:-1]))
+
+
+def with_room(
+    binding: Binding, x: Sequence[Any], inputs: Iterable[Sequence[Any]], step: int
+) -> Binding:
+    """The binding with sizes at which tables and caches (shapes ``inputs``) have a row a token."""
+    tokens, own = tokens_of(x, binding), _symbols(x)
+    for shape in inputs:
+        for size in reversed(shape):
+            if is_symbolic(size) and own.isdisjoint(expression_of(size).free_symbols):
+                larger = binding.roomier(size, tokens, step)
+                if math.prod(larger.shape(shape)) <= _LARGEST:
+                    binding = larger
+    return binding
+
+
+def larger(
+    binding: Binding, x: Sequence[Any], inputs: Iterable[Sequence[Any]], most: int
+) -> Iterator[Binding]:
+    """Bindings with more tokens, the first of which should run; the model may take fewer alone.
+
+    most  literals that meet a count are no larger
+    """
+    *outer, last = [size for size in x if is_symbolic(size)] or [None]
+    if last is None:
+        return
+    starts = [binding]
+    if outer:
+        other = binding
+        for size in outer:
+            other = other.raised(size, other.size(size) + 2)
+        starts.insert(0, other)
+    static = {size for shape in inputs for size in shape if isinstance(size, int)}
+    for start in starts:
+        others = tokens_of(x, start) // start.size(last)
+        wanted = max(-(-_MANY // others), _FEWEST, most + 2)
+        fewer = {*static, *(wanted * part // 8 for part in range(1, 8))}
+        for least in (wanted, *sorted((size for size in fewer if size < wanted), reverse=True)):
+            found = start.raised(last, least)
+            if found is not start:
+                yield found
+
+
+def largest_literal(nodes: Iterable[Node], of_x: Collection[Node]) -> int:
+    """The largest literal that may be compared with a count of tokens: it stands beside integers,
+    cuts a symbolic axis, or meets what is made of the numbers of the tokens.
+    """
+    counts, most = set[Node](), 0
+    for node in nodes:
+        read = [one for one in node.all_input_nodes if isinstance(value_of(one), torch.Tensor)]
+        is_first = not read and bool(_sizes(node))
+        if node not in of_x and (is_first or not counts.isdisjoint(read)):
+            counts.add(node)
+        is_cut = bool(read) and set(map(expression, _sizes(read[0]))) != {
+            expression(size) for size in _sizes(node)
+        }
+        if node in counts or is_cut or any(map(holds_integers, (node, *read))):
+            given = (abs(arg) for arg in node.args if type(arg) in (int, float))
+            limit = _LIMITS[node in counts]
+            most = max([most, *(math.ceil(number) for number in given if number < limit)])
+    return most
+
+
+def _sizes(node: Node) -> list[Any]:
+    """The symbolic sizes of what a node holds."""
+    value = value_of(node)
+    parts = value if isinstance(value, (list, tuple)) else [value]
+    shapes = (part.shape for part in parts if isinstance(part, torch.Tensor))
+    return [size for shape in shapes if has_symbols(shape) for size in shape if is_symbolic(size)]
+
+
+def _symbols(sizes: Iterable[Any]) -> set[Any]:
+    return {
+        symbol for size in sizes if is_symbolic(size) for symbol in expression_of(size).free_symbols
+    }
