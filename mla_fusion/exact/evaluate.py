@@ -237,23 +237,17 @@ class Evaluation:
         shape = self.binding.shape(layout)
         if prod(shape) > _MANY:
             raise Undecided(value)
-        tokens = rest = torch.zeros((), dtype=torch.int64)
-        count = 1
+        places, count = torch.zeros((), dtype=torch.int64), 1
         for axis, size in zip(reversed(layout), reversed(shape), strict=True):
-            of_tokens = of_rest = torch.zeros(1, dtype=torch.int64)
+            own, kept = torch.zeros(1, dtype=torch.int64), 1
             for digit in axis:
                 stride, number = self.binding.digit(digit)
-                places = torch.arange(number)
-                of_tokens = (of_tokens.unsqueeze(-1) + places * max(stride, 0)).reshape(-1)
-                is_rest = stride <= 0
-                of_rest = (of_rest.unsqueeze(-1) * (number if is_rest else 1)) + (
-                    places if is_rest else places * 0
-                )
-                of_rest = of_rest.reshape(-1)
-            tokens = tokens + of_tokens.view(size, *[1] * tokens.dim())
-            rest = rest + of_rest.view(size, *[1] * rest.dim()) * count
-            count *= int(of_rest.max()) + 1
-        places = tokens % self.binding.period * count + rest
+                is_copied = stride > 0 and stride * number == self.binding.tokens
+                once = number // self.binding.copies if is_copied else number
+                own = (own.unsqueeze(-1) * once + torch.arange(number) % once).reshape(-1)
+                kept *= once
+            places = places + own.view(size, *[1] * places.dim()) * count
+            count *= kept
         return field.drawn(name, places).expand(shape)
 
     def _computed(self, value: Value, layout: Layout) -> Found | None:
