@@ -43,7 +43,6 @@ from torch.fx import Node
 
 from mla_fusion.fx.kinds import MODEL_FLOATS, holds_integers, is_float, word
 from mla_fusion.fx.sizes import Binding
-from mla_fusion.meta.number_formats import ELEMENTS
 from mla_fusion.operators.known import shape_of, value_of
 from mla_fusion.reference import hifloat8
 from mla_fusion.witness.interpreter import Unrunnable, widened
@@ -94,9 +93,7 @@ class Draws:
         self._highest = dict.fromkeys(leaves, _HIGHEST)
         self._fixed: dict[tuple[Node, bool], Any] = {}
         literals = {abs(arg) for node in nodes for arg in node.args if type(arg) is int}
-        around = (
-            (edge - 1, edge, edge + 1, 2 * edge - 1) for edge in sorted(literals) if edge > 1
-        )
+        around = ((edge - 1, edge, edge + 1, 2 * edge - 1) for edge in sorted(literals) if edge > 1)
         self._edges = list(dict.fromkeys([*itertools.chain(*around), *_ROUNDED]))
         floors = any(word(node) in _FLOORS and not holds_integers(node) for node in nodes)
         self._least = 0 if floors else -_DECADES
@@ -185,9 +182,7 @@ class Draws:
                     drawn.select(axis, place).mul_(factor)
         return drawn
 
-    def _numbers(
-        self, node: Node, shape: tuple[int, ...], dtype: torch.dtype, role: str
-    ) -> Tensor:
+    def _numbers(self, node: Node, shape: tuple[int, ...], dtype: torch.dtype, role: str) -> Tensor:
         pool, start = self._pool, self._places[node]
         near_one = 1 + pool.clamp(-4, 4) / 8
         if role == "tiles":  # of any bytes, some are no numbers
@@ -210,7 +205,9 @@ class Draws:
             parts = [_repeated(pool, shape, start + shift) for shift in (0, 17)]
             return torch.complex(*parts).to(dtype)
         codes = dtype == torch.float8_e8m0fnu
-        drawn = _repeated(pool.to(torch.uint8).view(dtype) if codes else pool.to(dtype), shape, start)
+        drawn = _repeated(
+            pool.to(torch.uint8).view(dtype) if codes else pool.to(dtype), shape, start
+        )
         if (role == "" and drawn.dim() > 1) or (role == "scale" and dtype.itemsize > 1):
             drawn.view(-1)[3::61] = 0  # a sine is 0 at position 0
         return drawn[..., :1].expand(shape).contiguous() if role == "halves" else drawn

@@ -169,10 +169,10 @@ def _writes(node: Node) -> bool:
 
 def _call(target: Any) -> Callable[..., Any]:
     """What a node calls. A view is a reshape: strides on a CPU may be others than the graph's."""
-    return _reshape if target in _RESHAPES else _expand if target in _EXPANDS else target
+    return reshaped if target in _RESHAPES else _expand if target in _EXPANDS else target
 
 
-def _reshape(value: Tensor, sizes: Sequence[int], *_: Any) -> Tensor:
+def reshaped(value: Tensor, sizes: Sequence[int], *_: Any) -> Tensor:
     """A cache may have fewer blocks than the graph says: the first axis takes what there is."""
     if value.numel() < math.prod(sizes):
         first = next(place for place, size in enumerate(sizes) if size > 1)

@@ -15,10 +15,9 @@ from mla_fusion.fx.sizes import Binding, expression, has_symbols, is_symbolic
 from mla_fusion.operators.known import value_of
 
 STEPS = (1, 16, 128)  # symbolic sizes of caches are multiples of one of these
-_MANY = 131  # tokens of the second run: more than any block, and a prime
+MANY = 131  # tokens of the second run: more than any block, and a prime
 _FEWEST = 17  # of one axis in that run
 _LIMITS = 600, 8192  # literals beyond meet no count; the second is of literals that meet an arange
-_LARGEST = 1 << 24  # elements up to which an input is made larger
 
 
 def bound(graph: Graph) -> Binding:
@@ -39,16 +38,18 @@ def tokens_of(x: Sequence[Any], binding: Binding) -> int:
 
 
 def with_room(
-    binding: Binding, x: Sequence[Any], inputs: Iterable[Sequence[Any]], step: int
+    binding: Binding, x: Sequence[Any], inputs: Iterable[Sequence[Any]], most: int, step: int
 ) -> Binding:
-    """The binding with sizes at which tables and caches (shapes ``inputs``) have a row a token."""
-    tokens, own = tokens_of(x, binding), _symbols(x)
+    """The binding with sizes at which tables and caches (shapes ``inputs``) have a row a token, and
+    ``most`` more; other axes are as long as there are sequences.
+    """
+    tokens, own = most + tokens_of(x, binding), _symbols(x)
+    sequences = math.prod(binding.shape(x[:-2]))
     for shape in inputs:
-        for size in reversed(shape):
-            if is_symbolic(size) and own.isdisjoint(expression_of(size).free_symbols):
-                larger = binding.roomier(size, tokens, step)
-                if math.prod(larger.shape(shape)) <= _LARGEST:
-                    binding = larger
+        free = [size for size in shape if binding.varies(size) and own.isdisjoint(_symbols([size]))]
+        for size in free:
+            is_last = size is free[-1]
+            binding = binding.roomier(size, *((tokens, step) if is_last else (sequences,)))
     return binding
 
 
@@ -59,7 +60,7 @@ def larger(
 
     most  literals that meet a count are no larger
     """
-    *outer, last = [size for size in x if is_symbolic(size)] or [None]
+    *outer, last = [size for size in x[:-1] if binding.varies(size)] or [None]
     if last is None:
         return
     starts = [binding]
@@ -71,7 +72,7 @@ def larger(
     static = {size for shape in inputs for size in shape if isinstance(size, int)}
     for start in starts:
         others = tokens_of(x, start) // start.size(last)
-        wanted = max(-(-_MANY // others), _FEWEST, most + 2)
+        wanted = max(-(-MANY // others), _FEWEST, most + 2)
         fewer = {*static, *(wanted * part // 8 for part in range(1, 8))}
         for least in (wanted, *sorted((size for size in fewer if size < wanted), reverse=True)):
             found = start.raised(last, least)

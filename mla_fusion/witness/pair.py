@@ -1,0 +1,108 @@
+"""Two values that should be equal, as numbers, and how far they are from each other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from mla_fusion.meta.spec import TILE_SIZE
+from mla_fusion.paging.tiles import numbers_of_rows
+from mla_fusion.reference import hifloat8
+
+_HCKV = 512  # of rows of tiles
+_ROW = 64  # elements that a row has at least: a rounding of a large one weighs much among fewer
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A value of the original graph and what stands for it in the rewritten one.
+
+    part    for messages: "query", "kv_cache"
+    form    "": numbers as they are. "hifloat8": bytes of that format. "powers": e8m0 scales, which
+            may differ by one step where ``scales`` of another pair make up for it. "tiles": rows of
+            tiles. "halves": the new value has the rotated halves side by side that the original one
+            interleaves
+    scales  by which the numbers of both are multiplied first, one for each run of elements
+    """
+
+    part: str
+    before: Node
+    after: Node
+    form: str = ""
+    scales: tuple[Node, Node] | None = None
+
+    @property
+    def of_original(self) -> list[Node]:
+        return [self.before, *(self.scales or ())[:1]]
+
+    @property
+    def of_new(self) -> list[Node]:
+        return [self.after, *(self.scales or ())[1:]]
+
+    def numbers(
+        self, original: Mapping[Node, Any], new: Mapping[Node, Any]
+    ) -> tuple[Tensor, Tensor]:
+        """What both stand for, from the values of both graphs."""
+        want, got = (
+            self.original_numbers(original),
+            self._numbers(map(new.__getitem__, self.of_new)),
+        )
+        if self.form == "halves":
+            got = got.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+        if self.form == "powers":
+            steps = got / want
+            got = torch.where((steps >= 0.5) & (steps <= 2), want, got)
+        return want, got.reshape(want.shape) if got.numel() == want.numel() else got
+
+    def original_numbers(self, original: Mapping[Node, Any]) -> Tensor:
+        return self._numbers(map(original.__getitem__, self.of_original))
+
+    def _numbers(self, held: Iterable[Tensor]) -> Tensor:
+        value, *scales = held
+        if self.form == "hifloat8":
+            value = hifloat8.decode(value)
+        elif self.form == "powers":
+            value = _powers(value)
+        elif self.form == "tiles":
+            dr = (value.shape[-1] - _HCKV - 4 * _HCKV // TILE_SIZE) // 2
+            value = numbers_of_rows(value, hckv=_HCKV, dr=dr, tile=TILE_SIZE)
+        if value.is_floating_point() and value.element_size() == 1:
+            value = value.float()
+        for scale in scales:
+            scale = _powers(scale) if scale.element_size() == 1 else scale
+            scale = scale.reshape(*value.shape[:-1], -1)
+            value = value * scale.repeat_interleave(value.shape[-1] // scale.shape[-1], -1)
+        return torch.view_as_real(value) if value.is_complex() else value
+
+
+def _powers(scale: Tensor) -> Tensor:
+    return scale.view(torch.float8_e8m0fnu).float()
+
+
+def squares(want: Tensor, got: Tensor, tokens: Collection[int]) -> tuple[Tensor, Tensor]:
+    """Of each row: the squared length of the difference, and of what it should be.
+
+    A row runs along the last axes that are not as long as an axis of ``tokens``.
+    """
+    along, count = list[int](), 1
+    for axis in reversed(range(want.dim())):
+        if want.shape[axis] not in tokens and count < _ROW:
+            along.insert(0, axis)
+            count *= want.shape[axis]
+    across = [axis for axis in range(want.dim()) if axis not in along]
+    wide = torch.float64 if want.numel() < 1 << 24 else torch.float32
+    a, b = (value.to(wide).permute(*across, *along).reshape(-1, count) for value in (want, got))
+    difference = torch.where(a == b, 0, a - b)  # infinities too
+    size = torch.where(a.isinf(), 0, a)
+    return difference.square().sum(1).double(), size.square().sum(1).double()
+
+
+def relative(wrong: Tensor, size: Tensor) -> float:
+    """Of squared lengths of all rows."""
+    return math.sqrt(float(wrong.sum()) / (float(size.sum()) or 1.0))
