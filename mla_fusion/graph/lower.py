@@ -27,6 +27,7 @@ _POWERS = {
     Fraction(-1, 2): aten.rsqrt.default,
     Fraction(-1): aten.reciprocal.default,
 }
+_BYTES = {torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu}
 
 
 class Lowering:
@@ -79,10 +80,16 @@ class Lowering:
     def _nodes(self, value: Value) -> Iterator[tuple[Node, torch.Tensor]]:
         """Nodes that hold it, but for those that it was written into later."""
         for node in self.graph.nodes.get(value, ()):
-            held, reading = node.meta.get("val"), self.graph.readings[node]
+            reading = self.graph.readings[node]
             is_own = value.op == "leaf" if node.op == "placeholder" else reading is value
-            is_own = is_own or isinstance(reading, Pair)
-            if isinstance(held, torch.Tensor) and is_own and self.usable(node):
+            if is_own or isinstance(reading, Pair):
+                yield from self._usable([node])
+
+    def _usable(self, nodes: Iterable[Node]) -> Iterator[tuple[Node, torch.Tensor]]:
+        """Those of the nodes that hold one tensor."""
+        for node in nodes:
+            held = node.meta.get("val")
+            if isinstance(held, torch.Tensor) and self.usable(node):
                 yield node, held
 
     # -- sizes
@@ -97,22 +104,18 @@ class Lowering:
         if isinstance(size, int) or not isinstance(found, int) or found >= 0:
             return found
         bound = self.graph.size(size)
-        for node in self.graph.gm.graph.nodes:
-            held = node.meta.get("val")
-            if isinstance(held, torch.Tensor) and self.usable(node):
-                for axis, one in enumerate(self.graph.shape(held.shape)):
-                    if one == bound:
-                        return self.b.sizes([held.shape[axis]], self.b.value(node))[0]
+        for node, held in self._usable(self.graph.gm.graph.nodes):
+            shape = self.graph.shape(held.shape)
+            if bound in shape:
+                own = held.shape[shape.index(bound)]
+                return self.b.sizes([own], self.b.value(node))[0]
         raise LookupError(f"no node has the size {size}")
 
     @cached_property
     def _like(self) -> Node:
-        """A node on the device of the activations."""
-        nodes = [(node, node.meta.get("val")) for node in self.graph.gm.graph.nodes]
-        tensors = [(node, held) for node, held in nodes if isinstance(held, torch.Tensor)]
-        active = {node for value, at in self.graph.nodes.items() if value.active for node in at}
-        device = next(held.device for node, held in tensors if node in active)
-        return next(n for n, held in tensors if held.device == device and self.usable(n))
+        """A node on the device of the weights."""
+        weights = (value for value in self.graph.nodes if value.weight)
+        return next(node for value in weights for node, _ in self._nodes(value))
 
     # -- numbers
 
@@ -183,9 +186,14 @@ class Lowering:
         return found if value.active else self.b.cast(found, value.dtype)
 
     def _operands(self, value: Value) -> list[Any]:
-        """Its sources, beside activations in its own dtype."""
+        """Its sources, beside activations in its own dtype. Bytes that stand for floats are only
+        moved.
+        """
         dtype = None if value.active else value.dtype
-        return [self.of(source, dtype) for source in value.sources]
+        found = [self.of(source, dtype) for source in value.sources]
+        if value.op in ("sum", "product", "dot") and _BYTES & set(map(self.b.dtype, found)):
+            raise LookupError(value)
+        return found
 
     def _sum(self, value: Value, *sources: Value) -> Any:
         coefficients, constant = value.literal
@@ -221,9 +229,7 @@ class Lowering:
             one, other = sources
             filled = filled_with(other)
             divisor = self.of(other) if filled is None else self._scalar(filled.literal[1])
-            found = self.b.call(
-                aten.div.Tensor_mode, self.of(one), divisor, rounding_mode="floor"
-            )
+            found = self.b.call(aten.div.Tensor_mode, self.of(one), divisor, rounding_mode="floor")
         else:
             raise LookupError(value)
         own = broadcast(source.shape for source in tensors)
@@ -234,8 +240,10 @@ class Lowering:
         return self.b.call(aten.sum.dim_IntList, self.of(source), list(value.literal), **options)
 
     def _dot(self, value: Value, left: Value, right: Value) -> Any:
-        one, other = self.of(left), self.of(right)
+        one, other = self._operands(value)
         dtype = torch.promote_types(self.b.dtype(one), self.b.dtype(other))
+        if dtype.itemsize == 1:
+            raise LookupError(value)
         by_rank = {2: aten.mm.default, 3: aten.bmm.default}
         product = by_rank.get(len(value.shape), aten.matmul.default)
         return self.b.call(product, self.b.cast(one, dtype), self.b.cast(other, dtype))
@@ -283,13 +291,14 @@ class Lowering:
     def _constant(self, value: Value) -> Any:
         """Integers; floats are integers times a power of two."""
         tensor = value.literal.tensor.reshape(-1)
-        for bits in (0, 24, 48):
-            wide = tensor.double() * 2.0**bits if bits else tensor
-            whole = wide.long()
-            if bool((whole == wide).all()):
+        for bits in (0, 24, 40, 56):
+            scaled = tensor.double() * 2.0**bits if bits else tensor
+            whole = scaled.long()
+            if bool((whole == scaled).all()):
                 found = self.b.constant(whole.tolist(), self.b.value(self._like))
                 if bits:
-                    found = self.b.cast(found, torch.float32)
+                    wide = torch.promote_types(value.dtype, torch.float32)
+                    found = self.b.cast(found, wide)
                     found = self.b.call(aten.mul.Tensor, found, 2.0**-bits)
                 found = self.b.cast(found, value.dtype)
                 return self.b.reshape(found, value.shape)
