@@ -84,6 +84,7 @@ def _run(graph: Graph, traced: GraphModule, values: list[Value]) -> Any:
     inner = Reader.__new__(Reader)
     inner.gm, inner.symbols, inner.form = traced, graph.symbols, graph.form
     inner.readings, inner.nodes, inner.written, inner._views, inner.hidden = {}, {}, {}, {}, {}
+    inner.stale = set()
     placeholders = iter(values)
     for node in traced.graph.nodes:
         if node.op == "placeholder":

@@ -54,6 +54,7 @@ class Graph:
     readings  what each node is
     nodes     of each Value, the nodes that hold it, in order
     written   by placeholder, what the graph leaves in it
+    stale     readers, with nodes that hold other numbers later
     hidden    inputs that an operator writes unseen, with it
     symbols   what each symbol is bound to
     sizes     the symbolic sizes, by the numbers that they are bound to
@@ -69,6 +70,7 @@ class Graph:
             self.written: dict[Node, Value] = {}
             self.sizes: dict[int, Any] = {}
             self.hidden: dict[Node, Node] = {}
+            self.stale: set[tuple[Node, Node]] = set()
             self._views: dict[Node, list[Node]] = {}
             try:
                 for node in gm.graph.nodes:
@@ -191,6 +193,9 @@ class Graph:
             self._hold(view, self._called(view))
 
     def _hold(self, node: Node, reading: Reading) -> None:
+        before = self.readings.get(node)
+        if before is not reading:
+            self.stale |= {(user, node) for user in node.users if user in self.readings}
         self.readings[node] = reading
         for value in values_of(reading):
             self.nodes.setdefault(value, []).append(node)
@@ -347,6 +352,8 @@ class Graph:
     def _one(self, value: Reading, shape: tuple[int, ...], dtype: torch.dtype) -> Reading:
         if not isinstance(value, Value):
             return value
+        if 0 in shape and value.op != "write":
+            return self.form.filled(0, shape, dtype)
         if value.shape != shape:
             value = self.form.expand(value, shape)
         if value.dtype != dtype and not value.active and value.op not in ("leaf", "write"):

@@ -11,7 +11,7 @@ from mla_fusion.fx.build import describe_attributes
 from mla_fusion.graph.form import Value
 from mla_fusion.graph.read import Graph, values_of
 from mla_fusion.next import policy
-from mla_fusion.next.caches import InPlace, Staged, placed
+from mla_fusion.next.caches import InPlace, Obstacle, Staged, placed
 from mla_fusion.next.outputs import Given, Settled, settled
 from mla_fusion.next.rewrite import Writer
 from mla_fusion.propose.departure import Departure
@@ -86,14 +86,36 @@ def _planned(
             held.append(claim)
         except Departure:
             continue
-    given = Given(form, held)
-    caches = placed(graph, proposal, given, projections.values)
+    caches = placed(graph, proposal, Given(form, held), projections.values)
+    found = _settled(graph, proposal, caches, held)
     if isinstance(caches, InPlace):
-        held = _read_back(graph, proposal, caches, held)
-    given = Given(form, held)
-    whole = settled(graph, given, proposal.products, _read(proposal, caches))
+        late = _reads_old_rows(caches, found[1])
+        if late is not None:
+            caches = Staged((late,))
+            found = _settled(graph, proposal, caches, held)
+    claims, whole = found
     policy.judge(graph, proposal, _region(graph, proposal, whole))
-    return Fused(proposal, caches, compared), held
+    return Fused(proposal, caches, compared), claims
+
+
+def _settled(
+    graph: Graph, proposal: Proposal, caches: InPlace | Staged, claims: list[Claim]
+) -> tuple[list[Claim], Settled]:
+    if isinstance(caches, InPlace):
+        claims = _read_back(graph, proposal, caches, claims)
+    given = Given(graph.form, claims)
+    return claims, settled(graph, given, proposal.products, _read(proposal, caches))
+
+
+def _reads_old_rows(caches: InPlace, whole: Settled) -> Obstacle | None:
+    """A node that reads a cache as it was before the call."""
+    for cache in (caches.kv.cache, caches.kr.cache):
+        for user in cache.users:
+            is_copy = str(user.target).startswith("aten.copy_.") and user.args[0] is cache
+            if user in whole.kept and not is_copy and user.op != "output":
+                message = f"{user.name} reads {cache.name} as it was before the write"
+                return Obstacle("cache.old_rows_read", message)
+    return None
 
 
 def _read_back(

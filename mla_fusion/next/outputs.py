@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from mla_fusion.compat import OpOverload, schema_of
 from mla_fusion.exact.prove import Claim
-from mla_fusion.graph.form import MOVES, Form, Value
+from mla_fusion.graph.form import MOVES, Form, Value, filled_with
 from mla_fusion.graph.read import Graph, is_in_place, values_of
 from mla_fusion.propose.departure import Departure
 
@@ -21,10 +21,16 @@ class Given:
 
     def __init__(self, form: Form, claims: Iterable[Claim] = ()) -> None:
         self._form = form
-        self._of: dict[Value, Value | None] = {one.graph: one.kernel for one in claims}
+        self._of: dict[Value, Value | None] = {}
+        for claim in claims:
+            self.add(claim.graph, claim.kernel)
 
     def add(self, value: Value, given: Value) -> None:
-        self._of[value] = given
+        """Known without the number in front."""
+        times, rest = self._form.split(value)
+        by = times.power(-1)
+        assert by is not None
+        self._of[rest] = self._form.scaled(given, by)
 
     def of(self, value: Value) -> Value | None:
         """Of a Value that is moved from such, too, or has a number in front."""
@@ -119,7 +125,11 @@ def settled(
         if node.op == "call_function" and (node in hidden or not has_effect(graph, node)):
             reading = graph.readings[node]
             if isinstance(reading, Value):
-                known = given.of(reading)
+                is_filled = filled_with(reading) is not None and node.all_input_nodes
+                known = reading if is_filled else given.of(reading)
+                if known is not None and (reader, node) in graph.stale:
+                    detail = f"{node.name} is written after {reader.name} has read it"
+                    raise Departure("graph.not_functional", detail, [reading])
                 if known is not None:
                     found.replaced[node] = known
                     continue

@@ -62,15 +62,31 @@ class Writer:
                 self.b.call(torch.ops.aten.copy_.default, cache, made)
 
     def _is_usable(self, node: Node) -> bool:
-        is_input = node.op in ("placeholder", "get_attr")
-        return is_input or (node in self.settled.kept and not has_effect(self.graph, node))
+        if node.op in ("placeholder", "get_attr") or node in self.b.copies:
+            return True
+        if node not in self.settled.kept or has_effect(self.graph, node):
+            return False
+        return not self._waits(node)
+
+    def _waits(self, node: Node) -> bool:
+        """Is it made of what is being made just now?"""
+        stack, seen = [node], set[Node]()
+        while stack:
+            one = stack.pop()
+            if one in seen or one in self.b.copies or one in self._values:
+                continue
+            if one in self._begun:
+                return True
+            seen.add(one)
+            stack += one.all_input_nodes
+        return False
 
     def _copy(self, node: Node) -> Node:
         if node in self._begun:
             raise RuntimeError(f"{node.name} waits for itself")
         self._begun.add(node)
         for read in node.all_input_nodes:
-            if read in self._begun and read not in self.b.copies:
+            if read in self._begun and read not in self.b.copies and read not in self._values:
                 raise RuntimeError(f"{read.name} waits for itself")
             if read in self.settled.replaced:
                 self._given(read)
@@ -86,6 +102,7 @@ class Writer:
     def _given(self, node: Node) -> Node:
         """What a replaced node is, of the results."""
         if node not in self._values:
+            self._begun.add(node)
             value = self.settled.replaced[node]
             for leaf in _leaves(value):
                 self._call(leaf)

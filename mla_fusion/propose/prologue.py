@@ -92,6 +92,16 @@ class _Rotated:
     factor: Value | None = None
 
 
+def _used(site: Site, columns: set[int]) -> Iterator[Value]:
+    """The products of a site that have some of the columns."""
+    at = 0
+    for one in site.products:
+        if not columns.isdisjoint(range(at, at + one.columns)):
+            yield one.root
+            yield one.dot
+        at += one.columns
+
+
 class _Joined:
     def __init__(self, projections: Projections, down: Site, up: Site) -> None:
         self.form: Form = projections.form
@@ -144,13 +154,10 @@ class _Joined:
         latents = self._given_latents(of_query)
         claims = list(self._claims(results, absorbed, query, key, latents, of_key))
         more = list(self._more(results, query, key, of_query, of_key))
-        products = [*up.dots, *(one.dot for one in up.products)]
-        taken = {*of_query.columns.tolist(), *of_caches}
-        at = 0
-        for one in down.products:
-            if not taken.isdisjoint(range(at, at + one.columns)):
-                products += [one.root, one.dot]
-            at += one.columns
+        products = [
+            *_used(up, {*nope_rope.tolist()}),
+            *_used(down, {*of_query.columns.tolist(), *of_caches}),
+        ]
         return Proposal(down.rows, arguments, results, defined, claims, more, products)
 
     def _before_quantisation(self) -> tuple[Value, Value | None]:
@@ -409,19 +416,27 @@ class _Joined:
                     continue
                 if torch.equal(other.columns.flatten().sort().values, columns):
                     yield self._turned_rows(part, site, _Rotated(value, other, one.factor), rows)
-        known = {int(column): at for at, column in enumerate(of_key.columns)}
-        for value, reading in self.down.readings.items():
-            if reading.kind == "normed" and known.keys() == {*reading.columns.tolist()}:
-                places = [known[int(column)] for column in reading.columns]
-                rows = self.form.take(results.kv_rows, 1, places)
-                layout = self.down.layouts[value]
-                yield Claim("kv_rows", value, of_rows(self.form, rows, value, layout))
+        yield from self._normed(of_key, "kv_rows", results.kv_rows)
+        if self.up.products[0].kind is None:
+            yield from self._normed(of_query, "query_norm", results.query_norm)
         if results.dequant_scale_q_norm is not None and of_query.value is not self.up.rows:
             before = unquantised(self.form, self.up.rows)
             kind = self.up.products[0].kind
             if before is not None and kind is not None and not kind.in_blocks:
                 step = quantise.by_row(self.form, before, kind)[1]
                 yield Claim("dequant_scale_q_norm", step, results.dequant_scale_q_norm)
+
+    def _normed(self, norm: Norm, part: str, rows: Value) -> Iterator[Claim]:
+        """Values that hold normed rows in some order, or without the number in front."""
+        form, site = self.form, self.down
+        known = {int(column): at for at, column in enumerate(norm.columns)}
+        by = form.split(norm.value)[0].power(-1)
+        assert by is not None
+        for value, reading in site.readings.items():
+            if reading.kind == "normed" and known.keys() == {*reading.columns.tolist()}:
+                places = [known[int(column)] for column in reading.columns]
+                own = form.scaled(form.take(rows, 1, places), form.split(value)[0] * by)
+                yield Claim(part, value, of_rows(form, own, value, site.layouts[value]))
 
     def _given_latents(self, of_query: Norm) -> Value:
         """What the kernel gives out as c_q: in bytes where it is quantised."""
