@@ -27,7 +27,6 @@ from mla_fusion.graph.layout import (
     has_tokens,
     is_plain,
     plain,
-    plain_layout,
     regrouped,
 )
 
@@ -264,9 +263,7 @@ class Evaluation:
         if op == "reduce":
             axes = iter(layout)
             inner = sources[0].shape
-            own = tuple(
-                plain(n) if at in literal else next(axes) for at, n in enumerate(inner)
-            )
+            own = tuple(plain(n) if at in literal else next(axes) for at, n in enumerate(inner))
             if prod(self.binding.shape(own)) > _MANY:
                 return None
             found = self.beside(sources[0], own)
@@ -311,7 +308,10 @@ class Evaluation:
     def _beside_dot(self, value: Value, layout: Layout) -> Found | None:
         left, right = value.sources
         size = plain(left.shape[-1])
-        sides = (left, (*layout[:-1], size)), (right, (*layout[: len(right.shape) - 2], size, layout[-1]))
+        sides = (
+            (left, (*layout[:-1], size)),
+            (right, (*layout[: len(right.shape) - 2], size, layout[-1])),
+        )
         read = []
         for side, own in sides:
             part = self.beside(side, own)
@@ -393,9 +393,7 @@ class Evaluation:
         table = found.expand(self.binding.shape(own))
         return self._gathered_beside(table, index, of_index, axis)
 
-    def _gathered_beside(
-        self, table: Tensor, index: Value, of_index: Layout, axis: int
-    ) -> Tensor:
+    def _gathered_beside(self, table: Tensor, index: Value, of_index: Layout, axis: int) -> Tensor:
         numbers = self._operand(index, of_index)
         numbers = numbers.expand(self.binding.shape(of_index))
         name = field.word(self.seed, "gather")

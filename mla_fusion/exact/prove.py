@@ -13,9 +13,9 @@ import torch
 
 from mla_fusion.exact import field
 from mla_fusion.exact.evaluate import Evaluation, Undecided, layouts_of
+from mla_fusion.graph.departure import Departure
 from mla_fusion.graph.form import Value, digest
 from mla_fusion.graph.layout import Binding, Layout, Mixed, cuts_of
-from mla_fusion.propose.departure import Departure
 
 POINTS = 3
 DEGREE = 10_000  # more than that of any identity that is tested, roots and quotients multiplied out

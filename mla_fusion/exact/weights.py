@@ -1,4 +1,4 @@
-"""Weights that are never listed: an element is a sum of powers of a few random numbers by its place.
+"""Weights that are never listed: an element is a sum of powers of random numbers by its place.
 
 So a product with a matrix of 7168 x 24576 is six dot products and six outer ones, and is linear in
 the weight as it should be. No polynomial of a degree below ``RANK`` vanishes on such weights.
@@ -108,18 +108,14 @@ class Weight:
         return self._each(lambda places: tuple(places[axis] for axis in order))
 
     def taken(self, axis: int, index: Tensor) -> Weight:
-        return self._each(
-            lambda places: (*places[:axis], places[axis][index], *places[axis + 1 :])
-        )
+        return self._each(lambda places: (*places[:axis], places[axis][index], *places[axis + 1 :]))
 
     def expanded(self, shape: Sequence[int]) -> Weight:
         lead = len(shape) - len(self.shape)
 
         def move(places: Places) -> Places:
             new = [torch.zeros(1, dtype=torch.int64)] * lead
-            return tuple(
-                one.expand(size) for one, size in zip((*new, *places), shape, strict=True)
-            )
+            return tuple(one.expand(size) for one, size in zip((*new, *places), shape, strict=True))
 
         return self._each(move)
 
@@ -139,7 +135,6 @@ class Weight:
         for number, weight in enumerate(weights):
             before, after = sum(sizes[:number]), sum(sizes[number + 1 :])
             for piece in weight.pieces:
-
 
                 def padded(places: Places, before: int = before, after: int = after) -> Places:
                     one = torch.nn.functional.pad(places[axis], (before, after), value=_ZERO)

@@ -47,9 +47,7 @@ def multiplied(c: Call, x: Any, other: Any) -> Any:
             factor = c.value(other)
             return x.each(lambda part: _of_parts(c, [(part, factor, 1)]))
         a, b, u, v = x.real, x.imag, other.real, other.imag
-        return Pair(
-            _of_parts(c, [(a, u, 1), (b, v, -1)]), _of_parts(c, [(a, v, 1), (b, u, 1)])
-        )
+        return Pair(_of_parts(c, [(a, u, 1), (b, v, -1)]), _of_parts(c, [(a, v, 1), (b, u, 1)]))
     if c.dtype == torch.bool:
         return c.function("and", (), *_sorted(c.value(x), c.value(other)))
     return c.product([(c.value(x), 1), (c.value(other), 1)])
@@ -155,7 +153,9 @@ for _name, _exponent in (
 def _(c: Call, x: Value, tensor1: Value, tensor2: Value, value: Any = 1) -> Value:
     times = c.number_of(value)
     exponent = 1 if c.name == "addcmul" else -1
-    return c.sum([(Fraction(1), x), (Fraction(1), c.product([(tensor1, 1), (tensor2, exponent)], times))])
+    return c.sum(
+        [(Fraction(1), x), (Fraction(1), c.product([(tensor1, 1), (tensor2, exponent)], times))]
+    )
 
 
 @operator("lerp")
@@ -202,7 +202,9 @@ def _(c: Call, x: Value, dim: Any = None, keepdim: bool = False, dtype: Any = No
 
 
 @operator("linalg_vector_norm", "norm")
-def _(c: Call, x: Value, ord: Any = 2, dim: Any = None, keepdim: bool = False, **options: Any) -> Value:
+def _(
+    c: Call, x: Value, ord: Any = 2, dim: Any = None, keepdim: bool = False, **options: Any
+) -> Value:
     power = options.get("p", ord)
     if power == inf and x.active and axes_of(x, dim) == [len(x.shape) - 1]:
         from mla_fusion.graph.quantise import largest
@@ -216,7 +218,14 @@ def _(c: Call, x: Value, ord: Any = 2, dim: Any = None, keepdim: bool = False, *
 
 
 @operator("var", "std", "var_mean")
-def _(c: Call, x: Value, dim: Any = None, correction: Any = None, keepdim: bool = False, **options: Any) -> Any:
+def _(
+    c: Call,
+    x: Value,
+    dim: Any = None,
+    correction: Any = None,
+    keepdim: bool = False,
+    **options: Any,
+) -> Any:
     if not x.active:
         raise Departs
     axes = axes_of(x, dim)
@@ -225,7 +234,9 @@ def _(c: Call, x: Value, dim: Any = None, correction: Any = None, keepdim: bool 
     form = c.form
     mean = form.mean(x, axes)
     apart = form.total([(Fraction(1), x), (Fraction(-1), mean)])
-    squares = form.scaled(form.reduce(form.power(apart, 2), axes, keepdim), number(Fraction(1, size)))
+    squares = form.scaled(
+        form.reduce(form.power(apart, 2), axes, keepdim), number(Fraction(1, size))
+    )
     if c.name == "std":
         return form.power(squares, Fraction(1, 2))
     if c.name == "var":
@@ -281,7 +292,18 @@ def _(c: Call, input: Value, weight: Value, bias: Any = None) -> Value:
 
 
 @operator("npu::npu_transpose_batchmatmul")
-def _(c: Call, input: Value, weight: Value, bias: Any = None, scale: Any = None, perm_x1: Any = None, perm_x2: Any = None, perm_y: Any = None, batch_split_factor: int = 1, **_: Any) -> Value:
+def _(
+    c: Call,
+    input: Value,
+    weight: Value,
+    bias: Any = None,
+    scale: Any = None,
+    perm_x1: Any = None,
+    perm_x2: Any = None,
+    perm_y: Any = None,
+    batch_split_factor: int = 1,
+    **_: Any,
+) -> Value:
     if bias is not None or scale is not None or batch_split_factor != 1:
         raise Departs
     form = c.form
@@ -377,8 +399,22 @@ OF_PARTS = frozenset(
     "lift_fresh_copy embedding".split()
 )
 OF_COMPLEX = frozenset(
-    name for name, rule in RULES.items() if name in (
-        "add", "sub", "neg", "mul", "div", "view_as_real", "view_as_real_copy", "_conj", "conj",
-        "conj_physical", "_conj_physical", "real", "imag",
+    name
+    for name, rule in RULES.items()
+    if name
+    in (
+        "add",
+        "sub",
+        "neg",
+        "mul",
+        "div",
+        "view_as_real",
+        "view_as_real_copy",
+        "_conj",
+        "conj",
+        "conj_physical",
+        "_conj_physical",
+        "real",
+        "imag",
     )
 )

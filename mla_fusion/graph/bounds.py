@@ -28,7 +28,7 @@ def fits(value: Value, dtype: torch.dtype) -> bool:
         exact = round(2 / torch.finfo(dtype).eps)
         return -exact <= least and most <= exact
     if dtype == torch.bool:
-        return 0 <= least and most <= 1
+        return least >= 0 and most <= 1
     ends = torch.iinfo(dtype)
     return ends.min <= least and most <= ends.max
 

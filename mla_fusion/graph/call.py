@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from mla_fusion.compat import schema_of
 from mla_fusion.graph import bounds
 from mla_fusion.graph.form import Factor, Form, Term, Value, broadcast, filled_with
 from mla_fusion.graph.numbers import ONE, Number, literal, number
@@ -49,6 +50,11 @@ def operator(*names: str) -> Callable[[Rule], Rule]:
         return rule
 
     return register
+
+
+def name_of(target: Any) -> str:
+    """``namespace::name``, without that of aten."""
+    return str(schema_of(target).name).removeprefix("aten::")
 
 
 class Call:

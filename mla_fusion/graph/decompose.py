@@ -5,17 +5,14 @@ sizes and literals.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.fx import GraphModule
 
 from mla_fusion.compat import make_fx
-from mla_fusion.graph.call import RULES, Call
+from mla_fusion.graph.call import RULES, name_of
 from mla_fusion.graph.form import Value
-
-if TYPE_CHECKING:
-    from mla_fusion.graph.read import Graph
 
 _KNOWN: dict[object, GraphModule | None] = {}
 
@@ -27,8 +24,8 @@ def _table() -> dict[Any, Any]:
     return dict(core_aten_decompositions())
 
 
-def decomposed(graph: Graph, call: Call, target: Any, given: dict[str, Any]) -> Any:
-    """None: torch has no decomposition into operators that have rules."""
+def traced(target: Any, given: dict[str, Any]) -> tuple[GraphModule, list[Value]] | None:
+    """The graph of operators that have rules, and what its inputs are; None: torch has none."""
     if target not in _table():
         return None
     places = {name: one for name, one in given.items() if isinstance(one, Value)}
@@ -42,10 +39,8 @@ def decomposed(graph: Graph, call: Call, target: Any, given: dict[str, Any]) -> 
     )
     if key not in _KNOWN:
         _KNOWN[key] = _traced(target, places, rest)
-    traced = _KNOWN[key]
-    if traced is None:
-        return None
-    return _run(graph, traced, list(places.values()))
+    made = _KNOWN[key]
+    return None if made is None else (made, list(places.values()))
 
 
 def _has_value(given: list[Any]) -> bool:
@@ -67,8 +62,6 @@ def _traced(target: Any, places: dict[str, Value], rest: dict[str, Any]) -> Grap
             made = make_fx(function)(*tensors)
     except (TypeError, ValueError, RuntimeError, NotImplementedError, LookupError):
         return None
-    from mla_fusion.graph.read import name_of
-
     for node in made.graph.nodes:
         if node.op == "call_function" and node.target is target:
             return None
@@ -76,21 +69,3 @@ def _traced(target: Any, places: dict[str, Value], rest: dict[str, Any]) -> Grap
         if is_operator and name_of(node.target) not in RULES and node.target not in _table():
             return None
     return made
-
-
-def _run(graph: Graph, traced: GraphModule, values: list[Value]) -> Any:
-    from mla_fusion.graph.read import Graph as Reader
-
-    inner = Reader.__new__(Reader)
-    inner.gm, inner.symbols, inner.form = traced, graph.symbols, graph.form
-    inner.readings, inner.nodes, inner.written, inner._views, inner.hidden = {}, {}, {}, {}, {}
-    inner.stale = set()
-    placeholders = iter(values)
-    for node in traced.graph.nodes:
-        if node.op == "placeholder":
-            inner.readings[node] = next(placeholders)
-        elif node.op == "output":
-            return inner.argument(node.args[0])
-        else:
-            inner._read(node)
-    return None

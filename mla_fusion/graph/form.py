@@ -17,9 +17,9 @@ write      rows [t, width] into [n, width], by row numbers [t]
 cast
 
 The normal order is: number, then sum and product, then move. So a number stands in front of what is
-moved or added up, and a move stands inside a single power. Constructors keep that order, and are the
-only way to make a Value. A sum of sums is one sum where the inner one is short; no other rule takes
-a cone twice.
+moved or added up, and a move stands inside a single power. Constructors keep that order, and are
+the only way to make a Value. A sum of sums is one sum where the inner one is short; no other rule
+takes a cone twice.
 
 Float arithmetic is exact where an activation takes part: a Value is ``active`` where a product with
 a weight is among what it is made of. Of floats beside that (tables, scales, what is done to a
@@ -176,8 +176,10 @@ class Form:
         return self.make("constant", (), Array(tensor), tensor.shape, tensor.dtype)
 
     def count(self, size: int, dtype: torch.dtype = torch.int64) -> Value:
-        return self.make("count", (), None, (size,), dtype) if size != 1 else self.filled(
-            0, (1,), dtype
+        return (
+            self.make("count", (), None, (size,), dtype)
+            if size != 1
+            else self.filled(0, (1,), dtype)
         )
 
     # -- sums and products
@@ -339,7 +341,11 @@ class Form:
                 source, known = value.sources[0], value
                 if source.dtype == torch.int8:
                     known = source
-                elif source.is_float and value.is_float and (_widens(value) or may_narrow and _is_wide(value.dtype)):
+                elif (
+                    source.is_float
+                    and value.is_float
+                    and (_widens(value) or (may_narrow and _is_wide(value.dtype)))
+                ):
                     known = self.bare(source, may_narrow and _widens(value))
             elif value.op in MOVES:
                 known = self.again(value, [self.bare(one, may_narrow) for one in value.sources])
@@ -528,9 +534,7 @@ class Form:
             found = self.make("slice", (value,), (axis, start, step), shape, value.dtype)
         return self.scaled(found, times)
 
-    def _of_part(
-        self, value: Value, axis: int, start: int, size: int, step: int
-    ) -> Value | None:
+    def _of_part(self, value: Value, axis: int, start: int, size: int, step: int) -> Value | None:
         """A slice of one part of a join, or a join of slices of several."""
         at, found = 0, list[Value]()
         last = start + (size - 1) * step
@@ -631,9 +635,7 @@ class Form:
             found = self.make("gather", (value, index), axis, shape, value.dtype)
         return self.scaled(found, times)
 
-    def _taken(
-        self, value: Value, axis: int, places: Sequence[int], shape: Shape
-    ) -> Value | None:
+    def _taken(self, value: Value, axis: int, places: Sequence[int], shape: Shape) -> Value | None:
         if value.op == "constant":
             index = torch.tensor(places)
             return self.constant(value.literal.tensor.index_select(axis, index))
@@ -677,9 +679,7 @@ class Form:
             return None
         return self.join([self.take(value.sources[k], axis, run) for k, run in runs], axis)
 
-    def write(
-        self, base: Value, index: Value, rows: Value, mode: str | None = None
-    ) -> Value:
+    def write(self, base: Value, index: Value, rows: Value, mode: str | None = None) -> Value:
         """``base`` [n, width] with ``rows`` [t, width] at the row numbers ``index`` [t].
 
         mode  how a paged cache holds rows, where that is not row by row
@@ -820,7 +820,7 @@ def _is_brought_back(value: Value) -> bool:
     if value.op != "product":
         return False
     for one in value.sources:
-        if one.op == "dot" and _is_of_bytes(one.sources[0]) or _is_brought_back(one):
+        if (one.op == "dot" and _is_of_bytes(one.sources[0])) or _is_brought_back(one):
             others = (other for other in value.sources if other is not one)
             return all(not other.active or other.serial < one.serial for other in others)
     return False

@@ -10,12 +10,11 @@ from fractions import Fraction
 from math import prod
 from typing import Any
 
-from mla_fusion.meta import number_formats
-
 from mla_fusion.graph import quantise
 from mla_fusion.graph.call import Call, Departs, operator
 from mla_fusion.graph.form import Form, Value
 from mla_fusion.graph.numbers import MINUS_ONE, Number
+from mla_fusion.meta import number_formats
 
 
 def rms_norm(
@@ -67,7 +66,13 @@ def _(c: Call, x1: Value, x2: Value, gamma: Value, epsilon: Any = 1e-6) -> Any:
 
 @operator("layer_norm", "native_layer_norm")
 def _(
-    c: Call, input: Value, normalized_shape: Sequence[int], weight: Any, bias: Any, eps: Any, **_: Any
+    c: Call,
+    input: Value,
+    normalized_shape: Sequence[int],
+    weight: Any,
+    bias: Any,
+    eps: Any,
+    **_: Any,
 ) -> Any:
     if not input.active:
         raise Departs
@@ -76,7 +81,9 @@ def _(
     mean = form.mean(input, axes)
     apart = form.total([(Fraction(1), input), (Fraction(-1), mean)])
     variance = form.mean(form.power(apart, 2), axes)
-    step = form.power(form.total([(Fraction(1), variance)], _epsilon(c, eps).ratio), Fraction(-1, 2))
+    step = form.power(
+        form.total([(Fraction(1), variance)], _epsilon(c, eps).ratio), Fraction(-1, 2)
+    )
     found = form.times(apart, step, *([form.bare(weight)] if weight is not None else []))
     found = found if bias is None else form.plus(found, form.bare(bias))
     return found if c.name == "layer_norm" else [found, mean, step]
@@ -152,8 +159,17 @@ def key_rows(
 
 @operator("npu::npu_kv_rmsnorm_rope_cache", "npu::npu_kv_rmsnorm_rope_cache_v2_functional")
 def _(
-    c: Call, kv: Value, gamma: Value, cos: Value, sin: Value, index: Value, k_cache: Value,
-    ckv_cache: Value, epsilon: Any, cache_mode: str, **options: Any,
+    c: Call,
+    kv: Value,
+    gamma: Value,
+    cos: Value,
+    sin: Value,
+    index: Value,
+    k_cache: Value,
+    ckv_cache: Value,
+    epsilon: Any,
+    cache_mode: str,
+    **options: Any,
 ) -> Any:
     foreign = ("k_rope_offset", "c_kv_offset", "v")
     if not kv.active or any(options.get(name) is not None for name in foreign):
@@ -191,8 +207,14 @@ def _in_pages(c: Call, cache: Value, index: Value, rows: Value, mode: str) -> Va
 
 @operator("npu::npu_scatter_pa_kv_cache_functional")
 def _(
-    c: Call, key: Value, value: Value, key_cache: Value, value_cache: Value, slot_mapping: Value,
-    cache_mode: Any = "PA_NZ", **options: Any,
+    c: Call,
+    key: Value,
+    value: Value,
+    key_cache: Value,
+    value_cache: Value,
+    slot_mapping: Value,
+    cache_mode: Any = "PA_NZ",
+    **options: Any,
 ) -> Any:
     if any(given is not None for given in options.values()):
         raise Departs

@@ -99,8 +99,7 @@ def broadcast_to(layout: Layout, source: Value) -> Layout:
     """What an operand has of the layout of an element-wise result."""
     skipped = len(layout) - len(source.shape)
     return tuple(
-        () if size == 1 else axis
-        for axis, size in zip(layout[skipped:], source.shape, strict=True)
+        () if size == 1 else axis for axis, size in zip(layout[skipped:], source.shape, strict=True)
     )
 
 
@@ -134,7 +133,7 @@ def _followed(value: Value, sources: Sequence[Layout | None]) -> Layout | None:
     if op == "join":
         for layout in sources:
             for at, axis in enumerate(layout or ()):
-                if axis != first[at] and at != literal or at == literal and not is_plain(axis):
+                if (axis != first[at] and at != literal) or (at == literal and not is_plain(axis)):
                     return None
         return _along(first, literal, value.shape)
     if op == "gather" and sources[0] is not None and sources[1] is None:

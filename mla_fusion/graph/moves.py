@@ -13,7 +13,9 @@ from mla_fusion.graph.call import Call, Departs, operator
 from mla_fusion.graph.form import Value, filled_with
 from mla_fusion.graph.numbers import literal
 
-_VIEWS = "view _unsafe_view reshape _reshape_alias unsqueeze squeeze flatten unflatten ravel view_as"
+_VIEWS = (
+    "view _unsafe_view reshape _reshape_alias unsqueeze squeeze flatten unflatten ravel view_as"
+)
 
 
 @operator(*_VIEWS.split(), *(f"{name}_copy" for name in "view unsqueeze squeeze _reshape".split()))
@@ -434,9 +436,10 @@ def _(
 
 def _placed(c: Call, x: Value, src: Value, dim: int, first: int, last: int, step: int) -> Value:
     form, size = c.form, x.shape[dim]
-    src = form.expand(src if src.active else form.cast(src, x.dtype), [
-        len(range(first, last, step)) if at == dim else n for at, n in enumerate(x.shape)
-    ])
+    src = form.expand(
+        src if src.active else form.cast(src, x.dtype),
+        [len(range(first, last, step)) if at == dim else n for at, n in enumerate(x.shape)],
+    )
     if step == 1:
         parts = [form.slice(x, dim, 0, first)] if first else []
         parts += [src, *([form.slice(x, dim, last, size)] if last < size else [])]
@@ -480,5 +483,7 @@ def _picked(c: Call, mask: torch.Tensor, one: Value, two: Value) -> Value:
     if any(value.op == "function" and value.literal[0] == "number" for value in (one, two)):
         return form.expand(c.function("where", (), form.constant(mask), one, two), c.shape)
     masks = (form.constant(side.float()) for side in (mask, ~mask))
-    parts = [form.times(side, form.bare(value)) for side, value in zip(masks, (one, two), strict=True)]
+    parts = [
+        form.times(side, form.bare(value)) for side, value in zip(masks, (one, two), strict=True)
+    ]
     return form.expand(form.plus(*parts), c.shape)

@@ -12,11 +12,11 @@ from math import inf, prod
 from typing import Any
 
 import torch
-from mla_fusion.meta.number_formats import BLOCK, FP8, HIFLOAT8, INT8, NumberFormat
 
 from mla_fusion.graph.call import Call, Departs, operator
 from mla_fusion.graph.form import Form, Value, filled_with
 from mla_fusion.graph.numbers import MINUS_ONE, Number, number
+from mla_fusion.meta.number_formats import BLOCK, FP8, HIFLOAT8, INT8, NumberFormat
 
 FLOOR = 1e-4  # under the largest of a row: that of normed rows is far above (a listed assumption)
 STEPS = 127
@@ -183,9 +183,7 @@ def as_bytes(
     """Numbers of a dtype, read as as many of one byte each, side by side on the last axis."""
     if source == wanted:
         return value
-    each = [
-        form.function("byte", (place, str(source)), value) for place in range(source.itemsize)
-    ]
+    each = [form.function("byte", (place, str(source)), value) for place in range(source.itemsize)]
     lead, size = value.shape[:-1], value.shape[-1]
     found = form.join([form.reshape(one, (*value.shape, 1)) for one in each], -1)
     found = form.reshape(found, (*lead, size * source.itemsize))
@@ -207,9 +205,9 @@ def _(c: Call, x: Value, min: Any = None, max: Any = None) -> Value:
     ends = min, max
     if not x.active:
         return _beside_clamp(c, x, *ends)
-    if all(isinstance(end, Value) for end in ends):
-        if filled_with(min) is None and c.form.negated(min) is max:
-            return c.function("clip", (), x, max)
+    is_pair = isinstance(min, Value) and isinstance(max, Value) and filled_with(min) is None
+    if is_pair and c.form.negated(min) is max:
+        return c.function("clip", (), x, max)
     least, most = (_end(c, end, default) for end, default in zip(ends, (-inf, inf), strict=True))
     if most == inf and _is_floor(x, least):
         return x
@@ -222,7 +220,7 @@ def _end(c: Call, given: Any, default: float) -> float:
 
 def _is_floor(value: Value, least: float) -> bool:
     """Is it a floor under the largest of a row, or under a step of it, that no row comes near?"""
-    if not 0 < least:
+    if not least > 0:
         return False
     if _is_length(value):
         return least <= FLOOR
@@ -252,9 +250,7 @@ def _beside_clamp(c: Call, x: Value, least: Any, most: Any) -> Value:
         if (ends[0] is None or ends[0] <= found[0]) and (ends[1] is None or found[1] <= ends[1]):
             return x
     values = [c.value(end) for end in (least, most) if end is not None]
-    return c.function(
-        "clamp", (least is None, most is None), x, *values
-    )
+    return c.function("clamp", (least is None, most is None), x, *values)
 
 
 @operator("amax", "amin", "max", "min")
@@ -378,8 +374,13 @@ def _(
 
 @operator("npu::npu_dynamic_mx_quant")
 def _(
-    c: Call, input: Value, axis: int = -1, round_mode: str = "rint", dst_type: int = 296,
-    block_size: int = BLOCK, **others: Any,
+    c: Call,
+    input: Value,
+    axis: int = -1,
+    round_mode: str = "rint",
+    dst_type: int = 296,
+    block_size: int = BLOCK,
+    **others: Any,
 ) -> Any:
     rank = len(input.shape)
     is_usual = axis % rank == rank - 1 and round_mode == "rint" and block_size == BLOCK
@@ -394,8 +395,14 @@ def _(
 
 @operator("npu::npu_dynamic_block_quant")
 def _(
-    c: Call, x: Value, min_scale: float = 0, round_mode: str = "rint", dst_type: int = 1,
-    row_block_size: int = 1, col_block_size: int = 128, dst_type_max: float = 0,
+    c: Call,
+    x: Value,
+    min_scale: float = 0,
+    round_mode: str = "rint",
+    dst_type: int = 1,
+    row_block_size: int = 1,
+    col_block_size: int = 128,
+    dst_type_max: float = 0,
 ) -> Any:
     kind, tile = _kind(dst_type), col_block_size
     is_usual = not min_scale and round_mode == kind.block_rounding and row_block_size == 1
@@ -409,7 +416,12 @@ def _(
 
 @operator("npu::npu_quantize")
 def _(
-    c: Call, input: Value, scales: Value, zero_points: Any, dtype: Any, axis: int = 1,
+    c: Call,
+    input: Value,
+    scales: Value,
+    zero_points: Any,
+    dtype: Any,
+    axis: int = 1,
     div_mode: bool = True,
 ) -> Value:
     if not input.active or dtype not in (1, 12, torch.int8, torch.qint8):
@@ -424,10 +436,20 @@ def _(
 
 @operator("npu::npu_quant_matmul")
 def _(
-    c: Call, x1: Value, x2: Value, scale: Value, pertoken_scale: Any = None, bias: Any = None,
-    x1_dtype: Any = None, x2_dtype: Any = None, scale_dtype: Any = None,
-    pertoken_scale_dtype: Any = None, group_sizes: Any = None, output_dtype: Any = None,
-    offset: Any = None, y_scale: Any = None,
+    c: Call,
+    x1: Value,
+    x2: Value,
+    scale: Value,
+    pertoken_scale: Any = None,
+    bias: Any = None,
+    x1_dtype: Any = None,
+    x2_dtype: Any = None,
+    scale_dtype: Any = None,
+    pertoken_scale_dtype: Any = None,
+    group_sizes: Any = None,
+    output_dtype: Any = None,
+    offset: Any = None,
+    y_scale: Any = None,
 ) -> Value:
     form = c.form
     if x1_dtype != x2_dtype or offset is not None or y_scale is not None:

@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Node
 
 from mla_fusion.compat import OpOverload, expression_of, schema_of
 from mla_fusion.graph import arithmetic, decompose, fused, moves, quantise
-from mla_fusion.graph.call import RULES, Call, Departs, Pair
+from mla_fusion.graph.call import RULES, Call, Departs, Pair, name_of
 from mla_fusion.graph.form import Form, Value, filled_with
 
 __all__ = ["Graph", "Reading", "arithmetic", "fused", "moves", "quantise"]
@@ -63,26 +63,32 @@ class Graph:
     def __init__(self, gm: GraphModule) -> None:
         self.gm = gm
         self.symbols: dict[str, int] = {}
-        while True:
-            self.form = Form()
-            self.readings: dict[Node, Reading] = {}
-            self.nodes: dict[Value, list[Node]] = {}
-            self.written: dict[Node, Value] = {}
-            self.sizes: dict[int, Any] = {}
-            self.hidden: dict[Node, Node] = {}
-            self.stale: set[tuple[Node, Node]] = set()
-            self._views: dict[Node, list[Node]] = {}
-            try:
-                for node in gm.graph.nodes:
-                    self._read(node)
-            except _Alike as pair:
-                one, other = pair.args
-                self.symbols = {
-                    name: min(one, other) if bound in (one, other) else bound
-                    for name, bound in self.symbols.items()
-                }
-                continue
-            break
+        self.form, self.sizes = Form(), dict[int, Any]()
+        while not self._is_read():
+            self.form, self.sizes = Form(), {}
+
+    def _begin(self) -> None:
+        self.readings: dict[Node, Reading] = {}
+        self.nodes: dict[Value, list[Node]] = {}
+        self.written: dict[Node, Value] = {}
+        self.hidden: dict[Node, Node] = {}
+        self.stale: set[tuple[Node, Node]] = set()
+        self._views: dict[Node, list[Node]] = {}
+
+    def _is_read(self) -> bool:
+        """False: two symbols are one, and the graph is to be read again."""
+        self._begin()
+        try:
+            for node in self.gm.graph.nodes:
+                self._read(node)
+        except _Alike as pair:
+            one, other = pair.args
+            self.symbols = {
+                name: min(one, other) if bound in (one, other) else bound
+                for name, bound in self.symbols.items()
+            }
+            return False
+        return True
 
     @property
     def live(self) -> list[Value]:
@@ -277,7 +283,9 @@ class Graph:
         else:
             shape, dtype = (), torch.int64
         name = name_of(target)
-        return Call(self.form, name.removesuffix("_") if is_in_place(target) else name, shape, dtype)
+        return Call(
+            self.form, name.removesuffix("_") if is_in_place(target) else name, shape, dtype
+        )
 
     def run(self, call: Call, target: Any, given: dict[str, Any]) -> Reading:
         """What the rule makes of it, or its decomposition; None: it is opaque."""
@@ -306,7 +314,23 @@ class Graph:
                 self._find_alike(error)
         is_random = torch.Tag.nondeterministic_seeded in target.tags
         if not is_random and not pairs and any(value.active for value in values):
-            return decompose.decomposed(self, call, target, given)
+            opened = decompose.traced(target, given)
+            return None if opened is None else self._opened(*opened)
+        return None
+
+    def _opened(self, gm: GraphModule, values: list[Value]) -> Reading:
+        """What a graph makes of Values, with this one's form."""
+        inner = Graph.__new__(Graph)
+        inner.gm, inner.symbols, inner.sizes, inner.form = gm, self.symbols, self.sizes, self.form
+        inner._begin()
+        placeholders = iter(values)
+        for node in gm.graph.nodes:
+            if node.op == "placeholder":
+                inner.readings[node] = next(placeholders)
+            elif node.op == "output":
+                return inner.argument(node.args[0])
+            else:
+                inner._read(node)
         return None
 
     def _find_alike(self, error: Exception) -> None:
@@ -386,9 +410,7 @@ class Graph:
         call = self.call(target, held)
         if is_pointwise(target) and isinstance(held, torch.Tensor) and values:
             try:
-                return self.form.expand(
-                    call.function(call.name, literals, *values), call.shape
-                )
+                return self.form.expand(call.function(call.name, literals, *values), call.shape)
             except ValueError as error:
                 self._find_alike(error)
         return call.opaque(literals, values)
@@ -408,11 +430,6 @@ def bound(target: Any, args: Sequence[Any], options: dict[str, Any]) -> dict[str
     for unused in ("device", "pin_memory", "layout", "memory_format", "out", "generator"):
         found.pop(unused, None)
     return found
-
-
-def name_of(target: Any) -> str:
-    """``namespace::name``, without that of aten."""
-    return str(schema_of(target).name).removeprefix("aten::")
 
 
 def is_in_place(target: Any) -> bool:

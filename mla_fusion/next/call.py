@@ -8,11 +8,11 @@ import operator
 from typing import Any
 
 import torch
-from mla_fusion.meta.prolog import V3_FUNCTIONAL
 
 from mla_fusion.fx.build import Builder
 from mla_fusion.graph.form import Value
 from mla_fusion.graph.lower import Lowering
+from mla_fusion.meta.prolog import V3_FUNCTIONAL
 from mla_fusion.next.caches import InPlace, Staged
 from mla_fusion.plan import cache_modes, weight_modes
 from mla_fusion.propose.prologue import Proposal
@@ -28,7 +28,9 @@ _ROWS = (
 )
 
 
-def called(b: Builder, lower: Lowering, proposal: Proposal, caches: InPlace | Staged) -> dict[Value, Any]:
+def called(
+    b: Builder, lower: Lowering, proposal: Proposal, caches: InPlace | Staged
+) -> dict[Value, Any]:
     """Emit the call; handles of the results."""
     a, results = proposal.arguments, proposal.results
     quantised = a.get("weight_quant_mode", 0)
@@ -39,7 +41,9 @@ def called(b: Builder, lower: Lowering, proposal: Proposal, caches: InPlace | St
     for name in _WEIGHTS:
         is_byte = name != "weight_uk" and quantised and (full or name == "weight_uq_qr")
         value = lower.of(a[name], None if is_byte else bfloat16)
-        weights.append(b.contiguous(value) if name != "weight_uk" or a[name].op != "leaf" else value)
+        weights.append(
+            b.contiguous(value) if name != "weight_uk" or a[name].op != "leaf" else value
+        )
     gammas = [lower.of(a[name], bfloat16) for name in _GAMMAS]
     sin, cos = (lower.of(a[name], bfloat16) for name in ("rope_sin", "rope_cos"))
     tokens = b.sizes([lower.graph.unbound(proposal.x.shape[0])], x)

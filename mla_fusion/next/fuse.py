@@ -8,13 +8,13 @@ from torch.fx import GraphModule, Node
 
 from mla_fusion.exact.prove import Claim, Proofs
 from mla_fusion.fx.build import describe_attributes
+from mla_fusion.graph.departure import Departure
 from mla_fusion.graph.form import Value
 from mla_fusion.graph.read import Graph, values_of
 from mla_fusion.next import policy
 from mla_fusion.next.caches import InPlace, Obstacle, Staged, placed
 from mla_fusion.next.outputs import Given, Settled, settled
 from mla_fusion.next.rewrite import Writer
-from mla_fusion.propose.departure import Departure
 from mla_fusion.propose.prologue import Proposal, proposals
 from mla_fusion.propose.sites import Projections
 
@@ -144,8 +144,8 @@ def _region(graph: Graph, proposal: Proposal, whole: Settled) -> list[Node]:
     made, found = set[Node](), list[Node]()
     for node in graph.gm.graph.nodes:
         is_product = not products.isdisjoint(values_of(graph.readings[node]))
-        if is_product or any(read in made for read in node.all_input_nodes):
-            if node not in whole.kept:
-                made.add(node)
-                found.append(node)
+        is_inside = is_product or any(read in made for read in node.all_input_nodes)
+        if is_inside and node not in whole.kept:
+            made.add(node)
+            found.append(node)
     return found

@@ -11,9 +11,9 @@ from torch.fx import Node
 
 from mla_fusion.compat import OpOverload, schema_of
 from mla_fusion.exact.prove import Claim
+from mla_fusion.graph.departure import Departure
 from mla_fusion.graph.form import MOVES, Form, Value, filled_with
 from mla_fusion.graph.read import Graph, is_in_place, values_of
-from mla_fusion.propose.departure import Departure
 
 
 class Given:
@@ -96,7 +96,11 @@ def holders(graph: Graph, values: Iterable[Value]) -> list[Node]:
         if value in seen:
             continue
         seen.add(value)
-        nodes = [node for node in graph.nodes.get(value, ()) if graph.readings[node] is value and not has_effect(graph, node)]
+        nodes = [
+            node
+            for node in graph.nodes.get(value, ())
+            if graph.readings[node] is value and not has_effect(graph, node)
+        ]
         if nodes:
             found.append(nodes[0])
         else:
@@ -111,7 +115,6 @@ def settled(
     where a product is read that a call keeps to itself.
     """
     found, inside, hidden = Settled(), set(products), set(graph.hidden.values())
-    via = dict[Node, Node]()
     stack = [
         (node, node)
         for node in graph.gm.graph.nodes
@@ -133,11 +136,8 @@ def settled(
                 if known is not None:
                     found.replaced[node] = known
                     continue
-            via[node] = reader
             if not inside.isdisjoint(values_of(reading)):
-                chain = [node]
-                while chain[-1] in via and via[chain[-1]] not in chain: chain.append(via[chain[-1]])
-                detail = f"{reader.name} reads {node.name}, which the kernel keeps to itself" + " <- ".join(n.name for n in chain)
+                detail = f"{reader.name} reads {node.name}, which the kernel keeps to itself"
                 raise Departure("reader.latent", detail, list(values_of(reading)))
         found.kept.add(node)
         stack += [(above, node) for above in node.all_input_nodes]

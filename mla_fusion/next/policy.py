@@ -7,9 +7,9 @@ from collections.abc import Iterable
 import torch
 from torch.fx import Node
 
+from mla_fusion.graph.departure import Departure
 from mla_fusion.graph.form import Value
 from mla_fusion.graph.read import Graph
-from mla_fusion.propose.departure import Departure
 from mla_fusion.propose.prologue import Proposal
 
 _WIDE = (torch.bfloat16, torch.float32, torch.float64)

@@ -1,7 +1,6 @@
-"""A new graph: nodes that stay are copied, in order; what is replaced reads the results of calls."""
+"""A new graph: nodes that stay are copied, in order; what is replaced reads results of calls."""
 
 from __future__ import annotations
-
 
 import torch
 from torch.fx import GraphModule, Node
@@ -50,7 +49,11 @@ class Writer:
 
     def _close(self) -> None:
         """Caches that the model's operator wrote unseen get their new rows."""
-        written = {plan[1].kv.value: plan[1] for plan in self._plans.values() if isinstance(plan[1], InPlace)}
+        written = {
+            plan[1].kv.value: plan[1]
+            for plan in self._plans.values()
+            if isinstance(plan[1], InPlace)
+        }
         for caches in written.values():
             for write in (caches.kv, caches.kr):
                 if write.cache not in self.graph.hidden:
@@ -128,5 +131,3 @@ def _leaves(value: Value) -> list[Value]:
         else:
             stack += one.sources
     return found
-
-

@@ -55,7 +55,7 @@ def _places(terms: dict[Value, Fraction], size: Fraction) -> Value | None:
         return None
     for one, times in terms.items():
         if times == 1:
-            (other, by), = ((v, t) for v, t in terms.items() if v is not one)
+            ((other, by),) = ((v, t) for v, t in terms.items() if v is not one)
             quotient = _unmoved(other)
             if by == -size and quotient.op == "function" and quotient.literal[0] == "quotient":
                 divisor = filled_with(quotient.sources[1])

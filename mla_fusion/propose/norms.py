@@ -15,11 +15,11 @@ import torch
 
 from mla_fusion.exact import field
 from mla_fusion.exact.evaluate import Evaluation, Undecided, layouts_of, order
+from mla_fusion.graph.departure import Departure
 from mla_fusion.graph.form import Value
 from mla_fusion.graph.fused import rms_norm
 from mla_fusion.graph.layout import Binding, Mixed, cuts_of, of_tokens
 from mla_fusion.graph.numbers import Number
-from mla_fusion.propose.departure import Departure
 from mla_fusion.propose.sites import Site, rows_of
 
 
@@ -71,10 +71,14 @@ def solved(site: Site, value: Value, what: str) -> Norm:
         if not gamma.active:
             found.append(Norm(value, gamma, epsilon, columns))
     if not found:
-        raise Departure("norm.of_input", "what it is multiplied by is made of other activations", [value])
+        raise Departure(
+            "norm.of_input", "what it is multiplied by is made of other activations", [value]
+        )
     matching = _first_that_holds(site, value, rows, found)
     if matching is None:
-        raise Departure("norm.absent", f"{size} columns are not divided by their root mean square", [value])
+        raise Departure(
+            "norm.absent", f"{size} columns are not divided by their root mean square", [value]
+        )
     return matching
 
 
@@ -94,9 +98,7 @@ def _epsilons(site: Site, value: Value, size: int) -> Iterator[Fraction]:
     yield Fraction(0)
 
 
-def _first_that_holds(
-    site: Site, value: Value, rows: Value, norms: Sequence[Norm]
-) -> Norm | None:
+def _first_that_holds(site: Site, value: Value, rows: Value, norms: Sequence[Norm]) -> Norm | None:
     form = site.projections.form
     columns = form.take(site.stand_in, 1, norms[0].columns.tolist())
     made = [rms_norm(form, columns, norm.gamma, norm.epsilon)[0] for norm in norms]

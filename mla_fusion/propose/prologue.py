@@ -9,17 +9,24 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from mla_fusion.meta.number_formats import MXFP8, NumberFormat
 from torch import Tensor
 
 from mla_fusion.exact.field import P, number, power
 from mla_fusion.exact.prove import Claim
 from mla_fusion.graph import quantise
+from mla_fusion.graph.departure import Departure
 from mla_fusion.graph.form import Form, Value, filled_with
 from mla_fusion.graph.layout import Layout, followed, of_tokens
-from mla_fusion.propose.departure import Departure
+from mla_fusion.meta.number_formats import MXFP8, NumberFormat
 from mla_fusion.propose.norms import Norm, filled, solved
-from mla_fusion.propose.quantised import of_blocks, scale_of, step_of, unexpanded, unmoved, unquantised
+from mla_fusion.propose.quantised import (
+    of_blocks,
+    scale_of,
+    step_of,
+    unexpanded,
+    unmoved,
+    unquantised,
+)
 from mla_fusion.propose.rotations import Pairs, pairs, tables, unrotated
 from mla_fusion.propose.sites import Projections, Site, of_rows, rows_of
 from mla_fusion.targets import prolog
@@ -177,10 +184,10 @@ class _Joined:
             ratio = unexpanded(form.product([(before, 1), (rows, -1)]))
             if ratio.is_number:
                 found = rows, None
-            elif not ratio.active and ratio.shape[-1:] == before.shape[-1:]:
-                if not self._is_plain(value):
-                    vector = form.reshape(ratio, before.shape[-1:])
-                    return rows, vector
+                continue
+            is_vector = not ratio.active and ratio.shape[-1:] == before.shape[-1:]
+            if is_vector and not self._is_plain(value):
+                return rows, form.reshape(ratio, before.shape[-1:])
         return found
 
     def _is_plain(self, value: Value) -> bool:
@@ -217,9 +224,9 @@ class _Joined:
                 ("dq", self.down, of_query.columns.tolist(), of_rows_of_x),
                 ("dkv_kr", self.down, of_caches, of_rows_of_x),
             ]
-        for name, site, columns, of_tokens in names:
+        for name, site, columns, rows_step in names:
             scales = [
-                one.blocks[1] if one.blocks else scale_of(form, one, of_tokens)
+                one.blocks[1] if one.blocks else scale_of(form, one, rows_step)
                 for one in site.products
             ]
             known = [scale for scale in scales if scale is not None]

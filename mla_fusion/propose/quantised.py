@@ -8,11 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from mla_fusion.meta.number_formats import FORMATS, MXFP8, NumberFormat
-
 from mla_fusion.graph import quantise
 from mla_fusion.graph.form import Factor, Form, Value
 from mla_fusion.graph.numbers import ONE, Number
+from mla_fusion.meta.number_formats import FORMATS, MXFP8, NumberFormat
 
 _FORMATS = {kind.name: kind for kind in FORMATS}
 

@@ -1,8 +1,8 @@
 """Pairs of columns, and the tables of cos and sin, of what is turned.
 
 Each pair of elements holds the two columns of a pair. There are two ways to say which column is the
-even one: that with equal factors on the diagonal is taken for the query; the key follows the query's
-factors.
+even one: that with equal factors on the diagonal is taken for the query; the key follows the
+query's factors.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from mla_fusion.exact.evaluate import Evaluation
 from mla_fusion.exact.field import P
+from mla_fusion.graph.departure import Departure
 from mla_fusion.graph.form import Value
-from mla_fusion.propose.departure import Departure
 from mla_fusion.propose.norms import filled
 from mla_fusion.propose.sites import Reading, Site, rows_of
 from mla_fusion.propose.tables import assembled, known
@@ -27,7 +27,8 @@ class Pairs:
 
     first, second  elements of the Value
     even, odd      columns of the site
-    diagonal       factor of the even column in the first element, of the first token in one head [1, size / 2]
+    diagonal       factor of the even column in the first element, of one head [1, size / 2] at the
+                   first token
     size           elements of a head
     """
 
@@ -136,9 +137,7 @@ def tables(site: Site, value: Value, found: Pairs) -> tuple[Value, Value]:
     return made[0], made[1]
 
 
-def _numbers(
-    site: Site, run: Evaluation, value: Value, found: Pairs, is_sine: bool
-) -> Tensor:
+def _numbers(site: Site, run: Evaluation, value: Value, found: Pairs, is_sine: bool) -> Tensor:
     """What the probes saw of a table [tokens, size]."""
     reading, half = site.readings[value], found.size // 2
     columns, (low, high) = reading.columns, reading.factors

@@ -179,9 +179,7 @@ class Site:
 
     def _is_residual(self, value: Value) -> bool:
         """Is it a sum with an activation that these products have no part in?"""
-        return any(
-            source.active and not _is_made_of(source, self.dots) for source in value.sources
-        )
+        return any(source.active and not _is_made_of(source, self.dots) for source in value.sources)
 
     @cached_property
     def ahead(self) -> list[Site]:
@@ -239,7 +237,11 @@ class Site:
 
     def _run(self, values: list[Value], codes: Tensor) -> dict[Value, Tensor]:
         """Of each Value [code, token, element]."""
-        layouts = {value: self.layouts[value] for value in order(values, self.dots) if value in self.layouts}
+        layouts = {
+            value: self.layouts[value]
+            for value in order(values, self.dots)
+            if value in self.layouts
+        }
         layouts |= {dot: self.layouts[dot] for dot in self.dots}
         if self.tokens == 1:
             each = [self._run_once(values, layouts, code.unsqueeze(0), 1) for code in codes]
@@ -320,7 +322,11 @@ def _classified(seen: dict[object, Tensor], columns: int) -> Reading | None:
     if not ones.numel() or not bool(ones.any()):
         return None
     is_linear = torch.equal(seen["two"], ones * 2 % P)
-    bits = [(key[1], tensor) for key, tensor in seen.items() if isinstance(key, tuple) and key[0] == "bit"]  # type: ignore[attr-defined]
+    bits = [
+        (key[1], tensor)
+        for key, tensor in seen.items()
+        if isinstance(key, tuple) and key[0] == "bit"
+    ]  # type: ignore[attr-defined]
     minus = (P - ones) % P
     signed = [tensor == minus for _, tensor in bits]
     if all(
@@ -358,7 +364,9 @@ def _turned(seen: dict[object, Tensor], columns: int) -> Reading | None:
     one, other = (total - root) // 2, (total + root) // 2
     second = times(minus(m1, times(one, m0)), field.power(root, -1))
     first = minus(m0, second)
-    same = torch.equal(one, one[:1].expand_as(one)) and torch.equal(other, other[:1].expand_as(other))
+    same = torch.equal(one, one[:1].expand_as(one)) and torch.equal(
+        other, other[:1].expand_as(other)
+    )
     if not same or int(one.min()) < 1 or int(other.max()) > columns:
         return None
     return Reading("turned", one[0] - 1, other[0] - 1, (first, second))

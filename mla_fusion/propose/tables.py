@@ -96,9 +96,7 @@ def _above(value: Value, layout: Layout) -> Iterator[tuple[Value, Layout]]:
                 stack.append((source, tuple(own)))
 
 
-def assembled(
-    site: Site, wanted: Tensor, candidates: list[tuple[Value, Tensor]]
-) -> Value | None:
+def assembled(site: Site, wanted: Tensor, candidates: list[tuple[Value, Tensor]]) -> Value | None:
     """A table [T, n] of numbers [tokens, n], from columns of one candidate, or of minus it."""
     form, best = site.projections.form, list[tuple[int, int, Value]]()
     for value, numbers in candidates:

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from mla_fusion.meta.number_formats import FORMATS, FP8, INT8, MXFP8, NumberFormat
 
 from mla_fusion.graph import quantise
 from mla_fusion.graph.form import Form, Value
 from mla_fusion.graph.fused import rms_norm, rotated
 from mla_fusion.graph.numbers import Number, literal, number
+from mla_fusion.meta.number_formats import FORMATS, FP8, INT8, MXFP8, NumberFormat
 
 Arguments = Mapping[str, Any]
 
