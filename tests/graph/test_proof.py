@@ -22,7 +22,7 @@ from mla_fusion.fx.module_path import ARGUMENT
 from mla_fusion.graph.form import Value
 from mla_fusion.graph.layout import of_tokens
 from mla_fusion.graph.read import Graph
-from mla_fusion.propose.departure import Departure
+from mla_fusion.graph.departure import Departure
 
 T, B, S, H, D = 12, 3, 4, 2, 4
 N = H * D
@@ -140,7 +140,7 @@ EQUAL: dict[str, list[Block]] = {
         lambda t, v: v.view(T, 1, N).expand(T, 3, N)[:, 1],
         lambda t, v: v.repeat(1, 2)[:, N:],
         lambda t, v: v[:, [3, 1, 2, 0, 4, 5, 6, 7]][:, [3, 1, 2, 0, 4, 5, 6, 7]],
-        lambda t, v: -(-v),
+        lambda t, v: v.neg().neg(),
         lambda t, v: v.view(T, 1, N).expand(T, 4, N).mean(1),
         lambda t, v: v.double().float(),
         lambda t, v: (v * t.g) / t.g,
