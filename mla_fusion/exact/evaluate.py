@@ -289,7 +289,7 @@ class Evaluation:
                 return only
             return self._weights_times(value, read)
         if value.op == "cast" and is_widening(value):
-            return read[0]  # type: ignore[return-value]
+            return read[0]
         tensors = [one for one in read if isinstance(one, Tensor)]
         return self._elementwise(value, tensors).expand(self.binding.shape(layout))
 
@@ -334,21 +334,22 @@ class Evaluation:
                     for at, axis in enumerate(layout)
                 )
                 part = self.beside(one, own)
-                is_weight = isinstance(part, Weight)
-                parts.append(part if is_weight else part.expand(self.binding.shape(own)))
+                if isinstance(part, Tensor):
+                    part = part.expand(self.binding.shape(own))
+                parts.append(part)
             weights = [part for part in parts if isinstance(part, Weight)]
             if len(weights) == len(parts):
                 return Weight.joined(weights, literal)
             dense = [part.dense() if isinstance(part, Weight) else part for part in parts]
             return torch.cat(dense, literal)
         if op == "reshape":
-            own = regrouped(layout, source.shape)
-            if own is None:
+            above = regrouped(layout, source.shape)
+            if above is None:
                 return None
-            found = self.beside(source, own)
+            found = self.beside(source, above)
             if isinstance(found, Weight):
                 return found.reshaped(value.shape)
-            return found.expand(self.binding.shape(own)).reshape(shape)
+            return found.expand(self.binding.shape(above)).reshape(shape)
         if op == "permute":
             back = [literal.index(axis) for axis in range(len(literal))]
             own = tuple(layout[at] for at in back)

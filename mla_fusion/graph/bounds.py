@@ -92,7 +92,7 @@ def of(value: Value) -> Bounds | None:
         return None
     if value.dtype == torch.bool:
         return 0, 1
-    ends = torch.iinfo(value.dtype)
-    if ends.bits == 64:
+    held = torch.iinfo(value.dtype)
+    if held.bits == 64:
         return -_FARTHEST, _FARTHEST
-    return ends.min, ends.max
+    return held.min, held.max

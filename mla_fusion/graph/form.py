@@ -54,8 +54,8 @@ class Array:
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor.detach().cpu().contiguous()
         flat = self.tensor.reshape(-1)
-        self.key = flat.to(torch.uint8 if flat.dtype == torch.bool else flat.dtype)
-        self.key = self.key.view(torch.uint8).numpy().tobytes()  # type: ignore[assignment]
+        flat = flat.to(torch.uint8 if flat.dtype == torch.bool else flat.dtype)
+        self.key: bytes = flat.view(torch.uint8).numpy().tobytes()
 
     def __hash__(self) -> int:
         return hash(self.key)
@@ -637,8 +637,7 @@ class Form:
 
     def _taken(self, value: Value, axis: int, places: Sequence[int], shape: Shape) -> Value | None:
         if value.op == "constant":
-            index = torch.tensor(places)
-            return self.constant(value.literal.tensor.index_select(axis, index))
+            return self.constant(value.literal.tensor.index_select(axis, torch.tensor(places)))
         if value.op == "expand":
             inner = value.sources[0]
             own = axis - len(value.shape) + len(inner.shape)

@@ -36,7 +36,7 @@ def _read_as(c: Call, x: Value, dtype: torch.dtype) -> Value:
     if dtype.itemsize == 1 and (is_scale or x.dtype.itemsize == 1):
         return x  # a byte, by another name
     if dtype.itemsize > 1 or not x.active or x.shape[-1:] == c.shape[-1:]:
-        return c.opaque(str(dtype), [x])  # type: ignore[no-any-return]
+        return c.opaque(str(dtype), [x])
     source = torch.float32 if c.shape[-1] == 4 * x.shape[-1] else torch.bfloat16
     return quantise.as_bytes(c.form, x, source, dtype)
 

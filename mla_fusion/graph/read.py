@@ -156,8 +156,8 @@ class Graph:
         if isinstance(held, (torch.SymInt, int)) and not isinstance(held, bool):
             return self.size(held)
         if node.target is python.getitem:
-            source = self.readings[node.args[0]]  # type: ignore[index]
-            return source[node.args[1]] if isinstance(source, (list, tuple)) else None
+            source, place = self.argument(list(node.args))
+            return source[place] if isinstance(source, (list, tuple)) else None
         if not isinstance(node.target, OpOverload):
             return self._unknown(node)
         found = self._called(node)

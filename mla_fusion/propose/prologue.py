@@ -428,9 +428,9 @@ class _Joined:
             yield from self._normed(of_query, "query_norm", results.query_norm)
         if results.dequant_scale_q_norm is not None and of_query.value is not self.up.rows:
             before = unquantised(self.form, self.up.rows)
-            kind = self.up.products[0].kind
-            if before is not None and kind is not None and not kind.in_blocks:
-                step = quantise.by_row(self.form, before, kind)[1]
+            form_of = self.up.products[0].kind
+            if before is not None and form_of is not None and not form_of.in_blocks:
+                step = quantise.by_row(self.form, before, form_of)[1]
                 yield Claim("dequant_scale_q_norm", step, results.dequant_scale_q_norm)
 
     def _normed(self, norm: Norm, part: str, rows: Value) -> Iterator[Claim]:

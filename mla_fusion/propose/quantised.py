@@ -130,8 +130,8 @@ def of_blocks(form: Form, value: Value) -> tuple[Value, Value] | None:
         known = [part for part in parts if part is not None]
         if len(known) < len(parts):
             return None
-        values, scales = zip(*known, strict=True)
-        return form.join(values, value.literal), form.join(scales, value.literal)
+        values_of, scales_of = zip(*known, strict=True)
+        return form.join(values_of, value.literal), form.join(scales_of, value.literal)
     inner = unmoved(value)
     if inner.op != "product" or len(inner.sources) != 2 or inner.literal[1] != ONE:
         return None
@@ -140,7 +140,7 @@ def of_blocks(form: Form, value: Value) -> tuple[Value, Value] | None:
         return None
     (scales,) = [one for one in inner.sources if one is not values]
     own = [size for size in scales.shape if size != 1] or [1]
-    shape = own if len(own) == 2 else _scales_of(value.shape, prod(scales.shape))
+    shape = tuple(own) if len(own) == 2 else _scales_of(value.shape, prod(scales.shape))
     return form.reshape(values, value.shape), form.reshape(scales, shape)
 
 

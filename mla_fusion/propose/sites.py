@@ -326,7 +326,7 @@ def _classified(seen: dict[object, Tensor], columns: int) -> Reading | None:
         (key[1], tensor)
         for key, tensor in seen.items()
         if isinstance(key, tuple) and key[0] == "bit"
-    ]  # type: ignore[attr-defined]
+    ]
     minus = (P - ones) % P
     signed = [tensor == minus for _, tensor in bits]
     if all(
