@@ -453,6 +453,8 @@ class Form:
             shape = tuple(prod(value.shape) // known if size == -1 else size for size in shape)
         if value.shape == shape:
             return value
+        if prod(value.shape) != prod(shape):
+            raise ValueError(f"{list(value.shape)} as {list(shape)}")
         times, value = self.split(value)
         while value.op == "reshape":
             value = value.sources[0]
@@ -500,6 +502,8 @@ class Form:
         shape = tuple(shape)
         if value.shape == shape:
             return value
+        if broadcast((value.shape, shape)) != shape:
+            raise ValueError(f"{list(value.shape)} to {list(shape)}")
         while value.op == "expand":
             value = value.sources[0]
         if prod(shape) == prod(value.shape) and not value.is_number:

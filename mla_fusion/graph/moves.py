@@ -301,14 +301,9 @@ def _(c: Call, x: Value, index: Value | None = None, dim: int = 0, **options: An
         n != x.shape[at] for at, n in enumerate(index.shape) if at != dim
     ):
         raise Departs
-    inner = index
-    while inner.op == "reshape":
-        inner = inner.sources[0]
-    own = inner.sources[0] if inner.op == "expand" and inner.shape == index.shape else None
+    own = _of_rows(c, index, dim)
     if own is not None:
-        own = c.form.reshape(own, (1,) * (len(index.shape) - len(own.shape)) + own.shape)
-        if all(n == 1 or at == dim for at, n in enumerate(own.shape)):
-            return c.form.gather(x, dim, c.form.reshape(own, (own.shape[dim],)))
+        return c.form.gather(x, dim, own)
     listed = index if index.op == "constant" else None
     if listed is not None:
         tensor = listed.literal.tensor
@@ -318,6 +313,19 @@ def _(c: Call, x: Value, index: Value | None = None, dim: int = 0, **options: An
         if bool((rows == first).all()) and line is not None:
             return c.form.take(x, dim, first.tolist())
     raise Departs
+
+
+def _of_rows(c: Call, index: Value, dim: int) -> Value | None:
+    """The numbers [n] or [1] of whole rows, where an index is one number along all other axes."""
+    inner = index
+    while inner.op == "reshape":
+        inner = inner.sources[0]
+    if inner.op != "expand" or inner.shape[: dim + 1] != index.shape[: dim + 1]:
+        return None
+    own = inner.sources[0]
+    sizes = (1,) * (len(inner.shape) - len(own.shape)) + own.shape
+    is_line = all(size == 1 or at == dim for at, size in enumerate(sizes))
+    return c.form.reshape(own, (sizes[dim],)) if is_line else None
 
 
 @operator("index", "_unsafe_index")
@@ -391,17 +399,14 @@ def _(c: Call, x: Value, dim: int, index: Value, source: Value) -> Value:
 def _(c: Call, x: Value, dim: int, index: Value, src: Any = None, **options: Any) -> Value:
     """Whole rows, where the index is one number along all other axes."""
     dim %= len(x.shape)
-    inner = index
-    while inner.op == "reshape":
-        inner = inner.sources[0]
-    if options.get("reduce") is not None or not isinstance(src, Value) or inner.op != "expand":
+    own = _of_rows(c, index, dim)
+    if options.get("reduce") is not None or not isinstance(src, Value) or own is None:
         raise Departs
-    own = inner.sources[0]
-    if prod(own.shape) != index.shape[dim] or index.shape[dim + 1 :] != x.shape[dim + 1 :]:
+    if own.shape != (index.shape[dim],) or index.shape[dim + 1 :] != x.shape[dim + 1 :]:
         raise Departs
     for at, size in enumerate(index.shape):
         src = c.form.slice(src, at, 0, size)
-    return written(c, x, dim, 1, c.form.reshape(own, (index.shape[dim],)), src)
+    return written(c, x, dim, 1, own, src)
 
 
 @operator("npu::npu_scatter_nd_update")

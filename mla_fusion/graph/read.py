@@ -271,7 +271,12 @@ class Graph:
                 return folded
         given = bound(target, args, options)
         found = self.run(call, target, given)
-        return self._unknown(node) if found is None else self._as_held(call, found)
+        if found is None:
+            return self._unknown(node)
+        try:
+            return self._as_held(call, found)
+        except ValueError:  # of another size than the node has
+            return self._unknown(node)
 
     def call(self, target: Any, held: Any) -> Call:
         if isinstance(held, (list, tuple)):

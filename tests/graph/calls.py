@@ -238,7 +238,7 @@ class Names(dict[str, Any]):
             self["F16"], self["F32"], self["C64"] = torch.bfloat16, torch.float32, torch.complex64
         self["half"] = lambda tensor: tensor.to(self["F16"])
         self["f32"] = lambda tensor: tensor.to(self["F32"])
-        self["tensor"] = self.tensor
+        self["tensor"], self["INF"] = self.tensor, float("inf")
 
     def __missing__(self, name: str) -> Any:
         if name in ACTIVATIONS:

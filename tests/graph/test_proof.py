@@ -19,10 +19,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from mla_fusion.exact.prove import Claim, Proofs
 from mla_fusion.fx.module_path import ARGUMENT
+from mla_fusion.graph.departure import Departure
 from mla_fusion.graph.form import Value
 from mla_fusion.graph.layout import of_tokens
 from mla_fusion.graph.read import Graph
-from mla_fusion.graph.departure import Departure
 
 T, B, S, H, D = 12, 3, 4, 2, 4
 N = H * D
