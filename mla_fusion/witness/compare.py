@@ -18,7 +18,7 @@ from mla_fusion.report.rejection import Refuse
 from mla_fusion.report.report import Figure
 from mla_fusion.witness import sizes
 from mla_fusion.witness.draws import CACHES, KINDS, WIDE, Draws
-from mla_fusion.witness.interpreter import Unrunnable, dependent
+from mla_fusion.witness.interpreter import Unrunnable, cone_of, dependent
 from mla_fusion.witness.pair import Pair, relative, squares
 from mla_fusion.witness.side import Side
 
@@ -338,27 +338,28 @@ class _Run:
         """
         side = self._before
         x = [n for n, role in self._leaves.items() if role == "x" and dtype_of(n) in MODEL_FLOATS]
+        products = self._first_products(pair)
         try:
-            found = side.run(drawn, kind, self.binding, wide=True)
+            found = side.run(drawn, kind, self.binding, True, [*pair.of_original, *products])
             exact = pair.original_numbers(found)
             moved = torch.zeros_like(wrong)
-            for changed in (x, self._first_products()):
+            for changed in (x, products):
                 for _ in range(_JITTERS if changed else 0):
                     others = {node: self._jittered(found[node]) for node in changed}
-                    result = side.run(drawn, kind, self.binding, wide=True, others=others)
+                    result = side.run(drawn, kind, self.binding, True, pair.of_original, others)
                     other = pair.original_numbers(result)
                     moved = torch.maximum(moved, squares(exact, other, self._lead)[0])
         except Unrunnable:
             return False
         return bool((wrong[over] <= _OF_ROUNDING**2 * moved[over]).all())
 
-    def _first_products(self) -> list[Node]:
-        """Floats that x and a weight make, and that are made of no such."""
-        side = self._before
+    def _first_products(self, pair: Pair) -> list[Node]:
+        """Floats above the pair that x and a weight make, and that are made of no such."""
         weights = [leaf for leaf, role in self._leaves.items() if role == "weight"]
-        both = side.of_x & dependent(side.nodes, weights)
-        floats = {n for n in both if isinstance(value_of(n), Tensor) and not holds_integers(n)}
-        return [n for n in side.nodes if n in floats and floats.isdisjoint(n.all_input_nodes)]
+        nodes = cone_of(pair.of_original, self._before.leaves)[0]
+        both = self._before.of_x & dependent(nodes, weights)
+        floats = {n for n in both if getattr(value_of(n), "dtype", None) in MODEL_FLOATS}
+        return [n for n in nodes if n in floats and floats.isdisjoint(n.all_input_nodes)]
 
     def _jittered(self, value: Tensor) -> Tensor:
         noise = torch.randn(value.shape, generator=self._generator, dtype=torch.float64)

@@ -87,18 +87,20 @@ class Interpreter:
             (node, *map_aggregate((node.args, node.kwargs), self._literal)) for node in ordered
         ]
 
-    def run(self, given: Mapping[Node, Any], known: dict[Node, Any]) -> dict[Node, Any]:
-        """The values of all nodes, from those of the leaves (and of nodes, which are then not run).
+    def run(
+        self, given: Mapping[Node, Any], known: dict[Node, Any], wanted: Iterable[Node]
+    ) -> dict[Node, Any]:
+        """The values of ``wanted`` and of what they are computed from. Raises ``Unrunnable``.
 
-        Raises ``Unrunnable``.
+        given  values of leaves, and of nodes, which are then not run
         """
-        env = dict(given)
+        env, needed = dict(given), set(cone_of(wanted, given)[0])
         if self._writes:  # other runs read what was drawn too
             env = {node: _copied(value) for node, value in env.items()}
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)  # random nodes of both graphs draw the same
             for node, args, kwargs in self._steps:
-                if node in env:
+                if node in env or (node not in needed and not self._writes):
                     continue
                 keeps = node not in self._changing and not self._writes
                 if keeps and node in known:

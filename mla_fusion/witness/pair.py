@@ -92,12 +92,15 @@ def squares(want: Tensor, got: Tensor, tokens: Collection[int]) -> tuple[Tensor,
     """
     along, count = list[int](), 1
     for axis in reversed(range(want.dim())):
-        if want.shape[axis] not in tokens and count < _ROW:
+        if want.shape[axis] not in tokens and 0 < count < _ROW:
             along.insert(0, axis)
             count *= want.shape[axis]
-    across = [axis for axis in range(want.dim()) if axis not in along]
+    order = [*(axis for axis in range(want.dim()) if axis not in along), *along]
     wide = torch.float64 if want.numel() < 1 << 24 else torch.float32
-    a, b = (value.to(wide).permute(*across, *along).reshape(-1, count) for value in (want, got))
+    a, b = (
+        value.to(wide).permute(order).reshape(count and want.numel() // count, count)
+        for value in (want, got)
+    )
     difference = torch.where(a == b, 0, a - b)  # infinities too
     size = torch.where(a.isinf(), 0, a)
     return difference.square().sum(1).double(), size.square().sum(1).double()

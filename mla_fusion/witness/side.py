@@ -32,7 +32,8 @@ class Side:
         """``stands_for``: of each leaf, itself in the original graph. An attribute stands for the
         one of its name that has a role; another one holds its own tensor.
         """
-        self.nodes, found = cone_of(wanted, stands_for)
+        self._wanted = list(wanted)
+        self.nodes, found = cone_of(self._wanted, stands_for)
         named = {node.target: node for node in roles if node.op == "get_attr"}
         of = {node: stands_for.get(node) or named.get(node.target) for node in found}
         self.leaves = {node: leaf for node, leaf in of.items() if leaf is not None}
@@ -58,9 +59,11 @@ class Side:
         kind: str,
         binding: Binding,
         wide: bool = False,
+        wanted: Iterable[Node] = (),
         others: Mapping[Node, Any] | None = None,
     ) -> dict[Node, Any]:
-        """The values of all nodes. Raises ``Unrunnable``.
+        """The values of ``wanted``, by default all, and of what they are computed from. Raises
+        ``Unrunnable``.
 
         drawn   by leaves of the original graph
         wide    in float64
@@ -69,16 +72,17 @@ class Side:
         given = dict(self._held)
         for node, leaf in self.leaves.items():
             given[node] = drawn[leaf]
-            if node is not leaf and isinstance(drawn[leaf], Tensor):
-                if not same_shape(shape_of(node), shape_of(leaf)):
-                    given[node] = reshaped(drawn[leaf], binding.shape(shape_of(node)))
+            is_tensor = node is not leaf and isinstance(drawn[leaf], Tensor)
+            if is_tensor and not same_shape(shape_of(node), shape_of(leaf)):
+                given[node] = reshaped(drawn[leaf], binding.shape(shape_of(node)))
         if wide:
             given = {node: widened(value) for node, value in given.items()}
         if wide not in self._runs:
             self._runs[wide] = Interpreter(self.nodes, self.of_x, self._changing, binding, wide)
         weights = kind if kind in ("outliers", *WIDE) else ""
         known = self._known.setdefault((wide, weights), {})
-        return self._runs[wide].run({**given, **(others or {})}, known)
+        given.update(others or {})
+        return self._runs[wide].run(given, known, wanted or self._wanted)
 
 
 def _held(node: Node) -> Any:

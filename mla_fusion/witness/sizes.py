@@ -40,16 +40,20 @@ def tokens_of(x: Sequence[Any], binding: Binding) -> int:
 def with_room(
     binding: Binding, x: Sequence[Any], inputs: Iterable[Sequence[Any]], most: int, step: int
 ) -> Binding:
-    """The binding with sizes at which tables and caches (shapes ``inputs``) have a row a token, and
-    ``most`` more; other axes are as long as there are sequences.
+    """The binding with sizes at which tables and caches (shapes ``inputs``) have rows for all
+    tokens, for one sequence along their innermost free axis, and ``most`` more.
     """
-    tokens, own = most + tokens_of(x, binding), _symbols(x)
-    sequences = math.prod(binding.shape(x[:-2]))
+    lead, own = binding.shape(x[:-1]), _symbols(x)
+    tokens = math.prod(lead)
     for shape in inputs:
-        free = [size for size in shape if binding.varies(size) and own.isdisjoint(_symbols([size]))]
-        for size in free:
-            is_last = size is free[-1]
-            binding = binding.roomier(size, *((tokens, step) if is_last else (sequences,)))
+        free = [n for n, size in enumerate(shape) if binding.varies(size)]
+        *outer, last = [n for n in free if own.isdisjoint(_symbols([shape[n]]))] or [None]
+        for n in outer:
+            binding = binding.roomier(shape[n], tokens // lead[-1])
+        if last is not None:
+            beside = math.prod(binding.shape(shape[:last]))
+            least = most + max(lead[-1], -(-tokens // beside))
+            binding = binding.roomier(shape[last], least, step)
     return binding
 
 
