@@ -212,6 +212,10 @@ class Form:
             ((value, coefficient),) = items
             return self.expand(self.scaled(value, number(coefficient)), shape)
         values = [value for value, _ in items]
+        common = items[0][1]
+        if not constant and common != 1 and all(times == common for _, times in items):
+            whole = self.total([(Fraction(1), value) for value in values], 0, dtype)
+            return self.expand(self.scaled(whole, number(common)), shape)
         literal = tuple(coefficient for _, coefficient in items), constant
         own = broadcast(value.shape for value in values)
         return self.expand(self.make("sum", values, literal, own, dtype), shape)

@@ -191,7 +191,8 @@ class Lowering:
         """
         dtype = None if value.active else value.dtype
         found = [self.of(source, dtype) for source in value.sources]
-        if value.op in ("sum", "product", "dot") and _BYTES & set(map(self.b.dtype, found)):
+        dtypes = *map(self.b.dtype, found), *(source.dtype for source in value.sources)
+        if value.op != "join" and not _BYTES.isdisjoint(dtypes):
             raise LookupError(value)
         return found
 

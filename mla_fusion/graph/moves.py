@@ -312,6 +312,8 @@ def _(c: Call, x: Value, index: Value | None = None, dim: int = 0, **options: An
         first = rows.reshape(-1, rows.shape[-1])[0]
         if bool((rows == first).all()) and line is not None:
             return c.form.take(x, dim, first.tolist())
+    if dim == 1 and len(x.shape) == 2:  # some of each row
+        return _of_each_row(c, x, index)
     raise Departs
 
 
@@ -326,6 +328,14 @@ def _of_rows(c: Call, index: Value, dim: int) -> Value | None:
     sizes = (1,) * (len(inner.shape) - len(own.shape)) + own.shape
     is_line = all(size == 1 or at == dim for at, size in enumerate(sizes))
     return c.form.reshape(own, (sizes[dim],)) if is_line else None
+
+
+def _of_each_row(c: Call, x: Value, index: Value) -> Value:
+    rows, size = x.shape
+    inner = Call(c.form, "gather", index.shape, torch.int64)
+    places = c.form.reshape(c.form.count(rows), (rows, 1))
+    flat = inner.sum([(Fraction(size), places), (Fraction(1), c.form.cast(index, torch.int64))])
+    return c.form.gather(c.form.reshape(x, (rows * size,)), 0, flat)
 
 
 @operator("index", "_unsafe_index")
@@ -360,23 +370,31 @@ def flat_index(
 
 
 def written(c: Call, base: Value, axis: int, count: int, index: Value, rows: Any) -> Value:
-    """``base`` with rows at numbers that count through ``count`` axes from ``axis`` on; before them
-    stand axes of size 1.
+    """``base`` with rows at numbers that count through ``count`` axes from ``axis`` on, the same in
+    each entry of the axes before.
     """
     form = c.form
-    if any(size != 1 for size in base.shape[:axis]):
-        raise Departs
-    behind = base.shape[axis + count :]
-    size, width = prod(base.shape[: axis + count]), prod(behind)
+    lead, behind = base.shape[:axis], base.shape[axis + count :]
+    size, width = prod(base.shape[axis : axis + count]), prod(behind)
     rows = c.value(rows)
-    shape = (*[1] * axis, *index.shape, *behind)
-    if axis and len(rows.shape) == len(shape) - axis:
+    shape = (*lead, *index.shape, *behind)
+    if len(rows.shape) == len(shape) - axis and prod(lead) == 1:
         shape = shape[axis:]
     rows = form.expand(rows, shape)
     rows = rows if rows.active else form.cast(rows, base.dtype)
-    total = prod(index.shape)
+    total, entries = prod(index.shape), prod(lead)
     flat = form.reshape(index, (total,))
-    made = form.write(form.reshape(base, (size, width)), flat, form.reshape(rows, (total, width)))
+    if entries > 1:
+        inner = Call(form, "write", (entries, total), torch.int64)
+        first = form.reshape(form.count(entries), (entries, 1))
+        each = form.reshape(form.cast(flat, torch.int64), (1, total))
+        numbers = inner.sum([(Fraction(size), first), (Fraction(1), each)])
+        flat = form.reshape(form.expand(numbers, (entries, total)), (entries * total,))
+    made = form.write(
+        form.reshape(base, (entries * size, width)),
+        flat,
+        form.reshape(rows, (entries * total, width)),
+    )
     return form.reshape(made, base.shape)
 
 

@@ -122,6 +122,8 @@ def _write(graph: Graph, value: Value) -> Write | Obstacle:
     cache, shape, width = nodes[0], base.shape, value.shape[1]
     if len(shape) == 4 and shape[2:] == (1, width):
         return Write(value, cache, shape)
+    if len(shape) == 4 and shape[1] == 1 and shape[3] == width:
+        return Write(value, cache, (shape[0], shape[2], 1, width))
     if len(shape) == 3 and shape[2] == width:
         return Write(value, cache, (*shape[:2], 1, width))
     return Obstacle("cache.shape", f"{cache.name} has shape {list(shape)}")

@@ -87,13 +87,10 @@ def _planned(
         except Departure:
             continue
     caches = placed(graph, proposal, Given(form, held), projections.values)
-    found = _settled(graph, proposal, caches, held)
     if isinstance(caches, InPlace):
-        late = _reads_old_rows(caches, found[1])
-        if late is not None:
-            caches = Staged((late,))
-            found = _settled(graph, proposal, caches, held)
-    claims, whole = found
+        late = _reads_old_rows(graph, proposal, caches, held)
+        caches = caches if late is None else Staged((late,))
+    claims, whole = _settled(graph, proposal, caches, held)
     policy.judge(graph, proposal, _region(graph, proposal, whole))
     return Fused(proposal, caches, compared), claims
 
@@ -107,8 +104,16 @@ def _settled(
     return claims, settled(graph, given, proposal.products, _read(proposal, caches))
 
 
-def _reads_old_rows(caches: InPlace, whole: Settled) -> Obstacle | None:
+def _reads_old_rows(
+    graph: Graph, proposal: Proposal, caches: InPlace, claims: list[Claim]
+) -> Obstacle | None:
     """A node that reads a cache as it was before the call."""
+    try:
+        whole = _settled(graph, proposal, caches, claims)[1]
+    except Departure as departure:
+        if departure.code != "graph.not_functional":
+            raise
+        return Obstacle("cache.old_rows_read", departure.detail)
     for cache in (caches.kv.cache, caches.kr.cache):
         for user in cache.users:
             is_copy = str(user.target).startswith("aten.copy_.") and user.args[0] is cache

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch.fx import Node
 
+from mla_fusion.fx.held import numbers
 from mla_fusion.graph.departure import Departure
 from mla_fusion.graph.form import Value
 from mla_fusion.graph.read import Graph
@@ -38,8 +39,18 @@ def judge(graph: Graph, proposal: Proposal, region: Iterable[Node]) -> None:
         value = proposal.arguments[name]
         if value.op in ("expand", "product") and not value.model:
             raise Departure("norm.gamma_absent", f"{name} is no weight", [value])
-        if not value.active and value.dtype not in (torch.bfloat16,):
+        if not value.active and not _holds_bfloat16(graph, value):
             raise Departure("norm.gamma_dtype", f"{name} is {value.dtype}", [value])
+
+
+def _holds_bfloat16(graph: Graph, value: Value) -> bool:
+    """Are its numbers those of bfloat16, in whatever dtype? Parameters have been looked at."""
+    while value.op in ("reshape", "cast"):
+        value = value.sources[0]
+    if value.dtype == torch.bfloat16:
+        return True
+    known = [numbers(node) for node in graph.nodes.get(value, ()) if node.op == "placeholder"]
+    return bool(known) and all(one is not None and one.bfloat16 for one in known)
 
 
 def _is_statistic(reading: object) -> bool:

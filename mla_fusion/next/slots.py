@@ -24,8 +24,12 @@ def trusted(index: Value) -> list[Value] | None:
 
 
 def _of_blocks(value: Value) -> list[Value] | None:
-    """``table[s // b] * b + s % b``"""
+    """``table[s // b] * b + s % b``; or places of an input in each entry of a batch."""
     terms = dict(zip(value.sources, value.literal[0], strict=True))
+    if len(terms) == 2:
+        (entries, size), (places, one) = sorted(terms.items(), key=lambda term: -term[1])
+        if _unmoved(entries).op == "count" and size > 1 and one == 1:
+            return trusted(places)
     for rows, size in terms.items():
         inner = _unmoved(rows)
         if inner.op != "gather" or size <= 1:

@@ -53,18 +53,16 @@ class Projections:
 
     def __init__(self, graph: Graph) -> None:
         self.graph, self.form = graph, graph.form
-        self.values = [value for value in order(graph.live) if value.active]
-        self.users: dict[Value, list[Value]] = {}
-        for value in self.values:
-            for source in value.sources:
-                self.users.setdefault(source, []).append(value)
+        self.values = [value for value in order(graph.nodes) if value.active]
+        self.users = _users(self.values)
+        read = _users(order(graph.live))  # moves that compose are read no more
         numbers: dict[Value, set[Number]] = {}
         for value in graph.nodes:
             times, rest = self.form.split(value)
             numbers.setdefault(rest, set()).add(times)
         products: dict[Value, list[Projection]] = {}
         for value in filter(is_projection, self.values):
-            found = projection(self.form, value, self.users, numbers)
+            found = projection(self.form, value, read, numbers)
             products.setdefault(value.sources[0], []).append(found)
         self.sites = {rows: Site(self, rows, of_rows) for rows, of_rows in products.items()}
         self._cuts: dict[int, set[int]] = {}
@@ -89,6 +87,14 @@ class Projections:
         is_new = cuts != self._cuts[tokens]
         self._cuts[tokens] = cuts
         return is_new
+
+
+def _users(values: Iterable[Value]) -> dict[Value, list[Value]]:
+    found: dict[Value, list[Value]] = {}
+    for value in values:
+        for source in value.sources:
+            found.setdefault(source, []).append(value)
+    return found
 
 
 def is_projection(value: Value) -> bool:
