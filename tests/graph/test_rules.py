@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import pytest
@@ -68,7 +67,6 @@ def symbolic_lines() -> list[Line]:
     ]
 
 
-@cache
 def traced(is_symbolic: bool) -> Traced:
     """All calls as one graph."""
     seed = int(is_symbolic)
@@ -86,22 +84,20 @@ def traced(is_symbolic: bool) -> Traced:
             found += results
         return found
 
-    mode = FakeTensorMode(
-        shape_env=ShapeEnv(), static_shapes=not is_symbolic, allow_non_fake_inputs=True
-    )
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
 
-    def fake(name: str, tensor: Tensor) -> Tensor:
+    def traceable(name: str, tensor: Tensor) -> Tensor:
         tensor = tensor.float() if tensor.dtype == torch.float64 else tensor
         if not is_symbolic:
-            return mode.from_tensor(tensor)
+            return tensor
         shape = tensors.shapes[name]
         kinds = [DimDynamic.DUCK if one == "T" else DimDynamic.STATIC for one in shape]
         context = StatelessSymbolicContext(dynamic_sizes=kinds)
         return mode.from_tensor(tensor, symbolic_context=context, source=ConstantSource(name))
 
-    fakes = [fake(name, tensor) for name, tensor in tensors.given.items()]
-    with mode, torch.no_grad():
-        gm = make_fx(run, pre_dispatch=True)(*fakes)
+    given = [traceable(name, tensor) for name, tensor in tensors.given.items()]
+    with mode if is_symbolic else nullcontext(), torch.no_grad():
+        gm = make_fx(run, pre_dispatch=True)(*given)
     assert mode.shape_env is not None and not mode.shape_env.replacements  # a symbol is none
     leaves = {}
     for node, name in zip(gm.graph.find_nodes(op="placeholder"), tensors.given, strict=True):
@@ -144,15 +140,18 @@ class Read:
     is_active: bool
 
 
-@cache
-def read(setting: str) -> Read:
-    found = traced(setting == "symbolic")
-    if setting == "beside":
-        found = beside(found)
-    with answers_of_rules() as answers:
-        graph = Graph(found.gm)
-    assert list(graph.symbols.values()) == [SYMBOL] * (setting == "symbolic")
-    return Read(found, graph, answers, Real(found.leaves), setting != "beside")
+@pytest.fixture(scope="module")
+def readings() -> dict[str, Read]:
+    """By setting."""
+    active = traced(is_symbolic=False)
+    graphs = {"active": active, "beside": beside(active), "symbolic": traced(is_symbolic=True)}
+    found = {}
+    for setting, one in graphs.items():
+        with answers_of_rules() as answers:
+            graph = Graph(one.gm)
+        assert list(graph.symbols.values()) == [SYMBOL] * (setting == "symbolic")
+        found[setting] = Read(one, graph, answers, Real(one.leaves), setting != "beside")
+    return found
 
 
 def listed(found: Any) -> list[Any]:
@@ -215,10 +214,9 @@ def assert_is_right(found: Read, line: Line) -> None:
 
 
 @pytest.mark.parametrize("name", sorted({line.operator for line in LINES}))
-def test_an_operator_is_what_torch_computes(name: str) -> None:
+def test_an_operator_is_what_torch_computes(name: str, readings: dict[str, Read]) -> None:
     failures = []
-    for setting in ("active", "beside", "symbolic"):
-        found = read(setting)
+    for setting, found in readings.items():
         for line in found.traced.lines:
             if line.operator == name:
                 try:
@@ -228,6 +226,6 @@ def test_an_operator_is_what_torch_computes(name: str) -> None:
     assert not failures, "\n".join(failures)
 
 
-def test_every_rule_has_a_call() -> None:
-    answers = read("active").answers | read("symbolic").answers
+def test_every_rule_has_a_call(readings: dict[str, Read]) -> None:
+    answers = readings["active"].answers | readings["symbolic"].answers
     assert set(RULES) - answers == set(ELSEWHERE)
