@@ -66,10 +66,10 @@ def called(
         if name in a:
             value = lower.of(a[name])
             is_row = len(a[name].shape) == 1
-            value = b.reshape(value, (1, a[name].shape[0])) if is_row else value
-            options[name] = b.cast(value, torch.float32) if is_row else value
+            value = b.reshape(value, (1, a[name].shape[0])) if is_row else b.contiguous(value)
+            options[name] = _scale(b, value, not is_row)
     if full:
-        options["dequant_scale_x"] = lower.of(a["dequant_scale_x"])
+        options["dequant_scale_x"] = _scale(b, lower.of(a["dequant_scale_x"]), quantised == 3)
     options |= {
         "rmsnorm_epsilon_cq": float(a["rmsnorm_epsilon_cq"]),
         "rmsnorm_epsilon_ckv": float(a["rmsnorm_epsilon_ckv"]),
@@ -97,3 +97,11 @@ def called(
         found[results.kv_rows] = result("kv_cache")
         found[results.kr_rows] = result("kr_cache")
     return found
+
+
+def _scale(b: Builder, value: Any, of_blocks: bool) -> Any:
+    """In float32; of blocks the codes of powers of two."""
+    if not of_blocks:
+        return b.cast(value, torch.float32)
+    is_code = b.dtype(value) == torch.float8_e8m0fnu
+    return value if is_code else b.call(aten.view.dtype, value, torch.float8_e8m0fnu)

@@ -18,6 +18,10 @@ def trusted(index: Value) -> list[Value] | None:
         return [inner]
     if inner.op == "count":
         return []
+    if inner.op == "constant":
+        numbers = inner.literal.tensor.reshape(-1)
+        is_apart = len(numbers.unique()) == len(numbers) and int(numbers.min()) >= 0
+        return [] if is_apart else None
     if inner.op == "sum" and inner.literal[1] == 0:
         return _of_blocks(inner)
     return None
@@ -28,8 +32,9 @@ def _of_blocks(value: Value) -> list[Value] | None:
     terms = dict(zip(value.sources, value.literal[0], strict=True))
     if len(terms) == 2:
         (entries, size), (places, one) = sorted(terms.items(), key=lambda term: -term[1])
-        if _unmoved(entries).op == "count" and size > 1 and one == 1:
-            return trusted(places)
+        of_entries, of_places = trusted(entries), trusted(places)
+        if size > 1 and one == 1 and of_entries is not None and of_places is not None:
+            return [*of_entries, *of_places]
     for rows, size in terms.items():
         inner = _unmoved(rows)
         if inner.op != "gather" or size <= 1:

@@ -113,6 +113,7 @@ class _Joined:
     def __init__(self, projections: Projections, down: Site, up: Site) -> None:
         self.form: Form = projections.form
         self.projections, self.down, self.up = projections, down, up
+        self._step: Value | None = None  # of quantised latents
 
     def proposal(self) -> Proposal:
         form, down, up = self.form, self.down, self.up
@@ -209,7 +210,7 @@ class _Joined:
         if not kind.in_blocks:
             smooth = arguments.get("smooth_scales_cq")
             rows = of_query.value if smooth is None else form.times(of_query.value, smooth)
-            step = quantise.by_row(form, rows, kind)[1]
+            step = self._step = quantise.by_row(form, rows, kind)[1]
         names = [("uq_qr", self.up, up.tolist(), step)]
         if of_x is not None:
             if kind is not of_x:
@@ -284,15 +285,22 @@ class _Joined:
         """The norm of the latents."""
         down, of_others = self.down, set(of_query.columns.tolist())
         error = Departure("norm.absent", f"no {latent} columns of x are normed", down.dots)
+        first: Norm | None = None
         for value, reading in reversed(down.readings.items()):
             if reading.kind == "normed" and len(reading.columns) == latent:
                 columns = reading.columns.tolist()
                 if of_others.isdisjoint(columns) and len(set(columns)) == latent:
                     try:
-                        return solved(down, value, "the latents")
+                        norm = solved(down, value, "the latents")
                     except Departure as departure:
                         error = departure
-        raise error
+                        continue
+                    if norm.gamma.op == "leaf":
+                        return norm
+                    first = first or norm
+        if first is None:
+            raise error
+        return first
 
     # -- rotations
 
@@ -426,12 +434,8 @@ class _Joined:
         yield from self._normed(of_key, "kv_rows", results.kv_rows)
         if self.up.products[0].kind is None:
             yield from self._normed(of_query, "query_norm", results.query_norm)
-        if results.dequant_scale_q_norm is not None and of_query.value is not self.up.rows:
-            before = unquantised(self.form, self.up.rows)
-            form_of = self.up.products[0].kind
-            if before is not None and form_of is not None and not form_of.in_blocks:
-                step = quantise.by_row(self.form, before, form_of)[1]
-                yield Claim("dequant_scale_q_norm", step, results.dequant_scale_q_norm)
+        if results.dequant_scale_q_norm is not None and self._step is not None:
+            yield Claim("dequant_scale_q_norm", self._step, results.dequant_scale_q_norm)
 
     def _normed(self, norm: Norm, part: str, rows: Value) -> Iterator[Claim]:
         """Values that hold normed rows in some order, or without the number in front."""

@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from mla_fusion.fx.kinds import MODEL_FLOATS, holds_integers
+from mla_fusion.fx.kinds import MODEL_FLOATS
 from mla_fusion.fx.sizes import Binding, has_symbols
+from mla_fusion.meta.number_formats import ELEMENTS
 from mla_fusion.operators.known import dtype_of, shape_of, value_of
 from mla_fusion.report.rejection import Refuse
 from mla_fusion.report.report import Figure
 from mla_fusion.witness import sizes
-from mla_fusion.witness.draws import CACHES, KINDS, WIDE, Draws
-from mla_fusion.witness.interpreter import Unrunnable, cone_of, dependent
+from mla_fusion.witness.draws import CACHES, KINDS, WIDE, Draws, changes
 from mla_fusion.witness.pair import Pair, relative, squares
-from mla_fusion.witness.side import Side
+from mla_fusion.witness.side import Side, Unrunnable, cone_of, dependent
 
 # Two bfloat16 evaluations of one prologue differ by 3e-3 to 6e-3 in relative L2 norm (one rounding
 # more or less per step); a swapped pair, a wrong column or a wrong row differs by more than 1e-1.
@@ -38,6 +38,7 @@ _STEP, _JITTERS = 2.0**-8, 4
 _SMALL_CACHE = 1 << 20  # elements up to which a cache is taken as it is
 _LARGEST_CACHE = 1 << 28
 _COSTLY = 256  # tokens from which one draw holds ordinary rows and rows with outliers side by side
+_ONE_BYTE = frozenset((torch.int8, torch.uint8, *ELEMENTS, torch.float8_e8m0fnu))
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,8 @@ class Outcome:
     """What was compared, and how far values are from each other.
 
     verified  "verified", and what was not
-    figures   of each pair: the largest distance of the new value from the original one, and that of
-              both from float64
+    figures   of each part: the largest distance of the new value from the original one, and that of
+              both from float64 in the first draw
     compared  what was run, as text
     tokens    the counts of tokens that were run
     left_out  parts that were not compared
@@ -83,246 +84,199 @@ def compare(
 
     Raises ``Refuse("verify.mismatch")`` where a new value differs by more than roundings can make.
     """
-    given = original.find_nodes(op="placeholder")
-    parts = dict.fromkeys(given, "") | dict.fromkeys(cut, "x") | dict(roles)
-    new = dict(zip(rewritten.graph.find_nodes(op="placeholder"), given, strict=False))
+    inputs = original.find_nodes(op="placeholder")
+    roles = dict.fromkeys(inputs, "") | dict.fromkeys(cut, "x") | dict(roles)
+    new = dict(zip(rewritten.graph.find_nodes(op="placeholder"), inputs, strict=False))
     new |= {copy: node for node, copy in cut.items()}
-    task = _Task(pairs, {node: node for node in (*given, *cut)}, new, parts, rows, block_size, seed)
-    binding = sizes.bound(original) if binding is None else binding
-    failed: Unrunnable | None = None
-    made = list[_Run]()
+    witness = _Witness(pairs, new, roles, rows, block_size, seed)
+    binding, failed = binding or sizes.bound(original), list[Unrunnable]()
     for step in sizes.STEPS:
         try:
-            made.append(task.at(binding, step))
+            first = witness.at(binding, step)
             break
         except Unrunnable as error:
-            failed = failed or error
-    if not made:
-        assert failed is not None
-        raise Refuse("verify.mismatch", str(failed), (failed.node,)) from failed
-    for larger in task.larger(made[0].binding):
+            failed.append(error)
+    else:
+        raise Refuse("verify.mismatch", str(failed[0]), (failed[0].node,)) from failed[0]
+    for larger in sizes.larger(first, witness.x, witness.inputs, witness.most):
         try:
-            made.append(task.at(larger, step))
+            witness.at(larger, step)
             break
         except Unrunnable:  # the model itself does not take so many tokens
             continue
-    return _summed_up(pairs, made)
+    return witness.outcome()
 
 
-def _summed_up(pairs: Sequence[Pair], made: Sequence[_Run]) -> Outcome:
-    worst: dict[Pair, Figure] = {}
-    for run in made:
-        for pair, figure in run.figures.items():
-            known = worst.setdefault(pair, figure)
-            worst[pair] = figure if figure.relative > known.relative else known
-    left_out = tuple(dict.fromkeys(pair.part for pair in pairs if pair not in worst))
-    tokens = tuple(run.tokens for run in made)
-    draws = sum(run.count for run in made)
-    return Outcome(
-        "verified" + (f" except {', '.join(left_out)}" if left_out else ""),
-        tuple(replace(of, float64=made[0].errors.get(pair)) for pair, of in worst.items()),
-        f"compared at T = {' and '.join(map(str, tokens))}, {_plural(draws, 'draw')}, "
-        + _plural(len(worst), "output"),
-        tokens,
-        left_out,
-    )
-
-
-def _plural(count: int, what: str) -> str:
-    return f"{count} {what}" + ("" if count == 1 else "s")
-
-
-@dataclass(frozen=True)
-class _Task:
-    """Two graphs, at any sizes."""
-
-    pairs: Sequence[Pair]
-    original: Mapping[Node, Node]
-    new: Mapping[Node, Node]
-    roles: Mapping[Node, str]
-    rows: Any
-    block_size: Any
-    seed: int
-
-    def sides(self, pairs: Sequence[Pair]) -> tuple[Side, Side]:
-        before = Side([n for p in pairs for n in p.of_original], self.original, self.roles)
-        return before, Side([n for p in pairs for n in p.of_new], self.new, self.roles)
-
-    def leaves(self, sides: Sequence[Side]) -> dict[Node, str]:
-        """Of the original graph, with their roles."""
-        found = dict.fromkeys(leaf for side in sides for leaf in side.leaves.values())
-        return {leaf: self.roles[leaf] for leaf in found}
-
-    def at(self, binding: Binding, step: int) -> _Run:
-        """Compare at these sizes. Raises ``Unrunnable``."""
-        sides = self.sides(self.pairs)
-        leaves = self.leaves(sides)
-        binding = sizes.with_room(binding, _x(leaves), _inputs(leaves), self.most(sides), step)
-        count = {leaf: binding.count_of(leaf) for leaf, role in leaves.items() if role in CACHES}
-        if any(one > _SMALL_CACHE for one in count.values()):
-            try:
-                return _Run(self, self.pairs, binding, fewer=True)
-            except Unrunnable:
-                pass
-        huge = {leaf for leaf, one in count.items() if one > _LARGEST_CACHE}
-        kept = [p for p in self.pairs if huge.isdisjoint(self.leaves(self.sides([p])))]
-        return _Run(self, kept if huge else self.pairs, binding)
-
-    def larger(self, binding: Binding) -> Any:
-        """Bindings with more tokens."""
-        sides = self.sides(self.pairs)
-        leaves = self.leaves(sides)
-        return sizes.larger(binding, _x(leaves), _inputs(leaves), self.most(sides))
-
-    def most(self, sides: Sequence[Side]) -> int:
-        return max(sizes.largest_literal(side.nodes, side.of_x) for side in sides)
-
-
-def _x(leaves: Mapping[Node, str]) -> Sequence[Any]:
-    return next(shape_of(leaf) for leaf, role in leaves.items() if role == "x")
-
-
-def _inputs(leaves: Mapping[Node, str]) -> list[Sequence[Any]]:
-    """Shapes of tables and caches."""
-    tensors = ((leaf, role) for leaf, role in leaves.items() if isinstance(value_of(leaf), Tensor))
-    return [shape_of(leaf) for leaf, role in tensors if role not in ("x", "weight")]
-
-
-class _Run:
-    """Compares all draws at one binding of the sizes.
-
-    figures  the largest of each pair
-    errors   of each pair in the first draw: of the new and of the original value from float64
-    count    how many draws were compared
+class _Witness:
+    """
+    x       the shape of activations
+    inputs  shapes of tables and caches
+    most    no literal that meets a count of tokens is larger
     """
 
     def __init__(
-        self, task: _Task, pairs: Sequence[Pair], binding: Binding, fewer: bool = False
+        self,
+        pairs: Sequence[Pair],
+        new: Mapping[Node, Node],
+        roles: Mapping[Node, str],
+        rows: Any,
+        block_size: Any,
+        seed: int,
     ) -> None:
-        self._pairs, self.binding = pairs, binding
-        self._before, self._after = sides = task.sides(pairs)
-        self._leaves = task.leaves(sides)
-        x = _x(self._leaves)
-        self._lead = set(binding.shape(x[:-1]))
-        self.tokens = math.prod(binding.shape(x[:-1]))
-        self.figures: dict[Pair, Figure] = {}
-        self.errors: dict[Pair, tuple[float, float]] = {}
-        self.count = 0
-        self._generator = torch.Generator().manual_seed(task.seed)
-        self._draws = self._drawn(task, fewer)
-        quantised = any(
-            role == "weight" and dtype_of(leaf).itemsize == 1 for leaf, role in self._leaves.items()
+        self._pairs, self._rows, self._block, self._seed = pairs, rows, block_size, seed
+        self._generator = torch.Generator().manual_seed(seed)
+        x = [leaf for leaf, role in roles.items() if role == "x"]
+        moving = [leaf for leaf, role in roles.items() if changes(leaf, role)]
+        self._sides = [
+            Side([node for pair in pairs for node in pair.nodes[side]], stands_for, x, moving)
+            for side, stands_for in enumerate(({node: node for node in roles}, new))
+        ]
+        self._before, self._after = self._sides
+        found = dict.fromkeys(leaf for side in self._sides for leaf in side.leaves.values())
+        self._leaves = leaves = {leaf: roles[leaf] for leaf in found}
+        self._caches = [leaf for leaf, role in leaves.items() if role in CACHES]
+        self.x = next(shape_of(leaf) for leaf in leaves if roles[leaf] == "x")
+        tensors = [leaf for leaf in leaves if isinstance(value_of(leaf), Tensor)]
+        self.inputs = [shape_of(leaf) for leaf in tensors if roles[leaf] not in ("x", "weight")]
+        self.most = max(sizes.largest_literal(side.nodes, side.of_x) for side in self._sides)
+        nodes = [node for side in self._sides for node in (*side.nodes, *side.leaves)]
+        held = {getattr(value_of(node), "dtype", None) for node in nodes}
+        # float64 rounds numbers of one byte too, and pieces of 32 bytes hold fewer of it
+        self._rounds = not held.isdisjoint(_ONE_BYTE) or any(
+            "PA_NZ" in node.kwargs.values() for node in nodes
         )
-        self._limit = TOLERANCE_QUANTISED if quantised else TOLERANCE
-        self._wide = not (self._before.rounds or self._after.rounds)
-        self._run(x)
+        weights = [dtype_of(leaf) for leaf in tensors if roles[leaf] == "weight"]
+        self._limit = TOLERANCE if _ONE_BYTE.isdisjoint(weights) else TOLERANCE_QUANTISED
+        self._tokens = list[int]()
+        self._count = 0
+        self._figures: dict[Pair, Figure] = {}
 
-    def _drawn(self, task: _Task, fewer: bool) -> Draws:
-        """Draws, of large caches as many blocks as the tokens need, and two."""
-        caches = {
-            leaf: self.binding.shape_of(leaf)
-            for leaf, role in self._leaves.items()
-            if role in CACHES
-        }
-        rows = [math.prod(shape[:-1]) for shape in caches.values()]
-        count = min(rows, default=1) if task.rows is None else self.binding.size(task.rows)
-        size = self.binding.size(task.block_size)
-        if fewer:
-            parts = math.gcd(*(shape[0] for shape in caches.values()))
-            kept = min(parts, -(-(self.tokens + 2 * size) * parts // count))
-            caches = {
-                leaf: (shape[0] // parts * kept, *shape[1:]) for leaf, shape in caches.items()
-            }
-            count = count // parts * kept
-        nodes = self._before.nodes
-        return Draws(self._leaves, nodes, self.binding, caches, count, size, task.seed)
+    def outcome(self) -> Outcome:
+        parts = dict.fromkeys(pair.part for pair in self._pairs if pair not in self._figures)
+        return Outcome(
+            "verified" + (f" except {', '.join(parts)}" if parts else ""),
+            tuple(self._figures.values()),
+            f"compared at T = {' and '.join(map(str, self._tokens))}, "
+            f"{_plural(self._count, 'draw')}, {_plural(len(self._figures), 'output')}",
+            tuple(self._tokens),
+            tuple(parts),
+        )
 
-    def _run(self, x: Sequence[Any]) -> None:
-        is_second = has_symbols(x) and self.tokens >= sizes.MANY
-        failed: Unrunnable | None = None
-        kinds: tuple[str, ...] = KINDS
-        if self.tokens > _COSTLY or is_second:
-            kinds = KINDS[1 : 2 + any(map(holds_integers, self._leaves))]
+    def at(self, binding: Binding, step: int) -> Binding:
+        """Compare at these sizes, or where tables and caches have more rows: the sizes. Raises
+        ``Unrunnable``.
+        """
+        binding = sizes.with_room(binding, self.x, self.inputs, self.most, step)
+        self._lead = binding.shape(self.x[:-1])
+        for side in self._sides:
+            side.bind(binding)
+        count = {leaf: binding.count_of(leaf) for leaf in self._caches}
+        pairs = self._pairs
+        if max(count.values(), default=0) > _SMALL_CACHE:
+            try:
+                self._compare(pairs, binding, math.prod(self._lead))
+                return binding
+            except Unrunnable:
+                huge = {leaf for leaf in self._caches if count[leaf] > _LARGEST_CACHE}
+                leaves = self._before.leaves
+                pairs = [p for p in pairs if huge.isdisjoint(cone_of(p.nodes[0], leaves)[1])]
+        self._compare(pairs, binding, None)
+        return binding
+
+    def _compare(self, pairs: Sequence[Pair], binding: Binding, least: int | None) -> None:
+        """``least``: of large caches so many rows are enough."""
+        tokens = math.prod(self._lead)
+        is_second = has_symbols(self.x) and tokens >= sizes.MANY
+        kinds = KINDS[1:] if tokens > _COSTLY or is_second else KINDS
+        kinds += () if self._rounds or kinds is not KINDS else WIDE
+        draws = Draws(
+            self._leaves, self._before.nodes, binding, self._rows, self._block, least, self._seed
+        )
+        old, new = ([node for pair in pairs for node in pair.nodes[side]] for side in (0, 1))
+        failed, count = list[Unrunnable](), self._count
         for kind in kinds:
+            wide = kind in WIDE
+            drawn = draws.values(kind)
             try:
-                drawn, before = self._original(kind)
+                while True:
+                    try:
+                        before = self._before.run(drawn, _weights(kind), wide, old)
+                        break
+                    except Unrunnable as error:
+                        if not draws.lower(error.node):
+                            raise
+                        drawn = draws.values(kind)
             except Unrunnable as error:  # no model takes all numbers: it may divide by one
-                failed = failed or error
+                failed.append(error)
                 continue
             try:
-                after = self._after.run(drawn, kind, self.binding)
+                after = self._after.run(drawn, _weights(kind), wide, new)
             except Unrunnable as error:
+                if wide:
+                    continue
                 raise Refuse("verify.mismatch", str(error), (error.node,)) from error
-            self._judge(kind, drawn, before, after)
-        if failed is not None and not self.count:
-            raise failed
-        for kind in WIDE if self._wide and kinds is KINDS else ():
-            try:
-                drawn, before = self._original(kind, wide=True)
-                after = self._after.run(drawn, kind, self.binding, wide=True)
-            except Unrunnable:  # not every graph runs in float64
-                continue
-            self._judge(kind, drawn, before, after)
-
-    def _original(self, kind: str, wide: bool = False) -> tuple[dict[Node, Any], dict[Node, Any]]:
-        """What is drawn, and the values of the original graph."""
-        while True:
-            drawn = self._draws.values(kind)
-            try:
-                return drawn, self._before.run(drawn, kind, self.binding, wide)
-            except Unrunnable as error:
-                if not self._draws.lower(error.node):
-                    raise
+            self._judge(pairs, kind, drawn, before, after)
+            self._count += 1
+        if count == self._count:
+            raise failed[0]
+        self._tokens.append(tokens)
 
     def _judge(
-        self, kind: str, drawn: Mapping[Node, Any], before: dict[Node, Any], after: dict[Node, Any]
+        self,
+        pairs: Sequence[Pair],
+        kind: str,
+        drawn: Mapping[Node, Any],
+        before: Mapping[Node, Any],
+        after: Mapping[Node, Any],
     ) -> None:
         """Take the figures of one draw. Raises ``Refuse`` where a value, or one row of it, is out
         of tolerance.
         """
-        numbers = {pair: pair.numbers(before, after) for pair in self._pairs}
-        for pair, (want, got) in numbers.items():
-            where = f"{pair.part} at {pair.before.name}, {kind}"
+        of_all, of_row = (
+            (TOLERANCE_WIDE,) * 2 if kind in WIDE else (self._limit, OF_A_ROW * self._limit)
+        )
+        for pair in pairs:
+            want, got = pair.numbers(before), pair.numbers(after, before)
+            node = pair.nodes[0][0]
+            where = f"{pair.part} at {node.name}, {kind}"
             if want.shape != got.shape:
                 detail = f"{where}: shape {list(got.shape)} in place of {list(want.shape)}"
-                raise Refuse("verify.mismatch", detail, (pair.before,))
+                raise Refuse("verify.mismatch", detail, (node,))
             wrong, size = squares(want, got, self._lead)
             # a row of zeros must be one; NaN stays NaN
             of_rows = torch.where(wrong == 0, 0.0, (wrong / size).sqrt())
             whole, row = relative(wrong, size), float(of_rows.max()) if len(of_rows) else 0.0
-            of_all, of_row = self._limit, OF_A_ROW * self._limit
-            if kind in WIDE:
-                of_all = of_row = TOLERANCE_WIDE
+            # rows over the limit of one row are among those over that of all
             over = ~(of_rows <= (of_row if whole <= of_all else of_all))
-            if bool(over.any()) and not (
-                kind not in WIDE and self._is_rounding(pair, kind, drawn, wrong, over)
-            ):
-                far = f"{row:.3g} in one row" if whole <= of_all else f"{whole:.3g} > {of_all:g}"
-                raise Refuse("verify.mismatch", f"{where}: relative error {far}", (pair.before,))
-            if kind not in WIDE:
-                largest = float((want.double() - got.double()).abs().max()) if len(of_rows) else 0.0
-                figure = Figure(pair.part, whole, largest, want.numel(), row)
-                known = self.figures.setdefault(pair, figure)
-                self.figures[pair] = figure if whole > known.relative else known
-        if self._wide and not self.count:
-            self._take_errors(kind, drawn, numbers)
-        self.count += 1
+            rounding = kind not in WIDE and over.any()
+            if over.any() and not (rounding and self._is_rounding(pair, kind, drawn, wrong, over)):
+                far = (
+                    f"{row:.3g} > {of_row:g} in one row"
+                    if whole <= of_all
+                    else f"{whole:.3g} > {of_all:g}"
+                )
+                raise Refuse("verify.mismatch", f"{where}: relative error {far}", (node,))
+            if kind in WIDE:
+                continue
+            largest = float((want.double() - got.double()).abs().max()) if len(of_rows) else 0.0
+            known = self._figures.get(pair)
+            errors = known.float64 if known else self._errors(pair, kind, drawn, want, got)
+            if known is None or whole > known.relative:
+                known = Figure(pair.part, whole, largest, want.numel(), row)
+            self._figures[pair] = replace(known, float64=errors)
 
-    def _take_errors(
-        self,
-        kind: str,
-        drawn: Mapping[Node, Any],
-        numbers: Mapping[Pair, tuple[Tensor, Tensor]],
-    ) -> None:
+    def _errors(
+        self, pair: Pair, kind: str, drawn: Mapping[Node, Any], want: Tensor, got: Tensor
+    ) -> tuple[float, float] | None:
+        """Of the new and of the original value, against float64 where nothing is quantised."""
         try:
-            found = self._before.run(drawn, kind, self.binding, wide=True)
+            if self._rounds:
+                return None
+            exact = pair.numbers(self._before.run(drawn, _weights(kind), True, pair.nodes[0]))
         except Unrunnable:
-            return
-        for pair, (want, got) in numbers.items():
-            exact = pair.original_numbers(found)
-            if exact.shape == want.shape:
-                of_new, of_old = (relative(*squares(exact, v, self._lead)) for v in (got, want))
-                self.errors[pair] = of_new, of_old
+            return None
+        of_new, of_old = (relative(*squares(exact, one, self._lead)) for one in (got, want))
+        return of_new, of_old
 
     def _is_rounding(
         self, pair: Pair, kind: str, drawn: Mapping[Node, Any], wrong: Tensor, over: Tensor
@@ -336,31 +290,40 @@ class _Run:
         does anything behind it: hence the second place.) What the model itself has lost in the row
         is no measure: it may be all of it, where the model makes much of its own rounding.
         """
-        side = self._before
-        x = [n for n, role in self._leaves.items() if role == "x" and dtype_of(n) in MODEL_FLOATS]
-        products = self._first_products(pair)
+        nodes, leaves = cone_of(pair.nodes[0], self._before.leaves)
+        # floats that x and a weight make, and that are made of no such
+        both = self._before.of_x & dependent(
+            nodes, [n for n in leaves if self._leaves.get(n) == "weight"]
+        )
+        floats = {n for n in both if getattr(value_of(n), "dtype", None) in MODEL_FLOATS}
+        products = [n for n in nodes if n in floats and floats.isdisjoint(n.all_input_nodes)]
+        x = [n for n in leaves if self._leaves.get(n) == "x" and dtype_of(n) in MODEL_FLOATS]
+
+        def run(wanted: Sequence[Node], others: Mapping[Node, Any]) -> dict[Node, Any]:
+            return self._before.run(drawn, _weights(kind), True, wanted, others)
+
+        moved = torch.zeros_like(wrong)
         try:
-            found = side.run(drawn, kind, self.binding, True, [*pair.of_original, *products])
-            exact = pair.original_numbers(found)
-            moved = torch.zeros_like(wrong)
+            found = run([*pair.nodes[0], *products], {})
             for changed in (x, products):
                 for _ in range(_JITTERS if changed else 0):
                     others = {node: self._jittered(found[node]) for node in changed}
-                    result = side.run(drawn, kind, self.binding, True, pair.of_original, others)
-                    other = pair.original_numbers(result)
-                    moved = torch.maximum(moved, squares(exact, other, self._lead)[0])
+                    other = pair.numbers(run(pair.nodes[0], others))
+                    distance, _ = squares(pair.numbers(found), other, self._lead)
+                    moved = torch.maximum(moved, distance)
         except Unrunnable:
             return False
         return bool((wrong[over] <= _OF_ROUNDING**2 * moved[over]).all())
 
-    def _first_products(self, pair: Pair) -> list[Node]:
-        """Floats above the pair that x and a weight make, and that are made of no such."""
-        weights = [leaf for leaf, role in self._leaves.items() if role == "weight"]
-        nodes = cone_of(pair.of_original, self._before.leaves)[0]
-        both = self._before.of_x & dependent(nodes, weights)
-        floats = {n for n in both if getattr(value_of(n), "dtype", None) in MODEL_FLOATS}
-        return [n for n in nodes if n in floats and floats.isdisjoint(n.all_input_nodes)]
-
     def _jittered(self, value: Tensor) -> Tensor:
         noise = torch.randn(value.shape, generator=self._generator, dtype=torch.float64)
         return value * (1 + _STEP * noise)
+
+
+def _weights(kind: str) -> str:
+    """Which weights a draw has."""
+    return kind if kind in ("outliers", *WIDE) else ""
+
+
+def _plural(count: int, what: str) -> str:
+    return f"{count} {what}" + ("" if count == 1 else "s")

@@ -8,8 +8,8 @@ outliers      some channels of x, of every other row, are up to ten thousand tim
               so that latents have them behind a norm too; flags are true
 edges         integers lie at the ends of what they may be, around literals of the graph (a modulus
               m: residues m - 1, 0 and 1), and where floats of two bytes round; flags are false
-small, large  for float64 where nothing is quantised: rows of x, and of tables, span forty decades.
-              In large, norm weights are 1e20 times as large: so do values behind a norm
+small, large  for float64 where nothing is quantised: rows of x span forty decades. In large, norm
+              weights are 1e20 times as large: so do values behind a norm
 
 Weights are drawn twice, tables (with zeros) and caches once, all else for each draw.
 
@@ -34,23 +34,22 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Node
 
-from mla_fusion.fx.kinds import MODEL_FLOATS, holds_integers, is_float, word
+from mla_fusion.fx.kinds import MODEL_FLOATS, holds_integers, word
 from mla_fusion.fx.sizes import Binding
-from mla_fusion.operators.known import shape_of, value_of
+from mla_fusion.operators.known import dtype_of, value_of
 from mla_fusion.reference import hifloat8
-from mla_fusion.witness.interpreter import Unrunnable, widened
+from mla_fusion.witness.side import Unrunnable, cone_of
 
 KINDS = ("normal", "outliers", "edges")
 WIDE = ("small", "large")
 CACHES = ("cache", "tiles", "halves")
-CHANGING = frozenset(("x", "token_scale", "slots", "block", "place", "positions", "sequences"))
 _ROWS = ("slots", "block", "place", "positions", "sequences", "table")
 _DECADES = 20
 _HIGHEST = 100_000  # of an integer: far beyond what bfloat16 and int16 count exactly
@@ -58,20 +57,32 @@ _ROUNDED = (255, 257, 511, 513, 2047, 2049, 4095, 4097)  # by bfloat16, and by f
 _INT8 = 40  # standard deviation of drawn int8 values
 _OF_ONE = 127  # the e8m0 code of 1
 _FLOORS = ("clamp", "clamp_min", "maximum")
+_OF_POOL = {  # normal numbers, and numbers near 1, as what a role has
+    "weight": lambda pool, near: (pool / 32).bfloat16(),  # what a wider weight holds too
+    "gamma": lambda pool, near: (1 + pool / 8).bfloat16(),
+    "scale": lambda pool, near: near / 32,
+    "token_scale": lambda pool, near: near,
+    "cache_scale": lambda pool, near: near * _INT8,
+    "inverse": lambda pool, near: near / _INT8,
+    "one_scale": lambda pool, near: (near / _INT8).bfloat16().float(),
+    "one_inverse": lambda pool, near: (near / _INT8).bfloat16().float().reciprocal(),
+    "one_offset": lambda pool, near: (pool * _INT8).round(),
+    "tiles": lambda pool, near: pool * 0,  # among any bytes some are no numbers
+}
 
 
-def changes(node: Node, role: str) -> bool:
+def changes(leaf: Node, role: str) -> bool:
     """Is the leaf drawn anew for each draw?"""
-    return role in CHANGING or (role == "" and holds_integers(node))
+    return role in ("x", "token_scale", *_ROWS) or (role == "" and holds_integers(leaf))
 
 
 class Draws:
     """Draws the leaves of one comparison at one binding.
 
-    rows, block_size  of the caches: what slots count
     leaves            the role of each
     nodes             what is computed from them
-    shapes            of leaves that are drawn smaller than the graph says
+    rows, block_size  of the caches: what slots count
+    least             of large caches as many blocks are drawn as hold so many rows; None: all
     """
 
     def __init__(
@@ -79,163 +90,134 @@ class Draws:
         leaves: Mapping[Node, str],
         nodes: Sequence[Node],
         binding: Binding,
-        shapes: Mapping[Node, tuple[int, ...]],
-        rows: int,
-        block_size: int,
+        rows: Any,
+        block_size: Any,
+        least: int | None,
         seed: int,
     ) -> None:
-        self.leaves, self._binding, self._shapes = leaves, binding, shapes
-        self._rows, self._block = rows, block_size
+        self._leaves, self._binding = leaves, binding
+        tensors = [leaf for leaf in leaves if isinstance(value_of(leaf), Tensor)]
+        self._shapes = {leaf: binding.shape_of(leaf) for leaf in tensors}
+        caches = {leaf: self._shapes[leaf] for leaf in tensors if leaves[leaf] in CACHES}
+        whole = min((math.prod(shape[:-1]) for shape in caches.values()), default=1)
+        self._rows = whole if rows is None else binding.size(rows)
+        self._block = binding.size(block_size)
+        if least is not None:
+            parts = math.gcd(*(shape[0] for shape in caches.values()))
+            kept = min(parts, -(-(least + 2 * self._block) * parts // self._rows))
+            for leaf, (first, *rest) in caches.items():
+                self._shapes[leaf] = first * kept // parts, *rest
+            self._rows = self._rows * kept // parts
         self._generator = torch.Generator().manual_seed(seed)
         # of prime length: no period lines up with a row
         self._pool = torch.randn(65537, generator=self._generator)
-        self._places = {node: 4099 * number for number, node in enumerate(leaves)}
-        self._highest = dict.fromkeys(leaves, _HIGHEST)
-        self._fixed: dict[tuple[Node, bool], Any] = {}
+        self._places = {leaf: 4099 * number for number, leaf in enumerate(leaves)}
+        self._highest = {leaf: _HIGHEST for leaf, role in leaves.items() if role == ""}
+        self._fixed: dict[tuple[Node, bool], Tensor] = {}
         literals = {abs(arg) for node in nodes for arg in node.args if type(arg) is int}
-        around = ((edge - 1, edge, edge + 1, 2 * edge - 1) for edge in sorted(literals) if edge > 1)
-        self._edges = list(dict.fromkeys([*itertools.chain(*around), *_ROUNDED]))
+        around = ((m - 1, m, m + 1, 2 * m - 1) for m in sorted(literals) if m > 1)
+        self._edges = [*itertools.chain(*around), *_ROUNDED]
         floors = any(word(node) in _FLOORS and not holds_integers(node) for node in nodes)
         self._least = 0 if floors else -_DECADES
-        is_int8 = any(
-            role == "weight" and node.meta["val"].dtype == torch.int8
-            for node, role in leaves.items()
-        )
+        roles = {role: leaf for leaf, role in leaves.items()}
+        is_int8 = "weight" in roles and dtype_of(roles["weight"]) == torch.int8
         self._element = _INT8 if is_int8 else 1
-        self._is_quantised = not {"scale", "token_scale", "tiles"}.isdisjoint(leaves.values())
-        sizes = {role: self._shape(node) for node, role in leaves.items() if role in _ROWS}
+        self._is_quantised = not {"scale", "token_scale", "tiles"}.isdisjoint(roles)
         # how many blocks a sequence has, and whether there are more tokens than places in a block
-        self._table = (
-            sizes.get("table", (1,))[-1],
-            math.prod(sizes.get("positions", ())) > block_size,
-        )
+        self._blocks, tokens = 1, 1
+        if "table" in roles:
+            self._blocks = self._shapes[roles["table"]][-1]
+        if "positions" in roles:
+            tokens = math.prod(self._shapes[roles["positions"]])
+        self._crowded = tokens > self._block
 
     def values(self, kind: str) -> dict[Node, Any]:
         """A value for each leaf. Raises ``Unrunnable`` where there are more tokens than rows."""
         slots = torch.randperm(self._rows, generator=self._generator)
-        if kind != "outliers" and self._rows > 1:  # the first and the last, in turns
-            ends = [0, self._rows - 1][:: -1 if kind == "edges" else 1]
-            inner = slots[(slots != 0) & (slots != self._rows - 1)]
-            slots = torch.cat([torch.tensor(ends), inner])
-        return {
-            node: self._row_numbers(node, role, slots)
-            if role in _ROWS
-            else self._value(node, role, kind)
-            for node, role in self.leaves.items()
-        }
+        if kind != "outliers":  # the first and the last, in turns
+            ends = torch.tensor([0, self._rows - 1] if kind == "normal" else [self._rows - 1, 0])
+            slots = torch.cat([ends, slots[~torch.isin(slots, ends)]])[: self._rows]
+        return {leaf: self._value(leaf, role, kind, slots) for leaf, role in self._leaves.items()}
 
     def lower(self, failed: Node) -> bool:
-        """After ``failed`` did not run: draw the integers that it reads lower from now on, to the
-        next smaller size of what it reads. False where they are as low as they can be.
+        """After ``failed`` did not run: draw the integers above it lower from now on, to the next
+        smaller size of what it reads. False where they are as low as they can be.
         """
-        above, stack = set[Node](), [failed]
-        while stack:
-            for read in stack.pop().all_input_nodes:
-                if read not in above and holds_integers(read):
-                    above.add(read)
-                    stack += () if read in self.leaves else (read,)
         read = [node for node in failed.all_input_nodes if isinstance(value_of(node), Tensor)]
         sizes = [size - 1 for node in read for size in self._binding.shape_of(node)]
         lowered = False
-        for leaf in above & self.leaves.keys():
+        for leaf in self._highest.keys() & cone_of([failed], ())[1]:
             highest = self._highest[leaf]
-            if self.leaves[leaf] == "" and highest > 0:
-                lower = (size for size in sizes if size < highest)
-                self._highest[leaf] = max([highest // 4, *lower])
-                lowered = True
+            self._highest[leaf] = max([highest // 4, *(size for size in sizes if size < highest)])
+            lowered |= highest > 0 and holds_integers(leaf)
         return lowered
 
-    def _shape(self, node: Node) -> tuple[int, ...]:
-        return self._shapes.get(node) or self._binding.shape(shape_of(node))
-
-    def _value(self, node: Node, role: str, kind: str) -> Any:
-        value = value_of(node)
-        if not isinstance(value, Tensor):
-            return value
-        if changes(node, role):
-            return self._drawn(node, role, kind)
-        large = role == "weight" and kind == "outliers"
-        if (node, large) not in self._fixed:
-            self._fixed[node, large] = self._drawn(node, role, kind)
-        found = self._fixed[node, large]
-        if kind not in WIDE:
-            return found
-        found = widened(found)
-        if role == "gamma" and kind == "large":
-            return found * 10.0**_DECADES
-        if role == "" and is_float(found.dtype) and found.dim():
-            rows = found.shape[:-1] if found.dim() > 1 else found.shape
-            decades = self._decades(math.prod(rows), kind).reshape(rows)
-            return found * (decades if found.dim() == 1 else decades.unsqueeze(-1))
-        return found
-
-    def _drawn(self, node: Node, role: str, kind: str) -> Tensor:
-        shape, dtype = self._shape(node), value_of(node).dtype
+    def _value(self, leaf: Node, role: str, kind: str, slots: Tensor) -> Any:
+        if leaf not in self._shapes:
+            return value_of(leaf)
+        shape, dtype = self._shapes[leaf], dtype_of(leaf)
+        if role in _ROWS:
+            found = self._row_numbers(role, math.prod(shape), slots)
+            if math.prod(shape) > len(found):
+                raise Unrunnable(leaf, f"{len(found)} rows are fewer than tokens")
+            return found[: math.prod(shape)].reshape(shape).to(dtype)
         if role == "x":
             return self._tokens(shape, dtype, kind)
-        if dtype == torch.bool or (role == "" and holds_integers(node) and dtype.itemsize > 1):
-            return self._integers(shape, dtype, kind, self._highest[node])
-        drawn = self._numbers(node, shape, dtype, role)
-        if role == "weight" and kind == "outliers" and dtype in MODEL_FLOATS:
-            for axis in {0, len(shape) - 1}:
-                for place, factor in ((shape[axis] // 3, 60), (shape[axis] // 2, 15)):
-                    drawn.select(axis, place).mul_(factor)
-        return drawn
+        if dtype == torch.bool:
+            random = torch.rand(shape, generator=self._generator) < 0.5
+            return random if kind == "normal" and shape else torch.full(shape, kind == "outliers")
+        if role == "" and holds_integers(leaf) and dtype.itemsize > 1:
+            return self._integers(shape, dtype, kind, self._highest[leaf])
+        large = role == "weight" and kind == "outliers"
+        known = leaf, large
+        if known not in self._fixed or role == "token_scale":
+            self._fixed[known] = self._numbers(shape, dtype, role, self._places[leaf])
+            for axis in {0, len(shape) - 1} if large and dtype in MODEL_FLOATS else ():
+                self._fixed[known].select(axis, shape[axis] // 3).mul_(60)
+                self._fixed[known].select(axis, shape[axis] // 2).mul_(15)
+        found = self._fixed[known]
+        return found.double() * 10.0**_DECADES if (role, kind) == ("gamma", "large") else found
 
-    def _numbers(self, node: Node, shape: tuple[int, ...], dtype: torch.dtype, role: str) -> Tensor:
-        pool, start = self._pool, self._places[node]
-        near_one = 1 + pool.clamp(-4, 4) / 8
-        if role == "tiles":  # of any bytes, some are no numbers
-            return torch.zeros(shape, dtype=dtype)
-        if role.startswith("one_"):
-            return self._one(start, role).to(dtype).expand(shape).contiguous()
+    def _numbers(self, shape: tuple[int, ...], dtype: torch.dtype, role: str, start: int) -> Tensor:
+        pool = self._pool
+        if role in _OF_POOL:
+            pool = _OF_POOL[role](pool, 1 + pool.clamp(-4, 4) / 8)
         if role in ("scale", "token_scale"):
-            pool = near_one / (self._element * (32 if role == "scale" else 1))
+            pool = pool / self._element
             if dtype.itemsize == 1:
-                pool = pool.log2().round() + _OF_ONE
+                pool = (pool.log2().round() + _OF_ONE).to(torch.uint8).view(dtype)
         elif dtype.itemsize == 1:
             pool = _as_elements(pool, dtype)
-        elif role == "weight":
-            pool = (pool / 32).bfloat16()  # what a wider weight holds too
-        elif role in ("cache_scale", "inverse"):
-            pool = near_one * (_INT8 if role == "cache_scale" else 1 / _INT8)
-        elif role == "gamma":
-            pool = (1 + pool / 8).bfloat16()
         if dtype.is_complex:
-            parts = [_repeated(pool, shape, start + shift) for shift in (0, 17)]
-            return torch.complex(*parts).to(dtype)
-        codes = dtype == torch.float8_e8m0fnu
-        drawn = _repeated(
-            pool.to(torch.uint8).view(dtype) if codes else pool.to(dtype), shape, start
-        )
-        if (role == "" and drawn.dim() > 1) or (role == "scale" and dtype.itemsize > 1):
-            drawn.view(-1)[3::61] = 0  # a sine is 0 at position 0
+            pool = torch.complex(pool, pool.roll(17))
+        if role.startswith("one_"):
+            pool = pool[start % len(pool)]
+            return pool.to(dtype).expand(shape).contiguous()
+        count = math.prod(shape)
+        start = start % len(pool) & ~15  # pairs, read as complex numbers, start at an even place
+        drawn = pool.to(dtype).repeat((count + start) // len(pool) + 1)[start : start + count]
+        if role in ("", "scale") and dtype.itemsize > 1:
+            drawn[3::61] = 0  # a sine is 0 at position 0
+        drawn = drawn.reshape(shape)
         return drawn[..., :1].expand(shape).contiguous() if role == "halves" else drawn
-
-    def _one(self, start: int, role: str) -> Tensor:
-        """What a vector repeats: an offset, or a scale that bfloat16 holds, or the reciprocal of
-        one.
-        """
-        number = self._pool[start % len(self._pool)].clamp(-3, 3)
-        if role == "one_offset":
-            return (_INT8 * number).round()
-        scale = ((1 + number / 8) / _INT8).bfloat16().float()
-        return scale.reciprocal() if role == "one_inverse" else scale
 
     def _tokens(self, shape: tuple[int, ...], dtype: torch.dtype, kind: str) -> Tensor:
         tokens, width = math.prod(shape[:-1]), shape[-1]
         x = torch.randn((tokens, width), generator=self._generator)
+        order = torch.randperm(tokens, generator=self._generator)
         if dtype.itemsize == 1:
             return _as_elements(x, dtype).reshape(shape)
         if kind in WIDE:
-            return (x * self._decades(tokens, kind).unsqueeze(1)).reshape(shape)
+            sizes = torch.logspace(self._least, _DECADES, tokens + 2, dtype=torch.float64)
+            sizes = sizes[:-2] if kind == "small" else sizes[2:]
+            return (x * sizes[order].unsqueeze(1)).reshape(shape)
         if kind == "normal":
             sizes = torch.logspace(-3.5, 1, tokens) if tokens > 1 else torch.tensor([1e-3])
-            x = x * sizes[torch.randperm(tokens, generator=self._generator)].unsqueeze(1)
+            x = x * sizes[order].unsqueeze(1)
         if kind == "outliers":
             channels = torch.randperm(width, generator=self._generator)[: max(2, width // 100)]
-            x[::2, channels] *= 10 ** (2 + 2 * self._uniform((1, len(channels))))
-            x = x * (self._uniform(x.shape) > 0.1)
+            x[::2, channels] *= torch.logspace(2, 4, len(channels))
+            x[torch.rand(x.shape, generator=self._generator) < 0.1] = 0
             if tokens > 1 and not self._is_quantised:  # a row's scale of 0 would divide 0 by 0
                 x[tokens // 2] = 0
         return x.to(dtype).reshape(shape)
@@ -243,54 +225,32 @@ class Draws:
     def _integers(
         self, shape: tuple[int, ...], dtype: torch.dtype, kind: str, highest: int
     ) -> Tensor:
-        if dtype == torch.bool:
-            if kind not in ("outliers", "edges") and shape:
-                return self._uniform(shape) < 0.5
-            return torch.full(shape, kind == "outliers")
         limit = min(highest, torch.iinfo(dtype).max)
         low = limit // 2 if kind == "edges" else 0
         flat = torch.randint(low, limit + 1, (math.prod(shape),), generator=self._generator)
-        ends = {"outliers": (0, 0), "edges": (limit, 0)}.get(kind, (0, limit))
-        if len(flat) == 1:
-            flat[0] = min(1, limit) if kind in ("normal", *WIDE) else ends[0]
-        elif len(flat):
-            edges = [edge for edge in self._edges if edge <= limit] if kind == "edges" else []
-            for place, edge in zip(range(1, len(flat), 2), itertools.cycle(edges), strict=False):
-                flat[place] = edge
-            flat[0], flat[-1] = ends
+        edges = [edge for edge in self._edges if edge <= limit] if kind == "edges" else []
+        for place, edge in zip(range(1, len(flat), 2), itertools.cycle(edges), strict=False):
+            flat[place] = edge
+        flat[-1:] = 0 if kind == "outliers" else limit
+        lone = len(flat) == 1 and kind != "outliers"
+        flat[:1] = limit if kind == "edges" else min(lone, limit)
         return flat.reshape(shape).to(dtype)
 
-    def _row_numbers(self, node: Node, role: str, slots: Tensor) -> Tensor:
+    def _row_numbers(self, role: str, count: int, slots: Tensor) -> Tensor:
         """``slots``: all rows, in the order of this draw."""
-        shape, size = self._shape(node), self._block
-        count, blocks = math.prod(shape), self._rows // size
-        every = slots[slots < blocks]
-        width, crowded = self._table
+        size, blocks = self._block, self._blocks
+        every = slots[slots < self._rows // size]
         if role == "table":
-            of_row = torch.arange(count) // width
-            found = every[(torch.arange(count) + (0 if crowded else of_row)) % width % blocks]
-        elif role == "sequences":
-            found = every
-        elif role == "positions" and not crowded:  # their places are distinct, whatever the block
+            numbers = torch.arange(count)
+            shift = 0 if self._crowded else numbers // blocks
+            return every[(numbers + shift) % blocks % len(every)]
+        if role == "positions" and self._crowded:
+            return slots[slots < size * min(blocks, len(every))]
+        if role == "positions":  # their places are distinct, whatever the block
             found = slots[slots < size]
-            found = found + size * (slots[: len(found)] % width)
-        elif role == "positions":
-            found = slots[slots < size * min(width, blocks)]
-        else:
-            found = {"block": slots // size, "place": slots % size}.get(role, slots)
-        if count > len(found):
-            raise Unrunnable(node, f"{count} tokens have {len(found)} rows to lie in")
-        return found[:count].reshape(shape).to(node.meta["val"].dtype)
-
-    def _uniform(self, shape: Sequence[int]) -> Tensor:
-        return torch.rand(shape, generator=self._generator)
-
-    def _decades(self, count: int, kind: str) -> Tensor:
-        """Scales over all decades, in any order."""
-        scales = torch.logspace(self._least, _DECADES, count, dtype=torch.float64)
-        if count == 1 and kind == "large":
-            return scales.fill_(10.0**_DECADES)
-        return scales[torch.randperm(count, generator=self._generator)]
+            return found + size * (slots[: len(found)] % blocks)
+        named = {"block": slots // size, "place": slots % size, "sequences": every}
+        return named.get(role, slots)
 
 
 def _as_elements(numbers: Tensor, dtype: torch.dtype) -> Tensor:
@@ -298,11 +258,3 @@ def _as_elements(numbers: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype == torch.int8:
         return (_INT8 * numbers).clamp(-127, 127).to(dtype)
     return hifloat8.encode(numbers) if dtype == torch.uint8 else numbers.to(dtype)
-
-
-def _repeated(pool: Tensor, shape: Iterable[int], offset: int) -> Tensor:
-    shape = tuple(shape)
-    size = math.prod(shape)
-    # pairs are read as complex numbers where they start at an even place
-    start = offset % len(pool) & ~15
-    return pool.repeat((size + start) // len(pool) + 1)[start : start + size].reshape(shape)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,10 +25,10 @@ class Pair:
 
     part    for messages: "query", "kv_cache"
     form    "": numbers as they are. "hifloat8": bytes of that format. "powers": e8m0 scales, which
-            may differ by one step where ``scales`` of another pair make up for it. "tiles": rows of
+            may differ by one step where another pair has them for ``scales``. "tiles": rows of
             tiles. "halves": the new value has the rotated halves side by side that the original one
             interleaves
-    scales  by which the numbers of both are multiplied first, one for each run of elements
+    scales  by which the numbers of both are multiplied, one for each run of elements
     """
 
     part: str
@@ -38,33 +38,19 @@ class Pair:
     scales: tuple[Node, Node] | None = None
 
     @property
-    def of_original(self) -> list[Node]:
-        return [self.before, *(self.scales or ())[:1]]
-
-    @property
-    def of_new(self) -> list[Node]:
-        return [self.after, *(self.scales or ())[1:]]
+    def nodes(self) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
+        """What is read, of the original and of the rewritten graph."""
+        before, after = ((), ()) if self.scales is None else ((n,) for n in self.scales)
+        return (self.before, *before), (self.after, *after)
 
     def numbers(
-        self, original: Mapping[Node, Any], new: Mapping[Node, Any]
-    ) -> tuple[Tensor, Tensor]:
-        """What both stand for, from the values of both graphs."""
-        want, got = (
-            self.original_numbers(original),
-            self._numbers(map(new.__getitem__, self.of_new)),
-        )
-        if self.form == "halves":
-            got = got.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
-        if self.form == "powers":
-            steps = got / want
-            got = torch.where((steps >= 0.5) & (steps <= 2), want, got)
-        return want, got.reshape(want.shape) if got.numel() == want.numel() else got
-
-    def original_numbers(self, original: Mapping[Node, Any]) -> Tensor:
-        return self._numbers(map(original.__getitem__, self.of_original))
-
-    def _numbers(self, held: Iterable[Tensor]) -> Tensor:
-        value, *scales = held
+        self, values: Mapping[Node, Any], of_original: Mapping[Node, Any] | None = None
+    ) -> Tensor:
+        """What the original value stands for; with ``of_original``, what the new one does, to be
+        compared with the original one of these values.
+        """
+        is_new = of_original is not None
+        value, *scales = (values[node] for node in self.nodes[is_new])
         if self.form == "hifloat8":
             value = hifloat8.decode(value)
         elif self.form == "powers":
@@ -78,7 +64,15 @@ class Pair:
             scale = _powers(scale) if scale.element_size() == 1 else scale
             scale = scale.reshape(*value.shape[:-1], -1)
             value = value * scale.repeat_interleave(value.shape[-1] // scale.shape[-1], -1)
-        return torch.view_as_real(value) if value.is_complex() else value
+        value = torch.view_as_real(value) if value.is_complex() else value
+        if of_original is None:
+            return value
+        want = self.numbers(of_original)
+        if self.form == "halves":
+            value = value.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+        if self.form == "powers":
+            value = torch.where((value / want - 1.25).abs() <= 0.75, want, value)
+        return value.reshape(want.shape) if value.numel() == want.numel() else value
 
 
 def _powers(scale: Tensor) -> Tensor:

@@ -1,90 +1,160 @@
-"""What pairs need of one of the two graphs, and how it runs on what was drawn."""
+"""Runs what pairs need of one of the two graphs: raw nodes on CPU tensors, as torch runs them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Node
+from torch.fx.node import map_aggregate, map_arg
 
-from mla_fusion.fx.kinds import attribute
-from mla_fusion.fx.sizes import Binding, same_shape
-from mla_fusion.meta.number_formats import ELEMENTS
-from mla_fusion.operators.known import shape_of, value_of
-from mla_fusion.witness.draws import WIDE, changes
-from mla_fusion.witness.interpreter import Interpreter, cone_of, dependent, reshaped, widened
+from mla_fusion.fx.kinds import attribute, filled_with, is_float
+from mla_fusion.fx.sizes import Binding, is_size, is_symbolic
+from mla_fusion.operators.known import value_of
 
-_ONE_BYTE = frozenset((torch.int8, torch.uint8, *ELEMENTS, torch.float8_e8m0fnu))
+aten = torch.ops.aten
+_RESHAPES = (
+    aten.view.default,
+    aten.view_copy.default,
+    aten._unsafe_view.default,
+    aten.reshape.default,
+    aten._reshape_alias.default,
+)
+
+
+class Unrunnable(Exception):
+    """``node`` does not run on the drawn values."""
+
+    def __init__(self, node: Node, reason: object) -> None:
+        super().__init__(f"{node.name} does not run on CPU: {reason}")
+        self.node = node
+
+
+def cone_of(wanted: Iterable[Node], leaves: Collection[Node]) -> tuple[list[Node], list[Node]]:
+    """The nodes from which ``wanted`` are computed, in the order of the graph, and the leaves among
+    what they read: nodes of ``leaves``, inputs of the graph, attributes.
+    """
+    inside, outside, stack = set[Node](), set[Node](), list(wanted)
+    while stack:
+        node = stack.pop()
+        if node in leaves or node.op in ("placeholder", "get_attr"):
+            outside.add(node)
+        elif node not in inside and not is_size(node):
+            inside.add(node)
+            stack += node.all_input_nodes
+    return sorted(inside), sorted(outside)
+
+
+def dependent(nodes: Iterable[Node], on: Iterable[Node]) -> set[Node]:
+    """``on``, and those of ``nodes`` (in order) that are computed from them."""
+    found = set(on)
+    for node in nodes:
+        if not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
 
 
 class Side:
     """
     nodes   from leaves to what is wanted, in order
     leaves  what is drawn, and for which leaf of the original graph
-    of_x    nodes and leaves that are x, or computed from it
     """
 
-    def __init__(
-        self, wanted: Iterable[Node], stands_for: Mapping[Node, Node], roles: Mapping[Node, str]
-    ) -> None:
+    def __init__(self, wanted: Iterable[Node], stands_for: Mapping[Node, Node]) -> None:
         """``stands_for``: of each leaf, itself in the original graph. An attribute stands for the
-        one of its name that has a role; another one holds its own tensor.
+        one of its name there; another one holds its own tensor.
         """
-        self._wanted = list(wanted)
-        self.nodes, found = cone_of(self._wanted, stands_for)
-        named = {node.target: node for node in roles if node.op == "get_attr"}
+        self.nodes, found = cone_of(wanted, stands_for)
+        named = {leaf.target: leaf for leaf in stands_for.values() if leaf.op == "get_attr"}
         of = {node: stands_for.get(node) or named.get(node.target) for node in found}
         self.leaves = {node: leaf for node, leaf in of.items() if leaf is not None}
         self._held = {node: _held(node) for node, leaf in of.items() if leaf is None}
-        self.of_x = self._above(lambda leaf: roles[leaf] == "x")
-        self._changing = self._above(lambda leaf: changes(leaf, roles[leaf]))
-        self._runs: dict[bool, Interpreter] = {}
-        self._known: dict[tuple[bool, str], dict[Node, Any]] = {}
-
-    def _above(self, is_such: Any) -> set[Node]:
-        return dependent(self.nodes, [node for node, leaf in self.leaves.items() if is_such(leaf)])
-
-    @property
-    def rounds(self) -> bool:
-        """Does it hold numbers of one byte, which float64 rounds too, or pieces of 32 bytes?"""
-        values = (value_of(node) for node in (*self.leaves, *self.nodes))
-        held = any(isinstance(one, Tensor) and one.dtype in _ONE_BYTE for one in values)
-        return held or any("PA_NZ" in node.kwargs.values() for node in self.nodes)
 
     def run(
         self,
-        drawn: Mapping[Node, Any],
-        kind: str,
         binding: Binding,
-        wide: bool = False,
-        wanted: Iterable[Node] = (),
-        others: Mapping[Node, Any] | None = None,
+        drawn: Mapping[Node, Any],
+        wide: bool,
+        wanted: Iterable[Node],
+        others: Mapping[Node, Any],
     ) -> dict[Node, Any]:
-        """The values of ``wanted``, by default all, and of what they are computed from. Raises
-        ``Unrunnable``.
+        """The values of ``wanted`` and of what they are computed from. Raises ``Unrunnable``.
 
         drawn   by leaves of the original graph
-        wide    in float64
+        wide    in float64, so that casts among floats do nothing
         others  values of leaves and nodes that are not as drawn or computed
         """
-        given = dict(self._held)
+        env = dict(self._held)
         for node, leaf in self.leaves.items():
-            given[node] = drawn[leaf]
-            is_tensor = node is not leaf and isinstance(drawn[leaf], Tensor)
-            if is_tensor and not same_shape(shape_of(node), shape_of(leaf)):
-                given[node] = reshaped(drawn[leaf], binding.shape(shape_of(node)))
+            env[node] = value = drawn[leaf]
+            if isinstance(value, Tensor):
+                # a cache may have another shape in the rewritten graph, and nodes may write it
+                env[node] = _reshape(value, binding.shape_of(node)).clone()
         if wide:
-            given = {node: widened(value) for node, value in given.items()}
-        if wide not in self._runs:
-            self._runs[wide] = Interpreter(self.nodes, self.of_x, self._changing, binding, wide)
-        weights = kind if kind in ("outliers", *WIDE) else ""
-        known = self._known.setdefault((wide, weights), {})
-        given.update(others or {})
-        return self._runs[wide].run(given, known, wanted or self._wanted)
+            env = {node: _widened(value) for node, value in env.items()}
+        env |= others
+
+        def literal(value: Any) -> Any:
+            """An argument as a CPU takes it."""
+            if isinstance(value, Node):
+                meaning = value_of(value)
+                if is_symbolic(meaning):
+                    return binding.number(meaning)
+                return meaning if isinstance(meaning, (int, float)) else value
+            if isinstance(value, torch.device):
+                return torch.device("cpu")
+            return _wide(value) if wide and isinstance(value, torch.dtype) else value
+
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)  # random nodes of both graphs draw the same
+            for node in cone_of(wanted, env)[0]:
+                try:
+                    given = map_aggregate((node.args, node.kwargs), literal)
+                    args, kwargs = map_arg(given, env.__getitem__)
+                    # strides on a CPU may be others than the graph's
+                    call: Any = _reshape if node.target in _RESHAPES else node.target
+                    result = call(*args, **kwargs)
+                except Exception as error:  # any operator may refuse a value
+                    raise Unrunnable(node, error) from error
+                env[node] = _as_recorded(node, result, wide)
+        return env
+
+
+def _as_recorded(node: Node, result: Any, wide: bool) -> Any:
+    if not isinstance(result, Tensor):
+        several = wide and isinstance(result, (tuple, list))
+        return list(map(_widened, result)) if several else result
+    filling = filled_with(node)
+    if filling is not None and math.isnan(filling):  # memory that nothing was written to
+        result = torch.full_like(result, filling if is_float(result.dtype) else -1)
+    if wide:
+        return _widened(result)
+    # torch's default dtype may be another one by now
+    return result.to(node.meta["val"].dtype) if is_float(result.dtype) else result
 
 
 def _held(node: Node) -> Any:
     value = attribute(node)
     return value.detach().cpu() if isinstance(value, Tensor) else value
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """float64 or complex128 for a float of more than one byte: bytes are read by their format."""
+    if dtype.itemsize == 1 or not is_float(dtype):
+        return dtype
+    return torch.complex128 if dtype.is_complex else torch.float64
+
+
+def _widened(value: Any) -> Any:
+    return value.to(_wide(value.dtype)) if isinstance(value, Tensor) else value
+
+
+def _reshape(value: Tensor, sizes: Sequence[int], *_: Any) -> Tensor:
+    """A cache may have fewer blocks than the graph says: the first axis takes what there is."""
+    if value.numel() < math.prod(sizes):
+        first = next(place for place, size in enumerate(sizes) if size > 1)
+        sizes = [-1 if place == first else size for place, size in enumerate(sizes)]
+    return value.reshape(sizes)

@@ -33,10 +33,6 @@ def bound(graph: Graph) -> Binding:
     return binding
 
 
-def tokens_of(x: Sequence[Any], binding: Binding) -> int:
-    return math.prod(binding.shape(x[:-1]))
-
-
 def with_room(
     binding: Binding, x: Sequence[Any], inputs: Iterable[Sequence[Any]], most: int, step: int
 ) -> Binding:
@@ -60,28 +56,20 @@ def with_room(
 def larger(
     binding: Binding, x: Sequence[Any], inputs: Iterable[Sequence[Any]], most: int
 ) -> Iterator[Binding]:
-    """Bindings with more tokens, the first of which should run; the model may take fewer alone.
+    """Bindings with more tokens along the last symbolic axis of x: the first should run, but the
+    model may take fewer alone.
 
     most  literals that meet a count are no larger
     """
-    *outer, last = [size for size in x[:-1] if binding.varies(size)] or [None]
-    if last is None:
-        return
-    starts = [binding]
-    if outer:
-        other = binding
-        for size in outer:
-            other = other.raised(size, other.size(size) + 2)
-        starts.insert(0, other)
+    last = next((size for size in reversed(x[:-1]) if binding.varies(size)), 0)
+    others = math.prod(binding.shape(x[:-1])) // (binding.size(last) or 1)
+    wanted = max(-(-MANY // others), _FEWEST, most + 2)
     static = {size for shape in inputs for size in shape if isinstance(size, int)}
-    for start in starts:
-        others = tokens_of(x, start) // start.size(last)
-        wanted = max(-(-MANY // others), _FEWEST, most + 2)
-        fewer = {*static, *(wanted * part // 8 for part in range(1, 8))}
-        for least in (wanted, *sorted((size for size in fewer if size < wanted), reverse=True)):
-            found = start.raised(last, least)
-            if found is not start:
-                yield found
+    fewer = {size for size in (*static, *range(wanted // 8, wanted, wanted // 8)) if size < wanted}
+    for least in (wanted, *sorted(fewer, reverse=True)):
+        found = binding.raised(last, least)
+        if found is not binding:
+            yield found
 
 
 def largest_literal(nodes: Iterable[Node], of_x: Collection[Node]) -> int:
