@@ -181,6 +181,8 @@ class Site:
             return False
         if prod(value.shape) > _LARGE * max(1, self.tokens):
             return False
+        if value.op == "dot":  # with what is cached: attention
+            return all(one in seen or not one.active for one in value.sources)
         return value.op != "sum" or not self._is_residual(value)
 
     def _is_residual(self, value: Value) -> bool:
@@ -200,7 +202,7 @@ class Site:
     def readings(self) -> dict[Value, Reading]:
         """What probes say of each Value; once for cones of one structure."""
         values = [value for value in self.layouts if self._is_wanted(value)]
-        key = digest(values, self.dots)
+        key = digest(values, [*self.dots, *self._others(values)])
         known = self.projections.probed.get(key)
         if known is None:
             known = self.projections.probed[key] = list(self._probed(values))
@@ -209,6 +211,15 @@ class Site:
             for value, reading in zip(values, known, strict=True)
             if reading is not None
         }
+
+    def _others(self, values: list[Value]) -> list[Value]:
+        """Activations beside these products, in order: drawn, whatever they are made of."""
+        found = dict[Value, None]()
+        for value in values:
+            for source in value.sources:
+                if source.active and source not in self.layouts:
+                    found[source] = None
+        return list(found)
 
     def reading_of(self, value: Value) -> Reading | None:
         """Of a Value that need not be in the cone."""

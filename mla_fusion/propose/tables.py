@@ -62,6 +62,8 @@ def _beside(site: Site) -> Iterator[tuple[Value, Layout]]:
 def _of_operand(value: Value, source: Value, layout: Layout) -> Layout:
     if value.op != "dot":
         return broadcast_to(layout, source)
+    if source is value.sources[0]:
+        return (*layout[:-1], plain(source.shape[-1]))
     size = plain(source.shape[-2])
     return (*layout[: len(source.shape) - 2], size, layout[-1])
 
