@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,13 +12,12 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from mla_fusion.fx.kinds import MODEL_FLOATS
-from mla_fusion.fx.sizes import Binding, has_symbols
-from mla_fusion.meta.number_formats import ELEMENTS
+from mla_fusion.fx.sizes import Binding
 from mla_fusion.operators.known import dtype_of, shape_of, value_of
 from mla_fusion.report.rejection import Refuse
 from mla_fusion.report.report import Figure
 from mla_fusion.witness import sizes
-from mla_fusion.witness.draws import CACHES, KINDS, WIDE, Draws, changes
+from mla_fusion.witness.draws import CACHES, KINDS, WIDE, Draws
 from mla_fusion.witness.pair import Pair, relative, squares
 from mla_fusion.witness.side import Side, Unrunnable, cone_of, dependent
 
@@ -38,7 +37,7 @@ _STEP, _JITTERS = 2.0**-8, 4
 _SMALL_CACHE = 1 << 20  # elements up to which a cache is taken as it is
 _LARGEST_CACHE = 1 << 28
 _COSTLY = 256  # tokens from which one draw holds ordinary rows and rows with outliers side by side
-_ONE_BYTE = frozenset((torch.int8, torch.uint8, *ELEMENTS, torch.float8_e8m0fnu))
+Values = Mapping[Node, Any]
 
 
 @dataclass(frozen=True)
@@ -88,19 +87,15 @@ def compare(
     roles = dict.fromkeys(inputs, "") | dict.fromkeys(cut, "x") | dict(roles)
     new = dict(zip(rewritten.graph.find_nodes(op="placeholder"), inputs, strict=False))
     new |= {copy: node for node, copy in cut.items()}
-    witness = _Witness(pairs, new, roles, rows, block_size, seed)
-    binding, failed = binding or sizes.bound(original), list[Unrunnable]()
-    for step in sizes.STEPS:
+    witness = _Witness(pairs, new, roles, (rows, block_size, seed))
+    binding = binding or sizes.bound(original)
+    try:
+        witness.at(binding)
+    except Unrunnable as error:
+        raise Refuse("verify.mismatch", str(error), (error.node,)) from error
+    for larger in sizes.larger(binding, witness.x, witness.most):
         try:
-            first = witness.at(binding, step)
-            break
-        except Unrunnable as error:
-            failed.append(error)
-    else:
-        raise Refuse("verify.mismatch", str(failed[0]), (failed[0].node,)) from failed[0]
-    for larger in sizes.larger(first, witness.x, witness.inputs, witness.most):
-        try:
-            witness.at(larger, step)
+            witness.at(larger)
             break
         except Unrunnable:  # the model itself does not take so many tokens
             continue
@@ -119,36 +114,31 @@ class _Witness:
         pairs: Sequence[Pair],
         new: Mapping[Node, Node],
         roles: Mapping[Node, str],
-        rows: Any,
-        block_size: Any,
-        seed: int,
+        given: tuple[Any, Any, int],
     ) -> None:
-        self._pairs, self._rows, self._block, self._seed = pairs, rows, block_size, seed
-        self._generator = torch.Generator().manual_seed(seed)
-        x = [leaf for leaf, role in roles.items() if role == "x"]
-        moving = [leaf for leaf, role in roles.items() if changes(leaf, role)]
-        self._sides = [
-            Side([node for pair in pairs for node in pair.nodes[side]], stands_for, x, moving)
+        """``given``: rows, block_size and seed."""
+        self._pairs, self._given = pairs, given
+        self._before, self._after = sides = [
+            Side([node for pair in pairs for node in pair.nodes[side]], stands_for)
             for side, stands_for in enumerate(({node: node for node in roles}, new))
         ]
-        self._before, self._after = self._sides
-        found = dict.fromkeys(leaf for side in self._sides for leaf in side.leaves.values())
-        self._leaves = leaves = {leaf: roles[leaf] for leaf in found}
-        self._caches = [leaf for leaf, role in leaves.items() if role in CACHES]
-        self.x = next(shape_of(leaf) for leaf in leaves if roles[leaf] == "x")
-        tensors = [leaf for leaf in leaves if isinstance(value_of(leaf), Tensor)]
+        found = dict.fromkeys(leaf for side in sides for leaf in side.leaves.values())
+        self._roles = roles = {leaf: roles[leaf] for leaf in found}
+        self._generator = torch.Generator().manual_seed(given[-1])
+        self._caches = [leaf for leaf, role in roles.items() if role in CACHES]
+        tensors = [leaf for leaf in roles if isinstance(value_of(leaf), Tensor)]
+        x = [leaf for leaf in tensors if roles[leaf] == "x"]
+        self.x = shape_of(x[0])
+        self._of_x = dependent(self._before.nodes, x)
         self.inputs = [shape_of(leaf) for leaf in tensors if roles[leaf] not in ("x", "weight")]
-        self.most = max(sizes.largest_literal(side.nodes, side.of_x) for side in self._sides)
-        nodes = [node for side in self._sides for node in (*side.nodes, *side.leaves)]
-        held = {getattr(value_of(node), "dtype", None) for node in nodes}
+        self.most = sizes.largest_literal(self._before.nodes, self._of_x)
+        nodes = [node for side in sides for node in (*side.nodes, *side.leaves)]
         # float64 rounds numbers of one byte too, and pieces of 32 bytes hold fewer of it
-        self._rounds = not held.isdisjoint(_ONE_BYTE) or any(
-            "PA_NZ" in node.kwargs.values() for node in nodes
-        )
-        weights = [dtype_of(leaf) for leaf in tensors if roles[leaf] == "weight"]
-        self._limit = TOLERANCE if _ONE_BYTE.isdisjoint(weights) else TOLERANCE_QUANTISED
-        self._tokens = list[int]()
-        self._count = 0
+        in_pieces = any("PA_NZ" in node.kwargs.values() for node in nodes)
+        self._rounds = in_pieces or any(map(_is_byte, nodes))
+        quantised = any(roles[leaf] == "weight" and _is_byte(leaf) for leaf in roles)
+        self._limit = TOLERANCE_QUANTISED if quantised else TOLERANCE
+        self._tokens, self._count = list[int](), 0
         self._figures: dict[Pair, Figure] = {}
 
     def outcome(self) -> Outcome:
@@ -157,130 +147,110 @@ class _Witness:
             "verified" + (f" except {', '.join(parts)}" if parts else ""),
             tuple(self._figures.values()),
             f"compared at T = {' and '.join(map(str, self._tokens))}, "
-            f"{_plural(self._count, 'draw')}, {_plural(len(self._figures), 'output')}",
+            f"draws: {self._count}, outputs: {len(self._figures)}",
             tuple(self._tokens),
             tuple(parts),
         )
 
-    def at(self, binding: Binding, step: int) -> Binding:
-        """Compare at these sizes, or where tables and caches have more rows: the sizes. Raises
+    def at(self, binding: Binding) -> None:
+        """Compare at these sizes, or where tables and caches have more rows. Raises
         ``Unrunnable``.
         """
-        binding = sizes.with_room(binding, self.x, self.inputs, self.most, step)
+        self._binding = binding = sizes.with_room(binding, self.x, self.inputs, self.most)
         self._lead = binding.shape(self.x[:-1])
-        for side in self._sides:
-            side.bind(binding)
-        count = {leaf: binding.count_of(leaf) for leaf in self._caches}
         pairs = self._pairs
-        if max(count.values(), default=0) > _SMALL_CACHE:
+        large = [leaf for leaf in self._caches if binding.count_of(leaf) > _SMALL_CACHE]
+        if large:
             try:
-                self._compare(pairs, binding, math.prod(self._lead))
-                return binding
+                return self._compare(pairs, math.prod(self._lead))
             except Unrunnable:
-                huge = {leaf for leaf in self._caches if count[leaf] > _LARGEST_CACHE}
-                leaves = self._before.leaves
-                pairs = [p for p in pairs if huge.isdisjoint(cone_of(p.nodes[0], leaves)[1])]
-        self._compare(pairs, binding, None)
-        return binding
+                huge = {leaf for leaf in large if binding.count_of(leaf) > _LARGEST_CACHE}
+                pairs = [p for p in pairs if huge.isdisjoint(cone_of(p.nodes[0], self._roles)[1])]
+        return self._compare(pairs)
 
-    def _compare(self, pairs: Sequence[Pair], binding: Binding, least: int | None) -> None:
-        """``least``: of large caches so many rows are enough."""
-        tokens = math.prod(self._lead)
-        is_second = has_symbols(self.x) and tokens >= sizes.MANY
-        kinds = KINDS[1:] if tokens > _COSTLY or is_second else KINDS
+    def _compare(self, pairs: Sequence[Pair], least: int = 0) -> None:
+        """``least``: of large caches so many rows are enough; 0: all."""
+        tokens, count, nodes = math.prod(self._lead), self._count, self._before.nodes
+        kinds = KINDS[1:] if self._tokens or tokens > _COSTLY else KINDS
         kinds += () if self._rounds or kinds is not KINDS else WIDE
-        draws = Draws(
-            self._leaves, self._before.nodes, binding, self._rows, self._block, least, self._seed
-        )
+        draws = Draws(self._roles, nodes, self._binding, *self._given, least)
         old, new = ([node for pair in pairs for node in pair.nodes[side]] for side in (0, 1))
-        failed, count = list[Unrunnable](), self._count
+        failed = list[Unrunnable]()
         for kind in kinds:
-            wide = kind in WIDE
-            drawn = draws.values(kind)
-            try:
-                while True:
-                    try:
-                        before = self._before.run(drawn, _weights(kind), wide, old)
+            before = None
+            while before is None:
+                drawn = draws.values(kind)
+                try:
+                    before = self._before.run(self._binding, drawn, kind in WIDE, old)
+                except Unrunnable as error:
+                    if not draws.lower(error.node):
+                        failed.append(error)
                         break
-                    except Unrunnable as error:
-                        if not draws.lower(error.node):
-                            raise
-                        drawn = draws.values(kind)
-            except Unrunnable as error:  # no model takes all numbers: it may divide by one
-                failed.append(error)
+            if before is None:  # no model takes all numbers: it may divide by one
                 continue
             try:
-                after = self._after.run(drawn, _weights(kind), wide, new)
+                after = self._after.run(self._binding, drawn, kind in WIDE, new)
             except Unrunnable as error:
-                if wide:
+                if kind in WIDE:
                     continue
                 raise Refuse("verify.mismatch", str(error), (error.node,)) from error
-            self._judge(pairs, kind, drawn, before, after)
+            for pair in pairs:
+                self._judge(pair, kind, drawn, before, after)
             self._count += 1
         if count == self._count:
             raise failed[0]
         self._tokens.append(tokens)
 
-    def _judge(
-        self,
-        pairs: Sequence[Pair],
-        kind: str,
-        drawn: Mapping[Node, Any],
-        before: Mapping[Node, Any],
-        after: Mapping[Node, Any],
-    ) -> None:
-        """Take the figures of one draw. Raises ``Refuse`` where a value, or one row of it, is out
-        of tolerance.
-        """
-        of_all, of_row = (
-            (TOLERANCE_WIDE,) * 2 if kind in WIDE else (self._limit, OF_A_ROW * self._limit)
-        )
-        for pair in pairs:
-            want, got = pair.numbers(before), pair.numbers(after, before)
-            node = pair.nodes[0][0]
-            where = f"{pair.part} at {node.name}, {kind}"
-            if want.shape != got.shape:
-                detail = f"{where}: shape {list(got.shape)} in place of {list(want.shape)}"
-                raise Refuse("verify.mismatch", detail, (node,))
-            wrong, size = squares(want, got, self._lead)
-            # a row of zeros must be one; NaN stays NaN
-            of_rows = torch.where(wrong == 0, 0.0, (wrong / size).sqrt())
-            whole, row = relative(wrong, size), float(of_rows.max()) if len(of_rows) else 0.0
-            # rows over the limit of one row are among those over that of all
-            over = ~(of_rows <= (of_row if whole <= of_all else of_all))
-            rounding = kind not in WIDE and over.any()
-            if over.any() and not (rounding and self._is_rounding(pair, kind, drawn, wrong, over)):
-                far = (
-                    f"{row:.3g} > {of_row:g} in one row"
-                    if whole <= of_all
-                    else f"{whole:.3g} > {of_all:g}"
-                )
-                raise Refuse("verify.mismatch", f"{where}: relative error {far}", (node,))
-            if kind in WIDE:
-                continue
-            largest = float((want.double() - got.double()).abs().max()) if len(of_rows) else 0.0
-            known = self._figures.get(pair)
-            errors = known.float64 if known else self._errors(pair, kind, drawn, want, got)
-            if known is None or whole > known.relative:
-                known = Figure(pair.part, whole, largest, want.numel(), row)
-            self._figures[pair] = replace(known, float64=errors)
-
-    def _errors(
-        self, pair: Pair, kind: str, drawn: Mapping[Node, Any], want: Tensor, got: Tensor
-    ) -> tuple[float, float] | None:
-        """Of the new and of the original value, against float64 where nothing is quantised."""
+    def _in_float64(self, drawn: Values, wanted: Iterable[Node], others: Any = None) -> Any:
+        """Values of the original graph, others being so; None where it does not run."""
         try:
-            if self._rounds:
-                return None
-            exact = pair.numbers(self._before.run(drawn, _weights(kind), True, pair.nodes[0]))
+            return self._before.run(self._binding, drawn, True, wanted, others)
         except Unrunnable:
             return None
+
+    def _judge(self, pair: Pair, kind: str, drawn: Values, before: Values, after: Values) -> None:
+        """Take the figure of one draw. Raises ``Refuse`` where a value, or one row of it, is out of
+        tolerance.
+        """
+        want, got = pair.numbers(before), pair.numbers(after, before)
+        where = f"{pair.part} at {pair.before.name}, {kind}"
+        if want.shape != got.shape:
+            detail = f"{where}: shape {list(got.shape)} in place of {list(want.shape)}"
+            raise Refuse("verify.mismatch", detail, (pair.before,))
+        wrong, size = squares(want, got, self._lead)
+        # a row of zeros must be one; NaN stays NaN
+        of_rows = torch.where(wrong == 0, 0.0, (wrong / size).sqrt())
+        whole, row = relative(wrong, size), float(of_rows.max()) if len(of_rows) else 0.0
+        is_wide = kind in WIDE
+        of_all = TOLERANCE_WIDE if is_wide else self._limit
+        # rows over the limit of one row are among those over that of all
+        is_over = not whole <= of_all
+        limit = of_all * (1 if is_over or is_wide else OF_A_ROW)
+        over = ~(of_rows <= limit)
+        if over.any() and (is_wide or not self._is_rounding(pair, drawn, wrong, over)):
+            far = f"{whole if is_over else row:.3g} > {limit:g}" + " in one row" * (not is_over)
+            raise Refuse("verify.mismatch", f"{where}: relative error {far}", (pair.before,))
+        if is_wide:
+            return
+        largest = float((want.double() - got.double()).abs().max()) if len(of_rows) else 0.0
+        known = self._figures.get(pair)
+        errors = known.float64 if known else self._errors(pair, drawn, want, got)
+        if known is None or whole > known.relative:
+            known = Figure(pair.part, whole, largest, want.numel(), row)
+        self._figures[pair] = replace(known, float64=errors)
+
+    def _errors(
+        self, pair: Pair, drawn: Values, want: Tensor, got: Tensor
+    ) -> tuple[float, float] | None:
+        """Of the new and of the original value, where nothing is quantised."""
+        found = None if self._rounds else self._in_float64(drawn, pair.nodes[0])
+        if found is None:
+            return None
+        exact = pair.numbers(found)
         of_new, of_old = (relative(*squares(exact, one, self._lead)) for one in (got, want))
         return of_new, of_old
 
-    def _is_rounding(
-        self, pair: Pair, kind: str, drawn: Mapping[Node, Any], wrong: Tensor, over: Tensor
-    ) -> bool:
+    def _is_rounding(self, pair: Pair, drawn: Values, wrong: Tensor, over: Tensor) -> bool:
         """Do these rows differ by no more than rounding can do to them, which is much where terms
         cancel?
 
@@ -290,29 +260,20 @@ class _Witness:
         does anything behind it: hence the second place.) What the model itself has lost in the row
         is no measure: it may be all of it, where the model makes much of its own rounding.
         """
-        nodes, leaves = cone_of(pair.nodes[0], self._before.leaves)
-        # floats that x and a weight make, and that are made of no such
-        both = self._before.of_x & dependent(
-            nodes, [n for n in leaves if self._leaves.get(n) == "weight"]
-        )
+        nodes, leaves = cone_of(pair.nodes[0], self._roles)
+        weights = (leaf for leaf in leaves if self._roles.get(leaf) == "weight")
+        both = self._of_x & dependent(nodes, weights)
         floats = {n for n in both if getattr(value_of(n), "dtype", None) in MODEL_FLOATS}
         products = [n for n in nodes if n in floats and floats.isdisjoint(n.all_input_nodes)]
-        x = [n for n in leaves if self._leaves.get(n) == "x" and dtype_of(n) in MODEL_FLOATS]
-
-        def run(wanted: Sequence[Node], others: Mapping[Node, Any]) -> dict[Node, Any]:
-            return self._before.run(drawn, _weights(kind), True, wanted, others)
-
-        moved = torch.zeros_like(wrong)
-        try:
-            found = run([*pair.nodes[0], *products], {})
-            for changed in (x, products):
-                for _ in range(_JITTERS if changed else 0):
-                    others = {node: self._jittered(found[node]) for node in changed}
-                    other = pair.numbers(run(pair.nodes[0], others))
-                    distance, _ = squares(pair.numbers(found), other, self._lead)
-                    moved = torch.maximum(moved, distance)
-        except Unrunnable:
+        x = [n for n in leaves if n in self._of_x and dtype_of(n) in MODEL_FLOATS]
+        found = self._in_float64(drawn, [*pair.nodes[0], *products])
+        if found is None:
             return False
+        exact, moved = pair.numbers(found), torch.zeros_like(wrong)
+        for changed in (x, products) * _JITTERS:
+            others = {node: self._jittered(found[node]) for node in changed}
+            other = self._in_float64(drawn, pair.nodes[0], others) or found
+            moved = torch.maximum(moved, squares(exact, pair.numbers(other), self._lead)[0])
         return bool((wrong[over] <= _OF_ROUNDING**2 * moved[over]).all())
 
     def _jittered(self, value: Tensor) -> Tensor:
@@ -320,10 +281,6 @@ class _Witness:
         return value * (1 + _STEP * noise)
 
 
-def _weights(kind: str) -> str:
-    """Which weights a draw has."""
-    return kind if kind in ("outliers", *WIDE) else ""
-
-
-def _plural(count: int, what: str) -> str:
-    return f"{count} {what}" + ("" if count == 1 else "s")
+def _is_byte(node: Node) -> bool:
+    dtype = getattr(value_of(node), "dtype", torch.bool)
+    return dtype != torch.bool and dtype.itemsize == 1

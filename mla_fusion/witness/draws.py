@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -57,23 +57,18 @@ _ROUNDED = (255, 257, 511, 513, 2047, 2049, 4095, 4097)  # by bfloat16, and by f
 _INT8 = 40  # standard deviation of drawn int8 values
 _OF_ONE = 127  # the e8m0 code of 1
 _FLOORS = ("clamp", "clamp_min", "maximum")
-_OF_POOL = {  # normal numbers, and numbers near 1, as what a role has
-    "weight": lambda pool, near: (pool / 32).bfloat16(),  # what a wider weight holds too
-    "gamma": lambda pool, near: (1 + pool / 8).bfloat16(),
-    "scale": lambda pool, near: near / 32,
-    "token_scale": lambda pool, near: near,
-    "cache_scale": lambda pool, near: near * _INT8,
-    "inverse": lambda pool, near: near / _INT8,
-    "one_scale": lambda pool, near: (near / _INT8).bfloat16().float(),
-    "one_inverse": lambda pool, near: (near / _INT8).bfloat16().float().reciprocal(),
-    "one_offset": lambda pool, near: (pool * _INT8).round(),
-    "tiles": lambda pool, near: pool * 0,  # among any bytes some are no numbers
+_NUMBERS = {  # of a role: whether its numbers are near 1 or around 0, and times what
+    "weight": (False, 1 / 32),
+    "gamma": (True, 1),
+    "scale": (True, 1 / 32),
+    "token_scale": (True, 1),
+    "cache_scale": (True, _INT8),
+    "inverse": (True, _INT8),
+    "one_scale": (True, 1 / _INT8),
+    "one_inverse": (True, 1 / _INT8),
+    "one_offset": (False, _INT8),
+    "tiles": (False, 0),  # among any bytes some are no numbers
 }
-
-
-def changes(leaf: Node, role: str) -> bool:
-    """Is the leaf drawn anew for each draw?"""
-    return role in ("x", "token_scale", *_ROWS) or (role == "" and holds_integers(leaf))
 
 
 class Draws:
@@ -82,27 +77,28 @@ class Draws:
     leaves            the role of each
     nodes             what is computed from them
     rows, block_size  of the caches: what slots count
-    least             of large caches as many blocks are drawn as hold so many rows; None: all
+    least             of large caches as many blocks are drawn as hold so many rows; 0: all
     """
 
     def __init__(
         self,
         leaves: Mapping[Node, str],
-        nodes: Sequence[Node],
+        nodes: Iterable[Node],
         binding: Binding,
         rows: Any,
         block_size: Any,
-        least: int | None,
         seed: int,
+        least: int,
     ) -> None:
         self._leaves, self._binding = leaves, binding
-        tensors = [leaf for leaf in leaves if isinstance(value_of(leaf), Tensor)]
-        self._shapes = {leaf: binding.shape_of(leaf) for leaf in tensors}
-        caches = {leaf: self._shapes[leaf] for leaf in tensors if leaves[leaf] in CACHES}
+        self._shapes = {
+            leaf: binding.shape_of(leaf) for leaf in leaves if isinstance(value_of(leaf), Tensor)
+        }
+        caches = {leaf: shape for leaf, shape in self._shapes.items() if leaves[leaf] in CACHES}
         whole = min((math.prod(shape[:-1]) for shape in caches.values()), default=1)
         self._rows = whole if rows is None else binding.size(rows)
         self._block = binding.size(block_size)
-        if least is not None:
+        if least:
             parts = math.gcd(*(shape[0] for shape in caches.values()))
             kept = min(parts, -(-(least + 2 * self._block) * parts // self._rows))
             for leaf, (first, *rest) in caches.items():
@@ -111,46 +107,40 @@ class Draws:
         self._generator = torch.Generator().manual_seed(seed)
         # of prime length: no period lines up with a row
         self._pool = torch.randn(65537, generator=self._generator)
-        self._places = {leaf: 4099 * number for number, leaf in enumerate(leaves)}
-        self._highest = {leaf: _HIGHEST for leaf, role in leaves.items() if role == ""}
+        self._highest: dict[Node, int] = {}
         self._fixed: dict[tuple[Node, bool], Tensor] = {}
         literals = {abs(arg) for node in nodes for arg in node.args if type(arg) is int}
         around = ((m - 1, m, m + 1, 2 * m - 1) for m in sorted(literals) if m > 1)
         self._edges = [*itertools.chain(*around), *_ROUNDED]
         floors = any(word(node) in _FLOORS and not holds_integers(node) for node in nodes)
         self._least = 0 if floors else -_DECADES
-        roles = {role: leaf for leaf, role in leaves.items()}
-        is_int8 = "weight" in roles and dtype_of(roles["weight"]) == torch.int8
+        of = {role: leaf for leaf, role in leaves.items()}
+        is_int8 = "weight" in of and dtype_of(of["weight"]) == torch.int8
         self._element = _INT8 if is_int8 else 1
-        self._is_quantised = not {"scale", "token_scale", "tiles"}.isdisjoint(roles)
+        self._is_quantised = not {"scale", "token_scale", "tiles"}.isdisjoint(of)
         # how many blocks a sequence has, and whether there are more tokens than places in a block
-        self._blocks, tokens = 1, 1
-        if "table" in roles:
-            self._blocks = self._shapes[roles["table"]][-1]
-        if "positions" in roles:
-            tokens = math.prod(self._shapes[roles["positions"]])
+        self._blocks = self._shapes[of["table"]][-1] if "table" in of else 1
+        tokens = math.prod(self._shapes[of["positions"]]) if "positions" in of else 0
         self._crowded = tokens > self._block
 
     def values(self, kind: str) -> dict[Node, Any]:
         """A value for each leaf. Raises ``Unrunnable`` where there are more tokens than rows."""
         slots = torch.randperm(self._rows, generator=self._generator)
-        if kind != "outliers":  # the first and the last, in turns
-            ends = torch.tensor([0, self._rows - 1] if kind == "normal" else [self._rows - 1, 0])
-            slots = torch.cat([ends, slots[~torch.isin(slots, ends)]])[: self._rows]
+        end = self._rows - 1 if kind == "edges" else 0
+        slots[slots == end], slots[0] = slots[0].clone(), end
         return {leaf: self._value(leaf, role, kind, slots) for leaf, role in self._leaves.items()}
 
     def lower(self, failed: Node) -> bool:
-        """After ``failed`` did not run: draw the integers above it lower from now on, to the next
-        smaller size of what it reads. False where they are as low as they can be.
+        """After ``failed`` did not run: draw the integers above it lower from now on, below the
+        next smaller size of what it reads. False where they are as low as they can be.
         """
         read = [node for node in failed.all_input_nodes if isinstance(value_of(node), Tensor)]
         sizes = [size - 1 for node in read for size in self._binding.shape_of(node)]
-        lowered = False
-        for leaf in self._highest.keys() & cone_of([failed], ())[1]:
-            highest = self._highest[leaf]
-            self._highest[leaf] = max([highest // 4, *(size for size in sizes if size < highest)])
-            lowered |= highest > 0 and holds_integers(leaf)
-        return lowered
+        above = [leaf for leaf in cone_of([failed], ())[1] if self._highest.get(leaf)]
+        for leaf in above:
+            lower = (size for size in sizes if 0 <= size < self._highest[leaf])
+            self._highest[leaf] = max(lower, default=self._highest[leaf] // 4)
+        return bool(above)
 
     def _value(self, leaf: Node, role: str, kind: str, slots: Tensor) -> Any:
         if leaf not in self._shapes:
@@ -164,24 +154,29 @@ class Draws:
         if role == "x":
             return self._tokens(shape, dtype, kind)
         if dtype == torch.bool:
-            random = torch.rand(shape, generator=self._generator) < 0.5
-            return random if kind == "normal" and shape else torch.full(shape, kind == "outliers")
+            mixed = torch.rand(shape, generator=self._generator) < 0.5
+            return mixed if kind == "normal" else torch.full(shape, kind == "outliers")
         if role == "" and holds_integers(leaf) and dtype.itemsize > 1:
-            return self._integers(shape, dtype, kind, self._highest[leaf])
-        large = role == "weight" and kind == "outliers"
-        known = leaf, large
-        if known not in self._fixed or role == "token_scale":
-            self._fixed[known] = self._numbers(shape, dtype, role, self._places[leaf])
-            for axis in {0, len(shape) - 1} if large and dtype in MODEL_FLOATS else ():
-                self._fixed[known].select(axis, shape[axis] // 3).mul_(60)
-                self._fixed[known].select(axis, shape[axis] // 2).mul_(15)
-        found = self._fixed[known]
+            highest = self._highest.setdefault(leaf, min(_HIGHEST, torch.iinfo(dtype).max))
+            return self._integers(math.prod(shape), kind, highest).reshape(shape).to(dtype)
+        large = role == "weight" and kind == "outliers" and dtype in MODEL_FLOATS
+        if (leaf, large) not in self._fixed:
+            drawn = self._numbers(shape, dtype, role)
+            for axis in {0, len(shape) - 1} if large else ():
+                drawn.select(axis, shape[axis] // 3).mul_(60)
+                drawn.select(axis, shape[axis] // 2).mul_(15)
+            self._fixed[leaf, large] = drawn
+        found = self._fixed[leaf, large]
         return found.double() * 10.0**_DECADES if (role, kind) == ("gamma", "large") else found
 
-    def _numbers(self, shape: tuple[int, ...], dtype: torch.dtype, role: str, start: int) -> Tensor:
-        pool = self._pool
-        if role in _OF_POOL:
-            pool = _OF_POOL[role](pool, 1 + pool.clamp(-4, 4) / 8)
+    def _numbers(self, shape: tuple[int, ...], dtype: torch.dtype, role: str) -> Tensor:
+        pool, start = self._pool, 4099 * len(self._fixed)
+        if role in _NUMBERS:
+            near_one, times = _NUMBERS[role]
+            pool = (1 + pool.clamp(-4, 4) / 8 if near_one else pool) * times
+            pool = pool.bfloat16().float()  # what a wider dtype holds too
+        if role.endswith("inverse"):
+            pool = pool.reciprocal()
         if role in ("scale", "token_scale"):
             pool = pool / self._element
             if dtype.itemsize == 1:
@@ -190,51 +185,43 @@ class Draws:
             pool = _as_elements(pool, dtype)
         if dtype.is_complex:
             pool = torch.complex(pool, pool.roll(17))
-        if role.startswith("one_"):
-            pool = pool[start % len(pool)]
-            return pool.to(dtype).expand(shape).contiguous()
-        count = math.prod(shape)
-        start = start % len(pool) & ~15  # pairs, read as complex numbers, start at an even place
+        count, start = math.prod(shape), start % len(pool) & ~15  # pairs start at an even place
         drawn = pool.to(dtype).repeat((count + start) // len(pool) + 1)[start : start + count]
         if role in ("", "scale") and dtype.itemsize > 1:
             drawn[3::61] = 0  # a sine is 0 at position 0
         drawn = drawn.reshape(shape)
-        return drawn[..., :1].expand(shape).contiguous() if role == "halves" else drawn
+        if role.startswith("one_") or role == "halves":
+            one = drawn[..., :1] if role == "halves" else drawn.flatten()[0]
+            drawn = (one.round() if role == "one_offset" else one).expand(shape).contiguous()
+        return drawn
 
     def _tokens(self, shape: tuple[int, ...], dtype: torch.dtype, kind: str) -> Tensor:
         tokens, width = math.prod(shape[:-1]), shape[-1]
         x = torch.randn((tokens, width), generator=self._generator)
-        order = torch.randperm(tokens, generator=self._generator)
         if dtype.itemsize == 1:
             return _as_elements(x, dtype).reshape(shape)
-        if kind in WIDE:
-            sizes = torch.logspace(self._least, _DECADES, tokens + 2, dtype=torch.float64)
-            sizes = sizes[:-2] if kind == "small" else sizes[2:]
-            return (x * sizes[order].unsqueeze(1)).reshape(shape)
-        if kind == "normal":
-            sizes = torch.logspace(-3.5, 1, tokens) if tokens > 1 else torch.tensor([1e-3])
-            x = x * sizes[order].unsqueeze(1)
+        if kind not in ("outliers", "edges"):
+            ends = {"small": (self._least, _DECADES), "large": (_DECADES, self._least)}
+            sizes = torch.logspace(*ends.get(kind, (-3.5, 1)), tokens, dtype=torch.float64)
+            x = x * sizes[torch.randperm(tokens, generator=self._generator)].unsqueeze(1)
         if kind == "outliers":
             channels = torch.randperm(width, generator=self._generator)[: max(2, width // 100)]
             x[::2, channels] *= torch.logspace(2, 4, len(channels))
             x[torch.rand(x.shape, generator=self._generator) < 0.1] = 0
             if tokens > 1 and not self._is_quantised:  # a row's scale of 0 would divide 0 by 0
                 x[tokens // 2] = 0
-        return x.to(dtype).reshape(shape)
+        return x.to(torch.float64 if kind in WIDE else dtype).reshape(shape)
 
-    def _integers(
-        self, shape: tuple[int, ...], dtype: torch.dtype, kind: str, highest: int
-    ) -> Tensor:
-        limit = min(highest, torch.iinfo(dtype).max)
+    def _integers(self, count: int, kind: str, limit: int) -> Tensor:
         low = limit // 2 if kind == "edges" else 0
-        flat = torch.randint(low, limit + 1, (math.prod(shape),), generator=self._generator)
+        flat = torch.randint(low, limit + 1, (count,), generator=self._generator)
         edges = [edge for edge in self._edges if edge <= limit] if kind == "edges" else []
-        for place, edge in zip(range(1, len(flat), 2), itertools.cycle(edges), strict=False):
+        for place, edge in zip(range(1, count, 2), itertools.cycle(edges), strict=False):
             flat[place] = edge
         flat[-1:] = 0 if kind == "outliers" else limit
-        lone = len(flat) == 1 and kind != "outliers"
+        lone = count == 1 and kind != "outliers"
         flat[:1] = limit if kind == "edges" else min(lone, limit)
-        return flat.reshape(shape).to(dtype)
+        return flat
 
     def _row_numbers(self, role: str, count: int, slots: Tensor) -> Tensor:
         """``slots``: all rows, in the order of this draw."""

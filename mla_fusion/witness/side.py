@@ -71,7 +71,7 @@ class Side:
         named = {leaf.target: leaf for leaf in stands_for.values() if leaf.op == "get_attr"}
         of = {node: stands_for.get(node) or named.get(node.target) for node in found}
         self.leaves = {node: leaf for node, leaf in of.items() if leaf is not None}
-        self._held = {node: _held(node) for node, leaf in of.items() if leaf is None}
+        self._held = {node: attribute(node) for node, leaf in of.items() if leaf is None}
 
     def run(
         self,
@@ -79,7 +79,7 @@ class Side:
         drawn: Mapping[Node, Any],
         wide: bool,
         wanted: Iterable[Node],
-        others: Mapping[Node, Any],
+        others: Mapping[Node, Any] | None = None,
     ) -> dict[Node, Any]:
         """The values of ``wanted`` and of what they are computed from. Raises ``Unrunnable``.
 
@@ -95,7 +95,7 @@ class Side:
                 env[node] = _reshape(value, binding.shape_of(node)).clone()
         if wide:
             env = {node: _widened(value) for node, value in env.items()}
-        env |= others
+        env |= others or {}
 
         def literal(value: Any) -> Any:
             """An argument as a CPU takes it."""
@@ -136,11 +136,6 @@ def _as_recorded(node: Node, result: Any, wide: bool) -> Any:
     return result.to(node.meta["val"].dtype) if is_float(result.dtype) else result
 
 
-def _held(node: Node) -> Any:
-    value = attribute(node)
-    return value.detach().cpu() if isinstance(value, Tensor) else value
-
-
 def _wide(dtype: torch.dtype) -> torch.dtype:
     """float64 or complex128 for a float of more than one byte: bytes are read by their format."""
     if dtype.itemsize == 1 or not is_float(dtype):
@@ -154,7 +149,5 @@ def _widened(value: Any) -> Any:
 
 def _reshape(value: Tensor, sizes: Sequence[int], *_: Any) -> Tensor:
     """A cache may have fewer blocks than the graph says: the first axis takes what there is."""
-    if value.numel() < math.prod(sizes):
-        first = next(place for place, size in enumerate(sizes) if size > 1)
-        sizes = [-1 if place == first else size for place, size in enumerate(sizes)]
-    return value.reshape(sizes)
+    fewer = value.numel() < math.prod(sizes)
+    return value.reshape([-1, *sizes[1:]] if fewer else sizes)

@@ -14,8 +14,8 @@ from mla_fusion.fx.kinds import holds_integers
 from mla_fusion.fx.sizes import Binding, expression, has_symbols, is_symbolic
 from mla_fusion.operators.known import value_of
 
-STEPS = (1, 16, 128)  # symbolic sizes of caches are multiples of one of these
-MANY = 131  # tokens of the second run: more than any block, and a prime
+_STEP = 640  # a size of a cache may have to be a multiple of 16, or of 128
+_MANY = 131  # tokens of the second run: more than any block, and a prime
 _FEWEST = 17  # of one axis in that run
 _LIMITS = 600, 8192  # literals beyond meet no count; the second is of literals that meet an arange
 
@@ -34,40 +34,30 @@ def bound(graph: Graph) -> Binding:
 
 
 def with_room(
-    binding: Binding, x: Sequence[Any], inputs: Iterable[Sequence[Any]], most: int, step: int
+    binding: Binding, x: Sequence[Any], inputs: Iterable[Sequence[Any]], most: int
 ) -> Binding:
     """The binding with sizes at which tables and caches (shapes ``inputs``) have rows for all
-    tokens, for one sequence along their innermost free axis, and ``most`` more.
+    tokens along their innermost free axis, and ``most`` more.
     """
-    lead, own = binding.shape(x[:-1]), _symbols(x)
-    tokens = math.prod(lead)
+    tokens, own = math.prod(binding.shape(x[:-1])), _symbols(x)
     for shape in inputs:
-        free = [n for n, size in enumerate(shape) if binding.varies(size)]
-        *outer, last = [n for n in free if own.isdisjoint(_symbols([shape[n]]))] or [None]
-        for n in outer:
-            binding = binding.roomier(shape[n], tokens // lead[-1])
-        if last is not None:
-            beside = math.prod(binding.shape(shape[:last]))
-            least = most + max(lead[-1], -(-tokens // beside))
-            binding = binding.roomier(shape[last], least, step)
+        free = [n for n in shape if binding.varies(n) and own.isdisjoint(_symbols([n]))]
+        for size in free[-1:]:
+            binding = binding.roomier(size, tokens + most, _STEP)
     return binding
 
 
-def larger(
-    binding: Binding, x: Sequence[Any], inputs: Iterable[Sequence[Any]], most: int
-) -> Iterator[Binding]:
+def larger(binding: Binding, x: Sequence[Any], most: int) -> Iterator[Binding]:
     """Bindings with more tokens along the last symbolic axis of x: the first should run, but the
     model may take fewer alone.
 
     most  literals that meet a count are no larger
     """
-    last = next((size for size in reversed(x[:-1]) if binding.varies(size)), 0)
-    others = math.prod(binding.shape(x[:-1])) // (binding.size(last) or 1)
-    wanted = max(-(-MANY // others), _FEWEST, most + 2)
-    static = {size for shape in inputs for size in shape if isinstance(size, int)}
-    fewer = {size for size in (*static, *range(wanted // 8, wanted, wanted // 8)) if size < wanted}
-    for least in (wanted, *sorted(fewer, reverse=True)):
-        found = binding.raised(last, least)
+    last = next((size for size in reversed(x[:-1]) if binding.varies(size)), 1)
+    others = math.prod(binding.shape(x[:-1])) // binding.size(last)
+    wanted = max(-(-_MANY // others), _FEWEST, most + 2)
+    for part in range(8, 0, -1):
+        found = binding.raised(last, wanted * part // 8)
         if found is not binding:
             yield found
 
