@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from mla_fusion.fx.kinds import MODEL_FLOATS
-from mla_fusion.fx.sizes import Binding
+from mla_fusion.fx.sizes import Binding, sizes_of
 from mla_fusion.operators.known import dtype_of, shape_of, value_of
 from mla_fusion.report.rejection import Refuse
 from mla_fusion.report.report import Figure
@@ -66,7 +66,7 @@ def compare(
     cut: Mapping[Node, Node],
     roles: Mapping[Node, str],
     *,
-    rows: Any = None,
+    rows: Any = 1,
     block_size: Any = 1,
     binding: Binding | None = None,
     seed: int = 0,
@@ -77,7 +77,7 @@ def compare(
                 Placeholders stand for each other by position, attributes by name
     roles       of cut nodes ("x" where nothing is said), placeholders and attributes: ``draws``
                 lists them
-    rows        how many rows slots count, by default those of the smallest cache
+    rows        how many rows of caches slots count
     block_size  how many of them make a block, or a sequence
     binding     numbers for symbolic sizes
 
@@ -125,12 +125,10 @@ class _Witness:
         found = dict.fromkeys(leaf for side in sides for leaf in side.leaves.values())
         self._roles = roles = {leaf: roles[leaf] for leaf in found}
         self._generator = torch.Generator().manual_seed(given[-1])
-        self._caches = [leaf for leaf, role in roles.items() if role in CACHES]
-        tensors = [leaf for leaf in roles if isinstance(value_of(leaf), Tensor)]
-        x = [leaf for leaf in tensors if roles[leaf] == "x"]
+        x = [leaf for leaf, role in roles.items() if role == "x"]
         self.x = shape_of(x[0])
         self._of_x = dependent(self._before.nodes, x)
-        self.inputs = [shape_of(leaf) for leaf in tensors if roles[leaf] not in ("x", "weight")]
+        self.inputs = list(map(sizes_of, roles))
         self.most = sizes.largest_literal(self._before.nodes, self._of_x)
         nodes = [node for side in sides for node in (*side.nodes, *side.leaves)]
         # float64 rounds numbers of one byte too, and pieces of 32 bytes hold fewer of it
@@ -159,12 +157,12 @@ class _Witness:
         self._binding = binding = sizes.with_room(binding, self.x, self.inputs, self.most)
         self._lead = binding.shape(self.x[:-1])
         pairs = self._pairs
-        large = [leaf for leaf in self._caches if binding.count_of(leaf) > _SMALL_CACHE]
-        if large:
+        caches = [leaf for leaf, role in self._roles.items() if role in CACHES]
+        if any(binding.count_of(leaf) > _SMALL_CACHE for leaf in caches):
             try:
                 return self._compare(pairs, math.prod(self._lead))
             except Unrunnable:
-                huge = {leaf for leaf in large if binding.count_of(leaf) > _LARGEST_CACHE}
+                huge = {leaf for leaf in caches if binding.count_of(leaf) > _LARGEST_CACHE}
                 pairs = [p for p in pairs if huge.isdisjoint(cone_of(p.nodes[0], self._roles)[1])]
         return self._compare(pairs)
 
@@ -232,23 +230,17 @@ class _Witness:
             raise Refuse("verify.mismatch", f"{where}: relative error {far}", (pair.before,))
         if is_wide:
             return
-        largest = float((want.double() - got.double()).abs().max()) if len(of_rows) else 0.0
+        largest = float((want - got).abs().max()) if len(of_rows) else 0.0
         known = self._figures.get(pair)
-        errors = known.float64 if known else self._errors(pair, drawn, want, got)
+        errors = known.float64 if known else None
+        # of the first draw, where nothing is quantised
+        found = None if known or self._rounds else self._in_float64(drawn, pair.nodes[0])
+        if found is not None:
+            exact, lead = pair.numbers(found), self._lead
+            errors = relative(*squares(exact, got, lead)), relative(*squares(exact, want, lead))
         if known is None or whole > known.relative:
             known = Figure(pair.part, whole, largest, want.numel(), row)
         self._figures[pair] = replace(known, float64=errors)
-
-    def _errors(
-        self, pair: Pair, drawn: Values, want: Tensor, got: Tensor
-    ) -> tuple[float, float] | None:
-        """Of the new and of the original value, where nothing is quantised."""
-        found = None if self._rounds else self._in_float64(drawn, pair.nodes[0])
-        if found is None:
-            return None
-        exact = pair.numbers(found)
-        of_new, of_old = (relative(*squares(exact, one, self._lead)) for one in (got, want))
-        return of_new, of_old
 
     def _is_rounding(self, pair: Pair, drawn: Values, wrong: Tensor, over: Tensor) -> bool:
         """Do these rows differ by no more than rounding can do to them, which is much where terms
@@ -271,14 +263,13 @@ class _Witness:
             return False
         exact, moved = pair.numbers(found), torch.zeros_like(wrong)
         for changed in (x, products) * _JITTERS:
-            others = {node: self._jittered(found[node]) for node in changed}
+            others = {}
+            for node in changed:
+                noise = torch.randn(found[node].shape, generator=self._generator)
+                others[node] = found[node] * (1 + _STEP * noise)
             other = self._in_float64(drawn, pair.nodes[0], others) or found
             moved = torch.maximum(moved, squares(exact, pair.numbers(other), self._lead)[0])
         return bool((wrong[over] <= _OF_ROUNDING**2 * moved[over]).all())
-
-    def _jittered(self, value: Tensor) -> Tensor:
-        noise = torch.randn(value.shape, generator=self._generator, dtype=torch.float64)
-        return value * (1 + _STEP * noise)
 
 
 def _is_byte(node: Node) -> bool:

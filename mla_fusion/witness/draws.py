@@ -42,15 +42,14 @@ from torch import Tensor
 from torch.fx import Node
 
 from mla_fusion.fx.kinds import MODEL_FLOATS, holds_integers, word
-from mla_fusion.fx.sizes import Binding
+from mla_fusion.fx.sizes import Binding, sizes_of
 from mla_fusion.operators.known import dtype_of, value_of
 from mla_fusion.reference import hifloat8
 from mla_fusion.witness.side import Unrunnable, cone_of
 
-KINDS = ("normal", "outliers", "edges")
+KINDS: tuple[str, ...] = ("normal", "outliers", "edges")
 WIDE = ("small", "large")
 CACHES = ("cache", "tiles", "halves")
-_ROWS = ("slots", "block", "place", "positions", "sequences", "table")
 _DECADES = 20
 _HIGHEST = 100_000  # of an integer: far beyond what bfloat16 and int16 count exactly
 _ROUNDED = (255, 257, 511, 513, 2047, 2049, 4095, 4097)  # by bfloat16, and by float16
@@ -60,8 +59,8 @@ _FLOORS = ("clamp", "clamp_min", "maximum")
 _NUMBERS = {  # of a role: whether its numbers are near 1 or around 0, and times what
     "weight": (False, 1 / 32),
     "gamma": (True, 1),
-    "scale": (True, 1 / 32),
-    "token_scale": (True, 1),
+    "scale": (True, 1 / 32 / _INT8),
+    "token_scale": (True, 1 / 4),
     "cache_scale": (True, _INT8),
     "inverse": (True, _INT8),
     "one_scale": (True, 1 / _INT8),
@@ -95,9 +94,7 @@ class Draws:
             leaf: binding.shape_of(leaf) for leaf in leaves if isinstance(value_of(leaf), Tensor)
         }
         caches = {leaf: shape for leaf, shape in self._shapes.items() if leaves[leaf] in CACHES}
-        whole = min((math.prod(shape[:-1]) for shape in caches.values()), default=1)
-        self._rows = whole if rows is None else binding.size(rows)
-        self._block = binding.size(block_size)
+        self._rows, self._block = binding.size(rows), binding.size(block_size)
         if least:
             parts = math.gcd(*(shape[0] for shape in caches.values()))
             kept = min(parts, -(-(least + 2 * self._block) * parts // self._rows))
@@ -106,51 +103,63 @@ class Draws:
             self._rows = self._rows * kept // parts
         self._generator = torch.Generator().manual_seed(seed)
         # of prime length: no period lines up with a row
-        self._pool = torch.randn(65537, generator=self._generator)
+        self._pool = torch.randn(65537, generator=self._generator, dtype=torch.float32)
         self._highest: dict[Node, int] = {}
         self._fixed: dict[tuple[Node, bool], Tensor] = {}
-        literals = {abs(arg) for node in nodes for arg in node.args if type(arg) is int}
+        literals = {abs(arg) for node in nodes for arg in node.args if isinstance(arg, int)}
         around = ((m - 1, m, m + 1, 2 * m - 1) for m in sorted(literals) if m > 1)
         self._edges = [*itertools.chain(*around), *_ROUNDED]
         floors = any(word(node) in _FLOORS and not holds_integers(node) for node in nodes)
         self._least = 0 if floors else -_DECADES
         of = {role: leaf for leaf, role in leaves.items()}
-        is_int8 = "weight" in of and dtype_of(of["weight"]) == torch.int8
-        self._element = _INT8 if is_int8 else 1
         self._is_quantised = not {"scale", "token_scale", "tiles"}.isdisjoint(of)
-        # how many blocks a sequence has, and whether there are more tokens than places in a block
-        self._blocks = self._shapes[of["table"]][-1] if "table" in of else 1
-        tokens = math.prod(self._shapes[of["positions"]]) if "positions" in of else 0
-        self._crowded = tokens > self._block
+        self._table = self._shapes[of["table"]] if "table" in of else (1,)
+        positions = self._shapes[of["positions"]] if "positions" in of else (1,)
+        self._crowded = math.prod(positions) > self._block
 
     def values(self, kind: str) -> dict[Node, Any]:
         """A value for each leaf. Raises ``Unrunnable`` where there are more tokens than rows."""
         slots = torch.randperm(self._rows, generator=self._generator)
         end = self._rows - 1 if kind == "edges" else 0
         slots[slots == end], slots[0] = slots[0].clone(), end
-        return {leaf: self._value(leaf, role, kind, slots) for leaf, role in self._leaves.items()}
+        size, blocks = self._block, self._table[-1]
+        every, places = slots[slots < self._rows // size], slots[slots < size]
+        entries = torch.arange(math.prod(self._table))
+        if self._crowded:  # there are more tokens than places in a block: all read one order
+            positions, order = slots[slots < size * min(blocks, len(every))], entries
+        else:  # places are distinct, whatever the block
+            positions = places + size * (slots[: len(places)] % blocks)
+            order = entries + entries // blocks
+        rows = {
+            "slots": slots,
+            "block": slots // size,
+            "place": slots % size,
+            "positions": positions,
+            "sequences": every,
+            "table": every[order % blocks % len(every)],
+        }
+        return {leaf: self._value(leaf, role, kind, rows) for leaf, role in self._leaves.items()}
 
     def lower(self, failed: Node) -> bool:
         """After ``failed`` did not run: draw the integers above it lower from now on, below the
         next smaller size of what it reads. False where they are as low as they can be.
         """
-        read = [node for node in failed.all_input_nodes if isinstance(value_of(node), Tensor)]
-        sizes = [size - 1 for node in read for size in self._binding.shape_of(node)]
+        read = (size for node in failed.all_input_nodes for size in sizes_of(node))
+        sizes = [size - 1 for size in self._binding.shape(read)]
         above = [leaf for leaf in cone_of([failed], ())[1] if self._highest.get(leaf)]
         for leaf in above:
             lower = (size for size in sizes if 0 <= size < self._highest[leaf])
             self._highest[leaf] = max(lower, default=self._highest[leaf] // 4)
         return bool(above)
 
-    def _value(self, leaf: Node, role: str, kind: str, slots: Tensor) -> Any:
+    def _value(self, leaf: Node, role: str, kind: str, rows: Mapping[str, Tensor]) -> Any:
         if leaf not in self._shapes:
             return value_of(leaf)
         shape, dtype = self._shapes[leaf], dtype_of(leaf)
-        if role in _ROWS:
-            found = self._row_numbers(role, math.prod(shape), slots)
-            if math.prod(shape) > len(found):
-                raise Unrunnable(leaf, f"{len(found)} rows are fewer than tokens")
-            return found[: math.prod(shape)].reshape(shape).to(dtype)
+        if role in rows:
+            if math.prod(shape) > len(rows[role]):
+                raise Unrunnable(leaf, f"{len(rows[role])} rows are fewer than tokens")
+            return rows[role][: math.prod(shape)].reshape(shape).to(dtype)
         if role == "x":
             return self._tokens(shape, dtype, kind)
         if dtype == torch.bool:
@@ -177,10 +186,8 @@ class Draws:
             pool = pool.bfloat16().float()  # what a wider dtype holds too
         if role.endswith("inverse"):
             pool = pool.reciprocal()
-        if role in ("scale", "token_scale"):
-            pool = pool / self._element
-            if dtype.itemsize == 1:
-                pool = (pool.log2().round() + _OF_ONE).to(torch.uint8).view(dtype)
+        if role in ("scale", "token_scale") and dtype.itemsize == 1:
+            pool = (pool.log2().round() + _OF_ONE).to(torch.uint8).view(dtype)
         elif dtype.itemsize == 1:
             pool = _as_elements(pool, dtype)
         if dtype.is_complex:
@@ -197,12 +204,13 @@ class Draws:
 
     def _tokens(self, shape: tuple[int, ...], dtype: torch.dtype, kind: str) -> Tensor:
         tokens, width = math.prod(shape[:-1]), shape[-1]
-        x = torch.randn((tokens, width), generator=self._generator)
+        x = torch.randn((tokens, width), generator=self._generator, dtype=torch.float32)
         if dtype.itemsize == 1:
             return _as_elements(x, dtype).reshape(shape)
         if kind not in ("outliers", "edges"):
             ends = {"small": (self._least, _DECADES), "large": (_DECADES, self._least)}
-            sizes = torch.logspace(*ends.get(kind, (-3.5, 1)), tokens, dtype=torch.float64)
+            first, last = ends.get(kind, (-3.5, 1))
+            sizes = torch.logspace(first, last, tokens, dtype=torch.float64)
             x = x * sizes[torch.randperm(tokens, generator=self._generator)].unsqueeze(1)
         if kind == "outliers":
             channels = torch.randperm(width, generator=self._generator)[: max(2, width // 100)]
@@ -222,22 +230,6 @@ class Draws:
         lone = count == 1 and kind != "outliers"
         flat[:1] = limit if kind == "edges" else min(lone, limit)
         return flat
-
-    def _row_numbers(self, role: str, count: int, slots: Tensor) -> Tensor:
-        """``slots``: all rows, in the order of this draw."""
-        size, blocks = self._block, self._blocks
-        every = slots[slots < self._rows // size]
-        if role == "table":
-            numbers = torch.arange(count)
-            shift = 0 if self._crowded else numbers // blocks
-            return every[(numbers + shift) % blocks % len(every)]
-        if role == "positions" and self._crowded:
-            return slots[slots < size * min(blocks, len(every))]
-        if role == "positions":  # their places are distinct, whatever the block
-            found = slots[slots < size]
-            return found + size * (slots[: len(found)] % blocks)
-        named = {"block": slots // size, "place": slots % size, "sequences": every}
-        return named.get(role, slots)
 
 
 def _as_elements(numbers: Tensor, dtype: torch.dtype) -> Tensor:

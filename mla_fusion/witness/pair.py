@@ -28,20 +28,19 @@ class Pair:
             may differ by one step where another pair has them for ``scales``. "tiles": rows of
             tiles. "halves": the new value has the rotated halves side by side that the original one
             interleaves
-    scales  by which the numbers of both are multiplied, one for each run of elements
+    scales  of both graphs, by which their numbers are multiplied: one for each run of elements
     """
 
     part: str
     before: Node
     after: Node
     form: str = ""
-    scales: tuple[Node, Node] | None = None
+    scales: tuple[Node, ...] = ()
 
     @property
     def nodes(self) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
         """What is read, of the original and of the rewritten graph."""
-        before, after = ((), ()) if self.scales is None else ((n,) for n in self.scales)
-        return (self.before, *before), (self.after, *after)
+        return (self.before, *self.scales[:1]), (self.after, *self.scales[1:])
 
     def numbers(
         self, values: Mapping[Node, Any], of_original: Mapping[Node, Any] | None = None
@@ -58,13 +57,12 @@ class Pair:
         elif self.form == "tiles":
             dr = (value.shape[-1] - _HCKV - 4 * _HCKV // TILE_SIZE) // 2
             value = numbers_of_rows(value, hckv=_HCKV, dr=dr, tile=TILE_SIZE)
-        if value.is_floating_point() and value.element_size() == 1:
-            value = value.float()
+        value = (torch.view_as_real(value) if value.is_complex() else value).double()
         for scale in scales:
-            scale = _powers(scale) if scale.element_size() == 1 else scale
-            scale = scale.reshape(*value.shape[:-1], -1)
-            value = value * scale.repeat_interleave(value.shape[-1] // scale.shape[-1], -1)
-        value = torch.view_as_real(value) if value.is_complex() else value
+            scale = (_powers(scale) if scale.element_size() == 1 else scale).flatten()
+            value = value * scale.repeat_interleave(value.numel() // scale.numel()).view(
+                value.shape
+            )
         if of_original is None:
             return value
         want = self.numbers(of_original)
@@ -90,14 +88,13 @@ def squares(want: Tensor, got: Tensor, tokens: Collection[int]) -> tuple[Tensor,
             along.insert(0, axis)
             count *= want.shape[axis]
     order = [*(axis for axis in range(want.dim()) if axis not in along), *along]
-    wide = torch.float64 if want.numel() < 1 << 24 else torch.float32
     a, b = (
-        value.to(wide).permute(order).reshape(count and want.numel() // count, count)
+        value.permute(order).reshape(count and want.numel() // count, count)
         for value in (want, got)
     )
     difference = torch.where(a == b, 0, a - b)  # infinities too
     size = torch.where(a.isinf(), 0, a)
-    return difference.square().sum(1).double(), size.square().sum(1).double()
+    return difference.square().sum(1), size.square().sum(1)
 
 
 def relative(wrong: Tensor, size: Tensor) -> float:

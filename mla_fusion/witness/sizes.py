@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from mla_fusion.compat import expression_of, guarded_equal
+from mla_fusion.compat import guarded_equal
 from mla_fusion.fx.kinds import holds_integers
-from mla_fusion.fx.sizes import Binding, expression, has_symbols, is_symbolic
+from mla_fusion.fx.sizes import Binding, expression, is_symbolic
 from mla_fusion.operators.known import value_of
 
 _STEP = 640  # a size of a cache may have to be a multiple of 16, or of 128
@@ -26,7 +26,7 @@ def bound(graph: Graph) -> Binding:
     given = (arg for node in graph.nodes for arg in node.args)
     items = (item for arg in given for item in (arg if isinstance(arg, (list, tuple)) else [arg]))
     binding.avoid({item for item in items if isinstance(item, int)})
-    sizes = [size for node in graph.nodes for size in _sizes(node)]
+    sizes = [size for node in graph.nodes for size in _sizes(node).values()]
     for a, b in guarded_equal(sizes[0]) if sizes else ():
         binding.equate(a, b)
     binding.admit(sizes)
@@ -39,9 +39,11 @@ def with_room(
     """The binding with sizes at which tables and caches (shapes ``inputs``) have rows for all
     tokens along their innermost free axis, and ``most`` more.
     """
-    tokens, own = math.prod(binding.shape(x[:-1])), _symbols(x)
+    tokens, meaning = math.prod(binding.shape(x[:-1])), binding.meaning
+    own = set().union(*(meaning(size).free_symbols for size in x if binding.varies(size)))
     for shape in inputs:
-        free = [n for n in shape if binding.varies(n) and own.isdisjoint(_symbols([n]))]
+        varying = filter(binding.varies, shape)
+        free = [size for size in varying if own.isdisjoint(meaning(size).free_symbols)]
         for size in free[-1:]:
             binding = binding.roomier(size, tokens + most, _STEP)
     return binding
@@ -72,25 +74,18 @@ def largest_literal(nodes: Iterable[Node], of_x: Collection[Node]) -> int:
         is_first = not read and bool(_sizes(node))
         if node not in of_x and (is_first or not counts.isdisjoint(read)):
             counts.add(node)
-        is_cut = bool(read) and set(map(expression, _sizes(read[0]))) != {
-            expression(size) for size in _sizes(node)
-        }
+        is_cut = bool(read) and _sizes(read[0]).keys() != _sizes(node).keys()
         if node in counts or is_cut or any(map(holds_integers, (node, *read))):
-            given = (abs(arg) for arg in node.args if type(arg) in (int, float))
+            given = (abs(arg) for arg in node.args if isinstance(arg, (int, float)))
             limit = _LIMITS[node in counts]
             most = max([most, *(math.ceil(number) for number in given if number < limit)])
     return most
 
 
-def _sizes(node: Node) -> list[Any]:
-    """The symbolic sizes of what a node holds."""
+def _sizes(node: Node) -> dict[Any, Any]:
+    """The symbolic sizes of what a node holds, by their expressions."""
     value = value_of(node)
     parts = value if isinstance(value, (list, tuple)) else [value]
     shapes = (part.shape for part in parts if isinstance(part, torch.Tensor))
-    return [size for shape in shapes if has_symbols(shape) for size in shape if is_symbolic(size)]
-
-
-def _symbols(sizes: Iterable[Any]) -> set[Any]:
-    return {
-        symbol for size in sizes if is_symbolic(size) for symbol in expression_of(size).free_symbols
-    }
+    sizes = (size for shape in shapes for size in shape)
+    return {expression(size): size for size in sizes if is_symbolic(size)}
