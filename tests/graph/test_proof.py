@@ -26,7 +26,7 @@ from mla_fusion.graph.read import Graph
 
 T, B, S, H, D = 12, 3, 4, 2, 4
 N = H * D
-CHAINS = 16
+CHAINS = 12
 INPUTS = {
     "a": (T, 6),
     "p": (T, N),
@@ -213,6 +213,27 @@ EQUAL: dict[str, list[Block]] = {
         lambda t, v: v * torch.sigmoid(v),
         lambda t, v: torch.sigmoid(v.t()).t() * v,
     ],
+    "casts": [
+        lambda t, v: v * t.p,
+        lambda t, v: v * t.p.bfloat16(),
+        lambda t, v: v.bfloat16().float() * t.p,
+        lambda t, v: (v.bfloat16() * t.p.bfloat16()).float(),
+        lambda t, v: v * t.p.double().float(),
+        lambda t, v: v * -(-t.p * 2) * 0.5,
+        lambda t, v: v * torch.cat((t.p[:, :3].bfloat16(), t.p[:, 3:].bfloat16()), 1),
+    ],
+    "numbers": [
+        lambda t, v: v * t.tab[t.pos].repeat(1, H),
+        lambda t, v: v * t.tab[t.pos // 2 * 2 + t.pos % 2].repeat(1, H),
+        lambda t, v: v * t.tab[t.pos - t.pos2 + t.pos2].repeat(1, H),
+        lambda t, v: v * t.tab[t.pos.view(B, S)].view(T, D).repeat(1, H),
+    ],
+    "angles": [
+        lambda t, v: v * torch.cos(t.pos[:, None] * t.g),
+        lambda t, v: v * torch.cos(t.g * t.pos.unsqueeze(-1)),
+        lambda t, v: torch.cos(torch.outer(t.pos, t.g)) * v,
+        lambda t, v: torch.cos((t.pos.view(B, S, 1) * t.g).view(T, N)) * v,
+    ],
 }  # fmt: skip
 CHANGED: dict[str, list[Block]] = {
     "same": [
@@ -312,6 +333,44 @@ CHANGED: dict[str, list[Block]] = {
         lambda t, v: v * torch.tanh(v),
         lambda t, v: v * torch.sigmoid(v * 2),
         lambda t, v: torch.sigmoid(v),
+    ],
+    "casts": [
+        lambda t, v: v * ((t.p * 3).bfloat16() / 3),
+        lambda t, v: v * (t.p * 3 / 3),
+        lambda t, v: v * (t.p.bfloat16() + t.p2),
+        lambda t, v: v * t.p.to(torch.int8),
+        lambda t, v: v * t.p.to(torch.int32),
+        lambda t, v: v * t.p.bool(),
+        lambda t, v: v * t.p.to(torch.float8_e4m3fn).float(),
+        lambda t, v: v * t.p.round(),
+        lambda t, v: v * t.p.clamp(-9, 9),
+        lambda t, v: v * (t.p + t.p2 - t.p2),
+        lambda t, v: v * t.p.bfloat16().view(torch.int16),
+        lambda t, v: v * t.p.bfloat16().view(torch.float16),
+    ],
+    "numbers": [
+        lambda t, v: v * t.tab[t.pos // 2 * 2].repeat(1, H),
+        lambda t, v: v * t.tab[t.pos // 2 * 2 + t.pos % 3].repeat(1, H),
+        lambda t, v: v * t.tab[(t.pos + 1) // 2 * 2 + t.pos % 2].repeat(1, H),
+        lambda t, v: v * t.tab[t.pos % 29].repeat(1, H),
+        lambda t, v: v * t.tab[t.pos.clamp(max=11)].repeat(1, H),
+        lambda t, v: v * t.tab[t.pos.to(torch.int8).long()].repeat(1, H),
+        lambda t, v: v * t.tab[t.pos2].repeat(1, H),
+        lambda t, v: v * t.tab[t.pos * 2].repeat(1, H),
+        lambda t, v: v * t.tab[t.pos ^ 1].repeat(1, H),
+        lambda t, v: v * t.tab[t.pos.view(S, B).t().reshape(T)].repeat(1, H),
+        lambda t, v: v * t.tab[t.pos.float().round().long()].repeat(1, H),
+    ],
+    "angles": [
+        lambda t, v: v * torch.sin(t.pos[:, None] * t.g),
+        lambda t, v: v * torch.cos(t.pos2[:, None] * t.g),
+        lambda t, v: v * torch.cos(t.pos[:, None] * t.g2),
+        lambda t, v: v * torch.cos(t.pos[:, None].bfloat16() * t.g),
+        lambda t, v: v * torch.cos((t.pos[:, None] * t.g).bfloat16()),
+        lambda t, v: v * torch.cos(t.pos[:, None] * t.g * 2),
+        lambda t, v: v * torch.cos(t.pos[:, None] * t.g.flip(0)),
+        lambda t, v: v * torch.cos((t.pos + 1)[:, None] * t.g),
+        lambda t, v: v * torch.cos(-t.pos[:, None] * t.g),
     ],
 }
 
