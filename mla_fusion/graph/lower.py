@@ -121,7 +121,7 @@ class Lowering:
 
     def _scalar(self, of: Number) -> Any:
         """A number as an argument; raises LookupError where a size is a part of it."""
-        if of.roots or of.ratio.denominator != 1:
+        if of.roots or of.ratio.denominator != 1 or abs(of.ratio) > sys.maxsize:
             for part in (of.ratio.numerator, of.ratio.denominator):
                 if not isinstance(self.graph.unbound(part), int):
                     raise LookupError(f"{part} is a size")
@@ -130,15 +130,19 @@ class Lowering:
 
     def _full(self, of: Value, shape: Sequence[int]) -> Any:
         sizes = [self._size(size) for size in self._shape(shape)]
-        options = {"dtype": of.dtype, "device": self._like.meta["val"].device}
-        return self.b.call(aten.full.default, sizes, self._scalar(of.literal[1]), **options)
+        return self._filled(aten.full.default, of, sizes, self._scalar(of.literal[1]))
+
+    def _filled(self, operator: Any, like: Value, *args: Any) -> Any:
+        device = self._like.meta["val"].device
+        return self.b.call(operator, *args, dtype=like.dtype, device=device)
 
     def _times(self, one: Any, times: Number) -> Any:
         if times == ONE:
             return one
         if times == MINUS_ONE:
             return self.b.call(aten.neg.default, one)
-        if not times.roots and times.ratio.numerator == 1 and not times.is_power_of_two:
+        if not times.roots and times.ratio.numerator == 1 and 10**64 % times.ratio.denominator:
+            # 1 / 7 was a division, 0.05 was not
             divisor = self._scalar(number(times.ratio.denominator))
             return self.b.call(aten.div.Tensor, one, divisor)
         return self.b.call(aten.mul.Tensor, one, self._scalar(times))
@@ -286,8 +290,7 @@ class Lowering:
 
     def _count(self, value: Value) -> Any:
         (size,) = self._shape(value.shape)
-        options = {"dtype": value.dtype, "device": self._like.meta["val"].device}
-        return self.b.call(aten.arange.default, self._size(size), **options)
+        return self._filled(aten.arange.default, value, self._size(size))
 
     def _constant(self, value: Value) -> Any:
         """Integers; floats are integers times a power of two."""
