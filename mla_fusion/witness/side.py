@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_aggregate, map_arg
 
-from mla_fusion.fx.kinds import attribute, filled_with, is_float
+from mla_fusion.fx.kinds import attribute, is_float
 from mla_fusion.fx.sizes import Binding, is_size, is_symbolic
 from mla_fusion.operators.known import value_of
 
@@ -127,9 +127,8 @@ def _as_recorded(node: Node, result: Any, wide: bool) -> Any:
     if not isinstance(result, Tensor):
         several = wide and isinstance(result, (tuple, list))
         return list(map(_widened, result)) if several else result
-    filling = filled_with(node)
-    if filling is not None and math.isnan(filling):  # memory that nothing was written to
-        result = torch.full_like(result, filling if is_float(result.dtype) else -1)
+    if "empty" in str(node.target):  # memory that nothing was written to
+        result.fill_(math.nan if is_float(result.dtype) else -1)
     if wide:
         return _widened(result)
     # torch's default dtype may be another one by now

@@ -1,0 +1,121 @@
+"""What is drawn tells apart what ordinary numbers do not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from mla_fusion.fx.sizes import Binding
+from mla_fusion.witness.draws import KINDS, WIDE, Draws
+from mla_fusion.witness.side import Side, Unrunnable
+
+aten = torch.ops.aten
+ROWS, BLOCK = 64, 16
+
+
+class Drawn:
+    """Draws of leaves by role, with the shape and the dtype of each."""
+
+    def __init__(self, nodes: tuple[Node, ...] = (), **leaves: Tensor) -> None:
+        graph = Graph()
+        self.leaves: dict[Node, str] = {}
+        for role, value in leaves.items():
+            node = graph.placeholder(role)
+            node.meta["val"] = value
+            self.leaves[node] = "" if role.startswith("any") else role
+        self.draws = Draws(self.leaves, nodes, Binding(), ROWS, BLOCK, 0, 0)
+
+    def values(self, kind: str) -> dict[str, Any]:
+        return {node.name: value for node, value in self.draws.values(kind).items()}
+
+
+def integers(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.int64)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_slots_are_distinct_rows_of_the_cache(kind: str) -> None:
+    found = Drawn(slots=integers(3, 7), block=integers(3, 7), place=integers(21)).values(kind)
+    slots = found["slots"].flatten()
+    assert len(set(slots.tolist())) == 21 and slots.min() >= 0 and slots.max() < ROWS
+    assert torch.equal(found["block"].flatten() * BLOCK + found["place"], slots)
+    with pytest.raises(Unrunnable, match="rows are fewer"):
+        Drawn(slots=integers(65)).values(kind)
+
+
+def test_the_first_and_the_last_row_are_among_the_slots() -> None:
+    drawn = Drawn(slots=integers(4))
+    assert {int(drawn.values(kind)["slots"][0]) for kind in ("normal", "edges")} == {0, ROWS - 1}
+
+
+@pytest.mark.parametrize("tokens", [5, 40])
+@pytest.mark.parametrize("kind", KINDS)
+def test_positions_name_distinct_slots_by_way_of_a_table(tokens: int, kind: str) -> None:
+    found = Drawn(table=integers(tokens, 3), positions=integers(tokens)).values(kind)
+    table, positions = found["table"], found["positions"]
+    assert table.min() >= 0 and table.max() < ROWS // BLOCK
+    assert positions.max() < 3 * BLOCK
+    of_token = table[torch.arange(tokens), positions // BLOCK]
+    assert len(set((of_token * BLOCK + positions % BLOCK).tolist())) == tokens
+    if tokens < BLOCK:
+        assert not torch.equal(table[0], table[1])
+
+
+def test_integers_reach_ends_and_residues_and_flags_both_values() -> None:
+    graph = Graph()
+    remainder = graph.call_function(aten.remainder.Scalar, (graph.placeholder("p"), 4096))
+    remainder.meta["val"] = integers(200)
+    drawn = Drawn((remainder,), any_number=integers(200), any_flag=torch.ones(3) > 0)
+    edges = drawn.values("edges")
+    assert {4095, 4096, 4097, 100_000, 257} <= set(edges["any_number"].tolist())
+    assert not edges["any_flag"].any() and drawn.values("outliers")["any_flag"].all()
+    assert drawn.values("outliers")["any_number"][0] == 0
+
+
+def test_integers_are_lowered_to_the_sizes_of_what_fails() -> None:
+    drawn = Drawn(any_number=integers(9))
+    (number,) = drawn.leaves
+    drawn.values("edges")
+    table = number.graph.placeholder("table")
+    table.meta["val"] = torch.zeros(48, 2)
+    failed = number.graph.call_function(aten.embedding.default, (table, number))
+    assert drawn.draws.lower(failed)
+    assert drawn.values("edges")["any_number"].max() == 47
+    while drawn.draws.lower(failed):
+        pass
+    assert drawn.values("normal")["any_number"].max() == 0
+
+
+def test_rows_lie_near_roots_of_epsilons_have_outliers_and_span_decades() -> None:
+    drawn = Drawn(x=torch.zeros(8, 1024, dtype=torch.bfloat16), any_table=torch.zeros(64, 64))
+    normal = drawn.values("normal")["x"].float().square().mean(1).sqrt()
+    assert normal.min() < 5e-4 and normal.max() > 5
+    outliers = drawn.values("outliers")["x"].float()
+    assert outliers.abs().max() > 1e4 and (outliers == 0).all(1).sum() == 1
+    wide = drawn.values("small")["x"]
+    assert wide.dtype == torch.float64 and wide.abs().max() / wide.abs().amax(1).min() > 1e38
+    assert {kind: bool((drawn.values(kind)["any_table"] == 0).any()) for kind in WIDE} == {
+        "small": True,
+        "large": True,
+    }
+
+
+def test_what_nodes_write_is_drawn_anew_and_unwritten_memory_is_not_a_number() -> None:
+    graph = Graph()
+    cache = graph.placeholder("cache")
+    written = graph.call_function(aten.fill_.Scalar, (cache, 3.0))
+    empty = graph.call_function(aten.empty.memory_format, ([2],))
+    noise = graph.call_function(aten.rand_like.default, (cache,))
+    for node in (cache, written, empty, noise):
+        node.meta["val"] = torch.zeros(2)
+    side, drawn = Side([written, empty, noise], {cache: cache}), torch.ones(2)
+    one, other = (
+        side.run(Binding(), {cache: drawn}, False, [written, empty, noise]) for _ in range(2)
+    )
+    assert torch.equal(drawn, torch.ones(2)) and torch.equal(one[written], torch.full((2,), 3.0))
+    assert one[empty].isnan().all()
+    assert torch.equal(one[noise], other[noise])
