@@ -541,3 +541,10 @@ def quiet_fakes() -> Iterator[None]:
         yield
     finally:
         log.disabled = before
+
+
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """Operators as torch decomposes them, by overload."""
+    from torch._decomp import core_aten_decompositions
+
+    return dict(core_aten_decompositions())

@@ -32,6 +32,17 @@ class Pair:
         return Pair(move(self.real), move(self.imag))
 
 
+class Size(int):
+    """A symbolic size, bound to a number."""
+
+    name: str
+
+    def __new__(cls, bound: int, name: str) -> Size:
+        found = super().__new__(cls, bound)
+        found.name = name
+        return found
+
+
 class Departs(Exception):
     """A rule has no answer for this call: the operator is decomposed, or opaque."""
 
@@ -74,6 +85,8 @@ class Call:
             return given
         if isinstance(given, Pair) or given is None:
             raise Departs
+        if isinstance(given, Size):  # what it is bound to says nothing of it
+            return self.form.leaf(f"size {given.name}", (), torch.int64, False)
         if given != given or abs(given) == float("inf"):
             return self.form.function("number", repr(given), dtype=self._dtype_of(given))
         return self.form.number(literal(given), self._dtype_of(given))
@@ -153,7 +166,7 @@ class Call:
                 raise Departs
             found: Number = filled.literal[1]
             return found
-        if isinstance(given, (int, float)):
+        if isinstance(given, (int, float)) and not isinstance(given, Size):
             return literal(given)
         raise Departs
 

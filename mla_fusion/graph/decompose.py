@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from mla_fusion.compat import make_fx
+from mla_fusion.compat import OpOverload, decompositions, make_fx
 from mla_fusion.graph.call import RULES, name_of
 from mla_fusion.graph.form import Value
 
@@ -19,9 +19,7 @@ _KNOWN: dict[object, GraphModule | None] = {}
 
 @lru_cache(maxsize=1)
 def _table() -> dict[Any, Any]:
-    from torch._decomp import core_aten_decompositions
-
-    return dict(core_aten_decompositions())
+    return decompositions()
 
 
 def traced(target: Any, given: dict[str, Any]) -> tuple[GraphModule, list[Value]] | None:
@@ -65,7 +63,7 @@ def _traced(target: Any, places: dict[str, Value], rest: dict[str, Any]) -> Grap
     for node in made.graph.nodes:
         if node.op == "call_function" and node.target is target:
             return None
-        is_operator = node.op == "call_function" and hasattr(node.target, "_schema")
-        if is_operator and name_of(node.target) not in RULES and node.target not in _table():
+        is_known = not isinstance(node.target, OpOverload) or node.target in _table()
+        if not is_known and name_of(node.target) not in RULES:
             return None
     return made

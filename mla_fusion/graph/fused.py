@@ -186,6 +186,11 @@ def _(
                 raise Departs
             rows = quantise.saturated(form, form.times(rows, form.bare(scale)), kind)
         caches.append(_in_pages(c, cache, index, rows, cache_mode))
+    if not options.get("is_output_kv"):  # memory that nobody has filled
+        keys, latents = (
+            form.opaque("not given", (c.name, part), [kv], rows.shape, rows.dtype)
+            for part, rows in (("keys", keys), ("latents", latents))
+        )
     if c.name.endswith("functional"):
         return [keys, latents, *caches]
     return [*caches, keys, latents]

@@ -98,7 +98,7 @@ class Lowering:
         """Sizes as the graph has them."""
         return [self.graph.unbound(size) for size in shape]
 
-    def _size(self, size: Any, of: Any = None) -> Any:
+    def size(self, size: Any, of: Any = None) -> Any:
         """A size to compute with: a number, or what the graph, ``of`` or a node of it has."""
         (found,) = self.b.sizes([size], of)
         if isinstance(size, int) or not isinstance(found, int) or found >= 0:
@@ -126,10 +126,10 @@ class Lowering:
                 if not isinstance(self.graph.unbound(part), int):
                     raise LookupError(f"{part} is a size")
             return float(of)
-        return self._size(self.graph.unbound(int(of.ratio)))
+        return self.size(self.graph.unbound(int(of.ratio)))
 
     def _full(self, of: Value, shape: Sequence[int]) -> Any:
-        sizes = [self._size(size) for size in self._shape(shape)]
+        sizes = [self.size(size) for size in self._shape(shape)]
         return self._filled(aten.full.default, of, sizes, self._scalar(of.literal[1]))
 
     def _filled(self, operator: Any, like: Value, *args: Any) -> Any:
@@ -265,7 +265,7 @@ class Lowering:
         return self._spread(self.of(source), value.shape)
 
     def _spread(self, one: Any, shape: Sequence[int]) -> Any:
-        sizes = [self._size(size, one) for size in self._shape(shape)]
+        sizes = [self.size(size, one) for size in self._shape(shape)]
         return self.b.call(aten.expand.default, one, sizes)
 
     def _slice(self, value: Value, source: Value) -> Any:
@@ -273,9 +273,9 @@ class Lowering:
         start, size = self._shape((first, value.shape[axis]))
         one, end = self.of(source), sys.maxsize
         if first + value.shape[axis] * step < source.shape[axis]:
-            end = self._size(start + (size - 1) * step + 1)
+            end = self.size(start + (size - 1) * step + 1)
         by = () if step == 1 else (step,)
-        return self.b.call(aten.slice.Tensor, one, axis, self._size(start), end, *by)
+        return self.b.call(aten.slice.Tensor, one, axis, self.size(start), end, *by)
 
     def _join(self, value: Value, *sources: Value) -> Any:
         return self.b.joined(self._operands(value), value.literal)
@@ -290,7 +290,7 @@ class Lowering:
 
     def _count(self, value: Value) -> Any:
         (size,) = self._shape(value.shape)
-        return self._filled(aten.arange.default, value, self._size(size))
+        return self._filled(aten.arange.default, value, self.size(size))
 
     def _constant(self, value: Value) -> Any:
         """Integers; floats are integers times a power of two."""

@@ -25,6 +25,9 @@ def _(c: Call, x: Value, size: Any = None, dtype: Any = None, **_: Any) -> Value
     return c.form.reshape(x, c.shape)
 
 
+_CODES = frozenset((torch.uint8, torch.float8_e8m0fnu))
+
+
 def _read_as(c: Call, x: Value, dtype: torch.dtype) -> Value:
     """The same bytes as elements of another dtype."""
     from mla_fusion.graph import quantise
@@ -33,8 +36,8 @@ def _read_as(c: Call, x: Value, dtype: torch.dtype) -> Value:
     while inner.op in ("reshape", "permute", "slice"):
         inner = inner.sources[0]
     is_scale = inner.op == "function" and inner.literal[0] == "power of two"
-    if dtype.itemsize == 1 and (is_scale or x.dtype.itemsize == 1):
-        return x  # a byte, by another name
+    if dtype.itemsize == 1 and (is_scale or {x.dtype, dtype} <= _CODES):
+        return x  # the codes of scales, by another name
     if dtype.itemsize > 1 or not x.active or x.shape[-1:] == c.shape[-1:]:
         return c.opaque(str(dtype), [x])
     source = torch.float32 if c.shape[-1] == 4 * x.shape[-1] else torch.bfloat16

@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Node
 
 from mla_fusion.compat import OpOverload, expression_of, schema_of
 from mla_fusion.graph import arithmetic, decompose, fused, moves, quantise
-from mla_fusion.graph.call import RULES, Call, Departs, Pair, name_of
+from mla_fusion.graph.call import RULES, Call, Departs, Pair, Size, name_of
 from mla_fusion.graph.form import Form, Value, filled_with
 
 __all__ = ["Graph", "Reading", "arithmetic", "fused", "moves", "quantise"]
@@ -32,17 +32,6 @@ _FOLDED = 1 << 16  # elements of a tensor of literals that is computed when it i
 _HIDDEN = {"npu::npu_kv_rmsnorm_rope_cache": (5, 6)}  # arguments written, though no schema says so
 _SCATTERS = {"slice": "slice_scatter", "select": "select_scatter"}
 _FAILS = (ValueError, RuntimeError, TypeError, LookupError, AssertionError, AttributeError)
-
-
-class Size(int):
-    """A symbolic size, bound to a number."""
-
-    name: str
-
-    def __new__(cls, bound: int, name: str) -> Size:
-        found = super().__new__(cls, bound)
-        found.name = name
-        return found
 
 
 class _Alike(Exception):

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import torch
 from torch.fx import Node
 
 from mla_fusion.compat import OpOverload, schema_of
@@ -55,10 +56,12 @@ class Given:
 class Settled:
     """
     replaced  nodes whose readers read results, and what they are
+    sizes     nodes that ask a tensor for a size
     kept      nodes that are still computed
     """
 
     replaced: dict[Node, Value] = field(default_factory=dict)
+    sizes: set[Node] = field(default_factory=set)
     kept: set[Node] = field(default_factory=set)
 
 
@@ -123,7 +126,10 @@ def settled(
     stack += [(node, node) for node in holders(graph, read)]
     while stack:
         node, reader = stack.pop()
-        if node in found.kept or node in found.replaced:
+        if node in found.kept or node in found.replaced or node in found.sizes:
+            continue
+        if isinstance(node.target, OpOverload) and isinstance(node.meta["val"], torch.SymInt):
+            found.sizes.add(node)
             continue
         if node.op == "call_function" and (node in hidden or not has_effect(graph, node)):
             reading = graph.readings[node]

@@ -91,7 +91,9 @@ class Writer:
         for read in node.all_input_nodes:
             if read in self._begun and read not in self.b.copies and read not in self._values:
                 raise RuntimeError(f"{read.name} waits for itself")
-            if read in self.settled.replaced:
+            if read in self.settled.sizes:
+                self._values[read] = self._lower.size(read.meta["val"])
+            elif read in self.settled.replaced:
                 self._given(read)
             elif read not in self.b.copies:
                 self.b.value(read)
@@ -100,7 +102,8 @@ class Writer:
         return made
 
     def _input(self, read: Node) -> Node:
-        return self._values[read] if read in self.settled.replaced else self.b.copies[read]
+        is_made = read in self.settled.replaced or read in self.settled.sizes
+        return self._values[read] if is_made else self.b.copies[read]
 
     def _given(self, node: Node) -> Node:
         """What a replaced node is, of the results."""

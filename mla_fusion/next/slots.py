@@ -32,9 +32,9 @@ def _of_blocks(value: Value) -> list[Value] | None:
     terms = dict(zip(value.sources, value.literal[0], strict=True))
     if len(terms) == 2:
         (entries, size), (places, one) = sorted(terms.items(), key=lambda term: -term[1])
-        of_entries, of_places = trusted(entries), trusted(places)
-        if size > 1 and one == 1 and of_entries is not None and of_places is not None:
-            return [*of_entries, *of_places]
+        both = trusted(entries), trusted(places)
+        if size > 1 and one == 1 and both[0] is not None and both[1] is not None:
+            return [*both[0], *both[1]]
     for rows, size in terms.items():
         inner = _unmoved(rows)
         if inner.op != "gather" or size <= 1:
@@ -46,9 +46,9 @@ def _of_blocks(value: Value) -> list[Value] | None:
         read = _block_numbers(inner.sources[1])
         if of_slots is read or _unmoved(of_slots) is _unmoved(read or of_slots):
             table = trusted(inner.sources[0])
-            places = trusted(of_slots)
-            if table is not None and places is not None:
-                return [*table, *places]
+            slots = trusted(of_slots)
+            if table is not None and slots is not None:
+                return [*table, *slots]
     return None
 
 
