@@ -35,6 +35,9 @@ def judge(graph: Graph, proposal: Proposal, region: Iterable[Node]) -> None:
             value = proposal.arguments[name]
             if not value.active and value.dtype != torch.bfloat16:
                 raise Departure("dtype.region", f"{name} is {value.dtype}", [value])
+    for name in ("rmsnorm_epsilon_cq", "rmsnorm_epsilon_ckv"):
+        if not proposal.arguments[name]:
+            raise Departure("norm.epsilon", f"{name} is 0: a row of zeros is no number", [])
     for name in ("rmsnorm_gamma_cq", "rmsnorm_gamma_ckv"):
         value = proposal.arguments[name]
         if value.op in ("expand", "product") and not value.model:
