@@ -27,11 +27,16 @@ class Given:
             self.add(claim.graph, claim.kernel)
 
     def add(self, value: Value, given: Value) -> None:
-        """Known without the number in front."""
+        """Known without the number in front, and without reshapes."""
         times, rest = self._form.split(value)
         by = times.power(-1)
         assert by is not None
-        self._of[rest] = self._form.scaled(given, by)
+        given = self._form.scaled(given, by)
+        if rest.op == "reshape":
+            inner = rest.sources[0]
+            self.add(inner, self._form.reshape(given, inner.shape))
+        else:
+            self._of[rest] = given
 
     def of(self, value: Value) -> Value | None:
         """Of a Value that is moved from such, too, or has a number in front."""

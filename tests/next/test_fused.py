@@ -19,11 +19,12 @@ from tests.harness import clones, held_by, traced_graph
 
 # What this core does not do yet, or does otherwise.
 OTHERWISE = frozenset(
-    "NormByScaledGram CutAgain scaled_shear LongCat SlotsFromQuery NewRowsRead HalvesOfTheBatch "
+    "ScaledByPosition NormByScaledGram CutAgain scaled_shear LongCat SlotsFromQuery NewRowsRead HalvesOfTheBatch "
     "PartsOfTheBatch both_by_other_blocks no_token OneLayerForTwo LayerCopiedToTheNext "
     "LayersReadTogether LayerByTensor KnownMultiples Scattered AssignedBehindTheHead Float32Norms "
     "ComplexTraining LightLlm QueryByPosition RowOfEachRequest LongRowOfEachRequest "
-    "CachesByPosition TwoOfThreeOverlap Normalize OnlyRopeScaled".split()
+    "CachesByPosition TwoOfThreeOverlap Normalize FourSequences FromOneBefore "
+    "OneBlockForTwo".split()
 )
 FAR = 0.03  # of the norm of an output in bfloat16, by which two orders of rounding differ
 

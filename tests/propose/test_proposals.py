@@ -22,7 +22,7 @@ from tests.catalogue import ENTRIES, IN_PLACE, STAGED, Entry
 from tests.exhaustive import one_in
 from tests.harness import traced_graph
 
-OTHERWISE = ("NormByScaledGram", "Gated")
+OTHERWISE = ("NormByScaledGram", "linear undivided")
 WHOLE = [
     entry
     for entry in ENTRIES.values()
