@@ -19,7 +19,8 @@ from tests.harness import clones, held_by, traced_graph
 
 # What this core does not do yet, or does otherwise.
 OTHERWISE = frozenset(
-    "ScaledByPosition NormByScaledGram CutAgain scaled_shear LongCat SlotsFromQuery NewRowsRead HalvesOfTheBatch "
+    "ScaledByPosition NormByScaledGram CutAgain scaled_shear LongCat SlotsFromQuery NewRowsRead "
+    "HalvesOfTheBatch "
     "PartsOfTheBatch both_by_other_blocks no_token OneLayerForTwo LayerCopiedToTheNext "
     "LayersReadTogether LayerByTensor KnownMultiples Scattered AssignedBehindTheHead Float32Norms "
     "ComplexTraining LightLlm QueryByPosition RowOfEachRequest LongRowOfEachRequest "
