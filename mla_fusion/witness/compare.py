@@ -93,7 +93,7 @@ def compare(
         witness.at(binding)
     except Unrunnable as error:
         raise Refuse("verify.mismatch", str(error), (error.node,)) from error
-    for larger in sizes.larger(binding, witness.x, witness.most):
+    for larger in sizes.larger(binding, witness.x, witness.nodes, witness.most):
         try:
             witness.at(larger)
             break
@@ -127,9 +127,10 @@ class _Witness:
         self._generator = torch.Generator().manual_seed(given[-1])
         x = [leaf for leaf, role in roles.items() if role == "x"]
         self.x = shape_of(x[0])
-        self._of_x = dependent(self._before.nodes, x)
+        self.nodes = self._before.nodes
+        self._of_x = dependent(self.nodes, x)
         self.inputs = list(map(sizes_of, roles))
-        self.most = sizes.largest_literal(self._before.nodes, self._of_x)
+        self.most = sizes.largest_literal(self.nodes, self._of_x)
         nodes = [node for side in sides for node in (*side.nodes, *side.leaves)]
         # float64 rounds numbers of one byte too, and pieces of 32 bytes hold fewer of it
         in_pieces = any("PA_NZ" in node.kwargs.values() for node in nodes)
@@ -168,10 +169,10 @@ class _Witness:
 
     def _compare(self, pairs: Sequence[Pair], least: int = 0) -> None:
         """``least``: of large caches so many rows are enough; 0: all."""
-        tokens, count, nodes = math.prod(self._lead), self._count, self._before.nodes
+        tokens, count = math.prod(self._lead), self._count
         kinds = KINDS[1:] if self._tokens or tokens > _COSTLY else KINDS
         kinds += () if self._rounds or kinds is not KINDS else WIDE
-        draws = Draws(self._roles, nodes, self._binding, *self._given, least)
+        draws = Draws(self._roles, self.nodes, self._binding, *self._given, least)
         old, new = ([node for pair in pairs for node in pair.nodes[side]] for side in (0, 1))
         failed = list[Unrunnable]()
         for kind in kinds:

@@ -106,9 +106,12 @@ class Draws:
         self._pool = torch.randn(65537, generator=self._generator, dtype=torch.float32)
         self._highest: dict[Node, int] = {}
         self._fixed: dict[tuple[Node, bool], Tensor] = {}
-        literals = {abs(arg) for node in nodes for arg in node.args if isinstance(arg, int)}
-        around = ((m - 1, m, m + 1, 2 * m - 1) for m in sorted(literals) if m > 1)
+        beside = (node for node in nodes if any(map(holds_integers, node.all_input_nodes)))
+        found = (abs(arg) for node in beside for arg in node.args if isinstance(arg, int))
+        literals = sorted({literal for literal in found if literal > 1})
+        around = ((m - 1, m, m + 1, 2 * m - 1) for m in literals)
         self._edges = [*itertools.chain(*around), *_ROUNDED]
+        self._ones = itertools.cycle([1, *literals])
         floors = any(word(node) in _FLOORS and not holds_integers(node) for node in nodes)
         self._least = 0 if floors else -_DECADES
         of = {role: leaf for leaf, role in leaves.items()}
@@ -148,8 +151,11 @@ class Draws:
         sizes = [size - 1 for size in self._binding.shape(read)]
         above = [leaf for leaf in cone_of([failed], ())[1] if self._highest.get(leaf)]
         for leaf in above:
-            lower = (size for size in sizes if 0 <= size < self._highest[leaf])
-            self._highest[leaf] = max(lower, default=self._highest[leaf] // 4)
+            highest = self._highest[leaf]
+            lower = [size for size in sizes if 0 <= size < highest]
+            if highest in sizes or not lower:  # something is added to them
+                lower.append(highest * 3 // 4)
+            self._highest[leaf] = max(lower)
         return bool(above)
 
     def _value(self, leaf: Node, role: str, kind: str, rows: Mapping[str, Tensor]) -> Any:
@@ -213,8 +219,7 @@ class Draws:
             sizes = torch.logspace(first, last, tokens, dtype=torch.float64)
             x = x * sizes[torch.randperm(tokens, generator=self._generator)].unsqueeze(1)
         if kind == "outliers":
-            channels = torch.randperm(width, generator=self._generator)[: max(2, width // 100)]
-            x[::2, channels] *= torch.logspace(2, 4, len(channels))
+            x[::2, 3::100] *= torch.logspace(2, 4, len(range(3, width, 100)))
             x[torch.rand(x.shape, generator=self._generator) < 0.1] = 0
             if tokens > 1 and not self._is_quantised:  # a row's scale of 0 would divide 0 by 0
                 x[tokens // 2] = 0
@@ -227,8 +232,8 @@ class Draws:
         for place, edge in zip(range(1, count, 2), itertools.cycle(edges), strict=False):
             flat[place] = edge
         flat[-1:] = 0 if kind == "outliers" else limit
-        lone = count == 1 and kind != "outliers"
-        flat[:1] = limit if kind == "edges" else min(lone, limit)
+        first = next(self._ones) if count == 1 and kind != "outliers" else 0
+        flat[:1] = limit if kind == "edges" else min(first, limit)
         return flat
 
 

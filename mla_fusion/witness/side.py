@@ -101,9 +101,7 @@ class Side:
             """An argument as a CPU takes it."""
             if isinstance(value, Node):
                 meaning = value_of(value)
-                if is_symbolic(meaning):
-                    return binding.number(meaning)
-                return meaning if isinstance(meaning, (int, float)) else value
+                return binding.number(meaning) if is_symbolic(meaning) else value
             if isinstance(value, torch.device):
                 return torch.device("cpu")
             return _wide(value) if wide and isinstance(value, torch.dtype) else value

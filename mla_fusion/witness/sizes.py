@@ -7,11 +7,12 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from sympy import Integer
 from torch.fx import Graph, Node
 
 from mla_fusion.compat import guarded_equal
 from mla_fusion.fx.kinds import holds_integers
-from mla_fusion.fx.sizes import Binding, expression, is_symbolic
+from mla_fusion.fx.sizes import Binding, expression, is_size, is_symbolic
 from mla_fusion.operators.known import value_of
 
 _STEP = 640  # a size of a cache may have to be a multiple of 16, or of 128
@@ -23,9 +24,7 @@ _LIMITS = 600, 8192  # literals beyond meet no count; the second is of literals 
 def bound(graph: Graph) -> Binding:
     """A small prime for each symbol, which no literal of the graph equals."""
     binding = Binding()
-    given = (arg for node in graph.nodes for arg in node.args)
-    items = (item for arg in given for item in (arg if isinstance(arg, (list, tuple)) else [arg]))
-    binding.avoid({item for item in items if isinstance(item, int)})
+    binding.avoid(_literals(graph.nodes))
     sizes = [size for node in graph.nodes for size in _sizes(node).values()]
     for a, b in guarded_equal(sizes[0]) if sizes else ():
         binding.equate(a, b)
@@ -49,15 +48,19 @@ def with_room(
     return binding
 
 
-def larger(binding: Binding, x: Sequence[Any], most: int) -> Iterator[Binding]:
+def larger(
+    binding: Binding, x: Sequence[Any], nodes: Iterable[Node], most: int
+) -> Iterator[Binding]:
     """Bindings with more tokens along the last symbolic axis of x: the first should run, but the
     model may take fewer alone.
 
-    most  literals that meet a count are no larger
+    most  literals that meet a count are no larger. Others are no multiple of it, but for 1
     """
     last = next((size for size in reversed(x[:-1]) if binding.varies(size)), 1)
     others = math.prod(binding.shape(x[:-1])) // binding.size(last)
-    wanted = max(-(-_MANY // others), _FEWEST, most + 2)
+    wanted, literals = max(-(-_MANY // others), _FEWEST, most + 2), _literals(nodes)
+    while any(number > 1 and (number + 1) % wanted < 3 for number in literals):
+        wanted += 1
     for part in range(8, 0, -1):
         found = binding.raised(last, wanted * part // 8)
         if found is not binding:
@@ -75,10 +78,14 @@ def largest_literal(nodes: Iterable[Node], of_x: Collection[Node]) -> int:
         if node not in of_x and (is_first or not counts.isdisjoint(read)):
             counts.add(node)
         is_cut = bool(read) and _sizes(read[0]).keys() != _sizes(node).keys()
-        if node in counts or is_cut or any(map(holds_integers, (node, *read))):
-            given = (abs(arg) for arg in node.args if isinstance(arg, (int, float)))
-            limit = _LIMITS[node in counts]
-            most = max([most, *(math.ceil(number) for number in given if number < limit)])
+        given = [abs(arg) for arg in node.args if isinstance(arg, (int, float))]
+        if not (node in counts or is_cut or any(map(holds_integers, (node, *read)))):
+            given = []
+        for size in filter(is_size, node.all_input_nodes):
+            if size in node.args:  # what is made of the count of tokens
+                given += map(int, expression(value_of(size)).atoms(Integer))
+        limit = _LIMITS[node in counts]
+        most = max([most, *(math.ceil(number) for number in given if number < limit)])
     return most
 
 
@@ -89,3 +96,9 @@ def _sizes(node: Node) -> dict[Any, Any]:
     shapes = (part.shape for part in parts if isinstance(part, torch.Tensor))
     sizes = (size for shape in shapes for size in shape)
     return {expression(size): size for size in sizes if is_symbolic(size)}
+
+
+def _literals(nodes: Iterable[Node]) -> set[int]:
+    given = (arg for node in nodes for arg in node.args)
+    items = (item for arg in given for item in (arg if isinstance(arg, (list, tuple)) else [arg]))
+    return {item for item in items if isinstance(item, int)}

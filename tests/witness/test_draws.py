@@ -67,13 +67,17 @@ def test_positions_name_distinct_slots_by_way_of_a_table(tokens: int, kind: str)
 
 def test_integers_reach_ends_and_residues_and_flags_both_values() -> None:
     graph = Graph()
-    remainder = graph.call_function(aten.remainder.Scalar, (graph.placeholder("p"), 4096))
-    remainder.meta["val"] = integers(200)
+    number = graph.placeholder("number")
+    remainder = graph.call_function(aten.remainder.Scalar, (number, 4096))
+    for node in (number, remainder):
+        node.meta["val"] = integers(200)
     drawn = Drawn((remainder,), any_number=integers(200), any_flag=torch.ones(3) > 0)
     edges = drawn.values("edges")
     assert {4095, 4096, 4097, 100_000, 257} <= set(edges["any_number"].tolist())
     assert not edges["any_flag"].any() and drawn.values("outliers")["any_flag"].all()
     assert drawn.values("outliers")["any_number"][0] == 0
+    one = Drawn((remainder,), any_number=integers())
+    assert {int(one.values(kind)["any_number"]) for kind in ("normal", *WIDE)} == {1, 4096}
 
 
 def test_integers_are_lowered_to_the_sizes_of_what_fails() -> None:
@@ -85,6 +89,8 @@ def test_integers_are_lowered_to_the_sizes_of_what_fails() -> None:
     failed = number.graph.call_function(aten.embedding.default, (table, number))
     assert drawn.draws.lower(failed)
     assert drawn.values("edges")["any_number"].max() == 47
+    assert drawn.draws.lower(failed)  # something may be added to it
+    assert drawn.values("edges")["any_number"].max() == 47 * 3 // 4
     while drawn.draws.lower(failed):
         pass
     assert drawn.values("normal")["any_number"].max() == 0
