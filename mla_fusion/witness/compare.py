@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,13 +13,15 @@ from torch.fx import Graph, GraphModule, Node
 
 from mla_fusion.fx.kinds import MODEL_FLOATS
 from mla_fusion.fx.sizes import Binding, sizes_of
+from mla_fusion.meta.spec import TILE_SIZE
 from mla_fusion.operators.known import dtype_of, shape_of, value_of
+from mla_fusion.paging.tiles import numbers_of_rows
+from mla_fusion.reference import hifloat8
 from mla_fusion.report.rejection import Refuse
 from mla_fusion.report.report import Figure
 from mla_fusion.witness import sizes
 from mla_fusion.witness.draws import CACHES, KINDS, WIDE, Draws
-from mla_fusion.witness.pair import Pair, relative, squares
-from mla_fusion.witness.side import Side, Unrunnable, cone_of, dependent
+from mla_fusion.witness.side import Nodes, Side, Unrunnable, Values, cone_of, dependent
 
 # Two bfloat16 evaluations of one prologue differ by 3e-3 to 6e-3 in relative L2 norm (one rounding
 # more or less per step); a swapped pair, a wrong column or a wrong row differs by more than 1e-1.
@@ -33,11 +35,64 @@ TOLERANCE_WIDE = 1e-6
 OF_A_ROW = 2.5
 # times what rounding can do to it, where a row of small numbers is made of large ones
 _OF_ROUNDING = 6.0
+_HCKV = 512  # of rows of tiles
+_ROW = 64  # elements that a row has at least: a rounding of a large one weighs much among fewer
 _STEP, _JITTERS = 2.0**-8, 4
 _SMALL_CACHE = 1 << 20  # elements up to which a cache is taken as it is
 _LARGEST_CACHE = 1 << 28
 _COSTLY = 256  # tokens from which one draw holds ordinary rows and rows with outliers side by side
-Values = Mapping[Node, Any]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A value of the original graph and what stands for it in the rewritten one.
+
+    part    for messages: "query", "kv_cache"
+    form    "": numbers as they are. "hifloat8": bytes of that format. "powers": e8m0 scales, which
+            may differ by one step where another pair has them for ``scales``. "tiles": rows of
+            tiles. "halves": the new value has the rotated halves side by side that the original one
+            interleaves
+    scales  of both graphs, by which their numbers are multiplied: one for each run of elements
+    """
+
+    part: str
+    before: Node
+    after: Node
+    form: str = ""
+    scales: tuple[Node, ...] = ()
+
+    @property
+    def nodes(self) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
+        """What is read, of the original and of the rewritten graph."""
+        return (self.before, *self.scales[:1]), (self.after, *self.scales[1:])
+
+    def numbers(self, values: Values, of_original: Values | None = None) -> Tensor:
+        """What the original value stands for; with ``of_original``, what the new one does, to be
+        compared with the original one of these values.
+        """
+        is_new = of_original is not None
+        value, *scales = (values[node] for node in self.nodes[is_new])
+        if self.form == "hifloat8":
+            value = hifloat8.decode(value)
+        elif self.form == "powers":
+            value = _powers(value)
+        elif self.form == "tiles":
+            dr = (value.shape[-1] - _HCKV - 4 * _HCKV // TILE_SIZE) // 2
+            value = numbers_of_rows(value, hckv=_HCKV, dr=dr, tile=TILE_SIZE)
+        value = (torch.view_as_real(value) if value.is_complex() else value).double()
+        for scale in scales:
+            scale = (_powers(scale) if scale.element_size() == 1 else scale).flatten()
+            value = value * scale.repeat_interleave(value.numel() // scale.numel()).view(
+                value.shape
+            )
+        if of_original is None:
+            return value
+        want = self.numbers(of_original)
+        if self.form == "halves":
+            value = value.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+        if self.form == "powers":
+            value = torch.where((value / want - 1.25).abs() <= 0.75, want, value)
+        return value.reshape(want.shape) if value.numel() == want.numel() else value
 
 
 @dataclass(frozen=True)
@@ -88,26 +143,11 @@ def compare(
     new = dict(zip(rewritten.graph.find_nodes(op="placeholder"), inputs, strict=False))
     new |= {copy: node for node, copy in cut.items()}
     witness = _Witness(pairs, new, roles, (rows, block_size, seed))
-    binding = binding or sizes.bound(original)
-    try:
-        witness.at(binding)
-    except Unrunnable as error:
-        raise Refuse("verify.mismatch", str(error), (error.node,)) from error
-    for larger in sizes.larger(binding, witness.x, witness.nodes, witness.most):
-        try:
-            witness.at(larger)
-            break
-        except Unrunnable:  # the model itself does not take so many tokens
-            continue
-    return witness.outcome()
+    return witness.run(binding or sizes.bound(original))
 
 
 class _Witness:
-    """
-    x       the shape of activations
-    inputs  shapes of tables and caches
-    most    no literal that meets a count of tokens is larger
-    """
+    """Both graphs, from leaves to the pairs."""
 
     def __init__(
         self,
@@ -126,21 +166,30 @@ class _Witness:
         self._roles = roles = {leaf: roles[leaf] for leaf in found}
         self._generator = torch.Generator().manual_seed(given[-1])
         x = [leaf for leaf, role in roles.items() if role == "x"]
-        self.x = shape_of(x[0])
-        self.nodes = self._before.nodes
-        self._of_x = dependent(self.nodes, x)
-        self.inputs = list(map(sizes_of, roles))
-        self.most = sizes.largest_literal(self.nodes, self._of_x)
+        self._x = shape_of(x[0])
+        self._nodes = self._before.nodes
+        self._of_x = dependent(self._nodes, x)
+        self._inputs = list(map(sizes_of, roles))
+        self._most = sizes.largest_literal(self._nodes, self._of_x)
         nodes = [node for side in sides for node in (*side.nodes, *side.leaves)]
-        # float64 rounds numbers of one byte too, and pieces of 32 bytes hold fewer of it
-        in_pieces = any("PA_NZ" in node.kwargs.values() for node in nodes)
-        self._rounds = in_pieces or any(map(_is_byte, nodes))
-        quantised = any(roles[leaf] == "weight" and _is_byte(leaf) for leaf in roles)
+        self._rounds = any(map(_has_bytes, nodes))
+        quantised = any(roles[leaf] == "weight" and _has_bytes(leaf) for leaf in roles)
         self._limit = TOLERANCE_QUANTISED if quantised else TOLERANCE
         self._tokens, self._count = list[int](), 0
         self._figures: dict[Pair, Figure] = {}
 
-    def outcome(self) -> Outcome:
+    def run(self, binding: Binding) -> Outcome:
+        """Compare at a few tokens, and where their number is symbolic at many."""
+        try:
+            self._run_at(binding)
+        except Unrunnable as error:
+            raise Refuse("verify.mismatch", str(error), (error.node,)) from error
+        for larger in sizes.larger(binding, self._x, self._nodes, self._most):
+            try:
+                self._run_at(larger)
+                break
+            except Unrunnable:  # the model itself does not take so many tokens
+                continue
         parts = dict.fromkeys(pair.part for pair in self._pairs if pair not in self._figures)
         return Outcome(
             "verified" + (f" except {', '.join(parts)}" if parts else ""),
@@ -151,12 +200,12 @@ class _Witness:
             tuple(parts),
         )
 
-    def at(self, binding: Binding) -> None:
+    def _run_at(self, binding: Binding) -> None:
         """Compare at these sizes, or where tables and caches have more rows. Raises
         ``Unrunnable``.
         """
-        self._binding = binding = sizes.with_room(binding, self.x, self.inputs, self.most)
-        self._lead = binding.shape(self.x[:-1])
+        self._binding = binding = sizes.with_room(binding, self._x, self._inputs, self._most)
+        self._lead = binding.shape(self._x[:-1])
         pairs = self._pairs
         caches = [leaf for leaf, role in self._roles.items() if role in CACHES]
         if any(binding.count_of(leaf) > _SMALL_CACHE for leaf in caches):
@@ -172,7 +221,7 @@ class _Witness:
         tokens, count = math.prod(self._lead), self._count
         kinds = KINDS[1:] if self._tokens or tokens > _COSTLY else KINDS
         kinds += () if self._rounds or kinds is not KINDS else WIDE
-        draws = Draws(self._roles, self.nodes, self._binding, *self._given, least)
+        draws = Draws(self._roles, self._nodes, self._binding, *self._given, least)
         old, new = ([node for pair in pairs for node in pair.nodes[side]] for side in (0, 1))
         failed = list[Unrunnable]()
         for kind in kinds:
@@ -200,7 +249,7 @@ class _Witness:
             raise failed[0]
         self._tokens.append(tokens)
 
-    def _in_float64(self, drawn: Values, wanted: Iterable[Node], others: Any = None) -> Any:
+    def _in_float64(self, drawn: Values, wanted: Nodes, others: Any = None) -> Any:
         """Values of the original graph, others being so; None where it does not run."""
         try:
             return self._before.run(self._binding, drawn, True, wanted, others)
@@ -212,36 +261,37 @@ class _Witness:
         tolerance.
         """
         want, got = pair.numbers(before), pair.numbers(after, before)
-        where = f"{pair.part} at {pair.before.name}, {kind}"
-        if want.shape != got.shape:
-            detail = f"{where}: shape {list(got.shape)} in place of {list(want.shape)}"
+        of_all, of_row = self._limit, OF_A_ROW * self._limit
+        if kind in WIDE:
+            of_all = of_row = TOLERANCE_WIDE
+        wrong = f"shape {list(got.shape)} in place of {list(want.shape)}"
+        if want.shape == got.shape:
+            off, size = _squares(want, got, self._lead)
+            # a row of zeros must be one; NaN stays NaN
+            of_rows = torch.where(off == 0, 0.0, (off / size).sqrt())
+            whole, row = _relative(off, size), float(of_rows.max()) if len(of_rows) else 0.0
+            # rows over the limit of one row are among those over that of all
+            limit = of_row if whole <= of_all else of_all
+            over = ~(of_rows <= limit)
+            wrong = f"relative error {row:.3g} in a row, {whole:.3g} of all" * bool(over.any())
+            if wrong and kind not in WIDE and self._is_rounding(pair, drawn, off, over):
+                wrong = ""
+        if wrong:
+            detail = f"{pair.part} at {pair.before.name}, {kind}: {wrong}"
             raise Refuse("verify.mismatch", detail, (pair.before,))
-        wrong, size = squares(want, got, self._lead)
-        # a row of zeros must be one; NaN stays NaN
-        of_rows = torch.where(wrong == 0, 0.0, (wrong / size).sqrt())
-        whole, row = relative(wrong, size), float(of_rows.max()) if len(of_rows) else 0.0
-        is_wide = kind in WIDE
-        of_all = TOLERANCE_WIDE if is_wide else self._limit
-        # rows over the limit of one row are among those over that of all
-        is_over = not whole <= of_all
-        limit = of_all * (1 if is_over or is_wide else OF_A_ROW)
-        over = ~(of_rows <= limit)
-        if over.any() and (is_wide or not self._is_rounding(pair, drawn, wrong, over)):
-            far = f"{whole if is_over else row:.3g} > {limit:g}" + " in one row" * (not is_over)
-            raise Refuse("verify.mismatch", f"{where}: relative error {far}", (pair.before,))
-        if is_wide:
+        if kind in WIDE:
             return
         largest = float((want - got).abs().max()) if len(of_rows) else 0.0
+        figure = Figure(pair.part, whole, largest, want.numel(), row)
         known = self._figures.get(pair)
-        errors = known.float64 if known else None
         # of the first draw, where nothing is quantised
         found = None if known or self._rounds else self._in_float64(drawn, pair.nodes[0])
         if found is not None:
-            exact, lead = pair.numbers(found), self._lead
-            errors = relative(*squares(exact, got, lead)), relative(*squares(exact, want, lead))
-        if known is None or whole > known.relative:
-            known = Figure(pair.part, whole, largest, want.numel(), row)
-        self._figures[pair] = replace(known, float64=errors)
+            of_new, of_old = (_squares(pair.numbers(found), v, self._lead) for v in (got, want))
+            figure = replace(figure, float64=(_relative(*of_new), _relative(*of_old)))
+        if known is not None:
+            figure = replace(figure if whole > known.relative else known, float64=known.float64)
+        self._figures[pair] = figure
 
     def _is_rounding(self, pair: Pair, drawn: Values, wrong: Tensor, over: Tensor) -> bool:
         """Do these rows differ by no more than rounding can do to them, which is much where terms
@@ -269,10 +319,40 @@ class _Witness:
                 noise = torch.randn(found[node].shape, generator=self._generator)
                 others[node] = found[node] * (1 + _STEP * noise)
             other = self._in_float64(drawn, pair.nodes[0], others) or found
-            moved = torch.maximum(moved, squares(exact, pair.numbers(other), self._lead)[0])
+            moved = torch.maximum(moved, _squares(exact, pair.numbers(other), self._lead)[0])
         return bool((wrong[over] <= _OF_ROUNDING**2 * moved[over]).all())
 
 
-def _is_byte(node: Node) -> bool:
+def _has_bytes(node: Node) -> bool:
+    """Does it hold numbers of one byte, which float64 rounds too, or pieces of 32 bytes?"""
     dtype = getattr(value_of(node), "dtype", torch.bool)
-    return dtype != torch.bool and dtype.itemsize == 1
+    return (dtype != torch.bool and dtype.itemsize == 1) or "PA_NZ" in node.kwargs.values()
+
+
+def _powers(scale: Tensor) -> Tensor:
+    return scale.view(torch.float8_e8m0fnu).float()
+
+
+def _squares(want: Tensor, got: Tensor, tokens: Collection[int]) -> tuple[Tensor, Tensor]:
+    """Of each row: the squared length of the difference, and of what it should be.
+
+    A row runs along the last axes that are not as long as an axis of ``tokens``.
+    """
+    along, count = list[int](), 1
+    for axis in reversed(range(want.dim())):
+        if want.shape[axis] not in tokens and 0 < count < _ROW:
+            along.insert(0, axis)
+            count *= want.shape[axis]
+    order = [*(axis for axis in range(want.dim()) if axis not in along), *along]
+    a, b = (
+        value.permute(order).reshape(count and want.numel() // count, count)
+        for value in (want, got)
+    )
+    difference = torch.where(a == b, 0, a - b)  # infinities too
+    size = torch.where(a.isinf(), 0, a)
+    return difference.square().sum(1), size.square().sum(1)
+
+
+def _relative(wrong: Tensor, size: Tensor) -> float:
+    """Of squared lengths of all rows."""
+    return math.sqrt(float(wrong.sum()) / (float(size.sum()) or 1.0))

@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,14 +45,14 @@ from mla_fusion.fx.kinds import MODEL_FLOATS, holds_integers, word
 from mla_fusion.fx.sizes import Binding, sizes_of
 from mla_fusion.operators.known import dtype_of, value_of
 from mla_fusion.reference import hifloat8
-from mla_fusion.witness.side import Unrunnable, cone_of
+from mla_fusion.witness.side import Nodes, Unrunnable, Values, cone_of
 
 KINDS: tuple[str, ...] = ("normal", "outliers", "edges")
 WIDE = ("small", "large")
 CACHES = ("cache", "tiles", "halves")
 _DECADES = 20
 _HIGHEST = 100_000  # of an integer: far beyond what bfloat16 and int16 count exactly
-_ROUNDED = (255, 257, 511, 513, 2047, 2049, 4095, 4097)  # by bfloat16, and by float16
+_ROUNDED = (255, 257, 511, 513, 2047, 2049)  # by bfloat16, and by float16
 _INT8 = 40  # standard deviation of drawn int8 values
 _OF_ONE = 127  # the e8m0 code of 1
 _FLOORS = ("clamp", "clamp_min", "maximum")
@@ -82,7 +82,7 @@ class Draws:
     def __init__(
         self,
         leaves: Mapping[Node, str],
-        nodes: Iterable[Node],
+        nodes: Nodes,
         binding: Binding,
         rows: Any,
         block_size: Any,
@@ -105,7 +105,7 @@ class Draws:
         # of prime length: no period lines up with a row
         self._pool = torch.randn(65537, generator=self._generator, dtype=torch.float32)
         self._highest: dict[Node, int] = {}
-        self._fixed: dict[tuple[Node, bool], Tensor] = {}
+        self._fixed: dict[tuple[Node, torch.dtype, str], Tensor] = {}
         beside = (node for node in nodes if any(map(holds_integers, node.all_input_nodes)))
         found = (abs(arg) for node in beside for arg in node.args if isinstance(arg, int))
         literals = sorted({literal for literal in found if literal > 1})
@@ -117,29 +117,22 @@ class Draws:
         of = {role: leaf for leaf, role in leaves.items()}
         self._is_quantised = not {"scale", "token_scale", "tiles"}.isdisjoint(of)
         self._table = self._shapes[of["table"]] if "table" in of else (1,)
-        positions = self._shapes[of["positions"]] if "positions" in of else (1,)
-        self._crowded = math.prod(positions) > self._block
 
-    def values(self, kind: str) -> dict[Node, Any]:
+    def values(self, kind: str) -> Values:
         """A value for each leaf. Raises ``Unrunnable`` where there are more tokens than rows."""
         slots = torch.randperm(self._rows, generator=self._generator)
         end = self._rows - 1 if kind == "edges" else 0
         slots[slots == end], slots[0] = slots[0].clone(), end
         size, blocks = self._block, self._table[-1]
-        every, places = slots[slots < self._rows // size], slots[slots < size]
-        entries = torch.arange(math.prod(self._table))
-        if self._crowded:  # there are more tokens than places in a block: all read one order
-            positions, order = slots[slots < size * min(blocks, len(every))], entries
-        else:  # places are distinct, whatever the block
-            positions = places + size * (slots[: len(places)] % blocks)
-            order = entries + entries // blocks
+        every = slots[slots < self._rows // size]
         rows = {
             "slots": slots,
             "block": slots // size,
             "place": slots % size,
-            "positions": positions,
+            "positions": slots[slots < size * min(blocks, len(every))],
             "sequences": every,
-            "table": every[order % blocks % len(every)],
+            # in one order for all sequences: positions that are distinct then name distinct slots
+            "table": every[torch.arange(math.prod(self._table)) % blocks % len(every)],
         }
         return {leaf: self._value(leaf, role, kind, rows) for leaf, role in self._leaves.items()}
 
@@ -162,29 +155,30 @@ class Draws:
         if leaf not in self._shapes:
             return value_of(leaf)
         shape, dtype = self._shapes[leaf], dtype_of(leaf)
+        count = math.prod(shape)
+        if kind in WIDE and dtype in MODEL_FLOATS:
+            dtype = torch.float64
         if role in rows:
-            if math.prod(shape) > len(rows[role]):
-                raise Unrunnable(leaf, f"{len(rows[role])} rows are fewer than tokens")
-            return rows[role][: math.prod(shape)].reshape(shape).to(dtype)
-        if role == "x":
-            return self._tokens(shape, dtype, kind)
-        if dtype == torch.bool:
-            mixed = torch.rand(shape, generator=self._generator) < 0.5
-            return mixed if kind == "normal" else torch.full(shape, kind == "outliers")
-        if role == "" and holds_integers(leaf) and dtype.itemsize > 1:
+            drawn = rows[role][:count]
+            if len(drawn) < count:
+                raise Unrunnable(leaf, f"{len(drawn)} rows are fewer than tokens")
+        elif role == "x":
+            drawn = self._tokens(count // shape[-1], shape[-1], kind, dtype.itemsize == 1)
+        elif dtype == torch.bool:
+            share = {"outliers": 1.0, "edges": 0.0}.get(kind, 0.5)
+            drawn = torch.rand(count, generator=self._generator) < share
+        elif role == "" and holds_integers(leaf) and dtype.itemsize > 1:
             highest = self._highest.setdefault(leaf, min(_HIGHEST, torch.iinfo(dtype).max))
-            return self._integers(math.prod(shape), kind, highest).reshape(shape).to(dtype)
-        large = role == "weight" and kind == "outliers" and dtype in MODEL_FLOATS
-        if (leaf, large) not in self._fixed:
-            drawn = self._numbers(shape, dtype, role)
-            for axis in {0, len(shape) - 1} if large else ():
-                drawn.select(axis, shape[axis] // 3).mul_(60)
-                drawn.select(axis, shape[axis] // 2).mul_(15)
-            self._fixed[leaf, large] = drawn
-        found = self._fixed[leaf, large]
-        return found.double() * 10.0**_DECADES if (role, kind) == ("gamma", "large") else found
+            drawn = self._integers(count, kind, highest)
+        else:
+            large = kind if (role, kind) in (("weight", "outliers"), ("gamma", "large")) else ""
+            known = leaf, dtype, large
+            if known not in self._fixed:
+                self._fixed[known] = self._numbers(shape, dtype, role, large)
+            return self._fixed[known]
+        return _as_elements(drawn, dtype).reshape(shape)
 
-    def _numbers(self, shape: tuple[int, ...], dtype: torch.dtype, role: str) -> Tensor:
+    def _numbers(self, shape: Sequence[int], dtype: torch.dtype, role: str, large: str) -> Tensor:
         pool, start = self._pool, 4099 * len(self._fixed)
         if role in _NUMBERS:
             near_one, times = _NUMBERS[role]
@@ -194,25 +188,28 @@ class Draws:
             pool = pool.reciprocal()
         if role in ("scale", "token_scale") and dtype.itemsize == 1:
             pool = (pool.log2().round() + _OF_ONE).to(torch.uint8).view(dtype)
-        elif dtype.itemsize == 1:
-            pool = _as_elements(pool, dtype)
         if dtype.is_complex:
             pool = torch.complex(pool, pool.roll(17))
         count, start = math.prod(shape), start % len(pool) & ~15  # pairs start at an even place
-        drawn = pool.to(dtype).repeat((count + start) // len(pool) + 1)[start : start + count]
+        pool = _as_elements(pool, dtype)
+        drawn = pool.repeat((count + start) // len(pool) + 1)[start : start + count]
         if role in ("", "scale") and dtype.itemsize > 1:
             drawn[3::61] = 0  # a sine is 0 at position 0
         drawn = drawn.reshape(shape)
         if role.startswith("one_") or role == "halves":
             one = drawn[..., :1] if role == "halves" else drawn.flatten()[0]
             drawn = (one.round() if role == "one_offset" else one).expand(shape).contiguous()
+        if large and role == "gamma":
+            drawn *= 10.0**_DECADES
+        for axis in {0, len(shape) - 1} if large and dtype in MODEL_FLOATS else ():
+            drawn.select(axis, shape[axis] // 3).mul_(60)
+            drawn.select(axis, shape[axis] // 2).mul_(15)
         return drawn
 
-    def _tokens(self, shape: tuple[int, ...], dtype: torch.dtype, kind: str) -> Tensor:
-        tokens, width = math.prod(shape[:-1]), shape[-1]
-        x = torch.randn((tokens, width), generator=self._generator, dtype=torch.float32)
-        if dtype.itemsize == 1:
-            return _as_elements(x, dtype).reshape(shape)
+    def _tokens(self, tokens: int, width: int, kind: str, is_plain: bool) -> Tensor:
+        x = torch.randn((tokens, width), generator=self._generator, dtype=torch.float64)
+        if is_plain:
+            return x
         if kind not in ("outliers", "edges"):
             ends = {"small": (self._least, _DECADES), "large": (_DECADES, self._least)}
             first, last = ends.get(kind, (-3.5, 1))
@@ -223,7 +220,7 @@ class Draws:
             x[torch.rand(x.shape, generator=self._generator) < 0.1] = 0
             if tokens > 1 and not self._is_quantised:  # a row's scale of 0 would divide 0 by 0
                 x[tokens // 2] = 0
-        return x.to(torch.float64 if kind in WIDE else dtype).reshape(shape)
+        return x
 
     def _integers(self, count: int, kind: str, limit: int) -> Tensor:
         low = limit // 2 if kind == "edges" else 0
@@ -238,7 +235,9 @@ class Draws:
 
 
 def _as_elements(numbers: Tensor, dtype: torch.dtype) -> Tensor:
-    """Standard normal numbers in a format of one byte; uint8 is hifloat8."""
+    """Standard normal numbers in a dtype. Of one byte, uint8 is hifloat8."""
     if dtype == torch.int8:
-        return (_INT8 * numbers).clamp(-127, 127).to(dtype)
-    return hifloat8.encode(numbers) if dtype == torch.uint8 else numbers.to(dtype)
+        numbers = (_INT8 * numbers).clamp(-127, 127)
+    if dtype == torch.uint8 and numbers.is_floating_point():
+        return hifloat8.encode(numbers.float())
+    return numbers.to(dtype)

@@ -16,6 +16,8 @@ from mla_fusion.fx.sizes import Binding, is_size, is_symbolic
 from mla_fusion.operators.known import value_of
 
 aten = torch.ops.aten
+Nodes = Iterable[Node]
+Values = Mapping[Node, Any]
 _RESHAPES = (
     aten.view.default,
     aten.view_copy.default,
@@ -33,7 +35,7 @@ class Unrunnable(Exception):
         self.node = node
 
 
-def cone_of(wanted: Iterable[Node], leaves: Collection[Node]) -> tuple[list[Node], list[Node]]:
+def cone_of(wanted: Nodes, leaves: Collection[Node]) -> tuple[list[Node], list[Node]]:
     """The nodes from which ``wanted`` are computed, in the order of the graph, and the leaves among
     what they read: nodes of ``leaves``, inputs of the graph, attributes.
     """
@@ -48,7 +50,7 @@ def cone_of(wanted: Iterable[Node], leaves: Collection[Node]) -> tuple[list[Node
     return sorted(inside), sorted(outside)
 
 
-def dependent(nodes: Iterable[Node], on: Iterable[Node]) -> set[Node]:
+def dependent(nodes: Nodes, on: Nodes) -> set[Node]:
     """``on``, and those of ``nodes`` (in order) that are computed from them."""
     found = set(on)
     for node in nodes:
@@ -63,7 +65,7 @@ class Side:
     leaves  what is drawn, and for which leaf of the original graph
     """
 
-    def __init__(self, wanted: Iterable[Node], stands_for: Mapping[Node, Node]) -> None:
+    def __init__(self, wanted: Nodes, stands_for: Mapping[Node, Node]) -> None:
         """``stands_for``: of each leaf, itself in the original graph. An attribute stands for the
         one of its name there; another one holds its own tensor.
         """
@@ -76,10 +78,10 @@ class Side:
     def run(
         self,
         binding: Binding,
-        drawn: Mapping[Node, Any],
+        drawn: Values,
         wide: bool,
-        wanted: Iterable[Node],
-        others: Mapping[Node, Any] | None = None,
+        wanted: Nodes,
+        others: Values | None = None,
     ) -> dict[Node, Any]:
         """The values of ``wanted`` and of what they are computed from. Raises ``Unrunnable``.
 
@@ -93,8 +95,7 @@ class Side:
             if isinstance(value, Tensor):
                 # a cache may have another shape in the rewritten graph, and nodes may write it
                 env[node] = _reshape(value, binding.shape_of(node)).clone()
-        if wide:
-            env = {node: _widened(value) for node, value in env.items()}
+        env = {node: _placed(value, wide) for node, value in env.items()}
         env |= others or {}
 
         def literal(value: Any) -> Any:
@@ -122,15 +123,13 @@ class Side:
 
 
 def _as_recorded(node: Node, result: Any, wide: bool) -> Any:
-    if not isinstance(result, Tensor):
-        several = wide and isinstance(result, (tuple, list))
-        return list(map(_widened, result)) if several else result
-    if "empty" in str(node.target):  # memory that nothing was written to
+    if isinstance(result, (tuple, list)):
+        return [_placed(part, wide) for part in result]
+    if isinstance(result, Tensor) and "empty" in str(node.target):  # nothing was written to it
         result.fill_(math.nan if is_float(result.dtype) else -1)
-    if wide:
-        return _widened(result)
-    # torch's default dtype may be another one by now
-    return result.to(node.meta["val"].dtype) if is_float(result.dtype) else result
+    if wide or not isinstance(result, Tensor) or not is_float(result.dtype):
+        return _placed(result, wide)
+    return result.to(node.meta["val"].dtype)  # torch's default dtype may be another one by now
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -140,8 +139,10 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.complex128 if dtype.is_complex else torch.float64
 
 
-def _widened(value: Any) -> Any:
-    return value.to(_wide(value.dtype)) if isinstance(value, Tensor) else value
+def _placed(value: Any, wide: bool) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return value.to("cpu", _wide(value.dtype) if wide else value.dtype)
 
 
 def _reshape(value: Tensor, sizes: Sequence[int], *_: Any) -> Tensor:

@@ -14,7 +14,9 @@ from mla_fusion.compat import guarded_equal
 from mla_fusion.fx.kinds import holds_integers
 from mla_fusion.fx.sizes import Binding, expression, is_size, is_symbolic
 from mla_fusion.operators.known import value_of
+from mla_fusion.witness.side import Nodes
 
+Shape = Sequence[Any]
 _STEP = 640  # a size of a cache may have to be a multiple of 16, or of 128
 _MANY = 131  # tokens of the second run: more than any block, and a prime
 _FEWEST = 17  # of one axis in that run
@@ -32,9 +34,7 @@ def bound(graph: Graph) -> Binding:
     return binding
 
 
-def with_room(
-    binding: Binding, x: Sequence[Any], inputs: Iterable[Sequence[Any]], most: int
-) -> Binding:
+def with_room(binding: Binding, x: Shape, inputs: Iterable[Shape], most: int) -> Binding:
     """The binding with sizes at which tables and caches (shapes ``inputs``) have rows for all
     tokens along their innermost free axis, and ``most`` more.
     """
@@ -48,9 +48,7 @@ def with_room(
     return binding
 
 
-def larger(
-    binding: Binding, x: Sequence[Any], nodes: Iterable[Node], most: int
-) -> Iterator[Binding]:
+def larger(binding: Binding, x: Shape, nodes: Nodes, most: int) -> Iterator[Binding]:
     """Bindings with more tokens along the last symbolic axis of x: the first should run, but the
     model may take fewer alone.
 
@@ -67,7 +65,7 @@ def larger(
             yield found
 
 
-def largest_literal(nodes: Iterable[Node], of_x: Collection[Node]) -> int:
+def largest_literal(nodes: Nodes, of_x: Collection[Node]) -> int:
     """The largest literal that may be compared with a count of tokens: it stands beside integers,
     cuts a symbolic axis, or meets what is made of the numbers of the tokens.
     """
@@ -98,7 +96,7 @@ def _sizes(node: Node) -> dict[Any, Any]:
     return {expression(size): size for size in sizes if is_symbolic(size)}
 
 
-def _literals(nodes: Iterable[Node]) -> set[int]:
+def _literals(nodes: Nodes) -> set[int]:
     given = (arg for node in nodes for arg in node.args)
     items = (item for arg in given for item in (arg if isinstance(arg, (list, tuple)) else [arg]))
     return {item for item in items if isinstance(item, int)}

@@ -15,8 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 import mla_fusion as mf
 from mla_fusion.fx import module_path
 from mla_fusion.report.rejection import Refuse
-from mla_fusion.witness.compare import Outcome, compare
-from mla_fusion.witness.pair import Pair
+from mla_fusion.witness.compare import Outcome, Pair, compare
 from tests.catalogue import ENTRIES, base, prologues
 from tests.harness import traced_graph
 from tests.soundness.captures import copied
