@@ -142,13 +142,13 @@ class Evaluation:
     def _elementwise(self, value: Value, read: list[Tensor]) -> Tensor:
         op, literal = value.op, value.literal
         if op == "sum":
-            found = torch.tensor(field.fraction(literal[1]))
+            found = torch.tensor(field.fraction(literal[1]), dtype=torch.int64)
             for coefficient, one in zip(literal[0], read, strict=True):
                 factor = field.fraction(coefficient)
                 found = found + (one if factor == 1 else one * factor % P)
             return found % P
         if op == "product":
-            found = torch.tensor(field.number(literal[1], self.seed))
+            found = torch.tensor(field.number(literal[1], self.seed), dtype=torch.int64)
             for exponent, one in zip(literal[0], read, strict=True):
                 if exponent != 1:
                     one = field.root(one, exponent, self.seed)
@@ -253,7 +253,7 @@ class Evaluation:
         """None: it is drawn."""
         op, literal, sources = value.op, value.literal, value.sources
         if value.is_number:
-            return torch.tensor(field.number(literal[1], self.seed))
+            return torch.tensor(field.number(literal[1], self.seed), dtype=torch.int64)
         if op == "constant":
             return None if has_tokens(layout) else field.exact(literal.tensor, self.seed)
         if op == "count":

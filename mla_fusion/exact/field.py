@@ -89,7 +89,7 @@ def mixed(value: Tensor) -> Tensor:
 
 def hashed(name: int, *values: Tensor) -> Tensor:
     """A function of its operands, element by element."""
-    found = torch.tensor(name)
+    found = torch.tensor(name, dtype=torch.int64)
     for value in values:
         found = mixed(found + mixed(value + found))
     return found

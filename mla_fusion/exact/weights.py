@@ -243,7 +243,9 @@ def _split(places: Tensor, size: int) -> tuple[Tensor, Tensor] | None:
         if not torch.equal(rows == _ZERO, zero_rows.unsqueeze(1) | zero_columns):
             return None
         if bool(zero_rows.all()):
-            return torch.full((size,), _ZERO), torch.full((rows.shape[1],), _ZERO)
+            return torch.full((size,), _ZERO, dtype=torch.int64), torch.full(
+                (rows.shape[1],), _ZERO, dtype=torch.int64
+            )
         row = int((~zero_rows).nonzero()[0])
         column = int((~zero_columns).nonzero()[0])
     else:

@@ -638,14 +638,21 @@ class Form:
         found = self._taken(value, axis, places, shape)
         if found is None:
             index = self.make(
-                "constant", (), Array(torch.tensor(places)), (size,), torch.int64, model=True
+                "constant",
+                (),
+                Array(torch.tensor(places, dtype=torch.int64)),
+                (size,),
+                torch.int64,
+                model=True,
             )
             found = self.make("gather", (value, index), axis, shape, value.dtype)
         return self.scaled(found, times)
 
     def _taken(self, value: Value, axis: int, places: Sequence[int], shape: Shape) -> Value | None:
         if value.op == "constant":
-            return self.constant(value.literal.tensor.index_select(axis, torch.tensor(places)))
+            return self.constant(
+                value.literal.tensor.index_select(axis, torch.tensor(places, dtype=torch.int64))
+            )
         if value.op == "expand":
             inner = value.sources[0]
             own = axis - len(value.shape) + len(inner.shape)

@@ -72,7 +72,9 @@ def pairs(reading: Reading, size: int, like: Pairs | None = None) -> Pairs | Non
     if any(len(two) != 2 for two in elements.values()):
         return None
     found = sorted((*two, *columns) for columns, two in elements.items())
-    first, second, low, high = (torch.tensor(row) for row in zip(*found, strict=True))
+    first, second, low, high = (
+        torch.tensor(row, dtype=torch.int64) for row in zip(*found, strict=True)
+    )
     half = size // 2
     heads = torch.arange(len(first)) // half
     if not (torch.equal(first // size, heads) and torch.equal(second // size, heads)):
@@ -116,7 +118,7 @@ def tables(site: Site, value: Value, found: Pairs) -> tuple[Value, Value]:
     rows = rows_of(form, value, site.layouts[value], site.tokens)
 
     def made_of(columns: Tensor, elements: Tensor) -> Value:
-        ones = torch.zeros(1, site.columns)
+        ones = torch.zeros(1, site.columns, dtype=torch.float32)
         ones[0, columns[:half]] = 1
         row = form.take(rows, 1, elements[:half].tolist())
         return filled(site, row, form.constant(ones))

@@ -327,7 +327,7 @@ def _codes(columns: int) -> dict[object, Tensor]:
     found: dict[object, Tensor] = {
         ("moment", power): field.power(places, power) for power in range(_MOMENTS)
     }
-    found["two"] = torch.full((columns,), 2)
+    found["two"] = torch.full((columns,), 2, dtype=torch.int64)
     for bit in range(max(1, (columns - 1).bit_length())):
         found["bit", bit] = torch.where((places - 1) >> bit & 1 == 1, P - 1, 1)
     return found

@@ -105,7 +105,7 @@ def assembled(site: Site, wanted: Tensor, candidates: list[tuple[Value, Tensor]]
         places = {tuple(column): k for k, column in enumerate(numbers.T.tolist())}
         columns = [places.get(tuple(column)) for column in wanted.T.tolist()]
         if None not in columns:
-            steps = torch.tensor(columns).diff()
+            steps = torch.tensor(columns, dtype=torch.int64).diff()
             runs = 1 + int((steps.diff() != 0).sum()) if len(steps) > 1 else 1
             table = form.take(value, 1, columns)  # type: ignore[arg-type]
             best.append((runs, value.serial, table))

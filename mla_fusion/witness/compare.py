@@ -316,7 +316,9 @@ class _Witness:
         for changed in (x, products) * _JITTERS:
             others = {}
             for node in changed:
-                noise = torch.randn(found[node].shape, generator=self._generator)
+                noise = torch.randn(
+                    found[node].shape, generator=self._generator, dtype=torch.float32
+                )
                 others[node] = found[node] * (1 + _STEP * noise)
             other = self._in_float64(drawn, pair.nodes[0], others) or found
             moved = torch.maximum(moved, _squares(exact, pair.numbers(other), self._lead)[0])

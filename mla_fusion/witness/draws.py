@@ -166,7 +166,7 @@ class Draws:
             drawn = self._tokens(count // shape[-1], shape[-1], kind, dtype.itemsize == 1)
         elif dtype == torch.bool:
             share = {"outliers": 1.0, "edges": 0.0}.get(kind, 0.5)
-            drawn = torch.rand(count, generator=self._generator) < share
+            drawn = torch.rand(count, generator=self._generator, dtype=torch.float32) < share
         elif role == "" and holds_integers(leaf) and dtype.itemsize > 1:
             highest = self._highest.setdefault(leaf, min(_HIGHEST, torch.iinfo(dtype).max))
             drawn = self._integers(count, kind, highest)
@@ -216,8 +216,8 @@ class Draws:
             sizes = torch.logspace(first, last, tokens, dtype=torch.float64)
             x = x * sizes[torch.randperm(tokens, generator=self._generator)].unsqueeze(1)
         if kind == "outliers":
-            x[::2, 3::100] *= torch.logspace(2, 4, len(range(3, width, 100)))
-            x[torch.rand(x.shape, generator=self._generator) < 0.1] = 0
+            x[::2, 3::100] *= torch.logspace(2, 4, len(range(3, width, 100)), dtype=torch.float32)
+            x[torch.rand(x.shape, generator=self._generator, dtype=torch.float32) < 0.1] = 0
             if tokens > 1 and not self._is_quantised:  # a row's scale of 0 would divide 0 by 0
                 x[tokens // 2] = 0
         return x
