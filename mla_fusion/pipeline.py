@@ -7,6 +7,7 @@ change at the very end.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from time import perf_counter
 
@@ -30,6 +31,8 @@ from mla_fusion.match.candidate import KeyHalf
 from mla_fusion.match.closed import in_bodies
 from mla_fusion.match.finder import Found, search
 from mla_fusion.match.near_miss import NearMiss
+from mla_fusion.next.fuse import Pass
+from mla_fusion.next.skip import SkipError
 from mla_fusion.observe.clock import Clock, on_the_cpu, threads
 from mla_fusion.observe.operator_counts import count_operators
 from mla_fusion.observe.record import Record
@@ -156,6 +159,13 @@ def _of_best_form(
     gm: GraphModule, config: Config, builder: BuilderOf | None, usual_threads: int, boundary: bool
 ) -> Report:
     """The report on the form of the graph in which most fuses; of equal ones on the first."""
+    if os.environ.get("MLA_FUSION_CORE") == "values":  # private, until it is the only one
+        report = Report(config, committed=builder is not None)
+        found = Pass(next(forms(gm, boundary)), config, boundary, usual_threads, report)
+        found.plan()
+        if found.plans and builder is not None:
+            found.commit(gm, builder)
+        return report
     looked_at: list[tuple[GraphModule, list[Plan], Report]] = []
     for form in forms(gm, boundary):  # normalise
         report = Report(config, committed=builder is not None)
@@ -248,10 +258,6 @@ def _commit(
     builder.close()
     transaction.install(gm, work.graph, builder.constants)
     clock.stop("rewrite")
-
-
-class SkipError(RuntimeError):
-    """A predicate of ``Config.skip`` raised."""
 
 
 def _wanted(item: Found, config: Config) -> KeyHalf:

@@ -95,11 +95,11 @@ def clean(builder: GraphBuilder, plans: Sequence[Plan]) -> None:
         padding.carry(builder)
     if any(item.node in builder.copies for plan in plans for item in plan.candidate.projections):
         graph.eliminate_dead_code()
-    _keep_output_names(builder.source, graph)
+    keep_output_names(builder.source, graph)
     graph.lint()
 
 
-def _keep_output_names(source: Graph, graph: Graph) -> None:
+def keep_output_names(source: Graph, graph: Graph) -> None:
     """Let what leaves the graph have the name that it has in the source: an exported program's
     signature has names.
     """

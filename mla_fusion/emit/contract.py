@@ -26,20 +26,20 @@ def ask(plan: Plan, config: Config, graph: Graph) -> tuple[str, ...]:
     Raises ``Refuse("contract:<code>")`` with the specification's own message.
     """
     target = target_of(plan)
-    builder = _OnPaper(graph, target)
+    builder = OnPaper(graph, target)
     given = builder.arguments(lambda b: target.call(b, plan))
     try:
         open_sizes = target.examine(config.machine, given)
-        assumed = [line for one in open_sizes if (line := _assumed(one, target.called))]
+        lines = [line for one in open_sizes if (line := assumed(one, target.called))]
     except ContractError as error:
         culprit = builder.read_by(given.get(error.argument)) or plan.candidate.down.node
         detail = f"{error.argument}: expected {error.expected}, found {error.found}"
         raise Refuse(f"contract:{error.code}", detail, (culprit,)) from None
     target.ask(plan, config)
-    return tuple(assumed)
+    return tuple(lines)
 
 
-def _assumed(one: Undecided, operator: str) -> str:
+def assumed(one: Undecided, operator: str) -> str:
     """What is assumed of a size that the operator takes for some of its values only; "" where the
     compiler guards that, so that the graph is compiled anew for the others.
 
@@ -63,7 +63,7 @@ class _Called(Exception):
         self.given = given
 
 
-class _OnPaper(OfTensors):
+class OnPaper(OfTensors):
     """Makes a call, up to the operator itself, on the values that the nodes of a graph are said to
     have: nothing is computed.
     """

@@ -12,7 +12,12 @@ class Departure(Exception):
     code    of the table of refusals
     detail  what is there in place of what was looked for
     values  at which the graph leaves
+    site    products of the prologue
+    score   how much of a prologue was found, from 0 to 1
     """
+
+    site: tuple[Value, ...] = ()
+    score = 1.0
 
     def __init__(self, code: str, detail: str, values: Sequence[Value] = ()) -> None:
         super().__init__(f"[{code}] {detail}")

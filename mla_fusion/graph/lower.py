@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from mla_fusion.compat import without_fake_mode
 from mla_fusion.fx.build import Builder
 from mla_fusion.graph.call import Pair
 from mla_fusion.graph.form import Value, broadcast, filled_with
@@ -294,12 +295,12 @@ class Lowering:
 
     def _constant(self, value: Value) -> Any:
         """Integers; floats are integers times a power of two."""
-        tensor = value.literal.tensor.reshape(-1)
+        with without_fake_mode():
+            numbers = value.literal.tensor.reshape(-1).tolist()
         for bits in (0, 24, 40, 56):
-            scaled = tensor.double() * 2.0**bits if bits else tensor
-            whole = scaled.long()
-            if bool((whole == scaled).all()):
-                found = self.b.constant(whole.tolist(), self.b.value(self._like))
+            whole = [int(one * 2**bits) for one in numbers]
+            if all(one == given * 2**bits for one, given in zip(whole, numbers, strict=True)):
+                found = self.b.constant(whole, self.b.value(self._like))
                 if bits:
                     wide = torch.promote_types(value.dtype, torch.float32)
                     found = self.b.cast(found, wide)

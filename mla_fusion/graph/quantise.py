@@ -459,7 +459,10 @@ def _(
     lead = x1.shape[:-1]
     rows = form.reshape(x1, (prod(lead), x1.shape[-1]))
     if any(group_sizes or ()):
-        if bias is not None or x1_dtype is not None or pertoken_scale is None:
+        is_other = list(group_sizes) != [1, 1, BLOCK] or pertoken_scale is None
+        if is_other or bias is not None or x1_dtype is not None:
+            raise Departs
+        if pertoken_scale.shape[:-2] != lead:
             raise Departs
         of_rows = form.reshape(pertoken_scale, (rows.shape[0], rows.shape[1] // BLOCK))
         of_weight = form.permute(scale, (0, 2, 1))

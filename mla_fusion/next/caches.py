@@ -4,13 +4,16 @@ rows that the kernel gives.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+import torch
 from torch.fx import Node
 
-from mla_fusion.graph.form import Form, Value
+from mla_fusion.graph.form import Value, order
 from mla_fusion.graph.read import Graph
+from mla_fusion.machine import Machine
+from mla_fusion.meta import layout, limits
 from mla_fusion.next.outputs import Given
 from mla_fusion.next.slots import trusted
 from mla_fusion.propose.prologue import Proposal
@@ -22,6 +25,22 @@ class Obstacle:
 
     code: str
     message: str
+
+
+@dataclass(frozen=True)
+class Setting:
+    """
+    boundary  a wrapper will stand around the graph, and can view caches before the call
+    machine   whose operator writes them
+    """
+
+    boundary: bool
+    machine: Machine
+
+    def writable(self, cache: torch.Tensor) -> bool:
+        allowed = limits("npu_mla_prolog_v3", self.machine.soc, self.machine.cann, "graph")
+        free, compares = allowed.strided_caches, allowed.compares_strides
+        return layout.writable(cache, first_axis_free=free, ones_free=not compares)
 
 
 @dataclass(frozen=True)
@@ -60,42 +79,35 @@ def writes_of(values: Iterable[Value]) -> list[Value]:
 
 
 def placed(
-    graph: Graph, proposal: Proposal, given: Given, values: Iterable[Value]
+    graph: Graph, proposal: Proposal, given: Given, values: Iterable[Value], setting: Setting
 ) -> InPlace | Staged:
     """In place where the kernel's writes are those of the graph; else every reason against it."""
-    results, form, obstacles = proposal.results, graph.form, list[Obstacle]()
+    results, obstacles = proposal.results, list[Obstacle]()
     found: dict[str, Write] = {}
     writes = writes_of(values)
     for name, rows in (("kv_cache", results.kv_rows), ("kr_cache", results.kr_rows)):
-        own = [value for value in writes if _is_of(form, given.of(value.sources[2]), rows)]
-        if len(own) != 1:
-            detail = f"{len(own)} writes take the rows of {name} as they are"
-            obstacles.append(Obstacle("cache.no_write", detail))
-            continue
-        write = _write(graph, own[0])
+        write = _write_of(graph, given, writes, name, rows)
         if isinstance(write, Obstacle):
             obstacles.append(write)
         else:
             found[name] = write
+            obstacles += _of_memory(write, setting)
     if len(found) < 2:
         return Staged(tuple(obstacles))
     kv, kr = found["kv_cache"], found["kr_cache"]
+    names = f"{kv.cache.name} and {kr.cache.name}"
     if kv.slots is not kr.slots:
-        obstacles.append(
-            Obstacle(
-                "cache.slots_differ",
-                f"{kv.cache.name} and {kr.cache.name} are written at different slots",
-            )
-        )
+        obstacles.append(Obstacle("cache.slots_differ", f"{names} are written at different slots"))
     if kv.shape[:3] != kr.shape[:3]:
-        sizes = f"{list(kv.shape)} and {list(kr.shape)}"
-        obstacles.append(Obstacle("cache.blocks_differ", f"the caches are {sizes} to the kernel"))
+        sizes = " and ".join(str(list(map(graph.unbound, one.shape))) for one in (kv, kr))
+        obstacles.append(Obstacle("cache.blocks_differ", f"{names} are {sizes} to the kernel"))
     if kv.cache is kr.cache:
         obstacles.append(Obstacle("cache.joined_row", f"both writes go to {kv.cache.name}"))
     if kv.value.literal != kr.value.literal:
-        obstacles.append(Obstacle("cache.modes_differ", "the caches hold rows in different orders"))
-    if kv.slots.shape[0] != proposal.x.shape[0]:
-        detail = f"{kv.slots.shape[0]} slots for {proposal.x.shape[0]} tokens"
+        obstacles.append(Obstacle("cache.rows", f"{names} hold rows in different orders"))
+    slots, tokens = kv.slots.shape[0], proposal.x.shape[0]
+    if slots != tokens:
+        detail = f"{graph.unbound(slots)} slots for tokens {[graph.unbound(tokens)]}"
         obstacles.append(Obstacle("cache.slots_count", detail))
     leaves = trusted(kv.slots)
     if leaves is None:
@@ -106,24 +118,82 @@ def placed(
     return InPlace(kv, kr, kv.slots, kv.value.literal or "PA_BSND", tuple(leaves))
 
 
-def _is_of(form: Form, given: Value | None, rows: Value) -> bool:
+def _write_of(
+    graph: Graph, given: Given, writes: Iterable[Value], name: str, rows: Value
+) -> Write | Obstacle:
+    """The one write that takes the new rows as they are, in the order of the tokens."""
+    own, moved = list[Value](), list[Value]()
+    for value in writes:
+        taken = given.of(value.sources[2])
+        if _is_of(taken, rows):
+            own.append(value)
+        elif taken is not None and rows in order([taken]):
+            moved.append(value)
+    if len(own) == 1:
+        return _write(graph, own[0])
+    if own:
+        return Obstacle("cache.rows_read", f"{len(own)} writes take the rows of {name}")
+    if not moved:
+        return Obstacle("cache.not_written", f"the rows of {name} are written to no cache")
+    base = _base(graph, moved[0])
+    to = "what is no input" if base is None else base.name
+    taken = given.of(moved[0].sources[2])
+    others = [value for value in order([taken]) if value.op == "leaf" and value is not rows]
+    if others:
+        return Obstacle("cache.rows_joined", f"rows of {name} are written to {to} beside others")
+    if name == "kr_cache":
+        return PAIRS
+    return Obstacle("cache.row_order", f"the rows of {name} are written to {to} in another order")
+
+
+PAIRS = Obstacle(
+    "rope.pairs",
+    "the key cache holds pairs (a0 b0 a1 b1 ..) as RoPE leaves them, the kernel writes halves (a0 "
+    "a1 .. b0 b1 ..)",
+)
+
+
+def _of_memory(write: Write, setting: Setting) -> Iterator[Obstacle]:
+    """Why the kernel cannot write into the memory of a cache."""
+    name, held = write.cache.name, write.cache.meta["val"]
+    if not setting.boundary and len(held.shape) != 4:
+        sizes = f"{list(held.shape)}, and no wrapper can view it as {list(write.shape)}"
+        yield Obstacle("cache.boundary", f"{name} has shape {sizes}")
+    if not setting.writable(held):
+        strides = list(held.stride())
+        yield Obstacle(
+            "cache.strides",
+            f"{name} has strides {strides}, and rows that the kernel writes to it do not arrive",
+        )
+    if held.dtype != torch.bfloat16:
+        detail = f"{name} is {held.dtype}, the rows written to it {torch.bfloat16}"
+        yield Obstacle("cache.dtype", detail)
+
+
+def _is_of(given: Value | None, rows: Value) -> bool:
     while given is not None and given.op == "reshape":
         given = given.sources[0]
     return given is rows
 
 
-def _write(graph: Graph, value: Value) -> Write | Obstacle:
+def _base(graph: Graph, value: Value) -> Node | None:
+    """The input that is written."""
     base = value.sources[0]
     while base.op == "reshape":
         base = base.sources[0]
     nodes = [node for node in graph.nodes.get(base, ()) if node.op == "placeholder"]
-    if base.op != "leaf" or not nodes:
-        return Obstacle("cache.not_an_input", "rows are written into what is no input of the graph")
-    cache, shape, width = nodes[0], base.shape, value.shape[1]
+    return nodes[0] if base.op == "leaf" and nodes else None
+
+
+def _write(graph: Graph, value: Value) -> Write | Obstacle:
+    cache = _base(graph, value)
+    if cache is None:
+        return Obstacle("cache.no_input", "rows are written into what is no input of the graph")
+    shape, width = graph.shape(cache.meta["val"].shape), value.shape[1]
     if len(shape) == 4 and shape[2:] == (1, width):
         return Write(value, cache, shape)
     if len(shape) == 4 and shape[1] == 1 and shape[3] == width:
         return Write(value, cache, (shape[0], shape[2], 1, width))
     if len(shape) == 3 and shape[2] == width:
         return Write(value, cache, (*shape[:2], 1, width))
-    return Obstacle("cache.shape", f"{cache.name} has shape {list(shape)}")
+    return Obstacle("cache.shape", f"{cache.name} has shape {list(cache.meta['val'].shape)}")

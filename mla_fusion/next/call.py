@@ -8,95 +8,111 @@ import operator
 from typing import Any
 
 import torch
+from torch.fx import Node
 
+from mla_fusion.emit.pack import dense
+from mla_fusion.emit.rows import buffer
 from mla_fusion.fx.build import Builder
+from mla_fusion.fx.held import Exact
+from mla_fusion.fx.module_path import label
 from mla_fusion.graph.form import Value
 from mla_fusion.graph.lower import Lowering
 from mla_fusion.meta.prolog import V3_FUNCTIONAL
-from mla_fusion.next.caches import InPlace, Staged
-from mla_fusion.plan import cache_modes, weight_modes
-from mla_fusion.propose.prologue import Proposal
+from mla_fusion.next.caches import InPlace
+from mla_fusion.next.outputs import holders
+from mla_fusion.next.plan import Plan
 
 aten = torch.ops.aten
 _WEIGHTS = ("weight_dq", "weight_uq_qr", "weight_uk", "weight_dkv_kr")
 _GAMMAS = ("rmsnorm_gamma_cq", "rmsnorm_gamma_ckv")
-_ROWS = (
-    "dequant_scale_w_dq",
-    "dequant_scale_w_uq_qr",
-    "dequant_scale_w_dkv_kr",
-    "smooth_scales_cq",
-)
+_OF_COLUMNS = ("dequant_scale_w_dq", "dequant_scale_w_uq_qr", "dequant_scale_w_dkv_kr")
+_PLACES = {name: place for place, name in enumerate(V3_FUNCTIONAL.results)}
 
 
-def called(
-    b: Builder, lower: Lowering, proposal: Proposal, caches: InPlace | Staged
-) -> dict[Value, Any]:
-    """Emit the call; handles of the results."""
-    a, results = proposal.arguments, proposal.results
-    quantised = a.get("weight_quant_mode", 0)
+def called(b: Builder, lower: Lowering, plan: Plan) -> dict[Value, Any]:
+    """Emit the call; handles of the results that are read."""
+    a, graph = plan.proposal.arguments, plan.graph
+    mode = plan.modes[0]
+    full = mode and "dequant_scale_x" in a
     bfloat16 = torch.bfloat16
-    full = quantised and "dequant_scale_x" in a
     x = lower.of(a["token_x"], None if full else bfloat16)
     weights = []
     for name in _WEIGHTS:
-        is_byte = name != "weight_uk" and quantised and (full or name == "weight_uq_qr")
-        value = lower.of(a[name], None if is_byte else bfloat16)
-        weights.append(
-            b.contiguous(value) if name != "weight_uk" or a[name].op != "leaf" else value
-        )
-    gammas = [lower.of(a[name], bfloat16) for name in _GAMMAS]
+        has_bytes = name != "weight_uk" and mode and (full or name == "weight_uq_qr")
+        nz = name != "weight_uk"
+        weights.append(_packed(b, plan, name, None if has_bytes else bfloat16, nz))
+    gammas = [_gamma(b, plan, name) for name in _GAMMAS]
     sin, cos = (lower.of(a[name], bfloat16) for name in ("rope_sin", "rope_cos"))
-    tokens = b.sizes([lower.graph.unbound(proposal.x.shape[0])], x)
-    latent, rope = a["weight_uk"].shape[2], a["rope_cos"].shape[1]
+    lead = [plan.tokens]
     options: dict[str, Any] = {}
-    if isinstance(caches, InPlace):
-        held = [
-            b.cache(write.cache, [lower.graph.unbound(size) for size in write.shape])
-            for write in (caches.kv, caches.kr)
-        ]
-        options["cache_index"] = b.cast(lower.of(caches.slots), torch.int64)
-        mode = caches.mode
+    if isinstance(plan.caches, InPlace):
+        caches = [b.cache(node, shape) for _, node, shape in plan.held]
+        slots = plan.caches.slots
+
+        def row_numbers(b: Builder) -> Any:
+            return b.cast(Lowering(b, graph).of(slots), torch.int64)
+
+        b.check_slots(row_numbers, holders(graph, [slots]), [*plan.held], False)
+        options["cache_index"] = b.cast(lower.of(slots), torch.int64)
     else:
-        held = [
-            b.call(aten.new_zeros.default, x, [*tokens, 1, width], dtype=bfloat16)
-            for width in (latent, rope)
-        ]
-        mode = "TND"
-    for name in _ROWS:
+        widths = a["weight_uk"].shape[2], a["rope_cos"].shape[1]
+        caches = [buffer(b, x, lead, width) for width in widths]
+    for name in _OF_COLUMNS:
         if name in a:
-            value = lower.of(a[name])
-            is_row = len(a[name].shape) == 1
-            value = b.reshape(value, (1, a[name].shape[0])) if is_row else b.contiguous(value)
-            options[name] = _scale(b, value, not is_row)
+            options[name] = _packed(b, plan, name, None, False)
+    if "smooth_scales_cq" in a:
+        row = (1, *a["smooth_scales_cq"].shape[-1:])
+        options["smooth_scales_cq"] = lower.of(a["smooth_scales_cq"], torch.float32, row)
     if full:
-        options["dequant_scale_x"] = _scale(b, lower.of(a["dequant_scale_x"]), quantised == 3)
-    options |= {
-        "rmsnorm_epsilon_cq": float(a["rmsnorm_epsilon_cq"]),
-        "rmsnorm_epsilon_ckv": float(a["rmsnorm_epsilon_ckv"]),
-        "cache_mode": mode,
-        "query_norm_flag": True,
-        **weight_modes.attributes(quantised, 0),
-        **cache_modes.attributes(0),
-    }
+        options["dequant_scale_x"] = _scale(b, lower.of(a["dequant_scale_x"]), mode == 3)
     operation = getattr(torch.ops.npu, V3_FUNCTIONAL.name).default
-    made = b.call(operation, x, *weights, *gammas, sin, cos, *held, **options)
-    places = {name: place for place, name in enumerate(V3_FUNCTIONAL.results)}
+    given = (x, *weights, *gammas, sin, cos, *caches)
+    made = b.call(operation, *given, **options, **plan.attributes)
     found: dict[Value, Any] = {}
-
-    def result(name: str) -> Any:
-        return b.call(operator.getitem, made, places[name])
-
-    for name in ("query", "query_rope", "query_norm"):
-        found[getattr(results, name)] = result(name)
-    if results.dequant_scale_q_norm is not None:
-        found[results.dequant_scale_q_norm] = result("dequant_scale_q_norm")
-    if isinstance(caches, InPlace):
-        found[caches.kv.value] = result("kv_cache")
-        found[caches.kr.value] = result("kr_cache")
-    else:
-        found[results.kv_rows] = result("kv_cache")
-        found[results.kr_rows] = result("kr_cache")
+    for name, value in plan.results.items():
+        if name in plan.read or name in ("query", "query_rope") or "cache" in name:
+            place = _PLACES[name.replace("_rows", "_cache")]
+            found[value] = b.call(operator.getitem, made, place)
     return found
+
+
+def _packed(b: Builder, plan: Plan, name: str, dtype: torch.dtype | None, nz: bool) -> Any:
+    """A weight, or scales of its columns: made ahead of the graph where that can be."""
+    value, graph = plan.proposal.arguments[name], plan.graph
+    leaves = holders(graph, [value])
+    is_scale = name in _OF_COLUMNS
+
+    def recipe(b: Builder) -> Any:
+        lower = Lowering(b, graph, {}, set(leaves).__contains__)
+        if not is_scale:
+            return dense(b, lower.of(value, dtype), nz)
+        is_row = len(value.shape) == 1
+        made = lower.of(value, shape=(1, *value.shape) if is_row else None)
+        return dense(b, _scale(b, made, not is_row), False)
+
+    return b.packed(name, recipe, leaves)
+
+
+def _gamma(b: Builder, plan: Plan, name: str) -> Any:
+    """The weight of a norm; one that is wider holds bfloat16's numbers (the policy has seen to
+    that).
+    """
+    value, graph = plan.proposal.arguments[name], plan.graph
+    leaves = holders(graph, [value])
+
+    def recipe(b: Builder) -> Any:
+        return Lowering(b, graph, {}, set(leaves).__contains__).of(value, torch.bfloat16)
+
+    wide = [node for node in leaves if _is_wide(node)]
+    if not wide or len(leaves) > 1:
+        return recipe(b)
+    held = str(wide[0].meta["val"].dtype).removeprefix("torch.")
+    what = f"the numbers of {label(wide[0])}, a norm weight in {held}, are not all bfloat16 numbers"
+    return b.packed(name, recipe, leaves, exact=Exact("norm.gamma_dtype", what))
+
+
+def _is_wide(node: Node) -> bool:
+    return node.op == "placeholder" and node.meta["val"].dtype != torch.bfloat16
 
 
 def _scale(b: Builder, value: Any, of_blocks: bool) -> Any:

@@ -1,156 +1,120 @@
-"""The pass on Values, from a graph to a new one: read, propose, prove, place, write."""
+"""The pass on Values, from a graph to a new one: read, propose, plan, verify, write."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import logging
+from collections.abc import Callable
 
-from torch.fx import GraphModule, Node
+from torch.fx import Graph as FxGraph
+from torch.fx import GraphModule
 
-from mla_fusion.exact.prove import Claim, Proofs
-from mla_fusion.fx.build import describe_attributes
+from mla_fusion.commit import transaction
+from mla_fusion.commit.rewrite import keep_output_names
+from mla_fusion.config import Config
+from mla_fusion.fx import memory, registered, strides
+from mla_fusion.fx.build import GraphBuilder
+from mla_fusion.fx.workplace import workplace
 from mla_fusion.graph.departure import Departure
 from mla_fusion.graph.form import Value
-from mla_fusion.graph.read import Graph, values_of
-from mla_fusion.next import policy
-from mla_fusion.next.caches import InPlace, Obstacle, Staged, placed
+from mla_fusion.graph.read import Graph
 from mla_fusion.next.outputs import Given, Settled, settled
+from mla_fusion.next.plan import Plan
+from mla_fusion.next.planner import Planner
+from mla_fusion.next.record import Record, absent
 from mla_fusion.next.rewrite import Writer
-from mla_fusion.propose.prologue import Proposal, proposals
+from mla_fusion.next.skip import SkipError, skipped
+from mla_fusion.next.verified import Verified
+from mla_fusion.observe.clock import Clock
+from mla_fusion.observe.operator_counts import count_operators
+from mla_fusion.propose.prologue import proposals
 from mla_fusion.propose.sites import Projections
+from mla_fusion.report.report import Report
+
+log = logging.getLogger("mla_fusion")
+BuilderOf = Callable[[GraphModule, FxGraph], GraphBuilder]
 
 
-@dataclass
-class Fused:
-    """One prologue that becomes a call."""
+class Pass:
+    """Over one graph.
 
-    proposal: Proposal
-    caches: InPlace | Staged
-    compared: int
-
-
-@dataclass
-class Outcome:
-    """
-    fused     prologues that become calls
-    refused   why others do not
-    rewritten the new graph, where there is one
+    form      what is read: ``gm`` itself, or the same computation with subgraphs opened
+    boundary  a wrapper stands around the graph
     """
 
-    fused: list[Fused] = field(default_factory=list)
-    refused: list[Departure] = field(default_factory=list)
-    rewritten: GraphModule | None = None
+    def __init__(
+        self, form: GraphModule, config: Config, boundary: bool, usual_threads: int, report: Report
+    ) -> None:
+        self.config, self.report = config, report
+        self._clock = Clock(report.timings)
+        self.graph = Graph(form)
+        self._clock.stop("view")
+        self._projections = Projections(self.graph)
+        self._planner = Planner(self.graph, self._projections, config, boundary)
+        self._verified = Verified(self.graph, config, usual_threads)
+        self._record = Record(self.graph, config, report)
+        self.plans: list[Plan] = []
 
+    def plan(self) -> None:
+        """What can be fused; what became of each prologue goes to the report."""
+        found = False
+        for proposal in proposals(self._projections):
+            self._clock.stop("match")
+            found = True
+            try:
+                if isinstance(proposal, Departure):
+                    raise proposal
+                skipped(self.graph, proposal, self.config)
+                plan = self._planner.plan(proposal)
+                self._record.check_gain(plan)
+                self._clock.stop("plan")
+                seen = self._verified.of(plan)
+                self._clock.stop("verify")
+                self._record.fused(plan, seen)
+                self.plans.append(plan)
+            except Departure as reason:
+                site = reason.site or proposal.products  # type: ignore[union-attr]
+                self._record.rejected(reason, site)
+            except Exception as error:  # costs this prologue alone: nothing has been changed yet
+                if self.config.strict or isinstance(error, SkipError):
+                    raise
+                log.error("the pass failed on this graph, which stays as it is", exc_info=error)
+                reason = Departure("pass.failed", f"{type(error).__name__}: {error}")
+                site = [] if isinstance(proposal, Departure) else proposal.products
+                self._record.rejected(reason, site)
+            self._clock.stop("plan")
+        self.report.absent = () if found else absent(self._projections)
 
-def fuse(gm: GraphModule) -> Outcome:
-    """Changes nothing of ``gm``."""
-    describe_attributes(gm)
-    graph = Graph(gm)
-    projections, proofs, found = Projections(graph), Proofs(), Outcome()
-    given = Given(graph.form)
-    plans: dict[Value, tuple[Proposal, InPlace | Staged]] = {}
-    products, read = list[Value](), list[Value]()
-    for proposal in proposals(projections):
-        if isinstance(proposal, Departure):
-            found.refused.append(proposal)
-            continue
-        try:
-            fused, more = _planned(graph, projections, proofs, proposal)
-        except Departure as departure:
-            found.refused.append(departure)
-            continue
-        found.fused.append(fused)
-        for claim in more:
-            given.add(claim.graph, claim.kernel)
-        leaves = [leaf for leaf in vars(proposal.results).values() if leaf is not None]
-        if isinstance(fused.caches, InPlace):
-            leaves += [fused.caches.kv.value, fused.caches.kr.value]
-        plans |= dict.fromkeys(leaves, (proposal, fused.caches))
-        products += proposal.products
-        read += _read(proposal, fused.caches)
-    if found.fused:
-        whole = settled(graph, given, products, read)
-        found.rewritten = Writer(graph, whole, plans).write()
-    return found
+    def commit(self, gm: GraphModule, builder_of: BuilderOf) -> None:
+        """Write the graph with the calls of the plans in it, and give it to ``gm`` when that is
+        done.
+        """
+        source, exact = self.graph.gm.graph, self.config.strides != "kernel"
+        self.report.operators["before"] = count_operators(self.graph.gm)
+        work = workplace(self.graph.gm)
+        builder = builder_of(work, source)
+        writer = Writer(self.graph, self._settled(), self._by_leaf(), builder)
+        with builder.propagating():
+            writer.write()
+        strides.follow(builder, writer.handed_on, exact)
+        memory.follow(builder, gm.graph, exact)
+        builder.finish()
+        work.graph.eliminate_dead_code()
+        keep_output_names(source, work.graph)
+        work.graph.lint()
+        registered.restore(work.graph)
+        self.report.operators["after"] = count_operators(work)
+        builder.close()
+        transaction.install(gm, work.graph, builder.constants)
+        self._clock.stop("rewrite")
 
+    def _settled(self) -> Settled:
+        given, products, read = Given(self.graph.form), list[Value](), list[Value]()
+        for plan in self.plans:
+            for claim in plan.claims:
+                given.add(claim.graph, claim.kernel)
+            products += plan.proposal.products
+            read += plan.values.values()
+        return settled(self.graph, given, products, read)
 
-def _planned(
-    graph: Graph, projections: Projections, proofs: Proofs, proposal: Proposal
-) -> tuple[Fused, list[Claim]]:
-    form, tokens = graph.form, proposal.x.shape[0]
-    claims = [proposal.as_defined(form, claim) for claim in proposal.claims]
-    compared = proofs.prove(proposal.given, tokens, claims)
-    held = list(proposal.claims)
-    for claim in proposal.more:
-        try:
-            proofs.prove(proposal.given, tokens, [proposal.as_defined(form, claim)])
-            held.append(claim)
-        except Departure:
-            continue
-    caches = placed(graph, proposal, Given(form, held), projections.values)
-    if isinstance(caches, InPlace):
-        late = _reads_old_rows(graph, proposal, caches, held)
-        caches = caches if late is None else Staged((late,))
-    claims, whole = _settled(graph, proposal, caches, held)
-    policy.judge(graph, proposal, _region(graph, proposal, whole))
-    return Fused(proposal, caches, compared), claims
-
-
-def _settled(
-    graph: Graph, proposal: Proposal, caches: InPlace | Staged, claims: list[Claim]
-) -> tuple[list[Claim], Settled]:
-    if isinstance(caches, InPlace):
-        claims = _read_back(graph, proposal, caches, claims)
-    given = Given(graph.form, claims)
-    return claims, settled(graph, given, proposal.products, _read(proposal, caches))
-
-
-def _reads_old_rows(
-    graph: Graph, proposal: Proposal, caches: InPlace, claims: list[Claim]
-) -> Obstacle | None:
-    """A node that reads a cache as it was before the call."""
-    try:
-        whole = _settled(graph, proposal, caches, claims)[1]
-    except Departure as departure:
-        if departure.code != "graph.not_functional":
-            raise
-        return Obstacle("cache.old_rows_read", departure.detail)
-    for cache in (caches.kv.cache, caches.kr.cache):
-        for user in cache.users:
-            is_copy = str(user.target).startswith("aten.copy_.") and user.args[0] is cache
-            if user in whole.kept and not is_copy and user.op != "output":
-                message = f"{user.name} reads {cache.name} as it was before the write"
-                return Obstacle("cache.old_rows_read", message)
-    return None
-
-
-def _read_back(
-    graph: Graph, proposal: Proposal, caches: InPlace, claims: list[Claim]
-) -> list[Claim]:
-    """New rows that somebody reads beside the caches are taken from these."""
-    form, results = graph.form, proposal.results
-    rows = {
-        leaf: form.gather(write.value, 0, caches.slots)
-        for leaf, write in ((results.kv_rows, caches.kv), (results.kr_rows, caches.kr))
-    }
-    found = [Claim(one.part, one.graph, form.substituted(one.kernel, rows)) for one in claims]
-    writes = (caches.kv, caches.kr)
-    return [*found, *(Claim("cache", write.value, write.value) for write in writes)]
-
-
-def _read(proposal: Proposal, caches: InPlace | Staged) -> list[Value]:
-    """What the call reads."""
-    found = [one for one in proposal.arguments.values() if isinstance(one, Value)]
-    return [*found, caches.slots] if isinstance(caches, InPlace) else found
-
-
-def _region(graph: Graph, proposal: Proposal, whole: Settled) -> list[Node]:
-    """The nodes that go, from the products on."""
-    products = set(proposal.products)
-    made, found = set[Node](), list[Node]()
-    for node in graph.gm.graph.nodes:
-        is_product = not products.isdisjoint(values_of(graph.readings[node]))
-        is_inside = is_product or any(read in made for read in node.all_input_nodes)
-        if is_inside and node not in whole.kept:
-            made.add(node)
-            found.append(node)
-    return found
+    def _by_leaf(self) -> dict[Value, Plan]:
+        return {leaf: plan for plan in self.plans for leaf in plan.results.values()}

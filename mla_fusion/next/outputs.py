@@ -82,12 +82,22 @@ def has_effect(graph: Graph, node: Node) -> bool:
     return not isinstance(written, Node) or graph.base(written).op != "call_function"
 
 
-def _is_replaced(graph: Graph, node: Node, given: Given) -> bool:
+def is_replaced(graph: Graph, node: Node, given: Given) -> bool:
     """Is it an operator that writes caches unseen, which the call writes in its place?"""
     if node not in graph.hidden.values():
         return False
     caches = [value for value in values_of(graph.readings[node]) if unmoved(value).op == "write"]
     return all(given.of(value) is not None for value in caches)
+
+
+def is_size(node: Node) -> bool:
+    """Does it ask a tensor for a size?"""
+    return isinstance(node.target, OpOverload) and isinstance(node.meta["val"], torch.SymInt)
+
+
+def is_made_of_nothing(value: Value) -> bool:
+    """Whatever it is called with, is it one number, or memory that nobody has written?"""
+    return filled_with(value) is not None or not value.sources
 
 
 def unmoved(value: Value) -> Value:
@@ -126,20 +136,20 @@ def settled(
     stack = [
         (node, node)
         for node in graph.gm.graph.nodes
-        if node.op == "output" or (has_effect(graph, node) and not _is_replaced(graph, node, given))
+        if node.op == "output" or (has_effect(graph, node) and not is_replaced(graph, node, given))
     ]
     stack += [(node, node) for node in holders(graph, read)]
     while stack:
         node, reader = stack.pop()
         if node in found.kept or node in found.replaced or node in found.sizes:
             continue
-        if isinstance(node.target, OpOverload) and isinstance(node.meta["val"], torch.SymInt):
+        if is_size(node):
             found.sizes.add(node)
             continue
         if node.op == "call_function" and (node in hidden or not has_effect(graph, node)):
             reading = graph.readings[node]
             if isinstance(reading, Value):
-                is_filled = filled_with(reading) is not None and node.all_input_nodes
+                is_filled = is_made_of_nothing(reading) and node.all_input_nodes
                 known = reading if is_filled else given.of(reading)
                 if known is not None and (reader, node) in graph.stale:
                     detail = f"{node.name} is written after {reader.name} has read it"

@@ -8,19 +8,30 @@ import torch
 from torch.fx import Node
 
 from mla_fusion.fx.held import numbers
+from mla_fusion.fx.walk import upward, views_and_model_casts
 from mla_fusion.graph.departure import Departure
 from mla_fusion.graph.form import Value
-from mla_fusion.graph.read import Graph
+from mla_fusion.graph.read import Graph, values_of
+from mla_fusion.next.outputs import unmoved
+from mla_fusion.operators.known import dtype_of
+from mla_fusion.plan.planner import NARROW
 from mla_fusion.propose.prologue import Proposal
 
+_GAMMAS = ("rmsnorm_gamma_cq", "rmsnorm_gamma_ckv")
 _WIDE = (torch.bfloat16, torch.float32, torch.float64)
 
 
 def judge(graph: Graph, proposal: Proposal, region: Iterable[Node]) -> None:
     """Raises Departure.
 
-    region  the nodes that the call stands for
+    region  the nodes that the call computes anew
     """
+    products, mode = {*proposal.products}, proposal.arguments.get("weight_quant_mode")
+
+    def is_product(node: Node) -> bool:
+        values = values_of(graph.readings[node])
+        return any(graph.form.split(value)[1] in products for value in values)
+
     for node in region:
         held = node.meta.get("val")
         if not isinstance(held, torch.Tensor) or not held.is_floating_point():
@@ -30,20 +41,50 @@ def judge(graph: Graph, proposal: Proposal, region: Iterable[Node]) -> None:
         if held.dtype == torch.bfloat16 and _is_statistic(graph.readings[node]):
             detail = f"{node.name}, in a norm, is bfloat16"
             raise Departure("norm.low_precision", detail, _values(graph, node))
-    if not proposal.arguments.get("weight_quant_mode"):
+        if not mode and is_product(node) and not any(map(is_product, node.all_input_nodes)):
+            _judge_product(graph, node)
+    if not mode:
         for name in ("token_x", "weight_dq", "weight_uq_qr", "weight_uk", "weight_dkv_kr"):
             value = proposal.arguments[name]
-            if not value.active and value.dtype != torch.bfloat16:
+            if not value.active and not _holds_bfloat16(graph, value):
                 raise Departure("dtype.region", f"{name} is {value.dtype}", [value])
     for name in ("rmsnorm_epsilon_cq", "rmsnorm_epsilon_ckv"):
         if not proposal.arguments[name]:
             raise Departure("norm.epsilon", f"{name} is 0: a row of zeros is no number", [])
-    for name in ("rmsnorm_gamma_cq", "rmsnorm_gamma_ckv"):
+    for name in _GAMMAS:
         value = proposal.arguments[name]
-        if value.op in ("expand", "product") and not value.model:
+        is_one = unmoved(value).op == "expand" or (value.op == "product" and not value.model)
+        if is_one:
             raise Departure("norm.gamma_absent", f"{name} is no weight", [value])
         if not value.active and not _holds_bfloat16(graph, value):
             raise Departure("norm.gamma_dtype", f"{name} is {value.dtype}", [value])
+
+
+def _judge_product(graph: Graph, node: Node) -> None:
+    """The kernel rounds what it multiplies to bfloat16, and scales no product."""
+    for read in node.all_input_nodes:
+        value, held = graph.readings[read], read.meta["val"]
+        is_wide = isinstance(held, torch.Tensor) and held.dtype in _WIDE[1:]
+        if is_wide and isinstance(value, Value) and value.active and not is_rounded(read):
+            detail = f"{read.name}, which {node.name} multiplies, is {held.dtype}"
+            raise Departure("dtype.region", detail, [value])
+    for name in ("alpha", "beta"):
+        if node.kwargs.get(name, 1) != 1:
+            detail = f"{node.name} has {name} {node.kwargs[name]}"
+            raise Departure("linear.scaled", detail, _values(graph, node))
+
+
+def is_rounded(node: Node) -> bool:
+    """Are the numbers, though in a wider dtype, bfloat16's by a cast?"""
+    dtypes = (dtype_of(above) for above in upward(node, views_and_model_casts))
+    return next((dtype for dtype in dtypes if dtype not in _WIDE[1:]), None) == torch.bfloat16
+
+
+def narrowed(graph: Graph, proposal: Proposal) -> list[str]:
+    """What is assumed of norm weights that are wider than bfloat16."""
+    gammas = [proposal.arguments[name] for name in _GAMMAS]
+    wide = any(value.dtype != torch.bfloat16 and not value.active for value in gammas)
+    return [NARROW] if wide else []
 
 
 def _holds_bfloat16(graph: Graph, value: Value) -> bool:

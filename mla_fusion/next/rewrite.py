@@ -2,40 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 from mla_fusion.fx.build import GraphBuilder
-from mla_fusion.fx.workplace import copied, workplace
+from mla_fusion.fx.workplace import copied
 from mla_fusion.graph.form import Value
 from mla_fusion.graph.lower import Lowering
 from mla_fusion.graph.read import Graph
-from mla_fusion.next.caches import InPlace, Staged
 from mla_fusion.next.call import called
 from mla_fusion.next.outputs import Settled, has_effect
-from mla_fusion.propose.prologue import Proposal
+from mla_fusion.next.plan import Plan
+
+_CARRIED = ("stack_trace", "nn_module_stack", "source_fn_stack", "stream_label", "original_aten")
 
 
 class Writer:
     """
-    settled   what becomes of the graph's nodes
-    proposal  of the call, and where its caches are
+    settled    what becomes of the graph's nodes
+    handed_on  each new value that is read, with the one of the graph that it is read in place of
     """
 
     def __init__(
-        self, graph: Graph, settled: Settled, plans: dict[Value, tuple[Proposal, InPlace | Staged]]
+        self, graph: Graph, settled: Settled, plans: Mapping[Value, Plan], builder: GraphBuilder
     ) -> None:
         """``plans``: by each leaf that stands for a result."""
         self.graph, self.settled, self._plans = graph, settled, plans
-        self.work = workplace(graph.gm)
-        self.b = GraphBuilder(self.work, graph.gm.graph)
+        self.b = builder
         self.b.copy = self._copy
+        self.handed_on: dict[tuple[Node, Node], None] = {}
         self._lower = Lowering(self.b, graph, {}, self._is_usable)
-        self._called: set[int] = set()
+        self._called: set[Plan] = set()
         self._values: dict[Node, Node] = {}
         self._begun: set[Node] = set()
 
-    def write(self) -> GraphModule:
+    def write(self) -> None:
         source = self.graph.gm.graph
         for node in source.find_nodes(op="placeholder"):
             self.b.value(node)
@@ -44,25 +47,28 @@ class Writer:
                 self._close()
             if node in self.settled.kept and node.op != "placeholder":
                 self.b.value(node)
-        self.work.graph.lint()
-        return self.work
+
+    def drawn(self, node: Node) -> Node:
+        """A copy that is computed from nothing."""
+        if node.op == "placeholder":
+            return self.b.value(node)
+        made = self.b.gm.graph.placeholder(node.name)
+        made.meta.update(node.meta)
+        self.b.copies[node] = made
+        return made
 
     def _close(self) -> None:
         """Caches that the model's operator wrote unseen get their new rows."""
-        written = {
-            plan[1].kv.value: plan[1]
-            for plan in self._plans.values()
-            if isinstance(plan[1], InPlace)
-        }
-        for caches in written.values():
-            for write in (caches.kv, caches.kr):
-                if write.cache not in self.graph.hidden:
+        for plan in dict.fromkeys(self._plans.values()):
+            for name, cache, shape in plan.held:
+                if cache not in self.graph.hidden:
                     continue
-                self._call(write.value)
-                cache = self.b.value(write.cache)
-                made = self._lower.of(write.value, shape=self.graph.shape(cache.meta["val"].shape))
+                self._call(plan)
+                result = self._lower.known[plan.results[name]]
                 self.b.at(None, {})
-                self.b.call(torch.ops.aten.copy_.default, cache, made)
+                held = self.b.cache(cache, shape)
+                args = held, result
+                self.b.insert(torch.ops.aten.copy_.default, args, {}, held.meta["val"])
 
     def _is_usable(self, node: Node) -> bool:
         if node.op in ("placeholder", "get_attr") or node in self.b.copies:
@@ -94,35 +100,42 @@ class Writer:
             if read in self.settled.sizes:
                 self._values[read] = self._lower.size(read.meta["val"])
             elif read in self.settled.replaced:
-                self._given(read)
+                self.given(read)
             elif read not in self.b.copies:
                 self.b.value(read)
-        made = copied(node, self.work.graph, lambda read: self._input(read))
+        made = copied(node, self.b.gm.graph, self._input)
         self.b.copies[node] = made
         return made
 
     def _input(self, read: Node) -> Node:
-        is_made = read in self.settled.replaced or read in self.settled.sizes
-        return self._values[read] if is_made else self.b.copies[read]
+        is_replaced = read in self.settled.replaced
+        if is_replaced:
+            self.handed_on[self._values[read], read] = None
+        return (
+            self._values[read] if is_replaced or read in self.settled.sizes else self.b.copies[read]
+        )
 
-    def _given(self, node: Node) -> Node:
+    def given(self, node: Node) -> Node:
         """What a replaced node is, of the results."""
         if node not in self._values:
             self._begun.add(node)
             value = self.settled.replaced[node]
             for leaf in _leaves(value):
-                self._call(leaf)
+                if leaf in self._plans:
+                    self._call(self._plans[leaf])
             self.b.at(None, dict(node.meta))
-            self._values[node] = self._lower.of(value, node.meta["val"].dtype)
+            held = node.meta["val"]
+            made = self._lower.of(value, held.dtype)
+            self._values[node] = made
         return self._values[node]
 
-    def _call(self, leaf: Value) -> None:
-        plan = self._plans.get(leaf)
-        if plan is None or id(plan[0]) in self._called:
+    def _call(self, plan: Plan) -> None:
+        if plan in self._called:
             return
-        self._called.add(id(plan[0]))
-        self.b.at(None, {})
-        self._lower.known.update(called(self.b, self._lower, *plan))
+        self._called.add(plan)
+        meta = plan.products[0].meta
+        self.b.at(None, {key: meta[key] for key in _CARRIED if key in meta})
+        self._lower.known.update(called(self.b, self._lower, plan))
 
 
 def _leaves(value: Value) -> list[Value]:

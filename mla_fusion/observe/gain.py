@@ -27,14 +27,28 @@ BYTES_PER_SECOND = {"A3": 1.6e12}
 def seconds_saved(plan: Plan, leaves: Sequence[Leftover], machine: Machine) -> float | None:
     """At most, by a call with the plan's tokens, or with one where their number is symbolic. None
     for a call whose cost is not known.
-
-    What a staged plan leaves of the model's own cache writes runs unfused too.
     """
     if not isinstance(plan, PrologPlan) or plan.target == "preprocess":
         return None
     tokens = 1 if has_symbols(plan.lead) else prod(plan.lead)
     axes = plan.dims | {"N": plan.heads_of_call}
     modes = plan.candidate.weight_quant_mode, plan.kv_cache_quant_mode
+    return seconds(tokens, axes, modes, leaves, machine, plan.target == "identity")
+
+
+def seconds(
+    tokens: int,
+    axes: dict[str, Any],
+    modes: tuple[int, int],
+    leaves: Sequence[Leftover],
+    machine: Machine,
+    is_identity: bool = False,
+) -> float | None:
+    """Saved by a call. ``modes``: of weights and caches. ``is_identity``: the product with W_uk is
+    the kernel's alone.
+
+    What a staged plan leaves of the model's own cache writes runs unfused too.
+    """
     call = _explained(machine, tokens, *modes, **axes)
     if call is None:
         return None
@@ -47,7 +61,7 @@ def seconds_saved(plan: Plan, leaves: Sequence[Leftover], machine: Machine) -> f
         if item.what != "cache writes":
             launches -= item.launches
             moved -= tokens * item.bytes_per_token
-    if plan.target == "identity":  # the product with W_uk is the kernel's alone
+    if is_identity:
         launches -= 1
         row = axes["D"] + axes["Hckv"]
         moved -= 2 * axes["N"] * (axes["D"] * axes["Hckv"] + tokens * row)

@@ -5,7 +5,8 @@ counted from the plan.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 from torch.fx import Node
 
@@ -25,6 +26,7 @@ from mla_fusion.fx.walk import INPUTS, reached
 from mla_fusion.plan.plan import Plan, Staged, Structure
 from mla_fusion.report.staging import Leftover
 
+Bound = Callable[[Sequence[Any]], tuple[int, ...]]
 _BFLOAT16 = 2  # bytes
 _ROWS = ("c_kv", "k_pe")  # the kernel's results that a staged plan's cache writes read
 _FARTHEST = 64  # nodes between the new rows and their caches
@@ -43,36 +45,61 @@ def leftovers(view: View, plan: Plan) -> tuple[Leftover, ...]:
     )
 
 
+def staged(
+    rows: Sequence[Node], turned: Sequence[int], widths: Sequence[int], tokens: int, bound: Bound
+) -> tuple[Leftover, ...]:
+    """What staging leaves.
+
+    rows    the nodes that hold new rows
+    turned  of each result that is re-interleaved, how many numbers a token has
+    widths  of the rows
+    bound   a shape as numbers
+    """
+    found = buffers(sum(widths)), re_interleaving(turned), writes(rows, tokens, bound)
+    return tuple(one for one in found if one.operators)
+
+
 def replaced(plan: Plan, structure: Structure) -> int:
     """How many operators of the graph compute what the kernel is to compute: from what it reads to
     what it replaces. A staged plan's cache writes, which stay, count here too. Views do not.
     """
+    starts, ends = [item.node for item in plan.replacements], target_of(plan).inputs(plan)
     if isinstance(plan.caches, Staged):
-        return _operators(_computed(plan).union(_to_caches(_new_rows(plan))))
+        return count(computed(starts, ends).union(_to_caches(_new_rows(plan))))
     if structure.replaced is None:
-        structure.replaced = _operators(_computed(plan))
+        structure.replaced = count(computed(starts, ends))
     return structure.replaced
 
 
-def _computed(plan: Plan) -> set[Node]:
-    ends = set(target_of(plan).inputs(plan))
+def replaced_by(starts: Sequence[Node], ends: Iterable[Node], rows: Sequence[Node]) -> int:
+    """How many operators compute ``starts`` from ``ends``, and write ``rows`` to caches."""
+    return count(computed(starts, ends).union(_to_caches(rows)))
+
+
+def computed(starts: Iterable[Node], ends: Iterable[Node]) -> set[Node]:
+    """The nodes from which ``starts`` are made, behind ``ends``."""
+    ends = set(ends)
 
     def is_computed(node: Node) -> bool:
         return node not in ends and node.op == "call_function"
 
-    starts = (item.node for item in plan.replacements)
     return set(
         reached(filter(is_computed, starts), lambda node: filter(is_computed, node.all_input_nodes))
     )
 
 
-def _operators(nodes: Iterable[Node]) -> int:
+def count(nodes: Iterable[Node]) -> int:
+    """Of operators: views are none."""
     return sum(not _is_free(node) for node in nodes)
 
 
 def _buffers(plan: Plan) -> Leftover:
     """Two, of the new rows. GE moves each before the kernel writes it; npugraph_ex does not."""
-    width = len(plan.candidate.key.columns) + plan.candidate.key.rope_dim
+    return buffers(len(plan.candidate.key.columns) + plan.candidate.key.rope_dim)
+
+
+def buffers(width: int) -> Leftover:
+    """Of rows that are so wide together."""
     return Leftover("staging buffers", ("aten.new_empty",) * 2, 2, 2 * width * _BFLOAT16)
 
 
@@ -80,27 +107,35 @@ def _re_interleaving(plan: Plan) -> Leftover:
     """Read and written once: the rows of the key, and those of each head of the query."""
     asked = plan.interleave & {item.output for item in plan.replacements}
     rope = plan.candidate.key.rope_dim
-    rows = sum(plan.heads if name == "query_rope" else 1 for name in asked)
+    return re_interleaving([rope * (plan.heads if name == "query_rope" else 1) for name in asked])
+
+
+def re_interleaving(widths: Sequence[int]) -> Leftover:
+    """Of results with so many numbers a token."""
+    count = len(widths)
     return Leftover(
-        "re-interleaving", ("aten.transpose",) * len(asked), len(asked), 2 * rows * rope * _BFLOAT16
+        "re-interleaving", ("aten.transpose",) * count, count, 2 * sum(widths) * _BFLOAT16
     )
 
 
 def _writes(view: View, plan: Plan) -> Leftover:
+    tokens = max(math.prod(view.binding.shape(plan.lead)), 1)
+    return writes(_new_rows(plan), tokens, view.binding.shape)
+
+
+def writes(rows: Sequence[Node], tokens: int, bound: Bound) -> Leftover:
     """The model's own steps from the new rows to the caches."""
-    rows = _new_rows(plan)
     to_caches = _to_caches(rows)
     steps = [node for node in to_caches if not _is_free(node)]
-    tokens = max(math.prod(view.binding.shape(plan.lead)), 1)
     made = {*rows, *to_caches}
     moved, whole = 0, dict[Node, int | None]()
     for node in steps:
         if is_writer(node) or has_effect(node):
             inside = [read for read in node.all_input_nodes if read in made and not is_writer(read)]
-            moved += sum(2 * _bytes(view, read) for read in inside)
+            moved += sum(2 * _bytes(bound, read) for read in inside)
             whole |= {cache: _whole(cache) for cache in _caches(node)}
         else:
-            moved += 2 * _bytes(view, node)
+            moved += 2 * _bytes(bound, node)
     sizes = list(whole.values())
     known = None if None in sizes else sum(size for size in sizes if size is not None)
     operators = tuple(op_name(node).replace("::", ".") for node in steps)
@@ -159,10 +194,6 @@ def _whole(cache: Node) -> int | None:
     return None if has_symbols(value.shape) else value.numel() * value.element_size()
 
 
-def _bytes(view: View, node: Node) -> int:
+def _bytes(bound: Bound, node: Node) -> int:
     value = node.meta["val"]
-    return (
-        math.prod(view.binding.shape(value.shape)) * value.element_size()
-        if hasattr(value, "shape")
-        else 0
-    )
+    return math.prod(bound(value.shape)) * value.element_size() if hasattr(value, "shape") else 0

@@ -28,14 +28,14 @@ from mla_fusion.plan.outputs import Replacement, ValueTree
 from mla_fusion.plan.plan import InPlace, Plan, Staged, Untouched
 from mla_fusion.report.rejection import Refuse
 
-_SLOTS_ASSUMED = (
+SLOTS_ASSUMED = (
     "slots are non-negative{whose} and distinct (the kernel skips negative slots, the model wraps "
     "them)"
 )
-_NARROW = (
+NARROW = (
     "the float32 norm weights hold bfloat16 numbers (looked at, and again whenever they are packed)"
 )
-_UNCHECKED = (
+UNCHECKED = (
     "nothing checks the slots (Config.slots is 'checked'): no wrapper stands around the graph"
 )
 
@@ -198,8 +198,8 @@ class Planner(ABC, Generic[C, P]):
         names = ", ".join(node.name for node in caches.trusted)
         whose = f" (input {names}, trusted to hold numbers from 0 to 2**24 - 1)" if names else ""
         return [
-            _SLOTS_ASSUMED.format(whose=whose),
-            *([_UNCHECKED] if self.config.slots == "checked" else []),
+            SLOTS_ASSUMED.format(whose=whose),
+            *([UNCHECKED] if self.config.slots == "checked" else []),
         ]
 
     def narrowed(self, *gammas: Node | None) -> list[str]:
@@ -207,7 +207,7 @@ class Planner(ABC, Generic[C, P]):
         wide = any(
             gamma is not None and dtype_of(gamma) != self.candidate.dtype for gamma in gammas
         )
-        return [_NARROW] if wide else []
+        return [NARROW] if wide else []
 
     def _check_memory(self, plan: Plan) -> None:
         """Strides can be given to a copy of the kernel's result; memory around the replaced value

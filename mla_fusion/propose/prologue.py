@@ -15,8 +15,8 @@ from mla_fusion.exact.field import P, number, power
 from mla_fusion.exact.prove import Claim
 from mla_fusion.graph import quantise
 from mla_fusion.graph.departure import Departure
-from mla_fusion.graph.form import Form, Value, filled_with
-from mla_fusion.graph.layout import Layout, followed, of_tokens
+from mla_fusion.graph.form import MOVES, Form, Value, filled_with
+from mla_fusion.graph.layout import Layout, Mixed, followed, of_tokens
 from mla_fusion.meta.number_formats import MXFP8, NumberFormat
 from mla_fusion.propose.norms import Norm, filled, solved
 from mla_fusion.propose.quantised import (
@@ -44,6 +44,7 @@ class Proposal:
     claims     what of the graph is which result: Values of the graph, beside Values of the results
     more       further ones, of which each may hold or not
     products   Values that the call computes inside
+    rotation   the order of elements before and behind it; None where nothing is rotated
     """
 
     x: Value
@@ -53,6 +54,7 @@ class Proposal:
     claims: list[Claim]
     more: list[Claim]
     products: list[Value]
+    rotation: tuple[str, str] | None
 
     @property
     def given(self) -> dict[Value, Layout]:
@@ -75,6 +77,7 @@ def proposals(projections: Projections) -> Iterator[Proposal | Departure]:
             try:
                 yield _Joined(projections, down, up).proposal()
             except Departure as departure:
+                departure.site, departure.score = (*down.dots, *up.dots), 0.75
                 yield departure
 
 
@@ -97,6 +100,14 @@ class _Rotated:
     value: Value
     pairs: Pairs
     factor: Value | None = None
+
+
+def _said(factor: Value | None) -> str:
+    """A factor, for a message."""
+    if factor is None:
+        return "1"
+    filled = filled_with(factor)
+    return "a number for each token" if filled is None else f"{float(filled.literal[1]):g}"
 
 
 def _used(site: Site, columns: set[int]) -> Iterator[Value]:
@@ -129,7 +140,15 @@ class _Joined:
         heads, _, latent = weight_uk.shape
         columns = torch.cat([one.columns for one in absorbed])
         of_key = self._latents(latent, of_query)
-        query, key = self._rotations(set(columns.flatten().tolist()), of_query, of_key)
+        factor = absorbed[0].factor
+        of_nope = set(columns.flatten().tolist())
+        query, key = self._rotations(of_nope, of_query, of_key, factor)
+        for one in (*absorbed, query):
+            by_tokens = one is query and factor is not None and filled_with(factor) is None
+            if one.factor is not factor and not (by_tokens and one.factor is None):
+                factors = f"q_nope by {_said(factor)}, another part of the query by "
+                detail = factors + _said(one.factor)
+                raise Departure("scale.unequal", detail, [one.value])
         if query.pairs.heads != heads:
             detail = f"{heads} heads are multiplied with W_uk, {query.pairs.heads} are rotated"
             raise Departure("absorb.absent", detail, [absorbed[0].value])
@@ -166,14 +185,15 @@ class _Joined:
             *_used(up, {*nope_rope.tolist()}),
             *_used(down, {*of_query.columns.tolist(), *of_caches}),
         ]
-        return Proposal(down.rows, arguments, results, defined, claims, more, products)
+        rotation = query.pairs.layouts if self._is_turned(down, key.value) else None
+        return Proposal(down.rows, arguments, results, defined, claims, more, products, rotation)
 
     def _before_quantisation(self) -> tuple[Value, Value | None]:
         """c_q before it was quantised, and what smooths it."""
         form, down, rows = self.form, self.down, self.up.rows
         before = unquantised(form, rows)
         if before is None:
-            raise Departure("quant.rows", "how c_q is quantised is not known", [rows])
+            raise Departure("quant.dynamic", "how c_q is quantised is not known", [rows])
         reading, nodes = down.reading_of(before), self.projections.graph.nodes
         found = before, None
         for value, other in down.readings.items():
@@ -215,7 +235,7 @@ class _Joined:
         if of_x is not None:
             if kind is not of_x:
                 detail = f"x comes in {of_x.name}, c_q is quantised to {kind.name}"
-                raise Departure("quant.formats", detail, [self.down.rows])
+                raise Departure("quant.mixed", detail, [self.down.rows])
             first = self.down.products[0]
             of_rows_of_x = first.blocks[0] if first.blocks else step_of(form, first)
             if of_rows_of_x is None:
@@ -308,9 +328,11 @@ class _Joined:
         return site.readings[value].kind == "turned"
 
     def _rotations(
-        self, absorbed: set[int], of_query: Norm, of_key: Norm
+        self, absorbed: set[int], of_query: Norm, of_key: Norm, factor: Value | None
     ) -> tuple[_Rotated, _Rotated]:
-        """Of query and key by the same tables; or of neither."""
+        """Of query and key by the same tables; or of neither. ``factor``: of the part that is
+        absorbed.
+        """
         up, down = self.up, self.down
         queries = list(self._turned(up))[::-1]
         scaled = None
@@ -325,8 +347,8 @@ class _Joined:
         if scaled is not None:
             return scaled
         taken = {*of_query.columns.tolist(), *of_key.columns.tolist()}
-        query = self._unrotated(up, absorbed, 0)
-        key = self._unrotated(down, taken, ROPE)
+        query = self._unrotated(up, absorbed, 0, factor)
+        key = self._unrotated(down, taken, ROPE, None)
         if query is None or key is None:
             what = "the query" if query is None else "the key"
             detail = f"no part of {what} is rotated, by tables of both, or left as it is"
@@ -360,20 +382,48 @@ class _Joined:
                     return _Rotated(query, found, factor), _Rotated(key, of_key)
         return None
 
-    def _unrotated(self, site: Site, others: set[int], width: int) -> _Rotated | None:
-        """The last Value that holds just the columns that are left, or as many as ``width`` of
-        them.
+    def _unrotated(
+        self, site: Site, others: set[int], width: int, factor: Value | None
+    ) -> _Rotated | None:
+        """A Value that holds just the columns that are left, or as many as ``width`` of them; the
+        last that is multiplied with ``factor``.
         """
+        found = list[_Rotated]()
         wanted = set(range(site.columns)) - others
         for value, reading in reversed(site.readings.items()):
             if reading.kind == "moved" and len(reading.columns) == (width or len(wanted)):
                 columns = set(reading.columns.tolist())
                 (ones,) = reading.factors
                 is_even = bool((ones == ones[:, :1]).all())
-                if is_even and columns <= wanted and len(columns) == len(reading.columns):
-                    factor = self._factor(site, value)
-                    return _Rotated(value, unrotated(reading, ROPE), factor)
-        return None
+                is_whole = is_even and columns <= wanted and len(columns) == len(reading.columns)
+                if is_whole and self._are_read_as_they_are(site, columns):
+                    found.append(
+                        _Rotated(value, unrotated(reading, ROPE), self._factor(site, value))
+                    )
+        return next((one for one in found if one.factor is factor), found[0] if found else None)
+
+    def _are_read_as_they_are(self, site: Site, columns: set[int]) -> bool:
+        """Do products, writes and attention read them, and no step that might be a rotation?"""
+        moved = {value: one for value, one in site.readings.items() if one.kind == "moved"}
+        stack = [value for value, one in moved.items() if columns >= {*one.columns.tolist()}]
+        seen, layouts = set[Value](), dict(site.layouts)
+        while stack:
+            for user in self.projections.users.get(stack.pop(), ()):
+                is_attention = user.op == "opaque" and "attention" in str(user.literal)
+                if user in seen or user.op in ("dot", "write") or is_attention:
+                    continue
+                is_multiple = user.op == "product" and len(user.sources) == 1
+                if user.op != "cast" and user.op not in MOVES and not is_multiple:
+                    return False
+                try:
+                    layouts[user] = followed(user, layouts)
+                except Mixed:
+                    return False
+                except KeyError:  # beside what is of no layout
+                    pass
+                seen.add(user)
+                stack.append(user)
+        return True
 
     # -- what is which result
 

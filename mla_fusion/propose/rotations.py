@@ -50,6 +50,13 @@ class Pairs:
         return both.reshape(self.heads, self.size)
 
     @property
+    def layouts(self) -> tuple[str, str]:
+        """The order of elements before and behind the rotation."""
+        steps = int(self.odd[0] - self.even[0]), int(self.second[0] - self.first[0])
+        before, behind = ("interleaved" if abs(step) == 1 else "half" for step in steps)
+        return before, behind
+
+    @property
     def places(self) -> Tensor:
         """Of each element of the Value, its place in the kernel's rows: halves, head after head."""
         half = self.size // 2

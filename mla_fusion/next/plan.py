@@ -1,0 +1,131 @@
+"""The plan of one fusion: everything the rewrite does, decided before a node is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from torch.fx import Node
+
+from mla_fusion.exact.prove import Claim
+from mla_fusion.graph.form import Value
+from mla_fusion.graph.read import Graph
+from mla_fusion.next.caches import InPlace, Staged
+from mla_fusion.plan import cache_modes, weight_modes
+from mla_fusion.propose.prologue import Proposal
+
+
+@dataclass(eq=False)
+class Plan:
+    """One call of ``npu_mla_prolog_v3_functional``.
+
+    claims       Values of the graph, and what they are over the results of the call
+    region       the nodes that the call stands for, in order
+    replaced     those of them that are read elsewhere, with what they are over the results
+    compared     how many elements the proof compared
+    assumptions  what the fusion takes for granted, for the report
+    warnings     where a cache holds other numbers than the model's
+    """
+
+    graph: Graph
+    target: str
+    proposal: Proposal
+    caches: InPlace | Staged
+    claims: list[Claim]
+    region: list[Node]
+    replaced: dict[Node, Value]
+    compared: int
+    assumptions: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    products: list[Node] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        nodes = self.graph.nodes
+        first = (nodes[value][0] for value in self.proposal.products if value in nodes)
+        self.products = sorted(dict.fromkeys(first))
+
+    @property
+    def values(self) -> dict[str, Value]:
+        """Arguments that are Values; slots among them."""
+        found = {n: a for n, a in self.proposal.arguments.items() if isinstance(a, Value)}
+        if isinstance(self.caches, InPlace):
+            found["cache_index"] = self.caches.slots
+        return found
+
+    @property
+    def results(self) -> dict[str, Value]:
+        """What stands for results, by name: leaves, and caches with their new rows."""
+        found = {n: leaf for n, leaf in vars(self.proposal.results).items() if leaf is not None}
+        if isinstance(self.caches, InPlace):
+            del found["kv_rows"], found["kr_rows"]
+            found |= {"kv_cache": self.caches.kv.value, "kr_cache": self.caches.kr.value}
+        return found
+
+    @cached_property
+    def read(self) -> set[str]:
+        """The results that something reads."""
+        names = {leaf: name for name, leaf in self.results.items()}
+        found, stack = set[str](), list(self.replaced.values())
+        seen = set[Value]()
+        while stack:
+            one = stack.pop()
+            if one in names:
+                found.add(names[one])
+            elif one not in seen:
+                seen.add(one)
+                stack += one.sources
+        return found
+
+    @property
+    def tokens(self) -> Any:
+        return self.graph.unbound(self.proposal.x.shape[0])
+
+    @property
+    def dims(self) -> dict[str, Any]:
+        """Sizes of the axes, by the names of the operator's documents."""
+        a = self.proposal.arguments
+        heads, nope, latent = a["weight_uk"].shape
+        return {
+            "T": str(self.tokens),
+            "He": int(a["token_x"].shape[1]),
+            "Hcq": int(a["weight_dq"].shape[1]),
+            "Hckv": int(latent),
+            "N": int(heads),
+            "D": int(nope),
+            "Dr": int(a["rope_cos"].shape[1]),
+        }
+
+    @property
+    def modes(self) -> tuple[int, int]:
+        """weight_quant_mode and kv_cache_quant_mode."""
+        a = self.proposal.arguments
+        return a.get("weight_quant_mode", 0), a.get("kv_cache_quant_mode", 0)
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        """Keyword attributes of the call. Both epsilons are always given: the operator's default
+        is not the models'.
+        """
+        a = self.proposal.arguments
+        found: dict[str, Any] = {
+            "rmsnorm_epsilon_cq": float(a["rmsnorm_epsilon_cq"]),
+            "rmsnorm_epsilon_ckv": float(a["rmsnorm_epsilon_ckv"]),
+            "cache_mode": self.caches.mode if isinstance(self.caches, InPlace) else "TND",
+        }
+        if not self.read.isdisjoint(("query_norm", "dequant_scale_q_norm")):
+            found["query_norm_flag"] = True
+        found |= weight_modes.attributes(*self.modes)
+        found |= cache_modes.attributes(self.modes[1])
+        for name in ("qc_qr_scale", "kc_scale"):
+            if name in a:
+                found[name] = float(a[name])
+        return found
+
+    @property
+    def held(self) -> Iterator[tuple[str, Node, tuple[Any, ...]]]:
+        """Caches that the kernel writes: name, graph input, and the shape in which it takes it."""
+        if isinstance(self.caches, InPlace):
+            for name, write in (("kv_cache", self.caches.kv), ("kr_cache", self.caches.kr)):
+                yield name, write.cache, tuple(map(self.graph.unbound, write.shape))

@@ -1,0 +1,183 @@
+"""From a proposal to a plan: proved, placed, judged, and taken by the operator's contract."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch.fx import Node
+
+from mla_fusion.config import Config
+from mla_fusion.exact.prove import Claim, Proofs
+from mla_fusion.graph.departure import Departure
+from mla_fusion.graph.read import Graph, values_of
+from mla_fusion.next import contract, policy
+from mla_fusion.next.caches import InPlace, Obstacle, Setting, Staged, Write, placed
+from mla_fusion.next.outputs import Given, has_effect, is_size, unmoved
+from mla_fusion.next.plan import Plan
+from mla_fusion.next.region import region_of
+from mla_fusion.observe import leftovers
+from mla_fusion.plan.planner import SLOTS_ASSUMED, UNCHECKED
+from mla_fusion.propose.prologue import Proposal
+from mla_fusion.propose.sites import Projections
+
+aten = torch.ops.aten
+
+
+class Planner:
+    """Of one graph.
+
+    boundary  a wrapper will stand around the graph, so that caches can be viewed before the call
+    """
+
+    def __init__(
+        self, graph: Graph, projections: Projections, config: Config, boundary: bool
+    ) -> None:
+        self.graph, self.projections, self.config = graph, projections, config
+        self.boundary, self.proofs = boundary, Proofs()
+
+    def plan(self, proposal: Proposal) -> Plan:
+        """Raises Departure."""
+        if "v3" not in self.config.targets:
+            detail = f"Config.targets is {self.config.targets}"
+            raise Departure("target.unlisted", detail, proposal.products)
+        compared = self._proved(proposal, proposal.claims)
+        held = list(proposal.claims)
+        for claim in proposal.more:
+            try:
+                self._proved(proposal, [claim])
+                held.append(claim)
+            except Departure:
+                continue
+        plan = self._placed(proposal, held, compared)
+        computed = leftovers.computed(plan.replaced, contract.inputs(plan))
+        policy.judge(self.graph, proposal, sorted({*plan.region, *computed}))
+        return self._accepted(plan, held)
+
+    def _proved(self, proposal: Proposal, claims: list[Claim]) -> int:
+        form, tokens = self.graph.form, proposal.x.shape[0]
+        defined = [proposal.as_defined(form, claim) for claim in claims]
+        return self.proofs.prove(proposal.given, tokens, defined)
+
+    def _placed(self, proposal: Proposal, held: list[Claim], compared: int) -> Plan:
+        graph, config = self.graph, self.config
+        if config.staging == "always":
+            caches: InPlace | Staged = Staged(
+                (Obstacle("config.staging", "Config.staging is 'always'"),)
+            )
+        else:
+            given = Given(graph.form, held)
+            setting = Setting(self.boundary, config.machine)
+            caches = placed(graph, proposal, given, self.projections.values, setting)
+        plan = self._with(proposal, held, caches, compared)
+        late = self._old_rows_read(plan)
+        return self._staged(plan, held, late) if late is not None else self._allowed(plan)
+
+    def _with(
+        self, proposal: Proposal, held: list[Claim], caches: InPlace | Staged, compared: int
+    ) -> Plan:
+        graph = self.graph
+        claims = _read_back(graph, proposal, caches, held) if isinstance(caches, InPlace) else held
+        starts = [node for value in proposal.products for node in graph.nodes.get(value, ())]
+        if isinstance(caches, InPlace):
+            starts += [_writer(graph, write) for write in (caches.kv, caches.kr)]
+        region, replaced = region_of(graph, Given(graph.form, claims), starts)
+        if not replaced:
+            detail = f"{len(region)} nodes of the prologue"
+            raise Departure("graph.unread", detail, proposal.products)
+        return Plan(graph, "v3", proposal, caches, claims, region, replaced, compared)
+
+    def _staged(self, plan: Plan, held: list[Claim], because: Obstacle) -> Plan:
+        made = self._with(plan.proposal, held, Staged((because,)), plan.compared)
+        return self._allowed(made)
+
+    def _allowed(self, plan: Plan) -> Plan:
+        if isinstance(plan.caches, Staged) and self.config.staging == "never":
+            first = plan.caches.obstacles[0]
+            code = "slots.unproven" if first.code == "slots.unproven" else ""
+            detail = f"[{first.code}] {first.message}"
+            raise Departure(code or "cache.staging_forbidden", detail, plan.proposal.products)
+        return plan
+
+    def _accepted(self, plan: Plan, held: list[Claim]) -> Plan:
+        """By the operator's contract; where it refuses the caches alone, staged."""
+        source = self.graph.gm.graph
+        try:
+            sizes = contract.ask(plan, self.config, source)
+        except Departure as reason:
+            if not isinstance(plan.caches, InPlace) or self.config.staging == "never":
+                raise
+            code = reason.code.partition(":")[2]
+            message = f"the kernel refuses the caches ({code}): {reason.detail}"
+            plan = self._staged(plan, held, Obstacle("cache.refused", message))
+            try:
+                sizes = contract.ask(plan, self.config, source)
+            except Departure:
+                raise reason from None  # it was not the caches
+        slots = _of_slots(plan, self.config, self.boundary)
+        narrowed = policy.narrowed(self.graph, plan.proposal)
+        return replace(plan, assumptions=(*slots, *narrowed, *sizes))
+
+    def _old_rows_read(self, plan: Plan) -> Obstacle | None:
+        """A node that reads a cache as it was before the call."""
+        inside, graph = {*plan.region}, self.graph
+        for _, cache, _ in plan.held:
+            stack, seen = list(cache.users), set[Node]()
+            while stack:
+                node = stack.pop()
+                is_end = node.op == "output" or _is_copy_into(node, cache)
+                if node in inside or node in seen or is_end or is_size(node):
+                    continue
+                seen.add(node)
+                if graph.base(node) is cache and not has_effect(graph, node):
+                    stack += node.users
+                elif node.users or has_effect(graph, node):
+                    message = f"{node.name} reads {cache.name} as it was before the write"
+                    return Obstacle("cache.old_rows_read", message)
+        return None
+
+
+def _writer(graph: Graph, write: Write) -> Node:
+    """The node that gives the cache with its new rows; behind it others hold the same."""
+    stack = [write.cache]
+    for node in stack:
+        for user in node.users:
+            if user.op == "output" or user.target is aten.copy_.default:
+                continue
+            if graph.base(user) is write.cache:
+                stack.append(user)
+            elif any(unmoved(one) is write.value for one in values_of(graph.readings[user])):
+                return user
+    raise LookupError(write.value)
+
+
+def _is_copy_into(node: Node, cache: Node) -> bool:
+    return str(node.target).startswith("aten.copy_.") and node.args[0] is cache
+
+
+def _read_back(
+    graph: Graph, proposal: Proposal, caches: InPlace, claims: list[Claim]
+) -> list[Claim]:
+    """New rows that somebody reads beside the caches are taken from these."""
+    form, results = graph.form, proposal.results
+    rows = {
+        leaf: form.gather(write.value, 0, caches.slots)
+        for leaf, write in ((results.kv_rows, caches.kv), (results.kr_rows, caches.kr))
+    }
+    found = [Claim(one.part, one.graph, form.substituted(one.kernel, rows)) for one in claims]
+    writes = (caches.kv, caches.kr)
+    return [*found, *(Claim("cache", write.value, write.value) for write in writes)]
+
+
+def _of_slots(plan: Plan, config: Config, boundary: bool) -> list[str]:
+    """What is assumed of the slots."""
+    caches, graph = plan.caches, plan.graph
+    is_hidden = any(cache in graph.hidden for _, cache, _ in plan.held)
+    if not isinstance(caches, InPlace) or is_hidden or caches.slots.op in ("count", "constant"):
+        return []
+    if boundary and config.slots == "checked":
+        return []
+    nodes = (graph.nodes[leaf][0] for leaf in caches.trusted if leaf in graph.nodes)
+    names = ", ".join(dict.fromkeys(node.name for node in nodes))
+    whose = f" (input {names}, trusted to hold numbers from 0 to 2**24 - 1)" if names else ""
+    return [SLOTS_ASSUMED.format(whose=whose), *([UNCHECKED] if config.slots == "checked" else [])]

@@ -1,0 +1,52 @@
+"""What a call stands for: from its products down to what its results replace."""
+
+from __future__ import annotations
+
+from torch.fx import Node
+
+from mla_fusion.graph.departure import Departure
+from mla_fusion.graph.form import Value
+from mla_fusion.graph.read import Graph, values_of
+from mla_fusion.next.outputs import Given, has_effect, is_made_of_nothing, is_replaced, is_size
+
+
+def region_of(
+    graph: Graph, given: Given, starts: list[Node]
+) -> tuple[list[Node], dict[Node, Value]]:
+    """The nodes from ``starts`` on, in order, and those that are read elsewhere, with what they are
+    over the results.
+
+    Raises Departure where something reads what the kernel keeps to itself.
+    """
+    stack, inside = [*starts], dict[Node, None]()
+    replaced = dict[Node, Value]()
+    above = dict[Node, Node]()
+    while stack:
+        node = stack.pop()
+        if node in inside or is_size(node):
+            continue
+        inside[node] = None
+        reading = graph.readings[node]
+        if isinstance(reading, Value) and is_made_of_nothing(reading):
+            continue  # it takes no number of what it reads
+        known = given.of(reading) if isinstance(reading, Value) else None
+        if known is not None and not (has_effect(graph, node) and node not in graph.hidden):
+            replaced[node] = known
+            continue
+        for user in node.users:
+            is_effect = has_effect(graph, user) and not is_replaced(graph, user, given)
+            if user.op == "output" or is_effect:
+                raise _kept(graph, node, above)
+            above.setdefault(user, node)
+            stack.append(user)
+    return sorted(inside), replaced
+
+
+def _kept(graph: Graph, node: Node, above: dict[Node, Node]) -> Departure:
+    """``node`` leaves the region: the first of its sources that no result gives is named."""
+    path = [node]
+    while path[-1] in above:
+        path.append(above[path[-1]])
+    read, reader = path[-1], path[-2] if len(path) > 1 else node
+    detail = f"{reader.name} reads {read.name}, which the kernel keeps to itself"
+    return Departure("reader.latent", detail, list(values_of(graph.readings[read])))

@@ -1,0 +1,146 @@
+"""What is compared by the witness: a plan's replaced nodes, beside the call with what it reads."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+
+from mla_fusion.config import Config
+from mla_fusion.fx import module_path
+from mla_fusion.fx.build import GraphBuilder
+from mla_fusion.fx.workplace import workplace
+from mla_fusion.graph.departure import Departure
+from mla_fusion.graph.form import Value, digest
+from mla_fusion.graph.read import Graph
+from mla_fusion.meta.number_formats import HIFLOAT8
+from mla_fusion.next.caches import InPlace
+from mla_fusion.next.outputs import Settled, holders, is_size
+from mla_fusion.next.plan import Plan
+from mla_fusion.next.rewrite import Writer
+from mla_fusion.observe.clock import threads
+from mla_fusion.report.rejection import Refuse
+from mla_fusion.witness.compare import Outcome, Pair, compare
+
+_FEW = 1 << 20  # elements of token_x up to which one thread verifies
+_ROLES = {  # of what an argument is read from
+    "weight_dq": "weight",
+    "weight_uq_qr": "weight",
+    "weight_uk": "weight",
+    "weight_dkv_kr": "weight",
+    "rmsnorm_gamma_cq": "gamma",
+    "rmsnorm_gamma_ckv": "gamma",
+    "smooth_scales_cq": "gamma",
+    "dequant_scale_w_dq": "scale",
+    "dequant_scale_w_uq_qr": "scale",
+    "dequant_scale_w_dkv_kr": "scale",
+    "dequant_scale_x": "token_scale",
+    "cache_index": "slots",
+    "token_x": "x",
+}
+
+
+class Verified:
+    """The plans of one graph that have been compared."""
+
+    def __init__(self, graph: Graph, config: Config, usual_threads: int) -> None:
+        self._graph, self._config, self._threads = graph, config, usual_threads
+        self._seen: dict[object, str] = {}
+
+    def of(self, plan: Plan) -> Outcome | str:
+        """What verification found, or why it was not done. Raises Departure
+        ``verify.mismatch``.
+        """
+        if self._config.verify == "off":
+            return "not verified (Config.verify is 'off')"
+        sides = [side for claim in plan.claims for side in (claim.graph, claim.kernel)]
+        key = digest(sides, [plan.proposal.x])
+        if self._config.verify == "first" and key in self._seen:
+            return f"equal in structure to {self._seen[key]}"
+        few = plan.proposal.arguments["token_x"].shape[0] * plan.dims["He"] <= _FEW
+        with threads(1 if few else self._threads):
+            try:
+                found = _compared(plan)
+            except Refuse as reason:
+                raise Departure(reason.code, reason.detail, plan.proposal.products) from reason
+        self._seen[key] = module_path.layer(plan.products) or plan.products[0].name
+        return found
+
+
+def _compared(plan: Plan) -> Outcome:
+    graph = plan.graph
+    source = graph.gm.graph
+    work = workplace(graph.gm)
+    x = _x(plan)
+    sizes = {node for node in source.nodes if is_size(node)}
+    settled = Settled(dict(plan.replaced), sizes, {*source.nodes}.difference(plan.region, sizes))
+    leaves = {leaf: plan for leaf in (*plan.results.values(), *_rows(plan))}
+    writer = Writer(graph, settled, leaves, GraphBuilder(work, source))
+    for node in source.find_nodes(op="placeholder"):
+        writer.b.value(node)
+    copies = {node: writer.drawn(node) for node in x}
+    with writer.b.propagating():
+        after = {node: writer.given(node) for node in plan.replaced}
+    work.graph.output(tuple(after.values()))
+    pairs = [
+        Pair(_part(plan, value), node, after[node], *_form(plan, value, node, after))
+        for node, value in plan.replaced.items()
+    ]
+    roles = dict.fromkeys(x, "x") | _roles(plan)
+    rows, block_size = 1, 1
+    for _, _, shape in plan.held:
+        rows, block_size = shape[0] * shape[1], shape[1]
+    cut = {node: copy for node, copy in copies.items() if node.op != "placeholder"}
+    return compare(source, work, pairs, cut, roles, rows=rows, block_size=block_size)
+
+
+def _rows(plan: Plan) -> list[Value]:
+    results = plan.proposal.results
+    return [] if isinstance(plan.caches, InPlace) else [results.kv_rows, results.kr_rows]
+
+
+def _x(plan: Plan) -> list[Node]:
+    """The nodes from which the call's x is made: what is beside it is drawn too."""
+    return holders(plan.graph, [plan.proposal.arguments["token_x"]])
+
+
+def _part(plan: Plan, value: Value) -> str:
+    names = {leaf: name for name, leaf in plan.results.items()}
+    stack = [value]
+    while stack:
+        one = stack.pop()
+        if one in names:
+            return names[one]
+        stack += one.sources[::-1]
+    return "value"
+
+
+def _form(plan: Plan, value: Value, node: Node, after: dict[Node, Node]) -> tuple[str, ...]:
+    part, held = _part(plan, value), node.meta["val"]
+    if part == "dequant_scale_q_norm" and held.element_size() == 1:
+        return ("powers",)
+    is_hifloat8 = plan.attributes.get("token_x_dtype") == HIFLOAT8 and held.dtype == torch.uint8
+    return ("hifloat8",) if part == "query_norm" and is_hifloat8 else ()
+
+
+def _roles(plan: Plan) -> dict[Node, str]:
+    """Of the graph's inputs that arguments are read from."""
+    graph, found = plan.graph, dict[Node, str]()
+    for name, value in plan.values.items():
+        role = _ROLES.get(name, "")
+        stack = holders(graph, [value])
+        if name == "token_x":
+            continue
+        seen = set[Node]()
+        while stack:
+            node = stack.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            if node.op in ("placeholder", "get_attr"):
+                is_own = role and (role == "slots") != node.meta["val"].is_floating_point()
+                found.setdefault(node, role if is_own else "")
+            else:
+                stack += node.all_input_nodes
+    for _, cache, _ in plan.held:
+        found[cache] = "cache"
+    return found
