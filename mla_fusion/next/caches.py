@@ -14,8 +14,8 @@ from mla_fusion.graph.form import Value, order
 from mla_fusion.graph.read import Graph
 from mla_fusion.machine import Machine
 from mla_fusion.meta import layout, limits
-from mla_fusion.next.outputs import Given
 from mla_fusion.next.slots import trusted
+from mla_fusion.propose.given import Given
 from mla_fusion.propose.prologue import Proposal
 
 

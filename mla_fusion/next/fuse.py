@@ -17,7 +17,7 @@ from mla_fusion.fx.workplace import workplace
 from mla_fusion.graph.departure import Departure
 from mla_fusion.graph.form import Value
 from mla_fusion.graph.read import Graph
-from mla_fusion.next.outputs import Given, Settled, settled
+from mla_fusion.next.outputs import Settled, settled
 from mla_fusion.next.plan import Plan
 from mla_fusion.next.planner import Planner
 from mla_fusion.next.record import Record, absent
@@ -26,6 +26,7 @@ from mla_fusion.next.skip import SkipError, skipped
 from mla_fusion.next.verified import Verified
 from mla_fusion.observe.clock import Clock
 from mla_fusion.observe.operator_counts import count_operators
+from mla_fusion.propose.given import Given
 from mla_fusion.propose.prologue import proposals
 from mla_fusion.propose.sites import Projections
 from mla_fusion.report.report import Report

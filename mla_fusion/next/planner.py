@@ -13,11 +13,12 @@ from mla_fusion.graph.departure import Departure
 from mla_fusion.graph.read import Graph, values_of
 from mla_fusion.next import contract, policy
 from mla_fusion.next.caches import InPlace, Obstacle, Setting, Staged, Write, placed
-from mla_fusion.next.outputs import Given, has_effect, is_size, unmoved
+from mla_fusion.next.outputs import has_effect, is_size, unmoved
 from mla_fusion.next.plan import Plan
 from mla_fusion.next.region import region_of
 from mla_fusion.observe import leftovers
 from mla_fusion.plan.planner import SLOTS_ASSUMED, UNCHECKED
+from mla_fusion.propose.given import Given
 from mla_fusion.propose.prologue import Proposal
 from mla_fusion.propose.sites import Projections
 

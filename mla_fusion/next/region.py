@@ -7,7 +7,8 @@ from torch.fx import Node
 from mla_fusion.graph.departure import Departure
 from mla_fusion.graph.form import Value
 from mla_fusion.graph.read import Graph, values_of
-from mla_fusion.next.outputs import Given, has_effect, is_made_of_nothing, is_replaced, is_size
+from mla_fusion.next.outputs import has_effect, is_made_of_nothing, is_replaced, is_size
+from mla_fusion.propose.given import Given
 
 
 def region_of(
