@@ -20,6 +20,7 @@ from mla_fusion.meta.number_formats import BLOCK, FP8, HIFLOAT8, INT8, NumberFor
 
 FLOOR = 1e-4  # under the largest of a row: that of normed rows is far above (a listed assumption)
 STEPS = 127
+_ROUNDING = 1 + 1e-9  # of a root, for a comparison
 MOST = {INT8: STEPS, FP8: 448, HIFLOAT8: 32768}  # the number that the largest of a row becomes
 
 
@@ -93,6 +94,11 @@ def _is_within(form: Form, value: Value) -> bool:
         if exponent == -1 and is_size(factor):
             rest = [pair for pair in pairs if pair[0] is not factor]
             rows = form.expand(form.product(rest, times), value.shape)
+            own, inner = form.split(rows)
+            if inner.op == "function" and inner.literal[0] == "clip":
+                by, found = form.split(inner.sources[1])
+                if found is factor and float(by) * float(absolute(own)) <= STEPS * _ROUNDING:
+                    return True
             by, found = form.split(largest(form, rows))
             if found is factor and float(by) <= STEPS:
                 return True

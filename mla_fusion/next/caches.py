@@ -17,6 +17,7 @@ from mla_fusion.meta import layout, limits
 from mla_fusion.next.slots import trusted
 from mla_fusion.propose.given import Given
 from mla_fusion.propose.prologue import Proposal
+from mla_fusion.targets.prolog import format_of, of_rows
 
 
 @dataclass(frozen=True)
@@ -63,10 +64,15 @@ class Write:
 @dataclass(frozen=True)
 class InPlace:
     kv: Write
-    kr: Write
+    kr: Write | None  # rows are packed into one cache
     slots: Value
     mode: str
     trusted: tuple[Value, ...]
+
+    @property
+    def writes(self) -> dict[str, Write]:
+        kr = {} if self.kr is None else {"kr_cache": self.kr}
+        return {"kv_cache": self.kv, **kr}
 
 
 @dataclass(frozen=True)
@@ -83,28 +89,25 @@ def placed(
 ) -> InPlace | Staged:
     """In place where the kernel's writes are those of the graph; else every reason against it."""
     results, obstacles = proposal.results, list[Obstacle]()
+    rows_of = {"kv_cache": results.kv_rows, "kr_cache": results.kr_rows}
+    mode = proposal.arguments.get("kv_cache_quant_mode", 0)
+    if mode == _PACKED:
+        del rows_of["kr_cache"]
     found: dict[str, Write] = {}
     writes = writes_of(values)
-    for name, rows in (("kv_cache", results.kv_rows), ("kr_cache", results.kr_rows)):
+    for name, rows in rows_of.items():
         write = _write_of(graph, given, writes, name, rows)
         if isinstance(write, Obstacle):
             obstacles.append(write)
         else:
             found[name] = write
-            obstacles += _of_memory(write, setting)
-    if len(found) < 2:
+            is_quantised = mode == _CHANNELS or (mode and name == "kv_cache")
+            obstacles += _of_memory(write, setting, _element(proposal) if is_quantised else None)
+    if len(found) < len(rows_of):
         return Staged(tuple(obstacles))
-    kv, kr = found["kv_cache"], found["kr_cache"]
-    names = f"{kv.cache.name} and {kr.cache.name}"
-    if kv.slots is not kr.slots:
-        obstacles.append(Obstacle("cache.slots_differ", f"{names} are written at different slots"))
-    if kv.shape[:3] != kr.shape[:3]:
-        sizes = " and ".join(str(list(map(graph.unbound, one.shape))) for one in (kv, kr))
-        obstacles.append(Obstacle("cache.blocks_differ", f"{names} are {sizes} to the kernel"))
-    if kv.cache is kr.cache:
-        obstacles.append(Obstacle("cache.joined_row", f"both writes go to {kv.cache.name}"))
-    if kv.value.literal != kr.value.literal:
-        obstacles.append(Obstacle("cache.rows", f"{names} hold rows in different orders"))
+    kv, kr = found["kv_cache"], found.get("kr_cache")
+    if kr is not None:
+        obstacles += _of_both(graph, kv, kr)
     slots, tokens = kv.slots.shape[0], proposal.x.shape[0]
     if slots != tokens:
         detail = f"{graph.unbound(slots)} slots for tokens {[graph.unbound(tokens)]}"
@@ -116,6 +119,28 @@ def placed(
     if obstacles or leaves is None:
         return Staged(tuple(obstacles))
     return InPlace(kv, kr, kv.slots, kv.value.literal or "PA_BSND", tuple(leaves))
+
+
+_CHANNELS, _PACKED = 2, 3  # kv_cache_quant_mode
+
+
+def _element(proposal: Proposal) -> torch.dtype:
+    """Of rows in bytes."""
+    return of_rows(format_of(proposal.arguments["weight_quant_mode"])).element
+
+
+def _of_both(graph: Graph, kv: Write, kr: Write) -> Iterator[Obstacle]:
+    """Why two writes are not the pair that the kernel does."""
+    names = f"{kv.cache.name} and {kr.cache.name}"
+    if kv.slots is not kr.slots:
+        yield Obstacle("cache.slots_differ", f"{names} are written at different slots")
+    if kv.shape[:3] != kr.shape[:3]:
+        sizes = " and ".join(str(list(map(graph.unbound, one.shape))) for one in (kv, kr))
+        yield Obstacle("cache.blocks_differ", f"{names} are {sizes} to the kernel")
+    if kv.cache is kr.cache:
+        yield Obstacle("cache.joined_row", f"both writes go to {kv.cache.name}")
+    if kv.value.literal != kr.value.literal:
+        yield Obstacle("cache.rows", f"{names} hold rows in different orders")
 
 
 def _write_of(
@@ -153,8 +178,9 @@ PAIRS = Obstacle(
 )
 
 
-def _of_memory(write: Write, setting: Setting) -> Iterator[Obstacle]:
-    """Why the kernel cannot write into the memory of a cache."""
+def _of_memory(write: Write, setting: Setting, element: torch.dtype | None) -> Iterator[Obstacle]:
+    """Why the kernel cannot write rows of bytes, or in bfloat16, into the memory of a cache."""
+    dtype = element or torch.bfloat16
     name, held = write.cache.name, write.cache.meta["val"]
     if not setting.boundary and len(held.shape) != 4:
         sizes = f"{list(held.shape)}, and no wrapper can view it as {list(write.shape)}"
@@ -165,8 +191,8 @@ def _of_memory(write: Write, setting: Setting) -> Iterator[Obstacle]:
             "cache.strides",
             f"{name} has strides {strides}, and rows that the kernel writes to it do not arrive",
         )
-    if held.dtype != torch.bfloat16:
-        detail = f"{name} is {held.dtype}, the rows written to it {torch.bfloat16}"
+    if held.dtype != dtype:
+        detail = f"{name} is {held.dtype}, the rows written to it {dtype}"
         yield Obstacle("cache.dtype", detail)
 
 

@@ -11,16 +11,18 @@ import torch
 from torch.fx import Node
 
 from mla_fusion.emit.pack import dense
-from mla_fusion.emit.rows import buffer
+from mla_fusion.emit.rows import buffer, nothing
 from mla_fusion.fx.build import Builder
 from mla_fusion.fx.held import Exact
 from mla_fusion.fx.module_path import label
 from mla_fusion.graph.form import Value
 from mla_fusion.graph.lower import Lowering
+from mla_fusion.graph.numbers import literal
 from mla_fusion.meta.prolog import V3_FUNCTIONAL
 from mla_fusion.next.caches import InPlace
 from mla_fusion.next.outputs import holders
 from mla_fusion.next.plan import Plan
+from mla_fusion.plan import cache_modes
 
 aten = torch.ops.aten
 _WEIGHTS = ("weight_dq", "weight_uq_qr", "weight_uk", "weight_dkv_kr")
@@ -47,6 +49,7 @@ def called(b: Builder, lower: Lowering, plan: Plan) -> dict[Value, Any]:
     options: dict[str, Any] = {}
     if isinstance(plan.caches, InPlace):
         caches = [b.cache(node, shape) for _, node, shape in plan.held]
+        caches += [nothing(b, x) for _ in range(2 - len(caches))]
         slots = plan.caches.slots
 
         def row_numbers(b: Builder) -> Any:
@@ -65,6 +68,7 @@ def called(b: Builder, lower: Lowering, plan: Plan) -> dict[Value, Any]:
         options["smooth_scales_cq"] = lower.of(a["smooth_scales_cq"], torch.float32, row)
     if full:
         options["dequant_scale_x"] = _scale(b, lower.of(a["dequant_scale_x"]), mode == 3)
+    options |= _scales_of_caches(lower, plan)
     operation = getattr(torch.ops.npu, V3_FUNCTIONAL.name).default
     given = (x, *weights, *gammas, sin, cos, *caches)
     made = b.call(operation, *given, **options, **plan.attributes)
@@ -73,6 +77,18 @@ def called(b: Builder, lower: Lowering, plan: Plan) -> dict[Value, Any]:
         if name in plan.read or name in ("query", "query_rope") or "cache" in name:
             place = _PLACES[name.replace("_rows", "_cache")]
             found[value] = b.call(operator.getitem, made, place)
+    return found
+
+
+def _scales_of_caches(lower: Lowering, plan: Plan) -> dict[str, Any]:
+    a, (weight_mode, mode) = plan.proposal.arguments, plan.modes
+    sizes = plan.dims["Hckv"], plan.dims["Dr"]
+    found = {}
+    for name, shape in cache_modes.scale_shapes(mode, *sizes, weight_mode).items():
+        value = a.get(name, 1.0)
+        if isinstance(value, float):
+            value = lower.form.filled(literal(value), shape, torch.float32)
+        found[name] = lower.of(value, torch.float32, shape)
     return found
 
 

@@ -26,6 +26,7 @@ from mla_fusion.next.skip import SkipError, skipped
 from mla_fusion.next.verified import Verified
 from mla_fusion.observe.clock import Clock
 from mla_fusion.observe.operator_counts import count_operators
+from mla_fusion.propose.departures import reported
 from mla_fusion.propose.given import Given
 from mla_fusion.propose.prologue import proposals
 from mla_fusion.propose.sites import Projections
@@ -57,10 +58,9 @@ class Pass:
 
     def plan(self) -> None:
         """What can be fused; what became of each prologue goes to the report."""
-        found = False
+        departures = list[Departure]()
         for proposal in proposals(self._projections):
             self._clock.stop("match")
-            found = True
             try:
                 if isinstance(proposal, Departure):
                     raise proposal
@@ -73,17 +73,23 @@ class Pass:
                 self._record.fused(plan, seen)
                 self.plans.append(plan)
             except Departure as reason:
-                site = reason.site or proposal.products  # type: ignore[union-attr]
-                self._record.rejected(reason, site)
+                reason.site = reason.site or tuple(proposal.products)  # type: ignore[union-attr]
+                departures.append(reason)
             except Exception as error:  # costs this prologue alone: nothing has been changed yet
                 if self.config.strict or isinstance(error, SkipError):
                     raise
                 log.error("the pass failed on this graph, which stays as it is", exc_info=error)
                 reason = Departure("pass.failed", f"{type(error).__name__}: {error}")
-                site = [] if isinstance(proposal, Departure) else proposal.products
-                self._record.rejected(reason, site)
+                if not isinstance(proposal, Departure):
+                    reason.site = tuple(proposal.products)
+                departures.append(reason)
             self._clock.stop("plan")
-        self.report.absent = () if found else absent(self._projections)
+        fused = [value for plan in self.plans for value in plan.proposal.products]
+        for departure in reported(self._projections, departures, fused):
+            self._record.rejected(departure, departure.site)
+        self._clock.stop("plan")
+        if not self.plans and not self.report.rejected:
+            self.report.absent = absent(self._projections)
 
     def commit(self, gm: GraphModule, builder_of: BuilderOf) -> None:
         """Write the graph with the calls of the plans in it, and give it to ``gm`` when that is

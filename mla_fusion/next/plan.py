@@ -60,7 +60,7 @@ class Plan:
         found = {n: leaf for n, leaf in vars(self.proposal.results).items() if leaf is not None}
         if isinstance(self.caches, InPlace):
             del found["kv_rows"], found["kr_rows"]
-            found |= {"kv_cache": self.caches.kv.value, "kr_cache": self.caches.kr.value}
+            found |= {name: write.value for name, write in self.caches.writes.items()}
         return found
 
     @cached_property
@@ -127,5 +127,5 @@ class Plan:
     def held(self) -> Iterator[tuple[str, Node, tuple[Any, ...]]]:
         """Caches that the kernel writes: name, graph input, and the shape in which it takes it."""
         if isinstance(self.caches, InPlace):
-            for name, write in (("kv_cache", self.caches.kv), ("kr_cache", self.caches.kr)):
+            for name, write in self.caches.writes.items():
                 yield name, write.cache, tuple(map(self.graph.unbound, write.shape))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 from torch.fx import Node
@@ -10,6 +11,7 @@ from torch.fx import Node
 from mla_fusion.config import Config
 from mla_fusion.exact.prove import Claim, Proofs
 from mla_fusion.graph.departure import Departure
+from mla_fusion.graph.form import Value
 from mla_fusion.graph.read import Graph, values_of
 from mla_fusion.next import contract, policy
 from mla_fusion.next.caches import InPlace, Obstacle, Setting, Staged, Write, placed
@@ -19,6 +21,7 @@ from mla_fusion.next.region import region_of
 from mla_fusion.observe import leftovers
 from mla_fusion.plan.planner import SLOTS_ASSUMED, UNCHECKED
 from mla_fusion.propose.given import Given
+from mla_fusion.propose.kept import in_bytes
 from mla_fusion.propose.prologue import Proposal
 from mla_fusion.propose.sites import Projections
 
@@ -37,11 +40,29 @@ class Planner:
         self.graph, self.projections, self.config = graph, projections, config
         self.boundary, self.proofs = boundary, Proofs()
 
+    @cached_property
+    def _holding(self) -> dict[Value, list[Node]]:
+        """The nodes that hold a Value, or a number times it."""
+        found: dict[Value, list[Node]] = {}
+        for value, nodes in self.graph.nodes.items():
+            found.setdefault(self.graph.form.split(value)[1], []).extend(nodes)
+        return found
+
     def plan(self, proposal: Proposal) -> Plan:
         """Raises Departure."""
         if "v3" not in self.config.targets:
             detail = f"Config.targets is {self.config.targets}"
             raise Departure("target.unlisted", detail, proposal.products)
+        for other in in_bytes(self.projections, proposal):
+            try:
+                plan = self._planned(other)
+            except Departure:
+                continue
+            if isinstance(plan.caches, InPlace):
+                return plan
+        return self._planned(proposal)
+
+    def _planned(self, proposal: Proposal) -> Plan:
         compared = self._proved(proposal, proposal.claims)
         held = list(proposal.claims)
         for claim in proposal.more:
@@ -79,9 +100,9 @@ class Planner:
     ) -> Plan:
         graph = self.graph
         claims = _read_back(graph, proposal, caches, held) if isinstance(caches, InPlace) else held
-        starts = [node for value in proposal.products for node in graph.nodes.get(value, ())]
+        starts = [node for value in proposal.products for node in self._holding.get(value, ())]
         if isinstance(caches, InPlace):
-            starts += [_writer(graph, write) for write in (caches.kv, caches.kr)]
+            starts += [_writer(graph, write) for write in caches.writes.values()]
         region, replaced = region_of(graph, Given(graph.form, claims), starts)
         if not replaced:
             detail = f"{len(region)} nodes of the prologue"
@@ -161,12 +182,13 @@ def _read_back(
 ) -> list[Claim]:
     """New rows that somebody reads beside the caches are taken from these."""
     form, results = graph.form, proposal.results
+    leaves = {"kv_cache": results.kv_rows, "kr_cache": results.kr_rows}
     rows = {
-        leaf: form.gather(write.value, 0, caches.slots)
-        for leaf, write in ((results.kv_rows, caches.kv), (results.kr_rows, caches.kr))
+        leaves[name]: form.gather(write.value, 0, caches.slots)
+        for name, write in caches.writes.items()
     }
     found = [Claim(one.part, one.graph, form.substituted(one.kernel, rows)) for one in claims]
-    writes = (caches.kv, caches.kr)
+    writes = caches.writes.values()
     return [*found, *(Claim("cache", write.value, write.value) for write in writes)]
 
 

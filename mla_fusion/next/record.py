@@ -232,7 +232,7 @@ def _is_written_back(plan: Plan, cache: Node) -> bool:
         return True
     caches = plan.caches
     assert isinstance(caches, InPlace)
-    written = {write.value for write in (caches.kv, caches.kr) if write.cache is cache}
+    written = {write.value for write in caches.writes.values() if write.cache is cache}
     results = [n for n, value in plan.replaced.items() if value in written]
     return any(is_mutating(step) for node in results for step in upward(node, views_and_writes))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import torch
 from torch.fx import Node
 
@@ -10,7 +12,7 @@ from mla_fusion.fx import module_path
 from mla_fusion.fx.build import GraphBuilder
 from mla_fusion.fx.workplace import workplace
 from mla_fusion.graph.departure import Departure
-from mla_fusion.graph.form import Value, digest
+from mla_fusion.graph.form import Value, digest, order
 from mla_fusion.graph.read import Graph
 from mla_fusion.meta.number_formats import HIFLOAT8
 from mla_fusion.next.caches import InPlace
@@ -18,10 +20,12 @@ from mla_fusion.next.outputs import Settled, holders, is_size
 from mla_fusion.next.plan import Plan
 from mla_fusion.next.rewrite import Writer
 from mla_fusion.observe.clock import threads
+from mla_fusion.propose.quantised import unquantised
 from mla_fusion.report.rejection import Refuse
 from mla_fusion.witness.compare import Outcome, Pair, compare
 
 _FEW = 1 << 20  # elements of token_x up to which one thread verifies
+_PACKED = 3  # kv_cache_quant_mode
 _ROLES = {  # of what an argument is read from
     "weight_dq": "weight",
     "weight_uq_qr": "weight",
@@ -35,6 +39,8 @@ _ROLES = {  # of what an argument is read from
     "dequant_scale_w_dkv_kr": "scale",
     "dequant_scale_x": "token_scale",
     "cache_index": "slots",
+    "quant_scale_ckv": "cache_scale",
+    "quant_scale_ckr": "cache_scale",
     "token_x": "x",
 }
 
@@ -70,7 +76,7 @@ def _compared(plan: Plan) -> Outcome:
     graph = plan.graph
     source = graph.gm.graph
     work = workplace(graph.gm)
-    x = _x(plan)
+    x = _drawn(plan)
     sizes = {node for node in source.nodes if is_size(node)}
     settled = Settled(dict(plan.replaced), sizes, {*source.nodes}.difference(plan.region, sizes))
     leaves = {leaf: plan for leaf in (*plan.results.values(), *_rows(plan))}
@@ -85,7 +91,7 @@ def _compared(plan: Plan) -> Outcome:
         Pair(_part(plan, value), node, after[node], *_form(plan, value, node, after))
         for node, value in plan.replaced.items()
     ]
-    roles = dict.fromkeys(x, "x") | _roles(plan)
+    roles = x | _roles(plan, x)
     rows, block_size = 1, 1
     for _, _, shape in plan.held:
         rows, block_size = shape[0] * shape[1], shape[1]
@@ -98,9 +104,28 @@ def _rows(plan: Plan) -> list[Value]:
     return [] if isinstance(plan.caches, InPlace) else [results.kv_rows, results.kr_rows]
 
 
-def _x(plan: Plan) -> list[Node]:
-    """The nodes from which the call's x is made: what is beside it is drawn too."""
-    return holders(plan.graph, [plan.proposal.arguments["token_x"]])
+def _drawn(plan: Plan) -> dict[Node, str]:
+    """The nodes that hold x, with their roles: before it is quantised, where the graph does that;
+    else its scales too.
+    """
+    graph, values = plan.graph, plan.values
+    before = _before_quantisation(graph, values["token_x"])
+    if before is not None:
+        return dict.fromkeys(holders(graph, [before]), "x")
+    found = dict[Node, str]()
+    for name in ("token_x", "dequant_scale_x"):
+        nodes = holders(graph, [values[name]]) if name in values else []
+        found |= dict.fromkeys(nodes, _ROLES[name])
+    return found
+
+
+def _before_quantisation(graph: Graph, rows: Value) -> Value | None:
+    before = unquantised(graph.form, rows)
+    if before is None and not rows.active and rows.dtype.itemsize == 1:
+        wide = (one for one in order([rows]) if one.dtype == torch.bfloat16)
+        alike = [one for one in wide if prod(one.shape) == prod(rows.shape)]
+        before = next((one for one in reversed(alike) if one in graph.nodes), None)
+    return before if before in graph.nodes else None
 
 
 def _part(plan: Plan, value: Value) -> str:
@@ -119,28 +144,29 @@ def _form(plan: Plan, value: Value, node: Node, after: dict[Node, Node]) -> tupl
     if part == "dequant_scale_q_norm" and held.element_size() == 1:
         return ("powers",)
     is_hifloat8 = plan.attributes.get("token_x_dtype") == HIFLOAT8 and held.dtype == torch.uint8
+    if part == "kv_cache" and plan.modes[1] == _PACKED:
+        return ("tiles",)
     return ("hifloat8",) if part == "query_norm" and is_hifloat8 else ()
 
 
-def _roles(plan: Plan) -> dict[Node, str]:
-    """Of the graph's inputs that arguments are read from."""
+def _roles(plan: Plan, drawn: dict[Node, str]) -> dict[Node, str]:
+    """Of the graph's inputs that arguments are read from, apart from what is drawn."""
     graph, found = plan.graph, dict[Node, str]()
     for name, value in plan.values.items():
         role = _ROLES.get(name, "")
         stack = holders(graph, [value])
-        if name == "token_x":
-            continue
         seen = set[Node]()
         while stack:
             node = stack.pop()
-            if node in seen:
+            if node in seen or node in drawn:
                 continue
             seen.add(node)
             if node.op in ("placeholder", "get_attr"):
-                is_own = role and (role == "slots") != node.meta["val"].is_floating_point()
-                found.setdefault(node, role if is_own else "")
+                is_index = node.meta["val"].dtype in (torch.int32, torch.int64)
+                found.setdefault(node, role if is_index == (role == "slots") else "")
             else:
                 stack += node.all_input_nodes
+    is_packed = plan.modes[1] == _PACKED
     for _, cache, _ in plan.held:
-        found[cache] = "cache"
+        found[cache] = "tiles" if is_packed else "cache"
     return found

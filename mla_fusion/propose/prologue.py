@@ -151,7 +151,7 @@ class _Joined:
                 raise Departure("scale.unequal", detail, [one.value])
         if query.pairs.heads != heads:
             detail = f"{heads} heads are multiplied with W_uk, {query.pairs.heads} are rotated"
-            raise Departure("absorb.absent", detail, [absorbed[0].value])
+            raise Departure("rope.heads_differ", detail, [absorbed[0].value])
         if self._is_turned(down, key.value):
             cos, sin = tables(down, key.value, key.pairs)
         else:

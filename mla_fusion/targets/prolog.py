@@ -79,15 +79,15 @@ def prolog(form: Form, a: Arguments) -> Results:
     of_query, cache_mode = None, a.get("kv_cache_quant_mode", 0)
     if cache_mode == 1:
         scale = form.reshape(a["quant_scale_ckv"], (1, 1))
-        absorbed, of_query = quantise.by_row(form, absorbed, _of_rows(kind))
+        absorbed, of_query = quantise.by_row(form, absorbed, of_rows(kind))
         ratio = form.product([(form.bare(form.reshape(scale, (1, 1, 1))), 1), (of_query, -1)])
         query_rope = form.times(query_rope, ratio)
-        kv_rows = quantise.saturated(form, form.times(kv_rows, form.bare(scale)), _of_rows(kind))
+        kv_rows = quantise.saturated(form, form.times(kv_rows, form.bare(scale)), of_rows(kind))
     elif cache_mode == 2:
         kv_rows = _stored(form, kv_rows, a["quant_scale_ckv"])
         kr_rows = _stored(form, kr_rows, a["quant_scale_ckr"])
     elif cache_mode == 3:
-        kv_rows = packed(form, a, kv_rows, kr_rows, _of_rows(kind))
+        kv_rows = packed(form, a, kv_rows, kr_rows, of_rows(kind))
     return Results(absorbed, query_rope, of_query, c_q, step, kv_rows, kr_rows)
 
 
@@ -101,7 +101,7 @@ def format_of(weight_quant_mode: int) -> NumberFormat | None:
     return next(kind for kind in FORMATS if weight_quant_mode in (kind.full, kind.partial))
 
 
-def _of_rows(kind: NumberFormat | None) -> NumberFormat:
+def of_rows(kind: NumberFormat | None) -> NumberFormat:
     """The format of the query and of cache rows, whose steps are those of rows."""
     return INT8 if kind is None else FP8 if kind is MXFP8 else kind
 

@@ -29,6 +29,7 @@ TOLERANCE = 2e-2
 # c_q rounded to bfloat16 or not before it is quantised: a few hundredths of the int8 values differ
 # by one step.
 TOLERANCE_QUANTISED = 4e-2
+TOLERANCE_HIFLOAT8 = 8e-2  # three bits at most behind the point
 # Two evaluations in float64; float literals of a graph may be rounded to float32.
 TOLERANCE_WIDE = 1e-6
 # One row has as few as 64 elements, and a rounding of a large one weighs more in it.
@@ -175,6 +176,8 @@ class _Witness:
         self._rounds = any(map(_has_bytes, nodes))
         quantised = any(roles[leaf] == "weight" and _has_bytes(leaf) for leaf in roles)
         self._limit = TOLERANCE_QUANTISED if quantised else TOLERANCE
+        if any(value_of(node).dtype == torch.uint8 for pair in pairs for node in pair.nodes[0]):
+            self._limit = TOLERANCE_HIFLOAT8
         self._tokens, self._count = list[int](), 0
         self._figures: dict[Pair, Figure] = {}
 
