@@ -16,13 +16,16 @@ import torch
 from torch.fx import Node
 
 from mla_fusion.exact.field import P, power
+from mla_fusion.fx.module_path import label
+from mla_fusion.graph import quantise
 from mla_fusion.graph.departure import Departure
-from mla_fusion.graph.form import BYTES, MOVES, Value, order
+from mla_fusion.graph.form import BYTES, MOVES, Value, filled_with, order
 from mla_fusion.graph.layout import Layout, Mixed, followed, of_tokens
+from mla_fusion.meta.number_formats import NumberFormat
 from mla_fusion.operators.known import argument, is_collective
 from mla_fusion.operators.table import Kind
 from mla_fusion.propose.norms import solved
-from mla_fusion.propose.quantised import kind_of, unquantised
+from mla_fusion.propose.quantised import kind_of, of_blocks, unmoved, unquantised
 from mla_fusion.propose.rotations import pairs
 from mla_fusion.propose.sites import Projections, Site
 
@@ -82,14 +85,21 @@ class Departures:
     def _near(self, found: Sequence[Departure], used: set[Value]) -> Iterator[Departure]:
         seen = set(used)
         for departure in found:
-            seen |= {*departure.site}
+            departure.site = self._with_products(departure.site)
             if used.isdisjoint(departure.site):
-                yield from self._refined(departure)
-        for head in self.values:
-            if is_layer(head) and not _is_flat(head):
-                one = self._unproposed(head, seen)
-                if one is not None:
+                for one in self._refined(departure):
+                    seen |= {*one.site}
                     yield one
+        for head, ups, steps in self.heads:
+            one = self._unproposed(head, ups, steps, seen)
+            if one is not None:
+                yield one
+
+    def _with_products(self, site: Sequence[Value]) -> tuple[Value, ...]:
+        """With the products of matrices of which these are what is brought back to floats."""
+        roots = set(site)
+        every = (one for each in self.projections.sites.values() for one in each.products)
+        return (*site, *(one.dot for one in every if one.root in roots))
 
     # -- the graph
 
@@ -108,39 +118,60 @@ class Departures:
                 found.setdefault(source, []).append(value)
         return found
 
+    @cached_property
+    def heads(self) -> list[tuple[Value, list[Value], list[Value]]]:
+        """Products head by head, with the flat layers above them, and the steps between."""
+        found = []
+        for value in self.values:
+            if is_layer(value) and not _is_flat(value) and len(value.shape) == 3:
+                layers, steps = self.above(_rows(value))
+                found.append((value, list(filter(_is_flat, layers)), steps))
+        return found
+
     def _node(self, value: Value) -> Node | None:
-        """The node that holds a Value; of one between nodes, the next that does."""
+        """The node that holds a Value; of one between nodes, one near it that does."""
         stack = [value]
         for one in stack:
             if one in self.graph.nodes:
                 return self.graph.nodes[one][0]
+            is_moved = one.op in MOVES or one.op == "product"
+            near = [each for each in one.sources if not each.model] if is_moved else []
             if len(stack) < _FAR:
-                stack += self.users.get(one, ())
+                stack += near or self.users.get(one, ())
         return None
 
-    def _named(self, *values: Value) -> list[str]:
+    def named(self, *values: Value) -> list[str]:
         """Values by node and dims, each unlike those before it."""
-        found = list[str]()
+        found, seen = list[str](), set[tuple[str, str]]()
         for value in values:
             node = self._node(value)
             dims = ", ".join(str(self.graph.unbound(size)) for size in value.shape)
-            name = f"{node.name if node is not None else value.op} [{dims}]"
-            found.append(name)
+            name = node.name if node is not None else value.op
+            key = label(node) if node is not None else value.op, dims
+            found.append(f"{'another ' * (key in seen)}{name} [{dims}]")
+            seen.add(key)
         return found
 
     def above(self, value: Value) -> tuple[list[Value], list[Value]]:
-        """The nearest layers that a Value is made of, and the steps between, in order."""
-        stack, seen, layers = [value], set[Value](), set[Value]()
-        while stack and len(seen) < _FAR:
+        """The nearest layers that a Value is made of, and the steps between, in order. A layer that
+        another one is made of is none of them.
+        """
+        layers, steps = self._reached(value)
+        further = {above for one in layers for above in self._reached(_rows(one))[0]}
+        return _ordered(layers - further or layers), _ordered(steps)
+
+    def _reached(self, value: Value) -> tuple[set[Value], set[Value]]:
+        stack, steps, layers = [value], set[Value](), set[Value]()
+        while stack and len(steps) < _FAR:
             one = stack.pop()
-            if one in seen or one.model or one.op in ("write", "leaf"):
+            if one in steps or one.model or one.op in ("write", "leaf"):
                 continue
             if is_layer(one):
                 layers.add(one)
             else:
-                seen.add(one)
+                steps.add(one)
                 stack += one.sources
-        return _ordered(layers), _ordered(seen)
+        return layers, steps
 
     def below(self, starts: Iterable[Value]) -> list[Value]:
         """The steps behind layers, up to the next layers, writes and attention."""
@@ -180,11 +211,11 @@ class Departures:
         return None
 
     def _odd(self, value: Value, layers: Sequence[Value], tokens: int) -> Odd | None:
-        (name,) = self._named(value)
+        (name,) = self.named(value)
         node, op = self._node(value), value.op
         random = next((one for one in (value, *value.sources) if self._is_random(one)), None)
         if random is not None:
-            (name,) = self._named(random)
+            (name,) = self.named(random)
             return "step.random", f"{name} {Kind.RANDOM.value}", random
         if op == "opaque":
             operator = node.target if node is not None else value.literal[0]
@@ -201,12 +232,13 @@ class Departures:
         read = [one for one in value.sources if not one.model]
         is_vector = op == "sum" and len(read) == 1 and prod(value.shape) > tokens
         if is_vector and self._is_of_layer(read[0]):
-            (product,) = self._named(read[0])
-            return "linear.bias", f"{name} adds what is not made of x to {product}", value
+            added = next((one for one in value.sources if one.model), None)
+            what = f"{float(value.literal[1]):g}" if added is None else self.named(added)[0]
+            return "linear.bias", f"{name} adds {what}", value
         if op in ("sum", "join") and len(read) > 1:
             every = dict.fromkeys(one for term in read for one in self.above(term)[0])
             if len(every) > 1 and self._apart(read):
-                names = " and ".join(self._named(*[*every][:2]))
+                names = " and ".join(self.named(*[*every][:2]))
                 how = "adds up" if op == "sum" else "joins"
                 return "linear.hidden", f"{name} {how} what {names} make", value
         return None
@@ -223,11 +255,16 @@ class Departures:
         )
 
     def _is_of_layer(self, value: Value) -> bool:
-        while value.op in MOVES or (value.op == "product" and value.sources):
-            read = [one for one in value.sources if not one.model]
-            if len(read) != 1:
+        """Is it what a layer makes, moved or scaled?"""
+        while value.op in MOVES or value.op == "product":
+            powers = value.literal[0] if value.op == "product" else [1] * len(value.sources)
+            pairs_of = zip(value.sources, powers, strict=True)
+            read = [(one, by) for one, by in pairs_of if is_layer(one) or not one.model]
+            wide = [(one, by) for one, by in read if prod(one.shape) == prod(value.shape)]
+            read = wide if value.op == "product" else read
+            if len(read) != 1 or read[0][1] != 1:
                 return False
-            (value,) = read
+            value = read[0][0]
         return is_layer(value)
 
     def _cut(self, layers: Sequence[Value], steps: Iterable[Value]) -> Odd | None:
@@ -240,9 +277,14 @@ class Departures:
             try:
                 known[value] = followed(value, known)
             except Mixed:
-                is_less = value.op in ("slice", "gather")
-                if is_less and prod(value.shape) < prod(value.sources[0].shape):
-                    name, whole = self._named(value, value.sources[0])
+                whole_of = value.sources[0]
+                is_moved = any(
+                    user.op == "join" and prod(user.shape) >= prod(whole_of.shape)
+                    for user in self.users.get(value, ())
+                )
+                is_less = value.op in ("slice", "gather") and not is_moved
+                if is_less and prod(value.shape) < prod(whole_of.shape):
+                    name, whole = self.named(value, whole_of)
                     return "tokens.cut", f"{name} has some of the tokens of {whole}", value
         return None
 
@@ -256,9 +298,9 @@ class Departures:
             yield departure
             return
         score = self._likeness(down, up)
-        if score < 0.5 and departure.score < 1:
+        if not score and departure.score < 1:
             return
-        departure.score = min(departure.score, score)
+        departure.score *= score or 0.5
         refined = _REFINED.get(departure.code)
         other = refined(self, departure, down, up) if refined is not None else None
         if other is not None:
@@ -278,20 +320,20 @@ class Departures:
 
     def _likeness(self, down: Site, up: Site) -> float:
         """How much of a prologue the products of two sites are part of; below 0.5, of none."""
-        users = self.projections.users
-        heads = any(
-            is_layer(user) and not _is_flat(user)
-            for value in up.layouts
-            for user in users.get(value, ())
-        )
-        latents = self._norm(down, up) is not None
-        kinds = [{one.kind for one in site.readings.values()} for site in (up, down)]
-        turned = ["turned" in each for each in kinds]
-        written = self._is_kept(down.dots)
-        parts = (heads, latents, *turned, written)
-        if not (heads or latents or turned[0]) or sum(parts) < 2:
+        dots = {*down.dots, *(one.dot for one in down.products)}
+        ups = [one for one in self.projections.sites.values() if self._is_above(dots, one.rows)]
+        own = {one.dot for one in up.products}
+        heads = any(not own.isdisjoint(layers) for _, layers, _ in self.heads)
+        normed = [one for one in ups if _has_root(self.above(one.rows)[1])]
+        turned = any(_is_turned(one) for one in ups)
+        others = _is_turned(down), self._is_kept(down.dots), len(normed) > 1
+        count = sum((heads, up in normed, turned, *others))
+        if not (heads or up in normed or turned) or count < 2:
             return 0.0
-        return 0.5 + 0.1 * sum(parts) - 0.01
+        return 0.5 + 0.08 * count
+
+    def _is_above(self, layers: set[Value], rows: Value) -> bool:
+        return not layers.isdisjoint(self.above(rows)[0])
 
     def _norm(self, down: Site, up: Site) -> Value | None:
         """The norm of a whole row that is the latent, or that it is made of."""
@@ -300,7 +342,8 @@ class Departures:
             reading = down.readings.get(value)
             if reading is not None and reading.kind == "normed":
                 columns = reading.columns.tolist()
-                if len({*columns}) == len(columns) == value.shape[-1]:
+                is_whole = len({*columns}) == len(columns) == value.shape[-1]
+                if is_whole and _holds(down, value):
                     return value
         return None
 
@@ -318,7 +361,8 @@ class Departures:
         """In place of a norm of the query's latents, or of the key's."""
         layers, steps = self.above(up.rows)
         at = departure.values[0] if departure.values else up.rows
-        if at is not up.rows and at not in steps and not _is_made(up.rows, at):
+        is_query = at in steps or (at not in down.dots and at.shape[-1:] == up.rows.shape[-1:])
+        if at is not up.rows and not is_query:
             return self._key(departure, down, up)
         return self._between(layers, steps, up.products[0].dot, down, up)
 
@@ -331,64 +375,52 @@ class Departures:
         up: Site | None = None,
     ) -> Odd | None:
         """What is wrong with latents, between layers and the next."""
-        product, rows = self._named(layer, _rows(layer))
-        for one in (layer, *layers):
-            found = self._of_bytes(one, steps if one is layer else None)
+        for one in (*layers, layer):
+            found = self._of_bytes(one, one is layer)
             if found is not None:
                 return found
-        norm = None
-        if down is not None and up is not None:
-            norm = self._norm(down, up)
-            if norm is not None and not _holds(down, norm):
-                norm = None
-        if norm is not None and norm is not up.rows:  # type: ignore[union-attr]
+        norm = self._norm(down, up) if down is not None and up is not None else None
+        if norm is up.rows if up is not None else _has_root(steps) and not self.odd(layers, steps):
+            return None
+        names = self.named(layer, _rows(layer), *[norm or layers[0]] * bool(norm or layers))
+        product, rows = names[:2]
+        if norm is not None:
             behind = [one for one in steps if one.serial > norm.serial] or [_rows(layer)]
-            (normed,) = self._named(norm)
             odd = self.odd([], behind)
-            what = odd[1] if odd is not None else f"{rows} is not {normed}"
+            what = f"; {odd[1]}" if odd is not None and odd[2] is not _rows(layer) else ""
+            detail = f"{product} projects {rows}, not the norm {names[2]}{what}"
             code = odd[0] if odd is not None and odd[0] == "step.random" else "q_lora.interrupted"
-            step = odd[2] if odd is not None else behind[0]
-            return code, f"{product} projects {rows}, not the norm {normed}; {what}", step
+            return code, detail, odd[2] if odd is not None else behind[0]
         odd = self.odd(layers, steps)
         if odd is not None and odd[0] in _TOLD:
             return odd
         if not layers:
             return None
-        (first,) = self._named(layers[0])
-        detail = f"{product} projects {rows}, which is no RMSNorm of {first}"
-        if odd is not None:
+        detail = f"{product} projects {rows}, which is no RMSNorm of {names[2]}"
+        if odd is not None and odd[2] is not _rows(layer):
             detail += f"; {odd[1]}"
         return "norm.absent", detail, odd[2] if odd is not None else _rows(layer)
 
-    def _of_bytes(self, layer: Value, steps: Sequence[Value] | None) -> Odd | None:
+    def _of_bytes(self, layer: Value, is_up: bool) -> Odd | None:
         """What is wrong with a product of numbers of one byte."""
         weights = [one for one in layer.sources if one.weight]
         held = [leaf for one in weights for leaf in order([one]) if leaf.op == "leaf"]
-        (product,) = self._named(layer)
-        rows = _rows(layer)
-        if layer.op == "opaque":
-            node = self._node(layer)
-            assert node is not None
+        rows, node = _rows(layer), self._node(layer)
+        product, name = self.named(layer, rows)
+        if layer.op == "opaque" and node is not None:
             bias = argument(node, "bias")
             if bias is not None:
                 return "linear.bias", f"{product} ({node.target}) adds {bias.name}", layer
-        if not any(leaf.dtype.itemsize == 1 for leaf in held):
-            if layer.op == "opaque":
-                node = self._node(layer)
-                return "linear.hidden", f"{product} ({node.target}) {Kind.OPAQUE.value}", layer
-            return None
+        of_bytes = next((leaf.dtype for leaf in held if leaf.dtype.itemsize == 1), None)
         _, above = self.above(rows)
-        is_rounded = kind_of(rows) is not None or any(
-            one.dtype.itemsize == 1
-            or (one.op == "function" and one.literal[0] in _ROUNDS)
-            or (one.op == "opaque" and "quant" in str(one.literal))
-            for one in (rows, *above)
-        )
-        (name,) = self._named(rows)
-        if not is_rounded:
-            detail = f"{product} multiplies {name} by a weight of {held[0].dtype}"
+        is_rounded = kind_of(rows) is not None or any(map(_rounds, (rows, *above)))
+        if of_bytes is not None and not is_rounded:
+            detail = f"{product} multiplies {name} by a weight of {of_bytes}"
             return "quant.weights_only", detail, layer
-        if steps is not None and (layer.op == "opaque" or unquantised(self.form, rows) is None):
+        if layer.op == "opaque" and not (is_up and of_bytes):
+            target = node.target if node is not None else layer.literal[0]
+            return "linear.hidden", f"{product} ({target}) {Kind.OPAQUE.value}", layer
+        if is_up and of_bytes and unquantised(self.form, rows) is None:
             return "quant.dynamic", f"{product} multiplies {name}", layer
         return None
 
@@ -406,20 +438,23 @@ class Departures:
         own = next((one for one in query), down.products[0].dot)
         for layer in beside:
             if kind_of(_rows(layer)) is not kind_of(_rows(own)):
-                one, other = self._named(layer, own)
+                one, other = self.named(layer, own)
                 detail = f"{one} and {other} read forms of x in different formats"
                 return "quant.mixed", detail, layer
-            if _rows(layer) is not down.rows:
-                one, other = self._named(layer, own)
+            if _rows(layer) is not _rows(own) and kind_of(_rows(own)) is not None:
+                one, other = self.named(layer, own)
                 detail = f"{one} and {other} read different quantised forms of x"
                 return "quant.tokens_differ", detail, layer
-            found = self._of_bytes(layer, None)
+            found = self._of_bytes(layer, is_up=False)
             if found is not None:
                 return found
         odd = self.odd(beside, self.below(beside)) if beside else None
         if odd is not None and odd[0]:
             return odd
-        first, rows = self._named(own, down.rows)
+        further = self.odd(up.dots, self.below(up.dots))
+        if further is not None and further[0] == "linear.hidden":
+            return further
+        first, rows = self.named(own, down.rows)
         detail = f"{first} projects {rows}, and {departure.detail}"
         return "kv_latent.absent", detail, departure.values[0]
 
@@ -436,8 +471,60 @@ class Departures:
             rows = inner
 
     def _absorb(self, departure: Departure, down: Site, up: Site) -> Odd | None:
-        odd = self.odd(up.dots, self.below(up.dots))
+        return self._of_part(up, 0)
+
+    def _of_part(self, site: Site, width: int) -> Odd | None:
+        """A step behind products: one that is none of a prologue's, or a norm of ``width``."""
+        steps = self.below(site.dots)
+        odd = self.odd(site.dots, steps)
+        normed = next((one for one in steps if _is_normed(one, site.tokens, width)), None)
+        if normed is not None and (odd is None or normed.serial < odd[2].serial):
+            return "rope.normed_key", f"{self.named(normed)[0]} is normed", normed
         return odd if odd is not None and odd[0] else None
+
+    def _read(self, departure: Departure, down: Site, up: Site) -> Odd | None:
+        """Where something reads what the kernel keeps: a product with W_uk that is added to."""
+        own = {one.dot for one in up.products}
+        heads = [one for one, layers, _ in self.heads if not own.isdisjoint(layers)]
+        odd = self.odd(heads, self.below(heads))
+        return odd if odd is not None and odd[0] == "linear.bias" else None
+
+    def _proof(self, departure: Departure, down: Site, up: Site) -> Odd | None:
+        kinds = [site.products[0].kind for site in (down, up)]
+        names = self.named(down.dots[0], up.dots[0])
+        of_x, kind = kinds
+        if of_x is not kind and (of_x or (kind and not kind.partial)):
+            formats = [one.name if one is not None else "floats" for one in kinds]
+            detail = f"{names[0]} multiplies {formats[0]}, {names[1]} {formats[1]}"
+            return "quant.mixed", detail, up.dots[0]
+        part, at = departure.detail.partition(" ")[0], departure.values[0]
+        if part in ("query_rope", "kr_rows") and _is_turned(down):
+            return "rope.tables_differ", f"{self.named(at)[0]}: {departure.detail}", at
+        if kind is not None and part == "query":
+            return self._quantised(down, up, kind)
+        made_of = set(order([at], up.dots))
+        for value in self.below(up.dots) if part == "query" else ():
+            factors = [one for one in value.sources if not one.active and filled_with(one) is None]
+            if value.op == "product" and value in made_of and factors:
+                by, whole = self.named(factors[0], value)
+                return "scale.unequal", f"{by} multiplies {whole}", value
+        return None
+
+    def _quantised(self, down: Site, up: Site, kind: NumberFormat) -> Odd | None:
+        """Which of the bytes and the scales of latents are not the kernel's."""
+        form, norm = self.form, self._norm(down, up)
+        if norm is None:
+            return None
+        product, rows = self.named(up.dots[0], up.rows)
+        if kind.in_blocks:
+            held, own = of_blocks(form, up.rows), quantise.by_block(form, norm)
+            is_same = held is not None and unmoved(held[0]) is unmoved(own[0])
+        else:
+            is_same = unmoved(up.rows) is unmoved(quantise.by_row(form, norm, kind)[0])
+        detail = f"{product} multiplies {rows}"
+        if is_same:
+            return "quant.scale", f"{detail} by scales that its quantisation did not give", up.rows
+        return "quant.dynamic", detail, up.rows
 
     def _rope(self, departure: Departure, down: Site, up: Site) -> Odd | None:
         turned = [
@@ -452,51 +539,50 @@ class Departures:
         ]
         if queries and keys:
             (query, of_query), (key, of_key) = queries[-1], keys[-1]
-            names = " and ".join(self._named(query, key))
+            if up.products[0].kind is not None and not up.products[0].factors:
+                (product,) = self.named(up.products[0].dot)
+                return "quant.scale", f"{product} is multiplied by no scale of columns", query
+            names = " and ".join(self.named(query, key))
             ratio = of_query.diagonal * power(of_key.diagonal, -1) % P
             if bool((ratio == ratio[:, :1]).all()):
                 return "scale.unequal", f"{names} are rotated alike, and scaled differently", key
-            return "rope.tables_differ", f"{names} are rotated by different tables", key
-        for site, parts in ((up, queries), (down, keys)):
-            if not parts:
-                odd = self.odd(site.dots, self.below(site.dots))
-                if odd is not None and odd[0]:
-                    return odd
-        return None
+            return "rope.tables_differ", f"{names} are rotated, by tables that differ", key
+        for value, one in turned[1]:
+            if not turned[0] and len(one.columns) > _ROPE and pairs(one, _ROPE):
+                query, rows = self.named(value, down.rows)
+                return "q_lora.absent", f"{query} is rotated, and made of {rows}", value
+        found = [self._of_part(up, 0)] if not queries else []
+        found += [self._of_part(down, _ROPE)] if not keys else []
+        return next(filter(None, found), None)
 
     # -- what was not proposed
 
-    def _unproposed(self, head: Value, seen: set[Value]) -> Departure | None:
-        """Of a product head by head of some columns of a layer."""
-        ups, steps = self.above(_rows(head))
-        ups = [one for one in ups if _is_flat(one)]
-        if not ups or len(head.shape) != 3 or not seen.isdisjoint(ups):
+    def _unproposed(
+        self, head: Value, ups: list[Value], steps: list[Value], seen: set[Value]
+    ) -> Departure | None:
+        """Of a product head by head of some columns of layers."""
+        if not ups or not seen.isdisjoint(ups):
             return None
-        up = ups[0]
-        heads, _, nope = _rows(head).shape
-        if heads * nope > up.shape[-1] * len(ups):
+        up, (heads, _, nope) = ups[0], _rows(head).shape
+        if heads * nope > sum(one.shape[-1] for one in ups):
             return None
         downs, between = self.above(_rows(up))
         beside = self._beside(_rows(up), ups)
-        product, rows = self._named(up, _rows(up))
-        (absorbed,) = self._named(head)
         if self._is_kept(beside):
+            product, absorbed, rows = self.named(up, head, _rows(up))
             detail = f"{product}, which {absorbed} multiplies head by head, projects {rows}"
             odd: Odd | None = ("q_lora.absent", detail, up)
-            site = [*ups, *beside]
+            layers = [*ups, *beside]
         else:
-            downs = [one for one in downs if _is_flat(one)]
-            if not downs:
+            beside = self._beside(_rows(downs[0]), downs) if downs else []
+            if not (self._is_kept(beside) or _has_root(between)):
                 return None
-            beside = self._beside(_rows(downs[0]), downs)
-            if not self._is_kept(beside):
-                return None
-            site = [*ups, *downs, *beside]
+            layers = [*ups, *downs, *beside]
             odd = self._between(downs, between, up) or self.odd(ups, steps)
-        if odd is None or not seen.isdisjoint(site):
+        if odd is None or not seen.isdisjoint(layers):
             return None
         made = Departure(odd[0] or "absorb.absent", odd[1], [odd[2]])
-        made.site, made.score = tuple(site), 0.5
+        made.site, made.score = tuple(layers), 0.5
         return made
 
     def _beside(self, rows: Value, layers: Sequence[Value]) -> list[Value]:
@@ -516,15 +602,13 @@ _REFINED: dict[str, Callable[[Departures, Departure, Site, Site], Odd | None]] =
     "norm.absent": Departures._latent,
     "absorb.absent": Departures._absorb,
     "rope.absent": Departures._rope,
+    "proof.differs": Departures._proof,
+    "reader.latent": Departures._read,
 }
 
 
 def _ordered(values: Iterable[Value]) -> list[Value]:
     return sorted(values, key=lambda one: one.serial)
-
-
-def _is_made(value: Value, of: Value) -> bool:
-    return of in order([value])
 
 
 def _holds(site: Site, value: Value) -> bool:
@@ -533,3 +617,26 @@ def _holds(site: Site, value: Value) -> bool:
     except Departure:
         return False
     return True
+
+
+def _rounds(value: Value) -> bool:
+    is_named = value.op == "function" and value.literal[0] in _ROUNDS
+    is_quantised = value.op == "opaque" and "quant" in str(value.literal)
+    return value.dtype.itemsize == 1 or is_named or is_quantised
+
+
+def _is_turned(site: Site) -> bool:
+    return any(one.kind == "turned" for one in site.readings.values())
+
+
+def _has_root(steps: Iterable[Value]) -> bool:
+    return any(
+        one.op == "product" and any(power.denominator == 2 for power in one.literal[0])
+        for one in steps
+    )
+
+
+def _is_normed(value: Value, tokens: int, width: int) -> bool:
+    """Is it, or are its heads, divided by a root: ``width`` elements a token, or any number?"""
+    size = prod(value.shape) // max(tokens, 1)
+    return _has_root([value]) and size > 1 and value.shape[-1] > 1 and size == (width or size)

@@ -151,7 +151,8 @@ class _Joined:
                 raise Departure("scale.unequal", detail, [one.value])
         if query.pairs.heads != heads:
             detail = f"{heads} heads are multiplied with W_uk, {query.pairs.heads} are rotated"
-            raise Departure("rope.heads_differ", detail, [absorbed[0].value])
+            code = "rope.heads_differ" if query.pairs.heads < heads else "absorb.absent"
+            raise Departure(code, detail, [absorbed[0].value])
         if self._is_turned(down, key.value):
             cos, sin = tables(down, key.value, key.pairs)
         else:
