@@ -83,6 +83,8 @@ class Lowering:
         for node in self.graph.nodes.get(value, ()):
             reading = self.graph.readings[node]
             is_own = value.op == "leaf" if node.op == "placeholder" else reading is value
+            if node in self.graph.changed and node.op != "placeholder":
+                continue
             if is_own or isinstance(reading, Pair):
                 yield from self._usable([node])
 

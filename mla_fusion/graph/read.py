@@ -44,6 +44,7 @@ class Graph:
     nodes     of each Value, the nodes that hold it, in order
     written   by placeholder, what the graph leaves in it
     stale     readers, with nodes that hold other numbers later
+    changed   nodes that are written later, or look at memory that is
     hidden    inputs that an operator writes unseen, with it
     symbols   what each symbol is bound to
     sizes     the symbolic sizes, by the numbers that they are bound to
@@ -62,6 +63,7 @@ class Graph:
         self.written: dict[Node, Value] = {}
         self.hidden: dict[Node, Node] = {}
         self.stale: set[tuple[Node, Node]] = set()
+        self.changed: set[Node] = set()
         self._views: dict[Node, list[Node]] = {}
 
     def _is_read(self) -> bool:
@@ -189,6 +191,8 @@ class Graph:
 
     def _hold(self, node: Node, reading: Reading) -> None:
         before = self.readings.get(node)
+        if node in self.readings and before is not reading:
+            self.changed.add(node)
         if before is not reading:
             self.stale |= {(user, node) for user in node.users if user in self.readings}
         self.readings[node] = reading

@@ -14,7 +14,7 @@ from mla_fusion.graph.form import Value, order
 from mla_fusion.graph.read import Graph
 from mla_fusion.machine import Machine
 from mla_fusion.meta import layout, limits
-from mla_fusion.next.slots import trusted
+from mla_fusion.next.slots import Roles, trusted
 from mla_fusion.propose.given import Given
 from mla_fusion.propose.prologue import Proposal
 from mla_fusion.targets.prolog import format_of, of_rows
@@ -67,7 +67,7 @@ class InPlace:
     kr: Write | None  # rows are packed into one cache
     slots: Value
     mode: str
-    trusted: tuple[Value, ...]
+    trusted: Roles
 
     @property
     def writes(self) -> dict[str, Write]:
@@ -118,7 +118,7 @@ def placed(
         obstacles.append(Obstacle("slots.unproven", detail))
     if obstacles or leaves is None:
         return Staged(tuple(obstacles))
-    return InPlace(kv, kr, kv.slots, kv.value.literal or "PA_BSND", tuple(leaves))
+    return InPlace(kv, kr, kv.slots, kv.value.literal or "PA_BSND", leaves)
 
 
 _CHANNELS, _PACKED = 2, 3  # kv_cache_quant_mode

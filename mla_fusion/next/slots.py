@@ -8,33 +8,51 @@ from fractions import Fraction
 
 from mla_fusion.graph.form import Value, filled_with
 
+Roles = dict[Value, str]
 
-def trusted(index: Value) -> list[Value] | None:
-    """The inputs that are taken at their word; None where more would have to be."""
+
+def trusted(index: Value) -> Roles | None:
+    """The inputs that are taken at their word, with what they hold, in the words of
+    ``witness.draws``; None where more would have to be.
+    """
+    return None if _is_repeated(index) else _trusted(index, "slots")
+
+
+def _trusted(index: Value, role: str) -> Roles | None:
     inner = index
     while inner.op in ("reshape", "cast", "slice", "expand"):
         inner = inner.sources[0]
     if inner.op == "leaf" and not inner.model and not inner.is_float:
-        return [inner]
+        return {inner: role}
     if inner.op == "count":
-        return []
+        return {}
     if inner.op == "constant":
         numbers = inner.literal.tensor.reshape(-1)
         is_apart = len(numbers.unique()) == len(numbers) and int(numbers.min()) >= 0
-        return [] if is_apart else None
+        return {} if is_apart else None
     if inner.op == "sum" and inner.literal[1] == 0:
         return _of_blocks(inner)
     return None
 
 
-def _of_blocks(value: Value) -> list[Value] | None:
+def _is_repeated(index: Value) -> bool:
+    """Does one of its numbers come more than once, whatever they are?"""
+    while index.op in ("reshape", "cast", "slice"):
+        index = index.sources[0]
+    return index.op == "expand"
+
+
+def _of_blocks(value: Value) -> Roles | None:
     """``table[s // b] * b + s % b``; or places of an input in each entry of a batch."""
     terms = dict(zip(value.sources, value.literal[0], strict=True))
     if len(terms) == 2:
         (entries, size), (places, one) = sorted(terms.items(), key=lambda term: -term[1])
-        both = trusted(entries), trusted(places)
-        if size > 1 and one == 1 and both[0] is not None and both[1] is not None:
-            return [*both[0], *both[1]]
+        is_counted = [_unmoved(one).op in ("count", "constant") for one in (entries, places)]
+        blocks = _trusted(entries, "sequences" if is_counted[1] else "block")
+        inside = _trusted(places, "positions" if is_counted[0] else "place")
+        repeated = _is_repeated(entries) and _is_repeated(places)
+        if size > 1 and one == 1 and blocks is not None and inside is not None and not repeated:
+            return blocks | inside
     for rows, size in terms.items():
         inner = _unmoved(rows)
         if inner.op != "gather" or size <= 1:
@@ -43,12 +61,12 @@ def _of_blocks(value: Value) -> list[Value] | None:
         of_slots = _places(rest, size)
         if of_slots is None:
             continue
-        read = _block_numbers(inner.sources[1])
-        if of_slots is read or _unmoved(of_slots) is _unmoved(read or of_slots):
-            table = trusted(inner.sources[0])
-            slots = trusted(of_slots)
+        read = _block_numbers(inner.sources[1], size)
+        if read is not None and _unmoved(of_slots) is _unmoved(read):
+            table = _trusted(inner.sources[0], "table")
+            slots = _trusted(of_slots, "positions")
             if table is not None and slots is not None:
-                return [*table, *slots]
+                return table | slots
     return None
 
 
@@ -74,13 +92,15 @@ def _places(terms: dict[Value, Fraction], size: Fraction) -> Value | None:
     return None
 
 
-def _block_numbers(index: Value) -> Value | None:
+def _block_numbers(index: Value, size: Fraction) -> Value | None:
     """``s`` of a row number that ``s // size`` is a term of."""
     stack = [index]
     while stack:
         one = stack.pop()
         if one.op == "function" and one.literal[0] == "quotient":
-            return one.sources[0]
+            divisor = filled_with(one.sources[1])
+            is_size = divisor is not None and divisor.literal[1].ratio == size
+            return one.sources[0] if is_size else None
         if one.op in ("sum", "reshape", "cast", "expand"):
             stack += one.sources
     return None

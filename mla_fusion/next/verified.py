@@ -16,7 +16,7 @@ from mla_fusion.graph.form import Value, digest, order
 from mla_fusion.graph.read import Graph
 from mla_fusion.meta.number_formats import HIFLOAT8
 from mla_fusion.next.caches import InPlace
-from mla_fusion.next.outputs import Settled, holders, is_size
+from mla_fusion.next.outputs import Settled, holders, is_size, unmoved
 from mla_fusion.next.plan import Plan
 from mla_fusion.next.rewrite import Writer
 from mla_fusion.observe.clock import threads
@@ -38,7 +38,6 @@ _ROLES = {  # of what an argument is read from
     "dequant_scale_w_uq_qr": "scale",
     "dequant_scale_w_dkv_kr": "scale",
     "dequant_scale_x": "token_scale",
-    "cache_index": "slots",
     "quant_scale_ckv": "cache_scale",
     "quant_scale_ckr": "cache_scale",
     "token_x": "x",
@@ -111,12 +110,19 @@ def _drawn(plan: Plan) -> dict[Node, str]:
     graph, values = plan.graph, plan.values
     before = _before_quantisation(graph, values["token_x"])
     if before is not None:
-        return dict.fromkeys(holders(graph, [before]), "x")
+        return {_first(graph, before): "x"}
     found = dict[Node, str]()
     for name in ("token_x", "dequant_scale_x"):
-        nodes = holders(graph, [values[name]]) if name in values else []
-        found |= dict.fromkeys(nodes, _ROLES[name])
+        if name in values:
+            found[_first(graph, values[name])] = _ROLES[name]
     return found
+
+
+def _first(graph: Graph, value: Value) -> Node:
+    """The first node that holds the numbers of a Value, in whatever shape: others are views."""
+    inner = unmoved(value)
+    nodes = (graph.nodes.get(one, ()) for one in (inner, value))
+    return min(node for some in nodes for node in some)
 
 
 def _before_quantisation(graph: Graph, rows: Value) -> Value | None:
@@ -152,21 +158,24 @@ def _form(plan: Plan, value: Value, node: Node, after: dict[Node, Node]) -> tupl
 def _roles(plan: Plan, drawn: dict[Node, str]) -> dict[Node, str]:
     """Of the graph's inputs that arguments are read from, apart from what is drawn."""
     graph, found = plan.graph, dict[Node, str]()
-    for name, value in plan.values.items():
-        role = _ROLES.get(name, "")
-        stack = holders(graph, [value])
-        seen = set[Node]()
+    is_packed = plan.modes[1] == _PACKED
+    for _, cache, _ in plan.held:
+        found[cache] = "tiles" if is_packed else "cache"
+    if isinstance(plan.caches, InPlace):
+        for leaf, role in plan.caches.trusted.items():
+            found |= {node: role for node in graph.nodes[leaf] if node.op == "placeholder"}
+    for name, role in _ROLES.items():
+        stack, seen = (
+            holders(graph, [plan.values[name]] if name in plan.values else []),
+            set[Node](),
+        )
         while stack:
             node = stack.pop()
             if node in seen or node in drawn:
                 continue
             seen.add(node)
-            if node.op in ("placeholder", "get_attr"):
-                is_index = node.meta["val"].dtype in (torch.int32, torch.int64)
-                found.setdefault(node, role if is_index == (role == "slots") else "")
-            else:
+            if node.op not in ("placeholder", "get_attr"):
                 stack += node.all_input_nodes
-    is_packed = plan.modes[1] == _PACKED
-    for _, cache, _ in plan.held:
-        found[cache] = "tiles" if is_packed else "cache"
+            elif node.meta["val"].dtype not in (torch.int32, torch.int64):
+                found.setdefault(node, role)
     return found

@@ -240,7 +240,9 @@ class _Kept:
         for known in self._claims("query_rope"):
             for rotated in self._moves_of([known.graph]):
                 for value in self.projections.users.get(rotated, ()):
-                    if value.op != "product" or prod(step.shape) * self.rope != prod(value.shape):
+                    is_held = value in self.projections.graph.nodes
+                    is_rope = prod(step.shape) * self.rope == prod(value.shape)
+                    if value.op != "product" or not is_held or not is_rope:
                         continue
                     steps = self.form.reshape(step, (*value.shape[:-1], 1))
                     before = self.form.reshape(rotated, value.shape)
