@@ -29,7 +29,7 @@ products with powers of two).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from fractions import Fraction
 from math import prod
 from typing import Any
@@ -773,6 +773,22 @@ def order(values: Iterable[Value], known: Iterable[Value] = ()) -> list[Value]:
             seen.add(value)
             stack.append((value, True))
             stack += [(source, False) for source in value.sources if source not in seen]
+    return found
+
+
+def met(values: Iterable[Value], known: Container[Value]) -> list[Value]:
+    """What is known of all that the Values are made of, in the order in which they name it."""
+    found, seen = list[Value](), set[Value]()
+    stack = list(values)[::-1]
+    while stack:
+        one = stack.pop()
+        if one in seen:
+            continue
+        seen.add(one)
+        if one in known:
+            found.append(one)
+        else:
+            stack += one.sources[::-1]
     return found
 
 

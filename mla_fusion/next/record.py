@@ -15,7 +15,7 @@ from mla_fusion.fx.kinds import is_mutating, word
 from mla_fusion.fx.sizes import has_symbols
 from mla_fusion.fx.walk import upward, views_and_writes
 from mla_fusion.graph.departure import Departure
-from mla_fusion.graph.form import Value
+from mla_fusion.graph.form import Value, met
 from mla_fusion.graph.read import Graph
 from mla_fusion.machine import is_for_ge
 from mla_fusion.next.caches import InPlace, Staged
@@ -158,13 +158,8 @@ def _nodes_of(graph: Graph, values: Sequence[Value]) -> tuple[Node, ...]:
 
 def _result(names: dict[Value, str], value: Value) -> str:
     """The name of the first result that something is made of."""
-    stack = [value]
-    while stack:
-        one = stack.pop()
-        if one in names:
-            return {"kv_rows": "c_kv", "kr_rows": "k_pe"}.get(names[one], names[one])
-        stack += one.sources[::-1]
-    return ""
+    found = [names[one] for one in met([value], names)]
+    return {"kv_rows": "c_kv", "kr_rows": "k_pe"}.get(found[0], found[0]) if found else ""
 
 
 def _rotation(plan: Plan) -> str:
@@ -179,16 +174,8 @@ def _rotation(plan: Plan) -> str:
 def _new_rows(plan: Plan) -> list[Node]:
     """Nodes that hold the new rows of a staged plan."""
     rows = {plan.proposal.results.kv_rows, plan.proposal.results.kr_rows}
-    return [n for n, value in plan.replaced.items() if not rows.isdisjoint(_leaves(value))]
-
-
-def _leaves(value: Value) -> set[Value]:
-    found, stack = set[Value](), [value]
-    while stack:
-        one = stack.pop()
-        found |= {one} if one.op == "leaf" else set()
-        stack += one.sources
-    return found
+    names = rows.union(plan.results.values())
+    return [n for n, value in plan.replaced.items() if not rows.isdisjoint(met([value], names))]
 
 
 def left(plan: Plan) -> tuple[Leftover, ...]:

@@ -9,7 +9,7 @@ from torch.fx import Node
 
 from mla_fusion.fx.build import GraphBuilder
 from mla_fusion.fx.workplace import copied
-from mla_fusion.graph.form import Value
+from mla_fusion.graph.form import Value, met
 from mla_fusion.graph.lower import Lowering
 from mla_fusion.graph.read import Graph
 from mla_fusion.next.call import called
@@ -120,9 +120,8 @@ class Writer:
         if node not in self._values:
             self._begun.add(node)
             value = self.settled.replaced[node]
-            for leaf in _leaves(value):
-                if leaf in self._plans:
-                    self._call(self._plans[leaf])
+            for leaf in met([value], self._plans):
+                self._call(self._plans[leaf])
             self.b.at(None, dict(node.meta))
             held = node.meta["val"]
             made = self._lower.of(value, held.dtype)
@@ -136,14 +135,3 @@ class Writer:
         meta = plan.products[0].meta
         self.b.at(None, {key: meta[key] for key in _CARRIED if key in meta})
         self._lower.known.update(called(self.b, self._lower, plan))
-
-
-def _leaves(value: Value) -> list[Value]:
-    found, stack = list[Value](), [value]
-    while stack:
-        one = stack.pop()
-        if one.op == "leaf" or one.op == "write":
-            found.append(one)
-        else:
-            stack += one.sources
-    return found

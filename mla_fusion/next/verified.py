@@ -12,7 +12,7 @@ from mla_fusion.fx import module_path
 from mla_fusion.fx.build import GraphBuilder
 from mla_fusion.fx.workplace import workplace
 from mla_fusion.graph.departure import Departure
-from mla_fusion.graph.form import Value, digest, order
+from mla_fusion.graph.form import Value, digest, met, order
 from mla_fusion.graph.read import Graph
 from mla_fusion.meta.number_formats import HIFLOAT8
 from mla_fusion.next.caches import InPlace
@@ -136,13 +136,7 @@ def _before_quantisation(graph: Graph, rows: Value) -> Value | None:
 
 def _part(plan: Plan, value: Value) -> str:
     names = {leaf: name for name, leaf in plan.results.items()}
-    stack = [value]
-    while stack:
-        one = stack.pop()
-        if one in names:
-            return names[one]
-        stack += one.sources[::-1]
-    return "value"
+    return next((names[one] for one in met([value], names)), "value")
 
 
 def _form(plan: Plan, value: Value, node: Node, after: dict[Node, Node]) -> tuple[str, ...]:
