@@ -79,11 +79,13 @@ class Pass:
                 if self.config.strict or isinstance(error, SkipError):
                     raise
                 log.error("the pass failed on this graph, which stays as it is", exc_info=error)
-                reason = Departure("pass.failed", f"{type(error).__name__}: {error}")
+                failed = Departure("pass.failed", f"{type(error).__name__}: {error}")
                 if not isinstance(proposal, Departure):
-                    reason.site = tuple(proposal.products)
-                departures.append(reason)
+                    failed.site = tuple(proposal.products)
+                departures.append(failed)
             self._clock.stop("plan")
+        places = {node.name: at for at, node in enumerate(self.graph.gm.graph.nodes)}
+        self.report.fused.sort(key=lambda fusion: places[fusion.nodes[0]])
         fused = [value for plan in self.plans for value in plan.proposal.products]
         for departure in reported(self._projections, departures, fused):
             self._record.rejected(departure, departure.site)
