@@ -141,11 +141,17 @@ class _Departures:
             name = value.op if node is None else node.name
             held = None if node is None or value not in self.graph.nodes else node.meta.get("val")
             shape = getattr(held, "shape", value.shape)
-            dims = ", ".join(map(str, shape))
+            dims = ", ".join(map(self._dim, shape))
             key = name if node is None else label(node), dims
             another = "another " if seen.setdefault(key, node) is not node else ""
             names.append(f"{another}{name} [{dims}]")
         return reason.text % tuple(names)
+
+    def _dim(self, size: object) -> str:
+        try:
+            return str(self.graph.unbound(size) if isinstance(size, int) else size)
+        except LookupError:
+            return "?"
 
     # -- the way between products
 
@@ -181,6 +187,11 @@ class _Departures:
                 found.append((value, list(filter(_is_flat, layers)), steps))
         return found
 
+    @cached_property
+    def latents(self) -> dict[Site, tuple[list[Value], list[Value]]]:
+        """What stands above the rows of each site."""
+        return {site: self.above(site.rows) for site in self.projections.sites.values()}
+
     def above(self, value: Value) -> tuple[list[Value], list[Value]]:
         """The nearest layers that a Value is made of, and the steps between, in order. A layer that
         another one is made of is none of them.
@@ -207,11 +218,14 @@ class _Departures:
     def below(self, starts: Iterable[Value]) -> list[Value]:
         """The steps behind layers, up to the next layers, writes and attention."""
         seen, steps, pushed = set(starts), list[Value](), set(starts)
+        first = min((one.serial for one in seen), default=0)
         heap = [(one.serial, one) for one in _ordered(seen)]
         while heap and len(steps) < _FAR:
             _, one = heappop(heap)
             if one not in seen:
-                others = any(source.active and source not in seen for source in one.sources)
+                read = (source for source in one.sources if source.active and source not in seen)
+                # activations among the scales of a product are older
+                others = any(one.op != "product" or source.serial > first for source in read)
                 if one.op == "write" or _is_layer(one) or "attention" in str(one.literal):
                     continue
                 if others and one.op in ("dot", "opaque"):
@@ -327,7 +341,7 @@ class _Departures:
         both = [one for one in self.projections.sites.values() if not own.isdisjoint(one.dots)]
         pair = next(((down, up) for down in both for up in down.ahead if up in both), None)
         if pair is None:
-            return departure
+            return self._with_names(departure)
         likeness = self._likeness(*pair)
         if not likeness and departure.score < 1:
             return None
@@ -335,15 +349,26 @@ class _Departures:
         ask = _ASKED.get(departure.code)
         found = ask(self, departure, *pair) if ask is not None else None
         if found is None:
-            return departure
+            return self._with_names(departure)
         return self._made(found, departure.code, departure.site, departure.score)
+
+    def _with_names(self, departure: Departure) -> Departure:
+        """With the Values that it is at, where it names none."""
+        values, detail = departure.values[:2], departure.detail
+        named = any(node.name in detail for one in values if (node := self._node(one)) is not None)
+        if not values or named or departure.code.startswith("contract"):
+            return departure
+        text = f"{detail.replace('%', '%%')}: {' and '.join(['%s'] * len(values))}"
+        found = Reason(departure.code, text, values)
+        made = self._made(found, departure.code, departure.site, departure.score)
+        made.values = departure.values
+        return made
 
     def _likeness(self, down: Site, up: Site) -> float:
         """How much of a prologue the products of two sites are part of."""
         dots, own = {*self._with_products(down.dots)}, {one.dot for one in up.products}
-        above = {one: self.above(one.rows) for one in self.projections.sites.values()}
-        ups = [one for one, (layers, _) in above.items() if not dots.isdisjoint(layers)]
-        normed = [one for one in ups if _has_root(above[one][1])]
+        ups = [one for one, (layers, _) in self.latents.items() if not dots.isdisjoint(layers)]
+        normed = [one for one in ups if _has_root(self.latents[one][1])]
         has_heads = any(not own.isdisjoint(layers) for _, layers, _ in self.heads)
         has_latents, is_turned = up in normed, any(map(_is_turned, ups))
         count = has_heads + has_latents + is_turned + _is_turned(down) + self._is_kept(down.dots)
