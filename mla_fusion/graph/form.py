@@ -75,11 +75,13 @@ class Value:
     active   is a product with a weight among what it is made of?
     model    is it made of parameters, and literals, alone?
     weight   is it model, and not literals alone?
+    kind     a number for all of this but the sources, and the name of a leaf
     """
 
     __slots__ = (
         "active",
         "dtype",
+        "kind",
         "literal",
         "model",
         "op",
@@ -98,6 +100,7 @@ class Value:
     active: bool
     model: bool
     weight: bool
+    kind: int
 
     def __repr__(self) -> str:
         read = ", ".join(f"%{source.serial}" for source in self.sources)
@@ -121,6 +124,7 @@ class Form:
 
     def __init__(self, made: Callable[[Value], None] = lambda value: None) -> None:
         self._known: dict[object, Value] = {}
+        self._kinds: dict[object, int] = {}
         self._made = made
         self._bare: dict[tuple[Value, bool], Value] = {}
 
@@ -146,8 +150,14 @@ class Form:
             found.weight = found.model and (is_leaf or any(one.weight for one in sources))
             is_product = op == "dot" and sources[1].weight and not sources[0].model
             found.active = is_product or any(source.active for source in sources)
+            found.kind = self._kind_of(found)
             self._made(found)
         return found
+
+    def _kind_of(self, value: Value) -> int:
+        literal = None if value.op == "leaf" else value.literal
+        key = value.op, literal, value.shape, value.dtype, value.model, value.active
+        return self._kinds.setdefault(key, len(self._kinds))
 
     # -- where Values begin
 
@@ -158,6 +168,7 @@ class Form:
         """A leaf that stands for a product."""
         found = self.make("leaf", (), name, shape, REAL, model=False)
         found.active = True
+        found.kind = self._kind_of(found)
         return found
 
     def number(self, of: Number | Exponent, dtype: torch.dtype = REAL) -> Value:
@@ -529,6 +540,13 @@ class Form:
             inside = self._of_part(value, axis, start, size, step)
             if inside is not None:
                 return self.scaled(inside, times)
+        if value.op == "reshape":
+            inner = value.sources[0]
+            own = _axis_inside(value, axis)
+            is_joined = (inner.op, inner.literal) == ("join", own)
+            if own is not None and (inner.op == "expand" or is_joined):
+                part = self.slice(inner, own, start, start + (size - 1) * step + 1, step)
+                return self.scaled(self.reshape(part, shape), times)
         if value.op == "expand":
             inner = value.sources[0]
             own = axis - len(value.shape) + len(inner.shape)
@@ -746,6 +764,20 @@ class Form:
             done[one] = self.again(one, [done[source] for source in one.sources])
         return done[value]
 
+    def renamed(self, value: Value, others: dict[Value, Value]) -> Value:
+        """``value`` made of Values of the same structure in place of others; what is made on the
+        way is added to these. Raises LookupError for a leaf that is not among them.
+        """
+        for one in order([value], others):
+            if one.op == "leaf":
+                raise LookupError(one)
+            sources = [others[source] for source in one.sources]
+            same = all(new is old for new, old in zip(sources, one.sources, strict=True))
+            others[one] = (
+                one if same else self.make(one.op, sources, one.literal, one.shape, one.dtype)
+            )
+        return others[value]
+
 
 def broadcast(shapes: Iterable[Sequence[int]]) -> Shape:
     """Numpy's rule. Raises ValueError for sizes that differ."""
@@ -792,30 +824,47 @@ def met(values: Iterable[Value], known: Container[Value]) -> list[Value]:
     return found
 
 
-def digest(values: Sequence[Value], known: Sequence[Value] = ()) -> object:
-    """Equal for what differs in the names of leaves alone. ``known`` stand for themselves, whatever
-    they are made of.
+def numbered(
+    values: Iterable[Value], known: Iterable[Value] = (), since: int = 0
+) -> tuple[object, list[Value]]:
+    """The structure of Values of one Form, equal for what differs in the names of leaves alone; and
+    all that they are made of: of two equal structures, the n-th of one is the n-th of the other.
+
+    known  stand for themselves, whatever they are made of
+    since  the serial number of a Value: so do activations that were made before it
     """
     numbers: dict[Value, int] = {}
     names: dict[Any, int] = {}
     parts = list[object]()
-
-    def number_of(value: Value) -> int:
-        found = numbers.get(value)
-        if found is None:
-            found = numbers[value] = len(numbers)
-            parts.append((value.shape, value.dtype))
-        return found
-
     for value in known:
-        number_of(value)
-    for value in order(values, known):
-        is_leaf = value.op == "leaf"
-        literal = names.setdefault(value.literal, len(names)) if is_leaf else value.literal
-        read = tuple(map(number_of, value.sources))
-        parts.append((value.op, literal, value.shape, value.dtype, value.model, read))
+        if value not in numbers:
+            numbers[value] = len(numbers)
+            parts.append((value.shape, value.dtype, value.model, value.active))
+    wanted = list(values)
+    stack = wanted[::-1]
+    while stack:
+        value = stack[-1]
+        if value in numbers:
+            stack.pop()
+            continue
+        if value.active and value.serial < since:
+            parts.append((value.shape, value.dtype))
+        else:
+            above = [source for source in value.sources if source not in numbers]
+            if above:
+                stack += above[::-1]
+                continue
+            is_leaf = value.op == "leaf"
+            name = names.setdefault(value.literal, len(names)) if is_leaf else None
+            parts.append((value.kind, name, *[numbers[source] for source in value.sources]))
         numbers[value] = len(numbers)
-    return tuple(parts), tuple(map(number_of, values))
+        stack.pop()
+    return (tuple(parts), tuple([numbers[value] for value in wanted])), list(numbers)
+
+
+def digest(values: Iterable[Value], known: Iterable[Value] = (), since: int = 0) -> object:
+    """The structure of Values (:func:`numbered`)."""
+    return numbered(values, known, since)[0]
 
 
 def _filled_with(value: Value) -> Value | None:
@@ -825,6 +874,17 @@ def _filled_with(value: Value) -> Value | None:
 
 
 filled_with = _filled_with
+
+
+def _axis_inside(value: Value, axis: int) -> int | None:
+    """The axis of what a Value reshapes that is one of its own, with the same axes in front of it
+    or behind it.
+    """
+    shape, inner = value.shape, value.sources[0].shape
+    own = axis - len(shape) + len(inner)
+    if own >= 0 and inner[own:] == shape[axis:]:
+        return own
+    return axis if inner[: axis + 1] == shape[: axis + 1] else None
 
 
 def _is_power(value: Value) -> bool:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from functools import cached_property
-from math import prod
+from math import isfinite, prod
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ _POWERS = {
     Fraction(-1, 2): aten.rsqrt.default,
     Fraction(-1): aten.reciprocal.default,
 }
+_NO_OPTIONS = "([], '')"
 _BYTES = {torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu}
 
 
@@ -239,9 +240,16 @@ class Lowering:
             divisor = self.of(other) if filled is None else self._scalar(filled.literal[1])
             found = self.b.call(aten.div.Tensor_mode, self.of(one), divisor, rounding_mode="floor")
         else:
-            raise LookupError(value)
+            found = self._by_name(value, name, literals)
         own = broadcast(source.shape for source in tensors)
         return found if own == value.shape else self._spread(found, value.shape)
+
+    def _by_name(self, value: Value, name: str, literals: Any) -> Any:
+        """A call of the operator that has the name of the function, of operands alone."""
+        operator = getattr(getattr(aten, name, None), "default", None)
+        if operator is None or literals not in ((), _NO_OPTIONS):
+            raise LookupError(value)
+        return self.b.call(operator, *map(self.of, value.sources))
 
     def _reduce(self, value: Value, source: Value) -> Any:
         options = {} if value.active else {"dtype": value.dtype}
@@ -299,6 +307,8 @@ class Lowering:
         """Integers; floats are integers times a power of two."""
         with without_fake_mode():
             numbers = value.literal.tensor.reshape(-1).tolist()
+        if not all(map(isfinite, numbers)):
+            raise LookupError(value)
         for bits in (0, 24, 40, 56):
             whole = [int(one * 2**bits) for one in numbers]
             if all(one == given * 2**bits for one, given in zip(whole, numbers, strict=True)):

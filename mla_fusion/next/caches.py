@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
+from mla_fusion.facts.cache_write import paged_shape
 from mla_fusion.graph.form import Value, order
 from mla_fusion.graph.read import Graph
 from mla_fusion.machine import Machine
@@ -102,7 +103,9 @@ def placed(
         else:
             found[name] = write
             is_quantised = mode == _CHANNELS or (mode and name == "kv_cache")
-            obstacles += _of_memory(write, setting, _element(proposal) if is_quantised else None)
+            obstacles += _of_memory(
+                graph, write, setting, _element(proposal) if is_quantised else None
+            )
     if len(found) < len(rows_of):
         return Staged(tuple(obstacles))
     kv, kr = found["kv_cache"], found.get("kr_cache")
@@ -178,11 +181,13 @@ PAIRS = Obstacle(
 )
 
 
-def _of_memory(write: Write, setting: Setting, element: torch.dtype | None) -> Iterator[Obstacle]:
+def _of_memory(
+    graph: Graph, write: Write, setting: Setting, element: torch.dtype | None
+) -> Iterator[Obstacle]:
     """Why the kernel cannot write rows of bytes, or in bfloat16, into the memory of a cache."""
     dtype = element or torch.bfloat16
     name, held = write.cache.name, write.cache.meta["val"]
-    if not setting.boundary and len(held.shape) != 4:
+    if not setting.boundary and graph.shape(held.shape) != write.shape:
         sizes = f"{list(held.shape)}, and no wrapper can view it as {list(write.shape)}"
         yield Obstacle("cache.boundary", f"{name} has shape {sizes}")
     if not setting.writable(held):
@@ -215,11 +220,14 @@ def _write(graph: Graph, value: Value) -> Write | Obstacle:
     cache = _base(graph, value)
     if cache is None:
         return Obstacle("cache.no_input", "rows are written into what is no input of the graph")
-    shape, width = graph.shape(cache.meta["val"].shape), value.shape[1]
-    if len(shape) == 4 and shape[2:] == (1, width):
+    held, width = cache.meta["val"], value.shape[1]
+    shape = graph.shape(held.shape)
+    if value.literal is not None and len(shape) == 4 and shape[2:] == (1, width):
         return Write(value, cache, shape)
-    if len(shape) == 4 and shape[1] == 1 and shape[3] == width:
-        return Write(value, cache, (shape[0], shape[2], 1, width))
-    if len(shape) == 3 and shape[2] == width:
-        return Write(value, cache, (*shape[:2], 1, width))
-    return Obstacle("cache.shape", f"{cache.name} has shape {list(cache.meta['val'].shape)}")
+    if shape[-1] != width:
+        detail = f"{cache.name} is {held.shape[-1]} wide, the rows written to it {width}"
+        return Obstacle("cache.width", detail)
+    paged = paged_shape(cache)
+    if paged is None:
+        return Obstacle("cache.shape", f"{cache.name} has shape {list(held.shape)}")
+    return Write(value, cache, graph.shape(paged))

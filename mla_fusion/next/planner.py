@@ -141,21 +141,23 @@ class Planner:
         return replace(plan, assumptions=(*slots, *narrowed, *sizes))
 
     def _old_rows_read(self, plan: Plan) -> Obstacle | None:
-        """A node that reads a cache as it was before the call."""
+        """A node that reads a cache as it was before the call, and more comes of it than the new
+        cache.
+        """
         inside, graph = {*plan.region}, self.graph
         for _, cache, _ in plan.held:
-            stack, seen = list(cache.users), set[Node]()
-            while stack:
-                node = stack.pop()
-                is_end = node.op == "output" or _is_copy_into(node, cache)
+            path, seen = [(user, user) for user in cache.users], set[Node]()
+            while path:
+                node, reader = path.pop()
+                is_end = node is reader and (node.op == "output" or _is_copy_into(node, cache))
                 if node in inside or node in seen or is_end or is_size(node):
                     continue
                 seen.add(node)
-                if graph.base(node) is cache and not has_effect(graph, node):
-                    stack += node.users
-                elif node.users or has_effect(graph, node):
-                    message = f"{node.name} reads {cache.name} as it was before the write"
+                if node.op == "output" or has_effect(graph, node):
+                    message = f"{reader.name} reads {cache.name} as it was before the write"
                     return Obstacle("cache.old_rows_read", message)
+                is_view = graph.base(node) is cache
+                path += [(user, user if is_view else reader) for user in node.users]
         return None
 
 

@@ -92,8 +92,9 @@ def _compared(plan: Plan) -> Outcome:
     ]
     roles = x | _roles(plan, x)
     rows, block_size = 1, 1
-    for _, _, shape in plan.held:
-        rows, block_size = shape[0] * shape[1], shape[1]
+    for _, cache, _ in plan.held:
+        axes = [size for size in cache.meta["val"].shape[:-1] if size != 1]
+        rows, block_size = prod(axes), axes[-1] if len(axes) > 1 else 1
     cut = {node: copy for node, copy in copies.items() if node.op != "placeholder"}
     return compare(source, work, pairs, cut, roles, rows=rows, block_size=block_size)
 
