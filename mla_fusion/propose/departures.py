@@ -7,6 +7,7 @@ head.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from heapq import heappop, heappush
@@ -127,10 +128,10 @@ class _Departures:
         for one in stack:
             if one in self.graph.nodes:
                 return self.graph.nodes[one][0]
-            is_moved = one.op in MOVES or one.op == "product"
-            near = [each for each in one.sources if not each.model] if is_moved else []
+            size = prod(one.shape) if one.op in ("product", "reshape") else -1
+            near = [each for each in one.sources if not each.model and prod(each.shape) == size]
             if len(stack) < _FAR:
-                stack += near or self.users.get(one, ())
+                stack += near or self.users.get(one, one.sources)
         return None
 
     def said(self, reason: Reason) -> str:
@@ -354,9 +355,10 @@ class _Departures:
 
     def _with_names(self, departure: Departure) -> Departure:
         """With the Values that it is at, where it names none."""
-        values, detail = departure.values[:2], departure.detail
-        named = any(node.name in detail for one in values if (node := self._node(one)) is not None)
-        if not values or named or departure.code.startswith("contract"):
+        detail, names = departure.detail, {node.name for node in self.graph.gm.graph.nodes}
+        values = tuple(one for one in departure.values if self._node(one) is not None)[:2]
+        is_named = not names.isdisjoint(re.findall(r"\w*[a-z_]\w*", detail))
+        if not values or is_named or departure.code.startswith("contract"):
             return departure
         text = f"{detail.replace('%', '%%')}: {' and '.join(['%s'] * len(values))}"
         found = Reason(departure.code, text, values)
@@ -454,7 +456,7 @@ class _Departures:
         at = departure.values[0]
         text, values = "%s projects %s; no latent beside it is normed", (own, down.rows)
         if at not in down.dots:
-            text, values = f"%s projects %s; of %s {departure.detail}", (*values, at)  # type: ignore[assignment]
+            text, values = "%s projects %s; %s beside it is no RMSNorm", (*values, at)  # type: ignore[assignment]
         return Reason("kv_latent.absent", text, values, at)
 
     def _part(self, departure: Departure, down: Site, up: Site) -> Reason | None:
@@ -476,7 +478,7 @@ class _Departures:
         queries = _pairs(up)
         keys = [one for one in _pairs(down) if one[1].heads == 1]
         if queries and keys:
-            (query, of_query), (key, of_key) = queries[-1], keys[-1]
+            (query, of_query), (key, of_key) = queries[0], keys[0]
             product = up.products[0]
             if product.kind is not None and not product.factors:
                 text = "%s is multiplied by no scale of columns"
@@ -491,25 +493,35 @@ class _Departures:
             if not queries and found.heads > 1:
                 text = "%s, with more heads than a key, is made of %s"
                 return Reason("q_lora.absent", text, (value, down.rows))
-        found_of = None if queries else self._of_part(up)
-        return found_of or (None if keys else self._of_part(down, _ROPE))
+        odd = None if queries else self._of_part(up)
+        odd = odd or (None if keys else self._of_part(down, _ROPE))
+        if odd is not None:
+            return odd
+        query, _ = self.above(up.rows)
+        of_key = next((one.root for one in down.products if one.dot not in query), down.dots[0])
+        if queries or keys:
+            text = f"%s is rotated, no {_ROPE} columns of %s are"
+            other = of_key if queries else up.dots[0]
+            return Reason("", text, ((queries or keys)[0][0], other))
+        text = f"no {_ROPE} columns of %s or %s are rotated, or left as they are"
+        return Reason("", text, (up.dots[0], of_key))
 
     def _proof(self, departure: Departure, down: Site, up: Site) -> Reason | None:
         of_x, kind = (site.products[0].kind for site in (down, up))
         if of_x is not kind and (of_x or (kind and not kind.partial)):
-            formats = [one.name if one is not None else "floats" for one in (of_x, kind)]
-            text = f"%s multiplies {formats[0]}, %s multiplies {formats[1]}"
+            formats = [f"in {one.name}" if one else "in no such format" for one in (of_x, kind)]
+            text = f"%s multiplies numbers {formats[0]}, %s multiplies numbers {formats[1]}"
             return Reason("quant.mixed", text, (down.dots[0], up.dots[0]))
         part, at = departure.detail.partition(" ")[0], departure.values[0]
         if part in ("query_rope", "kr_rows") and _is_turned(down):
             return Reason("rope.tables_differ", f"%s: {departure.detail}", (at,))
         if part != "query" or kind is not None:
             return self._quantised(up, kind)
-        made_of = set(order([at], up.dots))
-        for value in self.below(up.dots):
-            factors = [one for one in value.sources if not one.active and filled_with(one) is None]
-            if value.op == "product" and value in made_of and factors:
-                return Reason("scale.unequal", "%s multiplies %s", (factors[0], value), value)
+        rows = _unmoved(at)
+        rows = _unmoved(_rows(rows)) if _is_layer(rows) else rows
+        factors = [one for one in rows.sources if not one.active and filled_with(one) is None]
+        if rows.op == "product" and factors:
+            return Reason("scale.unequal", "%s is multiplied by %s", (rows, factors[0]))
         return None
 
     def _quantised(self, up: Site, kind: NumberFormat | None) -> Reason | None:
@@ -586,6 +598,12 @@ _ASKED: dict[str, Callable[[_Departures, Departure, Site, Site], Reason | None]]
     "tokens.mixed": _Departures._tokens,
     "reader.latent": _Departures._reader,
 }
+
+
+def _unmoved(value: Value) -> Value:
+    while value.op in MOVES and len(value.sources) == 1:
+        value = value.sources[0]
+    return value
 
 
 def _serial(value: Value) -> int:
