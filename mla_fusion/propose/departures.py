@@ -379,7 +379,7 @@ class _Departures:
 
     def _latent(self, departure: Departure, down: Site, up: Site) -> Reason | None:
         """In place of a norm of the query's latents, or of the key's."""
-        layers, steps = self.above(up.rows)
+        layers, steps = self.latents[up]
         at, layer = departure.values[0], up.products[0].dot
         is_wide = at in steps or at.shape[-1:] == up.rows.shape[-1:]
         if at is not up.rows and (at in down.dots or not is_wide):
@@ -497,14 +497,13 @@ class _Departures:
         odd = odd or (None if keys else self._of_part(down, _ROPE))
         if odd is not None:
             return odd
-        query, _ = self.above(up.rows)
-        of_key = next((one.root for one in down.products if one.dot not in query), down.dots[0])
+        layers, _ = self.latents[up]
+        rest = next((one.root for one in down.products if one.dot not in layers), down.dots[0])
         if queries or keys:
             text = f"%s is rotated, no {_ROPE} columns of %s are"
-            other = of_key if queries else up.dots[0]
-            return Reason("", text, ((queries or keys)[0][0], other))
+            return Reason("", text, ((queries or keys)[0][0], rest if queries else up.dots[0]))
         text = f"no {_ROPE} columns of %s or %s are rotated, or left as they are"
-        return Reason("", text, (up.dots[0], of_key))
+        return Reason("", text, (up.dots[0], rest))
 
     def _proof(self, departure: Departure, down: Site, up: Site) -> Reason | None:
         of_x, kind = (site.products[0].kind for site in (down, up))
