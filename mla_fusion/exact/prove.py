@@ -1,7 +1,6 @@
 """The proof: each claimed Value of a graph is the kernel's, at random points of the field.
 
-Both sides are Values over one activation, which is drawn; equal claims of equal layers are proved
-once, by their digest.
+Both sides are Values over one activation, which is drawn.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import torch
 from mla_fusion.exact import field
 from mla_fusion.exact.evaluate import Evaluation, Undecided, layouts_of
 from mla_fusion.graph.departure import Departure
-from mla_fusion.graph.form import Value, digest
+from mla_fusion.graph.form import Value
 from mla_fusion.graph.layout import Binding, Layout, Mixed, cuts_of
 
 POINTS = 3
@@ -33,28 +32,12 @@ class Claim:
     kernel: Value
 
 
-class Proofs:
-    """What was proved, by the structure of both sides."""
+def prove(given: dict[Value, Layout], tokens: int, claims: Sequence[Claim]) -> int:
+    """How many elements were compared. Raises Departure where two differ, or tokens are mixed.
 
-    def __init__(self) -> None:
-        self._compared: dict[object, int] = {}
-
-    def prove(self, given: dict[Value, Layout], tokens: int, claims: Sequence[Claim]) -> int:
-        """How many elements were compared. Raises Departure where two differ, or tokens are
-        mixed.
-
-        given  the activations that are drawn, with their layouts
-        """
-        sides = [side for claim in claims for side in (claim.graph, claim.kernel)]
-        key = digest(sides, list(given))
-        if key not in self._compared:
-            self._compared[key] = _compared(given, tokens, claims, sides)
-        return self._compared[key]
-
-
-def _compared(
-    given: dict[Value, Layout], tokens: int, claims: Sequence[Claim], sides: Sequence[Value]
-) -> int:
+    given  the activations that are drawn, with their layouts
+    """
+    sides = [side for claim in claims for side in (claim.graph, claim.kernel)]
     try:
         layouts = layouts_of(sides, given)
         cuts = cuts_of(layouts.values())

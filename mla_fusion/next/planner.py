@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 
@@ -9,7 +10,7 @@ import torch
 from torch.fx import Node
 
 from mla_fusion.config import Config
-from mla_fusion.exact.prove import Claim, Proofs
+from mla_fusion.exact.prove import Claim, prove
 from mla_fusion.graph.departure import Departure
 from mla_fusion.graph.form import Value
 from mla_fusion.graph.read import Graph, values_of
@@ -21,7 +22,7 @@ from mla_fusion.next.region import region_of
 from mla_fusion.observe import leftovers
 from mla_fusion.plan.planner import SLOTS_ASSUMED, UNCHECKED
 from mla_fusion.propose.given import Given
-from mla_fusion.propose.kept import in_bytes
+from mla_fusion.propose.kept import as_kept
 from mla_fusion.propose.prologue import Proposal
 from mla_fusion.propose.sites import Projections
 
@@ -38,7 +39,8 @@ class Planner:
         self, graph: Graph, projections: Projections, config: Config, boundary: bool
     ) -> None:
         self.graph, self.projections, self.config = graph, projections, config
-        self.boundary, self.proofs = boundary, Proofs()
+        self.boundary = boundary
+        self._proofs: dict[object, tuple[list[Value], tuple[list[int], int] | Departure]] = {}
 
     @cached_property
     def _holding(self) -> dict[Value, list[Node]]:
@@ -53,7 +55,7 @@ class Planner:
         if "v3" not in self.config.targets:
             detail = f"Config.targets is {self.config.targets}"
             raise Departure("target.unlisted", detail, proposal.products)
-        for other in in_bytes(self.projections, proposal):
+        for other in as_kept(self.projections, proposal):
             try:
                 plan = self._planned(other)
             except Departure:
@@ -63,23 +65,41 @@ class Planner:
         return self._planned(proposal)
 
     def _planned(self, proposal: Proposal) -> Plan:
-        compared = self._proved(proposal, proposal.claims)
-        held = list(proposal.claims)
-        for claim in proposal.more:
-            try:
-                self._proved(proposal, [claim])
-                held.append(claim)
-            except Departure:
-                continue
+        held, compared = self._proved(proposal)
         plan = self._placed(proposal, held, compared)
         computed = leftovers.computed(plan.replaced, contract.inputs(plan))
         policy.judge(self.graph, proposal, sorted({*plan.region, *computed}))
         return self._accepted(plan, held)
 
-    def _proved(self, proposal: Proposal, claims: list[Claim]) -> int:
-        form, tokens = self.graph.form, proposal.x.shape[0]
-        defined = [proposal.as_defined(form, claim) for claim in claims]
-        return self.proofs.prove(proposal.given, tokens, defined)
+    def _proved(self, proposal: Proposal) -> tuple[list[Claim], int]:
+        """The claims that hold, and how many elements were compared. Proved once for each
+        structure. Raises Departure.
+        """
+        key, values = proposal.numbered()
+        if key not in self._proofs:
+            self._proofs[key] = values, self._proof(proposal)
+        before, proof = self._proofs[key]
+        if isinstance(proof, Departure):
+            here = dict(zip(before, values, strict=True))
+            at = [here[value] for value in proof.values if value in here]
+            raise Departure(proof.code, proof.detail, at or proposal.products)
+        more, compared = proof
+        return [*proposal.claims, *(proposal.more[place] for place in more)], compared
+
+    def _proof(self, proposal: Proposal) -> tuple[list[int], int] | Departure:
+        """Which of the further claims hold; how many elements of the others were compared."""
+        form, tokens, given = self.graph.form, proposal.x.shape[0], proposal.given
+        try:
+            defined = [proposal.as_defined(form, claim) for claim in proposal.claims]
+            compared = prove(given, tokens, defined)
+        except Departure as departure:
+            return departure
+        more = list[int]()
+        for place, claim in enumerate(proposal.more):
+            with suppress(Departure):
+                prove(given, tokens, [proposal.as_defined(form, claim)])
+                more.append(place)
+        return more, compared
 
     def _placed(self, proposal: Proposal, held: list[Claim], compared: int) -> Plan:
         graph, config = self.graph, self.config
@@ -90,7 +110,7 @@ class Planner:
         else:
             given = Given(graph.form, held)
             setting = Setting(self.boundary, config.machine)
-            caches = placed(graph, proposal, given, self.projections.values, setting)
+            caches = placed(graph, proposal, given, self.projections.writes, setting)
         plan = self._with(proposal, held, caches, compared)
         late = self._old_rows_read(plan)
         return self._staged(plan, held, late) if late is not None else self._allowed(plan)

@@ -5,6 +5,7 @@ the query's latents.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ from mla_fusion.exact.field import P, number, power
 from mla_fusion.exact.prove import Claim
 from mla_fusion.graph import quantise
 from mla_fusion.graph.departure import Departure
-from mla_fusion.graph.form import MOVES, Form, Value, filled_with
+from mla_fusion.graph.form import MOVES, Form, Value, filled_with, numbered, order
 from mla_fusion.graph.layout import Layout, Mixed, followed, of_tokens
 from mla_fusion.meta.number_formats import MXFP8, NumberFormat
 from mla_fusion.propose.norms import Norm, filled, solved
@@ -40,7 +41,7 @@ class Proposal:
     x          the activation [T, He] that the first products read
     arguments  of the operator, by name: Values, numbers of attributes
     results    of the call: leaves, by name
-    defined    what each result is, by the operator's definition
+    defined    what each result is, by the operator's definition; None: it is to be made
     claims     what of the graph is which result: Values of the graph, beside Values of the results
     more       further ones, of which each may hold or not
     products   Values that the call computes inside
@@ -50,7 +51,7 @@ class Proposal:
     x: Value
     arguments: dict[str, Any]
     results: prolog.Results
-    defined: prolog.Results
+    defined: prolog.Results | None
     claims: list[Claim]
     more: list[Claim]
     products: list[Value]
@@ -60,25 +61,92 @@ class Proposal:
     def given(self) -> dict[Value, Layout]:
         return {self.x: of_tokens(self.x.shape[:1], self.x.shape[1:])}
 
+    def numbered(self) -> tuple[object, list[Value]]:
+        """The structure of all that is claimed, and its Values: what token_x is made of, and other
+        activations that were there before it, stand for themselves.
+        """
+        first, claims = self.arguments["token_x"], (*self.claims, *self.more)
+        results = (leaf for leaf in vars(self.results).values() if leaf is not None)
+        given = [one for one in self.arguments.values() if isinstance(one, Value)]
+        sides = [side for claim in claims for side in (claim.graph, claim.kernel)]
+        key, values = numbered([self.x, *given, *sides], [first, *results], first.serial)
+        names = [(n, None if isinstance(a, Value) else a) for n, a in self.arguments.items()]
+        parts = [claim.part for claim in claims]
+        return (key, len(self.claims), tuple(names), tuple(parts)), values
+
     def as_defined(self, form: Form, claim: Claim) -> Claim:
         """With the definition of each result in its place."""
+        defined = self.defined or prolog.prolog(form, self.arguments)
         others = {
-            leaf: getattr(self.defined, name)
+            leaf: getattr(defined, name)
             for name, leaf in vars(self.results).items()
             if leaf is not None
         }
         return Claim(claim.part, claim.graph, form.substituted(claim.kernel, others))
 
+    def renamed(self, form: Form, others: dict[Value, Value], name: str) -> Proposal:
+        """For a prologue of the same structure. Raises LookupError where it is made of more than
+        ``others``.
+        """
+        own = prolog.leaves(form, self.results, name)
+        parts = vars(self.results)
+        others |= {leaf: getattr(own, part) for part, leaf in parts.items() if leaf is not None}
+
+        def new(given: Any) -> Any:
+            return form.renamed(given, others) if isinstance(given, Value) else given
+
+        return Proposal(
+            new(self.x),
+            {argument: new(given) for argument, given in self.arguments.items()},
+            own,
+            None,
+            [Claim(one.part, new(one.graph), new(one.kernel)) for one in self.claims],
+            [Claim(one.part, new(one.graph), new(one.kernel)) for one in self.more],
+            [new(value) for value in self.products],
+            self.rotation,
+        )
+
 
 def proposals(projections: Projections) -> Iterator[Proposal | Departure]:
     """One for each pair of sites of which the second is computed from the first."""
+    known: dict[object, tuple[list[Value], Proposal | Departure]] = {}
     for down in projections.sites.values():
         for up in down.ahead:
-            try:
-                yield _Joined(projections, down, up).proposal()
-            except Departure as departure:
-                departure.site, departure.score = (*down.dots, *up.dots), 0.75
-                yield departure
+            users = (one for value in up.below for one in projections.users.get(value, ()))
+            key, values = down.numbered((*up.below, *users))
+            found = None
+            if key in known:
+                with suppress(LookupError):
+                    found = _renamed(projections.form, *known[key], values, _name(down, up))
+            if found is None:
+                found = _found(projections, down, up)
+                known[key] = values, found
+            if isinstance(found, Departure):
+                found.site, found.score = (*down.dots, *up.dots), 0.75
+            yield found
+
+
+def _found(projections: Projections, down: Site, up: Site) -> Proposal | Departure:
+    try:
+        return _Joined(projections, down, up).proposal()
+    except Departure as departure:
+        return departure
+
+
+def _renamed(
+    form: Form, before: list[Value], found: Proposal | Departure, values: list[Value], name: str
+) -> Proposal | Departure:
+    """What was found of Values ``before``, of others of the same structure."""
+    others = dict(zip(before, values, strict=True))
+    if isinstance(found, Proposal):
+        return found.renamed(form, others, name)
+    at = [form.renamed(value, others) for value in found.values]
+    return Departure(found.code, found.detail, at)
+
+
+def _name(down: Site, up: Site) -> str:
+    """Of the results of a call."""
+    return f"{down.rows.serial} {up.rows.serial}"
 
 
 @dataclass(frozen=True)
@@ -100,6 +168,13 @@ class _Rotated:
     value: Value
     pairs: Pairs
     factor: Value | None = None
+
+
+def _is_of_rows(value: Value) -> bool:
+    """Is it made of activations, or rows of a cache? A table that something is multiplied with
+    might rotate it.
+    """
+    return value.active or any(one.op == "write" for one in order([value]))
 
 
 def _said(factor: Value | None) -> str:
@@ -178,7 +253,7 @@ class _Joined:
         if kind is not None:
             self._add_quantisation(kind, arguments, nope_rope, of_query, of_caches)
         defined = prolog.prolog(form, arguments)
-        results = prolog.leaves(form, defined, f"{down.rows.serial} {up.rows.serial}")
+        results = prolog.leaves(form, defined, _name(down, up))
         latents = self._given_latents(of_query)
         claims = list(self._claims(results, absorbed, query, key, latents, of_key))
         more = list(self._more(results, query, key, of_query, of_key))
@@ -240,7 +315,7 @@ class _Joined:
             first = self.down.products[0]
             of_rows_of_x = first.blocks[0] if first.blocks else step_of(form, first)
             if of_rows_of_x is None:
-                raise Departure("quant.scale", "x has no scales of its rows", [self.down.rows])
+                raise Departure("quant.static", "x has no scales of its rows", [self.down.rows])
             arguments["token_x"], arguments["dequant_scale_x"] = self._operand(), of_rows_of_x
             names += [
                 ("dq", self.down, of_query.columns.tolist(), of_rows_of_x),
@@ -411,7 +486,9 @@ class _Joined:
         while stack:
             for user in self.projections.users.get(stack.pop(), ()):
                 is_attention = user.op == "opaque" and "attention" in str(user.literal)
-                if user in seen or user.op in ("dot", "write") or is_attention:
+                if user in seen or user.op == "write" or is_attention:
+                    continue
+                if user.op == "dot" and all(_is_of_rows(one) for one in user.sources):
                     continue
                 is_multiple = user.op == "product" and len(user.sources) == 1
                 if user.op != "cast" and user.op not in MOVES and not is_multiple:

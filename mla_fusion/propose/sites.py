@@ -12,6 +12,7 @@ formula for two nodes).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -23,11 +24,11 @@ from torch import Tensor
 from mla_fusion.exact import field
 from mla_fusion.exact.evaluate import Evaluation, Undecided
 from mla_fusion.exact.field import P
-from mla_fusion.graph.form import Form, Value, digest, order
+from mla_fusion.graph.form import Form, Value, numbered, order
 from mla_fusion.graph.layout import Binding, Layout, Mixed, cuts_of, followed, of_tokens
 from mla_fusion.graph.numbers import ONE, Number
 from mla_fusion.graph.read import Graph
-from mla_fusion.propose.quantised import Projection, projection
+from mla_fusion.propose.quantised import Projection, of_blocks, projection, unmoved
 
 _MOMENTS = 5
 _LARGE = 1 << 21  # elements a token of a Value that is no part of a prologue
@@ -51,6 +52,10 @@ class Reading(NamedTuple):
 class Projections:
     """The products of a graph, by the activation that they read."""
 
+    @cached_property
+    def writes(self) -> list[Value]:
+        return [value for value in self.values if value.op == "write"]
+
     def __init__(self, graph: Graph) -> None:
         self.graph, self.form = graph, graph.form
         self.values = [value for value in order(graph.nodes) if value.active]
@@ -66,7 +71,7 @@ class Projections:
             products.setdefault(value.sources[0], []).append(found)
         self.sites = {rows: Site(self, rows, of_rows) for rows, of_rows in products.items()}
         self._cuts: dict[int, set[int]] = {}
-        self.probed: dict[object, list[Reading | None]] = {}
+        self.cones: dict[object, Cone] = {}
 
     def binding(self, tokens: int, copies: int) -> Binding:
         """The same for all sites of as many tokens, so that what is beside them is the same."""
@@ -87,6 +92,18 @@ class Projections:
         is_new = cuts != self._cuts[tokens]
         self._cuts[tokens] = cuts
         return is_new
+
+
+@dataclass
+class Cone:
+    """What is found once for all cones of one structure, by the place of each Value.
+
+    layouts   of those whose tokens are not mixed
+    readings  what probes say
+    """
+
+    layouts: dict[int, Layout]
+    readings: dict[int, Reading] | None = None
 
 
 def _users(values: Iterable[Value]) -> dict[Value, list[Value]]:
@@ -148,22 +165,52 @@ class Site:
         return found
 
     @cached_property
+    def below(self) -> list[Value]:
+        """The cone: the products, and what they reach before the next ones, in order."""
+        return [*self.dots, *self._reached()]
+
+    @cached_property
+    def base(self) -> Value:
+        """The bytes that the activation is a reading of; else the activation."""
+        rows = self.rows
+        if self.products[0].blocks:
+            parts = of_blocks(self.projections.form, rows)
+            return rows if parts is None else parts[0]
+        inner = unmoved(rows)
+        is_named = inner.op == "function" and inner.literal[0] == "of format"
+        return inner.sources[0] if is_named else rows
+
+    def numbered(self, more: Iterable[Value] = ()) -> tuple[object, list[Value]]:
+        """The structure of the cone and of more, and all their Values; what the base is made of,
+        and other activations that were there before it, stand for themselves.
+        """
+        values = self.rows, *self.below, *more
+        return numbered(values, [self.base], self.base.serial)
+
+    @cached_property
+    def _of_structure(self) -> tuple[Cone, list[Value]]:
+        key, values = self.numbered()
+        known = self.projections.cones.get(key)
+        if known is None:
+            known = self.projections.cones[key] = self._followed(values)
+        return known, values
+
+    @cached_property
     def layouts(self) -> dict[Value, Layout]:
         """Of the cone's Values, the products among them; those whose tokens are mixed are not in
         it.
         """
+        cone, values = self._of_structure
+        return {values[place]: layout for place, layout in cone.layouts.items()}
+
+    def _followed(self, values: list[Value]) -> Cone:
+        places = {value: place for place, value in enumerate(values)}
         found = {one.root: _layout_of_root(one) for one in self.products}
-        mixed = list[Value]()
-        users, later = self.projections.users, self._reached()
-        for value in later:
+        for value in self.below[len(found) :]:
             if any(source in found for source in value.sources):
-                try:
+                with suppress(Mixed):
                     found[value] = followed(value, found)
-                except Mixed:
-                    mixed.append(value)
-        self.mixed = mixed
-        assert users is not None
-        return found
+        return Cone({places[value]: layout for value, layout in found.items()})
 
     def _reached(self) -> list[Value]:
         """What the products reach before the next ones, in order."""
@@ -200,26 +247,14 @@ class Site:
 
     @cached_property
     def readings(self) -> dict[Value, Reading]:
-        """What probes say of each Value; once for cones of one structure."""
-        values = [value for value in self.layouts if self._is_wanted(value)]
-        key = digest(values, [*self.dots, *self._others(values)])
-        known = self.projections.probed.get(key)
-        if known is None:
-            known = self.projections.probed[key] = list(self._probed(values))
-        return {
-            value: reading
-            for value, reading in zip(values, known, strict=True)
-            if reading is not None
-        }
-
-    def _others(self, values: list[Value]) -> list[Value]:
-        """Activations beside these products, in order: drawn, whatever they are made of."""
-        found = dict[Value, None]()
-        for value in values:
-            for source in value.sources:
-                if source.active and source not in self.layouts:
-                    found[source] = None
-        return list(found)
+        """What probes say of each Value."""
+        cone, values = self._of_structure
+        if cone.readings is None:
+            wanted = [place for place in cone.layouts if self._is_wanted(values[place])]
+            found = self._probed([values[place] for place in wanted])
+            pairs = zip(wanted, found, strict=True)
+            cone.readings = {place: reading for place, reading in pairs if reading is not None}
+        return {values[place]: reading for place, reading in cone.readings.items()}
 
     def reading_of(self, value: Value) -> Reading | None:
         """Of a Value that need not be in the cone."""
@@ -309,14 +344,14 @@ def _layout_of_root(product: Projection) -> Layout:
 
 
 def _is_made_of(value: Value, dots: Iterable[Value]) -> bool:
-    """Is it made of one of the products, no further up than they are?"""
+    """Is it made of one of the products, no further up than they are, and not by a next one?"""
     first, wanted = min(dot.serial for dot in dots), set(dots)
     stack, seen = [value], set[Value]()
     while stack:
         one = stack.pop()
         if one in wanted:
             return True
-        if one not in seen and one.serial > first:
+        if one not in seen and one.serial > first and not is_projection(one):
             seen.add(one)
             stack.extend(one.sources)
     return False

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mla_fusion.exact.prove import Proofs
+from mla_fusion.exact import prove as exact
 from mla_fusion.fx.normalise import forms
 from mla_fusion.graph.departure import Departure
 from mla_fusion.graph.form import Form, Value
@@ -40,7 +40,7 @@ def proposed(entry: Entry) -> tuple[Form, list[Proposal]]:
 
 def prove(form: Form, proposal: Proposal) -> None:
     claims = [proposal.as_defined(form, claim) for claim in proposal.claims]
-    Proofs().prove(proposal.given, proposal.x.shape[0], claims)
+    exact.prove(proposal.given, proposal.x.shape[0], claims)
 
 
 @pytest.mark.parametrize("entry", one_in(1, WHOLE, first=1), ids=str)
