@@ -421,13 +421,36 @@ def _(c: Call, x: Value, dim: int, index: Value, src: Any = None, **options: Any
     """Whole rows, where the index is one number along all other axes."""
     dim %= len(x.shape)
     own = _of_rows(c, index, dim)
-    if options.get("reduce") is not None or not isinstance(src, Value) or own is None:
+    if options.get("reduce") is not None or not isinstance(src, Value):
         raise Departs
-    if own.shape != (index.shape[dim],) or index.shape[dim + 1 :] != x.shape[dim + 1 :]:
+    if index.shape[dim + 1 :] != x.shape[dim + 1 :]:
         raise Departs
     for at, size in enumerate(index.shape):
         src = c.form.slice(src, at, 0, size)
-    return written(c, x, dim, 1, own, src)
+    if own is not None and own.shape == (index.shape[dim],):
+        return written(c, x, dim, 1, own, src)
+    of_entries = _of_entries(c, index, dim)
+    if of_entries is None:
+        raise Departs
+    entries = c.form.count(index.shape[0])
+    columns = [c.form.reshape(entries, (index.shape[0], 1)), of_entries]
+    _, flat, count = flat_index(c, x.shape, columns)
+    return written(c, x, 0, count, flat, src)
+
+
+def _of_entries(c: Call, index: Value, dim: int) -> Value | None:
+    """The numbers [entries, n] of whole rows, where an index is one number along all axes behind
+    the second.
+    """
+    inner = index
+    while inner.op == "reshape":
+        inner = inner.sources[0]
+    if dim != 1 or inner.op != "expand" or inner.shape[:2] != index.shape[:2]:
+        return None
+    own = inner.sources[0]
+    sizes = (1,) * (len(inner.shape) - len(own.shape)) + own.shape
+    is_of_rows = sizes[:2] == index.shape[:2] and prod(sizes[2:]) == 1
+    return c.form.reshape(own, sizes[:2]) if is_of_rows else None
 
 
 @operator("npu::npu_scatter_nd_update")
@@ -443,6 +466,13 @@ def _(
     ]
     _, flat, count = flat_index(c, x.shape, columns)
     return written(c, x, 0, count, flat, updates)
+
+
+def _is_memory(value: Value) -> bool:
+    """Is it an input, as it is given?"""
+    while value.op == "reshape":
+        value = value.sources[0]
+    return value.op == "leaf" and not value.active
 
 
 @operator("slice_scatter")
@@ -462,6 +492,10 @@ def _(
 
 def _placed(c: Call, x: Value, src: Value, dim: int, first: int, last: int, step: int) -> Value:
     form, size = c.form, x.shape[dim]
+    if src.active and _is_memory(x) and dim < len(x.shape) - 1 and step == 1 and last > first:
+        inner = Call(form, "places", (last - first,), torch.int64)
+        counted = inner.sum([(Fraction(1), form.count(last - first))], Fraction(first))
+        return written(c, x, dim, 1, counted, src)
     src = form.expand(
         src if src.active else form.cast(src, x.dtype),
         [len(range(first, last, step)) if at == dim else n for at, n in enumerate(x.shape)],

@@ -4,7 +4,7 @@ rows that the kernel gives.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -81,12 +81,8 @@ class Staged:
     obstacles: tuple[Obstacle, ...]
 
 
-def writes_of(values: Iterable[Value]) -> list[Value]:
-    return [value for value in values if value.op == "write"]
-
-
 def placed(
-    graph: Graph, proposal: Proposal, given: Given, values: Iterable[Value], setting: Setting
+    graph: Graph, proposal: Proposal, given: Given, writes: Sequence[Value], setting: Setting
 ) -> InPlace | Staged:
     """In place where the kernel's writes are those of the graph; else every reason against it."""
     results, obstacles = proposal.results, list[Obstacle]()
@@ -95,7 +91,6 @@ def placed(
     if mode == _PACKED:
         del rows_of["kr_cache"]
     found: dict[str, Write] = {}
-    writes = writes_of(values)
     for name, rows in rows_of.items():
         write = _write_of(graph, given, writes, name, rows)
         if isinstance(write, Obstacle):

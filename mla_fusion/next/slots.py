@@ -30,7 +30,7 @@ def _trusted(index: Value, role: str) -> Roles | None:
         numbers = inner.literal.tensor.reshape(-1)
         is_apart = len(numbers.unique()) == len(numbers) and int(numbers.min()) >= 0
         return {} if is_apart else None
-    if inner.op == "sum" and inner.literal[1] == 0:
+    if inner.op == "sum" and inner.literal[1] >= 0:
         return _of_blocks(inner)
     return None
 
@@ -43,8 +43,12 @@ def _is_repeated(index: Value) -> bool:
 
 
 def _of_blocks(value: Value) -> Roles | None:
-    """``table[s // b] * b + s % b``; or places of an input in each entry of a batch."""
+    """``table[s // b] * b + s % b``; or places of an input in each entry of a batch; or counted
+    rows.
+    """
     terms = dict(zip(value.sources, value.literal[0], strict=True))
+    if len(terms) == 1 and _unmoved(value.sources[0]).op == "count":
+        return {} if value.literal[0][0] > 0 else None
     if len(terms) == 2:
         (entries, size), (places, one) = sorted(terms.items(), key=lambda term: -term[1])
         is_counted = [_unmoved(one).op in ("count", "constant") for one in (entries, places)]

@@ -27,10 +27,12 @@ from mla_fusion.targets import prolog
 _NAMES = {kind.name for kind in FORMATS}
 
 
-def in_bytes(projections: Projections, base: Proposal) -> Iterator[Proposal]:
-    """Those with a kv_cache_quant_mode."""
+def as_kept(projections: Projections, base: Proposal) -> Iterator[Proposal]:
+    """Those with a kv_cache_quant_mode, and those whose latents are kept times a number."""
+    kept = _Kept(projections, base)
     if base.arguments.get("weight_quant_mode"):
-        yield from _Kept(projections, base).proposals()
+        yield from kept.proposals()
+    yield from kept.times_a_number()
 
 
 class _Kept:
@@ -44,7 +46,7 @@ class _Kept:
         self.form, self.projections = projections.form, projections
         self.base, self._beside_gamma = self._with_gamma_alone(base)
         self.given = Given(self.form, [*base.more, *base.claims])
-        self.kind = prolog.of_rows(prolog.format_of(base.arguments["weight_quant_mode"]))
+        self.kind = prolog.of_rows(prolog.format_of(base.arguments.get("weight_quant_mode", 0)))
         self.latent = base.results.kv_rows.shape[1]
         self.rope = base.results.kr_rows.shape[1]
 
@@ -69,9 +71,7 @@ class _Kept:
 
     def proposals(self) -> Iterator[Proposal]:
         stored: dict[str, tuple[Value, Value, Value]] = {}
-        for write in self.projections.values:
-            if write.op != "write":
-                continue
+        for write in self.projections.writes:
             rows = write.sources[2]
             if rows.shape[-1] == self._packed_width and self._is_of(rows, "kv_rows"):
                 yield self._packed(rows)
@@ -83,6 +83,18 @@ class _Kept:
             yield self._of_channels(stored)
         elif "kv_rows" in stored:
             yield from self._of_tensor(*stored["kv_rows"])
+
+    def times_a_number(self) -> Iterator[Proposal]:
+        """kc_scale"""
+        form, rows = self.form, self.base.results.kv_rows
+        for write in self.projections.writes:
+            kernel = self.given.of(write.sources[2])
+            times, whole = form.split(kernel) if kernel is not None else (ONE, rows)
+            by = times.power(-1)
+            if times == ONE or by is None or _unmoved(whole) is not rows:
+                continue
+            made = self._begun(0, {"kc_scale": times})
+            yield self._ended(made, {}, {rows: form.scaled(made.results.kv_rows, by)})
 
     def _is_of(self, rows: Value, part: str) -> bool:
         known = {claim.graph for claim in self._claims(part)}
@@ -124,9 +136,7 @@ class _Kept:
 
     def _stored(self, rows: Value, part: str) -> tuple[Value, Value] | None:
         """The rows before they were quantised, and what they were multiplied with."""
-        inner = rows
-        while inner.op == "reshape":
-            inner = inner.sources[0]
+        inner = _unmoved(rows)
         if inner.op != "function" or inner.literal[0] not in _NAMES:
             return None
         for claim in self._claims(part):
@@ -261,11 +271,18 @@ class _Kept:
         results = prolog.leaves(self.form, defined, name)
         return replace(self.base, arguments=arguments, results=results, defined=defined)
 
-    def _ended(self, made: Proposal, claims: Mapping[str, list[Claim]]) -> Proposal:
-        """With the claims of the base for other parts, over the new results."""
+    def _ended(
+        self,
+        made: Proposal,
+        claims: Mapping[str, list[Claim]],
+        others: Mapping[Value, Value] | None = None,
+    ) -> Proposal:
+        """With the claims of the base for other parts, over the new results; ``others``: what old
+        results are of these, where they are not the same.
+        """
         kept = [
             [
-                Claim(one.part, one.graph, self._other(one.kernel, made))
+                Claim(one.part, one.graph, self._other(one.kernel, made, others))
                 for one in of_base
                 if one.part not in claims
             ]
@@ -274,15 +291,22 @@ class _Kept:
         own = [claim for some in claims.values() for claim in some]
         return replace(made, claims=[*own, *kept[0]], more=kept[1])
 
-    def _other(self, kernel: Value, made: Proposal) -> Value:
+    def _other(
+        self, kernel: Value, made: Proposal, others: Mapping[Value, Value] | None = None
+    ) -> Value:
         old, new = vars(self.base.results), vars(made.results)
         leaves = {old[name]: new[name] for name in old if old[name] is not None}
-        return self.form.substituted(
-            kernel, {leaf: one for leaf, one in leaves.items() if leaf.shape == one.shape}
-        )
+        alike = {leaf: one for leaf, one in leaves.items() if leaf.shape == one.shape}
+        return self.form.substituted(kernel, alike | dict(others or {}))
 
 
 def _is_gamma(value: Value) -> bool:
     while value.op in ("reshape", "expand", "cast"):
         value = value.sources[0]
     return value.op == "leaf" and value.dtype == torch.bfloat16
+
+
+def _unmoved(value: Value) -> Value:
+    while value.op == "reshape":
+        value = value.sources[0]
+    return value
