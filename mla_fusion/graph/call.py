@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -63,6 +64,7 @@ def operator(*names: str) -> Callable[[Rule], Rule]:
     return register
 
 
+@lru_cache(maxsize=4096)
 def name_of(target: Any) -> str:
     """``namespace::name``, without that of aten."""
     return str(schema_of(target).name).removeprefix("aten::")

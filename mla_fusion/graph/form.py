@@ -127,6 +127,7 @@ class Form:
         self._kinds: dict[object, int] = {}
         self._made = made
         self._bare: dict[tuple[Value, bool], Value] = {}
+        self._split: dict[Value, tuple[Number, Value]] = {}
 
     def make(
         self,
@@ -199,12 +200,12 @@ class Form:
         self, terms: Iterable[Term], constant: Exponent = 0, dtype: torch.dtype = REAL
     ) -> Value:
         """The sum of coefficients times Values, and of a number."""
-        terms, constant = list(terms), Fraction(constant)
+        terms, constant = list(terms), _fraction(constant)
         shape = broadcast(value.shape for _, value in terms)
         found: dict[Value, Fraction] = {}
         for coefficient, value in terms:
             factor, rest = self.split(value)
-            if not factor.roots:
+            if rest is not value and not factor.roots:
                 coefficient, value = coefficient * factor.ratio, rest
             inner = value.sources[0] if value.op == "expand" else value
             if inner.is_number and not inner.literal[1].roots:
@@ -213,9 +214,9 @@ class Form:
                 coefficients, offset = value.literal
                 constant += coefficient * offset
                 for one, source in zip(coefficients, value.sources, strict=True):
-                    found[source] = found.get(source, Fraction(0)) + coefficient * one
+                    _add(found, source, coefficient * one)
             else:
-                found[value] = found.get(value, Fraction(0)) + coefficient
+                _add(found, value, coefficient)
         items = sorted(((v, c) for v, c in found.items() if c), key=lambda item: item[0].serial)
         if not items:
             return self.filled(constant, shape, dtype)
@@ -238,7 +239,7 @@ class Form:
         factors = list(factors)
         shape = broadcast(value.shape for value, _ in factors)
         found: dict[Value, Fraction] = {}
-        stack = [(value, Fraction(exponent)) for value, exponent in reversed(factors)]
+        stack = [(value, _fraction(exponent)) for value, exponent in reversed(factors)]
         while stack:
             value, exponent = stack.pop()
             while value.op == "expand":  # factors are broadcast
@@ -266,7 +267,7 @@ class Form:
                 power = Number(lead).power(exponent) if lead != 1 else None
                 if power is not None:
                     times, value = times * power, self.total([(1 / lead, value)])
-            found[value] = found.get(value, Fraction(0)) + exponent
+            _add(found, value, exponent)
         if not times.ratio:
             return self.filled(0, shape, dtype)
         items = sorted(((v, e) for v, e in found.items() if e), key=lambda item: item[0].serial)
@@ -294,6 +295,14 @@ class Form:
 
     def split(self, value: Value) -> tuple[Number, Value]:
         """The number in front, and the rest."""
+        if value.op not in ("product", "expand"):
+            return ONE, value
+        found = self._split.get(value)
+        if found is None:
+            found = self._split[value] = self._parts(value)
+        return found
+
+    def _parts(self, value: Value) -> tuple[Number, Value]:
         if value.op == "product" and value.sources and value.literal[1] != ONE:
             exponents, times = value.literal
             pairs = zip(value.sources, exponents, strict=True)
@@ -779,8 +788,20 @@ class Form:
         return others[value]
 
 
+def _fraction(of: Exponent) -> Fraction:
+    return of if type(of) is Fraction else Fraction(of)
+
+
+def _add(found: dict[Value, Fraction], value: Value, number: Fraction) -> None:
+    before = found.get(value)
+    found[value] = number if before is None else before + number
+
+
 def broadcast(shapes: Iterable[Sequence[int]]) -> Shape:
     """Numpy's rule. Raises ValueError for sizes that differ."""
+    shapes = list(shapes)
+    if all(shape == shapes[0] for shape in shapes[1:]):
+        return tuple(shapes[0]) if shapes else ()
     found: list[int] = []
     for shape in shapes:
         if len(shape) > len(found):

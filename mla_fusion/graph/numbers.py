@@ -25,6 +25,10 @@ class Number:
     roots: tuple[tuple[int, Fraction], ...] = ()
 
     def __mul__(self, other: Number) -> Number:
+        if other is ONE:
+            return self
+        if self is ONE:
+            return other
         if not (self.roots or other.roots):
             return Number(self.ratio * other.ratio)
         ratio, roots = self.ratio * other.ratio, dict[int, Fraction]()
@@ -38,6 +42,8 @@ class Number:
 
     def power(self, exponent: Exponent) -> Number | None:
         """None for 0 to a power below 0, and for a root of what is below 0."""
+        if exponent == 1 or self is ONE:
+            return self
         if self.ratio == 0:
             return self if exponent > 0 else None
         exponent = Fraction(exponent)

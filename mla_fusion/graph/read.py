@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import operator as python
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -414,22 +415,38 @@ class Graph:
         return call.opaque(literals, values)
 
 
+_UNUSED = ("device", "pin_memory", "layout", "memory_format", "out", "generator")
+
+
 def bound(target: Any, args: Sequence[Any], options: dict[str, Any]) -> dict[str, Any]:
     """Arguments by the names of the schema; ``self`` is ``x``."""
     found: dict[str, Any] = {}
-    for place, argument in enumerate(schema_of(target).arguments):
-        name = "x" if argument.name == "self" else argument.name
+    for place, (name, option, default) in enumerate(_arguments(target)):
+        if name in _UNUSED:
+            continue
         if place < len(args):
             found[name] = args[place]
-        elif argument.name in options:
-            found[name] = options[argument.name]
-        elif argument.has_default_value() and argument.default_value is not None:
-            found[name] = argument.default_value
-    for unused in ("device", "pin_memory", "layout", "memory_format", "out", "generator"):
-        found.pop(unused, None)
+        elif option in options:
+            found[name] = options[option]
+        elif default is not None:
+            found[name] = default
     return found
 
 
+@lru_cache(maxsize=4096)
+def _arguments(target: Any) -> list[tuple[str, str, Any]]:
+    """Names of arguments, those of the schema, and defaults."""
+    return [
+        (
+            "x" if argument.name == "self" else argument.name,
+            argument.name,
+            argument.default_value if argument.has_default_value() else None,
+        )
+        for argument in schema_of(target).arguments
+    ]
+
+
+@lru_cache(maxsize=4096)
 def is_in_place(target: Any) -> bool:
     """Does it write into its first argument, and return it? (``__and__`` does not.)"""
     schema = schema_of(target)
