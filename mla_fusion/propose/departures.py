@@ -370,12 +370,14 @@ class _Departures:
         """How much of a prologue the products of two sites are part of."""
         dots, own = {*self._with_products(down.dots)}, {one.dot for one in up.products}
         ups = [one for one, (layers, _) in self.latents.items() if not dots.isdisjoint(layers)]
-        normed = [one for one in ups if _has_root(self.latents[one][1])]
+        normed = [one for one in ups if _is_latent(self.latents[one][1])]
         has_heads = any(not own.isdisjoint(layers) for _, layers, _ in self.heads)
-        has_latents, is_turned = up in normed, any(map(_is_turned, ups))
-        count = has_heads + has_latents + is_turned + _is_turned(down) + self._is_kept(down.dots)
-        count += len(normed) > 1
-        return 0.5 + 0.08 * count if has_heads + has_latents + is_turned and count > 1 else 0
+        is_turned, has_latents = any(map(_is_turned, ups)), up in normed
+        count = has_heads + is_turned + _is_turned(down) + (len(normed) > 1)
+        if not count or not (has_heads or has_latents or is_turned):
+            return 0
+        count += has_latents + self._is_kept(down.dots)
+        return 0.5 + 0.08 * count if count > 1 else 0
 
     def _latent(self, departure: Departure, down: Site, up: Site) -> Reason | None:
         """In place of a norm of the query's latents, or of the key's."""
@@ -470,7 +472,10 @@ class _Departures:
         for one in steps:
             size = prod(one.shape) // max(site.tokens, 1)
             is_wide = one.shape[-1:] != (1,) and size > 1 and width in (None, size)
-            if is_wide and _has_root([one]) and (odd is None or one.serial < odd.step.serial):
+            is_first = odd is None or one.serial < odd.step.serial
+            read = (site.readings.get(source) for source in one.sources)
+            is_behind = any(each is not None and each.kind == "turned" for each in read)
+            if is_wide and _has_root([one]) and is_first and not is_behind:
                 return Reason("rope.normed_key", "%s is normed", (one,))
         return odd if odd is not None and odd.code else None
 
@@ -664,6 +669,11 @@ def _pairs(site: Site) -> list[tuple[Value, Pairs]]:
 
 def _is_turned(site: Site) -> bool:
     return any(one.kind == "turned" for one in site.readings.values())
+
+
+def _is_latent(steps: Sequence[Value]) -> bool:
+    """Is there a norm, and no attention?"""
+    return _has_root(steps) and all(one.op != "dot" for one in steps)
 
 
 def _has_root(steps: Iterable[Value]) -> bool:
