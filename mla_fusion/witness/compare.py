@@ -245,8 +245,10 @@ class _Witness:
                 if kind in WIDE:
                     continue
                 raise Refuse("verify.mismatch", str(error), (error.node,)) from error
+            is_first = kind not in WIDE and not self._rounds and not self._figures
+            exact = self._in_float64(drawn, old) if is_first else None
             for pair in pairs:
-                self._judge(pair, kind, drawn, before, after)
+                self._judge(pair, kind, drawn, before, after, exact)
             self._count += 1
         if count == self._count:
             raise failed[0]
@@ -259,9 +261,19 @@ class _Witness:
         except Unrunnable:
             return None
 
-    def _judge(self, pair: Pair, kind: str, drawn: Values, before: Values, after: Values) -> None:
+    def _judge(
+        self,
+        pair: Pair,
+        kind: str,
+        drawn: Values,
+        before: Values,
+        after: Values,
+        exact: Values | None,
+    ) -> None:
         """Take the figure of one draw. Raises ``Refuse`` where a value, or one row of it, is out of
         tolerance.
+
+        exact  the values of ``before`` in float64, where they are known
         """
         want, got = pair.numbers(before), pair.numbers(after, before)
         of_all, of_row = self._limit, OF_A_ROW * self._limit
@@ -288,7 +300,9 @@ class _Witness:
         figure = Figure(pair.part, whole, largest, want.numel(), row)
         known = self._figures.get(pair)
         # of the first draw, where nothing is quantised
-        found = None if known or self._rounds else self._in_float64(drawn, pair.nodes[0])
+        found = None
+        if known is None and not self._rounds:
+            found = exact or self._in_float64(drawn, pair.nodes[0])
         if found is not None:
             of_new, of_old = (_squares(pair.numbers(found), v, self._lead) for v in (got, want))
             figure = replace(figure, float64=(_relative(*of_new), _relative(*of_old)))

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_aggregate, map_arg
 
+from mla_fusion.compat import OpOverload, schema_of
 from mla_fusion.fx.kinds import attribute, is_float
 from mla_fusion.fx.sizes import Binding, is_size, is_symbolic
 from mla_fusion.operators.known import value_of
@@ -74,6 +75,7 @@ class Side:
         of = {node: stands_for.get(node) or named.get(node.target) for node in found}
         self.leaves = {node: leaf for node, leaf in of.items() if leaf is not None}
         self._held = {node: attribute(node) for node, leaf in of.items() if leaf is None}
+        self._writes = any(map(_may_write, self.nodes))
 
     def run(
         self,
@@ -93,8 +95,9 @@ class Side:
         for node, leaf in self.leaves.items():
             env[node] = value = drawn[leaf]
             if isinstance(value, Tensor):
-                # a cache may have another shape in the rewritten graph, and nodes may write it
-                env[node] = _reshape(value, binding.shape_of(node)).clone()
+                # a cache may have another shape in the rewritten graph
+                value = _reshape(value, binding.shape_of(node))
+                env[node] = value.clone() if self._writes else value
         env = {node: _placed(value, wide) for node, value in env.items()}
         env |= others or {}
 
@@ -120,6 +123,15 @@ class Side:
                     raise Unrunnable(node, error) from error
                 env[node] = _as_recorded(node, result, wide)
         return env
+
+
+def _may_write(node: Node) -> bool:
+    """Does it write into what it reads? npu operators do so though their schemas do not say it."""
+    if not isinstance(node.target, OpOverload):
+        return False
+    schema = schema_of(node.target)
+    is_pure = node.target.namespace == "aten" or schema.name.endswith("_functional")
+    return bool(schema.is_mutable) or not is_pure
 
 
 def _as_recorded(node: Node, result: Any, wide: bool) -> Any:
