@@ -310,7 +310,7 @@ def weight_uk(b: Builder, plan: QueryPlan) -> Any:
     device = plan.device
     return b.once(
         ("identity", shape),
-        lambda b: b.packed("weight_uk", lambda b: _identity(b, shape, device), []),
+        lambda b: b.packed("weight_uk", lambda b: identity(b, shape, device), []),
     )
 
 
@@ -330,7 +330,7 @@ def _heads(b: Builder, absorb: AbsorbFact) -> Any:
     return b.reshape(weight, (absorb.heads, absorb.nope_dim, absorb.latent_dim))
 
 
-def _identity(b: Builder, shape: tuple[int, int, int], device: torch.device) -> Any:
+def identity(b: Builder, shape: tuple[int, int, int], device: torch.device) -> Any:
     """[I | 0] for every head: the product with it is q_nope itself, then zeros."""
     rows, columns = (b.call(aten.arange.default, size, device=device) for size in shape[1:])
     # torchair has no converter for eye

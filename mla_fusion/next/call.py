@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from mla_fusion.emit.pack import dense
+from mla_fusion.emit.pack import dense, identity
 from mla_fusion.emit.rows import buffer, nothing
 from mla_fusion.fx.build import Builder
 from mla_fusion.fx.held import Exact
@@ -42,6 +42,9 @@ def called(b: Builder, lower: Lowering, plan: Plan) -> dict[Value, Any]:
     for name in _WEIGHTS:
         has_bytes = name != "weight_uk" and mode and (full or name == "weight_uq_qr")
         nz = name != "weight_uk"
+        if not nz and plan.proposal.instead is not None:
+            weights.append(_identity(b, plan))
+            continue
         weights.append(_packed(b, plan, name, None if has_bytes else bfloat16, nz))
     gammas = [_gamma(b, plan, name) for name in _GAMMAS]
     sin, cos = (lower.of(a[name], bfloat16) for name in ("rope_sin", "rope_cos"))
@@ -107,6 +110,17 @@ def _packed(b: Builder, plan: Plan, name: str, dtype: torch.dtype | None, nz: bo
         return dense(b, _scale(b, made, not is_row), False)
 
     return b.packed(name, recipe, leaves)
+
+
+def _identity(b: Builder, plan: Plan) -> Any:
+    """[I | 0] for every head: layers share it."""
+    shape = tuple(map(int, plan.proposal.arguments["weight_uk"].shape))
+    device = plan.products[0].meta["val"].device
+
+    def recipe(b: Builder) -> Any:
+        return b.packed("weight_uk", lambda b: identity(b, shape, device), [])
+
+    return b.once(("identity", shape), recipe)
 
 
 def _gamma(b: Builder, plan: Plan, name: str) -> Any:

@@ -59,7 +59,7 @@ class Pass:
     def plan(self) -> None:
         """What can be fused; what became of each prologue goes to the report."""
         departures = list[Departure]()
-        for proposal in proposals(self._projections):
+        for proposal in proposals(self._projections, "identity" in self.config.targets):
             self._clock.stop("match")
             try:
                 if isinstance(proposal, Departure):

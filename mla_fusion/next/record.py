@@ -74,6 +74,7 @@ class Record:
                 proof=(*self._proof(plan), outcome.compared if outcome is not None else verified),
                 target=plan.target,
                 operator=TARGET.called,
+                instead_of=self._instead(plan),
             )
         )
 
@@ -107,6 +108,13 @@ class Record:
                 score=reason.score,
             )
         )
+
+    def _instead(self, plan: Plan) -> str:
+        """Why the target above it did not take the prologue."""
+        why = plan.proposal.instead
+        if why is None:
+            return ""
+        return f"[{why.code}] {CODES[why.code][0]} ({self._named(why.detail)})"
 
     def _placement(self, plan: Plan) -> str:
         if isinstance(plan.caches, Staged):
@@ -195,7 +203,8 @@ _ROTATED = ("query_rope", "k_pe")
 
 def _saved(plan: Plan, leaves: Sequence[Leftover], config: Config) -> float | None:
     tokens = 1 if has_symbols([plan.tokens]) else plan.proposal.x.shape[0]
-    return seconds(tokens, plan.dims, plan.modes, leaves, config.machine)
+    is_identity = plan.proposal.instead is not None
+    return seconds(tokens, plan.dims, plan.modes, leaves, config.machine, is_identity)
 
 
 def _copied_by_ge(plan: Plan) -> Iterator[str]:

@@ -32,7 +32,7 @@ from mla_fusion.propose.rotations import Pairs, pairs, tables, unrotated
 from mla_fusion.propose.sites import Projections, Site, of_rows, rows_of
 from mla_fusion.targets import prolog
 
-ROPE = 64  # of the operator
+ROPE, LATENT = 64, 512  # of the operator
 
 
 @dataclass
@@ -46,6 +46,7 @@ class Proposal:
     more       further ones, of which each may hold or not
     products   Values that the call computes inside
     rotation   the order of elements before and behind it; None where nothing is rotated
+    instead    why it is not the call of a whole prologue: W_uk is [I | 0]
     """
 
     x: Value
@@ -56,6 +57,7 @@ class Proposal:
     more: list[Claim]
     products: list[Value]
     rotation: tuple[str, str] | None
+    instead: Departure | None = None
 
     @property
     def given(self) -> dict[Value, Layout]:
@@ -104,11 +106,17 @@ class Proposal:
             [Claim(one.part, new(one.graph), new(one.kernel)) for one in self.more],
             [new(value) for value in self.products],
             self.rotation,
+            self.instead,
         )
 
 
-def proposals(projections: Projections) -> Iterator[Proposal | Departure]:
-    """One for each pair of sites of which the second is computed from the first."""
+def proposals(
+    projections: Projections, by_identity: bool = False
+) -> Iterator[Proposal | Departure]:
+    """One for each pair of sites of which the second is computed from the first.
+
+    by_identity  a query that is not multiplied with W_uk is, by the identity
+    """
     known: dict[object, tuple[list[Value], Proposal | Departure]] = {}
     for down in projections.sites.values():
         for up in down.ahead:
@@ -119,17 +127,22 @@ def proposals(projections: Projections) -> Iterator[Proposal | Departure]:
                 with suppress(LookupError):
                     found = _renamed(projections.form, *known[key], values, _name(down, up))
             if found is None:
-                found = _found(projections, down, up)
+                found = _found(projections, down, up, by_identity)
                 known[key] = values, found
             if isinstance(found, Departure):
                 found.site, found.score = (*down.dots, *up.dots), 0.75
             yield found
 
 
-def _found(projections: Projections, down: Site, up: Site) -> Proposal | Departure:
+def _found(
+    projections: Projections, down: Site, up: Site, by_identity: bool
+) -> Proposal | Departure:
     try:
         return _Joined(projections, down, up).proposal()
     except Departure as departure:
+        if departure.code == "absorb.absent" and by_identity:
+            with suppress(Departure):
+                return _Joined(projections, down, up, departure).proposal()
         return departure
 
 
@@ -196,9 +209,12 @@ def _used(site: Site, columns: set[int]) -> Iterator[Value]:
 
 
 class _Joined:
-    def __init__(self, projections: Projections, down: Site, up: Site) -> None:
+    def __init__(
+        self, projections: Projections, down: Site, up: Site, instead: Departure | None = None
+    ) -> None:
+        """``instead``: why W_uk is the identity."""
         self.form: Form = projections.form
-        self.projections, self.down, self.up = projections, down, up
+        self.projections, self.down, self.up, self.instead = projections, down, up, instead
         self._step: Value | None = None  # of quantised latents
 
     def proposal(self) -> Proposal:
@@ -207,7 +223,7 @@ class _Joined:
         if kind is not None:
             latents, smooth = self._before_quantisation()
         of_query = solved(down, latents, "the query's latents")
-        absorbed = list(self._absorbed())
+        absorbed = list(self._absorbed() if self.instead is None else self._not_absorbed())
         if not absorbed:
             detail = "no part of the query is multiplied with W_uk"
             raise Departure("absorb.absent", detail, up.dots)
@@ -262,7 +278,8 @@ class _Joined:
             *_used(down, {*of_query.columns.tolist(), *of_caches}),
         ]
         rotation = query.pairs.layouts if self._is_turned(down, key.value) else None
-        return Proposal(down.rows, arguments, results, defined, claims, more, products, rotation)
+        parts = results, defined, claims, more, products, rotation, self.instead
+        return Proposal(down.rows, arguments, *parts)
 
     def _before_quantisation(self) -> tuple[Value, Value | None]:
         """c_q before it was quantised, and what smooths it."""
@@ -365,6 +382,38 @@ class _Joined:
                 if len(reading.columns) == weight.shape[0] * nope:
                     columns = reading.columns.reshape(weight.shape[0], nope)
                     yield _Absorbed(user, weight, columns, self._factor(self.up, value))
+
+    def _not_absorbed(self) -> Iterator[_Absorbed]:
+        """Values of the columns that are not rotated, as products with [I | 0]."""
+        form, readings = self.form, self.up.readings
+        turned = set[int]()
+        for _, found in self._turned(self.up):
+            turned |= {*found.columns.flatten().tolist()}
+        if not turned:
+            turned = self._last_columns()
+        nope = [column for column in range(self.up.columns) if column not in turned]
+        heads, rest = divmod(len(turned), ROPE)
+        if rest or not heads or len(nope) % heads or not nope:
+            return
+        width = len(nope) // heads
+        eye = torch.eye(width, LATENT, dtype=torch.bfloat16)
+        weight = form.expand(form.constant(eye), (heads, width, LATENT))
+        for value, reading in readings.items():
+            columns = reading.columns.tolist()
+            if reading.kind == "moved" and sorted(columns) == nope:
+                wanted = torch.tensor(nope).reshape(heads, width)
+                factor = self._factor(self.up, value)
+                yield _Absorbed(value, weight, wanted, factor)
+                return
+
+    def _last_columns(self) -> set[int]:
+        """Of heads as wide as what is rotated, of which nothing is."""
+        for value, reading in reversed(self.up.readings.items()):
+            columns = {*reading.columns.tolist()}
+            is_some = reading.kind == "moved" and len(columns) < self.up.columns
+            if is_some and value.shape[-1] == ROPE and self._are_read_as_they_are(self.up, columns):
+                return columns
+        return set()
 
     def _factor(self, site: Site, value: Value) -> Value | None:
         """What the columns of a moved Value are multiplied with [T, 1]; None for 1."""
@@ -515,6 +564,9 @@ class _Joined:
         of_key: Norm,
     ) -> Iterator[Claim]:
         form, at = self.form, 0
+        if self.instead is not None:
+            yield from self._as_it_is(results, *absorbed)
+            absorbed = ()
         for one in absorbed:
             heads = one.weight.shape[0]
             part = form.slice(results.query, 1, at, at + heads)
@@ -527,6 +579,19 @@ class _Joined:
         yield Claim("query_norm", latents, form.reshape(results.query_norm, latents.shape))
         layout = self.down.layouts[of_key.value]
         yield Claim("kv_rows", of_key.value, of_rows(form, results.kv_rows, of_key.value, layout))
+
+    def _as_it_is(self, results: prolog.Results, one: _Absorbed) -> Iterator[Claim]:
+        """The first columns of the query, wherever they are all held."""
+        form, width = self.form, one.columns.shape[1]
+        rows = form.reshape(form.slice(results.query, -1, 0, width), (self.up.tokens, -1))
+        places = {column: at for at, column in enumerate(one.columns.flatten().tolist())}
+        for value, reading in self.up.readings.items():
+            columns = reading.columns.tolist()
+            if reading.kind == "moved" and sorted(columns) == sorted(places):
+                taken = form.take(rows, 1, [places[column] for column in columns])
+                taken = self._times(taken, self._factor(self.up, value))
+                layout = self.up.layouts[value]
+                yield Claim("query", value, of_rows(form, taken, value, layout))
 
     def _turned_rows(self, part: str, site: Site, one: _Rotated, rows: Value) -> Claim:
         form = self.form
