@@ -71,7 +71,7 @@ def reported(
         if taken.isdisjoint(one.site) and not is_told:
             taken |= {*one.site}
             kept.append(one)
-    return [one for one in every if any(one is other for other in kept)]
+    return sorted(kept, key=lambda one: min(map(_serial, one.site), default=0))
 
 
 def _is_layer(value: Value) -> bool:
@@ -218,21 +218,19 @@ class _Departures:
 
     def below(self, starts: Iterable[Value]) -> list[Value]:
         """The steps behind layers, up to the next layers, writes and attention."""
-        seen, steps, pushed = set(starts), list[Value](), set(starts)
-        first = min((one.serial for one in seen), default=0)
-        heap = [(one.serial, one) for one in _ordered(seen)]
+        layers, steps = set(starts), list[Value]()
+        seen, pushed = set(layers), set(layers)
+        heap = [(one.serial, one) for one in _ordered(layers)]
         while heap and len(steps) < _FAR:
             _, one = heappop(heap)
             if one not in seen:
-                read = (source for source in one.sources if source.active and source not in seen)
-                # activations among the scales of a product are older
-                others = any(one.op != "product" or source.serial > first for source in read)
+                is_apart = self._is_apart(one, seen, layers)
                 if one.op == "write" or _is_layer(one) or "attention" in str(one.literal):
                     continue
-                if others and one.op in ("dot", "opaque"):
+                if is_apart and one.op in ("dot", "opaque"):
                     continue
                 steps.append(one)
-                if others:
+                if is_apart:
                     continue
                 seen.add(one)
             for user in self.users.get(one, ()):
@@ -240,6 +238,18 @@ class _Departures:
                     pushed.add(user)
                     heappush(heap, (user.serial, user))
         return steps
+
+    def _is_apart(self, value: Value, seen: set[Value], layers: set[Value]) -> bool:
+        """Is it made of other layers' activations too? Those among the scales of a product are
+        older; an adapter reads what the layers read, or make.
+        """
+        others = (source for source in value.sources if source.active and source not in seen)
+        if value.op == "product":
+            return any(one.serial > min(map(_serial, layers)) for one in others)
+        if value.op != "sum":
+            return any(others)
+        above = (layer for one in others for layer in self._reached(one)[0])
+        return not all(one in layers or self._reached(_rows(one))[0] <= layers for one in above)
 
     def _is_kept(self, layers: Sequence[Value]) -> bool:
         """Is something that they make written into what comes in, or joined to it?"""
@@ -256,7 +266,7 @@ class _Departures:
         while inner is not None:
             rows, parts = inner, of_blocks(self.form, inner)
             inner = unquantised(self.form, rows) if rows.active else None
-            is_moved = rows.op in ("cast", "reshape") or _is_quantised(rows)
+            is_moved = rows.op in ("cast", "reshape", "slice") or _is_quantised(rows)
             if inner is None and (parts is not None or is_moved):
                 inner = parts[0] if parts is not None else _rows(rows)
         return rows
@@ -369,6 +379,8 @@ class _Departures:
     def _likeness(self, down: Site, up: Site) -> float:
         """How much of a prologue the products of two sites are part of."""
         dots, own = {*self._with_products(down.dots)}, {one.dot for one in up.products}
+        if any(map(self._is_residual, self.latents[up][1])):
+            return 0
         ups = [one for one, (layers, _) in self.latents.items() if not dots.isdisjoint(layers)]
         normed = [one for one in ups if _is_latent(self.latents[one][1])]
         has_heads = any(not own.isdisjoint(layers) for _, layers, _ in self.heads)
@@ -569,29 +581,36 @@ class _Departures:
         up, (heads, _, nope) = ups[0], _rows(head).shape
         if heads * nope > sum(one.shape[-1] for one in ups):
             return
-        downs, between = self.above(_rows(up))
-        layers = [*self.layers.get(self._origin(_rows(up)), ())]
-        beside = [one for one in layers if one not in ups]
-        if self._is_kept(beside):
+        layers = self.layers.get(self._origin(_rows(up)), [])
+        if self._is_kept(layers) and _has_root(self.below(layers)):
             text = "%s, which %s multiplies head by head, projects %s"
             odd: Reason | None = Reason("q_lora.absent", text, (up, head, _rows(up)))
         else:
+            downs, between = self.above(_rows(up))
             layers = self.layers.get(self._origin(_rows(downs[0])), []) if downs else []
-            beside = [one for one in layers if one not in downs]
-            has_norm = _has_root(between)
-            if not (self._is_kept(beside) or has_norm):
+            if not self._is_kept(layers) or any(map(self._is_residual, between)):
                 return
             odd = self._of_bytes((*downs, up))
-            if odd is None and not (has_norm and self.odd(downs, between) is None):
+            if odd is None and (self.odd(downs, between) or not _has_root(between)):
                 odd = self._between(downs, between, up, None)
             odd = odd or self.odd(ups, steps)
             own = next((one for one in downs if not _is_flat(one)), None)
             if odd is None and own is not None:
                 text = "%s multiplies by %s, which is not one weight for all tokens"
                 odd = Reason("linear.hidden", text, (own, own.sources[1]))
-        site = [*ups, *downs, *beside]
+            layers = [*downs, *layers]
+        site = [*ups, *layers]
         if odd is not None and seen.isdisjoint(site):
             yield self._made(odd, "absorb.absent", site, 0.5)
+
+    def _is_residual(self, value: Value) -> bool:
+        """Is it a sum with what no layer makes?"""
+        wide = (one for one in value.sources if prod(one.shape) == prod(value.shape))
+        return (
+            value.op == "sum"
+            and value.shape[-1] > 1
+            and any(not one.model and not self._reached(one)[0] for one in wide)
+        )
 
 
 _ASKED: dict[str, Callable[[_Departures, Departure, Site, Site], Reason | None]] = {
