@@ -124,7 +124,7 @@ class Form:
 
     def __init__(self, made: Callable[[Value], None] = lambda value: None) -> None:
         self._known: dict[object, Value] = {}
-        self._kinds: dict[object, int] = {}
+        self._operations: dict[object, int] = {}
         self._made = made
         self._bare: dict[tuple[Value, bool], Value] = {}
         self._split: dict[Value, tuple[Number, Value]] = {}
@@ -140,7 +140,8 @@ class Form:
         model: bool | None = None,
     ) -> Value:
         shape = tuple(shape)
-        key = op, literal, shape, dtype, *[source.serial for source in sources]
+        operation = self._number_of(op, literal, shape, dtype)
+        key = operation, *[source.serial for source in sources]
         found = self._known.get(key)
         if found is None:
             found = self._known[key] = Value()
@@ -151,14 +152,17 @@ class Form:
             found.weight = found.model and (is_leaf or any(one.weight for one in sources))
             is_product = op == "dot" and sources[1].weight and not sources[0].model
             found.active = is_product or any(source.active for source in sources)
-            found.kind = self._kind_of(found)
+            if is_leaf:
+                operation = self._number_of(op, None, shape, dtype)
+            found.kind = 4 * operation + 2 * found.model + found.active
             self._made(found)
         return found
 
-    def _kind_of(self, value: Value) -> int:
-        literal = None if value.op == "leaf" else value.literal
-        key = value.op, literal, value.shape, value.dtype, value.model, value.active
-        return self._kinds.setdefault(key, len(self._kinds))
+    def _number_of(self, *operation: object) -> int:
+        found = self._operations.get(operation)
+        if found is None:
+            found = self._operations[operation] = len(self._operations)
+        return found
 
     # -- where Values begin
 
@@ -168,8 +172,8 @@ class Form:
     def activation(self, name: str, shape: Sequence[int]) -> Value:
         """A leaf that stands for a product."""
         found = self.make("leaf", (), name, shape, REAL, model=False)
-        found.active = True
-        found.kind = self._kind_of(found)
+        if not found.active:
+            found.active, found.kind = True, found.kind + 1
         return found
 
     def number(self, of: Number | Exponent, dtype: torch.dtype = REAL) -> Value:
@@ -279,7 +283,9 @@ class Form:
         return self.expand(self.make("product", values, literal, own, dtype), shape)
 
     def scaled(self, value: Value, times: Number) -> Value:
-        return value if times == ONE else self.product([(value, 1)], times, value.dtype)
+        if times is ONE or times == ONE:
+            return value
+        return self.product([(value, 1)], times, value.dtype)
 
     def negated(self, value: Value) -> Value:
         return self.scaled(value, MINUS_ONE)
@@ -851,7 +857,7 @@ def numbered(
     """The structure of Values of one Form, equal for what differs in the names of leaves alone; and
     all that they are made of: of two equal structures, the n-th of one is the n-th of the other.
 
-    known  stand for themselves, whatever they are made of
+    known  stand for themselves, whatever they are made of, and floats whatever their dtype
     since  the serial number of a Value: so do activations that were made before it
     """
     numbers: dict[Value, int] = {}
@@ -860,7 +866,8 @@ def numbered(
     for value in known:
         if value not in numbers:
             numbers[value] = len(numbers)
-            parts.append((value.shape, value.dtype, value.model, value.active))
+            is_wide = value.is_float and value.dtype.itemsize > 1
+            parts.append((value.shape, value.model, None if is_wide else value.dtype))
     wanted = list(values)
     stack = wanted[::-1]
     while stack:

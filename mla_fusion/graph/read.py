@@ -132,7 +132,7 @@ class Graph:
     def _read(self, node: Node) -> None:
         found = self._reading(node)
         self.readings[node] = found
-        for value in values_of(found):
+        for value in (found,) if isinstance(found, Value) else values_of(found):
             self.nodes.setdefault(value, []).append(node)
 
     def _reading(self, node: Node) -> Reading:
@@ -288,8 +288,7 @@ class Graph:
 
     def run(self, call: Call, target: Any, given: dict[str, Any]) -> Reading:
         """What the rule makes of it, or its decomposition; None: it is opaque."""
-        values = list(values_of(list(given.values())))
-        pairs = any(isinstance(one, Pair) for one in _flat(list(given.values())))
+        pairs = any(map(_has_pair, given.values()))
         if pairs and call.name in arithmetic.OF_PARTS:
             part = _of_parts(call)
             if part is None:
@@ -312,6 +311,7 @@ class Graph:
             except _FAILS as error:
                 self._find_alike(error)
         is_random = torch.Tag.nondeterministic_seeded in target.tags
+        values = values_of(list(given.values()))
         if not is_random and not pairs and any(value.active for value in values):
             opened = decompose.traced(target, given)
             return None if opened is None else self._opened(*opened)
@@ -342,6 +342,8 @@ class Graph:
 
     def _folded(self, target: Any, args: Any, options: Any, held: Any) -> Reading:
         """Of literals alone, what torch computes."""
+        if any(isinstance(one, Value) and not _is_literal(one) for one in args):
+            return None
         given = list(_flat([args, list(options.values())]))
         values = [one for one in given if isinstance(one, (Value, Pair))]
         if any(not _is_literal(one) for one in values if isinstance(one, Value)):
@@ -482,6 +484,12 @@ def _flat(given: Any) -> Iterator[Any]:
             yield from _flat(one)
     else:
         yield given
+
+
+def _has_pair(given: Any) -> bool:
+    if isinstance(given, list):
+        return any(map(_has_pair, given))
+    return isinstance(given, Pair)
 
 
 def _part(given: Any, side: str) -> Any:

@@ -19,6 +19,7 @@ from mla_fusion.next.caches import InPlace, Obstacle, Setting, Staged, Write, pl
 from mla_fusion.next.outputs import has_effect, is_size, unmoved
 from mla_fusion.next.plan import Plan
 from mla_fusion.next.region import region_of
+from mla_fusion.next.structure import Structures
 from mla_fusion.observe import leftovers
 from mla_fusion.plan.planner import SLOTS_ASSUMED, UNCHECKED
 from mla_fusion.propose.given import Given
@@ -40,6 +41,8 @@ class Planner:
     ) -> None:
         self.graph, self.projections, self.config = graph, projections, config
         self.boundary = boundary
+        self._structures = Structures(graph)
+        self._taken: dict[object, tuple[str, ...]] = {}  # what is assumed of sizes, by structure
         self._proofs: dict[object, tuple[list[Value], tuple[list[int], int] | Departure]] = {}
 
     @cached_property
@@ -52,7 +55,8 @@ class Planner:
 
     def plan(self, proposal: Proposal) -> Plan:
         """Raises Departure."""
-        if "v3" not in self.config.targets:
+        target = _target(proposal)
+        if target not in self.config.targets:
             detail = f"Config.targets is {self.config.targets}"
             raise Departure("target.unlisted", detail, proposal.products)
         for other in as_kept(self.projections, proposal):
@@ -67,9 +71,21 @@ class Planner:
     def _planned(self, proposal: Proposal) -> Plan:
         held, compared = self._proved(proposal)
         plan = self._placed(proposal, held, compared)
-        computed = leftovers.computed(plan.replaced, contract.inputs(plan))
-        policy.judge(self.graph, proposal, sorted({*plan.region, *computed}))
-        return self._accepted(plan, held)
+        plan.structure = self._structures.of(plan)
+        key = plan.structure, proposal.arguments["token_x"].active
+        sizes = self._taken.get(key)
+        if sizes is None:
+            computed = leftovers.computed(plan.replaced, contract.inputs(plan))
+            policy.judge(self.graph, proposal, sorted({*plan.region, *computed}))
+            asked = plan
+            plan, sizes = self._accepted(asked, held)
+            if plan is asked:
+                self._taken[key] = sizes
+            else:
+                plan.structure = self._structures.of(plan)
+        slots = _of_slots(plan, self.config, self.boundary)
+        narrowed = policy.narrowed(self.graph, plan.proposal)
+        return replace(plan, assumptions=(*slots, *narrowed, *sizes))
 
     def _proved(self, proposal: Proposal) -> tuple[list[Claim], int]:
         """The claims that hold, and how many elements were compared. Proved once for each
@@ -110,7 +126,8 @@ class Planner:
         else:
             given = Given(graph.form, held)
             setting = Setting(self.boundary, config.machine)
-            caches = placed(graph, proposal, given, self.projections.writes, setting)
+            writes = self.projections.sites[proposal.x].writes
+            caches = placed(graph, proposal, given, writes, setting)
         plan = self._with(proposal, held, caches, compared)
         late = self._old_rows_read(plan)
         return self._staged(plan, held, late) if late is not None else self._allowed(plan)
@@ -127,7 +144,7 @@ class Planner:
         if not replaced:
             detail = f"{len(region)} nodes of the prologue"
             raise Departure("graph.unread", detail, proposal.products)
-        return Plan(graph, "v3", proposal, caches, claims, region, replaced, compared)
+        return Plan(graph, _target(proposal), proposal, caches, claims, region, replaced, compared)
 
     def _staged(self, plan: Plan, held: list[Claim], because: Obstacle) -> Plan:
         made = self._with(plan.proposal, held, Staged((because,)), plan.compared)
@@ -141,8 +158,10 @@ class Planner:
             raise Departure(code or "cache.staging_forbidden", detail, plan.proposal.products)
         return plan
 
-    def _accepted(self, plan: Plan, held: list[Claim]) -> Plan:
-        """By the operator's contract; where it refuses the caches alone, staged."""
+    def _accepted(self, plan: Plan, held: list[Claim]) -> tuple[Plan, tuple[str, ...]]:
+        """By the operator's contract, with what that assumes of sizes; where it refuses the caches
+        alone, staged.
+        """
         source = self.graph.gm.graph
         try:
             sizes = contract.ask(plan, self.config, source)
@@ -156,9 +175,7 @@ class Planner:
                 sizes = contract.ask(plan, self.config, source)
             except Departure:
                 raise reason from None  # it was not the caches
-        slots = _of_slots(plan, self.config, self.boundary)
-        narrowed = policy.narrowed(self.graph, plan.proposal)
-        return replace(plan, assumptions=(*slots, *narrowed, *sizes))
+        return plan, sizes
 
     def _old_rows_read(self, plan: Plan) -> Obstacle | None:
         """A node that reads a cache as it was before the call, and more comes of it than the new
@@ -179,6 +196,10 @@ class Planner:
                 is_view = graph.base(node) is cache
                 path += [(user, user if is_view else reader) for user in node.users]
         return None
+
+
+def _target(proposal: Proposal) -> str:
+    return "v3" if proposal.instead is None else "identity"
 
 
 def _writer(graph: Graph, write: Write) -> Node:

@@ -12,7 +12,7 @@ from mla_fusion.fx import module_path
 from mla_fusion.fx.build import GraphBuilder
 from mla_fusion.fx.workplace import workplace
 from mla_fusion.graph.departure import Departure
-from mla_fusion.graph.form import Value, digest, met, order
+from mla_fusion.graph.form import Value, met, order
 from mla_fusion.graph.read import Graph
 from mla_fusion.meta.number_formats import HIFLOAT8
 from mla_fusion.next.caches import InPlace
@@ -57,17 +57,15 @@ class Verified:
         """
         if self._config.verify == "off":
             return "not verified (Config.verify is 'off')"
-        sides = [side for claim in plan.claims for side in (claim.graph, claim.kernel)]
-        key = digest(sides, [plan.proposal.x])
-        if self._config.verify == "first" and key in self._seen:
-            return f"equal in structure to {self._seen[key]}"
+        if self._config.verify == "first" and plan.structure in self._seen:
+            return f"equal in structure to {self._seen[plan.structure]}"
         few = plan.proposal.arguments["token_x"].shape[0] * plan.dims["He"] <= _FEW
         with threads(1 if few else self._threads):
             try:
                 found = _compared(plan)
             except Refuse as reason:
                 raise Departure(reason.code, reason.detail, plan.proposal.products) from reason
-        self._seen[key] = module_path.layer(plan.products) or plan.products[0].name
+        self._seen[plan.structure] = module_path.layer(plan.products) or plan.products[0].name
         return found
 
 
@@ -75,10 +73,10 @@ def _compared(plan: Plan) -> Outcome:
     graph = plan.graph
     source = graph.gm.graph
     work = workplace(graph.gm)
-    x = _drawn(plan)
+    x = drawn(plan)
     sizes = {node for node in source.nodes if is_size(node)}
     settled = Settled(dict(plan.replaced), sizes, {*source.nodes}.difference(plan.region, sizes))
-    leaves = {leaf: plan for leaf in (*plan.results.values(), *_rows(plan))}
+    leaves = {leaf: plan for leaf in plan.results.values()}
     writer = Writer(graph, settled, leaves, GraphBuilder(work, source))
     for node in source.find_nodes(op="placeholder"):
         writer.b.value(node)
@@ -99,12 +97,7 @@ def _compared(plan: Plan) -> Outcome:
     return compare(source, work, pairs, cut, roles, rows=rows, block_size=block_size)
 
 
-def _rows(plan: Plan) -> list[Value]:
-    results = plan.proposal.results
-    return [] if isinstance(plan.caches, InPlace) else [results.kv_rows, results.kr_rows]
-
-
-def _drawn(plan: Plan) -> dict[Node, str]:
+def drawn(plan: Plan) -> dict[Node, str]:
     """The nodes that hold x, with their roles: before it is quantised, where the graph does that;
     else its scales too.
     """

@@ -71,7 +71,7 @@ class _Kept:
 
     def proposals(self) -> Iterator[Proposal]:
         stored: dict[str, tuple[Value, Value, Value]] = {}
-        for write in self.projections.writes:
+        for write in self.projections.sites[self.base.x].writes:
             rows = write.sources[2]
             if rows.shape[-1] == self._packed_width and self._is_of(rows, "kv_rows"):
                 yield self._packed(rows)
@@ -87,7 +87,7 @@ class _Kept:
     def times_a_number(self) -> Iterator[Proposal]:
         """kc_scale"""
         form, rows = self.form, self.base.results.kv_rows
-        for write in self.projections.writes:
+        for write in self.projections.sites[self.base.x].writes:
             kernel = self.given.of(write.sources[2])
             times, whole = form.split(kernel) if kernel is not None else (ONE, rows)
             by = times.power(-1)

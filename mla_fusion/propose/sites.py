@@ -52,10 +52,6 @@ class Reading(NamedTuple):
 class Projections:
     """The products of a graph, by the activation that they read."""
 
-    @cached_property
-    def writes(self) -> list[Value]:
-        return [value for value in self.values if value.op == "write"]
-
     def __init__(self, graph: Graph) -> None:
         self.graph, self.form = graph, graph.form
         self.values = [value for value in order(graph.nodes) if value.active]
@@ -165,6 +161,11 @@ class Site:
         return found
 
     @cached_property
+    def _others(self) -> dict[Value, Reading | None]:
+        """Of Values that are not in the cone."""
+        return {}
+
+    @cached_property
     def below(self) -> list[Value]:
         """The cone: the products, and what they reach before the next ones, in order."""
         return [*self.dots, *self._reached()]
@@ -237,6 +238,14 @@ class Site:
         return any(source.active and not _is_made_of(source, self.dots) for source in value.sources)
 
     @cached_property
+    def writes(self) -> list[Value]:
+        """Of rows that are made of these products."""
+        users = self.projections.users
+        found = {user for value in self.below for user in users.get(value, ())}
+        writes = (one for one in found if one.op == "write")
+        return sorted(writes, key=lambda value: value.serial)
+
+    @cached_property
     def ahead(self) -> list[Site]:
         """The sites whose activation is made of these products, with what lies between."""
         sites = self.projections.sites
@@ -258,8 +267,13 @@ class Site:
 
     def reading_of(self, value: Value) -> Reading | None:
         """Of a Value that need not be in the cone."""
-        if value in self.layouts:
-            return self.readings.get(value)
+        if value in self.readings:
+            return self.readings[value]
+        if value not in self._others:
+            self._others[value] = self._read_beside(value)
+        return self._others[value]
+
+    def _read_beside(self, value: Value) -> Reading | None:
         try:
             for one in order([value], self.layouts):
                 if any(source in self.layouts for source in one.sources):
