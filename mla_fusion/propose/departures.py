@@ -14,7 +14,6 @@ from heapq import heappop, heappush
 from math import prod
 from typing import NamedTuple
 
-import torch
 from torch.fx import Node
 
 from mla_fusion.exact.field import P, power
@@ -303,8 +302,7 @@ class _Departures:
 
     def _is_random(self, value: Value) -> bool:
         node = self._node(value) if value.op == "opaque" else None
-        tags = getattr(getattr(node, "target", None), "tags", ())
-        return torch.Tag.nondeterministic_seeded in tags
+        return node is not None and kinds.kind_of(node) is Kind.RANDOM
 
     def _added(self, value: Value, layers: Sequence[Value]) -> Reason | None:
         """A bias, or what another layer makes."""
@@ -398,7 +396,7 @@ class _Departures:
         is_wide = at in steps or at.shape[-1:] == up.rows.shape[-1:]
         if at is not up.rows and (at in down.dots or not is_wide):
             return self._key(departure, down, up, layers)
-        found = self._of_bytes((*layers, layer))
+        found = self._of_bytes((*layers, layer), layer)
         return found or self._between(layers, steps, layer, _norm(down, steps))
 
     def _between(
@@ -425,8 +423,8 @@ class _Departures:
             return Reason(found.code, found.text, values, rows)
         return Reason(found.code, f"{found.text}; {odd.text}", (*values, *odd.values), odd.step)
 
-    def _of_bytes(self, layers: Sequence[Value]) -> Reason | None:
-        """What is wrong with products of numbers of one byte; the last is of the latents."""
+    def _of_bytes(self, layers: Sequence[Value], up: Value | None = None) -> Reason | None:
+        """What is wrong with products of numbers of one byte; ``up`` is that of the latents."""
         for layer in layers:
             rows, node = _rows(layer), self._node(layer)
             held = order(one for one in layer.sources if one.weight)
@@ -440,7 +438,7 @@ class _Departures:
             if dtype is not None and kind_of(rows) is None and not is_rounded:
                 text = f"%s multiplies %s by a weight of {dtype}"
                 return Reason("quant.weights_only", text, (layer, rows))
-            if dtype is not None and layer is layers[-1] and unquantised(self.form, rows) is None:
+            if dtype is not None and layer is up and unquantised(self.form, rows) is None:
                 return Reason("quant.dynamic", "%s multiplies %s", (layer, rows))
             if is_opaque and node is not None:
                 text = f"%s ({kinds.called(node)}) {Kind.OPAQUE.value}"
@@ -450,7 +448,7 @@ class _Departures:
     def _key(self, departure: Departure, down: Site, up: Site, query: Sequence[Value]) -> Reason:
         """In place of the key's latents."""
         own = query[0] if query else down.products[0].dot
-        beside = [one for one in self.layers[self._origin(down.rows)] if one not in query]
+        beside = [one for one in self.layers.get(self._origin(down.rows), ()) if one not in query]
         for layer in beside:
             if kind_of(_rows(layer)) is not kind_of(_rows(own)):
                 text = "%s and %s multiply x in different formats"
@@ -458,8 +456,7 @@ class _Departures:
             if _rows(layer) is not _rows(own) and kind_of(_rows(own)) is not None:
                 text = "%s and %s multiply different quantised forms of x"
                 return Reason("quant.tokens_differ", text, (layer, own))
-            found = self._of_bytes((layer, own)[:1]) if layer.op == "opaque" else None
-            if found is not None:
+            if layer.op == "opaque" and (found := self._of_bytes((layer,))) is not None:
                 return found
         odd = self.odd(beside, self.below(beside))
         if odd is not None and odd.code:
@@ -590,7 +587,7 @@ class _Departures:
             layers = self.layers.get(self._origin(_rows(downs[0])), []) if downs else []
             if not self._is_kept(layers) or any(map(self._is_residual, between)):
                 return
-            odd = self._of_bytes((*downs, up))
+            odd = self._of_bytes((*downs, up), up)
             if odd is None and (self.odd(downs, between) or not _has_root(between)):
                 odd = self._between(downs, between, up, None)
             odd = odd or self.odd(ups, steps)
