@@ -17,12 +17,25 @@ _DENOMINATOR = 1 << 20  # of fractions that a float of 24 bits is looked for amo
 _TRIED = 10_000  # primes below it are taken out of a number; what is left stays whole
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Number:
     """``ratio`` times the primes in ``roots``, each to its exponent between 0 and 1."""
 
     ratio: Fraction
     roots: tuple[tuple[int, Fraction], ...] = ()
+
+    # much is asked whether it is 1: these are quicker than those of Fraction
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, Number):
+            return NotImplemented
+        same = self.ratio.as_integer_ratio() == other.ratio.as_integer_ratio()
+        return same and self.roots == other.roots
+
+    def __hash__(self) -> int:
+        return hash((self.ratio.as_integer_ratio(), self.roots))
 
     def __mul__(self, other: Number) -> Number:
         if other is ONE:

@@ -125,7 +125,10 @@ class Graph:
         return number
 
     def shape(self, sizes: Sequence[Any]) -> tuple[int, ...]:
-        return tuple(int(self.size(size)) for size in sizes)
+        found = tuple(sizes)
+        if all(type(size) is int for size in found):
+            return found
+        return tuple(int(self.size(size)) for size in found)
 
     # -- nodes
 
@@ -449,10 +452,14 @@ def _arguments(target: Any) -> list[tuple[str, str, Any]]:
 
 
 @lru_cache(maxsize=4096)
+def is_mutable(target: Any) -> bool:
+    return bool(schema_of(target).is_mutable)
+
+
+@lru_cache(maxsize=4096)
 def is_in_place(target: Any) -> bool:
     """Does it write into its first argument, and return it? (``__and__`` does not.)"""
-    schema = schema_of(target)
-    return bool(schema.is_mutable) and str(schema.name).endswith("_")
+    return is_mutable(target) and str(schema_of(target).name).endswith("_")
 
 
 def is_parameter(node: Node) -> bool:

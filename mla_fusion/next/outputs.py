@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import Node
 
-from mla_fusion.compat import OpOverload, schema_of
+from mla_fusion.compat import OpOverload
 from mla_fusion.graph.departure import Departure
 from mla_fusion.graph.form import Value, filled_with
-from mla_fusion.graph.read import Graph, is_in_place, values_of
+from mla_fusion.graph.read import Graph, is_in_place, is_mutable, values_of
 from mla_fusion.propose.given import Given
 
 
@@ -36,7 +36,7 @@ def has_effect(graph: Graph, node: Node) -> bool:
         return False
     if node in graph.hidden.values():
         return True
-    if not schema_of(node.target).is_mutable:
+    if not is_mutable(node.target):
         return False
     written = node.args[0] if is_in_place(node.target) else node
     return not isinstance(written, Node) or graph.base(written).op != "call_function"
