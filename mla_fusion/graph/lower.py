@@ -296,6 +296,13 @@ class Lowering:
         found = self.b.call(aten.index_select.default, self.of(base), value.literal, rows)
         return self.b.reshape(found, self._shape(value.shape))
 
+    def _opaque(self, value: Value, *sources: Value) -> Any:
+        """Memory that is not filled yet."""
+        if sources or "empty" not in value.literal[0]:
+            raise LookupError(value)
+        sizes = [self.size(size) for size in self._shape(value.shape)]
+        return self._filled(aten.empty.memory_format, value, sizes)
+
     def _cast(self, value: Value, source: Value) -> Any:
         return self.of(source)
 

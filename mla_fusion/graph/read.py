@@ -21,6 +21,7 @@ from mla_fusion.compat import OpOverload, expression_of, schema_of
 from mla_fusion.graph import arithmetic, decompose, fused, moves, quantise
 from mla_fusion.graph.call import RULES, Call, Departs, Pair, Size, name_of
 from mla_fusion.graph.form import Form, Value, filled_with
+from mla_fusion.graph.parameters import parameters
 
 __all__ = ["Graph", "Reading", "arithmetic", "fused", "moves", "quantise"]
 
@@ -47,12 +48,14 @@ class Graph:
     stale     readers, with nodes that hold other numbers later
     changed   nodes that are written later, or look at memory that is
     hidden    inputs that an operator writes unseen, with it
+    parameters  inputs that are the model's own
     symbols   what each symbol is bound to
     sizes     the symbolic sizes, by the numbers that they are bound to
     """
 
     def __init__(self, gm: GraphModule) -> None:
         self.gm = gm
+        self.parameters = parameters(gm.graph)
         self.symbols: dict[str, int] = {}
         self.form, self.sizes = Form(), dict[int, Any]()
         while not self._is_read():
@@ -144,7 +147,7 @@ class Graph:
             return None
         if node.op == "placeholder":
             if isinstance(held, torch.Tensor):
-                return self._leaf(node.name, held, is_parameter(node))
+                return self._leaf(node.name, held, node in self.parameters)
             return self.size(held) if isinstance(held, (int, torch.SymInt)) else None
         if node.op == "get_attr":
             return self._attribute(node)
@@ -460,17 +463,6 @@ def is_mutable(target: Any) -> bool:
 def is_in_place(target: Any) -> bool:
     """Does it write into its first argument, and return it? (``__and__`` does not.)"""
     return is_mutable(target) and str(schema_of(target).name).endswith("_")
-
-
-def is_parameter(node: Node) -> bool:
-    """Is a placeholder the model's own, the same at every call?"""
-    from mla_fusion.fx.module_path import ARGUMENT
-
-    is_argument = node.meta.get(ARGUMENT)
-    if is_argument is not None:
-        return not is_argument
-    description = type(node.meta.get("desc")).__name__
-    return "Param" in description or "Buffer" in description
 
 
 def is_pointwise(target: Any) -> bool:

@@ -128,6 +128,12 @@ class Planner:
             setting = Setting(self.boundary, config.machine)
             writes = self.projections.sites[proposal.x].writes
             caches = placed(graph, proposal, given, writes, setting)
+            if isinstance(caches, InPlace):
+                for write in caches.writes.values():
+                    if _writer(graph, write) is None:
+                        detail = f"a step writes into {write.cache.name} where it lies"
+                        caches = Staged((Obstacle("cache.not_functional", detail),))
+                        break
         plan = self._with(proposal, held, caches, compared)
         late = self._old_rows_read(plan)
         return self._staged(plan, held, late) if late is not None else self._allowed(plan)
@@ -139,7 +145,8 @@ class Planner:
         claims = _read_back(graph, proposal, caches, held) if isinstance(caches, InPlace) else held
         starts = [node for value in proposal.products for node in self._holding.get(value, ())]
         if isinstance(caches, InPlace):
-            starts += [_writer(graph, write) for write in caches.writes.values()]
+            writers = (_writer(graph, write) for write in caches.writes.values())
+            starts += [node for node in writers if node is not None]
         region, replaced = region_of(graph, Given(graph.form, claims), starts)
         if not replaced:
             detail = f"{len(region)} nodes of the prologue"
@@ -202,8 +209,10 @@ def _target(proposal: Proposal) -> str:
     return "v3" if proposal.instead is None else "identity"
 
 
-def _writer(graph: Graph, write: Write) -> Node:
-    """The node that gives the cache with its new rows; behind it others hold the same."""
+def _writer(graph: Graph, write: Write) -> Node | None:
+    """The node that gives the cache with its new rows, behind which others hold the same; None of
+    one that is written in place.
+    """
     stack = [write.cache]
     for node in stack:
         for user in node.users:
@@ -213,7 +222,7 @@ def _writer(graph: Graph, write: Write) -> Node:
                 stack.append(user)
             elif any(unmoved(one) is write.value for one in values_of(graph.readings[user])):
                 return user
-    raise LookupError(write.value)
+    return None
 
 
 def _is_copy_into(node: Node, cache: Node) -> bool:

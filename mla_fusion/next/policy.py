@@ -89,7 +89,7 @@ def narrowed(graph: Graph, proposal: Proposal) -> list[str]:
 
 def _holds_bfloat16(graph: Graph, value: Value) -> bool:
     """Are its numbers those of bfloat16, in whatever dtype? Parameters have been looked at."""
-    while value.op in ("reshape", "cast"):
+    while value.dtype != torch.bfloat16 and value.op in ("reshape", "cast"):
         value = value.sources[0]
     if value.dtype == torch.bfloat16:
         return True

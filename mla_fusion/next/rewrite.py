@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch.fx import Node
 
+from mla_fusion.emit.rows import written
 from mla_fusion.fx.build import GraphBuilder
 from mla_fusion.fx.workplace import copied
 from mla_fusion.graph.form import Value, met
@@ -17,6 +19,16 @@ from mla_fusion.next.outputs import Settled, has_effect
 from mla_fusion.next.plan import Plan
 
 _CARRIED = ("stack_trace", "nn_module_stack", "source_fn_stack", "stream_label", "original_aten")
+
+
+class _OfResults(Lowering):
+    """Reads rows of the call's caches as these hold them."""
+
+    def _gather(self, value: Value, base: Value, index: Value) -> Any:
+        if base.op != "write" or base.literal is None or base not in self.known:
+            return super()._gather(value, base, index)
+        rows, shape = self.of(index), self._shape(value.shape)
+        return written(self.b, self.known[base], rows, shape, base.literal)
 
 
 class Writer:
@@ -33,7 +45,7 @@ class Writer:
         self.b = builder
         self.b.copy = self._copy
         self.handed_on: dict[tuple[Node, Node], None] = {}
-        self._lower = Lowering(self.b, graph, {}, self._is_usable)
+        self._lower = _OfResults(self.b, graph, {}, self._is_usable)
         self._called: set[Plan] = set()
         self._values: dict[Node, Node] = {}
         self._begun: set[Node] = set()

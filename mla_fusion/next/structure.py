@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from mla_fusion.fx.held import numbers
 from mla_fusion.graph.form import Value, numbered
-from mla_fusion.graph.read import Graph, is_parameter, values_of
+from mla_fusion.graph.read import Graph, values_of
 from mla_fusion.next.outputs import holders
 from mla_fusion.next.plan import Plan
 from mla_fusion.next.verified import drawn
@@ -69,7 +69,7 @@ class Structures:
         found = self._kinds.get(node)
         if found is None:
             is_input = node.op in ("placeholder", "get_attr")
-            own = (node.op, is_parameter(node), numbers(node)) if is_input else None
+            own = (node.op, node in self._graph.parameters, numbers(node)) if is_input else None
             found = self._kinds[node] = own, _described(node.meta.get("val"))
         return found
 

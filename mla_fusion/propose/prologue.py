@@ -400,7 +400,8 @@ class _Joined:
         weight = form.expand(form.constant(eye), (heads, width, LATENT))
         for value, reading in readings.items():
             columns = reading.columns.tolist()
-            if reading.kind == "moved" and sorted(columns) == nope:
+            is_held = value in self.projections.graph.nodes
+            if is_held and reading.kind == "moved" and sorted(columns) == nope:
                 wanted = torch.tensor(nope).reshape(heads, width)
                 factor = self._factor(self.up, value)
                 yield _Absorbed(value, weight, wanted, factor)
