@@ -93,6 +93,8 @@ def _compared(plan: Plan) -> Outcome:
     for _, cache, _ in plan.held:
         axes = [size for size in cache.meta["val"].shape[:-1] if size != 1]
         rows, block_size = prod(axes), axes[-1] if len(axes) > 1 else 1
+    attributes = {node for node in roles if node.op == "get_attr"}
+    copies |= {node: writer.b.copies[node] for node in attributes & writer.b.copies.keys()}
     cut = {node: copy for node, copy in copies.items() if node.op != "placeholder"}
     return compare(source, work, pairs, cut, roles, rows=rows, block_size=block_size)
 

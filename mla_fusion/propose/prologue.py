@@ -16,7 +16,7 @@ from mla_fusion.exact.field import P, number, power
 from mla_fusion.exact.prove import Claim
 from mla_fusion.graph import quantise
 from mla_fusion.graph.departure import Departure
-from mla_fusion.graph.form import MOVES, Form, Value, filled_with, numbered, order
+from mla_fusion.graph.form import MOVES, Form, Value, filled_with, numbered
 from mla_fusion.graph.layout import Layout, Mixed, followed, of_tokens
 from mla_fusion.meta.number_formats import MXFP8, NumberFormat
 from mla_fusion.propose.norms import Norm, filled, solved
@@ -181,13 +181,6 @@ class _Rotated:
     value: Value
     pairs: Pairs
     factor: Value | None = None
-
-
-def _is_of_rows(value: Value) -> bool:
-    """Is it made of activations, or rows of a cache? A table that something is multiplied with
-    might rotate it.
-    """
-    return value.active or any(one.op == "write" for one in order([value]))
 
 
 def _said(factor: Value | None) -> str:
@@ -536,9 +529,7 @@ class _Joined:
         while stack:
             for user in self.projections.users.get(stack.pop(), ()):
                 is_attention = user.op == "opaque" and "attention" in str(user.literal)
-                if user in seen or user.op == "write" or is_attention:
-                    continue
-                if user.op == "dot" and all(_is_of_rows(one) for one in user.sources):
+                if user in seen or user.op in ("dot", "write") or is_attention:
                     continue
                 is_multiple = user.op == "product" and len(user.sources) == 1
                 if user.op != "cast" and user.op not in MOVES and not is_multiple:
