@@ -74,15 +74,16 @@ def holders(graph: Graph, values: Iterable[Value]) -> list[Node]:
         if value in seen:
             continue
         seen.add(value)
-        nodes = [
+        nodes = (
             node
             for node in graph.nodes.get(value, ())
             if graph.readings[node] is value and not has_effect(graph, node)
-        ]
-        if nodes:
-            found.append(nodes[0])
-        else:
+        )
+        first = next(nodes, None)
+        if first is None:
             stack += value.sources
+        else:
+            found.append(first)
     return found
 
 
