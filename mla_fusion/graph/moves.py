@@ -492,7 +492,8 @@ def _(
 
 def _placed(c: Call, x: Value, src: Value, dim: int, first: int, last: int, step: int) -> Value:
     form, size = c.form, x.shape[dim]
-    if src.active and _is_memory(x) and dim < len(x.shape) - 1 and step == 1 and last > first:
+    is_part = step == 1 and 0 < last - first < size
+    if src.active and _is_memory(x) and dim < len(x.shape) - 1 and is_part:
         inner = Call(form, "places", (last - first,), torch.int64)
         counted = inner.sum([(Fraction(1), form.count(last - first))], Fraction(first))
         return written(c, x, dim, 1, counted, src)

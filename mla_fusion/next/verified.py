@@ -117,8 +117,8 @@ def drawn(plan: Plan) -> dict[Node, str]:
 def _first(graph: Graph, value: Value) -> Node:
     """The first node that holds the numbers of a Value, in whatever shape: others are views."""
     inner = unmoved(value)
-    nodes = (graph.nodes.get(one, ()) for one in (inner, value))
-    return min(node for some in nodes for node in some)
+    nodes = (node for one in (inner, value) for node in graph.nodes.get(one, ()))
+    return min(node for node in nodes if isinstance(node.meta["val"], torch.Tensor))
 
 
 def _before_quantisation(graph: Graph, rows: Value) -> Value | None:
@@ -126,7 +126,7 @@ def _before_quantisation(graph: Graph, rows: Value) -> Value | None:
     if before is None and not rows.active and rows.dtype.itemsize == 1:
         wide = (one for one in order([rows]) if one.dtype == torch.bfloat16)
         alike = [one for one in wide if prod(one.shape) == prod(rows.shape)]
-        before = next((one for one in reversed(alike) if one in graph.nodes), None)
+        before = next((one for one in alike if one in graph.nodes), None)
     return before if before in graph.nodes else None
 
 
