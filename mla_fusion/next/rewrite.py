@@ -136,7 +136,10 @@ class Writer:
                 self._call(self._plans[leaf])
             self.b.at(None, dict(node.meta))
             held = node.meta["val"]
-            made = self._lower.of(value, held.dtype)
+            is_code = held.dtype == torch.uint8
+            made = self._lower.of(value, None if is_code else held.dtype)
+            if is_code and self.b.dtype(made) == torch.float8_e8m0fnu:
+                made = self.b.call(torch.ops.aten.view.dtype, made, torch.uint8)
             self._values[node] = made
         return self._values[node]
 

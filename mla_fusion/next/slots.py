@@ -5,6 +5,7 @@ table's blocks, at the places of one.
 from __future__ import annotations
 
 from fractions import Fraction
+from math import prod
 
 from mla_fusion.graph.form import Value, filled_with
 
@@ -52,8 +53,9 @@ def _of_blocks(value: Value) -> Roles | None:
     if len(terms) == 2:
         (entries, size), (places, one) = sorted(terms.items(), key=lambda term: -term[1])
         is_counted = [_unmoved(one).op in ("count", "constant") for one in (entries, places)]
-        blocks = _trusted(entries, "sequences" if is_counted[1] else "block")
-        inside = _trusted(places, "positions" if is_counted[0] else "place")
+        is_one = prod(_unmoved(entries).shape) == 1
+        blocks = _trusted(entries, "sequences" if is_counted[1] or is_one else "block")
+        inside = _trusted(places, "positions" if is_counted[0] or is_one else "place")
         repeated = _is_repeated(entries) and _is_repeated(places)
         if size > 1 and one == 1 and blocks is not None and inside is not None and not repeated:
             return blocks | inside

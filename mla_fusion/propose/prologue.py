@@ -600,6 +600,7 @@ class _Joined:
         of_key: Norm,
     ) -> Iterator[Claim]:
         """Other Values that hold what is rotated; scales of quantised latents."""
+        form = self.form
         for part, site, one, rows in (
             ("query_rope", self.up, query, results.query_rope),
             ("kr_rows", self.down, key, results.kr_rows),
@@ -619,8 +620,13 @@ class _Joined:
         yield from self._normed(of_key, "kv_rows", results.kv_rows)
         if self.up.products[0].kind is None:
             yield from self._normed(of_query, "query_norm", results.query_norm)
-        if results.dequant_scale_q_norm is not None and self._step is not None:
-            yield Claim("dequant_scale_q_norm", self._step, results.dequant_scale_q_norm)
+        if results.dequant_scale_q_norm is not None:
+            steps = self._step
+            if steps is None:
+                parts = of_blocks(form, self.up.rows)
+                assert parts is not None
+                steps = parts[1]
+            yield Claim("dequant_scale_q_norm", steps, results.dequant_scale_q_norm)
 
     def _normed(self, norm: Norm, part: str, rows: Value) -> Iterator[Claim]:
         """Values that hold normed rows in some order, or without the number in front."""
