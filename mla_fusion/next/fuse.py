@@ -17,6 +17,7 @@ from mla_fusion.fx.workplace import workplace
 from mla_fusion.graph.departure import Departure
 from mla_fusion.graph.form import Value
 from mla_fusion.graph.read import Graph
+from mla_fusion.next import policy
 from mla_fusion.next.outputs import Settled, settled
 from mla_fusion.next.plan import Plan
 from mla_fusion.next.planner import Planner
@@ -88,10 +89,20 @@ class Pass:
         self.report.fused.sort(key=lambda fusion: places[fusion.nodes[0]])
         fused = [value for plan in self.plans for value in plan.proposal.products]
         for departure in reported(self._projections, departures, fused):
-            self._record.rejected(departure, departure.site)
+            self._record.rejected(self._first_cause(departure), departure.site)
         self._clock.stop("plan")
         if not self.plans and not self.report.rejected:
             self.report.absent = absent(self._projections)
+
+    def _first_cause(self, departure: Departure) -> Departure:
+        """That a step changes memory, where it changes what the reason is about."""
+        values = departure.values or departure.site
+        nodes = [node for value in values for node in self.graph.nodes.get(value, ())]
+        try:
+            policy.functional(self.graph, self._planner.early, nodes)
+        except Departure as cause:
+            return cause
+        return departure
 
     def commit(self, gm: GraphModule, builder_of: BuilderOf) -> None:
         """Write the graph with the calls of the plans in it, and give it to ``gm`` when that is

@@ -27,7 +27,7 @@ class Plan:
     compared     how many elements the proof compared
     assumptions  what the fusion takes for granted, for the report
     warnings     where a cache holds other numbers than the model's
-    structure    equal for the plans of equal layers
+    structure    a number, the same for the plans of equal layers
     """
 
     graph: Graph
@@ -40,7 +40,7 @@ class Plan:
     compared: int
     assumptions: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
-    structure: object = None
+    structure: int = -1
     products: list[Node] = field(default_factory=list)
 
     def __post_init__(self) -> None:

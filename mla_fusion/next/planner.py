@@ -46,6 +46,10 @@ class Planner:
         self._proofs: dict[object, tuple[list[Value], tuple[list[int], int] | Departure]] = {}
 
     @cached_property
+    def early(self) -> set[Node]:
+        return policy.changed_early(self.graph)
+
+    @cached_property
     def _holding(self) -> dict[Value, list[Node]]:
         """The nodes that hold a Value, or a number times it."""
         found: dict[Value, list[Node]] = {}
@@ -71,6 +75,7 @@ class Planner:
     def _planned(self, proposal: Proposal) -> Plan:
         held, compared = self._proved(proposal)
         plan = self._placed(proposal, held, compared)
+        policy.functional(self.graph, self.early, [*plan.region, *contract.inputs(plan)])
         plan.structure = self._structures.of(plan)
         key = plan.structure, proposal.arguments["token_x"].active
         sizes = self._taken.get(key)

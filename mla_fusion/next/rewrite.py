@@ -15,6 +15,7 @@ from mla_fusion.graph.form import Value, met
 from mla_fusion.graph.lower import Lowering
 from mla_fusion.graph.read import Graph
 from mla_fusion.next.call import called
+from mla_fusion.next.contract import inputs
 from mla_fusion.next.outputs import Settled, has_effect
 from mla_fusion.next.plan import Plan
 
@@ -57,8 +58,16 @@ class Writer:
         for node in source.nodes:
             if node.op == "output":
                 self._close()
+            if node.target is torch.ops.aten.copy_.default:
+                self._call_before(node.args[0])
             if node in self.settled.kept and node.op != "placeholder":
                 self.b.value(node)
+
+    def _call_before(self, written: Any) -> None:
+        """What a call reads may be written when all else is done."""
+        for plan in dict.fromkeys(self._plans.values()):
+            if written in inputs(plan) and written not in (cache for _, cache, _ in plan.held):
+                self._call(plan)
 
     def drawn(self, node: Node) -> Node:
         """A copy that is computed from nothing."""

@@ -25,8 +25,9 @@ class Structures:
         self._graph = graph
         self._kinds: dict[Node, object] = {}
         self._held: dict[Value, object] = {}
+        self._numbers: dict[object, int] = {}
 
-    def of(self, plan: Plan) -> object:
+    def of(self, plan: Plan) -> int:
         """Equal for plans that differ in the names of nodes and inputs alone: nodes from x to what
         is replaced, with dtypes, strides and what is known of parameters; Values of both; the call.
         """
@@ -45,7 +46,7 @@ class Structures:
         key, values = numbered(
             [plan.proposal.x, *plan.values.values(), *sides], known, first.serial
         )
-        return (
+        structure = (
             tuple(nodes.parts),
             tuple(nodes.numbers[node] for node in (*read, *plan.replaced)),
             tuple((n, nodes.numbers[cache], cache in graph.hidden, s) for n, cache, s in held),
@@ -55,6 +56,7 @@ class Structures:
             tuple(plan.attributes.items()),
             type(plan.caches),
         )
+        return self._numbers.setdefault(structure, len(self._numbers))
 
     def _nodes_of(self, value: Value) -> object:
         """What the nodes are that hold a Value: the first of each kind."""
