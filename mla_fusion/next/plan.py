@@ -89,14 +89,17 @@ class Plan:
         """Sizes of the axes, by the names of the operator's documents."""
         a = self.proposal.arguments
         heads, nope, latent = a["weight_uk"].shape
+        own = self.proposal.heads
+        padded = {"N_padded": int(heads)} if own else {}
         return {
             "T": str(self.tokens),
             "He": int(a["token_x"].shape[1]),
             "Hcq": int(a["weight_dq"].shape[1]),
             "Hckv": int(latent),
-            "N": int(heads),
+            "N": own or int(heads),
             "D": int(nope),
             "Dr": int(a["rope_cos"].shape[1]),
+            **padded,
         }
 
     @property

@@ -14,6 +14,7 @@ from mla_fusion.exact.prove import Claim, prove
 from mla_fusion.graph.departure import Departure
 from mla_fusion.graph.form import Value
 from mla_fusion.graph.read import Graph, values_of
+from mla_fusion.meta import limits
 from mla_fusion.next import contract, policy
 from mla_fusion.next.caches import InPlace, Obstacle, Setting, Staged, Write, placed
 from mla_fusion.next.outputs import has_effect, is_size, unmoved
@@ -24,10 +25,12 @@ from mla_fusion.observe import leftovers
 from mla_fusion.plan.planner import SLOTS_ASSUMED, UNCHECKED
 from mla_fusion.propose.given import Given
 from mla_fusion.propose.kept import as_kept
+from mla_fusion.propose.padded import padded
 from mla_fusion.propose.prologue import Proposal
 from mla_fusion.propose.sites import Projections
 
 aten = torch.ops.aten
+_MOST_HEADS = 128
 
 
 class Planner:
@@ -70,7 +73,22 @@ class Planner:
                 continue
             if isinstance(plan.caches, InPlace):
                 return plan
-        return self._planned(proposal)
+        try:
+            return self._planned(proposal)
+        except Departure as reason:
+            heads = self._heads(proposal) if reason.code == "contract:dims.n" else 0
+            more = padded(self.projections, proposal, heads) if heads else None
+            if more is None:
+                raise
+            return self._planned(more)
+
+    def _heads(self, proposal: Proposal) -> int:
+        """The least number, above that of the model, that the kernel takes; 0 where there is
+        none.
+        """
+        own, machine = proposal.arguments["weight_uk"].shape[0], self.config.machine
+        taken = limits("npu_mla_prolog_v3", machine.soc, machine.cann).dims["N"]
+        return next((count for count in range(own + 1, _MOST_HEADS + 1) if count in taken), 0)
 
     def _planned(self, proposal: Proposal) -> Plan:
         held, compared = self._proved(proposal)

@@ -204,7 +204,8 @@ _ROTATED = ("query_rope", "k_pe")
 def _saved(plan: Plan, leaves: Sequence[Leftover], config: Config) -> float | None:
     tokens = 1 if has_symbols([plan.tokens]) else plan.proposal.x.shape[0]
     is_identity = plan.proposal.instead is not None
-    return seconds(tokens, plan.dims, plan.modes, leaves, config.machine, is_identity)
+    axes = plan.dims | {"N": plan.dims.get("N_padded", plan.dims["N"])}
+    return seconds(tokens, axes, plan.modes, leaves, config.machine, is_identity)
 
 
 def _copied_by_ge(plan: Plan) -> Iterator[str]:

@@ -47,6 +47,7 @@ class Proposal:
     products   Values that the call computes inside
     rotation   the order of elements before and behind it; None where nothing is rotated
     instead    why it is not the call of a whole prologue: W_uk is [I | 0]
+    heads      of the model, where the call has more; else 0
     """
 
     x: Value
@@ -58,6 +59,7 @@ class Proposal:
     products: list[Value]
     rotation: tuple[str, str] | None
     instead: Departure | None = None
+    heads: int = 0
 
     @property
     def given(self) -> dict[Value, Layout]:
