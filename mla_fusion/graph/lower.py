@@ -265,7 +265,8 @@ class Lowering:
         return self.b.call(product, self.b.cast(one, dtype), self.b.cast(other, dtype))
 
     def _reshape(self, value: Value, source: Value) -> Any:
-        return self.b.reshape(self.of(source), self._shape(value.shape))
+        whole = self.known[source] if source in self.known else self.of(source)
+        return self.b.reshape(whole, self._shape(value.shape))
 
     def _permute(self, value: Value, source: Value) -> Any:
         return self.b.permuted(self.of(source), value.literal)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
+from math import prod
 
 import torch
 from torch.fx import Node
@@ -12,7 +13,7 @@ from torch.fx import Node
 from mla_fusion.config import Config
 from mla_fusion.exact.prove import Claim, prove
 from mla_fusion.graph.departure import Departure
-from mla_fusion.graph.form import Value
+from mla_fusion.graph.form import Value, order
 from mla_fusion.graph.read import Graph, values_of
 from mla_fusion.meta import limits
 from mla_fusion.next import contract, policy
@@ -23,6 +24,7 @@ from mla_fusion.next.region import region_of
 from mla_fusion.next.structure import Structures
 from mla_fusion.observe import leftovers
 from mla_fusion.plan.planner import SLOTS_ASSUMED, UNCHECKED
+from mla_fusion.plan.whole import HALVES, IDENTITY, ROWS_READ_BACK
 from mla_fusion.propose.given import Given
 from mla_fusion.propose.kept import as_kept
 from mla_fusion.propose.padded import padded
@@ -106,9 +108,14 @@ class Planner:
                 self._taken[key] = sizes
             else:
                 plan.structure = self._structures.of(plan)
-        slots = _of_slots(plan, self.config, self.boundary)
-        narrowed = policy.narrowed(self.graph, plan.proposal)
-        return replace(plan, assumptions=(*slots, *narrowed, *sizes))
+        more = [
+            *plan.warnings,
+            *_of_slots(plan, self.config, self.boundary),
+            *([ROWS_READ_BACK] if _reads_rows_back(plan) else []),
+            *([IDENTITY] if proposal.instead is not None else []),
+            *policy.narrowed(self.graph, plan.proposal),
+        ]
+        return replace(plan, assumptions=(*more, *sizes))
 
     def _proved(self, proposal: Proposal) -> tuple[list[Claim], int]:
         """The claims that hold, and how many elements were compared. Proved once for each
@@ -146,7 +153,10 @@ class Planner:
             caches: InPlace | Staged = Staged(
                 (Obstacle("config.staging", "Config.staging is 'always'"),)
             )
+            is_half = False
         else:
+            whole = held
+            held, is_half = self._in_halves(proposal, held)
             given = Given(graph.form, held)
             setting = Setting(self.boundary, config.machine)
             writes = self.projections.sites[proposal.x].writes
@@ -157,9 +167,29 @@ class Planner:
                         detail = f"a step writes into {write.cache.name} where it lies"
                         caches = Staged((Obstacle("cache.not_functional", detail),))
                         break
+            if is_half and isinstance(caches, Staged):  # nothing is kept otherwise, then
+                held, is_half = whole, False
         plan = self._with(proposal, held, caches, compared)
+        if is_half:
+            last = [cache.name for _, cache, _ in plan.held][-1]
+            plan = replace(plan, warnings=(HALVES.format(cache=last),))
         late = self._old_rows_read(plan)
         return self._staged(plan, held, late) if late is not None else self._allowed(plan)
+
+    def _in_halves(self, proposal: Proposal, held: list[Claim]) -> tuple[list[Claim], bool]:
+        """By Config.kr_layout the model's own rows are said to be halves, as the kernel's."""
+        is_half = self.config.kr_layout == "half" and proposal.rotation is not None
+        if not is_half or proposal.rotation[1] != "interleaved":  # type: ignore[index]
+            return held, False
+        form, results = self.graph.form, proposal.results
+        rows = {"query_rope": results.query_rope, "kr_rows": results.kr_rows}
+        found = []
+        for claim in held:
+            leaf = rows.get(claim.part)
+            is_whole = leaf is not None and prod(leaf.shape) == prod(claim.graph.shape)
+            kernel = form.reshape(leaf, claim.graph.shape) if is_whole else claim.kernel
+            found.append(Claim(claim.part, claim.graph, kernel))
+        return found, True
 
     def _with(
         self, proposal: Proposal, held: list[Claim], caches: InPlace | Staged, compared: int
@@ -265,6 +295,11 @@ def _read_back(
     found = [Claim(one.part, one.graph, form.substituted(one.kernel, rows)) for one in claims]
     writes = caches.writes.values()
     return [*found, *(Claim("cache", write.value, write.value) for write in writes)]
+
+
+def _reads_rows_back(plan: Plan) -> bool:
+    """Does something read new rows that are in the caches alone?"""
+    return any(value.op == "gather" for value in order(plan.replaced.values()))
 
 
 def _of_slots(plan: Plan, config: Config, boundary: bool) -> list[str]:

@@ -27,6 +27,11 @@ def judge(graph: Graph, proposal: Proposal, region: Iterable[Node]) -> None:
 
     region  the nodes that the call computes anew
     """
+    region = list(region)
+    labels = {node.meta.get("stream_label") for node in region}
+    if len(labels) > 1:
+        named = ", ".join(sorted(map(str, labels)))
+        raise Departure("stream.mixed", f"the labels are {named}", proposal.products)
     products, mode = {*proposal.products}, proposal.arguments.get("weight_quant_mode")
 
     def is_product(node: Node) -> bool:

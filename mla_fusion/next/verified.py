@@ -137,6 +137,8 @@ def _part(plan: Plan, value: Value) -> str:
 
 def _form(plan: Plan, value: Value, node: Node, after: dict[Node, Node]) -> tuple[str, ...]:
     part, held = _part(plan, value), node.meta["val"]
+    if plan.warnings and part in ("query_rope", "kr_rows", "kr_cache"):
+        return ("halves",)
     if part == "dequant_scale_q_norm" and held.element_size() == 1:
         return ("powers",)
     is_hifloat8 = plan.attributes.get("token_x_dtype") == HIFLOAT8 and held.dtype == torch.uint8

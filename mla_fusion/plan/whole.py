@@ -30,16 +30,16 @@ from mla_fusion.plan.weight_modes import scales_of_row
 from mla_fusion.plan.whole_caches import CachesOfWhole
 from mla_fusion.report.rejection import Refuse
 
-_ROWS_READ_BACK = (
+ROWS_READ_BACK = (
     "the new rows are read back from the caches: of a token without a slot nobody reads them"
 )
 
-_HALVES = (
+HALVES = (
     "{cache} and query_rope hold halves (a0 a1 .. b0 b1 ..), not the model's pairs (a0 b0 a1 b1 "
     "..), because Config.kr_layout is 'half': everything that reads or writes this cache must use "
     "halves, and rows that it holds already must be halves"
 )
-_IDENTITY = "q_nope is finite: weight_uk = [I | 0] multiplies it (Config.targets names 'identity')"
+IDENTITY = "q_nope is finite: weight_uk = [I | 0] multiplies it (Config.targets names 'identity')"
 
 
 class PrologPlanner(Planner[Candidate, PrologPlan]):
@@ -124,7 +124,7 @@ class PrologPlanner(Planner[Candidate, PrologPlan]):
         )
         warnings = []
         if pairs and not exact and isinstance(caches, InPlace):
-            warnings.append(_HALVES.format(cache=caches.kr_cache or caches.kv_cache))
+            warnings.append(HALVES.format(cache=caches.kr_cache or caches.kv_cache))
         ratio = rotation_ratio(self.view, q, k)
         assert ratio is not None  # judged
         return PrologPlan(
@@ -148,8 +148,8 @@ class PrologPlanner(Planner[Candidate, PrologPlan]):
             assumptions=(
                 *warnings,
                 *self.assumed(caches),
-                *([_ROWS_READ_BACK] if read_back else []),
-                *([_IDENTITY] if query == "q_nope" else []),
+                *([ROWS_READ_BACK] if read_back else []),
+                *([IDENTITY] if query == "q_nope" else []),
                 *self.narrowed(q.norm.gamma, k.gamma),
             ),
         )
