@@ -17,14 +17,19 @@ _OPERANDS = {  # place of the weight among a product's arguments
     "addmm": 2,
     "baddbmm": 2,
     "npu::npu_quant_matmul": 1,
+    "npu::npu_transpose_batchmatmul": 1,
 }
 _MOVED = frozenset("clone _to_copy cat stack reshape _unsafe_view contiguous mul".split())
 
 
 def parameters(graph: Graph) -> set[Node]:
-    """By what a tracer says of them; where none says it, by what is done with them."""
-    said = {node for node in graph.find_nodes(op="placeholder") if _is_said_to_be_one(node)}
-    if said:
+    """By what a tracer says of them; of those of which none says anything, by what is done with
+    them.
+    """
+    inputs = graph.find_nodes(op="placeholder")
+    said = {node for node in inputs if _is_said_to_be_one(node)}
+    unknown = {node for node in inputs if node.meta.get(ARGUMENT) is None}
+    if not unknown:
         return said
     found = set[Node]()
     for node in graph.nodes:
@@ -33,7 +38,8 @@ def parameters(graph: Graph) -> set[Node]:
         elif isinstance(node.target, OpOverload) and name_of(node.target) == "einsum":
             found |= _behind(node.args[1][1])  # type: ignore[index]
     written = torch.ops.aten.copy_.default
-    return found - {node.args[0] for node in graph.nodes if node.target is written}  # type: ignore[misc]
+    found -= {node.args[0] for node in graph.nodes if node.target is written}  # type: ignore[misc]
+    return said | found & unknown
 
 
 def _is_said_to_be_one(node: Node) -> bool:

@@ -87,6 +87,19 @@ def holders(graph: Graph, values: Iterable[Value]) -> list[Node]:
     return found
 
 
+def _goes_on(graph: Graph, given: Given, node: Node, known: Value) -> bool:
+    """Is a step of the model's own, behind what results give as they are: no result itself?"""
+    if _is_result(known) and node.meta["val"].dtype != torch.float32:
+        return False
+    read = [graph.readings[above] for above in node.all_input_nodes]
+    active = [one for one in read if isinstance(one, Value) and not is_made_of_nothing(one)]
+    return bool(active) and all(given.of(one) is not None for one in active)
+
+
+def _is_result(known: Value) -> bool:
+    return unmoved(known).op in ("leaf", "write")
+
+
 def settled(
     graph: Graph, given: Given, products: Iterable[Value], read: Iterable[Value]
 ) -> Settled:
@@ -115,7 +128,7 @@ def settled(
                 if known is not None and (reader, node) in graph.stale:
                     detail = f"{node.name} is written after {reader.name} has read it"
                     raise Departure("graph.not_functional", detail, [reading])
-                if known is not None:
+                if known is not None and not _goes_on(graph, given, node, known):
                     found.replaced[node] = known
                     continue
             if not inside.isdisjoint(values_of(reading)):

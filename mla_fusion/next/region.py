@@ -40,7 +40,12 @@ def region_of(
                 raise _kept(graph, node, above)
             above.setdefault(user, node)
             stack.append(user)
-    return sorted(inside), replaced
+    read = {
+        node: value
+        for node, value in replaced.items()
+        if any(user not in inside for user in node.users)
+    }
+    return sorted(inside), read
 
 
 def _kept(graph: Graph, node: Node, above: dict[Node, Node]) -> Departure:
