@@ -36,9 +36,9 @@ def parameters(graph: Graph) -> set[Node]:
         if isinstance(node.target, OpOverload) and name_of(node.target) in _OPERANDS:
             found |= _behind(node.args[_OPERANDS[name_of(node.target)]])
         elif isinstance(node.target, OpOverload) and name_of(node.target) == "einsum":
-            found |= _behind(node.args[1][1])  # type: ignore[index]
+            found |= _behind(node.args[1][1])
     written = torch.ops.aten.copy_.default
-    found -= {node.args[0] for node in graph.nodes if node.target is written}  # type: ignore[misc]
+    found -= {node.args[0] for node in graph.nodes if node.target is written}
     return said | found & unknown
 
 

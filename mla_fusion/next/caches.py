@@ -145,23 +145,22 @@ def _write_of(
     graph: Graph, given: Given, writes: Iterable[Value], name: str, rows: Value
 ) -> Write | Obstacle:
     """The one write that takes the new rows as they are, in the order of the tokens."""
-    own, moved = list[Value](), list[Value]()
+    own, moved = list[Value](), list[tuple[Value, Value]]()
     for value in writes:
         taken = given.of(value.sources[2])
         if _is_of(taken, rows):
             own.append(value)
         elif taken is not None and rows in order([taken]):
-            moved.append(value)
+            moved.append((value, taken))
     if len(own) == 1:
         return _write(graph, own[0])
     if own:
         return Obstacle("cache.rows_read", f"{len(own)} writes take the rows of {name}")
     if not moved:
         return Obstacle("cache.not_written", f"the rows of {name} are written to no cache")
-    base = _base(graph, moved[0])
+    base = _base(graph, moved[0][0])
     to = "what is no input" if base is None else base.name
-    taken = given.of(moved[0].sources[2])
-    others = [value for value in order([taken]) if value.op == "leaf" and value is not rows]
+    others = [value for value in order([moved[0][1]]) if value.op == "leaf" and value is not rows]
     if others:
         return Obstacle("cache.rows_joined", f"rows of {name} are written to {to} beside others")
     if name == "kr_cache":

@@ -114,7 +114,8 @@ def _packed(b: Builder, plan: Plan, name: str, dtype: torch.dtype | None, nz: bo
 
 def _identity(b: Builder, plan: Plan) -> Any:
     """[I | 0] for every head: layers share it."""
-    shape = tuple(map(int, plan.proposal.arguments["weight_uk"].shape))
+    heads, nope, latent = map(int, plan.proposal.arguments["weight_uk"].shape)
+    shape = heads, nope, latent
     device = plan.products[0].meta["val"].device
 
     def recipe(b: Builder) -> Any:

@@ -96,10 +96,11 @@ class Pass:
 
     def _first_cause(self, departure: Departure) -> Departure:
         """That a step changes memory, where it changes what the reason is about."""
-        values = departure.values or departure.site
-        nodes = [node for value in values for node in self.graph.nodes.get(value, ())]
+        graph, values = self.graph, departure.values or departure.site
+        early = self._planner.early & {graph.base(node) for _, node in graph.stale}
+        nodes = [node for value in values for node in graph.nodes.get(value, ())]
         try:
-            policy.functional(self.graph, self._planner.early, nodes)
+            policy.functional(graph, early, nodes)
         except Departure as cause:
             return cause
         return departure

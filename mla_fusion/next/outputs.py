@@ -89,7 +89,8 @@ def holders(graph: Graph, values: Iterable[Value]) -> list[Node]:
 
 def _goes_on(graph: Graph, given: Given, node: Node, known: Value) -> bool:
     """Is a step of the model's own, behind what results give as they are: no result itself?"""
-    if _is_result(known) and node.meta["val"].dtype != torch.float32:
+    is_given = _is_result(known) and node.meta["val"].dtype != torch.float32
+    if is_given or any((node, above) in graph.stale for above in node.all_input_nodes):
         return False
     read = [graph.readings[above] for above in node.all_input_nodes]
     active = [one for one in read if isinstance(one, Value) and not is_made_of_nothing(one)]

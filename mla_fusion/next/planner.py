@@ -95,7 +95,7 @@ class Planner:
     def _planned(self, proposal: Proposal) -> Plan:
         held, compared = self._proved(proposal)
         plan = self._placed(proposal, held, compared)
-        policy.functional(self.graph, self.early, [*plan.region, *contract.inputs(plan)])
+        policy.functional(self.graph, self.early, contract.inputs(plan))
         plan.structure = self._structures.of(plan)
         key = plan.structure, proposal.arguments["token_x"].active
         sizes = self._taken.get(key)
@@ -178,16 +178,16 @@ class Planner:
 
     def _in_halves(self, proposal: Proposal, held: list[Claim]) -> tuple[list[Claim], bool]:
         """By Config.kr_layout the model's own rows are said to be halves, as the kernel's."""
-        is_half = self.config.kr_layout == "half" and proposal.rotation is not None
-        if not is_half or proposal.rotation[1] != "interleaved":  # type: ignore[index]
+        behind = proposal.rotation[1] if proposal.rotation is not None else ""
+        if self.config.kr_layout != "half" or behind != "interleaved":
             return held, False
         form, results = self.graph.form, proposal.results
         rows = {"query_rope": results.query_rope, "kr_rows": results.kr_rows}
         found = []
         for claim in held:
-            leaf = rows.get(claim.part)
-            is_whole = leaf is not None and prod(leaf.shape) == prod(claim.graph.shape)
-            kernel = form.reshape(leaf, claim.graph.shape) if is_whole else claim.kernel
+            leaf, kernel = rows.get(claim.part), claim.kernel
+            if leaf is not None and prod(leaf.shape) == prod(claim.graph.shape):
+                kernel = form.reshape(leaf, claim.graph.shape)
             found.append(Claim(claim.part, claim.graph, kernel))
         return found, True
 

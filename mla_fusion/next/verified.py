@@ -85,7 +85,7 @@ def _compared(plan: Plan) -> Outcome:
         after = {node: writer.given(node) for node in plan.replaced}
     work.graph.output(tuple(after.values()))
     pairs = [
-        Pair(_part(plan, value), node, after[node], *_form(plan, value, node, after))
+        Pair(_part(plan, value), node, after[node], _form(plan, value, node))
         for node, value in plan.replaced.items()
     ]
     roles = x | _roles(plan, x)
@@ -135,24 +135,26 @@ def _part(plan: Plan, value: Value) -> str:
     return next((names[one] for one in met([value], names)), "value")
 
 
-def _form(plan: Plan, value: Value, node: Node, after: dict[Node, Node]) -> tuple[str, ...]:
+def _form(plan: Plan, value: Value, node: Node) -> str:
+    """Of what is compared, as ``witness.compare`` names it."""
     part, held = _part(plan, value), node.meta["val"]
     if plan.warnings and part in ("query_rope", "kr_rows", "kr_cache"):
-        return ("halves",)
+        return "halves"
     if part == "dequant_scale_q_norm" and held.element_size() == 1:
-        return ("powers",)
+        return "powers"
     is_hifloat8 = plan.attributes.get("token_x_dtype") == HIFLOAT8 and held.dtype == torch.uint8
     if part == "kv_cache" and plan.modes[1] == _PACKED:
-        return ("tiles",)
-    return ("hifloat8",) if part == "query_norm" and is_hifloat8 else ()
+        return "tiles"
+    return "hifloat8" if part == "query_norm" and is_hifloat8 else ""
 
 
 def _roles(plan: Plan, drawn: dict[Node, str]) -> dict[Node, str]:
     """Of the graph's inputs that arguments are read from, apart from what is drawn."""
     graph, found = plan.graph, dict[Node, str]()
-    is_packed = plan.modes[1] == _PACKED
-    for _, cache, _ in plan.held:
-        found[cache] = "tiles" if is_packed else "cache"
+    for name, cache, _ in plan.held:
+        found[cache] = "tiles" if plan.modes[1] == _PACKED else "cache"
+        if name == "kr_cache" and plan.warnings:
+            found[cache] = "halves"
     if isinstance(plan.caches, InPlace):
         for leaf, role in plan.caches.trusted.items():
             found |= {node: role for node in graph.nodes[leaf] if node.op == "placeholder"}

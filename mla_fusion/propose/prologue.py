@@ -229,7 +229,8 @@ class _Joined:
         factor = absorbed[0].factor
         of_nope = set(columns.flatten().tolist())
         query, key = self._rotations(of_nope, of_query, of_key, factor)
-        for one in (*absorbed, query):
+        parts: list[_Absorbed | _Rotated] = [*absorbed, query]
+        for one in parts:
             by_tokens = one is query and factor is not None and filled_with(factor) is None
             if one.factor is not factor and not (by_tokens and one.factor is None):
                 factors = f"q_nope by {_said(factor)}, another part of the query by "
@@ -273,8 +274,8 @@ class _Joined:
             *_used(down, {*of_query.columns.tolist(), *of_caches}),
         ]
         rotation = query.pairs.layouts if self._is_turned(down, key.value) else None
-        parts = results, defined, claims, more, products, rotation, self.instead
-        return Proposal(down.rows, arguments, *parts)
+        what = results, defined, claims, more, products, rotation, self.instead
+        return Proposal(down.rows, arguments, *what)
 
     def _before_quantisation(self) -> tuple[Value, Value | None]:
         """c_q before it was quantised, and what smooths it."""
