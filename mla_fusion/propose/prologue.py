@@ -398,7 +398,7 @@ class _Joined:
             columns = reading.columns.tolist()
             is_held = value in self.projections.graph.nodes
             if is_held and reading.kind == "moved" and sorted(columns) == nope:
-                wanted = torch.tensor(nope).reshape(heads, width)
+                wanted = torch.tensor(nope, dtype=torch.int64).reshape(heads, width)
                 factor = self._factor(self.up, value)
                 yield _Absorbed(value, weight, wanted, factor)
                 return
