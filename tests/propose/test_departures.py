@@ -59,7 +59,7 @@ AS_TRUE = {
 # What the next core fuses, with the numbers that the model gives, or does not read yet.
 FUSED = frozenset(
     "OneScale Fp8OneScale one_matrix_for_both one_head_added_to SlotsFromSizeOfQuery LayoutsDiffer "
-    "k_pairs_left k_swapped".split()
+    "k_pairs_left k_swapped k_one_token_later moved".split()
 ) | {"over 127 again"}
 LATER = frozenset(
     "OneScaledCache FullWithChannelCaches OperatorNormMode OperatorAndSum KeptCopies".split()
