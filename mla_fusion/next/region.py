@@ -40,12 +40,17 @@ def region_of(
                 raise _kept(graph, node, above)
             above.setdefault(user, node)
             stack.append(user)
-    read = {
-        node: value
-        for node, value in replaced.items()
-        if any(user not in inside for user in node.users)
-    }
-    return sorted(inside), read
+
+    def is_read(node: Node) -> bool:
+        """By more than the region, and what is moved on the way back into it?"""
+        for user in node.users:
+            reading = None if user.op == "output" else graph.readings[user]
+            is_moved = isinstance(reading, Value) and given.of(reading) is not None
+            if user not in inside and (not is_moved or is_read(user)):
+                return True
+        return False
+
+    return sorted(inside), {node: value for node, value in replaced.items() if is_read(node)}
 
 
 def _kept(graph: Graph, node: Node, above: dict[Node, Node]) -> Departure:

@@ -176,7 +176,7 @@ class _Witness:
         self._rounds = any(map(_has_bytes, nodes))
         quantised = any(roles[leaf] == "weight" and _has_bytes(leaf) for leaf in roles)
         self._limit = TOLERANCE_QUANTISED if quantised else TOLERANCE
-        if any(value_of(node).dtype == torch.uint8 for pair in pairs for node in pair.nodes[0]):
+        if any(roles[leaf] == "weight" and dtype_of(leaf) == torch.uint8 for leaf in roles):
             self._limit = TOLERANCE_HIFLOAT8
         self._tokens, self._count = list[int](), 0
         self._figures: dict[Pair, Figure] = {}
