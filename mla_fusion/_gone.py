@@ -13,6 +13,9 @@ T = TypeVar("T")
 GONE = {
     "Config(unabsorbed=)": "write targets=('v3', 'identity') for unabsorbed='identity'",
     "Config(weights=)": "mf.prepack(model, *inputs) keeps one copy of the weights",
+    "Config(targets=('key',))": "no operator is called for the key's half alone",
+    "Config(targets=('preprocess',))": "the pass calls npu_mla_prolog_v3 alone; npu_mla_preprocess "
+    "is still checked, computed and audited",
     "audit(seconds=)": "leave it out: mf.audit undoes each slip of a short table once",
     "audit(tries=)": "leave it out: mf.audit undoes each slip of a short table once",
     "mla-fusion audit DUMP": "mla-fusion explain or inspect reads a dump; audit takes functions",

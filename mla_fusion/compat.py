@@ -19,7 +19,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from importlib import import_module
@@ -96,6 +96,21 @@ def __getattr__(name: str) -> Any:
 # -- operators; attrgetter costs no more than the attribute: the pass asks for schemas everywhere
 
 schema_of: Callable[[Any], FunctionSchema] = attrgetter("_schema")
+
+
+def given_by_name(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call, by the names of the operator's schema, with defaults."""
+    found: dict[str, Any] = {}
+    for place, argument in enumerate(schema_of(target).arguments):
+        if argument.name in kwargs:
+            found[argument.name] = kwargs[argument.name]
+        elif place < len(args):
+            found[argument.name] = args[place]
+        elif argument.has_default_value():
+            found[argument.name] = argument.default_value
+    return found
+
+
 parse_schema: Callable[[str], FunctionSchema] = torch._C.parse_schema
 
 

@@ -6,20 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from mla_fusion._gone import without_gone_options
+from mla_fusion._gone import sentence, without_gone_options
 from mla_fusion.machine import AUTO, Machine, release_named, settled, soc_named
 
 Skip = str | Callable[[Any], bool]
 
-# The ladder: each is tried where those above it, as far as they are asked for, are not possible.
-# What it is offered: prologues with a W_uk product ("absorbed") or without, also those quantised by
-# scales that are fixed ahead of time ("static"), or the key's half of either.
-TARGETS = {
-    "v3": {"absorbed"},
-    "identity": {"unabsorbed"},
-    "preprocess": {"absorbed", "static"},
-    "key": {"key"},
-}
+TARGETS = ("v3", "identity")
 _CHOICES = {
     "enable": (False, True),
     "verify": ("off", "first", "all"),
@@ -44,11 +36,8 @@ class Config:
     soc         Chip generation whose limits hold: "A2", "A3", "A5", or a chip's name ("910B",
                 "Ascend910_93", "950PR"). "auto", the default of both, asks the NPU of this process;
                 without one, A3 and the latest release are taken. The report says which.
-    targets     Operators that may be emitted. Each prologue is offered to them in this order,
-                whatever order you give: "v3" for whole prologues; "identity", the same for those
-                without a W_uk product, by weight_uk = [I | 0]; "preprocess", npu_mla_preprocess for
-                static W8A8 (not in GE graphs); "key", npu_kv_rmsnorm_rope_cache_v2 for the key's
-                half alone.
+    targets     Prologues that may be fused: "v3" for those with a W_uk product; "identity" for
+                those without one, by weight_uk = [I | 0].
     staging     "auto" stages a fusion (the kernel writes small buffers, and the model's own cache
                 writes stay) where a write by the kernel would not be exact, unless that saves
                 nothing by the report's estimate. "always", or "never".
@@ -117,12 +106,13 @@ class Config:
                     "Config.skip takes names of layers, codes of rejections, and predicates, got "
                     f"{entry!r}"
                 )
-        known = tuple(TARGETS)
-        if not self.targets or any(name not in known for name in self.targets):
+        if not self.targets or any(name not in TARGETS for name in self.targets):
+            said = sentence(f"Config(targets=({name!r},))" for name in self.targets)
             raise ValueError(
-                f"Config.targets must name some of {', '.join(known)}, got {self.targets!r}"
+                said
+                or f"Config.targets must name some of {', '.join(TARGETS)}, got {self.targets!r}"
             )
-        object.__setattr__(self, "targets", tuple(name for name in known if name in self.targets))
+        object.__setattr__(self, "targets", tuple(name for name in TARGETS if name in self.targets))
 
     @classmethod
     def given(cls, config: Config | None) -> Config:
@@ -139,11 +129,6 @@ class Config:
     def skips(self, code: str) -> bool:
         """Whether ``skip`` names a code of rejection, or what stands before its colon."""
         return code in self.skip or code.partition(":")[0] in self.skip
-
-    @property
-    def offers(self) -> frozenset[str]:
-        """What some of the targets are offered."""
-        return frozenset().union(*(TARGETS[name] for name in self.targets))
 
     @property
     def machine(self) -> Machine:

@@ -1,50 +1,51 @@
-"""The pass, stage by stage: normalise, index, match, plan, contract, verify, commit.
+"""The pass, from a graph to a new one: read, propose, plan, verify, write.
 
-A stage hands a value on to the next. One that gives up on a prologue raises ``Refuse``; graphs
-change at the very end.
+A stage that gives up on a prologue raises ``Departure``; graphs change at the very end.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from time import perf_counter
 
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph as FxGraph
+from torch.fx import GraphModule, Node
 from torch.nn import Module
 
-from mla_fusion.commit import rewrite, transaction
-from mla_fusion.commit.legal import Plans
+from mla_fusion.commit import transaction
+from mla_fusion.commit.rewrite import Writer, keep_output_names
 from mla_fusion.commit.verified import Verified
 from mla_fusion.compat import without_modes
 from mla_fusion.config import Config
-from mla_fusion.fx import module_path, registered
+from mla_fusion.fx import memory, module_path, registered, strides
 from mla_fusion.fx.build import GraphBuilder, describe_attributes
 from mla_fusion.fx.kinds import word
-from mla_fusion.fx.normalise import forms
-from mla_fusion.fx.view import View
+from mla_fusion.fx.normalise import normalised
 from mla_fusion.fx.workplace import workplace
+from mla_fusion.graph.departure import Departure
+from mla_fusion.graph.form import Value
+from mla_fusion.graph.read import Graph
 from mla_fusion.machine import compiling_for
-from mla_fusion.match import absent
-from mla_fusion.match.candidate import KeyHalf
-from mla_fusion.match.closed import in_bodies
-from mla_fusion.match.finder import Found, search
-from mla_fusion.match.near_miss import NearMiss
-from mla_fusion.next.fuse import Pass
-from mla_fusion.next.skip import SkipError
 from mla_fusion.observe.clock import Clock, on_the_cpu, threads
 from mla_fusion.observe.operator_counts import count_operators
-from mla_fusion.observe.record import Record
-from mla_fusion.plan.ladder import Rung, descend
-from mla_fusion.plan.plan import InPlace, Plan
-from mla_fusion.report.rejection import Refuse, Rejection
+from mla_fusion.observe.record import Record, absent
+from mla_fusion.plan import policy
+from mla_fusion.plan.outputs import Settled, settled
+from mla_fusion.plan.plan import Plan
+from mla_fusion.plan.planner import Planner
+from mla_fusion.plan.skip import SkipError, skipped
+from mla_fusion.propose.departures import reported
+from mla_fusion.propose.given import Given
+from mla_fusion.propose.prologue import proposals
+from mla_fusion.propose.sites import Projections
+from mla_fusion.report.rejection import Rejection, message
 from mla_fusion.report.report import Report
 from mla_fusion.report.store import keep
 
 log = logging.getLogger("mla_fusion")
 # made of the module whose graph is written, and of the graph that it is written after
-BuilderOf = Callable[[GraphModule, Graph], GraphBuilder]
+BuilderOf = Callable[[GraphModule, FxGraph], GraphBuilder]
 
 
 def fuse(gm: GraphModule, config: Config | None = None) -> Report:
@@ -143,158 +144,131 @@ def _all_or_nothing(
     described: list[Node] = []
     try:
         described = describe_attributes(gm)
-        return _of_best_form(gm, config, builder, usual_threads, boundary)
+        report = Report(config, committed=builder is not None)
+        found = Pass(normalised(gm, boundary), config, boundary, usual_threads, report)
+        found.plan()
+        if found.plans and builder is not None:
+            found.commit(gm, builder)
+        return report
     except SkipError:
         raise
     except Exception as error:
         reason = _defect(error, config)
-        failed = [Rejection(reason.code, reason.message)]
+        failed = [Rejection(reason.code, message(reason.code, reason.detail))]
         return Report(config, rejected=failed, committed=builder is not None)
     finally:
         for node in described:
             del node.meta["val"]
 
 
-def _of_best_form(
-    gm: GraphModule, config: Config, builder: BuilderOf | None, usual_threads: int, boundary: bool
-) -> Report:
-    """The report on the form of the graph in which most fuses; of equal ones on the first."""
-    if os.environ.get("MLA_FUSION_CORE") == "values":  # private, until it is the only one
-        report = Report(config, committed=builder is not None)
-        found = Pass(next(forms(gm, boundary)), config, boundary, usual_threads, report)
-        found.plan()
-        if found.plans and builder is not None:
-            found.commit(gm, builder)
-        return report
-    looked_at: list[tuple[GraphModule, list[Plan], Report]] = []
-    for form in forms(gm, boundary):  # normalise
-        report = Report(config, committed=builder is not None)
-        plans = _plans(form, config, boundary, usual_threads, report)
-        looked_at.append((form, plans, report))
-        stepped_down = any(fusion.instead_of for fusion in report.fused)
-        if (
-            plans
-            and not (report.rejected or stepped_down)
-            and all(isinstance(plan.caches, InPlace) for plan in plans)
-        ):
-            break
-    form, plans, report = max(looked_at, key=lambda found: _worth(found[1], config))
-    if plans and builder is not None:
-        _commit(gm, form, plans, config, builder, report)
-    return report
+class Pass:
+    """Over one graph.
 
-
-def _worth(plans: list[Plan], config: Config) -> list[tuple[int, int]]:
-    """For comparison: by target, the first of the ladder first, how many prologues are fused, and
-    in place.
+    form      what is read: ``gm`` itself, or the same computation with subgraphs opened
+    boundary  a wrapper stands around the graph
     """
-    by_target = [[plan for plan in plans if plan.target == target] for target in config.targets]
-    return [
-        (len(some), sum(isinstance(plan.caches, InPlace) for plan in some)) for some in by_target
-    ]
 
+    def __init__(
+        self, form: GraphModule, config: Config, boundary: bool, usual_threads: int, report: Report
+    ) -> None:
+        self.config, self.report = config, report
+        self._clock = Clock(report.timings)
+        self.graph = Graph(form)
+        self._clock.stop("view")
+        self._projections = Projections(self.graph)
+        self._planner = Planner(self.graph, self._projections, config, boundary)
+        self._verified = Verified(self.graph, config, usual_threads)
+        self._record = Record(self.graph, config, report)
+        self.plans: list[Plan] = []
 
-def _plans(
-    gm: GraphModule, config: Config, boundary: bool, usual_threads: int, report: Report
-) -> list[Plan]:
-    """What can be fused; what became of each prologue goes to the report. Changes nothing."""
-    clock = Clock(report.timings)
-    view = View(gm)
-    clock.stop("view")
-    finder, found = search(view, config.offers)
-    found += in_bodies(gm)
-    clock.stop("match")
-    legal_plans = Plans(view, config, boundary)
-    verified = Verified(view, config, usual_threads)
-    record, plans = Record(view, finder, config, report), list[Plan]()
+    def plan(self) -> None:
+        """What can be fused; what became of each prologue goes to the report."""
+        departures = list[Departure]()
+        for proposal in proposals(self._projections, "identity" in self.config.targets):
+            self._clock.stop("match")
+            try:
+                if isinstance(proposal, Departure):
+                    raise proposal
+                skipped(self.graph, proposal, self.config)
+                plan = self._planner.plan(proposal)
+                self._record.check_gain(plan)
+                self._clock.stop("plan")
+                seen = self._verified.of(plan)
+                self._clock.stop("verify")
+                self._record.fused(plan, seen)
+                self.plans.append(plan)
+            except Departure as reason:
+                reason.site = reason.site or tuple(proposal.products)  # type: ignore[union-attr]
+                departures.append(reason)
+            except Exception as error:  # costs this prologue alone: nothing has been changed yet
+                failed = _defect(error, self.config)
+                if not isinstance(proposal, Departure):
+                    failed.site = tuple(proposal.products)
+                departures.append(failed)
+            self._clock.stop("plan")
+        places = {node.name: at for at, node in enumerate(self.graph.gm.graph.nodes)}
+        self.report.fused.sort(key=lambda fusion: places[fusion.nodes[0]])
+        fused = [value for plan in self.plans for value in plan.proposal.products]
+        for departure in reported(self._projections, departures, fused):
+            self._record.rejected(self._first_cause(departure), departure.site)
+        self._clock.stop("plan")
+        if not self.plans and not self.report.rejected:
+            self.report.absent = absent(self._projections)
 
-    def fitted(rung: Rung, above: Refuse | None = None) -> Refuse | None:
-        """Plan a rung of the ladder, or say why not; ``above``: why it is not the one above."""
+    def _first_cause(self, departure: Departure) -> Departure:
+        """That a step changes memory, where it changes what the reason is about."""
+        graph, values = self.graph, departure.values or departure.site
+        early = self._planner.early & {graph.base(node) for _, node in graph.stale}
+        nodes = [node for value in values for node in graph.nodes.get(value, ())]
         try:
-            legal = legal_plans.of(rung.target, _wanted(rung.item, config))  # plan, contract
-            record.check_gain(legal.plan)
-            clock.stop("plan")
-            outcome = verified.of(legal)
-            clock.stop("verify")
-            seen = outcome.proved, outcome.verified, outcome.figures, outcome.compared
-            record.fused(legal.plan, legal.structure, *seen, above)
-            plans.append(legal.plan)
-            return None
-        except Refuse as reason:
-            return legal_plans.steps.behind(reason, rung.item.nodes)
-        except SkipError:
-            raise
-        except Exception as error:  # costs this prologue alone: nothing has been changed yet
-            return _defect(error, config)
-        finally:
-            clock.stop("plan")
+            policy.functional(graph, early, nodes)
+        except Departure as cause:
+            return cause
+        return departure
 
-    for item in found:
-        descend(item, config, fitted, record.rejected)
-    report.absent = absent.lines(finder) if not found else ()
-    return plans
+    def commit(self, gm: GraphModule, builder_of: BuilderOf) -> None:
+        """Write the graph with the calls of the plans in it, and give it to ``gm`` when that is
+        done.
+        """
+        source, exact = self.graph.gm.graph, self.config.strides != "kernel"
+        self.report.operators["before"] = count_operators(self.graph.gm)
+        work = workplace(self.graph.gm)
+        builder = builder_of(work, source)
+        writer = Writer(self.graph, self._settled(), self._by_leaf(), builder)
+        with builder.propagating():
+            writer.write()
+        strides.follow(builder, writer.handed_on, exact)
+        memory.follow(builder, gm.graph, exact)
+        builder.finish()
+        work.graph.eliminate_dead_code()
+        keep_output_names(source, work.graph)
+        work.graph.lint()
+        registered.restore(work.graph)
+        self.report.operators["after"] = count_operators(work)
+        builder.close()
+        transaction.install(gm, work.graph, builder.constants)
+        self._clock.stop("rewrite")
 
+    def _settled(self) -> Settled:
+        given, products, read = Given(self.graph.form), list[Value](), list[Value]()
+        for plan in self.plans:
+            for claim in plan.claims:
+                given.add(claim.graph, claim.kernel)
+            products += plan.proposal.products
+            read += plan.values.values()
+        return settled(self.graph, given, products, read)
 
-def _commit(
-    gm: GraphModule,
-    form: GraphModule,
-    plans: list[Plan],
-    config: Config,
-    builder_of: BuilderOf,
-    report: Report,
-) -> None:
-    """Write the graph of ``form`` with the calls of the plans in it, and give it to ``gm`` when
-    that is done.
-    """
-    clock = Clock(report.timings)
-    report.operators["before"] = count_operators(form)
-    work = workplace(form)
-    builder = builder_of(work, form.graph)
-    rewrite.write(builder, plans, gm.graph, config.strides != "kernel")
-    builder.finish()
-    rewrite.clean(builder, plans)
-    registered.restore(work.graph)
-    report.operators["after"] = count_operators(work)
-    builder.close()
-    transaction.install(gm, work.graph, builder.constants)
-    clock.stop("rewrite")
+    def _by_leaf(self) -> dict[Value, Plan]:
+        return {leaf: plan for plan in self.plans for leaf in plan.results.values()}
 
 
-def _wanted(item: Found, config: Config) -> KeyHalf:
-    """The candidate. Raises the reason of a near miss, and ``Refuse("skip")`` for what
-    ``Config.skip`` names.
-    """
-    near = isinstance(item, NearMiss)
-    where = (
-        module_path.layer(item.nodes) or module_path.root(item.nodes[0].graph.nodes)
-        if config.skip
-        else ""
-    )
-    for entry in config.skip:
-        try:
-            hit = (
-                not near and entry(item)
-                if callable(entry)
-                else entry == where or where.endswith("." + entry)
-            )
-        except Exception as error:
-            raise SkipError(
-                f"{entry!r} in Config.skip raised {type(error).__name__}: {error}"
-            ) from error
-        if hit:
-            raise Refuse("skip", f"layer {where or 'unknown'} matches {entry!r}", item.nodes[:1])
-    if isinstance(item, NearMiss):
-        raise item.reason
-    return item
-
-
-def _defect(error: Exception, config: Config) -> Refuse:
+def _defect(error: Exception, config: Config) -> Departure:
     """A serving job does not stop because the pass met a graph it cannot read; the log has the
     traceback.
 
     Raises the error under ``Config(strict=True)``.
     """
-    if config.strict:
+    if config.strict or isinstance(error, SkipError):
         raise error
     log.error("the pass failed on this graph, which stays as it is", exc_info=error)
-    return Refuse("pass.failed", f"{type(error).__name__}: {error}")
+    return Departure("pass.failed", f"{type(error).__name__}: {error}")

@@ -1,105 +1,169 @@
-"""Find a place in the graph where a call can go; write a new graph with the calls in place of what
-they replace.
-"""
+"""A new graph: nodes that stay are copied, in order; what is replaced reads results of calls."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph as FxGraph
+from torch.fx import Node
 
-from mla_fusion.commit import padding
-from mla_fusion.emit import results, targets
-from mla_fusion.fx import memory, strides
+from mla_fusion.fx import memory
 from mla_fusion.fx.build import GraphBuilder
-from mla_fusion.fx.in_place import is_closing, memory_of
-from mla_fusion.fx.kinds import has_effect, word
-from mla_fusion.fx.walk import reached
 from mla_fusion.fx.workplace import copied
-from mla_fusion.match.candidate import Candidate
+from mla_fusion.graph.form import Value, met
+from mla_fusion.graph.lower import Lowering
+from mla_fusion.graph.read import Graph
+from mla_fusion.plan.call import called
+from mla_fusion.plan.contract import inputs
+from mla_fusion.plan.operands import written
+from mla_fusion.plan.outputs import Settled, has_effect
 from mla_fusion.plan.plan import Plan
-from mla_fusion.report.rejection import Refuse
 
 _CARRIED = ("stack_trace", "nn_module_stack", "source_fn_stack", "stream_label", "original_aten")
 
 
-def prove(plan: Plan) -> tuple[Node, set[Node]]:
-    """The node before which the call goes: every reader is still to come, and every input is
-    defined or can be by then; with the nodes that move ahead of it for that.
+class _OfResults(Lowering):
+    """Reads rows of the call's caches as these hold them."""
 
-    Raises ``Refuse`` where there is none.
+    def _gather(self, value: Value, base: Value, index: Value) -> Any:
+        if base.op != "write" or base.literal is None or base not in self.known:
+            return super()._gather(value, base, index)
+        rows, shape = self.of(index), self._shape(value.shape)
+        return written(self.b, self.known[base], rows, shape, base.literal)
+
+
+class Writer:
     """
-    products = _products_of_query(plan)
-    readers = [
-        user for item in plan.replacements for user in item.node.users if user not in products
-    ]
-    if not readers:
-        raise Refuse(
-            "graph.unread",
-            f"{plan.candidate.down.node.name} and what follows it",
-            plan.candidate.nodes,
+    settled    what becomes of the graph's nodes
+    handed_on  each new value that is read, with the one of the graph that it is read in place of
+    """
+
+    def __init__(
+        self, graph: Graph, settled: Settled, plans: Mapping[Value, Plan], builder: GraphBuilder
+    ) -> None:
+        """``plans``: by each leaf that stands for a result."""
+        self.graph, self.settled, self._plans = graph, settled, plans
+        self.b = builder
+        self.b.copy = self._copy
+        self.handed_on: dict[tuple[Node, Node], None] = {}
+        self._lower = _OfResults(self.b, graph, {}, self._is_usable)
+        self._called: set[Plan] = set()
+        self._values: dict[Node, Node] = {}
+        self._begun: set[Node] = set()
+
+    def write(self) -> None:
+        source = self.graph.gm.graph
+        for node in source.find_nodes(op="placeholder"):
+            self.b.value(node)
+        for node in source.nodes:
+            if node.op == "output":
+                self._close()
+            if node.target is torch.ops.aten.copy_.default:
+                self._call_before(node.args[0])
+            if node in self.settled.kept and node.op != "placeholder":
+                self.b.value(node)
+
+    def _call_before(self, written: Any) -> None:
+        """What a call reads may be written when all else is done."""
+        for plan in dict.fromkeys(self._plans.values()):
+            if written in inputs(plan) and written not in (cache for _, cache, _ in plan.held):
+                self._call(plan)
+
+    def drawn(self, node: Node) -> Node:
+        """A copy that is computed from nothing."""
+        if node.op == "placeholder":
+            return self.b.value(node)
+        made = self.b.gm.graph.placeholder(node.name)
+        made.meta.update(node.meta)
+        self.b.copies[node] = made
+        return made
+
+    def _close(self) -> None:
+        """Caches that the model's operator wrote unseen get their new rows."""
+        for plan in dict.fromkeys(self._plans.values()):
+            for name, cache, shape in plan.held:
+                if cache not in self.graph.hidden:
+                    continue
+                self._call(plan)
+                result = self._lower.known[plan.results[name]]
+                self.b.at(None, {})
+                held = self.b.cache(cache, shape)
+                args = held, result
+                self.b.insert(torch.ops.aten.copy_.default, args, {}, held.meta["val"])
+
+    def _is_usable(self, node: Node) -> bool:
+        if node.op in ("placeholder", "get_attr") or node in self.b.copies:
+            return True
+        if node not in self.settled.kept or has_effect(self.graph, node):
+            return False
+        return not self._waits(node)
+
+    def _waits(self, node: Node) -> bool:
+        """Is it made of what is being made just now?"""
+        stack, seen = [node], set[Node]()
+        while stack:
+            one = stack.pop()
+            if one in seen or one in self.b.copies or one in self._values:
+                continue
+            if one in self._begun:
+                return True
+            seen.add(one)
+            stack += one.all_input_nodes
+        return False
+
+    def _copy(self, node: Node) -> Node:
+        if node in self._begun:
+            raise RuntimeError(f"{node.name} waits for itself")
+        self._begun.add(node)
+        for read in node.all_input_nodes:
+            if read in self._begun and read not in self.b.copies and read not in self._values:
+                raise RuntimeError(f"{read.name} waits for itself")
+            if read in self.settled.sizes:
+                self._values[read] = self._lower.size(read.meta["val"])
+            elif read in self.settled.replaced:
+                self.given(read)
+            elif read not in self.b.copies:
+                self.b.value(read)
+        made = copied(node, self.b.gm.graph, self._input)
+        self.b.copies[node] = made
+        return made
+
+    def _input(self, read: Node) -> Node:
+        is_replaced = read in self.settled.replaced
+        if is_replaced:
+            self.handed_on[self._values[read], read] = None
+        return (
+            self._values[read] if is_replaced or read in self.settled.sizes else self.b.copies[read]
         )
-    point = _ahead_of_copies(min(readers), plan)
-    replaced = {replacement.node for replacement in plan.replacements}
-    seen: set[Node] = set()
-    stack = [node for node in targets.target_of(plan).inputs(plan) if not node < point]
-    while stack:
-        node = stack.pop()
-        if node in replaced or (has_effect(node) and not node < point):
-            raise Refuse(
-                "order.cycle", f"{node.name} is needed by the kernel before it can exist", (node,)
-            )
-        if node in seen or node < point:
-            continue
-        seen.add(node)
-        stack.extend(node.all_input_nodes)
-    return point, seen
+
+    def given(self, node: Node) -> Node:
+        """What a replaced node is, of the results."""
+        if node not in self._values:
+            self._begun.add(node)
+            value = self.settled.replaced[node]
+            for leaf in met([value], self._plans):
+                self._call(self._plans[leaf])
+            self.b.at(None, dict(node.meta))
+            held = node.meta["val"]
+            is_code = held.dtype == torch.uint8
+            made = self._lower.of(value, None if is_code else held.dtype)
+            if is_code and self.b.dtype(made) == torch.float8_e8m0fnu:
+                made = self.b.call(torch.ops.aten.view.dtype, made, torch.uint8)
+            self._values[node] = made
+        return self._values[node]
+
+    def _call(self, plan: Plan) -> None:
+        if plan in self._called:
+            return
+        self._called.add(plan)
+        meta = plan.products[0].meta
+        self.b.at(None, {key: meta[key] for key in _CARRIED if key in meta})
+        self._lower.known.update(called(self.b, self._lower, plan))
 
 
-def _ahead_of_copies(reader: Node, plan: Plan) -> Node:
-    """The copies into inputs that end a functional graph stand in the order of the inputs, not in
-    that of the model: the first of those in front of the reader that leave the caches alone.
-    """
-    caches = set(map(memory_of, plan.caches.inputs))
-    first = reader
-    while is_closing(first) and word(first.prev) == "copy_":
-        if not caches.isdisjoint(map(memory_of, first.prev.all_input_nodes)):
-            break
-        first = first.prev
-    return first
-
-
-def write(
-    builder: GraphBuilder, plans: Sequence[Plan], given: Graph, exact_strides: bool = True
-) -> None:
-    """Write the builder's graph: its source, with the calls of the plans and without what these
-    leave unread. What leaves it shares memory as in the ``given`` graph.
-
-    ``exact_strides``: what leaves the graph has the strides that it has in the source.
-    """
-    writer = _Writer(builder, plans)
-    with builder.propagating():
-        writer.write()
-    strides.follow(builder, writer.handed_on, exact_strides)
-    memory.follow(builder, given, exact_strides)
-
-
-def clean(builder: GraphBuilder, plans: Sequence[Plan]) -> None:
-    """Eliminate dead code where a product of a region is still in the graph, kept by a node nobody
-    reads; then lint.
-    """
-    graph = builder.gm.graph
-    if any(plan.heads_of_call > plan.heads for plan in plans):
-        padding.carry(builder)
-    if any(item.node in builder.copies for plan in plans for item in plan.candidate.projections):
-        graph.eliminate_dead_code()
-    keep_output_names(builder.source, graph)
-    graph.lint()
-
-
-def keep_output_names(source: Graph, graph: Graph) -> None:
+def keep_output_names(source: FxGraph, graph: FxGraph) -> None:
     """Let what leaves the graph have the name that it has in the source: an exported program's
     signature has names.
     """
@@ -113,200 +177,3 @@ def keep_output_names(source: Graph, graph: Graph) -> None:
         if other is not None:  # still read inside
             other.name = new.name
         new.name = old.name
-
-
-class _Writer:
-    """Copies the source node by node.
-
-    handed_on   each new value that is read, with the one of the source that it is read in place of
-    """
-
-    def __init__(self, builder: GraphBuilder, plans: Sequence[Plan]) -> None:
-        self.b = builder
-        self.handed_on: dict[tuple[Node, Node], None] = {}
-        self._copies = builder.copies
-        self._values: dict[Node, Node] = {}
-        # of the calls made so far, by the plan's place in the list
-        self._results: dict[int, dict[str, Any]] = {}
-        self._begun: set[int] = set()
-        self._plans = plans
-        self._calls: dict[Node, list[int]] = {}
-        self._plan_of: dict[Node, int] = {}
-        # readers of a replaced value that go on reading it
-        self._keeps: dict[Node, frozenset[Node]] = {}
-        self._borrowers: dict[Node, Plan] = {}
-        for number, plan in enumerate(plans):
-            self._calls.setdefault(prove(plan)[0], []).append(number)
-            self._plan_of |= {item.node: number for item in plan.replacements}
-            self._keeps |= dict.fromkeys(
-                (item.node for item in plan.replacements), _products_of_query(plan)
-            )
-            self._borrowers |= dict.fromkeys(plan.borrowers, plan)
-        self._given = self._find_given()
-        self._unread = self._find_unread() - self._given
-        builder.copy = self._copy_with_inputs
-
-    def write(self) -> None:
-        source = self.b.source
-        for node in source.find_nodes(op="placeholder"):
-            self._copy(node)
-        for node in source.nodes:
-            for number in self._calls.get(node, ()):
-                self._call(number)
-            if node.op == "output":
-                self._write_caches_back()
-            if node in self._borrowers:
-                self._lend(node)
-            elif (
-                node not in self._copies
-                and node not in self._unread
-                and not self._is_written_already(node)
-            ):
-                self._copy(node)
-        for node in sorted(self._given, reverse=True):
-            made = self._copies.get(node)
-            if made is not None and not made.users:  # the call had no need of it
-                self.b.gm.graph.erase_node(made)
-                del self._copies[node]
-
-    def _is_written_already(self, node: Node) -> bool:
-        """Would it copy into a cache what the call has written there?"""
-        if word(node) != "copy_":
-            return False
-        target, source = node.args[:2]
-        number = self._plan_of.get(source)  # type: ignore[arg-type]
-        if number is None:
-            return False
-        plan = self._plans[number]
-        return plan.writes_inputs and target in plan.caches.inputs
-
-    def _copy(self, node: Node) -> Node:
-        made = self._copies[node] = copied(
-            node, self.b.gm.graph, lambda read: self._input(node, read)
-        )
-        return made
-
-    def _input(self, reader: Node, read: Node) -> Node:
-        if not self._is_handed_on(reader, read):
-            return self._copies.get(read) or self._copy_with_inputs(read)
-        if read not in self._values:
-            self._call(self._plan_of[read])
-        value = self._values[read]
-        self.handed_on[value, read] = None
-        return value
-
-    def _reads(self, reader: Node) -> list[Node]:
-        """What it reads that is not handed on."""
-        return [read for read in reader.all_input_nodes if not self._is_handed_on(reader, read)]
-
-    def _is_handed_on(self, reader: Node, read: Node) -> bool:
-        return read in self._borrowers or (read in self._keeps and reader not in self._keeps[read])
-
-    def _copy_with_inputs(self, node: Node) -> Node:
-        """A node that is read ahead of its turn, or that only new nodes read."""
-        missing = reached(
-            [node],
-            lambda reader: (read for read in self._reads(reader) if read not in self._copies),
-        )
-        for reader in sorted(missing):
-            if reader not in self._copies:
-                self._copy(reader)
-        return self._copies[node]
-
-    def _call(self, number: int) -> None:
-        """Make the call of a plan and what its readers read; of calls that wait for each other this
-        raises.
-        """
-        if number in self._results:
-            return
-        plan = self._plans[number]
-        if number in self._begun:
-            raise RuntimeError(f"the call for {plan.candidate.down.node.name} waits for itself")
-        self._begun.add(number)
-        self.b.at(None, _carried_meta(plan))
-        made = self._results[number] = targets.call_kernel(self.b, plan)
-        lying: dict[Node, Node] = {}
-        for item in plan.replacements:
-            value = results.fit(self.b, item, made[item.output])
-            like = lying.setdefault(value, item.node)
-            if not strides.lie_alike(
-                like.meta["val"], item.node.meta["val"]
-            ):  # a copy of the other
-                axes = range(item.node.meta["val"].dim())
-                value = self.b.call(torch.ops.aten.permute.default, value, list(axes))
-            self._values[item.node] = value
-
-    def _lend(self, borrower: Node) -> None:
-        self.b.at(None, borrower.meta)
-        self._values[borrower] = results.lend(self.b, self._borrowers[borrower], borrower)
-
-    def _write_caches_back(self) -> None:
-        """The model's operator changed its caches unseen; say so in the graph, where torchair looks
-        for it.
-        """
-        self.b.at(None, {})
-        for number, plan in enumerate(self._plans):
-            for name, given, shape in plan.caches.held if plan.caches.copies else ():
-                cache = self.b.cache(given, shape)
-                args = cache, self._results[number][name]
-                self.b.insert(torch.ops.aten.copy_.default, args, {}, cache.meta["val"])
-
-    def _find_given(self) -> set[Node]:
-        """What the calls are given, with all that it is made of. It keeps its place: what it reads
-        may be written later, and random numbers come in the order in which they are drawn.
-        """
-
-        def is_made(node: Node) -> bool:
-            return node.op == "call_function" and node not in self._keeps
-
-        starts = (node for plan in self._plans for node in targets.target_of(plan).inputs(plan))
-        return set(
-            reached(filter(is_made, starts), lambda node: filter(is_made, self._reads(node)))
-        )
-
-    def _find_unread(self) -> set[Node]:
-        """What nobody reads once the new values are handed on, walking up from the regions: far
-        fewer than all nodes.
-        """
-        unread: set[Node] = set()
-        stack = [node for plan in self._plans for node in _left_over(plan)]
-        while stack:
-            node = stack.pop()
-            if node in unread or node.op != "call_function" or has_effect(node):
-                continue
-            if any(
-                user not in unread and not self._is_handed_on(user, node) for user in node.users
-            ):
-                continue
-            unread.add(node)
-            stack.extend(node.all_input_nodes)
-        return unread
-
-
-def _left_over(plan: Plan) -> list[Node]:
-    """What may have lost its last reader: replaced values, the products, the model's cache
-    operator.
-    """
-    operator = plan.candidate.key.operator
-    replaced = [item.node for item in plan.replacements]
-    return [
-        *replaced,
-        *plan.borrowers,
-        *plan.candidate.nodes,
-        *([operator.node] if operator else []),
-    ]
-
-
-def _products_of_query(plan: Plan) -> frozenset[Node]:
-    """The query's up-projections, where the call computes them: they die with the region, whatever
-    they read.
-    """
-    if not isinstance(plan.candidate, Candidate) or not plan.projects_up:
-        return frozenset()
-    q = plan.candidate.query
-    return frozenset(part.node for item in (q.up_nope, q.up_rope) for part in item.by_weight)
-
-
-def _carried_meta(plan: Plan) -> dict[str, Any]:
-    meta = plan.candidate.down.node.meta
-    return {key: meta[key] for key in _CARRIED if key in meta}

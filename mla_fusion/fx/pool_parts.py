@@ -20,8 +20,17 @@ from mla_fusion.fx.kinds import (
     word,
 )
 from mla_fusion.fx.module_path import label
-from mla_fusion.fx.sizes import expression, has_symbols, is_size, same, sizes_of
-from mla_fusion.fx.token_axis import count_of, divided, is_empty, is_one
+from mla_fusion.fx.sizes import (
+    count_of,
+    divided,
+    expression,
+    has_symbols,
+    is_empty,
+    is_one,
+    is_size,
+    same,
+    sizes_of,
+)
 from mla_fusion.fx.walk import INPUTS, input_of, origin, reached, shared_memory
 from mla_fusion.operators.forms import SCATTERS, run_of
 from mla_fusion.operators.known import value_of

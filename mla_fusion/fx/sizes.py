@@ -98,6 +98,28 @@ def broadcast(*shapes: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(reversed(found))
 
 
+def count_of(sizes: Iterable[Any], meaning: Callable[[Any], Any] = expression) -> Any:
+    if not has_symbols(sizes):
+        return math.prod(sizes)
+    return sympy.prod([meaning(size) for size in sizes])
+
+
+def divided(a: Any, b: Any) -> Any | None:
+    """``a / b`` where that is a whole number whatever the symbols are."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a // b if b and a % b == 0 else None
+    quotient = sympy.cancel(sympy.sympify(a) / sympy.sympify(b))
+    return quotient if quotient.as_numer_denom()[1] == 1 else None
+
+
+def is_one(size: Any) -> bool:
+    return isinstance(size, int) and size == 1
+
+
+def is_empty(node: Node) -> bool:
+    return any(isinstance(size, int) and size == 0 for size in sizes_of(node))
+
+
 class Binding:
     """Binds each symbol to a small prime that no literal of the graph equals, where it can be as
     large.

@@ -62,6 +62,22 @@ def reached(
                 nodes.append(found)
 
 
+def nodes_between(sources: Iterable[Node], sink: Node) -> list[Node]:
+    """The nodes from which ``sink`` is computed, walking back until ``sources``, in graph order."""
+    stop, seen, order = set(sources), set(), []
+    stack: list[tuple[Node, bool]] = [(sink, False)]
+    while stack:
+        node, done = stack.pop()
+        if done:
+            order.append(node)
+        elif node not in seen and node not in stop:
+            seen.add(node)
+            stack.append((node, True))
+            if filled_with(node) is None:
+                stack.extend((arg, False) for arg in node.all_input_nodes)
+    return order
+
+
 def users(node: Node) -> Iterable[Node]:
     """For :func:`reached`: whatever reads the node, but for its sizes and what leaves the graph."""
     return (user for user in node.users if user.op != "output" and not is_size(user))

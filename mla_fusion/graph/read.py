@@ -9,7 +9,7 @@ every other; what the graph computes with a size as a number is a leaf.
 from __future__ import annotations
 
 import operator as python
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -53,9 +53,10 @@ class Graph:
     sizes     the symbolic sizes, by the numbers that they are bound to
     """
 
-    def __init__(self, gm: GraphModule) -> None:
+    def __init__(self, gm: GraphModule, own: Collection[Node] | None = None) -> None:
+        """``own``: the inputs that are the model's; None: as they are used."""
         self.gm = gm
-        self.parameters = parameters(gm.graph)
+        self.parameters = parameters(gm.graph) if own is None else own
         self.symbols: dict[str, int] = {}
         self.form, self.sizes = Form(), dict[int, Any]()
         while not self._is_read():

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from math import inf, prod
+from math import inf
 from typing import Any
 
 import torch
 
-from mla_fusion.fx.sizes import has_symbols
 from mla_fusion.machine import Machine
 from mla_fusion.meta import CallExplanation, ContractError, explain_call
 from mla_fusion.observe.outline import outline
-from mla_fusion.plan.plan import Plan, PrologPlan
 from mla_fusion.report.staging import Leftover
 
 # No figure for a launch is published. A small fused vector kernel whose bytes take next to nothing
@@ -22,18 +20,6 @@ LAUNCH = 3.5e-6
 # One die of a 910C (Serving LLMs on CloudMatrix384, arXiv 2506.12708). Those of A2 are not
 # published, those of A5 differ by chip: without one only launches count.
 BYTES_PER_SECOND = {"A3": 1.6e12}
-
-
-def seconds_saved(plan: Plan, leaves: Sequence[Leftover], machine: Machine) -> float | None:
-    """At most, by a call with the plan's tokens, or with one where their number is symbolic. None
-    for a call whose cost is not known.
-    """
-    if not isinstance(plan, PrologPlan) or plan.target == "preprocess":
-        return None
-    tokens = 1 if has_symbols(plan.lead) else prod(plan.lead)
-    axes = plan.dims | {"N": plan.heads_of_call}
-    modes = plan.candidate.weight_quant_mode, plan.kv_cache_quant_mode
-    return seconds(tokens, axes, modes, leaves, machine, plan.target == "identity")
 
 
 def seconds(

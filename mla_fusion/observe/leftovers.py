@@ -10,7 +10,6 @@ from typing import Any
 
 from torch.fx import Node
 
-from mla_fusion.emit.targets import target_of
 from mla_fusion.fx.kinds import (
     has_effect,
     is_getitem,
@@ -21,28 +20,14 @@ from mla_fusion.fx.kinds import (
     word,
 )
 from mla_fusion.fx.sizes import has_symbols
-from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import INPUTS, reached
-from mla_fusion.plan.plan import Plan, Staged, Structure
 from mla_fusion.report.staging import Leftover
 
 Bound = Callable[[Sequence[Any]], tuple[int, ...]]
 _BFLOAT16 = 2  # bytes
-_ROWS = ("c_kv", "k_pe")  # the kernel's results that a staged plan's cache writes read
 _FARTHEST = 64  # nodes between the new rows and their caches
 # a slice into what it was taken from
 _PUT_BACK = ("slice_scatter", "select_scatter", "copy_")
-
-
-def leftovers(view: View, plan: Plan) -> tuple[Leftover, ...]:
-    """Of a staged plan; nothing of one whose caches the kernel writes."""
-    if not isinstance(plan.caches, Staged):
-        return ()
-    return tuple(
-        found
-        for found in (_buffers(plan), _re_interleaving(plan), _writes(view, plan))
-        if found.operators
-    )
 
 
 def staged(
@@ -57,18 +42,6 @@ def staged(
     """
     found = buffers(sum(widths)), re_interleaving(turned), writes(rows, tokens, bound)
     return tuple(one for one in found if one.operators)
-
-
-def replaced(plan: Plan, structure: Structure) -> int:
-    """How many operators of the graph compute what the kernel is to compute: from what it reads to
-    what it replaces. A staged plan's cache writes, which stay, count here too. Views do not.
-    """
-    starts, ends = [item.node for item in plan.replacements], target_of(plan).inputs(plan)
-    if isinstance(plan.caches, Staged):
-        return count(computed(starts, ends).union(_to_caches(_new_rows(plan))))
-    if structure.replaced is None:
-        structure.replaced = count(computed(starts, ends))
-    return structure.replaced
 
 
 def replaced_by(starts: Sequence[Node], ends: Iterable[Node], rows: Sequence[Node]) -> int:
@@ -93,21 +66,9 @@ def count(nodes: Iterable[Node]) -> int:
     return sum(not _is_free(node) for node in nodes)
 
 
-def _buffers(plan: Plan) -> Leftover:
-    """Two, of the new rows. GE moves each before the kernel writes it; npugraph_ex does not."""
-    return buffers(len(plan.candidate.key.columns) + plan.candidate.key.rope_dim)
-
-
 def buffers(width: int) -> Leftover:
     """Of rows that are so wide together."""
     return Leftover("staging buffers", ("aten.new_empty",) * 2, 2, 2 * width * _BFLOAT16)
-
-
-def _re_interleaving(plan: Plan) -> Leftover:
-    """Read and written once: the rows of the key, and those of each head of the query."""
-    asked = plan.interleave & {item.output for item in plan.replacements}
-    rope = plan.candidate.key.rope_dim
-    return re_interleaving([rope * (plan.heads if name == "query_rope" else 1) for name in asked])
 
 
 def re_interleaving(widths: Sequence[int]) -> Leftover:
@@ -116,11 +77,6 @@ def re_interleaving(widths: Sequence[int]) -> Leftover:
     return Leftover(
         "re-interleaving", ("aten.transpose",) * count, count, 2 * sum(widths) * _BFLOAT16
     )
-
-
-def _writes(view: View, plan: Plan) -> Leftover:
-    tokens = max(math.prod(view.binding.shape(plan.lead)), 1)
-    return writes(_new_rows(plan), tokens, view.binding.shape)
 
 
 def writes(rows: Sequence[Node], tokens: int, bound: Bound) -> Leftover:
@@ -140,10 +96,6 @@ def writes(rows: Sequence[Node], tokens: int, bound: Bound) -> Leftover:
     known = None if None in sizes else sum(size for size in sizes if size is not None)
     operators = tuple(op_name(node).replace("::", ".") for node in steps)
     return Leftover("cache writes", operators, len(steps), moved // tokens, known)
-
-
-def _new_rows(plan: Plan) -> list[Node]:
-    return [item.node for item in plan.replacements if item.output in _ROWS]
 
 
 def _to_caches(rows: Iterable[Node]) -> list[Node]:

@@ -1,117 +1,124 @@
-"""What the report says of each prologue: what became of it, why that is exact, and its picture."""
+"""What the report says of each prologue: what became of it, and why that is exact."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
-from functools import partial
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
 from torch.fx import Node
 
 from mla_fusion.config import Config
-from mla_fusion.emit.targets import target_of
-from mla_fusion.fx import module_path
+from mla_fusion.exact.prove import POINTS
+from mla_fusion.fx import module_path, registered
 from mla_fusion.fx.kinds import is_mutating, word
 from mla_fusion.fx.sizes import has_symbols
-from mla_fusion.fx.view import View
 from mla_fusion.fx.walk import upward, views_and_writes
+from mla_fusion.graph.departure import Departure
+from mla_fusion.graph.form import Value, met
+from mla_fusion.graph.read import Graph
 from mla_fusion.machine import is_for_ge
-from mla_fusion.match.finder import Finder, Found
-from mla_fusion.match.indexer import beside
-from mla_fusion.match.near_miss import NearMiss
-from mla_fusion.observe import draw, proof
-from mla_fusion.observe.gain import seconds_saved
-from mla_fusion.observe.leftovers import leftovers, replaced
-from mla_fusion.plan.plan import InPlace, Plan, PrologPlan, Staged, Structure
-from mla_fusion.report.picture import Picture
-from mla_fusion.report.rejection import Refuse, Rejection
-from mla_fusion.report.report import Figure, Fusion, Report, Shown
-from mla_fusion.report.staging import REMEDIES, StagedBy
+from mla_fusion.observe import leftovers
+from mla_fusion.observe.gain import seconds
+from mla_fusion.plan.caches import InPlace, Staged
+from mla_fusion.plan.contract import OPERATOR, inputs
+from mla_fusion.plan.plan import Plan
+from mla_fusion.propose.sites import Projections
+from mla_fusion.report.rejection import Rejection, message
+from mla_fusion.report.report import Fusion, Report
+from mla_fusion.report.staging import REMEDIES, Leftover, StagedBy
 from mla_fusion.report.text_tables import size
+from mla_fusion.witness.compare import Outcome
 
 
 class Record:
-    """Of one graph. Layers of one structure share a picture and a proof."""
+    """Of one graph."""
 
-    def __init__(self, view: View, finder: Finder, config: Config, report: Report) -> None:
-        self._view, self._finder, self._config, self._report = view, finder, config, report
-        self._pictures: dict[object, int | None] = {}
-        self._named = module_path.Labels(view.gm.graph)
+    def __init__(self, graph: Graph, config: Config, report: Report) -> None:
+        self._graph, self._config, self._report = graph, config, report
+        self._named = module_path.Labels(graph.gm.graph)
 
-    def fused(
-        self,
-        plan: Plan,
-        structure: Structure,
-        proved: Shown,
-        verified: str,
-        figures: tuple[Figure, ...],
-        compared: str,
-        above: Refuse | None = None,
-    ) -> None:
-        """``above``: why a target above it did not take the prologue; the rest: what the proof and
-        verification found.
-        """
-        target = target_of(plan)
-        given = target.attributes(plan)
-        leaves = leftovers(self._view, plan)
-        saved = seconds_saved(plan, leaves, self._config.machine)
+    def fused(self, plan: Plan, seen: Outcome | str) -> None:
+        """``seen``: what verification found, or why it was not done."""
+        leaves = left(plan)
+        saved = _saved(plan, leaves, self._config)
+        outcome = seen if isinstance(seen, Outcome) else None
+        verified = seen.verified if isinstance(seen, Outcome) else seen
+        names = {leaf: name for name, leaf in plan.results.items()}
+        warnings = (*plan.warnings, *_copied_by_ge(plan))
         self._report.fused.append(
             Fusion(
-                layer=self._layer(plan.candidate.nodes),
-                nodes=tuple(node.name for node in plan.candidate.nodes),
+                layer=self._layer(plan.products),
+                nodes=tuple(node.name for node in plan.products),
                 dims=plan.dims,
-                cache_mode=given.get("cache_mode", ""),
+                cache_mode=plan.attributes["cache_mode"],
                 placement=self._placement(plan),
                 staged_by=self._staged_by(plan),
                 leaves=leaves,
-                operators_before=replaced(plan, structure),
+                operators_before=leftovers.replaced_by(
+                    [*plan.replaced], inputs(plan), _new_rows(plan)
+                ),
                 operators_after=1 + sum(item.launches for item in leaves),
                 saves="" if saved is None else f"up to {max(saved, 0) * 1e6:.0f} us less a call",
-                warnings=tuple(map(self._named, (*plan.warnings, *_copied_by_ge(plan)))),
+                warnings=tuple(map(self._named, warnings)),
                 rope=_rotation(plan),
-                attributes=given,
-                replaced={item.node.name: item.output for item in plan.replacements},
+                attributes=plan.attributes,
+                replaced={
+                    node.name: _result(names, value) for node, value in plan.replaced.items()
+                },
                 assumptions=tuple(map(self._named, plan.assumptions)),
                 verified=self._named(verified),
-                figures=figures,
-                compared=compared,
-                source=module_path.source(plan.candidate.down.node),
-                picture=self._picture(structure, partial(draw.fused, self._finder, plan)),
-                proof=(
-                    *self._proof(plan, structure),
-                    proved.text,
-                    compared or verified,
-                ),
-                certificate=self._certificate(proved),
+                figures=outcome.figures if outcome is not None else (),
+                compared=outcome.compared if outcome is not None else "",
+                source=module_path.source(plan.products[0]),
+                proof=(*self._proof(plan), outcome.compared if outcome is not None else verified),
                 target=plan.target,
-                operator=target.called,
-                instead_of=self._named(above.text) if above is not None else "",
-                beside=self._beside(plan),
+                operator=OPERATOR,
+                instead_of=self._instead(plan),
             )
         )
 
     def check_gain(self, plan: Plan) -> None:
-        """Raise ``Refuse`` for a staged plan that saves no time."""
+        """Raise Departure for a staged plan that saves no time."""
         caches = plan.caches
         if not isinstance(caches, Staged) or self._config.staging == "always":
             return
-        saved = seconds_saved(plan, leftovers(self._view, plan), self._config.machine)
+        saved = _saved(plan, left(plan), self._config)
         if saved is not None and saved <= 0:
             why = ", ".join(f"[{one.code}] {one.message}" for one in caches.obstacles)
             detail = f"a call takes {-saved * 1e6:.0f} us more; not in place: {why}"
-            raise Refuse("staging.gains_nothing", detail, plan.candidate.nodes[-2:])
+            raise Departure("staging.gains_nothing", detail, plan.proposal.products[-2:])
+
+    def rejected(self, reason: Departure, site: Sequence[Value]) -> None:
+        """``site``: products of the prologue."""
+        nodes = _nodes_of(self._graph, reason.values) or self._named.nodes(reason.detail)
+        own = _nodes_of(self._graph, site)
+        nodes = nodes or own
+        code, detail = reason.code, reason.detail
+        if self._config.skips(code):
+            code, detail = "skip", f"{code} is in Config.skip; {detail}"
+        sources = map(module_path.source, (*nodes, *own))
+        self._report.rejected.append(
+            Rejection(
+                code=code,
+                message=message(code, self._named(detail)),
+                nodes=tuple(node.name for node in nodes),
+                layer=self._layer(own or nodes),
+                source=next(filter(None, sources), ""),
+                score=reason.score,
+            )
+        )
+
+    def _instead(self, plan: Plan) -> str:
+        """Why the target above it did not take the prologue."""
+        why = plan.proposal.instead
+        if why is None:
+            return ""
+        return f"[{why.code}] {message(why.code, self._named(why.detail))}"
 
     def _placement(self, plan: Plan) -> str:
         if isinstance(plan.caches, Staged):
-            return f"staged: {self._named(plan.caches.reason)}"
-        if not plan.caches.of_key:
-            given = ", ".join(dict.fromkeys(item.output for item in plan.replacements))
-            return f"{given} alone: the caches are left to the model"
-        new = [
-            cache.name
-            for name, cache, _ in plan.caches.held
-            if not _written_back(plan, name, cache)
-        ]
+            return f"staged: {self._named(plan.caches.obstacles[0].message)}"
+        new = [cache.name for name, cache, _ in plan.held if not _is_written_back(plan, cache)]
         if not new:
             return "in place"
         whole = self._named(", ".join(new))
@@ -120,93 +127,89 @@ class Record:
             f"{whole} is copied"
         )
 
-    def rejected(self, item: Found, reason: Refuse, below: Iterable[Refuse] = ()) -> None:
-        """``below``: why the targets that were tried after the first did not take it either."""
-        is_missing = reason.code in draw.ABSENT  # then other steps are named as landmarks
-        named = () if is_missing and reason.nodes else self._named.nodes(reason.detail)
-        nodes = reason.nodes or named or item.nodes
-        red = [node for node in nodes if node in named] or (() if is_missing else nodes)
-        if self._config.skips(reason.code):
-            reason = Refuse("skip", f"{reason.code} is in Config.skip; {reason.detail}", nodes)
-        source = next(filter(None, map(module_path.source, (*red, *nodes, *item.nodes))), "")
-        alike = (
-            reason.code,
-            source,
-            *(str(node.target) for node in (*item.nodes, *nodes) if node.op == "call_function"),
-        )
-        self._report.rejected.append(
-            Rejection(
-                code=reason.code,
-                message=replace(reason, detail=self._named(reason.detail)).message,
-                nodes=tuple(node.name for node in nodes),
-                layer=self._layer(item.nodes),
-                source=source,
-                picture=self._picture(
-                    alike, partial(draw.rejected, self._finder, item, reason.code, nodes, red)
-                ),
-                score=item.score if isinstance(item, NearMiss) else 1.0,
-                below=tuple(self._named(why.text) for why in below),
-            )
-        )
-
     def _staged_by(self, plan: Plan) -> tuple[StagedBy, ...]:
         if not isinstance(plan.caches, Staged):
             return ()
         found = (
-            StagedBy(one.code, self._named(one.message), one.remedy or REMEDIES[one.code])
+            StagedBy(one.code, self._named(one.message), REMEDIES[one.code])
             for one in plan.caches.obstacles
         )
         return tuple(dict.fromkeys(found))
-
-    def _beside(self, plan: Plan) -> str:
-        """What reads c_q, where it is one that is known."""
-        if not isinstance(plan, PrologPlan) or not plan.query_norm:
-            return ""
-        return str(beside(self._finder, plan.candidate) or "")
 
     def _layer(self, nodes: Sequence[Node]) -> str:
         """The module path; of a whole model its class."""
         return module_path.layer(nodes) or self._named.whole
 
-    def _proof(self, plan: Plan, structure: Structure) -> tuple[str, ...]:
-        """Equal for layers of equal structure, but for what each says of its slots."""
-        structure.lines = structure.lines or tuple(map(self._named, proof.lines(self._view, plan)))
-        return (*structure.lines, self._named(proof.slots(plan)))
+    def _proof(self, plan: Plan) -> Iterator[str]:
+        """Why the fusion is exact, a line for each fact."""
+        parts = ", ".join(dict.fromkeys(claim.part for claim in plan.claims))
+        yield (
+            f"{parts}: equal to the kernel's in exact arithmetic, {plan.compared} elements at "
+            f"{POINTS} random points"
+        )
+        caches = plan.caches
+        if isinstance(caches, Staged):
+            yield "slots: the model's own writes stay"
+        elif any(cache in self._graph.hidden for _, cache, _ in plan.held):
+            yield "slots: as the model's operator is given them"
+        else:
+            nodes = _nodes_of(self._graph, [*caches.trusted])
+            trusted = ", ".join(self._named.of(node) for node in nodes)
+            yield f"slots: input {trusted}, trusted" if trusted else "slots: by their range"
 
-    def _certificate(self, shown: Shown) -> int | None:
-        """Its place in ``Report.certificates``."""
-        if shown.certificate is None:
-            return None
-        known = self._report.certificates
-        for place, one in enumerate(known):
-            if one is shown.certificate:
-                return place
-        known.append(shown.certificate)
-        return len(known) - 1
 
-    def _picture(self, key: object, draw_it: Callable[[], Picture | None]) -> int | None:
-        """The place in ``Report.pictures`` of the one that stands for ``key``; drawn when first
-        asked for.
-        """
-        if key not in self._pictures:
-            drawn, pictures = draw_it(), self._report.pictures
-            self._pictures[key] = None if drawn is None else len(pictures)
-            pictures += [drawn] if drawn is not None else []
-        return self._pictures[key]
+def _nodes_of(graph: Graph, values: Sequence[Value]) -> tuple[Node, ...]:
+    nodes = (graph.nodes[value][0] for value in values if value in graph.nodes)
+    return tuple(sorted(dict.fromkeys(nodes)))
+
+
+def _result(names: dict[Value, str], value: Value) -> str:
+    """The name of the first result that something is made of."""
+    found = [names[one] for one in met([value], names)]
+    return {"kv_rows": "c_kv", "kr_rows": "k_pe"}.get(found[0], found[0]) if found else ""
 
 
 def _rotation(plan: Plan) -> str:
     """The order of elements before and behind the rotation, and in what the kernel gives out."""
-    rope = plan.candidate.rotation
-    if not rope.rotates:
+    rotation = plan.proposal.rotation
+    if rotation is None:
         return "none: cos is 1, sin is 0"
     stored = ", stored as halves" if plan.warnings else ""
-    return f"{rope.input_layout} in, {rope.layout} out{stored}"
+    return f"{rotation[0]} in, {rotation[1]} out{stored}"
+
+
+def _new_rows(plan: Plan) -> list[Node]:
+    """Nodes that hold the new rows of a staged plan."""
+    rows = {plan.proposal.results.kv_rows, plan.proposal.results.kr_rows}
+    names = rows.union(plan.results.values())
+    return [n for n, value in plan.replaced.items() if not rows.isdisjoint(met([value], names))]
+
+
+def left(plan: Plan) -> tuple[Leftover, ...]:
+    """What a staged plan leaves in the graph; nothing of one whose caches the kernel writes."""
+    if not isinstance(plan.caches, Staged):
+        return ()
+    rope, turned = plan.dims["Dr"], list[int]()
+    if plan.proposal.rotation is not None and plan.proposal.rotation[1] == "interleaved":
+        turned = [rope * (plan.dims["N"] if name == "query_rope" else 1) for name in _ROTATED]
+    widths = plan.dims["Hckv"], rope
+    tokens = max(plan.proposal.x.shape[0], 1)
+    return leftovers.staged(_new_rows(plan), turned, widths, tokens, plan.graph.shape)
+
+
+_ROTATED = ("query_rope", "k_pe")
+
+
+def _saved(plan: Plan, leaves: Sequence[Leftover], config: Config) -> float | None:
+    tokens = 1 if has_symbols([plan.tokens]) else plan.proposal.x.shape[0]
+    is_identity = plan.proposal.instead is not None
+    axes = plan.dims | {"N": plan.dims.get("N_padded", plan.dims["N"])}
+    return seconds(tokens, axes, plan.modes, leaves, config.machine, is_identity)
 
 
 def _copied_by_ge(plan: Plan) -> Iterator[str]:
     """Caches that torchair copies, since GE takes contiguous inputs alone: a line for each."""
-    for _, cache, _ in plan.caches.held if is_for_ge() else ():
+    for _, cache, _ in plan.held if is_for_ge() else ():
         value = cache.meta["val"]
         if not value.is_contiguous():
             moved = "" if has_symbols(value.shape) else f" ({size(2 * value.nbytes)} a step)"
@@ -217,12 +220,50 @@ def _copied_by_ge(plan: Plan) -> Iterator[str]:
             )
 
 
-def _written_back(plan: Plan, name: str, cache: Node) -> bool:
+def _is_written_back(plan: Plan, cache: Node) -> bool:
     """Does the model write this input, rather than make a new cache of it?"""
-    assert isinstance(plan.caches, InPlace)
-    results = [item.node for item in plan.replacements if item.output == name]
-    if plan.caches.copies or not results:
+    if cache in plan.graph.hidden:
         return True
     if any(word(user) == "copy_" and user.args[0] is cache for user in cache.users):
         return True
+    caches = plan.caches
+    assert isinstance(caches, InPlace)
+    written = {write.value for write in caches.writes.values() if write.cache is cache}
+    results = [n for n, value in plan.replaced.items() if value in written]
     return any(is_mutating(step) for node in results for step in upward(node, views_and_writes))
+
+
+def absent(projections: Projections) -> tuple[str, ...]:
+    """Of a graph without a prologue: what the parts of one are, and how many of them it has."""
+    graph, found = projections.graph, Counter[str]()
+    values = projections.values
+    roots = [value for value in values if value.op == "product" and _has_root(value)]
+    for site in projections.sites.values():
+        found["flat"] += len(site.products)
+        found["pairs"] += len(site.products) > 1
+    heads = [value for value in values if value.op == "dot" and value.sources[1].weight]
+    by_head = sum(len(value.sources[1].shape) == 3 for value in heads)
+    writes = sum(value.op == "write" for value in values)
+    nodes = graph.gm.graph.nodes
+    unknown = ", ".join(registered.unknown(nodes))
+    return (
+        "no MLA prologue in this graph. The parts of one, and how many the graph has:",
+        f"  products with weights (W_dq, W_dkv_kr, W_uq_qr): {found['flat']}",
+        "  values that more than one weight multiplies, as W_dq and W_dkv_kr multiply x: "
+        f"{found['pairs']}",
+        f"  norms (RMSNorm of c_q and of c_kv): {len(roots)}",
+        f"  products head by head (W_uk): {by_head}",
+        f"  writes into inputs (both caches): {writes}",
+        *(
+            [
+                f"  operators that the pass does not know: {unknown}. mf.register_operator tells "
+                "it what one computes that writes into no argument"
+            ]
+            if unknown
+            else ()
+        ),
+    )
+
+
+def _has_root(value: Value) -> bool:
+    return any(exponent.denominator == 2 for exponent in value.literal[0])

@@ -1,246 +1,330 @@
-"""From a candidate to a plan: what every target's planner does. Nothing is changed here."""
+"""From a proposal to a plan: proved, placed, judged, and taken by the operator's contract."""
 
 from __future__ import annotations
 
-import math
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from typing import Generic, TypeVar
+from functools import cached_property
+from math import prod
 
 import torch
 from torch.fx import Node
 
 from mla_fusion.config import Config
-from mla_fusion.facts import projection
-from mla_fusion.facts.absorb import AbsorbFact
-from mla_fusion.facts.obstacle import Obstacle
-from mla_fusion.facts.rmsnorm import NormFact
-from mla_fusion.facts.rope import RopeFact, TableRun
-from mla_fusion.facts.unabsorbed import UnabsorbedFact
-from mla_fusion.fx import strides
-from mla_fusion.fx.sizes import is_symbolic, same, same_shape
-from mla_fusion.fx.view import View
-from mla_fusion.fx.walk import rows_and_exact_casts, upward, views_and_model_casts
-from mla_fusion.match.candidate import Candidate, KeyHalf
-from mla_fusion.operators.known import dtype_of, shape_of
-from mla_fusion.plan.outputs import Replacement, ValueTree
-from mla_fusion.plan.plan import InPlace, Plan, Staged, Untouched
-from mla_fusion.report.rejection import Refuse
+from mla_fusion.exact.prove import Claim, prove
+from mla_fusion.graph.departure import Departure
+from mla_fusion.graph.form import Value, order
+from mla_fusion.graph.read import Graph, values_of
+from mla_fusion.meta import limits
+from mla_fusion.observe import leftovers
+from mla_fusion.plan import contract, policy
+from mla_fusion.plan.caches import InPlace, Obstacle, Setting, Staged, Write, placed
+from mla_fusion.plan.outputs import has_effect, is_size, unmoved
+from mla_fusion.plan.plan import Plan
+from mla_fusion.plan.region import region_of
+from mla_fusion.plan.structure import Structures
+from mla_fusion.propose.given import Given
+from mla_fusion.propose.kept import as_kept
+from mla_fusion.propose.padded import padded
+from mla_fusion.propose.prologue import Proposal
+from mla_fusion.propose.sites import Projections
 
+aten = torch.ops.aten
+_MOST_HEADS = 128
 SLOTS_ASSUMED = (
     "slots are non-negative{whose} and distinct (the kernel skips negative slots, the model wraps "
     "them)"
 )
-NARROW = (
-    "the float32 norm weights hold bfloat16 numbers (looked at, and again whenever they are packed)"
-)
 UNCHECKED = (
     "nothing checks the slots (Config.slots is 'checked'): no wrapper stands around the graph"
 )
+ROWS_READ_BACK = (
+    "the new rows are read back from the caches: of a token without a slot nobody reads them"
+)
+HALVES = (
+    "{cache} and query_rope hold halves (a0 a1 .. b0 b1 ..), not the model's pairs (a0 b0 a1 b1 "
+    "..), because Config.kr_layout is 'half': everything that reads or writes this cache must use "
+    "halves, and rows that it holds already must be halves"
+)
+IDENTITY = "q_nope is finite: weight_uk = [I | 0] multiplies it (Config.targets names 'identity')"
 
-C = TypeVar("C", bound=KeyHalf)
-_Fact = NormFact | RopeFact | AbsorbFact | UnabsorbedFact
-_Duplicates = Sequence[tuple[Node, torch.Tensor]]
-P = TypeVar("P", bound=Plan)
 
+class Planner:
+    """Of one graph.
 
-class Planner(ABC, Generic[C, P]):
-    """Plans one candidate for one target. Raises ``Refuse`` where no exact plan exists."""
+    boundary  a wrapper will stand around the graph, so that caches can be viewed before the call
+    """
 
-    def __init__(self, view: View, config: Config, candidate: C, boundary: bool = False) -> None:
-        """``boundary``: a wrapper stands around the graph and can view a cache in the kernel's
-        shape.
+    def __init__(
+        self, graph: Graph, projections: Projections, config: Config, boundary: bool
+    ) -> None:
+        self.graph, self.projections, self.config = graph, projections, config
+        self.boundary = boundary
+        self._structures = Structures(graph)
+        self._taken: dict[object, tuple[str, ...]] = {}  # what is assumed of sizes, by structure
+        self._proofs: dict[object, tuple[list[Value], tuple[list[int], int] | Departure]] = {}
+
+    @cached_property
+    def early(self) -> set[Node]:
+        return policy.changed_early(self.graph)
+
+    @cached_property
+    def _holding(self) -> dict[Value, list[Node]]:
+        """The nodes that hold a Value, or a number times it."""
+        found: dict[Value, list[Node]] = {}
+        for value, nodes in self.graph.nodes.items():
+            found.setdefault(self.graph.form.split(value)[1], []).extend(nodes)
+        return found
+
+    def plan(self, proposal: Proposal) -> Plan:
+        """Raises Departure."""
+        target = _target(proposal)
+        if target not in self.config.targets:
+            detail = f"Config.targets is {self.config.targets}"
+            raise Departure("target.unlisted", detail, proposal.products)
+        for other in as_kept(self.projections, proposal):
+            try:
+                plan = self._planned(other)
+            except Departure:
+                continue
+            if isinstance(plan.caches, InPlace):
+                return plan
+        try:
+            return self._planned(proposal)
+        except Departure as reason:
+            heads = self._heads(proposal) if reason.code == "contract:dims.n" else 0
+            more = padded(self.projections, proposal, heads) if heads else None
+            if more is None:
+                raise
+            return self._planned(more)
+
+    def _heads(self, proposal: Proposal) -> int:
+        """The least number, above that of the model, that the kernel takes; 0 where there is
+        none.
         """
-        self.view, self.config, self.candidate, self.boundary = view, config, candidate, boundary
-        always = Obstacle("config.staging", "Config.staging is 'always'")
-        self.stage_because = always if config.staging == "always" else None
-        self.trees: dict[str, ValueTree] = {}
-        k = candidate.key
-        if k.norm is not None and k.rope is not None:
-            self._follow("c_kv", k.norm)
-            self._follow("k_pe", k.rope, k.rope.duplicates)
-        if isinstance(candidate, Candidate):
-            q = candidate.query
-            of_heads = q.absorb.roots[1:] if isinstance(q.absorb, UnabsorbedFact) else ()
-            self._follow("query", q.absorb, of_heads)
-            self._follow("query_rope", q.rope, q.rope.duplicates)
-            self._follow("query_norm", q.norm)
+        own, machine = proposal.arguments["weight_uk"].shape[0], self.config.machine
+        taken = limits("npu_mla_prolog_v3", machine.soc, machine.cann).dims["N"]
+        return next((count for count in range(own + 1, _MOST_HEADS + 1) if count in taken), 0)
 
-    def _follow(self, name: str, fact: _Fact, duplicates: _Duplicates = ()) -> None:
-        how = self.candidate.shrink, self.candidate.tokens
-        self.trees[name] = ValueTree(self.view, fact.node, fact.codes, duplicates, *how)
+    def _planned(self, proposal: Proposal) -> Plan:
+        held, compared = self._proved(proposal)
+        plan = self._placed(proposal, held, compared)
+        policy.functional(self.graph, self.early, contract.inputs(plan))
+        plan.structure = self._structures.of(plan)
+        key = plan.structure, proposal.arguments["token_x"].active
+        sizes = self._taken.get(key)
+        if sizes is None:
+            computed = leftovers.computed(plan.replaced, contract.inputs(plan))
+            policy.judge(self.graph, proposal, sorted({*plan.region, *computed}))
+            asked = plan
+            plan, sizes = self._accepted(asked, held)
+            if plan is asked:
+                self._taken[key] = sizes
+            else:
+                plan.structure = self._structures.of(plan)
+        more = [
+            *plan.warnings,
+            *_of_slots(plan, self.config, self.boundary),
+            *([ROWS_READ_BACK] if _reads_rows_back(plan) else []),
+            *([IDENTITY] if proposal.instead is not None else []),
+            *policy.narrowed(self.graph, plan.proposal),
+        ]
+        return replace(plan, assumptions=(*more, *sizes))
 
-    @abstractmethod
-    def judge(self) -> None:
-        """Raise ``Refuse`` where the facts alone say that the operator does not compute this."""
-
-    @abstractmethod
-    def plan_at(self, token_x: Node) -> P:
-        """The plan in which the leading axes of ``token_x`` are the tokens'."""
-
-    def borrowers(self, plan: P) -> Iterable[Node]:
-        """Readers that want only the dtype and device of what goes away. Raises ``Refuse`` for any
-        that want more.
+    def _proved(self, proposal: Proposal) -> tuple[list[Claim], int]:
+        """The claims that hold, and how many elements were compared. Proved once for each
+        structure. Raises Departure.
         """
-        return ()
+        key, values = proposal.numbered()
+        if key not in self._proofs:
+            self._proofs[key] = values, self._proof(proposal)
+        before, proof = self._proofs[key]
+        if isinstance(proof, Departure):
+            here = dict(zip(before, values, strict=True))
+            at = [here[value] for value in proof.values if value in here]
+            raise Departure(proof.code, proof.detail, at or proposal.products)
+        more, compared = proof
+        return [*proposal.claims, *(proposal.more[place] for place in more)], compared
 
-    def plan(self, stage_because: Obstacle | None = None) -> P:
-        """The cheapest exact plan; with ``stage_because``, one that leaves the caches to the
-        model's own writes.
-        """
-        self.stage_because = stage_because or self.stage_because
-        self.judge()
-        origin = self.candidate.down.origin
-        why: Refuse | None = None
-        plans: list[P] = []
-        for choices in (self.token_choices(), self.sources_of_rows()):
-            for token_x in choices if not plans else ():
-                try:
-                    plans.append(self.plan_at(token_x))
-                except Refuse as reason:
-                    # of a form that the tables do not go with
-                    first = why is None or why.code == "rope.table_shape"
-                    why = reason if first else why
-        if not plans:
-            layout = f"{origin.name} has shape {list(origin.meta['val'].shape)}"
-            raise why or Refuse("token_x.layout", layout, (origin,))
-        best = min(plans, key=_cost)
-        self._check_memory(best)
-        return replace(best, borrowers=tuple(self.borrowers(best)))
+    def _proof(self, proposal: Proposal) -> tuple[list[int], int] | Departure:
+        """Which of the further claims hold; how many elements of the others were compared."""
+        form, tokens, given = self.graph.form, proposal.x.shape[0], proposal.given
+        try:
+            defined = [proposal.as_defined(form, claim) for claim in proposal.claims]
+            compared = prove(given, tokens, defined)
+        except Departure as departure:
+            return departure
+        more = list[int]()
+        for place, claim in enumerate(proposal.more):
+            with suppress(Departure):
+                prove(given, tokens, [proposal.as_defined(form, claim)])
+                more.append(place)
+        return more, compared
 
-    # -- tokens
-
-    def token_choices(self, wanted: torch.dtype | None = None) -> list[Node]:
-        """Forms of x that are rows of tokens, [T, He] or [B, S, He], innermost first, one of each
-        shape; ``wanted``: their dtype, where the call reads x that of its numbers.
-        """
-        down = self.candidate.down
-        if wanted is None and isinstance(self.candidate, Candidate):
-            wanted = self.candidate.dtype
-        found: dict[tuple[int, ...], Node] = {}
-        if down.activation_labels[-1] != down.summed[0] or down.row_labels != down.token_labels:
-            return []
-        for node in upward(down.activation, rows_and_exact_casts):
-            value = node.meta["val"]
-            if value.dim() in (2, 3) and wanted in (None, value.dtype):
-                found.setdefault(self.view.binding.shape(value.shape), node)
-        return list(found.values())
-
-    def sources_of_rows(self) -> Iterator[Node]:
-        """Further up, x where the activation is its rows in token order by other views (permuted
-        unit axes, x^T).
-        """
-        down = self.candidate.down
-        for node in upward(down.activation, views_and_model_casts):
-            value = node.meta["val"]
-            is_rows = value.dim() in (2, 3) and value.dtype == self.candidate.dtype
-            if is_rows and projection.reads_whole(self.view, replace(down, origin=node)):
-                yield node
-
-    def lead_of(self, token_x: Node) -> tuple[int, ...]:
-        """The sizes of the tokens' axes as numbers. Raises ``Refuse`` where a table has no row for
-        each token.
-        """
-        sizes = shape_of(token_x)[:-1]
-        lead = self.view.binding.shape(sizes)
-        if self.candidate.shrink is not None:
-            lead = self.candidate.shrink.lead(lead)
-        for run in (*self.candidate.key.cos, *self.candidate.key.sin):
-            if not self._has_rows(run, lead):
-                detail = (
-                    f"{run.base.name} has shape {list(run.base.meta['val'].shape)} for tokens "
-                    f"{list(sizes)}"
-                )
-                raise Refuse("rope.table_shape", detail, (run.base,))
-        return lead
-
-    def _has_rows(self, run: TableRun, lead: tuple[int, ...]) -> bool:
-        """Can the table, with a row a position or a row a sequence, be spread over tokens [B,
-        S]?
-        """
-        if run.rows not in ("position", "sequence"):
-            return True
-        shape = self.view.binding.shape_of(run.base)
-        if self.candidate.shrink is not None:
-            shape = self.candidate.shrink.rows(shape)
-        return len(lead) == 2 and math.prod(shape[:-1]) == lead[-1 if run.rows == "position" else 0]
-
-    # -- caches
-
-    def staged(self, caches: Staged, rows: dict[str, tuple[int, ...]]) -> list[Replacement]:
-        """The new rows, of these shapes, for the model's own writes; ``Refuse`` where
-        ``Config.staging`` is "never".
-        """
-        if self.config.staging == "never":
-            first, why = (
-                caches.obstacles[0].code,
-                "; ".join(one.message for one in caches.obstacles),
+    def _placed(self, proposal: Proposal, held: list[Claim], compared: int) -> Plan:
+        graph, config = self.graph, self.config
+        if config.staging == "always":
+            caches: InPlace | Staged = Staged(
+                (Obstacle("config.staging", "Config.staging is 'always'"),)
             )
-            code = first if first == "slots.unproven" else "cache.staging_forbidden"
-            raise Refuse(code, why, self.candidate.nodes[-2:])
-        return [
-            item
-            for name, shape in rows.items()
-            for item in self.trees[name].replacements(name, shape)
-        ]
+            is_half = False
+        else:
+            whole = held
+            held, is_half = self._in_halves(proposal, held)
+            given = Given(graph.form, held)
+            setting = Setting(self.boundary, config.machine)
+            writes = self.projections.sites[proposal.x].writes
+            caches = placed(graph, proposal, given, writes, setting)
+            if isinstance(caches, InPlace):
+                for write in caches.writes.values():
+                    if _writer(graph, write) is None:
+                        detail = f"a step writes into {write.cache.name} where it lies"
+                        caches = Staged((Obstacle("cache.not_functional", detail),))
+                        break
+            if is_half and isinstance(caches, Staged):  # nothing is kept otherwise, then
+                held, is_half = whole, False
+        plan = self._with(proposal, held, caches, compared)
+        if is_half:
+            last = [cache.name for _, cache, _ in plan.held][-1]
+            plan = replace(plan, warnings=(HALVES.format(cache=last),))
+        late = self._old_rows_read(plan)
+        return self._staged(plan, held, late) if late is not None else self._allowed(plan)
 
-    def assumed(self, caches: InPlace | Untouched) -> list[str]:
-        """What is taken for granted of the slots, as text."""
-        if (
-            not isinstance(caches, InPlace)
-            or self.candidate.key.operator is not None
-            or caches.slots.span is not None
-        ):
-            return []
-        if self.boundary and self.config.slots == "checked":
-            return []
-        names = ", ".join(node.name for node in caches.trusted)
-        whose = f" (input {names}, trusted to hold numbers from 0 to 2**24 - 1)" if names else ""
-        return [
-            SLOTS_ASSUMED.format(whose=whose),
-            *([UNCHECKED] if self.config.slots == "checked" else []),
-        ]
+    def _in_halves(self, proposal: Proposal, held: list[Claim]) -> tuple[list[Claim], bool]:
+        """By Config.kr_layout the model's own rows are said to be halves, as the kernel's."""
+        behind = proposal.rotation[1] if proposal.rotation is not None else ""
+        if self.config.kr_layout != "half" or behind != "interleaved":
+            return held, False
+        form, results = self.graph.form, proposal.results
+        rows = {"query_rope": results.query_rope, "kr_rows": results.kr_rows}
+        found = []
+        for claim in held:
+            leaf, kernel = rows.get(claim.part), claim.kernel
+            if leaf is not None and prod(leaf.shape) == prod(claim.graph.shape):
+                kernel = form.reshape(leaf, claim.graph.shape)
+            found.append(Claim(claim.part, claim.graph, kernel))
+        return found, True
 
-    def narrowed(self, *gammas: Node | None) -> list[str]:
-        """What is taken for granted of the norms' weights, as text."""
-        wide = any(
-            gamma is not None and dtype_of(gamma) != self.candidate.dtype for gamma in gammas
-        )
-        return [NARROW] if wide else []
+    def _with(
+        self, proposal: Proposal, held: list[Claim], caches: InPlace | Staged, compared: int
+    ) -> Plan:
+        graph = self.graph
+        claims = _read_back(graph, proposal, caches, held) if isinstance(caches, InPlace) else held
+        starts = [node for value in proposal.products for node in self._holding.get(value, ())]
+        if isinstance(caches, InPlace):
+            writers = (_writer(graph, write) for write in caches.writes.values())
+            starts += [node for node in writers if node is not None]
+        region, replaced = region_of(graph, Given(graph.form, claims), starts)
+        if not replaced:
+            detail = f"{len(region)} nodes of the prologue"
+            raise Departure("graph.unread", detail, proposal.products)
+        return Plan(graph, _target(proposal), proposal, caches, claims, region, replaced, compared)
 
-    def _check_memory(self, plan: Plan) -> None:
-        """Strides can be given to a copy of the kernel's result; memory around the replaced value
-        cannot.
+    def _staged(self, plan: Plan, held: list[Claim], because: Obstacle) -> Plan:
+        made = self._with(plan.proposal, held, Staged((because,)), plan.compared)
+        return self._allowed(made)
+
+    def _allowed(self, plan: Plan) -> Plan:
+        if isinstance(plan.caches, Staged) and self.config.staging == "never":
+            first = plan.caches.obstacles[0]
+            code = "slots.unproven" if first.code == "slots.unproven" else ""
+            detail = f"[{first.code}] {first.message}"
+            raise Departure(code or "cache.staging_forbidden", detail, plan.proposal.products)
+        return plan
+
+    def _accepted(self, plan: Plan, held: list[Claim]) -> tuple[Plan, tuple[str, ...]]:
+        """By the operator's contract, with what that assumes of sizes; where it refuses the caches
+        alone, staged.
         """
-        if not self.view.reads_by_strides:
-            return
-        parts = [
-            item.node for item in plan.replacements if not _fills_its_memory(item.node.meta["val"])
-        ]
-        by = strides.reader(parts)
-        if by is not None:
-            raise Refuse(
-                "reader.latent",
-                f"{by.name} reads the memory in which {parts[0].name} lies",
-                (parts[0], by),
-            )
+        source = self.graph.gm.graph
+        try:
+            sizes = contract.ask(plan, self.config, source)
+        except Departure as reason:
+            if not isinstance(plan.caches, InPlace) or self.config.staging == "never":
+                raise
+            code = reason.code.partition(":")[2]
+            message = f"the kernel refuses the caches ({code}): {reason.detail}"
+            plan = self._staged(plan, held, Obstacle("cache.refused", message))
+            try:
+                sizes = contract.ask(plan, self.config, source)
+            except Departure:
+                raise reason from None  # it was not the caches
+        return plan, sizes
+
+    def _old_rows_read(self, plan: Plan) -> Obstacle | None:
+        """A node that reads a cache as it was before the call, and more comes of it than the new
+        cache.
+        """
+        inside, graph = {*plan.region}, self.graph
+        for _, cache, _ in plan.held:
+            path, seen = [(user, user) for user in cache.users], set[Node]()
+            while path:
+                node, reader = path.pop()
+                is_end = node is reader and (node.op == "output" or _is_copy_into(node, cache))
+                if node in inside or node in seen or is_end or is_size(node):
+                    continue
+                seen.add(node)
+                if node.op == "output" or has_effect(graph, node):
+                    message = f"{reader.name} reads {cache.name} as it was before the write"
+                    return Obstacle("cache.old_rows_read", message)
+                is_view = graph.base(node) is cache
+                path += [(user, user if is_view else reader) for user in node.users]
+        return None
 
 
-def _fills_its_memory(value: torch.Tensor) -> bool:
-    return same(value.untyped_storage().nbytes(), value.numel() * value.element_size())
+def _target(proposal: Proposal) -> str:
+    return "v3" if proposal.instead is None else "identity"
 
 
-def _cost(plan: Plan) -> int:
-    """Nodes that the choice of token axes adds to the graph."""
-    return sum(not replacement.is_free for replacement in plan.replacements) + _reshaped(plan)
+def _writer(graph: Graph, write: Write) -> Node | None:
+    """The node that gives the cache with its new rows, behind which others hold the same; None of
+    one that is written in place.
+    """
+    stack = [write.cache]
+    for node in stack:
+        for user in node.users:
+            if user.op == "output" or user.target is aten.copy_.default:
+                continue
+            if graph.base(user) is write.cache:
+                stack.append(user)
+            elif any(unmoved(one) is write.value for one in values_of(graph.readings[user])):
+                return user
+    return None
 
 
-def _reshaped(plan: Plan) -> int:
-    tables = {run.base for run in (*plan.cos, *plan.sin)}
-    return sum(not is_symbolic(b) and not same_shape(_lead(b), plan.lead) for b in tables)
+def _is_copy_into(node: Node, cache: Node) -> bool:
+    return str(node.target).startswith("aten.copy_.") and node.args[0] is cache
 
 
-def _lead(base: Node) -> Sequence[object]:
-    shape: Sequence[object] = shape_of(base)
-    return shape[:-1]
+def _read_back(
+    graph: Graph, proposal: Proposal, caches: InPlace, claims: list[Claim]
+) -> list[Claim]:
+    """New rows that somebody reads beside the caches are taken from these."""
+    form, results = graph.form, proposal.results
+    leaves = {"kv_cache": results.kv_rows, "kr_cache": results.kr_rows}
+    rows = {
+        leaves[name]: form.gather(write.value, 0, caches.slots)
+        for name, write in caches.writes.items()
+    }
+    found = [Claim(one.part, one.graph, form.substituted(one.kernel, rows)) for one in claims]
+    writes = caches.writes.values()
+    return [*found, *(Claim("cache", write.value, write.value) for write in writes)]
+
+
+def _reads_rows_back(plan: Plan) -> bool:
+    """Does something read new rows that are in the caches alone?"""
+    return any(value.op == "gather" for value in order(plan.replaced.values()))
+
+
+def _of_slots(plan: Plan, config: Config, boundary: bool) -> list[str]:
+    """What is assumed of the slots."""
+    caches, graph = plan.caches, plan.graph
+    is_hidden = any(cache in graph.hidden for _, cache, _ in plan.held)
+    if not isinstance(caches, InPlace) or is_hidden or caches.slots.op in ("count", "constant"):
+        return []
+    if boundary and config.slots == "checked":
+        return []
+    nodes = (graph.nodes[leaf][0] for leaf in caches.trusted if leaf in graph.nodes)
+    names = ", ".join(dict.fromkeys(node.name for node in nodes))
+    whose = f" (input {names}, trusted to hold numbers from 0 to 2**24 - 1)" if names else ""
+    return [SLOTS_ASSUMED.format(whose=whose), *([UNCHECKED] if config.slots == "checked" else [])]

@@ -4,9 +4,7 @@ fuse.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
-from torch.fx import Node
+from dataclasses import dataclass
 
 from mla_fusion.operators.table import Kind
 
@@ -350,24 +348,6 @@ class Rejection:
         return known + own * asks
 
 
-@dataclass
-class Refuse(Exception):
-    """Raised inside the pass to give up on one candidate; never leaves it."""
-
-    code: str
-    detail: str
-    nodes: tuple[Node, ...] = field(default=())
-
-    def __post_init__(self) -> None:
-        if self.code.partition(":")[0] not in CODES:
-            raise KeyError(f"unknown rejection code {self.code!r}")
-        super().__init__(self.code, self.detail)
-
-    @property
-    def message(self) -> str:
-        return f"{CODES[self.code.partition(':')[0]][0]} ({self.detail})"
-
-    @property
-    def text(self) -> str:
-        """With the code, for a line."""
-        return f"[{self.code}] {self.message}"
+def message(code: str, detail: str) -> str:
+    """What a code means, with what was found. Raises KeyError for an unknown code."""
+    return f"{CODES[code.partition(':')[0]][0]} ({detail})"

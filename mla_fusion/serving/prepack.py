@@ -20,7 +20,7 @@ from mla_fusion.compat import OpOverload, schema_of
 from mla_fusion.compile.dynamo import differs_by_call, mark_arguments
 from mla_fusion.config import Config
 from mla_fusion.fx.module_path import label
-from mla_fusion.fx.program import nodes_between
+from mla_fusion.fx.walk import nodes_between
 from mla_fusion.meta.prolog import V3, V3_FUNCTIONAL
 from mla_fusion.weights.cache import Packed
 from mla_fusion.weights.current import Weights

@@ -17,7 +17,6 @@ from mla_fusion.meta.spec import TILE_SIZE
 from mla_fusion.operators.known import dtype_of, shape_of, value_of
 from mla_fusion.paging.tiles import numbers_of_rows
 from mla_fusion.reference import hifloat8
-from mla_fusion.report.rejection import Refuse
 from mla_fusion.report.report import Figure
 from mla_fusion.witness import sizes
 from mla_fusion.witness.draws import CACHES, KINDS, WIDE, Draws
@@ -42,6 +41,10 @@ _STEP, _JITTERS = 2.0**-8, 4
 _SMALL_CACHE = 1 << 20  # elements up to which a cache is taken as it is
 _LARGEST_CACHE = 1 << 28
 _COSTLY = 256  # tokens from which one draw holds ordinary rows and rows with outliers side by side
+
+
+class Mismatch(Exception):
+    """A new value differs from the original one by more than roundings can make."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +140,7 @@ def compare(
     block_size  how many of them make a block, or a sequence
     binding     numbers for symbolic sizes
 
-    Raises ``Refuse("verify.mismatch")`` where a new value differs by more than roundings can make.
+    Raises ``Mismatch`` where a new value differs by more than roundings can make.
     """
     inputs = original.find_nodes(op="placeholder")
     roles = dict.fromkeys(inputs, "") | dict.fromkeys(cut, "x") | dict(roles)
@@ -186,7 +189,7 @@ class _Witness:
         try:
             self._run_at(binding)
         except Unrunnable as error:
-            raise Refuse("verify.mismatch", str(error), (error.node,)) from error
+            raise Mismatch(str(error)) from error
         for larger in sizes.larger(binding, self._x, self._nodes, self._most):
             try:
                 self._run_at(larger)
@@ -244,7 +247,7 @@ class _Witness:
             except Unrunnable as error:
                 if kind in WIDE:
                     continue
-                raise Refuse("verify.mismatch", str(error), (error.node,)) from error
+                raise Mismatch(str(error)) from error
             is_first = kind not in WIDE and not self._rounds and not self._figures
             exact = self._in_float64(drawn, old) if is_first else None
             for pair in pairs:
@@ -270,7 +273,7 @@ class _Witness:
         after: Values,
         exact: Values | None,
     ) -> None:
-        """Take the figure of one draw. Raises ``Refuse`` where a value, or one row of it, is out of
+        """Take the figure of one draw. Raises ``Mismatch`` where a value, or one row of it, is out of
         tolerance.
 
         exact  the values of ``before`` in float64, where they are known
@@ -293,7 +296,7 @@ class _Witness:
                 wrong = ""
         if wrong:
             detail = f"{pair.part} at {pair.before.name}, {kind}: {wrong}"
-            raise Refuse("verify.mismatch", detail, (pair.before,))
+            raise Mismatch(detail)
         if kind in WIDE:
             return
         largest = float((want - got).abs().max()) if len(of_rows) else 0.0

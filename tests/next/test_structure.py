@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import mla_fusion as mf
 from benchmarks.model import Decoder, Sizes, model_arguments
 from mla_fusion.compile.device_graph import capture
-from mla_fusion.next import planner, verified
+from mla_fusion.plan import planner, verified
 
 LAYERS = 4
 SIZES = Sizes(tokens=4)

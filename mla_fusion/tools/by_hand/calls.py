@@ -15,10 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.fx import traceback
 
-from mla_fusion.compat import OpOverload, TorchDispatchMode
+from mla_fusion.compat import OpOverload, TorchDispatchMode, given_by_name
 from mla_fusion.meta import ContractError
 from mla_fusion.meta.prolog import PROLOGS
-from mla_fusion.prove.operators import called
 from mla_fusion.tools.by_hand.memory import place
 from mla_fusion.tools.by_hand.outcome import Finding
 
@@ -93,7 +92,7 @@ class Watch(TorchDispatchMode):
         name = func.name() if isinstance(func, OpOverload) else ""
         if name not in _AUDITED:
             return func(*args, **(kwargs or {}))
-        arguments = called(func, args, kwargs or {}).given
+        arguments = given_by_name(func, args, kwargs or {})
         call = Call(self._count, name.partition("::")[2], arguments, self._line())
         self._count += 1
         try:

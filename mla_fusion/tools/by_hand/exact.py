@@ -2,7 +2,7 @@
 decided.
 
 Both are exported as one graph, which is run at random points of a finite field, where sums and
-products are exact (:mod:`mla_fusion.prove`). Equal there is equal over the real numbers; rounding
+products are exact (:mod:`mla_fusion.exact`). Equal there is equal over the real numbers; rounding
 is left out. Then float64 has to agree, and so have the functions as they run.
 """
 
@@ -15,27 +15,41 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
-from mla_fusion.commit.interpreter import Interpreter, Unrunnable, widened
 from mla_fusion.compat import tree_leaves, tree_map_only
+from mla_fusion.exact import field
+from mla_fusion.exact.evaluate import Evaluation, layouts_of
+from mla_fusion.exact.prove import POINTS
 from mla_fusion.fx.kinds import is_cast, is_float, kind_of
 from mla_fusion.fx.module_path import label, source
-from mla_fusion.fx.view import View
+from mla_fusion.fx.sizes import Binding
 from mla_fusion.fx.walk import origin, reached, views_and_casts
+from mla_fusion.graph import layout
+from mla_fusion.graph.form import Value
+from mla_fusion.graph.read import Graph, values_of
 from mla_fusion.operators.known import Kind, value_of
-from mla_fusion.prove import field
-from mla_fusion.prove.evaluate import POINTS, Evaluation, Unproved, is_same
-from mla_fusion.prove.field import Num, Point, Undecided, Value
 from mla_fusion.tools.by_hand import memory
 from mla_fusion.tools.by_hand.memory import Inputs, Target, error
 from mla_fusion.tools.by_hand.outcome import Audit, Finding
+from mla_fusion.witness.side import Side, Unrunnable
 
 _DIFFERENT = 1e-6  # relative; float64 is off by 1e-13 or so
 _REFUTES = 1e-3  # of a proof: what float64 loses between equal spellings is less
 _ROUNDED = 2e-2
 # of the inputs: an epsilon shows, or a cap; what is taken a root of has either sign
 _FACTORS = (1.0, -1.0, 1e-3, -1e-3, 1e3, -1e3, 0.0)
+
+
+_Pair = tuple[Node, Node]
+
+
+class _NotDecided(Exception):
+    """Why, and the node that it is about."""
+
+    def __init__(self, why: str, node: Node | None = None) -> None:
+        super().__init__(why)
+        self.node = node
 
 
 class _Both(nn.Module):
@@ -68,9 +82,9 @@ def compare(fused: Target, reference: Target, inputs: Inputs) -> Audit:
         with memory.kept(fused), memory.kept(reference):
             return _verdict(fused, reference, eager, inputs)
     except Exception as error:  # of torch's export, or of a step that the field does not know
-        said, node = (*error.args, "", None)[:2]
-        said = f"not decided: {type(error).__name__}: {str(said).partition(chr(10))[0]}"
-        line = source(node) if isinstance(error, Unproved) else ""
+        said = f"not decided: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        node = error.node if isinstance(error, _NotDecided) else None
+        line = source(node) if node is not None else ""
         return Audit((), (Finding("not.decided", said, line=line, certain=False),))
 
 
@@ -83,8 +97,7 @@ def _verdict(fused: Target, reference: Target, eager: Mapping[str, float], input
         program = torch.export.export(both, tuple(memory.copied(inputs)), strict=False)
         program = program.run_decompositions({})
     signature, tensors = program.graph_signature, {**program.constants, **program.state_dict}
-    view = View(program.graph_module)
-    *nodes, output = view.nodes
+    *nodes, output = program.graph_module.graph.nodes
     for node in nodes:
         _check_function(node)
     if forms[0] != forms[1]:
@@ -99,26 +112,23 @@ def _verdict(fused: Target, reference: Target, eager: Mapping[str, float], input
     arguments = [*memory.named(inputs)]
     results_of = [*(f"output {at}" for at in range(half - len(arguments))), *arguments]
     if signature.buffers_to_mutate or eager.keys() - {*results_of}:
-        raise Undecided("a module is written; give what it writes as an argument instead")
+        raise _NotDecided("a module is written; give what it writes as an argument instead")
     count = sum(value_of(node).numel() for node in results[half:])
     if not count:
-        raise Undecided("no result has an element to compare")
+        raise _NotDecided("no result has an element to compare")
     at, line = "", ""
-    for draw in range(POINTS):
-        run = _AtPoint(view, {one: "x" if is_float(value_of(one).dtype) else "" for one in given})
-        run.held = held
-        with field.at(Point(draw, are_rows=False, float16=False)):
-            apart = [pair for pair in pairs if not is_same(*map(run.value, pair))]
-            if apart:
-                node = _parting(run, *([pair[side] for pair in apart] for side in (0, 1)))
-                at, line = f"they part at {label(node)} ({node.target})", source(node)
-                break
-    runner = Interpreter(nodes, view.binding, wide=True)
+    run = _differing(program.graph_module, given, held, pairs)
+    if run is not None:
+        apart, marks = run
+        node = _parting(marks, *([pair[side] for pair in apart] for side in (0, 1)))
+        at, line = f"they part at {label(node)} ({node.target})", source(node)
+    wanted = dict.fromkeys(results)
+    side = Side(wanted, {node: node for node in (*held, *given)})
     for factor in _FACTORS:
         draw_of = memory.scaled(inputs, factor)
         known = dict(zip(given, tree_leaves(draw_of), strict=True)) | held
         try:
-            env = runner.run({one: widened(value) for one, value in known.items()}, results)
+            env = side.run(Binding(()), known, True, wanted)
         except Unrunnable:
             continue
         found = [error(env[theirs], env[mine]) for mine, theirs in pairs]
@@ -129,14 +139,14 @@ def _verdict(fused: Target, reference: Target, eager: Mapping[str, float], input
         first = next((name for name in errors if errors[name] > _DIFFERENT), "")
         said = f"{first} differs by {worst:.2g} on {on}"
         if not at and worst > _REFUTES:
-            raise Undecided(f"equal in exact arithmetic, but {said}")
+            raise _NotDecided(f"equal in exact arithmetic, but {said}")
         if at and first:
             shown = Finding("values.differ", f"{said}; {at}", line=line)
             return Audit((), (shown,), False, errors, None, (on,), witness=tuple(draw_of))
     if at:
-        raise Unproved(f"neither proved equal nor seen to differ; {at}", node)
+        raise _NotDecided(f"neither proved equal nor seen to differ; {at}", node)
     if not all(value <= _ROUNDED for value in eager.values()):
-        raise Undecided("equal over the real numbers, but not as the two are run")
+        raise _NotDecided("equal over the real numbers, but not as the two are run")
     return Audit((), (), True, proof=f"{count:,} values at {POINTS} points of a finite field")
 
 
@@ -156,39 +166,80 @@ def _check_function(node: Node) -> None:
         or whole == [True, False, True]
     ):
         said = "is random, makes a size of values, or casts integers back that were rounded"
-        raise Unproved(f"{node.name} ({node.target}) {said}", node)
+        raise _NotDecided(f"{node.name} ({node.target}) {said}", node)
 
 
-class _AtPoint(Evaluation):
-    """A weight is known by its numbers: so are copies, joins and transposes of it."""
+def _differing(
+    gm: GraphModule, given: Sequence[Node], held: Mapping[Node, Tensor], pairs: Sequence[_Pair]
+) -> tuple[list[_Pair], dict[Node, object]] | None:
+    """The pairs that are not equal at a random point of the field, with a mark of what each node is
+    there: equal ones have equal marks. None: all are equal at every point.
+    """
+    _read_once(held)
+    graph = Graph(gm, own=())
+    wanted = values_of([graph.readings[node] for pair in pairs for node in pair])
+    read = [node for node in (*held, *given) if is_float(value_of(node).dtype)]
+    leaves = {node: values_of(graph.readings[node]) for node in read}
+    layouts = {one: layout.plain_layout(one.shape) for some in leaves.values() for one in some}
+    layouts = layouts_of(wanted, layouts)
+    for draw in range(POINTS):
+        drawn = {}
+        for node, values in leaves.items():
+            for value in values:
+                number = field.word(draw, "input", value.serial)
+                drawn[value] = (
+                    _by_numbers(held[node], draw)
+                    if node in held
+                    else field.random(number, value.shape)
+                )
+        run = Evaluation(layout.Binding((), 1), layouts, drawn, draw)
+        run.run(wanted)
 
-    held: dict[Node, Tensor]
+        def mark(value: Value) -> object:
+            return _mark(run, value)
 
-    def _leaf(self, node: Node, role: str) -> Any:
-        tensor = self.held.get(node)
-        return super()._leaf(node, role) if tensor is None else _by_numbers(tensor)
+        def is_same(pair: _Pair) -> bool:
+            one, other = (values_of(graph.readings[node]) for node in pair)
+            return one == other or [*map(mark, one)] == [*map(mark, other)]
+
+        apart = [pair for pair in pairs if not is_same(pair)]
+        if apart:
+            values = {node: values_of(reading) for node, reading in graph.readings.items()}
+            return apart, {node: (*map(mark, some),) for node, some in values.items() if some}
+    return None
 
 
-def _by_numbers(tensor: Tensor) -> Value:
-    """Equal numbers are equal elements, wherever they lie."""
+def _read_once(held: Mapping[Node, Tensor]) -> None:
+    """Let weights with equal numbers be one."""
+    first: list[Node] = []
+    for node, tensor in held.items():
+        alike = (one for one in first if held[one].dtype == tensor.dtype)
+        same = next((one for one in alike if torch.equal(held[one], tensor)), None)
+        if same is None:
+            first.append(node)
+        else:
+            node.replace_all_uses_with(same)
+
+
+def _mark(run: Evaluation, value: Value) -> object:
+    tensor = run.tensors.get(value)
+    return value if tensor is None else (value.shape, tensor.contiguous().numpy().tobytes())
+
+
+def _by_numbers(tensor: Tensor, draw: int) -> Tensor:
+    """A weight's elements in the field: equal numbers are equal elements, wherever they lie."""
     if tensor.is_complex():
-        raise Undecided("a weight is complex")
-    if not tensor.is_floating_point() or (tensor.numel() == 1 and bool(tensor.isfinite())):
-        return field.exact(tensor)
+        raise _NotDecided("a weight is complex")
     bits = tensor.double().abs().contiguous().view(torch.int64)
-    root = field.function("number", Num(bits & 0x7FFFFFFF), Num(bits >> 31))
-    # a square, and its negative is none: so the root of a square is its size
-    return root * root * Num(tensor.sign().to(torch.int64).remainder(field.P))
+    found = field.hashed(field.word(draw, "number"), bits & 0x7FFFFFFF, bits >> 31)
+    return found * tensor.sign().to(torch.int64) % field.P
 
 
-def _parting(run: Evaluation, mine: Sequence[Node], theirs: Sequence[Node]) -> Node:
+def _parting(marks: Mapping[Node, object], mine: Sequence[Node], theirs: Sequence[Node]) -> Node:
     """The first step to results of one whose value is none on the way to those of the other."""
-
-    def marked(results: Sequence[Node]) -> dict[Node, int]:
-        nodes = reached(results, lambda node: node.all_input_nodes)
-        values = ((node, run.value(node)) for node in nodes)
-        return {node: int(field.label(v).re) for node, v in values if isinstance(v, Num)}
-
-    known, steps = {*marked(theirs).values()}, marked(mine)
-    new = (node for node in run.view.nodes if node in steps and steps[node] not in known)
+    mine_all, theirs_all = (
+        reached(one, lambda node: node.all_input_nodes) for one in (mine, theirs)
+    )
+    known = {marks[node] for node in theirs_all if node in marks}
+    new = (node for node in sorted(mine_all) if node in marks and marks[node] not in known)
     return next(new, mine[0])

@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from mla_fusion.compat import OpOverload, schema_of
+from mla_fusion.compat import OpOverload, given_by_name, schema_of
 from mla_fusion.meta.prolog import V1, V2, V3
-from mla_fusion.prove.operators import called
 from mla_fusion.tools.dumps import Dump, Operator, Value, names
 from mla_fusion.tools.dumps.model import Attributes
 from mla_fusion.tools.dumps.python_text import edges_in
@@ -66,7 +65,7 @@ def _prologue(dump: Dump, place: int, operator: Operator) -> Prologue:
     # what an FX call leaves out has the schema's default
     target, known = names.target(operator.type), operator.attributes
     if isinstance(target, OpOverload):
-        known = called(target, *operator.call).given
+        known = given_by_name(target, *operator.call)
     shown = {name: known[name] for name in _SHOWN if name in known}
     return Prologue(place, operator.name, operator.type, inputs, shown, operator.source)
 

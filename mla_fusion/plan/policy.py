@@ -13,11 +13,13 @@ from mla_fusion.fx.walk import upward, views_and_model_casts
 from mla_fusion.graph.departure import Departure
 from mla_fusion.graph.form import Value
 from mla_fusion.graph.read import Graph, values_of
-from mla_fusion.next.outputs import unmoved
 from mla_fusion.operators.known import dtype_of
-from mla_fusion.plan.planner import NARROW
+from mla_fusion.plan.outputs import unmoved
 from mla_fusion.propose.prologue import Proposal
 
+NARROW = (
+    "the float32 norm weights hold bfloat16 numbers (looked at, and again whenever they are packed)"
+)
 _GAMMAS = ("rmsnorm_gamma_cq", "rmsnorm_gamma_ckv")
 _WIDE = (torch.bfloat16, torch.float32, torch.float64)
 

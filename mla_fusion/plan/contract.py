@@ -10,36 +10,54 @@ from torch.fx import Graph, Node
 
 from mla_fusion.compat import FakeTensorMode, OpOverload, guard, hint_of, schema_of
 from mla_fusion.config import Config
-from mla_fusion.emit.target import Target
-from mla_fusion.emit.targets import target_of
 from mla_fusion.fx.build import OfTensors, Recipe, fake_mode_of, faked
 from mla_fusion.fx.held import Exact
-from mla_fusion.meta import ContractError
+from mla_fusion.graph.departure import Departure
+from mla_fusion.graph.lower import Lowering
+from mla_fusion.meta import ContractError, limits
 from mla_fusion.meta.binder import Undecided
+from mla_fusion.meta.check import bound
+from mla_fusion.meta.prolog import V3_FUNCTIONAL
+from mla_fusion.plan.call import called
+from mla_fusion.plan.outputs import holders
 from mla_fusion.plan.plan import Plan
-from mla_fusion.report.rejection import Refuse
+
+OPERATOR = V3_FUNCTIONAL.name.removesuffix("_functional")  # as messages call it
 
 
-def ask(plan: Plan, config: Config, graph: Graph) -> tuple[str, ...]:
+def ask(plan: Plan, config: Config, source: Graph) -> tuple[str, ...]:
     """What the call assumes of sizes that the graph leaves open.
 
-    Raises ``Refuse("contract:<code>")`` with the specification's own message.
+    Raises Departure ``contract:<code>`` with the specification's own message.
     """
-    target = target_of(plan)
-    builder = OnPaper(graph, target)
-    given = builder.arguments(lambda b: target.call(b, plan))
+    paper = _OnPaper(source)
+    given = paper.arguments(lambda b: called(b, Lowering(b, plan.graph), plan))
+    machine = config.machine
     try:
-        open_sizes = target.examine(config.machine, given)
-        lines = [line for one in open_sizes if (line := assumed(one, target.called))]
+        operator = V3_FUNCTIONAL.name, machine.soc, machine.cann
+        open_sizes = bound(*operator, "graph", False, given).undecided
+        lines = [line for one in open_sizes if (line := _assumed(one))]
     except ContractError as error:
-        culprit = builder.read_by(given.get(error.argument)) or plan.candidate.down.node
         detail = f"{error.argument}: expected {error.expected}, found {error.found}"
-        raise Refuse(f"contract:{error.code}", detail, (culprit,)) from None
-    target.ask(plan, config)
+        value = plan.values.get(error.argument, plan.proposal.x)
+        raise Departure(f"contract:{error.code}", detail, [value]) from None
+    allowed = limits(V3_FUNCTIONAL.name, machine.soc, machine.cann, "graph")
+    if "query_norm_flag" in plan.attributes and not allowed.gives_query_norm:
+        detail = (
+            f"query_norm_flag: the operator takes it with CANN {machine.cann} and gives no "
+            "query_norm, which is read here"
+        )
+        raise Departure("contract:query_norm_flag", detail, [plan.proposal.x])
     return tuple(lines)
 
 
-def assumed(one: Undecided, operator: str) -> str:
+def inputs(plan: Plan) -> list[Node]:
+    """Nodes of the graph that the call reads."""
+    caches = [cache for _, cache, _ in plan.held]
+    return [*dict.fromkeys((*holders(plan.graph, plan.values.values()), *caches))]
+
+
+def _assumed(one: Undecided) -> str:
     """What is assumed of a size that the operator takes for some of its values only; "" where the
     compiler guards that, so that the graph is compiled anew for the others.
 
@@ -53,7 +71,7 @@ def assumed(one: Undecided, operator: str) -> str:
         raise ContractError(f"dims.{one.axis.lower()}", one.argument, expected, found)
     if guarded:
         return ""
-    return f"{one.axis} ({one.size}) is {one.sizes}: {operator} takes no other"
+    return f"{one.axis} ({one.size}) is {one.sizes}: {OPERATOR} takes no other"
 
 
 class _Called(Exception):
@@ -63,15 +81,13 @@ class _Called(Exception):
         self.given = given
 
 
-class OnPaper(OfTensors):
+class _OnPaper(OfTensors):
     """Makes a call, up to the operator itself, on the values that the nodes of a graph are said to
     have: nothing is computed.
     """
 
-    def __init__(self, graph: Graph, target: Target[Any]) -> None:
-        self._mode, self._target = fake_mode_of(graph) or FakeTensorMode(), target
-        # what each value was first read from; the values are held so that no id comes twice
-        self._read: dict[int, tuple[torch.Tensor, Node | None]] = {}
+    def __init__(self, graph: Graph) -> None:
+        self._mode = fake_mode_of(graph) or FakeTensorMode()
 
     def arguments(self, recipe: Recipe) -> dict[str, Any]:
         """What the operator is given, by name."""
@@ -80,33 +96,25 @@ class OnPaper(OfTensors):
                 recipe(self)
         except _Called as called:
             return called.given
-        raise AssertionError(f"no call of {self._target.called}")
-
-    def read_by(self, value: Any) -> Node | None:
-        """The node that an argument was made of, the first of several."""
-        if isinstance(value, (list, tuple)):
-            return next(filter(None, map(self.read_by, value)), None)
-        return self._read.get(id(value), (value, None))[1]
-
-    def _made(self, value: torch.Tensor, of: Node | None) -> torch.Tensor:
-        self._read[id(value)] = value, of
-        return value
+        raise AssertionError(f"no call of {OPERATOR}")
 
     def value(self, node: Node) -> torch.Tensor:
-        return self._made(faked(node.meta["val"], self._mode), node)
+        made: torch.Tensor = faked(node.meta["val"], self._mode)
+        return made
 
     def call(self, op: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if isinstance(op, OpOverload) and self._target.is_called_by(op):
+        if isinstance(op, OpOverload) and schema_of(op).name.endswith(f"::{V3_FUNCTIONAL.name}"):
             accepted = [one.name for one in schema_of(op).arguments if not one.is_out]
             given = dict(zip(accepted, args, strict=False)) | kwargs
             raise _Called({name: given[name] for name in accepted if name in given})
-        return self._made(op(*args, **kwargs), self.read_by(args))
+        made: torch.Tensor = op(*args, **kwargs)
+        return made
 
     def packed(
         self, name: str, recipe: Recipe, leaves: Sequence[Node], exact: Exact | None = None
     ) -> torch.Tensor:
         made = recipe(self)  # and laid out as the kernel reads it
-        return self._made(made.new_empty(made.shape), self.read_by(made))
+        return made.new_empty(made.shape)
 
     def sizes(self, shape: Sequence[Any], of: Any = None) -> list[Any]:
         return list(shape)

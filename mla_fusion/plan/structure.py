@@ -13,9 +13,9 @@ from torch.fx import Node
 from mla_fusion.fx.held import numbers
 from mla_fusion.graph.form import Value, numbered
 from mla_fusion.graph.read import Graph, values_of
-from mla_fusion.next.outputs import holders
-from mla_fusion.next.plan import Plan
-from mla_fusion.next.verified import drawn
+from mla_fusion.plan.outputs import holders
+from mla_fusion.plan.plan import Plan
+from mla_fusion.plan.region import drawn
 
 
 class Structures:

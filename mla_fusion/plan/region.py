@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from math import prod
+
+import torch
 from torch.fx import Node
 
 from mla_fusion.graph.departure import Departure
-from mla_fusion.graph.form import Value
+from mla_fusion.graph.form import Value, order
 from mla_fusion.graph.read import Graph, values_of
-from mla_fusion.next.outputs import has_effect, is_made_of_nothing, is_replaced, is_size
+from mla_fusion.plan.outputs import has_effect, is_made_of_nothing, is_replaced, is_size, unmoved
+from mla_fusion.plan.plan import Plan
 from mla_fusion.propose.given import Given
+from mla_fusion.propose.quantised import unquantised
 
 
 def region_of(
@@ -61,3 +66,34 @@ def _kept(graph: Graph, node: Node, above: dict[Node, Node]) -> Departure:
     read, reader = path[-1], path[-2] if len(path) > 1 else node
     detail = f"{reader.name} reads {read.name}, which the kernel keeps to itself"
     return Departure("reader.latent", detail, list(values_of(graph.readings[read])))
+
+
+def drawn(plan: Plan) -> dict[Node, str]:
+    """The nodes that hold x, with their roles: before it is quantised, where the graph does that;
+    else its scales too.
+    """
+    graph, values = plan.graph, plan.values
+    before = _before_quantisation(graph, values["token_x"])
+    if before is not None:
+        return {_first(graph, before): "x"}
+    found = dict[Node, str]()
+    for name, role in (("token_x", "x"), ("dequant_scale_x", "token_scale")):
+        if name in values:
+            found[_first(graph, values[name])] = role
+    return found
+
+
+def _first(graph: Graph, value: Value) -> Node:
+    """The first node that holds the numbers of a Value, in whatever shape: others are views."""
+    inner = unmoved(value)
+    nodes = (node for one in (inner, value) for node in graph.nodes.get(one, ()))
+    return min(node for node in nodes if isinstance(node.meta["val"], torch.Tensor))
+
+
+def _before_quantisation(graph: Graph, rows: Value) -> Value | None:
+    before = unquantised(graph.form, rows)
+    if before is None and not rows.active and rows.dtype.itemsize == 1:
+        wide = (one for one in order([rows]) if one.dtype == torch.bfloat16)
+        alike = [one for one in wide if prod(one.shape) == prod(rows.shape)]
+        before = next((one for one in alike if one in graph.nodes), None)
+    return before if before in graph.nodes else None

@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from mla_fusion.emit.pack import dense, identity
-from mla_fusion.emit.rows import buffer, nothing
 from mla_fusion.fx.build import Builder
 from mla_fusion.fx.held import Exact
 from mla_fusion.fx.module_path import label
@@ -19,10 +17,11 @@ from mla_fusion.graph.form import Value
 from mla_fusion.graph.lower import Lowering
 from mla_fusion.graph.numbers import literal
 from mla_fusion.meta.prolog import V3_FUNCTIONAL
-from mla_fusion.next.caches import InPlace
-from mla_fusion.next.outputs import holders
-from mla_fusion.next.plan import Plan
 from mla_fusion.plan import cache_modes
+from mla_fusion.plan.caches import InPlace
+from mla_fusion.plan.operands import buffer, dense, identity, nothing
+from mla_fusion.plan.outputs import holders
+from mla_fusion.plan.plan import Plan
 
 aten = torch.ops.aten
 _WEIGHTS = ("weight_dq", "weight_uq_qr", "weight_uk", "weight_dkv_kr")
