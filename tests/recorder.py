@@ -32,7 +32,7 @@ from tests.harness import graph_of
 
 # where this copy lies, and its packages
 PLACES = re.compile(rf"\S*/site-packages|{re.escape(str(Path(__file__).resolve().parents[1]))}")
-LEFT_OUT = frozenset("config timings seconds machine pictures picture certificates figures".split())
+LEFT_OUT = frozenset("config timings seconds machine steps figures".split())
 
 
 def main() -> int:

@@ -37,6 +37,7 @@ class _OfResults(Lowering):
 class Writer:
     """
     settled    what becomes of the graph's nodes
+    values     what stands for the nodes that are replaced, and for sizes
     handed_on  each new value that is read, with the one of the graph that it is read in place of
     """
 
@@ -50,7 +51,7 @@ class Writer:
         self.handed_on: dict[tuple[Node, Node], None] = {}
         self._lower = _OfResults(self.b, graph, {}, self._is_usable)
         self._called: set[Plan] = set()
-        self._values: dict[Node, Node] = {}
+        self.values: dict[Node, Node] = {}
         self._begun: set[Node] = set()
 
     def write(self) -> None:
@@ -105,7 +106,7 @@ class Writer:
         stack, seen = [node], set[Node]()
         while stack:
             one = stack.pop()
-            if one in seen or one in self.b.copies or one in self._values:
+            if one in seen or one in self.b.copies or one in self.values:
                 continue
             if one in self._begun:
                 return True
@@ -118,10 +119,10 @@ class Writer:
             raise RuntimeError(f"{node.name} waits for itself")
         self._begun.add(node)
         for read in node.all_input_nodes:
-            if read in self._begun and read not in self.b.copies and read not in self._values:
+            if read in self._begun and read not in self.b.copies and read not in self.values:
                 raise RuntimeError(f"{read.name} waits for itself")
             if read in self.settled.sizes:
-                self._values[read] = self._lower.size(read.meta["val"])
+                self.values[read] = self._lower.size(read.meta["val"])
             elif read in self.settled.replaced:
                 self.given(read)
             elif read not in self.b.copies:
@@ -133,34 +134,38 @@ class Writer:
     def _input(self, read: Node) -> Node:
         is_replaced = read in self.settled.replaced
         if is_replaced:
-            self.handed_on[self._values[read], read] = None
+            self.handed_on[self.values[read], read] = None
         return (
-            self._values[read] if is_replaced or read in self.settled.sizes else self.b.copies[read]
+            self.values[read] if is_replaced or read in self.settled.sizes else self.b.copies[read]
         )
 
     def given(self, node: Node) -> Node:
         """What a replaced node is, of the results."""
-        if node not in self._values:
+        if node not in self.values:
             self._begun.add(node)
             value = self.settled.replaced[node]
             for leaf in met([value], self._plans):
                 self._call(self._plans[leaf])
-            self.b.at(None, dict(node.meta))
+            self.b.at(None, _carried(node))
             held = node.meta["val"]
             is_code = held.dtype == torch.uint8
             made = self._lower.of(value, None if is_code else held.dtype)
             if is_code and self.b.dtype(made) == torch.float8_e8m0fnu:
                 made = self.b.call(torch.ops.aten.view.dtype, made, torch.uint8)
-            self._values[node] = made
-        return self._values[node]
+            self.values[node] = made
+        return self.values[node]
 
     def _call(self, plan: Plan) -> None:
         if plan in self._called:
             return
         self._called.add(plan)
-        meta = plan.products[0].meta
-        self.b.at(None, {key: meta[key] for key in _CARRIED if key in meta})
+        self.b.at(None, _carried(plan.products[0]))
         self._lower.known.update(called(self.b, self._lower, plan))
+
+
+def _carried(node: Node) -> dict[str, Any]:
+    """Where a node comes from."""
+    return {key: node.meta[key] for key in _CARRIED if key in node.meta}
 
 
 def keep_output_names(source: FxGraph, graph: FxGraph) -> None:

@@ -405,10 +405,16 @@ class _Call:
     place: int
 
 
-def restore(graph: Graph) -> None:
-    """Put back the calls whose results are still used and whose operands are still there."""
+def restore(graph: Graph, given: Mapping[Node, Node]) -> None:
+    """Put back the calls whose results are still used and whose operands are still there.
+
+    given  what stands for nodes that have no copy in ``graph``
+    """
     if not _KNOWN:  # no call was taken apart
         return
+    others: dict[Node, list[str]] = {}  # names of what a node stands for
+    for old, new in given.items():
+        others.setdefault(new, []).append(old.name)
     by_name: dict[str, Node] = {}  # of the nodes in front of each
     made: dict[Node, Node] = {}
     for node in list(graph.nodes):
@@ -416,7 +422,7 @@ def restore(graph: Graph) -> None:
         if known is None or not all(
             name.of in by_name for name in _names((known.args, known.kwargs))
         ):
-            by_name[node.name] = node
+            by_name |= dict.fromkeys((node.name, *others.get(node, ())), node)
             continue
         with graph.inserting_before(node):
             if known.call not in made:

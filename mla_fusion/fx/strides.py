@@ -38,7 +38,11 @@ def follow(
     ``exact``: what leaves the graph, and what random and custom operators read, gets the old
     strides.
     """
-    differ = {new: old for new, old in replaced if not lie_alike(new.meta["val"], old.meta["val"])}
+    differ = {
+        new: old
+        for new, old in replaced
+        if new.users and not lie_alike(new.meta["val"], old.meta["val"])
+    }
     if not differ:
         return
     with builder.propagating():

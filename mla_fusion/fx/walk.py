@@ -18,6 +18,7 @@ from torch.fx import Node
 
 from mla_fusion.fx.kinds import (
     argument,
+    filled_with,
     is_cast,
     is_faithful_cast,
     is_getitem,

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from mla_fusion.compat import schema_of
+from mla_fusion.compat import OpOverload, schema_of
 from mla_fusion.graph import bounds
 from mla_fusion.graph.form import Factor, Form, Term, Value, broadcast, filled_with
 from mla_fusion.graph.numbers import ONE, Number, literal, number
@@ -66,7 +66,9 @@ def operator(*names: str) -> Callable[[Rule], Rule]:
 
 @lru_cache(maxsize=4096)
 def name_of(target: Any) -> str:
-    """``namespace::name``, without that of aten."""
+    """``namespace::name``, without that of aten; of what runs other graphs, its own."""
+    if not isinstance(target, OpOverload):
+        return str(target)
     return str(schema_of(target).name).removeprefix("aten::")
 
 

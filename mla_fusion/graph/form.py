@@ -562,6 +562,10 @@ class Form:
             if own is not None and (inner.op == "expand" or is_joined):
                 part = self.slice(inner, own, start, start + (size - 1) * step + 1, step)
                 return self.scaled(self.reshape(part, shape), times)
+        if value.op == "product":
+            inside = self._of_factors(value, axis, start, size, step)
+            if inside is not None:
+                return self.scaled(inside, times)
         if value.op == "expand":
             inner = value.sources[0]
             own = axis - len(value.shape) + len(inner.shape)
@@ -587,6 +591,22 @@ class Form:
                 found.append(self.slice(part, axis, max(start - at, 0), min(last + 1, end) - at))
             at = end
         return self.join(found, axis) if found else None
+
+    def _of_factors(
+        self, value: Value, axis: int, start: int, size: int, step: int
+    ) -> Value | None:
+        """A slice of a product of joins with what is the same along the axis."""
+        factors = list[tuple[Value, Fraction]]()
+        for source, exponent in zip(value.sources, value.literal[0], strict=True):
+            own = axis - len(value.shape) + len(source.shape)
+            inner: Value | None = source
+            if own >= 0 and source.shape[own] != 1:
+                is_join = source.op == "join" and source.literal == own
+                inner = self._of_part(source, own, start, size, step) if is_join else None
+            if inner is None:
+                return None
+            factors.append((inner, exponent))
+        return self.product(factors, value.literal[1])
 
     def join(self, values: Sequence[Value], axis: int) -> Value:
         axis %= len(values[0].shape)

@@ -240,7 +240,7 @@ class Graph:
 
         tensor = attribute(node)
         if not isinstance(tensor, torch.Tensor):
-            return None
+            return str(node.target)  # two calls of other graphs differ
         is_plain = type(tensor) is torch.Tensor and tensor.device.type != "meta"
         if is_plain and is_literal(node) and tensor.numel() <= _FOLDED:
             return self.constant(tensor)
@@ -421,7 +421,11 @@ class Graph:
                 return self.form.expand(call.function(call.name, literals, *values), call.shape)
             except ValueError as error:
                 self._find_alike(error)
-        return call.opaque(literals, values)
+        made = call.opaque(literals, values)
+        if not isinstance(held, (list, tuple)):
+            return made
+        each = iter(made)
+        return [next(each) if isinstance(one, torch.Tensor) else None for one in held]
 
 
 _UNUSED = ("device", "pin_memory", "layout", "memory_format", "out", "generator")
@@ -457,7 +461,7 @@ def _arguments(target: Any) -> list[tuple[str, str, Any]]:
 
 @lru_cache(maxsize=4096)
 def is_mutable(target: Any) -> bool:
-    return bool(schema_of(target).is_mutable)
+    return isinstance(target, OpOverload) and bool(schema_of(target).is_mutable)
 
 
 @lru_cache(maxsize=4096)

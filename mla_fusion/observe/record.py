@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from torch import Tensor
 from torch.fx import Node
 
 from mla_fusion.config import Config
 from mla_fusion.exact.prove import POINTS
 from mla_fusion.fx import module_path, registered
-from mla_fusion.fx.kinds import is_mutating, word
+from mla_fusion.fx.kinds import is_mutating, op_name, word
 from mla_fusion.fx.sizes import has_symbols
 from mla_fusion.fx.walk import upward, views_and_writes
 from mla_fusion.graph.departure import Departure
@@ -69,6 +70,7 @@ class Record:
                 verified=self._named(verified),
                 figures=outcome.figures if outcome is not None else (),
                 compared=outcome.compared if outcome is not None else "",
+                steps=tuple(map(_step, plan.region)) if outcome is not None else (),
                 source=module_path.source(plan.products[0]),
                 proof=(*self._proof(plan), outcome.compared if outcome is not None else verified),
                 target=plan.target,
@@ -156,6 +158,19 @@ class Record:
             nodes = _nodes_of(self._graph, [*caches.trusted])
             trusted = ", ".join(self._named.of(node) for node in nodes)
             yield f"slots: input {trusted}, trusted" if trusted else "slots: by their range"
+
+
+def _step(node: Node) -> tuple[str, str, str, str]:
+    """Its name, operator, value and line, for a table."""
+    held = node.meta.get("val")
+    values = held if isinstance(held, (list, tuple)) else [held]
+    shown = (
+        f"{str(one.dtype).removeprefix('torch.')}[{', '.join(map(str, one.shape))}]"
+        for one in values
+        if isinstance(one, Tensor)
+    )
+    operator = op_name(node).replace("::", ".") if node.op == "call_function" else node.op
+    return node.name, operator, ", ".join(shown), module_path.source(node)
 
 
 def _nodes_of(graph: Graph, values: Sequence[Value]) -> tuple[Node, ...]:
@@ -246,6 +261,7 @@ def absent(projections: Projections) -> tuple[str, ...]:
     writes = sum(value.op == "write" for value in values)
     nodes = graph.gm.graph.nodes
     unknown = ", ".join(registered.unknown(nodes))
+    unused = {op_name(node): why for node in nodes if (why := registered.unused(node))}
     return (
         "no MLA prologue in this graph. The parts of one, and how many the graph has:",
         f"  products with weights (W_dq, W_dkv_kr, W_uq_qr): {found['flat']}",
@@ -262,6 +278,7 @@ def absent(projections: Projections) -> tuple[str, ...]:
             if unknown
             else ()
         ),
+        *(f"  {name} is not known: {why}" for name, why in unused.items()),
     )
 
 

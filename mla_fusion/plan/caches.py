@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch.fx import Node
@@ -247,9 +248,9 @@ def _paged_shape(cache: Node) -> tuple[object, object, int, object] | None:
     if not isinstance(shape[-1], int) or not value.is_contiguous():
         return None
     if all(isinstance(size, int) for size in shape[1:]):
-        count, rows = 1, math.prod(shape[:-1])
+        count, rows = 1, prod(shape[:-1])
         if not isinstance(shape[0], int):
-            count, rows = shape[0], math.prod(shape[1:-1])
+            count, rows = shape[0], prod(shape[1:-1])
         is_block = len(shape) == 3 and shape[-2] % 16 == 0 and 16 <= shape[-2] <= 1024
         own = shape[-2] if is_block else None
         size = own or next((size for size in _BLOCK_SIZES if rows % size == 0), None)
@@ -257,4 +258,4 @@ def _paged_shape(cache: Node) -> tuple[object, object, int, object] | None:
             return count * (rows // size), size, 1, shape[-1]
     cut = (size for size in _BLOCK_SIZES if any(divides(size, rows) for rows in shape[:-1]))
     size = next(cut, None)
-    return (math.prod(shape[:-1]) // size, size, 1, shape[-1]) if size else None
+    return (prod(shape[:-1]) // size, size, 1, shape[-1]) if size else None

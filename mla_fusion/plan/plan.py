@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import cached_property
 from typing import Any
 
@@ -15,6 +16,8 @@ from mla_fusion.graph.read import Graph
 from mla_fusion.plan import cache_modes, weight_modes
 from mla_fusion.plan.caches import InPlace, Staged
 from mla_fusion.propose.prologue import Proposal
+
+_LEAST = 1e-30  # beside the mean square of any row of bfloat16
 
 
 @dataclass(eq=False)
@@ -115,8 +118,8 @@ class Plan:
         """
         a = self.proposal.arguments
         found: dict[str, Any] = {
-            "rmsnorm_epsilon_cq": float(a["rmsnorm_epsilon_cq"]),
-            "rmsnorm_epsilon_ckv": float(a["rmsnorm_epsilon_ckv"]),
+            "rmsnorm_epsilon_cq": _epsilon(a["rmsnorm_epsilon_cq"]),
+            "rmsnorm_epsilon_ckv": _epsilon(a["rmsnorm_epsilon_ckv"]),
             "cache_mode": self.caches.mode if isinstance(self.caches, InPlace) else "TND",
         }
         if not self.read.isdisjoint(("query_norm", "dequant_scale_q_norm")):
@@ -134,3 +137,10 @@ class Plan:
         if isinstance(self.caches, InPlace):
             for name, write in self.caches.writes.items():
                 yield name, write.cache, tuple(map(self.graph.unbound, write.shape))
+
+
+def _epsilon(of_norm: Fraction) -> float:
+    """For the kernel. A norm without one keeps a row of zeros, by a least length: so does the
+    smallest number that float32 adds.
+    """
+    return float(of_norm) or _LEAST

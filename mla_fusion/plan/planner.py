@@ -12,6 +12,7 @@ from torch.fx import Node
 
 from mla_fusion.config import Config
 from mla_fusion.exact.prove import Claim, prove
+from mla_fusion.fx import registered
 from mla_fusion.graph.departure import Departure
 from mla_fusion.graph.form import Value, order
 from mla_fusion.graph.read import Graph, values_of
@@ -113,8 +114,8 @@ class Planner:
         plan.structure = self._structures.of(plan)
         key = plan.structure, proposal.arguments["token_x"].active
         sizes = self._taken.get(key)
+        computed = leftovers.computed(plan.replaced, contract.inputs(plan))
         if sizes is None:
-            computed = leftovers.computed(plan.replaced, contract.inputs(plan))
             policy.judge(self.graph, proposal, sorted({*plan.region, *computed}))
             asked = plan
             plan, sizes = self._accepted(asked, held)
@@ -128,6 +129,7 @@ class Planner:
             *([ROWS_READ_BACK] if _reads_rows_back(plan) else []),
             *([IDENTITY] if proposal.instead is not None else []),
             *policy.narrowed(self.graph, plan.proposal),
+            *dict.fromkeys(registered.assumed(sorted({*plan.region, *computed, *_slots(plan)}))),
         ]
         return replace(plan, assumptions=(*more, *sizes))
 
@@ -314,6 +316,13 @@ def _read_back(
 def _reads_rows_back(plan: Plan) -> bool:
     """Does something read new rows that are in the caches alone?"""
     return any(value.op == "gather" for value in order(plan.replaced.values()))
+
+
+def _slots(plan: Plan) -> list[Node]:
+    """The nodes that make the slots of a call in place."""
+    caches = plan.caches
+    values = order([caches.slots]) if isinstance(caches, InPlace) else ()
+    return [node for value in values for node in plan.graph.nodes.get(value, ())]
 
 
 def _of_slots(plan: Plan, config: Config, boundary: bool) -> list[str]:

@@ -56,9 +56,6 @@ def judge(graph: Graph, proposal: Proposal, region: Iterable[Node]) -> None:
             value = proposal.arguments[name]
             if not value.active and not _holds_bfloat16(graph, value):
                 raise Departure("dtype.region", f"{name} is {value.dtype}", [value])
-    for name in ("rmsnorm_epsilon_cq", "rmsnorm_epsilon_ckv"):
-        if not proposal.arguments[name]:
-            raise Departure("norm.epsilon", f"{name} is 0: a row of zeros is no number", [])
     for name in _GAMMAS:
         value = proposal.arguments[name]
         is_one = unmoved(value).op == "expand" or (value.op == "product" and not value.model)

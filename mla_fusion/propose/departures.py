@@ -17,7 +17,7 @@ from typing import NamedTuple
 from torch.fx import Node
 
 from mla_fusion.exact.field import P, power
-from mla_fusion.fx import kinds
+from mla_fusion.fx import kinds, registered
 from mla_fusion.fx.module_path import label
 from mla_fusion.graph import quantise
 from mla_fusion.graph.departure import Departure
@@ -288,7 +288,9 @@ class _Departures:
             target = value.literal[0] if node is None else kinds.called(node)
             is_far = "c10d" in str(target)
             what = "exchanges values with other devices" if is_far else Kind.OPAQUE.value
-            return Reason("step.unknown", f"%s ({target}) {what}", (value,))
+            told = registered.unused(node).replace("%", "%%") if node is not None else ""
+            said = "; ".join(filter(None, (f"%s ({target}) {what}", told)))
+            return Reason("step.unknown", said, (value,))
         name = value.literal[0] if op == "function" else ""
         narrows = op == "cast" and (value.dtype.itemsize == 1 or not value.is_float)
         if narrows or name == "to":
@@ -517,6 +519,10 @@ class _Departures:
             text = f"%s is rotated, no {_ROPE} columns of %s are"
             return Reason("", text, ((queries or keys)[0][0], rest if queries else up.dots[0]))
         text = f"no {_ROPE} columns of %s or %s are rotated, or left as they are"
+        both = self._with_products((*up.dots, *down.dots))
+        odd = self.odd(both, self.below(both))  # a step may read what both make
+        if odd is not None and odd.code == "step.unknown":
+            return Reason("", f"{text}; {odd.text}", (up.dots[0], rest, *odd.values), odd.step)
         return Reason("", text, (up.dots[0], rest))
 
     def _proof(self, departure: Departure, down: Site, up: Site) -> Reason | None:

@@ -30,7 +30,7 @@ class Given:
             self._of[rest] = given
 
     def of(self, value: Value) -> Value | None:
-        """Of a Value that is moved from such, too, or has a number in front."""
+        """Of a Value that is moved from such, too, or multiplied with what is not made of x."""
         if value not in self._of:
             self._of[value] = self._moved(value)
         return self._of[value]
@@ -40,9 +40,22 @@ class Given:
         if rest is not value:
             inner = self.of(rest)
             return None if inner is None else self._form.scaled(inner, times)
+        if value.op == "product" and value.active:
+            return self._multiplied(value)
         if value.op not in MOVES or not value.active:
             return None
         sources = [self.of(one) if one.active else one for one in value.sources]
         if any(one is None for one in sources):
             return None
         return self._form.again(value, [one for one in sources if one is not None])
+
+    def _multiplied(self, value: Value) -> Value | None:
+        """A Value that is known, times others that are not made of x."""
+        factors = [*zip(value.sources, value.literal[0], strict=True)]
+        active = [factor for factor in factors if factor[0].active]
+        inner = self.of(active[0][0]) if len(active) == 1 and active[0][1] == 1 else None
+        if inner is None:
+            return None
+        return self._form.product(
+            [(inner if one.active else one, by) for one, by in factors], value.literal[1]
+        )

@@ -85,10 +85,6 @@ CODES: dict[str, tuple[str, str]] = {
         "Keep the input's RMSNorm in the graph, by npu_rms_norm or plain operators, and the "
         "number of tokens static.",
     ),
-    "norm.epsilon": (
-        "npu_mla_preprocess uses epsilon 1e-6 in every norm, and this norm has another.",
-        "Nothing: the operator has no argument for it.",
-    ),
     "norm.scaled": (
         "The latent is its norm times a number, in one step; the key's operator returns the norm "
         "itself.",
@@ -320,7 +316,6 @@ class Rejection:
     nodes     names of the nodes concerned
     layer     module path of the prologue, from node meta; of a model that is one layer its class
     source    the line of the model that the first node came from, where the graph carries it
-    picture   its place in ``Report.pictures``
     score     how much of a prologue was found, from 0 to 1: the nearest miss has the highest
     below     why the targets that were tried after the first did not take it either, ``[code]
               message``
@@ -331,7 +326,6 @@ class Rejection:
     nodes: tuple[str, ...] = ()
     layer: str = ""
     source: str = ""
-    picture: int | None = None
     score: float = 0.0
     below: tuple[str, ...] = ()
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mla_fusion import _lazy
 from mla_fusion.config import Config
 from mla_fusion.report import text_tables
-from mla_fusion.report.picture import Picture
 from mla_fusion.report.rejection import Rejection
 from mla_fusion.report.staging import Leftover, StagedBy
 
@@ -34,14 +33,6 @@ class Figure:
     elements: int
     row: float = 0.0
     float64: tuple[float, float] | None = None
-
-
-@dataclass(frozen=True)
-class Shown:
-    """What was proved of a structure, in words, and the certificate of it (docs/proof.md)."""
-
-    text: str = ""
-    certificate: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -73,11 +64,10 @@ class Fusion:
     figures     per output, fused against unfused on seeded inputs; empty where ``verified`` says
                 another layer of equal structure stood for this one, or verification was off
     proof       why the fusion is exact, a line for each fact, and last what verification compared
-    certificate  its place in ``Report.certificates``: what `mla-fusion check-proof` checks; None
-                where a step has no form that a certificate can say
     compared    what verification ran: at how many tokens, on how many draws, how many outputs;
                 empty where figures is
-    picture     its place in ``Report.pictures``; layers of equal structure share one
+    steps       each node of the prologue: name, operator, value, line of the model; empty where
+                figures is
     beside      what else was recognised that reads the prologue, and stays as it is (an indexer)
     """
 
@@ -93,10 +83,9 @@ class Fusion:
     verified: str
     figures: tuple[Figure, ...]
     source: str = ""
-    picture: int | None = None
+    steps: tuple[tuple[str, str, str, str], ...] = ()
     compared: str = ""
     proof: tuple[str, ...] = ()
-    certificate: int | None = None
     target: str = "v3"
     operator: str = ""
     instead_of: str = ""
@@ -151,8 +140,6 @@ class Report:
     committed        False where nothing was to be changed (:func:`explain`)
     bytes_added      of packed weights, in this process
     operators        how often which operator stands in the graph, before and after
-    pictures         what the page draws, one for each structure
-    certificates     what was proved, one for each structure, as the JSON has it
     absent           of a graph without a prologue: what one is made of, and how much of it is there
     notes            what else is known of the graph: that dynamo broke it in pieces, that changes
                      of its weights are not counted
@@ -167,8 +154,6 @@ class Report:
     committed: bool = True
     bytes_added: int = 0
     operators: dict[str, dict[str, int]] = field(default_factory=dict)
-    pictures: list[Picture] = field(default_factory=list)
-    certificates: list[dict[str, Any]] = field(default_factory=list)
     absent: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -178,18 +163,14 @@ class Report:
 
     def to_json(self) -> str:
         """The whole report as JSON text."""
-        certificates = [json.dumps(one, separators=(",", ":")) for one in self.certificates]
-        data = asdict(replace(self, certificates=[]))
-        del data["certificates"]
+        data = asdict(self)
         data["config"]["skip"] = [str(entry) for entry in self.config.skip]
         data["seconds"] = self.seconds
         data["machine"] = str(self.config.machine)
         data["schema"] = SCHEMA
         for row, item in zip(data["rejected"], self.rejected, strict=True):
             row["remedy"] = item.remedy
-        written = json.dumps(data, indent=2, default=str).removesuffix("\n}")
-        # each on one line: it is long
-        return f'{written},\n  "certificates": [{", ".join(certificates)}]\n}}'
+        return json.dumps(data, indent=2, default=str)
 
     def to_html(self, path: str | Path) -> Path:
         """Write one self-contained HTML page; returns its path.

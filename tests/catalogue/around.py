@@ -235,7 +235,7 @@ class ForEachSequence(nn.Module):
         return torch.bmm(x, self.weight)
 
 
-@miss("q_lora.absent", tags="weights", of="Sequences", args=sequence_args)
+@miss("linear.hidden", tags="weights", of="Sequences", args=sequence_args)
 class OwnWeights(Sequences):
     def __init__(self) -> None:
         super().__init__()

@@ -86,28 +86,6 @@ class CutAgain(RowsInPlace):
         return attend(self.absorb(q_nope), self.rotate_q(q_pe, c, sn), *caches)
 
 
-@entry(STAGED, source=OURS, tags="layout, unabsorbed", args=row_args)
-class WrittenBack(RowsInPlace):
-    """The rotated part is written back into q, the latent into its row; keys and values are
-    projected from it.
-    """
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, slots: Tensor) -> Tensor:  # type: ignore[override]
-        c, sn = cos.unsqueeze(1), sin.unsqueeze(1)
-        q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))).view(-1, self.heads, D + DR)
-        rows = self.kv_a_proj_with_mqa(x)
-        c_kv = self.kv_a_layernorm(rows[:, :HCKV].contiguous())
-        keys, values = self.kv_b_proj(c_kv).view(-1, self.heads, 2 * D).split([D, D], -1)
-        rows = rows.unsqueeze(1)
-        q_pe, k_pe = self.rotate(q[..., D:], c, sn), self.rotate(rows[:, :, HCKV:], c, sn)
-        q[..., D:] = q_pe
-        key = torch.empty_like(q)
-        key[..., :D], key[..., D:] = keys, k_pe
-        rows[:, :, :HCKV], rows[:, :, HCKV:] = c_kv.unsqueeze(1), k_pe
-        cache.view(-1, 1, ROW)[slots] = rows
-        return torch.einsum("qhd,khd->hqk", q.float(), key.float()) @ values.float().transpose(0, 1)
-
-
 @entry(IN_PLACE, source=OURS, tags="readers, operators, device, symbolic")
 class RowsOfOperator(NpuOperators):
     """The cache operator gives the new rows out as well (``is_output_kv``), and the model reads

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .base import DR, HCQ, HE, D, linear, npu
-from .entry import miss
+from .entry import IN_PLACE, miss
 from .floats import E8M0, Floats, HifLinear, Indexed, MxGiven, MxLinear, RowLinear, quantised_args
 
 FULL = "floats, operators"
@@ -112,7 +112,7 @@ class MxScaleOfAnotherRow(QueryAs):
     other = _FlippedRows
 
 
-@miss("quant.scale", tags=FULL, of="MxFull", soc="A5")
+@miss("quant.tokens_differ", tags=FULL, of="MxFull", soc="A5")
 class MxKeyScaleOfAnotherRow(Floats):
     """W_dkv_kr x by the scales of other rows than W_dq x."""
 
@@ -181,7 +181,7 @@ class MxQueryInOtherBlocks(QueryAs):
     other = _Groups
 
 
-@miss("quant.mixed", tags=FULL, of="MxFull", soc="A5")
+@miss("linear.hidden", tags=FULL, of="MxFull", soc="A5")
 class MxInOtherBlocks(Floats):
     def __init__(self) -> None:
         super().__init__()
@@ -248,7 +248,7 @@ class _OneScale(RowLinear):
         self.scale = nn.Parameter(self.scale[:1], requires_grad=False)
 
 
-@miss("quant.scale", tags=FULL, of="HifFull", soc="A5")
+@miss(IN_PLACE, tags=f"run, {FULL}", of="HifFull", soc="A5")
 class Fp8OneScale(Floats):
     """One scale for all columns."""
 
@@ -273,7 +273,7 @@ class _Smoothed(MxLinear):
         return super().quantise(x * self.smooth)
 
 
-@miss("q_lora.interrupted", tags=FULL, of="MxFull", soc="A5")
+@miss("contract:forbidden.smooth_scales_cq", tags=FULL, of="MxFull", soc="A5")
 class MxSmoothed(QueryAs):
     other = _Smoothed
 
@@ -288,7 +288,7 @@ class HifOnA2(Floats):
     linear = HifLinear
 
 
-@miss("quant.scale", tags=FULL, of="MxGiven", args=quantised_args, soc="A5")
+@miss("linear.hidden", tags=FULL, of="MxGiven", args=quantised_args, soc="A5")
 class MxGivenInRows(MxGiven):
     """The scales of x have an axis more than x."""
 

@@ -156,28 +156,12 @@ class RopeToOtherScale(Int8Attention):
 
 
 @entry(
-    STAGED,
+    IN_PLACE,
     source=OURS,
     tags="int8, absorb, cache, operators",
     args=int8_latent_args,
     weight_quant_mode=2,
-    kv_cache_quant_mode=0,
-)
-class QueryReadTwice(Int8Attention):
-    """Somebody reads the query in bfloat16 beside its int8 form."""
-
-    def in_int8(self, query: Tensor) -> tuple[Tensor, Tensor]:
-        values, scale = npu.npu_dynamic_quant(query)
-        return values, scale * (1 + 0 * query.float().amax(-1))
-
-
-@entry(
-    STAGED,
-    source=OURS,
-    tags="int8, absorb, cache, operators",
-    args=int8_latent_args,
-    weight_quant_mode=2,
-    kv_cache_quant_mode=0,
+    kv_cache_quant_mode=1,
 )
 class SmoothedQuery(Int8Attention):
     def in_int8(self, query: Tensor) -> tuple[Tensor, Tensor]:
@@ -203,12 +187,12 @@ class PerTokenQuery(Int8Attention):
 
 
 @entry(
-    STAGED,
+    IN_PLACE,
     source=OURS,
     tags="int8, cache, absorb",
     args=int8_latent_args,
-    detail="what rounding leaves of dequant_scale_q_nope",
     weight_quant_mode=2,
+    kv_cache_quant_mode=1,
 )
 class ScaleRounded(Int8Attention):
     """query_rope is divided by the query's scale in bfloat16, which is also read in float32."""

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from mla_fusion import offline
 
 from .base import DR, HCKV, HCQ, HE, D, linear, npu, paged_args
-from .entry import miss
+from .entry import IN_PLACE, miss
 from .int8 import Full, Partial, QuantLinear
 from .int8_caches import OperatorCache, int8_cache_args
 
@@ -84,7 +84,7 @@ class WeightsOnlyByOperator(Full):
     linear = WeightOnlyOperator
 
 
-@miss("quant.scale", tags="int8, operators", of="Full")
+@miss(IN_PLACE, tags="run, int8, operators", of="Full")
 class OneScale(Full):
     linear = OneScaleLinear
 
@@ -160,7 +160,7 @@ class OtherTokenScale(Partial):
         self.q_b_proj = Crossed(HCQ, self.heads * (D + DR))  # type: ignore[assignment]
 
 
-@miss("quant.cache", tags="int8, cache, operators", of="OperatorCache", args=int8_cache_args)
+@miss("reader.latent", tags="int8, cache, operators", of="OperatorCache", args=int8_cache_args)
 class FullWithChannelCaches(OperatorCache):
     """Per-channel caches go with partial quantisation alone."""
 
@@ -175,7 +175,7 @@ def one_int8_cache_args() -> tuple[Tensor, ...]:
     return x, cos, sin, kv_cache, paged_args()[4], slots
 
 
-@miss("quant.cache", tags="int8, cache, operators", of="OperatorCache", args=one_int8_cache_args)
+@miss("reader.latent", tags="int8, cache, operators", of="OperatorCache", args=one_int8_cache_args)
 class OneScaledCache(OperatorCache):
     """Only the latent cache is int8."""
 

@@ -77,11 +77,6 @@ def by_reciprocal(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     return to_int8(x.float() * scale.reciprocal()), scale
 
 
-def undivided(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The token scale is max|x|; somebody divides by 127 later."""
-    return torch.round(x.float() * 127 / largest(x.float())).to(torch.int8), largest(x.float())
-
-
 def inverse(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     steps = 127 / largest(x.float())
     return torch.round(x.float() * steps).to(torch.int8), steps
@@ -143,10 +138,6 @@ def by_outer_product(self: Any, sums: Tensor, scale: Tensor) -> Tensor:
 
 def columns_first(self: Any, sums: Tensor, scale: Tensor) -> Tensor:
     return ((sums * self.scale.view(1, -1)).float() * scale).bfloat16()
-
-
-def divided_last(self: Any, sums: Tensor, scale: Tensor) -> Tensor:
-    return (sums.float() * scale * self.scale / 127).bfloat16()
 
 
 def by_inverse(self: Any, sums: Tensor, scale: Tensor) -> Tensor:
@@ -215,7 +206,6 @@ LINEARS: dict[str, type[PlainLinear]] = {
     "in_bfloat16": linear_of("l", quantise=in_bfloat16, multiply=as_linear),
     "columns_first": linear_of("l", bring_back=columns_first),
     "by_reciprocal": linear_of("l", quantise=by_reciprocal, multiply=product_in_bfloat16),
-    "undivided": linear_of("l", quantise=undivided, bring_back=divided_last),
     "inverse": linear_of("l", quantise=inverse, bring_back=by_inverse),
     "by_operator": linear_of("l", quantise=by_operator),
     "to_sums": linear_of("l", multiply=to_sums),

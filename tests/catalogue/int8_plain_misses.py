@@ -107,11 +107,22 @@ MISSES: dict[str, dict[str, Any]] = {
     "no token scale": back(lambda a, s, w: a * w * 0.01),
     "scales added": back(lambda a, s, w: a * (s + w)),
     "scales in float8": back(lambda a, s, w: a * (s * w).to(FLOAT8).float()),
-    "over 127 again": back(lambda a, s, w: a * s * w / 127),
 }
 
 # what these make of the sums is another step behind a product that is read
-OTHER_CODES = {"bias": "rope.absent", "token scale twice": "scale.unequal"}
+OTHER_CODES = {
+    "in float16": "dtype.region",
+    "in int8": "linear.hidden",
+    "weight as uint8": "contract:dtype.weight_uq_qr",
+    "weight in float8": "contract:dtype.weight_uq_qr",
+    "with a bias": "linear.bias",
+    "rescaled to int8": "absorb.absent",
+    "bias": "linear.bias",
+    "sums added to": "linear.bias",
+}
+OF_SCALES = ("of the next row", "of another tensor", "in float8", "token scale twice")
+OF_SCALES += ("no token scale", "scales added", "scales in float8")
+OTHER_CODES |= dict.fromkeys(OF_SCALES, "quant.scale")
 
 for name, methods in MISSES.items():
     add(

@@ -39,7 +39,7 @@ class SoftlyCapped(HfNorm):
         return super().forward((y / (1 + (y / 1e12) ** 4) ** 0.25).to(x.dtype))
 
 
-@miss("proof.differs", tags="norm")
+@miss("norm.absent", tags="norm")
 class NormsSoftlyCapped(Base):
     norm = SoftlyCapped
 

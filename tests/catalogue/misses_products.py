@@ -55,13 +55,13 @@ class ScaledAddmm(Base):
         return torch.addmm(x.new_zeros(HCQ), x, self.q_a_proj.weight.t(), alpha=2.0)
 
 
-@miss("kv_latent.absent", tags="weights")
+@miss("quant.mixed", tags="weights")
 class QueryInputRounded(Base):
     def down(self, x: Tensor) -> Tensor:
         return self.q_a_proj(through(x, torch.float8_e4m3fn))
 
 
-@miss("dtype.region", tags="weights")
+@miss("kv_latent.absent", tags="weights")
 class QueryInputHalf(Base):
     def down(self, x: Tensor) -> Tensor:
         return self.q_a_proj(through(x, torch.float16))
@@ -85,7 +85,7 @@ class FlatWeightOfBfloat16(Base):
         return self.kv_a_layernorm(c_kv), k_pe
 
 
-@miss("rope.absent", tags="weights")
+@miss("step.choice", tags="weights")
 class LatentRounded(Base):
     norm = HfNorm
 
@@ -258,7 +258,7 @@ class HeadsScaled(Base):
         return super().split((q.view(-1, self.heads, D + DR) * factors[:, None]).flatten(1))
 
 
-@miss("rope.absent", tags="absorb, rope")
+@miss("absorb.absent", tags="absorb, rope")
 class QueryNeitherRotatedNorAbsorbed(Base):
     def rotate_q(self, q_pe: Tensor, c: Tensor, s: Tensor) -> Tensor:
         return q_pe
@@ -336,15 +336,15 @@ def turned_latent(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
 MISSES: dict[str, tuple[Make, str]] = {
     "one_matrix_for_both": (
         based("m", absorb=lambda m, q: torch.matmul(q.unsqueeze(2), m.w_uk()[:1]).squeeze(2)),
-        "absorb.absent",
+        IN_PLACE,
     ),
     "one_head_scaled": (
         based("m", absorb=per_head(first, lambda q, w: (2 * q[:, 1]) @ w[1])),
-        "absorb.absent",
+        "scale.unequal",
     ),
     "one_head_added_to": (
         based("m", absorb=per_head(first, lambda q, w: q[:, 1] @ w[1] + 1)),
-        "absorb.absent",
+        IN_PLACE,
     ),
     "one_head_of_other_tokens": (
         based("m", absorb=per_head(first, lambda q, w: q[:, 1].flip(0) @ w[1])),

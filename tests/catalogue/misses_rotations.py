@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .base import DR, Base, H, half, hf_interleave, rotate_half, rotated, through
-from .entry import MISS_OF_BASE, Entry, Make, add, based, miss, words
+from .entry import IN_PLACE, MISS_OF_BASE, STAGED, Entry, Make, add, based, miss, words
 from .rotations import by_einsum, matrices
 from .tables import CountedPositions, sequences
 
@@ -35,7 +35,7 @@ class KeyOnePositionLater(Base):
         return self.rotate(k_pe, c.roll(1, 0), s.roll(1, 0))
 
 
-@miss("rope.layouts_differ", tags="rope")
+@miss(STAGED, tags="run, rope")
 class LayoutsDiffer(Base):
     def rotate_k(self, k_pe: Tensor, c: Tensor, s: Tensor) -> Tensor:
         even, odd, c, s = k_pe[..., 0::2], k_pe[..., 1::2], c[..., : DR // 2], s[..., : DR // 2]
@@ -76,7 +76,7 @@ class OpaqueScale(Base):
         return self.rotate(own_scale(q_pe), c, s)
 
 
-@miss("reader.latent", tags="rope")
+@miss("rope.absent", tags="rope")
 class RopeOnHalfTheColumns(Base):
     def rotate(self, x: Tensor, c: Tensor, s: Tensor) -> Tensor:
         first, second = x.chunk(2, -1)
@@ -166,16 +166,16 @@ MISSES: dict[str, tuple[Make, str]] = {
         based("m", rotate_q=by_einsum, rotate_k=turned("csnc")),
         "rope.tables_differ",
     ),
-    "k_swapped": (based("m", rotate_q=by_einsum, rotate_k=turned("nccs")), "rope.tables_differ"),
+    "k_swapped": (based("m", rotate_q=by_einsum, rotate_k=turned("nccs")), IN_PLACE),
     "k_reflected": (based("m", rotate_q=by_einsum, rotate_k=turned("cssc")), "rope.tables_differ"),
-    "k_one_token_later": (based("m", rotate_q=by_einsum, rotate_k=later), "rope.tables_differ"),
-    "k_pairs_left": (based("m", rotate_q=by_einsum, rotate_k=pairs_left), "rope.layouts_differ"),
-    "moved": (based("m", rotate=homogeneous), "rope.absent"),
+    "k_one_token_later": (based("m", rotate_q=by_einsum, rotate_k=later), STAGED),
+    "k_pairs_left": (based("m", rotate_q=by_einsum, rotate_k=pairs_left), STAGED),
+    "moved": (based("m", rotate=homogeneous), STAGED),
     "q_of_twice_the_angle": (
         based("m", rotate_q=doubled_tables, rotate_k=by_einsum),
         "rope.tables_differ",
     ),
-    "q_of_other_heads": (based("m", rotate_q=of_other_heads), "rope.absent"),
+    "q_of_other_heads": (based("m", rotate_q=of_other_heads), "rope.tables_differ"),
 }
 for name, (model, code) in MISSES.items():
     add(
@@ -189,7 +189,7 @@ for name, (model, code) in MISSES.items():
     )
 
 
-@miss("rope.absent", tags="rope")
+@miss("step.unknown", tags="rope")
 class OverlappingWindows(Base):
     """Each column meets its neighbour, not its pair."""
 
@@ -200,7 +200,7 @@ class OverlappingWindows(Base):
         return torch.cat((first * c - second * s, second * c + first * s), -1)
 
 
-@miss("tokens.cut", tags="rope")
+@miss("step.unknown", tags="rope")
 class WindowsOfTokens(Base):
     """Each token meets the one behind it."""
 

@@ -13,13 +13,13 @@ from .prologues import NpuOperators
 from .writes import parts_args
 
 
-@miss("order.cycle", tags="cache", name="SlotsFromSizeOfQuery")
+@miss(IN_PLACE, tags="run, cache", name="SlotsFromSizeOfQuery")
 class SlotsFromQuery(Base):
     def slots(self, slots: Tensor, query: Tensor) -> Tensor:
         return slots + (query[:, 0, 0] * 0).abs().long()
 
 
-@miss("cache.view_of_input", tags="cache, operators", of="NpuOperators")
+@miss("reader.latent", tags="cache, operators", of="NpuOperators")
 class OperatorNormMode(NpuOperators):
     """npu_kv_rmsnorm_rope_cache on a cache that is a view of a pool."""
 
@@ -51,7 +51,7 @@ class PartsCrossed(Base):
         return super().latent(self.others)
 
 
-@miss("cache.also_read", tags="cache, operators", of="NpuOperators")
+@miss("reader.latent", tags="cache, operators", of="NpuOperators")
 class OperatorAndSum(NpuOperators):
     """The rows that the operator overwrites are read as they were."""
 
@@ -136,7 +136,7 @@ MISSES: dict[str, tuple[Make, str]] = {
     "kr_by_other_blocks": (based("m", write=written(put, put_other_offset)), STAGED),
     "both_by_other_blocks": (
         based("m", write=written(put_other_offset, put_other_offset)),
-        IN_PLACE,
+        STAGED,
     ),
     "each_by_blocks_of_its_own": (
         based("m", write=written(put_other_offset, put_other_blocks)),

@@ -91,9 +91,6 @@ NORMS = {
     "NormByGram": by_scale(
         lambda n, x: torch.rsqrt((x @ x.T).diagonal()[:, None] / x.shape[1] + n.eps)
     ),
-    "NormByScaledGram": by_scale(
-        lambda n, x: (x @ x.T / x.shape[1] + n.eps).rsqrt().diagonal().unsqueeze(-1)
-    ),
     "NormByOnes": by_scale(
         lambda n, x: torch.rsqrt(x**2 @ x.new_full((x.shape[1], 1), 1 / x.shape[1]) + n.eps)
     ),

@@ -158,7 +158,7 @@ def _of(what: str) -> str:
     return f"rows of sequences, {what}"
 
 
-@miss(STAGED, tags="cache, run", of=_of("by sequence and place"), args=positions_of_each)
+@miss(IN_PLACE, tags="cache, run", of=_of("by sequence and place"), args=positions_of_each)
 class FromOneBefore(OwnPositions):
     def sequences(self, rows: Tensor) -> Tensor:
         return torch.arange(len(rows))[:, None] - 1

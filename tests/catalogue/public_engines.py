@@ -253,7 +253,7 @@ class Habana(Compressed):
         return torch.matmul(query, rows.unsqueeze(1).mT) + q_pe @ rope.unsqueeze(1).mT
 
 
-@miss("absorb.absent", tags="absorb", of="a W_uk that is repeated over sequences", args=sequences)
+@miss("proof.differs", tags="absorb", of="a W_uk that is repeated over sequences", args=sequences)
 class AMatrixForEachSequence(Habana):
     """As many sequences as heads, and the matrices are theirs."""
 
@@ -303,7 +303,7 @@ class KeptViews(NpuOperators):
         return self.absorb(q_nope), q_pe, *rows[:2]
 
 
-@miss("cache.also_read", tags="operators, cache", of="SGLang's kept views")
+@miss("reader.latent", tags="operators, cache", of="SGLang's kept views")
 class KeptCopies(KeptViews):
     """What is kept is the cache as it was before."""
 

@@ -162,14 +162,14 @@ class Dots3(Base):
         return self.rotate(self.k_norm(k_pe), c, s)
 
 
-@entry("rope.normed_key", source="dots3", tags="near miss, public, rope")
+@entry("absorb.absent", source="dots3", tags="near miss, public, rope")
 class Dots3Unabsorbed(Dots3):
     def absorb(self, q_nope: Tensor) -> Tensor:
         return F.pad(q_nope, (0, HCKV - D))
 
 
 @entry(
-    "kv_latent.absent",
+    "absorb.absent",
     source="graphs that a latent's norm stands outside of",
     tags="near miss, public, norm",
 )

@@ -207,7 +207,7 @@ def by_vmap(self: Any, x: Tensor, c: Tensor, sn: Tensor) -> Tensor:
     return torch.func.vmap(one, in_dims=(1, None, None), out_dims=1)(x, c.squeeze(1), sn.squeeze(1))
 
 
-@step("rotate", IN_PLACE, tags="rope")
+@step("rotate", STAGED, tags="rope")
 def scaled_shear(self: Any, x: Tensor, c: Tensor, sn: Tensor) -> Tensor:
     """No rotation, but tables can say it, the halves of one from tensors of unequal rank."""
     c, sn = half(c), half(sn)

@@ -84,7 +84,7 @@ class ReadsOldCache(Base):
         return self.old
 
 
-@entry(STAGED, source=OURS, tags="cache, readers, device")
+@entry(IN_PLACE, source=OURS, tags="cache, readers, device")
 class NewRowsRead(Base):
     """The new tokens' latents are also used directly."""
 
@@ -98,7 +98,7 @@ class NewRowsRead(Base):
         super().write(kv_cache, kr_cache, slots, c_kv, k_pe)
 
 
-@entry(STAGED, source=OURS, tags="cache, device")
+@entry(IN_PLACE, source=OURS, tags="cache, device")
 class SlotsFromQuery(Base):
     """Slots cast from a product may be negative, so the model's own writes stay, which also come
     late enough.

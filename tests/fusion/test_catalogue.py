@@ -4,7 +4,6 @@ code it says.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,7 +13,6 @@ from mla_fusion.meta.number_formats import HIFLOAT8
 from torch import Tensor, nn
 
 import mla_fusion as mf
-from mla_fusion.prove import check
 from tests.catalogue import Entry, select
 from tests.catalogue.base import HCKV
 from tests.catalogue.int8_plain import PlainFull
@@ -130,10 +128,6 @@ def test_fuses_as_exactly(entry: Entry) -> None:
     report = mf.reports()[-1]
     assert_outcome(report, entry)
     assert_right(entry, model, args, fused)
-    if "unabsorbed" in entry.tags:  # the checker has no definition that leaves W_uk out
-        return
-    checked = [found for _, found in check.checked(json.loads(report.to_json()))]
-    assert checked and all(isinstance(one, check.Accepted) for one in checked), checked
 
 
 @pytest.mark.parametrize("entry", each(FUSED, of=100, first=4))

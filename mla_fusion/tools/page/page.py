@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from mla_fusion._version import __version__
 from mla_fusion.report import text_tables
-from mla_fusion.tools.page.drawing import svg
 
 if TYPE_CHECKING:
     from mla_fusion.report.report import Report
@@ -66,7 +65,6 @@ def render(report: Report, sections: Sequence[Section] = ()) -> str:
             Section("Configuration", "", ("option", "value"), [*asdict(report.config).items()]),
         ],
         version=__version__,
-        svg=svg,
         size=text_tables.size,
         counted=text_tables.counted,
     )
@@ -86,4 +84,4 @@ def _call(one: Any) -> object:
     """What two fusions have in common whose call is the same, of the same code."""
     code = one.source.partition(" in ")[2]  # without the line, which unrolled loops may repeat
     facts = one.dims, one.placement, one.attributes, one.rope, one.assumptions, one.staged_by
-    return *facts, one.leaves, one.picture, code
+    return *facts, one.leaves, code
