@@ -20,10 +20,6 @@ from mla_fusion.graph.numbers import Number, literal
 P = (1 << 31) - 1
 
 
-def reduced(value: Tensor) -> Tensor:
-    return value % P
-
-
 def times(one: Tensor, other: Tensor) -> Tensor:
     return one * other % P
 

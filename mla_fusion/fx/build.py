@@ -1,13 +1,13 @@
 """Where the plan's operations go: into a graph, or straight onto tensors.
 
-The replacement is written once (:mod:`mla_fusion.emit.targets`) against :class:`Builder`;
+The replacement is written once (:mod:`mla_fusion.plan`) against :class:`Builder`;
 committing it and verifying it run the very same code.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from itertools import count
@@ -19,7 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 from mla_fusion.compat import FakeTensor, OpOverload, schema_of, storage_id, without_fake_mode
 from mla_fusion.fx.held import Exact
 from mla_fusion.fx.kinds import attribute
-from mla_fusion.fx.sizes import Binding, SizeNodes, expression, is_symbolic, same, same_shape
+from mla_fusion.fx.sizes import SizeNodes, expression, is_symbolic, same, same_shape
 from mla_fusion.fx.workplace import created
 from mla_fusion.operators.known import dtype_of, shape_of, value_of
 
@@ -129,9 +129,6 @@ class Builder(ABC):
         stays = list(order) == list(range(len(order)))
         return value if stays else self.call(aten.permute.default, value, list(order))
 
-    def sliced(self, value: Any, axis: int, start: int, end: Any) -> Any:
-        return self.call(aten.slice.Tensor, value, axis, start, end)
-
     def transposed(self, value: Any) -> Any:
         """The last two axes change places."""
         count = len(self.shape(value)) - 2
@@ -153,37 +150,6 @@ class OfTensors(Builder):
 
     def dtype(self, value: torch.Tensor) -> torch.dtype:
         return value.dtype
-
-
-class TensorBuilder(OfTensors):
-    """Runs the plan on CPU tensors; symbolic sizes are bound to numbers."""
-
-    def __init__(self, values: Mapping[Node, torch.Tensor], binding: Binding) -> None:
-        self._values, self._binding = values, binding
-
-    def value(self, node: Node) -> torch.Tensor:
-        return self._values[node]
-
-    def cache(self, node: Node, shape: Sequence[Any]) -> torch.Tensor:
-        """A cache of however many blocks its value has."""
-        return self.value(node).reshape(-1, *self.sizes(shape[1:]))
-
-    def target(self, value: torch.Tensor) -> torch.Tensor:
-        return value.clone()  # what was drawn is drawn for other runs too
-
-    def call(self, op: Any, *args: Any, **kwargs: Any) -> Any:
-        if "device" in kwargs:
-            kwargs["device"] = torch.device("cpu")
-        return op(*args, **kwargs)
-
-    def sizes(self, shape: Sequence[Any], of: Any = None) -> list[int]:
-        return [self._binding.size(size) for size in shape]
-
-    def reshape(self, value: torch.Tensor, shape: Sequence[Any]) -> torch.Tensor:
-        return value.reshape(self.sizes(shape))
-
-    def constant(self, numbers: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-        return torch.tensor(numbers, dtype=torch.int64)
 
 
 class GraphBuilder(Builder):

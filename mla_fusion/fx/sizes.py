@@ -320,18 +320,6 @@ def divides(by: int, size: Any) -> bool:
     return statically_known_true(size % by == 0)
 
 
-def is_positive(size: Any) -> bool:
-    """Of a number or an expression of sizes."""
-    return size > 0 if isinstance(size, int) else size.is_positive is True
-
-
-def exceeds_one(size: Any) -> bool:
-    """Is the size at least 2 whenever the graph runs? (dynamo compiles sizes 0 and 1 apart.)"""
-    if not is_symbolic(size):
-        return int(size) > 1
-    return bounds_of(size)[0] > 1
-
-
 class SizeNodes:
     """Finds, or makes, the graph node that holds a symbolic size."""
 

@@ -11,16 +11,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch.fx import Node
 
 from mla_fusion.fx.kinds import (
-    argument,
     filled_with,
     is_cast,
-    is_faithful_cast,
     is_getitem,
     is_model_cast,
     is_mutating,
@@ -30,8 +28,8 @@ from mla_fusion.fx.kinds import (
     operator_of,
     word,
 )
-from mla_fusion.fx.sizes import is_size, same
-from mla_fusion.operators.known import EXPANDS, dtype_of, shape_of, value_of
+from mla_fusion.fx.sizes import is_size
+from mla_fusion.operators.known import EXPANDS, dtype_of, value_of
 
 INPUTS = ("placeholder", "get_attr")  # the nodes that hold what comes from outside
 
@@ -105,19 +103,6 @@ def peel(node: Node) -> Node:
     return origin(node, views_and_model_casts)
 
 
-def codes_of(node: Node) -> Node:
-    """The bytes of which the node is another reading (e8m0 scales, held as uint8), or itself."""
-    reading = origin(node, _detached)  # AOT detaches what view.dtype gives
-    source = input_of(reading)
-    if word(reading) != "view" or not isinstance(reading.args[1], torch.dtype) or source is None:
-        return node
-    return source if dtype_of(source).itemsize == dtype_of(node).itemsize == 1 else node
-
-
-def _detached(node: Node) -> Node | None:
-    return input_of(node) if word(node) == "detach" else None
-
-
 # -- policies
 
 
@@ -129,37 +114,6 @@ def views(node: Node) -> Node | None:
 def reshapes(node: Node) -> Node | None:
     """What keeps every element, their order and their number."""
     return input_of(node) if is_reshape(node) else None
-
-
-def row_reshapes(node: Node) -> Node | None:
-    """Reshapes of the axes before the last."""
-    above = reshapes(node)
-    return above if above is not None and same(_width(above), _width(node)) else None
-
-
-def rows_and_exact_casts(node: Node) -> Node | None:
-    """Reshapes of the axes before the last, and casts that keep every number."""
-    return exact_casts(node) or row_reshapes(node)
-
-
-def exact_casts(node: Node) -> Node | None:
-    """Casts that keep every number."""
-    return input_of(node) if is_faithful_cast(node) else None
-
-
-def reshapes_and_exact_casts(node: Node) -> Node | None:
-    """What keeps every number and its place among the others."""
-    return input_of(node) if is_reshape(node) or is_faithful_cast(node) else None
-
-
-def reshapes_and_casts(node: Node) -> Node | None:
-    """What keeps the place of every number among the others."""
-    return input_of(node) if is_reshape(node) or is_cast(node) else None
-
-
-def views_and_exact_casts(node: Node) -> Node | None:
-    """What re-indexes numbers and keeps each."""
-    return input_of(node) if is_view(node) or is_faithful_cast(node) else None
 
 
 def views_and_model_casts(node: Node) -> Node | None:
@@ -198,49 +152,6 @@ def repeats(node: Node) -> Node | None:
     return input_of(node) if is_reshape(node) or is_cast(node) or word(node) in EXPANDS else None
 
 
-def expands(node: Node) -> Node | None:
-    """Expands alone."""
-    return input_of(node) if word(node) in EXPANDS else None
-
-
-def unit_selections(node: Node) -> Node | None:
-    """Reshapes, a selection along an axis of length one among them."""
-    above = input_of(node)
-    if above is None or not (is_reshape(node) or word(node) in _SELECTS):
-        return None
-    return (
-        above
-        if is_reshape(node) or same(shape_of(above)[int(argument(node, "dim", 0))], 1)
-        else None
-    )
-
-
-def table_columns(node: Node) -> Node | None:
-    """What keeps the rows of a table: reshapes, expands, exact casts, selections of columns, the
-    parts of complex rows.
-
-    A selection of rows (``freqs[start:end]``) is not passed, for above it may be the table of every
-    position. Nor is a part of a vector, which has no rows: the weights of several norms in one.
-    """
-    source = node.args[0] if node.args else None
-    if not isinstance(source, Node):
-        return None
-    if is_getitem(node):
-        return input_of(node) if is_view(node) and _on_last_axis(source) else None
-    if is_reshape(node):
-        return source if _width(node) == _width(source) else None
-    if (
-        word(node) in EXPANDS
-        or is_widening(node)
-        or (word(node) in _SLICES and _on_last_axis(node))
-    ):
-        return source
-    if word(node) in _SELECTS and word(source) == "view_as_real" and _on_last_axis(node):
-        return input_of(source)
-    return None
-
-
-_SELECTS = ("select", "select_copy")
 _SLICES = ("slice", "narrow")
 
 
@@ -249,21 +160,3 @@ def is_widening(node: Node) -> bool:
     source = input_of(node) if is_cast(node) else None
     wide = getattr(value_of(node), "dtype", None) in (torch.float32, torch.float64)
     return source is not None and wide and dtype_of(source) == torch.bfloat16
-
-
-def _on_last_axis(node: Node) -> bool:
-    source = node.args[0]
-    value: Any = value_of(source) if isinstance(source, Node) else None
-    axis = argument(node, "dim", 0)
-    return (
-        hasattr(value, "dim")
-        and isinstance(axis, int)
-        and value.dim() > 1
-        and axis % value.dim() == value.dim() - 1
-    )
-
-
-def _width(node: Node) -> Any:
-    """The length of the last axis."""
-    value: Any = value_of(node)
-    return value.shape[-1] if hasattr(value, "shape") and len(value.shape) else None

@@ -841,9 +841,11 @@ def broadcast(shapes: Iterable[Sequence[int]]) -> Shape:
 
 
 def order(values: Iterable[Value], known: Iterable[Value] = ()) -> list[Value]:
-    """All that the Values are made of, sources first, down to what is known."""
+    """All that the Values are made of, sources first and one Value after the other, down to what is
+    known.
+    """
     found, seen = list[Value](), set(known)
-    stack = [(value, False) for value in values]
+    stack = [(value, False) for value in list(values)[::-1]]
     while stack:
         value, is_ready = stack.pop()
         if is_ready:

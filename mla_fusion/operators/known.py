@@ -14,9 +14,9 @@ row is OPAQUE until somebody adds one.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -28,19 +28,9 @@ VIEWS = frozenset((Form.RESIZE, Form.RESHAPE, Form.EXPAND, Form.RUN, Form.PERMUT
 # Views that keep every element and their order, so that a producer may stand in for them.
 RESHAPES = frozenset((Form.RESIZE, Form.RESHAPE))
 
-# The operators of some forms, by the words of their rows.
-SIZED = words(Form.RESIZE, Form.EXPAND)
 EXPANDS = words(Form.EXPAND)
-SELECTIONS = words(Form.RUN)
-DIAGONALS = words(Form.DIAGONAL)
-COUNTS = words(Form.COUNT)
 STATEMENTS = words(Form.STATED)
-JOINERS = words(Form.JOIN)
-REDUCTIONS = words(Form.REDUCTION)
-PLACED_WRITERS = words(Form.PLACED)
 ELEMENTWISE = words(Form.ELEMENTWISE, Form.ROTATION, Form.CAST)
-ELEMENTWISE_SCALING = frozenset(("mul", "div", "neg"))  # multiply elements one by one
-FILLED_WITH = words(Form.FULL)
 LENT = words(Form.ZEROS, Form.ONES, Form.UNWRITTEN, Form.FULL, Form.STRIDED)
 GATHER = frozenset(row.word for row in ROWS if row.kind is Kind.GATHER)
 
@@ -55,8 +45,6 @@ _PLACED_BY_TENSOR = frozenset(
     aten::tensor_split.tensor_indices_or_sections
     """.split()
 )
-
-T = TypeVar("T", bound=Callable[..., Any])
 
 # Operators of npu that a walk or a probe may go through, where they move or are analytic.
 _TRANSPARENT = (Form.NORM, Form.ROTATION, Form.CAST, Form.RESHAPE)
@@ -259,11 +247,6 @@ _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 _TORCHS_OWN = ("aten", "prims", "prim", "npu", "_operator", "quantized", *_COLLECTIVES)
 
 
-def is_collective(node: Node) -> bool:
-    """Does it exchange values with other devices?"""
-    return _namespace(node.target) in _COLLECTIVES
-
-
 def is_torchs_own(target: Any) -> bool:
     """Is it an operator of torch's or torch_npu's, or none?"""
     return _namespace(target) in ("", *_TORCHS_OWN)
@@ -321,21 +304,6 @@ def calls_of(graph: Graph, words: Container[str]) -> Iterator[Node]:
     for node in graph.nodes if targets else ():
         if id(node.target) in targets and node.op == "call_function" and word(node) in words:
             yield node
-
-
-def rules(*functions: T) -> dict[str, T]:
-    """Rules of a room by the names that rows give them: their own."""
-    return {function.__name__.strip("_"): function for function in functions}
-
-
-def rule_named(node: Node, column: str) -> str:
-    """The rule that the operator's row names in a column; "" where it names none."""
-    return operator_of(node).row.rules.get(column, "")
-
-
-def rule_of(node: Node, column: str, rules: Mapping[str, T]) -> T | None:
-    """That rule, of the rules of a room."""
-    return rules.get(rule_named(node, column))
 
 
 def argument(node: Node, name: str, default: Any = None) -> Any:

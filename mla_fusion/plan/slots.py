@@ -1,5 +1,5 @@
-"""Row numbers that are distinct and not below 0: those of an input, trusted to be so, or of a block
-table's blocks, at the places of one.
+"""Row numbers that are distinct and not below 0: those of an input, trusted to be so, from a row
+on; or of a block table's blocks, at the places of one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def _trusted(index: Value, role: str) -> Roles | None:
         is_apart = len(numbers.unique()) == len(numbers) and int(numbers.min()) >= 0
         return {} if is_apart else None
     if inner.op == "sum" and inner.literal[1] >= 0:
-        return _of_blocks(inner)
+        is_shifted = inner.literal[0] == (1,)
+        return _trusted(inner.sources[0], role) if is_shifted else _of_blocks(inner)
     return None
 
 

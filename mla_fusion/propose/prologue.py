@@ -228,7 +228,7 @@ class _Joined:
         of_key = self._latents(latent, of_query)
         factor = absorbed[0].factor
         of_nope = set(columns.flatten().tolist())
-        query, key = self._rotations(of_nope, of_query, of_key, factor)
+        query, key = self._rotations(of_nope, heads, of_query, of_key, factor)
         parts: list[_Absorbed | _Rotated] = [*absorbed, query]
         for one in parts:
             by_tokens = one is query and factor is not None and filled_with(factor) is None
@@ -450,13 +450,13 @@ class _Joined:
         return site.readings[value].kind == "turned"
 
     def _rotations(
-        self, absorbed: set[int], of_query: Norm, of_key: Norm, factor: Value | None
+        self, absorbed: set[int], heads: int, of_query: Norm, of_key: Norm, factor: Value | None
     ) -> tuple[_Rotated, _Rotated]:
-        """Of query and key by the same tables; or of neither. ``factor``: of the part that is
-        absorbed.
+        """Of query and key by the same tables; or of neither. ``heads``, ``factor``: of the part
+        that is absorbed; another projection of the latents may have other heads.
         """
         up, down = self.up, self.down
-        queries = list(self._turned(up))[::-1]
+        queries = sorted([*self._turned(up)][::-1], key=lambda one: one[1].heads != heads)
         scaled = None
         for value, found in queries:
             for other, reading in reversed(down.readings.items()):

@@ -273,8 +273,8 @@ class _Witness:
         after: Values,
         exact: Values | None,
     ) -> None:
-        """Take the figure of one draw. Raises ``Mismatch`` where a value, or one row of it, is out of
-        tolerance.
+        """Take the figure of one draw. Raises ``Mismatch`` where a value, or one row of it, is
+        out of tolerance.
 
         exact  the values of ``before`` in float64, where they are known
         """
@@ -291,7 +291,8 @@ class _Witness:
             # rows over the limit of one row are among those over that of all
             limit = of_row if whole <= of_all else of_all
             over = ~(of_rows <= limit)
-            wrong = f"relative error {row:.3g} in a row, {whole:.3g} of all" * bool(over.any())
+            said = f"relative error {row:.3g} in a row, {whole:.3g} of all; limit {limit:g}"
+            wrong = said if bool(over.any()) else ""
             if wrong and kind not in WIDE and self._is_rounding(pair, drawn, off, over):
                 wrong = ""
         if wrong:

@@ -9,30 +9,17 @@ import torch
 from torch.fx import GraphModule
 
 import mla_fusion as mf
-from mla_fusion.commit import verified, verify
-from mla_fusion.emit import targets
-from mla_fusion.report.report import Shown
+from mla_fusion.commit import rewrite
+from mla_fusion.fx.build import Builder
+from mla_fusion.graph.form import Value
+from mla_fusion.graph.lower import Lowering
+from mla_fusion.plan.plan import Plan
+from mla_fusion.witness import compare
 from tests.catalogue import (
     base,
     prologues,
 )
 from tests.harness import refused, traced_graph
-
-
-def test_graph_that_is_not_functional() -> None:
-    class InPlace(base.Base):
-        def rotate_q(self, q_pe: torch.Tensor, c: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
-            rotated = self.rotate(q_pe, c, s)
-            seen = rotated.sum()  # before the change, and it must stay so
-            return rotated.mul_(seen / seen)
-
-    gm = torch.export.export(InPlace(), base.paged_args()).module()
-    assert isinstance(gm, GraphModule)
-    left = refused(gm)
-    assert (left.code, left.layer) == (
-        "graph.not_functional",
-        "Base",
-    ) and "(Base's mul" in left.message
 
 
 def test_exported_programs() -> None:
@@ -83,33 +70,35 @@ def test_what_differs_by_a_trillionth() -> None:
         def rotate_k(self, k_pe: torch.Tensor, c: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
             return self.rotate((k_pe.float() * (1 + 1e-12)).bfloat16(), c, s)
 
-    assert refused(traced_graph(Nearly(), *base.paged_args())).code == "proof.differs"
+    assert refused(traced_graph(Nearly(), *base.paged_args())).code == "scale.unequal"
 
 
-@pytest.fixture
-def unproved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second witness alone."""
-    monkeypatch.setattr(verified, "prove", lambda *_: Shown())
+@torch.library.custom_op("mla_fusion_test::no_such_kernel", mutates_args=())
+def no_such_kernel(value: torch.Tensor) -> torch.Tensor:
+    raise RuntimeError("no such kernel")
 
 
-def test_call_that_does_not_run(monkeypatch: pytest.MonkeyPatch, unproved: None) -> None:
-    def fail(*_: Any) -> Any:
-        raise RuntimeError("no such kernel")
-
-    monkeypatch.setattr(targets, "call_kernel", fail)
-    rejection = refused(traced_graph(prologues.PagedRotateHalf(), *base.paged_args()))
-    assert rejection.code == "verify.mismatch" and "no such kernel" in rejection.message
+no_such_kernel.register_fake(torch.empty_like)
 
 
-def test_verification_catches_a_wrong_replacement(
-    monkeypatch: pytest.MonkeyPatch, unproved: None
+@pytest.mark.parametrize(
+    ("operator", "said"),
+    [
+        ("mla_fusion_test.no_such_kernel", "no such kernel"),
+        ("aten.neg", f"limit {compare.TOLERANCE}"),
+    ],
+)
+def test_call_that_does_not_run_or_gives_other_numbers(
+    monkeypatch: pytest.MonkeyPatch, operator: str, said: str
 ) -> None:
-    from mla_fusion.emit import rows
+    right = rewrite.called
+    namespace, name = operator.split(".")
+    wrong = getattr(getattr(torch.ops, namespace), name).default
 
-    right = rows.table
-    monkeypatch.setattr(
-        rows, "table", lambda b, *given: b.call(torch.ops.aten.neg.default, right(b, *given))
-    )
+    def changed(b: Builder, lower: Lowering, plan: Plan) -> dict[Value, Any]:
+        results = right(b, lower, plan)
+        return {leaf: b.call(wrong, node) for leaf, node in results.items()}
+
+    monkeypatch.setattr(rewrite, "called", changed)
     rejection = refused(traced_graph(prologues.PagedRotateHalf(), *base.paged_args()))
-    assert rejection.code == "verify.mismatch"
-    assert str(verify.TOLERANCE) in rejection.message
+    assert rejection.code == "verify.mismatch" and said in rejection.message

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import mla_fusion as mf
 from benchmarks.model import Decoder, Sizes, model_arguments
-from mla_fusion.compile.device_graph import capture
 from mla_fusion.commit import verified
+from mla_fusion.compile.device_graph import capture
 from mla_fusion.plan import planner
 
 LAYERS = 4

@@ -7,41 +7,22 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
-import mla_fusion.prove.kernels  # noqa: F401  # enters rules of its own
-from mla_fusion.facts import cache_write
-from mla_fusion.fx import analytic, contraction, probe_calls, range_rules, steps, token_axis
-from mla_fusion.operators import table
 from mla_fusion.operators.table import ROWS, row_of
-from mla_fusion.prove import counted, operators
 
 ROOT = Path(__file__).parents[2] / "mla_fusion"
 NAMESPACES = ("aten::", "npu::", "prims::")
 # what says which operators there are, what defines them, and what prints them
 MAY_NAME = (
     *("operators/", "meta/", "reference/", "converters/", "ops.py", "compat.py", "tools/"),
-    "graph/",  # of the next core, where an operator is one function
+    "graph/",  # where an operator is one function
 )
 # asks whether torch_npu defines an operator, and looks at no graph
 STILL_NAMES = {"models/hf/latent_attention.py: npu::npu_sparse_flash_attention"}
 # prefixes of names, which are no operator's
 PREFIXES = {*NAMESPACES, "aten::as_strided"}
-# of each column of the table the rules that rows may name
-RULES: dict[str, Mapping[str, object]] = {
-    "range": range_rules.RULES,
-    "token": token_axis.RULES,
-    "field": operators.RULES,
-    "probe": probe_calls.RULES,
-    "inert": analytic.RULES,
-    "size": counted.RULES,
-    "einsum": contraction.RULES,
-    "rows": steps.RULES,
-    "slots": cache_write.RULES,
-}
 
 
 def strings(path: Path) -> Iterator[str]:
@@ -80,7 +61,7 @@ def compared(path: Path) -> Iterator[str]:
 def test_what_is_compared_is_a_word_of_the_table() -> None:
     """A name that no row has would never be met."""
     found = {word for path in ROOT.rglob("*.py") for word in compared(path)}
-    assert len(found) > 40 and not found - {row.word for row in ROWS}
+    assert len(found) > 5 and not found - {row.word for row in ROWS}
 
 
 def test_no_operator_has_two_rows() -> None:
@@ -92,14 +73,3 @@ def test_no_operator_has_two_rows() -> None:
 def test_every_row_is_complete() -> None:
     for row in ROWS:
         assert row.names and row.word and all(row_of(name) is row for name in row.names), row
-        assert all(rule in RULES[column] for column, rule in row.rules.items()), row
-
-
-@pytest.mark.parametrize("column", RULES)
-def test_every_rule_is_of_some_row(column: str) -> None:
-    assert not RULES[column].keys() - {row.rules.get(column) for row in ROWS}
-
-
-def test_the_columns_are_those_that_the_table_describes() -> None:
-    described = re.findall(r"^(\w+) +[^`]*\(``[\w/]+\.py``\)", str(table.__doc__), re.MULTILINE)
-    assert described == list(RULES)

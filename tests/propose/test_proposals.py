@@ -25,8 +25,7 @@ from tests.harness import traced_graph
 WHOLE = [
     entry
     for entry in ENTRIES.values()
-    if "unabsorbed" not in entry.tags
-    and set(entry.outcome) <= {IN_PLACE, STAGED}
+    if "unabsorbed" not in entry.tags and set(entry.outcome) <= {IN_PLACE, STAGED}
 ]
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -128,7 +129,7 @@ def _verdict(fused: Target, reference: Target, eager: Mapping[str, float], input
         draw_of = memory.scaled(inputs, factor)
         known = dict(zip(given, tree_leaves(draw_of), strict=True)) | held
         try:
-            env = side.run(Binding(()), known, True, wanted)
+            env = side.run(Binding(), known, True, wanted)
         except Unrunnable:
             continue
         found = [error(env[theirs], env[mine]) for mine, theirs in pairs]
@@ -195,8 +196,7 @@ def _differing(
         run = Evaluation(layout.Binding((), 1), layouts, drawn, draw)
         run.run(wanted)
 
-        def mark(value: Value) -> object:
-            return _mark(run, value)
+        mark = partial(_mark, run)
 
         def is_same(pair: _Pair) -> bool:
             one, other = (values_of(graph.readings[node]) for node in pair)
@@ -204,8 +204,8 @@ def _differing(
 
         apart = [pair for pair in pairs if not is_same(pair)]
         if apart:
-            values = {node: values_of(reading) for node, reading in graph.readings.items()}
-            return apart, {node: (*map(mark, some),) for node, some in values.items() if some}
+            read_as = {node: values_of(reading) for node, reading in graph.readings.items()}
+            return apart, {node: (*map(mark, some),) for node, some in read_as.items() if some}
     return None
 
 

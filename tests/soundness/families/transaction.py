@@ -25,10 +25,13 @@ from ..program import STYLES, prologue
 from ..running import Invalid, on, run_seeded
 
 _PLACES = (
-    "mla_fusion.match.finder:Finder.find",
-    "mla_fusion.emit.contract:ask",
-    "mla_fusion.observe.draw:fused",
-    "mla_fusion.commit.verify:compare",
+    "mla_fusion.graph.read:Graph.__init__",
+    "mla_fusion.propose.prologue:_Joined.proposal",
+    "mla_fusion.plan.planner:Planner.plan",
+    "mla_fusion.plan.contract:ask",
+    "mla_fusion.pipeline:settled",
+    "mla_fusion.commit.verified:compare",
+    "mla_fusion.observe.record:Record.fused",
     "mla_fusion.fx.build:GraphBuilder.call",
     "mla_fusion.fx.build:GraphBuilder.propagate",
     "mla_fusion.fx.build:GraphBuilder.constant",
@@ -41,12 +44,11 @@ _PLACES = (
     "mla_fusion.compile.boundary:BoundaryBuilder._input",
     "mla_fusion.compile.boundary:BoundaryBuilder._program",
     "mla_fusion.compile.boundary:BoundaryBuilder.finish",
-    "mla_fusion.compile.boundary:BoundaryBuilder.inputs",
-    "mla_fusion.emit.targets:call_kernel",
-    "mla_fusion.emit.results:fit",
+    "mla_fusion.commit.rewrite:called",
     "mla_fusion.fx.strides:follow",
-    "mla_fusion.commit.rewrite:write",
-    "mla_fusion.commit.rewrite:clean",
+    "mla_fusion.graph.lower:Lowering.of",
+    "mla_fusion.commit.rewrite:Writer.write",
+    "mla_fusion.pipeline:keep_output_names",
     "mla_fusion.commit.transaction:install",
     "torch.fx:Graph.lint",
     "torch.fx:GraphModule.recompile",
@@ -60,27 +62,20 @@ class Injected(RuntimeError):
     """The defect."""
 
 
-def _holder(path: str) -> tuple[Any, str] | None:
+def _holder(path: str) -> tuple[Any, str]:
     module, _, names = path.partition(":")
-    try:
-        owner: Any = import_module(module)
-        *parents, last = names.split(".")
-        for parent in parents:
-            owner = getattr(owner, parent)
-        return (owner, last) if hasattr(owner, last) else None
-    except (ImportError, AttributeError):  # the pass may be built otherwise by now
-        return None
-
-
-PLACES = tuple(path for path in _PLACES if _holder(path) is not None)
+    owner: Any = import_module(module)
+    *parents, last = names.split(".")
+    for parent in parents:
+        owner = getattr(owner, parent)
+    getattr(owner, last)  # it is there
+    return owner, last
 
 
 @contextmanager
 def broken(path: str, at: int) -> Iterator[list[int]]:
     """The function raises at its ``at``-th call; yields the calls made."""
-    found = _holder(path)
-    assert found is not None
-    owner, name = found
+    owner, name = _holder(path)
     original: Callable[..., Any] = getattr(owner, name)
     own = name in vars(owner)
     calls = [0]
@@ -164,7 +159,7 @@ def _nothing(*_: Any) -> None:
 
 _CASES = tuple(
     Attack(f"{path}#{at}", _nothing, ("commit",), ("boundary", "fuse"), ("paged", "neox", "angles"))
-    for path in PLACES
+    for path in _PLACES
     for at in (1, 2, 5, 17)
 )
 FAMILIES = [Family("transaction.defect", "an exception while committing", _CASES, judge=_judge)]
