@@ -8,7 +8,7 @@
 #   make bench   pass times beside Inductor's matcher
 #   make docs    the pages that are generated from the code
 #   make package     wheel and source archive, each installed and tried in an empty environment
-#   make pictures    the pictures of README (needs a Chromium)
+#   make pictures    the picture of README
 #   make site    the documentation as a site, in build/site
 #
 # PYTHON is the interpreter (3.10 or newer, with venv) that the first call makes .venv from.

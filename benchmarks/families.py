@@ -42,9 +42,6 @@ def main() -> int:
         metavar="NAME",
         help="a family, or a prefix of some",
     )
-    parser.add_argument(
-        "--target", default="v3", help="the one of Config.targets that is asked for"
-    )
     parser.add_argument("--no-controls", action="store_true")
     parser.add_argument(
         "--without", default="", choices=campaign.OPINIONS, help="let the other one decide alone"
@@ -57,8 +54,8 @@ def main() -> int:
     if not names:
         parser.error(f"no such family; there are {', '.join(FAMILIES)}")
     started = perf_counter()
-    chosen = campaign.members(given.members, given.seed, names, given.target)
-    chosen += [] if given.no_controls else campaign.controls(names, given.target)
+    chosen = campaign.members(given.members, given.seed, names)
+    chosen += [] if given.no_controls else campaign.controls(names)
     outcomes = [_shown(outcome) for outcome in campaign.judged(chosen, given.jobs, given.without)]
     _print_table(outcomes)
     print(f"\n{len(outcomes)} graphs in {perf_counter() - started:.0f} s")

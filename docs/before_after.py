@@ -71,8 +71,10 @@ EXAMPLES: dict[str, tuple[str, str]] = {
         "F.rms_norm(c_kv.float(), [Hckv], g_float32, 1e-6).bfloat16()",
         _LATENT_NORMED,
     ),
-    "norm.of_input": ("static_layer(x_normed_elsewhere)", "static_layer(rms_norm(x, g_x))"),
-    "norm.epsilon": ("rms_norm(c_kv, g_kv, eps=1e-5)", "rms_norm(c_kv, g_kv, eps=1e-6)"),
+    "norm.of_input": (
+        "c_q = rms_norm(x @ W_dq, g_q * (x.sin() @ A)[:, :1])",
+        "c_q = rms_norm(x @ W_dq, g_q)",
+    ),
     "norm.scaled": ("2 * x * torch.rsqrt(..)", "2 * rms_norm(c_kv, g_kv)"),
     "norm.low_precision": ("high = x", "high = x.float()"),
     "norm.runtime_eps": (".mean(-1, keepdim=True) + eps", ".mean(-1, keepdim=True) + 1e-6"),
@@ -109,7 +111,7 @@ EXAMPLES: dict[str, tuple[str, str]] = {
         "per-channel cache scales, int8 W_dq",
         "per-channel cache scales, int8 W_uq_qr alone",
     ),
-    "dtype.region": ("(x.half() @ W_dq.half()).bfloat16()", "x @ W_dq"),
+    "dtype.region": ("(c_q.half() @ W_uq_qr.half()).bfloat16()", "c_q @ W_uq_qr"),
     "scale.unequal": (
         'torch.einsum("tnd,ndc->tnc", 0.5 * q_nope, W_uk)',
         'torch.einsum("tnd,ndc->tnc", q_nope, W_uk)',
@@ -161,10 +163,13 @@ EXAMPLES: dict[str, tuple[str, str]] = {
         "[slots + query[:, 0, 0].abs().long()] = rms_norm(c_kv, g_kv)",
         f"[slots] = {_LATENT_NORMED}",
     ),
-    "proof.differs": ("rotate((k_pe.float() * (1 + 1e-12)).bfloat16(), cos, sin)", _KEY_ROTATED),
+    "proof.differs": (
+        "q_nope @ W_uk[None]  # [N, B, D], as many sequences as heads",
+        "q_nope @ W_uk[:, None]",
+    ),
     "verify.mismatch": ("-", _REPORT),
     "pass.failed": ("-", _REPORT),
     "autograd": ("model(x)", "with torch.no_grad(): model(x)"),
-    "target.unlisted": ('Config(targets=("key",))', 'Config(targets=("v3", "key"))'),
+    "target.unlisted": ('Config(targets=("identity",))', 'Config(targets=("v3", "identity"))'),
     "skip": ('Config(skip=("layers.1",))', "Config()"),
 }

@@ -41,8 +41,6 @@ VARIABLES = {
     "MLA_FUSION_GRAPHS": f"gone: {GONE['MLA_FUSION_GRAPHS']}",
     "MLA_FUSION_CACHE": "where stand-ins for CANN's libraries are kept; by default `mla_fusion` "
     "in the user's cache",
-    "MLA_FUSION_CORE": "`values`: the core that is to take the place of this one reads the graph "
-    "instead; for whoever works on it, it knows no `preprocess` and no `key` yet",
     "TORCH_DEVICE_BACKEND_AUTOLOAD": "torch's own: 0 keeps `import torch` from loading torch_npu. "
     "Set to 0 by `import "
     "mla_fusion` where torch_npu is installed without CANN, unless you have set it",

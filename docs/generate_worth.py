@@ -61,7 +61,7 @@ class Way(NamedTuple):
 
 
 def ways() -> Iterator[Way]:
-    explained = _call(0)
+    explained = _call()
     steps = explained.steps
     whole = explained.unfused.kernels, explained.unfused.bytes
     fused = 1, explained.fused.bytes
@@ -77,25 +77,9 @@ def ways() -> Iterator[Way]:
     needs = "a layer without W_uk (Hugging Face's own)"
     yield Way('`"identity"`', needs, "off", "staged", plain, staged)
 
-    explained = _call(2)
-    wide = TOKENS * DIMS["He"]
-    # norm and quantisation of x
-    before = explained.unfused.kernels + 2, explained.unfused.bytes + 5 * wide
-    needs = "static W8A8 on A2 or A3, at most 1,024 tokens"
-    yield Way('`"preprocess"`', needs, "off", "in place", before, (1, explained.fused.bytes + wide))
 
-    names = ("rms_norm ckv", "rope kr", "write kv_cache", "write kr_cache")
-    half = [step for step in steps if step.name in names]
-    tables = 4 * 64 * TOKENS + 8 * TOKENS  # cos, sin and the slots
-    after = 1, half[0].weight_bytes + 2 * ROW * TOKENS + tables
-    before = len(half), sum(step.weight_bytes + step.other_bytes for step in half)
-    yield Way(
-        '`"key"`', "any MLA layer; the query stays as it is", "off", "in place", before, after
-    )
-
-
-def _call(wq: int) -> meta.CallExplanation:
-    call = sample_call(dims=DIMS, lead=(TOKENS,), weight_quant_mode=wq, kv_cache_quant_mode=0)
+def _call() -> meta.CallExplanation:
+    call = sample_call(dims=DIMS, lead=(TOKENS,), weight_quant_mode=0, kv_cache_quant_mode=0)
     return meta.explain_call(OPERATOR, **call)
 
 

@@ -1,7 +1,6 @@
-"""The pictures of README: a terminal with what ``mla-fusion explain`` says, and the page of a
-report.
+"""The picture of README: a terminal with what ``mla-fusion explain`` says.
 
-make pictures      # needs playwright and a Chromium; nothing of this machine is in them
+make pictures      # nothing of this machine is in it
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import io
 import re
-import shutil
 import sys
 import tempfile
 from html import escape
@@ -45,15 +43,13 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "model.py").write_text(MODEL)
-        page, output = Path(folder) / "report.html", io.StringIO()
+        output = io.StringIO()
         with contextlib.redirect_stdout(output):
-            cli.main(["explain", f"{folder}/model.py:example_of_two", "--html", str(page)])
+            cli.main(["explain", f"{folder}/model.py:example_of_two"])
         said = re.sub(r"(?<=at )\S*/(?=\w+\.py:)", "", output.getvalue())
         (ASSETS / "terminal.svg").write_text(
             terminal("mla-fusion explain model.py:example_of_two", said)
         )
-        page.write_text(re.sub(r"[\w./-]*/(?=\w+\.py:\d)", "", page.read_text()))
-        photograph(page, ASSETS / "report.png")
 
 
 def terminal(command: str, output: str) -> str:
@@ -81,18 +77,6 @@ def terminal(command: str, output: str) -> str:
         f'font-size="13"><title>{escape(command)}</title>'
         f'<rect width="100%" height="100%" rx="8" fill="#0d1117"/>{rows}</svg>\n'
     )
-
-
-def photograph(page: Path, to: Path) -> None:
-    from playwright.sync_api import sync_playwright
-
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
-    with sync_playwright() as play:
-        browser = play.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        view = browser.new_page(viewport={"width": 1300, "height": 860}, color_scheme="light")
-        view.goto(page.as_uri())
-        view.screenshot(path=str(to))
-        browser.close()
 
 
 if __name__ == "__main__":

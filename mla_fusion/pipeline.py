@@ -42,6 +42,7 @@ from mla_fusion.propose.sites import Projections
 from mla_fusion.report.rejection import Rejection, message
 from mla_fusion.report.report import Report
 from mla_fusion.report.store import keep
+from mla_fusion.witness.compare import Outcome
 
 log = logging.getLogger("mla_fusion")
 # made of the module whose graph is written, and of the graph that it is written after
@@ -183,7 +184,7 @@ class Pass:
 
     def plan(self) -> None:
         """What can be fused; what became of each prologue goes to the report."""
-        departures = list[Departure]()
+        departures, found = list[Departure](), dict[Plan, Outcome | str]()
         for proposal in proposals(self._projections, "identity" in self.config.targets):
             self._clock.stop("match")
             try:
@@ -195,8 +196,7 @@ class Pass:
                 self._clock.stop("plan")
                 seen = self._verified.of(plan)
                 self._clock.stop("verify")
-                self._record.fused(plan, seen)
-                self.plans.append(plan)
+                found[plan] = seen
             except Departure as reason:
                 reason.site = reason.site or tuple(proposal.products)  # type: ignore[union-attr]
                 departures.append(reason)
@@ -206,8 +206,11 @@ class Pass:
                     failed.site = tuple(proposal.products)
                 departures.append(failed)
             self._clock.stop("plan")
-        places = {node.name: at for at, node in enumerate(self.graph.gm.graph.nodes)}
-        self.report.fused.sort(key=lambda fusion: places[fusion.nodes[0]])
+        departures += self._settle([*found])
+        places = {node: at for at, node in enumerate(self.graph.gm.graph.nodes)}
+        self.plans.sort(key=lambda plan: places[plan.products[0]])
+        for plan in self.plans:
+            self._record.fused(plan, found[plan])
         fused = [value for plan in self.plans for value in plan.proposal.products]
         for departure in reported(self._projections, departures, fused):
             self._record.rejected(self._first_cause(departure), departure.site)
@@ -215,13 +218,29 @@ class Pass:
         if not self.plans and not self.report.rejected:
             self.report.absent = absent(self._projections)
 
+    def _settle(self, plans: list[Plan]) -> list[Departure]:
+        """Which of the plans can be done together; why the others cannot."""
+        departures = list[Departure]()
+        try:
+            self.plans, self._settled = plans, self._settled_by(plans)
+        except Departure:
+            self.plans = []
+            for plan in plans:  # one more each time
+                try:
+                    self._settled = self._settled_by([*self.plans, plan])
+                    self.plans.append(plan)
+                except Departure as reason:
+                    reason.site = reason.site or tuple(plan.proposal.products)
+                    departures.append(reason)
+        return departures
+
     def _first_cause(self, departure: Departure) -> Departure:
         """That a step changes memory, where it changes what the reason is about."""
         graph, values = self.graph, departure.values or departure.site
-        early = self._planner.early & {graph.base(node) for _, node in graph.stale}
+        stale = {graph.base(node) for _, node in graph.stale}
         nodes = [node for value in values for node in graph.nodes.get(value, ())]
         try:
-            policy.functional(graph, early, nodes)
+            policy.functional(graph, [node for node in nodes if graph.base(node) in stale])
         except Departure as cause:
             return cause
         return departure
@@ -234,7 +253,7 @@ class Pass:
         self.report.operators["before"] = count_operators(self.graph.gm)
         work = workplace(self.graph.gm)
         builder = builder_of(work, source)
-        writer = Writer(self.graph, self._settled(), self._by_leaf(), builder)
+        writer = Writer(self.graph, self._settled, self._by_leaf(), builder)
         with builder.propagating():
             writer.write()
         registered.restore(work.graph, writer.values)
@@ -249,9 +268,9 @@ class Pass:
         transaction.install(gm, work.graph, builder.constants)
         self._clock.stop("rewrite")
 
-    def _settled(self) -> Settled:
+    def _settled_by(self, plans: list[Plan]) -> Settled:
         given, products, read = Given(self.graph.form), list[Value](), list[Value]()
-        for plan in self.plans:
+        for plan in plans:
             for claim in plan.claims:
                 given.add(claim.graph, claim.kernel)
             products += plan.proposal.products

@@ -13,7 +13,7 @@ from mla_fusion.fx import module_path
 from mla_fusion.fx.build import GraphBuilder
 from mla_fusion.fx.workplace import workplace
 from mla_fusion.graph.departure import Departure
-from mla_fusion.graph.form import Value, met
+from mla_fusion.graph.form import Value
 from mla_fusion.graph.read import Graph
 from mla_fusion.meta.number_formats import HIFLOAT8
 from mla_fusion.observe.clock import threads
@@ -22,6 +22,7 @@ from mla_fusion.plan.outputs import Settled, holders, is_size
 from mla_fusion.plan.plan import Plan
 from mla_fusion.plan.region import drawn
 from mla_fusion.witness.compare import Mismatch, Outcome, Pair, compare
+from mla_fusion.witness.sizes import bound
 
 _FEW = 1 << 20  # elements of token_x up to which one thread verifies
 _PACKED = 3  # kv_cache_quant_mode
@@ -84,7 +85,7 @@ def _compared(plan: Plan) -> Outcome:
         after = {node: writer.given(node) for node in plan.replaced}
     work.graph.output(tuple(after.values()))
     pairs = [
-        Pair(_part(plan, value), node, after[node], _form(plan, value, node))
+        Pair(plan.part(value), node, after[node], _form(plan, value, node))
         for node, value in plan.replaced.items()
     ]
     roles = x | _roles(plan, x)
@@ -95,18 +96,14 @@ def _compared(plan: Plan) -> Outcome:
     attributes = {node for node in roles if node.op == "get_attr"}
     copies |= {node: writer.b.copies[node] for node in attributes & writer.b.copies.keys()}
     cut = {node: copy for node, copy in copies.items() if node.op != "placeholder"}
-    return compare(source, work, pairs, cut, roles, rows=rows, block_size=block_size)
-
-
-def _part(plan: Plan, value: Value) -> str:
-    names = {leaf: name for name, leaf in plan.results.items()}
-    return next((names[one] for one in met([value], names)), "value")
+    alike = bound(source, graph.symbols)
+    return compare(source, work, pairs, cut, roles, rows=rows, block_size=block_size, binding=alike)
 
 
 def _form(plan: Plan, value: Value, node: Node) -> str:
     """Of what is compared, as ``witness.compare`` names it."""
-    part, held = _part(plan, value), node.meta["val"]
-    if plan.warnings and part in ("query_rope", "kr_rows", "kr_cache"):
+    part, held = plan.part(value), node.meta["val"]
+    if plan.warnings and part in ("query_rope", "k_pe", "kr_cache"):
         return "halves"
     if part == "dequant_scale_q_norm" and held.element_size() == 1:
         return "powers"

@@ -230,7 +230,8 @@ def _decline(graph: GraphModule, config: Config) -> None:
     """
     said = explain(graph, replace(config, verify="off", strict=False), boundary=True)
     found: list[Fusion | Rejection] = [*said.fused]
-    found += (one for one in said.rejected if one.score == 1.0)  # what is kept for backward is read
+    # what is kept for backward is read
+    found += (one for one in said.rejected if one.code == "reader.latent")
     meaning = CODES["autograd"][0]
     layers = [
         Rejection("autograd", meaning, one.nodes, one.layer, one.source, score=1.0) for one in found

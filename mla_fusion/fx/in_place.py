@@ -9,7 +9,6 @@ from torch.fx import Graph, Node
 from mla_fusion.compat import OpOverload, schema_of
 from mla_fusion.fx import hidden_writes
 from mla_fusion.fx.walk import origin, shared_memory
-from mla_fusion.operators.known import word
 
 
 def written(graph: Graph) -> set[object]:
@@ -43,8 +42,3 @@ def memory_of(node: Node) -> object:
     """
     above = root(node)
     return (above.op, above.target) if above.op == "get_attr" else above
-
-
-def is_closing(node: Node) -> bool:
-    """May it stand at the end of a functional graph: a copy into an input, or the output?"""
-    return word(node) == "copy_" or node.op == "output"

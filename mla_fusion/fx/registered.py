@@ -427,7 +427,9 @@ def restore(graph: Graph, given: Mapping[Node, Node]) -> None:
         with graph.inserting_before(node):
             if known.call not in made:
                 args, kwargs = tree_map_only(
-                    _Name, lambda name: by_name[name.of], (known.args, known.kwargs)
+                    _Name,
+                    lambda name: by_name[name.of],  # noqa: B023
+                    (known.args, known.kwargs),
                 )
                 made[known.call] = graph.call_function(known.call.target, args, kwargs)  # type: ignore[arg-type]
                 made[known.call].meta = dict(known.call.meta)

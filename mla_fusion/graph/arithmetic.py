@@ -13,7 +13,7 @@ import torch
 from mla_fusion.graph import bounds
 from mla_fusion.graph.call import RULES, Call, Departs, Pair, operator
 from mla_fusion.graph.form import Value, broadcast
-from mla_fusion.graph.numbers import MINUS_ONE, number
+from mla_fusion.graph.numbers import MINUS_ONE, is_open, number
 
 
 @operator("add", "sub", "subtract", "rsub")
@@ -178,6 +178,8 @@ def _(c: Call, x: Value) -> Value:
 def _(c: Call, x: Any) -> Value:
     if isinstance(x, Pair):
         raise Departs
+    if x.active and bounds.least(x) >= 0:
+        return x
     return c.function("abs" if c.name == "absolute" else c.name, (), x)
 
 
@@ -230,13 +232,13 @@ def _(
         raise Departs
     axes = axes_of(x, dim)
     offset = options.get("unbiased", True) if correction is None else correction
-    size = prod(x.shape[axis] for axis in axes) - int(offset)
+    size = prod(x.shape[axis] for axis in axes)
+    if is_open(size) and offset:
+        raise Departs
     form = c.form
     mean = form.mean(x, axes)
     apart = form.total([(Fraction(1), x), (Fraction(-1), mean)])
-    squares = form.scaled(
-        form.reduce(form.power(apart, 2), axes, keepdim), number(Fraction(1, size))
-    )
+    squares = form.counted(form.reduce(form.power(apart, 2), axes, keepdim), size - int(offset), -1)
     if c.name == "std":
         return form.power(squares, Fraction(1, 2))
     if c.name == "var":

@@ -6,14 +6,17 @@ bounds show that. What comes in is bounded by its dtype, of 64 bits by ``_FARTHE
 
 from __future__ import annotations
 
+from fractions import Fraction
 from functools import lru_cache
 from itertools import product as pairs
-from math import prod
+from math import inf, prod
 
 import torch
 
 from mla_fusion.graph.form import Value
+from mla_fusion.graph.numbers import is_open
 
+_LONGEST = 1 << 19  # symbolic sizes go to it: tokens, rows of tables
 _FARTHEST = 1 << 48  # positions and slots of 64 bits stay below it
 Bounds = tuple[int, int]
 
@@ -31,6 +34,37 @@ def fits(value: Value, dtype: torch.dtype) -> bool:
         return least >= 0 and most <= 1
     ends = torch.iinfo(dtype)
     return ends.min <= least and most <= ends.max
+
+
+def _most(size: int) -> int:
+    return max(size, _LONGEST) if is_open(size) else size
+
+
+@lru_cache(maxsize=1 << 15)
+def least(value: Value) -> float:
+    """A number that no element of a Value of reals is below, wherever it is defined."""
+    op, literal, sources = value.op, value.literal, value.sources
+    if op == "product":
+        ends = map(_least_of_power, sources, literal[0])
+        return prod(ends, start=float(literal[1])) if literal[1].ratio >= 0 else -inf
+    if op == "sum":
+        terms = zip(literal[0], sources, strict=True)
+        ends = (float(times) * least(one) if times > 0 else -inf for times, one in terms)
+        return sum(ends, start=float(literal[1]))
+    if op == "reduce":
+        count = prod(sources[0].shape[axis] for axis in literal)
+        return least(sources[0]) * (1 if is_open(count) else count)
+    if op in ("reshape", "permute", "expand", "slice", "cast", "join"):
+        return min(map(least, sources))
+    return 0.0 if op == "function" and literal[0] in ("abs", "exp", "relu", "sigmoid") else -inf
+
+
+def _least_of_power(value: Value, power: Fraction) -> float:
+    is_even = power.numerator % 2 == 0 or power.denominator % 2 == 0
+    end = max(least(value), 0.0) if is_even else least(value)
+    if end < 0:
+        return -inf
+    return end ** float(power) if power > 0 else 0.0
 
 
 @lru_cache(maxsize=1 << 15)
@@ -66,10 +100,10 @@ def of(value: Value) -> Bounds | None:
         tensor = literal.tensor
         return (int(tensor.min()), int(tensor.max())) if tensor.numel() else (0, 0)
     if op == "count":
-        return 0, value.shape[0] - 1
+        return 0, _most(value.shape[0]) - 1
     if op == "reduce":
         inner = of(sources[0])
-        count = prod(sources[0].shape[axis] for axis in literal)
+        count = _most(prod(sources[0].shape[axis] for axis in literal))
         return None if inner is None else (inner[0] * count, inner[1] * count)
     if op in ("reshape", "permute", "expand", "slice", "gather"):
         return of(sources[0])

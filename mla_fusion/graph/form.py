@@ -29,14 +29,14 @@ products with powers of two).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from fractions import Fraction
 from math import prod
 from typing import Any
 
 import torch
 
-from mla_fusion.graph.numbers import MINUS_ONE, ONE, ZERO, Exponent, Number, number
+from mla_fusion.graph.numbers import MINUS_ONE, ONE, ZERO, Exponent, Number, is_open, number
 from mla_fusion.graph.numbers import literal as read_literal
 
 Shape = tuple[int, ...]
@@ -120,14 +120,17 @@ Factor = tuple[Value, Exponent]
 
 
 class Form:
-    """Makes Values; ``made`` is called with each new one."""
+    """Makes Values.
 
-    def __init__(self, made: Callable[[Value], None] = lambda value: None) -> None:
+    assumed  what was taken for granted of numbers since somebody last looked, for the report
+    """
+
+    def __init__(self) -> None:
         self._known: dict[object, Value] = {}
         self._operations: dict[object, int] = {}
-        self._made = made
         self._bare: dict[tuple[Value, bool], Value] = {}
         self._split: dict[Value, tuple[Number, Value]] = {}
+        self.assumed: list[str] = []
 
     def make(
         self,
@@ -155,7 +158,6 @@ class Form:
             if is_leaf:
                 operation = self._number_of(op, None, shape, dtype)
             found.kind = 4 * operation + 2 * found.model + found.active
-            self._made(found)
         return found
 
     def _number_of(self, *operation: object) -> int:
@@ -352,6 +354,9 @@ class Form:
                 return value
             if value.op == "cast" and value.sources[0].dtype == dtype and _widens(value):
                 return value.sources[0]
+        if _is_narrowed_input(value):
+            self.assumed.append(f"input {value.sources[0].literal} holds numbers below 2**31")
+            return self.cast(value.sources[0], dtype)
         inner = value.sources[0] if value.op == "expand" else value
         if inner.is_number and (dtype.is_floating_point or _holds(inner.literal[1], dtype)):
             return self.filled(inner.literal[1], value.shape, dtype)
@@ -404,7 +409,7 @@ class Form:
         filled = _filled_with(rest)
         if filled is not None:
             size = prod(value.shape[axis] for axis in axes)
-            found = self.scaled(self.expand(filled, shape), number(size))
+            found = self.counted(self.expand(filled, shape), size)
         elif not axes:
             found = rest
         else:
@@ -413,7 +418,16 @@ class Form:
 
     def mean(self, value: Value, axes: Sequence[int], keep: bool = True) -> Value:
         size = prod(value.shape[axis] for axis in axes)
-        return self.scaled(self.reduce(value, axes, keep), number(Fraction(1, size)))
+        return self.counted(self.reduce(value, axes, keep), size, -1)
+
+    def counted(self, value: Value, size: int, power: int = 1) -> Value:
+        """Times a number of elements, or divided by it. What a symbolic size is bound to says
+        nothing of it.
+        """
+        if not is_open(size):
+            return self.scaled(value, number(Fraction(size) ** power))
+        count = self.leaf(f"size {size}", (), torch.int64, False)
+        return self.product([(value, 1), (count, power)], ONE, value.dtype)
 
     def dot(self, left: Value, right: Value) -> Value:
         """[.., t, k] times [.., k, m], of equal leading axes; or times [k, m] for all of them.
@@ -436,8 +450,8 @@ class Form:
         fills = _filled_with(left), _filled_with(right)
         shape = *left.shape[:-1], right.shape[-1]
         if fills[0] is not None and fills[1] is not None:
-            only = self.product([(fills[0], 1), (fills[1], 1)], number(left.shape[-1]))
-            return self.expand(only, shape)
+            only = self.product([(fills[0], 1), (fills[1], 1)])
+            return self.expand(self.counted(only, left.shape[-1]), shape)
         if right.weight and not left.model:  # no number is taken out of the kernel's x
             return self.make("dot", (left, right), None, shape, REAL)
         (one, left), (other, right) = self.split(left), self.split(right)
@@ -915,6 +929,13 @@ def numbered(
 def digest(values: Iterable[Value], known: Iterable[Value] = (), since: int = 0) -> object:
     """The structure of Values (:func:`numbered`)."""
     return numbered(values, known, since)[0]
+
+
+def _is_narrowed_input(value: Value) -> bool:
+    """Is it an int64 input, cast to int32?"""
+    if value.op != "cast" or value.dtype != torch.int32:
+        return False
+    return value.sources[0].op == "leaf" and value.sources[0].dtype == torch.int64
 
 
 def _filled_with(value: Value) -> Value | None:

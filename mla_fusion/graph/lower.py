@@ -17,7 +17,7 @@ from torch.fx import Node
 
 from mla_fusion.compat import without_fake_mode
 from mla_fusion.fx.build import Builder
-from mla_fusion.graph.call import Pair
+from mla_fusion.graph.columns import Groups, groups_of
 from mla_fusion.graph.form import Value, broadcast, filled_with
 from mla_fusion.graph.numbers import MINUS_ONE, ONE, Number, number
 from mla_fusion.graph.read import Graph
@@ -80,14 +80,7 @@ class Lowering:
         return self._computed(value)
 
     def _nodes(self, value: Value) -> Iterator[tuple[Node, torch.Tensor]]:
-        """Nodes that hold it, but for those that it was written into later."""
-        for node in self.graph.nodes.get(value, ()):
-            reading = self.graph.readings[node]
-            is_own = value.op == "leaf" if node.op == "placeholder" else reading is value
-            if node in self.graph.changed and node.op != "placeholder":
-                continue
-            if is_own or isinstance(reading, Pair):
-                yield from self._usable([node])
+        return self._usable(self.graph.holding(value))
 
     def _usable(self, nodes: Iterable[Node]) -> Iterator[tuple[Node, torch.Tensor]]:
         """Those of the nodes that hold one tensor."""
@@ -293,9 +286,39 @@ class Lowering:
         return self.b.joined(self._operands(value), value.literal)
 
     def _gather(self, value: Value, base: Value, index: Value) -> Any:
+        axis = value.literal
+        if index.op == "constant" and axis == len(base.shape) - 1:
+            with without_fake_mode():
+                columns = tuple(index.literal.tensor.tolist())
+            groups = groups_of(columns, base.shape[axis])
+            if groups is not None:
+                return self._taken(self.of(base), groups)
         rows = self.of(index, shape=[prod(index.shape)])
         found = self.b.call(aten.index_select.default, self.of(base), value.literal, rows)
         return self.b.reshape(found, self._shape(value.shape))
+
+    def _taken(self, matrix: Any, groups: Groups) -> Any:
+        """Columns by views: a graph of a device holds no list of them."""
+        b, lead = self.b, list(self.b.shape(matrix))[:-1]
+
+        def part(value: Any, first: int, size: int) -> Any:
+            is_whole = (first, size) == (0, b.shape(value)[-1])
+            given = value, len(b.shape(value)) - 1, first, first + size
+            return value if is_whole else b.call(aten.slice.Tensor, *given)
+
+        matrix = part(matrix, groups.start, groups.count * groups.stride)
+        if groups.count > 1:
+            matrix = b.reshape(matrix, (*lead, groups.count, groups.stride))
+        parts = []
+        for run in groups.runs:
+            taken = part(matrix, run.first, run.size)
+            if run.is_paired:
+                shape = tuple(b.shape(taken))
+                halves = b.reshape(taken, (*shape[:-1], 2, run.size // 2))
+                taken = b.reshape(b.transposed(halves), shape)
+            parts.append(taken)
+        size = groups.count * sum(run.size for run in groups.runs)
+        return b.reshape(b.joined(parts, len(b.shape(parts[0])) - 1), (*lead, size))
 
     def _opaque(self, value: Value, *sources: Value) -> Any:
         """Memory that is not filled yet."""

@@ -282,7 +282,7 @@ def numbered(c: Call, index: Value, size: int) -> Value:
         return c.form.expand(numbered(c, index.sources[0], size), index.shape)
     if index.op == "constant":
         return c.form.constant(index.literal.tensor % size)
-    return index
+    return c.form.cast(index, torch.int64)
 
 
 @operator("index_select")

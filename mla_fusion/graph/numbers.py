@@ -14,7 +14,23 @@ import torch
 
 Exponent = Fraction | int
 _DENOMINATOR = 1 << 20  # of fractions that a float of 24 bits is looked for among
+LEAST_BOUND = 1 << 10  # that a symbolic size is bound to
+_SMOOTH = 128  # prime factors of sizes that somebody writes down are smaller
 _TRIED = 10_000  # primes below it are taken out of a number; what is left stays whole
+
+
+@lru_cache(maxsize=4096)
+def is_rough(size: int) -> bool:
+    """Has it a large prime factor?"""
+    for factor in range(2, _SMOOTH):
+        while size % factor == 0:
+            size //= factor
+    return size > 1
+
+
+def is_open(size: int) -> bool:
+    """Does it stand for a symbolic size, or a product of some?"""
+    return size >= LEAST_BOUND and is_rough(size)
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,15 +9,16 @@ from mla_fusion.compat import OpOverload
 from mla_fusion.fx.module_path import ARGUMENT
 from mla_fusion.graph.call import name_of
 
-_OPERANDS = {  # place of the weight among a product's arguments
-    "mm": 1,
-    "bmm": 1,
-    "matmul": 1,
-    "linear": 1,
-    "addmm": 2,
-    "baddbmm": 2,
-    "npu::npu_quant_matmul": 1,
-    "npu::npu_transpose_batchmatmul": 1,
+_OPERANDS = {  # places of the weight, and of its scales, among a product's arguments
+    "mm": (1,),
+    "bmm": (1,),
+    "matmul": (1,),
+    "linear": (1,),
+    "addmm": (2,),
+    "baddbmm": (2,),
+    "_int_mm": (1,),
+    "npu::npu_quant_matmul": (1, 2),
+    "npu::npu_transpose_batchmatmul": (1,),
 }
 _MOVED = frozenset("clone _to_copy cat stack reshape _unsafe_view contiguous mul".split())
 
@@ -34,7 +35,8 @@ def parameters(graph: Graph) -> set[Node]:
     found = set[Node]()
     for node in graph.nodes:
         if isinstance(node.target, OpOverload) and name_of(node.target) in _OPERANDS:
-            found |= _behind(node.args[_OPERANDS[name_of(node.target)]])
+            for place in _OPERANDS[name_of(node.target)]:
+                found |= _behind(node.args[place])
         elif isinstance(node.target, OpOverload) and name_of(node.target) == "einsum":
             found |= _behind(node.args[1][1])
     written = torch.ops.aten.copy_.default

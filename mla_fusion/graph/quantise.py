@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from mla_fusion.graph import bounds
 from mla_fusion.graph.call import Call, Departs, operator
 from mla_fusion.graph.form import Form, Value, filled_with
 from mla_fusion.graph.numbers import MINUS_ONE, Number, number
@@ -77,6 +78,10 @@ def bounded(c: Call, value: Value, least: float, most: float) -> Value:
     """Ends that cross, and ends between whole numbers behind a rounding, are a step of their
     own.
     """
+    if -inf < least <= bounds.least(value):
+        least = -inf
+        if most == inf:
+            return value
     inner, is_rounded, low, high = _whole(value)
     ends = max(low, least), min(high, most)
     if ends[0] > ends[1] or (is_rounded and not _are_whole(least, most)):
@@ -115,6 +120,9 @@ def cast(c: Call, value: Any, dtype: torch.dtype) -> Value:
             return value
         if value.op == "function" and value.literal[0] == INT8.name:
             return value  # whole numbers are held by all of them
+        if value.active and dtype in (torch.int32, torch.int64) and _whole(value)[1]:
+            form.assumed.append("rounded rows are below 2**31")
+            return value
         if value.active:
             return c.function("to whole", str(dtype), value)
         return form.cast(value, dtype)
@@ -215,7 +223,7 @@ def _(c: Call, x: Value, min: Any = None, max: Any = None) -> Value:
     if is_pair and c.form.negated(min) is max:
         return c.function("clip", (), x, max)
     least, most = (_end(c, end, default) for end, default in zip(ends, (-inf, inf), strict=True))
-    if most == inf and _is_floor(x, least):
+    if most == inf and _is_floor(c.form, x, least):
         return x
     return bounded(c, x, least, most)
 
@@ -224,16 +232,19 @@ def _end(c: Call, given: Any, default: float) -> float:
     return default if given is None else float(c.number_of(given))
 
 
-def _is_floor(value: Value, least: float) -> bool:
+def _is_floor(form: Form, value: Value, least: float) -> bool:
     """Is it a floor under the largest of a row, or under a step of it, that no row comes near?"""
+    times = 1.0
     if not least > 0:
         return False
-    if _is_length(value):
-        return least <= FLOOR
-    if not is_size(value):
+    if not _is_length(value):
+        if not is_size(value):
+            return False
+        times = float(value.literal[1]) if value.op == "product" else 1.0
+    if least / times > FLOOR:
         return False
-    times = value.literal[1] if value.op == "product" else number(1)
-    return least / float(times) <= FLOOR
+    form.assumed.append(f"no row comes near the floor of {least:g}")
+    return True
 
 
 def _is_length(value: Value) -> bool:
@@ -248,8 +259,6 @@ def _is_length(value: Value) -> bool:
 
 def _beside_clamp(c: Call, x: Value, least: Any, most: Any) -> Value:
     """Ends that no number comes near are left out."""
-    from mla_fusion.graph import bounds
-
     found = None if x.is_float else bounds.of(x)
     if found is not None:
         ends = [None if end is None else float(c.number_of(end)) for end in (least, most)]
@@ -299,7 +308,7 @@ def _greater(c: Call, x: Any, other: Any) -> Value:
         if filled is None:
             continue
         limit = float(filled.literal[1])
-        if is_most and _is_floor(value, limit):
+        if is_most and _is_floor(c.form, value, limit):
             return form.expand(value, c.shape)
         ends = (limit, inf) if is_most else (-inf, limit)
         return form.expand(bounded(c, value, *ends), c.shape)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator as python
 from collections.abc import Collection, Iterator, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import prod
 from typing import Any
 
@@ -21,6 +21,7 @@ from mla_fusion.compat import OpOverload, expression_of, schema_of
 from mla_fusion.graph import arithmetic, decompose, fused, moves, quantise
 from mla_fusion.graph.call import RULES, Call, Departs, Pair, Size, name_of
 from mla_fusion.graph.form import Form, Value, filled_with
+from mla_fusion.graph.numbers import LEAST_BOUND, is_open, is_rough
 from mla_fusion.graph.parameters import parameters
 
 __all__ = ["Graph", "Reading", "arithmetic", "fused", "moves", "quantise"]
@@ -28,9 +29,8 @@ __all__ = ["Graph", "Reading", "arithmetic", "fused", "moves", "quantise"]
 Reading = Any  # a Value, a Pair, a list of these, a number, or None
 # their halves, their quarters and the differences between them have large factors, too
 _FIRST_PRIMES = (10007, 11083, 12517, 15629, 19427, 21881, 26513, 34261, 38119, 43987)
-_LARGE = 1 << 10  # the least number that is taken for a size that is bound to it
-_SMOOTH = 128  # prime factors of sizes that somebody writes down are smaller
 _FOLDED = 1 << 16  # elements of a tensor of literals that is computed when it is read
+_PLACES = ("shifts", "index", "offset", "diagonal")
 _HIDDEN = {"npu::npu_kv_rmsnorm_rope_cache": (5, 6)}  # arguments written, though no schema says so
 _SCATTERS = {"slice": "slice_scatter", "select": "select_scatter"}
 _FAILS = (ValueError, RuntimeError, TypeError, LookupError, AssertionError, AttributeError)
@@ -47,6 +47,7 @@ class Graph:
     written   by placeholder, what the graph leaves in it
     stale     readers, with nodes that hold other numbers later
     changed   nodes that are written later, or look at memory that is
+    assumed   what was taken for granted of numbers where a node was read
     hidden    inputs that an operator writes unseen, with it
     parameters  inputs that are the model's own
     symbols   what each symbol is bound to
@@ -69,6 +70,7 @@ class Graph:
         self.hidden: dict[Node, Node] = {}
         self.stale: set[tuple[Node, Node]] = set()
         self.changed: set[Node] = set()
+        self.assumed: dict[Node, tuple[str, ...]] = {}
         self._views: dict[Node, list[Node]] = {}
 
     def _is_read(self) -> bool:
@@ -85,6 +87,35 @@ class Graph:
             }
             return False
         return True
+
+    @cached_property
+    def early(self) -> set[Node]:
+        """Whose memory a step changes, and another may read after it: copies into inputs that end
+        the graph are none.
+        """
+        from mla_fusion.fx.in_place import changed
+
+        found, read = set[Node](), set[Node]()
+        for node in reversed(self.gm.graph.nodes):
+            written = set(map(self.base, changed(node)))
+            is_copy = node.target is torch.ops.aten.copy_.default
+            found |= written & read if is_copy else written
+            if node.op != "output" and not is_copy:
+                read.update(map(self.base, node.all_input_nodes))
+        return found
+
+    def holding(self, value: Value) -> Iterator[Node]:
+        """The nodes that hold a Value from where they stand to the end of the graph, or up to a
+        copy that ends it.
+        """
+        for node in self.nodes.get(value, ()):
+            reading = self.readings[node]
+            if node.op == "placeholder":
+                is_held = value.op == "leaf" and node not in self.early
+            else:
+                is_held = reading is value and node not in self.changed
+            if is_held or isinstance(reading, Pair):
+                yield node
 
     @property
     def live(self) -> list[Value]:
@@ -110,7 +141,7 @@ class Graph:
                 used = len(self.symbols)
                 self.symbols[name] = _prime(used)
         bound = {symbol: self.symbols[str(symbol)] for symbol in expression.free_symbols}
-        found = Size(int(expression.subs(bound)), str(expression))
+        found = Size(int(expression.subs(bound)), str(expression), _is_plain(expression))
         if bound and found > 1:
             self.sizes.setdefault(int(found), given)
         return found
@@ -120,11 +151,11 @@ class Graph:
         number. Raises LookupError where a literal may be as large.
         """
         if number in self.sizes:
-            if number < _LARGE:
+            if number < LEAST_BOUND:
                 raise LookupError(f"{number} is a literal, or {self.sizes[number]}")
             return self.sizes[number]
         for bound, size in self.sizes.items():
-            if number and number % bound == 0 and _is_rough(bound):
+            if number and number % bound == 0 and is_rough(bound):
                 return size * self.unbound(number // bound)
         return number
 
@@ -137,7 +168,10 @@ class Graph:
     # -- nodes
 
     def _read(self, node: Node) -> None:
+        self.form.assumed.clear()
         found = self._reading(node)
+        if self.form.assumed:
+            self.assumed[node] = (*dict.fromkeys(self.form.assumed),)
         self.readings[node] = found
         for value in (found,) if isinstance(found, Value) else values_of(found):
             self.nodes.setdefault(value, []).append(node)
@@ -265,6 +299,8 @@ class Graph:
         args = self.argument(list(node.args))
         options = {name: self.argument(given) for name, given in node.kwargs.items()}
         held = node.meta.get("val")
+        if not self._is_for_any_size(target, bound(target, args, options), held):
+            return self._unknown(node)
         call = self.call(target, held)
         if not _has_symbols(held):
             folded = self._folded(target, args, options, held)
@@ -278,6 +314,19 @@ class Graph:
             return self._as_held(call, found)
         except ValueError:  # of another size than the node has
             return self._unknown(node)
+
+    def _is_for_any_size(self, target: Any, given: dict[str, Any], held: Any) -> bool:
+        """Does a step at the numbers that sizes are bound to speak for all of them? Not where it
+        goes to a place that a size says, or cuts and makes axes by a size that is not plain.
+        """
+        tensors = held if isinstance(held, (list, tuple)) else [held]
+        sizes = [self.size(size) for one in tensors for size in getattr(one, "shape", ())]
+        for name in _places_and_sizes(target):
+            named = [one for one in _flat(given.get(name)) if isinstance(one, Size)]
+            if named and name in _PLACES:
+                return False
+            sizes += named
+        return all(size.is_plain for size in sizes if isinstance(size, Size))
 
     def call(self, target: Any, held: Any) -> Call:
         if isinstance(held, (list, tuple)):
@@ -355,6 +404,8 @@ class Graph:
         values = [one for one in given if isinstance(one, (Value, Pair))]
         if any(not _is_literal(one) for one in values if isinstance(one, Value)):
             return None
+        if any(is_open(size) for one in values for size in one.shape):
+            return None
         if not isinstance(held, torch.Tensor) or held.numel() > _FOLDED:
             return None
         if any(isinstance(one, (Pair, Size)) for one in given):
@@ -395,10 +446,10 @@ class Graph:
     def _unknown(self, node: Node) -> Reading:
         """Opaque; a random one, or memory that is not filled, is like itself alone."""
         held = node.meta.get("val")
-        arguments = [*node.args, *node.kwargs.values()]
-        given = list(_flat(self.argument(arguments)))
+        given = list(_flat(self.argument([*node.args, *node.kwargs.items()])))
         values = list(values_of(given))
-        rest = [one for one in given if not isinstance(one, (Value, Pair))]
+        places = ((at, "Pair" if isinstance(one, Pair) else one) for at, one in enumerate(given))
+        rest = [one for one in places if not isinstance(one[1], Value)]
         target = node.target
         if "empty" in str(target):
             values = []  # whose sizes and dtype it takes
@@ -457,6 +508,25 @@ def _arguments(target: Any) -> list[tuple[str, str, Any]]:
         )
         for argument in schema_of(target).arguments
     ]
+
+
+@lru_cache(maxsize=4096)
+def _places_and_sizes(target: Any) -> tuple[str, ...]:
+    """The arguments that name places and sizes, and no numbers to compute with."""
+    return tuple(
+        argument.name for argument in schema_of(target).arguments if "int" in str(argument.type)
+    )
+
+
+@lru_cache(maxsize=4096)
+def _is_plain(expression: Any) -> bool:
+    if expression.is_Symbol or expression.is_Integer:
+        return True
+    terms = expression.expand().as_coefficients_dict()
+    return all(
+        times > 0 and all(part.is_Symbol or part.is_Integer for part in term.as_powers_dict())
+        for term, times in terms.items()
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -539,14 +609,6 @@ def _has_symbols(held: Any) -> bool:
         if isinstance(one, torch.Tensor)
         for size in one.shape
     )
-
-
-def _is_rough(number: int) -> bool:
-    """Has it a large prime factor?"""
-    for factor in range(2, _SMOOTH):
-        while number % factor == 0:
-            number //= factor
-    return number > 1
 
 
 def _prime(count: int) -> int:

@@ -21,6 +21,7 @@ from mla_fusion.fx.kinds import (
 )
 from mla_fusion.fx.sizes import has_symbols
 from mla_fusion.fx.walk import INPUTS, reached
+from mla_fusion.plan.region import computed
 from mla_fusion.report.staging import Leftover
 
 Bound = Callable[[Sequence[Any]], tuple[int, ...]]
@@ -47,18 +48,6 @@ def staged(
 def replaced_by(starts: Sequence[Node], ends: Iterable[Node], rows: Sequence[Node]) -> int:
     """How many operators compute ``starts`` from ``ends``, and write ``rows`` to caches."""
     return count(computed(starts, ends).union(_to_caches(rows)))
-
-
-def computed(starts: Iterable[Node], ends: Iterable[Node]) -> set[Node]:
-    """The nodes from which ``starts`` are made, behind ``ends``."""
-    ends = set(ends)
-
-    def is_computed(node: Node) -> bool:
-        return node not in ends and node.op == "call_function"
-
-    return set(
-        reached(filter(is_computed, starts), lambda node: filter(is_computed, node.all_input_nodes))
-    )
 
 
 def count(nodes: Iterable[Node]) -> int:

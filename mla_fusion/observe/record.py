@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from torch import Tensor
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from mla_fusion.config import Config
 from mla_fusion.exact.prove import POINTS
@@ -44,7 +44,6 @@ class Record:
         saved = _saved(plan, leaves, self._config)
         outcome = seen if isinstance(seen, Outcome) else None
         verified = seen.verified if isinstance(seen, Outcome) else seen
-        names = {leaf: name for name, leaf in plan.results.items()}
         warnings = (*plan.warnings, *_copied_by_ge(plan))
         self._report.fused.append(
             Fusion(
@@ -63,9 +62,7 @@ class Record:
                 warnings=tuple(map(self._named, warnings)),
                 rope=_rotation(plan),
                 attributes=plan.attributes,
-                replaced={
-                    node.name: _result(names, value) for node, value in plan.replaced.items()
-                },
+                replaced={node.name: plan.part(value) for node, value in plan.replaced.items()},
                 assumptions=tuple(map(self._named, plan.assumptions)),
                 verified=self._named(verified),
                 figures=outcome.figures if outcome is not None else (),
@@ -133,7 +130,7 @@ class Record:
         if not isinstance(plan.caches, Staged):
             return ()
         found = (
-            StagedBy(one.code, self._named(one.message), REMEDIES[one.code])
+            StagedBy(one.code, self._named(one.message), one.remedy or REMEDIES[one.code])
             for one in plan.caches.obstacles
         )
         return tuple(dict.fromkeys(found))
@@ -176,12 +173,6 @@ def _step(node: Node) -> tuple[str, str, str, str]:
 def _nodes_of(graph: Graph, values: Sequence[Value]) -> tuple[Node, ...]:
     nodes = (graph.nodes[value][0] for value in values if value in graph.nodes)
     return tuple(sorted(dict.fromkeys(nodes)))
-
-
-def _result(names: dict[Value, str], value: Value) -> str:
-    """The name of the first result that something is made of."""
-    found = [names[one] for one in met([value], names)]
-    return {"kv_rows": "c_kv", "kr_rows": "k_pe"}.get(found[0], found[0]) if found else ""
 
 
 def _rotation(plan: Plan) -> str:
@@ -260,6 +251,7 @@ def absent(projections: Projections) -> tuple[str, ...]:
     by_head = sum(len(value.sources[1].shape) == 3 for value in heads)
     writes = sum(value.op == "write" for value in values)
     nodes = graph.gm.graph.nodes
+    bodies = [name for name, one in graph.gm.named_children() if isinstance(one, GraphModule)]
     unknown = ", ".join(registered.unknown(nodes))
     unused = {op_name(node): why for node in nodes if (why := registered.unused(node))}
     return (
@@ -270,6 +262,14 @@ def absent(projections: Projections) -> tuple[str, ...]:
         f"  norms (RMSNorm of c_q and of c_kv): {len(roots)}",
         f"  products head by head (W_uk): {by_head}",
         f"  writes into inputs (both caches): {writes}",
+        *(
+            [
+                f"  bodies of branches, loops and regions, which are not looked into: "
+                f"{', '.join(bodies)}. Compute a prologue before the branch"
+            ]
+            if bodies
+            else ()
+        ),
         *(
             [
                 f"  operators that the pass does not know: {unknown}. mf.register_operator tells "

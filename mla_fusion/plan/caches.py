@@ -11,11 +11,14 @@ from math import prod
 import torch
 from torch.fx import Node
 
+from mla_fusion.fx import pools
+from mla_fusion.fx.kinds import called
 from mla_fusion.fx.sizes import divides, same
 from mla_fusion.graph.form import Value, order
 from mla_fusion.graph.read import Graph
 from mla_fusion.machine import Machine
 from mla_fusion.meta import layout, limits
+from mla_fusion.plan.outputs import unmoved
 from mla_fusion.plan.slots import Roles, trusted
 from mla_fusion.propose.given import Given
 from mla_fusion.propose.prologue import Proposal
@@ -24,10 +27,13 @@ from mla_fusion.targets.prolog import format_of, of_rows
 
 @dataclass(frozen=True)
 class Obstacle:
-    """Why the kernel cannot write a cache: a code, and a sentence."""
+    """Why the kernel cannot write a cache: a code, a sentence, and what to write instead where the
+    code alone does not say it.
+    """
 
     code: str
     message: str
+    remedy: str = ""
 
 
 @dataclass(frozen=True)
@@ -113,7 +119,10 @@ def placed(
         obstacles.append(Obstacle("cache.slots_count", detail))
     leaves = trusted(kv.slots)
     if leaves is None:
-        detail = "the slots are neither an input nor a block table's"
+        made_of = (graph.nodes[one][0].name for one in order([kv.slots]) if one.op == "leaf")
+        detail = (
+            f"the slots, made of {', '.join(made_of)}, are neither an input nor a block table's"
+        )
         obstacles.append(Obstacle("slots.unproven", detail))
     if obstacles or leaves is None:
         return Staged(tuple(obstacles))
@@ -158,7 +167,7 @@ def _write_of(
     if own:
         return Obstacle("cache.rows_read", f"{len(own)} writes take the rows of {name}")
     if not moved:
-        return Obstacle("cache.not_written", f"the rows of {name} are written to no cache")
+        return _not_taken(graph, given, writes, name, rows)
     base = _base(graph, moved[0][0])
     to = "what is no input" if base is None else base.name
     others = [value for value in order([moved[0][1]]) if value.op == "leaf" and value is not rows]
@@ -167,6 +176,38 @@ def _write_of(
     if name == "kr_cache":
         return PAIRS
     return Obstacle("cache.row_order", f"the rows of {name} are written to {to} in another order")
+
+
+def _not_taken(
+    graph: Graph, given: Given, writes: Iterable[Value], name: str, rows: Value
+) -> Obstacle:
+    """No write takes the rows: a step may change them first, or be a write of another kind."""
+
+    def is_taken(value: Value) -> bool:
+        return _is_of(given.of(value), rows)
+
+    for write in writes:
+        if any(map(is_taken, order([write.sources[2]]))):
+            message = f"the rows of {name} are changed before they are written"
+            return Obstacle("cache.rows_changed", message)
+    for value, (node, *_) in graph.nodes.items():
+        caches = [one for one in value.sources if _may_be_cache(one, rows)]
+        if value.op != "dot" and caches and any(map(is_taken, value.sources)):
+            step = f"{node.name} ({called(node)})"
+            width = value.shape[-1]
+            if not isinstance(graph.unbound(width), int):
+                message = f"{step} writes to a cache that is {graph.unbound(width)} wide"
+                return Obstacle("cache.width", message)
+            message = f"{step} is no write of whole rows of {name} by one number for each token"
+            return Obstacle("cache.writer", message)
+    return Obstacle("cache.not_written", f"the rows of {name} are written to no cache")
+
+
+def _may_be_cache(value: Value, rows: Value) -> bool:
+    while value.op in ("reshape", "slice", "permute"):
+        value = value.sources[0]
+    is_input = value.op in ("leaf", "write") and not value.model and value is not rows
+    return is_input and value.dtype.itemsize < 8 and prod(value.shape) >= prod(rows.shape)
 
 
 PAIRS = Obstacle(
@@ -214,7 +255,7 @@ def _base(graph: Graph, value: Value) -> Node | None:
 def _write(graph: Graph, value: Value) -> Write | Obstacle:
     cache = _base(graph, value)
     if cache is None:
-        return Obstacle("cache.no_input", "rows are written into what is no input of the graph")
+        return _no_input(graph, unmoved(value.sources[0]))
     held, width = cache.meta["val"], value.shape[1]
     shape = graph.shape(held.shape)
     if value.literal is not None and len(shape) == 4 and shape[2:] == (1, width):
@@ -226,6 +267,15 @@ def _write(graph: Graph, value: Value) -> Write | Obstacle:
     if paged is None:
         return Obstacle("cache.shape", f"{cache.name} has shape {list(held.shape)}")
     return Write(value, cache, graph.shape(paged))
+
+
+def _no_input(graph: Graph, base: Value) -> Obstacle:
+    """``base`` is what rows are written into."""
+    for value, nodes in graph.nodes.items():
+        for node in nodes:
+            if unmoved(value) is base and isinstance(node.meta.get("val"), torch.Tensor):
+                return Obstacle("cache.no_input", *pools.no_input(node))
+    return Obstacle("cache.no_input", "rows are written into what is no input of the graph")
 
 
 _BLOCK_SIZES = (128, 64, 32, 16)

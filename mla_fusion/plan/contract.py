@@ -13,6 +13,7 @@ from mla_fusion.config import Config
 from mla_fusion.fx.build import OfTensors, Recipe, fake_mode_of, faked
 from mla_fusion.fx.held import Exact
 from mla_fusion.graph.departure import Departure
+from mla_fusion.graph.form import Value
 from mla_fusion.graph.lower import Lowering
 from mla_fusion.meta import ContractError, limits
 from mla_fusion.meta.binder import Undecided
@@ -31,7 +32,10 @@ def ask(plan: Plan, config: Config, source: Graph) -> tuple[str, ...]:
     Raises Departure ``contract:<code>`` with the specification's own message.
     """
     paper = _OnPaper(source)
-    given = paper.arguments(lambda b: called(b, Lowering(b, plan.graph), plan))
+    try:
+        given = paper.arguments(lambda b: called(b, Lowering(b, plan.graph), plan))
+    except LookupError as error:
+        raise _not_lowered(plan, error) from error
     machine = config.machine
     try:
         operator = V3_FUNCTIONAL.name, machine.soc, machine.cann
@@ -49,6 +53,19 @@ def ask(plan: Plan, config: Config, source: Graph) -> tuple[str, ...]:
         )
         raise Departure("contract:query_norm_flag", detail, [plan.proposal.x])
     return tuple(lines)
+
+
+def _not_lowered(plan: Plan, error: LookupError) -> Departure:
+    """Why an argument is nothing that a graph computes in front of the call."""
+    graph, values = plan.graph, [one for one in error.args if isinstance(one, Value)]
+    nodes = [node for value in values for node in graph.nodes.get(value, ())]
+    for node in nodes:
+        if graph.base(node) in graph.early:
+            detail = f"a step changes {graph.base(node).name} where it lies"
+            return Departure("graph.not_functional", detail, values)
+    named = ", ".join(node.name for node in nodes[:1]) or str(error)
+    detail = f"an argument of the call would be made of {named}"
+    return Departure("step.unknown", detail, values or plan.proposal.products)
 
 
 def inputs(plan: Plan) -> list[Node]:

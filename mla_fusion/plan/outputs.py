@@ -74,11 +74,7 @@ def holders(graph: Graph, values: Iterable[Value]) -> list[Node]:
         if value in seen:
             continue
         seen.add(value)
-        nodes = (
-            node
-            for node in graph.nodes.get(value, ())
-            if graph.readings[node] is value and not has_effect(graph, node)
-        )
+        nodes = (node for node in graph.holding(value) if not has_effect(graph, node))
         first = next(nodes, None)
         if first is None:
             stack += value.sources
@@ -93,7 +89,7 @@ def _goes_on(graph: Graph, given: Given, node: Node, known: Value) -> bool:
     if is_given or any((node, above) in graph.stale for above in node.all_input_nodes):
         return False
     read = [graph.readings[above] for above in node.all_input_nodes]
-    active = [one for one in read if isinstance(one, Value) and not is_made_of_nothing(one)]
+    active = [one for one in read if isinstance(one, Value) and one.active]
     return bool(active) and all(given.of(one) is not None for one in active)
 
 

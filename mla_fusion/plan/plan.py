@@ -11,12 +11,13 @@ from typing import Any
 from torch.fx import Node
 
 from mla_fusion.exact.prove import Claim
-from mla_fusion.graph.form import Value
+from mla_fusion.graph.form import Value, met
 from mla_fusion.graph.read import Graph
 from mla_fusion.plan import cache_modes, weight_modes
 from mla_fusion.plan.caches import InPlace, Staged
 from mla_fusion.propose.prologue import Proposal
 
+_ROWS = {"kv_rows": "c_kv", "kr_rows": "k_pe"}  # written by nobody: the model's own names
 _LEAST = 1e-30  # beside the mean square of any row of bfloat16
 
 
@@ -67,6 +68,14 @@ class Plan:
             del found["kv_rows"], found["kr_rows"]
             found |= {name: write.value for name, write in self.caches.writes.items()}
         return found
+
+    def part(self, value: Value) -> str:
+        """The first result that a replaced output is made of, by its name in a report; "" where
+        there is none.
+        """
+        names = {leaf: name for name, leaf in self.results.items()}
+        name = next((names[one] for one in met([value], names)), "")
+        return _ROWS.get(name, name)
 
     @cached_property
     def read(self) -> set[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
@@ -15,14 +16,13 @@ from mla_fusion.exact.prove import Claim, prove
 from mla_fusion.fx import registered
 from mla_fusion.graph.departure import Departure
 from mla_fusion.graph.form import Value, order
-from mla_fusion.graph.read import Graph, values_of
+from mla_fusion.graph.read import Graph, is_in_place, values_of
 from mla_fusion.meta import limits
-from mla_fusion.observe import leftovers
 from mla_fusion.plan import contract, policy
-from mla_fusion.plan.caches import InPlace, Obstacle, Setting, Staged, Write, placed
+from mla_fusion.plan.caches import PAIRS, InPlace, Obstacle, Setting, Staged, Write, placed
 from mla_fusion.plan.outputs import has_effect, is_size, unmoved
 from mla_fusion.plan.plan import Plan
-from mla_fusion.plan.region import region_of
+from mla_fusion.plan.region import computed, region_of
 from mla_fusion.plan.structure import Structures
 from mla_fusion.propose.given import Given
 from mla_fusion.propose.kept import as_kept
@@ -66,10 +66,6 @@ class Planner:
         self._proofs: dict[object, tuple[list[Value], tuple[list[int], int] | Departure]] = {}
 
     @cached_property
-    def early(self) -> set[Node]:
-        return policy.changed_early(self.graph)
-
-    @cached_property
     def _holding(self) -> dict[Value, list[Node]]:
         """The nodes that hold a Value, or a number times it."""
         found: dict[Value, list[Node]] = {}
@@ -110,13 +106,13 @@ class Planner:
     def _planned(self, proposal: Proposal) -> Plan:
         held, compared = self._proved(proposal)
         plan = self._placed(proposal, held, compared)
-        policy.functional(self.graph, self.early, contract.inputs(plan))
+        policy.functional(self.graph, contract.inputs(plan))
         plan.structure = self._structures.of(plan)
         key = plan.structure, proposal.arguments["token_x"].active
         sizes = self._taken.get(key)
-        computed = leftovers.computed(plan.replaced, contract.inputs(plan))
+        made_anew = computed(plan.replaced, contract.inputs(plan))
         if sizes is None:
-            policy.judge(self.graph, proposal, sorted({*plan.region, *computed}))
+            policy.judge(self.graph, proposal, sorted({*plan.region, *made_anew}))
             asked = plan
             plan, sizes = self._accepted(asked, held)
             if plan is asked:
@@ -129,9 +125,15 @@ class Planner:
             *([ROWS_READ_BACK] if _reads_rows_back(plan) else []),
             *([IDENTITY] if proposal.instead is not None else []),
             *policy.narrowed(self.graph, plan.proposal),
-            *dict.fromkeys(registered.assumed(sorted({*plan.region, *computed, *_slots(plan)}))),
+            *self._assumed(sorted({*plan.region, *made_anew, *_slots(plan)})),
         ]
         return replace(plan, assumptions=(*more, *sizes))
+
+    def _assumed(self, nodes: list[Node]) -> Iterator[str]:
+        yield from dict.fromkeys(registered.assumed(nodes))
+        for node in nodes:
+            for line in self.graph.assumed.get(node, ()):
+                yield f"{line} at {node.name}"
 
     def _proved(self, proposal: Proposal) -> tuple[list[Claim], int]:
         """The claims that hold, and how many elements were compared. Proved once for each
@@ -216,7 +218,14 @@ class Planner:
         if isinstance(caches, InPlace):
             writers = (_writer(graph, write) for write in caches.writes.values())
             starts += [node for node in writers if node is not None]
-        region, replaced = region_of(graph, Given(graph.form, claims), starts)
+        try:
+            region, replaced = region_of(graph, Given(graph.form, claims), starts)
+        except Departure as reason:  # of a fused cache operator, which needs more than the rows
+            found = caches.obstacles if isinstance(caches, Staged) else ()
+            for first in [one for one in found if one is not PAIRS][:1]:
+                detail = f"{reason.detail}; not in place: [{first.code}] {first.message}"
+                raise Departure(reason.code, detail, reason.values) from None
+            raise
         if not replaced:
             detail = f"{len(region)} nodes of the prologue"
             raise Departure("graph.unread", detail, proposal.products)
@@ -287,6 +296,8 @@ def _writer(graph: Graph, write: Write) -> Node | None:
         for user in node.users:
             if user.op == "output" or user.target is aten.copy_.default:
                 continue
+            if is_in_place(user.target):
+                return None
             if graph.base(user) is write.cache:
                 stack.append(user)
             elif any(unmoved(one) is write.value for one in values_of(graph.readings[user])):
@@ -315,7 +326,8 @@ def _read_back(
 
 def _reads_rows_back(plan: Plan) -> bool:
     """Does something read new rows that are in the caches alone?"""
-    return any(value.op == "gather" for value in order(plan.replaced.values()))
+    read = order(plan.replaced.values())
+    return any(one.op == "gather" and one.sources[0].op == "write" for one in read)
 
 
 def _slots(plan: Plan) -> list[Node]:

@@ -8,7 +8,6 @@ import torch
 from torch.fx import Node
 
 from mla_fusion.fx.held import numbers
-from mla_fusion.fx.in_place import changed, is_closing
 from mla_fusion.fx.walk import upward, views_and_model_casts
 from mla_fusion.graph.departure import Departure
 from mla_fusion.graph.form import Value
@@ -65,19 +64,13 @@ def judge(graph: Graph, proposal: Proposal, region: Iterable[Node]) -> None:
             raise Departure("norm.gamma_dtype", f"{name} is {value.dtype}", [value])
 
 
-def changed_early(graph: Graph) -> set[Node]:
-    """Whose memory a step changes that does not just end the graph."""
-    steps = (node for node in graph.gm.graph.nodes if not is_closing(node))
-    return {graph.base(target) for step in steps for target in changed(step)}
-
-
-def functional(graph: Graph, early: set[Node], nodes: Iterable[Node]) -> None:
+def functional(graph: Graph, nodes: Iterable[Node]) -> None:
     """Raises Departure where a step changes what one of the nodes holds: what a reader sees depends
     on the order of steps then, and a call would change that.
     """
-    for node in nodes if early else ():
+    for node in nodes if graph.early else ():
         base = graph.base(node)
-        if base in early:
+        if base in graph.early:
             detail = f"a step changes {base.name} where it lies"
             raise Departure("graph.not_functional", detail, _values(graph, node))
 

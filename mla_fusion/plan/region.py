@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from math import prod
 
 import torch
 from torch.fx import Node
 
+from mla_fusion.fx.walk import reached
 from mla_fusion.graph.departure import Departure
 from mla_fusion.graph.form import Value, order
 from mla_fusion.graph.read import Graph, values_of
@@ -51,7 +53,8 @@ def region_of(
         for user in node.users:
             reading = None if user.op == "output" else graph.readings[user]
             is_moved = isinstance(reading, Value) and given.of(reading) is not None
-            if user not in inside and (not is_moved or is_read(user)):
+            is_end = has_effect(graph, user)  # a cache gets its new rows
+            if user not in inside and (is_end or not is_moved or is_read(user)):
                 return True
         return False
 
@@ -66,6 +69,18 @@ def _kept(graph: Graph, node: Node, above: dict[Node, Node]) -> Departure:
     read, reader = path[-1], path[-2] if len(path) > 1 else node
     detail = f"{reader.name} reads {read.name}, which the kernel keeps to itself"
     return Departure("reader.latent", detail, list(values_of(graph.readings[read])))
+
+
+def computed(starts: Iterable[Node], ends: Iterable[Node]) -> set[Node]:
+    """The nodes from which ``starts`` are made, behind ``ends``."""
+    ends = set(ends)
+
+    def is_computed(node: Node) -> bool:
+        return node not in ends and node.op == "call_function"
+
+    return set(
+        reached(filter(is_computed, starts), lambda node: filter(is_computed, node.all_input_nodes))
+    )
 
 
 def drawn(plan: Plan) -> dict[Node, str]:

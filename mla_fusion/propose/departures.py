@@ -20,6 +20,7 @@ from mla_fusion.exact.field import P, power
 from mla_fusion.fx import kinds, registered
 from mla_fusion.fx.module_path import label
 from mla_fusion.graph import quantise
+from mla_fusion.graph.call import RULES, name_of
 from mla_fusion.graph.departure import Departure
 from mla_fusion.graph.form import BYTES, MOVES, Value, filled_with, order
 from mla_fusion.graph.layout import Layout, Mixed, followed, of_tokens
@@ -286,6 +287,9 @@ class _Departures:
             return Reason("step.random", f"%s {Kind.RANDOM.value}", (random,))
         if op == "opaque":
             target = value.literal[0] if node is None else kinds.called(node)
+            if self.graph.symbols and name_of(target) in RULES:
+                text = f"%s ({target}) is not the same step for every number of tokens"
+                return Reason("tokens.mixed", text, (value,))
             is_far = "c10d" in str(target)
             what = "exchanges values with other devices" if is_far else Kind.OPAQUE.value
             told = registered.unused(node).replace("%", "%%") if node is not None else ""

@@ -76,10 +76,23 @@ def solved(site: Site, value: Value, what: str) -> Norm:
         )
     matching = _first_that_holds(site, value, rows, found)
     if matching is None:
+        epsilon = next(_added_inputs(site, value), None)
+        if epsilon is not None:
+            detail = f"{what} have an epsilon that is no number of the graph"
+            raise Departure("norm.runtime_eps", detail, [value])
         raise Departure(
             "norm.absent", f"{size} columns are not divided by their root mean square", [value]
         )
     return matching
+
+
+def _added_inputs(site: Site, value: Value) -> Iterator[Value]:
+    """Single numbers that are added under a root on the way to a Value, and are not known."""
+    for one in order([value], site.dots):
+        exponents = one.literal[0] if one.op == "product" else ()
+        for source, exponent in zip(one.sources, exponents, strict=False):
+            if exponent.denominator > 1 and source.op == "sum":
+                yield from (term for term in source.sources if not term.active)
 
 
 def _epsilons(site: Site, value: Value, size: int) -> Iterator[Fraction]:

@@ -18,6 +18,7 @@ from mla_fusion.graph import quantise
 from mla_fusion.graph.departure import Departure
 from mla_fusion.graph.form import MOVES, Form, Value, filled_with, numbered
 from mla_fusion.graph.layout import Layout, Mixed, followed, of_tokens
+from mla_fusion.graph.numbers import is_open
 from mla_fusion.meta.number_formats import MXFP8, NumberFormat
 from mla_fusion.propose.norms import Norm, filled, solved
 from mla_fusion.propose.quantised import (
@@ -220,6 +221,9 @@ class _Joined:
         of_query = solved(down, latents, "the query's latents")
         absorbed = list(self._absorbed() if self.instead is None else self._not_absorbed())
         if not absorbed:
+            if any(is_open(one.columns) for one in up.products):
+                detail = "the query's projection has a symbolic number of columns"
+                raise Departure("linear.symbolic", detail, up.dots)
             detail = "no part of the query is multiplied with W_uk"
             raise Departure("absorb.absent", detail, up.dots)
         weight_uk = form.join([one.weight for one in absorbed], 0)

@@ -141,7 +141,7 @@ def tables(site: Site, value: Value, found: Pairs) -> tuple[Value, Value]:
         numbers = _numbers(site, run, value, found, is_sine=parts is sin)
         own = assembled(site, numbers, candidates)
         if own is None and table.active:
-            raise Departure("rope.of_activations", "the tables are made of activations", [value])
+            raise Departure("rope.absent", "the tables are made of activations", [value])
         made.append(table if own is None else own)
     return made[0], made[1]
 

@@ -13,9 +13,7 @@ CODES: dict[str, tuple[str, str]] = {
     "q_lora.absent": (
         "The query is projected from the hidden state directly; the kernel needs W_dq, RMSNorm "
         "and W_uq_qr.",
-        "Nothing fuses the whole: the kernel has no form without a query LoRA. "
-        "Config(targets=('v3', 'key')) fuses the key's half alone, where the latent has an "
-        "RMSNorm.",
+        "Nothing: the kernel has no form without a query LoRA.",
     ),
     "q_lora.interrupted": (
         "A step that the kernel does not have, such as a collective, stands between the query "
@@ -36,19 +34,10 @@ CODES: dict[str, tuple[str, str]] = {
         "Query and key are rotated by tables that the pass cannot prove equal.",
         "Use one cos and one sin tensor for both.",
     ),
-    "rope.table_shape": (
-        "A table of the rotation does not have one row per token.",
-        "Gather the tables by position before RoPE.",
-    ),
-    "rope.layouts_differ": (
-        "Query and key leave RoPE in different element orders.",
-        "Use one RoPE layout for both.",
-    ),
     "rope.normed_key": (
         "The key or the query is normalised before it is rotated; the kernel rotates W_kr x and "
         "W_qr c_q as they are.",
-        "Nothing: the kernel has no norm there. If it is the query's, "
-        "Config(targets=('v3', 'key')) fuses the key's half.",
+        "Nothing: the kernel has no norm there.",
     ),
     "rope.heads_differ": (
         "The query has more or fewer rotated parts than heads; the kernel rotates one part for "
@@ -60,8 +49,7 @@ CODES: dict[str, tuple[str, str]] = {
         "product, so nothing here is the kernel's query.",
         "Multiply q_nope by W_uk (bmm, matmul or einsum) and attend over latents: docs/absorb.md "
         "shows how, and mla_fusion.models.hf.optimize does it to a Hugging Face model. To fuse "
-        "without: Config(targets=('v3', 'identity')) adds a product, Config(targets=('v3', 'key')) "
-        "fuses the key's half.",
+        "without: Config(targets=('v3', 'identity')) adds a product.",
     ),
     "norm.absent": (
         "A latent is not normalised by RMSNorm: it has another norm, no norm, or an "
@@ -80,15 +68,9 @@ CODES: dict[str, tuple[str, str]] = {
         "values are all bfloat16 numbers, and checks that.",
     ),
     "norm.of_input": (
-        "npu_mla_preprocess normalises the hidden state itself, with epsilon 1e-6, and the pass "
-        "cannot show that x is the result of that norm.",
-        "Keep the input's RMSNorm in the graph, by npu_rms_norm or plain operators, and the "
-        "number of tokens static.",
-    ),
-    "norm.scaled": (
-        "The latent is its norm times a number, in one step; the key's operator returns the norm "
-        "itself.",
-        "Multiply after the norm, in a step of its own.",
+        "What a norm multiplies a latent by is computed from activations; the kernel multiplies "
+        "by a weight.",
+        "Give the norm its own weight, the same for all tokens.",
     ),
     "norm.low_precision": (
         "A step of the norm, up to its statistic, is computed below float32, which the kernel does "
@@ -103,8 +85,7 @@ CODES: dict[str, tuple[str, str]] = {
     ),
     "linear.bias": (
         "A projection has a bias; the kernel adds none.",
-        "Remove a bias of zeros. Another bias stays unfused; if it is the query's, "
-        "Config(targets=('v3', 'key')) fuses the key's half.",
+        "Remove a bias of zeros. Another bias stays unfused.",
     ),
     "linear.scaled": (
         "A projection is an addmm with alpha or beta other than 1.",
@@ -124,14 +105,7 @@ CODES: dict[str, tuple[str, str]] = {
     "quant.static": (
         "A projection is quantised with a scale fixed ahead of time; the kernel quantises per "
         "token.",
-        "Use npu_dynamic_quant and pass its scale as pertoken_scale, or add 'preprocess' to "
-        "Config.targets, or 'key' for the key's half alone.",
-    ),
-    "quant.not_static": (
-        "npu_mla_preprocess takes int8 weights, and activations quantised by one scale and one "
-        "offset for all tokens.",
-        "Quantise by npu_quantize, with a bfloat16 scale of one element. If a loader repeats "
-        "scale and offset in vectors, compile through mla_fusion.backend(), which looks at them.",
+        "Use npu_dynamic_quant and pass its scale as pertoken_scale.",
     ),
     "quant.weights_only": (
         "A weight is int8 and its activation is not (W8A16); the kernel has no such mode.",
@@ -163,12 +137,6 @@ CODES: dict[str, tuple[str, str]] = {
         "Pass the token scales that the quantisation returned, one float32 or bfloat16 scale for "
         "each column of the weight, and no offset.",
     ),
-    "quant.cache": (
-        "The fused cache operator quantises the cache in a way that no weight_quant_mode of the "
-        "kernel has.",
-        "With scales for each channel of both caches, quantise W_uq_qr alone, to int8. With one "
-        "scale for the latent cache, quantise all three projections and the query to its format.",
-    ),
     "dtype.region": (
         "A product is not computed in bfloat16, or a value between products is neither bfloat16 "
         "nor float32.",
@@ -180,40 +148,16 @@ CODES: dict[str, tuple[str, str]] = {
         "Scale the whole query by one number, or q_nope and the rotated q_pe by one for each "
         "token; fold factors of heads or columns into the weight, others into the softmax scale.",
     ),
-    "token_x.layout": (
-        "The hidden state does not reach the projections as rows of tokens.",
-        "Keep x as [T, He] or [B, S, He].",
-    ),
     "reader.latent": (
         "Something else reads a value that the kernel does not return (raw c_q, unrotated q_pe or"
         " k_pe, raw c_kv, what rounding leaves of c_kv).",
-        "Compute that value separately from x, or read the normed latent, which npu_mla_prolog_v3 "
-        "returns and npu_mla_preprocess does not.",
+        "Read the normed latent, which the kernel returns, in its place. Where a fused cache "
+        "operator reads the value: change what the message names behind 'not in place' "
+        "(docs/rejections.md, Why a fusion is staged).",
     ),
     "cache.staging_forbidden": (
         "The kernel cannot write this cache exactly, and Config.staging is 'never'.",
         "Allow staging, or give the graph caches of shape [BlockNum, BlockSize, 1, width].",
-    ),
-    "cache.operator_mode": (
-        "The fused cache operator writes in a mode the kernel does not have.",
-        "Use cache_mode PA, PA_BNSD or PA_NZ.",
-    ),
-    "cache.slots": (
-        "The pass cannot show that the fused cache operator gets one slot for each token.",
-        "Give index as many elements as there are tokens; under mark_dynamic, mark x, cos, sin "
-        "and index alike.",
-    ),
-    "cache.also_read": (
-        "Another node reads or returns the cache that the fused cache operator writes, through "
-        "another view.",
-        "Read and return the caches that the operator returns, or return none: the caller has the"
-        " memory.",
-    ),
-    "cache.view_of_input": (
-        "The fused cache operator gets a view of a graph input; each step would copy the whole "
-        "cache.",
-        "Pass the 4-D cache itself. mla_fusion.backend() also takes a reshape of an input, but no"
-        " slice of one.",
     ),
     "staging.gains_nothing": (
         "The kernel cannot write this cache, and a staged call would save no time, by an estimate.",
@@ -229,12 +173,6 @@ CODES: dict[str, tuple[str, str]] = {
         "An operator changes a value of the graph in place, so what its readers see depends on "
         "order.",
         "Functionalise first: AOT autograd, or ExportedProgram.run_decompositions().",
-    ),
-    "graph.branch": (
-        "A prologue stands in a body that the pass does not open: of a condition, of a loop, or of "
-        "a region that writes into parts of its inputs other than entries.",
-        "Compute the prologue before the branch, or decide outside of the compiled function; give "
-        "a region whole caches, or pool[i].",
     ),
     "graph.unread": (
         "Nothing reads what the prologue computes.",
@@ -277,10 +215,6 @@ CODES: dict[str, tuple[str, str]] = {
         "Nodes of the prologue carry different stream labels.",
         "Keep the prologue on one stream.",
     ),
-    "order.cycle": (
-        "An input of the kernel depends on one of its outputs.",
-        "Compute tables, slots and weights independently of the prologue's results.",
-    ),
     "proof.differs": (
         "A value that the kernel would replace is not, in exact arithmetic, what the kernel "
         "computes.",
@@ -300,7 +234,7 @@ CODES: dict[str, tuple[str, str]] = {
         "Compile under torch.no_grad().",
     ),
     "target.unlisted": (
-        "Config.targets leaves out the target that might take this prologue.",
+        "Config.targets leaves out the target that takes this prologue.",
         "Add 'v3' to Config.targets.",
     ),
     "skip": ("Config.skip asked to leave this prologue alone.", "Remove it from Config.skip."),

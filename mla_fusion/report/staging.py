@@ -24,20 +24,6 @@ REMEDIES: dict[str, str] = {
         "kv_cache.view(-1, Hckv)[slots] = c_kv; kr_cache.view(-1, Dr)[slots] = k_pe. Rows "
         "that go to no cache stay staged."
     ),
-    "cache.grown": (
-        "Make the cache once, with room for the longest sequence, and write rows to it: "
-        "cache.view(-1, width)[slots] = rows."
-    ),
-    "cache.index_axis": (
-        "Write rows by sequence and place, cache[torch.arange(len(cache))[:, None], places] = "
-        "rows, or by one number for each token: cache.view(-1, width)[slots] = rows."
-    ),
-    "cache.index_elements": (
-        "Write whole rows by one number for each token: cache.view(-1, width)[slots] = rows."
-    ),
-    "cache.accumulates": (
-        "Assign the rows, cache.view(-1, width)[slots] = rows, without accumulate=True."
-    ),
     "cache.writer": (
         "Write whole rows by index_put, index_copy, scatter or npu_scatter_nd_update_, or by "
         "slices whose bounds are numbers: cache.view(-1, width)[slots] = rows."
@@ -45,8 +31,6 @@ REMEDIES: dict[str, str] = {
     "cache.not_functional": (
         "Functionalise first: AOT autograd, or ExportedProgram.run_decompositions()."
     ),
-    "cache.slice_bounds": "Give the row numbers as an input: cache.view(-1, width)[slots] = rows.",
-    "cache.part_of_row": "Write whole rows: as wide as the cache's last axis.",
     "cache.no_input": (
         "Pass the cache to the compiled function as an argument of its own, and write to a "
         "view of it."
@@ -65,10 +49,12 @@ REMEDIES: dict[str, str] = {
         "Compile through mf.backend(), or give the cache the shape [BlockNum, BlockSize, 1, width]."
     ),
     "cache.strides": "Use a contiguous cache.",
-    "cache.width": "Make kv_cache exactly Hckv columns wide, and kr_cache Dr columns.",
+    "cache.width": (
+        "Make kv_cache exactly Hckv columns wide, and kr_cache Dr columns. Of a width that "
+        "dynamic=True made a symbol, say so: torch._check(kv_cache.shape[-1] == 512)."
+    ),
     "cache.dtype": "Give the cache the dtype of the rows.",
     "cache.old_rows_read": "Read the cache only after the write.",
-    "cache.not_stored": "Write the cache in place: cache.view(-1, width)[slots] = rows.",
     "cache.rows_read": "Read the new rows in the write only; elsewhere read them from the cache.",
     "cache.row_order": "Write the rows in the order of the tokens.",
     "cache.blocks_differ": (
@@ -80,15 +66,11 @@ REMEDIES: dict[str, str] = {
         "Give one slot for each token. Of sizes that mark_dynamic, or a second shape, made "
         "symbols, say that they are equal: torch._check(slots.shape[0] == x.shape[0])."
     ),
-    "cache.quantised": (
-        "Use a pair of caches and weights that is a mode of the kernel (docs/support.md)."
-    ),
     "cache.refused": "Give the caches what the message allows: these sizes, or this dtype.",
     "slots.unproven": (
         "Pass the slots as one input of the graph that holds them as they are: not negative, "
         "and no two alike."
     ),
-    "slots.dtype": "Index by int32 or int64 row numbers, not by a mask.",
     "config.staging": 'Set Config(staging="auto").',
 }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,13 +23,21 @@ _FEWEST = 17  # of one axis in that run
 _LIMITS = 600, 8192  # literals beyond meet no count; the second is of literals that meet an arange
 
 
-def bound(graph: Graph) -> Binding:
-    """A small prime for each symbol, which no literal of the graph equals."""
+def bound(graph: Graph, alike: Mapping[str, int] | None = None) -> Binding:
+    """A small prime for each symbol, which no literal of the graph equals.
+
+    alike  numbers of symbols: the graph runs only where those of one number are equal
+    """
     binding = Binding()
     binding.avoid(_literals(graph.nodes))
     sizes = [size for node in graph.nodes for size in _sizes(node).values()]
     for a, b in guarded_equal(sizes[0]) if sizes else ():
         binding.equate(a, b)
+    first: dict[int, Any] = {}
+    for size in sizes:
+        number = (alike or {}).get(str(expression(size)))
+        if number is not None:
+            binding.equate(first.setdefault(number, size), size)
     binding.admit(sizes)
     return binding
 

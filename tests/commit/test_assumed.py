@@ -88,11 +88,6 @@ def test_an_input_cast_to_int32() -> None:
     assert any("input slots holds numbers below 2**31" in text for text in assumptions(TwoWidths()))
 
 
-def test_a_cast_by_which_nothing_was_shown_is_no_assumption() -> None:
-    found = ENTRIES["Int32Slots"]
-    assert not any("2**31" in text for text in assumptions(found.model(), *found.args()))
-
-
 class ByInt32(ENTRIES["PlainCache"].model):  # type: ignore[name-defined]
     """Rows of an int8 cache that are integers before they are bounded."""
 

@@ -4,6 +4,7 @@ the model has them, and every Value of a graph from its inputs alone.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from mla_fusion.compat import hint_of
 from mla_fusion.fx import normalise, pools
-from mla_fusion.fx.build import GraphBuilder, TensorBuilder
+from mla_fusion.fx.build import GraphBuilder, OfTensors
 from mla_fusion.graph.call import Call
 from mla_fusion.graph.form import Value, order
 from mla_fusion.graph.lower import Lowering
@@ -79,11 +80,23 @@ class Run(Interpreter):
         return found
 
 
-class Hints:
-    """Sizes as they were when the graph was traced."""
+class TensorBuilder(OfTensors):
+    """Computes on the tensors of a run; sizes are as they were when the graph was traced."""
 
-    def size(self, size: Any) -> int:
-        return int(hint_of(size))
+    def __init__(self, values: Mapping[Node, Any]) -> None:
+        self.values = values
+
+    def value(self, node: Node) -> Any:
+        return self.values[node]
+
+    def call(self, op: Any, *args: Any, **kwargs: Any) -> Any:
+        return op(*args, **kwargs)
+
+    def sizes(self, shape: Sequence[Any], of: Any = None) -> list[int]:
+        return [int(hint_of(size)) for size in shape]
+
+    def constant(self, numbers: Sequence[int], like: Tensor) -> Tensor:
+        return torch.tensor(numbers)
 
 
 class Case:
@@ -92,7 +105,7 @@ class Case:
         torch.manual_seed(0)
         model, args = entry.model(), entry.args()
         gm = traced_graph(model, *args, dynamic=dynamic)
-        self.gm = next(normalise.forms(gm, True))
+        self.gm = normalise.normalised(gm, True)
         self.given = [*held_by(model).values(), *args]
         self.graph = Graph(self.gm)
         found = proposals(Projections(self.graph))
@@ -156,7 +169,7 @@ def run_kernel(proposal: Proposal, given: dict[str, Tensor]) -> dict[str, Tensor
 def test_results_of_the_kernel_stand_in_for_nodes(name: str, dynamic: bool) -> None:
     case = Case(name, dynamic)
     values = case.run()
-    builder = TensorBuilder(values, Hints())  # type: ignore[arg-type]
+    builder = TensorBuilder(values)
     whole = Lowering(builder, case.graph)
     assert case.proposals
     for proposal in case.proposals:
@@ -178,7 +191,7 @@ def is_near(one: Tensor, other: Tensor) -> bool:
 @pytest.mark.parametrize(("name", "dynamic"), GRAPHS)
 def test_arguments_become_nodes(name: str, dynamic: bool) -> None:
     case = Case(name, dynamic)
-    tensors, builder = TensorBuilder(case.run(), Hints()), GraphBuilder(case.gm)  # type: ignore[arg-type]
+    tensors, builder = TensorBuilder(case.run()), GraphBuilder(case.gm)
     (output,) = case.gm.graph.find_nodes(op="output")
     builder.at(output, {})
     (proposal,) = case.proposals
@@ -214,7 +227,7 @@ def test_values_are_computed_from_inputs(name: str, dynamic: bool) -> None:
     """Beside activations to the last bit."""
     case = Case(name, dynamic)
     values = case.run()
-    builder = TensorBuilder(values, Hints())  # type: ignore[arg-type]
+    builder = TensorBuilder(values)
     lowering = Lowering(builder, case.graph, usable=lambda node: node.op == "placeholder")
     compared = set[str]()
     for value, (node, *_) in case.graph.nodes.items():
@@ -235,7 +248,7 @@ def test_values_are_computed_from_inputs(name: str, dynamic: bool) -> None:
 
 def test_literals() -> None:
     case = Case("PagedRotateHalf", False)
-    lowering = Lowering(TensorBuilder(case.run(), Hints()), case.graph)  # type: ignore[arg-type]
+    lowering = Lowering(TensorBuilder(case.run()), case.graph)
     form = case.graph.form
     for tensor in (
         torch.tensor([[0.3, -1.25e-4], [1e-7, 3.0]]),

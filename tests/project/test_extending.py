@@ -74,13 +74,17 @@ def scratch(tmp_path: Path) -> Scratch:
 
 
 SPELLING = """
+class HypotNorm(HfNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        high = x.float()
+        length = torch.linalg.vector_norm(high, dim=-1, keepdim=True) * x.shape[-1] ** -0.5
+        root = torch.hypot(length, length.new_full((), 0.001))
+        return (high / root).to(x.dtype) * self.weight
+
 
 @entry("in place", source="written for this project", tags="whole, symbolic, device", slack=1.1)
-class SplitUnsafely(PagedRotateHalf):
-    def latent(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        both = self.kv_a_proj_with_mqa(x)
-        c_kv, k_pe = torch.ops.aten.unsafe_split_with_sizes.default(both, [HCKV, DR], -1)
-        return self.kv_a_layernorm(c_kv), k_pe
+class ByHypot(PagedRotateHalf):
+    norm = HypotNorm
 """
 
 
@@ -91,13 +95,19 @@ def test_a_spelling_that_needs_an_operator(scratch: Scratch) -> None:
     scratch.edit(
         section, "tests/catalogue/prologues.py", first, SPELLING.strip() + "\n\n\n" + first
     )
-    which = ("tests/fusion/test_catalogue.py", "-m", "", "-k", "SplitUnsafely")
+    which = ("tests/fusion/test_catalogue.py", "-m", "", "-k", "ByHypot")
     assert "failed" in scratch.tests(*which)
-    (row,) = re.findall(r"^unsafe_split_with_sizes .*\n", PAGE, flags=re.MULTILINE)
-    rows = '_ROWS = """\n'
-    scratch.edit("An operator", "mla_fusion/operators/table.py", rows, rows + row)
+    (rule,) = re.findall(r"^@operator\(.*?(?=^```)", PAGE, flags=re.MULTILINE | re.DOTALL)
+    (call,) = re.findall(r"^hypot\.default\(.*\n", PAGE, flags=re.MULTILINE)
+    for file, before, new in (
+        ("mla_fusion/graph/arithmetic.py", '@operator("addcmul", "addcdiv")\n', f"{rule}\n\n"),
+        ("tests/graph/calls.txt", "add.Tensor(x, y)\n", call),
+    ):
+        scratch.edit("An operator", file, before, new + before)
     after = scratch.tests(*which)
-    assert "passed" in after and "failed" not in after
+    assert "passed" in after and "failed" not in after, after
+    rules = scratch.tests("tests/graph/test_rules.py", "-m", "", "-k", "hypot or every_rule")
+    assert "2 passed" in rules and "failed" not in rules, rules
 
 
 EXAMPLE = """@miss("heads.three", tags="absorb")
@@ -114,20 +124,18 @@ def test_a_rejection_code(scratch: Scratch) -> None:
         '    "heads.three": (\n        "There are three heads.",\n        "Take another number of '
         'them.",\n    ),\n'
     )
-    next_code = '    "token_x.layout": (\n'
+    next_code = '    "reader.latent": (\n'
     scratch.edit(section, "mla_fusion/report/rejection.py", next_code, code + next_code)
-    rule = """def _three_heads(view: View, candidate: Candidate) -> None:
-    if candidate.query.absorb.heads == 3:
-        node = candidate.query.absorb.node
-        raise Refuse("heads.three", node.name, (node,))
-
-
-RULES = (_three_heads, _model,"""
-    scratch.edit(section, "mla_fusion/plan/verdict.py", "RULES = (_model,", rule)
+    first = "    region = list(region)\n"
+    rule = """    weight = proposal.arguments["weight_uk"]
+    if weight.shape[0] == 3:
+        raise Departure("heads.three", f"W_uk is {list(weight.shape)}", proposal.products)
+"""
+    scratch.edit(section, "mla_fusion/plan/policy.py", first, rule + first)
     first = '@miss("absorb.absent", tags="absorb")'
     scratch.edit(section, "tests/catalogue/misses_products.py", first, EXAMPLE + "\n\n" + first)
     example = '    "heads.three": ("N = 3", "N = 4"),\n'
-    next_example = '    "token_x.layout": ('
+    next_example = '    "reader.latent": ('
     scratch.edit(section, "docs/before_after.py", next_example, example + next_example)
     assert scratch.run("docs/generate.py", "--check").returncode == 1
     assert scratch.run("docs/generate.py").returncode == 0

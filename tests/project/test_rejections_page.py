@@ -134,12 +134,24 @@ def test_codes_of_one_family_stand_together() -> None:
 
 
 def test_every_code_in_the_source_is_listed() -> None:
-    """``Refuse("code", ...)`` with a code that is not in the table fails only when it is raised;
+    """``Departure("code", ...)`` with a code that is not in the table fails only when it is raised;
     find it here.
     """
     used = {
         match
         for path in (ROOT / "mla_fusion").rglob("*.py")
-        for match in re.findall(r'(?:Refuse|Rejection)\(\s*f?"([a-z_.]+)', path.read_text())
+        for match in re.findall(
+            r'(?:Departure|Reason|Rejection)\(\s*f?"([a-z_.]+)', path.read_text()
+        )
     }
     assert used and used <= set(CODES)
+
+
+def test_every_code_is_in_the_source() -> None:
+    """One that nobody gives would be a promise of the page."""
+    source = "".join(
+        path.read_text()
+        for path in (ROOT / "mla_fusion").rglob("*.py")
+        if path.parent.name != "report"
+    )
+    assert [code for code in CODES if not re.search(rf'"{re.escape(code)}[":]', source)] == []

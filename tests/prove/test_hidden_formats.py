@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 import mla_fusion as mf
-from tests.catalogue import ENTRIES, floats, static
+from tests.catalogue import ENTRIES, floats
 from tests.catalogue.base import npu
 from tests.exhaustive import one_in
 from tests.harness import traced_graph
 
-from .test_hidden_int8 import late, power
+from .test_hidden_int8 import power
 
 HIF8 = floats.HIF8
 
@@ -76,21 +76,3 @@ def test_another_quantisation_is_refused(
     assert unchanged(name).fused
     report = report_of(name, kind, **methods)
     assert not any(item.attributes.get("weight_quant_mode") for item in report.fused), str(report)
-
-
-def late_offset(self: static.StaticLinear, x: Tensor) -> Tensor:
-    return npu.npu_quantize(
-        (x * late(x)).to(x.dtype), self.input_scale, self.input_offset, 1, -1, True
-    )
-
-
-def scale_twice(self: static.StaticLinear, x: Tensor) -> Tensor:
-    values = npu.npu_quantize(x, self.input_scale, self.input_offset, 1, -1, True)
-    return npu.npu_quantize(values.to(x.dtype), self.input_scale, self.input_offset, 1, -1, True)
-
-
-@pytest.mark.parametrize("quantised", [late_offset, scale_twice])
-def test_another_static_quantisation_is_refused(quantised: Callable[..., Tensor]) -> None:
-    assert unchanged("StaticW8A8").fused
-    report = report_of("StaticW8A8", static.StaticLinear, quantised=quantised)
-    assert not report.fused, str(report)

@@ -113,15 +113,3 @@ def test_an_input_that_scales_both_tables() -> None:
     graph = traced_graph(Scaled(*[lambda x, _: x] * 2), *args_of(), torch.tensor(3.7))
     report = mf.fuse(graph, mf.Config(verify="off"))
     assert len(report.fused) == 1, str(report)
-
-
-@pytest.mark.parametrize("step", [lambda x: x + 300 - 300, lambda x: 257 * x - 256 * x])
-@pytest.mark.parametrize("where", ["c_kv", "k_pe"])
-def test_rows_that_rounding_leaves_little_of(where: str, step: Step) -> None:
-    class Rows(base.Base):
-        def latent(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            c_kv, k_pe = super().latent(x)
-            return (step(c_kv), k_pe) if where == "c_kv" else (c_kv, step(k_pe))
-
-    report = mf.fuse(traced_graph(Rows(), *base.paged_args()), mf.Config(verify="off"))
-    assert not [one for one in report.fused if one.placement == "in place"], str(report)

@@ -220,8 +220,9 @@ MISTAKES = {
             *put(q_b=lambda _: wide(N * (D + DR)))(layer, arguments)
         ),
         (
+            ("linear.bias", "Remove a bias of zeros",
+             put(q_b=lambda _: wide(N * (D + DR), bias=False).half())),
             ("dtype.region", "model.to(torch.bfloat16)", to(torch.bfloat16)),
-            ("linear.bias", "Remove a bias of zeros", None),
         ),
     ),
 }  # fmt: skip

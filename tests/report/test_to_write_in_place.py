@@ -143,17 +143,6 @@ WALKS: dict[str, tuple[Told, Told | None]] = {
     "cache.rows_joined": (of(changed(write=joined_and_doubled)), entry("CombinedCache")),
     "cache.not_written": (entry("RowReturned"), PLAIN),
     "cache.rows_changed": (entry("rows_shifted"), PLAIN),
-    "cache.grown": (entry("Grown"), PLAIN),
-    "cache.index_axis": (of(ByTwoIndices), of(BySequenceAndPlace, places_of_sequences)),
-    "cache.index_elements": (
-        one_cache(
-            lambda kv, slots, rows: kv.view(-1, HCKV).scatter_(
-                0, slots[:, None] + slots.new_zeros(HCKV), rows
-            )
-        ),
-        PLAIN,
-    ),
-    "cache.accumulates": (entry("MaskedWrite"), PLAIN),
     "cache.writer": (
         of(changed(writes.BothByOneOperator, mode="PA_NZ")),
         entry("BothByOneOperator"),
@@ -162,11 +151,6 @@ WALKS: dict[str, tuple[Told, Told | None]] = {
         lambda: mf.explain(torch.export.export(Base(), paged_args()).module()),
         of(Base),
     ),
-    "cache.slice_bounds": (
-        one_cache(lambda kv, slots, rows: kv.view(-1, HCKV)[:16:2].copy_(rows)),
-        PLAIN,
-    ),
-    "cache.part_of_row": (by(assigned, lambda: row_args(2)), by(assigned, row_args)),
     "cache.no_input": (entry("LayersReadTogether"), PLAIN),
     "cache.shape": (
         with_caches(lambda kv, kr: (kv.reshape(-1, HCKV)[:50], kr.reshape(-1, DR)[:50])),
@@ -193,7 +177,6 @@ WALKS: dict[str, tuple[Told, Told | None]] = {
     "cache.width": (by(scattered, lambda: row_args(2)), by(scattered, row_args)),
     "cache.dtype": (by(assigned, lambda: row_args(dtype=torch.float32)), by(assigned, row_args)),
     "cache.old_rows_read": (entry("ReadsOldCache"), PLAIN),
-    "cache.not_stored": (entry("StaticRowsNotStored"), entry("StaticW8A8")),
     "cache.rows_read": (entry("NewRowsRead"), PLAIN),
     "cache.row_order": (entry("PaddedRowsNotWritten"), PLAIN),
     "cache.blocks_differ": (
@@ -202,17 +185,8 @@ WALKS: dict[str, tuple[Told, Told | None]] = {
     ),
     "cache.slots_differ": (entry("kr_by_other_blocks"), PLAIN),
     "cache.slots_count": (entry("half_of_the_tokens"), PLAIN),
-    "cache.quantised": (entry("PackedUnquantised"), entry("PackedRows")),
     "cache.refused": (with_block_size(8), with_block_size(16)),
     "slots.unproven": (entry("negative"), PLAIN),
-    "slots.dtype": (
-        one_cache(
-            lambda kv, slots, rows: kv.view(-1, HCKV).index_put_(
-                [torch.arange(64) < slots[0]], rows[0]
-            )
-        ),
-        PLAIN,
-    ),
     "config.staging": (of(prologues.PagedRotateHalf, staging="always"), PLAIN),
 }
 

@@ -15,14 +15,11 @@ from mla_fusion.compile.device_graph import capture
 from tests.catalogue import (
     ENTRIES,
     base,
-    keys,
     misses_norms,
     misses_products,
     prologues,
-    public_refusals,
 )
 from tests.harness import graph_of, traced
-from tests.match.test_finder import InABranch
 from tests.plan import test_refusals as of_plan
 
 Base, paged_args, tables = base.Base, base.paged_args, base.tables
@@ -158,9 +155,19 @@ class NumbersOfBfloat16(misses_norms.Fp32Gamma):
         self.gamma.data = self.gamma.data.bfloat16().float()
 
 
-class ReadApart(Base):
+class Gated(Base):
+    """The query's latents are multiplied by what another projection makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(base.HE, base.HCQ, bias=False, dtype=torch.bfloat16)
+
     def forward(self, x: Tensor, *rest: Tensor) -> Any:  # type: ignore[override]
-        return *super().forward(x, *rest), self.q_a_proj(x).sum(-1)
+        self.by = self.gate(x.relu())
+        return super().forward(x, *rest)
+
+    def down(self, x: Tensor) -> Tensor:
+        return super().down(x) * self.by
 
 
 class Merged(misses_products.AdaptedQuery):
@@ -177,47 +184,12 @@ class Dropped(Base):
         self.kv_a_layernorm = nn.Sequential(nn.Dropout(0.1), self.kv_a_layernorm)  # type: ignore[assignment]
 
 
-class BeforeTheBranch(InABranch):
-    def forward(self, flag: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # type: ignore[override]
-        p = self.prologue
-        q_nope, q_pe = p.split(p.q_b_proj(p.q_a_layernorm(p.q_a_proj(x))))
-        c_kv, k_pe = p.latent(x)
-        c, s = cos.unsqueeze(1), sin.unsqueeze(1)
-        made = (
-            p.absorb(q_nope),
-            p.rotate(q_pe, c, s),
-            c_kv,
-            p.rotate(k_pe.unsqueeze(1), c, s).squeeze(1),
-        )
-        return torch.cond(flag, base.attend, lambda *made: base.attend(*made) * 0, made)
-
-
-class ReadAfterwards(prologues.NpuOperators):
-    """The rows are summed up as the operator leaves them."""
-
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
-    ) -> Tensor:
-        return super().forward(x, cos, sin, kv_cache, kr_cache, slots) + kv_cache.float().sum()
-
-
-class Sequences(misses_products.RankFour):
-    """The products of sequences flattened."""
-
-    def down(self, x: Tensor) -> Tensor:
-        return self.q_a_proj(x).flatten(0, 1)
+class Shifted(Base):
+    """Each token has the key of the next."""
 
     def latent(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        c_kv, k_pe = self.kv_a_proj_with_mqa(x).flatten(0, 1).split([base.HCKV, base.DR], -1)
-        return self.kv_a_layernorm(c_kv), k_pe
-
-
-class Reshaped(prologues.NpuOperators):
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
-    ) -> Tensor:
-        caches = (cache.view(base.BLOCKS, base.BLOCK_SIZE, 1, -1) for cache in (kv_cache, kr_cache))
-        return super().forward(x, cos, sin, *caches, slots)
+        c_kv, k_pe = super().latent(x)
+        return c_kv, torch.cat([k_pe[1:], k_pe[:1]])
 
 
 class JoinedAgain(Base):
@@ -232,13 +204,6 @@ def sliced(
     self: Base, x: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, kr: Tensor, slots: Tensor
 ) -> Any:
     return Base.forward(self, x[:4], cos[:4], sin[:4], kv, kr, slots[:4])
-
-
-def gathered(
-    self: Base, x: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, kr: Tensor, slots: Tensor
-) -> Any:
-    at = torch.arange(8) % 4
-    return Base.forward(self, x, cos[at], sin[at], kv, kr, slots)
 
 
 def clamped_input(self: Base, x: Tensor, *rest: Tensor) -> Any:
@@ -257,34 +222,11 @@ def doubled_weight(self: Base, x: Tensor) -> Tensor:
     return nn.functional.linear(x, 2.0 * self.q_a_proj.weight)
 
 
-def doubled_later(self: Base, x: Tensor) -> tuple[Tensor, Tensor]:
-    c_kv, k_pe = keys.Lite.latent(self, x)  # type: ignore[arg-type]
-    return 2 * c_kv, k_pe
-
-
 def of_normed(self: Base, c_q_raw: Tensor, c_q: Tensor, k_pe: Tensor) -> Tensor:
     return c_q.sum(-1)
 
 
 # -- arguments and graphs
-
-
-def with_x(*shape: int) -> Callable[[], tuple[Tensor, ...]]:
-    def args() -> tuple[Tensor, ...]:
-        x, *rest = paged_args()
-        return x.view(*shape, base.HE), *rest
-
-    return args
-
-
-def few_rows() -> tuple[Tensor, ...]:
-    x, _, _, *rest = paged_args()
-    return x, *tables(4), *rest
-
-
-def few_slots() -> tuple[Tensor, ...]:
-    *args, slots = paged_args()
-    return *args, slots[:4]
 
 
 def in_blocks(size: int) -> Callable[[], tuple[Tensor, ...]]:
@@ -297,15 +239,6 @@ def in_blocks(size: int) -> Callable[[], tuple[Tensor, ...]]:
         )
 
     return args
-
-
-def flat_caches() -> tuple[Tensor, ...]:
-    *rest, kv_cache, kr_cache, slots = paged_args()
-    return *rest, kv_cache.view(-1, base.HCKV), kr_cache.view(-1, base.DR), slots
-
-
-def branched() -> tuple[Tensor, ...]:
-    return torch.tensor(True), *paged_args()[:3]
 
 
 def half_precision() -> tuple[Tensor, ...]:
@@ -332,15 +265,6 @@ def epsilon(specialised: bool = False, as_backend: bool = False) -> Told:
     return run
 
 
-def mode(name: str) -> Callable[[GraphModule], None]:
-    def change(gm: GraphModule) -> None:
-        for node in gm.graph.nodes:
-            if "kv_rmsnorm_rope_cache" in str(node.target):
-                node.kwargs = {**node.kwargs, "cache_mode": name}
-
-    return change
-
-
 def labelled(first: str, others: str) -> Callable[[GraphModule], None]:
     """The first product carries one stream, the other nodes another."""
 
@@ -364,11 +288,5 @@ def exported() -> mf.Report:
 
 
 class InPlace(Base):
-    def rotate_q(self, q_pe: Tensor, c: Tensor, s: Tensor) -> Tensor:
-        rotated = self.rotate(q_pe, c, s)
-        seen = rotated.sum()  # before the change, and it must stay so
-        return rotated.mul_(seen / seen)
-
-
-class NoLoraNorNorm(misses_products.NoQueryLora):
-    norm = public_refusals.NoNorm
+    def forward(self, x: Tensor, *rest: Tensor) -> Any:  # type: ignore[override]
+        return super().forward(x.mul_(2.0), *rest)

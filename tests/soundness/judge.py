@@ -12,6 +12,7 @@ from time import perf_counter
 
 from torch import Tensor
 
+import mla_fusion as mf
 from mla_fusion.compile.boundary import fuse_with_boundary
 
 from . import captures, dynamo
@@ -65,7 +66,7 @@ def _judge(family: Family, member: Member) -> Outcome:
     if not member.control and not family.random:
         require_another_meaning(unchanged, draws, wanted)
     if member.regime == "dynamo":
-        made = dynamo.compiled(program, draws[0][1], member.config())
+        made = dynamo.compiled(program, draws[0][1], mf.Config())
         return against_eager(member, *made, program, draws, wanted, family.random)
     example = draws[0][1]
     try:
@@ -83,7 +84,7 @@ def _judge(family: Family, member: Member) -> Outcome:
             elif known is not None and differs(plain, known):
                 wanted[label] = None  # torch would compile another graph for this input
     try:
-        report, _, wrap = fuse_with_boundary(captured.graph, captured.inputs, member.config())
+        report, _, wrap = fuse_with_boundary(captured.graph, captured.inputs, mf.Config())
     except Exception as error:
         return Outcome(member, Verdict.RAISED, f"the pass: {type(error).__name__}: {error}")
     run = on(captured, wrap(captured.graph.forward))

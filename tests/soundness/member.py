@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-import mla_fusion as mf
-
 from .program import STYLES, Step
 
 # Static token counts; "sym": one graph for any count, by AOT autograd; "dynamo": the same by
@@ -70,18 +68,10 @@ class Member:
     regime: str
     style: str
     control: bool = False
-    target: str = "v3"  # the one of Config.targets that is asked for
 
     def __str__(self) -> str:
         sort = "control " if self.control else ""
-        target = "" if self.target == "v3" else f", {self.target} alone"
-        return (
-            f"{self.family}: {sort}{self.attack} at {self.place}, {self.regime}, "
-            f"{self.style}{target}"
-        )
-
-    def config(self, **options: Any) -> mf.Config:
-        return mf.Config(targets=(self.target,), **options)
+        return f"{self.family}: {sort}{self.attack} at {self.place}, {self.regime}, {self.style}"
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
+from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -20,13 +21,14 @@ from torch.fx import GraphModule, Node
 
 from mla_fusion.compat import tree_leaves, tree_map_only
 from mla_fusion.exact import field
-from mla_fusion.exact.evaluate import Evaluation, layouts_of
+from mla_fusion.exact.evaluate import Evaluation, order
 from mla_fusion.exact.prove import POINTS
 from mla_fusion.fx.kinds import is_cast, is_float, kind_of
 from mla_fusion.fx.module_path import label, source
 from mla_fusion.fx.sizes import Binding
 from mla_fusion.fx.walk import origin, reached, views_and_casts
 from mla_fusion.graph import layout
+from mla_fusion.graph.call import Pair
 from mla_fusion.graph.form import Value
 from mla_fusion.graph.read import Graph, values_of
 from mla_fusion.operators.known import Kind, value_of
@@ -177,36 +179,58 @@ def _differing(
     there: equal ones have equal marks. None: all are equal at every point.
     """
     _read_once(held)
-    graph = Graph(gm, own=())
-    wanted = values_of([graph.readings[node] for pair in pairs for node in pair])
-    read = [node for node in (*held, *given) if is_float(value_of(node).dtype)]
-    leaves = {node: values_of(graph.readings[node]) for node in read}
-    layouts = {one: layout.plain_layout(one.shape) for some in leaves.values() for one in some}
-    layouts = layouts_of(wanted, layouts)
+    graph = _OfReals(gm, own=())
+    wanted = [*values_of([graph.readings[node] for pair in pairs for node in pair])]
+    leaves = {node: [*values_of(graph.readings[node])] for node in (*held, *given)}
     for draw in range(POINTS):
-        drawn = {}
-        for node, values in leaves.items():
-            for value in values:
-                number = field.word(draw, "input", value.serial)
-                drawn[value] = (
-                    _by_numbers(held[node], draw)
-                    if node in held
-                    else field.random(number, value.shape)
-                )
-        run = Evaluation(layout.Binding((), 1), layouts, drawn, draw)
-        run.run(wanted)
-
+        drawn = {
+            value: _by_numbers(held[node], draw)
+            if node in held
+            else field.random(field.word(draw, "input", value.serial), value.shape)
+            for node, values in leaves.items()
+            for value in values
+            if value.active
+        }
+        run = _at_a_point(wanted, drawn, draw)
         mark = partial(_mark, run)
 
         def is_same(pair: _Pair) -> bool:
             one, other = (values_of(graph.readings[node]) for node in pair)
-            return one == other or [*map(mark, one)] == [*map(mark, other)]
+            return [*map(mark, one)] == [*map(mark, other)]
 
         apart = [pair for pair in pairs if not is_same(pair)]
         if apart:
             read_as = {node: values_of(reading) for node, reading in graph.readings.items()}
-            return apart, {node: (*map(mark, some),) for node, some in read_as.items() if some}
+            return apart, {
+                node: marks for node, some in read_as.items() if (marks := (*map(mark, some),))
+            }
     return None
+
+
+class _OfReals(Graph):
+    """Floats are real numbers from the inputs on."""
+
+    def _leaf(self, name: str, held: Tensor, model: bool) -> Any:
+        found = super()._leaf(name, held, model)
+        if isinstance(found, Pair):
+            return found.each(lambda part: self.form.activation(part.literal, part.shape))
+        return self.form.activation(name, found.shape) if found.is_float else found
+
+
+def _at_a_point(wanted: Sequence[Value], drawn: Mapping[Value, Tensor], draw: int) -> Evaluation:
+    """A step that the field does not know is a function of all that it reads."""
+    layouts = {value: layout.plain_layout(value.shape) for value in drawn}
+    run = Evaluation(layout.Binding((), 1), layouts, drawn, draw)
+    for value in order(wanted, drawn):
+        try:
+            layouts[value] = layout.followed(value, layouts)
+            run.run([value])
+        except layout.Mixed:
+            layouts[value] = layout.plain_layout(value.shape)
+            read = [_mark(run, source) for source in value.sources]
+            name = field.word(draw, value.op, value.literal, value.shape, value.dtype, *read)
+            run.tensors[value] = field.random(name, value.shape)
+    return run
 
 
 def _read_once(held: Mapping[Node, Tensor]) -> None:
@@ -222,8 +246,11 @@ def _read_once(held: Mapping[Node, Tensor]) -> None:
 
 
 def _mark(run: Evaluation, value: Value) -> object:
+    """Equal for Values that are equal at the point."""
     tensor = run.tensors.get(value)
-    return value if tensor is None else (value.shape, tensor.contiguous().numpy().tobytes())
+    if tensor is None:
+        return value.serial
+    return value.shape, blake2b(tensor.contiguous().numpy().tobytes()).hexdigest()
 
 
 def _by_numbers(tensor: Tensor, draw: int) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import mla_fusion as mf
 from mla_fusion.compile.boundary import fuse_with_boundary
 
 from .. import captures, inputs
@@ -35,7 +36,7 @@ def _judge(member: Member) -> Outcome:
     example = inputs.ordinary(tokens)
     captured = (captures.symbolic if member.regime == "sym" else captures.static)(program, example)
     report, _, wrap = fuse_with_boundary(
-        captured.graph, captured.inputs, member.config(slots="checked")
+        captured.graph, captured.inputs, mf.Config(slots="checked")
     )
     run = on(captured, wrap(captured.graph.forward))
     wrong = differs(run_seeded(run, example), run_seeded(program, example))

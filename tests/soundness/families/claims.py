@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import mla_fusion as mf
 from mla_fusion.compile.boundary import fuse_with_boundary
 from tests.catalogue.base import DR, HCKV
 
@@ -36,7 +37,7 @@ def _judge(member: Member) -> Outcome:
     model = captures._Model(lambda i: prologue(i, style), names, example)
     gm = captures._aot(model, [fakes[name] for name in names])
     given = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
-    config = member.config(
+    config = mf.Config(
         verify=member.regime, staging="always" if member.place == "staged" else "auto"
     )
     try:

@@ -118,7 +118,7 @@ def _judge(member: Member) -> Outcome:
     try:
         if member.regime == "aot":
             graph_inputs = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
-            report, _, wrap = fuse_with_boundary(gm, graph_inputs, member.config())
+            report, _, wrap = fuse_with_boundary(gm, graph_inputs, mf.Config())
             function = wrap(gm.forward)
         else:
             report, function = mf.fuse(gm), gm

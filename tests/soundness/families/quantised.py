@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+import mla_fusion as mf
 from tests.catalogue import base, floats, int8, int8_plain
 
 from .. import inputs, modelled
@@ -196,7 +197,7 @@ def _draws(style: str, regime: str) -> Iterator[tuple[str, Named]]:
 def _judge(member: Member) -> Outcome:
     detour = {**ATTACKS, **OF_BLOCKS, **CONTROLS}[member.attack]
     program, usual = (_program(member.style, member.place, step) for step in (detour, None))
-    config = member.config(soc="A5" if member.style in FLOATS else "A3")
+    config = mf.Config(soc="A5" if member.style in FLOATS else "A3")
     return modelled.judge(member, program, usual, list(_draws(member.style, member.regime)), config)
 
 

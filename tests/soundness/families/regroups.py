@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+import mla_fusion as mf
 from tests.catalogue import int8_caches
 from tests.catalogue.base import DR, HCKV
 
@@ -170,7 +171,7 @@ def _judge(member: Member) -> Outcome:
     step = {**_STEPS, **_KEPT}[member.attack]
     program, usual = (_program(member.style, member.place, each) for each in (step, None))
     draws = _draws(member.style, member.regime)
-    return modelled.judge(member, program, usual, draws, member.config())
+    return modelled.judge(member, program, usual, draws, mf.Config())
 
 
 _PLACES = ("c_kv", "k_pe", "c_kv+k_pe")

@@ -24,7 +24,7 @@ from ..member import Attack, Family, Member, Outcome, Verdict
 from ..program import STYLES, prologue
 from ..running import Invalid, on, run_seeded
 
-_PLACES = (
+PLACES = (
     "mla_fusion.graph.read:Graph.__init__",
     "mla_fusion.propose.prologue:_Joined.proposal",
     "mla_fusion.plan.planner:Planner.plan",
@@ -159,7 +159,7 @@ def _nothing(*_: Any) -> None:
 
 _CASES = tuple(
     Attack(f"{path}#{at}", _nothing, ("commit",), ("boundary", "fuse"), ("paged", "neox", "angles"))
-    for path in _PLACES
+    for path in PLACES
     for at in (1, 2, 5, 17)
 )
 FAMILIES = [Family("transaction.defect", "an exception while committing", _CASES, judge=_judge)]

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import mla_fusion as mf
 from mla_fusion.compile.boundary import fuse_with_boundary
 
 from .. import captures, inputs
@@ -210,7 +211,7 @@ def _judge(member: Member) -> Outcome:
 
     captured = captures.static(program, inputs.ordinary(8))
     looks = "every call" if member.family == "updates.hidden" else "rounds"
-    config = member.config(updates=looks)
+    config = mf.Config(updates=looks)
     report, _, wrap = fuse_with_boundary(captured.graph, captured.inputs, config)
     run = on(captured, wrap(captured.graph.forward))
     wrong = None
