@@ -133,8 +133,9 @@ def _roles(plan: Plan, drawn: dict[Node, str]) -> dict[Node, str]:
             if node in seen or node in drawn:
                 continue
             seen.add(node)
+            held = node.meta["val"]
             if node.op not in ("placeholder", "get_attr"):
                 stack += node.all_input_nodes
-            elif node.meta["val"].dtype not in (torch.int32, torch.int64):
+            elif isinstance(held, torch.Tensor) and held.dtype not in (torch.int32, torch.int64):
                 found.setdefault(node, role)
     return found

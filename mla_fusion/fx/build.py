@@ -318,7 +318,7 @@ class GraphBuilder(Builder):
         for given in self.source.find_nodes(op="placeholder"):
             value = value_of(given)
             if isinstance(value, torch.Tensor) and any(same(one, size) for one in value.shape):
-                held = self._asked(self.copies.get(given), size)
+                held = self._asked(self.copies.get(given) if self._is_written else given, size)
                 if held is not None:
                     return held
         raise LookupError(f"no node of the graph, and no input, has the size {size}")

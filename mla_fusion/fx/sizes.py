@@ -73,6 +73,11 @@ def expression(size: Any) -> Any:
     return _without_quotients(found) if found.has(FloorDiv) else found
 
 
+def known(size: Any) -> Any:
+    """The number that a size is by what torch knows of its symbols; else the size."""
+    return size if isinstance(size, int) or expression_of(size).free_symbols else int(size)
+
+
 @cache
 def _without_quotients(found: sympy.Expr) -> sympy.Expr:
     """``s ** 2 // s`` is ``s``: tokens of as many sequences as each is long, where torch gave both

@@ -15,7 +15,7 @@ import torch
 from mla_fusion.compat import OpOverload, schema_of
 from mla_fusion.graph import bounds
 from mla_fusion.graph.form import Factor, Form, Term, Value, broadcast, filled_with
-from mla_fusion.graph.numbers import ONE, Number, literal, number
+from mla_fusion.graph.numbers import ONE, Number, is_open, literal, number
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,10 @@ class Size(int):
 
 class Departs(Exception):
     """A rule has no answer for this call: the operator is decomposed, or opaque."""
+
+
+class Alike(Exception):
+    """Two sizes, one of them symbolic, that are equal whenever the graph runs."""
 
 
 Rule = Callable[..., Any]
@@ -111,6 +115,13 @@ class Call:
         if isinstance(given, int):
             return torch.int64 if not dtype.is_floating_point else dtype
         return dtype if dtype.is_floating_point else torch.float32
+
+    def equate(self, one: int, other: int) -> None:
+        """Two sizes that the operator takes for equal. Raises Alike, or Departs where they are
+        not.
+        """
+        if one != other:
+            raise Alike(one, other) if is_open(one) or is_open(other) else Departs
 
     def sum(self, terms: Iterable[Term], constant: Fraction | int = 0) -> Value:
         """Added up, in the call's dtype."""

@@ -511,6 +511,8 @@ class Form:
             found = self.power(self.reshape(value.sources[0], shape), value.literal[0][0])
         elif value.op == "constant":
             found = self.constant(value.literal.tensor.reshape(shape))
+        elif (own := _repeated(value, shape)) is not None:
+            found = self.expand(self.reshape(value.sources[0], own), shape)
         else:
             found = self.make("reshape", (value,), None, shape, value.dtype)
         return self.scaled(found, times)
@@ -956,6 +958,20 @@ def _axis_inside(value: Value, axis: int) -> int | None:
     if own >= 0 and inner[own:] == shape[axis:]:
         return own
     return axis if inner[: axis + 1] == shape[: axis + 1] else None
+
+
+def _repeated(value: Value, shape: Shape) -> Shape | None:
+    """Of what is repeated along leading axes alone: the axes of ``shape`` that hold it once."""
+    if value.op != "expand":
+        return None
+    inner = value.sources[0].shape
+    while inner[:1] == (1,):
+        inner = inner[1:]
+    if not inner or value.shape[-len(inner) :] != inner:
+        return None
+    sizes = (at for at in range(len(shape)) if prod(shape[at:]) == prod(inner))
+    first = next(sizes, None)
+    return None if first is None else shape[first:]
 
 
 def _is_power(value: Value) -> bool:

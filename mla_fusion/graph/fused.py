@@ -202,6 +202,7 @@ def _in_pages(c: Call, cache: Value, index: Value, rows: Value, mode: str) -> Va
     if mode not in PAGED or prod(index.shape) != prod(rows.shape[:-1]):
         return form.opaque("cache", mode, [cache, index, rows], cache.shape, cache.dtype)
     width = rows.shape[-1]
+    c.equate(cache.shape[-1], width)
     flat = form.reshape(cache, (prod(cache.shape) // width, width))
     total = prod(index.shape)
     made = form.write(

@@ -357,7 +357,10 @@ def guarded(c: Call, condition: Value, one: Value, other: Value) -> Value | None
         for side in condition.sources
     )
     sizes = [side for side in condition.sources if is_size(side)]
-    return kept if is_zero and len(sizes) == 1 and is_size(kept) else None
+    if not is_zero or len(sizes) != 1 or not is_size(kept):
+        return None
+    c.form.assumed.append("no row is 0 throughout, which is asked")
+    return kept
 
 
 def _kind(given: int | None, in_blocks: bool = False) -> NumberFormat:
@@ -479,6 +482,8 @@ def _(
             raise Departs
         if pertoken_scale.shape[:-2] != lead:
             raise Departs
+        c.equate(pertoken_scale.shape[-2], rows.shape[1] // (2 * BLOCK))
+        c.equate(pertoken_scale.shape[-1], 2)
         of_rows = form.reshape(pertoken_scale, (rows.shape[0], rows.shape[1] // BLOCK))
         of_weight = form.permute(scale, (0, 2, 1))
         of_weight = form.reshape(of_weight, (rows.shape[1] // BLOCK, x2.shape[-1]))

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from mla_fusion.compat import OpOverload, expression_of, schema_of
+from mla_fusion.compat import OpOverload, schema_of
+from mla_fusion.fx.sizes import expression as expression_of
 from mla_fusion.graph import arithmetic, decompose, fused, moves, quantise
-from mla_fusion.graph.call import RULES, Call, Departs, Pair, Size, name_of
+from mla_fusion.graph.call import RULES, Alike, Call, Departs, Pair, Size, name_of
 from mla_fusion.graph.form import Form, Value, filled_with
 from mla_fusion.graph.numbers import LEAST_BOUND, is_open, is_rough
 from mla_fusion.graph.parameters import parameters
@@ -34,10 +35,6 @@ _PLACES = ("shifts", "index", "offset", "diagonal")
 _HIDDEN = {"npu::npu_kv_rmsnorm_rope_cache": (5, 6)}  # arguments written, though no schema says so
 _SCATTERS = {"slice": "slice_scatter", "select": "select_scatter"}
 _FAILS = (ValueError, RuntimeError, TypeError, LookupError, AssertionError, AttributeError)
-
-
-class _Alike(Exception):
-    """Two symbols that the graph takes for one number."""
 
 
 class Graph:
@@ -79,7 +76,7 @@ class Graph:
         try:
             for node in self.gm.graph.nodes:
                 self._read(node)
-        except _Alike as pair:
+        except Alike as pair:
             one, other = pair.args
             self.symbols = {
                 name: min(one, other) if bound in (one, other) else bound
@@ -117,6 +114,21 @@ class Graph:
             if is_held or isinstance(reading, Pair):
                 yield node
 
+    def in_any_shape(self, value: Value) -> list[Node]:
+        """The nodes that hold a Value; where none does, those that hold it in another shape, as
+        they do a product of sequences.
+        """
+        return self.nodes.get(value) or self._by_origin.get(value, [])
+
+    @cached_property
+    def _by_origin(self) -> dict[Value, list[Node]]:
+        """Nodes by what they hold a reshape of, in order."""
+        found: dict[Value, list[Node]] = {}
+        for value, nodes in self.nodes.items():
+            if value.op == "reshape":
+                found.setdefault(value.sources[0], []).extend(nodes)
+        return {value: sorted(nodes) for value, nodes in found.items()}
+
     @property
     def live(self) -> list[Value]:
         """What the graph gives out or writes, and what nobody reads."""
@@ -142,7 +154,7 @@ class Graph:
                 self.symbols[name] = _prime(used)
         bound = {symbol: self.symbols[str(symbol)] for symbol in expression.free_symbols}
         found = Size(int(expression.subs(bound)), str(expression), _is_plain(expression))
-        if bound and found > 1:
+        if found > 1 and any(map(is_open, bound.values())):
             self.sizes.setdefault(int(found), given)
         return found
 
@@ -364,6 +376,10 @@ class Graph:
                 return rule(call, **given)
             except Departs:
                 pass
+            except Alike as pair:
+                if not set(self.symbols.values()).isdisjoint(pair.args):
+                    raise
+                return None
             except _FAILS as error:
                 self._find_alike(error)
         is_random = torch.Tag.nondeterministic_seeded in target.tags
@@ -394,7 +410,7 @@ class Graph:
         numbers = {int(word) for word in words if word.isdigit()}
         known = sorted(numbers & set(self.symbols.values()))
         if isinstance(error, ValueError) and len(known) == 2:
-            raise _Alike(*known) from error
+            raise Alike(*known) from error
 
     def _folded(self, target: Any, args: Any, options: Any, held: Any) -> Reading:
         """Of literals alone, what torch computes."""
@@ -520,11 +536,15 @@ def _places_and_sizes(target: Any) -> tuple[str, ...]:
 
 @lru_cache(maxsize=4096)
 def _is_plain(expression: Any) -> bool:
+    """Products of symbols, added up; a number that is taken off is small beside what symbols are
+    bound to.
+    """
     if expression.is_Symbol or expression.is_Integer:
         return True
     terms = expression.expand().as_coefficients_dict()
     return all(
-        times > 0 and all(part.is_Symbol or part.is_Integer for part in term.as_powers_dict())
+        times > (0 if term.free_symbols else -LEAST_BOUND)
+        and all(part.is_Symbol or part.is_Integer for part in term.as_powers_dict())
         for term, times in terms.items()
     )
 

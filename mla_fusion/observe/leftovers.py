@@ -5,7 +5,7 @@ counted from the plan.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch.fx import Node
@@ -32,11 +32,15 @@ _PUT_BACK = ("slice_scatter", "select_scatter", "copy_")
 
 
 def staged(
-    rows: Sequence[Node], turned: Sequence[int], widths: Sequence[int], tokens: int, bound: Bound
+    rows: Mapping[Node, bool],
+    turned: Sequence[int],
+    widths: Sequence[int],
+    tokens: int,
+    bound: Bound,
 ) -> tuple[Leftover, ...]:
     """What staging leaves.
 
-    rows    the nodes that hold new rows
+    rows    the nodes that hold new rows, and whether each joins the rows of both caches
     turned  of each result that is re-interleaved, how many numbers a token has
     widths  of the rows
     bound   a shape as numbers
@@ -45,7 +49,7 @@ def staged(
     return tuple(one for one in found if one.operators)
 
 
-def replaced_by(starts: Sequence[Node], ends: Iterable[Node], rows: Sequence[Node]) -> int:
+def replaced_by(starts: Sequence[Node], ends: Iterable[Node], rows: Iterable[Node]) -> int:
     """How many operators compute ``starts`` from ``ends``, and write ``rows`` to caches."""
     return count(computed(starts, ends).union(_to_caches(rows)))
 
@@ -68,12 +72,13 @@ def re_interleaving(widths: Sequence[int]) -> Leftover:
     )
 
 
-def writes(rows: Sequence[Node], tokens: int, bound: Bound) -> Leftover:
+def writes(rows: Mapping[Node, bool], tokens: int, bound: Bound) -> Leftover:
     """The model's own steps from the new rows to the caches."""
+    joined = [node for node, is_joined in rows.items() if is_joined]
     to_caches = _to_caches(rows)
     steps = [node for node in to_caches if not _is_free(node)]
     made = {*rows, *to_caches}
-    moved, whole = 0, dict[Node, int | None]()
+    moved, whole = sum(2 * _bytes(bound, node) for node in joined), dict[Node, int | None]()
     for node in steps:
         if is_writer(node) or has_effect(node):
             inside = [read for read in node.all_input_nodes if read in made and not is_writer(read)]
@@ -83,8 +88,9 @@ def writes(rows: Sequence[Node], tokens: int, bound: Bound) -> Leftover:
             moved += 2 * _bytes(bound, node)
     sizes = list(whole.values())
     known = None if None in sizes else sum(size for size in sizes if size is not None)
-    operators = tuple(op_name(node).replace("::", ".") for node in steps)
-    return Leftover("cache writes", operators, len(steps), moved // tokens, known)
+    own = (op_name(node).replace("::", ".") for node in steps)
+    operators = ("aten.cat",) * len(joined) + tuple(own)
+    return Leftover("cache writes", operators, len(operators), moved // tokens, known)
 
 
 def _to_caches(rows: Iterable[Node]) -> list[Node]:
@@ -115,7 +121,13 @@ def _is_free(node: Node) -> bool:
 
 
 def _is_put_back(node: Node) -> bool:
-    return any(word(user) in _PUT_BACK for user in node.users)
+    return any(word(user) in _PUT_BACK and not _is_stored(user) for user in node.users)
+
+
+def _is_stored(node: Node) -> bool:
+    """Does it end the graph with what an input holds then?"""
+    into = node.args[0]
+    return word(node) == "copy_" and isinstance(into, Node) and into.op in INPUTS
 
 
 def _caches(writer: Node) -> Iterator[Node]:

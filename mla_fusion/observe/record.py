@@ -22,6 +22,7 @@ from mla_fusion.observe import leftovers
 from mla_fusion.observe.gain import seconds
 from mla_fusion.plan.caches import InPlace, Staged
 from mla_fusion.plan.contract import OPERATOR, inputs
+from mla_fusion.plan.outputs import unmoved
 from mla_fusion.plan.plan import Plan
 from mla_fusion.propose.sites import Projections
 from mla_fusion.report.rejection import Rejection, message
@@ -171,8 +172,8 @@ def _step(node: Node) -> tuple[str, str, str, str]:
 
 
 def _nodes_of(graph: Graph, values: Sequence[Value]) -> tuple[Node, ...]:
-    nodes = (graph.nodes[value][0] for value in values if value in graph.nodes)
-    return tuple(sorted(dict.fromkeys(nodes)))
+    held = map(graph.in_any_shape, values)
+    return tuple(sorted({nodes[0] for nodes in held if nodes}))
 
 
 def _rotation(plan: Plan) -> str:
@@ -184,11 +185,15 @@ def _rotation(plan: Plan) -> str:
     return f"{rotation[0]} in, {rotation[1]} out{stored}"
 
 
-def _new_rows(plan: Plan) -> list[Node]:
-    """Nodes that hold the new rows of a staged plan."""
+def _new_rows(plan: Plan) -> dict[Node, bool]:
+    """Nodes that hold the new rows of a staged plan, and whether each joins those of both."""
     rows = {plan.proposal.results.kv_rows, plan.proposal.results.kr_rows}
     names = rows.union(plan.results.values())
-    return [n for n, value in plan.replaced.items() if not rows.isdisjoint(met([value], names))]
+    return {
+        node: unmoved(value).op == "join"
+        for node, value in plan.replaced.items()
+        if not rows.isdisjoint(met([value], names))
+    }
 
 
 def left(plan: Plan) -> tuple[Leftover, ...]:

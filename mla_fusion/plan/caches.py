@@ -13,8 +13,9 @@ from torch.fx import Node
 
 from mla_fusion.fx import pools
 from mla_fusion.fx.kinds import called
-from mla_fusion.fx.sizes import divides, same
+from mla_fusion.fx.sizes import divides, known, same
 from mla_fusion.graph.form import Value, order
+from mla_fusion.graph.numbers import ONE
 from mla_fusion.graph.read import Graph
 from mla_fusion.machine import Machine
 from mla_fusion.meta import layout, limits
@@ -99,7 +100,7 @@ def placed(
         del rows_of["kr_cache"]
     found: dict[str, Write] = {}
     for name, rows in rows_of.items():
-        write = _write_of(graph, given, writes, name, rows)
+        write = _write_of(graph, proposal, given, writes, name, rows)
         if isinstance(write, Obstacle):
             obstacles.append(write)
         else:
@@ -152,7 +153,7 @@ def _of_both(graph: Graph, kv: Write, kr: Write) -> Iterator[Obstacle]:
 
 
 def _write_of(
-    graph: Graph, given: Given, writes: Iterable[Value], name: str, rows: Value
+    graph: Graph, proposal: Proposal, given: Given, writes: Iterable[Value], name: str, rows: Value
 ) -> Write | Obstacle:
     """The one write that takes the new rows as they are, in the order of the tokens."""
     own, moved = list[Value](), list[tuple[Value, Value]]()
@@ -168,12 +169,25 @@ def _write_of(
         return Obstacle("cache.rows_read", f"{len(own)} writes take the rows of {name}")
     if not moved:
         return _not_taken(graph, given, writes, name, rows)
-    base = _base(graph, moved[0][0])
+    return _moved(graph, proposal, *moved[0], name, rows)
+
+
+def _moved(
+    graph: Graph, proposal: Proposal, write: Value, taken: Value, name: str, rows: Value
+) -> Obstacle:
+    """``taken``, which is made of the rows, is written."""
+    base = _base(graph, write)
     to = "what is no input" if base is None else base.name
-    others = [value for value in order([moved[0][1]]) if value.op == "leaf" and value is not rows]
-    if others:
-        return Obstacle("cache.rows_joined", f"rows of {name} are written to {to} beside others")
-    if name == "kr_cache":
+    if any(value.op == "leaf" and value is not rows for value in order([taken])):
+        message = f"one row of {to} holds latent and rotated key; the kernel writes two caches"
+        return Obstacle("cache.joined_row", message)
+    if prod(taken.shape) != prod(rows.shape):
+        return Obstacle("cache.slots_count", f"some of the rows of {name} are written to {to}")
+    if graph.form.split(taken)[0] != ONE:
+        message = f"the rows of {name} are multiplied before they are written"
+        return Obstacle("cache.rows_changed", message)
+    kernels = (one.kernel for one in proposal.claims if one.part == "kr_rows")
+    if name == "kr_cache" and unmoved(taken) in map(unmoved, kernels):
         return PAIRS
     return Obstacle("cache.row_order", f"the rows of {name} are written to {to} in another order")
 
@@ -290,7 +304,7 @@ def _paged_shape(cache: Node) -> tuple[object, object, int, object] | None:
     128, 64, 32 or 16. Of symbolic sizes, one must be known to be a multiple of that.
     """
     value = cache.meta["val"]
-    shape = value.shape
+    shape = [known(size) for size in value.shape]
     if len(shape) < 2 or any(isinstance(size, int) and size == 0 for size in shape):
         return None
     if len(shape) == 4 and same(shape[2], 1):

@@ -69,9 +69,11 @@ def _not_lowered(plan: Plan, error: LookupError) -> Departure:
 
 
 def inputs(plan: Plan) -> list[Node]:
-    """Nodes of the graph that the call reads."""
+    """Nodes of the graph that the call reads, and others that hold the same."""
+    graph, values = plan.graph, plan.values.values()
     caches = [cache for _, cache, _ in plan.held]
-    return [*dict.fromkeys((*holders(plan.graph, plan.values.values()), *caches))]
+    alike = [node for value in values for node in graph.holding(value)]
+    return [*dict.fromkeys((*holders(graph, values), *alike, *caches))]
 
 
 def _assumed(one: Undecided) -> str:
@@ -118,6 +120,9 @@ class _OnPaper(OfTensors):
     def value(self, node: Node) -> torch.Tensor:
         made: torch.Tensor = faked(node.meta["val"], self._mode)
         return made
+
+    def cache(self, node: Node, shape: Sequence[Any]) -> torch.Tensor:
+        return self.value(node).new_empty(list(shape))  # torch would write its sizes as quotients
 
     def call(self, op: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         if isinstance(op, OpOverload) and schema_of(op).name.endswith(f"::{V3_FUNCTIONAL.name}"):

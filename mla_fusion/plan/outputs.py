@@ -52,7 +52,7 @@ def is_replaced(graph: Graph, node: Node, given: Given) -> bool:
 
 def is_size(node: Node) -> bool:
     """Does it ask a tensor for a size?"""
-    return isinstance(node.target, OpOverload) and isinstance(node.meta["val"], torch.SymInt)
+    return isinstance(node.target, OpOverload) and isinstance(node.meta.get("val"), torch.SymInt)
 
 
 def is_made_of_nothing(value: Value) -> bool:

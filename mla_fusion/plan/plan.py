@@ -48,9 +48,8 @@ class Plan:
     products: list[Node] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        nodes = self.graph.nodes
-        first = (nodes[value][0] for value in self.proposal.products if value in nodes)
-        self.products = sorted(dict.fromkeys(first))
+        held = map(self.graph.in_any_shape, self.proposal.products)
+        self.products = sorted({nodes[0] for nodes in held if nodes})
 
     @property
     def values(self) -> dict[str, Value]:

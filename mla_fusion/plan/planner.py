@@ -214,7 +214,11 @@ class Planner:
     ) -> Plan:
         graph = self.graph
         claims = _read_back(graph, proposal, caches, held) if isinstance(caches, InPlace) else held
-        starts = [node for value in proposal.products for node in self._holding.get(value, ())]
+        starts = [
+            node
+            for value in proposal.products
+            for node in self._holding.get(value) or graph.in_any_shape(value)
+        ]
         if isinstance(caches, InPlace):
             writers = (_writer(graph, write) for write in caches.writes.values())
             starts += [node for node in writers if node is not None]

@@ -37,7 +37,7 @@ def judge(graph: Graph, proposal: Proposal, region: Iterable[Node]) -> None:
 
     def is_product(node: Node) -> bool:
         values = values_of(graph.readings[node])
-        return any(graph.form.split(value)[1] in products for value in values)
+        return any(unmoved(graph.form.split(value)[1]) in products for value in values)
 
     for node in region:
         held = node.meta.get("val")

@@ -100,7 +100,8 @@ def drawn(plan: Plan) -> dict[Node, str]:
 
 def _first(graph: Graph, value: Value) -> Node:
     """The first node that holds the numbers of a Value, in whatever shape: others are views."""
-    inner = unmoved(value)
+    times, rest = graph.form.split(value)  # a number stands in front of a move
+    inner = graph.form.scaled(unmoved(rest), times)
     nodes = (node for one in (inner, value) for node in graph.nodes.get(one, ()))
     return min(node for node in nodes if isinstance(node.meta["val"], torch.Tensor))
 

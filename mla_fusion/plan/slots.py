@@ -1,5 +1,5 @@
 """Row numbers that are distinct and not below 0: those of an input, trusted to be so, from a row
-on; or of a block table's blocks, at the places of one.
+on, or at counted places of it; or of a block table's blocks, at the places of one.
 """
 
 from __future__ import annotations
@@ -8,8 +8,10 @@ from fractions import Fraction
 from math import prod
 
 from mla_fusion.graph.form import Value, filled_with
+from mla_fusion.graph.numbers import is_open
 
 Roles = dict[Value, str]
+_LEAST_BLOCK = 16
 
 
 def trusted(index: Value) -> Roles | None:
@@ -31,10 +33,24 @@ def _trusted(index: Value, role: str) -> Roles | None:
         numbers = inner.literal.tensor.reshape(-1)
         is_apart = len(numbers.unique()) == len(numbers) and int(numbers.min()) >= 0
         return {} if is_apart else None
+    if inner.op == "gather" and _are_apart(inner.sources[1]):
+        rows = inner.sources[0]
+        return None if _is_repeated(rows) else _trusted(rows, role)
     if inner.op == "sum" and inner.literal[1] >= 0:
         is_shifted = inner.literal[0] == (1,)
         return _trusted(inner.sources[0], role) if is_shifted else _of_blocks(inner)
     return None
+
+
+def _are_apart(places: Value) -> bool:
+    """Are they distinct, whatever inputs hold: counted from one number on?"""
+    if prod(places.shape) == 1:
+        return True
+    inner = _unmoved(places)
+    terms = inner.sources if inner.op == "sum" else (inner,)
+    counted = [one for one in map(_unmoved, terms) if prod(one.shape) > 1]
+    is_one = len(counted) == 1 and counted[0].op == "count"
+    return is_one and not _is_repeated(places) and prod(places.shape) == prod(counted[0].shape)
 
 
 def _is_repeated(index: Value) -> bool:
@@ -53,6 +69,8 @@ def _of_blocks(value: Value) -> Roles | None:
         return {} if value.literal[0][0] > 0 else None
     if len(terms) == 2:
         (entries, size), (places, one) = sorted(terms.items(), key=lambda term: -term[1])
+        if one == 1 and _is_spread(entries, size, places):
+            return _trusted(places, "slots")
         is_counted = [_unmoved(one).op in ("count", "constant") for one in (entries, places)]
         is_one = prod(_unmoved(entries).shape) == 1
         blocks = _trusted(entries, "sequences" if is_counted[1] or is_one else "block")
@@ -75,6 +93,20 @@ def _of_blocks(value: Value) -> Roles | None:
             if table is not None and slots is not None:
                 return table | slots
     return None
+
+
+def _is_spread(entries: Value, size: Fraction, places: Value) -> bool:
+    """Are blocks of slots laid out with room between them: ``(s // b) * (b + size) + s % b``? A
+    symbolic BlockSize is at least the least that the kernel takes.
+    """
+    inner = _unmoved(entries)
+    if inner.op != "function" or inner.literal[0] != "quotient" or size < 0:
+        return False
+    divisor = filled_with(inner.sources[1])
+    if divisor is None or _unmoved(inner.sources[0]) is not _unmoved(places):
+        return False
+    block = divisor.literal[1].ratio
+    return bool(block <= _LEAST_BLOCK or not is_open(int(size + block)))
 
 
 def _unmoved(value: Value) -> Value:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from math import prod
 
 import torch
 
@@ -76,8 +77,7 @@ def solved(site: Site, value: Value, what: str) -> Norm:
         )
     matching = _first_that_holds(site, value, rows, found)
     if matching is None:
-        epsilon = next(_added_inputs(site, value), None)
-        if epsilon is not None:
+        if any(_added_inputs(site, value)):
             detail = f"{what} have an epsilon that is no number of the graph"
             raise Departure("norm.runtime_eps", detail, [value])
         raise Departure(
@@ -92,7 +92,8 @@ def _added_inputs(site: Site, value: Value) -> Iterator[Value]:
         exponents = one.literal[0] if one.op == "product" else ()
         for source, exponent in zip(one.sources, exponents, strict=False):
             if exponent.denominator > 1 and source.op == "sum":
-                yield from (term for term in source.sources if not term.active)
+                single = (term for term in source.sources if prod(term.shape) == 1)
+                yield from (term for term in single if not term.active)
 
 
 def _epsilons(site: Site, value: Value, size: int) -> Iterator[Fraction]:

@@ -194,6 +194,20 @@ def _said(factor: Value | None) -> str:
     return "a number for each token" if filled is None else f"{float(filled.literal[1]):g}"
 
 
+def _in_order(form: Form, rows: Value, places: list[int]) -> Value:
+    """``rows`` [T, n] with their columns in another order: by axes where halves become pairs, so
+    that the graph needs no row numbers for it.
+    """
+    step = places[1] - places[0]
+    turns = next((k for k, place in enumerate(places) if place != k * step), len(places))
+    if step > 1 and len(places) % (turns * step) == 0:
+        pairs = torch.arange(len(places)).reshape(-1, turns, step).transpose(1, 2)
+        if pairs.flatten().tolist() == places:
+            apart = form.reshape(rows, (rows.shape[0], -1, turns, step))
+            return form.reshape(form.permute(apart, (0, 1, 3, 2)), rows.shape)
+    return form.take(rows, 1, places)
+
+
 def _used(site: Site, columns: set[int]) -> Iterator[Value]:
     """The products of a site that have some of the columns."""
     at = 0
@@ -594,7 +608,7 @@ class _Joined:
 
     def _turned_rows(self, part: str, site: Site, one: _Rotated, rows: Value) -> Claim:
         form = self.form
-        flat = form.take(form.reshape(rows, (site.tokens, -1)), 1, one.pairs.places.tolist())
+        flat = _in_order(form, form.reshape(rows, (site.tokens, -1)), one.pairs.places.tolist())
         flat = self._times(flat, one.factor)
         return Claim(part, one.value, of_rows(form, flat, one.value, site.layouts[one.value]))
 

@@ -45,7 +45,7 @@ def known(site: Site, run: Evaluation) -> list[tuple[Value, Tensor]]:
 
 def _beside(site: Site) -> Iterator[tuple[Value, Layout]]:
     """What the cone reads that is no activation, and what that was moved from."""
-    seen = set[tuple[Value, Layout]]()
+    form, seen = site.projections.form, set[tuple[Value, Layout]]()
     for value, layout in site.layouts.items():
         if value.op not in ("product", "sum", "dot"):
             continue
@@ -53,6 +53,12 @@ def _beside(site: Site) -> Iterator[tuple[Value, Layout]]:
             if source.active or filled_with(source) is not None:
                 continue
             own = _of_operand(value, source, layout)
+            if value.op != "dot":  # of one row for all sequences, each token's
+                own = layout[len(layout) - len(own) :]
+                is_whole = map(has_tokens, ((axis,) for axis in own))
+                pairs = zip(is_whole, value.shape[-len(own) :], source.shape, strict=True)
+                source = form.expand(source, [n if whole else one for whole, n, one in pairs])
+                own = broadcast_to(own, source)
             for above in _above(source, own):
                 if above not in seen and has_tokens(above[1]):
                     seen.add(above)

@@ -14,10 +14,6 @@ REMEDIES: dict[str, str] = {
         "Keep two caches: kv_cache.view(-1, Hckv)[slots] = c_kv; kr_cache.view(-1, "
         "Dr)[slots] = k_pe."
     ),
-    "cache.rows_joined": (
-        "Write each by itself: kv_cache.view(-1, Hckv)[slots] = c_kv; kr_cache.view(-1, "
-        "Dr)[slots] = k_pe."
-    ),
     "cache.rows_changed": "Write the rows as the norm and the rotation leave them.",
     "cache.not_written": (
         "Pass the caches to the compiled function and write the rows there: "
@@ -41,10 +37,7 @@ REMEDIES: dict[str, str] = {
         "torch._check(cache.shape[1] % 16 == 0), of the size that counts rows, for both caches; or "
         "mark it static: torch._dynamo.mark_static(cache, 1)."
     ),
-    "cache.rows": (
-        "Write to cache.view(-1, width) by row number, or to [BlockNum, BlockSize, ..] by "
-        "(block, place)."
-    ),
+    "cache.rows": "Write both caches in one cache_mode.",
     "cache.boundary": (
         "Compile through mf.backend(), or give the cache the shape [BlockNum, BlockSize, 1, width]."
     ),
@@ -55,7 +48,7 @@ REMEDIES: dict[str, str] = {
     ),
     "cache.dtype": "Give the cache the dtype of the rows.",
     "cache.old_rows_read": "Read the cache only after the write.",
-    "cache.rows_read": "Read the new rows in the write only; elsewhere read them from the cache.",
+    "cache.rows_read": "Write the rows once, to one cache.",
     "cache.row_order": "Write the rows in the order of the tokens.",
     "cache.blocks_differ": (
         "Give both caches the same BlockNum and BlockSize. Of sizes that mark_dynamic made "

@@ -1,5 +1,5 @@
-"""``mla-fusion audit``, ``profile``, ``guide``, ``check-proof`` and ``selftest``: calls by hand,
-profiles, proofs and devices checked; how to write a call.
+"""``mla-fusion audit``, ``profile``, ``guide`` and ``selftest``: calls by hand, profiles and
+devices checked; how to write a call.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import Any
 
 import mla_fusion as mf
 from mla_fusion.machine import AUTO
-from mla_fusion.report import text_tables
 from mla_fusion.tools.command import Command, answer, function, option
 from mla_fusion.tools.target import (
     UserError,
@@ -21,7 +20,6 @@ from mla_fusion.tools.target import (
     existing,
     load_target,
     output,
-    positive,
     target,
     user_errors,
     writing,
@@ -84,33 +82,6 @@ def _guide(arguments: Namespace) -> int:
         arguments.out.write_text(text, encoding="utf-8")
     print(f"written: {arguments.out}", file=sys.stderr)
     return 0
-
-
-def _check_proof(arguments: Namespace) -> int:
-    path = existing(arguments.report)
-    try:
-        from mla_fusion.prove import check
-    except ModuleNotFoundError as error:
-        raise UserError(f"check-proof needs {error.name}: pip install {error.name}") from error
-    if arguments.points > check.MOST_POINTS:
-        raise UserError(f"--points: at most {check.MOST_POINTS}, got {arguments.points}")
-    seed = None if arguments.seed is None else ascii(arguments.seed)  # it may hold any bytes
-    try:
-        found = list(check.checked(check.read(path), arguments.points, seed))
-    except check.NoReport as error:
-        raise UserError(f"{path} is no report: {error}") from error
-    refused = sum(isinstance(one, check.Refused) for _, one in found)
-    if arguments.json:
-        rows = [
-            {"layer": layer, "accepted": False, "reason": str(one)}
-            if isinstance(one, check.Refused)
-            else {"layer": layer, "accepted": True, **one._asdict()}
-            for layer, one in found
-        ]
-        print(text_tables.as_json({"fusions": rows, "refused": refused}))
-    else:
-        print("\n".join(check.line(*one) for one in found) or "the report has no fusion")
-    return 1 if refused else 0
 
 
 def _selftest(arguments: Namespace) -> int:
@@ -183,21 +154,6 @@ COMMANDS = (
             ),
         ),
         has_json=False,
-    ),
-    Command(
-        "check-proof",
-        _check_proof,
-        "Check what a report says is proved: its certificates, without torch and without the pass.",
-        "Exit status 1: a fusion is not accepted.",
-        (
-            option("report", "what Report.to_json wrote", metavar="REPORT.json"),
-            option("--points", "random points at least", type=positive, default=3),
-            option(
-                "--seed",
-                "what the points follow from; left out, they are new each time",
-                metavar="TEXT",
-            ),
-        ),
     ),
     Command(
         "selftest",

@@ -30,7 +30,6 @@ examples:
   mla-fusion diff before.pbtxt after.pbtxt      operators added and removed, whatever their names
   mla-fusion profile kernel_details.csv         what the prologue costs in a profile of an NPU
   mla-fusion audit hand.py:mine --reference model.py:example    does this call equal the model?
-  mla-fusion check-proof report.json            is what a report says is proved so? needs no torch
   mla-fusion check-model folder                 what of a Hugging Face checkpoint fuses
   mla-fusion selftest --out selftest.txt        on an NPU: every operator, against the reference
 

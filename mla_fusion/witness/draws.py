@@ -105,6 +105,7 @@ class Draws:
         # of prime length: no period lines up with a row
         self._pool = torch.randn(65537, generator=self._generator, dtype=torch.float32)
         self._highest: dict[Node, int] = {}
+        self._end = self._rows  # slots are below it
         self._fixed: dict[tuple[Node, torch.dtype, str], Tensor] = {}
         beside = (node for node in nodes if any(map(holds_integers, node.all_input_nodes)))
         found = (abs(arg) for node in beside for arg in node.args if isinstance(arg, int))
@@ -123,6 +124,7 @@ class Draws:
         slots = torch.randperm(self._rows, generator=self._generator)
         end = self._rows - 1 if kind == "edges" else 0
         slots[slots == end], slots[0] = slots[0].clone(), end
+        slots = slots[slots < self._end]
         size, blocks = self._block, self._table[-1]
         every = slots[slots < self._rows // size]
         rows = {
@@ -140,7 +142,7 @@ class Draws:
         """After ``failed`` did not run: draw the integers above it lower from now on, below the
         next smaller size of what it reads. False where they are as low as they can be.
         """
-        read = (size for node in failed.all_input_nodes for size in sizes_of(node))
+        read = [size for node in failed.all_input_nodes for size in sizes_of(node)]
         sizes = [size - 1 for size in self._binding.shape(read)]
         above = [leaf for leaf in cone_of([failed], ())[1] if self._highest.get(leaf)]
         for leaf in above:
@@ -149,7 +151,14 @@ class Draws:
             if highest in sizes or not lower:  # something is added to them
                 lower.append(highest * 3 // 4)
             self._highest[leaf] = max(lower)
-        return bool(above)
+        if above:
+            return True
+        # the slots are places in a table too
+        end = min((size for size in self._binding.shape(read) if size > 1), default=self._end)
+        is_above = any(self._leaves.get(leaf) == "slots" for leaf in cone_of([failed], ())[1])
+        is_lower = is_above and end < self._end
+        self._end = end if is_lower else self._end
+        return is_lower
 
     def _value(self, leaf: Node, role: str, kind: str, rows: Mapping[str, Tensor]) -> Any:
         if leaf not in self._shapes:

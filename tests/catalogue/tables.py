@@ -48,11 +48,9 @@ def halves_of_a_table() -> tuple[Tensor, ...]:
     return (x, torch.cat([cos, sin], -1), *rest)
 
 
-@entry(IN_PLACE, source=OURS, tags="tables, symbolic", args=halves_of_a_table)
+@entry(IN_PLACE, source=OURS, tags="tables", args=halves_of_a_table)
 class OneTableIsAnArgument(Base):
-    """cos and sin are the halves of one argument: where its width is symbolic, the rotation says
-    what it is.
-    """
+    """cos and sin are the halves of one argument."""
 
     def forward(self, x: Tensor, joined: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         return super().forward(x, *joined.chunk(2, -1), *others)  # type: ignore[misc]
@@ -193,7 +191,7 @@ def joined_args() -> tuple[Tensor, ...]:
     return (x, torch.cat([cos, sin], -1), *others)
 
 
-@entry(IN_PLACE, source=OURS, tags="tables, operators, symbolic", args=joined_args)
+@entry(IN_PLACE, source=OURS, tags="tables, operators", args=joined_args)
 class JoinedForOperator(Base):
     """A table [T, 2 Dr]: cos, then sin."""
 
@@ -223,7 +221,7 @@ class JoinedForOperator(Base):
         return attend(query, query_rope, kv_cache.view(-1, HCKV), kr_cache.view(-1, DR))
 
 
-@entry(IN_PLACE, source=OURS, tags="tables, operators, symbolic", args=joined_args)
+@entry(IN_PLACE, source=OURS, tags="tables, operators", args=joined_args)
 class InterleavedForOperator(JoinedForOperator):
     """cos and sin by turns."""
 

@@ -186,9 +186,9 @@ def test_a_module_that_can_be_imported_is_a_target(capsys, monkeypatch, tmp_path
 
 
 def test_the_targets_of_a_pass(capsys):
-    assert cli.main(["explain", TARGET, "--json", "--targets", "key"]) == 0
-    (fusion,) = json.loads(capsys.readouterr().out)["fused"]
-    assert fusion["operator"] == "npu_kv_rmsnorm_rope_cache_v2"
+    assert cli.main(["explain", TARGET, "--json", "--targets", "identity"]) == 1
+    (left,) = json.loads(capsys.readouterr().out)["rejected"]
+    assert left["code"] == "target.unlisted"
     assert cli.main(["explain", TARGET, "--targets", "v4"]) == 2
     assert "'v4'" in capsys.readouterr().err
 

@@ -228,16 +228,3 @@ def test_a_wrong_import_of_our_own_is_no_users_mistake(monkeypatch):
     monkeypatch.setattr("mla_fusion.tools.checks_cli.files", broken)
     with pytest.raises(ImportError):
         cli.main(["guide"])
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["check-proof", DUMP, "--points", "1000000"], "--points: at most 64"),
-    ],
-    ids=["points"],
-)
-def test_a_number_that_nothing_takes(words, said, capsys):
-    assert cli.main(words) == 2
-    found = capsys.readouterr()
-    assert not found.out and len(found.err.splitlines()) == 1 and said in found.err

@@ -301,8 +301,8 @@ def test_each_way_to_rebuild_a_cache_is_counted(name: str, write: object, tmp_pa
 def test_staging_buffers_have_their_dtype(tmp_path: Path) -> None:
     lowered("ComplexDense", "ge", tmp_path)
     (kernel,) = summarise(read(tmp_path / "graph.pbtxt")).prologues
-    assert str(kernel.value("kv_cache")) == "bfloat16[2, 3, 1, 512]"
-    assert str(kernel.value("kr_cache")) == "bfloat16[2, 3, 1, 64]"
+    assert str(kernel.value("kv_cache")) == "bfloat16[6, 1, 512]"
+    assert str(kernel.value("kr_cache")) == "bfloat16[6, 1, 64]"
 
 
 def test_a_hidden_state_of_the_same_shape_is_no_cache(tmp_path: Path) -> None:

@@ -63,7 +63,6 @@ CALLS = (
     "'lower', 'a.py:b', '--mode', 'e'",
     "'inspect', 'absent'", "'diff', 'a', 'b'", "'check-model', 'absent'",
     "'explain', 'm:f', '--soc', 'H100'", "'fly'",
-    "'check-proof', 'absent'", "'check-proof', 'pyproject.toml'",
 )  # fmt: skip
 
 

@@ -58,7 +58,7 @@ RUN = [code for code, (_, after) in EXAMPLES.items() if after in PROLOGUE]
 
 def test_each_code_has_an_example() -> None:
     assert EXAMPLES.keys() == CODES.keys()
-    assert len(RUN) >= 25
+    assert len(RUN) >= 23
 
 
 @torch.library.custom_op("mla_fusion_tests::of_an_example", mutates_args=())

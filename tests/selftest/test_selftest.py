@@ -37,7 +37,6 @@ def test_every_check_passes_on_the_cpu_kernels(device: Device) -> None:
         ("v3* w[02]*PA_BSND", {"eager", "graph"}),
         ("rope_cache", {"eager"}),
         ("prologue", {"fused"}),
-        ("key half", {"fused"}),
     ],
 )
 def test_some_checks_of_each_kind_pass(only: str, through: set[str]) -> None:

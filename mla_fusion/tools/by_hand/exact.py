@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from functools import partial
 from hashlib import blake2b
 from typing import Any
 
@@ -192,18 +191,13 @@ def _differing(
             if value.active
         }
         run = _at_a_point(wanted, drawn, draw)
-        mark = partial(_mark, run)
-
-        def is_same(pair: _Pair) -> bool:
-            one, other = (values_of(graph.readings[node]) for node in pair)
-            return [*map(mark, one)] == [*map(mark, other)]
-
-        apart = [pair for pair in pairs if not is_same(pair)]
+        marks = {
+            node: tuple(_mark(run, value) for value in values_of(reading))
+            for node, reading in graph.readings.items()
+        }
+        apart = [(one, other) for one, other in pairs if marks[one] != marks[other]]
         if apart:
-            read_as = {node: values_of(reading) for node, reading in graph.readings.items()}
-            return apart, {
-                node: marks for node, some in read_as.items() if (marks := (*map(mark, some),))
-            }
+            return apart, {node: some for node, some in marks.items() if some}
     return None
 
 

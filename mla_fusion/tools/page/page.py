@@ -76,7 +76,8 @@ def _cards(items: Iterable[Any], key: Callable[[Any], object]) -> list[Card]:
     for item in items:
         card = cards.setdefault(str(key(item)), Card(item))
         card.layers.append(item)
-        card.item = card.item if not getattr(item, "figures", ()) else item
+        if not getattr(card.item, "figures", ()):
+            card.item = item if getattr(item, "figures", ()) else card.item
     return list(cards.values())
 
 
