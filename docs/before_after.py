@@ -113,6 +113,10 @@ EXAMPLES: dict[str, tuple[str, str]] = {
         "seen = q_pe.sum(); q_pe.mul_(2)",
         "seen = q_pe.sum(); q_pe = q_pe * 2",
     ),
+    "graph.branch": (
+        "torch.cond(flag, prologue, other, args)",
+        "prologue(*args); torch.cond(flag, ..)",
+    ),
     "graph.unread": ("prologue(..)  # its results are dropped", "return prologue(..)"),
     "step.choice": ("rms_norm(c_kv.clamp(-50, 50), g_kv)", _LATENT_NORMED),
     "step.random": ("rms_norm(F.dropout(c_kv, 0.1), g_kv)", _LATENT_NORMED),

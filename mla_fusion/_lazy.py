@@ -29,8 +29,8 @@ from mla_fusion._autoload import cann_location
 LIGHT = frozenset(
     f"mla_fusion.{name}"
     for name in """
-    _autoload _gone _lazy _version cli machine report report.text_tables prove
-    prove.check tools tools.cli tools.graphs_cli tools.checks_cli
+    _autoload _gone _lazy _version cli machine report report.text_tables
+    tools tools.cli tools.graphs_cli tools.checks_cli
     tools.target tools.installed tools.command tools.profile
     """.split()
 )

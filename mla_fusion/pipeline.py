@@ -6,7 +6,7 @@ A stage that gives up on a prologue raises ``Departure``; graphs change at the v
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from time import perf_counter
 
 from torch.fx import Graph as FxGraph
@@ -16,16 +16,17 @@ from torch.nn import Module
 from mla_fusion.commit import transaction
 from mla_fusion.commit.rewrite import Writer, keep_output_names
 from mla_fusion.commit.verified import Verified
-from mla_fusion.compat import without_modes
+from mla_fusion.compat import HigherOrderOperator, without_modes
 from mla_fusion.config import Config
 from mla_fusion.fx import memory, module_path, registered, strides
 from mla_fusion.fx.build import GraphBuilder, describe_attributes
-from mla_fusion.fx.kinds import word
+from mla_fusion.fx.kinds import attribute, word
 from mla_fusion.fx.normalise import normalised
 from mla_fusion.fx.workplace import workplace
 from mla_fusion.graph.departure import Departure
 from mla_fusion.graph.form import Value
-from mla_fusion.graph.read import Graph
+from mla_fusion.graph.parameters import used_as_weights
+from mla_fusion.graph.read import Graph, values_of
 from mla_fusion.machine import compiling_for
 from mla_fusion.observe.clock import Clock, on_the_cpu, threads
 from mla_fusion.observe.operator_counts import count_operators
@@ -214,6 +215,8 @@ class Pass:
         fused = [value for plan in self.plans for value in plan.proposal.products]
         for departure in reported(self._projections, departures, fused):
             self._record.rejected(self._first_cause(departure), departure.site)
+        for departure in _in_bodies(self.graph):
+            self._record.rejected(departure, departure.values)
         self._clock.stop("plan")
         if not self.plans and not self.report.rejected:
             self.report.absent = absent(self._projections)
@@ -279,6 +282,24 @@ class Pass:
 
     def _by_leaf(self) -> dict[Value, Plan]:
         return {leaf: plan for plan in self.plans for leaf in plan.results.values()}
+
+
+def _in_bodies(graph: Graph) -> Iterator[Departure]:
+    """Prologues, or most of one, in what a condition or a loop runs: seen, and left alone."""
+    for node in graph.gm.graph.find_nodes(op="get_attr"):
+        body = attribute(node)
+        callers = [user for user in node.users if isinstance(user.target, HigherOrderOperator)]
+        if not callers or not isinstance(body, GraphModule):
+            continue
+        if any("val" not in one.meta for one in body.graph.nodes if one.op == "call_function"):
+            continue
+        projections = Projections(Graph(body, used_as_weights(body.graph)))
+        found = [*proposals(projections, True)]
+        missed = [one for one in found if isinstance(one, Departure)]
+        if len(missed) < len(found) or [*reported(projections, missed, [])]:
+            caller = callers[0]
+            detail = f"{caller.name} ({caller.target}) runs it in {node.target}"
+            yield Departure("graph.branch", detail, list(values_of(graph.readings[caller])))
 
 
 def _defect(error: Exception, config: Config) -> Departure:

@@ -5,6 +5,7 @@ Both sides are Values over one activation, which is drawn.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,7 +18,8 @@ from mla_fusion.graph.form import Value
 from mla_fusion.graph.layout import Binding, Layout, Mixed, cuts_of
 
 POINTS = 3
-DEGREE = 10_000  # more than that of any identity that is tested, roots and quotients multiplied out
+# by Schwartz and Zippel, of a degree beyond that of any identity that is tested
+CHANCE = 10.0 ** math.ceil(POINTS * math.log10(10_000 / field.P))
 
 
 @dataclass(frozen=True)

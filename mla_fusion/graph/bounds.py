@@ -6,6 +6,7 @@ bounds show that. What comes in is bounded by its dtype, of 64 bits by ``_FARTHE
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from fractions import Fraction
 from functools import lru_cache
 from itertools import product as pairs
@@ -59,6 +60,16 @@ def least(value: Value) -> float:
     return 0.0 if op == "function" and literal[0] in ("abs", "exp", "relu", "sigmoid") else -inf
 
 
+def _remainders(terms: dict[Value, Fraction]) -> Iterator[tuple[Value, int]]:
+    """``s`` and ``b`` of terms ``s - b * (s // b)``, whose quotients are taken out."""
+    for quotient, times in [*terms.items()]:
+        if quotient.op == "function" and quotient.literal[0] == "quotient":
+            source, (least, most) = quotient.sources[0], of(quotient.sources[1]) or (0, -1)
+            if least == most > 0 and terms.get(source, 0) * least == -times:
+                del terms[quotient]
+                yield source, least
+
+
 def _least_of_power(value: Value, power: Fraction) -> float:
     is_even = power.numerator % 2 == 0 or power.denominator % 2 == 0
     end = max(least(value), 0.0) if is_even else least(value)
@@ -88,8 +99,12 @@ def of(value: Value) -> Bounds | None:
     if op == "sum":
         if any(one.denominator != 1 for one in (*literal[0], literal[1])):
             return None
+        terms = dict(zip(sources, literal[0], strict=True))
         least = most = int(literal[1])
-        for times, source in zip(literal[0], sources, strict=True):
+        for source, divisor in _remainders(terms):
+            end = int(terms.pop(source)) * (divisor - 1)
+            least, most = least + min(end, 0), most + max(end, 0)
+        for source, times in terms.items():
             inner = of(source)
             if inner is None:
                 return None
@@ -111,6 +126,9 @@ def of(value: Value) -> Bounds | None:
         inner = of(sources[0])
         if inner is not None and fits(sources[0], value.dtype):
             return inner
+        if inner is not None and value.is_float:  # rounded to a whole number near it
+            ends = torch.tensor(inner, dtype=torch.float64).to(value.dtype).tolist()
+            return None if inf in map(abs, ends) else (int(ends[0]), int(ends[1]))
     if op == "join":
         inners = [of(source) for source in sources]
         known = [inner for inner in inners if inner is not None]

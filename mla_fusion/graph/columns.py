@@ -17,10 +17,10 @@ class Run(NamedTuple):
 
 
 class Groups(NamedTuple):
-    """``count`` groups, ``stride`` columns apart from ``start`` on, with runs inside a group."""
+    """``number`` groups, ``stride`` columns apart from ``start`` on, with runs inside a group."""
 
     start: int
-    count: int
+    number: int
     stride: int
     runs: tuple[Run, ...]
 

@@ -72,7 +72,7 @@ class Lowering:
             wanted = dtype if value.active else value.dtype
             for node, held in self._nodes(value):
                 if wanted in (None, held.dtype) and not held.is_complex():
-                    return self.b.value(node)
+                    return self.b.reshape(self.b.value(node), self._shape(value.shape))
         if dtype is not None:
             return self.b.cast(self.of(value), dtype)
         if value in self.known:
@@ -306,9 +306,9 @@ class Lowering:
             given = value, len(b.shape(value)) - 1, first, first + size
             return value if is_whole else b.call(aten.slice.Tensor, *given)
 
-        matrix = part(matrix, groups.start, groups.count * groups.stride)
-        if groups.count > 1:
-            matrix = b.reshape(matrix, (*lead, groups.count, groups.stride))
+        matrix = part(matrix, groups.start, groups.number * groups.stride)
+        if groups.number > 1:
+            matrix = b.reshape(matrix, (*lead, groups.number, groups.stride))
         parts = []
         for run in groups.runs:
             taken = part(matrix, run.first, run.size)
@@ -317,7 +317,7 @@ class Lowering:
                 halves = b.reshape(taken, (*shape[:-1], 2, run.size // 2))
                 taken = b.reshape(b.transposed(halves), shape)
             parts.append(taken)
-        size = groups.count * sum(run.size for run in groups.runs)
+        size = groups.number * sum(run.size for run in groups.runs)
         return b.reshape(b.joined(parts, len(b.shape(parts[0])) - 1), (*lead, size))
 
     def _opaque(self, value: Value, *sources: Value) -> Any:

@@ -20,7 +20,9 @@ _OPERANDS = {  # places of the weight, and of its scales, among a product's argu
     "npu::npu_quant_matmul": (1, 2),
     "npu::npu_transpose_batchmatmul": (1,),
 }
-_MOVED = frozenset("clone _to_copy cat stack reshape _unsafe_view contiguous mul".split())
+_MOVED = frozenset(
+    "clone _to cat stack reshape _unsafe_view contiguous mul t transpose permute view".split()
+)
 
 
 def parameters(graph: Graph) -> set[Node]:
@@ -30,8 +32,11 @@ def parameters(graph: Graph) -> set[Node]:
     inputs = graph.find_nodes(op="placeholder")
     said = {node for node in inputs if _is_said_to_be_one(node)}
     unknown = {node for node in inputs if node.meta.get(ARGUMENT) is None}
-    if not unknown:
-        return said
+    return said | used_as_weights(graph) & unknown if unknown else said
+
+
+def used_as_weights(graph: Graph) -> set[Node]:
+    """The inputs that products have for weights, and that nobody writes."""
     found = set[Node]()
     for node in graph.nodes:
         if isinstance(node.target, OpOverload) and name_of(node.target) in _OPERANDS:
@@ -40,8 +45,7 @@ def parameters(graph: Graph) -> set[Node]:
         elif isinstance(node.target, OpOverload) and name_of(node.target) == "einsum":
             found |= _behind(node.args[1][1])
     written = torch.ops.aten.copy_.default
-    found -= {node.args[0] for node in graph.nodes if node.target is written}
-    return said | found & unknown
+    return found - {node.args[0] for node in graph.nodes if node.target is written}
 
 
 def _is_said_to_be_one(node: Node) -> bool:
@@ -64,7 +68,7 @@ def _behind(operand: object) -> set[Node]:
         elif node.op == "call_function":
             target = node.target
             is_move = isinstance(target, OpOverload) and (
-                target.is_view or name_of(target) in _MOVED
+                target.is_view or name_of(target).removesuffix("_copy") in _MOVED
             )
             if isinstance(target, OpOverload) and not is_move:
                 return set()

@@ -259,7 +259,7 @@ def _is_length(value: Value) -> bool:
 
 def _beside_clamp(c: Call, x: Value, least: Any, most: Any) -> Value:
     """Ends that no number comes near are left out."""
-    found = None if x.is_float else bounds.of(x)
+    found = bounds.of(x)
     if found is not None:
         ends = [None if end is None else float(c.number_of(end)) for end in (least, most)]
         if (ends[0] is None or ends[0] <= found[0]) and (ends[1] is None or found[1] <= ends[1]):

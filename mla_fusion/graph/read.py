@@ -22,7 +22,7 @@ from mla_fusion.fx.sizes import expression as expression_of
 from mla_fusion.graph import arithmetic, decompose, fused, moves, quantise
 from mla_fusion.graph.call import RULES, Alike, Call, Departs, Pair, Size, name_of
 from mla_fusion.graph.form import Form, Value, filled_with
-from mla_fusion.graph.numbers import LEAST_BOUND, is_open, is_rough
+from mla_fusion.graph.numbers import LEAST_BOUND, Number, is_open, is_rough
 from mla_fusion.graph.parameters import parameters
 
 __all__ = ["Graph", "Reading", "arithmetic", "fused", "moves", "quantise"]
@@ -102,32 +102,41 @@ class Graph:
         return found
 
     def holding(self, value: Value) -> Iterator[Node]:
-        """The nodes that hold a Value from where they stand to the end of the graph, or up to a
-        copy that ends it.
+        """The nodes that hold a Value, in its shape or another, from where they stand to the end
+        of the graph, or up to a copy that ends it.
         """
-        for node in self.nodes.get(value, ()):
+        origin = self._origin(value)
+        for node in self.in_any_shape(value):
             reading = self.readings[node]
-            if node.op == "placeholder":
-                is_held = value.op == "leaf" and node not in self.early
+            if isinstance(reading, Pair):
+                is_held = value in (reading.real, reading.imag)
+            elif node.op == "placeholder":
+                is_held = origin[1].op == "leaf" and node not in self.early
             else:
-                is_held = reading is value and node not in self.changed
-            if is_held or isinstance(reading, Pair):
+                is_same = isinstance(reading, Value) and self._origin(reading) == origin
+                is_held = is_same and node not in self.changed
+            if is_held:
                 yield node
 
     def in_any_shape(self, value: Value) -> list[Node]:
         """The nodes that hold a Value; where none does, those that hold it in another shape, as
         they do a product of sequences.
         """
-        return self.nodes.get(value) or self._by_origin.get(value, [])
+        return self.nodes.get(value) or self._by_origin.get(self._origin(value), [])
+
+    def _origin(self, value: Value) -> tuple[Number, Value]:
+        """Equal for Values that are reshapes of each other."""
+        times, inner = self.form.split(value)
+        while inner.op == "reshape":
+            inner = inner.sources[0]
+        return times, inner
 
     @cached_property
-    def _by_origin(self) -> dict[Value, list[Node]]:
-        """Nodes by what they hold a reshape of, in order."""
-        found: dict[Value, list[Node]] = {}
+    def _by_origin(self) -> dict[tuple[Number, Value], list[Node]]:
+        found: dict[tuple[Number, Value], list[Node]] = {}
         for value, nodes in self.nodes.items():
-            if value.op == "reshape":
-                found.setdefault(value.sources[0], []).extend(nodes)
-        return {value: sorted(nodes) for value, nodes in found.items()}
+            found.setdefault(self._origin(value), []).extend(nodes)
+        return {origin: sorted({*nodes}) for origin, nodes in found.items()}
 
     @property
     def live(self) -> list[Value]:

@@ -168,7 +168,7 @@ def _write_of(
     if own:
         return Obstacle("cache.rows_read", f"{len(own)} writes take the rows of {name}")
     if not moved:
-        return _not_taken(graph, given, writes, name, rows)
+        return _not_taken(graph, given, name, rows)
     return _moved(graph, proposal, *moved[0], name, rows)
 
 
@@ -192,17 +192,21 @@ def _moved(
     return Obstacle("cache.row_order", f"the rows of {name} are written to {to} in another order")
 
 
-def _not_taken(
-    graph: Graph, given: Given, writes: Iterable[Value], name: str, rows: Value
-) -> Obstacle:
+def _not_taken(graph: Graph, given: Given, name: str, rows: Value) -> Obstacle:
     """No write takes the rows: a step may change them first, or be a write of another kind."""
 
     def is_taken(value: Value) -> bool:
         return _is_of(given.of(value), rows)
 
-    for write in writes:
-        if any(map(is_taken, order([write.sources[2]]))):
-            message = f"the rows of {name} are changed before they are written"
+    writes = [value.sources[2] for value in graph.nodes if value.op == "write"]
+    behind = (one for value in writes for one in order([value]) if any(map(is_taken, one.sources)))
+    of_width = (one for one in writes if one.active and one.shape[1:] == rows.shape[1:])
+    for step in (*behind, *of_width):
+        if step in graph.nodes and not is_taken(step):
+            node = graph.nodes[step][0]
+            is_far = "c10d" in str(called(node))
+            what = "exchanges the new rows with other devices" if is_far else "changes the new rows"
+            message = f"{node.name} ({called(node)}) {what} before they are written"
             return Obstacle("cache.rows_changed", message)
     for value, (node, *_) in graph.nodes.items():
         caches = [one for one in value.sources if _may_be_cache(one, rows)]

@@ -57,7 +57,7 @@ def is_size(node: Node) -> bool:
 
 def is_made_of_nothing(value: Value) -> bool:
     """Whatever it is called with, is it one number, or memory that nobody has written?"""
-    return filled_with(value) is not None or not value.sources
+    return filled_with(value) is not None or (value.op == "opaque" and not value.sources)
 
 
 def unmoved(value: Value) -> Value:

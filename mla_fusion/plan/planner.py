@@ -18,6 +18,7 @@ from mla_fusion.graph.departure import Departure
 from mla_fusion.graph.form import Value, order
 from mla_fusion.graph.read import Graph, is_in_place, values_of
 from mla_fusion.meta import limits
+from mla_fusion.operators.known import dtype_of
 from mla_fusion.plan import contract, policy
 from mla_fusion.plan.caches import PAIRS, InPlace, Obstacle, Setting, Staged, Write, placed
 from mla_fusion.plan.outputs import has_effect, is_size, unmoved
@@ -125,14 +126,23 @@ class Planner:
             *([ROWS_READ_BACK] if _reads_rows_back(plan) else []),
             *([IDENTITY] if proposal.instead is not None else []),
             *policy.narrowed(self.graph, plan.proposal),
-            *self._assumed(sorted({*plan.region, *made_anew, *_slots(plan)})),
+            *self._assumed(plan, {*plan.region, *made_anew, *_slots(plan)}),
         ]
         return replace(plan, assumptions=(*more, *sizes))
 
-    def _assumed(self, nodes: list[Node]) -> Iterator[str]:
-        yield from dict.fromkeys(registered.assumed(nodes))
-        for node in nodes:
-            for line in self.graph.assumed.get(node, ()):
+    def _assumed(self, plan: Plan, nodes: set[Node]) -> Iterator[str]:
+        """What was taken for granted of the nodes, and of how x becomes bytes."""
+        yield from dict.fromkeys(registered.assumed(sorted(nodes)))
+        graph, stack = self.graph, contract.inputs(plan) if self.graph.assumed else []
+        while stack:
+            node = stack.pop()
+            reading = graph.readings[node]
+            is_made = isinstance(reading, Value) and reading.active and node not in nodes
+            if is_made and dtype_of(node) != torch.bfloat16:
+                nodes.add(node)
+                stack += node.all_input_nodes
+        for node in sorted(nodes):
+            for line in graph.assumed.get(node, ()):
                 yield f"{line} at {node.name}"
 
     def _proved(self, proposal: Proposal) -> tuple[list[Claim], int]:
@@ -259,8 +269,8 @@ class Planner:
                 raise
             code = reason.code.partition(":")[2]
             message = f"the kernel refuses the caches ({code}): {reason.detail}"
-            plan = self._staged(plan, held, Obstacle("cache.refused", message))
             try:
+                plan = self._staged(plan, held, Obstacle("cache.refused", message))
                 sizes = contract.ask(plan, self.config, source)
             except Departure:
                 raise reason from None  # it was not the caches
@@ -295,16 +305,17 @@ def _writer(graph: Graph, write: Write) -> Node | None:
     """The node that gives the cache with its new rows, behind which others hold the same; None of
     one that is written in place.
     """
-    stack = [write.cache]
+    stack, before = [write.cache], unmoved(write.value.sources[0])
     for node in stack:
         for user in node.users:
             if user.op == "output" or user.target is aten.copy_.default:
                 continue
             if is_in_place(user.target):
                 return None
-            if graph.base(user) is write.cache:
+            held = [unmoved(one) for one in values_of(graph.readings[user])]
+            if graph.base(user) is write.cache or before in held:  # a copy of it, too
                 stack.append(user)
-            elif any(unmoved(one) is write.value for one in values_of(graph.readings[user])):
+            elif write.value in held:
                 return user
     return None
 

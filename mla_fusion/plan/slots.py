@@ -25,7 +25,7 @@ def _trusted(index: Value, role: str) -> Roles | None:
     inner = index
     while inner.op in ("reshape", "cast", "slice", "expand"):
         inner = inner.sources[0]
-    if inner.op == "leaf" and not inner.model and not inner.is_float:
+    if inner.op == "leaf" and not inner.is_float:  # a buffer of the model's cache, too
         return {inner: role}
     if inner.op == "count":
         return {}

@@ -37,6 +37,7 @@ _ROPE = 64
 _OF_QUANTISATION = BYTES | {"size", "largest", "mxfp8", "power of two", "byte", "as"}
 _ROUNDS = _OF_QUANTISATION | {"whole", "to whole", "to"}
 _IN_ANY_PART = ("step.random", "linear.bias", "linear.hidden", "tokens.cut")
+_EXCHANGES = "exchanges values with other devices"
 
 
 class Reason(NamedTuple):
@@ -291,7 +292,7 @@ class _Departures:
                 text = f"%s ({target}) is not the same step for every number of tokens"
                 return Reason("tokens.mixed", text, (value,))
             is_far = "c10d" in str(target)
-            what = "exchanges values with other devices" if is_far else Kind.OPAQUE.value
+            what = _EXCHANGES if is_far else Kind.OPAQUE.value
             told = registered.unused(node).replace("%", "%%") if node is not None else ""
             said = "; ".join(filter(None, (f"%s ({target}) {what}", told)))
             return Reason("step.unknown", said, (value,))
@@ -312,7 +313,8 @@ class _Departures:
 
     def _added(self, value: Value, layers: Sequence[Value]) -> Reason | None:
         """A bias, or what another layer makes."""
-        terms = [one for one in value.sources if not one.model]
+        beside = [one for one in value.sources if one.model or _is_vector(one)]
+        terms = [one for one in value.sources if one not in beside]
         made = [set(filter(_is_flat, self.above(term)[0])) for term in terms]
         for one in made:
             for other in made:
@@ -322,7 +324,7 @@ class _Departures:
                     return Reason("linear.hidden", text, (value, *sorted(both, key=_serial)))
         is_wide = bool(layers) and prod(value.shape) > layers[0].shape[0]
         if value.op == "sum" and len(terms) == 1 and is_wide and _is_of_layer(terms[0]):
-            bias = tuple(one for one in value.sources if one.model)[:1]
+            bias = tuple(beside[:1])
             what = "%s" if bias else f"{float(value.literal[1]):g}"
             return Reason("linear.bias", f"%s adds {what}", (value, *bias))
         return None
@@ -415,7 +417,7 @@ class _Departures:
         rows = _rows(layer)
         behind = [one for one in steps if norm is None or one.serial > norm.serial]
         odd = self.odd(layers if norm is None else [], behind)
-        if odd is not None and odd.code in _IN_ANY_PART:
+        if odd is not None and (odd.code in _IN_ANY_PART or _EXCHANGES in odd.text):
             return odd
         if norm is not None:
             found = Reason("q_lora.interrupted", "%s projects %s, not the norm %s", (norm,))
@@ -477,7 +479,24 @@ class _Departures:
         return Reason("kv_latent.absent", text, values, at)
 
     def _part(self, departure: Departure, down: Site, up: Site) -> Reason | None:
-        return self._of_part(up)
+        found = None if _pairs(up) else self._without_latents(down)
+        return found or self._of_part(up) or self._of_width(up)
+
+    def _of_width(self, up: Site) -> Reason | None:
+        """Are parts of the query rotated that are no heads of the kernel?"""
+        for value, one in up.readings.items():
+            if one.kind == "turned" and pairs(one, _ROPE) is None:
+                text = f"%s is rotated; the kernel rotates {_ROPE} columns of a head (Dr)"
+                return Reason("contract:dims.dr", text, (value,))
+        return None
+
+    def _without_latents(self, down: Site) -> Reason | None:
+        """Is a query made of x at once?"""
+        for value, found in _pairs(down):
+            if found.heads > 1:
+                text = "%s, with more heads than a key, is made of %s"
+                return Reason("q_lora.absent", text, (value, down.rows))
+        return None
 
     def _of_part(self, site: Site, width: int | None = None) -> Reason | None:
         """A step behind products: one that is none of a prologue's, or a norm of ``width``."""
@@ -509,10 +528,8 @@ class _Departures:
                 return Reason("scale.unequal", text, (query, key))
             text = "the tables of %s and %s are not proved equal"
             return Reason("rope.tables_differ", text, (query, key))
-        for value, found in _pairs(down):
-            if not queries and found.heads > 1:
-                text = "%s, with more heads than a key, is made of %s"
-                return Reason("q_lora.absent", text, (value, down.rows))
+        if not queries and (found := self._without_latents(down)) is not None:
+            return found
         odd = None if queries else self._of_part(up)
         odd = odd or (None if keys else self._of_part(down, _ROPE))
         if odd is not None:
@@ -661,6 +678,10 @@ def _holds(site: Site, value: Value) -> bool:
     except Departure:
         return False
     return True
+
+
+def _is_vector(value: Value) -> bool:
+    return value.op == "leaf" and len(value.shape) == 1
 
 
 def _is_of_layer(value: Value) -> bool:

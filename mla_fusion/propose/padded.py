@@ -6,10 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from math import prod
 
 from mla_fusion.exact.prove import Claim
 from mla_fusion.graph.form import Form, Value, filled_with
+from mla_fusion.propose.given import Given
 from mla_fusion.propose.prologue import Proposal
+from mla_fusion.propose.quantised import unmoved
 from mla_fusion.propose.sites import Projections
 from mla_fusion.targets import prolog
 
@@ -62,11 +65,19 @@ def _padded_too(
     projections: Projections, base: Proposal, results: prolog.Results
 ) -> Iterator[Claim]:
     """What the graph pads with as many heads of zeros."""
-    for claim in (*base.claims, *base.more):
+    form, claims = projections.form, [*base.claims, *base.more]
+    given = Given(form, claims)
+    for claim in claims:
         if claim.part not in _OF_HEADS:
             continue
-        whole = getattr(results, claim.part)
-        for user in projections.users.get(claim.graph, ()):
-            zeros = user.op == "join" and filled_with(user.sources[-1])
-            if zeros and not zeros.literal[1].ratio and user.shape == whole.shape:
-                yield Claim(claim.part, user, whole)
+        whole, stack = getattr(results, claim.part), [claim.graph]
+        for value in stack:
+            known = given.of(value)
+            is_result = known is not None and unmoved(known) is getattr(base.results, claim.part)
+            for user in projections.users.get(value, ()):
+                if user.op in ("permute", "reshape"):
+                    stack.append(user)
+                zeros = user.op == "join" and filled_with(user.sources[-1])
+                is_padded = zeros and is_result and not zeros.literal[1].ratio
+                if is_padded and prod(user.shape) == prod(whole.shape):
+                    yield Claim(claim.part, user, form.reshape(whole, user.shape))

@@ -143,10 +143,12 @@ def _found(
     try:
         return _Joined(projections, down, up).proposal()
     except Departure as departure:
-        if departure.code == "absorb.absent" and by_identity:
-            with suppress(Departure):
-                return _Joined(projections, down, up, departure).proposal()
-        return departure
+        if departure.code != "absorb.absent" or not by_identity:
+            return departure
+        try:
+            return _Joined(projections, down, up, departure).proposal()
+        except Departure as other:
+            return other
 
 
 def _renamed(
@@ -238,6 +240,8 @@ class _Joined:
             if any(is_open(one.columns) for one in up.products):
                 detail = "the query's projection has a symbolic number of columns"
                 raise Departure("linear.symbolic", detail, up.dots)
+            if self.instead is not None:
+                raise Departure("rope.absent", "no part of the query is rotated", up.dots)
             detail = "no part of the query is multiplied with W_uk"
             raise Departure("absorb.absent", detail, up.dots)
         weight_uk = form.join([one.weight for one in absorbed], 0)

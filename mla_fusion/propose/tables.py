@@ -53,7 +53,7 @@ def _beside(site: Site) -> Iterator[tuple[Value, Layout]]:
             if source.active or filled_with(source) is not None:
                 continue
             own = _of_operand(value, source, layout)
-            if value.op != "dot":  # of one row for all sequences, each token's
+            if value.op != "dot" and own:  # of one row for all sequences, each token's
                 own = layout[len(layout) - len(own) :]
                 is_whole = map(has_tokens, ((axis,) for axis in own))
                 pairs = zip(is_whole, value.shape[-len(own) :], source.shape, strict=True)

@@ -174,6 +174,12 @@ CODES: dict[str, tuple[str, str]] = {
         "order.",
         "Functionalise first: AOT autograd, or ExportedProgram.run_decompositions().",
     ),
+    "graph.branch": (
+        "A prologue stands in a body that the pass does not open: of a condition, of a loop, or of "
+        "a region that writes into parts of its inputs other than entries.",
+        "Compute the prologue before the branch, or decide outside of the compiled function; give "
+        "a region whole caches, or pool[i].",
+    ),
     "graph.unread": (
         "Nothing reads what the prologue computes.",
         "Remove the dead code: nothing is lost.",

@@ -68,7 +68,6 @@ class Fusion:
                 empty where figures is
     steps       each node of the prologue: name, operator, value, line of the model; empty where
                 figures is
-    beside      what else was recognised that reads the prologue, and stays as it is (an indexer)
     """
 
     layer: str
@@ -89,7 +88,6 @@ class Fusion:
     target: str = "v3"
     operator: str = ""
     instead_of: str = ""
-    beside: str = ""
     warnings: tuple[str, ...] = ()
     staged_by: tuple[StagedBy, ...] = ()
     leaves: tuple[Leftover, ...] = ()
@@ -219,7 +217,6 @@ def _lines(item: Fusion) -> list[str]:
     placement = "staged" if item.staged_by else item.placement
     lines = [f"  + {item.layer or item.nodes[0]}: {named}{placement}{gain}{heads}; {checked}"]
     lines += [f"      not by the target above: {item.instead_of}"] if item.instead_of else []
-    lines += [f"      beside it: {item.beside}"] if item.beside else []
     lines += [f"      warning: {warning}" for warning in item.warnings]
     lines += [f"      assumed: {text}" for text in item.assumptions]
     if item.leaves:

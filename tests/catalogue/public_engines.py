@@ -24,7 +24,7 @@ from .base import (
     paged_args,
     rotated,
 )
-from .entry import IN_PLACE, STAGED, entry, miss
+from .entry import IN_PLACE, OURS, STAGED, entry, miss
 from .prologues import NpuOperators
 from .public_serving import ROW, Compressed, halves, pairs, sequences
 
@@ -303,9 +303,9 @@ class KeptViews(NpuOperators):
         return self.absorb(q_nope), q_pe, *rows[:2]
 
 
-@miss("reader.latent", tags="operators, cache", of="SGLang's kept views")
+@entry(IN_PLACE, source=OURS, tags="operators, cache")
 class KeptCopies(KeptViews):
-    """What is kept is the cache as it was before."""
+    """What is kept is the cache as it was before: a copy that stays."""
 
     def paged(self, cache: Tensor, width: int) -> Tensor:
         return cache

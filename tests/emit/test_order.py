@@ -13,7 +13,7 @@ from tests.harness import traced_graph
 
 def listing() -> str:
     written = []
-    for name in ("ComplexDense", "OneCacheLite"):
+    for name in ("ComplexDense", "CombinedPool"):
         entry = ENTRIES[name]
         graph = traced_graph(entry.model(), *entry.args())
         assert mf.fuse(graph, entry.config(verify="off")).fused

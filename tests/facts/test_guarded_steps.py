@@ -76,11 +76,12 @@ def test_of_rows(name: str, kind: Any) -> None:
 
 
 def test_of_x_alone() -> None:
+    """The kernel is given what the model makes: nothing is assumed."""
     model = PlainFull()
     for name in ("q_a_proj", "kv_a_proj_with_mqa"):
         getattr(model, name).__class__ = guarded(GUARDS["masked_fill"])
     (fusion,) = mf.fuse(traced_graph(model, *paged_args())).fused
-    assert is_listed(fusion)
+    assert not is_listed(fusion)
 
 
 @pytest.mark.parametrize("name", one_in(3, GUARDS))

@@ -1,4 +1,4 @@
-"""Weights that a product makes in the graph are named, whichever projection has one."""
+"""Weights that a product of parameters makes in the graph are weights as any other."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from torch.nn.utils import parametrize
 
 import mla_fusion as mf
 from tests.catalogue.base import Base, paged_args
-from tests.harness import refused, traced_graph
+from tests.harness import traced_graph
 
 
 class Adapted(nn.Module):
@@ -33,9 +33,8 @@ def test_weight_made_by_a_product(name: str, made: type[Adapted]) -> None:
     model = Base()
     layer = getattr(model, name)
     parametrize.register_parametrization(layer, "weight", made(*layer.weight.shape))
-    rejection = refused(traced_graph(model, *paged_args()))
-    assert rejection.code == "linear.hidden"
-    assert rejection.message.endswith(", which a product of this graph makes)")
+    (fusion,) = mf.fuse(traced_graph(model, *paged_args())).fused
+    assert fusion.placement == "in place" and fusion.verified == "verified"
 
 
 def test_no_prologue_is_named_for_adapted_layers_alone() -> None:

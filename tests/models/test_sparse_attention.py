@@ -106,7 +106,6 @@ def test_a_step_on_an_npu_holds_the_operator(name: str) -> None:
     assert lowered.report is not None
     assert [fusion.placement for fusion in lowered.report.fused] == ["in place"] * 2
     assert all(fusion.attributes["query_norm_flag"] for fusion in lowered.report.fused)
-    assert all("an indexer of" in fusion.beside for fusion in lowered.report.fused)
     assert lowered.fx_ops["npu.npu_mla_prolog_v3.default"] == 2
     assert lowered.fx_ops["npu.npu_sparse_flash_attention.default"] == 2
     pools = {tuple(pool.shape) for pool in cache.tensors()}

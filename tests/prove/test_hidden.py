@@ -54,8 +54,7 @@ def test_a_fusion_says_what_was_proved(dynamic: bool) -> None:
     gm = traced_graph(At("", torch.clone), *paged_args(), dynamic=dynamic)
     (fusion,) = mf.explain(gm, UNVERIFIED, boundary=True).fused
     assert any(
-        "proved in exact arithmetic" in line and "chance below 1e-16" in line
-        for line in fusion.proof
+        "in exact arithmetic" in line and "chance below 1e-15" in line for line in fusion.proof
     )
 
 

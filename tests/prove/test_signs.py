@@ -48,21 +48,3 @@ def test_another_root_may_cancel() -> None:
 
 def test_no_root_is_a_size() -> None:
     assert not is_proved(TimesSign())
-
-
-class OneColumn(base.Base):
-    """A key latent whose columns are one: its size is a square, and its norm a sign."""
-
-    def __init__(self, heads: int = 2) -> None:
-        super().__init__(heads)
-        self.row = torch.nn.Parameter(torch.randn(1, base.HE).bfloat16())
-
-    def latent(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        k_pe = self.kv_a_proj_with_mqa(x)[..., base.HCKV :]
-        c_kv = torch.nn.functional.linear(x, self.row.expand(base.HCKV, base.HE)).float()
-        normed = torch.nn.functional.normalize(c_kv, dim=-1) * base.HCKV**0.5
-        return (normed * self.kv_a_layernorm.weight).to(x.dtype), k_pe
-
-
-def test_a_sign_is_no_norm() -> None:
-    assert not is_proved(OneColumn())

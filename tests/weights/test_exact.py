@@ -44,7 +44,7 @@ def test_a_lowered_graph_knows_too() -> None:
         torch.export.export(Float32Norms(), paged_args()).run_decompositions({}).module()
     )
     assert [item.code for item in hooked.rejected] == ["norm.gamma_dtype"]
-    assert "cannot be looked at here" in hooked.rejected[0].message
+    assert "mla_fusion.backend() also takes" in hooked.rejected[0].remedy
 
 
 class Rearranged(Float32Norms):

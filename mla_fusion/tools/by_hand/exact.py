@@ -179,6 +179,8 @@ def _differing(
     """
     _read_once(held)
     graph = _OfReals(gm, own=())
+    for node, assumed in graph.assumed.items():
+        raise _NotDecided(f"{node.name} ({node.target}) is read as if {assumed[0]}", node)
     wanted = [*values_of([graph.readings[node] for pair in pairs for node in pair])]
     leaves = {node: [*values_of(graph.readings[node])] for node in (*held, *given)}
     for draw in range(POINTS):
