@@ -22,7 +22,7 @@ import torch
 
 from tests.catalogue.base import paged_args
 from tests.harness import graph_of
-from tests.prove.hidden import BEFORE, At, Function, Member, member
+from tests.exact.hidden import BEFORE, At, Function, Member, member
 
 _CONTROL = 20  # one for so many members
 

@@ -24,6 +24,7 @@ from mla_fusion.plan.caches import InPlace, Staged
 from mla_fusion.plan.contract import OPERATOR, inputs
 from mla_fusion.plan.outputs import unmoved
 from mla_fusion.plan.plan import Plan
+from mla_fusion.plan.skip import names
 from mla_fusion.propose.sites import Projections
 from mla_fusion.report.rejection import Rejection, message
 from mla_fusion.report.report import Fusion, Report
@@ -93,8 +94,11 @@ class Record:
         nodes = _nodes_of(self._graph, reason.values) or self._named.nodes(reason.detail)
         own = _nodes_of(self._graph, site)
         nodes = nodes or own
-        code, detail = reason.code, reason.detail
-        if self._config.skips(code):
+        code, detail, layer = reason.code, reason.detail, self._layer(own or nodes)
+        by = next((one for one in self._config.skip if names(one, layer)), None)
+        if by is not None and code != "skip":
+            code, detail = "skip", f"layer {layer} matches {by!r}; {detail}"
+        elif self._config.skips(code):
             code, detail = "skip", f"{code} is in Config.skip; {detail}"
         sources = map(module_path.source, (*nodes, *own))
         self._report.rejected.append(
@@ -102,7 +106,7 @@ class Record:
                 code=code,
                 message=message(code, self._named(detail)),
                 nodes=tuple(node.name for node in nodes),
-                layer=self._layer(own or nodes),
+                layer=layer,
                 source=next(filter(None, sources), ""),
                 score=reason.score,
             )

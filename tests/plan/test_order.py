@@ -24,7 +24,7 @@ def listing() -> str:
 def test_the_order_does_not_hang_on_hashes() -> None:
     """Hashes of strings differ from process to process."""
     done = subprocess.run(
-        [sys.executable, "-c", "from tests.emit.test_order import listing; print(listing())"],
+        [sys.executable, "-c", "from tests.plan.test_order import listing; print(listing())"],
         env={**os.environ, "PYTHONHASHSEED": "4"},
         capture_output=True,
         text=True,
