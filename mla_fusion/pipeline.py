@@ -198,6 +198,7 @@ class Pass:
                 seen = self._verified.of(plan)
                 self._clock.stop("verify")
                 found[plan] = seen
+                self._planner.taken.update(cache for _, cache, _ in plan.held)
             except Departure as reason:
                 reason.site = reason.site or tuple(proposal.products)  # type: ignore[union-attr]
                 departures.append(reason)

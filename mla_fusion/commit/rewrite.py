@@ -122,7 +122,7 @@ class Writer:
             if read in self._begun and read not in self.b.copies and read not in self.values:
                 raise RuntimeError(f"{read.name} waits for itself")
             if read in self.settled.sizes:
-                self.values[read] = self._lower.size(read.meta["val"])
+                self.values[read] = self.b.size(read.meta["val"])
             elif read in self.settled.replaced:
                 self.given(read)
             elif read not in self.b.copies:

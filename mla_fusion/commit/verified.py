@@ -21,6 +21,7 @@ from mla_fusion.plan.caches import InPlace
 from mla_fusion.plan.outputs import Settled, holders, is_size
 from mla_fusion.plan.plan import Plan
 from mla_fusion.plan.region import drawn
+from mla_fusion.plan.slots import block_of
 from mla_fusion.witness.compare import Mismatch, Outcome, Pair, compare
 from mla_fusion.witness.sizes import bound
 
@@ -93,6 +94,8 @@ def _compared(plan: Plan) -> Outcome:
     for _, cache, _ in plan.held:
         axes = [size for size in cache.meta["val"].shape[:-1] if size != 1]
         rows, block_size = prod(axes), axes[-1] if len(axes) > 1 else 1
+    if isinstance(plan.caches, InPlace):  # blocks of a symbolic cache may be cut into smaller ones
+        block_size = graph.unbound(block_of(plan.caches.slots)) or block_size
     attributes = {node for node in roles if node.op == "get_attr"}
     copies |= {node: writer.b.copies[node] for node in attributes & writer.b.copies.keys()}
     cut = {node: copy for node, copy in copies.items() if node.op != "placeholder"}

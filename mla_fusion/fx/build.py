@@ -6,25 +6,35 @@ committing it and verifying it run the very same code.
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache
+from functools import cache, partial, reduce
 from itertools import count
 from typing import Any
 
+import sympy
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from mla_fusion.compat import FakeTensor, OpOverload, schema_of, storage_id, without_fake_mode
+from mla_fusion.compat import (
+    FakeTensor,
+    FloorDiv,
+    OpOverload,
+    schema_of,
+    storage_id,
+    without_fake_mode,
+)
 from mla_fusion.fx.held import Exact
 from mla_fusion.fx.kinds import attribute
-from mla_fusion.fx.sizes import SizeNodes, expression, is_symbolic, same, same_shape
+from mla_fusion.fx.sizes import SizeNodes, expression, is_symbolic, same, same_shape, sizes_of
 from mla_fusion.fx.workplace import created
 from mla_fusion.operators.known import dtype_of, shape_of, value_of
 
 aten = torch.ops.aten
 Recipe = Callable[["Builder"], Any]
+_OPERATIONS = {sympy.Add: operator.add, sympy.Mul: operator.mul, FloorDiv: operator.floordiv}
 
 
 class Builder(ABC):
@@ -49,11 +59,9 @@ class Builder(ABC):
         size which the graph has no node for.
         """
 
-    def size(self, size: Any) -> Any:
-        """A size to compute with. Raises LookupError where the graph has no node for it."""
-        (found,) = self.sizes([size])
-        if isinstance(found, int) and found < 0:
-            raise LookupError(f"the graph holds no node for {size}")
+    def size(self, size: Any, of: Any = None) -> Any:
+        """A size to compute with. Raises LookupError where the graph cannot compute it."""
+        (found,) = self.sizes([size], of)
         return found
 
     @abstractmethod
@@ -310,18 +318,36 @@ class GraphBuilder(Builder):
             out.append(-1 if held is None else held)
         if out.count(-1) > 1:  # in a graph of torch.export no step may have asked for them
             sizes = zip(out, shape, strict=True)
-            out = [self._of_input(size) if held == -1 else held for held, size in sizes]
+            out = [self._computed(expression(size)) if held == -1 else held for held, size in sizes]
         return out
 
-    def _of_input(self, size: torch.SymInt) -> Node:
-        """An input is asked for the size."""
+    def size(self, size: Any, of: Node | None = None) -> Any:
+        (found,) = self.sizes([size], of)
+        return self._computed(expression(size)) if found == -1 and is_symbolic(size) else found
+
+    def _computed(self, number: Any) -> Any:
+        """A size, computed from those of inputs. Raises LookupError where no operator does that."""
+        if number.is_Integer:
+            return int(number)
         for given in self.source.find_nodes(op="placeholder"):
-            value = value_of(given)
-            if isinstance(value, torch.Tensor) and any(same(one, size) for one in value.shape):
-                held = self._asked(self.copies.get(given) if self._is_written else given, size)
-                if held is not None:
+            for size in sizes_of(given):
+                if is_symbolic(size) and expression(size) == number:
+                    held = self._asked(self.value(given), size)
+                    assert held is not None
                     return held
-        raise LookupError(f"no node of the graph, and no input, has the size {size}")
+        node = self._size_nodes.find(number) if number.is_Symbol else None
+        if node is not None:
+            return self.value(node)
+        operation, parts = _OPERATIONS.get(number.func), number.args
+        if number.is_Pow and number.args[1].is_Integer and number.args[1] > 0:
+            operation, parts = operator.mul, number.args[:1] * int(number.args[1])
+        if operation is None:
+            raise LookupError(f"no node of the graph, and no input, has the size {number}")
+        return reduce(partial(self._calculated, operation), map(self._computed, parts))
+
+    def _calculated(self, operation: Callable[[Any, Any], Any], one: Any, other: Any) -> Node:
+        values = (part.meta["val"] if isinstance(part, Node) else part for part in (one, other))
+        return self.insert(operation, (one, other), {}, operation(*values))
 
     def _asked(self, of: Node | None, size: torch.SymInt) -> Node | None:
         held = () if of is None else shape_of(of)

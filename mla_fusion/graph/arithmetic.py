@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from mla_fusion.graph import bounds
-from mla_fusion.graph.call import RULES, Call, Departs, Pair, operator
+from mla_fusion.graph.call import RULES, Call, Departs, Pair, Size, operator
 from mla_fusion.graph.form import Value, broadcast
-from mla_fusion.graph.numbers import MINUS_ONE, is_open, number
+from mla_fusion.graph.numbers import MINUS_ONE, number
 
 
 @operator("add", "sub", "subtract", "rsub")
@@ -50,7 +50,15 @@ def multiplied(c: Call, x: Any, other: Any) -> Any:
         return Pair(_of_parts(c, [(a, u, 1), (b, v, -1)]), _of_parts(c, [(a, v, 1), (b, u, 1)]))
     if c.dtype == torch.bool:
         return c.function("and", (), *_sorted(c.value(x), c.value(other)))
-    return c.product([(c.value(x), 1), (c.value(other), 1)])
+    return c.product([(_factor(c, x), 1), (_factor(c, other), 1)])
+
+
+def _factor(c: Call, given: Any) -> Value:
+    """A Value; of whole numbers a size, too, is a number to multiply with and to divide by."""
+    is_number = isinstance(given, Size) and given.is_plain and isinstance(c.dtype, torch.dtype)
+    if is_number and not (c.dtype.is_floating_point or c.dtype == torch.bool):
+        return c.form.number(int(given), c.dtype)
+    return c.value(given)
 
 
 def _of_parts(c: Call, products: Sequence[tuple[Value, Value, int]]) -> Value:
@@ -70,7 +78,7 @@ def _(c: Call, x: Any, other: Any, rounding_mode: str | None = None) -> Any:
         divisor = c.value(other)
         inner = Call(c.form, "div", c.shape, torch.float32)
         return x.each(lambda part: inner.product([(part, 1), (divisor, -1)]))
-    one, two = c.value(x), c.value(other)
+    one, two = c.value(x), _factor(c, other)
     if c.name == "floor_divide" or rounding_mode:
         return quotient(c, one, two, rounding_mode or "floor")
     return c.product([(one, 1), (two, -1)])
@@ -88,7 +96,7 @@ def quotient(c: Call, value: Value, divisor: Value, rounding: str = "floor") -> 
 
 @operator("remainder", "fmod")
 def _(c: Call, x: Any, other: Any) -> Value:
-    value, divisor = c.value(x), c.value(other)
+    value, divisor = c.value(x), _factor(c, other)
     if value.is_float or divisor.is_float:
         raise Departs
     whole = quotient(c, value, divisor, "floor" if c.name == "remainder" else "trunc")
@@ -233,12 +241,10 @@ def _(
     axes = axes_of(x, dim)
     offset = options.get("unbiased", True) if correction is None else correction
     size = prod(x.shape[axis] for axis in axes)
-    if is_open(size) and offset:
-        raise Departs
     form = c.form
     mean = form.mean(x, axes)
     apart = form.total([(Fraction(1), x), (Fraction(-1), mean)])
-    squares = form.counted(form.reduce(form.power(apart, 2), axes, keepdim), size - int(offset), -1)
+    squares = form.counted(form.reduce(form.power(apart, 2), axes, keepdim), size, -1, int(offset))
     if c.name == "std":
         return form.power(squares, Fraction(1, 2))
     if c.name == "var":

@@ -14,11 +14,11 @@ from math import inf, prod
 
 import torch
 
-from mla_fusion.graph.form import Value
+from mla_fusion.graph.form import Value, filled_with
 from mla_fusion.graph.numbers import is_open
 
 _LONGEST = 1 << 19  # symbolic sizes go to it: tokens, rows of tables
-_FARTHEST = 1 << 48  # positions and slots of 64 bits stay below it
+_FARTHEST = 1 << 43  # positions and slots of 64 bits stay below it
 Bounds = tuple[int, int]
 
 
@@ -41,13 +41,28 @@ def _most(size: int) -> int:
     return max(size, _LONGEST) if is_open(size) else size
 
 
+def _range(times: int) -> Bounds:
+    """Of a number, which may be a symbolic size, or minus one."""
+    if not is_open(abs(times)):
+        return times, times
+    return (1, _most(times)) if times > 0 else (-_most(-times), -1)
+
+
+def _multiplied(*factors: Bounds) -> Bounds:
+    found = factors[0]
+    for factor in factors[1:]:
+        ends = [one * other for one, other in pairs(found, factor)]
+        found = min(ends), max(ends)
+    return found
+
+
 @lru_cache(maxsize=1 << 15)
 def least(value: Value) -> float:
     """A number that no element of a Value of reals is below, wherever it is defined."""
     op, literal, sources = value.op, value.literal, value.sources
     if op == "product":
-        ends = map(_least_of_power, sources, literal[0])
-        return prod(ends, start=float(literal[1])) if literal[1].ratio >= 0 else -inf
+        ends = [float(literal[1]), *map(_least_of_power, sources, literal[0])]
+        return prod(ends) if min(ends) >= 0 else -inf
     if op == "sum":
         terms = zip(literal[0], sources, strict=True)
         ends = (float(times) * least(one) if times > 0 else -inf for times, one in terms)
@@ -64,10 +79,11 @@ def _remainders(terms: dict[Value, Fraction]) -> Iterator[tuple[Value, int]]:
     """``s`` and ``b`` of terms ``s - b * (s // b)``, whose quotients are taken out."""
     for quotient, times in [*terms.items()]:
         if quotient.op == "function" and quotient.literal[0] == "quotient":
-            source, (least, most) = quotient.sources[0], of(quotient.sources[1]) or (0, -1)
-            if least == most > 0 and terms.get(source, 0) * least == -times:
+            source, filled = quotient.sources[0], filled_with(quotient.sources[1])
+            divisor = int(filled.literal[1].ratio) if filled is not None else 0
+            if divisor > 0 and terms.get(source, 0) * divisor == -times:
                 del terms[quotient]
-                yield source, least
+                yield source, divisor
 
 
 def _least_of_power(value: Value, power: Fraction) -> float:
@@ -87,30 +103,26 @@ def of(value: Value) -> Bounds | None:
     if op == "product":
         if literal[1].roots or literal[1].ratio.denominator != 1:
             return None
-        found = int(literal[1].ratio), int(literal[1].ratio)
+        found = _range(int(literal[1].ratio))
         for exponent, source in zip(literal[0], sources, strict=True):
             inner = of(source)
             if inner is None or exponent.denominator != 1 or exponent < 0:
                 return None
-            for _ in range(int(exponent)):
-                ends = [one * other for one, other in pairs(found, inner)]
-                found = min(ends), max(ends)
+            found = _multiplied(found, *[inner] * int(exponent))
         return found
     if op == "sum":
         if any(one.denominator != 1 for one in (*literal[0], literal[1])):
             return None
         terms = dict(zip(sources, literal[0], strict=True))
-        least = most = int(literal[1])
+        ranges = [_range(int(literal[1]))]
         for source, divisor in _remainders(terms):
-            end = int(terms.pop(source)) * (divisor - 1)
-            least, most = least + min(end, 0), most + max(end, 0)
+            ranges.append(_multiplied(_range(int(terms.pop(source))), (0, _most(divisor) - 1)))
         for source, times in terms.items():
             inner = of(source)
             if inner is None:
                 return None
-            ends = [int(times) * end for end in inner]
-            least, most = least + min(ends), most + max(ends)
-        return least, most
+            ranges.append(_multiplied(_range(int(times)), inner))
+        return sum(least for least, _ in ranges), sum(most for _, most in ranges)
     if op == "constant":
         tensor = literal.tensor
         return (int(tensor.min()), int(tensor.max())) if tensor.numel() else (0, 0)

@@ -420,13 +420,14 @@ class Form:
         size = prod(value.shape[axis] for axis in axes)
         return self.counted(self.reduce(value, axes, keep), size, -1)
 
-    def counted(self, value: Value, size: int, power: int = 1) -> Value:
-        """Times a number of elements, or divided by it. What a symbolic size is bound to says
-        nothing of it.
+    def counted(self, value: Value, size: int, power: int = 1, less: int = 0) -> Value:
+        """Times a number of elements, less so many, or divided by it. What a symbolic size is bound
+        to says nothing of it.
         """
         if not is_open(size):
-            return self.scaled(value, number(Fraction(size) ** power))
+            return self.scaled(value, number(Fraction(size - less) ** power))
         count = self.leaf(f"size {size}", (), torch.int64, False)
+        count = self.total([(Fraction(1), count)], -less) if less else count
         return self.product([(value, 1), (count, power)], ONE, value.dtype)
 
     def dot(self, left: Value, right: Value) -> Value:

@@ -19,7 +19,7 @@ from mla_fusion.compat import without_fake_mode
 from mla_fusion.fx.build import Builder
 from mla_fusion.graph.columns import Groups, groups_of
 from mla_fusion.graph.form import Value, broadcast, filled_with
-from mla_fusion.graph.numbers import MINUS_ONE, ONE, Number, number
+from mla_fusion.graph.numbers import MINUS_ONE, ONE, Number, is_open, number
 from mla_fusion.graph.read import Graph
 
 aten = torch.ops.aten
@@ -95,19 +95,6 @@ class Lowering:
         """Sizes as the graph has them."""
         return [self.graph.unbound(size) for size in shape]
 
-    def size(self, size: Any, of: Any = None) -> Any:
-        """A size to compute with: a number, or what the graph, ``of`` or a node of it has."""
-        (found,) = self.b.sizes([size], of)
-        if isinstance(size, int) or not isinstance(found, int) or found >= 0:
-            return found
-        bound = self.graph.size(size)
-        for node, held in self._usable(self.graph.gm.graph.nodes):
-            shape = self.graph.shape(held.shape)
-            if bound in shape:
-                own = held.shape[shape.index(bound)]
-                return self.b.sizes([own], self.b.value(node))[0]
-        raise LookupError(f"no node has the size {size}")
-
     @cached_property
     def _like(self) -> Node:
         """A node on the device of the weights."""
@@ -123,10 +110,13 @@ class Lowering:
                 if not isinstance(self.graph.unbound(part), int):
                     raise LookupError(f"{part} is a size")
             return float(of)
-        return self.size(self.graph.unbound(int(of.ratio)))
+        found = self.graph.unbound(int(of.ratio))
+        if self.graph.sizes and isinstance(found, int) and is_open(abs(found)):
+            raise LookupError(f"{found} is made of a size")
+        return self.b.size(found)
 
     def _full(self, of: Value, shape: Sequence[int]) -> Any:
-        sizes = [self.size(size) for size in self._shape(shape)]
+        sizes = [self.b.size(size) for size in self._shape(shape)]
         return self._filled(aten.full.default, of, sizes, self._scalar(of.literal[1]))
 
     def _filled(self, operator: Any, like: Value, *args: Any) -> Any:
@@ -270,7 +260,7 @@ class Lowering:
         return self._spread(self.of(source), value.shape)
 
     def _spread(self, one: Any, shape: Sequence[int]) -> Any:
-        sizes = [self.size(size, one) for size in self._shape(shape)]
+        sizes = [self.b.size(size, one) for size in self._shape(shape)]
         return self.b.call(aten.expand.default, one, sizes)
 
     def _slice(self, value: Value, source: Value) -> Any:
@@ -278,9 +268,9 @@ class Lowering:
         start, size = self._shape((first, value.shape[axis]))
         one, end = self.of(source), sys.maxsize
         if first + value.shape[axis] * step < source.shape[axis]:
-            end = self.size(start + (size - 1) * step + 1)
+            end = self.b.size(start + (size - 1) * step + 1)
         by = () if step == 1 else (step,)
-        return self.b.call(aten.slice.Tensor, one, axis, self.size(start), end, *by)
+        return self.b.call(aten.slice.Tensor, one, axis, self.b.size(start), end, *by)
 
     def _join(self, value: Value, *sources: Value) -> Any:
         return self.b.joined(self._operands(value), value.literal)
@@ -324,7 +314,7 @@ class Lowering:
         """Memory that is not filled yet."""
         if sources or "empty" not in value.literal[0]:
             raise LookupError(value)
-        sizes = [self.size(size) for size in self._shape(value.shape)]
+        sizes = [self.b.size(size) for size in self._shape(value.shape)]
         return self._filled(aten.empty.memory_format, value, sizes)
 
     def _cast(self, value: Value, source: Value) -> Any:
@@ -332,7 +322,7 @@ class Lowering:
 
     def _count(self, value: Value) -> Any:
         (size,) = self._shape(value.shape)
-        return self._filled(aten.arange.default, value, self.size(size))
+        return self._filled(aten.arange.default, value, self.b.size(size))
 
     def _constant(self, value: Value) -> Any:
         """Integers; floats are integers times a power of two."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from mla_fusion.graph.call import Call, Departs, operator
-from mla_fusion.graph.form import Value, filled_with
+from mla_fusion.graph.form import Form, Value, filled_with
 from mla_fusion.graph.numbers import literal
 
 _VIEWS = (
@@ -493,6 +493,20 @@ def _(
 def _placed(c: Call, x: Value, src: Value, dim: int, first: int, last: int, step: int) -> Value:
     form, size = c.form, x.shape[dim]
     is_part = step == 1 and 0 < last - first < size
+    if last - first == 1 and src.op == "join" and src.literal == dim + 1 < len(x.shape) - 1:
+        block = form.slice(x, dim, first, last)
+        parts = _changed(form, block, src, dim + 1, 0)
+        if len(parts) == 1:  # rows of one block, as rows of all
+            ((part, at),) = parts
+            count, first = part.shape[dim + 1], first * x.shape[dim + 1] + at
+            lead, behind = x.shape[:dim], x.shape[dim + 2 :]
+            rows = form.reshape(part, (*lead, count, *behind))
+            flat = form.reshape(x, (*lead, -1, *behind))
+            return form.reshape(_placed(c, flat, rows, dim, first, first + count, 1), x.shape)
+    parts = _changed(form, x, src, dim, first) if is_part and src.op == "join" else []
+    if len(parts) == 1 and parts[0][0] is not src:
+        ((src, first),) = parts
+        return _placed(c, x, src, dim, first, first + src.shape[dim], 1)
     if src.active and _is_memory(x) and dim < len(x.shape) - 1 and is_part:
         inner = Call(form, "places", (last - first,), torch.int64)
         counted = inner.sum([(Fraction(1), form.count(last - first))], Fraction(first))
@@ -509,6 +523,20 @@ def _placed(c: Call, x: Value, src: Value, dim: int, first: int, last: int, step
     for count, place in enumerate(range(first, last, step)):
         places[place] = size + count
     return form.take(form.join([x, src], dim), dim, places)
+
+
+def _changed(form: Form, x: Value, src: Value, dim: int, at: int) -> list[tuple[Value, int]]:
+    """The parts of what is put into ``x`` from ``at`` on that are not what it holds there, and
+    where they begin.
+    """
+    if src.op != "join" or src.literal != dim:
+        is_same = src is form.slice(x, dim, at, at + src.shape[dim])
+        return [] if is_same else [(src, at)]
+    found = list[tuple[Value, int]]()
+    for part in src.sources:
+        found += _changed(form, x, part, dim, at)
+        at += part.shape[dim]
+    return found
 
 
 @operator("select_scatter")

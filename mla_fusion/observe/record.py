@@ -151,6 +151,8 @@ class Record:
             f"{parts}: equal to the kernel's in exact arithmetic, {plan.compared} elements at "
             f"{POINTS} random points, wrong by a chance below {CHANCE:.0e}"
         )
+        if plan.proposal.rotation is None:
+            yield "no rotation: cos is 1 and sin is 0"
         caches = plan.caches
         if isinstance(caches, Staged):
             yield "slots: the model's own writes stay"

@@ -120,7 +120,8 @@ def placed(
         obstacles.append(Obstacle("cache.slots_count", detail))
     leaves = trusted(kv.slots)
     if leaves is None:
-        made_of = (graph.nodes[one][0].name for one in order([kv.slots]) if one.op == "leaf")
+        inputs = [one for one in order([kv.slots]) if one.op == "leaf" and one in graph.nodes]
+        made_of = (graph.nodes[one][0].name for one in inputs)
         detail = (
             f"the slots, made of {', '.join(made_of)}, are neither an input nor a block table's"
         )
@@ -211,12 +212,19 @@ def _not_taken(graph: Graph, given: Given, name: str, rows: Value) -> Obstacle:
     for value, (node, *_) in graph.nodes.items():
         caches = [one for one in value.sources if _may_be_cache(one, rows)]
         if value.op != "dot" and caches and any(map(is_taken, value.sources)):
-            step = f"{node.name} ({called(node)})"
+            named = f"{node.name} ({called(node)})"
             width = value.shape[-1]
             if not isinstance(graph.unbound(width), int):
-                message = f"{step} writes to a cache that is {graph.unbound(width)} wide"
+                message = f"{named} writes to a cache that is {graph.unbound(width)} wide"
                 return Obstacle("cache.width", message)
-            message = f"{step} is no write of whole rows of {name} by one number for each token"
+            message = f"{named} is no write of whole rows of {name} by one number for each token"
+            return Obstacle("cache.writer", message)
+    for value in graph.written.values():
+        if any(map(is_taken, order([value]))):
+            node = graph.nodes[value][0]
+            message = (
+                f"{node.name} puts the rows of {name} elsewhere than at a number for each token"
+            )
             return Obstacle("cache.writer", message)
     return Obstacle("cache.not_written", f"the rows of {name} are written to no cache")
 

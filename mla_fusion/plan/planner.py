@@ -62,6 +62,7 @@ class Planner:
     ) -> None:
         self.graph, self.projections, self.config = graph, projections, config
         self.boundary = boundary
+        self.taken = set[Node]()  # caches that plans write which are done
         self._structures = Structures(graph)
         self._taken: dict[object, tuple[str, ...]] = {}  # what is assumed of sizes, by structure
         self._proofs: dict[object, tuple[list[Value], tuple[list[int], int] | Departure]] = {}
@@ -278,10 +279,13 @@ class Planner:
 
     def _old_rows_read(self, plan: Plan) -> Obstacle | None:
         """A node that reads a cache as it was before the call, and more comes of it than the new
-        cache.
+        cache; or another call.
         """
         inside, graph = {*plan.region}, self.graph
-        for _, cache, _ in plan.held:
+        for name, cache, _ in plan.held:
+            if cache in self.taken:
+                message = f"another fusion writes the same rows of {name}"
+                return Obstacle("cache.rows_read", message)
             path, seen = [(user, user) for user in cache.users], set[Node]()
             while path:
                 node, reader = path.pop()

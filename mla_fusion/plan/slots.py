@@ -7,11 +7,9 @@ from __future__ import annotations
 from fractions import Fraction
 from math import prod
 
-from mla_fusion.graph.form import Value, filled_with
-from mla_fusion.graph.numbers import is_open
+from mla_fusion.graph.form import Value, filled_with, order
 
 Roles = dict[Value, str]
-_LEAST_BLOCK = 16
 
 
 def trusted(index: Value) -> Roles | None:
@@ -42,6 +40,14 @@ def _trusted(index: Value, role: str) -> Roles | None:
     return None
 
 
+def block_of(index: Value) -> int:
+    """How many rows the blocks have by which it counts; 0 where it counts by none."""
+    for value in reversed(order([index])):
+        if value.op == "sum" and len(value.sources) > 1 and 1 in value.literal[0]:
+            return int(max(value.literal[0])) if max(value.literal[0]) > 1 else 0
+    return 0
+
+
 def _are_apart(places: Value) -> bool:
     """Are they distinct, whatever inputs hold: counted from one number on?"""
     if prod(places.shape) == 1:
@@ -69,8 +75,6 @@ def _of_blocks(value: Value) -> Roles | None:
         return {} if value.literal[0][0] > 0 else None
     if len(terms) == 2:
         (entries, size), (places, one) = sorted(terms.items(), key=lambda term: -term[1])
-        if one == 1 and _is_spread(entries, size, places):
-            return _trusted(places, "slots")
         is_counted = [_unmoved(one).op in ("count", "constant") for one in (entries, places)]
         is_one = prod(_unmoved(entries).shape) == 1
         blocks = _trusted(entries, "sequences" if is_counted[1] or is_one else "block")
@@ -93,20 +97,6 @@ def _of_blocks(value: Value) -> Roles | None:
             if table is not None and slots is not None:
                 return table | slots
     return None
-
-
-def _is_spread(entries: Value, size: Fraction, places: Value) -> bool:
-    """Are blocks of slots laid out with room between them: ``(s // b) * (b + size) + s % b``? A
-    symbolic BlockSize is at least the least that the kernel takes.
-    """
-    inner = _unmoved(entries)
-    if inner.op != "function" or inner.literal[0] != "quotient" or size < 0:
-        return False
-    divisor = filled_with(inner.sources[1])
-    if divisor is None or _unmoved(inner.sources[0]) is not _unmoved(places):
-        return False
-    block = divisor.literal[1].ratio
-    return bool(block <= _LEAST_BLOCK or not is_open(int(size + block)))
 
 
 def _unmoved(value: Value) -> Value:

@@ -480,15 +480,7 @@ class _Departures:
 
     def _part(self, departure: Departure, down: Site, up: Site) -> Reason | None:
         found = None if _pairs(up) else self._without_latents(down)
-        return found or self._of_part(up) or self._of_width(up)
-
-    def _of_width(self, up: Site) -> Reason | None:
-        """Are parts of the query rotated that are no heads of the kernel?"""
-        for value, one in up.readings.items():
-            if one.kind == "turned" and pairs(one, _ROPE) is None:
-                text = f"%s is rotated; the kernel rotates {_ROPE} columns of a head (Dr)"
-                return Reason("contract:dims.dr", text, (value,))
-        return None
+        return found or self._of_part(up)
 
     def _without_latents(self, down: Site) -> Reason | None:
         """Is a query made of x at once?"""

@@ -46,8 +46,6 @@ TAGS = {
     "device": "also captured for device npu",
     "export": "also exported",
     "portable": "its numbers are compared under other instruction sets too",
-    "key": "its key half alone is fused, under its own Config.targets",
-    "static": "in W8A8 by fixed scales, under its own Config.targets",
     "unabsorbed": 'has no product with W_uk: read under Config(targets=("v3", "identity"))',
 }
 

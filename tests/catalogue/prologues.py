@@ -100,7 +100,7 @@ class EvenOdd(Prologue):
         return attend(query, q_pe, kv_cache.view(-1, HCKV), kr_cache.view(-1, DR))
 
 
-@entry(IN_PLACE, source=OURS, tags="whole, symbolic, device, portable", slack=1.1)
+@entry(IN_PLACE, source=OURS, tags="whole, device, portable", slack=1.1)
 class BlockOffset(PagedRotateHalf):
     """Caches indexed by (block, offset) made from the slots."""
 

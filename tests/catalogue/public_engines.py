@@ -143,7 +143,7 @@ class OneColumnLater(DlInfer):
     start = 1
 
 
-@entry(IN_PLACE, source="small engines", tags="layout, cache, device, symbolic")
+@entry(IN_PLACE, source="small engines", tags="layout, cache, device")
 class JoinedForTwoCaches(Base):
     """A latent row is made, and split again before it is written, by block and place."""
 

@@ -35,9 +35,7 @@ def fresh() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("config", "decompose"), pairs([mf.Config(), mf.Config(staging="always")], [False, True])
 )
-@pytest.mark.parametrize(
-    "entry", one_in(3, [select("whole")[0], *select("export", without="key")]), ids=str
-)
+@pytest.mark.parametrize("entry", one_in(3, [select("whole")[0], *select("export")]), ids=str)
 def test_an_exported_program_fused_in_place_is_saved_and_loaded(
     entry: Entry, config: mf.Config, decompose: bool
 ) -> None:

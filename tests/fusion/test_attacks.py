@@ -54,10 +54,7 @@ def test_steps_by_the_token_number_are_not_fused_away(
 ) -> None:
     model, args = Base(), base.paged_args(8)
     setattr(model, side, After(getattr(model, side), step))
-    for index in (0, 1, 2, 5):
-        torch._dynamo.mark_dynamic(args[index], 0)
-    with torch._dynamo.config.patch(specialize_float=True):
-        gm = traced_graph(model, *args)
+    gm = traced_graph(model, *args, dynamic=True)
     assert all(fusion.placement.startswith("staged") for fusion in mf.fuse(gm).fused)
     steps = [node for node in gm.graph.nodes if "floor" in str(node.target)]
     assert steps, "the step stays in the graph"
@@ -89,15 +86,8 @@ class SmallGate(Base):
         return q_nope * torch.tanh(1e4 * q_nope.float().square()).to(q.dtype), q_pe
 
 
-class Underflow(Base):
-    def split(self, q: Tensor) -> tuple[Tensor, Tensor]:
-        q_nope, q_pe = super().split(q)
-        return q_nope * 1e-18 * 1e-18 * 1e18 * 1e18, q_pe
-
-
-@pytest.mark.parametrize("model", [SmallGate, Underflow])
-def test_steps_on_the_query(model: type[Base]) -> None:
-    gm = traced_graph(model(), *base.paged_args())
+def test_a_gate_on_the_query() -> None:
+    gm = traced_graph(SmallGate(), *base.paged_args())
     assert mf.fuse(gm).fused == []
 
 

@@ -31,7 +31,7 @@ def by_powers_of_two(x: Tensor) -> tuple[Tensor, Tensor]:
 def with_zeros(x: Tensor) -> tuple[Tensor, Tensor]:
     most = largest(x)
     scale = torch.where(most == 0, torch.ones_like(most), most) / 127
-    return torch.round(x / scale).to(torch.int8).clamp(-127, 127), scale
+    return torch.round(x / scale).clamp(-127, 127).to(torch.int8), scale
 
 
 def truncated(x: Tensor) -> tuple[Tensor, Tensor]:

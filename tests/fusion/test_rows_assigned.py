@@ -112,8 +112,8 @@ def test_of_any_number_of_tokens() -> None:
     ("kv", "kr", "tokens", "why"),
     [
         (from_three, from_four, 8, "are written at different slots"),
-        (every_second, None, 8, "every nth row"),
-        (all_of_a_block, None, 16, "in place of all that"),
+        (every_second, None, 8, "elsewhere than at a number for each token"),
+        (all_of_a_block, None, 16, "elsewhere than at a number for each token"),
     ],
 )
 def test_what_stays_with_the_model_has_its_reason(

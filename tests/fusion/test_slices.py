@@ -74,12 +74,12 @@ class FromStart(Assigns):
     one_in(
         1,
         [
-            (lambda c, n: c[:8, n : n + 1], "in place"),
-            (lambda c, n: c[1:9, n : n + 1], "in place"),
-            (lambda c, n: c[:8, n + 1 : n + 2], "staged"),  # computed
-            (lambda c, n: c[:8, 2:][:, n : n + 1], "staged"),  # of a part of the cache
+            (lambda c, n: c[:8, n : n + 1], "staged"),
+            (lambda c, n: c[1:9, n : n + 1], "staged"),
+            (lambda c, n: c[:8, n + 1 : n + 2], "staged"),
+            (lambda c, n: c[:8, 2:][:, n : n + 1], "staged"),
             (lambda c, n: c[:8, n : n + 2][:, :1], "staged"),
-            (lambda c, n: c[n : n + 8, 3:4], "in place"),
+            (lambda c, n: c[n : n + 8, 3:4], "staged"),
         ],
     ),
 )

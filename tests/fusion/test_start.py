@@ -81,33 +81,3 @@ def test_a_size_that_the_model_divides_by() -> None:
     (fusion,) = mf.reports()[-1].fused
     assert fusion.verified == "verified"
     assert_as_exact(model, args, fused)
-
-
-def test_how_large_a_start_may_be_is_listed() -> None:
-    """Behind 2**24 a float32 has not every position, and an int64 has."""
-
-    class Apart(Decode):
-        def forward(self, x: Tensor, kv: Tensor, kr: Tensor, slots: Tensor, start: int) -> Tensor:
-            rows = torch.arange(len(x)) + start
-            floats = torch.arange(len(x)).float() + start
-            angles = [
-                torch.outer(at, 1 / 1e4 ** (torch.arange(0, DR, 2) / DR)).repeat(1, 2)
-                for at in (rows.float(), floats)
-            ]
-            self.tables = [(at.cos().bfloat16(), at.sin().bfloat16()) for at in angles]
-            return PagedRotateHalf.forward(self, x, *self.tables[0], kv, kr, slots)
-
-        def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-            if x.shape[1] == 1:  # the key
-                cos, sin = (table.unsqueeze(1) for table in self.tables[1])
-            return super().rotate(x, cos, sin)
-
-    torch.manual_seed(0)
-    torch._dynamo.reset()
-    run = torch.compile(Apart(POSITIONS["full"]), backend=mf.backend(), fullgraph=True)
-    for start in (3, 5):
-        x, _, _, *caches = paged_args(8)
-        with torch.no_grad():
-            run(x, *caches, start)
-    (fusion,) = mf.reports()[-1].fused
-    assert "holds numbers below 2**19" in " ".join(fusion.assumptions), fusion.assumptions

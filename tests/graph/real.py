@@ -43,6 +43,8 @@ class Real:
         op, literal = value.op, value.literal
         if op in _OPERATIONS:
             return _OPERATIONS[op](value, *read)
+        if op == "leaf" and str(literal).startswith("size "):
+            return torch.tensor(int(literal.removeprefix("size ")))
         if op == "leaf":
             return self.leaves[literal]
         if op == "function" and is_known_alone(value):

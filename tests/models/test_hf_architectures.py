@@ -76,7 +76,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "no_q_lora": ("deepseek_v3", {"q_lora_rank": None}, "q_lora.absent"),
     "bias": ("deepseek_v3", {"attention_bias": True}, "linear.bias"),
     "hidden_size": ("deepseek_v3", {"hidden_size": 1152}, "contract:dims.he"),
-    "rope_dim": ("deepseek_v3", {"qk_rope_head_dim": 32}, "contract:dims.dr"),
+    "rope_dim": ("deepseek_v3", {"qk_rope_head_dim": 32}, "absorb.absent"),
 }
 
 

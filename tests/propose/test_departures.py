@@ -68,7 +68,7 @@ MISSES = [
     entry
     for entry in ENTRIES.values()
     if "near miss" in entry.tags
-    and entry.tags.isdisjoint(("key", "static", "unabsorbed"))
+    and "unabsorbed" not in entry.tags
     and not set(entry.outcome) & {IN_PLACE, STAGED}
     and entry.name not in FUSED | LATER
 ]

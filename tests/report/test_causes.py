@@ -101,8 +101,8 @@ def test_unknown_steps_on_both_sides_are_named(step: Any, named: str) -> None:
             return self.kv_a_layernorm(c_kv), k_pe
 
     (left,) = mf.explain(traced_graph(Both(), *paged_args()), boundary=True).rejected
-    assert left.code == "norm.absent" and f"{named}" in left.message
-    assert ("mf.register_operator" in left.remedy) == (step is opaque)
+    assert left.code in ("norm.absent", "step.unknown") and named in left.message
+    assert "mf.register_operator" in left.remedy
 
 
 def test_an_operator_that_writes_its_arguments_is_named() -> None:

@@ -17,9 +17,11 @@ from tests.catalogue import (
 )
 from tests.exhaustive import one_in
 from tests.plan import test_refusals as of_plan
+from tests.propose.test_finder import InABranch
 
 from .walks import (
     Base,
+    BeforeTheBranch,
     Dropped,
     EpsilonAsFloor,
     EpsilonBehindTheRoot,
@@ -33,6 +35,7 @@ from .walks import (
     ScaledColumns,
     Shifted,
     Told,
+    branched,
     changed,
     clamped_input,
     clamped_query,
@@ -199,6 +202,10 @@ WALKS: dict[str, tuple[Told, dict[str, Told | None]]] = {
         },
     ),
     "graph.not_functional": (exported, {"ExportedProgram.run_decompositions()": functional}),
+    "graph.branch": (
+        of(InABranch, branched, device="cpu"),
+        {"Compute the prologue before the branch": of(BeforeTheBranch, branched, device="cpu")},
+    ),
     "step.choice": (
         entry("LatentOutliersCut"),
         {

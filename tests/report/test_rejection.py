@@ -7,7 +7,7 @@ from pathlib import Path
 from mla_fusion.report.rejection import CODES
 
 TESTS = Path(__file__).parents[1]
-PROVOKED_IN = ("catalogue", "match", "plan", "emit", "commit", "entry", "report")
+PROVOKED_IN = ("catalogue", "propose", "plan", "commit", "entry", "report")
 
 
 def test_every_code_is_provoked() -> None:

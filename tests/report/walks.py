@@ -21,6 +21,7 @@ from tests.catalogue import (
 )
 from tests.harness import graph_of, traced
 from tests.plan import test_refusals as of_plan
+from tests.propose.test_finder import InABranch
 
 Base, paged_args, tables = base.Base, base.paged_args, base.tables
 Told = Callable[[], mf.Report]
@@ -185,11 +186,26 @@ class Dropped(Base):
 
 
 class Shifted(Base):
-    """Each token has the key of the next."""
+    """The keys of even tokens come before those of odd ones."""
 
     def latent(self, x: Tensor) -> tuple[Tensor, Tensor]:
         c_kv, k_pe = super().latent(x)
-        return c_kv, torch.cat([k_pe[1:], k_pe[:1]])
+        return c_kv, torch.cat([k_pe[::2], k_pe[1::2]])
+
+
+class BeforeTheBranch(InABranch):
+    def forward(self, flag: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # type: ignore[override]
+        p = self.prologue
+        q_nope, q_pe = p.split(p.q_b_proj(p.q_a_layernorm(p.q_a_proj(x))))
+        c_kv, k_pe = p.latent(x)
+        c, s = cos.unsqueeze(1), sin.unsqueeze(1)
+        made = (
+            p.absorb(q_nope),
+            p.rotate(q_pe, c, s),
+            c_kv,
+            p.rotate(k_pe.unsqueeze(1), c, s).squeeze(1),
+        )
+        return torch.cond(flag, base.attend, lambda *made: base.attend(*made) * 0, made)
 
 
 class JoinedAgain(Base):
@@ -239,6 +255,10 @@ def in_blocks(size: int) -> Callable[[], tuple[Tensor, ...]]:
         )
 
     return args
+
+
+def branched() -> tuple[Tensor, ...]:
+    return torch.tensor(True), *paged_args()[:3]
 
 
 def half_precision() -> tuple[Tensor, ...]:
