@@ -21,8 +21,8 @@ import mla_fusion as mf  # before torch, where torch_npu is installed without CA
 import torch
 
 from tests.catalogue.base import paged_args
-from tests.harness import graph_of
 from tests.exact.hidden import BEFORE, At, Function, Member, member
+from tests.harness import graph_of
 
 _CONTROL = 20  # one for so many members
 

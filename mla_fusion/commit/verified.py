@@ -14,6 +14,7 @@ from mla_fusion.fx.build import GraphBuilder
 from mla_fusion.fx.workplace import workplace
 from mla_fusion.graph.departure import Departure
 from mla_fusion.graph.form import Value
+from mla_fusion.graph.numbers import is_open
 from mla_fusion.graph.read import Graph
 from mla_fusion.meta.number_formats import HIFLOAT8
 from mla_fusion.observe.clock import threads
@@ -95,7 +96,9 @@ def _compared(plan: Plan) -> Outcome:
         axes = [size for size in cache.meta["val"].shape[:-1] if size != 1]
         rows, block_size = prod(axes), axes[-1] if len(axes) > 1 else 1
     if isinstance(plan.caches, InPlace):  # blocks of a symbolic cache may be cut into smaller ones
-        block_size = graph.unbound(block_of(plan.caches.slots)) or block_size
+        number = block_of(plan.caches.slots)
+        own = graph.sizes.get(number) or (0 if is_open(number) else number)
+        block_size = own or block_size
     attributes = {node for node in roles if node.op == "get_attr"}
     copies |= {node: writer.b.copies[node] for node in attributes & writer.b.copies.keys()}
     cut = {node: copy for node, copy in copies.items() if node.op != "placeholder"}

@@ -216,6 +216,11 @@ class Binding:
         """May the size be another one in another run?"""
         return is_symbolic(size) and not isinstance(self.meaning(size), int)
 
+    @property
+    def numbers(self) -> dict[Any, Any]:
+        """The symbols, and quotients of them, that are one number whenever the graph runs."""
+        return {was: now for was, now in self._solved.items() if now.is_Integer}
+
     def meaning(self, size: Any) -> Any:
         """A number or an expression: one for sizes that are equal whenever the graph runs."""
         found = self._expr(size) if is_symbolic(size) else size

@@ -65,8 +65,8 @@ def least(value: Value) -> float:
         return prod(ends) if min(ends) >= 0 else -inf
     if op == "sum":
         terms = zip(literal[0], sources, strict=True)
-        ends = (float(times) * least(one) if times > 0 else -inf for times, one in terms)
-        return sum(ends, start=float(literal[1]))
+        added = [float(times) * least(one) if times > 0 else -inf for times, one in terms]
+        return sum(added, start=float(literal[1]))
     if op == "reduce":
         count = prod(sources[0].shape[axis] for axis in literal)
         return least(sources[0]) * (1 if is_open(count) else count)
@@ -148,10 +148,10 @@ def of(value: Value) -> Bounds | None:
             return None
         return min(least for least, _ in known), max(most for _, most in known)
     if op == "function" and literal[0] == "quotient":
-        inner, divisor = (of(source) for source in sources)
-        if inner is not None and divisor is not None and divisor[0] > 0:
-            ends = [one // other for one, other in pairs(inner, divisor)]
-            return min(ends), max(ends)
+        inner, by = (of(source) for source in sources)
+        if inner is not None and by is not None and by[0] > 0:
+            quotients = [one // other for one, other in pairs(inner, by)]
+            return min(quotients), max(quotients)
     if value.is_float:
         return None
     if value.dtype == torch.bool:

@@ -499,9 +499,9 @@ def _placed(c: Call, x: Value, src: Value, dim: int, first: int, last: int, step
         if len(parts) == 1:  # rows of one block, as rows of all
             ((part, at),) = parts
             count, first = part.shape[dim + 1], first * x.shape[dim + 1] + at
-            lead, behind = x.shape[:dim], x.shape[dim + 2 :]
-            rows = form.reshape(part, (*lead, count, *behind))
-            flat = form.reshape(x, (*lead, -1, *behind))
+            lead, rest = x.shape[:dim], x.shape[dim + 2 :]
+            rows = form.reshape(part, (*lead, count, *rest))
+            flat = form.reshape(x, (*lead, -1, *rest))
             return form.reshape(_placed(c, flat, rows, dim, first, first + count, 1), x.shape)
     parts = _changed(form, x, src, dim, first) if is_part and src.op == "join" else []
     if len(parts) == 1 and parts[0][0] is not src:
@@ -516,9 +516,9 @@ def _placed(c: Call, x: Value, src: Value, dim: int, first: int, last: int, step
         [len(range(first, last, step)) if at == dim else n for at, n in enumerate(x.shape)],
     )
     if step == 1:
-        parts = [form.slice(x, dim, 0, first)] if first else []
-        parts += [src, *([form.slice(x, dim, last, size)] if last < size else [])]
-        return form.join(parts, dim)
+        before = [form.slice(x, dim, 0, first)] if first else []
+        behind = [form.slice(x, dim, last, size)] if last < size else []
+        return form.join([*before, src, *behind], dim)
     places = list(range(size))
     for count, place in enumerate(range(first, last, step)):
         places[place] = size + count

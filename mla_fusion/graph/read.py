@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from mla_fusion.compat import OpOverload, schema_of
+from mla_fusion.compat import OpOverload, guarded_equal, schema_of
+from mla_fusion.fx.sizes import Binding
 from mla_fusion.fx.sizes import expression as expression_of
 from mla_fusion.graph import arithmetic, decompose, fused, moves, quantise
 from mla_fusion.graph.call import RULES, Alike, Call, Departs, Pair, Size, name_of
@@ -56,6 +57,7 @@ class Graph:
         self.gm = gm
         self.parameters = parameters(gm.graph) if own is None else own
         self.symbols: dict[str, int] = {}
+        self._numbers: dict[Any, Any] | None = None  # sizes that guards make so many
         self.form, self.sizes = Form(), dict[int, Any]()
         while not self._is_read():
             self.form, self.sizes = Form(), {}
@@ -155,7 +157,12 @@ class Graph:
     def size(self, given: Any) -> int:
         if isinstance(given, int):
             return given
-        expression = expression_of(given)
+        if self._numbers is None:
+            guarded = Binding()
+            for pair in guarded_equal(given):
+                guarded.equate(*pair)
+            self._numbers = guarded.numbers
+        expression = expression_of(given).xreplace(self._numbers)
         for symbol in expression.free_symbols:
             name = str(symbol)
             if name not in self.symbols:
@@ -402,6 +409,7 @@ class Graph:
         """What a graph makes of Values, with this one's form."""
         inner = Graph.__new__(Graph)
         inner.gm, inner.symbols, inner.sizes, inner.form = gm, self.symbols, self.sizes, self.form
+        inner._numbers = self._numbers
         inner._begin()
         placeholders = iter(values)
         for node in gm.graph.nodes:

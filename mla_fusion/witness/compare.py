@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -37,7 +38,10 @@ OF_A_ROW = 2.5
 _OF_ROUNDING = 6.0
 _HCKV = 512  # of rows of tiles
 _ROW = 64  # elements that a row has at least: a rounding of a large one weighs much among fewer
-_STEP, _JITTERS = 2.0**-8, 4
+_FEW_ROWS = 10  # one row of so many may differ by twice what rounding can do
+_STEP = 2.0**-8
+_TURNS = 8, 64  # of changes: what is far from a rounding after a few is none
+_FAR = 4.0
 _SMALL_CACHE = 1 << 20  # elements up to which a cache is taken as it is
 _LARGEST_CACHE = 1 << 28
 _COSTLY = 256  # tokens from which one draw holds ordinary rows and rows with outliers side by side
@@ -293,7 +297,8 @@ class _Witness:
             over = ~(of_rows <= limit)
             said = f"relative error {row:.3g} in a row, {whole:.3g} of all; limit {limit:g}"
             wrong = said if bool(over.any()) else ""
-            times = _OF_ROUNDING * (2 if whole <= of_all else 1)  # twice for a few rows
+            is_few = whole <= of_all or _FEW_ROWS * int(over.sum()) <= len(over)
+            times = _OF_ROUNDING * (2 if is_few else 1)
             if wrong and kind not in WIDE and self._is_rounding(pair, drawn, off, over, times):
                 wrong = ""
         if wrong:
@@ -337,7 +342,7 @@ class _Witness:
         if found is None:
             return False
         exact, moved = pair.numbers(found), torch.zeros_like(wrong)
-        for turn, changed in enumerate((x, products) * _JITTERS):
+        for turn, changed in zip(range(_TURNS[1]), cycle((x, products)), strict=False):
             others = {}
             for node in changed:
                 noise = torch.randn(
@@ -348,7 +353,12 @@ class _Witness:
                 others[node] = found[node] * (1 + _STEP * noise)
             other = self._in_float64(drawn, pair.nodes[0], others) or found
             moved = torch.maximum(moved, _squares(exact, pair.numbers(other), self._lead)[0])
-        return bool((wrong[over] <= times**2 * moved[over]).all())
+            limit = times**2 * moved[over]
+            if bool((wrong[over] <= limit).all()):
+                return True
+            if turn + 1 >= _TURNS[0] and not bool((wrong[over] <= _FAR**2 * limit).all()):
+                return False
+        return False
 
 
 def _alike(value: Tensor, seed: int) -> Tensor:

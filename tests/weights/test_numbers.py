@@ -68,7 +68,7 @@ class Padded(Numbered):
         return self.kv_a_layernorm(c_kv), k_pe
 
 
-MODELS = {Scaled: True, Longer: False, Padded: True}  # is the packed weight a copy?
+MODELS = {Scaled: 0, Longer: 1, Padded: 0}  # fused: a number that is multiplied with is no weight
 
 
 @pytest.mark.parametrize(("model", "dynamic"), one_in(3, itertools.product(MODELS, (True, None))))
@@ -83,8 +83,9 @@ def test_every_number_has_its_own_weight(model: type[Numbered], dynamic: bool | 
                 plain = eager(lambda *given, number=number: module(*given, number), clones(args))  # type: ignore
                 wide = exact(_With(module, number), args)
             assert_no_worse(wide, plain, fused, slack=1.2)
-    assert all(len(report.fused) == 1 for report in mf.reports()), str(mf.reports()[-1])
-    assert (mf.reports()[-1].bytes_added > 0) is MODELS[model]
+    report = mf.reports()[-1]  # of a number that is a symbol
+    assert len(report.fused) == MODELS[model], str(report)
+    assert report.fused == [] or report.bytes_added == 0
 
 
 class _With(nn.Module):
