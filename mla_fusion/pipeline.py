@@ -32,6 +32,7 @@ from mla_fusion.observe.clock import Clock, on_the_cpu, threads
 from mla_fusion.observe.operator_counts import count_operators
 from mla_fusion.observe.record import Record, absent
 from mla_fusion.plan import policy
+from mla_fusion.plan.caches import InPlace
 from mla_fusion.plan.outputs import Settled, settled
 from mla_fusion.plan.plan import Plan
 from mla_fusion.plan.planner import Planner
@@ -198,7 +199,8 @@ class Pass:
                 seen = self._verified.of(plan)
                 self._clock.stop("verify")
                 found[plan] = seen
-                self._planner.taken.update(cache for _, cache, _ in plan.held)
+                if isinstance(plan.caches, InPlace):
+                    self._planner.taken.update(one.value for one in plan.caches.writes.values())
             except Departure as reason:
                 reason.site = reason.site or tuple(proposal.products)  # type: ignore[union-attr]
                 departures.append(reason)
@@ -243,6 +245,7 @@ class Pass:
         graph, values = self.graph, departure.values or departure.site
         stale = {graph.base(node) for _, node in graph.stale}
         nodes = [node for value in values for node in graph.nodes.get(value, ())]
+        nodes += [above for node in nodes for above in node.all_input_nodes]
         try:
             policy.functional(graph, [node for node in nodes if graph.base(node) in stale])
         except Departure as cause:

@@ -28,10 +28,11 @@ class _OfResults(Lowering):
     """Reads rows of the call's caches as these hold them."""
 
     def _gather(self, value: Value, base: Value, index: Value) -> Any:
-        if base.op != "write" or base.literal is None or base not in self.known:
+        is_new = base.op == "write" and base in self.known
+        if not is_new or (base.literal is None and index is not base.sources[1]):
             return super()._gather(value, base, index)
         rows, shape = self.of(index), self._shape(value.shape)
-        return written(self.b, self.known[base], rows, shape, base.literal)
+        return written(self.b, self.known[base], rows, shape, base.literal or "")
 
 
 class Writer:
@@ -63,6 +64,10 @@ class Writer:
                 self._close()
             if node.target is torch.ops.aten.copy_.default:
                 self._call_before(node.args[0])
+                if _ends(node):  # what is given out may read what is overwritten now
+                    for read in source.output_node().all_input_nodes:
+                        if read in self.settled.replaced:
+                            self.given(read)
             if node in self.settled.kept and node.op != "placeholder":
                 self.b.value(node)
 
@@ -161,6 +166,13 @@ class Writer:
         self._called.add(plan)
         self.b.at(None, _carried(plan.products[0]))
         self._lower.known.update(called(self.b, self._lower, plan))
+
+
+def _ends(node: Node) -> bool:
+    """Do copies alone come behind it?"""
+    while node.target is torch.ops.aten.copy_.default:
+        node = node.next
+    return node.op == "output"
 
 
 def _carried(node: Node) -> dict[str, Any]:

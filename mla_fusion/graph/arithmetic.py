@@ -325,10 +325,21 @@ def _(
 
 @operator("einsum")
 def _(c: Call, equation: str, tensors: Sequence[Value], path: Any = None) -> Value:
-    if len(tensors) != 2 or "." in equation:
+    if len(tensors) != 2:
         raise Departs
     left, right, after = re.split(",|->", equation.replace(" ", ""))
-    return contracted(c, tensors[0], tensors[1], left, right, after)
+    shapes = tensors[0].shape, tensors[1].shape, c.shape
+    named = map(_axes_named, (left, right, after), map(len, shapes))
+    return contracted(c, tensors[0], tensors[1], *named)
+
+
+_OF_ELLIPSIS = "0123456789"
+
+
+def _axes_named(axes: str, rank: int) -> str:
+    """An axis of an ellipsis has a digit: it is the same one of all terms, counted from the end."""
+    count = rank - len(axes.replace("...", ""))
+    return axes.replace("...", _OF_ELLIPSIS[:count][::-1])
 
 
 def contracted(c: Call, x: Value, other: Value, left: str, right: str, after: str) -> Value:

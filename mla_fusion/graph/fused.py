@@ -13,7 +13,7 @@ from typing import Any
 from mla_fusion.graph import quantise
 from mla_fusion.graph.call import Call, Departs, operator
 from mla_fusion.graph.form import Form, Value
-from mla_fusion.graph.numbers import MINUS_ONE, Number
+from mla_fusion.graph.numbers import MINUS_ONE, Number, is_open
 from mla_fusion.meta import number_formats
 
 
@@ -199,7 +199,10 @@ def _(
 def _in_pages(c: Call, cache: Value, index: Value, rows: Value, mode: str) -> Value:
     """Of a mode that writes rows elsewhere than at slots, an opaque cache."""
     form = c.form
-    if mode not in PAGED or prod(index.shape) != prod(rows.shape[:-1]):
+    counts = prod(index.shape), prod(rows.shape[:-1])
+    if mode in PAGED and all(map(is_open, counts)):
+        c.equate(*counts)
+    if mode not in PAGED or counts[0] != counts[1]:
         return form.opaque("cache", mode, [cache, index, rows], cache.shape, cache.dtype)
     width = rows.shape[-1]
     c.equate(cache.shape[-1], width)

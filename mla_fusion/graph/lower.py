@@ -61,7 +61,9 @@ class Lowering:
         if shape is not None:
             value = self.form.reshape(value, shape)
         if dtype is not None and not value.active and value not in self.known:
-            value, dtype = self.form.cast(value, dtype), None
+            cast = self.form.cast(value, dtype)
+            if any(self._nodes(cast)) or not any(self._nodes(value)):
+                value, dtype = cast, None
         key = value, dtype
         if key not in self._made:
             self._made[key] = self._found(value, dtype)

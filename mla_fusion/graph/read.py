@@ -44,7 +44,7 @@ class Graph:
     nodes     of each Value, the nodes that hold it, in order
     written   by placeholder, what the graph leaves in it
     stale     readers, with nodes that hold other numbers later
-    changed   nodes that are written later, or look at memory that is
+    changed   nodes that are written later, or look at memory that is, with what they are before
     assumed   what was taken for granted of numbers where a node was read
     hidden    inputs that an operator writes unseen, with it
     parameters  inputs that are the model's own
@@ -68,7 +68,7 @@ class Graph:
         self.written: dict[Node, Value] = {}
         self.hidden: dict[Node, Node] = {}
         self.stale: set[tuple[Node, Node]] = set()
-        self.changed: set[Node] = set()
+        self.changed: dict[Node, Reading] = {}
         self.assumed: dict[Node, tuple[str, ...]] = {}
         self._views: dict[Node, list[Node]] = {}
 
@@ -79,10 +79,9 @@ class Graph:
             for node in self.gm.graph.nodes:
                 self._read(node)
         except Alike as pair:
-            one, other = pair.args
+            old, new = pair.args
             self.symbols = {
-                name: min(one, other) if bound in (one, other) else bound
-                for name, bound in self.symbols.items()
+                name: new if bound == old else bound for name, bound in self.symbols.items()
             }
             return False
         return True
@@ -115,8 +114,11 @@ class Graph:
             elif node.op == "placeholder":
                 is_held = origin[1].op == "leaf" and node not in self.early
             else:
+                base = self.base(node)
+                if node in self.changed and base.op == "placeholder" and base not in self.early:
+                    reading = self.changed[node]
                 is_same = isinstance(reading, Value) and self._origin(reading) == origin
-                is_held = is_same and node not in self.changed
+                is_held = is_same and reading is self.changed.get(node, reading)
             if is_held:
                 yield node
 
@@ -262,7 +264,7 @@ class Graph:
     def _hold(self, node: Node, reading: Reading) -> None:
         before = self.readings.get(node)
         if node in self.readings and before is not reading:
-            self.changed.add(node)
+            self.changed.setdefault(node, before)
         if before is not reading:
             self.stale |= {(user, node) for user in node.users if user in self.readings}
         self.readings[node] = reading
@@ -393,8 +395,7 @@ class Graph:
             except Departs:
                 pass
             except Alike as pair:
-                if not set(self.symbols.values()).isdisjoint(pair.args):
-                    raise
+                self._equate(*pair.args)
                 return None
             except _FAILS as error:
                 self._find_alike(error)
@@ -422,12 +423,25 @@ class Graph:
         return None
 
     def _find_alike(self, error: Exception) -> None:
-        """Two symbols whose sizes an operator takes for equal are one."""
-        words = str(error).split()
-        numbers = {int(word) for word in words if word.isdigit()}
-        known = sorted(numbers & set(self.symbols.values()))
-        if isinstance(error, ValueError) and len(known) == 2:
-            raise Alike(*known) from error
+        """Two sizes that an operator takes for equal are one. A symbol that meets a number keeps its
+        own: torch may be bound to leave it open.
+        """
+        numbers = {int(word) for word in str(error).split() if word.isdigit()}
+        if isinstance(error, ValueError) and len(numbers) == 2 and all(map(is_open, numbers)):
+            self._equate(*numbers)
+
+    def _equate(self, one: int, other: int) -> None:
+        """Raises Alike (a number of symbols, and what they are bound to in place of it) where that
+        makes two sizes equal: one of them is a symbol, the other a symbol, a number, or made of
+        other symbols.
+        """
+        one, other = sorted((one, other))
+        known = {*self.symbols.values()}
+        if other in known and (one in known or not is_open(one)):
+            raise Alike(other, one)
+        is_symbol = one in known and all(one % bound or bound == one for bound in known)
+        if is_symbol and other in self.sizes and other % one:
+            raise Alike(one, other)
 
     def _folded(self, target: Any, args: Any, options: Any, held: Any) -> Reading:
         """Of literals alone, what torch computes."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import Node
 
-from mla_fusion.compat import OpOverload
+from mla_fusion.compat import OpOverload, schema_of
 from mla_fusion.graph.departure import Departure
 from mla_fusion.graph.form import Value, filled_with
 from mla_fusion.graph.read import Graph, is_in_place, is_mutable, values_of
@@ -55,6 +55,11 @@ def is_size(node: Node) -> bool:
     return isinstance(node.target, OpOverload) and isinstance(node.meta.get("val"), torch.SymInt)
 
 
+def gives_nothing(node: Node) -> bool:
+    """Is it called for what it checks alone?"""
+    return isinstance(node.target, OpOverload) and not schema_of(node.target).returns
+
+
 def is_made_of_nothing(value: Value) -> bool:
     """Whatever it is called with, is it one number, or memory that nobody has written?"""
     return filled_with(value) is not None or (value.op == "opaque" and not value.sources)
@@ -66,8 +71,8 @@ def unmoved(value: Value) -> Value:
     return value
 
 
-def holders(graph: Graph, values: Iterable[Value]) -> list[Node]:
-    """The nodes from which Values are lowered."""
+def holders(graph: Graph, values: Iterable[Value], given: Given | None = None) -> list[Node]:
+    """The nodes from which Values are lowered, beside what results give."""
     found, stack, seen = list[Node](), list(values), set[Value]()
     while stack:
         value = stack.pop()
@@ -75,6 +80,10 @@ def holders(graph: Graph, values: Iterable[Value]) -> list[Node]:
             continue
         seen.add(value)
         nodes = (node for node in graph.holding(value) if not has_effect(graph, node))
+        if given is not None and given.of(value) is not None:
+            if value.op == "write":
+                continue
+            nodes = iter(())
         first = next(nodes, None)
         if first is None:
             stack += value.sources
@@ -107,7 +116,9 @@ def settled(
     stack = [
         (node, node)
         for node in graph.gm.graph.nodes
-        if node.op == "output" or (has_effect(graph, node) and not is_replaced(graph, node, given))
+        if node.op == "output"
+        or gives_nothing(node)
+        or (has_effect(graph, node) and not is_replaced(graph, node, given))
     ]
     stack += [(node, node) for node in holders(graph, read)]
     while stack:
@@ -127,6 +138,7 @@ def settled(
                     raise Departure("graph.not_functional", detail, [reading])
                 if known is not None and not _goes_on(graph, given, node, known):
                     found.replaced[node] = known
+                    stack += [(one, node) for one in holders(graph, [known], given)]
                     continue
             if not inside.isdisjoint(values_of(reading)):
                 detail = f"{reader.name} reads {node.name}, which the kernel keeps to itself"

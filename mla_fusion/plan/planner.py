@@ -62,7 +62,7 @@ class Planner:
     ) -> None:
         self.graph, self.projections, self.config = graph, projections, config
         self.boundary = boundary
-        self.taken = set[Node]()  # caches that plans write which are done
+        self.taken = set[Value]()  # writes of the plans that are done
         self._structures = Structures(graph)
         self._taken: dict[object, tuple[str, ...]] = {}  # what is assumed of sizes, by structure
         self._proofs: dict[object, tuple[list[Value], tuple[list[int], int] | Departure]] = {}
@@ -282,8 +282,9 @@ class Planner:
         cache; or another call.
         """
         inside, graph = {*plan.region}, self.graph
+        writes = plan.caches.writes if isinstance(plan.caches, InPlace) else {}
         for name, cache, _ in plan.held:
-            if cache in self.taken:
+            if writes[name].value in self.taken:
                 message = f"another fusion writes the same rows of {name}"
                 return Obstacle("cache.rows_read", message)
             path, seen = [(user, user) for user in cache.users], set[Node]()

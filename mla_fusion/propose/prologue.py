@@ -30,7 +30,7 @@ from mla_fusion.propose.quantised import (
     unquantised,
 )
 from mla_fusion.propose.rotations import Pairs, pairs, tables, unrotated
-from mla_fusion.propose.sites import Projections, Site, of_rows, rows_of
+from mla_fusion.propose.sites import Projections, Reading, Site, of_rows, rows_of
 from mla_fusion.targets import prolog
 
 ROPE, LATENT = 64, 512  # of the operator
@@ -450,8 +450,13 @@ class _Joined:
         down, of_others = self.down, set(of_query.columns.tolist())
         error = Departure("norm.absent", f"no {latent} columns of x are normed", down.dots)
         first: Norm | None = None
-        for value, reading in reversed(down.readings.items()):
-            if reading.kind == "normed" and len(reading.columns) == latent:
+        # of layers beside each other, those that are made nearest to the query
+        made = {self._start(one): value.serial for value, one in self._last("normed")}
+        at = self.up.rows.serial
+        for value, reading in sorted(
+            self._last("normed"), key=lambda one: abs(made[self._start(one[1])] - at)
+        ):
+            if len(reading.columns) == latent:
                 columns = reading.columns.tolist()
                 if of_others.isdisjoint(columns) and len(set(columns)) == latent:
                     try:
@@ -466,6 +471,15 @@ class _Joined:
             raise error
         return first
 
+    @staticmethod
+    def _start(reading: Reading) -> int:
+        return int(reading.columns.min())
+
+    def _last(self, kind: str) -> list[tuple[Value, Reading]]:
+        """What is computed from x so, the last first."""
+        found = reversed(self.down.readings.items())
+        return [(value, reading) for value, reading in found if reading.kind == kind]
+
     # -- rotations
 
     def _is_turned(self, site: Site, value: Value) -> bool:
@@ -479,10 +493,13 @@ class _Joined:
         """
         up, down = self.up, self.down
         queries = sorted([*self._turned(up)][::-1], key=lambda one: one[1].heads != heads)
+        # of layers beside each other, those that one product makes with the latents
+        behind = int(of_key.columns.max())
+        keys = sorted(self._last("turned"), key=lambda one: abs(self._start(one[1]) - behind))
         scaled = None
         for value, found in queries:
-            for other, reading in reversed(down.readings.items()):
-                if reading.kind != "turned" or len(reading.columns) != ROPE:
+            for other, reading in keys:
+                if len(reading.columns) != ROPE:
                     continue
                 of_other = pairs(reading, ROPE, found)
                 if of_other is not None and torch.equal(of_other.diagonal, found.diagonal):

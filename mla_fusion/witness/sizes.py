@@ -35,9 +35,10 @@ def bound(graph: Graph, alike: Mapping[str, int] | None = None) -> Binding:
         binding.equate(a, b)
     first: dict[int, Any] = {}
     for size in sizes:
-        number = (alike or {}).get(str(expression(size)))
-        if number is not None:
-            binding.equate(first.setdefault(number, size), size)
+        found = expression(size)
+        numbers = {symbol: (alike or {}).get(str(symbol)) for symbol in found.free_symbols}
+        if None not in numbers.values():
+            binding.equate(first.setdefault(int(found.subs(numbers)), size), size)
     binding.admit(sizes)
     return binding
 

@@ -113,9 +113,8 @@ def test_what_would_move_ahead_of_a_step(changes: bool) -> None:
         target = given if changes else fresh
         step = gm.graph.call_function(torch.ops.aten.copy_.default, (target, fresh))
         step.meta["val"] = given.meta["val"]
-    report = mf.fuse(gm)
-    assert bool(report.fused) is not changes
-    assert [item.code for item in report.rejected] == ["graph.not_functional"] * changes
+    (fusion,) = mf.fuse(gm).fused
+    assert fusion.placement.startswith("staged") is changes  # the model's own writes stay
 
 
 @pytest.mark.parametrize("capture", CAPTURES.values(), ids=CAPTURES)

@@ -17,7 +17,8 @@ def test_layers_share_tables_and_probes() -> None:
     fused = run_fused(model, clones(args))
     report = mf.reports()[-1]
     assert len(report.fused) == 3 and not report.rejected
-    assert [bool(f.figures) for f in report.fused] == [True, False, False]
+    # the first layer reads an input, the others what products made
+    assert [bool(f.figures) for f in report.fused] == [True, True, False]
     assert report.operators["after"]["npu.npu_mla_prolog_v3_functional.default"] == 3
     assert_as_exact(model, args, fused, 1.1)
 

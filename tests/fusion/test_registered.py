@@ -114,8 +114,8 @@ def test_what_was_not_fused_calls_them_still(known: None) -> None:
 def test_unknown_they_are_named() -> None:
     gm = traced_graph(Served(), *base.paged_args())
     (left,) = mf.explain(gm).rejected
-    assert left.code == "step.unknown" and "mf.register_operator" in left.remedy
-    assert all(f"{MINE}.{name}.default" in left.message for name in ("norm", "rope"))
+    assert left.code == "norm.absent" and "mf.register_operator" in left.remedy
+    assert f"{MINE}.norm.default) is not known" in left.message
 
 
 @pytest.mark.parametrize("function", [None, lambda q, k, cos, sin: (q,)], ids=["none", "unfit"])
@@ -131,7 +131,7 @@ def test_an_unknown_rotation_of_query_and_key_is_named(function: Any) -> None:
     finally:
         mf.register_operator(norm, None)
         mf.register_operator(rope, None)
-    assert left.code == "step.unknown" and f"{MINE}.rope.default" in left.message
+    assert left.code == "rope.absent" and f"{MINE}.rope.default) is not known" in left.message
     assert ("cannot be used" in left.message) == (function is not None)
     assert "rope(q_pe" in left.source and "mf.register_operator" in left.remedy
 
