@@ -962,8 +962,8 @@ def _axis_inside(value: Value, axis: int) -> int | None:
 
 
 def _repeated(value: Value, shape: Shape) -> Shape | None:
-    """Of what is repeated along leading axes alone: the axes of ``shape`` that hold it once. (What a
-    constant has for each token is followed through its own axes.)
+    """Of what is repeated along leading axes alone: the axes of ``shape`` that hold it once. What a
+    constant has for each token is followed through its own axes.
     """
     if value.op != "expand" or value.sources[0].op == "constant":
         return None

@@ -17,6 +17,7 @@ _OPERANDS = {  # places of the weight, and of its scales, among a product's argu
     "addmm": (2,),
     "baddbmm": (2,),
     "_int_mm": (1,),
+    "_scaled_mm": (1,),
     "npu::npu_quant_matmul": (1, 2),
     "npu::npu_transpose_batchmatmul": (1,),
 }

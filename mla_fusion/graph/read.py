@@ -423,8 +423,8 @@ class Graph:
         return None
 
     def _find_alike(self, error: Exception) -> None:
-        """Two sizes that an operator takes for equal are one. A symbol that meets a number keeps its
-        own: torch may be bound to leave it open.
+        """Two sizes that an operator takes for equal are one. A symbol that meets a number stays
+        open: torch may have to leave it so.
         """
         numbers = {int(word) for word in str(error).split() if word.isdigit()}
         if isinstance(error, ValueError) and len(numbers) == 2 and all(map(is_open, numbers)):

@@ -151,6 +151,9 @@ class Record:
             f"{parts}: equal to the kernel's in exact arithmetic, {plan.compared} elements at "
             f"{POINTS} random points, wrong by a chance below {CHANCE:.0e}"
         )
+        heads, padded = plan.dims["N"], plan.dims.get("N_padded", plan.dims["N"])
+        if padded != heads:
+            yield f"heads: {heads}, and {padded - heads} of zeros"
         if plan.proposal.rotation is None:
             yield "no rotation: cos is 1 and sin is 0"
         caches = plan.caches

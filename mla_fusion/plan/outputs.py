@@ -79,11 +79,11 @@ def holders(graph: Graph, values: Iterable[Value], given: Given | None = None) -
         if value in seen:
             continue
         seen.add(value)
-        nodes = (node for node in graph.holding(value) if not has_effect(graph, node))
-        if given is not None and given.of(value) is not None:
-            if value.op == "write":
-                continue
-            nodes = iter(())
+        is_given = given is not None and given.of(value) is not None
+        if is_given and value.op == "write":
+            continue
+        held = () if is_given else graph.holding(value)
+        nodes = (node for node in held if not has_effect(graph, node))
         first = next(nodes, None)
         if first is None:
             stack += value.sources
@@ -136,7 +136,8 @@ def settled(
                 if known is not None and (reader, node) in graph.stale:
                     detail = f"{node.name} is written after {reader.name} has read it"
                     raise Departure("graph.not_functional", detail, [reading])
-                if known is not None and not _goes_on(graph, given, node, known):
+                is_inside = reading in inside
+                if known is not None and (is_inside or not _goes_on(graph, given, node, known)):
                     found.replaced[node] = known
                     stack += [(one, node) for one in holders(graph, [known], given)]
                     continue

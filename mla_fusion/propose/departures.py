@@ -524,7 +524,7 @@ class _Departures:
             return found
         odd = None if queries else self._of_part(up)
         odd = odd or (None if keys else self._of_part(down, _ROPE))
-        if odd is not None:
+        if odd is not None and odd.values[0].op != "join":  # the keys of all heads
             return odd
         layers, _ = self.latents[up]
         rest = next((one.root for one in down.products if one.dot not in layers), down.dots[0])

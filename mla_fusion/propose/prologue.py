@@ -18,7 +18,7 @@ from mla_fusion.graph import quantise
 from mla_fusion.graph.departure import Departure
 from mla_fusion.graph.form import MOVES, Form, Value, filled_with, numbered
 from mla_fusion.graph.layout import Layout, Mixed, followed, of_tokens
-from mla_fusion.graph.numbers import is_open
+from mla_fusion.graph.numbers import Number, is_open
 from mla_fusion.meta.number_formats import MXFP8, NumberFormat
 from mla_fusion.propose.norms import Norm, filled, solved
 from mla_fusion.propose.quantised import (
@@ -228,6 +228,7 @@ class _Joined:
         self.form: Form = projections.form
         self.projections, self.down, self.up, self.instead = projections, down, up, instead
         self._step: Value | None = None  # of quantised latents
+        self._scale: Number | None = None  # qc_qr_scale
 
     def proposal(self) -> Proposal:
         form, down, up = self.form, self.down, self.up
@@ -282,6 +283,9 @@ class _Joined:
             "rmsnorm_epsilon_cq": of_query.epsilon,
             "rmsnorm_epsilon_ckv": of_key.epsilon,
         }
+        scale = None if factor is None or kind is not None else filled_with(factor)
+        if scale is not None:
+            arguments["qc_qr_scale"] = self._scale = scale.literal[1]
         if smooth is not None:
             arguments["smooth_scales_cq"] = smooth
         if kind is not None:
@@ -404,19 +408,20 @@ class _Joined:
     def _not_absorbed(self) -> Iterator[_Absorbed]:
         """Values of the columns that are not rotated, as products with [I | 0]."""
         form, readings = self.form, self.up.readings
-        turned = set[int]()
-        for _, found in self._turned(self.up):
+        turned, heads = set[int](), 0
+        for _, found in self._turned(self.up):  # an indexer's heads may be rotated, too
             turned |= {*found.columns.flatten().tolist()}
+            heads = heads or found.heads
         if not turned:
             turned = self._last_columns()
+            heads = 0 if len(turned) % ROPE else len(turned) // ROPE
         nope = [column for column in range(self.up.columns) if column not in turned]
-        heads, rest = divmod(len(turned), ROPE)
-        if rest or not heads or len(nope) % heads or not nope:
+        if not heads or len(nope) % heads or not nope:
             return
         width = len(nope) // heads
         eye = torch.eye(width, LATENT, dtype=torch.bfloat16)
         weight = form.expand(form.constant(eye), (heads, width, LATENT))
-        for value, reading in readings.items():
+        for value, reading in reversed(readings.items()):
             columns = reading.columns.tolist()
             is_held = value in self.projections.graph.nodes
             if is_held and reading.kind == "moved" and sorted(columns) == nope:
@@ -492,7 +497,11 @@ class _Joined:
         that is absorbed; another projection of the latents may have other heads.
         """
         up, down = self.up, self.down
-        queries = sorted([*self._turned(up)][::-1], key=lambda one: one[1].heads != heads)
+        at = min(absorbed)
+        queries = sorted(
+            [*self._turned(up)][::-1],
+            key=lambda one: (one[1].heads != heads, abs(int(one[1].columns.min()) - at)),
+        )
         # of layers beside each other, those that one product makes with the latents
         behind = int(of_key.columns.max())
         keys = sorted(self._last("turned"), key=lambda one: abs(self._start(one[1]) - behind))
@@ -610,7 +619,8 @@ class _Joined:
             yield Claim("query", one.value, of_rows(form, rows, one.value, layout))
         yield self._turned_rows("query_rope", self.up, query, results.query_rope)
         yield self._turned_rows("kr_rows", self.down, key, results.kr_rows)
-        yield Claim("query_norm", latents, form.reshape(results.query_norm, latents.shape))
+        normed = self._times(results.query_norm, None)
+        yield Claim("query_norm", latents, form.reshape(normed, latents.shape))
         layout = self.down.layouts[of_key.value]
         yield Claim("kv_rows", of_key.value, of_rows(form, results.kv_rows, of_key.value, layout))
 
@@ -630,7 +640,7 @@ class _Joined:
     def _turned_rows(self, part: str, site: Site, one: _Rotated, rows: Value) -> Claim:
         form = self.form
         flat = _in_order(form, form.reshape(rows, (site.tokens, -1)), one.pairs.places.tolist())
-        flat = self._times(flat, one.factor)
+        flat = self._times(flat, one.factor, site is self.up)
         return Claim(part, one.value, of_rows(form, flat, one.value, site.layouts[one.value]))
 
     def _more(
@@ -661,7 +671,7 @@ class _Joined:
                     yield self._turned_rows(part, site, _Rotated(value, other, one.factor), rows)
         yield from self._normed(of_key, "kv_rows", results.kv_rows)
         if self.up.products[0].kind is None:
-            yield from self._normed(of_query, "query_norm", results.query_norm)
+            yield from self._normed(of_query, "query_norm", self._times(results.query_norm, None))
         if results.dequant_scale_q_norm is not None:
             steps = self._step
             if steps is None:
@@ -696,8 +706,11 @@ class _Joined:
         is_named = inner.literal[0] == "of format"
         return self.form.reshape(inner.sources[0] if is_named else inner, rows.shape)
 
-    def _times(self, rows: Value, factor: Value | None) -> Value:
-        return rows if factor is None else self.form.times(rows, factor)
+    def _times(self, rows: Value, factor: Value | None, is_scaled: bool = True) -> Value:
+        """``is_scaled``: the call multiplies these by its scale."""
+        inverse = self._scale.power(-1) if self._scale is not None and is_scaled else None
+        rows = rows if factor is None else self.form.times(rows, factor)
+        return rows if inverse is None else self.form.scaled(rows, inverse)
 
     def _rows(self, site: Site, value: Value) -> Value:
         return rows_of(self.form, value, site.layouts[value], site.tokens)

@@ -57,14 +57,18 @@ def prolog(form: Form, a: Arguments) -> Results:
     tokens, rope = a["rope_cos"].shape
     kind = format_of(a.get("weight_quant_mode", 0))
     of_x = a.get("dequant_scale_x")
-    c_q = _normed(form, a, _projected(form, a, "dq", x, of_x), "cq", "qc_qr_scale")
+    c_q = _normed(form, a, _projected(form, a, "dq", x, of_x), "cq")
+    scale: Number = a.get("qc_qr_scale", number(1))
     step = None
     if kind is not None:
+        c_q, scale = form.scaled(c_q, scale), number(1)
         smooth = a.get("smooth_scales_cq")
         smoothed = c_q if smooth is None else form.times(c_q, form.bare(smooth))
         quantised = quantise.by_block if kind is MXFP8 else _by_row(kind)
         c_q, step = quantised(form, smoothed)
-    query = _projected(form, a, "uq_qr", c_q, step)
+    # behind the product, where it meets the graph's own number: a root is no square there
+    query = form.scaled(_projected(form, a, "uq_qr", c_q, step), scale)
+    c_q = form.scaled(c_q, scale)
     query = form.reshape(query, (tokens, heads, nope + rope))
     q_nope, q_pe = form.slice(query, -1, 0, nope), form.slice(query, -1, nope, nope + rope)
     absorbed = form.dot(form.permute(q_nope, (1, 0, 2)), weight_uk)
@@ -74,7 +78,7 @@ def prolog(form: Form, a: Arguments) -> Results:
     query_rope = rotated(form, q_pe, *of_heads, interleaved=True)
     both = _projected(form, a, "dkv_kr", x, of_x)
     ckv, kr = form.slice(both, -1, 0, latent), form.slice(both, -1, latent, latent + rope)
-    kv_rows = _normed(form, a, ckv, "ckv", "kc_scale")
+    kv_rows = form.scaled(_normed(form, a, ckv, "ckv"), a.get("kc_scale", number(1)))
     kr_rows = rotated(form, kr, cos, sin, interleaved=True)
     of_query, cache_mode = None, a.get("kv_cache_quant_mode", 0)
     if cache_mode == 1:
@@ -120,11 +124,9 @@ def _projected(form: Form, a: Arguments, name: str, rows: Value, step: Value | N
     return form.times(found, form.bare(step), form.bare(of_columns))
 
 
-def _normed(form: Form, a: Arguments, rows: Value, name: str, scale: str) -> Value:
-    epsilon = a[f"rmsnorm_epsilon_{name}"]
-    normed = rms_norm(form, rows, a[f"rmsnorm_gamma_{name}"], epsilon)[0]
-    times: Number = a.get(scale, number(1))
-    return form.scaled(normed, times)
+def _normed(form: Form, a: Arguments, rows: Value, name: str) -> Value:
+    gamma, epsilon = a[f"rmsnorm_gamma_{name}"], a[f"rmsnorm_epsilon_{name}"]
+    return rms_norm(form, rows, gamma, epsilon)[0]
 
 
 def _stored(form: Form, rows: Value, scale: Value) -> Value:

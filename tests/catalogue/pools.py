@@ -135,7 +135,7 @@ class _OfOperator(NpuOperators):
 @entry(
     *BOTH,
     source="vllm-ascend",
-    **COMMON | {"tags": "cache, layout, operators", "alone": ("cache.view_of_input",)},
+    **COMMON | {"tags": "cache, layout, operators", "alone": ("reader.latent",)},
 )
 class LayersByOperator(_OfOperator):
     """npu_kv_rmsnorm_rope_cache, whose schema does not say that it writes."""
@@ -147,7 +147,7 @@ class LayersByOperator(_OfOperator):
 @entry(
     *BOTH,
     source="vllm-ascend",
-    **COMMON | {"tags": "cache, layout, operators", "alone": ("cache.view_of_input",)},
+    **COMMON | {"tags": "cache, layout, operators", "alone": ("reader.latent",)},
 )
 class LayersByOperatorV2(_OfOperator):
     pass

@@ -64,7 +64,7 @@ FUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "longcat_flash": (
         "longcat_flash",
         LONGCAT,
-        {"qc_qr_scale": (1024 / 1536) ** 0.5, "kc_scale": 2**0.5},
+        {"qc_qr_scale": (1024 / 1536) ** 0.5},  # rows for no cache are scaled by the graph
     ),
     "glm_moe_dsa": (
         "glm_moe_dsa",
@@ -76,7 +76,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "no_q_lora": ("deepseek_v3", {"q_lora_rank": None}, "q_lora.absent"),
     "bias": ("deepseek_v3", {"attention_bias": True}, "linear.bias"),
     "hidden_size": ("deepseek_v3", {"hidden_size": 1152}, "contract:dims.he"),
-    "rope_dim": ("deepseek_v3", {"qk_rope_head_dim": 32}, "absorb.absent"),
+    "rope_dim": ("deepseek_v3", {"qk_rope_head_dim": 32}, "rope.absent"),
 }
 
 

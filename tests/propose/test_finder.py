@@ -89,7 +89,7 @@ def test_a_product_by_scales_of_other_tokens_is_said_to_be_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("targets", "code"), [(("v3", "identity"), "linear.hidden"), (("v3",), "absorb.absent")]
+    ("targets", "code"), [(("v3", "identity"), "rope.absent"), (("v3",), "absorb.absent")]
 )
 def test_a_key_that_is_neither_rotated_nor_handed_on(targets: tuple[str, ...], code: str) -> None:
     class Model(public_refusals.Unabsorbed):
