@@ -47,15 +47,17 @@ if TYPE_CHECKING:
     from torch._functorch.aot_autograd import aot_module_simplified
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.experimental.symbolic_shapes import statically_known_true
-    from torch.utils._sympy.functions import FloorDiv, Mod
+    from torch.utils._sympy.functions import CeilToInt, FloorDiv, IntTrueDiv, Mod
 
 __all__ = [  # names of torch as they are; the functions of this file come beside them
     "BackendCompilerFailed",
+    "CeilToInt",
     "DispatchKey",
     "FakeTensor",
     "FakeTensorMode",
     "FloorDiv",
     "HigherOrderOperator",
+    "IntTrueDiv",
     "Mod",
     "OpOverload",
     "OpOverloadPacket",
@@ -75,7 +77,9 @@ __all__ = [  # names of torch as they are; the functions of this file come besid
 
 _LATE = {  # loaded on first use
     "BackendCompilerFailed": "torch._dynamo.exc",
+    "CeilToInt": "torch.utils._sympy.functions",
     "FloorDiv": "torch.utils._sympy.functions",
+    "IntTrueDiv": "torch.utils._sympy.functions",
     "Mod": "torch.utils._sympy.functions",
     "TorchRuntimeError": "torch._dynamo.exc",
     "Unsupported": "torch._dynamo.exc",

@@ -16,7 +16,9 @@ import torch
 from torch.fx import Graph, Node
 
 from mla_fusion.compat import (
+    CeilToInt,
     FloorDiv,
+    IntTrueDiv,
     Mod,
     bounds_of,
     expression_of,
@@ -70,7 +72,7 @@ def expression(size: Any) -> Any:
     if not is_symbolic(size):
         return size
     found = expression_of(size)
-    return _without_quotients(found) if found.has(FloorDiv) else found
+    return _without_quotients(found) if found.has(FloorDiv, IntTrueDiv) else found
 
 
 def known(size: Any) -> Any:
@@ -88,7 +90,9 @@ def _without_quotients(found: sympy.Expr) -> sympy.Expr:
         exact = sympy.cancel(quotient.args[0] / quotient.args[1])
         return exact if exact.as_numer_denom()[1] == 1 else quotient
 
-    return found.replace(lambda part: isinstance(part, FloorDiv), ratio)
+    found = found.replace(lambda part: isinstance(part, (FloorDiv, IntTrueDiv)), ratio)
+    whole = found.atoms(CeilToInt)
+    return found.xreplace({part: part.args[0] for part in whole if part.args[0].is_integer})
 
 
 def same_shape(a: Iterable[Any], b: Iterable[Any]) -> bool:

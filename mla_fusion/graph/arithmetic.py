@@ -55,7 +55,7 @@ def multiplied(c: Call, x: Any, other: Any) -> Any:
 
 def _factor(c: Call, given: Any) -> Value:
     """A Value; of whole numbers a size, too, is a number to multiply with and to divide by."""
-    is_number = isinstance(given, Size) and given.is_plain and isinstance(c.dtype, torch.dtype)
+    is_number = isinstance(given, Size) and isinstance(c.dtype, torch.dtype)
     if is_number and not (c.dtype.is_floating_point or c.dtype == torch.bool):
         return c.form.number(int(given), c.dtype)
     return c.value(given)

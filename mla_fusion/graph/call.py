@@ -34,19 +34,13 @@ class Pair:
 
 
 class Size(int):
-    """A symbolic size, bound to a number.
-
-    name      its expression
-    is_plain  it is made of symbols by sums and products alone. Of any other (``s // 1000``,
-              ``min(s, 64)``) the number says nothing of what it is for other sizes
-    """
+    """A symbolic size, bound to a number; ``name`` is its expression."""
 
     name: str
-    is_plain: bool
 
-    def __new__(cls, bound: int, name: str, is_plain: bool) -> Size:
+    def __new__(cls, bound: int, name: str) -> Size:
         size = super().__new__(cls, bound)
-        size.name, size.is_plain = name, is_plain
+        size.name = name
         return size
 
     def __repr__(self) -> str:

@@ -70,7 +70,7 @@ class Lowering:
         return self._made[key]
 
     def _found(self, value: Value, dtype: torch.dtype | None) -> Any:
-        if value not in self.known:
+        if value not in self.known and (value.active or dtype is None):
             wanted = dtype if value.active else value.dtype
             for node, held in self._nodes(value):
                 if wanted in (None, held.dtype) and not held.is_complex():
@@ -325,6 +325,18 @@ class Lowering:
     def _count(self, value: Value) -> Any:
         (size,) = self._shape(value.shape)
         return self._filled(aten.arange.default, value, self.b.size(size))
+
+    def _leaf(self, value: Value) -> Any:
+        """A size that the graph computes with."""
+        for size in self.graph.sizes.values():
+            bound = self.graph.size(size)
+            if value.literal in (f"size {bound!r}", f"size {int(bound)}"):
+                made = self.b.size(size)
+                device = self._like.meta["val"].device
+                return self.b.call(
+                    aten.scalar_tensor.default, made, dtype=torch.int64, device=device
+                )
+        raise LookupError(value)
 
     def _constant(self, value: Value) -> Any:
         """Integers; floats are integers times a power of two."""

@@ -164,14 +164,14 @@ class Graph:
             for pair in guarded_equal(given):
                 guarded.equate(*pair)
             self._numbers = guarded.numbers
-        expression = expression_of(given).xreplace(self._numbers)
+        expression = _in_atoms(expression_of(given).xreplace(self._numbers))
         for symbol in expression.free_symbols:
             name = str(symbol)
             if name not in self.symbols:
                 used = len(self.symbols)
                 self.symbols[name] = _prime(used)
         bound = {symbol: self.symbols[str(symbol)] for symbol in expression.free_symbols}
-        found = Size(int(expression.subs(bound)), str(expression), _is_plain(expression))
+        found = Size(int(expression.subs(bound)), str(expression))
         if found > 1 and any(map(is_open, bound.values())):
             self.sizes.setdefault(int(found), given)
         return found
@@ -329,7 +329,7 @@ class Graph:
         args = self.argument(list(node.args))
         options = {name: self.argument(given) for name, given in node.kwargs.items()}
         held = node.meta.get("val")
-        if not self._is_for_any_size(target, bound(target, args, options), held):
+        if not self._is_for_any_size(bound(target, args, options)):
             return self._unknown(node)
         call = self.call(target, held)
         if not _has_symbols(held):
@@ -341,22 +341,24 @@ class Graph:
         if found is None:
             return self._unknown(node)
         try:
-            return self._as_held(call, found)
+            if not isinstance(found, list) or len(found) == len(call.shape):
+                return self._as_held(call, found)
+            known = isinstance(held, (list, tuple)) and len(held) == len(found)
+            places = [at for at in range(len(found)) if known and held[at] is not None]
+            for at, part in zip(
+                places, self._as_held(call, [found[at] for at in places]), strict=True
+            ):
+                found[at] = part  # a listing has results that are read alone
+            return found
         except ValueError:  # of another size than the node has
             return self._unknown(node)
 
-    def _is_for_any_size(self, target: Any, given: dict[str, Any], held: Any) -> bool:
-        """Does a step at the numbers that sizes are bound to speak for all of them? Not where it
-        goes to a place that a size says, or cuts and makes axes by a size that is not plain.
+    def _is_for_any_size(self, given: dict[str, Any]) -> bool:
+        """Does a step at the number that a size is bound to speak for all of them? Not where the
+        size says at which place of an axis.
         """
-        tensors = held if isinstance(held, (list, tuple)) else [held]
-        sizes = [self.size(size) for one in tensors for size in getattr(one, "shape", ())]
-        for name in _places_and_sizes(target):
-            named = [one for one in _flat(given.get(name)) if isinstance(one, Size)]
-            if named and name in _PLACES:
-                return False
-            sizes += named
-        return all(size.is_plain for size in sizes if isinstance(size, Size))
+        places = (given[name] for name in _PLACES if name in given)
+        return not any(isinstance(one, Size) for place in places for one in _flat(place))
 
     def call(self, target: Any, held: Any) -> Call:
         if isinstance(held, (list, tuple)):
@@ -558,14 +560,22 @@ def _arguments(target: Any) -> list[tuple[str, str, Any]]:
 
 
 @lru_cache(maxsize=4096)
-def _places_and_sizes(target: Any) -> tuple[str, ...]:
-    """The arguments that name places and sizes, and no numbers to compute with."""
-    return tuple(
-        argument.name for argument in schema_of(target).arguments if "int" in str(argument.type)
+def _in_atoms(expression: Any) -> Any:
+    """A size as products of symbols that are added up. Anything else (``s // 2``, ``min(s, 64)``,
+    ``s - n``) is a symbol of its own, of which no more is known: it is bound to a number that says
+    nothing of the others.
+    """
+    import sympy
+
+    if expression.is_Symbol or expression.is_Integer:
+        return expression
+    found = expression.replace(
+        lambda part: isinstance(part, sympy.core.function.Application),
+        lambda part: sympy.Symbol(str(part)),
     )
+    return found if _is_plain(found) else sympy.Symbol(str(expression))
 
 
-@lru_cache(maxsize=4096)
 def _is_plain(expression: Any) -> bool:
     """Products of symbols, added up; a number that is taken off is small beside what symbols are
     bound to.

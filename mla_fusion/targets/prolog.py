@@ -58,17 +58,17 @@ def prolog(form: Form, a: Arguments) -> Results:
     kind = format_of(a.get("weight_quant_mode", 0))
     of_x = a.get("dequant_scale_x")
     c_q = _normed(form, a, _projected(form, a, "dq", x, of_x), "cq")
-    scale: Number = a.get("qc_qr_scale", number(1))
+    times: Number = a.get("qc_qr_scale", number(1))
     step = None
     if kind is not None:
-        c_q, scale = form.scaled(c_q, scale), number(1)
+        c_q, times = form.scaled(c_q, times), number(1)
         smooth = a.get("smooth_scales_cq")
         smoothed = c_q if smooth is None else form.times(c_q, form.bare(smooth))
         quantised = quantise.by_block if kind is MXFP8 else _by_row(kind)
         c_q, step = quantised(form, smoothed)
     # behind the product, where it meets the graph's own number: a root is no square there
-    query = form.scaled(_projected(form, a, "uq_qr", c_q, step), scale)
-    c_q = form.scaled(c_q, scale)
+    query = form.scaled(_projected(form, a, "uq_qr", c_q, step), times)
+    c_q = form.scaled(c_q, times)
     query = form.reshape(query, (tokens, heads, nope + rope))
     q_nope, q_pe = form.slice(query, -1, 0, nope), form.slice(query, -1, nope, nope + rope)
     absorbed = form.dot(form.permute(q_nope, (1, 0, 2)), weight_uk)

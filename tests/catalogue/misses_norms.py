@@ -129,7 +129,7 @@ class LatentOutliersCut(Base):
         return self.kv_a_layernorm(c_kv.clamp(-50, 50)), k_pe
 
 
-@miss("kv_latent.absent", tags="norm")
+@miss("step.random", tags="norm")
 class LatentDropout(Base):
     """In training."""
 

@@ -159,22 +159,6 @@ def test_tokens_that_are_counted_at_run_time(run: Callable[..., Any]) -> None:
         )
 
 
-def test_a_branch_decides_on_a_weight() -> None:
-    def run(m: Calls, flag: Tensor, *args: Tensor) -> Any:
-        weight = (m.prologue.q_a_proj.weight,)
-        m.prologue.down = lambda x: F.linear(
-            x, torch.cond(flag, lambda w: w * 1, lambda w: w * 2, weight)
-        )  # type: ignore[method-assign]
-        return m.prologue(*args)
-
-    compare(
-        Calls(run),
-        [(torch.tensor(flag), *base.paged_args()) for flag in (True, False)],
-        1,
-        dynamic=None,
-    )
-
-
 @pytest.mark.parametrize(
     ("model", "marked", "placement"),
     one_in(

@@ -5,7 +5,7 @@ one reason for each prologue, and no reason where there is no prologue.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -75,10 +75,8 @@ MISSES = [
 
 
 @pytest.fixture(autouse=True)
-def _next_core(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("MLA_FUSION_CORE", "values")
+def _seed() -> None:
     torch.manual_seed(0)
-    yield
 
 
 def explained(entry: Entry) -> mf.Report:

@@ -1,8 +1,7 @@
-"""Counts that a dtype does not hold, and what rounding leaves.
+"""Counts that a dtype does not hold.
 
-Over the real numbers each step is the identity. bfloat16 has no 257, int32 and int16 wrap, a
-quotient of counts is no number at one token or from one on, and a difference of a number and its
-rounded self is no 0.
+Over the real numbers each step is the identity. bfloat16 has no 257, int32 and int16 wrap, and a
+quotient of counts is no number at one token or from one on.
 """
 
 from __future__ import annotations
@@ -58,15 +57,6 @@ _COUNTED: dict[str, Step] = {
 }
 
 
-def _rest(times: float) -> Step:
-    def step(v: Tensor, i: Any) -> Tensor:
-        high = v.float() * 1.1
-        return (v + times * (high - high.bfloat16().float())).to(v.dtype)
-
-    return step
-
-
-_RESTS = {f"rest_{times}": _rest(times) for times in (100.0, 1000.0, 1e5)}
 _ANGLES: dict[str, Step] = {
     "rounded": lambda p, i: torch.arange(p.shape[0]).bfloat16(),
     "counted_in_bfloat16": lambda p, i: torch.arange(p.shape[0], dtype=torch.bfloat16),
@@ -90,10 +80,5 @@ FAMILIES = [
         "angles of the query or of the key alone, of positions counted in bfloat16",
         attacks(_ANGLES, ("q_positions", "k_positions"), LATE[:2], ("angles",)),
         attacks(_ANGLE_CONTROLS, ("positions",), ("T8", "sym"), ("angles",)),
-    ),
-    Family(
-        "counted.rests",
-        "what rounding leaves of a number, many times over",
-        attacks(_RESTS, ("c_q", "q_nope", "q_pe", "k_raw", "c_kv"), ("T8", "sym")),
     ),
 ]
