@@ -343,8 +343,8 @@ class Graph:
         try:
             if not isinstance(found, list) or len(found) == len(call.shape):
                 return self._as_held(call, found)
-            known = isinstance(held, (list, tuple)) and len(held) == len(found)
-            places = [at for at in range(len(found)) if known and held[at] is not None]
+            parts = held if isinstance(held, (list, tuple)) else []
+            places = [at for at, one in enumerate(parts) if one is not None]
             for at, part in zip(
                 places, self._as_held(call, [found[at] for at in places]), strict=True
             ):
