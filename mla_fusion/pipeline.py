@@ -18,7 +18,7 @@ from mla_fusion.commit.rewrite import Writer, keep_output_names
 from mla_fusion.commit.verified import Verified
 from mla_fusion.compat import HigherOrderOperator, without_modes
 from mla_fusion.config import Config
-from mla_fusion.fx import memory, module_path, registered, strides
+from mla_fusion.fx import memory, module_path, strides
 from mla_fusion.fx.build import GraphBuilder, describe_attributes
 from mla_fusion.fx.kinds import attribute, word
 from mla_fusion.fx.normalise import normalised
@@ -263,7 +263,6 @@ class Pass:
         writer = Writer(self.graph, self._settled, self._by_leaf(), builder)
         with builder.propagating():
             writer.write()
-        registered.restore(work.graph, writer.values)
         strides.follow(builder, writer.handed_on, exact)
         memory.follow(builder, gm.graph, exact)
         builder.finish()

@@ -16,7 +16,6 @@ from mla_fusion.graph.form import Value, met
 from mla_fusion.graph.lower import Lowering
 from mla_fusion.graph.read import Graph
 from mla_fusion.plan.call import called
-from mla_fusion.plan.contract import inputs
 from mla_fusion.plan.operands import written
 from mla_fusion.plan.outputs import Settled, has_effect
 from mla_fusion.plan.plan import Plan
@@ -54,6 +53,10 @@ class Writer:
         self._called: set[Plan] = set()
         self.values: dict[Node, Node] = {}
         self._begun: set[Node] = set()
+        self._readers: dict[Node, list[Plan]] = {}  # of nodes beside the caches of a call
+        for plan in dict.fromkeys(plans.values()):
+            for node in set(plan.inputs).difference(cache for _, cache, _ in plan.held):
+                self._readers.setdefault(node, []).append(plan)
 
     def write(self) -> None:
         source = self.graph.gm.graph
@@ -73,9 +76,8 @@ class Writer:
 
     def _call_before(self, written: Any) -> None:
         """What a call reads may be written when all else is done."""
-        for plan in dict.fromkeys(self._plans.values()):
-            if written in inputs(plan) and written not in (cache for _, cache, _ in plan.held):
-                self._call(plan)
+        for plan in self._readers.get(written, ()):
+            self._call(plan)
 
     def drawn(self, node: Node) -> Node:
         """A copy that is computed from nothing."""

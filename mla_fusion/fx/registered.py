@@ -1,18 +1,15 @@
 """Operators of the user's own: what each computes, as a function made of torch's operators.
 
-The pass looks at a form of the graph in which that function stands in place of the call. Calls of
-which nothing was fused are put back into the graph that runs.
+The pass reads a call as the graph of that function (:func:`body`).
 """
 
 from __future__ import annotations
 
 import inspect
 import logging
-import operator
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from types import CodeType, FunctionType, ModuleType, NoneType
@@ -45,9 +42,6 @@ _KNOWN: dict[Any, Callable[..., Any]] = {}  # by overload
 _COMPARED: dict[Any, str] = {}  # by overload: how its function differs from its kernel, "" if not
 _CPU = ("CPU", "CompositeExplicitAutograd", "CompositeImplicitAutograd")  # kernels that run on CPU
 _OFF = 1e-2  # of the largest number: what two kernels round otherwise is less
-_TAG = "mla_fusion_call"
-INSIDE = "mla_fusion_inside"  # of a node: the operators in whose place it stands, the outer first
-UNUSED = "mla_fusion_unused"  # of a call that stays: why the function registered for it does not do
 
 
 def register_operator(op: Any, decomposition: Callable[..., Any] | None, *example: Any) -> None:
@@ -260,36 +254,17 @@ def unknown(nodes: Iterable[Node]) -> list[str]:
     return [*dict.fromkeys(others)]
 
 
-# -- in a form of the graph
+# -- what a call computes
 
 
-def found(graph: Graph) -> bool:
-    """Does the graph call a registered operator?"""
-    return bool(_KNOWN) and any(
-        node.target in _KNOWN for node in graph.nodes if node.op == "call_function"
-    )
-
-
-@dataclass(frozen=True)
-class Inside:
-    """What stands for a call: its graph, what its placeholders stand for, and whether it has one
-    result by itself.
-    """
-
-    graph: Graph
-    operands: list[Any]
-    is_one: bool
-
-
-def inside(node: Node, outer: Sequence[Any] = ()) -> Inside | str:
-    """Of a call of a registered operator; why there is nothing, where the function cannot be traced
-    for it; "" for any other node. ``outer``: the operators in whose functions the call stands.
+def body(node: Node) -> Graph | str:
+    """Of a call of a registered operator the graph of its function, whose inputs are
+    ``node.all_input_nodes``; why there is none, where the function cannot be traced for the call;
+    "" for any other node.
     """
     function = _KNOWN.get(node.target) if node.op == "call_function" else None
     if function is None:
         return ""
-    if node.target in outer:
-        return "it calls the operator itself"
     try:
         traced = _traced(node, function)
     except Exception as error:
@@ -298,8 +273,7 @@ def inside(node: Node, outer: Sequence[Any] = ()) -> Inside | str:
         why = _unfit(node, traced) or _difference(node, function)
     if why:
         log.warning("the decomposition of %s is not used for %s: %s", node.target, node.name, why)
-        return why
-    return Inside(traced.graph, node.all_input_nodes, isinstance(node.meta["val"], Tensor))
+    return why or traced.graph
 
 
 def _difference(node: Node, function: Callable[..., Any]) -> str:
@@ -334,12 +308,6 @@ def _drawn(value: Any) -> Any:
     return zeros.normal_(generator=torch.Generator().manual_seed(0))
 
 
-def unused(node: Node) -> str:
-    """Of a call that stays though a function is registered for it: why, in a line."""
-    why = str(node.meta.get(UNUSED, "")).partition("\n")[0]
-    return f"a function is registered for it and cannot be used: {why}" if why else ""
-
-
 def _unfit(node: Node, traced: GraphModule) -> str:
     if traced.graph.find_nodes(op="get_attr"):
         return "it makes a tensor of its own numbers; use torch.full, torch.arange and the like"
@@ -357,10 +325,7 @@ def _traced(node: Node, function: Callable[..., Any]) -> GraphModule:
     def flat(*values: Any) -> list[Any]:
         held = dict(zip(operands, values, strict=True))
         args, kwargs = tree_map_only(Node, held.__getitem__, (node.args, dict(node.kwargs)))
-        results = tree_leaves(function(*args, **kwargs))
-        # an operator's result is never its operand: the node of the copy stands for the call
-        is_operand = {id(value) for value in values}.__contains__
-        return [result.clone() if is_operand(id(result)) else result for result in results]
+        return tree_leaves(function(*args, **kwargs))
 
     values = [operand.meta["val"] for operand in operands]
     fakes = [value for value in tree_leaves(values) if isinstance(value, FakeTensor)]
@@ -371,86 +336,3 @@ def _traced(node: Node, function: Callable[..., Any]) -> GraphModule:
     if new := guards_of(mode)[known:]:
         raise ValueError(f"it depends on a size: {new[0]}")
     return traced
-
-
-def tag(call: Node, values: Mapping[Node, Any], results: list[Any]) -> None:
-    """Remember, at the results, of which call they are; its operands by their names, which copies
-    keep.
-    """
-    args, kwargs = tree_map_only(
-        Node, lambda node: _Name(values[node].name), (call.args, dict(call.kwargs))
-    )
-    for place, result in enumerate(results):
-        if isinstance(result, Node):
-            result.meta[_TAG] = _Call(call, args, kwargs, place)
-
-
-def assumed(nodes: Iterable[Node]) -> Iterator[str]:
-    """What a proof that rests on these nodes takes for granted."""
-    for node in nodes:
-        for target in node.meta.get(INSIDE, ()):
-            yield f"{target} computes what was registered for it"
-
-
-@dataclass(frozen=True)
-class _Name:
-    of: str
-
-
-@dataclass(frozen=True)
-class _Call:
-    call: Node
-    args: Any
-    kwargs: Any
-    place: int
-
-
-def restore(graph: Graph, given: Mapping[Node, Node]) -> None:
-    """Put back the calls whose results are still used and whose operands are still there.
-
-    given  what stands for nodes that have no copy in ``graph``
-    """
-    if not _KNOWN:  # no call was taken apart
-        return
-    others: dict[Node, list[str]] = {}  # names of what a node stands for
-    for old, new in given.items():
-        others.setdefault(new, []).append(old.name)
-    by_name: dict[str, Node] = {}  # of the nodes in front of each
-    made: dict[Node, Node] = {}
-    for node in list(graph.nodes):
-        known: _Call | None = node.meta.get(_TAG) if node.users else None
-        if known is None or not all(
-            name.of in by_name for name in _names((known.args, known.kwargs))
-        ):
-            by_name |= dict.fromkeys((node.name, *others.get(node, ())), node)
-            continue
-        with graph.inserting_before(node):
-            if known.call not in made:
-                args, kwargs = tree_map_only(
-                    _Name,
-                    lambda name: by_name[name.of],  # noqa: B023
-                    (known.args, known.kwargs),
-                )
-                made[known.call] = graph.call_function(known.call.target, args, kwargs)  # type: ignore[arg-type]
-                made[known.call].meta = dict(known.call.meta)
-            result = made[known.call]
-            if not isinstance(known.call.meta["val"], Tensor):
-                result = graph.call_function(operator.getitem, (result, known.place))
-                result.meta = {**known.call.meta, "val": node.meta["val"]}
-        node.replace_all_uses_with(result)
-        _erase(graph, node)
-
-
-def _names(item: Any) -> Iterator[_Name]:
-    return (leaf for leaf in tree_leaves(item) if isinstance(leaf, _Name))
-
-
-def _erase(graph: Graph, node: Node) -> None:
-    """The node and those above that nothing else uses."""
-    waiting = [node]
-    while waiting:
-        last = waiting.pop()
-        if last.op == "call_function" and not last.users and not last.is_impure():
-            above = last.all_input_nodes
-            graph.erase_node(last)
-            waiting += above

@@ -1,5 +1,5 @@
-"""Subgraphs inlined: layers that were traced once and are called, bodies under a switched-off grad
-or autocast mode, and what stands for the user's own operators (:mod:`mla_fusion.fx.registered`).
+"""Subgraphs inlined: layers that were traced once and are called, and bodies under a switched-off
+grad or autocast mode.
 
 A call of a subgraph is one node, so nothing of a prologue inside it can be seen. It is called once
 and unconditionally, so its nodes can take the place of the call.
@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from mla_fusion.compat import HigherOrderOperator, call_like
-from mla_fusion.fx import registered
 from mla_fusion.fx.kinds import is_getitem, is_mutating, word
 from mla_fusion.fx.sizes import has_symbols
 from mla_fusion.operators.known import value_of
@@ -42,7 +41,7 @@ class _Entry:
 class _Call:
     """The call of a graph.
 
-    body       the get_attr node of the graph; of an operator of the user's own, its call
+    body       the get_attr node of the graph
     operands   what its placeholders stand for: nodes, entries of nodes, or numbers
     written    those it writes into, where the call is a function: their new values follow its own
                results
@@ -69,7 +68,7 @@ def found(gm: GraphModule) -> bool:
     Calls stay where the body was traced for other shapes, or writes into its operands before it
     ends.
     """
-    return bool(_calls(gm, gm.graph, "")) or registered.found(gm.graph)
+    return bool(_calls(gm, gm.graph, ""))
 
 
 def copied(gm: GraphModule, into: Graph | None = None) -> Graph:
@@ -98,25 +97,17 @@ def _lay(
     """Copies ``graph``, which stands at ``path`` in the module, except for the nodes in ``values``;
     adds theirs.
     """
-    bodies, outer = _calls(gm, graph, path), origin.get(registered.INSIDE, ())
+    bodies = _calls(gm, graph, path)
     for node in graph.nodes:
         if node in values:
             continue
         if node in bodies:
             values[node] = _results(gm, into, bodies[node], values, origin)
-        elif isinstance(own := registered.inside(node, outer), registered.Inside):
-            at = _origin(node) | {registered.INSIDE: (*outer, node.target)}
-            body = _Body(own.graph, path, _Call(node, own.operands), at)
-            made = _results(gm, into, body, values, origin)
-            registered.tag(node, values, made)
-            values[node] = made[0] if own.is_one else made
         elif is_getitem(node) and isinstance(values.get(node.args[0]), list):
             values[node] = values[node.args[0]][node.args[1]]
         else:
             values[node] = copy = into.node_copy(node, values.__getitem__)
             copy.meta |= origin
-            if own:
-                copy.meta[registered.UNUSED] = own
             if node.op == "get_attr":
                 copy.target = path + str(node.target)
 

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 
 from mla_fusion.compat import OpOverload, decompositions, make_fx
 from mla_fusion.graph.call import RULES, name_of
@@ -22,7 +22,7 @@ def _table() -> dict[Any, Any]:
     return decompositions()
 
 
-def traced(target: Any, given: dict[str, Any]) -> tuple[GraphModule, list[Value]] | None:
+def traced(target: Any, given: dict[str, Any]) -> tuple[Graph, list[Value]] | None:
     """The graph of operators that have rules, and what its inputs are; None: torch has none."""
     if target not in _table():
         return None
@@ -38,7 +38,7 @@ def traced(target: Any, given: dict[str, Any]) -> tuple[GraphModule, list[Value]
     if key not in _KNOWN:
         _KNOWN[key] = _traced(target, places, rest)
     made = _KNOWN[key]
-    return None if made is None else (made, list(places.values()))
+    return None if made is None else (made.graph, list(places.values()))
 
 
 def _has_value(given: list[Any]) -> bool:

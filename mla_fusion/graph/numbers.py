@@ -71,23 +71,7 @@ class Number:
 
     def power(self, exponent: Exponent) -> Number | None:
         """None for 0 to a power below 0, and for a root of what is below 0."""
-        if exponent == 1 or self is ONE:
-            return self
-        if self.ratio == 0:
-            return self if exponent > 0 else None
-        exponent = Fraction(exponent)
-        if exponent.denominator == 1:
-            found = Number(self.ratio ** int(exponent))
-        elif self.ratio < 0:
-            return None
-        else:
-            found = ONE
-            for whole, sign in ((self.ratio.numerator, 1), (self.ratio.denominator, -1)):
-                for prime, times in _factors(whole).items():
-                    found *= _root(prime, exponent * times * sign)
-        for prime, held in self.roots:
-            found *= _root(prime, held * exponent)
-        return found
+        return self if exponent == 1 or self is ONE else _power(self, Fraction(exponent))
 
     def __float__(self) -> float:
         found = float(self.ratio)
@@ -102,6 +86,24 @@ class Number:
             return False
         top, bottom = abs(self.ratio.numerator), self.ratio.denominator
         return not (top & (top - 1) or bottom & (bottom - 1))
+
+
+@lru_cache(maxsize=4096)
+def _power(base: Number, exponent: Fraction) -> Number | None:
+    if base.ratio == 0:
+        return base if exponent > 0 else None
+    if exponent.denominator == 1:
+        result = Number(base.ratio ** int(exponent))
+    elif base.ratio < 0:
+        return None
+    else:
+        result = ONE
+        for whole, sign in ((base.ratio.numerator, 1), (base.ratio.denominator, -1)):
+            for prime, times in _factors(whole).items():
+                result *= _root(prime, exponent * times * sign)
+    for prime, own in base.roots:
+        result *= _root(prime, own * exponent)
+    return result
 
 
 def _root(prime: int, exponent: Fraction) -> Number:

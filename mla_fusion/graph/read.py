@@ -15,9 +15,11 @@ from math import prod
 from typing import Any
 
 import torch
+from torch.fx import Graph as FxGraph
 from torch.fx import GraphModule, Node
 
 from mla_fusion.compat import OpOverload, guarded_equal, schema_of
+from mla_fusion.fx import registered
 from mla_fusion.fx.sizes import Binding
 from mla_fusion.fx.sizes import expression as expression_of
 from mla_fusion.graph import arithmetic, decompose, fused, moves, quantise
@@ -45,7 +47,11 @@ class Graph:
     written   by placeholder, what the graph leaves in it
     stale     readers, with nodes that hold other numbers later
     changed   nodes that are written later, or look at memory that is, with what they are before
+    within    of each Value that is made on the way to a node and that no node holds, that node
     assumed   what was taken for granted of numbers where a node was read
+    registered  calls of the user's own operators, with the functions that they were read as: that
+              of the call first
+    unused    by the name of an operator, why the function registered for it was not used
     hidden    inputs that an operator writes unseen, with it
     parameters  inputs that are the model's own
     symbols   what each symbol is bound to
@@ -58,6 +64,7 @@ class Graph:
         self.parameters = parameters(gm.graph) if own is None else own
         self.symbols: dict[str, int] = {}
         self._numbers: dict[Any, Any] | None = None  # sizes that guards make so many
+        self._functions: tuple[OpOverload, ...] = ()  # of the user's, in which the graph stands
         self.form, self.sizes = Form(), dict[int, Any]()
         while not self._is_read():
             self.form, self.sizes = Form(), {}
@@ -65,6 +72,9 @@ class Graph:
     def _begin(self) -> None:
         self.readings: dict[Node, Reading] = {}
         self.nodes: dict[Value, list[Node]] = {}
+        self.within: dict[Value, Node] = {}
+        self.registered: dict[Node, tuple[OpOverload, ...]] = {}
+        self.unused: dict[str, str] = {}
         self.written: dict[Node, Value] = {}
         self.hidden: dict[Node, Node] = {}
         self.stale: set[tuple[Node, Node]] = set()
@@ -124,9 +134,10 @@ class Graph:
 
     def in_any_shape(self, value: Value) -> list[Node]:
         """The nodes that hold a Value; where none does, those that hold it in another shape, as
-        they do a product of sequences.
+        they do a product of sequences; else the one that it is made on the way to.
         """
-        return self.nodes.get(value) or self._by_origin.get(self._origin(value), [])
+        near = [self.within[value]] if value in self.within else []
+        return self.nodes.get(value) or self._by_origin.get(self._origin(value), near)
 
     def _origin(self, value: Value) -> tuple[Number, Value]:
         """Equal for Values that are reshapes of each other."""
@@ -202,6 +213,9 @@ class Graph:
         found = self._reading(node)
         if self.form.assumed:
             self.assumed[node] = (*dict.fromkeys(self.form.assumed),)
+        self._note(node, found)
+
+    def _note(self, node: Node, found: Reading) -> None:
         self.readings[node] = found
         for value in (found,) if isinstance(found, Value) else values_of(found):
             self.nodes.setdefault(value, []).append(node)
@@ -326,18 +340,20 @@ class Graph:
 
     def _called(self, node: Node) -> Reading:
         target = node.target
+        own = self._of_its_function(node)
+        if own is not None:
+            return own
         args = self.argument(list(node.args))
         options = {name: self.argument(given) for name, given in node.kwargs.items()}
-        held = node.meta.get("val")
-        if not self._is_for_any_size(bound(target, args, options)):
+        held, given = node.meta.get("val"), bound(target, args, options)
+        if self.symbols and not self._is_for_any_size(given):
             return self._unknown(node)
         call = self.call(target, held)
         if not _has_symbols(held):
             folded = self._folded(target, args, options, held)
             if folded is not None:
                 return folded
-        given = bound(target, args, options)
-        found = self.run(call, target, given)
+        found = self.run(call, target, given, node)
         if found is None:
             return self._unknown(node)
         try:
@@ -374,7 +390,7 @@ class Graph:
             self.form, name.removesuffix("_") if is_in_place(target) else name, shape, dtype
         )
 
-    def run(self, call: Call, target: Any, given: dict[str, Any]) -> Reading:
+    def run(self, call: Call, target: Any, given: dict[str, Any], node: Node) -> Reading:
         """What the rule makes of it, or its decomposition; None: it is opaque."""
         pairs = any(map(_has_pair, given.values()))
         if pairs and call.name in arithmetic.OF_PARTS:
@@ -382,7 +398,9 @@ class Graph:
             if part is None:
                 return None
             real, imag = (
-                self.run(part, target, {name: _part(one, side) for name, one in given.items()})
+                self.run(
+                    part, target, {name: _part(one, side) for name, one in given.items()}, node
+                )
                 for side in ("real", "imag")
             )
             if real is None or imag is None:
@@ -405,24 +423,54 @@ class Graph:
         values = values_of(list(given.values()))
         if not is_random and not pairs and any(value.active for value in values):
             opened = decompose.traced(target, given)
-            return None if opened is None else self._opened(*opened)
+            return None if opened is None else self._opened(*opened, node)
         return None
 
-    def _opened(self, gm: GraphModule, values: list[Value]) -> Reading:
-        """What a graph makes of Values, with this one's form."""
+    def _of_its_function(self, node: Node) -> Reading:
+        """A call of an operator of the user's own as what its function makes; None of others."""
+        target: Any = node.target
+        body = registered.body(node)
+        if body and target in self._functions:
+            body = "it calls the operator itself"
+        if not isinstance(body, FxGraph):
+            if body:
+                first = body.partition("\n")[0]
+                why = f"a function is registered for it and cannot be used: {first}"
+                self.unused[name_of(target)] = why
+            return None
+        given = [self.readings[one] for one in node.all_input_nodes]
+        found = self._opened(body, given, node, (*self._functions, target))
+        return found[0] if isinstance(node.meta["val"], torch.Tensor) else found
+
+    def _opened(
+        self,
+        graph: FxGraph,
+        values: Sequence[Reading],
+        at: Node,
+        functions: tuple[OpOverload, ...] | None = None,
+    ) -> Reading:
+        """What a graph makes of Values, with this one's form. ``at``: the node that it is read for;
+        ``functions``: where it is that of a function of the user's, in which others it stands.
+        """
         inner = Graph.__new__(Graph)
-        inner.gm, inner.symbols, inner.sizes, inner.form = gm, self.symbols, self.sizes, self.form
+        inner.symbols, inner.sizes, inner.form = self.symbols, self.sizes, self.form
         inner._numbers = self._numbers
         inner._begin()
+        inner.unused = self.unused
+        inner._functions = self._functions if functions is None else functions
         placeholders = iter(values)
-        for node in gm.graph.nodes:
+        for node in graph.nodes:
             if node.op == "placeholder":
                 inner.readings[node] = next(placeholders)
-            elif node.op == "output":
-                return inner.argument(node.args[0])
-            else:
-                inner._read(node)
-        return None
+            elif node.op != "output":
+                inner._note(node, inner._reading(node))
+        for value in (*inner.nodes, *inner.within):
+            self.within.setdefault(value, at)
+        called = (one for each in inner.registered.values() for one in each)
+        own = () if functions is None else functions[-1:]
+        if used := (*dict.fromkeys((*own, *called)),):
+            self.registered[at] = used
+        return inner.argument(graph.output_node().args[0])
 
     def _find_alike(self, error: Exception) -> None:
         """Two sizes that an operator takes for equal are one. A symbol that meets a number stays

@@ -21,7 +21,7 @@ from mla_fusion.machine import is_for_ge
 from mla_fusion.observe import leftovers
 from mla_fusion.observe.gain import seconds
 from mla_fusion.plan.caches import InPlace, Staged
-from mla_fusion.plan.contract import OPERATOR, inputs
+from mla_fusion.plan.contract import OPERATOR
 from mla_fusion.plan.outputs import unmoved
 from mla_fusion.plan.plan import Plan
 from mla_fusion.plan.skip import names
@@ -57,7 +57,7 @@ class Record:
                 staged_by=self._staged_by(plan),
                 leaves=leaves,
                 operators_before=leftovers.replaced_by(
-                    [*plan.replaced], inputs(plan), _new_rows(plan)
+                    [*plan.replaced], plan.inputs, _new_rows(plan)
                 ),
                 operators_after=1 + sum(item.launches for item in leaves),
                 saves="" if saved is None else f"up to {max(saved, 0) * 1e6:.0f} us less a call",
@@ -268,7 +268,6 @@ def absent(projections: Projections) -> tuple[str, ...]:
     writes = sum(value.op == "write" for value in values)
     nodes = graph.gm.graph.nodes
     unknown = ", ".join(registered.unknown(nodes))
-    unused = {op_name(node): why for node in nodes if (why := registered.unused(node))}
     return (
         "no MLA prologue in this graph. The parts of one, and how many the graph has:",
         f"  products with weights (W_dq, W_dkv_kr, W_uq_qr): {found['flat']}",
@@ -285,7 +284,7 @@ def absent(projections: Projections) -> tuple[str, ...]:
             if unknown
             else ()
         ),
-        *(f"  {name} is not known: {why}" for name, why in unused.items()),
+        *(f"  {name} is not known: {why}" for name, why in graph.unused.items()),
     )
 
 

@@ -20,7 +20,6 @@ from mla_fusion.meta.binder import Undecided
 from mla_fusion.meta.check import bound
 from mla_fusion.meta.prolog import V3_FUNCTIONAL
 from mla_fusion.plan.call import called
-from mla_fusion.plan.outputs import holders
 from mla_fusion.plan.plan import Plan
 
 OPERATOR = V3_FUNCTIONAL.name.removesuffix("_functional")  # as messages call it
@@ -66,14 +65,6 @@ def _not_lowered(plan: Plan, error: LookupError) -> Departure:
     named = ", ".join(node.name for node in nodes[:1]) or str(error)
     detail = f"an argument of the call would be made of {named}"
     return Departure("step.unknown", detail, values or plan.proposal.products)
-
-
-def inputs(plan: Plan) -> list[Node]:
-    """Nodes of the graph that the call reads, and others that hold the same."""
-    graph, values = plan.graph, plan.values.values()
-    caches = [cache for _, cache, _ in plan.held]
-    alike = [node for value in values for node in graph.holding(value)]
-    return [*dict.fromkeys((*holders(graph, values), *alike, *caches))]
 
 
 def _assumed(one: Undecided) -> str:

@@ -60,6 +60,14 @@ def gives_nothing(node: Node) -> bool:
     return isinstance(node.target, OpOverload) and not schema_of(node.target).returns
 
 
+def _is_statement(graph: Graph, node: Node) -> bool:
+    """Does it say of a computed tensor which dtype was traced? (Of an input the next call may bring
+    another one.)
+    """
+    is_one = node.target is torch.ops.aten._assert_tensor_metadata.default
+    return is_one and graph.base(node.all_input_nodes[0]).op == "call_function"
+
+
 def is_made_of_nothing(value: Value) -> bool:
     """Whatever it is called with, is it one number, or memory that nobody has written?"""
     return filled_with(value) is not None or (value.op == "opaque" and not value.sources)
@@ -117,7 +125,7 @@ def settled(
         (node, node)
         for node in graph.gm.graph.nodes
         if node.op == "output"
-        or gives_nothing(node)
+        or (gives_nothing(node) and not _is_statement(graph, node))
         or (has_effect(graph, node) and not is_replaced(graph, node, given))
     ]
     stack += [(node, node) for node in holders(graph, read)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
@@ -15,6 +14,7 @@ from mla_fusion.graph.form import Value, met
 from mla_fusion.graph.read import Graph
 from mla_fusion.plan import cache_modes, weight_modes
 from mla_fusion.plan.caches import InPlace, Staged
+from mla_fusion.plan.outputs import holders
 from mla_fusion.propose.prologue import Proposal
 
 _ROWS = {"kv_rows": "c_kv", "kr_rows": "k_pe"}  # written by nobody: the model's own names
@@ -139,12 +139,22 @@ class Plan:
                 found[name] = float(a[name])
         return found
 
-    @property
-    def held(self) -> Iterator[tuple[str, Node, tuple[Any, ...]]]:
+    @cached_property
+    def held(self) -> tuple[tuple[str, Node, tuple[Any, ...]], ...]:
         """Caches that the kernel writes: name, graph input, and the shape in which it takes it."""
-        if isinstance(self.caches, InPlace):
-            for name, write in self.caches.writes.items():
-                yield name, write.cache, tuple(map(self.graph.unbound, write.shape))
+        writes = self.caches.writes if isinstance(self.caches, InPlace) else {}
+        return tuple(
+            (name, write.cache, tuple(map(self.graph.unbound, write.shape)))
+            for name, write in writes.items()
+        )
+
+    @cached_property
+    def inputs(self) -> list[Node]:
+        """Nodes of the graph that the call reads, and others that hold the same."""
+        graph, values = self.graph, self.values.values()
+        caches = [cache for _, cache, _ in self.held]
+        alike = [node for value in values for node in graph.holding(value)]
+        return [*dict.fromkeys((*holders(graph, values), *alike, *caches))]
 
 
 def _epsilon(of_norm: Fraction) -> float:

@@ -13,7 +13,6 @@ from torch.fx import Node
 
 from mla_fusion.config import Config
 from mla_fusion.exact.prove import Claim, prove
-from mla_fusion.fx import registered
 from mla_fusion.graph.departure import Departure
 from mla_fusion.graph.form import Value, order
 from mla_fusion.graph.read import Graph, is_in_place, values_of
@@ -108,11 +107,11 @@ class Planner:
     def _planned(self, proposal: Proposal) -> Plan:
         held, compared = self._proved(proposal)
         plan = self._placed(proposal, held, compared)
-        policy.functional(self.graph, contract.inputs(plan))
+        policy.functional(self.graph, plan.inputs)
         plan.structure = self._structures.of(plan)
         key = plan.structure, proposal.arguments["token_x"].active
         sizes = self._taken.get(key)
-        made_anew = computed(plan.replaced, contract.inputs(plan))
+        made_anew = computed(plan.replaced, plan.inputs)
         if sizes is None:
             policy.judge(self.graph, proposal, sorted({*plan.region, *made_anew}))
             asked = plan
@@ -133,8 +132,10 @@ class Planner:
 
     def _assumed(self, plan: Plan, nodes: set[Node]) -> Iterator[str]:
         """What was taken for granted of the nodes, and of how x becomes bytes."""
-        yield from dict.fromkeys(registered.assumed(sorted(nodes)))
-        graph, stack = self.graph, contract.inputs(plan) if self.graph.assumed else []
+        own = (one for node in sorted(nodes) for one in self.graph.registered.get(node, ()))
+        for target in dict.fromkeys(own):
+            yield f"{target} computes what was registered for it"
+        graph, stack = self.graph, plan.inputs if self.graph.assumed else []
         while stack:
             node = stack.pop()
             reading = graph.readings[node]
@@ -346,7 +347,7 @@ def _read_back(
 
 def _reads_rows_back(plan: Plan) -> bool:
     """Does something read new rows that are in the caches alone?"""
-    read = order(plan.replaced.values())
+    read = order(plan.replaced.values(), plan.results.values())
     return any(one.op == "gather" and one.sources[0].op == "write" for one in read)
 
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from torch.fx import Node
 
 from mla_fusion.exact.field import P, power
-from mla_fusion.fx import kinds, registered
+from mla_fusion.fx import kinds
 from mla_fusion.fx.module_path import label
 from mla_fusion.graph import quantise
 from mla_fusion.graph.call import RULES, name_of
@@ -129,6 +129,8 @@ class _Departures:
         for one in stack:
             if one in self.graph.nodes:
                 return self.graph.nodes[one][0]
+            if one in self.graph.within:
+                return self.graph.within[one]
             size = prod(one.shape) if one.op in ("product", "reshape") else -1
             near = [each for each in one.sources if not each.model and prod(each.shape) == size]
             if len(stack) < _FAR:
@@ -293,8 +295,8 @@ class _Departures:
                 return Reason("tokens.mixed", text, (value,))
             is_far = "c10d" in str(target)
             what = _EXCHANGES if is_far else Kind.OPAQUE.value
-            told = registered.unused(node).replace("%", "%%") if node is not None else ""
-            said = "; ".join(filter(None, (f"%s ({target}) {what}", told)))
+            unused = self.graph.unused.get(value.literal[0], "").replace("%", "%%")
+            said = "; ".join(filter(None, (f"%s ({target}) {what}", unused)))
             return Reason("step.unknown", said, (value,))
         name = value.literal[0] if op == "function" else ""
         narrows = op == "cast" and (value.dtype.itemsize == 1 or not value.is_float)

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Node
+from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate, map_arg
 
 from mla_fusion.compat import OpOverload, schema_of
+from mla_fusion.fx import registered
 from mla_fusion.fx.kinds import attribute, is_float
 from mla_fusion.fx.sizes import Binding, is_size, is_symbolic
 from mla_fusion.operators.known import value_of
@@ -110,18 +111,30 @@ class Side:
                 return torch.device("cpu")
             return _wide(value) if wide and isinstance(value, torch.dtype) else value
 
+        def computed(node: Node, env: Values) -> Any:
+            given = map_aggregate((node.args, node.kwargs), literal)
+            body = registered.body(node)
+            if isinstance(body, Graph):
+                operands = (env.get(one, literal(one)) for one in node.all_input_nodes)
+                inner = dict(zip(body.find_nodes(op="placeholder"), operands, strict=True))
+                (results,) = body.output_node().args
+                for one in body.nodes:
+                    if one.op == "call_function" and not is_size(one):
+                        inner[one] = computed(one, inner)
+                result = map_arg(map_aggregate(results, literal), inner.__getitem__)
+                return result[0] if isinstance(node.meta["val"], Tensor) else result
+            args, kwargs = map_arg(given, env.__getitem__)
+            # strides on a CPU may be others than the graph's
+            call: Any = _reshape if node.target in _RESHAPES else node.target
+            return _as_recorded(node, call(*args, **kwargs), wide)
+
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)  # random nodes of both graphs draw the same
             for node in cone_of(wanted, env)[0]:
                 try:
-                    given = map_aggregate((node.args, node.kwargs), literal)
-                    args, kwargs = map_arg(given, env.__getitem__)
-                    # strides on a CPU may be others than the graph's
-                    call: Any = _reshape if node.target in _RESHAPES else node.target
-                    result = call(*args, **kwargs)
+                    env[node] = computed(node, env)
                 except Exception as error:  # any operator may refuse a value
                     raise Unrunnable(node, error) from error
-                env[node] = _as_recorded(node, result, wide)
         return env
 
 
