@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.fx import GraphModule
 
-from mla_fusion.fx import bound_calls, hidden_writes, pools, subgraphs
+from mla_fusion.fx import bound_calls, pools, subgraphs
 from mla_fusion.fx.build import describe_attributes
 from mla_fusion.fx.workplace import workplace
 
@@ -14,14 +14,13 @@ def normalised(gm: GraphModule, boundary: bool = False) -> GraphModule:
 
     ``boundary``: a wrapper can make inputs of what it is given, of each layer of a pool for one.
     """
-    rooms = (bound_calls, hidden_writes, *([pools] if boundary else []))
+    rooms = (bound_calls, *([pools] if boundary else []))
     if not subgraphs.found(gm) and not any(room.found(gm.graph) for room in rooms):
         return gm
     opened = workplace(gm)
     subgraphs.copied(gm, opened.graph)
     describe_attributes(opened)
     bound_calls.bind(opened.graph)
-    hidden_writes.give_results(opened)
     if boundary:
         pools.take_apart(opened)
     return opened

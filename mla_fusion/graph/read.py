@@ -35,7 +35,8 @@ Reading = Any  # a Value, a Pair, a list of these, a number, or None
 _FIRST_PRIMES = (10007, 11083, 12517, 15629, 19427, 21881, 26513, 34261, 38119, 43987)
 _FOLDED = 1 << 16  # elements of a tensor of literals that is computed when it is read
 _PLACES = ("shifts", "index", "offset", "diagonal")
-_HIDDEN = {"npu::npu_kv_rmsnorm_rope_cache": (5, 6)}  # arguments written, though no schema says so
+# arguments written though no schema says so, and the results that hold the same
+_HIDDEN = {"npu::npu_kv_rmsnorm_rope_cache": {5: 0, 6: 1}}
 _SCATTERS = {"slice": "slice_scatter", "select": "select_scatter"}
 _FAILS = (ValueError, RuntimeError, TypeError, LookupError, AssertionError, AttributeError)
 
@@ -101,11 +102,9 @@ class Graph:
         """Whose memory a step changes, and another may read after it: copies into inputs that end
         the graph are none.
         """
-        from mla_fusion.fx.in_place import changed
-
         found, read = set[Node](), set[Node]()
         for node in reversed(self.gm.graph.nodes):
-            written = set(map(self.base, changed(node)))
+            written = set(map(self.base, _changed(node)))
             is_copy = node.target is torch.ops.aten.copy_.default
             found |= written & read if is_copy else written
             if node.op != "output" and not is_copy:
@@ -238,9 +237,11 @@ class Graph:
         if not isinstance(node.target, OpOverload):
             return self._unknown(node)
         found = self._called(node)
-        if name_of(node.target) in _HIDDEN:
-            for place in _HIDDEN[name_of(node.target)]:
-                self.hidden[self.base(node.args[place])] = node  # type: ignore[arg-type]
+        for place, result in _HIDDEN.get(name_of(node.target), {}).items():
+            cache = node.args[place]
+            assert isinstance(cache, Node)
+            self.hidden[self.base(cache)] = node
+            self._wrote(cache, found[result])
         if is_in_place(node.target) and isinstance(node.args[0], Node):
             self._wrote(node.args[0], found)
         elif node.target.is_view and isinstance(node.args[0], Node):
@@ -574,6 +575,17 @@ class Graph:
             return made
         each = iter(made)
         return [next(each) if isinstance(one, torch.Tensor) else None for one in held]
+
+
+def _changed(step: Node) -> Iterator[Node]:
+    """The arguments that a step changes, by its schema."""
+    if not is_mutable(step.target):
+        return
+    for place, argument in enumerate(schema_of(step.target).arguments):  # type: ignore[arg-type]
+        given = step.args[place] if place < len(step.args) else step.kwargs.get(argument.name)
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            several = given if isinstance(given, (tuple, list)) else (given,)
+            yield from (item for item in several if isinstance(item, Node))
 
 
 _UNUSED = ("device", "pin_memory", "layout", "memory_format", "out", "generator")
