@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mla_fusion.exact import field
-from mla_fusion.exact.field import P
+from mla_fusion.exact.field import Point
 from mla_fusion.exact.weights import Weight
 from mla_fusion.graph.form import Value
 from mla_fusion.graph.layout import (
@@ -76,7 +76,7 @@ class Evaluation:
     """
     layouts  of the Values given and of what is made of them (:func:`layouts_of`)
     given    tensors of the bound shape: nothing above them is run
-    seed     which point of the field
+    at       the point, with its field
     """
 
     def __init__(
@@ -84,9 +84,9 @@ class Evaluation:
         binding: Binding,
         layouts: Mapping[Value, Layout],
         given: Mapping[Value, Tensor],
-        seed: int,
+        at: Point,
     ) -> None:
-        self.binding, self.layouts, self.seed = binding, layouts, seed
+        self.binding, self.layouts, self.at, self.p = binding, layouts, at, at.p
         self.tensors: dict[Value, Tensor] = dict(given)
         self._beside: dict[tuple[Value, Layout], Found] = {}
 
@@ -137,25 +137,25 @@ class Evaluation:
                 raise Mixed(value)
             return self.tensors[value]
         found = self.beside(value, layout)
-        return found.dense() if isinstance(found, Weight) else found
+        return found.dense(self.p) if isinstance(found, Weight) else found
 
     def _elementwise(self, value: Value, read: list[Tensor]) -> Tensor:
         op, literal = value.op, value.literal
         if op == "sum":
-            found = torch.tensor(field.fraction(literal[1]), dtype=torch.int64)
+            found = torch.tensor(field.fraction(literal[1], self.p), dtype=torch.int64)
             for coefficient, one in zip(literal[0], read, strict=True):
-                factor = field.fraction(coefficient)
-                found = found + (one if factor == 1 else one * factor % P)
-            return found % P
+                factor = field.fraction(coefficient, self.p)
+                found = found + (one if factor == 1 else one * factor % self.p)
+            return found % self.p
         if op == "product":
-            found = torch.tensor(field.number(literal[1], self.seed), dtype=torch.int64)
+            found = torch.tensor(field.number(literal[1], self.at), dtype=torch.int64)
             for exponent, one in zip(literal[0], read, strict=True):
                 if exponent != 1:
-                    one = field.root(one, exponent, self.seed)
-                found = found * one % P
+                    one = field.root(one, exponent, self.at)
+                found = found * one % self.p
             return found
         key = (str(value.dtype), literal) if op == "function" else str(literal)
-        return field.hashed(field.word(self.seed, op, key), *read)
+        return field.hashed(field.word(self.at.seed, op, key), *read)
 
     def _moved(self, value: Value, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
         op, literal = value.op, value.literal
@@ -170,7 +170,7 @@ class Evaluation:
             places = torch.arange(value.shape[axis]) * step + start
             return tensor.index_select(axis, places)
         assert op == "reduce", op
-        return tensor.sum(literal) % P
+        return tensor.sum(literal) % self.p
 
     def _dot(self, value: Value, layout: Layout) -> Tensor:
         left, right = value.sources
@@ -179,10 +179,10 @@ class Evaluation:
         one = self._of_source(left, (*layout[:-1], size))
         other = self._of_source(right, (*batch, size, layout[-1]))
         if isinstance(one, Weight):
-            one = one.dense()
+            one = one.dense(self.p)
         if isinstance(other, Weight):
-            return other.product(one)
-        return field.product(one, other)
+            return other.product(one, self.p)
+        return field.product(one, other, self.p)
 
     def _of_source(self, value: Value, layout: Layout) -> Found:
         if value in self.layouts:
@@ -203,11 +203,11 @@ class Evaluation:
             found = base.index_select(axis, numbers.reshape(-1))
             return found.reshape(self.binding.shape(layout))
         rows = base.movedim(axis, 0)
-        name = field.word(self.seed, "row", rows.shape[0])
+        name = field.word(self.at.seed, "row", rows.shape[0])
         scale = field.random(name, (rows.shape[0], *[1] * (rows.dim() - 1)))
-        columns = (rows * scale % P).sum(0) % P
+        columns = (rows * scale % self.p).sum(0) % self.p
         flat = field.hashed(
-            field.word(self.seed, "gather"), numbers.reshape(-1, 1), columns.reshape(1, -1)
+            field.word(self.at.seed, "gather"), numbers.reshape(-1, 1), columns.reshape(1, -1)
         )
         found = flat.reshape(*numbers.shape, *columns.shape)
         back = tuple(range(axis, axis + numbers.dim()))
@@ -230,7 +230,7 @@ class Evaluation:
 
     def _drawn(self, value: Value, layout: Layout) -> Found:
         """By which Value it is, and the place of each element; copies of tokens are alike."""
-        name = field.word(self.seed, "value", value.serial)
+        name = field.word(self.at.seed, "value", value.serial)
         if value.model and not has_tokens(layout) and len(value.shape) > 1:
             return Weight.of_leaf(name, value.shape)
         shape = self.binding.shape(layout)
@@ -253,9 +253,9 @@ class Evaluation:
         """None: it is drawn."""
         op, literal, sources = value.op, value.literal, value.sources
         if value.is_number:
-            return torch.tensor(field.number(literal[1], self.seed), dtype=torch.int64)
+            return torch.tensor(field.number(literal[1], self.at), dtype=torch.int64)
         if op == "constant":
-            return None if has_tokens(layout) else field.exact(literal.tensor, self.seed)
+            return None if has_tokens(layout) else field.exact(literal.tensor, self.at)
         if op == "count":
             return None if has_tokens(layout) else torch.arange(value.shape[0])
         if op in ("sum", "product", "function", "cast"):
@@ -267,8 +267,8 @@ class Evaluation:
             if prod(self.binding.shape(own)) > _MANY:
                 return None
             found = self.beside(sources[0], own)
-            found = found.dense() if isinstance(found, Weight) else found
-            return found.expand(self.binding.shape(own)).sum(literal) % P
+            found = found.dense(self.p) if isinstance(found, Weight) else found
+            return found.expand(self.binding.shape(own)).sum(literal) % self.p
         if op == "gather":
             return self._beside_gather(value, layout)
         if op == "dot":  # a product with an activation, of which one row is known
@@ -284,7 +284,7 @@ class Evaluation:
             if len(read) == 1 and isinstance(only, Weight) and value.op == "product":
                 exponents, times = value.literal
                 if exponents == (1,) and not times.roots:
-                    return only.scaled(field.fraction(times.ratio))
+                    return only.scaled(field.fraction(times.ratio, self.p))
             if value.op == "cast" and isinstance(only, Weight) and is_widening(value):
                 return only
             return self._weights_times(value, read)
@@ -303,7 +303,7 @@ class Evaluation:
                 return None
             wide = one.expanded(value.shape)
             found = wide if found is None else found.times(wide)
-        return found.scaled(field.fraction(value.literal[1].ratio)) if found else None
+        return found.scaled(field.fraction(value.literal[1].ratio, self.p)) if found else None
 
     def _beside_dot(self, value: Value, layout: Layout) -> Found | None:
         left, right = value.sources
@@ -317,9 +317,9 @@ class Evaluation:
             part = self.beside(side, own)
             if isinstance(part, Weight) and prod(side.shape) > _MANY:
                 return None
-            part = part.dense() if isinstance(part, Weight) else part
+            part = part.dense(self.p) if isinstance(part, Weight) else part
             read.append(part.expand(self.binding.shape(own)))
-        return field.product(*read)
+        return field.product(*read, self.p)
 
     def _beside_move(self, value: Value, layout: Layout) -> Found | None:
         op, literal, source = value.op, value.literal, value.sources[0]
@@ -340,7 +340,7 @@ class Evaluation:
             weights = [part for part in parts if isinstance(part, Weight)]
             if len(weights) == len(parts):
                 return Weight.joined(weights, literal)
-            dense = [part.dense() if isinstance(part, Weight) else part for part in parts]
+            dense = [part.dense(self.p) if isinstance(part, Weight) else part for part in parts]
             return torch.cat(dense, literal)
         if op == "reshape":
             above = regrouped(layout, source.shape)
@@ -397,7 +397,7 @@ class Evaluation:
     def _gathered_beside(self, table: Tensor, index: Value, of_index: Layout, axis: int) -> Tensor:
         numbers = self._operand(index, of_index)
         numbers = numbers.expand(self.binding.shape(of_index))
-        name = field.word(self.seed, "gather")
+        name = field.word(self.at.seed, "gather")
         columns = field.hashed(name, *table.movedim(axis, 0))
         lead, rest = columns.shape[:axis], columns.shape[axis:]
         columns = columns.reshape(*lead, *[1] * numbers.dim(), *rest)

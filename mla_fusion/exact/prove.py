@@ -17,9 +17,8 @@ from mla_fusion.graph.departure import Departure
 from mla_fusion.graph.form import Value
 from mla_fusion.graph.layout import Binding, Layout, Mixed, cuts_of
 
-POINTS = 3
 # by Schwartz and Zippel, of a degree beyond that of any identity that is tested
-CHANCE = 10.0 ** math.ceil(POINTS * math.log10(10_000 / field.P))
+CHANCE = 10.0 ** math.ceil(sum(math.log10(10_000 / at.p) for at in field.POINTS))
 
 
 @dataclass(frozen=True)
@@ -46,16 +45,16 @@ def prove(given: dict[Value, Layout], tokens: int, claims: Sequence[Claim]) -> i
         binding = Binding(cuts, tokens)
     except Mixed as mixed:
         raise _mixed(mixed, claims) from mixed
-    compared, seed = 0, 0
-    while seed < POINTS:
-        count, refused = _at_a_point(binding, layouts, given, claims, seed)
-        compared, seed = compared + count, seed + 1
+    compared, points = 0, [*field.POINTS]
+    while points:
+        count, refused = _at_a_point(binding, layouts, given, claims, points.pop())
+        compared += count
         if refused is None:
             continue
         further = cuts | binding.missing  # what is beside x divides the tokens further
         if further == cuts or not _fits(further, tokens):
             raise refused
-        cuts, compared, seed = further, 0, 0
+        cuts, compared, points = further, 0, [*field.POINTS]
         binding = Binding(cuts, tokens)
     return compared
 
@@ -73,14 +72,14 @@ def _at_a_point(
     layouts: dict[Value, Layout],
     given: dict[Value, Layout],
     claims: Sequence[Claim],
-    seed: int,
+    at: field.Point,
 ) -> tuple[int, Departure | None]:
     """How many elements were compared, and the first claim that does not hold."""
     drawn = {
-        value: field.random(field.word(seed, "given", value.serial), binding.shape(layout))
+        value: field.random(field.word(at.seed, "given", value.serial), binding.shape(layout))
         for value, layout in given.items()
     }
-    run, compared, refusal = Evaluation(binding, layouts, drawn, seed), 0, None
+    run, compared, refusal = Evaluation(binding, layouts, drawn, at), 0, None
     for claim in claims:
         try:
             compared += _compare(run, claim)

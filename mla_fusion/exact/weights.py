@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from mla_fusion.exact import field
-from mla_fusion.exact.field import P
 
 RANK = 6
 _ZERO = -1  # the place of an element that is 0
@@ -41,28 +40,28 @@ class Piece:
             return None
         return Piece(self.leaves, tuple(moved), self.factor)  # type: ignore[arg-type]
 
-    def factors(self) -> list[Tensor]:
+    def factors(self, p: int) -> list[Tensor]:
         """Of each axis [ranks, n]; the product over the axes, added up over ranks, is the
         element.
         """
         found: list[Tensor] | None = None
         for leaf, places in zip(self.leaves, self.places, strict=True):
-            own = [_of_axis(leaf, axis, one) for axis, one in enumerate(places)]
+            own = [_of_axis(leaf, axis, one, p) for axis, one in enumerate(places)]
             if found is None:
-                found = [own[0] * self.factor % P, *own[1:]]
+                found = [own[0] * (self.factor % p) % p, *own[1:]]
             else:
                 pairs = zip(found, own, strict=True)
-                found = [(a.unsqueeze(1) * b % P).flatten(0, 1) for a, b in pairs]
+                found = [(a.unsqueeze(1) * b % p).flatten(0, 1) for a, b in pairs]
         assert found is not None
         return found
 
 
-def _of_axis(leaf: int, axis: int, places: Tensor) -> Tensor:
+def _of_axis(leaf: int, axis: int, places: Tensor, p: int) -> Tensor:
     rows = []
     for rank in range(RANK):
-        row = field.powers(field.word(leaf, "base", rank) % P, places.clamp_min(0))
+        row = field.powers(field.word(leaf, "base", rank) % p, places.clamp_min(0), p)
         if axis == 0:
-            row = row * (field.word(leaf, "front", rank) % P) % P
+            row = row * (field.word(leaf, "front", rank) % p) % p
         rows.append(torch.where(places == _ZERO, 0, row))
     return torch.stack(rows)
 
@@ -87,7 +86,7 @@ class Weight:
 
     def scaled(self, factor: int) -> Weight:
         return Weight(
-            tuple(Piece(one.leaves, one.places, one.factor * factor % P) for one in self.pieces)
+            tuple(Piece(one.leaves, one.places, one.factor * factor) for one in self.pieces)
         )
 
     def times(self, other: Weight) -> Weight:
@@ -97,7 +96,7 @@ class Weight:
                 Piece(
                     one.leaves + two.leaves,
                     one.places + two.places,
-                    one.factor * two.factor % P,
+                    one.factor * two.factor,
                 )
                 for one in self.pieces
                 for two in other.pieces
@@ -143,32 +142,32 @@ class Weight:
                 pieces.append(piece.moved(padded))
         return cls(_united(pieces))
 
-    def dense(self) -> Tensor:
+    def dense(self, p: int) -> Tensor:
         found = torch.zeros(self.shape, dtype=torch.int64)
         for piece in self.pieces:
-            factors = piece.factors()
+            factors = piece.factors(p)
             for rank in range(len(factors[0])):
                 part = torch.ones((), dtype=torch.int64)
                 for of_axis in factors:
-                    part = part.unsqueeze(-1) * of_axis[rank] % P
+                    part = part.unsqueeze(-1) * of_axis[rank] % p
                 found += part
-        return found % P
+        return found % p
 
-    def product(self, left: Tensor) -> Tensor:
+    def product(self, left: Tensor, p: int) -> Tensor:
         """``left`` [.., t, k] times this, [k, m] or [.., k, m]."""
         found = None
         for piece in self.pieces:
-            *lead, rows, columns = piece.factors()
+            *lead, rows, columns = piece.factors(p)
             for rank in range(len(rows)):
-                inner = (left * rows[rank] % P).sum(-1) % P
+                inner = (left * rows[rank] % p).sum(-1) % p
                 for axis, of_axis in enumerate(lead):
                     size = [1] * inner.dim()
                     size[axis] = -1
-                    inner = inner * of_axis[rank].view(size) % P
-                part = inner.unsqueeze(-1) * columns[rank] % P
+                    inner = inner * of_axis[rank].view(size) % p
+                part = inner.unsqueeze(-1) * columns[rank] % p
                 found = part if found is None else found + part
         assert found is not None
-        return found % P
+        return found % p
 
 
 def _united(pieces: Sequence[Piece]) -> tuple[Piece, ...]:

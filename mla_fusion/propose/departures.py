@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from torch.fx import Node
 
-from mla_fusion.exact.field import P, power
+from mla_fusion.exact.field import power
 from mla_fusion.fx import kinds
 from mla_fusion.fx.module_path import label
 from mla_fusion.graph import quantise
@@ -30,7 +30,7 @@ from mla_fusion.operators.table import Kind
 from mla_fusion.propose.norms import solved
 from mla_fusion.propose.quantised import kind_of, of_blocks, unmoved, unquantised
 from mla_fusion.propose.rotations import Pairs, pairs
-from mla_fusion.propose.sites import Projections, Site
+from mla_fusion.propose.sites import AT, Projections, Site
 
 _FAR = 300  # steps between two products
 _ROPE = 64
@@ -516,7 +516,7 @@ class _Departures:
             if product.kind is not None and not product.factors:
                 text = "%s is multiplied by no scale of columns"
                 return Reason("quant.scale", text, (product.dot,))
-            ratio = of_query.diagonal * power(of_key.diagonal, -1) % P
+            ratio = of_query.diagonal * power(of_key.diagonal, -1, AT.p) % AT.p
             if bool((ratio == ratio[:, :1]).all()):
                 text = "%s and %s are rotated alike, and scaled differently"
                 return Reason("scale.unequal", text, (query, key))

@@ -21,7 +21,7 @@ from mla_fusion.graph.form import Value
 from mla_fusion.graph.fused import rms_norm
 from mla_fusion.graph.layout import Binding, Mixed, cuts_of, of_tokens
 from mla_fusion.graph.numbers import Number
-from mla_fusion.propose.sites import Site, rows_of
+from mla_fusion.propose.sites import AT, Site, rows_of
 
 
 @dataclass(frozen=True)
@@ -122,8 +122,8 @@ def _first_that_holds(site: Site, value: Value, rows: Value, norms: Sequence[Nor
         layouts = layouts_of([rows, *made], given)
         binding = Binding(cuts_of(layouts.values()), site.tokens)
         drawn = field.random(site.rows.serial, binding.shape(given[site.stand_in]))
-        tensors = {**site.split(drawn, binding, 7), site.stand_in: drawn}
-        run = Evaluation(binding, layouts, tensors, seed=7)
+        tensors = {**site.split(drawn, binding), site.stand_in: drawn}
+        run = Evaluation(binding, layouts, tensors, AT)
         run.run([rows, *made])
     except (Mixed, Undecided):
         return None

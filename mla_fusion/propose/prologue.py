@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mla_fusion.exact.field import P, number, power
+from mla_fusion.exact.field import number, power
 from mla_fusion.exact.prove import Claim
 from mla_fusion.graph import quantise
 from mla_fusion.graph.departure import Departure
@@ -30,7 +30,7 @@ from mla_fusion.propose.quantised import (
     unquantised,
 )
 from mla_fusion.propose.rotations import Pairs, pairs, tables, unrotated
-from mla_fusion.propose.sites import Projections, Reading, Site, of_rows, rows_of
+from mla_fusion.propose.sites import AT, Projections, Reading, Site, of_rows, rows_of
 from mla_fusion.targets import prolog
 
 ROPE, LATENT = 64, 512  # of the operator
@@ -537,11 +537,11 @@ class _Joined:
         """Of a query that was multiplied with one number a token before it was rotated."""
         if of_key is None:
             return None
-        ratio = found.diagonal * power(of_key.diagonal, -1) % P
+        ratio = found.diagonal * power(of_key.diagonal, -1, AT.p) % AT.p
         if not bool((ratio == ratio[:, :1]).all()):
             return None
         times = self.form.split(query)[0]
-        if number(times, 1) == int(ratio[0, 0]):
+        if number(times, AT) == int(ratio[0, 0]):
             return _Rotated(query, found, self.form.number(times)), _Rotated(key, of_key)
         columns = {*found.columns.flatten().tolist()}
         for value, reading in self.up.readings.items():

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from mla_fusion.exact.evaluate import Evaluation
-from mla_fusion.exact.field import P
 from mla_fusion.graph.departure import Departure
 from mla_fusion.graph.form import Value
 from mla_fusion.propose.norms import filled
-from mla_fusion.propose.sites import Reading, Site, rows_of
+from mla_fusion.propose.sites import AT, Reading, Site, rows_of
 from mla_fusion.propose.tables import assembled, known
 
 
@@ -133,7 +132,7 @@ def tables(site: Site, value: Value, found: Pairs) -> tuple[Value, Value]:
     first, second = found.first, found.second
     cos = made_of(found.even, first), made_of(found.odd, second)
     sin = form.negated(made_of(found.odd, first)), made_of(found.even, second)
-    run = Evaluation(site.projections.binding(site.tokens, 1), site.layouts, {}, seed=1)
+    run = Evaluation(site.projections.binding(site.tokens, 1), site.layouts, {}, AT)
     candidates = known(site, run)
     made = []
     for parts in (cos, sin):
@@ -157,7 +156,7 @@ def _numbers(site: Site, run: Evaluation, value: Value, found: Pairs, is_sine: b
 
     first, second, even, odd = found.first, found.second, found.even, found.odd
     if is_sine:
-        halves = (P - factor(first, odd)) % P, factor(second, even)
+        halves = (AT.p - factor(first, odd)) % AT.p, factor(second, even)
     else:
         halves = factor(first, even), factor(second, odd)
     return torch.cat(halves, 1)

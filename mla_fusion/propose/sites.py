@@ -23,13 +23,13 @@ from torch import Tensor
 
 from mla_fusion.exact import field
 from mla_fusion.exact.evaluate import Evaluation, Undecided
-from mla_fusion.exact.field import P
 from mla_fusion.graph.form import Form, Value, numbered, order
 from mla_fusion.graph.layout import Binding, Layout, Mixed, cuts_of, followed, of_tokens
 from mla_fusion.graph.numbers import ONE, Number
 from mla_fusion.graph.read import Graph
 from mla_fusion.propose.quantised import Projection, of_blocks, projection, unmoved
 
+AT = field.POINTS[1]  # where a graph is probed
 _MOMENTS = 5
 _LARGE = 1 << 21  # elements a token of a Value that is no part of a prologue
 
@@ -149,14 +149,14 @@ class Site:
         shape = self.tokens, self.columns
         return self.projections.form.activation(f"site {self.rows.serial}", shape)
 
-    def split(self, rows: Tensor, binding: Binding, seed: int) -> dict[Value, Tensor]:
+    def split(self, rows: Tensor, binding: Binding) -> dict[Value, Tensor]:
         """Rows of all columns, as the roots of the products."""
         found, at = dict[Value, Tensor](), 0
         for one in self.products:
             part = rows[:, at : at + one.columns]
             at += one.columns
             if one.times != ONE:
-                part = part * pow(field.number(one.times, seed), -1, P) % P
+                part = part * pow(field.number(one.times, AT), -1, AT.p) % AT.p
             found[one.root] = part.reshape(binding.shape(self.layouts[one.root]))
         return found
 
@@ -336,7 +336,7 @@ class Site:
         binding: Binding,
     ) -> dict[Value, Tensor]:
         rows = codes.repeat_interleave(binding.period, 0)
-        run = Evaluation(binding, layouts, self.split(rows, binding, 1), seed=1)
+        run = Evaluation(binding, layouts, self.split(rows, binding), AT)
         found = dict[Value, Tensor]()
         for value in values:
             try:
@@ -374,11 +374,11 @@ def _is_made_of(value: Value, dots: Iterable[Value]) -> bool:
 def _codes(columns: int) -> dict[object, Tensor]:
     places = torch.arange(1, columns + 1)
     found: dict[object, Tensor] = {
-        ("moment", power): field.power(places, power) for power in range(_MOMENTS)
+        ("moment", power): field.power(places, power, AT.p) for power in range(_MOMENTS)
     }
     found["two"] = torch.full((columns,), 2, dtype=torch.int64)
     for bit in range(max(1, (columns - 1).bit_length())):
-        found["bit", bit] = torch.where((places - 1) >> bit & 1 == 1, P - 1, 1)
+        found["bit", bit] = torch.where((places - 1) >> bit & 1 == 1, AT.p - 1, 1)
     return found
 
 
@@ -387,13 +387,13 @@ def _classified(seen: dict[object, Tensor], columns: int) -> Reading | None:
     ones = seen["moment", 0]
     if not ones.numel() or not bool(ones.any()):
         return None
-    is_linear = torch.equal(seen["two"], ones * 2 % P)
+    is_linear = torch.equal(seen["two"], ones * 2 % AT.p)
     bits = [
         (key[1], tensor)
         for key, tensor in seen.items()
         if isinstance(key, tuple) and key[0] == "bit"
     ]
-    minus = (P - ones) % P
+    minus = (AT.p - ones) % AT.p
     signed = [tensor == minus for _, tensor in bits]
     if all(
         bool((is_minus | (tensor == ones)).all())
@@ -413,12 +413,12 @@ def _turned(seen: dict[object, Tensor], columns: int) -> Reading | None:
     m0, m1, m2, m3, m4 = (seen["moment", power] for power in range(_MOMENTS))
 
     def minus(one: Tensor, other: Tensor) -> Tensor:
-        return (one + P - other) % P
+        return (one + AT.p - other) % AT.p
 
     def times(one: Tensor, other: Tensor) -> Tensor:
-        return one * other % P
+        return one * other % AT.p
 
-    inverse = field.power(minus(times(m0, m2), times(m1, m1)), -1)
+    inverse = field.power(minus(times(m0, m2), times(m1, m1)), -1, AT.p)
     total = times(minus(times(m0, m3), times(m1, m2)), inverse)  # a + b
     product = times(minus(times(m1, m3), times(m2, m2)), inverse)  # a b
     square = total * total - 4 * product
@@ -428,7 +428,7 @@ def _turned(seen: dict[object, Tensor], columns: int) -> Reading | None:
     if not bool((is_root & fits).all()):
         return None
     one, other = (total - root) // 2, (total + root) // 2
-    second = times(minus(m1, times(one, m0)), field.power(root, -1))
+    second = times(minus(m1, times(one, m0)), field.power(root, -1, AT.p))
     first = minus(m0, second)
     same = torch.equal(one, one[:1].expand_as(one)) and torch.equal(
         other, other[:1].expand_as(other)

@@ -21,7 +21,6 @@ from torch.fx import GraphModule, Node
 from mla_fusion.compat import tree_leaves, tree_map_only
 from mla_fusion.exact import field
 from mla_fusion.exact.evaluate import Evaluation, order
-from mla_fusion.exact.prove import POINTS
 from mla_fusion.fx.kinds import is_cast, is_float, kind_of
 from mla_fusion.fx.module_path import label, source
 from mla_fusion.fx.sizes import Binding
@@ -149,7 +148,9 @@ def _verdict(fused: Target, reference: Target, eager: Mapping[str, float], input
         raise _NotDecided(f"neither proved equal nor seen to differ; {at}", node)
     if not all(value <= _ROUNDED for value in eager.values()):
         raise _NotDecided("equal over the real numbers, but not as the two are run")
-    return Audit((), (), True, proof=f"{count:,} values at {POINTS} points of a finite field")
+    return Audit(
+        (), (), True, proof=f"{count:,} values at {len(field.POINTS)} points of a finite field"
+    )
 
 
 def _check_function(node: Node) -> None:
@@ -183,16 +184,16 @@ def _differing(
         raise _NotDecided(f"{node.name} ({node.target}) is read as if {assumed[0]}", node)
     wanted = [*values_of([graph.readings[node] for pair in pairs for node in pair])]
     leaves = {node: [*values_of(graph.readings[node])] for node in (*held, *given)}
-    for draw in range(POINTS):
+    for at in field.POINTS:
         drawn = {
-            value: _by_numbers(held[node], draw)
+            value: _by_numbers(held[node], at)
             if node in held
-            else field.random(field.word(draw, "input", value.serial), value.shape)
+            else field.random(field.word(at.seed, "input", value.serial), value.shape)
             for node, values in leaves.items()
             for value in values
             if value.active
         }
-        run = _at_a_point(wanted, drawn, draw)
+        run = _at_a_point(wanted, drawn, at)
         marks = {
             node: tuple(_mark(run, value) for value in values_of(reading))
             for node, reading in graph.readings.items()
@@ -213,10 +214,12 @@ class _OfReals(Graph):
         return self.form.activation(name, found.shape) if found.is_float else found
 
 
-def _at_a_point(wanted: Sequence[Value], drawn: Mapping[Value, Tensor], draw: int) -> Evaluation:
+def _at_a_point(
+    wanted: Sequence[Value], drawn: Mapping[Value, Tensor], at: field.Point
+) -> Evaluation:
     """A step that the field does not know is a function of all that it reads."""
     layouts = {value: layout.plain_layout(value.shape) for value in drawn}
-    run = Evaluation(layout.Binding((), 1), layouts, drawn, draw)
+    run = Evaluation(layout.Binding((), 1), layouts, drawn, at)
     for value in order(wanted, drawn):
         try:
             layouts[value] = layout.followed(value, layouts)
@@ -224,7 +227,7 @@ def _at_a_point(wanted: Sequence[Value], drawn: Mapping[Value, Tensor], draw: in
         except layout.Mixed:
             layouts[value] = layout.plain_layout(value.shape)
             read = [_mark(run, source) for source in value.sources]
-            name = field.word(draw, value.op, value.literal, value.shape, value.dtype, *read)
+            name = field.word(at.seed, value.op, value.literal, value.shape, value.dtype, *read)
             run.tensors[value] = field.random(name, value.shape)
     return run
 
@@ -249,13 +252,13 @@ def _mark(run: Evaluation, value: Value) -> object:
     return value.shape, blake2b(tensor.contiguous().numpy().tobytes()).hexdigest()
 
 
-def _by_numbers(tensor: Tensor, draw: int) -> Tensor:
+def _by_numbers(tensor: Tensor, at: field.Point) -> Tensor:
     """A weight's elements in the field: equal numbers are equal elements, wherever they lie."""
     if tensor.is_complex():
         raise _NotDecided("a weight is complex")
     bits = tensor.double().abs().contiguous().view(torch.int64)
-    found = field.hashed(field.word(draw, "number"), bits & 0x7FFFFFFF, bits >> 31)
-    return found * tensor.sign().to(torch.int64) % field.P
+    found = field.hashed(field.word(at.seed, "number"), bits & 0x7FFFFFFF, bits >> 31)
+    return found * tensor.sign().to(torch.int64) % at.p
 
 
 def _parting(marks: Mapping[Node, object], mine: Sequence[Node], theirs: Sequence[Node]) -> Node:
