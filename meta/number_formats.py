@@ -60,7 +60,6 @@ MXFP8 = NumberFormat("mxfp8", 3)
 FP8 = NumberFormat("fp8", 4)
 HIFLOAT8 = NumberFormat("hifloat8", 5)
 FORMATS = (INT8, MXFP8, FP8, HIFLOAT8)
-ELEMENTS = frozenset(form.element for form in FORMATS)
 
 # dst_type: torch's own number of a dtype, or torch_npu's
 _OF_ROWS: Mapping[int | None, NumberFormat] = {

@@ -24,10 +24,10 @@ from mla_fusion.compat import (
     static_inputs,
 )
 from mla_fusion.fx.held import NUMBERS, Numbers
+from mla_fusion.fx.kinds import shape_of, value_of
 from mla_fusion.fx.module_path import ARGUMENT, NAME, NOTES, plain
 from mla_fusion.fx.sizes import has_symbols, is_size
 from mla_fusion.modes import outside_modes
-from mla_fusion.operators.known import shape_of, value_of
 
 log = logging.getLogger("mla_fusion")
 _SMALL = 1 << 16  # elements: to pack so many costs a call nothing to speak of

@@ -23,11 +23,10 @@ from torch.fx.node import map_arg
 
 from mla_fusion.compat import OpOverload, storage_id
 from mla_fusion.compile import inductor_bridge
-from mla_fusion.fx.kinds import is_view, word
+from mla_fusion.fx.kinds import is_view, shape_of, word
 from mla_fusion.fx.walk import reached
 from mla_fusion.meta import key_operator
 from mla_fusion.meta.prolog import V3
-from mla_fusion.operators.known import shape_of
 
 aten = torch.ops.aten
 

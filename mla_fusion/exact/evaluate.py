@@ -319,7 +319,8 @@ class Evaluation:
                 return None
             part = part.dense(self.p) if isinstance(part, Weight) else part
             read.append(part.expand(self.binding.shape(own)))
-        return field.product(*read, self.p)
+        one, other = read
+        return field.product(one, other, self.p)
 
     def _beside_move(self, value: Value, layout: Layout) -> Found | None:
         op, literal, source = value.op, value.literal, value.sources[0]

@@ -27,10 +27,9 @@ from mla_fusion.compat import (
     without_fake_mode,
 )
 from mla_fusion.fx.held import Exact
-from mla_fusion.fx.kinds import attribute
+from mla_fusion.fx.kinds import attribute, dtype_of, shape_of, value_of
 from mla_fusion.fx.sizes import SizeNodes, expression, is_symbolic, same, same_shape, sizes_of
 from mla_fusion.fx.workplace import created
-from mla_fusion.operators.known import dtype_of, shape_of, value_of
 
 aten = torch.ops.aten
 Recipe = Callable[["Builder"], Any]

@@ -64,9 +64,3 @@ class Exact:
         return bool(torch.isfinite(packed).all()) and bool(
             (restored.to(source.dtype) == source).all()
         )
-
-
-def narrowed(vector: torch.Tensor, dtype: torch.dtype, inverse: bool) -> torch.Tensor:
-    """The first number of a vector, or its reciprocal, in ``dtype``: what is packed of it."""
-    first = vector[:1]
-    return (first.float().reciprocal() if inverse else first).to(dtype)

@@ -1,47 +1,92 @@
-"""Questions about a node, answered from the operator table and the node's arguments."""
+"""What a node calls, and what that does to what it is given: by its schema, and by lists of names
+where no schema says it.
+"""
 
 from __future__ import annotations
 
-from functools import cache
+import operator
+from functools import lru_cache
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
-from mla_fusion.compat import HigherOrderOperator, OpOverload
-from mla_fusion.operators.known import (
-    FILLED,
-    LENT,
-    Form,
-    Kind,
-    argument,
-    is_getitem,
-    kind_by_arguments,
-    known,
-    operator_of,
-    value_of,
-    word,
-)
-
-__all__ = ["Kind", "argument", "is_getitem", "operator_of", "word"]
+from mla_fusion.compat import HigherOrderOperator, OpOverload, overload_name, schema_of
 
 # Casts among these are looked through when a group of nodes is asked what it means. float16 is
 # among them so that a float16 model is recognised, and then refused by name; float8 and integers
 # are quantisation.
 MODEL_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_MODEL_FLOATS = frozenset(MODEL_FLOATS)
 
-
-def kind_of(node: Node) -> Kind:
-    """The class of the call, its arguments looked at. (Whether a mask or an index is a literal, the
-    view knows.)
+# They keep every element, their order and their number. A name with "_copy" behind it does, too.
+_RESHAPES = frozenset(
     """
-    return kind_by_arguments(node, operator_of(node))
+    _reshape _reshape_alias _unsafe_view alias clone contiguous detach flatten lift_fresh
+    npu_format_cast reshape squeeze unflatten unsqueeze view view_as
+    """.split()
+)
+# They re-index their first argument.
+_VIEWS = _RESHAPES | frozenset(
+    """
+    chunk expand expand_as mT matrix_H movedim narrow npu_format_cast_ numpy_T permute select slice
+    split split_with_sizes swapaxes swapdims t tensor_split transpose unbind unsafe_chunk
+    unsafe_split
+    """.split()
+)
+_CASTS = frozenset(
+    "_npu_dtype_cast _to_copy convert_element_type npu_dtype_cast to type_as".split()
+)
+# They give their first argument with other elements at some places.
+_WRITERS = frozenset(
+    """
+    _unsafe_index_put copy diagonal_scatter index_add index_copy index_fill index_put index_reduce
+    masked_scatter npu_scatter_nd_update scatter scatter_add scatter_reduce select_scatter
+    slice_scatter
+    """.split()
+)
+# They write caches, though their schemas do not say so.
+_UNSEEN = frozenset(("npu_kv_rmsnorm_rope_cache", "npu_mla_prolog", "npu_mla_prolog_v2"))
+# Of one number, and of the shape of their first argument.
+_FILLED = {"zeros_like": 0.0, "new_zeros": 0.0, "ones_like": 1.0, "new_ones": 1.0}
+_UNWRITTEN = ("empty_like", "new_empty", "new_empty_strided")
+_BUILT_IN = ("aten", "prims", "npu", "_c10d_functional")
+_COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+_TORCHS_OWN = ("", "prim", "_operator", "quantized", *_BUILT_IN, *_COLLECTIVES)
 
 
-def op_name(node: Node) -> str:
-    """``namespace::name`` of the operator without its overload; "" for anything that is not one."""
-    return operator_of(node).name if called(node) is node.target else known(called(node)).name
+# -- what the tracer noted of a node
+
+
+def value_of(node: Node) -> Any:
+    """What stands for its value: a fake tensor, several, or a size; None where nothing does."""
+    return node.meta.get("val")
+
+
+def shape_of(node: Node) -> Any:
+    """Of a node that holds one tensor."""
+    return node.meta["val"].shape
+
+
+def dtype_of(node: Node) -> torch.dtype:
+    """Of a node that holds one tensor."""
+    dtype: torch.dtype = node.meta["val"].dtype
+    return dtype
+
+
+def is_float(dtype: torch.dtype) -> bool:
+    """Real or complex."""
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def holds_integers(node: Node) -> bool:
+    """One tensor, of integers or bools."""
+    value = value_of(node)
+    return isinstance(value, torch.Tensor) and not is_float(value.dtype)
+
+
+# -- what it calls
 
 
 def called(node: Node) -> Any:
@@ -53,90 +98,138 @@ def called(node: Node) -> Any:
     return node.args[0] if wraps else target
 
 
-def filled_with(node: Node) -> float | None:
-    """The number that every element of the node is, where its operator says so; NaN for memory not
-    yet written.
+def op_name(node: Node) -> str:
+    """``namespace::name`` of the operator without its overload; "" for anything that is not one."""
+    return _name(called(node))
+
+
+def word(node: Node) -> str:
+    """The name of the operator that it calls, without namespace and overload; "" for others."""
+    return _word(node.target)
+
+
+@lru_cache(maxsize=4096)
+def _name(target: Any) -> str:
+    return str(schema_of(target).name) if isinstance(target, OpOverload) else ""
+
+
+@lru_cache(maxsize=4096)
+def _word(target: Any) -> str:
+    return _name(target).rpartition("::")[2]
+
+
+def is_torchs_own(target: Any) -> bool:
+    """Is it an operator of torch's or torch_npu's, or none?"""
+    return (target.namespace if isinstance(target, OpOverload) else "") in _TORCHS_OWN
+
+
+def is_getitem(node: Node) -> bool:
+    return node.target is operator.getitem
+
+
+def argument(node: Node, name: str, default: Any = None) -> Any:
+    """An argument by its schema name; where the graph omits it, the schema's own default.
+
+    AOT drops arguments that equal the schema default, and the defaults differ from operator to
+    operator (epsilon: 1e-6 in npu_rms_norm, 1e-5 in npu_mla_prolog), so they are never guessed.
     """
-    row = operator_of(node).row
-    if row.word not in LENT:  # most are such
-        return None
-    if row.form is Form.FULL:
-        value, held = argument(node, "fill_value"), value_of(node)
-        if not isinstance(value, (int, float)) or not isinstance(held, torch.Tensor):
-            return None
-        return _as_dtype(float(value), held.dtype)
-    return FILLED.get(row.form)
+    target = node.target
+    if isinstance(target, OpOverload):
+        for position, arg in enumerate(schema_of(target).arguments):
+            if arg.name == name:
+                if name in node.kwargs:
+                    return node.kwargs[name]
+                if position < len(node.args) and not arg.kwarg_only:
+                    return node.args[position]
+                return arg.default_value if arg.has_default_value() else default
+    return node.kwargs.get(name, default)
 
 
-@cache
-def _as_dtype(value: float, dtype: torch.dtype) -> float:
-    """The number as a tensor of the dtype holds it: 1.5 is 1 in an int64 one."""
-    return torch.tensor(value, dtype=torch.float64).to(dtype).to(torch.float64).item()
+# -- what that does
 
 
 def is_view(node: Node) -> bool:
     """Does the node re-index one tensor, changing no element? (A getitem of a split counts.)"""
     if is_getitem(node):
         source = node.args[0]
-        return isinstance(source, Node) and operator_of(source).view
-    return operator_of(node).view
+        return isinstance(source, Node) and is_view(source)
+    return _is_one_of(node, _VIEWS)
 
 
 def is_reshape(node: Node) -> bool:
     """Does the node keep elements, their order and their number?"""
-    return operator_of(node).reshape
+    return _is_one_of(node, _RESHAPES)
 
 
-def is_float(dtype: torch.dtype) -> bool:
-    """Real or complex."""
-    return dtype.is_floating_point or dtype.is_complex
-
-
-def one_dtype(node: Node) -> torch.dtype | None:
-    """Of the one tensor that the node holds; None where it holds another thing, or nothing."""
-    value = value_of(node)
-    return value.dtype if isinstance(value, torch.Tensor) else None
-
-
-def holds_integers(node: Node) -> bool:
-    """Integers, or bools."""
-    dtype = one_dtype(node)
-    return dtype is not None and not is_float(dtype)
+def _is_one_of(node: Node, names: frozenset[str]) -> bool:
+    name = word(node).removesuffix("_copy")
+    return name in names and overload_name(node.target) != "dtype"  # it counts other elements
 
 
 def is_cast(node: Node) -> bool:
-    return operator_of(node).cast
-
-
-def cast_ends(node: Node) -> frozenset[torch.dtype]:
-    """The dtypes that a cast joins; empty for any other node."""
-    if not is_cast(node) or not node.args or not isinstance(node.args[0], Node):
-        return frozenset()
-    values = (value_of(node.args[0]), value_of(node))
-    return frozenset(value.dtype for value in values if isinstance(value, torch.Tensor))
+    return word(node) in _CASTS
 
 
 def is_model_cast(node: Node) -> bool:
     """A cast from one of a model's floats to another."""
-    ends = cast_ends(node)
-    return bool(ends) and ends <= _MODEL_FLOATS
-
-
-_MODEL_FLOATS = frozenset(MODEL_FLOATS)
+    if not is_cast(node):
+        return False
+    values = (value_of(one) for one in (*node.all_input_nodes[:1], node))
+    return {value.dtype for value in values if isinstance(value, torch.Tensor)} <= _MODEL_FLOATS
 
 
 def is_writer(node: Node) -> bool:
-    return operator_of(node).writer
+    """Does it give a tensor with other elements at some places?"""
+    return word(node) in _WRITERS
 
 
-def has_effect(node: Node) -> bool:
-    """Must the node stay where it is even if nobody reads it?"""
-    return operator_of(node).effect
+@lru_cache(maxsize=4096)
+def _is_mutable(target: Any) -> bool:
+    return isinstance(target, OpOverload) and bool(schema_of(target).is_mutable)
 
 
 def is_mutating(node: Node) -> bool:
     """Does the operator's schema say that it changes an argument?"""
-    return operator_of(node).mutates
+    return _is_mutable(node.target)
+
+
+def has_effect(node: Node) -> bool:
+    """Must the node stay where it is even if nobody reads it?"""
+    return is_mutating(node) or word(node) in _UNSEEN
+
+
+@lru_cache(maxsize=4096)
+def may_alias(target: Any) -> bool:
+    """Does the schema say of any result that it may be an argument's memory?"""
+    if not isinstance(target, OpOverload):
+        return False
+    return any(result.alias_info is not None for result in schema_of(target).returns)
+
+
+def is_random(node: Node) -> bool:
+    """Does it draw numbers? Not a dropout that drops nothing."""
+    target = node.target
+    if not isinstance(target, OpOverload) or _SEEDED not in target.tags:
+        return False
+    is_dropout = word(node).endswith("dropout")
+    is_off = argument(node, "train", True) is False or argument(node, "p", 0.5) == 0
+    return not (is_dropout and is_off) and argument(node, "dropout_p", None) != 0
+
+
+_SEEDED = torch.Tag.nondeterministic_seeded
+
+
+def filled_with(node: Node) -> float | None:
+    """The number that every element of the node is, which takes no more than a shape; NaN for
+    memory not yet written.
+    """
+    name = word(node)
+    if name in ("full_like", "new_full"):
+        value, kept = argument(node, "fill_value"), value_of(node)
+        if not isinstance(value, (int, float)) or not isinstance(kept, torch.Tensor):
+            return None
+        return torch.tensor(float(value), dtype=torch.float64).to(kept.dtype).double().item()
+    return float("nan") if name in _UNWRITTEN else _FILLED.get(name)
 
 
 def attribute(node: Node) -> Any:
@@ -151,9 +244,19 @@ def attribute(node: Node) -> Any:
         return None
 
 
+def is_literal(node: Node) -> bool:
+    """Does a get_attr node read a literal of the trace? A buffer, or a tensor that the model
+    captures, may be written between calls.
+    """
+    return all(word(user) in ("lift_fresh_copy", "lift_fresh") for user in node.users)
+
+
+# -- how it reads memory
+
+
 def reads_by_strides(node: Node) -> bool:
     """Does the node read memory by strides of its own?"""
-    return op_name(node).startswith("aten::as_strided")
+    return word(node).startswith("as_strided")
 
 
 def has_reader_by_strides(graph: Graph) -> bool:
@@ -169,16 +272,6 @@ def heeds_strides(node: Node) -> bool:
     target = node.target
     if not isinstance(target, OpOverload):
         return isinstance(target, HigherOrderOperator)
-    if operator_of(node).random:
+    if is_random(node):
         return True
     return target.namespace not in _BUILT_IN and torch.Tag.flexible_layout not in target.tags
-
-
-_BUILT_IN = ("aten", "prims", "npu", "_c10d_functional")
-
-
-def is_literal(node: Node) -> bool:
-    """Does a get_attr node read a literal of the trace? A buffer, or a tensor that the model
-    captures, may be written between calls.
-    """
-    return all(word(user) in ("lift_fresh_copy", "lift_fresh") for user in node.users)

@@ -16,9 +16,8 @@ from torch.fx.node import map_arg
 
 from mla_fusion.compat import storage_id
 from mla_fusion.fx.build import GraphBuilder
-from mla_fusion.fx.kinds import has_effect, is_getitem, is_view, word
+from mla_fusion.fx.kinds import has_effect, is_getitem, is_view, may_alias, value_of, word
 from mla_fusion.fx.walk import input_of, origin
-from mla_fusion.operators.known import may_alias, value_of
 
 aten = torch.ops.aten
 

@@ -14,9 +14,13 @@ from torch import Tensor
 from torch.fx import Node
 
 from mla_fusion.fx.kinds import (
+    argument,
     has_effect,
+    is_getitem,
     is_mutating,
     is_reshape,
+    shape_of,
+    value_of,
     word,
 )
 from mla_fusion.fx.module_path import label
@@ -32,8 +36,66 @@ from mla_fusion.fx.sizes import (
     sizes_of,
 )
 from mla_fusion.fx.walk import INPUTS, input_of, origin, reached, shared_memory
-from mla_fusion.operators.forms import SCATTERS, run_of
-from mla_fusion.operators.known import value_of
+
+# writers that put a run back: what would take it from there
+SCATTERS = {"slice_scatter": "slice", "select_scatter": "select"}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run of places along one axis of a value: what a slice, or a result of a split, takes of it,
+    or what a scatter puts there.
+
+    by     the operator that takes the like
+    whole  the value
+    part   what stands in the run
+    start  its first place, as it is given: below zero from the end, or a node
+    count  how many places
+    end    where a slice is told to end; None: it takes all that follow
+    """
+
+    by: str
+    whole: Node
+    part: Node
+    axis: int
+    start: Any
+    count: Any
+    step: Any = 1
+    end: Any = None
+
+    @property
+    def size(self) -> Any:
+        """Of the whole."""
+        return shape_of(self.whole)[self.axis]
+
+
+def drops(by: str) -> bool:
+    """Does an operator of the form take one place of an axis, and leave the axis out?"""
+    return by.startswith(("select", "unbind"))
+
+
+def run_of(node: Node) -> Run | None:
+    """The run that a node takes, or puts back; None of any other node, or of a whole split."""
+    taker = node.args[0] if is_getitem(node) else node
+    if not isinstance(taker, Node):
+        return None
+    by, whole, part = SCATTERS.get(word(taker), word(taker)), taker.args[0], node
+    if by not in _SELECTIONS:
+        return None
+    axis, held = argument(taker, "dim", 0), value_of(node)
+    if not isinstance(whole, Node) or not isinstance(axis, int) or isinstance(held, (list, tuple)):
+        return None
+    axis %= len(shape_of(whole))
+    if by != word(taker):
+        part = node.args[1]  # type: ignore[assignment]
+    if is_getitem(node):
+        place: Any = node.args[1]
+        counts = [1 if drops(by) else result.shape[axis] for result in taker.meta["val"]]
+        return Run(by, whole, part, axis, sum(counts[:place]), counts[place])
+    start = argument(taker, "index" if drops(by) else "start") or 0
+    count = 1 if drops(by) else shape_of(part)[axis]
+    step, end = argument(taker, "step", 1), argument(taker, "end")
+    return Run(by, whole, part, axis, start, count, step, end)
 
 
 @dataclass(frozen=True)
@@ -269,7 +331,7 @@ def _taken(node: Node, whole: Span, grain: Any) -> Span | None:
     elements.
     """
     run = run_of(node)
-    if run is None or run.by not in _SELECTIONS:
+    if run is None:
         return None
     if is_empty(run.part):
         return Span(whole.start, whole.start)  # wherever it may be

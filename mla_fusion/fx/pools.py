@@ -17,13 +17,11 @@ from torch.fx import Graph, GraphModule, Node
 
 from mla_fusion.fx import strides
 from mla_fusion.fx.build import GraphBuilder
-from mla_fusion.fx.kinds import is_getitem, is_writer, op_name, word
+from mla_fusion.fx.kinds import is_getitem, is_writer, op_name, shape_of, word
 from mla_fusion.fx.module_path import NAME, label
-from mla_fusion.fx.pool_parts import Part, Pool, Span, keeps_all, may_be_one, read_pool
+from mla_fusion.fx.pool_parts import SCATTERS, Part, Pool, Span, keeps_all, may_be_one, read_pool
 from mla_fusion.fx.sizes import same
 from mla_fusion.fx.walk import INPUTS, input_of, origin, reshapes, upward, views, written
-from mla_fusion.operators.forms import SCATTERS
-from mla_fusion.operators.known import shape_of
 
 aten = torch.ops.aten
 _COPIES = frozenset(("clone", "contiguous", "_reshape_copy"))

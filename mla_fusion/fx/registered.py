@@ -33,9 +33,8 @@ from mla_fusion.compat import (
     tree_leaves,
     tree_map_only,
 )
-from mla_fusion.fx.kinds import called, op_name
+from mla_fusion.fx.kinds import called, is_torchs_own, op_name
 from mla_fusion.modes import outside_modes
-from mla_fusion.operators.known import is_torchs_own
 
 log = logging.getLogger("mla_fusion")
 _KNOWN: dict[Any, Callable[..., Any]] = {}  # by overload

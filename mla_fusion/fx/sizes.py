@@ -5,10 +5,10 @@ size.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from copy import copy
 from functools import cache, cached_property
-from itertools import count, zip_longest
+from itertools import count
 from typing import Any
 
 import sympy
@@ -25,7 +25,7 @@ from mla_fusion.compat import (
     statically_known_true,
     traced_with,
 )
-from mla_fusion.operators.known import shape_of, value_of
+from mla_fusion.fx.kinds import shape_of, value_of
 
 _PRIMES = (5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73)
 _FEW = (3, 4, 2)
@@ -98,13 +98,6 @@ def _without_quotients(found: sympy.Expr) -> sympy.Expr:
 def same_shape(a: Iterable[Any], b: Iterable[Any]) -> bool:
     a, b = list(a), list(b)
     return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
-
-
-def broadcast(*shapes: Sequence[Any]) -> tuple[Any, ...]:
-    """The shape over which torch spreads tensors of these."""
-    along = zip_longest(*(reversed(shape) for shape in shapes), fillvalue=1)
-    found = [next((size for size in sizes if not same(size, 1)), 1) for sizes in along]
-    return tuple(reversed(found))
 
 
 def count_of(sizes: Iterable[Any], meaning: Callable[[Any], Any] = expression) -> Any:

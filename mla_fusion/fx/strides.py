@@ -19,7 +19,6 @@ from mla_fusion.fx.build import GraphBuilder
 from mla_fusion.fx.kinds import (
     has_reader_by_strides,
     heeds_strides,
-    operator_of,
     reads_by_strides,
 )
 from mla_fusion.fx.sizes import Binding, same
@@ -59,7 +58,7 @@ def follow(
                 for value in node.all_input_nodes:
                     if value in traced and exact:
                         _restore(builder, value, traced[value], {node})
-            elif node not in traced and operator_of(node).runs:
+            elif node not in traced and node.op == "call_function":
                 _carry(builder, node, traced)
                 readers.update(node.users if node in traced else ())
 

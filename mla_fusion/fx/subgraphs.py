@@ -17,9 +17,8 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from mla_fusion.compat import HigherOrderOperator, call_like
-from mla_fusion.fx.kinds import is_getitem, is_mutating, word
+from mla_fusion.fx.kinds import is_getitem, is_mutating, value_of, word
 from mla_fusion.fx.sizes import has_symbols
-from mla_fusion.operators.known import value_of
 
 aten = torch.ops.aten
 _ORIGIN = ("nn_module_stack", "stack_trace")

@@ -13,7 +13,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
-import torch
 from torch.fx import Node
 
 from mla_fusion.fx.kinds import (
@@ -25,11 +24,9 @@ from mla_fusion.fx.kinds import (
     is_reshape,
     is_view,
     is_writer,
-    operator_of,
-    word,
+    may_alias,
 )
 from mla_fusion.fx.sizes import is_size
-from mla_fusion.operators.known import EXPANDS, dtype_of, value_of
 
 INPUTS = ("placeholder", "get_attr")  # the nodes that hold what comes from outside
 
@@ -142,21 +139,5 @@ def shared_memory(node: Node) -> Node | None:
     """Whatever may give back the memory that it is given: views of any kind, casts, steps in
     place.
     """
-    return (
-        input_of(node) if operator_of(node).aliases or is_getitem(node) or is_cast(node) else None
-    )
-
-
-def repeats(node: Node) -> Node | None:
-    """Reshapes, casts and expands: what holds the same numbers, however often."""
-    return input_of(node) if is_reshape(node) or is_cast(node) or word(node) in EXPANDS else None
-
-
-_SLICES = ("slice", "narrow")
-
-
-def is_widening(node: Node) -> bool:
-    """A cast from bfloat16 to a wider float: exact, so the narrow source holds the same numbers."""
-    source = input_of(node) if is_cast(node) else None
-    wide = getattr(value_of(node), "dtype", None) in (torch.float32, torch.float64)
-    return source is not None and wide and dtype_of(source) == torch.bfloat16
+    may_share = may_alias(node.target) or is_view(node) or is_getitem(node) or is_cast(node)
+    return input_of(node) if may_share else None

@@ -22,6 +22,16 @@ def _table() -> dict[Any, Any]:
     return decompositions()
 
 
+def is_known(target: OpOverload) -> bool:
+    """Has it a rule, or is it one of operators that have, or of each element alone?"""
+    return (
+        name_of(target) in RULES
+        or target in _table()
+        or target.is_view
+        or torch.Tag.pointwise in target.tags
+    )
+
+
 def traced(target: Any, given: dict[str, Any]) -> tuple[Graph, list[Value]] | None:
     """The graph of operators that have rules, and what its inputs are; None: torch has none."""
     if target not in _table():

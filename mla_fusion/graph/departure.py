@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from mla_fusion.graph.form import Value
 
+UNKNOWN = "is not known"  # of an operator: what a message says
+
 
 class Departure(Exception):
     """

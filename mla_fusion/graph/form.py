@@ -929,11 +929,6 @@ def numbered(
     return (tuple(parts), tuple([numbers[value] for value in wanted])), list(numbers)
 
 
-def digest(values: Iterable[Value], known: Iterable[Value] = (), since: int = 0) -> object:
-    """The structure of Values (:func:`numbered`)."""
-    return numbered(values, known, since)[0]
-
-
 def _is_narrowed_input(value: Value) -> bool:
     """Is it an int64 input, cast to int32?"""
     if value.op != "cast" or value.dtype != torch.int32:

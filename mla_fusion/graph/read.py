@@ -581,7 +581,7 @@ def _changed(step: Node) -> Iterator[Node]:
     """The arguments that a step changes, by its schema."""
     if not is_mutable(step.target):
         return
-    for place, argument in enumerate(schema_of(step.target).arguments):  # type: ignore[arg-type]
+    for place, argument in enumerate(schema_of(step.target).arguments):
         given = step.args[place] if place < len(step.args) else step.kwargs.get(argument.name)
         if argument.alias_info is not None and argument.alias_info.is_write:
             several = given if isinstance(given, (tuple, list)) else (given,)

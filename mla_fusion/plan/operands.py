@@ -9,11 +9,12 @@ import torch
 from torch.fx import Node
 
 from mla_fusion.fx.build import Builder
+from mla_fusion.fx.kinds import word
 from mla_fusion.fx.sizes import has_symbols
-from mla_fusion.operators.forms import order_of
 
 aten = torch.ops.aten
 FRACTAL_NZ = 29
+_TURNS = ("permute", "t", "transpose")
 _NZ_COLUMNS = 16  # of bfloat16, in a piece of FRACTAL_NZ
 
 
@@ -50,7 +51,7 @@ def _lies_right(weight: Any, nz: bool) -> bool:
     value = weight.meta["val"]
     if has_symbols((*value.shape, *value.stride())) or not value.is_contiguous():
         return False
-    turned = order_of(weight) is not None and _is_input(weight.args[0])
+    turned = word(weight) in _TURNS and _is_input(weight.args[0])
     return not nz or (turned and value.untyped_storage().nbytes() == value.nbytes)
 
 

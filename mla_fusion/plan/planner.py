@@ -13,11 +13,11 @@ from torch.fx import Node
 
 from mla_fusion.config import Config
 from mla_fusion.exact.prove import Claim, prove
+from mla_fusion.fx.kinds import dtype_of
 from mla_fusion.graph.departure import Departure
 from mla_fusion.graph.form import Value, order
 from mla_fusion.graph.read import Graph, is_in_place, values_of
 from mla_fusion.meta import limits
-from mla_fusion.operators.known import dtype_of
 from mla_fusion.plan import contract, policy
 from mla_fusion.plan.caches import PAIRS, InPlace, Obstacle, Setting, Staged, Write, placed
 from mla_fusion.plan.outputs import has_effect, is_size, unmoved

@@ -8,11 +8,11 @@ import torch
 from torch.fx import Node
 
 from mla_fusion.fx.held import numbers
+from mla_fusion.fx.kinds import dtype_of
 from mla_fusion.fx.walk import upward, views_and_model_casts
 from mla_fusion.graph.departure import Departure
 from mla_fusion.graph.form import Value
 from mla_fusion.graph.read import Graph, values_of
-from mla_fusion.operators.known import dtype_of
 from mla_fusion.plan.outputs import unmoved
 from mla_fusion.propose.prologue import Proposal
 

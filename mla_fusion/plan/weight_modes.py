@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from mla_fusion.meta.binder import size_of
-from mla_fusion.meta.number_formats import BLOCK, NumberFormat
-from mla_fusion.meta.spec import ACTIVATION, CACHE_QUANTS, ELEMENT, HIFLOAT8, WEIGHT_MODES
+from mla_fusion.meta.spec import CACHE_QUANTS, ELEMENT, HIFLOAT8, WEIGHT_MODES
 
 _NUMBERED = ("token_x", "weight_dq", "weight_uq_qr", "weight_dkv_kr")
 
@@ -25,15 +24,6 @@ def attributes(mode: int, cache_mode: int = 0) -> dict[str, int]:
     return {"weight_quant_mode": mode, **{f"{name}_dtype": HIFLOAT8 for name in numbered}}
 
 
-def elements(mode: int) -> dict[str, torch.dtype]:
-    """The dtypes of token_x and of the weights of the projections."""
-    weights = WEIGHT_MODES[mode]
-    known: dict[Any, Any] = {ACTIVATION: torch.bfloat16, ELEMENT: weights.element}
-    dtypes = {name: known.get(kind, kind) for name, kind in weights.dtypes.items()}
-    dtypes = {name: known.get(kind, kind) for name, kind in dtypes.items()}
-    return {"token_x": dtypes.pop("x"), **dtypes}
-
-
 def scales(mode: int, dims: Mapping[str, Any]) -> dict[str, tuple[tuple[Any, ...], torch.dtype]]:
     """Shape and dtype of the scales that a mode needs; ``dims`` has "tokens" among the axes."""
     weights = WEIGHT_MODES[mode]
@@ -45,8 +35,3 @@ def scales(mode: int, dims: Mapping[str, Any]) -> dict[str, tuple[tuple[Any, ...
         )
         for name, axes in shapes.items()
     }
-
-
-def scales_of_row(form: NumberFormat | None, width: int) -> int:
-    """How many scales a row of so many numbers has."""
-    return width // BLOCK if form is not None and form.in_blocks else 1

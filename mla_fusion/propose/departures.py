@@ -18,15 +18,14 @@ from torch.fx import Node
 
 from mla_fusion.exact.field import power
 from mla_fusion.fx import kinds
+from mla_fusion.fx.kinds import argument
 from mla_fusion.fx.module_path import label
 from mla_fusion.graph import quantise
 from mla_fusion.graph.call import RULES, name_of
-from mla_fusion.graph.departure import Departure
+from mla_fusion.graph.departure import UNKNOWN, Departure
 from mla_fusion.graph.form import BYTES, MOVES, Value, filled_with, order
 from mla_fusion.graph.layout import Layout, Mixed, followed, of_tokens
 from mla_fusion.meta.number_formats import NumberFormat
-from mla_fusion.operators.known import argument
-from mla_fusion.operators.table import Kind
 from mla_fusion.propose.norms import solved
 from mla_fusion.propose.quantised import kind_of, of_blocks, unmoved, unquantised
 from mla_fusion.propose.rotations import Pairs, pairs
@@ -37,6 +36,13 @@ _ROPE = 64
 _OF_QUANTISATION = BYTES | {"size", "largest", "mxfp8", "power of two", "byte", "as"}
 _ROUNDS = _OF_QUANTISATION | {"whole", "to whole", "to"}
 _IN_ANY_PART = ("step.random", "linear.bias", "linear.hidden", "tokens.cut")
+# every other function of one value has a corner somewhere
+_SMOOTH = frozenset(
+    """
+    asinh atan cos cosh erf erfc exp exp2 expm1 gelu log log10 log1p log2 logaddexp logit mish
+    sigmoid sin sinc sinh tan tanh
+    """.split()
+)
 _EXCHANGES = "exchanges values with other devices"
 
 
@@ -287,14 +293,14 @@ class _Departures:
         op, node = value.op, self._node(value)
         random = next(filter(self._is_random, (value, *value.sources)), None)
         if random is not None:
-            return Reason("step.random", f"%s {Kind.RANDOM.value}", (random,))
+            return Reason("step.random", "%s is random", (random,))
         if op == "opaque":
             target = value.literal[0] if node is None else kinds.called(node)
             if self.graph.symbols and name_of(target) in RULES:
                 text = f"%s ({target}) is not the same step for every number of tokens"
                 return Reason("tokens.mixed", text, (value,))
             is_far = "c10d" in str(target)
-            what = _EXCHANGES if is_far else Kind.OPAQUE.value
+            what = _EXCHANGES if is_far else UNKNOWN
             unused = self.graph.unused.get(value.literal[0], "").replace("%", "%%")
             said = "; ".join(filter(None, (f"%s ({target}) {what}", unused)))
             return Reason("step.unknown", said, (value,))
@@ -304,14 +310,14 @@ class _Departures:
             dtype = value.dtype if narrows else value.literal[1]
             return Reason("step.choice", f"%s rounds to {dtype}", (value,))
         if op == "function" and name not in _OF_QUANTISATION:
-            is_choice = node is not None and kinds.kind_of(node) is Kind.CHOICE
-            what = Kind.CHOICE.value if is_choice else "is no step of a prologue"
+            is_choice = name not in _SMOOTH
+            what = "picks by the values it reads" if is_choice else "is no step of a prologue"
             return Reason("step.choice" if is_choice else "", f"%s {what}", (value,))
         return self._added(value, layers) if op in ("sum", "join") else None
 
     def _is_random(self, value: Value) -> bool:
         node = self._node(value) if value.op == "opaque" else None
-        return node is not None and kinds.kind_of(node) is Kind.RANDOM
+        return node is not None and kinds.is_random(node)
 
     def _added(self, value: Value, layers: Sequence[Value]) -> Reason | None:
         """A bias, or what another layer makes."""
@@ -451,7 +457,7 @@ class _Departures:
             if dtype is not None and layer is up and unquantised(self.form, rows) is None:
                 return Reason("quant.dynamic", "%s multiplies %s", (layer, rows))
             if is_opaque and node is not None:
-                text = f"%s ({kinds.called(node)}) {Kind.OPAQUE.value}"
+                text = f"%s ({kinds.called(node)}) {UNKNOWN}"
                 return Reason("linear.hidden", text, (layer,))
         return None
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mla_fusion.operators.table import Kind
+from mla_fusion.graph.departure import UNKNOWN
 
 CODES: dict[str, tuple[str, str]] = {
     # code: (meaning, what would make it fuse)
@@ -278,7 +278,7 @@ class Rejection:
     def remedy(self) -> str:
         known = CODES[self.code.partition(":")[0]][1]
         own = " If that operator is your own: mf.register_operator(op, fn) says what it computes."
-        asks = Kind.OPAQUE.value in self.message and "register_operator" not in known
+        asks = UNKNOWN in self.message and "register_operator" not in known
         return known + own * asks
 
 

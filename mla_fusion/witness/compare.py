@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from mla_fusion.fx.kinds import MODEL_FLOATS
+from mla_fusion.fx.kinds import MODEL_FLOATS, dtype_of, shape_of, value_of
 from mla_fusion.fx.sizes import Binding, sizes_of
 from mla_fusion.meta.spec import TILE_SIZE
-from mla_fusion.operators.known import dtype_of, shape_of, value_of
 from mla_fusion.paging.tiles import numbers_of_rows
 from mla_fusion.reference import hifloat8
 from mla_fusion.report.report import Figure

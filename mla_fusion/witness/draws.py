@@ -41,9 +41,8 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from mla_fusion.fx.kinds import MODEL_FLOATS, holds_integers, word
+from mla_fusion.fx.kinds import MODEL_FLOATS, dtype_of, holds_integers, value_of, word
 from mla_fusion.fx.sizes import Binding, sizes_of
-from mla_fusion.operators.known import dtype_of, value_of
 from mla_fusion.reference import hifloat8
 from mla_fusion.witness.side import Nodes, Unrunnable, Values, cone_of
 

@@ -13,9 +13,8 @@ from torch.fx.node import map_aggregate, map_arg
 
 from mla_fusion.compat import OpOverload, schema_of
 from mla_fusion.fx import registered
-from mla_fusion.fx.kinds import attribute, is_float
+from mla_fusion.fx.kinds import attribute, is_float, value_of
 from mla_fusion.fx.sizes import Binding, is_size, is_symbolic
-from mla_fusion.operators.known import value_of
 
 aten = torch.ops.aten
 Nodes = Iterable[Node]
@@ -117,11 +116,11 @@ class Side:
             if isinstance(body, Graph):
                 operands = (env.get(one, literal(one)) for one in node.all_input_nodes)
                 inner = dict(zip(body.find_nodes(op="placeholder"), operands, strict=True))
-                (results,) = body.output_node().args
+                results: Any = body.output_node().args[0]
                 for one in body.nodes:
                     if one.op == "call_function" and not is_size(one):
                         inner[one] = computed(one, inner)
-                result = map_arg(map_aggregate(results, literal), inner.__getitem__)
+                result: Any = map_arg(map_aggregate(results, literal), inner.__getitem__)
                 return result[0] if isinstance(node.meta["val"], Tensor) else result
             args, kwargs = map_arg(given, env.__getitem__)
             # strides on a CPU may be others than the graph's

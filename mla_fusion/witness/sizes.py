@@ -11,9 +11,8 @@ from sympy import Integer
 from torch.fx import Graph, Node
 
 from mla_fusion.compat import guarded_equal
-from mla_fusion.fx.kinds import holds_integers
+from mla_fusion.fx.kinds import holds_integers, value_of
 from mla_fusion.fx.sizes import Binding, expression, is_size, is_symbolic
-from mla_fusion.operators.known import value_of
 from mla_fusion.witness.side import Nodes
 
 Shape = Sequence[Any]

@@ -21,7 +21,7 @@ from torch.fx import GraphModule, Node
 from mla_fusion.compat import tree_leaves, tree_map_only
 from mla_fusion.exact import field
 from mla_fusion.exact.evaluate import Evaluation, order
-from mla_fusion.fx.kinds import is_cast, is_float, kind_of
+from mla_fusion.fx.kinds import is_cast, is_float, is_random, value_of
 from mla_fusion.fx.module_path import label, source
 from mla_fusion.fx.sizes import Binding
 from mla_fusion.fx.walk import origin, reached, views_and_casts
@@ -29,7 +29,6 @@ from mla_fusion.graph import layout
 from mla_fusion.graph.call import Pair
 from mla_fusion.graph.form import Value
 from mla_fusion.graph.read import Graph, values_of
-from mla_fusion.operators.known import Kind, value_of
 from mla_fusion.tools.by_hand import memory
 from mla_fusion.tools.by_hand.memory import Inputs, Target, error
 from mla_fusion.tools.by_hand.outcome import Audit, Finding
@@ -164,7 +163,7 @@ def _check_function(node: Node) -> None:
         for one in (node, node.all_input_nodes[0], origin(node, views_and_casts))
     ]
     if (
-        kind_of(node) is Kind.RANDOM
+        is_random(node)
         or any(isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) for size in sizes)
         or whole == [True, False, True]
     ):

@@ -11,7 +11,7 @@ from typing import Any
 from torch.fx import Graph, GraphModule, Node
 
 from mla_fusion.compat import C_FUNCTIONS, tree_leaves, tree_map_only
-from mla_fusion.operators.known import value_of
+from mla_fusion.fx.kinds import value_of
 from mla_fusion.tools.dumps import Dump, Edge, Operator, names
 from mla_fusion.tools.dumps.fx_text import METHOD
 from mla_fusion.tools.dumps.model import NotRebuilt

@@ -6,8 +6,9 @@ from collections import defaultdict
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from mla_fusion.compat import OpOverload
 from mla_fusion.config import Config
-from mla_fusion.operators.known import Kind, known
+from mla_fusion.graph.decompose import is_known
 from mla_fusion.report import text_tables
 from mla_fusion.tools.dumps import Dump, names, prologues
 from mla_fusion.tools.dumps.prologues import Prologue
@@ -92,7 +93,8 @@ def summarise(dump: Dump) -> Summary:
 def _is_unknown(dump: Dump, kind: str) -> bool:
     if not dump.is_fx or "." not in kind or prologues.is_prologue(kind):
         return False
-    return known(names.target(kind)).kind is Kind.OPAQUE
+    target = names.target(kind)
+    return not isinstance(target, OpOverload) or not is_known(target)
 
 
 def _unfused(dump: Dump) -> list[str]:
