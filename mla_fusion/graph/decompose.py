@@ -25,7 +25,7 @@ def _table() -> dict[Any, Any]:
 def is_known(target: OpOverload) -> bool:
     """Has it a rule, or is it one of operators that have, or of each element alone?"""
     return (
-        name_of(target) in RULES
+        name_of(target).removesuffix("_") in RULES
         or target in _table()
         or target.is_view
         or torch.Tag.pointwise in target.tags
