@@ -491,37 +491,40 @@ def _(
 
 
 def _placed(c: Call, x: Value, src: Value, dim: int, first: int, last: int, step: int) -> Value:
-    form, size = c.form, x.shape[dim]
-    is_part = step == 1 and 0 < last - first < size
+    form, size, count = c.form, x.shape[dim], len(range(first, last, step))
+    is_part = 0 < count < size
     if last - first == 1 and src.op == "join" and src.literal == dim + 1 < len(x.shape) - 1:
         block = form.slice(x, dim, first, last)
         parts = _changed(form, block, src, dim + 1, 0)
         if len(parts) == 1:  # rows of one block, as rows of all
             ((part, at),) = parts
-            count, first = part.shape[dim + 1], first * x.shape[dim + 1] + at
+            own, first = part.shape[dim + 1], first * x.shape[dim + 1] + at
             lead, rest = x.shape[:dim], x.shape[dim + 2 :]
-            rows = form.reshape(part, (*lead, count, *rest))
+            rows = form.reshape(part, (*lead, own, *rest))
             flat = form.reshape(x, (*lead, -1, *rest))
-            return form.reshape(_placed(c, flat, rows, dim, first, first + count, 1), x.shape)
-    parts = _changed(form, x, src, dim, first) if is_part and src.op == "join" else []
+            return form.reshape(_placed(c, flat, rows, dim, first, first + own, 1), x.shape)
+    is_run = is_part and step == 1
+    parts = _changed(form, x, src, dim, first) if is_run and src.op == "join" else []
     if len(parts) == 1 and parts[0][0] is not src:
         ((src, first),) = parts
         return _placed(c, x, src, dim, first, first + src.shape[dim], 1)
     if src.active and _is_memory(x) and dim < len(x.shape) - 1 and is_part:
-        inner = Call(form, "places", (last - first,), torch.int64)
-        counted = inner.sum([(Fraction(1), form.count(last - first))], Fraction(first))
+        inner = Call(form, "places", (count,), torch.int64)
+        counted = inner.sum([(Fraction(step), form.count(count))], Fraction(first))
         return written(c, x, dim, 1, counted, src)
     src = form.expand(
         src if src.active else form.cast(src, x.dtype),
-        [len(range(first, last, step)) if at == dim else n for at, n in enumerate(x.shape)],
+        [count if at == dim else n for at, n in enumerate(x.shape)],
     )
     if step == 1:
         before = [form.slice(x, dim, 0, first)] if first else []
         behind = [form.slice(x, dim, last, size)] if last < size else []
         return form.join([*before, src, *behind], dim)
+    if is_open(size) or is_open(count):
+        raise Departs
     places = list(range(size))
-    for count, place in enumerate(range(first, last, step)):
-        places[place] = size + count
+    for at, place in enumerate(range(first, last, step)):
+        places[place] = size + at
     return form.take(form.join([x, src], dim), dim, places)
 
 

@@ -123,7 +123,7 @@ def placed(
         inputs = [one for one in order([kv.slots]) if one.op == "leaf" and one in graph.nodes]
         made_of = (graph.nodes[one][0].name for one in inputs)
         detail = (
-            f"the slots, made of {', '.join(made_of)}, are neither an input nor a block table's"
+            f"the slots, made of {', '.join(made_of) or 'no input'}, are neither an input nor a block table's"
         )
         obstacles.append(Obstacle("slots.unproven", detail))
     if obstacles or leaves is None:
