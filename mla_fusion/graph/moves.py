@@ -11,7 +11,7 @@ import torch
 
 from mla_fusion.graph.call import Call, Departs, operator
 from mla_fusion.graph.form import Form, Value, filled_with
-from mla_fusion.graph.numbers import literal
+from mla_fusion.graph.numbers import is_open, literal
 
 _VIEWS = (
     "view _unsafe_view reshape _reshape_alias unsqueeze squeeze flatten unflatten ravel view_as"
