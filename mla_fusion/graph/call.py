@@ -7,12 +7,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import lru_cache
 from typing import Any
 
 import torch
 
-from mla_fusion.compat import OpOverload, schema_of
+from mla_fusion.fx.kinds import signature
 from mla_fusion.graph import bounds
 from mla_fusion.graph.form import Factor, Form, Term, Value, broadcast, filled_with
 from mla_fusion.graph.numbers import ONE, Number, is_open, literal, number
@@ -71,12 +70,9 @@ def operator(*names: str) -> Callable[[Rule], Rule]:
     return register
 
 
-@lru_cache(maxsize=4096)
 def name_of(target: Any) -> str:
     """``namespace::name``, without that of aten; of what runs other graphs, its own."""
-    if not isinstance(target, OpOverload):
-        return str(target)
-    return str(schema_of(target).name).removeprefix("aten::")
+    return signature(target).name.removeprefix("aten::") or str(target)
 
 
 class Call:

@@ -11,6 +11,7 @@ import torch
 from torch.fx import Graph, GraphModule
 
 from mla_fusion.compat import OpOverload, decompositions, make_fx
+from mla_fusion.fx.kinds import signature
 from mla_fusion.graph.call import RULES, name_of
 from mla_fusion.graph.form import Value
 
@@ -28,7 +29,7 @@ def is_known(target: OpOverload) -> bool:
         name_of(target).removesuffix("_") in RULES
         or target in _table()
         or target.is_view
-        or torch.Tag.pointwise in target.tags
+        or signature(target).is_pointwise
     )
 
 

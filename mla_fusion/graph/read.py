@@ -20,6 +20,7 @@ from torch.fx import GraphModule, Node
 
 from mla_fusion.compat import OpOverload, guarded_equal, schema_of
 from mla_fusion.fx import registered
+from mla_fusion.fx.kinds import signature
 from mla_fusion.fx.sizes import Binding
 from mla_fusion.fx.sizes import expression as expression_of
 from mla_fusion.graph import arithmetic, decompose, fused, moves, quantise
@@ -242,9 +243,9 @@ class Graph:
             assert isinstance(cache, Node)
             self.hidden[self.base(cache)] = node
             self._wrote(cache, found[result])
-        if is_in_place(node.target) and isinstance(node.args[0], Node):
+        if signature(node.target).is_in_place and isinstance(node.args[0], Node):
             self._wrote(node.args[0], found)
-        elif node.target.is_view and isinstance(node.args[0], Node):
+        elif signature(node.target).is_view and isinstance(node.args[0], Node):
             self._views.setdefault(self.base(node), []).append(node)
         return found
 
@@ -252,12 +253,10 @@ class Graph:
 
     def base(self, node: Node) -> Node:
         """The node whose memory a view looks at."""
-        while (
-            node.op == "call_function"
-            and isinstance(node.target, OpOverload)
-            and (node.target.is_view or is_in_place(node.target))
-            and isinstance(node.args[0], Node)
-        ):
+        while node.op == "call_function":
+            known = signature(node.target)
+            if not (known.is_view or known.is_in_place) or not isinstance(node.args[0], Node):
+                break
             node = node.args[0]
         return node
 
@@ -267,7 +266,7 @@ class Graph:
         while at is not base and isinstance(new, Value):
             above = at.args[0]
             assert isinstance(above, Node)
-            if not is_in_place(at.target):
+            if not signature(at.target).is_in_place:
                 new = self._put_back(above, at, new)
             at = above
         self._hold(base, new)
@@ -388,7 +387,10 @@ class Graph:
             shape, dtype = (), torch.int64
         name = name_of(target)
         return Call(
-            self.form, name.removesuffix("_") if is_in_place(target) else name, shape, dtype
+            self.form,
+            name.removesuffix("_") if signature(target).is_in_place else name,
+            shape,
+            dtype,
         )
 
     def run(self, call: Call, target: Any, given: dict[str, Any], node: Node) -> Reading:
@@ -420,7 +422,7 @@ class Graph:
                 return None
             except _FAILS as error:
                 self._find_alike(error)
-        is_random = torch.Tag.nondeterministic_seeded in target.tags
+        is_random = signature(target).is_random
         values = values_of(list(given.values()))
         if not is_random and not pairs and any(value.active for value in values):
             opened = decompose.traced(target, given)
@@ -508,8 +510,8 @@ class Graph:
             return None
         if any(isinstance(one, (Pair, Size)) for one in given):
             return None
-        is_random = torch.Tag.nondeterministic_seeded in target.tags
-        if is_random or "empty" in str(target) or schema_of(target).is_mutable:
+        known = signature(target)
+        if known.is_random or known.is_mutable or "empty" in known.word:
             return None
         left_out = ("device", "pin_memory", "layout")
         kept = {name: _tensor(one) for name, one in options.items() if name not in left_out}
@@ -551,9 +553,7 @@ class Graph:
         target = node.target
         if "empty" in str(target):
             values = []  # whose sizes and dtype it takes
-        is_own = not values or (
-            isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
-        )
+        is_own = not values or (signature(target).is_random)
         literals = repr((rest, node.name if is_own else ""))
         if isinstance(held, torch.Tensor) and held.is_complex():
             shape = self.shape(held.shape)
@@ -565,7 +565,7 @@ class Graph:
         if not isinstance(held, (torch.Tensor, list, tuple)):
             return None
         call = self.call(target, held)
-        if is_pointwise(target) and isinstance(held, torch.Tensor) and values:
+        if signature(target).is_pointwise and isinstance(held, torch.Tensor) and values:
             try:
                 return self.form.expand(call.function(call.name, literals, *values), call.shape)
             except ValueError as error:
@@ -579,7 +579,7 @@ class Graph:
 
 def _changed(step: Node) -> Iterator[Node]:
     """The arguments that a step changes, by its schema."""
-    if not is_mutable(step.target):
+    if not signature(step.target).is_mutable:
         return
     for place, argument in enumerate(schema_of(step.target).arguments):
         given = step.args[place] if place < len(step.args) else step.kwargs.get(argument.name)
@@ -594,29 +594,13 @@ _UNUSED = ("device", "pin_memory", "layout", "memory_format", "out", "generator"
 def bound(target: Any, args: Sequence[Any], options: dict[str, Any]) -> dict[str, Any]:
     """Arguments by the names of the schema; ``self`` is ``x``."""
     found: dict[str, Any] = {}
-    for place, (name, option, default) in enumerate(_arguments(target)):
+    for place, (name, default) in enumerate(signature(target).arguments):
         if name in _UNUSED:
             continue
-        if place < len(args):
-            found[name] = args[place]
-        elif option in options:
-            found[name] = options[option]
-        elif default is not None:
-            found[name] = default
+        given = args[place] if place < len(args) else options.get(name, default)
+        if given is not None or place < len(args) or name in options:
+            found["x" if name == "self" else name] = given
     return found
-
-
-@lru_cache(maxsize=4096)
-def _arguments(target: Any) -> list[tuple[str, str, Any]]:
-    """Names of arguments, those of the schema, and defaults."""
-    return [
-        (
-            "x" if argument.name == "self" else argument.name,
-            argument.name,
-            argument.default_value if argument.has_default_value() else None,
-        )
-        for argument in schema_of(target).arguments
-    ]
 
 
 @lru_cache(maxsize=4096)
@@ -648,21 +632,6 @@ def _is_plain(expression: Any) -> bool:
         and all(part.is_Symbol or part.is_Integer for part in term.as_powers_dict())
         for term, times in terms.items()
     )
-
-
-@lru_cache(maxsize=4096)
-def is_mutable(target: Any) -> bool:
-    return isinstance(target, OpOverload) and bool(schema_of(target).is_mutable)
-
-
-@lru_cache(maxsize=4096)
-def is_in_place(target: Any) -> bool:
-    """Does it write into its first argument, and return it? (``__and__`` does not.)"""
-    return is_mutable(target) and str(schema_of(target).name).endswith("_")
-
-
-def is_pointwise(target: Any) -> bool:
-    return isinstance(target, OpOverload) and torch.Tag.pointwise in target.tags
 
 
 def values_of(reading: Reading) -> Iterator[Value]:

@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import Node
 
-from mla_fusion.compat import OpOverload, schema_of
+from mla_fusion.compat import OpOverload
+from mla_fusion.fx.kinds import signature
 from mla_fusion.graph.departure import Departure
 from mla_fusion.graph.form import Value, filled_with
-from mla_fusion.graph.read import Graph, is_in_place, is_mutable, values_of
+from mla_fusion.graph.read import Graph, values_of
 from mla_fusion.propose.given import Given
 
 
@@ -36,9 +37,9 @@ def has_effect(graph: Graph, node: Node) -> bool:
         return False
     if node in graph.hidden.values():
         return True
-    if not is_mutable(node.target):
+    if not signature(node.target).is_mutable:
         return False
-    written = node.args[0] if is_in_place(node.target) else node
+    written = node.args[0] if signature(node.target).is_in_place else node
     return not isinstance(written, Node) or graph.base(written).op != "call_function"
 
 
@@ -57,7 +58,7 @@ def is_size(node: Node) -> bool:
 
 def gives_nothing(node: Node) -> bool:
     """Is it called for what it checks alone?"""
-    return isinstance(node.target, OpOverload) and not schema_of(node.target).returns
+    return signature(node.target).is_check
 
 
 def _is_statement(graph: Graph, node: Node) -> bool:

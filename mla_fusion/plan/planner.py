@@ -13,10 +13,10 @@ from torch.fx import Node
 
 from mla_fusion.config import Config
 from mla_fusion.exact.prove import Claim, prove
-from mla_fusion.fx.kinds import dtype_of
+from mla_fusion.fx.kinds import dtype_of, signature
 from mla_fusion.graph.departure import Departure
 from mla_fusion.graph.form import Value, order
-from mla_fusion.graph.read import Graph, is_in_place, values_of
+from mla_fusion.graph.read import Graph, values_of
 from mla_fusion.meta import limits
 from mla_fusion.plan import contract, policy
 from mla_fusion.plan.caches import PAIRS, InPlace, Obstacle, Setting, Staged, Write, placed
@@ -316,7 +316,7 @@ def _writer(graph: Graph, write: Write) -> Node | None:
         for user in node.users:
             if user.op == "output" or user.target is aten.copy_.default:
                 continue
-            if is_in_place(user.target):
+            if signature(user.target).is_in_place:
                 return None
             held = [unmoved(one) for one in values_of(graph.readings[user])]
             if graph.base(user) is write.cache or before in held:  # a copy of it, too
