@@ -244,7 +244,7 @@ def _(
     form = c.form
     mean = form.mean(x, axes)
     apart = form.total([(Fraction(1), x), (Fraction(-1), mean)])
-    squares = form.counted(form.reduce(form.power(apart, 2), axes, keepdim), size, -1, int(offset))
+    squares = form.times_count(form.reduce(form.power(apart, 2), axes, keepdim), size, -1, int(offset))
     if c.name == "std":
         return form.power(squares, Fraction(1, 2))
     if c.name == "var":

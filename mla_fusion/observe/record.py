@@ -16,7 +16,7 @@ from mla_fusion.fx.kinds import is_mutating, op_name, word
 from mla_fusion.fx.sizes import has_symbols, is_empty
 from mla_fusion.fx.walk import upward, views_and_writes
 from mla_fusion.graph.departure import Departure
-from mla_fusion.graph.form import Value, met
+from mla_fusion.graph.form import Value, nearest
 from mla_fusion.graph.read import Graph
 from mla_fusion.machine import is_for_ge
 from mla_fusion.observe import leftovers
@@ -202,7 +202,7 @@ def _new_rows(plan: Plan) -> dict[Node, bool]:
     return {
         node: unmoved(value).op == "join"
         for node, value in plan.replaced.items()
-        if not rows.isdisjoint(met([value], names))
+        if not rows.isdisjoint(nearest([value], names))
     }
 
 

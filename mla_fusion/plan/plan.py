@@ -10,7 +10,7 @@ from typing import Any
 from torch.fx import Node
 
 from mla_fusion.exact.prove import Claim
-from mla_fusion.graph.form import Value, met
+from mla_fusion.graph.form import Value, nearest
 from mla_fusion.graph.read import Graph
 from mla_fusion.plan import cache_modes, weight_modes
 from mla_fusion.plan.caches import InPlace, Staged
@@ -73,7 +73,7 @@ class Plan:
         there is none.
         """
         names = {leaf: name for name, leaf in self.results.items()}
-        name = next((names[one] for one in met([value], names)), "")
+        name = next((names[one] for one in nearest([value], names)), "")
         return _ROWS.get(name, name)
 
     @cached_property
