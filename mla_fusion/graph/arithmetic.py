@@ -257,7 +257,7 @@ def _(
 
 def matrices(c: Call, x: Value, other: Value) -> Value:
     """As ``matmul`` has it."""
-    form, dtype = c.form, c._one_dtype()
+    form, dtype = c.form, c._result_dtype()
     if not dtype.is_floating_point and dtype != torch.int32:
         raise Departs
     if x.active or other.active:

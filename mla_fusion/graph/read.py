@@ -23,7 +23,7 @@ from mla_fusion.fx import registered
 from mla_fusion.fx.sizes import Binding
 from mla_fusion.fx.sizes import expression as expression_of
 from mla_fusion.graph import arithmetic, decompose, fused, moves, quantise
-from mla_fusion.graph.call import RULES, Alike, Call, Departs, Pair, Size, name_of
+from mla_fusion.graph.call import RULES, EqualSizes, Call, Departs, Pair, Size, name_of
 from mla_fusion.graph.form import Form, Value, filled_with
 from mla_fusion.graph.numbers import LEAST_BOUND, Number, is_open, is_rough
 from mla_fusion.graph.parameters import parameters
@@ -89,7 +89,7 @@ class Graph:
         try:
             for node in self.gm.graph.nodes:
                 self._read(node)
-        except Alike as pair:
+        except EqualSizes as pair:
             old, new = pair.args
             self.symbols = {
                 name: new if bound == old else bound for name, bound in self.symbols.items()
@@ -415,7 +415,7 @@ class Graph:
                 return rule(call, **given)
             except Departs:
                 pass
-            except Alike as pair:
+            except EqualSizes as pair:
                 self._equate(*pair.args)
                 return None
             except _FAILS as error:
@@ -482,17 +482,17 @@ class Graph:
             self._equate(*numbers)
 
     def _equate(self, one: int, other: int) -> None:
-        """Raises Alike (a number of symbols, and what they are bound to in place of it) where that
+        """Raises EqualSizes (a number of symbols, and what they are bound to in place of it) where that
         makes two sizes equal: one of them is a symbol, the other a symbol, a number, or made of
         other symbols.
         """
         one, other = sorted((one, other))
         known = {*self.symbols.values()}
         if other in known and (one in known or not is_open(one)):
-            raise Alike(other, one)
+            raise EqualSizes(other, one)
         is_symbol = one in known and all(one % bound or bound == one for bound in known)
         if is_symbol and other in self.sizes and other % one:
-            raise Alike(one, other)
+            raise EqualSizes(one, other)
 
     def _folded(self, target: Any, args: Any, options: Any, held: Any) -> Reading:
         """Of literals alone, what torch computes."""
