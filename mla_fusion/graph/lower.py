@@ -82,7 +82,7 @@ class Lowering:
         return self._computed(value)
 
     def _nodes(self, value: Value) -> Iterator[tuple[Node, torch.Tensor]]:
-        return self._usable(self.graph.holding(value))
+        return self._usable(self.graph.nodes_holding(value))
 
     def _usable(self, nodes: Iterable[Node]) -> Iterator[tuple[Node, torch.Tensor]]:
         """Those of the nodes that hold one tensor."""

@@ -182,7 +182,7 @@ def _step(node: Node) -> tuple[str, str, str, str]:
 
 
 def _nodes_of(graph: Graph, values: Sequence[Value]) -> tuple[Node, ...]:
-    held = map(graph.in_any_shape, values)
+    held = map(graph.nodes_in_any_shape, values)
     return tuple(sorted({nodes[0] for nodes in held if nodes}))
 
 

@@ -135,8 +135,8 @@ class _Departures:
         for one in stack:
             if one in self.graph.nodes:
                 return self.graph.nodes[one][0]
-            if one in self.graph.within:
-                return self.graph.within[one]
+            if one in self.graph.enclosing:
+                return self.graph.enclosing[one]
             size = prod(one.shape) if one.op in ("product", "reshape") else -1
             near = [each for each in one.sources if not each.model and prod(each.shape) == size]
             if len(stack) < _FAR:
