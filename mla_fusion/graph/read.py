@@ -543,7 +543,7 @@ class Graph:
             self._equate(*numbers)
 
     def _equate(self, smaller: int, larger: int) -> None:
-        """Raises EqualSizes(number, replacement) if a symbol must be bound anew to equate two sizes.
+        """Raises EqualSizes(number, replacement) if equal sizes need another bound number.
 
         It returns without effect unless one size is a symbol. The other may be a symbol, a number,
         or made of other symbols.
