@@ -590,7 +590,7 @@ def _(c: Call, condition: Any = None, x: Any = None, other: Any = None, **option
         return c.form.expand(value if mask.literal[1].ratio else other_value, c.shape)
     if value is other_value:
         return c.form.expand(value, c.shape)
-    guarded = quantise.guarded(c, condition, value, other_value)
+    guarded = quantise.without_zero_guard(c, condition, value, other_value)
     if guarded is not None:
         return c.form.expand(guarded, c.shape)
     if condition.op == "constant" and (value.active or other_value.active):
