@@ -23,11 +23,11 @@ from mla_fusion.graph.layout import (
     Layout,
     Mixed,
     broadcast_to,
-    followed,
     has_tokens,
-    is_plain,
-    plain,
-    regrouped,
+    is_token_free,
+    layout_of,
+    regroup,
+    token_free_axis,
 )
 
 _MANY = 1 << 22  # elements of one Value
@@ -68,7 +68,7 @@ def layouts_of(values: Iterable[Value], given: Mapping[Value, Layout]) -> dict[V
     found = dict(given)
     for value in order(values, given):
         if any(source in found for source in value.sources):
-            found[value] = followed(value, found)
+            found[value] = layout_of(value, found)
     return found
 
 
@@ -122,7 +122,7 @@ class Evaluation:
             parts = []
             for one in sources:
                 own = tuple(
-                    plain(one.shape[at]) if at == literal else axis
+                    token_free_axis(one.shape[at]) if at == literal else axis
                     for at, axis in enumerate(layout)
                 )
                 parts.append(self._operand(one, own).expand(self.binding.shape(own)))
@@ -174,7 +174,7 @@ class Evaluation:
 
     def _dot(self, value: Value, layout: Layout) -> Tensor:
         left, right = value.sources
-        size = plain(left.shape[-1])
+        size = token_free_axis(left.shape[-1])
         batch = layout[: len(right.shape) - 2]
         one = self._of_source(left, (*layout[:-1], size))
         other = self._of_source(right, (*batch, size, layout[-1]))
@@ -263,7 +263,9 @@ class Evaluation:
         if op == "reduce":
             axes = iter(layout)
             inner = sources[0].shape
-            own = tuple(plain(n) if at in literal else next(axes) for at, n in enumerate(inner))
+            own = tuple(
+                token_free_axis(n) if at in literal else next(axes) for at, n in enumerate(inner)
+            )
             if prod(self.binding.shape(own)) > _MANY:
                 return None
             found = self.beside(sources[0], own)
@@ -307,7 +309,7 @@ class Evaluation:
 
     def _beside_dot(self, value: Value, layout: Layout) -> Found | None:
         left, right = value.sources
-        size = plain(left.shape[-1])
+        size = token_free_axis(left.shape[-1])
         sides = (
             (left, (*layout[:-1], size)),
             (right, (*layout[: len(right.shape) - 2], size, layout[-1])),
@@ -326,12 +328,12 @@ class Evaluation:
         op, literal, source = value.op, value.literal, value.sources[0]
         shape = self.binding.shape(layout)
         if op == "join":
-            if not is_plain(layout[literal]):
+            if not is_token_free(layout[literal]):
                 return None
             parts = []
             for one in value.sources:
                 own = tuple(
-                    plain(one.shape[at]) if at == literal else axis
+                    token_free_axis(one.shape[at]) if at == literal else axis
                     for at, axis in enumerate(layout)
                 )
                 part = self.beside(one, own)
@@ -344,7 +346,7 @@ class Evaluation:
             dense = [part.dense(self.p) if isinstance(part, Weight) else part for part in parts]
             return torch.cat(dense, literal)
         if op == "reshape":
-            above = regrouped(layout, source.shape)
+            above = regroup(layout, source.shape)
             if above is None:
                 return None
             found = self.beside(source, above)
@@ -364,9 +366,9 @@ class Evaluation:
                 return found.expanded(value.shape)
             return found.expand(shape)
         axis, start, step = literal
-        if not is_plain(layout[axis]):
+        if not is_token_free(layout[axis]):
             return None
-        own = (*layout[:axis], plain(source.shape[axis]), *layout[axis + 1 :])
+        own = (*layout[:axis], token_free_axis(source.shape[axis]), *layout[axis + 1 :])
         places = torch.arange(value.shape[axis]) * step + start
         found = self.beside(source, own)
         if isinstance(found, Weight):
@@ -379,7 +381,7 @@ class Evaluation:
         of_index = layout[axis : axis + rank]
         size = base.shape[axis]
         if _is_listed(index) and not has_tokens(of_index):
-            own = (*layout[:axis], plain(size), *layout[axis + rank :])
+            own = (*layout[:axis], token_free_axis(size), *layout[axis + rank :])
             places = index.literal.tensor
             found = self.beside(base, own)
             if isinstance(found, Weight):

@@ -217,14 +217,14 @@ def _at_a_point(
     wanted: Sequence[Value], drawn: Mapping[Value, Tensor], at: field.Point
 ) -> Evaluation:
     """A step that the field does not know is a function of all that it reads."""
-    layouts = {value: layout.plain_layout(value.shape) for value in drawn}
+    layouts = {value: layout.token_free_layout(value.shape) for value in drawn}
     run = Evaluation(layout.Binding((), 1), layouts, drawn, at)
     for value in order(wanted, drawn):
         try:
-            layouts[value] = layout.followed(value, layouts)
+            layouts[value] = layout.layout_of(value, layouts)
             run.run([value])
         except layout.Mixed:
-            layouts[value] = layout.plain_layout(value.shape)
+            layouts[value] = layout.token_free_layout(value.shape)
             read = [_mark(run, source) for source in value.sources]
             name = field.word(at.seed, value.op, value.literal, value.shape, value.dtype, *read)
             run.tensors[value] = field.random(name, value.shape)
