@@ -477,7 +477,7 @@ class Graph:
         is_random = torch.Tag.nondeterministic_seeded in target.tags
         values = values_of(list(arguments.values()))
         if not is_random and not has_pairs and any(value.active for value in values):
-            traced = decompose.traced(target, arguments)
+            traced = decompose.decomposition(target, arguments)
             return None if traced is None else self._read_subgraph(*traced, node)
         return None
 
