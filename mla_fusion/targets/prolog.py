@@ -14,7 +14,7 @@ import torch
 
 from mla_fusion.graph import quantise
 from mla_fusion.graph.form import Form, Value
-from mla_fusion.graph.fused import rms_norm, rotated
+from mla_fusion.graph.fused import apply_rope, rms_norm
 from mla_fusion.graph.numbers import Number, literal, number
 from mla_fusion.meta.number_formats import FORMATS, FP8, INT8, MXFP8, NumberFormat
 
@@ -75,11 +75,11 @@ def prolog(form: Form, a: Arguments) -> Results:
     absorbed = form.permute(absorbed, (1, 0, 2))
     cos, sin = a["rope_cos"], a["rope_sin"]
     of_heads = [form.reshape(table, (tokens, 1, rope)) for table in (cos, sin)]
-    query_rope = rotated(form, q_pe, *of_heads, interleaved=True)
+    query_rope = apply_rope(form, q_pe, *of_heads, interleaved=True)
     both = _projected(form, a, "dkv_kr", x, of_x)
     ckv, kr = form.slice(both, -1, 0, latent), form.slice(both, -1, latent, latent + rope)
     kv_rows = form.scaled(_normed(form, a, ckv, "ckv"), a.get("kc_scale", number(1)))
-    kr_rows = rotated(form, kr, cos, sin, interleaved=True)
+    kr_rows = apply_rope(form, kr, cos, sin, interleaved=True)
     of_query, cache_mode = None, a.get("kv_cache_quant_mode", 0)
     if cache_mode == 1:
         scale = form.reshape(a["quant_scale_ckv"], (1, 1))
