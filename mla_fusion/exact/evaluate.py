@@ -247,7 +247,7 @@ class Evaluation:
                 kept *= once
             places = places + own.view(size, *[1] * places.dim()) * count
             count *= kept
-        return field.drawn(name, places).expand(shape)
+        return field.random_at(name, places).expand(shape)
 
     def _computed(self, value: Value, layout: Layout) -> Found | None:
         """None: it is drawn."""
@@ -255,7 +255,7 @@ class Evaluation:
         if value.is_number:
             return torch.tensor(field.number(literal[1], self.at), dtype=torch.int64)
         if op == "constant":
-            return None if has_tokens(layout) else field.exact(literal.tensor, self.at)
+            return None if has_tokens(layout) else field.elements_of(literal.tensor, self.at)
         if op == "count":
             return None if has_tokens(layout) else torch.arange(value.shape[0])
         if op in ("sum", "product", "function", "cast"):
