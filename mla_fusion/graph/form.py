@@ -960,13 +960,12 @@ def broadcast(shapes: Iterable[Sequence[int]]) -> Shape:
     return tuple(sizes)
 
 
-def order(values: Iterable[Value], known: Iterable[Value] = ()) -> list[Value]:
-    """All Values that ``values`` are computed from, sources first; stops at the Values in
-    ``known``.
+def order(values: Iterable[Value], inputs: Iterable[Value] = ()) -> list[Value]:
+    """All Values that ``values`` are computed from, sources first; stops at ``inputs``.
 
-    Each Value of ``values`` is completed before the next one. ``known`` is not in the result.
+    Each Value of ``values`` is completed before the next one. Inputs are not in the result.
     """
-    ordered, seen = list[Value](), set(known)
+    ordered, seen = list[Value](), set(inputs)
     stack = [(value, False) for value in list(values)[::-1]]
     while stack:
         value, is_ready = stack.pop()
@@ -996,21 +995,21 @@ def nearest(values: Iterable[Value], targets: Container[Value]) -> list[Value]:
 
 
 def numbered(
-    values: Iterable[Value], known: Iterable[Value] = (), since: int = 0
+    values: Iterable[Value], inputs: Iterable[Value] = (), since: int = 0
 ) -> tuple[object, list[Value]]:
     """A key for the structure of Values of one Form, and all Values that they are computed from.
 
     Keys are equal if the Values differ only in the names of leaves. Then the n-th Value of one list
     corresponds to the n-th of the other.
 
-    known  Values that the key treats as inputs: only their shape, ``model`` and dtype count (no
-           dtype for floats of more than a byte)
-    since  a serial number: an active Value made earlier is an input, too
+    inputs  Values of which the key has only shape, ``model`` and dtype (no dtype for floats of more
+            than a byte)
+    since   a serial number: an active Value made earlier is an input, too
     """
     numbers: dict[Value, int] = {}
     names: dict[Any, int] = {}
     parts = list[object]()
-    for value in known:
+    for value in inputs:
         if value not in numbers:
             numbers[value] = len(numbers)
             is_wide = value.is_float and value.dtype.itemsize > 1
