@@ -405,11 +405,13 @@ class Graph:
             if not isinstance(reading, list) or len(reading) == len(call.shape):
                 return self._in_node_format(call, reading)
             parts = meta_value if isinstance(meta_value, (list, tuple)) else []
-            places = [at for at, part in enumerate(parts) if part is not None]
-            for at, part in zip(
-                places, self._in_node_format(call, [reading[at] for at in places]), strict=True
+            places = [place for place, part in enumerate(parts) if part is not None]
+            for place, part in zip(
+                places,
+                self._in_node_format(call, [reading[place] for place in places]),
+                strict=True,
             ):
-                reading[at] = part  # a listing has results that are read alone
+                reading[place] = part  # a listing has results that are read alone
             return reading
         except ValueError:  # of another size than the node has
             return self._make_opaque(node)
@@ -503,13 +505,13 @@ class Graph:
         self,
         graph: FxGraph,
         values: Sequence[Reading],
-        at: Node,
+        caller: Node,
         functions: tuple[OpOverload, ...] | None = None,
     ) -> Reading:
         """Reads another graph for a node of this one, with this graph's form. Returns its output.
 
         values     the readings of its inputs
-        at         the node that it is read for
+        caller     the node that it is read for
         functions  if it is the function of a user's operator: that operator last, after the
                    operators whose functions are being read
         """
@@ -526,11 +528,11 @@ class Graph:
             elif node.op != "output":
                 subgraph._record(node, subgraph._read_node(node))
         for value in (*subgraph.nodes, *subgraph.enclosing):
-            self.enclosing.setdefault(value, at)
+            self.enclosing.setdefault(value, caller)
         called = (operator for operators in subgraph.registered.values() for operator in operators)
         own_operators = () if functions is None else functions[-1:]
         if registered := (*dict.fromkeys((*own_operators, *called)),):
-            self.registered[at] = registered
+            self.registered[caller] = registered
         return subgraph.argument(graph.output_node().args[0])
 
     def _equate_sizes_of_error(self, error: Exception) -> None:
