@@ -389,24 +389,26 @@ def _(c: Call, x: Any, other: Any) -> Value:
     return c.function(c.name, (), *values)
 
 
-def without_zero_guard(c: Call, condition: Value, one: Value, other: Value) -> Value | None:
+def without_zero_guard(c: Call, condition: Value, if_true: Value, if_false: Value) -> Value | None:
     """A ``where`` that replaces a row's largest element if it is 0: returns the largest element.
 
-    No row is 0 throughout: that is listed as assumed. None for any other ``where``. ``one`` is the
-    result where the condition is true, ``other`` where it is false.
+    if_true   the result where the condition is true
+    if_false  the result where it is false
+
+    None for any other ``where``. That no row is 0 throughout is listed as assumed.
     """
     if condition.op != "function" or condition.literal[0] not in ("eq", "ne"):
         return None
-    kept = other if condition.literal[0] == "eq" else one
+    nonzero = if_false if condition.literal[0] == "eq" else if_true
     is_zero = any(
         (filled := filled_with(side)) is not None and not filled.literal[1].ratio
         for side in condition.sources
     )
     sizes = [side for side in condition.sources if is_size(side)]
-    if not is_zero or len(sizes) != 1 or not is_size(kept):
+    if not is_zero or len(sizes) != 1 or not is_size(nonzero):
         return None
     c.form.assumed.append("no row is 0 throughout, which is asked")
-    return kept
+    return nonzero
 
 
 def _format_of(dst_type: int | None, in_blocks: bool = False) -> NumberFormat:
