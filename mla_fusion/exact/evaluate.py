@@ -44,18 +44,18 @@ class Undecided(Exception):
 
 
 def order(
-    values: Iterable[Value], known: Container[Value], inside: Container[Value] | None = None
+    values: Iterable[Value], inputs: Container[Value], allowed: Container[Value] | None = None
 ) -> list[Value]:
     """The Values to evaluate for ``values``, sources first.
 
-    It descends to ``known``, which is not in the result. With ``inside`` it stays inside that
-    container; otherwise it follows active Values and readers of ``known`` Values.
+    It descends to ``inputs``, which are not in the result. With ``allowed`` it stays inside that
+    container. Otherwise it follows active Values and readers of inputs.
     """
 
-    def is_inside(value: Value) -> bool:
-        if inside is not None:
-            return value in inside
-        return value.active or any(source in known for source in value.sources)
+    def is_allowed(value: Value) -> bool:
+        if allowed is not None:
+            return value in allowed
+        return value.active or any(source in inputs for source in value.sources)
 
     ordered, seen = list[Value](), set[Value]()
     stack = [(value, False) for value in values]
@@ -63,7 +63,7 @@ def order(
         value, is_ready = stack.pop()
         if is_ready:
             ordered.append(value)
-        elif value not in seen and value not in known and is_inside(value):
+        elif value not in seen and value not in inputs and is_allowed(value):
             seen.add(value)
             stack.append((value, True))
             stack += [(source, False) for source in value.sources]
@@ -86,8 +86,8 @@ class Evaluation:
     layouts  of the activations and of the Values computed from them (:func:`layouts_of`)
     tensors  by Value, its elements in the bound shape; at first those of the activations, whose
              sources are not evaluated
-    at       the point
-    p        the prime of its field
+    point    has the seed of all random elements
+    p        the prime of the point's field
     """
 
     def __init__(
@@ -95,9 +95,9 @@ class Evaluation:
         binding: Binding,
         layouts: Mapping[Value, Layout],
         activations: Mapping[Value, Tensor],
-        at: Point,
+        point: Point,
     ) -> None:
-        self.binding, self.layouts, self.at, self.p = binding, layouts, at, at.p
+        self.binding, self.layouts, self.point, self.p = binding, layouts, point, point.p
         self.tensors: dict[Value, Tensor] = dict(activations)
         self._beside: dict[tuple[Value, Layout], Elements] = {}
 
@@ -168,14 +168,14 @@ class Evaluation:
                 elements = elements + (operand if factor == 1 else operand * factor % self.p)
             return elements % self.p
         if op == "product":
-            elements = torch.tensor(field.number(literal[1], self.at), dtype=torch.int64)
+            elements = torch.tensor(field.number(literal[1], self.point), dtype=torch.int64)
             for exponent, operand in zip(literal[0], operands, strict=True):
                 if exponent != 1:
-                    operand = field.root(operand, exponent, self.at)
+                    operand = field.root(operand, exponent, self.point)
                 elements = elements * operand % self.p
             return elements
         key = (str(value.dtype), literal) if op == "function" else str(literal)
-        return field.hashed(field.word(self.at.seed, op, key), *operands)
+        return field.hashed(field.word(self.point.seed, op, key), *operands)
 
     def _move(self, value: Value, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
         """A move, or a sum along axes."""
@@ -228,11 +228,11 @@ class Evaluation:
             elements = base.index_select(axis, numbers.reshape(-1))
             return elements.reshape(self.binding.shape(layout))
         rows = base.movedim(axis, 0)
-        name = field.word(self.at.seed, "row", rows.shape[0])
+        name = field.word(self.point.seed, "row", rows.shape[0])
         scale = field.random(name, (rows.shape[0], *[1] * (rows.dim() - 1)))
         columns = (rows * scale % self.p).sum(0) % self.p
         flat = field.hashed(
-            field.word(self.at.seed, "gather"), numbers.reshape(-1, 1), columns.reshape(1, -1)
+            field.word(self.point.seed, "gather"), numbers.reshape(-1, 1), columns.reshape(1, -1)
         )
         elements = flat.reshape(*numbers.shape, *columns.shape)
         index_axes = tuple(range(axis, axis + numbers.dim()))
@@ -258,7 +258,7 @@ class Evaluation:
         """Random elements by the Value and the place of each; copies of the tokens have equal
         elements.
         """
-        name = field.word(self.at.seed, "value", value.serial)
+        name = field.word(self.point.seed, "value", value.serial)
         if value.model and not has_tokens(layout) and len(value.shape) > 1:
             return Weight.of_leaf(name, value.shape)
         shape = self.binding.shape(layout)
@@ -283,9 +283,9 @@ class Evaluation:
         """The elements of a Value computed from its sources. None: they are random."""
         op, literal, sources = value.op, value.literal, value.sources
         if value.is_number:
-            return torch.tensor(field.number(literal[1], self.at), dtype=torch.int64)
+            return torch.tensor(field.number(literal[1], self.point), dtype=torch.int64)
         if op == "constant":
-            return None if has_tokens(layout) else field.elements_of(literal.tensor, self.at)
+            return None if has_tokens(layout) else field.elements_of(literal.tensor, self.point)
         if op == "count":
             return None if has_tokens(layout) else torch.arange(value.shape[0])
         if op in ("sum", "product", "function", "cast"):
@@ -444,7 +444,7 @@ class Evaluation:
         """Elements as a function of the row numbers and of the two rows of the table."""
         numbers = self._operand(index, index_layout)
         numbers = numbers.expand(self.binding.shape(index_layout))
-        name = field.word(self.at.seed, "gather")
+        name = field.word(self.point.seed, "gather")
         columns = field.hashed(name, *table.movedim(axis, 0))
         leading, trailing = columns.shape[:axis], columns.shape[axis:]
         columns = columns.reshape(*leading, *[1] * numbers.dim(), *trailing)
