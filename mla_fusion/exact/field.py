@@ -54,15 +54,15 @@ def power(value: Tensor, exponent: int, p: int) -> Tensor:
     return result
 
 
-def root(value: Tensor, exponent: Fraction, at: Point) -> Tensor:
+def root(value: Tensor, exponent: Fraction, point: Point) -> Tensor:
     """Each element to a rational power."""
     integer_part = exponent.numerator // exponent.denominator
     fraction_part = exponent - integer_part
     if fraction_part == 0:
-        return power(value, integer_part, at.p)
-    radical = hashed(word(at.seed, "root", fraction_part.denominator), value)
-    result = power(radical, fraction_part.numerator, at.p)
-    return result * power(value, integer_part, at.p) % at.p if integer_part else result
+        return power(value, integer_part, point.p)
+    radical = hashed(word(point.seed, "root", fraction_part.denominator), value)
+    result = power(radical, fraction_part.numerator, point.p)
+    return result * power(value, integer_part, point.p) % point.p if integer_part else result
 
 
 def fraction(ratio: Fraction, p: int) -> int:
@@ -70,21 +70,21 @@ def fraction(ratio: Fraction, p: int) -> int:
     return ratio.numerator % p * pow(ratio.denominator, -1, p) % p
 
 
-def number(value: Number, at: Point) -> int:
+def number(value: Number, point: Point) -> int:
     """The field's element that a Number is."""
-    element = fraction(value.ratio, at.p)
+    element = fraction(value.ratio, point.p)
     for prime, exponent in value.roots:
-        radical = word(at.seed, "root of", prime, exponent.denominator) % at.p
-        element = element * pow(radical, exponent.numerator, at.p) % at.p
+        radical = word(point.seed, "root of", prime, exponent.denominator) % point.p
+        element = element * pow(radical, exponent.numerator, point.p) % point.p
     return element
 
 
-def elements_of(tensor: Tensor, at: Point) -> Tensor:
+def elements_of(tensor: Tensor, point: Point) -> Tensor:
     """A tensor of literals as elements: each float is the number that it stands for."""
     if not tensor.is_floating_point():
-        return tensor.long() % at.p
+        return tensor.long() % point.p
     values, places = tensor.double().unique(return_inverse=True)
-    elements = [number(literal(value, tensor.dtype), at) for value in values.tolist()]
+    elements = [number(literal(value, tensor.dtype), point) for value in values.tolist()]
     return torch.tensor(elements, dtype=torch.int64)[places].reshape(tensor.shape)
 
 
