@@ -20,7 +20,7 @@ from mla_fusion.graph.form import Value
 from mla_fusion.graph.layout import Binding, Layout, Mixed, cuts_of
 
 # chance of a wrong proof (Schwartz and Zippel), for polynomials of degree 10000
-CHANCE = 10.0 ** math.ceil(sum(math.log10(10_000 / at.p) for at in field.POINTS))
+CHANCE = 10.0 ** math.ceil(sum(math.log10(10_000 / point.p) for point in field.POINTS))
 
 
 @dataclass(frozen=True)
@@ -78,17 +78,17 @@ def _compare_at_point(
     layouts: dict[Value, Layout],
     activations: dict[Value, Layout],
     claims: Sequence[Claim],
-    at: field.Point,
+    point: field.Point,
 ) -> tuple[int, Departure | None]:
     """Compares all claims at one point.
 
     Returns how many elements were compared, and the departure of the first claim that fails.
     """
     drawn = {
-        value: field.random(field.word(at.seed, "given", value.serial), binding.shape(layout))
+        value: field.random(field.word(point.seed, "given", value.serial), binding.shape(layout))
         for value, layout in activations.items()
     }
-    evaluation, compared, refusal = Evaluation(binding, layouts, drawn, at), 0, None
+    evaluation, compared, refusal = Evaluation(binding, layouts, drawn, point), 0, None
     for claim in claims:
         try:
             compared += _compare(evaluation, claim)
