@@ -15,7 +15,7 @@ import torch
 
 from mla_fusion.graph.call import Call, Departs, operator
 from mla_fusion.graph.form import Form, Value, filled_with
-from mla_fusion.graph.numbers import literal
+from mla_fusion.graph.numbers import is_open, literal
 
 _VIEWS = (
     "view _unsafe_view reshape _reshape_alias unsqueeze squeeze flatten unflatten ravel view_as"
@@ -520,37 +520,42 @@ def _write_slice(
     Only the part of ``src`` that changes ``x`` is written. Active rows of an input are written by
     row numbers; anything else becomes a join.
     """
-    form, size = c.form, x.shape[dim]
-    is_part = step == 1 and 0 < last - first < size
+    form, size, count = c.form, x.shape[dim], len(range(first, last, step))
+    is_part = 0 < count < size
     if last - first == 1 and src.op == "join" and src.literal == dim + 1 < len(x.shape) - 1:
         block = form.slice(x, dim, first, last)
         parts = _changed_parts(form, block, src, dim + 1, 0)
         if len(parts) == 1:  # rows of one block are rows of all blocks
             ((part, offset),) = parts
-            count, first = part.shape[dim + 1], first * x.shape[dim + 1] + offset
+            part_count, first = part.shape[dim + 1], first * x.shape[dim + 1] + offset
             leading, trailing = x.shape[:dim], x.shape[dim + 2 :]
-            rows = form.reshape(part, (*leading, count, *trailing))
+            rows = form.reshape(part, (*leading, part_count, *trailing))
             flat = form.reshape(x, (*leading, -1, *trailing))
-            return form.reshape(_write_slice(c, flat, rows, dim, first, first + count, 1), x.shape)
-    parts = _changed_parts(form, x, src, dim, first) if is_part and src.op == "join" else []
+            return form.reshape(
+                _write_slice(c, flat, rows, dim, first, first + part_count, 1), x.shape
+            )
+    is_run = is_part and step == 1
+    parts = _changed_parts(form, x, src, dim, first) if is_run and src.op == "join" else []
     if len(parts) == 1 and parts[0][0] is not src:
         ((src, first),) = parts
         return _write_slice(c, x, src, dim, first, first + src.shape[dim], 1)
     if src.active and _is_memory(x) and dim < len(x.shape) - 1 and is_part:
-        inner = Call(form, "places", (last - first,), torch.int64)
-        numbers = inner.sum([(Fraction(1), form.count(last - first))], Fraction(first))
+        inner = Call(form, "places", (count,), torch.int64)
+        numbers = inner.sum([(Fraction(step), form.count(count))], Fraction(first))
         return write_rows(c, x, dim, 1, numbers, src)
     src = form.expand(
         src if src.active else form.cast(src, x.dtype),
-        [len(range(first, last, step)) if at == dim else n for at, n in enumerate(x.shape)],
+        [count if at == dim else n for at, n in enumerate(x.shape)],
     )
     if step == 1:
         parts_before = [form.slice(x, dim, 0, first)] if first else []
         parts_behind = [form.slice(x, dim, last, size)] if last < size else []
         return form.join([*parts_before, src, *parts_behind], dim)
+    if is_open(size) or is_open(count):
+        raise Departs
     places = list(range(size))
-    for count, place in enumerate(range(first, last, step)):
-        places[place] = size + count
+    for at, place in enumerate(range(first, last, step)):
+        places[place] = size + at
     return form.take(form.join([x, src], dim), dim, places)
 
 

@@ -121,10 +121,8 @@ def placed(
     leaves = trusted(kv.slots)
     if leaves is None:
         inputs = [one for one in order([kv.slots]) if one.op == "leaf" and one in graph.nodes]
-        made_of = (graph.nodes[one][0].name for one in inputs)
-        detail = (
-            f"the slots, made of {', '.join(made_of)}, are neither an input nor a block table's"
-        )
+        names = ", ".join(graph.nodes[one][0].name for one in inputs) or "no input"
+        detail = f"the slots, made of {names}, are neither an input nor a block table's"
         obstacles.append(Obstacle("slots.unproven", detail))
     if obstacles or leaves is None:
         return Staged(tuple(obstacles))

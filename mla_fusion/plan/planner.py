@@ -362,7 +362,7 @@ def _of_slots(plan: Plan, config: Config, boundary: bool) -> list[str]:
     """What is assumed of the slots."""
     caches, graph = plan.caches, plan.graph
     is_hidden = any(cache in graph.hidden for _, cache, _ in plan.held)
-    if not isinstance(caches, InPlace) or is_hidden or caches.slots.op in ("count", "constant"):
+    if not isinstance(caches, InPlace) or is_hidden or not caches.trusted:
         return []
     if boundary and config.slots == "checked":
         return []

@@ -25,7 +25,7 @@ def _trusted(index: Value, role: str) -> Roles | None:
         inner = inner.sources[0]
     if inner.op == "leaf" and not inner.is_float:  # a buffer of the model's cache, too
         return {inner: role}
-    if inner.op == "count":
+    if inner.op == "count" or _is_every_nth(inner):
         return {}
     if inner.op == "constant":
         numbers = inner.literal.tensor.reshape(-1)
@@ -38,6 +38,13 @@ def _trusted(index: Value, role: str) -> Roles | None:
         is_shifted = inner.literal[0] == (1,)
         return _trusted(inner.sources[0], role) if is_shifted else _of_blocks(inner)
     return None
+
+
+def _is_every_nth(value: Value) -> bool:
+    """Is it n times what is counted?"""
+    if value.op != "product" or len(value.sources) != 1 or value.literal[0] != (1,):
+        return False
+    return value.literal[1].ratio > 0 and _unmoved(value.sources[0]).op == "count"
 
 
 def block_of(index: Value) -> int:

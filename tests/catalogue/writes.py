@@ -345,3 +345,15 @@ class StaticCache(PagedRotateHalf):
 @step("slots", IN_PLACE, tags="cache")
 def slots_cast_twice(self: Base, slots: Tensor, query: Tensor) -> Tensor:
     return slots.int().long().reshape(-1)
+
+
+@entry(IN_PLACE, source="generated", tags="cache, symbolic")
+class EverySecondRow(Base):
+    """Rows between them belong to somebody else; no slots are given."""
+
+    def write(
+        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
+    ) -> None:
+        end = 2 * c_kv.shape[0]
+        kv_cache.view(-1, HCKV)[0:end:2] = c_kv
+        kr_cache.view(-1, DR)[0:end:2] = k_pe
