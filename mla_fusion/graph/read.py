@@ -316,8 +316,7 @@ class Graph:
             self.nodes.setdefault(value, []).append(node)
 
     def _undo_view(self, viewed: Node, view: Node, value: Value) -> Reading:
-        """Returns the reading of ``above`` after ``view``, a view of it, was overwritten with
-        ``new``.
+        """Returns the reading of ``viewed`` after ``view`` of it was overwritten by ``value``.
 
         None if the view cannot be undone.
         """
@@ -359,8 +358,8 @@ class Graph:
         tensor = attribute(node)
         if not isinstance(tensor, torch.Tensor):
             return str(node.target)  # graphs of higher-order operators differ by name
-        is_real_tensor = type(tensor) is torch.Tensor and tensor.device.type != "meta"
-        if is_real_tensor and is_literal(node) and tensor.numel() <= _MOST_FOLDED:
+        has_elements = type(tensor) is torch.Tensor and tensor.device.type != "meta"
+        if has_elements and is_literal(node) and tensor.numel() <= _MOST_FOLDED:
             return self.constant(tensor)
         return self._leaf(f"attribute {node.target}", tensor, True)
 
