@@ -65,7 +65,8 @@ def _is_declared_parameter(node: Node) -> bool:
 
 def _source_inputs(operand: object) -> set[Node]:
     """The inputs that an operand is moved, cast or scaled from. Empty if it is computed
-    otherwise."""
+    otherwise.
+    """
     stack, inputs = [operand], set[Node]()
     while stack:
         node = stack.pop()
