@@ -116,6 +116,7 @@ class Value:
 
     @property
     def is_number(self) -> bool:
+        """True for a scalar Value of a number."""
         return self.op == "product" and not self.sources
 
     @property
@@ -182,6 +183,7 @@ class Form:
     # -- where Values begin
 
     def leaf(self, name: str, shape: Sequence[int], dtype: torch.dtype, model: bool) -> Value:
+        """An input or an attribute. ``model``: it belongs to the model."""
         return self.make("leaf", (), name, shape, dtype, model=model)
 
     def activation(self, name: str, shape: Sequence[int]) -> Value:
@@ -317,15 +319,19 @@ class Form:
         return self.product([(value, 1)], times, value.dtype)
 
     def negated(self, value: Value) -> Value:
+        """The Value times -1."""
         return self.scaled(value, MINUS_ONE)
 
     def power(self, value: Value, exponent: Exponent) -> Value:
+        """The Value to an exponent."""
         return self.product([(value, exponent)], ONE, value.dtype)
 
     def times(self, *values: Value) -> Value:
+        """The product of the Values."""
         return self.product([(value, 1) for value in values])
 
     def plus(self, *values: Value) -> Value:
+        """The sum of the Values."""
         return self.total([(Fraction(1), value) for value in values])
 
     def split(self, value: Value) -> tuple[Number, Value]:
@@ -1122,6 +1128,7 @@ def _is_quantised(rows: Value) -> bool:
 
 
 def _is_wide(dtype: torch.dtype) -> bool:
+    """True for a dtype of more than one byte."""
     return dtype.itemsize > 1
 
 
