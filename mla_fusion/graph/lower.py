@@ -263,6 +263,7 @@ class Lowering:
         return self.b.call(operator, *map(self.of, value.sources))
 
     def _reduce(self, value: Value, source: Value) -> Any:
+        """The sum along axes."""
         options = {} if value.active else {"dtype": value.dtype}
         return self.b.call(aten.sum.dim_IntList, self.of(source), list(value.literal), **options)
 
@@ -284,6 +285,7 @@ class Lowering:
         return self.b.reshape(handle, self._shape(value.shape))
 
     def _permute(self, value: Value, source: Value) -> Any:
+        """The axes in another order."""
         return self.b.permuted(self.of(source), value.literal)
 
     def _expand(self, value: Value, source: Value) -> Any:
@@ -308,6 +310,7 @@ class Lowering:
         return self.b.call(aten.slice.Tensor, handle, axis, self.b.size(start), end, *step_argument)
 
     def _join(self, value: Value, *sources: Value) -> Any:
+        """The sources side by side along an axis."""
         return self.b.joined(self._operands(value), value.literal)
 
     def _gather(self, value: Value, base: Value, index: Value) -> Any:
@@ -354,6 +357,7 @@ class Lowering:
         return self._create(aten.empty.memory_format, value, sizes)
 
     def _cast(self, value: Value, source: Value) -> Any:
+        """The source; ``_compute`` casts it."""
         return self.of(source)
 
     def _count(self, value: Value) -> Any:
