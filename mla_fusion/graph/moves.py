@@ -141,6 +141,7 @@ _CASTS = "_to_copy to type_as npu::npu_dtype_cast npu::_npu_dtype_cast prims::co
 
 @operator(*_CASTS.split())
 def cast(c: Call, x: Value | None = None, a: Value | None = None, **_: Any) -> Value:
+    """A cast to the call's dtype."""
     from mla_fusion.graph import quantise
 
     value = x if x is not None else a
