@@ -402,6 +402,7 @@ def contract(c: Call, x: Value, other: Value, left: str, right: str, result: str
         return prod(sizes[axis] for axis in axes)
 
     def as_matrices(value: Value, axes: str, *parts: Sequence[str]) -> Value:
+        """An operand as matrices: the batch axes, then one axis for each part."""
         order = [axes.index(axis) for part in (batch, *parts) for axis in part]
         batch_sizes = [sizes[axis] for axis in batch]
         return form.reshape(form.permute(value, order), (*batch_sizes, *map(size, parts)))
