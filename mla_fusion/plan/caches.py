@@ -23,7 +23,7 @@ from mla_fusion.plan.outputs import unmoved
 from mla_fusion.plan.slots import Roles, trusted
 from mla_fusion.propose.given import Given
 from mla_fusion.propose.prologue import Proposal
-from mla_fusion.targets.prolog import format_of, of_rows
+from mla_fusion.targets.prolog import format_of, row_format
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ _CHANNELS, _PACKED = 2, 3  # kv_cache_quant_mode
 
 def _element(proposal: Proposal) -> torch.dtype:
     """Of rows in bytes."""
-    return of_rows(format_of(proposal.arguments["weight_quant_mode"])).element
+    return row_format(format_of(proposal.arguments["weight_quant_mode"])).element
 
 
 def _of_both(graph: Graph, kv: Write, kr: Write) -> Iterator[Obstacle]:

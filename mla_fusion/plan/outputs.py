@@ -91,7 +91,7 @@ def holders(graph: Graph, values: Iterable[Value], given: Given | None = None) -
         is_given = given is not None and given.of(value) is not None
         if is_given and value.op == "write":
             continue
-        held = () if is_given else graph.holding(value)
+        held = () if is_given else graph.nodes_holding(value)
         nodes = (node for node in held if not has_effect(graph, node))
         first = next(nodes, None)
         if first is None:

@@ -229,7 +229,7 @@ class Planner:
         starts = [
             node
             for value in proposal.products
-            for node in self._holding.get(value) or graph.in_any_shape(value)
+            for node in self._holding.get(value) or graph.nodes_in_any_shape(value)
         ]
         if isinstance(caches, InPlace):
             writers = (_writer(graph, write) for write in caches.writes.values())

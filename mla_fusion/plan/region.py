@@ -102,7 +102,7 @@ def _first(graph: Graph, value: Value) -> Node:
     """The first node that holds the numbers of a Value, in whatever shape: others are views."""
     times, rest = graph.form.split(value)  # a number stands in front of a move
     inner = graph.form.scaled(unmoved(rest), times)
-    nodes = (node for one in (inner, value) for node in graph.in_any_shape(one))
+    nodes = (node for one in (inner, value) for node in graph.nodes_in_any_shape(one))
     return min(node for node in nodes if isinstance(node.meta["val"], torch.Tensor))
 
 
