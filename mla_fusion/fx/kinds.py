@@ -5,12 +5,14 @@ where no schema says it.
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from dataclasses import dataclass
+from inspect import isfunction
 from operator import attrgetter
 from typing import Any
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
 from mla_fusion.compat import HigherOrderOperator, OpOverload, overload_name, schema_of
 
@@ -312,3 +314,16 @@ def heeds_strides(node: Node) -> bool:
     if is_random(node):
         return True
     return target.namespace not in _BUILT_IN and torch.Tag.flexible_layout not in target.tags
+
+
+def count_operators(gm: GraphModule) -> dict[str, int]:
+    """How often each operator is called, the commonest first."""
+    targets = [node.target for node in gm.graph.nodes if node.op == "call_function"]
+    # their hashes and names cost more than the counting
+    by_identity = {id(target): target for target in targets}
+    counts = Counter[str]()
+    for identity, count in Counter(map(id, targets)).items():
+        target = by_identity[identity]
+        # str of a Python function has its address
+        counts[target.__name__ if isfunction(target) else str(target)] += count
+    return dict(counts.most_common())

@@ -12,7 +12,7 @@ from torch.fx import Node
 from mla_fusion.exact.prove import Claim
 from mla_fusion.graph.form import Value, nearest
 from mla_fusion.graph.read import Graph
-from mla_fusion.plan import cache_modes, weight_modes
+from mla_fusion.plan import modes
 from mla_fusion.plan.caches import InPlace, Staged
 from mla_fusion.plan.outputs import holders
 from mla_fusion.propose.prologue import Proposal
@@ -132,8 +132,7 @@ class Plan:
         }
         if not self.read.isdisjoint(("query_norm", "dequant_scale_q_norm")):
             found["query_norm_flag"] = True
-        found |= weight_modes.attributes(*self.modes)
-        found |= cache_modes.attributes(self.modes[1])
+        found |= modes.attributes(*self.modes)
         for name in ("qc_qr_scale", "kc_scale"):
             if name in a:
                 found[name] = float(a[name])
