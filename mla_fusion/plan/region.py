@@ -8,6 +8,7 @@ from math import prod
 import torch
 from torch.fx import Node
 
+from mla_fusion.fx.kinds import is_mutating
 from mla_fusion.fx.walk import reached
 from mla_fusion.graph.departure import Departure
 from mla_fusion.graph.form import Value, order
@@ -53,7 +54,7 @@ def region_of(
         for user in node.users:
             reading = None if user.op == "output" else graph.readings[user]
             is_moved = isinstance(reading, Value) and given.of(reading) is not None
-            is_end = has_effect(graph, user)  # a cache gets its new rows
+            is_end = is_mutating(user) or has_effect(graph, user)  # memory gets its new rows
             if user not in inside and (is_end or not is_moved or is_read(user)):
                 return True
         return False
