@@ -124,6 +124,11 @@ def _memory(graph: Graph, node: Node) -> list[Node]:
     return views + (graph.writers.get(base, []) if base.op == "call_function" else [])
 
 
+def _written_later(graph: Graph, node: Node, reader: Node) -> Departure:
+    detail = f"{node.name} is written after {reader.name} has read it"
+    return Departure("graph.not_functional", detail, [*values_of(graph.readings[node])])
+
+
 def settled(
     graph: Graph, given: Given, products: Iterable[Value], read: Iterable[Value]
 ) -> Settled:
@@ -140,21 +145,25 @@ def settled(
     ]
     stack += [(node, node, False) for node in holders(graph, read)]
     while stack:
-        node, reader, is_written = stack.pop()
-        if node in found.kept or node in found.sizes or (node in found.replaced and not is_written):
+        node, reader, is_memory = stack.pop()
+        is_stale = (reader, node) in graph.stale
+        # what an input held before it was written is read of the input
+        is_memory = is_memory or (is_stale and graph.base(node).op != "call_function")
+        if node in found.replaced and is_stale and not is_memory:
+            raise _written_later(graph, node, reader)
+        if node in found.kept or node in found.sizes or (node in found.replaced and not is_memory):
             continue
         if is_size(node):
             found.sizes.add(node)
             continue
         is_step = node.op == "call_function" and (node in hidden or not has_effect(graph, node))
-        if is_step and not is_written:
+        if is_step and not is_memory:
             reading = graph.readings[node]
             if isinstance(reading, Value):
                 is_filled = is_made_of_nothing(reading) and node.all_input_nodes
                 known = reading if is_filled else given.of(reading)
-                if known is not None and (reader, node) in graph.stale:
-                    detail = f"{node.name} is written after {reader.name} has read it"
-                    raise Departure("graph.not_functional", detail, [reading])
+                if known is not None and is_stale:
+                    raise _written_later(graph, node, reader)
                 is_inside = reading in inside
                 if known is not None and (is_inside or not _goes_on(graph, given, node, known)):
                     found.replaced[node] = known

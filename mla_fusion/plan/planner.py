@@ -107,8 +107,8 @@ class Planner:
     def _planned(self, proposal: Proposal) -> Plan:
         held, compared = self._proved(proposal)
         plan = self._placed(proposal, held, compared)
-        steps = (node for node in plan.region if self.graph.base(node).op == "call_function")
-        policy.functional(self.graph, (*plan.inputs, *steps))
+        outputs = (one for one in plan.replaced if self.graph.base(one).op == "call_function")
+        policy.functional(self.graph, (*plan.inputs, *outputs))
         plan.structure = self._structures.of(plan)
         key = plan.structure, proposal.arguments["token_x"].active
         sizes = self._taken.get(key)

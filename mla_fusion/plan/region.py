@@ -36,7 +36,8 @@ def region_of(
             continue
         inside[node] = None
         reading = graph.readings[node]
-        if isinstance(reading, Value) and is_made_of_nothing(reading):
+        is_filled = isinstance(reading, Value) and is_made_of_nothing(reading)
+        if is_filled and node not in graph.changed:
             continue  # it takes no number of what it reads
         known = given.of(reading) if isinstance(reading, Value) else None
         if known is not None and not (has_effect(graph, node) and node not in graph.hidden):
