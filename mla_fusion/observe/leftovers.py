@@ -80,8 +80,9 @@ def writes(rows: Mapping[Node, bool], tokens: int, bound: Bound) -> Leftover:
     made = {*rows, *to_caches}
     moved, whole = sum(2 * _bytes(bound, node) for node in joined), dict[Node, int | None]()
     for node in steps:
-        if is_writer(node) or has_effect(node):
-            inside = [read for read in node.all_input_nodes if read in made and not is_writer(read)]
+        if _gives_cache(node):
+            reads = (read for read in node.all_input_nodes if read in made)
+            inside = [read for read in reads if not _gives_cache(read)]
             moved += sum(2 * _bytes(bound, read) for read in inside)
             whole |= {cache: _whole(cache) for cache in _caches(node)}
         else:
@@ -91,6 +92,11 @@ def writes(rows: Mapping[Node, bool], tokens: int, bound: Bound) -> Leftover:
     own = (op_name(node).replace("::", ".") for node in steps)
     operators = ("aten.cat",) * len(joined) + tuple(own)
     return Leftover("cache writes", operators, len(operators), moved // tokens, known)
+
+
+def _gives_cache(node: Node) -> bool:
+    """Does it write a cache, or return all of one? So may an operator of the user's own."""
+    return is_writer(node) or has_effect(node) or (not _is_free(node) and any(_caches(node)))
 
 
 def _to_caches(rows: Iterable[Node]) -> list[Node]:

@@ -197,17 +197,18 @@ def _not_taken(graph: Graph, given: Given, name: str, rows: Value) -> Obstacle:
     def is_taken(value: Value) -> bool:
         return _is_of(given.of(value), rows)
 
-    writes = [value.sources[2] for value in graph.nodes if value.op == "write"]
+    values = {**graph.enclosing, **{value: nodes[0] for value, nodes in graph.nodes.items()}}
+    writes = [value.sources[2] for value in values if value.op == "write"]
     behind = (one for value in writes for one in order([value]) if any(map(is_taken, one.sources)))
     of_width = (one for one in writes if one.active and one.shape[1:] == rows.shape[1:])
     for step in (*behind, *of_width):
-        if step in graph.nodes and not is_taken(step):
-            node = graph.nodes[step][0]
+        if step in values and not is_taken(step):
+            node = values[step]
             is_far = "c10d" in str(called(node))
             what = "exchanges the new rows with other devices" if is_far else "changes the new rows"
             message = f"{node.name} ({called(node)}) {what} before they are written"
             return Obstacle("cache.rows_changed", message)
-    for value, (node, *_) in graph.nodes.items():
+    for value, node in values.items():
         caches = [one for one in value.sources if _may_be_cache(one, rows)]
         if value.op != "dot" and caches and any(map(is_taken, value.sources)):
             named = f"{node.name} ({called(node)})"

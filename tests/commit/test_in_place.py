@@ -17,7 +17,7 @@ import mla_fusion as mf
 from mla_fusion.compile import torchair_bridge
 from tests.catalogue import base, int8_caches, prologues
 from tests.exhaustive import pairs
-from tests.harness import assert_as_exact, clones, distance, traced_graph
+from tests.harness import assert_as_exact, clones, distance, flat, traced_graph
 
 
 class Doubled(prologues.PagedRotateHalf):
@@ -176,6 +176,16 @@ def test_what_torchair_leaves_copied_is_said(monkeypatch: pytest.MonkeyPatch) ->
     assert lowered.report.fused[0].placement.startswith("written by the kernel, copied by copy_")
 
 
+@torch.library.custom_op("mla_fusion_tests_in_place::add_into", mutates_args=("into",))
+def add_into(into: Tensor, rows: Tensor) -> None:
+    into.add_(rows)
+
+
+@add_into.register_fake
+def _(into: Tensor, rows: Tensor) -> None:
+    return None
+
+
 class Buffered(base.Base):
     """Results go into a buffer, and rows into the caches by one of their own, step by step."""
 
@@ -217,14 +227,31 @@ class Buffered(base.Base):
         if self.step == "zeros":
             buffer[:4].zero_()
             buffer[4:].zero_()
+        if self.step == "split":
+            first, last = buffer.split(4)
+            first.copy_(scores[:4])
+            last.zero_()
+        if self.step == "unbind":
+            first, *_, last = buffer.unbind(0)
+            first.copy_(scores[0])
+            last.zero_()
+            return scores, buffer * 2
+        if self.step == "out":
+            torch.add(scores, 1.0, out=buffer)
+        if self.step == "operator":
+            own = torch.zeros_like(scores)
+            add_into(own, scores)
+            add_into(buffer, scores)
+            return scores, own * 2, buffer * 2
         return scores
 
 
 STEPS = {"scaled": 0, "rows": 0, "cleared": 1, "row buffer": 1, "clone": 1, "between": 1}
+STEPS |= dict.fromkeys(("parts", "zeros", "split", "unbind", "out", "operator"), 1)
 
 
 @pytest.mark.parametrize("capture", CAPTURES.values(), ids=CAPTURES)
-@pytest.mark.parametrize(("step", "fused"), [*STEPS.items(), ("parts", 1), ("zeros", 1)])
+@pytest.mark.parametrize(("step", "fused"), STEPS.items())
 def test_a_step_writes_the_memory_that_it_wrote(
     step: str, fused: int, capture: Callable[..., GraphModule]
 ) -> None:
@@ -239,8 +266,6 @@ def test_a_step_writes_the_memory_that_it_wrote(
     assert len(report.fused) == fused, str(report)
     assert fused or {one.code for one in report.rejected} == {"graph.not_functional"}
     with torch.no_grad():
-        got, want = (
-            [gm(*(mine := clones(args))), *mine],
-            [model(*(theirs := clones(args))), *theirs],
-        )
+        got = [*flat(gm(*(mine := clones(args)))), *mine]
+        want = [*flat(model(*(theirs := clones(args)))), *theirs]
     assert all(distance(one, other) < 0.02 for one, other in zip(got, want, strict=True))
