@@ -16,14 +16,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mla_fusion as mf
-from mla_fusion.modes import is_plain, kept_outside_modes, outside_modes
+from mla_fusion.modes import is_plain
 from mla_fusion.reference import hifloat8
-from mla_fusion.weights import cache
 from mla_fusion.weights.source import fingerprint
 from tests.catalogue import base, prologues
 from tests.exhaustive import one_in
@@ -229,32 +228,6 @@ def test_later_calls_are_right(name: str, config: str, first: str) -> None:
     assert not strange()
 
 
-@pytest.mark.parametrize("name", one_in(1, MODES))
-def test_what_is_packed_under_a_mode_is_plain_or_not_kept(name: str) -> None:
-    """Without dynamo, which compiles nothing under most modes: of a real weight, and of what the
-    mode makes of one.
-    """
-
-    class Turn(nn.Module):
-        def forward(self, weight: Tensor) -> Tensor:
-            return weight.t().clone()
-
-    packing = cache.Packed(torch.fx.symbolic_trace(Turn()), updates="every call")
-    weight = nn.Parameter(torch.randn(4, 6).bfloat16(), requires_grad=False)
-    for _ in range(2):
-        with MODES[name]() as mode:
-            packing([weight])
-            packing([mode.from_tensor(weight) if name == "fake" else weight * 1])
-        assert not strange()
-        found = packing([weight])
-        assert is_plain(found) and not found.is_inference() and torch.equal(found, weight.t())
-        weight.data.mul_(2)
-        assert torch.equal(packing([weight]), weight.t())
-    with MODES[name]():
-        packing([weight])
-    assert packing([weight]).data_ptr() == packing([weight]).data_ptr()
-
-
 def test_modes_of_another_thread_are_its_own() -> None:
     model, args = prologues.Neox(), base.paged_args()
     run = torch.compile(model, backend=mf.backend())
@@ -275,32 +248,3 @@ def test_modes_of_another_thread_are_its_own() -> None:
         over.set()
         thread.join()
     assert not strange()
-
-
-@pytest.mark.parametrize("name", MODES)
-def test_a_result_made_under_a_mode_is_plain_or_not_kept(name: str) -> None:
-    made: list[Tensor] = []
-
-    @kept_outside_modes(4)
-    def ones(size: int) -> Tensor:
-        made.append(torch.ones(size, dtype=torch.float32, device="cpu"))
-        return made[-1]
-
-    with MODES[name]():
-        ones(3)
-    again = ones(3)
-    assert (
-        type(again) is Tensor and is_plain(again) and not again.is_inference() and ones(3) is again
-    )
-    assert len(made) <= 2
-
-
-def test_outside_of_all_modes_at_once() -> None:
-    with FakeTensorMode(), Functions(), torch.inference_mode(), in_grad(), outside_modes():
-        made = torch.ones(2) * 2
-    assert is_plain(made) and not made.is_inference() and made.tolist() == [2, 2]
-    with FakeTensorMode() as mode:
-        fake = torch.ones(2)
-        with outside_modes():
-            pass
-        assert isinstance(torch.ones(1), FakeTensor) and fake.fake_mode is mode  # and back
