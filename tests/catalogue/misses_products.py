@@ -93,17 +93,6 @@ class LatentRounded(Base):
         return super().split(through(q, torch.float8_e4m3fn))
 
 
-class RankFour(Base):
-    """x is [.., .., .., He] and only the products are flattened."""
-
-    def down(self, x: Tensor) -> Tensor:
-        return self.q_a_proj(x).flatten(0, 2)
-
-    def latent(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        c_kv, k_pe = self.kv_a_proj_with_mqa(x).flatten(0, 2).split([HCKV, DR], -1)
-        return self.kv_a_layernorm(c_kv), k_pe
-
-
 class Adapted(nn.Module):
     """A low-rank adapter beside the weight."""
 

@@ -93,13 +93,6 @@ class RopeMixesHeads(Base):
         return q_pe * c + rotate_half(q_pe.flip(1)) * s
 
 
-class SharedRows(Base):
-    """Two sequences of four tokens share the table's rows, and x has no sequence axis."""
-
-    def rotate(self, x: Tensor, c: Tensor, s: Tensor) -> Tensor:
-        return super().rotate(x.view(2, 4, -1, DR), c, s).flatten(0, 1)
-
-
 @miss("rope.tables_differ", of="CountedPositions", tags="rope, tables, run", args=sequences)
 class KeyCountedOneLater(CountedPositions):
     """The key's positions are counted from another one."""

@@ -1,13 +1,12 @@
 """Programs that are equal, however they are written, are equal at random points of the field; one
 with a slice, a sign, an axis, a weight or a table changed is another.
 
-A program is a chain of blocks, each of rows [T, N] and giving such rows. A block has spellings that
-are equal, and changed ones.
+A program is a block, of rows [T, N] and giving such rows. It has spellings that are equal, and
+changed ones.
 """
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from functools import cache
 
@@ -27,7 +26,6 @@ from mla_fusion.graph.read import Graph
 
 T, B, S, H, D = 12, 3, 4, 2, 4
 N = H * D
-CHAINS = 12
 INPUTS = {
     "a": (T, 6),
     "p": (T, N),
@@ -376,20 +374,6 @@ CHANGED: dict[str, list[Block]] = {
 }
 
 
-def chains() -> list[tuple[list[Block], list[Block], list[Block]]]:
-    """Equal chains, and the first of them with one block changed. One norm at most: the square of a
-    root is known to constructors, but not in the field.
-    """
-    rng, found = random.Random(0), []
-    for _ in range(CHAINS):
-        names = rng.sample(list(EQUAL), k=rng.randint(2, 4))
-        one, other = ([rng.choice(EQUAL[name]) for name in names] for _ in range(2))
-        changed, at = list(one), rng.randrange(len(names))
-        changed[at] = rng.choice(CHANGED[names[at]])
-        found.append((one, other, changed))
-    return found
-
-
 @cache
 def values() -> tuple[dict[str, Value], Value]:
     """All programs as Values of one graph, and the activation that they begin with."""
@@ -397,9 +381,6 @@ def values() -> tuple[dict[str, Value], Value]:
     for name, blocks in EQUAL.items():
         programs |= {f"{name} {k}": [block] for k, block in enumerate(blocks)}
         programs |= {f"{name} changed {k}": [block] for k, block in enumerate(CHANGED[name])}
-    for number, chain in enumerate(chains()):
-        for kind, blocks in zip(("one", "other", "changed"), chain, strict=True):
-            programs[f"chain {number} {kind}"] = blocks
     shapes = INPUTS | MODEL
     given = {name: torch.rand(shape) + 0.1 for name, shape in shapes.items()}
     given |= {name: torch.randint(0, 12, (T,)) for name in NUMBERS}
@@ -446,9 +427,3 @@ def test_what_is_changed_differs(name: str) -> None:
     first = f"{name} 0"
     wrong = [k for k in range(len(CHANGED[name])) if are_equal(first, f"{name} changed {k}")]
     assert not wrong
-
-
-@pytest.mark.parametrize("number", range(CHAINS))
-def test_chains(number: int) -> None:
-    assert are_equal(f"chain {number} one", f"chain {number} other")
-    assert not are_equal(f"chain {number} one", f"chain {number} changed")

@@ -64,10 +64,6 @@ class Served:
         assert isinstance(weight, nn.Parameter)
         return weight
 
-    @property
-    def weights_of_all(self) -> list[nn.Parameter]:
-        return [self.weight(name) for name in NAMES]
-
     def assert_replay_right(self) -> None:
         """The memory of the first call holds what would be packed now; then a call, which moves
         nothing.

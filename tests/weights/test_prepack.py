@@ -60,12 +60,6 @@ class OneLayer:
         assert mf.reports()[-1].fused
         assert_as_exact(self.model, self.args, [*found, *given], slack=1.2)
 
-    def new_values(self) -> dict[str, Tensor]:
-        return {
-            name: torch.randn(p.shape).to(p.dtype) * 0.05
-            for name, p in self.model.named_parameters()
-        }
-
 
 # -- the whole of it
 

@@ -84,8 +84,6 @@ _KEPT: dict[str, Step] = {
 _ROWS = (*FLOATS[1:], "query", "query_rope")
 _TABLES = tuple(place for place in SIDES if place.endswith(("cos", "sin")))
 
-Model = int8_caches.PlainCache | int8_caches.PackedRows
-
 
 class _Rows(int8_caches.PlainCache):
     """A step in front of the quantisation of one row or the other."""
