@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 import mla_fusion as mf
-from tests.catalogue import ENTRIES, base, int8
+from tests.catalogue import ENTRIES
 from tests.catalogue.int8_caches import PackedRows, packed_args
 from tests.exhaustive import one_in
-from tests.harness import clones, compiled, outcome, traced_graph
+from tests.harness import traced_graph
 
 
 @pytest.mark.parametrize("name", ["Partial", "FullSmooth", "IndexerReads"])
@@ -90,11 +90,3 @@ def test_rows_packed_otherwise_stay_with_the_model(name: str) -> None:
     gm = traced_graph(Model(), *packed_args())
     (fusion,) = mf.fuse(gm, mf.Config(verify="off")).fused
     assert fusion.placement.startswith("staged"), name
-
-
-def test_symbolic_sizes_of_int8_weights() -> None:
-    """The width of x is a symbol beside a static weight: the product says that they are one."""
-    torch.manual_seed(0)
-    module, given = int8.Full(), base.paged_args()
-    compiled(module, clones(given), mf.backend(), dynamic=True)
-    assert outcome(mf.reports()[-1]) == ("in place",), str(mf.reports()[-1])

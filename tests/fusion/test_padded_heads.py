@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from mla_fusion.meta import limits
 from torch import Tensor, nn
 
 import mla_fusion as mf
@@ -69,27 +68,6 @@ def test_the_call_has_a_legal_number_of_heads() -> None:
     assert weight_uq_qr.meta["val"].numel() == 16 * (base.D + base.DR) * base.HCQ
     assert call.meta["val"][0].shape[-2] == 16
     assert report.fused[0].placement == "in place"
-
-
-def test_zeros_come_before_the_format_cast() -> None:
-    """Padding a weight that is in FRACTAL_NZ already would put its zeros among the numbers."""
-    gm, _ = capture(prologues.PagedRotateHalf(12), *base.paged_args(), device="npu")
-    mf.fuse(gm, mf.Config(cann=RELEASE))
-    for pad in gm.graph.find_nodes(
-        op="call_function", target=torch.ops.aten.constant_pad_nd.default
-    ):
-        above = {pad}
-        for node in above.copy():
-            above |= set(node.all_input_nodes)
-        assert not any("format_cast" in str(node.target) for node in above)
-
-
-@pytest.mark.parametrize(("cann", "heads"), [("latest", 12), (RELEASE, 16)])
-def test_legal_numbers_stay(cann: str, heads: int) -> None:
-    assert heads in limits("npu_mla_prolog_v3", "A3", cann).dims["N"]
-    gm, _ = capture(prologues.PagedRotateHalf(heads), *base.paged_args())
-    (fusion,) = mf.fuse(gm, mf.Config(cann=cann)).fused
-    assert "N_padded" not in fusion.dims
 
 
 def test_more_heads_than_the_kernel_has_are_refused() -> None:
@@ -155,29 +133,6 @@ class PaddingPairs(Padding):
         return torch.stack((even * c - odd * s, even * s + odd * c), -1).flatten(-2)
 
 
-class CutByTheModel(Padding):
-    """It leaves out heads, which are no zeros, and pads to as many again."""
-
-    def padded(self, query: Tensor, query_rope: Tensor) -> tuple[Tensor, Tensor]:
-        return super().padded(query[:, :12], query_rope[:, :12])
-
-
-class TwoKinds(nn.Module):
-    """A layer whose cut is the call's, and one whose cut is the model's; the query leaves as
-    attention reads it.
-    """
-
-    def __init__(self, heads: int) -> None:
-        super().__init__()
-        self.first, self.second = Padding(heads), CutByTheModel(heads + 4)
-        self.first.reader = self.second.reader = lambda query, rope, *_: torch.cat(
-            [query, rope], -1
-        )
-
-    def forward(self, *args: Tensor) -> tuple[Tensor, Tensor]:
-        return self.first(*args), self.second(*args)
-
-
 class PaddingWithOnes(Padding):
     def padded(self, query: Tensor, query_rope: Tensor) -> tuple[Tensor, Tensor]:
         pad = nn.functional.pad
@@ -214,12 +169,4 @@ def test_pads_for_attention_are_carried_by_the_weights(
     assert len([pad for pad in pads if call < pad]) == left
     for report, fused in both_ways(module, given, mf.Config(cann=cann)):
         assert report.fused
-        assert_as_exact(module, given, fused, slack=1.2)
-
-
-def test_heads_that_the_model_cuts_are_not_taken_for_zeros() -> None:
-    torch.manual_seed(0)
-    module, given = TwoKinds(12), base.paged_args()
-    for report, fused in both_ways(module, given, mf.Config(cann=RELEASE)):
-        assert [fusion.dims["N"] for fusion in report.fused] == [12, 16]
         assert_as_exact(module, given, fused, slack=1.2)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import mla_fusion as mf
 from tests.catalogue.base import DR, HCKV, Base, paged_args, rotate_half
@@ -78,33 +78,6 @@ def test_another_order_is_the_models_own(query: list[int], key: list[int], fuses
         fused = run_fused(model, clones(args), config)
         assert_as_exact(model, args, fused)
         assert bool(mf.reports()[-1].fused) == fuses
-
-
-class Layers(nn.Module):
-    """Layers that differ in their lists alone."""
-
-    def __init__(self, *orders: list[int]) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(map(Listed, orders))
-
-    def forward(self, *args: Tensor) -> list[Tensor]:
-        x, cos, sin, *caches, slots = args
-        pairs = zip(self.layers, caches[0::2], caches[1::2], strict=True)
-        return [layer(x, cos, sin, kv, kr, slots)[0] for layer, kv, kr in pairs]
-
-
-@pytest.mark.parametrize(
-    ("orders", "count"),
-    one_in(1, [([HALVES, HALVES], 2), ([HALVES, SWAPPED], 2), ([REPEATED, HALVES], 1)]),
-)
-def test_a_layer_is_read_by_its_own_list(orders: list[list[int]], count: int) -> None:
-    torch.manual_seed(0)
-    x, cos, sin, kv, kr, slots = paged_args()
-    model, args = Layers(*orders), (x, cos, sin, kv, kr, kv.clone(), kr.clone(), slots)
-    for config in (mf.Config(), mf.Config(verify="off")):
-        fused = run_fused(model, clones(args), config)
-        assert len(mf.reports()[-1].fused) == count
-        assert_as_exact(model, args, fused)
 
 
 class Held(Listed):

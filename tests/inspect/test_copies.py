@@ -208,25 +208,6 @@ def test_whatever_makes_a_tensor_as_large_as_a_written_cache_is_a_copy(
     assert "Copies at every run" in str(summarise(dump))
 
 
-class ReturnsCaches(nn.Module):
-    """New caches in place of writes, in another shape than they came in."""
-
-    def forward(self, kv: Tensor, slots: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        written = torch.ops.npu.npu_scatter_nd_update(
-            kv.view(-1, kv.shape[-1]), slots[:, None], rows
-        )
-        return written, written.sum(-1)
-
-
-@pytest.mark.parametrize("mode", ["ge", "npugraph_ex"])
-def test_a_new_cache_of_another_shape_is_a_copy(mode: str, tmp_path: Path) -> None:
-    args = torch.zeros(4, 16, 1, 512), torch.zeros(8, dtype=torch.int64), torch.zeros(8, 512)
-    mf.lower(ReturnsCaches(), *args, mode=mode, config=UNFUSED).save(tmp_path)
-    dump = read(tmp_path / ("graph.pbtxt" if mode == "ge" else "fx_after.txt"))
-    copies = find_copies(dump)
-    assert copies.followed == ["arg0_1"] and "cache" in {one.role for one in copies.copies}
-
-
 # -- by hand
 
 
@@ -257,52 +238,6 @@ def test_an_unknown_operator_on_the_way_is_named(tmp_path: Path) -> None:
     text = of_listing(tmp_path, step, torch.zeros(8, 4), torch.zeros(2, 4))
     assert "not followed through mla_fusion_tests.moved_rows.default moved_rows" in text
     assert "not copied" not in text
-
-
-@pytest.mark.parametrize(
-    ("name", "write"),
-    [
-        ("aten.where.self", lambda cache, rows: cache.copy_(torch.where(rows > 0, rows, cache))),
-        ("aten.cat.default", lambda cache, rows: cache.copy_(torch.cat([rows[:2], cache[2:]]))),
-        (
-            "aten._to_copy.default",
-            lambda cache, rows: cache.copy_(
-                cache.double().select_scatter(rows[0].double(), 0, 0).float()
-            ),
-        ),
-        (
-            "aten.constant_pad_nd.default",
-            lambda cache, rows: cache.copy_(nn.functional.pad(cache[1:], (0, 0, 0, 1))),
-        ),
-        ("aten.clone.default", lambda cache, rows: cache.copy_(cache.t().contiguous().t().clone())),
-        ("aten.slice_scatter.default", lambda cache, rows: cache[:2].copy_(rows[:2])),
-        (
-            "aten.index_put.default",
-            lambda cache, rows: cache.index_put_([rows[:1, 0].long()], rows[:1]),
-        ),
-    ],
-)
-def test_each_way_to_rebuild_a_cache_is_counted(name: str, write: object, tmp_path: Path) -> None:
-    def step(cache: Tensor, rows: Tensor) -> Tensor:
-        write(cache, rows)  # type: ignore[operator]
-        return rows.sum()
-
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    gm = make_fx(torch.func.functionalize(step, remove="mutations"), tracing_mode="fake")(
-        torch.zeros(8, 4), torch.zeros(8, 4)
-    )
-    (tmp_path / "fx.txt").write_text(gm.print_readable(print_output=False))
-    copies = find_copies(read(tmp_path / "fx.txt"))
-    assert name in [one.type for one in copies.copies] and not copies.not_followed, copies
-    assert {one.of for one in copies.copies} == {"cache_1"}
-
-
-def test_staging_buffers_have_their_dtype(tmp_path: Path) -> None:
-    lowered("ComplexDense", "ge", tmp_path)
-    (kernel,) = summarise(read(tmp_path / "graph.pbtxt")).prologues
-    assert str(kernel.value("kv_cache")) == "bfloat16[6, 1, 512]"
-    assert str(kernel.value("kr_cache")) == "bfloat16[6, 1, 64]"
 
 
 def test_a_hidden_state_of_the_same_shape_is_no_cache(tmp_path: Path) -> None:
