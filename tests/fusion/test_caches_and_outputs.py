@@ -19,6 +19,7 @@ def test_layers_share_tables_and_probes() -> None:
     assert len(report.fused) == 3 and not report.rejected
     # the first layer reads an input, the others what products made
     assert [bool(f.figures) for f in report.fused] == [True, True, False]
+    assert report.fused[2].verified.startswith("equal in structure to ")
     assert report.operators["after"]["npu.npu_mla_prolog_v3_functional.default"] == 3
     assert_as_exact(model, args, fused, 1.1)
 

@@ -106,15 +106,6 @@ def parametrised(attention: Any) -> None:
     nn.utils.parametrize.register_parametrization(attention.kv_b_proj, "weight", Doubled())
 
 
-class Louder(nn.Linear):
-    def __call__(self, *given: Any, **options: Any) -> Any:
-        return super().__call__(*given, **options) * 1.5
-
-
-def called_otherwise(attention: Any) -> None:
-    attention.kv_b_proj.__class__ = Louder
-
-
 def expanding_otherwise(attention: Any) -> None:
     if not EXPANDS_AFTER_CACHE.has(type(attention)):
         pytest.skip("this transformers has no expand_kv")
@@ -134,17 +125,9 @@ class Doubled(Tensor):
             return found * 2 if function is nn.functional.linear else found
 
 
-def of_another_class(attention: Any) -> None:
-    up = attention.kv_b_proj
-    doubled = up.weight.detach().as_subclass(Doubled)
-    del up.weight
-    up.weight = doubled  # as a plain attribute
-
-
 CHANGES = [
     wrapped_by_lora, hooked, hooked_before, biased, patched, replaced, quantised, parametrised,
-    called_otherwise,
-    expanding_otherwise, of_another_class,
+    expanding_otherwise,
 ]  # fmt: skip
 
 
@@ -176,31 +159,6 @@ def test_an_attention_that_expands_since_says_so() -> None:
     with pytest.warns(UserWarning, match="expanded to all heads") as said:
         model.generate(**prompt(), **GREEDY)
     assert all(str(item.message).startswith("model.layers.1.self_attn.kv_b_proj") for item in said)
-
-
-@pytest.mark.parametrize(
-    "change",
-    one_in(2, [wrapped_by_lora, biased, patched, replaced, expanding_otherwise, of_another_class]),
-)
-def test_a_change_counts_in_a_compiled_step(change: Callable[[Any], None]) -> None:
-    results = []
-    ids = prompt()["input_ids"][:, 4:].clamp(min=3)
-    for compiles in (False, True):
-        torch._dynamo.reset()
-        model = build("deepseek_v3", {"first_k_dense_replace": 2})  # experts may end a graph
-        hf.optimize(model)
-        cache = hf.MlaPagedCache(model, max_cache_len=32)
-        with torch.no_grad():
-            model(input_ids=ids[:, :4], past_key_values=cache)
-            run: Any = hf.DecodeStep(model, cache)
-            run = torch.compile(run, backend="eager", fullgraph=True) if compiles else run
-            before = run(ids[:, 4:5])
-            for attention in attentions(model):
-                change(attention)
-            results.append(run(ids[:, 4:5]))
-    wanted, found = results
-    assert float((found - wanted).norm() / wanted.norm()) < 1e-4
-    assert float((before - wanted).norm() / wanted.norm()) > 1e-2
 
 
 def file_of(attention: Any) -> Any:

@@ -15,7 +15,6 @@ import pytest
 import torch
 
 import mla_fusion as mf
-from mla_fusion.modes import use_threads
 from tests.catalogue import Entry, prologues, select
 from tests.exhaustive import one_in
 from tests.harness import traced_graph
@@ -85,20 +84,6 @@ def test_other_threads_see_nothing_of_a_pass(graph: torch.fx.GraphModule) -> Non
         torch.set_num_threads(1)
     assert sampler.looks > 10
     assert sampler.seen == {(torch.bfloat16, torch.bfloat16, 3, True)}
-
-
-def test_a_thread_runs_on_as_many_threads_as_it_asks_for() -> None:
-    found: list[int] = []
-
-    def ask() -> None:
-        assert use_threads(5)
-        found.append(torch.get_num_threads())
-
-    usual = torch.get_num_threads()
-    other = threading.Thread(target=ask)
-    other.start()
-    other.join()
-    assert found == [5] and torch.get_num_threads() == usual
 
 
 @pytest.mark.parametrize("entry", one_in(3, select()[::20]), ids=str)
