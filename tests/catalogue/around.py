@@ -16,6 +16,7 @@ from .base import (
     HE,
     Base,
     D,
+    HfNorm,
     attend,
     paged_args,
     paged_caches,
@@ -240,3 +241,29 @@ class OwnWeights(Sequences):
     def __init__(self) -> None:
         super().__init__()
         self.q_a_proj = ForEachSequence()  # type: ignore[assignment]
+
+
+class KeepingNorm(HfNorm):
+    """Keeps the normed rows as they are before they are rounded."""
+
+    wide: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        self.wide = self.weight.float() * (wide * scale)
+        return self.wide.to(x.dtype)
+
+
+@entry(IN_PLACE, source=OURS, tags="readers")
+class WideAndRoundedRows(PagedRotateHalf):
+    """The kernel returns a value once: who reads it, and the same value rounded, gets both."""
+
+    norm = KeepingNorm
+
+    def forward(self, *args: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        scores = super().forward(*args)
+        wide = self.kv_a_layernorm.wide
+        narrow = wide.to(torch.bfloat16)
+        joined = torch.cat((wide, narrow.float()), -1)
+        return scores, joined, narrow.half() - narrow, narrow.float() - narrow * 2

@@ -6,6 +6,7 @@ floats.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -85,6 +86,59 @@ def inverse(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
 def by_operator(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     values, scale = npu.npu_dynamic_quant(x)
     return values, scale.unsqueeze(-1)
+
+
+def whole(steps: Tensor) -> Tensor:
+    return steps.float().round().to(torch.int8)
+
+
+def of_narrow_rows(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The rows themselves were rounded before: their largest is exact in bfloat16, too."""
+    scale = largest(x).float() / 127
+    return whole(x.float() / scale), scale
+
+
+def by_wide_product(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    wide = x.float()
+    return whole(wide * 127 / largest(wide)), largest(wide) / 127
+
+
+def by_wide_reciprocal(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    scale = largest(x.float()) / 127
+    return whole(x.float() * scale.reciprocal()), scale
+
+
+def by_reciprocal_clamped(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    scale = largest(x) / 127
+    return (x * scale.reciprocal()).float().round().clamp(-128, 127).to(torch.int8), scale
+
+
+def by_integers(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    scale = largest(x.float()) / 127
+    steps = (x.float() / scale).round().to(torch.int32)
+    return steps.clamp(-128, 127).to(torch.int8), scale
+
+
+# -- a guard against rows of zeros: of the largest of each row, its step
+
+Guard = Callable[[Tensor], Tensor]
+one = torch.ones_like
+
+
+GUARDS: dict[str, Guard] = {
+    "where it is 0": lambda m: torch.where(m / 127 == 0, one(m), m / 127),
+    "where it is not": lambda m: torch.where(m / 127 != 0, m / 127, one(m)),
+    "masked_fill": lambda m: (m / 127).masked_fill(m == 0, 1.0),
+    "by a copy of the mask": lambda m: torch.where((m == 0).clone(), one(m), m) / 127,
+}
+
+
+def guarded(guard: Guard) -> Callable[[Any, Tensor], tuple[Tensor, Tensor]]:
+    def quantise(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        scale = guard(largest(x.float()))
+        return to_int8(x.float() / scale), scale
+
+    return quantise
 
 
 # -- multiply
@@ -212,8 +266,16 @@ LINEARS: dict[str, type[PlainLinear]] = {
     "to_scaled_columns": linear_of("l", multiply=to_scaled_columns, bring_back=rows_alone),
     "by_quant_matmul": linear_of("l", multiply=whole_operator, bring_back=by_quant_matmul),
     "all_in_bfloat16": linear_of("l", bring_back=all_in_bfloat16),
+    "of_narrow_rows": linear_of("l", quantise=of_narrow_rows),
+    "by_wide_product": linear_of("l", quantise=by_wide_product),
+    "by_wide_reciprocal": linear_of("l", quantise=by_wide_reciprocal),
+    "by_reciprocal_clamped": linear_of("l", quantise=by_reciprocal_clamped),
+    "by_integers": linear_of("l", quantise=by_integers),
     "held_transposed": HeldTransposed,
     "batched": Batched,
+    **{
+        f"guarded {name}": linear_of("l", quantise=guarded(guard)) for name, guard in GUARDS.items()
+    },
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -345,3 +346,85 @@ class StaticCache(PagedRotateHalf):
 @step("slots", IN_PLACE, tags="cache")
 def slots_cast_twice(self: Base, slots: Tensor, query: Tensor) -> Tensor:
     return slots.int().long().reshape(-1)
+
+
+# -- rows assigned by slices of a view of the cache
+
+Put = Callable[[Tensor, Tensor], None]  # of a cache and its rows
+
+
+def flat(cache: Tensor) -> Tensor:
+    return cache.view(-1, cache.shape[-1])
+
+
+def to_part(part: Callable[[Tensor], Tensor]) -> Put:
+    def put(cache: Tensor, rows: Tensor) -> None:
+        to = part(cache)
+        to[:] = rows.view(to.shape)
+
+    return put
+
+
+def to_places(places: list[int]) -> Put:
+    def put(cache: Tensor, rows: Tensor) -> None:
+        flat(cache)[places] = rows
+
+    return put
+
+
+def caches_of(*shape: int) -> Callable[[], tuple[Tensor, ...]]:
+    def args() -> tuple[Tensor, ...]:
+        x, cos, sin, *_, slots = paged_args()
+        caches = (torch.randn(*shape, width).bfloat16() for width in (HCKV, DR))
+        return x, cos, sin, *caches, slots
+
+    return args
+
+
+ASSIGNED: dict[str, Put] = {
+    "from three": to_part(lambda c: flat(c)[3:11]),
+    "the last": to_part(lambda c: flat(c)[-8:]),
+    "of a slice of a slice": to_part(lambda c: flat(c)[2:60][-20:][3:11]),
+    "of a block": to_part(lambda c: c.squeeze(2)[2:3, 3:11]),
+    "at places": to_places([9, 2, 33, 4, 61, 0, 7, 8]),
+}
+TWICE = {
+    "at a place twice": to_places([9, 2, 33, 4, 9, 0, 7, 8]),
+    "at a place from the end": to_places([9, 2, -3, 4, 61, 0, 7, 8]),
+}
+FLAT: dict[str, Put] = {
+    "one": to_part(lambda c: c[8:16]),
+    "of one": to_part(lambda c: c[2:][6:14]),
+    "of two": to_part(lambda c: c[2:60][4:][2:10]),
+    "from the start": to_part(lambda c: c[:40][8:16]),
+}
+DENSE: dict[str, Put] = {
+    "rows": to_part(lambda c: c[:2, 4:8]),
+    "rows of rows": to_part(lambda c: c[:2, 4:][:, 2:6]),
+    "sequences of sequences": to_part(lambda c: c[1:][1:3, 4:8]),
+    "both": to_part(lambda c: c[:, 4:12][:2][:, 2:6]),
+}
+
+
+def assign(
+    name: str, put: Put, outcome: str = IN_PLACE, tags: str = "cache", **fields: Any
+) -> None:
+    def write(
+        self: Any, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
+    ) -> None:
+        put(kv_cache, c_kv)
+        put(kr_cache, k_pe)
+
+    write.__name__ = name
+    step("write", outcome, tags=tags, **fields)(write)
+
+
+for name, put in ASSIGNED.items():
+    tags = "cache, symbolic" if name == "from three" else "cache"
+    assign(f"assigned {name}", put, tags=tags)
+for name, put in TWICE.items():
+    assign(f"assigned {name}", put, STAGED)
+for name, put in FLAT.items():
+    assign(f"assigned to flat rows, {name}", put, args=caches_of(64), alone=(STAGED,))
+for name, put in DENSE.items():
+    assign(f"assigned to sequences, {name}", put, STAGED, args=caches_of(4, 32))

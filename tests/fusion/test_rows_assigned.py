@@ -10,7 +10,6 @@ from torch import Tensor
 
 import mla_fusion as mf
 from tests.catalogue.base import DR, HCKV, Base, paged_args
-from tests.exhaustive import one_in
 from tests.harness import assert_as_exact, both_ways, clones, run_fused
 
 Write = Callable[[Tensor, Tensor], None]  # of a cache and the rows
@@ -49,18 +48,6 @@ def from_three(cache: Tensor, rows: Tensor) -> None:
     flat(cache)[3 : 3 + rows.shape[0]] = rows
 
 
-def last(cache: Tensor, rows: Tensor) -> None:
-    flat(cache)[-8:] = rows
-
-
-def of_a_slice(cache: Tensor, rows: Tensor) -> None:
-    flat(cache)[2:60][-20:][3:11] = rows
-
-
-def of_a_block(cache: Tensor, rows: Tensor) -> None:
-    cache.squeeze(2)[2:3, 3:11] = rows
-
-
 def from_four(cache: Tensor, rows: Tensor) -> None:
     flat(cache)[4:12] = rows
 
@@ -71,25 +58,6 @@ def every_second(cache: Tensor, rows: Tensor) -> None:
 
 def all_of_a_block(cache: Tensor, rows: Tensor) -> None:
     cache[1] = rows.unsqueeze(1)
-
-
-WRITES = {
-    "from three": from_three,
-    "last": last,
-    "of a slice": of_a_slice,
-    "of a block": of_a_block,
-}
-
-
-@pytest.mark.parametrize("kind", [Alone, Prologue])
-@pytest.mark.parametrize("name", one_in(1, WRITES))
-def test_rows_go_where_the_model_puts_them(kind: type[Prologue], name: str) -> None:
-    torch.manual_seed(0)
-    model, args = kind(WRITES[name]), paged_args(8)
-    fused = run_fused(model, clones(args))
-    (fusion,) = mf.reports()[-1].fused
-    assert fusion.placement == "in place", fusion.staged_by
-    assert_as_exact(model, args, fused)
 
 
 def test_of_any_number_of_tokens() -> None:
