@@ -4,6 +4,7 @@ scale a tile.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -92,28 +93,15 @@ class FloatAttention(Floats):
         self.write(kv_cache, kr_cache, slots, c_kv, self.rotate(k_pe.unsqueeze(1), c, s).squeeze(1))
 
 
-@entry(
-    IN_PLACE,
-    source=VLLM,
-    tags=TAGS,
-    weight_quant_mode=3,
-    kv_cache_quant_mode=1,
-    soc="A5",
-    args=latent_args,
-)
+latent = partial(entry, source=OURS, tags=TAGS, weight_quant_mode=3, soc="A5", args=latent_args)
+
+
+@latent(IN_PLACE, source=VLLM, kv_cache_quant_mode=1)
 class MxAttention(FloatAttention):
     pass
 
 
-@entry(
-    IN_PLACE,
-    source=OURS,
-    tags=TAGS,
-    weight_quant_mode=4,
-    kv_cache_quant_mode=1,
-    soc="A5",
-    args=latent_args,
-)
+@latent(IN_PLACE, weight_quant_mode=4, kv_cache_quant_mode=1)
 class Fp8Attention(FloatAttention):
     linear = RowLinear
 
@@ -142,28 +130,12 @@ class _ByOperator(FloatAttention):
         return {}
 
 
-@entry(
-    IN_PLACE,
-    source=VLLM,
-    tags=TAGS,
-    weight_quant_mode=3,
-    kv_cache_quant_mode=1,
-    soc="A5",
-    args=latent_args,
-)
+@latent(IN_PLACE, source=VLLM, kv_cache_quant_mode=1)
 class MxAttentionByOperator(_ByOperator):
     pass
 
 
-@entry(
-    IN_PLACE,
-    source=OURS,
-    tags=TAGS,
-    weight_quant_mode=5,
-    kv_cache_quant_mode=1,
-    soc="A5",
-    args=latent_args_in_hifloat8,
-)
+@latent(IN_PLACE, weight_quant_mode=5, kv_cache_quant_mode=1, args=latent_args_in_hifloat8)
 class HifAttentionByOperator(_ByOperator):
     linear = HifLinear
     dst_type = HIF8  # type: ignore[assignment]
@@ -232,54 +204,33 @@ class Packed(Floats):
         return torch.cat([self.absorb(q_nope), self.rotate(q_pe, c, s)], -1)
 
 
-@entry(
-    IN_PLACE,
-    source="vllm-ascend, sparse attention of GLM-5",
+packed = partial(
+    entry,
+    source=OURS,
     tags=f"{TAGS}, layout",
     weight_quant_mode=3,
-    kv_cache_quant_mode=3,
     soc="A5",
     args=packed_float_args,
 )
+
+
+@packed(IN_PLACE, source="vllm-ascend, sparse attention of GLM-5", kv_cache_quant_mode=3)
 class MxPacked(Packed):
     pass
 
 
-@entry(
-    IN_PLACE,
-    source=OURS,
-    tags=f"{TAGS}, layout",
-    weight_quant_mode=4,
-    kv_cache_quant_mode=3,
-    soc="A5",
-    args=packed_float_args,
-)
+@packed(IN_PLACE, weight_quant_mode=4, kv_cache_quant_mode=3)
 class Fp8Packed(Packed):
     linear = RowLinear
 
 
-@entry(
-    IN_PLACE,
-    source=OURS,
-    tags=f"{TAGS}, layout",
-    weight_quant_mode=5,
-    kv_cache_quant_mode=3,
-    soc="A5",
-    args=packed_hifloat8_args,
-)
+@packed(IN_PLACE, weight_quant_mode=5, kv_cache_quant_mode=3, args=packed_hifloat8_args)
 class HifPacked(Packed):
     linear = HifLinear
     options = (("dst_type", HIF8), ("round_mode", "round"))
 
 
-@entry(
-    STAGED,
-    source=OURS,
-    tags=f"{TAGS}, layout",
-    weight_quant_mode=5,
-    soc="A5",
-    args=packed_hifloat8_args,
-)
+@packed(STAGED, weight_quant_mode=5, args=packed_hifloat8_args)
 class HifPackedClipped(HifPacked):
     """The latent is clipped where ordinary rows do not reach."""
 
@@ -287,28 +238,14 @@ class HifPackedClipped(HifPacked):
         return super().pack(c_kv.clamp(-30, 30), k_pe)
 
 
-@entry(
-    STAGED,
-    source=OURS,
-    tags=f"{TAGS}, layout",
-    weight_quant_mode=3,
-    soc="A5",
-    args=packed_float_args,
-)
+@packed(STAGED)
 class MxPackedWithBound(Packed):
     """No scale above a hundred: the kernel has no bound."""
 
     options = (*Packed.options, ("min_scale", 0.01))
 
 
-@entry(
-    STAGED,
-    source=OURS,
-    tags=f"{TAGS}, layout",
-    weight_quant_mode=3,
-    soc="A5",
-    args=packed_float_args,
-)
+@packed(STAGED)
 class MxPackedClipped(Packed):
     """The latent is clipped where ordinary rows do not reach."""
 
@@ -316,14 +253,7 @@ class MxPackedClipped(Packed):
         return super().pack(c_kv.clamp(-30, 30), k_pe)
 
 
-@entry(
-    STAGED,
-    source=OURS,
-    tags=f"{TAGS}, layout",
-    weight_quant_mode=3,
-    soc="A5",
-    args=packed_float_args,
-)
+@packed(STAGED)
 class MxPackedOtherwise(Packed):
     """The scales before the key: no row of the kernel's."""
 

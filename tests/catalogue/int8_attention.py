@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
@@ -15,14 +17,17 @@ def int8_latent_args() -> tuple[Tensor, ...]:
     return x, cos, sin, (kv_cache * 20).to(torch.int8), kr_cache, slots
 
 
-@entry(
-    IN_PLACE,
+attention = partial(
+    entry,
     source=OURS,
     tags="int8, absorb, cache, operators",
     args=int8_latent_args,
     weight_quant_mode=2,
     kv_cache_quant_mode=1,
 )
+
+
+@attention(IN_PLACE)
 class Int8Attention(Full):
     """int8 query and latent cache, the key and its query in bfloat16; scores are brought back by
     both scales at once.
@@ -66,14 +71,7 @@ class Int8Attention(Full):
         self.write(kv_cache, kr_cache, slots, c_kv, self.rotate(k_pe.unsqueeze(1), c, s).squeeze(1))
 
 
-@entry(
-    IN_PLACE,
-    source="vllm-ascend",
-    tags="int8, absorb, cache, operators",
-    args=int8_latent_args,
-    weight_quant_mode=2,
-    kv_cache_quant_mode=1,
-)
+@attention(IN_PLACE, source="vllm-ascend")
 class Int8AttentionOperator(Int8Attention):
     """vllm-ascend's C8 decode: the fused cache operator with one scale, which divides query_rope as
     its inverse.
@@ -103,14 +101,7 @@ class Int8AttentionOperator(Int8Attention):
         )
 
 
-@entry(
-    IN_PLACE,
-    source=OURS,
-    tags="int8, absorb, cache, operators",
-    args=int8_latent_args,
-    weight_quant_mode=2,
-    kv_cache_quant_mode=1,
-)
+@attention(IN_PLACE)
 class Int8AttentionByQuantize(Int8Attention):
     """Rows by npu_quantize, which divides by a parameter."""
 
@@ -125,14 +116,7 @@ class Int8AttentionByQuantize(Int8Attention):
         return (query_rope.float() / (scale.unsqueeze(-1) * self.step)).to(query_rope.dtype)
 
 
-@entry(
-    STAGED,
-    source=OURS,
-    tags="int8, absorb, cache, operators",
-    args=int8_latent_args,
-    weight_quant_mode=2,
-    kv_cache_quant_mode=0,
-)
+@attention(STAGED, kv_cache_quant_mode=0)
 class RopeNotToScale(Int8Attention):
     """query_rope as it is: the kernel gives it out scaled, so it writes no int8 cache here."""
 
@@ -140,14 +124,7 @@ class RopeNotToScale(Int8Attention):
         return query_rope
 
 
-@entry(
-    IN_PLACE,
-    source=OURS,
-    tags="int8, absorb, cache, operators",
-    args=int8_latent_args,
-    weight_quant_mode=2,
-    kv_cache_quant_mode=1,
-)
+@attention(IN_PLACE)
 class RopeToOtherScale(Int8Attention):
     """quant_scale_ckv is 24, and kc_scale takes the rest of 25."""
 
@@ -155,14 +132,7 @@ class RopeToOtherScale(Int8Attention):
         return (query_rope.float() * (24.0 / scale.unsqueeze(-1))).to(query_rope.dtype)
 
 
-@entry(
-    IN_PLACE,
-    source=OURS,
-    tags="int8, absorb, cache, operators",
-    args=int8_latent_args,
-    weight_quant_mode=2,
-    kv_cache_quant_mode=1,
-)
+@attention(IN_PLACE)
 class SmoothedQuery(Int8Attention):
     def in_int8(self, query: Tensor) -> tuple[Tensor, Tensor]:
         return npu.npu_dynamic_quant(
@@ -170,14 +140,7 @@ class SmoothedQuery(Int8Attention):
         )
 
 
-@entry(
-    STAGED,
-    source=OURS,
-    tags="int8, absorb, cache, operators",
-    args=int8_latent_args,
-    weight_quant_mode=2,
-    kv_cache_quant_mode=0,
-)
+@attention(STAGED, kv_cache_quant_mode=0)
 class PerTokenQuery(Int8Attention):
     """One scale for all heads of a token."""
 
@@ -186,14 +149,7 @@ class PerTokenQuery(Int8Attention):
         return values.view(query.shape), scale.unsqueeze(-1).expand(-1, self.heads)
 
 
-@entry(
-    IN_PLACE,
-    source=OURS,
-    tags="int8, cache, absorb",
-    args=int8_latent_args,
-    weight_quant_mode=2,
-    kv_cache_quant_mode=1,
-)
+@attention(IN_PLACE, tags="int8, cache, absorb")
 class ScaleRounded(Int8Attention):
     """query_rope is divided by the query's scale in bfloat16, which is also read in float32."""
 

@@ -4,6 +4,8 @@ tile.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
@@ -29,14 +31,17 @@ def packed_args() -> tuple[Tensor, ...]:
     )
 
 
-@entry(
-    IN_PLACE,
+by_channel = partial(
+    entry,
     source=OURS,
     tags="int8, cache, operators",
     args=int8_cache_args,
     weight_quant_mode=1,
     kv_cache_quant_mode=2,
 )
+
+
+@by_channel(IN_PLACE)
 class OperatorCache(Partial):
     """int8 caches written by the fused cache operator, a scale per channel."""
 
@@ -73,26 +78,12 @@ class OperatorCache(Partial):
         return attend(query, query_rope, kv_cache.view(-1, HCKV), kr_cache.view(-1, DR))
 
 
-@entry(
-    IN_PLACE,
-    source=OURS,
-    tags="int8, cache, operators",
-    args=int8_cache_args,
-    weight_quant_mode=1,
-    kv_cache_quant_mode=2,
-)
+@by_channel(IN_PLACE)
 class OperatorCacheOneScale(OperatorCache):
     scales = (1, 1)
 
 
-@entry(
-    IN_PLACE,
-    source=OURS,
-    tags="int8, cache, operators",
-    args=int8_cache_args,
-    weight_quant_mode=1,
-    kv_cache_quant_mode=2,
-)
+@by_channel(IN_PLACE)
 class PlainCache(Partial):
     """int8 caches, rows quantised by plain operators."""
 
@@ -112,14 +103,7 @@ class PlainCache(Partial):
         kr_cache.view(-1, DR)[slots] = self.quantise(k_pe, self.kr_scale)
 
 
-@entry(
-    IN_PLACE,
-    source=OURS,
-    tags="int8, cache, operators",
-    args=int8_cache_args,
-    weight_quant_mode=1,
-    kv_cache_quant_mode=2,
-)
+@by_channel(IN_PLACE)
 class DividedRows(PlainCache):
     """The scale is what a step is worth, and one for all channels."""
 
@@ -131,27 +115,13 @@ class DividedRows(PlainCache):
         return (rows.float() / scale).round().clamp(-128, 127).char()
 
 
-@entry(
-    IN_PLACE,
-    source=OURS,
-    tags="int8, cache, operators",
-    args=int8_cache_args,
-    weight_quant_mode=1,
-    kv_cache_quant_mode=2,
-)
+@by_channel(IN_PLACE)
 class LiteralScale(PlainCache):
     def quantise(self, rows: Tensor, scale: Tensor) -> Tensor:
         return torch.clamp((rows.float() * 25.0).round(), -128, 127).to(torch.int8)
 
 
-@entry(
-    STAGED,
-    source=OURS,
-    tags="int8, cache, operators",
-    args=int8_cache_args,
-    weight_quant_mode=1,
-    kv_cache_quant_mode=0,
-)
+@by_channel(STAGED, kv_cache_quant_mode=0)
 class SymmetricClamp(PlainCache):
     """-127 is the lowest code: not the kernel's saturation."""
 
@@ -159,27 +129,13 @@ class SymmetricClamp(PlainCache):
         return torch.clamp(torch.round(rows.float() * scale), -127, 127).to(torch.int8)
 
 
-@entry(
-    STAGED,
-    source=OURS,
-    tags="int8, cache, operators",
-    args=int8_cache_args,
-    weight_quant_mode=1,
-    kv_cache_quant_mode=0,
-)
+@by_channel(STAGED, kv_cache_quant_mode=0)
 class Truncated(PlainCache):
     def quantise(self, rows: Tensor, scale: Tensor) -> Tensor:
         return torch.clamp(rows.float() * scale, -128, 127).to(torch.int8)
 
 
-@entry(
-    STAGED,
-    source=OURS,
-    tags="int8, cache, operators",
-    args=int8_cache_args,
-    weight_quant_mode=2,
-    kv_cache_quant_mode=0,
-)
+@by_channel(STAGED, weight_quant_mode=2, kv_cache_quant_mode=0)
 class FullPlainCache(Full):
     """Per-channel caches with all three projections int8: no mode of the kernel."""
 
@@ -196,14 +152,17 @@ class FullPlainCache(Full):
 # -- one cache of packed rows
 
 
-@entry(
-    IN_PLACE,
+packed = partial(
+    entry,
     source=OURS,
     tags="int8, cache, layout, operators",
     args=packed_args,
     weight_quant_mode=2,
     kv_cache_quant_mode=3,
 )
+
+
+@packed(IN_PLACE)
 class PackedRows(Full):
     """One cache of 656-byte rows: int8 tiles of the latent, the bfloat16 key, a float32 scale per
     tile.
@@ -232,14 +191,7 @@ class PackedRows(Full):
         return torch.cat([self.absorb(q_nope), self.rotate(q_pe, c, s)], -1)
 
 
-@entry(
-    IN_PLACE,
-    source="vllm-ascend",
-    tags="int8, cache, layout, operators",
-    args=packed_args,
-    weight_quant_mode=2,
-    kv_cache_quant_mode=3,
-)
+@packed(IN_PLACE, source="vllm-ascend")
 class PackedByOperators(PackedRows):
     """vllm-ascend's sparse C8: npu_dynamic_block_quant, cat, npu_scatter_nd_update_."""
 
@@ -254,27 +206,14 @@ class PackedByOperators(PackedRows):
         npu.npu_scatter_nd_update_(kv_cache.view(-1, 656), slots.view(-1, 1), packed)
 
 
-@entry(
-    STAGED,
-    source=OURS,
-    tags="int8, cache, layout, operators",
-    args=packed_args,
-    weight_quant_mode=2,
-)
+@packed(STAGED, kv_cache_quant_mode=0)
 class PackedWithFloor(PackedByOperators):
     """No scale below a hundredth, which ordinary rows do not reach."""
 
     min_scale = 0.01
 
 
-@entry(
-    IN_PLACE,
-    source=OURS,
-    tags="int8, cache, layout, operators",
-    args=packed_args,
-    weight_quant_mode=1,
-    kv_cache_quant_mode=3,
-)
+@packed(IN_PLACE, weight_quant_mode=1)
 class PackedClipped(PackedRows):
     """Every tile clipped to 0.9 of its largest magnitude; only W_uq_qr is int8."""
 
@@ -298,14 +237,7 @@ class PackedClipped(PackedRows):
         )
 
 
-@entry(
-    STAGED,
-    source=OURS,
-    tags="int8, cache, layout, operators",
-    args=packed_args,
-    weight_quant_mode=2,
-    kv_cache_quant_mode=0,
-)
+@packed(STAGED, kv_cache_quant_mode=0)
 class PackedOtherwise(PackedRows):
     """The scales before the key: no row of the kernel's."""
 
@@ -317,14 +249,7 @@ class PackedOtherwise(PackedRows):
         kv_cache.view(-1, 656)[slots] = packed
 
 
-@entry(
-    STAGED,
-    source=OURS,
-    tags="int8, cache, layout, operators",
-    args=packed_args,
-    weight_quant_mode=2,
-    kv_cache_quant_mode=0,
-)
+@packed(STAGED, kv_cache_quant_mode=0)
 class PackedAndRead(PackedRows):
     """The new rows are read as they are, too."""
 
@@ -338,11 +263,8 @@ class PackedAndRead(PackedRows):
         return torch.cat([super().forward(*args).flatten(1), self.last], -1)
 
 
-@entry(
+@packed(
     STAGED,
-    source=OURS,
-    tags="int8, cache, layout, operators",
-    args=packed_args,
     weight_quant_mode=0,
     kv_cache_quant_mode=0,
     detail="the kernel writes no packed rows with weight_quant_mode 0",
@@ -354,13 +276,7 @@ class PackedUnquantised(PackedRows):
         Base.__init__(self)
 
 
-@entry(
-    STAGED,
-    source=OURS,
-    tags="int8, cache, layout, operators",
-    args=packed_args,
-    weight_quant_mode=2,
-)
+@packed(STAGED, kv_cache_quant_mode=0)
 class PackedBounded(PackedRows):
     """No tile's largest counts for more than fifty, which ordinary rows do not reach."""
 
@@ -378,27 +294,13 @@ class PackedBounded(PackedRows):
         kv_cache.view(-1, 656)[slots] = torch.cat(parts, -1)
 
 
-@entry(
-    IN_PLACE,
-    source=OURS,
-    tags="int8, cache",
-    args=int8_cache_args,
-    weight_quant_mode=1,
-    kv_cache_quant_mode=2,
-)
+@by_channel(IN_PLACE, tags="int8, cache")
 class PlainByInteger(PlainCache):
     def quantise(self, rows: Tensor, scale: Tensor) -> Tensor:
         return (rows.float() * 25).round().clamp(-128, 127).to(torch.int8)
 
 
-@entry(
-    IN_PLACE,
-    source=OURS,
-    tags="int8, cache",
-    args=int8_cache_args,
-    weight_quant_mode=1,
-    kv_cache_quant_mode=2,
-)
+@by_channel(IN_PLACE, tags="int8, cache")
 class PlainByIntegerOverScale(PlainCache):
     def quantise(self, rows: Tensor, scale: Tensor) -> Tensor:
         return (rows.float() * 127 / scale).round().clamp(-128, 127).to(torch.int8)
