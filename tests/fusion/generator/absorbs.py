@@ -21,10 +21,6 @@ def of_kv_b(i: Named) -> Tensor:
     return i["kv_b"].view(-1, 2 * D, HCKV)[:, :D]
 
 
-def of_kv_b_split(i: Named) -> Tensor:
-    return i["kv_b"].unflatten(0, (-1, 2 * D)).split(D, 1)[0]
-
-
 def of_kv_b_transposed(i: Named) -> Tensor:
     return i["kv_b_t"].view(HCKV, -1, 2 * D)[..., :D].permute(1, 2, 0)
 
@@ -33,11 +29,7 @@ def own(i: Named) -> Tensor:
     return i["uk"]
 
 
-def own_transposed(i: Named) -> Tensor:
-    return i["uk_t"].transpose(1, 2)
-
-
-WEIGHTS = {f.__name__: f for f in (of_kv_b, of_kv_b_split, of_kv_b_transposed, own, own_transposed)}
+WEIGHTS = {f.__name__: f for f in (of_kv_b, of_kv_b_transposed, own)}
 
 
 # -- the product
@@ -58,22 +50,8 @@ def matmul(q: Tensor, w: Tensor) -> Tensor:
     return torch.matmul(q.transpose(-2, -3), w).transpose(-2, -3)
 
 
-def one_row_matmul(q: Tensor, w: Tensor) -> Tensor:
-    return torch.matmul(q.unsqueeze(-2), w).squeeze(-2)
-
-
 def einsum(q: Tensor, w: Tensor) -> Tensor:
     return torch.einsum("...nd,ndc->...nc", q, w)
-
-
-def einsum_weight_first(q: Tensor, w: Tensor) -> Tensor:
-    return torch.einsum("ndc,...nd->...nc", w, q)
-
-
-def einsum_heads_first(q: Tensor, w: Tensor) -> Tensor:
-    return torch.einsum("ntd,ndc->tnc", q.reshape(-1, *q.shape[-2:]).transpose(0, 1), w).view(
-        *q.shape[:-1], HCKV
-    )
 
 
 def transpose_batchmatmul(q: Tensor, w: Tensor) -> Tensor:
@@ -94,10 +72,7 @@ PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
         bmm,
         bmm_weight_left,
         matmul,
-        one_row_matmul,
         einsum,
-        einsum_weight_first,
-        einsum_heads_first,
         transpose_batchmatmul,
         summed_in_float32,
     )

@@ -29,18 +29,9 @@ def einsum(x: Tensor, w: Tensor) -> Tensor:
     return torch.einsum("...k,nk->...n", x, w)
 
 
-def einsum_weight_first(x: Tensor, w: Tensor) -> Tensor:
-    return torch.einsum("nk,...k->...n", w, x)
-
-
 def addmm_of_zeros(x: Tensor, w: Tensor) -> Tensor:
     flat = x.reshape(-1, x.shape[-1])
     return torch.addmm(x.new_zeros(w.shape[0]), flat, w.t()).view(*x.shape[:-1], -1)
-
-
-def addmm_without_bias(x: Tensor, w: Tensor) -> Tensor:
-    flat = x.reshape(-1, x.shape[-1])
-    return torch.addmm(flat[:, :1], flat, w.t(), beta=0).view(*x.shape[:-1], -1)
 
 
 def bmm_of_one(x: Tensor, w: Tensor) -> Tensor:
@@ -50,22 +41,6 @@ def bmm_of_one(x: Tensor, w: Tensor) -> Tensor:
 
 def tensordot(x: Tensor, w: Tensor) -> Tensor:
     return torch.tensordot(x, w, dims=([-1], [1]))
-
-
-def inner(x: Tensor, w: Tensor) -> Tensor:
-    return torch.inner(x, w)
-
-
-def one_row_matmul(x: Tensor, w: Tensor) -> Tensor:
-    return torch.matmul(x.unsqueeze(-2), w.t()).squeeze(-2)
-
-
-def two_column_halves(x: Tensor, w: Tensor) -> Tensor:
-    return torch.cat([F.linear(x, half) for half in w.chunk(2, 0)], -1)
-
-
-def bias_of_zeros(x: Tensor, w: Tensor) -> Tensor:
-    return F.linear(x, w, torch.zeros(w.shape[0], dtype=x.dtype, device=x.device))
 
 
 def summed_in_float32(x: Tensor, w: Tensor) -> Tensor:
@@ -79,21 +54,15 @@ PRODUCTS = {
         matmul,
         mm,
         einsum,
-        einsum_weight_first,
         addmm_of_zeros,
-        addmm_without_bias,
         bmm_of_one,
         tensordot,
-        inner,
-        one_row_matmul,
-        bias_of_zeros,
         summed_in_float32,
     )
 }
 UP_PRODUCTS = {
     **PRODUCTS,
     "weight_left": weight_left,  # of x itself the pass cannot tell which operand is the weight
-    "two_column_halves": two_column_halves,
 }
 
 
@@ -109,18 +78,9 @@ def slices(x: Tensor, sizes: list[int]) -> list[Tensor]:
     return [x[..., end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
 
-def narrow(x: Tensor, sizes: list[int]) -> list[Tensor]:
-    starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    return [x.narrow(-1, start, size) for start, size in zip(starts, sizes, strict=True)]
-
-
 def tensor_split(x: Tensor, sizes: list[int]) -> list[Tensor]:
     ends = [sum(sizes[: i + 1]) for i in range(len(sizes) - 1)]
     return list(torch.tensor_split(x, ends, -1))
-
-
-def contiguous(x: Tensor, sizes: list[int]) -> list[Tensor]:
-    return [part.contiguous() for part in x.split(sizes, -1)]
 
 
 def from_the_end(x: Tensor, sizes: list[int]) -> list[Tensor]:
@@ -129,4 +89,4 @@ def from_the_end(x: Tensor, sizes: list[int]) -> list[Tensor]:
     return [x[..., : -sizes[1]], x[..., -sizes[1] :]]
 
 
-PARTS = {f.__name__: f for f in (split, slices, narrow, tensor_split, contiguous, from_the_end)}
+PARTS = {f.__name__: f for f in (split, slices, tensor_split, from_the_end)}

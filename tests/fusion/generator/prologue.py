@@ -106,12 +106,6 @@ def _merged(step: Step, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q, kv, k
 
 
-def _merged_then_split(step: Step, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    q, rest = step.product("q_product", x, step.weight("qkv_a")).split([HCQ, HCKV + DR], -1)
-    kv, k = step.parts("down_parts", rest, [HCKV, DR])
-    return q, kv, k
-
-
 def _two(step: Step, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     kv, k = step.parts("down_parts", step.product("kv_product", x, step.weight("kv_a")), [HCKV, DR])
     return step.product("q_product", x, step.weight("q_a")), kv, k
@@ -131,7 +125,6 @@ def _slices_of_one(step: Step, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 DOWN: dict[str, Down] = {
     "merged": _merged,
-    "merged_then_split": _merged_then_split,
     "two": _two,
     "three": _three,
     "slices_of_one": _slices_of_one,
@@ -144,14 +137,6 @@ DOWN: dict[str, Down] = {
 def _joint(step: Step, c_q: Tensor) -> tuple[Tensor, Tensor]:
     q = _scaled(step, step.product("up_product", c_q, step.weight("q_b")))
     nope, rope = step.parts("up_parts", q.view(*q.shape[:-1], -1, D + DR), [D, DR])
-    return nope, rope
-
-
-def _joint_unflattened(step: Step, c_q: Tensor) -> tuple[Tensor, Tensor]:
-    q = _scaled(
-        step, step.product("up_product", c_q, step.weight("q_b")).unflatten(-1, (-1, D + DR))
-    )
-    nope, rope = step.parts("up_parts", q, [D, DR])
     return nope, rope
 
 
@@ -190,7 +175,6 @@ def _scaled(step: Step, q: Tensor) -> Tensor:
 Up = Callable[[Step, Tensor], tuple[Tensor, Tensor]]
 UP: dict[str, Up] = {
     "joint": _joint,
-    "joint_unflattened": _joint_unflattened,
     "heads_first": _heads_first,
     "separate": _separate,
     "rope_first": _rope_first,
@@ -268,26 +252,15 @@ def _with_rows(query: Tensor, q_pe: Tensor, kv: Tensor, kr: Tensor) -> tuple[Ten
     return query, q_pe, kv.clone(), kr + 0
 
 
-def _joined(query: Tensor, q_pe: Tensor, kv: Tensor, kr: Tensor) -> tuple[Tensor, ...]:
-    return torch.cat([query, q_pe], -1), kv[1::2].sum(-1)
-
-
 def _heads_in_front(query: Tensor, q_pe: Tensor, kv: Tensor, kr: Tensor) -> tuple[Tensor, ...]:
     return query.transpose(-2, -3), q_pe.transpose(-2, -3).contiguous(), kr.t()
-
-
-def _flat_heads(query: Tensor, q_pe: Tensor, kv: Tensor, kr: Tensor) -> tuple[Tensor, ...]:
-    return query.reshape(-1, query.shape[-2] * HCKV), q_pe.flatten(-2)
 
 
 def _scores(query: Tensor, q_pe: Tensor, kv: Tensor, kr: Tensor) -> tuple[Tensor, ...]:
     return (attend(query, q_pe, kv, kr),)
 
 
-OUTPUTS = {
-    f.__name__.lstrip("_"): f
-    for f in (_direct, _with_rows, _joined, _heads_in_front, _flat_heads, _scores)
-}
+OUTPUTS = {f.__name__.lstrip("_"): f for f in (_direct, _with_rows, _heads_in_front, _scores)}
 
 ALL: dict[str, Mapping[str, Callable[..., Any]]] = {
     "product": projections.UP_PRODUCTS,

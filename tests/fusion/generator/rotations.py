@@ -32,33 +32,9 @@ def even_odd(x: Tensor, t: Tables) -> Tensor:
     return torch.cat([even * cos - odd * sin, odd * cos + even * sin], -1)
 
 
-def unbind(x: Tensor, t: Tables) -> Tensor:
-    cos, sin = t.full()
-    x = torch.cat(x.unflatten(-1, (-1, 2)).unbind(-1), -1)
-    return x * cos + rotate_half(x) * sin
-
-
-def stack_before_pairs(x: Tensor, t: Tables) -> Tensor:
-    cos, sin = t.half()
-    even, odd = x.unflatten(-1, (HALF, 2)).unbind(-1)
-    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -2).flatten(-2)
-
-
 def real_and_imaginary(x: Tensor, t: Tables) -> Tensor:
     pairs = torch.view_as_complex(x.float().contiguous().view(*x.shape[:-1], HALF, 2)) * t.complex()
     return torch.cat([pairs.real, pairs.imag], -1).to(x.dtype)
-
-
-def wide(x: Tensor, t: Tables) -> Tensor:
-    cos, sin = t.full()
-    y = hf_interleave(x).float()
-    return (y * cos.float() + rotate_half(y) * sin.float()).to(x.dtype)
-
-
-def addcmul(x: Tensor, t: Tables) -> Tensor:
-    cos, sin = t.full()
-    y = hf_interleave(x)
-    return torch.addcmul(y * cos, rotate_half(y), sin)
 
 
 def permuted_columns(x: Tensor, t: Tables) -> Tensor:
@@ -81,25 +57,6 @@ def npu_interleave_rope(x: Tensor, t: Tables) -> Tensor:
 def neox(x: Tensor, t: Tables) -> Tensor:
     cos, sin = t.full()
     return x * cos + rotate_half(x) * sin
-
-
-def neox_by_halves(x: Tensor, t: Tables) -> Tensor:
-    cos, sin = t.half()
-    first, second = x.split(HALF, -1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
-
-
-def roll_with_signs(x: Tensor, t: Tables) -> Tensor:
-    cos, sin = t.full()
-    signs = torch.cat([x.new_full((HALF,), -1.0), x.new_ones(HALF)])
-    return x * cos + x.roll(HALF, -1) * signs * sin
-
-
-def turned_by_flip(x: Tensor, t: Tables) -> Tensor:
-    cos, sin = t.half()
-    halves = x.unflatten(-1, (2, HALF))
-    signs = torch.cat([x.new_full((1, 1), -1.0), x.new_ones(1, 1)])
-    return (halves * cos.unsqueeze(-2) + halves.flip(-2) * signs * sin.unsqueeze(-2)).flatten(-2)
 
 
 def halves_into_empty(x: Tensor, t: Tables) -> Tensor:
@@ -129,42 +86,24 @@ def repeated_tables(x: Tensor, t: Tables) -> Tensor:
     return x * cos + torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2) * sin
 
 
-def strided_assignment(x: Tensor, t: Tables) -> Tensor:
-    cos, sin = t.half()
-    out = torch.zeros_like(x)
-    out[..., 0::2] = x[..., 0::2] * cos - x[..., 1::2] * sin
-    out[..., 1::2] = x[..., 1::2] * cos + x[..., 0::2] * sin
-    return out
-
-
 HALVES_OUT: dict[str, Rotation] = {
     f.__name__: f
     for f in (
         deinterleave_rotate_half,
         even_odd,
-        unbind,
-        stack_before_pairs,
         real_and_imaginary,
-        wide,
-        addcmul,
         permuted_columns,
         npu_interleave_rope,
         neox,
-        neox_by_halves,
-        roll_with_signs,
-        turned_by_flip,
         halves_into_empty,
     )
 }
 PAIRS_OUT: dict[str, Rotation] = {
-    f.__name__: f for f in (complex_product, stack_pairs, repeated_tables, strided_assignment)
+    f.__name__: f for f in (complex_product, stack_pairs, repeated_tables)
 }
 ROTATIONS = HALVES_OUT | PAIRS_OUT
 
-_FULL = (
-    "deinterleave_rotate_half unbind wide addcmul permuted_columns npu_interleave_rope neox "
-    "roll_with_signs"
-)
+_FULL = "deinterleave_rotate_half permuted_columns npu_interleave_rope neox"
 _WIDTH = {
     **dict.fromkeys(_FULL.split(), "full"),
     **dict.fromkeys(("real_and_imaginary", "complex_product"), "complex"),
