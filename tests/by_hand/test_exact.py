@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mla_fusion as mf
-from mla_fusion.tools.by_hand import exact
 from tests.catalogue import base, prologues
 from tests.exhaustive import one_in
 
@@ -372,88 +371,6 @@ def test_never_proved(name: str) -> None:
 def test_a_buffer_that_is_written_is_not_decided() -> None:
     found = mf.audit(*(State(lambda cache, x: cache + x) for _ in range(2)), SQUARE)
     assert found.equal is None and "give what it writes as an argument" in str(found)
-
-
-def written_at(column: bool) -> Callable[..., Tensor]:
-    def write(x: Tensor, places: Tensor, values: Tensor) -> Tensor:
-        made = x.clone()
-        made[(slice(None), places) if column else places] = values
-        return made
-
-    return write
-
-
-def masked(mask: list[bool]) -> Callable[[Tensor], Tensor]:
-    def write(x: Tensor) -> Tensor:
-        made = x.clone()
-        made[torch.tensor(mask)] = 0
-        return made
-
-    return write
-
-
-X, Y, PLACES = torch.randn(4, 4), torch.randn(4, 4), torch.tensor([0, 2, 1, 3])
-# What rules of the field once took for one, and is not.
-APART: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[Any, ...]]] = {
-    "ends between whole numbers": (
-        lambda x: x.round().clamp(-100.5, 100.5),
-        lambda x: x.clamp(-100.5, 100.5).round(),
-        (X,),
-    ),
-    "a cast to int32": (
-        lambda x: (x * 1e3).round().to(torch.int32).float(),
-        lambda x: (x * 1e3).round(),
-        (X,),
-    ),
-    "which part is complex": (
-        lambda a, b, c: torch.eq(torch.complex(a, b), c),
-        lambda a, b, c: torch.eq(a, torch.complex(b, c)),
-        (X, Y, X + 1),
-    ),
-    "a cast of a complex number": (
-        lambda z: z.bool(),
-        lambda z: z.real.bool(),
-        (torch.complex(X, Y),),
-    ),
-    "unwritten memory": (lambda x: x + torch.empty(4) - torch.empty(4), lambda x: x + 0, (X,)),
-    "an index's place": (written_at(False), written_at(True), (X, PLACES, Y)),
-    "a copy into integers": (
-        lambda x: torch.zeros(4, 4, dtype=torch.int64).copy_(x).float(),
-        lambda x: x * 1,
-        (X,),
-    ),
-    "full of integers": (
-        lambda x: x * torch.full((4,), 1.5, dtype=torch.int64),
-        lambda x: x * 1.5,
-        (X,),
-    ),
-    "limits below 0": (
-        lambda x, n: torch.minimum(torch.maximum(x, -n), n),
-        lambda x, n: torch.maximum(torch.minimum(x, n), -n),
-        (X, Y),
-    ),
-    "elements, not rows": (
-        lambda x, i: x.scatter(0, i, x),
-        lambda x, i: x.index_copy(0, i[:, 0], x),
-        (X, PLACES[:, None].expand(4, 4).contiguous()),
-    ),
-    "softmax of other numbers": (
-        lambda x, y: x.exp() / y.exp().sum(-1, keepdim=True),
-        lambda x, y: x.softmax(-1),
-        (X, Y),
-    ),
-    "a quotient by 0": (lambda x: x / 0.0, lambda x: x * 0, (X,)),
-    "infinity": (lambda x: x + float("inf") - float("inf"), lambda x: x + 0, (X,)),
-    "a variance of one": (lambda x: x[:1].var(0), lambda x: x[0] * 0, (X,)),
-}
-
-
-@pytest.mark.parametrize("name", one_in(2, APART))
-def test_the_field_alone_takes_them_apart(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the run in float64 that a proof is held against."""
-    monkeypatch.setattr(exact, "_FACTORS", ())
-    mine, theirs, inputs = APART[name]
-    assert mf.audit(mine, theirs, *inputs).equal is None
 
 
 class Embedded(nn.Module):

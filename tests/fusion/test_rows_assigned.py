@@ -60,22 +60,6 @@ def all_of_a_block(cache: Tensor, rows: Tensor) -> None:
     cache[1] = rows.unsqueeze(1)
 
 
-def test_of_any_number_of_tokens() -> None:
-    torch.manual_seed(0)
-    model = Alone(from_three)
-    torch._dynamo.reset()
-    run = torch.compile(model, backend=mf.backend(), fullgraph=True, dynamic=True)
-    for tokens in (8, 5):
-        args = paged_args(tokens)
-        given = clones(args)
-        for cache in given[3:5]:
-            torch._dynamo.mark_static(cache)
-        with torch.no_grad():
-            found = [*run(*given), *given]
-        assert_as_exact(model, args, found)
-    assert mf.reports()[-1].fused
-
-
 @pytest.mark.parametrize(
     ("kv", "kr", "tokens", "why"),
     [

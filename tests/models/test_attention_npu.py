@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from mla_fusion.examples.serving import layer as layers
-from mla_fusion.examples.serving.layer import Attention
 from mla_fusion.meta import ContractError
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -207,57 +205,7 @@ class TestOnNpu:
         (out,) = (node.meta["val"] for node in output_of(lowered.fx_before))
         assert out.shape == (4, 12, 512)
 
-    @pytest.mark.parametrize(("heads", "padded"), one_in(1, [(12, 16), (20, 32)]))
-    @pytest.mark.parametrize("cann", one_in(2, ["9.1", "latest"]))
-    @pytest.mark.parametrize("mode", one_in(2, ["ge", "npugraph_ex"]))
-    def test_a_fused_prologue_hands_padded_heads_on(
-        self, heads: int, padded: int, cann: str, mode: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """The model has its own number of heads, and pads for attention alone. Between the two
-        kernels nothing is cut, and nothing padded."""
-        monkeypatch.setattr(layers, "N", heads)
-        layer = Attention()
-        w_uv, w_o = meta(heads, 512, 128), meta(heads * 128, 1024)
-
-        def step(x, cos, sin, slots, tables, seq_lens, kv_cache, kr_cache, w_uv, w_o):
-            query, query_rope = layer.prologue(x, cos, sin, slots, kv_cache, kr_cache)
-            lengths = [5, 6, 7, 8] if mode == "npugraph_ex" else seq_lens
-            context = mla_paged_attention(
-                *(query, query_rope, kv_cache, kr_cache, tables, lengths), scale=SCALE
-            )
-            values = torch.bmm(context.transpose(0, 1), w_uv).transpose(0, 1)
-            return values.reshape(4, -1) @ w_o
-
-        lengths = meta(4, dtype=torch.int64)
-        integers = meta(4, dtype=torch.int64), meta(4, 5, dtype=torch.int32), lengths
-        caches = meta(20, 128, 1, 512), meta(20, 128, 1, 64)
-        given = (meta(4, 1024), meta(4, 64), meta(4, 64), *integers, *caches, w_uv, w_o)
-        lowered = mf.lower(step, *given, config=mf.Config(cann=cann), mode=mode)
-        assert [fusion.dims["N_padded"] for fusion in lowered.report.fused] == [padded]
-        if mode == "npugraph_ex":
-            graph = lowered.fx_after.graph
-            attention = min(n for n in graph.nodes if "fused_infer_attention" in str(n.target))
-            names = {str(node.target) for node in graph.nodes if node < attention}
-            assert not [name for name in names if "pad" in name or "slice" in name]
-            return
-        producers = {op.name: op for op in lowered.ge_graph.op}
-        prolog = next(op for op in lowered.ge_graph.op if op.type == "MlaPrologV3")
-        results = {f"{prolog.name}:{index}" for index in range(4)}
-        assert sources(kernel(lowered), producers) >= results
-        assert kernel(lowered).attr["num_heads"].i == padded
-        assert not [name for name in lowered.ge_ops if "Pad" in name]
-
 
 def output_of(gm: torch.fx.GraphModule) -> tuple:
     (output,) = [node for node in gm.graph.nodes if node.op == "output"]
     return output.args[0]
-
-
-def sources(op, producers) -> set[str]:
-    """What an operator reads, behind reshapes."""
-    found = set()
-    for name in op.input:
-        while name and producers[name.rsplit(":", 1)[0]].type in ("Reshape", "Unsqueeze"):
-            name = producers[name.rsplit(":", 1)[0]].input[0]
-        found.add(name)
-    return found

@@ -324,8 +324,3 @@ def test_a_staged_fusion_stores_the_rows_of_the_model(kr_layout: str) -> None:
     assert fusion.placement.startswith("staged") and not fusion.warnings
     for one, other in zip(given, wanted, strict=True):
         assert (one.float() - other.float()).norm() <= 5e-3 * other.float().norm()
-
-
-def test_padded_heads_are_said() -> None:
-    report = of(lambda: Base(heads=5), cann="9.1")()
-    assert report.fused[0].dims["N_padded"] == 8 and "5 heads computed as 8" in str(report)

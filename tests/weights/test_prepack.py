@@ -15,8 +15,6 @@ import torch
 from torch import Tensor, nn
 
 import mla_fusion as mf
-from mla_fusion.compile.device_graph import capture
-from mla_fusion.fx.kinds import op_name
 from mla_fusion.weights import cache
 from mla_fusion.weights.prepack import _MODULES, is_laid_out
 from tests.catalogue import base, prologues
@@ -83,30 +81,6 @@ def test_no_memory_is_added_and_values_stay() -> None:
     assert_as_exact(model, args, [found, *given], slack=1.2)
     assert storage_bytes(model.parameters()) == before
     assert strides == {name: parameter.stride() for name, parameter in model.named_parameters()}
-
-
-def test_the_hook_packs_by_views_alone() -> None:
-    model, args = OwnAbsorb(), base.paged_args()
-
-    def copies() -> list[str]:
-        gm, _ = capture(model, *args, device="npu")
-        mf.torchair_pass()(gm)
-        (call,) = (
-            node for node in gm.graph.nodes if op_name(node).startswith("npu::npu_mla_prolog_v3")
-        )
-        steps, found = [call.args[place] for place in (1, 2, 3, 4)], []
-        while steps:
-            step = steps.pop()
-            found += [op_name(step)] if step.op == "call_function" else []
-            steps += step.all_input_nodes
-        return sorted({name for name in found if name not in VIEW_OPERATORS})
-
-    assert copies() == ["aten::clone", "npu::npu_format_cast"]
-    mf.prepack(model, *args)
-    assert copies() == ["npu::npu_format_cast"]  # of what has the format already
-
-
-VIEW_OPERATORS = ("aten::t", "aten::permute", "aten::transpose", "aten::view", "aten::reshape")
 
 
 # -- what it says

@@ -62,7 +62,8 @@ def _weights(generator: torch.Generator, heads: int) -> Named:
     flat |= {"dkv": flat["kv_a"][:HCKV].clone(), "kr": flat["kv_a"][HCKV:].clone()}
     turned = {f"{name}_t": weight.t().contiguous() for name, weight in flat.items()}
     uk = flat["kv_b"].view(heads, D + DV, HCKV)[:, :D].clone()
-    gammas = {"gamma_q": gamma(HCQ), "gamma_kv": gamma(HCKV)}
+    gammas = {f"gamma_q{other}": gamma(HCQ) for other in ("", "_other")}
+    gammas |= {f"gamma_kv{other}": gamma(HCKV) for other in ("", "_other")}
     return {**flat, **turned, "uk": uk, **gammas}
 
 
