@@ -267,3 +267,79 @@ class WideAndRoundedRows(PagedRotateHalf):
         narrow = wide.to(torch.bfloat16)
         joined = torch.cat((wide, narrow.float()), -1)
         return scores, joined, narrow.half() - narrow, narrow.float() - narrow * 2
+
+
+# -- inputs that the model writes beside its caches
+
+
+def slots_first() -> tuple[Tensor, ...]:
+    *args, slots = paged_args()
+    return (slots, *args)
+
+
+@entry(IN_PLACE, source=OURS, tags="cache, layout", args=slots_first)
+class SlotsAdvanced(Base):
+    """The slots of the next step."""
+
+    def forward(self, slots: Tensor, *args: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        found = super().forward(*args, slots)
+        slots.add_(1)
+        return found
+
+
+@entry(IN_PLACE, source=OURS, tags="cache, layout", args=slots_first)
+class SlotsAndHiddenAdvanced(SlotsAdvanced):
+    def forward(self, slots: Tensor, x: Tensor, *args: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        found = super().forward(slots, x, *args)
+        x.add_(found[0].flatten(1).repeat(1, 8))  # rows of 128 numbers to one of 1024
+        return found
+
+
+@entry(IN_PLACE, source=OURS, tags="cache, layout")
+class HiddenCleared(Base):
+    """The hidden states are no longer needed."""
+
+    def forward(self, x: Tensor, *args: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        found = super().forward(x, *args)
+        x.zero_()
+        return found
+
+
+def with_another() -> tuple[Tensor, ...]:
+    args = paged_args()
+    return (args[3].clone() + 1, *args)
+
+
+@entry(IN_PLACE, source=OURS, tags="cache, layout", args=with_another)
+class CacheKeptBehind(Base):
+    """The cache as it is afterwards, in another input, which comes first."""
+
+    def forward(self, kept: Tensor, *args: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        found = super().forward(*args)
+        kept.copy_(args[3])
+        return found
+
+
+@entry(STAGED, source=OURS, tags="cache, layout", args=with_another)
+class CacheKeptBefore(Base):
+    """The cache as it was."""
+
+    def forward(self, kept: Tensor, *args: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        kept.copy_(args[3])
+        return super().forward(*args)
+
+
+@entry(IN_PLACE, STAGED, source=OURS, tags="readers")
+class TwoQueries(PagedRotateHalf):
+    """A second query goes with the latent of the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = Base()
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, *held: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        first = super().forward(x, cos, sin, *held)
+        q_nope, q_pe = self.other.query(x)
+        q_pe = self.other.rotate(q_pe, cos.unsqueeze(1), sin.unsqueeze(1))
+        rows = held[0].view(-1, HCKV), held[1].view(-1, DR)
+        return first, attend(self.other.absorb(q_nope), q_pe, *rows)

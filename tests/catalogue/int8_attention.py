@@ -155,3 +155,26 @@ class ScaleRounded(Int8Attention):
 
     def to_scale(self, rope: Tensor, scale: Tensor) -> Tensor:
         return rope / scale.unsqueeze(-1).to(rope.dtype) * 25.0
+
+
+@attention(IN_PLACE)
+class OfSteps(Int8AttentionByQuantize):
+    """The step of rows, and that of the query, are elements of one parameter."""
+
+    of_query = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = nn.Parameter(torch.tensor([0.04, 0.05, 0.06]), requires_grad=False)
+
+    def quantise(self, rows: Tensor) -> Tensor:
+        return npu.npu_quantize(rows, self.steps[1:2], None, torch.int8, -1, True)
+
+    def to_scale(self, query_rope: Tensor, scale: Tensor) -> Tensor:
+        step = self.steps[self.of_query]
+        return (query_rope.float() / (scale.unsqueeze(-1) * step)).to(query_rope.dtype)
+
+
+@attention(STAGED, kv_cache_quant_mode=0)
+class OfOtherSteps(OfSteps):
+    of_query = 0

@@ -20,6 +20,7 @@ from .base import (
     paged_args,
     paged_caches,
     rotate_half,
+    tables,
 )
 from .entry import IN_PLACE, OURS, STAGED, entry, step
 from .layouts import sequence_args
@@ -381,16 +382,21 @@ def caches_of(*shape: int) -> Callable[[], tuple[Tensor, ...]]:
     return args
 
 
+def from_three(cache: Tensor, rows: Tensor) -> None:
+    flat(cache)[3 : 3 + rows.shape[0]] = rows
+
+
 ASSIGNED: dict[str, Put] = {
-    "from three": to_part(lambda c: flat(c)[3:11]),
+    "from three": from_three,
     "the last": to_part(lambda c: flat(c)[-8:]),
     "of a slice of a slice": to_part(lambda c: flat(c)[2:60][-20:][3:11]),
     "of a block": to_part(lambda c: c.squeeze(2)[2:3, 3:11]),
     "at places": to_places([9, 2, 33, 4, 61, 0, 7, 8]),
 }
-TWICE = {
+ELSEWHERE = {
     "at a place twice": to_places([9, 2, 33, 4, 9, 0, 7, 8]),
     "at a place from the end": to_places([9, 2, -3, 4, 61, 0, 7, 8]),
+    "at every second": to_part(lambda c: flat(c)[3:19:2]),
 }
 FLAT: dict[str, Put] = {
     "one": to_part(lambda c: c[8:16]),
@@ -422,9 +428,65 @@ def assign(
 for name, put in ASSIGNED.items():
     tags = "cache, symbolic" if name == "from three" else "cache"
     assign(f"assigned {name}", put, tags=tags)
-for name, put in TWICE.items():
+for name, put in ELSEWHERE.items():
     assign(f"assigned {name}", put, STAGED)
 for name, put in FLAT.items():
     assign(f"assigned to flat rows, {name}", put, args=caches_of(64), alone=(STAGED,))
 for name, put in DENSE.items():
     assign(f"assigned to sequences, {name}", put, STAGED, args=caches_of(4, 32))
+
+
+@step("write", STAGED, tags="cache")
+def assigned_at_other_places(
+    self: Any, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
+) -> None:
+    """The key's rows one further on."""
+    flat(kv_cache)[3:11] = c_kv
+    flat(kr_cache)[4:12] = k_pe
+
+
+def pool_of_two() -> tuple[Tensor, ...]:
+    x, cos, sin, *caches, slots = paged_args()
+    return x, cos, sin, *(torch.stack([cache, cache]) for cache in caches), slots
+
+
+@entry(IN_PLACE, source=OURS, tags="cache, layout", args=pool_of_two, alone=(STAGED,))
+class AssignedToALayer(Base):
+    """Rows of one layer of a pool are assigned by a slice, rows of the other by number."""
+
+    def write(
+        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
+    ) -> None:
+        from_three(kv_cache, c_kv)
+        from_three(kr_cache, k_pe)
+
+    def forward(self, *args: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        *others, kv_pool, kr_pool, slots = args
+        first = super().forward(*others, kv_pool[0], kr_pool[0], slots)
+        flat(kv_pool[1])[slots] = 1.0
+        return first
+
+
+def many_tokens() -> tuple[Tensor, ...]:
+    caches = (torch.zeros(64, BLOCK_SIZE, 1, width).bfloat16() for width in (HCKV, DR))
+    return *(torch.randn(264, HE).bfloat16(), *tables(264), *caches), paged_args()[-1]
+
+
+# of 257 and 256 bfloat16 makes one
+COUNTS: dict[str, tuple[Callable[[int], Tensor], str]] = {
+    "count": (torch.arange, IN_PLACE),
+    "int32": (lambda n: torch.arange(n).int().long(), IN_PLACE),
+    "bfloat16": (lambda n: torch.arange(n).bfloat16().long(), STAGED),
+    "counted in bfloat16": (lambda n: torch.arange(n, dtype=torch.bfloat16).long(), STAGED),
+    "uint8": (lambda n: torch.arange(n).to(torch.uint8).long(), STAGED),
+}
+
+
+def counted(count: Callable[[int], Tensor]) -> Callable[[Any, Tensor, Tensor], Tensor]:
+    return lambda self, slots, query: count(query.shape[0])
+
+
+for name, (count, outcome) in COUNTS.items():
+    slots_of = counted(count)
+    slots_of.__name__ = f"slots by {name}"
+    step("slots", outcome, tags="cache", args=many_tokens)(slots_of)
