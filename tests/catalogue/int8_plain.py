@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .base import DR, HCQ, Base, D, npu
-from .entry import IN_PLACE, OURS, Entry, add, words
+from .entry import IN_PLACE, OURS, Entry, add, entry, words
 from .int8 import Full, QuantLinear
 
 
@@ -308,3 +308,48 @@ for name, kind in LINEARS.items():
             weight_quant_mode=2,
         )
     )
+
+
+# -- two projections each quantise x by equal steps of their own, in whatever way
+
+
+def to_seven_bits(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.round(x.float() * 63 / largest(x.float())).to(torch.int8), largest(x.float()) / 63
+
+
+def by_powers_of_two(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    scale = torch.exp2(torch.ceil(torch.log2(largest(x.float()) / 127)))
+    return torch.round(x.float() / scale).to(torch.int8), scale
+
+
+def truncated(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    return (x.float() * 127 / largest(x.float())).to(torch.int8), largest(x.float()) / 127
+
+
+def doubled_scale(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    values, scale = to_seven_bits(self, x)
+    return values, scale * 2
+
+
+class Twice(PlainFull):
+    of_query = of_key = staticmethod(to_seven_bits)
+
+    def __init__(self) -> None:
+        super().__init__()
+        of_both = (self.q_a_proj, self.of_query), (self.kv_a_proj_with_mqa, self.of_key)
+        for layer, quantise in of_both:
+            layer.__class__ = linear_of("Linear", quantise=quantise)
+
+
+def twice(name: str, outcome: str, tags: str, query: Any, key: Any = None) -> None:
+    of_both = {"of_query": staticmethod(query), "of_key": staticmethod(key or query)}
+    tags, mode = f"{tags}int8, plain, weights", 2 if outcome == IN_PLACE else 0
+    kind = type(f"x quantised twice, {name}", (Twice,), of_both)
+    entry(outcome, source=OURS, tags=tags, weight_quant_mode=mode)(kind)
+
+
+twice("to seven bits", IN_PLACE, "", to_seven_bits)
+twice("by powers of two", IN_PLACE, "", by_powers_of_two)
+twice("truncated", IN_PLACE, "", truncated)
+twice("in two ways", "kv_latent.absent", "near miss, ", to_seven_bits, truncated)
+twice("with a doubled scale", "kv_latent.absent", "near miss, ", to_seven_bits, doubled_scale)

@@ -13,8 +13,22 @@ from torch import Tensor, nn
 from mla_fusion import offline
 
 from .assembled import RowsInPlace, row_args
-from .base import DR, HCKV, HCQ, HE, Base, D, HfNorm, Prologue, attend, linear, through
-from .entry import IN_PLACE, MISS_OF_BASE, STAGED, Entry, Make, add, based, miss, words
+from .base import (
+    DR,
+    HCKV,
+    HCQ,
+    HE,
+    Base,
+    D,
+    HfNorm,
+    Prologue,
+    attend,
+    hf_interleave,
+    linear,
+    rotate_half,
+    through,
+)
+from .entry import IN_PLACE, MISS_OF_BASE, OURS, STAGED, Entry, Make, add, based, entry, miss, words
 from .tables import sequences
 
 
@@ -391,3 +405,39 @@ for name, (model, outcome) in MISSES.items():
             tags=words("near miss, absorb, run"),
         )
     )
+
+
+class TokensCut(Prologue):
+    """Serving pads the batch: of what is named in ``at`` the first tokens go on."""
+
+    at = ""
+
+    def part(self, name: str, value: Tensor) -> Tensor:
+        return value[:5] if name in self.at.split() else value
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, kr: Tensor, slots: Tensor
+    ) -> tuple[Tensor, ...]:
+        def rotate(value: Tensor) -> Tensor:
+            value, (c, s) = hf_interleave(value), (table[: len(value)] for table in (cos, sin))
+            return value * c.unsqueeze(1) + rotate_half(value) * s.unsqueeze(1)
+
+        c_q = self.part("c_q", self.q_a_layernorm(self.q_a_proj(x)))
+        q = self.part("q", self.q_b_proj(c_q)).view(-1, self.heads, D + DR)
+        q_nope, q_pe = q.split([D, DR], -1)
+        q_nope, q_pe = self.part("q_nope", q_nope), self.part("q_pe", q_pe)
+        c_kv, k_pe = self.latent(x)
+        k_pe = rotate(self.part("k_pe", k_pe).unsqueeze(1)).squeeze(1)
+        query_rope = self.part("query_rope", rotate(q_pe))
+        rows = min(len(c_kv), len(k_pe))
+        kv.view(-1, HCKV)[slots[:rows]] = c_kv[:rows]
+        kr.view(-1, DR)[slots[:rows]] = k_pe
+        return torch.einsum("tnd,ndc->tnc", q_nope, self.w_uk()), query_rope
+
+
+for at in ("q", "q_nope", "q_pe", "q_nope q_pe", "k_pe", "c_q", "c_q k_pe"):
+    kind = type(f"tokens cut of {at}", (TokensCut,), {"at": at})
+    miss("tokens.cut", tags="layout")(kind)
+entry(IN_PLACE, source=OURS, tags="layout", name="tokens cut of query_rope")(
+    type("Cut", (TokensCut,), {"at": "query_rope"})
+)
