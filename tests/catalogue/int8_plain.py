@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .base import DR, HCQ, Base, D, npu
-from .entry import IN_PLACE, OURS, Entry, add, entry, words
+from .entry import IN_PLACE, OURS, Entry, add, entry, miss, words
 from .int8 import Full, QuantLinear
 
 
@@ -341,15 +341,14 @@ class Twice(PlainFull):
             layer.__class__ = linear_of("Linear", quantise=quantise)
 
 
-def twice(name: str, outcome: str, tags: str, query: Any, key: Any = None) -> None:
-    of_both = {"of_query": staticmethod(query), "of_key": staticmethod(key or query)}
-    tags, mode = f"{tags}int8, plain, weights", 2 if outcome == IN_PLACE else 0
-    kind = type(f"x quantised twice, {name}", (Twice,), of_both)
-    entry(outcome, source=OURS, tags=tags, weight_quant_mode=mode)(kind)
+def twice(name: str, query: Any, key: Any) -> type[Twice]:
+    of_both = {"of_query": staticmethod(query), "of_key": staticmethod(key)}
+    return type(f"x quantised twice, {name}", (Twice,), of_both)
 
 
-twice("to seven bits", IN_PLACE, "", to_seven_bits)
-twice("by powers of two", IN_PLACE, "", by_powers_of_two)
-twice("truncated", IN_PLACE, "", truncated)
-twice("in two ways", "kv_latent.absent", "near miss, ", to_seven_bits, truncated)
-twice("with a doubled scale", "kv_latent.absent", "near miss, ", to_seven_bits, doubled_scale)
+for way in (to_seven_bits, by_powers_of_two, truncated):
+    kind = twice(way.__name__, way, way)
+    entry(IN_PLACE, source=OURS, tags="int8, plain, weights", weight_quant_mode=2)(kind)
+for way in (truncated, doubled_scale):
+    kind = twice(f"the key {way.__name__}", to_seven_bits, way)
+    miss("kv_latent.absent", of="x that is quantised twice", tags="int8, plain, weights")(kind)

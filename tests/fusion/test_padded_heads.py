@@ -116,14 +116,6 @@ class Padding(prologues.Neox):
         )
 
 
-class PaddingOne(Padding):
-    """The rotated part goes to another place as well, as it is."""
-
-    def padded(self, query: Tensor, query_rope: Tensor) -> tuple[Tensor, Tensor]:
-        wide = torch.cat([query_rope, query_rope[:, :4] * 0], 1)
-        return nn.functional.pad(query, (0, 0, 0, 4)), wide
-
-
 class PaddingPairs(Padding):
     """The rotation leaves interleaved pairs."""
 
@@ -148,8 +140,6 @@ class PaddingWithOnes(Padding):
             (Padding, RELEASE, 0),
             (PaddingPairs, "latest", 2),
             (PaddingPairs, RELEASE, 1),
-            (PaddingOne, RELEASE, 0),
-            (PaddingOne, "latest", 1),
             (PaddingWithOnes, RELEASE, 2),
             (PaddingWithOnes, "latest", 2),
         ],

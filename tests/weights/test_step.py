@@ -92,29 +92,6 @@ def test_a_step_waits_for_nothing_and_reads_a_share(
     assert shifts == [[(1 << 12) // 8]]  # one share, in lanes of 8 bytes
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_most_steps_call_no_operator(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, args = prologues.Neox(), base.paged_args()
-    run = torch.compile(model, backend=WAYS[way](mf.Config()), fullgraph=True)
-    steps: list[int] = []
-    usual = Weights.of
-
-    def profiled(*given: Any) -> Any:
-        with torch.autograd.profiler.profile(use_device=None) as profile:
-            packed = usual(*given)
-        steps.append(
-            len([event for event in profile.function_events if event.name.startswith("aten::")])
-        )
-        return packed
-
-    with torch.no_grad():
-        run(*clones(args))
-        monkeypatch.setattr(Weights, "of", profiled)
-        for _ in range(rounds.STEPS_A_LOOK["cpu"]):
-            run(*clones(args))
-    assert sum(map(bool, steps)) == 1 and len(steps) == rounds.STEPS_A_LOOK["cpu"]
-
-
 def test_a_packed_weight_that_is_void_is_held_by_nobody() -> None:
     """A step that remembers its weights would keep memory that was let go."""
     model, args = prologues.Neox(), base.paged_args()
