@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +45,7 @@ class Int8Attention(Full):
     def quantise(self, rows: Tensor) -> Tensor:
         return torch.clamp(torch.round(rows.float() * 25.0), -128, 127).to(torch.int8)
 
-    def in_int8(self, query: Tensor) -> tuple[Tensor, Tensor]:
+    def in_bytes(self, query: Tensor) -> tuple[Tensor, Tensor]:
         return npu.npu_dynamic_quant(query)
 
     def to_scale(self, query_rope: Tensor, scale: Tensor) -> Tensor:
@@ -55,20 +56,50 @@ class Int8Attention(Full):
     ) -> Tensor:  # type: ignore[override]
         q_nope, q_pe = self.split(self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))))
         c, s = cos.unsqueeze(1), sin.unsqueeze(1)
-        query, scale = self.in_int8(self.absorb(q_nope))
+        query, scale = self.in_bytes(self.absorb(q_nope))
         query_rope = self.to_scale(self.rotate(q_pe, c, s), scale)
         self.write_rows(x, c, s, kv_cache, kr_cache, slots)
-        scores = torch.einsum("tnc,sc->tns", query.float(), kv_cache.view(-1, HCKV).float())
+        rows = self.numbers(kv_cache.view(-1, HCKV))
+        scores = torch.einsum("tnc,sc->tns", self.numbers(query), rows)
         scores = scores + torch.einsum(
             "tnc,sc->tns", query_rope.float(), kr_cache.view(-1, DR).float()
         )
+        return self.brought_back(scores, scale)
+
+    def brought_back(self, scores: Tensor, scale: Tensor) -> Tensor:
         return scores * scale.unsqueeze(-1) / 25.0
+
+    def numbers(self, values: Tensor) -> Tensor:
+        return values.float()
+
+    def named(self) -> dict[str, int]:
+        """What says of the cache which format it is in."""
+        return {}
 
     def write_rows(
         self, x: Tensor, c: Tensor, s: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
     ) -> None:
         c_kv, k_pe = self.latent(x)
         self.write(kv_cache, kr_cache, slots, c_kv, self.rotate(k_pe.unsqueeze(1), c, s).squeeze(1))
+
+
+# the fused cache operator with one scale
+def by_operator(
+    self: Any, x: Tensor, c: Tensor, s: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
+) -> None:
+    npu.npu_kv_rmsnorm_rope_cache_v2(
+        self.kv_a_proj_with_mqa(x).view(-1, 1, 1, HCKV + DR),
+        self.kv_a_layernorm.weight,
+        c.unsqueeze(1),
+        s.unsqueeze(1),
+        slots,
+        kr_cache,
+        kv_cache,
+        c_kv_scale=self.kv_scale,
+        epsilon=1e-6,
+        cache_mode="PA_BNSD",
+        **self.named(),
+    )
 
 
 @attention(IN_PLACE, source="vllm-ascend")
@@ -84,21 +115,7 @@ class Int8AttentionOperator(Int8Attention):
     def to_scale(self, query_rope: Tensor, scale: Tensor) -> Tensor:
         return (query_rope / scale.view(-1, self.heads, 1) * self.kv_scale).to(query_rope.dtype)
 
-    def write_rows(
-        self, x: Tensor, c: Tensor, s: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
-    ) -> None:
-        npu.npu_kv_rmsnorm_rope_cache_v2(
-            self.kv_a_proj_with_mqa(x).view(-1, 1, 1, HCKV + DR),
-            self.kv_a_layernorm.weight,
-            c.unsqueeze(1),
-            s.unsqueeze(1),
-            slots,
-            kr_cache,
-            kv_cache,
-            c_kv_scale=self.kv_scale,
-            epsilon=1e-6,
-            cache_mode="PA_BNSD",
-        )
+    write_rows = by_operator
 
 
 @attention(IN_PLACE)
@@ -134,7 +151,7 @@ class RopeToOtherScale(Int8Attention):
 
 @attention(IN_PLACE)
 class SmoothedQuery(Int8Attention):
-    def in_int8(self, query: Tensor) -> tuple[Tensor, Tensor]:
+    def in_bytes(self, query: Tensor) -> tuple[Tensor, Tensor]:
         return npu.npu_dynamic_quant(
             query, smooth_scales=torch.full((HCKV,), 2.0, dtype=query.dtype)
         )
@@ -144,7 +161,7 @@ class SmoothedQuery(Int8Attention):
 class PerTokenQuery(Int8Attention):
     """One scale for all heads of a token."""
 
-    def in_int8(self, query: Tensor) -> tuple[Tensor, Tensor]:
+    def in_bytes(self, query: Tensor) -> tuple[Tensor, Tensor]:
         values, scale = npu.npu_dynamic_quant(query.flatten(1))
         return values.view(query.shape), scale.unsqueeze(-1).expand(-1, self.heads)
 

@@ -32,24 +32,6 @@ from .entry import IN_PLACE, MISS_OF_BASE, OURS, STAGED, Entry, Make, add, based
 from .tables import sequences
 
 
-@miss("q_lora.absent", tags="weights")
-class NoQueryLora(Base):
-    def __init__(self) -> None:
-        super().__init__()
-        self.q_proj = linear(HE, self.heads * (D + DR))
-
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
-    ) -> Tensor:  # type: ignore[override]
-        q_nope, q_pe = self.split(self.q_proj(x))
-        c_kv, k_pe = self.latent(x)
-        c, s_ = cos.unsqueeze(1), sin.unsqueeze(1)
-        q_pe, k_pe = self.rotate(q_pe, c, s_), self.rotate(k_pe.unsqueeze(1), c, s_).squeeze(1)
-        query = self.absorb(q_nope)
-        self.write(kv_cache, kr_cache, slots, c_kv, k_pe)
-        return attend(query, q_pe, kv_cache.view(-1, HCKV), kr_cache.view(-1, DR))
-
-
 @miss("absorb.absent", tags="absorb")
 class Unabsorbed(Base):
     def absorb(self, q_nope: Tensor) -> Tensor:

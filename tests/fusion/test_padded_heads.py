@@ -85,41 +85,25 @@ def test_compiled(dynamic: bool) -> None:
     assert_as_exact(module, given, fused, slack=1.2)
 
 
-class Padding(prologues.Neox):
+class Padding(base.Parts):
     """What attention reads is padded to sixteen heads, as its operator wants them; its result is
     cut.
     """
 
-    def reader(
-        self, query: Tensor, query_rope: Tensor, kv_cache: Tensor, kr_cache: Tensor
-    ) -> Tensor:
-        return base.attend(query, query_rope, kv_cache, kr_cache)[:, :12]
-
-    def turn(self, x: Tensor, c: Tensor, s: Tensor) -> Tensor:
+    def rotate(self, x: Tensor, c: Tensor, s: Tensor) -> Tensor:
         return x * c + base.rotate_half(x) * s
 
     def padded(self, query: Tensor, query_rope: Tensor) -> tuple[Tensor, Tensor]:
         return nn.functional.pad(query, (0, 0, 0, 4)), nn.functional.pad(query_rope, (0, 0, 0, 4))
 
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
-    ) -> Tensor:
-        q_nope, q_pe = self.query(x)
-        c_kv, k_pe = self.latent(x)
-        c, s = cos.unsqueeze(1), sin.unsqueeze(1)
-        q_pe, k_pe = self.turn(q_pe, c, s), self.turn(k_pe.unsqueeze(1), c, s)
-        kv_cache.view(-1, base.HCKV)[slots] = c_kv
-        kr_cache.view(-1, base.DR)[slots] = k_pe.squeeze(1)
-        query, query_rope = self.padded(self.absorb(q_nope), q_pe)
-        return self.reader(
-            query, query_rope, kv_cache.view(-1, base.HCKV), kr_cache.view(-1, base.DR)
-        )
+    def scores(self, q_nope: Tensor, q_pe: Tensor, kv_rows: Tensor, kr_rows: Tensor) -> Tensor:
+        return base.attend(*self.padded(self.absorb(q_nope), q_pe), kv_rows, kr_rows)[:, :12]
 
 
 class PaddingPairs(Padding):
     """The rotation leaves interleaved pairs."""
 
-    def turn(self, x: Tensor, c: Tensor, s: Tensor) -> Tensor:
+    def rotate(self, x: Tensor, c: Tensor, s: Tensor) -> Tensor:
         even, odd = x[..., ::2], x[..., 1::2]
         c, s = (table[..., : base.DR // 2] for table in (c, s))
         return torch.stack((even * c - odd * s, even * s + odd * c), -1).flatten(-2)

@@ -113,18 +113,6 @@ def expanding_otherwise(attention: Any) -> None:
     attention.expand_kv = lambda c_kv, k_pe: tuple(x * 1.1 for x in usual(c_kv, k_pe))
 
 
-class Doubled(Tensor):
-    """A weight of a class that has its own products."""
-
-    @classmethod
-    def __torch_function__(
-        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            found = function(*args, **(kwargs or {}))
-            return found * 2 if function is nn.functional.linear else found
-
-
 CHANGES = [
     wrapped_by_lora, hooked, hooked_before, biased, patched, replaced, quantised, parametrised,
     expanding_otherwise,

@@ -4,12 +4,9 @@ them.
 
 from __future__ import annotations
 
-import ast
 import copy
 import gc
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,17 +15,6 @@ import mla_fusion as mf
 from tests.catalogue import Entry, prologues, select
 from tests.exhaustive import one_in
 from tests.harness import traced_graph
-
-ROOT = Path(__file__).parents[2]
-FACTORIES = frozenset(
-    "empty empty_strided eye full linspace logspace normal ones rand randn scalar_tensor tensor "
-    "zeros".split()
-)
-# Each is one setting of the whole process.
-SWITCHES = frozenset(
-    "disable freeze set_default_device set_default_dtype set_default_tensor_type "
-    "set_num_threads".split()
-)
 
 
 @pytest.fixture
@@ -103,36 +89,3 @@ def test_the_default_dtype_of_the_process_changes_nothing(entry: Entry) -> None:
     with torch.no_grad():
         gm = traced_graph(entry.model(), *entry.args())
     assert said(torch.float32) == said(torch.bfloat16) == said(torch.float64)
-
-
-def sources() -> list[Path]:
-    folders = ("mla_fusion", "meta", "converters")
-    return [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
-
-
-def calls(path: Path) -> Iterator[tuple[str, str, ast.Call]]:
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            yield ast.unparse(node.func.value), node.func.attr, node
-
-
-def test_every_factory_call_names_its_dtype() -> None:
-    unnamed = [
-        f"{path.relative_to(ROOT)}:{call.lineno}: {ast.unparse(call)}"
-        for path in sources()
-        for owner, name, call in calls(path)
-        if owner == "torch"
-        and name in FACTORIES
-        and not any(keyword.arg in ("dtype", None) for keyword in call.keywords)
-    ]
-    assert not unnamed
-
-
-def test_nobody_switches_what_all_threads_share() -> None:
-    found = [
-        f"{path.relative_to(ROOT)}:{call.lineno}: {ast.unparse(call)}"
-        for path in sources()
-        for owner, name, call in calls(path)
-        if owner in ("torch", "gc") and name in SWITCHES
-    ]
-    assert not found
