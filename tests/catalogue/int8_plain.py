@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .base import DR, HCQ, Base, D, npu
-from .entry import IN_PLACE, OURS, Entry, add, entry, miss, words
+from .entry import IN_PLACE, OURS, entry, miss
 from .int8 import Full, QuantLinear
 
 
@@ -298,16 +298,9 @@ def model_of(base: type[nn.Module], linear: type[QuantLinear]) -> nn.Module:
 
 
 for name, kind in LINEARS.items():
-    add(
-        Entry(
-            name=f"linear {name}",
-            model=partial(model_of, PlainFull, kind),
-            outcome=(IN_PLACE,),
-            source=OURS,
-            tags=words("int8, plain, weights"),
-            weight_quant_mode=2,
-        )
-    )
+    model = partial(model_of, PlainFull, kind)
+    weights = {"tags": "int8, plain, weights", "weight_quant_mode": 2}
+    entry(IN_PLACE, source=OURS, name=f"linear {name}", **weights)(model)
 
 
 # -- two projections each quantise x by equal steps of their own, in whatever way

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .base import npu
-from .entry import OURS, Entry, add, words
+from .entry import miss
 from .int8_plain import PlainLinear, PlainPartial, guarded, largest, model_of, one, to_int8
 
 FLOAT8 = torch.float8_e4m3fn
@@ -149,12 +149,6 @@ OF_SCALES += ("no token scale", "scales added", "scales in float8")
 OTHER_CODES |= dict.fromkeys(OF_SCALES, "quant.scale")
 
 for name, methods in MISSES.items():
-    add(
-        Entry(
-            name=name,
-            model=partial(model_of, PlainPartial, type("Missing", (PlainLinear,), methods)),
-            outcome=(OTHER_CODES.get(name, "quant.dynamic"),),
-            source=f"{OURS}: a near miss of PlainPartial",
-            tags=words("near miss, int8, plain"),
-        )
-    )
+    model = partial(model_of, PlainPartial, type("Missing", (PlainLinear,), methods))
+    code = OTHER_CODES.get(name, "quant.dynamic")
+    miss(code, of="PlainPartial", tags="int8, plain", name=name)(model)

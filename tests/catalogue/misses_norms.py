@@ -10,7 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .base import DR, HCKV, HCQ, Base, HfNorm, wide
-from .entry import MISS_OF_BASE, Entry, Make, add, based, miss, words
+from .entry import (
+    Methods,
+    miss,
+    misses,
+)
 from .norms import by_scale, norm
 from .projections import WideProducts
 
@@ -182,27 +186,17 @@ SCALES: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "gram_rolled": lambda n, x: ((x @ x.T).roll(1, 0).diagonal().abs() + 1).rsqrt()[:, None],
     "centred": lambda n, x: (x.var(-1, keepdim=True) + 1e-6).rsqrt(),
 }
-MISSES: dict[str, tuple[Make, str]] = {
-    **{name: (based("m", norm=by_scale(scale)), "norm.absent") for name, scale in SCALES.items()},
+MISSES: dict[str, tuple[Methods, str]] = {
+    **{name: (dict(norm=by_scale(scale)), "norm.absent") for name, scale in SCALES.items()},
     "added_to_its_norm": (
-        based(
-            "m",
+        dict(
             norm=norm(lambda n, x: F.rms_norm(x, (x.shape[-1],), n.weight, 1e-6) + 0.01 * n.weight),
         ),
         "q_lora.interrupted",
     ),
-    "stat_of_576": (based("m", latent=stat_of_576), "kv_latent.absent"),
+    "stat_of_576": (dict(latent=stat_of_576), "kv_latent.absent"),
 }
-for name, (model, code) in MISSES.items():
-    add(
-        Entry(
-            name=name,
-            model=model,
-            outcome=(code,),
-            source=MISS_OF_BASE,
-            tags=words("near miss, norm, run"),
-        )
-    )
+misses("norm", MISSES)
 
 
 @miss("norm.absent", tags="norm")

@@ -28,7 +28,15 @@ from .base import (
     rotate_half,
     through,
 )
-from .entry import IN_PLACE, MISS_OF_BASE, OURS, STAGED, Entry, Make, add, based, entry, miss, words
+from .entry import (
+    IN_PLACE,
+    OURS,
+    STAGED,
+    Methods,
+    entry,
+    miss,
+    misses,
+)
 from .tables import sequences
 
 
@@ -318,36 +326,34 @@ def turned_latent(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     return c_kv, k_pe
 
 
-MISSES: dict[str, tuple[Make, str]] = {
+MISSES: dict[str, tuple[Methods, str]] = {
     "one_matrix_for_both": (
-        based("m", absorb=lambda m, q: torch.matmul(q.unsqueeze(2), m.w_uk()[:1]).squeeze(2)),
+        dict(absorb=lambda m, q: torch.matmul(q.unsqueeze(2), m.w_uk()[:1]).squeeze(2)),
         IN_PLACE,
     ),
     "one_head_scaled": (
-        based("m", absorb=per_head(first, lambda q, w: (2 * q[:, 1]) @ w[1])),
+        dict(absorb=per_head(first, lambda q, w: (2 * q[:, 1]) @ w[1])),
         "scale.unequal",
     ),
     "one_head_added_to": (
-        based("m", absorb=per_head(first, lambda q, w: q[:, 1] @ w[1] + 1)),
+        dict(absorb=per_head(first, lambda q, w: q[:, 1] @ w[1] + 1)),
         IN_PLACE,
     ),
     "one_head_of_other_tokens": (
-        based("m", absorb=per_head(first, lambda q, w: q[:, 1].flip(0) @ w[1])),
+        dict(absorb=per_head(first, lambda q, w: q[:, 1].flip(0) @ w[1])),
         "absorb.absent",
     ),
     "onto_a_bias": (
-        based(
-            "m",
+        dict(
             absorb=lambda m, q: torch.baddbmm(
                 m.w_uk()[:, :1], q.transpose(0, 1), m.w_uk()
             ).transpose(0, 1),
         ),
         "linear.bias",
     ),
-    "another_x_for_kv": (based("m", latent=turned_latent), "kv_latent.absent"),
+    "another_x_for_kv": (dict(latent=turned_latent), "kv_latent.absent"),
     "nope_halved": (
-        based(
-            "m",
+        dict(
             split=lambda m, q: (lambda nope, pe: (nope * 0.5, pe))(
                 *split_of(slice(D), slice(D, None))(m, q)
             ),
@@ -356,37 +362,27 @@ MISSES: dict[str, tuple[Make, str]] = {
     ),
     # weights that are not W_uk, head by head, but are packed as what they are
     "one_weight_for_both": (
-        based("m", absorb=per_head(first, lambda q, w: q[:, 1] @ w[0])),
+        dict(absorb=per_head(first, lambda q, w: q[:, 1] @ w[0])),
         IN_PLACE,
     ),
     "weights_swapped": (
-        based("m", absorb=per_head(lambda q, w: q[:, 0] @ w[1], lambda q, w: q[:, 1] @ w[0])),
+        dict(absorb=per_head(lambda q, w: q[:, 0] @ w[1], lambda q, w: q[:, 1] @ w[0])),
         IN_PLACE,
     ),
     "weight_turned": (
-        based("m", absorb=per_head(first, lambda q, w: q[:, 1] @ w[1].flip(0))),
+        dict(absorb=per_head(first, lambda q, w: q[:, 1] @ w[1].flip(0))),
         IN_PLACE,
     ),
     "one_head_rounded": (
-        based(
-            "m",
+        dict(
             absorb=per_head(first, lambda q, w: q[:, 1] @ w[1].to(torch.float8_e5m2).to(w.dtype)),
         ),
         IN_PLACE,
     ),
     # columns that the weights can be cut for, whatever they mean
-    "columns_overlap": (based("m", split=split_of(slice(D), slice(D - 32, D + 32))), IN_PLACE),
+    "columns_overlap": (dict(split=split_of(slice(D), slice(D - 32, D + 32))), IN_PLACE),
 }
-for name, (model, outcome) in MISSES.items():
-    add(
-        Entry(
-            name=name,
-            model=model,
-            outcome=(outcome,),
-            source=MISS_OF_BASE,
-            tags=words("near miss, absorb, run"),
-        )
-    )
+misses("absorb", MISSES)
 
 
 class TokensCut(Prologue):

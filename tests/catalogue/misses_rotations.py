@@ -9,7 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .base import DR, Base, H, half, hf_interleave, rotate_half, rotated, through
-from .entry import IN_PLACE, MISS_OF_BASE, STAGED, Entry, Make, add, based, miss, words
+from .entry import (
+    IN_PLACE,
+    STAGED,
+    Methods,
+    miss,
+    misses,
+)
 from .rotations import by_einsum, matrices
 from .tables import CountedPositions, sequences
 
@@ -154,32 +160,23 @@ def doubled_tables(self: Any, x: Tensor, c: Tensor, sn: Tensor) -> Tensor:
     return rotated(x, c * c - sn * sn, 2 * sn * c)
 
 
-MISSES: dict[str, tuple[Make, str]] = {
+MISSES: dict[str, tuple[Methods, str]] = {
     "k_turned_back": (
-        based("m", rotate_q=by_einsum, rotate_k=turned("csnc")),
+        dict(rotate_q=by_einsum, rotate_k=turned("csnc")),
         "rope.tables_differ",
     ),
-    "k_swapped": (based("m", rotate_q=by_einsum, rotate_k=turned("nccs")), IN_PLACE),
-    "k_reflected": (based("m", rotate_q=by_einsum, rotate_k=turned("cssc")), "rope.tables_differ"),
-    "k_one_token_later": (based("m", rotate_q=by_einsum, rotate_k=later), STAGED),
-    "k_pairs_left": (based("m", rotate_q=by_einsum, rotate_k=pairs_left), STAGED),
-    "moved": (based("m", rotate=homogeneous), STAGED),
+    "k_swapped": (dict(rotate_q=by_einsum, rotate_k=turned("nccs")), IN_PLACE),
+    "k_reflected": (dict(rotate_q=by_einsum, rotate_k=turned("cssc")), "rope.tables_differ"),
+    "k_one_token_later": (dict(rotate_q=by_einsum, rotate_k=later), STAGED),
+    "k_pairs_left": (dict(rotate_q=by_einsum, rotate_k=pairs_left), STAGED),
+    "moved": (dict(rotate=homogeneous), STAGED),
     "q_of_twice_the_angle": (
-        based("m", rotate_q=doubled_tables, rotate_k=by_einsum),
+        dict(rotate_q=doubled_tables, rotate_k=by_einsum),
         "rope.tables_differ",
     ),
-    "q_of_other_heads": (based("m", rotate_q=of_other_heads), "rope.tables_differ"),
+    "q_of_other_heads": (dict(rotate_q=of_other_heads), "rope.tables_differ"),
 }
-for name, (model, code) in MISSES.items():
-    add(
-        Entry(
-            name=name,
-            model=model,
-            outcome=(code,),
-            source=MISS_OF_BASE,
-            tags=words("near miss, rope, run"),
-        )
-    )
+misses("rope", MISSES)
 
 
 @miss("step.unknown", tags="rope")
