@@ -4,6 +4,8 @@ slices, hidden states that are not contiguous.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -343,3 +345,52 @@ class TwoQueries(PagedRotateHalf):
         q_pe = self.other.rotate(q_pe, cos.unsqueeze(1), sin.unsqueeze(1))
         rows = held[0].view(-1, HCKV), held[1].view(-1, DR)
         return first, attend(self.other.absorb(q_nope), q_pe, *rows)
+
+
+# -- copies of caches that the graph writes, which stay as they were
+
+
+class OldCacheReturned(Base):
+    """Gives out a cache as it was before the write."""
+
+    copy: Callable[[Tensor], Tensor]
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
+    ) -> tuple[Tensor, ...]:
+        old = self.copy(kv_cache)
+        return *super().forward(x, cos, sin, kv_cache, kr_cache, slots), old
+
+
+class CopiesWritten(OldCacheReturned):
+    """Leaves what it was given as it was."""
+
+    def write(
+        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
+    ) -> None:
+        super().write(self.copy(kv_cache), self.copy(kr_cache), slots, c_kv, k_pe)
+
+
+class CopiesWrittenBack(OldCacheReturned):
+    def write(
+        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
+    ) -> None:
+        own = self.copy(kv_cache), self.copy(kr_cache)
+        super().write(*own, slots, c_kv, k_pe)
+        for cache, written in zip((kv_cache, kr_cache), own, strict=True):
+            cache.copy_(written)
+            written.zero_()
+
+
+COPIES: dict[str, Callable[[Tensor], Tensor]] = {
+    "by a join": lambda t: torch.cat((t, t[:0])),
+    "by an assignment": lambda t: torch.slice_scatter(torch.zeros_like(t), t, 0, 0, t.shape[0]),
+    "by clone": torch.clone,
+}
+for how, copy in COPIES.items():
+    for model in (OldCacheReturned, CopiesWritten, CopiesWrittenBack):
+        kind = type(f"{model.__name__} {how}", (model,), {"copy": staticmethod(copy)})
+        if model is CopiesWritten:  # nobody reads the rows
+            miss("kv_latent.absent", of="copies of caches", tags="cache, readers")(kind)
+        else:
+            entry(STAGED, source=OURS, tags="cache, readers")(kind)

@@ -182,14 +182,6 @@ class HifPacked(Packed):
     options = (("dst_type", HIF8), ("round_mode", "round"))
 
 
-@packed(STAGED, weight_quant_mode=5, args=packed_hifloat8_args)
-class HifPackedClipped(HifPacked):
-    """The latent is clipped where ordinary rows do not reach."""
-
-    def pack(self, c_kv: Tensor, k_pe: Tensor) -> Tensor:
-        return super().pack(c_kv.clamp(-30, 30), k_pe)
-
-
 @packed(STAGED)
 class MxPackedWithBound(Packed):
     """No scale above a hundred: the kernel has no bound."""

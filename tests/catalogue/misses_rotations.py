@@ -198,3 +198,18 @@ class WindowsOfTokens(Base):
         behind = torch.cat((x, x[:1]))
         _, x = behind.unfold(0, 2, 1).unbind(-1)
         return super().rotate(x, c, s)
+
+
+@miss("rope.tables_differ", tags="rope")
+class QueryByRoundedAngles(Base):
+    """By angles in bfloat16, the key by the same in float32: far positions differ."""
+
+    def turned(self, x: Tensor, c: Tensor, s: Tensor, dtype: torch.dtype) -> Tensor:
+        angles = (c.float() * 1000 + s.float()).to(dtype).float()
+        return self.rotate(x, angles.cos().to(x.dtype), angles.sin().to(x.dtype))
+
+    def rotate_q(self, q_pe: Tensor, c: Tensor, s: Tensor) -> Tensor:
+        return self.turned(q_pe, c, s, torch.bfloat16)
+
+    def rotate_k(self, k_pe: Tensor, c: Tensor, s: Tensor) -> Tensor:
+        return self.turned(k_pe, c, s, torch.float32)

@@ -490,3 +490,16 @@ for name, (count, outcome) in COUNTS.items():
     slots_of = counted(count)
     slots_of.__name__ = f"slots by {name}"
     step("slots", outcome, tags="cache", args=many_tokens)(slots_of)
+
+
+# Slots not below a number that the graph is given: several may become it.
+
+
+@step("slots", STAGED, tags="cache, symbolic")
+def slots_bounded(self: Base, slots: Tensor, query: Tensor) -> Tensor:
+    return slots.clamp_min(slots[0] & 1023)
+
+
+@step("slots", STAGED, tags="cache, symbolic")
+def slots_bounded_by_maximum(self: Base, slots: Tensor, query: Tensor) -> Tensor:
+    return torch.maximum(slots, slots[:1] & 1023)

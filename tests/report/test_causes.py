@@ -170,9 +170,6 @@ def test_arguments_that_overlap_in_memory() -> None:
     assert staged_by(Twice(), x, cos, sin, *apart, slots) == {}
 
 
-# -- one miss, where it is
-
-
 # -- what the compiler knows
 
 

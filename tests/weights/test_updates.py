@@ -131,6 +131,3 @@ def test_an_update_between_two_graphs_reaches_both() -> None:
         weight.data.copy_(value)
     assert_current(model, first, args)
     assert_current(model, second, args)
-
-
-# -- fingerprints
