@@ -11,8 +11,6 @@ from mla_fusion.compile.device_graph import capture
 from tests.catalogue import base
 from tests.catalogue.unrotated import NoRope
 
-# -- the same by hand
-
 
 def test_the_report_says_that_nothing_rotates() -> None:
     gm, _ = capture(NoRope(), *base.paged_args())

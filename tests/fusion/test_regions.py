@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import mla_fusion as mf
 from tests.catalogue import base, prologues
 from tests.catalogue.base import Base
-from tests.harness import assert_as_exact, both_ways, clones, eager, graph_of, traced_graph
+from tests.harness import assert_as_exact, both_ways, clones, eager, graph_of
 
 
 class Region(nn.Module):
@@ -173,10 +173,3 @@ def test_a_near_miss_is_named_and_the_graph_keeps_its_regions() -> None:
             ("linear.bias", f"layers.{i}") for i in (0, 1)
         ]
         assert gm.graph is kept and str(gm.graph) == before
-
-
-def test_explaining_opens_nothing() -> None:
-    gm = traced_graph(Regions(), *prologues.layers_args(count=2))
-    kept = gm.graph
-    assert len(mf.explain(gm).fused) == 2 and gm.graph is kept
-    assert len(mf.fuse(gm).fused) == 2 and gm.graph is not kept

@@ -11,15 +11,9 @@ from torch import Tensor, nn
 import mla_fusion as mf
 from tests.catalogue.base import HCQ, HE, paged_args
 from tests.catalogue.unabsorbed import PaddedQuery
-from tests.harness import assert_as_exact, clones, run_fused, traced_graph
+from tests.harness import assert_as_exact, clones, run_fused
 
 IDENTITY = mf.Config(targets=("v3", "identity"), verify="all")
-
-
-def test_off_by_default() -> None:
-    gm = traced_graph(PaddedQuery(), *paged_args())
-    report = mf.fuse(gm)
-    assert [item.code for item in report.rejected] == ["absorb.absent"]
 
 
 class HuggingFace(nn.Module):

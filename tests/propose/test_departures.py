@@ -25,10 +25,7 @@ def _seed() -> None:
 
 
 def explained(entry: Entry) -> mf.Report:
-    if entry.name == "LatentDropout":  # what AOT makes of a dropout
-        gm = graph_of(entry.model(), *entry.args())
-    else:
-        gm, _ = as_for_backend(entry.model(), entry.args())
+    gm, _ = as_for_backend(entry.model(), entry.args())
     return mf.explain(gm, entry.config(verify="off", strict=True), boundary=True)
 
 
