@@ -232,17 +232,6 @@ def assert_as_exact(
     assert_no_worse(exact(model, args), eager(model, clones(args)), fused, slack)
 
 
-def assert_same_but_for_rounding(found: Tensor, other: Tensor, exact: Tensor) -> None:
-    """Two runs of one float computation err alike against a float64 run (limit 1.5 times, and
-    chance).
-    """
-    assert found.dtype == other.dtype
-    limit = largest_ratio(exact.numel(), 1.5) * distance(other, exact)
-    assert distance(found, exact) <= limit, (
-        f"{distance(found, exact):.3e}, the other run {limit:.3e}"
-    )
-
-
 def exact(model: nn.Module, args: tuple[Tensor, ...]) -> list[Tensor]:
     """As :func:`eager`, in float64."""
     return eager(copy.deepcopy(model).double(), clones(args, wide=True))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import mla_fusion as mf
-from mla_fusion.tools.by_hand import entry, memory
+from mla_fusion.tools.by_hand import entry
 from mla_fusion.tools.cli import main
 from tests.by_hand.faults import FAULTS, UNEXPLAINED, Fault, Hand, args, given, model, on
 from tests.catalogue import base
@@ -46,12 +46,6 @@ def test_what_no_slip_explains_is_different(name: str) -> None:
     assert found.equal is False and not named(found)
     (finding,) = found.findings
     assert finding.code == "values.differ" and "output 0 differs by" in finding.message
-
-
-def test_two_slips_that_touch_different_values() -> None:
-    """Each is undone alone: the one that puts the caches right is named."""
-    found = audited(FAULTS["key_first"][2], FAULTS["q_rope_half"][2])
-    assert ("columns.key_first", "weight_dkv_kr") in named(found) and found.equal is False
 
 
 def test_a_right_call() -> None:
@@ -190,24 +184,6 @@ def test_caches_of_a_module(buffers: bool, anew: bool) -> None:
     assert torch.equal(reference.kv, kv) and torch.equal(hand.kv, kv), "as before"
 
 
-def test_caches_by_other_names_are_not_decided() -> None:
-    torch.manual_seed(0)
-    module, (x, cos, sin, kv, kr, slots) = model(), args()
-    reference = Holds(module, (kv, kr), True)
-
-    class Wrapper(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.reference, self.hand = reference, Hand(module)
-
-        def forward(self, x: Tensor, cos: Tensor, sin: Tensor, slots: Tensor) -> Tensor:
-            return self.hand(x, cos, sin, self.reference.kv, self.reference.kr, slots)
-
-    found = mf.audit(Wrapper(), reference, x, cos, sin, slots)
-    assert found.equal is None and not named(found), str(found)
-    assert {item.code for item in found.findings} == {"cache.elsewhere"}
-
-
 def test_a_cache_that_nobody_holds_is_not_decided() -> None:
     """Attention reads the copy that the call writes: the model's cache is not compared."""
     torch.manual_seed(0)
@@ -224,24 +200,6 @@ def test_a_cache_that_nobody_holds_is_not_decided() -> None:
     found = mf.audit(Copies(Hand(module)), Copies(module), x, cos, sin, slots)
     assert found.equal is None and found.ok and "not decided" in str(found)
     assert [item.code for item in found.findings] == ["cache.elsewhere"] * 2
-
-
-def test_memory_that_nobody_wrote_may_be_nan() -> None:
-    torch.manual_seed(0)
-    module, (x, cos, sin, kv, kr, slots) = model(), args()
-    kv[3], kr[3] = float("nan"), float("nan")  # a block without a slot
-
-    class Rows(CachesIn):
-        """Without the unwritten block."""
-
-        def forward(self, *inputs: Tensor) -> Tensor:
-            return self.inner(*inputs)[..., : 3 * base.BLOCK_SIZE]
-
-    inputs = x, cos, sin, kv, kr, slots
-    assert mf.audit(Rows(Hand(module)), Rows(module), *inputs).equal is True
-    code, argument, fault = FAULTS["tables_swapped"]
-    found = mf.audit(Rows(Hand(module, fault)), Rows(module), *inputs)
-    assert named(found) == {(code, argument)}, str(found)
 
 
 class BehindANorm(nn.Module):
@@ -324,29 +282,12 @@ def test_int8_caches(cache: int, equal: bool | None) -> None:
 # -- forms, and what is left behind
 
 
-def test_an_exported_program_knows_the_lines() -> None:
-    torch.manual_seed(0)
-    module, inputs = model(), args()
-    exported = torch.export.export(Hand(module, FAULTS["key_first"][2]), inputs)
-    found = mf.audit(exported, module, *inputs)
-    assert ("columns.key_first", "weight_dkv_kr") in named(found), str(found)
-    assert "faults.py" in found.findings[0].line
-
-
 def test_nothing_of_the_callers_changes() -> None:
     torch.manual_seed(0)
     module, inputs = model(), args()
     before = [value.clone() for value in inputs]
     mf.audit(Hand(module, FAULTS["tables_swapped"][2]), module, *inputs)
     assert all(torch.equal(a, b) for a, b in zip(before, inputs, strict=True))
-
-
-def test_copies_share_what_the_inputs_share() -> None:
-    pool = torch.arange(12.0).view(3, 4)
-    whole, row, (nested,) = memory.copied([pool, pool[1], [pool.t()]])
-    whole[1, 2] = -1.0
-    assert row[2] == -1.0 and nested[2, 1] == -1.0 and pool[1, 2] == 6.0
-    assert nested.stride() == pool.t().stride()
 
 
 # -- the command

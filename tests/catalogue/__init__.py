@@ -4,79 +4,13 @@ Tests select entries by their tags; a new entry is a class with ``@entry(..)`` o
 above it.
 """
 
-from . import (
-    absorbs,
-    around,
-    assembled,
-    base,
-    floats,
-    floats_caches,
-    floats_misses,
-    int8,
-    int8_attention,
-    int8_caches,
-    int8_misses,
-    int8_plain,
-    int8_plain_misses,
-    int8_plain_models,
-    layouts,
-    misses_norms,
-    misses_products,
-    misses_rotations,
-    misses_writes,
-    norms,
-    pools,
-    projections,
-    prologues,
-    public_caches,
-    public_engines,
-    public_refusals,
-    public_serving,
-    rotations,
-    tables,
-    unabsorbed,
-    unrotated,
-    writes,
-)
+from importlib import import_module
+from pkgutil import iter_modules
+
 from .entry import ENTRIES, IN_PLACE, STAGED, TAGS, Entry, select
 
-__all__ = [
-    "ENTRIES",
-    "IN_PLACE",
-    "STAGED",
-    "TAGS",
-    "Entry",
-    "absorbs",
-    "around",
-    "assembled",
-    "base",
-    "floats",
-    "floats_caches",
-    "floats_misses",
-    "int8",
-    "int8_attention",
-    "int8_caches",
-    "int8_misses",
-    "int8_plain",
-    "int8_plain_misses",
-    "int8_plain_models",
-    "layouts",
-    "misses_norms",
-    "misses_products",
-    "misses_rotations",
-    "misses_writes",
-    "norms",
-    "pools",
-    "projections",
-    "prologues",
-    "public_caches",
-    "public_engines",
-    "public_refusals",
-    "public_serving",
-    "rotations",
-    "select",
-    "tables",
-    "unabsorbed",
-    "unrotated",
-    "writes",
-]
+for module in iter_modules(__path__):
+    if not module.name.startswith("test_"):
+        import_module(f"{__name__}.{module.name}")
+
+__all__ = ["ENTRIES", "IN_PLACE", "STAGED", "TAGS", "Entry", "select"]

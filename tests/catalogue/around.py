@@ -4,6 +4,8 @@ slices, hidden states that are not contiguous.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -16,6 +18,7 @@ from .base import (
     HE,
     Base,
     D,
+    HfNorm,
     attend,
     paged_args,
     paged_caches,
@@ -240,3 +243,154 @@ class OwnWeights(Sequences):
     def __init__(self) -> None:
         super().__init__()
         self.q_a_proj = ForEachSequence()  # type: ignore[assignment]
+
+
+class KeepingNorm(HfNorm):
+    """Keeps the normed rows as they are before they are rounded."""
+
+    wide: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        self.wide = self.weight.float() * (wide * scale)
+        return self.wide.to(x.dtype)
+
+
+@entry(IN_PLACE, source=OURS, tags="readers")
+class WideAndRoundedRows(PagedRotateHalf):
+    """The kernel returns a value once: who reads it, and the same value rounded, gets both."""
+
+    norm = KeepingNorm
+
+    def forward(self, *args: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        scores = super().forward(*args)
+        wide = self.kv_a_layernorm.wide
+        narrow = wide.to(torch.bfloat16)
+        joined = torch.cat((wide, narrow.float()), -1)
+        return scores, joined, narrow.half() - narrow, narrow.float() - narrow * 2
+
+
+# -- inputs that the model writes beside its caches
+
+
+def slots_first() -> tuple[Tensor, ...]:
+    *args, slots = paged_args()
+    return (slots, *args)
+
+
+@entry(IN_PLACE, source=OURS, tags="cache, layout", args=slots_first)
+class SlotsAdvanced(Base):
+    """The slots of the next step."""
+
+    def forward(self, slots: Tensor, *args: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        found = super().forward(*args, slots)
+        slots.add_(1)
+        return found
+
+
+@entry(IN_PLACE, source=OURS, tags="cache, layout", args=slots_first)
+class SlotsAndHiddenAdvanced(SlotsAdvanced):
+    def forward(self, slots: Tensor, x: Tensor, *args: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        found = super().forward(slots, x, *args)
+        x.add_(found[0].flatten(1).repeat(1, 8))  # rows of 128 numbers to one of 1024
+        return found
+
+
+@entry(IN_PLACE, source=OURS, tags="cache, layout")
+class HiddenCleared(Base):
+    """The hidden states are no longer needed."""
+
+    def forward(self, x: Tensor, *args: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        found = super().forward(x, *args)
+        x.zero_()
+        return found
+
+
+def with_another() -> tuple[Tensor, ...]:
+    args = paged_args()
+    return (args[3].clone() + 1, *args)
+
+
+@entry(IN_PLACE, source=OURS, tags="cache, layout", args=with_another)
+class CacheKeptBehind(Base):
+    """The cache as it is afterwards, in another input, which comes first."""
+
+    def forward(self, kept: Tensor, *args: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        found = super().forward(*args)
+        kept.copy_(args[3])
+        return found
+
+
+@entry(STAGED, source=OURS, tags="cache, layout", args=with_another)
+class CacheKeptBefore(Base):
+    """The cache as it was."""
+
+    def forward(self, kept: Tensor, *args: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        kept.copy_(args[3])
+        return super().forward(*args)
+
+
+@entry(IN_PLACE, STAGED, source=OURS, tags="readers")
+class TwoQueries(PagedRotateHalf):
+    """A second query goes with the latent of the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = Base()
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, *held: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        first = super().forward(x, cos, sin, *held)
+        q_nope, q_pe = self.other.query(x)
+        q_pe = self.other.rotate(q_pe, cos.unsqueeze(1), sin.unsqueeze(1))
+        rows = held[0].view(-1, HCKV), held[1].view(-1, DR)
+        return first, attend(self.other.absorb(q_nope), q_pe, *rows)
+
+
+# -- copies of caches that the graph writes, which stay as they were
+
+
+class OldCacheReturned(Base):
+    """Gives out a cache as it was before the write."""
+
+    copy: Callable[[Tensor], Tensor]
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
+    ) -> tuple[Tensor, ...]:
+        old = self.copy(kv_cache)
+        return *super().forward(x, cos, sin, kv_cache, kr_cache, slots), old
+
+
+class CopiesWritten(OldCacheReturned):
+    """Leaves what it was given as it was."""
+
+    def write(
+        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
+    ) -> None:
+        super().write(self.copy(kv_cache), self.copy(kr_cache), slots, c_kv, k_pe)
+
+
+class CopiesWrittenBack(OldCacheReturned):
+    def write(
+        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
+    ) -> None:
+        own = self.copy(kv_cache), self.copy(kr_cache)
+        super().write(*own, slots, c_kv, k_pe)
+        for cache, written in zip((kv_cache, kr_cache), own, strict=True):
+            cache.copy_(written)
+            written.zero_()
+
+
+COPIES: dict[str, Callable[[Tensor], Tensor]] = {
+    "by a join": lambda t: torch.cat((t, t[:0])),
+    "by an assignment": lambda t: torch.slice_scatter(torch.zeros_like(t), t, 0, 0, t.shape[0]),
+    "by clone": torch.clone,
+}
+for how, copy in COPIES.items():
+    for model in (OldCacheReturned, CopiesWritten, CopiesWrittenBack):
+        kind = type(f"{model.__name__} {how}", (model,), {"copy": staticmethod(copy)})
+        if model is CopiesWritten:  # nobody reads the rows
+            miss("kv_latent.absent", of="copies of caches", tags="cache, readers")(kind)
+        else:
+            entry(STAGED, source=OURS, tags="cache, readers")(kind)

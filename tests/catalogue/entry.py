@@ -16,10 +16,9 @@ from .base import Base, Prologue, paged_args
 
 IN_PLACE, STAGED = "in place", "staged"
 OURS = "written for this project"
-MISS_OF_BASE = f"{OURS}: a near miss of the base prologue"
 Make = Callable[[], nn.Module]
 Args = Callable[[], tuple[Tensor, ...]]
-Kind = TypeVar("Kind", bound=type[nn.Module])
+Kind = TypeVar("Kind", bound=Make)
 
 TAGS = {
     # what is spelled in a way of its own
@@ -149,6 +148,17 @@ def based(name: str, heads: int = 2, **methods: Any) -> Make:
     return make
 
 
+Methods = dict[str, Any]
+
+
+def misses(tags: str, table: dict[str, tuple[Methods, str]]) -> None:
+    """Near misses of the base prologue by what it has in place of which methods, and what becomes
+    of each; compiled and run.
+    """
+    for name, (methods, outcome) in table.items():
+        miss(outcome, tags=f"{tags}, run", name=name)(based("m", **methods))
+
+
 def step(
     method: str, *outcome: str, tags: str, source: str = OURS, heads: int = 2, **fields: Any
 ) -> Callable[[Any], Any]:
@@ -158,16 +168,7 @@ def step(
 
     def register(body: Any) -> Any:
         model = based(body.__name__, heads, **{method: body})
-        add(
-            Entry(
-                name=body.__name__,
-                model=model,
-                outcome=outcome,
-                source=source,
-                tags=words(tags),
-                **fields,
-            )
-        )
+        entry(*outcome, source=source, tags=tags, name=body.__name__, **fields)(model)
         return body
 
     return register

@@ -4,6 +4,8 @@ quantises the rows, npu_quant_matmul multiplies.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from mla_fusion.meta import number_formats
 from torch import Tensor, nn
@@ -144,50 +146,25 @@ class Floats(Base):
         self.kv_a_proj_with_mqa = self.linear(HE, HCKV + DR)  # type: ignore[assignment]
 
 
-@entry(
-    IN_PLACE,
-    source=VLLM,
-    tags="floats, operators, device, symbolic",
-    weight_quant_mode=3,
-    soc="A5",
-    slack=1.1,
-)
+of_floats = partial(entry, source=OURS, tags="floats, operators, device", soc="A5", slack=1.1)
+
+
+@of_floats(IN_PLACE, source=VLLM, tags="floats, operators, device, symbolic", weight_quant_mode=3)
 class MxFull(Floats):
     pass
 
 
-@entry(
-    IN_PLACE,
-    source=OURS,
-    tags="floats, operators, device",
-    weight_quant_mode=4,
-    soc="A5",
-    slack=1.1,
-)
+@of_floats(IN_PLACE, weight_quant_mode=4)
 class Fp8Full(Floats):
     linear = RowLinear
 
 
-@entry(
-    IN_PLACE,
-    source=OURS,
-    tags="floats, operators, device",
-    weight_quant_mode=5,
-    soc="A5",
-    slack=1.1,
-)
+@of_floats(IN_PLACE, weight_quant_mode=5)
 class HifFull(Floats):
     linear = HifLinear
 
 
-@entry(
-    IN_PLACE,
-    source=OURS,
-    tags="floats, operators, device",
-    weight_quant_mode=4,
-    soc="A5",
-    slack=1.1,
-)
+@of_floats(IN_PLACE, weight_quant_mode=4)
 class Fp8Smooth(Floats):
     """One tensor of smooth scales for x, one for c_q."""
 
@@ -217,38 +194,17 @@ class Merged(Floats):
         return self.kv_a_layernorm(c_kv), k_pe
 
 
-@entry(
-    IN_PLACE,
-    source=VLLM,
-    tags="floats, operators, device",
-    weight_quant_mode=3,
-    soc="A5",
-    slack=1.1,
-)
+@of_floats(IN_PLACE, source=VLLM, weight_quant_mode=3)
 class MxMerged(Merged):
     pass
 
 
-@entry(
-    IN_PLACE,
-    source=OURS,
-    tags="floats, operators, device",
-    weight_quant_mode=5,
-    soc="A5",
-    slack=1.1,
-)
+@of_floats(IN_PLACE, weight_quant_mode=5)
 class HifMerged(Merged):
     linear = HifLinear
 
 
-@entry(
-    IN_PLACE,
-    source=VLLM,
-    tags="floats, operators, weights",
-    weight_quant_mode=3,
-    soc="A5",
-    slack=1.1,
-)
+@of_floats(IN_PLACE, source=VLLM, tags="floats, operators, weights", weight_quant_mode=3)
 class MxChunked(Floats):
     """vllm-ascend's chunked W_uq_qr: two products of one quantised c_q, side by side."""
 
@@ -261,9 +217,7 @@ class MxChunked(Floats):
         return super().split(torch.cat([half(c_q) for half in self.halves], -1))
 
 
-@entry(
-    IN_PLACE, source=OURS, tags="floats, operators, rope", weight_quant_mode=3, soc="A5", slack=1.1
-)
+@of_floats(IN_PLACE, tags="floats, operators, rope", weight_quant_mode=3)
 class MxHalfRope(Floats):
     """Half-layout RoPE: columns of weights and of their scales are permuted together."""
 
@@ -271,9 +225,7 @@ class MxHalfRope(Floats):
         return x * c + rotate_half(x) * s
 
 
-@entry(
-    STAGED, source=OURS, tags="floats, operators, rope", weight_quant_mode=3, soc="A5", slack=1.1
-)
+@of_floats(STAGED, tags="floats, operators, rope", weight_quant_mode=3)
 class MxInterleavedRope(Floats):
     """Pairs in, pairs out: staged."""
 
@@ -289,13 +241,8 @@ class _Viewed(MxLinear):
         return super().product(x, x_scale.view(torch.float8_e8m0fnu))
 
 
-@entry(
-    IN_PLACE,
-    source="vllm-ascend",
-    tags="floats, operators, device, weights",
-    weight_quant_mode=3,
-    soc="A5",
-    slack=1.1,
+@of_floats(
+    IN_PLACE, source="vllm-ascend", tags="floats, operators, device, weights", weight_quant_mode=3
 )
 class MxViewed(Floats):
     linear = _Viewed
@@ -318,38 +265,22 @@ class Indexed(Floats):
         return self.wq_b(c_q)
 
 
-@entry(
+@of_floats(
     IN_PLACE,
     source="GLM-5",
     tags="floats, operators, device, readers, symbolic",
     weight_quant_mode=3,
-    soc="A5",
-    slack=1.1,
 )
 class MxIndexed(Indexed):
     pass
 
 
-@entry(
-    IN_PLACE,
-    source="GLM-5",
-    tags="floats, operators, readers",
-    weight_quant_mode=4,
-    soc="A5",
-    slack=1.1,
-)
+@of_floats(IN_PLACE, source="GLM-5", tags="floats, operators, readers", weight_quant_mode=4)
 class Fp8Indexed(Indexed):
     linear = RowLinear
 
 
-@entry(
-    IN_PLACE,
-    source=OURS,
-    tags="floats, operators, readers",
-    weight_quant_mode=5,
-    soc="A5",
-    slack=1.1,
-)
+@of_floats(IN_PLACE, tags="floats, operators, readers", weight_quant_mode=5)
 class HifIndexed(Indexed):
     linear = HifLinear
 
@@ -360,13 +291,11 @@ def quantised_args() -> tuple[Tensor, ...]:
     return *npu.npu_dynamic_mx_quant(x, dst_type=torch.float8_e4m3fn), *others
 
 
-@entry(
+@of_floats(
     IN_PLACE,
     source="AddRMSNormQuant of vllm-ascend, which quantises x upstream",
     tags="floats, operators, device, symbolic",
     weight_quant_mode=3,
-    soc="A5",
-    slack=1.1,
     args=quantised_args,
 )
 class MxGiven(Floats):

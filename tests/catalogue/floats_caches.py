@@ -4,6 +4,7 @@ scale a tile.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from mla_fusion.reference import hifloat8
 from .base import DR, HCKV, npu, paged_args
 from .entry import IN_PLACE, OURS, STAGED, entry
 from .floats import HIF8, VLLM, Floats, HifLinear, RowLinear
+from .int8_attention import Int8Attention, by_operator
+from .int8_caches import PackedRows
 
 TAGS = "floats, cache, operators"
 
@@ -51,9 +54,6 @@ class FloatAttention(Floats):
         super().__init__()
         self.kv_scale = nn.Parameter(torch.tensor([25.0]))
 
-    def numbers(self, values: Tensor) -> Tensor:
-        return values.float()
-
     def quantise(self, rows: Tensor) -> Tensor:
         return (rows.float() * self.kv_scale).clamp(-448, 448).to(torch.float8_e4m3fn)
 
@@ -63,57 +63,22 @@ class FloatAttention(Floats):
     def to_scale(self, query_rope: Tensor, scale: Tensor) -> Tensor:
         return (query_rope.float() * (self.kv_scale / scale.unsqueeze(-1))).to(query_rope.dtype)
 
-    def write(
-        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
-    ) -> None:
-        kv_cache.view(-1, HCKV)[slots] = self.quantise(c_kv)
-        kr_cache.view(-1, DR)[slots] = k_pe
-
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
-    ) -> Tensor:  # type: ignore[override]
-        q_nope, q_pe = self.split(self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))))
-        c, s = cos.unsqueeze(1), sin.unsqueeze(1)
-        query, scale = self.in_bytes(self.absorb(q_nope))
-        query_rope = self.to_scale(self.rotate(q_pe, c, s), scale)
-        self.write_rows(x, c, s, kv_cache, kr_cache, slots)
-        scores = torch.einsum(
-            "tnc,sc->tns", self.numbers(query), self.numbers(kv_cache.view(-1, HCKV))
-        )
-        scores = scores + torch.einsum(
-            "tnc,sc->tns", query_rope.float(), kr_cache.view(-1, DR).float()
-        )
+    def brought_back(self, scores: Tensor, scale: Tensor) -> Tensor:
         return scores * scale.unsqueeze(-1) / self.kv_scale
 
-    def write_rows(
-        self, x: Tensor, c: Tensor, s: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
-    ) -> None:
-        c_kv, k_pe = self.latent(x)
-        self.write(kv_cache, kr_cache, slots, c_kv, self.rotate(k_pe.unsqueeze(1), c, s).squeeze(1))
+    write, write_rows = Int8Attention.write, Int8Attention.write_rows
+    forward, numbers, named = Int8Attention.forward, Int8Attention.numbers, Int8Attention.named
 
 
-@entry(
-    IN_PLACE,
-    source=VLLM,
-    tags=TAGS,
-    weight_quant_mode=3,
-    kv_cache_quant_mode=1,
-    soc="A5",
-    args=latent_args,
-)
+latent = partial(entry, source=OURS, tags=TAGS, weight_quant_mode=3, soc="A5", args=latent_args)
+
+
+@latent(IN_PLACE, source=VLLM, kv_cache_quant_mode=1)
 class MxAttention(FloatAttention):
     pass
 
 
-@entry(
-    IN_PLACE,
-    source=OURS,
-    tags=TAGS,
-    weight_quant_mode=4,
-    kv_cache_quant_mode=1,
-    soc="A5",
-    args=latent_args,
-)
+@latent(IN_PLACE, weight_quant_mode=4, kv_cache_quant_mode=1)
 class Fp8Attention(FloatAttention):
     linear = RowLinear
 
@@ -121,49 +86,15 @@ class Fp8Attention(FloatAttention):
 class _ByOperator(FloatAttention):
     """vllm-ascend's fa_quant on A5: the fused cache operator with one scale."""
 
-    def write_rows(
-        self, x: Tensor, c: Tensor, s: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
-    ) -> None:
-        npu.npu_kv_rmsnorm_rope_cache_v2(
-            self.kv_a_proj_with_mqa(x).view(-1, 1, 1, HCKV + DR),
-            self.kv_a_layernorm.weight,
-            c.unsqueeze(1),
-            s.unsqueeze(1),
-            slots,
-            kr_cache,
-            kv_cache,
-            c_kv_scale=self.kv_scale,
-            epsilon=1e-6,
-            cache_mode="PA_BNSD",
-            **self.named(),
-        )
-
-    def named(self) -> dict[str, int]:
-        return {}
+    write_rows = by_operator
 
 
-@entry(
-    IN_PLACE,
-    source=VLLM,
-    tags=TAGS,
-    weight_quant_mode=3,
-    kv_cache_quant_mode=1,
-    soc="A5",
-    args=latent_args,
-)
+@latent(IN_PLACE, source=VLLM, kv_cache_quant_mode=1)
 class MxAttentionByOperator(_ByOperator):
     pass
 
 
-@entry(
-    IN_PLACE,
-    source=OURS,
-    tags=TAGS,
-    weight_quant_mode=5,
-    kv_cache_quant_mode=1,
-    soc="A5",
-    args=latent_args_in_hifloat8,
-)
+@latent(IN_PLACE, weight_quant_mode=5, kv_cache_quant_mode=1, args=latent_args_in_hifloat8)
 class HifAttentionByOperator(_ByOperator):
     linear = HifLinear
     dst_type = HIF8  # type: ignore[assignment]
@@ -222,93 +153,43 @@ class Packed(Floats):
     ) -> None:
         npu.npu_scatter_nd_update_(kv_cache.view(-1, 656), slots.view(-1, 1), self.pack(c_kv, k_pe))
 
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
-    ) -> Tensor:  # type: ignore[override]
-        q_nope, q_pe = self.split(self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))))
-        c_kv, k_pe = self.latent(x)
-        c, s = cos.unsqueeze(1), sin.unsqueeze(1)
-        self.write(kv_cache, kr_cache, slots, c_kv, self.rotate(k_pe.unsqueeze(1), c, s).squeeze(1))
-        return torch.cat([self.absorb(q_nope), self.rotate(q_pe, c, s)], -1)
+    forward = PackedRows.forward
 
 
-@entry(
-    IN_PLACE,
-    source="vllm-ascend, sparse attention of GLM-5",
+packed = partial(
+    entry,
+    source=OURS,
     tags=f"{TAGS}, layout",
     weight_quant_mode=3,
-    kv_cache_quant_mode=3,
     soc="A5",
     args=packed_float_args,
 )
+
+
+@packed(IN_PLACE, source="vllm-ascend, sparse attention of GLM-5", kv_cache_quant_mode=3)
 class MxPacked(Packed):
     pass
 
 
-@entry(
-    IN_PLACE,
-    source=OURS,
-    tags=f"{TAGS}, layout",
-    weight_quant_mode=4,
-    kv_cache_quant_mode=3,
-    soc="A5",
-    args=packed_float_args,
-)
+@packed(IN_PLACE, weight_quant_mode=4, kv_cache_quant_mode=3)
 class Fp8Packed(Packed):
     linear = RowLinear
 
 
-@entry(
-    IN_PLACE,
-    source=OURS,
-    tags=f"{TAGS}, layout",
-    weight_quant_mode=5,
-    kv_cache_quant_mode=3,
-    soc="A5",
-    args=packed_hifloat8_args,
-)
+@packed(IN_PLACE, weight_quant_mode=5, kv_cache_quant_mode=3, args=packed_hifloat8_args)
 class HifPacked(Packed):
     linear = HifLinear
     options = (("dst_type", HIF8), ("round_mode", "round"))
 
 
-@entry(
-    STAGED,
-    source=OURS,
-    tags=f"{TAGS}, layout",
-    weight_quant_mode=5,
-    soc="A5",
-    args=packed_hifloat8_args,
-)
-class HifPackedClipped(HifPacked):
-    """The latent is clipped where ordinary rows do not reach."""
-
-    def pack(self, c_kv: Tensor, k_pe: Tensor) -> Tensor:
-        return super().pack(c_kv.clamp(-30, 30), k_pe)
-
-
-@entry(
-    STAGED,
-    source=OURS,
-    tags=f"{TAGS}, layout",
-    weight_quant_mode=3,
-    soc="A5",
-    args=packed_float_args,
-)
+@packed(STAGED)
 class MxPackedWithBound(Packed):
     """No scale above a hundred: the kernel has no bound."""
 
     options = (*Packed.options, ("min_scale", 0.01))
 
 
-@entry(
-    STAGED,
-    source=OURS,
-    tags=f"{TAGS}, layout",
-    weight_quant_mode=3,
-    soc="A5",
-    args=packed_float_args,
-)
+@packed(STAGED)
 class MxPackedClipped(Packed):
     """The latent is clipped where ordinary rows do not reach."""
 
@@ -316,14 +197,7 @@ class MxPackedClipped(Packed):
         return super().pack(c_kv.clamp(-30, 30), k_pe)
 
 
-@entry(
-    STAGED,
-    source=OURS,
-    tags=f"{TAGS}, layout",
-    weight_quant_mode=3,
-    soc="A5",
-    args=packed_float_args,
-)
+@packed(STAGED)
 class MxPackedOtherwise(Packed):
     """The scales before the key: no row of the kernel's."""
 

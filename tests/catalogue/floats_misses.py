@@ -2,38 +2,122 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .base import DR, HCQ, HE, D, linear, npu
+from .base import DR, HCKV, HCQ, HE, D, linear, npu
 from .entry import IN_PLACE, miss
 from .floats import E8M0, Floats, HifLinear, Indexed, MxGiven, MxLinear, RowLinear, quantised_args
 
 FULL = "floats, operators"
+Layer = Callable[[int, int], nn.Module]
+WIDTHS = {
+    "q_a_proj": (HE, HCQ),
+    "q_b_proj": (HCQ, 2 * (D + DR)),
+    "kv_a_proj_with_mqa": (HE, HCKV + DR),
+}
 
 
-class Options(MxLinear):
-    """Another argument of npu_dynamic_mx_quant."""
+def with_layers(name: str, kind: type[nn.Module], layers: dict[str, Layer]) -> type[Floats]:
+    """A prologue of layers of one kind, but for some."""
 
-    option: tuple[str, Any]
+    def make(self: Floats) -> None:
+        Floats.__init__(self)
+        for place, layer in layers.items():
+            setattr(self, place, layer(*WIDTHS[place]))
 
-    def quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        name, value = self.option
-        return npu.npu_dynamic_mx_quant(x, dst_type=torch.float8_e4m3fn, **{name: value})
-
-
-class _Floor(Options):
-    option = "round_mode", "floor"
+    return type(name, (Floats,), {"linear": kind, "__init__": make})
 
 
-class _OtherScale(Options):
-    option = "scale_alg", 1
+# -- layers with another method
 
 
-class _Bounded(Options):
-    option = "max_low_bound", 0.5
+def mx(**methods: Any) -> type[MxLinear]:
+    return type("Changed", (MxLinear,), methods)
+
+
+def by_options(**options: Any) -> type[MxLinear]:
+    """Other arguments of npu_dynamic_mx_quant."""
+    given = {"dst_type": torch.float8_e4m3fn, **options}
+    return mx(quantise=lambda self, x: npu.npu_dynamic_mx_quant(x, **given))
+
+
+def by_scales(change: Callable[[Tensor, Tensor], Tensor]) -> type[MxLinear]:
+    """Rows are scaled back by other scales, of theirs and of the rows."""
+
+    def quantise(self: MxLinear, x: Tensor) -> tuple[Tensor, Tensor]:
+        values, scale = MxLinear.quantise(self, x)
+        return values, change(scale, x)
+
+    return mx(quantise=quantise)
+
+
+def of_squares(scale: Tensor, x: Tensor) -> Tensor:
+    return npu.npu_dynamic_mx_quant(x * x, dst_type=torch.float8_e4m3fn)[1]
+
+
+OF_BLOCKS = {
+    "scale_dtype": E8M0,
+    "pertoken_scale_dtype": E8M0,
+    "group_sizes": [1, 1, 32],
+    "output_dtype": torch.bfloat16,
+}
+
+
+def by_product(**options: Any) -> type[MxLinear]:
+    """Other arguments of npu_quant_matmul."""
+    given = {**OF_BLOCKS, **options}
+
+    def product(self: MxLinear, x: Tensor, x_scale: Tensor) -> Tensor:
+        return npu.npu_quant_matmul(x, self.weight, self.scale, pertoken_scale=x_scale, **given)
+
+    return mx(product=product)
+
+
+def plain(width_in: int, width_out: int) -> nn.Linear:
+    return linear(width_in, width_out)
+
+
+other_rows = by_scales(lambda scale, x: scale.flip(0))
+wider_exponent = by_options(dst_type=torch.float8_e5m2)
+other_blocks = by_product(group_sizes=[1, 1, 128])
+# the code, and the layers that are others
+OF_MX: dict[str, tuple[str, dict[str, Layer]]] = {
+    "MxRoundedDown": ("quant.dynamic", {"q_b_proj": by_options(round_mode="floor")}),
+    # the scale of a block is not the power of two below its largest
+    "MxOtherScale": ("quant.dynamic", {"q_b_proj": by_options(scale_alg=1)}),
+    "MxBounded": ("quant.dynamic", {"q_b_proj": by_options(max_low_bound=0.5)}),
+    "MxQueryInE5M2": ("quant.dynamic", {"q_b_proj": wider_exponent}),
+    "MxQueryInOtherBlocks": ("quant.dynamic", {"q_b_proj": other_blocks}),
+    "MxScaleOfAnother": ("quant.scale", {"q_b_proj": by_scales(of_squares)}),
+    "MxScaleOfTheNextBlock": (
+        "quant.scale",
+        {"q_b_proj": by_scales(lambda scale, x: scale.flip(-1))},
+    ),
+    "MxScaleTurned": (
+        "quant.scale",
+        {"q_b_proj": by_scales(lambda scale, x: scale.mT.reshape(scale.shape))},
+    ),
+    "MxScaleOfAnotherRow": ("quant.scale", {"q_b_proj": other_rows}),
+    "MxKeyScaleOfAnotherRow": ("quant.tokens_differ", {"kv_a_proj_with_mqa": other_rows}),
+    "MxQueryInFp8": ("quant.mixed", {"q_b_proj": RowLinear}),
+    "MxKeyInHifloat8": ("quant.mixed", {"kv_a_proj_with_mqa": HifLinear}),
+    # only W_uq_qr: int8 has a mode for that, mxfp8 has none
+    "MxQueryAlone": ("quant.mixed", {"q_a_proj": plain, "kv_a_proj_with_mqa": plain}),
+    "MxInE5M2": (
+        "quant.mixed",
+        {"q_a_proj": wider_exponent, "kv_a_proj_with_mqa": wider_exponent},
+    ),
+    "MxInOtherBlocks": (
+        "linear.hidden",
+        {"q_a_proj": other_blocks, "kv_a_proj_with_mqa": other_blocks},
+    ),
+}
+for _name, (_code, _layers) in OF_MX.items():
+    miss(_code, tags=FULL, of="MxFull", soc="A5")(with_layers(_name, MxLinear, _layers))
 
 
 class QueryAs(Floats):
@@ -43,149 +127,7 @@ class QueryAs(Floats):
 
     def __init__(self) -> None:
         super().__init__()
-        self.q_b_proj = self.other(HCQ, self.heads * (D + DR))  # type: ignore[assignment]
-
-
-@miss("quant.dynamic", tags=FULL, of="MxFull", soc="A5")
-class MxRoundedDown(QueryAs):
-    other = _Floor
-
-
-@miss("quant.dynamic", tags=FULL, of="MxFull", soc="A5")
-class MxOtherScale(QueryAs):
-    """The scale of a block is not the power of two below its largest."""
-
-    other = _OtherScale
-
-
-@miss("quant.dynamic", tags=FULL, of="MxFull", soc="A5")
-class MxBounded(QueryAs):
-    other = _Bounded
-
-
-class _Crossed(MxLinear):
-    def quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        values, _ = super().quantise(x)
-        _, scale = super().quantise(x * x)
-        return values, scale
-
-
-@miss("quant.scale", tags=FULL, of="MxFull", soc="A5")
-class MxScaleOfAnother(QueryAs):
-    """c_q is scaled back by the scales of another tensor."""
-
-    other = _Crossed
-
-
-class _Swapped(MxLinear):
-    def quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        values, scale = super().quantise(x)
-        return values, scale.flip(-1)
-
-
-@miss("quant.scale", tags=FULL, of="MxFull", soc="A5")
-class MxScaleOfTheNextBlock(QueryAs):
-    """Every block is scaled back by its neighbour's scale."""
-
-    other = _Swapped
-
-
-class _Turned(MxLinear):
-    def quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        values, scale = super().quantise(x)
-        return values, scale.transpose(-1, -2).reshape(scale.shape)
-
-
-@miss("quant.scale", tags=FULL, of="MxFull", soc="A5")
-class MxScaleTurned(QueryAs):
-    other = _Turned
-
-
-class _FlippedRows(MxLinear):
-    def quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        values, scale = super().quantise(x)
-        return values, scale.flip(0)
-
-
-@miss("quant.scale", tags=FULL, of="MxFull", soc="A5")
-class MxScaleOfAnotherRow(QueryAs):
-    other = _FlippedRows
-
-
-@miss("quant.tokens_differ", tags=FULL, of="MxFull", soc="A5")
-class MxKeyScaleOfAnotherRow(Floats):
-    """W_dkv_kr x by the scales of other rows than W_dq x."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kv_a_proj_with_mqa = _FlippedRows(HE, 512 + DR)  # type: ignore[assignment]
-
-
-@miss("quant.mixed", tags=FULL, of="MxFull", soc="A5")
-class MxQueryInFp8(QueryAs):
-    other = RowLinear
-
-
-@miss("quant.mixed", tags=FULL, of="MxFull", soc="A5")
-class MxKeyInHifloat8(Floats):
-    def __init__(self) -> None:
-        super().__init__()
-        self.kv_a_proj_with_mqa = HifLinear(HE, 512 + DR)  # type: ignore[assignment]
-
-
-@miss("quant.mixed", tags=FULL, of="MxFull", soc="A5")
-class MxQueryAlone(Floats):
-    """Only W_uq_qr: int8 has a mode for that, mxfp8 has none."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q_a_proj, self.kv_a_proj_with_mqa = linear(HE, HCQ), linear(HE, 512 + DR)
-
-
-class _E5M2(MxLinear):
-    """A wider exponent for the rows."""
-
-    def quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return npu.npu_dynamic_mx_quant(x, dst_type=torch.float8_e5m2)
-
-
-@miss("quant.mixed", tags=FULL, of="MxFull", soc="A5")
-class MxInE5M2(Floats):
-    def __init__(self) -> None:
-        super().__init__()
-        self.q_a_proj, self.kv_a_proj_with_mqa = _E5M2(HE, HCQ), _E5M2(HE, 512 + DR)  # type: ignore[assignment]
-
-
-@miss("quant.dynamic", tags=FULL, of="MxFull", soc="A5")
-class MxQueryInE5M2(QueryAs):
-    other = _E5M2
-
-
-class _Groups(MxLinear):
-    """group_sizes of another block."""
-
-    def product(self, x: Tensor, x_scale: Tensor) -> Tensor:
-        scales = {"scale_dtype": E8M0, "pertoken_scale_dtype": E8M0, "group_sizes": [1, 1, 128]}
-        return npu.npu_quant_matmul(
-            x,
-            self.weight,
-            self.scale,
-            pertoken_scale=x_scale,
-            output_dtype=torch.bfloat16,
-            **scales,
-        )
-
-
-@miss("quant.dynamic", tags=FULL, of="MxFull", soc="A5")
-class MxQueryInOtherBlocks(QueryAs):
-    other = _Groups
-
-
-@miss("linear.hidden", tags=FULL, of="MxFull", soc="A5")
-class MxInOtherBlocks(Floats):
-    def __init__(self) -> None:
-        super().__init__()
-        self.q_a_proj, self.kv_a_proj_with_mqa = _Groups(HE, HCQ), _Groups(HE, 512 + DR)  # type: ignore[assignment]
+        self.q_b_proj = self.other(*WIDTHS["q_b_proj"])  # type: ignore[assignment]
 
 
 class _Biased(MxLinear):
@@ -194,20 +136,8 @@ class _Biased(MxLinear):
         self.bias = nn.Parameter(torch.randn(width_out))
 
     def product(self, x: Tensor, x_scale: Tensor) -> Tensor:
-        scales = {
-            "scale_dtype": E8M0,
-            "pertoken_scale_dtype": E8M0,
-            "group_sizes": [1, 1, 32],
-            "bias": self.bias,
-        }
-        return npu.npu_quant_matmul(
-            x,
-            self.weight,
-            self.scale,
-            pertoken_scale=x_scale,
-            output_dtype=torch.bfloat16,
-            **scales,
-        )
+        given = {"pertoken_scale": x_scale, "bias": self.bias, **OF_BLOCKS}
+        return npu.npu_quant_matmul(x, self.weight, self.scale, **given)
 
 
 @miss("linear.bias", tags=FULL, of="MxFull", soc="A5")
@@ -248,7 +178,7 @@ class _OneScale(RowLinear):
         self.scale = nn.Parameter(self.scale[:1], requires_grad=False)
 
 
-@miss(IN_PLACE, tags=f"run, {FULL}", of="HifFull", soc="A5")
+@miss(IN_PLACE, tags=f"run, {FULL}", of="HifFull", soc="A5", weight_quant_mode=4)
 class Fp8OneScale(Floats):
     """One scale for all columns."""
 

@@ -4,6 +4,8 @@ npu_quant_matmul.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
@@ -60,13 +62,16 @@ class FlattenedLinear(QuantLinear):
         return rows.view(*x.shape[:-1], -1)
 
 
-@entry(
-    IN_PLACE,
+int8 = partial(
+    entry,
     source=OURS,
     tags="int8, operators, device, portable, weights",
-    weight_quant_mode=1,
+    weight_quant_mode=2,
     slack=1.1,
 )
+
+
+@int8(IN_PLACE, weight_quant_mode=1)
 class Partial(Base):
     """Only W_uq_qr is int8."""
 
@@ -75,13 +80,7 @@ class Partial(Base):
         self.q_b_proj = QuantLinear(HCQ, self.heads * (D + DR))  # type: ignore[assignment]
 
 
-@entry(
-    IN_PLACE,
-    source=OURS,
-    tags="int8, operators, device, portable, weights",
-    weight_quant_mode=1,
-    slack=1.1,
-)
+@int8(IN_PLACE, weight_quant_mode=1)
 class PartialSmooth(Base):
     """Smooth scales on c_q alone."""
 
@@ -90,13 +89,7 @@ class PartialSmooth(Base):
         self.q_b_proj = QuantLinear(HCQ, self.heads * (D + DR), smooth=True)  # type: ignore[assignment]
 
 
-@entry(
-    IN_PLACE,
-    source="AscendW8A8Dynamic and cann-recipes",
-    tags="int8, operators, device, portable, weights",
-    weight_quant_mode=2,
-    slack=1.1,
-)
+@int8(IN_PLACE, source="AscendW8A8Dynamic and cann-recipes")
 class Full(Base):
     """All three; each projection quantises x by itself, as AscendW8A8Dynamic and cann-recipes
     do.
@@ -111,13 +104,7 @@ class Full(Base):
         self.kv_a_proj_with_mqa = self.linear(HE, HCKV + DR)  # type: ignore[assignment]
 
 
-@entry(
-    IN_PLACE,
-    source=OURS,
-    tags="int8, operators, device, portable, weights",
-    weight_quant_mode=2,
-    slack=1.1,
-)
+@int8(IN_PLACE)
 class FullBfloat16Scales(Full):
     def __init__(self) -> None:
         super().__init__()
@@ -125,13 +112,7 @@ class FullBfloat16Scales(Full):
             module.scale = nn.Parameter(module.scale.bfloat16(), requires_grad=False)  # type: ignore[union-attr]
 
 
-@entry(
-    IN_PLACE,
-    source=OURS,
-    tags="int8, operators, device, portable, weights",
-    weight_quant_mode=2,
-    slack=1.1,
-)
+@int8(IN_PLACE)
 class FullSmooth(Full):
     """One tensor of smooth scales for x, one for c_q."""
 
@@ -144,35 +125,17 @@ class FullSmooth(Full):
         self.q_b_proj.smooth = self.smooth_cq  # type: ignore[assignment]
 
 
-@entry(
-    IN_PLACE,
-    source=OURS,
-    tags="int8, operators, device, portable, weights",
-    weight_quant_mode=2,
-    slack=1.1,
-)
+@int8(IN_PLACE)
 class FullTransposed(Full):
     linear = TransposedLinear
 
 
-@entry(
-    IN_PLACE,
-    source="cann-recipes",
-    tags="int8, operators, device, portable, weights",
-    weight_quant_mode=2,
-    slack=1.1,
-)
+@int8(IN_PLACE, source="cann-recipes")
 class FullFlattened(Full):
     linear = FlattenedLinear
 
 
-@entry(
-    IN_PLACE,
-    source="vLLM",
-    tags="int8, operators, device, portable, weights",
-    weight_quant_mode=2,
-    slack=1.1,
-)
+@int8(IN_PLACE, source="vLLM")
 class MergedDown(Full):
     """vLLM: one product for W_dq and W_dkv_kr, x quantised once."""
 
@@ -188,13 +151,7 @@ class MergedDown(Full):
         return self.kv_a_layernorm(c_kv), k_pe
 
 
-@entry(
-    IN_PLACE,
-    source="vllm-ascend",
-    tags="int8, operators, device, portable, weights",
-    weight_quant_mode=2,
-    slack=1.1,
-)
+@int8(IN_PLACE, source="vllm-ascend")
 class Chunked(Full):
     """vllm-ascend's chunked W8A8: two products of one quantised c_q, side by side."""
 
@@ -207,13 +164,7 @@ class Chunked(Full):
         return super().split(torch.cat([half(c_q) for half in self.halves], -1))
 
 
-@entry(
-    IN_PLACE,
-    source=OURS,
-    tags="int8, operators, device, portable, rope",
-    weight_quant_mode=2,
-    slack=1.1,
-)
+@int8(IN_PLACE, tags="int8, operators, device, portable, rope")
 class HalfRope(Full):
     """Half-layout RoPE: columns of int8 weights and of their scales are permuted together."""
 
@@ -221,13 +172,7 @@ class HalfRope(Full):
         return x * c + rotate_half(x) * s
 
 
-@entry(
-    STAGED,
-    source=OURS,
-    tags="int8, operators, device, portable, rope",
-    weight_quant_mode=2,
-    slack=1.1,
-)
+@int8(STAGED, tags="int8, operators, device, portable, rope")
 class InterleavedRope(Full):
     """Pairs in, pairs out: staged."""
 
@@ -236,12 +181,8 @@ class InterleavedRope(Full):
         return x * c + torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2) * s
 
 
-@entry(
-    IN_PLACE,
-    source="DeepSeek's own code, V3.2",
-    tags="int8, operators, device, portable, readers",
-    weight_quant_mode=2,
-    slack=1.1,
+@int8(
+    IN_PLACE, source="DeepSeek's own code, V3.2", tags="int8, operators, device, portable, readers"
 )
 class IndexerReads(Full):
     """The indexer projects c_q too, by a quantisation of its own that equals the first."""

@@ -4,6 +4,10 @@ tile.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -29,14 +33,17 @@ def packed_args() -> tuple[Tensor, ...]:
     )
 
 
-@entry(
-    IN_PLACE,
+by_channel = partial(
+    entry,
     source=OURS,
     tags="int8, cache, operators",
     args=int8_cache_args,
     weight_quant_mode=1,
     kv_cache_quant_mode=2,
 )
+
+
+@by_channel(IN_PLACE)
 class OperatorCache(Partial):
     """int8 caches written by the fused cache operator, a scale per channel."""
 
@@ -73,26 +80,12 @@ class OperatorCache(Partial):
         return attend(query, query_rope, kv_cache.view(-1, HCKV), kr_cache.view(-1, DR))
 
 
-@entry(
-    IN_PLACE,
-    source=OURS,
-    tags="int8, cache, operators",
-    args=int8_cache_args,
-    weight_quant_mode=1,
-    kv_cache_quant_mode=2,
-)
+@by_channel(IN_PLACE)
 class OperatorCacheOneScale(OperatorCache):
     scales = (1, 1)
 
 
-@entry(
-    IN_PLACE,
-    source=OURS,
-    tags="int8, cache, operators",
-    args=int8_cache_args,
-    weight_quant_mode=1,
-    kv_cache_quant_mode=2,
-)
+@by_channel(IN_PLACE)
 class PlainCache(Partial):
     """int8 caches, rows quantised by plain operators."""
 
@@ -112,14 +105,7 @@ class PlainCache(Partial):
         kr_cache.view(-1, DR)[slots] = self.quantise(k_pe, self.kr_scale)
 
 
-@entry(
-    IN_PLACE,
-    source=OURS,
-    tags="int8, cache, operators",
-    args=int8_cache_args,
-    weight_quant_mode=1,
-    kv_cache_quant_mode=2,
-)
+@by_channel(IN_PLACE)
 class DividedRows(PlainCache):
     """The scale is what a step is worth, and one for all channels."""
 
@@ -131,27 +117,13 @@ class DividedRows(PlainCache):
         return (rows.float() / scale).round().clamp(-128, 127).char()
 
 
-@entry(
-    IN_PLACE,
-    source=OURS,
-    tags="int8, cache, operators",
-    args=int8_cache_args,
-    weight_quant_mode=1,
-    kv_cache_quant_mode=2,
-)
+@by_channel(IN_PLACE)
 class LiteralScale(PlainCache):
     def quantise(self, rows: Tensor, scale: Tensor) -> Tensor:
         return torch.clamp((rows.float() * 25.0).round(), -128, 127).to(torch.int8)
 
 
-@entry(
-    STAGED,
-    source=OURS,
-    tags="int8, cache, operators",
-    args=int8_cache_args,
-    weight_quant_mode=1,
-    kv_cache_quant_mode=0,
-)
+@by_channel(STAGED, kv_cache_quant_mode=0)
 class SymmetricClamp(PlainCache):
     """-127 is the lowest code: not the kernel's saturation."""
 
@@ -159,27 +131,13 @@ class SymmetricClamp(PlainCache):
         return torch.clamp(torch.round(rows.float() * scale), -127, 127).to(torch.int8)
 
 
-@entry(
-    STAGED,
-    source=OURS,
-    tags="int8, cache, operators",
-    args=int8_cache_args,
-    weight_quant_mode=1,
-    kv_cache_quant_mode=0,
-)
+@by_channel(STAGED, kv_cache_quant_mode=0)
 class Truncated(PlainCache):
     def quantise(self, rows: Tensor, scale: Tensor) -> Tensor:
         return torch.clamp(rows.float() * scale, -128, 127).to(torch.int8)
 
 
-@entry(
-    STAGED,
-    source=OURS,
-    tags="int8, cache, operators",
-    args=int8_cache_args,
-    weight_quant_mode=2,
-    kv_cache_quant_mode=0,
-)
+@by_channel(STAGED, weight_quant_mode=2, kv_cache_quant_mode=0)
 class FullPlainCache(Full):
     """Per-channel caches with all three projections int8: no mode of the kernel."""
 
@@ -196,14 +154,28 @@ class FullPlainCache(Full):
 # -- one cache of packed rows
 
 
-@entry(
-    IN_PLACE,
+def tiles_of(c_kv: Tensor, tile: int = 128, steps: float = 127.0) -> tuple[Tensor, Tensor]:
+    """int8 and a scale for each tile, as the kernel has them by default."""
+    tiles = c_kv.float().unflatten(-1, (-1, tile))
+    scale = tiles.abs().amax(-1, keepdim=True) / steps
+    return (tiles / scale).round().clamp(-128, 127).to(torch.int8).flatten(-2), scale.squeeze(-1)
+
+
+def as_bytes(values: Tensor, key: Tensor, scale: Tensor) -> Tensor:
+    return torch.cat([values, *(part.contiguous().view(torch.int8) for part in (key, scale))], -1)
+
+
+packed = partial(
+    entry,
     source=OURS,
     tags="int8, cache, layout, operators",
     args=packed_args,
     weight_quant_mode=2,
     kv_cache_quant_mode=3,
 )
+
+
+@packed(IN_PLACE)
 class PackedRows(Full):
     """One cache of 656-byte rows: int8 tiles of the latent, the bfloat16 key, a float32 scale per
     tile.
@@ -212,15 +184,11 @@ class PackedRows(Full):
     def write(
         self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
     ) -> None:
-        tiles = c_kv.float().view(-1, 4, 128)
-        scale = tiles.abs().amax(-1, keepdim=True) / 127
-        values = torch.round(tiles / scale).clamp(-128, 127).to(torch.int8).flatten(1)
-        parts = [
-            values,
-            k_pe.contiguous().view(torch.int8),
-            scale.squeeze(-1).contiguous().view(torch.int8),
-        ]
-        kv_cache.view(-1, 656)[slots] = torch.cat(parts, -1)
+        kv_cache.view(-1, 656)[slots] = self.rows(c_kv, k_pe)
+
+    def rows(self, c_kv: Tensor, k_pe: Tensor) -> Tensor:
+        values, scale = tiles_of(c_kv)
+        return as_bytes(values, k_pe, scale)
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
@@ -232,14 +200,7 @@ class PackedRows(Full):
         return torch.cat([self.absorb(q_nope), self.rotate(q_pe, c, s)], -1)
 
 
-@entry(
-    IN_PLACE,
-    source="vllm-ascend",
-    tags="int8, cache, layout, operators",
-    args=packed_args,
-    weight_quant_mode=2,
-    kv_cache_quant_mode=3,
-)
+@packed(IN_PLACE, source="vllm-ascend")
 class PackedByOperators(PackedRows):
     """vllm-ascend's sparse C8: npu_dynamic_block_quant, cat, npu_scatter_nd_update_."""
 
@@ -254,27 +215,14 @@ class PackedByOperators(PackedRows):
         npu.npu_scatter_nd_update_(kv_cache.view(-1, 656), slots.view(-1, 1), packed)
 
 
-@entry(
-    STAGED,
-    source=OURS,
-    tags="int8, cache, layout, operators",
-    args=packed_args,
-    weight_quant_mode=2,
-)
+@packed(STAGED, kv_cache_quant_mode=0)
 class PackedWithFloor(PackedByOperators):
     """No scale below a hundredth, which ordinary rows do not reach."""
 
     min_scale = 0.01
 
 
-@entry(
-    IN_PLACE,
-    source=OURS,
-    tags="int8, cache, layout, operators",
-    args=packed_args,
-    weight_quant_mode=1,
-    kv_cache_quant_mode=3,
-)
+@packed(IN_PLACE, weight_quant_mode=1)
 class PackedClipped(PackedRows):
     """Every tile clipped to 0.9 of its largest magnitude; only W_uq_qr is int8."""
 
@@ -298,33 +246,16 @@ class PackedClipped(PackedRows):
         )
 
 
-@entry(
-    STAGED,
-    source=OURS,
-    tags="int8, cache, layout, operators",
-    args=packed_args,
-    weight_quant_mode=2,
-    kv_cache_quant_mode=0,
-)
+@packed(STAGED, kv_cache_quant_mode=0)
 class PackedOtherwise(PackedRows):
     """The scales before the key: no row of the kernel's."""
 
-    def write(
-        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
-    ) -> None:
+    def rows(self, c_kv: Tensor, k_pe: Tensor) -> Tensor:
         values, scale = npu.npu_dynamic_block_quant(c_kv)
-        packed = torch.cat([values, scale.view(torch.int8), k_pe.contiguous().view(torch.int8)], -1)
-        kv_cache.view(-1, 656)[slots] = packed
+        return as_bytes(values, scale, k_pe)
 
 
-@entry(
-    STAGED,
-    source=OURS,
-    tags="int8, cache, layout, operators",
-    args=packed_args,
-    weight_quant_mode=2,
-    kv_cache_quant_mode=0,
-)
+@packed(STAGED, kv_cache_quant_mode=0)
 class PackedAndRead(PackedRows):
     """The new rows are read as they are, too."""
 
@@ -338,11 +269,8 @@ class PackedAndRead(PackedRows):
         return torch.cat([super().forward(*args).flatten(1), self.last], -1)
 
 
-@entry(
+@packed(
     STAGED,
-    source=OURS,
-    tags="int8, cache, layout, operators",
-    args=packed_args,
     weight_quant_mode=0,
     kv_cache_quant_mode=0,
     detail="the kernel writes no packed rows with weight_quant_mode 0",
@@ -354,51 +282,83 @@ class PackedUnquantised(PackedRows):
         Base.__init__(self)
 
 
-@entry(
-    STAGED,
-    source=OURS,
-    tags="int8, cache, layout, operators",
-    args=packed_args,
-    weight_quant_mode=2,
-)
+@packed(STAGED, kv_cache_quant_mode=0)
 class PackedBounded(PackedRows):
     """No tile's largest counts for more than fifty, which ordinary rows do not reach."""
 
-    def write(
-        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
-    ) -> None:
+    def rows(self, c_kv: Tensor, k_pe: Tensor) -> Tensor:
         tiles = c_kv.float().view(-1, 4, 128)
         scale = tiles.abs().amax(-1, keepdim=True).clamp(max=50.0) / 127
         values = torch.round(tiles / scale).clamp(-128, 127).to(torch.int8).flatten(1)
-        parts = [
-            values,
-            k_pe.contiguous().view(torch.int8),
-            scale.squeeze(-1).contiguous().view(torch.int8),
-        ]
-        kv_cache.view(-1, 656)[slots] = torch.cat(parts, -1)
+        return as_bytes(values, k_pe, scale.squeeze(-1))
 
 
-@entry(
-    IN_PLACE,
-    source=OURS,
-    tags="int8, cache",
-    args=int8_cache_args,
-    weight_quant_mode=1,
-    kv_cache_quant_mode=2,
-)
+@by_channel(IN_PLACE, tags="int8, cache")
 class PlainByInteger(PlainCache):
     def quantise(self, rows: Tensor, scale: Tensor) -> Tensor:
         return (rows.float() * 25).round().clamp(-128, 127).to(torch.int8)
 
 
-@entry(
-    IN_PLACE,
-    source=OURS,
-    tags="int8, cache",
-    args=int8_cache_args,
-    weight_quant_mode=1,
-    kv_cache_quant_mode=2,
-)
+@by_channel(IN_PLACE, tags="int8, cache")
 class PlainByIntegerOverScale(PlainCache):
     def quantise(self, rows: Tensor, scale: Tensor) -> Tensor:
         return (rows.float() * 127 / scale).round().clamp(-128, 127).to(torch.int8)
+
+
+# rows of 656 bytes that are not the kernel's, one thing wrong in each
+OTHER_ROWS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "truncated": lambda c, k: as_bytes(
+        (c / tiles_of(c)[1].repeat_interleave(128, -1)).char(), k, tiles_of(c)[1]
+    ),
+    "tiles of 256": lambda c, k: as_bytes(
+        tiles_of(c, 256)[0], k, tiles_of(c, 256)[1].repeat_interleave(2, -1)
+    ),
+    "inverse scale": lambda c, k: as_bytes(tiles_of(c)[0], k, 1 / tiles_of(c)[1]),
+    "scale of 128 steps": lambda c, k: as_bytes(tiles_of(c)[0], k, tiles_of(c, steps=128.0)[1]),
+    "key in float16": lambda c, k: as_bytes(tiles_of(c)[0], k.half(), tiles_of(c)[1]),
+    "key doubled": lambda c, k: as_bytes(tiles_of(c)[0], 2 * k, tiles_of(c)[1]),
+    "latent turned": lambda c, k: as_bytes(
+        tiles_of(c.roll(128, -1))[0], k, tiles_of(c.roll(128, -1))[1]
+    ),
+    "sign of the latent": lambda c, k: as_bytes(tiles_of(-c)[0], k, tiles_of(c)[1]),
+    "scales in reverse": lambda c, k: as_bytes(tiles_of(c)[0], k, tiles_of(c)[1].flip(-1)),
+    "latent doubled": lambda c, k: as_bytes(tiles_of(c)[0], k, tiles_of(2 * c)[1]),
+}
+
+
+def others(rows: Callable[[Tensor, Tensor], Tensor]) -> dict[str, Any]:
+    return {"rows": lambda self, c_kv, k_pe: rows(c_kv, k_pe)}
+
+
+for name, rows in OTHER_ROWS.items():
+    packed(STAGED, kv_cache_quant_mode=0)(type(f"packed, {name}", (PackedRows,), others(rows)))
+
+
+class OneVector(PlainCache):
+    """Scales of both caches in one parameter."""
+
+    parts: tuple[Any, Any] = slice(HCKV), slice(HCKV, None)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.Parameter(20 + 10 * torch.rand(HCKV + DR), requires_grad=False)
+
+    def write(
+        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
+    ) -> None:
+        of_kv, of_kr = (self.scales[part] for part in self.parts)
+        kv_cache.view(-1, HCKV)[slots] = self.quantise(c_kv, of_kv)
+        kr_cache.view(-1, DR)[slots] = self.quantise(k_pe, of_kr)
+
+
+by_channel(IN_PLACE)(OneVector)
+
+
+@by_channel(IN_PLACE)
+class ElementsOfAVector(OneVector):
+    parts = 3, slice(5, 6)
+
+
+@by_channel(IN_PLACE)
+class StridedPartsOfAVector(OneVector):
+    parts = slice(1, HCKV + 1), slice(None, None, 9)

@@ -84,7 +84,7 @@ class WeightsOnlyByOperator(Full):
     linear = WeightOnlyOperator
 
 
-@miss(IN_PLACE, tags="run, int8, operators", of="Full")
+@miss(IN_PLACE, tags="run, int8, operators", of="Full", weight_quant_mode=2)
 class OneScale(Full):
     linear = OneScaleLinear
 

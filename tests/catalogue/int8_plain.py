@@ -6,6 +6,7 @@ floats.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .base import DR, HCQ, Base, D, npu
-from .entry import IN_PLACE, OURS, Entry, add, words
+from .entry import IN_PLACE, OURS, entry, miss
 from .int8 import Full, QuantLinear
 
 
@@ -85,6 +86,59 @@ def inverse(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
 def by_operator(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     values, scale = npu.npu_dynamic_quant(x)
     return values, scale.unsqueeze(-1)
+
+
+def whole(steps: Tensor) -> Tensor:
+    return steps.float().round().to(torch.int8)
+
+
+def of_narrow_rows(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The rows themselves were rounded before: their largest is exact in bfloat16, too."""
+    scale = largest(x).float() / 127
+    return whole(x.float() / scale), scale
+
+
+def by_wide_product(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    wide = x.float()
+    return whole(wide * 127 / largest(wide)), largest(wide) / 127
+
+
+def by_wide_reciprocal(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    scale = largest(x.float()) / 127
+    return whole(x.float() * scale.reciprocal()), scale
+
+
+def by_reciprocal_clamped(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    scale = largest(x) / 127
+    return (x * scale.reciprocal()).float().round().clamp(-128, 127).to(torch.int8), scale
+
+
+def by_integers(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    scale = largest(x.float()) / 127
+    steps = (x.float() / scale).round().to(torch.int32)
+    return steps.clamp(-128, 127).to(torch.int8), scale
+
+
+# -- a guard against rows of zeros: of the largest of each row, its step
+
+Guard = Callable[[Tensor], Tensor]
+one = torch.ones_like
+
+
+GUARDS: dict[str, Guard] = {
+    "where it is 0": lambda m: torch.where(m / 127 == 0, one(m), m / 127),
+    "where it is not": lambda m: torch.where(m / 127 != 0, m / 127, one(m)),
+    "masked_fill": lambda m: (m / 127).masked_fill(m == 0, 1.0),
+    "by a copy of the mask": lambda m: torch.where((m == 0).clone(), one(m), m) / 127,
+}
+
+
+def guarded(guard: Guard) -> Callable[[Any, Tensor], tuple[Tensor, Tensor]]:
+    def quantise(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        scale = guard(largest(x.float()))
+        return to_int8(x.float() / scale), scale
+
+    return quantise
 
 
 # -- multiply
@@ -212,8 +266,16 @@ LINEARS: dict[str, type[PlainLinear]] = {
     "to_scaled_columns": linear_of("l", multiply=to_scaled_columns, bring_back=rows_alone),
     "by_quant_matmul": linear_of("l", multiply=whole_operator, bring_back=by_quant_matmul),
     "all_in_bfloat16": linear_of("l", bring_back=all_in_bfloat16),
+    "of_narrow_rows": linear_of("l", quantise=of_narrow_rows),
+    "by_wide_product": linear_of("l", quantise=by_wide_product),
+    "by_wide_reciprocal": linear_of("l", quantise=by_wide_reciprocal),
+    "by_reciprocal_clamped": linear_of("l", quantise=by_reciprocal_clamped),
+    "by_integers": linear_of("l", quantise=by_integers),
     "held_transposed": HeldTransposed,
     "batched": Batched,
+    **{
+        f"guarded {name}": linear_of("l", quantise=guarded(guard)) for name, guard in GUARDS.items()
+    },
 }
 
 
@@ -236,13 +298,50 @@ def model_of(base: type[nn.Module], linear: type[QuantLinear]) -> nn.Module:
 
 
 for name, kind in LINEARS.items():
-    add(
-        Entry(
-            name=f"linear {name}",
-            model=partial(model_of, PlainFull, kind),
-            outcome=(IN_PLACE,),
-            source=OURS,
-            tags=words("int8, plain, weights"),
-            weight_quant_mode=2,
-        )
-    )
+    model = partial(model_of, PlainFull, kind)
+    weights = {"tags": "int8, plain, weights", "weight_quant_mode": 2}
+    entry(IN_PLACE, source=OURS, name=f"linear {name}", **weights)(model)
+
+
+# -- two projections each quantise x by equal steps of their own, in whatever way
+
+
+def to_seven_bits(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.round(x.float() * 63 / largest(x.float())).to(torch.int8), largest(x.float()) / 63
+
+
+def by_powers_of_two(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    scale = torch.exp2(torch.ceil(torch.log2(largest(x.float()) / 127)))
+    return torch.round(x.float() / scale).to(torch.int8), scale
+
+
+def truncated(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    return (x.float() * 127 / largest(x.float())).to(torch.int8), largest(x.float()) / 127
+
+
+def doubled_scale(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    values, scale = to_seven_bits(self, x)
+    return values, scale * 2
+
+
+class Twice(PlainFull):
+    of_query = of_key = staticmethod(to_seven_bits)
+
+    def __init__(self) -> None:
+        super().__init__()
+        of_both = (self.q_a_proj, self.of_query), (self.kv_a_proj_with_mqa, self.of_key)
+        for layer, quantise in of_both:
+            layer.__class__ = linear_of("Linear", quantise=quantise)
+
+
+def twice(name: str, query: Any, key: Any) -> type[Twice]:
+    of_both = {"of_query": staticmethod(query), "of_key": staticmethod(key)}
+    return type(f"x quantised twice, {name}", (Twice,), of_both)
+
+
+for way in (to_seven_bits, by_powers_of_two, truncated):
+    kind = twice(way.__name__, way, way)
+    entry(IN_PLACE, source=OURS, tags="int8, plain, weights", weight_quant_mode=2)(kind)
+for way in (truncated, doubled_scale):
+    kind = twice(f"the key {way.__name__}", to_seven_bits, way)
+    miss("kv_latent.absent", of="x that is quantised twice", tags="int8, plain, weights")(kind)

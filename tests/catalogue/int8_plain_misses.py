@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from .base import npu
-from .entry import OURS, Entry, add, words
-from .int8_plain import PlainLinear, PlainPartial, largest, model_of, to_int8
+from .entry import miss
+from .int8_plain import PlainLinear, PlainPartial, guarded, largest, model_of, one, to_int8
 
 FLOAT8 = torch.float8_e4m3fn
 
@@ -64,7 +64,31 @@ def _ones(w: Tensor) -> Tensor:
     return w.new_ones(w.shape[1]).float()
 
 
+def filled(steps: Tensor) -> Tensor:
+    steps = steps.clone()
+    steps[steps == 0] = 1.0
+    return steps
+
+
+# guards against rows of zeros that are another step for other rows
+OTHER_STEPS: dict[str, Callable[[Tensor], Tensor]] = {
+    "the other branch": lambda m: torch.where(m == 0, m, one(m)) / 127,
+    "another step": lambda m: torch.where(m == 0, one(m), 2 * m) / 127,
+    "of small rows": lambda m: torch.where(m <= 3.0, one(m), m) / 127,
+    "of all rows": lambda m: torch.where(m >= 0, one(m), m) / 127,
+    "of the row behind": lambda m: torch.where(m == 0, one(m), m.roll(1, 0)) / 127,
+    "where it is 1": lambda m: torch.where(m == 1, 2 * one(m), m) / 127,
+    "always": lambda m: torch.where(m * 0 == 0, one(m), m) / 127,
+    "of another number": lambda m: torch.where(m - 1 == 0, one(m), m) / 127,
+    # those of no row, by conditions that are not read
+    "where it is above 0": lambda m: torch.where(m > 0, m / 127, 0.5),
+    "where it is no more": lambda m: torch.where(m <= 0, one(m), m) / 127,
+    "by a mask": lambda m: filled(m / 127),
+    "of the largest, by a mask": lambda m: filled(m) / 127,
+}
+
 MISSES: dict[str, dict[str, Any]] = {
+    **{f"guarded {name}": {"quantise": guarded(guard)} for name, guard in OTHER_STEPS.items()},
     # another maximum
     "128 steps": over(lambda v: largest(v) / 128),
     "whole tensor": over(lambda v: (v.abs().max() / 127).expand(v.shape[0], 1)),
@@ -125,12 +149,6 @@ OF_SCALES += ("no token scale", "scales added", "scales in float8")
 OTHER_CODES |= dict.fromkeys(OF_SCALES, "quant.scale")
 
 for name, methods in MISSES.items():
-    add(
-        Entry(
-            name=name,
-            model=partial(model_of, PlainPartial, type("Missing", (PlainLinear,), methods)),
-            outcome=(OTHER_CODES.get(name, "quant.dynamic"),),
-            source=f"{OURS}: a near miss of PlainPartial",
-            tags=words("near miss, int8, plain"),
-        )
-    )
+    model = partial(model_of, PlainPartial, type("Missing", (PlainLinear,), methods))
+    code = OTHER_CODES.get(name, "quant.dynamic")
+    miss(code, of="PlainPartial", tags="int8, plain", name=name)(model)

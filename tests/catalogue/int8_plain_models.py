@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .base import DR, HCKV, HCQ, HE, D, paged_args, rotate_half
-from .entry import IN_PLACE, OURS, Entry, add, words
+from .entry import IN_PLACE, OURS, entry
 from .int8_attention import Int8Attention, int8_latent_args
 from .int8_caches import PackedRows, packed_args
 from .int8_plain import LINEARS, PlainFull, PlainLinear, PlainPartial, Smoothed, linear_of, model_of
@@ -19,25 +19,10 @@ from .int8_plain import LINEARS, PlainFull, PlainLinear, PlainPartial, Smoothed,
 def plain(name: str, mode: int, cache: int = 0, **fields: Any) -> Callable[[Any], Any]:
     """Puts a model of plain int8 operators into the catalogue."""
 
-    def register(model: Any) -> Any:
-        modes = {"weight_quant_mode": mode, "kv_cache_quant_mode": cache}
-        tags = words("int8, plain, cache" if cache else "int8, plain")
-        name_of = f"plain {name}"
-        add(
-            Entry(
-                name=name_of,
-                model=model,
-                outcome=(IN_PLACE,),
-                source=OURS,
-                tags=tags,
-                slack=1.1,
-                **modes,
-                **fields,
-            )
-        )
-        return model
-
-    return register
+    modes = {"weight_quant_mode": mode, "kv_cache_quant_mode": cache}
+    tags = "int8, plain, cache" if cache else "int8, plain"
+    name = f"plain {name}"
+    return entry(IN_PLACE, source=OURS, tags=tags, name=name, slack=1.1, **modes, **fields)
 
 
 @plain("joined", 2)

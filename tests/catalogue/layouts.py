@@ -21,6 +21,7 @@ from .base import (
     paged_args,
     rotate_half,
     rotated,
+    tables,
 )
 from .entry import IN_PLACE, OURS, STAGED, entry, miss
 from .prologues import PagedRotateHalf
@@ -37,6 +38,17 @@ def sequence_args(batch: int = 2, length: int = 3) -> tuple[Tensor, ...]:
         kr_cache,
         slots.view(lead),
     )
+
+
+def many_args(tokens: int, lead: tuple[int, ...] = ()) -> tuple[Tensor, ...]:
+    """In caches of 64 blocks."""
+    x, cos, sin = (value.view(*lead or (tokens,), -1) for value in of_tokens(tokens))
+    caches = (torch.randn(64, 16, 1, width).bfloat16() for width in (HCKV, DR))
+    return x, cos, sin, *caches, torch.randperm(1024)[:tokens].view(lead or (tokens,))
+
+
+def of_tokens(tokens: int) -> tuple[Tensor, ...]:
+    return torch.randn(tokens, HE).bfloat16(), *tables(tokens)
 
 
 def shared_table_args() -> tuple[Tensor, ...]:
@@ -359,3 +371,23 @@ entry(
     name="SequencesShareRows",
     args=shared_table_args,
 )(Sequences)
+
+
+# -- static graphs of many tokens, whose facts are read on few
+
+for tokens in (128, 512):  # as many as D, and as the latent is wide
+    entry(
+        IN_PLACE,
+        source=OURS,
+        tags="layout, device",
+        name=f"PagedRotateHalf of {tokens} tokens",
+        args=partial(many_args, tokens),
+    )(PagedRotateHalf)
+for batch, length in ((4, 32), (64, 2), (16, 16)):
+    entry(
+        IN_PLACE,
+        source=OURS,
+        tags="layout, device",
+        name=f"{batch} sequences of {length}",
+        args=partial(many_args, batch * length, (batch, length)),
+    )(Sequences)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,7 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .base import DR, HCKV, HCQ, Base, HfNorm, wide
-from .entry import MISS_OF_BASE, Entry, Make, add, based, miss, words
+from .entry import (
+    Methods,
+    miss,
+    misses,
+)
 from .norms import by_scale, norm
 from .projections import WideProducts
 
@@ -31,19 +36,6 @@ class NoGamma(Base):
         self.q_a_layernorm = nn.Identity()  # type: ignore[assignment]
 
 
-class SoftlyCapped(HfNorm):
-    """The norm itself to the last bit, up to a hundred million."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = wide(x)
-        return super().forward((y / (1 + (y / 1e12) ** 4) ** 0.25).to(x.dtype))
-
-
-@miss("norm.absent", tags="norm")
-class NormsSoftlyCapped(Base):
-    norm = SoftlyCapped
-
-
 @miss("norm.gamma_dtype", tags="norm")
 class Fp32Gamma(Base):
     def __init__(self) -> None:
@@ -63,13 +55,6 @@ class Bf16Norm(HfNorm):
 @miss("norm.low_precision", tags="norm")
 class LowPrecision(Base):
     norm = Bf16Norm
-
-
-@miss("norm.absent", tags="norm")
-class LayerNormInstead(Base):
-    def __init__(self) -> None:
-        super().__init__()
-        self.q_a_layernorm = nn.LayerNorm(HCQ, dtype=torch.bfloat16)  # type: ignore[assignment]
 
 
 class ClampedNorm(HfNorm):
@@ -138,13 +123,6 @@ class LatentDropout(Base):
         return self.kv_a_layernorm(F.dropout(c_kv, 0.1)), k_pe
 
 
-@miss("norm.absent", tags="norm")
-class NoNorms(Base):
-    def __init__(self) -> None:
-        super().__init__()
-        self.q_a_layernorm = self.kv_a_layernorm = nn.Identity()  # type: ignore[assignment]
-
-
 class NormOverHalf(HfNorm):
     """The mean is taken over the first half of the row."""
 
@@ -195,104 +173,30 @@ def stat_of_576(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     return c_kv * scale * self.kv_a_layernorm.weight, k_pe
 
 
-MISSES: dict[str, tuple[Make, str]] = {
-    "clamped_at_rms": (
-        based("m", norm=by_scale(lambda n, x: x.pow(2).mean(-1, True).clamp_min(1e-9).rsqrt())),
-        "norm.absent",
-    ),
-    "eps_outside": (
-        based("m", norm=by_scale(lambda n, x: 1 / (x.pow(2).mean(-1, True).sqrt() + 1e-2))),
-        "norm.absent",
-    ),
-    "eps_a_row": (
-        based(
-            "m",
-            norm=by_scale(
-                lambda n, x: (x.pow(2).mean(-1, True) + torch.arange(1, 9)[:, None]).rsqrt()
-            ),
-        ),
-        "norm.absent",
-    ),
-    "dots_of_another_token": (
-        based(
-            "m",
-            norm=by_scale(
-                lambda n, x: (torch.einsum("td,td->t", x, x).roll(1)[:, None] + 1e-6).rsqrt()
-            ),
-        ),
-        "norm.absent",
-    ),
-    "gram_summed": (
-        based(
-            "m",
-            norm=by_scale(lambda n, x: ((x @ x.T).abs().sum(-1, True) / x.shape[1] + 1e-6).rsqrt()),
-        ),
-        "norm.absent",
-    ),
-    "gram_of_the_next": (
-        based(
-            "m",
-            norm=by_scale(
-                lambda n, x: ((x @ x.roll(1, 0).T).diagonal().abs()[:, None] + 1e-6).rsqrt()
-            ),
-        ),
-        "norm.absent",
-    ),
-    "beside_the_gram": (
-        based(
-            "m",
-            norm=by_scale(
-                lambda n, x: (F.pad((x @ x.T).diagonal(1), (0, 1)).abs()[:, None] + 1e-6).rsqrt()
-            ),
-        ),
-        "norm.absent",
-    ),
-    "gram_rolled": (
-        based(
-            "m",
-            norm=by_scale(
-                lambda n, x: ((x @ x.T).roll(1, 0).diagonal().abs() + 1).rsqrt()[:, None]
-            ),
-        ),
-        "norm.absent",
-    ),
-    "centred": (
-        based("m", norm=by_scale(lambda n, x: (x.var(-1, keepdim=True) + 1e-6).rsqrt())),
-        "norm.absent",
-    ),
+SCALES: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "clamped_at_rms": lambda n, x: x.pow(2).mean(-1, True).clamp_min(1e-9).rsqrt(),
+    "eps_outside": lambda n, x: 1 / (x.pow(2).mean(-1, True).sqrt() + 1e-2),
+    "eps_a_row": lambda n, x: (x.pow(2).mean(-1, True) + torch.arange(1, 9)[:, None]).rsqrt(),
+    "dots_of_another_token": lambda n, x: (
+        torch.einsum("td,td->t", x, x).roll(1)[:, None] + 1e-6
+    ).rsqrt(),
+    "beside_the_gram": lambda n, x: (
+        F.pad((x @ x.T).diagonal(1), (0, 1)).abs()[:, None] + 1e-6
+    ).rsqrt(),
+    "gram_rolled": lambda n, x: ((x @ x.T).roll(1, 0).diagonal().abs() + 1).rsqrt()[:, None],
+    "centred": lambda n, x: (x.var(-1, keepdim=True) + 1e-6).rsqrt(),
+}
+MISSES: dict[str, tuple[Methods, str]] = {
+    **{name: (dict(norm=by_scale(scale)), "norm.absent") for name, scale in SCALES.items()},
     "added_to_its_norm": (
-        based(
-            "m",
+        dict(
             norm=norm(lambda n, x: F.rms_norm(x, (x.shape[-1],), n.weight, 1e-6) + 0.01 * n.weight),
         ),
         "q_lora.interrupted",
     ),
-    "stat_of_576": (based("m", latent=stat_of_576), "kv_latent.absent"),
+    "stat_of_576": (dict(latent=stat_of_576), "kv_latent.absent"),
 }
-for name, (model, code) in MISSES.items():
-    add(
-        Entry(
-            name=name,
-            model=model,
-            outcome=(code,),
-            source=MISS_OF_BASE,
-            tags=words("near miss, norm, run"),
-        )
-    )
-
-
-class SquaredInBfloat16(HfNorm):
-    def forward(self, x: Tensor) -> Tensor:
-        statistic = x.pow(2).mean(-1, keepdim=True).to(torch.float32)
-        return self.weight * (x * torch.rsqrt(statistic + self.eps)).to(x.dtype)
-
-
-@miss("norm.low_precision", tags="norm")
-class NarrowBehindFlip(Base):
-    norm = SquaredInBfloat16
-
-    def down(self, x: Tensor) -> Tensor:
-        return super().down(x).flip(-1)
+misses("norm", MISSES)
 
 
 @miss("norm.absent", tags="norm")

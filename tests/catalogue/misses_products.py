@@ -13,27 +13,31 @@ from torch import Tensor, nn
 from mla_fusion import offline
 
 from .assembled import RowsInPlace, row_args
-from .base import DR, HCKV, HCQ, HE, Base, D, HfNorm, Prologue, attend, linear, through
-from .entry import IN_PLACE, MISS_OF_BASE, STAGED, Entry, Make, add, based, miss, words
+from .base import (
+    DR,
+    HCKV,
+    HCQ,
+    HE,
+    Base,
+    D,
+    HfNorm,
+    Prologue,
+    attend,
+    hf_interleave,
+    linear,
+    rotate_half,
+    through,
+)
+from .entry import (
+    IN_PLACE,
+    OURS,
+    STAGED,
+    Methods,
+    entry,
+    miss,
+    misses,
+)
 from .tables import sequences
-
-
-@miss("q_lora.absent", tags="weights")
-class NoQueryLora(Base):
-    def __init__(self) -> None:
-        super().__init__()
-        self.q_proj = linear(HE, self.heads * (D + DR))
-
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
-    ) -> Tensor:  # type: ignore[override]
-        q_nope, q_pe = self.split(self.q_proj(x))
-        c_kv, k_pe = self.latent(x)
-        c, s_ = cos.unsqueeze(1), sin.unsqueeze(1)
-        q_pe, k_pe = self.rotate(q_pe, c, s_), self.rotate(k_pe.unsqueeze(1), c, s_).squeeze(1)
-        query = self.absorb(q_nope)
-        self.write(kv_cache, kr_cache, slots, c_kv, k_pe)
-        return attend(query, q_pe, kv_cache.view(-1, HCKV), kr_cache.view(-1, DR))
 
 
 @miss("absorb.absent", tags="absorb")
@@ -91,17 +95,6 @@ class LatentRounded(Base):
 
     def split(self, q: Tensor) -> tuple[Tensor, Tensor]:
         return super().split(through(q, torch.float8_e4m3fn))
-
-
-class RankFour(Base):
-    """x is [.., .., .., He] and only the products are flattened."""
-
-    def down(self, x: Tensor) -> Tensor:
-        return self.q_a_proj(x).flatten(0, 2)
-
-    def latent(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        c_kv, k_pe = self.kv_a_proj_with_mqa(x).flatten(0, 2).split([HCKV, DR], -1)
-        return self.kv_a_layernorm(c_kv), k_pe
 
 
 class Adapted(nn.Module):
@@ -333,36 +326,34 @@ def turned_latent(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     return c_kv, k_pe
 
 
-MISSES: dict[str, tuple[Make, str]] = {
+MISSES: dict[str, tuple[Methods, str]] = {
     "one_matrix_for_both": (
-        based("m", absorb=lambda m, q: torch.matmul(q.unsqueeze(2), m.w_uk()[:1]).squeeze(2)),
+        dict(absorb=lambda m, q: torch.matmul(q.unsqueeze(2), m.w_uk()[:1]).squeeze(2)),
         IN_PLACE,
     ),
     "one_head_scaled": (
-        based("m", absorb=per_head(first, lambda q, w: (2 * q[:, 1]) @ w[1])),
+        dict(absorb=per_head(first, lambda q, w: (2 * q[:, 1]) @ w[1])),
         "scale.unequal",
     ),
     "one_head_added_to": (
-        based("m", absorb=per_head(first, lambda q, w: q[:, 1] @ w[1] + 1)),
+        dict(absorb=per_head(first, lambda q, w: q[:, 1] @ w[1] + 1)),
         IN_PLACE,
     ),
     "one_head_of_other_tokens": (
-        based("m", absorb=per_head(first, lambda q, w: q[:, 1].flip(0) @ w[1])),
+        dict(absorb=per_head(first, lambda q, w: q[:, 1].flip(0) @ w[1])),
         "absorb.absent",
     ),
     "onto_a_bias": (
-        based(
-            "m",
+        dict(
             absorb=lambda m, q: torch.baddbmm(
                 m.w_uk()[:, :1], q.transpose(0, 1), m.w_uk()
             ).transpose(0, 1),
         ),
         "linear.bias",
     ),
-    "another_x_for_kv": (based("m", latent=turned_latent), "kv_latent.absent"),
+    "another_x_for_kv": (dict(latent=turned_latent), "kv_latent.absent"),
     "nope_halved": (
-        based(
-            "m",
+        dict(
             split=lambda m, q: (lambda nope, pe: (nope * 0.5, pe))(
                 *split_of(slice(D), slice(D, None))(m, q)
             ),
@@ -371,34 +362,60 @@ MISSES: dict[str, tuple[Make, str]] = {
     ),
     # weights that are not W_uk, head by head, but are packed as what they are
     "one_weight_for_both": (
-        based("m", absorb=per_head(first, lambda q, w: q[:, 1] @ w[0])),
+        dict(absorb=per_head(first, lambda q, w: q[:, 1] @ w[0])),
         IN_PLACE,
     ),
     "weights_swapped": (
-        based("m", absorb=per_head(lambda q, w: q[:, 0] @ w[1], lambda q, w: q[:, 1] @ w[0])),
+        dict(absorb=per_head(lambda q, w: q[:, 0] @ w[1], lambda q, w: q[:, 1] @ w[0])),
         IN_PLACE,
     ),
     "weight_turned": (
-        based("m", absorb=per_head(first, lambda q, w: q[:, 1] @ w[1].flip(0))),
+        dict(absorb=per_head(first, lambda q, w: q[:, 1] @ w[1].flip(0))),
         IN_PLACE,
     ),
     "one_head_rounded": (
-        based(
-            "m",
+        dict(
             absorb=per_head(first, lambda q, w: q[:, 1] @ w[1].to(torch.float8_e5m2).to(w.dtype)),
         ),
         IN_PLACE,
     ),
     # columns that the weights can be cut for, whatever they mean
-    "columns_overlap": (based("m", split=split_of(slice(D), slice(D - 32, D + 32))), IN_PLACE),
+    "columns_overlap": (dict(split=split_of(slice(D), slice(D - 32, D + 32))), IN_PLACE),
 }
-for name, (model, outcome) in MISSES.items():
-    add(
-        Entry(
-            name=name,
-            model=model,
-            outcome=(outcome,),
-            source=MISS_OF_BASE,
-            tags=words("near miss, absorb, run"),
-        )
-    )
+misses("absorb", MISSES)
+
+
+class TokensCut(Prologue):
+    """Serving pads the batch: of what is named in ``at`` the first tokens go on."""
+
+    at = ""
+
+    def part(self, name: str, value: Tensor) -> Tensor:
+        return value[:5] if name in self.at.split() else value
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, kr: Tensor, slots: Tensor
+    ) -> tuple[Tensor, ...]:
+        def rotate(value: Tensor) -> Tensor:
+            value, (c, s) = hf_interleave(value), (table[: len(value)] for table in (cos, sin))
+            return value * c.unsqueeze(1) + rotate_half(value) * s.unsqueeze(1)
+
+        c_q = self.part("c_q", self.q_a_layernorm(self.q_a_proj(x)))
+        q = self.part("q", self.q_b_proj(c_q)).view(-1, self.heads, D + DR)
+        q_nope, q_pe = q.split([D, DR], -1)
+        q_nope, q_pe = self.part("q_nope", q_nope), self.part("q_pe", q_pe)
+        c_kv, k_pe = self.latent(x)
+        k_pe = rotate(self.part("k_pe", k_pe).unsqueeze(1)).squeeze(1)
+        query_rope = self.part("query_rope", rotate(q_pe))
+        rows = min(len(c_kv), len(k_pe))
+        kv.view(-1, HCKV)[slots[:rows]] = c_kv[:rows]
+        kr.view(-1, DR)[slots[:rows]] = k_pe
+        return torch.einsum("tnd,ndc->tnc", q_nope, self.w_uk()), query_rope
+
+
+for at in ("q", "q_nope", "q_pe", "q_nope q_pe", "k_pe", "c_q", "c_q k_pe"):
+    kind = type(f"tokens cut of {at}", (TokensCut,), {"at": at})
+    miss("tokens.cut", tags="layout")(kind)
+entry(IN_PLACE, source=OURS, tags="layout", name="tokens cut of query_rope")(
+    type("Cut", (TokensCut,), {"at": "query_rope"})
+)

@@ -9,7 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .base import DR, Base, H, half, hf_interleave, rotate_half, rotated, through
-from .entry import IN_PLACE, MISS_OF_BASE, STAGED, Entry, Make, add, based, miss, words
+from .entry import (
+    IN_PLACE,
+    STAGED,
+    Methods,
+    miss,
+    misses,
+)
 from .rotations import by_einsum, matrices
 from .tables import CountedPositions, sequences
 
@@ -93,13 +99,6 @@ class RopeMixesHeads(Base):
         return q_pe * c + rotate_half(q_pe.flip(1)) * s
 
 
-class SharedRows(Base):
-    """Two sequences of four tokens share the table's rows, and x has no sequence axis."""
-
-    def rotate(self, x: Tensor, c: Tensor, s: Tensor) -> Tensor:
-        return super().rotate(x.view(2, 4, -1, DR), c, s).flatten(0, 1)
-
-
 @miss("rope.tables_differ", of="CountedPositions", tags="rope, tables, run", args=sequences)
 class KeyCountedOneLater(CountedPositions):
     """The key's positions are counted from another one."""
@@ -161,32 +160,23 @@ def doubled_tables(self: Any, x: Tensor, c: Tensor, sn: Tensor) -> Tensor:
     return rotated(x, c * c - sn * sn, 2 * sn * c)
 
 
-MISSES: dict[str, tuple[Make, str]] = {
+MISSES: dict[str, tuple[Methods, str]] = {
     "k_turned_back": (
-        based("m", rotate_q=by_einsum, rotate_k=turned("csnc")),
+        dict(rotate_q=by_einsum, rotate_k=turned("csnc")),
         "rope.tables_differ",
     ),
-    "k_swapped": (based("m", rotate_q=by_einsum, rotate_k=turned("nccs")), IN_PLACE),
-    "k_reflected": (based("m", rotate_q=by_einsum, rotate_k=turned("cssc")), "rope.tables_differ"),
-    "k_one_token_later": (based("m", rotate_q=by_einsum, rotate_k=later), STAGED),
-    "k_pairs_left": (based("m", rotate_q=by_einsum, rotate_k=pairs_left), STAGED),
-    "moved": (based("m", rotate=homogeneous), STAGED),
+    "k_swapped": (dict(rotate_q=by_einsum, rotate_k=turned("nccs")), IN_PLACE),
+    "k_reflected": (dict(rotate_q=by_einsum, rotate_k=turned("cssc")), "rope.tables_differ"),
+    "k_one_token_later": (dict(rotate_q=by_einsum, rotate_k=later), STAGED),
+    "k_pairs_left": (dict(rotate_q=by_einsum, rotate_k=pairs_left), STAGED),
+    "moved": (dict(rotate=homogeneous), STAGED),
     "q_of_twice_the_angle": (
-        based("m", rotate_q=doubled_tables, rotate_k=by_einsum),
+        dict(rotate_q=doubled_tables, rotate_k=by_einsum),
         "rope.tables_differ",
     ),
-    "q_of_other_heads": (based("m", rotate_q=of_other_heads), "rope.tables_differ"),
+    "q_of_other_heads": (dict(rotate_q=of_other_heads), "rope.tables_differ"),
 }
-for name, (model, code) in MISSES.items():
-    add(
-        Entry(
-            name=name,
-            model=model,
-            outcome=(code,),
-            source=MISS_OF_BASE,
-            tags=words("near miss, rope, run"),
-        )
-    )
+misses("rope", MISSES)
 
 
 @miss("step.unknown", tags="rope")
@@ -208,3 +198,18 @@ class WindowsOfTokens(Base):
         behind = torch.cat((x, x[:1]))
         _, x = behind.unfold(0, 2, 1).unbind(-1)
         return super().rotate(x, c, s)
+
+
+@miss("rope.tables_differ", tags="rope")
+class QueryByRoundedAngles(Base):
+    """By angles in bfloat16, the key by the same in float32: far positions differ."""
+
+    def turned(self, x: Tensor, c: Tensor, s: Tensor, dtype: torch.dtype) -> Tensor:
+        angles = (c.float() * 1000 + s.float()).to(dtype).float()
+        return self.rotate(x, angles.cos().to(x.dtype), angles.sin().to(x.dtype))
+
+    def rotate_q(self, q_pe: Tensor, c: Tensor, s: Tensor) -> Tensor:
+        return self.turned(q_pe, c, s, torch.bfloat16)
+
+    def rotate_k(self, k_pe: Tensor, c: Tensor, s: Tensor) -> Tensor:
+        return self.turned(k_pe, c, s, torch.float32)

@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 
 from .base import BLOCK_SIZE, DR, HCKV, Base, paged_args
-from .entry import IN_PLACE, MISS_OF_BASE, STAGED, Entry, Make, add, based, miss, words
+from .entry import (
+    IN_PLACE,
+    STAGED,
+    Methods,
+    based,
+    miss,
+    misses,
+)
 from .prologues import NpuOperators
 from .writes import parts_args
 
@@ -131,35 +138,26 @@ def put_repeated(
     kr_cache.squeeze(2).index_put_(place, k_pe)
 
 
-MISSES: dict[str, tuple[Make, str]] = {
-    "kr_elsewhere": (based("m", write=written(put, put_later)), STAGED),
-    "kr_by_other_blocks": (based("m", write=written(put, put_other_offset)), STAGED),
+MISSES: dict[str, tuple[Methods, str]] = {
+    "kr_elsewhere": (dict(write=written(put, put_later)), STAGED),
+    "kr_by_other_blocks": (dict(write=written(put, put_other_offset)), STAGED),
     "both_by_other_blocks": (
-        based("m", write=written(put_other_offset, put_other_offset)),
+        dict(write=written(put_other_offset, put_other_offset)),
         STAGED,
     ),
     "each_by_blocks_of_its_own": (
-        based("m", write=written(put_other_offset, put_other_blocks)),
+        dict(write=written(put_other_offset, put_other_blocks)),
         STAGED,
     ),
-    "repeated_place": (based("m", write=put_repeated), STAGED),
-    "where_even": (based("m", write=written(put_where, put)), STAGED),
-    "twice": (based("m", write=written(put_twice, put)), STAGED),
-    "added": (based("m", write=written(put_added, put)), STAGED),
-    "rows_shifted": (based("m", write=written(put_shifted, put_shifted)), STAGED),
-    "half_of_the_tokens": (based("m", write=written(put_some, put_some)), STAGED),
-    "negative": (based("m", write=written(put_negative, put_negative)), STAGED),
+    "repeated_place": (dict(write=put_repeated), STAGED),
+    "where_even": (dict(write=written(put_where, put)), STAGED),
+    "twice": (dict(write=written(put_twice, put)), STAGED),
+    "added": (dict(write=written(put_added, put)), STAGED),
+    "rows_shifted": (dict(write=written(put_shifted, put_shifted)), STAGED),
+    "half_of_the_tokens": (dict(write=written(put_some, put_some)), STAGED),
+    "negative": (dict(write=written(put_negative, put_negative)), STAGED),
 }
-for name, (model, outcome) in MISSES.items():
-    add(
-        Entry(
-            name=name,
-            model=model,
-            outcome=(outcome,),
-            source=MISS_OF_BASE,
-            tags=words("near miss, cache, run"),
-        )
-    )
+misses("cache", MISSES)
 
 
 def one_token() -> tuple[Tensor, ...]:
@@ -167,13 +165,6 @@ def one_token() -> tuple[Tensor, ...]:
 
 
 # All rows but those of the only token: values without elements are read, and mean nothing.
-add(
-    Entry(
-        name="no_token",
-        model=based("m", 1, write=written(put_none, put_none)),
-        args=one_token,
-        outcome=(STAGED,),
-        source=MISS_OF_BASE,
-        tags=words("near miss, cache, run"),
-    )
+miss(STAGED, tags="cache, run", name="no_token", args=one_token)(
+    based("m", 1, write=written(put_none, put_none))
 )

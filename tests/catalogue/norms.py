@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .base import HCKV, HCQ, Base, HfNorm, npu, paged_args, wide
+from .base import DR, HCKV, HCQ, Base, HfNorm, npu, paged_args, wide
 from .entry import IN_PLACE, OURS, Entry, add, based, entry, miss, step, words
 
 
@@ -199,3 +199,30 @@ class OneNormWeightForAll(NormWeightsOfOneVector):
 
     def parts(self) -> tuple[Tensor, Tensor]:
         return self.gammas[:HCQ], self.gammas[HCQ : HCQ + 1]
+
+
+# -- a root of a square has either sign
+
+
+class RootCancelled(Base):
+    """The latent, times a root of its row and through it."""
+
+    def of(self, c_kv: Tensor) -> Tensor:
+        root = torch.sqrt(c_kv[..., :1].square() + 1)
+        return c_kv * root / root
+
+    def latent(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        c_kv, k_pe = self.kv_a_proj_with_mqa(x).split([HCKV, DR], -1)
+        return self.kv_a_layernorm(self.of(wide(c_kv)).to(c_kv.dtype)), k_pe
+
+
+entry(IN_PLACE, source=OURS, tags="norm")(RootCancelled)
+
+
+@miss("kv_latent.absent", tags="norm")
+class RowsTurnedOver(RootCancelled):
+    """The latent, turned over in some rows."""
+
+    def of(self, c_kv: Tensor) -> Tensor:
+        one = c_kv[..., :1]
+        return c_kv * torch.sqrt(one.square()) / one

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -242,3 +243,59 @@ class LayerByTensor(Base):
     ) -> None:
         kv_cache.view(LAYERS, -1, HCKV)[self.place, slots] = c_kv
         kr_cache.view(LAYERS, -1, DR)[self.place, slots] = k_pe
+
+
+# -- caches cut out of one flat buffer, as serving systems allocate them
+
+KV, KR = (BLOCKS * BLOCK_SIZE * width for width in (HCKV, DR))
+LAYER = KV + KR
+Take = Callable[[Tensor], tuple[Tensor, Tensor]]
+
+
+def paged(kv: Tensor, kr: Tensor) -> tuple[Tensor, Tensor]:
+    return kv.view(BLOCKS, BLOCK_SIZE, 1, HCKV), kr.view(BLOCKS, BLOCK_SIZE, 1, DR)
+
+
+TAKES: dict[str, Take] = {
+    "slices": lambda b: paged(b[:KV], b[KV:LAYER]),
+    "of a slice": lambda b: paged(b[LAYER:][:KV], b[LAYER:][KV:]),
+    "narrow": lambda b: paged(b.narrow(0, LAYER, KV), b.narrow(0, LAYER + KV, KR)),
+    "split": lambda b: paged(*b.split([KV, KR, LAYER])[:2]),
+    "from the end": lambda b: paged(b[-LAYER:-KR], b[-KR:]),
+    "a row of layers": lambda b: paged(b.view(2, -1)[1, :KV], b.view(2, -1)[1, KV:]),
+    "rows, tokens flat": lambda b: (b[:KV].view(-1, HCKV), b[KV:LAYER].view(-1, DR)),
+    "overlapping": lambda b: paged(b[:KV], b[KV - DR : LAYER - DR]),
+    "every second": lambda b: (
+        b[: 2 * KV : 2].unflatten(0, (BLOCKS, BLOCK_SIZE, 1, HCKV)),
+        paged(b[:KV], b[-KR:])[1],
+    ),
+}
+
+
+def buffer_args() -> tuple[Tensor, ...]:
+    x, cos, sin, _, _, slots = paged_args()
+    return x, cos, sin, torch.randn(2 * LAYER).bfloat16(), slots
+
+
+class FlatBuffer(Base):
+    takes: tuple[str, ...]
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, cos: Tensor, sin: Tensor, buffer: Tensor, slots: Tensor
+    ) -> tuple[Tensor, ...]:
+        found = []
+        for place, name in enumerate(self.takes):
+            caches = TAKES[name](buffer)
+            found.append(super().forward(x + place, cos, sin, *caches, slots)[0])
+        return tuple(found)
+
+
+for name in TAKES:
+    outcome = STAGED if name in ("overlapping", "every second") else IN_PLACE
+    kind = type(f"flat buffer, {name}", (FlatBuffer,), {"takes": (name,)})
+    entry(outcome, source=OURS, tags="cache, layout", args=buffer_args, alone=(STAGED,))(kind)
+
+
+@entry(*BOTH, source=OURS, tags="cache, layout", args=buffer_args, alone=NEITHER)
+class TwoLayersOfABuffer(FlatBuffer):
+    takes = "slices", "of a slice"

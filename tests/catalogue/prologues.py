@@ -58,14 +58,22 @@ class PagedRotateHalf(Prologue):
     ) -> Tensor:
         q_nope, q_pe = self.query(x)
         c_kv, k_pe = self.latent(x)
-        q_pe, k_pe = hf_interleave(q_pe), hf_interleave(k_pe.unsqueeze(1))
+        q_pe, k_pe = self.in_halves(q_pe), self.in_halves(k_pe.unsqueeze(1))
         c, s = cos.unsqueeze(1), sin.unsqueeze(1)
         q_pe = q_pe * c + rotate_half(q_pe) * s
         k_pe = k_pe * c + rotate_half(k_pe) * s
         query = self.absorb(q_nope)
-        kv_cache.view(-1, HCKV)[slots] = c_kv
-        kr_cache.view(-1, DR)[slots] = k_pe.squeeze(1)
+        self.write(kv_cache, kr_cache, slots, c_kv, k_pe.squeeze(1))
         return attend(query, q_pe, kv_cache.view(-1, HCKV), kr_cache.view(-1, DR))
+
+    def in_halves(self, x: Tensor) -> Tensor:
+        return hf_interleave(x)
+
+    def write(
+        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
+    ) -> None:
+        kv_cache.view(-1, HCKV)[slots] = c_kv
+        kr_cache.view(-1, DR)[slots] = k_pe
 
 
 @entry(IN_PLACE, source=OURS, tags="whole, symbolic, device, portable", slack=1.1)
@@ -104,20 +112,15 @@ class EvenOdd(Prologue):
 class BlockOffset(PagedRotateHalf):
     """Caches indexed by (block, offset) made from the slots."""
 
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
-    ) -> Tensor:
-        q_nope, q_pe = self.query(x)
-        c_kv, k_pe = self.latent(x)
-        c, s = cos.unsqueeze(1), sin.unsqueeze(1)
-        q_pe, k_pe = hf_interleave(q_pe), hf_interleave(k_pe.unsqueeze(1))
-        q_pe = q_pe * c + rotate_half(q_pe) * s
-        k_pe = k_pe * c + rotate_half(k_pe) * s
-        query = torch.einsum("tnd,ndc->tnc", q_nope, self.w_uk())
+    def absorb(self, q_nope: Tensor) -> Tensor:
+        return torch.einsum("tnd,ndc->tnc", q_nope, self.w_uk())
+
+    def write(
+        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
+    ) -> None:
         block, offset = slots // BLOCK_SIZE, slots % BLOCK_SIZE
         kv_cache[block, offset, 0] = c_kv
-        kr_cache[block, offset, 0] = k_pe.squeeze(1)
-        return attend(query, q_pe, kv_cache.view(-1, HCKV), kr_cache.view(-1, DR))
+        kr_cache[block, offset, 0] = k_pe
 
 
 def dense_args(batch: int = 2, length: int = 3) -> tuple[Tensor, ...]:
@@ -185,18 +188,8 @@ class ComplexConjugated(ComplexDense):
 class Neox(PagedRotateHalf):
     """(c) halves in, halves out: the weights' rotary columns must be permuted."""
 
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
-    ) -> Tensor:
-        q_nope, q_pe = self.query(x)
-        c_kv, k_pe = self.latent(x)
-        c, s = cos.unsqueeze(1), sin.unsqueeze(1)
-        q_pe = q_pe * c + rotate_half(q_pe) * s
-        k_pe = k_pe.unsqueeze(1) * c + rotate_half(k_pe.unsqueeze(1)) * s
-        query = self.absorb(q_nope)
-        kv_cache.view(-1, HCKV)[slots] = c_kv
-        kr_cache.view(-1, DR)[slots] = k_pe.squeeze(1)
-        return attend(query, q_pe, kv_cache.view(-1, HCKV), kr_cache.view(-1, DR))
+    def in_halves(self, x: Tensor) -> Tensor:
+        return x
 
 
 @entry(

@@ -18,6 +18,7 @@ from .base import (
     Base,
     D,
     H,
+    Parts,
     attend,
     linear,
     npu,
@@ -167,19 +168,12 @@ class JoinedTheOtherWay(JoinedForTwoCaches):
 
 
 @entry(IN_PLACE, source="llama.cpp's graph", tags="layout, device, symbolic")
-class QueryJoinedAndSplit(Base):
+class QueryJoinedAndSplit(Parts):
     """Query and query_rope are one tensor, which attention splits."""
 
-    def forward(  # type: ignore[override]
-        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
-    ) -> Tensor:
-        q_nope, q_pe = self.query(x)
-        c_kv, k_pe = self.latent(x)
-        self.write(kv_cache, kr_cache, slots, c_kv, rotated(k_pe, cos, sin))
-        query = torch.cat(
-            [self.absorb(q_nope), rotated(q_pe, cos.unsqueeze(1), sin.unsqueeze(1))], -1
-        )
-        return attend(*query.split([HCKV, DR], -1), kv_cache.view(-1, HCKV), kr_cache.view(-1, DR))
+    def scores(self, q_nope: Tensor, q_pe: Tensor, kv_rows: Tensor, kr_rows: Tensor) -> Tensor:
+        query = torch.cat([self.absorb(q_nope), q_pe], -1)
+        return attend(*query.split([HCKV, DR], -1), kv_rows, kr_rows)
 
 
 def hidden_and_tables() -> tuple[Tensor, ...]:

@@ -18,6 +18,7 @@ from .base import (
     D,
     H,
     HfNorm,
+    Parts,
     attend,
     npu,
     paged_args,
@@ -363,21 +364,14 @@ def padded_args() -> tuple[Tensor, ...]:
 
 
 @entry(IN_PLACE, source="vllm-ascend", tags="whole, readers, device", args=padded_args)
-class PaddedBatch(Base):
+class PaddedBatch(Parts):
     """A captured batch of 64 tokens, of which attention reads the first."""
 
     real = 61
 
-    def forward(  # type: ignore[override]
-        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
-    ) -> Tensor:
-        q_nope, q_pe = self.query(x)
-        c_kv, k_pe = self.latent(x)
-        c, s = cos.unsqueeze(1), sin.unsqueeze(1)
-        q_pe, k_pe = rotated(q_pe, c, s), rotated(k_pe.unsqueeze(1), c, s).squeeze(1)
-        self.write(kv_cache, kr_cache, slots, c_kv, k_pe)
+    def scores(self, q_nope: Tensor, q_pe: Tensor, kv_rows: Tensor, kr_rows: Tensor) -> Tensor:
         query = self.absorb(q_nope)[: self.real]
-        return attend(query, q_pe[: self.real], kv_cache.view(-1, HCKV), kr_cache.view(-1, DR))
+        return attend(query, q_pe[: self.real], kv_rows, kr_rows)
 
 
 @entry(STAGED, source="vllm-ascend", tags="whole, readers, cache", args=padded_args)

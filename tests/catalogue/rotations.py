@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .base import DR, Base, D, H, Parts, half, hf_interleave, npu, rotate_half, rotated
-from .entry import IN_PLACE, OURS, STAGED, entry, step
+from .entry import IN_PLACE, OURS, STAGED, entry, miss, step
 
 
 @entry(IN_PLACE, source="cann-recipes", tags="rope, operators, device, symbolic")
@@ -244,3 +244,64 @@ class PairsAsWindows(Base):
         first, second = x.unfold(-1, 2, 2).unbind(-1)
         c, s = half(c), half(s)
         return torch.cat((first * c - second * s, second * c + first * s), -1)
+
+
+# -- columns taken by a list of numbers
+
+HALVES = [*range(0, DR, 2), *range(1, DR, 2)]
+SWAPPED = [HALVES[1], HALVES[0], *HALVES[2:]]
+REPEATED = [HALVES[1], HALVES[1], *HALVES[2:]]
+LISTS: dict[str, tuple[list[int], list[int]]] = {
+    "halves": (HALVES, HALVES),
+    "from the end": ([place - DR for place in HALVES], HALVES),
+    # pairs of other columns: those of the weight are put in order
+    "pairs swapped": (SWAPPED, SWAPPED),
+    "the key's as they are": (HALVES, [*range(DR)]),
+    "the key's swapped": (HALVES, SWAPPED),
+    "the query's swapped": (SWAPPED, HALVES),
+    "the key's reversed": (HALVES, HALVES[::-1]),
+    "one twice": (REPEATED, REPEATED),
+}
+
+
+class Listed(Base):
+    orders: tuple[list[int], list[int]] = HALVES, HALVES
+
+    def turned(self, x: Tensor, order: list[int], c: Tensor, s: Tensor) -> Tensor:
+        x = x[..., order]
+        return x * c + rotate_half(x) * s
+
+    def rotate_q(self, q_pe: Tensor, c: Tensor, s: Tensor) -> Tensor:
+        return self.turned(q_pe, self.orders[0], c, s)
+
+    def rotate_k(self, k_pe: Tensor, c: Tensor, s: Tensor) -> Tensor:
+        return self.turned(k_pe, self.orders[1], c, s)
+
+
+for name, orders in LISTS.items():
+    kind = type(f"columns listed, {name}", (Listed,), {"orders": orders})
+    if name == "one twice":
+        miss("rope.tables_differ", tags="rope")(kind)
+    else:
+        entry(IN_PLACE, source=OURS, tags="rope, symbolic")(kind)
+
+
+@miss("rope.absent", tags="rope")
+class HeldOrder(Listed):
+    """The order lies in a buffer, which somebody may load anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("places", torch.tensor(HALVES))
+
+    def turned(self, x: Tensor, order: list[int], c: Tensor, s: Tensor) -> Tensor:
+        x = x.index_select(-1, self.places)
+        return x * c + rotate_half(x) * s
+
+
+@miss("rope.absent", tags="rope")
+class ListedTokens(Listed):
+    """A list that swaps tokens of the key."""
+
+    def rotate_k(self, k_pe: Tensor, c: Tensor, s: Tensor) -> Tensor:
+        return super().rotate_k(k_pe[[1, 0, 2, 3, 4, 5, 6, 7]], c, s)

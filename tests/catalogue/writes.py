@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from .base import (
     paged_args,
     paged_caches,
     rotate_half,
+    tables,
 )
 from .entry import IN_PLACE, OURS, STAGED, entry, step
 from .layouts import sequence_args
@@ -347,6 +349,162 @@ def slots_cast_twice(self: Base, slots: Tensor, query: Tensor) -> Tensor:
     return slots.int().long().reshape(-1)
 
 
+# -- rows assigned by slices of a view of the cache
+
+Put = Callable[[Tensor, Tensor], None]  # of a cache and its rows
+
+
+def flat(cache: Tensor) -> Tensor:
+    return cache.view(-1, cache.shape[-1])
+
+
+def to_part(part: Callable[[Tensor], Tensor]) -> Put:
+    def put(cache: Tensor, rows: Tensor) -> None:
+        to = part(cache)
+        to[:] = rows.view(to.shape)
+
+    return put
+
+
+def to_places(places: list[int]) -> Put:
+    def put(cache: Tensor, rows: Tensor) -> None:
+        flat(cache)[places] = rows
+
+    return put
+
+
+def caches_of(*shape: int) -> Callable[[], tuple[Tensor, ...]]:
+    def args() -> tuple[Tensor, ...]:
+        x, cos, sin, *_, slots = paged_args()
+        caches = (torch.randn(*shape, width).bfloat16() for width in (HCKV, DR))
+        return x, cos, sin, *caches, slots
+
+    return args
+
+
+def from_three(cache: Tensor, rows: Tensor) -> None:
+    flat(cache)[3 : 3 + rows.shape[0]] = rows
+
+
+ASSIGNED: dict[str, Put] = {
+    "from three": from_three,
+    "the last": to_part(lambda c: flat(c)[-8:]),
+    "of a slice of a slice": to_part(lambda c: flat(c)[2:60][-20:][3:11]),
+    "of a block": to_part(lambda c: c.squeeze(2)[2:3, 3:11]),
+    "at places": to_places([9, 2, 33, 4, 61, 0, 7, 8]),
+    "at every second": to_part(lambda c: flat(c)[3:19:2]),
+}
+ELSEWHERE = {
+    "at a place twice": to_places([9, 2, 33, 4, 9, 0, 7, 8]),
+    "at a place from the end": to_places([9, 2, -3, 4, 61, 0, 7, 8]),
+}
+FLAT: dict[str, Put] = {
+    "one": to_part(lambda c: c[8:16]),
+    "of one": to_part(lambda c: c[2:][6:14]),
+    "of two": to_part(lambda c: c[2:60][4:][2:10]),
+    "from the start": to_part(lambda c: c[:40][8:16]),
+}
+DENSE: dict[str, Put] = {
+    "rows": to_part(lambda c: c[:2, 4:8]),
+    "rows of rows": to_part(lambda c: c[:2, 4:][:, 2:6]),
+    "sequences of sequences": to_part(lambda c: c[1:][1:3, 4:8]),
+    "both": to_part(lambda c: c[:, 4:12][:2][:, 2:6]),
+}
+
+
+def assign(
+    name: str, put: Put, outcome: str = IN_PLACE, tags: str = "cache", **fields: Any
+) -> None:
+    def write(
+        self: Any, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
+    ) -> None:
+        put(kv_cache, c_kv)
+        put(kr_cache, k_pe)
+
+    write.__name__ = name
+    step("write", outcome, tags=tags, **fields)(write)
+
+
+for name, put in ASSIGNED.items():
+    tags = "cache, symbolic" if name == "from three" else "cache"
+    assign(f"assigned {name}", put, tags=tags)
+for name, put in ELSEWHERE.items():
+    assign(f"assigned {name}", put, STAGED)
+for name, put in FLAT.items():
+    assign(f"assigned to flat rows, {name}", put, args=caches_of(64), alone=(STAGED,))
+for name, put in DENSE.items():
+    assign(f"assigned to sequences, {name}", put, STAGED, args=caches_of(4, 32))
+
+
+@step("write", STAGED, tags="cache")
+def assigned_at_other_places(
+    self: Any, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
+) -> None:
+    """The key's rows one further on."""
+    flat(kv_cache)[3:11] = c_kv
+    flat(kr_cache)[4:12] = k_pe
+
+
+def pool_of_two() -> tuple[Tensor, ...]:
+    x, cos, sin, *caches, slots = paged_args()
+    return x, cos, sin, *(torch.stack([cache, cache]) for cache in caches), slots
+
+
+@entry(IN_PLACE, source=OURS, tags="cache, layout", args=pool_of_two, alone=(STAGED,))
+class AssignedToALayer(Base):
+    """Rows of one layer of a pool are assigned by a slice, rows of the other by number."""
+
+    def write(
+        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
+    ) -> None:
+        from_three(kv_cache, c_kv)
+        from_three(kr_cache, k_pe)
+
+    def forward(self, *args: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        *others, kv_pool, kr_pool, slots = args
+        first = super().forward(*others, kv_pool[0], kr_pool[0], slots)
+        flat(kv_pool[1])[slots] = 1.0
+        return first
+
+
+def many_tokens() -> tuple[Tensor, ...]:
+    caches = (torch.zeros(64, BLOCK_SIZE, 1, width).bfloat16() for width in (HCKV, DR))
+    return *(torch.randn(264, HE).bfloat16(), *tables(264), *caches), paged_args()[-1]
+
+
+# of 257 and 256 bfloat16 makes one
+COUNTS: dict[str, tuple[Callable[[int], Tensor], str]] = {
+    "count": (torch.arange, IN_PLACE),
+    "int32": (lambda n: torch.arange(n).int().long(), IN_PLACE),
+    "bfloat16": (lambda n: torch.arange(n).bfloat16().long(), STAGED),
+    "counted in bfloat16": (lambda n: torch.arange(n, dtype=torch.bfloat16).long(), STAGED),
+    "uint8": (lambda n: torch.arange(n).to(torch.uint8).long(), STAGED),
+}
+
+
+def counted(count: Callable[[int], Tensor]) -> Callable[[Any, Tensor, Tensor], Tensor]:
+    return lambda self, slots, query: count(query.shape[0])
+
+
+for name, (count, outcome) in COUNTS.items():
+    slots_of = counted(count)
+    slots_of.__name__ = f"slots by {name}"
+    step("slots", outcome, tags="cache", args=many_tokens)(slots_of)
+
+
+# Slots not below a number that the graph is given: several may become it.
+
+
+@step("slots", STAGED, tags="cache, symbolic")
+def slots_bounded(self: Base, slots: Tensor, query: Tensor) -> Tensor:
+    return slots.clamp_min(slots[0] & 1023)
+
+
+@step("slots", STAGED, tags="cache, symbolic")
+def slots_bounded_by_maximum(self: Base, slots: Tensor, query: Tensor) -> Tensor:
+    return torch.maximum(slots, slots[:1] & 1023)
+
+
 @entry(IN_PLACE, source=OURS, tags="cache, symbolic")
 class EverySecondRow(Base):
     """Rows between them belong to somebody else; no slots are given."""
@@ -355,8 +513,8 @@ class EverySecondRow(Base):
         self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
     ) -> None:
         end = 2 * c_kv.shape[0]
-        kv_cache.view(-1, HCKV)[0:end:2] = c_kv
-        kr_cache.view(-1, DR)[0:end:2] = k_pe
+        flat(kv_cache)[0:end:2] = c_kv
+        flat(kr_cache)[0:end:2] = k_pe
 
 
 @step("slots", STAGED, tags="cache")

@@ -97,17 +97,6 @@ def test_files_of_msprof(header: str, tmp_path: Path, capsys: pytest.CaptureFixt
     assert after["figures"]["kernels"] == [14]  # without communication
 
 
-def test_kernels_of_another_stream_are_not_around_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = msprof(tmp_path / "op_summary_0.csv", STAGED)
-    text = Path(path).read_text().replace("1,7,2,1,Transpose", "1,7,3,1,Transpose")
-    Path(path).write_text(text)
-    _, found = run(capsys, path)
-    after: dict = found["after"]  # type: ignore[assignment,type-arg]
-    assert {row["type"] for row in after["around"]} == {"Cast", "ScatterNdUpdate"}
-
-
 def test_what_a_fusion_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     after = profiler(tmp_path / "after.csv", STAGED)
     before = profiler(tmp_path / "before.csv", UNFUSED)
@@ -121,23 +110,6 @@ def test_what_a_fusion_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "3 steps, 2 prologue kernels a step" in said
     row = next(line.split() for line in said.splitlines() if "-6.0" in line and "busy" in line)
     assert row == ["busy", "us", "-6.0", "-8.8", "-3.2", "-3.0"]
-
-
-def test_a_file_without_a_column_of_steps(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = profiler(tmp_path / "a.csv", STAGED, header=PROFILER.removeprefix("Step Id,"))
-    assert cli.main(["profile", path]) == 0
-    assert "no column of steps, so one step, 6 prologue kernels" in capsys.readouterr().out
-
-
-def test_rows_between_two_steps_are_left_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = Path(profiler(tmp_path / "a.csv", STAGED))
-    path.write_text(path.read_text() + ",x,Cast,AI_CORE,1,1000,0,1,\n")
-    _, found = run(capsys, str(path))
-    assert len(found["after"]["figures"]["kernels"]) == 3  # type: ignore[index]
 
 
 def test_a_profile_without_a_prologue_is_status_1(

@@ -101,30 +101,6 @@ def test_a_model_without_end_is_not_made(field, tmp_path, capsys):
     assert f"{field} is 1,000,000,000,000; no model" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [["lower", TARGET, "--out"], ["demo", "--out"]], ids=" ".join)
-def test_a_folder_below_a_file(words, tmp_path, capsys):
-    (tmp_path / "file").write_text("kept")
-    assert cli.main([*words, str(tmp_path / "file")]) == 2
-    assert "is no folder" in capsys.readouterr().err
-
-
-def test_a_folder_without_permission(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(
-        os, "access", lambda path, mode: path != tmp_path
-    )  # root may write everywhere
-    assert cli.main(["guide", "--out", str(tmp_path / "guide.md")]) == 2
-    assert "no permission" in capsys.readouterr().err
-
-
-def test_errors_of_the_system_are_one_line(monkeypatch, capsys):
-    def refuse(*_: object, **__: object) -> None:
-        raise PermissionError(13, "Permission denied", "a.txt")
-
-    monkeypatch.setattr(Path, "open", refuse)
-    assert cli.main(["inspect", DUMP]) == 2
-    assert capsys.readouterr().err == "mla-fusion inspect: a.txt: Permission denied\n"
-
-
 @pytest.mark.parametrize("word", ["explain", "inspect", "diff"])
 def test_a_folder_is_no_dump(word, tmp_path, capsys):
     assert cli.main([word, str(tmp_path), *[DUMP][: word == "diff"]]) == 2

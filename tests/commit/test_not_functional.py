@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -26,16 +25,6 @@ class IntoTheProduct(prologues.PagedRotateHalf):
         return super().absorb(q_nope)
 
 
-class NormInPlace(prologues.PagedRotateHalf):
-    """c_q is scaled in place through a view, and read by another."""
-
-    def query(self, x: Tensor) -> Any:
-        c_q = self.q_a_layernorm(self.q_a_proj(x))
-        c_q.view(-1)[:64].neg_()
-        rows = self.q_b_proj(c_q).view(len(x), -1, base.D + base.DR)
-        return rows.split([base.D, base.DR], -1)
-
-
 class InputInPlace(prologues.PagedRotateHalf):
     """The key's side reads x once it has been changed."""
 
@@ -43,16 +32,13 @@ class InputInPlace(prologues.PagedRotateHalf):
         return super().latent(x.relu_())
 
 
-@pytest.mark.parametrize(
-    ("model", "code"), [(NormInPlace, "tokens.cut"), (InputInPlace, "graph.not_functional")]
-)
-def test_a_value_that_a_step_changes(model: type[prologues.PagedRotateHalf], code: str) -> None:
+def test_a_value_that_a_step_changes() -> None:
     with torch.no_grad():
-        gm = torch.export.export(model(), base.paged_args()).module()
+        gm = torch.export.export(InputInPlace(), base.paged_args()).module()
     before = str(gm.graph)
     report = mf.fuse(gm)
     assert not report.fused and str(gm.graph) == before
-    assert report.rejected[0].code == code
+    assert report.rejected[0].code == "graph.not_functional"
 
 
 def test_what_is_changed_behind_all_that_read_it() -> None:
@@ -64,21 +50,6 @@ def test_what_is_changed_behind_all_that_read_it() -> None:
         found, wanted = [*flat(gm(*ours)), *ours], [*flat(model(*theirs)), *theirs]
     assert fusion.placement.startswith("staged")
     assert all(distance(one, other) < 0.02 for one, other in zip(found, wanted, strict=True))
-
-
-def test_another_reason_stays_where_nothing_is_changed_in_place() -> None:
-    class Raw(prologues.PagedRotateHalf):
-        def query(self, x: Tensor) -> Any:
-            self.c_q = self.q_a_proj(x)
-            rows = self.q_b_proj(self.q_a_layernorm(self.c_q))
-            return rows.view(len(x), -1, base.D + base.DR).split([base.D, base.DR], -1)
-
-        def forward(self, x: Tensor, *args: Tensor) -> Any:
-            return super().forward(x, *args), self.c_q
-
-    with torch.no_grad():
-        gm = torch.export.export(Raw(), base.paged_args()).module()
-    assert [item.code for item in mf.fuse(gm).rejected] == ["reader.latent"]
 
 
 def test_the_copies_that_end_a_functional_graph_are_no_reason() -> None:

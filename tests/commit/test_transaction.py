@@ -56,21 +56,6 @@ def test_a_defect_leaves_the_graph_as_it_was(place: str) -> None:
         assert found.verdict is Verdict.REFUSED, found.detail
 
 
-def test_code_that_cannot_be_generated(monkeypatch: pytest.MonkeyPatch) -> None:
-    gm = layers()
-    before = state(gm)
-
-    def recompile() -> None:
-        raise RuntimeError("no code")
-
-    monkeypatch.setattr(gm, "recompile", recompile)
-    report = mf.fuse(gm, mf.Config(strict=False))
-    assert report.fused == [] and [item.code for item in report.rejected] == ["pass.failed"]
-    monkeypatch.undo()
-    assert state(gm) == before
-    assert len(mf.fuse(gm).fused) == 3
-
-
 @pytest.fixture(scope="module", name="layers_model")
 def _layers_model() -> tuple[nn.Module, tuple[Tensor, ...], list[Tensor]]:
     """A model of three layers, its arguments, and what both are after a run without the pass."""

@@ -12,7 +12,7 @@ from torch import Tensor
 import mla_fusion as mf
 from mla_fusion.compile import torchair_bridge
 from tests.catalogue import base, prologues
-from tests.harness import assert_as_exact, clones, compiled, fuse_only, graph_of, run_fused
+from tests.harness import assert_as_exact, clones, compiled, run_fused
 
 
 @pytest.mark.parametrize("rank", [2, 3])
@@ -66,14 +66,6 @@ def test_pools_are_viewed_for_the_fused_cache_operator(dynamic: bool) -> None:
         )
 
 
-def test_without_a_boundary_such_a_cache_is_staged() -> None:
-    torch.manual_seed(0)
-    model, args = prologues.PagedRotateHalf(), prologues.flat_cache_args(3)
-    fused = compiled(model, clones(args), fuse_only())
-    assert "no wrapper can view it" in mf.reports()[-1].fused[0].placement
-    assert_as_exact(model, args, fused)
-
-
 def test_layers_that_share_weights_share_the_packed_ones() -> None:
     torch.manual_seed(0)
     model = prologues.Layers(count=2)
@@ -82,12 +74,6 @@ def test_layers_that_share_weights_share_the_packed_ones() -> None:
     shared = mf.reports()[-1].bytes_added
     run_fused(prologues.Layers(count=2), clones(prologues.layers_args(count=2)))
     assert mf.reports()[-1].bytes_added == 2 * shared
-
-
-def test_hook_takes_a_graph_as_inductor_gives_it() -> None:
-    gm = graph_of(prologues.PagedRotateHalf(), *base.paged_args())
-    mf.torchair_pass()(gm.graph)
-    assert any("npu_mla_prolog_v3_functional" in str(node.target) for node in gm.graph.nodes)
 
 
 def test_hook_in_torchair() -> None:

@@ -111,22 +111,6 @@ def test_what_a_mode_cannot_do_is_said_once(mode: str, caplog: pytest.LogCapture
     assert mode in record.getMessage() and "has no effect" in record.getMessage()
 
 
-def test_modes_on_a_device(caplog: pytest.LogCaptureFixture) -> None:
-    wanted = {
-        None: "ge",
-        "default": "ge",
-        "max-autotune": "ge",
-        "max-autotune-no-cudagraphs": "ge",
-        "reduce-overhead": "npugraph_ex",
-    }
-    with caplog.at_level(logging.WARNING, "mla_fusion"):
-        for mode, package in wanted.items():
-            assert backend_module._package(mode) == package
-        assert not caplog.records
-        assert backend_module._package("fastest") == "ge"
-    assert "has no effect: there are default, " in caplog.text
-
-
 # -- stances
 
 

@@ -1,20 +1,16 @@
 """Lowering through the real torchair: hand-written calls, refusals, and the caller's objects."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 import mla_fusion as mf
 from mla_fusion.tools.lowering import LoweringError
-from tests.exhaustive import pairs
 
 T, HE, HCQ, N, D, DR, HCKV = 8, 7168, 1536, 16, 128, 64, 512
 BLOCKS, BLOCK = 1000, 128
 UNTOUCHED = mf.Config(enable=False)
-IN_PLACE = {"Data": 12, "MlaPrologV3": 1, "NetOutput": 1}
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -38,13 +34,6 @@ def arguments() -> list[torch.Tensor]:
     ]
 
 
-def raw(*args: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    results = torch.ops.npu.npu_mla_prolog_v3(
-        *args[:11], cache_index=args[11], rmsnorm_epsilon_cq=1e-6, rmsnorm_epsilon_ckv=1e-6
-    )
-    return results[0], results[1]
-
-
 def functional(*args: torch.Tensor) -> tuple[torch.Tensor, ...]:
     results = torch.ops.npu.npu_mla_prolog_v3_functional(
         *args[:11], cache_index=args[11], rmsnorm_epsilon_cq=1e-6, rmsnorm_epsilon_ckv=1e-6
@@ -52,36 +41,6 @@ def functional(*args: torch.Tensor) -> tuple[torch.Tensor, ...]:
     args[9].copy_(results[5])
     args[10].copy_(results[6])
     return results[0], results[1]
-
-
-def data_index(op: Any) -> int:
-    return op.attr["index"].i
-
-
-@pytest.mark.parametrize(("call", "dynamic"), pairs([raw, functional], [False, True]))
-class TestHandWritten:
-    def test_ge_holds_one_kernel_and_nothing_else(
-        self, call: Callable[..., Any], dynamic: bool
-    ) -> None:
-        lowered = mf.lower(call, *arguments(), dynamic=dynamic, config=UNTOUCHED)
-        assert dict(lowered.ge_ops) == IN_PLACE
-        kernel = next(op for op in lowered.ge_graph.op if op.type == "MlaPrologV3")
-        data = {op.name: data_index(op) for op in lowered.ge_graph.op if op.type == "Data"}
-        wiring = [data[name.rsplit(":", 1)[0]] for name in kernel.input if name]
-        assert wiring == sorted(wiring) and len(wiring) == 12
-        assert kernel.attr["rmsnorm_epsilon_cq"].f == pytest.approx(1e-6)
-        assert "MlaPrologV3" in lowered.ge_text
-
-    def test_npugraph_ex_calls_the_in_place_operator(
-        self, call: Callable[..., Any], dynamic: bool
-    ) -> None:
-        lowered = mf.lower(
-            call, *arguments(), mode="npugraph_ex", dynamic=dynamic, config=UNTOUCHED
-        )
-        assert dict(lowered.fx_ops) == {"npu.npu_mla_prolog_v3.default": 1, "getitem": 2}
-        kernel = next(node for node in lowered.fx_after.graph.nodes if "prolog" in str(node.target))
-        assert [kernel.args[index].op for index in (9, 10)] == ["placeholder", "placeholder"]
-        assert (lowered.ge_graph, lowered.ge_text, dict(lowered.ge_ops)) == (None, "", {})
 
 
 def test_before_and_after_are_kept_apart() -> None:

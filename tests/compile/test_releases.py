@@ -11,28 +11,6 @@ from mla_fusion.compile import backend, torchair_bridge
 
 
 @pytest.mark.parametrize(
-    ("version", "expected"),
-    [
-        ("2.13.0", (2, 13, 0)),
-        ("2.13.0rc1", (2, 13, 0)),
-        ("2.13.0.rc1", (2, 13, 0)),
-        ("2.13.0+cpu", (2, 13, 0)),
-        ("2.10.0.post7", (2, 10, 0)),
-        ("2.10.0a0+git1234567", (2, 10, 0)),
-        ("2.7.1.post11.dev20260101", (2, 7, 1)),
-        ("2.14", (2, 14, 0)),
-    ],
-)
-def test_versions_are_read(version: str, expected: tuple[int, int, int]) -> None:
-    assert releases.numbers(version) == expected
-
-
-def test_what_is_no_version_is_said_to_be_none() -> None:
-    with pytest.raises(ValueError, match="'unknown' is no version"):
-        releases.numbers("unknown")
-
-
-@pytest.mark.parametrize(
     ("torch_version", "torch_npu"),
     [
         ("2.7.1", "2.7.1.post11"),
@@ -46,14 +24,6 @@ def test_what_is_no_version_is_said_to_be_none() -> None:
 )
 def test_the_release_to_install(torch_version: str, torch_npu: str) -> None:
     assert releases.for_torch(torch_version).torch_npu == torch_npu
-
-
-def test_the_table_is_in_order_and_of_known_words() -> None:
-    rows = [
-        (releases.numbers(row.torch), row.works, row.schema == "whole") for row in releases.RELEASES
-    ]
-    assert rows == sorted(rows)
-    assert len({release.torch_npu for release in releases.RELEASES}) == len(releases.RELEASES)
 
 
 def test_what_the_installed_release_is_said_to_bring_is_there() -> None:

@@ -9,8 +9,6 @@ import pytest
 
 from mla_fusion.inspect import summarise
 from mla_fusion.tools.dumps import Dump, DumpError, Edge, Value, read
-from mla_fusion.tools.dumps.fx_text import annotated
-from mla_fusion.tools.dumps.prototext import parse
 
 FIXTURES = Path(__file__).parent / "fixtures"
 
@@ -104,21 +102,6 @@ def test_fx_listing():
     assert plain.operators[-1].inputs == [Edge("transpose_1"), Edge("add_1")]
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("bf16[8, 1024][1024, 1]cpu", Value("bfloat16", (8, 1024), "", "cpu", (1024, 1))),
-        ("f32[]", Value("float32", ())),
-        ("i64[s0]npu:0", Value("int64", ("s0",), "", "npu:0")),
-        ("bf16[2*s0, Max(1, s1)]", Value("bfloat16", ("2*s0", "Max(1, s1)"))),
-        ("Sym(s0 + 1)", Value("Sym", ("s0 + 1",))),
-        ("something else", Value()),
-    ],
-)
-def test_annotations(text, value):
-    assert annotated(text) == value
-
-
 def test_graph_before_aot_is_read_too(tmp_path):
     file = tmp_path / "dynamo_out_graph.txt"
     file.write_text(
@@ -136,49 +119,6 @@ def test_graph_before_aot_is_read_too(tmp_path):
         "alias",
         "output",
     ]
-
-
-def test_size_in_bytes():
-    assert Value("bfloat16", (4, 128)).bytes == 1024
-    assert Value("int4", (3,)).bytes == 2
-    assert Value("float8_e4m3fn", (3,)).bytes == 3
-    assert Value("bfloat16", (-1, 4)).bytes is Value("", (4,)).bytes is Value("int8").bytes is None
-
-
-def test_prototext():
-    found = parse('a: 1 b { c: "x\\"\\n\\101" d: DT_BF16 }  # note\nb: { c: \'y\' }\nf: -1e-6\n')
-    assert [(name, value) for name, value, _ in found if name != "b"] == [("a", 1), ("f", -1e-6)]
-    assert [value[0][1] for name, value, _ in found if name == "b"] == ['x"\nA', "y"]
-
-
-@pytest.mark.parametrize(
-    ("name", "keep", "message"),
-    [
-        ("fused.pbtxt", 0.5, "the file ends inside"),
-        ("unfused.pbtxt", 0.8, None),
-        ("fused.txt", 0.3, "not protobuf text|the file ends inside"),
-        ("fused_py.txt", 0.9, None),
-        ("fx_before.txt", 0.7, None),
-    ],
-)
-def test_truncated(tmp_path, name, keep, message):
-    text = (FIXTURES / name).read_text()
-    file = tmp_path / name
-    file.write_text(text[: int(len(text) * keep)])
-    with pytest.raises(DumpError, match=message) as raised:
-        read(file)
-    error = raised.value
-    assert error.path == file and error.line > 1 and f"{file}:{error.line}: " in str(error)
-
-
-def test_truncated_between_operators(tmp_path):
-    text = (FIXTURES / "fused.pbtxt").read_text()
-    file = tmp_path / "cut.pbtxt"
-    file.write_text(
-        text[: text.index('node {\n    name: "NetOutput"')] if "NetOutput" in text else ""
-    )
-    with pytest.raises(DumpError, match="no NetOutput: truncated"):
-        read(file)
 
 
 @pytest.mark.parametrize(

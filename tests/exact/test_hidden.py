@@ -58,27 +58,6 @@ def test_a_fusion_says_what_was_proved(dynamic: bool) -> None:
     )
 
 
-class BoundedSlots(Base):
-    """Slots not below a number that the graph is given: several may become it."""
-
-    def slots(self, slots: Tensor, query: Tensor) -> Tensor:
-        return slots.clamp_min(slots[0] & 1023)
-
-
-class GreaterSlots(Base):
-    def slots(self, slots: Tensor, query: Tensor) -> Tensor:
-        return torch.maximum(slots, slots[:1] & 1023)
-
-
-@pytest.mark.parametrize("model", [BoundedSlots, GreaterSlots])
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_a_bound_may_make_slots_one(model: type[Base], dynamic: bool) -> None:
-    report = mf.explain(
-        traced_graph(model(), *paged_args(), dynamic=dynamic), UNVERIFIED, boundary=True
-    )
-    assert [item.placement.partition(":")[0] for item in report.fused] == ["staged"], str(report)
-
-
 class AlongBoth(Base):
     """Batches as long as their sequences, with a number for each batch, or for each place in a
     sequence.
@@ -129,27 +108,4 @@ MOVES: dict[str, Function] = {
 @pytest.mark.parametrize("move", ["roll", "select_scatter"])
 def test_a_place_is_no_number_of_one_run(move: str) -> None:
     gm = traced_graph(MovedBySize(MOVES[move]), *paged_args(), dynamic=True)
-    assert not mf.explain(gm, UNVERIFIED, boundary=True).fused
-
-
-class RoundedAngles(Base):
-    """The query is rotated by angles in bfloat16, the key by the same in float32: far positions
-    differ.
-    """
-
-    def angles(self, c: Tensor, s: Tensor) -> Tensor:
-        return c.float() * 1000 + s.float()
-
-    def turned(self, x: Tensor, angles: Tensor) -> Tensor:
-        return self.rotate(x, angles.cos().to(x.dtype), angles.sin().to(x.dtype))
-
-    def rotate_q(self, q_pe: Tensor, c: Tensor, s: Tensor) -> Tensor:
-        return self.turned(q_pe, self.angles(c, s).bfloat16().float())
-
-    def rotate_k(self, k_pe: Tensor, c: Tensor, s: Tensor) -> Tensor:
-        return self.turned(k_pe, self.angles(c, s))
-
-
-def test_a_cast_below_a_cosine_is_no_rounding_of_the_result() -> None:
-    gm = traced_graph(RoundedAngles(), *paged_args())
     assert not mf.explain(gm, UNVERIFIED, boundary=True).fused

@@ -56,19 +56,6 @@ def itself(value: Tensor) -> Tensor:
     return value
 
 
-COUNTS: dict[str, tuple[Table, Table]] = {
-    "difference": (lambda p: (p * 101).float() - (p * 100).float(), torch.Tensor.float),
-    "and back": (lambda p: p.float() + 2.0**24 - 2.0**24, torch.Tensor.float),
-    "int32": (lambda p: (p.int() * 8000).double() / 8000, torch.Tensor.double),
-}
-
-
-@pytest.mark.parametrize("name", COUNTS)
-def test_counts_that_a_dtype_has_not(name: str) -> None:
-    report = report_of(at_positions(*COUNTS[name]))
-    assert not report.fused and report.rejected
-
-
 def narrow(positions: Tensor) -> Tensor:
     """4096 rounds to 4096, and so does 4095."""
     return (positions % 4096).bfloat16()

@@ -8,7 +8,7 @@ import torch
 
 import mla_fusion as mf
 from tests.catalogue import ENTRIES, assembled, base, prologues
-from tests.harness import assert_as_exact, clones, compiled, eager, run_fused
+from tests.harness import assert_as_exact, clones, compiled, run_fused
 
 
 def test_layers_share_tables_and_probes() -> None:
@@ -19,17 +19,9 @@ def test_layers_share_tables_and_probes() -> None:
     assert len(report.fused) == 3 and not report.rejected
     # the first layer reads an input, the others what products made
     assert [bool(f.figures) for f in report.fused] == [True, True, False]
+    assert report.fused[2].verified.startswith("equal in structure to ")
     assert report.operators["after"]["npu.npu_mla_prolog_v3_functional.default"] == 3
     assert_as_exact(model, args, fused, 1.1)
-
-
-def test_query_norm_serves_the_second_reader() -> None:
-    torch.manual_seed(0)
-    model, args = prologues.WithIndexer(), base.paged_args()
-    run_fused(model, clones(args))
-    (fusion,) = mf.reports()[-1].fused
-    assert fusion.attributes["query_norm_flag"] is True
-    assert "query_norm" in fusion.replaced.values()
 
 
 def test_rows_without_a_slot_are_untouched() -> None:
@@ -42,37 +34,6 @@ def test_rows_without_a_slot_are_untouched() -> None:
         rows, was = after.flatten(0, 2), before.flatten(0, 2)
         assert torch.equal(rows[~written], was[~written])
         assert not torch.equal(rows[written], was[written])
-
-
-def test_interleaved_rows_stay_interleaved() -> None:
-    """Staging re-interleaves: the cache of a complex-RoPE model holds what its other readers
-    expect.
-    """
-    torch.manual_seed(0)
-    model, args = prologues.ComplexDense(), prologues.dense_args()
-    unfused, fused = eager(model, clones(args)), run_fused(model, clones(args))
-    assert torch.allclose(unfused[-1].float(), fused[-1].float(), rtol=0.05, atol=0.05)
-
-
-def test_half_rows_by_the_callers_word() -> None:
-    torch.manual_seed(0)
-    model, args = prologues.ComplexDense(), prologues.dense_args()
-    exact = eager(model, clones(args))
-    fused = run_fused(model, clones(args), mf.Config(kr_layout="half", verify="off"))
-    written = exact[-1][:2, 3:6]
-    halves = torch.cat([written[..., 0::2], written[..., 1::2]], -1)
-    assert torch.allclose(fused[-1][:2, 3:6].float(), halves.float(), rtol=0.05, atol=0.05)
-    # slices say which rows
-    assert [fusion.placement for fusion in mf.reports()[-1].fused] == ["in place"]
-
-
-def test_an_epsilon_made_for_rows_of_zeros() -> None:
-    """F.normalize has none, and keeps a row of padding zero; so must the kernel."""
-    torch.manual_seed(0)
-    entry = ENTRIES["Normalize"]
-    run_fused(entry.model(), entry.args())
-    (fusion,) = mf.reports()[-1].fused
-    assert 0 < fusion.attributes["rmsnorm_epsilon_cq"] < 1e-24
 
 
 def test_rows_of_a_skipped_token_are_not_read_outside_the_cache() -> None:

@@ -10,10 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import mla_fusion as mf
-from mla_fusion.compile.device_graph import capture
 from tests.catalogue.base import paged_args
 from tests.catalogue.int8_plain import (
-    LINEARS,
     PlainFull,
     PlainLinear,
     PlainPartial,
@@ -37,15 +35,6 @@ def fused(model: nn.Module, given: tuple[Tensor, ...], mode: int) -> list[Tensor
     given = clones(given)
     with torch.no_grad():
         return [*flat(gm(*weights, *given)), *given]
-
-
-@pytest.mark.parametrize(("device", "dynamic"), [("cpu", True), ("npu", False)])
-def test_other_graphs(device: str, dynamic: bool) -> None:
-    model = model_of(PlainFull, LINEARS["by_reciprocal"])
-    with torch._dynamo.config.patch(specialize_float=True):
-        gm, _ = capture(model, *paged_args(), device=device, dynamic=dynamic)
-    report = mf.fuse(gm)
-    assert [f.attributes["weight_quant_mode"] for f in report.fused] == [2], str(report)
 
 
 # -- one thing wrong

@@ -35,23 +35,3 @@ def test_arguments_that_share_storage() -> None:
     assert len(mf.reports()[-1].fused) == 1
     assert fused[-3].untyped_storage().data_ptr() == fused[-2].untyped_storage().data_ptr()
     assert_as_exact(model, given, fused)
-
-
-def test_a_prologue_cut_by_a_graph_break_is_left_with_a_reason() -> None:
-    class Cut(Base):
-        def latent(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            torch._dynamo.graph_break()
-            return super().latent(x)
-
-    torch._dynamo.reset()
-    known = len(mf.reports())
-    model, given = Cut(), paged_args()
-    with torch.no_grad():
-        torch.compile(model, backend=mf.backend())(*clones(given))
-    reports = mf.reports()[known:]
-    assert not [fusion for report in reports for fusion in report.fused]
-    assert {item.code for report in reports for item in report.rejected} <= {
-        "kv_latent.absent",
-        "rope.absent",
-        "q_lora.absent",
-    }

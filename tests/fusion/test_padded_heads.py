@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from mla_fusion.meta import limits
 from torch import Tensor, nn
 
 import mla_fusion as mf
@@ -71,27 +70,6 @@ def test_the_call_has_a_legal_number_of_heads() -> None:
     assert report.fused[0].placement == "in place"
 
 
-def test_zeros_come_before_the_format_cast() -> None:
-    """Padding a weight that is in FRACTAL_NZ already would put its zeros among the numbers."""
-    gm, _ = capture(prologues.PagedRotateHalf(12), *base.paged_args(), device="npu")
-    mf.fuse(gm, mf.Config(cann=RELEASE))
-    for pad in gm.graph.find_nodes(
-        op="call_function", target=torch.ops.aten.constant_pad_nd.default
-    ):
-        above = {pad}
-        for node in above.copy():
-            above |= set(node.all_input_nodes)
-        assert not any("format_cast" in str(node.target) for node in above)
-
-
-@pytest.mark.parametrize(("cann", "heads"), [("latest", 12), (RELEASE, 16)])
-def test_legal_numbers_stay(cann: str, heads: int) -> None:
-    assert heads in limits("npu_mla_prolog_v3", "A3", cann).dims["N"]
-    gm, _ = capture(prologues.PagedRotateHalf(heads), *base.paged_args())
-    (fusion,) = mf.fuse(gm, mf.Config(cann=cann)).fused
-    assert "N_padded" not in fusion.dims
-
-
 def test_more_heads_than_the_kernel_has_are_refused() -> None:
     gm, _ = capture(prologues.PagedRotateHalf(136), *base.paged_args())
     (rejection,) = mf.fuse(gm, mf.Config(cann=RELEASE)).rejected
@@ -107,75 +85,28 @@ def test_compiled(dynamic: bool) -> None:
     assert_as_exact(module, given, fused, slack=1.2)
 
 
-class Padding(prologues.Neox):
+class Padding(base.Parts):
     """What attention reads is padded to sixteen heads, as its operator wants them; its result is
     cut.
     """
 
-    def reader(
-        self, query: Tensor, query_rope: Tensor, kv_cache: Tensor, kr_cache: Tensor
-    ) -> Tensor:
-        return base.attend(query, query_rope, kv_cache, kr_cache)[:, :12]
-
-    def turn(self, x: Tensor, c: Tensor, s: Tensor) -> Tensor:
+    def rotate(self, x: Tensor, c: Tensor, s: Tensor) -> Tensor:
         return x * c + base.rotate_half(x) * s
 
     def padded(self, query: Tensor, query_rope: Tensor) -> tuple[Tensor, Tensor]:
         return nn.functional.pad(query, (0, 0, 0, 4)), nn.functional.pad(query_rope, (0, 0, 0, 4))
 
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor
-    ) -> Tensor:
-        q_nope, q_pe = self.query(x)
-        c_kv, k_pe = self.latent(x)
-        c, s = cos.unsqueeze(1), sin.unsqueeze(1)
-        q_pe, k_pe = self.turn(q_pe, c, s), self.turn(k_pe.unsqueeze(1), c, s)
-        kv_cache.view(-1, base.HCKV)[slots] = c_kv
-        kr_cache.view(-1, base.DR)[slots] = k_pe.squeeze(1)
-        query, query_rope = self.padded(self.absorb(q_nope), q_pe)
-        return self.reader(
-            query, query_rope, kv_cache.view(-1, base.HCKV), kr_cache.view(-1, base.DR)
-        )
-
-
-class PaddingOne(Padding):
-    """The rotated part goes to another place as well, as it is."""
-
-    def padded(self, query: Tensor, query_rope: Tensor) -> tuple[Tensor, Tensor]:
-        wide = torch.cat([query_rope, query_rope[:, :4] * 0], 1)
-        return nn.functional.pad(query, (0, 0, 0, 4)), wide
+    def scores(self, q_nope: Tensor, q_pe: Tensor, kv_rows: Tensor, kr_rows: Tensor) -> Tensor:
+        return base.attend(*self.padded(self.absorb(q_nope), q_pe), kv_rows, kr_rows)[:, :12]
 
 
 class PaddingPairs(Padding):
     """The rotation leaves interleaved pairs."""
 
-    def turn(self, x: Tensor, c: Tensor, s: Tensor) -> Tensor:
+    def rotate(self, x: Tensor, c: Tensor, s: Tensor) -> Tensor:
         even, odd = x[..., ::2], x[..., 1::2]
         c, s = (table[..., : base.DR // 2] for table in (c, s))
         return torch.stack((even * c - odd * s, even * s + odd * c), -1).flatten(-2)
-
-
-class CutByTheModel(Padding):
-    """It leaves out heads, which are no zeros, and pads to as many again."""
-
-    def padded(self, query: Tensor, query_rope: Tensor) -> tuple[Tensor, Tensor]:
-        return super().padded(query[:, :12], query_rope[:, :12])
-
-
-class TwoKinds(nn.Module):
-    """A layer whose cut is the call's, and one whose cut is the model's; the query leaves as
-    attention reads it.
-    """
-
-    def __init__(self, heads: int) -> None:
-        super().__init__()
-        self.first, self.second = Padding(heads), CutByTheModel(heads + 4)
-        self.first.reader = self.second.reader = lambda query, rope, *_: torch.cat(
-            [query, rope], -1
-        )
-
-    def forward(self, *args: Tensor) -> tuple[Tensor, Tensor]:
-        return self.first(*args), self.second(*args)
 
 
 class PaddingWithOnes(Padding):
@@ -193,8 +124,6 @@ class PaddingWithOnes(Padding):
             (Padding, RELEASE, 0),
             (PaddingPairs, "latest", 2),
             (PaddingPairs, RELEASE, 1),
-            (PaddingOne, RELEASE, 0),
-            (PaddingOne, "latest", 1),
             (PaddingWithOnes, RELEASE, 2),
             (PaddingWithOnes, "latest", 2),
         ],
@@ -214,12 +143,4 @@ def test_pads_for_attention_are_carried_by_the_weights(
     assert len([pad for pad in pads if call < pad]) == left
     for report, fused in both_ways(module, given, mf.Config(cann=cann)):
         assert report.fused
-        assert_as_exact(module, given, fused, slack=1.2)
-
-
-def test_heads_that_the_model_cuts_are_not_taken_for_zeros() -> None:
-    torch.manual_seed(0)
-    module, given = TwoKinds(12), base.paged_args()
-    for report, fused in both_ways(module, given, mf.Config(cann=RELEASE)):
-        assert [fusion.dims["N"] for fusion in report.fused] == [12, 16]
         assert_as_exact(module, given, fused, slack=1.2)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import mla_fusion as mf
 from tests.catalogue import base, prologues
 from tests.catalogue.base import Base
-from tests.harness import assert_as_exact, both_ways, clones, eager, graph_of, traced_graph
+from tests.harness import assert_as_exact, both_ways, clones, eager, graph_of
 
 
 class Region(nn.Module):
@@ -173,28 +173,3 @@ def test_a_near_miss_is_named_and_the_graph_keeps_its_regions() -> None:
             ("linear.bias", f"layers.{i}") for i in (0, 1)
         ]
         assert gm.graph is kept and str(gm.graph) == before
-
-
-def test_explaining_opens_nothing() -> None:
-    gm = traced_graph(Regions(), *prologues.layers_args(count=2))
-    kept = gm.graph
-    assert len(mf.explain(gm).fused) == 2 and gm.graph is kept
-    assert len(mf.fuse(gm).fused) == 2 and gm.graph is not kept
-
-
-@pytest.mark.parametrize(
-    "mode", [torch.no_grad(), torch.autocast("cpu", enabled=False)], ids=["grad", "autocast"]
-)
-def test_exported_under_a_mode_that_is_off(mode: Any) -> None:
-    class Within(prologues.PagedRotateHalf):
-        def forward(self, *args: Tensor) -> Tensor:
-            with mode:
-                return super().forward(*args)
-
-    torch.manual_seed(0)
-    model, args = Within(), base.paged_args()
-    module = torch.export.export(model, args).module()
-    assert any("wrap_with" in str(node.target) for node in module.graph.nodes)
-    assert len(mf.fuse(module).fused) == 1
-    with torch.no_grad():
-        assert_as_exact(model, args, [module(*(given := clones(args))), *given])

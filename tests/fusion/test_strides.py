@@ -89,22 +89,6 @@ def test_one_token_needs_no_copy() -> None:
     )
 
 
-def test_a_graph_break_behind_the_prologue() -> None:
-    model, args = Gives(lambda q: q, turned=False), base.paged_args()
-
-    def run(*given: Tensor) -> Tensor:
-        query, _ = model(*given)
-        torch._dynamo.graph_break()
-        return query.view(-1, 512)
-
-    torch._dynamo.reset()
-    with torch.no_grad():
-        found = torch.compile(run, backend=mf.backend())(*harness.clones(args))
-    assert (
-        harness.distance(found, harness.eager(model, harness.clones(args))[0].view(-1, 512)) < 2e-2
-    )
-
-
 def test_a_ge_graph_keeps_no_strides() -> None:
     """What leaves it has none: two Transposes would stand behind the kernel for nothing."""
     lowered = mf.lower(Gives(lambda q: q), *base.paged_args(), mode="ge")

@@ -40,29 +40,25 @@ def of_layer(m: Calls, layer: int, *args: Tensor) -> Any:
     return m.prologue(*args)
 
 
-def last_tokens(
-    m: Calls, n: int, x: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, kr: Tensor, slots: Tensor
-) -> Any:
+def last_tokens(m: Calls, n: int, *args: Tensor) -> Any:
+    x, cos, sin, kv, kr, slots = args
     return m.prologue(x[n:], cos[n:], sin[n:], kv, kr, slots[n:])
 
 
-def all_but_the_last(
-    m: Calls, n: int, x: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, kr: Tensor, slots: Tensor
-) -> Any:
+def all_but_the_last(m: Calls, n: int, *args: Tensor) -> Any:
+    x, cos, sin, kv, kr, slots = args
     end = x.shape[0] - n
     return m.prologue(x[:end], cos[:end], sin[:end], kv, kr, slots[:end])
 
 
-def decode_and_prefill(
-    m: Calls, n: int, x: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, kr: Tensor, slots: Tensor
-) -> Any:
+def decode_and_prefill(m: Calls, n: int, *args: Tensor) -> Any:
+    x, cos, sin, kv, kr, slots = args
     first = m.prologue(x[:n], cos[:n], sin[:n], kv, kr, slots[:n])
     return *first, *m.prologue(x[n:], cos[n:], sin[n:], kv, kr, slots[n:])
 
 
-def from_a_start(
-    m: Calls, n: int, x: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, kr: Tensor, slots: Tensor
-) -> Any:
+def from_a_start(m: Calls, n: int, *args: Tensor) -> Any:
+    x, cos, sin, kv, kr, slots = args
     """Tables of 40 rows: far fewer tokens than verification would like."""
     rows = slice(n, n + x.shape[0])
     return m.prologue(x, cos[rows], sin[rows], kv, kr, slots)
@@ -121,29 +117,13 @@ def test_dynamic_numbers(name: str) -> None:
     compare(Calls(run), calls, fused, dynamic=True)
 
 
-def by_mask(
-    m: Calls,
-    mask: Tensor,
-    x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    kv: Tensor,
-    kr: Tensor,
-    slots: Tensor,
-) -> Any:
+def by_mask(m: Calls, mask: Tensor, *args: Tensor) -> Any:
+    x, cos, sin, kv, kr, slots = args
     return m.prologue(x[mask], cos[mask], sin[mask], kv, kr, slots[mask])
 
 
-def by_index(
-    m: Calls,
-    mask: Tensor,
-    x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    kv: Tensor,
-    kr: Tensor,
-    slots: Tensor,
-) -> Any:
+def by_index(m: Calls, mask: Tensor, *args: Tensor) -> Any:
+    x, cos, sin, kv, kr, slots = args
     rows = mask.nonzero()[:, 0]
     return m.prologue(x[rows], cos[rows], sin[rows], kv, kr, slots[rows])
 

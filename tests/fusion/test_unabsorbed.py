@@ -9,33 +9,11 @@ import torch
 from torch import Tensor, nn
 
 import mla_fusion as mf
-from tests.catalogue.base import HCKV, HCQ, HE, D, paged_args
+from tests.catalogue.base import HCQ, HE, paged_args
 from tests.catalogue.unabsorbed import PaddedQuery
-from tests.harness import assert_as_exact, clones, run_fused, traced_graph
+from tests.harness import assert_as_exact, clones, run_fused
 
 IDENTITY = mf.Config(targets=("v3", "identity"), verify="all")
-
-
-def test_off_by_default() -> None:
-    gm = traced_graph(PaddedQuery(), *paged_args())
-    report = mf.fuse(gm)
-    assert [item.code for item in report.rejected] == ["absorb.absent"]
-
-
-def test_q_nope_is_the_projection_bit_for_bit() -> None:
-    """The kernel's own q_nope, before W_uk: what the product with the identity gives is it and
-    zeros.
-    """
-    torch.manual_seed(0)
-    model, given = PaddedQuery(), paged_args()
-    gm = traced_graph(model, *given)
-    mf.fuse(gm, IDENTITY)
-    (call,) = (node for node in gm.graph.nodes if "npu_mla_prolog_v3" in str(node.target))
-    values = torch.randn(8, 2, D).bfloat16()
-    weight_uk = torch.cat((torch.eye(D), torch.zeros(D, HCKV - D)), 1).bfloat16().expand(2, D, HCKV)
-    query = torch.bmm(values.transpose(0, 1), weight_uk).transpose(0, 1)
-    assert torch.equal(query[..., :D], values) and not query[..., D:].any()
-    assert call.args[3].meta["val"].shape == (2, D, HCKV)
 
 
 class HuggingFace(nn.Module):

@@ -82,10 +82,6 @@ def changed(
     return call | changes, {"cann": cann, "soc": soc}
 
 
-def ints(*shape: int) -> torch.Tensor:
-    return torch.zeros(shape, dtype=torch.int8)
-
-
 OLD = BSND | {"return_softmax_lse": False}
 BLOCKS = len(BSND["key"])
 WIDER = half(BLOCKS, 16, 576)

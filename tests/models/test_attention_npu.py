@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from mla_fusion.examples.serving import layer as layers
-from mla_fusion.examples.serving.layer import Attention
 from mla_fusion.meta import ContractError
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mla_fusion as mf
-from mla_fusion.models.attention import mla_paged_attention, padded_heads
-from mla_fusion.models.hf import random_decoder
+from mla_fusion.models.attention import mla_paged_attention
 from tests.exhaustive import one_in
 from tests.models.paged import SCALE
 
@@ -131,21 +128,6 @@ class TestOnNpu:
         shapes = [node.meta["val"].shape for node in output_of(lowered.fx_before)]
         assert shapes == [(9, 16, 512), (9, 16)]
 
-    def test_several_tokens_with_host_lengths_and_lse(self) -> None:
-        def ragged(*given: Tensor) -> tuple[Tensor, Tensor]:
-            return mla_paged_attention(
-                *given, [20, 30, 40, 50], scale=SCALE, query_lens=[1, 2, 3, 3], return_lse=True
-            )
-
-        lowered = mf.lower(ragged, *on_npu(tokens=9), mode="npugraph_ex")
-        (call,) = [
-            node
-            for node in lowered.fx_after.graph.nodes
-            if str(node.target).endswith("score_v2.out")
-        ]
-        assert call.kwargs["actual_seq_qlen"] == [1, 3, 6, 9]
-        assert call.kwargs["actual_seq_kvlen"] == [20, 30, 40, 50]
-
     @pytest.mark.parametrize(
         ("changed", "options", "code"),
         [
@@ -165,20 +147,6 @@ class TestOnNpu:
             eagerly(changed, **options)
         assert error.value.code == code
 
-    def test_eager_call(self) -> None:
-        """The operator's own meta function takes what an eager call gives it."""
-        for query_lens, tokens in ((None, 4), ([1, 16, 2, 1], 20)):
-            sizes = {"query": (tokens, 16, 512), "query_rope": (tokens, 16, 64)}
-            out, lse = eagerly(
-                sizes, seq_lens=[20, 30, 40, 640], query_lens=query_lens, return_lse=True
-            )
-            assert (out.shape, out.dtype, out.device.type) == (
-                (tokens, 16, 512),
-                torch.bfloat16,
-                "npu",
-            )
-            assert (lse.shape, lse.dtype) == ((tokens, 16), torch.float32)
-
     @pytest.mark.parametrize("dynamic", one_in(1, [False, True]))
     def test_a_refusal_in_a_compiled_function_says_what_it_is(self, dynamic: bool) -> None:
         query, query_rope, *_, tables = on_npu()
@@ -186,13 +154,6 @@ class TestOnNpu:
         given = (query, query_rope, *caches, tables, meta(4, dtype=torch.int64))
         with pytest.raises(RuntimeError, match=r"dims\.blocksize.*16\.\.1024.*BlockSize 24"):
             mf.lower(lambda *g: mla_paged_attention(*g, scale=SCALE), *given, dynamic=dynamic)
-
-    def test_any_block_up_to_1024_and_long_prompts(self) -> None:
-        for rows in (16, 48, 1024):
-            caches = {"kv_cache": (20, rows, 1, 512), "kr_cache": (20, rows, 1, 64)}
-            assert eagerly(caches).shape == (4, 16, 512)
-        long, lens = {"query": (20, 16, 512), "query_rope": (20, 16, 64)}, [17, 1, 1, 1]
-        assert eagerly(long, query_lens=lens, seq_lens=lens).shape == (20, 16, 512)
 
     @pytest.mark.parametrize(("query_lens", "return_lse"), [(None, False), ([1, 1, 1, 1], True)])
     def test_heads_first(self, query_lens: list[int] | None, return_lse: bool) -> None:
@@ -244,148 +205,7 @@ class TestOnNpu:
         (out,) = (node.meta["val"] for node in output_of(lowered.fx_before))
         assert out.shape == (4, 12, 512)
 
-    @pytest.mark.parametrize(("heads", "padded"), one_in(1, [(12, 16), (20, 32)]))
-    @pytest.mark.parametrize("cann", one_in(2, ["9.1", "latest"]))
-    @pytest.mark.parametrize("mode", one_in(2, ["ge", "npugraph_ex"]))
-    def test_a_fused_prologue_hands_padded_heads_on(
-        self, heads: int, padded: int, cann: str, mode: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """The model has its own number of heads, and pads for attention alone. Between the two
-        kernels nothing is cut, and nothing padded."""
-        monkeypatch.setattr(layers, "N", heads)
-        layer = Attention()
-        w_uv, w_o = meta(heads, 512, 128), meta(heads * 128, 1024)
-
-        def step(x, cos, sin, slots, tables, seq_lens, kv_cache, kr_cache, w_uv, w_o):
-            query, query_rope = layer.prologue(x, cos, sin, slots, kv_cache, kr_cache)
-            lengths = [5, 6, 7, 8] if mode == "npugraph_ex" else seq_lens
-            context = mla_paged_attention(
-                *(query, query_rope, kv_cache, kr_cache, tables, lengths), scale=SCALE
-            )
-            values = torch.bmm(context.transpose(0, 1), w_uv).transpose(0, 1)
-            return values.reshape(4, -1) @ w_o
-
-        lengths = meta(4, dtype=torch.int64)
-        integers = meta(4, dtype=torch.int64), meta(4, 5, dtype=torch.int32), lengths
-        caches = meta(20, 128, 1, 512), meta(20, 128, 1, 64)
-        given = (meta(4, 1024), meta(4, 64), meta(4, 64), *integers, *caches, w_uv, w_o)
-        lowered = mf.lower(step, *given, config=mf.Config(cann=cann), mode=mode)
-        assert [fusion.dims["N_padded"] for fusion in lowered.report.fused] == [padded]
-        if mode == "npugraph_ex":
-            graph = lowered.fx_after.graph
-            attention = min(n for n in graph.nodes if "fused_infer_attention" in str(n.target))
-            names = {str(node.target) for node in graph.nodes if node < attention}
-            assert not [name for name in names if "pad" in name or "slice" in name]
-            return
-        producers = {op.name: op for op in lowered.ge_graph.op}
-        prolog = next(op for op in lowered.ge_graph.op if op.type == "MlaPrologV3")
-        results = {f"{prolog.name}:{index}" for index in range(4)}
-        assert sources(kernel(lowered), producers) >= results
-        assert kernel(lowered).attr["num_heads"].i == padded
-        assert not [name for name in lowered.ge_ops if "Pad" in name]
-
-    @pytest.mark.parametrize("padded_output", one_in(1, [False, True]))
-    def test_padded_weights_carry_their_heads_through(self, padded_output: bool) -> None:
-        """Twelve heads in weights of sixteen: prologue and attention have sixteen, and nothing is
-        padded between them. The result is cut before W_uv, or W_uv is padded too."""
-        layer = Attention()
-        assert padded_heads(12) == layer.w_uk.shape[0] == 16
-        heads = None if padded_output else 12
-        w_uv, w_o = (meta(heads or 16, 512, 128), meta((heads or 16) * 128, 1024))
-
-        def step(x, cos, sin, slots, tables, seq_lens, kv_cache, kr_cache, w_uv, w_o):
-            query, query_rope = layer.prologue(x, cos, sin, slots, kv_cache, kr_cache)
-            context = mla_paged_attention(
-                *(query, query_rope, kv_cache, kr_cache, tables, seq_lens),
-                scale=SCALE,
-                heads=heads,
-                out_layout="NTD",
-            )
-            values = torch.ops.npu.npu_transpose_batchmatmul(context, w_uv, perm_y=(1, 0, 2))
-            return values.reshape(4, -1) @ w_o
-
-        lengths = meta(4, dtype=torch.int64)
-        integers = meta(4, dtype=torch.int64), meta(4, 5, dtype=torch.int32), lengths
-        caches = meta(20, 128, 1, 512), meta(20, 128, 1, 64)
-        given = (meta(4, 1024), meta(4, 64), meta(4, 64), *integers, *caches, w_uv, w_o)
-        lowered = mf.lower(step, *given, config=mf.Config(cann="9.1"))
-        assert [fusion.message for fusion in lowered.report.rejected] == []
-        assert lowered.ge_ops["MlaPrologV3"] == lowered.ge_ops["FusedInferAttentionScore"] == 1
-        assert kernel(lowered).attr["num_heads"].i == 16
-        assert not [name for name in lowered.ge_ops if "Pad" in name]
-        producers = {op.name: op for op in lowered.ge_graph.op}
-        prolog = next(op for op in lowered.ge_graph.op if op.type == "MlaPrologV3")
-        # query and query_rope straight from the prologue
-        results = {f"{prolog.name}:{index}" for index in range(4)}
-        assert sources(kernel(lowered), producers) >= results
-        cuts = [name for name in lowered.ge_ops if "Slice" in name]
-        assert bool(cuts) is not padded_output
-
-    @pytest.mark.parametrize("mode", ["ge", "npugraph_ex"])
-    def test_a_decode_step_is_two_kernels(self, mode: str) -> None:
-        """Prologue, attention and output of Hugging Face's layer: the caches are written in place,
-        then read.
-        """
-        layer = random_decoder(layers=1, heads=16, hidden=1024, intermediate=64).layers[0].self_attn
-
-        def step(hidden, cos, sin, slots, tables, seq_lens, kv_cache, kr_cache):
-            query, query_rope = layer.prologue(hidden, cos, sin, slots, kv_cache, kr_cache)
-            lengths = [5, 6, 7, 8] if mode == "npugraph_ex" else seq_lens
-            context = mla_paged_attention(
-                query,
-                query_rope,
-                kv_cache,
-                kr_cache,
-                tables,
-                lengths,
-                scale=layer.attention.scaling,
-            )
-            _, w_uv = layer._up_projections()
-            values = torch.bmm(context.transpose(0, 1), w_uv.transpose(1, 2)).transpose(0, 1)
-            return layer.attention.o_proj(values.reshape(4, -1))
-
-        integers = [
-            meta(4, dtype=torch.int64),
-            meta(4, 5, dtype=torch.int32),
-            meta(4, dtype=torch.int64),
-        ]
-        lowered = mf.lower(
-            step,
-            meta(4, 1024),
-            meta(4, 64),
-            meta(4, 64),
-            *integers,
-            meta(20, 128, 1, 512),
-            meta(20, 128, 1, 64),
-            mode=mode,
-        )
-        assert [(fusion.code, fusion.message) for fusion in lowered.report.rejected] == []
-        if mode == "npugraph_ex":
-            assert lowered.fx_ops["npu.npu_mla_prolog_v3.default"] == 1
-            assert lowered.fx_ops["npu.npu_fused_infer_attention_score_v2.out"] == 1
-            assert lowered.fx_ops["aten.copy_.default"] == 0
-            return
-        assert lowered.ge_ops["MlaPrologV3"] == lowered.ge_ops["FusedInferAttentionScore"] == 1
-        assert not {"TensorMove", "Assign"} & set(lowered.ge_ops)
-        producers = {op.name: op for op in lowered.ge_graph.op}
-        prolog = next(op for op in lowered.ge_graph.op if op.type == "MlaPrologV3")
-        # query, key, value and the ropes all come from the prologue, the caches by its results 2
-        # and 3
-        assert sources(kernel(lowered), producers) >= {
-            f"{prolog.name}:{index}" for index in range(4)
-        }
-
 
 def output_of(gm: torch.fx.GraphModule) -> tuple:
     (output,) = [node for node in gm.graph.nodes if node.op == "output"]
     return output.args[0]
-
-
-def sources(op, producers) -> set[str]:
-    """What an operator reads, behind reshapes."""
-    found = set()
-    for name in op.input:
-        while name and producers[name.rsplit(":", 1)[0]].type in ("Reshape", "Unsqueeze"):
-            name = producers[name.rsplit(":", 1)[0]].input[0]
-        found.add(name)
-    return found

@@ -203,24 +203,6 @@ def test_a_compiled_step_that_runs_over_the_end_fails() -> None:
     torch._dynamo.reset()
 
 
-def test_beams_over_a_compiled_step() -> None:
-    """Shared blocks are another form of reading: one more graph, the same sequences."""
-    model = build(PLAIN, ONE)
-    ids = torch.randint(3, 120, (2, 20), generator=torch.Generator().manual_seed(3))
-    hf.optimize(model, block_size=16)
-    options = dict(max_new_tokens=8, num_beams=2, do_sample=False, cache_implementation="static")
-    before = model.generate(ids, **options)
-    torch._dynamo.reset()
-    eager = model.forward
-    model.forward = torch.compile(eager, backend="mla_fusion", dynamic=False)
-    try:
-        after = model.generate(ids, **options)
-    finally:
-        del model.forward
-        torch._dynamo.reset()
-    assert torch.equal(after, before)
-
-
 def test_a_cache_that_is_too_small_is_refused_before_it_starts() -> None:
     model = build(PLAIN, ONE)
     hf.optimize(model)

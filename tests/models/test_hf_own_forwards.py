@@ -5,7 +5,6 @@ with what is so.
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import FunctionType
 from typing import Any
 
 import pytest
@@ -30,15 +29,6 @@ Attend = Callable[..., Tensor]
 
 def by_table(module: Any, *states: Any) -> Any:
     raise NotImplementedError  # the forward calls the table itself
-
-
-def of_products(
-    module: Any, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None
-) -> Tensor:
-    scores = torch.matmul(query, keys.mT) * module.scaling
-    return torch.matmul((scores if mask is None else scores + mask).softmax(-1), values).transpose(
-        1, 2
-    )
 
 
 def expanding(
@@ -114,61 +104,11 @@ def test_a_module_that_lacks_what_it_reads_is_refused(name: str) -> None:
     assert len(skipped) == 2 and all(name in item.message for item in skipped), skipped
 
 
-def in_other_order(kv: Any, nope: int, value: int) -> Any:
-    values, keys = kv.split([nope, value], dim=-1)
-    return keys, values
-
-
 def attending(self: Any, hidden_states: Tensor, past_key_values: Any = None, **kwargs: Any) -> Any:
     keys, values = past_key_values.update(
         self.kv_a_proj_with_mqa(hidden_states), hidden_states, self.layer_idx
     )
     return torch.matmul(keys.softmax(-1), values), None
-
-
-def importing(self: Any, hidden_states: Tensor, past_key_values: Any = None, **kwargs: Any) -> Any:
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    keys, values = past_key_values.update(torch.zeros(1), hidden_states, self.layer_idx)
-    return ALL_ATTENTION_FUNCTIONS["sdpa"](self, keys, keys, values, None)
-
-
-def without_table(forward: Any) -> Any:
-    scope = {
-        name: value
-        for name, value in forward.__globals__.items()
-        if name != "ALL_ATTENTION_FUNCTIONS"
-    }
-    return FunctionType(
-        forward.__code__, scope, forward.__name__, forward.__defaults__, forward.__closure__
-    )
-
-
-REFUSED: dict[str, tuple[Any, str, str]] = {
-    "a softmax of its own": (attending, "cache.expanded", "a softmax of its own"),
-    "a table that it imports itself": (importing, "cache.expanded", "ALL_ATTENTION_FUNCTIONS as a "
-        "name of its file"),
-    "no such table": (without_table(expanding(by_method)), "cache.expanded",
-                      "as a name of its file"),
-    "taken apart otherwise": (expanding(lambda kv, nope, value: kv.tensor_split([nope], -1)),
-                              "cache.expanded", "taken apart by tensor_split"),
-    "values before keys": (expanding(in_other_order), "kv_up.differs", "other keys or values"),
-    "products for some lengths": (
-        expanding(by_method, of_products, 0), "attention.differs", "does not hand all to its "
-            "attention function",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("what", REFUSED)
-def test_other_code_is_refused_with_the_reason(what: str) -> None:
-    forward, code, reason = REFUSED[what]
-    model = with_forward(forward, v_head_dim=32)  # as wide as the part of a key
-    skipped = hf.optimize(model).skipped
-    assert [item.code for item in skipped] == [code] * 2 and all(
-        reason in item.message for item in skipped
-    ), skipped
-    assert all("pip install" not in item.message for item in skipped)
 
 
 def test_another_class_is_named_where_transformers_has_one() -> None:

@@ -132,32 +132,6 @@ def test_prefill_and_steps(pair: Pair) -> None:
     ]
 
 
-@pytest.mark.parametrize("held", [3, 16, 40])
-def test_beams(pair: Pair, held: int) -> None:
-    pair.update(held)
-    pools = [layer.kv_cache for layer in pair.paged.paged_layers]
-    for beams in ([2, 2, 0], [1, 0, 0], [0, 1, 2]):
-        pair.both("reorder_cache", torch.tensor(beams))
-        pair.update(1)
-        pair.check()
-    if pair.paged.is_compileable:  # a compiled step knows the pools
-        layers = pair.paged.paged_layers
-        assert all(a.kv_cache is b for a, b in zip(layers, pools, strict=True))
-
-
-def test_crop_after_beams(pair: Pair) -> None:
-    pair.update(40)
-    pair.both("reorder_cache", torch.tensor([2, 2, 0]))
-    pair.both("crop", -13)
-    pair.update(3)
-    pair.check()
-    if not positive_crops():
-        pair.both("crop", 0)
-    pair.both("crop", -1)
-    pair.update(30)
-    pair.check()
-
-
 def test_sequences_repeated_and_selected(pair: Pair) -> None:
     pair.update(20)
     pair.both("reorder_cache", torch.tensor([1, 1, 2]))
@@ -230,30 +204,6 @@ def test_a_full_cache_says_so() -> None:
     pair.check()
 
 
-def test_limits_of_both_kinds() -> None:
-    growing, fixed = Pair(None), Pair(20)
-    assert (growing.paged.max_cache_len, fixed.paged.max_cache_len) == (-1, 20)
-    assert (growing.paged.get_max_length(), fixed.paged.get_max_length()) == (-1, 20)
-    assert (growing.paged.is_compileable, fixed.paged.is_compileable) == (False, True)
-    for pair, size in ((growing, 8), (fixed, 20)):
-        pair.update(5)
-        assert pair.paged.get_mask_sizes(3, 0) == (size, 0)
-        assert pair.paged.batch_size == 3 and pair.paged.is_initialized
-
-
-def test_initialised_ahead() -> None:
-    cache = hf.MlaPagedCache(config(), max_cache_len=32, block_size=BLOCK)
-    cache.early_initialization(2, 1, R, torch.float32, torch.device("cpu"))
-    assert cache.is_initialized and cache.get_seq_length() == 0
-    for layer in cache.paged_layers:
-        assert layer.kv_cache.shape == (4, BLOCK, 1, R) and layer.kr_cache.shape == (
-            4,
-            BLOCK,
-            1,
-            DR,
-        )
-
-
 @pytest.mark.parametrize("size", [0, 8, 24, 2048])
 def test_block_sizes_of_the_kernel(size: int) -> None:
     with pytest.raises(ValueError, match="multiple of 16"):
@@ -276,15 +226,3 @@ def test_what_is_no_latent_is_refused() -> None:
             cache.crop(3)
     with pytest.raises(ValueError, match="positive"):
         hf.MlaPagedCache(config(), max_cache_len=0)
-
-
-@pytest.mark.parametrize("limit", [None, 64])
-def test_another_batch_is_refused_by_name_and_size(limit):
-    cache = hf.MlaPagedCache(config(), max_cache_len=limit, block_size=BLOCK)
-    cache.update(torch.zeros(1, 1, 4, R), torch.zeros(1, 1, 4, DR), 0)
-    with pytest.raises(
-        hf.OptimizeError,
-        match=r"holds 1 sequences, and layer 0 is given states "
-        r"\[3, 1, 1, 32\] of 3",
-    ):
-        cache.update(torch.zeros(3, 1, 1, R), torch.zeros(3, 1, 1, DR), 0)

@@ -70,24 +70,6 @@ def test_without_a_mask_all_picks_count() -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
-def test_the_cpu_kernel_takes_no_other_form() -> None:
-    query, key = torch.randn(1, 1, 2, 512), torch.randn(1, 4, 1, 512)
-    picks = torch.zeros(1, 1, 1, 2, dtype=torch.int32)
-    rope = {
-        "query_rope": torch.randn(1, 1, 2, 64),
-        "key_rope": torch.randn(1, 4, 1, 64),
-        "sparse_mode": 0,
-    }
-    with pytest.raises(ValueError, match="has no form"):
-        # attention_mode is 0
-        torch.ops.npu.npu_sparse_flash_attention(query, key, key, picks, 1.0, **rope)
-    with pytest.raises(ValueError, match="block_table"):
-        tables = {"block_table": torch.zeros(1, 1, dtype=torch.int32)}
-        torch.ops.npu.npu_sparse_flash_attention(
-            query, key, key, picks, 1.0, attention_mode=2, **rope, **tables
-        )
-
-
 @pytest.mark.parametrize("name", one_in(2, ["deepseek_v32", "glm_moe_dsa"]))
 def test_a_step_on_an_npu_holds_the_operator(name: str) -> None:
     """By the real torchair: prologues in place, picks attended by the operator, no copy of a

@@ -4,32 +4,17 @@ them.
 
 from __future__ import annotations
 
-import ast
 import copy
 import gc
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 
 import mla_fusion as mf
-from mla_fusion.modes import use_threads
 from tests.catalogue import Entry, prologues, select
 from tests.exhaustive import one_in
 from tests.harness import traced_graph
-
-ROOT = Path(__file__).parents[2]
-FACTORIES = frozenset(
-    "empty empty_strided eye full linspace logspace normal ones rand randn scalar_tensor tensor "
-    "zeros".split()
-)
-# Each is one setting of the whole process.
-SWITCHES = frozenset(
-    "disable freeze set_default_device set_default_dtype set_default_tensor_type "
-    "set_num_threads".split()
-)
 
 
 @pytest.fixture
@@ -87,20 +72,6 @@ def test_other_threads_see_nothing_of_a_pass(graph: torch.fx.GraphModule) -> Non
     assert sampler.seen == {(torch.bfloat16, torch.bfloat16, 3, True)}
 
 
-def test_a_thread_runs_on_as_many_threads_as_it_asks_for() -> None:
-    found: list[int] = []
-
-    def ask() -> None:
-        assert use_threads(5)
-        found.append(torch.get_num_threads())
-
-    usual = torch.get_num_threads()
-    other = threading.Thread(target=ask)
-    other.start()
-    other.join()
-    assert found == [5] and torch.get_num_threads() == usual
-
-
 @pytest.mark.parametrize("entry", one_in(3, select()[::20]), ids=str)
 def test_the_default_dtype_of_the_process_changes_nothing(entry: Entry) -> None:
     """What is said of a graph, and every figure."""
@@ -118,36 +89,3 @@ def test_the_default_dtype_of_the_process_changes_nothing(entry: Entry) -> None:
     with torch.no_grad():
         gm = traced_graph(entry.model(), *entry.args())
     assert said(torch.float32) == said(torch.bfloat16) == said(torch.float64)
-
-
-def sources() -> list[Path]:
-    folders = ("mla_fusion", "meta", "converters")
-    return [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
-
-
-def calls(path: Path) -> Iterator[tuple[str, str, ast.Call]]:
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            yield ast.unparse(node.func.value), node.func.attr, node
-
-
-def test_every_factory_call_names_its_dtype() -> None:
-    unnamed = [
-        f"{path.relative_to(ROOT)}:{call.lineno}: {ast.unparse(call)}"
-        for path in sources()
-        for owner, name, call in calls(path)
-        if owner == "torch"
-        and name in FACTORIES
-        and not any(keyword.arg in ("dtype", None) for keyword in call.keywords)
-    ]
-    assert not unnamed
-
-
-def test_nobody_switches_what_all_threads_share() -> None:
-    found = [
-        f"{path.relative_to(ROOT)}:{call.lineno}: {ast.unparse(call)}"
-        for path in sources()
-        for owner, name, call in calls(path)
-        if owner in ("torch", "gc") and name in SWITCHES
-    ]
-    assert not found

@@ -78,20 +78,6 @@ def test_a_report_says_what_a_fusion_saves() -> None:
     assert "operators become 1, up to 32 us less a call;" in str(paged)
 
 
-class FirstTokensHalved(base.Base):
-    def latent(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        c_kv, k_pe = super().latent(x)
-        return c_kv, torch.cat([k_pe[:16] / 2, k_pe[16:]])
-
-
-def test_tokens_are_treated_differently() -> None:
-    args = base.paged_args(40)
-    for index in (0, 1, 2, 5):
-        torch._dynamo.mark_dynamic(args[index], 0)
-    rejection = refused(graph_of(FirstTokensHalved(), *args))
-    assert rejection.code == "tokens.cut" and "some of the tokens of" in rejection.message
-
-
 class SomeHeads(base.Prologue):
     """The first heads of a larger weight: how many, a number says."""
 
@@ -145,34 +131,6 @@ def test_operator_cache_mode() -> None:
             node.kwargs = {**node.kwargs, "cache_mode": "Norm"}
     rejection = refused(gm)
     assert rejection.code == "reader.latent" and "[cache.writer] npu_kv" in rejection.message
-
-
-def _table(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    angles = positions[:, None] * 10000 ** -torch.linspace(0, 1, base.DR // 2)
-    both = torch.cat([angles, angles], -1)
-    return both.cos().bfloat16(), both.sin().bfloat16()
-
-
-@pytest.mark.parametrize(
-    ("tokens", "change"),
-    [(1, torch.neg), (1, lambda at: at * 2), (8, lambda at: at % 8), (8, lambda at: at.clamp(1))],
-)
-def test_key_at_other_positions(tokens: int, change: Any) -> None:
-    """Positions that agree where they are drawn as 0, or below the number of tokens."""
-
-    class Elsewhere(base.Base):
-        def forward(
-            self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *rest: torch.Tensor
-        ) -> Any:
-            *_, self.positions = rest
-            return super().forward(x, *_table(self.positions), *rest)
-
-        def rotate_k(self, k_pe: torch.Tensor, c: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
-            c, s = (table.unsqueeze(1) for table in _table(change(self.positions)))
-            return super().rotate_k(k_pe, c, s)
-
-    gm = traced_graph(Elsewhere(), *base.paged_args(tokens))
-    assert refused(gm, mf.Config(verify="off")).code == "rope.tables_differ"
 
 
 def test_operator_with_fewer_slots_than_tokens() -> None:

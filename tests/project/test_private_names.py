@@ -9,8 +9,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("mla_fusion", "meta", "converters")
 BRIDGES = ("compile/torchair_bridge.py", "compile/inductor_bridge.py", "compile/offline/")
@@ -72,47 +70,3 @@ def test_nobody_but_compat_touches_a_private_name() -> None:
         for line, name in private_names(path.read_text())
     ]
     assert not found, "\n".join(found)
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "import torch._dynamo",
-        "import torch.fx.experimental.symbolic_shapes as shapes",
-        "from torch import _C",
-        "from torch._ops import OpOverload",
-        "from torch.utils._pytree import tree_map",
-        "from torch.fx import experimental",
-        "from torch.fx.experimental.symbolic_shapes import ShapeEnv",
-        "torch._dynamo.reset()",
-        "isinstance(target, torch._ops.OpOverload)",
-        "torch.utils._sympy.functions.FloorDiv",
-        "import_module('torchair._ge_concrete_graph.ge_apis')",
-        "target._schema.arguments",
-        "hasattr(target, '_schema')",
-        "tensor.untyped_storage()._cdata",
-        "made[0]._is_view()",
-        "value.node.expr",
-        "size().node.shape_env",
-    ],
-)
-def test_it_is_found(source: str) -> None:
-    assert {line for line, _ in private_names(source)} == {1}
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "import torch",
-        "from mla_fusion._version import __version__",
-        "self._schema",
-        "cls._is_view(node)",
-        "other._bound = self._bound",
-        "torch.ops.aten._to_copy.default",
-        "torch.__version__",
-        "def of(node: ast.expr) -> None: ...",
-        "'marked with torch._dynamo.mark_dynamic, say'",
-    ],
-)
-def test_it_is_not_taken_for_one(source: str) -> None:
-    assert not list(private_names(source))

@@ -42,46 +42,6 @@ def test_nothing_failed_in_the_outcome_that_is_kept() -> None:
     assert cells and [cell for cell in cells if cell[2].get("failed")] == []
 
 
-def test_results_are_counted_by_cell(generator: ModuleType, tmp_path: Path) -> None:
-    cases = (
-        ("tests/matrix/test_ways.py", "test_fused[PagedRotateHalf]", ""),
-        ("tests/matrix/test_ways.py", "test_call_by_hand[in_place]", "<failure/>"),
-        ("tests/matrix/test_ways.py", "test_call_by_hand[functional]", ""),
-        ("tests/converters/test_unfused.py", "test_a", "<skipped/>"),
-        ("tests/converters/test_format_cast.py", "test_b", "<error/>"),
-    )
-    xml = "".join(
-        f'<testcase file="{file}" name="{name}">{inner}</testcase>' for file, name, inner in cases
-    )
-    path = tmp_path / "2.10.0.post7+py3.12.xml"
-    path.write_text(f'<testsuites><testsuite time="12.5">{xml}</testsuite></testsuites>')
-    row = generator.outcome.read(path)
-    assert (row["torch_npu"], row["torch"], row["python"], row["works"]) == (
-        "2.10.0.post7",
-        "2.10.0+cpu",
-        "3.12",
-        True,
-    )
-    assert row["cells"] == {
-        "fused": {"passed": 1},
-        "hand call": {"failed": 1},
-        "functional call": {"passed": 1},
-        "converters": {"skipped": 1, "failed": 1},
-    }
-    assert list(generator.outcome.failures([row])) == [
-        "2.10.0.post7 on Python 3.12: hand call",
-        "2.10.0.post7 on Python 3.12: converters",
-    ]
-    header, (line,) = generator.outcome.table([row])
-    said = dict(zip(header, line, strict=True))
-    assert (said["fused"], said["hand call"], said["converters"], said["reference"]) == (
-        "ok",
-        "1 of 1 failed",
-        "1 of 2 failed",
-        "-",
-    )
-
-
 def test_a_refused_release_says_so_where_it_has_no_cell(generator: ModuleType) -> None:
     row = {
         "torch_npu": "2.9.0",

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from mla_fusion.reference import kernels
-from tests.samples import sample_call
 
 BF16 = torch.bfloat16
 
@@ -247,26 +246,3 @@ def test_quantised_kv_cache_multiplies_by_its_scale() -> None:
     kernels.npu_kv_rmsnorm_rope_cache_v2(*args, *plain, cache_mode="PA")
     for found, wide, scale in zip(caches, plain, scales.values(), strict=True):
         assert torch.equal(found, (wide * scale).round().clamp(-128, 127).to(torch.int8))
-
-
-def test_unfused_npu_spelling_agrees_with_the_fused_kernel() -> None:
-    call = sample_call(lead=(6,))
-    n, d, _ = call["weight_uk"].shape
-    x, index = call["token_x"], call["cache_index"]
-    cos, sin = (call[name].view(6, 1, 1, 16) for name in ("rope_cos", "rope_sin"))
-    c_q = kernels.npu_rms_norm(x @ call["weight_dq"], call["rmsnorm_gamma_cq"], 1e-5)[0]
-    heads = (c_q @ call["weight_uq_qr"]).view(6, n, -1)
-    query = kernels.npu_transpose_batchmatmul(heads[..., :d], call["weight_uk"], perm_x1=[1, 0, 2])
-    query_rope = kernels.npu_interleave_rope(heads[..., d:].reshape(6, n, 1, 16), cos, sin).view(
-        6, n, 16
-    )
-    latent = (x @ call["weight_dkv_kr"]).view(6, 1, 1, 80)
-    caches = call["kr_cache"], call["kv_cache"]
-    _, _, kr, kv = kernels.npu_kv_rmsnorm_rope_cache_v2_functional(
-        latent, call["rmsnorm_gamma_ckv"], cos, sin, index, *caches, cache_mode="PA_BNSD"
-    )
-    fused = kernels.npu_mla_prolog_v3_functional(**call)
-    for found, wanted in zip(
-        (query, query_rope, kv, kr), (fused[0], fused[1], fused[5], fused[6]), strict=True
-    ):
-        torch.testing.assert_close(found.float(), wanted.float(), rtol=2**-6, atol=2**-6)

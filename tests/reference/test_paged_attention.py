@@ -61,51 +61,6 @@ def test_equals_float64_of_the_int8_numbers(layout: str, form: str) -> None:
     assert error(lse, exact_lse) < 1e-6
 
 
-@pytest.mark.parametrize("form", ["NSD", "NZ"])
-@pytest.mark.parametrize("block", [16, 48, 1024])
-def test_other_forms_of_the_caches(form: str, block: int) -> None:
-    latents = Latents(form=form, block=block, new=(3, 1, 16, 2))
-    out, lse = run(latents.call())
-    exact, exact_lse = latents.exact()
-    assert error(out, exact) < 2**-8
-    assert error(lse.squeeze(-1), exact_lse) < 1e-6
-
-
-def test_shapes_are_those_of_torch_npus_meta_function() -> None:
-    for layout in LAYOUTS:
-        call = Latents(**TWO_EACH).call(layout)
-        fake = {
-            name: item.to("meta") if isinstance(item, Tensor) else item
-            for name, item in call.items()
-        }
-        for real, inferred in zip(run(call), run(fake), strict=True):
-            assert (real.shape, real.dtype) == (inferred.shape, inferred.dtype), layout
-            assert real.is_contiguous()
-
-
-def test_no_key_is_nothing_and_lse_is_given_when_asked() -> None:
-    call = Latents(lengths=(5, 7), new=(1, 1)).call("BSND") | {"actual_seq_kvlen": [5, 0]}
-    out, lse = run(call)
-    assert not out[1].any() and (lse[1] == float("-inf")).all()
-    assert out[0].isfinite().all() and lse[0].isfinite().all()
-    again, nothing = run(call | {"return_softmax_lse": False})
-    assert nothing.shape == (0,)
-    assert torch.equal(again, out)
-
-
-def test_shorter_sequences_of_a_padded_query() -> None:
-    """Two rows a sequence, of which the second sequence has one."""
-    latents = Latents(lengths=(9, 6), new=(2, 2))
-    out, _ = run(latents.call("BSND") | {"actual_seq_qlen": [2, 1]})
-    latents.new, latents.query, latents.query_rope = (
-        (2, 1),
-        latents.query[:3],
-        latents.query_rope[:3],
-    )
-    assert error(out.flatten(0, 1)[:3], latents.exact()[0]) < 2**-8
-    assert not out[1, 1].any()
-
-
 def test_what_it_does_not_do() -> None:
     call = Latents().call()
     with pytest.raises(ValueError, match="no sparse_mode 4"):

@@ -166,26 +166,6 @@ def test_fractal_nz_weights_are_the_same_weights() -> None:
         assert torch.equal(a, b)
 
 
-def test_epsilon_and_the_order_of_columns() -> None:
-    """A projection of ones reaches one column at a time: ckv first, then k_rope, then q."""
-    call = sample(weight=BF16)
-    call["wdqkv"] = torch.zeros_like(call["wdqkv"])
-    call["wdqkv"][64:96] = 0.1  # the rope columns
-    _, kv, _, kr = mla_preprocess(**call)
-    slots = call["slotmapping"]
-    assert (rows(kv, slots) == 0).all() and (rows(kr, slots) != 0).any()
-    tiny = sample() | {"input": torch.full((5, 128), 1e-4).to(BF16)}
-    close(mla_preprocess(**tiny)[0], formula(tiny)["query"])
-
-
-@pytest.mark.parametrize("cache_mode", CACHES)
-def test_inferred_results_are_the_reference_results(cache_mode: str) -> None:
-    call = sample(cache_mode)
-    inferred = meta.infer(OP, **call)
-    made = mla_preprocess(**call)
-    assert [(tuple(r.shape), r.dtype) for r in made] == inferred
-
-
 def legal(
     cache_mode: str = "krope_ctkv", quant_mode: str = "per_tensor_quant_asymm"
 ) -> dict[str, Any]:
@@ -193,30 +173,11 @@ def legal(
     return {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in call.items()}
 
 
-@pytest.mark.parametrize("cache_mode", ["krope_ctkv", "int8_nzcache", "nzcache"])
-@pytest.mark.parametrize("quant_mode", ["per_token_quant_symm", "per_tensor_quant_asymm"])
-def test_legal_calls_pass_the_check(cache_mode: str, quant_mode: str) -> None:
-    meta.check(OP, soc="A2", **legal(cache_mode, quant_mode))
-    defaults = legal("krope_ctkv", "per_token_quant_symm") | {
-        "cache_mode": None,
-        "quant_mode": None,
-    }
-    meta.check(OP, **defaults)
-
-
 CALL = legal()
 
 
 def sized(*sizes: int, dtype: torch.dtype = BF16) -> torch.Tensor:
     return torch.empty(sizes, dtype=dtype, device="meta")
-
-
-def test_the_operator_has_two_names() -> None:
-    assert meta.signature("mla_preprocess") == meta.signature("npu_mla_preprocess")
-    args = tuple(CALL.values())[:4]
-    with pytest.raises(meta.ContractError) as refusal:
-        meta.bind(OP, args, {"gamma0": args[1]})
-    assert refusal.value.code == "argument.unknown"
 
 
 def test_values_cannot_be_read_off_a_meta_tensor() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from mla_fusion import meta, reference
+from mla_fusion import reference
 from tests.samples import SMALL, sample_call
 
 EPS_CQ, EPS_CKV = 1e-6, 2e-6
@@ -141,15 +141,6 @@ def test_of_duplicate_slots_the_last_wins() -> None:
     assert torch.equal(kv.flatten(0, 2)[torch.tensor([3, 9])], rows[torch.tensor([4, 3])])
 
 
-def test_slot_past_the_cache_is_refused() -> None:
-    arguments = call(lead=(2,)) | {
-        "cache_index": torch.tensor([0, SMALL["BlockNum"] * SMALL["BlockSize"]])
-    }
-    with pytest.raises(meta.ContractError, match="BlockNum 6") as refusal:
-        reference.npu_mla_prolog_v3(**arguments)
-    assert refusal.value.code == "values.cache_index.range"
-
-
 @pytest.mark.parametrize(("mode", "lead"), [("TND", (5,)), ("BSND", (2, 3))])
 def test_unpaged_caches_are_the_new_rows(mode: str, lead: tuple[int, ...]) -> None:
     paged = call(lead=lead)
@@ -223,29 +214,6 @@ def test_empty_tensors() -> None:
     out = reference.npu_mla_prolog_v3_functional(**no_blocks | shared)
     assert torch.equal(out[0], reference.npu_mla_prolog_v3_functional(**with_blocks)[0])
     assert out[5].shape == (0, 16, 1, 64)
-
-
-def test_in_place_form_writes_the_inputs_and_the_functional_form_does_not() -> None:
-    arguments = call()
-    before = arguments["kv_cache"].clone()
-    functional = reference.npu_mla_prolog_v3_functional(**arguments)
-    assert torch.equal(arguments["kv_cache"], before)
-    in_place = reference.npu_mla_prolog_v3(**arguments)
-    assert torch.equal(arguments["kv_cache"], functional[5]) and torch.equal(
-        arguments["kr_cache"], functional[6]
-    )
-    for a, b in zip(in_place, functional[:5], strict=True):
-        assert torch.equal(a, b)
-
-
-def test_cache_with_a_strided_block_axis() -> None:
-    arguments = call()
-    plain = reference.npu_mla_prolog_v3_functional(**arguments)
-    pool = torch.zeros(6, 2, 16, 1, 64, dtype=torch.bfloat16)
-    strided = pool[:, 0]
-    strided.copy_(arguments["kv_cache"])
-    reference.npu_mla_prolog_v3(**arguments | {"kv_cache": strided})
-    assert torch.equal(strided, plain[5]) and not pool[:, 1].any()
 
 
 def test_weights_in_fractal_nz_storage() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import mla_fusion as mf
 from mla_fusion.compile import boundary
 from tests.catalogue import prologues
-from tests.catalogue.base import DR, HCKV, HE, Base, paged_args
+from tests.catalogue.base import DR, HCKV, Base, paged_args
 from tests.harness import graph_of, traced_graph
 
 
@@ -168,67 +168,6 @@ def test_arguments_that_overlap_in_memory() -> None:
     assert "layer-major" in found["cache.no_input"]
     apart = [pool[:, layer].contiguous() for layer in (0, 1) for pool in pools]
     assert staged_by(Twice(), x, cos, sin, *apart, slots) == {}
-
-
-@pytest.mark.parametrize("times", [1, 2])
-def test_a_cache_that_two_layers_write(times: int) -> None:
-    x, cos, sin, kv, kr, slots = paged_args()
-    found = staged_by(Twice(), x, cos, sin, *(kv, kr) * times, slots)
-    assert "Write a cache once in a graph" in found["cache.no_input"]
-
-
-def test_columns_of_one_wide_row() -> None:
-    class OneRow(ByBlockAndPlace):
-        def forward(self, x: Tensor, cos: Tensor, sin: Tensor, row: Tensor, slots: Tensor) -> Any:
-            return super().forward(x, cos, sin, row[..., :HCKV], row[..., HCKV:], slots)
-
-    x, cos, sin, kv, kr, slots = paged_args()
-    found = staged_by(OneRow(), x, cos, sin, torch.cat([kv, kr], -1), slots)
-    assert "some columns of row" in found["cache.no_input"]
-    assert "a contiguous cache each" in found["cache.no_input"]
-
-
-def test_a_width_that_the_graph_leaves_open() -> None:
-    found = staged_by(ByBlockAndPlace(), *paged_args(), dynamic=True)
-    assert "torch._check(kv_cache.shape[-1] == 512)" in found["cache.width"]
-    args = paged_args()
-    torch._dynamo.mark_static(args[3], 3), torch._dynamo.mark_static(args[4], 3)
-    assert "cache.width" not in staged_by(ByBlockAndPlace(), *args, dynamic=True)
-
-
-def test_blocks_that_repeat_are_no_slots() -> None:
-    class ByTwoInputs(ByBlockAndPlace):
-        def write(
-            self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
-        ) -> None:
-            block, place = slots // 16, slots % 8
-            kv_cache[block, place] = c_kv[:, None]
-            kr_cache[block, place] = k_pe[:, None]
-
-    assert "made of slots" in staged_by(ByTwoInputs(), *paged_args())["slots.unproven"]
-
-
-def test_rows_that_nothing_writes_have_no_order() -> None:
-    class Returned(ByBlockAndPlace):
-        def write(self, kv_cache: Tensor, kr_cache: Tensor, *rest: Tensor) -> None:
-            self.rows = rest[1].flip(0), rest[2]
-
-        def forward(self, *args: Tensor) -> Any:
-            return super().forward(*args), self.rows
-
-    assert staged_by(Returned(), *paged_args()).keys() == {"cache.not_written"}
-
-
-# -- one miss, where it is
-
-
-def test_rows_shifted_for_the_key_alone_are_one_miss() -> None:
-    class Shifted(Base):
-        def latent(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            return super().latent(torch.cat([x.new_zeros(1, HE), x[:-1]]))
-
-    (left,) = mf.explain(traced_graph(Shifted(), *paged_args())).rejected
-    assert left.code == "kv_latent.absent"
 
 
 # -- what the compiler knows

@@ -64,7 +64,7 @@ BASE = of(Base)
 # nothing to do)
 WALKS: dict[str, tuple[Told, dict[str, Told | None]]] = {
     "q_lora.absent": (
-        entry("NoQueryLora"),
+        entry("QueryOfHidden"),
         {
             "Nothing:": None,
         },

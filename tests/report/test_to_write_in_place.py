@@ -255,43 +255,9 @@ def test_what_a_staged_fusion_leaves_is_counted() -> None:
     assert said in str(entry("GptjStack")())
 
 
-def test_a_joined_row_costs_its_join() -> None:
-    leaves = {one.what: one for one in entry("SglangNeoxDecode")().fused[0].leaves}
-    assert leaves["cache writes"].operators[:2] == ("aten.cat", "aten.index_put")
-    assert (
-        leaves["cache writes"].bytes_per_token == 2 * 2 * (512 + 64) * 2
-        and "re-interleaving" not in leaves
-    )
-
-
 def test_what_an_in_place_fusion_leaves_is_nothing() -> None:
     (fusion,) = PLAIN().fused
     assert (fusion.leaves, fusion.staged_by, fusion.cost_of_staging) == ((), (), "")
-
-
-def test_npugraph_ex_is_given_no_staged_call_to_rewrite() -> None:
-    """It would read the results of the call from the first buffer."""
-    found = ENTRIES["GptjStack"]
-    lowered = mf.lower(
-        found.model(), *found.args(), mode="npugraph_ex", config=found.config(verify="off")
-    )
-    graph = lowered.fx_after.graph
-    calls = [
-        node
-        for node in graph.nodes
-        if "mla_prolog" in str(node.target) or "rope_cache" in str(node.target)
-    ]
-    assert calls and not any("functional" in str(call.target) for call in calls)
-    buffers = [
-        arg
-        for call in calls
-        for arg in call.args[5:11]
-        if "new_empty" in str(getattr(arg, "target", ""))
-    ]
-    assert len(buffers) == 2 * len(calls)
-    assert not any(node.target.__name__ == "getitem" for one in buffers for node in one.users)
-    place = {node: index for index, node in enumerate(graph.nodes)}
-    assert all(place[user] >= place[calls[0]] for one in buffers for user in one.users)
 
 
 # -- dynamic sizes
@@ -358,13 +324,3 @@ def test_a_staged_fusion_stores_the_rows_of_the_model(kr_layout: str) -> None:
     assert fusion.placement.startswith("staged") and not fusion.warnings
     for one, other in zip(given, wanted, strict=True):
         assert (one.float() - other.float()).norm() <= 5e-3 * other.float().norm()
-
-
-def test_a_model_in_halves_needs_no_warning() -> None:
-    (fusion,) = of(prologues.PagedRotateHalf, kr_layout="half")().fused
-    assert fusion.placement == "in place" and fusion.warnings == ()
-
-
-def test_padded_heads_are_said() -> None:
-    report = of(lambda: Base(heads=5), cann="9.1")()
-    assert report.fused[0].dims["N_padded"] == 8 and "5 heads computed as 8" in str(report)

@@ -64,10 +64,6 @@ class Served:
         assert isinstance(weight, nn.Parameter)
         return weight
 
-    @property
-    def weights_of_all(self) -> list[nn.Parameter]:
-        return [self.weight(name) for name in NAMES]
-
     def assert_replay_right(self) -> None:
         """The memory of the first call holds what would be packed now; then a call, which moves
         nothing.
@@ -168,6 +164,33 @@ def by_alias(served: Served, name: str) -> None:
     alias.data.copy_(other(alias))
 
 
+def by_dlpack(served: Served, name: str) -> None:
+    weight = served.weight(name)
+    torch.from_dlpack(weight.detach()).copy_(other(weight))
+
+
+def swapped(served: Served, name: str) -> None:
+    weight = served.weight(name)
+    torch.utils.swap_tensors(weight, nn.Parameter(other(weight)))
+
+
+def shared(served: Served, name: str) -> None:
+    """The same numbers at another address of the same storage."""
+    served.weight(name).share_memory_()
+
+
+def paged_out(served: Served, name: str) -> None:
+    """The storage is freed and allocated again, as a rule at another address, and holds others."""
+    weight = served.weight(name)
+    storage, new = weight.untyped_storage(), other(weight)
+    size, address, between = storage.nbytes(), weight.data_ptr(), []
+    while weight.data_ptr() == address and len(between) < 8:
+        storage.resize_(0)
+        between.append(torch.empty(size, dtype=torch.uint8))
+        storage.resize_(size)
+    weight.data.copy_(new)
+
+
 def there_and_back(served: Served, name: str) -> None:
     module = getattr(served.model, name)
     value = other(module.weight)
@@ -185,6 +208,7 @@ UNCOUNTED: dict[str, Way] = {
     "numpy": by_numpy,
     "storage.copy_": by_storage,
     "alias": by_alias,
+    "dlpack": by_dlpack,
 }
 STEPPED: dict[str, Way] = {
     "Adagrad fused": stepped(torch.optim.Adagrad, lr=0.1, fused=True),
@@ -210,6 +234,9 @@ COUNTED: dict[str, Way] = {
         lambda weight, new: [setattr(weight, "data", new + 1), setattr(weight, "data", new)]
     ),
     "new parameter": replaced,
+    "swap_tensors": swapped,
+    "storage freed": paged_out,
+    "shared memory": shared,
     "dtype and back": there_and_back,
 }
 WAYS = {**COUNTED, **STEPPED, **UNCOUNTED}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import os
 import threading
@@ -56,17 +55,6 @@ def test_packed_weights_go_with_their_model(config: str, inference: bool) -> Non
     assert packed() == before
     gc.collect()  # nothing is left to look for: an interrupt that comes in a callback is lost
     assert cache._collected not in gc.callbacks
-
-
-def test_a_copy_goes_when_its_parameter_has_other_memory() -> None:
-    """At once, and not at the next call: a server that loads weights would hold both."""
-    model, args = Sharing(), base.paged_args()
-    compiled = torch.compile(model, backend=mf.backend())
-    with torch.no_grad():
-        compiled(*args)
-    before = packed()
-    model.q_b_proj.weight.data = model.q_b_proj.weight.data.clone()
-    assert packed() == before - model.q_b_proj.weight.nbytes
 
 
 @pytest.mark.parametrize("config", one_in(1, CONFIGS))
@@ -157,19 +145,3 @@ def test_a_collection_under_a_fake_mode_sweeps_as_ever() -> None:
     with FakeTensorMode():
         cache._collected("stop", {"generation": 2})
         gc.collect()
-
-
-def test_a_collection_in_the_midst_of_packing_leaves_it_alone() -> None:
-    """Python may collect at any allocation, in whatever thread holds the lock."""
-
-    class Collecting(nn.Module):
-        def forward(self, weight: Tensor) -> Tensor:
-            gc.collect()
-            return copy.deepcopy(weight)
-
-    packing = cache.Packed(torch.fx.symbolic_trace(nn.Identity()))
-    packing.program = Collecting()  # type: ignore[assignment]
-    source = torch.ones(4, 4)
-    assert torch.equal(packing([source]), source)
-    gc.collect()
-    assert packing.of([source]).packed is not None

@@ -58,17 +58,7 @@ class Longer(Numbered):
         return q_nope, q_pe
 
 
-class Padded(Numbered):
-    """A weight with rows of zeros, as many as another number says."""
-
-    def latent(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        weight = self.kv_a_proj_with_mqa.weight
-        longer = torch.cat([weight, x.new_zeros(8, base.HE)]) * self.number
-        c_kv, k_pe, _ = F.linear(x, longer).split([base.HCKV, base.DR, 8], -1)
-        return self.kv_a_layernorm(c_kv), k_pe
-
-
-MODELS = {Scaled: 0, Longer: 1, Padded: 0}  # fused: a number that is multiplied with is no weight
+MODELS = {Scaled: 0, Longer: 1}  # fused: a number that is multiplied with is no weight
 
 
 @pytest.mark.parametrize(("model", "dynamic"), one_in(3, itertools.product(MODELS, (True, None))))

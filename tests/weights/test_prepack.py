@@ -5,8 +5,6 @@ stay so.
 from __future__ import annotations
 
 import copy
-import gc
-import io
 import json
 import logging
 from collections.abc import Callable
@@ -17,14 +15,10 @@ import torch
 from torch import Tensor, nn
 
 import mla_fusion as mf
-from mla_fusion.compile.device_graph import CaptureError, capture
-from mla_fusion.fx.kinds import op_name
-from mla_fusion.weights import cache, rounds
+from mla_fusion.weights import cache
 from mla_fusion.weights.prepack import _MODULES, is_laid_out
-from mla_fusion.weights.source import SHARES
 from tests.catalogue import base, prologues
-from tests.exhaustive import one_in
-from tests.harness import assert_as_exact, clones, eager, flat, fused
+from tests.harness import assert_as_exact, clones, flat, fused
 from tests.weights.own import (
     OwnAbsorb,
     assert_values,
@@ -64,12 +58,6 @@ class OneLayer:
         assert mf.reports()[-1].fused
         assert_as_exact(self.model, self.args, [*found, *given], slack=1.2)
 
-    def new_values(self) -> dict[str, Tensor]:
-        return {
-            name: torch.randn(p.shape).to(p.dtype) * 0.05
-            for name, p in self.model.named_parameters()
-        }
-
 
 # -- the whole of it
 
@@ -93,42 +81,6 @@ def test_no_memory_is_added_and_values_stay() -> None:
     assert_as_exact(model, args, [found, *given], slack=1.2)
     assert storage_bytes(model.parameters()) == before
     assert strides == {name: parameter.stride() for name, parameter in model.named_parameters()}
-
-
-def test_memory_does_not_grow_when_the_model_runs_or_is_prepacked_again() -> None:
-    one = OneLayer()
-    for _ in range(3):
-        one.assert_right()
-    assert one.pointers() == one.places
-    assert mf.reports()[-1].bytes_added == 0
-    again = mf.prepack(one.model, *one.args)
-    assert again.laid_out == again.peak_over_end == 0 and one.pointers() == one.places
-    assert {row.kind for row in again.rows} == {"view"}
-    assert "nothing to change" in str(again) and "it was laid out before" in str(again)
-
-
-def test_the_hook_packs_by_views_alone() -> None:
-    model, args = OwnAbsorb(), base.paged_args()
-
-    def copies() -> list[str]:
-        gm, _ = capture(model, *args, device="npu")
-        mf.torchair_pass()(gm)
-        (call,) = (
-            node for node in gm.graph.nodes if op_name(node).startswith("npu::npu_mla_prolog_v3")
-        )
-        steps, found = [call.args[place] for place in (1, 2, 3, 4)], []
-        while steps:
-            step = steps.pop()
-            found += [op_name(step)] if step.op == "call_function" else []
-            steps += step.all_input_nodes
-        return sorted({name for name in found if name not in VIEW_OPERATORS})
-
-    assert copies() == ["aten::clone", "npu::npu_format_cast"]
-    mf.prepack(model, *args)
-    assert copies() == ["npu::npu_format_cast"]  # of what has the format already
-
-
-VIEW_OPERATORS = ("aten::t", "aten::permute", "aten::transpose", "aten::view", "aten::reshape")
 
 
 # -- what it says
@@ -224,88 +176,7 @@ def test_bad_input_is_refused(call: Callable[[], Any], error: type[Exception], t
         call()
 
 
-def test_arguments_that_do_not_fit_leave_the_model_as_it_is() -> None:
-    model, args = OwnAbsorb(), base.paged_args()
-    wanted = {
-        name: (parameter.data_ptr(), parameter.stride())
-        for name, parameter in model.named_parameters()
-    }
-    with pytest.raises(CaptureError):
-        mf.prepack(model, *args[:-1])
-    assert wanted == {
-        name: (parameter.data_ptr(), parameter.stride())
-        for name, parameter in model.named_parameters()
-    }
-
-
 # -- updates
-
-
-def copied(one: OneLayer) -> None:
-    with torch.no_grad():
-        for name, value in one.new_values().items():
-            one.model.get_parameter(name).data.copy_(value)
-
-
-def loaded(one: OneLayer) -> None:
-    one.model.load_state_dict(one.new_values())
-
-
-def assigned(one: OneLayer) -> None:
-    one.model.load_state_dict(one.new_values(), assign=True)
-
-
-def replaced(one: OneLayer) -> None:
-    new = one.new_values()
-    for name in VIEWS:
-        one.weight(name).data = new[f"{name}.weight"]
-    # strides of its own
-    one.weight("q_a_proj").data = one.weight("q_a_proj").data.t().contiguous().t()
-    assert mf.refresh(one.model) == len(VIEWS)
-
-
-def stepped(
-    make: Callable[..., torch.optim.Optimizer], **options: Any
-) -> Callable[[OneLayer], None]:
-    def update(one: OneLayer) -> None:
-        optimizer = make(one.model.parameters(), **options)
-        for _ in range(2):
-            x, *others = clones(one.args)
-            others[2], others[3] = others[2].detach(), others[3].detach()
-            one.model(x, *others).float().pow(2).mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    return update
-
-
-UPDATES = {
-    "data.copy_": copied,
-    "data =": replaced,
-    "load_state_dict": loaded,
-    "assign": assigned,
-    "SGD": stepped(torch.optim.SGD, lr=0.01, momentum=0.9, foreach=False),
-    "AdamW": stepped(torch.optim.AdamW, lr=0.01, foreach=False),
-    "AdamW fused": stepped(torch.optim.AdamW, lr=0.01, fused=True),
-}
-
-
-@pytest.mark.parametrize(
-    ("update", "updates"),
-    one_in(2, [(update, updates) for updates in ("rounds", "counted") for update in UPDATES]),
-)
-def test_an_update_reaches_the_kernel(
-    update: str, updates: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    one = OneLayer(mf.Config(updates=updates))
-    one.assert_right()
-    old = values(one.model)
-    UPDATES[update](one)
-    assert not all(torch.equal(old[f"{name}.weight"], one.weight(name)) for name in VIEWS)
-    assert one.pointers() == one.places
-    with caplog.at_level(logging.WARNING, "mla_fusion"):
-        one.assert_right()
-    assert not caplog.records
 
 
 def copies_of(model: nn.Module) -> list[cache.Entry]:
@@ -338,24 +209,6 @@ def test_refresh_packs_copies_anew_in_their_memory(caplog: pytest.LogCaptureFixt
     assert not caplog.records and copies_of(one.model) == entries
 
 
-def test_rounds_go_on_from_a_refresh(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What was looked at before it is not taken for a change."""
-    monkeypatch.setitem(rounds.STEPS_A_LOOK, "cpu", 4)
-    monkeypatch.setitem(SHARES, "cpu", 1 << 17)
-    one = OneLayer(model=prologues.Neox())
-    one.assert_right()
-    for name in VIEWS:
-        one.weight(name).data.mul_(2.0)
-    assert mf.refresh(one.model) == 2
-    with caplog.at_level(logging.WARNING, "mla_fusion"):
-        for _ in range(80):  # of 4 MiB, one share of 128 KiB at every fourth
-            one.run(*clones(one.args))
-        one.assert_right()
-    assert not caplog.records
-
-
 def test_a_parameter_of_another_form_is_not_put_back(caplog: pytest.LogCaptureFixture) -> None:
     one = OneLayer()
     one.model.double()
@@ -382,19 +235,6 @@ def test_release_undoes_it() -> None:
     assert mf.prepack(one.model, *one.args).laid_out == 3
 
 
-def test_a_model_takes_its_memory_with_it() -> None:
-    one = OneLayer()
-    memories = [
-        torch.multiprocessing.reductions.StorageWeakRef(one.weight(name).untyped_storage())
-        for name in VIEWS
-    ]
-    one.assert_right()
-    del one
-    torch._dynamo.reset()
-    gc.collect()
-    assert all(memory.expired() for memory in memories)
-
-
 def test_a_copy_of_the_model_is_a_model_of_its_own() -> None:
     one = OneLayer()
     other = copy.deepcopy(one.model)
@@ -413,13 +253,3 @@ def test_a_copy_of_the_model_is_a_model_of_its_own() -> None:
         is_laid_out(getattr(other, name), "weight") for name in VIEWS
     )
     again.assert_right()
-
-
-def test_a_state_dict_goes_round() -> None:
-    one, file = OneLayer(), io.BytesIO()
-    torch.save(one.model.state_dict(), file)
-    file.seek(0)
-    other = OwnAbsorb()
-    other.load_state_dict(torch.load(file))
-    assert_values(other, values(one.model))
-    assert eager(one.model, clones(one.args))[0].shape == eager(other, clones(one.args))[0].shape

@@ -126,14 +126,6 @@ def test_a_weight_that_cannot_be_packed_keeps_no_other_old(
     served.assert_right()
 
 
-def test_a_state_that_is_assigned_under_inference_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    served = Served(monkeypatch)
-    with torch.inference_mode():
-        served.model.load_state_dict(fresh_state(served.model), assign=True)
-    assert not served.weight("q_b_proj").is_inference()
-    served.assert_replay_right()
-
-
 class Repeated(Quantised):
     """One scale, expanded to all columns."""
 
@@ -146,19 +138,4 @@ class Repeated(Quantised):
 def test_repeated_numbers_can_be_assigned_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     served = Served(monkeypatch, model=Repeated())
     served.model.load_state_dict(fresh_state(served.model), assign=True)
-    served.assert_right()
-
-
-def test_another_part_of_the_same_memory_is_another_place(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = prologues.Neox()
-    weight = model.q_b_proj.weight
-    both = torch.stack([weight.data, other(weight)])
-    weight.data = both[0]
-    served = Served(monkeypatch, model=model)
-    weight.data = both[1]
-    with caplog.at_level(logging.WARNING, "mla_fusion"):
-        mf.refresh(model)
-    assert "captured before read the old numbers" in caplog.text
     served.assert_right()

@@ -7,9 +7,7 @@ stand-in here are the packed weights that the first call used.
 
 from __future__ import annotations
 
-import gc
 import logging
-from typing import Any
 
 import pytest
 import torch
@@ -17,13 +15,13 @@ from torch import Tensor, nn
 from torch.optim import optimizer as optimizers
 
 import mla_fusion as mf
-from mla_fusion.weights import cache, follow, rounds
+from mla_fusion.weights import cache, rounds
 from mla_fusion.weights.prepack import _MODULES
 from mla_fusion.weights.source import SHARES
 from tests.catalogue import prologues
 from tests.exhaustive import one_in
 from tests.harness import clones
-from tests.weights.served import COUNTED, NAMES, STEPPED, WAYS, Served, other, stepped
+from tests.weights.served import COUNTED, NAMES, STEPPED, WAYS, Served, other
 
 pytestmark = pytest.mark.usefixtures("fresh")
 
@@ -51,6 +49,15 @@ def test_a_change_is_seen_when_it_should_be(
                 with torch.no_grad():
                     served.run(*clones(served.args))
         assert f"{name}.weight has changed in a way that torch does not count" in caplog.text
+    served.assert_right()
+
+
+@pytest.mark.parametrize(("way", "name"), one_in(20, CASES, first=7))
+def test_every_call_compares_all_bytes(
+    way: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = Served(monkeypatch, "every call", prepacked=False)
+    WAYS[way](served, name)
     served.assert_right()
 
 
@@ -143,28 +150,6 @@ def test_release_takes_the_hooks_back(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not any(module._load_state_dict_post_hooks for module in served.model.modules())
         assert not any(module in _MODULES for module in served.model.modules())
         served.assert_right()
-
-
-def test_models_that_are_gone_leave_no_hook() -> None:
-    anybodys_step()
-    before = dict(optimizers._global_optimizer_post_hooks)
-    model = prologues.Neox()
-    mf.prepack(model, *Served.arguments())
-    assert len(optimizers._global_optimizer_post_hooks) == len(before) + 1
-    del model
-    gc.collect()
-    anybodys_step()
-    assert dict(optimizers._global_optimizer_post_hooks) == before
-
-
-def test_an_optimizer_of_another_model_refreshes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    served = Served(monkeypatch)
-    asked: list[Any] = []
-    monkeypatch.setattr(follow.cache, "renew", lambda *given: asked.append(given) or 0)
-    anybodys_step()
-    assert not asked
-    stepped(torch.optim.SGD, lr=0.1, foreach=False)(served, "q_b_proj")
-    assert asked
 
 
 def test_a_found_change_is_packed_into_the_same_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,46 +92,6 @@ def test_a_step_waits_for_nothing_and_reads_a_share(
     assert shifts == [[(1 << 12) // 8]]  # one share, in lanes of 8 bytes
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_change_is_packed_into_the_same_memory(way: str) -> None:
-    """So that what a device has captured stays valid."""
-    model, args = prologues.Neox(), base.paged_args()
-    run = torch.compile(model, backend=WAYS[way](mf.Config()), fullgraph=True)
-    with torch.no_grad():
-        run(*clones(args))
-        places = {entry.packed.data_ptr() for entry in entries() if entry.packed is not None}
-        before = run(*clones(args))
-        model.q_b_proj.weight.mul_(2)
-        model.kv_a_proj_with_mqa.weight.mul_(2)
-        after = run(*clones(args))
-    assert {entry.packed.data_ptr() for entry in entries() if entry.packed is not None} == places
-    first = [value[0] if isinstance(value, tuple) else value for value in (before, after)]
-    assert not torch.equal(*first)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_most_steps_call_no_operator(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, args = prologues.Neox(), base.paged_args()
-    run = torch.compile(model, backend=WAYS[way](mf.Config()), fullgraph=True)
-    steps: list[int] = []
-    usual = Weights.of
-
-    def profiled(*given: Any) -> Any:
-        with torch.autograd.profiler.profile(use_device=None) as profile:
-            packed = usual(*given)
-        steps.append(
-            len([event for event in profile.function_events if event.name.startswith("aten::")])
-        )
-        return packed
-
-    with torch.no_grad():
-        run(*clones(args))
-        monkeypatch.setattr(Weights, "of", profiled)
-        for _ in range(rounds.STEPS_A_LOOK["cpu"]):
-            run(*clones(args))
-    assert sum(map(bool, steps)) == 1 and len(steps) == rounds.STEPS_A_LOOK["cpu"]
-
-
 def test_a_packed_weight_that_is_void_is_held_by_nobody() -> None:
     """A step that remembers its weights would keep memory that was let go."""
     model, args = prologues.Neox(), base.paged_args()
@@ -148,22 +108,6 @@ def test_a_packed_weight_that_is_void_is_held_by_nobody() -> None:
             weight = getattr(model, name).weight
             weight.data = weight.data.clone()
     assert all(memory.expired() for memory in memories)
-
-
-def test_each_weight_of_a_manager_has_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One look a step over all weights, not one for each."""
-    monkeypatch.setitem(rounds.STEPS_A_LOOK, "cpu", 1)
-    looks: list[str] = []
-    usual = rounds._look
-    monkeypatch.setattr(
-        rounds, "_look", lambda each, *rest: looks.append(each.name) or usual(each, *rest)
-    )
-    model, args = prologues.Neox(), base.paged_args()
-    run = torch.compile(model, backend=as_manager(mf.Config()), fullgraph=True)
-    with torch.no_grad():
-        for _ in range(9):
-            run(*clones(args))
-    assert len(looks) <= 8 and len(set(looks)) > 1
 
 
 @pytest.mark.parametrize("updates", ["counted", "rounds"])

@@ -15,11 +15,6 @@ from mla_fusion.compile.offline import runtime
 
 SHORT = "import mla_fusion as mf; mf.offline.activate(); import torch_npu, torchair; print('ready')"
 
-BUILD = (
-    "from mla_fusion.compile.offline import standins as s, symbols; "
-    "s.standins(symbols.find_wheel()); print(1)"
-)
-
 
 def environment(**changes: str) -> dict[str, str]:
     kept = {
@@ -118,24 +113,6 @@ def test_interrupt_handler_stays_pythons() -> None:
 
     # a shell starts jobs in the background with SIG_IGN
     assert signal.getsignal(signal.SIGINT) in (signal.default_int_handler, signal.SIG_IGN)
-
-
-@pytest.mark.exhaustive
-def test_two_processes_build_at_once(tmp_path: Path) -> None:
-    env = environment(MLA_FUSION_CACHE=str(tmp_path))
-    command = [sys.executable, "-c", BUILD]
-    both = [
-        subprocess.Popen(
-            command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
-        for _ in range(2)
-    ]
-    for process in both:
-        out, err = process.communicate(timeout=240)
-        assert process.returncode == 0, err
-        assert out == "1\n"
-    built = list((tmp_path / "standins").iterdir())
-    assert len(built) == 1 and not built[0].name.startswith("."), built
 
 
 def test_missing_compiler_says_what_to_install(tmp_path: Path) -> None:

@@ -93,52 +93,6 @@ def _other_numbers(value: Any) -> list[Any]:
     return [value * 10, value / 10, -value, value + 1.0, 0.0]
 
 
-def shift_slice(graph: Graph, rng: random.Random) -> str | None:
-    """Both bounds of a slice move by as much: the width stays."""
-    slices = [node for node in calls(graph) if node.target is aten.slice.Tensor]
-    if not slices:
-        return None
-    node = rng.choice(slices)
-    source, axis, start, end, *step = (*node.args, 0, 0, None)[: max(4, len(node.args))]
-    if not isinstance(start, int) or not isinstance(end, int) or end > 1 << 40:
-        return None
-    by = rng.choice((-2, -1, 1, 2, 64))
-    if start + by < 0:
-        return None
-    node.args = (source, axis, start + by, end + by, *step)
-    return f"{node.name}: moved by {by}"
-
-
-def reorder_split(graph: Graph, rng: random.Random) -> str | None:
-    """The sizes of a split change places, or one column goes from a part to the next."""
-    splits = [node for node in calls(graph) if node.target is aten.split_with_sizes.default]
-    if not splits:
-        return None
-    node = rng.choice(splits)
-    sizes = list(node.args[1])  # type: ignore[arg-type]
-    if rng.random() < 0.5:
-        sizes.reverse()
-    else:
-        sizes[0], sizes[1] = sizes[0] - 1, sizes[1] + 1
-    node.args = (node.args[0], sizes, *node.args[2:])
-    return f"{node.name}: sizes {sizes}"
-
-
-def other_item(graph: Graph, rng: random.Random) -> str | None:
-    """Another part of a split is taken."""
-    items = [node for node in calls(graph) if "getitem" in str(node.target)]
-    if not items:
-        return None
-    node = rng.choice(items)
-    source, index = node.args
-    assert isinstance(source, Node) and isinstance(index, int)
-    others = [i for i in range(len(source.meta["val"])) if i != index]
-    if not others:
-        return None
-    node.args = (source, rng.choice(others))
-    return f"{node.name}: item {node.args[1]} instead of {index}"
-
-
 # -- wiring
 
 
@@ -165,21 +119,6 @@ def _can_stand_for(node: Node, value: torch.Tensor) -> bool:
     if not isinstance(found, torch.Tensor) or node.target is aten.copy_.default:
         return False
     return (found.shape, found.dtype) == (value.shape, value.dtype)
-
-
-def swap_arguments(graph: Graph, rng: random.Random) -> str | None:
-    """Two tensors that a node reads change places."""
-    nodes = [node for node in calls(graph) if len(_inputs(node)) > 1]
-    node = rng.choice(nodes)
-    (a, first), (b, second) = rng.sample(_inputs(node), 2)
-    if first is second:
-        return None
-    node.args, node.kwargs = _replaced(_replaced((node.args, node.kwargs), a, second), b, first)
-    return f"{node.name}: {first.name} and {second.name} swapped"
-
-
-def _inputs(node: Node) -> list[tuple[Place, Node]]:
-    return list(_leaves((node.args, node.kwargs), Node))
 
 
 def skip_node(graph: Graph, rng: random.Random) -> str | None:
@@ -368,30 +307,11 @@ def _pass_through(
     return f"{node.name} {name} for {', '.join(user.name for user in chosen)}"
 
 
-def transposed_twins(graph: Graph, rng: random.Random) -> str | None:
-    """Two axes of equal rank change places and the shape is kept: [a, b] read as [b, a]."""
-    node = rng.choice([n for n in tensors(graph) if n.meta["val"].dim() > 1 and n.users])
-    shape = list(node.meta["val"].shape)
-    axis = rng.randrange(len(shape) - 1)
-    if shape[axis] == 1 or shape[axis + 1] == 1:
-        return None
-
-    def change(graph: Graph, node: Node) -> Node:
-        turned = graph.call_function(aten.transpose.int, (node, axis, axis + 1))
-        return graph.call_function(aten.reshape.default, (turned, shape))
-
-    return _pass_through(graph, node, change, f"transposed in {axis}, {axis + 1}", rng)
-
-
 CHANGES: dict[str, Change] = {
     f.__name__: f
     for f in (
         edit_constant,
-        shift_slice,
-        reorder_split,
-        other_item,
         redirect,
-        swap_arguments,
         skip_node,
         drop_write_back,
         also_returned,
@@ -399,7 +319,6 @@ CHANGES: dict[str, Change] = {
         accumulate,
         insert,
         insert_along_axis,
-        transposed_twins,
         write_again,
         old_cache_read,
     )

@@ -192,7 +192,3 @@ def _wide_call(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     if target in (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default):
         target = torch.ops.aten.reshape.default  # a cast erased may leave other strides
     return target(*args, **kwargs)
-
-
-def _wide_dtype(argument: Any) -> Any:
-    return _WIDE.get(argument, argument) if isinstance(argument, torch.dtype) else argument

@@ -40,7 +40,7 @@ def _drawn(lead: tuple[int, ...], heads: int) -> Named:
     return {name: value.bfloat16() if name not in _WIDE else value for name, value in named.items()}
 
 
-_WIDE = frozenset("slots positions starts cos32 sin32 freqs_cis all_freqs_cis inv_freq".split())
+_WIDE = frozenset("slots positions freqs_cis all_freqs_cis inv_freq".split())
 
 
 def _weights(generator: torch.Generator, heads: int) -> Named:
@@ -62,11 +62,9 @@ def _weights(generator: torch.Generator, heads: int) -> Named:
     flat |= {"dkv": flat["kv_a"][:HCKV].clone(), "kr": flat["kv_a"][HCKV:].clone()}
     turned = {f"{name}_t": weight.t().contiguous() for name, weight in flat.items()}
     uk = flat["kv_b"].view(heads, D + DV, HCKV)[:, :D].clone()
-    heads_of = {"uk": uk, "uk_t": uk.transpose(1, 2).contiguous()}
     gammas = {f"gamma_q{other}": gamma(HCQ) for other in ("", "_other")}
     gammas |= {f"gamma_kv{other}": gamma(HCKV) for other in ("", "_other")}
-    gammas["one_number_other"] = torch.full((), 0.75)
-    return {**flat, **turned, **heads_of, **gammas}
+    return {**flat, **turned, "uk": uk, **gammas}
 
 
 def _tables(generator: torch.Generator, lead: tuple[int, ...]) -> Named:
@@ -84,8 +82,6 @@ def _tables(generator: torch.Generator, lead: tuple[int, ...]) -> Named:
     return {
         "cos": cos,
         "sin": sin,
-        "cos32": cos.clone(),
-        "sin32": sin.clone(),
         "cos_half": cos[..., :half].clone(),
         "sin_half": sin[..., :half].clone(),
         "all_cos": all_cos,

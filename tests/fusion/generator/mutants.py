@@ -1,5 +1,6 @@
-"""Mutants: a generated graph with one change of its nodes, or a spelling with one step spelled
-wrongly.
+"""Mutants: a generated graph with one change of its nodes.
+
+Steps that are spelled wrongly are near misses of the catalogue, and families of tests/soundness.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from .changes import CHANGES
 from .graphs import Case, capture, structure
 from .judge import rows
 from .prologue import Choices
-from .spellings import MISTAKES, sample
+from .spellings import sample
 
-CHANGES_A_GRAPH, MISTAKES_A_GRAPH = 16, 6  # about as many valid mutants of either sort
+CHANGES_A_GRAPH = 16
 _VISIBLE = 1e-6  # relative difference of float64 results from which a change is one of meaning
 
 
@@ -53,13 +54,10 @@ def _differ(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to make mutants of one spelling: so many changes drawn by ``seed``, and mistakes, each
-    (axis, option).
-    """
+    """How to make mutants of one spelling: so many changes, drawn by ``seed``."""
 
     choices: Choices
     seed: int
-    mistakes: tuple[tuple[str, str], ...]
 
     def make(self) -> Iterator[Mutant]:
         rng, origin = random.Random(self.seed), capture(self.choices)
@@ -67,37 +65,13 @@ class Recipe:
             mutant = change(origin, rng.choice(list(CHANGES)), rng)
             if mutant is not None:
                 yield mutant
-        for axis, mistake in self.mistakes:
-            try:
-                yield Mutant(
-                    capture({**self.choices, axis: mistake}),
-                    origin,
-                    f"{axis} spelled wrongly",
-                    mistake,
-                )
-            except (RuntimeError, ValueError):  # the mistake does not fit these shapes
-                continue
 
 
 def recipes(seed: int) -> Iterator[Recipe]:
-    """Without end; the mistakes come in shuffled rounds, so that none is rare."""
-    rng, deck = random.Random(seed), list[tuple[str, str]]()
-    every = [(axis, mistake) for axis, wrong in MISTAKES.items() for mistake in wrong]
+    """Without end."""
+    rng = random.Random(seed)
     for choices in sample(seed):
-        if len(deck) < MISTAKES_A_GRAPH:
-            deck += rng.sample(every, len(every))
-        drawn, deck = deck[:MISTAKES_A_GRAPH], deck[MISTAKES_A_GRAPH:]
-        fitting = tuple((axis, mistake) for axis, mistake in drawn if _has_a_part(axis, choices))
-        yield Recipe(choices, rng.randrange(1 << 30), fitting)
-
-
-def _has_a_part(axis: str, choices: Choices) -> bool:
-    """Does the axis matter in the spelling?"""
-    if axis == "kv_product":
-        return not choices["down"].startswith("merged")
-    if axis == "key_tables":
-        return choices["tables"] != "shared_by_sequences"
-    return axis != "up" or choices["query_scale"] != "before"
+        yield Recipe(choices, rng.randrange(1 << 30))
 
 
 def change(origin: Case, kind: str, rng: random.Random) -> Mutant | None:

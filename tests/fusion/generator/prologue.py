@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.catalogue.base import DR, HCKV, HCQ, D, attend
 
-from . import absorbs, norms, projections, rotations, tables, writes, wrong_writes
+from . import absorbs, norms, projections, rotations, tables, writes
 from .inputs import Named
 from .rotations import Rotation
 from .tables import Tables
@@ -106,12 +106,6 @@ def _merged(step: Step, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q, kv, k
 
 
-def _merged_then_split(step: Step, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    q, rest = step.product("q_product", x, step.weight("qkv_a")).split([HCQ, HCKV + DR], -1)
-    kv, k = step.parts("down_parts", rest, [HCKV, DR])
-    return q, kv, k
-
-
 def _two(step: Step, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     kv, k = step.parts("down_parts", step.product("kv_product", x, step.weight("kv_a")), [HCKV, DR])
     return step.product("q_product", x, step.weight("q_a")), kv, k
@@ -131,7 +125,6 @@ def _slices_of_one(step: Step, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 DOWN: dict[str, Down] = {
     "merged": _merged,
-    "merged_then_split": _merged_then_split,
     "two": _two,
     "three": _three,
     "slices_of_one": _slices_of_one,
@@ -144,14 +137,6 @@ DOWN: dict[str, Down] = {
 def _joint(step: Step, c_q: Tensor) -> tuple[Tensor, Tensor]:
     q = _scaled(step, step.product("up_product", c_q, step.weight("q_b")))
     nope, rope = step.parts("up_parts", q.view(*q.shape[:-1], -1, D + DR), [D, DR])
-    return nope, rope
-
-
-def _joint_unflattened(step: Step, c_q: Tensor) -> tuple[Tensor, Tensor]:
-    q = _scaled(
-        step, step.product("up_product", c_q, step.weight("q_b")).unflatten(-1, (-1, D + DR))
-    )
-    nope, rope = step.parts("up_parts", q, [D, DR])
     return nope, rope
 
 
@@ -187,100 +172,14 @@ def _scaled(step: Step, q: Tensor) -> Tensor:
     return q * 1.5 if step.choices["query_scale"] == "before" else q
 
 
-def _heads_inside(step: Step, c_q: Tensor) -> tuple[Tensor, Tensor]:
-    """Mistake: columns read as [D + Dr, N]."""
-    q = (
-        step.product("up_product", c_q, step.weight("q_b"))
-        .unflatten(-1, (D + DR, -1))
-        .transpose(-1, -2)
-    )
-    nope, rope = q.split([D, DR], -1)
-    return nope, rope
-
-
-def _heads_across_tokens(step: Step, c_q: Tensor) -> tuple[Tensor, Tensor]:
-    """Mistake: [T, N] read as [N, T]."""
-    q = step.product("up_product", c_q, step.weight("q_b"))
-    lead, heads = q.shape[:-1], q.shape[-1] // (D + DR)
-    q = q.reshape(heads, -1, D + DR).transpose(0, 1).reshape(*lead, heads, D + DR)
-    nope, rope = q.split([D, DR], -1)
-    return nope, rope
-
-
-def _nope_heads_reversed(step: Step, c_q: Tensor) -> tuple[Tensor, Tensor]:
-    nope, rope = _joint(step, c_q)
-    return nope.flip(-2), rope
-
-
-def _rope_heads_reversed(step: Step, c_q: Tensor) -> tuple[Tensor, Tensor]:
-    nope, rope = _joint(step, c_q)
-    return nope, rope.flip(-2)
-
-
-def _only_nope_scaled(step: Step, c_q: Tensor) -> tuple[Tensor, Tensor]:
-    nope, rope = _joint(step, c_q)
-    return nope * 2, rope
-
-
-def _only_rope_scaled(step: Step, c_q: Tensor) -> tuple[Tensor, Tensor]:
-    nope, rope = _joint(step, c_q)
-    return nope, rope * 2
-
-
-def _scaled_by_a_number(step: Step, c_q: Tensor) -> tuple[Tensor, Tensor]:
-    """Mistake (to take it for a literal): the factor is a tensor of one number."""
-    nope, rope = _joint(step, c_q)
-    return nope * step.i["one_number_other"], rope * step.i["one_number_other"]
-
-
-def _latent_scaled_by_a_number(step: Step, c_q: Tensor) -> tuple[Tensor, Tensor]:
-    return _joint(step, c_q * step.i["one_number_other"])
-
-
-def _rope_shared_by_heads(step: Step, c_q: Tensor) -> tuple[Tensor, Tensor]:
-    nope, rope = _joint(step, c_q)
-    return nope, rope[..., :1, :].expand_as(rope)
-
-
-def _rope_from_nope(step: Step, c_q: Tensor) -> tuple[Tensor, Tensor]:
-    """Mistake: the rotated columns overlap the others."""
-    q = step.product("up_product", c_q, step.weight("q_b")).unflatten(-1, (-1, D + DR))
-    return q[..., :D], q[..., D - DR : D]
-
-
-def _unnormed_tail(step: Step, c_q: Tensor) -> tuple[Tensor, Tensor]:
-    """Mistake: the rope part is projected from a clamped latent."""
-    nope, _ = _joint(step, c_q)
-    _, rope = _joint(step, c_q.clamp(-1, 1))
-    return nope, rope
-
-
 Up = Callable[[Step, Tensor], tuple[Tensor, Tensor]]
-RIGHT_UP: dict[str, Up] = {
+UP: dict[str, Up] = {
     "joint": _joint,
-    "joint_unflattened": _joint_unflattened,
     "heads_first": _heads_first,
     "separate": _separate,
     "rope_first": _rope_first,
     "all_nope_then_all_rope": _all_nope_then_all_rope,
 }
-WRONG_UP: dict[str, Up] = {
-    f.__name__.lstrip("_"): f
-    for f in (
-        _heads_inside,
-        _heads_across_tokens,
-        _nope_heads_reversed,
-        _rope_heads_reversed,
-        _only_nope_scaled,
-        _only_rope_scaled,
-        _scaled_by_a_number,
-        _latent_scaled_by_a_number,
-        _rope_shared_by_heads,
-        _rope_from_nope,
-        _unnormed_tail,
-    )
-}
-UP = RIGHT_UP | WRONG_UP
 
 
 # -- scales
@@ -308,13 +207,7 @@ def _recomputed(step: Step, t: Tables) -> Tables:
     return tables.SOURCES[step.choices["tables"]](step.i)
 
 
-def _changed(change: Callable[[Tables], Tables]) -> Callable[[Step, Tables], Tables]:
-    return lambda step, t: change(t)
-
-
-RIGHT_KEY_TABLES = {"shared": _shared, "recomputed": _recomputed}
-WRONG_KEY_TABLES = {name: _changed(change) for name, change in tables.WRONG_TABLES.items()}
-KEY_TABLES = RIGHT_KEY_TABLES | WRONG_KEY_TABLES
+KEY_TABLES = {"shared": _shared, "recomputed": _recomputed}
 
 
 # -- who else reads
@@ -346,14 +239,6 @@ EXTRAS: dict[str, Extra] = {
     "old_rows": lambda v: (v.i["kv_cache"].view(-1, HCKV)[v.i["slots"]],),
     "hidden_state": lambda v: (v.i["x"].abs().sum(-1),),
 }
-WRONG_EXTRAS: dict[str, Extra] = {
-    "raw_query_latent": lambda v: (v.q_raw * 2,),
-    "raw_latent": lambda v: (v.kv_raw.float().sum(-1),),
-    "raw_key": lambda v: (v.k_raw.t() if v.k_raw.dim() == 2 else v.k_raw,),
-    "raw_query_rope": lambda v: (v.q_raw_pe.amax(-1),),
-    "q_nope": lambda v: (v.q_nope.sum(-1),),
-    "raw_and_normed": lambda v: (torch.cat([v.q_raw, v.c_q], -1),),
-}
 
 
 # -- what leaves
@@ -367,33 +252,22 @@ def _with_rows(query: Tensor, q_pe: Tensor, kv: Tensor, kr: Tensor) -> tuple[Ten
     return query, q_pe, kv.clone(), kr + 0
 
 
-def _joined(query: Tensor, q_pe: Tensor, kv: Tensor, kr: Tensor) -> tuple[Tensor, ...]:
-    return torch.cat([query, q_pe], -1), kv[1::2].sum(-1)
-
-
 def _heads_in_front(query: Tensor, q_pe: Tensor, kv: Tensor, kr: Tensor) -> tuple[Tensor, ...]:
     return query.transpose(-2, -3), q_pe.transpose(-2, -3).contiguous(), kr.t()
-
-
-def _flat_heads(query: Tensor, q_pe: Tensor, kv: Tensor, kr: Tensor) -> tuple[Tensor, ...]:
-    return query.reshape(-1, query.shape[-2] * HCKV), q_pe.flatten(-2)
 
 
 def _scores(query: Tensor, q_pe: Tensor, kv: Tensor, kr: Tensor) -> tuple[Tensor, ...]:
     return (attend(query, q_pe, kv, kr),)
 
 
-OUTPUTS = {
-    f.__name__.lstrip("_"): f
-    for f in (_direct, _with_rows, _joined, _heads_in_front, _flat_heads, _scores)
-}
+OUTPUTS = {f.__name__.lstrip("_"): f for f in (_direct, _with_rows, _heads_in_front, _scores)}
 
 ALL: dict[str, Mapping[str, Callable[..., Any]]] = {
-    "product": projections.UP_PRODUCTS | projections.WRONG_PRODUCTS,
-    "parts": projections.PARTS | projections.WRONG_PARTS,
-    "norm": norms.NORMS | norms.WRONG_NORMS,
-    "rotation": rotations.ROTATIONS | rotations.WRONG_ROTATIONS,
-    "absorb": absorbs.PRODUCTS | absorbs.WRONG_PRODUCTS,
-    "write": writes.WRITES | wrong_writes.WRONG_WRITES,
-    "extra": EXTRAS | WRONG_EXTRAS,
+    "product": projections.UP_PRODUCTS,
+    "parts": projections.PARTS,
+    "norm": norms.NORMS,
+    "rotation": rotations.ROTATIONS,
+    "absorb": absorbs.PRODUCTS,
+    "write": writes.WRITES,
+    "extra": EXTRAS,
 }

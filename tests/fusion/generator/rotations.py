@@ -32,33 +32,9 @@ def even_odd(x: Tensor, t: Tables) -> Tensor:
     return torch.cat([even * cos - odd * sin, odd * cos + even * sin], -1)
 
 
-def unbind(x: Tensor, t: Tables) -> Tensor:
-    cos, sin = t.full()
-    x = torch.cat(x.unflatten(-1, (-1, 2)).unbind(-1), -1)
-    return x * cos + rotate_half(x) * sin
-
-
-def stack_before_pairs(x: Tensor, t: Tables) -> Tensor:
-    cos, sin = t.half()
-    even, odd = x.unflatten(-1, (HALF, 2)).unbind(-1)
-    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -2).flatten(-2)
-
-
 def real_and_imaginary(x: Tensor, t: Tables) -> Tensor:
     pairs = torch.view_as_complex(x.float().contiguous().view(*x.shape[:-1], HALF, 2)) * t.complex()
     return torch.cat([pairs.real, pairs.imag], -1).to(x.dtype)
-
-
-def wide(x: Tensor, t: Tables) -> Tensor:
-    cos, sin = t.full()
-    y = hf_interleave(x).float()
-    return (y * cos.float() + rotate_half(y) * sin.float()).to(x.dtype)
-
-
-def addcmul(x: Tensor, t: Tables) -> Tensor:
-    cos, sin = t.full()
-    y = hf_interleave(x)
-    return torch.addcmul(y * cos, rotate_half(y), sin)
 
 
 def permuted_columns(x: Tensor, t: Tables) -> Tensor:
@@ -81,25 +57,6 @@ def npu_interleave_rope(x: Tensor, t: Tables) -> Tensor:
 def neox(x: Tensor, t: Tables) -> Tensor:
     cos, sin = t.full()
     return x * cos + rotate_half(x) * sin
-
-
-def neox_by_halves(x: Tensor, t: Tables) -> Tensor:
-    cos, sin = t.half()
-    first, second = x.split(HALF, -1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
-
-
-def roll_with_signs(x: Tensor, t: Tables) -> Tensor:
-    cos, sin = t.full()
-    signs = torch.cat([x.new_full((HALF,), -1.0), x.new_ones(HALF)])
-    return x * cos + x.roll(HALF, -1) * signs * sin
-
-
-def turned_by_flip(x: Tensor, t: Tables) -> Tensor:
-    cos, sin = t.half()
-    halves = x.unflatten(-1, (2, HALF))
-    signs = torch.cat([x.new_full((1, 1), -1.0), x.new_ones(1, 1)])
-    return (halves * cos.unsqueeze(-2) + halves.flip(-2) * signs * sin.unsqueeze(-2)).flatten(-2)
 
 
 def halves_into_empty(x: Tensor, t: Tables) -> Tensor:
@@ -129,42 +86,24 @@ def repeated_tables(x: Tensor, t: Tables) -> Tensor:
     return x * cos + torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2) * sin
 
 
-def strided_assignment(x: Tensor, t: Tables) -> Tensor:
-    cos, sin = t.half()
-    out = torch.zeros_like(x)
-    out[..., 0::2] = x[..., 0::2] * cos - x[..., 1::2] * sin
-    out[..., 1::2] = x[..., 1::2] * cos + x[..., 0::2] * sin
-    return out
-
-
 HALVES_OUT: dict[str, Rotation] = {
     f.__name__: f
     for f in (
         deinterleave_rotate_half,
         even_odd,
-        unbind,
-        stack_before_pairs,
         real_and_imaginary,
-        wide,
-        addcmul,
         permuted_columns,
         npu_interleave_rope,
         neox,
-        neox_by_halves,
-        roll_with_signs,
-        turned_by_flip,
         halves_into_empty,
     )
 }
 PAIRS_OUT: dict[str, Rotation] = {
-    f.__name__: f for f in (complex_product, stack_pairs, repeated_tables, strided_assignment)
+    f.__name__: f for f in (complex_product, stack_pairs, repeated_tables)
 }
 ROTATIONS = HALVES_OUT | PAIRS_OUT
 
-_FULL = (
-    "deinterleave_rotate_half unbind wide addcmul permuted_columns npu_interleave_rope neox "
-    "roll_with_signs"
-)
+_FULL = "deinterleave_rotate_half permuted_columns npu_interleave_rope neox"
 _WIDTH = {
     **dict.fromkeys(_FULL.split(), "full"),
     **dict.fromkeys(("real_and_imaginary", "complex_product"), "complex"),
@@ -213,135 +152,4 @@ def flat_rows(rotate: Rotation, x: Tensor, t: Tables) -> Tensor:
 ARRANGEMENTS = {
     f.__name__: f
     for f in (tokens_first, heads_first, with_unit_axis, one_batch_heads_first, flat_rows)
-}
-
-
-# -- mistakes
-
-
-def one_sign_flipped(x: Tensor, t: Tables) -> Tensor:
-    cos, sin = t.half()
-    even, odd = x[..., 0::2], x[..., 1::2]
-    return torch.cat([even * cos + odd * sin, odd * cos + even * sin], -1)
-
-
-def both_signs_flipped(x: Tensor, t: Tables) -> Tensor:
-    cos, sin = t.half()
-    even, odd = x[..., 0::2], x[..., 1::2]
-    return torch.cat([even * cos + odd * sin, odd * cos - even * sin], -1)
-
-
-def last_column_negated(x: Tensor, t: Tables) -> Tensor:
-    turned = even_odd(x, t)
-    return torch.cat([turned[..., :-1], -turned[..., -1:]], -1)
-
-
-def cosine_and_sine_swapped(x: Tensor, t: Tables) -> Tensor:
-    sin, cos = t.half()
-    even, odd = x[..., 0::2], x[..., 1::2]
-    return torch.cat([even * cos - odd * sin, odd * cos + even * sin], -1)
-
-
-def halves_swapped(x: Tensor, t: Tables) -> Tensor:
-    turned = even_odd(x, t)
-    return torch.cat([turned[..., HALF:], turned[..., :HALF]], -1)
-
-
-def only_first_half(x: Tensor, t: Tables) -> Tensor:
-    turned = neox_by_halves(x, t)
-    return torch.cat([turned[..., :HALF], x[..., HALF:]], -1)
-
-
-def only_some_pairs(x: Tensor, t: Tables) -> Tensor:
-    turned = even_odd(x, t)
-    return torch.where(torch.arange(DR, device=x.device) % HALF < 8, turned, hf_interleave(x))
-
-
-def not_at_all(x: Tensor, t: Tables) -> Tensor:
-    return hf_interleave(x)
-
-
-def product_of_both(x: Tensor, t: Tables) -> Tensor:
-    cos, sin = t.full()
-    return x * cos * rotate_half(x) * sin
-
-
-def rolled_by_one(x: Tensor, t: Tables) -> Tensor:
-    cos, sin = t.full()
-    return x * cos + x.roll(1, -1) * sin
-
-
-def absolute_turn(x: Tensor, t: Tables) -> Tensor:
-    cos, sin = t.full()
-    return x * cos + rotate_half(x).abs() * sin
-
-
-def turn_of_next_token(x: Tensor, t: Tables) -> Tensor:
-    cos, sin = t.full()
-    return x * cos + rotate_half(x).roll(1, 0) * sin
-
-
-def twice(x: Tensor, t: Tables) -> Tensor:
-    return neox(neox(x, t), t)
-
-
-def clamped(x: Tensor, t: Tables) -> Tensor:
-    return even_odd(x, t).clamp(-0.5, 0.5)
-
-
-def doubled(x: Tensor, t: Tables) -> Tensor:
-    return even_odd(x, t) * 2
-
-
-def plus_input(x: Tensor, t: Tables) -> Tensor:
-    return neox(x, t) + x
-
-
-def through_int(x: Tensor, t: Tables) -> Tensor:
-    return even_odd((x * 16).to(torch.int8).to(x.dtype), t)
-
-
-def output_through_float8(x: Tensor, t: Tables) -> Tensor:
-    return even_odd(x, t).to(torch.float8_e5m2).to(x.dtype)
-
-
-def output_shifted(x: Tensor, t: Tables) -> Tensor:
-    return even_odd(x, t) + 0.25
-
-
-def heads_reversed(x: Tensor, t: Tables) -> Tensor:
-    return even_odd(x, t).flip(-3 if x.dim() == 4 else -2)
-
-
-def columns_swapped_after(x: Tensor, t: Tables) -> Tensor:
-    """Two columns of the result change places."""
-    turned = even_odd(x, t)
-    return torch.cat([turned[..., 1:2], turned[..., :1], turned[..., 2:]], -1)
-
-
-WRONG_ROTATIONS: dict[str, Rotation] = {
-    f.__name__: f
-    for f in (
-        one_sign_flipped,
-        both_signs_flipped,
-        last_column_negated,
-        cosine_and_sine_swapped,
-        halves_swapped,
-        only_first_half,
-        only_some_pairs,
-        not_at_all,
-        product_of_both,
-        rolled_by_one,
-        absolute_turn,
-        turn_of_next_token,
-        twice,
-        clamped,
-        doubled,
-        plus_input,
-        through_int,
-        output_through_float8,
-        output_shifted,
-        heads_reversed,
-        columns_swapped_after,
-    )
 }

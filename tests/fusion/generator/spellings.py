@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping
 
-from . import absorbs, norms, projections, rotations, tables, writes, wrong_writes
+from . import absorbs, norms, projections, rotations, tables, writes
 from . import prologue as p
 from .prologue import Choices
 
@@ -20,13 +20,13 @@ AXES: dict[str, tuple[str, ...]] = {
     "up_product": tuple(projections.UP_PRODUCTS),
     "down_parts": tuple(projections.PARTS),
     "up_parts": tuple(projections.PARTS),
-    "up": tuple(p.RIGHT_UP),
+    "up": tuple(p.UP),
     "q_norm": tuple(norms.NORMS),
     "k_norm": tuple(norms.NORMS),
     "q_eps": tuple(p.EPS),
     "k_eps": tuple(p.EPS),
     "tables": tuple(tables.SOURCES),
-    "key_tables": tuple(p.RIGHT_KEY_TABLES),
+    "key_tables": tuple(p.KEY_TABLES),
     "q_rotation": tuple(rotations.ROTATIONS),
     "k_rotation": tuple(rotations.ROTATIONS),
     "q_arrangement": tuple(rotations.ARRANGEMENTS),
@@ -39,23 +39,6 @@ AXES: dict[str, tuple[str, ...]] = {
     "slots": tuple(writes.SLOTS),
     "extra": tuple(p.EXTRAS),
     "outputs": tuple(p.OUTPUTS),
-}
-
-MISTAKES: dict[str, tuple[str, ...]] = {
-    "q_product": tuple(projections.WRONG_PRODUCTS),
-    "kv_product": tuple(projections.WRONG_PRODUCTS),
-    "up_product": tuple(projections.WRONG_PRODUCTS),
-    "down_parts": tuple(projections.WRONG_PARTS),
-    "up_parts": tuple(projections.WRONG_PARTS),
-    "up": tuple(p.WRONG_UP),
-    "q_norm": tuple(norms.WRONG_NORMS),
-    "k_norm": tuple(norms.WRONG_NORMS),
-    "key_tables": tuple(p.WRONG_KEY_TABLES),
-    "q_rotation": tuple(rotations.WRONG_ROTATIONS),
-    "k_rotation": tuple(rotations.WRONG_ROTATIONS),
-    "absorb": tuple(absorbs.WRONG_PRODUCTS),
-    "write": tuple(wrong_writes.WRONG_WRITES),
-    "extra": tuple(p.WRONG_EXTRAS),
 }
 
 _GIVE_WAY = ("k_rotation", "outputs", "q_arrangement", "k_arrangement", "query_scale", "extra")

@@ -63,28 +63,12 @@ def given(i: Named) -> Tables:
     return Tables(i["cos"], i["sin"])
 
 
-def given_wide(i: Named) -> Tables:
-    return Tables(i["cos32"], i["sin32"])
-
-
 def given_half(i: Named) -> Tables:
     return Tables(i["cos_half"], i["sin_half"])
 
 
-def repeated_half(i: Named) -> Tables:
-    return Tables(torch.cat([i["cos_half"]] * 2, -1), torch.cat([i["sin_half"]] * 2, -1))
-
-
 def indexed(i: Named) -> Tables:
     return Tables(i["all_cos"][i["positions"]], i["all_sin"][i["positions"]])
-
-
-def index_selected(i: Named) -> Tables:
-    flat, shape = i["positions"].flatten(), (*i["positions"].shape, DR)
-    return Tables(
-        i["all_cos"].index_select(0, flat).view(shape),
-        i["all_sin"].index_select(0, flat).view(shape),
-    )
 
 
 def embedded(i: Named) -> Tables:
@@ -93,19 +77,8 @@ def embedded(i: Named) -> Tables:
     )
 
 
-def gathered(i: Named) -> Tables:
-    rows = i["positions"].unsqueeze(-1).expand(*i["positions"].shape, DR).reshape(-1, DR)
-    cos, sin = i["all_cos"].gather(0, rows), i["all_sin"].gather(0, rows)
-    return Tables(cos.view(*i["positions"].shape, DR), sin.view(*i["positions"].shape, DR))
-
-
 def joined(i: Named) -> Tables:
     cos, sin = i["cos_sin"][i["positions"]].chunk(2, -1)
-    return Tables(cos, sin)
-
-
-def stacked(i: Named) -> Tables:
-    cos, sin = torch.stack([i["cos"], i["sin"]]).unbind(0)
     return Tables(cos, sin)
 
 
@@ -113,13 +86,6 @@ def computed(i: Named) -> Tables:
     angles = i["positions"].unsqueeze(-1).float() * i["inv_freq"]
     both = torch.cat((angles, angles), -1)
     return Tables(both.cos().bfloat16(), both.sin().bfloat16())
-
-
-def computed_by_product(i: Named) -> Tables:
-    lead = i["positions"].shape
-    angles = (i["inv_freq"][:, None] @ i["positions"].reshape(1, -1).float()).t().view(*lead, HALF)
-    both = torch.cat((angles, angles), -1)
-    return Tables((both.cos() * 1.0).bfloat16(), (both.sin() * 1.0).bfloat16())
 
 
 def complex_given(i: Named) -> Tables:
@@ -145,102 +111,15 @@ SOURCES: dict[str, Source] = {
     f.__name__: f
     for f in (
         given,
-        given_wide,
         given_half,
-        repeated_half,
         indexed,
-        index_selected,
         embedded,
-        gathered,
         joined,
-        stacked,
         computed,
-        computed_by_product,
         complex_given,
         complex_indexed,
         polar,
         shared_by_sequences,
     )
 }
-WIDE = frozenset(("given_wide", "complex_given", "complex_indexed", "polar"))
 COMPLEX = frozenset(("complex_given", "complex_indexed", "polar"))
-
-
-# -- mistakes: the tables of the key alone
-
-
-def swapped(t: Tables) -> Tables:
-    return Tables(t.sin, t.cos, t.freqs.mul(-1j) if t.freqs is not None else None)
-
-
-def one_token_late(t: Tables) -> Tables:
-    return _both(t, lambda table: table.roll(1, 0))
-
-
-def tokens_reversed(t: Tables) -> Tables:
-    return _both(t, lambda table: table.flip(0))
-
-
-def columns_reversed(t: Tables) -> Tables:
-    return _both(t, lambda table: table.flip(-1))
-
-
-def columns_rolled(t: Tables) -> Tables:
-    return _both(t, lambda table: table.roll(1, -1))
-
-
-def scaled(t: Tables) -> Tables:
-    return _both(t, lambda table: table * 2)
-
-
-def of_first_token(t: Tables) -> Tables:
-    return _both(t, lambda table: table[:1].expand_as(table))
-
-
-def sine_negated(t: Tables) -> Tables:
-    return Tables(
-        t.cos,
-        None if t.sin is None else -t.sin,
-        None if t.freqs is None else t.freqs.conj().resolve_conj(),
-    )
-
-
-def cosine_doubled(t: Tables) -> Tables:
-    if t.freqs is not None:
-        return Tables(freqs=torch.complex(t.freqs.real * 2, t.freqs.imag))
-    assert t.cos is not None
-    return Tables(t.cos * 2, t.sin)
-
-
-def rounded_to_float8(t: Tables) -> Tables:
-    if t.freqs is not None:
-        return Tables(freqs=torch.complex(_float8(t.freqs.real), _float8(t.freqs.imag)))
-    return _both(t, _float8)
-
-
-def _float8(table: Tensor) -> Tensor:
-    return table.to(torch.float8_e4m3fn).to(table.dtype)
-
-
-def _both(t: Tables, change: Callable[[Tensor], Tensor]) -> Tables:
-    cos, sin, freqs = (
-        None if table is None else change(table) for table in (t.cos, t.sin, t.freqs)
-    )
-    return Tables(cos, sin, freqs)
-
-
-WRONG_TABLES = {
-    f.__name__: f
-    for f in (
-        swapped,
-        one_token_late,
-        tokens_reversed,
-        columns_reversed,
-        columns_rolled,
-        scaled,
-        of_first_token,
-        sine_negated,
-        cosine_doubled,
-        rounded_to_float8,
-    )
-}

@@ -32,13 +32,6 @@ def index_put(i: Named, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> Rows:
     return kv, kr
 
 
-def index_put_flat(i: Named, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> Rows:
-    kv, kr = _flat(i)
-    kv.index_put_((slots.reshape(-1),), c_kv.reshape(-1, HCKV))
-    kr.index_put_((slots.reshape(-1),), k_pe.reshape(-1, DR))
-    return kv, kr
-
-
 def index_copy(i: Named, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> Rows:
     kv, kr = _flat(i)
     kv.index_copy_(0, slots.flatten(), c_kv.flatten(0, -2))
@@ -67,40 +60,9 @@ def block_and_offset(i: Named, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> Row
     return _flat(i)
 
 
-def block_and_offset_squeezed(i: Named, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> Rows:
-    block = torch.div(slots, BLOCK_SIZE, rounding_mode="floor")
-    offset = slots - block * BLOCK_SIZE
-    i["kv_cache"].squeeze(2)[block, offset] = c_kv
-    i["kr_cache"].squeeze(2)[block, offset] = k_pe
-    return _flat(i)
-
-
-def rows_with_head_axis(i: Named, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> Rows:
-    i["kv_cache"].view(-1, 1, HCKV)[slots] = c_kv.unsqueeze(-2)
-    i["kr_cache"].view(-1, 1, DR)[slots] = k_pe.unsqueeze(-2)
-    return _flat(i)
-
-
-def narrow_slots(i: Named, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> Rows:
-    return index_put(i, slots.int(), c_kv, k_pe)
-
-
-def caches_of_rows(i: Named, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> Rows:
-    i["kv_rows_cache"][slots] = c_kv
-    i["kr_rows_cache"][slots] = k_pe
-    return i["kv_rows_cache"], i["kr_rows_cache"]
-
-
 def combined_cache(i: Named, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> Rows:
     rows = i["combined_cache"].view(-1, HCKV + DR)
     rows[slots] = torch.cat([c_kv, k_pe], -1)
-    return rows[:, :HCKV], rows[:, HCKV:]
-
-
-def parts_of_combined(i: Named, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> Rows:
-    rows = i["combined_cache"].view(-1, HCKV + DR)
-    rows[slots, :HCKV] = c_kv
-    rows[slots, HCKV:] = k_pe
     return rows[:, :HCKV], rows[:, HCKV:]
 
 
@@ -126,32 +88,11 @@ def concatenated(i: Named, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> Rows:
     return kv, kr
 
 
-def scatter_by_repeat(i: Named, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> Rows:
-    (kv, kr), rows = _flat(i), slots.reshape(-1, 1)
-    kv.scatter_(0, rows.repeat(1, HCKV), c_kv.reshape(-1, HCKV))
-    kr.scatter_(0, rows.repeat(1, DR), k_pe.reshape(-1, DR))
-    return kv, kr
-
-
 def by_mask(i: Named, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> Rows:
     """Functional: a fresh cache where each row is the new one or the old."""
     kv, kr = _flat(i)
     kv.copy_(kv.index_put((slots,), c_kv))
     kr.copy_(kr.index_put((slots,), k_pe))
-    return kv, kr
-
-
-def key_first(i: Named, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> Rows:
-    kv, kr = _flat(i)
-    kr.index_put_([slots], k_pe)
-    kv.index_put_([slots], c_kv)
-    return kv, kr
-
-
-def by_slot_and_by_block(i: Named, slots: Tensor, c_kv: Tensor, k_pe: Tensor) -> Rows:
-    kv, kr = _flat(i)
-    kv[slots] = c_kv
-    i["kr_cache"].squeeze(2)[slots // BLOCK_SIZE, slots % BLOCK_SIZE] = k_pe
     return kv, kr
 
 
@@ -167,24 +108,15 @@ WRITES: dict[str, Write] = {
     f.__name__: f
     for f in (
         index_put,
-        index_put_flat,
         index_copy,
         scatter,
         scatter_nd,
         block_and_offset,
-        block_and_offset_squeezed,
-        rows_with_head_axis,
-        narrow_slots,
-        caches_of_rows,
         combined_cache,
-        parts_of_combined,
         pool_of_layers,
         dense_assignment,
         concatenated,
-        scatter_by_repeat,
         by_mask,
-        key_first,
-        by_slot_and_by_block,
         both_by_one_operator,
     )
 }
@@ -205,16 +137,8 @@ def from_blocks(slots: Tensor) -> Tensor:
     return slots // 8 * 8 + slots % 8
 
 
-def widened(slots: Tensor) -> Tensor:
-    return slots.int().long()
-
-
 def one_later(slots: Tensor) -> Tensor:
     return slots + 1
 
 
-def bounded_below(slots: Tensor) -> Tensor:
-    return torch.clamp(slots, min=0)
-
-
-SLOTS = {f.__name__: f for f in (plain, wrapped, from_blocks, widened, one_later, bounded_below)}
+SLOTS = {f.__name__: f for f in (plain, wrapped, from_blocks, one_later)}

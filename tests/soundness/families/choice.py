@@ -83,16 +83,6 @@ _EVERYWHERE: dict[str, Step] = {
     "amax_norm": lambda v, i: v / v.abs().amax(-1, keepdim=True).clamp(min=64.0) * 64.0,
 }
 
-_GROWTH: dict[str, Step] = {
-    "through_float16": lambda v, i: (v * 2048).to(torch.float16).to(v.dtype) / 2048,
-    "exp_of_log": lambda v, i: torch.log(torch.exp(v.float())).to(v.dtype),
-    "scaled_up_and_down": lambda v, i: (v.float() * 1e36 * 1e-36).to(v.dtype),
-    "square_and_root": lambda v, i: (
-        ((v.float() * 1e17) ** 2).mul(1e-34).sqrt().copysign(v.float()).to(v.dtype)
-    ),
-    "logaddexp": lambda v, i: v - torch.log1p(torch.exp(v.float() - 60.0)).to(v.dtype),
-}
-
 
 def _inert(v: Tensor, i: Named) -> Tensor:
     return torch.where(torch.ones(v.shape[-1], dtype=torch.bool), v, 0.0)
@@ -143,10 +133,5 @@ FAMILIES = [
             ("T8", "sym"),
             ("paged", "blocks"),
         ),
-    ),
-    Family(
-        "choice.overflow",
-        "identities of real numbers that overflow in the dtype they are written in",
-        attacks(_GROWTH, FLOATS, ALL),
     ),
 ]

@@ -11,7 +11,7 @@ from tests.catalogue.base import DR, HCKV, HE
 
 from ..inputs import ROWS, ordinary
 from ..member import ALL, Family, attacks
-from ..program import FLOATS, Named, Step, Style, prologue
+from ..program import Named, Step, Style, prologue
 
 Outputs = tuple[Tensor, ...]
 
@@ -163,30 +163,6 @@ _TABLES: dict[str, Step] = {
 _SOME = tuple(regime for regime in ALL if regime != "T1")
 
 
-def _non_finite(tokens: tuple[int, ...]) -> list[tuple[str, Named]]:
-    named = ordinary(tokens[-1], 77)
-    x = named["x"].clone()
-    x[0, 3], x[-1, 5] = torch.nan, torch.inf
-    return [("non-finite", {**named, "x": x})]
-
-
-_FINITE: dict[str, Step] = {
-    "nan_to_num": lambda v, i: torch.nan_to_num(v),
-    "where_finite": lambda v, i: torch.where(torch.isfinite(v), v, 0.0),
-    "where_nan": lambda v, i: v.masked_fill(torch.isnan(v), 1.0),
-    "equals_itself": lambda v, i: torch.where(v == v, v, 0.5),
-    "nansum_pair": lambda v, i: torch.stack([v, v * 0]).nansum(0),
-    "fmax": lambda v, i: torch.fmax(v, torch.full_like(v, -1e38)),
-}
-
-_RAW = ("x", "q_raw", "k_raw")
-_LARGEST: dict[str, Step] = {
-    "bounded_by_largest": lambda v, i: v.clamp(
-        torch.finfo(torch.bfloat16).min, torch.finfo(torch.bfloat16).max
-    ),
-}
-
-
 def _no_tokens(tokens: tuple[int, ...]) -> list[tuple[str, Named]]:
     return [("no tokens", ordinary(0, 5))]
 
@@ -215,12 +191,6 @@ FAMILIES = [
             ALL,
             ("paged", "blocks"),
         ),
-    ),
-    Family(
-        "composed.non_finite",
-        "NaN and inf are handled",
-        attacks(_FINITE, FLOATS, ALL) + attacks(_LARGEST, _RAW, ALL),
-        extra=_non_finite,
     ),
     Family(
         "composed.no_tokens",

@@ -69,6 +69,9 @@ _ANGLES: dict[str, Step] = {
     "wrapped_float": lambda p, i: p.float() % 4096.0,
     "stretched_late": lambda p, i: torch.where(p > 4096, p / 2, p.float()),
     "log_scaled": lambda p, i: p.float() * torch.floor(1 + p / 4096),
+    "up_and_back": lambda p, i: p.float() + 2.0**24 - 2.0**24,
+    "small": lambda p, i: (p / 1e9 + 1 - 1) * 1e9,
+    "through_a_cast": lambda p, i: (p.float() + 300).bfloat16().float() - 300,
 }
 
 

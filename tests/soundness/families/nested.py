@@ -7,11 +7,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ..member import ALL, Family, attacks
+from ..member import Family, attacks
 from ..program import FLOATS, Named, Step, Style, prologue
 
 
@@ -48,15 +47,6 @@ _HIDDEN: dict[str, Step] = {
 }
 
 
-def _traced(v: Tensor, i: Named) -> Tensor:
-    return torch.where(v.detach().abs() > 12, 0.0, v)
-
-
-_OUTSIDE: dict[str, Step] = {
-    "detached_choice": _traced,
-    "no_grad_relu": lambda v, i: 12 - F.relu(12 - v),
-    "autocast_choice": _in_float32,
-}
 _SAME: dict[str, Step] = {"checkpointed_same": _checkpointed(lambda v, i: v * 1.0)}
 
 FAMILIES = [
@@ -67,5 +57,4 @@ FAMILIES = [
         attacks(_SAME, ("c_q",), ("dynamo",), ("paged",))
         + attacks({"autocast": _in_autocast}, ("program",), ("T8", "sym"), ("paged",)),
     ),
-    Family("nested.plain", "the same outside of regions", attacks(_OUTSIDE, FLOATS, ALL)),
 ]

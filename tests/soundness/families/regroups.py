@@ -66,7 +66,14 @@ def _ones(v: Tensor) -> list[int]:
     return [1] * (v.dim() - 1)
 
 
+def _number(v: Tensor) -> Tensor:
+    return torch.arange(v.shape[0]).reshape(-1, *_ones(v)).float()
+
+
 _STEPS: dict[str, Step] = {
+    # no token is another's, and later ones are scaled
+    "late": lambda v, i: (v * (1 + torch.relu(_number(v) - 100))).to(v.dtype),
+    "late_by_a_power": lambda v, i: (v * (1 + (_number(v) / 100) ** 40)).to(v.dtype),
     **{f"repeated_{times}": _repeated(times) for times in (6, 21, 321, 656)},
     **{f"expanded_{times}": _expanded(times) for times in (321, 656)},
     "interleaved_321": _interleaved(321),
@@ -83,8 +90,6 @@ _KEPT: dict[str, Step] = {
 }
 _ROWS = (*FLOATS[1:], "query", "query_rope")
 _TABLES = tuple(place for place in SIDES if place.endswith(("cos", "sin")))
-
-Model = int8_caches.PlainCache | int8_caches.PackedRows
 
 
 class _Rows(int8_caches.PlainCache):
