@@ -16,7 +16,7 @@ import mla_fusion as mf
 from mla_fusion import _gone
 from mla_fusion.report import text_tables
 from mla_fusion.tools import checks_cli, graphs_cli, installed
-from mla_fusion.tools.command import Command, Parser, answer, option, show
+from mla_fusion.tools.command import Parser, answer, command, option, show
 from mla_fusion.tools.target import UserError, output_folder, positive, user_errors, writing
 
 EPILOG = """\
@@ -61,10 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _stop_writing()
         return 0
     except (UserError, OSError, ImportError) as error:
-        said = _said(error)
-        if said is None:
-            raise
-        print(f"mla-fusion {' '.join(words[:1])}: {said}", file=sys.stderr)
+        print(f"mla-fusion {' '.join(words[:1])}: {_for_the_user(error)}", file=sys.stderr)
         return 2
 
 
@@ -76,19 +73,19 @@ def _run(arguments: Namespace) -> int:
     return status
 
 
-def _said(error: Exception) -> str | None:
-    """In one line what the caller can put right; None for a defect of this package."""
-    if isinstance(error, UserError):
-        return str(error)
-    if isinstance(error, ImportError):
-        if installed.is_missing(error):
-            return f"torch is not installed: {installed.TO_DO}"
-        return None if (error.name or "").startswith("mla_fusion") else str(error)
-    if not isinstance(error, OSError) or error.strerror is None:
-        return str(error)
-    if error.filename is None:  # of what is written through a stream that has no name
-        _stop_writing()
-    return f"{error.filename if error.filename is not None else 'stdout'}: {error.strerror}"
+def _for_the_user(error: Exception) -> str:
+    """In one line what the caller can put right. Raises the error where it is a defect of this
+    package.
+    """
+    if isinstance(error, OSError) and error.strerror is not None:
+        if error.filename is None:  # of what is written through a stream that has no name
+            _stop_writing()
+        return f"{'stdout' if error.filename is None else error.filename}: {error.strerror}"
+    if installed.is_missing(error):
+        return f"torch is not installed: {installed.TO_DO}"
+    if isinstance(error, ImportError) and (error.name or "").startswith("mla_fusion"):
+        raise error
+    return str(error)
 
 
 def _stop_writing() -> None:
@@ -100,21 +97,35 @@ def _stop_writing() -> None:
 
 def parser() -> ArgumentParser:
     """Of the whole command line."""
-    whole = Parser(
+    of_all = Parser(
         prog="mla-fusion",
         formatter_class=RawDescriptionHelpFormatter,
         description="Fuse DeepSeek MLA prologues into the single Ascend NPU kernel. Needs no NPU "
         "and no CANN.",
         epilog=EPILOG,
     )
-    whole.add_argument("--version", action="version", version=f"mla-fusion {mf.__version__}")
-    commands = whole.add_subparsers(dest="command", required=True, metavar="command")
-    for command in (*_COMMANDS, *graphs_cli.COMMANDS, *checks_cli.COMMANDS):
-        command.add(commands)
-    return whole
+    of_all.add_argument("--version", action="version", version=f"mla-fusion {mf.__version__}")
+    commands = of_all.add_subparsers(dest="command", required=True, metavar="command")
+    own = demo, doctor, check_model
+    for described in (*own, *graphs_cli.COMMANDS, *checks_cli.COMMANDS):
+        described.add(commands)
+    return of_all
 
 
-def _demo(arguments: Namespace) -> int:
+@command(
+    option(
+        "--out",
+        "folder for the report and the graphs",
+        type=output_folder,
+        default=Path("out"),
+    ),
+    option("--layers", type=positive, default=2),
+    option("--heads", "heads of one rank (128 / TP)", type=positive, default=16),
+    option("--batch", "sequences decoded at once", type=positive, default=8),
+    option("--quick", "He 1024, a short history and a narrow MLP", action="store_true"),
+)
+def demo(arguments: Namespace) -> int:
+    """Decode Hugging Face's DeepSeek-V3 fused and unfused, compare, and lower."""
     from mla_fusion.models.hf import TransformersMissing
     from mla_fusion.tools import demo
 
@@ -124,25 +135,19 @@ def _demo(arguments: Namespace) -> int:
     return answer(outcome, arguments, not outcome.problems)
 
 
-def _check_model(arguments: Namespace) -> int:
-    if not arguments.folder.is_dir():
-        raise UserError(f"no such folder: {arguments.folder}")
-    from mla_fusion.models import hf
-    from mla_fusion.tools import check_model
+@command()
+def doctor(arguments: Namespace) -> int:
+    """Say what is installed, and which operators can be lowered here.
 
-    with user_errors(check_model.CheckpointError, hf.TransformersMissing):
-        found = check_model.run(arguments)
-    return answer(found, arguments, found.is_fine)
-
-
-def _doctor(arguments: Namespace) -> int:
-    found = installed.without_torch()
-    if found is None:
+    Exit status 1: something is in the way; it is listed with what to do.
+    """
+    facts = installed.without_torch()
+    if facts is None:
         from mla_fusion.tools import doctor
 
-        found = doctor.survey()
-    print(text_tables.as_json(found)) if arguments.json else show("\n".join(_lines(found)))
-    return 1 if found["problems"] else 0
+        facts = doctor.survey()
+    print(text_tables.as_json(facts)) if arguments.json else show("\n".join(_lines(facts)))
+    return 1 if facts["problems"] else 0
 
 
 def _lines(facts: dict[str, Any]) -> Iterator[str]:
@@ -164,55 +169,32 @@ def _words(value: Any) -> str:
     return "none" if value is None else str(value)
 
 
-_COMMANDS = (
-    Command(
-        "demo",
-        _demo,
-        "Decode Hugging Face's DeepSeek-V3 fused and unfused, compare, and lower.",
-        options=(
-            option(
-                "--out",
-                "folder for the report and the graphs",
-                type=output_folder,
-                default=Path("out"),
-            ),
-            option("--layers", type=positive, default=2),
-            option("--heads", "heads of one rank (128 / TP)", type=positive, default=16),
-            option("--batch", "sequences decoded at once", type=positive, default=8),
-            option("--quick", "He 1024, a short history and a narrow MLP", action="store_true"),
-        ),
+@command(
+    option("folder", "checkpoint folder: config.json, and weights for --tokens", type=Path),
+    option(
+        "--prepack", "say what mla_fusion.prepack would lay out in a layer", action="store_true"
     ),
-    Command(
-        "doctor",
-        _doctor,
-        "Say what is installed, and which operators can be lowered here.",
-        "Exit status 1: something is in the way; it is listed with what to do.",
+    option(
+        "--tokens", "load the weights, generate so many tokens and compare", type=int, default=0
     ),
-    Command(
-        "check-model",
-        _check_model,
-        "Say what of a Hugging Face checkpoint can decode absorbed and be fused; with --tokens, "
-        "try it.",
-        "It writes nothing. Exit status 1: nothing can be converted, or tokens differ.",
-        (
-            option("folder", "checkpoint folder: config.json, and weights for --tokens", type=Path),
-            option(
-                "--prepack",
-                "say what mla_fusion.prepack would lay out in a layer",
-                action="store_true",
-            ),
-            option(
-                "--tokens",
-                "load the weights, generate so many tokens and compare",
-                type=int,
-                default=0,
-            ),
-            option(
-                "--dtype",
-                "of the weights for --tokens (in the narrow ones, tokens may differ by rounding)",
-                choices=("float32", "bfloat16", "float16"),
-                default="float32",
-            ),
-        ),
+    option(
+        "--dtype",
+        "of the weights for --tokens (in the narrow ones, tokens may differ by rounding)",
+        choices=("float32", "bfloat16", "float16"),
+        default="float32",
     ),
 )
+def check_model(arguments: Namespace) -> int:
+    """Say what of a Hugging Face checkpoint can decode absorbed and be fused; with --tokens, try
+    it.
+
+    It writes nothing. Exit status 1: nothing can be converted, or tokens differ.
+    """
+    if not arguments.folder.is_dir():
+        raise UserError(f"no such folder: {arguments.folder}")
+    from mla_fusion.models import hf
+    from mla_fusion.tools import check_model
+
+    with user_errors(check_model.CheckpointError, hf.TransformersMissing):
+        outcome = check_model.run(arguments)
+    return answer(outcome, arguments, outcome.is_fine)

@@ -7,27 +7,49 @@ from __future__ import annotations
 import json
 import sys
 from argparse import Namespace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import mla_fusion as mf
-from mla_fusion.tools.command import DYNAMIC, Command, answer, function, option, page, show
+from mla_fusion.report import text_tables
+from mla_fusion.tools.command import DYNAMIC, LIMITS, answer, command, function, option, show
 from mla_fusion.tools.target import (
     UserError,
-    add_limits,
     existing,
     load_target,
     output,
     output_folder,
-    target,
     target_or_dump,
     user_errors,
     writing,
 )
 
+_GRAPH = option("--graph", "which graph of a file that holds several", type=int, default=1)
+_TARGETS = option("--targets", "operators that may be emitted, as Config.targets", nargs="+")
 
-def _explain(arguments: Namespace) -> int:
-    target_or_dump(arguments.target)
+
+@command(
+    function(
+        "; its file is imported and runs. Or a dump of a graph, which is data: nothing in it runs",
+        target_or_dump,
+    ),
+    DYNAMIC,
+    *LIMITS,
+    _TARGETS,
+    option(
+        "--pass-only",
+        "judge as mf.torchair_pass does: no wrapper hands caches over in the kernel's shape",
+        action="store_true",
+    ),
+    _GRAPH,
+    option("--html", "also write the report as a page", type=output, metavar="FILE"),
+)
+def explain(arguments: Namespace) -> int:
+    """Say for every MLA prologue why it would fuse or not.
+
+    Exit status 1: a prologue is left, or none is there.
+    """
     from mla_fusion.compile.device_graph import CaptureError, capture
     from mla_fusion.tools.dumps.model import DumpError, NotRebuilt
 
@@ -49,10 +71,18 @@ def _config(arguments: Namespace, **more: Any) -> mf.Config:
         return mf.Config(soc=arguments.soc, cann=arguments.cann, **more)
 
 
-def _lower(arguments: Namespace) -> int:
-    target(arguments.target)
+@command(
+    function(),
+    DYNAMIC,
+    *LIMITS,
+    _TARGETS,
+    option("--mode", choices=("ge", "npugraph_ex"), default="ge"),
+    option("--no-fuse", "lower the graph as it is", action="store_true"),
+    option("--out", "folder for the FX graphs, the pbtxt and the report", type=output_folder),
+)
+def lower(arguments: Namespace) -> int:
+    """Fuse a function and lower it with the real torchair."""
     from mla_fusion.compile.offline import OfflineError
-    from mla_fusion.report import text_tables
     from mla_fusion.tools.lowering import LoweringError
 
     model, example = load_target(arguments.target)
@@ -65,11 +95,11 @@ def _lower(arguments: Namespace) -> int:
     files = []
     if arguments.out:
         with writing(arguments.out):
-            files = [str(path) for path in lowered.save(arguments.out)]
+            files = lowered.save(arguments.out)
     if arguments.json:
-        report = json.loads(lowered.report.to_json()) if lowered.report else None
+        report = lowered.report and json.loads(lowered.report.to_json())
         data = {"mode": lowered.mode, "operators": operators, "files": files, "report": report}
-        print(json.dumps(data, indent=2))
+        print(text_tables.as_json(data))
         return 0
     if lowered.report is not None:
         show(f"{lowered.report}\n")
@@ -77,42 +107,58 @@ def _lower(arguments: Namespace) -> int:
     counts = [(text_tables.short_name(name), count) for name, count in operators.items()]
     show(text_tables.render((kind, "count"), counts))
     if files:
-        print(f"\nwritten: {', '.join(files)}")
+        print(f"\nwritten: {', '.join(map(str, files))}")
     return 0
 
 
-def _inspect(arguments: Namespace) -> int:
-    paths = [existing(dump) for dump in arguments.dumps]
+@command(
+    option("dumps", "pbtxt, txt, py or FX listing", type=existing, metavar="DUMP", nargs="+"),
+    _GRAPH,
+    option("--export", "also write one dump for Graphviz: .dot", type=output, metavar="FILE"),
+)
+def inspect(arguments: Namespace) -> int:
+    """Say what stands in graphs that torchair or torch dumped."""
     from mla_fusion.tools.inspect.summary import summarise
     from mla_fusion.tools.inspect.viewers import ExportError, export
 
-    dumps = [_read_dump(path, arguments.graph) for path in paths]
-    if arguments.export and len(dumps) > 1:
-        raise UserError("--export takes one dump")
+    dumps = [_read_dump(path, arguments.graph) for path in arguments.dumps]
     if arguments.export:
+        if len(dumps) > 1:
+            raise UserError("--export takes one dump")
         with user_errors(ExportError), writing(arguments.export):
             export(dumps[0], arguments.export)
         print(f"written: {arguments.export}", file=sys.stderr)
-    found = [summarise(dump) for dump in dumps]
+    summaries = [summarise(dump) for dump in dumps]
     if arguments.json:
-        print(json.dumps([json.loads(item.to_json()) for item in found], indent=2))
+        print(text_tables.as_json([asdict(summary) for summary in summaries]))
     else:
-        show("\n\n\n".join(map(str, found)))
+        show("\n\n\n".join(map(str, summaries)))
     return 0
 
 
-def _diff(arguments: Namespace) -> int:
-    first, second = existing(arguments.first), existing(arguments.second)
-    from mla_fusion.tools.inspect.compare import diff, diff_lines
+@command(
+    option("first", "a dump, or what selftest --out wrote", type=existing, metavar="A"),
+    option("second", "what to compare it with", type=existing, metavar="B"),
+    _GRAPH,
+)
+def diff(arguments: Namespace) -> int:
+    """Compare two dumps by operators and wiring, not by names, or two texts of the self-test by
+    lines.
+
+    Exit status 1: they differ; what differs is listed.
+    """
+    from mla_fusion.tools.inspect import compare
     from mla_fusion.tools.selftest import HEADING
 
-    texts = [path.read_bytes() for path in (first, second)]
+    paths = arguments.first, arguments.second
+    texts = [path.read_bytes() for path in paths]
+    difference: compare.Lines | compare.Difference
     if all(text.startswith(HEADING.encode()) for text in texts):
-        lines = diff_lines(*(text.decode(errors="replace") for text in texts))
-        return answer(lines, arguments, lines.equal)
-    with user_errors(ValueError):
-        found = diff(_read_dump(first, arguments.graph), _read_dump(second, arguments.graph))
-    return answer(found, arguments, found.equal)
+        difference = compare.diff_lines(*(text.decode(errors="replace") for text in texts))
+    else:
+        with user_errors(ValueError):
+            difference = compare.diff(*(_read_dump(path, arguments.graph) for path in paths))
+    return answer(difference, arguments, difference.equal)
 
 
 def _read_dump(path: Path, graph: int) -> Any:
@@ -122,70 +168,4 @@ def _read_dump(path: Path, graph: int) -> Any:
         return read(path, graph)
 
 
-_GRAPH = option("--graph", "which graph of a file that holds several", type=int, default=1)
-_TARGETS = option("--targets", "operators that may be emitted, as Config.targets", nargs="+")
-COMMANDS = (
-    Command(
-        "explain",
-        _explain,
-        "Say for every MLA prologue why it would fuse or not.",
-        "Exit status 1: a prologue is left, or none is there.",
-        (
-            function(
-                "; its file is imported and runs. Or a dump of a graph, which is data: nothing in "
-                "it runs"
-            ),
-            DYNAMIC,
-            add_limits,
-            _TARGETS,
-            option(
-                "--pass-only",
-                "judge as mf.torchair_pass does: no wrapper hands caches over in the kernel's "
-                "shape",
-                action="store_true",
-            ),
-            _GRAPH,
-            page("also write the report as a page"),
-        ),
-    ),
-    Command(
-        "lower",
-        _lower,
-        "Fuse a function and lower it with the real torchair.",
-        options=(
-            function(),
-            DYNAMIC,
-            add_limits,
-            _TARGETS,
-            option("--mode", choices=("ge", "npugraph_ex"), default="ge"),
-            option("--no-fuse", "lower the graph as it is", action="store_true"),
-            option(
-                "--out", "folder for the FX graphs, the pbtxt and the report", type=output_folder
-            ),
-        ),
-    ),
-    Command(
-        "inspect",
-        _inspect,
-        "Say what stands in graphs that torchair or torch dumped.",
-        options=(
-            option("dumps", "pbtxt, txt, py or FX listing", metavar="DUMP", nargs="+"),
-            _GRAPH,
-            option(
-                "--export", "also write one dump for Graphviz: .dot", type=output, metavar="FILE"
-            ),
-        ),
-    ),
-    Command(
-        "diff",
-        _diff,
-        "Compare two dumps by operators and wiring, not by names, or two texts of the self-test by "
-        "lines.",
-        "Exit status 1: they differ; what differs is listed.",
-        (
-            option("first", "a dump, or what selftest --out wrote", metavar="A"),
-            option("second", "what to compare it with", metavar="B"),
-            _GRAPH,
-        ),
-    ),
-)
+COMMANDS = (explain, lower, inspect, diff)

@@ -136,7 +136,7 @@ class Profile:
         return "\n".join(parts)
 
 
-def profile(path: Path) -> Profile:
+def summarise(path: Path) -> Profile:
     """Read a file, and sum it up. Raises UserError."""
     by_step = defaultdict[str, list[Kernel]](list)
     for kernel in read(path):
@@ -184,7 +184,7 @@ def _text(value: float) -> str:
 
 
 @dataclass(frozen=True)
-class Found:
+class Comparison:
     """One profile, or two."""
 
     after: Profile
@@ -194,17 +194,17 @@ class Found:
         """After less before, of each figure: of a step (of medians; least and most over all pairs
         of steps), and of a layer. Empty where there is no other.
         """
-        found = {}
+        figures = {}
         for name, before in self.before.figures.items() if self.before else ():
             after = self.after.figures[name]
             step = median(after) - median(before)
-            found[name] = {
+            figures[name] = {
                 "step": step,
                 "least": min(after) - max(before),
                 "most": max(after) - min(before),
                 "layer": step / (self.after.layers or 1),
             }
-        return found
+        return figures
 
     def to_json(self) -> str:
         """All figures as JSON text."""
@@ -213,7 +213,7 @@ class Found:
     def __str__(self) -> str:
         if self.before is None:
             return str(self.after)
-        found = self.difference().items()
-        rows = [(name, *(f"{value:+.1f}" for value in row.values())) for name, row in found]
+        figures = self.difference().items()
+        rows = [(name, *(f"{value:+.1f}" for value in row.values())) for name, row in figures]
         head = ("after less before", "a step", "least", "most", "a layer")
         return f"{self.before}\n\n{self.after}\n\n{text_tables.render(head, rows)}"

@@ -128,27 +128,12 @@ def _functions(path: Path) -> list[str]:
     ]
 
 
-def add_limits(parser: Any) -> None:
-    """``--soc`` and ``--cann``, checked at once."""
-    parser.add_argument(
-        "--soc",
-        type=_named(machine.soc_named),
-        default=machine.AUTO,
-        help="chip, as A2 or 910B, whose limits hold; by default the NPU's, without an NPU A3",
-    )
-    parser.add_argument(
-        "--cann",
-        type=_named(machine.release_named),
-        default=machine.AUTO,
-        help="CANN release, as 8.5 or 9.1, whose limits hold; by default the NPU's, without an NPU "
-        "the newest",
-    )
+def known_name(check: Callable[[str], str]) -> Callable[[str], str]:
+    """``check``, which raises UserError, and lets "auto" pass."""
 
-
-def _named(known: Callable[[str], str]) -> Callable[[str], str]:
     def checked(text: str) -> str:
         with user_errors(ValueError):
-            return text if text == machine.AUTO else known(text)
+            return text if text == machine.AUTO else check(text)
 
     return checked
 
