@@ -1,23 +1,48 @@
 """The ``mla-fusion`` command. Its help and its words for wrong calls need no torch, so they come at
-once.
+once: what needs it is imported in functions.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import asdict
+from importlib.resources import files
 from pathlib import Path
+from traceback import extract_tb
 from typing import Any
 
 import mla_fusion as mf
 from mla_fusion import _gone
+from mla_fusion.machine import AUTO
 from mla_fusion.report import text_tables
-from mla_fusion.tools import checks_cli, graphs_cli, installed
-from mla_fusion.tools.command import Parser, answer, command, option, show
-from mla_fusion.tools.target import UserError, output_folder, positive, user_errors, writing
+from mla_fusion.tools import installed
+from mla_fusion.tools.command import (
+    DYNAMIC,
+    LIMITS,
+    Parser,
+    answer,
+    command,
+    function,
+    option,
+    show,
+)
+from mla_fusion.tools.target import (
+    UserError,
+    existing,
+    load_target,
+    output,
+    output_folder,
+    positive,
+    target,
+    target_or_dump,
+    user_errors,
+    writing,
+)
 
 EPILOG = """\
 examples:
@@ -106,9 +131,8 @@ def parser() -> ArgumentParser:
     )
     of_all.add_argument("--version", action="version", version=f"mla-fusion {mf.__version__}")
     commands = of_all.add_subparsers(dest="command", required=True, metavar="command")
-    own = demo, doctor, check_model
-    for described in (*own, *graphs_cli.COMMANDS, *checks_cli.COMMANDS):
-        described.add(commands)
+    for each in _COMMANDS:
+        each.add(commands)
     return of_all
 
 
@@ -198,3 +222,290 @@ def check_model(arguments: Namespace) -> int:
     with user_errors(check_model.CheckpointError, hf.TransformersMissing):
         outcome = check_model.run(arguments)
     return answer(outcome, arguments, outcome.is_fine)
+
+
+_GRAPH = option("--graph", "which graph of a file that holds several", type=int, default=1)
+_TARGETS = option("--targets", "operators that may be emitted, as Config.targets", nargs="+")
+
+
+@command(
+    function(
+        "; its file is imported and runs. Or a dump of a graph, which is data: nothing in it runs",
+        target_or_dump,
+    ),
+    DYNAMIC,
+    *LIMITS,
+    _TARGETS,
+    option(
+        "--pass-only",
+        "judge as mf.torchair_pass does: no wrapper hands caches over in the kernel's shape",
+        action="store_true",
+    ),
+    _GRAPH,
+    option("--html", "also write the report as a page", type=output, metavar="FILE"),
+)
+def explain(arguments: Namespace) -> int:
+    """Say for every MLA prologue why it would fuse or not.
+
+    Exit status 1: a prologue is left, or none is there.
+    """
+    from mla_fusion.compile.device_graph import CaptureError, capture
+    from mla_fusion.tools.dumps.model import DumpError, NotRebuilt
+
+    graph, boundary = arguments.target, not arguments.pass_only
+    with user_errors(CaptureError, DumpError, NotRebuilt):
+        if not Path(graph).is_file():
+            model, example = load_target(graph)
+            graph, _ = capture(
+                model, *example, device="cpu", dynamic=arguments.dynamic, as_backend=boundary
+            )
+        report = mf.explain(graph, _config(arguments), boundary=boundary, graph=arguments.graph)
+    return answer(report, arguments, bool(report.fused) and not report.rejected)
+
+
+def _config(arguments: Namespace, **more: Any) -> mf.Config:
+    if arguments.targets:
+        more["targets"] = arguments.targets
+    with user_errors(ValueError):
+        return mf.Config(soc=arguments.soc, cann=arguments.cann, **more)
+
+
+@command(
+    function(),
+    DYNAMIC,
+    *LIMITS,
+    _TARGETS,
+    option("--mode", choices=("ge", "npugraph_ex"), default="ge"),
+    option("--no-fuse", "lower the graph as it is", action="store_true"),
+    option("--out", "folder for the FX graphs, the pbtxt and the report", type=output_folder),
+)
+def lower(arguments: Namespace) -> int:
+    """Fuse a function and lower it with the real torchair."""
+    from mla_fusion.compile.offline import OfflineError
+    from mla_fusion.tools.lowering import LoweringError
+
+    model, example = load_target(arguments.target)
+    config = _config(arguments, enable=not arguments.no_fuse)
+    with user_errors(LoweringError, OfflineError):
+        lowered = mf.lower(
+            model, *example, mode=arguments.mode, dynamic=arguments.dynamic, config=config
+        )
+    operators = dict((lowered.ge_ops or lowered.fx_ops).most_common())
+    files = []
+    if arguments.out:
+        with writing(arguments.out):
+            files = lowered.save(arguments.out)
+    if arguments.json:
+        report = lowered.report and json.loads(lowered.report.to_json())
+        data = {"mode": lowered.mode, "operators": operators, "files": files, "report": report}
+        print(text_tables.as_json(data))
+        return 0
+    if lowered.report is not None:
+        show(f"{lowered.report}\n")
+    kind = "GE operator" if lowered.ge_ops else "FX operator"
+    counts = [(text_tables.short_name(name), count) for name, count in operators.items()]
+    show(text_tables.render((kind, "count"), counts))
+    if files:
+        print(f"\nwritten: {', '.join(map(str, files))}")
+    return 0
+
+
+@command(
+    option("dumps", "pbtxt, txt, py or FX listing", type=existing, metavar="DUMP", nargs="+"),
+    _GRAPH,
+    option("--export", "also write one dump for Graphviz: .dot", type=output, metavar="FILE"),
+)
+def inspect(arguments: Namespace) -> int:
+    """Say what stands in graphs that torchair or torch dumped."""
+    from mla_fusion.tools.inspect.summary import summarise
+    from mla_fusion.tools.inspect.viewers import ExportError, export
+
+    dumps = [_read_dump(path, arguments.graph) for path in arguments.dumps]
+    if arguments.export:
+        if len(dumps) > 1:
+            raise UserError("--export takes one dump")
+        with user_errors(ExportError), writing(arguments.export):
+            export(dumps[0], arguments.export)
+        print(f"written: {arguments.export}", file=sys.stderr)
+    summaries = [summarise(dump) for dump in dumps]
+    if arguments.json:
+        print(text_tables.as_json([asdict(summary) for summary in summaries]))
+    else:
+        show("\n\n\n".join(map(str, summaries)))
+    return 0
+
+
+@command(
+    option("first", "a dump, or what selftest --out wrote", type=existing, metavar="A"),
+    option("second", "what to compare it with", type=existing, metavar="B"),
+    _GRAPH,
+)
+def diff(arguments: Namespace) -> int:
+    """Compare two dumps by operators and wiring, not by names, or two texts of the self-test by
+    lines.
+
+    Exit status 1: they differ; what differs is listed.
+    """
+    from mla_fusion.tools.inspect import compare
+    from mla_fusion.tools.selftest import HEADING
+
+    paths = arguments.first, arguments.second
+    texts = [path.read_bytes() for path in paths]
+    difference: compare.Lines | compare.Difference
+    if all(text.startswith(HEADING.encode()) for text in texts):
+        difference = compare.diff_lines(*(text.decode(errors="replace") for text in texts))
+    else:
+        with user_errors(ValueError):
+            difference = compare.diff(*(_read_dump(path, arguments.graph) for path in paths))
+    return answer(difference, arguments, difference.equal)
+
+
+def _read_dump(path: Path, graph: int) -> Any:
+    from mla_fusion.tools.dumps import DumpError, read
+
+    with user_errors(DumpError):
+        return read(path, graph)
+
+
+@command(
+    function("; its file is imported and runs"),
+    option(
+        "--reference",
+        "one that returns (unfused_model, arguments)",
+        type=target,
+        metavar="FILE.py:FUNCTION",
+    ),
+    *LIMITS,
+    option(
+        "--path",
+        "how the calls reach the device",
+        choices=("eager", "graph"),
+        default="eager",
+    ),
+)
+def audit(arguments: Namespace) -> int:
+    """Check hand-written calls of the operators; with --reference, against the model that they
+    stand for.
+
+    Exit status 1: something is wrong with a call.
+    """
+    import torch
+
+    from mla_fusion.compile.device_graph import CaptureError, check_arguments
+
+    with user_errors(ValueError, CaptureError):
+        machine = mf.Config(soc=arguments.soc, cann=arguments.cann).machine
+        model, example = load_target(arguments.target)
+        reference = load_target(arguments.reference)[0] if arguments.reference else None
+        try:
+            for called in (model, reference):
+                if called is not None:
+                    check_arguments(called, example)
+            outcome = mf.audit(
+                model,
+                reference,
+                *example,
+                path=arguments.path,
+                soc=machine.soc,
+                cann=machine.cann,
+            )
+        except (ValueError, CaptureError):  # in words already
+            raise
+        except Exception as error:
+            ours, frames = str(Path(mf.__file__).parent), extract_tb(error.__traceback__)
+            foreign = ours, str(Path(torch.__file__).parent)
+            own = [frame for frame in frames if not frame.filename.startswith(foreign)]
+            if not own or frames[-1].filename.startswith(ours):  # a defect of the audit
+                raise
+            where = f"{own[-1].filename}:{own[-1].lineno} in {own[-1].name}: {own[-1].line}"
+            raise UserError(
+                f"the function fails when it is run: {type(error).__name__}: {error}\n  at {where}"
+            ) from error
+    return answer(outcome, arguments, outcome.ok)
+
+
+@command(
+    option(
+        "after",
+        "kernel_details.csv or op_summary_*.csv, with the pass on",
+        type=existing,
+        metavar="AFTER",
+    ),
+    option("--before", "the same with the pass off", type=existing, metavar="BEFORE"),
+)
+def profile(arguments: Namespace) -> int:
+    """Say what the prologue costs in a profile of an NPU; with --before, what a fusion changed.
+
+    Exit status 1: no fused prologue is in it.
+    """
+    from mla_fusion.tools.profile import Comparison, summarise
+
+    paths = filter(None, (arguments.after, arguments.before))
+    outcome = Comparison(*map(summarise, paths))
+    return answer(outcome, arguments, bool(outcome.after.prologue))
+
+
+@command(
+    option("--out", "write it to a file instead, AGENTS.md for one", type=output, metavar="FILE"),
+    has_json=False,
+)
+def guide(arguments: Namespace) -> int:
+    """Print how to write a call of the operator by hand, for people and for agents that write
+    code.
+    """
+    folder = files("mla_fusion") / "tools" / "by_hand"  # importing it would load torch
+    parts = (folder / name for name in ("guide.md", "guide_more.md"))
+    text = "\n".join(part.read_text(encoding="utf-8") for part in parts)
+    if arguments.out is None:
+        print(text, end="")
+        return 0
+    with writing(arguments.out):
+        arguments.out.write_text(text, encoding="utf-8")
+    print(f"written: {arguments.out}", file=sys.stderr)
+    return 0
+
+
+@command(
+    option("--device", "default: an NPU where there is one", choices=("npu", "cpu")),
+    *LIMITS,
+    option("--only", "checks whose name matches", default="*", metavar="PATTERN"),
+    option("--out", "also write the text to a file, to mail", type=output, metavar="FILE"),
+)
+def selftest(arguments: Namespace) -> int:
+    """Check the operators and the pass on this device against the references.
+
+    Exit status 1: a check failed.
+    """
+    from mla_fusion.tools import selftest
+
+    limits = (None if name == AUTO else name for name in (arguments.soc, arguments.cann))
+    with user_errors(selftest.NoDevice, mf.meta.ContractError):
+        device = selftest.choose(arguments.device, *limits)
+        outcome = selftest.run(device, arguments.only, _show_progress)
+    if not outcome.results:
+        raise UserError(f"no check matches {arguments.only!r}")
+    if arguments.out:
+        with writing(arguments.out):
+            arguments.out.write_text(f"{outcome}\n", encoding="utf-8")
+    return answer(outcome, arguments, not outcome.failed)
+
+
+def _show_progress(result: Any) -> None:
+    """The check that has just ended: on a terminal one line that the next one overwrites."""
+    before, after = ("\r\033[K", "\r") if sys.stderr.isatty() else ("", "\n")
+    print(f"{before}{result.name} ({result.through})", end=after, file=sys.stderr, flush=True)
+
+
+_COMMANDS = (
+    demo,
+    doctor,
+    check_model,
+    explain,
+    lower,
+    inspect,
+    diff,
+    audit,
+    profile,
+    guide,
+    selftest,
+)

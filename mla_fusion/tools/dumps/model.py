@@ -141,8 +141,6 @@ FORMATS = {
     "fx": "FX graph, readable text",
 }
 
-Readers = dict[str, list[tuple[Operator, int]]]  # of each operator, with the place of that input
-
 
 @dataclass(eq=False)
 class Dump:
@@ -175,13 +173,13 @@ class Dump:
         return {operator.name: operator for operator in self.operators}
 
     @cached_property
-    def readers(self) -> Readers:
-        """For each operator those that read it, each with the place of that input."""
-        found: Readers = {name: [] for name in self.by_name}
+    def readers(self) -> dict[str, list[Operator]]:
+        """For each operator those that read it."""
+        readers: dict[str, list[Operator]] = {name: [] for name in self.by_name}
         for operator in self.operators:
-            for place, edge in operator.reads:
-                found[edge.producer].append((operator, place))
-        return found
+            for _, edge in operator.reads:
+                readers[edge.producer].append(operator)
+        return readers
 
     @cached_property
     def ordered(self) -> list[Operator]:

@@ -107,7 +107,7 @@ class Rebuilder:
     def _unstated(self, operator: Operator) -> Any:
         """Of a tuple, on which listings write no annotation: what the readers of its parts say."""
         parts = {}
-        for reader, _ in self.dump.readers[operator.name]:
+        for reader in self.dump.readers[operator.name]:
             place = reader.call[0][1] if reader.type == "getitem" else None
             if isinstance(place, int):
                 parts[place] = self.tensors.of(reader.output)
