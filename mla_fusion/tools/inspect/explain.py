@@ -13,9 +13,10 @@ from torch.fx import GraphModule
 from mla_fusion import pipeline
 from mla_fusion.config import Config
 from mla_fusion.report.report import Report
-from mla_fusion.tools.dumps import Dump, prologues, read, symbols
+from mla_fusion.tools.dumps import Dump, read, symbols
 from mla_fusion.tools.dumps.model import NotRebuilt
 from mla_fusion.tools.dumps.rebuild_fx import Rebuilder
+from mla_fusion.tools.inspect.operator_kinds import is_prologue
 
 __all__ = ["DumpReport", "NotRebuilt", "explain", "explain_dump"]
 
@@ -89,6 +90,6 @@ def explain_dump(dump: Dump, config: Config | None = None, *, boundary: bool = F
         said = f"{type(error).__name__}: {error}".partition("\n")[0]
         said = f"{dump}: the pass cannot follow this graph ({said}): was it edited?"
         raise NotRebuilt(said) from error
-    if kernels := len(prologues.find(dump)):
+    if kernels := sum(map(is_prologue, (one.type for one in dump.operators))):
         remarks.append(f"fused already in this graph: {kernels} prologue" + "s" * (kernels > 1))
     return DumpReport(**vars(report), dump=str(dump), remarks=(*remarks, *several))

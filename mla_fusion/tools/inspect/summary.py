@@ -6,15 +6,47 @@ from collections import defaultdict
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from mla_fusion.compat import OpOverload
+from mla_fusion.compat import OpOverload, given_by_name
 from mla_fusion.config import Config
 from mla_fusion.graph.decompose import is_known
 from mla_fusion.report import text_tables
-from mla_fusion.tools.dumps import Dump, names, prologues
-from mla_fusion.tools.dumps.prologues import Prologue
+from mla_fusion.tools.dumps import Dump, Operator, Value, names
+from mla_fusion.tools.dumps.model import Attributes
 from mla_fusion.tools.inspect.copies import Copy, find_copies
 from mla_fusion.tools.inspect.explain import NotRebuilt, explain_dump
-from mla_fusion.tools.inspect.operator_kinds import INPUTS
+from mla_fusion.tools.inspect.operator_kinds import INPUTS, is_prologue, roles_of
+
+_SHOWN = """
+    cache_mode rmsnorm_epsilon_cq rmsnorm_epsilon_ckv weight_quant_mode kv_cache_quant_mode
+    query_quant_mode query_norm_flag ckvkr_repo_mode quant_scale_repo_mode tile_size qc_qr_scale
+    kc_scale
+""".split()
+
+
+@dataclass(frozen=True)
+class Input:
+    """One given input: its role in the operator, the operator that makes it, and the tensor."""
+
+    role: str
+    producer: str
+    value: Value
+
+
+@dataclass(frozen=True)
+class Prologue:
+    """One prologue operator. ``place`` counts them in the order of the dump, which is that of the
+    layers.
+    """
+
+    place: int
+    name: str
+    type: str
+    inputs: tuple[Input, ...]
+    attributes: Attributes
+    source: str = ""
+
+    def value(self, role: str) -> Value:
+        return next((item.value for item in self.inputs if item.role == role), Value())
 
 
 @dataclass
@@ -77,7 +109,7 @@ def summarise(dump: Dump) -> Summary:
         dump=str(dump),
         graph=dump.graph,
         operators=dict(dump.counts.most_common()),
-        prologues=prologues.find(dump),
+        prologues=_prologues(dump),
         unknown={kind: count for kind, count in dump.counts.items() if _is_unknown(dump, kind)},
         unfused=_unfused(dump) if dump.is_fx else [],
         **vars(find_copies(dump)),
@@ -91,10 +123,30 @@ def summarise(dump: Dump) -> Summary:
 
 
 def _is_unknown(dump: Dump, kind: str) -> bool:
-    if not dump.is_fx or "." not in kind or prologues.is_prologue(kind):
+    if not dump.is_fx or "." not in kind or is_prologue(kind):
         return False
     target = names.target(kind)
     return not isinstance(target, OpOverload) or not is_known(target)
+
+
+def _prologues(dump: Dump) -> list[Prologue]:
+    """Every prologue operator of the dump, in order."""
+    operators = [operator for operator in dump.operators if is_prologue(operator.type)]
+    return [_prologue(dump, place, operator) for place, operator in enumerate(operators)]
+
+
+def _prologue(dump: Dump, place: int, operator: Operator) -> Prologue:
+    inputs = tuple(
+        Input(role, str(edge), dump.value(edge))
+        for role, edge in zip(roles_of(operator), operator.inputs, strict=False)
+        if edge is not None
+    )
+    # what an FX call leaves out has the schema's default
+    target, known = names.target(operator.type), operator.attributes
+    if isinstance(target, OpOverload):
+        known = given_by_name(target, *operator.call)
+    shown = {name: known[name] for name in _SHOWN if name in known}
+    return Prologue(place, operator.name, operator.type, inputs, shown, operator.source)
 
 
 def _unfused(dump: Dump) -> list[str]:

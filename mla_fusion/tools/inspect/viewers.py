@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 from mla_fusion.report import text_tables
-from mla_fusion.tools.dumps import Dump, Operator, Value, prologues
-from mla_fusion.tools.inspect.operator_kinds import ENDS, HELD
+from mla_fusion.tools.dumps import Dump, Operator, Value
+from mla_fusion.tools.inspect.operator_kinds import ENDS, HELD, is_prologue
 
 _HEAD = """\
 digraph dump {
@@ -54,7 +54,7 @@ def _label(operator: Operator) -> str:
 
 
 def _style(operator: Operator) -> str:
-    if prologues.is_prologue(operator.type):
+    if is_prologue(operator.type):
         return ", fillcolor=lightgreen, penwidth=2"
     return ", fillcolor=lightgrey" if operator.type in HELD | ENDS else ""
 
