@@ -33,6 +33,11 @@ def user_errors(*kinds: type[Exception]) -> Iterator[None]:
         raise UserError(str(error)) from error
 
 
+def first_line(error: BaseException) -> str:
+    """The kind of an error, and the first line of what it says."""
+    return f"{type(error).__name__}: {str(error).strip()}".partition("\n")[0]
+
+
 def positive(text: str) -> int:
     """A number of the command line that is at least 1."""
     value = int(text)

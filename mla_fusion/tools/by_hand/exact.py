@@ -32,6 +32,7 @@ from mla_fusion.graph.read import Graph, values_of
 from mla_fusion.tools.by_hand import memory
 from mla_fusion.tools.by_hand.memory import Inputs, Target, error
 from mla_fusion.tools.by_hand.outcome import Audit, Finding
+from mla_fusion.tools.target import first_line
 from mla_fusion.witness.side import Side, Unrunnable
 
 _DIFFERENT = 1e-6  # relative; float64 is off by 1e-13 or so
@@ -82,10 +83,10 @@ def compare(fused: Target, reference: Target, inputs: Inputs) -> Audit:
         with memory.kept(fused), memory.kept(reference):
             return _verdict(fused, reference, eager, inputs)
     except Exception as error:  # of torch's export, or of a step that the field does not know
-        said = f"not decided: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        node = error.node if isinstance(error, _NotDecided) else None
-        line = source(node) if node is not None else ""
-        return Audit((), (Finding("not.decided", said, line=line, certain=False),))
+        node = getattr(error, "node", None)
+        line = source(node) if isinstance(node, Node) else ""
+        text = f"not decided: {first_line(error)}"
+        return Audit((), (Finding("not.decided", text, line=line, certain=False),))
 
 
 def _verdict(fused: Target, reference: Target, eager: Mapping[str, float], inputs: Inputs) -> Audit:

@@ -17,6 +17,7 @@ from mla_fusion.tools.dumps.fx_text import METHOD
 from mla_fusion.tools.dumps.model import NotRebuilt
 from mla_fusion.tools.dumps.python_text import Word
 from mla_fusion.tools.dumps.symbols import Tensors
+from mla_fusion.tools.target import first_line
 
 _EARLY = (METHOD, "setitem", C_FUNCTIONS)  # calls that AOT autograd leaves none of
 _SOURCE = re.compile(r"(.+?):(\d+) in (.*?)(?:: |$)(.*)", re.DOTALL)
@@ -50,9 +51,8 @@ class Rebuilder:
                 self.nodes[operator.name] = self._node(operator)
             # a damaged dump can describe what no graph is: sizes below zero, names that are none
             except Exception as error:
-                said = f"{type(error).__name__}: {error}".partition("\n")[0]
                 raise NotRebuilt(
-                    f"line {operator.line}: torch accepts no such graph: {said}"
+                    f"line {operator.line}: torch accepts no such graph: {first_line(error)}"
                 ) from error
         for name, node in self.nodes.items():
             one = self.dump.by_name[name]

@@ -17,6 +17,7 @@ from mla_fusion.tools.dumps import Dump, read, symbols
 from mla_fusion.tools.dumps.model import NotRebuilt
 from mla_fusion.tools.dumps.rebuild_fx import Rebuilder
 from mla_fusion.tools.inspect.operator_kinds import is_prologue
+from mla_fusion.tools.target import first_line
 
 __all__ = ["DumpReport", "NotRebuilt", "explain", "explain_dump"]
 
@@ -87,9 +88,8 @@ def explain_dump(dump: Dump, config: Config | None = None, *, boundary: bool = F
     except pipeline.SkipError:
         raise
     except Exception as error:  # the pass fails on a graph that contradicts itself
-        said = f"{type(error).__name__}: {error}".partition("\n")[0]
-        said = f"{dump}: the pass cannot follow this graph ({said}): was it edited?"
-        raise NotRebuilt(said) from error
+        text = f"{dump}: the pass cannot follow this graph ({first_line(error)}): was it edited?"
+        raise NotRebuilt(text) from error
     if kernels := sum(map(is_prologue, (one.type for one in dump.operators))):
         remarks.append(f"fused already in this graph: {kernels} prologue" + "s" * (kernels > 1))
     return DumpReport(**vars(report), dump=str(dump), remarks=(*remarks, *several))
