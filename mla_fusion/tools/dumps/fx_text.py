@@ -10,11 +10,11 @@ from __future__ import annotations
 import ast
 import operator as py
 import re
-from itertools import takewhile
+from os.path import commonprefix
 from typing import Any
 
-from mla_fusion.tools.dumps import dtypes, python_text
-from mla_fusion.tools.dumps.model import DumpError, Edge, Operator, Value, dims
+from mla_fusion.tools.dumps import python_text
+from mla_fusion.tools.dumps.model import FX_DTYPES, DumpError, Edge, Operator, Value, dims
 from mla_fusion.tools.dumps.python_text import edges_in
 
 # of the type of a call of a tensor's method; only graphs before AOT autograd have those
@@ -46,8 +46,7 @@ def split(text: str) -> list[tuple[str, str]]:
         # ``class <lambda>`` is no Python
         body = [*[""] * (place - 1), "class Graph:" + head.string[head.end() :]]
         below = "".join(lines[place : place + 1])
-        alike = takewhile(lambda pair: pair[0] == pair[1], zip(head.string, below, strict=False))
-        shared = "".join(one for one, _ in alike).rstrip()
+        shared = commonprefix((head.string, below)).rstrip()  # noqa: RUF071  # of characters
         while place < len(lines) and lines[place].startswith(shared):
             line = lines[place].removeprefix(shared)
             line = line.removeprefix(" ") if shared else line
@@ -183,4 +182,4 @@ def annotated(text: str) -> Value:
         return Value()
     dtype, shape, stride, device = found.groups()
     strides = None if stride is None else dims(stride)
-    return Value(dtypes.FX.get(dtype, dtype), dims(shape), "", device or "", strides)
+    return Value(FX_DTYPES.get(dtype, dtype), dims(shape), "", device or "", strides)

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import ast
 
-from mla_fusion.tools.dumps import dtypes, python_text
-from mla_fusion.tools.dumps.model import DumpError, Edge, Operator, Value
+from mla_fusion.tools.dumps import python_text
+from mla_fusion.tools.dumps.model import DumpError, Edge, Operator, Value, numbered_dtype
 
 
 def read(text: str) -> tuple[list[Operator], str]:
@@ -54,7 +54,7 @@ class _Reader(python_text.Reader):
         inputs += [Edge(edge.producer, -1) for edge in order]
         shape = given.get("shape") if kind == "Data" else None
         value = Value(
-            dtypes.from_number(given.get("dtype")),
+            numbered_dtype(given.get("dtype")),
             tuple(map(int, shape)) if isinstance(shape, list) else None,
             placement=str(given.get("placement", "")),
         )

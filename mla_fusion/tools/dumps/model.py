@@ -14,6 +14,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from torch.fx.graph import dtype_abbrs
+
 Dim = int | str  # a symbol's name, an expression of symbols, or -1 where only "dynamic" is known
 Shape = tuple[Dim, ...]
 Attributes = dict[str, Any]  # by name; also what a call is given by name
@@ -29,6 +31,52 @@ def dims(text: str) -> Shape:
     """
     parts = [part.strip() for part in _DIM.findall(text)]
     return tuple(int(part) if _NUMBER.match(part) else part for part in parts if part)
+
+
+# dtypes by number, as generated Python has them, GE's name and torch's
+_ROWS = [
+    row.split()
+    for row in """
+    0   DT_FLOAT          float32
+    1   DT_FLOAT16        float16
+    2   DT_INT8           int8
+    3   DT_INT32          int32
+    4   DT_UINT8          uint8
+    6   DT_INT16          int16
+    7   DT_UINT16         uint16
+    8   DT_UINT32         uint32
+    9   DT_INT64          int64
+    10  DT_UINT64         uint64
+    11  DT_DOUBLE         float64
+    12  DT_BOOL           bool
+    16  DT_COMPLEX64      complex64
+    17  DT_COMPLEX128     complex128
+    27  DT_BF16           bfloat16
+    29  DT_INT4           int4
+    30  DT_UINT1          uint1
+    33  DT_COMPLEX32      complex32
+    34  DT_HIFLOAT8       hifloat8
+    35  DT_FLOAT8_E5M2    float8_e5m2
+    36  DT_FLOAT8_E4M3FN  float8_e4m3fn
+    37  DT_FLOAT8_E8M0    float8_e8m0fnu
+    40  DT_FLOAT4_E2M1    float4_e2m1fn_x2
+    """.strip().splitlines()
+]
+_OF_NUMBER = {int(number): name for number, _, name in _ROWS}
+_OF_GE = {ge: name for _, ge, name in _ROWS}
+FX_DTYPES = {short: str(dtype).removeprefix("torch.") for dtype, short in dtype_abbrs.items()}
+
+
+def ge_dtype(name: str) -> str:
+    """torch's name of a GE dtype; GE's own, in small letters, where torch has none."""
+    return _OF_GE.get(name, name.removeprefix("DT_").lower())
+
+
+def numbered_dtype(number: object) -> str:
+    """torch's name of a GE dtype given as a number, as ``dst_type`` holds it; "" for an unknown
+    one.
+    """
+    return _OF_NUMBER.get(number, "") if isinstance(number, int) else ""
 
 
 # the bits in the names of numbers, "bfloat16" or "float8_e5m2"
