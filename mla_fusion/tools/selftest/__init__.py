@@ -38,25 +38,22 @@ class Outcome:
         return [result for result in self.results if result.failures]
 
     def to_json(self) -> str:
-        rows = [asdict(one) | {"failures": one.failures} for one in self.results]
-        counts = {"failed": len(self.failed), "passed": len(self.results) - len(self.failed)}
-        device, versions = asdict(self.device), self.versions
-        return text_tables.as_json(
-            {"device": device, "versions": versions, **counts, "results": rows}
-        )
+        count = {"failed": len(self.failed), "passed": len(self.results) - len(self.failed)}
+        results = [asdict(one) | {"failures": one.failures} for one in self.results]
+        head = {"device": asdict(self.device), "versions": self.versions}
+        return text_tables.as_json({**head, **count, "results": results})
 
     def __str__(self) -> str:
         """A line for each check, to be mailed, and compared by `mla-fusion diff`."""
         count = len(self.results)
-        return "\n".join(
-            [
-                HEADING,
-                str(self.device),
-                *(f"{name} {version}" for name, version in self.versions.items()),
-                *map(str, self.results),
-                f"{count - len(self.failed)} of {count} checks passed",
-            ]
-        )
+        lines = [
+            HEADING,
+            self.device,
+            *(f"{name} {version}" for name, version in self.versions.items()),
+            *self.results,
+            f"{count - len(self.failed)} of {count} checks passed",
+        ]
+        return "\n".join(map(str, lines))
 
 
 def run(device: Device, only: str = "*", progress: Callable[[Result], object] = id) -> Outcome:
