@@ -70,11 +70,10 @@ def _read(path: Path, number: int) -> Dump:
         if not 1 <= number <= len(listings):
             raise DumpError(f"the file holds {len(listings)} graphs, and no graph {number}", 1)
         name, body = listings[number - 1]
-        dump = Dump(path, kind, fx_text.read(body), name, number, len(listings))
-        return dump.checked()
+        return Dump(path, kind, fx_text.read(body), name, number, len(listings))
     if number != 1:
         raise DumpError(f"a GE dump holds 1 graph, and no graph {number}", 1)
     operators, name = (ge_python if kind == "python" else ge_text).read(text)
     if not any(operator.type == "NetOutput" for operator in operators):
         raise DumpError("the graph has no NetOutput: truncated", text.count("\n") + 1)
-    return Dump(path, kind, operators, name).checked()
+    return Dump(path, kind, operators, name)

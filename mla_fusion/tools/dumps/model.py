@@ -173,11 +173,6 @@ class Operator:
         """Its inputs that are given, each with its place."""
         return [(place, edge) for place, edge in enumerate(self.inputs) if edge is not None]
 
-    @property
-    def stated(self) -> Attributes:
-        """The attributes that are the model's, not the writer's notes."""
-        return {name: value for name, value in self.attributes.items() if name[:1] != "_"}
-
     def input(self, place: int) -> Edge | None:
         """What it reads at a place; None where the dump gives it nothing there."""
         return self.inputs[place] if place < len(self.inputs) else None
@@ -249,16 +244,16 @@ class Dump:
             return Value()
         operator = self.by_name[edge.producer]
         outputs = operator.outputs
-        found = outputs[edge.index] if 0 <= edge.index < len(outputs) else Value()
+        value = outputs[edge.index] if 0 <= edge.index < len(outputs) else Value()
         # of other results torchair writes a dtype that they need not have
-        moved = found.shape is None and operator.type in ("TensorMove", "Identity")
-        return self.value(operator.input(0)) if moved else found
+        is_moved = value.shape is None and operator.type in ("TensorMove", "Identity")
+        return self.value(operator.input(0)) if is_moved else value
 
     def of_type(self, *types: str) -> Iterator[Operator]:
         return (operator for operator in self.operators if operator.type in types)
 
-    def checked(self) -> Dump:
-        """Itself, if its operators have names of their own and read only one another."""
+    def __post_init__(self) -> None:
+        """Raises DumpError unless operators have names of their own and read only one another."""
         if not self.operators:
             raise DumpError("the graph holds no operator", 1)
         for one in self.operators:
@@ -266,7 +261,6 @@ class Dump:
                 raise DumpError(f"two operators have the name {one.name!r}", one.line)
             for _, edge in one.reads:
                 if edge.producer not in self.by_name:
-                    said = f"{one.name} reads {edge.producer!r}, which the dump lacks"
-                    raise DumpError(said, one.line)
+                    text = f"{one.name} reads {edge.producer!r}, which the dump lacks"
+                    raise DumpError(text, one.line)
         self.ordered  # noqa: B018  # raises for a circle
-        return self

@@ -89,7 +89,9 @@ class Rebuilder:
             case "output":
                 return self.graph.output(self._data(args[0]))
             case "get_attr":
-                return self._attribute(operator, args[0])
+                # by a name of our own: a path of the dump's could lead into the module itself
+                name = self.constants.setdefault(args[0], f"constant_{len(self.constants)}")
+                return self._described(operator, "get_attr", name)
         try:
             args, kwargs = self._data(args), self._data(kwargs)
         except names.Unknown as unknown:
@@ -106,11 +108,6 @@ class Rebuilder:
         self.unmapped[called] += 1
         inputs = [self.nodes[edge.producer] for _, edge in operator.reads]
         return self._described(operator, "call_method", "unknown", (inputs,))
-
-    def _attribute(self, operator: Operator, path: str) -> Node:
-        # by a name of our own: a path of the dump's could lead into the module's own attributes
-        name = self.constants.setdefault(path, f"constant_{len(self.constants)}")
-        return self._described(operator, "get_attr", name)
 
     def _described(
         self, operator: Operator, kind: str, target: Any, args: Any = (), kwargs: Any = None
@@ -180,7 +177,7 @@ class Tensors:
     def __init__(self) -> None:
         self.mode = symbolic_mode(_Mode)
         self._symbol = cache(partial(new_size, self.mode, hint=_HINT, largest=_LARGEST))
-        self._expression = cache(self._parsed)
+        self.size = cache(self._size)
         # layers repeat their shapes, and a tensor without storage can stand for many
         self._tensor = cache(self._make)
 
@@ -194,28 +191,23 @@ class Tensors:
 
     def _make(self, value: Value) -> Any:
         dtype = names.dtype(value.dtype)
-        shape = [*map(self.size, value.shape or ())]
-        stride = None if value.stride is None else [*map(self.size, value.stride)]
-        if value.shape is None or dtype is None:
+        sizes = [*map(self.size, (*(value.shape or ()), *(value.stride or ())))]
+        if value.shape is None or dtype is None or any(size is None for size in sizes):
             return None
-        if any(size is None for size in (*shape, *(stride or ()))):
-            return None
+        rank = len(value.shape)
         with self.mode:
-            if stride is None:
-                return torch.empty(shape, dtype=dtype)
-            return torch.empty_strided(shape, stride, dtype=dtype)
+            if value.stride is None:
+                return torch.empty(sizes, dtype=dtype)
+            return torch.empty_strided(sizes[:rank], sizes[rank:], dtype=dtype)
 
-    def size(self, dim: Any) -> Any:
+    def _size(self, dim: int | str) -> Any:
         """A number, or the SymInt of an expression; None for what is no size."""
         if isinstance(dim, int):
             return dim if dim >= 0 else None
-        return self._expression(dim)
-
-    def _parsed(self, text: str) -> Any:
-        if len(text) > _LONGEST or text.count("*") > _FACTORS:
+        if len(dim) > _LONGEST or dim.count("*") > _FACTORS:
             return None
         try:
-            return self._evaluate(ast.parse(text.strip(), mode="eval").body)
+            return self._evaluate(ast.parse(dim.strip(), mode="eval").body)
         except Exception:  # of an expression that is none
             return None
 
@@ -228,10 +220,10 @@ class Tensors:
             case ast.BinOp(op=ast.Pow(), left=ast.Name(id=name), right=ast.Constant(value=2)):
                 return self._symbol(name) * self._symbol(name)
             case ast.BinOp(left=left, op=op, right=right):
-                found = _BINARY[type(op)](self._evaluate(left), self._evaluate(right))
-                if isinstance(found, int) and abs(found) > _LARGEST:
+                size = _BINARY[type(op)](self._evaluate(left), self._evaluate(right))
+                if isinstance(size, int) and abs(size) > _LARGEST:
                     raise ValueError("too large for a size")
-                return found
+                return size
             case ast.Call(func=ast.Name(id=name), args=arguments):
                 return _CALLS[name](*map(self._evaluate, arguments))
         raise ValueError("not a size")

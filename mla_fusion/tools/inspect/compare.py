@@ -116,11 +116,15 @@ def _change(operator: Operator) -> Change:
 
 
 def _own(operator: Operator, by_attributes: bool) -> str:
-    """Type and attributes; an input's dtype and shape, never its number or name."""
+    """Type and attributes that are no notes of the writer; an input's dtype and shape, never its
+    number or name.
+    """
     if operator.type in INPUTS | ENDS:
         return f"{operator.type} {[str(value) for value in operator.outputs]}"
-    stated = sorted((name, str(value)) for name, value in operator.stated.items())
-    return f"{operator.type} {stated if by_attributes else ''}"
+    attributes = sorted(
+        (name, str(value)) for name, value in operator.attributes.items() if name[:1] != "_"
+    )
+    return f"{operator.type} {attributes if by_attributes else ''}"
 
 
 @dataclass(frozen=True)
