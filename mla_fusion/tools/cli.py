@@ -76,7 +76,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             if gone := _gone.of_command_line(words):
                 raise UserError(gone)
-            return _run(parser().parse_args(words))
+            arguments = parser().parse_args(words)
+            try:
+                return int(arguments.run(arguments))
+            except SystemExit as error:  # of code that the caller named
+                text = f"the code that was run ended with sys.exit({error.code!r})"
+                raise UserError(text) from error
         finally:
             if sys.stdout is not None:
                 sys.stdout.flush()  # a full disk is told here, not while Python ends
@@ -88,14 +93,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (UserError, OSError, ImportError) as error:
         print(f"mla-fusion {' '.join(words[:1])}: {_for_the_user(error)}", file=sys.stderr)
         return 2
-
-
-def _run(arguments: Namespace) -> int:
-    try:
-        status: int = arguments.run(arguments)
-    except SystemExit as error:  # of code that the caller named
-        raise UserError(f"the code that was run ended with sys.exit({error.code!r})") from error
-    return status
 
 
 def _for_the_user(error: Exception) -> str:

@@ -9,7 +9,7 @@ import pytest
 
 from mla_fusion.inspect import summarise
 from mla_fusion.tools.dumps import Dump, DumpError, Edge, Value, read
-from mla_fusion.tools.dumps.fx_text import annotated
+from mla_fusion.tools.dumps.python_text import annotated
 from mla_fusion.tools.dumps.ge_text import parse
 
 FIXTURES = Path(__file__).parent / "fixtures"

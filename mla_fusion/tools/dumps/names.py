@@ -15,7 +15,7 @@ import torch
 
 import mla_fusion.ops  # noqa: F401  # npu:: operators, where torch_npu has not defined them
 from mla_fusion.compat import OpOverload, has_schema, schema_of
-from mla_fusion.tools.dumps.fx_text import BINARY
+from mla_fusion.tools.dumps.python_text import BINARY
 
 NAMESPACES = ("aten", "prims", "npu", "atb")
 _SIZES = "sym_max sym_min sym_sum sym_ite sym_not sym_int sym_float".split()

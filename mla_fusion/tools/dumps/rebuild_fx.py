@@ -26,9 +26,8 @@ from mla_fusion.compat import (
 )
 from mla_fusion.fx.kinds import value_of
 from mla_fusion.tools.dumps import Dump, Edge, Operator, Value, names
-from mla_fusion.tools.dumps.fx_text import BINARY, METHOD
 from mla_fusion.tools.dumps.model import NotRebuilt
-from mla_fusion.tools.dumps.python_text import Word
+from mla_fusion.tools.dumps.python_text import BINARY, METHOD, Word
 from mla_fusion.tools.target import first_line
 
 _EARLY = (METHOD, "setitem", C_FUNCTIONS)  # calls that AOT autograd leaves none of

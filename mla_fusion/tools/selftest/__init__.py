@@ -16,9 +16,9 @@ from typing import Any
 from mla_fusion.reference import chip
 from mla_fusion.report import text_tables
 from mla_fusion.tools import installed
-from mla_fusion.tools.selftest.calls import calls
 from mla_fusion.tools.selftest.check import FUSED, Result, check_call, check_prologue
 from mla_fusion.tools.selftest.device import Device, NoDevice, choose
+from mla_fusion.tools.selftest.samples import calls
 
 __all__ = ["HEADING", "Device", "NoDevice", "Outcome", "Result", "choose", "run"]
 

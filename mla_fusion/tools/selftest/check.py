@@ -20,13 +20,13 @@ from mla_fusion.meta import spec
 from mla_fusion.meta.prolog import CACHES
 from mla_fusion.paging import layout
 from mla_fusion.paging.tiles import unpack_rows
+from mla_fusion.reference import kernels
 from mla_fusion.report.store import reports
 from mla_fusion.tools.accuracy import distance, error_ratio
 from mla_fusion.tools.by_hand.memory import Tensors, same_bits
-from mla_fusion.tools.selftest.calls import Arguments, Call
 from mla_fusion.tools.selftest.compare import Comparison, compare
 from mla_fusion.tools.selftest.device import Device
-from mla_fusion.tools.selftest.samples import DEEPSEEK_V3
+from mla_fusion.tools.selftest.samples import DEEPSEEK_V3, Arguments, Call
 
 _CHANGED = "cache rows that belong to no token have changed"
 FUSED: dict[str, dict[str, Any]] = {  # prologues by name: options of Config
@@ -84,7 +84,7 @@ def check_call(call: Call, device: Device, through: str) -> Result:
         result.problems.append(f"{type(error).__name__}: {error}")
         return result
     reference = copy.deepcopy(arguments)
-    wanted = _by_name(call.results, call.reference(**reference))
+    wanted = _by_name(call.results, getattr(kernels, call.op)(**reference))
     for name in (name for name in wanted if name not in call.caches):
         # an absent result is ``[0]`` or ``[1]``, by release, and its value is nobody's
         if max(wanted[name].numel(), results[name].numel()) > 1:
@@ -106,7 +106,7 @@ def _operator(call: Call, through: str) -> Callable[[Arguments], Any]:
     """
 
     def step(arguments: Arguments) -> Any:
-        return call.operator(**arguments)
+        return getattr(torch.ops.npu, call.op)(**arguments)
 
     return step if through == "eager" else _compiled(step)
 
