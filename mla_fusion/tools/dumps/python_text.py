@@ -314,37 +314,34 @@ class _GeReader(_Reader):
             case ast.Import() | ast.ImportFrom():
                 pass
             case ast.Assign(targets=[target], value=ast.Call() as call):
-                elements = target.elts if isinstance(target, (ast.List, ast.Tuple)) else [target]
-                names = names_in(elements)
-                name = self._add(call, names[0].rpartition("_")[0], len(names))
-                for index, result in enumerate(names):
-                    self.names[result] = Edge(name, index)
+                results = target.elts if isinstance(target, (ast.List, ast.Tuple)) else [target]
+                self._add(call, names_in(results))
             case _:
                 raise DumpError("a line that calls no GE operator", statement.lineno)
 
-    def _add(self, call: ast.Call, name: str, results: int) -> str:
-        """The name of the operator: what the names of its results share."""
+    def _add(self, call: ast.Call, results: list[str]) -> None:
+        """The name of the operator is what the names of its results share."""
         module, _, kind = dotted(call.func).rpartition(".")
         if module != "ge":
             raise DumpError("a call of something else than ge", call.lineno)
-        arguments, given = self.arguments(call)
-        given.pop("node_name", None)
-        order = edges_in(given.pop("dependencies", None))
+        arguments, options = self.arguments(call)
+        options.pop("node_name", None)
+        order = edges_in(options.pop("dependencies", None))
         inputs: list[Edge | None] = []
-        for place, found in enumerate(arguments):
-            edges = edges_in(found)
+        for place, argument in enumerate(arguments):
+            edges = edges_in(argument)
             inputs += edges or [None]
-            if not edges and found is not None:
-                given[str(place)] = found
-        inputs += [given.pop(key) for key in [*given] if isinstance(given[key], Edge)]
+            if not edges and argument is not None:
+                options[str(place)] = argument
+        inputs += [options.pop(key) for key in [*options] if isinstance(options[key], Edge)]
         inputs += [Edge(edge.producer, -1) for edge in order]
-        shape = given.get("shape") if kind == "Data" else None
+        shape = options.get("shape") if kind == "Data" else None
         value = Value(
-            numbered_dtype(given.get("dtype")),
+            numbered_dtype(options.get("dtype")),
             tuple(map(int, shape)) if isinstance(shape, list) else None,
-            placement=str(given.get("placement", "")),
+            placement=str(options.get("placement", "")),
         )
-        name = name or f"{kind} at line {call.lineno}"
-        line = call.lineno
-        self.operators.append(Operator(name, kind, inputs, [value] * results, given, line=line))
-        return name
+        name = results[0].rpartition("_")[0] or f"{kind} at line {call.lineno}"
+        outputs = [value] * len(results)
+        self.operators.append(Operator(name, kind, inputs, outputs, options, line=call.lineno))
+        self.names |= {result: Edge(name, index) for index, result in enumerate(results)}
