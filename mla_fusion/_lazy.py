@@ -31,7 +31,7 @@ LIGHT = frozenset(
     for name in """
     _autoload _gone _lazy _version cli machine report report.text_tables
     tools tools.cli
-    tools.target tools.installed tools.command tools.profile
+    tools.target tools.installed tools.profile
     """.split()
 )
 

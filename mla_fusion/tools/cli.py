@@ -8,32 +8,23 @@ import json
 import os
 import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from importlib.resources import files
+from inspect import getdoc
 from pathlib import Path
 from traceback import extract_tb
 from typing import Any
 
 import mla_fusion as mf
-from mla_fusion import _gone
-from mla_fusion.machine import AUTO
+from mla_fusion import _gone, machine
 from mla_fusion.report import text_tables
 from mla_fusion.tools import installed
-from mla_fusion.tools.command import (
-    DYNAMIC,
-    LIMITS,
-    Parser,
-    answer,
-    command,
-    function,
-    option,
-    show,
-)
 from mla_fusion.tools.target import (
     UserError,
     existing,
+    known_name,
     load_target,
     output,
     output_folder,
@@ -43,6 +34,10 @@ from mla_fusion.tools.target import (
     user_errors,
     writing,
 )
+
+Option = Callable[[Any], object]  # adds an argument to a parser
+Run = Callable[[Namespace], int]  # of the parsed arguments, the exit status
+
 
 EPILOG = """\
 examples:
@@ -131,6 +126,96 @@ def parser() -> ArgumentParser:
     for each in _COMMANDS:
         each.add(commands)
     return of_all
+
+
+def option(name: str, text: str | None = None, **kind: Any) -> Option:
+    """As argparse has it, its help behind its name."""
+    return lambda parser: parser.add_argument(name, help=text, **kind)
+
+
+def function(more: str = "", check: Callable[[str], Any] = target) -> Option:
+    """The function that a command works on."""
+    text = f"function that returns (module_or_function, arguments){more}"
+    return option("target", text, type=check, metavar="FILE.py:FUNCTION")
+
+
+DYNAMIC = option("--dynamic", "symbolic sizes, as torch.compile(dynamic=True)", action="store_true")
+LIMITS = (
+    option(
+        "--soc",
+        "chip, as A2 or 910B, whose limits hold; by default the NPU's, without an NPU A3",
+        type=known_name(machine.soc_named),
+        default=machine.AUTO,
+    ),
+    option(
+        "--cann",
+        "CANN release, as 8.5 or 9.1, whose limits hold; by default the NPU's, without an NPU "
+        "the newest",
+        type=known_name(machine.release_named),
+        default=machine.AUTO,
+    ),
+)
+
+
+class Parser(ArgumentParser):
+    """Says so where help cannot be written; argparse is silent then."""
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        print(message or "", end="", file=file or sys.stderr)
+
+
+@dataclass(frozen=True)
+class Command:
+    """A function that runs a command, with its options. The first paragraph of its docstring is the
+    summary in the list of commands, all of it the command's own help. ``has_json``: it can print
+    JSON.
+    """
+
+    run: Run
+    options: Sequence[Option]
+    has_json: bool
+
+    def add(self, commands: Any) -> None:
+        """To the parsers of all commands."""
+        text = getdoc(self.run) or ""
+        parser = commands.add_parser(
+            self.run.__name__.replace("_", "-"),
+            help=text.partition("\n\n")[0],
+            description=text,
+        )
+        parser.set_defaults(run=self.run)
+        if self.has_json:
+            parser.add_argument("--json", action="store_true", help="print JSON on stdout")
+        for add in self.options:
+            add(parser)
+
+
+def command(*options: Option, has_json: bool = True) -> Callable[[Run], Command]:
+    """Makes a Command of a function."""
+    return lambda run: Command(run, options, has_json)
+
+
+def show(text: object) -> None:
+    """Print text for people. Names come from dumps, too: what in them would steer a terminal is
+    written out.
+    """
+    print("".join(map(_shown, str(text))))
+
+
+def _shown(letter: str) -> str:
+    return letter if letter.isprintable() or letter in "\n\t" else ascii(letter)[1:-1]
+
+
+def answer(outcome: Any, arguments: Namespace, is_fine: bool) -> int:
+    """Print what came out, as text or JSON, and write its page where one is asked for. The exit
+    status.
+    """
+    print(outcome.to_json()) if arguments.json else show(outcome)
+    if getattr(arguments, "html", None):
+        with writing(arguments.html):
+            outcome.to_html(arguments.html)
+        print(f"written: {arguments.html}", file=sys.stderr)
+    return 0 if is_fine else 1
 
 
 @command(
@@ -391,7 +476,7 @@ def audit(arguments: Namespace) -> int:
     from mla_fusion.compile.device_graph import CaptureError, check_arguments
 
     with user_errors(ValueError, CaptureError):
-        machine = mf.Config(soc=arguments.soc, cann=arguments.cann).machine
+        limits = mf.Config(soc=arguments.soc, cann=arguments.cann).machine
         model, example = load_target(arguments.target)
         reference = load_target(arguments.reference)[0] if arguments.reference else None
         try:
@@ -403,8 +488,8 @@ def audit(arguments: Namespace) -> int:
                 reference,
                 *example,
                 path=arguments.path,
-                soc=machine.soc,
-                cann=machine.cann,
+                soc=limits.soc,
+                cann=limits.cann,
             )
         except (ValueError, CaptureError):  # in words already
             raise
@@ -475,7 +560,7 @@ def selftest(arguments: Namespace) -> int:
     """
     from mla_fusion.tools import selftest
 
-    limits = (None if name == AUTO else name for name in (arguments.soc, arguments.cann))
+    limits = (None if name == machine.AUTO else name for name in (arguments.soc, arguments.cann))
     with user_errors(selftest.NoDevice, mf.meta.ContractError):
         device = selftest.choose(arguments.device, *limits)
         outcome = selftest.run(device, arguments.only, _show_progress)
