@@ -133,10 +133,10 @@ def option(name: str, text: str | None = None, **kind: Any) -> Option:
     return lambda parser: parser.add_argument(name, help=text, **kind)
 
 
-def function(more: str = "", check: Callable[[str], Any] = target) -> Option:
+def function(more: str = "") -> Option:
     """The function that a command works on."""
     text = f"function that returns (module_or_function, arguments){more}"
-    return option("target", text, type=check, metavar="FILE.py:FUNCTION")
+    return option("target", text, metavar="FILE.py:FUNCTION")
 
 
 DYNAMIC = option("--dynamic", "symbolic sizes, as torch.compile(dynamic=True)", action="store_true")
@@ -312,8 +312,7 @@ _TARGETS = option("--targets", "operators that may be emitted, as Config.targets
 
 @command(
     function(
-        "; its file is imported and runs. Or a dump of a graph, which is data: nothing in it runs",
-        target_or_dump,
+        "; its file is imported and runs. Or a dump of a graph, which is data: nothing in it runs"
     ),
     DYNAMIC,
     *LIMITS,
@@ -331,6 +330,7 @@ def explain(arguments: Namespace) -> int:
 
     Exit status 1: a prologue is left, or none is there.
     """
+    target_or_dump(arguments.target)
     from mla_fusion.compile.device_graph import CaptureError, capture
     from mla_fusion.tools.dumps.model import DumpError, NotRebuilt
 
@@ -363,6 +363,7 @@ def _config(arguments: Namespace, **more: Any) -> mf.Config:
 )
 def lower(arguments: Namespace) -> int:
     """Fuse a function and lower it with the real torchair."""
+    target(arguments.target)
     from mla_fusion.compile.offline import OfflineError
     from mla_fusion.tools.lowering import LoweringError
 
@@ -393,16 +394,17 @@ def lower(arguments: Namespace) -> int:
 
 
 @command(
-    option("dumps", "pbtxt, txt, py or FX listing", type=existing, metavar="DUMP", nargs="+"),
+    option("dumps", "pbtxt, txt, py or FX listing", metavar="DUMP", nargs="+"),
     _GRAPH,
     option("--export", "also write one dump for Graphviz: .dot", type=output, metavar="FILE"),
 )
 def inspect(arguments: Namespace) -> int:
     """Say what stands in graphs that torchair or torch dumped."""
+    paths = [existing(dump) for dump in arguments.dumps]
     from mla_fusion.tools.inspect.summary import summarise
     from mla_fusion.tools.inspect.viewers import ExportError, export
 
-    dumps = [_read_dump(path, arguments.graph) for path in arguments.dumps]
+    dumps = [_read_dump(path, arguments.graph) for path in paths]
     if arguments.export:
         if len(dumps) > 1:
             raise UserError("--export takes one dump")
@@ -418,8 +420,8 @@ def inspect(arguments: Namespace) -> int:
 
 
 @command(
-    option("first", "a dump, or what selftest --out wrote", type=existing, metavar="A"),
-    option("second", "what to compare it with", type=existing, metavar="B"),
+    option("first", "a dump, or what selftest --out wrote", metavar="A"),
+    option("second", "what to compare it with", metavar="B"),
     _GRAPH,
 )
 def diff(arguments: Namespace) -> int:
@@ -428,10 +430,10 @@ def diff(arguments: Namespace) -> int:
 
     Exit status 1: they differ; what differs is listed.
     """
+    paths = existing(arguments.first), existing(arguments.second)
     from mla_fusion.tools.inspect import compare
     from mla_fusion.tools.selftest import HEADING
 
-    paths = arguments.first, arguments.second
     texts = [path.read_bytes() for path in paths]
     difference: compare.Lines | compare.Difference
     if all(text.startswith(HEADING.encode()) for text in texts):
@@ -454,7 +456,6 @@ def _read_dump(path: Path, graph: int) -> Any:
     option(
         "--reference",
         "one that returns (unfused_model, arguments)",
-        type=target,
         metavar="FILE.py:FUNCTION",
     ),
     *LIMITS,
@@ -471,6 +472,8 @@ def audit(arguments: Namespace) -> int:
 
     Exit status 1: something is wrong with a call.
     """
+    for name in filter(None, (arguments.target, arguments.reference)):
+        target(name)
     import torch
 
     from mla_fusion.compile.device_graph import CaptureError, check_arguments
@@ -507,13 +510,8 @@ def audit(arguments: Namespace) -> int:
 
 
 @command(
-    option(
-        "after",
-        "kernel_details.csv or op_summary_*.csv, with the pass on",
-        type=existing,
-        metavar="AFTER",
-    ),
-    option("--before", "the same with the pass off", type=existing, metavar="BEFORE"),
+    option("after", "kernel_details.csv or op_summary_*.csv, with the pass on", metavar="AFTER"),
+    option("--before", "the same with the pass off", metavar="BEFORE"),
 )
 def profile(arguments: Namespace) -> int:
     """Say what the prologue costs in a profile of an NPU; with --before, what a fusion changed.
@@ -522,7 +520,7 @@ def profile(arguments: Namespace) -> int:
     """
     from mla_fusion.tools.profile import Comparison, summarise
 
-    paths = filter(None, (arguments.after, arguments.before))
+    paths = [existing(path) for path in (arguments.after, arguments.before) if path]
     outcome = Comparison(*map(summarise, paths))
     return answer(outcome, arguments, bool(outcome.after.prologue))
 
