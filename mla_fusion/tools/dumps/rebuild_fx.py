@@ -177,8 +177,6 @@ class Tensors:
         self.mode = symbolic_mode(_Mode)
         self._symbol = cache(partial(new_size, self.mode, hint=_HINT, largest=_LARGEST))
         self.size = cache(self._size)
-        # layers repeat their shapes, and a tensor without storage can stand for many
-        self._tensor = cache(self._make)
 
     def of(self, value: Value) -> Any:
         """The tensor or symbolic size that an annotation describes, or None where it does not say
@@ -186,9 +184,6 @@ class Tensors:
         """
         if value.dtype == "Sym":
             return self.size((value.shape or ("",))[0])
-        return self._tensor(value)
-
-    def _make(self, value: Value) -> Any:
         dtype = names.dtype(value.dtype)
         sizes = [*map(self.size, (*(value.shape or ()), *(value.stride or ())))]
         if value.shape is None or dtype is None or any(size is None for size in sizes):
