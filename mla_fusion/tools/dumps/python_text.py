@@ -147,47 +147,41 @@ def edges_in(found: Any) -> list[Edge]:
 
 def split(text: str) -> list[tuple[str, str]]:
     """Name and text of each graph in a file: a class at column 0, at its place in the file."""
-    lines, found, place = text.split("\n"), list[tuple[str, str]](), 0
-    while place < len(lines):
-        head = CLASS.search(lines[place])
-        place += 1
-        if head is None:
+    lines, graphs, end = text.split("\n"), list[tuple[str, str]](), 0
+    for number, line in enumerate(lines, 1):
+        head = CLASS.search(line)
+        if head is None or number <= end:
             continue
         # ``class <lambda>`` is no Python
-        body = [*[""] * (place - 1), "class Graph:" + head.string[head.end() :]]
-        below = "".join(lines[place : place + 1])
-        shared = commonprefix((head.string, below)).rstrip()  # noqa: RUF071  # of characters
-        while place < len(lines) and lines[place].startswith(shared):
-            line = lines[place].removeprefix(shared)
-            line = line.removeprefix(" ") if shared else line
-            if _BEHIND.match(line):
+        body = [*[""] * (number - 1), "class Graph:" + line[head.end() :]]
+        below = "".join(lines[number : number + 1])
+        prefix = commonprefix((line, below)).rstrip()  # noqa: RUF071  # of characters
+        for below in lines[number:]:
+            code = below.removeprefix(prefix)
+            code = code.removeprefix(" ") if prefix else code
+            if not below.startswith(prefix) or _BEHIND.match(code):
                 break
-            body.append(line)
-            place += 1
-        found.append((head["name"], "\n".join(body)))
-    return found
+            body.append(code)
+        end = len(body)
+        graphs.append((head["name"], "\n".join(body)))
+    return graphs
 
 
 def read_fx(text: str) -> list[Operator]:
     """The nodes in order: placeholders, attributes, calls, then one of type "output"."""
-    function = _forward(parse(text))
-    reader = _FxReader(text)
-    for item in function.args.args[1:]:
-        reader.add(item, item.arg, ("placeholder", (), {}), item.annotation)
-    for statement in function.body:
+    tree, reader = parse(text), _FxReader(text)
+    members = (member for part in tree.body for member in getattr(part, "body", ()))
+    functions = (member for member in members if isinstance(member, ast.FunctionDef))
+    forward = next((function for function in functions if function.name == "forward"), None)
+    if forward is None:
+        raise DumpError("the listing has no forward", tree.body[0].lineno)
+    for argument in forward.args.args[1:]:
+        reader.add(argument, argument.arg, ("placeholder", (), {}), argument.annotation)
+    for statement in forward.body:
         reader.take(statement)
     if not reader.operators or reader.operators[-1].type != "output":
         raise DumpError("the listing ends without a return: truncated", text.count("\n") + 1)
     return reader.operators
-
-
-def _forward(module: ast.Module) -> ast.FunctionDef:
-    match module.body:
-        case [ast.ClassDef(body=items)]:
-            for item in items:
-                if isinstance(item, ast.FunctionDef) and item.name == "forward":
-                    return item
-    raise DumpError("the listing has no forward", module.body[0].lineno)
 
 
 class _FxReader(_Reader):
@@ -262,7 +256,7 @@ class _FxReader(_Reader):
         if name in self.names:
             raise DumpError(f"{name!r} is defined twice", node.lineno)
         kind, arguments, options = call
-        given = [*enumerate(arguments), *options.items()]
+        named = [*enumerate(arguments), *options.items()]
         text = annotation.value if isinstance(annotation, ast.Constant) else ""
         self.operators.append(
             Operator(
@@ -270,7 +264,7 @@ class _FxReader(_Reader):
                 kind,
                 list(edges_in([arguments, options])),
                 [annotated(str(text))] if kind != "output" else [],
-                {str(key): item for key, item in given if not edges_in(item)},  # are data
+                {str(key): item for key, item in named if not edges_in(item)},  # are data
                 line=node.lineno,
                 call=(arguments, options),
                 source=self._sources[node.lineno] if kind != "output" else "",
