@@ -28,6 +28,7 @@ from mla_fusion.fx.kinds import op_name
 from mla_fusion.fx.walk import peel
 from mla_fusion.machine import compiling_for
 from mla_fusion.meta.prolog import CACHES, V3, V3_FUNCTIONAL
+from mla_fusion.observe.operator_counts import count_operators
 from mla_fusion.report.report import Report
 from mla_fusion.report.store import reports
 from mla_fusion.tools.target import first_line
@@ -134,11 +135,11 @@ def lower(
     def compile_graph(dynamo: GraphModule, arguments: list[Any]) -> Any:
         if at_boundary:
             specialise(dynamo)
-        name = naming(dynamo)
+        name_inputs = naming(dynamo)
 
         def on_graph(gm: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
             if at_boundary:
-                name(gm)
+                name_inputs(gm)
             # a copy over the same attributes; metadata stays on the nodes
             before = GraphModule(gm, copy.deepcopy(gm.graph))
             earlier = reports()[-1:]
@@ -154,7 +155,9 @@ def lower(
             if report is not None and mode == "npugraph_ex":
                 _correct_placements(report, compiled.fx.graph)
             ge_ops = Counter(op.type for op in getattr(compiled.proto, "op", ()))
-            fx_ops = Counter(_targets(compiled.fx))
+            fx_ops = Counter[str]()
+            for name, count in count_operators(compiled.fx).items():
+                fx_ops[name.removeprefix("<built-in function ").rstrip(">")] += count
             graphs = compiled.text, compiled.proto
             outcomes.append(Lowering(mode, before, compiled.fx, fx_ops, ge_ops, *graphs, report))
             return stop
@@ -220,12 +223,3 @@ def _copied_inputs(call: Node) -> Iterator[str]:
         cache = call.args[place]
         if isinstance(cache, Node) and peel(cache).op == "placeholder":
             yield peel(cache).name
-
-
-def _targets(gm: GraphModule) -> Iterator[str]:
-    """Each call's target, by name."""
-    for node in gm.graph.nodes:
-        if isinstance(node.target, OpOverload):
-            yield str(node.target)
-        elif node.op.startswith("call_"):
-            yield getattr(node.target, "__name__", str(node.target))
