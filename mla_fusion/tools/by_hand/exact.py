@@ -104,9 +104,13 @@ def _verdict(fused: Target, reference: Target, eager: Mapping[str, float], input
     if forms[0] != forms[1]:
         text = f"one gives {forms[0]}; the other {forms[1]}"
         return Audit((), (Finding("results.differ", text),), False)
-    names = [spec.target for spec in signature.input_specs if spec.target is not None]
-    weights = {node: tensors[name].detach() for node, name in zip(nodes, names, strict=False)}
-    placeholders = nodes[len(names) : len(signature.input_specs)]
+    inputs_of_graph = dict(zip(nodes, signature.input_specs, strict=False))
+    weights = {
+        node: tensors[spec.target].detach()
+        for node, spec in inputs_of_graph.items()
+        if spec.target is not None
+    }
+    placeholders = [node for node in inputs_of_graph if node not in weights]
     results: Any = output.args[0]
     half = len(results) // 2
     arguments = [*memory.named(inputs)]

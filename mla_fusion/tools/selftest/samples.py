@@ -187,26 +187,26 @@ def sample_key(mode: str = "PA_BNSD", int8: bool = False) -> Arguments:
     """8 tokens, as one sequence on scattered slots, or in mode "Norm" as two, on rows of their own
     caches.
     """
-    make = torch.Generator().manual_seed(0)
+    make, is_norm = torch.Generator().manual_seed(0), mode == "Norm"
     latent, rope = DEEPSEEK_V3["Hckv"], DEEPSEEK_V3["Dr"]
 
     def noise(*shape: int) -> Tensor:
         return torch.randn(shape, generator=make, dtype=torch.float32).bfloat16()
 
-    batches, pool = (2, (2, 1, 16)) if mode == "Norm" else (1, (4, 32, 1))
+    batches, pool = (2, (2, 1, 16)) if is_norm else (1, (4, 32, 1))
     lead, rows = (batches, 1, 8 // batches), prod(pool) // batches
     index = torch.stack([torch.randperm(rows, generator=make)[: lead[2]] for _ in range(batches)])
-    given: Arguments = {
+    arguments: Arguments = {
         "kv": noise(*lead, latent + rope),
         "gamma": 1 + noise(latent) / 8,
         "cos": noise(*lead, rope),
         "sin": noise(*lead, rope),
-        "index": index if mode == "Norm" else index[0],
+        "index": index if is_norm else index[0],
     }
     named = zip(("k_cache", "ckv_cache"), (rope, latent), key_operator.SCALES, strict=True)
     for name, width, scale in named:
-        given[name] = noise(*pool, width)
+        arguments[name] = noise(*pool, width)
         if int8:
-            given[name] = (20 * given[name]).to(torch.int8)
-            given[scale] = 20 + 10 * torch.rand(width, generator=make, dtype=torch.float32)
-    return given | {"cache_mode": mode, "is_output_kv": mode != "Norm", "epsilon": 1e-6}
+            arguments[name] = (20 * arguments[name]).to(torch.int8)
+            arguments[scale] = 20 + 10 * torch.rand(width, generator=make, dtype=torch.float32)
+    return arguments | {"cache_mode": mode, "is_output_kv": not is_norm, "epsilon": 1e-6}
