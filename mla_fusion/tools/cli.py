@@ -199,11 +199,11 @@ def show(text: object) -> None:
     """Print text for people. Names come from dumps, too: what in them would steer a terminal is
     written out.
     """
-    print("".join(map(_shown, str(text))))
-
-
-def _shown(letter: str) -> str:
-    return letter if letter.isprintable() or letter in "\n\t" else ascii(letter)[1:-1]
+    letters = (
+        letter if letter.isprintable() or letter in "\n\t" else ascii(letter)[1:-1]
+        for letter in str(text)
+    )
+    print("".join(letters))
 
 
 def answer(outcome: Any, arguments: Namespace, is_fine: bool) -> int:

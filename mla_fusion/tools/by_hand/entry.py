@@ -128,7 +128,9 @@ def audit(
     before, epsilons = measured(lambda call: {}), _epsilons(reference)
     mended: list[tuple[int, float, Finding]] = []
     if off := wrong(before):
-        parted = _parted(calls, places, off)
+        # at the first call whose cache is wrong, or the last one where none is
+        wrong_calls = (one.number for one in calls if off & {*one.caches(places).values()})
+        parted = next(wrong_calls, len(calls) - 1)
         for scope in (None, parted, parted - 1) if len(calls) > 1 else (0,):
             for slip in slips(calls[scope or 0], dict.fromkeys((*epsilons, 1e-6))):
 
@@ -200,12 +202,6 @@ def _other_epsilons(calls: Sequence[Call], epsilons: Sequence[float]) -> list[Fi
         if epsilons and name in call.arguments
         if not any(math.isclose(call.arguments[name], one, rel_tol=1e-6) for one in epsilons)
     ]
-
-
-def _parted(calls: Sequence[Call], places: Mapping[int, str], off: set[str]) -> int:
-    """The first call whose cache is wrong; the last one where none is."""
-    wrong = (call.number for call in calls if off & {*call.caches(places).values()})
-    return next(wrong, len(calls) - 1)
 
 
 def _differs(

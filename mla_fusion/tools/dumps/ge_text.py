@@ -136,8 +136,9 @@ def parse(text: str) -> Message:
             if bare is not None:
                 value = _number(bare)
             elif not opens:
-                try:
-                    value = _unescaped(single if double is None else double)
+                literal = single if double is None else double
+                try:  # a C string literal; a byte above 127 becomes the character of that number
+                    value = literal.encode("latin-1", "backslashreplace").decode("unicode_escape")
                 except ValueError as error:
                     raise DumpError(f"a damaged text: {error}", number) from None
             stack[-1][1].append((name, value, number))
@@ -163,11 +164,6 @@ def _number(text: str) -> Any:
         except ValueError:
             continue
     return text
-
-
-def _unescaped(text: str) -> str:
-    """A C string literal's content; a byte above 127 becomes the character of that number."""
-    return text.encode("latin-1", "backslashreplace").decode("unicode_escape")
 
 
 def first(message: Message, name: str, default: Any = None) -> Any:

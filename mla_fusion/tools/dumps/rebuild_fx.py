@@ -78,7 +78,15 @@ class Rebuilder:
             one = self.dump.by_name[name]
             if node.users and value_of(node) is None and one.output.dtype != "Sym":
                 raise NotRebuilt(f"line {one.line}: the dump does not tell the shape of {name}")
-        return GraphModule(dict.fromkeys(self.constants.values()), self.graph), self._remarks()
+        remarks = [
+            f"the operator {name} is unknown here: the pass does not look inside ({count} calls)"
+            for name, count in self.unmapped.items()
+        ] + [
+            f"the dump does not hold the value of the constant {path}; what depends on it is not "
+            "recognised"
+            for path in self.constants
+        ]
+        return GraphModule(dict.fromkeys(self.constants.values()), self.graph), remarks
 
     def _node(self, operator: Operator) -> Node:
         args, kwargs = operator.call
@@ -138,16 +146,6 @@ class Rebuilder:
         if isinstance(found, slice):
             return slice(*map(self._data, (found.start, found.stop, found.step)))
         return names.literal(found) if isinstance(found, Word) else self.nodes[found.producer]
-
-    def _remarks(self) -> list[str]:
-        return [
-            f"the operator {name} is unknown here: the pass does not look inside ({count} calls)"
-            for name, count in self.unmapped.items()
-        ] + [
-            f"the dump does not hold the value of the constant {path}; what depends on it is not "
-            "recognised"
-            for path in self.constants
-        ]
 
 
 class TooSlow(BaseException):
