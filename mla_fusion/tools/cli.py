@@ -114,18 +114,18 @@ def _stop_writing() -> None:
 
 def parser() -> ArgumentParser:
     """Of the whole command line."""
-    of_all = Parser(
+    main_parser = Parser(
         prog="mla-fusion",
         formatter_class=RawDescriptionHelpFormatter,
         description="Fuse DeepSeek MLA prologues into the single Ascend NPU kernel. Needs no NPU "
         "and no CANN.",
         epilog=EPILOG,
     )
-    of_all.add_argument("--version", action="version", version=f"mla-fusion {mf.__version__}")
-    commands = of_all.add_subparsers(dest="command", required=True, metavar="command")
+    main_parser.add_argument("--version", action="version", version=f"mla-fusion {mf.__version__}")
+    commands = main_parser.add_subparsers(dest="command", required=True, metavar="command")
     for each in _COMMANDS:
         each.add(commands)
-    return of_all
+    return main_parser
 
 
 def option(name: str, text: str | None = None, **kind: Any) -> Option:
