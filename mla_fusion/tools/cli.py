@@ -177,11 +177,11 @@ class Command:
 
     def add(self, commands: Any) -> None:
         """To the parsers of all commands."""
-        text = getdoc(self.run) or ""
+        paragraphs = [" ".join(part.split()) for part in (getdoc(self.run) or "").split("\n\n")]
         parser = commands.add_parser(
             self.run.__name__.replace("_", "-"),
-            help=text.partition("\n\n")[0],
-            description=text,
+            help=paragraphs[0],
+            description=" ".join(paragraphs),
         )
         parser.set_defaults(run=self.run)
         if self.has_json:

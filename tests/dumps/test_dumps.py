@@ -9,8 +9,8 @@ import pytest
 
 from mla_fusion.inspect import summarise
 from mla_fusion.tools.dumps import Dump, DumpError, Edge, Value, read
-from mla_fusion.tools.dumps.python_text import annotated
 from mla_fusion.tools.dumps.ge_text import parse
+from mla_fusion.tools.dumps.python_text import annotated
 
 FIXTURES = Path(__file__).parent / "fixtures"
 
