@@ -20,7 +20,7 @@ from mla_fusion.compat import HigherOrderOperator, without_modes
 from mla_fusion.config import Config
 from mla_fusion.fx import memory, module_path, strides
 from mla_fusion.fx.build import GraphBuilder, describe_attributes
-from mla_fusion.fx.kinds import attribute, word
+from mla_fusion.fx.kinds import attribute, count_operators, word
 from mla_fusion.fx.normalise import normalised
 from mla_fusion.fx.workplace import workplace
 from mla_fusion.graph.departure import Departure
@@ -29,7 +29,6 @@ from mla_fusion.graph.parameters import used_as_weights
 from mla_fusion.graph.read import Graph, values_of
 from mla_fusion.machine import compiling_for
 from mla_fusion.observe.clock import Clock, on_the_cpu, threads
-from mla_fusion.observe.operator_counts import count_operators
 from mla_fusion.observe.record import Record, absent
 from mla_fusion.plan import policy
 from mla_fusion.plan.caches import InPlace

@@ -12,7 +12,7 @@ from torch.fx import Node
 from mla_fusion.fx import memory
 from mla_fusion.fx.build import GraphBuilder
 from mla_fusion.fx.workplace import copied
-from mla_fusion.graph.form import Value, met
+from mla_fusion.graph.form import Value, nearest
 from mla_fusion.graph.lower import Lowering
 from mla_fusion.graph.read import Graph
 from mla_fusion.plan.call import called
@@ -151,7 +151,7 @@ class Writer:
         if node not in self.values:
             self._begun.add(node)
             value = self.settled.replaced[node]
-            for leaf in met([value], self._plans):
+            for leaf in nearest([value], self._plans):
                 self._call(self._plans[leaf])
             self.b.at(None, _carried(node))
             held = node.meta["val"]

@@ -1,8 +1,11 @@
-"""A field: whole numbers modulo a prime, as int64 tensors. Each point has a prime of its own: a
-literal that is 0 or 1 modulo one of them is neither at the others.
+"""Arithmetic in finite fields: integers modulo a prime, as int64 tensors.
 
-Sums, products, quotients and whole powers are exact. A root is a function of its radicand whose
-power is known; anything else is a hash of its name and what it reads.
+``exact/evaluate.py`` computes Values with it. A point has a seed for its random elements and a
+prime of its own. So a literal that is 0 or 1 modulo one prime is another number at the other
+points.
+
+Sums, products, quotients and integer powers are exact. A root is a function of its radicand, and
+its power is the radicand. Any other function is a hash of its name and its operands.
 """
 
 from __future__ import annotations
@@ -22,9 +25,10 @@ from mla_fusion.graph.numbers import Number, literal
 
 @dataclass(frozen=True)
 class Point:
-    """
-    seed  of all that is drawn
-    p     the prime, below 2 ** 31: products of two elements fit int64
+    """A point at which Values are evaluated.
+
+    seed  of all random elements
+    p     the prime, below 2 ** 31: the product of two elements fits int64
     """
 
     seed: int
@@ -34,61 +38,64 @@ class Point:
 # the first primes from 10 ** 9 times the roots of 2 and 3 and the golden ratio
 _PRIMES = 1414213573, 1732050821, 1618033999
 POINTS = tuple(Point(seed, p) for seed, p in enumerate(_PRIMES))
-_LEAST = min(_PRIMES)  # what is drawn is below it: an element at every point
+_LEAST = min(_PRIMES)  # random elements are below it, so they are elements at every point
 
 
 def power(value: Tensor, exponent: int, p: int) -> Tensor:
+    """Each element to an integer power; a negative one inverts it."""
     exponent %= p - 1
-    found = torch.ones_like(value)
+    result = torch.ones_like(value)
     while exponent:
         if exponent & 1:
-            found = found * value % p
+            result = result * value % p
         exponent >>= 1
         if exponent:
             value = value * value % p
-    return found
+    return result
 
 
-def root(value: Tensor, exponent: Fraction, at: Point) -> Tensor:
-    """``value`` to a power that is no whole number."""
-    whole = exponent.numerator // exponent.denominator
-    rest = exponent - whole
-    if rest == 0:
-        return power(value, whole, at.p)
-    radical = hashed(word(at.seed, "root", rest.denominator), value)
-    found = power(radical, rest.numerator, at.p)
-    return found * power(value, whole, at.p) % at.p if whole else found
+def root(value: Tensor, exponent: Fraction, point: Point) -> Tensor:
+    """Each element to a rational power."""
+    integer_part = exponent.numerator // exponent.denominator
+    fraction_part = exponent - integer_part
+    if fraction_part == 0:
+        return power(value, integer_part, point.p)
+    radical = hashed(word(point.seed, "root", fraction_part.denominator), value)
+    result = power(radical, fraction_part.numerator, point.p)
+    return result * power(value, integer_part, point.p) % point.p if integer_part else result
 
 
-def fraction(of: Fraction, p: int) -> int:
-    return of.numerator % p * pow(of.denominator, -1, p) % p
+def fraction(ratio: Fraction, p: int) -> int:
+    """The field's element that a fraction is."""
+    return ratio.numerator % p * pow(ratio.denominator, -1, p) % p
 
 
-def number(of: Number, at: Point) -> int:
-    found = fraction(of.ratio, at.p)
-    for prime, exponent in of.roots:
-        radical = word(at.seed, "root of", prime, exponent.denominator) % at.p
-        found = found * pow(radical, exponent.numerator, at.p) % at.p
-    return found
+def number(value: Number, point: Point) -> int:
+    """The field's element that a Number is."""
+    element = fraction(value.ratio, point.p)
+    for prime, exponent in value.roots:
+        radical = word(point.seed, "root of", prime, exponent.denominator) % point.p
+        element = element * pow(radical, exponent.numerator, point.p) % point.p
+    return element
 
 
-def exact(tensor: Tensor, at: Point) -> Tensor:
-    """Literals, each as the number that it stands for."""
+def elements_of(tensor: Tensor, point: Point) -> Tensor:
+    """A tensor of literals as elements: each float is the number that it stands for."""
     if not tensor.is_floating_point():
-        return tensor.long() % at.p
+        return tensor.long() % point.p
     values, places = tensor.double().unique(return_inverse=True)
-    found = [number(literal(value, tensor.dtype), at) for value in values.tolist()]
-    return torch.tensor(found, dtype=torch.int64)[places].reshape(tensor.shape)
+    elements = [number(literal(value, tensor.dtype), point) for value in values.tolist()]
+    return torch.tensor(elements, dtype=torch.int64)[places].reshape(tensor.shape)
 
 
 @lru_cache(maxsize=1 << 14)
 def word(*key: object) -> int:
-    """Of names and literals, 47 bits."""
+    """A hash of 47 bits of names and literals."""
     text = repr(key).encode()
     return int.from_bytes(blake2b(text, digest_size=6).digest(), "big") >> 1
 
 
-def mixed(value: Tensor) -> Tensor:
+def mix_bits(value: Tensor) -> Tensor:
     """A hash of each element (the finaliser of splitmix64)."""
     value = value * -7046029254386353131
     value = (value ^ ((value >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
@@ -98,41 +105,42 @@ def mixed(value: Tensor) -> Tensor:
 
 def hashed(name: int, *values: Tensor) -> Tensor:
     """A function of its operands, element by element."""
-    found = torch.tensor(name, dtype=torch.int64)
+    digest = torch.tensor(name, dtype=torch.int64)
     for value in values:
-        found = mixed(found + mixed(value + found))
-    return found
+        digest = mix_bits(digest + mix_bits(value + digest))
+    return digest
 
 
-def drawn(name: int, places: Tensor) -> Tensor:
-    """Random elements by their places."""
-    return mixed(places + name)
+def random_at(name: int, places: Tensor) -> Tensor:
+    """Random elements: a function of the name and of each place."""
+    return mix_bits(places + name)
 
 
 def random(name: int, shape: Iterable[int]) -> Tensor:
+    """Random elements of a shape."""
     shape = tuple(shape)
-    return drawn(name, torch.arange(prod(shape))).reshape(shape)
+    return random_at(name, torch.arange(prod(shape))).reshape(shape)
 
 
 def powers(base: int, exponents: Tensor, p: int) -> Tensor:
-    """A number to each of many exponents, all of them at least 0."""
-    found, square = torch.ones_like(exponents), base
-    most = int(exponents.max()) if exponents.numel() else 0
-    for bit in range(most.bit_length()):
+    """A number to each of many non-negative exponents."""
+    result, square = torch.ones_like(exponents), base
+    greatest = int(exponents.max()) if exponents.numel() else 0
+    for bit in range(greatest.bit_length()):
         has_bit = (exponents >> bit) & 1 == 1
-        found = torch.where(has_bit, found * square % p, found)
+        result = torch.where(has_bit, result * square % p, result)
         square = square * square % p
-    return found
+    return result
 
 
 def product(left: Tensor, right: Tensor, p: int) -> Tensor:
-    """A product of matrices, in halves of 16 bits that float64 adds up exactly."""
-    low, high = (left & 0xFFFF).double(), (left >> 16).double()
-    other_low, other_high = (right & 0xFFFF).double(), (right >> 16).double()
+    """A product of matrices, computed in halves of 16 bits whose sums float64 holds exactly."""
+    left_low, left_high = (left & 0xFFFF).double(), (left >> 16).double()
+    right_low, right_high = (right & 0xFFFF).double(), (right >> 16).double()
 
-    def part(one: Tensor, other: Tensor) -> Tensor:
-        return (one @ other).long() % p
+    def part(left_half: Tensor, right_half: Tensor) -> Tensor:
+        return (left_half @ right_half).long() % p
 
-    crossed = part(low, other_high) + part(high, other_low)
-    found = part(low, other_low) + crossed % p * 65536
-    return (found + part(high, other_high) * 65536 % p * 65536) % p
+    middle = part(left_low, right_high) + part(left_high, right_low)
+    total = part(left_low, right_low) + middle % p * 65536
+    return (total + part(left_high, right_high) * 65536 % p * 65536) % p

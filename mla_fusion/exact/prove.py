@@ -1,6 +1,8 @@
-"""The proof: each claimed Value of a graph is the kernel's, at random points of the field.
+"""Proves that the results of a proposal are the kernel's: the last check before a plan is made.
 
-Both sides are Values over one activation, which is drawn.
+``plan/planner.py`` passes claims. Each has two Values over one activation: one of the graph, one of
+the kernel's definition (``targets/prolog.py``). The activation is random, and both sides are
+evaluated at the points of ``exact/field.py``.
 """
 
 from __future__ import annotations
@@ -17,15 +19,15 @@ from mla_fusion.graph.departure import Departure
 from mla_fusion.graph.form import Value
 from mla_fusion.graph.layout import Binding, Layout, Mixed, cuts_of
 
-# by Schwartz and Zippel, of a degree beyond that of any identity that is tested
-CHANCE = 10.0 ** math.ceil(sum(math.log10(10_000 / at.p) for at in field.POINTS))
+# chance of a wrong proof (Schwartz and Zippel), for polynomials of degree 10000
+CHANCE = 10.0 ** math.ceil(sum(math.log10(10_000 / point.p) for point in field.POINTS))
 
 
 @dataclass(frozen=True)
 class Claim:
-    """``graph`` is ``kernel``: of one shape, in each element.
+    """States that ``graph`` and ``kernel`` are equal: one shape, and each element.
 
-    part  what of the prologue it is, for a message
+    part  which result of the prologue it is, for messages
     """
 
     part: str
@@ -33,33 +35,37 @@ class Claim:
     kernel: Value
 
 
-def prove(given: dict[Value, Layout], tokens: int, claims: Sequence[Claim]) -> int:
-    """How many elements were compared. Raises Departure where two differ, or tokens are mixed.
+def prove(activations: dict[Value, Layout], tokens: int, claims: Sequence[Claim]) -> int:
+    """Returns how many elements were compared.
 
-    given  the activations that are drawn, with their layouts
+    activations  the Values that are random, with their layouts
+    tokens       how many tokens the graph has
+
+    Raises Departure if two elements differ, if tokens are mixed, or if a Value is too large.
     """
     sides = [side for claim in claims for side in (claim.graph, claim.kernel)]
     try:
-        layouts = layouts_of(sides, given)
+        layouts = layouts_of(sides, activations)
         cuts = cuts_of(layouts.values())
         binding = Binding(cuts, tokens)
     except Mixed as mixed:
-        raise _mixed(mixed, claims) from mixed
+        raise _tokens_mixed(mixed, claims) from mixed
     compared, points = 0, [*field.POINTS]
     while points:
-        count, refused = _at_a_point(binding, layouts, given, claims, points.pop())
+        count, refusal = _compare_at_point(binding, layouts, activations, claims, points.pop())
         compared += count
-        if refused is None:
+        if refusal is None:
             continue
-        further = cuts | binding.missing  # what is beside x divides the tokens further
-        if further == cuts or not _fits(further, tokens):
-            raise refused
-        cuts, compared, points = further, 0, [*field.POINTS]
+        finer_cuts = cuts | binding.missing  # Values beside x divide the tokens at more places
+        if finer_cuts == cuts or not _is_binding_possible(finer_cuts, tokens):
+            raise refusal
+        cuts, compared, points = finer_cuts, 0, [*field.POINTS]
         binding = Binding(cuts, tokens)
     return compared
 
 
-def _fits(cuts: set[int], tokens: int) -> bool:
+def _is_binding_possible(cuts: set[int], tokens: int) -> bool:
+    """True if the cuts divide each other."""
     try:
         Binding(cuts, tokens)
     except Mixed:
@@ -67,51 +73,56 @@ def _fits(cuts: set[int], tokens: int) -> bool:
     return True
 
 
-def _at_a_point(
+def _compare_at_point(
     binding: Binding,
     layouts: dict[Value, Layout],
-    given: dict[Value, Layout],
+    activations: dict[Value, Layout],
     claims: Sequence[Claim],
-    at: field.Point,
+    point: field.Point,
 ) -> tuple[int, Departure | None]:
-    """How many elements were compared, and the first claim that does not hold."""
+    """Compares all claims at one point.
+
+    Returns how many elements were compared, and the departure of the first claim that fails.
+    """
     drawn = {
-        value: field.random(field.word(at.seed, "given", value.serial), binding.shape(layout))
-        for value, layout in given.items()
+        value: field.random(field.word(point.seed, "given", value.serial), binding.shape(layout))
+        for value, layout in activations.items()
     }
-    run, compared, refusal = Evaluation(binding, layouts, drawn, at), 0, None
+    evaluation, compared, refusal = Evaluation(binding, layouts, drawn, point), 0, None
     for claim in claims:
         try:
-            compared += _compare(run, claim)
+            compared += _compare(evaluation, claim)
         except Departure as departure:
             refusal = refusal or departure
     return compared, refusal
 
 
-def _compare(run: Evaluation, claim: Claim) -> int:
-    one, other = claim.graph, claim.kernel
-    if one.shape != other.shape:
-        shapes = f"{list(one.shape)} and {list(other.shape)}"
-        raise Departure("proof.differs", f"{claim.part}: shapes {shapes}", [one])
-    if one is other:
+def _compare(evaluation: Evaluation, claim: Claim) -> int:
+    """Compares the sides of one claim. Returns how many elements it has. Raises Departure."""
+    graph_value, kernel_value = claim.graph, claim.kernel
+    if graph_value.shape != kernel_value.shape:
+        shapes = f"{list(graph_value.shape)} and {list(kernel_value.shape)}"
+        raise Departure("proof.differs", f"{claim.part}: shapes {shapes}", [graph_value])
+    if graph_value is kernel_value:
         return 0
     try:
-        run.run([one, other])
-        if run.layouts[one] != run.layouts[other]:
-            raise Mixed(one)
+        evaluation.run([graph_value, kernel_value])
+        if evaluation.layouts[graph_value] != evaluation.layouts[kernel_value]:
+            raise Mixed(graph_value)
     except (Mixed, KeyError) as mixed:
-        raise _mixed(mixed, [claim]) from mixed
+        raise _tokens_mixed(mixed, [claim]) from mixed
     except Undecided as large:
         detail = f"{claim.part} is too large to be run"
         raise Departure("proof.differs", detail, large.args) from large
-    sides = run.tensors[one], run.tensors[other]
+    sides = evaluation.tensors[graph_value], evaluation.tensors[kernel_value]
     if not torch.equal(*sides):
         count = int((sides[0] != sides[1]).sum())
         detail = f"{claim.part} differs in {count} of {sides[0].numel()} elements"
-        raise Departure("proof.differs", detail, [one])
+        raise Departure("proof.differs", detail, [graph_value])
     return sides[0].numel()
 
 
-def _mixed(error: Exception, claims: Sequence[Claim]) -> Departure:
-    at = [value for value in error.args if isinstance(value, Value)]
-    return Departure("tokens.mixed", "tokens are mixed, or cut", at or [claims[0].graph])
+def _tokens_mixed(error: Exception, claims: Sequence[Claim]) -> Departure:
+    """The departure for mixed tokens."""
+    mixing_values = [value for value in error.args if isinstance(value, Value)]
+    return Departure("tokens.mixed", "tokens are mixed, or cut", mixing_values or [claims[0].graph])

@@ -1,7 +1,10 @@
-"""Weights that are never listed: an element is a sum of powers of random numbers by its place.
+"""Weights at a random point of the field, without a tensor of their elements.
 
-So a product with a matrix of 7168 x 24576 is six dot products and six outer ones, and is linear in
-the weight as it should be. No polynomial of a degree below ``RANK`` vanishes on such weights.
+``exact/evaluate.py`` uses them for the weights of products. An element is a sum of ``RANK`` powers
+of random numbers, and its exponent is its place. A product with a 7168 x 24576 matrix is six dot
+products and six outer products. It is linear in the weight. No polynomial of a degree below
+``RANK`` vanishes on all such weights.
+
 Moves change the places along each axis.
 """
 
@@ -18,7 +21,7 @@ from torch import Tensor
 from mla_fusion.exact import field
 
 RANK = 6
-_ZERO = -1  # the place of an element that is 0
+_ZERO = -1  # marks a place whose element is 0
 
 
 Places = tuple[Tensor, ...]
@@ -26,8 +29,14 @@ Places = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Piece:
-    """What a weight has of one leaf, or of a product of several: the element of each is that at the
-    sum of its places along each axis; 0 where a place is ``_ZERO``. All of it times ``factor``.
+    """A part of a weight: one leaf, or the element-wise product of several leaves.
+
+    The element of a leaf is the one at the sum of its places along the axes. It is 0 if a place is
+    ``_ZERO``.
+
+    leaves  the hashes of the leaves
+    places  by leaf, the places along each axis
+    factor  multiplies all elements
     """
 
     leaves: tuple[int, ...]
@@ -35,28 +44,36 @@ class Piece:
     factor: int = 1
 
     def moved(self, move: Callable[[Places], Places | None]) -> Piece | None:
-        moved = [move(one) for one in self.places]
-        if any(one is None for one in moved):
+        """The piece after a move of the places of each leaf. None if the move fails for a leaf."""
+        moved_places = [move(places) for places in self.places]
+        if any(places is None for places in moved_places):
             return None
-        return Piece(self.leaves, tuple(moved), self.factor)  # type: ignore[arg-type]
+        return Piece(self.leaves, tuple(moved_places), self.factor)  # type: ignore[arg-type]
 
     def factors(self, p: int) -> list[Tensor]:
-        """Of each axis [ranks, n]; the product over the axes, added up over ranks, is the
-        element.
+        """By axis, a tensor [ranks, n].
+
+        The product over the axes, summed over the ranks, is the element.
         """
-        found: list[Tensor] | None = None
+        factors: list[Tensor] | None = None
         for leaf, places in zip(self.leaves, self.places, strict=True):
-            own = [_of_axis(leaf, axis, one, p) for axis, one in enumerate(places)]
-            if found is None:
-                found = [own[0] * (self.factor % p) % p, *own[1:]]
+            leaf_factors = [
+                _axis_powers(leaf, axis, axis_places, p) for axis, axis_places in enumerate(places)
+            ]
+            if factors is None:
+                factors = [leaf_factors[0] * (self.factor % p) % p, *leaf_factors[1:]]
             else:
-                pairs = zip(found, own, strict=True)
-                found = [(a.unsqueeze(1) * b % p).flatten(0, 1) for a, b in pairs]
-        assert found is not None
-        return found
+                pairs = zip(factors, leaf_factors, strict=True)
+                factors = [
+                    (factor.unsqueeze(1) * leaf_factor % p).flatten(0, 1)
+                    for factor, leaf_factor in pairs
+                ]
+        assert factors is not None
+        return factors
 
 
-def _of_axis(leaf: int, axis: int, places: Tensor, p: int) -> Tensor:
+def _axis_powers(leaf: int, axis: int, places: Tensor, p: int) -> Tensor:
+    """[RANK, n]: the powers of a leaf's random numbers along one axis."""
     rows = []
     for rank in range(RANK):
         row = field.powers(field.word(leaf, "base", rank) % p, places.clamp_min(0), p)
@@ -78,6 +95,7 @@ class Weight:
 
     @classmethod
     def of_leaf(cls, leaf: int, shape: Sequence[int]) -> Weight:
+        """A weight with random elements."""
         places, stride = list[Tensor](), prod(shape)
         for size in shape:
             stride //= max(size, 1)
@@ -85,157 +103,182 @@ class Weight:
         return cls((Piece((leaf,), (tuple(places),)),))
 
     def scaled(self, factor: int) -> Weight:
+        """All elements times a factor."""
         return Weight(
-            tuple(Piece(one.leaves, one.places, one.factor * factor) for one in self.pieces)
+            tuple(Piece(piece.leaves, piece.places, piece.factor * factor) for piece in self.pieces)
         )
 
     def times(self, other: Weight) -> Weight:
-        """Element by element, of one shape."""
+        """The product with a weight of the same shape, element by element."""
         return Weight(
             tuple(
                 Piece(
-                    one.leaves + two.leaves,
-                    one.places + two.places,
-                    one.factor * two.factor,
+                    piece.leaves + other_piece.leaves,
+                    piece.places + other_piece.places,
+                    piece.factor * other_piece.factor,
                 )
-                for one in self.pieces
-                for two in other.pieces
+                for piece in self.pieces
+                for other_piece in other.pieces
             )
         )
 
     def permuted(self, order: Sequence[int]) -> Weight:
-        return self._each(lambda places: tuple(places[axis] for axis in order))
+        """The axes in another order."""
+        return self._map_places(lambda places: tuple(places[axis] for axis in order))
 
     def taken(self, axis: int, index: Tensor) -> Weight:
-        return self._each(lambda places: (*places[:axis], places[axis][index], *places[axis + 1 :]))
+        """The elements of an axis at an index."""
+        return self._map_places(
+            lambda places: (*places[:axis], places[axis][index], *places[axis + 1 :])
+        )
 
     def expanded(self, shape: Sequence[int]) -> Weight:
+        """The weight broadcast to a shape."""
         lead = len(shape) - len(self.shape)
 
         def move(places: Places) -> Places:
-            new = [torch.zeros(1, dtype=torch.int64)] * lead
-            return tuple(one.expand(size) for one, size in zip((*new, *places), shape, strict=True))
+            new_axes = [torch.zeros(1, dtype=torch.int64)] * lead
+            return tuple(
+                axis_places.expand(size)
+                for axis_places, size in zip((*new_axes, *places), shape, strict=True)
+            )
 
-        return self._each(move)
+        return self._map_places(move)
 
-    def _each(self, move: Callable[[Places], Places]) -> Weight:
-        return Weight(tuple(one.moved(move) for one in self.pieces))  # type: ignore[misc]
+    def _map_places(self, move: Callable[[Places], Places]) -> Weight:
+        """The weight after a move of every piece."""
+        return Weight(tuple(piece.moved(move) for piece in self.pieces))  # type: ignore[misc]
 
     def reshaped(self, shape: Sequence[int]) -> Weight | None:
-        """None where the places along a new axis are no sum."""
-        pieces = [one.moved(lambda places: _reshaped(places, shape)) for one in self.pieces]
-        if any(one is None for one in pieces):
+        """The weight in another shape. None if the places along a new axis are not sums."""
+        pieces = [
+            piece.moved(lambda places: _reshape_places(places, shape)) for piece in self.pieces
+        ]
+        if any(piece is None for piece in pieces):
             return None
-        return Weight(tuple(one for one in pieces if one is not None))
+        return Weight(tuple(piece for piece in pieces if piece is not None))
 
     @classmethod
     def joined(cls, weights: Sequence[Weight], axis: int) -> Weight:
+        """Weights side by side along an axis."""
         pieces, sizes = list[Any](), [weight.shape[axis] for weight in weights]
-        for number, weight in enumerate(weights):
-            before, after = sum(sizes[:number]), sum(sizes[number + 1 :])
+        for weight_number, weight in enumerate(weights):
+            before, after = sum(sizes[:weight_number]), sum(sizes[weight_number + 1 :])
             for piece in weight.pieces:
 
                 def padded(places: Places, before: int = before, after: int = after) -> Places:
-                    one = torch.nn.functional.pad(places[axis], (before, after), value=_ZERO)
-                    return (*places[:axis], one, *places[axis + 1 :])
+                    axis_places = torch.nn.functional.pad(
+                        places[axis], (before, after), value=_ZERO
+                    )
+                    return (*places[:axis], axis_places, *places[axis + 1 :])
 
                 pieces.append(piece.moved(padded))
-        return cls(_united(pieces))
+        return cls(_merge_pieces(pieces))
 
     def dense(self, p: int) -> Tensor:
-        found = torch.zeros(self.shape, dtype=torch.int64)
+        """The elements as a tensor."""
+        elements = torch.zeros(self.shape, dtype=torch.int64)
         for piece in self.pieces:
             factors = piece.factors(p)
             for rank in range(len(factors[0])):
                 part = torch.ones((), dtype=torch.int64)
-                for of_axis in factors:
-                    part = part.unsqueeze(-1) * of_axis[rank] % p
-                found += part
-        return found % p
+                for axis_factors in factors:
+                    part = part.unsqueeze(-1) * axis_factors[rank] % p
+                elements += part
+        return elements % p
 
     def product(self, left: Tensor, p: int) -> Tensor:
-        """``left`` [.., t, k] times this, [k, m] or [.., k, m]."""
-        found = None
+        """``left`` [.., t, k] times this weight [k, m] or [.., k, m]."""
+        total = None
         for piece in self.pieces:
             *lead, rows, columns = piece.factors(p)
             for rank in range(len(rows)):
                 inner = (left * rows[rank] % p).sum(-1) % p
-                for axis, of_axis in enumerate(lead):
-                    size = [1] * inner.dim()
-                    size[axis] = -1
-                    inner = inner * of_axis[rank].view(size) % p
+                for axis, axis_factors in enumerate(lead):
+                    broadcast_shape = [1] * inner.dim()
+                    broadcast_shape[axis] = -1
+                    inner = inner * axis_factors[rank].view(broadcast_shape) % p
                 part = inner.unsqueeze(-1) * columns[rank] % p
-                found = part if found is None else found + part
-        assert found is not None
-        return found % p
+                total = part if total is None else total + part
+        assert total is not None
+        return total % p
 
 
-def _united(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
-    """Pieces of one leaf that differ along one axis, where one is 0 or the other, as one."""
-    found: list[Piece] = []
+def _merge_pieces(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
+    """Merges pieces of one leaf that differ along one axis and are nowhere both non-zero there."""
+    merged: list[Piece] = []
     for piece in pieces:
-        for at, other in enumerate(found):
+        for merged_number, other in enumerate(merged):
             if other.leaves == piece.leaves and other.factor == piece.factor:
                 pairs = zip(other.places, piece.places, strict=True)
-                places = [_together(one, two) for one, two in pairs]
-                if all(one is not None for one in places):
-                    found[at] = Piece(piece.leaves, tuple(places), piece.factor)  # type: ignore[arg-type]
+                places = [_merge_places(first, second) for first, second in pairs]
+                if all(axis is not None for axis in places):
+                    merged[merged_number] = Piece(piece.leaves, tuple(places), piece.factor)  # type: ignore[arg-type]
                     break
         else:
-            found.append(piece)
-    return tuple(found)
+            merged.append(piece)
+    return tuple(merged)
 
 
-def _together(one: Places, two: Places) -> Places | None:
-    differ = [axis for axis in range(len(one)) if not torch.equal(one[axis], two[axis])]
-    if len(differ) != 1:
+def _merge_places(first_places: Places, second_places: Places) -> Places | None:
+    """The places of two pieces that differ along one axis, where one of them is 0. None for
+    others.
+    """
+    differing_axes = [
+        axis
+        for axis in range(len(first_places))
+        if not torch.equal(first_places[axis], second_places[axis])
+    ]
+    if len(differing_axes) != 1:
         return None
-    first, second = one[differ[0]], two[differ[0]]
+    first, second = first_places[differing_axes[0]], second_places[differing_axes[0]]
     if not bool(((first == _ZERO) | (second == _ZERO)).all()):
         return None
-    places = list(one)
-    places[differ[0]] = torch.where(first == _ZERO, second, first)
+    places = list(first_places)
+    places[differing_axes[0]] = torch.where(first == _ZERO, second, first)
     return tuple(places)
 
 
-def _reshaped(places: Places, shape: Sequence[int]) -> Places | None:
-    left, found = [one for one in places if len(one) > 1][::-1], list[Tensor]()
-    start = sum(int(one[0]) for one in places if len(one) == 1)
+def _reshape_places(places: Places, shape: Sequence[int]) -> Places | None:
+    """The places along the axes of another shape. None if they are not sums along the new axes."""
+    old_axes, axes = [old_axis for old_axis in places if len(old_axis) > 1][::-1], list[Tensor]()
+    start = sum(int(old_axis[0]) for old_axis in places if len(old_axis) == 1)
     for size in shape:
         axis = torch.zeros(1, dtype=torch.int64)
         while len(axis) < size:
-            if not left:
+            if not old_axes:
                 return None
-            one = left.pop()
-            wanted = size // len(axis)
-            if wanted % len(one) == 0:
-                axis = _outer(axis, one)
-            elif len(one) % wanted == 0:
-                parts = _split(one, wanted)
-                if parts is None:
+            old_axis = old_axes.pop()
+            missing_size = size // len(axis)
+            if missing_size % len(old_axis) == 0:
+                axis = _merge_axes(axis, old_axis)
+            elif len(old_axis) % missing_size == 0:
+                halves = _split_axis(old_axis, missing_size)
+                if halves is None:
                     return None
-                axis = _outer(axis, parts[0])
-                left.append(parts[1])
+                axis = _merge_axes(axis, halves[0])
+                old_axes.append(halves[1])
             else:
                 return None
-        found.append(axis)
-    if left:
+        axes.append(axis)
+    if old_axes:
         return None
     if start > 0:
-        found = [torch.where(found[0] == _ZERO, _ZERO, found[0] + start), *found[1:]]
+        axes = [torch.where(axes[0] == _ZERO, _ZERO, axes[0] + start), *axes[1:]]
     elif start < 0:
-        found = [torch.full_like(found[0], _ZERO), *found[1:]]
-    return tuple(found)
+        axes = [torch.full_like(axes[0], _ZERO), *axes[1:]]
+    return tuple(axes)
 
 
-def _outer(one: Tensor, other: Tensor) -> Tensor:
-    found = one.unsqueeze(-1) + other
-    is_zero = (one == _ZERO).unsqueeze(-1) | (other == _ZERO)
-    return torch.where(is_zero, _ZERO, found).reshape(-1)
+def _merge_axes(outer: Tensor, inner: Tensor) -> Tensor:
+    """The places along two axes merged into one."""
+    places = outer.unsqueeze(-1) + inner
+    is_zero = (outer == _ZERO).unsqueeze(-1) | (inner == _ZERO)
+    return torch.where(is_zero, _ZERO, places).reshape(-1)
 
 
-def _split(places: Tensor, size: int) -> tuple[Tensor, Tensor] | None:
-    """An axis as two, where places are sums."""
+def _split_axis(places: Tensor, size: int) -> tuple[Tensor, Tensor] | None:
+    """The places along one axis as two axes, the first of ``size``. None if they are not sums."""
     rows = places.view(size, -1)
     if bool((rows == _ZERO).any()):
         zero_rows, zero_columns = (rows == _ZERO).all(1), (rows == _ZERO).all(0)
@@ -251,9 +294,9 @@ def _split(places: Tensor, size: int) -> tuple[Tensor, Tensor] | None:
         zero_rows = torch.zeros(size, dtype=torch.bool)
         zero_columns = torch.zeros(rows.shape[1], dtype=torch.bool)
         row = column = 0
-    least = rows[row, column]
-    outer, inner = rows[:, column], rows[row] - least
-    fits = (outer.unsqueeze(1) + inner == rows) | zero_rows.unsqueeze(1) | zero_columns
-    if not bool(fits.all()) or bool((inner < 0)[~zero_columns].any()):
+    corner = rows[row, column]
+    outer, inner = rows[:, column], rows[row] - corner
+    is_sum = (outer.unsqueeze(1) + inner == rows) | zero_rows.unsqueeze(1) | zero_columns
+    if not bool(is_sum.all()) or bool((inner < 0)[~zero_columns].any()):
         return None
     return torch.where(zero_rows, _ZERO, outer), torch.where(zero_columns, _ZERO, inner)

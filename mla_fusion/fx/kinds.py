@@ -5,12 +5,14 @@ where no schema says it.
 from __future__ import annotations
 
 import operator
-from functools import lru_cache
+from collections import Counter
+from dataclasses import dataclass
+from inspect import isfunction
 from operator import attrgetter
 from typing import Any
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
 from mla_fusion.compat import HigherOrderOperator, OpOverload, overload_name, schema_of
 
@@ -98,24 +100,78 @@ def called(node: Node) -> Any:
     return node.args[0] if wraps else target
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Signature:
+    """What the schema of a call's target says, and torch's tags; of what is no operator: nothing.
+
+    name          ``namespace::name`` without the overload
+    word          the name alone
+    arguments     their names, with their defaults
+    is_mutable    does it change an argument?
+    is_in_place   does it change its first argument, and return it? (``__and__`` does not.)
+    is_view       are its results views of its first argument?
+    may_alias     may a result be an argument's memory?
+    is_random     may it draw numbers?
+    is_pointwise  is each element of the result a function of one element of each operand?
+    is_check      has it no result?
+    """
+
+    target: Any
+    name: str = ""
+    word: str = ""
+    arguments: tuple[tuple[str, Any], ...] = ()
+    is_mutable: bool = False
+    is_in_place: bool = False
+    is_view: bool = False
+    may_alias: bool = False
+    is_random: bool = False
+    is_pointwise: bool = False
+    is_check: bool = False
+
+    @classmethod
+    def read(cls, target: OpOverload) -> Signature:
+        schema = schema_of(target)
+        name, is_mutable = str(schema.name), bool(schema.is_mutable)
+        return cls(
+            target,
+            name,
+            name.rpartition("::")[2],
+            tuple(
+                (one.name, one.default_value if one.has_default_value() else None)
+                for one in schema.arguments
+            ),
+            is_mutable,
+            is_mutable and name.endswith("_"),
+            bool(target.is_view),
+            any(result.alias_info is not None for result in schema.returns),
+            torch.Tag.nondeterministic_seeded in target.tags,
+            torch.Tag.pointwise in target.tags,
+            not schema.returns,
+        )
+
+
+_NONE = Signature(None)
+_SIGNATURES: dict[int, Signature] = {}  # by the id of the target, which its signature keeps alive
+
+
+def signature(target: Any) -> Signature:
+    """Read once for each operator: it is asked for many times a node, and to hash an operator is a
+    call of Python's.
+    """
+    known = _SIGNATURES.get(id(target))
+    if known is None and isinstance(target, OpOverload):
+        known = _SIGNATURES.setdefault(id(target), Signature.read(target))
+    return known or _NONE
+
+
 def op_name(node: Node) -> str:
     """``namespace::name`` of the operator without its overload; "" for anything that is not one."""
-    return _name(called(node))
+    return signature(called(node)).name
 
 
 def word(node: Node) -> str:
     """The name of the operator that it calls, without namespace and overload; "" for others."""
-    return _word(node.target)
-
-
-@lru_cache(maxsize=4096)
-def _name(target: Any) -> str:
-    return str(schema_of(target).name) if isinstance(target, OpOverload) else ""
-
-
-@lru_cache(maxsize=4096)
-def _word(target: Any) -> str:
-    return _name(target).rpartition("::")[2]
+    return signature(node.target).word
 
 
 def is_torchs_own(target: Any) -> bool:
@@ -183,14 +239,9 @@ def is_writer(node: Node) -> bool:
     return word(node) in _WRITERS
 
 
-@lru_cache(maxsize=4096)
-def _is_mutable(target: Any) -> bool:
-    return isinstance(target, OpOverload) and bool(schema_of(target).is_mutable)
-
-
 def is_mutating(node: Node) -> bool:
     """Does the operator's schema say that it changes an argument?"""
-    return _is_mutable(node.target)
+    return signature(node.target).is_mutable
 
 
 def has_effect(node: Node) -> bool:
@@ -198,25 +249,13 @@ def has_effect(node: Node) -> bool:
     return is_mutating(node) or word(node) in _UNSEEN
 
 
-@lru_cache(maxsize=4096)
-def may_alias(target: Any) -> bool:
-    """Does the schema say of any result that it may be an argument's memory?"""
-    if not isinstance(target, OpOverload):
-        return False
-    return any(result.alias_info is not None for result in schema_of(target).returns)
-
-
 def is_random(node: Node) -> bool:
     """Does it draw numbers? Not a dropout that drops nothing."""
-    target = node.target
-    if not isinstance(target, OpOverload) or _SEEDED not in target.tags:
+    if not signature(node.target).is_random:
         return False
     is_dropout = word(node).endswith("dropout")
     is_off = argument(node, "train", True) is False or argument(node, "p", 0.5) == 0
     return not (is_dropout and is_off) and argument(node, "dropout_p", None) != 0
-
-
-_SEEDED = torch.Tag.nondeterministic_seeded
 
 
 def filled_with(node: Node) -> float | None:
@@ -254,14 +293,16 @@ def is_literal(node: Node) -> bool:
 # -- how it reads memory
 
 
-def reads_by_strides(node: Node) -> bool:
-    """Does the node read memory by strides of its own?"""
-    return word(node).startswith("as_strided")
+def needs_strides(node: Node) -> bool:
+    """Does the node read memory by strides of its own, or write memory whose strides it heeds? A
+    copy of other strides cannot stand in for that memory.
+    """
+    return word(node).startswith("as_strided") or (is_mutating(node) and heeds_strides(node))
 
 
 def has_reader_by_strides(graph: Graph) -> bool:
     one_of_each = {node.target: node for node in graph.nodes}
-    return any(map(reads_by_strides, one_of_each.values()))
+    return any(map(needs_strides, one_of_each.values()))
 
 
 def heeds_strides(node: Node) -> bool:
@@ -275,3 +316,16 @@ def heeds_strides(node: Node) -> bool:
     if is_random(node):
         return True
     return target.namespace not in _BUILT_IN and torch.Tag.flexible_layout not in target.tags
+
+
+def count_operators(gm: GraphModule) -> dict[str, int]:
+    """How often each operator is called, the commonest first."""
+    targets = [node.target for node in gm.graph.nodes if node.op == "call_function"]
+    # their hashes and names cost more than the counting
+    by_identity = {id(target): target for target in targets}
+    counts = Counter[str]()
+    for identity, count in Counter(map(id, targets)).items():
+        target = by_identity[identity]
+        # str of a Python function has its address
+        counts[target.__name__ if isfunction(target) else str(target)] += count
+    return dict(counts.most_common())

@@ -16,7 +16,7 @@ from torch.fx.node import map_arg
 
 from mla_fusion.compat import storage_id
 from mla_fusion.fx.build import GraphBuilder
-from mla_fusion.fx.kinds import has_effect, is_getitem, is_view, may_alias, value_of, word
+from mla_fusion.fx.kinds import has_effect, is_getitem, is_view, signature, value_of, word
 from mla_fusion.fx.walk import input_of, origin
 
 aten = torch.ops.aten
@@ -106,7 +106,7 @@ def _lies_in(node: Node) -> Node | None:
     if is_getitem(node):
         parts = node.args[0]
         return input_of(parts) if isinstance(parts, Node) and is_view(parts) else None
-    aliases = may_alias(node.target) or word(node) == "_unsafe_view"
+    aliases = signature(node.target).may_alias or word(node) == "_unsafe_view"
     return input_of(node) if aliases and is_view(node) else None
 
 

@@ -24,7 +24,7 @@ from mla_fusion.fx.kinds import (
     is_reshape,
     is_view,
     is_writer,
-    may_alias,
+    signature,
 )
 from mla_fusion.fx.sizes import is_size
 
@@ -139,5 +139,7 @@ def shared_memory(node: Node) -> Node | None:
     """Whatever may give back the memory that it is given: views of any kind, casts, steps in
     place.
     """
-    may_share = may_alias(node.target) or is_view(node) or is_getitem(node) or is_cast(node)
+    may_share = (
+        signature(node.target).may_alias or is_view(node) or is_getitem(node) or is_cast(node)
+    )
     return input_of(node) if may_share else None

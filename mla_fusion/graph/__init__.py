@@ -1,1 +1,3 @@
-"""One form for what an FX graph computes: interned Values, and how a graph is read into them."""
+"""Values: interned operations in one form, and how an FX graph is read into them and lowered
+again.
+"""

@@ -1,4 +1,9 @@
-"""Sums, products, powers, sums along axes, products of matrices, and complex numbers."""
+"""Rules of arithmetic: sums, products, powers, sums along axes, matrix products, complex numbers.
+
+``graph/read.py`` calls them for nodes such as add, mul, rsqrt, mean, mm and einsum. ``c`` is the
+call, whose ``sum`` and ``product`` are exact if an operand is active. Each rule returns the Value
+of the result, or a Pair for a complex one.
+"""
 
 from __future__ import annotations
 
@@ -17,20 +22,23 @@ from mla_fusion.graph.numbers import MINUS_ONE, number
 
 
 @operator("add", "sub", "subtract", "rsub")
-def added(c: Call, x: Any, other: Any, alpha: Any = 1) -> Any:
+def add_scaled(c: Call, x: Any, other: Any, alpha: Any = 1) -> Any:
+    """The sum or difference of two operands, ``other`` times ``alpha``."""
     if isinstance(x, Pair) or isinstance(other, Pair):
         if not (isinstance(x, Pair) and isinstance(other, Pair)):
             raise Departs
         inner = Call(c.form, c.name, c.shape, torch.float32)
         parts = (x.real, other.real), (x.imag, other.imag)
-        return Pair(*(added(inner, one, two, alpha) for one, two in parts))
-    one, two = c.value(x), c.value(other)
+        return Pair(*(add_scaled(inner, part, other_part, alpha) for part, other_part in parts))
+    augend, addend = c.value(x), c.value(other)
     if c.name == "rsub":
-        one, two = two, one
+        augend, addend = addend, augend
     times = c.number_of(alpha)
     if times.roots or c.dtype == torch.bool:
         raise Departs
-    return c.sum([(Fraction(1), one), (times.ratio if c.name == "add" else -times.ratio, two)])
+    return c.sum(
+        [(Fraction(1), augend), (times.ratio if c.name == "add" else -times.ratio, addend)]
+    )
 
 
 @operator("neg", "negative")
@@ -39,36 +47,45 @@ def _(c: Call, x: Any) -> Any:
 
 
 @operator("mul", "multiply")
-def multiplied(c: Call, x: Any, other: Any) -> Any:
+def multiply(c: Call, x: Any, other: Any) -> Any:
+    """The product of two operands; "and" of booleans."""
     if isinstance(x, Pair) or isinstance(other, Pair):
         if not isinstance(x, Pair):
             x, other = other, x
         if not isinstance(other, Pair):
             factor = c.value(other)
-            return x.each(lambda part: _of_parts(c, [(part, factor, 1)]))
-        a, b, u, v = x.real, x.imag, other.real, other.imag
-        return Pair(_of_parts(c, [(a, u, 1), (b, v, -1)]), _of_parts(c, [(a, v, 1), (b, u, 1)]))
+            return x.each(lambda part: _sum_of_signed_products(c, [(part, factor, 1)]))
+        real, imag, other_real, other_imag = x.real, x.imag, other.real, other.imag
+        return Pair(
+            _sum_of_signed_products(c, [(real, other_real, 1), (imag, other_imag, -1)]),
+            _sum_of_signed_products(c, [(real, other_imag, 1), (imag, other_real, 1)]),
+        )
     if c.dtype == torch.bool:
         return c.function("and", (), *_sorted(c.value(x), c.value(other)))
     return c.product([(_factor(c, x), 1), (_factor(c, other), 1)])
 
 
-def _factor(c: Call, given: Any) -> Value:
-    """A Value; of whole numbers a size, too, is a number to multiply with and to divide by."""
-    is_number = isinstance(given, Size) and isinstance(c.dtype, torch.dtype)
+def _factor(c: Call, operand: Any) -> Value:
+    """An operand as a Value. In a call of integers a symbolic size is its bound number."""
+    is_number = isinstance(operand, Size) and isinstance(c.dtype, torch.dtype)
     if is_number and not (c.dtype.is_floating_point or c.dtype == torch.bool):
-        return c.form.number(int(given), c.dtype)
-    return c.value(given)
+        return c.form.number(int(operand), c.dtype)
+    return c.value(operand)
 
 
-def _of_parts(c: Call, products: Sequence[tuple[Value, Value, int]]) -> Value:
+def _sum_of_signed_products(c: Call, products: Sequence[tuple[Value, Value, int]]) -> Value:
+    """The sum of signed products: a part of a complex product."""
     inner = Call(c.form, "mul", c.shape, torch.float32)
     return inner.sum(
-        [(Fraction(sign), inner.product([(one, 1), (two, 1)])) for one, two, sign in products]
+        [
+            (Fraction(sign), inner.product([(factor, 1), (other_factor, 1)]))
+            for factor, other_factor, sign in products
+        ]
     )
 
 
 def _sorted(*values: Value) -> list[Value]:
+    """Operands of a commutative function, in one order."""
     return sorted(values, key=lambda value: value.serial)
 
 
@@ -78,60 +95,71 @@ def _(c: Call, x: Any, other: Any, rounding_mode: str | None = None) -> Any:
         divisor = c.value(other)
         inner = Call(c.form, "div", c.shape, torch.float32)
         return x.each(lambda part: inner.product([(part, 1), (divisor, -1)]))
-    one, two = c.value(x), _factor(c, other)
+    dividend, denominator = c.value(x), _factor(c, other)
     if c.name == "floor_divide" or rounding_mode:
-        return quotient(c, one, two, rounding_mode or "floor")
-    return c.product([(one, 1), (two, -1)])
+        return quotient(c, dividend, denominator, rounding_mode or "floor")
+    return c.product([(dividend, 1), (denominator, -1)])
 
 
 def quotient(c: Call, value: Value, divisor: Value, rounding: str = "floor") -> Value:
-    """Of whole numbers; below 0 a truncated one is another."""
+    """The quotient of two operands, rounded to an integer.
+
+    Integers rounded down are the function "quotient". Truncation equals that for non-negative
+    operands and, by assumption, for inputs of the graph. All others are functions of their
+    rounding's name.
+    """
     if value.is_float or divisor.is_float:
         return c.function(f"quotient, {rounding}", (), value, divisor)
-    found = bounds.of(value)
-    if rounding != "floor" and (found is None or found[0] < 0) and value.op != "leaf":
+    value_bounds = bounds.of(value)
+    if rounding != "floor" and (value_bounds is None or value_bounds[0] < 0) and value.op != "leaf":
         return c.function(f"quotient, {rounding}", (), value, divisor)
     return c.function("quotient", (), value, divisor)
 
 
 @operator("remainder", "fmod")
 def _(c: Call, x: Any, other: Any) -> Value:
+    """``x - other * (x // other)``, of integers."""
     value, divisor = c.value(x), _factor(c, other)
     if value.is_float or divisor.is_float:
         raise Departs
-    whole = quotient(c, value, divisor, "floor" if c.name == "remainder" else "trunc")
-    back = c.product([(divisor, 1), (whole, 1)])
-    return c.sum([(Fraction(1), value), (Fraction(-1), back)])
+    rounded_quotient = quotient(c, value, divisor, "floor" if c.name == "remainder" else "trunc")
+    product = c.product([(divisor, 1), (rounded_quotient, 1)])
+    return c.sum([(Fraction(1), value), (Fraction(-1), product)])
 
 
 @operator("bitwise_right_shift", "__rshift__")
 def _(c: Call, x: Value, other: Any) -> Value:
-    return quotient(c, x, c.form.number(1 << _whole(c, other), x.dtype))
+    return quotient(c, x, c.form.number(1 << _integer(c, other), x.dtype))
 
 
 @operator("bitwise_left_shift", "__lshift__")
 def _(c: Call, x: Value, other: Any) -> Value:
-    return c.product([(x, 1)], number(1 << _whole(c, other)))
+    return c.product([(x, 1)], number(1 << _integer(c, other)))
 
 
 @operator("bitwise_and", "__and__")
 def _(c: Call, x: Any, other: Any) -> Value:
-    """With 2 ** n - 1 it is a remainder."""
+    """A mask of ``2 ** n - 1`` is a remainder; "and" of booleans. Raises Departs for other
+    masks.
+    """
     if c.dtype == torch.bool:
         return c.function("and", (), *_sorted(c.value(x), c.value(other)))
-    mask = _whole(c, other)
+    mask = _integer(c, other)
     if mask < 0 or mask & (mask + 1):
         raise Departs
     divisor = c.form.number(mask + 1, x.dtype)
-    whole = quotient(c, x, divisor)
-    return c.sum([(Fraction(1), x), (Fraction(-1), c.product([(divisor, 1), (whole, 1)]))])
+    rounded_quotient = quotient(c, x, divisor)
+    return c.sum(
+        [(Fraction(1), x), (Fraction(-1), c.product([(divisor, 1), (rounded_quotient, 1)]))]
+    )
 
 
-def _whole(c: Call, given: Any) -> int:
-    found = c.number_of(given)
-    if found.roots or found.ratio.denominator != 1:
+def _integer(c: Call, operand: Any) -> int:
+    """The integer that an operand is. Raises Departs."""
+    integer = c.number_of(operand)
+    if integer.roots or integer.ratio.denominator != 1:
         raise Departs
-    return int(found.ratio)
+    return int(integer.ratio)
 
 
 @operator("pow", "float_power")
@@ -143,6 +171,8 @@ def _(c: Call, x: Any, exponent: Any) -> Value:
 
 
 def _power(name: str, exponent: Fraction) -> None:
+    """Registers the rule of an operator that raises its argument to an exponent."""
+
     @operator(name)
     def _(c: Call, x: Value) -> Value:
         return c.product([(x, exponent)])
@@ -195,10 +225,11 @@ def _(c: Call, x: Any) -> Value:
 
 
 def axes_of(value: Value, dim: Any) -> list[int]:
+    """The axes that an argument ``dim`` names, from 0 on; all of them for None or []."""
     if dim is None or dim == []:
         return list(range(len(value.shape)))
-    given = dim if isinstance(dim, (list, tuple)) else [dim]
-    return [axis % len(value.shape) for axis in given]
+    axes = dim if isinstance(dim, (list, tuple)) else [dim]
+    return [axis % len(value.shape) for axis in axes]
 
 
 @operator("sum", "mean")
@@ -215,12 +246,13 @@ def _(c: Call, x: Value, dim: Any = None, keepdim: bool = False, dtype: Any = No
 def _(
     c: Call, x: Value, ord: Any = 2, dim: Any = None, keepdim: bool = False, **options: Any
 ) -> Value:
+    """The root of the sum of squares, or the largest absolute element of rows."""
     power = options.get("p", ord)
     if power == inf and x.active and axes_of(x, dim) == [len(x.shape) - 1]:
         from mla_fusion.graph.quantise import largest
 
-        found = largest(c.form, x)
-        return found if keepdim else c.form.reshape(found, x.shape[:-1])
+        sizes = largest(c.form, x)
+        return sizes if keepdim else c.form.reshape(sizes, x.shape[:-1])
     if power not in (2, 2.0, None) or not x.active:
         raise Departs
     squares = c.form.reduce(c.product([(x, 2)]), axes_of(x, dim), keepdim)
@@ -243,60 +275,66 @@ def _(
     size = prod(x.shape[axis] for axis in axes)
     form = c.form
     mean = form.mean(x, axes)
-    apart = form.total([(Fraction(1), x), (Fraction(-1), mean)])
-    squares = form.counted(form.reduce(form.power(apart, 2), axes, keepdim), size, -1, int(offset))
+    centred = form.total([(Fraction(1), x), (Fraction(-1), mean)])
+    variance = form.times_count(
+        form.reduce(form.power(centred, 2), axes, keepdim), size, -1, int(offset)
+    )
     if c.name == "std":
-        return form.power(squares, Fraction(1, 2))
+        return form.power(variance, Fraction(1, 2))
     if c.name == "var":
-        return squares
-    return [squares, mean if keepdim else form.reshape(mean, squares.shape)]
+        return variance
+    return [variance, mean if keepdim else form.reshape(mean, variance.shape)]
 
 
 # -- products of matrices
 
 
-def matrices(c: Call, x: Value, other: Value) -> Value:
-    """As ``matmul`` has it."""
-    form, dtype = c.form, c._one_dtype()
+def matrix_product(c: Call, x: Value, other: Value) -> Value:
+    """The product of two operands by the rules of ``matmul``.
+
+    If no operand is active, one must be a weight and the other must depend on the graph's inputs.
+    Otherwise the result is opaque: raises Departs.
+    """
+    form, dtype = c.form, c._result_dtype()
     if not dtype.is_floating_point and dtype != torch.int32:
         raise Departs
     if x.active or other.active:
         x, other = form.bare(x), form.bare(other)
     elif x.weight == other.weight or x.model == other.model:
-        raise Departs  # it is opaque
-    else:  # of x and a weight: casts that change no number are left out
+        raise Departs  # the result is opaque
+    else:  # x times a weight: casts that change no number are left out
         x, other = form.bare(x, False), form.bare(other, False)
     if len(other.shape) == 1:
-        found = matrices(c, x, form.reshape(other, (*other.shape, 1)))
-        return form.reshape(found, found.shape[:-1])
+        product = matrix_product(c, x, form.reshape(other, (*other.shape, 1)))
+        return form.reshape(product, product.shape[:-1])
     if len(x.shape) == 1:
-        found = matrices(c, form.reshape(x, (1, *x.shape)), other)
-        return form.reshape(found, (*found.shape[:-2], *found.shape[-1:]))
+        product = matrix_product(c, form.reshape(x, (1, *x.shape)), other)
+        return form.reshape(product, (*product.shape[:-2], *product.shape[-1:]))
     if len(other.shape) > 2 or len(x.shape) > 2:
-        lead = broadcast((x.shape[:-2], other.shape[:-2]))
-        if not (len(other.shape) == 2 and lead == x.shape[:-2]):
-            x = form.expand(x, (*lead, *x.shape[-2:]))
-            other = form.expand(other, (*lead, *other.shape[-2:]))
+        leading = broadcast((x.shape[:-2], other.shape[:-2]))
+        if not (len(other.shape) == 2 and leading == x.shape[:-2]):
+            x = form.expand(x, (*leading, *x.shape[-2:]))
+            other = form.expand(other, (*leading, *other.shape[-2:]))
     return form.dot(x, other)
 
 
 @operator("mm", "bmm", "matmul", "_int_mm", "mv", "dot")
-def _(c: Call, x: Value, mat2: Any = None, **given: Any) -> Value:
-    other = mat2 if mat2 is not None else next(iter(given.values()))
-    return matrices(c, x, other)
+def _(c: Call, x: Value, mat2: Any = None, **operands: Any) -> Value:
+    other = mat2 if mat2 is not None else next(iter(operands.values()))
+    return matrix_product(c, x, other)
 
 
 @operator("addmm", "baddbmm")
-def _(c: Call, x: Value, beta: Any = 1, alpha: Any = 1, **given: Any) -> Value:
-    one, two = given.values()
-    product = c.product([(matrices(c, one, two), 1)], c.number_of(alpha))
+def _(c: Call, x: Value, beta: Any = 1, alpha: Any = 1, **operands: Any) -> Value:
+    left, right = operands.values()
+    product = c.product([(matrix_product(c, left, right), 1)], c.number_of(alpha))
     return c.sum([(Fraction(1), product), (Fraction(1), c.product([(x, 1)], c.number_of(beta)))])
 
 
 @operator("linear", "npu::npu_linear")
 def _(c: Call, input: Value, weight: Value, bias: Any = None) -> Value:
-    found = matrices(c, input, c.form.transposed(weight))
-    return found if bias is None else c.sum([(Fraction(1), found), (Fraction(1), bias)])
+    product = matrix_product(c, input, c.form.transposed(weight))
+    return product if bias is None else c.sum([(Fraction(1), product), (Fraction(1), bias)])
 
 
 @operator("npu::npu_transpose_batchmatmul")
@@ -315,59 +353,66 @@ def _(
     if bias is not None or scale is not None or batch_split_factor != 1:
         raise Departs
     form = c.form
-    one, two = (
+    left, right = (
         form.permute(value, order) if order else value
         for value, order in ((input, perm_x1), (weight, perm_x2))
     )
-    found = matrices(c, one, two)
-    return form.permute(found, perm_y or (1, 0, 2))
+    product = matrix_product(c, left, right)
+    return form.permute(product, perm_y or (1, 0, 2))
 
 
 @operator("einsum")
 def _(c: Call, equation: str, tensors: Sequence[Value], path: Any = None) -> Value:
     if len(tensors) != 2:
         raise Departs
-    left, right, after = re.split(",|->", equation.replace(" ", ""))
+    left, right, result = re.split(",|->", equation.replace(" ", ""))
     shapes = tensors[0].shape, tensors[1].shape, c.shape
-    named = map(_axes_named, (left, right, after), map(len, shapes))
-    return contracted(c, tensors[0], tensors[1], *named)
+    axis_names = map(_name_axes, (left, right, result), map(len, shapes))
+    return contract(c, tensors[0], tensors[1], *axis_names)
 
 
-_OF_ELLIPSIS = "0123456789"
+_ELLIPSIS_NAMES = "0123456789"
 
 
-def _axes_named(axes: str, rank: int) -> str:
-    """An axis of an ellipsis has a digit: it is the same one of all terms, counted from the end."""
+def _name_axes(axes: str, rank: int) -> str:
+    """The axes of a term with a digit for each axis of its ellipsis, counted from the end."""
     count = rank - len(axes.replace("...", ""))
-    return axes.replace("...", _OF_ELLIPSIS[:count][::-1])
+    return axes.replace("...", _ELLIPSIS_NAMES[:count][::-1])
 
 
-def contracted(c: Call, x: Value, other: Value, left: str, right: str, after: str) -> Value:
-    """A sum over the axes that ``after`` does not name; each axis is a letter."""
+def contract(c: Call, x: Value, other: Value, left: str, right: str, result: str) -> Value:
+    """The product of two operands, summed over the axes that ``result`` does not name.
+
+    ``left`` and ``right`` name the operands' axes, ``result`` the result's, one letter each. Raises
+    Departs for a repeated axis, and for a sum over an axis of one operand alone.
+    """
     form = c.form
     if len(set(left)) < len(left) or len(set(right)) < len(right):
         raise Departs
-    both = [axis for axis in left if axis in right]
-    alone = set(left).symmetric_difference(right)
-    if not alone <= set(after):
+    shared = [axis for axis in left if axis in right]
+    unshared = set(left).symmetric_difference(right)
+    if not unshared <= set(result):
         raise Departs
-    batch = [axis for axis in both if axis in after]
-    inner = [axis for axis in both if axis not in after]
-    rows, columns = ([axis for axis in side if axis not in both] for side in (left, right))
+    batch = [axis for axis in shared if axis in result]
+    inner = [axis for axis in shared if axis not in result]
+    rows, columns = ([axis for axis in side if axis not in shared] for side in (left, right))
     sizes = dict(zip(left, x.shape, strict=True)) | dict(zip(right, other.shape, strict=True))
 
     def size(axes: Sequence[str]) -> int:
         return prod(sizes[axis] for axis in axes)
 
-    def laid(value: Value, axes: str, *parts: Sequence[str]) -> Value:
+    def as_matrices(value: Value, axes: str, *parts: Sequence[str]) -> Value:
+        """An operand as matrices: the batch axes, then one axis for each part."""
         order = [axes.index(axis) for part in (batch, *parts) for axis in part]
-        lead = [sizes[axis] for axis in batch]
-        return form.reshape(form.permute(value, order), (*lead, *map(size, parts)))
+        batch_sizes = [sizes[axis] for axis in batch]
+        return form.reshape(form.permute(value, order), (*batch_sizes, *map(size, parts)))
 
-    found = matrices(c, laid(x, left, rows, inner), laid(other, right, inner, columns))
+    product = matrix_product(
+        c, as_matrices(x, left, rows, inner), as_matrices(other, right, inner, columns)
+    )
     names = [*batch, *rows, *columns]
-    found = form.reshape(found, [sizes[axis] for axis in names])
-    return form.permute(found, [names.index(axis) for axis in after])
+    product = form.reshape(product, [sizes[axis] for axis in names])
+    return form.permute(product, [names.index(axis) for axis in result])
 
 
 # -- complex numbers
@@ -411,7 +456,7 @@ def _(c: Call, x: Pair) -> Value:
     return x.real if c.name == "real" else x.imag
 
 
-# of complex tensors: those that are done to each part
+# operators that are applied to the real and the imaginary part alike
 OF_PARTS = frozenset(
     "view _unsafe_view reshape unsqueeze squeeze expand permute transpose t slice select split "
     "split_with_sizes unbind clone alias detach index index_select contiguous _to_copy cat stack "

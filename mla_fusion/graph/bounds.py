@@ -1,7 +1,10 @@
-"""From where to where the integers of a Value lie.
+"""Bounds of the elements of a Value.
 
-Integers that are slots, positions and indices are exact as far as their dtype holds them: where the
-bounds show that. What comes in is bounded by its dtype, of 64 bits by ``_FARTHEST``.
+Arithmetic of integers (slots, positions, indices) is exact as long as the dtype holds the result.
+``graph/call.py`` asks here whether it does. The rules of clamps and quotients ask which bounds
+matter.
+
+An input is bounded by its dtype, an input of 64 bits by ``_FARTHEST``.
 """
 
 from __future__ import annotations
@@ -17,56 +20,62 @@ import torch
 from mla_fusion.graph.form import Value, filled_with
 from mla_fusion.graph.numbers import is_open
 
-_LONGEST = 1 << 19  # symbolic sizes go to it: tokens, rows of tables
-_FARTHEST = 1 << 43  # positions and slots of 64 bits stay below it
+_LONGEST = 1 << 19  # greatest symbolic size: tokens, rows of tables
+_FARTHEST = 1 << 43  # greatest position or slot of 64 bits
 Bounds = tuple[int, int]
 
 
 def fits(value: Value, dtype: torch.dtype) -> bool:
-    """Does the dtype hold each element? Of a float: as a whole number, exactly."""
+    """True if the dtype holds each element exactly. A float dtype holds integers to its
+    precision.
+    """
     bounds = of(value)
     if bounds is None:
         return False
     least, most = bounds
     if dtype.is_floating_point:
-        exact = round(2 / torch.finfo(dtype).eps)
-        return -exact <= least and most <= exact
+        exact_limit = round(2 / torch.finfo(dtype).eps)
+        return -exact_limit <= least and most <= exact_limit
     if dtype == torch.bool:
         return least >= 0 and most <= 1
-    ends = torch.iinfo(dtype)
-    return ends.min <= least and most <= ends.max
+    limits = torch.iinfo(dtype)
+    return limits.min <= least and most <= limits.max
 
 
-def _most(size: int) -> int:
+def _greatest_size(size: int) -> int:
+    """The size, or the greatest that a symbolic size can be."""
     return max(size, _LONGEST) if is_open(size) else size
 
 
-def _range(times: int) -> Bounds:
-    """Of a number, which may be a symbolic size, or minus one."""
+def _number_bounds(times: int) -> Bounds:
+    """The bounds of a number, which may be a symbolic size, or minus one."""
     if not is_open(abs(times)):
         return times, times
-    return (1, _most(times)) if times > 0 else (-_most(-times), -1)
+    return (1, _greatest_size(times)) if times > 0 else (-_greatest_size(-times), -1)
 
 
-def _multiplied(*factors: Bounds) -> Bounds:
-    found = factors[0]
+def _product_bounds(*factors: Bounds) -> Bounds:
+    """The bounds of a product."""
+    result = factors[0]
     for factor in factors[1:]:
-        ends = [one * other for one, other in pairs(found, factor)]
-        found = min(ends), max(ends)
-    return found
+        products = [left * right for left, right in pairs(result, factor)]
+        result = min(products), max(products)
+    return result
 
 
 @lru_cache(maxsize=1 << 15)
 def least(value: Value) -> float:
-    """A number that no element of a Value of reals is below, wherever it is defined."""
+    """A number that no element of a Value of real numbers is below, wherever it is defined."""
     op, literal, sources = value.op, value.literal, value.sources
     if op == "product":
-        ends = [float(literal[1]), *map(_least_of_power, sources, literal[0])]
-        return prod(ends) if min(ends) >= 0 else -inf
+        factors = [float(literal[1]), *map(_least_of_power, sources, literal[0])]
+        return prod(factors) if min(factors) >= 0 else -inf
     if op == "sum":
         terms = zip(literal[0], sources, strict=True)
-        added = [float(times) * least(one) if times > 0 else -inf for times, one in terms]
-        return sum(added, start=float(literal[1]))
+        lower_bounds = [
+            float(times) * least(source) if times > 0 else -inf for times, source in terms
+        ]
+        return sum(lower_bounds, start=float(literal[1]))
     if op == "reduce":
         count = prod(sources[0].shape[axis] for axis in literal)
         return least(sources[0]) * (1 if is_open(count) else count)
@@ -76,7 +85,9 @@ def least(value: Value) -> float:
 
 
 def _remainders(terms: dict[Value, Fraction]) -> Iterator[tuple[Value, int]]:
-    """``s`` and ``b`` of terms ``s - b * (s // b)``, whose quotients are taken out."""
+    """Yields ``s`` and ``b`` for terms ``s - b * (s // b)``, and deletes the quotients from
+    terms.
+    """
     for quotient, times in [*terms.items()]:
         if quotient.op == "function" and quotient.literal[0] == "quotient":
             source, filled = quotient.sources[0], filled_with(quotient.sources[1])
@@ -87,50 +98,55 @@ def _remainders(terms: dict[Value, Fraction]) -> Iterator[tuple[Value, int]]:
 
 
 def _least_of_power(value: Value, power: Fraction) -> float:
+    """A number that no element of a Value to a power is below."""
     is_even = power.numerator % 2 == 0 or power.denominator % 2 == 0
-    end = max(least(value), 0.0) if is_even else least(value)
-    if end < 0:
+    base = max(least(value), 0.0) if is_even else least(value)
+    if base < 0:
         return -inf
-    return end ** float(power) if power > 0 else 0.0
+    return base ** float(power) if power > 0 else 0.0
 
 
 @lru_cache(maxsize=1 << 15)
 def of(value: Value) -> Bounds | None:
-    """None: not known, or no whole numbers."""
+    """The bounds of the elements of a Value. None if they are not known, or not integers."""
     op, literal, sources = value.op, value.literal, value.sources
     if value.is_float and op not in ("product", "expand", "cast", "reshape"):
         return None
     if op == "product":
         if literal[1].roots or literal[1].ratio.denominator != 1:
             return None
-        found = _range(int(literal[1].ratio))
+        result = _number_bounds(int(literal[1].ratio))
         for exponent, source in zip(literal[0], sources, strict=True):
             inner = of(source)
             if inner is None or exponent.denominator != 1 or exponent < 0:
                 return None
-            found = _multiplied(found, *[inner] * int(exponent))
-        return found
+            result = _product_bounds(result, *[inner] * int(exponent))
+        return result
     if op == "sum":
-        if any(one.denominator != 1 for one in (*literal[0], literal[1])):
+        if any(part.denominator != 1 for part in (*literal[0], literal[1])):
             return None
         terms = dict(zip(sources, literal[0], strict=True))
-        ranges = [_range(int(literal[1]))]
+        ranges = [_number_bounds(int(literal[1]))]
         for source, divisor in _remainders(terms):
-            ranges.append(_multiplied(_range(int(terms.pop(source))), (0, _most(divisor) - 1)))
+            ranges.append(
+                _product_bounds(
+                    _number_bounds(int(terms.pop(source))), (0, _greatest_size(divisor) - 1)
+                )
+            )
         for source, times in terms.items():
             inner = of(source)
             if inner is None:
                 return None
-            ranges.append(_multiplied(_range(int(times)), inner))
+            ranges.append(_product_bounds(_number_bounds(int(times)), inner))
         return sum(least for least, _ in ranges), sum(most for _, most in ranges)
     if op == "constant":
         tensor = literal.tensor
         return (int(tensor.min()), int(tensor.max())) if tensor.numel() else (0, 0)
     if op == "count":
-        return 0, _most(value.shape[0]) - 1
+        return 0, _greatest_size(value.shape[0]) - 1
     if op == "reduce":
         inner = of(sources[0])
-        count = _most(prod(sources[0].shape[axis] for axis in literal))
+        count = _greatest_size(prod(sources[0].shape[axis] for axis in literal))
         return None if inner is None else (inner[0] * count, inner[1] * count)
     if op in ("reshape", "permute", "expand", "slice", "gather"):
         return of(sources[0])
@@ -139,24 +155,24 @@ def of(value: Value) -> Bounds | None:
         if inner is not None and fits(sources[0], value.dtype):
             return inner
         if inner is not None and value.is_float:  # rounded to a whole number near it
-            ends = torch.tensor(inner, dtype=torch.float64).to(value.dtype).tolist()
-            return None if inf in map(abs, ends) else (int(ends[0]), int(ends[1]))
+            rounded = torch.tensor(inner, dtype=torch.float64).to(value.dtype).tolist()
+            return None if inf in map(abs, rounded) else (int(rounded[0]), int(rounded[1]))
     if op == "join":
-        inners = [of(source) for source in sources]
-        known = [inner for inner in inners if inner is not None]
-        if len(known) < len(inners):
+        bounds_of_sources = [of(source) for source in sources]
+        known_bounds = [inner for inner in bounds_of_sources if inner is not None]
+        if len(known_bounds) < len(bounds_of_sources):
             return None
-        return min(least for least, _ in known), max(most for _, most in known)
+        return min(least for least, _ in known_bounds), max(most for _, most in known_bounds)
     if op == "function" and literal[0] == "quotient":
-        inner, by = (of(source) for source in sources)
-        if inner is not None and by is not None and by[0] > 0:
-            quotients = [one // other for one, other in pairs(inner, by)]
+        inner, divisor_bounds = (of(source) for source in sources)
+        if inner is not None and divisor_bounds is not None and divisor_bounds[0] > 0:
+            quotients = [left // right for left, right in pairs(inner, divisor_bounds)]
             return min(quotients), max(quotients)
     if value.is_float:
         return None
     if value.dtype == torch.bool:
         return 0, 1
-    held = torch.iinfo(value.dtype)
-    if held.bits == 64:
+    limits = torch.iinfo(value.dtype)
+    if limits.bits == 64:
         return -_FARTHEST, _FARTHEST
-    return held.min, held.max
+    return limits.min, limits.max

@@ -1,5 +1,8 @@
-"""A call of an operator as its rule sees it: arguments by name, the sizes of the result, and
-arithmetic that is exact where an activation takes part.
+"""The call of an operator as its rule sees it.
+
+``graph/read.py`` binds the arguments of a node by name and passes them to the rule with a ``Call``.
+The rule makes the Values of the result. ``Call`` knows shape and dtype of the result, and has the
+arithmetic that is exact if an operand is active. ``operator`` registers a rule.
 """
 
 from __future__ import annotations
@@ -7,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import lru_cache
 from typing import Any
 
 import torch
 
-from mla_fusion.compat import OpOverload, schema_of
+from mla_fusion.fx.kinds import signature
 from mla_fusion.graph import bounds
 from mla_fusion.graph.form import Factor, Form, Term, Value, broadcast, filled_with
 from mla_fusion.graph.numbers import ONE, Number, is_open, literal, number
@@ -20,7 +22,7 @@ from mla_fusion.graph.numbers import ONE, Number, is_open, literal, number
 
 @dataclass(frozen=True)
 class Pair:
-    """A complex tensor."""
+    """A complex tensor as two Values of real numbers."""
 
     real: Value
     imag: Value
@@ -30,11 +32,12 @@ class Pair:
         return self.real.shape
 
     def each(self, move: Callable[[Value], Value]) -> Pair:
+        """The pair with ``move`` applied to both parts."""
         return Pair(move(self.real), move(self.imag))
 
 
 class Size(int):
-    """A symbolic size, bound to a number; ``name`` is its expression."""
+    """A symbolic size, bound to a number. ``name`` is its expression."""
 
     name: str
 
@@ -48,11 +51,11 @@ class Size(int):
 
 
 class Departs(Exception):
-    """A rule has no answer for this call: the operator is decomposed, or opaque."""
+    """Raised by a rule that has no answer for the call: it is decomposed, or made opaque."""
 
 
-class Alike(Exception):
-    """Two sizes, one of them symbolic, that are equal whenever the graph runs."""
+class EqualSizes(Exception):
+    """Raised with two sizes, one of them symbolic, that are equal whenever the graph runs."""
 
 
 Rule = Callable[..., Any]
@@ -60,7 +63,7 @@ RULES: dict[str, Rule] = {}
 
 
 def operator(*names: str) -> Callable[[Rule], Rule]:
-    """Registers the rule of operators, named as their schemas are; ``aten::`` is left out."""
+    """Registers a function as the rule of operators, by their schema names without ``aten::``."""
 
     def register(rule: Rule) -> Rule:
         for name in names:
@@ -71,126 +74,157 @@ def operator(*names: str) -> Callable[[Rule], Rule]:
     return register
 
 
-@lru_cache(maxsize=4096)
 def name_of(target: Any) -> str:
-    """``namespace::name``, without that of aten; of what runs other graphs, its own."""
-    if not isinstance(target, OpOverload):
-        return str(target)
-    return str(schema_of(target).name).removeprefix("aten::")
+    """The operator's name ``namespace::name``, without ``aten::``.
+
+    A higher-order operator has no schema; its own name is returned.
+    """
+    return signature(target).name.removeprefix("aten::") or str(target)
 
 
 class Call:
-    """
+    """One call, without its arguments.
+
     form     makes Values
-    name     of the operator, without ``aten::``
-    shape    of the result, or of each of several
-    dtype    likewise
+    name     the operator's name, without ``aten::``
+    shape    the shape of the result; a list of shapes for several results
+    dtype    the dtype of the result; a list of dtypes for several results
     """
 
     def __init__(self, form: Form, name: str, shape: Any, dtype: Any) -> None:
         self.form, self.name, self.shape, self.dtype = form, name, shape, dtype
 
-    def value(self, given: Any) -> Value:
-        """A Value, or a number of the call as one."""
-        if isinstance(given, Value):
-            return given
-        if isinstance(given, Pair) or given is None:
-            raise Departs
-        if isinstance(given, Size):  # what it is bound to says nothing of it
-            return self.form.leaf(f"size {given.name}", (), torch.int64, False)
-        if given != given or abs(given) == float("inf"):
-            return self.form.function("number", repr(given), dtype=self._dtype_of(given))
-        return self.form.number(literal(given), self._dtype_of(given))
+    def value(self, operand: Any) -> Value:
+        """Returns a Value for an operand that is a Value or a Python number.
 
-    def _dtype_of(self, given: float) -> torch.dtype:
+        Raises Departs for a complex operand and for None.
+        """
+        if isinstance(operand, Value):
+            return operand
+        if isinstance(operand, Pair) or operand is None:
+            raise Departs
+        if isinstance(operand, Size):  # the number that it is bound to is arbitrary
+            return self.form.leaf(f"size {operand.name}", (), torch.int64, False)
+        if operand != operand or abs(operand) == float("inf"):
+            return self.form.function("number", repr(operand), dtype=self._dtype_of(operand))
+        return self.form.number(literal(operand), self._dtype_of(operand))
+
+    def _dtype_of(self, operand: float) -> torch.dtype:
+        """The dtype of a Python number in this call."""
         dtype = self.dtype if isinstance(self.dtype, torch.dtype) else torch.float32
-        if isinstance(given, bool):
+        if isinstance(operand, bool):
             return torch.bool
-        if isinstance(given, int):
+        if isinstance(operand, int):
             return torch.int64 if not dtype.is_floating_point else dtype
         return dtype if dtype.is_floating_point else torch.float32
 
-    def equate(self, one: int, other: int) -> None:
-        """Two sizes that the operator takes for equal. Raises Alike, or Departs where they are
-        not.
+    def equate(self, size: int, other_size: int) -> None:
+        """Requires two sizes to be equal.
+
+        Raises EqualSizes if they differ and one is symbolic. Raises Departs if two numbers differ.
         """
-        if one != other:
-            raise Alike(one, other) if is_open(one) or is_open(other) else Departs
+        if size != other_size:
+            raise EqualSizes(size, other_size) if is_open(size) or is_open(other_size) else Departs
 
     def sum(self, terms: Iterable[Term], constant: Fraction | int = 0) -> Value:
-        """Added up, in the call's dtype."""
+        """The sum of coefficients times Values, plus a constant, in the call's dtype.
+
+        It is exact if a term is active, or if the integers fit the dtype. Otherwise it is a
+        function.
+        """
         terms, form = list(terms), self.form
-        dtype = self._one_dtype()
+        dtype = self._result_dtype()
         if any(value.active for _, value in terms):
             return form.total([(times, form.bare(value)) for times, value in terms], constant)
         if not dtype.is_floating_point:
-            found = form.total(terms, constant, dtype)
-            return self._held(found, dtype, "sum", [value for _, value in terms])
-        kept = [(times, value) for times, value in terms if not _is_zero(value)]
-        if not constant and len(kept) == 1 and number(kept[0][0]).is_power_of_two:
-            times, value = kept[0]
+            total = form.total(terms, constant, dtype)
+            return self._function_if_overflow(total, dtype, "sum", [value for _, value in terms])
+        nonzero = [(times, value) for times, value in terms if not _is_zero(value)]
+        if not constant and len(nonzero) == 1 and number(nonzero[0][0]).is_power_of_two:
+            times, value = nonzero[0]
             shape = broadcast(value.shape for _, value in terms)
             return form.expand(form.scaled(form.cast(value, dtype), number(times)), shape)
-        kept.sort(key=lambda term: (term[1].serial, term[0]))
-        literals = tuple(times for times, _ in kept), Fraction(constant)
-        values = [value for _, value in kept]
-        found = form.function("sum", literals, *values, dtype=dtype)
-        return form.expand(found, broadcast(value.shape for _, value in terms))
+        nonzero.sort(key=lambda term: (term[1].serial, term[0]))
+        literals = tuple(times for times, _ in nonzero), Fraction(constant)
+        values = [value for _, value in nonzero]
+        total = form.function("sum", literals, *values, dtype=dtype)
+        return form.expand(total, broadcast(value.shape for _, value in terms))
 
     def product(self, factors: Iterable[Factor], times: Number = ONE) -> Value:
-        """Multiplied, in the call's dtype."""
+        """The product of Values to exponents, times a number, in the call's dtype.
+
+        It is exact if a factor is active, or if the integers fit the dtype. Otherwise it is a
+        function.
+        """
         factors, form = list(factors), self.form
-        dtype = self._one_dtype()
+        dtype = self._result_dtype()
         shape = broadcast(value.shape for value, _ in factors)
         if any(value.active for value, _ in factors):
             return form.product([(form.bare(value), power) for value, power in factors], times)
-        values: list[Factor] = []
+        operands: list[Factor] = []
         for value, power in factors:
-            filled = filled_with(value)
-            part = filled.literal[1].power(power) if filled is not None else None
-            if part is None:
-                values.append((value, power))
+            filled_value = filled_with(value)
+            factor_number = (
+                filled_value.literal[1].power(power) if filled_value is not None else None
+            )
+            if factor_number is None:
+                operands.append((value, power))
             else:
-                times = times * part
-        if not values or not times.ratio:
+                times = times * factor_number
+        if not operands or not times.ratio:
             return form.filled(times, shape, dtype)
         if not dtype.is_floating_point and all(
-            power == int(power) and power > 0 for _, power in values
+            power == int(power) and power > 0 for _, power in operands
         ):
-            found = form.product(values, times, dtype)
-            return self._held(form.expand(found, shape), dtype, "product", [v for v, _ in values])
-        if len(values) == 1 and values[0][1] == 1 and times.is_power_of_two:
-            value = form.scaled(form.cast(values[0][0], dtype), times)
+            result = form.product(operands, times, dtype)
+            return self._function_if_overflow(
+                form.expand(result, shape), dtype, "product", [v for v, _ in operands]
+            )
+        if len(operands) == 1 and operands[0][1] == 1 and times.is_power_of_two:
+            value = form.scaled(form.cast(operands[0][0], dtype), times)
             return form.expand(value, shape)
-        values.sort(key=lambda factor: (factor[0].serial, factor[1]))
-        literals = tuple(Fraction(power) for _, power in values), times
-        found = form.function("product", literals, *[value for value, _ in values], dtype=dtype)
-        return form.expand(found, shape)
+        operands.sort(key=lambda factor: (factor[0].serial, factor[1]))
+        literals = tuple(Fraction(power) for _, power in operands), times
+        result = form.function("product", literals, *[value for value, _ in operands], dtype=dtype)
+        return form.expand(result, shape)
 
-    def _held(self, found: Value, dtype: torch.dtype, name: str, values: Sequence[Value]) -> Value:
-        """``found``, where the dtype holds each of its integers."""
-        if bounds.fits(found, dtype):
-            return found
-        return self.form.function(f"{name} that overflows", (), found, dtype=dtype)
+    def _function_if_overflow(
+        self, value: Value, dtype: torch.dtype, name: str, values: Sequence[Value]
+    ) -> Value:
+        """Returns ``value`` if the dtype holds each of its integers; a function of it otherwise.
 
-    def _one_dtype(self) -> torch.dtype:
+        name      of the operator
+        """
+        if bounds.fits(value, dtype):
+            return value
+        return self.form.function(f"{name} that overflows", (), value, dtype=dtype)
+
+    def _result_dtype(self) -> torch.dtype:
+        """The dtype of the result, or of the first of several results."""
         return self.dtype if isinstance(self.dtype, torch.dtype) else self.dtype[0]
 
-    def number_of(self, given: Any) -> Number:
-        """A literal; a Value that is one. Raises Departs."""
-        if isinstance(given, Value):
-            filled = filled_with(given)
+    def number_of(self, operand: Any) -> Number:
+        """Returns the number of an operand that is a literal, or a Value filled with one number.
+
+        Raises Departs for any other operand, and for a symbolic size.
+        """
+        if isinstance(operand, Value):
+            filled = filled_with(operand)
             if filled is None:
                 raise Departs
-            found: Number = filled.literal[1]
-            return found
-        if isinstance(given, (int, float)) and not isinstance(given, Size):
-            return literal(given)
+            result: Number = filled.literal[1]
+            return result
+        if isinstance(operand, (int, float)) and not isinstance(operand, Size):
+            return literal(operand)
         raise Departs
 
     def function(self, name: str, literals: object, *values: Value) -> Value:
-        """Element by element; of an activation, what its operands are rounded to is left out."""
-        dtype = self._one_dtype()
+        """A named function of the operands' elements, in the call's dtype.
+
+        If an operand is active, the operands' rounding and the float dtype of the result are left
+        out.
+        """
+        dtype = self._result_dtype()
         if any(value.active for value in values):
             values = tuple(map(self.form.bare, values))
             if dtype.is_floating_point:
@@ -198,7 +232,7 @@ class Call:
         return self.form.function(name, literals, *values, dtype=dtype)
 
     def opaque(self, literals: object, values: Sequence[Value]) -> Any:
-        """Of all that it reads; one for each result."""
+        """An opaque Value of the operands; a list of them for several results."""
         if isinstance(self.shape, list):
             return [
                 self.form.opaque(self.name, (literals, place), values, shape, dtype)
@@ -208,5 +242,6 @@ class Call:
 
 
 def _is_zero(value: Value) -> bool:
+    """True for a Value filled with 0."""
     filled = filled_with(value)
     return filled is not None and not filled.literal[1].ratio

@@ -1,5 +1,7 @@
-"""Operators without a rule, as torch decomposes them: one node at a time, remembered by operator,
-sizes and literals.
+"""Decomposes operators that have no rule, by torch's own decompositions.
+
+``graph/read.py`` calls it for one node at a time and reads the graph that it returns. Graphs are
+cached by operator, sizes, dtypes and literals.
 """
 
 from __future__ import annotations
@@ -11,69 +13,85 @@ import torch
 from torch.fx import Graph, GraphModule
 
 from mla_fusion.compat import OpOverload, decompositions, make_fx
+from mla_fusion.fx.kinds import signature
 from mla_fusion.graph.call import RULES, name_of
 from mla_fusion.graph.form import Value
 
-_KNOWN: dict[object, GraphModule | None] = {}
+_DECOMPOSITIONS: dict[object, GraphModule | None] = {}
 
 
 @lru_cache(maxsize=1)
 def _table() -> dict[Any, Any]:
+    """Torch's decompositions, by operator."""
     return decompositions()
 
 
 def is_known(target: OpOverload) -> bool:
-    """Has it a rule, or is it one of operators that have, or of each element alone?"""
+    """True if the pass may analyse the operator.
+
+    It has a rule, or torch decomposes it, or it is a view, or it is element-wise.
+    """
     return (
-        name_of(target) in RULES
+        name_of(target).removesuffix("_") in RULES
         or target in _table()
         or target.is_view
-        or torch.Tag.pointwise in target.tags
+        or signature(target).is_pointwise
     )
 
 
-def traced(target: Any, given: dict[str, Any]) -> tuple[Graph, list[Value]] | None:
-    """The graph of operators that have rules, and what its inputs are; None: torch has none."""
+def decomposition(target: Any, arguments: dict[str, Any]) -> tuple[Graph, list[Value]] | None:
+    """The graph of a decomposition and the Values of its inputs.
+
+    None if torch has no decomposition, or an operator of it has neither rule nor decomposition.
+    """
     if target not in _table():
         return None
-    places = {name: one for name, one in given.items() if isinstance(one, Value)}
-    if any(isinstance(one, list) and _has_value(one) for one in given.values()):
+    operands = {
+        name: argument for name, argument in arguments.items() if isinstance(argument, Value)
+    }
+    if any(isinstance(argument, list) and _has_value(argument) for argument in arguments.values()):
         return None
-    rest = {name: one for name, one in given.items() if name not in places}
+    literals = {name: argument for name, argument in arguments.items() if name not in operands}
     key = (
         target,
-        tuple((name, one.shape, one.dtype) for name, one in places.items()),
-        repr(rest),
+        tuple((name, operand.shape, operand.dtype) for name, operand in operands.items()),
+        repr(literals),
     )
-    if key not in _KNOWN:
-        _KNOWN[key] = _traced(target, places, rest)
-    made = _KNOWN[key]
-    return None if made is None else (made.graph, list(places.values()))
+    if key not in _DECOMPOSITIONS:
+        _DECOMPOSITIONS[key] = _trace(target, operands, literals)
+    module = _DECOMPOSITIONS[key]
+    return None if module is None else (module.graph, list(operands.values()))
 
 
-def _has_value(given: list[Any]) -> bool:
-    return any(isinstance(one, Value) for one in given)
+def _has_value(items: list[Any]) -> bool:
+    """True if a list holds a Value."""
+    return any(isinstance(item, Value) for item in items)
 
 
-def _traced(target: Any, places: dict[str, Value], rest: dict[str, Any]) -> GraphModule | None:
+def _trace(target: Any, operands: dict[str, Value], literals: dict[str, Any]) -> GraphModule | None:
+    """Traces torch's decomposition on meta tensors. None if it cannot be traced or read."""
+
     def schema_name(name: str) -> str:
         return "self" if name == "x" else name
 
     def function(*tensors: torch.Tensor) -> Any:
-        named = {schema_name(name): one for name, one in rest.items()}
-        named |= dict(zip(map(schema_name, places), tensors, strict=True))
-        return _table()[target](**named)
+        arguments = {schema_name(name): literal for name, literal in literals.items()}
+        arguments |= dict(zip(map(schema_name, operands), tensors, strict=True))
+        return _table()[target](**arguments)
 
-    tensors = [torch.empty(one.shape, dtype=one.dtype, device="meta") for one in places.values()]
+    tensors = [
+        torch.empty(operand.shape, dtype=operand.dtype, device="meta")
+        for operand in operands.values()
+    ]
     try:
         with torch.no_grad():
-            made = make_fx(function)(*tensors)
+            module = make_fx(function)(*tensors)
     except (TypeError, ValueError, RuntimeError, NotImplementedError, LookupError):
         return None
-    for node in made.graph.nodes:
+    for node in module.graph.nodes:
         if node.op == "call_function" and node.target is target:
             return None
         is_known = not isinstance(node.target, OpOverload) or node.target in _table()
         if not is_known and name_of(node.target) not in RULES:
             return None
-    return made
+    return module

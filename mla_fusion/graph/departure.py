@@ -1,4 +1,7 @@
-"""Where a prologue leaves what the kernel computes."""
+"""The exception with which a stage of the pass gives up on a prologue.
+
+``propose/``, ``exact/`` and ``plan/`` raise it; ``observe/record.py`` makes a ``Rejection`` of it.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,17 @@ from collections.abc import Sequence
 
 from mla_fusion.graph.form import Value
 
-UNKNOWN = "is not known"  # of an operator: what a message says
+UNKNOWN = "is not known"  # the words of a message about an operator that the pass cannot read
 
 
 class Departure(Exception):
-    """
-    code    of the table of refusals
-    detail  what is there in place of what was looked for
-    values  at which the graph leaves
-    site    products of the prologue
-    score   how much of a prologue was found, from 0 to 1
+    """Why a prologue is not fused.
+
+    code    a code of the table of rejections
+    detail  what the graph has there, and what the kernel has instead
+    values  the Values at fault
+    site    the products of the prologue
+    score   how much of a prologue was recognised, from 0 to 1
     """
 
     site: tuple[Value, ...] = ()

@@ -1,14 +1,18 @@
-"""Values: what a graph computes, in one form. Equal Values are one object.
+"""Values: one form for what a graph computes. Equal Values are one object.
+
+``graph/read.py`` reads an FX graph into Values with the constructors of ``Form``.
+``targets/prolog.py`` writes the kernel with the same constructors. ``exact/prove.py`` compares the
+two, and ``graph/lower.py`` turns Values back into nodes.
 
 The operations:
 
 leaf       an input of the graph, an attribute, or what is drawn in its place
 constant   a tensor of literals
 count      positions along one axis: 0, 1, ..
-sum        number times Value, added up, and a number
-product    Values to rational exponents, and a number in front
-function   element by element, of which nothing more is known than its name and literals
-opaque     of all that it reads
+sum        coefficients times Values, added up, plus a number
+product    Values to rational exponents, multiplied, times a number
+function   one element from the elements at its place; only its name and literals are known
+opaque     a function of all elements of its sources
 reduce     the sum along axes
 dot        [.., t, k] times [.., k, m]
 reshape, permute, expand, slice, join
@@ -16,15 +20,15 @@ gather     rows of an axis, by their numbers
 write      rows [t, width] into [n, width], by row numbers [t]
 cast
 
-The normal order is: number, then sum and product, then move. So a number stands in front of what is
-moved or added up, and a move stands inside a single power. Constructors keep that order, and are
-the only way to make a Value. A sum of sums is one sum where the inner one is short; no other rule
-takes a cone twice.
+Constructors are the only way to make a Value, and they bring it to one normal order: number, then
+sum and product, then move. A number stands in front of a move or a sum along axes. A move stands
+inside a single power. A sum of sums becomes one sum if the inner one is short. No other rule copies
+a part of the graph.
 
-Float arithmetic is exact where an activation takes part: a Value is ``active`` where a product with
-a weight is among what it is made of. Of floats beside that (tables, scales, what is done to a
-weight) the same steps of the same Values are equal, and nothing else (but moves, negation and
-products with powers of two).
+A Value is ``active`` if it is computed from a product with a weight. Float arithmetic on active
+Values is exact arithmetic of real numbers. Float arithmetic on other Values (tables, scales,
+weights) is a function: equal steps on equal operands are equal, and nothing more is assumed.
+Exceptions are moves, negation and products with powers of two.
 """
 
 from __future__ import annotations
@@ -41,13 +45,13 @@ from mla_fusion.graph.numbers import literal as read_literal
 
 Shape = tuple[int, ...]
 MOVES = frozenset(("reshape", "permute", "expand", "slice", "join"))
-REAL = torch.float32  # of every active Value: what rounds it is not compared
-BYTES = frozenset(("int8", "fp8", "hifloat8", "of format"))  # functions that give elements of one
-_SHORT = 4  # terms of a sum that becomes part of another
+REAL = torch.float32  # dtype of every active Value: its rounding is not compared
+BYTES = frozenset(("int8", "fp8", "hifloat8", "of format"))  # functions of one byte an element
+_SHORT = 4  # most terms of a sum that is merged into another sum
 
 
 class Array:
-    """A tensor of literals, equal to one of the same elements."""
+    """A tensor of literals. Two Arrays are equal if their bytes are equal."""
 
     __slots__ = ("key", "tensor")
 
@@ -70,12 +74,16 @@ class Array:
 class Value:
     """One operation on other Values.
 
-    literal  what the operation takes beside them: names of a leaf, function or opaque; exponents
-             and the number of a product; coefficients and the number of a sum; axes
-    active   is a product with a weight among what it is made of?
-    model    is it made of parameters, and literals, alone?
-    weight   is it model, and not literals alone?
-    kind     a number for all of this but the sources, and the name of a leaf
+    op       the operation's name
+    sources  the Values it reads
+    literal  its other arguments: the name of a leaf; name and literals of a function or an opaque;
+             exponents and number of a product; coefficients and number of a sum; axes
+    active   True if the Value is computed from a product with a weight
+    model    True if it is computed from parameters and literals alone
+    weight   True if it is ``model`` and reads at least one parameter
+    kind     an integer that is equal for equal operation, literal, shape, dtype, model and active;
+             the name of a leaf and the sources do not count
+    serial   its place in the order in which the Form made its Values
     """
 
     __slots__ = (
@@ -103,11 +111,12 @@ class Value:
     kind: int
 
     def __repr__(self) -> str:
-        read = ", ".join(f"%{source.serial}" for source in self.sources)
-        return f"%{self.serial} {self.op}({read}) {self.literal} {list(self.shape)}"
+        sources = ", ".join(f"%{source.serial}" for source in self.sources)
+        return f"%{self.serial} {self.op}({sources}) {self.literal} {list(self.shape)}"
 
     @property
     def is_number(self) -> bool:
+        """True for a scalar Value of a number."""
         return self.op == "product" and not self.sources
 
     @property
@@ -120,13 +129,13 @@ Factor = tuple[Value, Exponent]
 
 
 class Form:
-    """Makes Values.
+    """Makes and interns Values: equal arguments return the same object.
 
-    assumed  what was taken for granted of numbers since somebody last looked, for the report
+    assumed  assumptions about numbers, as sentences for the report; the reader clears the list
     """
 
     def __init__(self) -> None:
-        self._known: dict[object, Value] = {}
+        self._values: dict[object, Value] = {}
         self._operations: dict[object, int] = {}
         self._bare: dict[tuple[Value, bool], Value] = {}
         self._split: dict[Value, tuple[Number, Value]] = {}
@@ -142,58 +151,70 @@ class Form:
         *,
         model: bool | None = None,
     ) -> Value:
-        shape = tuple(shape)
-        operation = self._number_of(op, literal, shape, dtype)
-        key = operation, *[source.serial for source in sources]
-        found = self._known.get(key)
-        if found is None:
-            found = self._known[key] = Value()
-            found.op, found.sources, found.literal = op, tuple(sources), literal
-            found.shape, found.dtype, found.serial = shape, dtype, len(self._known)
-            found.model = all(source.model for source in sources) if model is None else model
-            is_leaf = op == "leaf"
-            found.weight = found.model and (is_leaf or any(one.weight for one in sources))
-            is_product = op == "dot" and sources[1].weight and not sources[0].model
-            found.active = is_product or any(source.active for source in sources)
-            if is_leaf:
-                operation = self._number_of(op, None, shape, dtype)
-            found.kind = 4 * operation + 2 * found.model + found.active
-        return found
+        """Returns the interned Value of an operation, without bringing it to the normal order.
 
-    def _number_of(self, *operation: object) -> int:
-        found = self._operations.get(operation)
-        if found is None:
-            found = self._operations[operation] = len(self._operations)
-        return found
+        ``model`` must be passed for a leaf; otherwise it follows from the sources.
+        """
+        shape = tuple(shape)
+        operation = self._operation_number(op, literal, shape, dtype)
+        key = operation, *[source.serial for source in sources]
+        value = self._values.get(key)
+        if value is None:
+            value = self._values[key] = Value()
+            value.op, value.sources, value.literal = op, tuple(sources), literal
+            value.shape, value.dtype, value.serial = shape, dtype, len(self._values)
+            value.model = all(source.model for source in sources) if model is None else model
+            is_leaf = op == "leaf"
+            value.weight = value.model and (is_leaf or any(source.weight for source in sources))
+            is_product = op == "dot" and sources[1].weight and not sources[0].model
+            value.active = is_product or any(source.active for source in sources)
+            if is_leaf:
+                operation = self._operation_number(op, None, shape, dtype)
+            value.kind = 4 * operation + 2 * value.model + value.active
+        return value
+
+    def _operation_number(self, *operation: object) -> int:
+        """Returns one integer for each distinct operation."""
+        index = self._operations.get(operation)
+        if index is None:
+            index = self._operations[operation] = len(self._operations)
+        return index
 
     # -- where Values begin
 
     def leaf(self, name: str, shape: Sequence[int], dtype: torch.dtype, model: bool) -> Value:
+        """An input or an attribute. ``model``: it belongs to the model."""
         return self.make("leaf", (), name, shape, dtype, model=model)
 
     def activation(self, name: str, shape: Sequence[int]) -> Value:
-        """A leaf that stands for a product."""
-        found = self.make("leaf", (), name, shape, REAL, model=False)
-        if not found.active:
-            found.active, found.kind = True, found.kind + 1
-        return found
+        """A leaf that stands for a product with a weight: it is active."""
+        value = self.make("leaf", (), name, shape, REAL, model=False)
+        if not value.active:
+            value.active, value.kind = True, value.kind + 1
+        return value
 
-    def number(self, of: Number | Exponent, dtype: torch.dtype = REAL) -> Value:
-        of = of if isinstance(of, Number) else number(of)
-        return self.make("product", (), ((), of), (), dtype)
+    def number(self, ratio: Number | Exponent, dtype: torch.dtype = REAL) -> Value:
+        """A scalar Value of a number."""
+        ratio = ratio if isinstance(ratio, Number) else number(ratio)
+        return self.make("product", (), ((), ratio), (), dtype)
 
-    def filled(self, of: Number | Exponent, shape: Sequence[int], dtype: torch.dtype) -> Value:
-        return self.expand(self.number(of, dtype), shape)
+    def filled(self, ratio: Number | Exponent, shape: Sequence[int], dtype: torch.dtype) -> Value:
+        """A Value of ``shape`` whose elements are all one number."""
+        return self.expand(self.number(ratio, dtype), shape)
 
     def constant(self, tensor: torch.Tensor) -> Value:
+        """The Value of a tensor of literals; a filled Value if all elements are one finite
+        number.
+        """
         first = tensor.reshape(-1)[:1]
         if tensor.numel() and bool((tensor == first).all()):
-            only = first.item()
-            if only == only and abs(only) != float("inf"):
-                return self.filled(read_literal(only, tensor.dtype), tensor.shape, tensor.dtype)
+            element = first.item()
+            if element == element and abs(element) != float("inf"):
+                return self.filled(read_literal(element, tensor.dtype), tensor.shape, tensor.dtype)
         return self.make("constant", (), Array(tensor), tensor.shape, tensor.dtype)
 
     def count(self, size: int, dtype: torch.dtype = torch.int64) -> Value:
+        """The positions 0 .. size - 1, shape [size]."""
         return (
             self.make("count", (), None, (size,), dtype)
             if size != 1
@@ -205,25 +226,27 @@ class Form:
     def total(
         self, terms: Iterable[Term], constant: Exponent = 0, dtype: torch.dtype = REAL
     ) -> Value:
-        """The sum of coefficients times Values, and of a number."""
+        """The sum of coefficients times Values, plus a constant; operands are broadcast."""
         terms, constant = list(terms), _fraction(constant)
         shape = broadcast(value.shape for _, value in terms)
-        found: dict[Value, Fraction] = {}
+        coefficient_of: dict[Value, Fraction] = {}
         for coefficient, value in terms:
-            factor, rest = self.split(value)
-            if rest is not value and not factor.roots:
-                coefficient, value = coefficient * factor.ratio, rest
+            factor, unscaled = self.split(value)
+            if unscaled is not value and not factor.roots:
+                coefficient, value = coefficient * factor.ratio, unscaled
             inner = value.sources[0] if value.op == "expand" else value
             if inner.is_number and not inner.literal[1].roots:
                 constant += coefficient * inner.literal[1].ratio
             elif value.op == "sum" and len(value.sources) <= _SHORT:
                 coefficients, offset = value.literal
                 constant += coefficient * offset
-                for one, source in zip(coefficients, value.sources, strict=True):
-                    _add(found, source, coefficient * one)
+                for inner_coefficient, source in zip(coefficients, value.sources, strict=True):
+                    _add_number(coefficient_of, source, coefficient * inner_coefficient)
             else:
-                _add(found, value, coefficient)
-        items = sorted(((v, c) for v, c in found.items() if c), key=lambda item: item[0].serial)
+                _add_number(coefficient_of, value, coefficient)
+        items = sorted(
+            ((v, c) for v, c in coefficient_of.items() if c), key=lambda item: item[0].serial
+        )
         if not items:
             return self.filled(constant, shape, dtype)
         if len(items) == 1 and not constant:
@@ -231,26 +254,26 @@ class Form:
             return self.expand(self.scaled(value, number(coefficient)), shape)
         values = [value for value, _ in items]
         common = items[0][1]
-        if not constant and common != 1 and all(times == common for _, times in items):
-            whole = self.total([(Fraction(1), value) for value in values], 0, dtype)
-            return self.expand(self.scaled(whole, number(common)), shape)
+        if not constant and common != 1 and all(coefficient == common for _, coefficient in items):
+            unscaled_sum = self.total([(Fraction(1), value) for value in values], 0, dtype)
+            return self.expand(self.scaled(unscaled_sum, number(common)), shape)
         literal = tuple(coefficient for _, coefficient in items), constant
-        own = broadcast(value.shape for value in values)
-        return self.expand(self.make("sum", values, literal, own, dtype), shape)
+        own_shape = broadcast(value.shape for value in values)
+        return self.expand(self.make("sum", values, literal, own_shape, dtype), shape)
 
     def product(
         self, factors: Iterable[Factor], times: Number = ONE, dtype: torch.dtype = REAL
     ) -> Value:
-        """A number times Values to exponents."""
+        """The product of Values to exponents, times a number; operands are broadcast."""
         factors = list(factors)
         shape = broadcast(value.shape for value, _ in factors)
-        found: dict[Value, Fraction] = {}
+        exponent_of: dict[Value, Fraction] = {}
         stack = [(value, _fraction(exponent)) for value, exponent in reversed(factors)]
         while stack:
             value, exponent = stack.pop()
             while value.op == "expand":  # factors are broadcast
                 value = value.sources[0]
-            if _is_brought_back(value):
+            if _is_dequantised(value):
                 inner, value = self.split(value)
                 power = inner.power(exponent)
                 if power is None:
@@ -260,57 +283,68 @@ class Form:
             elif value.op == "product":
                 exponents, inner = value.literal
                 power = inner.power(exponent)
-                is_one = len(value.sources) <= 1 and all(
-                    one.denominator > 1 or one.numerator % 2 for one in exponents
+                is_sign_kept = len(value.sources) <= 1 and all(
+                    inner_exponent.denominator > 1 or inner_exponent.numerator % 2
+                    for inner_exponent in exponents
                 )
-                if power is not None and (exponent.denominator == 1 or is_one):
+                if power is not None and (exponent.denominator == 1 or is_sign_kept):
                     times = times * power
                     pairs = zip(value.sources, exponents, strict=True)
-                    stack += [(source, one * exponent) for source, one in pairs]
+                    stack += [
+                        (source, inner_exponent * exponent) for source, inner_exponent in pairs
+                    ]
                     continue
             elif value.op == "sum" and exponent.denominator > 1:  # one form for each radicand
                 lead = value.literal[0][0]
                 power = Number(lead).power(exponent) if lead != 1 else None
                 if power is not None:
                     times, value = times * power, self.total([(1 / lead, value)])
-            _add(found, value, exponent)
+            _add_number(exponent_of, value, exponent)
         if not times.ratio:
             return self.filled(0, shape, dtype)
-        items = sorted(((v, e) for v, e in found.items() if e), key=lambda item: item[0].serial)
+        items = sorted(
+            ((v, e) for v, e in exponent_of.items() if e), key=lambda item: item[0].serial
+        )
         if len(items) == 1 and items[0][1] == 1 and times == ONE:
             return self.expand(items[0][0], shape)
         values = [value for value, _ in items]
         literal = tuple(exponent for _, exponent in items), times
-        own = broadcast(value.shape for value in values)
-        return self.expand(self.make("product", values, literal, own, dtype), shape)
+        own_shape = broadcast(value.shape for value in values)
+        return self.expand(self.make("product", values, literal, own_shape, dtype), shape)
 
     def scaled(self, value: Value, times: Number) -> Value:
+        """``times`` times the Value."""
         if times is ONE or times == ONE:
             return value
         return self.product([(value, 1)], times, value.dtype)
 
     def negated(self, value: Value) -> Value:
+        """The Value times -1."""
         return self.scaled(value, MINUS_ONE)
 
     def power(self, value: Value, exponent: Exponent) -> Value:
+        """The Value to an exponent."""
         return self.product([(value, exponent)], ONE, value.dtype)
 
     def times(self, *values: Value) -> Value:
+        """The product of the Values."""
         return self.product([(value, 1) for value in values])
 
     def plus(self, *values: Value) -> Value:
+        """The sum of the Values."""
         return self.total([(Fraction(1), value) for value in values])
 
     def split(self, value: Value) -> tuple[Number, Value]:
-        """The number in front, and the rest."""
+        """Returns the number in front of a Value, and the Value without it."""
         if value.op not in ("product", "expand"):
             return ONE, value
-        found = self._split.get(value)
-        if found is None:
-            found = self._split[value] = self._parts(value)
-        return found
+        parts = self._split.get(value)
+        if parts is None:
+            parts = self._split[value] = self._split_number(value)
+        return parts
 
-    def _parts(self, value: Value) -> tuple[Number, Value]:
+    def _split_number(self, value: Value) -> tuple[Number, Value]:
+        """Computes the result of ``split`` for a product or an expand."""
         if value.op == "product" and value.sources and value.literal[1] != ONE:
             exponents, times = value.literal
             pairs = zip(value.sources, exponents, strict=True)
@@ -322,9 +356,9 @@ class Form:
                 if times in (ONE, ZERO):
                     return ONE, value
                 return times, self.filled(1, value.shape, value.dtype)
-            times, rest = self.split(inner)
+            times, unscaled = self.split(inner)
             if times != ONE:
-                return times, self.expand(rest, value.shape)
+                return times, self.expand(unscaled, value.shape)
         return ONE, value
 
     # -- functions
@@ -332,6 +366,7 @@ class Form:
     def function(
         self, name: str, literals: object, *values: Value, dtype: torch.dtype = REAL
     ) -> Value:
+        """A named function of the elements at one place; operands are broadcast."""
         shape = broadcast(value.shape for value in values)
         return self.make("function", values, (name, literals), shape, dtype)
 
@@ -343,86 +378,101 @@ class Form:
         shape: Sequence[int],
         dtype: torch.dtype,
     ) -> Value:
+        """A named function of all elements of the operands, of which nothing else is known."""
         return self.make("opaque", values, (name, literals), shape, dtype)
 
     def cast(self, value: Value, dtype: torch.dtype) -> Value:
-        """Of an activation, a cast between floats is left out; so is one there and back."""
+        """The Value in another dtype.
+
+        Left out: a cast between float dtypes of an active Value, and a widening cast that is
+        undone. A cast of a number or a move is applied to the number or the moved Value.
+        """
         if value.dtype == dtype:
             return value
         if value.is_float and dtype.is_floating_point and _is_wide(dtype):
             if value.active:
                 return value
-            if value.op == "cast" and value.sources[0].dtype == dtype and _widens(value):
+            if value.op == "cast" and value.sources[0].dtype == dtype and _is_widening(value):
                 return value.sources[0]
         if _is_narrowed_input(value):
             self.assumed.append(f"input {value.sources[0].literal} holds numbers below 2**31")
             return self.cast(value.sources[0], dtype)
         inner = value.sources[0] if value.op == "expand" else value
-        if inner.is_number and (dtype.is_floating_point or _holds(inner.literal[1], dtype)):
+        if inner.is_number and (
+            dtype.is_floating_point or _is_representable(inner.literal[1], dtype)
+        ):
             return self.filled(inner.literal[1], value.shape, dtype)
         if value.op in MOVES and value.op != "join":
-            return self.again(value, [self.cast(value.sources[0], dtype)])
+            return self.rebuilt(value, [self.cast(value.sources[0], dtype)])
         return self.make("cast", (value,), dtype, value.shape, dtype)
 
     def bare(self, value: Value, may_narrow: bool = True) -> Value:
-        """Without its last rounding, and without casts that round nothing: what is beside an
-        activation is rounded as the activation is.
+        """Returns the operand as exact arithmetic with an active Value reads it.
+
+        A Value that is not active loses casts that change no number. With ``may_narrow`` it also
+        loses its last narrowing cast: that rounding belongs to the active operand's, which is not
+        compared. Moves, gathers and single factors pass this on to their source.
         """
         if value.active:
             return value
-        known = self._bare.get((value, may_narrow))
-        if known is None:
+        bare_value = self._bare.get((value, may_narrow))
+        if bare_value is None:
             if value.op == "cast":
-                source, known = value.sources[0], value
+                source, bare_value = value.sources[0], value
                 if source.dtype == torch.int8:
-                    known = source
+                    bare_value = source
                 elif (
                     source.is_float
                     and value.is_float
-                    and (_widens(value) or (may_narrow and _is_wide(value.dtype)))
+                    and (_is_widening(value) or (may_narrow and _is_wide(value.dtype)))
                 ):
-                    known = self.bare(source, may_narrow and _widens(value))
+                    bare_value = self.bare(source, may_narrow and _is_widening(value))
             elif value.op in MOVES:
-                known = self.again(value, [self.bare(one, may_narrow) for one in value.sources])
+                bare_value = self.rebuilt(
+                    value, [self.bare(source, may_narrow) for source in value.sources]
+                )
             elif value.op == "gather":
                 base, index = value.sources
-                known = self.again(value, [self.bare(base, may_narrow), index])
+                bare_value = self.rebuilt(value, [self.bare(base, may_narrow), index])
             elif value.op == "product" and len(value.sources) == 1 and value.literal[0] == (1,):
-                known = self.again(value, [self.bare(value.sources[0], may_narrow)])
-            elif may_narrow and _is_outer(value):  # what it is rounded to, too
+                bare_value = self.rebuilt(value, [self.bare(value.sources[0], may_narrow)])
+            elif may_narrow and _is_outer(value):  # its own rounding is left out, too
                 exponents, times = value.literal[1]
-                sources = [self.bare(one, False) for one in value.sources]
-                known = self.product(zip(sources, exponents, strict=True), times)
+                sources = [self.bare(source, False) for source in value.sources]
+                bare_value = self.product(zip(sources, exponents, strict=True), times)
             else:
-                known = value
-            self._bare[value, may_narrow] = known
-        return known
+                bare_value = value
+            self._bare[value, may_narrow] = bare_value
+        return bare_value
 
     # -- sums along axes
 
     def reduce(self, value: Value, axes: Iterable[int], keep: bool = False) -> Value:
+        """The sum along axes. ``keep`` keeps them with size 1."""
         rank = len(value.shape)
         axes = tuple(sorted({axis % rank for axis in axes}))
-        kept = tuple(1 if axis in axes else n for axis, n in enumerate(value.shape))
+        kept_shape = tuple(1 if axis in axes else n for axis, n in enumerate(value.shape))
         shape = tuple(n for axis, n in enumerate(value.shape) if axis not in axes)
-        times, rest = self.split(value)
-        filled = _filled_with(rest)
+        times, unscaled = self.split(value)
+        filled = _filled_with(unscaled)
         if filled is not None:
             size = prod(value.shape[axis] for axis in axes)
-            found = self.counted(self.expand(filled, shape), size)
+            total = self.times_count(self.expand(filled, shape), size)
         elif not axes:
-            found = rest
+            total = unscaled
         else:
-            found = self.make("reduce", (rest,), axes, shape, value.dtype)
-        return self.scaled(self.reshape(found, kept) if keep else found, times)
+            total = self.make("reduce", (unscaled,), axes, shape, value.dtype)
+        return self.scaled(self.reshape(total, kept_shape) if keep else total, times)
 
     def mean(self, value: Value, axes: Sequence[int], keep: bool = True) -> Value:
+        """The sum along axes, divided by the number of elements."""
         size = prod(value.shape[axis] for axis in axes)
-        return self.counted(self.reduce(value, axes, keep), size, -1)
+        return self.times_count(self.reduce(value, axes, keep), size, -1)
 
-    def counted(self, value: Value, size: int, power: int = 1, less: int = 0) -> Value:
-        """Times a number of elements, less so many, or divided by it. What a symbolic size is bound
-        to says nothing of it.
+    def times_count(self, value: Value, size: int, power: int = 1, less: int = 0) -> Value:
+        """Returns the Value times ``(size - less) ** power``, where ``size`` counts elements.
+
+        A symbolic size is bound to an arbitrary number, so it is a leaf here and not that number.
         """
         if not is_open(size):
             return self.scaled(value, number(Fraction(size - less) ** power))
@@ -431,71 +481,85 @@ class Form:
         return self.product([(value, 1), (count, power)], ONE, value.dtype)
 
     def dot(self, left: Value, right: Value) -> Value:
-        """[.., t, k] times [.., k, m], of equal leading axes; or times [k, m] for all of them.
+        """The product [.., t, k] times [.., k, m] with equal leading axes, or with one matrix.
 
-        A weight stands on the right; one for all rows has no leading axes.
+        ``right`` is [.., k, m], or [k, m] for all rows.
+
+        A weight stands on the right. A matrix that is the same for all rows has no leading axes.
         """
         if left.weight and not right.model:
             return self.transposed(self.dot(self.transposed(right), self.transposed(left)))
         if len(right.shape) > 2:
-            one = self._unrepeated(right)
-            if one is not None:
-                return self._dot_of_repeated(left, *one)
+            repeated = self._unrepeated_matrix(right)
+            if repeated is not None:
+                return self._dot_with_repeated(left, *repeated)
         if len(right.shape) == 2:
             rows = self.reshape(left, (prod(left.shape[:-1]), left.shape[-1]))
-            found = self._dot(rows, right)
-            return self.reshape(found, (*left.shape[:-1], right.shape[-1]))
+            product = self._dot(rows, right)
+            return self.reshape(product, (*left.shape[:-1], right.shape[-1]))
         return self._dot(left, right)
 
     def _dot(self, left: Value, right: Value) -> Value:
-        fills = _filled_with(left), _filled_with(right)
+        """The product of two operands whose leading axes need no regrouping."""
+        numbers = _filled_with(left), _filled_with(right)
         shape = *left.shape[:-1], right.shape[-1]
-        if fills[0] is not None and fills[1] is not None:
-            only = self.product([(fills[0], 1), (fills[1], 1)])
-            return self.expand(self.counted(only, left.shape[-1]), shape)
+        if numbers[0] is not None and numbers[1] is not None:
+            term = self.product([(numbers[0], 1), (numbers[1], 1)])
+            return self.expand(self.times_count(term, left.shape[-1]), shape)
         if right.weight and not left.model:  # no number is taken out of the kernel's x
             return self.make("dot", (left, right), None, shape, REAL)
-        (one, left), (other, right) = self.split(left), self.split(right)
+        (left_number, left), (right_number, right) = self.split(left), self.split(right)
         dtype = REAL if left.is_float else left.dtype
-        return self.scaled(self.make("dot", (left, right), None, shape, dtype), one * other)
+        return self.scaled(
+            self.make("dot", (left, right), None, shape, dtype), left_number * right_number
+        )
 
-    def _unrepeated(self, right: Value) -> tuple[Value, Shape] | None:
-        """Of a matrix that is repeated along leading axes: it before that, with axes of size 1, and
-        the axes after.
+    def _unrepeated_matrix(self, right: Value) -> tuple[Value, Shape] | None:
+        """Finds the matrix that an operand repeats along leading axes.
+
+        Returns the matrix with size 1 on each repeated axis, and the sizes of the leading axes
+        after the repetition. None if no leading axis is repeated.
         """
         inner = right
         while inner.op == "reshape" and inner.sources[0].shape[-2:] == right.shape[-2:]:
             inner = inner.sources[0]
         if inner.op != "expand" or inner.shape[-2:] != right.shape[-2:]:
             return (right, right.shape[:-2]) if 1 in right.shape[:-2] else None
-        one = inner.sources[0]
-        one = self.reshape(one, (1,) * (len(inner.shape) - len(one.shape)) + one.shape)
-        return (one, inner.shape[:-2]) if one.shape[-2:] == inner.shape[-2:] else None
+        matrix = inner.sources[0]
+        matrix = self.reshape(matrix, (1,) * (len(inner.shape) - len(matrix.shape)) + matrix.shape)
+        return (matrix, inner.shape[:-2]) if matrix.shape[-2:] == inner.shape[-2:] else None
 
-    def _dot_of_repeated(self, left: Value, one: Value, lead: Shape) -> Value:
-        """Axes along which a matrix is one and the same become rows of the other."""
-        after = *left.shape[:-1], one.shape[-1]
+    def _dot_with_repeated(self, left: Value, matrix: Value, lead: Shape) -> Value:
+        """Multiplies with a repeated matrix: the axes that repeat it become rows of ``left``.
+
+        matrix  the matrix before it is repeated, size 1 on each repeated axis
+        lead    sizes of the leading axes after the repetition
+        """
+        result_shape = *left.shape[:-1], matrix.shape[-1]
         left = self.reshape(left, (*lead, *left.shape[-2:]))
         rank = len(lead)
-        own = [axis for axis in range(rank) if one.shape[axis] == lead[axis] != 1]
-        same = [axis for axis in range(rank) if axis not in own]
-        order = *own, *same, rank, rank + 1
+        own_axes = [axis for axis in range(rank) if matrix.shape[axis] == lead[axis] != 1]
+        repeated_axes = [axis for axis in range(rank) if axis not in own_axes]
+        order = *own_axes, *repeated_axes, rank, rank + 1
         rows = self.permute(left, order)
         sizes = rows.shape
-        matrices = self.reshape(one, (*(lead[axis] for axis in own), *one.shape[-2:]))
-        flat = *sizes[: len(own)], prod(sizes[len(own) : -1]), sizes[-1]
-        found = self.dot(self.reshape(rows, flat), matrices)
-        found = self.reshape(found, (*sizes[:-1], one.shape[-1]))
-        back = [order.index(axis) for axis in range(rank + 2)]
-        return self.reshape(self.permute(found, back), after)
+        matrices = self.reshape(matrix, (*(lead[axis] for axis in own_axes), *matrix.shape[-2:]))
+        flat = *sizes[: len(own_axes)], prod(sizes[len(own_axes) : -1]), sizes[-1]
+        product = self.dot(self.reshape(rows, flat), matrices)
+        product = self.reshape(product, (*sizes[:-1], matrix.shape[-1]))
+        inverse = [order.index(axis) for axis in range(rank + 2)]
+        return self.reshape(self.permute(product, inverse), result_shape)
 
     # -- moves
 
     def reshape(self, value: Value, shape: Sequence[int]) -> Value:
+        """The elements in order, in another shape. One size may be -1. Raises ValueError."""
         shape = tuple(shape)
         if -1 in shape:
-            known = prod(size for size in shape if size != -1)
-            shape = tuple(prod(value.shape) // known if size == -1 else size for size in shape)
+            product_of_known = prod(size for size in shape if size != -1)
+            shape = tuple(
+                prod(value.shape) // product_of_known if size == -1 else size for size in shape
+            )
         if value.shape == shape:
             return value
         if prod(value.shape) != prod(shape):
@@ -507,45 +571,48 @@ class Form:
             return self.scaled(value, times)
         filled = _filled_with(value)
         if filled is not None:
-            found = self.expand(filled, shape)
+            result = self.expand(filled, shape)
         elif _is_power(value):
-            found = self.power(self.reshape(value.sources[0], shape), value.literal[0][0])
+            result = self.power(self.reshape(value.sources[0], shape), value.literal[0][0])
         elif value.op == "constant":
-            found = self.constant(value.literal.tensor.reshape(shape))
-        elif (own := _repeated(value, shape)) is not None:
-            found = self.expand(self.reshape(value.sources[0], own), shape)
+            result = self.constant(value.literal.tensor.reshape(shape))
+        elif (inner_shape := _unrepeated_shape(value, shape)) is not None:
+            result = self.expand(self.reshape(value.sources[0], inner_shape), shape)
         else:
-            found = self.make("reshape", (value,), None, shape, value.dtype)
-        return self.scaled(found, times)
+            result = self.make("reshape", (value,), None, shape, value.dtype)
+        return self.scaled(result, times)
 
     def permute(self, value: Value, order: Sequence[int]) -> Value:
+        """The axes in another order."""
         order = tuple(axis % len(value.shape) for axis in order)
         times, value = self.split(value)
         while value.op == "permute":
             order, value = tuple(value.literal[axis] for axis in order), value.sources[0]
         shape = tuple(value.shape[axis] for axis in order)
         if order == tuple(range(len(order))):
-            found = value
+            result = value
         elif [n for n in shape if n != 1] == [n for n in value.shape if n != 1] and [
             axis for axis in order if value.shape[axis] != 1
         ] == [axis for axis, n in enumerate(value.shape) if n != 1]:
-            found = self.reshape(value, shape)  # axes of size 1 alone change places
+            result = self.reshape(value, shape)  # axes of size 1 alone change places
         elif _filled_with(value) is not None:
-            found = self.expand(value.sources[0], shape)
+            result = self.expand(value.sources[0], shape)
         elif _is_power(value):
-            found = self.power(self.permute(value.sources[0], order), value.literal[0][0])
+            result = self.power(self.permute(value.sources[0], order), value.literal[0][0])
         elif value.op == "constant":
-            found = self.constant(value.literal.tensor.permute(order))
+            result = self.constant(value.literal.tensor.permute(order))
         else:
-            found = self.make("permute", (value,), order, shape, value.dtype)
-        return self.scaled(found, times)
+            result = self.make("permute", (value,), order, shape, value.dtype)
+        return self.scaled(result, times)
 
-    def transposed(self, value: Value, one: int = -2, other: int = -1) -> Value:
+    def transposed(self, value: Value, first_axis: int = -2, second_axis: int = -1) -> Value:
+        """Two axes exchanged."""
         order = list(range(len(value.shape)))
-        order[one], order[other] = order[other], order[one]
+        order[first_axis], order[second_axis] = order[second_axis], order[first_axis]
         return self.permute(value, order)
 
     def expand(self, value: Value, shape: Sequence[int]) -> Value:
+        """The Value broadcast to a shape. Raises ValueError if it does not broadcast."""
         shape = tuple(shape)
         if value.shape == shape:
             return value
@@ -558,6 +625,9 @@ class Form:
         return self.make("expand", (value,), None, shape, value.dtype)
 
     def slice(self, value: Value, axis: int, start: int, stop: int, step: int = 1) -> Value:
+        """Elements start, start + step, .. below stop of an axis. The slice moves inside joins
+        and products.
+        """
         axis %= len(value.shape)
         start, stop, step = slice(start, stop, step).indices(value.shape[axis])
         size = len(range(start, stop, step))
@@ -566,69 +636,89 @@ class Form:
         shape = tuple(size if at == axis else n for at, n in enumerate(value.shape))
         times, value = self.split(value)
         if value.op == "slice" and value.literal[0] == axis:
-            _, first, by = value.literal
-            start, step, value = first + start * by, step * by, value.sources[0]
+            _, inner_start, inner_step = value.literal
+            start, step, value = (
+                inner_start + start * inner_step,
+                step * inner_step,
+                value.sources[0],
+            )
         if value.op == "join" and value.literal == axis:
-            inside = self._of_part(value, axis, start, size, step)
-            if inside is not None:
-                return self.scaled(inside, times)
+            sliced = self._slice_of_join(value, axis, start, size, step)
+            if sliced is not None:
+                return self.scaled(sliced, times)
         if value.op == "reshape":
             inner = value.sources[0]
-            own = _axis_inside(value, axis)
-            is_joined = (inner.op, inner.literal) == ("join", own)
-            if own is not None and (inner.op == "expand" or is_joined):
-                part = self.slice(inner, own, start, start + (size - 1) * step + 1, step)
+            inner_axis = _inner_axis(value, axis)
+            is_joined = (inner.op, inner.literal) == ("join", inner_axis)
+            if inner_axis is not None and (inner.op == "expand" or is_joined):
+                part = self.slice(inner, inner_axis, start, start + (size - 1) * step + 1, step)
                 return self.scaled(self.reshape(part, shape), times)
         if value.op == "product":
-            inside = self._of_factors(value, axis, start, size, step)
-            if inside is not None:
-                return self.scaled(inside, times)
+            sliced = self._slice_of_product(value, axis, start, size, step)
+            if sliced is not None:
+                return self.scaled(sliced, times)
         if value.op == "expand":
             inner = value.sources[0]
-            own = axis - len(value.shape) + len(inner.shape)
-            if own >= 0 and inner.shape[own] != 1:
-                inner = self.slice(inner, own, start, start + (size - 1) * step + 1, step)
-            found = self.expand(inner, shape)
+            inner_axis = axis - len(value.shape) + len(inner.shape)
+            if inner_axis >= 0 and inner.shape[inner_axis] != 1:
+                inner = self.slice(inner, inner_axis, start, start + (size - 1) * step + 1, step)
+            result = self.expand(inner, shape)
         elif value.op == "constant":
             places = torch.arange(size) * step + start
-            found = self.constant(value.literal.tensor.index_select(axis, places))
+            result = self.constant(value.literal.tensor.index_select(axis, places))
         else:
-            found = self.make("slice", (value,), (axis, start, step), shape, value.dtype)
-        return self.scaled(found, times)
+            result = self.make("slice", (value,), (axis, start, step), shape, value.dtype)
+        return self.scaled(result, times)
 
-    def _of_part(self, value: Value, axis: int, start: int, size: int, step: int) -> Value | None:
-        """A slice of one part of a join, or a join of slices of several."""
-        at, found = 0, list[Value]()
-        last = start + (size - 1) * step
-        for part in value.sources:
-            end = at + part.shape[axis]
-            if at <= start and last < end:
-                return self.slice(part, axis, start - at, last + 1 - at, step)
-            if step == 1 and start < end and at <= last:
-                found.append(self.slice(part, axis, max(start - at, 0), min(last + 1, end) - at))
-            at = end
-        return self.join(found, axis) if found else None
-
-    def _of_factors(
+    def _slice_of_join(
         self, value: Value, axis: int, start: int, size: int, step: int
     ) -> Value | None:
-        """A slice of a product of joins with what is the same along the axis."""
+        """A slice of one part of a join, or a join of slices of several parts; None if neither."""
+        start_of_part, slices = 0, list[Value]()
+        last = start + (size - 1) * step
+        for part in value.sources:
+            end = start_of_part + part.shape[axis]
+            if start_of_part <= start and last < end:
+                return self.slice(part, axis, start - start_of_part, last + 1 - start_of_part, step)
+            if step == 1 and start < end and start_of_part <= last:
+                slices.append(
+                    self.slice(
+                        part,
+                        axis,
+                        max(start - start_of_part, 0),
+                        min(last + 1, end) - start_of_part,
+                    )
+                )
+            start_of_part = end
+        return self.join(slices, axis) if slices else None
+
+    def _slice_of_product(
+        self, value: Value, axis: int, start: int, size: int, step: int
+    ) -> Value | None:
+        """A slice of a product whose factors are joins or constant along the axis; None for
+        others.
+        """
         factors = list[tuple[Value, Fraction]]()
         for source, exponent in zip(value.sources, value.literal[0], strict=True):
-            own = axis - len(value.shape) + len(source.shape)
+            inner_axis = axis - len(value.shape) + len(source.shape)
             inner: Value | None = source
-            if own >= 0 and source.shape[own] != 1:
-                is_join = source.op == "join" and source.literal == own
-                inner = self._of_part(source, own, start, size, step) if is_join else None
+            if inner_axis >= 0 and source.shape[inner_axis] != 1:
+                is_join = source.op == "join" and source.literal == inner_axis
+                inner = (
+                    self._slice_of_join(source, inner_axis, start, size, step) if is_join else None
+                )
             if inner is None:
                 return None
             factors.append((inner, exponent))
         return self.product(factors, value.literal[1])
 
     def join(self, values: Sequence[Value], axis: int) -> Value:
+        """The Values side by side along an axis. Neighbouring slices of one Value become one
+        slice.
+        """
         axis %= len(values[0].shape)
         values = [value for value in values if value.shape[axis]] or list(values[:1])
-        values = self._neighbours(values, axis)
+        values = self._merge_slices(values, axis)
         first = values[0]
         if len(values) == 1:
             return first
@@ -641,8 +731,8 @@ class Form:
             return self.constant(torch.cat([value.literal.tensor for value in values], axis))
         numbers = {self.split(value)[0] for value in values}
         if len(numbers) == 1 and numbers != {ONE}:
-            rests = [self.split(value)[1] for value in values]
-            return self.scaled(self.join(rests, axis), numbers.pop())
+            unscaled = [self.split(value)[1] for value in values]
+            return self.scaled(self.join(unscaled, axis), numbers.pop())
         if all(_is_power(value) and value.literal == first.literal for value in values):
             inner = self.join([value.sources[0] for value in values], axis)
             return self.power(inner, first.literal[0][0])
@@ -652,31 +742,31 @@ class Form:
                 return self._dot(left, self.join([value.sources[1] for value in values], axis))
         return self.make("join", values, axis, shape, first.dtype)
 
-    def _neighbours(self, values: Sequence[Value], axis: int) -> list[Value]:
-        """Slices of one Value that follow on each other are one slice."""
-        found: list[Value] = []
+    def _merge_slices(self, values: Sequence[Value], axis: int) -> list[Value]:
+        """Merges consecutive slices of one Value into one slice."""
+        merged: list[Value] = []
         for value in values:
-            before = found[-1] if found else None
+            previous = merged[-1] if merged else None
             if (
-                before is not None
-                and before.op == value.op == "slice"
-                and before.sources == value.sources
-                and before.literal[0] == value.literal[0] == axis
-                and before.literal[2] == value.literal[2] == 1
-                and before.literal[1] + before.shape[axis] == value.literal[1]
+                previous is not None
+                and previous.op == value.op == "slice"
+                and previous.sources == value.sources
+                and previous.literal[0] == value.literal[0] == axis
+                and previous.literal[2] == value.literal[2] == 1
+                and previous.literal[1] + previous.shape[axis] == value.literal[1]
             ):
-                start = before.literal[1]
-                found[-1] = self.slice(
-                    before.sources[0], axis, start, value.literal[1] + value.shape[axis]
+                start = previous.literal[1]
+                merged[-1] = self.slice(
+                    previous.sources[0], axis, start, value.literal[1] + value.shape[axis]
                 )
             else:
-                found.append(value)
-        return found
+                merged.append(value)
+        return merged
 
     # -- by the numbers of rows
 
     def gather(self, base: Value, axis: int, index: Value) -> Value:
-        """Rows of ``axis``; the axes of ``index`` stand in its place."""
+        """Rows of ``axis``, by their numbers; the axes of ``index`` stand in its place."""
         axis %= len(base.shape)
         shape = (*base.shape[:axis], *index.shape, *base.shape[axis + 1 :])
         if index.op == "constant" and len(index.shape) == 1:
@@ -685,19 +775,21 @@ class Form:
             return self.slice(base, axis, 0, index.shape[0])
         filled = _filled_with(index)
         if filled is not None and len(index.shape) <= 1:
-            only = int(filled.literal[1].ratio)
-            row = self.slice(base, axis, only, only + 1)
+            place = int(filled.literal[1].ratio)
+            row = self.slice(base, axis, place, place + 1)
             if not index.shape:
                 return self.reshape(row, shape)
             return self.expand(row, shape)
         times, base = self.split(base)
         if _filled_with(base) is not None:
             return self.scaled(self.expand(base.sources[0], shape), times)
-        found = self.make("gather", (base, index), axis, shape, base.dtype)
-        return self.scaled(found, times)
+        rows = self.make("gather", (base, index), axis, shape, base.dtype)
+        return self.scaled(rows, times)
 
     def take(self, value: Value, axis: int, places: Sequence[int]) -> Value:
-        """Elements of an axis at literal places, taken as far up as they can be."""
+        """Elements of an axis at literal places. The selection moves inside joins, slices and
+        gathers.
+        """
         axis %= len(value.shape)
         size = len(places)
         step = places[1] - places[0] if size > 1 else 1
@@ -705,8 +797,8 @@ class Form:
             return self.slice(value, axis, places[0], places[-1] + 1, step)
         shape = tuple(size if at == axis else n for at, n in enumerate(value.shape))
         times, value = self.split(value)
-        found = self._taken(value, axis, places, shape)
-        if found is None:
+        result = self._take_inside(value, axis, places, shape)
+        if result is None:
             index = self.make(
                 "constant",
                 (),
@@ -715,19 +807,22 @@ class Form:
                 torch.int64,
                 model=True,
             )
-            found = self.make("gather", (value, index), axis, shape, value.dtype)
-        return self.scaled(found, times)
+            result = self.make("gather", (value, index), axis, shape, value.dtype)
+        return self.scaled(result, times)
 
-    def _taken(self, value: Value, axis: int, places: Sequence[int], shape: Shape) -> Value | None:
+    def _take_inside(
+        self, value: Value, axis: int, places: Sequence[int], shape: Shape
+    ) -> Value | None:
+        """``take`` of a Value whose operation lets the selection move inside; None for others."""
         if value.op == "constant":
             return self.constant(
                 value.literal.tensor.index_select(axis, torch.tensor(places, dtype=torch.int64))
             )
         if value.op == "expand":
             inner = value.sources[0]
-            own = axis - len(value.shape) + len(inner.shape)
-            if own >= 0 and inner.shape[own] != 1:
-                inner = self.take(inner, own, places)
+            inner_axis = axis - len(value.shape) + len(inner.shape)
+            if inner_axis >= 0 and inner.shape[inner_axis] != 1:
+                inner = self.take(inner, inner_axis, places)
             return self.expand(inner, shape)
         if value.op == "slice" and value.literal[0] == axis:
             _, start, step = value.literal
@@ -738,7 +833,7 @@ class Form:
                 inner_places = index.literal.tensor.tolist()
                 return self.take(base, axis, [inner_places[place] for place in places])
         if value.op == "join" and value.literal == axis:
-            return self._taken_of_parts(value, axis, places)
+            return self._take_of_join(value, axis, places)
         breaks = [at for at in range(1, len(places)) if places[at] != places[at - 1] + 1]
         if len(breaks) < _SHORT:
             ends = zip((0, *breaks), (*breaks, len(places)), strict=True)
@@ -746,35 +841,40 @@ class Form:
             return self.join([self.slice(value, axis, *run) for run in runs], axis)
         return None
 
-    def _taken_of_parts(self, value: Value, axis: int, places: Sequence[int]) -> Value | None:
-        """A join of what is taken of each part, where each is a run of places."""
-        ends, at = list[int](), 0
+    def _take_of_join(self, value: Value, axis: int, places: Sequence[int]) -> Value | None:
+        """A join of selections, one for each run of places in one part; None if there are many
+        runs.
+        """
+        ends, end_of_part = list[int](), 0
         for part in value.sources:
-            at += part.shape[axis]
-            ends.append(at)
+            end_of_part += part.shape[axis]
+            ends.append(end_of_part)
         runs: list[tuple[int, list[int]]] = []
         for place in places:
-            which = next(k for k, end in enumerate(ends) if place < end)
-            start = ends[which] - value.sources[which].shape[axis]
-            if not runs or runs[-1][0] != which:
-                runs.append((which, []))
+            part_number = next(k for k, end in enumerate(ends) if place < end)
+            start = ends[part_number] - value.sources[part_number].shape[axis]
+            if not runs or runs[-1][0] != part_number:
+                runs.append((part_number, []))
             runs[-1][1].append(place - start)
         if len(runs) > max(4, len(value.sources)):
             return None
         return self.join([self.take(value.sources[k], axis, run) for k, run in runs], axis)
 
     def write(self, base: Value, index: Value, rows: Value, mode: str | None = None) -> Value:
-        """``base`` [n, width] with ``rows`` [t, width] at the row numbers ``index`` [t].
+        """``base`` [n, width] with ``rows`` [t, width] written at the row numbers ``index`` [t].
 
-        mode  how a paged cache holds rows, where that is not row by row
+        mode  the layout of a paged cache whose rows are not in order; None if they are
         """
         return self.make("write", (base, index, rows), mode, base.shape, base.dtype)
 
     # -- the same operation on other Values
 
-    def again(self, value: Value, sources: Sequence[Value]) -> Value:
-        """The operation of ``value`` on other sources; numbers fold as they do when it is made."""
-        if all(one is other for one, other in zip(sources, value.sources, strict=True)):
+    def rebuilt(self, value: Value, sources: Sequence[Value]) -> Value:
+        """The operation of ``value`` on other sources, in normal order.
+
+        Returns ``value`` itself if the sources are the same.
+        """
+        if all(source is old for source, old in zip(sources, value.sources, strict=True)):
             return value
         op, literal = value.op, value.literal
         if op == "sum":
@@ -785,8 +885,8 @@ class Form:
             return self.expand(self.product(factors, literal[1], value.dtype), value.shape)
         if op == "function":
             name, literals = literal
-            made = self.function(name, literals, *sources, dtype=value.dtype)
-            return self.expand(made, value.shape)
+            result = self.function(name, literals, *sources, dtype=value.dtype)
+            return self.expand(result, value.shape)
         if op == "dot":
             return self.dot(*sources)
         if op == "reshape":
@@ -809,106 +909,119 @@ class Form:
             return self.cast(sources[0], literal)
         return self.make(op, sources, literal, value.shape, value.dtype)
 
-    def substituted(self, value: Value, others: Mapping[Value, Value]) -> Value:
-        """``value`` made of some Values in place of others."""
-        done = dict(others)
-        for one in order([value], done):
-            done[one] = self.again(one, [done[source] for source in one.sources])
-        return done[value]
-
-    def renamed(self, value: Value, others: dict[Value, Value]) -> Value:
-        """``value`` made of Values of the same structure in place of others; what is made on the
-        way is added to these. Raises LookupError for a leaf that is not among them.
-        """
-        for one in order([value], others):
-            if one.op == "leaf":
-                raise LookupError(one)
-            sources = [others[source] for source in one.sources]
-            same = all(new is old for new, old in zip(sources, one.sources, strict=True))
-            others[one] = (
-                one if same else self.make(one.op, sources, one.literal, one.shape, one.dtype)
+    def substituted(self, value: Value, replacements: Mapping[Value, Value]) -> Value:
+        """Rebuilds ``value`` with some Values replaced by others."""
+        rebuilt_values = dict(replacements)
+        for step in order([value], rebuilt_values):
+            rebuilt_values[step] = self.rebuilt(
+                step, [rebuilt_values[source] for source in step.sources]
             )
-        return others[value]
+        return rebuilt_values[value]
+
+    def renamed(self, value: Value, replacements: dict[Value, Value]) -> Value:
+        """Rebuilds ``value`` on Values of the same structure, with ``make`` alone: nothing is
+        normalised.
+
+        replacements  by the Value they replace; each rebuilt Value is added
+
+        Raises LookupError for a leaf without a replacement.
+        """
+        for step in order([value], replacements):
+            if step.op == "leaf":
+                raise LookupError(step)
+            sources = [replacements[source] for source in step.sources]
+            is_same = all(new is old for new, old in zip(sources, step.sources, strict=True))
+            replacements[step] = (
+                step
+                if is_same
+                else self.make(step.op, sources, step.literal, step.shape, step.dtype)
+            )
+        return replacements[value]
 
 
-def _fraction(of: Exponent) -> Fraction:
-    return of if type(of) is Fraction else Fraction(of)
+def _fraction(exponent: Exponent) -> Fraction:
+    return exponent if type(exponent) is Fraction else Fraction(exponent)
 
 
-def _add(found: dict[Value, Fraction], value: Value, number: Fraction) -> None:
-    before = found.get(value)
-    found[value] = number if before is None else before + number
+def _add_number(numbers: dict[Value, Fraction], value: Value, number: Fraction) -> None:
+    """Adds a number to the entry of a Value."""
+    previous = numbers.get(value)
+    numbers[value] = number if previous is None else previous + number
 
 
 def broadcast(shapes: Iterable[Sequence[int]]) -> Shape:
-    """Numpy's rule. Raises ValueError for sizes that differ."""
+    """The broadcast shape by numpy's rule. Raises ValueError for sizes that differ."""
     shapes = list(shapes)
     if all(shape == shapes[0] for shape in shapes[1:]):
         return tuple(shapes[0]) if shapes else ()
-    found: list[int] = []
+    sizes: list[int] = []
     for shape in shapes:
-        if len(shape) > len(found):
-            found = [1] * (len(shape) - len(found)) + found
+        if len(shape) > len(sizes):
+            sizes = [1] * (len(shape) - len(sizes)) + sizes
         for axis in range(1, len(shape) + 1):
             if shape[-axis] != 1:
-                if found[-axis] not in (1, shape[-axis]):
-                    raise ValueError(f"sizes {found[-axis]} and {shape[-axis]} of one axis")
-                found[-axis] = shape[-axis]
-    return tuple(found)
+                if sizes[-axis] not in (1, shape[-axis]):
+                    raise ValueError(f"sizes {sizes[-axis]} and {shape[-axis]} of one axis")
+                sizes[-axis] = shape[-axis]
+    return tuple(sizes)
 
 
-def order(values: Iterable[Value], known: Iterable[Value] = ()) -> list[Value]:
-    """All that the Values are made of, sources first and one Value after the other, down to what is
-    known.
+def order(values: Iterable[Value], inputs: Iterable[Value] = ()) -> list[Value]:
+    """All Values that ``values`` are computed from, sources first; stops at ``inputs``.
+
+    Each Value of ``values`` is completed before the next one. Inputs are not in the result.
     """
-    found, seen = list[Value](), set(known)
+    ordered, seen = list[Value](), set(inputs)
     stack = [(value, False) for value in list(values)[::-1]]
     while stack:
         value, is_ready = stack.pop()
         if is_ready:
-            found.append(value)
+            ordered.append(value)
         elif value not in seen:
             seen.add(value)
             stack.append((value, True))
             stack += [(source, False) for source in value.sources if source not in seen]
-    return found
+    return ordered
 
 
-def met(values: Iterable[Value], known: Container[Value]) -> list[Value]:
-    """What is known of all that the Values are made of, in the order in which they name it."""
-    found, seen = list[Value](), set[Value]()
+def nearest(values: Iterable[Value], targets: Container[Value]) -> list[Value]:
+    """The Values of ``targets`` that ``values`` read first on each path, by order of sources."""
+    result, seen = list[Value](), set[Value]()
     stack = list(values)[::-1]
     while stack:
-        one = stack.pop()
-        if one in seen:
+        value = stack.pop()
+        if value in seen:
             continue
-        seen.add(one)
-        if one in known:
-            found.append(one)
+        seen.add(value)
+        if value in targets:
+            result.append(value)
         else:
-            stack += one.sources[::-1]
-    return found
+            stack += value.sources[::-1]
+    return result
 
 
 def numbered(
-    values: Iterable[Value], known: Iterable[Value] = (), since: int = 0
+    values: Iterable[Value], inputs: Iterable[Value] = (), since: int = 0
 ) -> tuple[object, list[Value]]:
-    """The structure of Values of one Form, equal for what differs in the names of leaves alone; and
-    all that they are made of: of two equal structures, the n-th of one is the n-th of the other.
+    """A key for the structure of Values of one Form, and all Values that they are computed from.
 
-    known  stand for themselves, whatever they are made of, and floats whatever their dtype
-    since  the serial number of a Value: so do activations that were made before it
+    Keys are equal if the Values differ only in the names of leaves. Then the n-th Value of one list
+    corresponds to the n-th of the other.
+
+    inputs  Values of which the key has only shape, ``model`` and dtype (no dtype for floats of more
+            than a byte)
+    since   a serial number: an active Value made earlier is an input, too
     """
     numbers: dict[Value, int] = {}
     names: dict[Any, int] = {}
     parts = list[object]()
-    for value in known:
+    for value in inputs:
         if value not in numbers:
             numbers[value] = len(numbers)
             is_wide = value.is_float and value.dtype.itemsize > 1
             parts.append((value.shape, value.model, None if is_wide else value.dtype))
-    wanted = list(values)
-    stack = wanted[::-1]
+    roots = list(values)
+    stack = roots[::-1]
     while stack:
         value = stack[-1]
         if value in numbers:
@@ -917,27 +1030,27 @@ def numbered(
         if value.active and value.serial < since:
             parts.append((value.shape, value.dtype))
         else:
-            above = [source for source in value.sources if source not in numbers]
-            if above:
-                stack += above[::-1]
+            unnumbered = [source for source in value.sources if source not in numbers]
+            if unnumbered:
+                stack += unnumbered[::-1]
                 continue
             is_leaf = value.op == "leaf"
             name = names.setdefault(value.literal, len(names)) if is_leaf else None
             parts.append((value.kind, name, *[numbers[source] for source in value.sources]))
         numbers[value] = len(numbers)
         stack.pop()
-    return (tuple(parts), tuple([numbers[value] for value in wanted])), list(numbers)
+    return (tuple(parts), tuple([numbers[value] for value in roots])), list(numbers)
 
 
 def _is_narrowed_input(value: Value) -> bool:
-    """Is it an int64 input, cast to int32?"""
+    """True for an int64 input that is cast to int32."""
     if value.op != "cast" or value.dtype != torch.int32:
         return False
     return value.sources[0].op == "leaf" and value.sources[0].dtype == torch.int64
 
 
 def _filled_with(value: Value) -> Value | None:
-    """The number that each element is."""
+    """The number that each element of a Value is, as a scalar Value; None for other Values."""
     inner = value.sources[0] if value.op == "expand" else value
     return inner if inner.is_number else None
 
@@ -945,20 +1058,23 @@ def _filled_with(value: Value) -> Value | None:
 filled_with = _filled_with
 
 
-def _axis_inside(value: Value, axis: int) -> int | None:
-    """The axis of what a Value reshapes that is one of its own, with the same axes in front of it
-    or behind it.
+def _inner_axis(value: Value, axis: int) -> int | None:
+    """The axis of a reshape's source that is ``axis`` of its result.
+
+    None unless all axes in front of it are the same in both, or all axes behind it.
     """
     shape, inner = value.shape, value.sources[0].shape
-    own = axis - len(shape) + len(inner)
-    if own >= 0 and inner[own:] == shape[axis:]:
-        return own
+    inner_axis = axis - len(shape) + len(inner)
+    if inner_axis >= 0 and inner[inner_axis:] == shape[axis:]:
+        return inner_axis
     return axis if inner[: axis + 1] == shape[: axis + 1] else None
 
 
-def _repeated(value: Value, shape: Shape) -> Shape | None:
-    """Of what is repeated along leading axes alone: the axes of ``shape`` that hold it once. What a
-    constant has for each token is followed through its own axes.
+def _unrepeated_shape(value: Value, shape: Shape) -> Shape | None:
+    """The shape that the source of an expand takes if the expand is reshaped to ``shape``.
+
+    It is the trailing part of ``shape`` that holds the source once. None if the source is a
+    constant, or repeated along other axes than leading ones.
     """
     if value.op != "expand" or value.sources[0].op == "constant":
         return None
@@ -967,13 +1083,13 @@ def _repeated(value: Value, shape: Shape) -> Shape | None:
         inner = inner[1:]
     if not inner or value.shape[-len(inner) :] != inner:
         return None
-    sizes = (at for at in range(len(shape)) if prod(shape[at:]) == prod(inner))
-    first = next(sizes, None)
+    starts = (at for at in range(len(shape)) if prod(shape[at:]) == prod(inner))
+    first = next(starts, None)
     return None if first is None else shape[first:]
 
 
 def _is_power(value: Value) -> bool:
-    """Is it a power of one Value of its own shape, with no number in front?"""
+    """True for a power of one Value of the same shape, with no number in front."""
     return (
         value.op == "product"
         and len(value.sources) == 1
@@ -983,25 +1099,28 @@ def _is_power(value: Value) -> bool:
 
 
 def _is_outer(value: Value) -> bool:
-    """Is it a product of rows' and columns' scales, beside activations?"""
+    """True for a float product of scales of rows and scales of columns, none of them active."""
     is_product = value.op == "function" and value.literal[0] == "product"
-    return is_product and all(one.shape != value.shape for one in value.sources)
+    return is_product and all(source.shape != value.shape for source in value.sources)
 
 
-def _is_brought_back(value: Value) -> bool:
-    """Is it a product of bytes, times their scales? That is one factor: what a projection gives.
-    Activations among the scales are older than the product.
+def _is_dequantised(value: Value) -> bool:
+    """True for a product of bytes times the scales of its operands.
+
+    A projection is one factor with these scales. Active scales must have been made before the
+    product of bytes; a later active factor is not a scale.
     """
     if value.op != "product":
         return False
-    for one in value.sources:
-        if (one.op == "dot" and _is_of_bytes(one.sources[0])) or _is_brought_back(one):
-            others = (other for other in value.sources if other is not one)
-            return all(not other.active or other.serial < one.serial for other in others)
+    for source in value.sources:
+        if (source.op == "dot" and _is_quantised(source.sources[0])) or _is_dequantised(source):
+            others = (factor for factor in value.sources if factor is not source)
+            return all(not factor.active or factor.serial < source.serial for factor in others)
     return False
 
 
-def _is_of_bytes(rows: Value) -> bool:
+def _is_quantised(rows: Value) -> bool:
+    """True if the rows have one byte an element, by their dtype or as a quantising function."""
     while rows.op in ("reshape", "expand"):
         rows = rows.sources[0]
     is_quantised = rows.op == "function" and rows.literal[0] in BYTES
@@ -1009,17 +1128,19 @@ def _is_of_bytes(rows: Value) -> bool:
 
 
 def _is_wide(dtype: torch.dtype) -> bool:
+    """True for a dtype of more than one byte."""
     return dtype.itemsize > 1
 
 
-def _widens(cast: Value) -> bool:
-    """Does a cast between floats keep every number?"""
-    before, after = torch.finfo(cast.sources[0].dtype), torch.finfo(cast.dtype)
-    return bool(after.eps <= before.eps and after.max >= before.max)
+def _is_widening(cast: Value) -> bool:
+    """True if a cast between floats keeps every number."""
+    operand_range, result_range = torch.finfo(cast.sources[0].dtype), torch.finfo(cast.dtype)
+    return bool(result_range.eps <= operand_range.eps and result_range.max >= operand_range.max)
 
 
-def _holds(given: Number, dtype: torch.dtype) -> bool:
-    if dtype == torch.bool or given.roots or given.ratio.denominator != 1:
+def _is_representable(value: Number, dtype: torch.dtype) -> bool:
+    """True if an integer dtype holds the number."""
+    if dtype == torch.bool or value.roots or value.ratio.denominator != 1:
         return False
-    ends = torch.iinfo(dtype)
-    return ends.min <= given.ratio <= ends.max
+    limits = torch.iinfo(dtype)
+    return limits.min <= value.ratio <= limits.max

@@ -1,6 +1,7 @@
-"""Operators that are several steps: norms, rotations, and the key's half with its cache writes.
+"""Rules of operators that are several steps: norms, rotations, and ``npu_kv_rmsnorm_rope_cache``.
 
-Each is built from its definition, as the kernel's own is (:mod:`mla_fusion.targets`).
+``graph/read.py`` calls the rules. ``targets/prolog.py`` writes the kernel with the same functions,
+``rms_norm`` and ``apply_rope``.
 """
 
 from __future__ import annotations
@@ -20,22 +21,23 @@ from mla_fusion.meta import number_formats
 def rms_norm(
     form: Form, x: Value, gamma: Value | None, epsilon: Number | Fraction, rank: int = 1
 ) -> tuple[Value, Value]:
-    """The normed rows, and what they were multiplied by."""
+    """RMSNorm over the last ``rank`` axes: the normed rows, and the factor 1 / rms of each row."""
     axes = range(len(x.shape) - rank, len(x.shape))
     squares = form.mean(form.power(x, 2), list(axes))
-    held = epsilon.ratio if isinstance(epsilon, Number) else epsilon
-    step = form.power(form.total([(Fraction(1), squares)], held), Fraction(-1, 2))
+    epsilon_ratio = epsilon.ratio if isinstance(epsilon, Number) else epsilon
+    step = form.power(form.total([(Fraction(1), squares)], epsilon_ratio), Fraction(-1, 2))
     factors = [(x, 1), (step, 1)]
     if gamma is not None:
         factors.append((form.bare(gamma), 1))
     return form.product(factors), step
 
 
-def _epsilon(c: Call, given: Any) -> Number:
-    found = c.number_of(given)
-    if found.roots:
+def _epsilon(c: Call, operand: Any) -> Number:
+    """The epsilon argument as a number. Raises Departs if it is not a fraction."""
+    epsilon = c.number_of(operand)
+    if epsilon.roots:
         raise Departs
-    return found
+    return epsilon
 
 
 @operator("rms_norm", "_fused_rms_norm")
@@ -44,8 +46,8 @@ def _(
 ) -> Any:
     if eps is None or not input.active:
         raise Departs
-    found = rms_norm(c.form, input, weight, _epsilon(c, eps), len(normalized_shape))
-    return found[0] if c.name == "rms_norm" else list(found)
+    results = rms_norm(c.form, input, weight, _epsilon(c, eps), len(normalized_shape))
+    return results[0] if c.name == "rms_norm" else list(results)
 
 
 @operator("npu::npu_rms_norm")
@@ -60,8 +62,8 @@ def _(c: Call, x: Any = None, gamma: Any = None, epsilon: Any = 1e-6, input: Any
 def _(c: Call, x1: Value, x2: Value, gamma: Value, epsilon: Any = 1e-6) -> Any:
     if not (x1.active or x2.active):
         raise Departs
-    both = c.form.plus(c.form.bare(x1), c.form.bare(x2))
-    return [*rms_norm(c.form, both, gamma, _epsilon(c, epsilon), len(gamma.shape)), both]
+    total = c.form.plus(c.form.bare(x1), c.form.bare(x2))
+    return [*rms_norm(c.form, total, gamma, _epsilon(c, epsilon), len(gamma.shape)), total]
 
 
 @operator("layer_norm", "native_layer_norm")
@@ -79,45 +81,48 @@ def _(
     form, rank = c.form, len(normalized_shape)
     axes = list(range(len(input.shape) - rank, len(input.shape)))
     mean = form.mean(input, axes)
-    apart = form.total([(Fraction(1), input), (Fraction(-1), mean)])
-    variance = form.mean(form.power(apart, 2), axes)
+    centred = form.total([(Fraction(1), input), (Fraction(-1), mean)])
+    variance = form.mean(form.power(centred, 2), axes)
     step = form.power(
         form.total([(Fraction(1), variance)], _epsilon(c, eps).ratio), Fraction(-1, 2)
     )
-    found = form.times(apart, step, *([form.bare(weight)] if weight is not None else []))
-    found = found if bias is None else form.plus(found, form.bare(bias))
-    return found if c.name == "layer_norm" else [found, mean, step]
+    normed = form.times(centred, step, *([form.bare(weight)] if weight is not None else []))
+    normed = normed if bias is None else form.plus(normed, form.bare(bias))
+    return normed if c.name == "layer_norm" else [normed, mean, step]
 
 
 # -- rotations
 
 
-def halves_turned(form: Form, x: Value) -> Value:
-    """``(-second, first)``"""
+def rotate_half(form: Form, x: Value) -> Value:
+    """``(-second half, first half)`` of the last axis."""
     size = x.shape[-1] // 2
     first, second = form.slice(x, -1, 0, size), form.slice(x, -1, size, 2 * size)
     return form.join([form.negated(second), first], -1)
 
 
-def paired(form: Form, x: Value) -> Value:
-    """Interleaved pairs as halves: even columns, then odd ones."""
+def pairs_to_halves(form: Form, x: Value) -> Value:
+    """The last axis reordered from interleaved pairs to halves: even columns, then odd columns."""
     size = x.shape[-1]
     pairs = form.reshape(x, (*x.shape[:-1], size // 2, 2))
     return form.reshape(form.transposed(pairs), x.shape)
 
 
-def rotated(form: Form, x: Value, cos: Value, sin: Value, *, interleaved: bool) -> Value:
-    """Halves out; interleaved pairs or halves in."""
-    x = paired(form, x) if interleaved else x
+def apply_rope(form: Form, x: Value, cos: Value, sin: Value, *, interleaved: bool) -> Value:
+    """RoPE on the last axis. The result is in halves.
+
+    interleaved  the pairs of ``x`` are columns 2i and 2i + 1, else i and i + size / 2
+    """
+    x = pairs_to_halves(form, x) if interleaved else x
     cos, sin = form.bare(cos), form.bare(sin)
-    return form.plus(form.times(x, cos), form.times(halves_turned(form, x), sin))
+    return form.plus(form.times(x, cos), form.times(rotate_half(form, x), sin))
 
 
 @operator("npu::npu_interleave_rope")
 def _(c: Call, x: Value, cos: Value, sin: Value) -> Value:
     if not x.active:
         raise Departs
-    return rotated(c.form, x, cos, sin, interleaved=True)
+    return apply_rope(c.form, x, cos, sin, interleaved=True)
 
 
 @operator("npu::npu_rotary_mul")
@@ -128,18 +133,18 @@ def _(
     if not input.active:
         raise Departs
     if rotate is not None:
-        turned = form.dot(input, form.expand(rotate, (*input.shape[:-2], *rotate.shape[-2:])))
+        rotated_half = form.dot(input, form.expand(rotate, (*input.shape[:-2], *rotate.shape[-2:])))
     elif rotary_mode in ("half", None):
-        return rotated(form, input, r1, r2, interleaved=False)
+        return apply_rope(form, input, r1, r2, interleaved=False)
     elif rotary_mode == "interleave":
         size = input.shape[-1]
         pairs = form.reshape(input, (*input.shape[:-1], size // 2, 2))
         even, odd = form.slice(pairs, -1, 0, 1), form.slice(pairs, -1, 1, 2)
-        turned = form.reshape(form.join([form.scaled(odd, MINUS_ONE), even], -1), input.shape)
+        rotated_half = form.reshape(form.join([form.scaled(odd, MINUS_ONE), even], -1), input.shape)
     else:
         raise Departs
     r1, r2 = form.bare(r1), form.bare(r2)
-    return form.plus(form.times(input, r1), form.times(turned, r2))
+    return form.plus(form.times(input, r1), form.times(rotated_half, r2))
 
 
 # -- the key's half
@@ -150,11 +155,11 @@ PAGED = {"PA": None, "PA_BNSD": None, "PA_BSND": None, "PA_NZ": "PA_NZ"}
 def key_rows(
     form: Form, kv: Value, gamma: Value, cos: Value, sin: Value, epsilon: Number | Fraction
 ) -> tuple[Value, Value]:
-    """Normed latents and rotated keys, of rows of both side by side."""
+    """The normed latent and the rotated key of rows [latent | key]."""
     rank = gamma.shape[-1]
     latent, key = form.slice(kv, -1, 0, rank), form.slice(kv, -1, rank, kv.shape[-1])
     normed = rms_norm(form, latent, gamma, epsilon)[0]
-    return normed, rotated(form, key, cos, sin, interleaved=True)
+    return normed, apply_rope(form, key, cos, sin, interleaved=True)
 
 
 @operator("npu::npu_kv_rmsnorm_rope_cache", "npu::npu_kv_rmsnorm_rope_cache_v2_functional")
@@ -171,8 +176,8 @@ def _(
     cache_mode: str,
     **options: Any,
 ) -> Any:
-    foreign = ("k_rope_offset", "c_kv_offset", "v")
-    if not kv.active or any(options.get(name) is not None for name in foreign):
+    unsupported = ("k_rope_offset", "c_kv_offset", "v")
+    if not kv.active or any(options.get(name) is not None for name in unsupported):
         raise Departs
     form = c.form
     latents, keys = key_rows(form, kv, gamma, cos, sin, _epsilon(c, epsilon))
@@ -185,8 +190,8 @@ def _(
             if kind is None:
                 raise Departs
             rows = quantise.saturated(form, form.times(rows, form.bare(scale)), kind)
-        caches.append(_in_pages(c, cache, index, rows, cache_mode))
-    if not options.get("is_output_kv"):  # memory that nobody has filled
+        caches.append(_write_cache(c, cache, index, rows, cache_mode))
+    if not options.get("is_output_kv"):  # these results are not initialised
         keys, latents = (
             form.opaque("not given", (c.name, part), [kv], rows.shape, rows.dtype)
             for part, rows in (("keys", keys), ("latents", latents))
@@ -196,22 +201,26 @@ def _(
     return [*caches, keys, latents]
 
 
-def _in_pages(c: Call, cache: Value, index: Value, rows: Value, mode: str) -> Value:
-    """Of a mode that writes rows elsewhere than at slots, an opaque cache."""
+def _write_cache(c: Call, cache: Value, index: Value, rows: Value, mode: str) -> Value:
+    """The cache after rows were written at the numbers ``index``.
+
+    The cache is opaque if the mode does not write rows at slots, or if the counts of rows and
+    numbers differ.
+    """
     form = c.form
-    counts = prod(index.shape), prod(rows.shape[:-1])
-    if mode in PAGED and all(map(is_open, counts)):
-        c.equate(*counts)
-    if mode not in PAGED or counts[0] != counts[1]:
+    row_counts = prod(index.shape), prod(rows.shape[:-1])
+    if mode in PAGED and all(map(is_open, row_counts)):
+        c.equate(*row_counts)
+    if mode not in PAGED or row_counts[0] != row_counts[1]:
         return form.opaque("cache", mode, [cache, index, rows], cache.shape, cache.dtype)
     width = rows.shape[-1]
     c.equate(cache.shape[-1], width)
     flat = form.reshape(cache, (prod(cache.shape) // width, width))
     total = prod(index.shape)
-    made = form.write(
+    flat_result = form.write(
         flat, form.reshape(index, (total,)), form.reshape(rows, (total, width)), PAGED[mode]
     )
-    return form.reshape(made, cache.shape)
+    return form.reshape(flat_result, cache.shape)
 
 
 @operator("npu::npu_scatter_pa_kv_cache_functional")
@@ -225,8 +234,8 @@ def _(
     cache_mode: Any = "PA_NZ",
     **options: Any,
 ) -> Any:
-    if any(given is not None for given in options.values()):
+    if any(option is not None for option in options.values()):
         raise Departs
     mode = "PA" if cache_mode == "Norm" else cache_mode or "PA_NZ"
     pairs = ((key_cache, key), (value_cache, value))
-    return [_in_pages(c, cache, slot_mapping, rows, mode) for cache, rows in pairs]
+    return [_write_cache(c, cache, slot_mapping, rows, mode) for cache, rows in pairs]

@@ -1,14 +1,17 @@
-"""Where the tokens of a Value lie: the one owner of tokens, regrouping and symbolic sizes.
+"""Where the tokens of a Value lie. No other module knows about tokens, regrouping or bound sizes.
 
-A layout gives each axis as digits, outermost first: ``(stride, size)`` in tokens, or ``(0, size)``
-for anything else. Batch and sequence are two digits of one count of tokens; a view regroups digits.
-A proof runs a few tokens of a graph of any number: each digit of tokens is bound to a small size,
-whether the graph has 4096 of them or a symbol.
+``propose/`` and ``exact/`` use it: both run a graph for a few tokens.
 
-Rows of a table that is gathered from are a digit ``(-size, size)``, of which two stand for all.
+A layout lists, for each axis, its digits, outermost first. A digit is ``(stride, size)``: a step
+along it is ``stride`` tokens. ``(0, size)`` is a digit of anything else. Batch and sequence are two
+digits of one count of tokens; a view regroups digits. ``(-size, size)`` is the digit of the rows of
+a table that is gathered from; two rows stand for all of them.
 
-A step that cannot be said in digits (a slice or a roll of tokens, a regrouping across them) has no
-layout: nothing is fused through it.
+A proof runs a few tokens of a graph with any number of them. ``Binding`` binds each digit of tokens
+to a small size, whether the graph has 4096 tokens or a symbolic number.
+
+Some steps have no layout: a slice or a roll of tokens, a regrouping across them. They raise
+``Mixed``, and nothing is fused through them.
 """
 
 from __future__ import annotations
@@ -25,56 +28,64 @@ Layout = tuple[Axis, ...]
 
 
 class Mixed(Exception):
-    """Tokens are mixed, or cut: ``args`` is the Value that does it."""
+    """Raised for a Value that mixes or cuts tokens. ``args`` is that Value, or None."""
 
 
-def plain(size: int) -> Axis:
+def token_free_axis(size: int) -> Axis:
+    """The digits of an axis that counts no tokens."""
     return ((0, size),) if size != 1 else ()
 
 
-def plain_layout(shape: Iterable[int]) -> Layout:
-    return tuple(map(plain, shape))
+def token_free_layout(shape: Iterable[int]) -> Layout:
+    """The layout of a shape without tokens."""
+    return tuple(map(token_free_axis, shape))
 
 
-def of_tokens(lead: Sequence[int], rest: Sequence[int]) -> Layout:
-    """Leading axes that count tokens together, and others."""
-    axes, stride = list[Axis](), prod(lead)
-    for size in lead:
+def token_layout(leading: Sequence[int], others: Sequence[int]) -> Layout:
+    """The layout of leading axes that count tokens together, and of other axes behind them.
+
+    leading  sizes of the leading axes
+    others   sizes of the other axes
+    """
+    axes, stride = list[Axis](), prod(leading)
+    for size in leading:
         stride //= size
         axes.append(((stride, size),) if size != 1 else ())
-    return (*axes, *map(plain, rest))
+    return (*axes, *map(token_free_axis, others))
 
 
-def is_plain(axis: Axis) -> bool:
+def is_token_free(axis: Axis) -> bool:
+    """True if no digit of the axis counts tokens."""
     return not any(stride for stride, _ in axis)
 
 
 def has_tokens(layout: Layout) -> bool:
-    return not all(map(is_plain, layout))
+    """True if an axis of the layout counts tokens."""
+    return not all(map(is_token_free, layout))
 
 
-def merged(axis: Iterable[Digit]) -> Axis:
-    """Digits that follow on each other as one."""
-    found: list[Digit] = []
+def merge_digits(axis: Iterable[Digit]) -> Axis:
+    """The digits of an axis with neighbours merged where they count as one digit."""
+    digits: list[Digit] = []
     for stride, size in axis:
         if size == 1:
             continue
-        if found:
-            before, count = found[-1]
-            if stride and before == stride * size:
-                found[-1] = stride, count * size
+        if digits:
+            outer_stride, count = digits[-1]
+            if stride and outer_stride == stride * size:
+                digits[-1] = stride, count * size
                 continue
-            if not stride and not before:
-                found[-1] = 0, count * size
+            if not stride and not outer_stride:
+                digits[-1] = 0, count * size
                 continue
-        found.append((stride, size))
-    return tuple(found)
+        digits.append((stride, size))
+    return tuple(digits)
 
 
-def regrouped(layout: Layout, shape: Sequence[int]) -> Layout | None:
-    """The layout of a reshape; None where a size takes part of a digit and of the next."""
+def regroup(layout: Layout, shape: Sequence[int]) -> Layout | None:
+    """The layout of a reshape. None if a new axis takes part of a digit and of the next one."""
     digits = [digit for axis in layout for digit in axis][::-1]
-    found = list[Axis]()
+    axes = list[Axis]()
     for size in shape:
         axis = list[Digit]()
         while size > 1:
@@ -85,140 +96,173 @@ def regrouped(layout: Layout, shape: Sequence[int]) -> Layout | None:
                 axis.append((stride, count))
                 size //= count
             elif count % size == 0:
-                rest = count // size
-                axis.append((stride * rest, size))
-                digits.append((stride, rest))
+                inner_size = count // size
+                axis.append((stride * inner_size, size))
+                digits.append((stride, inner_size))
                 size = 1
             else:
                 return None
-        found.append(merged(axis))
-    return tuple(found) if not digits else None
+        axes.append(merge_digits(axis))
+    return tuple(axes) if not digits else None
 
 
 def broadcast_to(layout: Layout, source: Value) -> Layout:
-    """What an operand has of the layout of an element-wise result."""
+    """The layout of an operand, from the layout of the element-wise result that reads it."""
     skipped = len(layout) - len(source.shape)
     return tuple(
         () if size == 1 else axis for axis, size in zip(layout[skipped:], source.shape, strict=True)
     )
 
 
-def followed(value: Value, known: dict[Value, Layout]) -> Layout:
-    """The layout of a Value, from those of its sources that have tokens. Raises Mixed."""
-    sources = [known.get(source) for source in value.sources]
-    found = _followed(value, sources)
-    if found is None:
+def layout_of(value: Value, layouts: dict[Value, Layout]) -> Layout:
+    """The layout of a Value, from the layouts of its sources.
+
+    layouts  of the sources that have tokens; a source without tokens is left out
+
+    Raises Mixed if the Value has no layout, or has an element for each pair of tokens.
+    """
+    source_layouts = [layouts.get(source) for source in value.sources]
+    layout = _layout_or_none(value, source_layouts)
+    if layout is None:
         raise Mixed(value)
-    strides = [stride for axis in found for stride, _ in axis if stride]
-    if len(set(strides)) != len(strides):  # one token beside another
+    strides = [stride for axis in layout for stride, _ in axis if stride]
+    if len(set(strides)) != len(strides):  # an element for each pair of tokens
         raise Mixed(value)
-    return found
+    return layout
 
 
-def _followed(value: Value, sources: Sequence[Layout | None]) -> Layout | None:
+def _layout_or_none(value: Value, layouts: Sequence[Layout | None]) -> Layout | None:
+    """The layout of a Value. None if it mixes or cuts tokens."""
     op, literal = value.op, value.literal
-    first = next(layout for layout in sources if layout is not None)
+    first = next(layout for layout in layouts if layout is not None)
     if op == "reshape":
-        return regrouped(first, value.shape)
+        return regroup(first, value.shape)
     if op == "permute":
         return tuple(first[axis] for axis in literal)
     if op in ("sum", "product", "function", "expand", "cast"):
-        return _joined(value, sources)
+        return _broadcast_layout(value, layouts)
     if op == "reduce":
-        if not all(is_plain(first[axis]) for axis in literal):
+        if not all(is_token_free(first[axis]) for axis in literal):
             return None
         return tuple(axis for at, axis in enumerate(first) if at not in literal)
     if op == "slice":
-        return _along(first, literal[0], value.shape)
+        return _resized_axis(first, literal[0], value.shape)
     if op == "join":
-        for layout in sources:
+        for layout in layouts:
             for at, axis in enumerate(layout or ()):
-                if (axis != first[at] and at != literal) or (at == literal and not is_plain(axis)):
+                if (axis != first[at] and at != literal) or (
+                    at == literal and not is_token_free(axis)
+                ):
                     return None
-        return _along(first, literal, value.shape)
-    if op == "gather" and sources[0] is not None and sources[1] is None:
-        if not is_plain(first[literal]):
+        return _resized_axis(first, literal, value.shape)
+    if op == "gather" and layouts[0] is not None and layouts[1] is None:
+        if not is_token_free(first[literal]):
             return None
         index = value.sources[1].shape
-        return (*first[:literal], *plain_layout(index), *first[literal + 1 :])
+        return (*first[:literal], *token_free_layout(index), *first[literal + 1 :])
     if op == "dot":
-        return _of_product(value, sources)
+        return _product_layout(value, layouts)
     return None
 
 
-def _along(layout: Layout, axis: int, shape: Sequence[int]) -> Layout | None:
-    if not is_plain(layout[axis]):
+def _resized_axis(layout: Layout, axis: int, shape: Sequence[int]) -> Layout | None:
+    """The layout with an axis of another size; None if the axis counts tokens."""
+    if not is_token_free(layout[axis]):
         return None
-    return tuple(plain(shape[at]) if at == axis else one for at, one in enumerate(layout))
+    return tuple(
+        token_free_axis(shape[at]) if at == axis else digits for at, digits in enumerate(layout)
+    )
 
 
-def _joined(value: Value, sources: Sequence[Layout | None]) -> Layout | None:
-    """Of operands that are broadcast; those without tokens take what the others have."""
-    found = list(plain_layout(value.shape))
-    for layout in sources:
+def _broadcast_layout(value: Value, layouts: Sequence[Layout | None]) -> Layout | None:
+    """The layout of an element-wise result; operands without tokens are broadcast.
+
+    None if two operands count different tokens along one axis.
+    """
+    axes = list(token_free_layout(value.shape))
+    for layout in layouts:
         for at in range(1, len(layout or ()) + 1):
             axis = layout[-at]  # type: ignore[index]
-            if is_plain(axis):
+            if is_token_free(axis):
                 continue
-            if not is_plain(found[-at]) and found[-at] != axis:
+            if not is_token_free(axes[-at]) and axes[-at] != axis:
                 return None
-            found[-at] = axis
-    return tuple(found)
+            axes[-at] = axis
+    return tuple(axes)
 
 
-def _of_product(value: Value, sources: Sequence[Layout | None]) -> Layout | None:
+def _product_layout(value: Value, layouts: Sequence[Layout | None]) -> Layout | None:
+    """The layout of a product of matrices. None if tokens are summed over or do not agree."""
     left, right = (
-        plain_layout(source.shape) if layout is None else layout
-        for layout, source in zip(sources, value.sources, strict=True)
+        token_free_layout(source.shape) if layout is None else layout
+        for layout, source in zip(layouts, value.sources, strict=True)
     )
-    if not is_plain(left[-1]) or not is_plain(right[-2]):
+    if not is_token_free(left[-1]) or not is_token_free(right[-2]):
         return None
-    lead = list[Axis]()
+    batch_axes = list[Axis]()
     batch = right[:-2] if len(right) > 2 else (None,) * (len(left) - 2)
-    for one, other in zip(left[:-2], batch, strict=True):
-        if other is not None and not is_plain(one) and not is_plain(other) and one != other:
+    for axis, other_axis in zip(left[:-2], batch, strict=True):
+        if (
+            other_axis is not None
+            and not is_token_free(axis)
+            and not is_token_free(other_axis)
+            and axis != other_axis
+        ):
             return None
-        lead.append(one if other is None or not is_plain(one) else other)
-    return (*lead, left[-2], right[-1])
+        batch_axes.append(axis if other_axis is None or not is_token_free(axis) else other_axis)
+    return (*batch_axes, left[-2], right[-1])
 
 
 def cuts_of(layouts: Iterable[Layout]) -> set[int]:
-    """Where digits of tokens begin and end."""
+    """The token counts at which digits begin and end: strides, and strides times sizes."""
     return {
-        end
+        cut
         for layout in layouts
         for axis in layout
         for stride, size in axis
         if stride > 0
-        for end in (stride, stride * size)
+        for cut in (stride, stride * size)
     }
 
 
 class Binding:
-    """Small sizes for the digits of tokens of a proof.
+    """Small sizes for the digits of tokens.
 
-    missing  where digits were asked for that begin or end elsewhere
-    copies   how often the tokens are repeated, as the outermost digit: what is beside the
-             activation is the same in each copy
+    tokens   how many tokens the bound sizes make
+    period   how many of them make one copy
+    copies   how often the tokens are repeated, as the outermost digit; Values beside the activation
+             are equal in each copy
+    missing  cuts that a digit needed and the binding does not have
     """
 
-    def __init__(self, cuts: Iterable[int], total: int, copies: int = 1, few: int = 2) -> None:
-        """Raises Mixed where digits cut the tokens at places that do not fit each other."""
-        self._places, self.missing = sorted({1, total, *cuts}), set[int]()
-        for below, above in pairwise(self._places):
+    def __init__(
+        self, cuts: Iterable[int], total: int, copies: int = 1, digit_size: int = 2
+    ) -> None:
+        """Binds the digits between the cuts of ``total`` tokens.
+
+        digit_size  the bound size of a digit; the outermost has one more
+
+        Raises Mixed if the cuts do not divide each other.
+        """
+        self._cuts, self.missing = sorted({1, total, *cuts}), set[int]()
+        for below, above in pairwise(self._cuts):
             if above % below:
                 raise Mixed(None)
-        last = len(self._places) - 1
-        sizes = [few + 1 if place == last - 1 else few for place in range(last)] or [1]
+        last = len(self._cuts) - 1
+        sizes = [digit_size + 1 if place == last - 1 else digit_size for place in range(last)] or [
+            1
+        ]
         self.period, self.copies = prod(sizes), copies
         sizes[-1] *= copies
-        self._bound = [1]
+        self._bound_strides = [1]
         for size in sizes:
-            self._bound.append(self._bound[-1] * size)
+            self._bound_strides.append(self._bound_strides[-1] * size)
         self.tokens = self.period * copies
 
     def digit(self, digit: Digit) -> Digit:
-        """Its stride and size in the bound tokens."""
+        """Stride and size of a digit in the bound tokens. Raises Mixed if it begins or ends at
+        no cut.
+        """
         stride, size = digit
         if not stride:
             return digit
@@ -227,15 +271,16 @@ class Binding:
                 raise Mixed(None)
             return -1, 2
         try:
-            low, high = self._places.index(stride), self._places.index(stride * size)
+            low, high = self._cuts.index(stride), self._cuts.index(stride * size)
         except ValueError:
             self.missing |= {stride, stride * size}
             raise Mixed(None) from None
-        return self._bound[low], self._bound[high] // self._bound[low]
+        return self._bound_strides[low], self._bound_strides[high] // self._bound_strides[low]
 
     def shape(self, layout: Layout) -> tuple[int, ...]:
+        """The bound shape of a layout."""
         return tuple(prod(self.digit(digit)[1] for digit in axis) for axis in layout)
 
     def digits(self, layout: Layout) -> list[Digit]:
-        """All of them, bound, in order."""
+        """All bound digits of a layout, in order."""
         return [self.digit(digit) for axis in layout for digit in axis]

@@ -1,6 +1,10 @@
-"""Values as operations of a Builder: nodes of a graph, or tensors at once.
+"""Values as operations of a Builder: nodes of a graph, or tensors.
 
-A Value that a node holds is that node; any other is computed from its sources.
+This is the way back from Values, used after a plan is decided. ``plan/call.py`` makes the arguments
+of the kernel's call with it, and ``commit/rewrite.py`` makes the new graph.
+
+A Value that a usable node holds is that node. Any other Value is computed from its sources. A
+handle is what the Builder returns: a node or a tensor.
 """
 
 from __future__ import annotations
@@ -33,10 +37,11 @@ _BYTES = {torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0
 
 
 class Lowering:
-    """
+    """Makes handles of Values.
+
     known   handles of Values that are not computed: results of the call, packed weights
-    usable  says whether a node of the graph may be read where the operations stand, and is there
-            what it was when it was made
+    usable  returns True for a node of the graph that may be read at the place of the new operations
+            and holds the same numbers there as when it was computed
     """
 
     def __init__(
@@ -48,160 +53,177 @@ class Lowering:
     ) -> None:
         self.b, self.graph, self.form = builder, graph, graph.form
         self.known, self.usable = dict(known or {}), usable
-        self._made: dict[object, Any] = {}
+        self._handles: dict[object, Any] = {}
 
     def of(
         self, value: Value, dtype: torch.dtype | None = None, shape: Sequence[int] | None = None
     ) -> Any:
         """The handle of a Value. Raises LookupError with a Value that no operator computes.
 
-        dtype  else the Value's own; of an activation, which has none, that of its first node
-        shape  that it is reshaped to
+        dtype  of the handle; None: the Value's own, and for an active Value that of the first node
+               that holds it
+        shape  of the handle; None: the Value's own
         """
         if shape is not None:
             value = self.form.reshape(value, shape)
         if dtype is not None and not value.active and value not in self.known:
             cast = self.form.cast(value, dtype)
-            if any(self._nodes(cast)) or not any(self._nodes(value)):
+            if any(self._nodes_holding(cast)) or not any(self._nodes_holding(value)):
                 value, dtype = cast, None
         key = value, dtype
-        if key not in self._made:
-            self._made[key] = self._found(value, dtype)
-        return self._made[key]
+        if key not in self._handles:
+            self._handles[key] = self._make_handle(value, dtype)
+        return self._handles[key]
 
-    def _found(self, value: Value, dtype: torch.dtype | None) -> Any:
+    def _make_handle(self, value: Value, dtype: torch.dtype | None) -> Any:
+        """Makes the handle of a Value: of a node that holds it, of a cast, or of its
+        computation.
+        """
         if value not in self.known and (value.active or dtype is None):
-            wanted = dtype if value.active else value.dtype
-            for node, held in self._nodes(value):
-                if wanted in (None, held.dtype) and not held.is_complex():
+            node_dtype = dtype if value.active else value.dtype
+            for node, tensor in self._nodes_holding(value):
+                if node_dtype in (None, tensor.dtype) and not tensor.is_complex():
                     return self.b.reshape(self.b.value(node), self._shape(value.shape))
         if dtype is not None:
             return self.b.cast(self.of(value), dtype)
         if value in self.known:
             return self.b.reshape(self.known[value], self._shape(value.shape))
-        return self._computed(value)
+        return self._compute(value)
 
-    def _nodes(self, value: Value) -> Iterator[tuple[Node, torch.Tensor]]:
-        return self._usable(self.graph.holding(value))
+    def _nodes_holding(self, value: Value) -> Iterator[tuple[Node, torch.Tensor]]:
+        """Yields the usable nodes that hold a Value, with their example tensors."""
+        return self._usable_nodes(self.graph.nodes_holding(value))
 
-    def _usable(self, nodes: Iterable[Node]) -> Iterator[tuple[Node, torch.Tensor]]:
-        """Those of the nodes that hold one tensor."""
+    def _usable_nodes(self, nodes: Iterable[Node]) -> Iterator[tuple[Node, torch.Tensor]]:
+        """Yields the usable nodes among these that hold a single tensor, with it."""
         for node in nodes:
-            held = node.meta.get("val")
-            if isinstance(held, torch.Tensor) and self.usable(node):
-                yield node, held
+            tensor = node.meta.get("val")
+            if isinstance(tensor, torch.Tensor) and self.usable(node):
+                yield node, tensor
 
     # -- sizes
 
     def _shape(self, shape: Iterable[int]) -> list[Any]:
-        """Sizes as the graph has them."""
+        """Bound numbers as sizes of the graph."""
         return [self.graph.unbound(size) for size in shape]
 
     @cached_property
-    def _like(self) -> Node:
-        """A node on the device of the weights."""
+    def _weight_node(self) -> Node:
+        """A node that holds a weight. New tensors are made on its device."""
         weights = (value for value in self.graph.nodes if value.weight)
-        return next(node for value in weights for node, _ in self._nodes(value))
+        return next(node for value in weights for node, _ in self._nodes_holding(value))
 
     # -- numbers
 
-    def _scalar(self, of: Number) -> Any:
-        """A number as an argument; raises LookupError where a size is a part of it."""
-        if of.roots or of.ratio.denominator != 1 or abs(of.ratio) > sys.maxsize:
-            for part in (of.ratio.numerator, of.ratio.denominator):
+    def _scalar(self, scalar: Number) -> Any:
+        """A number as an argument of an operator. Raises LookupError if a symbolic size is part
+        of it.
+        """
+        if scalar.roots or scalar.ratio.denominator != 1 or abs(scalar.ratio) > sys.maxsize:
+            for part in (scalar.ratio.numerator, scalar.ratio.denominator):
                 if not isinstance(self.graph.unbound(part), int):
                     raise LookupError(f"{part} is a size")
-            return float(of)
-        found = self.graph.unbound(int(of.ratio))
-        if self.graph.sizes and isinstance(found, int) and is_open(abs(found)):
-            raise LookupError(f"{found} is made of a size")
-        return self.b.size(found)
+            return float(scalar)
+        size = self.graph.unbound(int(scalar.ratio))
+        if self.graph.sizes and isinstance(size, int) and is_open(abs(size)):
+            raise LookupError(f"{size} is made of a size")
+        return self.b.size(size)
 
-    def _full(self, of: Value, shape: Sequence[int]) -> Any:
+    def _full(self, filled: Value, shape: Sequence[int]) -> Any:
+        """A tensor filled with one number."""
         sizes = [self.b.size(size) for size in self._shape(shape)]
-        return self._filled(aten.full.default, of, sizes, self._scalar(of.literal[1]))
+        return self._create(aten.full.default, filled, sizes, self._scalar(filled.literal[1]))
 
-    def _filled(self, operator: Any, like: Value, *args: Any) -> Any:
-        device = self._like.meta["val"].device
+    def _create(self, operator: Any, like: Value, *args: Any) -> Any:
+        """Calls an operator that makes a tensor, with the dtype of ``like``."""
+        device = self._weight_node.meta["val"].device
         return self.b.call(operator, *args, dtype=like.dtype, device=device)
 
-    def _times(self, one: Any, times: Number) -> Any:
+    def _scale(self, handle: Any, times: Number) -> Any:
+        """A handle times a number."""
         if times == ONE:
-            return one
+            return handle
         if times == MINUS_ONE:
-            return self.b.call(aten.neg.default, one)
+            return self.b.call(aten.neg.default, handle)
         if not times.roots and times.ratio.numerator == 1 and 10**64 % times.ratio.denominator:
-            # 1 / 7 was a division, 0.05 was not
+            # a model writes 1 / 7 as a division, 0.05 as a product
             divisor = self._scalar(number(times.ratio.denominator))
-            return self.b.call(aten.div.Tensor, one, divisor)
-        return self.b.call(aten.mul.Tensor, one, self._scalar(times))
+            return self.b.call(aten.div.Tensor, handle, divisor)
+        return self.b.call(aten.mul.Tensor, handle, self._scalar(times))
 
-    def _multiplied(self, factors: Iterable[tuple[Any, Fraction]], times: Number) -> Any:
-        found = None
-        for one, exponent in sorted(factors, key=lambda factor: factor[1] < 0):
-            if found is not None and exponent == -1:
-                found = self.b.call(aten.div.Tensor, found, one)
+    def _multiply(self, factors: Iterable[tuple[Any, Fraction]], times: Number) -> Any:
+        """The product of handles to exponents, times a number."""
+        product = None
+        for handle, exponent in sorted(factors, key=lambda factor: factor[1] < 0):
+            if product is not None and exponent == -1:
+                product = self.b.call(aten.div.Tensor, product, handle)
                 continue
             if exponent in _POWERS:
-                one = self.b.call(_POWERS[exponent], one)
+                handle = self.b.call(_POWERS[exponent], handle)
             elif exponent != 1:
-                one = self.b.call(aten.pow.Tensor_Scalar, one, self._scalar(number(exponent)))
-            found = one if found is None else self.b.call(aten.mul.Tensor, found, one)
-        return self._times(found, times)
+                handle = self.b.call(aten.pow.Tensor_Scalar, handle, self._scalar(number(exponent)))
+            product = handle if product is None else self.b.call(aten.mul.Tensor, product, handle)
+        return self._scale(product, times)
 
-    def _added(self, terms: Iterable[tuple[Fraction, Any]], numbers: Iterable[Number]) -> Any:
-        found = None
-        for times, one in sorted(terms, key=lambda term: term[0] != 1):
-            if found is None:
-                found = self._times(one, number(times))
+    def _add(self, terms: Iterable[tuple[Fraction, Any]], numbers: Iterable[Number]) -> Any:
+        """The sum of coefficients times handles, plus numbers."""
+        total = None
+        for times, handle in sorted(terms, key=lambda term: term[0] != 1):
+            if total is None:
+                total = self._scale(handle, number(times))
             elif times == -1:
-                found = self.b.call(aten.sub.Tensor, found, one)
+                total = self.b.call(aten.sub.Tensor, total, handle)
             else:
                 alpha = {} if times == 1 else {"alpha": self._scalar(number(times))}
-                found = self.b.call(aten.add.Tensor, found, one, **alpha)
-        for one in numbers:
-            if one.ratio:
-                found = self.b.call(aten.add.Tensor, found, self._scalar(one))
-        return found
+                total = self.b.call(aten.add.Tensor, total, handle, **alpha)
+        for constant in numbers:
+            if constant.ratio:
+                total = self.b.call(aten.add.Tensor, total, self._scalar(constant))
+        return total
 
     # -- operations
 
-    def _computed(self, value: Value) -> Any:
-        for node, held in self._nodes(value):
-            if held.is_complex() and not held.is_conj():
+    def _compute(self, value: Value) -> Any:
+        """Computes a Value from its sources, or takes a part of a complex node."""
+        for node, tensor in self._nodes_holding(value):
+            if tensor.is_complex() and not tensor.is_conj():
                 parts = self.b.call(aten.view_as_real.default, self.b.value(node))
                 is_imag = self.graph.readings[node].imag is value
                 return self.b.call(aten.select.int, parts, -1, int(is_imag))
         operation = getattr(self, f"_{value.op}", None)
         if operation is None:
             raise LookupError(value)
-        found = operation(value, *value.sources)
-        return found if value.active else self.b.cast(found, value.dtype)
+        handle = operation(value, *value.sources)
+        return handle if value.active else self.b.cast(handle, value.dtype)
 
     def _operands(self, value: Value) -> list[Any]:
-        """Its sources, beside activations in its own dtype. Bytes that stand for floats are only
+        """The handles of a Value's sources, in its dtype unless it is active.
+
+        Raises LookupError if bytes that stand for floats would be computed with: they are only
         moved.
         """
         dtype = None if value.active else value.dtype
-        found = [self.of(source, dtype) for source in value.sources]
-        dtypes = *map(self.b.dtype, found), *(source.dtype for source in value.sources)
+        handles = [self.of(source, dtype) for source in value.sources]
+        dtypes = *map(self.b.dtype, handles), *(source.dtype for source in value.sources)
         if value.op != "join" and not _BYTES.isdisjoint(dtypes):
             raise LookupError(value)
-        return found
+        return handles
 
     def _sum(self, value: Value, *sources: Value) -> Any:
+        """Coefficients times sources, added up."""
         coefficients, constant = value.literal
         terms = zip(coefficients, self._operands(value), strict=True)
-        return self._added(terms, [number(constant)])
+        return self._add(terms, [number(constant)])
 
     def _product(self, value: Value, *sources: Value) -> Any:
+        """Sources to exponents, multiplied."""
         exponents, times = value.literal
         if not sources:
             return self._full(value, ())
-        return self._multiplied(zip(self._operands(value), exponents, strict=True), times)
+        return self._multiply(zip(self._operands(value), exponents, strict=True), times)
 
     def _function(self, value: Value, *sources: Value) -> Any:
-        """Arithmetic as it was called, each operand in its own dtype."""
+        """Arithmetic that is no exact sum or product, each operand in its own dtype."""
         name, literals = value.literal
         tensors = [source for source in sources if filled_with(source) is None]
         if not tensors:
@@ -209,149 +231,172 @@ class Lowering:
         if name == "sum":
             times, constant = literals
             numbers, terms = [number(constant)], []
-            for by, source in zip(times, sources, strict=True):
+            for coefficient, source in zip(times, sources, strict=True):
                 filled = filled_with(source)
                 if filled is None:
-                    terms.append((by, self.of(source)))
+                    terms.append((coefficient, self.of(source)))
                 else:
-                    numbers.append(number(by) * filled.literal[1])
-            found = self._added(terms, numbers)
+                    numbers.append(number(coefficient) * filled.literal[1])
+            handle = self._add(terms, numbers)
         elif name == "product":
             exponents, times = literals
-            found = self._multiplied(zip(map(self.of, sources), exponents, strict=True), times)
+            handle = self._multiply(zip(map(self.of, sources), exponents, strict=True), times)
         elif name == "quotient":
-            one, other = sources
-            filled = filled_with(other)
-            divisor = self.of(other) if filled is None else self._scalar(filled.literal[1])
-            found = self.b.call(aten.div.Tensor_mode, self.of(one), divisor, rounding_mode="floor")
+            dividend, divisor_value = sources
+            filled = filled_with(divisor_value)
+            divisor = self.of(divisor_value) if filled is None else self._scalar(filled.literal[1])
+            handle = self.b.call(
+                aten.div.Tensor_mode, self.of(dividend), divisor, rounding_mode="floor"
+            )
         else:
-            found = self._by_name(value, name, literals)
-        own = broadcast(source.shape for source in tensors)
-        return found if own == value.shape else self._spread(found, value.shape)
+            handle = self._call_named(value, name, literals)
+        operand_shape = broadcast(source.shape for source in tensors)
+        return handle if operand_shape == value.shape else self._broadcast(handle, value.shape)
 
-    def _by_name(self, value: Value, name: str, literals: Any) -> Any:
-        """A call of the operator that has the name of the function, of operands alone."""
+    def _call_named(self, value: Value, name: str, literals: Any) -> Any:
+        """Calls the aten operator with the function's name. Raises LookupError if it has
+        literals.
+        """
         operator = getattr(getattr(aten, name, None), "default", None)
         if operator is None or literals not in ((), _NO_OPTIONS):
             raise LookupError(value)
         return self.b.call(operator, *map(self.of, value.sources))
 
     def _reduce(self, value: Value, source: Value) -> Any:
+        """The sum along axes."""
         options = {} if value.active else {"dtype": value.dtype}
         return self.b.call(aten.sum.dim_IntList, self.of(source), list(value.literal), **options)
 
     def _dot(self, value: Value, left: Value, right: Value) -> Any:
-        one, other = self._operands(value)
-        dtype = torch.promote_types(self.b.dtype(one), self.b.dtype(other))
+        """A product of matrices in the wider of the operands' dtypes."""
+        left_handle, right_handle = self._operands(value)
+        dtype = torch.promote_types(self.b.dtype(left_handle), self.b.dtype(right_handle))
         if dtype.itemsize == 1:
             raise LookupError(value)
         by_rank = {2: aten.mm.default, 3: aten.bmm.default}
         product = by_rank.get(len(value.shape), aten.matmul.default)
-        return self.b.call(product, self.b.cast(one, dtype), self.b.cast(other, dtype))
+        return self.b.call(
+            product, self.b.cast(left_handle, dtype), self.b.cast(right_handle, dtype)
+        )
 
     def _reshape(self, value: Value, source: Value) -> Any:
-        whole = self.known[source] if source in self.known else self.of(source)
-        return self.b.reshape(whole, self._shape(value.shape))
+        """The source in another shape."""
+        handle = self.known[source] if source in self.known else self.of(source)
+        return self.b.reshape(handle, self._shape(value.shape))
 
     def _permute(self, value: Value, source: Value) -> Any:
+        """The axes in another order."""
         return self.b.permuted(self.of(source), value.literal)
 
     def _expand(self, value: Value, source: Value) -> Any:
+        """The source broadcast to the Value's shape."""
         if source.is_number:
             return self._full(source, value.shape)
-        return self._spread(self.of(source), value.shape)
+        return self._broadcast(self.of(source), value.shape)
 
-    def _spread(self, one: Any, shape: Sequence[int]) -> Any:
-        sizes = [self.b.size(size, one) for size in self._shape(shape)]
-        return self.b.call(aten.expand.default, one, sizes)
+    def _broadcast(self, handle: Any, shape: Sequence[int]) -> Any:
+        """A handle broadcast to a shape."""
+        sizes = [self.b.size(size, handle) for size in self._shape(shape)]
+        return self.b.call(aten.expand.default, handle, sizes)
 
     def _slice(self, value: Value, source: Value) -> Any:
+        """A slice of one axis; the end is left out if it is the axis's."""
         axis, first, step = value.literal
         start, size = self._shape((first, value.shape[axis]))
-        one, end = self.of(source), sys.maxsize
+        handle, end = self.of(source), sys.maxsize
         if first + value.shape[axis] * step < source.shape[axis]:
             end = self.b.size(start + (size - 1) * step + 1)
-        by = () if step == 1 else (step,)
-        return self.b.call(aten.slice.Tensor, one, axis, self.b.size(start), end, *by)
+        step_argument = () if step == 1 else (step,)
+        return self.b.call(aten.slice.Tensor, handle, axis, self.b.size(start), end, *step_argument)
 
     def _join(self, value: Value, *sources: Value) -> Any:
+        """The sources side by side along an axis."""
         return self.b.joined(self._operands(value), value.literal)
 
     def _gather(self, value: Value, base: Value, index: Value) -> Any:
+        """Rows of an axis by their numbers. Literal columns are views if they can be."""
         axis = value.literal
         if index.op == "constant" and axis == len(base.shape) - 1:
             with without_fake_mode():
                 columns = tuple(index.literal.tensor.tolist())
             groups = groups_of(columns, base.shape[axis])
             if groups is not None:
-                return self._taken(self.of(base), groups)
+                return self._select_columns(self.of(base), groups)
         rows = self.of(index, shape=[prod(index.shape)])
-        found = self.b.call(aten.index_select.default, self.of(base), value.literal, rows)
-        return self.b.reshape(found, self._shape(value.shape))
+        rows_handle = self.b.call(aten.index_select.default, self.of(base), value.literal, rows)
+        return self.b.reshape(rows_handle, self._shape(value.shape))
 
-    def _taken(self, matrix: Any, groups: Groups) -> Any:
-        """Columns by views: a graph of a device holds no list of them."""
+    def _select_columns(self, matrix: Any, groups: Groups) -> Any:
+        """Selects columns by views: a device's graph cannot hold a list of column numbers."""
         b, lead = self.b, list(self.b.shape(matrix))[:-1]
 
         def part(value: Any, first: int, size: int) -> Any:
             is_whole = (first, size) == (0, b.shape(value)[-1])
-            given = value, len(b.shape(value)) - 1, first, first + size
-            return value if is_whole else b.call(aten.slice.Tensor, *given)
+            arguments = value, len(b.shape(value)) - 1, first, first + size
+            return value if is_whole else b.call(aten.slice.Tensor, *arguments)
 
         matrix = part(matrix, groups.start, groups.number * groups.stride)
         if groups.number > 1:
             matrix = b.reshape(matrix, (*lead, groups.number, groups.stride))
         parts = []
         for run in groups.runs:
-            taken = part(matrix, run.first, run.size)
+            columns = part(matrix, run.first, run.size)
             if run.is_paired:
-                shape = tuple(b.shape(taken))
-                halves = b.reshape(taken, (*shape[:-1], 2, run.size // 2))
-                taken = b.reshape(b.transposed(halves), shape)
-            parts.append(taken)
+                shape = tuple(b.shape(columns))
+                halves = b.reshape(columns, (*shape[:-1], 2, run.size // 2))
+                columns = b.reshape(b.transposed(halves), shape)
+            parts.append(columns)
         size = groups.number * sum(run.size for run in groups.runs)
         return b.reshape(b.joined(parts, len(b.shape(parts[0])) - 1), (*lead, size))
 
     def _opaque(self, value: Value, *sources: Value) -> Any:
-        """Memory that is not filled yet."""
+        """Memory that is not initialised. Raises LookupError for any other opaque Value."""
         if sources or "empty" not in value.literal[0]:
             raise LookupError(value)
         sizes = [self.b.size(size) for size in self._shape(value.shape)]
-        return self._filled(aten.empty.memory_format, value, sizes)
+        return self._create(aten.empty.memory_format, value, sizes)
 
     def _cast(self, value: Value, source: Value) -> Any:
+        """The source; ``_compute`` casts it."""
         return self.of(source)
 
     def _count(self, value: Value) -> Any:
+        """The positions 0, 1, .. of an axis."""
         (size,) = self._shape(value.shape)
-        return self._filled(aten.arange.default, value, self.b.size(size))
+        return self._create(aten.arange.default, value, self.b.size(size))
 
     def _leaf(self, value: Value) -> Any:
-        """A size that the graph computes with."""
+        """A symbolic size as a scalar. Raises LookupError for any other leaf."""
         for size in self.graph.sizes.values():
             bound = self.graph.size(size)
             if value.literal in (f"size {bound!r}", f"size {int(bound)}"):
-                made = self.b.size(size)
-                device = self._like.meta["val"].device
+                size_argument = self.b.size(size)
+                device = self._weight_node.meta["val"].device
                 return self.b.call(
-                    aten.scalar_tensor.default, made, dtype=torch.int64, device=device
+                    aten.scalar_tensor.default, size_argument, dtype=torch.int64, device=device
                 )
         raise LookupError(value)
 
     def _constant(self, value: Value) -> Any:
-        """Integers; floats are integers times a power of two."""
+        """A tensor of literals, made of integers; floats are integers times a power of two.
+
+        Raises LookupError for infinity, NaN, and floats that need more than 56 fractional bits.
+        """
         with without_fake_mode():
             numbers = value.literal.tensor.reshape(-1).tolist()
         if not all(map(isfinite, numbers)):
             raise LookupError(value)
         for bits in (0, 24, 40, 56):
-            whole = [int(one * 2**bits) for one in numbers]
-            if all(one == given * 2**bits for one, given in zip(whole, numbers, strict=True)):
-                found = self.b.constant(whole, self.b.value(self._like))
+            integers = [int(element * 2**bits) for element in numbers]
+            if all(
+                integer == element * 2**bits
+                for integer, element in zip(integers, numbers, strict=True)
+            ):
+                handle = self.b.constant(integers, self.b.value(self._weight_node))
                 if bits:
-                    wide = torch.promote_types(value.dtype, torch.float32)
-                    found = self.b.cast(found, wide)
-                    found = self.b.call(aten.mul.Tensor, found, 2.0**-bits)
-                found = self.b.cast(found, value.dtype)
-                return self.b.reshape(found, value.shape)
+                    wide_dtype = torch.promote_types(value.dtype, torch.float32)
+                    handle = self.b.cast(handle, wide_dtype)
+                    handle = self.b.call(aten.mul.Tensor, handle, 2.0**-bits)
+                handle = self.b.cast(handle, value.dtype)
+                return self.b.reshape(handle, value.shape)
         raise LookupError(value)

@@ -1,6 +1,10 @@
 """Exact numbers: a fraction times roots of primes.
 
-A float literal of a graph stands for the number that was written: 1e-6, 1/1536, 192 ** -0.5.
+``Form`` uses them as coefficients. A float literal of a graph stands for the number that was
+written: 1e-6, 1/1536, 192 ** -0.5. ``literal`` finds it.
+
+Symbolic sizes are bound to numbers with a large prime factor. ``is_open`` tells these from the
+sizes that a model writes.
 """
 
 from __future__ import annotations
@@ -13,15 +17,15 @@ from math import isqrt, sqrt
 import torch
 
 Exponent = Fraction | int
-_DENOMINATOR = 1 << 20  # of fractions that a float of 24 bits is looked for among
-LEAST_BOUND = 1 << 10  # that a symbolic size is bound to
-_SMOOTH = 128  # prime factors of sizes that somebody writes down are smaller
-_TRIED = 10_000  # primes below it are taken out of a number; what is left stays whole
+_DENOMINATOR = 1 << 20  # greatest denominator tried for a float
+LEAST_BOUND = 1 << 10  # least number that a symbolic size is bound to
+_SMOOTH = 128  # sizes that a model writes have smaller prime factors
+_TRIED = 10_000  # primes below it are factored out of a number; the cofactor is not factored
 
 
 @lru_cache(maxsize=4096)
 def is_rough(size: int) -> bool:
-    """Has it a large prime factor?"""
+    """True if the size has a prime factor of ``_SMOOTH`` or more."""
     for factor in range(2, _SMOOTH):
         while size % factor == 0:
             size //= factor
@@ -29,7 +33,7 @@ def is_rough(size: int) -> bool:
 
 
 def is_open(size: int) -> bool:
-    """Does it stand for a symbolic size, or a product of some?"""
+    """True if the number stands for a symbolic size, or for a product of symbolic sizes."""
     return size >= LEAST_BOUND and is_rough(size)
 
 
@@ -40,15 +44,15 @@ class Number:
     ratio: Fraction
     roots: tuple[tuple[int, Fraction], ...] = ()
 
-    # much is asked whether it is 1: these are quicker than those of Fraction
+    # numbers are often compared with 1: this is quicker than Fraction's comparison and hash
 
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
         if not isinstance(other, Number):
             return NotImplemented
-        same = self.ratio.as_integer_ratio() == other.ratio.as_integer_ratio()
-        return same and self.roots == other.roots
+        has_same_ratio = self.ratio.as_integer_ratio() == other.ratio.as_integer_ratio()
+        return has_same_ratio and self.roots == other.roots
 
     def __hash__(self) -> int:
         return hash((self.ratio.as_integer_ratio(), self.roots))
@@ -63,25 +67,29 @@ class Number:
         ratio, roots = self.ratio * other.ratio, dict[int, Fraction]()
         for prime, exponent in (*self.roots, *other.roots):
             total = roots.pop(prime, Fraction(0)) + exponent
-            whole = total.numerator // total.denominator
-            ratio *= Fraction(prime) ** whole
-            if total != whole:
-                roots[prime] = total - whole
+            integer_part = total.numerator // total.denominator
+            ratio *= Fraction(prime) ** integer_part
+            if total != integer_part:
+                roots[prime] = total - integer_part
         return Number(ratio, tuple(sorted(roots.items())) if ratio else ())
 
     def power(self, exponent: Exponent) -> Number | None:
-        """None for 0 to a power below 0, and for a root of what is below 0."""
+        """The number to an exponent. None for 0 to a negative power, and for a root of a
+        negative number.
+        """
         return self if exponent == 1 or self is ONE else _power(self, Fraction(exponent))
 
     def __float__(self) -> float:
-        found = float(self.ratio)
+        result = float(self.ratio)
         for prime, exponent in self.roots:
-            found *= prime ** float(exponent)
-        return found
+            result *= prime ** float(exponent)
+        return result
 
     @property
     def is_power_of_two(self) -> bool:
-        """Is it that, or minus that? A product with it is exact in every float."""
+        """True for a power of two and its negative: a product with it is exact in every float
+        dtype.
+        """
         if self.roots or not self.ratio:
             return False
         top, bottom = abs(self.ratio.numerator), self.ratio.denominator
@@ -90,6 +98,7 @@ class Number:
 
 @lru_cache(maxsize=4096)
 def _power(base: Number, exponent: Fraction) -> Number | None:
+    """``Number.power`` for any exponent."""
     if base.ratio == 0:
         return base if exponent > 0 else None
     if exponent.denominator == 1:
@@ -98,65 +107,77 @@ def _power(base: Number, exponent: Fraction) -> Number | None:
         return None
     else:
         result = ONE
-        for whole, sign in ((base.ratio.numerator, 1), (base.ratio.denominator, -1)):
-            for prime, times in _factors(whole).items():
+        for integer, sign in ((base.ratio.numerator, 1), (base.ratio.denominator, -1)):
+            for prime, times in _factors(integer).items():
                 result *= _root(prime, exponent * times * sign)
-    for prime, own in base.roots:
-        result *= _root(prime, own * exponent)
+    for prime, root_exponent in base.roots:
+        result *= _root(prime, root_exponent * exponent)
     return result
 
 
 def _root(prime: int, exponent: Fraction) -> Number:
-    whole = exponent.numerator // exponent.denominator
-    rest = exponent - whole
-    return Number(Fraction(prime) ** whole, ((prime, rest),) if rest else ())
+    """A prime to an exponent, its integer part as the ratio."""
+    integer_part = exponent.numerator // exponent.denominator
+    fraction_part = exponent - integer_part
+    return Number(
+        Fraction(prime) ** integer_part, ((prime, fraction_part),) if fraction_part else ()
+    )
 
 
 @lru_cache(maxsize=4096)
 def _factors(number: int) -> dict[int, int]:
-    """Primes, and how often; a large rest stays whole, unless it is a square."""
-    found, prime = dict[int, int](), 2
+    """The prime factors of a number with their exponents. A large cofactor counts as one factor."""
+    exponents, prime = dict[int, int](), 2
     while prime * prime <= number and prime < _TRIED:
         while number % prime == 0:
-            found[prime] = found.get(prime, 0) + 1
+            exponents[prime] = exponents.get(prime, 0) + 1
             number //= prime
         prime += 1
     if number > 1:
         root = isqrt(number)
         is_square = root * root == number
         key = root if is_square else number
-        found[key] = found.get(key, 0) + (2 if is_square else 1)
-    return found
+        exponents[key] = exponents.get(key, 0) + (2 if is_square else 1)
+    return exponents
 
 
 ONE, ZERO, MINUS_ONE = Number(Fraction(1)), Number(Fraction(0)), Number(Fraction(-1))
 
 
-def number(of: Exponent) -> Number:
-    return Number(Fraction(of))
+def number(ratio: Exponent) -> Number:
+    """The Number of an integer or a fraction."""
+    return Number(Fraction(ratio))
 
 
 @lru_cache(maxsize=4096)
-def literal(given: float, dtype: torch.dtype = torch.float64) -> Number:
-    """The number that a literal stands for; ``dtype`` is what holds it."""
-    if isinstance(given, (int, bool)):
-        return Number(Fraction(int(given)))
-    if dtype == torch.float64 and torch.tensor(given, dtype=torch.float32).item() == given:
-        dtype = torch.float32  # it was rounded before
+def literal(value: float, dtype: torch.dtype = torch.float64) -> Number:
+    """The number that a literal of a graph stands for.
 
-    def is_held(value: float) -> bool:
-        return bool(torch.tensor(value, dtype=dtype).item() == given)
+    value  the literal as a float
+    dtype  the dtype that rounded it
 
-    shortest = Fraction(repr(given))
-    rounded = Fraction(f"{given:.7g}")
-    close = Fraction(given).limit_denominator(_DENOMINATOR)
-    for found in (shortest, close, rounded) if given else (shortest,):
-        small = min(abs(found.numerator), found.denominator) <= 2 * _DENOMINATOR
-        if small and is_held(float(found)):
-            return Number(found)
-    square = Fraction(given * given).limit_denominator(1 << 16)
-    if square > 0 and is_held(sqrt(square)):
+    It is the first of these that rounds to the literal: the shortest decimal, a fraction with a
+    small denominator, seven digits, a square root of a fraction. Otherwise it is the float itself.
+    """
+    if isinstance(value, (int, bool)):
+        return Number(Fraction(int(value)))
+    if dtype == torch.float64 and torch.tensor(value, dtype=torch.float32).item() == value:
+        dtype = torch.float32  # the literal was rounded to float32 before
+
+    def is_rounded_to_literal(candidate: float) -> bool:
+        """True if the dtype rounds a number to the literal."""
+        return bool(torch.tensor(candidate, dtype=dtype).item() == value)
+
+    shortest_decimal = Fraction(repr(value))
+    seven_digits = Fraction(f"{value:.7g}")
+    fraction = Fraction(value).limit_denominator(_DENOMINATOR)
+    for candidate in (shortest_decimal, fraction, seven_digits) if value else (shortest_decimal,):
+        is_simple = min(abs(candidate.numerator), candidate.denominator) <= 2 * _DENOMINATOR
+        if is_simple and is_rounded_to_literal(float(candidate)):
+            return Number(candidate)
+    square = Fraction(value * value).limit_denominator(1 << 16)
+    if square > 0 and is_rounded_to_literal(sqrt(square)):
         root = Number(square).power(Fraction(1, 2))
         assert root is not None
-        return root if given > 0 else root * MINUS_ONE
-    return Number(Fraction(given))
+        return root if value > 0 else root * MINUS_ONE
+    return Number(Fraction(value))

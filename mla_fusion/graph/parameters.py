@@ -1,4 +1,7 @@
-"""Which inputs of a graph are the model's own, the same at every call."""
+"""Which inputs of a graph are the model's parameters and buffers, equal at every call.
+
+``graph/read.py`` marks the leaves of these inputs as ``model``.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from mla_fusion.compat import OpOverload
 from mla_fusion.fx.module_path import ARGUMENT
 from mla_fusion.graph.call import name_of
 
-_OPERANDS = {  # places of the weight, and of its scales, among a product's arguments
+_OPERANDS = {  # by product: the places of the weight and of its scales among the arguments
     "mm": (1,),
     "bmm": (1,),
     "matmul": (1,),
@@ -27,29 +30,32 @@ _MOVED = frozenset(
 
 
 def parameters(graph: Graph) -> set[Node]:
-    """By what a tracer says of them; of those of which none says anything, by what is done with
-    them.
+    """The inputs that belong to the model.
+
+    An input is one if the tracer says so. If the tracer says nothing about an input, it is one if
+    it is used as a weight.
     """
     inputs = graph.find_nodes(op="placeholder")
-    said = {node for node in inputs if _is_said_to_be_one(node)}
-    unknown = {node for node in inputs if node.meta.get(ARGUMENT) is None}
-    return said | used_as_weights(graph) & unknown if unknown else said
+    declared = {node for node in inputs if _is_declared_parameter(node)}
+    undeclared = {node for node in inputs if node.meta.get(ARGUMENT) is None}
+    return declared | used_as_weights(graph) & undeclared if undeclared else declared
 
 
 def used_as_weights(graph: Graph) -> set[Node]:
-    """The inputs that products have for weights, and that nobody writes."""
-    found = set[Node]()
+    """The inputs that products read as weights, except inputs that are written."""
+    weights = set[Node]()
     for node in graph.nodes:
         if isinstance(node.target, OpOverload) and name_of(node.target) in _OPERANDS:
             for place in _OPERANDS[name_of(node.target)]:
-                found |= _behind(node.args[place])
+                weights |= _source_inputs(node.args[place])
         elif isinstance(node.target, OpOverload) and name_of(node.target) == "einsum":
-            found |= _behind(node.args[1][1])
-    written = torch.ops.aten.copy_.default
-    return found - {node.args[0] for node in graph.nodes if node.target is written}
+            weights |= _source_inputs(node.args[1][1])
+    copy = torch.ops.aten.copy_.default
+    return weights - {node.args[0] for node in graph.nodes if node.target is copy}
 
 
-def _is_said_to_be_one(node: Node) -> bool:
+def _is_declared_parameter(node: Node) -> bool:
+    """True if the tracer says that the input is a parameter or a buffer."""
     is_argument = node.meta.get(ARGUMENT)
     if is_argument is not None:
         return not is_argument
@@ -57,15 +63,17 @@ def _is_said_to_be_one(node: Node) -> bool:
     return "Param" in description or "Buffer" in description
 
 
-def _behind(operand: object) -> set[Node]:
-    """The inputs that an operand is moved from; none, where it is made of anything else."""
-    stack, found = [operand], set[Node]()
+def _source_inputs(operand: object) -> set[Node]:
+    """The inputs that an operand is moved, cast or scaled from. Empty if it is computed
+    otherwise.
+    """
+    stack, inputs = [operand], set[Node]()
     while stack:
         node = stack.pop()
         if not isinstance(node, Node):
             continue
         if node.op == "placeholder":
-            found.add(node)
+            inputs.add(node)
         elif node.op == "call_function":
             target = node.target
             is_move = isinstance(target, OpOverload) and (
@@ -74,4 +82,4 @@ def _behind(operand: object) -> set[Node]:
             if isinstance(target, OpOverload) and not is_move:
                 return set()
             stack += node.all_input_nodes
-    return found
+    return inputs

@@ -1,8 +1,13 @@
-"""Quantisation to one byte: ``saturate(round(v))`` is one function, however its steps are written.
+"""Rules of quantisation: rows of one byte an element, and their steps.
 
-The largest of a row is a function of the row's elements in any order. By it ``v = x * 127 /
-max|x|`` is known to be at most 127, so that it is the same with and without saturation. An element
-of a float format is the number that its byte stands for.
+``saturate(round(v))`` is one function, however a model writes its steps. ``graph/read.py`` calls
+these rules, and ``targets/prolog.py`` writes the kernel's quantisation with the same functions.
+
+The largest absolute element of a row is a function of its elements in any order. It shows that
+``v = x * 127 / max|x|`` is at most 127, so saturation does not change it. An element of a float
+format is the number that its byte stands for.
+
+A step is the number that one unit of a quantised row stands for: ``max|x| / 127`` for int8.
 """
 
 from __future__ import annotations
@@ -19,30 +24,31 @@ from mla_fusion.graph.form import Form, Value, filled_with
 from mla_fusion.graph.numbers import MINUS_ONE, Number, number
 from mla_fusion.meta.number_formats import BLOCK, FP8, HIFLOAT8, INT8, NumberFormat
 
-FLOOR = 1e-4  # under the largest of a row: that of normed rows is far above (a listed assumption)
+FLOOR = 1e-4  # floors up to it under a row's largest element are left out (listed as assumed)
 STEPS = 127
-_ROUNDING = 1 + 1e-9  # of a root, for a comparison
-MOST = {INT8: STEPS, FP8: 448, HIFLOAT8: 32768}  # the number that the largest of a row becomes
+_ROUNDING = 1 + 1e-9  # tolerance for a root that is compared as a float
+MOST = {INT8: STEPS, FP8: 448, HIFLOAT8: 32768}  # what the largest element of a row becomes
 
 
 def largest(form: Form, rows: Value) -> Value:
-    """``max|row|`` over the last axis, which stays."""
-    times, rest = form.split(rows)
-    inner = rest.sources[0] if rest.op == "reshape" else rest
-    if inner is not rest and inner.shape[-1:] == rest.shape[-1:]:
-        found = form.reshape(largest(form, inner), (*rest.shape[:-1], 1))
-        return form.scaled(found, absolute(times))
-    sizes = form.function("size", (), form.power(rest, 2))
-    found = form.function("largest", (), form.reduce(sizes, [-1], keep=True))
-    return form.scaled(found, absolute(times))
+    """``max|row|`` over the last axis, kept with size 1."""
+    times, unscaled = form.split(rows)
+    inner = unscaled.sources[0] if unscaled.op == "reshape" else unscaled
+    if inner is not unscaled and inner.shape[-1:] == unscaled.shape[-1:]:
+        maximum = form.reshape(largest(form, inner), (*unscaled.shape[:-1], 1))
+        return form.scaled(maximum, absolute(times))
+    sizes = form.function("size", (), form.power(unscaled, 2))
+    maximum = form.function("largest", (), form.reduce(sizes, [-1], keep=True))
+    return form.scaled(maximum, absolute(times))
 
 
 def absolute(times: Number) -> Number:
+    """The absolute value of a number."""
     return times if times.ratio >= 0 else times * MINUS_ONE
 
 
 def is_size(value: Value) -> bool:
-    """Is it the largest of rows, or a number times that?"""
+    """True for the largest absolute element of rows (``largest``), or a number times it."""
     while value.op in ("reshape", "expand", "permute"):
         value = value.sources[0]
     is_scaled = value.op == "product" and value.literal[0] == (1,)
@@ -52,66 +58,80 @@ def is_size(value: Value) -> bool:
     return inner.op == "function" and inner.literal[0] == "largest"
 
 
-def _whole(value: Value) -> tuple[Value, bool, float, float]:
-    """What is rounded and kept between two ends: it, was it rounded, and the ends."""
+def _rounding_state(value: Value) -> tuple[Value, bool, float, float]:
+    """The state of a rounded or clamped Value: its source, whether it is rounded, and its bounds.
+
+    Any other Value is its own source, not rounded, between infinities.
+    """
     if value.op == "function" and value.literal[0] == "whole":
         return (value.sources[0], *value.literal[1])
     return value, False, -inf, inf
 
 
-def _made(c: Call, value: Value, *state: Any) -> Value:
+def _with_state(c: Call, value: Value, *state: Any) -> Value:
+    """A Value with a state of rounding and bounds."""
     return c.function("whole", state, value)
 
 
-def _are_whole(*ends: float) -> bool:
-    return all(abs(end) == inf or float(end).is_integer() for end in ends)
+def _are_integers(*limits: float) -> bool:
+    """True if all bounds are integers or infinite."""
+    return all(abs(limit) == inf or float(limit).is_integer() for limit in limits)
 
 
-def rounded(c: Call, value: Value) -> Value:
-    inner, _, least, most = _whole(value)
-    if not _are_whole(least, most):
-        return _made(c, value, True, -inf, inf)
-    return _made(c, inner, True, least, most)
+def round_to_integers(c: Call, value: Value) -> Value:
+    """The Value rounded to integers. Integer bounds stay; other bounds become a step before it."""
+    inner, _, least, most = _rounding_state(value)
+    if not _are_integers(least, most):
+        return _with_state(c, value, True, -inf, inf)
+    return _with_state(c, inner, True, least, most)
 
 
-def bounded(c: Call, value: Value, least: float, most: float) -> Value:
-    """Ends that cross, and ends between whole numbers behind a rounding, are a step of their
-    own.
+def clamp_to(c: Call, value: Value, least: float, most: float) -> Value:
+    """The Value clamped to bounds.
+
+    Bounds that the Value cannot pass are left out. Crossing bounds, and fractional bounds after
+    rounding, are a separate function "clamp".
     """
     if -inf < least <= bounds.least(value):
         least = -inf
         if most == inf:
             return value
-    inner, is_rounded, low, high = _whole(value)
-    ends = max(low, least), min(high, most)
-    if ends[0] > ends[1] or (is_rounded and not _are_whole(least, most)):
+    inner, is_rounded, low, high = _rounding_state(value)
+    limits = max(low, least), min(high, most)
+    if limits[0] > limits[1] or (is_rounded and not _are_integers(least, most)):
         return c.function("clamp", (least, most), value)
-    return _made(c, inner, is_rounded, *ends)
+    return _with_state(c, inner, is_rounded, *limits)
 
 
-def _is_within(form: Form, value: Value) -> bool:
-    """Is it at most 127 by the largest of its row?"""
+def _is_within_steps(form: Form, value: Value) -> bool:
+    """True if the Value is at most 127 because it is divided by the largest of its row."""
     if value.op != "product":
         return False
     exponents, times = value.literal
     pairs = list(zip(value.sources, exponents, strict=True))
     for factor, exponent in pairs:
         if exponent == -1 and is_size(factor):
-            rest = [pair for pair in pairs if pair[0] is not factor]
-            rows = form.expand(form.product(rest, times), value.shape)
-            own, inner = form.split(rows)
+            other_factors = [pair for pair in pairs if pair[0] is not factor]
+            rows = form.expand(form.product(other_factors, times), value.shape)
+            row_number, inner = form.split(rows)
             if inner.op == "function" and inner.literal[0] == "clip":
-                by, found = form.split(inner.sources[1])
-                if found is factor and float(by) * float(absolute(own)) <= STEPS * _ROUNDING:
+                ratio, size = form.split(inner.sources[1])
+                if (
+                    size is factor
+                    and float(ratio) * float(absolute(row_number)) <= STEPS * _ROUNDING
+                ):
                     return True
-            by, found = form.split(largest(form, rows))
-            if found is factor and float(by) <= STEPS:
+            ratio, size = form.split(largest(form, rows))
+            if size is factor and float(ratio) <= STEPS:
                 return True
     return False
 
 
 def cast(c: Call, value: Any, dtype: torch.dtype) -> Value:
-    """A cast; of an activation to one byte, what saturates it."""
+    """A cast. An active Value that is cast to one byte becomes a quantised function.
+
+    The cast stays a function of its own if the Value was not rounded and saturated before.
+    """
     form = c.form
     if not isinstance(value, Value):
         raise Departs
@@ -119,52 +139,56 @@ def cast(c: Call, value: Any, dtype: torch.dtype) -> Value:
         if value.active and dtype.is_floating_point:
             return value
         if value.op == "function" and value.literal[0] == INT8.name:
-            return value  # whole numbers are held by all of them
-        if value.active and dtype in (torch.int32, torch.int64) and _whole(value)[1]:
+            return value  # every wider dtype holds these integers
+        if value.active and dtype in (torch.int32, torch.int64) and _rounding_state(value)[1]:
             form.assumed.append("rounded rows are below 2**31")
             return value
         if value.active:
             return c.function("to whole", str(dtype), value)
         return form.cast(value, dtype)
-    inner, is_rounded, least, most = _whole(value)
-    ends = least, most
+    inner, is_rounded, least, most = _rounding_state(value)
+    limits = least, most
     if dtype == INT8.element and is_rounded:
-        if ends == (-128, 127):
+        if limits == (-128, 127):
             return saturated(form, inner)
-        if least <= -STEPS and most >= STEPS and _is_within(form, inner):
+        if least <= -STEPS and most >= STEPS and _is_within_steps(form, inner):
             return saturated(form, inner)
-    if dtype == FP8.element and not is_rounded and ends == (-MOST[FP8], MOST[FP8]):
+    if dtype == FP8.element and not is_rounded and limits == (-MOST[FP8], MOST[FP8]):
         return saturated(form, inner, FP8)
     return form.function("to", str(dtype), value)
 
 
 def saturated(form: Form, value: Value, kind: NumberFormat = INT8) -> Value:
-    """``saturate(round(value))``"""
+    """``saturate(round(value))`` in the elements of a format."""
     return form.function(kind.name, (), form.bare(value))
 
 
-def read_as(form: Form, rows: Value, given: int | None) -> Value:
-    """Rows of bytes as the operand of a product, whose argument says which format's they are where
-    no dtype does.
+def read_as(form: Form, rows: Value, format_number: int | None) -> Value:
+    """Rows of bytes as the operand of a product.
+
+    format_number  the format, if an argument of the product names it; None: the dtype does
     """
-    return rows if given is None else form.function("of format", given, rows)
+    return rows if format_number is None else form.function("of format", format_number, rows)
 
 
 def by_row(form: Form, rows: Value, kind: NumberFormat = INT8) -> tuple[Value, Value]:
-    """Each row in bytes, and its step, with the axis kept."""
-    size, most = largest(form, rows), number(MOST[kind])
-    values = saturated(form, form.product([(rows, 1), (size, -1)], most), kind)
-    return values, form.product([(size, 1)], _inverse(most))
+    """Quantises each row: the rows in bytes, and their steps [.., 1]."""
+    row_size, greatest = largest(form, rows), number(MOST[kind])
+    values = saturated(form, form.product([(rows, 1), (row_size, -1)], greatest), kind)
+    return values, form.product([(row_size, 1)], _inverse(greatest))
 
 
-def _inverse(of: Number) -> Number:
-    found = of.power(-1)
-    assert found is not None
-    return found
+def _inverse(divisor: Number) -> Number:
+    """One divided by a number that is not 0."""
+    inverse = divisor.power(-1)
+    assert inverse is not None
+    return inverse
 
 
 def by_block(form: Form, rows: Value) -> tuple[Value, Value]:
-    """Each row in mxfp8, and its scales [.., n / 32], powers of two."""
+    """Quantises each block of 32 in mxfp8: rows in bytes, and scales [.., n / 32], powers of
+    two.
+    """
     lead, size = rows.shape[:-1], rows.shape[-1]
     blocks = form.reshape(rows, (*lead, size // BLOCK, BLOCK))
     powers = form.function("power of two", (), largest(form, blocks))
@@ -175,7 +199,11 @@ def by_block(form: Form, rows: Value) -> tuple[Value, Value]:
 def product_of_blocks(
     form: Form, rows: Value, weight: Value, of_rows: Value, of_weight: Value
 ) -> Value:
-    """Rows [t, k] times a weight [k, n] in mxfp8, with scales [t, k / 32] and [k / 32, n]."""
+    """Rows [t, k] times a weight [k, n] in mxfp8.
+
+    of_rows    scales of the rows [t, k / 32]
+    of_weight  scales of the weight [k / 32, n]
+    """
     (tokens, size), columns = rows.shape, weight.shape[-1]
     count = size // BLOCK
     parts, steps = (
@@ -192,16 +220,22 @@ def product_of_blocks(
 
 
 def as_bytes(
-    form: Form, value: Value, source: torch.dtype, wanted: torch.dtype = torch.int8
+    form: Form, value: Value, source: torch.dtype, element: torch.dtype = torch.int8
 ) -> Value:
-    """Numbers of a dtype, read as as many of one byte each, side by side on the last axis."""
-    if source == wanted:
+    """Elements of ``source`` reinterpreted as elements of one byte, side by side on the last
+    axis.
+    """
+    if source == element:
         return value
-    each = [form.function("byte", (place, str(source)), value) for place in range(source.itemsize)]
+    byte_values = [
+        form.function("byte", (place, str(source)), value) for place in range(source.itemsize)
+    ]
     lead, size = value.shape[:-1], value.shape[-1]
-    found = form.join([form.reshape(one, (*value.shape, 1)) for one in each], -1)
-    found = form.reshape(found, (*lead, size * source.itemsize))
-    return found if wanted == INT8.element else form.function("as", str(wanted), found)
+    joined = form.join(
+        [form.reshape(byte_value, (*value.shape, 1)) for byte_value in byte_values], -1
+    )
+    joined = form.reshape(joined, (*lead, size * source.itemsize))
+    return joined if element == INT8.element else form.function("as", str(element), joined)
 
 
 # -- operators
@@ -211,29 +245,35 @@ def as_bytes(
 def _(c: Call, x: Value, decimals: int = 0) -> Value:
     if decimals or not x.active:
         raise Departs
-    return rounded(c, x)
+    return round_to_integers(c, x)
 
 
 @operator("clamp", "clip", "clamp_min", "clamp_max")
 def _(c: Call, x: Value, min: Any = None, max: Any = None) -> Value:
-    ends = min, max
+    limits = min, max
     if not x.active:
-        return _beside_clamp(c, x, *ends)
+        return _clamp_inactive(c, x, *limits)
     is_pair = isinstance(min, Value) and isinstance(max, Value) and filled_with(min) is None
     if is_pair and c.form.negated(min) is max:
         return c.function("clip", (), x, max)
-    least, most = (_end(c, end, default) for end, default in zip(ends, (-inf, inf), strict=True))
+    least, most = (
+        _bound_of(c, limit, default) for limit, default in zip(limits, (-inf, inf), strict=True)
+    )
     if most == inf and _is_floor(c.form, x, least):
         return x
-    return bounded(c, x, least, most)
+    return clamp_to(c, x, least, most)
 
 
-def _end(c: Call, given: Any, default: float) -> float:
-    return default if given is None else float(c.number_of(given))
+def _bound_of(c: Call, operand: Any, default: float) -> float:
+    """A bound of a clamp as a float."""
+    return default if operand is None else float(c.number_of(operand))
 
 
 def _is_floor(form: Form, value: Value, least: float) -> bool:
-    """Is it a floor under the largest of a row, or under a step of it, that no row comes near?"""
+    """True for a bound under the largest of a row, or under its step, that no row comes near.
+
+    It is listed as assumed.
+    """
     times = 1.0
     if not least > 0:
         return False
@@ -248,7 +288,7 @@ def _is_floor(form: Form, value: Value, least: float) -> bool:
 
 
 def _is_length(value: Value) -> bool:
-    """Is it the root of a row's sum of squares?"""
+    """True for the root of a row's sum of squares."""
     if value.op != "product" or set(value.literal[0]) != {Fraction(1, 2)}:
         return False
     inner = value.sources[0]
@@ -257,14 +297,16 @@ def _is_length(value: Value) -> bool:
     return inner.op == "reduce" and inner.sources[0].op == "product"
 
 
-def _beside_clamp(c: Call, x: Value, least: Any, most: Any) -> Value:
-    """Ends that no number comes near are left out."""
-    found = bounds.of(x)
-    if found is not None:
-        ends = [None if end is None else float(c.number_of(end)) for end in (least, most)]
-        if (ends[0] is None or ends[0] <= found[0]) and (ends[1] is None or found[1] <= ends[1]):
+def _clamp_inactive(c: Call, x: Value, least: Any, most: Any) -> Value:
+    """A clamp of a Value that is not active. It is left out if no element can pass a bound."""
+    value_bounds = bounds.of(x)
+    if value_bounds is not None:
+        limits = [None if limit is None else float(c.number_of(limit)) for limit in (least, most)]
+        if (limits[0] is None or limits[0] <= value_bounds[0]) and (
+            limits[1] is None or value_bounds[1] <= limits[1]
+        ):
             return x
-    values = [c.value(end) for end in (least, most) if end is not None]
+    values = [c.value(limit) for limit in (least, most) if limit is not None]
     return c.function("clamp", (least is None, most is None), x, *values)
 
 
@@ -279,56 +321,58 @@ def _(c: Call, x: Value, dim: Any = None, keepdim: bool = False, other: Any = No
         raise Departs
     form = c.form
     if c.name in ("amax", "max") and x.op == "function" and x.literal[0] == "abs":
-        found = largest(form, x.sources[0])
+        maximum = largest(form, x.sources[0])
     elif c.name in ("amax", "max"):
-        found = _greatest(form, x)
+        maximum = _row_maximum(form, x)
     else:
-        found = form.negated(_greatest(form, form.negated(x)))
-    found = found if keepdim else form.reshape(found, x.shape[:-1])
+        maximum = form.negated(_row_maximum(form, form.negated(x)))
+    maximum = maximum if keepdim else form.reshape(maximum, x.shape[:-1])
     if c.name in ("amax", "amin"):
-        return found
-    return [found, form.opaque("place of", c.name, [x], found.shape, torch.int64)]
+        return maximum
+    return [maximum, form.opaque("place of", c.name, [x], maximum.shape, torch.int64)]
 
 
-def _greatest(form: Form, rows: Value) -> Value:
+def _row_maximum(form: Form, rows: Value) -> Value:
+    """The greatest element of each row, kept with size 1."""
     elements = form.function("element", (), rows)
     return form.function("greatest", (), form.reduce(elements, [-1], keep=True))
 
 
 @operator("maximum", "minimum")
 def _greater(c: Call, x: Any, other: Any) -> Value:
-    one, two = c.value(x), c.value(other)
+    """The greater (or the smaller) of two operands: a clamp if one is a number."""
+    first, second = c.value(x), c.value(other)
     is_most = c.name in ("maximum", "max")
-    name, wanted = ("maximum", "minimum") if is_most else ("minimum", "maximum")
-    if not (one.active or two.active):
-        return c.function(name, (), *sorted((one, two), key=lambda value: value.serial))
+    name, opposite = ("maximum", "minimum") if is_most else ("minimum", "maximum")
+    if not (first.active or second.active):
+        return c.function(name, (), *sorted((first, second), key=lambda value: value.serial))
     form = c.form
-    for value, end in ((one, two), (two, one)):
-        filled = filled_with(end)
+    for value, limit_value in ((first, second), (second, first)):
+        filled = filled_with(limit_value)
         if filled is None:
             continue
         limit = float(filled.literal[1])
         if is_most and _is_floor(c.form, value, limit):
             return form.expand(value, c.shape)
-        ends = (limit, inf) if is_most else (-inf, limit)
-        return form.expand(bounded(c, value, *ends), c.shape)
-    if is_most and one.shape == two.shape:
-        ends_of = [_end_of_rows(value) for value in (one, two)]
-        if None not in ends_of and form.negated(ends_of[0]) is ends_of[1]:  # type: ignore[arg-type]
-            found = largest(form, ends_of[0])  # type: ignore[arg-type]
-            return form.reshape(found, one.shape)
-    for value, limit_of in ((one, two), (two, one)):  # minimum(maximum(v, -limit), limit)
-        if value.op == "function" and value.literal[0] == wanted:
-            for inner, bound in (value.sources, value.sources[::-1]):
-                if form.negated(bound) is limit_of:
-                    top = bound if is_most else limit_of
-                    if not is_most or is_size(top):
-                        return c.function("clip", (), inner, top)
-    return c.function(name, (), *sorted((one, two), key=lambda value: value.serial))
+        limits = (limit, inf) if is_most else (-inf, limit)
+        return form.expand(clamp_to(c, value, *limits), c.shape)
+    if is_most and first.shape == second.shape:
+        row_sources = [_rows_of_maximum(value) for value in (first, second)]
+        if None not in row_sources and form.negated(row_sources[0]) is row_sources[1]:  # type: ignore[arg-type]
+            maximum = largest(form, row_sources[0])  # type: ignore[arg-type]
+            return form.reshape(maximum, first.shape)
+    for value, limit_of in ((first, second), (second, first)):  # minimum(maximum(v, -limit), limit)
+        if value.op == "function" and value.literal[0] == opposite:
+            for inner, bound_value in (value.sources, value.sources[::-1]):
+                if form.negated(bound_value) is limit_of:
+                    upper_bound = bound_value if is_most else limit_of
+                    if not is_most or is_size(upper_bound):
+                        return c.function("clip", (), inner, upper_bound)
+    return c.function(name, (), *sorted((first, second), key=lambda value: value.serial))
 
 
-def _end_of_rows(value: Value) -> Value | None:
-    """The rows of which it is the greatest element."""
+def _rows_of_maximum(value: Value) -> Value | None:
+    """The rows whose greatest element a Value is; None for other Values."""
     while value.op == "reshape":
         value = value.sources[0]
     if value.op != "function" or value.literal[0] != "greatest":
@@ -345,31 +389,36 @@ def _(c: Call, x: Any, other: Any) -> Value:
     return c.function(c.name, (), *values)
 
 
-def guarded(c: Call, condition: Value, one: Value, other: Value) -> Value | None:
-    """Of ``one`` where a condition holds, else ``other``: the largest of a row, or a step of it,
-    that is replaced where it is 0. No row is 0 throughout.
+def without_zero_guard(c: Call, condition: Value, if_true: Value, if_false: Value) -> Value | None:
+    """A ``where`` that replaces a row's largest element if it is 0: returns the largest element.
+
+    if_true   the result where the condition is true
+    if_false  the result where it is false
+
+    None for any other ``where``. That no row is 0 throughout is listed as assumed.
     """
     if condition.op != "function" or condition.literal[0] not in ("eq", "ne"):
         return None
-    kept = other if condition.literal[0] == "eq" else one
+    nonzero = if_false if condition.literal[0] == "eq" else if_true
     is_zero = any(
         (filled := filled_with(side)) is not None and not filled.literal[1].ratio
         for side in condition.sources
     )
     sizes = [side for side in condition.sources if is_size(side)]
-    if not is_zero or len(sizes) != 1 or not is_size(kept):
+    if not is_zero or len(sizes) != 1 or not is_size(nonzero):
         return None
     c.form.assumed.append("no row is 0 throughout, which is asked")
-    return kept
+    return nonzero
 
 
-def _kind(given: int | None, in_blocks: bool = False) -> NumberFormat:
+def _format_of(dst_type: int | None, in_blocks: bool = False) -> NumberFormat:
+    """The format that an argument ``dst_type`` names. Raises Departs."""
     from mla_fusion.meta import number_formats
 
-    found = number_formats.of_dst_type(given, in_blocks)
-    if found is None:
+    kind = number_formats.of_dst_type(dst_type, in_blocks)
+    if kind is None:
         raise Departs
-    return found
+    return kind
 
 
 @operator("npu::npu_dynamic_quant")
@@ -386,7 +435,7 @@ def _(
         raise Departs
     form = c.form
     rows = input if smooth_scales is None else form.times(input, form.bare(smooth_scales))
-    values, step = by_row(form, rows, _kind(dst_type))
+    values, step = by_row(form, rows, _format_of(dst_type))
     return [values, form.reshape(step, step.shape[:-1])]
 
 
@@ -404,7 +453,7 @@ def _(
     is_usual = axis % rank == rank - 1 and round_mode == "rint" and block_size == BLOCK
     if not input.active or not is_usual or any(others.values()):
         raise Departs
-    _kind(dst_type, in_blocks=True)
+    _format_of(dst_type, in_blocks=True)
     if input.shape[-1] % (2 * BLOCK):
         raise Departs
     values, scale = by_block(c.form, input)
@@ -422,7 +471,7 @@ def _(
     col_block_size: int = 128,
     dst_type_max: float = 0,
 ) -> Any:
-    kind, tile = _kind(dst_type), col_block_size
+    kind, tile = _format_of(dst_type), col_block_size
     is_usual = not min_scale and round_mode == kind.block_rounding and row_block_size == 1
     if not x.active or not is_usual or dst_type_max or x.shape[-1] % tile:
         raise Departs
@@ -446,10 +495,10 @@ def _(
         raise Departs
     form, shape = c.form, [1] * len(input.shape)
     shape[axis] = scales.shape[-1] if scales.shape else 1
-    found = c.product([(input, 1), (form.reshape(scales, shape), -1 if div_mode else 1)])
+    scaled = c.product([(input, 1), (form.reshape(scales, shape), -1 if div_mode else 1)])
     if zero_points is not None:
-        found = form.plus(found, form.bare(form.reshape(zero_points, shape)))
-    return saturated(form, found)
+        scaled = form.plus(scaled, form.bare(form.reshape(zero_points, shape)))
+    return saturated(form, scaled)
 
 
 @operator("npu::npu_quant_matmul")
@@ -474,30 +523,30 @@ def _(
         raise Departs
     if bias is not None and (bias.dtype != torch.int32 or pertoken_scale is not None):
         raise Departs
-    lead = x1.shape[:-1]
-    rows = form.reshape(x1, (prod(lead), x1.shape[-1]))
+    leading = x1.shape[:-1]
+    rows = form.reshape(x1, (prod(leading), x1.shape[-1]))
     if any(group_sizes or ()):
         is_other = list(group_sizes) != [1, 1, BLOCK] or pertoken_scale is None
         if is_other or bias is not None or x1_dtype is not None:
             raise Departs
-        if pertoken_scale.shape[:-2] != lead:
+        if pertoken_scale.shape[:-2] != leading:
             raise Departs
         c.equate(pertoken_scale.shape[-2], rows.shape[1] // (2 * BLOCK))
         c.equate(pertoken_scale.shape[-1], 2)
-        of_rows = form.reshape(pertoken_scale, (rows.shape[0], rows.shape[1] // BLOCK))
-        of_weight = form.permute(scale, (0, 2, 1))
-        of_weight = form.reshape(of_weight, (rows.shape[1] // BLOCK, x2.shape[-1]))
-        found = product_of_blocks(form, rows, x2, of_rows, of_weight)
+        row_scales = form.reshape(pertoken_scale, (rows.shape[0], rows.shape[1] // BLOCK))
+        weight_scales = form.permute(scale, (0, 2, 1))
+        weight_scales = form.reshape(weight_scales, (rows.shape[1] // BLOCK, x2.shape[-1]))
+        product = product_of_blocks(form, rows, x2, row_scales, weight_scales)
     else:
-        found = form.dot(read_as(form, rows, x1_dtype), x2)
+        product = form.dot(read_as(form, rows, x1_dtype), x2)
         if bias is not None:
-            found = form.plus(found, form.bare(bias))
+            product = form.plus(product, form.bare(bias))
         if c.dtype == torch.int32:
-            return form.reshape(found, c.shape)
-        factors: list[tuple[Value, int]] = [(found, 1), (form.bare(scale), 1)]
+            return form.reshape(product, c.shape)
+        factors: list[tuple[Value, int]] = [(product, 1), (form.bare(scale), 1)]
         if pertoken_scale is not None:
             step = form.reshape(pertoken_scale, (rows.shape[0], 1))
             factors.append((form.bare(step), 1))
-        found = form.product(factors)
-    found = form.reshape(found, c.shape)
-    return saturated(form, found) if c.dtype == torch.int8 else found
+        product = form.product(factors)
+    product = form.reshape(product, c.shape)
+    return saturated(form, product) if c.dtype == torch.int8 else product

@@ -1,9 +1,13 @@
-"""An FX graph read into Values: each node once, in order.
+"""Reads an FX graph into Values: each node once, in order.
 
-Arguments are bound to the schema, and the operator's rule is called with them. An operator without
-a rule is decomposed by torch into those that have one; what is left is opaque: a function of all
-that it reads. A symbol is bound to a large prime, so that a size that is made of it is told from
-every other; what the graph computes with a size as a number is a leaf.
+This is the first stage of the pass. ``propose/`` analyses the Values that it makes.
+
+The arguments of a node are bound to the operator's schema, and the operator's rule is called with
+them. If the operator has no rule, torch decomposes it into operators that have one. If that fails,
+the node is opaque: a function of all that it reads.
+
+Each symbolic size is bound to a large prime, so that it differs from every other size. A size that
+the graph uses as a number is a leaf.
 """
 
 from __future__ import annotations
@@ -20,10 +24,11 @@ from torch.fx import GraphModule, Node
 
 from mla_fusion.compat import OpOverload, guarded_equal, schema_of
 from mla_fusion.fx import registered
+from mla_fusion.fx.kinds import signature
 from mla_fusion.fx.sizes import Binding
 from mla_fusion.fx.sizes import expression as expression_of
 from mla_fusion.graph import arithmetic, decompose, fused, moves, quantise
-from mla_fusion.graph.call import RULES, Alike, Call, Departs, Pair, Size, name_of
+from mla_fusion.graph.call import RULES, Call, Departs, EqualSizes, Pair, Size, name_of
 from mla_fusion.graph.form import Form, Value, filled_with
 from mla_fusion.graph.numbers import LEAST_BOUND, Number, is_open, is_rough
 from mla_fusion.graph.parameters import parameters
@@ -31,49 +36,54 @@ from mla_fusion.graph.parameters import parameters
 __all__ = ["Graph", "Reading", "arithmetic", "fused", "moves", "quantise"]
 
 Reading = Any  # a Value, a Pair, a list of these, a number, or None
-# their halves, their quarters and the differences between them have large factors, too
+# halves, quarters and differences of these have large prime factors, too
 _FIRST_PRIMES = (10007, 11083, 12517, 15629, 19427, 21881, 26513, 34261, 38119, 43987)
-_FOLDED = 1 << 16  # elements of a tensor of literals that is computed when it is read
-_PLACES = ("shifts", "index", "offset", "diagonal")
-# arguments written though no schema says so, and the results that hold the same
-_HIDDEN = {"npu::npu_kv_rmsnorm_rope_cache": {5: 0, 6: 1}}
+_MOST_FOLDED = 1 << 16  # most elements of a tensor of literals that is computed while reading
+_PLACE_ARGUMENTS = ("shifts", "index", "offset", "diagonal")
+# places of arguments that an operator writes against its schema: the result that holds the same
+_HIDDEN_WRITES = {"npu::npu_kv_rmsnorm_rope_cache": {5: 0, 6: 1}}
 _SCATTERS = {"slice": "slice_scatter", "select": "select_scatter"}
-_FAILS = (ValueError, RuntimeError, TypeError, LookupError, AssertionError, AttributeError)
+_RULE_ERRORS = (ValueError, RuntimeError, TypeError, LookupError, AssertionError, AttributeError)
 
 
 class Graph:
-    """
-    readings  what each node is
-    nodes     of each Value, the nodes that hold it, in order
-    written   by placeholder, what the graph leaves in it
-    stale     readers, with nodes that hold other numbers later
-    changed   nodes that are written later, or look at memory that is, with what they are before
-    within    of each Value that is made on the way to a node and that no node holds, that node
-    assumed   what was taken for granted of numbers where a node was read
-    registered  calls of the user's own operators, with the functions that they were read as: that
-              of the call first
-    unused    by the name of an operator, why the function registered for it was not used
-    hidden    inputs that an operator writes unseen, with it
-    parameters  inputs that are the model's own
-    symbols   what each symbol is bound to
-    sizes     the symbolic sizes, by the numbers that they are bound to
+    """An FX graph as Values.
+
+    readings    by node, what it is: a Value, a Pair, a list of these, a number, or None
+    nodes       by Value, the nodes that hold it, in order
+    written     by placeholder, the Value that the graph leaves in it
+    stale       pairs (reader, node): the reader read the node before it was written
+    changed     by node that is written later, or views memory that is: its reading before
+    enclosing   by Value that no node holds: the node whose decomposition or function makes it
+    assumed     by node, the assumptions about numbers under which it was read
+    registered  by node, the user's own operators whose functions were read for it, its own first
+    unused      by operator name, why the function registered for it was not used
+    hidden      by input that an operator writes without saying so in its schema: the operator's
+                node
+    parameters  the inputs that belong to the model
+    symbols     by symbol's name, the number that it is bound to
+    sizes       by number, the symbolic size that is bound to it
     """
 
-    def __init__(self, gm: GraphModule, own: Collection[Node] | None = None) -> None:
-        """``own``: the inputs that are the model's; None: as they are used."""
+    def __init__(self, gm: GraphModule, model_inputs: Collection[Node] | None = None) -> None:
+        """Reads the graph of ``gm``.
+
+        model_inputs  the inputs that belong to the model; None: they are found by their use
+        """
         self.gm = gm
-        self.parameters = parameters(gm.graph) if own is None else own
+        self.parameters = parameters(gm.graph) if model_inputs is None else model_inputs
         self.symbols: dict[str, int] = {}
-        self._numbers: dict[Any, Any] | None = None  # sizes that guards make so many
-        self._functions: tuple[OpOverload, ...] = ()  # of the user's, in which the graph stands
+        self._guarded_numbers: dict[Any, Any] | None = None  # sizes that guards fix to a number
+        self._open_functions: tuple[OpOverload, ...] = ()  # user's operators being read
         self.form, self.sizes = Form(), dict[int, Any]()
-        while not self._is_read():
+        while not self._has_read():
             self.form, self.sizes = Form(), {}
 
-    def _begin(self) -> None:
+    def _clear(self) -> None:
+        """Empties all that reading fills."""
         self.readings: dict[Node, Reading] = {}
         self.nodes: dict[Value, list[Node]] = {}
-        self.within: dict[Value, Node] = {}
+        self.enclosing: dict[Value, Node] = {}
         self.registered: dict[Node, tuple[OpOverload, ...]] = {}
         self.unused: dict[str, str] = {}
         self.written: dict[Node, Value] = {}
@@ -81,456 +91,563 @@ class Graph:
         self.stale: set[tuple[Node, Node]] = set()
         self.changed: dict[Node, Reading] = {}
         self.assumed: dict[Node, tuple[str, ...]] = {}
-        self._views: dict[Node, list[Node]] = {}
+        self._aliases: dict[Node, list[Node]] = {}
 
-    def _is_read(self) -> bool:
-        """False: two symbols are one, and the graph is to be read again."""
-        self._begin()
+    def _has_read(self) -> bool:
+        """Reads every node. Returns False if two sizes turned out to be equal: read again."""
+        self._clear()
         try:
             for node in self.gm.graph.nodes:
                 self._read(node)
-        except Alike as pair:
-            old, new = pair.args
+        except EqualSizes as equal:
+            old, new = equal.args
             self.symbols = {
-                name: new if bound == old else bound for name, bound in self.symbols.items()
+                name: new if number == old else number for name, number in self.symbols.items()
             }
             return False
         return True
 
     @cached_property
-    def early(self) -> set[Node]:
-        """Whose memory a step changes, and another may read after it: copies into inputs that end
-        the graph are none.
-        """
-        found, read = set[Node](), set[Node]()
-        for node in reversed(self.gm.graph.nodes):
-            written = set(map(self.base, _changed(node)))
-            is_copy = node.target is torch.ops.aten.copy_.default
-            found |= written & read if is_copy else written
-            if node.op != "output" and not is_copy:
-                read.update(map(self.base, node.all_input_nodes))
-        return found
+    def early_writes(self) -> set[Node]:
+        """The nodes whose memory is written before the end of the graph.
 
-    def holding(self, value: Value) -> Iterator[Node]:
-        """The nodes that hold a Value, in its shape or another, from where they stand to the end
-        of the graph, or up to a copy that ends it.
+        Copies into inputs do not count if nothing reads the memory after them.
+        """
+        nodes, read_later = set[Node](), set[Node]()
+        for node in reversed(self.gm.graph.nodes):
+            written = set(map(self.base, written_arguments(node)))
+            is_copy = node.target is torch.ops.aten.copy_.default
+            nodes |= written & read_later if is_copy else written
+            if node.op != "output" and not is_copy:
+                read_later.update(map(self.base, node.all_input_nodes))
+        return nodes
+
+    @cached_property
+    def writers(self) -> dict[Node, list[Node]]:
+        """The nodes that write in place, by the base of what they write."""
+        writers: dict[Node, list[Node]] = {}
+        for node in self.gm.graph.nodes:
+            for operand in written_arguments(node):
+                writers.setdefault(self.base(operand), []).append(node)
+        return writers
+
+    def nodes_holding(self, value: Value) -> Iterator[Node]:
+        """Yields the nodes that hold a Value, or a reshape of it.
+
+        Each holds it from its place in the graph to the end, or until a copy that ends the graph.
         """
         origin = self._origin(value)
-        for node in self.in_any_shape(value):
+        for node in self.nodes_in_any_shape(value):
             reading = self.readings[node]
             if isinstance(reading, Pair):
                 is_held = value in (reading.real, reading.imag)
             elif node.op == "placeholder":
-                is_held = origin[1].op == "leaf" and node not in self.early
+                is_held = origin[1].op == "leaf" and node not in self.early_writes
             else:
                 base = self.base(node)
-                if node in self.changed and base.op == "placeholder" and base not in self.early:
+                if (
+                    node in self.changed
+                    and base.op == "placeholder"
+                    and base not in self.early_writes
+                ):
                     reading = self.changed[node]
                 is_same = isinstance(reading, Value) and self._origin(reading) == origin
                 is_held = is_same and reading is self.changed.get(node, reading)
             if is_held:
                 yield node
 
-    def in_any_shape(self, value: Value) -> list[Node]:
-        """The nodes that hold a Value; where none does, those that hold it in another shape, as
-        they do a product of sequences; else the one that it is made on the way to.
+    def nodes_in_any_shape(self, value: Value) -> list[Node]:
+        """The nodes that hold a Value; if none does, the nodes that hold a reshape of it.
+
+        If none does either, the one node that makes it on the way, if there is one.
         """
-        near = [self.within[value]] if value in self.within else []
-        return self.nodes.get(value) or self._by_origin.get(self._origin(value), near)
+        enclosing_nodes = [self.enclosing[value]] if value in self.enclosing else []
+        return self.nodes.get(value) or self._nodes_by_origin.get(
+            self._origin(value), enclosing_nodes
+        )
 
     def _origin(self, value: Value) -> tuple[Number, Value]:
-        """Equal for Values that are reshapes of each other."""
+        """A key that is equal for Values that are reshapes of each other."""
         times, inner = self.form.split(value)
         while inner.op == "reshape":
             inner = inner.sources[0]
         return times, inner
 
     @cached_property
-    def _by_origin(self) -> dict[tuple[Number, Value], list[Node]]:
-        found: dict[tuple[Number, Value], list[Node]] = {}
+    def _nodes_by_origin(self) -> dict[tuple[Number, Value], list[Node]]:
+        """The nodes that hold a Value with the key, in order."""
+        nodes_of: dict[tuple[Number, Value], list[Node]] = {}
         for value, nodes in self.nodes.items():
-            found.setdefault(self._origin(value), []).extend(nodes)
-        return {origin: sorted({*nodes}) for origin, nodes in found.items()}
+            nodes_of.setdefault(self._origin(value), []).extend(nodes)
+        return {origin: sorted({*nodes}) for origin, nodes in nodes_of.items()}
 
     @property
     def live(self) -> list[Value]:
-        """What the graph gives out or writes, and what nobody reads."""
-        found = dict[Value, None]()
+        """The Values that the graph returns or writes, and the Values that nothing reads."""
+        values = dict[Value, None]()
         for node in self.gm.graph.nodes:
             if node.op == "output":
-                read = [self.readings.get(one) for one in node.all_input_nodes]
+                readings = [self.readings.get(node) for node in node.all_input_nodes]
             else:
-                read = [] if node.users else [self.readings.get(node)]
-            found |= dict.fromkeys(values_of(read))
-        return [*found, *self.written.values()]
+                readings = [] if node.users else [self.readings.get(node)]
+            values |= dict.fromkeys(values_of(readings))
+        return [*values, *self.written.values()]
 
     # -- sizes
 
-    def size(self, given: Any) -> int:
-        if isinstance(given, int):
-            return given
-        if self._numbers is None:
-            guarded = Binding()
-            for pair in guarded_equal(given):
-                guarded.equate(*pair)
-            self._numbers = guarded.numbers
-        expression = _in_atoms(expression_of(given).xreplace(self._numbers))
+    def size(self, size: Any) -> int:
+        """The number that a size is bound to: an int, or a Size for a symbolic one."""
+        if isinstance(size, int):
+            return size
+        if self._guarded_numbers is None:
+            guards = Binding()
+            for pair in guarded_equal(size):
+                guards.equate(*pair)
+            self._guarded_numbers = guards.numbers
+        expression = _sum_of_products(expression_of(size).xreplace(self._guarded_numbers))
         for symbol in expression.free_symbols:
             name = str(symbol)
             if name not in self.symbols:
-                used = len(self.symbols)
-                self.symbols[name] = _prime(used)
-        bound = {symbol: self.symbols[str(symbol)] for symbol in expression.free_symbols}
-        found = Size(int(expression.subs(bound)), str(expression))
-        if found > 1 and any(map(is_open, bound.values())):
-            self.sizes.setdefault(int(found), given)
-        return found
+                symbol_count = len(self.symbols)
+                self.symbols[name] = _prime(symbol_count)
+        numbers = {symbol: self.symbols[str(symbol)] for symbol in expression.free_symbols}
+        bound_size = Size(int(expression.subs(numbers)), str(expression))
+        if bound_size > 1 and any(map(is_open, numbers.values())):
+            self.sizes.setdefault(int(bound_size), size)
+        return bound_size
 
     def unbound(self, number: int) -> Any:
-        """The size of the graph that was bound to a number, or a product of such sizes; else the
-        number. Raises LookupError where a literal may be as large.
+        """The graph's size that was bound to ``number``, or the product of such sizes.
+
+        Returns ``number`` itself if it stands for no size. Raises LookupError if it is both a
+        symbolic size's number and small enough to be a literal.
         """
         if number in self.sizes:
             if number < LEAST_BOUND:
                 raise LookupError(f"{number} is a literal, or {self.sizes[number]}")
             return self.sizes[number]
-        for bound, size in self.sizes.items():
-            if number and number % bound == 0 and is_rough(bound):
-                return size * self.unbound(number // bound)
+        for bound_number, size in self.sizes.items():
+            if number and number % bound_number == 0 and is_rough(bound_number):
+                return size * self.unbound(number // bound_number)
         return number
 
     def shape(self, sizes: Sequence[Any]) -> tuple[int, ...]:
-        found = tuple(sizes)
-        if all(type(size) is int for size in found):
-            return found
-        return tuple(int(self.size(size)) for size in found)
+        """The sizes as bound numbers."""
+        shape = tuple(sizes)
+        if all(type(size) is int for size in shape):
+            return shape
+        return tuple(int(self.size(size)) for size in shape)
 
     # -- nodes
 
     def _read(self, node: Node) -> None:
+        """Reads one node, with its assumptions."""
         self.form.assumed.clear()
-        found = self._reading(node)
+        reading = self._read_node(node)
         if self.form.assumed:
             self.assumed[node] = (*dict.fromkeys(self.form.assumed),)
-        self._note(node, found)
+        self._record(node, reading)
 
-    def _note(self, node: Node, found: Reading) -> None:
-        self.readings[node] = found
-        for value in (found,) if isinstance(found, Value) else values_of(found):
+    def _record(self, node: Node, reading: Reading) -> None:
+        """Records what a node is."""
+        self.readings[node] = reading
+        for value in (reading,) if isinstance(reading, Value) else values_of(reading):
             self.nodes.setdefault(value, []).append(node)
 
-    def _reading(self, node: Node) -> Reading:
-        held = node.meta.get("val")
+    def _read_node(self, node: Node) -> Reading:
+        """Returns what a node is, and records what it writes."""
+        meta_value = node.meta.get("val")
         if node.op == "output":
             return None
         if node.op == "placeholder":
-            if isinstance(held, torch.Tensor):
-                return self._leaf(node.name, held, node in self.parameters)
-            return self.size(held) if isinstance(held, (int, torch.SymInt)) else None
+            if isinstance(meta_value, torch.Tensor):
+                return self._leaf(node.name, meta_value, node in self.parameters)
+            return self.size(meta_value) if isinstance(meta_value, (int, torch.SymInt)) else None
         if node.op == "get_attr":
             return self._attribute(node)
-        if isinstance(held, (torch.SymInt, int)) and not isinstance(held, bool):
-            return self.size(held)
+        if isinstance(meta_value, (torch.SymInt, int)) and not isinstance(meta_value, bool):
+            return self.size(meta_value)
         if node.target is python.getitem:
-            source, place = self.argument(list(node.args))
-            return source[place] if isinstance(source, (list, tuple)) else None
+            items, place = self.argument(list(node.args))
+            self._note_alias(node)
+            return items[place] if isinstance(items, (list, tuple)) else None
         if not isinstance(node.target, OpOverload):
-            return self._unknown(node)
-        found = self._called(node)
-        for place, result in _HIDDEN.get(name_of(node.target), {}).items():
+            return self._make_opaque(node)
+        reading = self._read_call(node)
+        for place, result in _HIDDEN_WRITES.get(name_of(node.target), {}).items():
             cache = node.args[place]
             assert isinstance(cache, Node)
             self.hidden[self.base(cache)] = node
-            self._wrote(cache, found[result])
-        if is_in_place(node.target) and isinstance(node.args[0], Node):
-            self._wrote(node.args[0], found)
-        elif node.target.is_view and isinstance(node.args[0], Node):
-            self._views.setdefault(self.base(node), []).append(node)
-        return found
+            self._record_write(cache, reading[result])
+        if signature(node.target).is_in_place and isinstance(node.args[0], Node):
+            self._record_write(node.args[0], reading)
+        else:  # an operator with ``out``, or one that changes several
+            for operand in written_arguments(node):
+                value = self.readings[operand]
+                if isinstance(value, Value):
+                    name, shape, dtype = str(node.target), value.shape, value.dtype
+                    written = self.form.opaque(
+                        name, (node.name, operand.name), [value], shape, dtype
+                    )
+                    self._record_write(operand, written)
+        self._note_alias(node)
+        return reading
 
-    # -- what is written in place, through views too
+    # -- writes in place, through views too
 
     def base(self, node: Node) -> Node:
-        """The node whose memory a view looks at."""
-        while (
-            node.op == "call_function"
-            and isinstance(node.target, OpOverload)
-            and (node.target.is_view or is_in_place(node.target))
-            and isinstance(node.args[0], Node)
-        ):
-            node = node.args[0]
+        """The node whose memory a node views."""
+        while node.op == "call_function" and node.args:
+            source = node.args[0]
+            if not isinstance(source, Node):
+                break
+            schema = signature(source.target if node.target is python.getitem else node.target)
+            if not (schema.is_view or schema.is_in_place):
+                break
+            node = source
         return node
 
-    def _wrote(self, node: Node, new: Reading) -> None:
-        """``node`` holds new numbers, and so does all that looks at its memory."""
-        base, at = self.base(node), node
-        while at is not base and isinstance(new, Value):
-            above = at.args[0]
-            assert isinstance(above, Node)
-            if not is_in_place(at.target):
-                new = self._put_back(above, at, new)
-            at = above
-        self._hold(base, new)
-        if base.op == "placeholder" and isinstance(new, Value):
-            self.written[base] = new
-        for view in self._views.get(base, ()):
-            self._hold(view, self._called(view))
+    def _note_alias(self, node: Node) -> None:
+        base = self.base(node)
+        if base is not node:
+            self._aliases.setdefault(base, []).append(node)
 
-    def _hold(self, node: Node, reading: Reading) -> None:
-        before = self.readings.get(node)
-        if node in self.readings and before is not reading:
-            self.changed.setdefault(node, before)
-        if before is not reading:
+    def _record_write(self, node: Node, value: Reading) -> None:
+        """Records that a node's memory holds new numbers: for its base, and for every view of
+        it.
+        """
+        base, current = self.base(node), node
+        while current is not base and isinstance(value, Value):
+            viewed = current.args[0]
+            assert isinstance(viewed, Node)
+            if current.target is python.getitem:
+                value, viewed = self._undo_part(viewed, current, value), viewed.all_input_nodes[0]
+            elif not signature(current.target).is_in_place:
+                value = self._undo_view(viewed, current, value)
+            current = viewed
+        self._replace_reading(base, value)
+        if base.op == "placeholder" and isinstance(value, Value):
+            self.written[base] = value
+        for alias in self._aliases.get(base, ()):
+            if signature(alias.target).is_in_place:
+                reading = self.argument(alias.args[0])
+            elif alias.target is python.getitem:
+                items, place = self.argument(list(alias.args))
+                reading = items[place] if isinstance(items, list) else None
+            else:
+                reading = self._read_call(alias)
+            self._replace_reading(alias, reading)
+
+    def _replace_reading(self, node: Node, reading: Reading) -> None:
+        """Replaces the reading of a node after a write."""
+        previous = self.readings.get(node)
+        if node in self.readings and previous != reading:
+            self.changed.setdefault(node, previous)
+        if previous != reading:
             self.stale |= {(user, node) for user in node.users if user in self.readings}
         self.readings[node] = reading
         for value in values_of(reading):
             self.nodes.setdefault(value, []).append(node)
 
-    def _put_back(self, above: Node, view: Node, new: Value) -> Reading:
-        """What a view was taken of, with new numbers in the view."""
-        whole, name = self.readings[above], name_of(view.target)
-        scatter = _SCATTERS.get(name)
-        if not isinstance(whole, Value):
+    def _undo_part(self, split: Node, part: Node, value: Value) -> Reading:
+        """Returns the reading of what was split after a part of it was overwritten by ``value``."""
+        source, place = self.argument(split.args[0]), part.args[1]
+        parts = self.readings[split]
+        if not isinstance(source, Value) or not isinstance(parts, list):
             return None
-        given = bound(view.target, self.argument(list(view.args)), {})
-        call = Call(self.form, name, whole.shape, whole.dtype)
-        if scatter is not None:
-            return RULES[scatter](call, **{**given, "src": new})
-        if name in ("permute", "transpose", "t"):
-            rank = len(whole.shape)
-            named = self.form.leaf("order", tuple(range(2, rank + 2)), whole.dtype, False)
-            order = [size - 2 for size in RULES[name](call, **{**given, "x": named}).shape]
-            return self.form.permute(new, [order.index(axis) for axis in range(rank)])
-        is_whole = prod(new.shape) == prod(whole.shape)
-        return self.form.reshape(new, whole.shape) if is_whole else None
+        axis = bind_arguments(split.target, self.argument(list(split.args)), {}).get("dim", 0)
+        assert isinstance(place, int)
+        if len(value.shape) < len(source.shape):
+            call = Call(self.form, "select_scatter", source.shape, source.dtype)
+            return RULES[call.name](call, source, value, axis, place)
+        start = sum(item.shape[axis] for item in parts[:place])
+        call = Call(self.form, "slice_scatter", source.shape, source.dtype)
+        return RULES[call.name](call, source, value, axis, start, start + value.shape[axis])
 
-    def _leaf(self, name: str, held: torch.Tensor, model: bool) -> Reading:
-        shape = self.shape(held.shape)
-        if held.is_complex():
+    def _undo_view(self, viewed: Node, view: Node, value: Value) -> Reading:
+        """Returns the reading of ``viewed`` after ``view`` of it was overwritten by ``value``.
+
+        None if the view cannot be undone.
+        """
+        viewed_value, name = self.readings[viewed], name_of(view.target)
+        scatter = _SCATTERS.get(name)
+        if not isinstance(viewed_value, Value):
+            return None
+        arguments = bind_arguments(view.target, self.argument(list(view.args)), {})
+        call = Call(self.form, name, viewed_value.shape, viewed_value.dtype)
+        if scatter is not None:
+            return RULES[scatter](call, **{**arguments, "src": value})
+        if name in ("permute", "transpose", "t"):
+            rank = len(viewed_value.shape)
+            numbered_axes = self.form.leaf(
+                "order", tuple(range(2, rank + 2)), viewed_value.dtype, False
+            )
+            order = [
+                size - 2 for size in RULES[name](call, **{**arguments, "x": numbered_axes}).shape
+            ]
+            return self.form.permute(value, [order.index(axis) for axis in range(rank)])
+        is_whole = prod(value.shape) == prod(viewed_value.shape)
+        return self.form.reshape(value, viewed_value.shape) if is_whole else None
+
+    def _leaf(self, name: str, tensor: torch.Tensor, model: bool) -> Reading:
+        """The leaf of an input or an attribute: a Pair for a complex tensor."""
+        shape = self.shape(tensor.shape)
+        if tensor.is_complex():
             parts = (
                 self.form.leaf(f"{name}.{part}", shape, torch.float32, model)
                 for part in ("real", "imag")
             )
             return Pair(*parts)
-        return self.form.leaf(name, shape, held.dtype, model)
+        return self.form.leaf(name, shape, tensor.dtype, model)
 
     def _attribute(self, node: Node) -> Reading:
+        """The reading of an attribute: a constant for a small tensor of literals, else a leaf."""
         from mla_fusion.fx.kinds import attribute, is_literal
 
         tensor = attribute(node)
         if not isinstance(tensor, torch.Tensor):
-            return str(node.target)  # two calls of other graphs differ
-        is_plain = type(tensor) is torch.Tensor and tensor.device.type != "meta"
-        if is_plain and is_literal(node) and tensor.numel() <= _FOLDED:
+            return str(node.target)  # graphs of higher-order operators differ by name
+        has_elements = type(tensor) is torch.Tensor and tensor.device.type != "meta"
+        if has_elements and is_literal(node) and tensor.numel() <= _MOST_FOLDED:
             return self.constant(tensor)
         return self._leaf(f"attribute {node.target}", tensor, True)
 
     def constant(self, tensor: torch.Tensor) -> Reading:
+        """The constant of a tensor of literals: a Pair for a complex tensor."""
         if tensor.is_complex():
             return Pair(self.form.constant(tensor.real), self.form.constant(tensor.imag))
         return self.form.constant(tensor)
 
-    def argument(self, given: Any) -> Any:
-        if isinstance(given, Node):
-            return self.readings.get(given)
-        if isinstance(given, (list, tuple)):
-            return [self.argument(one) for one in given]
-        if isinstance(given, slice):
-            return slice(*map(self.argument, (given.start, given.stop, given.step)))
-        return self.size(given) if isinstance(given, torch.SymInt) else given
+    def argument(self, argument: Any) -> Any:
+        """An argument of a node with readings in place of nodes and numbers in place of sizes."""
+        if isinstance(argument, Node):
+            return self.readings.get(argument)
+        if isinstance(argument, (list, tuple)):
+            return [self.argument(item) for item in argument]
+        if isinstance(argument, slice):
+            return slice(*map(self.argument, (argument.start, argument.stop, argument.step)))
+        return self.size(argument) if isinstance(argument, torch.SymInt) else argument
 
-    def _called(self, node: Node) -> Reading:
+    def _read_call(self, node: Node) -> Reading:
+        """Returns what a call is: by its function, folding, its rule or decomposition; else
+        opaque.
+        """
         target = node.target
-        own = self._of_its_function(node)
-        if own is not None:
-            return own
-        args = self.argument(list(node.args))
-        options = {name: self.argument(given) for name, given in node.kwargs.items()}
-        held, given = node.meta.get("val"), bound(target, args, options)
-        if self.symbols and not self._is_for_any_size(given):
-            return self._unknown(node)
-        call = self.call(target, held)
-        if not _has_symbols(held):
-            folded = self._folded(target, args, options, held)
+        function_reading = self._read_user_operator(node)
+        if function_reading is not None:
+            return function_reading
+        positional = self.argument(list(node.args))
+        options = {name: self.argument(argument) for name, argument in node.kwargs.items()}
+        meta_value, arguments = node.meta.get("val"), bind_arguments(target, positional, options)
+        if self.symbols and not self._is_size_independent(arguments):
+            return self._make_opaque(node)
+        call = self.call(target, meta_value)
+        if not _has_symbols(meta_value):
+            folded = self._fold(target, positional, options, meta_value)
             if folded is not None:
                 return folded
-        found = self.run(call, target, given, node)
-        if found is None:
-            return self._unknown(node)
+        reading = self.run(call, target, arguments, node)
+        if reading is None:
+            return self._make_opaque(node)
         try:
-            if not isinstance(found, list) or len(found) == len(call.shape):
-                return self._as_held(call, found)
-            parts = held if isinstance(held, (list, tuple)) else []
-            places = [at for at, one in enumerate(parts) if one is not None]
-            for at, part in zip(
-                places, self._as_held(call, [found[at] for at in places]), strict=True
+            if not isinstance(reading, list) or len(reading) == len(call.shape):
+                return self._in_node_format(call, reading)
+            parts = meta_value if isinstance(meta_value, (list, tuple)) else []
+            places = [place for place, part in enumerate(parts) if part is not None]
+            for place, part in zip(
+                places,
+                self._in_node_format(call, [reading[place] for place in places]),
+                strict=True,
             ):
-                found[at] = part  # a listing has results that are read alone
-            return found
+                reading[place] = part  # a listing has results that are read alone
+            return reading
         except ValueError:  # of another size than the node has
-            return self._unknown(node)
+            return self._make_opaque(node)
 
-    def _is_for_any_size(self, given: dict[str, Any]) -> bool:
-        """Does a step at the number that a size is bound to speak for all of them? Not where the
-        size says at which place of an axis.
+    def _is_size_independent(self, arguments: dict[str, Any]) -> bool:
+        """True if the call means the same at every value of the sizes.
+
+        It does not if a symbolic size is a place along an axis.
         """
-        places = (given[name] for name in _PLACES if name in given)
-        return not any(isinstance(one, Size) for place in places for one in _flat(place))
+        place_arguments = (arguments[name] for name in _PLACE_ARGUMENTS if name in arguments)
+        return not any(
+            isinstance(item, Size) for argument in place_arguments for item in _flatten(argument)
+        )
 
-    def call(self, target: Any, held: Any) -> Call:
-        if isinstance(held, (list, tuple)):
-            tensors = [one for one in held if isinstance(one, torch.Tensor)]
-            shape: Any = [self.shape(one.shape) for one in tensors]
-            dtype: Any = [one.dtype for one in tensors]
-        elif isinstance(held, torch.Tensor):
-            shape, dtype = self.shape(held.shape), held.dtype
+    def call(self, target: Any, meta_value: Any) -> Call:
+        """The ``Call`` of an operator whose result is described by ``meta_value``."""
+        if isinstance(meta_value, (list, tuple)):
+            tensors = [tensor for tensor in meta_value if isinstance(tensor, torch.Tensor)]
+            shape: Any = [self.shape(tensor.shape) for tensor in tensors]
+            dtype: Any = [tensor.dtype for tensor in tensors]
+        elif isinstance(meta_value, torch.Tensor):
+            shape, dtype = self.shape(meta_value.shape), meta_value.dtype
         else:
             shape, dtype = (), torch.int64
         name = name_of(target)
-        return Call(
-            self.form, name.removesuffix("_") if is_in_place(target) else name, shape, dtype
-        )
+        if signature(target).is_in_place:
+            name = name.removesuffix("_")
+        return Call(self.form, name, shape, dtype)
 
-    def run(self, call: Call, target: Any, given: dict[str, Any], node: Node) -> Reading:
-        """What the rule makes of it, or its decomposition; None: it is opaque."""
-        pairs = any(map(_has_pair, given.values()))
-        if pairs and call.name in arithmetic.OF_PARTS:
-            part = _of_parts(call)
+    def run(self, call: Call, target: Any, arguments: dict[str, Any], node: Node) -> Reading:
+        """What the rule or the decomposition makes of a call; None: it is opaque."""
+        has_pairs = any(map(_has_pair, arguments.values()))
+        if has_pairs and call.name in arithmetic.OF_PARTS:
+            part = _call_of_parts(call)
             if part is None:
                 return None
             real, imag = (
                 self.run(
-                    part, target, {name: _part(one, side) for name, one in given.items()}, node
+                    part,
+                    target,
+                    {name: _part_of(argument, side) for name, argument in arguments.items()},
+                    node,
                 )
                 for side in ("real", "imag")
             )
             if real is None or imag is None:
                 return None
             if isinstance(real, list):
-                return [Pair(one, two) for one, two in zip(real, imag, strict=True)]
+                return [
+                    Pair(real_part, imag_part)
+                    for real_part, imag_part in zip(real, imag, strict=True)
+                ]
             return Pair(real, imag)
         rule = RULES.get(call.name)
-        if rule is not None and (not pairs or call.name in arithmetic.OF_COMPLEX):
+        if rule is not None and (not has_pairs or call.name in arithmetic.OF_COMPLEX):
             try:
-                return rule(call, **given)
+                return rule(call, **arguments)
             except Departs:
                 pass
-            except Alike as pair:
-                self._equate(*pair.args)
+            except EqualSizes as equal:
+                self._equate(*equal.args)
                 return None
-            except _FAILS as error:
-                self._find_alike(error)
-        is_random = torch.Tag.nondeterministic_seeded in target.tags
-        values = values_of(list(given.values()))
-        if not is_random and not pairs and any(value.active for value in values):
-            opened = decompose.traced(target, given)
-            return None if opened is None else self._opened(*opened, node)
+            except _RULE_ERRORS as error:
+                self._equate_sizes_of_error(error)
+        is_random = signature(target).is_random
+        values = values_of(list(arguments.values()))
+        if not is_random and not has_pairs and any(value.active for value in values):
+            traced = decompose.decomposition(target, arguments)
+            return None if traced is None else self._read_subgraph(*traced, node)
         return None
 
-    def _of_its_function(self, node: Node) -> Reading:
-        """A call of an operator of the user's own as what its function makes; None of others."""
+    def _read_user_operator(self, node: Node) -> Reading:
+        """A call of the user's own operator as its registered function makes it; None for
+        others.
+        """
         target: Any = node.target
         body = registered.body(node)
-        if body and target in self._functions:
+        if body and target in self._open_functions:
             body = "it calls the operator itself"
         if not isinstance(body, FxGraph):
             if body:
-                first = body.partition("\n")[0]
-                why = f"a function is registered for it and cannot be used: {first}"
-                self.unused[name_of(target)] = why
+                first_line = body.partition("\n")[0]
+                reason = f"a function is registered for it and cannot be used: {first_line}"
+                self.unused[name_of(target)] = reason
             return None
-        given = [self.readings[one] for one in node.all_input_nodes]
-        found = self._opened(body, given, node, (*self._functions, target))
-        return found[0] if isinstance(node.meta["val"], torch.Tensor) else found
+        readings = [self.readings[input_node] for input_node in node.all_input_nodes]
+        reading = self._read_subgraph(body, readings, node, (*self._open_functions, target))
+        return reading[0] if isinstance(node.meta["val"], torch.Tensor) else reading
 
-    def _opened(
+    def _read_subgraph(
         self,
         graph: FxGraph,
         values: Sequence[Reading],
-        at: Node,
+        caller: Node,
         functions: tuple[OpOverload, ...] | None = None,
     ) -> Reading:
-        """What a graph makes of Values, with this one's form. ``at``: the node that it is read for;
-        ``functions``: where it is that of a function of the user's, in which others it stands.
+        """Reads another graph for a node of this one, with this graph's form. Returns its output.
+
+        values     the readings of its inputs
+        caller     the node that it is read for
+        functions  if it is the function of a user's operator: that operator last, after the
+                   operators whose functions are being read
         """
-        inner = Graph.__new__(Graph)
-        inner.symbols, inner.sizes, inner.form = self.symbols, self.sizes, self.form
-        inner._numbers = self._numbers
-        inner._begin()
-        inner.unused = self.unused
-        inner._functions = self._functions if functions is None else functions
+        subgraph = Graph.__new__(Graph)
+        subgraph.symbols, subgraph.sizes, subgraph.form = self.symbols, self.sizes, self.form
+        subgraph._guarded_numbers = self._guarded_numbers
+        subgraph._clear()
+        subgraph.unused = self.unused
+        subgraph._open_functions = self._open_functions if functions is None else functions
         placeholders = iter(values)
         for node in graph.nodes:
             if node.op == "placeholder":
-                inner.readings[node] = next(placeholders)
+                subgraph.readings[node] = next(placeholders)
             elif node.op != "output":
-                inner._note(node, inner._reading(node))
-        for value in (*inner.nodes, *inner.within):
-            self.within.setdefault(value, at)
-        called = (one for each in inner.registered.values() for one in each)
-        own = () if functions is None else functions[-1:]
-        if used := (*dict.fromkeys((*own, *called)),):
-            self.registered[at] = used
-        return inner.argument(graph.output_node().args[0])
+                subgraph._record(node, subgraph._read_node(node))
+        for value in (*subgraph.nodes, *subgraph.enclosing):
+            self.enclosing.setdefault(value, caller)
+        called = (operator for operators in subgraph.registered.values() for operator in operators)
+        own_operators = () if functions is None else functions[-1:]
+        if registered := (*dict.fromkeys((*own_operators, *called)),):
+            self.registered[caller] = registered
+        return subgraph.argument(graph.output_node().args[0])
 
-    def _find_alike(self, error: Exception) -> None:
-        """Two sizes that an operator takes for equal are one. A symbol that meets a number stays
-        open: torch may have to leave it so.
+    def _equate_sizes_of_error(self, error: Exception) -> None:
+        """Equates two symbolic sizes that an operator's error says must be equal.
+
+        A symbol and a number are not equated: torch may leave such a symbol open.
         """
         numbers = {int(word) for word in str(error).split() if word.isdigit()}
         if isinstance(error, ValueError) and len(numbers) == 2 and all(map(is_open, numbers)):
             self._equate(*numbers)
 
-    def _equate(self, one: int, other: int) -> None:
-        """Raises Alike (a number of symbols, and what they are bound to in place of it) where that
-        makes two sizes equal: one of them is a symbol, the other a symbol, a number, or made of
-        other symbols.
+    def _equate(self, smaller: int, larger: int) -> None:
+        """Raises EqualSizes(number, replacement) if equal sizes need another bound number.
+
+        It returns without effect unless one size is a symbol. The other may be a symbol, a number,
+        or made of other symbols.
         """
-        one, other = sorted((one, other))
-        known = {*self.symbols.values()}
-        if other in known and (one in known or not is_open(one)):
-            raise Alike(other, one)
-        is_symbol = one in known and all(one % bound or bound == one for bound in known)
-        if is_symbol and other in self.sizes and other % one:
-            raise Alike(one, other)
+        smaller, larger = sorted((smaller, larger))
+        bound_numbers = {*self.symbols.values()}
+        if larger in bound_numbers and (smaller in bound_numbers or not is_open(smaller)):
+            raise EqualSizes(larger, smaller)
+        is_symbol = smaller in bound_numbers and all(
+            smaller % number or number == smaller for number in bound_numbers
+        )
+        if is_symbol and larger in self.sizes and larger % smaller:
+            raise EqualSizes(smaller, larger)
 
-    def _folded(self, target: Any, args: Any, options: Any, held: Any) -> Reading:
-        """Of literals alone, what torch computes."""
-        if any(isinstance(one, Value) and not _is_literal(one) for one in args):
+    def _fold(self, target: Any, positional: Any, options: Any, meta_value: Any) -> Reading:
+        """Computes a call of literals alone with torch. None if it is no such call."""
+        if any(isinstance(item, Value) and not _is_literal(item) for item in positional):
             return None
-        given = list(_flat([args, list(options.values())]))
-        values = [one for one in given if isinstance(one, (Value, Pair))]
-        if any(not _is_literal(one) for one in values if isinstance(one, Value)):
+        arguments = list(_flatten([positional, list(options.values())]))
+        values = [item for item in arguments if isinstance(item, (Value, Pair))]
+        if any(not _is_literal(item) for item in values if isinstance(item, Value)):
             return None
-        if any(is_open(size) for one in values for size in one.shape):
+        if any(is_open(size) for item in values for size in item.shape):
             return None
-        if not isinstance(held, torch.Tensor) or held.numel() > _FOLDED:
+        if not isinstance(meta_value, torch.Tensor) or meta_value.numel() > _MOST_FOLDED:
             return None
-        if any(isinstance(one, (Pair, Size)) for one in given):
+        if any(isinstance(item, (Pair, Size)) for item in arguments):
             return None
-        is_random = torch.Tag.nondeterministic_seeded in target.tags
-        if is_random or "empty" in str(target) or schema_of(target).is_mutable:
+        schema = signature(target)
+        if schema.is_random or schema.is_mutable or "empty" in schema.word:
             return None
-        left_out = ("device", "pin_memory", "layout")
-        kept = {name: _tensor(one) for name, one in options.items() if name not in left_out}
+        ignored = ("device", "pin_memory", "layout")
+        kept_options = {
+            name: _as_tensors(item) for name, item in options.items() if name not in ignored
+        }
         try:
-            found = target(*_tensor(args), **kept)
-        except _FAILS:
+            tensor = target(*_as_tensors(positional), **kept_options)
+        except _RULE_ERRORS:
             return None
-        return self.constant(found) if isinstance(found, torch.Tensor) else None
+        return self.constant(tensor) if isinstance(tensor, torch.Tensor) else None
 
-    def _as_held(self, call: Call, found: Reading) -> Reading:
-        """In the dtype and shape that the node has."""
-        if isinstance(found, list):
+    def _in_node_format(self, call: Call, reading: Reading) -> Reading:
+        """A result in the dtype and shape that the node has."""
+        if isinstance(reading, list):
             if not isinstance(call.shape, list):
-                return found
-            parts = zip(found, call.shape, call.dtype, strict=True)
-            return [self._one(one, shape, dtype) for one, shape, dtype in parts]
-        if isinstance(found, Pair) or isinstance(call.shape, list):
-            return found
-        return self._one(found, call.shape, call.dtype)
+                return reading
+            parts = zip(reading, call.shape, call.dtype, strict=True)
+            return [self._in_format(part, shape, dtype) for part, shape, dtype in parts]
+        if isinstance(reading, Pair) or isinstance(call.shape, list):
+            return reading
+        return self._in_format(reading, call.shape, call.dtype)
 
-    def _one(self, value: Reading, shape: tuple[int, ...], dtype: torch.dtype) -> Reading:
+    def _in_format(self, value: Reading, shape: tuple[int, ...], dtype: torch.dtype) -> Reading:
+        """A Value in a shape and dtype; other readings as they are."""
         if not isinstance(value, Value):
             return value
         if 0 in shape and value.op != "write":
@@ -541,104 +658,99 @@ class Graph:
             value = self.form.cast(value, dtype)
         return value
 
-    def _unknown(self, node: Node) -> Reading:
-        """Opaque; a random one, or memory that is not filled, is like itself alone."""
-        held = node.meta.get("val")
-        given = list(_flat(self.argument([*node.args, *node.kwargs.items()])))
-        values = list(values_of(given))
-        places = ((at, "Pair" if isinstance(one, Pair) else one) for at, one in enumerate(given))
-        rest = [one for one in places if not isinstance(one[1], Value)]
+    def _make_opaque(self, node: Node) -> Reading:
+        """An opaque reading of a node.
+
+        It is equal to no other node's if it is random or not initialised.
+        """
+        meta_value = node.meta.get("val")
+        arguments = list(_flatten(self.argument([*node.args, *node.kwargs.items()])))
+        values = list(values_of(arguments))
+        argument_places = (
+            (place, "Pair" if isinstance(argument, Pair) else argument)
+            for place, argument in enumerate(arguments)
+        )
+        other_arguments = [
+            argument for argument in argument_places if not isinstance(argument[1], Value)
+        ]
         target = node.target
         if "empty" in str(target):
-            values = []  # whose sizes and dtype it takes
-        is_own = not values or (
-            isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
-        )
-        literals = repr((rest, node.name if is_own else ""))
-        if isinstance(held, torch.Tensor) and held.is_complex():
-            shape = self.shape(held.shape)
+            values = []  # it takes only their sizes and dtype
+        is_unique = not values or (signature(target).is_random)
+        literals = repr((other_arguments, node.name if is_unique else ""))
+        if isinstance(meta_value, torch.Tensor) and meta_value.is_complex():
+            shape = self.shape(meta_value.shape)
             parts = (
                 self.form.opaque(f"{target} {part}", literals, values, shape, torch.float32)
                 for part in ("real", "imag")
             )
             return Pair(*parts)
-        if not isinstance(held, (torch.Tensor, list, tuple)):
+        if not isinstance(meta_value, (torch.Tensor, list, tuple)):
             return None
-        call = self.call(target, held)
-        if is_pointwise(target) and isinstance(held, torch.Tensor) and values:
+        call = self.call(target, meta_value)
+        if signature(target).is_pointwise and isinstance(meta_value, torch.Tensor) and values:
             try:
                 return self.form.expand(call.function(call.name, literals, *values), call.shape)
             except ValueError as error:
-                self._find_alike(error)
-        made = call.opaque(literals, values)
-        if not isinstance(held, (list, tuple)):
-            return made
-        each = iter(made)
-        return [next(each) if isinstance(one, torch.Tensor) else None for one in held]
+                self._equate_sizes_of_error(error)
+        result = call.opaque(literals, values)
+        if not isinstance(meta_value, (list, tuple)):
+            return result
+        tensors = iter(result)
+        return [next(tensors) if isinstance(part, torch.Tensor) else None for part in meta_value]
 
 
-def _changed(step: Node) -> Iterator[Node]:
-    """The arguments that a step changes, by its schema."""
-    if not is_mutable(step.target):
+def written_arguments(node: Node) -> Iterator[Node]:
+    """Yields the nodes that a node writes, by its schema."""
+    if not signature(node.target).is_mutable:
         return
-    for place, argument in enumerate(schema_of(step.target).arguments):
-        given = step.args[place] if place < len(step.args) else step.kwargs.get(argument.name)
+    for place, argument in enumerate(schema_of(node.target).arguments):
+        operand = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
         if argument.alias_info is not None and argument.alias_info.is_write:
-            several = given if isinstance(given, (tuple, list)) else (given,)
-            yield from (item for item in several if isinstance(item, Node))
+            operands = operand if isinstance(operand, (tuple, list)) else (operand,)
+            yield from (operand for operand in operands if isinstance(operand, Node))
 
 
 _UNUSED = ("device", "pin_memory", "layout", "memory_format", "out", "generator")
 
 
-def bound(target: Any, args: Sequence[Any], options: dict[str, Any]) -> dict[str, Any]:
-    """Arguments by the names of the schema; ``self`` is ``x``."""
-    found: dict[str, Any] = {}
-    for place, (name, option, default) in enumerate(_arguments(target)):
+def bind_arguments(
+    target: Any, positional: Sequence[Any], options: dict[str, Any]
+) -> dict[str, Any]:
+    """Arguments by their names in the schema, defaults included; ``self`` is called ``x``."""
+    arguments: dict[str, Any] = {}
+    for place, (name, default) in enumerate(signature(target).arguments):
         if name in _UNUSED:
             continue
-        if place < len(args):
-            found[name] = args[place]
-        elif option in options:
-            found[name] = options[option]
-        elif default is not None:
-            found[name] = default
-    return found
+        is_positional = place < len(positional)
+        argument = positional[place] if is_positional else options.get(name, default)
+        if argument is not None or is_positional or name in options:
+            arguments["x" if name == "self" else name] = argument
+    return arguments
 
 
 @lru_cache(maxsize=4096)
-def _arguments(target: Any) -> list[tuple[str, str, Any]]:
-    """Names of arguments, those of the schema, and defaults."""
-    return [
-        (
-            "x" if argument.name == "self" else argument.name,
-            argument.name,
-            argument.default_value if argument.has_default_value() else None,
-        )
-        for argument in schema_of(target).arguments
-    ]
+def _sum_of_products(expression: Any) -> Any:
+    """A size as a sum of products of symbols.
 
-
-@lru_cache(maxsize=4096)
-def _in_atoms(expression: Any) -> Any:
-    """A size as products of symbols that are added up. Anything else (``s // 2``, ``min(s, 64)``,
-    ``s - n``) is a symbol of its own, of which no more is known: it is bound to a number that says
-    nothing of the others.
+    Any other expression (``s // 2``, ``min(s, 64)``, ``s - n``) becomes a symbol of its own. Its
+    number is unrelated to the others'.
     """
     import sympy
 
     if expression.is_Symbol or expression.is_Integer:
         return expression
-    found = expression.replace(
+    replaced = expression.replace(
         lambda part: isinstance(part, sympy.core.function.Application),
         lambda part: sympy.Symbol(str(part)),
     )
-    return found if _is_plain(found) else sympy.Symbol(str(expression))
+    return replaced if _is_sum_of_products(replaced) else sympy.Symbol(str(expression))
 
 
-def _is_plain(expression: Any) -> bool:
-    """Products of symbols, added up; a number that is taken off is small beside what symbols are
-    bound to.
+def _is_sum_of_products(expression: Any) -> bool:
+    """True for a sum of products of symbols.
+
+    A subtracted number must be small beside the numbers that symbols are bound to.
     """
     if expression.is_Symbol or expression.is_Integer:
         return True
@@ -650,89 +762,81 @@ def _is_plain(expression: Any) -> bool:
     )
 
 
-@lru_cache(maxsize=4096)
-def is_mutable(target: Any) -> bool:
-    return isinstance(target, OpOverload) and bool(schema_of(target).is_mutable)
-
-
-@lru_cache(maxsize=4096)
-def is_in_place(target: Any) -> bool:
-    """Does it write into its first argument, and return it? (``__and__`` does not.)"""
-    return is_mutable(target) and str(schema_of(target).name).endswith("_")
-
-
-def is_pointwise(target: Any) -> bool:
-    return isinstance(target, OpOverload) and torch.Tag.pointwise in target.tags
-
-
 def values_of(reading: Reading) -> Iterator[Value]:
-    for one in _flat([reading]):
-        if isinstance(one, Value):
-            yield one
-        elif isinstance(one, Pair):
-            yield from (one.real, one.imag)
+    """Yields the Values of a reading; both parts of a Pair."""
+    for item in _flatten([reading]):
+        if isinstance(item, Value):
+            yield item
+        elif isinstance(item, Pair):
+            yield from (item.real, item.imag)
 
 
-def _flat(given: Any) -> Iterator[Any]:
-    if isinstance(given, (list, tuple)):
-        for one in given:
-            yield from _flat(one)
+def _flatten(items: Any) -> Iterator[Any]:
+    """Yields the items of nested lists."""
+    if isinstance(items, (list, tuple)):
+        for item in items:
+            yield from _flatten(item)
     else:
-        yield given
+        yield items
 
 
-def _has_pair(given: Any) -> bool:
-    if isinstance(given, list):
-        return any(map(_has_pair, given))
-    return isinstance(given, Pair)
+def _has_pair(argument: Any) -> bool:
+    """True if an argument is a Pair, or a list that has one."""
+    if isinstance(argument, list):
+        return any(map(_has_pair, argument))
+    return isinstance(argument, Pair)
 
 
-def _part(given: Any, side: str) -> Any:
-    if isinstance(given, list):
-        return [_part(one, side) for one in given]
-    return getattr(given, side) if isinstance(given, Pair) else given
+def _part_of(argument: Any, side: str) -> Any:
+    """An argument with the ``side`` ("real" or "imag") of each Pair."""
+    if isinstance(argument, list):
+        return [_part_of(item, side) for item in argument]
+    return getattr(argument, side) if isinstance(argument, Pair) else argument
 
 
-def _of_parts(call: Call) -> Call | None:
-    """The same call of the real parts of complex tensors; None: the result is real."""
-    is_one = isinstance(call.dtype, torch.dtype)
-    dtypes = [call.dtype] if is_one else call.dtype
+def _call_of_parts(call: Call) -> Call | None:
+    """The call for the real parts of complex tensors; None if the result is real."""
+    is_single = isinstance(call.dtype, torch.dtype)
+    dtypes = [call.dtype] if is_single else call.dtype
     if not all(dtype.is_complex for dtype in dtypes):
         return None
-    real = torch.float32 if is_one else [torch.float32] * len(dtypes)
+    real = torch.float32 if is_single else [torch.float32] * len(dtypes)
     return Call(call.form, call.name, call.shape, real)
 
 
 def _is_literal(value: Value) -> bool:
+    """True if all elements of a Value are known."""
     return value.op == "constant" or filled_with(value) is not None
 
 
-def _tensor(given: Any) -> Any:
-    """Values that are literals, as tensors."""
-    if isinstance(given, list):
-        return [_tensor(one) for one in given]
-    if not isinstance(given, Value):
-        return given
-    if given.op == "constant":
-        return given.literal.tensor
-    filled = filled_with(given)
+def _as_tensors(argument: Any) -> Any:
+    """An argument with tensors in place of Values that are literals."""
+    if isinstance(argument, list):
+        return [_as_tensors(item) for item in argument]
+    if not isinstance(argument, Value):
+        return argument
+    if argument.op == "constant":
+        return argument.literal.tensor
+    filled = filled_with(argument)
     assert filled is not None
     number = filled.literal[1]
-    plain = float(number) if given.dtype.is_floating_point else int(number.ratio)
-    return torch.full(given.shape, plain, dtype=given.dtype)
+    element = float(number) if argument.dtype.is_floating_point else int(number.ratio)
+    return torch.full(argument.shape, element, dtype=argument.dtype)
 
 
-def _has_symbols(held: Any) -> bool:
-    tensors = held if isinstance(held, (list, tuple)) else [held]
+def _has_symbols(meta_value: Any) -> bool:
+    """True if a size of a result is symbolic."""
+    tensors = meta_value if isinstance(meta_value, (list, tuple)) else [meta_value]
     return any(
         not isinstance(size, int)
-        for one in tensors
-        if isinstance(one, torch.Tensor)
-        for size in one.shape
+        for tensor in tensors
+        if isinstance(tensor, torch.Tensor)
+        for size in tensor.shape
     )
 
 
 def _prime(count: int) -> int:
+    """The prime for the symbol that follows ``count`` others."""
     if count < len(_FIRST_PRIMES):
         return _FIRST_PRIMES[count]
     from sympy import nextprime

@@ -16,7 +16,7 @@ from mla_fusion.fx.kinds import is_mutating, op_name, word
 from mla_fusion.fx.sizes import has_symbols, is_empty
 from mla_fusion.fx.walk import upward, views_and_writes
 from mla_fusion.graph.departure import Departure
-from mla_fusion.graph.form import Value, met
+from mla_fusion.graph.form import Value, nearest
 from mla_fusion.graph.read import Graph
 from mla_fusion.machine import is_for_ge
 from mla_fusion.observe import leftovers
@@ -182,7 +182,7 @@ def _step(node: Node) -> tuple[str, str, str, str]:
 
 
 def _nodes_of(graph: Graph, values: Sequence[Value]) -> tuple[Node, ...]:
-    held = map(graph.in_any_shape, values)
+    held = map(graph.nodes_in_any_shape, values)
     return tuple(sorted({nodes[0] for nodes in held if nodes}))
 
 
@@ -202,7 +202,7 @@ def _new_rows(plan: Plan) -> dict[Node, bool]:
     return {
         node: unmoved(value).op == "join"
         for node, value in plan.replaced.items()
-        if not rows.isdisjoint(met([value], names))
+        if not rows.isdisjoint(nearest([value], names))
     }
 
 

@@ -23,7 +23,7 @@ from mla_fusion.plan.outputs import unmoved
 from mla_fusion.plan.slots import Roles, trusted
 from mla_fusion.propose.given import Given
 from mla_fusion.propose.prologue import Proposal
-from mla_fusion.targets.prolog import format_of, of_rows
+from mla_fusion.targets.prolog import format_of, row_format
 
 
 @dataclass(frozen=True)
@@ -121,10 +121,8 @@ def placed(
     leaves = trusted(kv.slots)
     if leaves is None:
         inputs = [one for one in order([kv.slots]) if one.op == "leaf" and one in graph.nodes]
-        made_of = (graph.nodes[one][0].name for one in inputs)
-        detail = (
-            f"the slots, made of {', '.join(made_of)}, are neither an input nor a block table's"
-        )
+        names = ", ".join(graph.nodes[one][0].name for one in inputs) or "no input"
+        detail = f"the slots, made of {names}, are neither an input nor a block table's"
         obstacles.append(Obstacle("slots.unproven", detail))
     if obstacles or leaves is None:
         return Staged(tuple(obstacles))
@@ -136,7 +134,7 @@ _CHANNELS, _PACKED = 2, 3  # kv_cache_quant_mode
 
 def _element(proposal: Proposal) -> torch.dtype:
     """Of rows in bytes."""
-    return of_rows(format_of(proposal.arguments["weight_quant_mode"])).element
+    return row_format(format_of(proposal.arguments["weight_quant_mode"])).element
 
 
 def _of_both(graph: Graph, kv: Write, kr: Write) -> Iterator[Obstacle]:

@@ -17,7 +17,7 @@ from mla_fusion.graph.form import Value
 from mla_fusion.graph.lower import Lowering
 from mla_fusion.graph.numbers import literal
 from mla_fusion.meta.prolog import V3_FUNCTIONAL
-from mla_fusion.plan import cache_modes
+from mla_fusion.plan import modes
 from mla_fusion.plan.caches import InPlace
 from mla_fusion.plan.operands import buffer, dense, identity, nothing
 from mla_fusion.plan.outputs import holders
@@ -83,15 +83,15 @@ def called(b: Builder, lower: Lowering, plan: Plan) -> dict[Value, Any]:
 
 
 def _scales_of_caches(lower: Lowering, plan: Plan) -> dict[str, Any]:
-    a, (weight_mode, mode) = plan.proposal.arguments, plan.modes
-    sizes = plan.dims["Hckv"], plan.dims["Dr"]
-    found = {}
-    for name, shape in cache_modes.scale_shapes(mode, *sizes, weight_mode).items():
-        value = a.get(name, 1.0)
-        if isinstance(value, float):
-            value = lower.form.filled(literal(value), shape, torch.float32)
-        found[name] = lower.of(value, torch.float32, shape)
-    return found
+    """The scales of the caches by name, lowered; one that is a number is filled in."""
+    shapes = modes.scale_shapes(*plan.modes, plan.dims["Hckv"], plan.dims["Dr"])
+    scales = {}
+    for name, shape in shapes.items():
+        scale = plan.proposal.arguments.get(name, 1.0)
+        if isinstance(scale, float):
+            scale = lower.form.filled(literal(scale), shape, torch.float32)
+        scales[name] = lower.of(scale, torch.float32, shape)
+    return scales
 
 
 def _packed(b: Builder, plan: Plan, name: str, dtype: torch.dtype | None, nz: bool) -> Any:

@@ -59,7 +59,7 @@ def _not_lowered(plan: Plan, error: LookupError) -> Departure:
     graph, values = plan.graph, [one for one in error.args if isinstance(one, Value)]
     nodes = [node for value in values for node in graph.nodes.get(value, ())]
     for node in nodes:
-        if graph.base(node) in graph.early:
+        if graph.base(node) in graph.early_writes:
             detail = f"a step changes {graph.base(node).name} where it lies"
             return Departure("graph.not_functional", detail, values)
     named = ", ".join(node.name for node in nodes[:1]) or str(error)

@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import Node
 
-from mla_fusion.compat import OpOverload, schema_of
+from mla_fusion.compat import OpOverload
+from mla_fusion.fx.kinds import signature
 from mla_fusion.graph.departure import Departure
 from mla_fusion.graph.form import Value, filled_with
-from mla_fusion.graph.read import Graph, is_in_place, is_mutable, values_of
+from mla_fusion.graph.read import Graph, values_of, written_arguments
 from mla_fusion.propose.given import Given
 
 
@@ -36,10 +37,7 @@ def has_effect(graph: Graph, node: Node) -> bool:
         return False
     if node in graph.hidden.values():
         return True
-    if not is_mutable(node.target):
-        return False
-    written = node.args[0] if is_in_place(node.target) else node
-    return not isinstance(written, Node) or graph.base(written).op != "call_function"
+    return any(graph.base(one).op != "call_function" for one in written_arguments(node))
 
 
 def is_replaced(graph: Graph, node: Node, given: Given) -> bool:
@@ -57,7 +55,7 @@ def is_size(node: Node) -> bool:
 
 def gives_nothing(node: Node) -> bool:
     """Is it called for what it checks alone?"""
-    return isinstance(node.target, OpOverload) and not schema_of(node.target).returns
+    return signature(node.target).is_check
 
 
 def _is_statement(graph: Graph, node: Node) -> bool:
@@ -90,7 +88,7 @@ def holders(graph: Graph, values: Iterable[Value], given: Given | None = None) -
         is_given = given is not None and given.of(value) is not None
         if is_given and value.op == "write":
             continue
-        held = () if is_given else graph.holding(value)
+        held = () if is_given else graph.nodes_holding(value)
         nodes = (node for node in held if not has_effect(graph, node))
         first = next(nodes, None)
         if first is None:
@@ -114,6 +112,18 @@ def _is_result(known: Value) -> bool:
     return unmoved(known).op in ("leaf", "write")
 
 
+def _memory(graph: Graph, node: Node) -> list[Node]:
+    """The nodes that stay with a node that stays: what it writes into, down to the memory that this
+    is a view of, and the steps that write into memory of the graph's own that it reads.
+    """
+    views = [*written_arguments(node)]
+    for view in views:
+        if view is not graph.base(view):
+            views.append(view.args[0])  # type: ignore[arg-type]
+    base = graph.base(node)
+    return views + (graph.writers.get(base, []) if base.op == "call_function" else [])
+
+
 def settled(
     graph: Graph, given: Given, products: Iterable[Value], read: Iterable[Value]
 ) -> Settled:
@@ -122,21 +132,22 @@ def settled(
     """
     found, inside, hidden = Settled(), set(products), set(graph.hidden.values())
     stack = [
-        (node, node)
+        (node, node, False)
         for node in graph.gm.graph.nodes
         if node.op == "output"
         or (gives_nothing(node) and not _is_statement(graph, node))
         or (has_effect(graph, node) and not is_replaced(graph, node, given))
     ]
-    stack += [(node, node) for node in holders(graph, read)]
+    stack += [(node, node, False) for node in holders(graph, read)]
     while stack:
-        node, reader = stack.pop()
-        if node in found.kept or node in found.replaced or node in found.sizes:
+        node, reader, is_written = stack.pop()
+        if node in found.kept or node in found.sizes or (node in found.replaced and not is_written):
             continue
         if is_size(node):
             found.sizes.add(node)
             continue
-        if node.op == "call_function" and (node in hidden or not has_effect(graph, node)):
+        is_step = node.op == "call_function" and (node in hidden or not has_effect(graph, node))
+        if is_step and not is_written:
             reading = graph.readings[node]
             if isinstance(reading, Value):
                 is_filled = is_made_of_nothing(reading) and node.all_input_nodes
@@ -147,11 +158,13 @@ def settled(
                 is_inside = reading in inside
                 if known is not None and (is_inside or not _goes_on(graph, given, node, known)):
                     found.replaced[node] = known
-                    stack += [(one, node) for one in holders(graph, [known], given)]
+                    stack += [(one, node, False) for one in holders(graph, [known], given)]
                     continue
-            if not inside.isdisjoint(values_of(reading)):
-                detail = f"{reader.name} reads {node.name}, which the kernel keeps to itself"
-                raise Departure("reader.latent", detail, list(values_of(reading)))
+        if is_step and not inside.isdisjoint(values_of(graph.readings[node])):
+            detail = f"{reader.name} reads {node.name}, which the kernel keeps to itself"
+            raise Departure("reader.latent", detail, list(values_of(graph.readings[node])))
+        found.replaced.pop(node, None)
         found.kept.add(node)
-        stack += [(above, node) for above in node.all_input_nodes]
+        stack += [(above, node, False) for above in node.all_input_nodes]
+        stack += [(above, node, True) for above in _memory(graph, node)]
     return found

@@ -10,9 +10,9 @@ from typing import Any
 from torch.fx import Node
 
 from mla_fusion.exact.prove import Claim
-from mla_fusion.graph.form import Value, met
+from mla_fusion.graph.form import Value, nearest
 from mla_fusion.graph.read import Graph
-from mla_fusion.plan import cache_modes, weight_modes
+from mla_fusion.plan import modes
 from mla_fusion.plan.caches import InPlace, Staged
 from mla_fusion.plan.outputs import holders
 from mla_fusion.propose.prologue import Proposal
@@ -48,7 +48,7 @@ class Plan:
     products: list[Node] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        held = map(self.graph.in_any_shape, self.proposal.products)
+        held = map(self.graph.nodes_in_any_shape, self.proposal.products)
         self.products = sorted({nodes[0] for nodes in held if nodes})
 
     @property
@@ -73,7 +73,7 @@ class Plan:
         there is none.
         """
         names = {leaf: name for name, leaf in self.results.items()}
-        name = next((names[one] for one in met([value], names)), "")
+        name = next((names[one] for one in nearest([value], names)), "")
         return _ROWS.get(name, name)
 
     @cached_property
@@ -132,8 +132,7 @@ class Plan:
         }
         if not self.read.isdisjoint(("query_norm", "dequant_scale_q_norm")):
             found["query_norm_flag"] = True
-        found |= weight_modes.attributes(*self.modes)
-        found |= cache_modes.attributes(self.modes[1])
+        found |= modes.attributes(*self.modes)
         for name in ("qc_qr_scale", "kc_scale"):
             if name in a:
                 found[name] = float(a[name])
@@ -153,7 +152,7 @@ class Plan:
         """Nodes of the graph that the call reads, and others that hold the same."""
         graph, values = self.graph, self.values.values()
         caches = [cache for _, cache, _ in self.held]
-        alike = [node for value in values for node in graph.holding(value)]
+        alike = [node for value in values for node in graph.nodes_holding(value)]
         return [*dict.fromkeys((*holders(graph, values), *alike, *caches))]
 
 

@@ -13,10 +13,10 @@ from torch.fx import Node
 
 from mla_fusion.config import Config
 from mla_fusion.exact.prove import Claim, prove
-from mla_fusion.fx.kinds import dtype_of
+from mla_fusion.fx.kinds import dtype_of, signature
 from mla_fusion.graph.departure import Departure
 from mla_fusion.graph.form import Value, order
-from mla_fusion.graph.read import Graph, is_in_place, values_of
+from mla_fusion.graph.read import Graph, values_of
 from mla_fusion.meta import limits
 from mla_fusion.plan import contract, policy
 from mla_fusion.plan.caches import PAIRS, InPlace, Obstacle, Setting, Staged, Write, placed
@@ -107,7 +107,8 @@ class Planner:
     def _planned(self, proposal: Proposal) -> Plan:
         held, compared = self._proved(proposal)
         plan = self._placed(proposal, held, compared)
-        policy.functional(self.graph, plan.inputs)
+        steps = (node for node in plan.region if self.graph.base(node).op == "call_function")
+        policy.functional(self.graph, (*plan.inputs, *steps))
         plan.structure = self._structures.of(plan)
         key = plan.structure, proposal.arguments["token_x"].active
         sizes = self._taken.get(key)
@@ -229,7 +230,7 @@ class Planner:
         starts = [
             node
             for value in proposal.products
-            for node in self._holding.get(value) or graph.in_any_shape(value)
+            for node in self._holding.get(value) or graph.nodes_in_any_shape(value)
         ]
         if isinstance(caches, InPlace):
             writers = (_writer(graph, write) for write in caches.writes.values())
@@ -316,7 +317,7 @@ def _writer(graph: Graph, write: Write) -> Node | None:
         for user in node.users:
             if user.op == "output" or user.target is aten.copy_.default:
                 continue
-            if is_in_place(user.target):
+            if signature(user.target).is_in_place:
                 return None
             held = [unmoved(one) for one in values_of(graph.readings[user])]
             if graph.base(user) is write.cache or before in held:  # a copy of it, too
@@ -362,7 +363,7 @@ def _of_slots(plan: Plan, config: Config, boundary: bool) -> list[str]:
     """What is assumed of the slots."""
     caches, graph = plan.caches, plan.graph
     is_hidden = any(cache in graph.hidden for _, cache, _ in plan.held)
-    if not isinstance(caches, InPlace) or is_hidden or caches.slots.op in ("count", "constant"):
+    if not isinstance(caches, InPlace) or is_hidden or not caches.trusted:
         return []
     if boundary and config.slots == "checked":
         return []

@@ -68,9 +68,9 @@ def functional(graph: Graph, nodes: Iterable[Node]) -> None:
     """Raises Departure where a step changes what one of the nodes holds: what a reader sees depends
     on the order of steps then, and a call would change that.
     """
-    for node in nodes if graph.early else ():
+    for node in nodes if graph.early_writes else ():
         base = graph.base(node)
-        if base in graph.early:
+        if base in graph.early_writes:
             detail = f"a step changes {base.name} where it lies"
             raise Departure("graph.not_functional", detail, _values(graph, node))
 

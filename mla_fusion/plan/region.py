@@ -8,6 +8,7 @@ from math import prod
 import torch
 from torch.fx import Node
 
+from mla_fusion.fx.kinds import is_mutating
 from mla_fusion.fx.walk import reached
 from mla_fusion.graph.departure import Departure
 from mla_fusion.graph.form import Value, order
@@ -53,7 +54,7 @@ def region_of(
         for user in node.users:
             reading = None if user.op == "output" else graph.readings[user]
             is_moved = isinstance(reading, Value) and given.of(reading) is not None
-            is_end = has_effect(graph, user)  # a cache gets its new rows
+            is_end = is_mutating(user) or has_effect(graph, user)  # memory gets its new rows
             if user not in inside and (is_end or not is_moved or is_read(user)):
                 return True
         return False
@@ -102,7 +103,7 @@ def _first(graph: Graph, value: Value) -> Node:
     """The first node that holds the numbers of a Value, in whatever shape: others are views."""
     times, rest = graph.form.split(value)  # a number stands in front of a move
     inner = graph.form.scaled(unmoved(rest), times)
-    nodes = (node for one in (inner, value) for node in graph.in_any_shape(one))
+    nodes = (node for one in (inner, value) for node in graph.nodes_in_any_shape(one))
     return min(node for node in nodes if isinstance(node.meta["val"], torch.Tensor))
 
 

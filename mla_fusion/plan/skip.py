@@ -37,7 +37,7 @@ def skipped(graph: Graph, proposal: Proposal, config: Config) -> None:
     """Raises Departure where the prologue is to be left alone, and SkipError."""
     if not config.skip:
         return
-    nodes = [nodes[0] for nodes in map(graph.in_any_shape, proposal.products) if nodes]
+    nodes = [nodes[0] for nodes in map(graph.nodes_in_any_shape, proposal.products) if nodes]
     where = module_path.layer(nodes) or module_path.root(graph.gm.graph.nodes)
     for entry in config.skip:
         try:

@@ -7,9 +7,13 @@ from __future__ import annotations
 from fractions import Fraction
 from math import prod
 
+import torch
+
+from mla_fusion.graph.bounds import fits
 from mla_fusion.graph.form import Value, filled_with, order
 
 Roles = dict[Value, str]
+_EXACT = (torch.int32, torch.int64, torch.float32, torch.float64)
 
 
 def trusted(index: Value) -> Roles | None:
@@ -21,11 +25,11 @@ def trusted(index: Value) -> Roles | None:
 
 def _trusted(index: Value, role: str) -> Roles | None:
     inner = index
-    while inner.op in ("reshape", "cast", "slice", "expand"):
+    while inner.op in ("reshape", "slice", "expand") or _is_exact_cast(inner):
         inner = inner.sources[0]
     if inner.op == "leaf" and not inner.is_float:  # a buffer of the model's cache, too
         return {inner: role}
-    if inner.op == "count":
+    if inner.op == "count" or _is_every_nth(inner):
         return {}
     if inner.op == "constant":
         numbers = inner.literal.tensor.reshape(-1)
@@ -38,6 +42,13 @@ def _trusted(index: Value, role: str) -> Roles | None:
         is_shifted = inner.literal[0] == (1,)
         return _trusted(inner.sources[0], role) if is_shifted else _of_blocks(inner)
     return None
+
+
+def _is_every_nth(value: Value) -> bool:
+    """Is it n times what is counted?"""
+    if value.op != "product" or len(value.sources) != 1 or value.literal[0] != (1,):
+        return False
+    return value.literal[1].ratio > 0 and _unmoved(value.sources[0]).op == "count"
 
 
 def block_of(index: Value) -> int:
@@ -61,7 +72,7 @@ def _are_apart(places: Value) -> bool:
 
 def _is_repeated(index: Value) -> bool:
     """Does one of its numbers come more than once, whatever they are?"""
-    while index.op in ("reshape", "cast", "slice"):
+    while index.op in ("reshape", "slice") or _is_exact_cast(index):
         index = index.sources[0]
     return index.op == "expand"
 
@@ -100,9 +111,14 @@ def _of_blocks(value: Value) -> Roles | None:
 
 
 def _unmoved(value: Value) -> Value:
-    while value.op in ("reshape", "cast", "expand"):
+    while value.op in ("reshape", "expand") or _is_exact_cast(value):
         value = value.sources[0]
     return value
+
+
+def _is_exact_cast(value: Value) -> bool:
+    """Is it a cast that keeps every slot, of 0 to 2 ** 24 - 1, as ``witness.draws`` draws them?"""
+    return value.op == "cast" and (value.dtype in _EXACT or fits(value.sources[0], value.dtype))
 
 
 def _places(terms: dict[Value, Fraction], size: Fraction) -> Value | None:

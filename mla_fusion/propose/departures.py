@@ -24,7 +24,7 @@ from mla_fusion.graph import quantise
 from mla_fusion.graph.call import RULES, name_of
 from mla_fusion.graph.departure import UNKNOWN, Departure
 from mla_fusion.graph.form import BYTES, MOVES, Value, filled_with, order
-from mla_fusion.graph.layout import Layout, Mixed, followed, of_tokens
+from mla_fusion.graph.layout import Layout, Mixed, layout_of, token_layout
 from mla_fusion.meta.number_formats import NumberFormat
 from mla_fusion.propose.norms import solved
 from mla_fusion.propose.quantised import kind_of, of_blocks, unmoved, unquantised
@@ -135,8 +135,8 @@ class _Departures:
         for one in stack:
             if one in self.graph.nodes:
                 return self.graph.nodes[one][0]
-            if one in self.graph.within:
-                return self.graph.within[one]
+            if one in self.graph.enclosing:
+                return self.graph.enclosing[one]
             size = prod(one.shape) if one.op in ("product", "reshape") else -1
             near = [each for each in one.sources if not each.model and prod(each.shape) == size]
             if len(stack) < _FAR:
@@ -340,12 +340,14 @@ class _Departures:
     def _cut(self, layers: Sequence[Value], steps: Iterable[Value]) -> Reason | None:
         """The first step that keeps some of the tokens alone, or moves them."""
         flat = (one for one in layers if len(one.shape) == 2)
-        known: dict[Value, Layout] = {one: of_tokens(one.shape[:1], one.shape[1:]) for one in flat}
+        known: dict[Value, Layout] = {
+            one: token_layout(one.shape[:1], one.shape[1:]) for one in flat
+        }
         for value in steps:
             if not any(source in known for source in value.sources):
                 continue
             try:
-                known[value] = followed(value, known)
+                known[value] = layout_of(value, known)
             except Mixed:
                 size = prod(value.sources[0].shape)
                 joined = any(

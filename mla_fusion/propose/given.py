@@ -47,7 +47,7 @@ class Given:
         sources = [self.of(one) if one.active else one for one in value.sources]
         if any(one is None for one in sources):
             return None
-        return self._form.again(value, [one for one in sources if one is not None])
+        return self._form.rebuilt(value, [one for one in sources if one is not None])
 
     def _multiplied(self, value: Value) -> Value | None:
         """A Value that is known, times others that are not made of x."""

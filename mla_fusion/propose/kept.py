@@ -46,7 +46,7 @@ class _Kept:
         self.form, self.projections = projections.form, projections
         self.base, self._beside_gamma = self._with_gamma_alone(base)
         self.given = Given(self.form, [*base.more, *base.claims])
-        self.kind = prolog.of_rows(prolog.format_of(base.arguments.get("weight_quant_mode", 0)))
+        self.kind = prolog.row_format(prolog.format_of(base.arguments.get("weight_quant_mode", 0)))
         self.latent = base.results.kv_rows.shape[1]
         self.rope = base.results.kr_rows.shape[1]
 

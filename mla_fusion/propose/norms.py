@@ -19,7 +19,7 @@ from mla_fusion.exact.evaluate import Evaluation, Undecided, layouts_of, order
 from mla_fusion.graph.departure import Departure
 from mla_fusion.graph.form import Value
 from mla_fusion.graph.fused import rms_norm
-from mla_fusion.graph.layout import Binding, Mixed, cuts_of, of_tokens
+from mla_fusion.graph.layout import Binding, Mixed, cuts_of, token_layout
 from mla_fusion.graph.numbers import Number
 from mla_fusion.propose.sites import AT, Site, rows_of
 
@@ -117,7 +117,7 @@ def _first_that_holds(site: Site, value: Value, rows: Value, norms: Sequence[Nor
     columns = form.take(site.stand_in, 1, norms[0].columns.tolist())
     made = [rms_norm(form, columns, norm.gamma, norm.epsilon)[0] for norm in norms]
     given = {dot: site.layouts[dot] for dot in site.dots}
-    given[site.stand_in] = of_tokens((site.tokens,), site.stand_in.shape[1:])
+    given[site.stand_in] = token_layout((site.tokens,), site.stand_in.shape[1:])
     try:
         layouts = layouts_of([rows, *made], given)
         binding = Binding(cuts_of(layouts.values()), site.tokens)

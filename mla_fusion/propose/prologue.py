@@ -17,7 +17,7 @@ from mla_fusion.exact.prove import Claim
 from mla_fusion.graph import quantise
 from mla_fusion.graph.departure import Departure
 from mla_fusion.graph.form import MOVES, Form, Value, filled_with, numbered
-from mla_fusion.graph.layout import Layout, Mixed, followed, of_tokens
+from mla_fusion.graph.layout import Layout, Mixed, layout_of, token_layout
 from mla_fusion.graph.numbers import Number, is_open
 from mla_fusion.meta.number_formats import MXFP8, NumberFormat
 from mla_fusion.propose.norms import Norm, filled, solved
@@ -64,7 +64,7 @@ class Proposal:
 
     @property
     def given(self) -> dict[Value, Layout]:
-        return {self.x: of_tokens(self.x.shape[:1], self.x.shape[1:])}
+        return {self.x: token_layout(self.x.shape[:1], self.x.shape[1:])}
 
     def numbered(self) -> tuple[object, list[Value]]:
         """The structure of all that is claimed, and its Values: what token_x is made of, and other
@@ -586,7 +586,7 @@ class _Joined:
                 if user.op != "cast" and user.op not in MOVES and not is_multiple:
                     return False
                 try:
-                    layouts[user] = followed(user, layouts)
+                    layouts[user] = layout_of(user, layouts)
                 except Mixed:
                     return False
                 except KeyError:  # beside what is of no layout
@@ -614,7 +614,7 @@ class _Joined:
             heads = one.weight.shape[0]
             part = form.slice(results.query, 1, at, at + heads)
             at += heads
-            layout = followed(one.value, self.up.layouts)
+            layout = layout_of(one.value, self.up.layouts)
             rows = self._times(form.reshape(part, (self.up.tokens, -1)), one.factor)
             yield Claim("query", one.value, of_rows(form, rows, one.value, layout))
         yield self._turned_rows("query_rope", self.up, query, results.query_rope)

@@ -24,7 +24,7 @@ from torch import Tensor
 from mla_fusion.exact import field
 from mla_fusion.exact.evaluate import Evaluation, Undecided
 from mla_fusion.graph.form import Form, Value, numbered, order
-from mla_fusion.graph.layout import Binding, Layout, Mixed, cuts_of, followed, of_tokens
+from mla_fusion.graph.layout import Binding, Layout, Mixed, cuts_of, layout_of, token_layout
 from mla_fusion.graph.numbers import ONE, Number
 from mla_fusion.graph.read import Graph
 from mla_fusion.propose.quantised import Projection, of_blocks, projection, unmoved
@@ -210,7 +210,7 @@ class Site:
         for value in self.below[len(found) :]:
             if any(source in found for source in value.sources):
                 with suppress(Mixed):
-                    found[value] = followed(value, found)
+                    found[value] = layout_of(value, found)
         return Cone({places[value]: layout for value, layout in found.items()})
 
     def _reached(self) -> list[Value]:
@@ -277,7 +277,7 @@ class Site:
         try:
             for one in order([value], self.layouts):
                 if any(source in self.layouts for source in one.sources):
-                    self.layouts[one] = followed(one, self.layouts)
+                    self.layouts[one] = layout_of(one, self.layouts)
         except Mixed:
             return None
         return next(self._probed([value]), None) if value in self.layouts else None
@@ -350,10 +350,10 @@ class Site:
 
 
 def _layout_of_root(product: Projection) -> Layout:
-    found = {product.dot: of_tokens(product.dot.shape[:1], product.dot.shape[1:])}
+    found = {product.dot: token_layout(product.dot.shape[:1], product.dot.shape[1:])}
     for value in order([product.root], [product.dot]):
         if any(source in found for source in value.sources):
-            found[value] = followed(value, found)
+            found[value] = layout_of(value, found)
     return found[product.root]
 
 

@@ -15,7 +15,14 @@ from torch import Tensor
 from mla_fusion.exact.evaluate import Evaluation, Undecided
 from mla_fusion.exact.weights import Weight
 from mla_fusion.graph.form import MOVES, Value, filled_with
-from mla_fusion.graph.layout import Layout, Mixed, broadcast_to, has_tokens, plain, regrouped
+from mla_fusion.graph.layout import (
+    Layout,
+    Mixed,
+    broadcast_to,
+    has_tokens,
+    regroup,
+    token_free_axis,
+)
 from mla_fusion.propose.sites import Site, rows_of
 
 _ABOVE = 12  # moves that are looked through
@@ -69,8 +76,8 @@ def _of_operand(value: Value, source: Value, layout: Layout) -> Layout:
     if value.op != "dot":
         return broadcast_to(layout, source)
     if source is value.sources[0]:
-        return (*layout[:-1], plain(source.shape[-1]))
-    size = plain(source.shape[-2])
+        return (*layout[:-1], token_free_axis(source.shape[-1]))
+    size = token_free_axis(source.shape[-2])
     return (*layout[: len(source.shape) - 2], size, layout[-1])
 
 
@@ -86,7 +93,7 @@ def _above(value: Value, layout: Layout) -> Iterator[tuple[Value, Layout]]:
         if value.op in ("product", "cast") and len(value.sources) == 1:
             stack.append((one, layout))
         elif value.op == "reshape":
-            above = regrouped(layout, one.shape)
+            above = regroup(layout, one.shape)
             if above is not None:
                 stack.append((one, above))
         elif value.op == "permute":
@@ -98,7 +105,7 @@ def _above(value: Value, layout: Layout) -> Iterator[tuple[Value, Layout]]:
             axis = value.literal if value.op == "join" else value.literal[0]
             for source in reversed(value.sources):
                 own = [
-                    plain(source.shape[axis]) if at == axis else digits
+                    token_free_axis(source.shape[axis]) if at == axis else digits
                     for at, digits in enumerate(layout)
                 ]
                 stack.append((source, tuple(own)))

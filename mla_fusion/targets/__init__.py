@@ -1,1 +1,1 @@
-"""What each operator computes, in the form, and what a call of it is made of."""
+"""The definitions of the operators that a prologue may become, as Values."""

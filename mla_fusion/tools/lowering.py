@@ -24,11 +24,10 @@ from mla_fusion.compile.device_graph import CaptureError, stop, trace
 from mla_fusion.compile.dynamo import naming, specialise
 from mla_fusion.compile.hook import torchair_pass
 from mla_fusion.config import Config
-from mla_fusion.fx.kinds import op_name
+from mla_fusion.fx.kinds import count_operators, op_name
 from mla_fusion.fx.walk import peel
 from mla_fusion.machine import compiling_for
 from mla_fusion.meta.prolog import CACHES, V3, V3_FUNCTIONAL
-from mla_fusion.observe.operator_counts import count_operators
 from mla_fusion.report.report import Report
 from mla_fusion.report.store import reports
 from mla_fusion.tools.target import first_line

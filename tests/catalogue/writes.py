@@ -345,3 +345,21 @@ class StaticCache(PagedRotateHalf):
 @step("slots", IN_PLACE, tags="cache")
 def slots_cast_twice(self: Base, slots: Tensor, query: Tensor) -> Tensor:
     return slots.int().long().reshape(-1)
+
+
+@entry(IN_PLACE, source="generated", tags="cache, symbolic")
+class EverySecondRow(Base):
+    """Rows between them belong to somebody else; no slots are given."""
+
+    def write(
+        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
+    ) -> None:
+        end = 2 * c_kv.shape[0]
+        kv_cache.view(-1, HCKV)[0:end:2] = c_kv
+        kr_cache.view(-1, DR)[0:end:2] = k_pe
+
+
+@step("slots", STAGED, tags="cache")
+def slots_cast_to_few_bits(self: Base, slots: Tensor, query: Tensor) -> Tensor:
+    """Of some slots it makes others, and the model wraps them."""
+    return slots.to(torch.int16).long().reshape(-1)

@@ -22,7 +22,7 @@ from mla_fusion.exact.prove import Claim
 from mla_fusion.fx.module_path import ARGUMENT
 from mla_fusion.graph.departure import Departure
 from mla_fusion.graph.form import Value
-from mla_fusion.graph.layout import of_tokens
+from mla_fusion.graph.layout import token_layout
 from mla_fusion.graph.read import Graph
 
 T, B, S, H, D = 12, 3, 4, 2, 4
@@ -427,7 +427,7 @@ def values() -> tuple[dict[str, Value], Value]:
 
 def are_equal(one: str, other: str) -> bool:
     found, x = values()
-    given = {x: of_tokens((T,), (N,))}
+    given = {x: token_layout((T,), (N,))}
     try:
         exact.prove(given, T, [Claim("rows", found[one], found[other])])
     except Departure:

@@ -178,7 +178,7 @@ def _marks_apart(
     nodes have equal marks. Empty where all pairs are equal at every point.
     """
     _unite_equal(weights)
-    graph = _OfReals(gm, own=())
+    graph = _OfReals(gm, model_inputs=())
     for node, assumed in graph.assumed.items():
         raise _NotDecided(f"{node.name} ({node.target}) is read as if {assumed[0]}", node)
     values = {node: [*values_of(reading)] for node, reading in graph.readings.items()}
@@ -206,8 +206,8 @@ def _marks_apart(
 class _OfReals(Graph):
     """Floats are real numbers from the inputs on."""
 
-    def _leaf(self, name: str, held: Tensor, model: bool) -> Any:
-        found = super()._leaf(name, held, model)
+    def _leaf(self, name: str, tensor: Tensor, model: bool) -> Any:
+        found = super()._leaf(name, tensor, model)
         if isinstance(found, Pair):
             return found.each(lambda part: self.form.activation(part.literal, part.shape))
         return self.form.activation(name, found.shape) if found.is_float else found
@@ -217,14 +217,14 @@ def _at_a_point(
     wanted: Sequence[Value], drawn: Mapping[Value, Tensor], at: field.Point
 ) -> Evaluation:
     """A step that the field does not know is a function of all that it reads."""
-    layouts = {value: layout.plain_layout(value.shape) for value in drawn}
+    layouts = {value: layout.token_free_layout(value.shape) for value in drawn}
     run = Evaluation(layout.Binding((), 1), layouts, drawn, at)
     for value in order(wanted, drawn):
         try:
-            layouts[value] = layout.followed(value, layouts)
+            layouts[value] = layout.layout_of(value, layouts)
             run.run([value])
         except layout.Mixed:
-            layouts[value] = layout.plain_layout(value.shape)
+            layouts[value] = layout.token_free_layout(value.shape)
             read = [_mark(run, source) for source in value.sources]
             name = field.word(at.seed, value.op, value.literal, value.shape, value.dtype, *read)
             run.tensors[value] = field.random(name, value.shape)

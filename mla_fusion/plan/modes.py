@@ -1,0 +1,47 @@
+"""The attributes and scales that go with weight_quant_mode and kv_cache_quant_mode of a call.
+
+They are read from the operator's specification.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from mla_fusion.meta.spec import (
+    CACHE_QUANTS,
+    CLIP_WEIGHT_MODES,
+    ELEMENT,
+    HIFLOAT8,
+    WEIGHT_MODES,
+)
+
+_NUMBERED = ("token_x", "weight_dq", "weight_uq_qr", "weight_dkv_kr")
+
+
+def attributes(weight_mode: int, cache_mode: int) -> dict[str, int]:
+    """Those that differ from 0, the operator's default."""
+    quant = CACHE_QUANTS[cache_mode]
+    modes = {
+        "weight_quant_mode": weight_mode,
+        "kv_cache_quant_mode": cache_mode,
+        "query_quant_mode": quant.query_quant_mode,
+        "ckvkr_repo_mode": quant.repo_mode,
+        "quant_scale_repo_mode": quant.repo_mode,
+    }
+    if weight_mode and WEIGHT_MODES[weight_mode].element == torch.uint8:
+        names = (*_NUMBERED, "kv_cache") if quant.kv == ELEMENT else _NUMBERED
+        modes |= {f"{name}_dtype": HIFLOAT8 for name in names}
+    return {name: mode for name, mode in modes.items() if mode}
+
+
+def scale_shapes(
+    weight_mode: int, cache_mode: int, latent: int, rope: int
+) -> dict[str, tuple[int, ...]]:
+    """Shapes of the scales that the caches need, by name; ``latent`` is Hckv, ``rope`` Dr."""
+    sizes = {"1": 1, "Hckv": latent, "Dr": rope}
+    has_clip = weight_mode in CLIP_WEIGHT_MODES
+    return {
+        name: tuple(sizes[axis] for axis in axes.split())
+        for name, axes in CACHE_QUANTS[cache_mode].required.items()
+        if has_clip or name != "k_nope_clip_alpha"
+    }
