@@ -30,8 +30,8 @@ LIGHT = frozenset(
     f"mla_fusion.{name}"
     for name in """
     _autoload _gone _lazy _version cli machine report report.text_tables
-    tools tools.cli tools.graphs_cli tools.checks_cli
-    tools.target tools.installed tools.command tools.profile
+    tools tools.cli
+    tools.target tools.installed tools.profile
     """.split()
 )
 

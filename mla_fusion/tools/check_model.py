@@ -61,13 +61,12 @@ class Outcome:
     is_fine: bool
 
     def to_json(self) -> str:
-        planned = asdict(self.plan) if isinstance(self.plan, Prepacked) else self.plan
         data = {
             "model_type": self.model_type,
             "quantized": self.is_quantised,
             **self.summary.to_dict(),
-            "generated": asdict(self.compared) if self.compared else None,
-            "prepack": planned,
+            "generated": self.compared and asdict(self.compared),
+            "prepack": asdict(self.plan) if isinstance(self.plan, Prepacked) else self.plan,
         }
         return text_tables.as_json(data)
 
@@ -106,20 +105,20 @@ class _Step(torch.nn.Module):
         self.cache = hf.MlaPagedCache(model, max_cache_len=PROMPT_TOKENS)
 
     def forward(self, ids: torch.Tensor) -> Any:
-        told = (
-            {} if COUNTS_POSITIONS.has(type(self.model).forward) else {"cache_position": ids[0] * 0}
-        )
-        return self.model(input_ids=ids, past_key_values=self.cache, **told).logits
+        options = {"input_ids": ids, "past_key_values": self.cache}
+        if not COUNTS_POSITIONS.has(type(self.model).forward):
+            options["cache_position"] = ids[0] * 0
+        return self.model(**options).logits
 
 
 def _plan(config: Any) -> Prepacked | str:
     """What ``mf.prepack`` would do with one layer; or why that cannot be said."""
-    one = deepcopy(config)
-    text = one.get_text_config()
+    of_one_layer = deepcopy(config)
+    text = of_one_layer.get_text_config()
     text.num_hidden_layers = 1
     if hasattr(text, "first_k_dense_replace"):
         text.first_k_dense_replace = 1  # no experts, whose choice would end the graph
-    model = _skeleton(one).to(torch.bfloat16)
+    model = _skeleton(of_one_layer).to(torch.bfloat16)
     hf.optimize(model)
     try:
         return prepack(_Step(model), torch.zeros(1, 1, dtype=torch.int64, device="meta"))
@@ -222,17 +221,17 @@ def _generate(model: Any, ids: torch.Tensor, tokens: int) -> tuple[torch.Tensor,
     """New tokens, and seconds."""
     started = perf_counter()
     with torch.no_grad():
-        found = model.generate(
+        sequences = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=tokens,
             min_new_tokens=tokens,
             do_sample=False,
         )
-    return found[0, ids.shape[1] :], perf_counter() - started
+    return sequences[0, ids.shape[1] :], perf_counter() - started
 
 
 def _first_line(error: BaseException) -> str:
     """What it says in one line, with its kind where that is not clear from the words."""
-    said = " ".join(str(error).split())
-    return said if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {said}"
+    text = " ".join(str(error).split())
+    return text if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {text}"

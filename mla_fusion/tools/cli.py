@@ -1,23 +1,43 @@
 """The ``mla-fusion`` command. Its help and its words for wrong calls need no torch, so they come at
-once.
+once: what needs it is imported in functions.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import asdict, dataclass
+from importlib.resources import files
+from inspect import getdoc
 from pathlib import Path
+from traceback import extract_tb
 from typing import Any
 
 import mla_fusion as mf
-from mla_fusion import _gone
+from mla_fusion import _gone, machine
 from mla_fusion.report import text_tables
-from mla_fusion.tools import checks_cli, graphs_cli, installed
-from mla_fusion.tools.command import Command, Parser, answer, option, show
-from mla_fusion.tools.target import UserError, output_folder, positive, user_errors, writing
+from mla_fusion.tools import installed
+from mla_fusion.tools.target import (
+    UserError,
+    existing,
+    known_name,
+    load_target,
+    output,
+    output_folder,
+    positive,
+    target,
+    target_or_dump,
+    user_errors,
+    writing,
+)
+
+Option = Callable[[Any], object]  # adds an argument to a parser
+Run = Callable[[Namespace], int]  # of the parsed arguments, the exit status
+
 
 EPILOG = """\
 examples:
@@ -51,7 +71,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             if gone := _gone.of_command_line(words):
                 raise UserError(gone)
-            return _run(parser().parse_args(words))
+            arguments = parser().parse_args(words)
+            try:
+                return int(arguments.run(arguments))
+            except SystemExit as error:  # of code that the caller named
+                text = f"the code that was run ended with sys.exit({error.code!r})"
+                raise UserError(text) from error
         finally:
             if sys.stdout is not None:
                 sys.stdout.flush()  # a full disk is told here, not while Python ends
@@ -61,34 +86,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         _stop_writing()
         return 0
     except (UserError, OSError, ImportError) as error:
-        said = _said(error)
-        if said is None:
-            raise
-        print(f"mla-fusion {' '.join(words[:1])}: {said}", file=sys.stderr)
+        print(f"mla-fusion {' '.join(words[:1])}: {_for_the_user(error)}", file=sys.stderr)
         return 2
 
 
-def _run(arguments: Namespace) -> int:
-    try:
-        status: int = arguments.run(arguments)
-    except SystemExit as error:  # of code that the caller named
-        raise UserError(f"the code that was run ended with sys.exit({error.code!r})") from error
-    return status
-
-
-def _said(error: Exception) -> str | None:
-    """In one line what the caller can put right; None for a defect of this package."""
-    if isinstance(error, UserError):
-        return str(error)
-    if isinstance(error, ImportError):
-        if installed.is_missing(error):
-            return f"torch is not installed: {installed.TO_DO}"
-        return None if (error.name or "").startswith("mla_fusion") else str(error)
-    if not isinstance(error, OSError) or error.strerror is None:
-        return str(error)
-    if error.filename is None:  # of what is written through a stream that has no name
-        _stop_writing()
-    return f"{error.filename if error.filename is not None else 'stdout'}: {error.strerror}"
+def _for_the_user(error: Exception) -> str:
+    """In one line what the caller can put right. Raises the error where it is a defect of this
+    package.
+    """
+    if isinstance(error, OSError) and error.strerror is not None:
+        if error.filename is None:  # of what is written through a stream that has no name
+            _stop_writing()
+        return f"{'stdout' if error.filename is None else error.filename}: {error.strerror}"
+    if installed.is_missing(error):
+        return f"torch is not installed: {installed.TO_DO}"
+    if isinstance(error, ImportError) and (error.name or "").startswith("mla_fusion"):
+        raise error
+    return str(error)
 
 
 def _stop_writing() -> None:
@@ -100,21 +114,124 @@ def _stop_writing() -> None:
 
 def parser() -> ArgumentParser:
     """Of the whole command line."""
-    whole = Parser(
+    main_parser = Parser(
         prog="mla-fusion",
         formatter_class=RawDescriptionHelpFormatter,
         description="Fuse DeepSeek MLA prologues into the single Ascend NPU kernel. Needs no NPU "
         "and no CANN.",
         epilog=EPILOG,
     )
-    whole.add_argument("--version", action="version", version=f"mla-fusion {mf.__version__}")
-    commands = whole.add_subparsers(dest="command", required=True, metavar="command")
-    for command in (*_COMMANDS, *graphs_cli.COMMANDS, *checks_cli.COMMANDS):
-        command.add(commands)
-    return whole
+    main_parser.add_argument("--version", action="version", version=f"mla-fusion {mf.__version__}")
+    commands = main_parser.add_subparsers(dest="command", required=True, metavar="command")
+    for each in _COMMANDS:
+        each.add(commands)
+    return main_parser
 
 
-def _demo(arguments: Namespace) -> int:
+def option(name: str, text: str | None = None, **kind: Any) -> Option:
+    """As argparse has it, its help behind its name."""
+    return lambda parser: parser.add_argument(name, help=text, **kind)
+
+
+def function(more: str = "") -> Option:
+    """The function that a command works on."""
+    text = f"function that returns (module_or_function, arguments){more}"
+    return option("target", text, metavar="FILE.py:FUNCTION")
+
+
+DYNAMIC = option("--dynamic", "symbolic sizes, as torch.compile(dynamic=True)", action="store_true")
+LIMITS = (
+    option(
+        "--soc",
+        "chip, as A2 or 910B, whose limits hold; by default the NPU's, without an NPU A3",
+        type=known_name(machine.soc_named),
+        default=machine.AUTO,
+    ),
+    option(
+        "--cann",
+        "CANN release, as 8.5 or 9.1, whose limits hold; by default the NPU's, without an NPU "
+        "the newest",
+        type=known_name(machine.release_named),
+        default=machine.AUTO,
+    ),
+)
+
+
+class Parser(ArgumentParser):
+    """Says so where help cannot be written; argparse is silent then."""
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        print(message or "", end="", file=file or sys.stderr)
+
+
+@dataclass(frozen=True)
+class Command:
+    """A function that runs a command, with its options. The first paragraph of its docstring is the
+    summary in the list of commands, all of it the command's own help. ``has_json``: it can print
+    JSON.
+    """
+
+    run: Run
+    options: Sequence[Option]
+    has_json: bool
+
+    def add(self, commands: Any) -> None:
+        """To the parsers of all commands."""
+        paragraphs = [" ".join(part.split()) for part in (getdoc(self.run) or "").split("\n\n")]
+        parser = commands.add_parser(
+            self.run.__name__.replace("_", "-"),
+            help=paragraphs[0],
+            description=" ".join(paragraphs),
+        )
+        parser.set_defaults(run=self.run)
+        if self.has_json:
+            parser.add_argument("--json", action="store_true", help="print JSON on stdout")
+        for add in self.options:
+            add(parser)
+
+
+def command(*options: Option, has_json: bool = True) -> Callable[[Run], Command]:
+    """Makes a Command of a function."""
+    return lambda run: Command(run, options, has_json)
+
+
+def show(text: object) -> None:
+    """Print text for people. Names come from dumps, too: what in them would steer a terminal is
+    written out.
+    """
+    letters = (
+        letter if letter.isprintable() or letter in "\n\t" else ascii(letter)[1:-1]
+        for letter in str(text)
+    )
+    print("".join(letters))
+
+
+def answer(outcome: Any, arguments: Namespace, is_fine: bool) -> int:
+    """Print what came out, as text or JSON, and write its page where one is asked for. The exit
+    status.
+    """
+    print(outcome.to_json()) if arguments.json else show(outcome)
+    if getattr(arguments, "html", None):
+        with writing(arguments.html):
+            outcome.to_html(arguments.html)
+        print(f"written: {arguments.html}", file=sys.stderr)
+    return 0 if is_fine else 1
+
+
+@command(
+    option(
+        "--out",
+        "folder for the report and the graphs",
+        type=output_folder,
+        default=Path("out"),
+    ),
+    option("--layers", type=positive, default=2),
+    option("--heads", "heads of one rank (128 / TP)", type=positive, default=16),
+    option("--batch", "sequences decoded at once", type=positive, default=8),
+    option("--quick", "He 1024, a short history and a narrow MLP", action="store_true"),
+)
+def demo(arguments: Namespace) -> int:
+    """Decode Hugging Face's DeepSeek-V3 fused and unfused, compare, and lower."""
     from mla_fusion.models.hf import TransformersMissing
     from mla_fusion.tools import demo
 
@@ -124,25 +241,19 @@ def _demo(arguments: Namespace) -> int:
     return answer(outcome, arguments, not outcome.problems)
 
 
-def _check_model(arguments: Namespace) -> int:
-    if not arguments.folder.is_dir():
-        raise UserError(f"no such folder: {arguments.folder}")
-    from mla_fusion.models import hf
-    from mla_fusion.tools import check_model
+@command()
+def doctor(arguments: Namespace) -> int:
+    """Say what is installed, and which operators can be lowered here.
 
-    with user_errors(check_model.CheckpointError, hf.TransformersMissing):
-        found = check_model.run(arguments)
-    return answer(found, arguments, found.is_fine)
-
-
-def _doctor(arguments: Namespace) -> int:
-    found = installed.without_torch()
-    if found is None:
+    Exit status 1: something is in the way; it is listed with what to do.
+    """
+    facts = installed.without_torch()
+    if facts is None:
         from mla_fusion.tools import doctor
 
-        found = doctor.survey()
-    print(text_tables.as_json(found)) if arguments.json else show("\n".join(_lines(found)))
-    return 1 if found["problems"] else 0
+        facts = doctor.survey()
+    print(text_tables.as_json(facts)) if arguments.json else show("\n".join(_lines(facts)))
+    return 1 if facts["problems"] else 0
 
 
 def _lines(facts: dict[str, Any]) -> Iterator[str]:
@@ -164,55 +275,317 @@ def _words(value: Any) -> str:
     return "none" if value is None else str(value)
 
 
+@command(
+    option("folder", "checkpoint folder: config.json, and weights for --tokens", type=Path),
+    option(
+        "--prepack", "say what mla_fusion.prepack would lay out in a layer", action="store_true"
+    ),
+    option(
+        "--tokens", "load the weights, generate so many tokens and compare", type=int, default=0
+    ),
+    option(
+        "--dtype",
+        "of the weights for --tokens (in the narrow ones, tokens may differ by rounding)",
+        choices=("float32", "bfloat16", "float16"),
+        default="float32",
+    ),
+)
+def check_model(arguments: Namespace) -> int:
+    """Say what of a Hugging Face checkpoint can decode absorbed and be fused; with --tokens, try
+    it.
+
+    It writes nothing. Exit status 1: nothing can be converted, or tokens differ.
+    """
+    if not arguments.folder.is_dir():
+        raise UserError(f"no such folder: {arguments.folder}")
+    from mla_fusion.models import hf
+    from mla_fusion.tools import check_model
+
+    with user_errors(check_model.CheckpointError, hf.TransformersMissing):
+        outcome = check_model.run(arguments)
+    return answer(outcome, arguments, outcome.is_fine)
+
+
+_GRAPH = option("--graph", "which graph of a file that holds several", type=int, default=1)
+_TARGETS = option("--targets", "operators that may be emitted, as Config.targets", nargs="+")
+
+
+@command(
+    function(
+        "; its file is imported and runs. Or a dump of a graph, which is data: nothing in it runs"
+    ),
+    DYNAMIC,
+    *LIMITS,
+    _TARGETS,
+    option(
+        "--pass-only",
+        "judge as mf.torchair_pass does: no wrapper hands caches over in the kernel's shape",
+        action="store_true",
+    ),
+    _GRAPH,
+    option("--html", "also write the report as a page", type=output, metavar="FILE"),
+)
+def explain(arguments: Namespace) -> int:
+    """Say for every MLA prologue why it would fuse or not.
+
+    Exit status 1: a prologue is left, or none is there.
+    """
+    target_or_dump(arguments.target)
+    from mla_fusion.compile.device_graph import CaptureError, capture
+    from mla_fusion.tools.dumps.model import DumpError, NotRebuilt
+
+    graph, boundary = arguments.target, not arguments.pass_only
+    with user_errors(CaptureError, DumpError, NotRebuilt):
+        if not Path(graph).is_file():
+            model, example = load_target(graph)
+            graph, _ = capture(
+                model, *example, device="cpu", dynamic=arguments.dynamic, as_backend=boundary
+            )
+        report = mf.explain(graph, _config(arguments), boundary=boundary, graph=arguments.graph)
+    return answer(report, arguments, bool(report.fused) and not report.rejected)
+
+
+def _config(arguments: Namespace, **more: Any) -> mf.Config:
+    if arguments.targets:
+        more["targets"] = arguments.targets
+    with user_errors(ValueError):
+        return mf.Config(soc=arguments.soc, cann=arguments.cann, **more)
+
+
+@command(
+    function(),
+    DYNAMIC,
+    *LIMITS,
+    _TARGETS,
+    option("--mode", choices=("ge", "npugraph_ex"), default="ge"),
+    option("--no-fuse", "lower the graph as it is", action="store_true"),
+    option("--out", "folder for the FX graphs, the pbtxt and the report", type=output_folder),
+)
+def lower(arguments: Namespace) -> int:
+    """Fuse a function and lower it with the real torchair."""
+    target(arguments.target)
+    from mla_fusion.compile.offline import OfflineError
+    from mla_fusion.tools.lowering import LoweringError
+
+    model, example = load_target(arguments.target)
+    config = _config(arguments, enable=not arguments.no_fuse)
+    with user_errors(LoweringError, OfflineError):
+        lowered = mf.lower(
+            model, *example, mode=arguments.mode, dynamic=arguments.dynamic, config=config
+        )
+    operators = dict((lowered.ge_ops or lowered.fx_ops).most_common())
+    files = []
+    if arguments.out:
+        with writing(arguments.out):
+            files = lowered.save(arguments.out)
+    if arguments.json:
+        report = lowered.report and json.loads(lowered.report.to_json())
+        data = {"mode": lowered.mode, "operators": operators, "files": files, "report": report}
+        print(text_tables.as_json(data))
+        return 0
+    if lowered.report is not None:
+        show(f"{lowered.report}\n")
+    kind = "GE operator" if lowered.ge_ops else "FX operator"
+    counts = [(text_tables.short_name(name), count) for name, count in operators.items()]
+    show(text_tables.render((kind, "count"), counts))
+    if files:
+        print(f"\nwritten: {', '.join(map(str, files))}")
+    return 0
+
+
+@command(
+    option("dumps", "pbtxt, txt, py or FX listing", metavar="DUMP", nargs="+"),
+    _GRAPH,
+    option("--export", "also write one dump for Graphviz: .dot", type=output, metavar="FILE"),
+)
+def inspect(arguments: Namespace) -> int:
+    """Say what stands in graphs that torchair or torch dumped."""
+    paths = [existing(dump) for dump in arguments.dumps]
+    from mla_fusion.tools.inspect.summary import summarise
+    from mla_fusion.tools.inspect.viewers import ExportError, export
+
+    dumps = [_read_dump(path, arguments.graph) for path in paths]
+    if arguments.export:
+        if len(dumps) > 1:
+            raise UserError("--export takes one dump")
+        with user_errors(ExportError), writing(arguments.export):
+            export(dumps[0], arguments.export)
+        print(f"written: {arguments.export}", file=sys.stderr)
+    summaries = [summarise(dump) for dump in dumps]
+    if arguments.json:
+        print(text_tables.as_json([asdict(summary) for summary in summaries]))
+    else:
+        show("\n\n\n".join(map(str, summaries)))
+    return 0
+
+
+@command(
+    option("first", "a dump, or what selftest --out wrote", metavar="A"),
+    option("second", "what to compare it with", metavar="B"),
+    _GRAPH,
+)
+def diff(arguments: Namespace) -> int:
+    """Compare two dumps by operators and wiring, not by names, or two texts of the self-test by
+    lines.
+
+    Exit status 1: they differ; what differs is listed.
+    """
+    paths = existing(arguments.first), existing(arguments.second)
+    from mla_fusion.tools.inspect import compare
+    from mla_fusion.tools.selftest import HEADING
+
+    texts = [path.read_bytes() for path in paths]
+    difference: compare.Lines | compare.Difference
+    if all(text.startswith(HEADING.encode()) for text in texts):
+        difference = compare.diff_lines(*(text.decode(errors="replace") for text in texts))
+    else:
+        with user_errors(ValueError):
+            difference = compare.diff(*(_read_dump(path, arguments.graph) for path in paths))
+    return answer(difference, arguments, difference.equal)
+
+
+def _read_dump(path: Path, graph: int) -> Any:
+    from mla_fusion.tools.dumps import DumpError, read
+
+    with user_errors(DumpError):
+        return read(path, graph)
+
+
+@command(
+    function("; its file is imported and runs"),
+    option(
+        "--reference",
+        "one that returns (unfused_model, arguments)",
+        metavar="FILE.py:FUNCTION",
+    ),
+    *LIMITS,
+    option(
+        "--path",
+        "how the calls reach the device",
+        choices=("eager", "graph"),
+        default="eager",
+    ),
+)
+def audit(arguments: Namespace) -> int:
+    """Check hand-written calls of the operators; with --reference, against the model that they
+    stand for.
+
+    Exit status 1: something is wrong with a call.
+    """
+    for name in filter(None, (arguments.target, arguments.reference)):
+        target(name)
+    import torch
+
+    from mla_fusion.compile.device_graph import CaptureError, check_arguments
+
+    with user_errors(ValueError, CaptureError):
+        limits = mf.Config(soc=arguments.soc, cann=arguments.cann).machine
+        model, example = load_target(arguments.target)
+        reference = load_target(arguments.reference)[0] if arguments.reference else None
+        try:
+            for called in (model, reference):
+                if called is not None:
+                    check_arguments(called, example)
+            outcome = mf.audit(
+                model,
+                reference,
+                *example,
+                path=arguments.path,
+                soc=limits.soc,
+                cann=limits.cann,
+            )
+        except (ValueError, CaptureError):  # in words already
+            raise
+        except Exception as error:
+            ours, frames = str(Path(mf.__file__).parent), extract_tb(error.__traceback__)
+            foreign = ours, str(Path(torch.__file__).parent)
+            own = [frame for frame in frames if not frame.filename.startswith(foreign)]
+            if not own or frames[-1].filename.startswith(ours):  # a defect of the audit
+                raise
+            where = f"{own[-1].filename}:{own[-1].lineno} in {own[-1].name}: {own[-1].line}"
+            raise UserError(
+                f"the function fails when it is run: {type(error).__name__}: {error}\n  at {where}"
+            ) from error
+    return answer(outcome, arguments, outcome.ok)
+
+
+@command(
+    option("after", "kernel_details.csv or op_summary_*.csv, with the pass on", metavar="AFTER"),
+    option("--before", "the same with the pass off", metavar="BEFORE"),
+)
+def profile(arguments: Namespace) -> int:
+    """Say what the prologue costs in a profile of an NPU; with --before, what a fusion changed.
+
+    Exit status 1: no fused prologue is in it.
+    """
+    from mla_fusion.tools.profile import Comparison, summarise
+
+    paths = [existing(path) for path in (arguments.after, arguments.before) if path]
+    outcome = Comparison(*map(summarise, paths))
+    return answer(outcome, arguments, bool(outcome.after.prologue))
+
+
+@command(
+    option("--out", "write it to a file instead, AGENTS.md for one", type=output, metavar="FILE"),
+    has_json=False,
+)
+def guide(arguments: Namespace) -> int:
+    """Print how to write a call of the operator by hand, for people and for agents that write
+    code.
+    """
+    folder = files("mla_fusion") / "tools" / "by_hand"  # importing it would load torch
+    parts = (folder / name for name in ("guide.md", "guide_more.md"))
+    text = "\n".join(part.read_text(encoding="utf-8") for part in parts)
+    if arguments.out is None:
+        print(text, end="")
+        return 0
+    with writing(arguments.out):
+        arguments.out.write_text(text, encoding="utf-8")
+    print(f"written: {arguments.out}", file=sys.stderr)
+    return 0
+
+
+@command(
+    option("--device", "default: an NPU where there is one", choices=("npu", "cpu")),
+    *LIMITS,
+    option("--only", "checks whose name matches", default="*", metavar="PATTERN"),
+    option("--out", "also write the text to a file, to mail", type=output, metavar="FILE"),
+)
+def selftest(arguments: Namespace) -> int:
+    """Check the operators and the pass on this device against the references.
+
+    Exit status 1: a check failed.
+    """
+    from mla_fusion.tools import selftest
+
+    limits = (None if name == machine.AUTO else name for name in (arguments.soc, arguments.cann))
+    with user_errors(selftest.NoDevice, mf.meta.ContractError):
+        device = selftest.choose(arguments.device, *limits)
+        outcome = selftest.run(device, arguments.only, _show_progress)
+    if not outcome.results:
+        raise UserError(f"no check matches {arguments.only!r}")
+    if arguments.out:
+        with writing(arguments.out):
+            arguments.out.write_text(f"{outcome}\n", encoding="utf-8")
+    return answer(outcome, arguments, not outcome.failed)
+
+
+def _show_progress(result: Any) -> None:
+    """The check that has just ended: on a terminal one line that the next one overwrites."""
+    before, after = ("\r\033[K", "\r") if sys.stderr.isatty() else ("", "\n")
+    print(f"{before}{result.name} ({result.through})", end=after, file=sys.stderr, flush=True)
+
+
 _COMMANDS = (
-    Command(
-        "demo",
-        _demo,
-        "Decode Hugging Face's DeepSeek-V3 fused and unfused, compare, and lower.",
-        options=(
-            option(
-                "--out",
-                "folder for the report and the graphs",
-                type=output_folder,
-                default=Path("out"),
-            ),
-            option("--layers", type=positive, default=2),
-            option("--heads", "heads of one rank (128 / TP)", type=positive, default=16),
-            option("--batch", "sequences decoded at once", type=positive, default=8),
-            option("--quick", "He 1024, a short history and a narrow MLP", action="store_true"),
-        ),
-    ),
-    Command(
-        "doctor",
-        _doctor,
-        "Say what is installed, and which operators can be lowered here.",
-        "Exit status 1: something is in the way; it is listed with what to do.",
-    ),
-    Command(
-        "check-model",
-        _check_model,
-        "Say what of a Hugging Face checkpoint can decode absorbed and be fused; with --tokens, "
-        "try it.",
-        "It writes nothing. Exit status 1: nothing can be converted, or tokens differ.",
-        (
-            option("folder", "checkpoint folder: config.json, and weights for --tokens", type=Path),
-            option(
-                "--prepack",
-                "say what mla_fusion.prepack would lay out in a layer",
-                action="store_true",
-            ),
-            option(
-                "--tokens",
-                "load the weights, generate so many tokens and compare",
-                type=int,
-                default=0,
-            ),
-            option(
-                "--dtype",
-                "of the weights for --tokens (in the narrow ones, tokens may differ by rounding)",
-                choices=("float32", "bfloat16", "float16"),
-                default="float32",
-            ),
-        ),
-    ),
+    demo,
+    doctor,
+    check_model,
+    explain,
+    lower,
+    inspect,
+    diff,
+    audit,
+    profile,
+    guide,
+    selftest,
 )

@@ -115,22 +115,20 @@ def _trial() -> str | None:
     if not torch_npu_installed() or "torch_npu" in sys.modules:
         return None
     command = [sys.executable, "-c", _TRIAL]
-    done = subprocess.run(
+    trial = subprocess.run(
         command, capture_output=True, text=True, timeout=_TRIAL_SECONDS, check=False
     )
-    if done.returncode >= 0:
+    if trial.returncode >= 0:
         return None
-    said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-    what = [line for line in said if line.startswith("what():")] or said or ["nothing on stderr"]
-    signalled = signal.Signals(-done.returncode).name
-    return f"importing torch_npu ends the process with {signalled}: {what[0]}"
+    lines = [line.strip() for line in trial.stderr.splitlines() if line.strip()]
+    reasons = [line for line in lines if line.startswith("what():")] + lines
+    name = signal.Signals(-trial.returncode).name
+    return f"importing torch_npu ends the process with {name}: {[*reasons, 'nothing on stderr'][0]}"
 
 
 def _device() -> str | None:
     npu = getattr(torch, "npu", None)
-    if npu is None or not npu.is_available():
-        return None
-    return str(npu.get_device_name())
+    return str(npu.get_device_name()) if npu is not None and npu.is_available() else None
 
 
 def _offline(error: str | None) -> Facts:
@@ -146,32 +144,29 @@ def _offline(error: str | None) -> Facts:
 
 def _operator(name: str, usable: bool) -> Facts:
     """Whose its schema, CPU kernel and GE converter are, where there are any."""
-    entry: Facts = dict(_UNKNOWN)
     packet = getattr(torch.ops.npu, name, None)
     if packet is None:
-        return entry
-    entry["schema"] = _registrar(name, "debug")
-    entry["cpu_kernel"] = _registrar(name, "CPU")
+        return _UNKNOWN
+    converter = None
     if usable:
         bridge = import_module("mla_fusion.compile.torchair_bridge")
         owner = import_module("mla_fusion.converters").register().get(name)
-        entry["converter"] = owner or (
-            "torchair" if bridge.has_converter(packet.default) else "none"
-        )
-    return entry
+        converter = owner or ("torchair" if bridge.has_converter(packet.default) else "none")
+    kernels = {"schema": _registrar(name, "debug"), "cpu_kernel": _registrar(name, "CPU")}
+    return {**kernels, "converter": converter}
 
 
 def _registrar(name: str, key: str) -> str | None:
     """The package of the source file that the dispatcher says a definition or a kernel is from."""
-    lines = registrations(f"npu::{name}")
-    found = next((line for line in lines if line.startswith(f"{key}: registered at ")), None)
-    if found is None:
-        return None
-    if "/dev/null" in found and name in ops.OPERATORS:
+    for line in registrations(f"npu::{name}"):
+        if not line.startswith(f"{key}: registered at "):
+            continue
         # up to torch 2.8 what is registered in Python names no file, and torch_npu does it in C++
-        return "mla_fusion"
-    packages = (package for package in ("torch_npu", "mla_fusion") if f"{package}/" in found)
-    return next(packages, "another package")
+        if "/dev/null" in line and name in ops.OPERATORS:
+            return "mla_fusion"
+        packages = (package for package in ("torch_npu", "mla_fusion") if f"{package}/" in line)
+        return next(packages, "another package")
+    return None
 
 
 def _cann_version() -> str | None:

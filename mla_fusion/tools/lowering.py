@@ -24,12 +24,13 @@ from mla_fusion.compile.device_graph import CaptureError, stop, trace
 from mla_fusion.compile.dynamo import naming, specialise
 from mla_fusion.compile.hook import torchair_pass
 from mla_fusion.config import Config
-from mla_fusion.fx.kinds import op_name
+from mla_fusion.fx.kinds import count_operators, op_name
 from mla_fusion.fx.walk import peel
 from mla_fusion.machine import compiling_for
 from mla_fusion.meta.prolog import CACHES, V3, V3_FUNCTIONAL
 from mla_fusion.report.report import Report
 from mla_fusion.report.store import reports
+from mla_fusion.tools.target import first_line
 
 _CALL = f"npu::{V3.name}"
 _CACHES = V3_FUNCTIONAL.places(*CACHES)
@@ -127,57 +128,54 @@ def lower(
     if config.enable and hook:
         options.post_grad_custom_pre_pass = torchair_pass(config)
     import_module("mla_fusion.converters").register()
-    given: list[Any] = []  # of the graph that dynamo hands over
-    named: list[Callable[[GraphModule], None]] = []
     # an error waits for the end: dynamo would wrap it beyond reading
-    found: list[Lowering | LoweringError] = []
+    outcomes: list[Lowering | LoweringError] = []
 
-    def on_graph(gm: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        for name in named:
-            name(gm)
-        # a copy over the same attributes; metadata stays on the nodes
-        before = GraphModule(gm, copy.deepcopy(gm.graph))
-        earlier = reports()[-1:]
-        try:
+    def compile_graph(dynamo: GraphModule, arguments: list[Any]) -> Any:
+        if at_boundary:
+            specialise(dynamo)
+        name_inputs = naming(dynamo)
+
+        def on_graph(gm: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
             if at_boundary:
-                _, inputs, _ = fuse_for_torchair(gm, inputs, config, given, options)
-            compiled = torchair_bridge.compile_graph(mode, options, gm, list(inputs))
-        except Exception as error:
-            found.append(_explained(mode, gm, error))
+                name_inputs(gm)
+            # a copy over the same attributes; metadata stays on the nodes
+            before = GraphModule(gm, copy.deepcopy(gm.graph))
+            earlier = reports()[-1:]
+            try:
+                if at_boundary:
+                    _, inputs, _ = fuse_for_torchair(gm, inputs, config, arguments, options)
+                compiled = torchair_bridge.compile_graph(mode, options, gm, list(inputs))
+            except Exception as error:
+                outcomes.append(_explained(mode, gm, error))
+                return stop
+            newest = reports()[-1:]
+            report = newest[0] if newest and newest != earlier else None
+            if report is not None and mode == "npugraph_ex":
+                _correct_placements(report, compiled.fx.graph)
+            ge_ops = Counter(op.type for op in getattr(compiled.proto, "op", ()))
+            fx_ops = Counter[str]()
+            for name, count in count_operators(compiled.fx).items():
+                fx_ops[name.removeprefix("<built-in function ").rstrip(">")] += count
+            graphs = compiled.text, compiled.proto
+            outcomes.append(Lowering(mode, before, compiled.fx, fx_ops, ge_ops, *graphs, report))
             return stop
-        newest = reports()[-1:]
-        report = newest[0] if newest and newest != earlier else None
-        if report is not None and mode == "npugraph_ex":
-            _correct_placements(report, compiled.fx.graph)
-        ge_ops = Counter(op.type for op in getattr(compiled.proto, "op", ()))
-        fx_ops = Counter(_targets(compiled.fx))
-        graphs = compiled.text, compiled.proto
-        found.append(Lowering(mode, before, compiled.fx, fx_ops, ge_ops, *graphs, report))
-        return stop
 
-    compile_graph = torchair_bridge.backend(mode, options, on_graph)
-
-    def as_our_backend(gm: GraphModule, inputs: list[Any]) -> Any:
-        specialise(gm)
-        given[:] = inputs
-        named[:] = [naming(gm)]
-        return compile_graph(gm, inputs)
+        return torchair_bridge.backend(mode, options, on_graph)(dynamo, arguments)
 
     try:
         with compiling_for(config.machine.soc):
-            backend = as_our_backend if at_boundary else compile_graph
-            trace(backend, module_or_fn, args, device="npu", dynamic=dynamic)
+            trace(compile_graph, module_or_fn, args, device="npu", dynamic=dynamic)
     except CaptureError as error:
         raise LoweringError(str(error)) from error
     except BackendCompilerFailed as error:
         inner = error.inner_exception
-        raise LoweringError(
-            f"torchair failed: {type(inner).__name__}: {_first_line(inner)}"
-        ) from inner
-    lowered = found[-1] if found else LoweringError("torchair was given no graph")
-    if isinstance(lowered, LoweringError):
-        raise lowered
-    return lowered
+        raise LoweringError(f"torchair failed: {first_line(inner)}") from inner
+    if not outcomes:
+        raise LoweringError("torchair was given no graph")
+    if isinstance(outcomes[-1], LoweringError):
+        raise outcomes[-1]
+    return outcomes[-1]
 
 
 def _explained(mode: str, gm: GraphModule, error: Exception) -> LoweringError:
@@ -188,7 +186,7 @@ def _explained(mode: str, gm: GraphModule, error: Exception) -> LoweringError:
         for target in called
         if mode == "ge" and not torchair_bridge.has_converter(target)
     )
-    message = f"torchair failed on this graph: {type(error).__name__}: {_first_line(error)}"
+    message = f"torchair failed on this graph: {first_line(error)}"
     if refused:
         message = f"torchair has no GE converter for {', '.join(refused)}"
     explained = LoweringError(message, tuple(refused))
@@ -211,31 +209,16 @@ def _correct_placements(report: Report, lowered: Graph) -> None:
     for place, (fusion, call) in enumerate(zip(report.fused, calls, strict=True)):
         copied = sorted(_copied_inputs(call))
         if copied and fusion.placement == "in place":
-            said = (
+            placement = (
                 f"written by the kernel, copied by copy_: the whole of {', '.join(copied)} at "
                 "every step"
             )
-            report.fused[place] = replace(fusion, placement=said)
+            report.fused[place] = replace(fusion, placement=placement)
 
 
 def _copied_inputs(call: Node) -> Iterator[str]:
     """Inputs of which a call that is still functional makes a cache of its own."""
     for place in _CACHES if op_name(call).endswith("_functional") else ():
         cache = call.args[place]
-        base = peel(cache) if isinstance(cache, Node) else None
-        if base is not None and base.op == "placeholder":
-            yield base.name
-
-
-def _targets(gm: GraphModule) -> Iterator[str]:
-    """Each call's target, by name."""
-    for node in gm.graph.nodes:
-        if isinstance(node.target, OpOverload):
-            yield str(node.target)
-        elif node.op.startswith("call_"):
-            yield getattr(node.target, "__name__", str(node.target))
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else ""
+        if isinstance(cache, Node) and peel(cache).op == "placeholder":
+            yield peel(cache).name

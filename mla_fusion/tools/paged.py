@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from mla_fusion.paging.table import PageTable
 
 BLOCK_SIZE, LATENT, ROPE = 128, 512, 64
 
@@ -24,10 +27,7 @@ class PagedBatch(NamedTuple):
 
     def fresh(self) -> PagedBatch:
         """The same step over caches of its own."""
-        return self._replace(
-            kv_caches=[cache.clone() for cache in self.kv_caches],
-            kr_caches=[cache.clone() for cache in self.kr_caches],
-        )
+        return deepcopy(self)
 
 
 def random_batch(*, layers: int, batch: int, hidden: int, history: int) -> PagedBatch:
@@ -40,16 +40,15 @@ def random_batch(*, layers: int, batch: int, hidden: int, history: int) -> Paged
     pool = batch * blocks + spare
     tables = torch.randperm(pool, generator=generator)[: batch * blocks].view(batch, blocks)
     seq_lens = torch.randint(history // 2 + 1, history + 2, (batch,), generator=generator)
-    positions = seq_lens - 1
-    block = tables.gather(1, (positions // BLOCK_SIZE).unsqueeze(1)).squeeze(1)
+    pages = PageTable.from_block_table(tables, seq_lens, BLOCK_SIZE)
 
     def rows(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.bfloat16).normal_(generator=generator)
 
     return PagedBatch(
         hidden=rows(batch, hidden),
-        positions=positions,
-        slot_mapping=block * BLOCK_SIZE + positions % BLOCK_SIZE,
+        positions=seq_lens - 1,
+        slot_mapping=pages.slots(torch.ones_like(seq_lens)),
         block_tables=tables,
         seq_lens=seq_lens,
         kv_caches=[rows(pool, BLOCK_SIZE, 1, LATENT) for _ in range(layers)],

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from math import isfinite
+from operator import attrgetter
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -64,7 +65,7 @@ class Row:
 
 def read(path: Path) -> list[Kernel]:
     """The kernels of a profile in order of time, without communication. Raises UserError."""
-    found, line = list[Kernel](), 1
+    kernels, line = list[Kernel](), 1
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             rows = csv.reader(file)
@@ -83,14 +84,14 @@ def read(path: Path) -> list[Kernel]:
                 if not isfinite(sum(cells.get(key, 0) for key in _TIMES)):
                     raise ValueError("a time is no number")
                 if "us" in cells and not _COMMUNICATION.search(cells.get("core", "")):
-                    found.append(Kernel(**cells))
+                    kernels.append(Kernel(**cells))
     except (ValueError, csv.Error) as error:
         raise UserError(
             f"{path} is no kernel_details.csv or op_summary_*.csv: line {line}: {error}"
         ) from error
-    if not found:
+    if not kernels:
         raise UserError(f"{path} holds no kernel: profile a step that runs on the device")
-    return sorted(found, key=lambda kernel: kernel.start)
+    return sorted(kernels, key=attrgetter("start"))
 
 
 @dataclass(frozen=True)
@@ -120,23 +121,22 @@ class Profile:
             (name, *map(_text, (median(values), min(values), max(values))))
             for name, values in self.figures.items()
         ]
-        parts = [
-            f"{self.path}: {steps}, {self.layers:g} prologue kernels a step",
-            text_tables.render(("a step", "median", "least", "most"), rows),
-        ]
-        for title, table in (
-            ("the prologue, a step:", self.prologue),
-            ("casts, transposes, copies and scatters around it, a step:", self.around),
-        ):
-            cells = [
-                (row.type, row.core, *map(_text, (row.calls, row.us, row.wait))) for row in table
-            ]
-            head = ("type", "core", "calls", "us", "wait us")
-            parts += [title, text_tables.render(head, cells) if cells else "  none"]
-        return "\n".join(parts)
+        return f"""\
+{self.path}: {steps}, {self.layers:g} prologue kernels a step
+{text_tables.render(("a step", "median", "least", "most"), rows)}
+the prologue, a step:
+{_table(self.prologue)}
+casts, transposes, copies and scatters around it, a step:
+{_table(self.around)}"""
 
 
-def profile(path: Path) -> Profile:
+def _table(rows: Iterable[Row]) -> str:
+    cells = [(row.type, row.core, *map(_text, (row.calls, row.us, row.wait))) for row in rows]
+    head = ("type", "core", "calls", "us", "wait us")
+    return text_tables.render(head, cells) if cells else "  none"
+
+
+def summarise(path: Path) -> Profile:
     """Read a file, and sum it up. Raises UserError."""
     by_step = defaultdict[str, list[Kernel]](list)
     for kernel in read(path):
@@ -152,21 +152,21 @@ def profile(path: Path) -> Profile:
     }
     prologue = [one for step in steps for one in step if _PROLOGUE.search(one.type)]
     around = [kernel for step in steps for kernel in _around(step)]
-    tables = (_rows(some, len(steps)) for some in (prologue, around))
+    tables = (_rows(kernels, len(steps)) for kernels in (prologue, around))
     return Profile(str(path), "" not in by_step, figures, *tables)
 
 
 def _around(step: Sequence[Kernel]) -> Iterator[Kernel]:
-    kernels, found = sorted(step, key=lambda kernel: kernel.stream), set[int]()
+    kernels, places = sorted(step, key=attrgetter("stream")), set[int]()
     for place, kernel in enumerate(kernels):
         for way in (1, -1) if _PROLOGUE.search(kernel.type) else ():
             beside = place + way
             while 0 <= beside < len(kernels) and _MOVE.match(kernels[beside].type):
                 if kernels[beside].stream != kernel.stream:
                     break
-                found.add(beside)
+                places.add(beside)
                 beside += way
-    yield from (kernels[place] for place in found)
+    yield from (kernels[place] for place in places)
 
 
 def _rows(kernels: Iterable[Kernel], steps: int) -> list[Row]:
@@ -184,7 +184,7 @@ def _text(value: float) -> str:
 
 
 @dataclass(frozen=True)
-class Found:
+class Comparison:
     """One profile, or two."""
 
     after: Profile
@@ -194,17 +194,17 @@ class Found:
         """After less before, of each figure: of a step (of medians; least and most over all pairs
         of steps), and of a layer. Empty where there is no other.
         """
-        found = {}
+        figures = {}
         for name, before in self.before.figures.items() if self.before else ():
             after = self.after.figures[name]
             step = median(after) - median(before)
-            found[name] = {
+            figures[name] = {
                 "step": step,
                 "least": min(after) - max(before),
                 "most": max(after) - min(before),
                 "layer": step / (self.after.layers or 1),
             }
-        return found
+        return figures
 
     def to_json(self) -> str:
         """All figures as JSON text."""
@@ -213,7 +213,7 @@ class Found:
     def __str__(self) -> str:
         if self.before is None:
             return str(self.after)
-        found = self.difference().items()
-        rows = [(name, *(f"{value:+.1f}" for value in row.values())) for name, row in found]
+        figures = self.difference().items()
+        rows = [(name, *(f"{value:+.1f}" for value in row.values())) for name, row in figures]
         head = ("after less before", "a step", "least", "most", "a layer")
         return f"{self.before}\n\n{self.after}\n\n{text_tables.render(head, rows)}"

@@ -33,6 +33,11 @@ def user_errors(*kinds: type[Exception]) -> Iterator[None]:
         raise UserError(str(error)) from error
 
 
+def first_line(error: BaseException) -> str:
+    """The kind of an error, and the first line of what it says."""
+    return f"{type(error).__name__}: {str(error).strip()}".partition("\n")[0]
+
+
 def positive(text: str) -> int:
     """A number of the command line that is at least 1."""
     value = int(text)
@@ -45,8 +50,7 @@ def existing(text: str) -> Path:
     """A file of the command line."""
     path = Path(text)
     if not path.is_file():
-        there = f"{text} is no regular file"
-        raise UserError(there if path.exists() else f"no such file: {text}")
+        raise UserError(f"{text} is no regular file" if path.exists() else f"no such file: {text}")
     return path
 
 
@@ -70,9 +74,9 @@ def output_folder(text: str) -> Path:
 def _writable(path: Path, folder: Path) -> Path:
     if not folder.is_dir():
         raise UserError(f"{path} cannot be written: {folder} is no folder")
-    found = path if path.exists() else folder
-    if not os.access(found, os.W_OK):
-        raise UserError(f"{path} cannot be written: no permission for {found}")
+    place = path if path.exists() else folder
+    if not os.access(place, os.W_OK):
+        raise UserError(f"{path} cannot be written: no permission for {place}")
     return path
 
 
@@ -128,27 +132,12 @@ def _functions(path: Path) -> list[str]:
     ]
 
 
-def add_limits(parser: Any) -> None:
-    """``--soc`` and ``--cann``, checked at once."""
-    parser.add_argument(
-        "--soc",
-        type=_named(machine.soc_named),
-        default=machine.AUTO,
-        help="chip, as A2 or 910B, whose limits hold; by default the NPU's, without an NPU A3",
-    )
-    parser.add_argument(
-        "--cann",
-        type=_named(machine.release_named),
-        default=machine.AUTO,
-        help="CANN release, as 8.5 or 9.1, whose limits hold; by default the NPU's, without an NPU "
-        "the newest",
-    )
+def known_name(check: Callable[[str], str]) -> Callable[[str], str]:
+    """``check``, which raises UserError, and lets "auto" pass."""
 
-
-def _named(known: Callable[[str], str]) -> Callable[[str], str]:
     def checked(text: str) -> str:
         with user_errors(ValueError):
-            return text if text == machine.AUTO else known(text)
+            return text if text == machine.AUTO else check(text)
 
     return checked
 
@@ -158,38 +147,51 @@ def load_target(text: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     everything that is wrong with it.
     """
     file, _, name = text.rpartition(":")
-    module = _imported(file)
+    with _callers_code(f"{file} cannot be imported", file):
+        module = _imported(file)
     function = getattr(module, name, None)
     if not callable(function):
         raise UserError(f"{file} defines no function {name!r}")
-    try:
-        found = function()
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # sys.exit() among them
-        raise UserError(f"{name}() failed: {_brief(error, module.__file__ or file)}") from error
-    pair = isinstance(found, tuple) and len(found) == 2
-    if not (pair and callable(found[0]) and isinstance(found[1], (tuple, list))):
+    with _callers_code(f"{name}() failed", module.__file__ or file):
+        pair = function()
+    is_pair = isinstance(pair, tuple) and len(pair) == 2
+    if not (is_pair and callable(pair[0]) and isinstance(pair[1], (tuple, list))):
         raise UserError(
-            f"{name}() returned {type(found).__name__}, expected (module_or_function, arguments)"
+            f"{name}() returned {type(pair).__name__}, expected (module_or_function, arguments)"
         )
-    return found[0], tuple(found[1])
+    return pair[0], tuple(pair[1])
+
+
+@contextmanager
+def _callers_code(failure: str, file: str) -> Iterator[None]:
+    """What it raises, sys.exit() too, becomes a UserError with the last line of the caller's file
+    that led to it.
+    """
+    try:
+        yield
+    except (UserError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        path = Path(file)
+        lines = [
+            frame.lineno
+            for frame in traceback.extract_tb(error.__traceback__)
+            if Path(frame.filename) in (path.resolve(), path)
+        ]
+        where = f" (line {lines[-1]})" if lines else ""
+        raise UserError(f"{failure}: {type(error).__name__}: {error}{where}") from error
 
 
 def _imported(name: str) -> ModuleType:
     """The module of a file, or the one of that name where there is no such file."""
     path = Path(name)
-    try:
-        return _of_file(path) if path.is_file() else importlib.import_module(name)
-    except (UserError, KeyboardInterrupt):
-        raise
-    except BaseException as error:
-        if isinstance(error, ModuleNotFoundError) and name.startswith(error.name or "?"):
-            raise UserError(f"no such file: {name}") from error
-        raise UserError(f"{name} cannot be imported: {_brief(error, name)}") from error
-
-
-def _of_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if name.startswith(error.name or "?"):
+                raise UserError(f"no such file: {name}") from error
+            raise
     name = f"_mla_fusion_target_{path.stem}"  # a file named torch.py must not become torch
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
@@ -200,15 +202,3 @@ def _of_file(path: Path) -> ModuleType:
     sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
-
-
-def _brief(error: BaseException, file: str) -> str:
-    """The error with the last line of the caller's file that led to it."""
-    path = Path(file)
-    frames = [
-        f
-        for f in traceback.extract_tb(error.__traceback__)
-        if Path(f.filename) in (path.resolve(), path)
-    ]
-    where = f" (line {frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}{where}"

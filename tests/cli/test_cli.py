@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import mla_fusion as mf
-from mla_fusion.tools import cli, command
+from mla_fusion.tools import cli
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "fuse_your_model.py"
 TARGET = f"{EXAMPLE}:example"
@@ -194,5 +194,5 @@ def test_the_targets_of_a_pass(capsys):
 
 
 def test_nothing_in_a_name_steers_the_terminal(capsys) -> None:
-    command.show("q\x1b[2J \u202e norm\x00\tvor Größe\n中文")
+    cli.show("q\x1b[2J \u202e norm\x00\tvor Größe\n中文")
     assert capsys.readouterr().out == "q\\x1b[2J \\u202e norm\\x00\tvor Größe\n中文\n"

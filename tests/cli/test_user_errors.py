@@ -201,6 +201,6 @@ def test_a_wrong_import_of_our_own_is_no_users_mistake(monkeypatch):
     def broken(_: object) -> int:
         raise ImportError("cannot import name", name="mla_fusion.report")
 
-    monkeypatch.setattr("mla_fusion.tools.checks_cli.files", broken)
+    monkeypatch.setattr("mla_fusion.tools.cli.files", broken)
     with pytest.raises(ImportError):
         cli.main(["guide"])

@@ -12,7 +12,7 @@ import torch
 import mla_fusion as mf
 from mla_fusion.compat import OpOverload, schema_of, withdraw
 from mla_fusion.inspect import DumpError, NotRebuilt, read, summarise
-from mla_fusion.tools.dumps import names, symbols
+from mla_fusion.tools.dumps import names, rebuild_fx
 
 FX = """\
 class G(torch.nn.Module):
@@ -128,7 +128,7 @@ def test_nothing_that_a_dump_names_runs(name, traps, tmp_path):
 
 @pytest.mark.parametrize("name", COSTLY)
 def test_no_line_takes_forever(name, tmp_path, monkeypatch):
-    monkeypatch.setattr(symbols, "MOST_SECONDS", 5)
+    monkeypatch.setattr(rebuild_fx, "MOST_SECONDS", 5)
     (file := tmp_path / "graph.txt").write_text(FX.format(line=COSTLY[name], given=""))
     look_at(file)
 
@@ -147,7 +147,7 @@ def test_no_text_takes_forever(text, tmp_path):
 
 
 def test_the_time_is_limited(tmp_path, monkeypatch):
-    monkeypatch.setattr(symbols, "MOST_SECONDS", 0)
+    monkeypatch.setattr(rebuild_fx, "MOST_SECONDS", 0)
     file = Path(__file__).parent / "fixtures" / "fx_before.txt"
     with pytest.raises(NotRebuilt, match="did not get through the graph in 0 s"):
         mf.explain(file)

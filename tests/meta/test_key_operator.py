@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mla_fusion import meta
-from mla_fusion.tools.selftest.calls import calls, sample_key
+from mla_fusion.tools.selftest.samples import calls, sample_key
 
 OP = "npu_kv_rmsnorm_rope_cache_v2"
 

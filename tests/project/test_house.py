@@ -18,7 +18,7 @@ FOLDERS = {
 }
 ABOVE_ALL = ("_autoload", "_gone", "_lazy", "_version")  # small files that any room may import
 # of the command line; they use the public names, as anybody does
-COMMANDS = tuple(f"tools/{name}" for name in ("cli", "graphs_cli", "checks_cli", "demo"))
+COMMANDS = tuple(f"tools/{name}" for name in ("cli", "demo"))
 # Loading the package loads no tool; the other two are public names of tools.
 PUBLIC_NAMES = ("mla_fusion", "mla_fusion.inspect", "mla_fusion.cli")
 TOOLS = "mla_fusion.tools"

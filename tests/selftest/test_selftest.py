@@ -15,8 +15,8 @@ import torch
 from mla_fusion import meta
 from mla_fusion.tools import cli, selftest
 from mla_fusion.tools.selftest import check
-from mla_fusion.tools.selftest.calls import Call, calls
 from mla_fusion.tools.selftest.device import Device
+from mla_fusion.tools.selftest.samples import Call, calls
 from tests.exhaustive import one_in
 
 CPU = Device("cpu", "CPU reference kernels", "A3", "latest")

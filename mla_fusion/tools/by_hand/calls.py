@@ -16,19 +16,16 @@ from torch import Tensor, nn
 from torch.fx import traceback
 
 from mla_fusion.compat import OpOverload, TorchDispatchMode, given_by_name
-from mla_fusion.meta import ContractError
+from mla_fusion.meta import ContractError, key_operator
 from mla_fusion.meta.prolog import PROLOGS
 from mla_fusion.tools.by_hand.memory import place
 from mla_fusion.tools.by_hand.outcome import Finding
 
-_OTHERS = (
-    "npu::npu_kv_rmsnorm_rope_cache",
-    "npu::npu_kv_rmsnorm_rope_cache_v2",
-    "npu::npu_kv_rmsnorm_rope_cache_v2_functional",
+_AUDITED = {
+    *(f"npu::{operator.name}" for operator in (*PROLOGS.values(), *key_operator.OPERATORS)),
     "atb::npu_mla_preprocess",
     "atb::npu_mla_preprocess.out",
-)
-_AUDITED = frozenset([*(f"npu::{name}" for name in PROLOGS), *_OTHERS])
+}
 _CACHES = ("kv_cache", "kr_cache", "ckv_cache", "k_cache", "kv_cache_rope")
 _FOREIGN = (
     *(str(Path(str(module.__file__)).parent) for module in (torch, contextlib)),
@@ -57,10 +54,10 @@ class Call:
         """The names that a run has for the tensors that are its caches, "" for none, by
         argument.
         """
-        given = {name: self.arguments.get(name) for name in _CACHES}
+        caches = {name: self.arguments.get(name) for name in _CACHES}
         return {
             name: places.get(place(value), "")
-            for name, value in given.items()
+            for name, value in caches.items()
             if isinstance(value, Tensor) and value.numel()
         }
 
@@ -98,8 +95,8 @@ class Watch(TorchDispatchMode):
         try:
             return func(**(arguments | self._visit(call)))
         except ContractError as error:
-            said = call.finding(f"contract:{error.code}", str(error), error.argument)
-            raise Refused(said) from error
+            finding = call.finding(f"contract:{error.code}", str(error), error.argument)
+            raise Refused(finding) from error
         except Exception as error:
             raise Refused(call.finding("call.fails", str(error))) from error
 

@@ -70,18 +70,18 @@ def audit(
 
     def checked(call: Call) -> Arguments:
         calls.append(call)
-        given = {
+        arguments = {
             name: value
             for name, value in call.arguments.items()
             if value is not None and name not in preprocess.RESULTS
         }
         operator = call.operator.removesuffix(".out")
-        check(operator, values=True, soc=soc, cann=cann, path=path, **given)
+        check(operator, values=True, soc=soc, cann=cann, path=path, **arguments)
         return {}
 
     try:
         with Watch(checked, memory.modules_of(fused)):
-            written = values_of(fused, inputs)
+            places = values_of(fused, inputs).places
     except Refused as error:
         return Audit(tuple(call.operator for call in calls), (error.finding,))
     operators = tuple(call.operator for call in calls)
@@ -94,42 +94,45 @@ def audit(
         return Audit(operators, ())
     if not calls:
         return exact.compare(fused, reference, inputs)
-    of_first = calls[0].arguments
-    x = next(of_first[name] for name in ("token_x", "input", "kv") if name in of_first)
-    small = memory.scaled(inputs, _SMALL, x.shape[-1])
-    draws = {"the inputs as given": inputs, "a thousandth of x": small}
+    arguments = calls[0].arguments
+    x = next(arguments[name] for name in ("token_x", "input", "kv") if name in arguments)
+    draws = {
+        "the inputs as given": inputs,
+        "a thousandth of x": memory.scaled(inputs, _SMALL, x.shape[-1]),
+    }
     wanted = [values_of(reference, draw) for draw in draws.values()]
     dtypes = {value.dtype for call in calls for value in memory.tensors_in(call.arguments)}
-    usual = _ROUNDING_INT8 if torch.int8 in dtypes else _ROUNDING
-    limits = defaultdict[str, float](lambda: usual if tolerance is None else tolerance)
+    limit = tolerance
+    if limit is None:
+        limit = _ROUNDING_INT8 if torch.int8 in dtypes else _ROUNDING
+    # bytes of int8 tiles, their scales and a bfloat16 key: rounding is no small error there
+    tiles = {
+        call.caches(places)["kv_cache"]
+        for call in calls
+        if call.arguments.get("kv_cache_quant_mode") == _PER_TILE
+    }
 
     def measured(visit: Callable[[Call], Arguments]) -> dict[str, float]:
         """The largest error of each value over the draws."""
-        found: dict[str, float] = {}
+        largest = defaultdict[str, float](float)
         for want, draw in zip(wanted, draws.values(), strict=True):
             with Watch(visit):
                 got = values_of(fused, draw)
             for name, error in memory.errors(want, got).items():
-                found[name] = max(found.get(name, 0.0), error)
-        return found
+                largest[name] = max(largest[name], error)
+        return dict(largest)
 
-    def wrong(found: Errors) -> set[str]:
-        return {name for name, error in found.items() if not error <= limits[name]}
+    def wrong(errors: Errors) -> set[str]:
+        return {name for name, error in errors.items() if not error <= limit} - tiles
 
-    # bytes of int8 tiles, their scales and a bfloat16 key: rounding is no small error there
-    tiles = {
-        call.caches(written.places)["kv_cache"]
-        for call in calls
-        if call.arguments.get("kv_cache_quant_mode") == _PER_TILE
-    }
-    limits |= dict.fromkeys(tiles, math.inf)
-    before, held = measured(lambda call: {}), _epsilons(reference)
-    tried: list[tuple[int, float, Finding]] = []
-    seen: list[Finding] = []
+    before, epsilons = measured(lambda call: {}), _epsilons(reference)
+    mended: list[tuple[int, float, Finding]] = []
     if off := wrong(before):
-        parted = _parted(calls, written.places, off)
+        # at the first call whose cache is wrong, or the last one where none is
+        wrong_calls = (one.number for one in calls if off & {*one.caches(places).values()})
+        parted = next(wrong_calls, len(calls) - 1)
         for scope in (None, parted, parted - 1) if len(calls) > 1 else (0,):
-            for slip in slips(calls[scope or 0], dict.fromkeys((*held, 1e-6))):
+            for slip in slips(calls[scope or 0], dict.fromkeys((*epsilons, 1e-6))):
 
                 def undone(call: Call, slip: Any = slip, scope: Any = scope) -> Arguments:
                     return slip.change(call) if scope in (None, call.number) else {}
@@ -139,16 +142,16 @@ def audit(
                 except Refused:  # a shape that the change, or the operator, does not take
                     continue
                 if (left := wrong(after)) < off:
-                    found = calls[scope or 0].finding(slip.code, slip.message, slip.argument)
+                    finding = calls[scope or 0].finding(slip.code, slip.message, slip.argument)
                     most = max(after.values())
-                    tried.append((len(left), most, replace(found, call=scope, error=most)))
-        tried.sort(key=itemgetter(0, 1))
-        seen = [found for left, _, found in tried if left == tried[0][0]]
-        if tried and not tried[0][0]:  # of those that mend all, the nearest
-            seen = seen[:1]
-        seen.append(_differs(calls[parted], written.places, before, limits, off))
+                    mended.append((len(left), most, replace(finding, call=scope, error=most)))
+        mended.sort(key=itemgetter(0, 1))
+        findings = [finding for left, _, finding in mended if left == mended[0][0]]
+        if mended and not mended[0][0]:  # of those that mend all, the nearest
+            findings = findings[:1]
+        findings.append(_differs(calls[parted], places, before, limit, off))
     else:
-        seen = _other_epsilons(calls, held)
+        findings = _other_epsilons(calls, epsilons)
     apart = [
         call.finding(
             "cache.elsewhere",
@@ -158,12 +161,12 @@ def audit(
             certain=False,
         )
         for call in calls
-        for argument, name in call.caches(written.places).items()
+        for argument, name in call.caches(places).items()
         if name not in wanted[0].after or name in tiles
     ]
     equal = False if off else None if apart else True
-    rounding = {name: limits[name] for name in before}
-    return Audit(operators, (*seen, *apart), equal, before, rounding, tuple(draws))
+    rounding = {name: math.inf if name in tiles else limit for name in before}
+    return Audit(operators, (*findings, *apart), equal, before, rounding, tuple(draws))
 
 
 def _callable(target: Any) -> Target:
@@ -184,9 +187,9 @@ def _epsilons(reference: Target) -> list[float]:
     ]
 
 
-def _other_epsilons(calls: Sequence[Call], held: Sequence[float]) -> list[Finding]:
+def _other_epsilons(calls: Sequence[Call], epsilons: Sequence[float]) -> list[Finding]:
     """Epsilons that the reference's modules do not hold; results need not show them."""
-    theirs = " and ".join(f"{other:g}" for other in dict.fromkeys(held))
+    theirs = " and ".join(f"{epsilon:g}" for epsilon in dict.fromkeys(epsilons))
     return [
         call.finding(
             "epsilon.differs",
@@ -196,26 +199,20 @@ def _other_epsilons(calls: Sequence[Call], held: Sequence[float]) -> list[Findin
         )
         for call in calls
         for name in EPSILONS
-        if held and name in call.arguments
-        if not any(math.isclose(call.arguments[name], other, rel_tol=1e-6) for other in held)
+        if epsilons and name in call.arguments
+        if not any(math.isclose(call.arguments[name], one, rel_tol=1e-6) for one in epsilons)
     ]
 
 
-def _parted(calls: Sequence[Call], places: Mapping[int, str], off: set[str]) -> int:
-    """The first call whose cache is wrong; the last one where none is."""
-    wrong = (call.number for call in calls if off & {*call.caches(places).values()})
-    return next(wrong, len(calls) - 1)
-
-
 def _differs(
-    call: Call, places: Mapping[int, str], found: Errors, limits: Errors, off: set[str]
+    call: Call, places: Mapping[int, str], errors: Errors, limit: float, off: set[str]
 ) -> Finding:
-    first = next(name for name in found if name in off)
+    first = next(name for name in errors if name in off)
     caches = [f"{one} ({name})" for one, name in call.caches(places).items() if name in off]
     where = (
         f"the two part at this call, which leaves other rows in {' and '.join(caches)}"
         if caches
         else "the caches are equal; the two part at a query"
     )
-    said = f"{first} differs by {found[first]:.2g} (rounding: up to {limits[first]:.2g}); {where}"
-    return call.finding("values.differ", said)
+    text = f"{first} differs by {errors[first]:.2g} (rounding: up to {limit:.2g}); {where}"
+    return call.finding("values.differ", text)

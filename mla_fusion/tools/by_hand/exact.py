@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -23,7 +23,7 @@ from mla_fusion.exact import field
 from mla_fusion.exact.evaluate import Evaluation, order
 from mla_fusion.fx.kinds import is_cast, is_float, is_random, value_of
 from mla_fusion.fx.module_path import label, source
-from mla_fusion.fx.sizes import Binding
+from mla_fusion.fx.sizes import Binding, is_symbolic
 from mla_fusion.fx.walk import origin, reached, views_and_casts
 from mla_fusion.graph import layout
 from mla_fusion.graph.call import Pair
@@ -32,6 +32,7 @@ from mla_fusion.graph.read import Graph, values_of
 from mla_fusion.tools.by_hand import memory
 from mla_fusion.tools.by_hand.memory import Inputs, Target, error
 from mla_fusion.tools.by_hand.outcome import Audit, Finding
+from mla_fusion.tools.target import first_line
 from mla_fusion.witness.side import Side, Unrunnable
 
 _DIFFERENT = 1e-6  # relative; float64 is off by 1e-13 or so
@@ -60,7 +61,7 @@ class _Both(nn.Module):
     def __init__(self, fused: Target, reference: Target, forms: list[str]) -> None:
         super().__init__()
         self.both, self.forms = (fused, reference), forms
-        # named in the paths of modules; found there, a method's owner too
+        # named in the paths of modules; a method by its owner
         self.function, self.reference = (getattr(one, "__self__", one) for one in self.both)
 
     def forward(self, *inputs: Any) -> list[Tensor]:
@@ -82,10 +83,10 @@ def compare(fused: Target, reference: Target, inputs: Inputs) -> Audit:
         with memory.kept(fused), memory.kept(reference):
             return _verdict(fused, reference, eager, inputs)
     except Exception as error:  # of torch's export, or of a step that the field does not know
-        said = f"not decided: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        node = error.node if isinstance(error, _NotDecided) else None
-        line = source(node) if node is not None else ""
-        return Audit((), (Finding("not.decided", said, line=line, certain=False),))
+        node = getattr(error, "node", None)
+        line = source(node) if isinstance(node, Node) else ""
+        text = f"not decided: {first_line(error)}"
+        return Audit((), (Finding("not.decided", text, line=line, certain=False),))
 
 
 def _verdict(fused: Target, reference: Target, eager: Mapping[str, float], inputs: Inputs) -> Audit:
@@ -101,50 +102,52 @@ def _verdict(fused: Target, reference: Target, eager: Mapping[str, float], input
     for node in nodes:
         _check_function(node)
     if forms[0] != forms[1]:
-        said = f"one gives {forms[0]}; the other {forms[1]}"
-        return Audit((), (Finding("results.differ", said),), False)
-    names = [spec.target for spec in signature.input_specs if spec.target is not None]
-    held = {node: tensors[name].detach() for node, name in zip(nodes, names, strict=False)}
-    given = nodes[len(names) : len(signature.input_specs)]
+        text = f"one gives {forms[0]}; the other {forms[1]}"
+        return Audit((), (Finding("results.differ", text),), False)
+    inputs_of_graph = dict(zip(nodes, signature.input_specs, strict=False))
+    weights = {
+        node: tensors[spec.target].detach()
+        for node, spec in inputs_of_graph.items()
+        if spec.target is not None
+    }
+    placeholders = [node for node in inputs_of_graph if node not in weights]
     results: Any = output.args[0]
     half = len(results) // 2
-    pairs = [*zip(results[:half], results[half:], strict=True)]
     arguments = [*memory.named(inputs)]
-    results_of = [*(f"output {at}" for at in range(half - len(arguments))), *arguments]
-    if signature.buffers_to_mutate or eager.keys() - {*results_of}:
+    titles = [*(f"output {at}" for at in range(half - len(arguments))), *arguments]
+    pairs = dict(zip(titles, zip(results[:half], results[half:], strict=True), strict=True))
+    if signature.buffers_to_mutate or eager.keys() - pairs.keys():
         raise _NotDecided("a module is written; give what it writes as an argument instead")
     count = sum(value_of(node).numel() for node in results[half:])
     if not count:
         raise _NotDecided("no result has an element to compare")
-    at, line = "", ""
-    run = _differing(program.graph_module, given, held, pairs)
-    if run is not None:
-        apart, marks = run
-        node = _parting(marks, *([pair[side] for pair in apart] for side in (0, 1)))
-        at, line = f"they part at {label(node)} ({node.target})", source(node)
-    wanted = dict.fromkeys(results)
-    side = Side(wanted, {node: node for node in (*held, *given)})
+    parting, line = "", ""
+    marks = _marks_apart(program.graph_module, placeholders, weights, pairs.values())
+    if marks:
+        node = _parting(marks, pairs.values())
+        parting, line = f"they part at {label(node)} ({node.target})", source(node)
+    side = Side(results, {node: node for node in (*weights, *placeholders)})
     for factor in _FACTORS:
-        draw_of = memory.scaled(inputs, factor)
-        known = dict(zip(given, tree_leaves(draw_of), strict=True)) | held
+        witness = memory.scaled(inputs, factor)
+        drawn = dict(zip(placeholders, tree_leaves(witness), strict=True)) | weights
         try:
-            env = side.run(Binding(), known, True, wanted)
+            values = side.run(Binding(), drawn, True, results)
         except Unrunnable:
             continue
-        found = [error(env[theirs], env[mine]) for mine, theirs in pairs]
-        errors, on = dict(zip(results_of, found, strict=True)), f"{factor:g} times the inputs"
-        worst = max(found)
-        if worst == math.inf and (at or abs(factor) > 1):  # an overflow
+        errors = {name: error(values[other], values[one]) for name, (one, other) in pairs.items()}
+        worst = max(errors.values())
+        if worst == math.inf and (parting or abs(factor) > 1):  # an overflow
             continue
         first = next((name for name in errors if errors[name] > _DIFFERENT), "")
-        said = f"{first} differs by {worst:.2g} on {on}"
-        if not at and worst > _REFUTES:
-            raise _NotDecided(f"equal in exact arithmetic, but {said}")
-        if at and first:
-            shown = Finding("values.differ", f"{said}; {at}", line=line)
-            return Audit((), (shown,), False, errors, None, (on,), witness=tuple(draw_of))
-    if at:
-        raise _NotDecided(f"neither proved equal nor seen to differ; {at}", node)
+        draw = f"{factor:g} times the inputs"
+        text = f"{first} differs by {worst:.2g} on {draw}"
+        if not parting and worst > _REFUTES:
+            raise _NotDecided(f"equal in exact arithmetic, but {text}")
+        if parting and first:
+            shown = Finding("values.differ", f"{text}; {parting}", line=line)
+            return Audit((), (shown,), False, errors, None, (draw,), witness=tuple(witness))
+    if parting:
+        raise _NotDecided(f"neither proved equal nor seen to differ; {parting}", node)
     if not all(value <= _ROUNDED for value in eager.values()):
         raise _NotDecided("equal over the real numbers, but not as the two are run")
     return Audit(
@@ -153,54 +156,51 @@ def _verdict(fused: Target, reference: Target, eager: Mapping[str, float], input
 
 
 def _check_function(node: Node) -> None:
-    """Raises Undecided for what is no function of what it reads, or whose size values say."""
+    """Raises NotDecided for what is no function of what it reads, or whose size values say."""
     parts = tree_leaves(value_of(node))
-    sizes = [
-        size for part in parts for size in (part.shape if isinstance(part, Tensor) else [part])
-    ]
-    whole = is_cast(node) and [
+    sizes = [size for part in parts for size in getattr(part, "shape", [part])]
+    integral = is_cast(node) and [
         not is_float(value_of(one).dtype)
         for one in (node, node.all_input_nodes[0], origin(node, views_and_casts))
     ]
-    if (
-        is_random(node)
-        or any(isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) for size in sizes)
-        or whole == [True, False, True]
-    ):
-        said = "is random, makes a size of values, or casts integers back that were rounded"
-        raise _NotDecided(f"{node.name} ({node.target}) {said}", node)
+    if is_random(node) or any(map(is_symbolic, sizes)) or integral == [True, False, True]:
+        text = "is random, makes a size of values, or casts integers back that were rounded"
+        raise _NotDecided(f"{node.name} ({node.target}) {text}", node)
 
 
-def _differing(
-    gm: GraphModule, given: Sequence[Node], held: Mapping[Node, Tensor], pairs: Sequence[_Pair]
-) -> tuple[list[_Pair], dict[Node, object]] | None:
-    """The pairs that are not equal at a random point of the field, with a mark of what each node is
-    there: equal ones have equal marks. None: all are equal at every point.
+def _marks_apart(
+    gm: GraphModule,
+    placeholders: Sequence[Node],
+    weights: Mapping[Node, Tensor],
+    pairs: Iterable[_Pair],
+) -> dict[Node, object]:
+    """A mark of what each node is at a random point of the field, at which a pair differs: equal
+    nodes have equal marks. Empty where all pairs are equal at every point.
     """
-    _read_once(held)
+    _unite_equal(weights)
     graph = _OfReals(gm, model_inputs=())
     for node, assumed in graph.assumed.items():
         raise _NotDecided(f"{node.name} ({node.target}) is read as if {assumed[0]}", node)
-    wanted = [*values_of([graph.readings[node] for pair in pairs for node in pair])]
-    leaves = {node: [*values_of(graph.readings[node])] for node in (*held, *given)}
+    values = {node: [*values_of(reading)] for node, reading in graph.readings.items()}
+    wanted = [value for pair in pairs for node in pair for value in values[node]]
     for at in field.POINTS:
         drawn = {
-            value: _by_numbers(held[node], at)
-            if node in held
+            value: _by_numbers(weights[node], at)
+            if node in weights
             else field.random(field.word(at.seed, "input", value.serial), value.shape)
-            for node, values in leaves.items()
-            for value in values
+            for node in (*weights, *placeholders)
+            for value in values[node]
             if value.active
         }
         run = _at_a_point(wanted, drawn, at)
-        marks = {
-            node: tuple(_mark(run, value) for value in values_of(reading))
-            for node, reading in graph.readings.items()
+        marks: dict[Node, object] = {
+            node: tuple(_mark(run, value) for value in parts)
+            for node, parts in values.items()
+            if parts
         }
-        apart = [(one, other) for one, other in pairs if marks[one] != marks[other]]
-        if apart:
-            return apart, {node: some for node, some in marks.items() if some}
-    return None
+        if any(marks[one] != marks[other] for one, other in pairs):
+            return marks
+    return {}
 
 
 class _OfReals(Graph):
@@ -231,24 +231,23 @@ def _at_a_point(
     return run
 
 
-def _read_once(held: Mapping[Node, Tensor]) -> None:
-    """Let weights with equal numbers be one."""
-    first: list[Node] = []
-    for node, tensor in held.items():
-        alike = (one for one in first if held[one].dtype == tensor.dtype)
-        same = next((one for one in alike if torch.equal(held[one], tensor)), None)
-        if same is None:
-            first.append(node)
-        else:
-            node.replace_all_uses_with(same)
+def _unite_equal(weights: Mapping[Node, Tensor]) -> None:
+    """Let weights with equal bits be one."""
+    known: dict[object, Node] = {}
+    for node, tensor in weights.items():
+        first = known.setdefault((tensor.dtype, tensor.shape, _digest(tensor)), node)
+        if first is not node:
+            node.replace_all_uses_with(first)
 
 
 def _mark(run: Evaluation, value: Value) -> object:
     """Equal for Values that are equal at the point."""
     tensor = run.tensors.get(value)
-    if tensor is None:
-        return value.serial
-    return value.shape, blake2b(tensor.contiguous().numpy().tobytes()).hexdigest()
+    return value.serial if tensor is None else (value.shape, _digest(tensor))
+
+
+def _digest(tensor: Tensor) -> bytes:
+    return blake2b(memory.bits(tensor).numpy().tobytes()).digest()
 
 
 def _by_numbers(tensor: Tensor, at: field.Point) -> Tensor:
@@ -260,11 +259,10 @@ def _by_numbers(tensor: Tensor, at: field.Point) -> Tensor:
     return found * tensor.sign().to(torch.int64) % at.p
 
 
-def _parting(marks: Mapping[Node, object], mine: Sequence[Node], theirs: Sequence[Node]) -> Node:
+def _parting(marks: Mapping[Node, object], pairs: Iterable[_Pair]) -> Node:
     """The first step to results of one whose value is none on the way to those of the other."""
-    mine_all, theirs_all = (
-        reached(one, lambda node: node.all_input_nodes) for one in (mine, theirs)
-    )
-    known = {marks[node] for node in theirs_all if node in marks}
-    new = (node for node in sorted(mine_all) if node in marks and marks[node] not in known)
+    sides = zip(*(pair for pair in pairs if marks[pair[0]] != marks[pair[1]]), strict=True)
+    mine, theirs = ([*reached(side, lambda node: node.all_input_nodes)] for side in sides)
+    known = {marks[node] for node in theirs if node in marks}
+    new = (node for node in sorted(mine) if node in marks and marks[node] not in known)
     return next(new, mine[0])

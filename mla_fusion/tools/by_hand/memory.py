@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -51,8 +52,12 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     """Equal shape, dtype and bits; NaNs with the same bits are the same."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
-    a, b = (value.detach().contiguous().reshape(-1).view(torch.uint8) for value in (one, other))
-    return torch.equal(a, b)
+    return torch.equal(bits(one), bits(other))
+
+
+def bits(value: Tensor) -> Tensor:
+    """Its bytes in one row."""
+    return value.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def modules_of(target: object) -> dict[str, nn.Module]:
@@ -65,12 +70,16 @@ def held_by(target: object) -> Tensors:
     """Buffers of a module, and tensors among its plain attributes, in lists and dicts too;
     parameters are not.
     """
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for path, module in modules_of(target).items():
-        public = {name: value for name, value in vars(module).items() if name[:1] != "_"}
-        for kind, values in (("buffer", module._buffers), ("attribute", public)):
-            found |= {f"{kind} {path}.{name}".replace(" .", " "): v for name, v in values.items()}
-    return _tensors(found)
+        prefix = f"{path}." if path else ""
+        values |= {f"buffer {prefix}{name}": value for name, value in module._buffers.items()}
+        values |= {
+            f"attribute {prefix}{name}": value
+            for name, value in vars(module).items()
+            if name[:1] != "_"
+        }
+    return _tensors(values)
 
 
 def named(inputs: Inputs) -> Tensors:
@@ -99,8 +108,9 @@ def kept(target: object) -> Iterator[None]:
     modules = modules_of(target).values()
     holders = [item for module in modules for item in (vars(module), module._buffers)]
     inside = [item for holder in holders for item in holder.values()]
-    containers = [(item, copy.copy(item)) for item in inside if isinstance(item, (list, dict))]
-    containers += [(holder, dict(holder)) for holder in holders]
+    containers = [
+        (item, copy.copy(item)) for item in (*inside, *holders) if isinstance(item, (list, dict))
+    ]
     tensors = [(value, value.detach().clone()) for value in held_by(target).values()]
     try:
         yield
@@ -127,53 +137,54 @@ class Values:
 
 def values_of(target: Target, inputs: Inputs) -> Values:
     """Run ``target`` on copies of the inputs."""
-    given = copied(inputs)
+    arguments = copied(inputs)
 
     def reachable() -> Tensors:
-        return named(given) | held_by(target)
+        return named(arguments) | held_by(target)
 
     start = reachable()
     before = _copies(start)
-    runs = isinstance(target, GraphModule)
-    with kept(target), torch.no_grad(), traceback.preserve_node_meta(runs):
-        results = Interpreter(target).run(*given) if runs else target(*given)  # type: ignore[arg-type]
-        outputs = {f"output {at}": leaf for at, leaf in enumerate(tree_leaves(results))}
+    is_graph = isinstance(target, GraphModule)
+    call: Any = Interpreter(target).run if is_graph else target  # type: ignore[arg-type]
+    with kept(target), torch.no_grad(), traceback.preserve_node_meta(is_graph):
+        results = tree_leaves(call(*arguments))
+        outputs = {f"output {at}": leaf for at, leaf in enumerate(results)}
         end = reachable()
         after = _copies(_tensors(outputs) | start | end)
-    places = {place(v): name for held in (start, end) for name, v in held.items() if v.numel()}
+    places = {place(v): name for part in (start, end) for name, v in part.items() if v.numel()}
     return Values(after, before, places)
 
 
-def _copies(held: Tensors) -> Tensors:
-    return {name: value.detach().clone() for name, value in held.items()}
+def _copies(tensors: Tensors) -> Tensors:
+    return {name: value.detach().clone() for name, value in tensors.items()}
 
 
 def errors(want: Values, got: Values) -> dict[str, float]:
     """The relative error of each result, and of each tensor that either run has changed: of the
     rows that either has. Infinite for another shape. What only one of the two holds is left out.
     """
-    found: dict[str, float] = {}
+    relative: dict[str, float] = {}
     for name, value in want.after.items():
         other, before = got.after.get(name), want.before.get(name)
         if other is None and before is not None:
             continue
         if other is None or other.numel() != value.numel():
-            found[name] = float("inf")
+            relative[name] = math.inf
             continue
         one, two = _rows(value), _rows(other)
         if before is not None and before.shape == value.shape == other.shape:
-            rows = _changed(value, before) | _changed(other, got.before.get(name, other))
+            start = _rows(got.before.get(name, other))
+            rows = (_differ(one, _rows(before)) | _differ(two, start)).any(-1)
             if not bool(rows.any()):
                 continue
             one, two = one[rows], two[rows]
-        found[name] = error(one, two)
-    return found
+        relative[name] = error(one, two)
+    return relative
 
 
-def _changed(after: Tensor, before: Tensor) -> Tensor:
-    """Which rows. Memory that nobody has written may hold NaN, which is not equal to itself."""
-    a, b = _rows(after), _rows(before)
-    return ((a != b) & ~(a.isnan() & b.isnan())).any(-1)
+def _differ(one: Tensor, other: Tensor) -> Tensor:
+    """Which elements. Memory that nobody has written may hold NaN, which is not equal to itself."""
+    return (one != other) & ~(one.isnan() & other.isnan())
 
 
 def _rows(value: Tensor) -> Tensor:
@@ -188,12 +199,12 @@ def error(want: Tensor, got: Tensor) -> float:
     """
     want, got = _rows(want), _rows(got)
     odd = ~(want.isfinite() & got.isfinite())
-    if not bool(((want == got) | (want.isnan() & got.isnan()))[odd].all()):
-        return float("inf")
+    if bool(_differ(want, got)[odd].any()):
+        return math.inf
     want, got = want.masked_fill(odd, 0.0), got.masked_fill(odd, 0.0)
     off, size = (got - want).square().sum(-1), want.square().sum(-1)
     if not bool(off.any()):
         return 0.0
-    whole = (off.sum() / size.sum().clamp_min(1e-60)).sqrt()
+    of_all = (off.sum() / size.sum().clamp_min(1e-60)).sqrt()
     of_rows = torch.where(off == 0, 0.0, (off / size.clamp_min(1e-60)).sqrt())
-    return float(torch.maximum(whole, of_rows.max() / _WEIGHT_OF_A_ROW))
+    return float(torch.maximum(of_all, of_rows.max() / _WEIGHT_OF_A_ROW))

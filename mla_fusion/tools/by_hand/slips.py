@@ -43,6 +43,11 @@ def _heads(order: _Order) -> _Order:
     return lambda w, n, dr: order(w.unflatten(-1, (n, -1)), n, dr).flatten(-2)
 
 
+def _first_last(w: Tensor, n: int, dr: int) -> Tensor:
+    """The first Dr columns behind the others."""
+    return w.roll(-dr, -1)
+
+
 def _nope_then_rope(w: Tensor, n: int, dr: int) -> Tensor:
     parts = w.tensor_split([-n * dr], -1)
     return torch.cat([part.unflatten(-1, (n, -1)) for part in parts], -1).flatten(-2)
@@ -68,7 +73,7 @@ _WEIGHTS: tuple[tuple[str, str, str, _Order], ...] = (
         "columns.key_first",
         _DOWN,
         "its columns are [k_pe | c_kv]; write [c_kv | k_pe]",
-        lambda w, n, dr: w.roll(-dr, -1),
+        _first_last,
     ),
     ("rope_columns.half", _UP, _HALF, _heads(_rope(_pairs))),
     ("rope_columns.half", _DOWN, _HALF, _rope(_pairs)),
@@ -84,7 +89,7 @@ _WEIGHTS: tuple[tuple[str, str, str, _Order], ...] = (
         "heads.rope_first",
         _UP,
         f"each head is [Dr | D]; {_BY_HEAD}",
-        _heads(lambda w, n, dr: w.roll(-dr, -1)),
+        _heads(_first_last),
     ),
     (
         "heads.transposed",

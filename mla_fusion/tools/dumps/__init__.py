@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mla_fusion.tools.dumps import fx_text, ge_python, ge_text
+from mla_fusion.tools.dumps import ge_text, python_text
 from mla_fusion.tools.dumps.model import FORMATS, Dump, DumpError, Edge, Operator, Value
 
 __all__ = [
@@ -45,7 +45,7 @@ def read(path: str | Path, graph: int = 1) -> Dump:
 
 def recognise(text: str) -> str:
     """The key in FORMATS that the text of a file shows. Raises DumpError for anything else."""
-    if fx_text.CLASS.search(text):
+    if python_text.CLASS.search(text):
         return "fx"
     if "import ge_apis as ge" in text or "\nfrom torchair.ge" in text:
         return "python"
@@ -64,17 +64,16 @@ def _read(path: Path, number: int) -> Dump:
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise DumpError("not text (UTF-8)", line) from None
-    kind = recognise(text := fx_text.COLOUR.sub("", text))
+    kind = recognise(text := python_text.COLOUR.sub("", text))
     if kind == "fx":
-        listings = fx_text.split(text)
+        listings = python_text.split(text)
         if not 1 <= number <= len(listings):
             raise DumpError(f"the file holds {len(listings)} graphs, and no graph {number}", 1)
         name, body = listings[number - 1]
-        dump = Dump(path, kind, fx_text.read(body), name, number, len(listings))
-        return dump.checked()
+        return Dump(path, kind, python_text.read_fx(body), name, number, len(listings))
     if number != 1:
         raise DumpError(f"a GE dump holds 1 graph, and no graph {number}", 1)
-    operators, name = (ge_python if kind == "python" else ge_text).read(text)
+    operators, name = (python_text.read_ge if kind == "python" else ge_text.read)(text)
     if not any(operator.type == "NetOutput" for operator in operators):
         raise DumpError("the graph has no NetOutput: truncated", text.count("\n") + 1)
-    return Dump(path, kind, operators, name).checked()
+    return Dump(path, kind, operators, name)

@@ -10,7 +10,6 @@ import re
 from functools import lru_cache
 from typing import Any
 
-from mla_fusion.tools.dumps import dtypes, prototext
 from mla_fusion.tools.dumps.model import (
     Attributes,
     DumpError,
@@ -19,24 +18,33 @@ from mla_fusion.tools.dumps.model import (
     Shape,
     Value,
     dims,
+    ge_dtype,
 )
-from mla_fusion.tools.dumps.prototext import Message, every, first
 
+# Protobuf text without a schema: fields with their lines, in file order. A value is a number, a
+# bool, a string, an enum's name, or a message.
+Field = tuple[str, Any, int]
+Message = list[Field]
+
+_VALUE = r"""(?:"((?:[^"\\]|\\.)*)"|'((?:[^'\\]|\\.)*)'|([-+.\w]+))"""
+# of a line: a field, "}" or nothing, and what may follow; matches everywhere, so in linear time
+_PART = re.compile(rf"\s*(?:(\w+)\s*(?::\s*{_VALUE}|(?::\s*)?(\{{))|(\}}))?\s*[;,]?\s*(?:#.*\s*)?")
+_DEPTH = 64
 _META = re.compile(r"Tensor\(dtype=torch\.\w+, shape=torch\.Size\(\[([^\]]*)\]")
 _GRAPH = "attr input output name".split()
 
 
 def read(text: str) -> tuple[list[Operator], str]:
     """The operators of a graph in either form, and the graph's name."""
-    operators, graph = [], prototext.parse(text)
+    operators, graph = [], parse(text)
     for name, value, line in graph:
         if name in ("op", "node"):
             try:
                 operators.append(_operator(name, value, line))
             except (TypeError, ValueError, AttributeError, OverflowError) as error:
                 # strings in an operator have lines of their own
-                said = getattr(error, "message", error)
-                raise DumpError(f"a damaged operator: {said}", line) from None
+                reason = getattr(error, "message", error)
+                raise DumpError(f"a damaged operator: {reason}", line) from None
         elif name not in _GRAPH:
             raise DumpError(f"not torchair's GE graph: unknown field {name!r}", line)
     return operators, str(first(graph, "name", ""))
@@ -63,9 +71,6 @@ def _operator(kind: str, message: Message, line: int) -> Operator:
     return Operator(name, type_, edges, values, attributes, [*map(str, roles)], line)
 
 
-_parsed = lru_cache(maxsize=1 << 14)(prototext.parse)
-
-
 def _edge(text: str) -> Edge | None:
     """``name:index``, ``name:-1`` or ``^name`` for an order without data, "" for no input."""
     if not text:
@@ -85,7 +90,7 @@ def _attribute(message: Any) -> Any:
         return [item for key, item, _ in value if key != "val_type"]
     if kind == "t":
         return f"{_value(first(value, 'desc', []))} {first(value, 'data', '')!r}"
-    return dtypes.from_ge(str(value)) if kind == "dt" else value
+    return ge_dtype(str(value)) if kind == "dt" else value
 
 
 def _value(message: Message) -> Value:
@@ -100,8 +105,72 @@ def _value(message: Message) -> Value:
         said = _META.match(str(first(first(item, "value", []), "s", "")))
         sizes = dims(said[1]) if said is not None else sizes
     return Value(
-        dtypes.from_ge(str(first(message, "dtype", ""))),
+        ge_dtype(str(first(message, "dtype", ""))),
         sizes,
         str(first(message, "layout", "")),
         str(first(message, "device_type", "")),
     )
+
+
+def parse(text: str) -> Message:
+    """The fields of a message. Raises DumpError, without a path, for anything but protobuf
+    text.
+    """
+    fields: Message = []
+    stack: list[Field] = [("", fields, 1)]
+    for number, line in enumerate(text.splitlines(keepends=True), 1):
+        place = 0
+        while place < len(line):
+            part = _PART.match(line, place)
+            if part is None or part.end() == place:
+                raise DumpError(f"not protobuf text: {line[place : place + 40].strip()!r}", number)
+            place = part.end()
+            name, double, single, bare, opens, closes = part.groups()
+            if closes:
+                stack.pop()
+                if not stack:
+                    raise DumpError("a '}' without its '{'", number)
+            if name is None:
+                continue
+            value: Any = []
+            if bare is not None:
+                value = _number(bare)
+            elif not opens:
+                literal = single if double is None else double
+                try:  # a C string literal; a byte above 127 becomes the character of that number
+                    value = literal.encode("latin-1", "backslashreplace").decode("unicode_escape")
+                except ValueError as error:
+                    raise DumpError(f"a damaged text: {error}", number) from None
+            stack[-1][1].append((name, value, number))
+            if opens:
+                stack.append((name, value, number))
+            if len(stack) > _DEPTH:
+                raise DumpError("messages nest too deeply", number)
+    if len(stack) > 1:
+        name, _, opened = stack[-1]
+        raise DumpError(f"the file ends inside {name!r} of line {opened}: truncated", number)
+    return fields
+
+
+_parsed = lru_cache(maxsize=1 << 14)(parse)
+
+
+def _number(text: str) -> Any:
+    if text in ("true", "false"):
+        return text == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def first(message: Message, name: str, default: Any = None) -> Any:
+    """The first value of a field."""
+    return next((value for key, value, _ in message if key == name), default)
+
+
+def every(message: Message, name: str) -> list[Any]:
+    """All values of a repeated field."""
+    return [value for key, value, _ in message if key == name]

@@ -14,6 +14,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from torch.fx.graph import dtype_abbrs
+
 Dim = int | str  # a symbol's name, an expression of symbols, or -1 where only "dynamic" is known
 Shape = tuple[Dim, ...]
 Attributes = dict[str, Any]  # by name; also what a call is given by name
@@ -29,6 +31,52 @@ def dims(text: str) -> Shape:
     """
     parts = [part.strip() for part in _DIM.findall(text)]
     return tuple(int(part) if _NUMBER.match(part) else part for part in parts if part)
+
+
+# dtypes by number, as generated Python has them, GE's name and torch's
+_ROWS = [
+    row.split()
+    for row in """
+    0   DT_FLOAT          float32
+    1   DT_FLOAT16        float16
+    2   DT_INT8           int8
+    3   DT_INT32          int32
+    4   DT_UINT8          uint8
+    6   DT_INT16          int16
+    7   DT_UINT16         uint16
+    8   DT_UINT32         uint32
+    9   DT_INT64          int64
+    10  DT_UINT64         uint64
+    11  DT_DOUBLE         float64
+    12  DT_BOOL           bool
+    16  DT_COMPLEX64      complex64
+    17  DT_COMPLEX128     complex128
+    27  DT_BF16           bfloat16
+    29  DT_INT4           int4
+    30  DT_UINT1          uint1
+    33  DT_COMPLEX32      complex32
+    34  DT_HIFLOAT8       hifloat8
+    35  DT_FLOAT8_E5M2    float8_e5m2
+    36  DT_FLOAT8_E4M3FN  float8_e4m3fn
+    37  DT_FLOAT8_E8M0    float8_e8m0fnu
+    40  DT_FLOAT4_E2M1    float4_e2m1fn_x2
+    """.strip().splitlines()
+]
+_OF_NUMBER = {int(number): name for number, _, name in _ROWS}
+_OF_GE = {ge: name for _, ge, name in _ROWS}
+FX_DTYPES = {short: str(dtype).removeprefix("torch.") for dtype, short in dtype_abbrs.items()}
+
+
+def ge_dtype(name: str) -> str:
+    """torch's name of a GE dtype; GE's own, in small letters, where torch has none."""
+    return _OF_GE.get(name, name.removeprefix("DT_").lower())
+
+
+def numbered_dtype(number: object) -> str:
+    """torch's name of a GE dtype given as a number, as ``dst_type`` holds it; "" for an unknown
+    one.
+    """
+    return _OF_NUMBER.get(number, "") if isinstance(number, int) else ""
 
 
 # the bits in the names of numbers, "bfloat16" or "float8_e5m2"
@@ -125,11 +173,6 @@ class Operator:
         """Its inputs that are given, each with its place."""
         return [(place, edge) for place, edge in enumerate(self.inputs) if edge is not None]
 
-    @property
-    def stated(self) -> Attributes:
-        """The attributes that are the model's, not the writer's notes."""
-        return {name: value for name, value in self.attributes.items() if name[:1] != "_"}
-
     def input(self, place: int) -> Edge | None:
         """What it reads at a place; None where the dump gives it nothing there."""
         return self.inputs[place] if place < len(self.inputs) else None
@@ -140,8 +183,6 @@ FORMATS = {
     "python": "GE graph, torchair py",
     "fx": "FX graph, readable text",
 }
-
-Readers = dict[str, list[tuple[Operator, int]]]  # of each operator, with the place of that input
 
 
 @dataclass(eq=False)
@@ -175,13 +216,13 @@ class Dump:
         return {operator.name: operator for operator in self.operators}
 
     @cached_property
-    def readers(self) -> Readers:
-        """For each operator those that read it, each with the place of that input."""
-        found: Readers = {name: [] for name in self.by_name}
+    def readers(self) -> dict[str, list[Operator]]:
+        """For each operator those that read it."""
+        readers: dict[str, list[Operator]] = {name: [] for name in self.by_name}
         for operator in self.operators:
-            for place, edge in operator.reads:
-                found[edge.producer].append((operator, place))
-        return found
+            for _, edge in operator.reads:
+                readers[edge.producer].append(operator)
+        return readers
 
     @cached_property
     def ordered(self) -> list[Operator]:
@@ -203,16 +244,16 @@ class Dump:
             return Value()
         operator = self.by_name[edge.producer]
         outputs = operator.outputs
-        found = outputs[edge.index] if 0 <= edge.index < len(outputs) else Value()
+        value = outputs[edge.index] if 0 <= edge.index < len(outputs) else Value()
         # of other results torchair writes a dtype that they need not have
-        moved = found.shape is None and operator.type in ("TensorMove", "Identity")
-        return self.value(operator.input(0)) if moved else found
+        is_moved = value.shape is None and operator.type in ("TensorMove", "Identity")
+        return self.value(operator.input(0)) if is_moved else value
 
     def of_type(self, *types: str) -> Iterator[Operator]:
         return (operator for operator in self.operators if operator.type in types)
 
-    def checked(self) -> Dump:
-        """Itself, if its operators have names of their own and read only one another."""
+    def __post_init__(self) -> None:
+        """Raises DumpError unless operators have names of their own and read only one another."""
         if not self.operators:
             raise DumpError("the graph holds no operator", 1)
         for one in self.operators:
@@ -220,7 +261,6 @@ class Dump:
                 raise DumpError(f"two operators have the name {one.name!r}", one.line)
             for _, edge in one.reads:
                 if edge.producer not in self.by_name:
-                    said = f"{one.name} reads {edge.producer!r}, which the dump lacks"
-                    raise DumpError(said, one.line)
+                    text = f"{one.name} reads {edge.producer!r}, which the dump lacks"
+                    raise DumpError(text, one.line)
         self.ordered  # noqa: B018  # raises for a circle
-        return self

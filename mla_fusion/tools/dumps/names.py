@@ -15,7 +15,7 @@ import torch
 
 import mla_fusion.ops  # noqa: F401  # npu:: operators, where torch_npu has not defined them
 from mla_fusion.compat import OpOverload, has_schema, schema_of
-from mla_fusion.tools.dumps.fx_text import BINARY
+from mla_fusion.tools.dumps.python_text import BINARY
 
 NAMESPACES = ("aten", "prims", "npu", "atb")
 _SIZES = "sym_max sym_min sym_sum sym_ite sym_not sym_int sym_float".split()
@@ -38,25 +38,22 @@ def target(name: str) -> Any:
 
     Asked of torch each time: torch_npu, where it is loaded later, defines operators anew.
     """
-    return FUNCTIONS[name] if name in FUNCTIONS else _overload(name)
-
-
-def _overload(name: str) -> OpOverload | None:
-    """The dispatcher is asked first, so that an attribute is read only where it is that of an
-    operator. What names a file, or is made of no tensor by somebody else than torch, is not on the
-    list.
-    """
+    if name in FUNCTIONS:
+        return FUNCTIONS[name]
+    # The dispatcher is asked first, so that an attribute is read only where it is that of an
+    # operator. What names a file, or is made of no tensor by somebody else than torch, is not on
+    # the list.
     namespace, _, rest = name.partition(".")
-    packet, _, overload = rest.partition(".")
-    schema = f"{namespace}::{packet}" + (f".{overload}" if overload != "default" else "")
-    if namespace not in NAMESPACES or not overload.isidentifier() or not has_schema(schema):
+    packet, _, last = rest.partition(".")
+    schema = f"{namespace}::{packet}" + (f".{last}" if last != "default" else "")
+    if namespace not in NAMESPACES or not last.isidentifier() or not has_schema(schema):
         return None
-    found = getattr(getattr(getattr(torch.ops, namespace), packet), overload, None)
-    if not isinstance(found, OpOverload):
+    overload = getattr(getattr(getattr(torch.ops, namespace), packet), last, None)
+    if not isinstance(overload, OpOverload):
         return None
-    given = {one.name: str(one.type) for one in schema_of(found).arguments}
-    is_made = namespace in ("aten", "prims") or "Tensor" in str(given)
-    return found if is_made and not given.keys() & _FILES else None
+    arguments = {one.name: str(one.type) for one in schema_of(overload).arguments}
+    is_safe = namespace in ("aten", "prims") or "Tensor" in str(arguments)
+    return overload if is_safe and not arguments.keys() & _FILES else None
 
 
 def literal(name: str) -> Any:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from difflib import SequenceMatcher, unified_diff
 
 from mla_fusion.report import text_tables
-from mla_fusion.tools.dumps import Dump, Operator
+from mla_fusion.tools.dumps import Dump, Edge, Operator
 from mla_fusion.tools.inspect.operator_kinds import ENDS, INPUTS
 
 
@@ -51,8 +51,8 @@ class Difference:
     def __str__(self) -> str:
         if self.equal:
             return f"{self.first} and {self.second}: equal"
-        sides = self.removed, self.added
-        removed, added = (Counter(change.type for change in side) for side in sides)
+        removed = Counter(change.type for change in self.removed)
+        added = Counter(change.type for change in self.added)
         parts = [
             f"{self.first} -> {self.second}: {len(self.removed)} removed, {len(self.added)} added"
         ]
@@ -76,35 +76,38 @@ def diff(first: Dump, second: Dump) -> Difference:
     """
     if first.is_fx != second.is_fx:
         raise ValueError("an FX graph and a GE graph have no operators in common")
-    found = Difference(str(first), str(second), [], [], [])
     # Generated Python leaves out attributes that have their defaults.
     by_attributes = (first.format == "python") == (second.format == "python")
     sides = [[_own(one, by_attributes) for one in dump.operators] for dump in (first, second)]
-    pairs: dict[str, str] = {}
-    matched = SequenceMatcher(None, sides[0], sides[1], autojunk=False).get_matching_blocks()
-    for start, place, size in matched:
+    partners: dict[str, str] = {}
+    matcher = SequenceMatcher(None, sides[0], sides[1], autojunk=False)
+    for start, place, size in matcher.get_matching_blocks():
         alike = zip(first.operators[start:], second.operators[place : place + size], strict=False)
-        pairs |= {one.name: partner.name for one, partner in alike}
-    partners = {name: name for name in pairs.values()}
-    found.removed = [_change(one) for one in first.operators if one.name not in pairs]
-    found.added = [_change(one) for one in second.operators if one.name not in partners]
-    for before, after in pairs.items():
-        one, other = first.by_name[before], second.by_name[after]
-        # an input that was added or removed is told already
-        wired, wanted = _wiring(one, pairs), _wiring(other, partners)
-        both = wired.keys() & wanted.keys()
-        if len(one.inputs) != len(other.inputs) or any(wired[at] != wanted[at] for at in both):
-            found.rewired.append((one.type, before, after))
-    return found
+        partners |= {one.name: partner.name for one, partner in alike}
+    paired = {*partners.values()}
 
+    def is_rewired(one: Operator, other: Operator) -> bool:
+        """An input that was added or removed is listed itself."""
+        reads = {
+            place: Edge(partners[edge.producer], edge.index)
+            for place, edge in one.reads
+            if edge.producer in partners
+        }
+        return len(one.inputs) != len(other.inputs) or any(
+            reads.get(place, edge) != edge for place, edge in other.reads if edge.producer in paired
+        )
 
-def _wiring(operator: Operator, partners: dict[str, str]) -> dict[int, tuple[str, int]]:
-    """By place, the partner that is read and which of its results."""
-    return {
-        place: (partners[edge.producer], edge.index)
-        for place, edge in operator.reads
-        if edge.producer in partners
-    }
+    return Difference(
+        str(first),
+        str(second),
+        [_change(one) for one in first.operators if one.name not in partners],
+        [_change(one) for one in second.operators if one.name not in paired],
+        [
+            (first.by_name[before].type, before, after)
+            for before, after in partners.items()
+            if is_rewired(first.by_name[before], second.by_name[after])
+        ],
+    )
 
 
 def _change(operator: Operator) -> Change:
@@ -113,11 +116,15 @@ def _change(operator: Operator) -> Change:
 
 
 def _own(operator: Operator, by_attributes: bool) -> str:
-    """Type and attributes; an input's dtype and shape, never its number or name."""
+    """Type and attributes that are no notes of the writer; an input's dtype and shape, never its
+    number or name.
+    """
     if operator.type in INPUTS | ENDS:
         return f"{operator.type} {[str(value) for value in operator.outputs]}"
-    given = sorted((name, str(value)) for name, value in operator.stated.items())
-    return f"{operator.type} {given if by_attributes else ''}"
+    attributes = sorted(
+        (name, str(value)) for name, value in operator.attributes.items() if name[:1] != "_"
+    )
+    return f"{operator.type} {attributes if by_attributes else ''}"
 
 
 @dataclass(frozen=True)
@@ -139,5 +146,5 @@ class Lines:
 
 def diff_lines(first: str, second: str) -> Lines:
     """Compare two texts line by line."""
-    found = list(unified_diff(first.splitlines(), second.splitlines(), n=0, lineterm=""))
-    return Lines([line for line in found[2:] if not line.startswith("@@")])
+    lines = [*unified_diff(first.splitlines(), second.splitlines(), n=0, lineterm="")]
+    return Lines([line for line in lines[2:] if not line.startswith("@@")])

@@ -9,7 +9,8 @@ is said of that cache.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from mla_fusion.fx.walk import reached
@@ -47,46 +48,32 @@ def find_copies(dump: Dump) -> Copies:
     """Copies of whole caches; other copies are nobody's loss."""
     found = Copies()
     for cache in dump.of_type(*kinds.INPUTS):
-        shape = cache.output.shape
-        if shape is not None and len(shape) < 2:
+        if cache.output.shape is not None and len(cache.output.shape) < 2:
             continue
-        path = _Followed(dump, cache, cache.output)
+        path = _Path(dump, cache, cache.output)
         layers = [dump.value(edge) for edge in path.targets]
         if layers and not any(_as_large(layer, cache.output) for layer in layers):
-            least = min(layers, key=lambda layer: layer.elements or (0, []))
-            path = _Followed(dump, cache, least)
+            path = _Path(dump, cache, min(layers, key=lambda layer: layer.elements or (0, [])))
         if not path.is_cache:
             continue
-        found.followed += [cache.name] * (not path.lost)
-        found.not_followed |= {cache.name: ", ".join(path.lost)} if path.lost else {}
-        leaving = {edge.producer for edge in reached(path.ends, path.made_of)}
+        if path.lost:
+            found.not_followed[cache.name] = ", ".join(path.lost)
+        else:
+            found.followed.append(cache.name)
+        leaving = {edge.producer for edge in reached(path.ends, path.sources)}
         parts = {name: "rebuilt" for name in path.parts if name in leaving}
         for name, what in (parts | path.copies).items():
             operator = dump.by_name[name]
-            is_kept = name in leaving or what == "write back"
+            role = "cache" if name in leaving or what == "write back" else "cache, to read it"
             count = operator.output.bytes
             if operator.type == "Assign" or count is None or kinds.written(operator):
                 count = cache.output.bytes
-            role = "cache" if is_kept else "cache, to read it"
-            copy = Copy(name, operator.type, what, cache.name, role, count)
-            found.copies.append(copy)
+            found.copies.append(Copy(name, operator.type, what, cache.name, role, count))
     found.copies.sort(key=lambda copy: dump.by_name[copy.operator].line)
     return found
 
 
-@dataclass(frozen=True)
-class _Held:
-    """What a value holds of the input.
-
-    own      in the input's own memory
-    changed  with rows that the input did not have
-    """
-
-    own: bool = True
-    changed: bool = False
-
-
-class _Followed:
+class _Path:
     """What becomes of one input.
 
     unit      what a copy is as large as: the input, or a layer of it
@@ -96,111 +83,115 @@ class _Followed:
     parts     operators that rebuild a part of it, which may be put back into the whole
     ends      values that are written back or returned
     lost      operators of which nobody knows whether they copy it
+    holding   values that hold elements of it
+    own       those in the input's own memory
+    changed   those with rows that the input did not have
     """
 
     def __init__(self, dump: Dump, source: Operator, unit: Value) -> None:
         self.dump, self.unit, self.is_cache = dump, unit, False
         self.copies: dict[str, str] = {}
-        self.parts: list[str] = []
-        self.targets: list[Edge] = []
-        self.ends: list[Edge] = []
-        self.lost: list[str] = []
-        self._held: dict[Edge | None, _Held] = {Edge(source.name): _Held()}
-        self._from: dict[Edge, list[Edge]] = {}
-
-        def readers(name: str) -> list[str]:
-            return [reader.name for reader, _ in dump.readers[name]]
-
-        self._below = {*reached([source.name], readers)}
+        self.parts, self.lost = list[str](), list[str]()
+        self.targets, self.ends = list[Edge](), list[Edge]()
+        self.holding, self.own, self.changed = {Edge(source.name)}, {Edge(source.name)}, set[Edge]()
+        self._sources: dict[Edge, list[Edge]] = {}
+        self._below = {*reached([source], lambda operator: dump.readers[operator.name])}
         for operator in dump.ordered:
-            if operator.name in self._below:
-                places = {place: edge for place, edge in operator.reads if edge in self._held}
+            if operator in self._below:
+                places = {place: edge for place, edge in operator.reads if edge in self.holding}
                 if places:
                     self._take(operator, places)
 
-    def made_of(self, edge: Edge) -> list[Edge]:
-        return self._from.get(edge, [])
+    def sources(self, edge: Edge) -> list[Edge]:
+        """The values with elements of the input that a value is computed from."""
+        return self._sources.get(edge, [])
 
     def _take(self, operator: Operator, places: dict[int, Edge]) -> None:
+        """``places``: at which it reads which values that hold elements of the input."""
         name, edges, kind = operator.name, [*places.values()], kinds.kind_of(operator)
-        whole = any(_as_large(self.dump.value(edge), self.unit) is not False for edge in edges)
+        reads_all = any(_as_large(self.dump.value(edge), self.unit) is not False for edge in edges)
         sizes = [_as_large(value, self.unit) for value in operator.outputs]
         large = True if True in sizes else None if None in sizes or not sizes else False
-        target = self._held[places[0]] if 0 in places else _Held(own=False)
-        changed = any(self._held[edge].changed for edge in edges)
+        target, is_changed = places.get(0), not self.changed.isdisjoint(edges)
         if kernel := kinds.written(operator):
             self._write(operator, kernel, places)
         elif kind == "end":
             self.ends += edges
-            new = [edge for edge in edges if not self._held[edge].own and self._held[edge].changed]
-            self.is_cache |= whole and bool(new)
+            self.is_cache |= reads_all and not (self.changed - self.own).isdisjoint(edges)
         elif kind in ("back", "in place", "view") or (kind == "part" and self.dump.is_fx):
-            writes = kind in ("back", "in place")
-            self.is_cache |= writes and target.own
-            if kind == "in place" and target.own:
-                self.targets.append(places[0])
+            writes, is_own = kind in ("back", "in place"), target in self.own
+            self.is_cache |= writes and is_own
             # copy_ and Assign: into the input itself, or of it into another
             value = operator.input(1)
-            is_own = 0 in places and self._held.get(value, _Held(own=False)).own
-            if kind == "back" and whole and value is not None and not is_own:
+            if kind == "back" and reads_all and value and not (target and value in self.own):
                 self.copies.setdefault(name, "write back")
                 self.ends.append(value)
-            if 0 in places:
-                self._hold(operator, edges, replace(target, changed=target.changed or writes))
+            if target:
+                self.targets += [target] * (kind == "in place" and is_own)
+                self._hold(_results(operator), edges, is_own, writes or target in self.changed)
         elif kind in ("product", "read") or (kind == "transpose" and self._in_products(operator)):
             pass  # a product reads its operand transposed
-        elif kind == "computed":
-            if whole and large is not False:
-                self.copies.setdefault(name, "computed from it")
-                self._from[Edge(name)] = edges
-        elif not kind or (kind == "gathered" and large is None):
-            if whole and large is not False:
-                self.lost.append(f"{operator.type} {name}")
+        elif kind == "computed" or not kind or (kind == "gathered" and large is None):
+            if reads_all and large is not False:
+                if kind == "computed":
+                    self.copies.setdefault(name, "computed from it")
+                    self._sources[Edge(name)] = edges
+                else:
+                    self.lost.append(f"{operator.type} {name}")
         else:
-            if large or (large is None and whole and kind != "part"):
+            if large or (large is None and reads_all and kind != "part"):
                 self.copies.setdefault(name, {"joined": "rebuilt"}.get(kind, kind))
-            if kind == "joined" or (kind == "rebuilt" and 0 in places):
-                rows = self._gets_rows(operator, places)
-                changed |= rows
-                self.parts += [name] * (rows or kind == "rebuilt")
-            self._hold(operator, edges, _Held(False, changed))
+            if kind == "joined" or (kind == "rebuilt" and target):
+                gets_rows = self._gets_rows(operator, places)
+                is_changed |= gets_rows
+                self.parts += [name] * (gets_rows or kind == "rebuilt")
+            self._hold(_results(operator), edges, False, is_changed)
 
-    def _hold(self, operator: Operator, edges: list[Edge], held: _Held) -> None:
-        """Each result holds this of the input."""
-        for index in range(max(1, len(operator.outputs))):
-            result = Edge(operator.name, index)
-            self._held[result], self._from[result] = held, edges
+    def _hold(
+        self, results: Iterable[Edge], edges: list[Edge], is_own: bool, is_changed: bool
+    ) -> None:
+        """Each result holds elements of the input."""
+        for result in results:
+            self.holding.add(result)
+            self._sources[result] = edges
+            self.own |= {result} if is_own else set()
+            self.changed |= {result} if is_changed else set()
 
     def _write(self, operator: Operator, kernel: Any, places: dict[int, Edge]) -> None:
         """By a kernel: those of its results that hold the input."""
-        functional = "functional" in operator.type
+        is_functional = "functional" in operator.type
         for result, place in kernel:
             if place not in places:
                 continue
-            own = self._held[places[place]].own and not functional
+            is_own = places[place] in self.own and not is_functional
             self.targets.append(places[place])
-            self.is_cache |= own
-            if functional:
+            self.is_cache |= is_own
+            if is_functional:
                 self.copies.setdefault(operator.name, "rebuilt")
             picked = [
                 Edge(reader.name)
-                for reader, _ in self.dump.readers[operator.name]
+                for reader in self.dump.readers[operator.name]
                 if reader.type == "getitem" and reader.call[0][1] == result
             ]
-            for edge in picked if self.dump.is_fx else [Edge(operator.name, result)]:
-                self._held[edge], self._from[edge] = _Held(own, True), [places[place]]
+            results = picked if self.dump.is_fx else [Edge(operator.name, result)]
+            self._hold(results, [places[place]], is_own, True)
 
     def _in_products(self, operator: Operator) -> bool:
         readers = self.dump.readers[operator.name]
-        return bool(readers) and all(kinds.kind_of(one) == "product" for one, _ in readers)
+        return bool(readers) and all(kinds.kind_of(reader) == "product" for reader in readers)
 
     def _gets_rows(self, operator: Operator, places: dict[int, Edge]) -> bool:
         """Are the others of its operands rows that do not depend on the input? (A hidden state is
         made anew.)
         """
-        others = [edge.producer for place, edge in operator.reads if place not in places]
-        rows = [one for one in others if self.dump.by_name[one].type not in kinds.CONSTANTS]
-        return bool(rows) and not self._below & {*rows}
+        edges = (edge for place, edge in operator.reads if place not in places)
+        others = [self.dump.by_name[edge.producer] for edge in edges]
+        rows = [other for other in others if other.type not in kinds.CONSTANTS]
+        return bool(rows) and self._below.isdisjoint(rows)
+
+
+def _results(operator: Operator) -> Iterator[Edge]:
+    return (Edge(operator.name, index) for index in range(max(1, len(operator.outputs))))
 
 
 def _as_large(value: Value, unit: Value) -> bool | None:

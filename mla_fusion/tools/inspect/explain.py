@@ -13,9 +13,10 @@ from torch.fx import GraphModule
 from mla_fusion import pipeline
 from mla_fusion.config import Config
 from mla_fusion.report.report import Report
-from mla_fusion.tools.dumps import Dump, prologues, read, symbols
+from mla_fusion.tools.dumps import Dump, read, rebuild_fx
 from mla_fusion.tools.dumps.model import NotRebuilt
-from mla_fusion.tools.dumps.rebuild_fx import Rebuilder
+from mla_fusion.tools.inspect.operator_kinds import is_prologue
+from mla_fusion.tools.target import first_line
 
 __all__ = ["DumpReport", "NotRebuilt", "explain", "explain_dump"]
 
@@ -73,22 +74,21 @@ def explain_dump(dump: Dump, config: Config | None = None, *, boundary: bool = F
     try:
         if not dump.is_fx:
             raise NotRebuilt(_NO_LISTING)
-        gm, remarks = Rebuilder(dump).graph_module()
+        gm, remarks = rebuild_fx.Rebuilder(dump).graph_module()
         config = Config.given(config)
         report = pipeline.explain(gm, replace(config, strict=True), boundary=boundary)
         report.config = config
-    except symbols.TooSlow:
+    except rebuild_fx.TooSlow:
         raise NotRebuilt(
-            f"{dump}: the pass did not get through the graph in {symbols.MOST_SECONDS} s"
+            f"{dump}: the pass did not get through the graph in {rebuild_fx.MOST_SECONDS} s"
         ) from None
     except NotRebuilt as error:
         raise NotRebuilt("; ".join([f"{dump}: {error}", *several])) from error.__cause__
     except pipeline.SkipError:
         raise
     except Exception as error:  # the pass fails on a graph that contradicts itself
-        said = f"{type(error).__name__}: {error}".partition("\n")[0]
-        said = f"{dump}: the pass cannot follow this graph ({said}): was it edited?"
-        raise NotRebuilt(said) from error
-    if kernels := len(prologues.find(dump)):
+        text = f"{dump}: the pass cannot follow this graph ({first_line(error)}): was it edited?"
+        raise NotRebuilt(text) from error
+    if kernels := sum(map(is_prologue, (one.type for one in dump.operators))):
         remarks.append(f"fused already in this graph: {kernels} prologue" + "s" * (kernels > 1))
     return DumpReport(**vars(report), dump=str(dump), remarks=(*remarks, *several))

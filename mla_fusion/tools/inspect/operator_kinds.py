@@ -9,8 +9,9 @@ import re
 
 from mla_fusion.compat import OpOverload, schema_of
 from mla_fusion.meta import key_operator
-from mla_fusion.meta.prolog import CACHES, PROLOGS
-from mla_fusion.tools.dumps import Operator, names, prologues
+from mla_fusion.meta.prolog import CACHES, PROLOGS, V1, V2, V3_FUNCTIONAL
+from mla_fusion.tools.dumps import Operator, names
+from mla_fusion.tools.dumps.python_text import edges_in
 
 INPUTS = frozenset(("Data", "RefData", "placeholder"))
 CONSTANTS = frozenset(("Const", "Constant", "ConstPlaceHolder"))
@@ -96,10 +97,24 @@ _KINDS = {
 _ATTENTION = re.compile(r"attention|indexer|ring_mla", re.IGNORECASE)
 
 
+# by the name that a dump has for it: of an FX graph without the overload
+PROLOGUES = {f"npu.{name}": operator for name, operator in PROLOGS.items()} | {
+    operator.ge_type: operator for operator in (V1, V2, V3_FUNCTIONAL)
+}
+# of other kernels: the result that is the cache afterwards (None for none), and the input
+_KEY = f"npu.{key_operator.V1.name}"
+_WRITTEN: dict[str, list[tuple[int | None, int]]] = {
+    key_operator.V1.ge_type: [(0, 5), (1, 6)],
+    _KEY: [(0, 5), (1, 6)],
+    f"{_KEY}_v2": [(None, 5), (None, 6)],
+    f"{_KEY}_v2_functional": [(2, 5), (3, 6)],
+    "ScatterPaKvCache": [(0, 1), (1, 4)],
+}
+
+
 def plain(kind: str) -> str:
     """The operator without its overload: "aten.slice" of "aten.slice.Tensor"."""
-    parts = kind.split(".")
-    return ".".join(parts[:2]) if len(parts) > 2 else kind
+    return ".".join(kind.split(".")[:2])
 
 
 def kind_of(operator: Operator) -> str:
@@ -114,21 +129,33 @@ def kind_of(operator: Operator) -> str:
     return "read" if _ATTENTION.search(name) else _KINDS.get(name, "")
 
 
+def is_prologue(kind: str) -> bool:
+    return plain(kind) in PROLOGUES
+
+
+def roles_of(operator: Operator) -> list[str]:
+    """What each input is to a prologue operator: of an FX graph the schema's name."""
+    if operator.type in PROLOGUES:
+        return operator.roles or list(PROLOGUES[operator.type].ge_inputs)
+    target = names.target(operator.type)
+    args, kwargs = operator.call
+    known = schema_of(target).arguments if isinstance(target, OpOverload) else ()
+    places = [argument.name for argument in known] + [""] * len(args)
+    named = [*zip(places, args, strict=False), *kwargs.items()]
+    return [name for name, item in named for _ in edges_in(item)]
+
+
 def written(operator: Operator) -> list[tuple[int | None, int]]:
     """The caches that a kernel writes: the result that is the cache afterwards (None for none), and
     the input.
     """
-    kind = operator.type
-    if prologues.is_prologue(kind):
-        found = PROLOGS.get(plain(kind).removeprefix("npu."))
-        results = found.results if found is not None else prologues.GE[kind].ge_results
-        return [
-            (results.index(role) if role in results else None, place)
-            for place, role in enumerate(prologues.roles_of(operator))
-            if role in CACHES
-        ]
-    if kind.startswith(f"npu.{key_operator.V1.name}_v2"):
-        return [(2, 5), (3, 6)] if "functional" in kind else [(None, 5), (None, 6)]
-    if kind.startswith((key_operator.V1.ge_type, f"npu.{key_operator.V1.name}")):
-        return [(0, 5), (1, 6)]
-    return [(0, 1), (1, 4)] if kind == "ScatterPaKvCache" else []
+    kind = plain(operator.type)
+    if kind not in PROLOGUES:
+        return _WRITTEN.get(kind, [])
+    kernel = PROLOGUES[kind]
+    results = kernel.ge_results if kind == kernel.ge_type else kernel.results
+    return [
+        (results.index(role) if role in results else None, place)
+        for place, role in enumerate(roles_of(operator))
+        if role in CACHES
+    ]

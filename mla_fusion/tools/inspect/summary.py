@@ -3,18 +3,51 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from mla_fusion.compat import OpOverload
+from mla_fusion.compat import OpOverload, given_by_name
 from mla_fusion.config import Config
 from mla_fusion.graph.decompose import is_known
 from mla_fusion.report import text_tables
-from mla_fusion.tools.dumps import Dump, names, prologues
-from mla_fusion.tools.dumps.prologues import Prologue
+from mla_fusion.tools.dumps import Dump, Operator, Value, names
+from mla_fusion.tools.dumps.model import Attributes
 from mla_fusion.tools.inspect.copies import Copy, find_copies
 from mla_fusion.tools.inspect.explain import NotRebuilt, explain_dump
-from mla_fusion.tools.inspect.operator_kinds import INPUTS
+from mla_fusion.tools.inspect.operator_kinds import INPUTS, is_prologue, roles_of
+
+_SHOWN = """
+    cache_mode rmsnorm_epsilon_cq rmsnorm_epsilon_ckv weight_quant_mode kv_cache_quant_mode
+    query_quant_mode query_norm_flag ckvkr_repo_mode quant_scale_repo_mode tile_size qc_qr_scale
+    kc_scale
+""".split()
+
+
+@dataclass(frozen=True)
+class Input:
+    """One given input: its role in the operator, the operator that makes it, and the tensor."""
+
+    role: str
+    producer: str
+    value: Value
+
+
+@dataclass(frozen=True)
+class Prologue:
+    """One prologue operator. ``place`` counts them in the order of the dump, which is that of the
+    layers.
+    """
+
+    place: int
+    name: str
+    type: str
+    inputs: tuple[Input, ...]
+    attributes: Attributes
+    source: str = ""
+
+    def value(self, role: str) -> Value:
+        return next((item.value for item in self.inputs if item.role == role), Value())
 
 
 @dataclass
@@ -45,22 +78,24 @@ class Summary:
         return text_tables.as_json(asdict(self))
 
     def __str__(self) -> str:
-        parts = [
-            f"{self.dump}: {sum(self.operators.values())} operators",
-            text_tables.render(("operator", "count"), list(self.operators.items())),
-            *(["\n".join(self.unfused)] if self.unfused else []),
-            *_kernels(self.prologues),
-            _copies(self),
-        ]
         tables: dict[str, dict[str, Any]] = {
             "Operators that the pass does not know": self.unknown,
             "Dynamic inputs": self.dynamic,
         }
-        for title, found in tables.items():
-            if found:
-                parts.append(f"{title}\n{text_tables.render(('', ''), list(found.items()))}")
-        parts += [f"note: {remark}" for remark in self.remarks]
-        return "\n\n".join(parts)
+        parts = [
+            f"{self.dump}: {sum(self.operators.values())} operators",
+            text_tables.render(("operator", "count"), [*self.operators.items()]),
+            "\n".join(self.unfused),
+            *_kernels(self.prologues),
+            *_copies(self),
+            *(
+                f"{title}\n{text_tables.render(('', ''), [*table.items()])}"
+                for title, table in tables.items()
+                if table
+            ),
+            *(f"note: {remark}" for remark in self.remarks),
+        ]
+        return "\n\n".join(filter(None, parts))
 
 
 def summarise(dump: Dump) -> Summary:
@@ -69,32 +104,46 @@ def summarise(dump: Dump) -> Summary:
 
     dump  as :func:`read` gives it
     """
+    kernels = [operator for operator in dump.operators if is_prologue(operator.type)]
     remarks = [
         "this form is written while converting: GE's passes may have removed copies that stand here"
     ]
-    inputs = {operator.name: operator.output for operator in dump.of_type(*INPUTS)}
     return Summary(
         dump=str(dump),
         graph=dump.graph,
         operators=dict(dump.counts.most_common()),
-        prologues=prologues.find(dump),
+        prologues=[_prologue(dump, place, kernel) for place, kernel in enumerate(kernels)],
         unknown={kind: count for kind, count in dump.counts.items() if _is_unknown(dump, kind)},
         unfused=_unfused(dump) if dump.is_fx else [],
         **vars(find_copies(dump)),
         dynamic={
-            name: str(value)
-            for name, value in inputs.items()
-            if any(isinstance(size, str) or size < 0 for size in value.shape or ())
+            operator.name: str(operator.output)
+            for operator in dump.of_type(*INPUTS)
+            if any(isinstance(size, str) or size < 0 for size in operator.output.shape or ())
         },
         remarks=remarks if dump.format == "python" else [],
     )
 
 
 def _is_unknown(dump: Dump, kind: str) -> bool:
-    if not dump.is_fx or "." not in kind or prologues.is_prologue(kind):
+    if not dump.is_fx or "." not in kind or is_prologue(kind):
         return False
     target = names.target(kind)
     return not isinstance(target, OpOverload) or not is_known(target)
+
+
+def _prologue(dump: Dump, place: int, operator: Operator) -> Prologue:
+    inputs = tuple(
+        Input(role, str(edge), dump.value(edge))
+        for role, edge in zip(roles_of(operator), operator.inputs, strict=False)
+        if edge is not None
+    )
+    # what an FX call leaves out has the schema's default
+    target, known = names.target(operator.type), operator.attributes
+    if isinstance(target, OpOverload):
+        known = given_by_name(target, *operator.call)
+    shown = {name: known[name] for name in _SHOWN if name in known}
+    return Prologue(place, operator.name, operator.type, inputs, shown, operator.source)
 
 
 def _unfused(dump: Dump) -> list[str]:
@@ -104,52 +153,46 @@ def _unfused(dump: Dump) -> list[str]:
         return [f"note: unfused prologues were not looked for: {error}"]
 
 
-def _kernels(found: list[Prologue]) -> list[str]:
+def _kernels(prologues: list[Prologue]) -> Iterator[str]:
     """Equal prologues once, with how many layers share them."""
     groups = defaultdict[str, list[Prologue]](list)
-    for item in found:
-        shapes = [(one.role, str(one.value)) for one in item.inputs]
-        groups[str((item.type, shapes, item.attributes))].append(item)
-    parts = []
+    for prologue in prologues:
+        shapes = [(one.role, str(one.value)) for one in prologue.inputs]
+        groups[str((prologue.type, shapes, prologue.attributes))].append(prologue)
     for first, *others in groups.values():
         places = f"layer {first.place}"
         if others:
             places = f"{len(others) + 1} layers, {first.place} to {others[-1].place}"
-        rows = [(item.role, item.producer, str(item.value)) for item in first.inputs]
+        rows = [(one.role, one.producer, one.value) for one in first.inputs]
         table = text_tables.render(("input", "from", "tensor"), rows)
         attributes = ", ".join(f"{name} {value}" for name, value in first.attributes.items())
         title = f"{text_tables.short_name(first.type)} {first.name}: {places}"
-        parts.append(f"{title}\n{table}\n  {attributes}")
-    return parts
+        yield f"{title}\n{table}\n  {attributes}"
 
 
-def _copies(summary: Summary) -> str:
-    found = summary.copies
-    parts = [_copied(found)] if found else []
-    parts += [
-        f"{cache}: not followed through {where}; whether it is copied is not known"
-        for cache, where in summary.not_followed.items()
-    ]
-    copied = {item.of for item in found if item.role == "cache"}
-    clean = ", ".join(cache for cache in summary.followed if cache not in copied)
-    if clean:
-        parts.append(f"Followed from input to output, and not copied: {clean}.")
+def _copies(summary: Summary) -> Iterator[str]:
+    if summary.copies:
+        yield _copied(summary.copies)
+    for cache, where in summary.not_followed.items():
+        yield f"{cache}: not followed through {where}; whether it is copied is not known"
+    copied = {copy.of for copy in summary.copies if copy.role == "cache"}
+    if clean := [cache for cache in summary.followed if cache not in copied]:
+        yield f"Followed from input to output, and not copied: {', '.join(clean)}."
     if not summary.followed and not summary.not_followed:
-        parts.append(
+        yield (
             "No cache was found: no operator known here writes an input, or returns one "
             "with other rows."
         )
-    return "\n\n".join(parts)
 
 
-def _copied(found: list[Copy]) -> str:
+def _copied(copies: list[Copy]) -> str:
     groups = defaultdict[Any, list[Copy]](list)
-    for item in found:
-        groups[item.role, item.type, item.what, item.bytes].append(item)
+    for copy in copies:
+        groups[copy.role, copy.type, copy.what, copy.bytes].append(copy)
     rows = [
-        (*how, len(items), "?" if each is None else text_tables.size(each), items[0].of)
-        for (*how, each), items in groups.items()
+        (*how, len(alike), "?" if each is None else text_tables.size(each), alike[0].of)
+        for (*how, each), alike in groups.items()
     ]
-    whole = sum(item.bytes for item in found if item.bytes is not None)
+    count = sum(copy.bytes or 0 for copy in copies)
     header = ("copied", "operator", "how", "count", "each", "first of")
-    return f"Copies at every run: {text_tables.size(whole)}\n{text_tables.render(header, rows)}"
+    return f"Copies at every run: {text_tables.size(count)}\n{text_tables.render(header, rows)}"

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 from mla_fusion.report import text_tables
-from mla_fusion.tools.dumps import Dump, Operator, Value, prologues
-from mla_fusion.tools.inspect.operator_kinds import ENDS, HELD
+from mla_fusion.tools.dumps import Dump, Value
+from mla_fusion.tools.inspect.operator_kinds import ENDS, HELD, is_prologue
 
 _HEAD = """\
 digraph dump {
@@ -35,28 +35,22 @@ def export(dump: Dump, path: str | Path) -> Path:
 
 
 def _dot(dump: Dump) -> str:
-    lines = [
-        f"  {_quoted(op.name)} [label={_quoted(_label(op))}{_style(op)}];\n"
-        for op in dump.operators
-    ]
+    lines = [_HEAD]
+    for operator in dump.operators:
+        value = str(operator.output) if operator.output != Value() else ""
+        words = text_tables.short_name(operator.type), operator.name, value
+        style = ", fillcolor=lightgrey" if operator.type in HELD | ENDS else ""
+        if is_prologue(operator.type):
+            style = ", fillcolor=lightgreen, penwidth=2"
+        label = _quoted("\n".join(filter(None, words)))
+        lines.append(f"  {_quoted(operator.name)} [label={label}{style}];\n")
     for operator in dump.operators:
         roles = operator.roles if len(operator.roles) > 1 else []  # one alone says nothing
         for place, edge in operator.reads:
             role = roles[place] if place < len(roles) else ""
             look = "style=dashed" if edge.index < 0 else f"label={_quoted(role)}"
             lines.append(f"  {_quoted(edge.producer)} -> {_quoted(operator.name)} [{look}];\n")
-    return "".join([_HEAD, *lines, "}\n"])
-
-
-def _label(operator: Operator) -> str:
-    value = str(operator.output) if operator.output != Value() else ""
-    return "\n".join(filter(None, (text_tables.short_name(operator.type), operator.name, value)))
-
-
-def _style(operator: Operator) -> str:
-    if prologues.is_prologue(operator.type):
-        return ", fillcolor=lightgreen, penwidth=2"
-    return ", fillcolor=lightgrey" if operator.type in HELD | ENDS else ""
+    return "".join([*lines, "}\n"])
 
 
 def _quoted(text: str) -> str:

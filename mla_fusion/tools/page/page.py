@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,14 +24,6 @@ class Section:
     text: str
     header: Sequence[str]
     rows: Sequence[Sequence[object]]
-
-
-@dataclass
-class Card:
-    """Prologues that differ only in their layer, shown once; ``item`` stands for them."""
-
-    item: Any
-    layers: list[Any] = field(default_factory=list)
 
 
 def write(report: Report, path: str | Path, sections: Sequence[Section] = ()) -> Path:
@@ -58,27 +51,27 @@ def render(report: Report, sections: Sequence[Section] = ()) -> str:
         summary=str(report).partition("\n")[0].removeprefix("mla_fusion: "),
         fused=_cards(report.fused, _call),
         rejected=_cards(report.rejected, lambda one: (one.code, one.source or one.message)),
-        sections=[
-            *sections,
-            Section("Operators of the graph", "", ("operator", "before", "after"), counts),
-            Section("Time of the pass", "", ("stage", "ms"), seconds),
-            Section("Configuration", "", ("option", "value"), [*asdict(report.config).items()]),
-        ],
+        sections=[*sections],
+        counts=counts,
+        seconds=seconds,
+        options=[*asdict(report.config).items()],
         version=__version__,
         size=text_tables.size,
         counted=text_tables.counted,
     )
 
 
-def _cards(items: Iterable[Any], key: Callable[[Any], object]) -> list[Card]:
-    """One card per key. The figures of a structure are with the layer that was verified."""
-    cards: dict[str, Card] = {}
+def _cards(items: Iterable[Any], key: Callable[[Any], object]) -> list[dict[str, Any]]:
+    """Prologues that differ only in their layer, shown once; ``item`` stands for them: the figures
+    of a structure are with the layer that was verified.
+    """
+    cards = defaultdict[str, list[Any]](list)
     for item in items:
-        card = cards.setdefault(str(key(item)), Card(item))
-        card.layers.append(item)
-        if not getattr(card.item, "figures", ()):
-            card.item = item if getattr(item, "figures", ()) else card.item
-    return list(cards.values())
+        cards[str(key(item))].append(item)
+    return [
+        {"item": max(layers, key=lambda one: bool(getattr(one, "figures", ()))), "layers": layers}
+        for layers in cards.values()
+    ]
 
 
 def _call(one: Any) -> object:

@@ -16,9 +16,9 @@ from typing import Any
 from mla_fusion.reference import chip
 from mla_fusion.report import text_tables
 from mla_fusion.tools import installed
-from mla_fusion.tools.selftest.calls import calls
 from mla_fusion.tools.selftest.check import FUSED, Result, check_call, check_prologue
 from mla_fusion.tools.selftest.device import Device, NoDevice, choose
+from mla_fusion.tools.selftest.samples import calls
 
 __all__ = ["HEADING", "Device", "NoDevice", "Outcome", "Result", "choose", "run"]
 
@@ -38,25 +38,22 @@ class Outcome:
         return [result for result in self.results if result.failures]
 
     def to_json(self) -> str:
-        rows = [asdict(one) | {"failures": one.failures} for one in self.results]
-        counts = {"failed": len(self.failed), "passed": len(self.results) - len(self.failed)}
-        device, versions = asdict(self.device), self.versions
-        return text_tables.as_json(
-            {"device": device, "versions": versions, **counts, "results": rows}
-        )
+        count = {"failed": len(self.failed), "passed": len(self.results) - len(self.failed)}
+        results = [asdict(one) | {"failures": one.failures} for one in self.results]
+        head = {"device": asdict(self.device), "versions": self.versions}
+        return text_tables.as_json({**head, **count, "results": results})
 
     def __str__(self) -> str:
         """A line for each check, to be mailed, and compared by `mla-fusion diff`."""
         count = len(self.results)
-        return "\n".join(
-            [
-                HEADING,
-                str(self.device),
-                *(f"{name} {version}" for name, version in self.versions.items()),
-                *map(str, self.results),
-                f"{count - len(self.failed)} of {count} checks passed",
-            ]
-        )
+        lines = [
+            HEADING,
+            self.device,
+            *(f"{name} {version}" for name, version in self.versions.items()),
+            *self.results,
+            f"{count - len(self.failed)} of {count} checks passed",
+        ]
+        return "\n".join(map(str, lines))
 
 
 def run(device: Device, only: str = "*", progress: Callable[[Result], object] = id) -> Outcome:

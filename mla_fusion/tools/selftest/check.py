@@ -5,7 +5,7 @@ maths in float64.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,15 +17,16 @@ from mla_fusion.compile.backend import backend
 from mla_fusion.config import Config
 from mla_fusion.examples.fuse_your_model import example
 from mla_fusion.meta import spec
+from mla_fusion.meta.prolog import CACHES
 from mla_fusion.paging import layout
 from mla_fusion.paging.tiles import unpack_rows
+from mla_fusion.reference import kernels
 from mla_fusion.report.store import reports
 from mla_fusion.tools.accuracy import distance, error_ratio
 from mla_fusion.tools.by_hand.memory import Tensors, same_bits
-from mla_fusion.tools.selftest.calls import Arguments, Call
 from mla_fusion.tools.selftest.compare import Comparison, compare
 from mla_fusion.tools.selftest.device import Device
-from mla_fusion.tools.selftest.samples import DEEPSEEK_V3
+from mla_fusion.tools.selftest.samples import DEEPSEEK_V3, Arguments, Call
 
 _CHANGED = "cache rows that belong to no token have changed"
 FUSED: dict[str, dict[str, Any]] = {  # prologues by name: options of Config
@@ -43,6 +44,11 @@ class Result:
     comparisons: list[Comparison] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
+    def check_others(self, after: Tensor, before: Tensor) -> None:
+        """The rows of a cache that belong to no token keep their bits."""
+        if not same_bits(after, before) and _CHANGED not in self.problems:
+            self.problems.append(_CHANGED)
+
     @property
     def failures(self) -> list[str]:
         """One sentence for each thing that is wrong; empty where it passed."""
@@ -52,8 +58,8 @@ class Result:
     def __str__(self) -> str:
         """One line, and one more for each failure."""
         worst = max(self.comparisons, key=lambda one: (one.off, one.largest), default=None)
-        said = f": {worst.output} {worst.largest:.1g}, {worst.off:.2%} off" if worst else ""
-        head = f"{'FAILED' if self.failures else 'ok':6} {self.name} ({self.through}){said}"
+        error = f": {worst.output} {worst.largest:.1g}, {worst.off:.2%} off" if worst else ""
+        head = f"{'FAILED' if self.failures else 'ok':6} {self.name} ({self.through}){error}"
         return "\n".join([head, *(f"       {text}" for text in self.failures)])
 
 
@@ -63,32 +69,34 @@ def check_call(call: Call, device: Device, through: str) -> Result:
 
     What the call raises becomes the result's problem: a refusal by the device is a finding.
     """
-    result, given = Result(call.name, through), call.make()
+    result, arguments = Result(call.name, through), call.make()
     try:
-        meta.check(call.op, soc=device.soc, cann=device.cann, path=through, values=True, **given)
+        meta.check(
+            call.op, soc=device.soc, cann=device.cann, path=through, values=True, **arguments
+        )
         placed = {
             name: device.place(value, name in call.nz) if isinstance(value, Tensor) else value
-            for name, value in given.items()
+            for name, value in arguments.items()
         }
-        found = _by_name(call, _operator(call, through)(placed))
-        after = {name: placed[name].to("cpu", copy=True) for name in call.caches}
+        results = _by_name(call.results, _operator(call, through)(placed))
+        after = _by_name(call.caches, [placed[name] for name in call.caches])
     except Exception as error:
         result.problems.append(f"{type(error).__name__}: {error}")
         return result
-    reference = copy.deepcopy(given)
-    wanted = _by_name(call, call.reference(**reference))
+    reference = copy.deepcopy(arguments)
+    wanted = _by_name(call.results, getattr(kernels, call.op)(**reference))
     for name in (name for name in wanted if name not in call.caches):
         # an absent result is ``[0]`` or ``[1]``, by release, and its value is nobody's
-        if max(wanted[name].numel(), found[name].numel()) > 1:
-            result.comparisons.append(compare(name, found[name], wanted[name]))
+        if max(wanted[name].numel(), results[name].numel()) > 1:
+            result.comparisons.append(compare(name, results[name], wanted[name]))
     for name in call.caches:
         if call.op.endswith("_functional"):
-            if not same_bits(after[name], given[name]):
+            if not same_bits(after[name], arguments[name]):
                 result.problems.append(f"the functional operator has written its argument {name}")
-            after[name] = found[name]
+            after[name] = results[name]
         expected: Tensor = wanted[name] if name in wanted else reference[name]
         if expected.numel():
-            _compare_cache(result, name, given, after[name], expected)
+            _compare_cache(result, name, arguments, after[name], expected)
     return result
 
 
@@ -97,41 +105,42 @@ def _operator(call: Call, through: str) -> Callable[[Arguments], Any]:
     inputs.
     """
 
-    def step(given: Arguments) -> Any:
-        return call.operator(**given)
+    def step(arguments: Arguments) -> Any:
+        return getattr(torch.ops.npu, call.op)(**arguments)
 
-    if through == "eager":
-        return step
+    return step if through == "eager" else _compiled(step)
+
+
+def _compiled(step: Callable[..., Any], config: Config | None = None) -> Callable[..., Any]:
     torch.compiler.reset()
-    return torch.compile(step, backend=backend(), fullgraph=True, dynamic=False)
+    return torch.compile(step, backend=backend(config), fullgraph=True, dynamic=False)
 
 
-def _by_name(call: Call, results: Sequence[Tensor]) -> Tensors:
-    """Copies: a result may be a cache that is written again."""
-    named = zip(call.results, results, strict=False)
+def _by_name(names: Iterable[str], values: Iterable[Tensor]) -> Tensors:
+    """Copies on the CPU: a result may be a cache that is written again."""
+    named = zip(names, values, strict=False)
     return {name: value.to("cpu", copy=True) for name, value in named}
 
 
 def _compare_cache(
-    result: Result, name: str, given: Arguments, after: Tensor, wanted: Tensor
+    result: Result, name: str, arguments: Arguments, after: Tensor, wanted: Tensor
 ) -> None:
     """The rows that the reference has written, and all others bit by bit. Caches hold noise before,
     so a row that is written changes.
     """
-    every = [given[name], after, wanted]
-    if given.get("cache_mode", "").endswith("NZ"):
-        every = list(map(layout.nz_to_nd, every))
-    before, after, wanted = (cache.flatten(0, -2) for cache in every)
+    caches = [arguments[name], after, wanted]
+    if arguments.get("cache_mode", "").endswith("NZ"):
+        caches = list(map(layout.nz_to_nd, caches))
+    before, after, wanted = (cache.flatten(0, -2) for cache in caches)
     written = (before.view(torch.uint8) != wanted.view(torch.uint8)).any(-1)
     pairs = {name: (after[written], wanted[written])}
-    if given.get("kv_cache_quant_mode") == 3:  # latent, rope part and scales in one row
+    if arguments.get("kv_cache_quant_mode") == 3:  # latent, rope part and scales in one row
         hckv, dr = (DEEPSEEK_V3[axis] for axis in ("Hckv", "Dr"))
         pieces = (unpack_rows(rows, hckv=hckv, dr=dr, tile=spec.TILE_SIZE) for rows in pairs[name])
         names = (f"{name}.{part}" for part in ("ckv", "kr", "scale"))
         pairs = dict(zip(names, zip(*pieces, strict=True), strict=True))
     result.comparisons += [compare(part, *pair) for part, pair in pairs.items()]
-    if not same_bits(after[~written], before[~written]) and _CHANGED not in result.problems:
-        result.problems.append(_CHANGED)
+    result.check_others(after[~written], before[~written])
 
 
 def check_prologue(name: str, device: Device) -> Result:
@@ -140,19 +149,12 @@ def check_prologue(name: str, device: Device) -> Result:
     Passed where the errors are at most those of the unfused bfloat16 run, within chance, and the
     other rows keep their bits.
     """
-    options, (model, given) = FUSED[name], example()
+    options, (model, inputs) = FUSED[name], example()
     config = Config(soc=device.soc, cann=device.cann, **options)
-    result, placed = Result(name, "fused"), [device.place(tensor) for tensor in given]
+    result, placed = Result(name, "fused"), [device.place(tensor) for tensor in inputs]
     try:
-        torch.compiler.reset()
-        compiled = torch.compile(
-            copy.deepcopy(model).to(device.kind),
-            backend=backend(config),
-            fullgraph=True,
-            dynamic=False,
-        )
-        with torch.no_grad():
-            outputs = [output.cpu() for output in compiled(*placed)]
+        compiled = _compiled(copy.deepcopy(model).to(device.kind), config)
+        fused = _outputs_and_caches(compiled, placed)
     except Exception as error:
         result.problems.append(f"{type(error).__name__}: {error}")
         return result
@@ -160,36 +162,23 @@ def check_prologue(name: str, device: Device) -> Result:
     placements = [item.placement.partition(":")[0] for item in report.fused]
     if placements != [wanted]:
         result.problems.append(f"not fused {wanted}: {report}")
-    runs = []
-    for module, inputs in (
-        (model, [tensor.clone() for tensor in given]),
-        (
-            copy.deepcopy(model).double(),
-            [one.double() if one.is_floating_point() else one for one in given],
-        ),
-    ):
-        with torch.no_grad():
-            runs.append((module(*inputs), inputs[-2:]))
-    runs.append((outputs, [cache.cpu() for cache in placed[-2:]]))
-    for at, output in enumerate(("query", "query_rope")):
-        unfused, exact, fused = (run[0][at] for run in runs)
-        result.comparisons.append(_compare_errors(output, unfused, fused, exact))
-    for at, cache in enumerate(("kv_cache", "kr_cache")):
-        split = [_split_rows(run[1][at], given[3]) for run in runs]
-        unfused, exact, fused = (rows for rows, _ in split)
-        result.comparisons.append(_compare_errors(cache, unfused, fused, exact))
-        if not same_bits(split[0][1], split[2][1]) and _CHANGED not in result.problems:
-            result.problems.append(_CHANGED)
+    unfused = _outputs_and_caches(model, [tensor.clone() for tensor in inputs])
+    wide = [one.double() if one.is_floating_point() else one for one in inputs]
+    exact = _outputs_and_caches(copy.deepcopy(model).double(), wide)
+    slots = inputs[3]
+    for output in fused:
+        runs = [run[output] for run in (unfused, fused, exact)]
+        if output in CACHES:
+            runs = [run.reshape(-1, run.shape[-1]) for run in runs]
+            others = torch.ones(len(runs[0]), dtype=torch.bool).index_fill(0, slots, False)
+            result.check_others(runs[0][others], runs[1][others])
+            runs = [run[slots] for run in runs]
+        _, problem = error_ratio(*runs)
+        result.comparisons.append(Comparison(output, distance(*runs[1:]), 0.0, problem))
     return result
 
 
-def _compare_errors(output: str, unfused: Tensor, fused: Tensor, exact: Tensor) -> Comparison:
-    _, problem = error_ratio(unfused, fused, exact)
-    return Comparison(output, distance(fused, exact), 0.0, problem)
-
-
-def _split_rows(cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows that are written, in the order of the slots, and all others."""
-    rows = cache.reshape(-1, cache.shape[-1])
-    others = torch.ones(len(rows), dtype=torch.bool).index_fill(0, slots, False)
-    return rows[slots], rows[others]
+def _outputs_and_caches(step: Callable[..., Any], inputs: Sequence[Tensor]) -> Tensors:
+    with torch.no_grad():
+        outputs = step(*inputs)
+    return _by_name(("query", "query_rope", *CACHES), (*outputs, *inputs[-2:]))

@@ -44,20 +44,18 @@ def choose(kind: str | None = None, soc: str | None = None, cann: str | None = N
     An NPU is asked for its SoC and CANN release where they are not given. On the CPU they say whose
     calls are run, by default A3 and the latest release.
     """
-    present = _npu_present()
-    if kind == "cpu" or not present:
+    if kind == "cpu" or not _npu_present():
         soc = _known(soc_named, soc or "A3", "soc")
-        release = _known(release_named, cann or "latest", "cann")
-        device = Device("cpu", "CPU reference kernels in place of an NPU", soc, release)
-        if kind != "npu":
-            return device
-        raise NoDevice(
-            f"no NPU is available here; `mla-fusion selftest --device cpu` runs the same checks, "
-            f"those of {soc} and CANN {release}, on the CPU kernels"
-        )
+        cann = _known(release_named, cann or "latest", "cann")
+        if kind == "npu":
+            raise NoDevice(
+                f"no NPU is available here; `mla-fusion selftest --device cpu` runs the same "
+                f"checks, those of {soc} and CANN {cann}, on the CPU kernels"
+            )
+        return Device("cpu", "CPU reference kernels in place of an NPU", soc, cann)
     name = device_name(torch)
-    release = cann or _known(partial(release_named, found=True), cann_version(), "cann")
-    return Device("npu", name, _known(soc_named, soc or name, "soc"), release)
+    cann = cann or _known(partial(release_named, found=True), cann_version(), "cann")
+    return Device("npu", name, _known(soc_named, soc or name, "soc"), cann)
 
 
 def _known(named: Callable[[str], str], text: str, option: str) -> str:
