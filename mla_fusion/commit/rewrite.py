@@ -55,7 +55,7 @@ class Writer:
         self._begun: set[Node] = set()
         self._readers: dict[Node, list[Plan]] = {}  # of nodes beside the caches of a call
         for plan in dict.fromkeys(plans.values()):
-            for node in set(plan.inputs).difference(cache for _, cache, _ in plan.held):
+            for node in set(plan.inputs).difference(cache for _, cache, _ in plan.written_caches):
                 self._readers.setdefault(node, []).append(plan)
 
     def write(self) -> None:
@@ -91,7 +91,7 @@ class Writer:
     def _close(self) -> None:
         """Caches that the model's operator wrote unseen get their new rows."""
         for plan in dict.fromkeys(self._plans.values()):
-            for name, cache, shape in plan.held:
+            for name, cache, shape in plan.written_caches:
                 if cache not in self.graph.hidden:
                     continue
                 self._call(plan)

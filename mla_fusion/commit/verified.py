@@ -87,12 +87,12 @@ def _compared(plan: Plan) -> Outcome:
         after = {node: writer.given(node) for node in plan.replaced}
     work.graph.output(tuple(after.values()))
     pairs = [
-        Pair(plan.part(value), node, after[node], _form(plan, value, node))
+        Pair(plan.part_name(value), node, after[node], _form(plan, value, node))
         for node, value in plan.replaced.items()
     ]
     roles = x | _roles(plan, x)
     rows, block_size = 1, 1
-    for _, cache, _ in plan.held:
+    for _, cache, _ in plan.written_caches:
         axes = [size for size in cache.meta["val"].shape[:-1] if size != 1]
         rows, block_size = prod(axes), axes[-1] if len(axes) > 1 else 1
     if isinstance(plan.caches, InPlace):  # blocks of a symbolic cache may be cut into smaller ones
@@ -108,7 +108,7 @@ def _compared(plan: Plan) -> Outcome:
 
 def _form(plan: Plan, value: Value, node: Node) -> str:
     """Of what is compared, as ``witness.compare`` names it."""
-    part, held = plan.part(value), node.meta["val"]
+    part, held = plan.part_name(value), node.meta["val"]
     if plan.warnings and part in ("query_rope", "k_pe", "kr_cache"):
         return "halves"
     if part == "dequant_scale_q_norm" and held.element_size() == 1:
@@ -122,7 +122,7 @@ def _form(plan: Plan, value: Value, node: Node) -> str:
 def _roles(plan: Plan, drawn: dict[Node, str]) -> dict[Node, str]:
     """Of the graph's inputs that arguments are read from, apart from what is drawn."""
     graph, found = plan.graph, dict[Node, str]()
-    for name, cache, _ in plan.held:
+    for name, cache, _ in plan.written_caches:
         found[cache] = "tiles" if plan.modes[1] == _PACKED else "cache"
         if name == "kr_cache" and plan.warnings:
             found[cache] = "halves"

@@ -65,7 +65,9 @@ class Record:
                 warnings=tuple(map(self._named, warnings)),
                 rope=_rotation(plan),
                 attributes=plan.attributes,
-                replaced={node.name: plan.part(value) for node, value in plan.replaced.items()},
+                replaced={
+                    node.name: plan.part_name(value) for node, value in plan.replaced.items()
+                },
                 assumptions=tuple(map(self._named, plan.assumptions)),
                 verified=self._named(verified),
                 figures=outcome.figures if outcome is not None else (),
@@ -123,7 +125,11 @@ class Record:
     def _placement(self, plan: Plan) -> str:
         if isinstance(plan.caches, Staged):
             return f"staged: {self._named(plan.caches.obstacles[0].message)}"
-        new = [cache.name for name, cache, _ in plan.held if not _is_written_back(plan, cache)]
+        new = [
+            cache.name
+            for name, cache, _ in plan.written_caches
+            if not _is_written_back(plan, cache)
+        ]
         if not new:
             return "in place"
         whole = self._named(", ".join(new))
@@ -160,7 +166,7 @@ class Record:
         caches = plan.caches
         if isinstance(caches, Staged):
             yield "slots: the model's own writes stay"
-        elif any(cache in self._graph.hidden for _, cache, _ in plan.held):
+        elif any(cache in self._graph.hidden for _, cache, _ in plan.written_caches):
             yield "slots: as the model's operator is given them"
         else:
             nodes = _nodes_of(self._graph, [*caches.trusted])
@@ -230,7 +236,7 @@ def _saved(plan: Plan, leaves: Sequence[Leftover], config: Config) -> float | No
 
 def _copied_by_ge(plan: Plan) -> Iterator[str]:
     """Caches that torchair copies, since GE takes contiguous inputs alone: a line for each."""
-    for _, cache, _ in plan.held if is_for_ge() else ():
+    for _, cache, _ in plan.written_caches if is_for_ge() else ():
         value = cache.meta["val"]
         if not value.is_contiguous():
             moved = "" if has_symbols(value.shape) else f" ({size(2 * value.nbytes)} a step)"

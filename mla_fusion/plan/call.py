@@ -50,14 +50,14 @@ def called(b: Builder, lower: Lowering, plan: Plan) -> dict[Value, Any]:
     lead = [plan.tokens]
     options: dict[str, Any] = {}
     if isinstance(plan.caches, InPlace):
-        caches = [b.cache(node, shape) for _, node, shape in plan.held]
+        caches = [b.cache(node, shape) for _, node, shape in plan.written_caches]
         caches += [nothing(b, x) for _ in range(2 - len(caches))]
         slots = plan.caches.slots
 
         def row_numbers(b: Builder) -> Any:
             return b.cast(Lowering(b, graph).of(slots), torch.int64)
 
-        b.check_slots(row_numbers, holders(graph, [slots]), [*plan.held], False)
+        b.check_slots(row_numbers, holders(graph, [slots]), [*plan.written_caches], False)
         options["cache_index"] = b.cast(lower.of(slots), torch.int64)
     else:
         widths = a["weight_uk"].shape[2], a["rope_cos"].shape[1]
@@ -76,7 +76,7 @@ def called(b: Builder, lower: Lowering, plan: Plan) -> dict[Value, Any]:
     made = b.call(operation, *given, **options, **plan.attributes)
     found: dict[Value, Any] = {}
     for name, value in plan.results.items():
-        if name in plan.read or name in ("query", "query_rope") or "cache" in name:
+        if name in plan.read_results or name in ("query", "query_rope") or "cache" in name:
             place = _PLACES[name.replace("_rows", "_cache")]
             found[value] = b.call(operator.getitem, made, place)
     return found

@@ -201,7 +201,7 @@ class Planner:
                 held, is_half = whole, False
         plan = self._with(proposal, held, caches, compared)
         if is_half:
-            last = [cache.name for _, cache, _ in plan.held][-1]
+            last = [cache.name for _, cache, _ in plan.written_caches][-1]
             plan = replace(plan, warnings=(HALVES.format(cache=last),))
         late = self._old_rows_read(plan)
         return self._staged(plan, held, late) if late is not None else self._allowed(plan)
@@ -284,7 +284,7 @@ class Planner:
         """
         inside, graph = {*plan.region}, self.graph
         writes = plan.caches.writes if isinstance(plan.caches, InPlace) else {}
-        for name, cache, _ in plan.held:
+        for name, cache, _ in plan.written_caches:
             if writes[name].value in self.taken:
                 message = f"another fusion writes the same rows of {name}"
                 return Obstacle("cache.rows_read", message)
@@ -361,7 +361,7 @@ def _slots(plan: Plan) -> list[Node]:
 def _of_slots(plan: Plan, config: Config, boundary: bool) -> list[str]:
     """What is assumed of the slots."""
     caches, graph = plan.caches, plan.graph
-    is_hidden = any(cache in graph.hidden for _, cache, _ in plan.held)
+    is_hidden = any(cache in graph.hidden for _, cache, _ in plan.written_caches)
     if not isinstance(caches, InPlace) or is_hidden or not caches.trusted:
         return []
     if boundary and config.slots == "checked":

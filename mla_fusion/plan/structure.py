@@ -33,7 +33,7 @@ class Structures:
         """
         graph, arguments = self._graph, plan.proposal.arguments
         ends = drawn(plan)
-        held = [(name, cache, tuple(map(str, shape))) for name, cache, shape in plan.held]
+        held = [(name, cache, tuple(map(str, shape))) for name, cache, shape in plan.written_caches]
         read = holders(graph, plan.values.values())
         nodes = _Numbered(self, ends)
         for node in (*plan.region, *read, *(cache for _, cache, _ in held)):
