@@ -22,7 +22,7 @@ from mla_fusion.plan.caches import InPlace
 from mla_fusion.plan.outputs import Settled, holders, is_size
 from mla_fusion.plan.plan import Plan
 from mla_fusion.plan.region import drawn
-from mla_fusion.plan.slots import block_of
+from mla_fusion.plan.slots import block_size_of
 from mla_fusion.witness.compare import Mismatch, Outcome, Pair, compare
 from mla_fusion.witness.sizes import bound
 
@@ -96,7 +96,7 @@ def _compared(plan: Plan) -> Outcome:
         axes = [size for size in cache.meta["val"].shape[:-1] if size != 1]
         rows, block_size = prod(axes), axes[-1] if len(axes) > 1 else 1
     if isinstance(plan.caches, InPlace):  # blocks of a symbolic cache may be cut into smaller ones
-        number = block_of(plan.caches.slots)
+        number = block_size_of(plan.caches.slots)
         own = graph.sizes.get(number) or (0 if is_open(number) else number)
         block_size = own or block_size
     attributes = {node for node in roles if node.op == "get_attr"}
@@ -127,7 +127,7 @@ def _roles(plan: Plan, drawn: dict[Node, str]) -> dict[Node, str]:
         if name == "kr_cache" and plan.warnings:
             found[cache] = "halves"
     if isinstance(plan.caches, InPlace):
-        for leaf, role in plan.caches.trusted.items():
+        for leaf, role in plan.caches.trusted_inputs.items():
             found |= {node: role for node in graph.nodes[leaf] if node.op == "placeholder"}
     for name, role in _ROLES.items():
         stack, seen = (

@@ -169,7 +169,7 @@ class Record:
         elif any(cache in self._graph.hidden for _, cache, _ in plan.written_caches):
             yield "slots: as the model's operator is given them"
         else:
-            nodes = _nodes_of(self._graph, [*caches.trusted])
+            nodes = _nodes_of(self._graph, [*caches.trusted_inputs])
             trusted = ", ".join(self._named.of(node) for node in nodes)
             yield f"slots: input {trusted}, trusted" if trusted else "slots: by their range"
 

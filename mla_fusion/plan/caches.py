@@ -20,7 +20,7 @@ from mla_fusion.graph.read import Graph
 from mla_fusion.machine import Machine
 from mla_fusion.meta import layout, limits
 from mla_fusion.plan.outputs import unmoved
-from mla_fusion.plan.slots import Roles, trusted
+from mla_fusion.plan.slots import Roles, trusted_inputs
 from mla_fusion.propose.given import Given
 from mla_fusion.propose.prologue import Proposal
 from mla_fusion.targets.prolog import format_of, row_format
@@ -76,7 +76,7 @@ class InPlace:
     kr: Write | None  # rows are packed into one cache
     slots: Value
     mode: str
-    trusted: Roles
+    trusted_inputs: Roles
 
     @property
     def writes(self) -> dict[str, Write]:
@@ -118,7 +118,7 @@ def placed(
     if slots != tokens:
         detail = f"{graph.unbound(slots)} slots for tokens {[graph.unbound(tokens)]}"
         obstacles.append(Obstacle("cache.slots_count", detail))
-    leaves = trusted(kv.slots)
+    leaves = trusted_inputs(kv.slots)
     if leaves is None:
         inputs = [one for one in order([kv.slots]) if one.op == "leaf" and one in graph.nodes]
         names = ", ".join(graph.nodes[one][0].name for one in inputs) or "no input"

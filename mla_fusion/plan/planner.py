@@ -362,11 +362,11 @@ def _of_slots(plan: Plan, config: Config, boundary: bool) -> list[str]:
     """What is assumed of the slots."""
     caches, graph = plan.caches, plan.graph
     is_hidden = any(cache in graph.hidden for _, cache, _ in plan.written_caches)
-    if not isinstance(caches, InPlace) or is_hidden or not caches.trusted:
+    if not isinstance(caches, InPlace) or is_hidden or not caches.trusted_inputs:
         return []
     if boundary and config.slots == "checked":
         return []
-    nodes = (graph.nodes[leaf][0] for leaf in caches.trusted if leaf in graph.nodes)
+    nodes = (graph.nodes[leaf][0] for leaf in caches.trusted_inputs if leaf in graph.nodes)
     names = ", ".join(dict.fromkeys(node.name for node in nodes))
     whose = f" (input {names}, trusted to hold numbers from 0 to 2**24 - 1)" if names else ""
     return [SLOTS_ASSUMED.format(whose=whose), *([UNCHECKED] if config.slots == "checked" else [])]
