@@ -33,7 +33,7 @@ from mla_fusion.observe.clock import Clock, on_the_cpu, threads
 from mla_fusion.observe.record import Record, absent
 from mla_fusion.plan import policy
 from mla_fusion.plan.caches import InPlace
-from mla_fusion.plan.outputs import Settled, settled
+from mla_fusion.plan.outputs import Partition, partition_nodes
 from mla_fusion.plan.plan import Plan
 from mla_fusion.plan.planner import Planner
 from mla_fusion.plan.skip import SkipError, skipped
@@ -281,7 +281,7 @@ class Pass:
         transaction.install(gm, new_module.graph, builder.constants)
         self._clock.stop("rewrite")
 
-    def _partition_by(self, plans: list[Plan]) -> Settled:
+    def _partition_by(self, plans: list[Plan]) -> Partition:
         """Returns which nodes stay and which read results, if all these plans are done.
 
         Raises Departure if they cannot be done together.
@@ -292,7 +292,7 @@ class Pass:
                 replacements.add(claim.graph, claim.kernel)
             products += plan.proposal.products
             arguments += plan.values.values()
-        return settled(self.graph, replacements, products, arguments)
+        return partition_nodes(self.graph, replacements, products, arguments)
 
     def _plans_by_leaf(self) -> dict[Value, Plan]:
         """Returns the plan of each leaf that stands for a result of a call."""

@@ -17,7 +17,7 @@ from mla_fusion.graph.lower import Lowering
 from mla_fusion.graph.read import Graph
 from mla_fusion.plan.call import called
 from mla_fusion.plan.operands import written
-from mla_fusion.plan.outputs import Settled, has_effect
+from mla_fusion.plan.outputs import Partition, has_effect
 from mla_fusion.plan.plan import Plan
 
 _CARRIED = ("stack_trace", "nn_module_stack", "source_fn_stack", "stream_label", "original_aten")
@@ -42,7 +42,7 @@ class Writer:
     """
 
     def __init__(
-        self, graph: Graph, settled: Settled, plans: Mapping[Value, Plan], builder: GraphBuilder
+        self, graph: Graph, settled: Partition, plans: Mapping[Value, Plan], builder: GraphBuilder
     ) -> None:
         """``plans``: by each leaf that stands for a result."""
         self.graph, self.settled, self._plans = graph, settled, plans

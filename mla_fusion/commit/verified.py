@@ -19,7 +19,7 @@ from mla_fusion.graph.read import Graph
 from mla_fusion.meta.number_formats import HIFLOAT8
 from mla_fusion.observe.clock import threads
 from mla_fusion.plan.caches import InPlace
-from mla_fusion.plan.outputs import Settled, holders, is_size
+from mla_fusion.plan.outputs import Partition, source_nodes, is_size
 from mla_fusion.plan.plan import Plan
 from mla_fusion.plan.region import drawn
 from mla_fusion.plan.slots import block_size_of
@@ -77,7 +77,7 @@ def _compared(plan: Plan) -> Outcome:
     work = workplace(graph.gm)
     x = drawn(plan)
     sizes = {node for node in source.nodes if is_size(node)}
-    settled = Settled(dict(plan.replaced), sizes, {*source.nodes}.difference(plan.region, sizes))
+    settled = Partition(dict(plan.replaced), sizes, {*source.nodes}.difference(plan.region, sizes))
     leaves = {leaf: plan for leaf in plan.results.values()}
     writer = Writer(graph, settled, leaves, GraphBuilder(work, source))
     for node in source.find_nodes(op="placeholder"):
@@ -131,7 +131,7 @@ def _roles(plan: Plan, drawn: dict[Node, str]) -> dict[Node, str]:
             found |= {node: role for node in graph.nodes[leaf] if node.op == "placeholder"}
     for name, role in _ROLES.items():
         stack, seen = (
-            holders(graph, [plan.values[name]] if name in plan.values else []),
+            source_nodes(graph, [plan.values[name]] if name in plan.values else []),
             set[Node](),
         )
         while stack:

@@ -23,7 +23,7 @@ from mla_fusion.observe import leftovers
 from mla_fusion.observe.gain import seconds
 from mla_fusion.plan.caches import InPlace, Staged
 from mla_fusion.plan.contract import OPERATOR
-from mla_fusion.plan.outputs import unmoved
+from mla_fusion.plan.outputs import strip_reshapes
 from mla_fusion.plan.plan import Plan
 from mla_fusion.plan.skip import names
 from mla_fusion.propose.sites import Projections
@@ -206,7 +206,7 @@ def _new_rows(plan: Plan) -> dict[Node, bool]:
     rows = {plan.proposal.results.kv_rows, plan.proposal.results.kr_rows}
     names = rows.union(plan.results.values())
     return {
-        node: unmoved(value).op == "join"
+        node: strip_reshapes(value).op == "join"
         for node, value in plan.replaced.items()
         if not rows.isdisjoint(nearest([value], names))
     }

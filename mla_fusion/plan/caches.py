@@ -19,7 +19,7 @@ from mla_fusion.graph.numbers import ONE
 from mla_fusion.graph.read import Graph
 from mla_fusion.machine import Machine
 from mla_fusion.meta import layout, limits
-from mla_fusion.plan.outputs import unmoved
+from mla_fusion.plan.outputs import strip_reshapes
 from mla_fusion.plan.slots import Roles, trusted_inputs
 from mla_fusion.propose.given import Given
 from mla_fusion.propose.prologue import Proposal
@@ -186,7 +186,7 @@ def _moved(
         message = f"the rows of {name} are multiplied before they are written"
         return Obstacle("cache.rows_changed", message)
     kernels = (one.kernel for one in proposal.claims if one.part == "kr_rows")
-    if name == "kr_cache" and unmoved(taken) in map(unmoved, kernels):
+    if name == "kr_cache" and strip_reshapes(taken) in map(strip_reshapes, kernels):
         return PAIRS
     return Obstacle("cache.row_order", f"the rows of {name} are written to {to} in another order")
 
@@ -279,7 +279,7 @@ def _base(graph: Graph, value: Value) -> Node | None:
 def _write(graph: Graph, value: Value) -> Write | Obstacle:
     cache = _base(graph, value)
     if cache is None:
-        return _no_input(graph, unmoved(value.sources[0]))
+        return _no_input(graph, strip_reshapes(value.sources[0]))
     held, width = cache.meta["val"], value.shape[1]
     shape = graph.shape(held.shape)
     if value.literal is not None and len(shape) == 4 and shape[2:] == (1, width):
@@ -297,7 +297,7 @@ def _no_input(graph: Graph, base: Value) -> Obstacle:
     """``base`` is what rows are written into."""
     for value, nodes in graph.nodes.items():
         for node in nodes:
-            if unmoved(value) is base and isinstance(node.meta.get("val"), torch.Tensor):
+            if strip_reshapes(value) is base and isinstance(node.meta.get("val"), torch.Tensor):
                 return Obstacle("cache.no_input", *pools.no_input(node))
     return Obstacle("cache.no_input", "rows are written into what is no input of the graph")
 

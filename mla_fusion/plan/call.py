@@ -20,7 +20,7 @@ from mla_fusion.meta.prolog import V3_FUNCTIONAL
 from mla_fusion.plan import modes
 from mla_fusion.plan.caches import InPlace
 from mla_fusion.plan.operands import buffer, dense, identity, nothing
-from mla_fusion.plan.outputs import holders
+from mla_fusion.plan.outputs import source_nodes
 from mla_fusion.plan.plan import Plan
 
 aten = torch.ops.aten
@@ -57,7 +57,7 @@ def called(b: Builder, lower: Lowering, plan: Plan) -> dict[Value, Any]:
         def row_numbers(b: Builder) -> Any:
             return b.cast(Lowering(b, graph).of(slots), torch.int64)
 
-        b.check_slots(row_numbers, holders(graph, [slots]), [*plan.written_caches], False)
+        b.check_slots(row_numbers, source_nodes(graph, [slots]), [*plan.written_caches], False)
         options["cache_index"] = b.cast(lower.of(slots), torch.int64)
     else:
         widths = a["weight_uk"].shape[2], a["rope_cos"].shape[1]
@@ -97,7 +97,7 @@ def _scales_of_caches(lower: Lowering, plan: Plan) -> dict[str, Any]:
 def _packed(b: Builder, plan: Plan, name: str, dtype: torch.dtype | None, nz: bool) -> Any:
     """A weight, or scales of its columns: made ahead of the graph where that can be."""
     value, graph = plan.proposal.arguments[name], plan.graph
-    leaves = holders(graph, [value])
+    leaves = source_nodes(graph, [value])
     is_scale = name in _OF_COLUMNS
 
     def recipe(b: Builder) -> Any:
@@ -128,7 +128,7 @@ def _gamma(b: Builder, plan: Plan, name: str) -> Any:
     that).
     """
     value, graph = plan.proposal.arguments[name], plan.graph
-    leaves = holders(graph, [value])
+    leaves = source_nodes(graph, [value])
 
     def recipe(b: Builder) -> Any:
         return Lowering(b, graph, {}, set(leaves).__contains__).of(value, torch.bfloat16)

@@ -1,5 +1,7 @@
-"""What becomes of the graph when the call gives what the claims say: the nodes that read results,
-and the nodes that stay.
+"""Partitions the nodes of a graph: which stay, and which are replaced by results of calls.
+
+``pipeline.py`` asks this for all plans at once, before ``commit/`` writes the new graph. The
+functions about single nodes serve the rest of ``plan/`` too.
 """
 
 from __future__ import annotations
@@ -19,10 +21,11 @@ from mla_fusion.propose.given import Given
 
 
 @dataclass
-class Settled:
-    """
-    replaced  nodes whose readers read results, and what they are
-    sizes     nodes that ask a tensor for a size
+class Partition:
+    """Says what becomes of each node of a graph.
+
+    replaced  nodes whose readers read results, and the Value over results that replaces each
+    sizes     nodes that return the size of a tensor
     kept      nodes that are still computed
     """
 
@@ -32,127 +35,159 @@ class Settled:
 
 
 def has_effect(graph: Graph, node: Node) -> bool:
-    """Does it change memory that is not the graph's own?"""
+    """Returns True if the node changes memory of an input or attribute of the graph."""
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return False
     if node in graph.hidden.values():
         return True
     if not signature(node.target).is_mutable:
         return False
-    written = node.args[0] if signature(node.target).is_in_place else node
-    return not isinstance(written, Node) or graph.base(written).op != "call_function"
+    target = node.args[0] if signature(node.target).is_in_place else node
+    return not isinstance(target, Node) or graph.base(target).op != "call_function"
 
 
-def is_replaced(graph: Graph, node: Node, given: Given) -> bool:
-    """Is it an operator that writes caches unseen, which the call writes in its place?"""
+def is_replaced_writer(graph: Graph, node: Node, replacements: Given) -> bool:
+    """Returns True if the node writes caches against its schema, and the call writes them instead."""
     if node not in graph.hidden.values():
         return False
-    caches = [value for value in values_of(graph.readings[node]) if unmoved(value).op == "write"]
-    return all(given.of(value) is not None for value in caches)
+    caches = [
+        value for value in values_of(graph.readings[node]) if strip_reshapes(value).op == "write"
+    ]
+    return all(replacements.of(value) is not None for value in caches)
 
 
 def is_size(node: Node) -> bool:
-    """Does it ask a tensor for a size?"""
+    """Returns True if the node returns the size of a tensor."""
     return isinstance(node.target, OpOverload) and isinstance(node.meta.get("val"), torch.SymInt)
 
 
-def gives_nothing(node: Node) -> bool:
-    """Is it called for what it checks alone?"""
+def is_check(node: Node) -> bool:
+    """Returns True if the node only checks a condition and returns nothing."""
     return signature(node.target).is_check
 
 
-def _is_statement(graph: Graph, node: Node) -> bool:
-    """Does it say of a computed tensor which dtype was traced? (Of an input the next call may bring
-    another one.)
+def _is_metadata_check(graph: Graph, node: Node) -> bool:
+    """Returns True if the node asserts the traced dtype of a computed tensor.
+
+    An assertion about an input is different: the next call may pass another dtype.
     """
-    is_one = node.target is torch.ops.aten._assert_tensor_metadata.default
-    return is_one and graph.base(node.all_input_nodes[0]).op == "call_function"
+    is_assertion = node.target is torch.ops.aten._assert_tensor_metadata.default
+    return is_assertion and graph.base(node.all_input_nodes[0]).op == "call_function"
 
 
-def is_made_of_nothing(value: Value) -> bool:
-    """Whatever it is called with, is it one number, or memory that nobody has written?"""
+def is_free_of_inputs(value: Value) -> bool:
+    """Returns True if no input matters to the Value: it is one number everywhere, or unwritten
+    memory.
+    """
     return filled_with(value) is not None or (value.op == "opaque" and not value.sources)
 
 
-def unmoved(value: Value) -> Value:
+def strip_reshapes(value: Value) -> Value:
+    """Returns the Value without reshapes around it."""
     while value.op == "reshape":
         value = value.sources[0]
     return value
 
 
-def holders(graph: Graph, values: Iterable[Value], given: Given | None = None) -> list[Node]:
-    """The nodes from which Values are lowered, beside what results give."""
-    found, stack, seen = list[Node](), list(values), set[Value]()
+def source_nodes(
+    graph: Graph, values: Iterable[Value], replacements: Given | None = None
+) -> list[Node]:
+    """Returns the nodes from which Values are lowered.
+
+    replacements  Values that results replace: these need no node
+    """
+    nodes, stack, seen = list[Node](), list(values), set[Value]()
     while stack:
         value = stack.pop()
         if value in seen:
             continue
         seen.add(value)
-        is_given = given is not None and given.of(value) is not None
-        if is_given and value.op == "write":
+        has_replacement = replacements is not None and replacements.of(value) is not None
+        if has_replacement and value.op == "write":
             continue
-        held = () if is_given else graph.nodes_holding(value)
-        nodes = (node for node in held if not has_effect(graph, node))
-        first = next(nodes, None)
+        candidates = () if has_replacement else graph.nodes_holding(value)
+        readable = (node for node in candidates if not has_effect(graph, node))
+        first = next(readable, None)
         if first is None:
             stack += value.sources
         else:
-            found.append(first)
-    return found
+            nodes.append(first)
+    return nodes
 
 
-def _goes_on(graph: Graph, given: Given, node: Node, known: Value) -> bool:
-    """Is a step of the model's own, behind what results give as they are: no result itself?"""
-    is_given = _is_result(known) and node.meta["val"].dtype != torch.float32
-    if is_given or any((node, above) in graph.stale for above in node.all_input_nodes):
-        return False
-    read = [graph.readings[above] for above in node.all_input_nodes]
-    active = [one for one in read if isinstance(one, Value) and one.active]
-    return bool(active) and all(given.of(one) is not None for one in active)
+def _is_step_after_results(
+    graph: Graph, replacements: Given, node: Node, replacement: Value
+) -> bool:
+    """Returns True if the node is a step of the model after results, and no result itself.
 
+    Such a step stays in the graph and reads the results.
 
-def _is_result(known: Value) -> bool:
-    return unmoved(known).op in ("leaf", "write")
-
-
-def settled(
-    graph: Graph, given: Given, products: Iterable[Value], read: Iterable[Value]
-) -> Settled:
-    """Walks up from what the graph gives out and writes, and from what calls read. Raises Departure
-    where a product is read that a call keeps to itself.
+    replacement  what the node's Value is over the results
     """
-    found, inside, hidden = Settled(), set(products), set(graph.hidden.values())
+    is_result = _is_result(replacement) and node.meta["val"].dtype != torch.float32
+    if is_result or any((node, producer) in graph.stale for producer in node.all_input_nodes):
+        return False
+    operands = [graph.readings[producer] for producer in node.all_input_nodes]
+    active = [operand for operand in operands if isinstance(operand, Value) and operand.active]
+    return bool(active) and all(replacements.of(operand) is not None for operand in active)
+
+
+def _is_result(replacement: Value) -> bool:
+    """Returns True if the Value is a result or a written cache, perhaps reshaped."""
+    return strip_reshapes(replacement).op in ("leaf", "write")
+
+
+def partition_nodes(
+    graph: Graph, replacements: Given, products: Iterable[Value], arguments: Iterable[Value]
+) -> Partition:
+    """Returns the partition of the graph's nodes.
+
+    It walks up from outputs, from nodes with effects, and from the arguments of calls.
+
+    replacements  what results replace
+    products      Values that the calls compute inside
+    arguments     arguments of the calls
+
+    Raises Departure if something reads a product that a call keeps inside, or reads memory before
+    it is written.
+    """
+    partition, inner_products, hidden = Partition(), set(products), set(graph.hidden.values())
     stack = [
         (node, node)
         for node in graph.gm.graph.nodes
         if node.op == "output"
-        or (gives_nothing(node) and not _is_statement(graph, node))
-        or (has_effect(graph, node) and not is_replaced(graph, node, given))
+        or (is_check(node) and not _is_metadata_check(graph, node))
+        or (has_effect(graph, node) and not is_replaced_writer(graph, node, replacements))
     ]
-    stack += [(node, node) for node in holders(graph, read)]
+    stack += [(node, node) for node in source_nodes(graph, arguments)]
     while stack:
         node, reader = stack.pop()
-        if node in found.kept or node in found.replaced or node in found.sizes:
+        if node in partition.kept or node in partition.replaced or node in partition.sizes:
             continue
         if is_size(node):
-            found.sizes.add(node)
+            partition.sizes.add(node)
             continue
         if node.op == "call_function" and (node in hidden or not has_effect(graph, node)):
             reading = graph.readings[node]
             if isinstance(reading, Value):
-                is_filled = is_made_of_nothing(reading) and node.all_input_nodes
-                known = reading if is_filled else given.of(reading)
-                if known is not None and (reader, node) in graph.stale:
+                is_rebuilt = is_free_of_inputs(reading) and node.all_input_nodes
+                replacement = reading if is_rebuilt else replacements.of(reading)
+                if replacement is not None and (reader, node) in graph.stale:
                     detail = f"{node.name} is written after {reader.name} has read it"
                     raise Departure("graph.not_functional", detail, [reading])
-                is_inside = reading in inside
-                if known is not None and (is_inside or not _goes_on(graph, given, node, known)):
-                    found.replaced[node] = known
-                    stack += [(one, node) for one in holders(graph, [known], given)]
+                is_inner = reading in inner_products
+                if replacement is not None and (
+                    is_inner or not _is_step_after_results(graph, replacements, node, replacement)
+                ):
+                    partition.replaced[node] = replacement
+                    stack += [
+                        (source, node)
+                        for source in source_nodes(graph, [replacement], replacements)
+                    ]
                     continue
-            if not inside.isdisjoint(values_of(reading)):
+            if not inner_products.isdisjoint(values_of(reading)):
                 detail = f"{reader.name} reads {node.name}, which the kernel keeps to itself"
                 raise Departure("reader.latent", detail, list(values_of(reading)))
-        found.kept.add(node)
-        stack += [(above, node) for above in node.all_input_nodes]
-    return found
+        partition.kept.add(node)
+        stack += [(producer, node) for producer in node.all_input_nodes]
+    return partition

@@ -17,7 +17,7 @@ from mla_fusion.graph.form import Value, nearest
 from mla_fusion.graph.read import Graph
 from mla_fusion.plan import modes
 from mla_fusion.plan.caches import InPlace, Staged
-from mla_fusion.plan.outputs import holders
+from mla_fusion.plan.outputs import source_nodes
 from mla_fusion.propose.prologue import Proposal
 
 _ROWS = {"kv_rows": "c_kv", "kr_rows": "k_pe"}  # report names of rows that no cache takes
@@ -172,7 +172,7 @@ class Plan:
         graph, values = self.graph, self.values.values()
         caches = [cache for _, cache, _ in self.written_caches]
         duplicates = [node for value in values for node in graph.nodes_holding(value)]
-        return [*dict.fromkeys((*holders(graph, values), *duplicates, *caches))]
+        return [*dict.fromkeys((*source_nodes(graph, values), *duplicates, *caches))]
 
 
 def _epsilon(epsilon: Fraction) -> float:

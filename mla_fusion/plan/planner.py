@@ -20,7 +20,7 @@ from mla_fusion.graph.read import Graph, values_of
 from mla_fusion.meta import limits
 from mla_fusion.plan import contract, policy
 from mla_fusion.plan.caches import PAIRS, InPlace, Obstacle, Setting, Staged, Write, placed
-from mla_fusion.plan.outputs import has_effect, is_size, unmoved
+from mla_fusion.plan.outputs import has_effect, is_size, strip_reshapes
 from mla_fusion.plan.plan import Plan
 from mla_fusion.plan.region import computed, region_of
 from mla_fusion.plan.structure import Structures
@@ -311,14 +311,14 @@ def _writer(graph: Graph, write: Write) -> Node | None:
     """The node that gives the cache with its new rows, behind which others hold the same; None of
     one that is written in place.
     """
-    stack, before = [write.cache], unmoved(write.value.sources[0])
+    stack, before = [write.cache], strip_reshapes(write.value.sources[0])
     for node in stack:
         for user in node.users:
             if user.op == "output" or user.target is aten.copy_.default:
                 continue
             if signature(user.target).is_in_place:
                 return None
-            held = [unmoved(one) for one in values_of(graph.readings[user])]
+            held = [strip_reshapes(one) for one in values_of(graph.readings[user])]
             if graph.base(user) is write.cache or before in held:  # a copy of it, too
                 stack.append(user)
             elif write.value in held:

@@ -13,7 +13,7 @@ from mla_fusion.fx.walk import upward, views_and_model_casts
 from mla_fusion.graph.departure import Departure
 from mla_fusion.graph.form import Value
 from mla_fusion.graph.read import Graph, values_of
-from mla_fusion.plan.outputs import unmoved
+from mla_fusion.plan.outputs import strip_reshapes
 from mla_fusion.propose.prologue import Proposal
 
 NARROW = (
@@ -37,7 +37,7 @@ def judge(graph: Graph, proposal: Proposal, region: Iterable[Node]) -> None:
 
     def is_product(node: Node) -> bool:
         values = values_of(graph.readings[node])
-        return any(unmoved(graph.form.split(value)[1]) in products for value in values)
+        return any(strip_reshapes(graph.form.split(value)[1]) in products for value in values)
 
     for node in region:
         held = node.meta.get("val")
@@ -57,7 +57,7 @@ def judge(graph: Graph, proposal: Proposal, region: Iterable[Node]) -> None:
                 raise Departure("dtype.region", f"{name} is {value.dtype}", [value])
     for name in _GAMMAS:
         value = proposal.arguments[name]
-        is_one = unmoved(value).op == "expand" or (value.op == "product" and not value.model)
+        is_one = strip_reshapes(value).op == "expand" or (value.op == "product" and not value.model)
         if is_one:
             raise Departure("norm.gamma_absent", f"{name} is no weight", [value])
         if not value.active and not _holds_bfloat16(graph, value):

@@ -12,7 +12,13 @@ from mla_fusion.fx.walk import reached
 from mla_fusion.graph.departure import Departure
 from mla_fusion.graph.form import Value, order
 from mla_fusion.graph.read import Graph, values_of
-from mla_fusion.plan.outputs import has_effect, is_made_of_nothing, is_replaced, is_size, unmoved
+from mla_fusion.plan.outputs import (
+    has_effect,
+    is_free_of_inputs,
+    is_replaced_writer,
+    is_size,
+    strip_reshapes,
+)
 from mla_fusion.plan.plan import Plan
 from mla_fusion.propose.given import Given
 from mla_fusion.propose.quantised import unquantised
@@ -35,14 +41,14 @@ def region_of(
             continue
         inside[node] = None
         reading = graph.readings[node]
-        if isinstance(reading, Value) and is_made_of_nothing(reading):
+        if isinstance(reading, Value) and is_free_of_inputs(reading):
             continue  # it takes no number of what it reads
         known = given.of(reading) if isinstance(reading, Value) else None
         if known is not None and not (has_effect(graph, node) and node not in graph.hidden):
             replaced[node] = known
             continue
         for user in node.users:
-            is_effect = has_effect(graph, user) and not is_replaced(graph, user, given)
+            is_effect = has_effect(graph, user) and not is_replaced_writer(graph, user, given)
             if user.op == "output" or is_effect:
                 raise _kept(graph, node, above)
             above.setdefault(user, node)
@@ -101,7 +107,7 @@ def drawn(plan: Plan) -> dict[Node, str]:
 def _first(graph: Graph, value: Value) -> Node:
     """The first node that holds the numbers of a Value, in whatever shape: others are views."""
     times, rest = graph.form.split(value)  # a number stands in front of a move
-    inner = graph.form.scaled(unmoved(rest), times)
+    inner = graph.form.scaled(strip_reshapes(rest), times)
     nodes = (node for one in (inner, value) for node in graph.nodes_in_any_shape(one))
     return min(node for node in nodes if isinstance(node.meta["val"], torch.Tensor))
 

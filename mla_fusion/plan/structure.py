@@ -13,7 +13,7 @@ from torch.fx import Node
 from mla_fusion.fx.held import numbers
 from mla_fusion.graph.form import Value, numbered
 from mla_fusion.graph.read import Graph, values_of
-from mla_fusion.plan.outputs import holders
+from mla_fusion.plan.outputs import source_nodes
 from mla_fusion.plan.plan import Plan
 from mla_fusion.plan.region import drawn
 
@@ -34,7 +34,7 @@ class Structures:
         graph, arguments = self._graph, plan.proposal.arguments
         ends = drawn(plan)
         held = [(name, cache, tuple(map(str, shape))) for name, cache, shape in plan.written_caches]
-        read = holders(graph, plan.values.values())
+        read = source_nodes(graph, plan.values.values())
         nodes = _Numbered(self, ends)
         for node in (*plan.region, *read, *(cache for _, cache, _ in held)):
             nodes.add(node)
