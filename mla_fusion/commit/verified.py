@@ -19,9 +19,9 @@ from mla_fusion.graph.read import Graph
 from mla_fusion.meta.number_formats import HIFLOAT8
 from mla_fusion.observe.clock import threads
 from mla_fusion.plan.caches import InPlace
-from mla_fusion.plan.outputs import Partition, source_nodes, is_size
+from mla_fusion.plan.outputs import Partition, is_size, source_nodes
 from mla_fusion.plan.plan import Plan
-from mla_fusion.plan.region import drawn
+from mla_fusion.plan.region import activation_nodes
 from mla_fusion.plan.slots import block_size_of
 from mla_fusion.witness.compare import Mismatch, Outcome, Pair, compare
 from mla_fusion.witness.sizes import bound
@@ -75,7 +75,7 @@ def _compared(plan: Plan) -> Outcome:
     graph = plan.graph
     source = graph.gm.graph
     work = workplace(graph.gm)
-    x = drawn(plan)
+    x = activation_nodes(plan)
     sizes = {node for node in source.nodes if is_size(node)}
     settled = Partition(dict(plan.replaced), sizes, {*source.nodes}.difference(plan.region, sizes))
     leaves = {leaf: plan for leaf in plan.results.values()}

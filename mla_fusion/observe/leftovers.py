@@ -21,7 +21,7 @@ from mla_fusion.fx.kinds import (
 )
 from mla_fusion.fx.sizes import has_symbols
 from mla_fusion.fx.walk import INPUTS, reached
-from mla_fusion.plan.region import computed
+from mla_fusion.plan.region import nodes_between
 from mla_fusion.report.staging import Leftover
 
 Bound = Callable[[Sequence[Any]], tuple[int, ...]]
@@ -51,7 +51,7 @@ def staged(
 
 def replaced_by(starts: Sequence[Node], ends: Iterable[Node], rows: Iterable[Node]) -> int:
     """How many operators compute ``starts`` from ``ends``, and write ``rows`` to caches."""
-    return count(computed(starts, ends).union(_to_caches(rows)))
+    return count(nodes_between(starts, ends).union(_to_caches(rows)))
 
 
 def count(nodes: Iterable[Node]) -> int:

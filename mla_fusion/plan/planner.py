@@ -22,7 +22,7 @@ from mla_fusion.plan import contract, policy
 from mla_fusion.plan.caches import PAIRS, InPlace, Obstacle, Setting, Staged, Write, placed
 from mla_fusion.plan.outputs import has_effect, is_size, strip_reshapes
 from mla_fusion.plan.plan import Plan
-from mla_fusion.plan.region import computed, region_of
+from mla_fusion.plan.region import find_region, nodes_between
 from mla_fusion.plan.structure import Structures
 from mla_fusion.propose.given import Given
 from mla_fusion.propose.kept import as_kept
@@ -111,7 +111,7 @@ class Planner:
         plan.structure = self._structures.of(plan)
         key = plan.structure, proposal.arguments["token_x"].active
         sizes = self._taken.get(key)
-        made_anew = computed(plan.replaced, plan.inputs)
+        made_anew = nodes_between(plan.replaced, plan.inputs)
         if sizes is None:
             policy.judge(self.graph, proposal, sorted({*plan.region, *made_anew}))
             asked = plan
@@ -235,7 +235,7 @@ class Planner:
             writers = (_writer(graph, write) for write in caches.writes.values())
             starts += [node for node in writers if node is not None]
         try:
-            region, replaced = region_of(graph, Given(graph.form, claims), starts)
+            region, replaced = find_region(graph, Given(graph.form, claims), starts)
         except Departure as reason:  # of a fused cache operator, which needs more than the rows
             found = caches.obstacles if isinstance(caches, Staged) else ()
             for first in [one for one in found if one is not PAIRS][:1]:

@@ -15,7 +15,7 @@ from mla_fusion.graph.form import Value, numbered
 from mla_fusion.graph.read import Graph, values_of
 from mla_fusion.plan.outputs import source_nodes
 from mla_fusion.plan.plan import Plan
-from mla_fusion.plan.region import drawn
+from mla_fusion.plan.region import activation_nodes
 
 
 class Structures:
@@ -32,7 +32,7 @@ class Structures:
         is replaced, with dtypes, strides and what is known of parameters; Values of both; the call.
         """
         graph, arguments = self._graph, plan.proposal.arguments
-        ends = drawn(plan)
+        ends = activation_nodes(plan)
         held = [(name, cache, tuple(map(str, shape))) for name, cache, shape in plan.written_caches]
         read = source_nodes(graph, plan.values.values())
         nodes = _Numbered(self, ends)
