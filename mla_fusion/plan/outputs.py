@@ -47,7 +47,7 @@ def has_effect(graph: Graph, node: Node) -> bool:
 
 
 def is_replaced_writer(graph: Graph, node: Node, replacements: Given) -> bool:
-    """Returns True if the node writes caches against its schema and the call writes them instead."""
+    """Returns True if the node writes caches unlike its schema; the call writes them instead."""
     if node not in graph.hidden.values():
         return False
     caches = [

@@ -19,7 +19,7 @@ from mla_fusion.graph.form import Value, order
 from mla_fusion.graph.read import Graph, values_of
 from mla_fusion.meta import limits
 from mla_fusion.plan import contract, policy
-from mla_fusion.plan.caches import PAIRS, InPlace, Obstacle, Setting, Staged, Write, placed
+from mla_fusion.plan.caches import PAIRS, InPlace, Obstacle, Setting, Staged, Write, place_rows
 from mla_fusion.plan.outputs import has_effect, is_size, strip_reshapes
 from mla_fusion.plan.plan import Plan
 from mla_fusion.plan.region import find_region, nodes_between
@@ -190,7 +190,7 @@ class Planner:
             given = Given(graph.form, held)
             setting = Setting(self.boundary, config.machine)
             writes = self.projections.sites[proposal.x].writes
-            caches = placed(graph, proposal, given, writes, setting)
+            caches = place_rows(graph, proposal, given, writes, setting)
             if isinstance(caches, InPlace):
                 for write in caches.writes.values():
                     if _writer(graph, write) is None:

@@ -125,7 +125,7 @@ def activation_nodes(plan: Plan) -> dict[Node, str]:
 
 
 def _first_node(graph: Graph, value: Value) -> Node:
-    """Returns the first node that holds the numbers of a Value, in any shape; the others are views."""
+    """Returns the first node that holds the numbers of a Value, in any shape: others are views."""
     factor, unscaled = graph.form.split(value)  # the Value may be a number times a moved Value
     inner = graph.form.scaled(strip_reshapes(unscaled), factor)
     nodes = (node for form in (inner, value) for node in graph.nodes_in_any_shape(form))
