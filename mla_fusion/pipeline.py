@@ -206,7 +206,9 @@ class Pass:
                 self._clock.stop("verify")
                 outcomes[plan] = outcome
                 if isinstance(plan.caches, InPlace):
-                    self._planner.taken.update(write.value for write in plan.caches.writes.values())
+                    self._planner.taken_writes.update(
+                        write.value for write in plan.caches.writes.values()
+                    )
             except Departure as refusal:
                 refusal.site = refusal.site or tuple(proposal.products)  # type: ignore[union-attr]
                 departures.append(refusal)
