@@ -15,7 +15,7 @@ from mla_fusion.fx.workplace import copied
 from mla_fusion.graph.form import Value, nearest
 from mla_fusion.graph.lower import Lowering
 from mla_fusion.graph.read import Graph
-from mla_fusion.plan.call import called
+from mla_fusion.plan.call import emit_call
 from mla_fusion.plan.operands import written
 from mla_fusion.plan.outputs import Partition, has_effect
 from mla_fusion.plan.plan import Plan
@@ -167,7 +167,7 @@ class Writer:
             return
         self._called.add(plan)
         self.b.at(None, _carried(plan.products[0]))
-        self._lower.known.update(called(self.b, self._lower, plan))
+        self._lower.known.update(emit_call(self.b, self._lower, plan))
 
 
 def _ends(node: Node) -> bool:

@@ -19,7 +19,7 @@ from mla_fusion.meta import ContractError, limits
 from mla_fusion.meta.binder import Undecided
 from mla_fusion.meta.check import bound
 from mla_fusion.meta.prolog import V3_FUNCTIONAL
-from mla_fusion.plan.call import called
+from mla_fusion.plan.call import emit_call
 from mla_fusion.plan.plan import Plan
 
 OPERATOR = V3_FUNCTIONAL.name.removesuffix("_functional")  # as messages call it
@@ -32,7 +32,7 @@ def ask(plan: Plan, config: Config, source: Graph) -> tuple[str, ...]:
     """
     paper = _OnPaper(source)
     try:
-        given = paper.arguments(lambda b: called(b, Lowering(b, plan.graph), plan))
+        given = paper.arguments(lambda b: emit_call(b, Lowering(b, plan.graph), plan))
     except LookupError as error:
         raise _not_lowered(plan, error) from error
     machine = config.machine
@@ -105,7 +105,7 @@ class _OnPaper(OfTensors):
             with torch.no_grad(), self._mode:
                 recipe(self)
         except _Called as called:
-            return called.given
+            return emit_call.given
         raise AssertionError(f"no call of {OPERATOR}")
 
     def value(self, node: Node) -> torch.Tensor:

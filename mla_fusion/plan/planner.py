@@ -289,8 +289,8 @@ class Planner:
             region, replaced = find_region(graph, Given(graph.form, claims), starts)
         except Departure as reason:  # a fused cache operator needs more than the rows
             obstacles = caches.obstacles if isinstance(caches, Staged) else ()
-            for first_obstacle in [obstacle for obstacle in obstacles if obstacle is not PAIRS][:1]:
-                detail = f"{reason.detail}; not in place: [{first_obstacle.code}] {first_obstacle.message}"
+            for obstacle in [cause for cause in obstacles if cause is not PAIRS][:1]:
+                detail = f"{reason.detail}; not in place: [{obstacle.code}] {obstacle.message}"
                 raise Departure(reason.code, detail, reason.values) from None
             raise
         if not replaced:

@@ -28,7 +28,11 @@ def fused(
     of the contract, and compared.
     """
     counts = [0, 0, 0]
-    owners = (planner.Planner, "_proof"), (planner.contract, "ask"), (verified, "compare")
+    owners = (
+        (planner.Planner, "_prove"),
+        (planner.contract, "check_contract"),
+        (verified, "compare"),
+    )
 
     def counted(place: int, of: Callable[..., Any]) -> Callable[..., Any]:
         def called(*args: Any, **rest: Any) -> Any:
