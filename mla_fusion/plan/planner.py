@@ -323,7 +323,7 @@ class Planner:
         """
         source = self.graph.gm.graph
         try:
-            sizes = contract.ask(plan, self.config, source)
+            sizes = contract.check_contract(plan, self.config, source)
         except Departure as reason:
             if not isinstance(plan.caches, InPlace) or self.config.staging == "never":
                 raise
@@ -331,7 +331,7 @@ class Planner:
             message = f"the kernel refuses the caches ({code}): {reason.detail}"
             try:
                 plan = self._stage(plan, claims, Obstacle("cache.refused", message))
-                sizes = contract.ask(plan, self.config, source)
+                sizes = contract.check_contract(plan, self.config, source)
             except Departure:
                 raise reason from None  # the caches were not the cause
         return plan, sizes
