@@ -258,7 +258,7 @@ class Pass:
         nodes = [node for value in values for node in graph.nodes.get(value, ())]
         nodes += [producer for node in nodes for producer in node.all_input_nodes]
         try:
-            policy.functional(graph, [node for node in nodes if graph.base(node) in stale])
+            policy.check_functional(graph, [node for node in nodes if graph.base(node) in stale])
         except Departure as first_cause:
             return first_cause
         return departure

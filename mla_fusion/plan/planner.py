@@ -122,13 +122,13 @@ class Planner:
         """Returns the plan of exactly this proposal. Raises Departure."""
         claims, compared = self._proven_claims(proposal)
         plan = self._place(proposal, claims, compared)
-        policy.functional(self.graph, plan.inputs)
+        policy.check_functional(self.graph, plan.inputs)
         plan.structure = self._structures.of(plan)
         key = plan.structure, proposal.arguments["token_x"].active
         sizes = self._size_assumptions.get(key)
         computed_nodes = nodes_between(plan.replaced, plan.inputs)
         if sizes is None:
-            policy.judge(self.graph, proposal, sorted({*plan.region, *computed_nodes}))
+            policy.check_region(self.graph, proposal, sorted({*plan.region, *computed_nodes}))
             first_plan = plan
             plan, sizes = self._accept_contract(first_plan, claims)
             if plan is first_plan:
@@ -140,7 +140,7 @@ class Planner:
             *_slot_assumptions(plan, self.config, self.boundary),
             *([ROWS_READ_BACK] if _reads_rows_back(plan) else []),
             *([IDENTITY] if proposal.instead is not None else []),
-            *policy.narrowed(self.graph, plan.proposal),
+            *policy.gamma_assumptions(self.graph, plan.proposal),
             *self._node_assumptions(plan, {*plan.region, *computed_nodes, *_slot_nodes(plan)}),
         ]
         return replace(plan, assumptions=(*assumptions, *sizes))
