@@ -16,7 +16,7 @@ from mla_fusion.graph.form import Value, nearest
 from mla_fusion.graph.lower import Lowering
 from mla_fusion.graph.read import Graph
 from mla_fusion.plan.call import emit_call
-from mla_fusion.plan.operands import written
+from mla_fusion.plan.operands import rows_in_cache
 from mla_fusion.plan.outputs import Partition, has_effect
 from mla_fusion.plan.plan import Plan
 
@@ -31,7 +31,7 @@ class _OfResults(Lowering):
         if not is_new or (base.literal is None and index is not base.sources[1]):
             return super()._gather(value, base, index)
         rows, shape = self.of(index), self._shape(value.shape)
-        return written(self.b, self.known[base], rows, shape, base.literal or "")
+        return rows_in_cache(self.b, self.known[base], rows, shape, base.literal or "")
 
 
 class Writer:

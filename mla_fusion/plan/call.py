@@ -20,7 +20,7 @@ from mla_fusion.graph.numbers import literal
 from mla_fusion.meta.prolog import V3_FUNCTIONAL
 from mla_fusion.plan import modes
 from mla_fusion.plan.caches import InPlace
-from mla_fusion.plan.operands import buffer, dense, identity, nothing
+from mla_fusion.plan.operands import empty_kr_cache, identity, row_buffer, to_kernel_layout
 from mla_fusion.plan.outputs import source_nodes
 from mla_fusion.plan.plan import Plan
 
@@ -58,7 +58,7 @@ def emit_call(builder: Builder, lower: Lowering, plan: Plan) -> dict[Value, Any]
     options: dict[str, Any] = {}
     if isinstance(plan.caches, InPlace):
         caches = [builder.cache(node, shape) for _, node, shape in plan.written_caches]
-        caches += [nothing(builder, x) for _ in range(2 - len(caches))]
+        caches += [empty_kr_cache(builder, x) for _ in range(2 - len(caches))]
         slots = plan.caches.slots
 
         def row_numbers(builder: Builder) -> Any:
@@ -70,7 +70,7 @@ def emit_call(builder: Builder, lower: Lowering, plan: Plan) -> dict[Value, Any]
         options["cache_index"] = builder.cast(lower.of(slots), torch.int64)
     else:
         widths = arguments["weight_uk"].shape[2], arguments["rope_cos"].shape[1]
-        caches = [buffer(builder, x, lead, width) for width in widths]
+        caches = [row_buffer(builder, x, lead, width) for width in widths]
     for name in _COLUMN_SCALES:
         if name in arguments:
             options[name] = _packed_operand(builder, plan, name, None, False)
@@ -119,10 +119,10 @@ def _packed_operand(
     def recipe(builder: Builder) -> Any:
         lower = Lowering(builder, graph, {}, set(leaves).__contains__)
         if not is_scale:
-            return dense(builder, lower.of(value, dtype), is_nz)
+            return to_kernel_layout(builder, lower.of(value, dtype), is_nz)
         is_row = len(value.shape) == 1
         scale = lower.of(value, shape=(1, *value.shape) if is_row else None)
-        return dense(builder, _cast_scale(builder, scale, not is_row), False)
+        return to_kernel_layout(builder, _cast_scale(builder, scale, not is_row), False)
 
     return builder.packed(name, recipe, leaves)
 
