@@ -36,7 +36,7 @@ from mla_fusion.plan.caches import InPlace
 from mla_fusion.plan.outputs import Partition, partition_nodes
 from mla_fusion.plan.plan import Plan
 from mla_fusion.plan.planner import Planner
-from mla_fusion.plan.skip import SkipError, skipped
+from mla_fusion.plan.skip import SkipError, check_skip
 from mla_fusion.propose.departures import reported
 from mla_fusion.propose.given import Given
 from mla_fusion.propose.prologue import proposals
@@ -198,7 +198,7 @@ class Pass:
             try:
                 if isinstance(proposal, Departure):
                     raise proposal
-                skipped(self.graph, proposal, self.config)
+                check_skip(self.graph, proposal, self.config)
                 plan = self._planner.plan(proposal)
                 self._record.check_gain(plan)
                 self._clock.stop("plan")
@@ -288,13 +288,13 @@ class Pass:
 
         Raises Departure if they cannot be done together.
         """
-        replacements, products, arguments = Given(self.graph.form), list[Value](), list[Value]()
+        rewrites, products, arguments = Given(self.graph.form), list[Value](), list[Value]()
         for plan in plans:
             for claim in plan.claims:
-                replacements.add(claim.graph, claim.kernel)
+                rewrites.add(claim.graph, claim.kernel)
             products += plan.proposal.products
             arguments += plan.values.values()
-        return partition_nodes(self.graph, replacements, products, arguments)
+        return partition_nodes(self.graph, rewrites, products, arguments)
 
     def _plans_by_leaf(self) -> dict[Value, Plan]:
         """Returns the plan of each leaf that stands for a result of a call."""

@@ -25,7 +25,7 @@ from mla_fusion.plan.caches import InPlace, Staged
 from mla_fusion.plan.contract import OPERATOR
 from mla_fusion.plan.outputs import strip_reshapes
 from mla_fusion.plan.plan import Plan
-from mla_fusion.plan.skip import names
+from mla_fusion.plan.skip import is_named
 from mla_fusion.propose.sites import Projections
 from mla_fusion.report.rejection import Rejection, message
 from mla_fusion.report.report import Fusion, Report
@@ -98,7 +98,7 @@ class Record:
         own = _nodes_of(self._graph, site)
         nodes = nodes or own
         code, detail, layer = reason.code, reason.detail, self._layer(own or nodes)
-        by = next((one for one in self._config.skip if names(one, layer)), None)
+        by = next((one for one in self._config.skip if is_named(one, layer)), None)
         if by is not None and code != "skip":
             code, detail = "skip", f"layer {layer} matches {by!r}; {detail}"
         elif self._config.skips(code):

@@ -113,11 +113,11 @@ class Staged:
 
 
 def place_rows(
-    graph: Graph, proposal: Proposal, replacements: Given, writes: Sequence[Value], setting: Setting
+    graph: Graph, proposal: Proposal, rewrites: Given, writes: Sequence[Value], setting: Setting
 ) -> InPlace | Staged:
     """Returns ``InPlace`` if the kernel's writes are those of the graph, else ``Staged``.
 
-    replacements  what the claims say of the graph's Values
+    rewrites  what the claims say of the graph's Values
     writes        the writes of rows that are computed from x
     """
     results, obstacles = proposal.results, list[Obstacle]()
@@ -127,7 +127,7 @@ def place_rows(
         del result_rows["kr_cache"]
     writes_by_name: dict[str, Write] = {}
     for name, rows in result_rows.items():
-        write = _find_write(graph, proposal, replacements, writes, name, rows)
+        write = _find_write(graph, proposal, rewrites, writes, name, rows)
         if isinstance(write, Obstacle):
             obstacles.append(write)
         else:
@@ -183,7 +183,7 @@ def _pair_obstacles(graph: Graph, kv: Write, kr: Write) -> Iterator[Obstacle]:
 def _find_write(
     graph: Graph,
     proposal: Proposal,
-    replacements: Given,
+    rewrites: Given,
     writes: Iterable[Value],
     name: str,
     rows: Value,
@@ -197,7 +197,7 @@ def _find_write(
     """
     row_writes, changed_writes = list[Value](), list[tuple[Value, Value]]()
     for value in writes:
-        written_rows = replacements.of(value.sources[2])
+        written_rows = rewrites.of(value.sources[2])
         if _is_reshape_of(written_rows, rows):
             row_writes.append(value)
         elif written_rows is not None and rows in order([written_rows]):
@@ -207,7 +207,7 @@ def _find_write(
     if row_writes:
         return Obstacle("cache.rows_read", f"{len(row_writes)} writes take the rows of {name}")
     if not changed_writes:
-        return _missing_write_obstacle(graph, replacements, name, rows)
+        return _missing_write_obstacle(graph, rewrites, name, rows)
     return _changed_rows_obstacle(graph, proposal, *changed_writes[0], name, rows)
 
 
@@ -219,16 +219,12 @@ def _changed_rows_obstacle(
     written_rows  what is written, over the results
     """
     cache = _written_input(graph, write)
-    cache_name = "what is no input" if cache is None else cache.name
+    target = "what is no input" if cache is None else cache.name
     if any(value.op == "leaf" and value is not rows for value in order([written_rows])):
-        message = (
-            f"one row of {cache_name} holds latent and rotated key; the kernel writes two caches"
-        )
+        message = f"one row of {target} holds latent and rotated key; the kernel writes two caches"
         return Obstacle("cache.joined_row", message)
     if prod(written_rows.shape) != prod(rows.shape):
-        return Obstacle(
-            "cache.slots_count", f"some of the rows of {name} are written to {cache_name}"
-        )
+        return Obstacle("cache.slots_count", f"some of the rows of {name} are written to {target}")
     if graph.form.split(written_rows)[0] != ONE:
         message = f"the rows of {name} are multiplied before they are written"
         return Obstacle("cache.rows_changed", message)
@@ -236,11 +232,11 @@ def _changed_rows_obstacle(
     if name == "kr_cache" and strip_reshapes(written_rows) in map(strip_reshapes, key_kernels):
         return PAIRS
     return Obstacle(
-        "cache.row_order", f"the rows of {name} are written to {cache_name} in another order"
+        "cache.row_order", f"the rows of {name} are written to {target} in another order"
     )
 
 
-def _missing_write_obstacle(graph: Graph, replacements: Given, name: str, rows: Value) -> Obstacle:
+def _missing_write_obstacle(graph: Graph, rewrites: Given, name: str, rows: Value) -> Obstacle:
     """Returns the obstacle if no write takes the rows.
 
     A step may change the rows first, or they may be written in another way than by row numbers.
@@ -248,7 +244,7 @@ def _missing_write_obstacle(graph: Graph, replacements: Given, name: str, rows: 
 
     def is_new_rows(value: Value) -> bool:
         """Returns True if the Value is the new rows, perhaps reshaped."""
-        return _is_reshape_of(replacements.of(value), rows)
+        return _is_reshape_of(rewrites.of(value), rows)
 
     written = [value.sources[2] for value in graph.nodes if value.op == "write"]
     steps_after = (
@@ -262,25 +258,19 @@ def _missing_write_obstacle(graph: Graph, replacements: Given, name: str, rows: 
     for step in (*steps_after, *same_width):
         if step in graph.nodes and not is_new_rows(step):
             node = graph.nodes[step][0]
-            is_collective = "c10d" in str(called(node))
-            what = (
-                "exchanges the new rows with other devices"
-                if is_collective
-                else "changes the new rows"
-            )
-            message = f"{node.name} ({called(node)}) {what} before they are written"
+            is_c10d = "c10d" in str(called(node))
+            act = "exchanges the new rows with other devices" if is_c10d else "changes the new rows"
+            message = f"{node.name} ({called(node)}) {act} before they are written"
             return Obstacle("cache.rows_changed", message)
     for value, (node, *_) in graph.nodes.items():
         caches = [source for source in value.sources if _may_be_cache(source, rows)]
         if value.op != "dot" and caches and any(map(is_new_rows, value.sources)):
-            node_name = f"{node.name} ({called(node)})"
+            call = f"{node.name} ({called(node)})"
             width = value.shape[-1]
             if not isinstance(graph.unbound(width), int):
-                message = f"{node_name} writes to a cache that is {graph.unbound(width)} wide"
+                message = f"{call} writes to a cache that is {graph.unbound(width)} wide"
                 return Obstacle("cache.width", message)
-            message = (
-                f"{node_name} is no write of whole rows of {name} by one number for each token"
-            )
+            message = f"{call} is no write of whole rows of {name} by one number for each token"
             return Obstacle("cache.writer", message)
     for value in graph.written.values():
         if any(map(is_new_rows, order([value]))):

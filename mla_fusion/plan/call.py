@@ -151,15 +151,12 @@ def _gamma(builder: Builder, plan: Plan, name: str) -> Any:
     def recipe(builder: Builder) -> Any:
         return Lowering(builder, graph, {}, set(leaves).__contains__).of(value, torch.bfloat16)
 
-    wide_nodes = [node for node in leaves if _is_wide(node)]
-    if not wide_nodes or len(leaves) > 1:
+    wide = [node for node in leaves if _is_wide(node)]
+    if not wide or len(leaves) > 1:
         return recipe(builder)
-    dtype = str(wide_nodes[0].meta["val"].dtype).removeprefix("torch.")
-    failure = (
-        f"the numbers of {label(wide_nodes[0])}, a norm weight in {dtype}, are not all bfloat16 "
-        "numbers"
-    )
-    return builder.packed(name, recipe, leaves, exact=Exact("norm.gamma_dtype", failure))
+    kind = str(wide[0].meta["val"].dtype).removeprefix("torch.")
+    text = f"the numbers of {label(wide[0])}, a norm weight in {kind}, are not all bfloat16 numbers"
+    return builder.packed(name, recipe, leaves, exact=Exact("norm.gamma_dtype", text))
 
 
 def _is_wide(node: Node) -> bool:

@@ -76,8 +76,7 @@ def row_buffer(builder: Builder, x: Any, lead: Sequence[Any], width: int) -> Any
 def empty_kr_cache(builder: Builder, x: Any) -> Any:
     """Returns the kr_cache of packed rows, which has no elements."""
     return builder.once(
-        "no kr_cache",
-        lambda builder: builder.call(aten.new_empty.default, x, [0], dtype=torch.bfloat16),
+        "no kr_cache", lambda b: b.call(aten.new_empty.default, x, [0], dtype=torch.bfloat16)
     )
 
 

@@ -46,14 +46,14 @@ def has_effect(graph: Graph, node: Node) -> bool:
     return not isinstance(target, Node) or graph.base(target).op != "call_function"
 
 
-def is_replaced_writer(graph: Graph, node: Node, replacements: Given) -> bool:
+def is_replaced(graph: Graph, node: Node, rewrites: Given) -> bool:
     """Returns True if the node writes caches unlike its schema; the call writes them instead."""
     if node not in graph.hidden.values():
         return False
     caches = [
         value for value in values_of(graph.readings[node]) if strip_reshapes(value).op == "write"
     ]
-    return all(replacements.of(value) is not None for value in caches)
+    return all(rewrites.of(value) is not None for value in caches)
 
 
 def is_size(node: Node) -> bool:
@@ -75,7 +75,7 @@ def _is_metadata_check(graph: Graph, node: Node) -> bool:
     return is_assertion and graph.base(node.all_input_nodes[0]).op == "call_function"
 
 
-def is_free_of_inputs(value: Value) -> bool:
+def is_input_free(value: Value) -> bool:
     """Returns True if no input matters to the Value: it is one number everywhere, or unwritten
     memory.
     """
@@ -90,11 +90,11 @@ def strip_reshapes(value: Value) -> Value:
 
 
 def source_nodes(
-    graph: Graph, values: Iterable[Value], replacements: Given | None = None
+    graph: Graph, values: Iterable[Value], rewrites: Given | None = None
 ) -> list[Node]:
     """Returns the nodes from which Values are lowered.
 
-    replacements  Values that results replace: these need no node
+    rewrites  Values that results replace: these need no node
     """
     nodes, stack, seen = list[Node](), list(values), set[Value]()
     while stack:
@@ -102,10 +102,10 @@ def source_nodes(
         if value in seen:
             continue
         seen.add(value)
-        has_replacement = replacements is not None and replacements.of(value) is not None
-        if has_replacement and value.op == "write":
+        has_rewrite = rewrites is not None and rewrites.of(value) is not None
+        if has_rewrite and value.op == "write":
             continue
-        candidates = () if has_replacement else graph.nodes_holding(value)
+        candidates = () if has_rewrite else graph.nodes_holding(value)
         readable = (node for node in candidates if not has_effect(graph, node))
         first = next(readable, None)
         if first is None:
@@ -115,36 +115,34 @@ def source_nodes(
     return nodes
 
 
-def _is_step_after_results(
-    graph: Graph, replacements: Given, node: Node, replacement: Value
-) -> bool:
+def _is_step_after_results(graph: Graph, rewrites: Given, node: Node, rewrite: Value) -> bool:
     """Returns True if the node is a step of the model after results, and no result itself.
 
     Such a step stays in the graph and reads the results.
 
-    replacement  what the node's Value is over the results
+    rewrite  what the node's Value is over the results
     """
-    is_result = _is_result(replacement) and node.meta["val"].dtype != torch.float32
+    is_result = _is_result(rewrite) and node.meta["val"].dtype != torch.float32
     if is_result or any((node, producer) in graph.stale for producer in node.all_input_nodes):
         return False
     operands = [graph.readings[producer] for producer in node.all_input_nodes]
     active = [operand for operand in operands if isinstance(operand, Value) and operand.active]
-    return bool(active) and all(replacements.of(operand) is not None for operand in active)
+    return bool(active) and all(rewrites.of(operand) is not None for operand in active)
 
 
-def _is_result(replacement: Value) -> bool:
+def _is_result(rewrite: Value) -> bool:
     """Returns True if the Value is a result or a written cache, perhaps reshaped."""
-    return strip_reshapes(replacement).op in ("leaf", "write")
+    return strip_reshapes(rewrite).op in ("leaf", "write")
 
 
 def partition_nodes(
-    graph: Graph, replacements: Given, products: Iterable[Value], arguments: Iterable[Value]
+    graph: Graph, rewrites: Given, products: Iterable[Value], arguments: Iterable[Value]
 ) -> Partition:
     """Returns the partition of the graph's nodes.
 
     It walks up from outputs, from nodes with effects, and from the arguments of calls.
 
-    replacements  what results replace
+    rewrites  what results replace
     products      Values that the calls compute inside
     arguments     arguments of the calls
 
@@ -157,7 +155,7 @@ def partition_nodes(
         for node in graph.gm.graph.nodes
         if node.op == "output"
         or (is_check(node) and not _is_metadata_check(graph, node))
-        or (has_effect(graph, node) and not is_replaced_writer(graph, node, replacements))
+        or (has_effect(graph, node) and not is_replaced(graph, node, rewrites))
     ]
     stack += [(node, node) for node in source_nodes(graph, arguments)]
     while stack:
@@ -170,20 +168,17 @@ def partition_nodes(
         if node.op == "call_function" and (node in hidden or not has_effect(graph, node)):
             reading = graph.readings[node]
             if isinstance(reading, Value):
-                is_rebuilt = is_free_of_inputs(reading) and node.all_input_nodes
-                replacement = reading if is_rebuilt else replacements.of(reading)
-                if replacement is not None and (reader, node) in graph.stale:
+                is_rebuilt = is_input_free(reading) and node.all_input_nodes
+                rewrite = reading if is_rebuilt else rewrites.of(reading)
+                if rewrite is not None and (reader, node) in graph.stale:
                     detail = f"{node.name} is written after {reader.name} has read it"
                     raise Departure("graph.not_functional", detail, [reading])
                 is_inner = reading in inner_products
-                if replacement is not None and (
-                    is_inner or not _is_step_after_results(graph, replacements, node, replacement)
+                if rewrite is not None and (
+                    is_inner or not _is_step_after_results(graph, rewrites, node, rewrite)
                 ):
-                    partition.replaced[node] = replacement
-                    stack += [
-                        (source, node)
-                        for source in source_nodes(graph, [replacement], replacements)
-                    ]
+                    partition.replaced[node] = rewrite
+                    stack += [(source, node) for source in source_nodes(graph, [rewrite], rewrites)]
                     continue
             if not inner_products.isdisjoint(values_of(reading)):
                 detail = f"{reader.name} reads {node.name}, which the kernel keeps to itself"

@@ -111,11 +111,10 @@ class Planner:
         """Returns the least number of heads above the model's that the kernel takes, or 0 if there
         is none.
         """
-        model_heads, machine = proposal.arguments["weight_uk"].shape[0], self.config.machine
+        heads, machine = proposal.arguments["weight_uk"].shape[0], self.config.machine
         allowed_heads = limits("npu_mla_prolog_v3", machine.soc, machine.cann).dims["N"]
         return next(
-            (count for count in range(model_heads + 1, _MOST_HEADS + 1) if count in allowed_heads),
-            0,
+            (count for count in range(heads + 1, _MOST_HEADS + 1) if count in allowed_heads), 0
         )
 
     def _plan_proposal(self, proposal: Proposal) -> Plan:
@@ -123,7 +122,7 @@ class Planner:
         claims, compared = self._proven_claims(proposal)
         plan = self._place(proposal, claims, compared)
         policy.check_functional(self.graph, plan.inputs)
-        plan.structure = self._structures.of(plan)
+        plan.structure = self._structures.number_of(plan)
         key = plan.structure, proposal.arguments["token_x"].active
         sizes = self._size_assumptions.get(key)
         computed_nodes = nodes_between(plan.replaced, plan.inputs)
@@ -134,7 +133,7 @@ class Planner:
             if plan is first_plan:
                 self._size_assumptions[key] = sizes
             else:
-                plan.structure = self._structures.of(plan)
+                plan.structure = self._structures.number_of(plan)
         assumptions = [
             *plan.warnings,
             *_slot_assumptions(plan, self.config, self.boundary),
@@ -217,10 +216,10 @@ class Planner:
         else:
             own_claims = claims
             claims, is_half = self._with_half_rows(proposal, claims)
-            replacements = Given(graph.form, claims)
+            rewrites = Given(graph.form, claims)
             setting = Setting(self.boundary, config.machine)
             writes = self.projections.sites[proposal.x].writes
-            caches = place_rows(graph, proposal, replacements, writes, setting)
+            caches = place_rows(graph, proposal, rewrites, writes, setting)
             if isinstance(caches, InPlace):
                 for write in caches.writes.values():
                     if _writer(graph, write) is None:
@@ -234,11 +233,7 @@ class Planner:
             last_cache = [cache.name for _, cache, _ in plan.written_caches][-1]
             plan = replace(plan, warnings=(HALVES.format(cache=last_cache),))
         obstacle = self._old_rows_obstacle(plan)
-        return (
-            self._stage(plan, claims, obstacle)
-            if obstacle is not None
-            else self._check_staging(plan)
-        )
+        return self._stage(plan, claims, obstacle) if obstacle is not None else self._admit(plan)
 
     def _with_half_rows(self, proposal: Proposal, claims: list[Claim]) -> tuple[list[Claim], bool]:
         """Returns the claims, and whether they now say that rotated rows are halves, as the
@@ -260,11 +255,7 @@ class Planner:
         return half_claims, True
 
     def _make_plan(
-        self,
-        proposal: Proposal,
-        proven_claims: list[Claim],
-        caches: InPlace | Staged,
-        compared: int,
+        self, proposal: Proposal, proof: list[Claim], caches: InPlace | Staged, compared: int
     ) -> Plan:
         """Returns a plan with these caches: finds its region and what the results replace.
 
@@ -273,9 +264,7 @@ class Planner:
         """
         graph = self.graph
         claims = (
-            _with_rows_from_caches(graph, proposal, caches, proven_claims)
-            if isinstance(caches, InPlace)
-            else proven_claims
+            _read_back(graph, proposal, caches, proof) if isinstance(caches, InPlace) else proof
         )
         starts = [
             node
@@ -303,9 +292,9 @@ class Planner:
     def _stage(self, plan: Plan, claims: list[Claim], obstacle: Obstacle) -> Plan:
         """Returns the staged form of a plan, with one obstacle."""
         staged_plan = self._make_plan(plan.proposal, claims, Staged((obstacle,)), plan.compared)
-        return self._check_staging(staged_plan)
+        return self._admit(staged_plan)
 
-    def _check_staging(self, plan: Plan) -> Plan:
+    def _admit(self, plan: Plan) -> Plan:
         """Returns the plan. Raises Departure if it is staged and ``Config.staging`` forbids
         that.
         """
@@ -392,7 +381,7 @@ def _is_copy_into(node: Node, cache: Node) -> bool:
     return str(node.target).startswith("aten.copy_.") and node.args[0] is cache
 
 
-def _with_rows_from_caches(
+def _read_back(
     graph: Graph, proposal: Proposal, caches: InPlace, claims: list[Claim]
 ) -> list[Claim]:
     """Returns the claims with new rows read from the written caches, and claims for the caches.

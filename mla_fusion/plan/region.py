@@ -15,20 +15,14 @@ from mla_fusion.fx.walk import reached
 from mla_fusion.graph.departure import Departure
 from mla_fusion.graph.form import Value, order
 from mla_fusion.graph.read import Graph, values_of
-from mla_fusion.plan.outputs import (
-    has_effect,
-    is_free_of_inputs,
-    is_replaced_writer,
-    is_size,
-    strip_reshapes,
-)
+from mla_fusion.plan.outputs import has_effect, is_input_free, is_replaced, is_size, strip_reshapes
 from mla_fusion.plan.plan import Plan
 from mla_fusion.propose.given import Given
 from mla_fusion.propose.quantised import unquantised
 
 
 def find_region(
-    graph: Graph, replacements: Given, starts: list[Node]
+    graph: Graph, rewrites: Given, starts: list[Node]
 ) -> tuple[list[Node], dict[Node, Value]]:
     """Returns the nodes of the region, in order, and the nodes that the results replace.
 
@@ -47,16 +41,14 @@ def find_region(
             continue
         region[node] = None
         reading = graph.readings[node]
-        if isinstance(reading, Value) and is_free_of_inputs(reading):
+        if isinstance(reading, Value) and is_input_free(reading):
             continue  # its numbers do not depend on what it reads
-        replacement = replacements.of(reading) if isinstance(reading, Value) else None
-        if replacement is not None and not (has_effect(graph, node) and node not in graph.hidden):
-            replaced[node] = replacement
+        rewrite = rewrites.of(reading) if isinstance(reading, Value) else None
+        if rewrite is not None and not (has_effect(graph, node) and node not in graph.hidden):
+            replaced[node] = rewrite
             continue
         for user in node.users:
-            is_effect = has_effect(graph, user) and not is_replaced_writer(
-                graph, user, replacements
-            )
+            is_effect = has_effect(graph, user) and not is_replaced(graph, user, rewrites)
             if user.op == "output" or is_effect:
                 raise _reader_departure(graph, node, producers)
             producers.setdefault(user, node)
@@ -69,9 +61,9 @@ def find_region(
         """
         for user in node.users:
             reading = None if user.op == "output" else graph.readings[user]
-            has_replacement = isinstance(reading, Value) and replacements.of(reading) is not None
+            has_rewrite = isinstance(reading, Value) and rewrites.of(reading) is not None
             is_effect = has_effect(graph, user)  # a cache gets its new rows
-            if user not in region and (is_effect or not has_replacement or is_read(user)):
+            if user not in region and (is_effect or not has_rewrite or is_read(user)):
                 return True
         return False
 

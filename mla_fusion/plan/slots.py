@@ -47,9 +47,7 @@ def _trusted_inputs(index: Value, role: str) -> Roles | None:
         return None if _is_repeated(rows) else _trusted_inputs(rows, role)
     if inner.op == "sum" and inner.literal[1] >= 0:
         is_shifted = inner.literal[0] == (1,)
-        return (
-            _trusted_inputs(inner.sources[0], role) if is_shifted else _trusted_inputs_of_sum(inner)
-        )
+        return _trusted_inputs(inner.sources[0], role) if is_shifted else _inputs_of_sum(inner)
     return None
 
 
@@ -86,7 +84,7 @@ def _is_repeated(index: Value) -> bool:
     return index.op == "expand"
 
 
-def _trusted_inputs_of_sum(value: Value) -> Roles | None:
+def _inputs_of_sum(value: Value) -> Roles | None:
     """Returns the trusted inputs of a sum of row numbers, or None.
 
     The sum may be ``table[s // b] * b + s % b``, or places of an input in each entry of a batch, or
@@ -96,7 +94,7 @@ def _trusted_inputs_of_sum(value: Value) -> Roles | None:
     if len(terms) == 1 and _strip_views_and_casts(value.sources[0]).op == "count":
         return {} if value.literal[0][0] > 0 else None
     if len(terms) == 2:
-        (entries, size), (places, offset_factor) = sorted(terms.items(), key=lambda term: -term[1])
+        (entries, size), (places, step) = sorted(terms.items(), key=lambda term: -term[1])
         is_counted = [
             _strip_views_and_casts(operand).op in ("count", "constant")
             for operand in (entries, places)
@@ -105,13 +103,7 @@ def _trusted_inputs_of_sum(value: Value) -> Roles | None:
         blocks = _trusted_inputs(entries, "sequences" if is_counted[1] or is_single else "block")
         offsets = _trusted_inputs(places, "positions" if is_counted[0] or is_single else "place")
         repeated = _is_repeated(entries) and _is_repeated(places)
-        if (
-            size > 1
-            and offset_factor == 1
-            and blocks is not None
-            and offsets is not None
-            and not repeated
-        ):
+        if size > 1 and step == 1 and blocks is not None and offsets is not None and not repeated:
             return blocks | offsets
     for block_rows, size in terms.items():
         inner = _strip_views_and_casts(block_rows)
@@ -145,15 +137,11 @@ def _offset_source(terms: dict[Value, Fraction], size: Fraction) -> Value | None
         return None
     for slots, factor in terms.items():
         if factor == 1:
-            ((quotient_rows, quotient_factor),) = (
+            ((quotient_rows, scale),) = (
                 (term, term_factor) for term, term_factor in terms.items() if term is not slots
             )
             quotient = _strip_views_and_casts(quotient_rows)
-            if (
-                quotient_factor == -size
-                and quotient.op == "function"
-                and quotient.literal[0] == "quotient"
-            ):
+            if scale == -size and quotient.op == "function" and quotient.literal[0] == "quotient":
                 divisor = filled_with(quotient.sources[1])
                 is_same = _strip_views_and_casts(quotient.sources[0]) is _strip_views_and_casts(
                     slots
