@@ -57,7 +57,7 @@ class Setting:
         """Returns True if the operator can write this cache with these strides."""
         allowed = limits("npu_mla_prolog_v3", self.machine.soc, self.machine.cann, "graph")
         strided_caches, compares_strides = allowed.strided_caches, allowed.compares_strides
-        return layout.is_writable(
+        return layout.writable(
             cache, first_axis_free=strided_caches, ones_free=not compares_strides
         )
 
