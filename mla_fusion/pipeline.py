@@ -38,7 +38,7 @@ from mla_fusion.plan.plan import Plan
 from mla_fusion.plan.planner import Planner
 from mla_fusion.plan.skip import SkipError, check_skip
 from mla_fusion.propose.departures import reported
-from mla_fusion.propose.given import Given
+from mla_fusion.propose.given import Rewrites
 from mla_fusion.propose.prologue import proposals
 from mla_fusion.propose.sites import Projections
 from mla_fusion.report.rejection import Rejection, message
@@ -288,7 +288,7 @@ class Pass:
 
         Raises Departure if they cannot be done together.
         """
-        rewrites, products, arguments = Given(self.graph.form), list[Value](), list[Value]()
+        rewrites, products, arguments = Rewrites(self.graph.form), list[Value](), list[Value]()
         for plan in plans:
             for claim in plan.claims:
                 rewrites.add(claim.graph, claim.kernel)

@@ -117,7 +117,7 @@ class Record:
 
     def _instead(self, plan: Plan) -> str:
         """Why the target above it did not take the prologue."""
-        why = plan.proposal.instead
+        why = plan.proposal.identity_reason
         if why is None:
             return ""
         return f"[{why.code}] {message(why.code, self._named(why.detail))}"
@@ -229,7 +229,7 @@ _ROTATED = ("query_rope", "k_pe")
 
 def _saved(plan: Plan, leaves: Sequence[Leftover], config: Config) -> float | None:
     tokens = 1 if has_symbols([plan.tokens]) else plan.proposal.x.shape[0]
-    is_identity = plan.proposal.instead is not None
+    is_identity = plan.proposal.identity_reason is not None
     axes = plan.dims | {"N": plan.dims.get("N_padded", plan.dims["N"])}
     return seconds(tokens, axes, plan.modes, leaves, config.machine, is_identity)
 

@@ -23,7 +23,7 @@ from mla_fusion.machine import Machine
 from mla_fusion.meta import layout, limits
 from mla_fusion.plan.outputs import strip_reshapes
 from mla_fusion.plan.slots import Roles, trusted_inputs
-from mla_fusion.propose.given import Given
+from mla_fusion.propose.given import Rewrites
 from mla_fusion.propose.prologue import Proposal
 from mla_fusion.targets.prolog import format_of, row_format
 
@@ -113,7 +113,7 @@ class Staged:
 
 
 def place_rows(
-    graph: Graph, proposal: Proposal, rewrites: Given, writes: Sequence[Value], setting: Setting
+    graph: Graph, proposal: Proposal, rewrites: Rewrites, writes: Sequence[Value], setting: Setting
 ) -> InPlace | Staged:
     """Returns ``InPlace`` if the kernel's writes are those of the graph, else ``Staged``.
 
@@ -183,7 +183,7 @@ def _pair_obstacles(graph: Graph, kv: Write, kr: Write) -> Iterator[Obstacle]:
 def _find_write(
     graph: Graph,
     proposal: Proposal,
-    rewrites: Given,
+    rewrites: Rewrites,
     writes: Iterable[Value],
     name: str,
     rows: Value,
@@ -236,7 +236,7 @@ def _changed_rows_obstacle(
     )
 
 
-def _missing_write_obstacle(graph: Graph, rewrites: Given, name: str, rows: Value) -> Obstacle:
+def _missing_write_obstacle(graph: Graph, rewrites: Rewrites, name: str, rows: Value) -> Obstacle:
     """Returns the obstacle if no write takes the rows.
 
     A step may change the rows first, or they may be written in another way than by row numbers.

@@ -46,7 +46,7 @@ def emit_call(builder: Builder, lower: Lowering, plan: Plan) -> dict[Value, Any]
     for name in _WEIGHTS:
         keeps_dtype = name != "weight_uk" and mode and (is_x_quantised or name == "weight_uq_qr")
         is_nz = name != "weight_uk"
-        if not is_nz and plan.proposal.instead is not None:
+        if not is_nz and plan.proposal.identity_reason is not None:
             weights.append(_packed_identity(builder, plan))
             continue
         weights.append(

@@ -17,7 +17,7 @@ from mla_fusion.fx.kinds import signature
 from mla_fusion.graph.departure import Departure
 from mla_fusion.graph.form import Value, filled_with
 from mla_fusion.graph.read import Graph, values_of
-from mla_fusion.propose.given import Given
+from mla_fusion.propose.given import Rewrites
 
 
 @dataclass
@@ -46,7 +46,7 @@ def has_effect(graph: Graph, node: Node) -> bool:
     return not isinstance(target, Node) or graph.base(target).op != "call_function"
 
 
-def is_replaced(graph: Graph, node: Node, rewrites: Given) -> bool:
+def is_replaced(graph: Graph, node: Node, rewrites: Rewrites) -> bool:
     """Returns True if the node writes caches unlike its schema; the call writes them instead."""
     if node not in graph.hidden.values():
         return False
@@ -90,7 +90,7 @@ def strip_reshapes(value: Value) -> Value:
 
 
 def source_nodes(
-    graph: Graph, values: Iterable[Value], rewrites: Given | None = None
+    graph: Graph, values: Iterable[Value], rewrites: Rewrites | None = None
 ) -> list[Node]:
     """Returns the nodes from which Values are lowered.
 
@@ -115,7 +115,7 @@ def source_nodes(
     return nodes
 
 
-def _is_step_after_results(graph: Graph, rewrites: Given, node: Node, rewrite: Value) -> bool:
+def _is_step_after_results(graph: Graph, rewrites: Rewrites, node: Node, rewrite: Value) -> bool:
     """Returns True if the node is a step of the model after results, and no result itself.
 
     Such a step stays in the graph and reads the results.
@@ -136,7 +136,7 @@ def _is_result(rewrite: Value) -> bool:
 
 
 def partition_nodes(
-    graph: Graph, rewrites: Given, products: Iterable[Value], arguments: Iterable[Value]
+    graph: Graph, rewrites: Rewrites, products: Iterable[Value], arguments: Iterable[Value]
 ) -> Partition:
     """Returns the partition of the graph's nodes.
 

@@ -114,7 +114,7 @@ class Plan:
         """Returns the sizes of the axes, by the names of the operator's documents."""
         arguments = self.proposal.arguments
         heads, nope, latent = arguments["weight_uk"].shape
-        model_heads = self.proposal.heads
+        model_heads = self.proposal.model_heads
         padded = {"N_padded": int(heads)} if model_heads else {}
         return {
             "T": str(self.tokens),

@@ -28,7 +28,7 @@ from mla_fusion.plan.outputs import has_effect, is_size, strip_reshapes
 from mla_fusion.plan.plan import Plan
 from mla_fusion.plan.region import find_region, nodes_between
 from mla_fusion.plan.structure import Structures
-from mla_fusion.propose.given import Given
+from mla_fusion.propose.given import Rewrites
 from mla_fusion.propose.kept import as_kept
 from mla_fusion.propose.padded import padded
 from mla_fusion.propose.prologue import Proposal
@@ -138,7 +138,7 @@ class Planner:
             *plan.warnings,
             *_slot_assumptions(plan, self.config, self.boundary),
             *([ROWS_READ_BACK] if _reads_rows_back(plan) else []),
-            *([IDENTITY] if proposal.instead is not None else []),
+            *([IDENTITY] if proposal.identity_reason is not None else []),
             *policy.gamma_assumptions(self.graph, plan.proposal),
             *self._node_assumptions(plan, {*plan.region, *computed_nodes, *_slot_nodes(plan)}),
         ]
@@ -179,7 +179,7 @@ class Planner:
             ]
             raise Departure(proof.code, proof.detail, values_at_fault or proposal.products)
         places, compared = proof
-        return [*proposal.claims, *(proposal.more[place] for place in places)], compared
+        return [*proposal.claims, *(proposal.optional_claims[place] for place in places)], compared
 
     def _prove(self, proposal: Proposal) -> tuple[list[int], int] | Departure:
         """Proves the claims of a proposal.
@@ -187,16 +187,16 @@ class Planner:
         Returns the places of the optional claims that hold, and how many elements of the others
         were compared.
         """
-        form, tokens, activations = self.graph.form, proposal.x.shape[0], proposal.given
+        form, tokens, activations = self.graph.form, proposal.x.shape[0], proposal.activations
         try:
-            claims = [proposal.as_defined(form, claim) for claim in proposal.claims]
+            claims = [proposal.with_definitions(form, claim) for claim in proposal.claims]
             compared = prove(activations, tokens, claims)
         except Departure as departure:
             return departure
         places = list[int]()
-        for place, claim in enumerate(proposal.more):
+        for place, claim in enumerate(proposal.optional_claims):
             with suppress(Departure):
-                prove(activations, tokens, [proposal.as_defined(form, claim)])
+                prove(activations, tokens, [proposal.with_definitions(form, claim)])
                 places.append(place)
         return places, compared
 
@@ -216,7 +216,7 @@ class Planner:
         else:
             own_claims = claims
             claims, is_half = self._with_half_rows(proposal, claims)
-            rewrites = Given(graph.form, claims)
+            rewrites = Rewrites(graph.form, claims)
             setting = Setting(self.boundary, config.machine)
             writes = self.projections.sites[proposal.x].writes
             caches = place_rows(graph, proposal, rewrites, writes, setting)
@@ -275,7 +275,7 @@ class Planner:
             writers = (_writer(graph, write) for write in caches.writes.values())
             starts += [node for node in writers if node is not None]
         try:
-            region, replaced = find_region(graph, Given(graph.form, claims), starts)
+            region, replaced = find_region(graph, Rewrites(graph.form, claims), starts)
         except Departure as reason:  # a fused cache operator needs more than the rows
             obstacles = caches.obstacles if isinstance(caches, Staged) else ()
             for obstacle in [cause for cause in obstacles if cause is not PAIRS][:1]:
@@ -354,7 +354,7 @@ class Planner:
 
 def _target_of(proposal: Proposal) -> str:
     """Returns the name of the target in ``Config.targets`` that takes the proposal."""
-    return "v3" if proposal.instead is None else "identity"
+    return "v3" if proposal.identity_reason is None else "identity"
 
 
 def _writer(graph: Graph, write: Write) -> Node | None:

@@ -17,12 +17,12 @@ from mla_fusion.graph.form import Value, order
 from mla_fusion.graph.read import Graph, values_of
 from mla_fusion.plan.outputs import has_effect, is_input_free, is_replaced, is_size, strip_reshapes
 from mla_fusion.plan.plan import Plan
-from mla_fusion.propose.given import Given
+from mla_fusion.propose.given import Rewrites
 from mla_fusion.propose.quantised import unquantised
 
 
 def find_region(
-    graph: Graph, rewrites: Given, starts: list[Node]
+    graph: Graph, rewrites: Rewrites, starts: list[Node]
 ) -> tuple[list[Node], dict[Node, Value]]:
     """Returns the nodes of the region, in order, and the nodes that the results replace.
 

@@ -18,7 +18,7 @@ from mla_fusion.graph.form import MOVES, Value, filled_with, order
 from mla_fusion.graph.numbers import ONE
 from mla_fusion.meta.number_formats import FORMATS
 from mla_fusion.meta.spec import TILE_SIZE
-from mla_fusion.propose.given import Given
+from mla_fusion.propose.given import Rewrites
 from mla_fusion.propose.prologue import Proposal
 from mla_fusion.propose.quantised import unexpanded
 from mla_fusion.propose.sites import Projections
@@ -45,7 +45,7 @@ class _Kept:
     def __init__(self, projections: Projections, base: Proposal) -> None:
         self.form, self.projections = projections.form, projections
         self.base, self._beside_gamma = self._with_gamma_alone(base)
-        self.given = Given(self.form, [*base.more, *base.claims])
+        self.given = Rewrites(self.form, [*base.optional_claims, *base.claims])
         self.kind = prolog.row_format(prolog.format_of(base.arguments.get("weight_quant_mode", 0)))
         self.latent = base.results.kv_rows.shape[1]
         self.rope = base.results.kr_rows.shape[1]
@@ -103,7 +103,9 @@ class _Kept:
         )
 
     def _claims(self, part: str) -> list[Claim]:
-        return [claim for claim in (*self.base.claims, *self.base.more) if claim.part == part]
+        return [
+            claim for claim in (*self.base.claims, *self.base.optional_claims) if claim.part == part
+        ]
 
     # -- packed rows: tiles of the latent, the key, a step for each tile
 
@@ -269,7 +271,7 @@ class _Kept:
         defined = prolog.prolog(self.form, arguments)
         name = f"{self.base.results.query.literal} in mode {mode}"
         results = prolog.leaves(self.form, defined, name)
-        return replace(self.base, arguments=arguments, results=results, defined=defined)
+        return replace(self.base, arguments=arguments, results=results, definitions=defined)
 
     def _ended(
         self,
@@ -286,10 +288,10 @@ class _Kept:
                 for one in of_base
                 if one.part not in claims
             ]
-            for of_base in (self.base.claims, self.base.more)
+            for of_base in (self.base.claims, self.base.optional_claims)
         ]
         own = [claim for some in claims.values() for claim in some]
-        return replace(made, claims=[*own, *kept[0]], more=kept[1])
+        return replace(made, claims=[*own, *kept[0]], optional_claims=kept[1])
 
     def _other(
         self, kernel: Value, made: Proposal, others: Mapping[Value, Value] | None = None

@@ -10,7 +10,7 @@ from math import prod
 
 from mla_fusion.exact.prove import Claim
 from mla_fusion.graph.form import Form, Value, filled_with
-from mla_fusion.propose.given import Given
+from mla_fusion.propose.given import Rewrites
 from mla_fusion.propose.prologue import Proposal
 from mla_fusion.propose.quantised import unmoved
 from mla_fusion.propose.sites import Projections
@@ -50,10 +50,10 @@ def padded(projections: Projections, base: Proposal, heads: int) -> Proposal | N
         base,
         arguments=arguments,
         results=results,
-        defined=defined,
+        definitions=defined,
         claims=list(map(changed, base.claims)),
-        more=[*map(changed, base.more), *wide],
-        heads=own,
+        optional_claims=[*map(changed, base.optional_claims), *wide],
+        model_heads=own,
     )
 
 
@@ -65,8 +65,8 @@ def _padded_too(
     projections: Projections, base: Proposal, results: prolog.Results
 ) -> Iterator[Claim]:
     """What the graph pads with as many heads of zeros."""
-    form, claims = projections.form, [*base.claims, *base.more]
-    given = Given(form, claims)
+    form, claims = projections.form, [*base.claims, *base.optional_claims]
+    given = Rewrites(form, claims)
     for claim in claims:
         if claim.part not in _OF_HEADS:
             continue

@@ -54,23 +54,23 @@ class Proposal:
     x: Value
     arguments: dict[str, Any]
     results: prolog.Results
-    defined: prolog.Results | None
+    definitions: prolog.Results | None
     claims: list[Claim]
-    more: list[Claim]
+    optional_claims: list[Claim]
     products: list[Value]
     rotation: tuple[str, str] | None
-    instead: Departure | None = None
-    heads: int = 0
+    identity_reason: Departure | None = None
+    model_heads: int = 0
 
     @property
-    def given(self) -> dict[Value, Layout]:
+    def activations(self) -> dict[Value, Layout]:
         return {self.x: token_layout(self.x.shape[:1], self.x.shape[1:])}
 
     def numbered(self) -> tuple[object, list[Value]]:
         """The structure of all that is claimed, and its Values: what token_x is made of, and other
         activations that were there before it, stand for themselves.
         """
-        first, claims = self.arguments["token_x"], (*self.claims, *self.more)
+        first, claims = self.arguments["token_x"], (*self.claims, *self.optional_claims)
         results = (leaf for leaf in vars(self.results).values() if leaf is not None)
         given = [one for one in self.arguments.values() if isinstance(one, Value)]
         sides = [side for claim in claims for side in (claim.graph, claim.kernel)]
@@ -79,9 +79,9 @@ class Proposal:
         parts = [claim.part for claim in claims]
         return (key, len(self.claims), tuple(names), tuple(parts)), values
 
-    def as_defined(self, form: Form, claim: Claim) -> Claim:
+    def with_definitions(self, form: Form, claim: Claim) -> Claim:
         """With the definition of each result in its place."""
-        defined = self.defined or prolog.prolog(form, self.arguments)
+        defined = self.definitions or prolog.prolog(form, self.arguments)
         others = {
             leaf: getattr(defined, name)
             for name, leaf in vars(self.results).items()
@@ -106,10 +106,10 @@ class Proposal:
             own,
             None,
             [Claim(one.part, new(one.graph), new(one.kernel)) for one in self.claims],
-            [Claim(one.part, new(one.graph), new(one.kernel)) for one in self.more],
+            [Claim(one.part, new(one.graph), new(one.kernel)) for one in self.optional_claims],
             [new(value) for value in self.products],
             self.rotation,
-            self.instead,
+            self.identity_reason,
         )
 
 
@@ -226,7 +226,7 @@ class _Joined:
     ) -> None:
         """``instead``: why W_uk is the identity."""
         self.form: Form = projections.form
-        self.projections, self.down, self.up, self.instead = projections, down, up, instead
+        self.projections, self.down, self.up, self.identity_reason = projections, down, up, instead
         self._step: Value | None = None  # of quantised latents
         self._scale: Number | None = None  # qc_qr_scale
 
@@ -236,12 +236,12 @@ class _Joined:
         if kind is not None:
             latents, smooth = self._before_quantisation()
         of_query = solved(down, latents, "the query's latents")
-        absorbed = list(self._absorbed() if self.instead is None else self._not_absorbed())
+        absorbed = list(self._absorbed() if self.identity_reason is None else self._not_absorbed())
         if not absorbed:
             if any(is_open(one.columns) for one in up.products):
                 detail = "the query's projection has a symbolic number of columns"
                 raise Departure("linear.symbolic", detail, up.dots)
-            if self.instead is not None:
+            if self.identity_reason is not None:
                 raise Departure("rope.absent", "no part of the query is rotated", up.dots)
             detail = "no part of the query is multiplied with W_uk"
             raise Departure("absorb.absent", detail, up.dots)
@@ -300,7 +300,7 @@ class _Joined:
             *_used(down, {*of_query.columns.tolist(), *of_caches}),
         ]
         rotation = query.pairs.layouts if self._is_turned(down, key.value) else None
-        what = results, defined, claims, more, products, rotation, self.instead
+        what = results, defined, claims, more, products, rotation, self.identity_reason
         return Proposal(down.rows, arguments, *what)
 
     def _before_quantisation(self) -> tuple[Value, Value | None]:
@@ -607,7 +607,7 @@ class _Joined:
         of_key: Norm,
     ) -> Iterator[Claim]:
         form, at = self.form, 0
-        if self.instead is not None:
+        if self.identity_reason is not None:
             yield from self._as_it_is(results, *absorbed)
             absorbed = ()
         for one in absorbed:

@@ -36,8 +36,8 @@ def proposed(entry: Entry) -> tuple[Form, list[Proposal]]:
 
 
 def prove(form: Form, proposal: Proposal) -> None:
-    claims = [proposal.as_defined(form, claim) for claim in proposal.claims]
-    exact.prove(proposal.given, proposal.x.shape[0], claims)
+    claims = [proposal.with_definitions(form, claim) for claim in proposal.claims]
+    exact.prove(proposal.activations, proposal.x.shape[0], claims)
 
 
 @pytest.mark.parametrize("entry", one_in(1, WHOLE, first=1), ids=str)
@@ -99,7 +99,7 @@ CHANGES = {
 def test_a_call_with_one_thing_changed_is_no_proof(change: Any) -> None:
     form, (proposal,) = proposed(ENTRIES["PagedRotateHalf"])
     arguments = change(form, proposal.arguments)
-    other = replace(proposal, arguments=arguments, defined=prolog.prolog(form, arguments))
+    other = replace(proposal, arguments=arguments, definitions=prolog.prolog(form, arguments))
     prove(form, proposal)
     with pytest.raises(Departure):
         prove(form, other)

@@ -26,7 +26,7 @@ from ..running import Invalid, on, run_seeded
 
 PLACES = (
     "mla_fusion.graph.read:Graph.__init__",
-    "mla_fusion.propose.prologue:_Joined.proposal",
+    "mla_fusion.propose.prologue:_Joiner.proposal",
     "mla_fusion.plan.planner:Planner.plan",
     "mla_fusion.plan.contract:check_contract",
     "mla_fusion.pipeline:partition_nodes",
