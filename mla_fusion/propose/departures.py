@@ -29,7 +29,7 @@ from mla_fusion.meta.number_formats import NumberFormat
 from mla_fusion.propose.norms import solved
 from mla_fusion.propose.quantised import kind_of, of_blocks, unmoved, unquantised
 from mla_fusion.propose.rotations import Pairs, pairs
-from mla_fusion.propose.sites import AT, Projections, Site
+from mla_fusion.propose.sites import POINT, Projections, Site
 
 _FAR = 300  # steps between two products
 _ROPE = 64
@@ -365,8 +365,8 @@ class _Departures:
     def _refined(self, departure: Departure) -> Departure | None:
         """With what stands in the way; None where the products look like no prologue."""
         own = {*departure.site}
-        both = [one for one in self.projections.sites.values() if not own.isdisjoint(one.dots)]
-        pair = next(((down, up) for down in both for up in down.ahead if up in both), None)
+        both = [one for one in self.projections.sites.values() if not own.isdisjoint(one.roots)]
+        pair = next(((down, up) for down in both for up in down.next_sites if up in both), None)
         if pair is None:
             return self._with_names(departure)
         likeness = self._likeness(*pair)
@@ -394,7 +394,7 @@ class _Departures:
 
     def _likeness(self, down: Site, up: Site) -> float:
         """How much of a prologue the products of two sites are part of."""
-        dots, own = {*self._with_products(down.dots)}, {one.dot for one in up.products}
+        dots, own = {*self._with_products(down.roots)}, {one.dot for one in up.products}
         if any(map(self._is_residual, self.latents[up][1])):
             return 0
         ups = [one for one, (layers, _) in self.latents.items() if not dots.isdisjoint(layers)]
@@ -404,7 +404,7 @@ class _Departures:
         count = has_heads + is_turned + _is_turned(down) + (len(normed) > 1)
         if not count or not (has_heads or has_latents or is_turned):
             return 0
-        count += has_latents + self._is_kept(down.dots)
+        count += has_latents + self._is_kept(down.roots)
         return 0.5 + 0.08 * count if count > 1 else 0
 
     def _latent(self, departure: Departure, down: Site, up: Site) -> Reason | None:
@@ -412,7 +412,7 @@ class _Departures:
         layers, steps = self.latents[up]
         at, layer = departure.values[0], up.products[0].dot
         is_wide = at in steps or at.shape[-1:] == up.rows.shape[-1:]
-        if at is not up.rows and (at in down.dots or not is_wide):
+        if at is not up.rows and (at in down.roots or not is_wide):
             return self._key(departure, down, up, layers)
         found = self._of_bytes((*layers, layer), layer)
         return found or self._between(layers, steps, layer, _norm(down, steps))
@@ -479,12 +479,12 @@ class _Departures:
         odd = self.odd(beside, self.below(beside))
         if odd is not None and odd.code:
             return odd
-        odd = self.odd(up.dots, self.below(up.dots))
+        odd = self.odd(up.roots, self.below(up.roots))
         if odd is not None and odd.code == "linear.hidden":
             return odd
         at = departure.values[0]
         text, values = "%s projects %s; no latent beside it is normed", (own, down.rows)
-        if at not in down.dots:
+        if at not in down.roots:
             text, values = "%s projects %s; %s beside it is no RMSNorm", (*values, at)  # type: ignore[assignment]
         return Reason("kv_latent.absent", text, values, at)
 
@@ -502,7 +502,7 @@ class _Departures:
 
     def _of_part(self, site: Site, width: int | None = None) -> Reason | None:
         """A step behind products: one that is none of a prologue's, or a norm of ``width``."""
-        layers = self._with_products(site.dots)
+        layers = self._with_products(site.roots)
         steps = self.below(layers)
         odd = self.odd(layers, steps)
         for one in steps:
@@ -524,7 +524,7 @@ class _Departures:
             if product.kind is not None and not product.factors:
                 text = "%s is multiplied by no scale of columns"
                 return Reason("quant.scale", text, (product.dot,))
-            ratio = of_query.diagonal * power(of_key.diagonal, -1, AT.p) % AT.p
+            ratio = of_query.diagonal * power(of_key.diagonal, -1, POINT.p) % POINT.p
             if bool((ratio == ratio[:, :1]).all()):
                 text = "%s and %s are rotated alike, and scaled differently"
                 return Reason("scale.unequal", text, (query, key))
@@ -537,23 +537,23 @@ class _Departures:
         if odd is not None and odd.values[0].op != "join":  # the keys of all heads
             return odd
         layers, _ = self.latents[up]
-        rest = next((one.root for one in down.products if one.dot not in layers), down.dots[0])
+        rest = next((one.root for one in down.products if one.dot not in layers), down.roots[0])
         if queries or keys:
             text = f"%s is rotated, no {_ROPE} columns of %s are"
-            return Reason("", text, ((queries or keys)[0][0], rest if queries else up.dots[0]))
+            return Reason("", text, ((queries or keys)[0][0], rest if queries else up.roots[0]))
         text = f"no {_ROPE} columns of %s or %s are rotated, or left as they are"
-        both = self._with_products((*up.dots, *down.dots))
+        both = self._with_products((*up.roots, *down.roots))
         odd = self.odd(both, self.below(both))  # a step may read what both make
         if odd is not None and odd.code == "step.unknown":
-            return Reason("", f"{text}; {odd.text}", (up.dots[0], rest, *odd.values), odd.step)
-        return Reason("", text, (up.dots[0], rest))
+            return Reason("", f"{text}; {odd.text}", (up.roots[0], rest, *odd.values), odd.step)
+        return Reason("", text, (up.roots[0], rest))
 
     def _proof(self, departure: Departure, down: Site, up: Site) -> Reason | None:
         of_x, kind = (site.products[0].kind for site in (down, up))
         if of_x is not kind and (of_x or (kind and not kind.partial)):
             formats = [f"in {one.name}" if one else "in no such format" for one in (of_x, kind)]
             text = f"%s multiplies numbers {formats[0]}, %s multiplies numbers {formats[1]}"
-            return Reason("quant.mixed", text, (down.dots[0], up.dots[0]))
+            return Reason("quant.mixed", text, (down.roots[0], up.roots[0]))
         part, at = departure.detail.partition(" ")[0], departure.values[0]
         if part in ("query_rope", "kr_rows") and _is_turned(down):
             return Reason("rope.tables_differ", f"%s: {departure.detail}", (at,))
@@ -578,7 +578,7 @@ class _Departures:
             inner = unmoved(inner.sources[0])
         by = quantise.by_block(self.form, before) if kind.in_blocks else None
         own = by or quantise.by_row(self.form, before, kind)
-        values = up.dots[0], rows
+        values = up.roots[0], rows
         if inner is not unmoved(own[0]):
             return Reason("quant.dynamic", "%s multiplies %s", values, rows)
         text = "%s multiplies %s by scales of something else"

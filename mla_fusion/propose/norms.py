@@ -21,7 +21,7 @@ from mla_fusion.graph.form import Value
 from mla_fusion.graph.fused import rms_norm
 from mla_fusion.graph.layout import Binding, Mixed, cuts_of, token_layout
 from mla_fusion.graph.numbers import Number
-from mla_fusion.propose.sites import AT, Site, rows_of
+from mla_fusion.propose.sites import POINT, Site, to_rows
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def solved(site: Site, value: Value, what: str) -> Norm:
     form, reading = site.projections.form, site.reading_of(value)
     if reading is None or reading.kind != "normed":
         raise Departure("norm.absent", f"{what} are not normed", [value])
-    rows = rows_of(form, value, site.layouts[value], site.tokens)
+    rows = to_rows(form, value, site.layouts[value], site.tokens)
     columns, size = reading.columns, len(reading.columns)
     tried = list(dict.fromkeys(_epsilons(site, value, size)))
     found = []
@@ -88,7 +88,7 @@ def solved(site: Site, value: Value, what: str) -> Norm:
 
 def _added_inputs(site: Site, value: Value) -> Iterator[Value]:
     """Single numbers that are added under a root on the way to a Value, and are not known."""
-    for one in order([value], site.dots):
+    for one in order([value], site.roots):
         exponents = one.literal[0] if one.op == "product" else ()
         for source, exponent in zip(one.sources, exponents, strict=False):
             if exponent.denominator > 1 and source.op == "sum":
@@ -99,7 +99,7 @@ def _added_inputs(site: Site, value: Value) -> Iterator[Value]:
 def _epsilons(site: Site, value: Value, size: int) -> Iterator[Fraction]:
     """Numbers that are added under a root on the way to a Value."""
     squares = {product.times.ratio**2 for product in site.products}
-    for one in order([value], site.dots):
+    for one in order([value], site.roots):
         if one.op != "product":
             continue
         for source, exponent in zip(one.sources, one.literal[0], strict=True):
@@ -114,16 +114,16 @@ def _epsilons(site: Site, value: Value, size: int) -> Iterator[Fraction]:
 
 def _first_that_holds(site: Site, value: Value, rows: Value, norms: Sequence[Norm]) -> Norm | None:
     form = site.projections.form
-    columns = form.take(site.stand_in, 1, norms[0].columns.tolist())
+    columns = form.take(site.columns_leaf, 1, norms[0].columns.tolist())
     made = [rms_norm(form, columns, norm.gamma, norm.epsilon)[0] for norm in norms]
-    given = {dot: site.layouts[dot] for dot in site.dots}
-    given[site.stand_in] = token_layout((site.tokens,), site.stand_in.shape[1:])
+    given = {dot: site.layouts[dot] for dot in site.roots}
+    given[site.columns_leaf] = token_layout((site.tokens,), site.columns_leaf.shape[1:])
     try:
         layouts = layouts_of([rows, *made], given)
         binding = Binding(cuts_of(layouts.values()), site.tokens)
-        drawn = field.random(site.rows.serial, binding.shape(given[site.stand_in]))
-        tensors = {**site.split(drawn, binding), site.stand_in: drawn}
-        run = Evaluation(binding, layouts, tensors, AT)
+        drawn = field.random(site.rows.serial, binding.shape(given[site.columns_leaf]))
+        tensors = {**site.split_rows(drawn, binding), site.columns_leaf: drawn}
+        run = Evaluation(binding, layouts, tensors, POINT)
         run.run([rows, *made])
     except (Mixed, Undecided):
         return None

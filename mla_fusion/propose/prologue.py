@@ -30,7 +30,7 @@ from mla_fusion.propose.quantised import (
     unquantised,
 )
 from mla_fusion.propose.rotations import Pairs, pairs, tables, unrotated
-from mla_fusion.propose.sites import AT, Projections, Reading, Site, of_rows, rows_of
+from mla_fusion.propose.sites import POINT, Projections, Reading, Site, from_rows, to_rows
 from mla_fusion.targets import prolog
 
 ROPE, LATENT = 64, 512  # of the operator
@@ -122,9 +122,9 @@ def proposals(
     """
     known: dict[object, tuple[list[Value], Proposal | Departure]] = {}
     for down in projections.sites.values():
-        for up in down.ahead:
-            users = (one for value in up.below for one in projections.users.get(value, ()))
-            key, values = down.numbered((*up.below, *users))
+        for up in down.next_sites:
+            users = (one for value in up.cone for one in projections.users.get(value, ()))
+            key, values = down.numbered((*up.cone, *users))
             found = None
             if key in known:
                 with suppress(LookupError):
@@ -133,7 +133,7 @@ def proposals(
                 found = _found(projections, down, up, by_identity)
                 known[key] = values, found
             if isinstance(found, Departure):
-                found.site, found.score = (*down.dots, *up.dots), 0.75
+                found.site, found.score = (*down.roots, *up.roots), 0.75
             yield found
 
 
@@ -240,11 +240,11 @@ class _Joined:
         if not absorbed:
             if any(is_open(one.columns) for one in up.products):
                 detail = "the query's projection has a symbolic number of columns"
-                raise Departure("linear.symbolic", detail, up.dots)
+                raise Departure("linear.symbolic", detail, up.roots)
             if self.identity_reason is not None:
-                raise Departure("rope.absent", "no part of the query is rotated", up.dots)
+                raise Departure("rope.absent", "no part of the query is rotated", up.roots)
             detail = "no part of the query is multiplied with W_uk"
-            raise Departure("absorb.absent", detail, up.dots)
+            raise Departure("absorb.absent", detail, up.roots)
         weight_uk = form.join([one.weight for one in absorbed], 0)
         heads, _, latent = weight_uk.shape
         columns = torch.cat([one.columns for one in absorbed])
@@ -367,7 +367,7 @@ class _Joined:
             ]
             known = [scale for scale in scales if scale is not None]
             if len(known) < len(scales):
-                raise Departure("quant.scale", f"{name} has no scales of its columns", site.dots)
+                raise Departure("quant.scale", f"{name} has no scales of its columns", site.roots)
             scale = form.take(form.join(known, -1), -1, columns)
             arguments[f"dequant_scale_w_{name}"] = (
                 form.transposed(scale) if kind.in_blocks else scale
@@ -453,7 +453,7 @@ class _Joined:
     def _latents(self, latent: int, of_query: Norm) -> Norm:
         """The norm of the latents."""
         down, of_others = self.down, set(of_query.columns.tolist())
-        error = Departure("norm.absent", f"no {latent} columns of x are normed", down.dots)
+        error = Departure("norm.absent", f"no {latent} columns of x are normed", down.roots)
         first: Norm | None = None
         # of layers beside each other, those that are made nearest to the query
         made = {self._start(one): value.serial for value, one in self._last("normed")}
@@ -537,11 +537,11 @@ class _Joined:
         """Of a query that was multiplied with one number a token before it was rotated."""
         if of_key is None:
             return None
-        ratio = found.diagonal * power(of_key.diagonal, -1, AT.p) % AT.p
+        ratio = found.diagonal * power(of_key.diagonal, -1, POINT.p) % POINT.p
         if not bool((ratio == ratio[:, :1]).all()):
             return None
         times = self.form.split(query)[0]
-        if number(times, AT) == int(ratio[0, 0]):
+        if number(times, POINT) == int(ratio[0, 0]):
             return _Rotated(query, found, self.form.number(times)), _Rotated(key, of_key)
         columns = {*found.columns.flatten().tolist()}
         for value, reading in self.up.readings.items():
@@ -616,13 +616,13 @@ class _Joined:
             at += heads
             layout = layout_of(one.value, self.up.layouts)
             rows = self._times(form.reshape(part, (self.up.tokens, -1)), one.factor)
-            yield Claim("query", one.value, of_rows(form, rows, one.value, layout))
+            yield Claim("query", one.value, from_rows(form, rows, one.value, layout))
         yield self._turned_rows("query_rope", self.up, query, results.query_rope)
         yield self._turned_rows("kr_rows", self.down, key, results.kr_rows)
         normed = self._times(results.query_norm, None)
         yield Claim("query_norm", latents, form.reshape(normed, latents.shape))
         layout = self.down.layouts[of_key.value]
-        yield Claim("kv_rows", of_key.value, of_rows(form, results.kv_rows, of_key.value, layout))
+        yield Claim("kv_rows", of_key.value, from_rows(form, results.kv_rows, of_key.value, layout))
 
     def _as_it_is(self, results: prolog.Results, one: _Absorbed) -> Iterator[Claim]:
         """The first columns of the query, wherever they are all held."""
@@ -635,13 +635,13 @@ class _Joined:
                 taken = form.take(rows, 1, [places[column] for column in columns])
                 taken = self._times(taken, self._factor(self.up, value))
                 layout = self.up.layouts[value]
-                yield Claim("query", value, of_rows(form, taken, value, layout))
+                yield Claim("query", value, from_rows(form, taken, value, layout))
 
     def _turned_rows(self, part: str, site: Site, one: _Rotated, rows: Value) -> Claim:
         form = self.form
         flat = _in_order(form, form.reshape(rows, (site.tokens, -1)), one.pairs.places.tolist())
         flat = self._times(flat, one.factor, site is self.up)
-        return Claim(part, one.value, of_rows(form, flat, one.value, site.layouts[one.value]))
+        return Claim(part, one.value, from_rows(form, flat, one.value, site.layouts[one.value]))
 
     def _more(
         self,
@@ -690,7 +690,7 @@ class _Joined:
             if reading.kind == "normed" and known.keys() == {*reading.columns.tolist()}:
                 places = [known[int(column)] for column in reading.columns]
                 own = form.scaled(form.take(rows, 1, places), form.split(value)[0] * by)
-                yield Claim(part, value, of_rows(form, own, value, site.layouts[value]))
+                yield Claim(part, value, from_rows(form, own, value, site.layouts[value]))
 
     def _given_latents(self, of_query: Norm) -> Value:
         """What the kernel gives out as c_q: in bytes where it is quantised."""
@@ -713,4 +713,4 @@ class _Joined:
         return rows if inverse is None else self.form.scaled(rows, inverse)
 
     def _rows(self, site: Site, value: Value) -> Value:
-        return rows_of(self.form, value, site.layouts[value], site.tokens)
+        return to_rows(self.form, value, site.layouts[value], site.tokens)

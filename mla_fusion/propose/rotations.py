@@ -16,7 +16,7 @@ from mla_fusion.exact.evaluate import Evaluation
 from mla_fusion.graph.departure import Departure
 from mla_fusion.graph.form import Value
 from mla_fusion.propose.norms import filled
-from mla_fusion.propose.sites import AT, Reading, Site, rows_of
+from mla_fusion.propose.sites import POINT, Reading, Site, to_rows
 from mla_fusion.propose.tables import assembled, known
 
 
@@ -68,7 +68,7 @@ class Pairs:
 
 def pairs(reading: Reading, size: int, like: Pairs | None = None) -> Pairs | None:
     """None where the elements are no pairs, or pairs of several heads of ``size``."""
-    one, other = reading.columns, reading.others
+    one, other = reading.columns, reading.second_columns
     assert other is not None
     if len(one) % size:
         return None
@@ -121,7 +121,7 @@ def tables(site: Site, value: Value, found: Pairs) -> tuple[Value, Value]:
     columns, and of ones in the odd; as the model's own tables, where their numbers are the same.
     """
     form, half = site.projections.form, found.size // 2
-    rows = rows_of(form, value, site.layouts[value], site.tokens)
+    rows = to_rows(form, value, site.layouts[value], site.tokens)
 
     def made_of(columns: Tensor, elements: Tensor) -> Value:
         ones = torch.zeros(1, site.columns, dtype=torch.float32)
@@ -132,7 +132,7 @@ def tables(site: Site, value: Value, found: Pairs) -> tuple[Value, Value]:
     first, second = found.first, found.second
     cos = made_of(found.even, first), made_of(found.odd, second)
     sin = form.negated(made_of(found.odd, first)), made_of(found.even, second)
-    run = Evaluation(site.projections.binding(site.tokens, 1), site.layouts, {}, AT)
+    run = Evaluation(site.projections.binding(site.tokens, 1), site.layouts, {}, POINT)
     candidates = known(site, run)
     made = []
     for parts in (cos, sin):
@@ -156,7 +156,7 @@ def _numbers(site: Site, run: Evaluation, value: Value, found: Pairs, is_sine: b
 
     first, second, even, odd = found.first, found.second, found.even, found.odd
     if is_sine:
-        halves = (AT.p - factor(first, odd)) % AT.p, factor(second, even)
+        halves = (POINT.p - factor(first, odd)) % POINT.p, factor(second, even)
     else:
         halves = factor(first, even), factor(second, odd)
     return torch.cat(halves, 1)

@@ -23,7 +23,7 @@ from mla_fusion.graph.layout import (
     regroup,
     token_free_axis,
 )
-from mla_fusion.propose.sites import Site, rows_of
+from mla_fusion.propose.sites import Site, to_rows
 
 _ABOVE = 12  # moves that are looked through
 
@@ -36,7 +36,7 @@ def known(site: Site, run: Evaluation) -> list[tuple[Value, Tensor]]:
             numbers = run.beside(value, layout)
             if isinstance(numbers, Weight):
                 continue
-            rows = rows_of(form, value, layout, site.tokens)
+            rows = to_rows(form, value, layout, site.tokens)
             if rows in found:
                 continue
             digits = run.binding.digits(layout)
