@@ -26,9 +26,9 @@ from mla_fusion.graph.departure import UNKNOWN, Departure
 from mla_fusion.graph.form import BYTES, MOVES, Value, filled_with, order
 from mla_fusion.graph.layout import Layout, Mixed, layout_of, token_layout
 from mla_fusion.meta.number_formats import NumberFormat
-from mla_fusion.propose.norms import solved
+from mla_fusion.propose.norms import read_norm
 from mla_fusion.propose.quantised import kind_of, of_blocks, unmoved, unquantised
-from mla_fusion.propose.rotations import Pairs, pairs
+from mla_fusion.propose.rotations import Pairs, read_pairs
 from mla_fusion.propose.sites import POINT, Projections, Site
 
 _FAR = 300  # steps between two products
@@ -676,7 +676,7 @@ def _norm(down: Site, steps: Sequence[Value]) -> Value | None:
 
 def _holds(site: Site, value: Value) -> bool:
     try:
-        solved(site, value, "latents")
+        read_norm(site, value, "latents")
     except Departure:
         return False
     return True
@@ -713,7 +713,9 @@ def _rounds(value: Value) -> bool:
 
 def _pairs(site: Site) -> list[tuple[Value, Pairs]]:
     turned = ((value, one) for value, one in site.readings.items() if one.kind == "turned")
-    return [(value, found) for value, one in turned if (found := pairs(one, _ROPE)) is not None]
+    return [
+        (value, found) for value, one in turned if (found := read_pairs(one, _ROPE)) is not None
+    ]
 
 
 def _is_turned(site: Site) -> bool:

@@ -64,6 +64,5 @@ class Rewrites:
         if rewrite is None:
             return None
         return self._form.product(
-            [(rewrite if operand.active else operand, exponent) for operand, exponent in factors],
-            value.literal[1],
+            [(rewrite if term.active else term, power) for term, power in factors], value.literal[1]
         )

@@ -20,7 +20,7 @@ from mla_fusion.graph.form import MOVES, Form, Value, filled_with, numbered
 from mla_fusion.graph.layout import Layout, Mixed, layout_of, token_layout
 from mla_fusion.graph.numbers import Number, is_open
 from mla_fusion.meta.number_formats import MXFP8, NumberFormat
-from mla_fusion.propose.norms import Norm, filled, solved
+from mla_fusion.propose.norms import Norm, fill_products, read_norm
 from mla_fusion.propose.quantised import (
     of_blocks,
     scale_of,
@@ -29,7 +29,7 @@ from mla_fusion.propose.quantised import (
     unmoved,
     unquantised,
 )
-from mla_fusion.propose.rotations import Pairs, pairs, tables, unrotated
+from mla_fusion.propose.rotations import Pairs, identity_pairs, read_pairs, read_tables
 from mla_fusion.propose.sites import POINT, Projections, Reading, Site, from_rows, to_rows
 from mla_fusion.targets import prolog
 
@@ -235,7 +235,7 @@ class _Joined:
         kind, latents, smooth = up.products[0].kind, up.rows, None
         if kind is not None:
             latents, smooth = self._before_quantisation()
-        of_query = solved(down, latents, "the query's latents")
+        of_query = read_norm(down, latents, "the query's latents")
         absorbed = list(self._absorbed() if self.identity_reason is None else self._not_absorbed())
         if not absorbed:
             if any(is_open(one.columns) for one in up.products):
@@ -264,7 +264,7 @@ class _Joined:
             code = "rope.heads_differ" if query.pairs.heads < heads else "absorb.absent"
             raise Departure(code, detail, [absorbed[0].value])
         if self._is_turned(down, key.value):
-            cos, sin = tables(down, key.value, key.pairs)
+            cos, sin = read_tables(down, key.value, key.pairs)
         else:
             shape = down.tokens, ROPE
             cos, sin = (form.filled(number, shape, torch.bfloat16) for number in (1, 0))
@@ -328,7 +328,7 @@ class _Joined:
 
     def _is_plain(self, value: Value) -> bool:
         """Is a normed Value not multiplied with a weight yet?"""
-        return filled_with(solved(self.down, value, "latents").gamma) is not None
+        return filled_with(read_norm(self.down, value, "latents").gamma) is not None
 
     def _add_quantisation(
         self,
@@ -445,7 +445,7 @@ class _Joined:
         if bool((ones == 1).all()):
             return None
         form = self.form
-        rows = filled(site, self._rows(site, value), form.number(1))
+        rows = fill_products(site, self._rows(site, value), form.number(1))
         return form.slice(rows, 1, 0, 1)
 
     # -- the key
@@ -465,7 +465,7 @@ class _Joined:
                 columns = reading.columns.tolist()
                 if of_others.isdisjoint(columns) and len(set(columns)) == latent:
                     try:
-                        norm = solved(down, value, "the latents")
+                        norm = read_norm(down, value, "the latents")
                     except Departure as departure:
                         error = departure
                         continue
@@ -510,10 +510,10 @@ class _Joined:
             for other, reading in keys:
                 if len(reading.columns) != ROPE:
                     continue
-                of_other = pairs(reading, ROPE, found)
+                of_other = read_pairs(reading, ROPE, found)
                 if of_other is not None and torch.equal(of_other.diagonal, found.diagonal):
                     return _Rotated(value, found), _Rotated(other, of_other)
-                scaled = scaled or self._scaled(value, found, other, pairs(reading, ROPE))
+                scaled = scaled or self._scaled(value, found, other, read_pairs(reading, ROPE))
         if scaled is not None:
             return scaled
         taken = {*of_query.columns.tolist(), *of_key.columns.tolist()}
@@ -527,7 +527,7 @@ class _Joined:
 
     def _turned(self, site: Site) -> Iterator[tuple[Value, Pairs]]:
         for value, reading in site.readings.items():
-            found = pairs(reading, ROPE) if reading.kind == "turned" else None
+            found = read_pairs(reading, ROPE) if reading.kind == "turned" else None
             if found is not None:
                 yield value, found
 
@@ -568,7 +568,7 @@ class _Joined:
                 is_whole = is_even and columns <= wanted and len(columns) == len(reading.columns)
                 if is_whole and self._are_read_as_they_are(site, columns):
                     found.append(
-                        _Rotated(value, unrotated(reading, ROPE), self._factor(site, value))
+                        _Rotated(value, identity_pairs(reading, ROPE), self._factor(site, value))
                     )
         return next((one for one in found if one.factor is factor), found[0] if found else None)
 
@@ -664,7 +664,7 @@ class _Joined:
             for value, reading in site.readings.items():
                 if reading.kind != kind or value is one.value:
                     continue
-                other = pairs(reading, ROPE, one.pairs)
+                other = read_pairs(reading, ROPE, one.pairs)
                 if other is None or not torch.equal(other.diagonal, one.pairs.diagonal):
                     continue
                 if torch.equal(other.columns.flatten().sort().values, columns):
