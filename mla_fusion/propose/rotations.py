@@ -19,7 +19,7 @@ from mla_fusion.graph.departure import Departure
 from mla_fusion.graph.form import Value
 from mla_fusion.propose.norms import fill_products
 from mla_fusion.propose.sites import POINT, Reading, Site, to_rows
-from mla_fusion.propose.tables import assembled, known
+from mla_fusion.propose.tables import assemble_table, table_candidates
 
 
 @dataclass(frozen=True)
@@ -149,12 +149,12 @@ def read_tables(site: Site, value: Value, pairs: Pairs) -> tuple[Value, Value]:
     cos = made_of(pairs.even, first), made_of(pairs.odd, second)
     sin = form.negated(made_of(pairs.odd, first)), made_of(pairs.even, second)
     evaluation = Evaluation(site.projections.binding(site.tokens, 1), site.layouts, {}, POINT)
-    candidates = known(site, evaluation)
+    candidates = table_candidates(site, evaluation)
     tables_read = []
     for parts in (cos, sin):
         table = form.join(parts, 1)
         numbers = _table_numbers(site, evaluation, value, pairs, is_sine=parts is sin)
-        model_table = assembled(site, numbers, candidates)
+        model_table = assemble_table(site, numbers, candidates)
         if model_table is None and table.active:
             raise Departure("rope.absent", "the tables are made of activations", [value])
         tables_read.append(table if model_table is None else model_table)
