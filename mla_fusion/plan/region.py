@@ -18,7 +18,7 @@ from mla_fusion.graph.read import Graph, values_of
 from mla_fusion.plan.outputs import has_effect, is_input_free, is_replaced, is_size, strip_reshapes
 from mla_fusion.plan.plan import Plan
 from mla_fusion.propose.given import Rewrites
-from mla_fusion.propose.quantised import unquantised
+from mla_fusion.propose.quantised import unquantised_rows
 
 
 def find_region(
@@ -126,7 +126,7 @@ def _first_node(graph: Graph, value: Value) -> Node:
 
 def _before_quantisation(graph: Graph, rows: Value) -> Value | None:
     """Returns the rows before they were quantised, if a node holds them, else None."""
-    float_rows = unquantised(graph.form, rows)
+    float_rows = unquantised_rows(graph.form, rows)
     if float_rows is None and not rows.active and rows.dtype.itemsize == 1:
         bfloat16_values = (value for value in order([rows]) if value.dtype == torch.bfloat16)
         same_size = [value for value in bfloat16_values if prod(value.shape) == prod(rows.shape)]

@@ -27,7 +27,7 @@ from mla_fusion.graph.form import BYTES, MOVES, Value, filled_with, order
 from mla_fusion.graph.layout import Layout, Mixed, layout_of, token_layout
 from mla_fusion.meta.number_formats import NumberFormat
 from mla_fusion.propose.norms import read_norm
-from mla_fusion.propose.quantised import kind_of, of_blocks, unmoved, unquantised
+from mla_fusion.propose.quantised import operand_format, split_blocks, strip_views, unquantised_rows
 from mla_fusion.propose.rotations import Pairs, read_pairs
 from mla_fusion.propose.sites import POINT, Projections, Site
 
@@ -273,8 +273,8 @@ class _Departures:
         """Rows as they are before they are quantised."""
         inner: Value | None = rows
         while inner is not None:
-            rows, parts = inner, of_blocks(self.form, inner)
-            inner = unquantised(self.form, rows) if rows.active else None
+            rows, parts = inner, split_blocks(self.form, inner)
+            inner = unquantised_rows(self.form, rows) if rows.active else None
             is_moved = rows.op in ("cast", "reshape", "slice") or _is_quantised(rows)
             if inner is None and (parts is not None or is_moved):
                 inner = parts[0] if parts is not None else _rows(rows)
@@ -453,10 +453,10 @@ class _Departures:
                 text = f"%s ({kinds.called(node)}) adds {bias.name}"  # type: ignore[arg-type]
                 return Reason("linear.bias", text, (layer,))
             is_rounded = any(map(_rounds, (rows, *self.above(rows)[1])))
-            if dtype is not None and kind_of(rows) is None and not is_rounded:
+            if dtype is not None and operand_format(rows) is None and not is_rounded:
                 text = f"%s multiplies %s by a weight of {dtype}"
                 return Reason("quant.weights_only", text, (layer, rows))
-            if dtype is not None and layer is up and unquantised(self.form, rows) is None:
+            if dtype is not None and layer is up and unquantised_rows(self.form, rows) is None:
                 return Reason("quant.dynamic", "%s multiplies %s", (layer, rows))
             if is_opaque and node is not None:
                 text = f"%s ({kinds.called(node)}) {UNKNOWN}"
@@ -468,10 +468,10 @@ class _Departures:
         own = query[0] if query else down.products[0].dot
         beside = [one for one in self.layers.get(self._origin(down.rows), ()) if one not in query]
         for layer in beside:
-            if kind_of(_rows(layer)) is not kind_of(_rows(own)):
+            if operand_format(_rows(layer)) is not operand_format(_rows(own)):
                 text = "%s and %s multiply x in different formats"
                 return Reason("quant.mixed", text, (layer, own))
-            if _rows(layer) is not _rows(own) and kind_of(_rows(own)) is not None:
+            if _rows(layer) is not _rows(own) and operand_format(_rows(own)) is not None:
                 text = "%s and %s multiply different quantised forms of x"
                 return Reason("quant.tokens_differ", text, (layer, own))
             if layer.op == "opaque" and (found := self._of_bytes((layer,))) is not None:
@@ -569,17 +569,17 @@ class _Departures:
     def _quantised(self, up: Site, kind: NumberFormat | None) -> Reason | None:
         """Are the bytes of latents the kernel's? And of blocks, are the scales?"""
         rows = up.rows
-        before = unquantised(self.form, rows) if kind is not None else None
+        before = unquantised_rows(self.form, rows) if kind is not None else None
         if before is None or kind is None:
             return None
-        inner = (of_blocks(self.form, rows) or (rows,))[0]
-        inner = unmoved(inner)
+        inner = (split_blocks(self.form, rows) or (rows,))[0]
+        inner = strip_views(inner)
         if inner.literal[0] == "of format":
-            inner = unmoved(inner.sources[0])
+            inner = strip_views(inner.sources[0])
         by = quantise.by_block(self.form, before) if kind.in_blocks else None
         own = by or quantise.by_row(self.form, before, kind)
         values = up.roots[0], rows
-        if inner is not unmoved(own[0]):
+        if inner is not strip_views(own[0]):
             return Reason("quant.dynamic", "%s multiplies %s", values, rows)
         text = "%s multiplies %s by scales of something else"
         return Reason("quant.scale", text, values, rows) if by is not None else None

@@ -20,7 +20,7 @@ from mla_fusion.meta.number_formats import FORMATS
 from mla_fusion.meta.spec import TILE_SIZE
 from mla_fusion.propose.given import Rewrites
 from mla_fusion.propose.prologue import Proposal
-from mla_fusion.propose.quantised import unexpanded
+from mla_fusion.propose.quantised import strip_expand
 from mla_fusion.propose.sites import Projections
 from mla_fusion.targets import prolog
 
@@ -155,7 +155,7 @@ class _Kept:
     def _ratio(self, value: Value, *by: Value) -> Value | None:
         """The value over the others, if that is no activation."""
         factors = [(value, Fraction(1)), *((one, Fraction(-1)) for one in by)]
-        found = unexpanded(self.form.product(factors))
+        found = strip_expand(self.form.product(factors))
         return None if found.active else found
 
     def _scale(self, value: Value, width: int) -> Value | None:

@@ -12,7 +12,7 @@ from mla_fusion.exact.prove import Claim
 from mla_fusion.graph.form import Form, Value, filled_with
 from mla_fusion.propose.given import Rewrites
 from mla_fusion.propose.prologue import Proposal
-from mla_fusion.propose.quantised import unmoved
+from mla_fusion.propose.quantised import strip_views
 from mla_fusion.propose.sites import Projections
 from mla_fusion.targets import prolog
 
@@ -73,7 +73,9 @@ def _padded_too(
         whole, stack = getattr(results, claim.part), [claim.graph]
         for value in stack:
             known = given.of(value)
-            is_result = known is not None and unmoved(known) is getattr(base.results, claim.part)
+            is_result = known is not None and strip_views(known) is getattr(
+                base.results, claim.part
+            )
             for user in projections.users.get(value, ()):
                 if user.op in ("permute", "reshape"):
                     stack.append(user)

@@ -22,12 +22,12 @@ from mla_fusion.graph.numbers import Number, is_open
 from mla_fusion.meta.number_formats import MXFP8, NumberFormat
 from mla_fusion.propose.norms import Norm, fill_products, read_norm
 from mla_fusion.propose.quantised import (
-    of_blocks,
-    scale_of,
-    step_of,
-    unexpanded,
-    unmoved,
-    unquantised,
+    column_scales,
+    row_scales,
+    split_blocks,
+    strip_expand,
+    strip_views,
+    unquantised_rows,
 )
 from mla_fusion.propose.rotations import Pairs, identity_pairs, read_pairs, read_tables
 from mla_fusion.propose.sites import POINT, Projections, Reading, Site, from_rows, to_rows
@@ -306,7 +306,7 @@ class _Joined:
     def _before_quantisation(self) -> tuple[Value, Value | None]:
         """c_q before it was quantised, and what smooths it."""
         form, down, rows = self.form, self.down, self.up.rows
-        before = unquantised(form, rows)
+        before = unquantised_rows(form, rows)
         if before is None:
             raise Departure("quant.dynamic", "how c_q is quantised is not known", [rows])
         reading, nodes = down.reading_of(before), self.projections.graph.nodes
@@ -317,7 +317,7 @@ class _Joined:
             if other.kind != "normed" or not torch.equal(other.columns, reading.columns):
                 continue
             rows = form.reshape(value, before.shape)
-            ratio = unexpanded(form.product([(before, 1), (rows, -1)]))
+            ratio = strip_expand(form.product([(before, 1), (rows, -1)]))
             if ratio.is_number:
                 found = rows, None
                 continue
@@ -352,7 +352,7 @@ class _Joined:
                 detail = f"x comes in {of_x.name}, c_q is quantised to {kind.name}"
                 raise Departure("quant.mixed", detail, [self.down.rows])
             first = self.down.products[0]
-            of_rows_of_x = first.blocks[0] if first.blocks else step_of(form, first)
+            of_rows_of_x = first.blocks[0] if first.blocks else row_scales(form, first)
             if of_rows_of_x is None:
                 raise Departure("quant.static", "x has no scales of its rows", [self.down.rows])
             arguments["token_x"], arguments["dequant_scale_x"] = self._operand(), of_rows_of_x
@@ -362,7 +362,7 @@ class _Joined:
             ]
         for name, site, columns, rows_step in names:
             scales = [
-                one.blocks[1] if one.blocks else scale_of(form, one, rows_step)
+                one.blocks[1] if one.blocks else column_scales(form, one, rows_step)
                 for one in site.products
             ]
             known = [scale for scale in scales if scale is not None]
@@ -377,10 +377,10 @@ class _Joined:
         """x in bytes, before a call says which format's they are."""
         rows = self.down.rows
         if self.down.products[0].kind is MXFP8:
-            parts = of_blocks(self.form, rows)
+            parts = split_blocks(self.form, rows)
             assert parts is not None
             return parts[0]
-        inner = unmoved(rows)
+        inner = strip_views(rows)
         is_named = inner.op == "function" and inner.literal[0] == "of format"
         return self.form.reshape(inner.sources[0], rows.shape) if is_named else rows
 
@@ -675,7 +675,7 @@ class _Joined:
         if results.dequant_scale_q_norm is not None:
             steps = self._step
             if steps is None:
-                parts = of_blocks(form, self.up.rows)
+                parts = split_blocks(form, self.up.rows)
                 assert parts is not None
                 steps = parts[1]
             yield Claim("dequant_scale_q_norm", steps, results.dequant_scale_q_norm)
@@ -699,10 +699,10 @@ class _Joined:
         if kind is None:
             return of_query.value
         if kind.in_blocks:
-            parts = of_blocks(self.form, rows)
+            parts = split_blocks(self.form, rows)
             assert parts is not None
             return parts[0]
-        inner = unmoved(rows)
+        inner = strip_views(rows)
         is_named = inner.literal[0] == "of format"
         return self.form.reshape(inner.sources[0] if is_named else inner, rows.shape)
 

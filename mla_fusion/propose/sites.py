@@ -31,7 +31,7 @@ from mla_fusion.graph.form import Form, Value, numbered, order
 from mla_fusion.graph.layout import Binding, Layout, Mixed, cuts_of, layout_of, token_layout
 from mla_fusion.graph.numbers import ONE, Number
 from mla_fusion.graph.read import Graph
-from mla_fusion.propose.quantised import Projection, of_blocks, projection, unmoved
+from mla_fusion.propose.quantised import Projection, read_projection, split_blocks, strip_views
 
 POINT = field.POINTS[1]  # where graphs are probed
 _MOMENTS = 5
@@ -74,8 +74,8 @@ class Projections:
             numbers.setdefault(unscaled, set()).add(factor)
         products: dict[Value, list[Projection]] = {}
         for value in filter(is_projection, self.values):
-            read_projection = projection(self.form, value, readers, numbers)
-            products.setdefault(value.sources[0], []).append(read_projection)
+            product = read_projection(self.form, value, readers, numbers)
+            products.setdefault(value.sources[0], []).append(product)
         self.sites = {
             rows: Site(self, rows, site_products) for rows, site_products in products.items()
         }
@@ -197,9 +197,9 @@ class Site:
         """Returns the bytes that the activation is a reading of, else the activation."""
         rows = self.rows
         if self.products[0].blocks:
-            operand = of_blocks(self.projections.form, rows)
+            operand = split_blocks(self.projections.form, rows)
             return rows if operand is None else operand[0]
-        inner = unmoved(rows)
+        inner = strip_views(rows)
         is_named = inner.op == "function" and inner.literal[0] == "of format"
         return inner.sources[0] if is_named else rows
 
