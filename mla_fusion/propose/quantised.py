@@ -147,7 +147,7 @@ def split_blocks(form: Form, value: Value) -> tuple[Value, Value] | None:
         return None
     (scales,) = [source for source in inner.sources if source is not values]
     sizes = [size for size in scales.shape if size != 1] or [1]
-    shape = tuple(sizes) if len(long_axes) == 2 else _scales_shape(value.shape, prod(scales.shape))
+    shape = tuple(sizes) if len(sizes) == 2 else _scales_shape(value.shape, prod(scales.shape))
     return form.reshape(values, value.shape), form.reshape(scales, shape)
 
 
