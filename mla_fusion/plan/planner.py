@@ -30,7 +30,7 @@ from mla_fusion.plan.region import find_region, nodes_between
 from mla_fusion.plan.structure import Structures
 from mla_fusion.propose.given import Rewrites
 from mla_fusion.propose.kept import as_kept
-from mla_fusion.propose.padded import padded
+from mla_fusion.propose.padded import pad_heads
 from mla_fusion.propose.prologue import Proposal
 from mla_fusion.propose.sites import Projections
 
@@ -102,7 +102,7 @@ class Planner:
             return self._plan_proposal(proposal)
         except Departure as reason:
             heads = self._padded_head_count(proposal) if reason.code == "contract:dims.n" else 0
-            padded_proposal = padded(self.projections, proposal, heads) if heads else None
+            padded_proposal = pad_heads(self.projections, proposal, heads) if heads else None
             if padded_proposal is None:
                 raise
             return self._plan_proposal(padded_proposal)
