@@ -29,7 +29,7 @@ from mla_fusion.plan.plan import Plan
 from mla_fusion.plan.region import find_region, nodes_between
 from mla_fusion.plan.structure import Structures
 from mla_fusion.propose.given import Rewrites
-from mla_fusion.propose.kept import as_kept
+from mla_fusion.propose.kept import cache_variants
 from mla_fusion.propose.padded import pad_heads
 from mla_fusion.propose.prologue import Proposal
 from mla_fusion.propose.sites import Projections
@@ -91,7 +91,7 @@ class Planner:
         if target not in self.config.targets:
             detail = f"Config.targets is {self.config.targets}"
             raise Departure("target.unlisted", detail, proposal.products)
-        for variant in as_kept(self.projections, proposal):
+        for variant in cache_variants(self.projections, proposal):
             try:
                 plan = self._plan_proposal(variant)
             except Departure:
