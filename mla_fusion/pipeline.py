@@ -37,7 +37,7 @@ from mla_fusion.plan.outputs import Partition, partition_nodes
 from mla_fusion.plan.plan import Plan
 from mla_fusion.plan.planner import Planner
 from mla_fusion.plan.skip import SkipError, check_skip
-from mla_fusion.propose.departures import reported
+from mla_fusion.propose.departures import departures_to_report
 from mla_fusion.propose.given import Rewrites
 from mla_fusion.propose.prologue import proposals
 from mla_fusion.propose.sites import Projections
@@ -224,7 +224,7 @@ class Pass:
         for plan in self.plans:
             self._record.fused(plan, outcomes[plan])
         fused = [value for plan in self.plans for value in plan.proposal.products]
-        for departure in reported(self._projections, departures, fused):
+        for departure in departures_to_report(self._projections, departures, fused):
             self._record.rejected(self._first_cause(departure), departure.site)
         for departure in _in_bodies(self.graph):
             self._record.rejected(departure, departure.values)
@@ -316,7 +316,9 @@ def _in_bodies(graph: Graph) -> Iterator[Departure]:
         projections = Projections(Graph(body, used_as_weights(body.graph)))
         candidates = [*proposals(projections, True)]
         departures = [candidate for candidate in candidates if isinstance(candidate, Departure)]
-        if len(departures) < len(candidates) or [*reported(projections, departures, [])]:
+        if len(departures) < len(candidates) or [
+            *departures_to_report(projections, departures, [])
+        ]:
             caller = callers[0]
             detail = f"{caller.name} ({caller.target}) runs it in {node.target}"
             yield Departure("graph.branch", detail, list(values_of(graph.readings[caller])))
