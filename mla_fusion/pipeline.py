@@ -272,7 +272,7 @@ class Pass:
         writer = Writer(self.graph, self._partition, self._plans_by_leaf(), builder)
         with builder.propagating():
             writer.write()
-        strides.follow(builder, writer.handed_on, keeps_strides)
+        strides.follow(builder, writer.replaced_reads, keeps_strides)
         memory.follow(builder, gm.graph, keeps_strides)
         builder.finish()
         new_module.graph.eliminate_dead_code()

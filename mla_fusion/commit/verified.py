@@ -82,9 +82,9 @@ def _compared(plan: Plan) -> Outcome:
     writer = Writer(graph, settled, leaves, GraphBuilder(work, source))
     for node in source.find_nodes(op="placeholder"):
         writer.b.value(node)
-    copies = {node: writer.drawn(node) for node in x}
+    copies = {node: writer.copy_as_input(node) for node in x}
     with writer.b.propagating():
-        after = {node: writer.given(node) for node in plan.replaced}
+        after = {node: writer.write_replaced(node) for node in plan.replaced}
     work.graph.output(tuple(after.values()))
     pairs = [
         Pair(plan.part_name(value), node, after[node], _form(plan, value, node))
