@@ -16,7 +16,7 @@ from torch.nn import Module
 
 from mla_fusion.commit import transaction
 from mla_fusion.commit.rewrite import Writer, keep_output_names
-from mla_fusion.commit.verified import Verified
+from mla_fusion.commit.verified import Verifier
 from mla_fusion.compat import HigherOrderOperator, without_modes
 from mla_fusion.config import Config
 from mla_fusion.fx import memory, module_path, strides
@@ -186,7 +186,7 @@ class Pass:
         self._clock.stop("view")
         self._projections = Projections(self.graph)
         self._planner = Planner(self.graph, self._projections, config, boundary)
-        self._verified = Verified(self.graph, config, usual_threads)
+        self._verified = Verifier(self.graph, config, usual_threads)
         self._record = Record(self.graph, config, report)
         self.plans: list[Plan] = []
 
@@ -202,7 +202,7 @@ class Pass:
                 plan = self._planner.plan(proposal)
                 self._record.check_gain(plan)
                 self._clock.stop("plan")
-                outcome = self._verified.of(plan)
+                outcome = self._verified.verify(plan)
                 self._clock.stop("verify")
                 outcomes[plan] = outcome
                 if isinstance(plan.caches, InPlace):

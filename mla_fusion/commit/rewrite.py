@@ -20,9 +20,9 @@ from mla_fusion.graph.form import Value, nearest
 from mla_fusion.graph.lower import Lowering
 from mla_fusion.graph.read import Graph
 from mla_fusion.plan.call import emit_call
+from mla_fusion.plan.operands import rows_in_cache
 from mla_fusion.plan.outputs import Partition, has_effect
 from mla_fusion.plan.plan import Plan
-from mla_fusion.plan.sources import rows_in_cache
 
 _METADATA = ("stack_trace", "nn_module_stack", "source_fn_stack", "stream_label", "original_aten")
 
@@ -60,7 +60,7 @@ class Writer:
         self._lower = _ResultLowering(self.b, graph, {}, self._is_usable)
         self._called: set[Plan] = set()
         self.values: dict[Node, Node] = {}
-        self._started: set[Node] = set()
+        self._open: set[Node] = set()
         # the plans that read a node, other than as a cache
         self._readers: dict[Node, list[Plan]] = {}
         for plan in dict.fromkeys(plans.values()):
@@ -118,16 +118,16 @@ class Writer:
             return True
         if node not in self.partition.kept or has_effect(self.graph, node):
             return False
-        return not self._depends_on_started(node)
+        return not self._depends_on_open(node)
 
-    def _depends_on_started(self, node: Node) -> bool:
+    def _depends_on_open(self, node: Node) -> bool:
         """Returns True if the node depends on a node that is being written."""
         stack, seen = [node], set[Node]()
         while stack:
             current = stack.pop()
             if current in seen or current in self.b.copies or current in self.values:
                 continue
-            if current in self._started:
+            if current in self._open:
                 return True
             seen.add(current)
             stack += current.all_input_nodes
@@ -137,15 +137,11 @@ class Writer:
         """Returns a copy of a node that stays, after copies of what it reads. Raises RuntimeError
         in a cycle.
         """
-        if node in self._started:
+        if node in self._open:
             raise RuntimeError(f"{node.name} waits for itself")
-        self._started.add(node)
+        self._open.add(node)
         for source in node.all_input_nodes:
-            if (
-                source in self._started
-                and source not in self.b.copies
-                and source not in self.values
-            ):
+            if source in self._open and source not in self.b.copies and source not in self.values:
                 raise RuntimeError(f"{source.name} waits for itself")
             if source in self.partition.sizes:
                 self.values[source] = self.b.size(source.meta["val"])
@@ -171,7 +167,7 @@ class Writer:
     def write_replaced(self, node: Node) -> Node:
         """Returns the node that takes the place of a replaced node, over results."""
         if node not in self.values:
-            self._started.add(node)
+            self._open.add(node)
             value = self.partition.replaced[node]
             for leaf in nearest([value], self._plans):
                 self._call(self._plans[leaf])
