@@ -20,7 +20,7 @@ from mla_fusion.reference import hifloat8
 from mla_fusion.report.report import Figure
 from mla_fusion.witness import sizes
 from mla_fusion.witness.draws import CACHES, KINDS, WIDE, Draws
-from mla_fusion.witness.side import Nodes, Side, Unrunnable, Values, cone_of, dependent
+from mla_fusion.witness.side import Nodes, Side, Unrunnable, Values, cone_of, dependents
 
 # Two bfloat16 evaluations of one prologue differ by 3e-3 to 6e-3 in relative L2 norm (one rounding
 # more or less per step); a swapped pair, a wrong column or a wrong row differs by more than 1e-1.
@@ -175,7 +175,7 @@ class _Witness:
         x = [leaf for leaf, role in roles.items() if role == "x"]
         self._x = shape_of(x[0])
         self._nodes = self._before.nodes
-        self._of_x = dependent(self._nodes, x)
+        self._of_x = dependents(self._nodes, x)
         self._inputs = list(map(sizes_of, roles))
         self._most = sizes.largest_literal(self._nodes, self._of_x)
         nodes = [node for side in sides for node in (*side.nodes, *side.leaves)]
@@ -333,7 +333,7 @@ class _Witness:
         """
         nodes, leaves = cone_of(pair.nodes[0], self._roles)
         weights = (leaf for leaf in leaves if self._roles.get(leaf) == "weight")
-        both = self._of_x & dependent(nodes, weights)
+        both = self._of_x & dependents(nodes, weights)
         floats = {n for n in both if getattr(value_of(n), "dtype", None) in MODEL_FLOATS}
         products = [n for n in nodes if n in floats and floats.isdisjoint(n.all_input_nodes)]
         x = [n for n in leaves if n in self._of_x and dtype_of(n) in MODEL_FLOATS]
