@@ -27,7 +27,7 @@ from mla_fusion.plan.plan import Plan
 from mla_fusion.plan.region import activation_nodes
 from mla_fusion.plan.slots import block_size_of
 from mla_fusion.witness.compare import Mismatch, Outcome, Pair, compare
-from mla_fusion.witness.sizes import bound
+from mla_fusion.witness.sizes import bind_sizes
 
 _SMALL_X = 1 << 20  # most elements of token_x that one thread verifies
 _PACKED = 3  # kv_cache_quant_mode
@@ -111,7 +111,7 @@ def _compare_plan(plan: Plan) -> Outcome:
     attributes = {node for node in roles if node.op == "get_attr"}
     copies |= {node: writer.b.copies[node] for node in attributes & writer.b.copies.keys()}
     cut = {node: copy for node, copy in copies.items() if node.op != "placeholder"}
-    symbols = bound(old_graph, graph.symbols)
+    symbols = bind_sizes(old_graph, graph.symbols)
     return compare(
         old_graph, new_module, pairs, cut, roles, rows=rows, block_size=block_size, binding=symbols
     )

@@ -150,7 +150,7 @@ def compare(
     new = dict(zip(rewritten.graph.find_nodes(op="placeholder"), inputs, strict=False))
     new |= {copy: node for node, copy in cut.items()}
     witness = _Witness(pairs, new, roles, (rows, block_size, seed))
-    return witness.run(binding or sizes.bound(original))
+    return witness.run(binding or sizes.bind_sizes(original))
 
 
 class _Witness:
@@ -193,7 +193,7 @@ class _Witness:
             self._run_at(binding)
         except Unrunnable as error:
             raise Mismatch(str(error)) from error
-        for larger in sizes.larger(binding, self._x, self._nodes, self._most):
+        for larger in sizes.larger_bindings(binding, self._x, self._nodes, self._most):
             try:
                 self._run_at(larger)
                 break
