@@ -240,7 +240,7 @@ class _Witness:
                 try:
                     before = self._before.run(self._binding, drawn, kind in WIDE, old)
                 except Unrunnable as error:
-                    if not draws.lower(error.node):
+                    if not draws.lower_integers(error.node):
                         failed.append(error)
                         break
             if before is None:  # no model takes all numbers: it may divide by one
