@@ -4,7 +4,7 @@ The values are seeded, and chosen to show what ordinary numbers do not.
 
 Kinds of draws:
 
-normal        x is normal; the sizes of its rows are spread from 0.0003 to 10, near roots of epsilons
+normal        x is normal; its rows spread in size from 0.0003 to 10, near the roots of epsilons
 outliers      In every other row of x, some channels are up to ten thousand times as large. Some
               elements and one row are zero. Weights have channels far larger than the others, so
               that latents have them after a norm too. Flags are true.
