@@ -29,7 +29,7 @@ from mla_fusion.graph.form import Value
 from mla_fusion.graph.parameters import used_as_weights
 from mla_fusion.graph.read import Graph, values_of
 from mla_fusion.machine import compiling_for
-from mla_fusion.observe.clock import Clock, on_the_cpu, threads
+from mla_fusion.observe.clock import Clock, default_device_cpu, use_cpu_threads
 from mla_fusion.observe.record import Record, absent
 from mla_fusion.plan import policy
 from mla_fusion.plan.caches import InPlace
@@ -101,7 +101,7 @@ def run(
     else:
         # a compiler calls the pass in its fake mode; probes need real tensors
         for_chip = compiling_for(config.machine.soc)
-        with without_modes(), for_chip, on_the_cpu(), threads(1) as usual:
+        with without_modes(), for_chip, default_device_cpu(), use_cpu_threads(1) as usual:
             report = _run_or_report_defect(gm, config, builder, usual, boundary)
     report.nodes_before = count
     report.timings["total"] = perf_counter() - start_time

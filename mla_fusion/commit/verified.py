@@ -20,7 +20,7 @@ from mla_fusion.graph.form import Value
 from mla_fusion.graph.numbers import is_open
 from mla_fusion.graph.read import Graph
 from mla_fusion.meta.number_formats import HIFLOAT8
-from mla_fusion.observe.clock import threads
+from mla_fusion.observe.clock import use_cpu_threads
 from mla_fusion.plan.caches import InPlace
 from mla_fusion.plan.outputs import Partition, is_size, source_nodes
 from mla_fusion.plan.plan import Plan
@@ -66,7 +66,7 @@ class Verifier:
         if self._config.verify == "first" and plan.structure in self._layers:
             return f"equal in structure to {self._layers[plan.structure]}"
         is_small = plan.proposal.arguments["token_x"].shape[0] * plan.dims["He"] <= _SMALL_X
-        with threads(1 if is_small else self._threads):
+        with use_cpu_threads(1 if is_small else self._threads):
             try:
                 outcome = _compare_plan(plan)
             except Mismatch as error:

@@ -20,7 +20,7 @@ from mla_fusion.graph.form import Value, nearest
 from mla_fusion.graph.read import Graph
 from mla_fusion.machine import is_for_ge
 from mla_fusion.observe import leftovers
-from mla_fusion.observe.gain import seconds
+from mla_fusion.observe.gain import seconds_saved
 from mla_fusion.plan.caches import InPlace, Staged
 from mla_fusion.plan.contract import OPERATOR
 from mla_fusion.plan.outputs import strip_reshapes
@@ -231,7 +231,7 @@ def _saved(plan: Plan, leaves: Sequence[Leftover], config: Config) -> float | No
     tokens = 1 if has_symbols([plan.tokens]) else plan.proposal.x.shape[0]
     is_identity = plan.proposal.identity_reason is not None
     axes = plan.dims | {"N": plan.dims.get("N_padded", plan.dims["N"])}
-    return seconds(tokens, axes, plan.modes, leaves, config.machine, is_identity)
+    return seconds_saved(tokens, axes, plan.modes, leaves, config.machine, is_identity)
 
 
 def _copied_by_ge(plan: Plan) -> Iterator[str]:
