@@ -57,7 +57,7 @@ class Record:
                 placement=self._placement(plan),
                 staged_by=self._staged_by(plan),
                 leaves=leaves,
-                operators_before=leftovers.replaced_by(
+                operators_before=leftovers.count_replaced(
                     [*plan.replaced], plan.inputs, _new_rows(plan)
                 ),
                 operators_after=1 + sum(item.launches for item in leaves),
@@ -221,7 +221,7 @@ def left(plan: Plan) -> tuple[Leftover, ...]:
         turned = [rope * (plan.dims["N"] if name == "query_rope" else 1) for name in _ROTATED]
     widths = plan.dims["Hckv"], rope
     tokens = max(plan.proposal.x.shape[0], 1)
-    return leftovers.staged(_new_rows(plan), turned, widths, tokens, plan.graph.shape)
+    return leftovers.staging_leftovers(_new_rows(plan), turned, widths, tokens, plan.graph.shape)
 
 
 _ROTATED = ("query_rope", "k_pe")
