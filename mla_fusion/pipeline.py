@@ -30,7 +30,7 @@ from mla_fusion.graph.parameters import used_as_weights
 from mla_fusion.graph.read import Graph, values_of
 from mla_fusion.machine import compiling_for
 from mla_fusion.observe.clock import Clock, default_device_cpu, use_cpu_threads
-from mla_fusion.observe.record import Record, absent
+from mla_fusion.observe.record import Record, describe_absence
 from mla_fusion.plan import policy
 from mla_fusion.plan.caches import InPlace
 from mla_fusion.plan.outputs import Partition, partition_nodes
@@ -222,15 +222,15 @@ class Pass:
         places = {node: place for place, node in enumerate(self.graph.gm.graph.nodes)}
         self.plans.sort(key=lambda plan: places[plan.products[0]])
         for plan in self.plans:
-            self._record.fused(plan, outcomes[plan])
+            self._record.add_fusion(plan, outcomes[plan])
         fused = [value for plan in self.plans for value in plan.proposal.products]
         for departure in departures_to_report(self._projections, departures, fused):
-            self._record.rejected(self._first_cause(departure), departure.site)
+            self._record.add_rejection(self._first_cause(departure), departure.site)
         for departure in _in_bodies(self.graph):
-            self._record.rejected(departure, departure.values)
+            self._record.add_rejection(departure, departure.values)
         self._clock.stop("plan")
         if not self.plans and not self.report.rejected:
-            self.report.absent = absent(self._projections)
+            self.report.absent = describe_absence(self._projections)
 
     def _choose_plans(self, plans: list[Plan]) -> list[Departure]:
         """Chooses plans that can be done together. Returns why the others cannot."""

@@ -31,7 +31,7 @@ PLACES = (
     "mla_fusion.plan.contract:check_contract",
     "mla_fusion.pipeline:partition_nodes",
     "mla_fusion.commit.verified:compare",
-    "mla_fusion.observe.record:Record.fused",
+    "mla_fusion.observe.record:Record.add_fusion",
     "mla_fusion.fx.build:GraphBuilder.call",
     "mla_fusion.fx.build:GraphBuilder.propagate",
     "mla_fusion.fx.build:GraphBuilder.constant",
