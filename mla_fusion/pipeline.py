@@ -43,7 +43,7 @@ from mla_fusion.propose.prologue import proposals
 from mla_fusion.propose.sites import Projections
 from mla_fusion.report.rejection import Rejection, message
 from mla_fusion.report.report import Report
-from mla_fusion.report.store import keep
+from mla_fusion.report.store import keep_report
 from mla_fusion.witness.compare import Outcome
 
 log = logging.getLogger("mla_fusion")
@@ -111,7 +111,7 @@ def run(
     if is_trial:
         return report
     if report.committed:
-        keep(report)
+        keep_report(report)
     rejections = [rejection for rejection in report.rejected if rejection.code != "skip"]
     if rejections and not report.fused and report.committed:
         nearest_miss = max(rejections, key=lambda rejection: rejection.score)

@@ -119,12 +119,12 @@ class Fusion:
             if not whole
             else f", and whole caches{_size_of(whole)} if the compiler rebuilds them"
         )
-        return f"{self.launches_left} launches, {text_tables.size(tokens)} a token{copies}"
+        return f"{self.launches_left} launches, {text_tables.format_bytes(tokens)} a token{copies}"
 
 
 def _size_of(whole: Sequence[int | None]) -> str:
     known = [count for count in whole if count is not None]
-    return f" ({text_tables.size(sum(known))})" if len(known) == len(whole) else ""
+    return f" ({text_tables.format_bytes(sum(known))})" if len(known) == len(whole) else ""
 
 
 @dataclass(repr=False)
@@ -221,7 +221,7 @@ def _lines(item: Fusion) -> list[str]:
     lines += [f"      assumed: {text}" for text in item.assumptions]
     if item.leaves:
         kept = ", ".join(
-            f"{one.what} ({text_tables.counted(one.operators)})" for one in item.leaves
+            f"{one.what} ({text_tables.format_counts(one.operators)})" for one in item.leaves
         )
         lines.append(f"      stays in the graph: {kept}")
         lines.append(f"      each step pays: {item.cost_of_staging}")

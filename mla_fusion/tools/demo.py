@@ -92,7 +92,7 @@ class Outcome:
     @property
     def section(self) -> page.Section:
         """What the demo adds to the page of the report."""
-        counts = text_tables.operators(self.lowered.unfused, self.lowered.fused)
+        counts = text_tables.operator_rows(self.lowered.unfused, self.lowered.fused)
         rows = [(name, str(before), str(after)) for name, before, after in counts]
         header = ("GE operator", "unfused", "fused")
         return page.Section("GE graph", self.lowered.how, header, rows)
@@ -103,7 +103,7 @@ class Outcome:
         parts = [
             str(self.report),
             f"A decode step in bfloat16: fused and unfused output differ by {self.difference:.1e}",
-            f"{ge.title}: {ge.text}\n{text_tables.render(ge.header, ge.rows)}",
+            f"{ge.title}: {ge.text}\n{text_tables.render_table(ge.header, ge.rows)}",
             "Written: " + ", ".join(map(str, self.files)),
             problems or "All checks passed.",
         ]
