@@ -18,7 +18,7 @@ from mla_fusion.compile.device_graph import capture
 from mla_fusion.config import Config
 from mla_fusion.fx.sizes import has_symbols
 from mla_fusion.report.report import Report
-from mla_fusion.report.text_tables import format_bytes
+from mla_fusion.report.text_tables import size
 from mla_fusion.weights.follow import follow
 from mla_fusion.weights.prepack import inverse, is_laid_out, lay_out, own, pin
 
@@ -74,17 +74,17 @@ class Prepacked:
     def __str__(self) -> str:
         done = "would be laid out" if self.is_plan else "laid out"
         copies = sum(row.kind != "view" for row in self.rows)
-        before, after = format_bytes(self.bytes_before), format_bytes(self.bytes_after)
+        before, after = size(self.bytes_before), size(self.bytes_after)
         lines = [f"prepack: {self.laid_out} of {len(self.rows)} packed weights {done}"]
         if not self.laid_out:
             lines.append("  nothing to change: what can be a view of its packed weight is one")
         lines += [
             f"  parameters and buffers   {before} before, {after} after",
-            f"  peak over the end        {format_bytes(self.peak_over_end)}",
-            f"  copies at the first call {format_bytes(self.bytes_copied)}, of {copies} packed weights",
+            f"  peak over the end        {size(self.peak_over_end)}",
+            f"  copies at the first call {size(self.bytes_copied)}, of {copies} packed weights",
         ]
         for row in self.rows:
-            lines.append(f"  {row.kind}  {row.name}: {row.weight}, {format_bytes(row.bytes)}")
+            lines.append(f"  {row.kind}  {row.name}: {row.weight}, {size(row.bytes)}")
             lines += [f"        {line}" for line in wrap(row.reason, _WIDTH - 8)]
         return "\n".join(lines)
 

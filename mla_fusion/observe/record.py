@@ -34,7 +34,7 @@ from mla_fusion.propose.sites import Projections
 from mla_fusion.report.rejection import Rejection, message
 from mla_fusion.report.report import Fusion, Report
 from mla_fusion.report.staging import REMEDIES, Leftover, StagedBy
-from mla_fusion.report.text_tables import format_bytes
+from mla_fusion.report.text_tables import size
 from mla_fusion.witness.compare import Outcome
 
 
@@ -261,9 +261,7 @@ def _ge_copy_warnings(plan: Plan) -> Iterator[str]:
     for _, cache, _ in plan.written_caches if is_for_ge() else ():
         value = cache.meta["val"]
         if not value.is_contiguous():
-            moved = (
-                "" if has_symbols(value.shape) else f" ({format_bytes(2 * value.nbytes)} a step)"
-            )
+            moved = "" if has_symbols(value.shape) else f" ({size(2 * value.nbytes)} a step)"
             yield (
                 f"{cache.name} has strides {list(value.stride())}, and GE takes contiguous inputs "
                 f"alone: torchair copies the whole of it in and back at every step{moved}. Give "

@@ -7,9 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 
-def render_table(
-    header: Sequence[str], rows: Sequence[Sequence[object]], indent: str = "  "
-) -> str:
+def render(header: Sequence[str], rows: Sequence[Sequence[object]], indent: str = "  ") -> str:
     """Returns aligned columns, text to the left and numbers to the right. Drops a header without
     words.
     """
@@ -51,7 +49,7 @@ def short_name(target: str) -> str:
     return target.removesuffix(".default")
 
 
-def format_bytes(count: int) -> str:
+def size(count: int) -> str:
     """Returns a number of bytes in a fitting unit."""
     if count < 1024:
         return f"{count} bytes"

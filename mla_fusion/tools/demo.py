@@ -103,7 +103,7 @@ class Outcome:
         parts = [
             str(self.report),
             f"A decode step in bfloat16: fused and unfused output differ by {self.difference:.1e}",
-            f"{ge.title}: {ge.text}\n{text_tables.render_table(ge.header, ge.rows)}",
+            f"{ge.title}: {ge.text}\n{text_tables.render(ge.header, ge.rows)}",
             "Written: " + ", ".join(map(str, self.files)),
             problems or "All checks passed.",
         ]

@@ -75,7 +75,7 @@ def _lower(arguments: Namespace) -> int:
         show(f"{lowered.report}\n")
     kind = "GE operator" if lowered.ge_ops else "FX operator"
     counts = [(text_tables.short_name(name), count) for name, count in operators.items()]
-    show(text_tables.render_table((kind, "count"), counts))
+    show(text_tables.render((kind, "count"), counts))
     if files:
         print(f"\nwritten: {', '.join(files)}")
     return 0

@@ -122,7 +122,7 @@ class Profile:
         ]
         parts = [
             f"{self.path}: {steps}, {self.layers:g} prologue kernels a step",
-            text_tables.render_table(("a step", "median", "least", "most"), rows),
+            text_tables.render(("a step", "median", "least", "most"), rows),
         ]
         for title, table in (
             ("the prologue, a step:", self.prologue),
@@ -132,7 +132,7 @@ class Profile:
                 (row.type, row.core, *map(_text, (row.calls, row.us, row.wait))) for row in table
             ]
             head = ("type", "core", "calls", "us", "wait us")
-            parts += [title, text_tables.render_table(head, cells) if cells else "  none"]
+            parts += [title, text_tables.render(head, cells) if cells else "  none"]
         return "\n".join(parts)
 
 
@@ -216,4 +216,4 @@ class Found:
         found = self.difference().items()
         rows = [(name, *(f"{value:+.1f}" for value in row.values())) for name, row in found]
         head = ("after less before", "a step", "least", "most", "a layer")
-        return f"{self.before}\n\n{self.after}\n\n{text_tables.render_table(head, rows)}"
+        return f"{self.before}\n\n{self.after}\n\n{text_tables.render(head, rows)}"

@@ -117,7 +117,7 @@ def main() -> int:
     kept = json.loads(KEPT.read_text()) if KEPT.is_file() else []
     rows = merged(kept, new)
     KEPT.write_text(json.dumps(rows, indent=1) + "\n")
-    print(text_tables.render_table(*table(rows)))
+    print(text_tables.render(*table(rows)))
     failed = list(failures(new))
     for line in failed:
         print(f"failed: {line}")

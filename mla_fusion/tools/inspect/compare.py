@@ -58,7 +58,7 @@ class Difference:
         ]
         if removed or added:
             rows = [(kind, removed[kind], added[kind]) for kind in removed | added]
-            parts.append(text_tables.render_table(("operator", "removed", "added"), rows))
+            parts.append(text_tables.render(("operator", "removed", "added"), rows))
         lines = [
             *(f"  - {change}" for change in self.removed),
             *(f"  + {change}" for change in self.added),

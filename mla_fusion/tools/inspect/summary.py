@@ -47,7 +47,7 @@ class Summary:
     def __str__(self) -> str:
         parts = [
             f"{self.dump}: {sum(self.operators.values())} operators",
-            text_tables.render_table(("operator", "count"), list(self.operators.items())),
+            text_tables.render(("operator", "count"), list(self.operators.items())),
             *(["\n".join(self.unfused)] if self.unfused else []),
             *_kernels(self.prologues),
             _copies(self),
@@ -58,7 +58,7 @@ class Summary:
         }
         for title, found in tables.items():
             if found:
-                parts.append(f"{title}\n{text_tables.render_table(('', ''), list(found.items()))}")
+                parts.append(f"{title}\n{text_tables.render(('', ''), list(found.items()))}")
         parts += [f"note: {remark}" for remark in self.remarks]
         return "\n\n".join(parts)
 
@@ -116,7 +116,7 @@ def _kernels(found: list[Prologue]) -> list[str]:
         if others:
             places = f"{len(others) + 1} layers, {first.place} to {others[-1].place}"
         rows = [(item.role, item.producer, str(item.value)) for item in first.inputs]
-        table = text_tables.render_table(("input", "from", "tensor"), rows)
+        table = text_tables.render(("input", "from", "tensor"), rows)
         attributes = ", ".join(f"{name} {value}" for name, value in first.attributes.items())
         title = f"{text_tables.short_name(first.type)} {first.name}: {places}"
         parts.append(f"{title}\n{table}\n  {attributes}")
@@ -147,9 +147,9 @@ def _copied(found: list[Copy]) -> str:
     for item in found:
         groups[item.role, item.type, item.what, item.bytes].append(item)
     rows = [
-        (*how, len(items), "?" if each is None else text_tables.format_bytes(each), items[0].of)
+        (*how, len(items), "?" if each is None else text_tables.size(each), items[0].of)
         for (*how, each), items in groups.items()
     ]
     whole = sum(item.bytes for item in found if item.bytes is not None)
     header = ("copied", "operator", "how", "count", "each", "first of")
-    return f"Copies at every run: {text_tables.format_bytes(whole)}\n{text_tables.render_table(header, rows)}"
+    return f"Copies at every run: {text_tables.size(whole)}\n{text_tables.render(header, rows)}"

@@ -67,7 +67,7 @@ def render(report: Report, sections: Sequence[Section] = ()) -> str:
             Section("Configuration", "", ("option", "value"), [*asdict(report.config).items()]),
         ],
         version=__version__,
-        size=text_tables.format_bytes,
+        size=text_tables.size,
         counted=text_tables.format_counts,
     )
 
