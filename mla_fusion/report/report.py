@@ -49,7 +49,8 @@ class Fusion:
     source      the line of the model that its first product came from
     nodes       names of the nodes that recognition rests on
     dims        sizes by the kernel's names of them
-    cache_mode, attributes  the cache_mode and the other attributes of the call
+    cache_mode  the operator's cache_mode
+    attributes  the attributes of the call, cache_mode among them
     rope        element order of the rotation, in and out
     replaced    names of nodes, and the result of the kernel that stands for each
     assumptions  what is taken for granted, a line for each
@@ -137,7 +138,7 @@ def _describe_size(counts: Sequence[int | None]) -> str:
 
 @dataclass(repr=False)
 class Report:
-    """What the pass did to one graph. Printed, it is the summary of that.
+    """What the pass did to one graph. Printing it gives a summary.
 
     config           the options the pass ran under
     fused, rejected  one entry per prologue, in graph order
