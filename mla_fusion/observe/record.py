@@ -45,15 +45,15 @@ class Record:
         self._graph, self._config, self._report = graph, config, report
         self._labels = module_path.Labels(graph.gm.graph)
 
-    def add_fusion(self, plan: Plan, seen: Outcome | str) -> None:
+    def add_fusion(self, plan: Plan, verification: Outcome | str) -> None:
         """Adds the entry of a fusion.
 
-        seen  the outcome of verification, or why the plan was not compared
+        verification  the outcome of verification, or why the plan was not compared
         """
         leaves = leftovers_of(plan)
         gain = _seconds_saved(plan, leaves, self._config)
-        outcome = seen if isinstance(seen, Outcome) else None
-        verified = seen.verified if isinstance(seen, Outcome) else seen
+        outcome = verification if isinstance(verification, Outcome) else None
+        verified = verification.verified if isinstance(verification, Outcome) else verification
         warnings = (*plan.warnings, *_ge_copy_warnings(plan))
         self._report.fused.append(
             Fusion(
@@ -214,8 +214,8 @@ def _describe_rotation(plan: Plan) -> str:
     rotation = plan.proposal.rotation
     if rotation is None:
         return "none: cos is 1, sin is 0"
-    stored = ", stored as halves" if plan.warnings else ""
-    return f"{rotation[0]} in, {rotation[1]} out{stored}"
+    suffix = ", stored as halves" if plan.warnings else ""
+    return f"{rotation[0]} in, {rotation[1]} out{suffix}"
 
 
 def _new_rows(plan: Plan) -> dict[Node, bool]:
@@ -313,7 +313,7 @@ def describe_absence(projections: Projections) -> tuple[str, ...]:
             if unknown
             else ()
         ),
-        *(f"  {name} is not known: {why}" for name, why in graph.unused.items()),
+        *(f"  {name} is not known: {reason}" for name, reason in graph.unused.items()),
     )
 
 

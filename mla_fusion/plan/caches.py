@@ -246,13 +246,13 @@ def _missing_write_obstacle(graph: Graph, rewrites: Rewrites, name: str, rows: V
         """Returns True if the Value is the new rows, perhaps reshaped."""
         return _is_reshape_of(rewrites.of(value), rows)
 
-    written = [value.sources[2] for value in graph.nodes if value.op == "write"]
+    sources = [value.sources[2] for value in graph.nodes if value.op == "write"]
     steps_after = (
-        step for value in written for step in order([value]) if any(map(is_new_rows, step.sources))
+        step for value in sources for step in order([value]) if any(map(is_new_rows, step.sources))
     )
     same_width = (
         rows_value
-        for rows_value in written
+        for rows_value in sources
         if rows_value.active and rows_value.shape[1:] == rows.shape[1:]
     )
     for step in (*steps_after, *same_width):
@@ -329,11 +329,11 @@ def _is_reshape_of(value: Value | None, rows: Value) -> bool:
 
 def _written_input(graph: Graph, value: Value) -> Node | None:
     """Returns the input that a write goes to, or None."""
-    written = value.sources[0]
-    while written.op == "reshape":
-        written = written.sources[0]
-    placeholders = [node for node in graph.nodes.get(written, ()) if node.op == "placeholder"]
-    return placeholders[0] if written.op == "leaf" and placeholders else None
+    target = value.sources[0]
+    while target.op == "reshape":
+        target = target.sources[0]
+    placeholders = [node for node in graph.nodes.get(target, ()) if node.op == "placeholder"]
+    return placeholders[0] if target.op == "leaf" and placeholders else None
 
 
 def _read_write(graph: Graph, value: Value) -> Write | Obstacle:

@@ -85,8 +85,8 @@ def _size_assumption(undecided: Undecided) -> str:
     guard_result = guard(condition)
     if (hint_of(condition) if guard_result is None else guard_result) is False:
         expected = f"{undecided.axis} {undecided.sizes}"
-        found = f"{undecided.axis} {hint_of(undecided.size)}, when the graph was traced"
-        raise ContractError(f"dims.{undecided.axis.lower()}", undecided.argument, expected, found)
+        actual = f"{undecided.axis} {hint_of(undecided.size)}, when the graph was traced"
+        raise ContractError(f"dims.{undecided.axis.lower()}", undecided.argument, expected, actual)
     if guard_result:
         return ""
     return f"{undecided.axis} ({undecided.size}) is {undecided.sizes}: {OPERATOR} takes no other"

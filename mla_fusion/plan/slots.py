@@ -109,7 +109,7 @@ def _inputs_of_sum(value: Value) -> Roles | None:
         inner = _strip_views_and_casts(block_rows)
         if inner.op != "gather" or size <= 1:
             continue
-        offset_terms = {term: times for term, times in terms.items() if term is not block_rows}
+        offset_terms = {term: factor for term, factor in terms.items() if term is not block_rows}
         slots_of_offset = _offset_source(offset_terms, size)
         if slots_of_offset is None:
             continue

@@ -311,17 +311,17 @@ class _Variants:
         self,
         variant: Proposal,
         claims: Mapping[str, list[Claim]],
-        others: Mapping[Value, Value] | None = None,
+        old_results: Mapping[Value, Value] | None = None,
     ) -> Proposal:
         """Returns the variant with its claims.
 
         Claims of the base for other parts are kept, over the new results.
 
-        others  what old results are over the new ones, if they are not equal
+        old_results  what old results are over the new ones, if they are not equal
         """
         base_claims = [
             [
-                Claim(claim.part, claim.graph, self._rebase(claim.kernel, variant, others))
+                Claim(claim.part, claim.graph, self._rebase(claim.kernel, variant, old_results))
                 for claim in of_base
                 if claim.part not in claims
             ]
@@ -333,7 +333,7 @@ class _Variants:
         )
 
     def _rebase(
-        self, kernel: Value, variant: Proposal, others: Mapping[Value, Value] | None = None
+        self, kernel: Value, variant: Proposal, old_results: Mapping[Value, Value] | None = None
     ) -> Value:
         """Returns a Value over the new results in place of the old ones."""
         old, new = vars(self.base.results), vars(variant.results)
@@ -341,7 +341,7 @@ class _Variants:
         same_shape = {
             leaf: new_leaf for leaf, new_leaf in leaves.items() if leaf.shape == new_leaf.shape
         }
-        return self.form.substituted(kernel, same_shape | dict(others or {}))
+        return self.form.substituted(kernel, same_shape | dict(old_results or {}))
 
 
 def _is_gamma(value: Value) -> bool:

@@ -51,7 +51,7 @@ def fill_products(site: Site, value: Value, fill: Value) -> Value:
     for product in site.products:
         width = product.columns
         row = form.slice(fill, 1, start, start + width) if fill.shape else fill
-        inverse = product.times.power(-1)
+        inverse = product.number.power(-1)
         assert inverse is not None
         substitutes[product.root] = form.expand(form.scaled(row, inverse), product.root.shape)
         start += width
@@ -106,7 +106,7 @@ def _added_scalars(site: Site, value: Value) -> Iterator[Value]:
 
 def _epsilon_candidates(site: Site, value: Value, size: int) -> Iterator[Fraction]:
     """Yields numbers that are added under a root on the way to a Value, and then 0."""
-    squares = {product.times.ratio**2 for product in site.products}
+    squares = {product.number.ratio**2 for product in site.products}
     for step in order([value], site.roots):
         if step.op != "product":
             continue

@@ -98,20 +98,22 @@ class Proposal:
         }
         return Claim(claim.part, claim.graph, form.substituted(claim.kernel, substitutes))
 
-    def renamed(self, form: Form, others: dict[Value, Value], name: str) -> Proposal:
+    def renamed(self, form: Form, substitutes: dict[Value, Value], name: str) -> Proposal:
         """Returns the proposal of a prologue of the same structure.
 
-        others  its Values, by the Values of this prologue
+        substitutes  its Values, by the Values of this prologue
 
-        Raises LookupError if the prologue is made of more than ``others``.
+        Raises LookupError if the prologue is made of more than ``substitutes``.
         """
         leaves = prolog.leaves(form, self.results, name)
         parts = vars(self.results)
-        others |= {leaf: getattr(leaves, part) for part, leaf in parts.items() if leaf is not None}
+        substitutes |= {
+            leaf: getattr(leaves, part) for part, leaf in parts.items() if leaf is not None
+        }
 
         def new(argument: Any) -> Any:
             """Returns an argument of the other prologue."""
-            return form.renamed(argument, others) if isinstance(argument, Value) else argument
+            return form.renamed(argument, substitutes) if isinstance(argument, Value) else argument
 
         return Proposal(
             new(self.x),
@@ -178,10 +180,10 @@ def _copy_to_layer(
     layer   the Values of the layer that the proposal is of
     values  the Values of the other layer
     """
-    others = dict(zip(layer, values, strict=True))
+    substitutes = dict(zip(layer, values, strict=True))
     if isinstance(proposal, Proposal):
-        return proposal.renamed(form, others, name)
-    values_at_fault = [form.renamed(value, others) for value in proposal.values]
+        return proposal.renamed(form, substitutes, name)
+    values_at_fault = [form.renamed(value, substitutes) for value in proposal.values]
     return Departure(proposal.code, proposal.detail, values_at_fault)
 
 
@@ -565,7 +567,7 @@ class _Joiner:
         # of layers beside each other, the one that makes the latents too comes first
         end = int(key_norm.columns.max())
         keys = sorted(self._readings("turned"), key=lambda item: abs(self._start(item[1]) - end))
-        scaled = None
+        scaled_parts = None
         for value, query_pairs in queries:
             for key_value, reading in keys:
                 if len(reading.columns) != ROPE:
@@ -573,11 +575,11 @@ class _Joiner:
                 key_pairs = read_pairs(reading, ROPE, query_pairs)
                 if key_pairs is not None and torch.equal(key_pairs.diagonal, query_pairs.diagonal):
                     return _Rotated(value, query_pairs), _Rotated(key_value, key_pairs)
-                scaled = scaled or self._scaled_parts(
+                scaled_parts = scaled_parts or self._scaled_parts(
                     value, query_pairs, key_value, read_pairs(reading, ROPE)
                 )
-        if scaled is not None:
-            return scaled
+        if scaled_parts is not None:
+            return scaled_parts
         normed_columns = {*query_norm.columns.tolist(), *key_norm.columns.tolist()}
         query = self._unrotated(up, absorbed, 0, factor)
         key = self._unrotated(down, normed_columns, ROPE, None)
@@ -646,11 +648,13 @@ class _Joiner:
 
         Any other step might be a rotation.
         """
-        moved = {
+        moved_values = {
             value: reading for value, reading in site.readings.items() if reading.kind == "moved"
         }
         stack = [
-            value for value, reading in moved.items() if columns >= {*reading.columns.tolist()}
+            value
+            for value, reading in moved_values.items()
+            if columns >= {*reading.columns.tolist()}
         ]
         seen, layouts = set[Value](), dict(site.layouts)
         while stack:

@@ -21,11 +21,11 @@ _FORMATS = {kind.name: kind for kind in FORMATS}
 class Projection:
     """A product [.., columns] with a weight, brought back to floats.
 
-    root     the Value in floats, divided by ``times``
+    root     the Value in floats, divided by ``number``
     dot      the product of matrices itself
     weight   the weight [k, columns]
     factors  what the product is multiplied by on the way to the root
-    times    the number by which nodes hold the root
+    number   the number by which nodes hold the root
     blocks   for mxfp8, the scales of x [tokens, k / 32] (None for activations) and those of the
              weight [k / 32, columns]
     kind     the format of the operands; None for floats
@@ -35,7 +35,7 @@ class Projection:
     dot: Value
     weight: Value
     factors: tuple[Factor, ...] = ()
-    times: Number = ONE
+    number: Number = ONE
     blocks: tuple[Value | None, Value] | None = None
     kind: NumberFormat | None = None
 
@@ -89,14 +89,14 @@ def unquantised_rows(form: Form, rows: Value) -> Value | None:
         inner = strip_views(inner.sources[0])
     if kind is None or inner.op != "function" or inner.literal[0] != kind.name:
         return None
-    scaled = inner.sources[0]
-    if scaled.op != "product":
+    operand = inner.sources[0]
+    if operand.op != "product":
         return None
-    pairs = list(zip(scaled.sources, scaled.literal[0], strict=True))
+    pairs = list(zip(operand.sources, operand.literal[0], strict=True))
     for factor, exponent in pairs:
         if exponent == -1 and quantise.is_size(factor):
             unscaled = form.product([pair for pair in pairs if pair[0] is not factor])
-            unscaled = form.expand(unscaled, scaled.shape)
+            unscaled = form.expand(unscaled, operand.shape)
             number, size = form.split(quantise.largest(form, unscaled))
             inverse = number.power(-1)
             if size is factor and inverse is not None:
@@ -113,11 +113,11 @@ def _unquantised_blocks(form: Form, rows: Value, inner: Value) -> Value | None:
         return None
     function = strip_views(values)
     pairs = list(zip(function.sources[0].sources, function.sources[0].literal[0], strict=True))
-    others = [(factor, power) for factor, power in pairs if not _is_power_of_two(factor)]
-    if len(others) == len(pairs):
+    other_factors = [(factor, power) for factor, power in pairs if not _is_power_of_two(factor)]
+    if len(other_factors) == len(pairs):
         return None
     number = function.sources[0].literal[1]
-    blocks = form.expand(form.product(others, number), function.shape)
+    blocks = form.expand(form.product(other_factors, number), function.shape)
     return form.reshape(blocks, rows.shape)
 
 
@@ -183,15 +183,15 @@ def read_projection(
         return Projection(
             dot, dot, weight_blocks[0], blocks=(row_scale, weight_blocks[1]), kind=kind
         )
-    root, factors, times = dot, list[Factor](), ONE
+    root, factors, number = dot, list[Factor](), ONE
     while True:
         reader_and_factors = _next_root(form, root, users.get(root, ()), dot.shape)
         if reader_and_factors is None:
-            return Projection(root, dot, weight, tuple(factors), times, kind=kind)
+            return Projection(root, dot, weight, tuple(factors), number, kind=kind)
         root, reader_factors = reader_and_factors
         root_numbers = numbers.get(root, set())
-        others = root_numbers - {ONE}
-        times = next(iter(others)) if len(others) == 1 else ONE
+        other_numbers = root_numbers - {ONE}
+        number = next(iter(other_numbers)) if len(other_numbers) == 1 else ONE
         factors += reader_factors
 
 
@@ -204,7 +204,7 @@ def column_scales(form: Form, product: Projection, step: Value | None) -> Value 
     factors = list(product.factors)
     if step is not None:
         factors.append((step, -1))
-    factor = strip_expand(form.product(factors, product.times))
+    factor = strip_expand(form.product(factors, product.number))
     if factor.active or prod(factor.shape) not in (1, columns):
         return None
     if prod(factor.shape) == columns:

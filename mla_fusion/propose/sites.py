@@ -94,12 +94,12 @@ class Projections:
             self._cuts[tokens] = cuts
         return Binding(cuts, tokens, copies)
 
-    def add_cuts(self, tokens: int, more: set[int]) -> bool:
+    def add_cuts(self, tokens: int, new_cuts: set[int]) -> bool:
         """Lets digits of the tokens begin and end at more places.
 
         Returns True if that changed the cuts. The cuts stay if the new places do not fit.
         """
-        cuts = self._cuts[tokens] | more
+        cuts = self._cuts[tokens] | new_cuts
         try:
             Binding(cuts, tokens)
         except Mixed:
@@ -177,8 +177,8 @@ class Site:
         for product in self.products:
             part = rows[:, start : start + product.columns]
             start += product.columns
-            if product.times != ONE:
-                part = part * pow(field.number(product.times, POINT), -1, POINT.p) % POINT.p
+            if product.number != ONE:
+                part = part * pow(field.number(product.number, POINT), -1, POINT.p) % POINT.p
             tensors[product.root] = part.reshape(binding.shape(self.layouts[product.root]))
         return tensors
 
@@ -203,12 +203,12 @@ class Site:
         is_named = inner.op == "function" and inner.literal[0] == "of format"
         return inner.sources[0] if is_named else rows
 
-    def numbered(self, more: Iterable[Value] = ()) -> tuple[object, list[Value]]:
-        """Returns the structure of the cone and of ``more``, and all their Values.
+    def numbered(self, extra_values: Iterable[Value] = ()) -> tuple[object, list[Value]]:
+        """Returns the structure of the cone and of ``extra_values``, and all their Values.
 
         The base, and activations that were there before it, stand for themselves.
         """
-        values = self.rows, *self.cone, *more
+        values = self.rows, *self.cone, *extra_values
         return numbered(values, [self.base], self.base.serial)
 
     @cached_property

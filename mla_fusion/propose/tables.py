@@ -115,11 +115,11 @@ def _moved_sources(value: Value, layout: Layout) -> Iterator[tuple[Value, Layout
         elif value.op in ("join", "slice") and value.op in MOVES:
             axis = value.literal if value.op == "join" else value.literal[0]
             for source in reversed(value.sources):
-                own = [
-                    token_free_axis(source.shape[axis]) if at == axis else digits
-                    for at, digits in enumerate(layout)
+                axes = [
+                    token_free_axis(source.shape[axis]) if place == axis else digits
+                    for place, digits in enumerate(layout)
                 ]
-                stack.append((source, tuple(own)))
+                stack.append((source, tuple(axes)))
 
 
 def assemble_table(

@@ -59,10 +59,10 @@ def size(count: int) -> str:
 
 def format_counts(names: Sequence[str]) -> str:
     """Returns each name once, with how often it occurs: "index_put x2, cat"."""
-    short = [short_name(name).removeprefix("aten.") for name in names]
+    short_names = [short_name(name).removeprefix("aten.") for name in names]
     return ", ".join(
-        f"{name} x{short.count(name)}" if short.count(name) > 1 else name
-        for name in dict.fromkeys(short)
+        f"{name} x{short_names.count(name)}" if short_names.count(name) > 1 else name
+        for name in dict.fromkeys(short_names)
     )
 
 

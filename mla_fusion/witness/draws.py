@@ -100,8 +100,8 @@ class Draws:
         if least:
             part_count = math.gcd(*(shape[0] for shape in caches.values()))
             kept_parts = min(part_count, -(-(least + 2 * self._block) * part_count // self._rows))
-            for leaf, (first, *rest) in caches.items():
-                self._shapes[leaf] = first * kept_parts // part_count, *rest
+            for leaf, (block_count, *row_shape) in caches.items():
+                self._shapes[leaf] = block_count * kept_parts // part_count, *row_shape
             self._rows = self._rows * kept_parts // part_count
         self._generator = torch.Generator().manual_seed(seed)
         # prime length, so that no period lines up with a row
