@@ -31,6 +31,7 @@ class _ResultLowering(Lowering):
     """Lowers Values over results. Reads new rows from the caches that the call has written."""
 
     def _gather(self, value: Value, base: Value, index: Value) -> Any:
+        """Returns the rows of a base at an index; new rows are read from the written cache."""
         is_new = base.op == "write" and base in self.known
         if not is_new or (base.literal is None and index is not base.sources[1]):
             return super()._gather(value, base, index)

@@ -106,9 +106,11 @@ def _nodes_to_caches(rows: Iterable[Node]) -> list[Node]:
     rows = list(dict.fromkeys(rows))
 
     def is_end(node: Node) -> bool:
+        """Returns True if the node writes the rows."""
         return node not in rows and (is_writer(node) or has_effect(node))
 
     def readers(node: Node) -> Iterator[Node]:
+        """Returns the readers that may lead to a cache write."""
         is_followed = not is_end(node) or _is_put_back(node)
         return (user for user in node.users if is_followed and user.op != "output")
 

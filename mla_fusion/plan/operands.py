@@ -62,6 +62,7 @@ def _is_laid_out(weight: Any, is_nz: bool) -> bool:
 
 
 def _is_input(weight: Any) -> bool:
+    """Returns True if the node is an input or an attribute of the graph."""
     return isinstance(weight, Node) and weight.op in ("placeholder", "get_attr")
 
 

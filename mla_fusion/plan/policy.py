@@ -139,5 +139,6 @@ def _is_statistic(reading: object) -> bool:
 
 
 def _values(graph: Graph, node: Node) -> list[Value]:
+    """Returns the Value that the node holds, in a list, for messages."""
     reading = graph.readings[node]
     return [reading] if isinstance(reading, Value) else []

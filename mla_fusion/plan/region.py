@@ -92,6 +92,7 @@ def nodes_between(starts: Iterable[Node], end_nodes: Iterable[Node]) -> set[Node
     end_nodes = set(end_nodes)
 
     def is_computed(node: Node) -> bool:
+        """Returns True if the node is a call before the ends."""
         return node not in end_nodes and node.op == "call_function"
 
     return set(

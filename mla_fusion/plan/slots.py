@@ -87,8 +87,8 @@ def _is_repeated(index: Value) -> bool:
 def _inputs_of_sum(value: Value) -> Roles | None:
     """Returns the trusted inputs of a sum of row numbers, or None.
 
-    The sum may be ``table[s // b] * b + s % b``, or places of an input in each entry of a batch, or
-    scaled counts.
+    The sum may be ``table[s // b] * b + s % b``. It may be places of an input in each entry of a
+    batch, or scaled counts.
     """
     terms = dict(zip(value.sources, value.literal[0], strict=True))
     if len(terms) == 1 and _strip_views_and_casts(value.sources[0]).op == "count":

@@ -41,6 +41,7 @@ class Projection:
 
     @property
     def columns(self) -> int:
+        """Returns the number of columns."""
         return self.dot.shape[1]
 
 

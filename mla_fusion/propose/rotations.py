@@ -140,6 +140,7 @@ def read_tables(site: Site, value: Value, pairs: Pairs) -> tuple[Value, Value]:
     rows = to_rows(form, value, site.layouts[value], site.tokens)
 
     def made_of(columns: Tensor, elements: Tensor) -> Value:
+        """Returns what the graph makes of ones in these columns, as columns of a table."""
         ones = torch.zeros(1, site.columns, dtype=torch.float32)
         ones[0, columns[:half]] = 1
         row = form.take(rows, 1, elements[:half].tolist())
@@ -169,6 +170,7 @@ def _table_numbers(
     columns, (low, high) = reading.columns, reading.factors
 
     def factor(elements: Tensor, of_columns: Tensor) -> Tensor:
+        """Returns the factors of these columns in these elements, for the first head."""
         is_low = columns[elements] == of_columns
         return torch.where(is_low, low[:, elements], high[:, elements])[:, :half]
 

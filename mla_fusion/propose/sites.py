@@ -154,10 +154,12 @@ class Site:
 
     @property
     def tokens(self) -> int:
+        """Returns the number of tokens."""
         return self.rows.shape[0]
 
     @property
     def columns(self) -> int:
+        """Returns the number of columns of all products together."""
         return sum(product.columns for product in self.products)
 
     @cached_property
@@ -455,9 +457,11 @@ def _read_pairs_of_columns(tensors: dict[object, Tensor], columns: int) -> Readi
     )
 
     def minus(a: Tensor, b: Tensor) -> Tensor:
+        """Returns a - b in the field."""
         return (a + POINT.p - b) % POINT.p
 
     def times(a: Tensor, b: Tensor) -> Tensor:
+        """Returns a * b in the field."""
         return a * b % POINT.p
 
     inverse = field.power(minus(times(moment0, moment2), times(moment1, moment1)), -1, POINT.p)

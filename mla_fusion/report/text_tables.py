@@ -16,6 +16,7 @@ def render(header: Sequence[str], rows: Sequence[Sequence[object]], indent: str 
     numeric = [all(is_number(str(row[i])) for row in rows) for i in range(len(header))]
 
     def line(row: Sequence[str]) -> str:
+        """Returns one row of the table."""
         sides = zip(row, widths, numeric, strict=True)
         padded = [cell.rjust(size) if right else cell.ljust(size) for cell, size, right in sides]
         return (indent + "  ".join(padded)).rstrip()
