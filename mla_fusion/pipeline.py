@@ -38,8 +38,8 @@ from mla_fusion.plan.plan import Plan
 from mla_fusion.plan.planner import Planner
 from mla_fusion.plan.skip import SkipError, check_skip
 from mla_fusion.propose.departures import departures_to_report
+from mla_fusion.propose.given import Rewrites
 from mla_fusion.propose.prologue import proposals
-from mla_fusion.propose.rewrites import Rewrites
 from mla_fusion.propose.sites import Projections
 from mla_fusion.report.rejection import Rejection, message
 from mla_fusion.report.report import Report
