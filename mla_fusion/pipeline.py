@@ -212,7 +212,7 @@ class Pass:
             except Departure as refusal:
                 refusal.site = refusal.site or tuple(proposal.products)  # type: ignore[union-attr]
                 departures.append(refusal)
-            except Exception as error:  # only this prologue is left: the graph is unchanged
+            except Exception as error:  # the graph is unchanged: the others go on
                 defect = _defect(error, self.config)
                 if not isinstance(proposal, Departure):
                     defect.site = tuple(proposal.products)

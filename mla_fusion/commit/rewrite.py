@@ -155,7 +155,7 @@ class Writer:
         return copy
 
     def _new_input(self, source: Node) -> Node:
-        """Returns the new node for an source of a copied node."""
+        """Returns the new node for an operand of a copied node."""
         is_replaced = source in self.partition.replaced
         if is_replaced:
             self.replaced_reads[self.values[source], source] = None

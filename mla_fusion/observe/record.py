@@ -247,7 +247,7 @@ _ROTATED = ("query_rope", "k_pe")
 
 
 def _seconds_saved(plan: Plan, leaves: Sequence[Leftover], config: Config) -> float | None:
-    """Returns the estimated gain that a call of the plan saves, or None."""
+    """Returns the estimated seconds that a call of the plan saves, or None."""
     tokens = 1 if has_symbols([plan.tokens]) else plan.proposal.x.shape[0]
     is_identity = plan.proposal.identity_reason is not None
     axes = plan.dims | {"N": plan.dims.get("N_padded", plan.dims["N"])}

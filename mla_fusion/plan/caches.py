@@ -93,7 +93,7 @@ class InPlace:
     """
 
     kv: Write
-    kr: Write | None  # rows are packed into one cache
+    kr: Write | None  # None: rows are packed into one cache
     slots: Value
     mode: str
     trusted_inputs: Roles

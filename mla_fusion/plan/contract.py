@@ -93,7 +93,7 @@ def _size_assumption(undecided: Undecided) -> str:
 
 
 class _CallReached(Exception):
-    """Is raised when the kernel's call is reached.
+    """Raised when the kernel's call is reached.
 
     operands  the arguments of the call, by name
     """
@@ -122,7 +122,7 @@ class _FakeCall(OfTensors):
         return tensor
 
     def cache(self, node: Node, shape: Sequence[Any]) -> torch.Tensor:
-        return self.value(node).new_empty(list(shape))  # a view would write its sizes as quotients
+        return self.value(node).new_empty(list(shape))  # torch writes sizes of views as quotients
 
     def call(self, op: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         if isinstance(op, OpOverload) and schema_of(op).name.endswith(f"::{V3_FUNCTIONAL.name}"):

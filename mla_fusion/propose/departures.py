@@ -39,7 +39,7 @@ _ROPE = 64
 _QUANTISING = BYTES | {"size", "largest", "mxfp8", "power of two", "byte", "as"}
 _ROUNDING = _QUANTISING | {"whole", "to whole", "to"}
 _CODES_OF_ANY_PART = ("step.random", "linear.bias", "linear.hidden", "tokens.cut")
-# functions without corners: any other function of one value chooses
+# smooth functions; any other function of one value is a choice
 _SMOOTH = frozenset(
     """
     asinh atan cos cosh erf erfc exp exp2 expm1 gelu log log10 log1p log2 logaddexp logit mish

@@ -501,12 +501,12 @@ class _Joiner:
     def _key_norm(self, latent: int, query_norm: Norm) -> Norm:
         """Returns the norm of the key's latents. Raises Departure if there is none.
 
-        Of layers beside each other, those made nearest to the query are tried first.
+        Of parallel layers, those made nearest to the query are tried first.
         """
         down, query_columns = self.down, set(query_norm.columns.tolist())
         error = Departure("norm.absent", f"no {latent} columns of x are normed", down.roots)
         first_norm: Norm | None = None
-        # by the first column, where the reading was made
+        # by first column: the serial number of the normed Value
         serials = {
             self._start(reading): value.serial for value, reading in self._readings("normed")
         }
@@ -564,7 +564,7 @@ class _Joiner:
             [*self._rotated_values(up)][::-1],
             key=lambda item: (item[1].heads != heads, abs(int(item[1].columns.min()) - start)),
         )
-        # of layers beside each other, the one that makes the latents too comes first
+        # of parallel layers, the one that makes the latents too comes first
         end = int(key_norm.columns.max())
         keys = sorted(self._readings("turned"), key=lambda item: abs(self._start(item[1]) - end))
         scaled_parts = None

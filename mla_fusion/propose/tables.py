@@ -25,7 +25,7 @@ from mla_fusion.graph.layout import (
 )
 from mla_fusion.propose.sites import Site, to_rows
 
-_MOST_MOVES = 12  # moves that are looked through
+_MOST_MOVES = 12  # most moves on the way up from an operand
 
 
 def table_candidates(site: Site, evaluation: Evaluation) -> list[tuple[Value, Tensor]]:

@@ -37,14 +37,14 @@ TOLERANCE_HIFLOAT8 = 8e-2  # the format has at most three bits after the point
 TOLERANCE_WIDE = 1e-6
 # One row has as few as 64 elements, and a rounding of a large one weighs more in it.
 ROW_FACTOR = 2.5
-# times what rounding can do to a row: small numbers may be made of large ones
+# a row may differ by this times what rounding can do: small numbers may be made of large ones
 _ROUNDING_FACTOR = 6.0
 _HCKV = 512  # width of the latents in rows of tiles
 # least elements of a row: the rounding of one large element weighs more among fewer
 _SHORTEST_ROW = 64
 _FEW_ROWS = 10  # one row in so many may differ by twice what rounding can do
 _STEP = 2.0**-8
-_CHANGES = 8, 64  # of x: after the first number, a row far from a rounding is refused
+_CHANGES = 8, 64  # changes of x: after the first number, a row far from a rounding is refused
 _FAR_FACTOR = 4.0
 _SMALL_CACHE = 1 << 20  # most elements of a cache that is not cut
 _LARGEST_CACHE = 1 << 28
@@ -52,7 +52,7 @@ _COSTLY = 256  # tokens from which one draw holds ordinary rows beside rows with
 
 
 class Mismatch(Exception):
-    """Is raised if a new value differs from the original one by more than roundings can make."""
+    """Raised if a new value differs from the original one by more than roundings can make."""
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ _RESHAPES = (
 
 
 class Unrunnable(Exception):
-    """Is raised if ``node`` does not run on the drawn values."""
+    """Raised if ``node`` does not run on the drawn values."""
 
     def __init__(self, node: Node, reason: object) -> None:
         super().__init__(f"{node.name} does not run on CPU: {reason}")
