@@ -293,14 +293,16 @@ def is_literal(node: Node) -> bool:
 # -- how it reads memory
 
 
-def reads_by_strides(node: Node) -> bool:
-    """Does the node read memory by strides of its own?"""
-    return word(node).startswith("as_strided")
+def needs_strides(node: Node) -> bool:
+    """Does the node read memory by strides of its own, or write memory whose strides it heeds? A
+    copy of other strides cannot stand in for that memory.
+    """
+    return word(node).startswith("as_strided") or (is_mutating(node) and heeds_strides(node))
 
 
 def has_reader_by_strides(graph: Graph) -> bool:
     one_of_each = {node.target: node for node in graph.nodes}
-    return any(map(reads_by_strides, one_of_each.values()))
+    return any(map(needs_strides, one_of_each.values()))
 
 
 def heeds_strides(node: Node) -> bool:

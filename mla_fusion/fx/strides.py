@@ -19,7 +19,7 @@ from mla_fusion.fx.build import GraphBuilder
 from mla_fusion.fx.kinds import (
     has_reader_by_strides,
     heeds_strides,
-    reads_by_strides,
+    needs_strides,
 )
 from mla_fusion.fx.sizes import Binding, same
 from mla_fusion.fx.walk import reached
@@ -64,11 +64,9 @@ def follow(
 
 
 def reader(starts: Iterable[Node]) -> Node | None:
-    """The first ``as_strided`` found behind the nodes: what it reads depends on how they lie in
-    memory.
-    """
+    """The first node behind these that needs the strides they were traced with."""
     behind = (user for node in reached(starts, lambda node: node.users) for user in node.users)
-    return next(filter(reads_by_strides, behind), None)
+    return next(filter(needs_strides, behind), None)
 
 
 def _carry(builder: GraphBuilder, node: Node, traced: dict[Node, Any]) -> None:

@@ -91,7 +91,7 @@ class Graph:
         self.stale: set[tuple[Node, Node]] = set()
         self.changed: dict[Node, Reading] = {}
         self.assumed: dict[Node, tuple[str, ...]] = {}
-        self._views: dict[Node, list[Node]] = {}
+        self._aliases: dict[Node, list[Node]] = {}
 
     def _has_read(self) -> bool:
         """Reads every node. Returns False if two sizes turned out to be equal: read again."""
@@ -115,12 +115,21 @@ class Graph:
         """
         nodes, read_later = set[Node](), set[Node]()
         for node in reversed(self.gm.graph.nodes):
-            written = set(map(self.base, _written_arguments(node)))
+            written = set(map(self.base, written_arguments(node)))
             is_copy = node.target is torch.ops.aten.copy_.default
             nodes |= written & read_later if is_copy else written
             if node.op != "output" and not is_copy:
                 read_later.update(map(self.base, node.all_input_nodes))
         return nodes
+
+    @cached_property
+    def writers(self) -> dict[Node, list[Node]]:
+        """The nodes that write in place, by the base of what they write."""
+        writers: dict[Node, list[Node]] = {}
+        for node in self.gm.graph.nodes:
+            for operand in written_arguments(node):
+                writers.setdefault(self.base(operand), []).append(node)
+        return writers
 
     def nodes_holding(self, value: Value) -> Iterator[Node]:
         """Yields the nodes that hold a Value, or a reshape of it.
@@ -260,6 +269,7 @@ class Graph:
             return self.size(meta_value)
         if node.target is python.getitem:
             items, place = self.argument(list(node.args))
+            self._note_alias(node)
             return items[place] if isinstance(items, (list, tuple)) else None
         if not isinstance(node.target, OpOverload):
             return self._make_opaque(node)
@@ -271,20 +281,36 @@ class Graph:
             self._record_write(cache, reading[result])
         if signature(node.target).is_in_place and isinstance(node.args[0], Node):
             self._record_write(node.args[0], reading)
-        elif signature(node.target).is_view and isinstance(node.args[0], Node):
-            self._views.setdefault(self.base(node), []).append(node)
+        else:  # an operator with ``out``, or one that changes several
+            for operand in written_arguments(node):
+                value = self.readings[operand]
+                if isinstance(value, Value):
+                    name, shape, dtype = str(node.target), value.shape, value.dtype
+                    written = self.form.opaque(
+                        name, (node.name, operand.name), [value], shape, dtype
+                    )
+                    self._record_write(operand, written)
+        self._note_alias(node)
         return reading
 
     # -- writes in place, through views too
 
     def base(self, node: Node) -> Node:
         """The node whose memory a node views."""
-        while node.op == "call_function":
-            schema = signature(node.target)
-            if not (schema.is_view or schema.is_in_place) or not isinstance(node.args[0], Node):
+        while node.op == "call_function" and node.args:
+            source = node.args[0]
+            if not isinstance(source, Node):
                 break
-            node = node.args[0]
+            schema = signature(source.target if node.target is python.getitem else node.target)
+            if not (schema.is_view or schema.is_in_place):
+                break
+            node = source
         return node
+
+    def _note_alias(self, node: Node) -> None:
+        base = self.base(node)
+        if base is not node:
+            self._aliases.setdefault(base, []).append(node)
 
     def _record_write(self, node: Node, value: Reading) -> None:
         """Records that a node's memory holds new numbers: for its base, and for every view of
@@ -294,25 +320,49 @@ class Graph:
         while current is not base and isinstance(value, Value):
             viewed = current.args[0]
             assert isinstance(viewed, Node)
-            if not signature(current.target).is_in_place:
+            if current.target is python.getitem:
+                value, viewed = self._undo_part(viewed, current, value), viewed.all_input_nodes[0]
+            elif not signature(current.target).is_in_place:
                 value = self._undo_view(viewed, current, value)
             current = viewed
         self._replace_reading(base, value)
         if base.op == "placeholder" and isinstance(value, Value):
             self.written[base] = value
-        for view in self._views.get(base, ()):
-            self._replace_reading(view, self._read_call(view))
+        for alias in self._aliases.get(base, ()):
+            if signature(alias.target).is_in_place:
+                reading = self.argument(alias.args[0])
+            elif alias.target is python.getitem:
+                items, place = self.argument(list(alias.args))
+                reading = items[place] if isinstance(items, list) else None
+            else:
+                reading = self._read_call(alias)
+            self._replace_reading(alias, reading)
 
     def _replace_reading(self, node: Node, reading: Reading) -> None:
         """Replaces the reading of a node after a write."""
         previous = self.readings.get(node)
-        if node in self.readings and previous is not reading:
+        if node in self.readings and previous != reading:
             self.changed.setdefault(node, previous)
-        if previous is not reading:
+        if previous != reading:
             self.stale |= {(user, node) for user in node.users if user in self.readings}
         self.readings[node] = reading
         for value in values_of(reading):
             self.nodes.setdefault(value, []).append(node)
+
+    def _undo_part(self, split: Node, part: Node, value: Value) -> Reading:
+        """Returns the reading of what was split after a part of it was overwritten by ``value``."""
+        source, place = self.argument(split.args[0]), part.args[1]
+        parts = self.readings[split]
+        if not isinstance(source, Value) or not isinstance(parts, list):
+            return None
+        axis = bind_arguments(split.target, self.argument(list(split.args)), {}).get("dim", 0)
+        assert isinstance(place, int)
+        if len(value.shape) < len(source.shape):
+            call = Call(self.form, "select_scatter", source.shape, source.dtype)
+            return RULES[call.name](call, source, value, axis, place)
+        start = sum(item.shape[axis] for item in parts[:place])
+        call = Call(self.form, "slice_scatter", source.shape, source.dtype)
+        return RULES[call.name](call, source, value, axis, start, start + value.shape[axis])
 
     def _undo_view(self, viewed: Node, view: Node, value: Value) -> Reading:
         """Returns the reading of ``viewed`` after ``view`` of it was overwritten by ``value``.
@@ -650,7 +700,7 @@ class Graph:
         return [next(tensors) if isinstance(part, torch.Tensor) else None for part in meta_value]
 
 
-def _written_arguments(node: Node) -> Iterator[Node]:
+def written_arguments(node: Node) -> Iterator[Node]:
     """Yields the nodes that a node writes, by its schema."""
     if not signature(node.target).is_mutable:
         return

@@ -16,7 +16,7 @@ from mla_fusion.compat import OpOverload
 from mla_fusion.fx.kinds import signature
 from mla_fusion.graph.departure import Departure
 from mla_fusion.graph.form import Value, filled_with
-from mla_fusion.graph.read import Graph, values_of
+from mla_fusion.graph.read import Graph, values_of, written_arguments
 from mla_fusion.propose.given import Rewrites
 
 
@@ -40,10 +40,7 @@ def has_effect(graph: Graph, node: Node) -> bool:
         return False
     if node in graph.hidden.values():
         return True
-    if not signature(node.target).is_mutable:
-        return False
-    target = node.args[0] if signature(node.target).is_in_place else node
-    return not isinstance(target, Node) or graph.base(target).op != "call_function"
+    return any(graph.base(target).op != "call_function" for target in written_arguments(node))
 
 
 def is_replaced(graph: Graph, node: Node, rewrites: Rewrites) -> bool:
@@ -135,6 +132,20 @@ def _is_result(rewrite: Value) -> bool:
     return strip_reshapes(rewrite).op in ("leaf", "write")
 
 
+def _kept_with(graph: Graph, node: Node) -> list[Node]:
+    """Returns the nodes that must stay if this node stays.
+
+    They are the views that it writes into, down to their memory. If it reads memory of the graph's
+    own, they are also the steps that write into that memory.
+    """
+    views = [*written_arguments(node)]
+    for view in views:
+        if view is not graph.base(view):
+            views.append(view.args[0])  # type: ignore[arg-type]
+    base = graph.base(node)
+    return views + (graph.writers.get(base, []) if base.op == "call_function" else [])
+
+
 def partition_nodes(
     graph: Graph, rewrites: Rewrites, products: Iterable[Value], arguments: Iterable[Value]
 ) -> Partition:
@@ -142,30 +153,35 @@ def partition_nodes(
 
     It walks up from outputs, from nodes with effects, and from the arguments of calls.
 
-    rewrites  what results replace
-    products      Values that the calls compute inside
-    arguments     arguments of the calls
+    rewrites   what results replace
+    products   Values that the calls compute inside
+    arguments  arguments of the calls
 
     Raises Departure if something reads a product that a call keeps inside, or reads memory before
     it is written.
     """
     partition, inner_products, hidden = Partition(), set(products), set(graph.hidden.values())
     stack = [
-        (node, node)
+        (node, node, False)
         for node in graph.gm.graph.nodes
         if node.op == "output"
         or (is_check(node) and not _is_metadata_check(graph, node))
         or (has_effect(graph, node) and not is_replaced(graph, node, rewrites))
     ]
-    stack += [(node, node) for node in source_nodes(graph, arguments)]
+    stack += [(node, node, False) for node in source_nodes(graph, arguments)]
     while stack:
-        node, reader = stack.pop()
-        if node in partition.kept or node in partition.replaced or node in partition.sizes:
+        node, reader, is_written = stack.pop()
+        if (
+            node in partition.kept
+            or node in partition.sizes
+            or (node in partition.replaced and not is_written)
+        ):
             continue
         if is_size(node):
             partition.sizes.add(node)
             continue
-        if node.op == "call_function" and (node in hidden or not has_effect(graph, node)):
+        is_step = node.op == "call_function" and (node in hidden or not has_effect(graph, node))
+        if is_step and not is_written:
             reading = graph.readings[node]
             if isinstance(reading, Value):
                 is_rebuilt = is_input_free(reading) and node.all_input_nodes
@@ -178,11 +194,15 @@ def partition_nodes(
                     is_inner or not _is_step_after_results(graph, rewrites, node, rewrite)
                 ):
                     partition.replaced[node] = rewrite
-                    stack += [(source, node) for source in source_nodes(graph, [rewrite], rewrites)]
+                    stack += [
+                        (source, node, False) for source in source_nodes(graph, [rewrite], rewrites)
+                    ]
                     continue
-            if not inner_products.isdisjoint(values_of(reading)):
-                detail = f"{reader.name} reads {node.name}, which the kernel keeps to itself"
-                raise Departure("reader.latent", detail, list(values_of(reading)))
+        if is_step and not inner_products.isdisjoint(values_of(graph.readings[node])):
+            detail = f"{reader.name} reads {node.name}, which the kernel keeps to itself"
+            raise Departure("reader.latent", detail, list(values_of(graph.readings[node])))
+        partition.replaced.pop(node, None)
         partition.kept.add(node)
-        stack += [(producer, node) for producer in node.all_input_nodes]
+        stack += [(producer, node, False) for producer in node.all_input_nodes]
+        stack += [(writer, node, True) for writer in _kept_with(graph, node)]
     return partition

@@ -11,6 +11,7 @@ from math import prod
 import torch
 from torch.fx import Node
 
+from mla_fusion.fx.kinds import is_mutating
 from mla_fusion.fx.walk import reached
 from mla_fusion.graph.departure import Departure
 from mla_fusion.graph.form import Value, order
@@ -62,7 +63,7 @@ def find_region(
         for user in node.users:
             reading = None if user.op == "output" else graph.readings[user]
             has_rewrite = isinstance(reading, Value) and rewrites.of(reading) is not None
-            is_effect = has_effect(graph, user)  # a cache gets its new rows
+            is_effect = is_mutating(user) or has_effect(graph, user)  # memory gets its new rows
             if user not in region and (is_effect or not has_rewrite or is_read(user)):
                 return True
         return False

@@ -12,9 +12,13 @@ from __future__ import annotations
 from fractions import Fraction
 from math import prod
 
+import torch
+
+from mla_fusion.graph.bounds import fits
 from mla_fusion.graph.form import Value, filled_with, order
 
 Roles = dict[Value, str]
+_EXACT = (torch.int32, torch.int64, torch.float32, torch.float64)
 
 
 def trusted_inputs(index: Value) -> Roles | None:
@@ -32,7 +36,7 @@ def _trusted_inputs(index: Value, role: str) -> Roles | None:
     role  the role of an input that holds the index itself
     """
     inner = index
-    while inner.op in ("reshape", "cast", "slice", "expand"):
+    while inner.op in ("reshape", "slice", "expand") or _is_exact_cast(inner):
         inner = inner.sources[0]
     if inner.op == "leaf" and not inner.is_float:  # includes buffers of the model's cache
         return {inner: role}
@@ -79,7 +83,7 @@ def _are_distinct(places: Value) -> bool:
 
 def _is_repeated(index: Value) -> bool:
     """Returns True if the index repeats its numbers by an expand."""
-    while index.op in ("reshape", "cast", "slice"):
+    while index.op in ("reshape", "slice") or _is_exact_cast(index):
         index = index.sources[0]
     return index.op == "expand"
 
@@ -125,10 +129,18 @@ def _inputs_of_sum(value: Value) -> Roles | None:
 
 
 def _strip_views_and_casts(value: Value) -> Value:
-    """Returns the Value without reshapes, casts and expands around it."""
-    while value.op in ("reshape", "cast", "expand"):
+    """Returns the Value without reshapes, expands and exact casts around it."""
+    while value.op in ("reshape", "expand") or _is_exact_cast(value):
         value = value.sources[0]
     return value
+
+
+def _is_exact_cast(value: Value) -> bool:
+    """Returns True if the Value is a cast that keeps every slot from 0 to 2 ** 24 - 1.
+
+    ``witness.draws`` draws slots in this range.
+    """
+    return value.op == "cast" and (value.dtype in _EXACT or fits(value.sources[0], value.dtype))
 
 
 def _offset_source(terms: dict[Value, Fraction], size: Fraction) -> Value | None:

@@ -357,3 +357,9 @@ class EverySecondRow(Base):
         end = 2 * c_kv.shape[0]
         kv_cache.view(-1, HCKV)[0:end:2] = c_kv
         kr_cache.view(-1, DR)[0:end:2] = k_pe
+
+
+@step("slots", STAGED, tags="cache")
+def slots_cast_to_few_bits(self: Base, slots: Tensor, query: Tensor) -> Tensor:
+    """Of some slots it makes others, and the model wraps them."""
+    return slots.to(torch.int16).long().reshape(-1)

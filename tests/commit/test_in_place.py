@@ -174,3 +174,73 @@ def test_what_torchair_leaves_copied_is_said(monkeypatch: pytest.MonkeyPatch) ->
     lowered = mf.lower(prologues.PagedRotateHalf(), *base.paged_args(), mode="npugraph_ex")
     assert lowered.fx_ops["aten.copy_.default"] == 2
     assert lowered.report.fused[0].placement.startswith("written by the kernel, copied by copy_")
+
+
+class Buffered(base.Base):
+    """Results go into a buffer, and rows into the caches by one of their own, step by step."""
+
+    def __init__(self, step: str) -> None:
+        super().__init__()
+        self.step = step
+
+    def absorb(self, q_nope: Tensor) -> Tensor:
+        query = super().absorb(q_nope)
+        return query.mul_(0.125) if self.step == "scaled" else query
+
+    def write(
+        self, kv_cache: Tensor, kr_cache: Tensor, slots: Tensor, c_kv: Tensor, k_pe: Tensor
+    ) -> None:
+        if self.step == "cleared":
+            kv_cache.zero_()
+        if self.step == "rows":
+            c_kv = c_kv.mul_(2)
+        if self.step == "row buffer":
+            rows = c_kv.new_empty(len(c_kv), base.HCKV + base.DR)
+            rows[:, : base.HCKV].copy_(c_kv)
+            rows[:, base.HCKV :].copy_(k_pe)
+            c_kv, k_pe = rows[:, : base.HCKV], rows[:, base.HCKV :]
+        if self.step == "clone":
+            clone = kv_cache.clone()
+            clone.view(-1, base.HCKV)[slots] = c_kv
+            kv_cache.copy_(clone)
+            kr_cache.view(-1, base.DR)[slots] = k_pe
+            return
+        super().write(kv_cache, kr_cache, slots, c_kv, k_pe)
+        if self.step == "between":
+            kv_cache[0].zero_()
+
+    def forward(self, buffer: Tensor, *args: Tensor) -> Any:  # type: ignore[override]
+        scores, _ = super().forward(*args)
+        if self.step == "parts":
+            buffer[:4].copy_(scores[:4])
+            buffer[4:].copy_(scores[4:])
+        if self.step == "zeros":
+            buffer[:4].zero_()
+            buffer[4:].zero_()
+        return scores
+
+
+STEPS = {"scaled": 0, "rows": 0, "cleared": 1, "row buffer": 1, "clone": 1, "between": 1}
+
+
+@pytest.mark.parametrize("capture", CAPTURES.values(), ids=CAPTURES)
+@pytest.mark.parametrize(("step", "fused"), [*STEPS.items(), ("parts", 1), ("zeros", 1)])
+def test_a_step_writes_the_memory_that_it_wrote(
+    step: str, fused: int, capture: Callable[..., GraphModule]
+) -> None:
+    """What it writes into is never a new tensor of the same numbers."""
+    torch.manual_seed(0)
+    model, args = Buffered(step).eval(), base.paged_args()
+    with torch.no_grad():
+        scores, _ = base.Base.forward(model, *clones(args))
+    args = (torch.randn_like(scores), *args)
+    gm = capture(model, args)
+    report = mf.fuse(gm, mf.Config(strict=True))
+    assert len(report.fused) == fused, str(report)
+    assert fused or {one.code for one in report.rejected} == {"graph.not_functional"}
+    with torch.no_grad():
+        got, want = (
+            [gm(*(mine := clones(args))), *mine],
+            [model(*(theirs := clones(args))), *theirs],
+        )
+    assert all(distance(one, other) < 0.02 for one, other in zip(got, want, strict=True))
