@@ -160,7 +160,7 @@ def partition_nodes(
     Raises Departure if something reads a product that a call keeps inside, or reads memory before
     it is written.
     """
-    partition, inner_products, hidden = Partition(), set(products), set(graph.hidden.values())
+    parts, inner_products, hidden = Partition(), set(products), set(graph.hidden.values())
     stack = [
         (node, node, False)
         for node in graph.gm.graph.nodes
@@ -171,14 +171,10 @@ def partition_nodes(
     stack += [(node, node, False) for node in source_nodes(graph, arguments)]
     while stack:
         node, reader, is_written = stack.pop()
-        if (
-            node in partition.kept
-            or node in partition.sizes
-            or (node in partition.replaced and not is_written)
-        ):
+        if node in parts.kept or node in parts.sizes or (node in parts.replaced and not is_written):
             continue
         if is_size(node):
-            partition.sizes.add(node)
+            parts.sizes.add(node)
             continue
         is_step = node.op == "call_function" and (node in hidden or not has_effect(graph, node))
         if is_step and not is_written:
@@ -193,7 +189,7 @@ def partition_nodes(
                 if rewrite is not None and (
                     is_inner or not _is_step_after_results(graph, rewrites, node, rewrite)
                 ):
-                    partition.replaced[node] = rewrite
+                    parts.replaced[node] = rewrite
                     stack += [
                         (source, node, False) for source in source_nodes(graph, [rewrite], rewrites)
                     ]
@@ -201,8 +197,8 @@ def partition_nodes(
         if is_step and not inner_products.isdisjoint(values_of(graph.readings[node])):
             detail = f"{reader.name} reads {node.name}, which the kernel keeps to itself"
             raise Departure("reader.latent", detail, list(values_of(graph.readings[node])))
-        partition.replaced.pop(node, None)
-        partition.kept.add(node)
+        parts.replaced.pop(node, None)
+        parts.kept.add(node)
         stack += [(producer, node, False) for producer in node.all_input_nodes]
         stack += [(writer, node, True) for writer in _kept_with(graph, node)]
-    return partition
+    return parts
