@@ -146,6 +146,12 @@ def _kept_with(graph: Graph, node: Node) -> list[Node]:
     return views + (graph.writers.get(base, []) if base.op == "call_function" else [])
 
 
+def _late_write_departure(graph: Graph, node: Node, reader: Node) -> Departure:
+    """Returns the departure if a reader read a node before the node was written."""
+    detail = f"{node.name} is written after {reader.name} has read it"
+    return Departure("graph.not_functional", detail, [*values_of(graph.readings[node])])
+
+
 def partition_nodes(
     graph: Graph, rewrites: Rewrites, products: Iterable[Value], arguments: Iterable[Value]
 ) -> Partition:
@@ -170,21 +176,25 @@ def partition_nodes(
     ]
     stack += [(node, node, False) for node in source_nodes(graph, arguments)]
     while stack:
-        node, reader, is_written = stack.pop()
-        if node in parts.kept or node in parts.sizes or (node in parts.replaced and not is_written):
+        node, reader, is_memory = stack.pop()
+        is_stale = (reader, node) in graph.stale
+        # what an input held before it was written is read from the input
+        is_memory = is_memory or (is_stale and graph.base(node).op != "call_function")
+        if node in parts.replaced and is_stale and not is_memory:
+            raise _late_write_departure(graph, node, reader)
+        if node in parts.kept or node in parts.sizes or (node in parts.replaced and not is_memory):
             continue
         if is_size(node):
             parts.sizes.add(node)
             continue
         is_step = node.op == "call_function" and (node in hidden or not has_effect(graph, node))
-        if is_step and not is_written:
+        if is_step and not is_memory:
             reading = graph.readings[node]
             if isinstance(reading, Value):
                 is_rebuilt = is_input_free(reading) and node.all_input_nodes
                 rewrite = reading if is_rebuilt else rewrites.of(reading)
-                if rewrite is not None and (reader, node) in graph.stale:
-                    detail = f"{node.name} is written after {reader.name} has read it"
-                    raise Departure("graph.not_functional", detail, [reading])
+                if rewrite is not None and is_stale:
+                    raise _late_write_departure(graph, node, reader)
                 is_inner = reading in inner_products
                 if rewrite is not None and (
                     is_inner or not _is_step_after_results(graph, rewrites, node, rewrite)

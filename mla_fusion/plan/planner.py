@@ -121,8 +121,8 @@ class Planner:
         """Returns the plan of exactly this proposal. Raises Departure."""
         claims, compared = self._proven_claims(proposal)
         plan = self._place(proposal, claims, compared)
-        steps = (node for node in plan.region if self.graph.base(node).op == "call_function")
-        policy.check_functional(self.graph, (*plan.inputs, *steps))
+        outputs = (node for node in plan.replaced if self.graph.base(node).op == "call_function")
+        policy.check_functional(self.graph, (*plan.inputs, *outputs))
         plan.structure = self._structures.number_of(plan)
         key = plan.structure, proposal.arguments["token_x"].active
         sizes = self._size_assumptions.get(key)

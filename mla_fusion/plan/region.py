@@ -42,7 +42,8 @@ def find_region(
             continue
         region[node] = None
         reading = graph.readings[node]
-        if isinstance(reading, Value) and is_input_free(reading):
+        is_filled = isinstance(reading, Value) and is_input_free(reading)
+        if is_filled and node not in graph.changed:
             continue  # its numbers do not depend on what it reads
         rewrite = rewrites.of(reading) if isinstance(reading, Value) else None
         if rewrite is not None and not (has_effect(graph, node) and node not in graph.hidden):

@@ -347,7 +347,7 @@ def slots_cast_twice(self: Base, slots: Tensor, query: Tensor) -> Tensor:
     return slots.int().long().reshape(-1)
 
 
-@entry(IN_PLACE, source="generated", tags="cache, symbolic")
+@entry(IN_PLACE, source=OURS, tags="cache, symbolic")
 class EverySecondRow(Base):
     """Rows between them belong to somebody else; no slots are given."""
 

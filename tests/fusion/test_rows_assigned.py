@@ -65,10 +65,6 @@ def from_four(cache: Tensor, rows: Tensor) -> None:
     flat(cache)[4:12] = rows
 
 
-def every_second(cache: Tensor, rows: Tensor) -> None:
-    flat(cache)[3:19:2] = rows
-
-
 def all_of_a_block(cache: Tensor, rows: Tensor) -> None:
     cache[1] = rows.unsqueeze(1)
 
@@ -112,7 +108,6 @@ def test_of_any_number_of_tokens() -> None:
     ("kv", "kr", "tokens", "why"),
     [
         (from_three, from_four, 8, "are written at different slots"),
-        (every_second, None, 8, "elsewhere than at a number for each token"),
         (all_of_a_block, None, 16, "elsewhere than at a number for each token"),
     ],
 )
