@@ -1,6 +1,7 @@
-"""The pass, from a graph to a new one: read, propose, plan, verify, write.
+"""Runs the stages of the pass over one graph: read, propose, plan (which proves), verify, lower.
 
-A stage that gives up on a prologue raises ``Departure``; graphs change at the very end.
+This file is the entry of ``mf.fuse``, ``mf.explain`` and the backend. A stage that gives up on a
+prologue raises ``Departure``. The graph is replaced in the last step.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch.nn import Module
 
 from mla_fusion.commit import transaction
 from mla_fusion.commit.rewrite import Writer, keep_output_names
-from mla_fusion.commit.verified import Verified
+from mla_fusion.commit.verified import Verifier
 from mla_fusion.compat import HigherOrderOperator, without_modes
 from mla_fusion.config import Config
 from mla_fusion.fx import memory, module_path, strides
@@ -28,25 +29,25 @@ from mla_fusion.graph.form import Value
 from mla_fusion.graph.parameters import used_as_weights
 from mla_fusion.graph.read import Graph, values_of
 from mla_fusion.machine import compiling_for
-from mla_fusion.observe.clock import Clock, on_the_cpu, threads
-from mla_fusion.observe.record import Record, absent
+from mla_fusion.observe.clock import Clock, default_device_cpu, use_cpu_threads
+from mla_fusion.observe.record import Record, describe_absence
 from mla_fusion.plan import policy
 from mla_fusion.plan.caches import InPlace
-from mla_fusion.plan.outputs import Settled, settled
+from mla_fusion.plan.outputs import Partition, partition_nodes
 from mla_fusion.plan.plan import Plan
 from mla_fusion.plan.planner import Planner
-from mla_fusion.plan.skip import SkipError, skipped
-from mla_fusion.propose.departures import reported
-from mla_fusion.propose.given import Given
+from mla_fusion.plan.skip import SkipError, check_skip
+from mla_fusion.propose.departures import departures_to_report
+from mla_fusion.propose.given import Rewrites
 from mla_fusion.propose.prologue import proposals
 from mla_fusion.propose.sites import Projections
 from mla_fusion.report.rejection import Rejection, message
 from mla_fusion.report.report import Report
-from mla_fusion.report.store import keep
+from mla_fusion.report.store import keep_report
 from mla_fusion.witness.compare import Outcome
 
 log = logging.getLogger("mla_fusion")
-# made of the module whose graph is written, and of the graph that it is written after
+# arguments: the module whose graph is written, and the graph that the pass reads
 BuilderOf = Callable[[GraphModule, FxGraph], GraphBuilder]
 
 
@@ -66,8 +67,9 @@ def fuse(gm: GraphModule, config: Config | None = None) -> Report:
 
 
 def explain(gm: GraphModule, config: Config | None = None, *, boundary: bool = False) -> Report:
-    """What :func:`fuse` would do, with the same reasons, changing nothing; ``boundary``: what the
-    backend would.
+    """Reports what :func:`fuse` would do, with the same reasons. The graph is not changed.
+
+    boundary  True: report what ``mf.backend`` would do
     """
     return run(gm, config, None, boundary)
 
@@ -79,48 +81,51 @@ def run(
     boundary: bool = False,
     is_trial: bool = False,
 ) -> Report:
-    """One pass over ``gm``; ``builder`` makes what writes the graph's changes, None: nothing is
-    changed. ``boundary``: a wrapper stands around the graph, as that of ``mf.backend`` does.
-    ``is_trial``: no graph that runs is made, so no report is kept, and nothing
-    is logged of prologues that were not fused.
+    """Runs the pass once over ``gm``.
 
-    Either all of it succeeds, or ``gm`` stays as it is: a defect of the pass is reported as
-    ``pass.failed``, and raised under ``Config(strict=True)``. Raises what a predicate of
-    ``Config.skip`` raises, as SkipError.
+    builder   makes the object that writes the new graph; None: the graph is not changed
+    boundary  True if a wrapper stands around the graph, as that of ``mf.backend`` does
+    is_trial  True if the result is not run: the report is not kept, and nothing is logged
+
+    Either the whole rewrite succeeds, or ``gm`` stays as it is. A defect of the pass is reported as
+    ``pass.failed``. Under ``Config(strict=True)`` it is raised.
+
+    Raises SkipError if a predicate of ``Config.skip`` raises.
     """
     _check_graph(gm)
     config = Config.given(config)
-    started, nodes = perf_counter(), len(gm.graph.nodes)
+    start_time, count = perf_counter(), len(gm.graph.nodes)
     report = Report(config, committed=builder is not None)
     if not config.enable:
         report.absent = ("the pass is off: Config.enable is False",)
     else:
-        # A compiler calls with its fake mode on; probes are real tensors.
+        # a compiler calls the pass in its fake mode; probes need real tensors
         for_chip = compiling_for(config.machine.soc)
-        with without_modes(), for_chip, on_the_cpu(), threads(1) as usual:
-            report = _all_or_nothing(gm, config, builder, usual, boundary)
-    report.nodes_before = nodes
-    report.timings["total"] = perf_counter() - started
+        with without_modes(), for_chip, default_device_cpu(), use_cpu_threads(1) as usual:
+            report = _run_or_report_defect(gm, config, builder, usual, boundary)
+    report.nodes_before = count
+    report.timings["total"] = perf_counter() - start_time
     report.nodes_after = len(gm.graph.nodes)
     if report.rejected or not report.fused:
         report.notes = gm.meta.get(module_path.NOTES, ())
     if is_trial:
         return report
     if report.committed:
-        keep(report)
-    unasked = [item for item in report.rejected if item.code != "skip"]
-    if unasked and not report.fused and report.committed:
-        worst = max(unasked, key=lambda item: item.score)
+        keep_report(report)
+    rejections = [rejection for rejection in report.rejected if rejection.code != "skip"]
+    if rejections and not report.fused and report.committed:
+        nearest_miss = max(rejections, key=lambda rejection: rejection.score)
         log.warning(
             "no MLA prologue was fused; nearest miss %s: [%s] %s",
-            worst.where,
-            worst.code,
-            worst.message,
+            nearest_miss.where,
+            nearest_miss.code,
+            nearest_miss.message,
         )
     return report
 
 
 def _check_graph(gm: object) -> None:
+    """Raises TypeError if it is no GraphModule, ValueError if a node has no ``meta["val"]``."""
     if not isinstance(gm, GraphModule):
         hint = (
             "; a module is compiled: torch.compile(model, backend='mla_fusion')"
@@ -130,7 +135,7 @@ def _check_graph(gm: object) -> None:
         raise TypeError(f"expected a torch.fx.GraphModule, got {type(gm).__name__}{hint}")
     for node in gm.graph.nodes:
         if node.op in ("placeholder", "call_function") and "val" not in node.meta:
-            if not node.users or word(node) == "copy_":  # an unused input, an assertion
+            if not node.users or word(node) == "copy_":  # an unused input, or an assertion
                 continue
             raise ValueError(
                 f"node {node.name} carries no meta['val']; capture the graph with AOT autograd, "
@@ -139,35 +144,37 @@ def _check_graph(gm: object) -> None:
             )
 
 
-def _all_or_nothing(
+def _run_or_report_defect(
     gm: GraphModule, config: Config, builder: BuilderOf | None, usual_threads: int, boundary: bool
 ) -> Report:
-    """The report; a defect leaves one rejection that names it, and the graph as it was."""
-    described: list[Node] = []
+    """Returns the report. After a defect, the graph is unchanged and one rejection names the
+    defect.
+    """
+    annotated_nodes: list[Node] = []
     try:
-        described = describe_attributes(gm)
+        annotated_nodes = describe_attributes(gm)
         report = Report(config, committed=builder is not None)
-        found = Pass(normalised(gm, boundary), config, boundary, usual_threads, report)
-        found.plan()
-        if found.plans and builder is not None:
-            found.commit(gm, builder)
+        one_pass = Pass(normalised(gm, boundary), config, boundary, usual_threads, report)
+        one_pass.plan()
+        if one_pass.plans and builder is not None:
+            one_pass.commit(gm, builder)
         return report
     except SkipError:
         raise
     except Exception as error:
         reason = _defect(error, config)
-        failed = [Rejection(reason.code, message(reason.code, reason.detail))]
-        return Report(config, rejected=failed, committed=builder is not None)
+        rejections = [Rejection(reason.code, message(reason.code, reason.detail))]
+        return Report(config, rejected=rejections, committed=builder is not None)
     finally:
-        for node in described:
+        for node in annotated_nodes:
             del node.meta["val"]
 
 
 class Pass:
-    """Over one graph.
+    """Plans and commits the fusions of one graph.
 
-    form      what is read: ``gm`` itself, or the same computation with subgraphs opened
-    boundary  a wrapper stands around the graph
+    form      the graph that is read: ``gm`` itself, or the same computation with subgraphs inlined
+    boundary  True if a wrapper stands around the graph
     """
 
     def __init__(
@@ -179,136 +186,149 @@ class Pass:
         self._clock.stop("view")
         self._projections = Projections(self.graph)
         self._planner = Planner(self.graph, self._projections, config, boundary)
-        self._verified = Verified(self.graph, config, usual_threads)
+        self._verified = Verifier(self.graph, config, usual_threads)
         self._record = Record(self.graph, config, report)
         self.plans: list[Plan] = []
 
     def plan(self) -> None:
-        """What can be fused; what became of each prologue goes to the report."""
-        departures, found = list[Departure](), dict[Plan, Outcome | str]()
+        """Decides what can be fused, and adds an entry for each prologue to the report."""
+        departures, outcomes = list[Departure](), dict[Plan, Outcome | str]()
         for proposal in proposals(self._projections, "identity" in self.config.targets):
             self._clock.stop("match")
             try:
                 if isinstance(proposal, Departure):
                     raise proposal
-                skipped(self.graph, proposal, self.config)
+                check_skip(self.graph, proposal, self.config)
                 plan = self._planner.plan(proposal)
                 self._record.check_gain(plan)
                 self._clock.stop("plan")
-                seen = self._verified.of(plan)
+                outcome = self._verified.verify(plan)
                 self._clock.stop("verify")
-                found[plan] = seen
+                outcomes[plan] = outcome
                 if isinstance(plan.caches, InPlace):
-                    self._planner.taken.update(one.value for one in plan.caches.writes.values())
-            except Departure as reason:
-                reason.site = reason.site or tuple(proposal.products)  # type: ignore[union-attr]
-                departures.append(reason)
-            except Exception as error:  # costs this prologue alone: nothing has been changed yet
-                failed = _defect(error, self.config)
+                    self._planner.taken_writes.update(
+                        write.value for write in plan.caches.writes.values()
+                    )
+            except Departure as refusal:
+                refusal.site = refusal.site or tuple(proposal.products)  # type: ignore[union-attr]
+                departures.append(refusal)
+            except Exception as error:  # the graph is unchanged: the others go on
+                defect = _defect(error, self.config)
                 if not isinstance(proposal, Departure):
-                    failed.site = tuple(proposal.products)
-                departures.append(failed)
+                    defect.site = tuple(proposal.products)
+                departures.append(defect)
             self._clock.stop("plan")
-        departures += self._settle([*found])
-        places = {node: at for at, node in enumerate(self.graph.gm.graph.nodes)}
+        departures += self._choose_plans([*outcomes])
+        places = {node: place for place, node in enumerate(self.graph.gm.graph.nodes)}
         self.plans.sort(key=lambda plan: places[plan.products[0]])
         for plan in self.plans:
-            self._record.fused(plan, found[plan])
+            self._record.add_fusion(plan, outcomes[plan])
         fused = [value for plan in self.plans for value in plan.proposal.products]
-        for departure in reported(self._projections, departures, fused):
-            self._record.rejected(self._first_cause(departure), departure.site)
+        for departure in departures_to_report(self._projections, departures, fused):
+            self._record.add_rejection(self._first_cause(departure), departure.site)
         for departure in _in_bodies(self.graph):
-            self._record.rejected(departure, departure.values)
+            self._record.add_rejection(departure, departure.values)
         self._clock.stop("plan")
         if not self.plans and not self.report.rejected:
-            self.report.absent = absent(self._projections)
+            self.report.absent = describe_absence(self._projections)
 
-    def _settle(self, plans: list[Plan]) -> list[Departure]:
-        """Which of the plans can be done together; why the others cannot."""
+    def _choose_plans(self, plans: list[Plan]) -> list[Departure]:
+        """Chooses plans that can be done together. Returns why the others cannot."""
         departures = list[Departure]()
         try:
-            self.plans, self._settled = plans, self._settled_by(plans)
+            self.plans, self._partition = plans, self._partition_by(plans)
         except Departure:
             self.plans = []
-            for plan in plans:  # one more each time
+            for plan in plans:  # add one plan at a time
                 try:
-                    self._settled = self._settled_by([*self.plans, plan])
+                    self._partition = self._partition_by([*self.plans, plan])
                     self.plans.append(plan)
-                except Departure as reason:
-                    reason.site = reason.site or tuple(plan.proposal.products)
-                    departures.append(reason)
+                except Departure as departure:
+                    departure.site = departure.site or tuple(plan.proposal.products)
+                    departures.append(departure)
         return departures
 
     def _first_cause(self, departure: Departure) -> Departure:
-        """That a step changes memory, where it changes what the reason is about."""
+        """Returns ``graph.not_functional`` if a step changes memory that the departure is about.
+
+        Otherwise returns the departure itself.
+        """
         graph, values = self.graph, departure.values or departure.site
         stale = {graph.base(node) for _, node in graph.stale}
         nodes = [node for value in values for node in graph.nodes.get(value, ())]
-        nodes += [above for node in nodes for above in node.all_input_nodes]
+        nodes += [producer for node in nodes for producer in node.all_input_nodes]
         try:
-            policy.functional(graph, [node for node in nodes if graph.base(node) in stale])
-        except Departure as cause:
-            return cause
+            policy.check_functional(graph, [node for node in nodes if graph.base(node) in stale])
+        except Departure as first_cause:
+            return first_cause
         return departure
 
     def commit(self, gm: GraphModule, builder_of: BuilderOf) -> None:
-        """Write the graph with the calls of the plans in it, and give it to ``gm`` when that is
-        done.
-        """
-        source, exact = self.graph.gm.graph, self.config.strides != "kernel"
+        """Writes a graph with the calls of the plans. Installs it in ``gm`` when it is complete."""
+        old_graph, keeps_strides = self.graph.gm.graph, self.config.strides != "kernel"
         self.report.operators["before"] = count_operators(self.graph.gm)
-        work = workplace(self.graph.gm)
-        builder = builder_of(work, source)
-        writer = Writer(self.graph, self._settled, self._by_leaf(), builder)
+        new_module = workplace(self.graph.gm)
+        builder = builder_of(new_module, old_graph)
+        writer = Writer(self.graph, self._partition, self._plans_by_leaf(), builder)
         with builder.propagating():
             writer.write()
-        strides.follow(builder, writer.handed_on, exact)
-        memory.follow(builder, gm.graph, exact)
+        strides.follow(builder, writer.replaced_reads, keeps_strides)
+        memory.follow(builder, gm.graph, keeps_strides)
         builder.finish()
-        work.graph.eliminate_dead_code()
-        keep_output_names(source, work.graph)
-        work.graph.lint()
-        self.report.operators["after"] = count_operators(work)
+        new_module.graph.eliminate_dead_code()
+        keep_output_names(old_graph, new_module.graph)
+        new_module.graph.lint()
+        self.report.operators["after"] = count_operators(new_module)
         builder.close()
-        transaction.install(gm, work.graph, builder.constants)
+        transaction.install(gm, new_module.graph, builder.constants)
         self._clock.stop("rewrite")
 
-    def _settled_by(self, plans: list[Plan]) -> Settled:
-        given, products, read = Given(self.graph.form), list[Value](), list[Value]()
+    def _partition_by(self, plans: list[Plan]) -> Partition:
+        """Returns which nodes stay and which read results, if all these plans are done.
+
+        Raises Departure if they cannot be done together.
+        """
+        rewrites, products, arguments = Rewrites(self.graph.form), list[Value](), list[Value]()
         for plan in plans:
             for claim in plan.claims:
-                given.add(claim.graph, claim.kernel)
+                rewrites.add(claim.graph, claim.kernel)
             products += plan.proposal.products
-            read += plan.values.values()
-        return settled(self.graph, given, products, read)
+            arguments += plan.values.values()
+        return partition_nodes(self.graph, rewrites, products, arguments)
 
-    def _by_leaf(self) -> dict[Value, Plan]:
+    def _plans_by_leaf(self) -> dict[Value, Plan]:
+        """Returns the plan of each leaf that stands for a result of a call."""
         return {leaf: plan for plan in self.plans for leaf in plan.results.values()}
 
 
 def _in_bodies(graph: Graph) -> Iterator[Departure]:
-    """Prologues, or most of one, in what a condition or a loop runs: seen, and left alone."""
+    """Yields a departure for each body of a condition or loop that holds a prologue or a near miss.
+
+    The pass does not rewrite such bodies.
+    """
     for node in graph.gm.graph.find_nodes(op="get_attr"):
         body = attribute(node)
         callers = [user for user in node.users if isinstance(user.target, HigherOrderOperator)]
         if not callers or not isinstance(body, GraphModule):
             continue
-        if any("val" not in one.meta for one in body.graph.nodes if one.op == "call_function"):
+        if any("val" not in node.meta for node in body.graph.nodes if node.op == "call_function"):
             continue
         projections = Projections(Graph(body, used_as_weights(body.graph)))
-        found = [*proposals(projections, True)]
-        missed = [one for one in found if isinstance(one, Departure)]
-        if len(missed) < len(found) or [*reported(projections, missed, [])]:
+        candidates = [*proposals(projections, True)]
+        departures = [candidate for candidate in candidates if isinstance(candidate, Departure)]
+        if len(departures) < len(candidates) or [
+            *departures_to_report(projections, departures, [])
+        ]:
             caller = callers[0]
             detail = f"{caller.name} ({caller.target}) runs it in {node.target}"
             yield Departure("graph.branch", detail, list(values_of(graph.readings[caller])))
 
 
 def _defect(error: Exception, config: Config) -> Departure:
-    """A serving job does not stop because the pass met a graph it cannot read; the log has the
-    traceback.
+    """Logs an unexpected error with its traceback and returns it as ``pass.failed``.
 
-    Raises the error under ``Config(strict=True)``.
+    A serving job must not stop because of a graph that the pass cannot read. Raises the error under
+    ``Config(strict=True)``, and SkipError always.
     """
     if config.strict or isinstance(error, SkipError):
         raise error

@@ -96,7 +96,7 @@ def no_reports_yet() -> Iterator[None]:
     """Tests count the reports of their own graphs, of which a process keeps only the newest 256."""
     from mla_fusion.report import store  # here: importing it imports torch
 
-    store._KEPT.clear()
+    store._REPORTS.clear()
     yield
 
 

@@ -1,4 +1,8 @@
-"""A new graph: nodes that stay are copied, in order; what is replaced reads results of calls."""
+"""Writes the new graph of a set of plans.
+
+``pipeline.py`` calls this after verification, and ``verified.py`` for one plan. Nodes that stay are
+copied in order. Readers of replaced nodes read results of calls.
+"""
 
 from __future__ import annotations
 
@@ -15,184 +19,201 @@ from mla_fusion.fx.workplace import copied
 from mla_fusion.graph.form import Value, nearest
 from mla_fusion.graph.lower import Lowering
 from mla_fusion.graph.read import Graph
-from mla_fusion.plan.call import called
-from mla_fusion.plan.operands import written
-from mla_fusion.plan.outputs import Settled, has_effect
+from mla_fusion.plan.call import emit_call
+from mla_fusion.plan.operands import rows_in_cache
+from mla_fusion.plan.outputs import Partition, has_effect
 from mla_fusion.plan.plan import Plan
 
-_CARRIED = ("stack_trace", "nn_module_stack", "source_fn_stack", "stream_label", "original_aten")
+_METADATA = ("stack_trace", "nn_module_stack", "source_fn_stack", "stream_label", "original_aten")
 
 
-class _OfResults(Lowering):
-    """Reads rows of the call's caches as these hold them."""
+class _ResultLowering(Lowering):
+    """Lowers Values over results. Reads new rows from the caches that the call has written."""
 
     def _gather(self, value: Value, base: Value, index: Value) -> Any:
+        """Returns the rows of a base at an index; new rows are read from the written cache."""
         is_new = base.op == "write" and base in self.known
         if not is_new or (base.literal is None and index is not base.sources[1]):
             return super()._gather(value, base, index)
         rows, shape = self.of(index), self._shape(value.shape)
-        return written(self.b, self.known[base], rows, shape, base.literal or "")
+        return rows_in_cache(self.b, self.known[base], rows, shape, base.literal or "")
 
 
 class Writer:
-    """
-    settled    what becomes of the graph's nodes
-    values     what stands for the nodes that are replaced, and for sizes
-    handed_on  each new value that is read, with the one of the graph that it is read in place of
+    """Writes the new graph.
+
+    partition       what becomes of the graph's nodes
+    values          new nodes in place of replaced nodes and of sizes
+    replaced_reads  each new node that is read, with the replaced node that was read before
     """
 
     def __init__(
-        self, graph: Graph, settled: Settled, plans: Mapping[Value, Plan], builder: GraphBuilder
+        self, graph: Graph, partition: Partition, plans: Mapping[Value, Plan], builder: GraphBuilder
     ) -> None:
-        """``plans``: by each leaf that stands for a result."""
-        self.graph, self.settled, self._plans = graph, settled, plans
+        """Prepares the writer.
+
+        plans  the plan of each leaf that stands for a result
+        """
+        self.graph, self.partition, self._plans = graph, partition, plans
         self.b = builder
         self.b.copy = self._copy
-        self.handed_on: dict[tuple[Node, Node], None] = {}
-        self._lower = _OfResults(self.b, graph, {}, self._is_usable)
+        self.replaced_reads: dict[tuple[Node, Node], None] = {}
+        self._lower = _ResultLowering(self.b, graph, {}, self._is_usable)
         self._called: set[Plan] = set()
         self.values: dict[Node, Node] = {}
-        self._begun: set[Node] = set()
-        self._readers: dict[Node, list[Plan]] = {}  # of nodes beside the caches of a call
+        self._open: set[Node] = set()
+        # the plans that read a node, other than as a cache
+        self._readers: dict[Node, list[Plan]] = {}
         for plan in dict.fromkeys(plans.values()):
-            for node in set(plan.inputs).difference(cache for _, cache, _ in plan.held):
+            for node in set(plan.inputs).difference(cache for _, cache, _ in plan.written_caches):
                 self._readers.setdefault(node, []).append(plan)
 
     def write(self) -> None:
-        source = self.graph.gm.graph
-        for node in source.find_nodes(op="placeholder"):
+        """Writes all nodes of the new graph."""
+        old_graph = self.graph.gm.graph
+        for node in old_graph.find_nodes(op="placeholder"):
             self.b.value(node)
-        for node in source.nodes:
+        for node in old_graph.nodes:
             if node.op == "output":
-                self._close()
+                self._write_hidden_caches()
             if node.target is torch.ops.aten.copy_.default:
-                self._call_before(node.args[0])
-                if _ends(node):  # what is given out may read what is overwritten now
-                    for read in source.output_node().all_input_nodes:
-                        if read in self.settled.replaced:
-                            self.given(read)
-            if node in self.settled.kept and node.op != "placeholder":
+                self._write_calls_that_read(node.args[0])
+                # outputs must be computed before their memory is overwritten
+                if _is_in_last_copies(node):
+                    for output in old_graph.output_node().all_input_nodes:
+                        if output in self.partition.replaced:
+                            self.write_replaced(output)
+            if node in self.partition.kept and node.op != "placeholder":
                 self.b.value(node)
 
-    def _call_before(self, written: Any) -> None:
-        """What a call reads may be written when all else is done."""
-        for plan in self._readers.get(written, ()):
+    def _write_calls_that_read(self, node: Any) -> None:
+        """Writes the calls that read a node, before memory of the node is written."""
+        for plan in self._readers.get(node, ()):
             self._call(plan)
 
-    def drawn(self, node: Node) -> Node:
-        """A copy that is computed from nothing."""
+    def copy_as_input(self, node: Node) -> Node:
+        """Returns a copy of a node that is an input of the new graph, for drawn values."""
         if node.op == "placeholder":
             return self.b.value(node)
-        made = self.b.gm.graph.placeholder(node.name)
-        made.meta.update(node.meta)
-        self.b.copies[node] = made
-        return made
+        copy = self.b.gm.graph.placeholder(node.name)
+        copy.meta.update(node.meta)
+        self.b.copies[node] = copy
+        return copy
 
-    def _close(self) -> None:
-        """Caches that the model's operator wrote unseen get their new rows."""
+    def _write_hidden_caches(self) -> None:
+        """Copies the results into caches that the model's operator wrote against its schema."""
         for plan in dict.fromkeys(self._plans.values()):
-            for name, cache, shape in plan.held:
+            for name, cache, shape in plan.written_caches:
                 if cache not in self.graph.hidden:
                     continue
                 self._call(plan)
                 result = self._lower.known[plan.results[name]]
                 self.b.at(None, {})
-                held = self.b.cache(cache, shape)
-                args = held, result
-                self.b.insert(torch.ops.aten.copy_.default, args, {}, held.meta["val"])
+                target = self.b.cache(cache, shape)
+                args = target, result
+                self.b.insert(torch.ops.aten.copy_.default, args, {}, target.meta["val"])
 
     def _is_usable(self, node: Node) -> bool:
+        """Returns True if lowering may read the node."""
         if node.op in ("placeholder", "get_attr") or node in self.b.copies:
             return True
-        if node not in self.settled.kept or has_effect(self.graph, node):
+        if node not in self.partition.kept or has_effect(self.graph, node):
             return False
-        return not self._waits(node)
+        return not self._depends_on_open(node)
 
-    def _waits(self, node: Node) -> bool:
-        """Is it made of what is being made just now?"""
+    def _depends_on_open(self, node: Node) -> bool:
+        """Returns True if the node depends on a node that is being written."""
         stack, seen = [node], set[Node]()
         while stack:
-            one = stack.pop()
-            if one in seen or one in self.b.copies or one in self.values:
+            current = stack.pop()
+            if current in seen or current in self.b.copies or current in self.values:
                 continue
-            if one in self._begun:
+            if current in self._open:
                 return True
-            seen.add(one)
-            stack += one.all_input_nodes
+            seen.add(current)
+            stack += current.all_input_nodes
         return False
 
     def _copy(self, node: Node) -> Node:
-        if node in self._begun:
+        """Returns a copy of a node that stays, after copies of what it reads. Raises RuntimeError
+        in a cycle.
+        """
+        if node in self._open:
             raise RuntimeError(f"{node.name} waits for itself")
-        self._begun.add(node)
-        for read in node.all_input_nodes:
-            if read in self._begun and read not in self.b.copies and read not in self.values:
-                raise RuntimeError(f"{read.name} waits for itself")
-            if read in self.settled.sizes:
-                self.values[read] = self.b.size(read.meta["val"])
-            elif read in self.settled.replaced:
-                self.given(read)
-            elif read not in self.b.copies:
-                self.b.value(read)
-        made = copied(node, self.b.gm.graph, self._input)
-        self.b.copies[node] = made
-        return made
+        self._open.add(node)
+        for source in node.all_input_nodes:
+            if source in self._open and source not in self.b.copies and source not in self.values:
+                raise RuntimeError(f"{source.name} waits for itself")
+            if source in self.partition.sizes:
+                self.values[source] = self.b.size(source.meta["val"])
+            elif source in self.partition.replaced:
+                self.write_replaced(source)
+            elif source not in self.b.copies:
+                self.b.value(source)
+        copy = copied(node, self.b.gm.graph, self._new_input)
+        self.b.copies[node] = copy
+        return copy
 
-    def _input(self, read: Node) -> Node:
-        is_replaced = read in self.settled.replaced
+    def _new_input(self, source: Node) -> Node:
+        """Returns the new node for an operand of a copied node."""
+        is_replaced = source in self.partition.replaced
         if is_replaced:
-            self.handed_on[self.values[read], read] = None
+            self.replaced_reads[self.values[source], source] = None
         return (
-            self.values[read] if is_replaced or read in self.settled.sizes else self.b.copies[read]
+            self.values[source]
+            if is_replaced or source in self.partition.sizes
+            else self.b.copies[source]
         )
 
-    def given(self, node: Node) -> Node:
-        """What a replaced node is, of the results."""
+    def write_replaced(self, node: Node) -> Node:
+        """Returns the node that takes the place of a replaced node, over results."""
         if node not in self.values:
-            self._begun.add(node)
-            value = self.settled.replaced[node]
+            self._open.add(node)
+            value = self.partition.replaced[node]
             for leaf in nearest([value], self._plans):
                 self._call(self._plans[leaf])
-            self.b.at(None, _carried(node))
-            held = node.meta["val"]
-            is_code = held.dtype == torch.uint8
-            made = self._lower.of(value, None if is_code else held.dtype)
-            if is_code and self.b.dtype(made) == torch.float8_e8m0fnu:
-                made = self.b.call(torch.ops.aten.view.dtype, made, torch.uint8)
-            self.values[node] = made
+            self.b.at(None, _metadata_of(node))
+            tensor = node.meta["val"]
+            is_uint8 = tensor.dtype == torch.uint8
+            new_node = self._lower.of(value, None if is_uint8 else tensor.dtype)
+            if is_uint8 and self.b.dtype(new_node) == torch.float8_e8m0fnu:
+                new_node = self.b.call(torch.ops.aten.view.dtype, new_node, torch.uint8)
+            self.values[node] = new_node
         return self.values[node]
 
     def _call(self, plan: Plan) -> None:
+        """Writes the call of a plan, once."""
         if plan in self._called:
             return
         self._called.add(plan)
-        self.b.at(None, _carried(plan.products[0]))
-        self._lower.known.update(called(self.b, self._lower, plan))
+        self.b.at(None, _metadata_of(plan.products[0]))
+        self._lower.known.update(emit_call(self.b, self._lower, plan))
 
 
-def _ends(node: Node) -> bool:
-    """Do copies alone come behind it?"""
+def _is_in_last_copies(node: Node) -> bool:
+    """Returns True if only copies and the output come after the node."""
     while node.target is torch.ops.aten.copy_.default:
         node = node.next
     return node.op == "output"
 
 
-def _carried(node: Node) -> dict[str, Any]:
-    """Where a node comes from."""
-    return {key: node.meta[key] for key in _CARRIED if key in node.meta}
+def _metadata_of(node: Node) -> dict[str, Any]:
+    """Returns the metadata that says where a node comes from."""
+    return {key: node.meta[key] for key in _METADATA if key in node.meta}
 
 
-def keep_output_names(source: FxGraph, graph: FxGraph) -> None:
-    """Let what leaves the graph have the name that it has in the source: an exported program's
-    signature has names.
+def keep_output_names(old_graph: FxGraph, new_graph: FxGraph) -> None:
+    """Gives the outputs of the new graph the names that they have in the old one.
+
+    The signature of an exported program has these names.
     """
-    pairs = dict(zip(memory.leaving(source), memory.leaving(graph), strict=True))
-    after = list(pairs.values())
-    named = {node.name: node for node in graph.nodes}
+    pairs = dict(zip(memory.leaving(old_graph), memory.leaving(new_graph), strict=True))
+    outputs = list(pairs.values())
+    nodes_by_name = {node.name: node for node in new_graph.nodes}
     for old, new in pairs.items():
-        other = named.get(old.name)
-        if other is new or other in after or new.op == "placeholder" or after.count(new) > 1:
+        owner = nodes_by_name.get(old.name)
+        if owner is new or owner in outputs or new.op == "placeholder" or outputs.count(new) > 1:
             continue
-        if other is not None:  # still read inside
-            other.name = new.name
+        if owner is not None:  # the node with this name is still read
+            owner.name = new.name
         new.name = old.name

@@ -1,8 +1,6 @@
-"""A graph is rewritten beside the module that owns it, and given to that module when nothing is
-left that could fail.
+"""Installs a new graph in the module that owns the old one: the last step of the pass.
 
-Until :func:`install` the caller's module is only read: a failure before it, wherever it happens,
-changes nothing.
+Until :func:`install` the caller's module is only read. A failure before it changes nothing.
 """
 
 from __future__ import annotations
@@ -15,19 +13,19 @@ from torch.fx import Graph, GraphModule
 
 
 def install(gm: GraphModule, graph: Graph, buffers: Mapping[str, torch.Tensor]) -> None:
-    """Make ``graph`` the graph of ``gm``, with the buffers that it reads beside those of ``gm``;
-    all or nothing.
+    """Makes ``graph`` the graph of ``gm``, and registers the buffers that it reads. All or
+    nothing.
     """
-    before, registered = gm.graph, []
+    old_graph, registered_names = gm.graph, []
     try:
         for name, value in buffers.items():
             gm.register_buffer(name, value)
-            registered.append(name)
+            registered_names.append(name)
         gm.graph = graph  # generates the code
     except BaseException:
-        # the graph is back before its code is generated, and that is still the old code
+        # restores the old graph: its code was not generated anew and is still there
         with suppress(Exception):
-            gm.graph = before
-        for name in registered:
+            gm.graph = old_graph
+        for name in registered_names:
             delattr(gm, name)
         raise

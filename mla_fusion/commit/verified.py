@@ -1,4 +1,7 @@
-"""What is compared by the witness: a plan's replaced nodes, beside the call with what it reads."""
+"""Verifies plans: has ``witness/`` compare the replaced nodes with the call and what reads it.
+
+``pipeline.py`` asks this for each plan, before any graph is changed.
+"""
 
 from __future__ import annotations
 
@@ -17,18 +20,18 @@ from mla_fusion.graph.form import Value
 from mla_fusion.graph.numbers import is_open
 from mla_fusion.graph.read import Graph
 from mla_fusion.meta.number_formats import HIFLOAT8
-from mla_fusion.observe.clock import threads
+from mla_fusion.observe.clock import use_cpu_threads
 from mla_fusion.plan.caches import InPlace
-from mla_fusion.plan.outputs import Settled, holders, is_size
+from mla_fusion.plan.outputs import Partition, is_size, source_nodes
 from mla_fusion.plan.plan import Plan
-from mla_fusion.plan.region import drawn
-from mla_fusion.plan.slots import block_of
+from mla_fusion.plan.region import activation_nodes
+from mla_fusion.plan.slots import block_size_of
 from mla_fusion.witness.compare import Mismatch, Outcome, Pair, compare
-from mla_fusion.witness.sizes import bound
+from mla_fusion.witness.sizes import bind_sizes
 
-_FEW = 1 << 20  # elements of token_x up to which one thread verifies
+_SMALL_X = 1 << 20  # most elements of token_x that one thread verifies
 _PACKED = 3  # kv_cache_quant_mode
-_ROLES = {  # of what an argument is read from
+_ROLES = {  # the role of inputs that an argument is read from
     "weight_dq": "weight",
     "weight_uq_qr": "weight",
     "weight_uk": "weight",
@@ -46,102 +49,114 @@ _ROLES = {  # of what an argument is read from
 }
 
 
-class Verified:
-    """The plans of one graph that have been compared."""
+class Verifier:
+    """Verifies the plans of one graph. One plan of each structure is compared."""
 
     def __init__(self, graph: Graph, config: Config, usual_threads: int) -> None:
         self._graph, self._config, self._threads = graph, config, usual_threads
-        self._seen: dict[object, str] = {}
+        self._layers: dict[object, str] = {}
 
-    def of(self, plan: Plan) -> Outcome | str:
-        """What verification found, or why it was not done. Raises Departure
-        ``verify.mismatch``.
+    def verify(self, plan: Plan) -> Outcome | str:
+        """Returns the outcome of verification, or why the plan was not compared.
+
+        Raises Departure ``verify.mismatch`` if the values differ.
         """
         if self._config.verify == "off":
             return "not verified (Config.verify is 'off')"
-        if self._config.verify == "first" and plan.structure in self._seen:
-            return f"equal in structure to {self._seen[plan.structure]}"
-        few = plan.proposal.arguments["token_x"].shape[0] * plan.dims["He"] <= _FEW
-        with threads(1 if few else self._threads):
+        if self._config.verify == "first" and plan.structure in self._layers:
+            return f"equal in structure to {self._layers[plan.structure]}"
+        is_small = plan.proposal.arguments["token_x"].shape[0] * plan.dims["He"] <= _SMALL_X
+        with use_cpu_threads(1 if is_small else self._threads):
             try:
-                found = _compared(plan)
+                outcome = _compare_plan(plan)
             except Mismatch as error:
                 raise Departure("verify.mismatch", str(error), plan.proposal.products) from error
-        self._seen[plan.structure] = module_path.layer(plan.products) or plan.products[0].name
-        return found
+        self._layers[plan.structure] = module_path.layer(plan.products) or plan.products[0].name
+        return outcome
 
 
-def _compared(plan: Plan) -> Outcome:
+def _compare_plan(plan: Plan) -> Outcome:
+    """Compares the replaced nodes of a plan with what stands for them. Raises Mismatch."""
     graph = plan.graph
-    source = graph.gm.graph
-    work = workplace(graph.gm)
-    x = drawn(plan)
-    sizes = {node for node in source.nodes if is_size(node)}
-    settled = Settled(dict(plan.replaced), sizes, {*source.nodes}.difference(plan.region, sizes))
-    leaves = {leaf: plan for leaf in plan.results.values()}
-    writer = Writer(graph, settled, leaves, GraphBuilder(work, source))
-    for node in source.find_nodes(op="placeholder"):
+    old_graph = graph.gm.graph
+    new_module = workplace(graph.gm)
+    x_roles = activation_nodes(plan)
+    sizes = {node for node in old_graph.nodes if is_size(node)}
+    partition = Partition(
+        dict(plan.replaced), sizes, {*old_graph.nodes}.difference(plan.region, sizes)
+    )
+    plans_by_leaf = {leaf: plan for leaf in plan.results.values()}
+    writer = Writer(graph, partition, plans_by_leaf, GraphBuilder(new_module, old_graph))
+    for node in old_graph.find_nodes(op="placeholder"):
         writer.b.value(node)
-    copies = {node: writer.drawn(node) for node in x}
+    copies = {node: writer.copy_as_input(node) for node in x_roles}
     with writer.b.propagating():
-        after = {node: writer.given(node) for node in plan.replaced}
-    work.graph.output(tuple(after.values()))
+        new_nodes = {node: writer.write_replaced(node) for node in plan.replaced}
+    new_module.graph.output(tuple(new_nodes.values()))
     pairs = [
-        Pair(plan.part(value), node, after[node], _form(plan, value, node))
+        Pair(plan.part_name(value), node, new_nodes[node], _number_form(plan, value, node))
         for node, value in plan.replaced.items()
     ]
-    roles = x | _roles(plan, x)
+    roles = x_roles | _roles(plan, x_roles)
     rows, block_size = 1, 1
-    for _, cache, _ in plan.held:
+    for _, cache, _ in plan.written_caches:
         axes = [size for size in cache.meta["val"].shape[:-1] if size != 1]
         rows, block_size = prod(axes), axes[-1] if len(axes) > 1 else 1
-    if isinstance(plan.caches, InPlace):  # blocks of a symbolic cache may be cut into smaller ones
-        number = block_of(plan.caches.slots)
-        own = graph.sizes.get(number) or (0 if is_open(number) else number)
-        block_size = own or block_size
+    if isinstance(plan.caches, InPlace):  # the blocks of a symbolic cache may be smaller
+        slot_block_size = block_size_of(plan.caches.slots)
+        known_block_size = graph.sizes.get(slot_block_size) or (
+            0 if is_open(slot_block_size) else slot_block_size
+        )
+        block_size = known_block_size or block_size
     attributes = {node for node in roles if node.op == "get_attr"}
     copies |= {node: writer.b.copies[node] for node in attributes & writer.b.copies.keys()}
     cut = {node: copy for node, copy in copies.items() if node.op != "placeholder"}
-    alike = bound(source, graph.symbols)
-    return compare(source, work, pairs, cut, roles, rows=rows, block_size=block_size, binding=alike)
+    symbols = bind_sizes(old_graph, graph.symbols)
+    return compare(
+        old_graph, new_module, pairs, cut, roles, rows=rows, block_size=block_size, binding=symbols
+    )
 
 
-def _form(plan: Plan, value: Value, node: Node) -> str:
-    """Of what is compared, as ``witness.compare`` names it."""
-    part, held = plan.part(value), node.meta["val"]
+def _number_form(plan: Plan, value: Value, node: Node) -> str:
+    """Returns how the numbers of a replaced node are read, in the words of
+    ``witness.compare.Pair``.
+    """
+    part, tensor = plan.part_name(value), node.meta["val"]
     if plan.warnings and part in ("query_rope", "k_pe", "kr_cache"):
         return "halves"
-    if part == "dequant_scale_q_norm" and held.element_size() == 1:
+    if part == "dequant_scale_q_norm" and tensor.element_size() == 1:
         return "powers"
-    is_hifloat8 = plan.attributes.get("token_x_dtype") == HIFLOAT8 and held.dtype == torch.uint8
+    is_hifloat8 = plan.attributes.get("token_x_dtype") == HIFLOAT8 and tensor.dtype == torch.uint8
     if part == "kv_cache" and plan.modes[1] == _PACKED:
         return "tiles"
     return "hifloat8" if part == "query_norm" and is_hifloat8 else ""
 
 
-def _roles(plan: Plan, drawn: dict[Node, str]) -> dict[Node, str]:
-    """Of the graph's inputs that arguments are read from, apart from what is drawn."""
-    graph, found = plan.graph, dict[Node, str]()
-    for name, cache, _ in plan.held:
-        found[cache] = "tiles" if plan.modes[1] == _PACKED else "cache"
+def _roles(plan: Plan, x_roles: dict[Node, str]) -> dict[Node, str]:
+    """Returns the roles of the inputs that arguments are read from, without those that are drawn as
+    x.
+    """
+    graph, roles = plan.graph, dict[Node, str]()
+    for name, cache, _ in plan.written_caches:
+        roles[cache] = "tiles" if plan.modes[1] == _PACKED else "cache"
         if name == "kr_cache" and plan.warnings:
-            found[cache] = "halves"
+            roles[cache] = "halves"
     if isinstance(plan.caches, InPlace):
-        for leaf, role in plan.caches.trusted.items():
-            found |= {node: role for node in graph.nodes[leaf] if node.op == "placeholder"}
+        for leaf, role in plan.caches.trusted_inputs.items():
+            roles |= {node: role for node in graph.nodes[leaf] if node.op == "placeholder"}
     for name, role in _ROLES.items():
         stack, seen = (
-            holders(graph, [plan.values[name]] if name in plan.values else []),
+            source_nodes(graph, [plan.values[name]] if name in plan.values else []),
             set[Node](),
         )
         while stack:
             node = stack.pop()
-            if node in seen or node in drawn:
+            if node in seen or node in x_roles:
                 continue
             seen.add(node)
-            held = node.meta["val"]
+            value = node.meta["val"]
             if node.op not in ("placeholder", "get_attr"):
                 stack += node.all_input_nodes
-            elif isinstance(held, torch.Tensor) and held.dtype not in (torch.int32, torch.int64):
-                found.setdefault(node, role)
-    return found
+            elif isinstance(value, torch.Tensor) and value.dtype not in (torch.int32, torch.int64):
+                roles.setdefault(node, role)
+    return roles

@@ -152,4 +152,4 @@ class Adapted:
         added = sum(entry.bytes for entry in {*entries})
         if added != report.bytes_added:
             report.bytes_added = added
-            store.save(report)
+            store.save_report(report)

@@ -121,13 +121,13 @@ class Backend:
 
         def infer(graph: GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
             name(graph)
-            with store.into(self.report):
+            with store.write_reports_into(self.report):
                 _, _, wrap = fuse_with_boundary(graph, examples, config, inputs)
             return wrap(graph.forward)
 
         def decline(graph: GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
             name(graph)
-            with store.into(self.report):
+            with store.write_reports_into(self.report):
                 _decline(graph, config)
             return make_boxed_func(graph.forward)  # lets go of what it has used
 
@@ -154,7 +154,7 @@ class Backend:
 
         def infer(graph: GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
             name(graph)
-            with store.into(self.report):
+            with store.write_reports_into(self.report):
                 _, examples, wrap = fuse_for_torchair(graph, examples, config, inputs, chosen)
             return wrap(compile_further(graph, examples))
 
@@ -249,7 +249,7 @@ def _decline(graph: GraphModule, config: Config) -> None:
             meaning,
             left.remedy,
         )
-    store.keep(report)
+    store.keep_report(report)
 
 
 def _on_npu(value: Any) -> bool:

@@ -335,7 +335,7 @@ def fuse_with_boundary(
         for one in builder.packed_weights()
         if not one.is_view and not has_symbols(one.value.shape)
     )
-    store.save(report)
+    store.save_report(report)
     adaptors, checks = builder.adaptors, tuple(builder.slot_checks.values())
     return report, builder.examples, lambda run: Adapted(run, adaptors, report, checks)
 

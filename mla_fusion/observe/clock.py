@@ -1,4 +1,7 @@
-"""The time of each stage, and what the pass changes of torch's state, for its own thread alone."""
+"""Measures the time of each stage, and sets threads and default device for the pass.
+
+``pipeline.py`` runs all stages inside these settings. They hold for the thread of the pass only.
+"""
 
 from __future__ import annotations
 
@@ -18,34 +21,35 @@ class Clock:
         self.timings, self._last = timings, perf_counter()
 
     def stop(self, stage: str) -> None:
+        """Adds the time since the last stop to ``stage``, in seconds."""
         now = perf_counter()
         self.timings[stage] = self.timings.get(stage, 0.0) + now - self._last
         self._last = now
 
 
 @contextmanager
-def on_the_cpu() -> Iterator[None]:
-    """New tensors on the CPU, in this thread: serving stacks change torch's default device, and
-    probes name none.
+def default_device_cpu() -> Iterator[None]:
+    """Makes new tensors CPU tensors in this thread.
+
+    Serving stacks change torch's default device, and probes name no device.
     """
     try:
-        elsewhere = torch.get_default_device().type != "cpu"  # makes a tensor there
-    except Exception:  # a device that this process has not
-        elsewhere = True
-    with torch.device("cpu") if elsewhere else nullcontext():
+        is_elsewhere = torch.get_default_device().type != "cpu"  # makes a tensor on that device
+    except Exception:  # this process does not have the device
+        is_elsewhere = True
+    with torch.device("cpu") if is_elsewhere else nullcontext():
         yield
 
 
 @contextmanager
-def threads(wanted: int) -> Iterator[int]:
-    """Run this thread's operators on so many threads; yields the usual number. Other Python threads
-    keep theirs.
+def use_cpu_threads(count: int) -> Iterator[int]:
+    """Runs this thread's operators on ``count`` threads. Yields the usual number.
 
-    Probes are small: a second thread gains nothing, and on a busy machine each operator waits for
-    it.
+    Other Python threads keep theirs. Probes are small, so a second thread gains nothing. On a busy
+    machine each operator would wait for it.
     """
     usual = torch.get_num_threads()
-    if usual == wanted or not use_threads(wanted):
+    if usual == count or not use_threads(count):
         yield usual
         return
     try:

@@ -1,4 +1,7 @@
-"""What a fusion saves a call, estimated: kernels that need no launch, bytes that need not move."""
+"""Estimates what a fusion saves for a call: launches of kernels, and bytes that are not moved.
+
+``record.py`` asks this for the report, and leaves staged plans that save nothing.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +17,15 @@ from mla_fusion.meta import CallExplanation, ContractError, explain_call
 from mla_fusion.observe.outline import outline
 from mla_fusion.report.staging import Leftover
 
-# No figure for a launch is published. A small fused vector kernel whose bytes take next to nothing
-# is one launch and little more: it took this in all in vllm-ascend's pull request 10730.
+# No figure for a launch is published. A small fused vector kernel that moves hardly any bytes
+# is one launch and little more: it took this time in vllm-ascend's pull request 10730.
 LAUNCH = 3.5e-6
-# One die of a 910C (Serving LLMs on CloudMatrix384, arXiv 2506.12708). Those of A2 are not
-# published, those of A5 differ by chip: without one only launches count.
+# One die of a 910C (Serving LLMs on CloudMatrix384, arXiv 2506.12708). The figures of A2 are not
+# published, and those of A5 differ by chip: without a figure only launches count.
 BYTES_PER_SECOND = {"A3": 1.6e12}
 
 
-def seconds(
+def seconds_saved(
     tokens: int,
     axes: dict[str, Any],
     modes: tuple[int, int],
@@ -30,40 +33,43 @@ def seconds(
     machine: Machine,
     is_identity: bool = False,
 ) -> float | None:
-    """Saved by a call. ``modes``: of weights and caches. ``is_identity``: the product with W_uk is
-    the kernel's alone.
+    """Returns the estimated seconds that a call saves, or None if the call cannot be explained.
 
-    What a staged plan leaves of the model's own cache writes runs unfused too.
+    axes         sizes of the call, by name
+    modes        weight_quant_mode and kv_cache_quant_mode
+    leaves       what a staged plan leaves in the graph; it runs unfused too
+    is_identity  True if only the kernel multiplies by W_uk
     """
-    call = _explained(machine, tokens, *modes, **axes)
+    call = _explain_call(machine, tokens, *modes, **axes)
     if call is None:
         return None
     launches = call.unfused.kernels - call.fused.kernels
-    moved = call.unfused.bytes - call.fused.bytes
+    bytes_saved = call.unfused.bytes - call.fused.bytes
     if leaves:
-        launches -= 2  # of the cache writes in an unfused call
-        moved -= call.unfused.cache_bytes
+        launches -= 2  # the cache writes of an unfused call stay
+        bytes_saved -= call.unfused.cache_bytes
     for item in leaves:
         if item.what != "cache writes":
             launches -= item.launches
-            moved -= tokens * item.bytes_per_token
+            bytes_saved -= tokens * item.bytes_per_token
     if is_identity:
         launches -= 1
-        row = axes["D"] + axes["Hckv"]
-        moved -= 2 * axes["N"] * (axes["D"] * axes["Hckv"] + tokens * row)
-    return launches * LAUNCH + moved / BYTES_PER_SECOND.get(machine.soc, inf)
+        row_size = axes["D"] + axes["Hckv"]
+        bytes_saved -= 2 * axes["N"] * (axes["D"] * axes["Hckv"] + tokens * row_size)
+    return launches * LAUNCH + bytes_saved / BYTES_PER_SECOND.get(machine.soc, inf)
 
 
 @cache
-def _explained(
+def _explain_call(
     machine: Machine, tokens: int, weights: int, caches: int, **axes: Any
 ) -> CallExplanation | None:
+    """Returns what the call costs, fused and unfused, or None if it is not legal."""
     try:
         sizes = axes | {"Nkv": 1, "BlockNum": tokens, "BlockSize": 16}
         tensors, modes = outline(weights, caches, (tokens,), sizes)
         slots = torch.empty(tokens, dtype=torch.int64, device="meta")
-        given = {**tensors, **modes, "cache_index": slots}
+        operands = {**tensors, **modes, "cache_index": slots}
         name = "npu_mla_prolog_v3_functional"
-        return explain_call(name, soc=machine.soc, cann=machine.cann, path="graph", **given)
+        return explain_call(name, soc=machine.soc, cann=machine.cann, path="graph", **operands)
     except ContractError:
         return None

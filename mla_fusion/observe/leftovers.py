@@ -1,5 +1,6 @@
-"""What a fusion takes out of the graph, and what a staged one leaves there for a step to pay:
-counted from the plan.
+"""Counts from a plan what a fusion takes out of the graph, and what a staged fusion leaves in it.
+
+``record.py`` puts the counts into the report.
 """
 
 from __future__ import annotations
@@ -21,125 +22,135 @@ from mla_fusion.fx.kinds import (
 )
 from mla_fusion.fx.sizes import has_symbols
 from mla_fusion.fx.walk import INPUTS, reached
-from mla_fusion.plan.region import computed
+from mla_fusion.plan.region import nodes_between
 from mla_fusion.report.staging import Leftover
 
 Bound = Callable[[Sequence[Any]], tuple[int, ...]]
 _BFLOAT16 = 2  # bytes
-_FARTHEST = 64  # nodes between the new rows and their caches
-# a slice into what it was taken from
+_MOST_NODES = 64  # most nodes between the new rows and their caches
+# operators that write a slice back into what it was taken from
 _PUT_BACK = ("slice_scatter", "select_scatter", "copy_")
 
 
-def staged(
+def staging_leftovers(
     rows: Mapping[Node, bool],
-    turned: Sequence[int],
+    rotated: Sequence[int],
     widths: Sequence[int],
     tokens: int,
     bound: Bound,
 ) -> tuple[Leftover, ...]:
-    """What staging leaves.
+    """Returns what a staged fusion leaves in the graph or adds to it.
 
-    rows    the nodes that hold new rows, and whether each joins the rows of both caches
-    turned  of each result that is re-interleaved, how many numbers a token has
-    widths  of the rows
-    bound   a shape as numbers
+    rows     nodes that hold new rows, and whether each joins the rows of both caches
+    rotated  for each result that is re-interleaved, how many numbers a token has
+    widths   widths of the rows
+    bound    returns a shape as numbers
     """
-    found = buffers(sum(widths)), re_interleaving(turned), writes(rows, tokens, bound)
-    return tuple(one for one in found if one.operators)
+    parts = row_buffers(sum(widths)), re_interleaving(rotated), cache_writes(rows, tokens, bound)
+    return tuple(part for part in parts if part.operators)
 
 
-def replaced_by(starts: Sequence[Node], ends: Iterable[Node], rows: Iterable[Node]) -> int:
-    """How many operators compute ``starts`` from ``ends``, and write ``rows`` to caches."""
-    return count(computed(starts, ends).union(_to_caches(rows)))
+def count_replaced(starts: Sequence[Node], ends: Iterable[Node], rows: Iterable[Node]) -> int:
+    """Returns how many operators compute ``starts`` from ``ends``, or write ``rows`` to caches."""
+    return count_operators(nodes_between(starts, ends).union(_nodes_to_caches(rows)))
 
 
-def count(nodes: Iterable[Node]) -> int:
-    """Of operators: views are none."""
-    return sum(not _is_free(node) for node in nodes)
+def count_operators(nodes: Iterable[Node]) -> int:
+    """Returns the number of operators among nodes. Views do not count."""
+    return sum(not _is_view_only(node) for node in nodes)
 
 
-def buffers(width: int) -> Leftover:
-    """Of rows that are so wide together."""
+def row_buffers(width: int) -> Leftover:
+    """Returns the buffers for rows with so many numbers a token in all."""
     return Leftover("staging buffers", ("aten.new_empty",) * 2, 2, 2 * width * _BFLOAT16)
 
 
 def re_interleaving(widths: Sequence[int]) -> Leftover:
-    """Of results with so many numbers a token."""
+    """Returns the transposes of results with so many numbers a token."""
     count = len(widths)
     return Leftover(
         "re-interleaving", ("aten.transpose",) * count, count, 2 * sum(widths) * _BFLOAT16
     )
 
 
-def writes(rows: Mapping[Node, bool], tokens: int, bound: Bound) -> Leftover:
-    """The model's own steps from the new rows to the caches."""
-    joined = [node for node, is_joined in rows.items() if is_joined]
-    to_caches = _to_caches(rows)
-    steps = [node for node in to_caches if not _is_free(node)]
-    made = {*rows, *to_caches}
-    moved, whole = sum(2 * _bytes(bound, node) for node in joined), dict[Node, int | None]()
+def cache_writes(rows: Mapping[Node, bool], tokens: int, bound: Bound) -> Leftover:
+    """Returns the model's own steps from the new rows to the caches."""
+    joining = [node for node, is_joined in rows.items() if is_joined]
+    to_caches = _nodes_to_caches(rows)
+    steps = [node for node in to_caches if not _is_view_only(node)]
+    new_nodes = {*rows, *to_caches}
+    total, caches = sum(2 * _bytes(bound, node) for node in joining), dict[Node, int | None]()
     for node in steps:
         if _gives_cache(node):
-            reads = (read for read in node.all_input_nodes if read in made)
-            inside = [read for read in reads if not _gives_cache(read)]
-            moved += sum(2 * _bytes(bound, read) for read in inside)
-            whole |= {cache: _whole(cache) for cache in _caches(node)}
+            operands = [
+                operand
+                for operand in node.all_input_nodes
+                if operand in new_nodes and not _gives_cache(operand)
+            ]
+            total += sum(2 * _bytes(bound, operand) for operand in operands)
+            caches |= {cache: _cache_bytes(cache) for cache in _written_caches(node)}
         else:
-            moved += 2 * _bytes(bound, node)
-    sizes = list(whole.values())
-    known = None if None in sizes else sum(size for size in sizes if size is not None)
-    own = (op_name(node).replace("::", ".") for node in steps)
-    operators = ("aten.cat",) * len(joined) + tuple(own)
-    return Leftover("cache writes", operators, len(operators), moved // tokens, known)
+            total += 2 * _bytes(bound, node)
+    sizes = list(caches.values())
+    whole_bytes = None if None in sizes else sum(size for size in sizes if size is not None)
+    names = (op_name(node).replace("::", ".") for node in steps)
+    operators = ("aten.cat",) * len(joining) + tuple(names)
+    return Leftover("cache writes", operators, len(operators), total // tokens, whole_bytes)
 
 
 def _gives_cache(node: Node) -> bool:
-    """Does it write a cache, or return all of one? So may an operator of the user's own."""
-    return is_writer(node) or has_effect(node) or (not _is_free(node) and any(_caches(node)))
+    """Returns True if a node writes a cache or returns all of one, as a user's operator may."""
+    if is_writer(node) or has_effect(node):
+        return True
+    return not _is_view_only(node) and any(_written_caches(node))
 
 
-def _to_caches(rows: Iterable[Node]) -> list[Node]:
-    """The nodes on the way from the rows to what writes them, and to what puts slices of caches
-    back; in order.
+def _nodes_to_caches(rows: Iterable[Node]) -> list[Node]:
+    """Returns the nodes from the rows to their cache writes, in order.
+
+    Nodes that write slices of caches back belong to them.
     """
     rows = list(dict.fromkeys(rows))
 
-    def ends(node: Node) -> bool:
+    def is_end(node: Node) -> bool:
+        """Returns True if the node writes the rows."""
         return node not in rows and (is_writer(node) or has_effect(node))
 
-    def behind(node: Node) -> Iterator[Node]:
-        goes_on = not ends(node) or _is_put_back(node)
-        return (user for user in node.users if goes_on and user.op != "output")
+    def readers(node: Node) -> Iterator[Node]:
+        """Returns the readers that may lead to a cache write."""
+        is_followed = not is_end(node) or _is_put_back(node)
+        return (user for user in node.users if is_followed and user.op != "output")
 
-    below = list(reached(rows, behind, _FARTHEST))[len(rows) :]
-    inside = set(below)
+    later_nodes = list(reached(rows, readers, _MOST_NODES))[len(rows) :]
+    later = set(later_nodes)
     return sorted(
         reached(
-            filter(ends, below),
-            lambda node: (read for read in node.all_input_nodes if read in inside),
+            filter(is_end, later_nodes),
+            lambda node: (operand for operand in node.all_input_nodes if operand in later),
         )
     )
 
 
-def _is_free(node: Node) -> bool:
+def _is_view_only(node: Node) -> bool:
+    """Returns True if the node costs no operator."""
     return is_view(node) or is_reshape(node) or is_getitem(node) or word(node) == "view"
 
 
 def _is_put_back(node: Node) -> bool:
+    """Returns True if a reader writes the node back into what it is a slice of."""
     return any(word(user) in _PUT_BACK and not _is_stored(user) for user in node.users)
 
 
 def _is_stored(node: Node) -> bool:
-    """Does it end the graph with what an input holds then?"""
-    into = node.args[0]
-    return word(node) == "copy_" and isinstance(into, Node) and into.op in INPUTS
+    """Returns True if the node copies a value into an input at the end of the graph."""
+    target = node.args[0]
+    return word(node) == "copy_" and isinstance(target, Node) and target.op in INPUTS
 
 
-def _caches(writer: Node) -> Iterator[Node]:
-    """The inputs of the graph that a writer changes."""
-    for read in writer.all_input_nodes:
-        node = read
+def _written_caches(writer: Node) -> Iterator[Node]:
+    """Yields the inputs of the graph that a writer changes."""
+    for operand in writer.all_input_nodes:
+        node = operand
         while (is_view(node) or is_writer(node)) and isinstance(node.args[0], Node):
             node = node.args[0]
         if node.op in INPUTS and any(
@@ -148,11 +159,13 @@ def _caches(writer: Node) -> Iterator[Node]:
             yield node
 
 
-def _whole(cache: Node) -> int | None:
+def _cache_bytes(cache: Node) -> int | None:
+    """Returns the bytes of a cache, or None if its sizes are symbolic."""
     value = cache.meta["val"]
     return None if has_symbols(value.shape) else value.numel() * value.element_size()
 
 
 def _bytes(bound: Bound, node: Node) -> int:
+    """Returns the bytes of what a node holds."""
     value = node.meta["val"]
     return math.prod(bound(value.shape)) * value.element_size() if hasattr(value, "shape") else 0

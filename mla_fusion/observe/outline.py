@@ -1,4 +1,7 @@
-"""The tensors of a legal call without their numbers, built from the specification."""
+"""Builds the tensors of a legal call without their numbers, from the operator's specification.
+
+``gain.py`` explains such a call; the self-test and the tests use them too.
+"""
 
 from __future__ import annotations
 
@@ -23,24 +26,28 @@ def outline(
     dtype: torch.dtype = torch.bfloat16,
     smooth: bool = False,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors, on meta, and the attributes of a legal ``npu_mla_prolog_v3`` call by name; what
-    says where the rows go is left out. ``lead`` is ``(T,)`` or ``(B, S)``.
+    """Returns the tensors of a legal ``npu_mla_prolog_v3`` call, on meta, and its attributes, by
+    name.
+
+    Arguments that say where the rows go are left out.
+
+    lead  ``(T,)`` or ``(B, S)``
     """
     weights, cache = spec.WEIGHT_MODES[weight_quant_mode], spec.CACHE_QUANTS[kv_cache_quant_mode]
     axes = ("T",) if len(lead) == 1 else ("B", "S")
     tile = spec.TILE_SIZE if dims["Hckv"] % spec.TILE_SIZE == 0 else dims["Hckv"]
-    known = {**dims, **dict(zip(axes, lead, strict=True)), "tokens": prod(lead), "tile": tile}
-    roles, in_front = weights.roles(dtype), spec.CACHE_MODES[cache_mode].cache
+    extents = {**dims, **dict(zip(axes, lead, strict=True)), "tokens": prod(lead), "tile": tile}
+    roles, cache_axes = weights.roles(dtype), spec.CACHE_MODES[cache_mode].cache
     tensors: dict[str, Tensor] = {}
 
     def add(name: str, shape: str, role: spec.Dtype) -> None:
-        sizes = [size_of(axis, known) for axis in shape.replace("lead", " ".join(axes)).split()]
+        sizes = [size_of(axis, extents) for axis in shape.replace("lead", " ".join(axes)).split()]
         tensors[name] = torch.empty(sizes, dtype=roles.get(role, role), device="meta")
 
     for tensor in spec.INPUTS:
         add(tensor.name, tensor.shape, tensor.dtype)
-    add("kv_cache", f"{in_front} {cache.width}", cache.kv)
-    add("kr_cache", *(("0", dtype) if cache.kr is None else (f"{in_front} Dr", cache.kr)))
+    add("kv_cache", f"{cache_axes} {cache.width}", cache.kv)
+    add("kr_cache", *(("0", dtype) if cache.kr is None else (f"{cache_axes} Dr", cache.kr)))
     scales = {**weights.required, **cache.required, **(weights.optional if smooth else {})}
     if weight_quant_mode not in spec.CLIP_WEIGHT_MODES:
         scales.pop("k_nope_clip_alpha", None)

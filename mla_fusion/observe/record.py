@@ -1,4 +1,8 @@
-"""What the report says of each prologue: what became of it, and why that is exact."""
+"""Writes the report of one graph: what became of each prologue, and why a fusion is exact.
+
+``pipeline.py`` calls ``Record`` after each decision, and ``describe_absence`` for a graph without
+prologues.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +24,12 @@ from mla_fusion.graph.form import Value, nearest
 from mla_fusion.graph.read import Graph
 from mla_fusion.machine import is_for_ge
 from mla_fusion.observe import leftovers
-from mla_fusion.observe.gain import seconds
+from mla_fusion.observe.gain import seconds_saved
 from mla_fusion.plan.caches import InPlace, Staged
 from mla_fusion.plan.contract import OPERATOR
-from mla_fusion.plan.outputs import unmoved
+from mla_fusion.plan.outputs import strip_reshapes
 from mla_fusion.plan.plan import Plan
-from mla_fusion.plan.skip import names
+from mla_fusion.plan.skip import is_named
 from mla_fusion.propose.sites import Projections
 from mla_fusion.report.rejection import Rejection, message
 from mla_fusion.report.report import Fusion, Report
@@ -35,19 +39,22 @@ from mla_fusion.witness.compare import Outcome
 
 
 class Record:
-    """Of one graph."""
+    """Writes the entries of one graph's report."""
 
     def __init__(self, graph: Graph, config: Config, report: Report) -> None:
         self._graph, self._config, self._report = graph, config, report
-        self._named = module_path.Labels(graph.gm.graph)
+        self._labels = module_path.Labels(graph.gm.graph)
 
-    def fused(self, plan: Plan, seen: Outcome | str) -> None:
-        """``seen``: what verification found, or why it was not done."""
-        leaves = left(plan)
-        saved = _saved(plan, leaves, self._config)
-        outcome = seen if isinstance(seen, Outcome) else None
-        verified = seen.verified if isinstance(seen, Outcome) else seen
-        warnings = (*plan.warnings, *_copied_by_ge(plan))
+    def add_fusion(self, plan: Plan, verification: Outcome | str) -> None:
+        """Adds the entry of a fusion.
+
+        verification  the outcome of verification, or why the plan was not compared
+        """
+        leaves = leftovers_of(plan)
+        gain = _seconds_saved(plan, leaves, self._config)
+        outcome = verification if isinstance(verification, Outcome) else None
+        verified = verification.verified if isinstance(verification, Outcome) else verification
+        warnings = (*plan.warnings, *_ge_copy_warnings(plan))
         self._report.fused.append(
             Fusion(
                 layer=self._layer(plan.products),
@@ -57,96 +64,111 @@ class Record:
                 placement=self._placement(plan),
                 staged_by=self._staged_by(plan),
                 leaves=leaves,
-                operators_before=leftovers.replaced_by(
+                operators_before=leftovers.count_replaced(
                     [*plan.replaced], plan.inputs, _new_rows(plan)
                 ),
                 operators_after=1 + sum(item.launches for item in leaves),
-                saves="" if saved is None else f"up to {max(saved, 0) * 1e6:.0f} us less a call",
-                warnings=tuple(map(self._named, warnings)),
-                rope=_rotation(plan),
+                saves="" if gain is None else f"up to {max(gain, 0) * 1e6:.0f} us less a call",
+                warnings=tuple(map(self._labels, warnings)),
+                rope=_describe_rotation(plan),
                 attributes=plan.attributes,
-                replaced={node.name: plan.part(value) for node, value in plan.replaced.items()},
-                assumptions=tuple(map(self._named, plan.assumptions)),
-                verified=self._named(verified),
+                replaced={
+                    node.name: plan.part_name(value) for node, value in plan.replaced.items()
+                },
+                assumptions=tuple(map(self._labels, plan.assumptions)),
+                verified=self._labels(verified),
                 figures=outcome.figures if outcome is not None else (),
                 compared=outcome.compared if outcome is not None else "",
-                steps=tuple(map(_step, plan.region)) if outcome is not None else (),
+                steps=tuple(map(_step_row, plan.region)) if outcome is not None else (),
                 source=module_path.source(plan.products[0]),
                 proof=(*self._proof(plan), outcome.compared if outcome is not None else verified),
                 target=plan.target,
                 operator=OPERATOR,
-                instead_of=self._instead(plan),
+                instead_of=self._target_reason(plan),
             )
         )
 
     def check_gain(self, plan: Plan) -> None:
-        """Raise Departure for a staged plan that saves no time."""
+        """Raises Departure if a staged plan saves no time."""
         caches = plan.caches
         if not isinstance(caches, Staged) or self._config.staging == "always":
             return
-        saved = _saved(plan, left(plan), self._config)
-        if saved is not None and saved <= 0:
-            why = ", ".join(f"[{one.code}] {one.message}" for one in caches.obstacles)
-            detail = f"a call takes {-saved * 1e6:.0f} us more; not in place: {why}"
+        gain = _seconds_saved(plan, leftovers_of(plan), self._config)
+        if gain is not None and gain <= 0:
+            obstacles = ", ".join(
+                f"[{obstacle.code}] {obstacle.message}" for obstacle in caches.obstacles
+            )
+            detail = f"a call takes {-gain * 1e6:.0f} us more; not in place: {obstacles}"
             raise Departure("staging.gains_nothing", detail, plan.proposal.products[-2:])
 
-    def rejected(self, reason: Departure, site: Sequence[Value]) -> None:
-        """``site``: products of the prologue."""
-        nodes = _nodes_of(self._graph, reason.values) or self._named.nodes(reason.detail)
-        own = _nodes_of(self._graph, site)
-        nodes = nodes or own
-        code, detail, layer = reason.code, reason.detail, self._layer(own or nodes)
-        by = next((one for one in self._config.skip if names(one, layer)), None)
-        if by is not None and code != "skip":
-            code, detail = "skip", f"layer {layer} matches {by!r}; {detail}"
+    def add_rejection(self, departure: Departure, site: Sequence[Value]) -> None:
+        """Adds the entry of a prologue that is left.
+
+        site  the products of the prologue
+        """
+        nodes = _holding_nodes(self._graph, departure.values) or self._labels.nodes(
+            departure.detail
+        )
+        site_nodes = _holding_nodes(self._graph, site)
+        nodes = nodes or site_nodes
+        code, detail, layer = departure.code, departure.detail, self._layer(site_nodes or nodes)
+        skip_entry = next((entry for entry in self._config.skip if is_named(entry, layer)), None)
+        if skip_entry is not None and code != "skip":
+            code, detail = "skip", f"layer {layer} matches {skip_entry!r}; {detail}"
         elif self._config.skips(code):
             code, detail = "skip", f"{code} is in Config.skip; {detail}"
-        sources = map(module_path.source, (*nodes, *own))
+        sources = map(module_path.source, (*nodes, *site_nodes))
         self._report.rejected.append(
             Rejection(
                 code=code,
-                message=message(code, self._named(detail)),
+                message=message(code, self._labels(detail)),
                 nodes=tuple(node.name for node in nodes),
                 layer=layer,
                 source=next(filter(None, sources), ""),
-                score=reason.score,
+                score=departure.score,
             )
         )
 
-    def _instead(self, plan: Plan) -> str:
-        """Why the target above it did not take the prologue."""
-        why = plan.proposal.instead
-        if why is None:
+    def _target_reason(self, plan: Plan) -> str:
+        """Returns why the target above did not take the prologue, or ""."""
+        departure = plan.proposal.identity_reason
+        if departure is None:
             return ""
-        return f"[{why.code}] {message(why.code, self._named(why.detail))}"
+        return f"[{departure.code}] {message(departure.code, self._labels(departure.detail))}"
 
     def _placement(self, plan: Plan) -> str:
+        """Returns in words who writes the caches."""
         if isinstance(plan.caches, Staged):
-            return f"staged: {self._named(plan.caches.obstacles[0].message)}"
-        new = [cache.name for name, cache, _ in plan.held if not _is_written_back(plan, cache)]
-        if not new:
+            return f"staged: {self._labels(plan.caches.obstacles[0].message)}"
+        new_caches = [
+            cache.name
+            for name, cache, _ in plan.written_caches
+            if not _is_written_back(plan, cache)
+        ]
+        if not new_caches:
             return "in place"
-        whole = self._named(", ".join(new))
+        names = self._labels(", ".join(new_caches))
         return (
             "written by the kernel into new caches, as the model returns them: the whole of "
-            f"{whole} is copied"
+            f"{names} is copied"
         )
 
     def _staged_by(self, plan: Plan) -> tuple[StagedBy, ...]:
+        """Returns every obstacle of a staged plan, with its remedy."""
         if not isinstance(plan.caches, Staged):
             return ()
-        found = (
-            StagedBy(one.code, self._named(one.message), one.remedy or REMEDIES[one.code])
-            for one in plan.caches.obstacles
+        entries = (
+            StagedBy(item.code, self._labels(item.message), item.remedy or REMEDIES[item.code])
+            for item in plan.caches.obstacles
         )
-        return tuple(dict.fromkeys(found))
+        return tuple(dict.fromkeys(entries))
 
     def _layer(self, nodes: Sequence[Node]) -> str:
-        """The module path; of a whole model its class."""
-        return module_path.layer(nodes) or self._named.whole
+        """Returns the module path of the nodes; if the model is one layer, its class."""
+        return module_path.layer(nodes) or self._labels.whole
 
     def _proof(self, plan: Plan) -> Iterator[str]:
-        """Why the fusion is exact, a line for each fact."""
+        """Yields why the fusion is exact, one line for each fact."""
         parts = ", ".join(dict.fromkeys(claim.part for claim in plan.claims))
         yield (
             f"{parts}: equal to the kernel's in exact arithmetic, {plan.compared} elements at "
@@ -160,77 +182,83 @@ class Record:
         caches = plan.caches
         if isinstance(caches, Staged):
             yield "slots: the model's own writes stay"
-        elif any(cache in self._graph.hidden for _, cache, _ in plan.held):
+        elif any(cache in self._graph.hidden for _, cache, _ in plan.written_caches):
             yield "slots: as the model's operator is given them"
         else:
-            nodes = _nodes_of(self._graph, [*caches.trusted])
-            trusted = ", ".join(self._named.of(node) for node in nodes)
+            nodes = _holding_nodes(self._graph, [*caches.trusted_inputs])
+            trusted = ", ".join(self._labels.of(node) for node in nodes)
             yield f"slots: input {trusted}, trusted" if trusted else "slots: by their range"
 
 
-def _step(node: Node) -> tuple[str, str, str, str]:
-    """Its name, operator, value and line, for a table."""
-    held = node.meta.get("val")
-    values = held if isinstance(held, (list, tuple)) else [held]
-    shown = (
-        f"{str(one.dtype).removeprefix('torch.')}[{', '.join(map(str, one.shape))}]"
-        for one in values
-        if isinstance(one, Tensor)
+def _step_row(node: Node) -> tuple[str, str, str, str]:
+    """Returns name, operator, value and source line of a node, for a table."""
+    value = node.meta.get("val")
+    values = value if isinstance(value, (list, tuple)) else [value]
+    descriptions = (
+        f"{str(tensor.dtype).removeprefix('torch.')}[{', '.join(map(str, tensor.shape))}]"
+        for tensor in values
+        if isinstance(tensor, Tensor)
     )
     operator = op_name(node).replace("::", ".") if node.op == "call_function" else node.op
-    return node.name, operator, ", ".join(shown), module_path.source(node)
+    return node.name, operator, ", ".join(descriptions), module_path.source(node)
 
 
-def _nodes_of(graph: Graph, values: Sequence[Value]) -> tuple[Node, ...]:
-    held = map(graph.nodes_in_any_shape, values)
-    return tuple(sorted({nodes[0] for nodes in held if nodes}))
+def _holding_nodes(graph: Graph, values: Sequence[Value]) -> tuple[Node, ...]:
+    """Returns the first node that holds each Value, in order."""
+    holders = map(graph.nodes_in_any_shape, values)
+    return tuple(sorted({nodes[0] for nodes in holders if nodes}))
 
 
-def _rotation(plan: Plan) -> str:
-    """The order of elements before and behind the rotation, and in what the kernel gives out."""
+def _describe_rotation(plan: Plan) -> str:
+    """Returns the order of elements before and after the rotation, and in the kernel's results."""
     rotation = plan.proposal.rotation
     if rotation is None:
         return "none: cos is 1, sin is 0"
-    stored = ", stored as halves" if plan.warnings else ""
-    return f"{rotation[0]} in, {rotation[1]} out{stored}"
+    suffix = ", stored as halves" if plan.warnings else ""
+    return f"{rotation[0]} in, {rotation[1]} out{suffix}"
 
 
 def _new_rows(plan: Plan) -> dict[Node, bool]:
-    """Nodes that hold the new rows of a staged plan, and whether each joins those of both."""
+    """Returns the nodes that hold the new rows of a staged plan, and whether each joins both
+    rows.
+    """
     rows = {plan.proposal.results.kv_rows, plan.proposal.results.kr_rows}
     names = rows.union(plan.results.values())
     return {
-        node: unmoved(value).op == "join"
+        node: strip_reshapes(value).op == "join"
         for node, value in plan.replaced.items()
         if not rows.isdisjoint(nearest([value], names))
     }
 
 
-def left(plan: Plan) -> tuple[Leftover, ...]:
-    """What a staged plan leaves in the graph; nothing of one whose caches the kernel writes."""
+def leftovers_of(plan: Plan) -> tuple[Leftover, ...]:
+    """Returns what a staged plan leaves in the graph. It is empty for a plan in place."""
     if not isinstance(plan.caches, Staged):
         return ()
-    rope, turned = plan.dims["Dr"], list[int]()
+    rope, rotated = plan.dims["Dr"], list[int]()
     if plan.proposal.rotation is not None and plan.proposal.rotation[1] == "interleaved":
-        turned = [rope * (plan.dims["N"] if name == "query_rope" else 1) for name in _ROTATED]
+        rotated = [rope * (plan.dims["N"] if name == "query_rope" else 1) for name in _ROTATED]
     widths = plan.dims["Hckv"], rope
     tokens = max(plan.proposal.x.shape[0], 1)
-    return leftovers.staged(_new_rows(plan), turned, widths, tokens, plan.graph.shape)
+    return leftovers.staging_leftovers(_new_rows(plan), rotated, widths, tokens, plan.graph.shape)
 
 
 _ROTATED = ("query_rope", "k_pe")
 
 
-def _saved(plan: Plan, leaves: Sequence[Leftover], config: Config) -> float | None:
+def _seconds_saved(plan: Plan, leaves: Sequence[Leftover], config: Config) -> float | None:
+    """Returns the estimated seconds that a call of the plan saves, or None."""
     tokens = 1 if has_symbols([plan.tokens]) else plan.proposal.x.shape[0]
-    is_identity = plan.proposal.instead is not None
+    is_identity = plan.proposal.identity_reason is not None
     axes = plan.dims | {"N": plan.dims.get("N_padded", plan.dims["N"])}
-    return seconds(tokens, axes, plan.modes, leaves, config.machine, is_identity)
+    return seconds_saved(tokens, axes, plan.modes, leaves, config.machine, is_identity)
 
 
-def _copied_by_ge(plan: Plan) -> Iterator[str]:
-    """Caches that torchair copies, since GE takes contiguous inputs alone: a line for each."""
-    for _, cache, _ in plan.held if is_for_ge() else ():
+def _ge_copy_warnings(plan: Plan) -> Iterator[str]:
+    """Yields a line for each cache that torchair copies, because GE takes only contiguous
+    inputs.
+    """
+    for _, cache, _ in plan.written_caches if is_for_ge() else ():
         value = cache.meta["val"]
         if not value.is_contiguous():
             moved = "" if has_symbols(value.shape) else f" ({size(2 * value.nbytes)} a step)"
@@ -242,28 +270,28 @@ def _copied_by_ge(plan: Plan) -> Iterator[str]:
 
 
 def _is_written_back(plan: Plan, cache: Node) -> bool:
-    """Does the model write this input, rather than make a new cache of it?"""
+    """Returns True if the model writes this input. False: it returns a new cache."""
     if cache in plan.graph.hidden:
         return True
     if any(word(user) == "copy_" and user.args[0] is cache for user in cache.users):
         return True
     caches = plan.caches
     assert isinstance(caches, InPlace)
-    written = {write.value for write in caches.writes.values() if write.cache is cache}
-    results = [n for n, value in plan.replaced.items() if value in written]
-    return any(is_mutating(step) for node in results for step in upward(node, views_and_writes))
+    written_values = {write.value for write in caches.writes.values() if write.cache is cache}
+    cache_nodes = [node for node, value in plan.replaced.items() if value in written_values]
+    return any(is_mutating(step) for node in cache_nodes for step in upward(node, views_and_writes))
 
 
-def absent(projections: Projections) -> tuple[str, ...]:
-    """Of a graph without a prologue: what the parts of one are, and how many of them it has."""
-    graph, found = projections.graph, Counter[str]()
+def describe_absence(projections: Projections) -> tuple[str, ...]:
+    """Returns, for a graph without a prologue, what the parts of one are and how many it has."""
+    graph, counts = projections.graph, Counter[str]()
     if any(map(is_empty, graph.gm.graph.find_nodes(op="placeholder"))):
         return ("no tokens in this graph: it was compiled for a call with none",)
     values = projections.values
     roots = [value for value in values if value.op == "product" and _has_root(value)]
     for site in projections.sites.values():
-        found["flat"] += len(site.products)
-        found["pairs"] += len(site.products) > 1
+        counts["flat"] += len(site.products)
+        counts["pairs"] += len(site.products) > 1
     heads = [value for value in values if value.op == "dot" and value.sources[1].weight]
     by_head = sum(len(value.sources[1].shape) == 3 for value in heads)
     writes = sum(value.op == "write" for value in values)
@@ -271,9 +299,9 @@ def absent(projections: Projections) -> tuple[str, ...]:
     unknown = ", ".join(registered.unknown(nodes))
     return (
         "no MLA prologue in this graph. The parts of one, and how many the graph has:",
-        f"  products with weights (W_dq, W_dkv_kr, W_uq_qr): {found['flat']}",
+        f"  products with weights (W_dq, W_dkv_kr, W_uq_qr): {counts['flat']}",
         "  values that more than one weight multiplies, as W_dq and W_dkv_kr multiply x: "
-        f"{found['pairs']}",
+        f"{counts['pairs']}",
         f"  norms (RMSNorm of c_q and of c_kv): {len(roots)}",
         f"  products head by head (W_uk): {by_head}",
         f"  writes into inputs (both caches): {writes}",
@@ -285,9 +313,10 @@ def absent(projections: Projections) -> tuple[str, ...]:
             if unknown
             else ()
         ),
-        *(f"  {name} is not known: {why}" for name, why in graph.unused.items()),
+        *(f"  {name} is not known: {reason}" for name, reason in graph.unused.items()),
     )
 
 
 def _has_root(value: Value) -> bool:
+    """Returns True if the product has a factor under a square root."""
     return any(exponent.denominator == 2 for exponent in value.literal[0])

@@ -1,5 +1,7 @@
-"""Where the new rows go: into the model's own caches by the kernel, or by the model's writes from
-rows that the kernel gives.
+"""Decides who writes the new rows: the kernel into the model's caches, or the model's own writes.
+
+``planner.py`` asks ``place_rows`` for each proven proposal. The answer is ``InPlace``, or
+``Staged`` with every obstacle.
 """
 
 from __future__ import annotations
@@ -19,17 +21,20 @@ from mla_fusion.graph.numbers import ONE
 from mla_fusion.graph.read import Graph
 from mla_fusion.machine import Machine
 from mla_fusion.meta import layout, limits
-from mla_fusion.plan.outputs import unmoved
-from mla_fusion.plan.slots import Roles, trusted
-from mla_fusion.propose.given import Given
+from mla_fusion.plan.outputs import strip_reshapes
+from mla_fusion.plan.slots import Roles, trusted_inputs
+from mla_fusion.propose.given import Rewrites
 from mla_fusion.propose.prologue import Proposal
 from mla_fusion.targets.prolog import format_of, row_format
 
 
 @dataclass(frozen=True)
 class Obstacle:
-    """Why the kernel cannot write a cache: a code, a sentence, and what to write instead where the
-    code alone does not say it.
+    """A reason why the kernel cannot write a cache.
+
+    code     a key of ``REMEDIES``
+    message  one sentence with names and sizes
+    remedy   what to write instead; "" if ``REMEDIES`` says it
     """
 
     code: str
@@ -39,25 +44,30 @@ class Obstacle:
 
 @dataclass(frozen=True)
 class Setting:
-    """
-    boundary  a wrapper will stand around the graph, and can view caches before the call
-    machine   whose operator writes them
+    """What in-place writes depend on besides the graph.
+
+    boundary  True if a wrapper will stand around the graph; it can view caches before the call
+    machine   the chip and CANN release whose operator writes the caches
     """
 
     boundary: bool
     machine: Machine
 
-    def writable(self, cache: torch.Tensor) -> bool:
+    def is_writable(self, cache: torch.Tensor) -> bool:
+        """Returns True if the operator can write this cache with these strides."""
         allowed = limits("npu_mla_prolog_v3", self.machine.soc, self.machine.cann, "graph")
-        free, compares = allowed.strided_caches, allowed.compares_strides
-        return layout.writable(cache, first_axis_free=free, ones_free=not compares)
+        strided_caches, compares_strides = allowed.strided_caches, allowed.compares_strides
+        return layout.writable(
+            cache, first_axis_free=strided_caches, ones_free=not compares_strides
+        )
 
 
 @dataclass(frozen=True)
 class Write:
-    """
+    """One write of rows into an input of the graph.
+
     value  the write, [n, width]
-    cache  the graph's input that is written
+    cache  the input that is written
     shape  [BlockNum, BlockSize, 1, width], as the kernel takes it
     """
 
@@ -67,83 +77,102 @@ class Write:
 
     @property
     def slots(self) -> Value:
+        """Returns the row numbers."""
         return self.value.sources[1]
 
 
 @dataclass(frozen=True)
 class InPlace:
+    """The plan in which the kernel writes the caches.
+
+    kv              the write of the latents
+    kr              the write of the rotated keys; None if one cache holds packed rows
+    slots           the row numbers of both writes
+    mode            the operator's cache_mode
+    trusted_inputs  the inputs that are trusted to hold valid row numbers, with their roles
+    """
+
     kv: Write
-    kr: Write | None  # rows are packed into one cache
+    kr: Write | None  # None: rows are packed into one cache
     slots: Value
     mode: str
-    trusted: Roles
+    trusted_inputs: Roles
 
     @property
     def writes(self) -> dict[str, Write]:
+        """Returns the writes by the names of the results."""
         kr = {} if self.kr is None else {"kr_cache": self.kr}
         return {"kv_cache": self.kv, **kr}
 
 
 @dataclass(frozen=True)
 class Staged:
+    """The plan in which the kernel returns the new rows, and the model's own writes stay."""
+
     obstacles: tuple[Obstacle, ...]
 
 
-def placed(
-    graph: Graph, proposal: Proposal, given: Given, writes: Sequence[Value], setting: Setting
+def place_rows(
+    graph: Graph, proposal: Proposal, rewrites: Rewrites, writes: Sequence[Value], setting: Setting
 ) -> InPlace | Staged:
-    """In place where the kernel's writes are those of the graph; else every reason against it."""
+    """Returns ``InPlace`` if the kernel's writes are those of the graph, else ``Staged``.
+
+    rewrites  what the claims say of the graph's Values
+    writes        the writes of rows that are computed from x
+    """
     results, obstacles = proposal.results, list[Obstacle]()
-    rows_of = {"kv_cache": results.kv_rows, "kr_cache": results.kr_rows}
+    result_rows = {"kv_cache": results.kv_rows, "kr_cache": results.kr_rows}
     mode = proposal.arguments.get("kv_cache_quant_mode", 0)
     if mode == _PACKED:
-        del rows_of["kr_cache"]
-    found: dict[str, Write] = {}
-    for name, rows in rows_of.items():
-        write = _write_of(graph, proposal, given, writes, name, rows)
+        del result_rows["kr_cache"]
+    writes_by_name: dict[str, Write] = {}
+    for name, rows in result_rows.items():
+        write = _find_write(graph, proposal, rewrites, writes, name, rows)
         if isinstance(write, Obstacle):
             obstacles.append(write)
         else:
-            found[name] = write
+            writes_by_name[name] = write
             is_quantised = mode == _CHANNELS or (mode and name == "kv_cache")
-            obstacles += _of_memory(
-                graph, write, setting, _element(proposal) if is_quantised else None
+            obstacles += _memory_obstacles(
+                graph, write, setting, _row_dtype(proposal) if is_quantised else None
             )
-    if len(found) < len(rows_of):
+    if len(writes_by_name) < len(result_rows):
         return Staged(tuple(obstacles))
-    kv, kr = found["kv_cache"], found.get("kr_cache")
+    kv, kr = writes_by_name["kv_cache"], writes_by_name.get("kr_cache")
     if kr is not None:
-        obstacles += _of_both(graph, kv, kr)
+        obstacles += _pair_obstacles(graph, kv, kr)
     slots, tokens = kv.slots.shape[0], proposal.x.shape[0]
     if slots != tokens:
         detail = f"{graph.unbound(slots)} slots for tokens {[graph.unbound(tokens)]}"
         obstacles.append(Obstacle("cache.slots_count", detail))
-    leaves = trusted(kv.slots)
-    if leaves is None:
-        inputs = [one for one in order([kv.slots]) if one.op == "leaf" and one in graph.nodes]
-        names = ", ".join(graph.nodes[one][0].name for one in inputs) or "no input"
+    trusted_leaves = trusted_inputs(kv.slots)
+    if trusted_leaves is None:
+        inputs = [
+            value for value in order([kv.slots]) if value.op == "leaf" and value in graph.nodes
+        ]
+        names = ", ".join(graph.nodes[leaf][0].name for leaf in inputs) or "no input"
         detail = f"the slots, made of {names}, are neither an input nor a block table's"
         obstacles.append(Obstacle("slots.unproven", detail))
-    if obstacles or leaves is None:
+    if obstacles or trusted_leaves is None:
         return Staged(tuple(obstacles))
-    return InPlace(kv, kr, kv.slots, kv.value.literal or "PA_BSND", leaves)
+    return InPlace(kv, kr, kv.slots, kv.value.literal or "PA_BSND", trusted_leaves)
 
 
 _CHANNELS, _PACKED = 2, 3  # kv_cache_quant_mode
 
 
-def _element(proposal: Proposal) -> torch.dtype:
-    """Of rows in bytes."""
+def _row_dtype(proposal: Proposal) -> torch.dtype:
+    """Returns the dtype of quantised rows."""
     return row_format(format_of(proposal.arguments["weight_quant_mode"])).element
 
 
-def _of_both(graph: Graph, kv: Write, kr: Write) -> Iterator[Obstacle]:
-    """Why two writes are not the pair that the kernel does."""
+def _pair_obstacles(graph: Graph, kv: Write, kr: Write) -> Iterator[Obstacle]:
+    """Yields why the two writes are not the pair that the kernel does."""
     names = f"{kv.cache.name} and {kr.cache.name}"
     if kv.slots is not kr.slots:
         yield Obstacle("cache.slots_differ", f"{names} are written at different slots")
     if kv.shape[:3] != kr.shape[:3]:
-        sizes = " and ".join(str(list(map(graph.unbound, one.shape))) for one in (kv, kr))
+        sizes = " and ".join(str(list(map(graph.unbound, write.shape))) for write in (kv, kr))
         yield Obstacle("cache.blocks_differ", f"{names} are {sizes} to the kernel")
     if kv.cache is kr.cache:
         yield Obstacle("cache.joined_row", f"both writes go to {kv.cache.name}")
@@ -151,75 +180,101 @@ def _of_both(graph: Graph, kv: Write, kr: Write) -> Iterator[Obstacle]:
         yield Obstacle("cache.rows", f"{names} hold rows in different orders")
 
 
-def _write_of(
-    graph: Graph, proposal: Proposal, given: Given, writes: Iterable[Value], name: str, rows: Value
+def _find_write(
+    graph: Graph,
+    proposal: Proposal,
+    rewrites: Rewrites,
+    writes: Iterable[Value],
+    name: str,
+    rows: Value,
 ) -> Write | Obstacle:
-    """The one write that takes the new rows as they are, in the order of the tokens."""
-    own, moved = list[Value](), list[tuple[Value, Value]]()
+    """Returns the one write that takes the new rows unchanged, in the order of the tokens.
+
+    Returns an obstacle if there is none, or several.
+
+    name  the result's name
+    rows  the leaf that stands for the new rows
+    """
+    row_writes, changed_writes = list[Value](), list[tuple[Value, Value]]()
     for value in writes:
-        taken = given.of(value.sources[2])
-        if _is_of(taken, rows):
-            own.append(value)
-        elif taken is not None and rows in order([taken]):
-            moved.append((value, taken))
-    if len(own) == 1:
-        return _write(graph, own[0])
-    if own:
-        return Obstacle("cache.rows_read", f"{len(own)} writes take the rows of {name}")
-    if not moved:
-        return _not_taken(graph, given, name, rows)
-    return _moved(graph, proposal, *moved[0], name, rows)
+        written_rows = rewrites.of(value.sources[2])
+        if _is_reshape_of(written_rows, rows):
+            row_writes.append(value)
+        elif written_rows is not None and rows in order([written_rows]):
+            changed_writes.append((value, written_rows))
+    if len(row_writes) == 1:
+        return _read_write(graph, row_writes[0])
+    if row_writes:
+        return Obstacle("cache.rows_read", f"{len(row_writes)} writes take the rows of {name}")
+    if not changed_writes:
+        return _missing_write_obstacle(graph, rewrites, name, rows)
+    return _changed_rows_obstacle(graph, proposal, *changed_writes[0], name, rows)
 
 
-def _moved(
-    graph: Graph, proposal: Proposal, write: Value, taken: Value, name: str, rows: Value
+def _changed_rows_obstacle(
+    graph: Graph, proposal: Proposal, write: Value, written_rows: Value, name: str, rows: Value
 ) -> Obstacle:
-    """``taken``, which is made of the rows, is written."""
-    base = _base(graph, write)
-    to = "what is no input" if base is None else base.name
-    if any(value.op == "leaf" and value is not rows for value in order([taken])):
-        message = f"one row of {to} holds latent and rotated key; the kernel writes two caches"
+    """Returns the obstacle of a write that takes the rows moved, joined, cut or scaled.
+
+    written_rows  what is written, over the results
+    """
+    cache = _written_input(graph, write)
+    target = "what is no input" if cache is None else cache.name
+    if any(value.op == "leaf" and value is not rows for value in order([written_rows])):
+        message = f"one row of {target} holds latent and rotated key; the kernel writes two caches"
         return Obstacle("cache.joined_row", message)
-    if prod(taken.shape) != prod(rows.shape):
-        return Obstacle("cache.slots_count", f"some of the rows of {name} are written to {to}")
-    if graph.form.split(taken)[0] != ONE:
+    if prod(written_rows.shape) != prod(rows.shape):
+        return Obstacle("cache.slots_count", f"some of the rows of {name} are written to {target}")
+    if graph.form.split(written_rows)[0] != ONE:
         message = f"the rows of {name} are multiplied before they are written"
         return Obstacle("cache.rows_changed", message)
-    kernels = (one.kernel for one in proposal.claims if one.part == "kr_rows")
-    if name == "kr_cache" and unmoved(taken) in map(unmoved, kernels):
+    key_kernels = (claim.kernel for claim in proposal.claims if claim.part == "kr_rows")
+    if name == "kr_cache" and strip_reshapes(written_rows) in map(strip_reshapes, key_kernels):
         return PAIRS
-    return Obstacle("cache.row_order", f"the rows of {name} are written to {to} in another order")
+    return Obstacle(
+        "cache.row_order", f"the rows of {name} are written to {target} in another order"
+    )
 
 
-def _not_taken(graph: Graph, given: Given, name: str, rows: Value) -> Obstacle:
-    """No write takes the rows: a step may change them first, or be a write of another kind."""
+def _missing_write_obstacle(graph: Graph, rewrites: Rewrites, name: str, rows: Value) -> Obstacle:
+    """Returns the obstacle if no write takes the rows.
 
-    def is_taken(value: Value) -> bool:
-        return _is_of(given.of(value), rows)
+    A step may change the rows first, or they may be written in another way than by row numbers.
+    """
+
+    def is_new_rows(value: Value) -> bool:
+        """Returns True if the Value is the new rows, perhaps reshaped."""
+        return _is_reshape_of(rewrites.of(value), rows)
 
     values = {**graph.enclosing, **{value: nodes[0] for value, nodes in graph.nodes.items()}}
-    writes = [value.sources[2] for value in values if value.op == "write"]
-    behind = (one for value in writes for one in order([value]) if any(map(is_taken, one.sources)))
-    of_width = (one for one in writes if one.active and one.shape[1:] == rows.shape[1:])
-    for step in (*behind, *of_width):
-        if step in values and not is_taken(step):
+    sources = [value.sources[2] for value in values if value.op == "write"]
+    steps_after = (
+        step for value in sources for step in order([value]) if any(map(is_new_rows, step.sources))
+    )
+    same_width = (
+        rows_value
+        for rows_value in sources
+        if rows_value.active and rows_value.shape[1:] == rows.shape[1:]
+    )
+    for step in (*steps_after, *same_width):
+        if step in values and not is_new_rows(step):
             node = values[step]
-            is_far = "c10d" in str(called(node))
-            what = "exchanges the new rows with other devices" if is_far else "changes the new rows"
-            message = f"{node.name} ({called(node)}) {what} before they are written"
+            is_c10d = "c10d" in str(called(node))
+            act = "exchanges the new rows with other devices" if is_c10d else "changes the new rows"
+            message = f"{node.name} ({called(node)}) {act} before they are written"
             return Obstacle("cache.rows_changed", message)
     for value, node in values.items():
-        caches = [one for one in value.sources if _may_be_cache(one, rows)]
-        if value.op != "dot" and caches and any(map(is_taken, value.sources)):
-            named = f"{node.name} ({called(node)})"
+        caches = [source for source in value.sources if _may_be_cache(source, rows)]
+        if value.op != "dot" and caches and any(map(is_new_rows, value.sources)):
+            call = f"{node.name} ({called(node)})"
             width = value.shape[-1]
             if not isinstance(graph.unbound(width), int):
-                message = f"{named} writes to a cache that is {graph.unbound(width)} wide"
+                message = f"{call} writes to a cache that is {graph.unbound(width)} wide"
                 return Obstacle("cache.width", message)
-            message = f"{named} is no write of whole rows of {name} by one number for each token"
+            message = f"{call} is no write of whole rows of {name} by one number for each token"
             return Obstacle("cache.writer", message)
     for value in graph.written.values():
-        if any(map(is_taken, order([value]))):
+        if any(map(is_new_rows, order([value]))):
             node = graph.nodes[value][0]
             message = (
                 f"{node.name} puts the rows of {name} elsewhere than at a number for each token"
@@ -229,6 +284,7 @@ def _not_taken(graph: Graph, given: Given, name: str, rows: Value) -> Obstacle:
 
 
 def _may_be_cache(value: Value, rows: Value) -> bool:
+    """Returns True if the Value is a view of an input that is large enough to take the rows."""
     while value.op in ("reshape", "slice", "permute"):
         value = value.sources[0]
     is_input = value.op in ("leaf", "write") and not value.model and value is not rows
@@ -242,63 +298,71 @@ PAIRS = Obstacle(
 )
 
 
-def _of_memory(
+def _memory_obstacles(
     graph: Graph, write: Write, setting: Setting, element: torch.dtype | None
 ) -> Iterator[Obstacle]:
-    """Why the kernel cannot write rows of bytes, or in bfloat16, into the memory of a cache."""
+    """Yields why the kernel cannot write rows into the memory of a cache.
+
+    element  the dtype of quantised rows; None for bfloat16
+    """
     dtype = element or torch.bfloat16
-    name, held = write.cache.name, write.cache.meta["val"]
-    if not setting.boundary and graph.shape(held.shape) != write.shape:
-        sizes = f"{list(held.shape)}, and no wrapper can view it as {list(write.shape)}"
+    name, cache = write.cache.name, write.cache.meta["val"]
+    if not setting.boundary and graph.shape(cache.shape) != write.shape:
+        sizes = f"{list(cache.shape)}, and no wrapper can view it as {list(write.shape)}"
         yield Obstacle("cache.boundary", f"{name} has shape {sizes}")
-    if not setting.writable(held):
-        strides = list(held.stride())
+    if not setting.is_writable(cache):
+        strides = list(cache.stride())
         yield Obstacle(
             "cache.strides",
             f"{name} has strides {strides}, and rows that the kernel writes to it do not arrive",
         )
-    if held.dtype != dtype:
-        detail = f"{name} is {held.dtype}, the rows written to it {dtype}"
+    if cache.dtype != dtype:
+        detail = f"{name} is {cache.dtype}, the rows written to it {dtype}"
         yield Obstacle("cache.dtype", detail)
 
 
-def _is_of(given: Value | None, rows: Value) -> bool:
-    while given is not None and given.op == "reshape":
-        given = given.sources[0]
-    return given is rows
+def _is_reshape_of(value: Value | None, rows: Value) -> bool:
+    """Returns True if the Value is the rows, perhaps reshaped."""
+    while value is not None and value.op == "reshape":
+        value = value.sources[0]
+    return value is rows
 
 
-def _base(graph: Graph, value: Value) -> Node | None:
-    """The input that is written."""
-    base = value.sources[0]
-    while base.op == "reshape":
-        base = base.sources[0]
-    nodes = [node for node in graph.nodes.get(base, ()) if node.op == "placeholder"]
-    return nodes[0] if base.op == "leaf" and nodes else None
+def _written_input(graph: Graph, value: Value) -> Node | None:
+    """Returns the input that a write goes to, or None."""
+    target = value.sources[0]
+    while target.op == "reshape":
+        target = target.sources[0]
+    placeholders = [node for node in graph.nodes.get(target, ()) if node.op == "placeholder"]
+    return placeholders[0] if target.op == "leaf" and placeholders else None
 
 
-def _write(graph: Graph, value: Value) -> Write | Obstacle:
-    cache = _base(graph, value)
+def _read_write(graph: Graph, value: Value) -> Write | Obstacle:
+    """Returns a write as the kernel does it, or the obstacle if the cache has no fitting shape."""
+    cache = _written_input(graph, value)
     if cache is None:
-        return _no_input(graph, unmoved(value.sources[0]))
-    held, width = cache.meta["val"], value.shape[1]
-    shape = graph.shape(held.shape)
+        return _no_input_obstacle(graph, strip_reshapes(value.sources[0]))
+    tensor, width = cache.meta["val"], value.shape[1]
+    shape = graph.shape(tensor.shape)
     if value.literal is not None and len(shape) == 4 and shape[2:] == (1, width):
         return Write(value, cache, shape)
     if shape[-1] != width:
-        detail = f"{cache.name} is {held.shape[-1]} wide, the rows written to it {width}"
+        detail = f"{cache.name} is {tensor.shape[-1]} wide, the rows written to it {width}"
         return Obstacle("cache.width", detail)
-    paged = _paged_shape(cache)
-    if paged is None:
-        return Obstacle("cache.shape", f"{cache.name} has shape {list(held.shape)}")
-    return Write(value, cache, graph.shape(paged))
+    paged_shape = _paged_shape(cache)
+    if paged_shape is None:
+        return Obstacle("cache.shape", f"{cache.name} has shape {list(tensor.shape)}")
+    return Write(value, cache, graph.shape(paged_shape))
 
 
-def _no_input(graph: Graph, base: Value) -> Obstacle:
-    """``base`` is what rows are written into."""
+def _no_input_obstacle(graph: Graph, base: Value) -> Obstacle:
+    """Returns the obstacle of a write into something that is no input of the graph.
+
+    base  what is written into
+    """
     for value, nodes in graph.nodes.items():
         for node in nodes:
-            if unmoved(value) is base and isinstance(node.meta.get("val"), torch.Tensor):
+            if strip_reshapes(value) is base and isinstance(node.meta.get("val"), torch.Tensor):
                 return Obstacle("cache.no_input", *pools.no_input(node))
     return Obstacle("cache.no_input", "rows are written into what is no input of the graph")
 
@@ -307,12 +371,14 @@ _BLOCK_SIZES = (128, 64, 32, 16)
 
 
 def _paged_shape(cache: Node) -> tuple[object, object, int, object] | None:
-    """[BlockNum, BlockSize, 1, width] that the cache has, or that its memory can be viewed as; None
-    if neither, or if it has no rows.
+    """Returns the shape [BlockNum, BlockSize, 1, width] that the cache has, or that it can be
+    viewed as.
 
-    A cache of another rank is rows of its last axis: [.., BlockSize, width] keeps its blocks where
-    the kernel takes that BlockSize (16 to 1024, in steps of 16), other rows are cut into blocks of
-    128, 64, 32 or 16. Of symbolic sizes, one must be known to be a multiple of that.
+    Returns None if there is no such shape, or if the cache has no rows.
+
+    A cache of another rank is rows of its last axis. In [.., BlockSize, width] the blocks stay if
+    the kernel takes that BlockSize (16 to 1024, in steps of 16). Other rows are cut into blocks of
+    128, 64, 32 or 16. If sizes are symbolic, one must be known to be a multiple of that.
     """
     value = cache.meta["val"]
     shape = [known(size) for size in value.shape]
@@ -327,10 +393,10 @@ def _paged_shape(cache: Node) -> tuple[object, object, int, object] | None:
         if not isinstance(shape[0], int):
             count, rows = shape[0], prod(shape[1:-1])
         is_block = len(shape) == 3 and shape[-2] % 16 == 0 and 16 <= shape[-2] <= 1024
-        own = shape[-2] if is_block else None
-        size = own or next((size for size in _BLOCK_SIZES if rows % size == 0), None)
+        block_size = shape[-2] if is_block else None
+        size = block_size or next((size for size in _BLOCK_SIZES if rows % size == 0), None)
         if size:
             return count * (rows // size), size, 1, shape[-1]
-    cut = (size for size in _BLOCK_SIZES if any(divides(size, rows) for rows in shape[:-1]))
-    size = next(cut, None)
+    divisors = (size for size in _BLOCK_SIZES if any(divides(size, rows) for rows in shape[:-1]))
+    size = next(divisors, None)
     return (prod(shape[:-1]) // size, size, 1, shape[-1]) if size else None

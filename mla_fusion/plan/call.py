@@ -1,5 +1,6 @@
-"""The call of ``npu_mla_prolog_v3_functional``: its arguments lowered, its results by the leaves
-that stand for them.
+"""Emits the call of ``npu_mla_prolog_v3_functional`` for a plan: lowers arguments, returns results.
+
+``commit/rewrite.py`` calls this for the new graph, ``contract.py`` to see the arguments alone.
 """
 
 from __future__ import annotations
@@ -19,71 +20,81 @@ from mla_fusion.graph.numbers import literal
 from mla_fusion.meta.prolog import V3_FUNCTIONAL
 from mla_fusion.plan import modes
 from mla_fusion.plan.caches import InPlace
-from mla_fusion.plan.operands import buffer, dense, identity, nothing
-from mla_fusion.plan.outputs import holders
+from mla_fusion.plan.operands import empty_kr_cache, identity, row_buffer, to_kernel_layout
+from mla_fusion.plan.outputs import source_nodes
 from mla_fusion.plan.plan import Plan
 
 aten = torch.ops.aten
 _WEIGHTS = ("weight_dq", "weight_uq_qr", "weight_uk", "weight_dkv_kr")
 _GAMMAS = ("rmsnorm_gamma_cq", "rmsnorm_gamma_ckv")
-_OF_COLUMNS = ("dequant_scale_w_dq", "dequant_scale_w_uq_qr", "dequant_scale_w_dkv_kr")
+_COLUMN_SCALES = ("dequant_scale_w_dq", "dequant_scale_w_uq_qr", "dequant_scale_w_dkv_kr")
 _PLACES = {name: place for place, name in enumerate(V3_FUNCTIONAL.results)}
 
 
-def called(b: Builder, lower: Lowering, plan: Plan) -> dict[Value, Any]:
-    """Emit the call; handles of the results that are read."""
-    a, graph = plan.proposal.arguments, plan.graph
+def emit_call(builder: Builder, lower: Lowering, plan: Plan) -> dict[Value, Any]:
+    """Emits the call. Returns the handles of the results that are read, by the Values that stand
+    for them.
+
+    lower  lowers Values into the same builder
+    """
+    arguments, graph = plan.proposal.arguments, plan.graph
     mode = plan.modes[0]
-    full = mode and "dequant_scale_x" in a
+    is_x_quantised = mode and "dequant_scale_x" in arguments
     bfloat16 = torch.bfloat16
-    x = lower.of(a["token_x"], None if full else bfloat16)
+    x = lower.of(arguments["token_x"], None if is_x_quantised else bfloat16)
     weights = []
     for name in _WEIGHTS:
-        has_bytes = name != "weight_uk" and mode and (full or name == "weight_uq_qr")
-        nz = name != "weight_uk"
-        if not nz and plan.proposal.instead is not None:
-            weights.append(_identity(b, plan))
+        keeps_dtype = name != "weight_uk" and mode and (is_x_quantised or name == "weight_uq_qr")
+        is_nz = name != "weight_uk"
+        if not is_nz and plan.proposal.identity_reason is not None:
+            weights.append(_packed_identity(builder, plan))
             continue
-        weights.append(_packed(b, plan, name, None if has_bytes else bfloat16, nz))
-    gammas = [_gamma(b, plan, name) for name in _GAMMAS]
-    sin, cos = (lower.of(a[name], bfloat16) for name in ("rope_sin", "rope_cos"))
+        weights.append(
+            _packed_operand(builder, plan, name, None if keeps_dtype else bfloat16, is_nz)
+        )
+    gammas = [_gamma(builder, plan, name) for name in _GAMMAS]
+    sin, cos = (lower.of(arguments[name], bfloat16) for name in ("rope_sin", "rope_cos"))
     lead = [plan.tokens]
     options: dict[str, Any] = {}
     if isinstance(plan.caches, InPlace):
-        caches = [b.cache(node, shape) for _, node, shape in plan.held]
-        caches += [nothing(b, x) for _ in range(2 - len(caches))]
+        caches = [builder.cache(node, shape) for _, node, shape in plan.written_caches]
+        caches += [empty_kr_cache(builder, x) for _ in range(2 - len(caches))]
         slots = plan.caches.slots
 
-        def row_numbers(b: Builder) -> Any:
-            return b.cast(Lowering(b, graph).of(slots), torch.int64)
+        def row_numbers(builder: Builder) -> Any:
+            return builder.cast(Lowering(builder, graph).of(slots), torch.int64)
 
-        b.check_slots(row_numbers, holders(graph, [slots]), [*plan.held], False)
-        options["cache_index"] = b.cast(lower.of(slots), torch.int64)
+        builder.check_slots(
+            row_numbers, source_nodes(graph, [slots]), [*plan.written_caches], False
+        )
+        options["cache_index"] = builder.cast(lower.of(slots), torch.int64)
     else:
-        widths = a["weight_uk"].shape[2], a["rope_cos"].shape[1]
-        caches = [buffer(b, x, lead, width) for width in widths]
-    for name in _OF_COLUMNS:
-        if name in a:
-            options[name] = _packed(b, plan, name, None, False)
-    if "smooth_scales_cq" in a:
-        row = (1, *a["smooth_scales_cq"].shape[-1:])
-        options["smooth_scales_cq"] = lower.of(a["smooth_scales_cq"], torch.float32, row)
-    if full:
-        options["dequant_scale_x"] = _scale(b, lower.of(a["dequant_scale_x"]), mode == 3)
-    options |= _scales_of_caches(lower, plan)
+        widths = arguments["weight_uk"].shape[2], arguments["rope_cos"].shape[1]
+        caches = [row_buffer(builder, x, lead, width) for width in widths]
+    for name in _COLUMN_SCALES:
+        if name in arguments:
+            options[name] = _packed_operand(builder, plan, name, None, False)
+    if "smooth_scales_cq" in arguments:
+        row = (1, *arguments["smooth_scales_cq"].shape[-1:])
+        options["smooth_scales_cq"] = lower.of(arguments["smooth_scales_cq"], torch.float32, row)
+    if is_x_quantised:
+        options["dequant_scale_x"] = _cast_scale(
+            builder, lower.of(arguments["dequant_scale_x"]), mode == 3
+        )
+    options |= _cache_scales(lower, plan)
     operation = getattr(torch.ops.npu, V3_FUNCTIONAL.name).default
-    given = (x, *weights, *gammas, sin, cos, *caches)
-    made = b.call(operation, *given, **options, **plan.attributes)
-    found: dict[Value, Any] = {}
+    operands = (x, *weights, *gammas, sin, cos, *caches)
+    call_result = builder.call(operation, *operands, **options, **plan.attributes)
+    results: dict[Value, Any] = {}
     for name, value in plan.results.items():
-        if name in plan.read or name in ("query", "query_rope") or "cache" in name:
+        if name in plan.read_results or name in ("query", "query_rope") or "cache" in name:
             place = _PLACES[name.replace("_rows", "_cache")]
-            found[value] = b.call(operator.getitem, made, place)
-    return found
+            results[value] = builder.call(operator.getitem, call_result, place)
+    return results
 
 
-def _scales_of_caches(lower: Lowering, plan: Plan) -> dict[str, Any]:
-    """The scales of the caches by name, lowered; one that is a number is filled in."""
+def _cache_scales(lower: Lowering, plan: Plan) -> dict[str, Any]:
+    """Returns the lowered scales of the caches by name. A scale that is one number is filled in."""
     shapes = modes.scale_shapes(*plan.modes, plan.dims["Hckv"], plan.dims["Dr"])
     scales = {}
     for name, shape in shapes.items():
@@ -94,60 +105,70 @@ def _scales_of_caches(lower: Lowering, plan: Plan) -> dict[str, Any]:
     return scales
 
 
-def _packed(b: Builder, plan: Plan, name: str, dtype: torch.dtype | None, nz: bool) -> Any:
-    """A weight, or scales of its columns: made ahead of the graph where that can be."""
+def _packed_operand(
+    builder: Builder, plan: Plan, name: str, dtype: torch.dtype | None, is_nz: bool
+) -> Any:
+    """Returns a weight, or scales of its columns. They are computed ahead of the graph if possible.
+
+    is_nz  True if the kernel reads the operand in FRACTAL_NZ
+    """
     value, graph = plan.proposal.arguments[name], plan.graph
-    leaves = holders(graph, [value])
-    is_scale = name in _OF_COLUMNS
+    leaves = source_nodes(graph, [value])
+    is_scale = name in _COLUMN_SCALES
 
-    def recipe(b: Builder) -> Any:
-        lower = Lowering(b, graph, {}, set(leaves).__contains__)
+    def recipe(builder: Builder) -> Any:
+        lower = Lowering(builder, graph, {}, set(leaves).__contains__)
         if not is_scale:
-            return dense(b, lower.of(value, dtype), nz)
+            return to_kernel_layout(builder, lower.of(value, dtype), is_nz)
         is_row = len(value.shape) == 1
-        made = lower.of(value, shape=(1, *value.shape) if is_row else None)
-        return dense(b, _scale(b, made, not is_row), False)
+        scale = lower.of(value, shape=(1, *value.shape) if is_row else None)
+        return to_kernel_layout(builder, _cast_scale(builder, scale, not is_row), False)
 
-    return b.packed(name, recipe, leaves)
+    return builder.packed(name, recipe, leaves)
 
 
-def _identity(b: Builder, plan: Plan) -> Any:
-    """[I | 0] for every head: layers share it."""
+def _packed_identity(builder: Builder, plan: Plan) -> Any:
+    """Returns [I | 0] for every head, packed once for all layers."""
     heads, nope, latent = map(int, plan.proposal.arguments["weight_uk"].shape)
     shape = heads, nope, latent
     device = plan.products[0].meta["val"].device
 
-    def recipe(b: Builder) -> Any:
-        return b.packed("weight_uk", lambda b: identity(b, shape, device), [])
+    def recipe(builder: Builder) -> Any:
+        return builder.packed("weight_uk", lambda builder: identity(builder, shape, device), [])
 
-    return b.once(("identity", shape), recipe)
+    return builder.once(("identity", shape), recipe)
 
 
-def _gamma(b: Builder, plan: Plan, name: str) -> Any:
-    """The weight of a norm; one that is wider holds bfloat16's numbers (the policy has seen to
-    that).
+def _gamma(builder: Builder, plan: Plan, name: str) -> Any:
+    """Returns the weight of a norm in bfloat16.
+
+    A wider weight holds bfloat16 numbers, as ``policy.py`` has checked. They are checked again when
+    it is packed.
     """
     value, graph = plan.proposal.arguments[name], plan.graph
-    leaves = holders(graph, [value])
+    leaves = source_nodes(graph, [value])
 
-    def recipe(b: Builder) -> Any:
-        return Lowering(b, graph, {}, set(leaves).__contains__).of(value, torch.bfloat16)
+    def recipe(builder: Builder) -> Any:
+        return Lowering(builder, graph, {}, set(leaves).__contains__).of(value, torch.bfloat16)
 
     wide = [node for node in leaves if _is_wide(node)]
     if not wide or len(leaves) > 1:
-        return recipe(b)
-    held = str(wide[0].meta["val"].dtype).removeprefix("torch.")
-    what = f"the numbers of {label(wide[0])}, a norm weight in {held}, are not all bfloat16 numbers"
-    return b.packed(name, recipe, leaves, exact=Exact("norm.gamma_dtype", what))
+        return recipe(builder)
+    kind = str(wide[0].meta["val"].dtype).removeprefix("torch.")
+    text = f"the numbers of {label(wide[0])}, a norm weight in {kind}, are not all bfloat16 numbers"
+    return builder.packed(name, recipe, leaves, exact=Exact("norm.gamma_dtype", text))
 
 
 def _is_wide(node: Node) -> bool:
+    """Returns True if the node is an input with a dtype other than bfloat16."""
     return node.op == "placeholder" and node.meta["val"].dtype != torch.bfloat16
 
 
-def _scale(b: Builder, value: Any, of_blocks: bool) -> Any:
-    """In float32; of blocks the codes of powers of two."""
-    if not of_blocks:
-        return b.cast(value, torch.float32)
-    is_code = b.dtype(value) == torch.float8_e8m0fnu
-    return value if is_code else b.call(aten.view.dtype, value, torch.float8_e8m0fnu)
+def _cast_scale(builder: Builder, value: Any, is_of_blocks: bool) -> Any:
+    """Returns a scale in float32. Scales of blocks are codes of powers of two, in
+    float8_e8m0fnu.
+    """
+    if not is_of_blocks:
+        return builder.cast(value, torch.float32)
+    is_code = builder.dtype(value) == torch.float8_e8m0fnu
+    return value if is_code else builder.call(aten.view.dtype, value, torch.float8_e8m0fnu)

@@ -1,25 +1,19 @@
-"""The attributes and scales that go with weight_quant_mode and kv_cache_quant_mode of a call.
+"""Lists the attributes and scales that weight_quant_mode and kv_cache_quant_mode of a call need.
 
-They are read from the operator's specification.
+They are read from the operator's specification. ``plan.py`` and ``call.py`` ask for them.
 """
 
 from __future__ import annotations
 
 import torch
 
-from mla_fusion.meta.spec import (
-    CACHE_QUANTS,
-    CLIP_WEIGHT_MODES,
-    ELEMENT,
-    HIFLOAT8,
-    WEIGHT_MODES,
-)
+from mla_fusion.meta.spec import CACHE_QUANTS, CLIP_WEIGHT_MODES, ELEMENT, HIFLOAT8, WEIGHT_MODES
 
 _NUMBERED = ("token_x", "weight_dq", "weight_uq_qr", "weight_dkv_kr")
 
 
 def attributes(weight_mode: int, cache_mode: int) -> dict[str, int]:
-    """Those that differ from 0, the operator's default."""
+    """Returns the attributes of these modes that differ from 0, the operator's default."""
     quant = CACHE_QUANTS[cache_mode]
     modes = {
         "weight_quant_mode": weight_mode,
@@ -37,7 +31,11 @@ def attributes(weight_mode: int, cache_mode: int) -> dict[str, int]:
 def scale_shapes(
     weight_mode: int, cache_mode: int, latent: int, rope: int
 ) -> dict[str, tuple[int, ...]]:
-    """Shapes of the scales that the caches need, by name; ``latent`` is Hckv, ``rope`` Dr."""
+    """Returns the shapes of the scales that the caches need, by name.
+
+    latent  Hckv, the width of the latents
+    rope    Dr, the width of the rotated keys
+    """
     sizes = {"1": 1, "Hckv": latent, "Dr": rope}
     has_clip = weight_mode in CLIP_WEIGHT_MODES
     return {

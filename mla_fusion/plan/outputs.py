@@ -1,5 +1,7 @@
-"""What becomes of the graph when the call gives what the claims say: the nodes that read results,
-and the nodes that stay.
+"""Partitions the nodes of a graph: which stay, and which are replaced by results of calls.
+
+``pipeline.py`` asks this for all plans at once, before ``commit/`` writes the new graph. The
+functions about single nodes serve the rest of ``plan/`` too.
 """
 
 from __future__ import annotations
@@ -15,14 +17,15 @@ from mla_fusion.fx.kinds import signature
 from mla_fusion.graph.departure import Departure
 from mla_fusion.graph.form import Value, filled_with
 from mla_fusion.graph.read import Graph, values_of, written_arguments
-from mla_fusion.propose.given import Given
+from mla_fusion.propose.given import Rewrites
 
 
 @dataclass
-class Settled:
-    """
-    replaced  nodes whose readers read results, and what they are
-    sizes     nodes that ask a tensor for a size
+class Partition:
+    """Says what becomes of each node of a graph.
+
+    replaced  nodes whose readers read results, and the Value over results that replaces each
+    sizes     nodes that return the size of a tensor
     kept      nodes that are still computed
     """
 
@@ -32,89 +35,108 @@ class Settled:
 
 
 def has_effect(graph: Graph, node: Node) -> bool:
-    """Does it change memory that is not the graph's own?"""
+    """Returns True if the node changes memory of an input or attribute of the graph."""
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return False
     if node in graph.hidden.values():
         return True
-    return any(graph.base(one).op != "call_function" for one in written_arguments(node))
+    return any(graph.base(target).op != "call_function" for target in written_arguments(node))
 
 
-def is_replaced(graph: Graph, node: Node, given: Given) -> bool:
-    """Is it an operator that writes caches unseen, which the call writes in its place?"""
+def is_replaced(graph: Graph, node: Node, rewrites: Rewrites) -> bool:
+    """Returns True if the node writes caches unlike its schema; the call writes them instead."""
     if node not in graph.hidden.values():
         return False
-    caches = [value for value in values_of(graph.readings[node]) if unmoved(value).op == "write"]
-    return all(given.of(value) is not None for value in caches)
+    caches = [
+        value for value in values_of(graph.readings[node]) if strip_reshapes(value).op == "write"
+    ]
+    return all(rewrites.of(value) is not None for value in caches)
 
 
 def is_size(node: Node) -> bool:
-    """Does it ask a tensor for a size?"""
+    """Returns True if the node returns the size of a tensor."""
     return isinstance(node.target, OpOverload) and isinstance(node.meta.get("val"), torch.SymInt)
 
 
-def gives_nothing(node: Node) -> bool:
-    """Is it called for what it checks alone?"""
+def is_check(node: Node) -> bool:
+    """Returns True if the node only checks a condition and returns nothing."""
     return signature(node.target).is_check
 
 
-def _is_statement(graph: Graph, node: Node) -> bool:
-    """Does it say of a computed tensor which dtype was traced? (Of an input the next call may bring
-    another one.)
+def _is_metadata_check(graph: Graph, node: Node) -> bool:
+    """Returns True if the node asserts the traced dtype of a computed tensor.
+
+    An assertion about an input is different: the next call may pass another dtype.
     """
-    is_one = node.target is torch.ops.aten._assert_tensor_metadata.default
-    return is_one and graph.base(node.all_input_nodes[0]).op == "call_function"
+    is_assertion = node.target is torch.ops.aten._assert_tensor_metadata.default
+    return is_assertion and graph.base(node.all_input_nodes[0]).op == "call_function"
 
 
-def is_made_of_nothing(value: Value) -> bool:
-    """Whatever it is called with, is it one number, or memory that nobody has written?"""
+def is_input_free(value: Value) -> bool:
+    """Returns True if no input matters to the Value: it is one number everywhere, or unwritten
+    memory.
+    """
     return filled_with(value) is not None or (value.op == "opaque" and not value.sources)
 
 
-def unmoved(value: Value) -> Value:
+def strip_reshapes(value: Value) -> Value:
+    """Returns the Value without reshapes around it."""
     while value.op == "reshape":
         value = value.sources[0]
     return value
 
 
-def holders(graph: Graph, values: Iterable[Value], given: Given | None = None) -> list[Node]:
-    """The nodes from which Values are lowered, beside what results give."""
-    found, stack, seen = list[Node](), list(values), set[Value]()
+def source_nodes(
+    graph: Graph, values: Iterable[Value], rewrites: Rewrites | None = None
+) -> list[Node]:
+    """Returns the nodes from which Values are lowered.
+
+    rewrites  Values that results replace: these need no node
+    """
+    nodes, stack, seen = list[Node](), list(values), set[Value]()
     while stack:
         value = stack.pop()
         if value in seen:
             continue
         seen.add(value)
-        is_given = given is not None and given.of(value) is not None
-        if is_given and value.op == "write":
+        has_rewrite = rewrites is not None and rewrites.of(value) is not None
+        if has_rewrite and value.op == "write":
             continue
-        held = () if is_given else graph.nodes_holding(value)
-        nodes = (node for node in held if not has_effect(graph, node))
-        first = next(nodes, None)
+        candidates = () if has_rewrite else graph.nodes_holding(value)
+        readable = (node for node in candidates if not has_effect(graph, node))
+        first = next(readable, None)
         if first is None:
             stack += value.sources
         else:
-            found.append(first)
-    return found
+            nodes.append(first)
+    return nodes
 
 
-def _goes_on(graph: Graph, given: Given, node: Node, known: Value) -> bool:
-    """Is a step of the model's own, behind what results give as they are: no result itself?"""
-    is_given = _is_result(known) and node.meta["val"].dtype != torch.float32
-    if is_given or any((node, above) in graph.stale for above in node.all_input_nodes):
+def _is_step_after_results(graph: Graph, rewrites: Rewrites, node: Node, rewrite: Value) -> bool:
+    """Returns True if the node is a step of the model after results, and no result itself.
+
+    Such a step stays in the graph and reads the results.
+
+    rewrite  what the node's Value is over the results
+    """
+    is_result = _is_result(rewrite) and node.meta["val"].dtype != torch.float32
+    if is_result or any((node, producer) in graph.stale for producer in node.all_input_nodes):
         return False
-    read = [graph.readings[above] for above in node.all_input_nodes]
-    active = [one for one in read if isinstance(one, Value) and one.active]
-    return bool(active) and all(given.of(one) is not None for one in active)
+    operands = [graph.readings[producer] for producer in node.all_input_nodes]
+    active = [operand for operand in operands if isinstance(operand, Value) and operand.active]
+    return bool(active) and all(rewrites.of(operand) is not None for operand in active)
 
 
-def _is_result(known: Value) -> bool:
-    return unmoved(known).op in ("leaf", "write")
+def _is_result(rewrite: Value) -> bool:
+    """Returns True if the Value is a result or a written cache, perhaps reshaped."""
+    return strip_reshapes(rewrite).op in ("leaf", "write")
 
 
-def _memory(graph: Graph, node: Node) -> list[Node]:
-    """The nodes that stay with a node that stays: what it writes into, down to the memory that this
-    is a view of, and the steps that write into memory of the graph's own that it reads.
+def _kept_with(graph: Graph, node: Node) -> list[Node]:
+    """Returns the nodes that must stay if this node stays.
+
+    They are the views that it writes into, down to their memory. If it reads memory of the graph's
+    own, they are also the steps that write into that memory.
     """
     views = [*written_arguments(node)]
     for view in views:
@@ -124,56 +146,69 @@ def _memory(graph: Graph, node: Node) -> list[Node]:
     return views + (graph.writers.get(base, []) if base.op == "call_function" else [])
 
 
-def _written_later(graph: Graph, node: Node, reader: Node) -> Departure:
+def _late_write_departure(graph: Graph, node: Node, reader: Node) -> Departure:
+    """Returns the departure if a reader read a node before the node was written."""
     detail = f"{node.name} is written after {reader.name} has read it"
     return Departure("graph.not_functional", detail, [*values_of(graph.readings[node])])
 
 
-def settled(
-    graph: Graph, given: Given, products: Iterable[Value], read: Iterable[Value]
-) -> Settled:
-    """Walks up from what the graph gives out and writes, and from what calls read. Raises Departure
-    where a product is read that a call keeps to itself.
+def partition_nodes(
+    graph: Graph, rewrites: Rewrites, products: Iterable[Value], arguments: Iterable[Value]
+) -> Partition:
+    """Returns the partition of the graph's nodes.
+
+    It walks up from outputs, from nodes with effects, and from the arguments of calls.
+
+    rewrites   what results replace
+    products   Values that the calls compute inside
+    arguments  arguments of the calls
+
+    Raises Departure if something reads a product that a call keeps inside, or reads memory before
+    it is written.
     """
-    found, inside, hidden = Settled(), set(products), set(graph.hidden.values())
+    parts, inner_products, hidden = Partition(), set(products), set(graph.hidden.values())
     stack = [
         (node, node, False)
         for node in graph.gm.graph.nodes
         if node.op == "output"
-        or (gives_nothing(node) and not _is_statement(graph, node))
-        or (has_effect(graph, node) and not is_replaced(graph, node, given))
+        or (is_check(node) and not _is_metadata_check(graph, node))
+        or (has_effect(graph, node) and not is_replaced(graph, node, rewrites))
     ]
-    stack += [(node, node, False) for node in holders(graph, read)]
+    stack += [(node, node, False) for node in source_nodes(graph, arguments)]
     while stack:
         node, reader, is_memory = stack.pop()
         is_stale = (reader, node) in graph.stale
-        # what an input held before it was written is read of the input
+        # what an input held before it was written is read from the input
         is_memory = is_memory or (is_stale and graph.base(node).op != "call_function")
-        if node in found.replaced and is_stale and not is_memory:
-            raise _written_later(graph, node, reader)
-        if node in found.kept or node in found.sizes or (node in found.replaced and not is_memory):
+        if node in parts.replaced and is_stale and not is_memory:
+            raise _late_write_departure(graph, node, reader)
+        if node in parts.kept or node in parts.sizes or (node in parts.replaced and not is_memory):
             continue
         if is_size(node):
-            found.sizes.add(node)
+            parts.sizes.add(node)
             continue
         is_step = node.op == "call_function" and (node in hidden or not has_effect(graph, node))
         if is_step and not is_memory:
             reading = graph.readings[node]
             if isinstance(reading, Value):
-                is_filled = is_made_of_nothing(reading) and node.all_input_nodes
-                known = reading if is_filled else given.of(reading)
-                if known is not None and is_stale:
-                    raise _written_later(graph, node, reader)
-                is_inside = reading in inside
-                if known is not None and (is_inside or not _goes_on(graph, given, node, known)):
-                    found.replaced[node] = known
-                    stack += [(one, node, False) for one in holders(graph, [known], given)]
+                is_rebuilt = is_input_free(reading) and node.all_input_nodes
+                rewrite = reading if is_rebuilt else rewrites.of(reading)
+                if rewrite is not None and is_stale:
+                    raise _late_write_departure(graph, node, reader)
+                is_inner = reading in inner_products
+                if rewrite is not None and (
+                    is_inner or not _is_step_after_results(graph, rewrites, node, rewrite)
+                ):
+                    parts.replaced[node] = rewrite
+                    stack += [
+                        (source, node, False) for source in source_nodes(graph, [rewrite], rewrites)
+                    ]
                     continue
-        if is_step and not inside.isdisjoint(values_of(graph.readings[node])):
+        if is_step and not inner_products.isdisjoint(values_of(graph.readings[node])):
             detail = f"{reader.name} reads {node.name}, which the kernel keeps to itself"
             raise Departure("reader.latent", detail, list(values_of(graph.readings[node])))
-        found.replaced.pop(node, None)
-        found.kept.add(node)
-        stack += [(above, node, False) for above in node.all_input_nodes]
-        stack += [(above, node, True) for above in _memory(graph, node)]
-    return found
+        parts.replaced.pop(node, None)
+        parts.kept.add(node)
+        stack += [(producer, node, False) for producer in node.all_input_nodes]
+        stack += [(writer, node, True) for writer in _kept_with(graph, node)]
+    return parts

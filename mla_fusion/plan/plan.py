@@ -1,4 +1,7 @@
-"""The plan of one fusion: everything the rewrite does, decided before a node is touched."""
+"""Defines the plan of one fusion: all that the rewrite does, decided before a node is changed.
+
+``planner.py`` makes a ``Plan`` from a proven proposal. ``commit/`` verifies and lowers it.
+"""
 
 from __future__ import annotations
 
@@ -14,24 +17,24 @@ from mla_fusion.graph.form import Value, nearest
 from mla_fusion.graph.read import Graph
 from mla_fusion.plan import modes
 from mla_fusion.plan.caches import InPlace, Staged
-from mla_fusion.plan.outputs import holders
+from mla_fusion.plan.outputs import source_nodes
 from mla_fusion.propose.prologue import Proposal
 
-_ROWS = {"kv_rows": "c_kv", "kr_rows": "k_pe"}  # written by nobody: the model's own names
-_LEAST = 1e-30  # beside the mean square of any row of bfloat16
+_ROWS = {"kv_rows": "c_kv", "kr_rows": "k_pe"}  # report names of rows that no cache takes
+_LEAST = 1e-30  # negligible beside the mean square of any row of bfloat16
 
 
 @dataclass(eq=False)
 class Plan:
-    """One call of ``npu_mla_prolog_v3_functional``.
+    """Describes one call of ``npu_mla_prolog_v3_functional``.
 
-    claims       Values of the graph, and what they are over the results of the call
+    claims       proven claims: Values of the graph, and what they are over the results of the call
     region       the nodes that the call stands for, in order
-    replaced     those of them that are read elsewhere, with what they are over the results
+    replaced     nodes of the region that are read elsewhere, with what they are over the results
     compared     how many elements the proof compared
     assumptions  what the fusion takes for granted, for the report
-    warnings     where a cache holds other numbers than the model's
-    structure    a number, the same for the plans of equal layers
+    warnings     lines about caches that hold other numbers than the model's
+    structure    a number that is equal for the plans of equal layers
     """
 
     graph: Graph
@@ -48,99 +51,115 @@ class Plan:
     products: list[Node] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        held = map(self.graph.nodes_in_any_shape, self.proposal.products)
-        self.products = sorted({nodes[0] for nodes in held if nodes})
+        holders = map(self.graph.nodes_in_any_shape, self.proposal.products)
+        self.products = sorted({nodes[0] for nodes in holders if nodes})
 
     @property
     def values(self) -> dict[str, Value]:
-        """Arguments that are Values; slots among them."""
-        found = {n: a for n, a in self.proposal.arguments.items() if isinstance(a, Value)}
+        """Returns the arguments that are Values, by name, with the slots as ``cache_index``."""
+        arguments = {
+            name: argument
+            for name, argument in self.proposal.arguments.items()
+            if isinstance(argument, Value)
+        }
         if isinstance(self.caches, InPlace):
-            found["cache_index"] = self.caches.slots
-        return found
+            arguments["cache_index"] = self.caches.slots
+        return arguments
 
     @property
     def results(self) -> dict[str, Value]:
-        """What stands for results, by name: leaves, and caches with their new rows."""
-        found = {n: leaf for n, leaf in vars(self.proposal.results).items() if leaf is not None}
-        if isinstance(self.caches, InPlace):
-            del found["kv_rows"], found["kr_rows"]
-            found |= {name: write.value for name, write in self.caches.writes.items()}
-        return found
+        """Returns the Values that stand for results, by name.
 
-    def part(self, value: Value) -> str:
-        """The first result that a replaced output is made of, by its name in a report; "" where
-        there is none.
+        They are leaves. In place, the written caches replace the leaves of the new rows.
+        """
+        results = {
+            name: leaf for name, leaf in vars(self.proposal.results).items() if leaf is not None
+        }
+        if isinstance(self.caches, InPlace):
+            del results["kv_rows"], results["kr_rows"]
+            results |= {name: write.value for name, write in self.caches.writes.items()}
+        return results
+
+    def part_name(self, value: Value) -> str:
+        """Returns the name, in a report, of the first result that a replaced output is made of.
+
+        Returns "" if it is made of none.
         """
         names = {leaf: name for name, leaf in self.results.items()}
-        name = next((names[one] for one in nearest([value], names)), "")
+        name = next((names[source] for source in nearest([value], names)), "")
         return _ROWS.get(name, name)
 
     @cached_property
-    def read(self) -> set[str]:
-        """The results that something reads."""
+    def read_results(self) -> set[str]:
+        """Returns the names of the results that something reads."""
         names = {leaf: name for name, leaf in self.results.items()}
-        found, stack = set[str](), list(self.replaced.values())
+        results, stack = set[str](), list(self.replaced.values())
         seen = set[Value]()
         while stack:
-            one = stack.pop()
-            if one in names:
-                found.add(names[one])
-            elif one not in seen:
-                seen.add(one)
-                stack += one.sources
-        return found
+            value = stack.pop()
+            if value in names:
+                results.add(names[value])
+            elif value not in seen:
+                seen.add(value)
+                stack += value.sources
+        return results
 
     @property
     def tokens(self) -> Any:
+        """Returns the number of tokens, which may be symbolic."""
         return self.graph.unbound(self.proposal.x.shape[0])
 
     @property
     def dims(self) -> dict[str, Any]:
-        """Sizes of the axes, by the names of the operator's documents."""
-        a = self.proposal.arguments
-        heads, nope, latent = a["weight_uk"].shape
-        own = self.proposal.heads
-        padded = {"N_padded": int(heads)} if own else {}
+        """Returns the sizes of the axes, by the names of the operator's documents."""
+        arguments = self.proposal.arguments
+        heads, nope, latent = arguments["weight_uk"].shape
+        model_heads = self.proposal.model_heads
+        padded = {"N_padded": int(heads)} if model_heads else {}
         return {
             "T": str(self.tokens),
-            "He": int(a["token_x"].shape[1]),
-            "Hcq": int(a["weight_dq"].shape[1]),
+            "He": int(arguments["token_x"].shape[1]),
+            "Hcq": int(arguments["weight_dq"].shape[1]),
             "Hckv": int(latent),
-            "N": own or int(heads),
+            "N": model_heads or int(heads),
             "D": int(nope),
-            "Dr": int(a["rope_cos"].shape[1]),
+            "Dr": int(arguments["rope_cos"].shape[1]),
             **padded,
         }
 
     @property
     def modes(self) -> tuple[int, int]:
-        """weight_quant_mode and kv_cache_quant_mode."""
-        a = self.proposal.arguments
-        return a.get("weight_quant_mode", 0), a.get("kv_cache_quant_mode", 0)
+        """Returns weight_quant_mode and kv_cache_quant_mode."""
+        arguments = self.proposal.arguments
+        return arguments.get("weight_quant_mode", 0), arguments.get("kv_cache_quant_mode", 0)
 
     @property
     def attributes(self) -> dict[str, Any]:
-        """Keyword attributes of the call. Both epsilons are always given: the operator's default
-        is not the models'.
+        """Returns the keyword attributes of the call.
+
+        Both epsilons are always passed, because the operator's default is not the models'.
         """
-        a = self.proposal.arguments
-        found: dict[str, Any] = {
-            "rmsnorm_epsilon_cq": _epsilon(a["rmsnorm_epsilon_cq"]),
-            "rmsnorm_epsilon_ckv": _epsilon(a["rmsnorm_epsilon_ckv"]),
+        arguments = self.proposal.arguments
+        attributes: dict[str, Any] = {
+            "rmsnorm_epsilon_cq": _epsilon(arguments["rmsnorm_epsilon_cq"]),
+            "rmsnorm_epsilon_ckv": _epsilon(arguments["rmsnorm_epsilon_ckv"]),
             "cache_mode": self.caches.mode if isinstance(self.caches, InPlace) else "TND",
         }
-        if not self.read.isdisjoint(("query_norm", "dequant_scale_q_norm")):
-            found["query_norm_flag"] = True
-        found |= modes.attributes(*self.modes)
+        if not self.read_results.isdisjoint(("query_norm", "dequant_scale_q_norm")):
+            attributes["query_norm_flag"] = True
+        attributes |= modes.attributes(*self.modes)
         for name in ("qc_qr_scale", "kc_scale"):
-            if name in a:
-                found[name] = float(a[name])
-        return found
+            if name in arguments:
+                attributes[name] = float(arguments[name])
+        return attributes
 
     @cached_property
-    def held(self) -> tuple[tuple[str, Node, tuple[Any, ...]], ...]:
-        """Caches that the kernel writes: name, graph input, and the shape in which it takes it."""
+    def written_caches(self) -> tuple[tuple[str, Node, tuple[Any, ...]], ...]:
+        """Returns the caches that the kernel writes: result name, graph input, shape that the
+        kernel takes.
+
+        It is empty for a staged plan.
+        """
         writes = self.caches.writes if isinstance(self.caches, InPlace) else {}
         return tuple(
             (name, write.cache, tuple(map(self.graph.unbound, write.shape)))
@@ -149,15 +168,17 @@ class Plan:
 
     @cached_property
     def inputs(self) -> list[Node]:
-        """Nodes of the graph that the call reads, and others that hold the same."""
+        """Returns the nodes that the call reads, and all other nodes that hold the same Values."""
         graph, values = self.graph, self.values.values()
-        caches = [cache for _, cache, _ in self.held]
-        alike = [node for value in values for node in graph.nodes_holding(value)]
-        return [*dict.fromkeys((*holders(graph, values), *alike, *caches))]
+        caches = [cache for _, cache, _ in self.written_caches]
+        duplicates = [node for value in values for node in graph.nodes_holding(value)]
+        return [*dict.fromkeys((*source_nodes(graph, values), *duplicates, *caches))]
 
 
-def _epsilon(of_norm: Fraction) -> float:
-    """For the kernel. A norm without one keeps a row of zeros, by a least length: so does the
-    smallest number that float32 adds.
+def _epsilon(epsilon: Fraction) -> float:
+    """Returns a norm's epsilon as the kernel takes it.
+
+    A norm without an epsilon keeps a row of zeros by a least length. The smallest number that
+    float32 can add does the same.
     """
-    return float(of_norm) or _LEAST
+    return float(epsilon) or _LEAST

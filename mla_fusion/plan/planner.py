@@ -1,4 +1,8 @@
-"""From a proposal to a plan: proved, placed, judged, and taken by the operator's contract."""
+"""Makes a plan of a proposal: proves its claims, places the rows, checks dtypes and the contract.
+
+``pipeline.py`` calls ``Planner.plan`` for each proposal of ``propose/``. ``commit/`` verifies the
+plan and lowers it.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +23,14 @@ from mla_fusion.graph.form import Value, order
 from mla_fusion.graph.read import Graph, values_of
 from mla_fusion.meta import limits
 from mla_fusion.plan import contract, policy
-from mla_fusion.plan.caches import PAIRS, InPlace, Obstacle, Setting, Staged, Write, placed
-from mla_fusion.plan.outputs import has_effect, is_size, unmoved
+from mla_fusion.plan.caches import PAIRS, InPlace, Obstacle, Setting, Staged, Write, place_rows
+from mla_fusion.plan.outputs import has_effect, is_size, strip_reshapes
 from mla_fusion.plan.plan import Plan
-from mla_fusion.plan.region import computed, region_of
+from mla_fusion.plan.region import find_region, nodes_between
 from mla_fusion.plan.structure import Structures
-from mla_fusion.propose.given import Given
-from mla_fusion.propose.kept import as_kept
-from mla_fusion.propose.padded import padded
+from mla_fusion.propose.given import Rewrites
+from mla_fusion.propose.kept import cache_variants
+from mla_fusion.propose.padded import pad_heads
 from mla_fusion.propose.prologue import Proposal
 from mla_fusion.propose.sites import Projections
 
@@ -51,9 +55,10 @@ IDENTITY = "q_nope is finite: weight_uk = [I | 0] multiplies it (Config.targets 
 
 
 class Planner:
-    """Of one graph.
+    """Makes the plans of one graph.
 
-    boundary  a wrapper will stand around the graph, so that caches can be viewed before the call
+    boundary      True if a wrapper will stand around the graph; it can view caches before the call
+    taken_writes  writes of the plans in place that were made so far
     """
 
     def __init__(
@@ -61,124 +66,148 @@ class Planner:
     ) -> None:
         self.graph, self.projections, self.config = graph, projections, config
         self.boundary = boundary
-        self.taken = set[Value]()  # writes of the plans that are done
+        self.taken_writes = set[Value]()
         self._structures = Structures(graph)
-        self._taken: dict[object, tuple[str, ...]] = {}  # what is assumed of sizes, by structure
+        self._size_assumptions: dict[object, tuple[str, ...]] = {}  # by structure
         self._proofs: dict[object, tuple[list[Value], tuple[list[int], int] | Departure]] = {}
 
     @cached_property
-    def _holding(self) -> dict[Value, list[Node]]:
-        """The nodes that hold a Value, or a number times it."""
-        found: dict[Value, list[Node]] = {}
+    def _unscaled_holders(self) -> dict[Value, list[Node]]:
+        """Returns the nodes that hold a Value or a multiple of it, by the Value without its
+        number.
+        """
+        holders: dict[Value, list[Node]] = {}
         for value, nodes in self.graph.nodes.items():
-            found.setdefault(self.graph.form.split(value)[1], []).extend(nodes)
-        return found
+            holders.setdefault(self.graph.form.split(value)[1], []).extend(nodes)
+        return holders
 
     def plan(self, proposal: Proposal) -> Plan:
-        """Raises Departure."""
-        target = _target(proposal)
+        """Returns the plan of a proposal.
+
+        Variants with quantised caches are tried first, since they may be written in place. If the
+        kernel takes no such number of heads, the heads are padded. Raises Departure.
+        """
+        target = _target_of(proposal)
         if target not in self.config.targets:
             detail = f"Config.targets is {self.config.targets}"
             raise Departure("target.unlisted", detail, proposal.products)
-        for other in as_kept(self.projections, proposal):
+        for variant in cache_variants(self.projections, proposal):
             try:
-                plan = self._planned(other)
+                plan = self._plan_proposal(variant)
             except Departure:
                 continue
             if isinstance(plan.caches, InPlace):
                 return plan
         try:
-            return self._planned(proposal)
+            return self._plan_proposal(proposal)
         except Departure as reason:
-            heads = self._heads(proposal) if reason.code == "contract:dims.n" else 0
-            more = padded(self.projections, proposal, heads) if heads else None
-            if more is None:
+            heads = self._padded_head_count(proposal) if reason.code == "contract:dims.n" else 0
+            padded_proposal = pad_heads(self.projections, proposal, heads) if heads else None
+            if padded_proposal is None:
                 raise
-            return self._planned(more)
+            return self._plan_proposal(padded_proposal)
 
-    def _heads(self, proposal: Proposal) -> int:
-        """The least number, above that of the model, that the kernel takes; 0 where there is
-        none.
+    def _padded_head_count(self, proposal: Proposal) -> int:
+        """Returns the least number of heads above the model's that the kernel takes, or 0 if there
+        is none.
         """
-        own, machine = proposal.arguments["weight_uk"].shape[0], self.config.machine
-        taken = limits("npu_mla_prolog_v3", machine.soc, machine.cann).dims["N"]
-        return next((count for count in range(own + 1, _MOST_HEADS + 1) if count in taken), 0)
+        heads, machine = proposal.arguments["weight_uk"].shape[0], self.config.machine
+        allowed_heads = limits("npu_mla_prolog_v3", machine.soc, machine.cann).dims["N"]
+        return next(
+            (count for count in range(heads + 1, _MOST_HEADS + 1) if count in allowed_heads), 0
+        )
 
-    def _planned(self, proposal: Proposal) -> Plan:
-        held, compared = self._proved(proposal)
-        plan = self._placed(proposal, held, compared)
-        outputs = (one for one in plan.replaced if self.graph.base(one).op == "call_function")
-        policy.functional(self.graph, (*plan.inputs, *outputs))
-        plan.structure = self._structures.of(plan)
+    def _plan_proposal(self, proposal: Proposal) -> Plan:
+        """Returns the plan of exactly this proposal. Raises Departure."""
+        claims, compared = self._proven_claims(proposal)
+        plan = self._place(proposal, claims, compared)
+        outputs = (node for node in plan.replaced if self.graph.base(node).op == "call_function")
+        policy.check_functional(self.graph, (*plan.inputs, *outputs))
+        plan.structure = self._structures.number_of(plan)
         key = plan.structure, proposal.arguments["token_x"].active
-        sizes = self._taken.get(key)
-        made_anew = computed(plan.replaced, plan.inputs)
+        sizes = self._size_assumptions.get(key)
+        computed_nodes = nodes_between(plan.replaced, plan.inputs)
         if sizes is None:
-            policy.judge(self.graph, proposal, sorted({*plan.region, *made_anew}))
-            asked = plan
-            plan, sizes = self._accepted(asked, held)
-            if plan is asked:
-                self._taken[key] = sizes
+            policy.check_region(self.graph, proposal, sorted({*plan.region, *computed_nodes}))
+            first_plan = plan
+            plan, sizes = self._accept_contract(first_plan, claims)
+            if plan is first_plan:
+                self._size_assumptions[key] = sizes
             else:
-                plan.structure = self._structures.of(plan)
-        more = [
+                plan.structure = self._structures.number_of(plan)
+        assumptions = [
             *plan.warnings,
-            *_of_slots(plan, self.config, self.boundary),
+            *_slot_assumptions(plan, self.config, self.boundary),
             *([ROWS_READ_BACK] if _reads_rows_back(plan) else []),
-            *([IDENTITY] if proposal.instead is not None else []),
-            *policy.narrowed(self.graph, plan.proposal),
-            *self._assumed(plan, {*plan.region, *made_anew, *_slots(plan)}),
+            *([IDENTITY] if proposal.identity_reason is not None else []),
+            *policy.gamma_assumptions(self.graph, plan.proposal),
+            *self._node_assumptions(plan, {*plan.region, *computed_nodes, *_slot_nodes(plan)}),
         ]
-        return replace(plan, assumptions=(*more, *sizes))
+        return replace(plan, assumptions=(*assumptions, *sizes))
 
-    def _assumed(self, plan: Plan, nodes: set[Node]) -> Iterator[str]:
-        """What was taken for granted of the nodes, and of how x becomes bytes."""
-        own = (one for node in sorted(nodes) for one in self.graph.registered.get(node, ()))
-        for target in dict.fromkeys(own):
+    def _node_assumptions(self, plan: Plan, nodes: set[Node]) -> Iterator[str]:
+        """Yields what is assumed about the nodes of a plan, and about how x becomes bytes."""
+        operators = (
+            operator for node in sorted(nodes) for operator in self.graph.registered.get(node, ())
+        )
+        for target in dict.fromkeys(operators):
             yield f"{target} computes what was registered for it"
         graph, stack = self.graph, plan.inputs if self.graph.assumed else []
         while stack:
             node = stack.pop()
             reading = graph.readings[node]
-            is_made = isinstance(reading, Value) and reading.active and node not in nodes
-            if is_made and dtype_of(node) != torch.bfloat16:
+            is_computed = isinstance(reading, Value) and reading.active and node not in nodes
+            if is_computed and dtype_of(node) != torch.bfloat16:
                 nodes.add(node)
                 stack += node.all_input_nodes
         for node in sorted(nodes):
             for line in graph.assumed.get(node, ()):
                 yield f"{line} at {node.name}"
 
-    def _proved(self, proposal: Proposal) -> tuple[list[Claim], int]:
-        """The claims that hold, and how many elements were compared. Proved once for each
-        structure. Raises Departure.
+    def _proven_claims(self, proposal: Proposal) -> tuple[list[Claim], int]:
+        """Returns the claims that hold, and how many elements were compared.
+
+        Each structure is proved once. Raises Departure if a required claim does not hold.
         """
         key, values = proposal.numbered()
         if key not in self._proofs:
-            self._proofs[key] = values, self._proof(proposal)
-        before, proof = self._proofs[key]
+            self._proofs[key] = values, self._prove(proposal)
+        proven_values, proof = self._proofs[key]
         if isinstance(proof, Departure):
-            here = dict(zip(before, values, strict=True))
-            at = [here[value] for value in proof.values if value in here]
-            raise Departure(proof.code, proof.detail, at or proposal.products)
-        more, compared = proof
-        return [*proposal.claims, *(proposal.more[place] for place in more)], compared
+            by_proven_value = dict(zip(proven_values, values, strict=True))
+            values_at_fault = [
+                by_proven_value[value] for value in proof.values if value in by_proven_value
+            ]
+            raise Departure(proof.code, proof.detail, values_at_fault or proposal.products)
+        places, compared = proof
+        return [*proposal.claims, *(proposal.optional_claims[place] for place in places)], compared
 
-    def _proof(self, proposal: Proposal) -> tuple[list[int], int] | Departure:
-        """Which of the further claims hold; how many elements of the others were compared."""
-        form, tokens, given = self.graph.form, proposal.x.shape[0], proposal.given
+    def _prove(self, proposal: Proposal) -> tuple[list[int], int] | Departure:
+        """Proves the claims of a proposal.
+
+        Returns the places of the optional claims that hold, and how many elements of the others
+        were compared.
+        """
+        form, tokens, activations = self.graph.form, proposal.x.shape[0], proposal.activations
         try:
-            defined = [proposal.as_defined(form, claim) for claim in proposal.claims]
-            compared = prove(given, tokens, defined)
+            claims = [proposal.with_definitions(form, claim) for claim in proposal.claims]
+            compared = prove(activations, tokens, claims)
         except Departure as departure:
             return departure
-        more = list[int]()
-        for place, claim in enumerate(proposal.more):
+        places = list[int]()
+        for place, claim in enumerate(proposal.optional_claims):
             with suppress(Departure):
-                prove(given, tokens, [proposal.as_defined(form, claim)])
-                more.append(place)
-        return more, compared
+                prove(activations, tokens, [proposal.with_definitions(form, claim)])
+                places.append(place)
+        return places, compared
 
-    def _placed(self, proposal: Proposal, held: list[Claim], compared: int) -> Plan:
+    def _place(self, proposal: Proposal, claims: list[Claim], compared: int) -> Plan:
+        """Returns the plan with the rows placed: in place if the kernel can write the caches, else
+        staged.
+
+        claims    the proven claims
+        compared  how many elements the proof compared
+        """
         graph, config = self.graph, self.config
         if config.staging == "always":
             caches: InPlace | Staged = Staged(
@@ -186,73 +215,90 @@ class Planner:
             )
             is_half = False
         else:
-            whole = held
-            held, is_half = self._in_halves(proposal, held)
-            given = Given(graph.form, held)
+            own_claims = claims
+            claims, is_half = self._with_half_rows(proposal, claims)
+            rewrites = Rewrites(graph.form, claims)
             setting = Setting(self.boundary, config.machine)
             writes = self.projections.sites[proposal.x].writes
-            caches = placed(graph, proposal, given, writes, setting)
+            caches = place_rows(graph, proposal, rewrites, writes, setting)
             if isinstance(caches, InPlace):
                 for write in caches.writes.values():
                     if _writer(graph, write) is None:
                         detail = f"a step writes into {write.cache.name} where it lies"
                         caches = Staged((Obstacle("cache.not_functional", detail),))
                         break
-            if is_half and isinstance(caches, Staged):  # nothing is kept otherwise, then
-                held, is_half = whole, False
-        plan = self._with(proposal, held, caches, compared)
+            if is_half and isinstance(caches, Staged):  # halves matter only in the caches
+                claims, is_half = own_claims, False
+        plan = self._make_plan(proposal, claims, caches, compared)
         if is_half:
-            last = [cache.name for _, cache, _ in plan.held][-1]
-            plan = replace(plan, warnings=(HALVES.format(cache=last),))
-        late = self._old_rows_read(plan)
-        return self._staged(plan, held, late) if late is not None else self._allowed(plan)
+            last_cache = [cache.name for _, cache, _ in plan.written_caches][-1]
+            plan = replace(plan, warnings=(HALVES.format(cache=last_cache),))
+        obstacle = self._old_rows_obstacle(plan)
+        return self._stage(plan, claims, obstacle) if obstacle is not None else self._admit(plan)
 
-    def _in_halves(self, proposal: Proposal, held: list[Claim]) -> tuple[list[Claim], bool]:
-        """By Config.kr_layout the model's own rows are said to be halves, as the kernel's."""
-        behind = proposal.rotation[1] if proposal.rotation is not None else ""
-        if self.config.kr_layout != "half" or behind != "interleaved":
-            return held, False
+    def _with_half_rows(self, proposal: Proposal, claims: list[Claim]) -> tuple[list[Claim], bool]:
+        """Returns the claims, and whether they now say that rotated rows are halves, as the
+        kernel's.
+
+        ``Config.kr_layout`` asks for this. The model's own rows are then pairs.
+        """
+        layout_after = proposal.rotation[1] if proposal.rotation is not None else ""
+        if self.config.kr_layout != "half" or layout_after != "interleaved":
+            return claims, False
         form, results = self.graph.form, proposal.results
         rows = {"query_rope": results.query_rope, "kr_rows": results.kr_rows}
-        found = []
-        for claim in held:
+        half_claims = []
+        for claim in claims:
             leaf, kernel = rows.get(claim.part), claim.kernel
             if leaf is not None and prod(leaf.shape) == prod(claim.graph.shape):
                 kernel = form.reshape(leaf, claim.graph.shape)
-            found.append(Claim(claim.part, claim.graph, kernel))
-        return found, True
+            half_claims.append(Claim(claim.part, claim.graph, kernel))
+        return half_claims, True
 
-    def _with(
-        self, proposal: Proposal, held: list[Claim], caches: InPlace | Staged, compared: int
+    def _make_plan(
+        self, proposal: Proposal, proof: list[Claim], caches: InPlace | Staged, compared: int
     ) -> Plan:
+        """Returns a plan with these caches: finds its region and what the results replace.
+
+        Raises Departure if something reads what the kernel keeps inside, or if nothing reads the
+        results.
+        """
         graph = self.graph
-        claims = _read_back(graph, proposal, caches, held) if isinstance(caches, InPlace) else held
+        claims = (
+            _read_back(graph, proposal, caches, proof) if isinstance(caches, InPlace) else proof
+        )
         starts = [
             node
             for value in proposal.products
-            for node in self._holding.get(value) or graph.nodes_in_any_shape(value)
+            for node in self._unscaled_holders.get(value) or graph.nodes_in_any_shape(value)
         ]
         if isinstance(caches, InPlace):
             writers = (_writer(graph, write) for write in caches.writes.values())
             starts += [node for node in writers if node is not None]
         try:
-            region, replaced = region_of(graph, Given(graph.form, claims), starts)
-        except Departure as reason:  # of a fused cache operator, which needs more than the rows
-            found = caches.obstacles if isinstance(caches, Staged) else ()
-            for first in [one for one in found if one is not PAIRS][:1]:
-                detail = f"{reason.detail}; not in place: [{first.code}] {first.message}"
+            region, replaced = find_region(graph, Rewrites(graph.form, claims), starts)
+        except Departure as reason:  # a fused cache operator needs more than the rows
+            obstacles = caches.obstacles if isinstance(caches, Staged) else ()
+            for obstacle in [cause for cause in obstacles if cause is not PAIRS][:1]:
+                detail = f"{reason.detail}; not in place: [{obstacle.code}] {obstacle.message}"
                 raise Departure(reason.code, detail, reason.values) from None
             raise
         if not replaced:
             detail = f"{len(region)} nodes of the prologue"
             raise Departure("graph.unread", detail, proposal.products)
-        return Plan(graph, _target(proposal), proposal, caches, claims, region, replaced, compared)
+        return Plan(
+            graph, _target_of(proposal), proposal, caches, claims, region, replaced, compared
+        )
 
-    def _staged(self, plan: Plan, held: list[Claim], because: Obstacle) -> Plan:
-        made = self._with(plan.proposal, held, Staged((because,)), plan.compared)
-        return self._allowed(made)
+    def _stage(self, plan: Plan, claims: list[Claim], obstacle: Obstacle) -> Plan:
+        """Returns the staged form of a plan, with one obstacle."""
+        staged_plan = self._make_plan(plan.proposal, claims, Staged((obstacle,)), plan.compared)
+        return self._admit(staged_plan)
 
-    def _allowed(self, plan: Plan) -> Plan:
+    def _admit(self, plan: Plan) -> Plan:
+        """Returns the plan. Raises Departure if it is staged and ``Config.staging`` forbids
+        that.
+        """
         if isinstance(plan.caches, Staged) and self.config.staging == "never":
             first = plan.caches.obstacles[0]
             code = "slots.unproven" if first.code == "slots.unproven" else ""
@@ -260,40 +306,43 @@ class Planner:
             raise Departure(code or "cache.staging_forbidden", detail, plan.proposal.products)
         return plan
 
-    def _accepted(self, plan: Plan, held: list[Claim]) -> tuple[Plan, tuple[str, ...]]:
-        """By the operator's contract, with what that assumes of sizes; where it refuses the caches
-        alone, staged.
+    def _accept_contract(self, plan: Plan, claims: list[Claim]) -> tuple[Plan, tuple[str, ...]]:
+        """Returns a plan that the operator's contract accepts, and what that assumes about sizes.
+
+        If the contract refuses only the caches, the plan is staged. Raises Departure.
         """
         source = self.graph.gm.graph
         try:
-            sizes = contract.ask(plan, self.config, source)
+            sizes = contract.check_contract(plan, self.config, source)
         except Departure as reason:
             if not isinstance(plan.caches, InPlace) or self.config.staging == "never":
                 raise
             code = reason.code.partition(":")[2]
             message = f"the kernel refuses the caches ({code}): {reason.detail}"
             try:
-                plan = self._staged(plan, held, Obstacle("cache.refused", message))
-                sizes = contract.ask(plan, self.config, source)
+                plan = self._stage(plan, claims, Obstacle("cache.refused", message))
+                sizes = contract.check_contract(plan, self.config, source)
             except Departure:
-                raise reason from None  # it was not the caches
+                raise reason from None  # the caches were not the cause
         return plan, sizes
 
-    def _old_rows_read(self, plan: Plan) -> Obstacle | None:
-        """A node that reads a cache as it was before the call, and more comes of it than the new
-        cache; or another call.
+    def _old_rows_obstacle(self, plan: Plan) -> Obstacle | None:
+        """Returns the obstacle if a node reads a cache as it was before the call, or another call
+        writes it.
+
+        A reader counts if more comes of it than the new cache.
         """
-        inside, graph = {*plan.region}, self.graph
+        region, graph = {*plan.region}, self.graph
         writes = plan.caches.writes if isinstance(plan.caches, InPlace) else {}
-        for name, cache, _ in plan.held:
-            if writes[name].value in self.taken:
+        for name, cache, _ in plan.written_caches:
+            if writes[name].value in self.taken_writes:
                 message = f"another fusion writes the same rows of {name}"
                 return Obstacle("cache.rows_read", message)
             path, seen = [(user, user) for user in cache.users], set[Node]()
             while path:
                 node, reader = path.pop()
                 is_end = node is reader and (node.op == "output" or _is_copy_into(node, cache))
-                if node in inside or node in seen or is_end or is_size(node):
+                if node in region or node in seen or is_end or is_size(node):
                     continue
                 seen.add(node)
                 if node.op == "output" or has_effect(graph, node):
@@ -304,70 +353,80 @@ class Planner:
         return None
 
 
-def _target(proposal: Proposal) -> str:
-    return "v3" if proposal.instead is None else "identity"
+def _target_of(proposal: Proposal) -> str:
+    """Returns the name of the target in ``Config.targets`` that takes the proposal."""
+    return "v3" if proposal.identity_reason is None else "identity"
 
 
 def _writer(graph: Graph, write: Write) -> Node | None:
-    """The node that gives the cache with its new rows, behind which others hold the same; None of
-    one that is written in place.
+    """Returns the node that makes the cache with its new rows, or None if a step writes it in
+    place.
     """
-    stack, before = [write.cache], unmoved(write.value.sources[0])
+    stack, old_cache = [write.cache], strip_reshapes(write.value.sources[0])
     for node in stack:
         for user in node.users:
             if user.op == "output" or user.target is aten.copy_.default:
                 continue
             if signature(user.target).is_in_place:
                 return None
-            held = [unmoved(one) for one in values_of(graph.readings[user])]
-            if graph.base(user) is write.cache or before in held:  # a copy of it, too
+            values = [strip_reshapes(value) for value in values_of(graph.readings[user])]
+            if graph.base(user) is write.cache or old_cache in values:  # or a copy of it
                 stack.append(user)
-            elif write.value in held:
+            elif write.value in values:
                 return user
     return None
 
 
 def _is_copy_into(node: Node, cache: Node) -> bool:
+    """Returns True if the node copies into this cache."""
     return str(node.target).startswith("aten.copy_.") and node.args[0] is cache
 
 
 def _read_back(
     graph: Graph, proposal: Proposal, caches: InPlace, claims: list[Claim]
 ) -> list[Claim]:
-    """New rows that somebody reads beside the caches are taken from these."""
+    """Returns the claims with new rows read from the written caches, and claims for the caches.
+
+    In place the kernel returns no separate rows.
+    """
     form, results = graph.form, proposal.results
     leaves = {"kv_cache": results.kv_rows, "kr_cache": results.kr_rows}
     rows = {
         leaves[name]: form.gather(write.value, 0, caches.slots)
         for name, write in caches.writes.items()
     }
-    found = [Claim(one.part, one.graph, form.substituted(one.kernel, rows)) for one in claims]
+    row_claims = [
+        Claim(claim.part, claim.graph, form.substituted(claim.kernel, rows)) for claim in claims
+    ]
     writes = caches.writes.values()
-    return [*found, *(Claim("cache", write.value, write.value) for write in writes)]
+    return [*row_claims, *(Claim("cache", write.value, write.value) for write in writes)]
 
 
 def _reads_rows_back(plan: Plan) -> bool:
-    """Does something read new rows that are in the caches alone?"""
-    read = order(plan.replaced.values(), plan.results.values())
-    return any(one.op == "gather" and one.sources[0].op == "write" for one in read)
+    """Returns True if something reads new rows that are only in the caches."""
+    values = order(plan.replaced.values(), plan.results.values())
+    return any(value.op == "gather" and value.sources[0].op == "write" for value in values)
 
 
-def _slots(plan: Plan) -> list[Node]:
-    """The nodes that make the slots of a call in place."""
+def _slot_nodes(plan: Plan) -> list[Node]:
+    """Returns the nodes that compute the slots of a call in place."""
     caches = plan.caches
     values = order([caches.slots]) if isinstance(caches, InPlace) else ()
     return [node for value in values for node in plan.graph.nodes.get(value, ())]
 
 
-def _of_slots(plan: Plan, config: Config, boundary: bool) -> list[str]:
-    """What is assumed of the slots."""
+def _slot_assumptions(plan: Plan, config: Config, boundary: bool) -> list[str]:
+    """Returns what is assumed about the slots.
+
+    It is empty if the plan is staged, if nothing is trusted, or if a wrapper checks the slots.
+    """
     caches, graph = plan.caches, plan.graph
-    is_hidden = any(cache in graph.hidden for _, cache, _ in plan.held)
-    if not isinstance(caches, InPlace) or is_hidden or not caches.trusted:
+    is_hidden = any(cache in graph.hidden for _, cache, _ in plan.written_caches)
+    if not isinstance(caches, InPlace) or is_hidden or not caches.trusted_inputs:
         return []
     if boundary and config.slots == "checked":
         return []
-    nodes = (graph.nodes[leaf][0] for leaf in caches.trusted if leaf in graph.nodes)
+    nodes = (graph.nodes[leaf][0] for leaf in caches.trusted_inputs if leaf in graph.nodes)
     names = ", ".join(dict.fromkeys(node.name for node in nodes))
-    whose = f" (input {names}, trusted to hold numbers from 0 to 2**24 - 1)" if names else ""
-    return [SLOTS_ASSUMED.format(whose=whose), *([UNCHECKED] if config.slots == "checked" else [])]
+    origin = f" (input {names}, trusted to hold numbers from 0 to 2**24 - 1)" if names else ""
+    return [SLOTS_ASSUMED.format(whose=origin), *([UNCHECKED] if config.slots == "checked" else [])]

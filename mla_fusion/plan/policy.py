@@ -1,4 +1,7 @@
-"""What the field cannot see: the dtypes of a model. Rules over the nodes of a graph."""
+"""Checks what the field cannot see: the dtypes of a model and steps in place.
+
+These are rules over the nodes of a graph. ``planner.py`` asks them after the proof.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from mla_fusion.fx.walk import upward, views_and_model_casts
 from mla_fusion.graph.departure import Departure
 from mla_fusion.graph.form import Value
 from mla_fusion.graph.read import Graph, values_of
-from mla_fusion.plan.outputs import unmoved
+from mla_fusion.plan.outputs import strip_reshapes
 from mla_fusion.propose.prologue import Proposal
 
 NARROW = (
@@ -23,33 +26,34 @@ _GAMMAS = ("rmsnorm_gamma_cq", "rmsnorm_gamma_ckv")
 _WIDE = (torch.bfloat16, torch.float32, torch.float64)
 
 
-def judge(graph: Graph, proposal: Proposal, region: Iterable[Node]) -> None:
-    """Raises Departure.
+def check_region(graph: Graph, proposal: Proposal, region: Iterable[Node]) -> None:
+    """Checks the dtypes, stream labels and norm weights of a plan. Raises Departure.
 
-    region  the nodes that the call computes anew
+    region  the nodes that the call computes instead of the graph
     """
     region = list(region)
     labels = {node.meta.get("stream_label") for node in region}
     if len(labels) > 1:
-        named = ", ".join(sorted(map(str, labels)))
-        raise Departure("stream.mixed", f"the labels are {named}", proposal.products)
+        label_names = ", ".join(sorted(map(str, labels)))
+        raise Departure("stream.mixed", f"the labels are {label_names}", proposal.products)
     products, mode = {*proposal.products}, proposal.arguments.get("weight_quant_mode")
 
     def is_product(node: Node) -> bool:
+        """Returns True if the node holds a product that the kernel computes inside."""
         values = values_of(graph.readings[node])
-        return any(unmoved(graph.form.split(value)[1]) in products for value in values)
+        return any(strip_reshapes(graph.form.split(value)[1]) in products for value in values)
 
     for node in region:
-        held = node.meta.get("val")
-        if not isinstance(held, torch.Tensor) or not held.is_floating_point():
+        tensor = node.meta.get("val")
+        if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
             continue
-        if held.dtype.itemsize > 1 and held.dtype not in _WIDE:
-            raise Departure("dtype.region", f"{node.name} is {held.dtype}", _values(graph, node))
-        if held.dtype == torch.bfloat16 and _is_statistic(graph.readings[node]):
+        if tensor.dtype.itemsize > 1 and tensor.dtype not in _WIDE:
+            raise Departure("dtype.region", f"{node.name} is {tensor.dtype}", _values(graph, node))
+        if tensor.dtype == torch.bfloat16 and _is_statistic(graph.readings[node]):
             detail = f"{node.name}, in a norm, is bfloat16"
             raise Departure("norm.low_precision", detail, _values(graph, node))
         if not mode and is_product(node) and not any(map(is_product, node.all_input_nodes)):
-            _judge_product(graph, node)
+            _check_product(graph, node)
     if not mode:
         for name in ("token_x", "weight_dq", "weight_uq_qr", "weight_uk", "weight_dkv_kr"):
             value = proposal.arguments[name]
@@ -57,16 +61,19 @@ def judge(graph: Graph, proposal: Proposal, region: Iterable[Node]) -> None:
                 raise Departure("dtype.region", f"{name} is {value.dtype}", [value])
     for name in _GAMMAS:
         value = proposal.arguments[name]
-        is_one = unmoved(value).op == "expand" or (value.op == "product" and not value.model)
-        if is_one:
+        is_absent = strip_reshapes(value).op == "expand" or (
+            value.op == "product" and not value.model
+        )
+        if is_absent:
             raise Departure("norm.gamma_absent", f"{name} is no weight", [value])
         if not value.active and not _holds_bfloat16(graph, value):
             raise Departure("norm.gamma_dtype", f"{name} is {value.dtype}", [value])
 
 
-def functional(graph: Graph, nodes: Iterable[Node]) -> None:
-    """Raises Departure where a step changes what one of the nodes holds: what a reader sees depends
-    on the order of steps then, and a call would change that.
+def check_functional(graph: Graph, nodes: Iterable[Node]) -> None:
+    """Raises Departure if a step changes the memory of one of the nodes.
+
+    What a reader sees then depends on the order of steps, and a call would change that order.
     """
     for node in nodes if graph.early_writes else ():
         base = graph.base(node)
@@ -75,13 +82,16 @@ def functional(graph: Graph, nodes: Iterable[Node]) -> None:
             raise Departure("graph.not_functional", detail, _values(graph, node))
 
 
-def _judge_product(graph: Graph, node: Node) -> None:
-    """The kernel rounds what it multiplies to bfloat16, and scales no product."""
-    for read in node.all_input_nodes:
-        value, held = graph.readings[read], read.meta["val"]
-        is_wide = isinstance(held, torch.Tensor) and held.dtype in _WIDE[1:]
-        if is_wide and isinstance(value, Value) and value.active and not is_rounded(read):
-            detail = f"{read.name}, which {node.name} multiplies, is {held.dtype}"
+def _check_product(graph: Graph, node: Node) -> None:
+    """Raises Departure if a product has operands wider than bfloat16, or is scaled.
+
+    The kernel rounds what it multiplies to bfloat16, and scales no product.
+    """
+    for operand in node.all_input_nodes:
+        value, tensor = graph.readings[operand], operand.meta["val"]
+        is_wide = isinstance(tensor, torch.Tensor) and tensor.dtype in _WIDE[1:]
+        if is_wide and isinstance(value, Value) and value.active and not is_rounded(operand):
+            detail = f"{operand.name}, which {node.name} multiplies, is {tensor.dtype}"
             raise Departure("dtype.region", detail, [value])
     for name in ("alpha", "beta"):
         if node.kwargs.get(name, 1) != 1:
@@ -90,30 +100,36 @@ def _judge_product(graph: Graph, node: Node) -> None:
 
 
 def is_rounded(node: Node) -> bool:
-    """Are the numbers, though in a wider dtype, bfloat16's by a cast?"""
-    dtypes = (dtype_of(above) for above in upward(node, views_and_model_casts))
+    """Returns True if a cast has rounded the numbers to bfloat16, whatever their dtype is."""
+    dtypes = (dtype_of(producer) for producer in upward(node, views_and_model_casts))
     return next((dtype for dtype in dtypes if dtype not in _WIDE[1:]), None) == torch.bfloat16
 
 
-def narrowed(graph: Graph, proposal: Proposal) -> list[str]:
-    """What is assumed of norm weights that are wider than bfloat16."""
+def gamma_assumptions(graph: Graph, proposal: Proposal) -> list[str]:
+    """Returns what is assumed about norm weights that are wider than bfloat16."""
     gammas = [proposal.arguments[name] for name in _GAMMAS]
-    wide = any(value.dtype != torch.bfloat16 and not value.active for value in gammas)
-    return [NARROW] if wide else []
+    has_wide = any(value.dtype != torch.bfloat16 and not value.active for value in gammas)
+    return [NARROW] if has_wide else []
 
 
 def _holds_bfloat16(graph: Graph, value: Value) -> bool:
-    """Are its numbers those of bfloat16, in whatever dtype? Parameters have been looked at."""
+    """Returns True if the numbers are those of bfloat16, in any dtype. The numbers of parameters
+    were read.
+    """
     while value.dtype != torch.bfloat16 and value.op in ("reshape", "cast"):
         value = value.sources[0]
     if value.dtype == torch.bfloat16:
         return True
-    known = [numbers(node) for node in graph.nodes.get(value, ()) if node.op == "placeholder"]
-    return bool(known) and all(one is not None and one.bfloat16 for one in known)
+    parameter_numbers = [
+        numbers(node) for node in graph.nodes.get(value, ()) if node.op == "placeholder"
+    ]
+    return bool(parameter_numbers) and all(
+        parameter is not None and parameter.bfloat16 for parameter in parameter_numbers
+    )
 
 
 def _is_statistic(reading: object) -> bool:
-    """Is it a mean of squares, or a power of one?"""
+    """Returns True if the reading is a mean of squares, or a power of one."""
     if not isinstance(reading, Value) or reading.shape[-1:] != (1,):
         return False
     inner = reading
@@ -123,5 +139,6 @@ def _is_statistic(reading: object) -> bool:
 
 
 def _values(graph: Graph, node: Node) -> list[Value]:
+    """Returns the Value that the node holds, in a list, for messages."""
     reading = graph.readings[node]
     return [reading] if isinstance(reading, Value) else []

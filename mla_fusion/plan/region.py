@@ -1,4 +1,7 @@
-"""What a call stands for: from its products down to what its results replace."""
+"""Finds the region of a call: the nodes from its products down to what its results replace.
+
+``planner.py`` asks this for each plan.
+"""
 
 from __future__ import annotations
 
@@ -13,105 +16,122 @@ from mla_fusion.fx.walk import reached
 from mla_fusion.graph.departure import Departure
 from mla_fusion.graph.form import Value, order
 from mla_fusion.graph.read import Graph, values_of
-from mla_fusion.plan.outputs import has_effect, is_made_of_nothing, is_replaced, is_size, unmoved
+from mla_fusion.plan.outputs import has_effect, is_input_free, is_replaced, is_size, strip_reshapes
 from mla_fusion.plan.plan import Plan
-from mla_fusion.propose.given import Given
-from mla_fusion.propose.quantised import unquantised
+from mla_fusion.propose.given import Rewrites
+from mla_fusion.propose.quantised import unquantised_rows
 
 
-def region_of(
-    graph: Graph, given: Given, starts: list[Node]
+def find_region(
+    graph: Graph, rewrites: Rewrites, starts: list[Node]
 ) -> tuple[list[Node], dict[Node, Value]]:
-    """The nodes from ``starts`` on, in order, and those that are read elsewhere, with what they are
-    over the results.
+    """Returns the nodes of the region, in order, and the nodes that the results replace.
 
-    Raises Departure where something reads what the kernel keeps to itself.
+    A replaced node is read outside the region. Its Value over the results comes with it.
+
+    starts  the nodes of the products
+
+    Raises Departure if something outside reads a node of the region that no result replaces.
     """
-    stack, inside = [*starts], dict[Node, None]()
+    stack, region = [*starts], dict[Node, None]()
     replaced = dict[Node, Value]()
-    above = dict[Node, Node]()
+    producers = dict[Node, Node]()
     while stack:
         node = stack.pop()
-        if node in inside or is_size(node):
+        if node in region or is_size(node):
             continue
-        inside[node] = None
+        region[node] = None
         reading = graph.readings[node]
-        is_filled = isinstance(reading, Value) and is_made_of_nothing(reading)
+        is_filled = isinstance(reading, Value) and is_input_free(reading)
         if is_filled and node not in graph.changed:
-            continue  # it takes no number of what it reads
-        known = given.of(reading) if isinstance(reading, Value) else None
-        if known is not None and not (has_effect(graph, node) and node not in graph.hidden):
-            replaced[node] = known
+            continue  # its numbers do not depend on what it reads
+        rewrite = rewrites.of(reading) if isinstance(reading, Value) else None
+        if rewrite is not None and not (has_effect(graph, node) and node not in graph.hidden):
+            replaced[node] = rewrite
             continue
         for user in node.users:
-            is_effect = has_effect(graph, user) and not is_replaced(graph, user, given)
+            is_effect = has_effect(graph, user) and not is_replaced(graph, user, rewrites)
             if user.op == "output" or is_effect:
-                raise _kept(graph, node, above)
-            above.setdefault(user, node)
+                raise _reader_departure(graph, node, producers)
+            producers.setdefault(user, node)
             stack.append(user)
 
     def is_read(node: Node) -> bool:
-        """By more than the region, and what is moved on the way back into it?"""
+        """Returns True if something outside the region reads the node.
+
+        Users that hold moved results do not count, unless they are read outside themselves.
+        """
         for user in node.users:
             reading = None if user.op == "output" else graph.readings[user]
-            is_moved = isinstance(reading, Value) and given.of(reading) is not None
-            is_end = is_mutating(user) or has_effect(graph, user)  # memory gets its new rows
-            if user not in inside and (is_end or not is_moved or is_read(user)):
+            has_rewrite = isinstance(reading, Value) and rewrites.of(reading) is not None
+            is_effect = is_mutating(user) or has_effect(graph, user)  # memory gets its new rows
+            if user not in region and (is_effect or not has_rewrite or is_read(user)):
                 return True
         return False
 
-    return sorted(inside), {node: value for node, value in replaced.items() if is_read(node)}
+    return sorted(region), {node: value for node, value in replaced.items() if is_read(node)}
 
 
-def _kept(graph: Graph, node: Node, above: dict[Node, Node]) -> Departure:
-    """``node`` leaves the region: the first of its sources that no result gives is named."""
+def _reader_departure(graph: Graph, node: Node, producers: dict[Node, Node]) -> Departure:
+    """Returns ``reader.latent`` for a node that is read outside the region.
+
+    The message names the first node above it whose reader no result replaces.
+
+    producers  for each node of the region, the node above it
+    """
     path = [node]
-    while path[-1] in above:
-        path.append(above[path[-1]])
-    read, reader = path[-1], path[-2] if len(path) > 1 else node
-    detail = f"{reader.name} reads {read.name}, which the kernel keeps to itself"
-    return Departure("reader.latent", detail, list(values_of(graph.readings[read])))
+    while path[-1] in producers:
+        path.append(producers[path[-1]])
+    source, reader = path[-1], path[-2] if len(path) > 1 else node
+    detail = f"{reader.name} reads {source.name}, which the kernel keeps to itself"
+    return Departure("reader.latent", detail, list(values_of(graph.readings[source])))
 
 
-def computed(starts: Iterable[Node], ends: Iterable[Node]) -> set[Node]:
-    """The nodes from which ``starts`` are made, behind ``ends``."""
-    ends = set(ends)
+def nodes_between(starts: Iterable[Node], end_nodes: Iterable[Node]) -> set[Node]:
+    """Returns the nodes from which ``starts`` are computed, without ``ends`` and what is above
+    them.
+    """
+    end_nodes = set(end_nodes)
 
     def is_computed(node: Node) -> bool:
-        return node not in ends and node.op == "call_function"
+        """Returns True if the node is a call before the ends."""
+        return node not in end_nodes and node.op == "call_function"
 
     return set(
         reached(filter(is_computed, starts), lambda node: filter(is_computed, node.all_input_nodes))
     )
 
 
-def drawn(plan: Plan) -> dict[Node, str]:
-    """The nodes that hold x, with their roles: before it is quantised, where the graph does that;
-    else its scales too.
+def activation_nodes(plan: Plan) -> dict[Node, str]:
+    """Returns the nodes that hold x, with their roles for ``witness/``.
+
+    If the graph quantises x, that is x before it. If x comes in quantised, its scales are among the
+    nodes.
     """
     graph, values = plan.graph, plan.values
-    before = _before_quantisation(graph, values["token_x"])
-    if before is not None:
-        return {_first(graph, before): "x"}
-    found = dict[Node, str]()
+    float_rows = _before_quantisation(graph, values["token_x"])
+    if float_rows is not None:
+        return {_first_node(graph, float_rows): "x"}
+    roles = dict[Node, str]()
     for name, role in (("token_x", "x"), ("dequant_scale_x", "token_scale")):
         if name in values:
-            found[_first(graph, values[name])] = role
-    return found
+            roles[_first_node(graph, values[name])] = role
+    return roles
 
 
-def _first(graph: Graph, value: Value) -> Node:
-    """The first node that holds the numbers of a Value, in whatever shape: others are views."""
-    times, rest = graph.form.split(value)  # a number stands in front of a move
-    inner = graph.form.scaled(unmoved(rest), times)
-    nodes = (node for one in (inner, value) for node in graph.nodes_in_any_shape(one))
+def _first_node(graph: Graph, value: Value) -> Node:
+    """Returns the first node that holds the numbers of a Value, in any shape: others are views."""
+    factor, unscaled = graph.form.split(value)  # the Value may be a number times a moved Value
+    inner = graph.form.scaled(strip_reshapes(unscaled), factor)
+    nodes = (node for form in (inner, value) for node in graph.nodes_in_any_shape(form))
     return min(node for node in nodes if isinstance(node.meta["val"], torch.Tensor))
 
 
 def _before_quantisation(graph: Graph, rows: Value) -> Value | None:
-    before = unquantised(graph.form, rows)
-    if before is None and not rows.active and rows.dtype.itemsize == 1:
-        wide = (one for one in order([rows]) if one.dtype == torch.bfloat16)
-        alike = [one for one in wide if prod(one.shape) == prod(rows.shape)]
-        before = next((one for one in alike if one in graph.nodes), None)
-    return before if before in graph.nodes else None
+    """Returns the rows before they were quantised, if a node holds them, else None."""
+    float_rows = unquantised_rows(graph.form, rows)
+    if float_rows is None and not rows.active and rows.dtype.itemsize == 1:
+        bfloat16_values = (value for value in order([rows]) if value.dtype == torch.bfloat16)
+        same_size = [value for value in bfloat16_values if prod(value.shape) == prod(rows.shape)]
+        float_rows = next((value for value in same_size if value in graph.nodes), None)
+    return float_rows if float_rows in graph.nodes else None

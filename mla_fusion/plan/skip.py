@@ -1,4 +1,4 @@
-"""Prologues that ``Config.skip`` names."""
+"""Leaves the prologues that ``Config.skip`` names. ``pipeline.py`` asks this before it plans."""
 
 from __future__ import annotations
 
@@ -18,34 +18,37 @@ class SkipError(RuntimeError):
 
 
 class Candidate(NamedTuple):
-    """What a predicate of ``Config.skip`` gets.
+    """The argument of a predicate of ``Config.skip``.
 
-    layer  by the name that a report gives it
-    nodes  the first products
+    layer  the name that a report gives the layer
+    nodes  the first products of the prologue
     """
 
     layer: str
     nodes: tuple[Node, ...]
 
 
-def names(entry: object, where: str) -> bool:
-    """Does an entry of ``Config.skip`` name this layer?"""
-    return entry == where or (isinstance(entry, str) and where.endswith("." + entry))
+def is_named(entry: object, layer: str) -> bool:
+    """Returns True if an entry of ``Config.skip`` names this layer."""
+    return entry == layer or (isinstance(entry, str) and layer.endswith("." + entry))
 
 
-def skipped(graph: Graph, proposal: Proposal, config: Config) -> None:
-    """Raises Departure where the prologue is to be left alone, and SkipError."""
+def check_skip(graph: Graph, proposal: Proposal, config: Config) -> None:
+    """Raises Departure if ``Config.skip`` names the prologue.
+
+    Raises SkipError if a predicate raises.
+    """
     if not config.skip:
         return
     nodes = [nodes[0] for nodes in map(graph.nodes_in_any_shape, proposal.products) if nodes]
-    where = module_path.layer(nodes) or module_path.root(graph.gm.graph.nodes)
-    for entry in config.skip:
+    layer = module_path.layer(nodes) or module_path.root(graph.gm.graph.nodes)
+    for rule in config.skip:
         try:
-            hit = entry(Candidate(where, tuple(nodes))) if callable(entry) else names(entry, where)
+            hit = rule(Candidate(layer, tuple(nodes))) if callable(rule) else is_named(rule, layer)
         except Exception as error:
             raise SkipError(
-                f"{entry!r} in Config.skip raised {type(error).__name__}: {error}"
+                f"{rule!r} in Config.skip raised {type(error).__name__}: {error}"
             ) from error
         if hit:
-            detail = f"layer {where or 'unknown'} matches {entry!r}"
+            detail = f"layer {layer or 'unknown'} matches {rule!r}"
             raise Departure("skip", detail, proposal.products[:1])

@@ -1,5 +1,10 @@
-"""Row numbers that are distinct and not below 0: those of an input, trusted to be so, from a row
-on, or at counted places of it; or of a block table's blocks, at the places of one.
+"""Decides which row numbers are distinct and non-negative, so that the kernel may write at them.
+
+``caches.py`` asks this before it plans an in-place write. Three kinds of row numbers are accepted:
+
+* numbers of one integer input, which are trusted
+* counted numbers, or entries of such an input at counted places
+* ``table[s // b] * b + s % b``: places in the blocks of a block table
 """
 
 from __future__ import annotations
@@ -16,136 +21,157 @@ Roles = dict[Value, str]
 _EXACT = (torch.int32, torch.int64, torch.float32, torch.float64)
 
 
-def trusted(index: Value) -> Roles | None:
-    """The inputs that are taken at their word, with what they hold, in the words of
-    ``witness.draws``; None where more would have to be.
+def trusted_inputs(index: Value) -> Roles | None:
+    """Returns the inputs whose numbers are trusted to be valid row numbers, with their roles.
+
+    The roles are those of ``witness.draws``. Returns None if ``index`` may repeat a row, or is made
+    in another way.
     """
-    return None if _is_repeated(index) else _trusted(index, "slots")
+    return None if _is_repeated(index) else _trusted_inputs(index, "slots")
 
 
-def _trusted(index: Value, role: str) -> Roles | None:
+def _trusted_inputs(index: Value, role: str) -> Roles | None:
+    """Returns the trusted inputs of an index without repetition, or None.
+
+    role  the role of an input that holds the index itself
+    """
     inner = index
     while inner.op in ("reshape", "slice", "expand") or _is_exact_cast(inner):
         inner = inner.sources[0]
-    if inner.op == "leaf" and not inner.is_float:  # a buffer of the model's cache, too
+    if inner.op == "leaf" and not inner.is_float:  # includes buffers of the model's cache
         return {inner: role}
-    if inner.op == "count" or _is_every_nth(inner):
+    if inner.op == "count" or _is_scaled_count(inner):
         return {}
     if inner.op == "constant":
         numbers = inner.literal.tensor.reshape(-1)
-        is_apart = len(numbers.unique()) == len(numbers) and int(numbers.min()) >= 0
-        return {} if is_apart else None
-    if inner.op == "gather" and _are_apart(inner.sources[1]):
+        is_distinct = len(numbers.unique()) == len(numbers) and int(numbers.min()) >= 0
+        return {} if is_distinct else None
+    if inner.op == "gather" and _are_distinct(inner.sources[1]):
         rows = inner.sources[0]
-        return None if _is_repeated(rows) else _trusted(rows, role)
+        return None if _is_repeated(rows) else _trusted_inputs(rows, role)
     if inner.op == "sum" and inner.literal[1] >= 0:
         is_shifted = inner.literal[0] == (1,)
-        return _trusted(inner.sources[0], role) if is_shifted else _of_blocks(inner)
+        return _trusted_inputs(inner.sources[0], role) if is_shifted else _inputs_of_sum(inner)
     return None
 
 
-def _is_every_nth(value: Value) -> bool:
-    """Is it n times what is counted?"""
+def _is_scaled_count(value: Value) -> bool:
+    """Returns True if the Value is a positive number times a count."""
     if value.op != "product" or len(value.sources) != 1 or value.literal[0] != (1,):
         return False
-    return value.literal[1].ratio > 0 and _unmoved(value.sources[0]).op == "count"
+    return value.literal[1].ratio > 0 and _strip_views_and_casts(value.sources[0]).op == "count"
 
 
-def block_of(index: Value) -> int:
-    """How many rows the blocks have by which it counts; 0 where it counts by none."""
+def block_size_of(index: Value) -> int:
+    """Returns the block size by which the index is composed, or 0 if it has none."""
     for value in reversed(order([index])):
         if value.op == "sum" and len(value.sources) > 1 and 1 in value.literal[0]:
             return int(max(value.literal[0])) if max(value.literal[0]) > 1 else 0
     return 0
 
 
-def _are_apart(places: Value) -> bool:
-    """Are they distinct, whatever inputs hold: counted from one number on?"""
+def _are_distinct(places: Value) -> bool:
+    """Returns True if the places are distinct for all inputs: one count, plus one number."""
     if prod(places.shape) == 1:
         return True
-    inner = _unmoved(places)
-    terms = inner.sources if inner.op == "sum" else (inner,)
-    counted = [one for one in map(_unmoved, terms) if prod(one.shape) > 1]
-    is_one = len(counted) == 1 and counted[0].op == "count"
-    return is_one and not _is_repeated(places) and prod(places.shape) == prod(counted[0].shape)
+    inner = _strip_views_and_casts(places)
+    summands = inner.sources if inner.op == "sum" else (inner,)
+    vectors = [vector for vector in map(_strip_views_and_casts, summands) if prod(vector.shape) > 1]
+    is_count = len(vectors) == 1 and vectors[0].op == "count"
+    return is_count and not _is_repeated(places) and prod(places.shape) == prod(vectors[0].shape)
 
 
 def _is_repeated(index: Value) -> bool:
-    """Does one of its numbers come more than once, whatever they are?"""
+    """Returns True if the index repeats its numbers by an expand."""
     while index.op in ("reshape", "slice") or _is_exact_cast(index):
         index = index.sources[0]
     return index.op == "expand"
 
 
-def _of_blocks(value: Value) -> Roles | None:
-    """``table[s // b] * b + s % b``; or places of an input in each entry of a batch; or counted
-    rows.
+def _inputs_of_sum(value: Value) -> Roles | None:
+    """Returns the trusted inputs of a sum of row numbers, or None.
+
+    The sum may be ``table[s // b] * b + s % b``. It may be places of an input in each entry of a
+    batch, or scaled counts.
     """
     terms = dict(zip(value.sources, value.literal[0], strict=True))
-    if len(terms) == 1 and _unmoved(value.sources[0]).op == "count":
+    if len(terms) == 1 and _strip_views_and_casts(value.sources[0]).op == "count":
         return {} if value.literal[0][0] > 0 else None
     if len(terms) == 2:
-        (entries, size), (places, one) = sorted(terms.items(), key=lambda term: -term[1])
-        is_counted = [_unmoved(one).op in ("count", "constant") for one in (entries, places)]
-        is_one = prod(_unmoved(entries).shape) == 1
-        blocks = _trusted(entries, "sequences" if is_counted[1] or is_one else "block")
-        inside = _trusted(places, "positions" if is_counted[0] or is_one else "place")
+        (entries, size), (places, step) = sorted(terms.items(), key=lambda term: -term[1])
+        is_counted = [
+            _strip_views_and_casts(operand).op in ("count", "constant")
+            for operand in (entries, places)
+        ]
+        is_single = prod(_strip_views_and_casts(entries).shape) == 1
+        blocks = _trusted_inputs(entries, "sequences" if is_counted[1] or is_single else "block")
+        offsets = _trusted_inputs(places, "positions" if is_counted[0] or is_single else "place")
         repeated = _is_repeated(entries) and _is_repeated(places)
-        if size > 1 and one == 1 and blocks is not None and inside is not None and not repeated:
-            return blocks | inside
-    for rows, size in terms.items():
-        inner = _unmoved(rows)
+        if size > 1 and step == 1 and blocks is not None and offsets is not None and not repeated:
+            return blocks | offsets
+    for block_rows, size in terms.items():
+        inner = _strip_views_and_casts(block_rows)
         if inner.op != "gather" or size <= 1:
             continue
-        rest = {one: times for one, times in terms.items() if one is not rows}
-        of_slots = _places(rest, size)
-        if of_slots is None:
+        offset_terms = {term: factor for term, factor in terms.items() if term is not block_rows}
+        slots_of_offset = _offset_source(offset_terms, size)
+        if slots_of_offset is None:
             continue
-        read = _block_numbers(inner.sources[1], size)
-        if read is not None and _unmoved(of_slots) is _unmoved(read):
-            table = _trusted(inner.sources[0], "table")
-            slots = _trusted(of_slots, "positions")
+        slots_of_block = _divided_slots(inner.sources[1], size)
+        if slots_of_block is not None and _strip_views_and_casts(
+            slots_of_offset
+        ) is _strip_views_and_casts(slots_of_block):
+            table = _trusted_inputs(inner.sources[0], "table")
+            slots = _trusted_inputs(slots_of_offset, "positions")
             if table is not None and slots is not None:
                 return table | slots
     return None
 
 
-def _unmoved(value: Value) -> Value:
+def _strip_views_and_casts(value: Value) -> Value:
+    """Returns the Value without reshapes, expands and exact casts around it."""
     while value.op in ("reshape", "expand") or _is_exact_cast(value):
         value = value.sources[0]
     return value
 
 
 def _is_exact_cast(value: Value) -> bool:
-    """Is it a cast that keeps every slot, of 0 to 2 ** 24 - 1, as ``witness.draws`` draws them?"""
+    """Returns True if the Value is a cast that keeps every slot from 0 to 2 ** 24 - 1.
+
+    ``witness.draws`` draws slots in this range.
+    """
     return value.op == "cast" and (value.dtype in _EXACT or fits(value.sources[0], value.dtype))
 
 
-def _places(terms: dict[Value, Fraction], size: Fraction) -> Value | None:
-    """``s`` of ``s - size * (s // size)``"""
+def _offset_source(terms: dict[Value, Fraction], size: Fraction) -> Value | None:
+    """Returns ``s`` if the terms are ``s - size * (s // size)``, else None."""
     if len(terms) != 2:
         return None
-    for one, times in terms.items():
-        if times == 1:
-            ((other, by),) = ((v, t) for v, t in terms.items() if v is not one)
-            quotient = _unmoved(other)
-            if by == -size and quotient.op == "function" and quotient.literal[0] == "quotient":
+    for slots, factor in terms.items():
+        if factor == 1:
+            ((quotient_rows, scale),) = (
+                (term, term_factor) for term, term_factor in terms.items() if term is not slots
+            )
+            quotient = _strip_views_and_casts(quotient_rows)
+            if scale == -size and quotient.op == "function" and quotient.literal[0] == "quotient":
                 divisor = filled_with(quotient.sources[1])
-                same = _unmoved(quotient.sources[0]) is _unmoved(one)
-                if same and divisor is not None and divisor.literal[1].ratio == size:
-                    return one
+                is_same = _strip_views_and_casts(quotient.sources[0]) is _strip_views_and_casts(
+                    slots
+                )
+                if is_same and divisor is not None and divisor.literal[1].ratio == size:
+                    return slots
     return None
 
 
-def _block_numbers(index: Value, size: Fraction) -> Value | None:
-    """``s`` of a row number that ``s // size`` is a term of."""
+def _divided_slots(index: Value, size: Fraction) -> Value | None:
+    """Returns ``s`` if the index has a term ``s // size``, else None."""
     stack = [index]
     while stack:
-        one = stack.pop()
-        if one.op == "function" and one.literal[0] == "quotient":
-            divisor = filled_with(one.sources[1])
+        value = stack.pop()
+        if value.op == "function" and value.literal[0] == "quotient":
+            divisor = filled_with(value.sources[1])
             is_size = divisor is not None and divisor.literal[1].ratio == size
-            return one.sources[0] if is_size else None
-        if one.op in ("sum", "reshape", "cast", "expand"):
-            stack += one.sources
+            return value.sources[0] if is_size else None
+        if value.op in ("sum", "reshape", "cast", "expand"):
+            stack += value.sources
     return None

@@ -1,5 +1,7 @@
-"""What verdicts on a plan depend on, in a form that is equal for prologues of equal layers: what
-the dtypes of a model are, what the operator's contract says, what the witness sees.
+"""Numbers plans by structure, so that the layers of a model share their verdicts.
+
+``planner.py`` asks the contract, and ``commit/verified.py`` the witness, once for each number. What
+these verdicts depend on is equal for plans of one number.
 """
 
 from __future__ import annotations
@@ -13,117 +15,133 @@ from torch.fx import Node
 from mla_fusion.fx.held import numbers
 from mla_fusion.graph.form import Value, numbered
 from mla_fusion.graph.read import Graph, values_of
-from mla_fusion.plan.outputs import holders
+from mla_fusion.plan.outputs import source_nodes
 from mla_fusion.plan.plan import Plan
-from mla_fusion.plan.region import drawn
+from mla_fusion.plan.region import activation_nodes
 
 
 class Structures:
-    """Of the plans of one graph."""
+    """Numbers the plans of one graph."""
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
         self._kinds: dict[Node, object] = {}
-        self._held: dict[Value, object] = {}
+        self._kinds_of_values: dict[Value, object] = {}
         self._numbers: dict[object, int] = {}
 
-    def of(self, plan: Plan) -> int:
-        """Equal for plans that differ in the names of nodes and inputs alone: nodes from x to what
-        is replaced, with dtypes, strides and what is known of parameters; Values of both; the call.
+    def number_of(self, plan: Plan) -> int:
+        """Returns a number that is equal for plans that differ only in the names of nodes and
+        inputs.
+
+        It stands for the nodes from x to what is replaced, with dtypes, strides and what is known
+        of parameters. It also stands for the Values and for the call.
         """
         graph, arguments = self._graph, plan.proposal.arguments
-        ends = drawn(plan)
-        held = [(name, cache, tuple(map(str, shape))) for name, cache, shape in plan.held]
-        read = holders(graph, plan.values.values())
-        nodes = _Numbered(self, ends)
-        for node in (*plan.region, *read, *(cache for _, cache, _ in held)):
+        end_nodes = activation_nodes(plan)
+        caches = [
+            (name, cache, tuple(map(str, shape))) for name, cache, shape in plan.written_caches
+        ]
+        argument_nodes = source_nodes(graph, plan.values.values())
+        nodes = _NodeNumbers(self, end_nodes)
+        for node in (*plan.region, *argument_nodes, *(cache for _, cache, _ in caches)):
             nodes.add(node)
-        first = arguments["token_x"]
-        known = first, *plan.results.values()
+        token_x = arguments["token_x"]
+        fixed_values = token_x, *plan.results.values()
         sides = [*plan.replaced.values(), *plan.proposal.products]
         for node in plan.replaced:
             sides += values_of(graph.readings[node])
         key, values = numbered(
-            [plan.proposal.x, *plan.values.values(), *sides], known, first.serial
+            [plan.proposal.x, *plan.values.values(), *sides], fixed_values, token_x.serial
         )
         structure = (
             tuple(nodes.parts),
-            tuple(nodes.numbers[node] for node in (*read, *plan.replaced)),
-            tuple((n, nodes.numbers[cache], cache in graph.hidden, s) for n, cache, s in held),
+            tuple(nodes.numbers[node] for node in (*argument_nodes, *plan.replaced)),
+            tuple(
+                (name, nodes.numbers[cache], cache in graph.hidden, shape_names)
+                for name, cache, shape_names in caches
+            ),
             key,
-            tuple(self._nodes_of(one) for one in values if one is first or not one.active),
-            tuple((n, None if isinstance(a, Value) else a) for n, a in arguments.items()),
+            tuple(
+                self._node_kinds(value) for value in values if value is token_x or not value.active
+            ),
+            tuple(
+                (name, None if isinstance(argument, Value) else argument)
+                for name, argument in arguments.items()
+            ),
             tuple(plan.attributes.items()),
             type(plan.caches),
         )
         return self._numbers.setdefault(structure, len(self._numbers))
 
-    def _nodes_of(self, value: Value) -> object:
-        """What the nodes are that hold a Value: the first of each kind."""
-        found = self._held.get(value)
-        if found is None:
+    def _node_kinds(self, value: Value) -> object:
+        """Returns the distinct kinds of the nodes that hold a Value."""
+        kinds = self._kinds_of_values.get(value)
+        if kinds is None:
             nodes = self._graph.nodes.get(value, ())
-            found = self._held[value] = tuple(dict.fromkeys(map(self.kind, nodes)))
-        return found
+            kinds = self._kinds_of_values[value] = tuple(dict.fromkeys(map(self.kind_of, nodes)))
+        return kinds
 
-    def kind(self, node: Node) -> object:
-        """What a node holds, and whose it is where it is an input."""
-        found = self._kinds.get(node)
-        if found is None:
+    def kind_of(self, node: Node) -> object:
+        """Returns the dtype, shape and strides that a node holds, and for an input whose it is."""
+        kind = self._kinds.get(node)
+        if kind is None:
             is_input = node.op in ("placeholder", "get_attr")
-            own = (node.op, node in self._graph.parameters, numbers(node)) if is_input else None
-            found = self._kinds[node] = own, _described(node.meta.get("val"))
-        return found
+            origin = (node.op, node in self._graph.parameters, numbers(node)) if is_input else None
+            kind = self._kinds[node] = origin, _describe(node.meta.get("val"))
+        return kind
 
 
-class _Numbered:
-    """Nodes by number, with what they read."""
+class _NodeNumbers:
+    """Numbers nodes, and describes each by its kind and the numbers of what it reads."""
 
     def __init__(self, structures: Structures, ends: dict[Node, str]) -> None:
         self._structures, self._ends = structures, ends
         self.numbers: dict[Node, int] = {}
         self.parts = list[object]()
 
-    def add(self, node: Node) -> None:
-        """With all that it is computed from, down to the ends."""
-        stack = [node]
+    def add(self, root: Node) -> None:
+        """Adds a node and all nodes that it is computed from, down to the ends."""
+        stack = [root]
         while stack:
-            one = stack[-1]
-            if one in self.numbers:
+            node = stack[-1]
+            if node in self.numbers:
                 stack.pop()
                 continue
-            is_end = one in self._ends or one.op in ("placeholder", "get_attr")
-            above = [] if is_end else [n for n in one.all_input_nodes if n not in self.numbers]
-            if above:
-                stack += above[::-1]
+            is_end = node in self._ends or node.op in ("placeholder", "get_attr")
+            sources = [] if is_end else [n for n in node.all_input_nodes if n not in self.numbers]
+            if sources:
+                stack += sources[::-1]
                 continue
-            called = (
-                (self._ends.get(one),)
+            description = (
+                (self._ends.get(node),)
                 if is_end
-                else (one.target, self._argument(one.args), self._argument(one.kwargs))
+                else (node.target, self._key_of(node.args), self._key_of(node.kwargs))
             )
-            self.parts.append((self._structures.kind(one), called))
-            self.numbers[one] = len(self.numbers)
+            self.parts.append((self._structures.kind_of(node), description))
+            self.numbers[node] = len(self.numbers)
             stack.pop()
 
-    def _argument(self, given: Any) -> object:
-        if isinstance(given, Node):
-            return self.numbers[given]
-        if isinstance(given, (list, tuple)):
-            return tuple(map(self._argument, given))
-        if isinstance(given, dict):
-            return tuple((name, self._argument(one)) for name, one in given.items())
-        return repr(given)
+    def _key_of(self, argument: Any) -> object:
+        """Returns a node's argument with node numbers in place of nodes."""
+        if isinstance(argument, Node):
+            return self.numbers[argument]
+        if isinstance(argument, (list, tuple)):
+            return tuple(map(self._key_of, argument))
+        if isinstance(argument, dict):
+            return tuple((name, self._key_of(entry)) for name, entry in argument.items())
+        return repr(argument)
 
 
-def _described(held: Any) -> object:
-    if isinstance(held, torch.Tensor):
-        shape, strides = _sizes(held.shape), _sizes(held.stride())
-        return held.dtype, shape, strides, held.device, held.is_conj()
-    if isinstance(held, (list, tuple)):
-        return tuple(map(_described, held))
-    return str(held)
+def _describe(value: Any) -> object:
+    """Returns dtype, shape, strides and device of a tensor, or the value as text."""
+    if isinstance(value, torch.Tensor):
+        shape, strides = _sizes(value.shape), _sizes(value.stride())
+        return value.dtype, shape, strides, value.device, value.is_conj()
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_describe, value))
+    return str(value)
 
 
 def _sizes(sizes: Iterable[Any]) -> tuple[object, ...]:
+    """Returns sizes with symbols as text, so that they can be compared and hashed."""
     return tuple(size if isinstance(size, int) else str(size) for size in sizes)

@@ -1,3 +1,4 @@
-"""What a graph may compute, read off by probing it in the field. Nothing here needs to be right: a
-proposal is proved before anything is made of it.
+"""Reads from a graph, by probing it in the field, what prologues it may contain.
+
+Nothing here needs to be right: ``plan/`` has each proposal proved before it makes a plan.
 """

@@ -1,7 +1,10 @@
-"""Why what looks like a prologue is none: which part is missing, and what stands in its place.
+"""Explains near misses: which part of a prologue is missing, and what stands in its place.
 
-The way between two products is walked in the order of the graph. The first step on it that the
-kernel does not have is the reason. Where nothing was proposed, the way begins at a product head by
+``pipeline.py`` asks this for each prologue that was not planned. The result is a ``Departure``, of
+which ``observe/`` makes a rejection.
+
+The path between two products is walked in the order of the graph. The first step on it that the
+kernel does not have is the reason. If nothing was proposed, the path begins at a product head by
 head.
 """
 
@@ -26,17 +29,17 @@ from mla_fusion.graph.departure import UNKNOWN, Departure
 from mla_fusion.graph.form import BYTES, MOVES, Value, filled_with, order
 from mla_fusion.graph.layout import Layout, Mixed, layout_of, token_layout
 from mla_fusion.meta.number_formats import NumberFormat
-from mla_fusion.propose.norms import solved
-from mla_fusion.propose.quantised import kind_of, of_blocks, unmoved, unquantised
-from mla_fusion.propose.rotations import Pairs, pairs
-from mla_fusion.propose.sites import AT, Projections, Site
+from mla_fusion.propose.norms import read_norm
+from mla_fusion.propose.quantised import operand_format, split_blocks, strip_views, unquantised_rows
+from mla_fusion.propose.rotations import Pairs, read_pairs
+from mla_fusion.propose.sites import POINT, Projections, Site
 
-_FAR = 300  # steps between two products
+_FAR = 300  # most steps between two products
 _ROPE = 64
-_OF_QUANTISATION = BYTES | {"size", "largest", "mxfp8", "power of two", "byte", "as"}
-_ROUNDS = _OF_QUANTISATION | {"whole", "to whole", "to"}
-_IN_ANY_PART = ("step.random", "linear.bias", "linear.hidden", "tokens.cut")
-# every other function of one value has a corner somewhere
+_QUANTISING = BYTES | {"size", "largest", "mxfp8", "power of two", "byte", "as"}
+_ROUNDING = _QUANTISING | {"whole", "to whole", "to"}
+_CODES_OF_ANY_PART = ("step.random", "linear.bias", "linear.hidden", "tokens.cut")
+# smooth functions; any other function of one value is a choice
 _SMOOTH = frozenset(
     """
     asinh atan cos cosh erf erfc exp exp2 expm1 gelu log log10 log1p log2 logaddexp logit mish
@@ -47,609 +50,706 @@ _EXCHANGES = "exchanges values with other devices"
 
 
 class Reason(NamedTuple):
-    """
-    code    "" for that of the part
-    text    with %s for each Value that it names
-    at      the Value to look at, where that is not the first
+    """Why a step is not the kernel's.
+
+    code    a code of the table of rejections; "" for that of the part
+    text    the message, with %s for each Value that it names
+    values  the Values that are named
+    fault   the Value at fault, if that is not the first
     """
 
     code: str
     text: str
     values: tuple[Value, ...]
-    at: Value | None = None
+    fault: Value | None = None
 
     @property
     def step(self) -> Value:
-        return self.values[0] if self.at is None else self.at
+        """Returns the Value at fault."""
+        return self.values[0] if self.fault is None else self.fault
 
 
-def reported(
-    projections: Projections, found: Sequence[Departure], fused: Iterable[Value]
+def departures_to_report(
+    projections: Projections, departures: Sequence[Departure], fused: Iterable[Value]
 ) -> list[Departure]:
-    """One departure for each prologue, in the order of the graph.
+    """Returns one departure for each near miss, in the order of the graph.
 
-    found  what was raised, each with its site
-    fused  the products of plans, of which nothing is said
+    departures  departures that were raised, each with its site
+    fused       the products of plans; no departure is reported for them
     """
-    taken, kept = set(fused), list[Departure]()
-    every = list(_Departures(projections).every(found, taken))
-    for one in sorted(every, key=lambda one: -one.score):
-        is_told = any((one.code, one.values) == (other.code, other.values) for other in kept)
-        if taken.isdisjoint(one.site) and not is_told:
-            taken |= {*one.site}
-            kept.append(one)
-    return sorted(kept, key=lambda one: min(map(_serial, one.site), default=0))
+    reported_products, reported = set(fused), list[Departure]()
+    near_misses = list(_NearMisses(projections).near_misses(departures, reported_products))
+    for near_miss in sorted(near_misses, key=lambda near_miss: -near_miss.score):
+        is_repeated = any(
+            (near_miss.code, near_miss.values) == (earlier.code, earlier.values)
+            for earlier in reported
+        )
+        if reported_products.isdisjoint(near_miss.site) and not is_repeated:
+            reported_products |= {*near_miss.site}
+            reported.append(near_miss)
+    return sorted(reported, key=lambda near_miss: min(map(_serial, near_miss.site), default=0))
 
 
 def _is_layer(value: Value) -> bool:
-    """Is it a product with a weight, or an operator that stands where one would?"""
+    """Returns True if the Value is a product with a weight, or an operator in place of one."""
     if value.op == "dot":
         return value.sources[1].weight
-    has_matrix = any(one.weight and len(one.shape) > 1 for one in value.sources)
+    has_matrix = any(source.weight and len(source.shape) > 1 for source in value.sources)
     is_opaque = value.op == "opaque" and has_matrix and not value.model
     return is_opaque and _rows(value).shape[-1:] != value.shape[-1:]
 
 
 def _rows(layer: Value) -> Value:
-    return next(one for one in layer.sources if not one.model)
+    """Returns the activation that a layer reads."""
+    return next(source for source in layer.sources if not source.model)
 
 
 def _is_flat(layer: Value) -> bool:
+    """Returns True if the layer is not computed head by head."""
     return layer.op == "opaque" or len(layer.sources[1].shape) == 2
 
 
-class _Departures:
-    """Of one graph."""
+class _NearMisses:
+    """Finds the near misses of one graph."""
 
     def __init__(self, projections: Projections) -> None:
         self.projections, self.graph = projections, projections.graph
         self.form = projections.form
 
-    def every(self, found: Sequence[Departure], used: set[Value]) -> Iterator[Departure]:
-        seen = set(used)
-        for departure in found:
+    def near_misses(
+        self, departures: Sequence[Departure], fused: set[Value]
+    ) -> Iterator[Departure]:
+        """Yields the departures of what was proposed and not planned, then of what was not
+        proposed.
+
+        fused  the products of plans
+        """
+        products = set(fused)
+        for departure in departures:
             departure.site = self._with_products(departure.site)
-            refined = self._refined(departure) if used.isdisjoint(departure.site) else None
-            if refined is not None:
-                seen |= {*refined.site}
-                yield refined
+            near_miss = self._refine(departure) if fused.isdisjoint(departure.site) else None
+            if near_miss is not None:
+                products |= {*near_miss.site}
+                yield near_miss
         for head, ups, steps in self.heads:
-            if ups and seen.isdisjoint(ups):
-                yield from self._unproposed(head, ups, steps, seen)
+            if ups and products.isdisjoint(ups):
+                yield from self._unproposed_misses(head, ups, steps, products)
 
     def _with_products(self, roots: Sequence[Value]) -> tuple[Value, ...]:
-        """With the products of matrices of which these are what is brought back to floats."""
-        every = (one for site in self.projections.sites.values() for one in site.products)
-        return (*roots, *(one.dot for one in every if one.root in {*roots}))
+        """Returns the roots, and the products of matrices that they bring back to floats."""
+        products = (
+            product for site in self.projections.sites.values() for product in site.products
+        )
+        return (*roots, *(product.dot for product in products if product.root in {*roots}))
 
-    def _made(self, reason: Reason, code: str, site: Sequence[Value], score: float) -> Departure:
-        made = Departure(reason.code or code, self.said(reason), [reason.step])
-        made.site, made.score = tuple(site), score
-        return made
+    def _departure(
+        self, reason: Reason, code: str, site: Sequence[Value], score: float
+    ) -> Departure:
+        """Returns the departure of a reason."""
+        departure = Departure(reason.code or code, self.describe(reason), [reason.step])
+        departure.site, departure.score = tuple(site), score
+        return departure
 
-    # -- names
+    # -- how messages name Values
 
     def _node(self, value: Value) -> Node | None:
-        """The node that holds a Value; of one between nodes, one near it that does."""
+        """Returns the node that holds a Value, or else a node near it, or None."""
         stack = [value]
-        for one in stack:
-            if one in self.graph.nodes:
-                return self.graph.nodes[one][0]
-            if one in self.graph.enclosing:
-                return self.graph.enclosing[one]
-            size = prod(one.shape) if one.op in ("product", "reshape") else -1
-            near = [each for each in one.sources if not each.model and prod(each.shape) == size]
+        for candidate in stack:
+            if candidate in self.graph.nodes:
+                return self.graph.nodes[candidate][0]
+            if candidate in self.graph.enclosing:
+                return self.graph.enclosing[candidate]
+            size = prod(candidate.shape) if candidate.op in ("product", "reshape") else -1
+            operands = [
+                source
+                for source in candidate.sources
+                if not source.model and prod(source.shape) == size
+            ]
             if len(stack) < _FAR:
-                stack += near or self.users.get(one, one.sources)
+                stack += operands or self.users.get(candidate, candidate.sources)
         return None
 
-    def said(self, reason: Reason) -> str:
-        """With Values by node and dims, each unlike those before it."""
-        names, seen = list[str](), dict[object, Node | None]()
+    def describe(self, reason: Reason) -> str:
+        """Returns the text of a reason. Values are named by node and dims, each unlike those before
+        it.
+        """
+        names, nodes_by_name = list[str](), dict[object, Node | None]()
         for value in reason.values:
             node = self._node(value)
             name = value.op if node is None else node.name
-            held = None if node is None or value not in self.graph.nodes else node.meta.get("val")
-            shape = getattr(held, "shape", value.shape)
-            dims = ", ".join(map(self._dim, shape))
+            tensor = None if node is None or value not in self.graph.nodes else node.meta.get("val")
+            shape = getattr(tensor, "shape", value.shape)
+            dims = ", ".join(map(self._describe_dim, shape))
             key = name if node is None else label(node), dims
-            another = "another " if seen.setdefault(key, node) is not node else ""
-            names.append(f"{another}{name} [{dims}]")
+            prefix = "another " if nodes_by_name.setdefault(key, node) is not node else ""
+            names.append(f"{prefix}{name} [{dims}]")
         return reason.text % tuple(names)
 
-    def _dim(self, size: object) -> str:
+    def _describe_dim(self, size: object) -> str:
+        """Returns a size as text; a symbol by its name."""
         try:
             return str(self.graph.unbound(size) if isinstance(size, int) else size)
         except LookupError:
             return "?"
 
-    # -- the way between products
+    # -- the path between products
 
     @cached_property
     def values(self) -> list[Value]:
-        """All that is made of inputs, in order."""
-        return _ordered(one for one in order(self.graph.nodes) if not one.model)
+        """Returns all Values that are made of inputs, in order."""
+        return _sorted(value for value in order(self.graph.nodes) if not value.model)
 
     @cached_property
     def users(self) -> dict[Value, list[Value]]:
-        found: dict[Value, list[Value]] = {}
+        """Returns the Values that read each Value."""
+        users: dict[Value, list[Value]] = {}
         for value in self.values:
             for source in value.sources:
-                found.setdefault(source, []).append(value)
-        return found
+                users.setdefault(source, []).append(value)
+        return users
 
     @cached_property
     def layers(self) -> dict[Value, list[Value]]:
-        """Flat ones, by the value that they read, as it is before it is quantised."""
-        found: dict[Value, list[Value]] = {}
+        """Returns the flat layers by the activation that they read, as it is before it is
+        quantised.
+        """
+        layers: dict[Value, list[Value]] = {}
         for value in self.values:
             if _is_layer(value) and _is_flat(value):
-                found.setdefault(self._origin(_rows(value)), []).append(value)
-        return found
+                layers.setdefault(self._origin(_rows(value)), []).append(value)
+        return layers
 
     @cached_property
     def heads(self) -> list[tuple[Value, list[Value], list[Value]]]:
-        """Products head by head, with the flat layers above them, and the steps between."""
-        found = []
+        """Returns each product head by head, with the flat layers above it and the steps
+        between.
+        """
+        heads = []
         for value in self.projections.values:
             if _is_layer(value) and not _is_flat(value) and len(value.shape) == 3:
-                layers, steps = self.above(_rows(value))
-                found.append((value, list(filter(_is_flat, layers)), steps))
-        return found
+                layers, steps = self.layers_above(_rows(value))
+                heads.append((value, list(filter(_is_flat, layers)), steps))
+        return heads
 
     @cached_property
     def latents(self) -> dict[Site, tuple[list[Value], list[Value]]]:
-        """What stands above the rows of each site."""
-        return {site: self.above(site.rows) for site in self.projections.sites.values()}
+        """Returns, for each site, the layers above its rows and the steps between."""
+        return {site: self.layers_above(site.rows) for site in self.projections.sites.values()}
 
-    def above(self, value: Value) -> tuple[list[Value], list[Value]]:
-        """The nearest layers that a Value is made of, and the steps between, in order. A layer that
-        another one is made of is none of them.
+    def layers_above(self, value: Value) -> tuple[list[Value], list[Value]]:
+        """Returns the nearest layers that a Value is made of, and the steps between, in order.
+
+        A layer that another layer is made of is left out.
         """
         layers, steps = self._reached(value)
-        further = {above for one in layers for above in self._reached(_rows(one))[0]}
-        made = set(layers)
-        for one in _ordered(steps):
-            if not made.isdisjoint(one.sources):
-                made.add(one)
-        return _ordered(layers - further or layers), _ordered(made & steps)
+        farther_layers = {
+            layer for near_layer in layers for layer in self._reached(_rows(near_layer))[0]
+        }
+        made_of_layers = set(layers)
+        for step in _sorted(steps):
+            if not made_of_layers.isdisjoint(step.sources):
+                made_of_layers.add(step)
+        return _sorted(layers - farther_layers or layers), _sorted(made_of_layers & steps)
 
     def _reached(self, value: Value) -> tuple[set[Value], set[Value]]:
+        """Returns the layers and the steps that a Value is made of, up to those layers."""
         stack, steps, layers = [value], set[Value](), set[Value]()
         while stack and len(steps) < _FAR:
-            one = stack.pop()
-            if _is_layer(one):
-                layers.add(one)
-            elif one not in steps and not one.model and one.op not in ("write", "leaf"):
-                steps.add(one)
-                stack += one.sources
+            current = stack.pop()
+            if _is_layer(current):
+                layers.add(current)
+            elif current not in steps and not current.model and current.op not in ("write", "leaf"):
+                steps.add(current)
+                stack += current.sources
         return layers, steps
 
-    def below(self, starts: Iterable[Value]) -> list[Value]:
-        """The steps behind layers, up to the next layers, writes and attention."""
+    def steps_below(self, starts: Iterable[Value]) -> list[Value]:
+        """Returns the steps after layers, up to the next layers, writes and attention."""
         layers, steps = set(starts), list[Value]()
         seen, pushed = set(layers), set(layers)
-        heap = [(one.serial, one) for one in _ordered(layers)]
+        heap = [(layer.serial, layer) for layer in _sorted(layers)]
         while heap and len(steps) < _FAR:
-            _, one = heappop(heap)
-            if one not in seen:
-                is_apart = self._is_apart(one, seen, layers)
-                if one.op == "write" or _is_layer(one) or "attention" in str(one.literal):
+            _, step = heappop(heap)
+            if step not in seen:
+                has_other_layers = self._has_other_layers(step, seen, layers)
+                if step.op == "write" or _is_layer(step) or "attention" in str(step.literal):
                     continue
-                if is_apart and one.op in ("dot", "opaque"):
+                if has_other_layers and step.op in ("dot", "opaque"):
                     continue
-                steps.append(one)
-                if is_apart:
+                steps.append(step)
+                if has_other_layers:
                     continue
-                seen.add(one)
-            for user in self.users.get(one, ()):
+                seen.add(step)
+            for user in self.users.get(step, ()):
                 if user not in pushed:
                     pushed.add(user)
                     heappush(heap, (user.serial, user))
         return steps
 
-    def _is_apart(self, value: Value, seen: set[Value], layers: set[Value]) -> bool:
-        """Is it made of other layers' activations too? Those among the scales of a product are
-        older; an adapter reads what the layers read, or make.
-        """
-        others = (source for source in value.sources if source.active and source not in seen)
-        if value.op == "product":
-            return any(one.serial > min(map(_serial, layers)) for one in others)
-        if value.op != "sum":
-            return any(others)
-        above = (layer for one in others for layer in self._reached(one)[0])
-        return not all(one in layers or self._reached(_rows(one))[0] <= layers for one in above)
+    def _has_other_layers(self, value: Value, seen: set[Value], layers: set[Value]) -> bool:
+        """Returns True if the Value is made of other layers' activations too.
 
-    def _is_kept(self, layers: Sequence[Value]) -> bool:
-        """Is something that they make written into what comes in, or joined to it?"""
-        made = (*layers, *self.below(layers))
+        Two cases do not count: older scales of a product, and an adapter, which reads what the
+        layers read or make.
+        """
+        other_sources = (source for source in value.sources if source.active and source not in seen)
+        if value.op == "product":
+            return any(source.serial > min(map(_serial, layers)) for source in other_sources)
+        if value.op != "sum":
+            return any(other_sources)
+        layers_above = (layer for source in other_sources for layer in self._reached(source)[0])
+        return not all(
+            layer_above in layers or self._reached(_rows(layer_above))[0] <= layers
+            for layer_above in layers_above
+        )
+
+    def _is_cached(self, layers: Sequence[Value]) -> bool:
+        """Returns True if something that the layers make is written into an input, or joined to
+        one.
+        """
+        outputs = (*layers, *self.steps_below(layers))
         return any(
-            user.op == "write" or (user.op == "join" and any(s.op == "leaf" for s in user.sources))
-            for one in made
-            for user in self.users.get(one, ())
+            user.op == "write"
+            or (user.op == "join" and any(source.op == "leaf" for source in user.sources))
+            for output in outputs
+            for user in self.users.get(output, ())
         )
 
     def _origin(self, rows: Value) -> Value:
-        """Rows as they are before they are quantised."""
+        """Returns the rows as they are before they are quantised."""
         inner: Value | None = rows
         while inner is not None:
-            rows, parts = inner, of_blocks(self.form, inner)
-            inner = unquantised(self.form, rows) if rows.active else None
+            rows, blocks = inner, split_blocks(self.form, inner)
+            inner = unquantised_rows(self.form, rows) if rows.active else None
             is_moved = rows.op in ("cast", "reshape", "slice") or _is_quantised(rows)
-            if inner is None and (parts is not None or is_moved):
-                inner = parts[0] if parts is not None else _rows(rows)
+            if inner is None and (blocks is not None or is_moved):
+                inner = blocks[0] if blocks is not None else _rows(rows)
         return rows
 
     # -- steps that the kernel does not have
 
-    def odd(self, layers: Sequence[Value], steps: Sequence[Value]) -> Reason | None:
-        """The first of the steps behind layers that is none of a prologue's."""
-        cut = self._cut(layers, steps)
-        every = [self._odd(one, layers) or (cut and cut.step is one and cut) for one in steps]
-        found = [one for one in every if one]
-        return next((one for one in found if one.code), found[0] if found else None)
+    def first_odd_step(self, layers: Sequence[Value], steps: Sequence[Value]) -> Reason | None:
+        """Returns the first step after layers that is no step of a prologue, or None.
 
-    def _odd(self, value: Value, layers: Sequence[Value]) -> Reason | None:
+        A step with a code of its own comes first.
+        """
+        token_cut = self._token_cut(layers, steps)
+        reasons_of_steps = [
+            self._odd_step(step, layers) or (token_cut and token_cut.step is step and token_cut)
+            for step in steps
+        ]
+        reasons = [reason for reason in reasons_of_steps if reason]
+        return next((reason for reason in reasons if reason.code), reasons[0] if reasons else None)
+
+    def _odd_step(self, value: Value, layers: Sequence[Value]) -> Reason | None:
+        """Returns why one step is no step of a prologue, or None."""
         op, node = value.op, self._node(value)
-        random = next(filter(self._is_random, (value, *value.sources)), None)
-        if random is not None:
-            return Reason("step.random", "%s is random", (random,))
+        random_value = next(filter(self._is_random, (value, *value.sources)), None)
+        if random_value is not None:
+            return Reason("step.random", "%s is random", (random_value,))
         if op == "opaque":
             target = value.literal[0] if node is None else kinds.called(node)
             if self.graph.symbols and name_of(target) in RULES:
                 text = f"%s ({target}) is not the same step for every number of tokens"
                 return Reason("tokens.mixed", text, (value,))
-            is_far = "c10d" in str(target)
-            what = _EXCHANGES if is_far else UNKNOWN
-            unused = self.graph.unused.get(value.literal[0], "").replace("%", "%%")
-            said = "; ".join(filter(None, (f"%s ({target}) {what}", unused)))
-            return Reason("step.unknown", said, (value,))
+            is_collective = "c10d" in str(target)
+            verb = _EXCHANGES if is_collective else UNKNOWN
+            unused_rule = self.graph.unused.get(value.literal[0], "").replace("%", "%%")
+            words = "; ".join(filter(None, (f"%s ({target}) {verb}", unused_rule)))
+            return Reason("step.unknown", words, (value,))
         name = value.literal[0] if op == "function" else ""
         narrows = op == "cast" and (value.dtype.itemsize == 1 or not value.is_float)
         if narrows or name == "to":
             dtype = value.dtype if narrows else value.literal[1]
             return Reason("step.choice", f"%s rounds to {dtype}", (value,))
-        if op == "function" and name not in _OF_QUANTISATION:
+        if op == "function" and name not in _QUANTISING:
             is_choice = name not in _SMOOTH
-            what = "picks by the values it reads" if is_choice else "is no step of a prologue"
-            return Reason("step.choice" if is_choice else "", f"%s {what}", (value,))
-        return self._added(value, layers) if op in ("sum", "join") else None
+            verb = "picks by the values it reads" if is_choice else "is no step of a prologue"
+            return Reason("step.choice" if is_choice else "", f"%s {verb}", (value,))
+        return self._added_term(value, layers) if op in ("sum", "join") else None
 
     def _is_random(self, value: Value) -> bool:
+        """Returns True if the Value is drawn at random."""
         node = self._node(value) if value.op == "opaque" else None
         return node is not None and kinds.is_random(node)
 
-    def _added(self, value: Value, layers: Sequence[Value]) -> Reason | None:
-        """A bias, or what another layer makes."""
-        beside = [one for one in value.sources if one.model or _is_vector(one)]
-        terms = [one for one in value.sources if one not in beside]
-        made = [set(filter(_is_flat, self.above(term)[0])) for term in terms]
-        for one in made:
-            for other in made:
-                if one and other and one.isdisjoint(other):
+    def _added_term(self, value: Value, layers: Sequence[Value]) -> Reason | None:
+        """Returns the reason if a sum or join adds a bias, or what another layer makes."""
+        addends = [source for source in value.sources if source.model or _is_vector(source)]
+        terms = [source for source in value.sources if source not in addends]
+        layers_of_terms = [set(filter(_is_flat, self.layers_above(term)[0])) for term in terms]
+        for first_layers in layers_of_terms:
+            for second_layers in layers_of_terms:
+                if first_layers and second_layers and first_layers.isdisjoint(second_layers):
                     text = f"%s {'adds' if value.op == 'sum' else 'joins'} what %s and %s make"
-                    both = min(one, key=_serial), min(other, key=_serial)
-                    return Reason("linear.hidden", text, (value, *sorted(both, key=_serial)))
+                    pair = min(first_layers, key=_serial), min(second_layers, key=_serial)
+                    return Reason("linear.hidden", text, (value, *sorted(pair, key=_serial)))
         is_wide = bool(layers) and prod(value.shape) > layers[0].shape[0]
-        if value.op == "sum" and len(terms) == 1 and is_wide and _is_of_layer(terms[0]):
-            bias = tuple(beside[:1])
-            what = "%s" if bias else f"{float(value.literal[1]):g}"
-            return Reason("linear.bias", f"%s adds {what}", (value, *bias))
+        if value.op == "sum" and len(terms) == 1 and is_wide and _is_layer_output(terms[0]):
+            bias = tuple(addends[:1])
+            bias_name = "%s" if bias else f"{float(value.literal[1]):g}"
+            return Reason("linear.bias", f"%s adds {bias_name}", (value, *bias))
         return None
 
-    def _cut(self, layers: Sequence[Value], steps: Iterable[Value]) -> Reason | None:
-        """The first step that keeps some of the tokens alone, or moves them."""
-        flat = (one for one in layers if len(one.shape) == 2)
-        known: dict[Value, Layout] = {
-            one: token_layout(one.shape[:1], one.shape[1:]) for one in flat
+    def _token_cut(self, layers: Sequence[Value], steps: Iterable[Value]) -> Reason | None:
+        """Returns the first step that keeps only some of the tokens, or moves them, or None."""
+        flat_layers = (layer for layer in layers if len(layer.shape) == 2)
+        layouts: dict[Value, Layout] = {
+            layer: token_layout(layer.shape[:1], layer.shape[1:]) for layer in flat_layers
         }
         for value in steps:
-            if not any(source in known for source in value.sources):
+            if not any(source in layouts for source in value.sources):
                 continue
             try:
-                known[value] = layout_of(value, known)
+                layouts[value] = layout_of(value, layouts)
             except Mixed:
                 size = prod(value.sources[0].shape)
-                joined = any(
+                is_joined = any(
                     user.op == "join" and prod(user.shape) >= size
                     for user in self.users.get(value, ())
                 )
-                if value.op in ("slice", "gather") and prod(value.shape) < size and not joined:
+                if value.op in ("slice", "gather") and prod(value.shape) < size and not is_joined:
                     text = "%s has some of the tokens of %s"
                     return Reason("tokens.cut", text, (value, value.sources[0]))
                 return Reason("", "%s does not treat all tokens alike", (value,))
         return None
 
-    # -- what was raised
+    # -- departures that were raised
 
-    def _refined(self, departure: Departure) -> Departure | None:
-        """With what stands in the way; None where the products look like no prologue."""
-        own = {*departure.site}
-        both = [one for one in self.projections.sites.values() if not own.isdisjoint(one.dots)]
-        pair = next(((down, up) for down in both for up in down.ahead if up in both), None)
+    def _refine(self, departure: Departure) -> Departure | None:
+        """Returns the departure with the step at fault, or None if the products look like no
+        prologue.
+        """
+        products = {*departure.site}
+        sites = [
+            site for site in self.projections.sites.values() if not products.isdisjoint(site.roots)
+        ]
+        pair = next(((down, up) for down in sites for up in down.next_sites if up in sites), None)
         if pair is None:
             return self._with_names(departure)
         likeness = self._likeness(*pair)
         if not likeness and departure.score < 1:
             return None
         departure.score *= likeness or 0.5
-        ask = _ASKED.get(departure.code)
-        found = ask(self, departure, *pair) if ask is not None else None
-        if found is None:
+        find_reason = _REASON_FINDERS.get(departure.code)
+        reason = find_reason(self, departure, *pair) if find_reason is not None else None
+        if reason is None:
             return self._with_names(departure)
-        return self._made(found, departure.code, departure.site, departure.score)
+        return self._departure(reason, departure.code, departure.site, departure.score)
 
     def _with_names(self, departure: Departure) -> Departure:
-        """With the Values that it is at, where it names none."""
+        """Returns the departure with the Values that it is at, if its detail names none."""
         detail, names = departure.detail, {node.name for node in self.graph.gm.graph.nodes}
-        values = tuple(one for one in departure.values if self._node(one) is not None)[:2]
+        values = tuple(value for value in departure.values if self._node(value) is not None)[:2]
         is_named = not names.isdisjoint(re.findall(r"\w*[a-z_]\w*", detail))
         if not values or is_named or departure.code.startswith("contract"):
             return departure
         text = f"{detail.replace('%', '%%')}: {' and '.join(['%s'] * len(values))}"
-        found = Reason(departure.code, text, values)
-        made = self._made(found, departure.code, departure.site, departure.score)
-        made.values = departure.values
-        return made
+        reason = Reason(departure.code, text, values)
+        named_departure = self._departure(reason, departure.code, departure.site, departure.score)
+        named_departure.values = departure.values
+        return named_departure
 
     def _likeness(self, down: Site, up: Site) -> float:
-        """How much of a prologue the products of two sites are part of."""
-        dots, own = {*self._with_products(down.dots)}, {one.dot for one in up.products}
+        """Returns how much of a prologue the products of two sites are part of, from 0 to 1."""
+        dots, ups = {*self._with_products(down.roots)}, {product.dot for product in up.products}
         if any(map(self._is_residual, self.latents[up][1])):
             return 0
-        ups = [one for one, (layers, _) in self.latents.items() if not dots.isdisjoint(layers)]
-        normed = [one for one in ups if _is_latent(self.latents[one][1])]
-        has_heads = any(not own.isdisjoint(layers) for _, layers, _ in self.heads)
-        is_turned, has_latents = any(map(_is_turned, ups)), up in normed
-        count = has_heads + is_turned + _is_turned(down) + (len(normed) > 1)
+        up_sites = [
+            site for site, (layers, _) in self.latents.items() if not dots.isdisjoint(layers)
+        ]
+        normed_sites = [site for site in up_sites if _is_norm_path(self.latents[site][1])]
+        has_heads = any(not ups.isdisjoint(layers) for _, layers, _ in self.heads)
+        is_turned, has_latents = any(map(_has_rotation, up_sites)), up in normed_sites
+        count = has_heads + is_turned + _has_rotation(down) + (len(normed_sites) > 1)
         if not count or not (has_heads or has_latents or is_turned):
             return 0
-        count += has_latents + self._is_kept(down.dots)
+        count += has_latents + self._is_cached(down.roots)
         return 0.5 + 0.08 * count if count > 1 else 0
 
-    def _latent(self, departure: Departure, down: Site, up: Site) -> Reason | None:
-        """In place of a norm of the query's latents, or of the key's."""
+    def _latent_reason(self, departure: Departure, down: Site, up: Site) -> Reason | None:
+        """Returns what stands in place of a norm of the query's latents, or of the key's."""
         layers, steps = self.latents[up]
-        at, layer = departure.values[0], up.products[0].dot
-        is_wide = at in steps or at.shape[-1:] == up.rows.shape[-1:]
-        if at is not up.rows and (at in down.dots or not is_wide):
-            return self._key(departure, down, up, layers)
-        found = self._of_bytes((*layers, layer), layer)
-        return found or self._between(layers, steps, layer, _norm(down, steps))
+        fault, layer = departure.values[0], up.products[0].dot
+        is_wide = fault in steps or fault.shape[-1:] == up.rows.shape[-1:]
+        if fault is not up.rows and (fault in down.roots or not is_wide):
+            return self._key_reason(departure, down, up, layers)
+        reason = self._quantisation_reason((*layers, layer), layer)
+        return reason or self._path_reason(layers, steps, layer, _find_norm(down, steps))
 
-    def _between(
+    def _path_reason(
         self, layers: Sequence[Value], steps: Sequence[Value], layer: Value, norm: Value | None
     ) -> Reason | None:
-        """What is wrong with the query's latents, between the layers that make them and ``layer``.
+        """Returns what is wrong between the layers that make the query's latents and ``layer``, or
+        None.
 
-        norm  of the latents, where the steps have one
+        norm  the norm of the latents, if the steps have one
         """
         rows = _rows(layer)
-        behind = [one for one in steps if norm is None or one.serial > norm.serial]
-        odd = self.odd(layers if norm is None else [], behind)
-        if odd is not None and (odd.code in _IN_ANY_PART or _EXCHANGES in odd.text):
-            return odd
+        later_steps = [step for step in steps if norm is None or step.serial > norm.serial]
+        cause = self.first_odd_step(layers if norm is None else [], later_steps)
+        if cause is not None and (cause.code in _CODES_OF_ANY_PART or _EXCHANGES in cause.text):
+            return cause
         if norm is not None:
-            found = Reason("q_lora.interrupted", "%s projects %s, not the norm %s", (norm,))
+            reason = Reason("q_lora.interrupted", "%s projects %s, not the norm %s", (norm,))
         elif layers:
             text = "%s projects %s, which is no RMSNorm of %s"
-            found = Reason("norm.absent", text, (layers[0],))
+            reason = Reason("norm.absent", text, (layers[0],))
         else:
             return None
-        values = layer, rows, *found.values
-        if odd is None:
-            return Reason(found.code, found.text, values, rows)
-        return Reason(found.code, f"{found.text}; {odd.text}", (*values, *odd.values), odd.step)
+        values = layer, rows, *reason.values
+        if cause is None:
+            return Reason(reason.code, reason.text, values, rows)
+        return Reason(
+            reason.code, f"{reason.text}; {cause.text}", (*values, *cause.values), cause.step
+        )
 
-    def _of_bytes(self, layers: Sequence[Value], up: Value | None = None) -> Reason | None:
-        """What is wrong with products of numbers of one byte; ``up`` is that of the latents."""
+    def _quantisation_reason(
+        self, layers: Sequence[Value], up: Value | None = None
+    ) -> Reason | None:
+        """Returns what is wrong with products of operands of one byte, or None.
+
+        up  the product of the query's latents
+        """
         for layer in layers:
             rows, node = _rows(layer), self._node(layer)
-            held = order(one for one in layer.sources if one.weight)
-            dtype = next((one.dtype for one in held if one.dtype.itemsize == 1), None)
+            weights = order(source for source in layer.sources if source.weight)
+            dtype = next((weight.dtype for weight in weights if weight.dtype.itemsize == 1), None)
             is_opaque = layer.op == "opaque" and node is not None
             bias = argument(node, "bias") if is_opaque and node is not None else None
             if bias is not None:
                 text = f"%s ({kinds.called(node)}) adds {bias.name}"  # type: ignore[arg-type]
                 return Reason("linear.bias", text, (layer,))
-            is_rounded = any(map(_rounds, (rows, *self.above(rows)[1])))
-            if dtype is not None and kind_of(rows) is None and not is_rounded:
+            is_rounded = any(map(_is_rounding, (rows, *self.layers_above(rows)[1])))
+            if dtype is not None and operand_format(rows) is None and not is_rounded:
                 text = f"%s multiplies %s by a weight of {dtype}"
                 return Reason("quant.weights_only", text, (layer, rows))
-            if dtype is not None and layer is up and unquantised(self.form, rows) is None:
+            if dtype is not None and layer is up and unquantised_rows(self.form, rows) is None:
                 return Reason("quant.dynamic", "%s multiplies %s", (layer, rows))
             if is_opaque and node is not None:
                 text = f"%s ({kinds.called(node)}) {UNKNOWN}"
                 return Reason("linear.hidden", text, (layer,))
         return None
 
-    def _key(self, departure: Departure, down: Site, up: Site, query: Sequence[Value]) -> Reason:
-        """In place of the key's latents."""
-        own = query[0] if query else down.products[0].dot
-        beside = [one for one in self.layers.get(self._origin(down.rows), ()) if one not in query]
-        for layer in beside:
-            if kind_of(_rows(layer)) is not kind_of(_rows(own)):
+    def _key_reason(
+        self, departure: Departure, down: Site, up: Site, query: Sequence[Value]
+    ) -> Reason:
+        """Returns what stands in place of the key's latents."""
+        q_layer = query[0] if query else down.products[0].dot
+        other_layers = [
+            layer for layer in self.layers.get(self._origin(down.rows), ()) if layer not in query
+        ]
+        for layer in other_layers:
+            if operand_format(_rows(layer)) is not operand_format(_rows(q_layer)):
                 text = "%s and %s multiply x in different formats"
-                return Reason("quant.mixed", text, (layer, own))
-            if _rows(layer) is not _rows(own) and kind_of(_rows(own)) is not None:
+                return Reason("quant.mixed", text, (layer, q_layer))
+            if _rows(layer) is not _rows(q_layer) and operand_format(_rows(q_layer)) is not None:
                 text = "%s and %s multiply different quantised forms of x"
-                return Reason("quant.tokens_differ", text, (layer, own))
-            if layer.op == "opaque" and (found := self._of_bytes((layer,))) is not None:
-                return found
-        odd = self.odd(beside, self.below(beside))
-        if odd is not None and odd.code:
-            return odd
-        odd = self.odd(up.dots, self.below(up.dots))
-        if odd is not None and odd.code == "linear.hidden":
-            return odd
-        at = departure.values[0]
-        text, values = "%s projects %s; no latent beside it is normed", (own, down.rows)
-        if at not in down.dots:
-            text, values = "%s projects %s; %s beside it is no RMSNorm", (*values, at)  # type: ignore[assignment]
-        return Reason("kv_latent.absent", text, values, at)
+                return Reason("quant.tokens_differ", text, (layer, q_layer))
+            if layer.op == "opaque" and (reason := self._quantisation_reason((layer,))) is not None:
+                return reason
+        cause = self.first_odd_step(other_layers, self.steps_below(other_layers))
+        if cause is not None and cause.code:
+            return cause
+        cause = self.first_odd_step(up.roots, self.steps_below(up.roots))
+        if cause is not None and cause.code == "linear.hidden":
+            return cause
+        fault = departure.values[0]
+        text, values = "%s projects %s; no latent beside it is normed", (q_layer, down.rows)
+        if fault not in down.roots:
+            text, values = "%s projects %s; %s beside it is no RMSNorm", (*values, fault)  # type: ignore[assignment]
+        return Reason("kv_latent.absent", text, values, fault)
 
-    def _part(self, departure: Departure, down: Site, up: Site) -> Reason | None:
-        found = None if _pairs(up) else self._without_latents(down)
-        return found or self._of_part(up)
+    def _absorb_reason(self, departure: Departure, down: Site, up: Site) -> Reason | None:
+        """Returns why no part of the query is multiplied by W_uk, or None."""
+        direct_query = None if _rotated_pairs(up) else self._direct_query(down)
+        return direct_query or self._odd_part(up)
 
-    def _without_latents(self, down: Site) -> Reason | None:
-        """Is a query made of x at once?"""
-        for value, found in _pairs(down):
-            if found.heads > 1:
+    def _direct_query(self, down: Site) -> Reason | None:
+        """Returns the reason if a query is made of x without latents, or None."""
+        for value, pairs in _rotated_pairs(down):
+            if pairs.heads > 1:
                 text = "%s, with more heads than a key, is made of %s"
                 return Reason("q_lora.absent", text, (value, down.rows))
         return None
 
-    def _of_part(self, site: Site, width: int | None = None) -> Reason | None:
-        """A step behind products: one that is none of a prologue's, or a norm of ``width``."""
-        layers = self._with_products(site.dots)
-        steps = self.below(layers)
-        odd = self.odd(layers, steps)
-        for one in steps:
-            size = prod(one.shape) // max(site.tokens, 1)
-            is_wide = one.shape[-1:] != (1,) and size > 1 and width in (None, size)
-            is_first = odd is None or one.serial < odd.step.serial
-            read = (site.readings.get(source) for source in one.sources)
-            is_behind = any(each is not None and each.kind == "turned" for each in read)
-            if is_wide and _has_root([one]) and is_first and not is_behind:
-                return Reason("rope.normed_key", "%s is normed", (one,))
-        return odd if odd is not None and odd.code else None
+    def _odd_part(self, site: Site, width: int | None = None) -> Reason | None:
+        """Returns the first odd step after a site's products, or a norm of ``width`` there, or
+        None.
+        """
+        layers = self._with_products(site.roots)
+        steps = self.steps_below(layers)
+        cause = self.first_odd_step(layers, steps)
+        for step in steps:
+            size = prod(step.shape) // max(site.tokens, 1)
+            is_wide = step.shape[-1:] != (1,) and size > 1 and width in (None, size)
+            is_first = cause is None or step.serial < cause.step.serial
+            source_readings = (site.readings.get(source) for source in step.sources)
+            is_after_rotation = any(
+                reading is not None and reading.kind == "turned" for reading in source_readings
+            )
+            if is_wide and _has_root([step]) and is_first and not is_after_rotation:
+                return Reason("rope.normed_key", "%s is normed", (step,))
+        return cause if cause is not None and cause.code else None
 
-    def _rotation(self, departure: Departure, down: Site, up: Site) -> Reason | None:
-        queries = _pairs(up)
-        keys = [one for one in _pairs(down) if one[1].heads == 1]
+    def _rotation_reason(self, departure: Departure, down: Site, up: Site) -> Reason | None:
+        """Returns what stands in place of the rotation of query or key."""
+        queries = _rotated_pairs(up)
+        keys = [entry for entry in _rotated_pairs(down) if entry[1].heads == 1]
         if queries and keys:
-            (query, of_query), (key, of_key) = queries[0], keys[0]
+            (query, query_pairs), (key, key_pairs) = queries[0], keys[0]
             product = up.products[0]
             if product.kind is not None and not product.factors:
                 text = "%s is multiplied by no scale of columns"
                 return Reason("quant.scale", text, (product.dot,))
-            ratio = of_query.diagonal * power(of_key.diagonal, -1, AT.p) % AT.p
+            ratio = query_pairs.diagonal * power(key_pairs.diagonal, -1, POINT.p) % POINT.p
             if bool((ratio == ratio[:, :1]).all()):
                 text = "%s and %s are rotated alike, and scaled differently"
                 return Reason("scale.unequal", text, (query, key))
             text = "the tables of %s and %s are not proved equal"
             return Reason("rope.tables_differ", text, (query, key))
-        if not queries and (found := self._without_latents(down)) is not None:
-            return found
-        odd = None if queries else self._of_part(up)
-        odd = odd or (None if keys else self._of_part(down, _ROPE))
-        if odd is not None and odd.values[0].op != "join":  # the keys of all heads
-            return odd
+        if not queries and (reason := self._direct_query(down)) is not None:
+            return reason
+        cause = None if queries else self._odd_part(up)
+        cause = cause or (None if keys else self._odd_part(down, _ROPE))
+        # a join repeats the key for all heads
+        if cause is not None and cause.values[0].op != "join":
+            return cause
         layers, _ = self.latents[up]
-        rest = next((one.root for one in down.products if one.dot not in layers), down.dots[0])
+        root = next(
+            (product.root for product in down.products if product.dot not in layers), down.roots[0]
+        )
         if queries or keys:
             text = f"%s is rotated, no {_ROPE} columns of %s are"
-            return Reason("", text, ((queries or keys)[0][0], rest if queries else up.dots[0]))
+            return Reason("", text, ((queries or keys)[0][0], root if queries else up.roots[0]))
         text = f"no {_ROPE} columns of %s or %s are rotated, or left as they are"
-        both = self._with_products((*up.dots, *down.dots))
-        odd = self.odd(both, self.below(both))  # a step may read what both make
-        if odd is not None and odd.code == "step.unknown":
-            return Reason("", f"{text}; {odd.text}", (up.dots[0], rest, *odd.values), odd.step)
-        return Reason("", text, (up.dots[0], rest))
+        layers_of_both = self._with_products((*up.roots, *down.roots))
+        # a step may read products of both sites
+        cause = self.first_odd_step(layers_of_both, self.steps_below(layers_of_both))
+        if cause is not None and cause.code == "step.unknown":
+            return Reason(
+                "", f"{text}; {cause.text}", (up.roots[0], root, *cause.values), cause.step
+            )
+        return Reason("", text, (up.roots[0], root))
 
-    def _proof(self, departure: Departure, down: Site, up: Site) -> Reason | None:
-        of_x, kind = (site.products[0].kind for site in (down, up))
-        if of_x is not kind and (of_x or (kind and not kind.partial)):
-            formats = [f"in {one.name}" if one else "in no such format" for one in (of_x, kind)]
+    def _proof_reason(self, departure: Departure, down: Site, up: Site) -> Reason | None:
+        """Returns why a proof differs, or None."""
+        x_format, latent_format = (site.products[0].kind for site in (down, up))
+        if x_format is not latent_format and (
+            x_format or (latent_format and not latent_format.partial)
+        ):
+            formats = [
+                f"in {number_format.name}" if number_format else "in no such format"
+                for number_format in (x_format, latent_format)
+            ]
             text = f"%s multiplies numbers {formats[0]}, %s multiplies numbers {formats[1]}"
-            return Reason("quant.mixed", text, (down.dots[0], up.dots[0]))
-        part, at = departure.detail.partition(" ")[0], departure.values[0]
-        if part in ("query_rope", "kr_rows") and _is_turned(down):
-            return Reason("rope.tables_differ", f"%s: {departure.detail}", (at,))
-        if part != "query" or kind is not None:
-            return self._quantised(up, kind)
-        rows = _unmoved(at)
-        rows = _unmoved(_rows(rows)) if _is_layer(rows) else rows
-        factors = [one for one in rows.sources if not one.active and filled_with(one) is None]
+            return Reason("quant.mixed", text, (down.roots[0], up.roots[0]))
+        part, fault = departure.detail.partition(" ")[0], departure.values[0]
+        if part in ("query_rope", "kr_rows") and _has_rotation(down):
+            return Reason("rope.tables_differ", f"%s: {departure.detail}", (fault,))
+        if part != "query" or latent_format is not None:
+            return self._bytes_reason(up, latent_format)
+        rows = _strip_moves(fault)
+        rows = _strip_moves(_rows(rows)) if _is_layer(rows) else rows
+        factors = [
+            factor for factor in rows.sources if not factor.active and filled_with(factor) is None
+        ]
         if rows.op == "product" and factors:
             return Reason("scale.unequal", "%s is multiplied by %s", (rows, factors[0]))
         return None
 
-    def _quantised(self, up: Site, kind: NumberFormat | None) -> Reason | None:
-        """Are the bytes of latents the kernel's? And of blocks, are the scales?"""
+    def _bytes_reason(self, up: Site, kind: NumberFormat | None) -> Reason | None:
+        """Returns the reason if the bytes of latents are not the kernel's, or the scales of their
+        blocks.
+        """
         rows = up.rows
-        before = unquantised(self.form, rows) if kind is not None else None
-        if before is None or kind is None:
+        float_rows = unquantised_rows(self.form, rows) if kind is not None else None
+        if float_rows is None or kind is None:
             return None
-        inner = (of_blocks(self.form, rows) or (rows,))[0]
-        inner = unmoved(inner)
+        inner = (split_blocks(self.form, rows) or (rows,))[0]
+        inner = strip_views(inner)
         if inner.literal[0] == "of format":
-            inner = unmoved(inner.sources[0])
-        by = quantise.by_block(self.form, before) if kind.in_blocks else None
-        own = by or quantise.by_row(self.form, before, kind)
-        values = up.dots[0], rows
-        if inner is not unmoved(own[0]):
+            inner = strip_views(inner.sources[0])
+        block_operand = quantise.by_block(self.form, float_rows) if kind.in_blocks else None
+        kernel_operand = block_operand or quantise.by_row(self.form, float_rows, kind)
+        values = up.roots[0], rows
+        if inner is not strip_views(kernel_operand[0]):
             return Reason("quant.dynamic", "%s multiplies %s", values, rows)
         text = "%s multiplies %s by scales of something else"
-        return Reason("quant.scale", text, values, rows) if by is not None else None
+        return Reason("quant.scale", text, values, rows) if block_operand is not None else None
 
-    def _tokens(self, departure: Departure, down: Site, up: Site) -> Reason | None:
+    def _tokens_reason(self, departure: Departure, down: Site, up: Site) -> Reason | None:
+        """Returns which step does not treat all tokens alike."""
         if self.graph.symbols:
             return None
         text = "%s does not treat all tokens alike"
-        found = Reason("proof.differs", text, departure.values[:1])
-        return self._quantised(up, up.products[0].kind) or found
+        reason = Reason("proof.differs", text, departure.values[:1])
+        return self._bytes_reason(up, up.products[0].kind) or reason
 
-    def _reader(self, departure: Departure, down: Site, up: Site) -> Reason | None:
-        """Of what the kernel keeps: a product with W_uk that is added to."""
-        own = {one.dot for one in up.products}
-        heads = [one for one, layers, _ in self.heads if not own.isdisjoint(layers)]
-        odd = self.odd(heads, self.below(heads))
-        return odd if odd is not None and odd.code == "linear.bias" else None
+    def _reader_reason(self, departure: Departure, down: Site, up: Site) -> Reason | None:
+        """Returns the reason if something is added to a product with W_uk, or None."""
+        products = {product.dot for product in up.products}
+        heads = [head for head, layers, _ in self.heads if not products.isdisjoint(layers)]
+        cause = self.first_odd_step(heads, self.steps_below(heads))
+        return cause if cause is not None and cause.code == "linear.bias" else None
 
-    # -- what was not proposed
+    # -- prologues that were not proposed
 
-    def _unproposed(
-        self, head: Value, ups: list[Value], steps: list[Value], seen: set[Value]
+    def _unproposed_misses(
+        self, head: Value, ups: list[Value], steps: list[Value], reported_products: set[Value]
     ) -> Iterator[Departure]:
-        """Of a product head by head of some columns of layers."""
+        """Yields the departure of a product head by head of some columns of layers.
+
+        reported_products  products of departures that were reported
+        """
         up, (heads, _, nope) = ups[0], _rows(head).shape
-        if heads * nope > sum(one.shape[-1] for one in ups):
+        if heads * nope > sum(layer.shape[-1] for layer in ups):
             return
         layers = self.layers.get(self._origin(_rows(up)), [])
-        if self._is_kept(layers) and _has_root(self.below(layers)):
+        if self._is_cached(layers) and _has_root(self.steps_below(layers)):
             text = "%s, which %s multiplies head by head, projects %s"
-            odd: Reason | None = Reason("q_lora.absent", text, (up, head, _rows(up)))
+            reason: Reason | None = Reason("q_lora.absent", text, (up, head, _rows(up)))
         else:
-            downs, between = self.above(_rows(up))
+            downs, between = self.layers_above(_rows(up))
             layers = self.layers.get(self._origin(_rows(downs[0])), []) if downs else []
-            if not self._is_kept(layers) or any(map(self._is_residual, between)):
+            if not self._is_cached(layers) or any(map(self._is_residual, between)):
                 return
-            odd = self._of_bytes((*downs, up), up)
-            if odd is None and (self.odd(downs, between) or not _has_root(between)):
-                odd = self._between(downs, between, up, None)
-            odd = odd or self.odd(ups, steps)
-            own = next((one for one in downs if not _is_flat(one)), None)
-            if odd is None and own is not None:
+            reason = self._quantisation_reason((*downs, up), up)
+            if reason is None and (self.first_odd_step(downs, between) or not _has_root(between)):
+                reason = self._path_reason(downs, between, up, None)
+            reason = reason or self.first_odd_step(ups, steps)
+            head_by_head = next((down for down in downs if not _is_flat(down)), None)
+            if reason is None and head_by_head is not None:
                 text = "%s multiplies by %s, which is not one weight for all tokens"
-                odd = Reason("linear.hidden", text, (own, own.sources[1]))
+                reason = Reason("linear.hidden", text, (head_by_head, head_by_head.sources[1]))
             layers = [*downs, *layers]
         site = [*ups, *layers]
-        if odd is not None and seen.isdisjoint(site):
-            yield self._made(odd, "absorb.absent", site, 0.5)
+        if reason is not None and reported_products.isdisjoint(site):
+            yield self._departure(reason, "absorb.absent", site, 0.5)
 
     def _is_residual(self, value: Value) -> bool:
-        """Is it a sum with what no layer makes?"""
-        wide = (one for one in value.sources if prod(one.shape) == prod(value.shape))
+        """Returns True if the Value is a sum with something that no layer makes."""
+        addends = (source for source in value.sources if prod(source.shape) == prod(value.shape))
         return (
             value.op == "sum"
             and value.shape[-1] > 1
-            and any(not one.model and not self._reached(one)[0] for one in wide)
+            and any(not addend.model and not self._reached(addend)[0] for addend in addends)
         )
 
 
-_ASKED: dict[str, Callable[[_Departures, Departure, Site, Site], Reason | None]] = {
-    "norm.absent": _Departures._latent,
-    "absorb.absent": _Departures._part,
-    "rope.absent": _Departures._rotation,
-    "proof.differs": _Departures._proof,
-    "tokens.mixed": _Departures._tokens,
-    "reader.latent": _Departures._reader,
+_REASON_FINDERS: dict[str, Callable[[_NearMisses, Departure, Site, Site], Reason | None]] = {
+    "norm.absent": _NearMisses._latent_reason,
+    "absorb.absent": _NearMisses._absorb_reason,
+    "rope.absent": _NearMisses._rotation_reason,
+    "proof.differs": _NearMisses._proof_reason,
+    "tokens.mixed": _NearMisses._tokens_reason,
+    "reader.latent": _NearMisses._reader_reason,
 }
 
 
-def _unmoved(value: Value) -> Value:
+def _strip_moves(value: Value) -> Value:
+    """Returns the Value without the moves around it."""
     while value.op in MOVES and len(value.sources) == 1:
         value = value.sources[0]
     return value
@@ -659,72 +759,87 @@ def _serial(value: Value) -> int:
     return value.serial
 
 
-def _ordered(values: Iterable[Value]) -> list[Value]:
+def _sorted(values: Iterable[Value]) -> list[Value]:
+    """Returns the Values in the order in which they were made."""
     return sorted(values, key=_serial)
 
 
-def _norm(down: Site, steps: Sequence[Value]) -> Value | None:
-    """The last of the steps that is the norm of a whole row."""
+def _find_norm(down: Site, steps: Sequence[Value]) -> Value | None:
+    """Returns the last of the steps that is the norm of a whole row, or None."""
     for value in reversed(steps):
         reading = down.readings.get(value)
         if reading is not None and reading.kind == "normed":
             columns = reading.columns.tolist()
-            if len({*columns}) == len(columns) == value.shape[-1] and _holds(down, value):
+            if len({*columns}) == len(columns) == value.shape[-1] and _is_norm(down, value):
                 return value
     return None
 
 
-def _holds(site: Site, value: Value) -> bool:
+def _is_norm(site: Site, value: Value) -> bool:
+    """Returns True if the Value is an RMSNorm of its columns."""
     try:
-        solved(site, value, "latents")
+        read_norm(site, value, "latents")
     except Departure:
         return False
     return True
 
 
 def _is_vector(value: Value) -> bool:
+    """Returns True if the Value is an input with one axis."""
     return value.op == "leaf" and len(value.shape) == 1
 
 
-def _is_of_layer(value: Value) -> bool:
-    """Is it what a layer makes, moved or scaled?"""
+def _is_layer_output(value: Value) -> bool:
+    """Returns True if the Value is what a layer makes, moved or scaled."""
     while value.op in MOVES or value.op == "product":
         powers = value.literal[0] if value.op == "product" else [1] * len(value.sources)
-        wide = [
-            (one, by)
-            for one, by in zip(value.sources, powers, strict=True)
-            if not one.model and (value.op != "product" or prod(one.shape) == prod(value.shape))
+        factors = [
+            (source, power)
+            for source, power in zip(value.sources, powers, strict=True)
+            if not source.model
+            and (value.op != "product" or prod(source.shape) == prod(value.shape))
         ]
-        if len(wide) != 1 or wide[0][1] != 1:
+        if len(factors) != 1 or factors[0][1] != 1:
             return False
-        value = wide[0][0]
+        value = factors[0][0]
     return _is_layer(value)
 
 
 def _is_quantised(value: Value) -> bool:
+    """Returns True if the Value is a quantisation of other numbers."""
     is_bytes = value.op == "function" and value.literal[0] in BYTES
     return is_bytes or (value.op == "opaque" and "quant" in str(value.literal))
 
 
-def _rounds(value: Value) -> bool:
-    is_rounding = value.op == "function" and value.literal[0] in _ROUNDS
+def _is_rounding(value: Value) -> bool:
+    """Returns True if the Value is of one byte, or is rounded."""
+    is_rounding = value.op == "function" and value.literal[0] in _ROUNDING
     return value.dtype.itemsize == 1 or is_rounding or _is_quantised(value)
 
 
-def _pairs(site: Site) -> list[tuple[Value, Pairs]]:
-    turned = ((value, one) for value, one in site.readings.items() if one.kind == "turned")
-    return [(value, found) for value, one in turned if (found := pairs(one, _ROPE)) is not None]
+def _rotated_pairs(site: Site) -> list[tuple[Value, Pairs]]:
+    """Returns the rotated Values of a site that are pairs of heads, with their pairs."""
+    rotated = (
+        (value, reading) for value, reading in site.readings.items() if reading.kind == "turned"
+    )
+    return [
+        (value, pairs)
+        for value, reading in rotated
+        if (pairs := read_pairs(reading, _ROPE)) is not None
+    ]
 
 
-def _is_turned(site: Site) -> bool:
-    return any(one.kind == "turned" for one in site.readings.values())
+def _has_rotation(site: Site) -> bool:
+    """Returns True if a Value of the site is rotated."""
+    return any(reading.kind == "turned" for reading in site.readings.values())
 
 
-def _is_latent(steps: Sequence[Value]) -> bool:
-    """Is there a norm, and no attention?"""
-    return _has_root(steps) and all(one.op != "dot" for one in steps)
+def _is_norm_path(steps: Sequence[Value]) -> bool:
+    """Returns True if the steps have a norm and no attention."""
+    return _has_root(steps) and all(step.op != "dot" for step in steps)
 
 
 def _has_root(steps: Iterable[Value]) -> bool:
-    powers = (power for one in steps if one.op == "product" for power in one.literal[0])
+    """Returns True if one of the steps takes a square root."""
+    powers = (power for step in steps if step.op == "product" for power in step.literal[0])
     return any(power.denominator == 2 for power in powers)

@@ -1,4 +1,7 @@
-"""Values of a graph, as Values over the results of a call."""
+"""Rewrites Values of a graph as Values over the results of a call.
+
+Claims say what some Values are. ``plan/`` and ``kept.py`` ask what follows for other Values.
+"""
 
 from __future__ import annotations
 
@@ -8,54 +11,58 @@ from mla_fusion.exact.prove import Claim
 from mla_fusion.graph.form import MOVES, Form, Value
 
 
-class Given:
-    """What claims say, and what follows of it for Values that are moved."""
+class Rewrites:
+    """Holds what claims say of the graph's Values, and derives it for Values computed from them."""
 
     def __init__(self, form: Form, claims: Iterable[Claim] = ()) -> None:
         self._form = form
-        self._of: dict[Value, Value | None] = {}
+        self._rewrites: dict[Value, Value | None] = {}
         for claim in claims:
             self.add(claim.graph, claim.kernel)
 
-    def add(self, value: Value, given: Value) -> None:
-        """Known without the number in front, and without reshapes."""
-        times, rest = self._form.split(value)
-        by = times.power(-1)
-        assert by is not None
-        given = self._form.scaled(given, by)
-        if rest.op == "reshape":
-            inner = rest.sources[0]
-            self.add(inner, self._form.reshape(given, inner.shape))
+    def add(self, value: Value, rewrite: Value) -> None:
+        """Adds that ``value`` is ``rewrite``. Numbers in front and reshapes are taken off both."""
+        factor, unscaled = self._form.split(value)
+        inverse = factor.power(-1)
+        assert inverse is not None
+        rewrite = self._form.scaled(rewrite, inverse)
+        if unscaled.op == "reshape":
+            inner = unscaled.sources[0]
+            self.add(inner, self._form.reshape(rewrite, inner.shape))
         else:
-            self._of[rest] = given
+            self._rewrites[unscaled] = rewrite
 
     def of(self, value: Value) -> Value | None:
-        """Of a Value that is moved from such, too, or multiplied with what is not made of x."""
-        if value not in self._of:
-            self._of[value] = self._moved(value)
-        return self._of[value]
+        """Returns what a Value is over the results, or None if that is not known.
 
-    def _moved(self, value: Value) -> Value | None:
-        times, rest = self._form.split(value)
-        if rest is not value:
-            inner = self.of(rest)
-            return None if inner is None else self._form.scaled(inner, times)
+        It follows moves, and products with Values that are not made of x.
+        """
+        if value not in self._rewrites:
+            self._rewrites[value] = self._derive(value)
+        return self._rewrites[value]
+
+    def _derive(self, value: Value) -> Value | None:
+        """Returns the rewrite of a Value that no claim names."""
+        factor, unscaled = self._form.split(value)
+        if unscaled is not value:
+            inner = self.of(unscaled)
+            return None if inner is None else self._form.scaled(inner, factor)
         if value.op == "product" and value.active:
-            return self._multiplied(value)
+            return self._derive_product(value)
         if value.op not in MOVES or not value.active:
             return None
-        sources = [self.of(one) if one.active else one for one in value.sources]
-        if any(one is None for one in sources):
+        sources = [self.of(source) if source.active else source for source in value.sources]
+        if any(source is None for source in sources):
             return None
-        return self._form.rebuilt(value, [one for one in sources if one is not None])
+        return self._form.rebuilt(value, [source for source in sources if source is not None])
 
-    def _multiplied(self, value: Value) -> Value | None:
-        """A Value that is known, times others that are not made of x."""
+    def _derive_product(self, value: Value) -> Value | None:
+        """Returns the rewrite of a known Value times Values that are not made of x."""
         factors = [*zip(value.sources, value.literal[0], strict=True)]
         active = [factor for factor in factors if factor[0].active]
-        inner = self.of(active[0][0]) if len(active) == 1 and active[0][1] == 1 else None
-        if inner is None:
+        rewrite = self.of(active[0][0]) if len(active) == 1 and active[0][1] == 1 else None
+        if rewrite is None:
             return None
         return self._form.product(
-            [(inner if one.active else one, by) for one, by in factors], value.literal[1]
+            [(rewrite if term.active else term, power) for term, power in factors], value.literal[1]
         )

@@ -1,5 +1,7 @@
-"""Rows that caches hold in bytes, and the query that goes with them: proposals that are tried in
-place of the one whose rows are bfloat16, where the kernel can write the caches itself.
+"""Proposes calls whose caches hold bytes, or latents times a number.
+
+``plan/planner.py`` tries these variants of a proposal first. They let the kernel write caches that
+would otherwise be staged.
 """
 
 from __future__ import annotations
@@ -18,41 +20,45 @@ from mla_fusion.graph.form import MOVES, Value, filled_with, order
 from mla_fusion.graph.numbers import ONE
 from mla_fusion.meta.number_formats import FORMATS
 from mla_fusion.meta.spec import TILE_SIZE
-from mla_fusion.propose.given import Given
+from mla_fusion.propose.given import Rewrites
 from mla_fusion.propose.prologue import Proposal
-from mla_fusion.propose.quantised import unexpanded
+from mla_fusion.propose.quantised import strip_expand
 from mla_fusion.propose.sites import Projections
 from mla_fusion.targets import prolog
 
-_NAMES = {kind.name for kind in FORMATS}
+_FORMAT_NAMES = {kind.name for kind in FORMATS}
 
 
-def as_kept(projections: Projections, base: Proposal) -> Iterator[Proposal]:
-    """Those with a kv_cache_quant_mode, and those whose latents are kept times a number."""
-    kept = _Kept(projections, base)
-    if base.arguments.get("weight_quant_mode"):
-        yield from kept.proposals()
-    yield from kept.times_a_number()
-
-
-class _Kept:
+def cache_variants(projections: Projections, base: Proposal) -> Iterator[Proposal]:
+    """Yields the proposals with a kv_cache_quant_mode, and those whose latents are cached times a
+    number.
     """
-    base   the proposal with rows in bfloat16
-    given  its claims
-    kind   the format of quantised rows
+    variants = _Variants(projections, base)
+    if base.arguments.get("weight_quant_mode"):
+        yield from variants.proposals()
+    yield from variants.scaled_latents()
+
+
+class _Variants:
+    """Makes variants of one proposal.
+
+    base      the proposal with rows in bfloat16
+    rewrites  what its claims say
+    kind      the format of quantised rows
     """
 
     def __init__(self, projections: Projections, base: Proposal) -> None:
         self.form, self.projections = projections.form, projections
-        self.base, self._beside_gamma = self._with_gamma_alone(base)
-        self.given = Given(self.form, [*base.more, *base.claims])
+        self.base, self._cache_scale = self._with_gamma_alone(base)
+        self.rewrites = Rewrites(self.form, [*base.optional_claims, *base.claims])
         self.kind = prolog.row_format(prolog.format_of(base.arguments.get("weight_quant_mode", 0)))
         self.latent = base.results.kv_rows.shape[1]
         self.rope = base.results.kr_rows.shape[1]
 
     def _with_gamma_alone(self, base: Proposal) -> tuple[Proposal, Value | None]:
-        """The weight of the latents' norm without the scale of a cache, where rows are multiplied
-        with both at once; and the scale.
+        """Returns the proposal without the scale of a cache in gamma, and that scale or None.
+
+        Some models multiply the normed rows by gamma and the scale at once.
         """
         form, name = self.form, "rmsnorm_gamma_ckv"
         inner = gamma = base.arguments[name]
@@ -62,178 +68,206 @@ class _Kept:
         if not is_row or inner.op != "product" or inner.literal[1] != ONE:
             return base, None
         factors = list(zip(inner.sources, inner.literal[0], strict=True))
-        own = [one for one, power in factors if power == 1 and _is_gamma(one)]
-        if len(own) != 1:
+        weights = [factor for factor, power in factors if power == 1 and _is_gamma(factor)]
+        if len(weights) != 1:
             return base, None
-        rest = form.product([pair for pair in factors if pair[0] is not own[0]])
-        arguments = {**base.arguments, name: form.reshape(own[0], gamma.shape)}
-        return replace(base, arguments=arguments), rest
+        scale = form.product([pair for pair in factors if pair[0] is not weights[0]])
+        arguments = {**base.arguments, name: form.reshape(weights[0], gamma.shape)}
+        return replace(base, arguments=arguments), scale
 
     def proposals(self) -> Iterator[Proposal]:
-        stored: dict[str, tuple[Value, Value, Value]] = {}
+        """Yields the proposals whose caches hold bytes."""
+        sources_by_part: dict[str, tuple[Value, Value, Value]] = {}
         for write in self.projections.sites[self.base.x].writes:
             rows = write.sources[2]
-            if rows.shape[-1] == self._packed_width and self._is_of(rows, "kv_rows"):
-                yield self._packed(rows)
+            if rows.shape[-1] == self._packed_width and self._is_computed_from(rows, "kv_rows"):
+                yield self._packed_rows(rows)
             for part in ("kv_rows", "kr_rows"):
-                found = self._stored(rows, part)
-                if found is not None:
-                    stored[part] = rows, *found
-        if len(stored) == 2:
-            yield self._of_channels(stored)
-        elif "kv_rows" in stored:
-            yield from self._of_tensor(*stored["kv_rows"])
+                source = self._unquantised_source(rows, part)
+                if source is not None:
+                    sources_by_part[part] = rows, *source
+        if len(sources_by_part) == 2:
+            yield self._with_channel_scales(sources_by_part)
+        elif "kv_rows" in sources_by_part:
+            yield from self._with_tensor_scale(*sources_by_part["kv_rows"])
 
-    def times_a_number(self) -> Iterator[Proposal]:
-        """kc_scale"""
+    def scaled_latents(self) -> Iterator[Proposal]:
+        """Yields the proposals whose latents are cached times a number (kc_scale)."""
         form, rows = self.form, self.base.results.kv_rows
         for write in self.projections.sites[self.base.x].writes:
-            kernel = self.given.of(write.sources[2])
-            times, whole = form.split(kernel) if kernel is not None else (ONE, rows)
-            by = times.power(-1)
-            if times == ONE or by is None or _unmoved(whole) is not rows:
+            kernel = self.rewrites.of(write.sources[2])
+            number, unscaled = form.split(kernel) if kernel is not None else (ONE, rows)
+            inverse = number.power(-1)
+            if number == ONE or inverse is None or _strip_reshapes(unscaled) is not rows:
                 continue
-            made = self._begun(0, {"kc_scale": times})
-            yield self._ended(made, {}, {rows: form.scaled(made.results.kv_rows, by)})
+            variant = self._begin(0, {"kc_scale": number})
+            yield self._finish(variant, {}, {rows: form.scaled(variant.results.kv_rows, inverse)})
 
-    def _is_of(self, rows: Value, part: str) -> bool:
-        known = {claim.graph for claim in self._claims(part)}
-        return not known.isdisjoint(order([rows], known)) or any(
-            source in known for value in order([rows], known) for source in value.sources
+    def _is_computed_from(self, rows: Value, part: str) -> bool:
+        """Returns True if the rows are computed from what a claim of this part names."""
+        claimed = {claim.graph for claim in self._claims(part)}
+        return not claimed.isdisjoint(order([rows], claimed)) or any(
+            source in claimed for value in order([rows], claimed) for source in value.sources
         )
 
     def _claims(self, part: str) -> list[Claim]:
-        return [claim for claim in (*self.base.claims, *self.base.more) if claim.part == part]
+        """Returns the claims of this part."""
+        return [
+            claim for claim in (*self.base.claims, *self.base.optional_claims) if claim.part == part
+        ]
 
     # -- packed rows: tiles of the latent, the key, a step for each tile
 
     @property
     def _packed_width(self) -> int:
+        """Returns how many elements a packed row has."""
         element = self.kind.element.itemsize
         return (self.latent + 2 * self.rope + 4 * self.latent // TILE_SIZE) // element
 
-    def _packed(self, rows: Value) -> Proposal:
+    def _packed_rows(self, rows: Value) -> Proposal:
+        """Returns the proposal with packed rows in one cache (kv_cache_quant_mode 3)."""
         options: dict[str, Any] = {"tile_size": TILE_SIZE}
-        alpha = self._clipped_at(rows)
+        alpha = self._clip_ratio(rows)
         if alpha is not None:
             options["k_nope_clip_alpha"] = alpha
-        made = self._begun(3, options)
-        whole = self.form.reshape(made.results.kv_rows, rows.shape)
-        return self._ended(made, {"kv_rows": [Claim("kv_rows", rows, whole)], "kr_rows": []})
+        variant = self._begin(3, options)
+        packed_result = self.form.reshape(variant.results.kv_rows, rows.shape)
+        return self._finish(
+            variant, {"kv_rows": [Claim("kv_rows", rows, packed_result)], "kr_rows": []}
+        )
 
-    def _clipped_at(self, rows: Value) -> float | None:
-        """The largest of a tile, times this, is what its numbers are cut off at."""
+    def _clip_ratio(self, rows: Value) -> float | None:
+        """Returns the ratio between the clip limit of a tile and its largest element, or None."""
         for value in order([rows], [self.base.x]):
             if value.op == "function" and value.literal[0] == "clip":
                 tiles, limit = value.sources
                 ratio = self._ratio(limit, quantise.largest(self.form, tiles))
-                one = ratio and filled_with(ratio)
-                if one is not None:
-                    return float(one.literal[1])
+                ratio_number = ratio and filled_with(ratio)
+                if ratio_number is not None:
+                    return float(ratio_number.literal[1])
         return None
 
     # -- rows that are multiplied with scales
 
-    def _stored(self, rows: Value, part: str) -> tuple[Value, Value] | None:
-        """The rows before they were quantised, and what they were multiplied with."""
-        inner = _unmoved(rows)
-        if inner.op != "function" or inner.literal[0] not in _NAMES:
+    def _unquantised_source(self, rows: Value, part: str) -> tuple[Value, Value] | None:
+        """Returns the rows before they were quantised, and what they were multiplied by, or None.
+
+        part  the result whose rows are in the cache
+        """
+        inner = _strip_reshapes(rows)
+        if inner.op != "function" or inner.literal[0] not in _FORMAT_NAMES:
             return None
         for claim in self._claims(part):
             if prod(claim.graph.shape) != prod(inner.shape):
                 continue
-            before = self.form.reshape(claim.graph, inner.shape)
-            ratio = self._ratio(inner.sources[0], before)
-            if ratio is not None and part == "kv_rows" and self._beside_gamma is not None:
-                ratio = self.form.times(ratio, self._beside_gamma)
+            float_rows = self.form.reshape(claim.graph, inner.shape)
+            ratio = self._ratio(inner.sources[0], float_rows)
+            if ratio is not None and part == "kv_rows" and self._cache_scale is not None:
+                ratio = self.form.times(ratio, self._cache_scale)
             if ratio is not None:
-                return before, ratio
+                return float_rows, ratio
         return None
 
-    def _ratio(self, value: Value, *by: Value) -> Value | None:
-        """The value over the others, if that is no activation."""
-        factors = [(value, Fraction(1)), *((one, Fraction(-1)) for one in by)]
-        found = unexpanded(self.form.product(factors))
-        return None if found.active else found
+    def _ratio(self, value: Value, *divisors: Value) -> Value | None:
+        """Returns the value over the divisors, or None if that is an activation."""
+        factors = [(value, Fraction(1)), *((divisor, Fraction(-1)) for divisor in divisors)]
+        ratio = strip_expand(self.form.product(factors))
+        return None if ratio.active else ratio
 
     def _scale(self, value: Value, width: int) -> Value | None:
-        """[width]; of one number in every column. None of what is more than a row."""
-        one = filled_with(value) or value
-        if prod(one.shape) == 1:
-            return self.form.expand(self.form.reshape(one, ()), (width,))
+        """Returns a scale [width], repeated if it is one number. Returns None if it is more than a
+        row.
+        """
+        number = filled_with(value) or value
+        if prod(number.shape) == 1:
+            return self.form.expand(self.form.reshape(number, ()), (width,))
         is_row = value.shape[-1:] == (width,) and prod(value.shape) == width
         return self.form.reshape(value, (width,)) if is_row else None
 
-    def _of_channels(self, stored: Mapping[str, tuple[Value, Value, Value]]) -> Proposal:
-        """Both caches in bytes, with a scale for each column (kv_cache_quant_mode 2)."""
+    def _with_channel_scales(self, sources: Mapping[str, tuple[Value, Value, Value]]) -> Proposal:
+        """Returns the proposal with both caches in bytes and a scale for each column
+        (kv_cache_quant_mode 2).
+
+        sources  by part: the cached rows, the rows before, and what they were multiplied by
+        """
         options: dict[str, Any] = {}
         widths = {"kv_rows": self.latent, "kr_rows": self.rope}
-        for part, (_, _, ratio) in stored.items():
+        for part, (_, _, ratio) in sources.items():
             scale = self._scale(ratio, widths[part])
             if scale is not None:
                 options["quant_scale_c" + part[:2]] = scale
-        made = self._begun(2, options)
-        claims = {part: [self._moved(part, *stored[part][:2], made)] for part in stored}
-        return self._ended(made, claims)
+        variant = self._begin(2, options)
+        claims = {part: [self._row_claim(part, *sources[part][:2], variant)] for part in sources}
+        return self._finish(variant, claims)
 
-    def _moved(self, part: str, rows: Value, before: Value, made: Proposal) -> Claim:
-        """``rows`` are the bytes of what was ``before`` quantisation."""
-        kernel = self.given.of(before)
+    def _row_claim(self, part: str, rows: Value, float_rows: Value, variant: Proposal) -> Claim:
+        """Returns the claim of quantised rows.
+
+        float_rows  the rows before they were quantised
+        """
+        kernel = self.rewrites.of(float_rows)
         assert kernel is not None
-        old, new = getattr(self.base.results, part), getattr(made.results, part)
-        kernel = self.form.substituted(kernel, {old: new})
+        old_leaf, new_leaf = getattr(self.base.results, part), getattr(variant.results, part)
+        kernel = self.form.substituted(kernel, {old_leaf: new_leaf})
         return Claim(part, rows, self.form.reshape(kernel, rows.shape))
 
-    def _of_tensor(self, rows: Value, before: Value, ratio: Value) -> Iterator[Proposal]:
-        """The latents in bytes with one scale, the query too, and what is rotated of it scaled to
-        go with both (kv_cache_quant_mode 1).
+    def _with_tensor_scale(
+        self, rows: Value, float_rows: Value, ratio: Value
+    ) -> Iterator[Proposal]:
+        """Yields proposals with latents in bytes and one scale (kv_cache_quant_mode 1).
+
+        The query is in bytes too. What is rotated of it is scaled to go with both.
         """
-        of_cache = self._scale(ratio, 1)
+        cache_scale = self._scale(ratio, 1)
         for value, kernel in self._queries():
             codes, step = quantise.by_row(self.form, value, self.kind)
-            if codes not in self.projections.graph.nodes or of_cache is None:
+            if codes not in self.projections.graph.nodes or cache_scale is None:
                 continue
-            for claim, of_query in self._scaled_rope(step):
-                options: dict[str, Any] = {"quant_scale_ckv": of_query}
-                by = self._ratio(of_cache, of_query)
-                if of_query is not of_cache:
-                    one = by and filled_with(by)
-                    if one is None:
+            for claim, query_scale in self._scaled_rope_claims(step):
+                options: dict[str, Any] = {"quant_scale_ckv": query_scale}
+                ratio_of_scales = self._ratio(cache_scale, query_scale)
+                if query_scale is not cache_scale:
+                    ratio_number = ratio_of_scales and filled_with(ratio_of_scales)
+                    if ratio_number is None:
                         continue
-                    options["kc_scale"] = one.literal[1]
-                made = self._begun(1, options)
-                yield self._ended(
-                    made,
+                    options["kc_scale"] = ratio_number.literal[1]
+                variant = self._begin(1, options)
+                yield self._finish(
+                    variant,
                     {
-                        "kv_rows": [self._moved("kv_rows", rows, before, made)],
-                        "query": self._of_query(codes, step, kernel, made),
+                        "kv_rows": [self._row_claim("kv_rows", rows, float_rows, variant)],
+                        "query": self._query_claims(codes, step, kernel, variant),
                         "query_rope": [
-                            Claim("query_rope", claim.graph, self._other(claim.kernel, made))
+                            Claim("query_rope", claim.graph, self._rebase(claim.kernel, variant))
                         ],
                     },
                 )
 
-    def _of_query(self, codes: Value, step: Value, kernel: Value, made: Proposal) -> list[Claim]:
-        form, (old, new) = self.form, (self.base.results.query, made.results.query)
-        values = form.substituted(kernel, {old: new})
-        of_rows = made.results.dequant_scale_q_nope
-        assert of_rows is not None
-        spread = form.substituted(kernel, {old: form.expand(of_rows, old.shape)})
-        steps = form.slice(spread, -1, 0, 1)
+    def _query_claims(
+        self, codes: Value, step: Value, kernel: Value, variant: Proposal
+    ) -> list[Claim]:
+        """Returns the claims of the query's bytes and of its scales."""
+        form, (old_leaf, new_leaf) = self.form, (self.base.results.query, variant.results.query)
+        values = form.substituted(kernel, {old_leaf: new_leaf})
+        scales = variant.results.dequant_scale_q_nope
+        assert scales is not None
+        spread_scales = form.substituted(kernel, {old_leaf: form.expand(scales, old_leaf.shape)})
+        steps = form.slice(spread_scales, -1, 0, 1)
         return [
             Claim("query", codes, form.reshape(values, codes.shape)),
             Claim("dequant_scale_q_nope", step, form.reshape(steps, step.shape)),
         ]
 
     def _queries(self) -> Iterator[tuple[Value, Value]]:
-        """The absorbed query and what is moved of it, with what each is over the result."""
+        """Yields the absorbed query and what is moved of it, with their rewrites."""
         stack = [claim.graph for claim in self._claims("query")]
         for value in self._moves_of(stack):
-            kernel = self.given.of(value)
+            kernel = self.rewrites.of(value)
             if kernel is not None and prod(value.shape) == prod(self.base.results.query.shape):
                 yield value, kernel
 
     def _moves_of(self, values: Iterable[Value]) -> Iterator[Value]:
+        """Yields the Values, and what is computed from them by moves."""
         stack, seen = [*values], set[Value]()
         while stack:
             value = stack.pop()
@@ -243,70 +277,82 @@ class _Kept:
                 users = self.projections.users.get(value, ())
                 stack += [user for user in users if user.op in MOVES]
 
-    def _scaled_rope(self, step: Value) -> Iterator[tuple[Claim, Value]]:
-        """What is rotated of the query, times a scale over the step of each head: a claim for the
-        unscaled one at its place, and the scale.
+    def _scaled_rope_claims(self, step: Value) -> Iterator[tuple[Claim, Value]]:
+        """Yields claims of what is rotated of the query, times a scale over the step of each head.
+
+        Each claim is over the unscaled result. The scale comes with it.
         """
-        for known in self._claims("query_rope"):
-            for rotated in self._moves_of([known.graph]):
+        for claim in self._claims("query_rope"):
+            for rotated in self._moves_of([claim.graph]):
                 for value in self.projections.users.get(rotated, ()):
                     is_held = value in self.projections.graph.nodes
                     is_rope = prod(step.shape) * self.rope == prod(value.shape)
                     if value.op != "product" or not is_held or not is_rope:
                         continue
                     steps = self.form.reshape(step, (*value.shape[:-1], 1))
-                    before = self.form.reshape(rotated, value.shape)
-                    ratio = self._ratio(self.form.times(value, steps), before)
+                    unscaled = self.form.reshape(rotated, value.shape)
+                    ratio = self._ratio(self.form.times(value, steps), unscaled)
                     scale = None if ratio is None else self._scale(ratio, 1)
-                    kernel = self.given.of(before)
+                    kernel = self.rewrites.of(unscaled)
                     if scale is not None and kernel is not None:
                         yield Claim("query_rope", value, kernel), scale
 
     # -- proposals
 
-    def _begun(self, mode: int, options: Mapping[str, Any]) -> Proposal:
+    def _begin(self, mode: int, options: Mapping[str, Any]) -> Proposal:
+        """Returns the base with another cache mode and options, over new results."""
         arguments = {**self.base.arguments, "kv_cache_quant_mode": mode, **options}
-        defined = prolog.prolog(self.form, arguments)
+        definitions = prolog.prolog(self.form, arguments)
         name = f"{self.base.results.query.literal} in mode {mode}"
-        results = prolog.leaves(self.form, defined, name)
-        return replace(self.base, arguments=arguments, results=results, defined=defined)
+        results = prolog.leaves(self.form, definitions, name)
+        return replace(self.base, arguments=arguments, results=results, definitions=definitions)
 
-    def _ended(
+    def _finish(
         self,
-        made: Proposal,
+        variant: Proposal,
         claims: Mapping[str, list[Claim]],
-        others: Mapping[Value, Value] | None = None,
+        old_results: Mapping[Value, Value] | None = None,
     ) -> Proposal:
-        """With the claims of the base for other parts, over the new results; ``others``: what old
-        results are of these, where they are not the same.
-        """
-        kept = [
-            [
-                Claim(one.part, one.graph, self._other(one.kernel, made, others))
-                for one in of_base
-                if one.part not in claims
-            ]
-            for of_base in (self.base.claims, self.base.more)
-        ]
-        own = [claim for some in claims.values() for claim in some]
-        return replace(made, claims=[*own, *kept[0]], more=kept[1])
+        """Returns the variant with its claims.
 
-    def _other(
-        self, kernel: Value, made: Proposal, others: Mapping[Value, Value] | None = None
+        Claims of the base for other parts are kept, over the new results.
+
+        old_results  what old results are over the new ones, if they are not equal
+        """
+        base_claims = [
+            [
+                Claim(claim.part, claim.graph, self._rebase(claim.kernel, variant, old_results))
+                for claim in of_base
+                if claim.part not in claims
+            ]
+            for of_base in (self.base.claims, self.base.optional_claims)
+        ]
+        new_claims = [new_claim for part_claims in claims.values() for new_claim in part_claims]
+        return replace(
+            variant, claims=[*new_claims, *base_claims[0]], optional_claims=base_claims[1]
+        )
+
+    def _rebase(
+        self, kernel: Value, variant: Proposal, old_results: Mapping[Value, Value] | None = None
     ) -> Value:
-        old, new = vars(self.base.results), vars(made.results)
+        """Returns a Value over the new results in place of the old ones."""
+        old, new = vars(self.base.results), vars(variant.results)
         leaves = {old[name]: new[name] for name in old if old[name] is not None}
-        alike = {leaf: one for leaf, one in leaves.items() if leaf.shape == one.shape}
-        return self.form.substituted(kernel, alike | dict(others or {}))
+        same_shape = {
+            leaf: new_leaf for leaf, new_leaf in leaves.items() if leaf.shape == new_leaf.shape
+        }
+        return self.form.substituted(kernel, same_shape | dict(old_results or {}))
 
 
 def _is_gamma(value: Value) -> bool:
+    """Returns True if the Value is a parameter in bfloat16, perhaps moved or cast."""
     while value.op in ("reshape", "expand", "cast"):
         value = value.sources[0]
     return value.op == "leaf" and value.dtype == torch.bfloat16
 
 
-def _unmoved(value: Value) -> Value:
+def _strip_reshapes(value: Value) -> Value:
+    """Returns the Value without reshapes around it."""
     while value.op == "reshape":
         value = value.sources[0]
     return value

@@ -1,8 +1,10 @@
-"""The weight and the epsilon of a norm, by substitution.
+"""Reads the weight and the epsilon of a norm by substitution.
 
-A row of equal elements ``(1 - eps) / 2`` makes the radicand a square: the normed row is then
+``prologue.py`` asks this for the latents of query and key, ``departures.py`` for near misses.
+
+A row of equal elements ``(1 - eps) / 2`` makes the radicand a square. The normed row is then
 ``gamma * (1 - eps) / (1 + eps)``. So gamma is what the graph makes of that row, whatever it casts,
-adds or multiplies on the way. Epsilons are tried: the numbers under the roots of the cone.
+adds or multiplies on the way. Candidates for epsilon are the numbers under the roots of the cone.
 """
 
 from __future__ import annotations
@@ -21,16 +23,17 @@ from mla_fusion.graph.form import Value
 from mla_fusion.graph.fused import rms_norm
 from mla_fusion.graph.layout import Binding, Mixed, cuts_of, token_layout
 from mla_fusion.graph.numbers import Number
-from mla_fusion.propose.sites import AT, Site, rows_of
+from mla_fusion.propose.sites import POINT, Site, to_rows
 
 
 @dataclass(frozen=True)
 class Norm:
-    """
+    """The norm of some columns of a site.
+
     value    the normed rows
-    gamma    [n], made of the model's parameters
+    gamma    the weight [n], made of the model's parameters
     epsilon  the number that was written
-    columns  of the site, in the order of the normed row
+    columns  columns of the site, in the order of the normed row
     """
 
     value: Value
@@ -39,70 +42,75 @@ class Norm:
     columns: torch.Tensor
 
 
-def filled(site: Site, value: Value, fill: Value) -> Value:
-    """``value`` with a row ``fill`` [1, columns] (or a number) in place of the site's products."""
-    form, at, others = site.projections.form, 0, dict[Value, Value]()
+def fill_products(site: Site, value: Value, fill: Value) -> Value:
+    """Returns ``value`` computed from other numbers in place of the site's products.
+
+    fill  a row [1, columns], or one number
+    """
+    form, start, substitutes = site.projections.form, 0, dict[Value, Value]()
     for product in site.products:
         width = product.columns
-        row = form.slice(fill, 1, at, at + width) if fill.shape else fill
-        by = product.times.power(-1)
-        assert by is not None
-        others[product.root] = form.expand(form.scaled(row, by), product.root.shape)
-        at += width
-    return form.substituted(value, others)
+        row = form.slice(fill, 1, start, start + width) if fill.shape else fill
+        inverse = product.number.power(-1)
+        assert inverse is not None
+        substitutes[product.root] = form.expand(form.scaled(row, inverse), product.root.shape)
+        start += width
+    return form.substituted(value, substitutes)
 
 
-def solved(site: Site, value: Value, what: str) -> Norm:
-    """Of a normed Value. Raises Departure where it is no RMSNorm of its columns.
+def read_norm(site: Site, value: Value, what: str) -> Norm:
+    """Returns the norm that makes a Value. Raises Departure if it is no RMSNorm of its columns.
 
-    what  is normed, for messages
+    what  names what is normed, for messages
     """
     form, reading = site.projections.form, site.reading_of(value)
     if reading is None or reading.kind != "normed":
         raise Departure("norm.absent", f"{what} are not normed", [value])
-    rows = rows_of(form, value, site.layouts[value], site.tokens)
+    rows = to_rows(form, value, site.layouts[value], site.tokens)
     columns, size = reading.columns, len(reading.columns)
-    tried = list(dict.fromkeys(_epsilons(site, value, size)))
-    found = []
-    for epsilon in tried:
-        row = filled(site, rows, form.number((1 - epsilon) / 2))
-        one = form.reshape(form.slice(row, 0, 0, 1), (size,))
+    candidates = list(dict.fromkeys(_epsilon_candidates(site, value, size)))
+    norms = []
+    for epsilon in candidates:
+        row = fill_products(site, rows, form.number((1 - epsilon) / 2))
+        fill_result = form.reshape(form.slice(row, 0, 0, 1), (size,))
         scale = (1 + epsilon) / (1 - epsilon)
-        gamma = form.scaled(one, Number(scale))
+        gamma = form.scaled(fill_result, Number(scale))
         if not gamma.active:
-            found.append(Norm(value, gamma, epsilon, columns))
-    if not found:
+            norms.append(Norm(value, gamma, epsilon, columns))
+    if not norms:
         raise Departure(
             "norm.of_input", "what it is multiplied by is made of other activations", [value]
         )
-    matching = _first_that_holds(site, value, rows, found)
-    if matching is None:
-        if any(_added_inputs(site, value)):
+    norm = _first_true_norm(site, value, rows, norms)
+    if norm is None:
+        if any(_added_scalars(site, value)):
             detail = f"{what} have an epsilon that is no number of the graph"
             raise Departure("norm.runtime_eps", detail, [value])
         raise Departure(
             "norm.absent", f"{size} columns are not divided by their root mean square", [value]
         )
-    return matching
+    return norm
 
 
-def _added_inputs(site: Site, value: Value) -> Iterator[Value]:
-    """Single numbers that are added under a root on the way to a Value, and are not known."""
-    for one in order([value], site.dots):
-        exponents = one.literal[0] if one.op == "product" else ()
-        for source, exponent in zip(one.sources, exponents, strict=False):
+def _added_scalars(site: Site, value: Value) -> Iterator[Value]:
+    """Yields Values of one element, not made of x, that are added under a root on the way to a
+    Value.
+    """
+    for step in order([value], site.roots):
+        exponents = step.literal[0] if step.op == "product" else ()
+        for source, exponent in zip(step.sources, exponents, strict=False):
             if exponent.denominator > 1 and source.op == "sum":
-                single = (term for term in source.sources if prod(term.shape) == 1)
-                yield from (term for term in single if not term.active)
+                scalars = (term for term in source.sources if prod(term.shape) == 1)
+                yield from (term for term in scalars if not term.active)
 
 
-def _epsilons(site: Site, value: Value, size: int) -> Iterator[Fraction]:
-    """Numbers that are added under a root on the way to a Value."""
-    squares = {product.times.ratio**2 for product in site.products}
-    for one in order([value], site.dots):
-        if one.op != "product":
+def _epsilon_candidates(site: Site, value: Value, size: int) -> Iterator[Fraction]:
+    """Yields numbers that are added under a root on the way to a Value, and then 0."""
+    squares = {product.number.ratio**2 for product in site.products}
+    for step in order([value], site.roots):
+        if step.op != "product":
             continue
-        for source, exponent in zip(one.sources, one.literal[0], strict=True):
+        for source, exponent in zip(step.sources, step.literal[0], strict=True):
             if exponent.denominator > 1 and source.op == "sum":
                 constant = source.literal[1]
                 for square in squares:
@@ -112,27 +120,28 @@ def _epsilons(site: Site, value: Value, size: int) -> Iterator[Fraction]:
     yield Fraction(0)
 
 
-def _first_that_holds(site: Site, value: Value, rows: Value, norms: Sequence[Norm]) -> Norm | None:
+def _first_true_norm(site: Site, value: Value, rows: Value, norms: Sequence[Norm]) -> Norm | None:
+    """Returns the first norm that gives the rows at a random point, or None."""
     form = site.projections.form
-    columns = form.take(site.stand_in, 1, norms[0].columns.tolist())
-    made = [rms_norm(form, columns, norm.gamma, norm.epsilon)[0] for norm in norms]
-    given = {dot: site.layouts[dot] for dot in site.dots}
-    given[site.stand_in] = token_layout((site.tokens,), site.stand_in.shape[1:])
+    columns = form.take(site.columns_leaf, 1, norms[0].columns.tolist())
+    norm_values = [rms_norm(form, columns, norm.gamma, norm.epsilon)[0] for norm in norms]
+    activations = {root: site.layouts[root] for root in site.roots}
+    activations[site.columns_leaf] = token_layout((site.tokens,), site.columns_leaf.shape[1:])
     try:
-        layouts = layouts_of([rows, *made], given)
+        layouts = layouts_of([rows, *norm_values], activations)
         binding = Binding(cuts_of(layouts.values()), site.tokens)
-        drawn = field.random(site.rows.serial, binding.shape(given[site.stand_in]))
-        tensors = {**site.split(drawn, binding), site.stand_in: drawn}
-        run = Evaluation(binding, layouts, tensors, AT)
-        run.run([rows, *made])
+        tensor = field.random(site.rows.serial, binding.shape(activations[site.columns_leaf]))
+        tensors = {**site.split_rows(tensor, binding), site.columns_leaf: tensor}
+        evaluation = Evaluation(binding, layouts, tensors, POINT)
+        evaluation.run([rows, *norm_values])
     except (Mixed, Undecided):
         return None
-    wanted = run.tensors[rows]
+    expected = evaluation.tensors[rows]
     return next(
         (
             norm
-            for norm, one in zip(norms, made, strict=True)
-            if torch.equal(run.tensors[one], wanted)
+            for norm, norm_value in zip(norms, norm_values, strict=True)
+            if torch.equal(evaluation.tensors[norm_value], expected)
         ),
         None,
     )

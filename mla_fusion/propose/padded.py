@@ -1,5 +1,6 @@
-"""More heads than the model has, where the kernel takes no such number: those of zeros, whose
-results are cut off.
+"""Pads the heads of a proposal with zeros, if the kernel does not take the model's number of heads.
+
+``plan/planner.py`` asks this after the contract has refused the number. The results are cut.
 """
 
 from __future__ import annotations
@@ -10,74 +11,87 @@ from math import prod
 
 from mla_fusion.exact.prove import Claim
 from mla_fusion.graph.form import Form, Value, filled_with
-from mla_fusion.propose.given import Given
+from mla_fusion.propose.given import Rewrites
 from mla_fusion.propose.prologue import Proposal
-from mla_fusion.propose.quantised import unmoved
+from mla_fusion.propose.quantised import strip_views
 from mla_fusion.propose.sites import Projections
 from mla_fusion.targets import prolog
 
-_OF_HEADS = ("query", "query_rope", "dequant_scale_q_nope")
+_PARTS_WITH_HEADS = ("query", "query_rope", "dequant_scale_q_nope")
 
 
-def padded(projections: Projections, base: Proposal, heads: int) -> Proposal | None:
-    """The proposal with so many heads; None where scales of blocks would have to be made."""
-    form, a = projections.form, base.arguments
-    own, nope, latent = a["weight_uk"].shape
-    depth, columns = a["weight_uq_qr"].shape
-    more = heads - own
-    scale = a.get("dequant_scale_w_uq_qr")
+def pad_heads(projections: Projections, base: Proposal, heads: int) -> Proposal | None:
+    """Returns the proposal with so many heads, or None if scales of blocks would have to be made.
+
+    heads  the number of heads that the kernel takes
+    """
+    form, base_arguments = projections.form, base.arguments
+    model_heads, nope, latent = base_arguments["weight_uk"].shape
+    depth, columns = base_arguments["weight_uq_qr"].shape
+    added_heads = heads - model_heads
+    scale = base_arguments.get("dequant_scale_w_uq_qr")
     if scale is not None and len(scale.shape) > 1:
         return None
-    arguments = dict(a)
-    arguments["weight_uk"] = _joined(form, a["weight_uk"], (more, nope, latent), 0)
-    beside = depth, columns // own * more
-    arguments["weight_uq_qr"] = _joined(form, a["weight_uq_qr"], beside, 1)
+    arguments = dict(base_arguments)
+    arguments["weight_uk"] = _join_filled(
+        form, base_arguments["weight_uk"], (added_heads, nope, latent), 0
+    )
+    zeros_shape = depth, columns // model_heads * added_heads
+    arguments["weight_uq_qr"] = _join_filled(form, base_arguments["weight_uq_qr"], zeros_shape, 1)
     if scale is not None:
-        arguments["dequant_scale_w_uq_qr"] = _joined(form, scale, beside[1:], 0, 1)
+        arguments["dequant_scale_w_uq_qr"] = _join_filled(form, scale, zeros_shape[1:], 0, 1)
     defined = prolog.prolog(form, arguments)
     results = prolog.leaves(form, defined, f"{base.results.query.literal} of {heads} heads")
-    others = {leaf: getattr(results, name) for name, leaf in vars(base.results).items() if leaf}
-    for name in _OF_HEADS:
+    substitutes = {
+        leaf: getattr(results, name) for name, leaf in vars(base.results).items() if leaf
+    }
+    for name in _PARTS_WITH_HEADS:
         leaf = getattr(base.results, name)
         if leaf is not None:
-            others[leaf] = form.slice(getattr(results, name), 1, 0, own)
+            substitutes[leaf] = form.slice(getattr(results, name), 1, 0, model_heads)
 
     def changed(claim: Claim) -> Claim:
-        return Claim(claim.part, claim.graph, form.substituted(claim.kernel, others))
+        """Returns the claim over the new results."""
+        return Claim(claim.part, claim.graph, form.substituted(claim.kernel, substitutes))
 
-    wide = list(_padded_too(projections, base, results))
+    padded_claims = list(_padded_claims(projections, base, results))
     return replace(
         base,
         arguments=arguments,
         results=results,
-        defined=defined,
+        definitions=defined,
         claims=list(map(changed, base.claims)),
-        more=[*map(changed, base.more), *wide],
-        heads=own,
+        optional_claims=[*map(changed, base.optional_claims), *padded_claims],
+        model_heads=model_heads,
     )
 
 
-def _joined(form: Form, value: Value, shape: tuple[int, ...], axis: int, of: int = 0) -> Value:
-    return form.join([value, form.filled(of, shape, value.dtype)], axis)
+def _join_filled(
+    form: Form, value: Value, shape: tuple[int, ...], axis: int, fill: int = 0
+) -> Value:
+    """Returns a Value joined with numbers ``fill`` of this shape."""
+    return form.join([value, form.filled(fill, shape, value.dtype)], axis)
 
 
-def _padded_too(
+def _padded_claims(
     projections: Projections, base: Proposal, results: prolog.Results
 ) -> Iterator[Claim]:
-    """What the graph pads with as many heads of zeros."""
-    form, claims = projections.form, [*base.claims, *base.more]
-    given = Given(form, claims)
+    """Yields claims of Values that the graph itself pads with as many heads of zeros."""
+    form, claims = projections.form, [*base.claims, *base.optional_claims]
+    rewrites = Rewrites(form, claims)
     for claim in claims:
-        if claim.part not in _OF_HEADS:
+        if claim.part not in _PARTS_WITH_HEADS:
             continue
-        whole, stack = getattr(results, claim.part), [claim.graph]
+        result, stack = getattr(results, claim.part), [claim.graph]
         for value in stack:
-            known = given.of(value)
-            is_result = known is not None and unmoved(known) is getattr(base.results, claim.part)
+            rewrite = rewrites.of(value)
+            is_result = rewrite is not None and strip_views(rewrite) is getattr(
+                base.results, claim.part
+            )
             for user in projections.users.get(value, ()):
                 if user.op in ("permute", "reshape"):
                     stack.append(user)
                 zeros = user.op == "join" and filled_with(user.sources[-1])
                 is_padded = zeros and is_result and not zeros.literal[1].ratio
-                if is_padded and prod(user.shape) == prod(whole.shape):
-                    yield Claim(claim.part, user, form.reshape(whole, user.shape))
+                if is_padded and prod(user.shape) == prod(result.shape):
+                    yield Claim(claim.part, user, form.reshape(result, user.shape))

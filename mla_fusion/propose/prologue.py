@@ -1,5 +1,7 @@
-"""A prologue's arguments and claims, joined from the readings of two sites: that of x, and that of
-the query's latents.
+"""Joins the readings of two sites to a proposal: arguments of a call, and claims about its results.
+
+The sites are those of x and of the query's latents. A proposal may be wrong: ``plan/planner.py``
+has each claim proved by ``exact/``.
 """
 
 from __future__ import annotations
@@ -20,157 +22,184 @@ from mla_fusion.graph.form import MOVES, Form, Value, filled_with, numbered
 from mla_fusion.graph.layout import Layout, Mixed, layout_of, token_layout
 from mla_fusion.graph.numbers import Number, is_open
 from mla_fusion.meta.number_formats import MXFP8, NumberFormat
-from mla_fusion.propose.norms import Norm, filled, solved
+from mla_fusion.propose.norms import Norm, fill_products, read_norm
 from mla_fusion.propose.quantised import (
-    of_blocks,
-    scale_of,
-    step_of,
-    unexpanded,
-    unmoved,
-    unquantised,
+    column_scales,
+    row_scales,
+    split_blocks,
+    strip_expand,
+    strip_views,
+    unquantised_rows,
 )
-from mla_fusion.propose.rotations import Pairs, pairs, tables, unrotated
-from mla_fusion.propose.sites import AT, Projections, Reading, Site, of_rows, rows_of
+from mla_fusion.propose.rotations import Pairs, identity_pairs, read_pairs, read_tables
+from mla_fusion.propose.sites import POINT, Projections, Reading, Site, from_rows, to_rows
 from mla_fusion.targets import prolog
 
-ROPE, LATENT = 64, 512  # of the operator
+ROPE, LATENT = 64, 512  # widths that the operator has
 
 
 @dataclass
 class Proposal:
-    """
-    x          the activation [T, He] that the first products read
-    arguments  of the operator, by name: Values, numbers of attributes
-    results    of the call: leaves, by name
-    defined    what each result is, by the operator's definition; None: it is to be made
-    claims     what of the graph is which result: Values of the graph, beside Values of the results
-    more       further ones, of which each may hold or not
-    products   Values that the call computes inside
-    rotation   the order of elements before and behind it; None where nothing is rotated
-    instead    why it is not the call of a whole prologue: W_uk is [I | 0]
-    heads      of the model, where the call has more; else 0
+    """A call of the operator that a graph may contain, and claims of what its results are.
+
+    x                the activation [T, He] that the first products read
+    arguments        arguments of the operator by name: Values, and numbers of attributes
+    results          leaves that stand for the results of the call, by name
+    definitions      the operator's definition of each result; None if it is not made yet
+    claims           which Value of the graph is which result: all must hold
+    optional_claims  further claims, each of which may hold or not
+    products         Values that the call computes inside
+    rotation         the order of elements before and after it; None if nothing is rotated
+    identity_reason  why the target above does not take the prologue, for a call with W_uk = [I | 0]
+    model_heads      the model's number of heads if the call has more, else 0
     """
 
     x: Value
     arguments: dict[str, Any]
     results: prolog.Results
-    defined: prolog.Results | None
+    definitions: prolog.Results | None
     claims: list[Claim]
-    more: list[Claim]
+    optional_claims: list[Claim]
     products: list[Value]
     rotation: tuple[str, str] | None
-    instead: Departure | None = None
-    heads: int = 0
+    identity_reason: Departure | None = None
+    model_heads: int = 0
 
     @property
-    def given(self) -> dict[Value, Layout]:
+    def activations(self) -> dict[Value, Layout]:
+        """Returns the activation from which claims are proved, with its layout."""
         return {self.x: token_layout(self.x.shape[:1], self.x.shape[1:])}
 
     def numbered(self) -> tuple[object, list[Value]]:
-        """The structure of all that is claimed, and its Values: what token_x is made of, and other
-        activations that were there before it, stand for themselves.
+        """Returns the structure of all that is claimed, and its Values.
+
+        What token_x is made of, and other activations that were there before it, stand for
+        themselves.
         """
-        first, claims = self.arguments["token_x"], (*self.claims, *self.more)
+        token_x, claims = self.arguments["token_x"], (*self.claims, *self.optional_claims)
         results = (leaf for leaf in vars(self.results).values() if leaf is not None)
-        given = [one for one in self.arguments.values() if isinstance(one, Value)]
+        operands = [argument for argument in self.arguments.values() if isinstance(argument, Value)]
         sides = [side for claim in claims for side in (claim.graph, claim.kernel)]
-        key, values = numbered([self.x, *given, *sides], [first, *results], first.serial)
-        names = [(n, None if isinstance(a, Value) else a) for n, a in self.arguments.items()]
+        key, values = numbered([self.x, *operands, *sides], [token_x, *results], token_x.serial)
+        names = [
+            (name, None if isinstance(argument_value, Value) else argument_value)
+            for name, argument_value in self.arguments.items()
+        ]
         parts = [claim.part for claim in claims]
         return (key, len(self.claims), tuple(names), tuple(parts)), values
 
-    def as_defined(self, form: Form, claim: Claim) -> Claim:
-        """With the definition of each result in its place."""
-        defined = self.defined or prolog.prolog(form, self.arguments)
-        others = {
-            leaf: getattr(defined, name)
+    def with_definitions(self, form: Form, claim: Claim) -> Claim:
+        """Returns the claim with the definition of each result in place of its leaf."""
+        definitions = self.definitions or prolog.prolog(form, self.arguments)
+        substitutes = {
+            leaf: getattr(definitions, name)
             for name, leaf in vars(self.results).items()
             if leaf is not None
         }
-        return Claim(claim.part, claim.graph, form.substituted(claim.kernel, others))
+        return Claim(claim.part, claim.graph, form.substituted(claim.kernel, substitutes))
 
-    def renamed(self, form: Form, others: dict[Value, Value], name: str) -> Proposal:
-        """For a prologue of the same structure. Raises LookupError where it is made of more than
-        ``others``.
+    def renamed(self, form: Form, substitutes: dict[Value, Value], name: str) -> Proposal:
+        """Returns the proposal of a prologue of the same structure.
+
+        substitutes  its Values, by the Values of this prologue
+
+        Raises LookupError if the prologue is made of more than ``substitutes``.
         """
-        own = prolog.leaves(form, self.results, name)
+        leaves = prolog.leaves(form, self.results, name)
         parts = vars(self.results)
-        others |= {leaf: getattr(own, part) for part, leaf in parts.items() if leaf is not None}
+        substitutes |= {
+            leaf: getattr(leaves, part) for part, leaf in parts.items() if leaf is not None
+        }
 
-        def new(given: Any) -> Any:
-            return form.renamed(given, others) if isinstance(given, Value) else given
+        def new(argument: Any) -> Any:
+            """Returns an argument of the other prologue."""
+            return form.renamed(argument, substitutes) if isinstance(argument, Value) else argument
 
         return Proposal(
             new(self.x),
-            {argument: new(given) for argument, given in self.arguments.items()},
-            own,
+            {argument: new(argument_value) for argument, argument_value in self.arguments.items()},
+            leaves,
             None,
-            [Claim(one.part, new(one.graph), new(one.kernel)) for one in self.claims],
-            [Claim(one.part, new(one.graph), new(one.kernel)) for one in self.more],
+            [Claim(claim.part, new(claim.graph), new(claim.kernel)) for claim in self.claims],
+            [
+                Claim(claim.part, new(claim.graph), new(claim.kernel))
+                for claim in self.optional_claims
+            ],
             [new(value) for value in self.products],
             self.rotation,
-            self.instead,
+            self.identity_reason,
         )
 
 
 def proposals(
     projections: Projections, by_identity: bool = False
 ) -> Iterator[Proposal | Departure]:
-    """One for each pair of sites of which the second is computed from the first.
+    """Yields a proposal or a departure for each pair of sites, the second computed from the first.
 
-    by_identity  a query that is not multiplied with W_uk is, by the identity
+    by_identity  True: if the query is not multiplied by W_uk, propose a call with W_uk = [I | 0]
     """
-    known: dict[object, tuple[list[Value], Proposal | Departure]] = {}
+    by_structure: dict[object, tuple[list[Value], Proposal | Departure]] = {}
     for down in projections.sites.values():
-        for up in down.ahead:
-            users = (one for value in up.below for one in projections.users.get(value, ()))
-            key, values = down.numbered((*up.below, *users))
-            found = None
-            if key in known:
+        for up in down.next_sites:
+            readers = (reader for value in up.cone for reader in projections.users.get(value, ()))
+            key, values = down.numbered((*up.cone, *readers))
+            proposal = None
+            if key in by_structure:
                 with suppress(LookupError):
-                    found = _renamed(projections.form, *known[key], values, _name(down, up))
-            if found is None:
-                found = _found(projections, down, up, by_identity)
-                known[key] = values, found
-            if isinstance(found, Departure):
-                found.site, found.score = (*down.dots, *up.dots), 0.75
-            yield found
+                    proposal = _copy_to_layer(
+                        projections.form, *by_structure[key], values, _result_name(down, up)
+                    )
+            if proposal is None:
+                proposal = _propose(projections, down, up, by_identity)
+                by_structure[key] = values, proposal
+            if isinstance(proposal, Departure):
+                proposal.site, proposal.score = (*down.roots, *up.roots), 0.75
+            yield proposal
 
 
-def _found(
+def _propose(
     projections: Projections, down: Site, up: Site, by_identity: bool
 ) -> Proposal | Departure:
+    """Returns the proposal of two sites, or why there is none."""
     try:
-        return _Joined(projections, down, up).proposal()
+        return _Joiner(projections, down, up).proposal()
     except Departure as departure:
         if departure.code != "absorb.absent" or not by_identity:
             return departure
         try:
-            return _Joined(projections, down, up, departure).proposal()
-        except Departure as other:
-            return other
+            return _Joiner(projections, down, up, departure).proposal()
+        except Departure as second_departure:
+            return second_departure
 
 
-def _renamed(
-    form: Form, before: list[Value], found: Proposal | Departure, values: list[Value], name: str
+def _copy_to_layer(
+    form: Form, layer: list[Value], proposal: Proposal | Departure, values: list[Value], name: str
 ) -> Proposal | Departure:
-    """What was found of Values ``before``, of others of the same structure."""
-    others = dict(zip(before, values, strict=True))
-    if isinstance(found, Proposal):
-        return found.renamed(form, others, name)
-    at = [form.renamed(value, others) for value in found.values]
-    return Departure(found.code, found.detail, at)
+    """Copies a proposal or departure to a layer of the same structure, replacing each Value.
+
+    layer   the Values of the layer that the proposal is of
+    values  the Values of the other layer
+    """
+    substitutes = dict(zip(layer, values, strict=True))
+    if isinstance(proposal, Proposal):
+        return proposal.renamed(form, substitutes, name)
+    values_at_fault = [form.renamed(value, substitutes) for value in proposal.values]
+    return Departure(proposal.code, proposal.detail, values_at_fault)
 
 
-def _name(down: Site, up: Site) -> str:
-    """Of the results of a call."""
+def _result_name(down: Site, up: Site) -> str:
+    """Returns a name for the results of a call, unlike those of other sites."""
     return f"{down.rows.serial} {up.rows.serial}"
 
 
 @dataclass(frozen=True)
 class _Absorbed:
-    """A product with W_uk: the Value, the matrices [h, D, C], the columns that it reads, and what
-    they were multiplied with before.
+    """A product of the query with W_uk.
+
+    value    the product
+    weight   the matrices [h, D, C]
+    columns  the columns of the site that it reads
+    factor   what these columns were multiplied by before; None for 1
     """
 
     value: Value
@@ -181,107 +210,116 @@ class _Absorbed:
 
 @dataclass(frozen=True)
 class _Rotated:
-    """``value`` is what the pairs are turned to, times ``factor``."""
+    """A rotated Value: its pairs, and the factor by which it was multiplied."""
 
     value: Value
     pairs: Pairs
     factor: Value | None = None
 
 
-def _said(factor: Value | None) -> str:
-    """A factor, for a message."""
+def _describe_factor(factor: Value | None) -> str:
+    """Returns a factor as text."""
     if factor is None:
         return "1"
-    filled = filled_with(factor)
-    return "a number for each token" if filled is None else f"{float(filled.literal[1]):g}"
+    number = filled_with(factor)
+    return "a number for each token" if number is None else f"{float(number.literal[1]):g}"
 
 
-def _in_order(form: Form, rows: Value, places: list[int]) -> Value:
-    """``rows`` [T, n] with their columns in another order: by axes where halves become pairs, so
-    that the graph needs no row numbers for it.
+def _reorder_columns(form: Form, rows: Value, places: list[int]) -> Value:
+    """Returns ``rows`` [T, n] with their columns in another order.
+
+    If halves become pairs, axes are permuted, so that the graph needs no column numbers.
     """
     step = places[1] - places[0]
-    turns = next((k for k, place in enumerate(places) if place != k * step), len(places))
-    if step > 1 and len(places) % (turns * step) == 0:
-        pairs = torch.arange(len(places)).reshape(-1, turns, step).transpose(1, 2)
+    run = next((k for k, place in enumerate(places) if place != k * step), len(places))
+    if step > 1 and len(places) % (run * step) == 0:
+        pairs = torch.arange(len(places)).reshape(-1, run, step).transpose(1, 2)
         if pairs.flatten().tolist() == places:
-            apart = form.reshape(rows, (rows.shape[0], -1, turns, step))
-            return form.reshape(form.permute(apart, (0, 1, 3, 2)), rows.shape)
+            by_axes = form.reshape(rows, (rows.shape[0], -1, run, step))
+            return form.reshape(form.permute(by_axes, (0, 1, 3, 2)), rows.shape)
     return form.take(rows, 1, places)
 
 
-def _used(site: Site, columns: set[int]) -> Iterator[Value]:
-    """The products of a site that have some of the columns."""
-    at = 0
-    for one in site.products:
-        if not columns.isdisjoint(range(at, at + one.columns)):
-            yield one.root
-            yield one.dot
-        at += one.columns
+def _products_with(site: Site, columns: set[int]) -> Iterator[Value]:
+    """Yields the products of a site that have some of the columns."""
+    start = 0
+    for product in site.products:
+        if not columns.isdisjoint(range(start, start + product.columns)):
+            yield product.root
+            yield product.dot
+        start += product.columns
 
 
-class _Joined:
+class _Joiner:
+    """Joins two sites to one proposal."""
+
     def __init__(
-        self, projections: Projections, down: Site, up: Site, instead: Departure | None = None
+        self, projections: Projections, down: Site, up: Site, reason: Departure | None = None
     ) -> None:
-        """``instead``: why W_uk is the identity."""
+        """Prepares the proposal.
+
+        reason  why W_uk is [I | 0]; None if the graph has W_uk
+        """
         self.form: Form = projections.form
-        self.projections, self.down, self.up, self.instead = projections, down, up, instead
-        self._step: Value | None = None  # of quantised latents
+        self.projections, self.down, self.up, self.identity_reason = projections, down, up, reason
+        self._latent_scales: Value | None = None  # scales of quantised latents
         self._scale: Number | None = None  # qc_qr_scale
 
     def proposal(self) -> Proposal:
+        """Returns the proposal. Raises Departure if a part of the prologue is missing."""
         form, down, up = self.form, self.down, self.up
         kind, latents, smooth = up.products[0].kind, up.rows, None
         if kind is not None:
-            latents, smooth = self._before_quantisation()
-        of_query = solved(down, latents, "the query's latents")
-        absorbed = list(self._absorbed() if self.instead is None else self._not_absorbed())
+            latents, smooth = self._unquantised_latents()
+        query_norm = read_norm(down, latents, "the query's latents")
+        absorbed = list(
+            self._absorbed_products() if self.identity_reason is None else self._identity_products()
+        )
         if not absorbed:
-            if any(is_open(one.columns) for one in up.products):
+            if any(is_open(product.columns) for product in up.products):
                 detail = "the query's projection has a symbolic number of columns"
-                raise Departure("linear.symbolic", detail, up.dots)
-            if self.instead is not None:
-                raise Departure("rope.absent", "no part of the query is rotated", up.dots)
+                raise Departure("linear.symbolic", detail, up.roots)
+            if self.identity_reason is not None:
+                raise Departure("rope.absent", "no part of the query is rotated", up.roots)
             detail = "no part of the query is multiplied with W_uk"
-            raise Departure("absorb.absent", detail, up.dots)
-        weight_uk = form.join([one.weight for one in absorbed], 0)
+            raise Departure("absorb.absent", detail, up.roots)
+        weight_uk = form.join([product.weight for product in absorbed], 0)
         heads, _, latent = weight_uk.shape
-        columns = torch.cat([one.columns for one in absorbed])
-        of_key = self._latents(latent, of_query)
+        columns = torch.cat([product.columns for product in absorbed])
+        key_norm = self._key_norm(latent, query_norm)
         factor = absorbed[0].factor
-        of_nope = set(columns.flatten().tolist())
-        query, key = self._rotations(of_nope, heads, of_query, of_key, factor)
+        nope_columns = set(columns.flatten().tolist())
+        query, key = self._rotated_parts(nope_columns, heads, query_norm, key_norm, factor)
         parts: list[_Absorbed | _Rotated] = [*absorbed, query]
-        for one in parts:
-            by_tokens = one is query and factor is not None and filled_with(factor) is None
-            if one.factor is not factor and not (by_tokens and one.factor is None):
-                factors = f"q_nope by {_said(factor)}, another part of the query by "
-                detail = factors + _said(one.factor)
-                raise Departure("scale.unequal", detail, [one.value])
+        for part in parts:
+            is_by_tokens = part is query and factor is not None and filled_with(factor) is None
+            if part.factor is not factor and not (is_by_tokens and part.factor is None):
+                factors = f"q_nope by {_describe_factor(factor)}, another part of the query by "
+                detail = factors + _describe_factor(part.factor)
+                raise Departure("scale.unequal", detail, [part.value])
         if query.pairs.heads != heads:
             detail = f"{heads} heads are multiplied with W_uk, {query.pairs.heads} are rotated"
             code = "rope.heads_differ" if query.pairs.heads < heads else "absorb.absent"
             raise Departure(code, detail, [absorbed[0].value])
-        if self._is_turned(down, key.value):
-            cos, sin = tables(down, key.value, key.pairs)
+        if self._is_rotated(down, key.value):
+            cos, sin = read_tables(down, key.value, key.pairs)
         else:
             shape = down.tokens, ROPE
             cos, sin = (form.filled(number, shape, torch.bfloat16) for number in (1, 0))
         nope_rope = torch.cat((columns, query.pairs.columns), 1).flatten()
-        of_caches = [*of_key.columns.tolist(), *key.pairs.columns.flatten().tolist()]
+        cache_columns = [*key_norm.columns.tolist(), *key.pairs.columns.flatten().tolist()]
         arguments = {
             "token_x": down.rows,
-            "weight_dq": form.take(down.weight, 1, of_query.columns.tolist()),
+            "weight_dq": form.take(down.weight, 1, query_norm.columns.tolist()),
             "weight_uq_qr": form.take(up.weight, 1, nope_rope.tolist()),
             "weight_uk": weight_uk,
-            "weight_dkv_kr": form.take(down.weight, 1, of_caches),
-            "rmsnorm_gamma_cq": of_query.gamma,
-            "rmsnorm_gamma_ckv": of_key.gamma,
+            "weight_dkv_kr": form.take(down.weight, 1, cache_columns),
+            "rmsnorm_gamma_cq": query_norm.gamma,
+            "rmsnorm_gamma_ckv": key_norm.gamma,
             "rope_cos": cos,
             "rope_sin": sin,
-            "rmsnorm_epsilon_cq": of_query.epsilon,
-            "rmsnorm_epsilon_ckv": of_key.epsilon,
+            "rmsnorm_epsilon_cq": query_norm.epsilon,
+            "rmsnorm_epsilon_ckv": key_norm.epsilon,
         }
         scale = None if factor is None or kind is not None else filled_with(factor)
         if scale is not None:
@@ -289,105 +327,113 @@ class _Joined:
         if smooth is not None:
             arguments["smooth_scales_cq"] = smooth
         if kind is not None:
-            self._add_quantisation(kind, arguments, nope_rope, of_query, of_caches)
+            self._add_quantisation(kind, arguments, nope_rope, query_norm, cache_columns)
         defined = prolog.prolog(form, arguments)
-        results = prolog.leaves(form, defined, _name(down, up))
-        latents = self._given_latents(of_query)
-        claims = list(self._claims(results, absorbed, query, key, latents, of_key))
-        more = list(self._more(results, query, key, of_query, of_key))
+        results = prolog.leaves(form, defined, _result_name(down, up))
+        latents = self._returned_latents(query_norm)
+        claims = list(self._claims(results, absorbed, query, key, latents, key_norm))
+        optional_claims = list(self._optional_claims(results, query, key, query_norm, key_norm))
         products = [
-            *_used(up, {*nope_rope.tolist()}),
-            *_used(down, {*of_query.columns.tolist(), *of_caches}),
+            *_products_with(up, {*nope_rope.tolist()}),
+            *_products_with(down, {*query_norm.columns.tolist(), *cache_columns}),
         ]
-        rotation = query.pairs.layouts if self._is_turned(down, key.value) else None
-        what = results, defined, claims, more, products, rotation, self.instead
-        return Proposal(down.rows, arguments, *what)
+        rotation = query.pairs.layouts if self._is_rotated(down, key.value) else None
+        fields = results, defined, claims, optional_claims, products, rotation, self.identity_reason
+        return Proposal(down.rows, arguments, *fields)
 
-    def _before_quantisation(self) -> tuple[Value, Value | None]:
-        """c_q before it was quantised, and what smooths it."""
+    def _unquantised_latents(self) -> tuple[Value, Value | None]:
+        """Returns c_q before it was quantised, and the smooth scales or None."""
         form, down, rows = self.form, self.down, self.up.rows
-        before = unquantised(form, rows)
-        if before is None:
+        float_rows = unquantised_rows(form, rows)
+        if float_rows is None:
             raise Departure("quant.dynamic", "how c_q is quantised is not known", [rows])
-        reading, nodes = down.reading_of(before), self.projections.graph.nodes
-        found = before, None
-        for value, other in down.readings.items():
-            if reading is None or value not in nodes or value.shape[-1:] != before.shape[-1:]:
+        reading, nodes = down.reading_of(float_rows), self.projections.graph.nodes
+        result = float_rows, None
+        for value, value_reading in down.readings.items():
+            if reading is None or value not in nodes or value.shape[-1:] != float_rows.shape[-1:]:
                 continue
-            if other.kind != "normed" or not torch.equal(other.columns, reading.columns):
+            if value_reading.kind != "normed" or not torch.equal(
+                value_reading.columns, reading.columns
+            ):
                 continue
-            rows = form.reshape(value, before.shape)
-            ratio = unexpanded(form.product([(before, 1), (rows, -1)]))
+            rows = form.reshape(value, float_rows.shape)
+            ratio = strip_expand(form.product([(float_rows, 1), (rows, -1)]))
             if ratio.is_number:
-                found = rows, None
+                result = rows, None
                 continue
-            is_vector = not ratio.active and ratio.shape[-1:] == before.shape[-1:]
-            if is_vector and not self._is_plain(value):
-                return rows, form.reshape(ratio, before.shape[-1:])
-        return found
+            is_vector = not ratio.active and ratio.shape[-1:] == float_rows.shape[-1:]
+            if is_vector and not self._has_no_gamma(value):
+                return rows, form.reshape(ratio, float_rows.shape[-1:])
+        return result
 
-    def _is_plain(self, value: Value) -> bool:
-        """Is a normed Value not multiplied with a weight yet?"""
-        return filled_with(solved(self.down, value, "latents").gamma) is not None
+    def _has_no_gamma(self, value: Value) -> bool:
+        """Returns True if a normed Value is not multiplied by a weight yet."""
+        return filled_with(read_norm(self.down, value, "latents").gamma) is not None
 
     def _add_quantisation(
         self,
         kind: NumberFormat,
         arguments: dict[str, Any],
-        up: Tensor,
-        of_query: Norm,
-        of_caches: list[int],
+        up_columns: Tensor,
+        query_norm: Norm,
+        cache_columns: list[int],
     ) -> None:
-        """Scales of operands of one byte, and which of the products have them."""
-        form, of_x = self.form, self.down.products[0].kind
-        arguments["weight_quant_mode"] = kind.full if of_x is not None else kind.partial
-        step = None
+        """Adds the scales of operands of one byte and the mode to the arguments.
+
+        up_columns     columns of W_uq_qr, in the kernel's order
+        cache_columns  columns of W_dkv_kr, in the kernel's order
+        """
+        form, x_format = self.form, self.down.products[0].kind
+        arguments["weight_quant_mode"] = kind.full if x_format is not None else kind.partial
+        latent_scales = None
         if not kind.in_blocks:
             smooth = arguments.get("smooth_scales_cq")
-            rows = of_query.value if smooth is None else form.times(of_query.value, smooth)
-            step = self._step = quantise.by_row(form, rows, kind)[1]
-        names = [("uq_qr", self.up, up.tolist(), step)]
-        if of_x is not None:
-            if kind is not of_x:
-                detail = f"x comes in {of_x.name}, c_q is quantised to {kind.name}"
+            rows = query_norm.value if smooth is None else form.times(query_norm.value, smooth)
+            latent_scales = self._latent_scales = quantise.by_row(form, rows, kind)[1]
+        weights = [("uq_qr", self.up, up_columns.tolist(), latent_scales)]
+        if x_format is not None:
+            if kind is not x_format:
+                detail = f"x comes in {x_format.name}, c_q is quantised to {kind.name}"
                 raise Departure("quant.mixed", detail, [self.down.rows])
-            first = self.down.products[0]
-            of_rows_of_x = first.blocks[0] if first.blocks else step_of(form, first)
-            if of_rows_of_x is None:
+            product = self.down.products[0]
+            x_scales = product.blocks[0] if product.blocks else row_scales(form, product)
+            if x_scales is None:
                 raise Departure("quant.static", "x has no scales of its rows", [self.down.rows])
-            arguments["token_x"], arguments["dequant_scale_x"] = self._operand(), of_rows_of_x
-            names += [
-                ("dq", self.down, of_query.columns.tolist(), of_rows_of_x),
-                ("dkv_kr", self.down, of_caches, of_rows_of_x),
+            arguments["token_x"], arguments["dequant_scale_x"] = self._operand(), x_scales
+            weights += [
+                ("dq", self.down, query_norm.columns.tolist(), x_scales),
+                ("dkv_kr", self.down, cache_columns, x_scales),
             ]
-        for name, site, columns, rows_step in names:
+        for name, site, columns, scales_of_rows in weights:
             scales = [
-                one.blocks[1] if one.blocks else scale_of(form, one, rows_step)
-                for one in site.products
+                product.blocks[1]
+                if product.blocks
+                else column_scales(form, product, scales_of_rows)
+                for product in site.products
             ]
-            known = [scale for scale in scales if scale is not None]
-            if len(known) < len(scales):
-                raise Departure("quant.scale", f"{name} has no scales of its columns", site.dots)
-            scale = form.take(form.join(known, -1), -1, columns)
+            all_scales = [scale for scale in scales if scale is not None]
+            if len(all_scales) < len(scales):
+                raise Departure("quant.scale", f"{name} has no scales of its columns", site.roots)
+            scale = form.take(form.join(all_scales, -1), -1, columns)
             arguments[f"dequant_scale_w_{name}"] = (
                 form.transposed(scale) if kind.in_blocks else scale
             )
 
     def _operand(self) -> Value:
-        """x in bytes, before a call says which format's they are."""
+        """Returns x in bytes, before a call says which format it has."""
         rows = self.down.rows
         if self.down.products[0].kind is MXFP8:
-            parts = of_blocks(self.form, rows)
-            assert parts is not None
-            return parts[0]
-        inner = unmoved(rows)
+            blocks = split_blocks(self.form, rows)
+            assert blocks is not None
+            return blocks[0]
+        inner = strip_views(rows)
         is_named = inner.op == "function" and inner.literal[0] == "of format"
         return self.form.reshape(inner.sources[0], rows.shape) if is_named else rows
 
     # -- the product with W_uk
 
-    def _absorbed(self) -> Iterator[_Absorbed]:
-        """Products with matrices of heads, of what is moved of the query."""
+    def _absorbed_products(self) -> Iterator[_Absorbed]:
+        """Yields the products of heads of the query with matrices."""
         for value, reading in self.up.readings.items():
             if reading.kind != "moved":
                 continue
@@ -399,23 +445,23 @@ class _Joined:
                     continue
                 nope = weight.shape[-2]
                 heads = len(reading.columns) // nope
-                if len(weight.shape) == 2:  # one for all heads
+                if len(weight.shape) == 2:  # one matrix for all heads
                     weight = self.form.expand(weight, (heads, *weight.shape))
                 if len(reading.columns) == weight.shape[0] * nope:
                     columns = reading.columns.reshape(weight.shape[0], nope)
                     yield _Absorbed(user, weight, columns, self._factor(self.up, value))
 
-    def _not_absorbed(self) -> Iterator[_Absorbed]:
-        """Values of the columns that are not rotated, as products with [I | 0]."""
+    def _identity_products(self) -> Iterator[_Absorbed]:
+        """Yields the Value of the columns that are not rotated, as a product with [I | 0]."""
         form, readings = self.form, self.up.readings
-        turned, heads = set[int](), 0
-        for _, found in self._turned(self.up):  # an indexer's heads may be rotated, too
-            turned |= {*found.columns.flatten().tolist()}
-            heads = heads or found.heads
-        if not turned:
-            turned = self._last_columns()
-            heads = 0 if len(turned) % ROPE else len(turned) // ROPE
-        nope = [column for column in range(self.up.columns) if column not in turned]
+        rotated_columns, heads = set[int](), 0
+        for _, pairs in self._rotated_values(self.up):  # an indexer may have rotated heads, too
+            rotated_columns |= {*pairs.columns.flatten().tolist()}
+            heads = heads or pairs.heads
+        if not rotated_columns:
+            rotated_columns = self._unrotated_heads()
+            heads = 0 if len(rotated_columns) % ROPE else len(rotated_columns) // ROPE
+        nope = [column for column in range(self.up.columns) if column not in rotated_columns]
         if not heads or len(nope) % heads or not nope:
             return
         width = len(nope) // heads
@@ -423,159 +469,193 @@ class _Joined:
         weight = form.expand(form.constant(eye), (heads, width, LATENT))
         for value, reading in reversed(readings.items()):
             columns = reading.columns.tolist()
-            is_held = value in self.projections.graph.nodes
-            if is_held and reading.kind == "moved" and sorted(columns) == nope:
-                wanted = torch.tensor(nope, dtype=torch.int64).reshape(heads, width)
+            has_node = value in self.projections.graph.nodes
+            if has_node and reading.kind == "moved" and sorted(columns) == nope:
+                nope_columns = torch.tensor(nope, dtype=torch.int64).reshape(heads, width)
                 factor = self._factor(self.up, value)
-                yield _Absorbed(value, weight, wanted, factor)
+                yield _Absorbed(value, weight, nope_columns, factor)
                 return
 
-    def _last_columns(self) -> set[int]:
-        """Of heads as wide as what is rotated, of which nothing is."""
+    def _unrotated_heads(self) -> set[int]:
+        """Returns the columns of heads as wide as a rotated part, if nothing is rotated, else
+        nothing.
+        """
         for value, reading in reversed(self.up.readings.items()):
             columns = {*reading.columns.tolist()}
-            is_some = reading.kind == "moved" and len(columns) < self.up.columns
-            if is_some and value.shape[-1] == ROPE and self._are_read_as_they_are(self.up, columns):
+            is_part = reading.kind == "moved" and len(columns) < self.up.columns
+            if is_part and value.shape[-1] == ROPE and self._are_read_unchanged(self.up, columns):
                 return columns
         return set()
 
     def _factor(self, site: Site, value: Value) -> Value | None:
-        """What the columns of a moved Value are multiplied with [T, 1]; None for 1."""
+        """Returns what the columns of a moved Value are multiplied by [T, 1], or None for 1."""
         (ones,) = site.readings[value].factors
         if bool((ones == 1).all()):
             return None
         form = self.form
-        rows = filled(site, self._rows(site, value), form.number(1))
+        rows = fill_products(site, self._rows(site, value), form.number(1))
         return form.slice(rows, 1, 0, 1)
 
     # -- the key
 
-    def _latents(self, latent: int, of_query: Norm) -> Norm:
-        """The norm of the latents."""
-        down, of_others = self.down, set(of_query.columns.tolist())
-        error = Departure("norm.absent", f"no {latent} columns of x are normed", down.dots)
-        first: Norm | None = None
-        # of layers beside each other, those that are made nearest to the query
-        made = {self._start(one): value.serial for value, one in self._last("normed")}
-        at = self.up.rows.serial
+    def _key_norm(self, latent: int, query_norm: Norm) -> Norm:
+        """Returns the norm of the key's latents. Raises Departure if there is none.
+
+        Of parallel layers, those made nearest to the query are tried first.
+        """
+        down, query_columns = self.down, set(query_norm.columns.tolist())
+        error = Departure("norm.absent", f"no {latent} columns of x are normed", down.roots)
+        first_norm: Norm | None = None
+        # by first column: the serial number of the normed Value
+        serials = {
+            self._start(reading): value.serial for value, reading in self._readings("normed")
+        }
+        serial = self.up.rows.serial
         for value, reading in sorted(
-            self._last("normed"), key=lambda one: abs(made[self._start(one[1])] - at)
+            self._readings("normed"), key=lambda item: abs(serials[self._start(item[1])] - serial)
         ):
             if len(reading.columns) == latent:
                 columns = reading.columns.tolist()
-                if of_others.isdisjoint(columns) and len(set(columns)) == latent:
+                if query_columns.isdisjoint(columns) and len(set(columns)) == latent:
                     try:
-                        norm = solved(down, value, "the latents")
+                        norm = read_norm(down, value, "the latents")
                     except Departure as departure:
                         error = departure
                         continue
                     if norm.gamma.op == "leaf":
                         return norm
-                    first = first or norm
-        if first is None:
+                    first_norm = first_norm or norm
+        if first_norm is None:
             raise error
-        return first
+        return first_norm
 
     @staticmethod
     def _start(reading: Reading) -> int:
+        """Returns the first column of a reading."""
         return int(reading.columns.min())
 
-    def _last(self, kind: str) -> list[tuple[Value, Reading]]:
-        """What is computed from x so, the last first."""
-        found = reversed(self.down.readings.items())
-        return [(value, reading) for value, reading in found if reading.kind == kind]
+    def _readings(self, kind: str) -> list[tuple[Value, Reading]]:
+        """Returns the Values of this kind that are computed from x, the last first."""
+        readings = reversed(self.down.readings.items())
+        return [(value, reading) for value, reading in readings if reading.kind == kind]
 
     # -- rotations
 
-    def _is_turned(self, site: Site, value: Value) -> bool:
+    def _is_rotated(self, site: Site, value: Value) -> bool:
+        """Returns True if the Value is rotated."""
         return site.readings[value].kind == "turned"
 
-    def _rotations(
-        self, absorbed: set[int], heads: int, of_query: Norm, of_key: Norm, factor: Value | None
+    def _rotated_parts(
+        self, absorbed: set[int], heads: int, query_norm: Norm, key_norm: Norm, factor: Value | None
     ) -> tuple[_Rotated, _Rotated]:
-        """Of query and key by the same tables; or of neither. ``heads``, ``factor``: of the part
-        that is absorbed; another projection of the latents may have other heads.
+        """Returns the rotated parts of query and key, by the same tables, or parts of both without
+        rotation.
+
+        absorbed  the columns that W_uk multiplies
+        heads     how many heads are absorbed; another projection of the latents may have other
+                  heads
+        factor    the factor of the absorbed part
+
+        Raises Departure if neither is found.
         """
         up, down = self.up, self.down
-        at = min(absorbed)
+        start = min(absorbed)
         queries = sorted(
-            [*self._turned(up)][::-1],
-            key=lambda one: (one[1].heads != heads, abs(int(one[1].columns.min()) - at)),
+            [*self._rotated_values(up)][::-1],
+            key=lambda item: (item[1].heads != heads, abs(int(item[1].columns.min()) - start)),
         )
-        # of layers beside each other, those that one product makes with the latents
-        behind = int(of_key.columns.max())
-        keys = sorted(self._last("turned"), key=lambda one: abs(self._start(one[1]) - behind))
-        scaled = None
-        for value, found in queries:
-            for other, reading in keys:
+        # of parallel layers, the one that makes the latents too comes first
+        end = int(key_norm.columns.max())
+        keys = sorted(self._readings("turned"), key=lambda item: abs(self._start(item[1]) - end))
+        scaled_parts = None
+        for value, query_pairs in queries:
+            for key_value, reading in keys:
                 if len(reading.columns) != ROPE:
                     continue
-                of_other = pairs(reading, ROPE, found)
-                if of_other is not None and torch.equal(of_other.diagonal, found.diagonal):
-                    return _Rotated(value, found), _Rotated(other, of_other)
-                scaled = scaled or self._scaled(value, found, other, pairs(reading, ROPE))
-        if scaled is not None:
-            return scaled
-        taken = {*of_query.columns.tolist(), *of_key.columns.tolist()}
+                key_pairs = read_pairs(reading, ROPE, query_pairs)
+                if key_pairs is not None and torch.equal(key_pairs.diagonal, query_pairs.diagonal):
+                    return _Rotated(value, query_pairs), _Rotated(key_value, key_pairs)
+                scaled_parts = scaled_parts or self._scaled_parts(
+                    value, query_pairs, key_value, read_pairs(reading, ROPE)
+                )
+        if scaled_parts is not None:
+            return scaled_parts
+        normed_columns = {*query_norm.columns.tolist(), *key_norm.columns.tolist()}
         query = self._unrotated(up, absorbed, 0, factor)
-        key = self._unrotated(down, taken, ROPE, None)
+        key = self._unrotated(down, normed_columns, ROPE, None)
         if query is None or key is None:
-            what = "the query" if query is None else "the key"
-            detail = f"no part of {what} is rotated, by tables of both, or left as it is"
-            raise Departure("rope.absent", detail, (up if query is None else down).dots)
+            part = "the query" if query is None else "the key"
+            detail = f"no part of {part} is rotated, by tables of both, or left as it is"
+            raise Departure("rope.absent", detail, (up if query is None else down).roots)
         return query, key
 
-    def _turned(self, site: Site) -> Iterator[tuple[Value, Pairs]]:
+    def _rotated_values(self, site: Site) -> Iterator[tuple[Value, Pairs]]:
+        """Yields the rotated Values of a site with their pairs."""
         for value, reading in site.readings.items():
-            found = pairs(reading, ROPE) if reading.kind == "turned" else None
-            if found is not None:
-                yield value, found
+            pairs = read_pairs(reading, ROPE) if reading.kind == "turned" else None
+            if pairs is not None:
+                yield value, pairs
 
-    def _scaled(
-        self, query: Value, found: Pairs, key: Value, of_key: Pairs | None
+    def _scaled_parts(
+        self, query: Value, query_pairs: Pairs, key: Value, key_pairs: Pairs | None
     ) -> tuple[_Rotated, _Rotated] | None:
-        """Of a query that was multiplied with one number a token before it was rotated."""
-        if of_key is None:
+        """Returns the rotated parts if the query was multiplied by one number a token before, or
+        None.
+        """
+        if key_pairs is None:
             return None
-        ratio = found.diagonal * power(of_key.diagonal, -1, AT.p) % AT.p
+        ratio = query_pairs.diagonal * power(key_pairs.diagonal, -1, POINT.p) % POINT.p
         if not bool((ratio == ratio[:, :1]).all()):
             return None
-        times = self.form.split(query)[0]
-        if number(times, AT) == int(ratio[0, 0]):
-            return _Rotated(query, found, self.form.number(times)), _Rotated(key, of_key)
-        columns = {*found.columns.flatten().tolist()}
+        factor_of_query = self.form.split(query)[0]
+        if number(factor_of_query, POINT) == int(ratio[0, 0]):
+            return _Rotated(query, query_pairs, self.form.number(factor_of_query)), _Rotated(
+                key, key_pairs
+            )
+        columns = {*query_pairs.columns.flatten().tolist()}
         for value, reading in self.up.readings.items():
             if reading.kind == "moved" and columns <= set(reading.columns.tolist()):
                 (ones,) = reading.factors
                 if bool((ones[0] == ratio[0, 0]).all()):
                     factor = self._factor(self.up, value)
-                    return _Rotated(query, found, factor), _Rotated(key, of_key)
+                    return _Rotated(query, query_pairs, factor), _Rotated(key, key_pairs)
         return None
 
     def _unrotated(
-        self, site: Site, others: set[int], width: int, factor: Value | None
+        self, site: Site, used_columns: set[int], width: int, factor: Value | None
     ) -> _Rotated | None:
-        """A Value that holds just the columns that are left, or as many as ``width`` of them; the
-        last that is multiplied with ``factor``.
+        """Returns a Value that holds just the columns that are left, or ``width`` of them, or None.
+
+        The last Value with the factor ``factor`` is preferred.
         """
-        found = list[_Rotated]()
-        wanted = set(range(site.columns)) - others
+        parts = list[_Rotated]()
+        unused = set(range(site.columns)) - used_columns
         for value, reading in reversed(site.readings.items()):
-            if reading.kind == "moved" and len(reading.columns) == (width or len(wanted)):
+            if reading.kind == "moved" and len(reading.columns) == (width or len(unused)):
                 columns = set(reading.columns.tolist())
                 (ones,) = reading.factors
-                is_even = bool((ones == ones[:, :1]).all())
-                is_whole = is_even and columns <= wanted and len(columns) == len(reading.columns)
-                if is_whole and self._are_read_as_they_are(site, columns):
-                    found.append(
-                        _Rotated(value, unrotated(reading, ROPE), self._factor(site, value))
+                is_equal = bool((ones == ones[:, :1]).all())
+                is_free = is_equal and columns <= unused and len(columns) == len(reading.columns)
+                if is_free and self._are_read_unchanged(site, columns):
+                    parts.append(
+                        _Rotated(value, identity_pairs(reading, ROPE), self._factor(site, value))
                     )
-        return next((one for one in found if one.factor is factor), found[0] if found else None)
+        return next((part for part in parts if part.factor is factor), parts[0] if parts else None)
 
-    def _are_read_as_they_are(self, site: Site, columns: set[int]) -> bool:
-        """Do products, writes and attention read them, and no step that might be a rotation?"""
-        moved = {value: one for value, one in site.readings.items() if one.kind == "moved"}
-        stack = [value for value, one in moved.items() if columns >= {*one.columns.tolist()}]
+    def _are_read_unchanged(self, site: Site, columns: set[int]) -> bool:
+        """Returns True if only products, writes and attention read the columns, and moves before
+        them.
+
+        Any other step might be a rotation.
+        """
+        moved_values = {
+            value: reading for value, reading in site.readings.items() if reading.kind == "moved"
+        }
+        stack = [
+            value
+            for value, reading in moved_values.items()
+            if columns >= {*reading.columns.tolist()}
+        ]
         seen, layouts = set[Value](), dict(site.layouts)
         while stack:
             for user in self.projections.users.get(stack.pop(), ()):
@@ -589,7 +669,7 @@ class _Joined:
                     layouts[user] = layout_of(user, layouts)
                 except Mixed:
                     return False
-                except KeyError:  # beside what is of no layout
+                except KeyError:  # an operand has no layout
                     pass
                 seen.add(user)
                 stack.append(user)
@@ -604,113 +684,135 @@ class _Joined:
         query: _Rotated,
         key: _Rotated,
         latents: Value,
-        of_key: Norm,
+        key_norm: Norm,
     ) -> Iterator[Claim]:
-        form, at = self.form, 0
-        if self.instead is not None:
-            yield from self._as_it_is(results, *absorbed)
+        """Yields the claims of what the results are."""
+        form, start = self.form, 0
+        if self.identity_reason is not None:
+            yield from self._identity_claims(results, *absorbed)
             absorbed = ()
-        for one in absorbed:
-            heads = one.weight.shape[0]
-            part = form.slice(results.query, 1, at, at + heads)
-            at += heads
-            layout = layout_of(one.value, self.up.layouts)
-            rows = self._times(form.reshape(part, (self.up.tokens, -1)), one.factor)
-            yield Claim("query", one.value, of_rows(form, rows, one.value, layout))
-        yield self._turned_rows("query_rope", self.up, query, results.query_rope)
-        yield self._turned_rows("kr_rows", self.down, key, results.kr_rows)
+        for product in absorbed:
+            heads = product.weight.shape[0]
+            part = form.slice(results.query, 1, start, start + heads)
+            start += heads
+            layout = layout_of(product.value, self.up.layouts)
+            rows = self._times(form.reshape(part, (self.up.tokens, -1)), product.factor)
+            yield Claim("query", product.value, from_rows(form, rows, product.value, layout))
+        yield self._rotated_claim("query_rope", self.up, query, results.query_rope)
+        yield self._rotated_claim("kr_rows", self.down, key, results.kr_rows)
         normed = self._times(results.query_norm, None)
         yield Claim("query_norm", latents, form.reshape(normed, latents.shape))
-        layout = self.down.layouts[of_key.value]
-        yield Claim("kv_rows", of_key.value, of_rows(form, results.kv_rows, of_key.value, layout))
+        layout = self.down.layouts[key_norm.value]
+        yield Claim(
+            "kv_rows", key_norm.value, from_rows(form, results.kv_rows, key_norm.value, layout)
+        )
 
-    def _as_it_is(self, results: prolog.Results, one: _Absorbed) -> Iterator[Claim]:
-        """The first columns of the query, wherever they are all held."""
-        form, width = self.form, one.columns.shape[1]
+    def _identity_claims(self, results: prolog.Results, absorbed: _Absorbed) -> Iterator[Claim]:
+        """Yields the claims of Values that hold the unrotated columns, if W_uk is [I | 0]."""
+        form, width = self.form, absorbed.columns.shape[1]
         rows = form.reshape(form.slice(results.query, -1, 0, width), (self.up.tokens, -1))
-        places = {column: at for at, column in enumerate(one.columns.flatten().tolist())}
+        places = {column: place for place, column in enumerate(absorbed.columns.flatten().tolist())}
         for value, reading in self.up.readings.items():
             columns = reading.columns.tolist()
             if reading.kind == "moved" and sorted(columns) == sorted(places):
-                taken = form.take(rows, 1, [places[column] for column in columns])
-                taken = self._times(taken, self._factor(self.up, value))
+                taken_rows = form.take(rows, 1, [places[column] for column in columns])
+                taken_rows = self._times(taken_rows, self._factor(self.up, value))
                 layout = self.up.layouts[value]
-                yield Claim("query", value, of_rows(form, taken, value, layout))
+                yield Claim("query", value, from_rows(form, taken_rows, value, layout))
 
-    def _turned_rows(self, part: str, site: Site, one: _Rotated, rows: Value) -> Claim:
+    def _rotated_claim(self, part: str, site: Site, rotated: _Rotated, rows: Value) -> Claim:
+        """Returns the claim of a rotated part."""
         form = self.form
-        flat = _in_order(form, form.reshape(rows, (site.tokens, -1)), one.pairs.places.tolist())
-        flat = self._times(flat, one.factor, site is self.up)
-        return Claim(part, one.value, of_rows(form, flat, one.value, site.layouts[one.value]))
+        flat = _reorder_columns(
+            form, form.reshape(rows, (site.tokens, -1)), rotated.pairs.places.tolist()
+        )
+        flat = self._times(flat, rotated.factor, site is self.up)
+        return Claim(
+            part, rotated.value, from_rows(form, flat, rotated.value, site.layouts[rotated.value])
+        )
 
-    def _more(
+    def _optional_claims(
         self,
         results: prolog.Results,
         query: _Rotated,
         key: _Rotated,
-        of_query: Norm,
-        of_key: Norm,
+        query_norm: Norm,
+        key_norm: Norm,
     ) -> Iterator[Claim]:
-        """Other Values that hold what is rotated; scales of quantised latents."""
+        """Yields claims of other Values that hold what is rotated or normed, and of scales of
+        latents.
+        """
         form = self.form
-        for part, site, one, rows in (
+        for part, site, rotated, rows in (
             ("query_rope", self.up, query, results.query_rope),
             ("kr_rows", self.down, key, results.kr_rows),
         ):
-            kind = site.readings[one.value].kind
+            kind = site.readings[rotated.value].kind
             if kind != "turned":
                 continue
-            columns = one.pairs.columns.flatten().sort().values
+            columns = rotated.pairs.columns.flatten().sort().values
             for value, reading in site.readings.items():
-                if reading.kind != kind or value is one.value:
+                if reading.kind != kind or value is rotated.value:
                     continue
-                other = pairs(reading, ROPE, one.pairs)
-                if other is None or not torch.equal(other.diagonal, one.pairs.diagonal):
+                value_pairs = read_pairs(reading, ROPE, rotated.pairs)
+                if value_pairs is None or not torch.equal(
+                    value_pairs.diagonal, rotated.pairs.diagonal
+                ):
                     continue
-                if torch.equal(other.columns.flatten().sort().values, columns):
-                    yield self._turned_rows(part, site, _Rotated(value, other, one.factor), rows)
-        yield from self._normed(of_key, "kv_rows", results.kv_rows)
+                if torch.equal(value_pairs.columns.flatten().sort().values, columns):
+                    yield self._rotated_claim(
+                        part, site, _Rotated(value, value_pairs, rotated.factor), rows
+                    )
+        yield from self._normed_claims(key_norm, "kv_rows", results.kv_rows)
         if self.up.products[0].kind is None:
-            yield from self._normed(of_query, "query_norm", self._times(results.query_norm, None))
+            yield from self._normed_claims(
+                query_norm, "query_norm", self._times(results.query_norm, None)
+            )
         if results.dequant_scale_q_norm is not None:
-            steps = self._step
-            if steps is None:
-                parts = of_blocks(form, self.up.rows)
+            scales = self._latent_scales
+            if scales is None:
+                parts = split_blocks(form, self.up.rows)
                 assert parts is not None
-                steps = parts[1]
-            yield Claim("dequant_scale_q_norm", steps, results.dequant_scale_q_norm)
+                scales = parts[1]
+            yield Claim("dequant_scale_q_norm", scales, results.dequant_scale_q_norm)
 
-    def _normed(self, norm: Norm, part: str, rows: Value) -> Iterator[Claim]:
-        """Values that hold normed rows in some order, or without the number in front."""
+    def _normed_claims(self, norm: Norm, part: str, rows: Value) -> Iterator[Claim]:
+        """Yields claims of Values that hold normed rows in another order, or times a number."""
         form, site = self.form, self.down
-        known = {int(column): at for at, column in enumerate(norm.columns)}
-        by = form.split(norm.value)[0].power(-1)
-        assert by is not None
+        places_by_column = {int(column): place for place, column in enumerate(norm.columns)}
+        inverse = form.split(norm.value)[0].power(-1)
+        assert inverse is not None
         for value, reading in site.readings.items():
-            if reading.kind == "normed" and known.keys() == {*reading.columns.tolist()}:
-                places = [known[int(column)] for column in reading.columns]
-                own = form.scaled(form.take(rows, 1, places), form.split(value)[0] * by)
-                yield Claim(part, value, of_rows(form, own, value, site.layouts[value]))
+            if reading.kind == "normed" and places_by_column.keys() == {*reading.columns.tolist()}:
+                places = [places_by_column[int(column)] for column in reading.columns]
+                kernel_rows = form.scaled(
+                    form.take(rows, 1, places), form.split(value)[0] * inverse
+                )
+                yield Claim(part, value, from_rows(form, kernel_rows, value, site.layouts[value]))
 
-    def _given_latents(self, of_query: Norm) -> Value:
-        """What the kernel gives out as c_q: in bytes where it is quantised."""
+    def _returned_latents(self, query_norm: Norm) -> Value:
+        """Returns the Value that the kernel returns as c_q: bytes if it is quantised."""
         rows = self.up.rows
         kind = self.up.products[0].kind
         if kind is None:
-            return of_query.value
+            return query_norm.value
         if kind.in_blocks:
-            parts = of_blocks(self.form, rows)
-            assert parts is not None
-            return parts[0]
-        inner = unmoved(rows)
+            blocks = split_blocks(self.form, rows)
+            assert blocks is not None
+            return blocks[0]
+        inner = strip_views(rows)
         is_named = inner.literal[0] == "of format"
         return self.form.reshape(inner.sources[0] if is_named else inner, rows.shape)
 
     def _times(self, rows: Value, factor: Value | None, is_scaled: bool = True) -> Value:
-        """``is_scaled``: the call multiplies these by its scale."""
+        """Returns rows times a factor, over the scale of the call.
+
+        is_scaled  True if the call multiplies these rows by its scale
+        """
         inverse = self._scale.power(-1) if self._scale is not None and is_scaled else None
         rows = rows if factor is None else self.form.times(rows, factor)
         return rows if inverse is None else self.form.scaled(rows, inverse)
 
     def _rows(self, site: Site, value: Value) -> Value:
-        return rows_of(self.form, value, site.layouts[value], site.tokens)
+        """Returns the Value of a site as rows."""
+        return to_rows(self.form, value, site.layouts[value], site.tokens)

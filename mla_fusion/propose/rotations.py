@@ -1,8 +1,10 @@
-"""Pairs of columns, and the tables of cos and sin, of what is turned.
+"""Reads pairs of columns, and the tables of cos and sin, of a rotated Value.
 
-Each pair of elements holds the two columns of a pair. There are two ways to say which column is the
-even one: that with equal factors on the diagonal is taken for the query; the key follows the
-query's factors.
+``prologue.py`` asks this for query and key. ``tables.py`` finds the model's own tables.
+
+Each pair of elements holds the two columns of a pair. Either column may be the even one. For the
+query, the even column is the one with equal factors on the diagonal. The key follows the query's
+factors.
 """
 
 from __future__ import annotations
@@ -15,19 +17,19 @@ from torch import Tensor
 from mla_fusion.exact.evaluate import Evaluation
 from mla_fusion.graph.departure import Departure
 from mla_fusion.graph.form import Value
-from mla_fusion.propose.norms import filled
-from mla_fusion.propose.sites import AT, Reading, Site, rows_of
-from mla_fusion.propose.tables import assembled, known
+from mla_fusion.propose.norms import fill_products
+from mla_fusion.propose.sites import POINT, Reading, Site, to_rows
+from mla_fusion.propose.tables import assemble_table, table_candidates
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """Of each pair, head after head.
+    """Describes the pairs of a rotated Value, head after head.
 
     first, second  elements of the Value
     even, odd      columns of the site
-    diagonal       factor of the even column in the first element, of one head [1, size / 2] at the
-                   first token
+    diagonal       the factor of the even column in the first element, for one head at the first
+                   token [1, size / 2]
     size           elements of a head
     """
 
@@ -40,54 +42,66 @@ class Pairs:
 
     @property
     def heads(self) -> int:
+        """Returns the number of heads."""
         return 2 * len(self.first) // self.size
 
     @property
     def columns(self) -> Tensor:
-        """Of the site, as the kernel takes them: [heads, size], even and odd beside each other."""
+        """Returns the columns of the site as the kernel takes them [heads, size]: even beside
+        odd.
+        """
         both = torch.stack((self.even, self.odd), -1)
         return both.reshape(self.heads, self.size)
 
     @property
     def layouts(self) -> tuple[str, str]:
-        """The order of elements before and behind the rotation."""
+        """Returns the order of elements before and after the rotation: "interleaved" or "half"."""
         steps = int(self.odd[0] - self.even[0]), int(self.second[0] - self.first[0])
-        before, behind = ("interleaved" if abs(step) == 1 else "half" for step in steps)
-        return before, behind
+        before, after = ("interleaved" if abs(step) == 1 else "half" for step in steps)
+        return before, after
 
     @property
     def places(self) -> Tensor:
-        """Of each element of the Value, its place in the kernel's rows: halves, head after head."""
+        """Returns, for each element of the Value, its place in the kernel's rows: halves, head
+        after head.
+        """
         half = self.size // 2
         number = torch.arange(len(self.first))
-        at = number // half * self.size + number % half
-        found = torch.empty(2 * len(self.first), dtype=torch.int64)
-        found[self.first], found[self.second] = at, at + half
-        return found
+        first_places = number // half * self.size + number % half
+        places = torch.empty(2 * len(self.first), dtype=torch.int64)
+        places[self.first], places[self.second] = first_places, first_places + half
+        return places
 
 
-def pairs(reading: Reading, size: int, like: Pairs | None = None) -> Pairs | None:
-    """None where the elements are no pairs, or pairs of several heads of ``size``."""
-    one, other = reading.columns, reading.others
-    assert other is not None
-    if len(one) % size:
+def read_pairs(reading: Reading, size: int, like: Pairs | None = None) -> Pairs | None:
+    """Returns the pairs of a rotated Value, or None if it has none, or pairs across heads of
+    ``size``.
+
+    like  the query's pairs, whose factors the key follows
+    """
+    first_columns, second_columns = reading.columns, reading.second_columns
+    assert second_columns is not None
+    if len(first_columns) % size:
         return None
     elements: dict[tuple[int, int], list[int]] = {}
-    for element, columns in enumerate(zip(one.tolist(), other.tolist(), strict=True)):
+    for element, columns in enumerate(
+        zip(first_columns.tolist(), second_columns.tolist(), strict=True)
+    ):
         elements.setdefault(columns, []).append(element)
-    if any(len(two) != 2 for two in elements.values()):
+    if any(len(pair) != 2 for pair in elements.values()):
         return None
-    found = sorted((*two, *columns) for columns, two in elements.items())
+    rows = sorted((*pair, *columns) for columns, pair in elements.items())
     first, second, low, high = (
-        torch.tensor(row, dtype=torch.int64) for row in zip(*found, strict=True)
+        torch.tensor(row, dtype=torch.int64) for row in zip(*rows, strict=True)
     )
     half = size // 2
     heads = torch.arange(len(first)) // half
     if not (torch.equal(first // size, heads) and torch.equal(second // size, heads)):
         return None
-    of_low, of_high = (factors[:1] for factors in reading.factors)  # the first token says it
-    straight = of_low[:, first], of_high[:, second]
-    crossed = of_high[:, first], of_low[:, second]
+    # the factors of the first token are enough
+    low_factors, high_factors = (factors[:1] for factors in reading.factors)
+    straight = low_factors[:, first], high_factors[:, second]
+    crossed = high_factors[:, first], low_factors[:, second]
     if like is None:
         is_even = (straight[0] == straight[1]).all(0) | ~(crossed[0] == crossed[1]).all(0)
         diagonal = torch.where(is_even, straight[0], crossed[0])[:1, :half]
@@ -105,58 +119,64 @@ def pairs(reading: Reading, size: int, like: Pairs | None = None) -> Pairs | Non
     )
 
 
-def unrotated(reading: Reading, size: int) -> Pairs:
-    """What is only moved, as turned by cos 1 and sin 0."""
+def identity_pairs(reading: Reading, size: int) -> Pairs:
+    """Returns the pairs of a Value that is only moved: a rotation by cos 1 and sin 0."""
     half, count = size // 2, len(reading.columns) // 2
     number = torch.arange(count)
     first = number // half * size + number % half
     second = first + half
-    one = torch.ones(1, half, dtype=torch.int64)
+    ones = torch.ones(1, half, dtype=torch.int64)
     even, odd = reading.columns[first], reading.columns[second]
-    return Pairs(first, second, even, odd, one, size)
+    return Pairs(first, second, even, odd, ones, size)
 
 
-def tables(site: Site, value: Value, found: Pairs) -> tuple[Value, Value]:
-    """cos and sin [tokens, size] of the first head: what the graph makes of ones in the even
-    columns, and of ones in the odd; as the model's own tables, where their numbers are the same.
+def read_tables(site: Site, value: Value, pairs: Pairs) -> tuple[Value, Value]:
+    """Returns cos and sin [tokens, size] of the first head.
+
+    They are what the graph makes of ones in the even columns, and of ones in the odd. The model's
+    own tables replace them if the numbers are the same.
     """
-    form, half = site.projections.form, found.size // 2
-    rows = rows_of(form, value, site.layouts[value], site.tokens)
+    form, half = site.projections.form, pairs.size // 2
+    rows = to_rows(form, value, site.layouts[value], site.tokens)
 
     def made_of(columns: Tensor, elements: Tensor) -> Value:
+        """Returns what the graph makes of ones in these columns, as columns of a table."""
         ones = torch.zeros(1, site.columns, dtype=torch.float32)
         ones[0, columns[:half]] = 1
         row = form.take(rows, 1, elements[:half].tolist())
-        return filled(site, row, form.constant(ones))
+        return fill_products(site, row, form.constant(ones))
 
-    first, second = found.first, found.second
-    cos = made_of(found.even, first), made_of(found.odd, second)
-    sin = form.negated(made_of(found.odd, first)), made_of(found.even, second)
-    run = Evaluation(site.projections.binding(site.tokens, 1), site.layouts, {}, AT)
-    candidates = known(site, run)
-    made = []
+    first, second = pairs.first, pairs.second
+    cos = made_of(pairs.even, first), made_of(pairs.odd, second)
+    sin = form.negated(made_of(pairs.odd, first)), made_of(pairs.even, second)
+    evaluation = Evaluation(site.projections.binding(site.tokens, 1), site.layouts, {}, POINT)
+    candidates = table_candidates(site, evaluation)
+    tables_read = []
     for parts in (cos, sin):
         table = form.join(parts, 1)
-        numbers = _numbers(site, run, value, found, is_sine=parts is sin)
-        own = assembled(site, numbers, candidates)
-        if own is None and table.active:
+        numbers = _table_numbers(site, evaluation, value, pairs, is_sine=parts is sin)
+        model_table = assemble_table(site, numbers, candidates)
+        if model_table is None and table.active:
             raise Departure("rope.absent", "the tables are made of activations", [value])
-        made.append(table if own is None else own)
-    return made[0], made[1]
+        tables_read.append(table if model_table is None else model_table)
+    return tables_read[0], tables_read[1]
 
 
-def _numbers(site: Site, run: Evaluation, value: Value, found: Pairs, is_sine: bool) -> Tensor:
-    """What the probes saw of a table [tokens, size]."""
-    reading, half = site.readings[value], found.size // 2
+def _table_numbers(
+    site: Site, evaluation: Evaluation, value: Value, pairs: Pairs, is_sine: bool
+) -> Tensor:
+    """Returns what probing saw of a table [tokens, size]."""
+    reading, half = site.readings[value], pairs.size // 2
     columns, (low, high) = reading.columns, reading.factors
 
     def factor(elements: Tensor, of_columns: Tensor) -> Tensor:
+        """Returns the factors of these columns in these elements, for the first head."""
         is_low = columns[elements] == of_columns
         return torch.where(is_low, low[:, elements], high[:, elements])[:, :half]
 
-    first, second, even, odd = found.first, found.second, found.even, found.odd
+    first, second, even, odd = pairs.first, pairs.second, pairs.even, pairs.odd
     if is_sine:
-        halves = (AT.p - factor(first, odd)) % AT.p, factor(second, even)
+        halves = (POINT.p - factor(first, odd)) % POINT.p, factor(second, even)
     else:
         halves = factor(first, even), factor(second, odd)
     return torch.cat(halves, 1)

@@ -1,12 +1,16 @@
-"""Products of one activation, what is computed from them, and what each Value has of their columns.
+"""Collects the products of each activation, and reads what each Value has of their columns.
 
-A site is all products of one activation with weights: fused, split and chunked projections are one
-case, since columns are counted through all of them. The cone of a site is what is computed from its
-products up to the next products. It is run once, at few tokens, with codes in place of the
-products: column k of a product is 1, k, k ** 2 .. or a sign of bit b of k. A norm's statistic is
-the same for all sign codes, so an element that follows a column's signs is that column, moved or
-normed. An element ``A d[a] + B d[b]`` of two columns shows a, b, A and B in its moments (Prony's
-formula for two nodes).
+This is the first step of ``propose/``. ``prologue.py`` joins the readings of two sites to a
+proposal.
+
+A *site* is all products of one activation with weights. Columns are counted through all of them, so
+fused, split and chunked projections are one case. The *cone* of a site is what is computed from its
+products up to the next products.
+
+A cone is run once, at few tokens, with codes in place of the products. Column k of a product is 1,
+k, k ** 2 .., or a sign of bit b of k. The statistic of a norm is the same for all sign codes. So an
+element that follows a column's signs is that column, moved or normed. An element ``A d[a] + B
+d[b]`` of two columns shows a, b, A and B in its moments (Prony's formula for two nodes).
 """
 
 from __future__ import annotations
@@ -27,60 +31,75 @@ from mla_fusion.graph.form import Form, Value, numbered, order
 from mla_fusion.graph.layout import Binding, Layout, Mixed, cuts_of, layout_of, token_layout
 from mla_fusion.graph.numbers import ONE, Number
 from mla_fusion.graph.read import Graph
-from mla_fusion.propose.quantised import Projection, of_blocks, projection, unmoved
+from mla_fusion.propose.quantised import Projection, read_projection, split_blocks, strip_views
 
-AT = field.POINTS[1]  # where a graph is probed
+POINT = field.POINTS[1]  # where graphs are probed
 _MOMENTS = 5
-_LARGE = 1 << 21  # elements a token of a Value that is no part of a prologue
+_LARGE = 1 << 21  # a Value with more elements a token is no part of a prologue
 
 
 class Reading(NamedTuple):
-    """What a Value is of a site's columns, element by element behind its tokens.
+    """Says what a Value is of a site's columns, for each element behind its tokens.
 
-    kind     "moved", "normed", or "turned": a rotation of two columns
-    columns  of each element
-    others   of what is turned, the second column
-    factors  of what is turned, those of both [tokens, elements]; else of the column
+    kind            "moved", "normed", or "turned": a rotation of two columns
+    columns         the column of each element
+    second_columns  for "turned", the second column of each element
+    factors         for "turned", the factors of both columns [tokens, elements]; else those of the
+                    column
     """
 
     kind: str
     columns: Tensor
-    others: Tensor | None
+    second_columns: Tensor | None
     factors: tuple[Tensor, ...]
 
 
 class Projections:
-    """The products of a graph, by the activation that they read."""
+    """Holds the products of a graph with weights, by the activation that they read.
+
+    values  the activations, in order
+    users   by activation, the activations that read it
+    sites   by activation, the site of its products
+    cones   facts of cones, by structure
+    """
 
     def __init__(self, graph: Graph) -> None:
         self.graph, self.form = graph, graph.form
         self.values = [value for value in order(graph.nodes) if value.active]
         self.users = _users(self.values)
-        read = _users(order(graph.live))  # moves that compose are read no more
+        readers = _users(order(graph.live))  # without moves that were composed with others
         numbers: dict[Value, set[Number]] = {}
         for value in graph.nodes:
-            times, rest = self.form.split(value)
-            numbers.setdefault(rest, set()).add(times)
+            factor, unscaled = self.form.split(value)
+            numbers.setdefault(unscaled, set()).add(factor)
         products: dict[Value, list[Projection]] = {}
         for value in filter(is_projection, self.values):
-            found = projection(self.form, value, read, numbers)
-            products.setdefault(value.sources[0], []).append(found)
-        self.sites = {rows: Site(self, rows, of_rows) for rows, of_rows in products.items()}
+            product = read_projection(self.form, value, readers, numbers)
+            products.setdefault(value.sources[0], []).append(product)
+        self.sites = {
+            rows: Site(self, rows, site_products) for rows, site_products in products.items()
+        }
         self._cuts: dict[int, set[int]] = {}
-        self.cones: dict[object, Cone] = {}
+        self.cones: dict[object, ConeFacts] = {}
 
     def binding(self, tokens: int, copies: int) -> Binding:
-        """The same for all sites of as many tokens, so that what is beside them is the same."""
+        """Returns the binding of sites with so many tokens.
+
+        All these sites share it, so that what is beside them is drawn alike.
+        """
         cuts = self._cuts.get(tokens)
         if cuts is None:
-            alike = (site for site in self.sites.values() if site.tokens == tokens)
-            cuts = cuts_of(layout for site in alike for layout in site.layouts.values())
+            sites = (site for site in self.sites.values() if site.tokens == tokens)
+            cuts = cuts_of(layout for site in sites for layout in site.layouts.values())
             self._cuts[tokens] = cuts
         return Binding(cuts, tokens, copies)
 
-    def cut(self, tokens: int, more: set[int]) -> bool:
-        """Let digits begin and end at more places, where these fit the others."""
-        cuts = self._cuts[tokens] | more
+    def add_cuts(self, tokens: int, new_cuts: set[int]) -> bool:
+        """Lets digits of the tokens begin and end at more places.
+
+        Returns True if that changed the cuts. The cuts stay if the new places do not fit.
+        """
+        cuts = self._cuts[tokens] | new_cuts
         try:
             Binding(cuts, tokens)
         except Mixed:
@@ -91,11 +110,11 @@ class Projections:
 
 
 @dataclass
-class Cone:
-    """What is found once for all cones of one structure, by the place of each Value.
+class ConeFacts:
+    """Holds what is read once for all cones of one structure, by the place of each Value.
 
-    layouts   of those whose tokens are not mixed
-    readings  what probes say
+    layouts   layouts of Values whose tokens are not mixed
+    readings  what probing says; None before it was probed
     """
 
     layouts: dict[int, Layout]
@@ -103,22 +122,25 @@ class Cone:
 
 
 def _users(values: Iterable[Value]) -> dict[Value, list[Value]]:
-    found: dict[Value, list[Value]] = {}
+    """Returns the Values that read each Value."""
+    users: dict[Value, list[Value]] = {}
     for value in values:
         for source in value.sources:
-            found.setdefault(source, []).append(value)
-    return found
+            users.setdefault(source, []).append(value)
+    return users
 
 
 def is_projection(value: Value) -> bool:
+    """Returns True if the Value is a product with a matrix that is a weight."""
     return value.op == "dot" and len(value.sources[1].shape) == 2 and value.sources[1].weight
 
 
 @dataclass(eq=False)
 class Site:
-    """
+    """All products of one activation with weights.
+
     rows      the activation [tokens, k]
-    products  with weights, in the order of the graph
+    products  the products, in the order of the graph
     """
 
     projections: Projections
@@ -126,334 +148,366 @@ class Site:
     products: list[Projection]
 
     @cached_property
-    def dots(self) -> list[Value]:
-        """The products, brought back to floats."""
-        return [one.root for one in self.products]
+    def roots(self) -> list[Value]:
+        """Returns the products, with bytes brought back to floats."""
+        return [product.root for product in self.products]
 
     @property
     def tokens(self) -> int:
+        """Returns the number of tokens."""
         return self.rows.shape[0]
 
     @property
     def columns(self) -> int:
-        return sum(one.columns for one in self.products)
+        """Returns the number of columns of all products together."""
+        return sum(product.columns for product in self.products)
 
     @cached_property
     def weight(self) -> Value:
-        """Of all products, side by side [k, columns]."""
-        return self.projections.form.join([one.weight for one in self.products], 1)
+        """Returns the weights of all products, side by side [k, columns]."""
+        return self.projections.form.join([product.weight for product in self.products], 1)
 
     @cached_property
-    def stand_in(self) -> Value:
-        """A leaf of all columns, for what is computed of some of them."""
+    def columns_leaf(self) -> Value:
+        """Returns a leaf [tokens, columns] that stands for the products."""
         shape = self.tokens, self.columns
         return self.projections.form.activation(f"site {self.rows.serial}", shape)
 
-    def split(self, rows: Tensor, binding: Binding) -> dict[Value, Tensor]:
-        """Rows of all columns, as the roots of the products."""
-        found, at = dict[Value, Tensor](), 0
-        for one in self.products:
-            part = rows[:, at : at + one.columns]
-            at += one.columns
-            if one.times != ONE:
-                part = part * pow(field.number(one.times, AT), -1, AT.p) % AT.p
-            found[one.root] = part.reshape(binding.shape(self.layouts[one.root]))
-        return found
+    def split_rows(self, rows: Tensor, binding: Binding) -> dict[Value, Tensor]:
+        """Returns rows [.., columns] cut into the roots of the products."""
+        tensors, start = dict[Value, Tensor](), 0
+        for product in self.products:
+            part = rows[:, start : start + product.columns]
+            start += product.columns
+            if product.number != ONE:
+                part = part * pow(field.number(product.number, POINT), -1, POINT.p) % POINT.p
+            tensors[product.root] = part.reshape(binding.shape(self.layouts[product.root]))
+        return tensors
 
     @cached_property
-    def _others(self) -> dict[Value, Reading | None]:
-        """Of Values that are not in the cone."""
+    def _outside_readings(self) -> dict[Value, Reading | None]:
+        """Returns the readings of Values outside the cone."""
         return {}
 
     @cached_property
-    def below(self) -> list[Value]:
-        """The cone: the products, and what they reach before the next ones, in order."""
-        return [*self.dots, *self._reached()]
+    def cone(self) -> list[Value]:
+        """Returns the cone: the products, and what they reach before the next ones, in order."""
+        return [*self.roots, *self._reached_values()]
 
     @cached_property
     def base(self) -> Value:
-        """The bytes that the activation is a reading of; else the activation."""
+        """Returns the bytes that the activation is a reading of, else the activation."""
         rows = self.rows
         if self.products[0].blocks:
-            parts = of_blocks(self.projections.form, rows)
-            return rows if parts is None else parts[0]
-        inner = unmoved(rows)
+            operand = split_blocks(self.projections.form, rows)
+            return rows if operand is None else operand[0]
+        inner = strip_views(rows)
         is_named = inner.op == "function" and inner.literal[0] == "of format"
         return inner.sources[0] if is_named else rows
 
-    def numbered(self, more: Iterable[Value] = ()) -> tuple[object, list[Value]]:
-        """The structure of the cone and of more, and all their Values; what the base is made of,
-        and other activations that were there before it, stand for themselves.
+    def numbered(self, extra_values: Iterable[Value] = ()) -> tuple[object, list[Value]]:
+        """Returns the structure of the cone and of ``extra_values``, and all their Values.
+
+        The base, and activations that were there before it, stand for themselves.
         """
-        values = self.rows, *self.below, *more
+        values = self.rows, *self.cone, *extra_values
         return numbered(values, [self.base], self.base.serial)
 
     @cached_property
-    def _of_structure(self) -> tuple[Cone, list[Value]]:
+    def _facts(self) -> tuple[ConeFacts, list[Value]]:
+        """Returns the facts of the cone's structure, and the cone's Values by place."""
         key, values = self.numbered()
-        known = self.projections.cones.get(key)
-        if known is None:
-            known = self.projections.cones[key] = self._followed(values)
-        return known, values
+        facts = self.projections.cones.get(key)
+        if facts is None:
+            facts = self.projections.cones[key] = self._facts_of(values)
+        return facts, values
 
     @cached_property
     def layouts(self) -> dict[Value, Layout]:
-        """Of the cone's Values, the products among them; those whose tokens are mixed are not in
-        it.
-        """
-        cone, values = self._of_structure
+        """Returns the layouts of the cone's Values. Values whose tokens are mixed are left out."""
+        cone, values = self._facts
         return {values[place]: layout for place, layout in cone.layouts.items()}
 
-    def _followed(self, values: list[Value]) -> Cone:
+    def _facts_of(self, values: list[Value]) -> ConeFacts:
+        """Returns the facts of a cone: the layouts that can be followed from its products."""
         places = {value: place for place, value in enumerate(values)}
-        found = {one.root: _layout_of_root(one) for one in self.products}
-        for value in self.below[len(found) :]:
-            if any(source in found for source in value.sources):
+        layouts = {product.root: _root_layout(product) for product in self.products}
+        for value in self.cone[len(layouts) :]:
+            if any(source in layouts for source in value.sources):
                 with suppress(Mixed):
-                    found[value] = layout_of(value, found)
-        return Cone({places[value]: layout for value, layout in found.items()})
+                    layouts[value] = layout_of(value, layouts)
+        return ConeFacts({places[value]: layout for value, layout in layouts.items()})
 
-    def _reached(self) -> list[Value]:
-        """What the products reach before the next ones, in order."""
-        users, seen = self.projections.users, set[Value](self.dots)
-        stack = list(self.dots)
+    def _reached_values(self) -> list[Value]:
+        """Returns what the products reach before the next ones, in order."""
+        users, seen = self.projections.users, set[Value](self.roots)
+        stack = list(self.roots)
         while stack:
             for user in users.get(stack.pop(), ()):
-                if user not in seen and self._goes_on(user, seen):
+                if user not in seen and self._is_followed(user, seen):
                     seen.add(user)
                     stack.append(user)
-        return sorted(seen.difference(self.dots), key=lambda value: value.serial)
+        return sorted(seen.difference(self.roots), key=lambda value: value.serial)
 
-    def _goes_on(self, value: Value, seen: set[Value]) -> bool:
+    def _is_followed(self, value: Value, seen: set[Value]) -> bool:
+        """Returns True if the Value belongs to the cone."""
         if is_projection(value) or value.op in ("write", "opaque"):
             return False
         if prod(value.shape) > _LARGE * max(1, self.tokens):
             return False
-        if value.op == "dot":  # with what is cached: attention
-            return all(one in seen or not one.active for one in value.sources)
+        if value.op == "dot":  # a product with cached rows is attention
+            return all(source in seen or not source.active for source in value.sources)
         return value.op != "sum" or not self._is_residual(value)
 
     def _is_residual(self, value: Value) -> bool:
-        """Is it a sum with an activation that these products have no part in?"""
-        return any(source.active and not _is_made_of(source, self.dots) for source in value.sources)
+        """Returns True if the sum has an activation that is not computed from these products."""
+        return any(
+            source.active and not _is_computed_from(source, self.roots) for source in value.sources
+        )
 
     @cached_property
     def writes(self) -> list[Value]:
-        """Of rows that are made of these products."""
+        """Returns the writes of Values in the cone, in order."""
         users = self.projections.users
-        found = {user for value in self.below for user in users.get(value, ())}
-        writes = (one for one in found if one.op == "write")
+        readers = {user for value in self.cone for user in users.get(value, ())}
+        writes = (reader for reader in readers if reader.op == "write")
         return sorted(writes, key=lambda value: value.serial)
 
     @cached_property
-    def ahead(self) -> list[Site]:
-        """The sites whose activation is made of these products, with what lies between."""
+    def next_sites(self) -> list[Site]:
+        """Returns the sites whose activation is computed from these products."""
         sites = self.projections.sites
-        found = [
-            sites[value] for value in self.layouts if value in sites and value not in self.dots
+        sites_in_cone = [
+            sites[value] for value in self.layouts if value in sites and value not in self.roots
         ]
-        return [site for site in found if site is not self]
+        return [site for site in sites_in_cone if site is not self]
 
     @cached_property
     def readings(self) -> dict[Value, Reading]:
-        """What probes say of each Value."""
-        cone, values = self._of_structure
+        """Returns what probing says of each Value."""
+        cone, values = self._facts
         if cone.readings is None:
-            wanted = [place for place in cone.layouts if self._is_wanted(values[place])]
-            found = self._probed([values[place] for place in wanted])
-            pairs = zip(wanted, found, strict=True)
+            places = [place for place in cone.layouts if self._is_probed(values[place])]
+            probed = self._probe([values[place] for place in places])
+            pairs = zip(places, probed, strict=True)
             cone.readings = {place: reading for place, reading in pairs if reading is not None}
         return {values[place]: reading for place, reading in cone.readings.items()}
 
     def reading_of(self, value: Value) -> Reading | None:
-        """Of a Value that need not be in the cone."""
+        """Returns the reading of a Value that need not be in the cone, or None."""
         if value in self.readings:
             return self.readings[value]
-        if value not in self._others:
-            self._others[value] = self._read_beside(value)
-        return self._others[value]
+        if value not in self._outside_readings:
+            self._outside_readings[value] = self._read_outside(value)
+        return self._outside_readings[value]
 
-    def _read_beside(self, value: Value) -> Reading | None:
+    def _read_outside(self, value: Value) -> Reading | None:
+        """Returns the reading of a Value outside the cone that is computed from it."""
         try:
-            for one in order([value], self.layouts):
-                if any(source in self.layouts for source in one.sources):
-                    self.layouts[one] = layout_of(one, self.layouts)
+            for step in order([value], self.layouts):
+                if any(source in self.layouts for source in step.sources):
+                    self.layouts[step] = layout_of(step, self.layouts)
         except Mixed:
             return None
-        return next(self._probed([value]), None) if value in self.layouts else None
+        return next(self._probe([value]), None) if value in self.layouts else None
 
-    def _is_wanted(self, value: Value) -> bool:
+    def _is_probed(self, value: Value) -> bool:
+        """Returns True if the Value is small enough to be a part of a prologue."""
         size = prod(value.shape) // max(1, self.tokens)
         return 1 < size <= self.columns
 
-    def _probed(self, values: list[Value]) -> Iterator[Reading | None]:
+    def _probe(self, values: list[Value]) -> Iterator[Reading | None]:
+        """Yields the reading of each Value, or None if it has none."""
         codes = _codes(self.columns)
         try:
-            seen = self._run(values, torch.stack(list(codes.values())))
+            tensors = self._run(values, torch.stack(list(codes.values())))
         except (Mixed, Undecided):
             yield from (None for _ in values)
             return
         for value in values:
-            rows = seen.get(value)
+            rows = tensors.get(value)
             if rows is None:
                 yield None
             else:
-                of_code = dict(zip(codes, rows, strict=True))
-                yield _classified(of_code, self.columns)
+                by_code = dict(zip(codes, rows, strict=True))
+                yield _classify(by_code, self.columns)
 
     def _run(self, values: list[Value], codes: Tensor) -> dict[Value, Tensor]:
-        """Of each Value [code, token, element]."""
+        """Returns tensors [code, token, element] of the Values."""
         layouts = {
             value: self.layouts[value]
-            for value in order(values, self.dots)
+            for value in order(values, self.roots)
             if value in self.layouts
         }
-        layouts |= {dot: self.layouts[dot] for dot in self.dots}
+        layouts |= {root: self.layouts[root] for root in self.roots}
         if self.tokens == 1:
-            each = [self._run_once(values, layouts, code.unsqueeze(0), 1) for code in codes]
+            runs = [self._run_once(values, layouts, code.unsqueeze(0), 1) for code in codes]
             return {
-                value: torch.stack([one[value] for one in each])
+                value: torch.stack([run[value] for run in runs])
                 for value in values
-                if value in each[0]
+                if value in runs[0]
             }
         return self._run_once(values, layouts, codes, len(codes))
 
     def _run_once(
         self, values: list[Value], layouts: dict[Value, Layout], codes: Tensor, copies: int
     ) -> dict[Value, Tensor]:
+        """Runs the Values once, and again if they divide the tokens at more places."""
         binding = self.projections.binding(self.tokens, copies)
-        found = self._seen(values, layouts, codes, binding)
-        if binding.missing and self.projections.cut(self.tokens, binding.missing):
+        tensors = self._run_values(values, layouts, codes, binding)
+        if binding.missing and self.projections.add_cuts(self.tokens, binding.missing):
             binding = self.projections.binding(self.tokens, copies)
-            found = self._seen(values, layouts, codes, binding)
-        return found
+            tensors = self._run_values(values, layouts, codes, binding)
+        return tensors
 
-    def _seen(
+    def _run_values(
         self,
         values: list[Value],
         layouts: dict[Value, Layout],
         codes: Tensor,
         binding: Binding,
     ) -> dict[Value, Tensor]:
+        """Returns the tensors of the Values that can be run."""
         rows = codes.repeat_interleave(binding.period, 0)
-        run = Evaluation(binding, layouts, self.split(rows, binding), AT)
-        found = dict[Value, Tensor]()
+        evaluation = Evaluation(binding, layouts, self.split_rows(rows, binding), POINT)
+        tensors = dict[Value, Tensor]()
         for value in values:
             try:
-                run.run([value])
-                flat = run.flat(value)
+                evaluation.run([value])
+                elements = evaluation.flat(value)
             except (Mixed, Undecided):
                 continue
-            flat = flat.reshape(binding.copies, binding.period, -1)
-            found[value] = flat[0] if self.tokens == 1 else flat
-        return found
+            elements = elements.reshape(binding.copies, binding.period, -1)
+            tensors[value] = elements[0] if self.tokens == 1 else elements
+        return tensors
 
 
-def _layout_of_root(product: Projection) -> Layout:
-    found = {product.dot: token_layout(product.dot.shape[:1], product.dot.shape[1:])}
+def _root_layout(product: Projection) -> Layout:
+    """Returns the layout of a product's root."""
+    layouts = {product.dot: token_layout(product.dot.shape[:1], product.dot.shape[1:])}
     for value in order([product.root], [product.dot]):
-        if any(source in found for source in value.sources):
-            found[value] = layout_of(value, found)
-    return found[product.root]
+        if any(source in layouts for source in value.sources):
+            layouts[value] = layout_of(value, layouts)
+    return layouts[product.root]
 
 
-def _is_made_of(value: Value, dots: Iterable[Value]) -> bool:
-    """Is it made of one of the products, no further up than they are, and not by a next one?"""
-    first, wanted = min(dot.serial for dot in dots), set(dots)
+def _is_computed_from(value: Value, roots: Iterable[Value]) -> bool:
+    """Returns True if the Value is computed from one of the products, and not by a next product."""
+    first_serial, targets = min(root.serial for root in roots), set(roots)
     stack, seen = [value], set[Value]()
     while stack:
-        one = stack.pop()
-        if one in wanted:
+        current = stack.pop()
+        if current in targets:
             return True
-        if one not in seen and one.serial > first and not is_projection(one):
-            seen.add(one)
-            stack.extend(one.sources)
+        if current not in seen and current.serial > first_serial and not is_projection(current):
+            seen.add(current)
+            stack.extend(current.sources)
     return False
 
 
 def _codes(columns: int) -> dict[object, Tensor]:
-    places = torch.arange(1, columns + 1)
-    found: dict[object, Tensor] = {
-        ("moment", power): field.power(places, power, AT.p) for power in range(_MOMENTS)
+    """Returns the codes of the columns: powers of their numbers, twos, signs of their bits."""
+    numbers = torch.arange(1, columns + 1)
+    codes: dict[object, Tensor] = {
+        ("moment", power): field.power(numbers, power, POINT.p) for power in range(_MOMENTS)
     }
-    found["two"] = torch.full((columns,), 2, dtype=torch.int64)
+    codes["two"] = torch.full((columns,), 2, dtype=torch.int64)
     for bit in range(max(1, (columns - 1).bit_length())):
-        found["bit", bit] = torch.where((places - 1) >> bit & 1 == 1, AT.p - 1, 1)
-    return found
+        codes["bit", bit] = torch.where((numbers - 1) >> bit & 1 == 1, POINT.p - 1, 1)
+    return codes
 
 
-def _classified(seen: dict[object, Tensor], columns: int) -> Reading | None:
-    """``seen``: of each code [token, element]."""
-    ones = seen["moment", 0]
+def _classify(tensors: dict[object, Tensor], columns: int) -> Reading | None:
+    """Returns the reading of an element-wise Value, or None.
+
+    tensors  for each code, what the Value is [token, element]
+    """
+    ones = tensors["moment", 0]
     if not ones.numel() or not bool(ones.any()):
         return None
-    is_linear = torch.equal(seen["two"], ones * 2 % AT.p)
+    is_linear = torch.equal(tensors["two"], ones * 2 % POINT.p)
     bits = [
         (key[1], tensor)
-        for key, tensor in seen.items()
+        for key, tensor in tensors.items()
         if isinstance(key, tuple) and key[0] == "bit"
     ]
-    minus = (AT.p - ones) % AT.p
-    signed = [tensor == minus for _, tensor in bits]
+    minus = (POINT.p - ones) % POINT.p
+    is_minus_by_bit = [tensor == minus for _, tensor in bits]
     if all(
         bool((is_minus | (tensor == ones)).all())
-        for is_minus, (_, tensor) in zip(signed, bits, strict=True)
+        for is_minus, (_, tensor) in zip(is_minus_by_bit, bits, strict=True)
     ):
         places = torch.zeros_like(ones)
-        for is_minus, (bit, _) in zip(signed, bits, strict=True):
+        for is_minus, (bit, _) in zip(is_minus_by_bit, bits, strict=True):
             places += is_minus.long() << bit
-        first = places[0]
-        if not torch.equal(places, first.expand_as(places)) or int(first.max()) >= columns:
+        indices = places[0]
+        if not torch.equal(places, indices.expand_as(places)) or int(indices.max()) >= columns:
             return None
-        return Reading("moved" if is_linear else "normed", first, None, (ones,))
-    return _turned(seen, columns) if is_linear else None
+        return Reading("moved" if is_linear else "normed", indices, None, (ones,))
+    return _read_pairs_of_columns(tensors, columns) if is_linear else None
 
 
-def _turned(seen: dict[object, Tensor], columns: int) -> Reading | None:
-    m0, m1, m2, m3, m4 = (seen["moment", power] for power in range(_MOMENTS))
+def _read_pairs_of_columns(tensors: dict[object, Tensor], columns: int) -> Reading | None:
+    """Returns the reading of elements that are made of two columns, or None.
 
-    def minus(one: Tensor, other: Tensor) -> Tensor:
-        return (one + AT.p - other) % AT.p
+    The numbers of the columns are a and b, from 1 on.
+    """
+    moment0, moment1, moment2, moment3, moment4 = (
+        tensors["moment", power] for power in range(_MOMENTS)
+    )
 
-    def times(one: Tensor, other: Tensor) -> Tensor:
-        return one * other % AT.p
+    def minus(a: Tensor, b: Tensor) -> Tensor:
+        """Returns a - b in the field."""
+        return (a + POINT.p - b) % POINT.p
 
-    inverse = field.power(minus(times(m0, m2), times(m1, m1)), -1, AT.p)
-    total = times(minus(times(m0, m3), times(m1, m2)), inverse)  # a + b
-    product = times(minus(times(m1, m3), times(m2, m2)), inverse)  # a b
+    def times(a: Tensor, b: Tensor) -> Tensor:
+        """Returns a * b in the field."""
+        return a * b % POINT.p
+
+    inverse = field.power(minus(times(moment0, moment2), times(moment1, moment1)), -1, POINT.p)
+    total = times(minus(times(moment0, moment3), times(moment1, moment2)), inverse)  # a + b
+    product = times(minus(times(moment1, moment3), times(moment2, moment2)), inverse)  # a b
     square = total * total - 4 * product
     root = square.clamp_min(0).double().sqrt().round().long()
     is_root = (root * root == square) & (square > 0) & (total <= 2 * columns)
-    fits = m4 == minus(times(total, m3), times(product, m2))
+    fits = moment4 == minus(times(total, moment3), times(product, moment2))
     if not bool((is_root & fits).all()):
         return None
-    one, other = (total - root) // 2, (total + root) // 2
-    second = times(minus(m1, times(one, m0)), field.power(root, -1, AT.p))
-    first = minus(m0, second)
-    same = torch.equal(one, one[:1].expand_as(one)) and torch.equal(
-        other, other[:1].expand_as(other)
+    low, high = (total - root) // 2, (total + root) // 2
+    high_factor = times(minus(moment1, times(low, moment0)), field.power(root, -1, POINT.p))
+    low_factor = minus(moment0, high_factor)
+    is_same = torch.equal(low, low[:1].expand_as(low)) and torch.equal(
+        high, high[:1].expand_as(high)
     )
-    if not same or int(one.min()) < 1 or int(other.max()) > columns:
+    if not is_same or int(low.min()) < 1 or int(high.max()) > columns:
         return None
-    return Reading("turned", one[0] - 1, other[0] - 1, (first, second))
+    return Reading("turned", low[0] - 1, high[0] - 1, (low_factor, high_factor))
 
 
-def rows_of(form: Form, value: Value, layout: Layout, tokens: int) -> Value:
-    """[tokens, the rest]. Raises Mixed where it does not have all tokens."""
+def to_rows(form: Form, value: Value, layout: Layout, tokens: int) -> Value:
+    """Returns the Value as rows [tokens, other elements]. Raises Mixed if it does not have all
+    tokens.
+    """
     digits = [digit for axis in layout for digit in axis]
-    at = sorted((k for k, one in enumerate(digits) if one[0]), key=lambda k: -digits[k][0])
-    if prod(digits[k][1] for k in at) != tokens:
+    token_places = sorted(
+        (k for k, digit in enumerate(digits) if digit[0]), key=lambda k: -digits[k][0]
+    )
+    if prod(digits[k][1] for k in token_places) != tokens:
         raise Mixed(value)
-    rest = [k for k, one in enumerate(digits) if not one[0]]
-    value = form.permute(form.reshape(value, [size for _, size in digits]), [*at, *rest])
+    other_places = [k for k, digit in enumerate(digits) if not digit[0]]
+    value = form.permute(
+        form.reshape(value, [size for _, size in digits]), [*token_places, *other_places]
+    )
     return form.reshape(value, (tokens, prod(value.shape) // max(tokens, 1)))
 
 
-def of_rows(form: Form, rows: Value, value: Value, layout: Layout) -> Value:
-    """What ``value`` is, of its rows: the other way round."""
+def from_rows(form: Form, rows: Value, value: Value, layout: Layout) -> Value:
+    """Returns a Value with the shape of ``value`` from its rows: the inverse of ``to_rows``."""
     digits = [digit for axis in layout for digit in axis]
-    at = sorted((k for k, one in enumerate(digits) if one[0]), key=lambda k: -digits[k][0])
-    order_of_rows = [*at, *(k for k, one in enumerate(digits) if not one[0])]
-    apart = form.reshape(rows, [digits[k][1] for k in order_of_rows])
-    back = [order_of_rows.index(k) for k in range(len(digits))]
-    return form.reshape(form.permute(apart, back), value.shape)
+    token_places = sorted(
+        (k for k, digit in enumerate(digits) if digit[0]), key=lambda k: -digits[k][0]
+    )
+    order_of_rows = [*token_places, *(k for k, digit in enumerate(digits) if not digit[0])]
+    by_digits = form.reshape(rows, [digits[k][1] for k in order_of_rows])
+    inverse = [order_of_rows.index(k) for k in range(len(digits))]
+    return form.reshape(form.permute(by_digits, inverse), value.shape)

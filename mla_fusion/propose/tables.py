@@ -1,8 +1,8 @@
-"""Tables of a rotation as the model holds them.
+"""Finds the tables of a rotation as the model holds them.
 
-Substitution says what each column of a table is, as some expression. The same numbers stand in what
-the cone reads beside its products, or in what that was made of by moves: the table is put together
-from columns of the one that gives the fewest runs.
+``rotations.py`` says what each column of a table is, as some expression. The same numbers may stand
+in what the cone reads beside its products, or in what that was made of by moves. The table is put
+together from columns of the candidate that gives the fewest runs.
 """
 
 from __future__ import annotations
@@ -23,35 +23,41 @@ from mla_fusion.graph.layout import (
     regroup,
     token_free_axis,
 )
-from mla_fusion.propose.sites import Site, rows_of
+from mla_fusion.propose.sites import Site, to_rows
 
-_ABOVE = 12  # moves that are looked through
+_MOST_MOVES = 12  # most moves on the way up from an operand
 
 
-def known(site: Site, run: Evaluation) -> list[tuple[Value, Tensor]]:
-    """Rows [T, n] of what is beside the products, and its numbers [tokens, n]."""
-    form, found = site.projections.form, dict[Value, Tensor]()
-    for value, layout in _beside(site):
+def table_candidates(site: Site, evaluation: Evaluation) -> list[tuple[Value, Tensor]]:
+    """Returns rows [T, n] of the Values beside the products, and their numbers [tokens, n]."""
+    form, candidates = site.projections.form, dict[Value, Tensor]()
+    for value, layout in _operands_beside(site):
         try:
-            numbers = run.beside(value, layout)
+            numbers = evaluation.beside(value, layout)
             if isinstance(numbers, Weight):
                 continue
-            rows = rows_of(form, value, layout, site.tokens)
-            if rows in found:
+            rows = to_rows(form, value, layout, site.tokens)
+            if rows in candidates:
                 continue
-            digits = run.binding.digits(layout)
-            tensor = numbers.expand(run.binding.shape(layout))
+            digits = evaluation.binding.digits(layout)
+            tensor = numbers.expand(evaluation.binding.shape(layout))
             tensor = tensor.reshape([size for _, size in digits])
-            at = sorted((k for k, d in enumerate(digits) if d[0]), key=lambda k: -digits[k][0])
-            rest = [k for k, d in enumerate(digits) if not d[0]]
-            found[rows] = tensor.permute([*at, *rest]).reshape(run.binding.tokens, -1)
+            token_places = sorted(
+                (k for k, d in enumerate(digits) if d[0]), key=lambda k: -digits[k][0]
+            )
+            other_places = [k for k, d in enumerate(digits) if not d[0]]
+            candidates[rows] = tensor.permute([*token_places, *other_places]).reshape(
+                evaluation.binding.tokens, -1
+            )
         except (Mixed, Undecided, RuntimeError):
             continue
-    return list(found.items())
+    return list(candidates.items())
 
 
-def _beside(site: Site) -> Iterator[tuple[Value, Layout]]:
-    """What the cone reads that is no activation, and what that was moved from."""
+def _operands_beside(site: Site) -> Iterator[tuple[Value, Layout]]:
+    """Yields what the cone reads that is no activation, and what that was moved from, with
+    layouts.
+    """
     form, seen = site.projections.form, set[tuple[Value, Layout]]()
     for value, layout in site.layouts.items():
         if value.op not in ("product", "sum", "dot"):
@@ -59,20 +65,24 @@ def _beside(site: Site) -> Iterator[tuple[Value, Layout]]:
         for source in value.sources:
             if source.active or filled_with(source) is not None:
                 continue
-            own = _of_operand(value, source, layout)
-            if value.op != "dot" and own:  # of one row for all sequences, each token's
-                own = layout[len(layout) - len(own) :]
-                is_whole = map(has_tokens, ((axis,) for axis in own))
-                pairs = zip(is_whole, value.shape[-len(own) :], source.shape, strict=True)
-                source = form.expand(source, [n if whole else one for whole, n, one in pairs])
-                own = broadcast_to(own, source)
-            for above in _above(source, own):
-                if above not in seen and has_tokens(above[1]):
-                    seen.add(above)
-                    yield above
+            axes = _operand_layout(value, source, layout)
+            # one row for all sequences becomes a row for each token
+            if value.op != "dot" and axes:
+                axes = layout[len(layout) - len(axes) :]
+                has_all_tokens = map(has_tokens, ((axis,) for axis in axes))
+                pairs = zip(has_all_tokens, value.shape[-len(axes) :], source.shape, strict=True)
+                source = form.expand(
+                    source, [size if is_token else length for is_token, size, length in pairs]
+                )
+                axes = broadcast_to(axes, source)
+            for moved_source in _moved_sources(source, axes):
+                if moved_source not in seen and has_tokens(moved_source[1]):
+                    seen.add(moved_source)
+                    yield moved_source
 
 
-def _of_operand(value: Value, source: Value, layout: Layout) -> Layout:
+def _operand_layout(value: Value, source: Value, layout: Layout) -> Layout:
+    """Returns the layout of an operand, from the layout of the result."""
     if value.op != "dot":
         return broadcast_to(layout, source)
     if source is value.sources[0]:
@@ -81,45 +91,51 @@ def _of_operand(value: Value, source: Value, layout: Layout) -> Layout:
     return (*layout[: len(source.shape) - 2], size, layout[-1])
 
 
-def _above(value: Value, layout: Layout) -> Iterator[tuple[Value, Layout]]:
+def _moved_sources(value: Value, layout: Layout) -> Iterator[tuple[Value, Layout]]:
+    """Yields a Value and the Values that it was moved from, with layouts."""
     stack, count = [(value, layout)], 0
-    while stack and count < _ABOVE:
+    while stack and count < _MOST_MOVES:
         value, layout = stack.pop()
         count += 1
         yield value, layout
-        one = value.sources[0] if value.sources else None
-        if one is None:
+        origin = value.sources[0] if value.sources else None
+        if origin is None:
             continue
         if value.op in ("product", "cast") and len(value.sources) == 1:
-            stack.append((one, layout))
+            stack.append((origin, layout))
         elif value.op == "reshape":
-            above = regroup(layout, one.shape)
-            if above is not None:
-                stack.append((one, above))
+            source_layout = regroup(layout, origin.shape)
+            if source_layout is not None:
+                stack.append((origin, source_layout))
         elif value.op == "permute":
-            back = [value.literal.index(axis) for axis in range(len(value.literal))]
-            stack.append((one, tuple(layout[at] for at in back)))
+            inverse = [value.literal.index(axis) for axis in range(len(value.literal))]
+            stack.append((origin, tuple(layout[axis] for axis in inverse)))
         elif value.op == "expand":
-            stack.append((one, broadcast_to(layout, one)))
+            stack.append((origin, broadcast_to(layout, origin)))
         elif value.op in ("join", "slice") and value.op in MOVES:
             axis = value.literal if value.op == "join" else value.literal[0]
             for source in reversed(value.sources):
-                own = [
-                    token_free_axis(source.shape[axis]) if at == axis else digits
-                    for at, digits in enumerate(layout)
+                axes = [
+                    token_free_axis(source.shape[axis]) if place == axis else digits
+                    for place, digits in enumerate(layout)
                 ]
-                stack.append((source, tuple(own)))
+                stack.append((source, tuple(axes)))
 
 
-def assembled(site: Site, wanted: Tensor, candidates: list[tuple[Value, Tensor]]) -> Value | None:
-    """A table [T, n] of numbers [tokens, n], from columns of one candidate, or of minus it."""
-    form, best = site.projections.form, list[tuple[int, int, Value]]()
-    for value, numbers in candidates:
-        places = {tuple(column): k for k, column in enumerate(numbers.T.tolist())}
-        columns = [places.get(tuple(column)) for column in wanted.T.tolist()]
+def assemble_table(
+    site: Site, numbers: Tensor, candidates: list[tuple[Value, Tensor]]
+) -> Value | None:
+    """Returns the table [T, n] with these numbers, made of columns of one candidate, or None.
+
+    candidates  Values [T, m] with their numbers [tokens, m]
+    """
+    form, tables = site.projections.form, list[tuple[int, int, Value]]()
+    for value, candidate_numbers in candidates:
+        places = {tuple(column): place for place, column in enumerate(candidate_numbers.T.tolist())}
+        columns = [places.get(tuple(column)) for column in numbers.T.tolist()]
         if None not in columns:
             steps = torch.tensor(columns, dtype=torch.int64).diff()
             runs = 1 + int((steps.diff() != 0).sum()) if len(steps) > 1 else 1
             table = form.take(value, 1, columns)  # type: ignore[arg-type]
-            best.append((runs, value.serial, table))
-    return min(best, key=lambda one: one[:2])[2] if best else None
+            tables.append((runs, value.serial, table))
+    return min(tables, key=lambda entry: entry[:2])[2] if tables else None

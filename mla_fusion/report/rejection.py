@@ -1,5 +1,6 @@
-"""Why a prologue was not fused: stable codes, each with what it means and what would make it
-fuse.
+"""Holds the codes of rejections, each with its meaning and what would make the prologue fuse.
+
+``observe/record.py`` makes a ``Rejection`` of a ``Departure``.
 """
 
 from __future__ import annotations
@@ -251,14 +252,14 @@ CODES: dict[str, tuple[str, str]] = {
 class Rejection:
     """One prologue that stays as it is.
 
-    code      stable; the part before ":" is a key of ``CODES`` (``contract:dims.he``)
-    message   one sentence with dims and node names
-    nodes     names of the nodes concerned
-    layer     module path of the prologue, from node meta; of a model that is one layer its class
-    source    the line of the model that the first node came from, where the graph carries it
-    score     how much of a prologue was found, from 0 to 1: the nearest miss has the highest
-    below     why the targets that were tried after the first did not take it either, ``[code]
-              message``
+    code     stable; the part before ":" is a key of ``CODES`` (``contract:dims.he``)
+    message  one sentence with dims and node names
+    nodes    names of the nodes concerned
+    layer    module path of the prologue, from node meta; if the model is one layer, its class
+    source   the line of the model that the first node came from, if the graph carries it
+    score    how much of a prologue was found, from 0 to 1: the nearest miss has the highest
+    below    why the targets that were tried after the first did not take it either, ``[code]
+             message``
     """
 
     code: str
@@ -271,17 +272,20 @@ class Rejection:
 
     @property
     def where(self) -> str:
-        """The layer, or the first nodes where it has no name."""
+        """Returns the layer, or the first nodes if it has no name."""
         return self.layer or ", ".join(self.nodes[:2]) or "unnamed"
 
     @property
     def remedy(self) -> str:
-        known = CODES[self.code.partition(":")[0]][1]
-        own = " If that operator is your own: mf.register_operator(op, fn) says what it computes."
-        asks = UNKNOWN in self.message and "register_operator" not in known
-        return known + own * asks
+        """Returns what would make the prologue fuse."""
+        remedy = CODES[self.code.partition(":")[0]][1]
+        hint = " If that operator is your own: mf.register_operator(op, fn) says what it computes."
+        asks = UNKNOWN in self.message and "register_operator" not in remedy
+        return remedy + hint * asks
 
 
 def message(code: str, detail: str) -> str:
-    """What a code means, with what was found. Raises KeyError for an unknown code."""
+    """Returns the meaning of a code, with what was found. Raises KeyError if the code is
+    unknown.
+    """
     return f"{CODES[code.partition(':')[0]][0]} ({detail})"

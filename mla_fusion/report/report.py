@@ -1,4 +1,7 @@
-"""What the pass did to one graph, and why not more."""
+"""Defines the report of one graph: what the pass fused, what it left, and why.
+
+``observe/record.py`` fills it; ``store.py`` keeps it.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +22,15 @@ SCHEMA = 1  # of the JSON; docs/stability.md says when it changes
 
 @dataclass(frozen=True)
 class Figure:
-    """One output compared: relative L2 error and largest difference, fused against unfused, over
-    all draws.
+    """Compares one output, fused against unfused, over all draws.
 
-    row      the relative L2 error of the worst row (of a token, or of a cache)
-    float64  relative L2 errors of the fused and of the unfused values, against the unfused run in
-             float64 on ordinary inputs; None where nothing of it runs in float64
+    output    the name of the output
+    relative  the relative L2 error
+    largest   the largest difference
+    elements  how many elements the output has
+    row       the relative L2 error of the worst row (of a token, or of a cache)
+    float64   relative L2 errors of the fused and of the unfused values, against the unfused run in
+              float64 on ordinary inputs; None if that does not run
     """
 
     output: str
@@ -39,34 +45,36 @@ class Figure:
 class Fusion:
     """One prologue that became one kernel call (or, from ``explain``, would).
 
-    layer       module path of the prologue; of a model that is one layer its class
+    layer       module path of the prologue; if the model is one layer, its class
     source      the line of the model that its first product came from
     nodes       names of the nodes that recognition rests on
     dims        sizes by the kernel's names of them
-    cache_mode, attributes  of the call
+    cache_mode  the operator's cache_mode
+    attributes  the attributes of the call, cache_mode among them
     rope        element order of the rotation, in and out
     replaced    names of nodes, and the result of the kernel that stands for each
     assumptions  what is taken for granted, a line for each
-    warnings    where a cache holds other numbers than the model's, or GE copies it at every step
+    warnings    lines about caches that hold other numbers than the model's, or that GE copies at
+                every step
     verified    what verification found, in words
-    target      the one of ``Config.targets`` that took it
-    operator    what is called
-    instead_of  why the target above in the ladder did not take it, ``[code] message``; empty for
-                the first
+    target      the one of ``Config.targets`` that took the prologue
+    operator    the operator that is called
+    instead_of  why the target above did not take the prologue, ``[code] message``; empty for the
+                first target
     placement   "in place" (the kernel writes the model's caches), "staged: <the first of
                 staged_by>", or "written by the kernel into new caches .." (the model returns new
                 ones)
-    staged_by   everything that stands between a staged fusion and a write in place, with what to
-                write instead
+    staged_by   every obstacle between a staged fusion and a write in place, with what to write
+                instead
     leaves      what a staged fusion leaves in the graph, and what a step pays for it
-    operators_before, operators_after  of the prologue and its cache writes, views not counted
-    saves       an estimate of what a call saves, in words; "" where none can be made
-    figures     per output, fused against unfused on seeded inputs; empty where ``verified`` says
-                another layer of equal structure stood for this one, or verification was off
+    operators_before, operators_after  operators of the prologue and its cache writes, without views
+    saves       an estimate of what a call saves, in words; "" if none can be made
+    figures     per output, fused against unfused on seeded inputs; empty if ``verified`` says that
+                another layer of equal structure stood for this one, or that verification was off
     proof       why the fusion is exact, a line for each fact, and last what verification compared
     compared    what verification ran: at how many tokens, on how many draws, how many outputs;
-                empty where figures is
-    steps       each node of the prologue: name, operator, value, line of the model; empty where
+                empty if figures is
+    steps       each node of the prologue: name, operator, value, line of the model; empty if
                 figures is
     """
 
@@ -97,14 +105,14 @@ class Fusion:
 
     @property
     def gain(self) -> str:
-        """What the fusion changes, in words; "" where it was not counted."""
+        """What the fusion changes, in words; "" if it was not counted."""
         if not self.operators_before:
             return ""
         return f"{self.operators_before} operators become {self.operators_after}"
 
     @property
     def launches_left(self) -> int:
-        """Kernels beside the fused one that staging costs a step."""
+        """The kernels, besides the fused one, that staging costs a step."""
         return sum(item.launches for item in self.leaves)
 
     @property
@@ -113,32 +121,34 @@ class Fusion:
         if not self.leaves:
             return ""
         tokens = sum(item.bytes_per_token for item in self.leaves)
-        whole = [item.bytes for item in self.leaves if item.bytes != 0]
+        counts = [item.bytes for item in self.leaves if item.bytes != 0]
         copies = (
             ""
-            if not whole
-            else f", and whole caches{_size_of(whole)} if the compiler rebuilds them"
+            if not counts
+            else f", and whole caches{_describe_size(counts)} if the compiler rebuilds them"
         )
         return f"{self.launches_left} launches, {text_tables.size(tokens)} a token{copies}"
 
 
-def _size_of(whole: Sequence[int | None]) -> str:
-    known = [count for count in whole if count is not None]
-    return f" ({text_tables.size(sum(known))})" if len(known) == len(whole) else ""
+def _describe_size(counts: Sequence[int | None]) -> str:
+    """Returns the bytes of whole caches as text; "" if one is symbolic."""
+    sizes = [count for count in counts if count is not None]
+    return f" ({text_tables.size(sum(sizes))})" if len(sizes) == len(counts) else ""
 
 
 @dataclass(repr=False)
 class Report:
-    """What the pass did to one graph; printed, the summary of it.
+    """What the pass did to one graph. Printing it gives a summary.
 
-    config           the options it ran under
+    config           the options the pass ran under
     fused, rejected  one entry per prologue, in graph order
     timings          wall time by stage in seconds, "total" among them
-    nodes_before, nodes_after  how many the graph has
-    committed        False where nothing was to be changed (:func:`explain`)
-    bytes_added      of packed weights, in this process
-    operators        how often which operator stands in the graph, before and after
-    absent           of a graph without a prologue: what one is made of, and how much of it is there
+    nodes_before, nodes_after  how many nodes the graph has
+    committed        False if nothing was to be changed (:func:`explain`)
+    bytes_added      bytes of packed weights, in this process
+    operators        how often each operator stands in the graph, before and after
+    absent           for a graph without a prologue: what one is made of, and how much of it is
+                     there
     notes            what else is known of the graph: that dynamo broke it in pieces, that changes
                      of its weights are not counted
     """
@@ -166,8 +176,8 @@ class Report:
         data["seconds"] = self.seconds
         data["machine"] = str(self.config.machine)
         data["schema"] = SCHEMA
-        for row, item in zip(data["rejected"], self.rejected, strict=True):
-            row["remedy"] = item.remedy
+        for row, rejection in zip(data["rejected"], self.rejected, strict=True):
+            row["remedy"] = rejection.remedy
         return json.dumps(data, indent=2, default=str)
 
     def to_html(self, path: str | Path) -> Path:
@@ -190,8 +200,8 @@ class Report:
 
     def __str__(self) -> str:
         lines = [f"mla_fusion: {self._summary()}"]
-        for item in self.fused:
-            lines += _lines(item)
+        for fusion in self.fused:
+            lines += _fusion_lines(fusion)
         for rejection in self.rejected:
             lines.append(f"  - {rejection.where}: [{rejection.code}] {rejection.message}")
             lines += [f"      next target: {text}" for text in rejection.below]
@@ -204,41 +214,45 @@ class Report:
         return "\n".join(lines)
 
 
-def _lines(item: Fusion) -> list[str]:
-    """What the report prints of one fusion."""
-    checked = _checked(item)
-    named = "" if item.operator == "npu_mla_prolog_v3" else f"{item.operator}, "
-    gain = "".join(f", {part}" for part in (item.gain, item.saves) if part)
+def _fusion_lines(fusion: Fusion) -> list[str]:
+    """Returns the lines that the report prints of one fusion."""
+    errors = _error_text(fusion)
+    operator = "" if fusion.operator == "npu_mla_prolog_v3" else f"{fusion.operator}, "
+    gain = "".join(f", {part}" for part in (fusion.gain, fusion.saves) if part)
     heads = (
-        f", {item.dims['N']} heads computed as {item.dims['N_padded']}"
-        if "N_padded" in item.dims
+        f", {fusion.dims['N']} heads computed as {fusion.dims['N_padded']}"
+        if "N_padded" in fusion.dims
         else ""
     )
-    placement = "staged" if item.staged_by else item.placement
-    lines = [f"  + {item.layer or item.nodes[0]}: {named}{placement}{gain}{heads}; {checked}"]
-    lines += [f"      not by the target above: {item.instead_of}"] if item.instead_of else []
-    lines += [f"      warning: {warning}" for warning in item.warnings]
-    lines += [f"      assumed: {text}" for text in item.assumptions]
-    if item.leaves:
-        kept = ", ".join(
-            f"{one.what} ({text_tables.counted(one.operators)})" for one in item.leaves
+    placement = "staged" if fusion.staged_by else fusion.placement
+    lines = [f"  + {fusion.layer or fusion.nodes[0]}: {operator}{placement}{gain}{heads}; {errors}"]
+    lines += [f"      not by the target above: {fusion.instead_of}"] if fusion.instead_of else []
+    lines += [f"      warning: {warning}" for warning in fusion.warnings]
+    lines += [f"      assumed: {text}" for text in fusion.assumptions]
+    if fusion.leaves:
+        leftovers = ", ".join(
+            f"{item.what} ({text_tables.format_counts(item.operators)})" for item in fusion.leaves
         )
-        lines.append(f"      stays in the graph: {kept}")
-        lines.append(f"      each step pays: {item.cost_of_staging}")
-    if item.staged_by:
+        lines.append(f"      stays in the graph: {leftovers}")
+        lines.append(f"      each step pays: {fusion.cost_of_staging}")
+    if fusion.staged_by:
         lines.append("      to write in place:")
-        for code, remedy in dict.fromkeys((one.code, one.remedy) for one in item.staged_by):
-            alike = (
-                one.message for one in item.staged_by if (one.code, one.remedy) == (code, remedy)
+        for code, remedy in dict.fromkeys((item.code, item.remedy) for item in fusion.staged_by):
+            messages = (
+                item.message
+                for item in fusion.staged_by
+                if (item.code, item.remedy) == (code, remedy)
             )
-            lines.append(f"        [{code}] {'; '.join(alike)}. {remedy}")
+            lines.append(f"        [{code}] {'; '.join(messages)}. {remedy}")
     return lines
 
 
-def _checked(item: Fusion) -> str:
-    """Of the outputs that were compared, the errors of the one with the largest."""
-    exact = max((one.float64 for one in item.figures if one.float64 is not None), default=None)
-    if exact is not None:
-        return f"error against float64 {exact[0]:.1e}, unfused {exact[1]:.1e}"
-    worst = max((figure.relative for figure in item.figures), default=None)
-    return item.verified if worst is None else f"differs by {worst:.1e} from unfused"
+def _error_text(fusion: Fusion) -> str:
+    """Returns the error of the compared output with the largest error, as text."""
+    errors = max(
+        (item.float64 for item in fusion.figures if item.float64 is not None), default=None
+    )
+    if errors is not None:
+        return f"error against float64 {errors[0]:.1e}, unfused {errors[1]:.1e}"
+    worst = max((figure.relative for figure in fusion.figures), default=None)
+    return fusion.verified if worst is None else f"differs by {worst:.1e} from unfused"

@@ -1,11 +1,14 @@
-"""Why a fusion is staged, what to write instead, and what it leaves in the graph. Data alone."""
+"""Holds the obstacles of staged fusions with their remedies, and what a staged fusion leaves.
+
+This is data. ``plan/caches.py`` finds the obstacles, ``observe/record.py`` fills the entries.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 REMEDIES: dict[str, str] = {
-    # code of an obstacle: what to write instead
+    # by code of an obstacle: what to write instead
     "rope.pairs": (
         'Store halves (rotate_half), or set Config(kr_layout="half") if everything that '
         "reads or writes this cache is changed with it."
@@ -70,9 +73,9 @@ REMEDIES: dict[str, str] = {
 
 @dataclass(frozen=True)
 class StagedBy:
-    """One thing that stands between a staged fusion and a write in place.
+    """One obstacle between a staged fusion and a write in place.
 
-    code     stable, a key of ``REMEDIES``
+    code     a stable code, a key of ``REMEDIES``
     message  one sentence with names and sizes
     remedy   what to write instead
     """
@@ -87,11 +90,11 @@ class Leftover:
     """What a staged fusion leaves in the graph for one purpose, and what a step pays for it.
 
     what             "staging buffers", "re-interleaving" or "cache writes"
-    operators        that remain, or are added, in order
-    launches         kernels that they are, views not counted
-    bytes_per_token  read and written for each token
-    bytes            read and written at every step however many tokens there are: whole caches that
-                     the write rebuilds; None where their sizes are symbolic
+    operators        operators that remain, or are added, in order
+    launches         how many kernels they are; views do not count
+    bytes_per_token  bytes read and written for each token
+    bytes            bytes read and written at every step, whatever the number of tokens: whole
+                     caches that the write rebuilds; None if their sizes are symbolic
     """
 
     what: str

@@ -1,8 +1,9 @@
-"""The reports of this process, and their files while models compile: ``MLA_FUSION_REPORT=dir``, or
-``mf.backend(report="dir")``.
+"""Keeps the reports of this process, and writes them to files while models compile.
 
-Each compiled graph gets ``mla_fusion_<process>_<number>.json`` and ``.html``. A folder that cannot
-be written never stops a compilation; it is said once in the log.
+``pipeline.py`` keeps each report. Files are written if ``MLA_FUSION_REPORT=dir`` or
+``mf.backend(report="dir")`` asks for them. Each compiled graph gets
+``mla_fusion_<process>_<number>.json`` and ``.html``. A folder that cannot be written never stops a
+compilation; it is logged once.
 """
 
 from __future__ import annotations
@@ -22,27 +23,27 @@ from mla_fusion.report.report import Report
 VARIABLE = "MLA_FUSION_REPORT"
 
 log = logging.getLogger("mla_fusion")
-_KEPT: deque[Report] = deque(maxlen=256)
+_REPORTS: deque[Report] = deque(maxlen=256)
 _folder: ContextVar[Path | None] = ContextVar("mla_fusion_report", default=None)
 _numbers = itertools.count(1)
 _written: WeakValueDictionary[tuple[Path, int], Report] = WeakValueDictionary()
-_told: set[str] = set()
+_logged: set[str] = set()
 
 
-def keep(report: Report) -> None:
-    """Remember the report of a compiled graph, and write it where the user asked for files."""
-    _KEPT.append(report)
-    save(report)
+def keep_report(report: Report) -> None:
+    """Keeps the report of a compiled graph, and writes it if the user asked for files."""
+    _REPORTS.append(report)
+    save_report(report)
 
 
 def reports() -> list[Report]:
     """Reports of this process, newest last, one per graph compiled through any entry point."""
-    return list(_KEPT)
+    return list(_REPORTS)
 
 
 @contextlib.contextmanager
-def into(folder: str | Path | None) -> Iterator[None]:
-    """Write the reports made meanwhile to ``folder`` too; None changes nothing."""
+def write_reports_into(folder: str | Path | None) -> Iterator[None]:
+    """Writes the reports that are made meanwhile to ``folder`` too. None changes nothing."""
     token = _folder.set(Path(folder) if folder is not None else _folder.get())
     try:
         yield
@@ -50,16 +51,18 @@ def into(folder: str | Path | None) -> Iterator[None]:
         _folder.reset(token)
 
 
-def save(report: Report) -> list[Path]:
-    """Write the report where asked for, under the number it has already if it has one; the
-    files.
+def save_report(report: Report) -> list[Path]:
+    """Writes the report to the folders that were asked for. Returns the files.
+
+    A report that was written before keeps its number.
     """
-    asked = (_folder.get(), os.environ.get(VARIABLE))
-    folders = dict.fromkeys(Path(folder).absolute() for folder in asked if folder)
-    return [path for folder in folders for path in _save(report, folder)]
+    requested_folders = (_folder.get(), os.environ.get(VARIABLE))
+    folders = dict.fromkeys(Path(folder).absolute() for folder in requested_folders if folder)
+    return [path for folder in folders for path in _write_files(report, folder)]
 
 
-def _save(report: Report, folder: Path) -> list[Path]:
+def _write_files(report: Report, folder: Path) -> list[Path]:
+    """Writes the report to one folder. Returns the files; none if the folder cannot be written."""
     stem = folder / f"mla_fusion_{os.getpid()}_{_number(report, folder):03d}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -67,21 +70,24 @@ def _save(report: Report, folder: Path) -> list[Path]:
         text.write_text(report.to_json(), encoding="utf-8")
         return [text, report.to_html(stem.with_suffix(".html"))]
     except OSError as error:
-        _tell(f"no report was written: {error}")
+        _log_once(f"no report was written: {error}")
         return []
 
 
 def _number(report: Report, folder: Path) -> int:
-    """A report that is completed later is written again, over itself."""
-    for (where, number), known in _written.items():
-        if known is report and where == folder:
+    """Returns the number of a report in a folder, so that a report completed later replaces its
+    files.
+    """
+    for (written_folder, number), written_report in _written.items():
+        if written_report is report and written_folder == folder:
             return number
     number = next(_numbers)
     _written[folder, number] = report
     return number
 
 
-def _tell(message: str) -> None:
-    if message not in _told:
-        _told.add(message)
+def _log_once(message: str) -> None:
+    """Logs a warning once."""
+    if message not in _logged:
+        _logged.add(message)
         log.warning(message)

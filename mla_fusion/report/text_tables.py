@@ -1,4 +1,4 @@
-"""Plain-text tables for terminals; data as JSON text."""
+"""Formats reports for terminals: aligned tables, sizes, counts, and JSON text."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from typing import Any
 
 
 def render(header: Sequence[str], rows: Sequence[Sequence[object]], indent: str = "  ") -> str:
-    """Aligned columns: text to the left, numbers to the right. A header of empty words is left
-    out.
+    """Returns aligned columns, text to the left and numbers to the right. Drops a header without
+    words.
     """
     cells = [[str(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
     numeric = [all(is_number(str(row[i])) for row in rows) for i in range(len(header))]
 
     def line(row: Sequence[str]) -> str:
+        """Returns one row of the table."""
         sides = zip(row, widths, numeric, strict=True)
         padded = [cell.rjust(size) if right else cell.ljust(size) for cell, size, right in sides]
         return (indent + "  ".join(padded)).rstrip()
@@ -25,7 +26,7 @@ def render(header: Sequence[str], rows: Sequence[Sequence[object]], indent: str 
 
 
 def is_number(text: str) -> bool:
-    """Is the cell of a table a number, or a stand-in for one?"""
+    """Returns True if the cell of a table is a number or stands for one."""
     try:
         float(text)
     except ValueError:
@@ -33,37 +34,39 @@ def is_number(text: str) -> bool:
     return True
 
 
-def operators(before: Mapping[str, int], after: Mapping[str, int]) -> list[tuple[str, int, int]]:
-    """(operator, before, after), what changed first, then by count."""
+def operator_rows(
+    before: Mapping[str, int], after: Mapping[str, int]
+) -> list[tuple[str, int, int]]:
+    """Returns rows (operator, before, after): changed operators first, then by count."""
     names = {**before, **after}
     rows = [(short_name(name), before.get(name, 0), after.get(name, 0)) for name in names]
     return sorted(rows, key=lambda row: (row[1] == row[2], -max(row[1:]), row[0]))
 
 
 def short_name(target: str) -> str:
-    """``aten.mm`` for ``aten.mm.default``, ``getitem`` for Python's own."""
+    """Returns ``aten.mm`` for ``aten.mm.default``, and ``getitem`` for Python's own."""
     if target.startswith("<built-in function "):
         return target.removeprefix("<built-in function ").rstrip(">")
     return target.removesuffix(".default")
 
 
 def size(count: int) -> str:
-    """Bytes in the unit that suits them."""
+    """Returns a number of bytes in a fitting unit."""
     if count < 1024:
         return f"{count} bytes"
     power = min((count.bit_length() - 1) // 10, 3)
     return f"{count / 1024**power:.1f} {('', 'KiB', 'MiB', 'GiB')[power]}"
 
 
-def counted(names: Sequence[str]) -> str:
-    """Each name once, with how often it occurs: "index_put x2, cat"."""
-    short = [short_name(name).removeprefix("aten.") for name in names]
+def format_counts(names: Sequence[str]) -> str:
+    """Returns each name once, with how often it occurs: "index_put x2, cat"."""
+    short_names = [short_name(name).removeprefix("aten.") for name in names]
     return ", ".join(
-        f"{name} x{short.count(name)}" if short.count(name) > 1 else name
-        for name in dict.fromkeys(short)
+        f"{name} x{short_names.count(name)}" if short_names.count(name) > 1 else name
+        for name in dict.fromkeys(short_names)
     )
 
 
 def as_json(data: Any) -> str:
-    """What JSON has no word for, a path or a dtype, as text."""
+    """Returns data as JSON text. Paths, dtypes and the like become their text."""
     return json.dumps(data, indent=2, default=str)

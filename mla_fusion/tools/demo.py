@@ -94,7 +94,7 @@ class Outcome:
     @property
     def section(self) -> page.Section:
         """What the demo adds to the page of the report."""
-        counts = text_tables.operators(self.lowered.unfused, self.lowered.fused)
+        counts = text_tables.operator_rows(self.lowered.unfused, self.lowered.fused)
         header = ("GE operator", "unfused", "fused")
         return page.Section("GE graph", self.lowered.how, header, counts)
 

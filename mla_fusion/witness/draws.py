@@ -1,33 +1,36 @@
-"""Draws the values of leaves: seeded, and chosen to tell apart what ordinary numbers do not.
+"""Draws the values of leaves for ``compare.py``.
+
+The values are seeded, and chosen to show what ordinary numbers do not.
 
 Kinds of draws:
 
-normal        x is normal; its rows lie evenly between 0.0003 and 10, near the roots of epsilons
-outliers      some channels of x, of every other row, are up to ten thousand times as large; some of
-              its elements, and one row, are zero; weights have channels far larger than the others,
-              so that latents have them behind a norm too; flags are true
-edges         integers lie at the ends of what they may be, around literals of the graph (a modulus
-              m: residues m - 1, 0 and 1), and where floats of two bytes round; flags are false
-small, large  for float64 where nothing is quantised: rows of x span forty decades. In large, norm
-              weights are 1e20 times as large: so do values behind a norm
+normal        x is normal; its rows spread in size from 0.0003 to 10, near the roots of epsilons
+outliers      In every other row of x, some channels are up to ten thousand times as large. Some
+              elements and one row are zero. Weights have channels far larger than the others, so
+              that latents have them after a norm too. Flags are true.
+edges         Integers lie at the ends of their ranges, around literals of the graph (for a modulus
+              m: residues m - 1, 0 and 1), and where floats of two bytes round. Flags are false.
+small, large  Drawn in float64 if nothing is quantised. Rows of x span forty decades. In large,
+              norm weights are 1e20 times as large, and so are the values after a norm.
 
-Weights are drawn twice, tables (with zeros) and caches once, all else for each draw.
+Weights are drawn twice, tables (with zeros) and caches once, everything else for each draw.
 
 Roles of leaves:
 
-x                activations, a row a token
-weight, gamma    of a product; of a norm, or what else scales columns and is near 1
-scale            of the columns of a quantised weight
-token_scale      of the rows of a quantised x
-cache_scale, inverse   of a quantised cache: 1 / step and step
+x                activations, one row for each token
+weight           the weight of a product
+gamma            the weight of a norm, or what else scales columns and is near 1
+scale            scales of the columns of a quantised weight
+token_scale      scales of the rows of a quantised x
+cache_scale, inverse   for a quantised cache: 1 / step and step
 cache            any numbers; "tiles": rows of tiles; "halves": rows of one number each
 slots            distinct rows of the cache
-block, place     block and place of distinct rows, apart
-positions        places in blocks or sequences, distinct
+block, place     block and place of distinct rows, as two leaves
+positions        distinct places in blocks or sequences
 sequences        distinct blocks, or sequences
 table            numbers of blocks, from which ``positions`` pick
 one_scale, one_inverse, one_offset   one number everywhere
-""             floats are a table; integers and flags are anything that the graph runs for
+""               floats are a table; integers and flags are anything for which the graph runs
 """
 
 from __future__ import annotations
@@ -50,12 +53,12 @@ KINDS: tuple[str, ...] = ("normal", "outliers", "edges")
 WIDE = ("small", "large")
 CACHES = ("cache", "tiles", "halves")
 _DECADES = 20
-_HIGHEST = 100_000  # of an integer: far beyond what bfloat16 and int16 count exactly
-_ROUNDED = (255, 257, 511, 513, 2047, 2049)  # by bfloat16, and by float16
+_LARGEST_INTEGER = 100_000  # far beyond what bfloat16 and int16 count exactly
+_FIRST_ROUNDED = (255, 257, 511, 513, 2047, 2049)  # integers that bfloat16 and float16 round
 _INT8 = 40  # standard deviation of drawn int8 values
-_OF_ONE = 127  # the e8m0 code of 1
+_CODE_OF_ONE = 127  # the e8m0 code of 1
 _FLOORS = ("clamp", "clamp_min", "maximum")
-_NUMBERS = {  # of a role: whether its numbers are near 1 or around 0, and times what
+_NUMBERS = {  # by role: are its numbers near 1 rather than around 0, and their factor
     "weight": (False, 1 / 32),
     "gamma": (True, 1),
     "scale": (True, 1 / 32 / _INT8),
@@ -65,17 +68,17 @@ _NUMBERS = {  # of a role: whether its numbers are near 1 or around 0, and times
     "one_scale": (True, 1 / _INT8),
     "one_inverse": (True, 1 / _INT8),
     "one_offset": (False, _INT8),
-    "tiles": (False, 0),  # among any bytes some are no numbers
+    "tiles": (False, 0),  # zeros: arbitrary bytes may be NaN
 }
 
 
 class Draws:
     """Draws the leaves of one comparison at one binding.
 
-    leaves            the role of each
-    nodes             what is computed from them
-    rows, block_size  of the caches: what slots count
-    least             of large caches as many blocks are drawn as hold so many rows; 0: all
+    leaves            the role of each leaf
+    nodes             the nodes that are computed from them
+    rows, block_size  sizes of the caches that slots count
+    least             for large caches, draw only blocks for so many rows; 0: draw all
     """
 
     def __init__(
@@ -95,71 +98,81 @@ class Draws:
         caches = {leaf: shape for leaf, shape in self._shapes.items() if leaves[leaf] in CACHES}
         self._rows, self._block = binding.size(rows), binding.size(block_size)
         if least:
-            parts = math.gcd(*(shape[0] for shape in caches.values()))
-            kept = min(parts, -(-(least + 2 * self._block) * parts // self._rows))
-            for leaf, (first, *rest) in caches.items():
-                self._shapes[leaf] = first * kept // parts, *rest
-            self._rows = self._rows * kept // parts
+            part_count = math.gcd(*(shape[0] for shape in caches.values()))
+            kept_parts = min(part_count, -(-(least + 2 * self._block) * part_count // self._rows))
+            for leaf, (block_count, *row_shape) in caches.items():
+                self._shapes[leaf] = block_count * kept_parts // part_count, *row_shape
+            self._rows = self._rows * kept_parts // part_count
         self._generator = torch.Generator().manual_seed(seed)
-        # of prime length: no period lines up with a row
+        # prime length, so that no period lines up with a row
         self._pool = torch.randn(65537, generator=self._generator, dtype=torch.float32)
         self._highest: dict[Node, int] = {}
-        self._end = self._rows  # slots are below it
+        self._end = self._rows  # slots are below this
         self._fixed: dict[tuple[Node, torch.dtype, str], Tensor] = {}
-        beside = (node for node in nodes if any(map(holds_integers, node.all_input_nodes)))
-        found = (abs(arg) for node in beside for arg in node.args if isinstance(arg, int))
-        literals = sorted({literal for literal in found if literal > 1})
+        integer_readers = (node for node in nodes if any(map(holds_integers, node.all_input_nodes)))
+        integers = (
+            abs(arg) for node in integer_readers for arg in node.args if isinstance(arg, int)
+        )
+        literals = sorted({literal for literal in integers if literal > 1})
         around = ((m - 1, m, m + 1, 2 * m - 1) for m in literals)
-        self._edges = [*itertools.chain(*around), *_ROUNDED]
+        self._edges = [*itertools.chain(*around), *_FIRST_ROUNDED]
         self._ones = itertools.cycle([1, *literals])
-        floors = any(word(node) in _FLOORS and not holds_integers(node) for node in nodes)
-        self._least = 0 if floors else -_DECADES
-        of = {role: leaf for leaf, role in leaves.items()}
-        self._is_quantised = not {"scale", "token_scale", "tiles"}.isdisjoint(of)
-        self._table = self._shapes[of["table"]] if "table" in of else (1,)
+        has_floor = any(word(node) in _FLOORS and not holds_integers(node) for node in nodes)
+        self._least = 0 if has_floor else -_DECADES
+        leaves_by_role = {role: leaf for leaf, role in leaves.items()}
+        self._is_quantised = not {"scale", "token_scale", "tiles"}.isdisjoint(leaves_by_role)
+        self._table = self._shapes[leaves_by_role["table"]] if "table" in leaves_by_role else (1,)
 
     def values(self, kind: str) -> Values:
-        """A value for each leaf. Raises ``Unrunnable`` where there are more tokens than rows."""
+        """Returns a value for each leaf of a kind of draw.
+
+        Raises ``Unrunnable`` if there are more tokens than rows.
+        """
         slots = torch.randperm(self._rows, generator=self._generator)
         end = self._rows - 1 if kind == "edges" else 0
         slots[slots == end], slots[0] = slots[0].clone(), end
         slots = slots[slots < self._end]
         size, blocks = self._block, self._table[-1]
-        every = slots[slots < self._rows // size]
+        block_numbers = slots[slots < self._rows // size]
         rows = {
             "slots": slots,
             "block": slots // size,
             "place": slots % size,
-            "positions": slots[slots < size * min(blocks, len(every))],
-            "sequences": every,
-            # in one order for all sequences: positions that are distinct then name distinct slots
-            "table": every[torch.arange(math.prod(self._table)) % blocks % len(every)],
+            "positions": slots[slots < size * min(blocks, len(block_numbers))],
+            "sequences": block_numbers,
+            # one order for all sequences, so that distinct positions name distinct slots
+            "table": block_numbers[
+                torch.arange(math.prod(self._table)) % blocks % len(block_numbers)
+            ],
         }
         return {leaf: self._value(leaf, role, kind, rows) for leaf, role in self._leaves.items()}
 
-    def lower(self, failed: Node) -> bool:
-        """After ``failed`` did not run: draw the integers above it lower from now on, below the
-        next smaller size of what it reads. False where they are as low as they can be.
+    def lower_integers(self, failed_node: Node) -> bool:
+        """Draws the integers above a node lower from now on, after the node did not run.
+
+        They become lower than the next smaller size of what the node reads. Returns False if they
+        cannot be lower.
         """
-        read = [size for node in failed.all_input_nodes for size in sizes_of(node)]
-        sizes = [size - 1 for size in self._binding.shape(read)]
-        above = [leaf for leaf in cone_of([failed], ())[1] if self._highest.get(leaf)]
-        for leaf in above:
+        sizes_read = [size for node in failed_node.all_input_nodes for size in sizes_of(node)]
+        sizes = [size - 1 for size in self._binding.shape(sizes_read)]
+        leaves_above = [leaf for leaf in cone_of([failed_node], ())[1] if self._highest.get(leaf)]
+        for leaf in leaves_above:
             highest = self._highest[leaf]
             lower = [size for size in sizes if 0 <= size < highest]
-            if highest in sizes or not lower:  # something is added to them
+            if highest in sizes or not lower:  # something may be added to them
                 lower.append(highest * 3 // 4)
             self._highest[leaf] = max(lower)
-        if above:
+        if leaves_above:
             return True
-        # the slots are places in a table too
-        end = min((size for size in self._binding.shape(read) if size > 1), default=self._end)
-        is_above = any(self._leaves.get(leaf) == "slots" for leaf in cone_of([failed], ())[1])
+        # slots may be places in a table
+        end = min((size for size in self._binding.shape(sizes_read) if size > 1), default=self._end)
+        is_above = any(self._leaves.get(leaf) == "slots" for leaf in cone_of([failed_node], ())[1])
         is_lower = is_above and end < self._end
         self._end = end if is_lower else self._end
         return is_lower
 
     def _value(self, leaf: Node, role: str, kind: str, rows: Mapping[str, Tensor]) -> Any:
+        """Returns the value of one leaf."""
         if leaf not in self._shapes:
             return value_of(leaf)
         shape, dtype = self._shapes[leaf], dtype_of(leaf)
@@ -173,29 +186,30 @@ class Draws:
         elif role == "x":
             drawn = self._tokens(count // shape[-1], shape[-1], kind, dtype.itemsize == 1)
         elif dtype == torch.bool:
-            share = {"outliers": 1.0, "edges": 0.0}.get(kind, 0.5)
-            drawn = torch.rand(count, generator=self._generator, dtype=torch.float32) < share
+            true_share = {"outliers": 1.0, "edges": 0.0}.get(kind, 0.5)
+            drawn = torch.rand(count, generator=self._generator, dtype=torch.float32) < true_share
         elif role == "" and holds_integers(leaf) and dtype.itemsize > 1:
-            highest = self._highest.setdefault(leaf, min(_HIGHEST, torch.iinfo(dtype).max))
+            highest = self._highest.setdefault(leaf, min(_LARGEST_INTEGER, torch.iinfo(dtype).max))
             drawn = self._integers(count, kind, highest)
         else:
             large = kind if (role, kind) in (("weight", "outliers"), ("gamma", "large")) else ""
-            known = leaf, dtype, large
-            if known not in self._fixed:
-                self._fixed[known] = self._numbers(shape, dtype, role, large)
-            return self._fixed[known]
+            key = leaf, dtype, large
+            if key not in self._fixed:
+                self._fixed[key] = self._numbers(shape, dtype, role, large)
+            return self._fixed[key]
         return _as_elements(drawn, dtype).reshape(shape)
 
     def _numbers(self, shape: Sequence[int], dtype: torch.dtype, role: str, large: str) -> Tensor:
+        """Returns floats for a role, in a dtype and shape."""
         pool, start = self._pool, 4099 * len(self._fixed)
         if role in _NUMBERS:
-            near_one, times = _NUMBERS[role]
-            pool = (1 + pool.clamp(-4, 4) / 8 if near_one else pool) * times
-            pool = pool.bfloat16().float()  # what a wider dtype holds too
+            is_near_one, factor = _NUMBERS[role]
+            pool = (1 + pool.clamp(-4, 4) / 8 if is_near_one else pool) * factor
+            pool = pool.bfloat16().float()  # wider dtypes hold the same numbers
         if role.endswith("inverse"):
             pool = pool.reciprocal()
         if role in ("scale", "token_scale") and dtype.itemsize == 1:
-            pool = (pool.log2().round() + _OF_ONE).to(torch.uint8).view(dtype)
+            pool = (pool.log2().round() + _CODE_OF_ONE).to(torch.uint8).view(dtype)
         if dtype.is_complex:
             pool = torch.complex(pool, pool.roll(17))
         count, start = math.prod(shape), start % len(pool) & ~15  # pairs start at an even place
@@ -205,8 +219,8 @@ class Draws:
             drawn[3::61] = 0  # a sine is 0 at position 0
         drawn = drawn.reshape(shape)
         if role.startswith("one_") or role == "halves":
-            one = drawn[..., :1] if role == "halves" else drawn.flatten()[0]
-            drawn = (one.round() if role == "one_offset" else one).expand(shape).contiguous()
+            number = drawn[..., :1] if role == "halves" else drawn.flatten()[0]
+            drawn = (number.round() if role == "one_offset" else number).expand(shape).contiguous()
         if large and role == "gamma":
             drawn *= 10.0**_DECADES
         for axis in {0, len(shape) - 1} if large and dtype in MODEL_FLOATS else ():
@@ -214,9 +228,10 @@ class Draws:
             drawn.select(axis, shape[axis] // 2).mul_(15)
         return drawn
 
-    def _tokens(self, tokens: int, width: int, kind: str, is_plain: bool) -> Tensor:
+    def _tokens(self, tokens: int, width: int, kind: str, is_one_byte: bool) -> Tensor:
+        """Returns rows of x."""
         x = torch.randn((tokens, width), generator=self._generator, dtype=torch.float64)
-        if is_plain:
+        if is_one_byte:
             return x
         if kind not in ("outliers", "edges"):
             ends = {"small": (self._least, _DECADES), "large": (_DECADES, self._least)}
@@ -231,19 +246,20 @@ class Draws:
         return x
 
     def _integers(self, count: int, kind: str, limit: int) -> Tensor:
+        """Returns ``count`` integers from 0 to ``limit``."""
         low = limit // 2 if kind == "edges" else 0
-        flat = torch.randint(low, limit + 1, (count,), generator=self._generator)
+        integers = torch.randint(low, limit + 1, (count,), generator=self._generator)
         edges = [edge for edge in self._edges if edge <= limit] if kind == "edges" else []
         for place, edge in zip(range(1, count, 2), itertools.cycle(edges), strict=False):
-            flat[place] = edge
-        flat[-1:] = 0 if kind == "outliers" else limit
+            integers[place] = edge
+        integers[-1:] = 0 if kind == "outliers" else limit
         first = next(self._ones) if count == 1 and kind != "outliers" else 0
-        flat[:1] = limit if kind == "edges" else min(first, limit)
-        return flat
+        integers[:1] = limit if kind == "edges" else min(first, limit)
+        return integers
 
 
 def _as_elements(numbers: Tensor, dtype: torch.dtype) -> Tensor:
-    """Standard normal numbers in a dtype. Of one byte, uint8 is hifloat8."""
+    """Returns standard normal numbers in a dtype. For one byte, uint8 is hifloat8."""
     if dtype == torch.int8:
         numbers = (_INT8 * numbers).clamp(-127, 127)
     if dtype == torch.uint8 and numbers.is_floating_point():

@@ -1,4 +1,7 @@
-"""Runs what pairs need of one of the two graphs: raw nodes on CPU tensors, as torch runs them."""
+"""Runs the nodes that the pairs need of one of the two graphs, as torch runs them, on the CPU.
+
+``compare.py`` runs both graphs on the values that ``draws.py`` draws.
+"""
 
 from __future__ import annotations
 
@@ -29,107 +32,122 @@ _RESHAPES = (
 
 
 class Unrunnable(Exception):
-    """``node`` does not run on the drawn values."""
+    """Raised if ``node`` does not run on the drawn values."""
 
     def __init__(self, node: Node, reason: object) -> None:
         super().__init__(f"{node.name} does not run on CPU: {reason}")
         self.node = node
 
 
-def cone_of(wanted: Nodes, leaves: Collection[Node]) -> tuple[list[Node], list[Node]]:
-    """The nodes from which ``wanted`` are computed, in the order of the graph, and the leaves among
-    what they read: nodes of ``leaves``, inputs of the graph, attributes.
+def cone_of(targets: Nodes, leaves: Collection[Node]) -> tuple[list[Node], list[Node]]:
+    """Returns the nodes from which ``targets`` are computed, in order, and the leaves that they
+    read.
+
+    leaves  nodes to stop at, besides inputs and attributes of the graph
     """
-    inside, outside, stack = set[Node](), set[Node](), list(wanted)
+    nodes, read_leaves, stack = set[Node](), set[Node](), list(targets)
     while stack:
         node = stack.pop()
         if node in leaves or node.op in ("placeholder", "get_attr"):
-            outside.add(node)
-        elif node not in inside and not is_size(node):
-            inside.add(node)
+            read_leaves.add(node)
+        elif node not in nodes and not is_size(node):
+            nodes.add(node)
             stack += node.all_input_nodes
-    return sorted(inside), sorted(outside)
+    return sorted(nodes), sorted(read_leaves)
 
 
-def dependent(nodes: Nodes, on: Nodes) -> set[Node]:
-    """``on``, and those of ``nodes`` (in order) that are computed from them."""
-    found = set(on)
+def dependents(nodes: Nodes, sources: Nodes) -> set[Node]:
+    """Returns ``sources``, and those of ``nodes`` (in order) that are computed from them."""
+    reached_nodes = set(sources)
     for node in nodes:
-        if not found.isdisjoint(node.all_input_nodes):
-            found.add(node)
-    return found
+        if not reached_nodes.isdisjoint(node.all_input_nodes):
+            reached_nodes.add(node)
+    return reached_nodes
 
 
 class Side:
-    """
-    nodes   from leaves to what is wanted, in order
-    leaves  what is drawn, and for which leaf of the original graph
+    """One of the two graphs, cut to what the pairs need.
+
+    nodes   the nodes from leaves to targets, in order
+    leaves  the leaves of this graph, with the leaves of the original graph that they stand for
     """
 
-    def __init__(self, wanted: Nodes, stands_for: Mapping[Node, Node]) -> None:
-        """``stands_for``: of each leaf, itself in the original graph. An attribute stands for the
-        one of its name there; another one holds its own tensor.
+    def __init__(self, targets: Nodes, stands_for: Mapping[Node, Node]) -> None:
+        """Cuts a graph.
+
+        stands_for  by leaf of this graph: the leaf of the original graph. An attribute stands for
+                    the one of its name there. Any other attribute holds its own tensor
         """
-        self.nodes, found = cone_of(wanted, stands_for)
-        named = {leaf.target: leaf for leaf in stands_for.values() if leaf.op == "get_attr"}
-        of = {node: stands_for.get(node) or named.get(node.target) for node in found}
-        self.leaves = {node: leaf for node, leaf in of.items() if leaf is not None}
-        self._held = {node: attribute(node) for node, leaf in of.items() if leaf is None}
-        self._writes = any(map(_may_write, self.nodes))
+        self.nodes, leaves = cone_of(targets, stands_for)
+        attributes_by_name = {
+            leaf.target: leaf for leaf in stands_for.values() if leaf.op == "get_attr"
+        }
+        originals = {
+            node: stands_for.get(node) or attributes_by_name.get(node.target) for node in leaves
+        }
+        self.leaves = {node: leaf for node, leaf in originals.items() if leaf is not None}
+        self._own_tensors = {
+            node: attribute(node) for node, leaf in originals.items() if leaf is None
+        }
+        self._may_write = any(map(_may_write, self.nodes))
 
     def run(
         self,
         binding: Binding,
         drawn: Values,
         wide: bool,
-        wanted: Nodes,
+        targets: Nodes,
         others: Values | None = None,
     ) -> dict[Node, Any]:
-        """The values of ``wanted`` and of what they are computed from. Raises ``Unrunnable``.
+        """Returns the values of ``targets`` and of all that they are computed from. Raises
+        ``Unrunnable``.
 
-        drawn   by leaves of the original graph
-        wide    in float64, so that casts among floats do nothing
-        others  values of leaves and nodes that are not as drawn or computed
+        drawn   values by leaves of the original graph
+        wide    True: compute in float64, so that casts among floats do nothing
+        others  values of leaves and nodes that replace those drawn or computed
         """
-        env = dict(self._held)
+        env = dict(self._own_tensors)
         for node, leaf in self.leaves.items():
             env[node] = value = drawn[leaf]
             if isinstance(value, Tensor):
                 # a cache may have another shape in the rewritten graph
                 value = _reshape(value, binding.shape_of(node))
-                env[node] = value.clone() if self._writes else value
-        env = {node: _placed(value, wide) for node, value in env.items()}
+                env[node] = value.clone() if self._may_write else value
+        env = {node: _on_cpu(value, wide) for node, value in env.items()}
         env |= others or {}
 
         def literal(value: Any) -> Any:
-            """An argument as a CPU takes it."""
+            """Returns an argument as a CPU takes it."""
             if isinstance(value, Node):
-                meaning = value_of(value)
-                return binding.number(meaning) if is_symbolic(meaning) else value
+                size = value_of(value)
+                return binding.number(size) if is_symbolic(size) else value
             if isinstance(value, torch.device):
                 return torch.device("cpu")
-            return _wide(value) if wide and isinstance(value, torch.dtype) else value
+            return _wide_dtype(value) if wide and isinstance(value, torch.dtype) else value
 
         def computed(node: Node, env: Values) -> Any:
-            given = map_aggregate((node.args, node.kwargs), literal)
+            """Returns the value of one node."""
+            arguments = map_aggregate((node.args, node.kwargs), literal)
             body = registered.body(node)
             if isinstance(body, Graph):
-                operands = (env.get(one, literal(one)) for one in node.all_input_nodes)
-                inner = dict(zip(body.find_nodes(op="placeholder"), operands, strict=True))
+                operands = (
+                    env.get(node_read, literal(node_read)) for node_read in node.all_input_nodes
+                )
+                inner_values = dict(zip(body.find_nodes(op="placeholder"), operands, strict=True))
                 results: Any = body.output_node().args[0]
-                for one in body.nodes:
-                    if one.op == "call_function" and not is_size(one):
-                        inner[one] = computed(one, inner)
-                result: Any = map_arg(map_aggregate(results, literal), inner.__getitem__)
+                for inner_node in body.nodes:
+                    if inner_node.op == "call_function" and not is_size(inner_node):
+                        inner_values[inner_node] = computed(inner_node, inner_values)
+                result: Any = map_arg(map_aggregate(results, literal), inner_values.__getitem__)
                 return result[0] if isinstance(node.meta["val"], Tensor) else result
-            args, kwargs = map_arg(given, env.__getitem__)
-            # strides on a CPU may be others than the graph's
+            args, kwargs = map_arg(arguments, env.__getitem__)
+            # strides on a CPU may differ from the graph's
             call: Any = _reshape if node.target in _RESHAPES else node.target
-            return _as_recorded(node, call(*args, **kwargs), wide)
+            return _in_recorded_dtype(node, call(*args, **kwargs), wide)
 
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)  # random nodes of both graphs draw the same
-            for node in cone_of(wanted, env)[0]:
+            torch.manual_seed(0)  # random nodes draw the same in both graphs
+            for node in cone_of(targets, env)[0]:
                 try:
                     env[node] = computed(node, env)
                 except Exception as error:  # any operator may refuse a value
@@ -138,7 +156,10 @@ class Side:
 
 
 def _may_write(node: Node) -> bool:
-    """Does it write into what it reads? npu operators do so though their schemas do not say it."""
+    """Returns True if the node may write into what it reads.
+
+    npu operators do so against their schemas.
+    """
     if not isinstance(node.target, OpOverload):
         return False
     schema = schema_of(node.target)
@@ -146,30 +167,37 @@ def _may_write(node: Node) -> bool:
     return bool(schema.is_mutable) or not is_pure
 
 
-def _as_recorded(node: Node, result: Any, wide: bool) -> Any:
+def _in_recorded_dtype(node: Node, result: Any, wide: bool) -> Any:
+    """Returns a result in the dtype that the graph records for the node."""
     if isinstance(result, (tuple, list)):
-        return [_placed(part, wide) for part in result]
-    if isinstance(result, Tensor) and "empty" in str(node.target):  # nothing was written to it
+        return [_on_cpu(part, wide) for part in result]
+    if isinstance(result, Tensor) and "empty" in str(node.target):  # unwritten memory
         result.fill_(math.nan if is_float(result.dtype) else -1)
     if wide or not isinstance(result, Tensor) or not is_float(result.dtype):
-        return _placed(result, wide)
-    return result.to(node.meta["val"].dtype)  # torch's default dtype may be another one by now
+        return _on_cpu(result, wide)
+    return result.to(node.meta["val"].dtype)  # torch's default dtype may have changed since
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """float64 or complex128 for a float of more than one byte: bytes are read by their format."""
+def _wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Returns float64 or complex128 for a float of more than one byte, else the dtype itself.
+
+    Bytes are read by their format.
+    """
     if dtype.itemsize == 1 or not is_float(dtype):
         return dtype
     return torch.complex128 if dtype.is_complex else torch.float64
 
 
-def _placed(value: Any, wide: bool) -> Any:
+def _on_cpu(value: Any, wide: bool) -> Any:
+    """Returns a value on the CPU, widened if ``wide``."""
     if not isinstance(value, Tensor):
         return value
-    return value.to("cpu", _wide(value.dtype) if wide else value.dtype)
+    return value.to("cpu", _wide_dtype(value.dtype) if wide else value.dtype)
 
 
 def _reshape(value: Tensor, sizes: Sequence[int], *_: Any) -> Tensor:
-    """A cache may have fewer blocks than the graph says: the first axis takes what there is."""
-    fewer = value.numel() < math.prod(sizes)
-    return value.reshape([-1, *sizes[1:]] if fewer else sizes)
+    """Returns the value reshaped. If a cache has fewer blocks than ``sizes``, the first axis is
+    shorter.
+    """
+    has_fewer = value.numel() < math.prod(sizes)
+    return value.reshape([-1, *sizes[1:]] if has_fewer else sizes)

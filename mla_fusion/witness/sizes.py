@@ -1,4 +1,8 @@
-"""Numbers for symbolic sizes: a few tokens, then more than any literal that meets their count."""
+"""Chooses numbers for symbolic sizes, at which ``compare.py`` runs both graphs.
+
+The first run has a few tokens. The second has more tokens than any literal that is compared with
+their count.
+"""
 
 from __future__ import annotations
 
@@ -18,85 +22,101 @@ from mla_fusion.witness.side import Nodes
 Shape = Sequence[Any]
 _STEP = 640  # a size of a cache may have to be a multiple of 16, or of 128
 _MANY = 131  # tokens of the second run: more than any block, and a prime
-_FEWEST = 17  # of one axis in that run
-_LIMITS = 600, 8192  # literals beyond meet no count; the second is of literals that meet an arange
+_FEWEST = 17  # least size of one axis in that run
+# larger literals are compared with no count; the second limit is for literals beside an arange
+_LITERAL_LIMITS = 600, 8192
 
 
-def bound(graph: Graph, alike: Mapping[str, int] | None = None) -> Binding:
-    """A small prime for each symbol, which no literal of the graph equals.
+def bind_sizes(graph: Graph, symbols: Mapping[str, int] | None = None) -> Binding:
+    """Returns a binding with a small prime for each symbol, unlike every literal of the graph.
 
-    alike  numbers of symbols: the graph runs only where those of one number are equal
+    symbols  numbers of symbols: the graph runs only if symbols of one number are equal
     """
     binding = Binding()
     binding.avoid(_literals(graph.nodes))
     sizes = [size for node in graph.nodes for size in _sizes(node).values()]
-    for a, b in guarded_equal(sizes[0]) if sizes else ():
-        binding.equate(a, b)
-    first: dict[int, Any] = {}
+    for first_size, second_size in guarded_equal(sizes[0]) if sizes else ():
+        binding.equate(first_size, second_size)
+    sizes_by_number: dict[int, Any] = {}
     for size in sizes:
-        found = expression(size)
-        numbers = {symbol: (alike or {}).get(str(symbol)) for symbol in found.free_symbols}
+        size_expression = expression(size)
+        numbers = {
+            symbol: (symbols or {}).get(str(symbol)) for symbol in size_expression.free_symbols
+        }
         if None not in numbers.values():
-            binding.equate(first.setdefault(int(found.subs(numbers)), size), size)
+            binding.equate(
+                sizes_by_number.setdefault(int(size_expression.subs(numbers)), size), size
+            )
     binding.admit(sizes)
     return binding
 
 
 def with_room(binding: Binding, x: Shape, inputs: Iterable[Shape], most: int) -> Binding:
-    """The binding with sizes at which tables and caches (shapes ``inputs``) have rows for all
-    tokens along their innermost free axis, and ``most`` more.
+    """Returns the binding, raised so that tables and caches have rows for all tokens.
+
+    inputs  shapes of tables and caches; their innermost free axis is raised
+    most    how many more rows than tokens are needed
     """
     tokens, meaning = math.prod(binding.shape(x[:-1])), binding.meaning
-    own = set().union(*(meaning(size).free_symbols for size in x if binding.varies(size)))
+    x_symbols = set().union(*(meaning(size).free_symbols for size in x if binding.varies(size)))
     for shape in inputs:
         varying = filter(binding.varies, shape)
-        free = [size for size in varying if own.isdisjoint(meaning(size).free_symbols)]
-        for size in free[-1:]:
+        free_sizes = [size for size in varying if x_symbols.isdisjoint(meaning(size).free_symbols)]
+        for size in free_sizes[-1:]:
             binding = binding.roomier(size, tokens + most, _STEP)
     return binding
 
 
-def larger(binding: Binding, x: Shape, nodes: Nodes, most: int) -> Iterator[Binding]:
-    """Bindings with more tokens along the last symbolic axis of x: the first should run, but the
-    model may take fewer alone.
+def larger_bindings(binding: Binding, x: Shape, nodes: Nodes, most: int) -> Iterator[Binding]:
+    """Yields bindings with more tokens along the last symbolic axis of x.
 
-    most  literals that meet a count are no larger. Others are no multiple of it, but for 1
+    The first should run, but a model may take only fewer tokens.
+
+    most  the largest literal that is compared with a count; other literals are no multiple of the
+          new size, except 1
     """
-    last = next((size for size in reversed(x[:-1]) if binding.varies(size)), 1)
-    others = math.prod(binding.shape(x[:-1])) // binding.size(last)
-    wanted, literals = max(-(-_MANY // others), _FEWEST, most + 2), _literals(nodes)
-    while any(number > 1 and (number + 1) % wanted < 3 for number in literals):
-        wanted += 1
-    for part in range(8, 0, -1):
-        found = binding.raised(last, wanted * part // 8)
-        if found is not binding:
-            yield found
+    token_size = next((size for size in reversed(x[:-1]) if binding.varies(size)), 1)
+    other_tokens = math.prod(binding.shape(x[:-1])) // binding.size(token_size)
+    count, literals = max(-(-_MANY // other_tokens), _FEWEST, most + 2), _literals(nodes)
+    while any(number > 1 and (number + 1) % count < 3 for number in literals):
+        count += 1
+    for eighths in range(8, 0, -1):
+        larger_binding = binding.raised(token_size, count * eighths // 8)
+        if larger_binding is not binding:
+            yield larger_binding
 
 
 def largest_literal(nodes: Nodes, of_x: Collection[Node]) -> int:
-    """The largest literal that may be compared with a count of tokens: it stands beside integers,
-    cuts a symbolic axis, or meets what is made of the numbers of the tokens.
+    """Returns the largest literal that may be compared with a count of tokens.
+
+    Such a literal stands beside integers, cuts a symbolic axis, or is compared with token numbers.
+
+    of_x  the nodes that are computed from x
     """
     counts, most = set[Node](), 0
     for node in nodes:
-        read = [one for one in node.all_input_nodes if isinstance(value_of(one), torch.Tensor)]
-        is_first = not read and bool(_sizes(node))
-        if node not in of_x and (is_first or not counts.isdisjoint(read)):
+        tensors_read = [
+            operand
+            for operand in node.all_input_nodes
+            if isinstance(value_of(operand), torch.Tensor)
+        ]
+        is_new_count = not tensors_read and bool(_sizes(node))
+        if node not in of_x and (is_new_count or not counts.isdisjoint(tensors_read)):
             counts.add(node)
-        is_cut = bool(read) and _sizes(read[0]).keys() != _sizes(node).keys()
-        given = [abs(arg) for arg in node.args if isinstance(arg, (int, float))]
-        if not (node in counts or is_cut or any(map(holds_integers, (node, *read)))):
-            given = []
+        is_cut = bool(tensors_read) and _sizes(tensors_read[0]).keys() != _sizes(node).keys()
+        literals = [abs(arg) for arg in node.args if isinstance(arg, (int, float))]
+        if not (node in counts or is_cut or any(map(holds_integers, (node, *tensors_read)))):
+            literals = []
         for size in filter(is_size, node.all_input_nodes):
-            if size in node.args:  # what is made of the count of tokens
-                given += map(int, expression(value_of(size)).atoms(Integer))
-        limit = _LIMITS[node in counts]
-        most = max([most, *(math.ceil(number) for number in given if number < limit)])
+            if size in node.args:  # literals in an expression of the count of tokens
+                literals += map(int, expression(value_of(size)).atoms(Integer))
+        limit = _LITERAL_LIMITS[node in counts]
+        most = max([most, *(math.ceil(number) for number in literals if number < limit)])
     return most
 
 
 def _sizes(node: Node) -> dict[Any, Any]:
-    """The symbolic sizes of what a node holds, by their expressions."""
+    """Returns the symbolic sizes of what a node holds, by their expressions."""
     value = value_of(node)
     parts = value if isinstance(value, (list, tuple)) else [value]
     shapes = (part.shape for part in parts if isinstance(part, torch.Tensor))
@@ -105,6 +125,11 @@ def _sizes(node: Node) -> dict[Any, Any]:
 
 
 def _literals(nodes: Nodes) -> set[int]:
-    given = (arg for node in nodes for arg in node.args)
-    items = (item for arg in given for item in (arg if isinstance(arg, (list, tuple)) else [arg]))
+    """Returns the integers among the arguments of nodes."""
+    arguments = (argument for node in nodes for argument in node.args)
+    items = (
+        item
+        for argument in arguments
+        for item in (argument if isinstance(argument, (list, tuple)) else [argument])
+    )
     return {item for item in items if isinstance(item, int)}

@@ -83,7 +83,7 @@ no_such_kernel.register_fake(torch.empty_like)
 def test_call_that_does_not_run_or_gives_other_numbers(
     monkeypatch: pytest.MonkeyPatch, operator: str, said: str
 ) -> None:
-    right = rewrite.called
+    right = rewrite.emit_call
     namespace, name = operator.split(".")
     wrong = getattr(getattr(torch.ops, namespace), name).default
 
@@ -91,6 +91,6 @@ def test_call_that_does_not_run_or_gives_other_numbers(
         results = right(b, lower, plan)
         return {leaf: b.call(wrong, node) for leaf, node in results.items()}
 
-    monkeypatch.setattr(rewrite, "called", changed)
+    monkeypatch.setattr(rewrite, "emit_call", changed)
     rejection = refused(traced_graph(prologues.PagedRotateHalf(), *base.paged_args()))
     assert rejection.code == "verify.mismatch" and said in rejection.message

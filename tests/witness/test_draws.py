@@ -85,11 +85,11 @@ def test_integers_are_lowered_to_the_sizes_of_what_fails() -> None:
     table = number.graph.placeholder("table")
     table.meta["val"] = torch.zeros(48, 2)
     failed = number.graph.call_function(aten.embedding.default, (table, number))
-    assert drawn.draws.lower(failed)
+    assert drawn.draws.lower_integers(failed)
     assert drawn.values("edges")["any_number"].max() == 47
-    assert drawn.draws.lower(failed)  # something may be added to it
+    assert drawn.draws.lower_integers(failed)  # something may be added to it
     assert drawn.values("edges")["any_number"].max() == 47 * 3 // 4
-    while drawn.draws.lower(failed):
+    while drawn.draws.lower_integers(failed):
         pass
     assert drawn.values("normal")["any_number"].max() == 0
 

@@ -43,7 +43,9 @@ def render(report: Report, sections: Sequence[Section] = ()) -> str:
     template, css = (
         folder.joinpath(f"page.{kind}").read_text(encoding="utf-8") for kind in ("html", "css")
     )
-    counts = text_tables.operators(*(report.operators.get(at, {}) for at in ("before", "after")))
+    counts = text_tables.operator_rows(
+        *(report.operators.get(at, {}) for at in ("before", "after"))
+    )
     seconds = [(stage, f"{1e3 * time:,.1f}") for stage, time in report.timings.items()]
     return environment.from_string(template).render(
         css=css,
@@ -57,7 +59,7 @@ def render(report: Report, sections: Sequence[Section] = ()) -> str:
         options=[*asdict(report.config).items()],
         version=__version__,
         size=text_tables.size,
-        counted=text_tables.counted,
+        counted=text_tables.format_counts,
     )
 
 
