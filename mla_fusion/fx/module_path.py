@@ -153,7 +153,7 @@ class Labels:
 
 _PART = f" ({operator.getitem})"  # what Python calls the step that takes one of several results
 _ENGLISH = frozenset(
-    "view index split copy where sum add norm select repeat slice clone scatter square t".split()
+    "view index split copy where sum add norm select repeat slice clone scatter square t to".split()
 )
 _WORD = re.compile(r"(?<![\w.:])\w+(?![\w:]|\.\w)")
 

@@ -383,10 +383,16 @@ def _rows_of_maximum(value: Value) -> Value | None:
     return elements.sources[0] if elements.op == "function" else None
 
 
-@operator("eq", "ne")
+@operator("eq", "ne", "gt", "ge", "lt", "le")
 def _(c: Call, x: Any, other: Any) -> Value:
-    values = sorted((c.value(x), c.value(other)), key=lambda value: value.serial)
-    return c.function(c.name, (), *values)
+    sides = [c.value(x), c.value(other)]
+    if c.name in ("eq", "ne"):
+        sides.sort(key=lambda value: value.serial)
+    return c.function(c.name, (), *sides)
+
+
+# comparisons with 0 of what is not negative: "le" and "gt" of it, "ge" and "lt" with it on the right
+_IS_ZERO, _IS_NONZERO = frozenset(("eq", "le", "ge")), frozenset(("ne", "gt", "lt"))
 
 
 def without_zero_guard(c: Call, condition: Value, if_true: Value, if_false: Value) -> Value | None:
@@ -397,15 +403,16 @@ def without_zero_guard(c: Call, condition: Value, if_true: Value, if_false: Valu
 
     None for any other ``where``. That no row is 0 throughout is listed as assumed.
     """
-    if condition.op != "function" or condition.literal[0] not in ("eq", "ne"):
+    comparison = condition.literal[0] if condition.op == "function" else ""
+    sides = condition.sources
+    if comparison not in _IS_ZERO | _IS_NONZERO or len(sides) != 2:
         return None
-    nonzero = if_false if condition.literal[0] == "eq" else if_true
-    is_zero = any(
-        (filled := filled_with(side)) is not None and not filled.literal[1].ratio
-        for side in condition.sources
-    )
-    sizes = [side for side in condition.sources if is_size(side)]
-    if not is_zero or len(sizes) != 1 or not is_size(nonzero):
+    nonzero = if_false if comparison in _IS_ZERO else if_true
+    is_equality = comparison in ("eq", "ne")
+    if comparison in ("lt", "ge") or (is_equality and is_size(sides[1])):
+        sides = sides[::-1]
+    zero = filled_with(sides[1])
+    if not is_size(sides[0]) or zero is None or zero.literal[1].ratio or not is_size(nonzero):
         return None
     c.form.assumed.append("no row is 0 throughout, which is asked")
     return nonzero

@@ -129,6 +129,9 @@ GUARDS: dict[str, Guard] = {
     "where it is 0": lambda m: torch.where(m / 127 == 0, one(m), m / 127),
     "where it is not": lambda m: torch.where(m / 127 != 0, m / 127, one(m)),
     "masked_fill": lambda m: (m / 127).masked_fill(m == 0, 1.0),
+    "where it is above 0": lambda m: torch.where(m > 0, m / 127, 0.5),
+    "where it is no more": lambda m: torch.where(m <= 0, one(m), m) / 127,
+    "where 0 is below it": lambda m: torch.where(torch.zeros_like(m) < m, m, one(m)) / 127,
     "by a copy of the mask": lambda m: torch.where((m == 0).clone(), one(m), m) / 127,
 }
 

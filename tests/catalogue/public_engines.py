@@ -25,7 +25,7 @@ from .base import (
     paged_args,
     rotated,
 )
-from .entry import IN_PLACE, OURS, STAGED, entry, miss
+from .entry import IN_PLACE, STAGED, entry, miss
 from .prologues import NpuOperators
 from .public_serving import ROW, Compressed, halves, pairs, sequences
 
@@ -271,7 +271,7 @@ def flat_caches() -> tuple[Tensor, ...]:
 
 @entry(
     IN_PLACE, source="SGLang on an NPU", tags="whole, operators, cache, symbolic", args=flat_caches,
-    alone=("cache.view_of_input",),
+    alone=("reader.latent",),
 )  # fmt: skip
 class KeptViews(NpuOperators):
     """The first version of the operator: its schema does not say that it writes."""
@@ -297,9 +297,9 @@ class KeptViews(NpuOperators):
         return self.absorb(q_nope), q_pe, *rows[:2]
 
 
-@entry(IN_PLACE, source=OURS, tags="operators, cache")
+@miss("reader.latent", tags="operators, cache", of="views of the caches that a module keeps")
 class KeptCopies(KeptViews):
-    """What is kept is the cache as it was before: a copy that stays."""
+    """What is kept is the cache as it was before: a copy of rows that the kernel overwrites."""
 
     def paged(self, cache: Tensor, width: int) -> Tensor:
         return cache

@@ -218,7 +218,7 @@ def _overflowing(value: Value, _: Any, read: Tensor) -> Tensor:
 
 _FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     name: _plain(getattr(torch, name))
-    for name in "sigmoid exp sin cos tanh relu abs where eq ne maximum minimum".split()
+    for name in "sigmoid exp sin cos tanh relu abs where eq ne gt ge lt le maximum minimum".split()
 } | {
     "and": _plain(torch.logical_and),
     "number": lambda value, text: torch.tensor(float(text), dtype=torch.float64),
