@@ -391,7 +391,7 @@ def _(c: Call, x: Any, other: Any) -> Value:
     return c.function(c.name, (), *sides)
 
 
-# comparisons with 0 of what is not negative: "le" and "gt" of it, "ge" and "lt" with it on the right
+# comparisons of a size with 0: "le" and "gt" have it on the left, "ge" and "lt" on the right
 _IS_ZERO, _IS_NONZERO = frozenset(("eq", "le", "ge")), frozenset(("ne", "gt", "lt"))
 
 

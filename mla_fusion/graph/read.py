@@ -58,6 +58,7 @@ class Graph:
     assumed     by node, the assumptions about numbers under which it was read
     registered  by node, the user's own operators whose functions were read for it, its own first
     unused      by operator name, why the function registered for it was not used
+    writers   the nodes that write in place, by the base of what they write
     hidden      by input that an operator writes without saying so in its schema: the operator's
                 node
     parameters  the inputs that belong to the model
@@ -88,9 +89,11 @@ class Graph:
         self.unused: dict[str, str] = {}
         self.written: dict[Node, Value] = {}
         self.hidden: dict[Node, Node] = {}
+        self.writers: dict[Node, list[Node]] = {}
         self.stale: set[tuple[Node, Node]] = set()
         self.changed: dict[Node, Reading] = {}
         self.assumed: dict[Node, tuple[str, ...]] = {}
+        self._bases: dict[Node, Node] = {}
         self._aliases: dict[Node, list[Node]] = {}
 
     def _has_read(self) -> bool:
@@ -114,22 +117,17 @@ class Graph:
         Copies into inputs do not count if nothing reads the memory after them.
         """
         nodes, read_later = set[Node](), set[Node]()
+        steps = {step for steps in self.writers.values() for step in steps}
         for node in reversed(self.gm.graph.nodes):
+            if not steps:
+                break
+            steps.discard(node)
             written = set(map(self.base, written_arguments(node)))
             is_copy = node.target is torch.ops.aten.copy_.default
             nodes |= written & read_later if is_copy else written
             if node.op != "output" and not is_copy:
                 read_later.update(map(self.base, node.all_input_nodes))
         return nodes
-
-    @cached_property
-    def writers(self) -> dict[Node, list[Node]]:
-        """The nodes that write in place, by the base of what they write."""
-        writers: dict[Node, list[Node]] = {}
-        for node in self.gm.graph.nodes:
-            for operand in written_arguments(node):
-                writers.setdefault(self.base(operand), []).append(node)
-        return writers
 
     def nodes_holding(self, value: Value) -> Iterator[Node]:
         """Yields the nodes that hold a Value, or a reshape of it.
@@ -274,38 +272,39 @@ class Graph:
         if not isinstance(node.target, OpOverload):
             return self._make_opaque(node)
         reading = self._read_call(node)
-        for place, result in _HIDDEN_WRITES.get(name_of(node.target), {}).items():
+        for place, result in _HIDDEN_WRITES.get(signature(node.target).name, {}).items():
             cache = node.args[place]
             assert isinstance(cache, Node)
             self.hidden[self.base(cache)] = node
             self._record_write(cache, reading[result])
-        if signature(node.target).is_in_place and isinstance(node.args[0], Node):
-            self._record_write(node.args[0], reading)
-        else:  # an operator with ``out``, or one that changes several
-            for operand in written_arguments(node):
-                value = self.readings[operand]
-                if isinstance(value, Value):
-                    name, shape, dtype = str(node.target), value.shape, value.dtype
-                    written = self.form.opaque(
-                        name, (node.name, operand.name), [value], shape, dtype
-                    )
-                    self._record_write(operand, written)
+        for operand in written_arguments(node):
+            self.writers.setdefault(self.base(operand), []).append(node)
+            value = self.readings[operand]
+            if signature(node.target).is_in_place:
+                self._record_write(operand, reading)
+            elif isinstance(value, Value):  # by ``out``, or one of several
+                name, names = str(node.target), (node.name, operand.name)
+                written = self.form.opaque(name, names, [value], value.shape, value.dtype)
+                self._record_write(operand, written)
         self._note_alias(node)
         return reading
 
     # -- writes in place, through views too
 
+    def writes_unseen(self, node: Node) -> bool:
+        """Returns True if a node writes caches, though its schema does not say so."""
+        return signature(node.target).name in _HIDDEN_WRITES
+
     def base(self, node: Node) -> Node:
         """The node whose memory a node views."""
-        while node.op == "call_function" and node.args:
-            source = node.args[0]
-            if not isinstance(source, Node):
-                break
-            schema = signature(source.target if node.target is python.getitem else node.target)
-            if not (schema.is_view or schema.is_in_place):
-                break
-            node = source
-        return node
+        base = self._bases.get(node)
+        if base is None:
+            base, source = node, node.args[0] if node.args else None
+            if node.op == "call_function" and isinstance(source, Node):
+                schema = signature(source.target if node.target is python.getitem else node.target)
+                base = self.base(source) if schema.is_view or schema.is_in_place else node
+            self._bases[node] = base
+        return base
 
     def _note_alias(self, node: Node) -> None:
         base = self.base(node)

@@ -36,16 +36,14 @@ class Partition:
 
 def has_effect(graph: Graph, node: Node) -> bool:
     """Returns True if the node changes memory of an input or attribute of the graph."""
-    if node.op != "call_function" or not isinstance(node.target, OpOverload):
-        return False
-    if node in graph.hidden.values():
-        return True
+    if not signature(node.target).is_mutable:
+        return graph.writes_unseen(node)
     return any(graph.base(target).op != "call_function" for target in written_arguments(node))
 
 
 def is_replaced(graph: Graph, node: Node, rewrites: Rewrites) -> bool:
     """Returns True if the node writes caches unlike its schema; the call writes them instead."""
-    if node not in graph.hidden.values():
+    if not graph.writes_unseen(node):
         return False
     caches = [
         value for value in values_of(graph.readings[node]) if strip_reshapes(value).op == "write"
@@ -166,7 +164,7 @@ def partition_nodes(
     Raises Departure if something reads a product that a call keeps inside, or reads memory before
     it is written.
     """
-    parts, inner_products, hidden = Partition(), set(products), set(graph.hidden.values())
+    parts, inner_products = Partition(), set(products)
     stack = [
         (node, node, False)
         for node in graph.gm.graph.nodes
@@ -187,7 +185,8 @@ def partition_nodes(
         if is_size(node):
             parts.sizes.add(node)
             continue
-        is_step = node.op == "call_function" and (node in hidden or not has_effect(graph, node))
+        may_replace = graph.writes_unseen(node) or not has_effect(graph, node)
+        is_step = node.op == "call_function" and may_replace
         if is_step and not is_memory:
             reading = graph.readings[node]
             if isinstance(reading, Value):

@@ -80,7 +80,7 @@ OTHER_STEPS: dict[str, Callable[[Tensor], Tensor]] = {
     "where it is 1": lambda m: torch.where(m == 1, 2 * one(m), m) / 127,
     "always": lambda m: torch.where(m * 0 == 0, one(m), m) / 127,
     "of another number": lambda m: torch.where(m - 1 == 0, one(m), m) / 127,
-    "where 0 is above it": lambda m: torch.where(0 > m, m, one(m)) / 127,
+    "where 0 is above it": lambda m: torch.where(torch.zeros_like(m) > m, m, one(m)) / 127,
     "where it is below 0": lambda m: torch.where(m < 0, m, one(m)) / 127,
     "by a mask": lambda m: filled(m / 127),
     "of the largest, by a mask": lambda m: filled(m) / 127,
