@@ -16,7 +16,7 @@ from torch.nn import Module
 
 from mla_fusion.commit import transaction
 from mla_fusion.commit.rewrite import Writer, keep_output_names
-from mla_fusion.commit.verified import Verifier
+from mla_fusion.commit.verify import Verifier
 from mla_fusion.compat import HigherOrderOperator, without_modes
 from mla_fusion.config import Config
 from mla_fusion.fx import memory, module_path, strides
@@ -38,8 +38,8 @@ from mla_fusion.plan.plan import Plan
 from mla_fusion.plan.planner import Planner
 from mla_fusion.plan.skip import SkipError, check_skip
 from mla_fusion.propose.departures import departures_to_report
-from mla_fusion.propose.given import Rewrites
 from mla_fusion.propose.prologue import proposals
+from mla_fusion.propose.rewrites import Rewrites
 from mla_fusion.propose.sites import Projections
 from mla_fusion.report.rejection import Rejection, message
 from mla_fusion.report.report import Report

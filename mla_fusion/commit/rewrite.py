@@ -1,6 +1,6 @@
 """Writes the new graph of a set of plans.
 
-``pipeline.py`` calls this after verification, and ``verified.py`` for one plan. Nodes that stay are
+``pipeline.py`` calls this after verification, and ``verify.py`` for one plan. Nodes that stay are
 copied in order. Readers of replaced nodes read results of calls.
 """
 

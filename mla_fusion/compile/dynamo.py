@@ -23,10 +23,10 @@ from mla_fusion.compat import (
     source_name,
     static_inputs,
 )
-from mla_fusion.fx.held import NUMBERS, Numbers
 from mla_fusion.fx.kinds import shape_of, value_of
 from mla_fusion.fx.module_path import ARGUMENT, NAME, NOTES, plain
 from mla_fusion.fx.sizes import has_symbols, is_size
+from mla_fusion.fx.vector_numbers import NUMBERS, Numbers
 from mla_fusion.modes import outside_modes
 
 log = logging.getLogger("mla_fusion")

@@ -26,9 +26,9 @@ from mla_fusion.compat import (
     storage_id,
     without_fake_mode,
 )
-from mla_fusion.fx.held import Exact
 from mla_fusion.fx.kinds import attribute, dtype_of, shape_of, value_of
 from mla_fusion.fx.sizes import SizeNodes, expression, is_symbolic, same, same_shape, sizes_of
+from mla_fusion.fx.vector_numbers import Exact
 from mla_fusion.fx.workplace import created
 
 aten = torch.ops.aten

@@ -23,8 +23,8 @@ from mla_fusion.machine import Machine
 from mla_fusion.meta import layout, limits
 from mla_fusion.plan.outputs import strip_reshapes
 from mla_fusion.plan.slots import Roles, trusted_inputs
-from mla_fusion.propose.given import Rewrites
 from mla_fusion.propose.prologue import Proposal
+from mla_fusion.propose.rewrites import Rewrites
 from mla_fusion.targets.prolog import format_of, row_format
 
 

@@ -12,8 +12,8 @@ import torch
 from torch.fx import Node
 
 from mla_fusion.fx.build import Builder
-from mla_fusion.fx.held import Exact
 from mla_fusion.fx.module_path import label
+from mla_fusion.fx.vector_numbers import Exact
 from mla_fusion.graph.form import Value
 from mla_fusion.graph.lower import Lowering
 from mla_fusion.graph.numbers import literal

@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 from mla_fusion.compat import FakeTensorMode, OpOverload, guard, hint_of, schema_of
 from mla_fusion.config import Config
 from mla_fusion.fx.build import OfTensors, Recipe, fake_mode_of, faked
-from mla_fusion.fx.held import Exact
+from mla_fusion.fx.vector_numbers import Exact
 from mla_fusion.graph.departure import Departure
 from mla_fusion.graph.form import Value
 from mla_fusion.graph.lower import Lowering

@@ -17,7 +17,7 @@ from mla_fusion.fx.kinds import signature
 from mla_fusion.graph.departure import Departure
 from mla_fusion.graph.form import Value, filled_with
 from mla_fusion.graph.read import Graph, values_of, written_arguments
-from mla_fusion.propose.given import Rewrites
+from mla_fusion.propose.rewrites import Rewrites
 
 
 @dataclass

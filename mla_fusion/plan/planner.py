@@ -28,10 +28,10 @@ from mla_fusion.plan.outputs import has_effect, is_size, strip_reshapes
 from mla_fusion.plan.plan import Plan
 from mla_fusion.plan.region import find_region, nodes_between
 from mla_fusion.plan.structure import Structures
-from mla_fusion.propose.given import Rewrites
-from mla_fusion.propose.kept import cache_variants
+from mla_fusion.propose.cache_variants import cache_variants
 from mla_fusion.propose.padded import pad_heads
 from mla_fusion.propose.prologue import Proposal
+from mla_fusion.propose.rewrites import Rewrites
 from mla_fusion.propose.sites import Projections
 
 aten = torch.ops.aten

@@ -10,8 +10,8 @@ from collections.abc import Iterable
 import torch
 from torch.fx import Node
 
-from mla_fusion.fx.held import numbers
 from mla_fusion.fx.kinds import dtype_of
+from mla_fusion.fx.vector_numbers import numbers
 from mla_fusion.fx.walk import upward, views_and_model_casts
 from mla_fusion.graph.departure import Departure
 from mla_fusion.graph.form import Value

@@ -18,8 +18,8 @@ from mla_fusion.graph.form import Value, order
 from mla_fusion.graph.read import Graph, values_of
 from mla_fusion.plan.outputs import has_effect, is_input_free, is_replaced, is_size, strip_reshapes
 from mla_fusion.plan.plan import Plan
-from mla_fusion.propose.given import Rewrites
 from mla_fusion.propose.quantised import unquantised_rows
+from mla_fusion.propose.rewrites import Rewrites
 
 
 def find_region(

@@ -1,6 +1,6 @@
 """Numbers plans by structure, so that the layers of a model share their verdicts.
 
-``planner.py`` asks the contract, and ``commit/verified.py`` the witness, once for each number. What
+``planner.py`` asks the contract, and ``commit/verify.py`` the witness, once for each number. What
 these verdicts depend on is equal for plans of one number.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from mla_fusion.fx.held import numbers
+from mla_fusion.fx.vector_numbers import numbers
 from mla_fusion.graph.form import Value, numbered
 from mla_fusion.graph.read import Graph, values_of
 from mla_fusion.plan.outputs import source_nodes

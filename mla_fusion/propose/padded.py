@@ -11,9 +11,9 @@ from math import prod
 
 from mla_fusion.exact.prove import Claim
 from mla_fusion.graph.form import Form, Value, filled_with
-from mla_fusion.propose.given import Rewrites
 from mla_fusion.propose.prologue import Proposal
 from mla_fusion.propose.quantised import strip_views
+from mla_fusion.propose.rewrites import Rewrites
 from mla_fusion.propose.sites import Projections
 from mla_fusion.targets import prolog
 

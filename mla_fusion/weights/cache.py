@@ -25,7 +25,7 @@ from torch.fx import GraphModule
 from torch.fx.node import map_arg
 
 from mla_fusion.compat import FakeTensor, holders, is_view, storage_id
-from mla_fusion.fx.held import Exact
+from mla_fusion.fx.vector_numbers import Exact
 from mla_fusion.modes import is_capturing, is_plain, outside_modes
 from mla_fusion.weights.source import Source, place
 

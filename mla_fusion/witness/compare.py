@@ -1,6 +1,6 @@
 """Compares what a rewritten graph gives with what the original graph gives.
 
-``commit/verified.py`` asks this for each plan. ``draws.py`` draws the values, ``side.py`` runs the
+``commit/verify.py`` asks this for each plan. ``draws.py`` draws the values, ``side.py`` runs the
 graphs.
 """
 

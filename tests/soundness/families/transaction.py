@@ -30,7 +30,7 @@ PLACES = (
     "mla_fusion.plan.planner:Planner.plan",
     "mla_fusion.plan.contract:check_contract",
     "mla_fusion.pipeline:partition_nodes",
-    "mla_fusion.commit.verified:compare",
+    "mla_fusion.commit.verify:compare",
     "mla_fusion.observe.record:Record.add_fusion",
     "mla_fusion.fx.build:GraphBuilder.call",
     "mla_fusion.fx.build:GraphBuilder.propagate",

@@ -1,6 +1,7 @@
 """Rewrites Values of a graph as Values over the results of a call.
 
-Claims say what some Values are. ``plan/`` and ``kept.py`` ask what follows for other Values.
+Claims say what some Values are. ``plan/`` and ``cache_variants.py`` ask what follows for other
+Values.
 """
 
 from __future__ import annotations

@@ -20,9 +20,9 @@ from mla_fusion.graph.form import MOVES, Value, filled_with, order
 from mla_fusion.graph.numbers import ONE
 from mla_fusion.meta.number_formats import FORMATS
 from mla_fusion.meta.spec import TILE_SIZE
-from mla_fusion.propose.given import Rewrites
 from mla_fusion.propose.prologue import Proposal
 from mla_fusion.propose.quantised import strip_expand
+from mla_fusion.propose.rewrites import Rewrites
 from mla_fusion.propose.sites import Projections
 from mla_fusion.targets import prolog
 
