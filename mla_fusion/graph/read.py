@@ -279,13 +279,10 @@ class Graph:
             self._record_write(cache, reading[result])
         for operand in written_arguments(node):
             self.writers.setdefault(self.base(operand), []).append(node)
-            value = self.readings[operand]
             if signature(node.target).is_in_place:
                 self._record_write(operand, reading)
-            elif isinstance(value, Value):  # by ``out``, or one of several
-                name, names = str(node.target), (node.name, operand.name)
-                written = self.form.opaque(name, names, [value], value.shape, value.dtype)
-                self._record_write(operand, written)
+            else:  # by ``out``, or one of several
+                self._record_write(operand, self._opaque_memory(operand, node.name))
         self._note_alias(node)
         return reading
 
@@ -324,6 +321,8 @@ class Graph:
             elif not signature(current.target).is_in_place:
                 value = self._undo_view(viewed, current, value)
             current = viewed
+        if current is not base or value is None:  # a view that cannot be undone
+            value = self._opaque_memory(base, node.name)
         self._replace_reading(base, value)
         if base.op == "placeholder" and isinstance(value, Value):
             self.written[base] = value
@@ -336,6 +335,18 @@ class Graph:
             else:
                 reading = self._read_call(alias)
             self._replace_reading(alias, reading)
+
+    def _opaque_memory(self, node: Node, step: str) -> Reading:
+        """Returns what the memory of a node holds after a step whose numbers are not known."""
+
+        def opaque(value: Value) -> Value:
+            literals = step, node.name
+            return self.form.opaque("memory", literals, [value], value.shape, value.dtype)
+
+        reading = self.readings.get(node)
+        if isinstance(reading, Pair):
+            return reading.each(opaque)
+        return opaque(reading) if isinstance(reading, Value) else None
 
     def _replace_reading(self, node: Node, reading: Reading) -> None:
         """Replaces the reading of a node after a write."""
