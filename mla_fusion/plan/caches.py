@@ -16,7 +16,7 @@ from torch.fx import Node
 from mla_fusion.fx import pools
 from mla_fusion.fx.kinds import called
 from mla_fusion.fx.sizes import divides, known, same
-from mla_fusion.graph.form import Value, order
+from mla_fusion.graph.form import MOVES, Value, order
 from mla_fusion.graph.numbers import ONE
 from mla_fusion.graph.read import Graph
 from mla_fusion.machine import Machine
@@ -220,13 +220,16 @@ def _changed_rows_obstacle(
     """
     cache = _written_input(graph, write)
     target = "what is no input" if cache is None else cache.name
-    if any(value.op == "leaf" and value is not rows for value in order([written_rows])):
+    steps = [value for value in order([written_rows], [rows]) if value.active]
+    if any(value.op == "leaf" for value in steps):
         message = f"one row of {target} holds latent and rotated key; the kernel writes two caches"
         return Obstacle("cache.joined_row", message)
     if prod(written_rows.shape) != prod(rows.shape):
         return Obstacle("cache.slots_count", f"some of the rows of {name} are written to {target}")
-    if graph.form.split(written_rows)[0] != ONE:
-        message = f"the rows of {name} are multiplied before they are written"
+    is_scaled = graph.form.split(written_rows)[0] != ONE
+    if is_scaled or any(step.op not in MOVES and step.op != "gather" for step in steps):
+        change = "multiplied" if is_scaled else "changed"
+        message = f"the rows of {name} are {change} before they are written"
         return Obstacle("cache.rows_changed", message)
     key_kernels = (claim.kernel for claim in proposal.claims if claim.part == "kr_rows")
     if name == "kr_cache" and strip_reshapes(written_rows) in map(strip_reshapes, key_kernels):
