@@ -52,7 +52,7 @@ def find_region(
         for user in node.users:
             is_effect = has_effect(graph, user) and not is_replaced(graph, user, rewrites)
             if user.op == "output" or is_effect:
-                raise _reader_departure(graph, node, producers)
+                raise _reader_departure(graph, node, user, producers)
             producers.setdefault(user, node)
             stack.append(user)
 
@@ -72,8 +72,10 @@ def find_region(
     return sorted(region), {node: value for node, value in replaced.items() if is_read(node)}
 
 
-def _reader_departure(graph: Graph, node: Node, producers: dict[Node, Node]) -> Departure:
-    """Returns ``reader.latent`` for a node that is read outside the region.
+def _reader_departure(
+    graph: Graph, node: Node, user: Node, producers: dict[Node, Node]
+) -> Departure:
+    """Returns ``reader.latent`` for a node that is read outside the region, by ``user``.
 
     The message names the first node above it whose reader no result replaces.
 
@@ -82,8 +84,11 @@ def _reader_departure(graph: Graph, node: Node, producers: dict[Node, Node]) -> 
     path = [node]
     while path[-1] in producers:
         path.append(producers[path[-1]])
-    source, reader = path[-1], path[-2] if len(path) > 1 else node
-    detail = f"{reader.name} reads {source.name}, which the kernel keeps to itself"
+    source, reader = path[-1], path[-2] if len(path) > 1 else user
+    act = f"{reader.name} reads"
+    if user.op == "output" and graph.base(node) is graph.base(source):
+        act = "the graph gives out"
+    detail = f"{act} {source.name}, which the kernel keeps to itself"
     return Departure("reader.latent", detail, list(values_of(graph.readings[source])))
 
 
