@@ -79,8 +79,8 @@ def test_round_trip(dynamic, name, tmp_path):
 
 
 MISSES = select("near miss", without="run, int8, unabsorbed")[::6]
-# of an operator that no dump may name
-MISSES = [entry for entry in MISSES if entry.name != "OpaqueScale"]
+# of an operator that no dump may name, and of literals that no dump lists
+MISSES = [entry for entry in MISSES if entry.name not in ("OpaqueScale", "ListedTokens")]
 
 
 @pytest.mark.parametrize(

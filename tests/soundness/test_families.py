@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from mla_fusion.commit import verified
+from mla_fusion.commit import verify
 from mla_fusion.plan import planner
 from tests.exhaustive import one_in
 from tests.soundness import campaign
@@ -72,7 +72,7 @@ def test_no_attack_is_fused_wrongly(member: Member) -> None:
 @pytest.mark.parametrize("without", one_in(1, campaign.OPINIONS))
 def test_each_opinion_alone_is_enough(without: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planner, "prove", planner.prove)  # so that both are put back
-    monkeypatch.setattr(verified, "compare", verified.compare)
+    monkeypatch.setattr(verify, "compare", verify.compare)
     names = tuple(name for name in FAMILIES if name.startswith(("choice", "composed", "tokens")))
     members = campaign.members(len(names), SEED, names)
     wrong = [
