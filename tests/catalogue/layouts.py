@@ -267,12 +267,12 @@ def two_of_four() -> tuple[Tensor, ...]:
 @entry(
     IN_PLACE,
     source="DeepSeek's own code",
-    tags="layout, cache, symbolic",
+    tags="layout, cache",
     args=two_of_four,
     alone=(STAGED,),
 )
 class FourSequences(Base):
-    """Buffers for so many at most, of which a batch takes the first."""
+    """Buffers for four, of which a batch takes the first; a symbolic one is staged."""
 
     of_key = slice(5, 6)
     sequences = slice(0, 2)
