@@ -182,7 +182,7 @@ def hidden_and_tables() -> tuple[Tensor, ...]:
 
 @entry(
     STAGED, source="training code", tags="layout, readers, symbolic", args=hidden_and_tables,
-    detail="nothing here writes the new c_kv rows to a cache: they are returned",
+    detail="the rows of kv_cache are written to no cache as they are",
 )  # fmt: skip
 class RowReturned(Base):
     """The latent row is given back, and no cache is written."""
