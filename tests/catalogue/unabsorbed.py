@@ -66,7 +66,7 @@ class PaddedUnrotated(PaddedQuery):
         return x
 
 
-@miss("absorb.absent", tags="absorb, unabsorbed", of="PaddedUnrotated")
+@miss("rope.absent", tags="absorb, unabsorbed", of="PaddedUnrotated")
 class PaddedQueryRotated(PaddedUnrotated):
     def rotate_q(self, x: Tensor, c: Tensor, s: Tensor) -> Tensor:
         return super(PaddedUnrotated, self).rotate(x, c, s)
