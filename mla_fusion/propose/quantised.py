@@ -149,6 +149,8 @@ def split_blocks(form: Form, value: Value) -> tuple[Value, Value] | None:
     (scales,) = [source for source in inner.sources if source is not values]
     sizes = [size for size in scales.shape if size != 1] or [1]
     shape = tuple(sizes) if len(sizes) == 2 else _scales_shape(value.shape, prod(scales.shape))
+    if prod(shape) != prod(scales.shape):  # one block's scale for others, too
+        return None
     return form.reshape(values, value.shape), form.reshape(scales, shape)
 
 
