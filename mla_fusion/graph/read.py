@@ -367,12 +367,12 @@ class Graph:
             return None
         axis = bind_arguments(split.target, self.argument(list(split.args)), {}).get("dim", 0)
         assert isinstance(place, int)
-        if len(value.shape) < len(source.shape):
-            call = Call(self.form, "select_scatter", source.shape, source.dtype)
-            return RULES[call.name](call, source, value, axis, place)
+        name = "select_scatter" if len(value.shape) < len(source.shape) else "slice_scatter"
+        call = Call(self.form, name, source.shape, source.dtype)
+        if name == "select_scatter":
+            return RULES[name](call, source, value, axis, place)
         start = sum(item.shape[axis] for item in parts[:place])
-        call = Call(self.form, "slice_scatter", source.shape, source.dtype)
-        return RULES[call.name](call, source, value, axis, start, start + value.shape[axis])
+        return RULES[name](call, source, value, axis, start, start + value.shape[axis])
 
     def _undo_view(self, viewed: Node, view: Node, value: Value) -> Reading:
         """Returns the reading of ``viewed`` after ``view`` of it was overwritten by ``value``.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -90,6 +91,7 @@ class Side:
             node: attribute(node) for node, leaf in originals.items() if leaf is None
         }
         self._may_write = any(map(_may_write, self.nodes))
+        self._body_of = cache(registered.body)  # traced once, not for every draw
 
     def run(
         self,
@@ -128,7 +130,7 @@ class Side:
         def computed(node: Node, env: Values) -> Any:
             """Returns the value of one node."""
             arguments = map_aggregate((node.args, node.kwargs), literal)
-            body = registered.body(node)
+            body = self._body_of(node)
             if isinstance(body, Graph):
                 operands = (
                     env.get(node_read, literal(node_read)) for node_read in node.all_input_nodes
