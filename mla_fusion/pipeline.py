@@ -27,6 +27,7 @@ from mla_fusion.fx.workplace import workplace
 from mla_fusion.graph.departure import Departure
 from mla_fusion.graph.form import Value
 from mla_fusion.graph.parameters import used_as_weights
+from mla_fusion.graph.pools import take_apart
 from mla_fusion.graph.read import Graph, values_of
 from mla_fusion.machine import compiling_for
 from mla_fusion.observe.clock import Clock, default_device_cpu, use_cpu_threads
@@ -154,7 +155,9 @@ def _run_or_report_defect(
     try:
         annotated_nodes = describe_attributes(gm)
         report = Report(config, committed=builder is not None)
-        one_pass = Pass(normalised(gm, boundary), config, boundary, usual_threads, report)
+        form = normalised(gm)
+        form = take_apart(form) if boundary else form
+        one_pass = Pass(form, config, boundary, usual_threads, report)
         one_pass.plan()
         if one_pass.plans and builder is not None:
             one_pass.commit(gm, builder)
@@ -275,9 +278,9 @@ class Pass:
         strides.follow(builder, writer.replaced_reads, keeps_strides)
         memory.follow(builder, gm.graph, keeps_strides)
         builder.finish()
-        new_module.graph.eliminate_dead_code()
+        # it lints the graph first
+        new_module.graph.eliminate_dead_code(lambda node: bool(node.users) or node.is_impure())
         keep_output_names(old_graph, new_module.graph)
-        new_module.graph.lint()
         self.report.operators["after"] = count_operators(new_module)
         builder.close()
         transaction.install(gm, new_module.graph, builder.constants)

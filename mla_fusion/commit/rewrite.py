@@ -21,7 +21,7 @@ from mla_fusion.graph.lower import Lowering
 from mla_fusion.graph.read import Graph
 from mla_fusion.plan.call import emit_call
 from mla_fusion.plan.operands import rows_in_cache
-from mla_fusion.plan.outputs import Partition, has_effect
+from mla_fusion.plan.outputs import Partition
 from mla_fusion.plan.plan import Plan
 
 _METADATA = ("stack_trace", "nn_module_stack", "source_fn_stack", "stream_label", "original_aten")
@@ -117,7 +117,7 @@ class Writer:
         """Returns True if lowering may read the node."""
         if node.op in ("placeholder", "get_attr") or node in self.b.copies:
             return True
-        if node not in self.partition.kept or has_effect(self.graph, node):
+        if node not in self.partition.kept or node in self.graph.effects:
             return False
         return not self._depends_on_open(node)
 

@@ -14,7 +14,7 @@ import torch
 from torch.fx import GraphModule
 
 from mla_fusion.compat import FakeTensor
-from mla_fusion.fx.pool_parts import Part
+from mla_fusion.graph.pools import Part
 from mla_fusion.report import store
 from mla_fusion.report.report import Report
 from mla_fusion.weights.cache import Packed

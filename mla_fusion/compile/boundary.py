@@ -26,10 +26,10 @@ from mla_fusion.config import Config
 from mla_fusion.fx.build import GraphBuilder, Recipe
 from mla_fusion.fx.kinds import filled_with, is_reshape, shape_of, value_of, word
 from mla_fusion.fx.module_path import label
-from mla_fusion.fx.pools import part_of
 from mla_fusion.fx.sizes import has_symbols, is_size, is_symbolic, same_shape
 from mla_fusion.fx.vector_numbers import Exact
 from mla_fusion.fx.walk import nodes_between
+from mla_fusion.graph.pools import part_of
 from mla_fusion.machine import for_ge
 from mla_fusion.pipeline import run
 from mla_fusion.report import store

@@ -5,26 +5,21 @@ from __future__ import annotations
 from torch.fx import Graph, GraphModule, Node
 
 from mla_fusion.compat import OpOverload, schema_of
-from mla_fusion.fx import pools, subgraphs
+from mla_fusion.fx import subgraphs
 from mla_fusion.fx.build import describe_attributes
 from mla_fusion.fx.workplace import workplace
 
 
-def normalised(gm: GraphModule, boundary: bool = False) -> GraphModule:
+def normalised(gm: GraphModule) -> GraphModule:
     """A module whose graph has subgraphs inlined and arguments at their places; ``gm`` itself where
     that changes nothing.
-
-    ``boundary``: a wrapper can make inputs of what it is given, of each layer of a pool for one.
     """
-    has_pools = boundary and pools.found(gm.graph)
-    if not (subgraphs.found(gm) or has_pools or any(map(_names_to_place, gm.graph.nodes))):
+    if not (subgraphs.found(gm) or any(map(_names_to_place, gm.graph.nodes))):
         return gm
     opened = workplace(gm)
     subgraphs.copied(gm, opened.graph)
     describe_attributes(opened)
     _place_arguments(opened.graph)
-    if boundary:
-        pools.take_apart(opened)
     return opened
 
 

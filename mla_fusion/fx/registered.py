@@ -261,7 +261,7 @@ def body(node: Node) -> Graph | str:
     ``node.all_input_nodes``; why there is none, where the function cannot be traced for the call;
     "" for any other node.
     """
-    function = _KNOWN.get(node.target) if node.op == "call_function" else None
+    function = _KNOWN.get(node.target) if _KNOWN and node.op == "call_function" else None
     if function is None:
         return ""
     try:

@@ -100,25 +100,8 @@ def same_shape(a: Iterable[Any], b: Iterable[Any]) -> bool:
     return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
 
 
-def count_of(sizes: Iterable[Any], meaning: Callable[[Any], Any] = expression) -> Any:
-    if not has_symbols(sizes):
-        return math.prod(sizes)
-    return sympy.prod([meaning(size) for size in sizes])
-
-
-def divided(a: Any, b: Any) -> Any | None:
-    """``a / b`` where that is a whole number whatever the symbols are."""
-    if isinstance(a, int) and isinstance(b, int):
-        return a // b if b and a % b == 0 else None
-    quotient = sympy.cancel(sympy.sympify(a) / sympy.sympify(b))
-    return quotient if quotient.as_numer_denom()[1] == 1 else None
-
-
-def is_one(size: Any) -> bool:
-    return isinstance(size, int) and size == 1
-
-
 def is_empty(node: Node) -> bool:
+    """Returns True if the node holds a tensor without elements."""
     return any(isinstance(size, int) and size == 0 for size in sizes_of(node))
 
 

@@ -21,10 +21,8 @@ from mla_fusion.fx.kinds import (
     is_getitem,
     is_model_cast,
     is_mutating,
-    is_reshape,
     is_view,
     is_writer,
-    signature,
 )
 from mla_fusion.fx.sizes import is_size
 
@@ -108,11 +106,6 @@ def views(node: Node) -> Node | None:
     return input_of(node) if is_view(node) else None
 
 
-def reshapes(node: Node) -> Node | None:
-    """What keeps every element, their order and their number."""
-    return input_of(node) if is_reshape(node) else None
-
-
 def views_and_model_casts(node: Node) -> Node | None:
     """What re-indexes numbers, or rounds them to another of a model's floats: the value as a fact
     speaks of it.
@@ -133,13 +126,3 @@ def views_and_writes(node: Node) -> Node | None:
 def written(node: Node) -> Node | None:
     """What a value was made from by moving, casting and writing elements of it."""
     return input_of(node) if is_view(node) or is_cast(node) or is_writer(node) else None
-
-
-def shared_memory(node: Node) -> Node | None:
-    """Whatever may give back the memory that it is given: views of any kind, casts, steps in
-    place.
-    """
-    may_share = (
-        signature(node.target).may_alias or is_view(node) or is_getitem(node) or is_cast(node)
-    )
-    return input_of(node) if may_share else None

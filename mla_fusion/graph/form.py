@@ -267,8 +267,8 @@ class Form:
         """The product of Values to exponents, times a number; operands are broadcast."""
         factors = list(factors)
         shape = broadcast(value.shape for value, _ in factors)
-        exponent_of: dict[Value, Fraction] = {}
-        stack = [(value, _fraction(exponent)) for value, exponent in reversed(factors)]
+        exponent_of: dict[Value, Exponent] = {}
+        stack = factors[::-1]
         while stack:
             value, exponent = stack.pop()
             while value.op == "expand":  # factors are broadcast
@@ -943,7 +943,7 @@ def _fraction(exponent: Exponent) -> Fraction:
     return exponent if type(exponent) is Fraction else Fraction(exponent)
 
 
-def _add_number(numbers: dict[Value, Fraction], value: Value, number: Fraction) -> None:
+def _add_number(numbers: dict[Value, Any], value: Value, number: Exponent) -> None:
     """Adds a number to the entry of a Value."""
     previous = numbers.get(value)
     numbers[value] = number if previous is None else previous + number
@@ -952,7 +952,7 @@ def _add_number(numbers: dict[Value, Fraction], value: Value, number: Fraction) 
 def broadcast(shapes: Iterable[Sequence[int]]) -> Shape:
     """The broadcast shape by numpy's rule. Raises ValueError for sizes that differ."""
     shapes = list(shapes)
-    if all(shape == shapes[0] for shape in shapes[1:]):
+    if len({*map(tuple, shapes)}) < 2:
         return tuple(shapes[0]) if shapes else ()
     sizes: list[int] = []
     for shape in shapes:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import isqrt, sqrt
 
 import torch
@@ -55,6 +55,10 @@ class Number:
         return has_same_ratio and self.roots == other.roots
 
     def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
         return hash((self.ratio.as_integer_ratio(), self.roots))
 
     def __mul__(self, other: Number) -> Number:

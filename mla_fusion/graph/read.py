@@ -25,12 +25,12 @@ from torch.fx import GraphModule, Node
 from mla_fusion.compat import OpOverload, guarded_equal, schema_of
 from mla_fusion.fx import registered
 from mla_fusion.fx.kinds import signature
-from mla_fusion.fx.sizes import Binding
+from mla_fusion.fx.sizes import Binding, has_symbols
 from mla_fusion.fx.sizes import expression as expression_of
 from mla_fusion.graph import arithmetic, decompose, fused, moves, quantise
 from mla_fusion.graph.call import RULES, Call, Departs, EqualSizes, Pair, Size, name_of
 from mla_fusion.graph.form import Form, Value, filled_with
-from mla_fusion.graph.numbers import LEAST_BOUND, Number, is_open, is_rough
+from mla_fusion.graph.numbers import LEAST_BOUND, ONE, Number, is_open, is_rough
 from mla_fusion.graph.parameters import parameters
 
 __all__ = ["Graph", "Reading", "arithmetic", "fused", "moves", "quantise"]
@@ -59,6 +59,7 @@ class Graph:
     registered  by node, the user's own operators whose functions were read for it, its own first
     unused      by operator name, why the function registered for it was not used
     writers   the nodes that write in place, by the base of what they write
+    effects   the nodes that change memory of an input or attribute
     hidden      by input that an operator writes without saying so in its schema: the operator's
                 node
     parameters  the inputs that belong to the model
@@ -90,6 +91,7 @@ class Graph:
         self.written: dict[Node, Value] = {}
         self.hidden: dict[Node, Node] = {}
         self.writers: dict[Node, list[Node]] = {}
+        self.effects: set[Node] = set()
         self.stale: set[tuple[Node, Node]] = set()
         self.changed: dict[Node, Reading] = {}
         self.assumed: dict[Node, tuple[str, ...]] = {}
@@ -134,8 +136,9 @@ class Graph:
 
         Each holds it from its place in the graph to the end, or until a copy that ends the graph.
         """
-        origin = self._origin(value)
-        for node in self.nodes_in_any_shape(value):
+        nodes = self.nodes_in_any_shape(value)
+        origin = self._origin(value) if nodes else (ONE, value)
+        for node in nodes:
             reading = self.readings[node]
             if isinstance(reading, Pair):
                 is_held = value in (reading.real, reading.imag)
@@ -178,6 +181,14 @@ class Graph:
         for value, nodes in self.nodes.items():
             nodes_of.setdefault(self._origin(value), []).extend(nodes)
         return {origin: sorted({*nodes}) for origin, nodes in nodes_of.items()}
+
+    @cached_property
+    def multiples(self) -> dict[Value, list[Value]]:
+        """The Values that nodes hold, by the Value without the number in front."""
+        multiples: dict[Value, list[Value]] = {}
+        for value in self.nodes:
+            multiples.setdefault(self.form.split(value)[1], []).append(value)
+        return multiples
 
     @property
     def live(self) -> list[Value]:
@@ -276,9 +287,13 @@ class Graph:
             cache = node.args[place]
             assert isinstance(cache, Node)
             self.hidden[self.base(cache)] = node
+            self.effects.add(node)
             self._record_write(cache, reading[result])
         for operand in written_arguments(node):
-            self.writers.setdefault(self.base(operand), []).append(node)
+            base = self.base(operand)
+            self.writers.setdefault(base, []).append(node)
+            if base.op != "call_function":
+                self.effects.add(node)
             if signature(node.target).is_in_place:
                 self._record_write(operand, reading)
             else:  # by ``out``, or one of several
@@ -287,10 +302,6 @@ class Graph:
         return reading
 
     # -- writes in place, through views too
-
-    def writes_unseen(self, node: Node) -> bool:
-        """Returns True if a node writes caches, though its schema does not say so."""
-        return signature(node.target).name in _HIDDEN_WRITES
 
     def base(self, node: Node) -> Node:
         """The node whose memory a node views."""
@@ -452,10 +463,9 @@ class Graph:
         if self.symbols and not self._is_size_independent(arguments):
             return self._make_opaque(node)
         call = self.call(target, meta_value)
-        if not _has_symbols(meta_value):
-            folded = self._fold(target, positional, options, meta_value)
-            if folded is not None:
-                return folded
+        folded = self._fold(target, positional, options, meta_value)
+        if folded is not None:
+            return folded
         reading = self.run(call, target, arguments, node)
         if reading is None:
             return self._make_opaque(node)
@@ -620,17 +630,15 @@ class Graph:
 
     def _fold(self, target: Any, positional: Any, options: Any, meta_value: Any) -> Reading:
         """Computes a call of literals alone with torch. None if it is no such call."""
-        if any(isinstance(item, Value) and not _is_literal(item) for item in positional):
+        for item in _flatten([positional, list(options.values())]):
+            if isinstance(item, Value):
+                if not _is_literal(item) or any(map(is_open, item.shape)):
+                    return None
+            elif isinstance(item, (Pair, Size)):
+                return None
+        if not isinstance(meta_value, torch.Tensor) or has_symbols(meta_value.shape):
             return None
-        arguments = list(_flatten([positional, list(options.values())]))
-        values = [item for item in arguments if isinstance(item, (Value, Pair))]
-        if any(not _is_literal(item) for item in values if isinstance(item, Value)):
-            return None
-        if any(is_open(size) for item in values for size in item.shape):
-            return None
-        if not isinstance(meta_value, torch.Tensor) or meta_value.numel() > _MOST_FOLDED:
-            return None
-        if any(isinstance(item, (Pair, Size)) for item in arguments):
+        if meta_value.numel() > _MOST_FOLDED:
             return None
         schema = signature(target)
         if schema.is_random or schema.is_mutable or "empty" in schema.word:
@@ -792,9 +800,7 @@ def _flatten(items: Any) -> Iterator[Any]:
 
 def _has_pair(argument: Any) -> bool:
     """True if an argument is a Pair, or a list that has one."""
-    if isinstance(argument, list):
-        return any(map(_has_pair, argument))
-    return isinstance(argument, Pair)
+    return any(map(_has_pair, argument)) if type(argument) is list else type(argument) is Pair
 
 
 def _part_of(argument: Any, side: str) -> Any:
@@ -832,17 +838,6 @@ def _as_tensors(argument: Any) -> Any:
     number = filled.literal[1]
     element = float(number) if argument.dtype.is_floating_point else int(number.ratio)
     return torch.full(argument.shape, element, dtype=argument.dtype)
-
-
-def _has_symbols(meta_value: Any) -> bool:
-    """True if a size of a result is symbolic."""
-    tensors = meta_value if isinstance(meta_value, (list, tuple)) else [meta_value]
-    return any(
-        not isinstance(size, int)
-        for tensor in tensors
-        if isinstance(tensor, torch.Tensor)
-        for size in tensor.shape
-    )
 
 
 def _prime(count: int) -> int:

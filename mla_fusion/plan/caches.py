@@ -13,9 +13,9 @@ from math import prod
 import torch
 from torch.fx import Node
 
-from mla_fusion.fx import pools
-from mla_fusion.fx.kinds import called
+from mla_fusion.fx.kinds import called, is_writer, shape_of, word
 from mla_fusion.fx.sizes import divides, known, same
+from mla_fusion.fx.walk import INPUTS, origin, upward, views, written
 from mla_fusion.graph.form import MOVES, Value, order
 from mla_fusion.graph.numbers import ONE
 from mla_fusion.graph.read import Graph
@@ -371,10 +371,56 @@ def _no_input_obstacle(graph: Graph, base: Value) -> Obstacle:
     for value, nodes in graph.nodes.items():
         for node in nodes:
             if strip_reshapes(value) is base and isinstance(node.meta.get("val"), torch.Tensor):
-                return Obstacle("cache.no_input", *pools.no_input(node))
+                return Obstacle("cache.no_input", *_why_no_input(node))
     return Obstacle("cache.no_input", "rows are written into what is no input of the graph")
 
 
+def _why_no_input(node: Node) -> tuple[str, str]:
+    """Returns why a node that rows are written into is no input of the graph, and the remedy.
+
+    The remedy is "" if the code's own remedy says it.
+    """
+    source = origin(node, written)
+    if word(source).startswith("as_strided"):
+        return (
+            f"{node.name} is the view that AOT autograd makes of arguments that overlap in memory, "
+            "as far as it can tell",
+            "Give each cache memory of its own, or contiguous parts of one tensor (layer-major: "
+            "pool[layer]), not columns or every other block of it.",
+        )
+    if source.op not in INPUTS:
+        return f"{node.name} is not a graph input seen as rows", ""
+    maker = origin(node, views)
+    is_same_size = same(prod(shape_of(node)), prod(shape_of(source)))
+    if is_writer(maker) and (is_same_size or word(maker) not in _SCATTERS):
+        return (
+            f"{node.name} is {source.name} as {maker.name} has written it, and the kernel would "
+            "write it once more",
+            "Write a cache once in a graph: compile what writes it again (a draft's step, say) as "
+            "a graph of its own. Two layers are given two caches.",
+        )
+    if not same(shape_of(node)[-1], shape_of(source)[-1]):
+        return (
+            f"{node.name} is some columns of {source.name}",
+            "Give latent and key a contiguous cache each, as wide as their rows.",
+        )
+    copy = next((step.name for step in upward(node, written) if word(step) in _COPIES), "")
+    if copy:
+        return (
+            f"{node.name} is a copy of {source.name} ({copy}), and what is written to it does not "
+            "get there",
+            "",
+        )
+    cause = f"{node.name} is a part of {source.name}, and no input of its own; only a wrapper "
+    return (
+        cause + "around the graph, as that of mf.backend(), can pass parts, if literals name them "
+        "and they do not overlap",
+        "",
+    )
+
+
+_SCATTERS = ("select_scatter", "slice_scatter")
+_COPIES = ("clone", "contiguous", "_reshape_copy")
 _BLOCK_SIZES = (128, 64, 32, 16)
 
 

@@ -34,16 +34,9 @@ class Partition:
     kept: set[Node] = field(default_factory=set)
 
 
-def has_effect(graph: Graph, node: Node) -> bool:
-    """Returns True if the node changes memory of an input or attribute of the graph."""
-    if not signature(node.target).is_mutable:
-        return graph.writes_unseen(node)
-    return any(graph.base(target).op != "call_function" for target in written_arguments(node))
-
-
 def is_replaced(graph: Graph, node: Node, rewrites: Rewrites) -> bool:
     """Returns True if the node writes caches unlike its schema; the call writes them instead."""
-    if not graph.writes_unseen(node):
+    if node not in graph.hidden.values():
         return False
     caches = [
         value for value in values_of(graph.readings[node]) if strip_reshapes(value).op == "write"
@@ -101,7 +94,7 @@ def source_nodes(
         if has_rewrite and value.op == "write":
             continue
         candidates = () if has_rewrite else graph.nodes_holding(value)
-        readable = (node for node in candidates if not has_effect(graph, node))
+        readable = (node for node in candidates if node not in graph.effects)
         first = next(readable, None)
         if first is None:
             stack += value.sources
@@ -170,22 +163,24 @@ def partition_nodes(
         for node in graph.gm.graph.nodes
         if node.op == "output"
         or (is_check(node) and not _is_metadata_check(graph, node))
-        or (has_effect(graph, node) and not is_replaced(graph, node, rewrites))
+        or (node in graph.effects and not is_replaced(graph, node, rewrites))
     ]
     stack += [(node, node, False) for node in source_nodes(graph, arguments)]
     while stack:
         node, reader, is_memory = stack.pop()
+        if node in parts.kept or node in parts.sizes:
+            continue
         is_stale = (reader, node) in graph.stale
         # what an input held before it was written is read from the input
         is_memory = is_memory or (is_stale and graph.base(node).op != "call_function")
         if node in parts.replaced and is_stale and not is_memory:
             raise _late_write_departure(graph, node, reader)
-        if node in parts.kept or node in parts.sizes or (node in parts.replaced and not is_memory):
+        if node in parts.replaced and not is_memory:
             continue
         if is_size(node):
             parts.sizes.add(node)
             continue
-        may_replace = graph.writes_unseen(node) or not has_effect(graph, node)
+        may_replace = node in graph.hidden.values() or node not in graph.effects
         is_step = node.op == "call_function" and may_replace
         if is_step and not is_memory:
             reading = graph.readings[node]

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property
 from math import prod
 
 import torch
@@ -24,7 +23,7 @@ from mla_fusion.graph.read import Graph, values_of
 from mla_fusion.meta import limits
 from mla_fusion.plan import contract, policy
 from mla_fusion.plan.caches import PAIRS, InPlace, Obstacle, Setting, Staged, Write, place_rows
-from mla_fusion.plan.outputs import has_effect, is_size, strip_reshapes
+from mla_fusion.plan.outputs import is_size, strip_reshapes
 from mla_fusion.plan.plan import Plan
 from mla_fusion.plan.region import find_region, nodes_between
 from mla_fusion.plan.structure import Structures
@@ -70,16 +69,6 @@ class Planner:
         self._structures = Structures(graph)
         self._size_assumptions: dict[object, tuple[str, ...]] = {}  # by structure
         self._proofs: dict[object, tuple[list[Value], tuple[list[int], int] | Departure]] = {}
-
-    @cached_property
-    def _unscaled_holders(self) -> dict[Value, list[Node]]:
-        """Returns the nodes that hold a Value or a multiple of it, by the Value without its
-        number.
-        """
-        holders: dict[Value, list[Node]] = {}
-        for value, nodes in self.graph.nodes.items():
-            holders.setdefault(self.graph.form.split(value)[1], []).extend(nodes)
-        return holders
 
     def plan(self, proposal: Proposal) -> Plan:
         """Returns the plan of a proposal.
@@ -270,7 +259,8 @@ class Planner:
         starts = [
             node
             for value in proposal.products
-            for node in self._unscaled_holders.get(value) or graph.nodes_in_any_shape(value)
+            for multiple in graph.multiples.get(value, [value])
+            for node in graph.nodes_in_any_shape(multiple)
         ]
         if isinstance(caches, InPlace):
             writers = (_writer(graph, write) for write in caches.writes.values())
@@ -345,7 +335,7 @@ class Planner:
                 if node in region or node in seen or is_end or is_size(node):
                     continue
                 seen.add(node)
-                if node.op == "output" or has_effect(graph, node):
+                if node.op == "output" or node in graph.effects:
                     message = f"{reader.name} reads {cache.name} as it was before the write"
                     return Obstacle("cache.old_rows_read", message)
                 is_view = graph.base(node) is cache

@@ -16,7 +16,7 @@ from mla_fusion.fx.walk import reached
 from mla_fusion.graph.departure import Departure
 from mla_fusion.graph.form import Value, order
 from mla_fusion.graph.read import Graph, values_of
-from mla_fusion.plan.outputs import has_effect, is_input_free, is_replaced, is_size, strip_reshapes
+from mla_fusion.plan.outputs import is_input_free, is_replaced, is_size, strip_reshapes
 from mla_fusion.plan.plan import Plan
 from mla_fusion.propose.quantised import unquantised_rows
 from mla_fusion.propose.rewrites import Rewrites
@@ -46,11 +46,11 @@ def find_region(
         if is_filled and node not in graph.changed:
             continue  # its numbers do not depend on what it reads
         rewrite = rewrites.of(reading) if isinstance(reading, Value) else None
-        if rewrite is not None and not (has_effect(graph, node) and node not in graph.hidden):
+        if rewrite is not None and node not in graph.effects:
             replaced[node] = rewrite
             continue
         for user in node.users:
-            is_effect = has_effect(graph, user) and not is_replaced(graph, user, rewrites)
+            is_effect = user in graph.effects and not is_replaced(graph, user, rewrites)
             if user.op == "output" or is_effect:
                 raise _reader_departure(graph, node, user, producers)
             producers.setdefault(user, node)
@@ -64,7 +64,7 @@ def find_region(
         for user in node.users:
             reading = None if user.op == "output" else graph.readings[user]
             has_rewrite = isinstance(reading, Value) and rewrites.of(reading) is not None
-            is_effect = is_mutating(user) or has_effect(graph, user)  # memory gets its new rows
+            is_effect = is_mutating(user) or user in graph.effects  # memory gets its new rows
             if user not in region and (is_effect or not has_rewrite or is_read(user)):
                 return True
         return False

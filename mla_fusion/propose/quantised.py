@@ -164,15 +164,15 @@ def read_projection(
     form: Form,
     dot: Value,
     users: Mapping[Value, Sequence[Value]],
-    numbers: Mapping[Value, set[Number]],
+    multiples: Mapping[Value, Sequence[Value]],
 ) -> Projection:
     """Returns a product with what brings it back to floats.
 
     A product of floats is its own root. A product of bytes is followed to where it is multiplied by
     scales of rows and columns.
 
-    users    by Value, the Values that read it
-    numbers  by Value, the numbers by which nodes hold it
+    users      by Value, the Values that read it
+    multiples  by Value, the multiples of it that nodes hold
     """
     rows, weight = dot.sources
     kind = operand_format(rows)
@@ -192,8 +192,7 @@ def read_projection(
         if reader_and_factors is None:
             return Projection(root, dot, weight, tuple(factors), number, kind=kind)
         root, reader_factors = reader_and_factors
-        root_numbers = numbers.get(root, set())
-        other_numbers = root_numbers - {ONE}
+        other_numbers = {form.split(value)[0] for value in multiples.get(root, ())} - {ONE}
         number = next(iter(other_numbers)) if len(other_numbers) == 1 else ONE
         factors += reader_factors
 

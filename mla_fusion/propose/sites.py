@@ -29,7 +29,7 @@ from mla_fusion.exact import field
 from mla_fusion.exact.evaluate import Evaluation, Undecided
 from mla_fusion.graph.form import Form, Value, numbered, order
 from mla_fusion.graph.layout import Binding, Layout, Mixed, cuts_of, layout_of, token_layout
-from mla_fusion.graph.numbers import ONE, Number
+from mla_fusion.graph.numbers import ONE
 from mla_fusion.graph.read import Graph
 from mla_fusion.propose.quantised import Projection, read_projection, split_blocks, strip_views
 
@@ -68,13 +68,9 @@ class Projections:
         self.values = [value for value in order(graph.nodes) if value.active]
         self.users = _users(self.values)
         readers = _users(order(graph.live))  # without moves that were composed with others
-        numbers: dict[Value, set[Number]] = {}
-        for value in graph.nodes:
-            factor, unscaled = self.form.split(value)
-            numbers.setdefault(unscaled, set()).add(factor)
         products: dict[Value, list[Projection]] = {}
         for value in filter(is_projection, self.values):
-            product = read_projection(self.form, value, readers, numbers)
+            product = read_projection(self.form, value, readers, graph.multiples)
             products.setdefault(value.sources[0], []).append(product)
         self.sites = {
             rows: Site(self, rows, site_products) for rows, site_products in products.items()

@@ -1,6 +1,4 @@
-"""Layers of one pool are written in place: each its own part, by the kernel, and no pool is
-copied.
-"""
+"""Layers of one pool are written in place by the kernel, and no pool is copied."""
 
 from __future__ import annotations
 

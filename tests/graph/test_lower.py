@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
 from mla_fusion.compat import hint_of
-from mla_fusion.fx import normalise, pools
+from mla_fusion.fx import normalise
 from mla_fusion.fx.build import GraphBuilder, OfTensors
+from mla_fusion.graph import pools
 from mla_fusion.graph.call import Call
 from mla_fusion.graph.form import Value, order
 from mla_fusion.graph.lower import Lowering
@@ -27,7 +28,7 @@ from tests.exhaustive import one_in
 from tests.harness import held_by, traced_graph
 
 aten = torch.ops.aten
-EPSILONS = ("rmsnorm_epsilon_cq", "rmsnorm_epsilon_ckv")
+NUMBERS = ("rmsnorm_epsilon_cq", "rmsnorm_epsilon_ckv", "qc_qr_scale", "kc_scale")
 TOLERANCE = 0.05  # of the largest element, in bfloat16
 
 STATIC = """
@@ -105,7 +106,7 @@ class Case:
         torch.manual_seed(0)
         model, args = entry.model(), entry.args()
         gm = traced_graph(model, *args, dynamic=dynamic)
-        self.gm = normalise.normalised(gm, True)
+        self.gm = pools.take_apart(normalise.normalised(gm))
         self.given = [*held_by(model).values(), *args]
         self.graph = Graph(self.gm)
         found = proposals(Projections(self.graph))
@@ -148,13 +149,13 @@ def arguments(lowering: Lowering, proposal: Proposal) -> dict[str, Any]:
 def run_kernel(proposal: Proposal, given: dict[str, Tensor]) -> dict[str, Tensor]:
     """The results of the CPU kernel, by the proposal's names."""
     tokens = given["token_x"].shape[0]
-    epsilons = {name: float(proposal.arguments[name]) for name in EPSILONS}
+    numbers = {name: float(proposal.arguments.get(name, 1)) for name in NUMBERS}
     caches = {
         name: torch.zeros(tokens, 1, width, dtype=torch.bfloat16)
         for name, width in (("kv_cache", 512), ("kr_cache", 64))
     }
     query, query_rope, _, latents, _, kv_rows, kr_rows = npu_mla_prolog_v3_functional(
-        **given, **caches, **epsilons, cache_mode="TND", query_norm_flag=True
+        **given, **caches, **numbers, cache_mode="TND", query_norm_flag=True
     )
     return {
         "query": query,

@@ -1,0 +1,430 @@
+"""Takes pools apart: inputs that hold the caches of several layers.
+
+A model that writes ``pool[layer]`` takes slices of one input. ``pipeline.py`` calls ``take_apart``
+before it reads the graph, if a wrapper stands around the graph. Each part that the graph reads or
+writes becomes an input of its own, and is copied back alone. The wrapper passes it as a view.
+
+What the graph takes of an input is seen in Values. A run of the input's elements (``Run``) is a
+slice of the leaf, or such a slice in which rows were written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch.fx import GraphModule, Node
+
+from mla_fusion.fx import strides, subgraphs
+from mla_fusion.fx.build import GraphBuilder
+from mla_fusion.fx.kinds import signature
+from mla_fusion.fx.module_path import NAME, label
+from mla_fusion.fx.sizes import is_size
+from mla_fusion.fx.workplace import workplace
+from mla_fusion.graph.form import Shape, Value, filled_with, order
+from mla_fusion.graph.lower import Lowering
+from mla_fusion.graph.numbers import is_open
+from mla_fusion.graph.read import Graph
+
+aten = torch.ops.aten
+_PART_OF = "mla_fusion_part_of"
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a tensor.
+
+    start    its first entry along the first axis; with a shape, its first element
+    entries  how many entries; None: all that follow
+    shape    the shape of a part that is a run of elements; None for a run of entries
+    """
+
+    start: int
+    entries: int | None = 1
+    shape: Shape | None = None
+
+    def of(self, pool: torch.Tensor) -> torch.Tensor:
+        """Returns the part of a tensor as a view. Raises RuntimeError if it cannot be a view."""
+        if self.shape is not None:
+            return pool.view(-1).narrow(0, self.start, prod(self.shape)).view(self.shape)
+        if self.entries == 1:
+            return pool.select(0, self.start)
+        entries = pool.shape[0] - self.start if self.entries is None else self.entries
+        return pool.narrow(0, self.start, entries)
+
+
+def part_of(node: Node) -> tuple[int, Part] | None:
+    """Returns the place of the pool among the inputs, and the part, of an input that is a part of a
+    pool. Returns None for other nodes.
+    """
+    place_and_part: tuple[int, Part] | None = node.meta.get(_PART_OF)
+    return place_and_part
+
+
+class Run(NamedTuple):
+    """The elements from ``start`` to ``stop`` of an input."""
+
+    start: int
+    stop: int
+
+    def holds(self, other: Run) -> bool:
+        """Returns True if the other run lies in this one."""
+        return self.start <= other.start and other.stop <= self.stop
+
+
+@dataclass
+class Pool:
+    """An input that can be taken apart.
+
+    node    the input
+    leaf    its Value
+    back    the node that copies the new numbers into the input; None if it is written in place
+    runs    by Value made from the leaf by moves and writes, the elements that the Value stands for
+    plain   those of these Values into which nothing was written
+    parts   by run, in order, the part that becomes an input
+    pieces  the new numbers, in order: Values, and the elements that they are copied to
+    """
+
+    node: Node
+    leaf: Value
+    back: Node | None
+    runs: dict[Value, Run] = field(default_factory=dict)
+    plain: set[Value] = field(default_factory=set)
+    parts: dict[Run, Part] = field(default_factory=dict)
+    pieces: list[tuple[Run, Value]] = field(default_factory=list)
+
+    def part_around(self, run: Run | None) -> Run | None:
+        """Returns the part that holds a run, or None."""
+        return next((part for part in self.parts if run is not None and part.holds(run)), None)
+
+    def is_changed(self, run: Run, value: Value) -> bool:
+        """Returns True if a piece is not what the input holds there already."""
+        return value not in self.plain or self.runs[value] != run
+
+
+def take_apart(gm: GraphModule) -> GraphModule:
+    """Returns a module in which each part of a pool is an input; ``gm`` itself if it has none."""
+    inputs = gm.graph.find_nodes(op="placeholder")
+    if not any(map(_is_sliced, inputs)) or not find_pools(Graph(gm)):
+        return gm
+    opened = workplace(gm)
+    subgraphs.copied(gm, opened.graph)
+    graph = Graph(opened)
+    _Rewrite(graph, find_pools(graph)).run()
+    return opened
+
+
+def _is_sliced(node: Node) -> bool:
+    """Returns True if a view of an input, or of its memory in another shape, is a part of it."""
+    views = [node]
+    for view in views:
+        for user in view.users:
+            if signature(user.target).is_view and user.args[0] is view:
+                tensor, size = user.meta["val"], prod(view.meta["val"].shape)
+                if isinstance(tensor, (list, tuple)) or prod(tensor.shape) != size:
+                    return True
+                views.append(user)
+    return False
+
+
+# -- which inputs are pools
+
+
+def find_pools(graph: Graph) -> list[Pool]:
+    """Returns the inputs that can be taken apart."""
+    inputs = graph.gm.graph.find_nodes(op="placeholder")
+    pools = [_read_pool(graph, node) for node in inputs if node not in graph.parameters]
+    return [pool for pool in pools if pool is not None]
+
+
+def _read_pool(graph: Graph, node: Node) -> Pool | None:
+    """Returns the pool that an input is, or None."""
+    leaf, writers = graph.changed.get(node, graph.readings[node]), graph.writers.get(node, [])
+    if not isinstance(leaf, Value) or not (writers or node in graph.hidden):
+        return None
+    last = writers[-1] if writers else None
+    is_copy = last is not None and last.target is aten.copy_.default and last.args[0] is node
+    back = last if is_copy else None
+    if back is not None:
+        is_read_later = any(back < user for user in node.users)
+        if len(writers) > 1 or node in graph.hidden or is_read_later:
+            return None
+    elif not node.meta["val"].is_contiguous():
+        return None  # a reshape would not be the memory that is written
+    pool = Pool(node, leaf, back)
+    taken = _follow(graph, pool)
+    whole = pool.runs[leaf]
+    while True:
+        parts = _merged(taken)
+        if whole in parts or not parts:
+            return None
+        pool.pieces = [*_pieces(graph.written[node], 0, parts)] if back is not None else []
+        changed = {run for run, value in pool.pieces if pool.is_changed(run, value)}
+        missing = {run for run in changed if not any(part.holds(run) for part in parts)}
+        if not missing:
+            break
+        taken |= missing
+    for run in parts:
+        part = _as_part(graph, pool, run)
+        if part is None:
+            return None
+        pool.parts[run] = part
+    return pool
+
+
+def _follow(graph: Graph, pool: Pool) -> set[Run]:
+    """Finds the runs of a pool's Values. Returns those that something reads or writes to."""
+    taken = set[Run]()
+    pool.runs[pool.leaf] = Run(0, prod(pool.leaf.shape))
+    pool.plain.add(pool.leaf)
+    for value in order(graph.nodes):
+        sources = [source for source in value.sources if source in pool.runs]
+        if not sources:
+            continue
+        run = _run_of(value, pool)
+        if run is None:
+            taken |= {pool.runs[source] for source in sources}
+            continue
+        pool.runs[value] = run
+        if value.op in ("reshape", "slice") and value.sources[0] in pool.plain:
+            pool.plain.add(value)
+        elif value.op == "write":
+            taken.add(run)
+        elif value.op == "join" and (run != pool.runs[pool.leaf] or pool.back is None):
+            is_own = (pool.runs.get(part) == place for place, part in _placed(value, run.start))
+            taken |= set() if all(is_own) else {run}
+    for node in graph.gm.graph.output_node().all_input_nodes:
+        reading = graph.readings[node]
+        if isinstance(reading, Value) and reading in pool.runs:
+            taken.add(pool.runs[reading])
+    return taken
+
+
+def _run_of(value: Value, pool: Pool) -> Run | None:
+    """Returns the elements of the pool that a Value stands for.
+
+    Returns None if the Value is none of them in order, with some exchanged.
+    """
+    first, runs = value.sources[0], pool.runs
+    if value.op == "reshape":
+        return runs[first]
+    if value.op == "write":
+        is_base = first in runs and not any(source in runs for source in value.sources[1:])
+        return runs[first] if is_base else None
+    if value.op == "slice":
+        axis, start, step = value.literal
+        if step != 1 or prod(first.shape[:axis]) != 1:
+            return None
+        start = runs[first].start + start * prod(first.shape[axis + 1 :])
+        return Run(start, start + prod(value.shape))
+    if value.op == "join" and _is_in_order(value):
+        size = prod(value.shape)
+        if size == prod(pool.leaf.shape):
+            return runs[pool.leaf]
+        starts = {runs[part].start - place.start for place, part in _placed(value) if part in runs}
+        return Run(min(starts), min(starts) + size) if len(starts) == 1 else None
+    return None
+
+
+def _is_in_order(join: Value) -> bool:
+    """Returns True if the elements of a join are those of its sources, one source after another."""
+    return prod(join.shape[: join.literal]) == 1
+
+
+def _placed(join: Value, start: int = 0) -> Iterator[tuple[Run, Value]]:
+    """Yields the sources of a join with the elements that they take, from ``start`` on."""
+    for source in join.sources:
+        run = Run(start, start + prod(source.shape))
+        yield run, source
+        start = run.stop
+
+
+def _pieces(value: Value, start: int, parts: Iterable[Run]) -> Iterator[tuple[Run, Value]]:
+    """Yields a Value cut into pieces, each inside a part if it can be, with the elements that they
+    take.
+    """
+    run = Run(start, start + prod(value.shape))
+    while value.op == "reshape":
+        value = value.sources[0]
+    if value.op != "join" or not _is_in_order(value) or any(part.holds(run) for part in parts):
+        yield run, value
+        return
+    for place, source in _placed(value, start):
+        yield from _pieces(source, place.start, parts)
+
+
+def _merged(runs: Iterable[Run]) -> list[Run]:
+    """Returns the runs in order, those that overlap as one."""
+    merged = list[Run]()
+    for run in sorted(runs):
+        if merged and run.start < merged[-1].stop:
+            run = Run(merged[-1].start, max(merged.pop().stop, run.stop))
+        merged.append(run)
+    return merged
+
+
+def _as_part(graph: Graph, pool: Pool, run: Run) -> Part | None:
+    """Returns a run as a part: entries of the first axis, or elements in the shape in which the
+    graph takes them. Returns None if its sizes are not literals.
+    """
+    shape, size = pool.leaf.shape, run.stop - run.start
+    entry, is_symbolic = prod(shape[1:]), any(map(is_open, shape))
+    if (is_symbolic or size == entry) and not (run.start % entry or size % entry):
+        start, entries = run.start // entry, size // entry
+        is_rest = is_open(entries) and run.stop == prod(shape)
+        if is_open(start) or (is_open(entries) and not is_rest):
+            return None
+        return Part(start, None if is_rest else entries)
+    if is_symbolic or not pool.node.meta["val"].is_contiguous():
+        return None
+    shapes = (value.shape for value, other in pool.runs.items() if other == run)
+    return Part(run.start, shape=max(shapes, key=len, default=(size,)))
+
+
+# -- the graph without pools
+
+
+class _Rewrite:
+    """Makes the parts of pools inputs of a graph."""
+
+    def __init__(self, graph: Graph, pools: list[Pool]) -> None:
+        self.graph, self.pools = graph, pools
+        self.b = GraphBuilder(graph.gm)
+        self._lower = Lowering(self.b, graph, usable=self._is_usable)
+        self._inputs: dict[tuple[Node, Run], Value] = {}
+        # nodes that hold more than a part, and nodes that another took the place of
+        self._left = {pool.node for pool in pools}
+        self._replaced: list[tuple[Node, Node]] = []
+        self._point: Node | None = None
+
+    def run(self) -> None:
+        """Rewrites the graph."""
+        graph = self.graph.gm.graph
+        steps = [node for node in graph.nodes if node.op == "call_function"]
+        backs = {pool.back: pool for pool in self.pools if pool.back is not None}
+        with self.b.propagating():
+            self._add_inputs(steps[0])
+            for node in steps:
+                self._point = node
+                self.b.at(node, node.meta)
+                if node in backs:
+                    self._copy_back(backs[node])
+                    graph.erase_node(node)
+                elif not is_size(node) and self._is_followed(node):
+                    self._follow(node)
+            strides.follow(self.b, [(new, node) for new, node in self._replaced if new.users])
+        for node in steps:  # only sizes are still read from these
+            if node in self._left and node.op == "call_function" and _is_scatter(node):
+                node.replace_all_uses_with(node.args[0])
+        made = {*self.b.made, *(node for _, node in self._replaced), *self._left}
+        for node in reversed(graph.nodes):
+            is_step = node.op == "call_function" and node.target is not aten.copy_.default
+            if is_step and node in made and not node.users:
+                graph.erase_node(node)
+
+    def _add_inputs(self, first_step: Node) -> None:
+        """Adds an input for each part, and what is known of Values inside a part."""
+        graph, form = self.graph.gm.graph, self.graph.form
+        inputs = graph.find_nodes(op="placeholder")
+        last = inputs[-1]
+        for pool in self.pools:
+            for number, (run, part) in enumerate(pool.parts.items()):
+                with graph.inserting_after(last):
+                    last = graph.create_node("placeholder", f"{pool.node.target}_part{number}")
+                last.meta["val"] = tensor = part.of(pool.node.meta["val"])
+                named = f"{run.start}:{run.stop} of its elements" if part.shape else part.start
+                last.meta |= {
+                    _PART_OF: (inputs.index(pool.node), part),
+                    NAME: f"{label(pool.node)}[{named}]",
+                }
+                shape = self.graph.shape(tensor.shape)
+                leaf = form.leaf(f"part {last.name}", shape, pool.leaf.dtype, False)
+                self._inputs[pool.node, run], self._lower.known[leaf] = leaf, last
+        self._point = first_step
+        self.b.at(first_step, {})
+        for pool in self.pools:
+            for value in pool.plain:
+                run = pool.runs[value]
+                if value.op == "slice" and pool.part_around(run) is not None:
+                    self._lower.known[value] = self._lower.of(self._of_part(pool, run, value.shape))
+
+    def _of_part(self, pool: Pool, run: Run, shape: Shape) -> Value:
+        """Returns elements of a pool as a Value of the part that holds them."""
+        form, part = self.graph.form, pool.part_around(run)
+        assert part is not None
+        leaf = self._inputs[pool.node, part]
+        flat = form.reshape(leaf, (prod(leaf.shape),))
+        elements = form.slice(flat, 0, run.start - part.start, run.stop - part.start)
+        return form.reshape(elements, shape)
+
+    def _is_usable(self, node: Node) -> bool:
+        """Returns True if lowering may read a node."""
+        assert self._point is not None
+        return node not in self._left and node < self._point
+
+    def _is_followed(self, node: Node) -> bool:
+        """Returns True if a node reads more than a part, or puts back what a node holds already."""
+        if not self._left.isdisjoint(node.all_input_nodes):
+            return True
+        return _is_scatter(node) and self._is_held(self.graph.readings[node])
+
+    def _is_held(self, value: Value) -> bool:
+        """Returns True if a node above holds a Value, in any shape."""
+        shapes = [value]
+        while shapes[-1].op == "reshape":
+            shapes += shapes[-1].sources
+        nodes = (node for shape in shapes for node in self.graph.nodes_holding(shape))
+        return any(map(self._is_usable, nodes))
+
+    def _follow(self, node: Node) -> None:
+        """Replaces a node that reads more than a part by one that reads parts, if it can be."""
+        reading = self.graph.changed.get(node, self.graph.readings[node])
+        if isinstance(reading, Value) and filled_with(reading) is not None:
+            return  # it reads no numbers
+        self._left.add(node)
+        if not isinstance(reading, Value):
+            return
+        value = self.graph.form.reshape(reading, self.graph.shape(node.meta["val"].shape))
+        pool = next((pool for pool in self.pools if reading in pool.runs), None)
+        if pool is not None:
+            run = pool.runs[reading]
+            if pool.part_around(run) is None:
+                return
+            if pool.back is None or reading in pool.plain:
+                value = self._of_part(pool, run, value.shape)
+        elif not self._is_held(reading):
+            return
+        new = self._lower.of(value, node.meta["val"].dtype)
+        self._replaced.append((new, node))
+        node.replace_all_uses_with(new)
+
+    def _copy_back(self, pool: Pool) -> None:
+        """Writes the copies of new numbers into the parts."""
+        form = self.graph.form
+        for part in pool.parts:
+            pieces = [(run, value) for run, value in pool.pieces if _overlap(run, part)]
+            if not any(pool.is_changed(run, value) for run, value in pieces):
+                continue
+            values = []
+            for run, value in pieces:
+                if not part.holds(run):
+                    run = Run(max(run.start, part.start), min(run.stop, part.stop))
+                    value = self._of_part(pool, run, (run.stop - run.start,))
+                values.append(form.reshape(value, (run.stop - run.start,)))
+            leaf = self._inputs[pool.node, part]
+            node = self._lower.known[leaf]
+            new = self._lower.of(form.reshape(form.join(values, 0), leaf.shape), leaf.dtype)
+            self.b.insert(aten.copy_.default, (node, new), {}, node.meta["val"])
+
+
+def _overlap(run: Run, other: Run) -> bool:
+    """Returns True if two runs share elements."""
+    return run.start < other.stop and other.start < run.stop
+
+
+def _is_scatter(node: Node) -> bool:
+    """Returns True if a node is its first operand with other numbers."""
+    return node.target in (aten.select_scatter.default, aten.slice_scatter.default)
