@@ -1,5 +1,6 @@
-"""What a node calls, and what that does to what it is given: by its schema, and by lists of names
-where no schema says it.
+"""Says what a node calls, and what the operator does to its operands.
+
+Schemas say it where they can. Lists of names say the rest.
 """
 
 from __future__ import annotations
@@ -16,20 +17,19 @@ from torch.fx import Graph, GraphModule, Node
 
 from mla_fusion.compat import HigherOrderOperator, OpOverload, overload_name, schema_of
 
-# Casts among these are looked through when a group of nodes is asked what it means. float16 is
-# among them so that a float16 model is recognised, and then refused by name; float8 and integers
-# are quantisation.
+# Casts among these do not count when a prologue is searched. With float16 among them, a float16
+# model is recognised and then refused by name. float8 and integers are quantisation.
 MODEL_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _MODEL_FLOATS = frozenset(MODEL_FLOATS)
 
-# They keep every element, their order and their number. A name with "_copy" behind it does, too.
+# These keep all elements and their order. A name with "_copy" behind it does, too.
 _RESHAPES = frozenset(
     """
     _reshape _reshape_alias _unsafe_view alias clone contiguous detach flatten lift_fresh
     npu_format_cast reshape squeeze unflatten unsqueeze view view_as
     """.split()
 )
-# They re-index their first argument.
+# These re-index their first argument.
 _VIEWS = _RESHAPES | frozenset(
     """
     chunk expand expand_as mT matrix_H movedim narrow npu_format_cast_ numpy_T permute select slice
@@ -40,7 +40,7 @@ _VIEWS = _RESHAPES | frozenset(
 _CASTS = frozenset(
     "_npu_dtype_cast _to_copy convert_element_type npu_dtype_cast to type_as".split()
 )
-# They give their first argument with other elements at some places.
+# These return their first argument with other elements at some places.
 _WRITERS = frozenset(
     """
     _unsafe_index_put copy diagonal_scatter index_add index_copy index_fill index_put index_reduce
@@ -48,9 +48,9 @@ _WRITERS = frozenset(
     slice_scatter
     """.split()
 )
-# They write caches, though their schemas do not say so.
+# These write caches, though their schemas do not say so.
 _UNSEEN = frozenset(("npu_kv_rmsnorm_rope_cache", "npu_mla_prolog", "npu_mla_prolog_v2"))
-# Of one number, and of the shape of their first argument.
+# Results filled with one number, in the shape of the first argument.
 _FILLED = {"zeros_like": 0.0, "new_zeros": 0.0, "ones_like": 1.0, "new_ones": 1.0}
 _UNWRITTEN = ("empty_like", "new_empty", "new_empty_strided")
 _BUILT_IN = ("aten", "prims", "npu", "_c10d_functional")
@@ -58,42 +58,45 @@ _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 _TORCHS_OWN = ("", "prim", "_operator", "quantized", *_BUILT_IN, *_COLLECTIVES)
 
 
-# -- what the tracer noted of a node
+# -- what the tracer recorded for a node
 
 
 def value_of(node: Node) -> Any:
-    """What stands for its value: a fake tensor, several, or a size; None where nothing does."""
+    """Returns the example of a node's value: a fake tensor, a list of them, or a size. None if the
+    tracer recorded none.
+    """
     return node.meta.get("val")
 
 
 def shape_of(node: Node) -> Any:
-    """Of a node that holds one tensor."""
+    """Returns the shape of a node that holds one tensor."""
     return node.meta["val"].shape
 
 
 def dtype_of(node: Node) -> torch.dtype:
-    """Of a node that holds one tensor."""
+    """Returns the dtype of a node that holds one tensor."""
     dtype: torch.dtype = node.meta["val"].dtype
     return dtype
 
 
 def is_float(dtype: torch.dtype) -> bool:
-    """Real or complex."""
+    """Returns True for a real or complex float dtype."""
     return dtype.is_floating_point or dtype.is_complex
 
 
 def holds_integers(node: Node) -> bool:
-    """One tensor, of integers or bools."""
+    """Returns True if the node holds one tensor of integers or bools."""
     value = value_of(node)
     return isinstance(value, torch.Tensor) and not is_float(value.dtype)
 
 
-# -- what it calls
+# -- what a node calls
 
 
 def called(node: Node) -> Any:
-    """What the node calls: of a call in which AOT autograd wraps an operator that writes its
-    arguments, that operator.
+    """Returns what the node calls.
+
+    AOT autograd wraps the call of an operator that writes its arguments. Then it is that operator.
     """
     target = node.target
     wraps = isinstance(target, HigherOrderOperator) and "functionalized" in target.name()
@@ -102,18 +105,18 @@ def called(node: Node) -> Any:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Signature:
-    """What the schema of a call's target says, and torch's tags; of what is no operator: nothing.
+    """What the schema and the tags of an operator say. All fields are empty for other targets.
 
     name          ``namespace::name`` without the overload
     word          the name alone
-    arguments     their names, with their defaults
-    is_mutable    does it change an argument?
-    is_in_place   does it change its first argument, and return it? (``__and__`` does not.)
-    is_view       are its results views of its first argument?
-    may_alias     may a result be an argument's memory?
-    is_random     may it draw numbers?
-    is_pointwise  is each element of the result a function of one element of each operand?
-    is_check      has it no result?
+    arguments     names of the arguments, with their defaults
+    is_mutable    True if it changes an argument
+    is_in_place   True if it changes its first argument and returns it (``__and__`` does not)
+    is_view       True if its results are views of its first argument
+    may_alias     True if a result may be an argument's memory
+    is_random     True if it may draw numbers
+    is_pointwise  True if each element of the result depends on one element of each operand
+    is_check      True if it has no result
     """
 
     target: Any
@@ -130,6 +133,7 @@ class Signature:
 
     @classmethod
     def read(cls, target: OpOverload) -> Signature:
+        """Returns the signature of an operator."""
         schema = schema_of(target)
         name, is_mutable = str(schema.name), bool(schema.is_mutable)
         return cls(
@@ -137,8 +141,8 @@ class Signature:
             name,
             name.rpartition("::")[2],
             tuple(
-                (one.name, one.default_value if one.has_default_value() else None)
-                for one in schema.arguments
+                (argument.name, argument.default_value if argument.has_default_value() else None)
+                for argument in schema.arguments
             ),
             is_mutable,
             is_mutable and name.endswith("_"),
@@ -155,8 +159,9 @@ _SIGNATURES: dict[int, Signature] = {}  # by the id of the target, which its sig
 
 
 def signature(target: Any) -> Signature:
-    """Read once for each operator: it is asked for many times a node, and to hash an operator is a
-    call of Python's.
+    """Returns the signature of a target.
+
+    It is read once for each operator, and found by id: the hash of an operator is slow.
     """
     known = _SIGNATURES.get(id(target))
     if known is None and isinstance(target, OpOverload):
@@ -165,29 +170,30 @@ def signature(target: Any) -> Signature:
 
 
 def op_name(node: Node) -> str:
-    """``namespace::name`` of the operator without its overload; "" for anything that is not one."""
+    """Returns ``namespace::name`` of the operator, without its overload. "" for other targets."""
     return signature(called(node)).name
 
 
 def word(node: Node) -> str:
-    """The name of the operator that it calls, without namespace and overload; "" for others."""
+    """Returns the operator's name without namespace and overload. "" for other targets."""
     return signature(node.target).word
 
 
 def is_torchs_own(target: Any) -> bool:
-    """Is it an operator of torch's or torch_npu's, or none?"""
+    """Returns True for an operator of torch or torch_npu, and for what is no operator."""
     return (target.namespace if isinstance(target, OpOverload) else "") in _TORCHS_OWN
 
 
 def is_getitem(node: Node) -> bool:
+    """Returns True if the node takes an item of a list."""
     return node.target is operator.getitem
 
 
 def argument(node: Node, name: str, default: Any = None) -> Any:
-    """An argument by its schema name; where the graph omits it, the schema's own default.
+    """Returns an argument by its name in the schema. If the graph omits it: the schema's default.
 
-    AOT drops arguments that equal the schema default, and the defaults differ from operator to
-    operator (epsilon: 1e-6 in npu_rms_norm, 1e-5 in npu_mla_prolog), so they are never guessed.
+    AOT autograd drops arguments that equal the default. Defaults differ by operator (epsilon: 1e-6
+    in npu_rms_norm, 1e-5 in npu_mla_prolog), so none is assumed.
     """
     target = node.target
     if isinstance(target, OpOverload):
@@ -201,11 +207,11 @@ def argument(node: Node, name: str, default: Any = None) -> Any:
     return node.kwargs.get(name, default)
 
 
-# -- what that does
+# -- what the operator does
 
 
 def is_view(node: Node) -> bool:
-    """Does the node re-index one tensor, changing no element? (A getitem of a split counts.)"""
+    """Returns True if the node re-indexes one tensor. An item of a split counts."""
     if is_getitem(node):
         source = node.args[0]
         return isinstance(source, Node) and is_view(source)
@@ -213,44 +219,46 @@ def is_view(node: Node) -> bool:
 
 
 def is_reshape(node: Node) -> bool:
-    """Does the node keep elements, their order and their number?"""
+    """Returns True if the node keeps all elements and their order."""
     return _is_one_of(node, _RESHAPES)
 
 
 def _is_one_of(node: Node, names: frozenset[str]) -> bool:
+    """Returns True if the node calls an operator of this name, or its copying form."""
     name = word(node).removesuffix("_copy")
     return name in names and overload_name(node.target) != "dtype"  # it counts other elements
 
 
 def is_cast(node: Node) -> bool:
+    """Returns True if the node changes the dtype."""
     return word(node) in _CASTS
 
 
 def is_model_cast(node: Node) -> bool:
-    """A cast from one of a model's floats to another."""
+    """Returns True for a cast from one float dtype of models to another."""
     if not is_cast(node):
         return False
-    values = (value_of(one) for one in (*node.all_input_nodes[:1], node))
+    values = map(value_of, (*node.all_input_nodes[:1], node))
     return {value.dtype for value in values if isinstance(value, torch.Tensor)} <= _MODEL_FLOATS
 
 
 def is_writer(node: Node) -> bool:
-    """Does it give a tensor with other elements at some places?"""
+    """Returns True if the node returns a tensor with other elements at some places."""
     return word(node) in _WRITERS
 
 
 def is_mutating(node: Node) -> bool:
-    """Does the operator's schema say that it changes an argument?"""
+    """Returns True if the schema says that the operator changes an argument."""
     return signature(node.target).is_mutable
 
 
 def has_effect(node: Node) -> bool:
-    """Must the node stay where it is even if nobody reads it?"""
+    """Returns True if the node must stay even if nothing reads it."""
     return is_mutating(node) or word(node) in _UNSEEN
 
 
 def is_random(node: Node) -> bool:
-    """Does it draw numbers? Not a dropout that drops nothing."""
+    """Returns True if the node draws numbers. A dropout that drops nothing does not."""
     if not signature(node.target).is_random:
         return False
     is_dropout = word(node).endswith("dropout")
@@ -259,21 +267,22 @@ def is_random(node: Node) -> bool:
 
 
 def filled_with(node: Node) -> float | None:
-    """The number that every element of the node is, which takes no more than a shape; NaN for
-    memory not yet written.
+    """Returns the number that a node is filled with, if it reads no more than a shape.
+
+    NaN stands for memory that is not written. None for other nodes.
     """
     name = word(node)
     if name in ("full_like", "new_full"):
-        value, kept = argument(node, "fill_value"), value_of(node)
-        if not isinstance(value, (int, float)) or not isinstance(kept, torch.Tensor):
+        number, tensor = argument(node, "fill_value"), value_of(node)
+        if not isinstance(number, (int, float)) or not isinstance(tensor, torch.Tensor):
             return None
-        return torch.tensor(float(value), dtype=torch.float64).to(kept.dtype).double().item()
+        return torch.tensor(float(number), dtype=torch.float64).to(tensor.dtype).double().item()
     return float("nan") if name in _UNWRITTEN else _FILLED.get(name)
 
 
 def attribute(node: Node) -> Any:
-    """What a get_attr node reads of its module; None for another node, or where the module has
-    nothing of that name.
+    """Returns the attribute that a get_attr node reads. None for other nodes, and if the module has
+    no such attribute.
     """
     if node.op != "get_attr":
         return None
@@ -284,31 +293,36 @@ def attribute(node: Node) -> Any:
 
 
 def is_literal(node: Node) -> bool:
-    """Does a get_attr node read a literal of the trace? A buffer, or a tensor that the model
-    captures, may be written between calls.
+    """Returns True if a get_attr node reads a literal of the trace.
+
+    A buffer, or a tensor that the model captures, may be written between calls.
     """
     return all(word(user) in ("lift_fresh_copy", "lift_fresh") for user in node.users)
 
 
-# -- how it reads memory
+# -- how the operator reads memory
 
 
 def needs_strides(node: Node) -> bool:
-    """Does the node read memory by strides of its own, or write memory whose strides it heeds? A
-    copy of other strides cannot stand in for that memory.
+    """Returns True if a copy with other strides cannot replace an operand of the node.
+
+    The node reads memory by strides of its own, or writes memory whose strides matter to it.
     """
     return word(node).startswith("as_strided") or (is_mutating(node) and heeds_strides(node))
 
 
 def has_reader_by_strides(graph: Graph) -> bool:
-    one_of_each = {node.target: node for node in graph.nodes}
-    return any(map(needs_strides, one_of_each.values()))
+    """Returns True if a node of the graph needs the strides of an operand."""
+    node_by_target = {node.target: node for node in graph.nodes}
+    return any(map(needs_strides, node_by_target.values()))
 
 
 def heeds_strides(node: Node) -> bool:
-    """May the result depend on how operands lie in memory? So it is of random operators, whose
-    numbers come in the order of the memory, of custom ones, but for those that say otherwise, and
-    of operators that run other graphs: these were traced with strides.
+    """Returns True if the result may depend on the strides of operands.
+
+    It may for random operators, which draw numbers in the order of memory; for custom operators
+    without the tag ``flexible_layout``; and for operators that run other graphs, which were traced
+    with strides.
     """
     target = node.target
     if not isinstance(target, OpOverload):
@@ -319,9 +333,9 @@ def heeds_strides(node: Node) -> bool:
 
 
 def count_operators(gm: GraphModule) -> dict[str, int]:
-    """How often each operator is called, the commonest first."""
+    """Returns how often each operator is called, the most frequent first."""
     targets = [node.target for node in gm.graph.nodes if node.op == "call_function"]
-    # their hashes and names cost more than the counting
+    # counted by id: hashes and names of operators are slow
     by_identity = {id(target): target for target in targets}
     counts = Counter[str]()
     for identity, count in Counter(map(id, targets)).items():

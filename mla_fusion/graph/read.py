@@ -30,7 +30,7 @@ from mla_fusion.fx.sizes import expression as expression_of
 from mla_fusion.graph import arithmetic, decompose, fused, moves, quantise
 from mla_fusion.graph.call import RULES, Call, Departs, EqualSizes, Pair, Size, name_of
 from mla_fusion.graph.form import Form, Value, filled_with
-from mla_fusion.graph.numbers import LEAST_BOUND, ONE, Number, is_open, is_rough
+from mla_fusion.graph.numbers import LEAST_BOUND, Number, is_open, is_rough
 from mla_fusion.graph.parameters import parameters
 
 __all__ = ["Graph", "Reading", "arithmetic", "fused", "moves", "quantise"]
@@ -136,24 +136,18 @@ class Graph:
 
         Each holds it from its place in the graph to the end, or until a copy that ends the graph.
         """
-        nodes = self.nodes_in_any_shape(value)
-        origin = self._origin(value) if nodes else (ONE, value)
-        for node in nodes:
+        for node in self.nodes_in_any_shape(value):
             reading = self.readings[node]
             if isinstance(reading, Pair):
                 is_held = value in (reading.real, reading.imag)
             elif node.op == "placeholder":
-                is_held = origin[1].op == "leaf" and node not in self.early_writes
-            else:
+                is_held = self._origin(value)[1].op == "leaf" and node not in self.early_writes
+            elif node in self.changed:
                 base = self.base(node)
-                if (
-                    node in self.changed
-                    and base.op == "placeholder"
-                    and base not in self.early_writes
-                ):
-                    reading = self.changed[node]
-                is_same = isinstance(reading, Value) and self._origin(reading) == origin
-                is_held = is_same and reading is self.changed.get(node, reading)
+                is_unwritten = base.op == "placeholder" and base not in self.early_writes
+                is_held = is_unwritten and self._is_same(self.changed[node], value)
+            else:
+                is_held = self._is_same(reading, value)
             if is_held:
                 yield node
 
@@ -166,6 +160,12 @@ class Graph:
         return self.nodes.get(value) or self._nodes_by_origin.get(
             self._origin(value), enclosing_nodes
         )
+
+    def _is_same(self, reading: Reading, value: Value) -> bool:
+        """True if a reading is a Value or a reshape of it."""
+        if reading is value:
+            return True
+        return isinstance(reading, Value) and self._origin(reading) == self._origin(value)
 
     def _origin(self, value: Value) -> tuple[Number, Value]:
         """A key that is equal for Values that are reshapes of each other."""

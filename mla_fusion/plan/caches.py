@@ -14,7 +14,7 @@ import torch
 from torch.fx import Node
 
 from mla_fusion.fx.kinds import called, is_writer, shape_of, word
-from mla_fusion.fx.sizes import divides, known, same
+from mla_fusion.fx.sizes import divides, is_empty, known, same
 from mla_fusion.fx.walk import INPUTS, origin, upward, views, written
 from mla_fusion.graph.form import MOVES, Value, order
 from mla_fusion.graph.numbers import ONE
@@ -390,6 +390,8 @@ def _why_no_input(node: Node) -> tuple[str, str]:
         )
     if source.op not in INPUTS:
         return f"{node.name} is not a graph input seen as rows", ""
+    if is_empty(source):
+        return f"{source.name} has no elements", ""
     maker = origin(node, views)
     is_same_size = same(prod(shape_of(node)), prod(shape_of(source)))
     if is_writer(maker) and (is_same_size or word(maker) not in _SCATTERS):

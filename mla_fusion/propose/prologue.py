@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -52,6 +53,7 @@ class Proposal:
     rotation         the order of elements before and after it; None if nothing is rotated
     identity_reason  why the target above does not take the prologue, for a call with W_uk = [I | 0]
     model_heads      the model's number of heads if the call has more, else 0
+    original         the proposal of another layer of which this is a copy, or None
     """
 
     x: Value
@@ -64,12 +66,14 @@ class Proposal:
     rotation: tuple[str, str] | None
     identity_reason: Departure | None = None
     model_heads: int = 0
+    original: Proposal | None = field(default=None, init=False)
 
     @property
     def activations(self) -> dict[Value, Layout]:
         """Returns the activation from which claims are proved, with its layout."""
         return {self.x: token_layout(self.x.shape[:1], self.x.shape[1:])}
 
+    @cached_property
     def numbered(self) -> tuple[object, list[Value]]:
         """Returns the structure of all that is claimed, and its Values.
 
@@ -115,7 +119,7 @@ class Proposal:
             """Returns an argument of the other prologue."""
             return form.renamed(argument, substitutes) if isinstance(argument, Value) else argument
 
-        return Proposal(
+        copy = Proposal(
             new(self.x),
             {argument: new(argument_value) for argument, argument_value in self.arguments.items()},
             leaves,
@@ -129,6 +133,8 @@ class Proposal:
             self.rotation,
             self.identity_reason,
         )
+        copy.original = self
+        return copy
 
 
 def proposals(
