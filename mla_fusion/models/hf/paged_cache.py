@@ -16,7 +16,7 @@ from transformers import Cache, DynamicCache, StaticCache, cache_utils
 from transformers.cache_utils import DynamicLayer, StaticLayer
 
 from mla_fusion.models.hf.latent_attention import BLOCK_SIZE
-from mla_fusion.models.hf.paged_layer import PagedIndexedLayer, PagedLatentLayer, PageTable
+from mla_fusion.models.hf.paged_layer import PagedIndexedLayer, PagedLatentLayer, SlotTable
 from mla_fusion.models.refusal import OptimizeError
 
 _KINDS: dict[type[Any], type[PagedLatentLayer]] = {
@@ -64,7 +64,7 @@ class MlaPagedCache(Cache):
             raise OptimizeError(
                 "cache.kind", f"{type(text).__name__} has no kv_lora_rank: no latents to cache"
             )
-        self.table = PageTable(block_size, max_cache_len)
+        self.table = SlotTable(block_size, max_cache_len)
         usual: Cache
         if max_cache_len is None:
             usual = DynamicCache(config=text)
@@ -97,7 +97,7 @@ class MlaPagedCache(Cache):
     @property
     def max_cache_len(self) -> int:
         """As of a StaticCache; -1 where the cache grows."""
-        return self.table.most
+        return self.table.max_len
 
     def get_max_length(self, layer_idx: int | None = 0) -> int:
         """As ``max_cache_len``; the name that newer releases have for it, in all of them."""
@@ -128,13 +128,10 @@ class MlaPagedCache(Cache):
     def crop(self, tokens: int) -> None:
         """Remove the newest tokens: ``-tokens`` of them or, where the installed ``transformers``
         takes positive numbers, all but the first ``tokens``."""
-        started = [layer for layer in self.paged_layers if layer.is_initialized]
-        held = started[0].held() if started else 0
-        left = _cropped(held, tokens)
-        if self.table.static and left < held:
-            self.table.length.fill_(left)
-        for layer in started:
-            layer.length = left
+        length = int(self.table.length)
+        left = _cropped(length, tokens)
+        if left < length:
+            self.table.truncate(left)
         others: list[Any] = [x for x in self.layers if not isinstance(x, PagedLatentLayer)]
-        for other in others:
-            other.crop(tokens)
+        for layer in others:
+            layer.crop(tokens)
