@@ -127,8 +127,8 @@ class AbsorbedDecoder(nn.Module):
         block_tables  [T, blocks] int64, seq_lens [T] int64 with the new token counted
         """
         cos, sin = (table.squeeze(0) for table in self.rotary_emb(hidden, positions.unsqueeze(0)))
-        where = cos, sin, slot_mapping, block_tables, seq_lens
+        shared = cos, sin, slot_mapping, block_tables, seq_lens
         for layer, *caches in zip(self.layers, kv_caches, kr_caches, strict=True):
-            hidden = hidden + layer.self_attn(layer.input_layernorm(hidden), *where, *caches)
+            hidden = hidden + layer.self_attn(layer.input_layernorm(hidden), *shared, *caches)
             hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
         return hidden

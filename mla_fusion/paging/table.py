@@ -93,9 +93,10 @@ class PageTable:
         return cls(starts, pages, lengths, page_size)
 
     def to_flashinfer(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns ``(indptr, indices, last_page_len)``, int32, without pages behind a sequence's end.
+        """Returns ``(indptr, indices, last_page_len)``, int32.
 
-        A sequence of length 0 has no page and last_page_len 0.
+        Pages behind a sequence's end are left out. A sequence of length 0 has no page and
+        last_page_len 0.
         """
         counts, pages = self._used()
         last = self.lengths - (counts - 1).clamp(min=0) * self.block_size
@@ -107,10 +108,10 @@ class PageTable:
     def from_block_table(
         cls, block_table: Tensor, seq_lens: Tensor, block_size: int, *, check: bool = True
     ) -> PageTable:
-        """Returns the table of ``block_table`` [B, max_blocks] and ``seq_lens`` [B], which count the
-        new tokens too.
+        """Returns the table of vLLM's ``block_table`` [B, max_blocks] and ``seq_lens`` [B].
 
-        Entries behind a sequence's last block are not read: vLLM leaves anything there.
+        The lengths count the new tokens too. Entries behind a sequence's last block are not read:
+        vLLM leaves anything there.
         """
         positive_size("block_size", block_size)
         table, lengths = integers("block_table", block_table, 2), integers("seq_lens", seq_lens)
@@ -162,8 +163,9 @@ class PageTable:
         return cls(starts_of(ceil_div(lengths, block_size)), pages, lengths, block_size)
 
     def token_table(self) -> tuple[Tensor, Tensor]:
-        """Returns ``(slots, kvstarts)`` of every token of every sequence, int64: PPL's cachestarts in
-        table mode.
+        """Returns ``(slots, kvstarts)`` of every token of every sequence, int64.
+
+        PPL's table mode takes the slots as its cachestarts.
         """
         return self._slots(*positions(self.lengths)), starts_of(self.lengths)
 

@@ -12,9 +12,8 @@ from __future__ import annotations
 import gc
 import os
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from threading import Lock
 from typing import Any, Protocol
 from weakref import WeakSet, WeakValueDictionary, proxy, ref
@@ -30,7 +29,6 @@ from mla_fusion.modes import is_capturing, is_plain, outside_modes
 from mla_fusion.weights.source import Source, place
 
 _Key = tuple[str, str, tuple[object, ...]]
-_Pack = Callable[..., torch.Tensor]
 
 
 class WeightError(ValueError):
@@ -50,14 +48,11 @@ class Entry:
     packed  None if the parameters have changed or are gone
     memory  where the weight lies. After a change the parameters are packed into it again. None if
             the parameters are gone.
-    pack    makes the weight of its sources
+    recipe  makes the weight of its sources
     """
 
-    def __init__(
-        self, sources: Sequence[Any], packed: torch.Tensor, updates: str, pack: _Pack
-    ) -> None:
-        self.pack = pack
-        self.updates = updates
+    def __init__(self, sources: Sequence[Any], packed: torch.Tensor, recipe: Packed) -> None:
+        self.recipe = recipe
         self.users: WeakSet[User] = WeakSet()
         self.memory: torch.Tensor | None = _without_base(packed)
         self._remember(sources, self.memory)
@@ -70,7 +65,7 @@ class Entry:
         """
         self.packed: torch.Tensor | None = packed
         tensors = [source for source in sources if isinstance(source, torch.Tensor)]
-        self.sources = [Source(tensor, packed, self.updates) for tensor in tensors]
+        self.sources = [Source(tensor, packed, self.recipe.updates) for tensor in tensors]
         entry = proxy(self)
         self._watched = [
             ref(tensor.untyped_storage(), lambda _: entry.void())
@@ -108,7 +103,7 @@ class Entry:
             source.storage == storage_id(self.memory) for source in self.sources
         )
 
-    def fits(self, sources: Sequence[Any], compares: bool = False) -> bool:
+    def fits(self, sources: Sequence[Any], compares: bool) -> bool:
         """Returns True if sources at the same places are unchanged.
 
         compares  compares their content whatever ``updates`` says, except while a device captures
@@ -118,7 +113,8 @@ class Entry:
         return self.packed is not None and all(
             source.is_still(
                 tensor,
-                self.updates == "every call" or (compares and not is_capturing(tensor.device)),
+                self.recipe.updates == "every call"
+                or (compares and not is_capturing(tensor.device)),
             )
             for source, tensor in zip(self.sources, tensors, strict=True)
         )
@@ -145,7 +141,7 @@ os.register_at_fork(after_in_child=_renew_lock)
 @dataclass(eq=False)
 class Packed:
     """A weight made of some of the caller's arguments: tensors, and numbers that its sizes depend
-    on. Keeps what it has packed.
+    on.
 
     program     takes the arguments at ``positions``
     updates     as in Config
@@ -160,7 +156,6 @@ class Packed:
     positions: tuple[int, ...] = (0,)
     names: tuple[str, ...] = ("",)
     signature: str = field(init=False)
-    _entries: dict[_Key, Entry] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.signature = describe(self.program)
@@ -169,7 +164,7 @@ class Packed:
         """Returns the packed weight. Of fake tensors, and of a transform's, it is not kept."""
         sources = self.sources(args)
         if not are_plain(sources):
-            return self._pack(*sources)
+            return self.pack(*sources)
         packed = self.of(sources).packed
         assert packed is not None
         return packed
@@ -177,7 +172,7 @@ class Packed:
     def sources(self, args: Sequence[Any]) -> list[Any]:
         return [args[position] for position in self.positions]
 
-    def of(self, sources: Sequence[Any], in_use: Container[Entry] | None = None) -> Entry:
+    def of(self, sources: Sequence[Any], in_use: Container[Entry] = ()) -> Entry:
         """Returns the weight packed of these sources. Packs them if they are new or have changed.
 
         in_use  entries that were checked at every call; of other entries the content is compared
@@ -187,38 +182,30 @@ class Packed:
         with _LOCK, outside_modes():
             key = self.signature, self.updates, tuple(map(place, sources))
             entry = _ENTRIES.get(key)
-            compares = in_use is not None and entry not in in_use
-            if entry is None or not entry.fits(sources, compares):
-                packed = self._pack(*sources)
+            if entry is None or not entry.fits(sources, entry not in in_use):
+                packed = self.pack(*sources)
                 if entry is None or not entry.renew(sources, packed):
                     if entry is not None:
                         entry.void()
-                    entry = Entry(sources, packed, self.updates, self._pack)
-            _ENTRIES[key] = self._entries[key] = entry
+                    entry = Entry(sources, packed, self)
+                    _ENTRIES[key] = entry
             return entry
 
-    @property
-    def _pack(self) -> _Pack:
-        return partial(_pack, self.program, self.exact)
+    def pack(self, *sources: Any) -> torch.Tensor:
+        """Returns a newly packed weight.
 
-    def sweep(self) -> None:
-        """Drops void entries."""
-        with _LOCK:
-            entries = self._entries.items()
-            self._entries = {key: entry for key, entry in entries if entry.memory is not None}
-
-
-def _pack(program: GraphModule, exact: Exact | None, *sources: Any) -> torch.Tensor:
-    """Raises WeightError if the packed weight would not hold the numbers that it must."""
-    packed: torch.Tensor = program(*sources)
-    # a fake tensor holds no numbers
-    if exact is None or isinstance(packed, FakeTensor) or exact.holds(packed, sources[0]):
-        return packed
-    raise WeightError(
-        f"[{exact.code}] {exact.what}, as they were when this graph was compiled: it has changed, "
-        "or is another model's; call torch.compiler.reset(). One compiled function for layers that "
-        "differ in this is to be named in Config.skip"
-    )
+        Raises WeightError if it would not hold the numbers that it must.
+        """
+        packed: torch.Tensor = self.program(*sources)
+        exact = self.exact
+        # a fake tensor holds no numbers
+        if exact is None or isinstance(packed, FakeTensor) or exact.holds(packed, sources[0]):
+            return packed
+        raise WeightError(
+            f"[{exact.code}] {exact.what}, as they were when this graph was compiled: it has "
+            "changed, or is another model's; call torch.compiler.reset(). One compiled function "
+            "for layers that differ in this is to be named in Config.skip"
+        )
 
 
 def are_plain(sources: Sequence[Any]) -> bool:
@@ -244,30 +231,29 @@ def _reads(entry: Entry, storages: Container[int]) -> bool:
     return any(source.storage in storages for source in entry.sources)
 
 
-def renew(
-    tensors: Iterable[torch.Tensor], others: Callable[[], Iterable[torch.Tensor]] = tuple
-) -> int:
+def renew(tensors: Iterable[torch.Tensor], others: Iterable[torch.Tensor] = ()) -> int:
     """Packs again, in place, the copies that were made of these tensors. Returns their number.
 
-    ``others`` returns tensors that may be further sources of such a copy. A copy with an unknown
-    source is packed at the next call. So is a copy that cannot hold the new numbers: the first
-    WeightError is raised after all others are packed.
+    A copy with an unknown source is packed at the next call. So is a copy that cannot hold the new
+    numbers: the first WeightError is raised after all others are packed.
+
+    others  an iterator over tensors that may be further sources of such a copy
     """
     by_place = {place(tensor): tensor for tensor in tensors}
     by_storage = {storage_id(tensor): tensor for tensor in by_place.values()}
-    count, has_others, errors = 0, False, list[WeightError]()
+    count, errors = 0, list[WeightError]()
     with _LOCK, outside_modes():
         for (*_, places), entry in list(_ENTRIES.items()):
             if entry.memory is None or entry.is_view or not _reads(entry, by_storage):
                 continue
-            if len(entry.sources) > 1 and not has_others:
-                has_others = True
-                by_place = {**{place(tensor): tensor for tensor in others()}, **by_place}
+            if len(entry.sources) > 1:
+                for tensor in others:  # none are left after the first time
+                    by_place.setdefault(place(tensor), tensor)
             sources = [_source_at(each, by_place, by_storage) for each in places]
             is_renewed = False
             try:
                 if all(source is not None for source in sources):
-                    is_renewed = entry.renew(sources, entry.pack(*sources))
+                    is_renewed = entry.renew(sources, entry.recipe.pack(*sources))
             except WeightError as error:
                 errors.append(error)
             if is_renewed:

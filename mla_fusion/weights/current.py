@@ -34,14 +34,15 @@ class Weights:
     def __init__(self, wanted: Sequence[Packed]) -> None:
         self.wanted = tuple(wanted)
         self._sources = [position for item in wanted for position in item.positions]
-        self._known: dict[object, Current] = {}
+        self._sets: dict[object, Current] = {}
+        self._entries: set[Entry] = set()  # expired entries too: they are packed in place
 
     def of(self, args: Sequence[Any]) -> tuple[Tensor, ...]:
         """Returns the weights packed of these arguments, in the order of ``wanted``."""
         if not self.wanted:
             return ()
-        known = self._known.get(self._key(args))
-        packed = known.packed if known is not None and known.holds(args) else None
+        current = self._sets.get(self._key(args))
+        packed = current.packed if current is not None and current.holds(args) else None
         if packed is None and not cache.are_plain([args[position] for position in self._sources]):
             return tuple(item(args) for item in self.wanted)
         while packed is None:  # another thread may find a weight changed in between
@@ -50,13 +51,13 @@ class Weights:
 
     def entries(self, args: Sequence[Any]) -> tuple[Entry, ...] | None:
         """Returns the entries of these arguments' weights, None if the weights are not kept."""
-        known = self._known.get(self._key(args))
-        return known.entries if known is not None else None
+        current = self._sets.get(self._key(args))
+        return current.entries if current is not None else None
 
     def _key(self, args: Sequence[Any]) -> object:
         """Returns a key for these arguments: a graph may serve several layers.
 
-        A parameter is known by its identity. So another memory is a change, and the weights of a
+        The identity of a parameter is its key. So another memory is a change, and the weights of a
         memory to which the parameter returns are compared in full (an average that is exchanged for
         the weights and back).
         """
@@ -72,26 +73,28 @@ class Weights:
         """Packs what is not packed, or has changed. Returns None if it changes meanwhile."""
         cache.sweep()
         key = self._key(args)
-        before = self._known.get(key)
-        self._known = {key: known for key, known in self._known.items() if known.packed is not None}
-        in_use = before.entries if before is not None else ()
+        previous = self._sets.get(key)
+        sets = list(self._sets.items())  # other threads add theirs
+        self._sets = {key: current for key, current in sets if current.packed is not None}
+        in_use = previous.entries if previous is not None else ()
         uses = [(item, item.of(item.sources(args), in_use)) for item in self.wanted]
-        for item in self.wanted:
-            item.sweep()
-        self._known[key] = known = Current(uses, args, before)
-        return known.packed
+        self._sets[key] = current = Current(uses, args, previous)
+        self._entries.update(current.entries)
+        void = [entry for entry in list(self._entries) if entry.memory is None]
+        self._entries.difference_update(void)
+        return current.packed
 
 
 class Current:
     """The packed weights of one set of parameters.
 
-    uses    what is packed, and where
-    before  the packed weights before a change; the rounds go on
-    packed  the weights; None if one of them is not current
+    uses      each packing with its entry
+    previous  the packed weights before a change; the rounds continue
+    packed    the weights; None if a weight is not current
     """
 
     def __init__(
-        self, uses: Sequence[tuple[Packed, Entry]], args: Sequence[Any], before: Current | None
+        self, uses: Sequence[tuple[Packed, Entry]], args: Sequence[Any], previous: Current | None
     ) -> None:
         self.entries = tuple(entry for _, entry in uses)
         self._uses = uses
@@ -112,10 +115,12 @@ class Current:
         self._counted_of = items([each.position for each in counted])
         self._versions = [each.source.version for each in counted]
         self._compared = [each for each in watched if len(each.source.content)]
-        self._in_full = any(entry.updates == "every call" for entry in self.entries)
+        self._in_full = any(packed.updates == "every call" for packed, _ in uses)
         self._rounds: Rounds | None = None
         if self._compared and not self._in_full:
-            self._rounds = Rounds(self._compared, before._rounds if before is not None else None)
+            self._rounds = Rounds(
+                self._compared, previous._rounds if previous is not None else None
+            )
         for entry in self.entries:
             entry.users.add(self)  # before the weight is read: it may expire in between
         packed_now = tuple(entry.packed for entry in self.entries if entry.packed is not None)
@@ -139,13 +144,13 @@ class Current:
             return False
         if self._rounds is None:
             return not (self._in_full and self._changed(args))
-        found = self._rounds.step(args)
-        if found is None:
+        noticed = self._rounds.step(args)
+        if noticed is None:
             return True
         # An optimizer or a flat buffer changes many tensors, so all are compared, unless a device
         # captures a graph.
-        changed = {found.position: found}
-        if not is_capturing(args[found.position].device):
+        changed = {noticed.position: noticed}
+        if not is_capturing(args[noticed.position].device):
             changed |= {each.position: each for each in self._changed(args)}
         for packed, entry in self._uses:
             if not changed.keys().isdisjoint(packed.positions):

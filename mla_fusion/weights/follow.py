@@ -32,7 +32,7 @@ _LOCK = Lock()
 
 
 def refresh(model: nn.Module) -> int:
-    """Lay out anew, now, what has changed in ways that torch does not count, and say how many.
+    """Lays out again, now, what has changed in ways that torch does not count. Returns how many.
 
     model  whose parameters or buffers have changed
 
@@ -55,7 +55,7 @@ def refresh(model: nn.Module) -> int:
 
 
 def release(parameters: Iterable[Tensor] | nn.Module) -> int:
-    """Drop packed weights, and say how many. The next call packs anew.
+    """Drops packed weights, and returns how many. The next call packs again.
 
     parameters  those that the weights were made of, or a module that has them
 
@@ -113,10 +113,10 @@ def _after_loading(module: nn.Module, incompatible: Any) -> None:
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    own = {id(parameter) for model in list(_MODELS) for parameter in model.parameters()}
-    if any(id(parameter) in own for parameter in stepped):
+    followed = {id(parameter) for model in list(_MODELS) for parameter in model.parameters()}
+    if any(id(parameter) in followed for parameter in stepped):
         _refresh([], stepped)
-    elif not own:  # the models died without a call of release
+    elif not followed:  # the models died without a call of release
         with _LOCK:
             _remove_shared_hooks()
 
@@ -139,8 +139,8 @@ def _refresh(modules: Sequence[nn.Module], changed: Iterable[Tensor] = ()) -> in
     """
     moved = sum(map(prepack.put_back, modules))
     own = (tensor for module in modules for tensor in _tensors(module, recurse=False))
-    every = (tensor for model in list(_MODELS) for tensor in _tensors(model))
-    return moved + cache.renew(plain([*changed, *own]), lambda: plain(every))
+    others = (tensor for model in list(_MODELS) for tensor in _tensors(model))
+    return moved + cache.renew(plain([*changed, *own]), plain(others))
 
 
 def _tensors(module: nn.Module, recurse: bool = True) -> list[Tensor]:

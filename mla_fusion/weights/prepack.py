@@ -104,7 +104,7 @@ class _Laid(NamedTuple):
     packed   the packed weight
     inverse  reads the parameter out of it
     program  packs a contiguous tensor. None if the memory is the parameter's own: copies are packed
-             of it, and it is only to stay where it is.
+             of it, and it must stay.
     """
 
     packed: Tensor
@@ -131,8 +131,8 @@ class _Laid(NamedTuple):
         storage = storage_id(memory)
         ours = cache.count_by_storage()[storage] + sum(
             storage_id(laid.packed) == storage
-            for known in list(_MODULES.values())
-            for laid in known.values()
+            for laid_out in list(_MODULES.values())
+            for laid in laid_out.values()
         )
         return is_freed or holders(memory) != holders(memory.new_empty(0)) - 1 + ours
 
@@ -157,13 +157,13 @@ def pin(module: nn.Module, name: str) -> None:
     """Makes :func:`put_back` return a parameter or a buffer to the memory that it has now, unless
     it is laid out.
     """
-    tensor, known = own(module, name), _MODULES.get(module, {})
-    if tensor is None or name in known or not is_plain(tensor):
+    tensor, laid_out = own(module, name), _MODULES.get(module, {})
+    if tensor is None or name in laid_out or not is_plain(tensor):
         return
     if 0 in tensor.stride() and tensor.numel() > 1:
         return  # repeated numbers, into which nothing can be copied
     as_it_lies = Inverse(tuple(range(tensor.dim())), tuple(tensor.shape))
-    _MODULES.setdefault(module, known)[name] = _Laid(tensor.data, as_it_lies, None)
+    _MODULES.setdefault(module, laid_out)[name] = _Laid(tensor.data, as_it_lies, None)
 
 
 def lay_out(module: nn.Module, name: str, program: GraphModule, inverse: Inverse) -> str:
@@ -209,20 +209,20 @@ def give_back(parameters: Iterable[Tensor]) -> set[int]:
     """Gives parameters that were laid out memory of their own. Returns the identities of the memory
     that they leave.
     """
-    wanted, left = set(map(id, parameters)), set()
+    ids, storages = set(map(id, parameters)), set()
     with compile_lock(), outside_modes():
-        for module, known in list(_MODULES.items()):
-            for name, laid in list(known.items()):
+        for module, laid_out in list(_MODULES.items()):
+            for name, laid in list(laid_out.items()):
                 tensor = own(module, name)
-                if id(tensor) not in wanted:
+                if id(tensor) not in ids:
                     continue
                 if laid.program is not None:
-                    left.add(storage_id(laid.packed))
+                    storages.add(storage_id(laid.packed))
                     if tensor is not None and laid.has(tensor):
                         nd = torch.ops.npu.npu_format_cast(laid.packed, _ND)
                         tensor.data = laid.inverse(nd).contiguous()
                 _forget(module, name)
-    return left
+    return storages
 
 
 def _forget(module: nn.Module, name: str) -> None:

@@ -57,16 +57,16 @@ class _Look(NamedTuple):
 class Rounds:
     """Rounds over the sources of one set of packed weights.
 
-    before  rounds over the same sources, which these continue
+    previous  rounds over the same sources, which these continue
     """
 
-    def __init__(self, watched: Sequence[Watched], before: Rounds | None = None) -> None:
+    def __init__(self, watched: Sequence[Watched], previous: Rounds | None = None) -> None:
         self._shares = [
             (each, number) for each in watched for number in range(len(each.source.content))
         ]
         self._next = self._steps = 0
-        if before is not None and len(before._shares) == len(self._shares):
-            self._next, self._steps = before._next, before._steps
+        if previous is not None and len(previous._shares) == len(self._shares):
+            self._next, self._steps = previous._next, previous._steps
         kind = watched[0].source.content.device.type
         self._every = STEPS_A_LOOK.get(kind, STEPS_A_LOOK_OF_OTHERS)
         self._looks: deque[_Look] = deque()

@@ -78,9 +78,9 @@ def mla_paged_attention(
     """
     tensors = query, query_rope, kv_cache, kr_cache, block_tables, query_scale, kv_scale
     _check(seq_lens, query_lens, dict(zip(_ARGUMENTS.ge_inputs, tensors, strict=True)))
-    every = query.shape[1]
-    if heads is not None and not 1 <= heads <= every:
-        _refuse("heads", f"1 to {every}, the heads of query", heads)
+    query_heads = query.shape[1]
+    if heads is not None and not 1 <= heads <= query_heads:
+        _refuse("heads", f"1 to {query_heads}, the heads of query", heads)
     if out_layout not in ("TND", "NTD"):
         _refuse("out_layout", "'TND' or 'NTD'", repr(out_layout))
     is_ntd = out_layout == "NTD"
@@ -103,7 +103,7 @@ def mla_paged_attention(
         out, lse = _attend_on_cpu(*parts, block_tables, seq_lens, query_lens, scale)
         out = (out if kv_scale is None else out * kv_scale).to(dtype)
         out = out.transpose(0, 1).contiguous() if is_ntd else out
-    if heads is not None and heads < every:
+    if heads is not None and heads < query_heads:
         out = out.narrow(0 if is_ntd else 1, 0, heads)
         lse = lse[:, :heads] if return_lse else lse
     return (out, lse) if return_lse else out
@@ -119,19 +119,19 @@ def _attend_on_cpu(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Returns out [T, N, Hckv] and lse [T, N]; ``caches`` are key, value and key_rope."""
-    seen = torch.as_tensor(seq_lens, device=query.device)
+    visible = torch.as_tensor(seq_lens, device=query.device)
     if isinstance(query_lens, Tensor) and torch.compiler.is_compiling():
-        # lengths unknown while tracing: every token as a sequence of its own
+        # lengths unknown while tracing: query_heads token as a sequence of its own
         owner = torch.repeat_interleave(query_lens, output_size=query.shape[0])
         behind = query_lens.cumsum(0)[owner] - 1 - torch.arange(len(owner), device=query.device)
-        tables, seen = tables[owner], seen[owner] - behind
+        tables, visible = tables[owner], visible[owner] - behind
     elif query_lens is not None:
         counts = query_lens.tolist() if isinstance(query_lens, Tensor) else list(query_lens)
         if sum(counts) != len(query):
             _refuse("query_lens", f"lengths that sum to the {len(query)} tokens", sum(counts))
-        return attend_ragged(query, query_rope, caches, tables, seen, counts, scale)
+        return attend_ragged(query, query_rope, caches, tables, visible, counts, scale)
     parts = query.unsqueeze(1), query_rope.unsqueeze(1)
-    out, lse = attend(*parts, caches, tables, seen.unsqueeze(1), scale)
+    out, lse = attend(*parts, caches, tables, visible.unsqueeze(1), scale)
     return out.squeeze(1), lse.squeeze(1)
 
 

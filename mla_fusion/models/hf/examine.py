@@ -91,10 +91,10 @@ def _require_known_forward(module: nn.Module) -> None:
     code = forward.__code__
     steps = {(step.opname, step.argval) for step in dis.get_instructions(code)}
     if ("LOAD_GLOBAL", TABLE) not in steps or TABLE not in forward.__globals__:
-        own = ", it has a softmax of its own" if "softmax" in words(code) else ""
+        reason = ", it has a softmax of its own" if "softmax" in words(code) else ""
         raise OptimizeError(
             "cache.expanded",
-            f"its forward does not call {TABLE} as a name of its file{own}{advice(module)}",
+            f"its forward does not call {TABLE} as a name of its file{reason}{advice(module)}",
         )
     if "forward" in vars(module):
         raise OptimizeError("forward.unknown", "forward is replaced")
@@ -153,11 +153,11 @@ def _probe(module: nn.Module, name: str) -> LatentForm:
         forward(_shallow_copy(module), **arguments | {CACHE: cache})
         return cache.states
 
-    own = rescoped(inspect.unwrap(kind.forward), dict.fromkeys(IMPLEMENTATIONS, attend))
+    own_forward = rescoped(inspect.unwrap(kind.forward), dict.fromkeys(IMPLEMENTATIONS, attend))
     errors = []
     for complex_tables in (False, True):
         try:
-            run(own, complex_tables, TOKENS)
+            run(own_forward, complex_tables, TOKENS)
             break
         except Exception as error:  # code of any kind raises anything
             errors.append(described(error))
@@ -177,7 +177,7 @@ def _probe(module: nn.Module, name: str) -> LatentForm:
     for tokens in (TOKENS, 1):
         attended.clear()
         try:
-            run(own, complex_tables, tokens)
+            run(own_forward, complex_tables, tokens)
             c_kv, k_pe = run(latent_forward(kind, form), complex_tables, tokens)
         except Exception as error:  # code of any kind
             message = "its forward does more with keys and values than cache them: "
@@ -219,8 +219,9 @@ def _is_product(
     expected = expanded(product, k_pe.double(), dims)
     rounding, sums = torch.finfo(weight.dtype).eps, dims.rank * torch.finfo(torch.float32).eps
     return all(
-        got.shape == want.shape and (got - want).abs().max() <= (rounding + sums) * want.abs().max()
-        for got, want in zip(attended, expected, strict=True)
+        actual.shape == target.shape
+        and (actual - target).abs().max() <= (rounding + sums) * target.abs().max()
+        for actual, target in zip(attended, expected, strict=True)
     )
 
 
@@ -238,7 +239,7 @@ def arguments_of(
     Other arguments that it requires are empty dictionaries: layers pass them to each other.
 
     like    a tensor of the dtype and on the device that hidden states have
-    length  tokens in the cache, with the new ones; None if there are no others
+    length  tokens in the cache, the new tokens included; None if there are no old tokens
     """
     positions = torch.arange(tokens, device=like.device)
     angles = _random(like, 1, tokens, module.qk_rope_head_dim // 2).float()

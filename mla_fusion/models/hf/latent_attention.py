@@ -41,9 +41,9 @@ class LatentDims:
 
     def absorbs(self, query_length: int, kv_length: int) -> bool:
         """Returns True if the absorbed form has fewer products per head."""
-        both = self.rank * (self.nope + self.value)
-        absorbed = query_length * (both + kv_length * (2 * self.rank + self.rope))
-        expanded = kv_length * (both + query_length * (self.nope + self.rope + self.value))
+        expansion = self.rank * (self.nope + self.value)
+        absorbed = query_length * (expansion + kv_length * (2 * self.rank + self.rope))
+        expanded = kv_length * (expansion + query_length * (self.nope + self.rope + self.value))
         return query_length == 1 or absorbed < expanded
 
 
@@ -163,6 +163,6 @@ def _allowed(picks: Tensor, mask: Tensor | None) -> Tensor:
     """
     if mask is None:
         return picks
-    seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
-    seen = seen[:, 0].expand(picks.shape[0], -1, -1).gather(-1, picks.long())
-    return torch.where(seen, picks, -1)
+    is_allowed = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    is_allowed = is_allowed[:, 0].expand(picks.shape[0], -1, -1).gather(-1, picks.long())
+    return torch.where(is_allowed, picks, -1)

@@ -122,11 +122,11 @@ def latent_forward(
     picks = PICKS in words(source.__code__) and form.takes_picks
     attributes = without_expansion(form)
 
-    def require(known: bool, what: str) -> None:
-        if not known:
+    def require(is_unchanged: bool, code: str) -> None:
+        if not is_unchanged:
             raise OptimizeError(
                 "forward.unknown",
-                f"{what} has been replaced since {name} was optimised: hf.revert(model), then "
+                f"{code} has been replaced since {name} was optimised: hf.revert(model), then "
                 "hf.optimize(model) again",
             )
 

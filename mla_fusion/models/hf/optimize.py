@@ -38,9 +38,9 @@ def optimize(model: nn.Module, *, cache: bool = True, block_size: int = BLOCK_SI
     Attentions that have no absorbed form are left alone, each with a code and a reason in the
     summary; calling it again returns the summary of the first call. ``revert`` undoes all of it.
     """
-    known: Summary | None = getattr(model, "_mla_fusion_summary", None)
-    if known is not None:
-        return known
+    earlier: Summary | None = getattr(model, "_mla_fusion_summary", None)
+    if earlier is not None:
+        return earlier
     converted, skipped, forwards = [], [], list[tuple[Any, Callable[..., Any]]]()
     answers: dict[object, Callable[[], tuple[str, str]]] = {}
     for name, module in model.named_modules():

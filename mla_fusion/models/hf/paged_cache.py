@@ -130,9 +130,9 @@ class MlaPagedCache(Cache):
         takes positive numbers, all but the first ``tokens``.
         """
         length = int(self.table.length)
-        left = _cropped(length, tokens)
-        if left < length:
-            self.table.truncate(left)
+        remaining = _cropped(length, tokens)
+        if remaining < length:
+            self.table.truncate(remaining)
         layers: list[Any] = self.layers
         for layer in layers:
             if not isinstance(layer, PagedLatentLayer):

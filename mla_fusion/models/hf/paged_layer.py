@@ -126,9 +126,9 @@ class SlotTable:
                     f"{tokens} more do not fit",
                 )
             return
-        wanted = -(-(self.length + tokens) // self.block_size)
-        if wanted > self.blocks:
-            blocks = max(wanted, self.blocks + self.blocks // 2)
+        needed = -(-(self.length + tokens) // self.block_size)
+        if needed > self.blocks:
+            blocks = max(needed, self.blocks + self.blocks // 2)
             self.lay_out(self.batch, blocks, self.slots.device)
 
 

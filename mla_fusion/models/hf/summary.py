@@ -106,8 +106,8 @@ class Summary:
         items: list[Converted | Skipped] = [*self.converted, *self.skipped]
         lines = [f"optimized {len(self.converted)} of {len(items)} attentions"]
         for text, group in groupby(items, str):
-            first, *others = group
-            last = f" to {others[-1].name} ({len(others) + 1})" if others else ""
+            first, *duplicates = group
+            last = f" to {duplicates[-1].name} ({len(duplicates) + 1})" if duplicates else ""
             sign = "+" if isinstance(first, Converted) else "-"
             lines.append(f"  {sign} {first.name}{last}: {text}")
         if self.converted:
