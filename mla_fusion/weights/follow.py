@@ -36,16 +36,16 @@ def refresh(model: nn.Module) -> int:
 
     model  whose parameters or buffers have changed
 
-    Those that :func:`mla_fusion.prepack` has laid out, or found copies to be packed of, and that
-    have been given other memory (``parameter.data = other``, ``load_state_dict(assign=True)``) get
-    back the memory that they had, with the new values: compiled and captured graphs that hold its
-    address stay right. Where that memory is in use elsewhere a warning says so instead. Packed
-    copies made of the model's parameters and buffers are packed again, in place too. To be called
-    after ``parameter.data.add_(..)``, steps of fused optimizers and updates of flat buffers under
+    Parameters that :func:`mla_fusion.prepack` has laid out, or has seen copies to be packed of, may
+    have other memory now (``parameter.data = other``, ``load_state_dict(assign=True)``). They get
+    back the memory that they had, with the new values: compiled and captured graphs that know its
+    address stay right. If it is in use elsewhere, a warning says so instead. Packed copies made of
+    the model's parameters and buffers are packed again, in place too. Call it after
+    ``parameter.data.add_(..)``, steps of fused optimizers and updates of flat buffers under
     ``Config(updates="counted")``, and before a captured graph is replayed.
 
-    Raises TypeError for anything but a module, WeightError where a packed weight cannot hold the
-    new numbers: the others are packed by then, and that one raises at the next call too.
+    Raises TypeError for anything but a module, and WeightError if a packed weight cannot hold the
+    new numbers: all others are packed then, and the next call of the graph raises it too.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(

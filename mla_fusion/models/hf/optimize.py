@@ -28,15 +28,15 @@ CONVERTED = "_mla_fusion_forward"
 
 
 def optimize(model: nn.Module, *, cache: bool = True, block_size: int = BLOCK_SIZE) -> Summary:
-    """Convert every MLA attention of ``model`` in place; parameters are shared, not copied.
+    """Converts every MLA attention of ``model`` in place, and returns a summary.
 
-    model       of transformers, loaded
-    cache       let ``generate()`` make an ``MlaPagedCache`` where it would make a dynamic or a
-                static cache
+    model       of transformers, loaded; parameters are shared, not copied
+    cache       makes ``generate()`` use an ``MlaPagedCache`` in place of a dynamic or a static
+                cache
     block_size  tokens a page of that cache, a multiple of 16 up to 1024
 
-    Attentions that have no absorbed form are left alone, each with a code and a reason in the
-    summary; calling it again returns the summary of the first call. ``revert`` undoes all of it.
+    Attentions without an absorbed form are left alone; the summary has a code and a reason for
+    each. A second call returns the summary of the first call. ``revert`` undoes all of it.
     """
     earlier: Summary | None = getattr(model, "_mla_fusion_summary", None)
     if earlier is not None:
@@ -74,7 +74,7 @@ def optimize(model: nn.Module, *, cache: bool = True, block_size: int = BLOCK_SI
 
 
 def revert(model: nn.Module) -> None:
-    """Undo ``optimize``: the same modules, parameters and results as before.
+    """Undoes ``optimize``: modules, parameters and results are those of before.
 
     model  that ``optimize`` has converted
 
