@@ -60,7 +60,7 @@ def prefix_sums(name: str, starts: Tensor, end: int) -> None:
 
 def positions(lengths: Tensor) -> tuple[Tensor, Tensor]:
     """Returns ``(sequence, position)`` of each element of sequences that follow each other."""
-    sequence = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
+    sequence = torch.repeat_interleave(lengths)
     starts = lengths.cumsum(0) - lengths
     return sequence, torch.arange(len(sequence), device=lengths.device) - starts[sequence]
 
