@@ -1,4 +1,4 @@
-"""Why a model, or one attention of it, is not optimised."""
+"""The error of a model, or of an attention, that cannot be optimised."""
 
 from __future__ import annotations
 

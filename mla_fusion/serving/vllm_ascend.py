@@ -56,8 +56,9 @@ class _GraphFusion:
         self.hook = torchair_pass(config)
 
     def __call__(self, graph: Graph | GraphModule) -> None:
-        """Raises an error for a graph that cannot be read. A prologue that does not fuse is a line
-        in the report.
+        """Edits a graph in place. A prologue that does not fuse is a line in the report.
+
+        Raises an error for a graph that cannot be read.
         """
         self.hook(graph)
         gm = graph.owning_module if isinstance(graph, Graph) else graph

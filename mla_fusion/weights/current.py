@@ -159,7 +159,7 @@ class Current:
         return False
 
     def _changed(self, args: Sequence[Any]) -> list[Watched]:
-        """Returns the sources whose content is another. Waits for their device."""
+        """Returns the sources whose content has changed. Waits for their device."""
         with outside_modes():
             return [
                 each

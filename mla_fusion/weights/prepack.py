@@ -1,5 +1,5 @@
-"""Lays parameters out as the kernel reads them, and keeps them so. Also keeps parameters and
-buffers in place of which packed copies are made.
+"""Lays parameters out as the kernel reads them, and keeps them so. Parameters and buffers of which
+copies are packed are kept in their memory.
 
 A packed weight is its parameter's memory: other code reads it by other strides, and an update of
 the parameter is an update of the packed weight. The module that holds the parameter is known here,
@@ -154,8 +154,8 @@ def is_laid_out(module: nn.Module, name: str) -> bool:
 
 
 def pin(module: nn.Module, name: str) -> None:
-    """Makes :func:`put_back` return a parameter or a buffer to the memory that it has now, unless
-    it is laid out.
+    """Makes :func:`put_back` move a parameter or a buffer back into the memory that it has now,
+    unless it is laid out.
     """
     tensor, laid_out = own(module, name), _MODULES.get(module, {})
     if tensor is None or name in laid_out or not is_plain(tensor):
@@ -232,9 +232,9 @@ def _forget(module: nn.Module, name: str) -> None:
 
 
 def put_back(module: nn.Module) -> int:
-    """Returns a module's own parameters and buffers to the memory in which they were laid out.
+    """Moves a module's own parameters and buffers back into the memory in which they were laid out.
 
-    Returns how many were elsewhere.
+    Returns how many it moved.
     """
     count = 0
     if module not in _MODULES:

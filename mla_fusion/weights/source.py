@@ -45,15 +45,15 @@ class Shares:
         self.count = -(-length // self.size) if row else 0
 
     def fingerprint(self, number: int) -> Tensor:
-        """Returns that of share ``number``: int64 without axes, on the tensor's device. Nothing
-        waits for it.
+        """Returns the fingerprint of share ``number``: int64 without axes, on the tensor's device.
+        Nothing waits for it.
         """
         first = number * self.size
         return _hash(self.rows[first : first + self.size])
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
-    """Returns those of all shares of a tensor: int64 [shares], on its device."""
+    """Returns the fingerprints of all shares of a tensor: int64 [shares], on its device."""
     with torch.no_grad():
         shares = Shares(tensor)
         if not shares.count:

@@ -47,7 +47,7 @@ def attend(
     kv_scale: Tensor | None = None,
     heads_first: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Returns out [T, N, 512] or [N, T, 512], and lse [T, N], which ``return_lse`` gives a meaning.
+    """Returns out [T, N, 512] or [N, T, 512], and lse [T, N]; without ``return_lse`` ignore lse.
 
     If the operator does not take the number of heads, the heads are padded, and cut afterwards.
     """

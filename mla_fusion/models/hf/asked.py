@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
@@ -77,11 +78,12 @@ def _in_bfloat16(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module, memo)
 
 
+@dataclass(frozen=True)
 class _Pages:
     """A cache of one layer. Rows are written by slot, and read as ``[B, 1, L, width]``."""
 
-    def __init__(self, pools: list[Tensor], slots: Tensor) -> None:
-        self.pools, self.slots = pools, slots
+    pools: list[Tensor]
+    slots: Tensor
 
     def update(self, *states: Any, **kwargs: Any) -> list[Tensor]:
         for pool, new in zip(self.pools, states, strict=False):

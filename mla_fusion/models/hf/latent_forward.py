@@ -16,6 +16,7 @@ import inspect
 import sys
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
@@ -54,11 +55,11 @@ def words(code: Any) -> set[str]:
     return {*code.co_names, *keywords}
 
 
+@dataclass(eq=False)
 class Functions:
     """A table like ``ALL_ATTENTION_FUNCTIONS``."""
 
-    def __init__(self, functions: Mapping[str, Attention]) -> None:
-        self.functions = functions
+    functions: Mapping[str, Attention]
 
     def get_interface(self, implementation: str, eager: Any = None) -> Attention:
         if implementation not in self.functions:

@@ -1,5 +1,6 @@
-"""Which pages hold which tokens, and the pages of one layer: latents and rotated keys, and an
-indexer's keys where the attention has one (DSA).
+"""Pages of latents: the table of their slots, and the pools of one layer.
+
+The pools hold latents and rotated keys, and an indexer's keys if the attention has one (DSA).
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class SlotTable:
         self.forget()
 
     def forget(self) -> None:
-        """Returns to the state before the first token."""
+        """Forgets all tokens, and the number of sequences."""
         self.batch = 0
         self.blocks = 0
         self.slots: Tensor | None = None

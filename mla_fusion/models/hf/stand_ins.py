@@ -7,6 +7,7 @@ Code that does more fails when it is probed, and is not converted.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,17 +18,18 @@ from mla_fusion.models.hf.latent_attention import LatentDims, LatentForm
 from mla_fusion.models.refusal import OptimizeError
 
 
+@dataclass(eq=False)
 class Overlay:
     """An object with other values for some of its attributes."""
 
-    def __init__(self, original: Any, attributes: Mapping[str, Any]) -> None:
-        self.original = original
-        self.attributes = attributes
+    original: Any
+    attributes: Mapping[str, Any]
 
     def __getattr__(self, name: str) -> Any:
         return self.attributes[name] if name in self.attributes else getattr(self.original, name)
 
 
+@dataclass(eq=False)
 class SplitQuery:
     """``[B, N, S, D]`` and ``[B, N, S, Dr]`` in place of their concatenation.
 
@@ -36,10 +38,9 @@ class SplitQuery:
             returns it.
     """
 
-    def __init__(self, nope: Tensor, rope: Tensor, factor: Any = None) -> None:
-        self.nope = nope
-        self.rope = rope
-        self.factor = factor
+    nope: Tensor
+    rope: Tensor
+    factor: Any = None
 
     def __mul__(self, factor: Any) -> SplitQuery:
         return SplitQuery(
