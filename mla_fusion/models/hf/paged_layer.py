@@ -1,6 +1,5 @@
-"""Pages of latents: the table of their slots, and the pools of one layer.
-
-The pools hold latents and rotated keys, and an indexer's keys if the attention has one (DSA).
+"""Which pages hold which tokens, and the pages of one layer: latents and rotated keys, and an
+indexer's keys where the attention has one (DSA).
 """
 
 from __future__ import annotations
@@ -17,14 +16,12 @@ from mla_fusion.models.features import EXPANDS_AFTER_CACHE
 from mla_fusion.models.refusal import OptimizeError
 
 
-class SlotTable:
-    """The rows of the pools that belong to each token of each sequence; all layers share it.
+class PageTable:
+    """Which block holds which tokens of which sequence; shared by the layers of a cache.
 
-    The blocks of a sequence are adjacent. ``slots`` ``[B, tokens]`` holds its rows. ``length`` is
-    a number if the cache grows. If its size is fixed, it is a tensor, which a compiled step can
-    advance.
-
-    max_len  tokens a sequence; -1 if the cache grows
+    The blocks of a sequence lie side by side; ``slots`` ``[B, max_len]`` are its rows. The length
+    is a number where the cache grows and a tensor where its size is fixed, so that a compiled step
+    can advance it.
     """
 
     def __init__(self, block_size: int, max_len: int | None) -> None:
@@ -35,32 +32,24 @@ class SlotTable:
         if max_len is not None and max_len < 1:
             raise ValueError(f"max_cache_len must be positive, got {max_len}")
         self.block_size = block_size
-        self.max_len = -1 if max_len is None else max_len
-        self.static = max_len is not None
+        self.max_len = max_len
         self.forget()
 
     def forget(self) -> None:
-        """Forgets all tokens, and the number of sequences."""
+        """As if no token had ever come."""
         self.batch = 0
         self.blocks = 0
         self.slots: Tensor | None = None
         self.length: Any = 0
-        self.leader: int | None = None
+        self.leader = -1
         self.step_slots: Tensor | None = None
 
     def rewind(self) -> None:
-        """Sets the length to zero. A fixed size keeps its tensors: a compiled graph knows them."""
+        """Length zero; where the size is fixed, the tensors that a compiled graph knows stay."""
         if self.static and self.slots is not None:
-            self.truncate(0)
+            self.length.zero_()
         else:
             self.forget()
-
-    def truncate(self, tokens: int) -> None:
-        """Keeps the first ``tokens`` tokens of each sequence."""
-        if self.static:
-            self.length.fill_(tokens)
-        else:
-            self.length = tokens
 
     @property
     def tables(self) -> Tensor | None:
@@ -70,88 +59,86 @@ class SlotTable:
         blocks = torch.arange(self.batch * self.blocks, device=self.slots.device)
         return blocks.view(self.batch, self.blocks)
 
-    def start(self, batch: int, device: torch.device) -> None:
-        """Takes all blocks of a fixed size, or the first block of each sequence."""
+    @property
+    def static(self) -> bool:
+        return self.max_len is not None
+
+    @property
+    def most(self) -> int:
+        """Tokens that a sequence may have; -1 where the cache grows."""
+        return -1 if self.max_len is None else self.max_len
+
+    def allot(self, batch: int, device: torch.device) -> None:
+        """Give ``batch`` sequences their blocks; a fixed size is taken at once, otherwise a first
+        block.
+        """
+        blocks = 1 if self.max_len is None else -(-self.max_len // self.block_size)
         if self.static:
             self.length = torch.zeros((), dtype=torch.int64, device=device)
-            self.keep_address(self.length)
-        self.lay_out(batch, -(-max(self.max_len, 1) // self.block_size), device)
+        self.lay_out(batch, blocks, device)
+
+    def grow(self, tokens: int) -> None:
+        """Room for ``tokens`` tokens a sequence, by halves; pools must follow."""
+        assert self.slots is not None
+        wanted = -(-tokens // self.block_size)
+        if wanted > self.blocks:
+            blocks = max(wanted, self.blocks + self.blocks // 2)
+            self.lay_out(self.batch, blocks, self.slots.device)
 
     def lay_out(self, batch: int, blocks: int, device: torch.device) -> None:
-        """Numbers the rows of ``blocks`` blocks for each of ``batch`` sequences."""
         self.batch, self.blocks = batch, blocks
         row = blocks * self.block_size
         slots = torch.arange(batch * row, device=device).view(batch, row)
-        if self.static:
-            # No column past the last token: a compiled step that needs one fails on the index.
-            slots = slots[:, : self.max_len].contiguous()
-            self.keep_address(slots)
-        self.slots = slots
-
-    def keep_address(self, tensor: Tensor) -> None:
-        """Promises compilers that a tensor of a cache of fixed size stays where it is."""
+        # One column a token and no more: a compiled step that runs over the end fails on the index.
+        self.slots = slots[:, : self.max_len].contiguous() if self.max_len is not None else slots
         if self.static and not torch.compiler.is_compiling():
-            mark_static_address(tensor)
+            for tensor in (self.slots, self.length):
+                mark_static_address(tensor)
 
-    def advance(self, layer: int, tokens: int) -> Tensor:
-        """Returns the slots ``[B * tokens]`` of a step's tokens, sequence by sequence.
-
-        The layer that came first in the first step computes them and advances the length.
-        """
-        if self.leader is None:
+    def advance(self, layer: int, tokens: int, start: int) -> Tensor:
+        """Slots ``[B * tokens]`` of the new tokens of one layer, sequence by sequence."""
+        assert self.slots is not None
+        if not self.static:
+            return self.slots[:, start : start + tokens].reshape(-1)
+        if self.leader < 0:
             self.leader = layer
+        # A step's slots are computed once, by the layer that came first in the first step.
         if layer == self.leader or self.step_slots is None:
-            self._make_room(tokens)
-            assert self.slots is not None
+            self._check_room(tokens)
             positions = torch.arange(tokens, device=self.slots.device) + self.length
             self.step_slots = self.slots.index_select(1, positions).reshape(-1)
-            if self.static:
-                self.length.add_(tokens)
-            else:
-                self.length += tokens
+            self.length.add_(tokens)
         return self.step_slots
 
-    def _make_room(self, tokens: int) -> None:
-        """Adds blocks, at least half as many as there are. A fixed size has no more: OptimizeError
-        ``cache.full``.
-        """
-        assert self.slots is not None
-        if self.static:
-            if torch.compiler.is_compiling():
-                return
-            length = int(self.length)
-            if length + tokens > self.max_len:
-                raise OptimizeError(
-                    "cache.full",
-                    f"the cache holds {length} of {self.max_len} tokens a sequence; "
-                    f"{tokens} more do not fit",
-                )
+    def _check_room(self, tokens: int) -> None:
+        if torch.compiler.is_compiling() or self.max_len is None:
             return
-        needed = -(-(self.length + tokens) // self.block_size)
-        if needed > self.blocks:
-            blocks = max(needed, self.blocks + self.blocks // 2)
-            self.lay_out(self.batch, blocks, self.slots.device)
+        held = int(self.length)
+        if held + tokens > self.max_len:
+            raise OptimizeError(
+                "cache.full",
+                f"the cache holds {held} of {self.max_len} tokens a sequence; "
+                f"{tokens} more do not fit",
+            )
 
 
 class PagedLatentLayer(CacheLayerMixin):
-    """The pages of one attention. ``keys`` and ``values`` are the pools kv_cache and kr_cache.
-
-    index   number of the layer in its model
-    widths  R and Dr
-    last    True for the last paged layer of the model
+    """The pages of one attention. ``keys`` and ``values`` are the pools, as kv_cache and
+    kr_cache.
     """
 
     names: tuple[str, ...] = ("keys", "values")
-    """Attributes that hold the pools; ``transformers`` chose the names."""
+    """The pools, by the names that ``transformers`` has for what they hold."""
     is_sliding = False
     is_croppable = True
 
-    def __init__(self, index: int, table: SlotTable, widths: tuple[int, int], last: bool) -> None:
+    def __init__(self, index: int, table: PageTable, widths: tuple[int, int], last: bool) -> None:
         super().__init__()
         self.index = index
         self.widths = widths
         self.table = table
         self.last = last
+        self.length = 0  # of this layer alone; not kept where the size is fixed
 
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]
@@ -175,19 +162,20 @@ class PagedLatentLayer(CacheLayerMixin):
     def batch_size(self) -> int:
         return self.table.batch if self.is_initialized else -1
 
-    max_batch_size = batch_size  # the name in older releases
+    max_batch_size = batch_size  # its older name
 
     def pools(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields each pool ``[BlockNum, BlockSize, 1, width]`` that exists, with its name."""
+        """Those that there are: ``[BlockNum, BlockSize, 1, width]`` each."""
         for name in self.names:
             pool = getattr(self, name)
             if pool is not None:
                 yield name, pool
 
-    def _new_pool(self, states: Tensor, width: int) -> Tensor:
+    def _pool(self, states: Tensor, width: int) -> Tensor:
         table = self.table
         pool = states.new_zeros(table.batch * table.blocks, table.block_size, 1, width)
-        table.keep_address(pool)
+        if table.static and not torch.compiler.is_compiling():
+            mark_static_address(pool)
         return pool
 
     def _write(self, pool: Tensor, slots: Tensor, states: Tensor) -> None:
@@ -199,45 +187,48 @@ class PagedLatentLayer(CacheLayerMixin):
             rows[slots] = states
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
-        """Makes pools for latents ``[B, 1, *, R]`` and rotated keys ``[B, 1, *, Dr]``.
-
-        A call ahead of the first token has states without tokens, whose width is that of neither
-        pool. Older releases pass one tensor for both then.
-        """
+        """Take pools for latents ``[B, 1, *, R]`` and rotated keys ``[B, 1, *, Dr]``; ahead of
+        time, older releases give one tensor for both."""
         value_states = key_states if value_states is None else value_states
         if key_states.shape[1] != 1 or value_states.shape[1] != 1:
             raise OptimizeError(
                 "cache.kind",
                 f"layer {self.index} caches {key_states.shape[1]} heads; pages hold one latent a "
-                "token. `hf.optimize` the model, or use one that caches latents as it is: "
-                f"{EXPANDS_AFTER_CACHE.install}",
+                "token."
+                " `hf.optimize` the model, or use one that caches latents as it is:"
+                f" {EXPANDS_AFTER_CACHE.install}",
             )
         self.dtype, self.device = key_states.dtype, key_states.device
-        if self.table.slots is None:
-            self.table.start(key_states.shape[0], self.device)
+        table = self.table
+        if table.slots is None:
+            table.allot(key_states.shape[0], self.device)
         self._check_batch(key_states)
         widths = key_states.shape[-1], value_states.shape[-1]
-        if key_states.shape[-2] == 0:
+        if key_states.shape[-2] == 0:  # initialised ahead, by states of one width for both
             widths = self.widths
-        self.keys, self.values = (self._new_pool(key_states, width) for width in widths)
+        self.keys, self.values = (self._pool(key_states, width) for width in widths)
         self.is_initialized = True
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Writes ``[B, 1, S, R]`` and ``[B, 1, S, Dr]`` into the pages. Returns all tokens of this
-        layer, in the same form.
+        """Write ``[B, 1, S, R]`` and ``[B, 1, S, Dr]`` into the pages; all tokens of this layer, in
+        the same form.
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        self._check_batch(key_states)
-        slots = self._advance(key_states.shape[-2])
-        self._grow()
         assert self.keys is not None and self.values is not None
+        tokens = key_states.shape[-2]
+        self._check_batch(key_states)
+        if not self.table.static:
+            self._grow(self.length + tokens)
+        slots = self._slots(tokens)
         self._write(self.keys, slots, key_states)
         self._write(self.values, slots, value_states)
         if self.last:
             self.table.step_slots = None
+        if not self.table.static:
+            self.length += tokens
         return self.read(self.keys), self.read(self.values)
 
     def _check_batch(self, states: Tensor) -> None:
@@ -245,32 +236,36 @@ class PagedLatentLayer(CacheLayerMixin):
             raise OptimizeError(
                 "cache.kind",
                 f"the cache holds {self.table.batch} sequences, and layer {self.index} is given "
-                f"states {list(states.shape)} of {states.shape[0]}; each batch needs a cache of "
-                "its own",
+                "states"
+                f" {list(states.shape)} of {states.shape[0]}; each batch needs a cache of its own",
             )
 
-    def _advance(self, tokens: int) -> Tensor:
-        """Returns the slots of the new tokens."""
-        return self.table.advance(self.index, tokens)
+    def _slots(self, tokens: int) -> Tensor:
+        return self.table.advance(self.index, tokens, self.length)
 
     def read(self, pool: Tensor) -> Tensor:
-        """Returns ``[B, 1, L, width]``, a view."""
+        """``[B, 1, L, width]``, a view."""
+        length = self.table.max_len if self.table.max_len is not None else self.length
         rows = pool.view(self.table.batch, -1, pool.shape[-1])
-        length, _ = self.get_mask_sizes(0)
         return rows[:, :length].unsqueeze(1)
 
-    def _grow(self) -> None:
-        """Gives each pool as many blocks a sequence as the table has."""
+    def _grow(self, tokens: int) -> None:
+        """Room for ``tokens`` tokens in the table and in this layer's pools."""
         table = self.table
+        table.grow(tokens)
         for name, pool in list(self.pools()):
-            by_sequence = pool.view(table.batch, -1, *pool.shape[1:])
-            missing = table.blocks - by_sequence.shape[1]
-            if missing:
-                zeros = pool.new_zeros(table.batch, missing, *pool.shape[1:])
-                setattr(self, name, torch.cat((by_sequence, zeros), dim=1).flatten(0, 1))
+            homes = pool.view(table.batch, -1, *pool.shape[1:])
+            more = table.blocks - homes.shape[1]
+            if more:
+                room = pool.new_zeros(table.batch, more, *pool.shape[1:])
+                setattr(self, name, torch.cat((homes, room), dim=1).flatten(0, 1))
+
+    def held(self) -> int:
+        """Tokens of a sequence, as a number."""
+        return int(self.table.length) if self.table.static else self.length
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Continues sequence ``beam_idx[i]`` as sequence i."""
+        """Sequence i goes on as sequence ``beam_idx[i]`` was."""
         self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -279,72 +274,78 @@ class PagedLatentLayer(CacheLayerMixin):
             self.batch_select_indices(torch.arange(batch).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keeps these sequences, by number or by a boolean for each.
-
-        If their number stays, so do the pools: compiled graphs know them.
+        """Keep these sequences, by number or by a boolean for each; pools stay in place where their
+        number does, for graphs that know them.
         """
         table = self.table
         for name, pool in list(self.pools()):
-            by_sequence = pool.view(-1, table.blocks, *pool.shape[1:])
-            used = -(-int(table.length) // table.block_size)
-            chosen = by_sequence[indices.to(pool.device), :used]
-            if len(chosen) == len(by_sequence):
-                by_sequence[:, :used] = chosen
+            homes = pool.view(-1, table.blocks, *pool.shape[1:])
+            used = -(-self.held() // table.block_size)
+            chosen = homes[indices.to(pool.device), :used]
+            if len(chosen) == len(homes):
+                homes[:, :used] = chosen
                 continue
             table.lay_out(len(chosen), table.blocks, pool.device)
-            selected = pool.new_zeros(len(chosen), *by_sequence.shape[1:])
-            selected[:, :used] = chosen
-            setattr(self, name, selected.flatten(0, 1))
+            kept = pool.new_zeros(len(chosen), *homes.shape[1:])
+            kept[:, :used] = chosen
+            setattr(self, name, kept.flatten(0, 1))
 
     def get_seq_length(self) -> Any:
-        return self.table.length
+        if not self.is_initialized:
+            return 0
+        return self.table.length if self.table.static else self.length
 
     def get_max_length(self) -> int:
-        return self.table.max_len
+        return self.table.most
 
-    get_max_cache_shape = get_max_length  # the name in older releases
+    get_max_cache_shape = get_max_length  # its older name
 
     def get_mask_sizes(self, query: int | Tensor) -> tuple[int, int]:
-        """Returns the number of tokens that attention reads, and 0, its offset.
-
-        query  the number of new tokens; older releases pass their positions
-        """
-        if self.table.static:
+        """``query`` is the number of new tokens, or in older releases their positions."""
+        if self.table.max_len is not None:
             return self.table.max_len, 0
-        return self.table.length + (query.shape[0] if isinstance(query, Tensor) else query), 0
+        return self.length + (query.shape[0] if isinstance(query, Tensor) else query), 0
 
     def reset(self) -> None:
-        """Fills pools of a fixed size with zeros, and drops others. The cache rewinds the table."""
-        for name, pool in list(self.pools()):
-            if self.table.static:
+        """Zeros where the size is fixed, otherwise no pages; the table is the cache's to rewind."""
+        if self.table.static:
+            for _, pool in self.pools():
                 pool.zero_()
-            else:
-                setattr(self, name, None)
-                self.is_initialized = False
+            self.length = 0
+        else:
+            self.forget()
+
+    def forget(self) -> None:
+        """As if no token had ever come."""
+        for name in self.names:
+            setattr(self, name, None)
+        self.is_initialized, self.length = False, 0
 
 
 class PagedIndexedLayer(PagedLatentLayer):
-    """A layer that also keeps an indexer's keys, in pages ``[BlockNum, BlockSize, 1, width]``."""
+    """With the keys by which an indexer picks tokens, in pages of their own: ``[BlockNum,
+    BlockSize, 1, width]``.
+    """
 
     names = ("keys", "values", "indexer_keys")
     indexer_keys: Tensor | None = None
-    _new_slots: Tensor | None = None  # from the latents of a step to its indexer's keys
+    _new: Tensor | None = None  # slots of the step, between its latents and its indexer's keys
 
-    def _advance(self, tokens: int) -> Tensor:
-        self._new_slots = super()._advance(tokens)
-        return self._new_slots
+    def _slots(self, tokens: int) -> Tensor:
+        self._new = super()._slots(tokens)
+        return self._new
 
     def update_indexer(self, states: Tensor) -> Tensor:
-        """Writes ``[B, S, width]`` of the tokens whose latents came last. Returns all of this
-        layer, ``[B, L, width]``.
+        """Write ``[B, S, width]`` of the tokens whose latents came last; all of this layer, ``[B,
+        L, width]``.
         """
-        if self._new_slots is None:
+        if self._new is None:
             raise OptimizeError(
                 "cache.kind", f"layer {self.index} is given an indexer's keys before their latents"
             )
         self._check_batch(states)
         if self.indexer_keys is None:
-            self.indexer_keys = self._new_pool(states, states.shape[-1])
-        self._write(self.indexer_keys, self._new_slots, states)
-        self._new_slots = None
+            self.indexer_keys = self._pool(states, states.shape[-1])
+        self._write(self.indexer_keys, self._new, states)
+        self._new = None
         return self.read(self.indexer_keys).squeeze(1)
