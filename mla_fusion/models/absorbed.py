@@ -1,9 +1,9 @@
 """Hugging Face's DeepSeek-V3 attention in the absorbed, paged form that serving stacks decode with.
 
-Hugging Face expands every cached latent back to keys and values of all heads. Decoding keeps the
-latent: ``(q W_uk) . c_kv`` equals ``q . (W_uk c_kv)``, so W_uk moves to the query and W_uv to the
-output. The modules below hold Hugging Face's own layers, share their parameters, call their norms
-and rotary functions, and change only that. Tokens are rows, ``[T, hidden]``; each has a row of the
+Hugging Face expands every cached latent to keys and values of all heads. Decoding keeps the latent:
+``(q W_uk) . c_kv`` equals ``q . (W_uk c_kv)``, so W_uk moves to the query and W_uv to the output.
+The modules below differ from Hugging Face's own layers only in this. They share the parameters, and
+call the same norms and rotary functions. Tokens are rows, ``[T, hidden]``; each has a row of the
 block table and a length.
 """
 
@@ -24,17 +24,17 @@ class AbsorbedAttention(nn.Module):
     """``DeepseekV3Attention`` over latent caches ``[BlockNum, BlockSize, 1, 512]`` and ``[.., 1,
     64]``.
 
+    rotate  the rotary function of Hugging Face; heads are axis 1
+
     Raises ValueError for an attention without a query LoRA, which has no such form.
     """
-
-    attention: Any
 
     def __init__(self, attention: Any, rotate: Rotate) -> None:
         super().__init__()
         if getattr(attention, "q_a_proj", None) is None:
             raise ValueError("this attention has no query LoRA (q_lora_rank is None)")
-        self.attention = attention
-        self.rotate = rotate  # Hugging Face's function; heads are axis 1
+        self.attention: Any = attention
+        self.rotate = rotate
 
     def prologue(
         self,
@@ -45,7 +45,7 @@ class AbsorbedAttention(nn.Module):
         kv_cache: Tensor,
         kr_cache: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Write the new rows; returns query ``[T, N, 512]`` and query_rope ``[T, N, 64]``."""
+        """Writes the new rows. Returns query ``[T, N, 512]`` and query_rope ``[T, N, 64]``."""
         hf = self.attention
         widths = [hf.qk_nope_head_dim, hf.qk_rope_head_dim]
         q = hf.q_b_proj(hf.q_a_layernorm(hf.q_a_proj(hidden)))
@@ -53,8 +53,7 @@ class AbsorbedAttention(nn.Module):
         latent = hf.kv_a_proj_with_mqa(hidden)
         c_kv, k_pe = latent.split([hf.kv_lora_rank, hf.qk_rope_head_dim], dim=-1)
         c_kv = hf.kv_a_layernorm(c_kv)
-        # Sequences of one token each, [T, heads, 1, Dr]: some releases rotate nothing but four
-        # dimensions.
+        # sequences of one token each, [T, heads, 1, Dr]: some releases take only four dimensions
         query_rope, k_pe = self.rotate(
             q_pe.unsqueeze(2), k_pe[:, None, None], cos.unsqueeze(1), sin.unsqueeze(1)
         )
@@ -76,7 +75,9 @@ class AbsorbedAttention(nn.Module):
         kv_cache: Tensor,
         kr_cache: Tensor,
     ) -> Tensor:
-        """Attention of every token over the first ``seq_lens`` positions of its blocks."""
+        """Returns the attention of every token over the first ``seq_lens`` positions of its blocks,
+        ``[T, hidden]``.
+        """
         hf = self.attention
         query, query_rope = self.prologue(hidden, cos, sin, slot_mapping, kv_cache, kr_cache)
         cached = kv_cache, kr_cache, block_tables, seq_lens
@@ -88,7 +89,7 @@ class AbsorbedAttention(nn.Module):
         return output
 
     def _up_projections(self) -> tuple[Tensor, Tensor]:
-        """W_uk ``[N, D, 512]`` and W_uv ``[N, Dv, 512]``, the two parts of ``kv_b_proj``."""
+        """Returns W_uk ``[N, D, 512]`` and W_uv ``[N, Dv, 512]``, the parts of ``kv_b_proj``."""
         hf = self.attention
         per_head = hf.kv_b_proj.weight.view(hf.num_heads, -1, hf.kv_lora_rank)
         w_uk, w_uv = per_head.split([hf.qk_nope_head_dim, hf.v_head_dim], dim=1)
@@ -96,8 +97,9 @@ class AbsorbedAttention(nn.Module):
 
 
 class AbsorbedDecoder(nn.Module):
-    """``DeepseekV3DecoderLayer``s, whose attentions are replaced by absorbed ones, that decode one
-    token each of a batch of sequences, over one pair of caches a layer.
+    """``DeepseekV3DecoderLayer``s with absorbed attentions, over a pair of caches a layer.
+
+    A step decodes a token of each sequence of a batch.
     """
 
     def __init__(self, layers: Sequence[Any], rotary_emb: nn.Module, rotate: Rotate) -> None:
@@ -117,7 +119,7 @@ class AbsorbedDecoder(nn.Module):
         kv_caches: Sequence[Tensor],
         kr_caches: Sequence[Tensor],
     ) -> Tensor:
-        """One decode step.
+        """Runs a decode step. Returns ``[T, hidden]``.
 
         hidden        [T, hidden] of the new tokens
         positions     [T] int64, their positions
@@ -125,8 +127,8 @@ class AbsorbedDecoder(nn.Module):
         block_tables  [T, blocks] int64, seq_lens [T] int64 with the new token counted
         """
         cos, sin = (table.squeeze(0) for table in self.rotary_emb(hidden, positions.unsqueeze(0)))
-        where = cos, sin, slot_mapping, block_tables, seq_lens
+        shared = cos, sin, slot_mapping, block_tables, seq_lens
         for layer, *caches in zip(self.layers, kv_caches, kr_caches, strict=True):
-            hidden = hidden + layer.self_attn(layer.input_layernorm(hidden), *where, *caches)
+            hidden = hidden + layer.self_attn(layer.input_layernorm(hidden), *shared, *caches)
             hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
         return hidden

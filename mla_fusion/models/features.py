@@ -1,13 +1,12 @@
-"""What releases of ``transformers`` do differently. Each is asked of the class or the code itself,
-never of a version.
+"""Features in which releases of ``transformers`` differ.
 
-``since`` is the first release that has the feature, for messages that name what to install.
+A feature is looked up in the class or the code itself, never by a version. ``since`` is the first
+release that has it, for messages that name what to install.
 """
 
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
@@ -26,10 +25,10 @@ OWN_CLASS = (
 
 @dataclass(frozen=True)
 class Feature:
-    """Something that a class or function of ``transformers`` has or has not.
+    """A feature that a class or function of ``transformers`` may have.
 
     asked_of  what ``has`` takes
-    without   what is done where it is absent
+    without   what happens without it
     """
 
     since: str
@@ -70,20 +69,18 @@ FEATURES = (EXPANDS_AFTER_CACHE, TWO_WIDTHS, COUNTS_POSITIONS)
 
 
 def advice(module: Any) -> str:
-    """What to install or to load so that an attention caches latents, in brackets; "" where neither
-    would help.
+    """Returns what to install or to load so that an attention caches latents, in brackets; "" if
+    neither would help.
     """
     if type(module).__module__.startswith("transformers."):
-        is_older = _numbers(metadata.version("transformers")) < _numbers(EXPANDS_AFTER_CACHE.since)
+        from packaging.version import Version
+
+        is_older = Version(metadata.version("transformers")) < Version(EXPANDS_AFTER_CACHE.since)
         return f" ({EXPANDS_AFTER_CACHE.install})" if is_older else ""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     model_type = getattr(getattr(module, "config", None), "model_type", None)
     return f" ({OWN_CLASS})" if model_type in CONFIG_MAPPING_NAMES else ""
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
 
 
 def _parameters(function: Callable[..., Any]) -> Any:

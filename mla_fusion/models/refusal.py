@@ -1,4 +1,4 @@
-"""Why a model, or one attention of it, is not optimised."""
+"""The error of a model, or of an attention, that cannot be optimised."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class OptimizeError(ValueError):
                               cannot be absorbed.
     kv_up.weight              The weight of that projection is no plain floating-point matrix
                               (quantised, or replaced).
-    kv_up.absent              No projection from the latent to keys and values of all heads was
-                              found.
+    kv_up.absent              The module has no projection from the latent to keys and values of
+                              all heads.
     kv_up.differs             On random numbers the module makes other keys or values than the
                               weight of that projection.
     rope.absent               The key has no part that is rotated, so there is nothing beside the

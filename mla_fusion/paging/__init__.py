@@ -1,4 +1,4 @@
-"""Indices and caches of the MLA prologue from what other systems hold, and back.
+"""Converts indices and caches of other systems to those of the MLA prologue, and back.
 
 * `PageTable`: which pages a batch of sequences occupies, from FlashInfer's CSR triple, from vLLM's
   block tables, or from a table of token slots; it makes ``cache_index`` token-wise or block-wise
@@ -7,9 +7,9 @@
 * `nd_to_nz`, `nz_to_nd`: a paged cache between its two memory layouts
 * `pack_rows`, `unpack_rows`, `dequantise_rows`: the 656-byte rows of per-tile caches
 
-Everything is vectorised torch on the device of its input. Bad input raises ContractError (a
-ValueError) that names the argument. Looking into tensors costs a synchronisation on a device:
-``check=False`` leaves that out and keeps the checks of shapes and dtypes.
+All functions are vectorised torch on the device of their input. Bad input raises ContractError (a
+ValueError) that names the argument. A check of values costs a synchronisation on a device:
+``check=False`` leaves it out and keeps the checks of shapes and dtypes.
 """
 
 from mla_fusion.paging.layout import nd_to_nz, nz_to_nd

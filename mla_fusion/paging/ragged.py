@@ -1,4 +1,4 @@
-"""Sequences of different lengths side by side, and the checks that the builders share."""
+"""Sequences of different lengths side by side, and the checks that the other files share."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _INTEGERS = (torch.int32, torch.int64)
 
 
 def refuse(argument: str, expected: str, found: object) -> NoReturn:
-    """Raise ContractError ``paging.<argument>``."""
+    """Raises ContractError ``paging.<argument>``."""
     raise ContractError(f"paging.{argument}", argument, expected, str(found))
 
 
 def integers(name: str, tensor: Tensor, dim: int = 1) -> Tensor:
-    """An int32 or int64 tensor of ``dim`` axes, as int64."""
+    """Returns an int32 or int64 tensor of ``dim`` axes, as int64."""
     if not isinstance(tensor, Tensor):
         refuse(name, "a tensor", type(tensor).__name__)
     if tensor.dtype not in _INTEGERS:
@@ -39,31 +39,34 @@ def positive_size(name: str, size: int) -> None:
 
 
 def require(name: str, holds: Tensor, expected: str, values: Tensor) -> None:
-    """Every element of ``holds`` is true, or ContractError with the first of ``values`` where it is
-    not.
-    """
+    """Raises ContractError with the first of ``values`` whose element of ``holds`` is False."""
     if not bool(holds.all()):
         refuse(name, expected, int(values.expand_as(holds)[~holds][0]))
 
 
-def prefix_sums(name: str, starts: Tensor, end: int) -> None:
-    """``starts`` is non-decreasing from 0 to ``end``."""
-    if starts.shape[0] < 1:
+def offsets(name: str, tensor: Tensor) -> Tensor:
+    """Returns where sequences start, and where the last one ends, as int64 [B+1]."""
+    starts = integers(name, tensor)
+    if len(starts) < 1:
         refuse(name, "at least one entry", 0)
-    expected = f"prefix sums from 0 to {end}"
+    return starts
+
+
+def prefix_sums(name: str, starts: Tensor, end: int) -> None:
+    """Raises ContractError unless ``starts`` never decreases from 0 to ``end``."""
     if int(starts[0]) != 0 or int(starts[-1]) != end or bool((starts.diff() < 0).any()):
-        refuse(name, expected, starts.tolist())
+        refuse(name, f"prefix sums from 0 to {end}", starts.tolist())
 
 
 def positions(lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """``(sequence, position)`` of every element of sequences that lie one after the other."""
-    sequence = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
+    """Returns ``(sequence, position)`` of each element of sequences that follow each other."""
+    sequence = torch.repeat_interleave(lengths)
     starts = lengths.cumsum(0) - lengths
     return sequence, torch.arange(len(sequence), device=lengths.device) - starts[sequence]
 
 
 def starts_of(lengths: Tensor) -> Tensor:
-    """Where each sequence starts, and the end of the last one."""
+    """Returns where each sequence starts, and the end of the last one."""
     return torch.cat((lengths.new_zeros(1), lengths.cumsum(0)))
 
 
@@ -72,9 +75,8 @@ def ceil_div(a: Tensor, b: int) -> Tensor:
 
 
 def padded(slots: Tensor, pad_to: int | None) -> Tensor:
-    """Fill up with -1, which the kernel skips, for graphs of a fixed number of tokens."""
-    if pad_to is None or pad_to == len(slots):
-        return slots
-    if pad_to < len(slots):
+    """Returns the slots for a graph of ``pad_to`` tokens: -1, which the kernel skips, fills up."""
+    missing = 0 if pad_to is None else pad_to - len(slots)
+    if missing < 0:
         refuse("pad_to", f"at least the {len(slots)} tokens", pad_to)
-    return torch.cat((slots, slots.new_full((pad_to - len(slots),), -1)))
+    return torch.cat((slots, slots.new_full((missing,), -1))) if missing else slots

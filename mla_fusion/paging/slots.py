@@ -1,5 +1,5 @@
-"""``cache_index`` from systems that name the row of every token: vLLM slot mappings and PPL cache
-starts.
+"""Makes ``cache_index`` from vLLM slot mappings and PPL cache starts, which name the row of every
+token.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from mla_fusion.paging.table import BlockIndex, PageTable
 def slots_from_mapping(
     slot_mapping: Tensor, *, rows: int | None = None, pad_to: int | None = None, check: bool = True
 ) -> Tensor:
-    """vLLM's ``slot_mapping`` [T] as ``cache_index`` int64: the same numbers, -1 skipped by both.
+    """Returns vLLM's ``slot_mapping`` [T] as ``cache_index`` int64: the same numbers. Both skip -1.
 
-    ``rows`` is BlockNum*BlockSize: the device writes a slot past it out of bounds and unchecked. A
-    slot other than -1 may occur once.
+    A slot other than -1 may occur once.
+
+    rows  BlockNum*BlockSize: the device does not check a slot past it, and writes out of bounds
     """
     slots = integers("slot_mapping", slot_mapping)
     if check:
@@ -49,9 +50,10 @@ def slots_from_ppl(
     pad_to: int | None = None,
     check: bool = True,
 ) -> Tensor:
-    """PPL's MultiHeadCacheAttention indexing as ``cache_index`` [T] int64, T = seqstarts[B].
+    """Returns ``cache_index`` [T] int64 from PPL's MultiHeadCacheAttention indexing, T =
+    seqstarts[B].
 
-    Token j of batch b stands at position ``start_pos[b] + j``. Offset mode (``cache_mode`` 0,
+    Token j of batch b is at position ``start_pos[b] + j``. Offset mode (``cache_mode`` 0,
     cachestarts [B]): row ``cachestarts[b] + position``. Table mode (1, cachestarts [kvstarts[B]]):
     row ``cachestarts[kvstarts[b] + position]``. PPL's MaxT is the BlockNum*BlockSize of the Ascend
     cache.
@@ -64,7 +66,8 @@ def slots_from_ppl(
     if check:
         prefix_sums("seqstarts", starts, int(starts[-1]))
         require("start_pos", past >= 0, "at least 0", past)
-    sequence, position = positions(starts.diff())
+    new = starts.diff()
+    sequence, position = positions(new)
     position = position + past[sequence]
     if cache_mode == 0:
         same_length("cachestarts", base, len(past), "one a batch in offset mode")
@@ -76,8 +79,8 @@ def slots_from_ppl(
         same_length("kvstarts", kv, len(past) + 1, "one more than start_pos")
         if check:
             prefix_sums("kvstarts", kv, len(base))
-            held = past + starts.diff() <= kv.diff()
-            require("start_pos", held, "positions inside kvstarts[b + 1] - kvstarts[b]", past)
+            expected = "positions inside kvstarts[b + 1] - kvstarts[b]"
+            require("start_pos", past + new <= kv.diff(), expected, past)
         slots = base[kv[sequence] + position]
     if check:
         require("cachestarts", slots >= 0, "rows of at least 0", slots)
@@ -85,18 +88,17 @@ def slots_from_ppl(
 
 
 def blocks_from_slots(slots: Tensor, new_tokens: Tensor, block_size: int) -> BlockIndex:
-    """The block-wise index that writes the same rows as token-wise ``slots`` [T] of B sequences.
+    """Returns the block-wise index that writes the same rows as token-wise ``slots`` [T].
 
-    Raises ContractError ``paging.slots`` where there is none: a sequence's tokens have to fill
-    blocks in order from offset 0.
+    Raises ContractError ``paging.slots`` unless the tokens of each sequence fill blocks in order
+    from offset 0.
+
+    new_tokens  [B], the number of slots of each sequence
     """
     positive_size("block_size", block_size)
     slots, new = integers("slots", slots), integers("new_tokens", new_tokens)
-    if int(new.sum()) != len(slots):
-        refuse(
-            "new_tokens", f"lengths that sum to {len(slots)}, the number of slots", int(new.sum())
-        )
+    total = int(new.sum())
+    if total != len(slots):
+        refuse("new_tokens", f"lengths that sum to {len(slots)}, the number of slots", total)
     require("new_tokens", new >= 0, "at least 0", new)
-    starts = starts_of(new)
-    pages = PageTable.from_token_table(slots, starts, block_size).pages
-    return BlockIndex(pages, starts[1:].int())
+    return PageTable.from_token_table(slots, starts_of(new), block_size).blocks(new)

@@ -1,14 +1,13 @@
-"""Which pages a batch of sequences occupies, and the ``cache_index`` of the tokens that are being
-added.
+"""Knows which pages a batch of sequences occupies. Makes the ``cache_index`` of new tokens.
 
-A page of FlashInfer, a block of vLLM and a block of the Ascend cache are one thing: BlockSize rows;
-a slot is ``block * BlockSize + offset``. The table covers a sequence including its new tokens,
-which are its last ones (FlashInfer's append and vLLM's scheduler allocate before they write).
+A page of FlashInfer, a block of vLLM and a block of the Ascend cache are the same: BlockSize rows.
+A slot is ``block * BlockSize + offset``. The table covers the new tokens of a sequence too, which
+are its last tokens (FlashInfer's append and vLLM's scheduler allocate before they write).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,6 +15,7 @@ from torch import Tensor
 from mla_fusion.paging.ragged import (
     ceil_div,
     integers,
+    offsets,
     padded,
     positions,
     positive_size,
@@ -66,16 +66,18 @@ class PageTable:
         *,
         check: bool = True,
     ) -> PageTable:
-        """From ``kv_indptr`` [B+1], ``kv_indices`` [>= indptr[-1]] and ``kv_last_page_len`` [B].
+        """Returns the table of FlashInfer's CSR triple.
 
-        Length of sequence i: ``page_size * (pages_i - 1) + last_page_len[i]``, with last_page_len
-        in 1..page_size; a sequence without pages has length 0, whatever its last_page_len.
+        Sequence i has ``page_size * (pages_i - 1) + last_page_len[i]`` tokens. Without pages it has
+        0 tokens, whatever its last_page_len.
+
+        indptr         kv_indptr [B+1]
+        indices        kv_indices, at least indptr[-1] of them
+        last_page_len  kv_last_page_len [B], from 1 to page_size
         """
         positive_size("page_size", page_size)
-        starts, pages = integers("indptr", indptr), integers("indices", indices)
+        starts, pages = offsets("indptr", indptr), integers("indices", indices)
         last = integers("last_page_len", last_page_len)
-        if len(starts) < 1:
-            refuse("indptr", "at least one entry", 0)
         same_length("last_page_len", last, len(starts) - 1, "one a sequence")
         counts = starts.diff()
         if check:
@@ -91,13 +93,14 @@ class PageTable:
         return cls(starts, pages, lengths, page_size)
 
     def to_flashinfer(self) -> tuple[Tensor, Tensor, Tensor]:
-        """``(indptr, indices, last_page_len)``, int32; pages behind a sequence's end are left out.
+        """Returns ``(indptr, indices, last_page_len)``, int32.
 
-        A sequence of length 0 has no page and last_page_len 0.
+        Pages behind a sequence's end are left out. A sequence of length 0 has no page and
+        last_page_len 0.
         """
-        compact = self._compact()
-        last = compact.lengths - (compact.starts.diff() - 1).clamp(min=0) * self.block_size
-        return compact.starts.int(), compact.pages.int(), last.int()
+        counts, pages = self._used()
+        last = self.lengths - (counts - 1).clamp(min=0) * self.block_size
+        return starts_of(counts).int(), pages.int(), last.int()
 
     # -- vLLM
 
@@ -105,9 +108,10 @@ class PageTable:
     def from_block_table(
         cls, block_table: Tensor, seq_lens: Tensor, block_size: int, *, check: bool = True
     ) -> PageTable:
-        """From ``block_table`` [B, max_blocks] and ``seq_lens`` [B], the new tokens included.
+        """Returns the table of vLLM's ``block_table`` [B, max_blocks] and ``seq_lens`` [B].
 
-        Entries behind a sequence's last block are not read: vLLM leaves anything there.
+        The lengths count the new tokens too. Entries behind a sequence's last block are not read:
+        vLLM leaves anything there.
         """
         positive_size("block_size", block_size)
         table, lengths = integers("block_table", block_table, 2), integers("seq_lens", seq_lens)
@@ -124,65 +128,65 @@ class PageTable:
         return cls(starts_of(counts), pages, lengths, block_size)
 
     def to_block_table(self, max_blocks: int | None = None, fill: int = 0) -> tuple[Tensor, Tensor]:
-        """``(block_table [B, max_blocks], seq_lens [B])``, int32; unused entries are ``fill``."""
-        compact = self._compact()
-        counts = compact.starts.diff()
+        """Returns ``(block_table [B, max_blocks], seq_lens [B])``, int32; unused entries are
+        ``fill``.
+        """
+        counts, pages = self._used()
         widest = int(counts.max()) if len(counts) else 0
         width = widest if max_blocks is None else max_blocks
         if width < widest:
             refuse("max_blocks", f"at least {widest}", width)
-        table = compact.pages.new_full((len(counts), width), fill)
-        table[positions(counts)] = compact.pages
+        table = pages.new_full((len(counts), width), fill)
+        table[positions(counts)] = pages
         return table.int(), self.lengths.int()
 
     # -- slots of every token
 
     @classmethod
     def from_token_table(cls, slots: Tensor, kvstarts: Tensor, block_size: int) -> PageTable:
-        """From the slot of every token (PPL's table mode): ``slots[kvstarts[b]:kvstarts[b + 1]]``.
+        """Returns the table of the slots of every token (PPL's table mode). Those of sequence b are
+        ``slots[kvstarts[b]:kvstarts[b + 1]]``.
 
         Raises ContractError ``paging.slots`` unless token p of each sequence lies at offset p %
-        block_size of one block per block_size tokens: other placements have no page table.
+        block_size of a block for each block_size tokens: other placements have no page table.
         """
         positive_size("block_size", block_size)
-        slots, starts = integers("slots", slots), integers("kvstarts", kvstarts)
+        slots, starts = integers("slots", slots), offsets("kvstarts", kvstarts)
         prefix_sums("kvstarts", starts, len(slots))
         lengths = starts.diff()
         sequence, position = positions(lengths)
-        first = slots[starts[sequence] + position - position % block_size]
-        inside = slots == first + position % block_size
-        held = inside & (first % block_size == 0) & (slots >= 0)
-        require("slots", held, f"blocks of {block_size} rows, filled from their start", slots)
-        counts = ceil_div(lengths, block_size)
-        sequence, block = positions(counts)
-        pages = slots[starts[sequence] + block * block_size] // block_size
-        return cls(starts_of(counts), pages, lengths, block_size)
+        offset = position % block_size
+        first = slots[starts[sequence] + position - offset]
+        aligned = (slots == first + offset) & (first % block_size == 0) & (slots >= 0)
+        require("slots", aligned, f"blocks of {block_size} rows, filled from their start", slots)
+        pages = slots[offset == 0] // block_size
+        return cls(starts_of(ceil_div(lengths, block_size)), pages, lengths, block_size)
 
     def token_table(self) -> tuple[Tensor, Tensor]:
-        """``(slots, kvstarts)`` of every token of every sequence, int64: PPL's cachestarts in table
-        mode.
+        """Returns ``(slots, kvstarts)`` of every token of every sequence, int64.
+
+        PPL's table mode takes the slots as its cachestarts.
         """
         return self._slots(*positions(self.lengths)), starts_of(self.lengths)
 
     # -- the new tokens
 
     def slots(self, new_tokens: Tensor, *, pad_to: int | None = None, check: bool = True) -> Tensor:
-        """Token-wise ``cache_index`` [T] int64 of the last ``new_tokens[b]`` tokens of each
-        sequence.
+        """Returns the token-wise ``cache_index`` [T] int64 of the last ``new_tokens[b]`` tokens of
+        each sequence, for PA_BSND and PA_NZ.
 
-        For PA_BSND and PA_NZ. T is the sum of new_tokens, or ``pad_to`` with -1 (skipped) behind
-        it.
+        T is the sum of new_tokens, or ``pad_to``: the kernel skips the -1 behind the sum.
         """
         new, start = self._new(new_tokens, check)
         sequence, position = positions(new)
         return padded(self._slots(sequence, start[sequence] + position), pad_to)
 
     def blocks(self, new_tokens: Tensor, *, check: bool = True) -> BlockIndex:
-        """Block-wise index of the new tokens, for PA_BLK_BSND and PA_BLK_NZ.
+        """Returns the block-wise index of the new tokens, for PA_BLK_BSND and PA_BLK_NZ.
 
-        The kernel puts a sequence's first new token at offset 0 of its first listed block. Raises
-        ContractError ``paging.new_tokens`` where new tokens start inside a block (``slots`` takes
-        any start).
+        The kernel writes a sequence's first new token at offset 0 of its first listed block. Raises
+        ContractError ``paging.new_tokens`` if new tokens start inside a block (``slots`` takes any
+        start).
         """
         new, start = self._new(new_tokens, check)
         if check:
@@ -190,10 +194,11 @@ class PageTable:
             expected = f"new tokens that start at a multiple of {self.block_size}"
             require("new_tokens", aligned, expected, start)
         sequence, block = positions(ceil_div(new, self.block_size))
-        first = self.starts[:-1] + start // self.block_size
-        return BlockIndex(self.pages[first[sequence] + block], new.cumsum(0).int())
+        pages = self._pages_of(sequence, (start // self.block_size)[sequence] + block)
+        return BlockIndex(pages, new.cumsum(0).int())
 
     def _new(self, new_tokens: Tensor, check: bool) -> tuple[Tensor, Tensor]:
+        """Returns the number of new tokens, and the position of the first, of each sequence."""
         new = integers("new_tokens", new_tokens)
         same_length("new_tokens", new, len(self.lengths), "one a sequence")
         if check:
@@ -201,14 +206,15 @@ class PageTable:
             require("new_tokens", within, "between 0 and the sequence length", new)
         return new, self.lengths - new
 
-    def _slots(self, sequence: Tensor, position: Tensor) -> Tensor:
-        block = position // self.block_size
-        return (
-            self.pages[self.starts[sequence] + block] * self.block_size + position % self.block_size
-        )
+    def _pages_of(self, sequence: Tensor, block: Tensor) -> Tensor:
+        """Returns the pages of blocks that are counted from the start of their sequence."""
+        return self.pages[self.starts[sequence] + block]
 
-    def _compact(self) -> PageTable:
+    def _slots(self, sequence: Tensor, position: Tensor) -> Tensor:
+        page = self._pages_of(sequence, position // self.block_size)
+        return page * self.block_size + position % self.block_size
+
+    def _used(self) -> tuple[Tensor, Tensor]:
+        """Returns how many pages each sequence uses, and these pages."""
         counts = ceil_div(self.lengths, self.block_size)
-        sequence, block = positions(counts)
-        pages = self.pages[self.starts[sequence] + block]
-        return replace(self, starts=starts_of(counts), pages=pages)
+        return counts, self._pages_of(*positions(counts))

@@ -1,9 +1,8 @@
-"""Rows of per-tile quantised caches (kv_cache_quant_mode 3): ``quantised ckv | rope part | float32
-scales``.
+"""Packs and unpacks rows of per-tile quantised caches (kv_cache_quant_mode 3).
 
-For Hckv 512, Dr 64 and tiles of 128 a row has 512 + 128 + 16 = 656 bytes
-(`mla_prolog_tiling_check.cpp`, `kernel_mla_prolog_split_n_arch22.h`); its dtype is that of the
-quantised part.
+A row is ``quantised ckv | rope part | float32 scales``, in the dtype of the quantised part. It has
+512 + 128 + 16 = 656 bytes for Hckv 512, Dr 64 and tiles of 128 (`mla_prolog_tiling_check.cpp`,
+`kernel_mla_prolog_split_n_arch22.h`).
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ _SCALE_BYTES = 4
 
 
 def pack_rows(ckv: Tensor, kr: Tensor, scale: Tensor) -> Tensor:
-    """``ckv [.., Hckv]`` of one byte, ``kr [.., Dr]`` of two, ``scale [.., Hckv/tile]`` float32, as
-    rows.
+    """Returns rows ``[.., Hckv + 2*Dr + 4*Hckv/tile]`` in ckv's dtype.
 
-    The result is ``[.., Hckv + 2*Dr + 4*Hckv/tile]`` of ckv's dtype (int8, float8_e4m3fn, or uint8:
-    hifloat8).
+    ckv    [.., Hckv] int8, float8_e4m3fn, or uint8: hifloat8
+    kr     [.., Dr] of two bytes
+    scale  [.., Hckv/tile] float32
     """
     if ckv.dtype not in _BYTE_DTYPES:
         refuse("ckv", "int8, uint8 or float8_e4m3fn", ckv.dtype)
@@ -47,7 +46,7 @@ def unpack_rows(
     tile: int = 128,
     kr_dtype: torch.dtype = torch.bfloat16,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``(ckv [.., hckv], kr [.., dr], scale [.., hckv/tile])`` of rows, as views of their memory.
+    """Returns views of rows: ``(ckv [.., hckv], kr [.., dr], scale [.., hckv/tile])``.
 
     ``rows`` may be a whole cache ``[BlockNum, BlockSize, 1, 656]`` or any rows of it.
     """
@@ -60,12 +59,12 @@ def unpack_rows(
         refuse("rows", f"[.., {width}] for hckv {hckv}, dr {dr}, tile {tile}", list(rows.shape))
     if rows.numel() and rows.stride(-1) != 1:
         refuse("rows", "rows of adjacent bytes", f"a last stride of {rows.stride(-1)}")
-    ckv, kr, scale = rows.split((hckv, 2 * dr, width - hckv - 2 * dr), -1)
+    ckv, kr, scale = rows.tensor_split((hckv, hckv + 2 * dr), -1)
     return ckv, kr.view(kr_dtype), scale.view(torch.float32)
 
 
 def numbers_of_rows(rows: Tensor, *, hckv: int, dr: int, tile: int) -> Tensor:
-    """What rows of tiles stand for, ``[.., hckv + dr]`` in float32; they may have any strides."""
+    """Returns the numbers in rows, of any strides, as ``[.., hckv + dr]`` float32."""
     latent, rope = dequantise_rows(rows.contiguous(), hckv=hckv, dr=dr, tile=tile)
     return torch.cat([latent, rope.float()], -1)
 
@@ -73,8 +72,8 @@ def numbers_of_rows(rows: Tensor, *, hckv: int, dr: int, tile: int) -> Tensor:
 def dequantise_rows(
     rows: Tensor, *, hckv: int = 512, dr: int = 64, tile: int = 128
 ) -> tuple[Tensor, Tensor]:
-    """``(ckv [.., hckv] float32, kr [.., dr] bfloat16)``: each tile times its scale; uint8 is
-    hifloat8.
+    """Returns ``(ckv [.., hckv] float32, kr [.., dr] bfloat16)``: each tile is multiplied by its
+    scale; uint8 is hifloat8.
     """
     ckv, kr, scale = unpack_rows(rows, hckv=hckv, dr=dr, tile=tile)
     values = hifloat8.decode(ckv) if ckv.dtype == torch.uint8 else ckv.float()

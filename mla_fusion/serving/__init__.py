@@ -1,5 +1,6 @@
-"""Plug-ins for serving stacks, and what hides a prologue from them; `docs/serving.md` says which
-stack needs what.
+"""Plug-ins for serving stacks, and a search for operators that hide a prologue from the pass.
+
+`docs/serving.md` says which stack needs what.
 """
 
 from mla_fusion.serving.opaque import hidden_prologues, opaque_operators

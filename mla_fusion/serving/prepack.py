@@ -1,9 +1,9 @@
-"""Weights packed once, in a graph that runs as it is.
+"""Packs weights once, in a graph that runs as it is.
 
-Without a wrapper around the graph the pass writes the packing of weights into it, where GE folds
-it. A graph that is executed node by node would transpose and cast every weight at every step; here
-one call stands for all packings and remembers their results for as long as the parameters are the
-same and unchanged.
+Without a wrapper around the graph the pass writes the packing of weights into it, and GE folds it.
+A graph that is executed node by node would transpose and cast every weight at every step. Here one
+call replaces all packings, and remembers their results as long as the parameters are the same and
+unchanged.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from mla_fusion.compat import OpOverload, schema_of
 from mla_fusion.compile.dynamo import differs_by_call, mark_arguments
 from mla_fusion.config import Config
+from mla_fusion.fx.kinds import op_name
 from mla_fusion.fx.module_path import label
 from mla_fusion.fx.walk import nodes_between
 from mla_fusion.meta.prolog import V3, V3_FUNCTIONAL
@@ -39,8 +39,8 @@ _CALLS = tuple(f"npu::{operator.name}" for operator in (V3, V3_FUNCTIONAL))
 
 
 class PackOnce(torch.nn.Module):
-    """Gives the packed weights of one graph; runs a packing program where it has not run for these
-    very tensors.
+    """Returns the packed weights of one graph. Runs a packing program only for tensors for which
+    it has not run.
     """
 
     def __init__(self, wanted: Sequence[Packed]) -> None:
@@ -52,63 +52,57 @@ class PackOnce(torch.nn.Module):
 
 
 def pack_once(gm: GraphModule, config: Config) -> int:
-    """Replace, in place, the packing of every weight that is made of inputs alone, and is the same
-    for each call; how many.
+    """Replaces, in place, each packing that reads only inputs and is the same for each call.
+    Returns the number of packings.
 
-    One call of a module stands for all of them, so that one comparison a step does.
+    One call of a module replaces all of them, so that a step makes one comparison.
     """
-    # the packing's last node: the calls that read it, and where
-    made: dict[Node, list[tuple[Node, int]]] = {}
-    for call in _calls(gm.graph):
-        for position in WEIGHTS:
+    # by the last node of a packing: the calls that read it, and their argument
+    readers: dict[Node, list[tuple[Node, int]]] = {}
+    for call in gm.graph.nodes:
+        for position in WEIGHTS if op_name(call) in _CALLS else ():
             weight = call.args[position]
             if isinstance(weight, Node) and weight.op == "call_function":
-                made.setdefault(weight, []).append((call, position))
+                readers.setdefault(weight, []).append((call, position))
     inputs = gm.graph.find_nodes(op="placeholder")
     mark_arguments(inputs)
-    above = {weight: set(nodes_between((), weight)) for weight in made}
-    steps = {
-        weight: each
-        for weight, each in above.items()
-        if not differs_by_call([node for node in inputs if node in each])
-    }
-    if not steps:
+    steps = {weight: sorted(nodes_between((), weight)) for weight in readers}
+    weights = [weight for weight in readers if not differs_by_call(_inputs_of(steps[weight]))]
+    if not weights:
         return 0
-    sources = [node for node in inputs if any(node in each for each in steps.values())]
-    wanted = [_wanted(gm, weight, steps[weight], sources, config) for weight in steps]
-    gm.add_submodule(NAME, PackOnce(wanted))
+    read = {node for weight in weights for node in steps[weight]}
+    sources = [node for node in inputs if node in read]
+    gm.add_submodule(
+        NAME, PackOnce([_packed(gm, steps[weight], sources, config) for weight in weights])
+    )
     with gm.graph.inserting_after(inputs[-1]):
         packed = gm.graph.call_module(NAME, tuple(sources))
-    after = packed
-    for number, weight in enumerate(steps):
-        with gm.graph.inserting_after(after):
-            after = gm.graph.call_function(getitem, (packed, number))
-        after.meta.update(weight.meta)
-        for call, position in made[weight]:
-            call.update_arg(position, after)
-    packed.meta["val"] = tuple(weight.meta["val"] for weight in steps)
+    last = packed
+    for number, weight in enumerate(weights):
+        with gm.graph.inserting_after(last):
+            last = gm.graph.call_function(getitem, (packed, number))
+        last.meta.update(weight.meta)
+        for call, position in readers[weight]:
+            call.update_arg(position, last)
+    packed.meta["val"] = tuple(weight.meta["val"] for weight in weights)
     gm.graph.eliminate_dead_code()
-    return len(steps)
+    return len(weights)
 
 
-def _calls(graph: Graph) -> list[Node]:
-    return [
-        node
-        for node in graph.nodes
-        if isinstance(node.target, OpOverload) and schema_of(node.target).name in _CALLS
-    ]
+def _inputs_of(steps: Sequence[Node]) -> list[Node]:
+    return [node for node in steps if node.op == "placeholder"]
 
 
-def _wanted(
-    gm: GraphModule, weight: Node, steps: set[Node], inputs: Sequence[Node], config: Config
+def _packed(
+    gm: GraphModule, steps: Sequence[Node], sources: Sequence[Node], config: Config
 ) -> Packed:
-    sources = [node for node in inputs if node in steps]
+    """Returns the packing of these steps, over arguments that stand for ``sources``."""
     graph, copies = Graph(), dict[Node, Node]()
-    made = (node for node in gm.graph.nodes if node in steps and node.op != "placeholder")
-    for node in [*sources, *made]:
+    for node in steps:
         copies[node] = graph.node_copy(node, copies.__getitem__)
-    graph.output(copies[weight])
+    graph.output(copies[steps[-1]])
+    inputs = _inputs_of(steps)
+    positions = tuple(map(sources.index, inputs))
+    names = tuple(map(label, inputs))
     program = GraphModule(gm, graph, "PackWeight")
-    positions = tuple(inputs.index(source) for source in sources)
-    names = tuple(map(label, sources))
     return Packed(program, config.updates, positions=positions, names=names)

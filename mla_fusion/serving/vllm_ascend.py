@@ -3,12 +3,12 @@
     CompilationConfig(inductor_passes={"graph_fusion_manager": vllm_ascend_pass()})
 
 vLLM wraps a plain function into a class that vLLM-Ascend's manager then refuses, so the pass has to
-be an instance of vLLM's own ``VllmInductorPass``. It is one where vLLM is imported; elsewhere it
-derives from torch's ``CustomGraphPass``, with the same methods.
+be an instance of vLLM's own ``VllmInductorPass``. If vLLM is not imported, the pass derives from
+torch's ``CustomGraphPass``, with the same methods.
 
-The manager's graph is executed as it is: no compiler comes after it. So the pass also does what
-torchair would have done, and lets the kernel write its caches in place, and packs weights once
-instead of at every step.
+The manager's graph is executed as it is: no compiler follows. So the pass also does what torchair
+would do: it lets the kernel write its caches in place, and packs weights once instead of at every
+step.
 """
 
 from __future__ import annotations
@@ -36,17 +36,16 @@ _HOMES = ("vllm.compilation.passes.vllm_inductor_pass", "vllm.compilation.vllm_i
 
 
 def vllm_ascend_pass(config: Config | None = None) -> Any:
-    """A pass object: callable on an ``fx.Graph`` or its module, which it edits in place; returns
-    nothing.
+    """Returns a pass object, which is called on an ``fx.Graph`` or its module and edits it.
 
-    It can be pickled and copied, as vLLM does with its configuration. Raises ValueError where
+    The object can be pickled and copied, as vLLM does with its configuration. Raises ValueError if
     ``Config.skip`` holds a predicate that is not a module-level function.
     """
     return _pass_class(_base())(config or Config())
 
 
 class _GraphFusion:
-    """What the pass manager asks of a pass."""
+    """The methods that the pass manager calls."""
 
     pass_name = "mla_fusion"
 
@@ -57,14 +56,15 @@ class _GraphFusion:
         self.hook = torchair_pass(config)
 
     def __call__(self, graph: Graph | GraphModule) -> None:
-        """Raises on a graph that cannot be read; a prologue that does not fuse is a line in the
-        report.
+        """Edits a graph in place. A prologue that does not fuse is a line in the report.
+
+        Raises an error for a graph that cannot be read.
         """
         self.hook(graph)
         gm = graph.owning_module if isinstance(graph, Graph) else graph
         assert gm is not None  # the hook has refused it otherwise
         if inductor_bridge.runs(self):
-            return  # a compiler follows, which does the rest itself
+            return  # a compiler follows, which does all else itself
         if write_in_place(gm.graph) + pack_once(gm, self.fusion_config):
             gm.graph.lint()
             gm.recompile()
@@ -72,7 +72,7 @@ class _GraphFusion:
             log.warning("no pass sees into this graph's attention: %s", line)
 
     def uuid(self) -> str:
-        """Of all that the graph depends on; compile caches are keyed on it."""
+        """Returns the key for compile caches: a digest of all that the graph depends on."""
         return self.hook.digest
 
     def is_applicable(self, shape: Any = None) -> bool:
@@ -91,8 +91,9 @@ def _pass_class(base: type) -> type:
 
 
 def _base() -> type:
-    """vLLM's base class where vLLM is imported, as it is where anybody can call its pass manager;
-    else torch's.
+    """Returns vLLM's base class if vLLM is imported, else torch's.
+
+    vLLM is imported wherever its pass manager runs.
     """
     for module in _HOMES if "vllm" in sys.modules else ():
         with suppress(ImportError, AttributeError):

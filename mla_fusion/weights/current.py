@@ -1,8 +1,8 @@
-"""Are packed weights those of the parameters that a step is called with? Asked at each step.
+"""Checks at each step that packed weights are those of the parameters that the step is called with.
 
-Address and version counter of each parameter are compared, on the host: no byte of a weight is
-read, and nothing waits for a device. Under ``Config(updates="rounds")`` one share of the bytes is
-looked at besides, at one step of several (:mod:`mla_fusion.weights.rounds`).
+The host compares the address and the version counter of each parameter: it reads no byte of a
+weight, and waits for no device. With ``Config(updates="rounds")`` it also looks at a share of the
+bytes, at some of the steps (:mod:`mla_fusion.weights.rounds`).
 """
 
 from __future__ import annotations
@@ -22,151 +22,147 @@ from mla_fusion.weights.rounds import Rounds, Watched, warn_of_changes
 
 
 def items(positions: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """Gives ``args`` at these positions."""
+    """Returns a function that takes the arguments at these positions."""
     if len(positions) == 1:
         return lambda args: (args[positions[0]],)
     return itemgetter(*positions) if positions else lambda args: ()
 
 
 class Weights:
-    """The packed weights that one graph takes, remembered for each set of parameters."""
+    """The packed weights of one graph, remembered for each set of parameters."""
 
     def __init__(self, wanted: Sequence[Packed]) -> None:
         self.wanted = tuple(wanted)
         self._sources = [position for item in wanted for position in item.positions]
-        self._known: dict[object, Current] = {}
-        self._keys: dict[int, object] = {}  # by parameter: what it was found at
+        self._sets: dict[object, Current] = {}
+        self._entries: set[Entry] = set()  # expired entries too: they are packed in place
 
     def of(self, args: Sequence[Any]) -> tuple[Tensor, ...]:
-        """The weights packed of these arguments, in the order in which they are wanted."""
+        """Returns the weights packed of these arguments, in the order of ``wanted``."""
         if not self.wanted:
             return ()
-        key = self._key(args)
-        first = args[self._sources[0]] if self._sources else None
-        if type(first) is Parameter and self._keys.get(id(first)) != key:
-            self._move(id(first), key)
-        known = self._known.get(key)
-        packed = known.packed if known is not None and known.holds(args) else None
-        if packed is None:
-            if not cache.are_plain([args[position] for position in self._sources]):
-                return tuple(item(args) for item in self.wanted)
-            while packed is None:  # another thread has found a weight changed meanwhile
-                packed = self._prepare(args)
+        current = self._sets.get(self._key(args))
+        packed = current.packed if current is not None and current.holds(args) else None
+        if packed is None and not cache.are_plain([args[position] for position in self._sources]):
+            return tuple(item(args) for item in self.wanted)
+        while packed is None:  # another thread may find a weight changed in between
+            packed = self._prepare(args)
         return packed
 
     def entries(self, args: Sequence[Any]) -> tuple[Entry, ...] | None:
-        """Where the weights of these arguments are kept; None if they are not."""
-        known = self._known.get(self._key(args))
-        return known.entries if known is not None else None
+        """Returns the entries of these arguments' weights, None if the weights are not kept."""
+        current = self._sets.get(self._key(args))
+        return current.entries if current is not None else None
 
     def _key(self, args: Sequence[Any]) -> object:
-        """Tells apart sets of parameters, for a graph that serves several layers."""
+        """Returns a key for these arguments: a graph may serve several layers.
+
+        The identity of a parameter is its key. So another memory is a change, and the weights of a
+        memory to which the parameter returns are compared in full (an average that is exchanged for
+        the weights and back).
+        """
         first = args[self._sources[0]] if self._sources else None
+        if type(first) is Parameter:
+            return id(first)
         try:
             return storage_id(first) if isinstance(first, Tensor) else first
         except RuntimeError:  # a transform's wrapper has no memory
             return None
 
-    def _move(self, parameter: int, key: object) -> None:
-        """The memory that a parameter leaves is not watched any more, so what was packed of it is
-        compared should it come back (an average that is exchanged for the weights and back).
-        """
-        if parameter in self._keys:
-            self._known.pop(self._keys[parameter], None)
-        self._keys[parameter] = key
-
     def _prepare(self, args: Sequence[Any]) -> tuple[Tensor, ...] | None:
-        """Pack what is not packed, or not any more."""
+        """Packs what is not packed, or has changed. Returns None if it changes meanwhile."""
         cache.sweep()
-        before = self._known.get(self._key(args))
-        self._known = {key: known for key, known in self._known.items() if known.packed is not None}
-        in_use = before.entries if before is not None else ()
+        key = self._key(args)
+        previous = self._sets.get(key)
+        sets = list(self._sets.items())  # other threads add theirs
+        self._sets = {key: current for key, current in sets if current.packed is not None}
+        in_use = previous.entries if previous is not None else ()
         uses = [(item, item.of(item.sources(args), in_use)) for item in self.wanted]
-        for item in self.wanted:
-            item.sweep()
-        known = self._known[self._key(args)] = Current(uses, args, before)
-        keys = self._keys.copy().items()
-        self._keys = {parameter: key for parameter, key in keys if key in self._known}
-        return known.packed
+        self._sets[key] = current = Current(uses, args, previous)
+        self._entries.update(current.entries)
+        void = [entry for entry in list(self._entries) if entry.memory is None]
+        self._entries.difference_update(void)
+        return current.packed
 
 
 class Current:
-    """The packed weights of one set of parameters, and what must still hold for them to be current.
+    """The packed weights of one set of parameters.
 
-    packed  the weights, None as soon as one of them is not current
-    before  the same, before something was packed anew
+    uses      each packing with its entry
+    previous  the packed weights before a change; the rounds continue
+    packed    the weights; None if a weight is not current
     """
 
     def __init__(
-        self,
-        uses: Sequence[tuple[Packed, Entry]],
-        args: Sequence[Any],
-        before: Current | None,
+        self, uses: Sequence[tuple[Packed, Entry]], args: Sequence[Any], previous: Current | None
     ) -> None:
         self.entries = tuple(entry for _, entry in uses)
+        self._uses = uses
         self._numbers: dict[int, Any] = {}
-        sources: dict[tuple[int, int | None], Watched] = {}
+        by_version: dict[tuple[int, int | None], Watched] = {}
         for packed, entry in uses:
             tensors = iter(entry.sources)
             for position, name in zip(packed.positions, packed.names, strict=True):
-                if not isinstance(args[position], Tensor):
+                if isinstance(args[position], Tensor):
+                    each = Watched(position, next(tensors), name)
+                    by_version.setdefault((position, each.source.version), each)
+                else:
                     self._numbers[position] = args[position]
-                    continue
-                watched = Watched(position, next(tensors), name)
-                sources.setdefault((position, watched.source.version), watched)
-        self._uses = tuple(uses)
-        counted = {at: each.source for at, each in sources.items() if at[1] is not None}
-        self._of = items([position for position, _ in sources])
-        self._pointers = [each.source.pointer for each in sources.values()]
-        self._counted = items([position for position, _ in counted])
-        self._versions = [source.version for source in counted.values()]
-        self._watched = tuple(each for each in sources.values() if len(each.source.content))
-        self._in_full = any(entry.updates == "every call" for entry in self.entries)
-        self._rounds = None
-        if not self._in_full and self._watched:
-            self._rounds = Rounds(self._watched, before._rounds if before is not None else None)
+        watched = by_version.values()
+        counted = [each for each in watched if each.source.version is not None]
+        self._tensors_of = items([each.position for each in watched])
+        self._pointers = [each.source.pointer for each in watched]
+        self._counted_of = items([each.position for each in counted])
+        self._versions = [each.source.version for each in counted]
+        self._compared = [each for each in watched if len(each.source.content)]
+        self._in_full = any(packed.updates == "every call" for packed, _ in uses)
+        self._rounds: Rounds | None = None
+        if self._compared and not self._in_full:
+            self._rounds = Rounds(
+                self._compared, previous._rounds if previous is not None else None
+            )
         for entry in self.entries:
             entry.users.add(self)  # before the weight is read: it may expire in between
-        whole = tuple(entry.packed for entry in self.entries if entry.packed is not None)
-        self.packed: tuple[Tensor, ...] | None = whole if len(whole) == len(self.entries) else None
-        if any(entry.packed is None for entry in self.entries):
+        packed_now = tuple(entry.packed for entry in self.entries if entry.packed is not None)
+        self.packed: tuple[Tensor, ...] | None = packed_now
+        if len(packed_now) < len(uses) or any(entry.packed is None for entry in self.entries):
             self.packed = None
 
     def forget(self) -> None:
         self.packed = None
 
     def holds(self, args: Sequence[Any]) -> bool:
-        """Whether the arguments are those that the weights were packed of, as they were."""
+        """Returns True if the weights were packed of these arguments, and these are unchanged."""
         try:  # maps: the loop over hundreds of weights runs in C
-            tensors = self._of(args)
-            if list(map(Tensor.data_ptr, tensors)) != self._pointers:
+            if list(map(Tensor.data_ptr, self._tensors_of(args))) != self._pointers:
                 return False
-            if list(map(version_of, self._counted(args))) != self._versions:
+            if list(map(version_of, self._counted_of(args))) != self._versions:
                 return False
         except (RuntimeError, TypeError):  # fake, or made under inference mode; no tensor
             return False
-        for position, number in self._numbers.items():
-            if args[position] != number:
-                return False
-        changed = self._rounds.step(args) if self._rounds is not None else None
-        if self._rounds is not None and changed is not None:
-            # of changes that torch does not count one seldom comes alone (an optimizer, a flat
-            # buffer): all are compared, for which a device must not be capturing a graph
-            waits = not is_capturing(args[changed.position].device)
-            others = [each for each in self._changed(args) if each is not changed] if waits else []
-            positions = {each.position for each in (changed, *others)}
-            for packed, entry in self._uses:  # in whatever graph, is to be packed again
-                if not positions.isdisjoint(packed.positions):
-                    entry.expire()
-            warn_of_changes([changed, *others], self._rounds.steps)
+        if any(args[position] != number for position, number in self._numbers.items()):
             return False
-        return not (self._in_full and self._changed(args))
+        if self._rounds is None:
+            return not (self._in_full and self._changed(args))
+        noticed = self._rounds.step(args)
+        if noticed is None:
+            return True
+        # An optimizer or a flat buffer changes many tensors, so all are compared, unless a device
+        # captures a graph.
+        changed = {noticed.position: noticed}
+        if not is_capturing(args[noticed.position].device):
+            changed |= {each.position: each for each in self._changed(args)}
+        for packed, entry in self._uses:
+            if not changed.keys().isdisjoint(packed.positions):
+                entry.expire()  # every graph packs it again
+        warn_of_changes([*changed.values()], self._rounds.steps)
+        return False
 
     def _changed(self, args: Sequence[Any]) -> list[Watched]:
-        """All whose content is another one. Waits for their device."""
+        """Returns the sources whose content has changed. Waits for their device."""
         with outside_modes():
             return [
                 each
-                for each in self._watched
-                if not each.source.is_still(args[each.position], "every call")
+                for each in self._compared
+                if not each.source.is_still(args[each.position], True)
             ]

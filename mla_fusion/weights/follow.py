@@ -1,6 +1,6 @@
-"""Models whose weights are laid out anew by themselves after the usual updates.
+"""Refreshes weights of models after the usual updates.
 
-A captured graph is replayed without asking whether a weight has changed, and torch does not count
+The replay of a captured graph does not check whether a weight has changed, and torch does not count
 every change. So three kinds of update end with :func:`mla_fusion.refresh` of what they touched:
 ``load_state_dict`` (of the model or of a module inside), a step of any ``torch.optim.Optimizer``,
 fused or not, and PEFT's ``merge`` and ``unmerge``.
@@ -23,29 +23,29 @@ from mla_fusion.weights import cache, prepack
 from mla_fusion.weights.source import plain
 
 _MODELS: WeakSet[nn.Module] = WeakSet()
-# modules: the handle of their hook
+# by module: the handle of its hook
 _LOADING: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 _MERGES = ("merge", "unmerge")
-_usual: dict[tuple[type, str], Callable[..., Any]] = {}  # methods of PEFT's that are wrapped
-_stepping: list[Any] = []  # the handle of the hook of all optimizers
+_usual: dict[tuple[type, str], Callable[..., Any]] = {}  # PEFT's own methods, which are wrapped
+_stepping: list[Any] = []  # the handle of the hook of all optimizers, if there is a model
 _LOCK = Lock()
 
 
 def refresh(model: nn.Module) -> int:
-    """Lay out anew, now, what has changed in ways that torch does not count, and say how many.
+    """Lays out again, now, what has changed in ways that torch does not count. Returns how many.
 
     model  whose parameters or buffers have changed
 
-    Those that :func:`mla_fusion.prepack` has laid out, or found copies to be packed of, and that
-    have been given other memory (``parameter.data = other``, ``load_state_dict(assign=True)``) get
-    back the memory that they had, with the new values: compiled and captured graphs that hold its
-    address stay right. Where that memory is in use elsewhere a warning says so instead. Packed
-    copies made of the model's parameters and buffers are packed again, in place too. To be called
-    after ``parameter.data.add_(..)``, steps of fused optimizers and updates of flat buffers under
+    Parameters that :func:`mla_fusion.prepack` has laid out, or has seen copies to be packed of, may
+    have other memory now (``parameter.data = other``, ``load_state_dict(assign=True)``). They get
+    back the memory that they had, with the new values: compiled and captured graphs that know its
+    address stay right. If it is in use elsewhere, a warning says so instead. Packed copies made of
+    the model's parameters and buffers are packed again, in place too. Call it after
+    ``parameter.data.add_(..)``, steps of fused optimizers and updates of flat buffers under
     ``Config(updates="counted")``, and before a captured graph is replayed.
 
-    Raises TypeError for anything but a module, WeightError where a packed weight cannot hold the
-    new numbers: the others are packed by then, and that one raises at the next call too.
+    Raises TypeError for anything but a module, and WeightError if a packed weight cannot hold the
+    new numbers: all others are packed then, and the next call of the graph raises it too.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
@@ -55,21 +55,23 @@ def refresh(model: nn.Module) -> int:
 
 
 def release(parameters: Iterable[Tensor] | nn.Module) -> int:
-    """Drop packed weights, and say how many. The next call packs anew.
+    """Drops packed weights, and returns how many. The next call packs again.
 
     parameters  those that the weights were made of, or a module that has them
 
     What :func:`mla_fusion.prepack` laid out is contiguous again. Call it before weights are loaded.
     """
-    given = _held(parameters) if isinstance(parameters, nn.Module) else list(parameters)
     if isinstance(parameters, nn.Module):
         _unfollow(parameters)
-    return len(cache.drop([*plain(given)]) | prepack.give_back(given))
+        parameters = _tensors(parameters)
+    tensors = list(parameters)
+    return len(cache.drop([*plain(tensors)]) | prepack.give_back(tensors))
 
 
 def follow(model: nn.Module, owners: Iterable[nn.Module]) -> None:
-    """Refresh weights of ``model`` after updates, until :func:`release`; ``owners``: modules that
-    have such weights.
+    """Refreshes weights of ``model`` after updates, until :func:`release`.
+
+    owners  modules that have such weights
     """
     with _LOCK:
         _MODELS.add(model)
@@ -89,14 +91,13 @@ def _unfollow(model: nn.Module) -> None:
     with _LOCK:
         _MODELS.discard(model)
         for module in model.modules():
-            handle = _LOADING.pop(module, None)
-            if handle is not None:
-                handle.remove()
-        _let_go()
+            if module in _LOADING:
+                _LOADING.pop(module).remove()
+        _remove_shared_hooks()
 
 
-def _let_go() -> None:
-    """What belongs to no model, once there is none."""
+def _remove_shared_hooks() -> None:
+    """Removes the hooks that serve all models, if there is no model."""
     if not _MODELS:
         while _stepping:
             _stepping.pop().remove()
@@ -106,50 +107,52 @@ def _let_go() -> None:
 
 
 def _after_loading(module: nn.Module, incompatible: Any) -> None:
-    """Of a state dict, whose tensors may have been assigned."""
+    """Refreshes a module after a state dict, whose tensors may have been assigned."""
     _refresh([module])
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    own = {id(parameter) for model in list(_MODELS) for parameter in model.parameters()}
-    if any(id(parameter) in own for parameter in stepped):
+    followed = {id(parameter) for model in list(_MODELS) for parameter in model.parameters()}
+    if any(id(parameter) in followed for parameter in stepped):
         _refresh([], stepped)
-    elif not own:  # the models have gone without a word
+    elif not followed:  # the models died without a call of release
         with _LOCK:
-            _let_go()
+            _remove_shared_hooks()
 
 
 def _refreshing(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the method of a module, which then refreshes it."""
+
     @wraps(method)
     def call(self: Any, *args: Any, **options: Any) -> Any:
-        found = method(self, *args, **options)
+        result = method(self, *args, **options)
         _refresh([*self.modules()])
-        return found
+        return result
 
     return call
 
 
 def _refresh(modules: Sequence[nn.Module], changed: Iterable[Tensor] = ()) -> int:
-    """What was made of the ``changed`` tensors, and of those that the modules themselves hold; how
-    many.
+    """Refreshes what was made of the ``changed`` tensors and of the modules' own tensors. Returns
+    the number of tensors that moved and of copies that were packed.
     """
     moved = sum(map(prepack.put_back, modules))
-    own = (each for module in modules for each in _held(module, recurse=False))
-    every = (each for model in list(_MODELS) for each in _held(model))
-    return moved + cache.renew(plain([*changed, *own]), lambda: plain(every))
+    own = (tensor for module in modules for tensor in _tensors(module, recurse=False))
+    others = (tensor for model in list(_MODELS) for tensor in _tensors(model))
+    return moved + cache.renew(plain([*changed, *own]), plain(others))
 
 
-def _held(module: nn.Module, recurse: bool = True) -> list[Tensor]:
-    """Parameters and buffers."""
+def _tensors(module: nn.Module, recurse: bool = True) -> list[Tensor]:
+    """Returns parameters and buffers."""
     return [*module.parameters(recurse), *module.buffers(recurse)]
 
 
 def _tuners(model: nn.Module) -> set[type]:
-    """Classes of PEFT's layers, each with its own ``merge``: those of the model, and all that PEFT
-    has loaded.
+    """Returns the classes of PEFT's layers, each with its own ``merge``: those of the model, and
+    all that PEFT has loaded.
     """
-    found = {
+    kinds = {
         base
         for module in model.modules()
         if hasattr(module, "merged") and all(hasattr(module, name) for name in _MERGES)
@@ -157,11 +160,9 @@ def _tuners(model: nn.Module) -> set[type]:
         if base is not nn.Module
     }
     peft = sys.modules.get("peft.tuners.tuners_utils")
-    waiting: list[type] = (
-        [kind] if isinstance(kind := getattr(peft, "BaseTunerLayer", None), type) else []
-    )
-    while waiting:
-        kind = waiting.pop()
-        found.add(kind)
-        waiting += kind.__subclasses__()
-    return found
+    pending = [kind for kind in [getattr(peft, "BaseTunerLayer", None)] if kind is not None]
+    while pending:
+        kind = pending.pop()
+        kinds.add(kind)
+        pending += kind.__subclasses__()
+    return kinds

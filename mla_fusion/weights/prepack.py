@@ -1,9 +1,9 @@
-"""Parameters that are laid out as the kernel reads them ahead of time, and stay so; and those, and
-buffers, that packed copies are made of, which stay where they are.
+"""Lays parameters out as the kernel reads them, and keeps them so. Parameters and buffers of which
+copies are packed are kept in their memory.
 
-A packed weight is its parameter's memory: everybody else reads it by other strides, and an update
-of one is an update of the other. What is laid out is known by the module that holds the parameter,
-and goes with it. A copy of a module has parameters of its own with the same strides; they are not
+A packed weight is its parameter's memory: other code reads it by other strides, and an update of
+the parameter is an update of the packed weight. The module that holds the parameter is known here,
+until it dies. A copy of a module has parameters of its own with the same strides, which are not
 known here.
 """
 
@@ -25,79 +25,19 @@ from mla_fusion.modes import compile_lock, is_plain, outside_modes
 from mla_fusion.weights import cache
 from mla_fusion.weights.source import place
 
-# Each gives the very elements of its argument, whose place in the result follows from shapes alone.
+log = logging.getLogger("mla_fusion")
+
+# the result holds every element of the argument, at a place that follows from shapes alone
 _VIEWS = frozenset(
     """
     t transpose permute view _unsafe_view reshape
     unsqueeze squeeze alias detach
     """.split()
 )
-# other memory, the same elements in the same places
-_COPIES = frozenset(["clone", "npu_format_cast"])
-
-
-_ND = 2  # the storage format of plain memory, as npu_format_cast numbers them
-
-
-@dataclass(frozen=True)
-class Inverse:
-    """How a parameter is read out of its packed weight."""
-
-    order: tuple[int, ...]
-    shape: tuple[int, ...]
-
-    def __call__(self, packed: Tensor) -> Tensor:
-        return packed.permute(self.order).view(self.shape)
-
-    def apart(self, packed: Tensor) -> Tensor:
-        """The parameter in contiguous memory of its own."""
-        return self(torch.ops.npu.npu_format_cast(packed, _ND)).contiguous()
-
-
-def inverse(program: GraphModule, parameter: Tensor) -> Inverse | None:
-    """The inverse of a packing program for a parameter like this (it may be fake); None where it is
-    no view.
-
-    The program's views are taken on a contiguous stand-in. Their strides tell which axis of the
-    result holds which stretch of the parameter: in descending order they are the parameter, if
-    nothing was left out or repeated.
-    """
-    leaves = [node for node in program.graph.nodes if node.op == "placeholder"]
-    steps = [node for node in program.graph.nodes if node.op not in ("placeholder", "output")]
-    if len(leaves) != 1 or any(word(step) not in _VIEWS | _COPIES for step in steps):
-        return None
-    leaf = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-    viewed: Tensor = Without(program).run(leaf)
-    order = tuple(sorted(range(viewed.dim()), key=viewed.stride, reverse=True))
-    whole = storage_id(viewed) == storage_id(leaf) and viewed.permute(order).is_contiguous()
-    if not whole or (viewed.dtype, viewed.numel()) != (leaf.dtype, leaf.numel()):
-        return None
-    found = Inverse(order, tuple(parameter.shape))
-    try:
-        found(torch.empty(viewed.shape, device="meta", dtype=torch.float32))
-    except RuntimeError:  # axes of the parameter are spread over the packed weight
-        return None
-    return found
-
-
-class Without(Interpreter):
-    """Runs a packing program without its copies, or some of them."""
-
-    def __init__(self, program: GraphModule, left_out: frozenset[str] = _COPIES) -> None:
-        super().__init__(program)
-        self._left_out = left_out
-
-    def run_node(self, n: Any) -> Any:
-        if word(n) in self._left_out:
-            return self.env[n.args[0]]
-        return super().run_node(n)
-
-
-log = logging.getLogger("mla_fusion")
 _CAST = "npu_format_cast"
-_NZ = 29
-
-
+_ND, _NZ = 2, 29  # its formats: memory in the order of axes, and FRACTAL_NZ
+# other memory, the same elements in the same places
+_COPIES = frozenset(["clone", _CAST])
 _OTHER_FORM = (
     "%s of a %s has another shape, dtype or device than when it was laid out, or is gone: call "
     "mla_fusion.prepack again"
@@ -109,11 +49,62 @@ _IN_USE = (
 )
 
 
-class _Laid(NamedTuple):
-    """A parameter's packed weight; ``program`` makes one of a contiguous tensor.
+@dataclass(frozen=True)
+class Inverse:
+    """Reads a parameter out of its packed weight."""
 
-    Without a program it is the memory of the parameter, or buffer, itself: copies are packed of it,
-    which are to stay where they are.
+    order: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    def __call__(self, packed: Tensor) -> Tensor:
+        return packed.permute(self.order).view(self.shape)
+
+
+def inverse(program: GraphModule, parameter: Tensor) -> Inverse | None:
+    """Returns the inverse of a packing program for such a parameter, None if it is no view.
+
+    The program's views are taken of a contiguous stand-in. Their strides tell which axis of the
+    result holds which stretch of the parameter: in descending order they are the parameter, if
+    nothing was left out or repeated.
+
+    parameter  may be fake
+    """
+    leaves = program.graph.find_nodes(op="placeholder")
+    steps = [node for node in program.graph.nodes if node.op not in ("placeholder", "output")]
+    if len(leaves) != 1 or any(word(step) not in _VIEWS | _COPIES for step in steps):
+        return None
+    leaf = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+    viewed: Tensor = Without(program).run(leaf)
+    order = tuple(sorted(range(viewed.dim()), key=viewed.stride, reverse=True))
+    has_all = storage_id(viewed) == storage_id(leaf) and viewed.permute(order).is_contiguous()
+    if not has_all or (viewed.dtype, viewed.numel()) != (leaf.dtype, leaf.numel()):
+        return None
+    result = Inverse(order, tuple(parameter.shape))
+    try:
+        result(torch.empty(viewed.shape, device="meta", dtype=torch.float32))
+    except RuntimeError:  # axes of the parameter are spread over the packed weight
+        return None
+    return result
+
+
+class Without(Interpreter):
+    """Runs a packing program without its copies, or without some of them."""
+
+    def __init__(self, program: GraphModule, skipped: frozenset[str] = _COPIES) -> None:
+        super().__init__(program)
+        self._skipped = skipped
+
+    def run_node(self, n: Any) -> Any:
+        return self.env[n.args[0]] if word(n) in self._skipped else super().run_node(n)
+
+
+class _Laid(NamedTuple):
+    """The memory in which a parameter or a buffer was laid out.
+
+    packed   the packed weight
+    inverse  reads the parameter out of it
+    program  packs a contiguous tensor. None if the memory is the parameter's own: copies are packed
+             of it, and it must stay.
     """
 
     packed: Tensor
@@ -121,31 +112,29 @@ class _Laid(NamedTuple):
     program: GraphModule | None
 
     def has(self, parameter: Tensor | None) -> bool:
-        """Does the parameter lie there? Another part of the memory is another place."""
+        """Returns True if the parameter lies there, not in another part of the memory."""
         return place(parameter) == place(self.inverse(self.packed))
 
-    def takes(self, parameter: object) -> bool:
+    def fits(self, parameter: Tensor) -> bool:
+        """Returns True if the parameter may lie there."""
         form = self.inverse.shape, self.packed.dtype, self.packed.device
-        return (
-            isinstance(parameter, Tensor)
-            and (tuple(parameter.shape), parameter.dtype, parameter.device) == form
-        )
+        return (tuple(parameter.shape), parameter.dtype, parameter.device) == form
 
-    @property
-    def is_somebodys(self) -> bool:
-        """Of memory that a parameter has left: whether it was freed, or who kept it would find
-        other numbers in it.
+    def is_in_use(self) -> bool:
+        """Returns True if memory that a parameter has left was freed, or has another user, who
+        would find other numbers in it.
         """
         memory = self.packed
         if self.program is not None:
             return False
-        freed = memory.untyped_storage().nbytes() < memory.nbytes
-        own = cache.held()[storage_id(memory)] + sum(
-            storage_id(laid.packed) == storage_id(memory)
-            for known in list(_MODULES.values())
-            for laid in known.values()
+        is_freed = memory.untyped_storage().nbytes() < memory.nbytes
+        storage = storage_id(memory)
+        ours = cache.count_by_storage()[storage] + sum(
+            storage_id(laid.packed) == storage
+            for laid_out in list(_MODULES.values())
+            for laid in laid_out.values()
         )
-        return freed or holders(memory) != holders(memory.new_empty(0)) - 1 + own
+        return is_freed or holders(memory) != holders(memory.new_empty(0)) - 1 + ours
 
 
 _MODULES: WeakKeyDictionary[nn.Module, dict[str, _Laid]] = WeakKeyDictionary()
@@ -153,33 +142,32 @@ _MODULES: WeakKeyDictionary[nn.Module, dict[str, _Laid]] = WeakKeyDictionary()
 
 
 def own(module: nn.Module, name: str) -> Tensor | None:
-    """A module's own parameter, or buffer."""
+    """Returns a module's own parameter or buffer."""
     parameter: Tensor | None = module._parameters.get(name)
     return module._buffers.get(name) if parameter is None else parameter
 
 
 def is_laid_out(module: nn.Module, name: str) -> bool:
-    """Whether :func:`lay_out` has done this parameter, and it has stayed where it was put."""
+    """Returns True if :func:`lay_out` has moved this parameter, and it is still there."""
     laid = _MODULES.get(module, {}).get(name)
     return laid is not None and laid.program is not None and laid.has(own(module, name))
 
 
 def pin(module: nn.Module, name: str) -> None:
-    """Let :func:`put_back` bring a parameter or a buffer back into the memory that it has now, if
-    nothing else was laid out.
+    """Makes :func:`put_back` move a parameter or a buffer back into the memory that it has now,
+    unless it is laid out.
     """
-    held, known = own(module, name), _MODULES.get(module, {})
-    if held is None or name in known or not is_plain(held):
+    tensor, laid_out = own(module, name), _MODULES.get(module, {})
+    if tensor is None or name in laid_out or not is_plain(tensor):
         return
-    if 0 in held.stride() and held.numel() > 1:
+    if 0 in tensor.stride() and tensor.numel() > 1:
         return  # repeated numbers, into which nothing can be copied
-    as_it_lies = Inverse(tuple(range(held.dim())), tuple(held.shape))
-    _MODULES.setdefault(module, known)[name] = _Laid(held.data, as_it_lies, None)
+    as_it_lies = Inverse(tuple(range(tensor.dim())), tuple(tensor.shape))
+    _MODULES.setdefault(module, laid_out)[name] = _Laid(tensor.data, as_it_lies, None)
 
 
 def lay_out(module: nn.Module, name: str, program: GraphModule, inverse: Inverse) -> str:
-    """Make a module's parameter a view of its packed weight; why not, where its memory is not its
-    alone, else "".
+    """Makes a module's parameter a view of its packed weight. Returns "", or why it cannot be.
 
     At most the parameter's size is allocated beside it at any time.
     """
@@ -198,21 +186,19 @@ def lay_out(module: nn.Module, name: str, program: GraphModule, inverse: Inverse
 
 
 def _shared_memory(tensor: Tensor) -> str:
-    """Why a tensor may not give up its memory; "" for a parameter at rest whose memory nobody else
-    reads.
+    """Returns why a tensor may not give up its memory, "" for a parameter that alone uses it.
 
-    Tied weights, slices of a merged weight and a state dict that somebody holds share the storage,
-    so it has more holders than that of a fresh tensor. A gradient tells of a training in progress,
-    where optimisers keep state in the parameter's layout.
+    Tied weights, slices of a merged weight and a state dict in a variable share the storage, which
+    then has more holders than that of a new tensor. A gradient is a sign of training in progress:
+    optimisers keep state in the parameter's layout.
     """
-    storage = tensor.untyped_storage()
-    if not isinstance(tensor, torch.nn.Parameter):
+    if not isinstance(tensor, nn.Parameter):
         return "it is not a parameter"
     if tensor.is_inference():
         return "it was made under inference_mode"
     if tensor.grad is not None:
         return "it has a gradient: an optimizer may keep state in its layout"
-    if is_view(tensor) or storage.nbytes() != tensor.nbytes:
+    if is_view(tensor) or tensor.untyped_storage().nbytes() != tensor.nbytes:
         return "it is a part of other memory, such as a flat buffer"
     if holders(tensor) != holders(tensor.new_empty(0)):
         return "something else holds its memory: a tied weight, a state dict in a variable"
@@ -220,60 +206,64 @@ def _shared_memory(tensor: Tensor) -> str:
 
 
 def give_back(parameters: Iterable[Tensor]) -> set[int]:
-    """Give parameters that were laid out memory of their own; the memory that they lay in, by
-    identity.
+    """Gives parameters that were laid out memory of their own. Returns the identities of the memory
+    that they leave.
     """
-    wanted, left = set(map(id, parameters)), set()
+    ids, storages = set(map(id, parameters)), set()
     with compile_lock(), outside_modes():
-        for module, known in list(_MODULES.items()):
-            for name, laid in list(known.items()):
-                held = own(module, name)
-                if id(held) in wanted:
-                    if laid.program is not None:
-                        left.add(storage_id(laid.packed))
-                        if held is not None and laid.has(held):
-                            held.data = laid.inverse.apart(laid.packed)
-                    _forget(module, name)
-    return left
+        for module, laid_out in list(_MODULES.items()):
+            for name, laid in list(laid_out.items()):
+                tensor = own(module, name)
+                if id(tensor) not in ids:
+                    continue
+                if laid.program is not None:
+                    storages.add(storage_id(laid.packed))
+                    if tensor is not None and laid.has(tensor):
+                        nd = torch.ops.npu.npu_format_cast(laid.packed, _ND)
+                        tensor.data = laid.inverse(nd).contiguous()
+                _forget(module, name)
+    return storages
 
 
 def _forget(module: nn.Module, name: str) -> None:
-    known = _MODULES[module]
-    del known[name]
-    if not known:
+    del _MODULES[module][name]
+    if not _MODULES[module]:
         del _MODULES[module]
 
 
 def put_back(module: nn.Module) -> int:
-    """Bring a module's own parameters, and buffers, back into the memory that they had when they
-    were laid out; how many.
+    """Moves a module's own parameters and buffers back into the memory in which they were laid out.
+
+    Returns how many it moved.
     """
-    known, count = _MODULES.get(module), 0
-    if known is None:
+    count = 0
+    if module not in _MODULES:
         return 0
     with compile_lock(), outside_modes():
-        for name, laid in list(known.items()):
-            held = own(module, name)
-            if laid.has(held):
+        for name, laid in list(_MODULES[module].items()):
+            tensor = own(module, name)
+            if laid.has(tensor):
                 continue
-            fits = held is not None and laid.takes(held)
-            if held is None or not fits or laid.is_somebodys:
-                if fits or laid.program is not None:
-                    log.warning(_IN_USE if fits else _OTHER_FORM, name, type(module).__name__)
+            if tensor is None or not laid.fits(tensor):
+                if laid.program is not None:
+                    log.warning(_OTHER_FORM, name, type(module).__name__)
                 _forget(module, name)
-                continue
-            values = held.data.contiguous()
-            laid.packed.copy_(values if laid.program is None else laid.program(values))
-            _give(module, name, held, laid.inverse(laid.packed))
-            count += 1
+            elif laid.is_in_use():
+                log.warning(_IN_USE, name, type(module).__name__)
+                _forget(module, name)
+            else:
+                values = tensor.data.contiguous()
+                laid.packed.copy_(values if laid.program is None else laid.program(values))
+                _move(module, name, tensor, laid.inverse(laid.packed))
+                count += 1
     return count
 
 
-def _give(module: nn.Module, name: str, held: Tensor, memory: Tensor) -> None:
-    """Let what a module holds lie in this memory."""
-    if not isinstance(held, nn.Parameter):  # it may be the caller's, of a state that was assigned
+def _move(module: nn.Module, name: str, tensor: Tensor, memory: Tensor) -> None:
+    """Makes this memory that of a module's parameter or buffer."""
+    if not isinstance(tensor, nn.Parameter):  # a state that was assigned may be the caller's
         module._buffers[name] = memory
-    elif held.is_inference():  # it would stay one, which torch counts no changes of
-        module._parameters[name] = nn.Parameter(memory, held.requires_grad)
+    elif tensor.is_inference():  # its .data would stay one, whose changes torch does not count
+        module._parameters[name] = nn.Parameter(memory, tensor.requires_grad)
     else:
-        held.data = memory
+        tensor.data = memory

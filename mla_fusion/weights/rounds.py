@@ -1,10 +1,10 @@
-"""Changes of weights that torch does not count, found by rounds: a share of the bytes at a step.
+"""Finds changes of weights that torch does not count, in rounds: a share of the bytes at a time.
 
 ``parameter.data.add_(..)``, a fused optimizer, a flat buffer of which the parameter is a part, and
 every change of a tensor made under inference mode leave no trace but the content. A look
-fingerprints one share of one weight and compares it with that of the bytes which were packed. On a
-device nothing waits: a later step reads the outcome. A look costs the host more than all that a
-step does besides, so one step of several looks.
+fingerprints one share of one weight, and compares it with the fingerprint of the bytes that were
+packed. It waits for no device: a later step reads the outcome. A look costs the host more than all
+else that a step does, so it is made at one step of several.
 """
 
 from __future__ import annotations
@@ -24,25 +24,32 @@ from mla_fusion.weights.source import Shares, Source
 log = logging.getLogger("mla_fusion")
 STEPS_A_LOOK = {"cpu": 64}
 STEPS_A_LOOK_OF_OTHERS = 4
-_SAID: set[str] = set()  # parameters of which a warning has told
+_SAID: set[str] = set()  # parameters that a warning has named
 
 
 class Watched(NamedTuple):
-    """A tensor that a packed weight was made of: which argument it is, and what it was."""
+    """A tensor that a weight was packed of.
+
+    position  of the argument
+    name      in the user's model
+    """
 
     position: int
     source: Source
-    name: str  # in the user's model
+    name: str
 
 
 class _Look(NamedTuple):
-    """One share, looked at; ``event`` is recorded behind it, None on a CPU."""
+    """A share that was looked at.
+
+    is_same  bool without axes, in host memory, once ``event`` is over
+    event    None on a CPU
+    """
 
     watched: Watched
-    same: Tensor  # bool, in host memory
+    is_same: Tensor
     event: Any
 
-    @property
     def is_over(self) -> bool:
         return self.event is None or bool(self.event.query())
 
@@ -50,28 +57,28 @@ class _Look(NamedTuple):
 class Rounds:
     """Rounds over the sources of one set of packed weights.
 
-    before  rounds over the same sources, which these go on with
+    previous  rounds over the same sources, which these continue
     """
 
-    def __init__(self, watched: Sequence[Watched], before: Rounds | None = None) -> None:
+    def __init__(self, watched: Sequence[Watched], previous: Rounds | None = None) -> None:
         self._shares = [
             (each, number) for each in watched for number in range(len(each.source.content))
         ]
         self._next = self._steps = 0
-        if before is not None and len(before._shares) == len(self._shares):
-            self._next, self._steps = before._next, before._steps
+        if previous is not None and len(previous._shares) == len(self._shares):
+            self._next, self._steps = previous._next, previous._steps
         kind = watched[0].source.content.device.type
         self._every = STEPS_A_LOOK.get(kind, STEPS_A_LOOK_OF_OTHERS)
         self._looks: deque[_Look] = deque()
-        self._turn = Lock()  # of the threads that call the graph one looks, and nobody waits for it
+        self._turn = Lock()  # one of the threads that call the graph looks; the others do not wait
 
     @property
     def steps(self) -> int:
-        """Of one round."""
+        """Steps of one round."""
         return len(self._shares) * self._every
 
     def step(self, args: Sequence[Any]) -> Watched | None:
-        """Look at the next share, if it is time; a source that a look has found changed."""
+        """Looks at the next share, if it is time. Returns a source that a look found changed."""
         self._steps += 1
         if self._steps % self._every or not self._turn.acquire(blocking=False):
             return None
@@ -87,26 +94,29 @@ class Rounds:
             self._next = (self._next + 1) % len(self._shares)
             with outside_modes():
                 self._looks.append(_look(watched, number, tensor))
-        while self._looks and self._looks[0].is_over:
+        while self._looks and self._looks[0].is_over():
             look = self._looks.popleft()
-            if not look.same.tolist():  # reads host memory: no operator, no wait
+            if not look.is_same.tolist():  # reads host memory: no operator, no wait
                 return look.watched
         return None
 
 
 def _look(watched: Watched, number: int, tensor: Tensor) -> _Look:
-    same = Shares(tensor).fingerprint(number) == watched.source.content[number]
-    if same.device.type == "cpu":
-        return _Look(watched, same, None)
-    host = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=True)
-    host.copy_(same, non_blocking=True)
-    event = torch.Event(same.device)
+    is_same = Shares(tensor).fingerprint(number) == watched.source.content[number]
+    if is_same.device.type == "cpu":
+        return _Look(watched, is_same, None)
+    on_host = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=True)
+    on_host.copy_(is_same, non_blocking=True)
+    event = torch.Event(is_same.device)
     event.record()
-    return _Look(watched, host, event)
+    return _Look(watched, on_host, event)
 
 
 def warn_of_changes(changed: Sequence[Watched], calls: int) -> None:
-    """Once for each parameter. ``calls``: how many may have used the old weights."""
+    """Warns once for each parameter.
+
+    calls  how many calls may have used the old weights
+    """
     first = changed[0].name
     if first in _SAID:
         return

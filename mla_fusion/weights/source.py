@@ -1,4 +1,4 @@
-"""What shows that a tensor has changed since a weight was packed of it.
+"""Remembers a tensor as it was when a weight was packed of it, and shows that it has changed.
 
 A change leaves one of these traces, or none:
 
@@ -6,10 +6,10 @@ A change leaves one of these traces, or none:
 * an operation that torch counts (``weight.copy_(..)`` under no_grad): the version counter
 * none: ``weight.data.add_(..)``, a fused optimizer, any change of a tensor made under
   ``inference_mode``, and of memory that is reached by another tensor, such as a flat buffer. Only
-  the content tells.
+  the content shows it.
 
-Nothing here refers to the tensor itself: ``torch.utils.swap_tensors`` refuses tensors that somebody
-refers to weakly.
+Nothing here refers to the tensor itself: ``torch.utils.swap_tensors`` refuses tensors that have
+weak references.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _COLUMNS = 4093  # a prime: rows of a weight that change places do not stay in t
 
 
 class Shares:
-    """A tensor cut into runs of at most so many bytes, a row of its first axis at the least."""
+    """A tensor cut along its first axis into runs of a limited number of bytes, or of one row."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.rows = _rows(tensor.detach())
@@ -45,34 +45,34 @@ class Shares:
         self.count = -(-length // self.size) if row else 0
 
     def fingerprint(self, number: int) -> Tensor:
-        """Of share ``number``: int64 without axes, on the tensor's device. Nothing waits for it."""
+        """Returns the fingerprint of share ``number``: int64 without axes, on the tensor's device.
+        Nothing waits for it.
+        """
         first = number * self.size
         return _hash(self.rows[first : first + self.size])
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
-    """All shares of a tensor: int64 [shares], on its device."""
+    """Returns the fingerprints of all shares of a tensor: int64 [shares], on its device."""
     with torch.no_grad():
         shares = Shares(tensor)
-        found = [shares.fingerprint(number) for number in range(shares.count)]
-        return (
-            torch.stack(found) if found else torch.empty(0, dtype=torch.int64, device=tensor.device)
-        )
+        if not shares.count:
+            return torch.empty(0, dtype=torch.int64, device=tensor.device)
+        return torch.stack([shares.fingerprint(number) for number in range(shares.count)])
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """The same elements with a first axis to be cut: flat where they lie densely, in whatever
-    order.
-    """
+    """Returns the same elements in the order of memory, on one axis if they are dense."""
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     ordered = tensor.permute(order)
     return ordered.reshape(-1) if ordered.is_contiguous() else ordered
 
 
 def _hash(piece: Tensor) -> Tensor:
-    """Multilinear: columns are added up, multiplied by random 64-bit keys and added modulo 2^64.
+    """Returns a multilinear hash: columns are added up, multiplied by random 64-bit keys and added
+    modulo 2^64.
 
-    The upper half of each lane is added up by itself too, because in sums modulo 2^64 two changes
+    The upper half of each lane is added up separately too, because in sums modulo 2^64 two changes
     of a highest bit cancel.
     """
     lanes = _lanes(piece)
@@ -81,7 +81,7 @@ def _hash(piece: Tensor) -> Tensor:
 
 
 def _lanes(piece: Tensor) -> Tensor:
-    """The bits as int64 [..], with zeros behind them."""
+    """Returns the bits as int64 [lanes], padded with zeros."""
     flat = piece.reshape(-1).contiguous()
     begin = flat.storage_offset() * flat.element_size()
     if begin % _LANE == flat.nbytes % _LANE == 0:
@@ -90,9 +90,10 @@ def _lanes(piece: Tensor) -> Tensor:
 
 
 def _columns(lanes: Tensor) -> Tensor:
-    whole = len(lanes) // _COLUMNS * _COLUMNS
-    total = lanes[:whole].view(-1, _COLUMNS).sum(0)
-    total[: len(lanes) - whole] += lanes[whole:]
+    """Returns the sums of columns, int64 [_COLUMNS], of lanes written row by row."""
+    full = len(lanes) // _COLUMNS * _COLUMNS
+    total = lanes[:full].view(-1, _COLUMNS).sum(0)
+    total[: len(lanes) - full] += lanes[full:]
     return total
 
 
@@ -106,78 +107,73 @@ def _keys(device: torch.device) -> Tensor:
 
 
 def counting(compiled: Callable[..., Any], examples: Sequence[Any]) -> Callable[..., Any]:
-    """``compiled``, which is given wrappers where the examples are some."""
-    places = [place for place, value in enumerate(examples) if is_wrapper(value)]
-    seen: dict[int, int] = {}
+    """Returns ``compiled``, before which changes of wrappers count as changes of their parts.
 
-    def count(whole: Any) -> None:
-        if not isinstance(whole, Tensor) or whole.is_inference():
-            return
-        if seen.get(id(whole)) != version_of(whole):
-            seen[id(whole)] = version_of(whole)
-            for part in parts_of(whole):
-                if not part.is_inference():
-                    increment_version(part)
+    examples  arguments that are wrappers where those of a call are
+    """
+    places = [place for place, value in enumerate(examples) if is_wrapper(value)]
+    versions: dict[int, int] = {}
 
     @wraps(compiled)
     def call(*args: Any) -> Any:
-        for place in places:
-            count(args[place])
+        for wrapper in map(args.__getitem__, places):
+            if not isinstance(wrapper, Tensor) or wrapper.is_inference():
+                continue
+            if versions.get(id(wrapper)) != version_of(wrapper):
+                versions[id(wrapper)] = version_of(wrapper)
+                for part in parts_of(wrapper):
+                    if not part.is_inference():
+                        increment_version(part)
         return compiled(*args)
 
     return call if places else compiled
 
 
 def plain(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """The tensors, in place of each wrapper those inside."""
+    """Yields the tensors, and in place of each wrapper its parts."""
     for tensor in tensors:
         yield from parts_of(tensor)
 
 
 def place(value: object) -> object:
-    """Where a tensor lies and how; a number is itself."""
+    """Returns where a tensor lies, and how. A number is returned as it is."""
     if not isinstance(value, Tensor):
         return value
-    return (
-        storage_id(value),
-        value.storage_offset(),
-        tuple(value.shape),
-        value.stride(),
-        value.dtype,
-    )
+    offset, shape = value.storage_offset(), tuple(value.shape)
+    return storage_id(value), offset, shape, value.stride(), value.dtype
 
 
 class Source:
     """A tensor as it was when a weight was packed of it.
 
-    storage, pointer   its memory; while the weak reference stands, no other storage has this
+    storage, pointer   its memory; while the weak reference is alive, no other storage has this
                        identity
-    version            its version counter; None for memory that the packed weight shares, and
-                       without a counter
-    content            fingerprints of its shares, int64 [shares], none where they are not compared
+    version            its version counter; None if it has none, or if the packed weight shares its
+                       memory
+    content            fingerprints of its shares, int64 [shares]; empty if they are not compared
     """
 
     def __init__(self, tensor: Tensor, packed: Tensor, updates: str) -> None:
         self.weak = StorageWeakRef(tensor.untyped_storage())
         self.storage, self.pointer = storage_id(tensor), tensor.data_ptr()
-        shares = self.storage == storage_id(packed)  # one memory: every change is seen by both
-        self.version = None if shares or tensor.is_inference() else version_of(tensor)
-        reads = not shares and updates != "counted"
-        self.content = (
-            fingerprint(tensor) if reads else torch.empty(0, dtype=torch.int64, device="cpu")
-        )
+        is_shared = self.storage == storage_id(packed)  # a change is one of the packed weight too
+        self.version = None if is_shared or tensor.is_inference() else version_of(tensor)
+        self.content = torch.empty(0, dtype=torch.int64, device="cpu")
+        if not is_shared and updates != "counted":
+            self.content = fingerprint(tensor)
 
-    def is_still(self, tensor: Tensor, updates: str) -> bool:
-        """Whether a tensor at the same place holds the same. (A storage that is freed and allocated
-        again may move.)
+    def is_still(self, tensor: Tensor, compares: bool) -> bool:
+        """Returns True if a tensor at the same place is unchanged.
 
-        ``updates`` as in Config: content is compared for "every call" alone.
+        A storage that is freed and allocated again may move, so the address is compared too.
+
+        compares  compares the content as well, if it was remembered
         """
-        counted = self.version is None or (
-            not tensor.is_inference() and self.version == version_of(tensor)
-        )
-        return (tensor.data_ptr() == self.pointer and counted) and (
-            updates != "every call"
-            or not len(self.content)
-            or torch.equal(self.content, fingerprint(tensor))
-        )
+        if tensor.data_ptr() != self.pointer:
+            return False
+        if self.version is not None and (
+            tensor.is_inference() or self.version != version_of(tensor)
+        ):
+            return False
+        has_content = compares and len(self.content)
+        return not has_content or torch.equal(self.content, fingerprint(tensor))

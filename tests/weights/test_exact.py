@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import mla_fusion as mf
-from mla_fusion.weights import WeightError
+from mla_fusion.weights.cache import WeightError
 from tests.catalogue.base import DR, HCKV, paged_args
 from tests.catalogue.public_serving import Float32Norms
 from tests.harness import assert_as_exact, clones, run_fused

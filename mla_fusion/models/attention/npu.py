@@ -1,12 +1,13 @@
-"""The same attention as one `npu_fused_infer_attention_score_v2`, which knows MLA by its query_rope
-and key_rope.
+"""Attention over paged latents as one `npu_fused_infer_attention_score_v2`, which takes MLA's
+query_rope and key_rope.
 
-One token a sequence is layout BSND without a mask; more are TND with the causal mask that ends at
-the sequence's end (sparse_mode 3). Results with heads first are TND_NTD, also of one token a
-sequence. Every call is checked against the operator's contract in `mla_fusion.meta` first.
+One token a sequence is layout BSND without a mask. Several tokens are TND with the causal mask that
+ends at the sequence's end (sparse_mode 3). If results have heads first, the layout is TND_NTD for
+any number of tokens. Every call is first checked against the operator's contract in
+`mla_fusion.meta`.
 
-Lengths are host integers in the operator's schema. torchair has a second one, for GE graphs only,
-that takes tensors; it is used where lengths are tensors and the function is being compiled.
+Lengths are host integers in the operator's schema. torchair has a second operator, for GE graphs
+only, whose lengths are tensors. It is called if lengths are tensors and the function is compiled.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ from mla_fusion.meta.attention import (
     padded_heads,
 )
 
-_DEFAULTS = ATTENTION.defaults
 Lengths = Tensor | Sequence[int]
 
 
@@ -47,32 +47,36 @@ def attend(
     kv_scale: Tensor | None = None,
     heads_first: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """out [T, N, 512], or [N, T, 512], and lse [T, N], which means nothing without ``return_lse``.
+    """Returns out [T, N, 512] or [N, T, 512], and lse [T, N]; without ``return_lse`` ignore lse.
 
-    Heads that the operator does not take in their number are padded to the next, and cut off again.
+    If the operator does not take the number of heads, the heads are padded, and cut afterwards.
     """
     tokens, heads, latent = query.shape
     more = padded_heads(heads) - heads
-    of_heads = {"query": query, "query_rope": query_rope}
+    by_head = {"query": query, "query_rope": query_rope}
     if query_scale is not None:
-        of_heads["dequant_scale_query"] = query_scale.reshape(tokens, heads, 1)
+        by_head["dequant_scale_query"] = query_scale.reshape(tokens, heads, 1)
     if more:
-        of_heads = {name: pad(tensor, (0, 0, 0, more)) for name, tensor in of_heads.items()}
+        by_head = {name: pad(tensor, (0, 0, 0, more)) for name, tensor in by_head.items()}
     layout: dict[str, Any]
     if query_lens is None and not heads_first:
         operator, (kv_lens,) = _form(seq_lens)
-        of_heads = {name: tensor.unsqueeze(1) for name, tensor in of_heads.items()}
+        by_head = {name: tensor.unsqueeze(1) for name, tensor in by_head.items()}
         layout = {"input_layout": "BSND"}
     else:
         operator, (kv_lens, ends) = _form(seq_lens, _ends(query_lens, seq_lens, tokens))
-        causal = {"sparse_mode": CAUSAL_AT_THE_END, "atten_mask": _forbidden(query.device)}
-        ragged = "TND_NTD" if heads_first else "TND"
-        layout = {"input_layout": ragged, "actual_seq_qlen": ends, **causal}
+        mask = torch.ones(MASK_WIDTH, MASK_WIDTH, dtype=torch.bool, device=query.device).triu(1)
+        layout = {
+            "input_layout": "TND_NTD" if heads_first else "TND",
+            "actual_seq_qlen": ends,
+            "sparse_mode": CAUSAL_AT_THE_END,
+            "atten_mask": mask,
+        }
     # squeezed, not viewed: a view of dynamic sizes would read the cache's shape, and GE then keeps
     # a copy of the cache
     key, key_rope = (c.squeeze(2) if c.dim() == 4 else c for c in (kv_cache, kr_cache))
     options = {
-        "query_rope": of_heads["query_rope"].contiguous(),
+        "query_rope": by_head["query_rope"].contiguous(),
         "key_rope": key_rope,
         "block_table": block_tables.to(torch.int32),
         "block_size": key.shape[3] if key.dim() == 5 else key.shape[1],
@@ -84,32 +88,34 @@ def attend(
         **layout,
     }
     if kv_scale is not None:
-        options["dequant_scale_query"] = of_heads["dequant_scale_query"].squeeze(-1)
+        options["dequant_scale_query"] = by_head["dequant_scale_query"].squeeze(-1)
         options["dequant_scale_key"] = options["dequant_scale_value"] = kv_scale.reshape(1)
         options["query_quant_mode"] = PER_TOKEN_AND_HEAD
-    inputs = {"query": of_heads["query"].contiguous(), "key": key, "value": key}
-    # the newest tables: which release runs a function is not known while it is traced
-    Attention({**_DEFAULTS, **inputs, **options}).check("A3", "latest", False)
+    inputs = {"query": by_head["query"].contiguous(), "key": key, "value": key}
+    # the newest tables: the release that will run a function is unknown while it is traced
+    Attention({**ATTENTION.defaults, **inputs, **options}).check("A3", "latest", False)
     out, lse = operator(*inputs.values(), **options)
     out = out if heads_first else out.reshape(tokens, heads + more, latent)
-    out = out.narrow(0 if heads_first else 1, 0, heads) if more else out
-    if not return_lse:
+    lse = lse.reshape(tokens, heads + more) if return_lse else lse
+    if more:
+        out = out.narrow(0 if heads_first else 1, 0, heads)
+        lse = lse[:, :heads] if return_lse else lse
+    if not return_lse or query_lens is not None:  # each of several tokens sees at least itself
         return out, lse
-    lse = lse.reshape(tokens, heads + more)
-    lse = lse[:, :heads] if more else lse
-    # of several tokens each sees at least itself
-    return (out, lse) if query_lens is not None else _without_empty(out, lse, seq_lens, heads_first)
+    # The kernel's results for a sequence of no key are not documented: they become those of a CPU.
+    empty = (torch.as_tensor(seq_lens, device=out.device) == 0).unsqueeze(1)
+    out = out.masked_fill(empty if heads_first else empty.unsqueeze(2), 0)
+    return out, lse.masked_fill(empty, float("-inf"))
 
 
 def _form(*lengths: Lengths) -> tuple[Any, list[Any]]:
-    """The operator that takes these lengths, and the lengths as it takes them."""
-    tensors = [isinstance(value, Tensor) for value in lengths]
-    if any(tensors) and torch.compiler.is_compiling():
+    """Returns the operator that takes these lengths, and the lengths in its form."""
+    devices = [value.device for value in lengths if isinstance(value, Tensor)]
+    if devices and torch.compiler.is_compiling():
         from torchair.ops import npu_fused_infer_attention_score_v2
 
-        device = next(value.device for value in lengths if isinstance(value, Tensor))
         return npu_fused_infer_attention_score_v2, [
-            torch.as_tensor(value, dtype=torch.int64, device=device) for value in lengths
+            torch.as_tensor(value, dtype=torch.int64, device=devices[0]) for value in lengths
         ]
     operator = torch.ops.npu.npu_fused_infer_attention_score_v2
     return operator, [
@@ -118,7 +124,7 @@ def _form(*lengths: Lengths) -> tuple[Any, list[Any]]:
 
 
 def _ends(query_lens: Lengths | None, seq_lens: Lengths, tokens: int) -> Tensor | list[int]:
-    """TND counts query tokens in prefix sums."""
+    """Returns the numbers of query tokens as TND counts them: in prefix sums."""
     if isinstance(query_lens, Tensor):
         return query_lens.to(torch.int64).cumsum(0)
     if query_lens is not None:
@@ -126,18 +132,3 @@ def _ends(query_lens: Lengths | None, seq_lens: Lengths, tokens: int) -> Tensor 
     if isinstance(seq_lens, Tensor):
         return torch.arange(1, tokens + 1, device=seq_lens.device)
     return list(range(1, tokens + 1))
-
-
-def _forbidden(device: torch.device) -> Tensor:
-    return torch.ones(MASK_WIDTH, MASK_WIDTH, dtype=torch.bool, device=device).triu(1)
-
-
-def _without_empty(
-    out: Tensor, lse: Tensor, seq_lens: Lengths, heads_first: bool
-) -> tuple[Tensor, Tensor]:
-    """Sequences of no key as on a CPU: what the kernel leaves there is not
-    documented.
-    """
-    empty = (torch.as_tensor(seq_lens, device=out.device) == 0).unsqueeze(1)
-    out = out.masked_fill(empty if heads_first else empty.unsqueeze(2), 0)
-    return out, lse.masked_fill(empty, float("-inf"))

@@ -1,15 +1,15 @@
-"""Attention of absorbed MLA over the paged latent cache, with its log-sum-exp.
+"""Computes the attention of absorbed MLA over the paged latent cache, with its log-sum-exp.
 
     out = softmax(scale * (query . c_kv + query_rope . k_pe)) c_kv
 
 On device npu this is one `npu_fused_infer_attention_score_v2` (see `models/attention/npu.py`);
-elsewhere the plain PyTorch of `reference/paged_attention.py`, which says what the kernel should
-give. The device decides, so that a compiled function holds the one or the other and never a graph
-break.
+elsewhere the PyTorch code of `reference/paged_attention.py`, whose results the kernel should
+return. The device decides, so that a compiled function holds one of them and no graph break.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -39,7 +39,7 @@ def mla_paged_attention(
     heads: int | None = None,
     out_layout: str = "TND",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of T tokens of B sequences over their first ``seq_lens`` cached positions.
+    """Computes the attention of T tokens of B sequences over their first ``seq_lens`` positions.
 
     query         [T, N, Hckv], query_rope [T, N, Dr]: W_uk is already multiplied in
     kv_cache      [BlockNum, BlockSize, 1, Hckv], kr_cache [BlockNum, BlockSize, 1, Dr], new rows
@@ -48,7 +48,7 @@ def mla_paged_attention(
     block_tables  int [B, blocks]; entries behind a sequence's last block are not read
     seq_lens      int [B], new tokens counted, at most blocks * BlockSize
     query_lens    int [B] that sum to T: the tokens of a sequence are its last ones, and each sees
-                  what stands up to itself. None: one token a sequence, T = B
+                  the positions up to its own. None: one token a sequence, T = B
     query_scale   float32 [T, N] or [T, N, 1], with an int8 query and an int8 kv_cache alone: the
                   dequant_scale_q_nope of npu_mla_prolog_v3 with kv_cache_quant_mode 1. query_rope
                   is the prologue's too, which has divided it by query_scale and kv_scale
@@ -78,12 +78,12 @@ def mla_paged_attention(
     """
     tensors = query, query_rope, kv_cache, kr_cache, block_tables, query_scale, kv_scale
     _check(seq_lens, query_lens, dict(zip(_ARGUMENTS.ge_inputs, tensors, strict=True)))
-    every = query.shape[1]
-    if heads is not None and not 1 <= heads <= every:
-        _refuse("heads", f"1 to {every}, the heads of query", heads)
+    query_heads = query.shape[1]
+    if heads is not None and not 1 <= heads <= query_heads:
+        _refuse("heads", f"1 to {query_heads}, the heads of query", heads)
     if out_layout not in ("TND", "NTD"):
         _refuse("out_layout", "'TND' or 'NTD'", repr(out_layout))
-    by_head = 0 if out_layout == "NTD" else 1
+    is_ntd = out_layout == "NTD"
     if query.device.type == "npu":
         out, lse = npu.attend(
             *(query, query_rope, kv_cache, kr_cache, block_tables, seq_lens, query_lens),
@@ -91,46 +91,47 @@ def mla_paged_attention(
             return_lse=return_lse,
             query_scale=query_scale,
             kv_scale=kv_scale,
-            heads_first=by_head == 0,
+            heads_first=is_ntd,
         )
     else:
         dtype = query_rope.dtype
         if query_scale is not None and kv_scale is not None:
             factor = query_scale.reshape(*query.shape[:2], 1) * kv_scale
             query, query_rope = query * factor, query_rope * factor
-        caches = [cache.squeeze(2) if cache.dim() == 4 else cache for cache in tensors[2:4]]
-        out, lse = _on_cpu(query, query_rope, caches, block_tables, seq_lens, query_lens, scale)
+        kv, kr = (cache.squeeze(2) if cache.dim() == 4 else cache for cache in (kv_cache, kr_cache))
+        parts = query, query_rope, (kv, kv, kr)
+        out, lse = _attend_on_cpu(*parts, block_tables, seq_lens, query_lens, scale)
         out = (out if kv_scale is None else out * kv_scale).to(dtype)
-        out = out if by_head else out.transpose(0, 1).contiguous()
-    if heads is not None and heads < every:
-        out = out.narrow(by_head, 0, heads)
+        out = out.transpose(0, 1).contiguous() if is_ntd else out
+    if heads is not None and heads < query_heads:
+        out = out.narrow(0 if is_ntd else 1, 0, heads)
         lse = lse[:, :heads] if return_lse else lse
     return (out, lse) if return_lse else out
 
 
-def _on_cpu(
+def _attend_on_cpu(
     query: Tensor,
     query_rope: Tensor,
-    pools: list[Tensor],
+    caches: Sequence[Tensor],
     tables: Tensor,
     seq_lens: Lengths,
     query_lens: Lengths | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    caches = pools[0], *pools
-    seen = torch.as_tensor(seq_lens, device=query.device)
-    if query_lens is not None:
-        if not isinstance(query_lens, Tensor) or not torch.compiler.is_compiling():
-            counts = query_lens.tolist() if isinstance(query_lens, Tensor) else list(query_lens)
-            if sum(counts) != len(query):
-                _refuse("query_lens", f"lengths that sum to the {len(query)} tokens", sum(counts))
-            return attend_ragged(query, query_rope, caches, tables, seen, counts, scale)
-        # lengths unknown while tracing: every token as a sequence of its own
+    """Returns out [T, N, Hckv] and lse [T, N]; ``caches`` are key, value and key_rope."""
+    visible = torch.as_tensor(seq_lens, device=query.device)
+    if isinstance(query_lens, Tensor) and torch.compiler.is_compiling():
+        # lengths unknown while tracing: query_heads token as a sequence of its own
         owner = torch.repeat_interleave(query_lens, output_size=query.shape[0])
         behind = query_lens.cumsum(0)[owner] - 1 - torch.arange(len(owner), device=query.device)
-        tables, seen = tables[owner], seen[owner] - behind
-    given = query.unsqueeze(1), query_rope.unsqueeze(1), caches, tables, seen.unsqueeze(1), scale
-    out, lse = attend(*given)
+        tables, visible = tables[owner], visible[owner] - behind
+    elif query_lens is not None:
+        counts = query_lens.tolist() if isinstance(query_lens, Tensor) else list(query_lens)
+        if sum(counts) != len(query):
+            _refuse("query_lens", f"lengths that sum to the {len(query)} tokens", sum(counts))
+        return attend_ragged(query, query_rope, caches, tables, visible, counts, scale)
+    parts = query.unsqueeze(1), query_rope.unsqueeze(1)
+    out, lse = attend(*parts, caches, tables, visible.unsqueeze(1), scale)
     return out.squeeze(1), lse.squeeze(1)
 
 
@@ -144,7 +145,7 @@ _ARGUMENTS = Operator(
 
 
 class _Call(Binder):
-    """One call; its codes name the argument alone."""
+    """One call. The codes of its refusals name only the argument."""
 
     def refuse(
         self, code: str, argument: str, expected: object, found: object, source: str = ""
@@ -152,32 +153,32 @@ class _Call(Binder):
         _refuse(argument, f"{expected}", found)
 
 
-def _check(seq_lens: Lengths, query_lens: Lengths | None, full: dict[str, Any]) -> None:
-    call = _Call(_ARGUMENTS, "", full)
+def _check(seq_lens: Lengths, query_lens: Lengths | None, tensors: dict[str, Any]) -> None:
+    call = _Call(_ARGUMENTS, "", tensors)
     call.sizes("query", "T N D")
     call.sizes("query_rope", "T N R")
     call.sizes("block_tables", "B Blocks")
-    nz, dims = full["kv_cache"].dim() == 5, call.dims
+    is_nz = tensors["kv_cache"].dim() == 5
+    kind, cache_kind = tensors["query"].dtype, tensors["kv_cache"].dtype
     for name, axis in (("kv_cache", "D"), ("kr_cache", "R")):
-        c0 = 32 // full[name].element_size()
+        c0 = 32 // tensors[name].element_size()
         nd = f"BlockNum BlockSize 1 {axis}"
-        call.sizes(name, f"BlockNum 1 {axis}/{c0} BlockSize {c0}" if nz else nd)
-    sequences = dims["B"]
+        call.sizes(name, f"BlockNum 1 {axis}/{c0} BlockSize {c0}" if is_nz else nd)
+    tokens, sequences = call.dims["T"], call.dims["B"]
     for name, lengths in (("seq_lens", seq_lens), ("query_lens", query_lens)):
         if lengths is not None and len(lengths) != sequences:
             _refuse(name, f"{sequences} entries, one a row of block_tables", len(lengths))
-    if query_lens is None and dims["T"] != sequences:
-        expected = f"lengths of the {sequences} sequences, since there are {dims['T']} tokens"
+    if query_lens is None and tokens != sequences:
+        expected = f"lengths of the {sequences} sequences, since there are {tokens} tokens"
         _refuse("query_lens", expected, None)
-    int8, query = full["query"].dtype == torch.int8, f"with a query of {full['query'].dtype}"
-    if (full["kv_cache"].dtype == torch.int8) != int8:
-        _refuse("kv_cache", f"{full['query'].dtype}, as query", full["kv_cache"].dtype)
-    for name, shapes in (("query_scale", {2: "T N", 3: "T N 1"}), ("kv_scale", {1: "1", 0: ""})):
-        call.presence(name, int8, query)
-        if int8:
-            call.tensor(
-                name, shapes.get(full[name].dim(), next(iter(shapes.values()))), torch.float32
-            )
+    is_int8 = kind == torch.int8
+    if (cache_kind == torch.int8) != is_int8:
+        _refuse("kv_cache", f"{kind}, as query", cache_kind)
+    for name, *shapes in (("query_scale", "T N", "T N 1"), ("kv_scale", "1", "")):
+        call.presence(name, is_int8, f"with a query of {kind}")
+        if is_int8:
+            ranks = {len(shape.split()): shape for shape in shapes}
+            call.tensor(name, ranks.get(tensors[name].dim(), shapes[0]), torch.float32)
 
 
 def _refuse(argument: str, expected: str, found: object) -> NoReturn:

@@ -1,7 +1,7 @@
-"""Hugging Face models: ``optimize`` and ``revert`` for those that are loaded, DeepSeek-V3 layers
-for demonstration.
+"""Hugging Face models: ``optimize`` and ``revert`` for loaded models, DeepSeek-V3 layers for
+demonstration.
 
-``MlaPagedCache`` is loaded when it is asked for, because ``transformers`` is.
+``MlaPagedCache`` is imported on first use, because it imports ``transformers``.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -55,8 +54,8 @@ class TransformersMissing(ImportError):
 
 
 def modeling() -> Any:
-    """The module ``transformers.models.deepseek_v3.modeling_deepseek_v3``."""
-    # nothing is ever fetched: weights are random or the caller's
+    """Returns the module ``transformers.models.deepseek_v3.modeling_deepseek_v3``."""
+    # nothing is ever downloaded: weights are random or the caller's
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
         with _without_broken_torch_npu():
@@ -70,28 +69,26 @@ def modeling() -> Any:
 
 @contextlib.contextmanager
 def _without_broken_torch_npu() -> Iterator[None]:
-    """Hide a torch_npu that has no CANN: transformers imports every torch_npu it finds, and fails
-    with it.
-    """
-    if "torch_npu" in sys.modules or cann_location() is not None:
-        yield
-        return
-    modules = cast("dict[str, ModuleType | None]", sys.modules)
-    modules["torch_npu"] = None
+    """Hides a torch_npu without CANN, whose import fails: transformers imports any torch_npu."""
+    is_broken = "torch_npu" not in sys.modules and cann_location() is None
+    if is_broken:
+        sys.modules["torch_npu"] = None  # type: ignore[assignment]
     try:
         yield
     finally:
-        del modules["torch_npu"]
+        if is_broken:
+            del sys.modules["torch_npu"]
 
 
 def random_decoder(
     *, layers: int = 2, heads: int = 16, hidden: int = 7168, intermediate: int = 2048
 ) -> AbsorbedDecoder:
-    """Hugging Face's own DeepSeek-V3 decoder layers with random bfloat16 weights, in absorbed form.
+    """Returns absorbed DeepSeek-V3 decoder layers of Hugging Face, with random bfloat16 weights.
 
-    ``heads`` is the share of one tensor-parallel rank (128 / TP). Every dense layer keeps
-    activations near unit scale, so that rounding errors look as they do in a trained model. The MLP
-    is dense and narrow: the prologue is what is measured.
+    Every dense layer keeps activations near unit scale, so that rounding errors are those of a
+    trained model. The MLP is dense and narrow, because measurements are of the prologue.
+
+    heads  the share of one tensor-parallel rank (128 / TP)
     """
     source = modeling()
     config = source.DeepseekV3Config(

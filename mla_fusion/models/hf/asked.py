@@ -1,8 +1,7 @@
-"""Would a compiled decode step have the kernel's prologue? Asked of the pass itself, on the
-converted forward.
+"""Asks the pass whether it would fuse a compiled decode step of a converted forward.
 
-The forward is traced once for each kind of attention, on fake tensors in bfloat16, over pages as
-``MlaPagedCache`` has them: one token of each of two sequences. Nothing is allocated, and the module
+The forward is traced once for each kind of attention, on fake tensors in bfloat16, over pages like
+those of ``MlaPagedCache``: one token of each of two sequences. Nothing is allocated, and the module
 is not touched.
 """
 
@@ -10,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
@@ -28,49 +28,49 @@ BATCH, LENGTH, BLOCK_SIZE = 2, 32, 16
 
 
 def ask(module: nn.Module, form: LatentForm, forward: Callable[..., Any]) -> tuple[str, str]:
-    """ "" where the pass would fuse the prologue, else ``code: detail``; and the placement, as the
-    report has it.
+    """Returns "" if the pass would fuse the prologue, else ``code: detail``; and the placement of
+    the report.
     """
     try:
         report = _report(module, form, forward)
-    except Exception as error:  # code of any kind: whatever it raises, its step cannot be foretold
+    except Exception as error:  # code of any kind raises anything
         return f"pass.failed: its step cannot be traced: {described(error)}", ""
     if report.fused:
         return "", report.fused[0].placement.partition(":")[0]
-    worst = max(report.rejected, key=lambda item: item.score, default=None)
-    if worst is None:
+    nearest = max(report.rejected, key=lambda item: item.score, default=None)
+    if nearest is None:
         return "kv_latent.absent: no part of it was found", ""
-    return f"{worst.code.removeprefix('contract:')}: {worst.message}", ""
+    return f"{nearest.code.removeprefix('contract:')}: {nearest.message}", ""
 
 
 def _report(module: nn.Module, form: LatentForm, forward: Callable[..., Any]) -> Report:
     with FakeTensorMode():
-        stand_in = _in_bfloat16(module)
-        stand_in.forward = MethodType(forward, stand_in)
-        weight = getattr(stand_in, form.kv_up).weight
+        attention = _in_bfloat16(module)
+        attention.forward = MethodType(forward, attention)
+        weight = getattr(attention, form.kv_up).weight
         pools = [
             weight.new_empty(BATCH * LENGTH // BLOCK_SIZE, BLOCK_SIZE, 1, width)
             for width in (form.dims.rank, form.dims.rope)
         ]
-        held = dict((*stand_in.named_parameters(), *stand_in.named_buffers()))
+        state = dict((*attention.named_parameters(), *attention.named_buffers()))
         slots = torch.empty(BATCH, dtype=torch.int64)
-        given = arguments_of(
-            stand_in, weight, form.complex_tables, batch=BATCH, tokens=1, length=LENGTH
+        arguments = arguments_of(
+            attention, weight, form.complex_tables, batch=BATCH, tokens=1, length=LENGTH
         )
 
         def step(
-            held: dict[str, Tensor], pools: list[Tensor], slots: Tensor, given: dict[str, Any]
+            state: dict[str, Tensor], pools: list[Tensor], slots: Tensor, arguments: dict[str, Any]
         ) -> Any:
-            given = given | {CACHE: _Pages(pools, slots)}
-            return torch.func.functional_call(stand_in, held, kwargs=given)[0]
+            arguments = arguments | {CACHE: _Pages(pools, slots)}
+            return torch.func.functional_call(attention, state, kwargs=arguments)[0]
 
         functional = torch.func.functionalize(step)
-        gm = make_fx(functional, tracing_mode="fake")(held, pools, slots, given)
+        gm = make_fx(functional, tracing_mode="fake")(state, pools, slots, arguments)
         return explain(gm, Config(verify="off"))
 
 
 def _in_bfloat16(module: nn.Module) -> nn.Module:
-    """A copy whose parameters, in bfloat16, and buffers are fake."""
+    """Returns a copy whose parameters, in bfloat16, and buffers are fake."""
     memo: dict[int, Any] = {id(value): torch.empty_like(value) for value in module.buffers()}
     for value in module.parameters():
         dtype = torch.bfloat16 if value.is_floating_point() else value.dtype
@@ -78,13 +78,12 @@ def _in_bfloat16(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module, memo)
 
 
+@dataclass(frozen=True)
 class _Pages:
-    """A cache of one layer: rows by slot, read as ``[B, 1, L, width]``; an indexer's keys
-    likewise.
-    """
+    """A cache of one layer. Rows are written by slot, and read as ``[B, 1, L, width]``."""
 
-    def __init__(self, pools: list[Tensor], slots: Tensor) -> None:
-        self.pools, self.slots = pools, slots
+    pools: list[Tensor]
+    slots: Tensor
 
     def update(self, *states: Any, **kwargs: Any) -> list[Tensor]:
         for pool, new in zip(self.pools, states, strict=False):
@@ -93,8 +92,8 @@ class _Pages:
         return [pool.view(BATCH, 1, LENGTH, -1) for pool in self.pools]
 
     def update_indexer(self, states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """The keys themselves, as often as there are tokens: what becomes of them is no part of the
-        prologue.
+        """Returns as many copies of the new keys as there are tokens: what an indexer reads is no
+        part of the prologue.
         """
         return states.expand(BATCH, LENGTH, -1)
 

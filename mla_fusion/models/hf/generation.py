@@ -1,6 +1,4 @@
-"""How an optimised model generates: over an ``MlaPagedCache``, and a decode step of it as one
-module.
-"""
+"""Makes an optimised model generate over an ``MlaPagedCache``, and a decode step one module."""
 
 from __future__ import annotations
 
@@ -13,12 +11,13 @@ from torch import Tensor, nn
 from mla_fusion.models.features import COUNTS_POSITIONS
 from mla_fusion.models.refusal import OptimizeError
 
-PAGED = (None, "dynamic", "static")
+_PAGED = (None, "dynamic", "static")  # implementations of caches that pages replace
 
 
 def use_paged_cache(model: Any, block_size: int) -> None:
-    """Shadow the method by which ``generate()`` prepares its cache, where it would make a dynamic
-    or a static one; ``revert`` takes the shadow away.
+    """Shadows the method by which ``generate()`` prepares a dynamic or a static cache.
+
+    ``revert`` removes the shadow.
     """
     from mla_fusion.models.hf.paged_cache import MlaPagedCache
 
@@ -26,25 +25,27 @@ def use_paged_cache(model: Any, block_size: int) -> None:
         self: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
         max_length = kwargs["max_cache_length"] if "max_cache_length" in kwargs else args[-1]
-        given = model_kwargs.get("past_key_values")
-        if isinstance(given, MlaPagedCache) and 0 <= given.max_cache_len < max_length:
+        cache = model_kwargs.get("past_key_values")
+        if isinstance(cache, MlaPagedCache) and 0 <= cache.max_cache_len < max_length:
             raise OptimizeError(
                 "cache.full",
-                f"generation may reach {max_length} tokens, the cache holds {given.max_cache_len}",
+                f"generation may reach {max_length} tokens, the cache holds {cache.max_cache_len}",
             )
-        wanted = generation_config.cache_implementation
-        if given is not None or generation_config.use_cache is False or wanted not in PAGED:
+        kind = generation_config.cache_implementation
+        if cache is not None or generation_config.use_cache is False or kind not in _PAGED:
             return type(self)._prepare_cache_for_generation(
                 self, generation_config, model_kwargs, *args, **kwargs
             )
-        limit = None
-        if wanted == "static":
-            # As long as the longest so far: a compiled step then meets the same shapes again.
-            asked = getattr(generation_config, "max_cache_len", None) or 0
-            longest = max(max_length, asked, getattr(self, "_mla_fusion_longest", 0))
-            limit = self._mla_fusion_longest = longest
+        longest = None
+        if kind == "static":
+            # at least the longest so far: a compiled step then meets the same shapes again
+            longest = self._mla_fusion_longest = max(
+                max_length,
+                getattr(generation_config, "max_cache_len", None) or 0,
+                getattr(self, "_mla_fusion_longest", 0),
+            )
         model_kwargs["past_key_values"] = MlaPagedCache(
-            self, max_cache_len=limit, block_size=block_size
+            self, max_cache_len=longest, block_size=block_size
         )
         return None
 
@@ -52,28 +53,27 @@ def use_paged_cache(model: Any, block_size: int) -> None:
 
 
 class DecodeStep(nn.Module):
-    """``model`` over ``cache``, as ``torch.compile`` and ``mla_fusion.lower`` take it: ids ``[B,
-    S]`` in, logits ``[B, S, vocabulary]`` out; the cache advances.
+    """``model`` over ``cache``, for ``torch.compile`` and ``mla_fusion.lower``: ids ``[B, S]`` in,
+    logits ``[B, S, vocabulary]`` out; the cache advances.
 
-    The cache must have a fixed size and hold a first token, so that its pages are there to be
-    written. Releases whose models would read the length of the cache as a number, which ends a
-    graph, are told the positions.
+    The cache must have a fixed size and hold a first token, so that its pages exist. Models of some
+    releases would read the length of the cache as a number, which ends a graph. They get the
+    positions as an argument.
     """
 
     def __init__(self, model: nn.Module, cache: Any) -> None:
         super().__init__()
         self.model = model
         self.cache = cache
-        # also by themselves: lowering moves the tensors it finds in modules
-        self._pages = cache.tensors()
+        self._pages = cache.tensors()  # lowering moves the tensors that it finds in modules
         self._counts = COUNTS_POSITIONS.has(type(model).forward)
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        told: dict[str, Tensor] = {}
+        options: dict[str, Tensor] = {}
         if not self._counts:
             new = torch.arange(input_ids.shape[1], device=input_ids.device)
-            told["cache_position"] = self.cache.get_seq_length() + new
+            options["cache_position"] = self.cache.get_seq_length() + new
         logits: Tensor = self.model(
-            input_ids=input_ids, past_key_values=self.cache, use_cache=True, **told
+            input_ids=input_ids, past_key_values=self.cache, use_cache=True, **options
         ).logits
         return logits

@@ -1,14 +1,13 @@
 """Attention over the latents themselves: ``(q W_uk) . c_kv`` in place of ``q . (W_uk c_kv)``.
 
 A cached token is its latent c_kv and its one rotated key k_pe. To expand the cache costs R * N * (D
-+ Dv) products a cached token; to absorb W_uk into the query and W_uv into the output costs as much
-a query token, and makes each score longer. Few queries over many tokens are absorbed, many over few
-are expanded.
++ Dv) products a cached token. To absorb W_uk into the query and W_uv into the output costs as much
+a query token, and makes each score longer. So a few queries over many tokens are absorbed, and many
+queries over few tokens are expanded.
 
-The tokens that an indexer has picked (DSA) are attended on an NPU by one
-`npu_sparse_flash_attention`. Its sizes are those of torch_npu's documentation: heads a power of two
-up to 128, latents 512 wide, rotated keys 64, bfloat16 or float16. Of each token's picks those that
-stand for nothing are -1, and last.
+On an NPU, one `npu_sparse_flash_attention` attends to the tokens that an indexer has picked (DSA).
+Its sizes are those of torch_npu's documentation: heads a power of two up to 128, latents 512 wide,
+rotated keys 64, bfloat16 or float16. Unused picks of a token are -1, and last.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ from mla_fusion import compat
 from mla_fusion.meta.attention import HEADS, LATENT, ROPE
 
 SPARSE_OPERATOR = "npu::npu_sparse_flash_attention"
-ABSORBED = 2  # attention_mode: keys and values are latents, and rotated parts come apart
-NO_MASK = 0  # sparse_mode: the picks alone say what is attended
+ABSORBED = 2  # attention_mode: keys and values are latents, and rotated parts are other arguments
+NO_MASK = 0  # sparse_mode: attention reads exactly the picks
 BLOCK_SIZE = 128  # tokens a page
 
 
 @dataclass(frozen=True)
 class LatentDims:
-    """Widths of one attention: R of the latent, Dr of the rotated key, D and Dv of a head's key and
+    """Widths of an attention: R of the latent, Dr of the rotated key, D and Dv of a head's key and
     value.
     """
 
@@ -41,20 +40,20 @@ class LatentDims:
     value: int
 
     def absorbs(self, query_length: int, kv_length: int) -> bool:
-        """Is the absorbed form the cheaper one, by its products per head?"""
-        both = self.rank * (self.nope + self.value)
-        absorbed = query_length * (both + kv_length * (2 * self.rank + self.rope))
-        expanded = kv_length * (both + query_length * (self.nope + self.rope + self.value))
+        """Returns True if the absorbed form has fewer products per head."""
+        expansion = self.rank * (self.nope + self.value)
+        absorbed = query_length * (expansion + kv_length * (2 * self.rank + self.rope))
+        expanded = kv_length * (expansion + query_length * (self.nope + self.rope + self.value))
         return query_length == 1 or absorbed < expanded
 
 
 @dataclass(frozen=True)
 class LatentForm:
-    """What the absorbed form needs to know of one attention.
+    """The facts about an attention that its absorbed form depends on.
 
     kv_up           name of the child that expands latents
-    expand_kv       the function of its class that expands what it has read from its cache; None
-                    where the module expands before it caches
+    expand_kv       the function of its class that expands latents which its cache returned; None if
+                    the module expands before it caches
     complex_tables  rotary tables are complex numbers, not cosines and sines
     """
 
@@ -66,17 +65,21 @@ class LatentForm:
 
     @property
     def takes_picks(self) -> bool:
-        """Are picked tokens attended by an operator of the torch_npu that is installed?"""
+        """True if the installed torch_npu has an operator that attends to picked tokens."""
         sizes = self.dims.rank, self.dims.rope
-        known = compat.has_argument(SPARSE_OPERATOR, "attention_mode")
-        return known and self.heads in HEADS and sizes == (LATENT, ROPE)
+        is_known = compat.has_argument(SPARSE_OPERATOR, "attention_mode")
+        return is_known and self.heads in HEADS and sizes == (LATENT, ROPE)
 
 
-def expanded(both: Tensor, k_pe: Tensor, dims: LatentDims) -> tuple[Tensor, Tensor]:
-    """``[W_uk c_kv | k_pe]`` ``[B, N, L, D + Dr]`` and ``W_uv c_kv`` ``[B, N, L, Dv]`` of what the
-    up projection gives, ``[B, 1, L, N * (D + Dv)]``, and ``[B, 1, L, Dr]``."""
-    both = both.squeeze(1).unflatten(-1, (-1, dims.nope + dims.value)).transpose(1, 2)
-    nope, values = both.split([dims.nope, dims.value], dim=-1)
+def expanded(product: Tensor, k_pe: Tensor, dims: LatentDims) -> tuple[Tensor, Tensor]:
+    """Returns keys ``[W_uk c_kv | k_pe]`` ``[B, N, L, D + Dr]`` and values ``W_uv c_kv``
+    ``[B, N, L, Dv]``.
+
+    product  of latents with the up projection, ``[B, 1, L, N * (D + Dv)]``
+    k_pe     ``[B, 1, L, Dr]``
+    """
+    by_head = product.squeeze(1).unflatten(-1, (-1, dims.nope + dims.value)).transpose(1, 2)
+    nope, values = by_head.split([dims.nope, dims.value], dim=-1)
     return torch.cat((nope, k_pe.expand(*nope.shape[:-1], -1)), dim=-1), values
 
 
@@ -94,13 +97,14 @@ def absorbed_attention(
     dropout: float = 0.0,
     picks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention of queries ``[B, N, S, D]`` and ``[B, N, S, Dr]`` over ``[B, 1, L, R]`` and ``[B,
-    1, L, Dr]``: the output ``[B, S, N, Dv]`` and the weights ``[B, N, S, L]``.
+    """Returns the output ``[B, S, N, Dv]`` and the weights ``[B, N, S, L]`` of attention.
 
+    q_nope  [B, N, S, D], q_pe [B, N, S, Dr]
+    c_kv    [B, 1, L, R], k_pe [B, 1, L, Dr]
     kv_up   [N * (D + Dv), R], head by head W_uk then W_uv
-    factor  what the query is multiplied by beside ``scaling``, spread over [B, N, S, *]
+    factor  multiplies the query beside ``scaling``, in the shape [B, N, S, *] or one like it
     mask    boolean (True: attend) or added to the scores, [B or 1, N or 1, S, L]
-    picks   [B, S, k], the only tokens that are attended, by the operator for it; no weights then
+    picks   [B, S, k], the only tokens to attend to, by the operator for them; the weights are None
     """
     batch, heads, length, _ = q_nope.shape
     c_kv, k_pe = c_kv.squeeze(1), k_pe.squeeze(1)
@@ -113,8 +117,7 @@ def absorbed_attention(
     if picks is not None:
         context = _over_picks(query, q_pe, c_kv, k_pe, _allowed(picks, mask), scaling)
     else:
-        # All heads read the same latents, so heads and tokens of a sequence are rows of one
-        # product.
+        # all heads read the same latents: heads and tokens of a sequence are rows of one product
         scores = torch.bmm(query.flatten(1, 2), c_kv.mT).float()
         scores = (scores + torch.bmm(q_pe.flatten(1, 2), k_pe.mT).float()) * scaling
         scores = scores.view(batch, heads, length, -1)
@@ -124,10 +127,9 @@ def absorbed_attention(
         elif mask is not None:
             scores = scores + mask
         weights = torch.softmax(scores, dim=-1).to(q_nope.dtype)
-        weights = torch.nn.functional.dropout(weights, p=dropout, training=dropout > 0.0)
+        weights = torch.dropout(weights, dropout, dropout > 0.0)
         context = torch.bmm(weights.flatten(1, 2), c_kv).view(batch, heads, length, -1)
-    # W_uv on the left: as rows it is read as it lies, transposed it would be copied element by
-    # element.
+    # W_uv on the left is read as it lies; transposed it would be copied element by element
     output = torch.bmm(w_uv, context.transpose(0, 1).flatten(1, 2).mT)
     return output.view(heads, -1, batch, length).permute(2, 3, 0, 1), weights
 
@@ -135,7 +137,7 @@ def absorbed_attention(
 def _over_picks(
     query: Tensor, q_pe: Tensor, c_kv: Tensor, k_pe: Tensor, picks: Tensor, scaling: float
 ) -> Tensor:
-    """``[B, N, S, R]``"""
+    """Returns what attention to these tokens makes of the latents, ``[B, N, S, R]``."""
     key = c_kv.unsqueeze(2)
     out: Tensor = torch.ops.npu.npu_sparse_flash_attention(
         query.transpose(1, 2),
@@ -155,12 +157,12 @@ def _over_picks(
 
 
 def _allowed(picks: Tensor, mask: Tensor | None) -> Tensor:
-    """The picks with -1 for those that a mask ``[B or 1, 1, S, L]`` forbids.
+    """Returns the picks, with -1 in place of those that a mask ``[B or 1, 1, S, L]`` forbids.
 
-    They come best first, and what the mask forbids had the lowest score: so these are last.
+    Picks are sorted by score, and tokens that the mask forbids had the lowest: they are last.
     """
     if mask is None:
         return picks
-    seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
-    seen = seen[:, 0].expand(picks.shape[0], -1, -1).gather(-1, picks.long())
-    return torch.where(seen, picks, -1)
+    is_allowed = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    is_allowed = is_allowed[:, 0].expand(picks.shape[0], -1, -1).gather(-1, picks.long())
+    return torch.where(is_allowed, picks, -1)

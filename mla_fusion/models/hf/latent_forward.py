@@ -1,12 +1,11 @@
 """A module's own ``forward``, with absorbed attention.
 
-The code stays the module's: it runs in a scope of its own, in which the attention function gets
-latents, the product with the up projection is put off, and the two parts of the query are not
-joined. (Joined, they would be taken apart again at once, and the pass would not see that the
-rotated part is what RoPE gave.) So whatever else the model does, scales, gates, indexers, its
-rotary function, it goes on doing.
+The forward runs in a scope of its own. There, the attention function takes latents, the product
+with the up projection is left out, and the two parts of the query are not joined. (The attention
+function would split them again, and the pass would not see that the rotated part comes from RoPE.)
+All else that the model does stays: scales, gates, indexers, its rotary function.
 
-Each call looks whether the module is still what ``optimize`` has seen. Replaced code is an
+Each call checks that the module is still what ``optimize`` has seen. Replaced code raises
 OptimizeError. An up projection that does more than multiply (LoRA, a hook, a bias, a quantisation)
 is called as a module: latents are expanded, which is slower.
 """
@@ -17,7 +16,8 @@ import inspect
 import sys
 import warnings
 from collections.abc import Callable, Mapping
-from types import FunctionType, SimpleNamespace
+from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -27,15 +27,12 @@ from torch.distributed.tensor import DTensor
 from mla_fusion.fx.registered import names_in
 from mla_fusion.models.hf.latent_attention import LatentForm, absorbed_attention, expanded
 from mla_fusion.models.hf.stand_ins import (
-    SPARSE,
-    LatentCache,
     LatentKey,
-    LatentSelf,
-    SparseConfig,
+    Overlay,
     SplitQuery,
-    cat_of,
-    expansion_put_off,
-    split,
+    functions_of_torch,
+    latent_cache,
+    without_expansion,
 )
 from mla_fusion.models.refusal import OptimizeError
 from mla_fusion.modes import has_hooks, is_call_of_torch
@@ -43,26 +40,26 @@ from mla_fusion.modes import has_hooks, is_call_of_torch
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
 CACHE = "past_key_values"
 IMPLEMENTATIONS = ("sdpa", "eager")
+_SPARSE = "npu_sparse"  # an implementation under which forwards pass on an indexer's picks
 TABLE, EAGER = "ALL_ATTENTION_FUNCTIONS", "eager_attention_forward"
-# the keyword by which a forward gives its attention function what an indexer has picked
-PICKS = "indices"
-# As torch has them, whoever patches them later.
+PICKS = "indices"  # the keyword of an attention function that takes an indexer's picks
+# As torch defines them, whoever patches them later.
 _PRODUCT, _LINEAR = nn.Linear.forward, nn.functional.linear
-_SHARDING = "torch.distributed.tensor"  # its hooks hand over each rank's share, and nothing else
+_SHARDING = "torch.distributed.tensor"  # its hooks only take a rank's share of a weight
 
 
 def words(code: Any) -> set[str]:
-    """Names that the code uses, those of keyword arguments included."""
+    """Returns the names that the code uses, those of keyword arguments included."""
     constants = (constant for constant in code.co_consts if isinstance(constant, tuple))
     keywords = (name for names in constants for name in names if isinstance(name, str))
     return {*code.co_names, *keywords}
 
 
+@dataclass(eq=False)
 class Functions:
-    """``ALL_ATTENTION_FUNCTIONS`` with other functions."""
+    """A table like ``ALL_ATTENTION_FUNCTIONS``."""
 
-    def __init__(self, functions: Mapping[str, Attention]) -> None:
-        self.functions = functions
+    functions: Mapping[str, Attention]
 
     def get_interface(self, implementation: str, eager: Any = None) -> Attention:
         if implementation not in self.functions:
@@ -78,101 +75,99 @@ class Functions:
 
 
 def rescoped(source: FunctionType, functions: Mapping[str, Attention], **names: Any) -> Any:
-    """A copy of a forward that calls these attention functions, and finds these things by their
-    names."""
-    used = set(names_in(source.__code__))
-    scope = {name: value for name, value in source.__globals__.items() if name in used}
-    scope["__builtins__"] = source.__globals__["__builtins__"]
-    scope |= {TABLE: Functions(functions), EAGER: functions["eager"], **names}
-    # No module's name: torch.compile would look names up in that module. And code of its own: what
-    # torch.compile makes of a part of the code it keeps with the code, and calls by names that it
-    # has put into the scope of one function.
-    again = FunctionType(
+    """Returns a copy of a forward that calls these attention functions.
+
+    names  what other names mean in the copy
+    """
+    scope = source.__globals__ | names
+    scope |= {TABLE: Functions(functions), EAGER: functions["eager"]}
+    # torch.compile would look names up in the module of this name
+    del scope["__name__"]
+    # Code of its own: torch.compile keeps what it makes of a part of the code with the code, and
+    # calls it by names that are in the scope of one function only.
+    copied = FunctionType(
         source.__code__.replace(), scope, source.__name__, source.__defaults__, source.__closure__
     )
-    again.__kwdefaults__ = source.__kwdefaults__
-    return again
+    copied.__kwdefaults__ = source.__kwdefaults__
+    return copied
 
 
 def latent_forward(
     kind: type[nn.Module], form: LatentForm, name: str = "self_attn"
 ) -> Callable[..., Any]:
-    """``kind.forward`` (unbound), of modules of this form, over latents.
+    """Returns ``kind.forward`` (unbound) over latents, for modules of this form.
 
     name  of the module in its model, for messages
 
-    The result raises OptimizeError ``forward.unknown`` where code that was seen here has been
+    The result raises OptimizeError ``forward.unknown`` if code that was seen here has been
     replaced since.
     """
     forward: Any = kind.forward
     source = inspect.unwrap(forward)
-    scope, names = source.__globals__, set(names_in(source.__code__))
+    scope = source.__globals__
     file, table = sys.modules.get(source.__module__), scope[TABLE]
-    functions = {called: scope[called] for called in names if called in scope}
-    seen = [
-        (called, function)
-        for called, function in functions.items()
-        if isinstance(function, FunctionType) or called == TABLE
-        # of a forward that was put together, the scope is no file's
-        if getattr(file, called, None) is function
-    ]
-    registered = {called: table[called] for called in IMPLEMENTATIONS if called in table}
-    attends = {
-        called: _over_latents(usual, form, name)
-        for called, usual in ({"eager": scope.get(EAGER)} | registered).items()
+    functions = {
+        used: scope[used]
+        for used in names_in(source.__code__)
+        if isinstance(scope.get(used), FunctionType) or used == TABLE
+        # code that was put together has a scope that is no file's
+        if getattr(file, used, None) is scope[used]
     }
-    attends[SPARSE] = attends["eager"]
-    of_torch = {called: getattr(torch, called) for called in names if hasattr(torch, called)}
-    of_torch |= {"cat": cat_of(form.dims), "split": split}
-    again = rescoped(source, attends, torch=SimpleNamespace(**of_torch))
+    registered = {used: table[used] for used in IMPLEMENTATIONS if used in table}
+    attends = {
+        used: _over_latents(usual, form, name)
+        for used, usual in ({"eager": scope.get(EAGER)} | registered).items()
+    }
+    attends[_SPARSE] = attends["eager"]
+    run = rescoped(source, attends, torch=functions_of_torch(form.dims))
     picks = PICKS in words(source.__code__) and form.takes_picks
-    instead = expansion_put_off(form)
+    attributes = without_expansion(form)
 
-    def require(known: bool, what: str) -> None:
-        if not known:
+    def require(is_unchanged: bool, code: str) -> None:
+        if not is_unchanged:
             raise OptimizeError(
                 "forward.unknown",
-                f"{what} has been replaced since {name} was optimised: hf.revert(model), then "
+                f"{code} has been replaced since {name} was optimised: hf.revert(model), then "
                 "hf.optimize(model) again",
             )
 
     def over_latents(module: Any, *args: Any, **kwargs: Any) -> Any:
         require(type(module).forward is forward, f"{type(module).__name__}.forward")
-        for called, function in seen:
-            require(getattr(file, called, None) is function, f"{called} of {kind.__module__}")
-        for called, usual in registered.items():
-            require(table[called] is usual, f"{TABLE}[{called!r}]")
+        for used, function in functions.items():
+            require(getattr(file, used, None) is function, f"{used} of {kind.__module__}")
+        for used, usual in registered.items():
+            require(table[used] is usual, f"{TABLE}[{used!r}]")
         if form.expand_kv is None and kwargs.get(CACHE) is not None:
-            kwargs = {**kwargs, CACHE: LatentCache(kwargs[CACHE])}
-        itself = LatentSelf(module, instead)
-        if picks:
-            weight = absorbed_weight(module, form)
-            if (
-                weight is not None
-                and weight.device.type == "npu"
-                and weight.dtype in (torch.bfloat16, torch.float16)
-            ):
-                itself = LatentSelf(module, {**instead, "config": SparseConfig(module.config)})
-        return again(itself, *args, **kwargs)
+            kwargs = {**kwargs, CACHE: latent_cache(kwargs[CACHE])}
+        overlay = Overlay(module, attributes)
+        weight = absorbed_weight(module, form) if picks else None
+        if (
+            weight is not None
+            and weight.device.type == "npu"
+            and weight.dtype in (torch.bfloat16, torch.float16)
+        ):
+            config = Overlay(module.config, {"_attn_implementation": _SPARSE})
+            overlay = Overlay(module, {**attributes, "config": config})
+        return run(overlay, *args, **kwargs)
 
     return over_latents
 
 
 def _over_latents(usual: Attention, form: LatentForm, name: str) -> Attention:
-    """An attention function that absorbs where this is cheaper, and otherwise expands for the usual
-    one.
+    """Returns an attention function that absorbs if this is cheaper, and else expands latents for
+    the usual function.
     """
 
     def attend(
-        itself: LatentSelf,
+        overlay: Overlay,
         query: Any,
         keys: Any,
         values: Any,
         attention_mask: Tensor | None,
         **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        module: Any = itself.module
-        # Without a cache they come as the forward put them off.
+        module: Any = overlay.original
+        # a cache returns latents; without a cache the forward passes its stand-in
         c_kv, k_pe = (keys.c_kv, keys.k_pe) if isinstance(keys, LatentKey) else (keys, values)
         length, picks = query.shape[2], options.get(PICKS)
         if not isinstance(query, SplitQuery):
@@ -205,34 +200,35 @@ def _over_latents(usual: Attention, form: LatentForm, name: str) -> Attention:
 
 
 def absorbed_weight(module: nn.Module, form: LatentForm) -> Tensor | None:
-    """The up projection's weight, this rank's rows ``[N * (D + Dv), R]``, to be absorbed.
+    """Returns the up projection's weight, this rank's rows ``[N * (D + Dv), R]``, to be absorbed.
 
-    None where calling the projection, or ``expand_kv``, does anything beside the product with it.
-    Compiled code meets changes as torch.compile does: those of hooks only where dynamo guards hooks
-    (``torch._dynamo.config.skip_nnmodule_hook_guards = False``).
+    Returns None if a call of the projection, or of ``expand_kv``, does more than the product with
+    it. Compiled code sees changes as torch.compile does: it sees those of hooks only if dynamo
+    guards hooks (``torch._dynamo.config.skip_nnmodule_hook_guards = False``).
     """
     up: Any = getattr(module, form.kv_up)
-    if not isinstance(up, nn.Linear) or not _is_method(up, "forward", _PRODUCT):
-        return None
-    if nn.functional.linear is not _LINEAR or not is_call_of_torch(type(up).__call__):
-        return None
-    if up.bias is not None or has_hooks(up, but_of=_SHARDING):
-        return None
-    if form.expand_kv is not None and not _is_method(module, "expand_kv", form.expand_kv):
-        return None
-    weight = local(up.weight)
+    is_product = (
+        isinstance(up, nn.Linear)
+        and _is_method(up, "forward", _PRODUCT)
+        and nn.functional.linear is _LINEAR
+        and is_call_of_torch(type(up).__call__)
+        and up.bias is None
+        and not has_hooks(up, but_of=_SHARDING)
+        and (form.expand_kv is None or _is_method(module, "expand_kv", form.expand_kv))
+    )
+    weight = local(up.weight) if is_product else None
     # a tensor of another class has products of its own
     return weight if type(weight) in (Tensor, nn.Parameter) else None
 
 
 def _is_method(module: nn.Module, name: str, function: Any) -> bool:
-    """Is an attribute of a module this function of its class?"""
+    """Returns True if the attribute of the module is this function of its class."""
     getattr(module, name)  # read, so that torch.compile guards what it is
     return getattr(type(module), name) is function and name not in vars(module)
 
 
 def local(weight: Any) -> Tensor:
-    """This rank's share of a weight that is sharded by heads."""
-    # not by attributes: dynamo traces a parameter as a plain one
+    """Returns this rank's share of a weight that is sharded by heads."""
+    # not by attributes: dynamo traces a parameter as an ordinary tensor
     share: Tensor = weight.to_local() if isinstance(weight, DTensor) else weight
     return share

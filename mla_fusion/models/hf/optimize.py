@@ -1,8 +1,8 @@
-"""Turn the MLA attentions of a loaded ``transformers`` model into their absorbed form, and back.
+"""Turns the MLA attentions of a loaded ``transformers`` model into their absorbed form, and back.
 
-Modules and parameters stay. Of what an attention's ``forward`` calls, two things are exchanged:
-latents are not expanded, whether before or after they are cached, and the attention function then
-gets them (``latent_forward``).
+Modules and parameters stay. An attention's ``forward`` calls two other functions
+(``latent_forward``): one leaves latents as they are instead of expanding them, before or after they
+are cached. The other attends over these latents.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from mla_fusion.models.hf.latent_forward import latent_forward
 from mla_fusion.models.hf.summary import Converted, Skipped, Summary
 from mla_fusion.models.refusal import OptimizeError
 
-# attribute of a converted attention: the function that is its forward
+# the attribute of a converted attention that holds the function of its forward
 CONVERTED = "_mla_fusion_forward"
 
 
 def optimize(model: nn.Module, *, cache: bool = True, block_size: int = BLOCK_SIZE) -> Summary:
-    """Convert every MLA attention of ``model`` in place; parameters are shared, not copied.
+    """Converts every MLA attention of ``model`` in place, and returns a summary.
 
-    model       of transformers, loaded
-    cache       let ``generate()`` make an ``MlaPagedCache`` where it would make a dynamic or a
-                static cache
+    model       of transformers, loaded; parameters are shared, not copied
+    cache       makes ``generate()`` use an ``MlaPagedCache`` in place of a dynamic or a static
+                cache
     block_size  tokens a page of that cache, a multiple of 16 up to 1024
 
-    Attentions that have no absorbed form are left alone, each with a code and a reason in the
-    summary; calling it again returns the summary of the first call. ``revert`` undoes all of it.
+    Attentions without an absorbed form are left alone; the summary has a code and a reason for
+    each. A second call returns the summary of the first call. ``revert`` undoes all of it.
     """
-    known: Summary | None = getattr(model, "_mla_fusion_summary", None)
-    if known is not None:
-        return known
+    earlier: Summary | None = getattr(model, "_mla_fusion_summary", None)
+    if earlier is not None:
+        return earlier
     converted, skipped, forwards = [], [], list[tuple[Any, Callable[..., Any]]]()
     answers: dict[object, Callable[[], tuple[str, str]]] = {}
     for name, module in model.named_modules():
@@ -55,14 +55,14 @@ def optimize(model: nn.Module, *, cache: bool = True, block_size: int = BLOCK_SI
         forward = latent_forward(type(module), form, name)
         forwards.append((module, forward))
         shapes = tuple((key, value.shape, value.dtype) for key, value in module.named_parameters())
-        # The pass is asked once for all attentions that differ in nothing but the layer.
+        # the pass is asked once for all attentions that differ only in the layer
         alike = type(module), form, shapes, id(module.config)
         answer = answers.setdefault(alike, kept(partial(ask, module, form, forward)))
         converted.append(
             Converted(name, int(module.layer_idx), form.heads, form.dims, size, answer)
         )
     summary = Summary(tuple(converted), tuple(skipped))
-    # All made before any is set, so that an error leaves the model as it was.
+    # set after all have been made, so that an error leaves the model as it was
     for module, forward in forwards:
         setattr(module, CONVERTED, forward)
         module.forward = MethodType(forward, module)
@@ -74,7 +74,7 @@ def optimize(model: nn.Module, *, cache: bool = True, block_size: int = BLOCK_SI
 
 
 def revert(model: nn.Module) -> None:
-    """Undo ``optimize``: the same modules, parameters and results as before.
+    """Undoes ``optimize``: modules, parameters and results are those of before.
 
     model  that ``optimize`` has converted
 
@@ -82,16 +82,16 @@ def revert(model: nn.Module) -> None:
     """
     if getattr(model, "_mla_fusion_summary", None) is None:
         raise OptimizeError("model.state", f"this {type(model).__name__} is not optimised")
-    converted = [
-        (name, module) for name, module in model.named_modules() if hasattr(module, CONVERTED)
-    ]
-    for name, module in converted:
+    converted = {
+        name: module for name, module in model.named_modules() if hasattr(module, CONVERTED)
+    }
+    for name, module in converted.items():
         if getattr(vars(module).get("forward"), "__func__", None) is not getattr(module, CONVERTED):
             raise OptimizeError(
                 "model.state",
                 f"{name}.forward has been replaced since optimize(): undo that, then revert",
             )
-    for _, module in converted:
+    for module in converted.values():
         delattr(module, "forward")
         delattr(module, CONVERTED)
     for name in ("_prepare_cache_for_generation", "_mla_fusion_longest", "_mla_fusion_summary"):

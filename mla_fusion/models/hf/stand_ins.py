@@ -1,35 +1,46 @@
-"""What a module's ``forward`` is handed in place of tensors, its cache and itself, so that it runs
-over latents.
+"""Stand-ins for tensors, caches and modules, with which a module's ``forward`` runs over latents.
 
-Each answers to what the forwards of ``transformers`` do with the thing it stands for, and to
-nothing else: code that does more fails when it is probed, and stays as it is.
+A stand-in supports what the forwards of ``transformers`` do with the original, and nothing else.
+Code that does more fails when it is probed, and is not converted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mla_fusion.models.features import TWO_WIDTHS
 from mla_fusion.models.hf.latent_attention import LatentDims, LatentForm
 from mla_fusion.models.refusal import OptimizeError
 
 
+@dataclass(eq=False)
+class Overlay:
+    """An object with other values for some of its attributes."""
+
+    original: Any
+    attributes: Mapping[str, Any]
+
+    def __getattr__(self, name: str) -> Any:
+        return self.attributes[name] if name in self.attributes else getattr(self.original, name)
+
+
+@dataclass(eq=False)
 class SplitQuery:
     """``[B, N, S, D]`` and ``[B, N, S, Dr]`` in place of their concatenation.
 
-    factor   what the query is multiplied by (a number for each token, say), None where it is not:
-             put off until there are scores, so that the absorbed product reads q_nope as the
-             projection gives it
+    factor  multiplies the query (a number for each token, say); None without a factor. The scores
+            are multiplied by it later, so that the absorbed product reads q_nope as the projection
+            returns it.
     """
 
-    def __init__(self, nope: Tensor, rope: Tensor, factor: Any = None) -> None:
-        self.nope = nope
-        self.rope = rope
-        self.factor = factor
+    nope: Tensor
+    rope: Tensor
+    factor: Any = None
 
     def __mul__(self, factor: Any) -> SplitQuery:
         return SplitQuery(
@@ -40,11 +51,11 @@ class SplitQuery:
     def __torch_function__(
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> SplitQuery:
-        """Dynamo, and a tensor on the left, ask here for products with tensors."""
+        """Returns products with tensors. Dynamo calls it, and so does a tensor on the left."""
         if function not in _PRODUCTS or len(args) != 2:
             return NotImplemented
-        one, other = args
-        product: SplitQuery = one * other if isinstance(one, SplitQuery) else other.__mul__(one)
+        left, right = args
+        product: SplitQuery = left * right if isinstance(left, SplitQuery) else right * left
         return product
 
     @property
@@ -56,31 +67,29 @@ class SplitQuery:
         return self.nope.dtype
 
     def joined(self) -> Tensor:
-        whole = torch.cat((self.nope, self.rope), dim=-1)
-        return whole if self.factor is None else whole * self.factor
+        """Returns the query itself."""
+        query = torch.cat((self.nope, self.rope), dim=-1)
+        return query if self.factor is None else query * self.factor
 
 
 _PRODUCTS = (torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__)
 
 
-class PutOff:
-    """Latents ``[B, 1, S, R]`` in place of what the up projection, or one part of it, would make of
-    them.
+class Expansion:
+    """Latents ``[B, 1, S, R]`` in place of their product with the up projection, or of a part.
 
-    Its shape is that of one head: the rotated key is then expanded to one, which is how it is
+    It has the shape of one head, so the forward expands the rotated key to one head, as it is
     cached.
+
+    width  columns of the product, or of the part
     """
 
     def __init__(self, c_kv: Tensor, width: int, dims: LatentDims) -> None:
         self.c_kv = c_kv
-        self.width = width
         self.dims = dims
+        self.shape = torch.Size((*c_kv.shape[:-1], width))
 
-    @property
-    def shape(self) -> torch.Size:
-        return torch.Size((*self.c_kv.shape[:-1], self.width))
-
-    def view(self, *shape: Any) -> PutOff:
+    def view(self, *shape: Any) -> Expansion:
         return self
 
     reshape = transpose = contiguous = view
@@ -90,52 +99,41 @@ class PutOff:
             f"keys and values are taken apart by {name}; write split([nope, value], dim=-1)"
         )
 
-    def split(self, widths: Sequence[int], dim: int = 0) -> tuple[PutOff, PutOff]:
-        nope, value = wanted = [self.dims.nope, self.dims.value]
-        if [*widths] != wanted or dim not in (-1, 3):
+    def split(self, widths: Sequence[int], dim: int = 0) -> tuple[Expansion, Expansion]:
+        nope, value = expected = [self.dims.nope, self.dims.value]
+        if [*widths] != expected or dim not in (-1, 3):
             raise ValueError(
-                f"keys and values are split as {widths} along {dim}; write split({wanted}, dim=-1)"
+                f"keys and values are split as {widths} along {dim}; write split({expected}, "
+                "dim=-1)"
             )
-        return PutOff(self.c_kv, nope, self.dims), PutOff(self.c_kv, value, self.dims)
+        return Expansion(self.c_kv, nope, self.dims), Expansion(self.c_kv, value, self.dims)
 
 
 class LatentKey:
     """``[B, 1, S, R]`` and ``[B, 1, S, Dr]`` in place of the keys of all heads."""
 
-    def __init__(self, nope: PutOff, k_pe: Tensor) -> None:
+    def __init__(self, nope: Expansion, k_pe: Tensor) -> None:
         self.c_kv = nope.c_kv
         self.k_pe = k_pe
-        self.width = nope.width + k_pe.shape[-1]
-
-    @property
-    def shape(self) -> torch.Size:
-        return torch.Size((*self.c_kv.shape[:-1], self.width))
+        self.shape = torch.Size((*nope.shape[:-1], nope.shape[-1] + k_pe.shape[-1]))
 
 
-class LatentCache:
-    """A cache that is given latents where the forward gives it keys and values that were put
-    off.
-    """
-
-    def __init__(self, cache: Any) -> None:
-        self.cache = cache
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.cache, name)
+def latent_cache(cache: Any) -> Overlay:
+    """Returns the cache, whose ``update`` takes a `LatentKey` and an `Expansion`."""
 
     def update(
-        self, keys: LatentKey, values: PutOff, layer: int, *args: Any, **kwargs: Any
+        keys: LatentKey, values: Expansion, layer: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         if not torch.compiler.is_compiling():
-            _check_widths(self.cache, layer)
-        states: tuple[Tensor, Tensor] = self.cache.update(
-            keys.c_kv, keys.k_pe, layer, *args, **kwargs
-        )
+            _check_widths(cache, layer)
+        states: tuple[Tensor, Tensor] = cache.update(keys.c_kv, keys.k_pe, layer, *args, **kwargs)
         return states
+
+    return Overlay(cache, {"update": update})
 
 
 def _check_widths(cache: Any, index: int) -> None:
-    """Refuse a static layer that would give rotated keys the width of latents."""
+    """Refuses a static layer that would give rotated keys the width of latents."""
     layers = getattr(cache, "layers", ())
     layer: Any = layers[index] if index < len(layers) else None
     if (
@@ -146,66 +144,37 @@ def _check_widths(cache: Any, index: int) -> None:
         raise OptimizeError(
             "cache.kind",
             f"the {type(cache).__name__} of this transformers has one width for keys and values, "
-            "latents have two:"
-            f" take hf.MlaPagedCache(model, max_cache_len=..), or {TWO_WIDTHS.install}",
+            "latents have two: take hf.MlaPagedCache(model, max_cache_len=..), or "
+            f"{TWO_WIDTHS.install}",
         )
 
 
-SPARSE = "npu_sparse"  # an attention implementation that is neither sdpa nor eager
+def without_expansion(form: LatentForm) -> dict[str, Any]:
+    """Returns the attributes of a module that expand latents, replaced by functions that do not.
 
-
-class SparseConfig:
-    """A configuration under which a forward hands its picks over."""
-
-    _attn_implementation = SPARSE
-
-    def __init__(self, config: Any) -> None:
-        self.config = config
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.config, name)
-
-
-class LatentSelf:
-    """The module as its own forward sees it, with other things by some of its names."""
-
-    def __init__(self, module: nn.Module, instead: dict[str, Any]) -> None:
-        self.module = module
-        self.instead = instead
-
-    def __getattr__(self, name: str) -> Any:
-        return self.instead[name] if name in self.instead else getattr(self.module, name)
-
-
-def expansion_put_off(form: LatentForm) -> dict[str, Any]:
-    """In place of what expands latents: keys and values are made, where at all, by the attention
-    function.
+    If keys and values are needed, the attention function makes them.
     """
     if form.expand_kv is not None:
         return {"expand_kv": lambda c_kv, k_pe: (c_kv, k_pe)}
     width = form.dims.nope + form.dims.value
-    return {form.kv_up: lambda c_kv: PutOff(c_kv.unsqueeze(1), width, form.dims)}
+    return {form.kv_up: lambda c_kv: Expansion(c_kv.unsqueeze(1), width, form.dims)}
 
 
-def cat_of(dims: LatentDims) -> Callable[..., Any]:
-    """``torch.cat``, but for the two parts of a query or of a key that was put off."""
+def functions_of_torch(dims: LatentDims) -> Overlay:
+    """Returns torch, with functions ``cat`` and ``split`` that also take stand-ins."""
 
     def cat(tensors: Sequence[Any], dim: int = 0) -> Any:
         if len(tensors) == 2 and dim == -1:
             nope, rope = tensors
-            if isinstance(nope, PutOff):
+            if isinstance(nope, Expansion):
                 return LatentKey(nope, rope)
             if nope.dim() == 4 and (nope.shape[-1], rope.shape[-1]) == (dims.nope, dims.rope):
                 return SplitQuery(nope, rope)
         return torch.cat(list(tensors), dim=dim)
 
-    return cat
+    def split(tensor: Any, widths: Any, dim: int = 0) -> Any:
+        if isinstance(tensor, Expansion):
+            return tensor.split(widths, dim)
+        return torch.split(tensor, widths, dim=dim)
 
-
-def split(tensor: Any, widths: Any, dim: int = 0) -> Any:
-    """``torch.split``, but for what was put off."""
-    return (
-        tensor.split(widths, dim)
-        if isinstance(tensor, PutOff)
-        else torch.split(tensor, widths, dim=dim)
-    )
+    return Overlay(torch, {"cat": cat, "split": split})

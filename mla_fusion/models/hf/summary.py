@@ -1,4 +1,4 @@
-"""What ``optimize`` did to a model, and which of its attentions the fused prologue could serve."""
+"""The summary of ``optimize``: which attentions were converted, and which of them would fuse."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from mla_fusion.models.hf.latent_attention import LatentDims
 
 @dataclass(frozen=True)
 class Converted:
-    """One attention in absorbed form.
+    """An attention in absorbed form.
 
-    ask        the pass, when its answer is first wanted (half a second for each kind of attention)
-    kernel     "" where the pass fuses its prologue in a compiled decode step in bfloat16, otherwise
+    ask        asks the pass, which takes half a second for each kind of attention
+    kernel     "" if the pass fuses its prologue in a compiled decode step in bfloat16, otherwise
                ``code: message``
-    placement  where the kernel writes then: "in place", or "staged"
+    placement  where the kernel then writes: "in place", or "staged"
     """
 
     name: str
@@ -47,7 +47,7 @@ class Converted:
 
 @dataclass(frozen=True)
 class Skipped:
-    """One attention that was left alone, with a code of ``OptimizeError``."""
+    """An attention that was left alone, with a code of ``OptimizeError``."""
 
     name: str
     code: str
@@ -59,25 +59,23 @@ class Skipped:
 
 @dataclass(frozen=True)
 class Summary:
-    """What ``optimize`` did. Bytes are those of one token over all converted layers."""
+    """The attentions that ``optimize`` converted, and those that it left alone."""
 
     converted: tuple[Converted, ...] = ()
     skipped: tuple[Skipped, ...] = ()
 
     def converts(self, layer: int) -> bool:
-        """Is the attention of this layer converted?"""
+        """Returns True if the attention of this layer is converted."""
         return any(item.layer == layer for item in self.converted)
 
     @property
     def bytes_per_token(self) -> int:
-        """Latent and rotated key of every converted layer."""
+        """Bytes of the latent and the rotated key, over all converted layers."""
         return sum((item.dims.rank + item.dims.rope) * item.itemsize for item in self.converted)
 
     @property
     def expanded_bytes_per_token(self) -> int:
-        """The same where keys and values of all heads are cached, as ``transformers`` did up to
-        5.14.
-        """
+        """Bytes of keys and values of all heads, which ``transformers`` cached up to 5.14."""
         return sum(
             item.heads * (item.dims.nope + item.dims.rope + item.dims.value) * item.itemsize
             for item in self.converted
@@ -85,7 +83,7 @@ class Summary:
 
     @property
     def fusable(self) -> int:
-        """Converted layers whose prologue is fused in a compiled decode step in bfloat16."""
+        """Number of converted layers whose prologue fuses in a compiled decode step in bfloat16."""
         return sum(not item.kernel for item in self.converted)
 
     def to_dict(self) -> dict[str, Any]:
@@ -108,14 +106,14 @@ class Summary:
         items: list[Converted | Skipped] = [*self.converted, *self.skipped]
         lines = [f"optimized {len(self.converted)} of {len(items)} attentions"]
         for text, group in groupby(items, str):
-            first, *others = group
-            last = f" to {others[-1].name} ({len(others) + 1})" if others else ""
+            first, *duplicates = group
+            last = f" to {duplicates[-1].name} ({len(duplicates) + 1})" if duplicates else ""
             sign = "+" if isinstance(first, Converted) else "-"
             lines.append(f"  {sign} {first.name}{last}: {text}")
         if self.converted:
-            bytes_now, before = self.bytes_per_token, self.expanded_bytes_per_token
+            size, expanded = self.bytes_per_token, self.expanded_bytes_per_token
             lines.append(
-                f"  cache: {bytes_now:,} bytes a token ({before:,} with keys and values of all "
-                f"heads, {before / bytes_now:.1f} x)"
+                f"  cache: {size:,} bytes a token ({expanded:,} with keys and values of all heads, "
+                f"{expanded / size:.1f} x)"
             )
         return "\n".join(lines)
