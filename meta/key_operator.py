@@ -77,6 +77,7 @@ class KeyCall(Binder):
         if SINCE.get(soc) not in known_releases(cann):
             expected = "A2, A3, or A5 from CANN 8.5 on"
             self.refuse("soc", "soc", expected, f"{soc}, CANN {cann}")
+        self.check_form()
         self.check_tensors(soc)
         self.check_sizes(soc, cann)
         self.one_device()
@@ -97,11 +98,13 @@ class KeyCall(Binder):
             found[name] = tuple(full[argument].shape), full[argument].dtype
         return [found[name] for name in self.of.results]
 
+    def check_form(self) -> None:
+        self.pick("cache_mode", MODES, code="cache_mode.unknown")
+        if self.full["v"] is not None:
+            self.refuse("v", "v", "nothing: keys and values of one latent", "a tensor")
+
     def check_tensors(self, soc: str) -> None:
         full, mode = self.full, self.mode
-        self.pick("cache_mode", MODES, code="cache_mode.unknown")
-        if full["v"] is not None:
-            self.refuse("v", "v", "nothing: keys and values of one latent", "a tensor")
         for scale, offset in zip(SCALES, OFFSETS, strict=True):
             if full[offset] is not None and (soc != "A5" or full[scale] is None):
                 expected = f"nothing without {scale}" if soc == "A5" else f"nothing on {soc}"

@@ -30,7 +30,7 @@ _PREFIXES = ((0b11, 2, 4), (0b10, 2, 3), (0b01, 2, 2), (0b001, 3, 1), (0b0001, 4
 
 
 def _magnitude(code: int) -> float:
-    """The value of the lower seven bits."""
+    """Returns the value of the lower seven bits."""
     for prefix, length, d in _PREFIXES:
         if code >> (7 - length) == prefix:
             steps = 1 << (7 - length - d)  # of the mantissa
@@ -45,7 +45,7 @@ def _magnitude(code: int) -> float:
 
 @kept_outside_modes(1)
 def _tables() -> tuple[Tensor, Tensor, Tensor]:
-    """(value of each of the 256 codes, finite magnitudes ascending, their codes)."""
+    """Returns the values of the 256 codes, the finite magnitudes in order, and their codes."""
     positive = [_magnitude(code) for code in range(128)]
     values = torch.tensor(positive + [-value for value in positive], dtype=torch.float32)
     values[_NAN] = float("nan")
@@ -56,13 +56,13 @@ def _tables() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def decode(codes: Tensor) -> Tensor:
-    """float32 values of uint8 HiFloat8 codes."""
+    """Returns the float32 values of uint8 HiFloat8 codes."""
     return _tables()[0][codes.long()]
 
 
 def encode(x: Tensor) -> Tensor:
-    """uint8 codes nearest to ``x``; half-way cases away from zero (CAST_ROUND), saturating, NaN
-    kept.
+    """Returns the uint8 codes nearest to ``x``, half-way cases away from zero (CAST_ROUND),
+    saturated. NaN stays NaN.
     """
     _, magnitudes, codes = _tables()
     midpoints = (magnitudes[1:] + magnitudes[:-1]) / 2
