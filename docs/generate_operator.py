@@ -448,15 +448,15 @@ def key_caches() -> Iterator[list[str]]:
 
 
 def atb_caches() -> Iterator[list[str]]:
-    for name, form in preprocess.CACHE_FORMS.items():
+    for number, (name, form) in enumerate(preprocess.CACHE_FORMS.items()):
         int8 = " int8" if form.int8 else ""
         rope = "unused" if form.kr is None else axes(form.kr)
         q_rope = "absent" if form.kr is None else "[T, N, R]"
         yield [
-            f"`{name}` ({form.number})",
+            f"`{name}` ({number})",
             axes(form.kv) + int8,
             rope,
-            axes(form.q_out0) + int8,
+            axes("T N C" if form.kr else "T N C+R") + int8,
             q_rope,
         ]
 

@@ -1,4 +1,4 @@
-"""The one exception of the contract."""
+"""The exception of the contract."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class ContractError(ValueError):
-    """A call that the operator does not take.
+    """Raised for a call that the operator does not take.
 
     ``code`` is stable ("dims.he", "dtype.token_x", "required.cache_index", ...); ``argument`` names
     the offending argument; ``expected`` and ``found`` are text; ``dims`` holds the axis sizes known
@@ -35,7 +35,7 @@ class ContractError(ValueError):
 
 
 def known_name(argument: str, value: object, known: Collection[str], **context: Any) -> str:
-    """The value; ContractError ``<argument>`` unless it is one of these names."""
+    """Returns the value. Raises ContractError ``<argument>`` unless it is among these names."""
     if not isinstance(value, str) or value not in known:
         expected = "one of " + ", ".join(known)
         raise ContractError(argument, argument, expected, repr(value), **context)

@@ -1,10 +1,9 @@
-"""`explain_call`: what a call is, which kernel it selects, and what it costs at least: products and
-bytes. Divided by a chip's figures they are lower bounds of times.
+"""Explains a call: its scenario, its kernel, and its least cost in products and bytes.
 
-Counted are the multiply-adds of the four matmuls and each byte of the call's tensors once; vector
-work, launches and caches closer than main memory are left out. The unfused sequence is the one
-that a model runs without the operator: a kernel per step, every intermediate written and read
-again.
+Divided by a chip's figures, these costs are lower bounds of times. They count the multiply-adds of
+the four matmuls and each byte of the call's tensors once. They leave out vector work, launches and
+caches closer than main memory. The unfused sequence is what a model runs without the operator: a
+kernel per step, which writes every intermediate and reads it again.
 """
 
 from __future__ import annotations
@@ -21,9 +20,7 @@ from mla_fusion.meta.tiling_key import TilingKey, tiling_key
 
 
 class Step(NamedTuple):
-    """One kernel of the unfused sequence: bytes of all but weights, bytes of weights, and
-    products.
-    """
+    """A kernel of the unfused sequence: bytes without weights, bytes of weights, and products."""
 
     name: str
     other_bytes: int
@@ -58,19 +55,20 @@ class Cost(NamedTuple):
 
 
 def _bytes(call: Call, *names: str) -> int:
-    """Of the arguments of these names, as far as they are given."""
+    """Returns the bytes of the arguments of these names that the call has."""
     return sum(call.full[name].nbytes for name in names if call.full.get(name) is not None)
 
 
 def _row_bytes(call: Call, name: str) -> int:
-    """Of the new rows of a cache."""
+    """Returns the bytes of the new rows of a cache."""
+    if name == "kr_cache" and call.cache.kr is None:
+        return 0
     cache = call.full[name]
-    written = name == "kv_cache" or call.cache.kr is not None
-    return int(call.dims["tokens"] * cache.shape[-1] * cache.element_size()) if written else 0
+    return int(call.dims["tokens"] * cache.shape[-1] * cache.element_size())
 
 
 def unfused_steps(call: Call) -> Iterator[Step]:
-    """The kernels of the prologue without the operator, in order, for the scenario of the call."""
+    """Yields the kernels of the prologue without the operator, in order."""
     d, of = call.dims, partial(_bytes, call)
     t = d["tokens"]
     heads, hcq, hckv, dr = d["N"], d["Hcq"], d["Hckv"], d["Dr"]
@@ -110,7 +108,7 @@ def unfused_steps(call: Call) -> Iterator[Step]:
 
 
 class CallExplanation(NamedTuple):
-    """A legal call in words and numbers; ``str()`` of it is a report.
+    """A legal call in words and numbers. ``str()`` of it is a report.
 
     ``dims`` are the axes of `mla_fusion.meta.spec`; ``fused`` is the operator, ``unfused`` the
     sequence of kernels that computes the same, which are ``steps``.
@@ -152,8 +150,8 @@ def explain_call(
     path: str = "eager",
     **arguments: Any,
 ) -> CallExplanation:
-    """Explain one call: scenario, sizes, the tiling key that ``cann`` selects with its fields, and
-    its kernels, products and bytes.
+    """Returns an explanation of a call: scenario, sizes, the tiling key that ``cann`` selects with
+    its fields, and its kernels, products and bytes.
 
     op, soc, cann, path, arguments  as `mla_fusion.meta.check` takes them, of concrete sizes; it
                 refuses an illegal call first
@@ -165,14 +163,17 @@ def explain_call(
     for axis, size in dims.items():
         if type(size) is not int:
             call.refuse("explain.symbolic", axis, "concrete sizes: a cost is a number", size)
-    made = zip(PROLOGS[op].results, infer(op, cann=cann, path=path, **arguments), strict=True)
-    fresh = (result for name, result in made if name not in CACHES)
-    results = sum(prod(shape) * dtype.itemsize for shape, dtype in fresh if len(shape) > 1)
+    results = dict(
+        zip(PROLOGS[op].results, infer(op, cann=cann, path=path, **arguments), strict=True)
+    )
     steps = tuple(unfused_steps(call))
     others, weights, flops = map(sum, list(zip(*steps, strict=True))[1:4])
     names = "token_x dequant_scale_x rope_sin rope_cos cache_index actual_seq_len".split()
     # the operator reads every argument once and writes its results and the new cache rows
-    activations = results + _bytes(call, *names)
+    activations = _bytes(call, *names)
+    for name, (shape, dtype) in results.items():
+        if name not in CACHES and len(shape) > 1:  # others are absent
+            activations += prod(shape) * dtype.itemsize
     rows = sum(_row_bytes(call, name) for name in CACHES)
     written = sum(step.other_bytes for step in steps if step.name.startswith("write"))
     mode, has_lengths = full["cache_mode"], full.get("actual_seq_len") is not None

@@ -1,6 +1,4 @@
-"""Shapes and dtypes of the results, from shapes and dtypes of the arguments; sizes may be
-symbolic.
-"""
+"""Infers shapes and dtypes of the results. Sizes may be symbolic."""
 
 from __future__ import annotations
 
@@ -11,13 +9,13 @@ from typing import Any, cast
 import torch
 from mla_fusion.meta.binder import Binder, Result
 from mla_fusion.meta.limits import known_path, known_releases
-from mla_fusion.meta.prolog import CACHES, PROLOGS, Operator
-from mla_fusion.meta.signature import OTHERS, complete, named
+from mla_fusion.meta.prolog import CACHES, Operator
+from mla_fusion.meta.signature import OTHERS, complete, operator_named
 from mla_fusion.meta.spec import INFERSHAPE
 
 
 def implied_quant_modes(arguments: Mapping[str, Any]) -> tuple[int, int]:
-    """``(weight_quant_mode, kv_cache_quant_mode)`` that v1 and v2 read off the dtypes
+    """Returns ``(weight_quant_mode, kv_cache_quant_mode)``, which v1 and v2 read off the dtypes
     (`mla_prolog_tiling.cpp`).
     """
     int8 = torch.int8
@@ -30,7 +28,7 @@ def implied_quant_modes(arguments: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def quant_modes(operator: Operator, full: Mapping[str, Any]) -> tuple[int, int]:
-    """``(weight_quant_mode, kv_cache_quant_mode)`` of a complete call."""
+    """Returns ``(weight_quant_mode, kv_cache_quant_mode)`` of a complete call."""
     if operator.version != "v3":
         return implied_quant_modes(full)
     return full["weight_quant_mode"], full["kv_cache_quant_mode"]
@@ -62,13 +60,12 @@ def infer(op: str, *, cann: str = "latest", path: str = "graph", **arguments: An
     exist, and a tensor without the axes that results are read off; the rest is `check`'s.
     """
     eager = known_path(path) == "eager"
-    name = named(op)
-    full = complete(name, arguments)
-    if name in OTHERS:
-        return cast("list[Result]", OTHERS[name](full).results())
+    operator = operator_named(op)
+    full = complete(operator.name, arguments)
+    if operator.name in OTHERS:
+        return cast("list[Result]", OTHERS[operator.name](full).results())
     known = known_releases(cann)
     absent = (0,) if "8.5" in known else (1,)
-    operator = PROLOGS[op]
     bound = Binder(operator, INFERSHAPE, full)
     for argument, ranks in _READ.items():
         bound.rank(argument, *ranks)

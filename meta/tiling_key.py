@@ -1,8 +1,8 @@
-"""The tiling key: which kernel template the host's tiling selects for a call.
+"""Computes the tiling key, by which the host's tiling selects a kernel template for a call.
 
-A uint64 of bit fields, whose layout and numbers differ by release: `LAYOUTS` and `QUANT_NUMBERS`,
-read from `mla_prolog_template_tiling_key.h` and `GenTilingKey` in `mla_prolog_tiling.cpp`. Two
-vector cores to a cube core, as every product has, are taken for granted.
+The key is a uint64 of bit fields. Their layout and numbers differ by release: `LAYOUTS` and
+`QUANT_NUMBERS`, read from `mla_prolog_template_tiling_key.h` and `GenTilingKey` in
+`mla_prolog_tiling.cpp`. Every product has two vector cores to a cube core.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ LAYOUTS = {
 
 
 def _numbered(pairs: str) -> dict[tuple[int, int], int]:
+    """Returns the places of pairs, such as "1/0", in a list."""
     return {(int(pair[0]), int(pair[2])): number for number, pair in enumerate(pairs.split())}
 
 
@@ -41,13 +42,13 @@ QUANT_NUMBERS: Mapping[str, Mapping[tuple[int, int], int]] = {
     "8.5": _numbered("0/0 1/0 1/2 2/0 2/1 1/3 2/3 3/0 3/1 3/3 4/0 4/1 5/0 5/1 4/3 5/3"),
 }
 CACHE_NUMBERS = {"BSND": 0, "TND": 0, "PA_BSND": 1, "PA_NZ": 2, "PA_BLK_BSND": 3, "PA_BLK_NZ": 4}
-TWO_VECTOR_CORES = 7  # of the numbers for how many vector cores go with a cube core
+TWO_VECTOR_CORES = 7  # the number for two vector cores to a cube core
 DEQUANT_HEADS = 8  # int8 weights: from this N on, dequantisation runs beside the products
 SPLIT_SINCE, SPLIT_TOKENS, SPLIT_HE, SPLIT_HEADS = "9.1", 8192, (7168, 7680), 128
 
 
 class KeyField(NamedTuple):
-    """One field: its first and last bit, and its value."""
+    """A field: its first and last bit, its name and its value."""
 
     low: int
     high: int
@@ -63,7 +64,7 @@ class TilingKey:
 
     @property
     def value(self) -> int:
-        """The key as the tiling returns it."""
+        """Returns the key as the tiling returns it."""
         return sum(field.value << field.low for field in self.fields)
 
     def __getitem__(self, name: str) -> KeyField:
@@ -73,7 +74,10 @@ class TilingKey:
 def tiling_key(
     cann: str, wq: int, kv: int, cache_mode: str, dims: Mapping[str, int], lengths: bool
 ) -> TilingKey:
-    """The key of a legal call with CANN ``cann``; ``lengths``: whether actual_seq_len is given."""
+    """Returns the key of a legal call with CANN ``cann``.
+
+    lengths  True if the call has actual_seq_len
+    """
     tokens, heads = dims["tokens"], dims["N"]
     values = {
         "EMPTY_TENSOR_MODE": int(dims.get("BlockNum") == 0),
