@@ -408,10 +408,10 @@ def key_releases() -> list[str]:
 
 
 def key_fields() -> Iterator[list[str]]:
-    places = {name: ["-"] * len(LAYOUTS) for name, _ in LAYOUTS["latest"]}
+    places = {name: ["-"] * len(LAYOUTS) for name in LAYOUTS["latest"]}
     for column, layout in enumerate(LAYOUTS.values()):
         low = 0
-        for name, width in layout:
+        for name, width in layout.items():
             places[name][column] = str(low) if width == 1 else f"{low}-{low + width - 1}"
             low += width
     for name, cells in places.items():

@@ -7,9 +7,9 @@ the tiling checks of ops-transformer, fused_infer_attention_score (float16, bflo
 incre_flash_attention (int8), at 2025-11 (before 8.5), 8.5.0, 9.0.0 and 9.1.0. They describe A2 and
 A3; A5 has another page.
 
-Two calls are refused although the vendor's checks take them, because users report wrong results
+These checks refuse two calls that the vendor's checks take, because users report wrong results
 without an error: a mask of sparse_mode 0 (``mask.ignored``), and TND without a mask
-(``mask.absent``). sparse_mode 3 says the same.
+(``mask.absent``). sparse_mode 3 does the same without this defect.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class Attention(Binder):
         self.check_mask()
         self.check_lengths(values)
         self.one_device()
-        self.caches(CACHES, "a contiguous tensor")  # no compiler lays caches out anew
+        self.caches(CACHES, "a contiguous tensor")  # no compiler changes the layout of caches
         self.contiguous_but(CACHES)
 
     def results(self) -> list[Result]:
@@ -216,7 +216,9 @@ class Attention(Binder):
         query = f"with a query of {self.kind}"
         scale_axes = " ".join(self.axes.replace("H", "N").replace("D", ""))
         for name, shape in zip(SCALES, (scale_axes, "1", "1"), strict=True):
-            self.tensor_if(self.int8, query, name, shape, torch.float32)
+            self.presence(name, self.int8, query)
+            if self.int8:
+                self.tensor(name, shape, torch.float32)
         self.pick("query_quant_mode", (PER_TOKEN_AND_HEAD if self.int8 else 0,), f" {query}")
         for name in ("key_quant_mode", "value_quant_mode"):
             self.pick(name, (PER_TENSOR,))

@@ -11,10 +11,12 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from mla_fusion.meta.errors import ContractError
-from mla_fusion.meta.layout import contiguous, different, holds_data, known, not_, writable
+from mla_fusion.meta.layout import different, known, not_, writable
 from mla_fusion.meta.limits import Sizes, sizes_of
 from mla_fusion.meta.prolog import Operator
 from torch import Tensor
+
+from mla_fusion.compat import FakeTensor
 
 Result = tuple[tuple[Any, ...], torch.dtype]
 
@@ -86,56 +88,51 @@ class Binder:
 
     # -- tensors
 
-    def presence(self, name: str, needed: bool, why: str) -> None:
+    def presence(self, name: str, is_required: bool, why: str) -> None:
         """Refuses a call without an optional tensor that the modes ``why`` require, or with a
         tensor that they forbid.
         """
         is_present = self.full.get(name) is not None
-        if needed and not is_present:
+        if is_required and not is_present:
             self.refuse(f"required.{name}", name, f"a tensor {why}", "nothing")
-        if is_present and not needed:
+        if is_present and not is_required:
             self.refuse(f"forbidden.{name}", name, f"nothing {why}", "a tensor")
 
     def tensor(self, name: str, shape: str, *dtypes: torch.dtype) -> None:
         self.dtype(name, *dtypes)
         self.sizes(name, shape)
 
-    def tensor_if(self, needed: bool, why: str, name: str, shape: str, dtype: torch.dtype) -> None:
-        """Checks a tensor that the modes ``why`` require or forbid."""
-        self.presence(name, needed, why)
-        if needed:
-            self.tensor(name, shape, dtype)
-
     def rank(self, name: str, *ranks: int, where: str = "") -> None:
-        found = self.full[name].dim()
-        if found not in ranks:
+        actual = self.full[name].dim()
+        if actual not in ranks:
             expected = " or ".join(f"{rank}-D" for rank in ranks)
-            self.refuse(f"rank.{name}", name, expected + where, f"{found}-D")
+            self.refuse(f"rank.{name}", name, expected + where, f"{actual}-D")
 
     def dtype(self, name: str, *dtypes: torch.dtype) -> torch.dtype:
-        found: torch.dtype = self.full[name].dtype
-        if found not in dtypes:
-            self.refuse(f"dtype.{name}", name, " or ".join(map(str, dtypes)), found)
-        return found
+        actual: torch.dtype = self.full[name].dtype
+        if actual not in dtypes:
+            self.refuse(f"dtype.{name}", name, " or ".join(map(str, dtypes)), actual)
+        return actual
 
-    def sizes(self, name: str, shape: str, found: tuple[Any, ...] | None = None) -> None:
+    def sizes(self, name: str, shape: str, logical: tuple[Any, ...] | None = None) -> None:
         """Checks a shape, and binds axes without a size.
 
-        found  the sizes to check, if the tensor's storage has other axes
+        logical  the sizes to check, if the tensor's storage has other axes
         """
-        axes, own = shape.split(), list(self.full[name].shape)
-        found = tuple(own) if found is None else found
-        if len(found) != len(axes):
-            self.refuse(f"rank.{name}", name, f"[{', '.join(axes)}]", f"{len(own)}-D {own}")
-        for axis, size in zip(axes, found, strict=True):
+        axes, actual = shape.split(), list(self.full[name].shape)
+        sizes = tuple(actual) if logical is None else logical
+        if len(sizes) != len(axes):
+            expected = f"[{', '.join(axes)}]"
+            self.refuse(f"rank.{name}", name, expected, f"{len(actual)}-D {actual}")
+        for axis, size in zip(axes, sizes, strict=True):
             if axis == "*":
                 continue
-            wanted = size_of(axis, self.dims)
-            if wanted is None:
+            bound = size_of(axis, self.dims)
+            if bound is None:
                 self.bind(axis, size, name)
-            elif size is not wanted and different(size, wanted):
-                expected = ", ".join([self._axis_text(axis) for axis in axes])
-                self.refuse(f"shape.{name}", name, f"[{expected}]", own)
+            elif size is not bound and different(size, bound):
+                texts = [self._axis_text(axis) for axis in axes]
+                self.refuse(f"shape.{name}", name, f"[{', '.join(texts)}]", actual)
 
     def _axis_text(self, axis: str) -> str:
         """Returns an axis with its size, for a message."""
@@ -196,10 +193,15 @@ class Binder:
                 self.refuse_strides(name, expected)
 
     def contiguous_but(self, written: Collection[str], source: str = "") -> None:
-        """Refuses tensors that are not contiguous, except those that are ``written``."""
+        """Refuses tensors that are not contiguous, except those that are ``written``.
+
+        A fake tensor passes: GE lays every tensor of a compiled graph out contiguously.
+        """
         for name in self.names:
             tensor = self.full[name]
-            if tensor is not None and name not in written and not contiguous(tensor):
+            if tensor is None or name in written or isinstance(tensor, FakeTensor):
+                continue
+            if not tensor.is_contiguous():
                 self.refuse_strides(name, "a contiguous tensor", source)
 
     def refuse_strides(self, name: str, expected: str, source: str = "") -> NoReturn:
@@ -212,7 +214,7 @@ class Binder:
     def readable(self, name: str) -> Tensor:
         """Returns a tensor. Refuses it if it holds no data."""
         tensor: Tensor = self.full[name]
-        if not holds_data(tensor):
+        if tensor.is_meta or isinstance(tensor, FakeTensor):
             found = f"a {type(tensor).__name__} on {tensor.device}"
             self.refuse("values.meta", name, "a tensor with data, to check its values", found)
         return tensor

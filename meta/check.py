@@ -120,9 +120,11 @@ class Call(Binder):
         if shape is not None:
             self._tensor("cache_index", shape, torch.int64)
         if self.version == "v3":
-            needed = self.mode.actual_seq_len and rank == 2
+            is_required = self.mode.actual_seq_len and rank == 2
             why = f"with cache_mode {mode} and a {rank}-D token_x"
-            self.tensor_if(needed, why, "actual_seq_len", "B", torch.int32)
+            self.presence("actual_seq_len", is_required, why)
+            if is_required:
+                self.tensor("actual_seq_len", "B", torch.int32)
 
     def _check_scales(self) -> None:
         required = {**self.weights.required, **self.cache.required}
@@ -222,10 +224,10 @@ class Call(Binder):
             if len(lengths) == 0 or bool((lengths < 0).any()) or int(ends[-1]) != self.dims["T"]:
                 expected = f"inclusive prefix sums ending at T = {self.dims['T']}"
                 self.refuse("values.actual_seq_len", "actual_seq_len", expected, ends.tolist())
-            needed = int(((lengths + block_size - 1) // block_size).sum())
-            if len(entries) < needed:
+            blocks = int(((lengths + block_size - 1) // block_size).sum())
+            if len(entries) < blocks:
                 code = "values.cache_index.blocks"
-                self.refuse(code, "cache_index", f"at least {needed} blocks", len(entries))
+                self.refuse(code, "cache_index", f"at least {blocks} blocks", len(entries))
         if not block_num:
             return
         end, expected = block_num * block_size, "slots below BlockNum*BlockSize"
@@ -246,7 +248,7 @@ def check(
     values: bool = False,
     **arguments: Any,
 ) -> None:
-    """Raise ContractError unless the operator takes this call on ``soc`` with CANN ``cann``.
+    """Raises ContractError unless the operator takes this call on ``soc`` with CANN ``cann``.
 
     op         an operator of torch_npu: ``npu_mla_prolog``, ``_v2``, ``_v3``, ``_v3_functional``,
                ``npu_kv_rmsnorm_rope_cache``, ``_v2``, ``_v2_functional``, ``npu_mla_preprocess``

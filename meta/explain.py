@@ -69,39 +69,40 @@ def _row_bytes(call: Call, name: str) -> int:
 
 def unfused_steps(call: Call) -> Iterator[Step]:
     """Yields the kernels of the prologue without the operator, in order."""
-    d, of = call.dims, partial(_bytes, call)
-    t = d["tokens"]
+    d, bytes_of = call.dims, partial(_bytes, call)
+    t, he = d["tokens"], d["He"]
     heads, hcq, hckv, dr = d["N"], d["Hcq"], d["Hckv"], d["Dr"]
     cq, ckv, kr = (2 * t * width for width in (hcq, hckv, dr))  # bytes of bfloat16
     q_all, query, q_rope = (2 * t * heads * width for width in (d["D"] + dr, hckv, dr))
-    x, tables = of("token_x", "dequant_scale_x"), of("rope_sin", "rope_cos")
+    x, tables = bytes_of("token_x", "dequant_scale_x"), bytes_of("rope_sin", "rope_cos")
 
-    weight = of("weight_dq", "dequant_scale_w_dq")
-    yield Step("matmul c_q", x + cq, weight, 2 * t * d["He"] * hcq)
-    yield Step("rms_norm c_q", 2 * cq, of("rmsnorm_gamma_cq"))
+    def product(name: str, activations: int, weight: str, elements: int) -> Step:
+        """Returns a product with a weight that has so many elements."""
+        weight_bytes = bytes_of(f"weight_{weight}", f"dequant_scale_w_{weight}")
+        return Step(name, activations, weight_bytes, 2 * t * elements)
+
+    yield product("matmul c_q", x + cq, "dq", he * hcq)
+    yield Step("rms_norm c_q", 2 * cq, bytes_of("rmsnorm_gamma_cq"))
     c_q = cq
     if call.wq:
         c_q = t * (hcq + (hcq // 32 if call.wq == 3 else 4))
-        yield Step("quantise c_q", cq + c_q, of("smooth_scales_cq"))
-    weight = of("weight_uq_qr", "dequant_scale_w_uq_qr")
-    yield Step("matmul q", c_q + q_all, weight, 2 * t * hcq * heads * (d["D"] + dr))
-    products = 2 * t * heads * d["D"] * hckv
-    yield Step("absorb W_uk", q_all - q_rope + query, of("weight_uk"), products)
+        yield Step("quantise c_q", cq + c_q, bytes_of("smooth_scales_cq"))
+    yield product("matmul q", c_q + q_all, "uq_qr", hcq * heads * (d["D"] + dr))
+    yield product("absorb W_uk", q_all - q_rope + query, "uk", heads * d["D"] * hckv)
     yield Step("rope q", 2 * q_rope + tables)
     if call.kv == 1:
         scales = 4 * t * heads
         yield Step("quantise query", query + query // 2 + scales)
         yield Step("rescale query_rope", 2 * q_rope + scales)
-    weight = of("weight_dkv_kr", "dequant_scale_w_dkv_kr")
-    yield Step("matmul ckv_kr", x + ckv + kr, weight, 2 * t * d["He"] * (hckv + dr))
-    yield Step("rms_norm ckv", 2 * ckv, of("rmsnorm_gamma_ckv"))
+    yield product("matmul ckv_kr", x + ckv + kr, "dkv_kr", he * (hckv + dr))
+    yield Step("rms_norm ckv", 2 * ckv, bytes_of("rmsnorm_gamma_ckv"))
     yield Step("rope kr", 2 * kr + tables)
     kv_rows, kr_rows = (_row_bytes(call, name) for name in CACHES)
-    index = of("cache_index", "actual_seq_len")
+    index = bytes_of("cache_index", "actual_seq_len")
     if call.kv:
-        scales = of("quant_scale_ckv", "quant_scale_ckr", "k_nope_clip_alpha")
-        rope_too = kr + kr_rows if call.kv in (2, 3) else 0
-        yield Step("quantise cache rows", ckv + kv_rows + rope_too, scales)
+        scales = bytes_of("quant_scale_ckv", "quant_scale_ckr", "k_nope_clip_alpha")
+        rope_bytes = kr + kr_rows if call.kv in (2, 3) else 0
+        yield Step("quantise cache rows", ckv + kv_rows + rope_bytes, scales)
     yield Step("write kv_cache", 2 * kv_rows + index)
     if call.kv != 3:
         yield Step("write kr_cache", 2 * kr_rows + index)
@@ -156,7 +157,7 @@ def explain_call(
     op, soc, cann, path, arguments  as `mla_fusion.meta.check` takes them, of concrete sizes; it
                 refuses an illegal call first
 
-    Raises ContractError: those of `check`, and ``explain.symbolic``.
+    Raises ContractError as `check` does, and ``explain.symbolic``.
     """
     call = checked(op, soc, cann, arguments, path)
     dims, full = call.dims, call.full
@@ -167,7 +168,9 @@ def explain_call(
         zip(PROLOGS[op].results, infer(op, cann=cann, path=path, **arguments), strict=True)
     )
     steps = tuple(unfused_steps(call))
-    others, weights, flops = map(sum, list(zip(*steps, strict=True))[1:4])
+    unfused_bytes = sum(step.other_bytes for step in steps)
+    weights = sum(step.weight_bytes for step in steps)
+    flops = sum(step.flops for step in steps)
     names = "token_x dequant_scale_x rope_sin rope_cos cache_index actual_seq_len".split()
     # the operator reads every argument once and writes its results and the new cache rows
     activations = _bytes(call, *names)
@@ -186,6 +189,6 @@ def explain_call(
         dims,
         tiling_key(cann, call.wq, call.kv, mode, dims, has_lengths),
         Cost(1, flops, weights, activations, rows),
-        Cost(len(steps), flops, weights, others - written, written),
+        Cost(len(steps), flops, weights, unfused_bytes - written, written),
         steps,
     )

@@ -63,7 +63,7 @@ PAGED = ("PA", "PA_BNSD", "PA_NZ")  # a slot for each token
 BLOCKS = ("PA_BLK_BNSD", "PA_BLK_NZ")  # a slot for each block of a sequence
 MODES = ("Norm", *PAGED, *BLOCKS)
 SINCE = {"A2": RELEASES[0], "A3": RELEASES[0], "A5": "8.5"}
-FROM_BLOCKS = "latest"  # the release that asks for as many blocks as the sequences need one by one
+FROM_BLOCKS = "latest"  # the release that requires the blocks of all sequences, each rounded up
 
 
 class KeyCall(Binder):
@@ -151,17 +151,17 @@ class KeyCall(Binder):
             self.within(axis, "1..")
         paged = self.mode != "Norm"
         blocks = -(-dims["S"] // dims["BlockSize"]) if paged else 0  # of a sequence
-        wanted = dims["B"] * (blocks if self.mode in BLOCKS else dims["S"])
-        if different(index.numel(), wanted):
-            self.refuse("shape.index", "index", f"{wanted} slots", list(index.shape))
+        slot_count = dims["B"] * (blocks if self.mode in BLOCKS else dims["S"])
+        if different(index.numel(), slot_count):
+            self.refuse("shape.index", "index", f"{slot_count} slots", list(index.shape))
         if not paged:
             self.sizes("index", "B S")
             return
         step = 32 if torch.int8 in {self.full[name].dtype for name in _CACHES} else 16
         self.within("BlockSize", f"{step}../{step}")
-        needed = blocks * dims["B"]
-        if cann == FROM_BLOCKS and type(needed) is int:
-            self.within("BlockNum", f"{needed}..", ", which is B*ceil(S/BlockSize)")
+        least_blocks = blocks * dims["B"]
+        if cann == FROM_BLOCKS and type(least_blocks) is int:
+            self.within("BlockNum", f"{least_blocks}..", ", which is B*ceil(S/BlockSize)")
 
     def check_values(self) -> None:
         """Refuses slots that are no rows of the cache, or that name a row twice. A negative slot

@@ -20,18 +20,6 @@ def npu_format(tensor: Tensor) -> int | None:
     return int(torch_npu.get_npu_format(tensor))
 
 
-def holds_data(tensor: Tensor) -> bool:
-    """Returns True if a tensor has elements to read: it is neither meta nor fake."""
-    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
-
-
-def contiguous(tensor: Tensor) -> bool:
-    """Returns True if a tensor is contiguous, or fake: GE lays every tensor of a compiled graph out
-    contiguously.
-    """
-    return isinstance(tensor, FakeTensor) or tensor.is_contiguous()
-
-
 def shares_memory(tensor: Tensor) -> bool:
     """Returns True if elements of an expanded tensor share memory, so that no write is defined."""
     axes = zip(tensor.shape, tensor.stride(), strict=True)

@@ -127,18 +127,20 @@ latest  A2,A3,A5  v3        eager,graph  tokens     1..
 # The fields of `Limits`, as Python writes them.
 #
 # Before 8.5 the tiling of v3 reads the scenario off the dtypes, as that of v1 and v2 does to this
-# day. The rank of cache_index in a block-wise mode with a 2-D token_x was not looked at in one
-# release. Where caches may not be strided (`mla_prolog_v3_def.cpp`: IgnoreContiguous), rows written
+# day. A single release did not check the rank of cache_index in a block-wise mode with a 2-D
+# token_x. Where caches may not be strided (`mla_prolog_v3_def.cpp`: IgnoreContiguous), rows written
 # to one that is not contiguous do not arrive in it; the newest tiling compares the stride of every
 # axis, of those of size 1 too. infershape takes the second size of weight_dq for Hcq, and refuses
 # 4-D storage since that was noticed.
 TRAITS = _rows(
     """
+8.2     A2,A3,A5  v1,v2,v3  eager,graph  cache_modes        ()
 8.2     A2,A3     v1,v2,v3  eager,graph  cache_modes        "PA_BSND", "PA_NZ"
 8.5     A2,A3     v3        eager,graph  cache_modes        ALL
 8.5     A5        v3        eager,graph  cache_modes        "PA_BSND",
 9.0     A5        v3        eager,graph  cache_modes        "PA_BSND", "PA_NZ"
 9.1     A5        v3        eager,graph  cache_modes        ALL
+8.2     A2,A3,A5  v1,v2,v3  eager,graph  absent             ""
 8.2     A5        v1,v2     eager,graph  absent             \
 "CANN's definition lists A5 from 8.5 on, but torch_npu's meta functions refuse it"
 8.2     A5        v3        eager,graph  absent             "CANN has it there from 8.5 on"
@@ -146,21 +148,30 @@ TRAITS = _rows(
 "its tiling takes modes 3/0 and 3/1 with a 3-D token_x, and its definition has no float8_e8m0fnu \
 for the dequant_scale_q_norm that torch_npu allocates with them"
 9.0     A5        v3        eager,graph  absent             ""
+8.2     A2,A3,A5  v1,v2     eager,graph  reads_modes        True
 8.2     A2,A3,A5  v3        eager,graph  reads_modes        False
 8.5     A2,A3,A5  v3        eager,graph  reads_modes        True
+8.2     A2,A3,A5  v1,v2     eager,graph  gives_query_norm   True
 8.2     A2,A3,A5  v3        eager,graph  gives_query_norm   False
 8.5     A2,A3,A5  v3        eager,graph  gives_query_norm   True
+8.2     A2,A3,A5  v1        eager,graph  kv_scale           "1"
 8.2     A2,A3,A5  v2,v3     eager,graph  kv_scale           "1 Hckv"
 8.5     A2,A3,A5  v3        eager,graph  kv_scale           "1"
+8.2     A2,A3,A5  v1,v2,v3  eager,graph  block_index_ranks  1,
 8.5     A2,A3     v3        eager,graph  block_index_ranks  ()
 9.0     A2,A3,A5  v3        eager,graph  block_index_ranks  1,
+8.2     A2,A3,A5  v1,v2,v3  eager,graph  strided_caches     False
 latest  A2,A3,A5  v3        eager,graph  strided_caches     True
+8.2     A2,A3,A5  v1,v2,v3  eager,graph  compares_strides   False
 latest  A2,A3,A5  v1,v2,v3  eager,graph  compares_strides   True
+8.2     A2,A3,A5  v1,v2,v3  eager,graph  weight_dq_4d       "always"
 8.5     A2,A3,A5  v3        graph        weight_dq_4d       "without query_norm_flag"
 9.1     A2,A3,A5  v3        graph        weight_dq_4d       ""
+8.2     A2,A3,A5  v1,v2,v3  eager,graph  empty_kr_ranks     ()
 9.0     A5        v3        eager,graph  empty_kr_ranks     1, 4
 9.1     A2,A3     v3        graph        empty_kr_ranks     1, 3, 4
 9.1     A5        v3        eager,graph  empty_kr_ranks     1, 3, 4
+8.2     A2,A3,A5  v1,v2,v3  eager,graph  empty_kr_int8      ()
 8.5     A2,A3     v3        eager,graph  empty_kr_int8      1, 2
 9.1     A5        v3        eager,graph  empty_kr_int8      1,
 """.replace("ALL", f"{tuple(CACHE_MODES)}"),
@@ -202,8 +213,7 @@ def newest(since: Mapping[str, Any], cann: str) -> Any:
 VERSIONS = {name: operator.version for name, operator in PROLOGS.items()}
 
 
-@dataclass(frozen=True)
-class Limits:
+class Limits(NamedTuple):
     """What an operator takes on a SoC at a CANN release, on a path.
 
     absent             why there is no scenario at all, or ""
@@ -221,17 +231,17 @@ class Limits:
 
     dims: Mapping[str, Sizes]
     quant_modes: frozenset[tuple[int, int]]
-    cache_modes: tuple[str, ...] = ()
-    strided_caches: bool = False
-    absent: str = ""
-    reads_modes: bool = True
-    gives_query_norm: bool = True
-    kv_scale: str = "1"
-    compares_strides: bool = False
-    block_index_ranks: tuple[int, ...] = (1,)
-    weight_dq_4d: str = "always"
-    empty_kr_ranks: tuple[int, ...] = ()
-    empty_kr_int8: tuple[int, ...] = ()
+    cache_modes: tuple[str, ...]
+    strided_caches: bool
+    absent: str
+    reads_modes: bool
+    gives_query_norm: bool
+    kv_scale: str
+    compares_strides: bool
+    block_index_ranks: tuple[int, ...]
+    weight_dq_4d: str
+    empty_kr_ranks: tuple[int, ...]
+    empty_kr_int8: tuple[int, ...]
 
 
 def limits(op: str, soc: str = "A3", cann: str = "latest", path: str = "eager") -> Limits:
@@ -249,21 +259,21 @@ def limits(op: str, soc: str = "A3", cann: str = "latest", path: str = "eager") 
 
 @cache
 def _limits(op: str, soc: str, cann: str, path: str) -> Limits:
-    known, version = known_releases(cann), VERSIONS[op]
+    releases, version = known_releases(cann), VERSIONS[op]
 
-    def in_force(rows: list[Limit]) -> list[tuple[str, Any]]:
+    def rows_in_force(rows: list[Limit]) -> list[tuple[str, Any]]:
         return [
             (row.name, row.value)
             for row in rows
-            if row.since in known
+            if row.since in releases
             and soc in row.socs
             and version in row.versions
             and path in row.paths
         ]
 
-    quant = {pair for _, pairs in in_force(QUANT_RELEASES) for pair in pairs}
-    sizes = MappingProxyType(dict(in_force(LIMITS)))
-    return Limits(sizes, frozenset(quant), **dict(in_force(TRAITS)))
+    quant = {pair for _, pairs in rows_in_force(QUANT_RELEASES) for pair in pairs}
+    sizes = MappingProxyType(dict(rows_in_force(LIMITS)))
+    return Limits(sizes, frozenset(quant), **dict(rows_in_force(TRAITS)))
 
 
 def taken_by(op: str, axis: str, size: int, here: str) -> str:
@@ -272,12 +282,12 @@ def taken_by(op: str, axis: str, size: int, here: str) -> str:
     "which A3 takes after CANN 8.3", "which A5 takes after CANN 9.0, A3 in no release", or
     "which no release takes".
     """
-    own = here.partition(",")[0]
+    own_soc = here.partition(",")[0]
     texts = {soc: _when_taken(op, axis, size, soc) for soc in SOCS}
-    if texts[own]:
-        return f"which {own} takes {texts[own]}"
+    if texts[own_soc]:
+        return f"which {own_soc} takes {texts[own_soc]}"
     others = " and ".join(f"{soc} takes {text}" for soc, text in texts.items() if text)
-    return f"which {others}, {own} in no release" if others else "which no release takes"
+    return f"which {others}, {own_soc} in no release" if others else "which no release takes"
 
 
 def _when_taken(op: str, axis: str, size: int, soc: str) -> str:

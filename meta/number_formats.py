@@ -8,7 +8,7 @@ arguments of these tables.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -63,14 +63,7 @@ HIFLOAT8 = NumberFormat("hifloat8", 5)
 FORMATS = (INT8, MXFP8, FP8, HIFLOAT8)
 
 # dst_type: torch's own number of a dtype, or torch_npu's
-_OF_ROWS: Mapping[int | None, NumberFormat] = {
-    None: INT8,
-    1: INT8,
-    24: FP8,
-    292: FP8,
-    HIFLOAT8_NUMBER: HIFLOAT8,
-}
-_OF_BLOCKS: Mapping[int | None, NumberFormat] = {24: MXFP8, 292: MXFP8}
+_BY_DST_TYPE = {None: INT8, 1: INT8, 24: FP8, 292: FP8, HIFLOAT8_NUMBER: HIFLOAT8}
 IN_BLOCKS = ((1, 1, BLOCK), (0, 0, BLOCK))  # group_sizes
 
 
@@ -78,7 +71,10 @@ def of_dst_type(dst_type: int | None, in_blocks: bool = False) -> NumberFormat |
     """Returns the format to which npu_dynamic_quant, or npu_dynamic_mx_quant, quantises, or None
     for others.
     """
-    return (_OF_BLOCKS if in_blocks else _OF_ROWS).get(dst_type)
+    form = _BY_DST_TYPE.get(dst_type)
+    if in_blocks:
+        return MXFP8 if form is FP8 else None
+    return form
 
 
 def of_product(

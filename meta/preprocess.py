@@ -74,10 +74,9 @@ class Preprocess(Binder):
         for name in OPTIONAL:
             if full[name] is not None and tuple(full[name].shape) == (0,):
                 self.full[name] = None
-        for name, names in (("cache_mode", CACHE_FORMS), ("quant_mode", QUANT_MODES)):
-            mode = self.full[name] = DEFAULTS[name] if full[name] is None else full[name]
-            if not isinstance(mode, str):
-                self.refuse(f"{name}.unknown", name, "a str", repr(mode))
+        for name, names in (("cache_mode", tuple(CACHE_FORMS)), ("quant_mode", QUANT_MODES)):
+            if full[name] is None:
+                self.full[name] = DEFAULTS[name]
             self.pick(name, names, code=f"{name}.unknown")
         self.form = CACHE_FORMS[self.full["cache_mode"]]
 
@@ -146,14 +145,14 @@ class Preprocess(Binder):
         bytes, and [1, k/C0, n, C0] for [n, k].
         """
         self.dtype(name, dtype)
-        tensor, axes, found = self.full[name], shape.split(), None
+        tensor, axes, sizes = self.full[name], shape.split(), None
         if tensor.dim() == 4:
             first, blocks, n, c0 = tensor.shape
             if different(c0, 32 // dtype.itemsize) or (len(axes) == 2 and different(first, 1)):
                 expected = f"[{', '.join(axes)}] or its FRACTAL_NZ storage"
                 self.refuse(f"shape.{name}", name, expected, list(tensor.shape))
-            found = (first, n, blocks * c0)[3 - len(axes) :]
-        self.sizes(name, shape, found)
+            sizes = (first, n, blocks * c0)[3 - len(axes) :]
+        self.sizes(name, shape, sizes)
 
     def check_sizes(self) -> None:
         full, hidden = self.full, self.dims["H"]
@@ -162,7 +161,7 @@ class Preprocess(Binder):
             self.refuse("cache_mode.torch", "cache_mode", expected, "kvcache")
         for row in _SIZES.strip().splitlines():
             self.within(*row.split())
-        # the kernel that takes other hidden sizes and unquantised weights knows one mode
+        # the kernel for other hidden sizes and unquantised weights has a single mode
         other = different(hidden, ATB_HIDDEN)
         if other or full["wdqkv"].dtype != torch.int8:
             why = f" with H other than {ATB_HIDDEN} or weights that are not int8"

@@ -8,10 +8,9 @@ from types import NoneType
 from typing import Any
 
 import torch
+from mla_fusion.meta import key_operator
 from mla_fusion.meta.attention import ATTENTION, Attention
 from mla_fusion.meta.errors import ContractError, known_name
-from mla_fusion.meta.key_operator import OPERATORS as KEY_OPERATORS
-from mla_fusion.meta.key_operator import KeyCall
 from mla_fusion.meta.preprocess import ATB, Preprocess
 from mla_fusion.meta.prolog import PROLOGS, Operator
 
@@ -20,9 +19,13 @@ from mla_fusion.meta.prolog import PROLOGS, Operator
 OTHERS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     ATTENTION.name: Attention,
     ATB.name: Preprocess,
-    **{one.name: partial(KeyCall, one) for one in KEY_OPERATORS},
+    **{
+        operator.name: partial(key_operator.KeyCall, operator)
+        for operator in key_operator.OPERATORS
+    },
 }
-OPERATORS = PROLOGS | {one.name: one for one in (ATTENTION, ATB, *KEY_OPERATORS)}
+_BESIDE = (ATTENTION, ATB, *key_operator.OPERATORS)
+OPERATORS = PROLOGS | {operator.name: operator for operator in _BESIDE}
 _BY_NAME = OPERATORS | {"mla_preprocess": ATB}  # ATB's name for it
 
 

@@ -13,21 +13,20 @@ from typing import NamedTuple
 
 from mla_fusion.meta.limits import known_releases, newest
 
-_OLDEST = (
-    ("CACHE_MODE", 4),
-    ("SCENARIO", 2),
-    ("QUANT_MODE", 4),
-    ("ENABLE_DEQUANT_OPTIONAL", 1),
-    ("ENABLE_GROUP_COMPUTE_OPTIONAL", 1),
-    ("EMPTY_TENSOR_MODE", 2),
-)
-_SINCE_8_5 = (*_OLDEST, ("ACTUAL_SEQ_LEN_MODE", 2), ("SPLIT_M_MODE", 2))
-_CORES = ("CV_MODE", 8)
-# since which release -> the fields from bit 0 upwards, with their widths
+_OLDEST = {
+    "CACHE_MODE": 4,
+    "SCENARIO": 2,
+    "QUANT_MODE": 4,
+    "ENABLE_DEQUANT_OPTIONAL": 1,
+    "ENABLE_GROUP_COMPUTE_OPTIONAL": 1,
+    "EMPTY_TENSOR_MODE": 2,
+}
+_SINCE_8_5 = _OLDEST | {"ACTUAL_SEQ_LEN_MODE": 2, "SPLIT_M_MODE": 2}
+# first release -> the fields from bit 0 upwards, with their widths
 LAYOUTS = {
     "8.2": _OLDEST,
-    "8.5": (*_SINCE_8_5, _CORES),
-    "latest": (*_SINCE_8_5, ("ENABLE_ROPE", 1), _CORES),
+    "8.5": _SINCE_8_5 | {"CV_MODE": 8},
+    "latest": _SINCE_8_5 | {"ENABLE_ROPE": 1, "CV_MODE": 8},
 }
 
 
@@ -36,7 +35,7 @@ def _numbered(pairs: str) -> dict[tuple[int, int], int]:
     return {(int(pair[0]), int(pair[2])): number for number, pair in enumerate(pairs.split())}
 
 
-# since which release -> (weight_quant_mode, kv_cache_quant_mode) -> QUANT_MODE
+# first release -> (weight_quant_mode, kv_cache_quant_mode) -> QUANT_MODE
 QUANT_NUMBERS: Mapping[str, Mapping[tuple[int, int], int]] = {
     "8.2": {(0, 0): 0} | _numbered("1/0 1/2 2/0 2/1"),
     "8.5": _numbered("0/0 1/0 1/2 2/0 2/1 1/3 2/3 3/0 3/1 3/3 4/0 4/1 5/0 5/1 4/3 5/3"),
@@ -79,16 +78,11 @@ def tiling_key(
     lengths  True if the call has actual_seq_len
     """
     tokens, heads = dims["tokens"], dims["N"]
-    values = {
-        "EMPTY_TENSOR_MODE": int(dims.get("BlockNum") == 0),
-        "ENABLE_ROPE": 1,
-        "CV_MODE": TWO_VECTOR_CORES,
-    }
-    if tokens == 0:
-        values["EMPTY_TENSOR_MODE"] = 2
-    else:
+    values = {"EMPTY_TENSOR_MODE": 2, "ENABLE_ROPE": 1, "CV_MODE": TWO_VECTOR_CORES}
+    if tokens:
         large = tokens >= SPLIT_TOKENS and dims["He"] in SPLIT_HE and heads == SPLIT_HEADS
         values |= {
+            "EMPTY_TENSOR_MODE": int(dims.get("BlockNum") == 0),
             "CACHE_MODE": CACHE_NUMBERS[cache_mode],
             "SCENARIO": 2 if wq else 1,
             "QUANT_MODE": newest(QUANT_NUMBERS, cann)[wq, kv],
@@ -97,7 +91,7 @@ def tiling_key(
             "SPLIT_M_MODE": int(wq == 3 and large and SPLIT_SINCE in known_releases(cann)),
         }
     fields, low = [], 0
-    for name, width in newest(LAYOUTS, cann):
+    for name, width in newest(LAYOUTS, cann).items():
         fields.append(KeyField(low, low + width - 1, name, values.get(name, 0)))
         low += width
     return TilingKey(tuple(fields))

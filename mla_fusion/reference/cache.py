@@ -53,11 +53,11 @@ def write(
     actual_seq_len: Tensor | None,
     argument: str,
 ) -> None:
-    """Writes the new rows of one cache, in place. An empty cache (per-tile kr_cache, BlockNum 0)
-    stays as it is.
+    """Writes the new rows of a cache, in place, unless the cache is empty (per-tile kr_cache,
+    BlockNum 0).
 
     Without a cache_index the rows fill the cache. A negative slot skips its row. If several rows
-    have one slot, the last row wins. In an NZ mode the memory is ``[BlockNum, W/C0, BlockSize,
+    have the same slot, the last row wins. In an NZ mode the memory is ``[BlockNum, W/C0, BlockSize,
     C0]``, C0 being 32 bytes: element ``block*stride0 + (j/C0)*(BlockSize*C0) + offset*C0 + j%C0``.
 
     Raises ContractError ``values.cache_index.range`` for a slot past the cache, which the device
@@ -87,7 +87,7 @@ def write(
         )
     ordered, position = torch.sort(slots, stable=True)
     is_written = ordered >= 0
-    is_written[:-1] &= ordered[:-1] != ordered[1:]  # of equal slots the last one
+    is_written[:-1] &= ordered[:-1] != ordered[1:]  # the last of equal slots
     slots, rows = ordered[is_written], rows[position[is_written]]
     block, offset = slots // block_size, slots % block_size
     if not is_nz:

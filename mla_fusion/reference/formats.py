@@ -151,8 +151,8 @@ def mx_quant(x: Tensor) -> tuple[Tensor, Tensor]:
     """Returns ``(fp8, e8m0 [.., n/32])``, with the block exponent ``max(exponent field of max|x|,
     8) - 8`` (`vf_dynamic_quant.h`).
 
-    The input is rounded to bfloat16 first. A block of zeros has scale code 0, one with inf or NaN
-    0xFF.
+    The input is rounded to bfloat16 first. A block of zeros has scale code 0, and a block with inf
+    or NaN has 0xFF.
     """
     # to bfloat16, half-way cases away from zero (CAST_ROUND)
     bits = x.float().contiguous().view(torch.int32) + 0x8000

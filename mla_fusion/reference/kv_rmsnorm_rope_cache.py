@@ -74,7 +74,7 @@ _ROUNDED = {torch.int8: to_int8, torch.float8_e4m3fn: to_fp8, torch.uint8: hiflo
 
 
 def _write(target: Tensor, new: Tensor, index: Tensor, cache_mode: str, argument: str) -> None:
-    """Writes ``new [B, 1, S, W]`` into one cache."""
+    """Writes ``new [B, 1, S, W]`` into a cache."""
     lead = torch.Size((new.shape[0], new.shape[2]))
     if cache_mode == "Norm":
         positions = index.reshape(lead)

@@ -78,7 +78,7 @@ def npu_scatter_pa_kv_cache(
     mode = options.pop("cache_mode", "PA_NZ")
     if mode != "Norm":
         raise ValueError(f"cache_mode {mode!r} is not emulated, only 'Norm'")
-    if any(given is not None for given in options.values()):
+    if any(option is not None for option in options.values()):
         raise ValueError(f"{', '.join(options)}: compressed sequences are not emulated")
     for rows, cache in ((key, key_cache), (value, value_cache)):
         cache.view(-1, *cache.shape[2:])[slot_mapping.to(torch.int64)] = rows

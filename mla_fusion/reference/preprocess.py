@@ -1,6 +1,6 @@
 """ATB's MlaPreprocess on the CPU, with the roundings of `mla_preprocess_mix_bf16.cce`.
 
-What sets it apart from MlaProlog: its own input RMSNorm with a bias, one concatenated
+It differs from MlaProlog by its own input RMSNorm with a bias, a concatenated
 down-projection with columns ``[ckv | k_rope | q]``, a rounding to the activation dtype right after
 every dequantisation, epsilon fixed at 1e-6, RoPE that rotates halves (weights de-interleaved
 beforehand), an int32 slotmapping in which exactly -1 skips, and a static query scale per head that

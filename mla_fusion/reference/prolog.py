@@ -56,8 +56,7 @@ def npu_mla_prolog_v3(call: Any) -> tuple[Tensor, ...]:
     lead, activation = call.token_x.shape[:-1], call.rmsnorm_gamma_cq.dtype
     n, d, hckv = call.weight_uk.shape
     dr = call.rope_sin.shape[-1]
-    x = call.token_x.reshape(-1, call.token_x.shape[-1])
-    sin, cos = call.rope_sin.reshape(-1, dr), call.rope_cos.reshape(-1, dr)
+    x, sin, cos = (t.flatten(0, -2) for t in (call.token_x, call.rope_sin, call.rope_cos))
     work = working_dtype(activation)
     form: Any = format_of(call.weight_quant_mode)  # None without quantisation
 

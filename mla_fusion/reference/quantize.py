@@ -37,7 +37,7 @@ def to_int8_through_half(x: Tensor) -> Tensor:
 
 
 def peak(x: Tensor) -> Tensor:
-    """Returns ``max|x|`` over the last axis, of which one element stays."""
+    """Returns ``max|x|`` over the last axis, which then has size 1."""
     return x.abs().amax(-1, keepdim=True)
 
 
@@ -57,7 +57,7 @@ def per_tile(x: Tensor, alpha: Tensor, tile: int) -> tuple[Tensor, Tensor]:
 
 
 def tile_row(ckv: Tensor, kr: Tensor, scale: Tensor) -> Tensor:
-    """Returns one per-tile cache row as bytes: ``int8 ckv | rope half in its 16-bit form | fp32
+    """Returns a per-tile cache row as bytes: ``int8 ckv | rope half in its 16-bit form | fp32
     scales``.
     """
     # clone, not contiguous(): an empty tensor passes for contiguous whatever its last stride
