@@ -257,9 +257,9 @@ def check(
     soc, cann  whose limits hold
     path       how the call reaches the device: "eager", by hand through torch_npu, or "graph",
                where GE infers the shapes of the results first and takes less: no 4-D storage of
-               weight_dq from 9.1 on, for one
+               weight_dq from 9.1 on, for example
     values     also read cache_index and actual_seq_len, which the device does not check, and
-               lengths given as tensors
+               lengths that are tensors
     arguments  the operator's own, by name; tensors may be meta or fake, sizes symbolic: a symbolic
                size is never specialised, only what is statically known to be wrong is refused
 
@@ -279,15 +279,13 @@ def bound(
         other = OTHERS[name](complete(name, arguments))
         other.check(soc, cann, values)
         return cast("Binder", other)
-    call = checked(op, soc, cann, arguments, path)
+    call = checked(op, soc, cann, path, arguments)
     if values:
         call.values()
     return call
 
 
-def checked(
-    op: str, soc: str, cann: str, arguments: Mapping[str, Any], path: str = "eager"
-) -> Call:
+def checked(op: str, soc: str, cann: str, path: str, arguments: Mapping[str, Any]) -> Call:
     """Returns a call of the prologue that `check` takes, with its modes and axes."""
     allowed = limits(op, soc, cann, path)
     where = f"{soc}, CANN {cann}"

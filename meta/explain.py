@@ -159,7 +159,7 @@ def explain_call(
 
     Raises ContractError as `check` does, and ``explain.symbolic``.
     """
-    call = checked(op, soc, cann, arguments, path)
+    call = checked(op, soc, cann, path, arguments)
     dims, full = call.dims, call.full
     for axis, size in dims.items():
         if type(size) is not int:

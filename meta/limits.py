@@ -213,7 +213,8 @@ def newest(since: Mapping[str, Any], cann: str) -> Any:
 VERSIONS = {name: operator.version for name, operator in PROLOGS.items()}
 
 
-class Limits(NamedTuple):
+@dataclass(frozen=True)
+class Limits:
     """What an operator takes on a SoC at a CANN release, on a path.
 
     absent             why there is no scenario at all, or ""
