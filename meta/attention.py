@@ -268,10 +268,10 @@ class Attention(Binder):
         sums.
         """
         dims = self.dims
-        q, kv = (self._lengths(name, values) for name in LENGTHS)
-        self._between("actual_seq_kvlen", kv, dims["Blocks"] * dims["BlockSize"])
+        q, kv = (self._read_lengths(name, values) for name in LENGTHS)
+        self._check_between("actual_seq_kvlen", kv, dims["Blocks"] * dims["BlockSize"])
         if "S" in dims:
-            self._between("actual_seq_qlen", q, dims["S"])
+            self._check_between("actual_seq_qlen", q, dims["S"])
             if not q and type(dims["S"]) is int:
                 q = [dims["S"]] * max(len(kv), 1)
         elif q:
@@ -289,7 +289,7 @@ class Attention(Binder):
                 expected = f"at least the {new} new tokens of the sequence"
                 self.refuse("lengths.actual_seq_kvlen", "actual_seq_kvlen", expected, keys)
 
-    def _lengths(self, name: str, values: bool) -> list[int]:
+    def _read_lengths(self, name: str, values: bool) -> list[int]:
         """Returns host integers, or the numbers of a tensor if ``values``; else an empty list."""
         lengths, ragged, sequences = self.full[name], "T" in self.dims, self.dims["B"]
         if lengths is None:
@@ -305,7 +305,7 @@ class Attention(Binder):
             lengths = self.readable(name).tolist() if values else []
         return list(lengths) if all(type(length) is int for length in lengths) else []
 
-    def _between(self, name: str, lengths: Sequence[int], most: Any) -> None:
+    def _check_between(self, name: str, lengths: Sequence[int], most: Any) -> None:
         for length in lengths:
             if length < 0 or known(length > most):
                 self.refuse(f"lengths.{name}", name, f"lengths from 0 to {most}", length)

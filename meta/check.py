@@ -83,7 +83,7 @@ class Call(Binder):
             self.refuse("cache_mode.rank", "token_x", expected, f"{rank}-D")
         self.lead = "T" if rank == 2 else "B S"
         for tensor in spec.INPUTS:
-            self._tensor(tensor.name, tensor.shape, tensor.dtype, tensor.nz)
+            self._check_tensor(tensor.name, tensor.shape, tensor.dtype, tensor.nz)
             if tensor.name == "token_x":
                 dims = self.dims
                 dims["tokens"] = dims["T"] if rank == 2 else dims["B"] * dims["S"]
@@ -97,9 +97,9 @@ class Call(Binder):
             self.dims["tile"] = tile = self.full["tile_size"]
             if tile <= 0 or different(self.dims["Hckv"] % tile, 0):
                 self.refuse("quant.tile_size", "tile_size", "a divisor of Hckv", tile)
-        self._tensor("kv_cache", f"{self.mode.cache} {width}", self.cache.kv)
+        self._check_tensor("kv_cache", f"{self.mode.cache} {width}", self.cache.kv)
         if self.cache.kr is not None:
-            self._tensor("kr_cache", f"{self.mode.cache} Dr", self.cache.kr)
+            self._check_tensor("kr_cache", f"{self.mode.cache} Dr", self.cache.kr)
         elif different(self.full["kr_cache"].numel(), 0):
             expected = "an empty tensor: the rope part is in kv_cache"
             shape = list(self.full["kr_cache"].shape)
@@ -118,7 +118,7 @@ class Call(Binder):
             # another rule refuses a BlockSize of 0
             self.dims["Blocks"] = -(-self.dims["S"] // (1 if known(size == 0) else size))
         if shape is not None:
-            self._tensor("cache_index", shape, torch.int64)
+            self._check_tensor("cache_index", shape, torch.int64)
         if self.version == "v3":
             is_required = self.mode.actual_seq_len and rank == 2
             why = f"with cache_mode {mode} and a {rank}-D token_x"
@@ -145,9 +145,9 @@ class Call(Binder):
                 self.presence(name, name in required, why)
             if shape is not None and self.full[name] is not None:
                 dtype = self.weights.scale_dtype if name in spec.BLOCK_SCALES else torch.float32
-                self._tensor(name, shape, dtype)
+                self._check_tensor(name, shape, dtype)
 
-    def _tensor(self, name: str, shape: str, role: spec.Dtype, nz: bool = False) -> None:
+    def _check_tensor(self, name: str, shape: str, role: spec.Dtype, nz: bool = False) -> None:
         """Checks dtype and shape.
 
         role  a dtype, or a role that stands for a dtype in these modes

@@ -110,11 +110,11 @@ class Preprocess(Binder):
         kind = self.dtype("input", torch.bfloat16, torch.float16)
         for name, shape in SHAPES.items():
             self.tensor(name, shape, kind)
-        self._weight("wuk", "N D C", kind)
+        self._check_weight("wuk", "N D C", kind)
         quantised = full["wdqkv"].dtype == torch.int8
         weight = torch.int8 if quantised else kind
-        self._weight("wdqkv", f"{DOWN} H", weight)
-        self._weight("wuq", f"{UP} Q", weight)
+        self._check_weight("wdqkv", f"{DOWN} H", weight)
+        self._check_weight("wuq", f"{UP} Q", weight)
         # with float16 the low 32 bits of an int64 are the float32
         descale = torch.float32 if kind == torch.bfloat16 else torch.int64
         self.tensor("descale0", DOWN, descale)
@@ -140,7 +140,7 @@ class Preprocess(Binder):
             self.tensor("kv_cache_rope", form.kr, kind)
         self.tensor("slotmapping", "T", torch.int32)
 
-    def _weight(self, name: str, shape: str, dtype: torch.dtype) -> None:
+    def _check_weight(self, name: str, shape: str, dtype: torch.dtype) -> None:
         """Checks a weight, or its FRACTAL_NZ storage: [.., k/C0, n, C0] for [.., n, k], C0 being 32
         bytes, and [1, k/C0, n, C0] for [n, k].
         """

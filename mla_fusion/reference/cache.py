@@ -24,23 +24,20 @@ def block_slots(
     Each batch starts at offset 0 of its first block. A negative block gives negative slots.
 
     lead            ``[B, S]``, or ``[T]`` with ``actual_seq_len``
-    actual_seq_len  the inclusive prefix sums of the sequence lengths. Tokens behind the last prefix
-                    belong to the last batch, as on the device
+    actual_seq_len  the inclusive prefix sums of the lengths of the batches. Tokens behind the last
+                    prefix belong to the last batch, as on the device
     """
     ids = block_ids.reshape(-1).clamp(-1, _BEYOND)
-    if len(lead) == 2:
-        batch = torch.arange(lead[0]).repeat_interleave(lead[1])
-        position = torch.arange(lead[1]).repeat(lead[0])
-        first_block = batch * -(-lead[1] // block_size)
+    if actual_seq_len is None:
+        lengths = torch.full((lead[0],), lead[1])
     else:
-        assert actual_seq_len is not None
-        ends = actual_seq_len.to(torch.int64)
-        lengths = ends.diff(prepend=ends.new_zeros(1))
-        token = torch.arange(lead[0])
-        batch = torch.searchsorted(ends, token, right=True).clamp(max=max(len(ends) - 1, 0))
-        blocks = (lengths + block_size - 1) // block_size
-        position = token - (ends - lengths)[batch]
-        first_block = (blocks.cumsum(0) - blocks)[batch]
+        prefix_sums = actual_seq_len.long()
+        lengths = prefix_sums.diff(prepend=prefix_sums.new_zeros(1))
+    ends, token = lengths.cumsum(0), torch.arange(lead.numel())
+    batch = torch.searchsorted(ends, token, right=True).clamp(max=max(len(ends) - 1, 0))
+    blocks = (lengths + block_size - 1) // block_size
+    first_block = (blocks.cumsum(0) - blocks)[batch]
+    position = token - (ends - lengths)[batch]
     return ids[first_block + position // block_size] * block_size + position % block_size
 
 

@@ -25,9 +25,9 @@ from torch import Tensor
 
 from mla_fusion.machine import SOCS, set_inside
 from mla_fusion.meta.errors import known_name
+from mla_fusion.meta.number_formats import BLOCK
 from mla_fusion.reference import hifloat8, quantize
 
-_MX_BLOCK = 32
 _TILE_FLOOR = 1e-4  # the A5 kernel keeps a tile's maximum above this (`vf_dynamic_quant.h`)
 _INT8_MAXIMUM, _FP8_MAXIMUM = 127.0, 448.0
 Rounding = Callable[[Tensor], Tensor]
@@ -137,7 +137,7 @@ INT8_A5 = replace(
 
 def _spread(scale: Tensor) -> Tensor:
     """Returns a float32 factor for each element, from an e8m0 scale for each block of 32."""
-    return scale.float().repeat_interleave(_MX_BLOCK, -1)
+    return scale.float().repeat_interleave(BLOCK, -1)
 
 
 def _mx_product(x: Tensor, weight: Tensor, token: Tensor, channel: Tensor) -> Tensor:
@@ -157,7 +157,7 @@ def mx_quant(x: Tensor) -> tuple[Tensor, Tensor]:
     # to bfloat16, half-way cases away from zero (CAST_ROUND)
     bits = x.float().contiguous().view(torch.int32) + 0x8000
     rounded = (bits & -0x10000).view(torch.float32)
-    blocks = rounded.unflatten(-1, (-1, _MX_BLOCK))
+    blocks = rounded.unflatten(-1, (-1, BLOCK))
     field = (blocks.abs().contiguous().view(torch.int32) >> 23).amax(-1)
     code = torch.where(field == 0xFF, field, field.clamp(min=8) - 8)
     factor = torch.exp2((127 - code).double()).unsqueeze(-1)

@@ -78,10 +78,8 @@ def npu_mla_prolog_v3(call: Any) -> tuple[Tensor, ...]:
     query_rope = interleave_rope(q_pe, cos.unsqueeze(1), sin.unsqueeze(1), activation)
     dequant_scale_q_nope = torch.empty(0, dtype=torch.float32)
 
-    both = projection(
-        form, x, call.weight_dkv_kr, call.dequant_scale_x, call.dequant_scale_w_dkv_kr
-    )
-    ckv, kr = both.split((hckv, dr), -1)
+    dkv_kr = call.weight_dkv_kr, call.dequant_scale_x, call.dequant_scale_w_dkv_kr
+    ckv, kr = projection(form, x, *dkv_kr).split((hckv, dr), -1)
     ckv = rms_norm(ckv, call.rmsnorm_gamma_ckv, call.rmsnorm_epsilon_ckv, call.kc_scale)
     kr = interleave_rope(kr, cos, sin, activation)
     if call.kv_cache_quant_mode == 0:
