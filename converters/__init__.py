@@ -1,5 +1,4 @@
-"""FX to GE converters of the MLA prologue operators for TorchAir, registered only where it has
-none.
+"""Converts the MLA prologue operators from FX to GE, where TorchAir has no converter for them.
 
 ``register()`` may be called any number of times, before or after a compilation. It needs torchair,
 which needs CANN or ``mla_fusion.offline.activate()``; importing this package needs neither.

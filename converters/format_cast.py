@@ -1,9 +1,9 @@
-"""npu_format_cast in a GE graph: the tensor itself.
+"""Converts npu_format_cast to the tensor itself.
 
-Eager torch_npu stores a tensor in the format it is told. In a GE graph formats are GE's own
-business: the operator definition of MlaPrologV3 declares its weights FRACTAL_NZ, and GE inserts the
-TransData that it needs, folded into the weight where ``frozen_parameter`` makes the weight a
-constant. A cast in the graph has nothing left to say, so no node is emitted for it.
+Eager torch_npu stores a tensor in the format that the cast names. In a GE graph GE chooses the
+formats: the operator definition of MlaPrologV3 declares its weights FRACTAL_NZ, and GE inserts the
+TransData that it needs, and folds it into the weight where ``frozen_parameter`` makes the weight a
+constant. So a cast needs no node.
 """
 
 from __future__ import annotations
@@ -12,5 +12,5 @@ from typing import Any
 
 
 def format_cast(tensor: Any, acl_format: int, **_: Any) -> Any:
-    """``npu_format_cast(input, acl_format)``: its input."""
+    """Returns the input of ``npu_format_cast(input, acl_format)``."""
     return tensor

@@ -1,4 +1,4 @@
-"""Which operators have a converter here, and which of them are in use."""
+"""Registers the converters, and tells which of them are in use."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "npu_format_cast": format_cast.format_cast,
 }
 
-# operators of unfused graphs, by overload: converters that are in use only where asked for
+# converters of unfused graphs, by overload; only `register_unfused` registers them
 UNFUSED: dict[Any, Callable[..., Any]] = {
     torch.ops.aten.index_copy.default: unfused.index_copy,
     torch.ops.aten.index_put.default: unfused.index_put,
@@ -27,63 +27,57 @@ UNFUSED: dict[Any, Callable[..., Any]] = {
 
 
 def register(force: bool = False) -> dict[str, str]:
-    """Register what torchair lacks; ``force`` registers all. Says whose converter each operator has
-    now.
-    """
-    torchair = import_module("torchair")
+    """Registers the converters that torchair lacks, or all if ``force``. Returns `provenance`."""
     for name, converter in OPERATORS.items():
         overload = _overload(name)
-        if overload is not None and (force or ge_converter(overload) is None):
-            torchair.register_fx_node_ge_converter(overload)(converter)
+        if force or ge_converter(overload) is None:
+            import_module("torchair").register_fx_node_ge_converter(overload)(converter)
     return provenance()
 
 
 def register_unfused() -> dict[str, str]:
-    """Let torchair convert unfused MLA graphs too: index_copy, index_put and repeat_interleave.
+    """Registers converters of unfused MLA graphs: index_copy, index_put and repeat_interleave.
 
-    Not part of `register`: without them torchair refuses such a graph by name, which tells a user
-    that a prologue was not fused. A converter of torchair's own that does more than raise stays.
-    Says whose converter each operator has now, as `provenance` does.
+    `register` leaves them out: torchair then refuses such a graph by name, which shows a user that
+    a prologue was not fused. A converter of torchair's own that does more than raise stays. Returns
+    whose converter each operator has now, as `provenance` does.
     """
-    torchair = import_module("torchair")
     for overload, converter in UNFUSED.items():
         existing = ge_converter(overload)
         if existing is None or only_raises(existing):
-            torchair.register_fx_node_ge_converter(overload)(converter)
+            import_module("torchair").register_fx_node_ge_converter(overload)(converter)
     return {str(overload): _owner(overload) for overload in UNFUSED}
 
 
 @contextmanager
 def unfused_registered() -> Iterator[dict[str, str]]:
-    """`register_unfused` for the length of a ``with`` block; afterwards torchair refuses again what
-    it refused.
-    """
-    kept = {overload: ge_converter(overload) for overload in UNFUSED}
+    """Yields what `register_unfused` returns, and restores torchair's converters afterwards."""
+    converters = {overload: ge_converter(overload) for overload in UNFUSED}
     try:
         yield register_unfused()
     finally:
-        for overload, converter in kept.items():
+        for overload, converter in converters.items():
             set_ge_converter(overload, converter)
 
 
 def provenance() -> dict[str, str]:
-    """Whose converter each operator has: "torchair", "mla_fusion" or "none"."""
+    """Returns whose converter each operator has: "torchair", "mla_fusion" or "none"."""
     return {name: _owner(_overload(name)) for name in OPERATORS}
 
 
 def _overload(name: str) -> Any:
-    packet = getattr(torch.ops.npu, name, None)
-    return None if packet is None else packet.default
+    return getattr(torch.ops.npu, name).default
 
 
 def _owner(overload: Any) -> str:
-    converter = None if overload is None else ge_converter(overload)
+    """Returns "torchair", "mla_fusion" or "none"."""
+    converter = ge_converter(overload)
     if converter is None:
         return "none"
     return "mla_fusion" if converter.__module__.startswith("mla_fusion.") else "torchair"
 
 
 def only_raises(converter: Callable[..., Any]) -> bool:
-    """torchair declares a converter for most of ATen, and many do nothing but raise."""
+    """Returns True if a converter only raises, as many of torchair's converters of ATen do."""
     code = getattr(converter, "__wrapped__", converter).__code__
     return code.co_names in (("NotImplementedError",), ("RuntimeError",))

@@ -408,10 +408,10 @@ def key_releases() -> list[str]:
 
 
 def key_fields() -> Iterator[list[str]]:
-    places = {name: ["-"] * len(LAYOUTS) for name, _ in LAYOUTS["latest"]}
+    places = {name: ["-"] * len(LAYOUTS) for name in LAYOUTS["latest"]}
     for column, layout in enumerate(LAYOUTS.values()):
         low = 0
-        for name, width in layout:
+        for name, width in layout.items():
             places[name][column] = str(low) if width == 1 else f"{low}-{low + width - 1}"
             low += width
     for name, cells in places.items():
@@ -448,15 +448,15 @@ def key_caches() -> Iterator[list[str]]:
 
 
 def atb_caches() -> Iterator[list[str]]:
-    for name, form in preprocess.CACHE_FORMS.items():
+    for number, (name, form) in enumerate(preprocess.CACHE_FORMS.items()):
         int8 = " int8" if form.int8 else ""
         rope = "unused" if form.kr is None else axes(form.kr)
         q_rope = "absent" if form.kr is None else "[T, N, R]"
         yield [
-            f"`{name}` ({form.number})",
+            f"`{name}` ({number})",
             axes(form.kv) + int8,
             rope,
-            axes(form.q_out0) + int8,
+            axes("T N C" if form.kr else "T N C+R") + int8,
             q_rope,
         ]
 

@@ -1,4 +1,4 @@
-"""The operator contract: one declarative spec, checks, and shape inference."""
+"""The operators' contract: specification, checks, and shape inference."""
 
 from mla_fusion.meta.check import check, check_structure
 from mla_fusion.meta.errors import ContractError

@@ -1,15 +1,15 @@
-"""``npu_fused_infer_attention_score_v2`` in its form for absorbed MLA over paged latents: tables,
-and one call against them.
+"""The contract of ``npu_fused_infer_attention_score_v2`` in its form for absorbed MLA over paged
+latents: tables, and the checks of a call.
 
-Axes: B sequences of S tokens, or T tokens of all of them; N heads, D the latent (512), R the part
-that is rotated (64). Read from the documents of torch_npu 2.13 and of op-plugin 2026-08, and from
+Axes: B sequences of S tokens, or T tokens of all sequences; N heads, D the latent (512), R the
+rotated part (64). Read from the documents of torch_npu 2.13 and of op-plugin 2026-08, and from
 the tiling checks of ops-transformer, fused_infer_attention_score (float16, bfloat16) and
 incre_flash_attention (int8), at 2025-11 (before 8.5), 8.5.0, 9.0.0 and 9.1.0. They describe A2 and
 A3; A5 has another page.
 
-Two calls are refused although the vendor's checks take them, because users report wrong results
+These checks refuse two calls that the vendor's checks take, because users report wrong results
 without an error: a mask of sparse_mode 0 (``mask.ignored``), and TND without a mask
-(``mask.absent``). sparse_mode 3 says the same.
+(``mask.absent``). sparse_mode 3 does the same without this defect.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ NOT_OF_MLA = """pse_shift dequant_offset_key dequant_offset_value dequant_scale_
     quant_scale_out quant_offset_out quant_scale_p learnable_sink""".split()
 
 SOCS = ("A2", "A3")
-# query's axes, and behind "_" those of attention_out where they differ; H is N*D
+# the axes of query, and behind "_" the axes of attention_out where they differ; H is N*D
 LAYOUTS = ("BSH", "BSND", "BNSD", "BNSD_NBSD", "BSND_NBSD", "BSH_NBSD", "TND", "TND_NTD")
 HEADS = sizes_of("1,2,4,8,16,32,64,128")
 LATENT, ROPE = 512, 64
@@ -68,7 +68,7 @@ PER_TOKEN_AND_HEAD, PER_TENSOR = 3, 0  # query_quant_mode; key_quant_mode and va
 
 
 class Release(NamedTuple):
-    """What the operator takes from one CANN release on, until the next row.
+    """What the operator takes from a CANN release on, until the next row.
 
     blocks, nz_blocks  rows of a block of an ND and of an NZ cache, as `sizes_of` reads them
     tokens             most tokens of a sequence; None: any number
@@ -98,22 +98,16 @@ INT8_LAYOUTS = tuple(name for name in LAYOUTS if not name.startswith("BNSD"))
 
 
 def axes_of(layout: str) -> tuple[str, str]:
-    """The axes of query and of attention_out, one letter each: ("BSND", "NBSD") of BSND_NBSD."""
+    """Returns the axes of query and of attention_out, a letter each: ("BSND", "NBSD") for
+    BSND_NBSD.
+    """
     query, _, out = layout.partition("_")
     return query, out or query
 
 
-def release(cann: str) -> Release:
-    """What a CANN release takes. ContractError ``cann`` before 8.3, which brought the operator."""
-    taken: Release | None = newest(SINCE, cann)
-    if taken is None:
-        expected = "8.3 or newer, which has the operator"
-        raise ContractError("cann", "cann", expected, cann, source=HOST, op=OP)
-    return taken
-
-
 def padded_heads(heads: int) -> int:
-    """The least number of heads, no fewer than ``heads``, that the operator takes: 16 of 12.
+    """Returns the least number of heads, no fewer than ``heads``, that the operator takes: 16 for
+    12.
 
     Raises ContractError ``dims.n`` past 128.
     """
@@ -128,9 +122,9 @@ _CAUSAL = f"sparse_mode {CAUSAL_AT_THE_END} with its mask [{MASK_WIDTH}, {MASK_W
 
 
 class Attention(Binder):
-    """One call. ``floats``: the dtypes of a query that is not int8.
+    """A call. Lengths are host integers, or tensors in GE graphs.
 
-    Lengths are host integers, or tensors in GE graphs, where ``values`` says whether they are read.
+    floats  the dtypes of a query that is not int8
     """
 
     def __init__(self, full: Mapping[str, Any], floats: Sequence[torch.dtype] = FLOATS) -> None:
@@ -143,37 +137,40 @@ class Attention(Binder):
         self.rope_kind = torch.bfloat16 if self.int8 else self.kind
 
     def check(self, soc: str, cann: str, values: bool) -> None:
+        """Refuses a call that the operator does not take.
+
+        values  True to read lengths that are tensors
+        """
         if soc not in SOCS:
             self.refuse("soc", "soc", "A2 or A3: the form of A5 is not described here", soc)
-        self.allowed = release(cann)
+        self.allowed = newest(SINCE, cann)
+        if self.allowed is None:
+            self.refuse("cann", "cann", "8.3 or newer, which has the operator", cann)
         self.check_modes()
         self.check_tensors()
         self.check_sizes()
         self.check_mask()
         self.check_lengths(values)
         self.one_device()
-        self.caches(CACHES, "a contiguous tensor")  # no compiler lays caches out anew
+        self.caches(CACHES, "a contiguous tensor")  # no compiler changes the layout of caches
         self.contiguous_but(CACHES)
 
     def results(self) -> list[Result]:
-        """attention_out in the layout asked for, of ``query_rope``'s dtype; softmax_lse, [0] where
-        it is not asked for.
-        """
+        """Returns attention_out, and softmax_lse, which is [0] without ``return_softmax_lse``."""
         full = self.full
         self.pick("input_layout", LAYOUTS)
         self.presence("query_rope", True, "for MLA over pages")
         self.rank("query", len(self.axes))
         heads, width = full["num_query_heads"], self.width_of("value")
-        of_query = dict(zip(self.axes, full["query"].shape, strict=True))
-        found = {"N": heads, **of_query, "D": width, "H": heads * width}
-        lse = "TN" if "T" in self.axes else "BNS"
-        lse_shape = (*(found[axis] for axis in lse), 1) if full["return_softmax_lse"] else (0,)
-        out_shape = tuple(found[axis] for axis in self.out_axes)
-        return [(out_shape, full["query_rope"].dtype), (lse_shape, torch.float32)]
+        query_sizes = dict(zip(self.axes, full["query"].shape, strict=True))
+        sizes = {"N": heads, **query_sizes, "D": width, "H": heads * width}
+        lse_axes = "TN" if "T" in self.axes else "BNS"
+        lse = (*(sizes[axis] for axis in lse_axes), 1) if full["return_softmax_lse"] else (0,)
+        out = tuple(sizes[axis] for axis in self.out_axes)
+        return [(out, full["query_rope"].dtype), (lse, torch.float32)]
 
     def width_of(self, name: str) -> Any:
-        """Elements of a row of a cache."""
-        # ND, or NZ
+        """Returns the number of elements in a row of a cache, ND or NZ."""
         forms = ": [.., BlockSize, W], [.., 1, BlockSize, W] or [.., 1, W/C0, BlockSize, C0]"
         self.rank(name, 3, 4, 5, where=forms)
         shape = self.full[name].shape
@@ -193,7 +190,7 @@ class Attention(Binder):
 
     def check_tensors(self) -> None:
         self.dtype("query", *self.floats, torch.int8)
-        # the axes that are no tensor's own: N, D, R and their products
+        # N, D and R occur in products with each other, so these are bound first
         full, dims = self.full, self.dims
         self.bind("N", full["num_query_heads"], "num_query_heads")
         self.within("N", HEADS, ": pad to the next of these")
@@ -204,29 +201,31 @@ class Attention(Binder):
         self.tensor("query", axes.replace("H", "N*D"), self.kind)
         self.tensor("query_rope", axes.replace("D", "R").replace("H", "N*R"), self.rope_kind)
         for name in CACHES:
-            axis, of = ("R", self.rope_kind) if name == "key_rope" else ("D", self.kind)
-            rank, c0 = full[name].dim(), 32 // of.itemsize
+            axis, kind = ("R", self.rope_kind) if name == "key_rope" else ("D", self.kind)
+            rank, c0 = full[name].dim(), 32 // kind.itemsize
+            shape = "BlockNum 1 BlockSize" if rank == 4 else "BlockNum BlockSize"
             nz = f"BlockNum 1 {dims[axis] // c0} BlockSize {c0}"
-            nd = f"BlockNum {'1 ' if rank == 4 else ''}BlockSize {axis}"
-            self.tensor(name, nz if rank == 5 else nd, of)
+            self.tensor(name, nz if rank == 5 else f"{shape} {axis}", kind)
         rank = full["key"].dim()
         self.rank("key_rope", rank, where=", as key")
-        fits = {3: True, 4: self.axes in ("BNSD", "TND"), 5: self.axes != "BNSD"}
-        if self.allowed.tied and not fits[rank]:
+        has_form = {3: True, 4: self.axes in ("BNSD", "TND"), 5: self.axes != "BNSD"}
+        if self.allowed.tied and not has_form[rank]:
             expected = f"[BlockNum, BlockSize, D] with {self.layout} before CANN 8.5"
             self.refuse("rank.key", "key", expected, list(full["key"].shape))
         self.tensor("block_table", "B Blocks", torch.int32)
         query = f"with a query of {self.kind}"
-        of_query = " ".join(self.axes.replace("H", "N").replace("D", ""))
-        for name, shape in zip(SCALES, (of_query, "1", "1"), strict=True):
-            self.tensor_if(self.int8, query, name, shape, torch.float32)
+        scale_axes = " ".join(self.axes.replace("H", "N").replace("D", ""))
+        for name, shape in zip(SCALES, (scale_axes, "1", "1"), strict=True):
+            self.presence(name, self.int8, query)
+            if self.int8:
+                self.tensor(name, shape, torch.float32)
         self.pick("query_quant_mode", (PER_TOKEN_AND_HEAD if self.int8 else 0,), f" {query}")
         for name in ("key_quant_mode", "value_quant_mode"):
             self.pick(name, (PER_TENSOR,))
 
     def check_sizes(self) -> None:
         dims = self.dims
-        heads = (0, 1) if known(dims["N"] == 1) else (1,)  # 0: as many as of query
+        heads = (0, 1) if known(dims["N"] == 1) else (1,)  # 0: the number of query's heads
         self.pick("num_key_value_heads", heads)
         for axis in dims:
             most = MOST.get(axis, "") if "T" in dims else ""
@@ -249,27 +248,30 @@ class Attention(Binder):
             expected = f"a mask in {self.layout}: without one the result can be a uniform average; "
             self.refuse("mask.absent", "atten_mask", expected + _CAUSAL, "nothing")
         if self.int8 or self.allowed.tied:
-            one = known(dims.get("S") == 1)
-            modes = {NO_MASK} if one else {CAUSAL_AT_THE_END, TREE}
-            modes |= set() if self.int8 or ragged else {BAND}
-            taken = sorted(modes.intersection(self.allowed.sparse_modes))
-            self.pick("sparse_mode", taken, f" in {self.layout}" + " of one token" * one)
+            is_single = known(dims.get("S") == 1)
+            modes = {NO_MASK} if is_single else {CAUSAL_AT_THE_END, TREE}
+            if not (self.int8 or ragged):
+                modes.add(BAND)
+            allowed = sorted(modes.intersection(self.allowed.sparse_modes))
+            self.pick("sparse_mode", allowed, f" in {self.layout}" + " of one token" * is_single)
         if mode == NO_MASK:
             return
         self.presence("atten_mask", True, f"with sparse_mode {mode}")
         leading = 0 if self.int8 else min(max(mask.dim() - 2, 0), 2)
         shape = "1 " * leading + f"{MASK_WIDTH} {MASK_WIDTH}"
-        if mode == TREE:  # of TND the squares of all sequences, one behind the other
+        if mode == TREE:  # TND has the squares of all sequences behind each other
             shape = "squares" if ragged else "B S S"
         self.tensor("atten_mask", shape, *MASK_DTYPES)
 
     def check_lengths(self, values: bool) -> None:
-        """actual_seq_kvlen is one length a sequence; of TND, actual_seq_qlen is prefix sums."""
+        """Checks actual_seq_kvlen, a length for each sequence, and actual_seq_qlen, in TND prefix
+        sums.
+        """
         dims = self.dims
-        q, kv = (self._lengths(name, values) for name in LENGTHS)
-        self._between("actual_seq_kvlen", kv, dims["Blocks"] * dims["BlockSize"])
+        q, kv = (self._read_lengths(name, values) for name in LENGTHS)
+        self._check_between("actual_seq_kvlen", kv, dims["Blocks"] * dims["BlockSize"])
         if "S" in dims:
-            self._between("actual_seq_qlen", q, dims["S"])
+            self._check_between("actual_seq_qlen", q, dims["S"])
             if not q and type(dims["S"]) is int:
                 q = [dims["S"]] * max(len(kv), 1)
         elif q:
@@ -282,28 +284,28 @@ class Attention(Binder):
             self.refuse("dims.s", "query", f"at most {most} tokens a sequence", max(q))
         if self.full["sparse_mode"] not in (CAUSAL_AT_THE_END, TREE):
             return
-        for new, there in zip(q, kv, strict=False):
-            if 0 < there < new:  # nothing is computed of a sequence of no key
+        for new, keys in zip(q, kv, strict=False):
+            if 0 < keys < new:  # the kernel computes nothing for a sequence without keys
                 expected = f"at least the {new} new tokens of the sequence"
-                self.refuse("lengths.actual_seq_kvlen", "actual_seq_kvlen", expected, there)
+                self.refuse("lengths.actual_seq_kvlen", "actual_seq_kvlen", expected, keys)
 
-    def _lengths(self, name: str, values: bool) -> list[int]:
-        """Lengths as far as they are known: host integers, or a tensor that may be read."""
-        given, ragged, sequences = self.full[name], "T" in self.dims, self.dims["B"]
-        if given is None:
+    def _read_lengths(self, name: str, values: bool) -> list[int]:
+        """Returns host integers, or the numbers of a tensor if ``values``; else an empty list."""
+        lengths, ragged, sequences = self.full[name], "T" in self.dims, self.dims["B"]
+        if lengths is None:
             if ragged or name == "actual_seq_kvlen":
                 self.refuse(f"required.{name}", name, f"lengths in {self.layout}", "nothing")
             return []
-        is_tensor = isinstance(given, torch.Tensor)
-        count = given.numel() if is_tensor else len(given)
+        is_tensor = isinstance(lengths, torch.Tensor)
+        count = lengths.numel() if is_tensor else len(lengths)
         if different(count, sequences) and (ragged or different(count, 1)):
             expected = f"{sequences} lengths, one a row of block_table"
             self.refuse(f"lengths.{name}", name, expected, count)
         if is_tensor:
-            given = self.readable(name).tolist() if values else []
-        return [] if any(type(length) is not int for length in given) else list(given)
+            lengths = self.readable(name).tolist() if values else []
+        return list(lengths) if all(type(length) is int for length in lengths) else []
 
-    def _between(self, name: str, lengths: Sequence[int], most: Any) -> None:
+    def _check_between(self, name: str, lengths: Sequence[int], most: Any) -> None:
         for length in lengths:
             if length < 0 or known(length > most):
                 self.refuse(f"lengths.{name}", name, f"lengths from 0 to {most}", length)

@@ -1,7 +1,7 @@
-"""`Binder`: one call against named axes; the first tensor that has an axis binds its size.
+"""Checks a call against named axes. The first tensor that has an axis binds its size.
 
-The contract of each operator is a `Binder` with rules of its own; what the operators ask alike of
-tensors, devices, strides and slots stands here.
+The contract of each operator is a `Binder` with more rules. The rules that the operators share,
+about tensors, devices, strides and slots, are in this file.
 """
 
 from __future__ import annotations
@@ -11,17 +11,20 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from mla_fusion.meta.errors import ContractError
-from mla_fusion.meta.layout import contiguous, different, holds_data, writable
+from mla_fusion.meta.layout import different, known, not_, writable
 from mla_fusion.meta.limits import Sizes, sizes_of
 from mla_fusion.meta.prolog import Operator
 from torch import Tensor
+
+from mla_fusion.compat import FakeTensor
 
 Result = tuple[tuple[Any, ...], torch.dtype]
 
 
 def size_of(axis: str, dims: Mapping[str, Any]) -> Any:
-    """The size of an axis: a number, a name (None where it has no size yet, and of "*"), or a sum
-    of products of these, in which "He/32" is a whole division.
+    """Returns the size of an axis, or None for "*" and for a name without a size.
+
+    axis  a number, a name, or a sum of products of these, where "He/32" is an integer division
     """
     if axis.isalnum() or axis == "*":
         return int(axis) if axis.isdigit() else dims.get(axis)
@@ -37,7 +40,7 @@ def size_of(axis: str, dims: Mapping[str, Any]) -> Any:
 
 
 class Undecided(NamedTuple):
-    """A symbolic size that is one of ``sizes`` for some of its values only."""
+    """A symbolic size that ``sizes`` has for some values of its symbols only."""
 
     axis: str
     argument: str
@@ -46,11 +49,11 @@ class Undecided(NamedTuple):
 
 
 class Binder:
-    """The arguments of one call and the axis sizes known so far; every rule that fails raises
+    """The arguments of a call and the sizes of axes that are bound. A rule that fails raises
     ContractError.
 
     A shape is written as axes, "T N C" or "BlockNum C/32 128 *": "*" stands for any size, a name
-    for the size that an earlier tensor gave it, and others for what `size_of` makes of these.
+    for the size that an earlier tensor bound, and a formula for what `size_of` returns.
     """
 
     def __init__(self, operator: Operator, source: str, full: Mapping[str, Any]) -> None:
@@ -61,11 +64,12 @@ class Binder:
         self.undecided: list[Undecided] = []
         for name in self.names:
             value = full[name]
-            if value is None or (isinstance(value, Tensor) and value.layout is torch.strided):
-                continue
-            is_tensor = isinstance(value, Tensor)
-            found = f"a {value.layout} tensor" if is_tensor else type(value).__name__
-            self.refuse(f"type.{name}", name, "a strided tensor", found)
+            if isinstance(value, Tensor):
+                if value.layout is not torch.strided:
+                    found = f"a {value.layout} tensor"
+                    self.refuse(f"type.{name}", name, "a strided tensor", found)
+            elif value is not None:
+                self.refuse(f"type.{name}", name, "a strided tensor", type(value).__name__)
 
     def refuse(
         self, code: str, argument: str, expected: object, found: object, source: str = ""
@@ -77,88 +81,93 @@ class Binder:
     def pick(
         self, name: str, allowed: Collection[Any], why: str = "", code: str = "", source: str = ""
     ) -> None:
-        """An attribute that has one of these values."""
+        """Refuses an attribute with another value than these."""
         if self.full[name] not in allowed:
             expected = "one of " * (len(allowed) > 1) + ", ".join(map(str, allowed)) + why
             self.refuse(code or name, name, expected, repr(self.full[name]), source)
 
     # -- tensors
 
-    def presence(self, name: str, needed: bool, why: str) -> None:
-        """A tensor that the schema leaves open, and the modes ``why`` require or forbid."""
-        given = self.full.get(name)
-        if needed and given is None:
+    def presence(self, name: str, is_required: bool, why: str) -> None:
+        """Refuses a call without an optional tensor that the modes ``why`` require, or with a
+        tensor that they forbid.
+        """
+        is_present = self.full.get(name) is not None
+        if is_required and not is_present:
             self.refuse(f"required.{name}", name, f"a tensor {why}", "nothing")
-        if not needed and given is not None:
+        if is_present and not is_required:
             self.refuse(f"forbidden.{name}", name, f"nothing {why}", "a tensor")
 
     def tensor(self, name: str, shape: str, *dtypes: torch.dtype) -> None:
         self.dtype(name, *dtypes)
         self.sizes(name, shape)
 
-    def tensor_if(self, needed: bool, why: str, name: str, shape: str, dtype: torch.dtype) -> None:
-        """A tensor that the modes ``why`` require or forbid."""
-        self.presence(name, needed, why)
-        if needed:
-            self.tensor(name, shape, dtype)
-
     def rank(self, name: str, *ranks: int, where: str = "") -> None:
-        found = self.full[name].dim()
-        if found not in ranks:
+        actual = self.full[name].dim()
+        if actual not in ranks:
             expected = " or ".join(f"{rank}-D" for rank in ranks)
-            self.refuse(f"rank.{name}", name, expected + where, f"{found}-D")
+            self.refuse(f"rank.{name}", name, expected + where, f"{actual}-D")
 
     def dtype(self, name: str, *dtypes: torch.dtype) -> torch.dtype:
-        found: torch.dtype = self.full[name].dtype
-        if found not in dtypes:
-            self.refuse(f"dtype.{name}", name, " or ".join(map(str, dtypes)), found)
-        return found
+        actual: torch.dtype = self.full[name].dtype
+        if actual not in dtypes:
+            self.refuse(f"dtype.{name}", name, " or ".join(map(str, dtypes)), actual)
+        return actual
 
-    def sizes(self, name: str, shape: str, found: tuple[Any, ...] | None = None) -> None:
-        """``found``: in place of the tensor's own, where its storage has other axes."""
-        axes, own = shape.split(), list(self.full[name].shape)
-        found = tuple(own) if found is None else found
-        if len(found) != len(axes):
-            self.refuse(f"rank.{name}", name, f"[{', '.join(axes)}]", f"{len(own)}-D {own}")
-        for axis, size in zip(axes, found, strict=True):
+    def sizes(self, name: str, shape: str, logical: tuple[Any, ...] | None = None) -> None:
+        """Checks a shape, and binds axes without a size.
+
+        logical  the sizes to check, if the tensor's storage has other axes
+        """
+        axes, actual = shape.split(), list(self.full[name].shape)
+        sizes = tuple(actual) if logical is None else logical
+        if len(sizes) != len(axes):
+            expected = f"[{', '.join(axes)}]"
+            self.refuse(f"rank.{name}", name, expected, f"{len(actual)}-D {actual}")
+        for axis, size in zip(axes, sizes, strict=True):
             if axis == "*":
                 continue
-            wanted = size_of(axis, self.dims)
-            if wanted is None:
+            bound = size_of(axis, self.dims)
+            if bound is None:
                 self.bind(axis, size, name)
-            elif size is not wanted and different(size, wanted):
-                known = [
-                    a if a.isdigit() else f"{a} = {'any' if of is None else of}"
-                    for a in axes
-                    for of in [size_of(a, self.dims)]
-                ]
-                self.refuse(f"shape.{name}", name, f"[{', '.join(known)}]", own)
+            elif size is not bound and different(size, bound):
+                texts = [self._axis_text(axis) for axis in axes]
+                self.refuse(f"shape.{name}", name, f"[{', '.join(texts)}]", actual)
+
+    def _axis_text(self, axis: str) -> str:
+        """Returns an axis with its size, for a message."""
+        size = size_of(axis, self.dims)
+        return axis if axis.isdigit() else f"{axis} = {'any' if size is None else size}"
 
     def bind(self, axis: str, size: Any, owner: str) -> None:
-        """The size of an axis, and the argument that says it."""
+        """Binds the size of an axis, which the argument ``owner`` has."""
         self.dims[axis], self.owners[axis] = size, owner
 
     def within(self, axis: str, sizes: Sizes | str, where: str = "") -> None:
-        """The size of an axis is one that the operator takes."""
+        """Refuses the size of an axis that the operator does not take for any value of its symbols.
+        Appends to ``undecided`` a size that it takes for some values.
+        """
         size, argument = self.dims.get(axis), self.owners.get(axis, self.names[0])
         if size is None:
             return
         if isinstance(sizes, str):
             sizes = sizes_of(sizes)
-        if sizes.exclude(size):
+        condition = sizes.condition(size)
+        if known(not_(condition)):
             expected = f"{axis} {sizes.describe()}{where}"
-            self.refuse(f"dims.{axis.lower()}", argument, expected, self.found(axis, size, where))
-        if type(size) is not int and not sizes.include(size):
+            found = self.size_text(axis, size, where)
+            self.refuse(f"dims.{axis.lower()}", argument, expected, found)
+        if not known(condition):
             self.undecided.append(Undecided(axis, argument, size, sizes))
 
-    def found(self, axis: str, size: Any, where: str) -> str:
-        """A size that is refused, for the message."""
+    def size_text(self, axis: str, size: Any, where: str) -> str:
+        """Returns the text of a message for a size that is refused."""
         return f"{axis} {size}"
 
     # -- memory
 
     def one_device(self) -> None:
-        """All tensors lie on one; those on meta stand for tensors anywhere."""
+        """Refuses tensors on several devices. Tensors on meta stand for tensors anywhere."""
         home = None
         for name in self.names:
             tensor = self.full[name]
@@ -177,17 +186,22 @@ class Binder:
         first_axis_free: bool = False,
         ones_free: bool = True,
     ) -> None:
-        """What is written in place is laid out as `layout.writable` says."""
+        """Refuses caches that are not `layout.writable`."""
         for name in names:
             tensor = self.full[name]
             if not writable(tensor, first_axis_free=first_axis_free, ones_free=ones_free):
                 self.refuse_strides(name, expected)
 
     def contiguous_but(self, written: Collection[str], source: str = "") -> None:
-        """Every tensor is contiguous, except those that `caches` judges."""
+        """Refuses tensors that are not contiguous, except those that are ``written``.
+
+        A fake tensor passes: GE lays every tensor of a compiled graph out contiguously.
+        """
         for name in self.names:
             tensor = self.full[name]
-            if tensor is not None and name not in written and not contiguous(tensor):
+            if tensor is None or name in written or isinstance(tensor, FakeTensor):
+                continue
+            if not tensor.is_contiguous():
                 self.refuse_strides(name, "a contiguous tensor", source)
 
     def refuse_strides(self, name: str, expected: str, source: str = "") -> NoReturn:
@@ -198,8 +212,9 @@ class Binder:
     # -- values
 
     def readable(self, name: str) -> Tensor:
+        """Returns a tensor. Refuses it if it holds no data."""
         tensor: Tensor = self.full[name]
-        if not holds_data(tensor):
+        if tensor.is_meta or isinstance(tensor, FakeTensor):
             found = f"a {type(tensor).__name__} on {tensor.device}"
             self.refuse("values.meta", name, "a tensor with data, to check its values", found)
         return tensor
@@ -207,15 +222,16 @@ class Binder:
     def rows(
         self, name: str, slots: Tensor, end: int, expected: str, least: int | None = None
     ) -> None:
-        """Each slot is below ``end`` and names its row alone; negative ones, not below ``least``,
-        are skipped.
+        """Refuses slots that are not below ``end`` or are below ``least``, and rows that several
+        slots name. The kernel skips negative slots.
         """
         bad = slots >= end
-        bad = bad if least is None else bad | (slots < least)
+        if least is not None:
+            bad |= slots < least
         if bool(bad.any()):
             self.refuse(f"values.{name}.range", name, f"{expected} = {end}", int(slots[bad][0]))
-        written = slots[slots >= 0].sort().values
-        again = written[1:][written.diff() == 0]
-        if len(again):
+        rows = slots[slots >= 0].sort().values
+        repeated = rows[1:][rows.diff() == 0]
+        if len(repeated):
             code = f"values.{name}.duplicate"
-            self.refuse(code, name, "every entry at most once", f"{int(again[0])} repeated")
+            self.refuse(code, name, "every entry at most once", f"{int(repeated[0])} repeated")

@@ -1,5 +1,7 @@
-"""`check`: one call against the specification. Of the prologue: modes first, then presence, dtypes,
-shapes, sizes, ranks and memory, and on request the values that the device does not check.
+"""Checks a call against the specification.
+
+For the prologue it checks modes first, then presence, dtypes, shapes, sizes, ranks and memory, and
+on request the values that the device does not check.
 """
 
 from __future__ import annotations
@@ -10,19 +12,21 @@ from typing import Any, cast
 import torch
 from mla_fusion.meta import layout, spec
 from mla_fusion.meta.binder import Binder
-from mla_fusion.meta.errors import known_name
 from mla_fusion.meta.infer import implied_quant_modes, quant_modes
 from mla_fusion.meta.layout import different, known
 from mla_fusion.meta.limits import QUANT_RELEASES, Limits, known_path, limits, taken_by
 from mla_fusion.meta.prolog import CACHES, PROLOGS
-from mla_fusion.meta.signature import OPERATORS, OTHERS, complete, named
+from mla_fusion.meta.signature import OTHERS, complete, operator_named
 from mla_fusion.meta.spec import CACHE_MODES, CACHE_QUANTS, TILING, WEIGHT_MODES
 
 _WQ, _KV = "weight_quant_mode", "kv_cache_quant_mode"
 
 
 class Call(Binder):
-    """One call being checked: its arguments by name, and the axes bound so far."""
+    """A call of the prologue.
+
+    allowed  the limits of a release, or None for the CPU kernel
+    """
 
     full: dict[str, Any]
 
@@ -33,17 +37,18 @@ class Call(Binder):
     # -- modes
 
     def modes(self, where: str) -> None:
+        """Checks that the modes exist and go together, on ``where`` ("A3, CANN 8.5")."""
         full, allowed = self.full, self.allowed
         if allowed and allowed.absent:
             expected = f"an operator that can be called on {where}: {allowed.absent}"
             self.refuse("quant.weight_quant_mode", "soc", expected, self.op)
         self.wq, self.kv = full[_WQ], full[_KV] = quant_modes(PROLOGS[self.op], full)
+        on = f" on {where}" if where else ""
         every = {pair for row in QUANT_RELEASES for pair in row.value}
         pairs = allowed.quant_modes if allowed else every
-        on = f" on {where}" if where else ""
         self.pick(_WQ, sorted({wq for wq, _ in pairs}), on, f"quant.{_WQ}")
-        of_weights = sorted(kv for wq, kv in pairs if wq == self.wq)
-        self.pick(_KV, of_weights, f" with {_WQ} {self.wq}{on}", "quant.combination")
+        kv_modes = sorted(kv for wq, kv in pairs if wq == self.wq)
+        self.pick(_KV, kv_modes, f" with {_WQ} {self.wq}{on}", "quant.combination")
         if allowed and not allowed.reads_modes:
             # the release would compute another scenario than the modes say
             why = f", which is what {where} reads off the dtypes"
@@ -52,9 +57,10 @@ class Call(Binder):
         self.weights, self.cache = WEIGHT_MODES[self.wq], CACHE_QUANTS[self.kv]
         with_kv = f" with {_KV} {self.kv}"
         if self.version == "v3":
-            wanted = self.cache.modes | ({"tile_size": spec.TILE_SIZE} if allowed else {})
-            for name, value in wanted.items():
+            for name, value in self.cache.modes.items():
                 self.pick(name, (value,), with_kv, f"quant.{name}")
+            if allowed:
+                self.pick("tile_size", (spec.TILE_SIZE,), with_kv, "quant.tile_size")
             why = f" (hifloat8) with {_WQ} 5"
             for name in spec.named_dtypes(self.kv) if self.wq == 5 else ():
                 self.pick(name, (spec.HIFLOAT8,), why, f"quant.{name}", "torch_npu meta")
@@ -67,6 +73,7 @@ class Call(Binder):
     # -- tensors
 
     def tensors(self, activation: torch.dtype) -> None:
+        """Checks presence, dtypes and shapes, and binds the axes."""
         self.roles = self.weights.roles(activation)
         self.rank("token_x", 2, 3, where=": [T, He] or [B, S, He]")
         rank = self.full["token_x"].dim()
@@ -76,58 +83,59 @@ class Call(Binder):
             self.refuse("cache_mode.rank", "token_x", expected, f"{rank}-D")
         self.lead = "T" if rank == 2 else "B S"
         for tensor in spec.INPUTS:
-            self._tensor(tensor.name, tensor.shape, tensor.dtype, tensor.nz)
+            self._check_tensor(tensor.name, tensor.shape, tensor.dtype, tensor.nz)
             if tensor.name == "token_x":
                 dims = self.dims
                 dims["tokens"] = dims["T"] if rank == 2 else dims["B"] * dims["S"]
-        self._caches()
-        self._index(rank)
-        self._scales()
+        self._check_caches()
+        self._check_index(rank)
+        self._check_scales()
 
-    def _caches(self) -> None:
+    def _check_caches(self) -> None:
         width = self.cache.width
         if width == spec.TILED_ROW:
             self.dims["tile"] = tile = self.full["tile_size"]
             if tile <= 0 or different(self.dims["Hckv"] % tile, 0):
                 self.refuse("quant.tile_size", "tile_size", "a divisor of Hckv", tile)
-        self._tensor("kv_cache", f"{self.mode.cache} {width}", self.cache.kv)
+        self._check_tensor("kv_cache", f"{self.mode.cache} {width}", self.cache.kv)
         if self.cache.kr is not None:
-            self._tensor("kr_cache", f"{self.mode.cache} Dr", self.cache.kr)
+            self._check_tensor("kr_cache", f"{self.mode.cache} Dr", self.cache.kr)
         elif different(self.full["kr_cache"].numel(), 0):
             expected = "an empty tensor: the rope part is in kv_cache"
-            found = list(self.full["kr_cache"].shape)
-            self.refuse("shape.kr_cache", "kr_cache", expected, found)
+            shape = list(self.full["kr_cache"].shape)
+            self.refuse("shape.kr_cache", "kr_cache", expected, shape)
         elif self.allowed:
             int8 = [torch.int8] if self.wq in self.allowed.empty_kr_int8 else []
             self.dtype("kr_cache", torch.bfloat16, *int8)
 
-    def _index(self, rank: int) -> None:
+    def _check_index(self, rank: int) -> None:
         mode, shape = self.full["cache_mode"], self.mode.index[rank]
         self.presence("cache_index", shape is not None, f"with cache_mode {mode}")
         if shape == "*" and self.allowed and not self.allowed.block_index_ranks:
             shape = " ".join("*" * self.full["cache_index"].dim())
         if shape == "B Blocks":
-            # a BlockSize of 0 is refused by its own rule
             size = self.dims["BlockSize"]
-            whole = 1 if known(size == 0) else size
-            self.dims["Blocks"] = -(-self.dims["S"] // whole)
+            # another rule refuses a BlockSize of 0
+            self.dims["Blocks"] = -(-self.dims["S"] // (1 if known(size == 0) else size))
         if shape is not None:
-            self._tensor("cache_index", shape, torch.int64)
+            self._check_tensor("cache_index", shape, torch.int64)
         if self.version == "v3":
-            needed = self.mode.actual_seq_len and rank == 2
+            is_required = self.mode.actual_seq_len and rank == 2
             why = f"with cache_mode {mode} and a {rank}-D token_x"
-            self.tensor_if(needed, why, "actual_seq_len", "B", torch.int32)
+            self.presence("actual_seq_len", is_required, why)
+            if is_required:
+                self.tensor("actual_seq_len", "B", torch.int32)
 
-    def _scales(self) -> None:
+    def _check_scales(self) -> None:
         required = {**self.weights.required, **self.cache.required}
         if self.wq not in spec.CLIP_WEIGHT_MODES:
             required.pop("k_nope_clip_alpha", None)
         if self.kv == 1:
-            # the kernel reads one float of it; without limits both shapes are taken
+            # the kernel reads the first float; the CPU kernel takes both shapes
             scale = self.full["quant_scale_ckv"]
-            row = self.version == "v2" or (scale is not None and scale.dim() == 2)
-            of_any = spec.QUANT_SCALE_CKV_ROW if row else "1"
-            required["quant_scale_ckv"] = self.allowed.kv_scale if self.allowed else of_any
+            is_row = self.version == "v2" or (scale is not None and scale.dim() == 2)
+            either = spec.QUANT_SCALE_CKV_ROW if is_row else "1"
+            required["quant_scale_ckv"] = self.allowed.kv_scale if self.allowed else either
         why = f"with weight_quant_mode {self.wq}, kv_cache_quant_mode {self.kv}"
         for name in self.names[len(PROLOGS[self.op].required) :]:
             if name in ("cache_index", "actual_seq_len"):
@@ -137,66 +145,67 @@ class Call(Binder):
                 self.presence(name, name in required, why)
             if shape is not None and self.full[name] is not None:
                 dtype = self.weights.scale_dtype if name in spec.BLOCK_SCALES else torch.float32
-                self._tensor(name, shape, dtype)
+                self._check_tensor(name, shape, dtype)
 
-    def _tensor(self, name: str, shape: str, role: spec.Dtype, nz: bool = False) -> None:
-        """``role``: a dtype, or what stands for one in these modes."""
+    def _check_tensor(self, name: str, shape: str, role: spec.Dtype, nz: bool = False) -> None:
+        """Checks dtype and shape.
+
+        role  a dtype, or a role that stands for a dtype in these modes
+        """
         self.dtype(name, self.roles.get(role, role))
-        tensor, found = self.full[name], None
+        tensor, sizes = self.full[name], None
         if nz and tensor.dim() == 4:  # FRACTAL_NZ storage of [k, n]: C0 elements are 32 bytes
-            c0, sizes = 32 // tensor.element_size(), tensor.shape
-            if different(sizes[2], 16) or different(sizes[3], c0):
+            (n1, k1, k0, n0), c0 = tensor.shape, 32 // tensor.element_size()
+            if different(k0, 16) or different(n0, c0):
                 expected = f"[n/{c0}, k/16, 16, {c0}] or [k, n]"
-                self.refuse(f"shape.{name}", name, expected, list(sizes))
-            found = sizes[1] * 16, sizes[0] * c0
-        self.sizes(name, shape.replace("lead", self.lead), found)
+                self.refuse(f"shape.{name}", name, expected, list(tensor.shape))
+            sizes = k1 * 16, n1 * c0
+        self.sizes(name, shape.replace("lead", self.lead), sizes)
 
-    # -- what the tables of a release say
+    # -- limits of a release
 
     def on_device(self, where: str, in_graph: str) -> None:
-        """Sizes; ranks that a release or a path takes where the sizes would do, of 4-D weights and
-        of empty caches; devices, storage formats and strides.
+        """Checks the sizes and ranks that a release takes on a path, then devices, storage formats
+        and strides.
         """
         assert self.allowed
         for axis, sizes in self.allowed.dims.items():
             self.within(axis, sizes, f" on {where}")
-        rank, taken = self.full["weight_dq"].dim(), self.allowed.weight_dq_4d
-        if rank == 4 and taken != "always" and (not taken or self.full["query_norm_flag"]):
-            expected = f"2-D [He, Hcq] on {in_graph}" + (" with query_norm_flag" if taken else "")
+        rank, when = self.full["weight_dq"].dim(), self.allowed.weight_dq_4d
+        if rank == 4 and when != "always" and (not when or self.full["query_norm_flag"]):
+            expected = f"2-D [He, Hcq] on {in_graph}" + (" with query_norm_flag" if when else "")
             self.refuse("rank.weight_dq", "weight_dq", expected, "4-D", spec.INFERSHAPE)
         ranks = self.allowed.empty_kr_ranks
         if self.cache.kr is None and ranks:
             self.rank("kr_cache", *ranks, where=f" on {in_graph}")
         self.one_device()
-        for tensor in spec.INPUTS:
-            form = layout.npu_format(self.full[tensor.name]) if tensor.nz else None
-            if form not in (None, layout.FRACTAL_NZ):
-                cast = f"torch_npu.npu_format_cast({tensor.name}, {layout.FRACTAL_NZ})"
+        for name in [tensor.name for tensor in spec.INPUTS if tensor.nz]:
+            storage = layout.npu_format(self.full[name])
+            if storage not in (None, layout.FRACTAL_NZ):
+                cast = f"torch_npu.npu_format_cast({name}, {layout.FRACTAL_NZ})"
                 expected = f"format FRACTAL_NZ: {cast}"
-                self.refuse(f"format.{tensor.name}", tensor.name, expected, f"format {form}")
+                self.refuse(f"format.{name}", name, expected, f"format {storage}")
         self.contiguous_but(CACHES, spec.DEFINITION)
-        free = self.allowed.strided_caches
-        expected = (
-            f"contiguous axes, the first excepted, on {where}"
-            if free
-            else f"a contiguous tensor on {where}: rows written to others do not arrive"
-        )
+        is_free = self.allowed.strided_caches
+        expected = f"a contiguous tensor on {where}: rows written to others do not arrive"
+        if is_free:
+            expected = f"contiguous axes, the first excepted, on {where}"
         ones_free = not self.allowed.compares_strides
-        self.caches(CACHES, expected, first_axis_free=free, ones_free=ones_free)
+        self.caches(CACHES, expected, first_axis_free=is_free, ones_free=ones_free)
 
-    def found(self, axis: str, size: Any, where: str) -> str:
-        found = super().found(axis, size, where)
+    def size_text(self, axis: str, size: Any, where: str) -> str:
+        text = super().size_text(axis, size, where)
         if type(size) is not int:
-            return found
-        return f"{found}, {taken_by(self.op, axis, size, where.removeprefix(' on '))}"
+            return text
+        return f"{text}, {taken_by(self.op, axis, size, where.removeprefix(' on '))}"
 
     # -- values
 
     def values(self) -> None:
-        """Refuse an index past the cache, a repeated one, or lengths that are not prefix sums.
+        """Refuses an index past the cache, a repeated index, and lengths that are no prefix sums.
 
         cache_index: slots below BlockNum*BlockSize (PA_BSND, PA_NZ) or blocks below BlockNum
-        (PA_BLK_*), each at most once; negative entries are skipped by the kernel and legal.
+        (PA_BLK_*), each at most once; negative entries are legal, and the kernel skips them.
         actual_seq_len: inclusive prefix sums, that is non-decreasing from >= 0 and ending at T;
         cache_index then lists at least sum(ceil(S_i/BlockSize)) blocks. Codes:
         ``values.cache_index.range|duplicate|blocks``, ``values.actual_seq_len``, ``values.meta``
@@ -215,19 +224,19 @@ class Call(Binder):
             if len(lengths) == 0 or bool((lengths < 0).any()) or int(ends[-1]) != self.dims["T"]:
                 expected = f"inclusive prefix sums ending at T = {self.dims['T']}"
                 self.refuse("values.actual_seq_len", "actual_seq_len", expected, ends.tolist())
-            needed = int(((lengths + block_size - 1) // block_size).sum())
-            if len(entries) < needed:
-                expected = f"at least {needed} blocks"
+            blocks = int(((lengths + block_size - 1) // block_size).sum())
+            if len(entries) < blocks:
                 code = "values.cache_index.blocks"
-                self.refuse(code, "cache_index", expected, len(entries))
-        if block_num and "BLK" in full["cache_mode"]:
-            self.rows("cache_index", entries, block_num, "blocks below BlockNum")
-        elif block_num:
-            end = block_num * block_size
-            self.rows("cache_index", entries, end, "slots below BlockNum*BlockSize")
+                self.refuse(code, "cache_index", f"at least {blocks} blocks", len(entries))
+        if not block_num:
+            return
+        end, expected = block_num * block_size, "slots below BlockNum*BlockSize"
+        if "BLK" in full["cache_mode"]:
+            end, expected = block_num, "blocks below BlockNum"
+        self.rows("cache_index", entries, end, expected)
 
 
-_VALIDATION = (torch.bfloat16, torch.float32, torch.float64)
+_CPU_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 
 
 def check(
@@ -239,7 +248,7 @@ def check(
     values: bool = False,
     **arguments: Any,
 ) -> None:
-    """Raise ContractError unless the operator takes this call on ``soc`` with CANN ``cann``.
+    """Raises ContractError unless the operator takes this call on ``soc`` with CANN ``cann``.
 
     op         an operator of torch_npu: ``npu_mla_prolog``, ``_v2``, ``_v3``, ``_v3_functional``,
                ``npu_kv_rmsnorm_rope_cache``, ``_v2``, ``_v2_functional``, ``npu_mla_preprocess``
@@ -248,9 +257,9 @@ def check(
     soc, cann  whose limits hold
     path       how the call reaches the device: "eager", by hand through torch_npu, or "graph",
                where GE infers the shapes of the results first and takes less: no 4-D storage of
-               weight_dq from 9.1 on, for one
+               weight_dq from 9.1 on, for example
     values     also read cache_index and actual_seq_len, which the device does not check, and
-               lengths given as tensors
+               lengths that are tensors
     arguments  the operator's own, by name; tensors may be meta or fake, sizes symbolic: a symbolic
                size is never specialised, only what is statically known to be wrong is refused
 
@@ -263,23 +272,21 @@ def check(
 def bound(
     op: str, soc: str, cann: str, path: str, values: bool, arguments: Mapping[str, Any]
 ) -> Binder:
-    """A call that has passed `check`, with the sizes on which that depends (``undecided``)."""
+    """Returns a call that `check` takes, with the sizes on which this depends (``undecided``)."""
     known_path(path)
-    name = known_name("op", named(op), OPERATORS)
+    name = operator_named(op).name
     if name in OTHERS:
         other = OTHERS[name](complete(name, arguments))
         other.check(soc, cann, values)
         return cast("Binder", other)
-    call = checked(op, soc, cann, arguments, path)
+    call = checked(op, soc, cann, path, arguments)
     if values:
         call.values()
     return call
 
 
-def checked(
-    op: str, soc: str, cann: str, arguments: Mapping[str, Any], path: str = "eager"
-) -> Call:
-    """A call that has passed `check`, with its modes and the sizes of its axes."""
+def checked(op: str, soc: str, cann: str, path: str, arguments: Mapping[str, Any]) -> Call:
+    """Returns a call of the prologue that `check` takes, with its modes and axes."""
     allowed = limits(op, soc, cann, path)
     where = f"{soc}, CANN {cann}"
     call = Call(op, complete(op, arguments), allowed)
@@ -290,12 +297,12 @@ def checked(
 
 
 def check_structure(op: str, arguments: Mapping[str, Any]) -> None:
-    """`check` without the tables of sizes and the strides, and with float32 or float64 in place of
-    bfloat16.
+    """Raises ContractError for a call that the CPU kernel does not take: for modes that do not
+    exist, or tensors that do not fit together.
 
-    What the CPU reference kernel asks of a call: modes that exist, tensors that fit together.
+    It takes any sizes and strides, and float32 or float64 in place of bfloat16.
     """
     call = Call(op, complete(op, arguments), None)
     call.modes("")
-    gamma = call.full["rmsnorm_gamma_cq"]
-    call.tensors(gamma.dtype if gamma.dtype in _VALIDATION else torch.bfloat16)
+    dtype = call.full["rmsnorm_gamma_cq"].dtype
+    call.tensors(dtype if dtype in _CPU_DTYPES else torch.bfloat16)

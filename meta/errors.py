@@ -1,4 +1,4 @@
-"""The one exception of the contract."""
+"""The exception of the contract."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class ContractError(ValueError):
-    """A call that the operator does not take.
+    """Raised for a call that the operator does not take.
 
     ``code`` is stable ("dims.he", "dtype.token_x", "required.cache_index", ...); ``argument`` names
     the offending argument; ``expected`` and ``found`` are text; ``dims`` holds the axis sizes known
@@ -27,16 +27,16 @@ class ContractError(ValueError):
         self.code, self.argument, self.expected, self.found = code, argument, expected, found
         self.dims, self.source, self.op = dict(dims or {}), source, op
         where = f"{op}: " if op else ""
-        known = ", ".join(f"{axis}={size}" for axis, size in self.dims.items())
-        context = "".join(f" [{text}]" for text in (known, source) if text)
+        sizes = ", ".join(f"{axis}={size}" for axis, size in self.dims.items())
+        context = "".join(f" [{text}]" for text in (sizes, source) if text)
         # assigned: Dynamo does not trace super().__init__, and a refusal in a function that is
         # compiled would be reported as that
         self.args = (f"{where}{argument}: expected {expected}, found {found} ({code}){context}",)
 
 
-def known_name(argument: str, value: object, known: Collection[str], **context: Any) -> str:
-    """The value; ContractError ``<argument>`` unless it is one of these names."""
-    if not isinstance(value, str) or value not in known:
-        expected = "one of " + ", ".join(known)
+def known_name(argument: str, value: object, names: Collection[str], **context: Any) -> str:
+    """Returns the value. Raises ContractError ``<argument>`` unless it is among these names."""
+    if not isinstance(value, str) or value not in names:
+        expected = "one of " + ", ".join(names)
         raise ContractError(argument, argument, expected, repr(value), **context)
     return value

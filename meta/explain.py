@@ -1,10 +1,9 @@
-"""`explain_call`: what a call is, which kernel it selects, and what it costs at least: products and
-bytes. Divided by a chip's figures they are lower bounds of times.
+"""Explains a call: its scenario, its kernel, and its least cost in products and bytes.
 
-Counted are the multiply-adds of the four matmuls and each byte of the call's tensors once; vector
-work, launches and caches closer than main memory are left out. The unfused sequence is the one
-that a model runs without the operator: a kernel per step, every intermediate written and read
-again.
+Divided by a chip's figures, these costs are lower bounds of times. They count the multiply-adds of
+the four matmuls and each byte of the call's tensors once. They leave out vector work, launches and
+caches closer than main memory. The unfused sequence is what a model runs without the operator: a
+kernel per step, which writes every intermediate and reads it again.
 """
 
 from __future__ import annotations
@@ -21,9 +20,7 @@ from mla_fusion.meta.tiling_key import TilingKey, tiling_key
 
 
 class Step(NamedTuple):
-    """One kernel of the unfused sequence: bytes of all but weights, bytes of weights, and
-    products.
-    """
+    """A kernel of the unfused sequence: bytes without weights, bytes of weights, and products."""
 
     name: str
     other_bytes: int
@@ -58,59 +55,61 @@ class Cost(NamedTuple):
 
 
 def _bytes(call: Call, *names: str) -> int:
-    """Of the arguments of these names, as far as they are given."""
+    """Returns the bytes of the arguments of these names that the call has."""
     return sum(call.full[name].nbytes for name in names if call.full.get(name) is not None)
 
 
 def _row_bytes(call: Call, name: str) -> int:
-    """Of the new rows of a cache."""
+    """Returns the bytes of the new rows of a cache."""
+    if name == "kr_cache" and call.cache.kr is None:
+        return 0
     cache = call.full[name]
-    written = name == "kv_cache" or call.cache.kr is not None
-    return int(call.dims["tokens"] * cache.shape[-1] * cache.element_size()) if written else 0
+    return int(call.dims["tokens"] * cache.shape[-1] * cache.element_size())
 
 
 def unfused_steps(call: Call) -> Iterator[Step]:
-    """The kernels of the prologue without the operator, in order, for the scenario of the call."""
-    d, of = call.dims, partial(_bytes, call)
-    t = d["tokens"]
+    """Yields the kernels of the prologue without the operator, in order."""
+    d, bytes_of = call.dims, partial(_bytes, call)
+    t, he = d["tokens"], d["He"]
     heads, hcq, hckv, dr = d["N"], d["Hcq"], d["Hckv"], d["Dr"]
     cq, ckv, kr = (2 * t * width for width in (hcq, hckv, dr))  # bytes of bfloat16
     q_all, query, q_rope = (2 * t * heads * width for width in (d["D"] + dr, hckv, dr))
-    x, tables = of("token_x", "dequant_scale_x"), of("rope_sin", "rope_cos")
+    x, tables = bytes_of("token_x", "dequant_scale_x"), bytes_of("rope_sin", "rope_cos")
 
-    weight = of("weight_dq", "dequant_scale_w_dq")
-    yield Step("matmul c_q", x + cq, weight, 2 * t * d["He"] * hcq)
-    yield Step("rms_norm c_q", 2 * cq, of("rmsnorm_gamma_cq"))
+    def product(name: str, activations: int, weight: str, elements: int) -> Step:
+        """Returns a product with a weight that has so many elements."""
+        weight_bytes = bytes_of(f"weight_{weight}", f"dequant_scale_w_{weight}")
+        return Step(name, activations, weight_bytes, 2 * t * elements)
+
+    yield product("matmul c_q", x + cq, "dq", he * hcq)
+    yield Step("rms_norm c_q", 2 * cq, bytes_of("rmsnorm_gamma_cq"))
     c_q = cq
     if call.wq:
         c_q = t * (hcq + (hcq // 32 if call.wq == 3 else 4))
-        yield Step("quantise c_q", cq + c_q, of("smooth_scales_cq"))
-    weight = of("weight_uq_qr", "dequant_scale_w_uq_qr")
-    yield Step("matmul q", c_q + q_all, weight, 2 * t * hcq * heads * (d["D"] + dr))
-    products = 2 * t * heads * d["D"] * hckv
-    yield Step("absorb W_uk", q_all - q_rope + query, of("weight_uk"), products)
+        yield Step("quantise c_q", cq + c_q, bytes_of("smooth_scales_cq"))
+    yield product("matmul q", c_q + q_all, "uq_qr", hcq * heads * (d["D"] + dr))
+    yield product("absorb W_uk", q_all - q_rope + query, "uk", heads * d["D"] * hckv)
     yield Step("rope q", 2 * q_rope + tables)
     if call.kv == 1:
         scales = 4 * t * heads
         yield Step("quantise query", query + query // 2 + scales)
         yield Step("rescale query_rope", 2 * q_rope + scales)
-    weight = of("weight_dkv_kr", "dequant_scale_w_dkv_kr")
-    yield Step("matmul ckv_kr", x + ckv + kr, weight, 2 * t * d["He"] * (hckv + dr))
-    yield Step("rms_norm ckv", 2 * ckv, of("rmsnorm_gamma_ckv"))
+    yield product("matmul ckv_kr", x + ckv + kr, "dkv_kr", he * (hckv + dr))
+    yield Step("rms_norm ckv", 2 * ckv, bytes_of("rmsnorm_gamma_ckv"))
     yield Step("rope kr", 2 * kr + tables)
     kv_rows, kr_rows = (_row_bytes(call, name) for name in CACHES)
-    index = of("cache_index", "actual_seq_len")
+    index = bytes_of("cache_index", "actual_seq_len")
     if call.kv:
-        scales = of("quant_scale_ckv", "quant_scale_ckr", "k_nope_clip_alpha")
-        rope_too = kr + kr_rows if call.kv in (2, 3) else 0
-        yield Step("quantise cache rows", ckv + kv_rows + rope_too, scales)
+        scales = bytes_of("quant_scale_ckv", "quant_scale_ckr", "k_nope_clip_alpha")
+        rope_bytes = kr + kr_rows if call.kv in (2, 3) else 0
+        yield Step("quantise cache rows", ckv + kv_rows + rope_bytes, scales)
     yield Step("write kv_cache", 2 * kv_rows + index)
     if call.kv != 3:
         yield Step("write kr_cache", 2 * kr_rows + index)
 
 
 class CallExplanation(NamedTuple):
-    """A legal call in words and numbers; ``str()`` of it is a report.
+    """A legal call in words and numbers. ``str()`` of it is a report.
 
     ``dims`` are the axes of `mla_fusion.meta.spec`; ``fused`` is the operator, ``unfused`` the
     sequence of kernels that computes the same, which are ``steps``.
@@ -152,27 +151,32 @@ def explain_call(
     path: str = "eager",
     **arguments: Any,
 ) -> CallExplanation:
-    """Explain one call: scenario, sizes, the tiling key that ``cann`` selects with its fields, and
-    its kernels, products and bytes.
+    """Returns an explanation of a call: scenario, sizes, the tiling key that ``cann`` selects with
+    its fields, and its kernels, products and bytes.
 
     op, soc, cann, path, arguments  as `mla_fusion.meta.check` takes them, of concrete sizes; it
                 refuses an illegal call first
 
-    Raises ContractError: those of `check`, and ``explain.symbolic``.
+    Raises ContractError as `check` does, and ``explain.symbolic``.
     """
-    call = checked(op, soc, cann, arguments, path)
+    call = checked(op, soc, cann, path, arguments)
     dims, full = call.dims, call.full
     for axis, size in dims.items():
         if type(size) is not int:
             call.refuse("explain.symbolic", axis, "concrete sizes: a cost is a number", size)
-    made = zip(PROLOGS[op].results, infer(op, cann=cann, path=path, **arguments), strict=True)
-    fresh = (result for name, result in made if name not in CACHES)
-    results = sum(prod(shape) * dtype.itemsize for shape, dtype in fresh if len(shape) > 1)
+    results = dict(
+        zip(PROLOGS[op].results, infer(op, cann=cann, path=path, **arguments), strict=True)
+    )
     steps = tuple(unfused_steps(call))
-    others, weights, flops = map(sum, list(zip(*steps, strict=True))[1:4])
+    unfused_bytes = sum(step.other_bytes for step in steps)
+    weights = sum(step.weight_bytes for step in steps)
+    flops = sum(step.flops for step in steps)
     names = "token_x dequant_scale_x rope_sin rope_cos cache_index actual_seq_len".split()
     # the operator reads every argument once and writes its results and the new cache rows
-    activations = results + _bytes(call, *names)
+    activations = _bytes(call, *names)
+    for name, (shape, dtype) in results.items():
+        if name not in CACHES and len(shape) > 1:  # others are absent
+            activations += prod(shape) * dtype.itemsize
     rows = sum(_row_bytes(call, name) for name in CACHES)
     written = sum(step.other_bytes for step in steps if step.name.startswith("write"))
     mode, has_lengths = full["cache_mode"], full.get("actual_seq_len") is not None
@@ -185,6 +189,6 @@ def explain_call(
         dims,
         tiling_key(cann, call.wq, call.kv, mode, dims, has_lengths),
         Cost(1, flops, weights, activations, rows),
-        Cost(len(steps), flops, weights, others - written, written),
+        Cost(len(steps), flops, weights, unfused_bytes - written, written),
         steps,
     )

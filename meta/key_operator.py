@@ -1,11 +1,11 @@
-"""``npu_kv_rmsnorm_rope_cache`` (v1, v2): RMSNorm, RoPE and both cache writes of the key's side;
-tables and checks.
+"""The contract of ``npu_kv_rmsnorm_rope_cache`` (v1, v2), which makes and writes the rows of both
+caches.
 
-Axes: B and S tokens, C the latent (512), R its rotated part (64). Read from
+Axes: B and S tokens, C the latent (512), R the rotated part (64). Read from
 `kv_rms_norm_rope_cache_def.cpp` and the tilings beside it (`.._base_tiling.cpp`, `.._ds_tiling.cpp`
 of A2 and A3, `.._regbase_full_load_tiling.cpp` of A5) at 8.5.0, 9.0.0, 9.1.0 and master 2026-08
-("latest"), and the documents of aclnnKvRmsNormRopeCacheV2. The form with a separate ``v`` is none
-of multi-head latent attention and is not described here.
+("latest"), and the documents of aclnnKvRmsNormRopeCacheV2. MLA has no use for the form with a
+separate ``v``, which these tables leave out.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _OPTIONS = """Tensor? k_rope_scale=None, Tensor? c_kv_scale=None, Tensor? k_rope
 Tensor? c_kv_offset=None, Tensor? v=None, float epsilon=1e-05, str cache_mode="Norm",
 bool is_output_kv=False"""
 _DTYPES = "int? k_cache_dtype=None, int? ckv_cache_dtype=None"
-SCALES = {"k_rope_scale": "R", "c_kv_scale": "C"}  # of which cache's rows
+SCALES = {"k_rope_scale": "R", "c_kv_scale": "C"}  # the axis of the rows that they scale
 OFFSETS = {"k_rope_offset": "R", "c_kv_offset": "C"}
-# the caches as the whole prologue's operator calls them, and the arguments that they are here
+# the caches by their names in the prologue, and the arguments of these operators
 ARGUMENTS = {"kr_cache": "k_cache", "kv_cache": "ckv_cache"}
 CACHES, _CACHES = tuple(ARGUMENTS), tuple(ARGUMENTS.values())
 _ROWS = ("k_pe", "c_kv")
@@ -60,23 +60,28 @@ V2 = Operator(
 OPERATORS = (V1, V2, V2_FUNCTIONAL)
 
 PAGED = ("PA", "PA_BNSD", "PA_NZ")  # a slot for each token
-BLOCKS = ("PA_BLK_BNSD", "PA_BLK_NZ")  # one for each block of a sequence
+BLOCKS = ("PA_BLK_BNSD", "PA_BLK_NZ")  # a slot for each block of a sequence
 MODES = ("Norm", *PAGED, *BLOCKS)
 SINCE = {"A2": RELEASES[0], "A3": RELEASES[0], "A5": "8.5"}
-FROM_BLOCKS = "latest"  # the release that asks for as many blocks as the sequences need one by one
+FROM_BLOCKS = "latest"  # the release that requires the blocks of all sequences, each rounded up
 
 
 class KeyCall(Binder):
-    """One call of one of these operators."""
+    """A call of one of these operators."""
 
     def __init__(self, operator: Operator, full: Mapping[str, Any]) -> None:
         super().__init__(operator, HOST, full)
-        self.of, self.mode = operator, full["cache_mode"]
+        self.operator, self.mode = operator, full["cache_mode"]
 
     def check(self, soc: str, cann: str, values: bool) -> None:
+        """Refuses a call that the operator does not take.
+
+        values  True to read the slots too
+        """
         if SINCE.get(soc) not in known_releases(cann):
             expected = "A2, A3, or A5 from CANN 8.5 on"
             self.refuse("soc", "soc", expected, f"{soc}, CANN {cann}")
+        self.check_form()
         self.check_tensors(soc)
         self.check_sizes(soc, cann)
         self.one_device()
@@ -85,28 +90,33 @@ class KeyCall(Binder):
             self.check_values()
 
     def results(self) -> list[Result]:
-        """Caches as they are given, and new rows of all tokens, whatever ``is_output_kv`` says."""
+        """Returns the caches, and the new rows of all tokens, whatever ``is_output_kv`` says."""
         for name, rank in (("kv", 4), ("gamma", 1), ("cos", 4)):
             self.rank(name, rank)
         full, lead, kind = self.full, self.full["kv"].shape[:-1], self.full["kv"].dtype
-        found: dict[str, Result] = {
+        results: dict[str, Result] = {
             "k_pe": ((*lead, full["cos"].shape[-1]), kind),
             "c_kv": ((*lead, full["gamma"].shape[0]), kind),
         }
         for name, argument in ARGUMENTS.items():
-            found[name] = tuple(full[argument].shape), full[argument].dtype
-        return [found[name] for name in self.of.results]
+            results[name] = tuple(full[argument].shape), full[argument].dtype
+        return [results[name] for name in self.operator.results]
+
+    def check_form(self) -> None:
+        """Refuses an unknown cache_mode, and the form with a separate ``v``."""
+        self.pick("cache_mode", MODES, code="cache_mode.unknown")
+        if self.full["v"] is not None:
+            self.refuse("v", "v", "nothing: keys and values of one latent", "a tensor")
 
     def check_tensors(self, soc: str) -> None:
+        """Checks dtypes, presence and shapes, and binds the axes."""
         full, mode = self.full, self.mode
-        self.pick("cache_mode", MODES, code="cache_mode.unknown")
-        if full["v"] is not None:
-            self.refuse("v", "v", "nothing: keys and values of one latent", "a tensor")
         for scale, offset in zip(SCALES, OFFSETS, strict=True):
             if full[offset] is not None and (soc != "A5" or full[scale] is None):
                 expected = f"nothing without {scale}" if soc == "A5" else f"nothing on {soc}"
                 self.refuse(f"quant.{offset}", offset, expected, "a tensor")
-        if mode == "Norm" and soc != "A5" and any(full[name] is not None for name in SCALES):
+        scales = [full[name] for name in SCALES if full[name] is not None]
+        if mode == "Norm" and soc != "A5" and scales:
             expected = f"a paged mode for int8 caches on {soc}"
             self.refuse("quant.norm", "cache_mode", expected, "Norm")
         kind = self.dtype("kv", torch.bfloat16, torch.float16)
@@ -115,7 +125,7 @@ class KeyCall(Binder):
         self.bind("R", full["cos"].shape[-1], "cos")
         self.tensor("kv", "B 1 S C+R", kind)
         rows = full["cos"].shape[2]
-        for name in ("cos", "sin"):  # one row a sequence serves all of its tokens
+        for name in ("cos", "sin"):  # a single row of a sequence serves all of its tokens
             self.tensor(name, "B 1 1 R" if known(rows == 1) else "B 1 S R", kind)
         lead = "B 1 Scache" if mode == "Norm" else "BlockNum BlockSize 1"
         for name, (scale, width) in zip(_CACHES, SCALES.items(), strict=True):
@@ -126,12 +136,12 @@ class KeyCall(Binder):
         for name, width in (SCALES | OFFSETS).items():
             if full[name] is not None:
                 self.tensor(name, width if full[name].dim() == 1 else f"1 {width}", torch.float32)
-        k_scale, c_scale = (full[name] for name in SCALES)
-        if k_scale is not None and c_scale is not None:
-            self.rank("c_kv_scale", k_scale.dim(), where=", as k_rope_scale")
+        if len(scales) == 2:
+            self.rank("c_kv_scale", scales[0].dim(), where=", as k_rope_scale")
         self.dtype("index", torch.int64)
 
     def check_sizes(self, soc: str, cann: str) -> None:
+        """Checks the sizes of the axes, and the number of slots."""
         dims, index = self.dims, self.full["index"]
         if soc != "A5":
             self.within("C", "512", f" on {soc}")
@@ -140,22 +150,22 @@ class KeyCall(Binder):
         for axis in dims:
             self.within(axis, "1..")
         paged = self.mode != "Norm"
-        blocks = -(-dims["S"] // dims["BlockSize"]) if paged else 0  # of one sequence
-        wanted = dims["B"] * (blocks if self.mode in BLOCKS else dims["S"])
-        if different(index.numel(), wanted):
-            self.refuse("shape.index", "index", f"{wanted} slots", list(index.shape))
+        blocks = -(-dims["S"] // dims["BlockSize"]) if paged else 0  # of a sequence
+        slot_count = dims["B"] * (blocks if self.mode in BLOCKS else dims["S"])
+        if different(index.numel(), slot_count):
+            self.refuse("shape.index", "index", f"{slot_count} slots", list(index.shape))
         if not paged:
             self.sizes("index", "B S")
             return
         step = 32 if torch.int8 in {self.full[name].dtype for name in _CACHES} else 16
         self.within("BlockSize", f"{step}../{step}")
-        needed = blocks * dims["B"]
-        if cann == FROM_BLOCKS and type(needed) is int:
-            self.within("BlockNum", f"{needed}..", ", which is B*ceil(S/BlockSize)")
+        least_blocks = blocks * dims["B"]
+        if cann == FROM_BLOCKS and type(least_blocks) is int:
+            self.within("BlockNum", f"{least_blocks}..", ", which is B*ceil(S/BlockSize)")
 
     def check_values(self) -> None:
-        """Each slot is a row of the cache, or negative, which skips the token; no row is written
-        twice.
+        """Refuses slots that are no rows of the cache, or that name a row twice. A negative slot
+        skips its token.
         """
         index, dims = self.readable("index"), self.dims
         paged = self.mode != "Norm"

@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from mla_fusion.meta.errors import known_name
-from mla_fusion.meta.layout import known, not_
+from mla_fusion.meta.layout import known
 from mla_fusion.meta.prolog import PROLOGS
 from mla_fusion.meta.spec import CACHE_MODES
 
@@ -32,7 +32,7 @@ PATHS = ("eager", "graph")
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes an axis may have: listed ones, or a range with a step."""
+    """The sizes that an axis may have: listed numbers, or a range with a step."""
 
     listed: frozenset[int] = frozenset()
     low: int = 0
@@ -40,26 +40,19 @@ class Sizes:
     step: int = 1
 
     def __contains__(self, size: object) -> bool:
-        return bool(self.condition(size))
+        """Returns True if the axis may have the size for all values of its symbols."""
+        return known(self.condition(size))
 
     def condition(self, size: Any) -> Any:
-        """Whether a size is one of these: a bool, or a SymBool of a symbolic size."""
+        """Returns whether the axis may have a size: a bool, or a SymBool for a symbolic size."""
         if self.listed:
-            return reduce(or_, [size == one for one in sorted(self.listed)])
+            return reduce(or_, [size == number for number in sorted(self.listed)])
         bounds = [size >= self.low, size % self.step == 0]
         bounds += [size <= self.high] if self.high is not None else []
         return reduce(and_, bounds)
 
-    def include(self, size: Any) -> bool:
-        """Whether a size, which may be symbolic, is known to be one of these."""
-        return known(self.condition(size))
-
-    def exclude(self, size: Any) -> bool:
-        """Whether a size, which may be symbolic, is known to be none of these."""
-        return known(not_(self.condition(size)))
-
     def describe(self) -> str:
-        """As text, also for Dynamo, which does not call ``__str__``."""
+        """Returns the sizes as text. Dynamo does not call ``__str__``."""
         if self.listed:
             return "one of " * (len(self.listed) > 1) + ", ".join(map(str, sorted(self.listed)))
         upper = f"{self.low}..{self.high}" if self.high is not None else f"at least {self.low}"
@@ -69,7 +62,7 @@ class Sizes:
 
 
 def sizes_of(text: str) -> Sizes:
-    """ "low..high/step" with or without the last two, or listed sizes."""
+    """Returns the sizes that a text describes: "low..high/step", "low..high", "low..", or "1,2"."""
     low, is_range, high = text.partition("..")
     if not is_range:
         return Sizes(frozenset(map(int, text.split(","))))
@@ -78,9 +71,11 @@ def sizes_of(text: str) -> Sizes:
 
 
 class Limit(NamedTuple):
-    """From CANN ``since`` on, on these SoCs, for these versions of the operator and on these paths,
-    ``name`` is ``value``, until a later row for it replaces it: the `Sizes` of an axis, or a field
-    of `Limits`.
+    """A row: from CANN ``since`` on, ``name`` is ``value``, on these SoCs, for these versions of
+    the operator and on these paths.
+
+    A later row with the same name replaces it. ``name`` is an axis, whose value is its `Sizes`, or
+    a field of `Limits`.
     """
 
     since: str
@@ -132,18 +127,20 @@ latest  A2,A3,A5  v3        eager,graph  tokens     1..
 # The fields of `Limits`, as Python writes them.
 #
 # Before 8.5 the tiling of v3 reads the scenario off the dtypes, as that of v1 and v2 does to this
-# day. The rank of cache_index in a block-wise mode with a 2-D token_x was not looked at in one
-# release. Where caches may not be strided (`mla_prolog_v3_def.cpp`: IgnoreContiguous), rows written
+# day. A single release did not check the rank of cache_index in a block-wise mode with a 2-D
+# token_x. Where caches may not be strided (`mla_prolog_v3_def.cpp`: IgnoreContiguous), rows written
 # to one that is not contiguous do not arrive in it; the newest tiling compares the stride of every
 # axis, of those of size 1 too. infershape takes the second size of weight_dq for Hcq, and refuses
 # 4-D storage since that was noticed.
 TRAITS = _rows(
     """
+8.2     A2,A3,A5  v1,v2,v3  eager,graph  cache_modes        ()
 8.2     A2,A3     v1,v2,v3  eager,graph  cache_modes        "PA_BSND", "PA_NZ"
 8.5     A2,A3     v3        eager,graph  cache_modes        ALL
 8.5     A5        v3        eager,graph  cache_modes        "PA_BSND",
 9.0     A5        v3        eager,graph  cache_modes        "PA_BSND", "PA_NZ"
 9.1     A5        v3        eager,graph  cache_modes        ALL
+8.2     A2,A3,A5  v1,v2,v3  eager,graph  absent             ""
 8.2     A5        v1,v2     eager,graph  absent             \
 "CANN's definition lists A5 from 8.5 on, but torch_npu's meta functions refuse it"
 8.2     A5        v3        eager,graph  absent             "CANN has it there from 8.5 on"
@@ -151,21 +148,30 @@ TRAITS = _rows(
 "its tiling takes modes 3/0 and 3/1 with a 3-D token_x, and its definition has no float8_e8m0fnu \
 for the dequant_scale_q_norm that torch_npu allocates with them"
 9.0     A5        v3        eager,graph  absent             ""
+8.2     A2,A3,A5  v1,v2     eager,graph  reads_modes        True
 8.2     A2,A3,A5  v3        eager,graph  reads_modes        False
 8.5     A2,A3,A5  v3        eager,graph  reads_modes        True
+8.2     A2,A3,A5  v1,v2     eager,graph  gives_query_norm   True
 8.2     A2,A3,A5  v3        eager,graph  gives_query_norm   False
 8.5     A2,A3,A5  v3        eager,graph  gives_query_norm   True
+8.2     A2,A3,A5  v1        eager,graph  kv_scale           "1"
 8.2     A2,A3,A5  v2,v3     eager,graph  kv_scale           "1 Hckv"
 8.5     A2,A3,A5  v3        eager,graph  kv_scale           "1"
+8.2     A2,A3,A5  v1,v2,v3  eager,graph  block_index_ranks  1,
 8.5     A2,A3     v3        eager,graph  block_index_ranks  ()
 9.0     A2,A3,A5  v3        eager,graph  block_index_ranks  1,
+8.2     A2,A3,A5  v1,v2,v3  eager,graph  strided_caches     False
 latest  A2,A3,A5  v3        eager,graph  strided_caches     True
+8.2     A2,A3,A5  v1,v2,v3  eager,graph  compares_strides   False
 latest  A2,A3,A5  v1,v2,v3  eager,graph  compares_strides   True
+8.2     A2,A3,A5  v1,v2,v3  eager,graph  weight_dq_4d       "always"
 8.5     A2,A3,A5  v3        graph        weight_dq_4d       "without query_norm_flag"
 9.1     A2,A3,A5  v3        graph        weight_dq_4d       ""
+8.2     A2,A3,A5  v1,v2,v3  eager,graph  empty_kr_ranks     ()
 9.0     A5        v3        eager,graph  empty_kr_ranks     1, 4
 9.1     A2,A3     v3        graph        empty_kr_ranks     1, 3, 4
 9.1     A5        v3        eager,graph  empty_kr_ranks     1, 3, 4
+8.2     A2,A3,A5  v1,v2,v3  eager,graph  empty_kr_int8      ()
 8.5     A2,A3     v3        eager,graph  empty_kr_int8      1, 2
 9.1     A5        v3        eager,graph  empty_kr_int8      1,
 """.replace("ALL", f"{tuple(CACHE_MODES)}"),
@@ -187,21 +193,21 @@ QUANT_RELEASES = _rows(
 
 
 def known_releases(cann: str) -> tuple[str, ...]:
-    """The releases up to and including ``cann``; ContractError ``cann`` when it is none of them."""
+    """Returns the releases up to and including ``cann``. Raises ContractError ``cann``."""
     return RELEASES[: RELEASES.index(known_name("cann", cann, RELEASES)) + 1]
 
 
 def known_path(path: str) -> str:
-    """The path itself; ContractError ``path`` when it is none of `PATHS`."""
+    """Returns the path itself. Raises ContractError ``path`` if `PATHS` lacks it."""
     return known_name("path", path, PATHS)
 
 
 def newest(since: Mapping[str, Any], cann: str) -> Any:
-    """The entry of the last release up to ``cann``, None where there is none; ContractError
+    """Returns the entry of the last release up to ``cann``, or None. Raises ContractError
     ``cann``.
     """
-    there = [name for name in known_releases(cann) if name in since]
-    return since[there[-1]] if there else None
+    entries = [since[release] for release in known_releases(cann) if release in since]
+    return entries[-1] if entries else None
 
 
 VERSIONS = {name: operator.version for name, operator in PROLOGS.items()}
@@ -209,7 +215,7 @@ VERSIONS = {name: operator.version for name, operator in PROLOGS.items()}
 
 @dataclass(frozen=True)
 class Limits:
-    """What one operator takes on one SoC at one CANN release, on one path.
+    """What an operator takes on a SoC at a CANN release, on a path.
 
     absent             why there is no scenario at all, or ""
     reads_modes        whether the modes are read; otherwise the dtypes decide
@@ -221,27 +227,27 @@ class Limits:
     weight_dq_4d       when weight_dq may be 4-D storage: "always", "without query_norm_flag", or ""
                        for never
     empty_kr_ranks     of the empty kr_cache of a per-tile call; without entries any will do
-    empty_kr_int8      weight modes with which that one may be int8; it may always be bfloat16
+    empty_kr_int8      weight modes with which it may be int8; it may always be bfloat16
     """
 
     dims: Mapping[str, Sizes]
     quant_modes: frozenset[tuple[int, int]]
-    cache_modes: tuple[str, ...] = ()
-    strided_caches: bool = False
-    absent: str = ""
-    reads_modes: bool = True
-    gives_query_norm: bool = True
-    kv_scale: str = "1"
-    compares_strides: bool = False
-    block_index_ranks: tuple[int, ...] = (1,)
-    weight_dq_4d: str = "always"
-    empty_kr_ranks: tuple[int, ...] = ()
-    empty_kr_int8: tuple[int, ...] = ()
+    cache_modes: tuple[str, ...]
+    strided_caches: bool
+    absent: str
+    reads_modes: bool
+    gives_query_norm: bool
+    kv_scale: str
+    compares_strides: bool
+    block_index_ranks: tuple[int, ...]
+    weight_dq_4d: str
+    empty_kr_ranks: tuple[int, ...]
+    empty_kr_int8: tuple[int, ...]
 
 
 def limits(op: str, soc: str = "A3", cann: str = "latest", path: str = "eager") -> Limits:
-    """Allowed sizes per axis, cache modes and (weight, KV cache) quantisation modes, and the traits
-    of a release.
+    """Returns the allowed sizes per axis, cache modes and (weight, KV cache) quantisation modes,
+    and the traits of a release.
 
     Raises ContractError ``op``, ``soc``, ``cann`` or ``path`` for a name that is not in the tables.
     """
@@ -254,42 +260,44 @@ def limits(op: str, soc: str = "A3", cann: str = "latest", path: str = "eager") 
 
 @cache
 def _limits(op: str, soc: str, cann: str, path: str) -> Limits:
-    known, version = known_releases(cann), VERSIONS[op]
+    releases, version = known_releases(cann), VERSIONS[op]
 
-    def in_force(rows: list[Limit]) -> list[tuple[str, Any]]:
+    def rows_in_force(rows: list[Limit]) -> list[tuple[str, Any]]:
         return [
             (row.name, row.value)
             for row in rows
-            if row.since in known
+            if row.since in releases
             and soc in row.socs
             and version in row.versions
             and path in row.paths
         ]
 
-    quant = {pair for _, pairs in in_force(QUANT_RELEASES) for pair in pairs}
-    sizes = MappingProxyType(dict(in_force(LIMITS)))
-    return Limits(sizes, frozenset(quant), **dict(in_force(TRAITS)))
+    quant = {pair for _, pairs in rows_in_force(QUANT_RELEASES) for pair in pairs}
+    sizes = MappingProxyType(dict(rows_in_force(LIMITS)))
+    return Limits(sizes, frozenset(quant), **dict(rows_in_force(TRAITS)))
 
 
 def taken_by(op: str, axis: str, size: int, here: str) -> str:
-    """Which releases take a size that ``here`` ("A3, CANN 8.5") refuses: for its message.
+    """Returns which releases take a size that ``here`` ("A3, CANN 8.5") refuses, for its message.
 
     "which A3 takes after CANN 8.3", "which A5 takes after CANN 9.0, A3 in no release", or
     "which no release takes".
     """
-    own = here.partition(",")[0]
-    found = {soc: when for soc in SOCS if (when := _when_taken(op, axis, size, soc))}
-    if own in found:
-        return f"which {own} takes {found[own]}"
-    others = " and ".join(f"{soc} takes {when}" for soc, when in found.items())
-    return f"which {others}, {own} in no release" if others else "which no release takes"
+    own_soc = here.partition(",")[0]
+    texts = {soc: _when_taken(op, axis, size, soc) for soc in SOCS}
+    if texts[own_soc]:
+        return f"which {own_soc} takes {texts[own_soc]}"
+    others = " and ".join(f"{soc} takes {text}" for soc, text in texts.items() if text)
+    return f"which {others}, {own_soc} in no release" if others else "which no release takes"
 
 
 def _when_taken(op: str, axis: str, size: int, soc: str) -> str:
-    """ "after CANN 8.3", "up to CANN 9.1", .. or "" for never."""
+    """Returns "after CANN 8.3", "up to CANN 9.1", "in every release", or "" for never."""
     by_release = {cann: limits(op, soc, cann) for cann in RELEASES}
-    takes = [c for c, one in by_release.items() if not one.absent and size in one.dims[axis]]
-    not_taken = [cann for cann in RELEASES if cann not in takes]
-    if takes and takes[-1] != RELEASES[-1]:
-        return f"up to CANN {takes[-1]}"
-    return (takes and (f"after CANN {not_taken[-1]}" if not_taken else "in every release")) or ""
+    taking = [c for c, limit in by_release.items() if not limit.absent and size in limit.dims[axis]]
+    if not taking:
+        return ""
+    if taking[-1] != RELEASES[-1]:
+        return f"up to CANN {taking[-1]}"
+    refusing = [cann for cann in RELEASES if cann not in taking]
+    return f"after CANN {refusing[-1]}" if refusing else "in every release"

@@ -1,13 +1,14 @@
-"""The one-byte formats of quantised products, and how npu operators beside the prologue name them.
+"""Lists the one-byte formats of quantised products, and their names in npu operators beside the
+prologue.
 
-What a format is in the prologue's own call is the weight_quant_mode of `mla_fusion.meta.spec`; here
-stands by which dtypes and arguments ``npu_dynamic_quant``, ``npu_dynamic_mx_quant`` and
-``npu_quant_matmul`` say the same.
+The prologue names a format by the weight_quant_mode of `mla_fusion.meta.spec`. The operators
+``npu_dynamic_quant``, ``npu_dynamic_mx_quant`` and ``npu_quant_matmul`` name it by the dtypes and
+arguments of these tables.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,8 +20,10 @@ BLOCK = 32  # elements along k that share an e8m0 scale
 
 
 class NumberFormat(NamedTuple):
-    """full: the weight_quant_mode in which all three projections have it; partial: in which W_uq_qr
-    alone has.
+    """A format.
+
+    full     the weight_quant_mode in which all three projections have the format
+    partial  the weight_quant_mode in which only W_uq_qr has it
     """
 
     name: str
@@ -39,19 +42,17 @@ class NumberFormat(NamedTuple):
 
     @property
     def in_blocks(self) -> bool:
-        """A scale for every block along k, not one for each row or column."""
+        """Returns True if every block along k has a scale, and not each row or column."""
         return self.scale_dtype == torch.float8_e8m0fnu
 
     @property
     def number(self) -> int | None:
-        """What the *_dtype arguments say of its tensors, where their dtype does not."""
+        """Returns the number for the *_dtype arguments, or None if the torch dtype suffices."""
         return HIFLOAT8_NUMBER if self.element == torch.uint8 else None
 
     @property
     def block_rounding(self) -> str:
-        """The one round_mode of npu_dynamic_block_quant to it: of a tie hifloat8 takes the larger
-        number.
-        """
+        """Returns the only round_mode of npu_dynamic_block_quant for the format."""
         return "round" if self.number else "rint"
 
 
@@ -62,22 +63,18 @@ HIFLOAT8 = NumberFormat("hifloat8", 5)
 FORMATS = (INT8, MXFP8, FP8, HIFLOAT8)
 
 # dst_type: torch's own number of a dtype, or torch_npu's
-_OF_ROWS: Mapping[int | None, NumberFormat] = {
-    None: INT8,
-    1: INT8,
-    24: FP8,
-    292: FP8,
-    HIFLOAT8_NUMBER: HIFLOAT8,
-}
-_OF_BLOCKS: Mapping[int | None, NumberFormat] = {24: MXFP8, 292: MXFP8}
+_BY_DST_TYPE = {None: INT8, 1: INT8, 24: FP8, 292: FP8, HIFLOAT8_NUMBER: HIFLOAT8}
 IN_BLOCKS = ((1, 1, BLOCK), (0, 0, BLOCK))  # group_sizes
 
 
 def of_dst_type(dst_type: int | None, in_blocks: bool = False) -> NumberFormat | None:
-    """What npu_dynamic_quant, or npu_dynamic_mx_quant, quantises to; None: none of these
-    formats.
+    """Returns the format to which npu_dynamic_quant, or npu_dynamic_mx_quant, quantises, or None
+    for others.
     """
-    return (_OF_BLOCKS if in_blocks else _OF_ROWS).get(dst_type)
+    form = _BY_DST_TYPE.get(dst_type)
+    if in_blocks:
+        return MXFP8 if form is FP8 else None
+    return form
 
 
 def of_product(
@@ -86,24 +83,26 @@ def of_product(
     scales: Sequence[tuple[torch.dtype, int | None] | None] = (None, None),
     group_sizes: Sequence[int] | None = None,
 ) -> NumberFormat | None:
-    """The format of npu_quant_matmul's operands; None: none of these.
+    """Returns the format of npu_quant_matmul's operands, or None for others.
 
-    dtypes, numbers   of x1 and x2: their dtypes, and x1_dtype and x2_dtype
-    scales            of the weight's and the tokens' scales, dtype and *_dtype argument; None:
-                      absent
+    dtypes   the dtypes of x1 and x2
+    numbers  x1_dtype and x2_dtype
+    scales   dtype and *_dtype argument of the weight's and the tokens' scales, None without a scale
     """
     if len(set(dtypes)) > 1 or len(set(numbers)) > 1:
         return None
-    grouped = tuple(group_sizes or ())
-    of_blocks = {scale is not None and _is_e8m0(*scale) for scale in scales}
-    if True in of_blocks:
-        whole = of_blocks == {True} and grouped in IN_BLOCKS and numbers[0] is None
-        return MXFP8 if whole and dtypes[0] == MXFP8.element else None
-    known = (form for form in FORMATS if not form.in_blocks and not any(grouped))
-    return next(
-        (form for form in known if (form.element, form.number) == (dtypes[0], numbers[0])), None
-    )
+    groups = tuple(group_sizes or ())
+    are_e8m0 = {scale is not None and _is_e8m0(*scale) for scale in scales}
+    in_blocks = are_e8m0 == {True} and groups in IN_BLOCKS
+    if not in_blocks and (True in are_e8m0 or any(groups)):
+        return None
+    for form in FORMATS:
+        operand = form.element, form.number, form.in_blocks
+        if operand == (dtypes[0], numbers[0], in_blocks):
+            return form
+    return None
 
 
 def _is_e8m0(dtype: torch.dtype, number: int | None) -> bool:
+    """Returns True if a scale is a power of two."""
     return number == E8M0_NUMBER if number is not None else dtype == torch.float8_e8m0fnu

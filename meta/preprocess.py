@@ -1,5 +1,5 @@
-"""The contract of ATB's MlaPreprocess (``torch.ops.atb.npu_mla_preprocess``): signature, checks,
-results.
+"""The contract of ATB's MlaPreprocess (``torch.ops.atb.npu_mla_preprocess``): its signature, the
+checks of a call, and its results.
 
 Read from the operation's kernels (`mla_preprocess_mix_bf16.cce`, `mla_preprocess_mix.cce`), its
 host check and torch_npu's entry `MLAPreprocessAtb.cpp`. Axes: T tokens, H hidden, Q query rank, C
@@ -27,32 +27,26 @@ EPSILON = 1e-6  # of its norms, whatever the caller passes: fixed in the kernel
 
 
 class CacheForm(NamedTuple):
-    """One cacheMode: its number in ATB, shapes of both caches (None: not used), and of the query
-    results.
-    """
+    """A cacheMode: the shapes of both caches, where None is for a cache that ATB does not use."""
 
-    number: int
     kv: str
     kr: str | None
-    q_out0: str = "T N C"
     int8: bool = False
     nz: bool = False
 
 
 NZ_BLOCK = 128  # rows of a block of an NZ cache, fixed in ATB's kernel
-CACHE_FORMS: Mapping[str, CacheForm] = {
-    "kvcache": CacheForm(0, "BlockNum BlockSize 1 C+R", None, "T N C+R"),
-    "krope_ctkv": CacheForm(1, "BlockNum BlockSize 1 C", "BlockNum BlockSize 1 R"),
-    "int8_nzcache": CacheForm(
-        2, "BlockNum C/32 128 32", "BlockNum R/16 128 16", int8=True, nz=True
-    ),
-    "nzcache": CacheForm(3, "BlockNum C/16 128 16", "BlockNum R/16 128 16", nz=True),
+CACHE_FORMS: Mapping[str, CacheForm] = {  # in the order of ATB's numbers
+    "kvcache": CacheForm("BlockNum BlockSize 1 C+R", None),
+    "krope_ctkv": CacheForm("BlockNum BlockSize 1 C", "BlockNum BlockSize 1 R"),
+    "int8_nzcache": CacheForm("BlockNum C/32 128 32", "BlockNum R/16 128 16", int8=True, nz=True),
+    "nzcache": CacheForm("BlockNum C/16 128 16", "BlockNum R/16 128 16", nz=True),
 }
 QUANT_MODES = ("per_tensor_quant_asymm", "per_token_quant_symm")
 DEFAULTS = {"cache_mode": "krope_ctkv", "quant_mode": "per_token_quant_symm"}
 MAX_TOKENS = 1024
 STATIC = "per_tensor_quant_asymm"
-ATB_HIDDEN = 7168  # the one hidden size of ATB's own kernel; others go to another one
+ATB_HIDDEN = 7168  # the only hidden size of ATB's own kernel; others go to another kernel
 CACHES = ("kv_cache", "kv_cache_rope")
 RESULTS = ("q_out0", "kv_cache_out0", "q_out1", "kv_cache_out1")
 
@@ -72,20 +66,17 @@ OUT_SCHEMA = (
 
 
 class Preprocess(Binder):
-    """One call: structure, then the sizes that the device takes.
-
-    A mode of None is its default; an optional tensor of shape [0] counts as not passed.
-    """
+    """A call. A mode of None is its default, and an optional tensor of shape [0] is like None."""
 
     def __init__(self, full: Mapping[str, Any]) -> None:
         super().__init__(ATB, HOST, full)
-        modes = {n: usual if full[n] is None else full[n] for n, usual in DEFAULTS.items()}
-        given = (name for name in OPTIONAL if full[name] is not None)
-        empty = {name: None for name in given if tuple(full[name].shape) == (0,)}
-        self.full = {**full, **empty, **modes}
-        for name, names in (("cache_mode", CACHE_FORMS), ("quant_mode", QUANT_MODES)):
-            if not isinstance(self.full[name], str):
-                self.refuse(f"{name}.unknown", name, "a str", repr(self.full[name]))
+        self.full = {**full}
+        for name in OPTIONAL:
+            if full[name] is not None and tuple(full[name].shape) == (0,):
+                self.full[name] = None
+        for name, names in (("cache_mode", tuple(CACHE_FORMS)), ("quant_mode", QUANT_MODES)):
+            if full[name] is None:
+                self.full[name] = DEFAULTS[name]
             self.pick(name, names, code=f"{name}.unknown")
         self.form = CACHE_FORMS[self.full["cache_mode"]]
 
@@ -100,44 +91,48 @@ class Preprocess(Binder):
             self.check_slots()
 
     def results(self) -> list[Result]:
-        """q_out0, kv_cache_out0, q_out1, kv_cache_out1; in mode 0 the third is empty."""
+        """Returns q_out0, kv_cache_out0, q_out1, kv_cache_out1. In mode "kvcache" the third is
+        empty.
+        """
         for name, ranks in (("input", (2,)), ("wuk", (3, 4)), ("gamma2", (1,)), ("cos", (2,))):
             self.rank(name, *ranks)
-        full, whole = self.full, self.form.kr is None
+        full = self.full
         lead, kind = (full["input"].shape[0], full["wuk"].shape[0]), full["input"].dtype
-        rank, rope = full["gamma2"].shape[0], full["cos"].shape[-1]
+        latent, rope = full["gamma2"].shape[0], full["cos"].shape[-1]
         kv, kr = ((tuple(full[name].shape), full[name].dtype) for name in CACHES)
-        if whole:
-            return [((*lead, rank + rope), kind), kv, ((0,), kind), kr]
-        return [((*lead, rank), kv[1]), kv, ((*lead, rope), kind), kr]
+        if self.form.kr is None:
+            return [((*lead, latent + rope), kind), kv, ((0,), kind), kr]
+        return [((*lead, latent), kv[1]), kv, ((*lead, rope), kind), kr]
 
     def bind_tensors(self) -> None:
-        """Dtypes, presence and agreement of all shapes; `dims` holds the sizes of the axes."""
+        """Checks dtypes, presence and all shapes, and binds the axes."""
         full, form = self.full, self.form
         kind = self.dtype("input", torch.bfloat16, torch.float16)
         for name, shape in SHAPES.items():
             self.tensor(name, shape, kind)
-        self._weight("wuk", "N D C", kind)
+        self._check_weight("wuk", "N D C", kind)
         quantised = full["wdqkv"].dtype == torch.int8
         weight = torch.int8 if quantised else kind
-        self._weight("wdqkv", f"{DOWN} H", weight)
-        self._weight("wuq", f"{UP} Q", weight)
+        self._check_weight("wdqkv", f"{DOWN} H", weight)
+        self._check_weight("wuq", f"{UP} Q", weight)
         # with float16 the low 32 bits of an int64 are the float32
         descale = torch.float32 if kind == torch.bfloat16 else torch.int64
         self.tensor("descale0", DOWN, descale)
         self.tensor("descale1", UP, descale)
-        static = quantised and full["quant_mode"] == STATIC
-        needed: list[tuple[str, str, torch.dtype]] = []
-        for stage, width in (("0", DOWN), ("1", UP)) if static else ():
-            needed += [
-                (f"quant_scale{stage}", "1", kind),
-                (f"quant_offset{stage}", "1", torch.int8),
-                (f"bias{stage}", width, torch.int32),
-            ]
+        modes = f"with {full['quant_mode']}, {full['cache_mode']}"
+
+        def require(name: str, shape: str, dtype: torch.dtype) -> None:
+            self.presence(name, True, modes)
+            self.tensor(name, shape, dtype)
+
+        if quantised and full["quant_mode"] == STATIC:
+            for stage, width in (("0", DOWN), ("1", UP)):
+                require(f"quant_scale{stage}", "1", kind)
+                require(f"quant_offset{stage}", "1", torch.int8)
+                require(f"bias{stage}", width, torch.int32)
         if form.int8:
-            needed += [("ctkv_scale", "1", kind), ("q_nope_scale", "N", kind)]
-        for row in needed:
-            self.tensor_if(True, f"with {full['quant_mode']}, {full['cache_mode']}", *row)
+            require("ctkv_scale", "1", kind)
+            require("q_nope_scale", "N", kind)
         if form.nz:
             self.dims["BlockSize"] = NZ_BLOCK
         self.tensor("kv_cache", form.kv, torch.int8 if form.int8 else kind)
@@ -145,19 +140,19 @@ class Preprocess(Binder):
             self.tensor("kv_cache_rope", form.kr, kind)
         self.tensor("slotmapping", "T", torch.int32)
 
-    def _weight(self, name: str, shape: str, dtype: torch.dtype) -> None:
-        """As its shape says, or in FRACTAL_NZ storage: [.., n, k] as [.., k/C0, n, C0], C0 being 32
-        bytes; of two axes there is a 1 in front.
+    def _check_weight(self, name: str, shape: str, dtype: torch.dtype) -> None:
+        """Checks a weight, or its FRACTAL_NZ storage: [.., k/C0, n, C0] for [.., n, k], C0 being 32
+        bytes, and [1, k/C0, n, C0] for [n, k].
         """
         self.dtype(name, dtype)
-        tensor, axes, found = self.full[name], shape.split(), None
+        tensor, axes, sizes = self.full[name], shape.split(), None
         if tensor.dim() == 4:
             first, blocks, n, c0 = tensor.shape
             if different(c0, 32 // dtype.itemsize) or (len(axes) == 2 and different(first, 1)):
                 expected = f"[{', '.join(axes)}] or its FRACTAL_NZ storage"
                 self.refuse(f"shape.{name}", name, expected, list(tensor.shape))
-            found = (first, n, blocks * c0)[3 - len(axes) :]
-        self.sizes(name, shape, found)
+            sizes = (first, n, blocks * c0)[3 - len(axes) :]
+        self.sizes(name, shape, sizes)
 
     def check_sizes(self) -> None:
         full, hidden = self.full, self.dims["H"]
@@ -166,7 +161,7 @@ class Preprocess(Binder):
             self.refuse("cache_mode.torch", "cache_mode", expected, "kvcache")
         for row in _SIZES.strip().splitlines():
             self.within(*row.split())
-        # the kernel that takes other hidden sizes and unquantised weights knows one mode
+        # the kernel for other hidden sizes and unquantised weights has a single mode
         other = different(hidden, ATB_HIDDEN)
         if other or full["wdqkv"].dtype != torch.int8:
             why = f" with H other than {ATB_HIDDEN} or weights that are not int8"
@@ -176,7 +171,9 @@ class Preprocess(Binder):
             self.within("BlockSize", "1..128", ", or 256")
 
     def check_slots(self) -> None:
-        """slotmapping: -1 exactly skips a token, anything else is a row, each at most once."""
+        """Refuses a slotmapping that names a row twice. -1 skips a token; every other number is a
+        row.
+        """
         slots, rows = self.readable("slotmapping"), self.dims["BlockNum"] * self.dims["BlockSize"]
         self.rows("slotmapping", slots, rows, "-1 or rows below BlockNum*BlockSize", -1)
 

@@ -1,76 +1,63 @@
-"""The prologue operators: what torch declares of each, and the GE operator that it becomes.
+"""Declares the prologue operators: their schemas in torch, and the GE operators that they become.
 
-From an operator's schema, in torch's own words, derive the signature that calls are bound by and
-the inputs and attributes of the GE node that a converter writes; `mla_fusion.ops` registers it
-where torch_npu does not. Beside it stand the names of the results, wherever a call is made or read.
+The signature of an operator, and the inputs and attributes of its GE node, derive from its schema.
+`mla_fusion.ops` registers the schema where torch_npu does not.
 Read from torch_npu 2.13's `npu_native_functions.yaml` and from `mla_prolog_def.cpp`,
 `mla_prolog_v2_def.cpp` and `mla_prolog_v3_def.cpp`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
-
 from mla_fusion.compat import parse_schema
 
 
-@dataclass(frozen=True)
 class Operator:
-    """One operator of torch and the GE operator that it becomes.
+    """An operator of torch, and the GE operator that it becomes.
 
     schema         ``name(arguments) -> (results)``
     version        as the limits of `mla_fusion.meta.limits` name it
     results        in torch's order
-    ge_results     in GE's, by default torch's, which names a written cache as it names the cache it
-                   reads: that marks a reference
-    functional     the operator that returns the caches which this one writes, its results being
-                   this one's and then the caches; or ""
+    ge_results     in GE's order, by default torch's. GE names a written cache as it names the cache
+                   that it reads: that marks a reference
+    functional     the operator that returns the caches which this operator writes, behind the same
+                   results; or ""
 
-    required       names of the positional arguments: tensors that a call must give, by position or
+    required       names of the positional arguments: tensors that a call must have, by position or
                    by name
-    defaults       what a call gives by name alone, with what stands for it where it is left out
+    defaults       defaults of the arguments that a call has by name alone
     ge_inputs      every tensor, in the schema's order
     ge_attributes  name to kind in ``torchair.ge.attr``. (The dtypes that some arguments name are on
                    GE's tensors.)
     written        caches that the schema says are written in place
     """
 
-    schema: str
-    version: str
-    results: tuple[str, ...]
-    ge_type: str = ""
-    ge_results: tuple[str, ...] = ()
-    functional: str = ""
-    name: str = field(init=False)
-    required: tuple[str, ...] = field(init=False)
-    defaults: dict[str, Any] = field(init=False, hash=False)
-    ge_inputs: tuple[str, ...] = field(init=False)
-    ge_attributes: dict[str, str] = field(init=False, hash=False)
-    written: tuple[str, ...] = field(init=False)
-
-    def __post_init__(self) -> None:
-        parsed = parse_schema(self.schema)
+    def __init__(
+        self,
+        schema: str,
+        version: str,
+        results: tuple[str, ...],
+        ge_type: str = "",
+        ge_results: tuple[str, ...] = (),
+        functional: str = "",
+    ) -> None:
+        self.schema, self.version, self.results = schema, version, results
+        self.ge_type, self.ge_results = ge_type, ge_results or results
+        self.functional = functional
+        parsed = parse_schema(schema)
         arguments = parsed.arguments
-        defaults = {one.name: one.default_value for one in arguments if one.kwarg_only}
-        vars(self).update(
-            name=parsed.name,
-            ge_results=self.ge_results or self.results,
-            required=tuple(one.name for one in arguments if not one.kwarg_only),
-            defaults=defaults,
-            ge_inputs=tuple(one.name for one in arguments if "Tensor" in str(one.type)),
-            ge_attributes={
-                name: type(default).__name__.capitalize()
-                for name, default in defaults.items()
-                if default is not None
-            },
-            written=tuple(
-                one.name for one in arguments if one.alias_info and one.alias_info.is_write
-            ),
-        )
+        self.name = parsed.name
+        self.required = tuple(a.name for a in arguments if not a.kwarg_only)
+        self.defaults = {a.name: a.default_value for a in arguments if a.kwarg_only}
+        self.ge_inputs = tuple(a.name for a in arguments if "Tensor" in str(a.type))
+        self.ge_attributes = {
+            name: type(default).__name__.capitalize()
+            for name, default in self.defaults.items()
+            if default is not None
+        }
+        self.written = tuple(a.name for a in arguments if a.alias_info and a.alias_info.is_write)
 
     def places(self, *names: str) -> tuple[int, ...]:
-        """The positions of these among the positional arguments."""
+        """Returns the positions of these among the positional arguments."""
         return tuple(map(self.required.index, names))
 
 

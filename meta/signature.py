@@ -1,66 +1,71 @@
-"""The operators by name, and calls bound by their tables: arguments by name, defaults filled in,
-types of attributes checked.
-"""
+"""Finds operators by name, and binds the arguments of a call to the schema of its operator."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import cache, partial
+from functools import partial
+from types import NoneType
 from typing import Any
 
 import torch
-from mla_fusion.meta import preprocess
+from mla_fusion.meta import key_operator
 from mla_fusion.meta.attention import ATTENTION, Attention
 from mla_fusion.meta.errors import ContractError, known_name
-from mla_fusion.meta.key_operator import OPERATORS as KEY_OPERATORS
-from mla_fusion.meta.key_operator import KeyCall
 from mla_fusion.meta.preprocess import ATB, Preprocess
-from mla_fusion.meta.prolog import PROLOGS
+from mla_fusion.meta.prolog import PROLOGS, Operator
 
-# Operators beside the prologue: the `Binder` of a call, made of every argument by name. Its `check`
-# and `results` are `mla_fusion.meta.check` and `infer` of that operator.
+# Operators beside the prologue. A function makes a `Binder` of every argument by name; its methods
+# `check` and `results` are `mla_fusion.meta.check` and `infer` of that operator.
 OTHERS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     ATTENTION.name: Attention,
     ATB.name: Preprocess,
-    **{one.name: partial(KeyCall, one) for one in KEY_OPERATORS},
+    **{
+        operator.name: partial(key_operator.KeyCall, operator)
+        for operator in key_operator.OPERATORS
+    },
 }
-OPERATORS = PROLOGS | {one.name: one for one in (ATTENTION, ATB, *KEY_OPERATORS)}
-ALIASES = {"mla_preprocess": preprocess.OP}  # ATB's operator without torch's prefix
+_BESIDE = (ATTENTION, ATB, *key_operator.OPERATORS)
+OPERATORS = PROLOGS | {operator.name: operator for operator in _BESIDE}
+_BY_NAME = OPERATORS | {"mla_preprocess": ATB}  # ATB's name for it
 
 
-def named(op: str) -> str:
-    """The operator's own name, of any name that it goes by; a name nobody knows is handed back.
-
-    ContractError ``op`` for what is no name at all: it may not even be comparable with one.
-    """
-    if not isinstance(op, str):
-        raise ContractError("op", "op", "the name of an operator", type(op).__name__)
-    return ALIASES.get(op, op)
+def operator_named(op: object) -> Operator:
+    """Returns the operator of that name. Raises ContractError ``op``."""
+    return _BY_NAME[known_name("op", op, _BY_NAME)]
 
 
 def bind(op: str, args: tuple[Any, ...], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments by name from a call's positional and keyword arguments, without defaults.
+    """Returns the positional and keyword arguments of a call by name, without defaults.
 
-    Raises ContractError ``op`` for an unknown operator and ``argument.unknown`` for too many
-    positional ones.
+    Raises ContractError ``op`` for an unknown operator, and ``argument.unknown`` for too many
+    positional arguments or an argument with two values.
     """
-    order, _ = signature(op)
+    order = operator_named(op).required
     if len(args) > len(order):
-        raise ContractError(
-            "argument.unknown", "*args", f"at most {len(order)} positional", str(len(args)), op=op
-        )
-    twice = next((name for name in order[: len(args)] if name in options), None)
-    if twice is not None:
-        raise ContractError(
-            "argument.unknown", twice, "one value", "one by position and one by name", op=op
-        )
-    return dict(zip(order, args, strict=False)) | dict(options)
+        expected = f"at most {len(order)} positional"
+        raise ContractError("argument.unknown", "*args", expected, str(len(args)), op=op)
+    arguments = dict(zip(order, args, strict=False))
+    for name in arguments:
+        if name in options:
+            found = "one by position and one by name"
+            raise ContractError("argument.unknown", name, "one value", found, op=op)
+    return arguments | dict(options)
+
+
+# type of a default -> the types that an attribute may have, and their names in messages
+_KINDS: dict[type, tuple[Any, str]] = {
+    bool: (bool, "True or False"),
+    int: ((int, torch.SymInt), "an int"),
+    float: ((int, float, torch.SymFloat), "a number"),
+    str: (str, "a str"),
+}
+_DTYPE_NUMBER = (int, NoneType), "a torch_npu dtype number or None"
 
 
 def complete(op: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Every argument of the operator by name, schema defaults filled in.
+    """Returns every argument of the operator by name, with the defaults of the schema.
 
-    Raises ContractError ``argument.unknown`` and ``required.<argument>``.
+    Raises ContractError ``argument.unknown``, ``required.<argument>`` and ``type.<argument>``.
     """
     required, defaults = signature(op)
     full = {**defaults, **arguments}
@@ -70,31 +75,19 @@ def complete(op: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     for name in required:
         if full.get(name) is None:
             raise ContractError(f"required.{name}", name, "a tensor", "nothing", op=op)
-    for name, (kind, text) in attribute_types(op).items():
+    for name, default in defaults.items():
+        if default is None and not name.endswith("_dtype"):
+            continue
+        types, text = _DTYPE_NUMBER if default is None else _KINDS[type(default)]
         value = full[name]
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        if not isinstance(value, types) or (isinstance(value, bool) and types is not bool):
             raise ContractError(f"type.{name}", name, text, repr(value), op=op)
     return full
 
 
-@cache
-def attribute_types(op: str) -> dict[str, tuple[Any, str]]:
-    """The Python type of every argument that is not a tensor."""
-    kinds: dict[type, tuple[Any, str]] = {
-        bool: (bool, "True or False"),
-        int: ((int, torch.SymInt), "an int"),
-        float: ((int, float, torch.SymFloat), "a number"),
-        str: (str, "a str"),
-    }
-    _, defaults = signature(op)
-    dtype = ((int, type(None)), "a torch_npu dtype number or None")
-    attributes = {n: kinds[type(value)] for n, value in defaults.items() if value is not None}
-    return attributes | {name: dtype for name in defaults if name.endswith("_dtype")}
-
-
 def signature(op: str) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """(required arguments in order, keyword arguments with defaults); ContractError ``op`` when
-    unknown.
+    """Returns the required arguments in order, and the keyword arguments with defaults. Raises
+    ContractError ``op``.
     """
-    operator = OPERATORS[known_name("op", named(op), OPERATORS)]
+    operator = operator_named(op)
     return operator.required, operator.defaults

@@ -1,7 +1,6 @@
-"""The declarative specification of the MLA prologue: tensors, axes, dtypes, and what each mode
-changes.
+"""Specifies the MLA prologue in tables: tensors, axes, dtypes, and the changes of each mode.
 
-No code decides here; `mla_fusion.meta.check` interprets the tables. Read from
+`mla_fusion.meta.check` interprets the tables. Read from
 `mla_prolog_tiling_check.cpp` (required and forbidden tensors, dtypes, shapes, modes) and the
 operator definitions `mla_prolog_v3_def.cpp`.
 
@@ -32,9 +31,7 @@ INFERSHAPE = "mla_prolog_v3_infershape.cpp"
 
 
 class Input(NamedTuple):
-    """One tensor argument: its shape as axes, its dtype or role, and whether FRACTAL_NZ 4-D storage
-    is taken.
-    """
+    """A tensor argument: its shape as axes, its dtype or role, and True for 4-D FRACTAL_NZ."""
 
     name: str
     shape: str
@@ -43,8 +40,8 @@ class Input(NamedTuple):
 
 
 class WeightMode(NamedTuple):
-    """One weight_quant_mode: dtypes of its tensors, the scales it needs and may have, with their
-    shapes.
+    """A weight_quant_mode: dtypes of its tensors, and shapes of the scales that it needs and may
+    have.
     """
 
     title: str
@@ -55,15 +52,15 @@ class WeightMode(NamedTuple):
     scale_dtype: torch.dtype = torch.float32
 
     def roles(self, activation: torch.dtype) -> dict[Any, Any]:
-        """What stands for each dtype role, and for each tensor of ``dtypes``."""
-        own = activation if self.element == ACTIVATION else self.element
-        known: dict[Any, Any] = {ACTIVATION: activation, ELEMENT: own}
-        return known | {name: known.get(kind, kind) for name, kind in self.dtypes.items()}
+        """Returns the dtype of each role, and of each tensor of ``dtypes``."""
+        element = activation if self.element == ACTIVATION else self.element
+        roles: dict[Any, Any] = {ACTIVATION: activation, ELEMENT: element}
+        return roles | {name: roles[role] for name, role in self.dtypes.items()}
 
 
 class CacheQuant(NamedTuple):
-    """One kv_cache_quant_mode: cache dtypes and row width, further tensors, and the modes it
-    fixes.
+    """A kv_cache_quant_mode: dtypes of the caches, width of a row, shapes of further tensors, and
+    the modes that follow.
     """
 
     title: str
@@ -77,18 +74,18 @@ class CacheQuant(NamedTuple):
 
     @property
     def modes(self) -> dict[str, int]:
-        """The arguments of a call that follow from it."""
+        """Returns the arguments of a call that follow from this mode."""
         repo = dict.fromkeys(("ckvkr_repo_mode", "quant_scale_repo_mode"), self.repo_mode)
         return {"query_quant_mode": self.query_quant_mode, **repo}
 
 
 @dataclass(frozen=True)
 class CacheMode:
-    """One cache_mode: axes in front of a cache's row, and the shape of cache_index per rank of
+    """A cache_mode: axes in front of a cache's row, and the shape of cache_index by the rank of
     token_x.
 
-    An absent rank is not taken. ``actual_seq_len`` is required with a 2-D token_x and forbidden
-    otherwise.
+    The operator takes only these ranks. With ``actual_seq_len`` it requires this argument for a 2-D
+    token_x, and forbids it otherwise.
     """
 
     cache: str
@@ -170,7 +167,7 @@ CACHE_QUANTS: Mapping[int, CacheQuant] = {
         cache_modes=("PA_BSND", "BSND", "TND"),
     ),
 }
-# the kernel reads one float of this scale, which the host check of some versions wants as a row
+# the kernel reads the first float of this scale, which some versions require as a row
 QUANT_SCALE_CKV_ROW = "1 Hckv"
 
 _PAGED = "BlockNum BlockSize Nkv"
@@ -186,7 +183,7 @@ CACHE_MODES: Mapping[str, CacheMode] = {
 
 
 def named_dtypes(kv_cache_quant_mode: int) -> tuple[str, ...]:
-    """The arguments that name the dtype of a tensor of hifloat8, where the weights are that."""
+    """Returns the arguments that name the dtypes of tensors, if the weights are hifloat8."""
     quantised = (*_FULL, "kv_cache") if CACHE_QUANTS[kv_cache_quant_mode].kv == ELEMENT else _FULL
     return tuple("token_x_dtype" if name == "x" else f"{name}_dtype" for name in quantised)
 

@@ -1,4 +1,4 @@
-"""CPU reference kernels of the MLA prologue, and of the NPU operators met in unfused MLA graphs."""
+"""CPU reference kernels of the MLA prologue, and of the NPU operators in unfused MLA graphs."""
 
 from mla_fusion.reference.formats import chip
 from mla_fusion.reference.preprocess import mla_preprocess

@@ -1,8 +1,8 @@
-"""Where each token's row goes in the KV cache, for the six cache modes, and the write itself.
+"""Writes rows into a KV cache, at the places that each of the six cache modes names.
 
 Source of the arithmetic: `service_scatter_cache_arch22.h`. Rows are ``[T, W]``; a paged cache is
 declared ``[BlockNum, BlockSize, 1, W]`` in every mode, also where the memory behind it is
-FRACTAL_NZ.
+FRACTAL_NZ. A slot is a row number: ``block * BlockSize + offset``.
 """
 
 from __future__ import annotations
@@ -13,95 +13,32 @@ from torch import Tensor
 from mla_fusion.meta import ContractError
 from mla_fusion.meta.layout import shares_memory, writable
 
-
-def token_slots(index: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
-    """``(block, offset)`` of every token from its slot; a negative slot gives a negative block."""
-    slot = index.reshape(-1)
-    return slot // block_size, slot % block_size
+_BEYOND = 1 << 31  # no cache has that many blocks, and no slot computed from it overflows
 
 
 def block_slots(
     block_ids: Tensor, lead: torch.Size, actual_seq_len: Tensor | None, block_size: int
-) -> tuple[Tensor, Tensor]:
-    """``(block, offset)`` of every token where cache_index lists blocks; each batch starts at
-    offset 0.
+) -> Tensor:
+    """Returns the slot of every token, for a cache_index that lists blocks.
 
-    ``lead`` is ``[B, S]``, or ``[T]`` with ``actual_seq_len`` the inclusive prefix sums of the
-    sequence lengths. Tokens behind the last prefix belong to the last batch, as on the device.
+    Each batch starts at offset 0 of its first block. A negative block gives negative slots.
+
+    lead            ``[B, S]``, or ``[T]`` with ``actual_seq_len``
+    actual_seq_len  the inclusive prefix sums of the lengths of the batches. Tokens behind the last
+                    prefix belong to the last batch, as on the device
     """
-    ids = block_ids.reshape(-1)
-    if len(lead) == 2:
-        batch = torch.arange(lead[0]).repeat_interleave(lead[1])
-        position = torch.arange(lead[1]).repeat(lead[0])
-        first_block = batch * -(-lead[1] // block_size)
+    ids = block_ids.reshape(-1).clamp(-1, _BEYOND)
+    if actual_seq_len is None:
+        lengths = torch.full((lead[0],), lead[1])
     else:
-        assert actual_seq_len is not None
-        ends = actual_seq_len.to(torch.int64)
-        starts = torch.cat((ends.new_zeros(1), ends[:-1]))
-        token = torch.arange(lead[0])
-        batch = torch.searchsorted(ends, token, right=True).clamp(max=max(len(ends) - 1, 0))
-        blocks = (ends - starts + block_size - 1) // block_size
-        position = token - starts[batch]
-        first_block = (blocks.cumsum(0) - blocks)[batch]
-    return ids[first_block + position // block_size], position % block_size
-
-
-def write_paged(
-    cache: Tensor, block: Tensor, offset: Tensor, rows: Tensor, *, nz: bool, argument: str
-) -> None:
-    """Put ``rows[t]`` at ``(block[t], offset[t])``; negative blocks are skipped, duplicates: the
-    last wins.
-
-    With ``nz`` the memory is ``[BlockNum, W/C0, BlockSize, C0]``, C0 being 32 bytes:
-    element ``block*stride0 + (j/C0)*(BlockSize*C0) + offset*C0 + j%C0``.
-
-    Raises ContractError ``values.cache_index.range`` for a slot past the cache, which the device
-    writes unchecked.
-    """
-    block_num, block_size, _, width = cache.shape
-    if block_num == 0 or block.numel() == 0:
-        return
-    _check_layout(cache, nz, argument)
-    highest = int(block.max())
-    if highest >= block_num:
-        raise ContractError(
-            "values.cache_index.range",
-            "cache_index",
-            f"blocks below BlockNum {block_num} ({argument} {list(cache.shape)})",
-            f"block {highest}",
-            {"BlockNum": block_num, "BlockSize": block_size},
-            "service_scatter_cache: the device does not check the slot",
-        )
-    slot = torch.where(block < 0, block.new_full((), -1), block * block_size + offset)
-    ordered, position = torch.sort(slot, stable=True)
-    keep = ordered >= 0
-    keep[:-1] &= ordered[:-1] != ordered[1:]  # of equal slots the last one
-    block, offset, rows = (one[position[keep]] for one in (block, offset, rows))
-    if nz:
-        c0 = 32 // cache.element_size()
-        if width % c0:
-            raise ContractError(
-                f"shape.{argument}",
-                argument,
-                f"a row width that is a multiple of {c0} (FRACTAL_NZ)",
-                str(width),
-            )
-        fractal = cache.view(block_num, width // c0, block_size, c0)
-        fractal[block, :, offset] = rows.unflatten(-1, (width // c0, c0))
-    else:
-        cache[block, offset, 0] = rows
-
-
-def _check_layout(cache: Tensor, nz: bool, argument: str) -> None:
-    """ContractError for a cache that shares memory with itself, or whose blocks are no FRACTAL_NZ
-    memory.
-    """
-    if shares_memory(cache) or (nz and not writable(cache, first_axis_free=True, ones_free=True)):
-        expected = (
-            "contiguous axes, the first excepted" if nz else "memory of its own for every row"
-        )
-        found = f"{list(cache.shape)} with strides {list(cache.stride())}"
-        raise ContractError(f"contiguous.{argument}", argument, expected, found)
+        prefix_sums = actual_seq_len.long()
+        lengths = prefix_sums.diff(prepend=prefix_sums.new_zeros(1))
+    ends, token = lengths.cumsum(0), torch.arange(lead.numel())
+    batch = torch.searchsorted(ends, token, right=True).clamp(max=max(len(ends) - 1, 0))
+    blocks = (lengths + block_size - 1) // block_size
+    first_block = (blocks.cumsum(0) - blocks)[batch]
+    position = token - (ends - lengths)[batch]
+    return ids[first_block + position // block_size] * block_size + position % block_size
 
 
 def write(
@@ -113,18 +50,63 @@ def write(
     actual_seq_len: Tensor | None,
     argument: str,
 ) -> None:
-    """Write the new rows of one cache, in place; an empty cache (per-tile kr_cache, BlockNum 0) is
-    left alone.
+    """Writes the new rows of a cache, in place, unless the cache is empty (per-tile kr_cache,
+    BlockNum 0).
+
+    Without a cache_index the rows fill the cache. A negative slot skips its row. If several rows
+    have the same slot, the last row wins. In an NZ mode the memory is ``[BlockNum, W/C0, BlockSize,
+    C0]``, C0 being 32 bytes: element ``block*stride0 + (j/C0)*(BlockSize*C0) + offset*C0 + j%C0``.
+
+    Raises ContractError ``values.cache_index.range`` for a slot past the cache, which the device
+    writes unchecked.
     """
     if cache.numel() == 0 or rows.numel() == 0:
         return
-    if cache_mode in ("BSND", "TND"):
-        _check_layout(cache, False, argument)
+    is_nz = cache_mode.endswith("NZ")
+    _check_layout(cache, is_nz, argument)
+    if cache_index is None:
         cache.copy_(rows.view(cache.shape))
         return
-    assert cache_index is not None
-    if cache_mode in ("PA_BSND", "PA_NZ"):
-        block, offset = token_slots(cache_index, cache.shape[1])
+    block_num, block_size, _, width = cache.shape
+    if "BLK" in cache_mode:
+        slots = block_slots(cache_index, lead, actual_seq_len, block_size)
     else:
-        block, offset = block_slots(cache_index, lead, actual_seq_len, cache.shape[1])
-    write_paged(cache, block, offset, rows, nz=cache_mode.endswith("NZ"), argument=argument)
+        slots = cache_index.reshape(-1)
+    last_block = int(slots.max()) // block_size
+    if last_block >= block_num:
+        raise ContractError(
+            "values.cache_index.range",
+            "cache_index",
+            f"blocks below BlockNum {block_num} ({argument} {list(cache.shape)})",
+            f"block {last_block}",
+            {"BlockNum": block_num, "BlockSize": block_size},
+            "service_scatter_cache: the device does not check the slot",
+        )
+    ordered, position = torch.sort(slots, stable=True)
+    is_written = ordered >= 0
+    is_written[:-1] &= ordered[:-1] != ordered[1:]  # the last of equal slots
+    slots, rows = ordered[is_written], rows[position[is_written]]
+    block, offset = slots // block_size, slots % block_size
+    if not is_nz:
+        cache[block, offset, 0] = rows
+        return
+    c0 = 32 // cache.element_size()
+    if width % c0:
+        expected = f"a row width that is a multiple of {c0} (FRACTAL_NZ)"
+        raise ContractError(f"shape.{argument}", argument, expected, str(width))
+    fractal = cache.view(block_num, width // c0, block_size, c0)
+    fractal[block, :, offset] = rows.unflatten(-1, (width // c0, c0))
+
+
+def _check_layout(cache: Tensor, is_nz: bool, argument: str) -> None:
+    """Raises ContractError for a cache that shares memory with itself, or whose blocks are no
+    FRACTAL_NZ memory.
+    """
+    if is_nz and not writable(cache, first_axis_free=True, ones_free=True):
+        expected = "contiguous axes, the first excepted"
+    elif shares_memory(cache):
+        expected = "memory of its own for every row"
+    else:
+        return
+    found = f"{list(cache.shape)} with strides {list(cache.stride())}"
+    raise ContractError(f"contiguous.{argument}", argument, expected, found)

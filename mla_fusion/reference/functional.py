@@ -1,10 +1,8 @@
-"""Kernels as functions with the signature of their operator, and kernels that write their caches as
-those that give out written copies of them.
-"""
+"""Makes kernels callable as their operators are, and kernels that write caches functional."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from functools import wraps
 from inspect import Parameter, Signature
 from types import SimpleNamespace
@@ -19,35 +17,42 @@ Kernel = Callable[..., tuple[Tensor, ...]]
 
 
 def kernel(operator: Operator) -> Callable[[Callable[[Any], tuple[Tensor, ...]]], Kernel]:
-    """A function of the operator's own arguments, made of one that has all of them by name, schema
-    defaults filled in.
-    """
-    given = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in operator.required]
-    named = [
-        Parameter(name, Parameter.KEYWORD_ONLY, default=default)
-        for name, default in operator.defaults.items()
-    ]
+    """Returns a decorator that gives a function the signature of the operator.
 
-    def of(compute: Callable[[Any], tuple[Tensor, ...]]) -> Kernel:
+    The decorated function has one argument, a namespace of all arguments of the operator with the
+    defaults of its schema.
+    """
+    parameters = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in operator.required]
+    for name, default in operator.defaults.items():
+        parameters.append(Parameter(name, Parameter.KEYWORD_ONLY, default=default))
+
+    def decorate(compute: Callable[[Any], tuple[Tensor, ...]]) -> Kernel:
         @wraps(compute)
         def call(*args: Any, **options: Any) -> tuple[Tensor, ...]:
             arguments = meta.bind(operator.name, args, options)
             return compute(SimpleNamespace(**meta.complete(operator.name, arguments)))
 
-        vars(call)["__signature__"] = Signature([*given, *named])
+        vars(call)["__signature__"] = Signature(parameters)
         return call
 
-    return of
+    return decorate
+
+
+def clones(arguments: Mapping[str, Any], names: Collection[str]) -> dict[str, Tensor]:
+    """Returns copies of the tensors among the arguments of these names."""
+    present = [name for name in names if isinstance(arguments.get(name), Tensor)]
+    return {name: arguments[name].clone() for name in present}
 
 
 def on_copies(operator: Operator, write: Kernel) -> Kernel:
-    """``write`` on copies of the caches, which come behind its results; inputs are untouched."""
+    """Returns a kernel that calls ``write`` on copies of the caches and returns the copies behind
+    its results. The inputs stay as they are.
+    """
 
     def functional(*args: Any, **options: Any) -> tuple[Tensor, ...]:
-        call = meta.bind(operator.name, args, options)
-        given = {name: call[name] for name in operator.written if name in call}
-        copies = {n: c.clone() if isinstance(c, Tensor) else c for n, c in given.items()}
-        return (*write(**call | copies), *copies.values())
+        arguments = meta.bind(operator.name, args, options)
+        caches = clones(arguments, operator.written)
+        return (*write(**arguments | caches), *caches.values())
 
     functional.__name__ = operator.functional
     return functional

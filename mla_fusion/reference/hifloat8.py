@@ -1,8 +1,8 @@
 """HiFloat8 in software, as uint8: torch has no such dtype and torch_npu carries it as uint8 too.
 
 Layout, from the published format ("Ascend HiFloat8 Format for Deep Learning", arXiv 2409.16626): a
-sign, a prefix code of 2 to 4 bits that says how many exponent bits D follow, D exponent bits (a
-sign and a magnitude with a hidden leading one), and the rest mantissa. D = 4 has 1 mantissa bit, D
+sign, a prefix code of 2 to 4 bits for the number D of exponent bits, D exponent bits (a sign and a
+magnitude with a hidden leading 1), and mantissa bits. D = 4 has 1 mantissa bit, D
 = 3 has 2, D <= 2 has 3: 7 exponents of 3 bits, 8 of 2, 16 of 1. The prefix 0000 holds powers of two
 2**-22 .. 2**-16, zero (0x00) and NaN (0x80); there is no negative zero. Largest finite value 2**15,
 infinities 0x6F and 0xEF.
@@ -11,7 +11,7 @@ Verified: `decode` of all 256 codes, and `encode` of every bfloat16 and float16 
 midpoint and of its two float32 neighbours, against the numpy dtype `hifloat8` of en_dtypes 0.0.4,
 whose only difference is that it overflows to infinity where the kernel saturates
 (`vf_dynamic_quant.h`, `vf_quant_pertensor.h`: SatMode SAT, CAST_ROUND). `decode` also agrees with
-MindSpore's `hifloat8.h`; that one's encoder truncates and is no reference. Not verified: the
+MindSpore's `hifloat8.h`, whose encoder truncates and is no reference. Not verified: the
 kernel's cast of infinities (saturated here) and of NaN (kept), since neither has been seen on a
 device.
 """
@@ -30,7 +30,7 @@ _PREFIXES = ((0b11, 2, 4), (0b10, 2, 3), (0b01, 2, 2), (0b001, 3, 1), (0b0001, 4
 
 
 def _magnitude(code: int) -> float:
-    """The value of the lower seven bits."""
+    """Returns the value of the lower seven bits."""
     for prefix, length, d in _PREFIXES:
         if code >> (7 - length) == prefix:
             steps = 1 << (7 - length - d)  # of the mantissa
@@ -45,24 +45,22 @@ def _magnitude(code: int) -> float:
 
 @kept_outside_modes(1)
 def _tables() -> tuple[Tensor, Tensor, Tensor]:
-    """(value of each of the 256 codes, finite magnitudes ascending, their codes)."""
-    positive = [_magnitude(code) for code in range(128)]
-    values = torch.tensor(positive + [-value for value in positive], dtype=torch.float32)
+    """Returns the values of the 256 codes, the finite magnitudes in order, and their codes."""
+    positive = torch.tensor([_magnitude(code) for code in range(128)], dtype=torch.float32)
+    values = torch.cat((positive, -positive))
     values[_NAN] = float("nan")
-    finite = sorted((value, code) for code, value in enumerate(positive) if value <= MAXIMUM)
-    magnitudes, codes = zip(*finite, strict=True)
-    ascending = torch.tensor(magnitudes, dtype=torch.float32)
-    return values, ascending, torch.tensor(codes, dtype=torch.uint8)
+    magnitudes, codes = positive.sort()
+    return values, magnitudes[:-1], codes[:-1].to(torch.uint8)  # the last is infinity
 
 
 def decode(codes: Tensor) -> Tensor:
-    """float32 values of uint8 HiFloat8 codes."""
+    """Returns the float32 values of uint8 HiFloat8 codes."""
     return _tables()[0][codes.long()]
 
 
 def encode(x: Tensor) -> Tensor:
-    """uint8 codes nearest to ``x``; half-way cases away from zero (CAST_ROUND), saturating, NaN
-    kept.
+    """Returns the uint8 codes nearest to ``x``, half-way cases away from zero (CAST_ROUND),
+    saturated. NaN stays NaN.
     """
     _, magnitudes, codes = _tables()
     midpoints = (magnitudes[1:] + magnitudes[:-1]) / 2

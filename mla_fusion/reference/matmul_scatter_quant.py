@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mla_fusion.meta import number_formats
 from mla_fusion.meta.number_formats import INT8, NumberFormat
-from mla_fusion.reference.formats import format_of
+from mla_fusion.reference.formats import BY_MODE
 from mla_fusion.reference.numerics import matmul
 from mla_fusion.reference.quantize import int8_matmul, to_int8
 
@@ -28,8 +28,8 @@ def npu_transpose_batchmatmul(
     perm_y: Sequence[int] | None = None,
     batch_split_factor: int | None = 1,
 ) -> Tensor:
-    """``permute(input)[Bt, M, K] @ permute(weight)[Bt, K, N]``, output ``[M, Bt, N]`` (perm_y is
-    [1, 0, 2] only).
+    """Returns ``permute(input)[Bt, M, K] @ permute(weight)[Bt, K, N]`` as ``[M, Bt, N]`` (perm_y
+    is [1, 0, 2] only).
 
     With ``batch_split_factor`` f > 1 the result is ``[f, M, Bt*N/f]``. Raises ValueError for bias
     (unsupported by the operator) and scale (static quantisation, no CPU kernel).
@@ -43,14 +43,13 @@ def npu_transpose_batchmatmul(
     y = matmul(left, right).transpose(0, 1)
     factor = batch_split_factor or 1
     if factor > 1:
-        m, batch, n = y.shape
-        return y.reshape(m, factor, batch * n // factor).transpose(0, 1).contiguous()
+        y = y.flatten(1).unflatten(1, (factor, -1)).transpose(0, 1)
     return y.contiguous()
 
 
 def npu_scatter_nd_update_(input: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
-    """``input[indices[..., 0], ..., indices[..., a-1]] = updates``, in place; of equal indices the
-    last one wins.
+    """Writes ``input[indices[..., 0], ..., indices[..., a-1]] = updates`` and returns the input. If
+    indices are equal, the last update wins.
     """
     depth = indices.shape[-1]
     positions = indices.reshape(-1, depth).to(torch.int64)
@@ -59,7 +58,7 @@ def npu_scatter_nd_update_(input: Tensor, indices: Tensor, updates: Tensor) -> T
 
 
 def npu_scatter_nd_update(input: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
-    """`npu_scatter_nd_update_` on a copy."""
+    """Returns a copy after `npu_scatter_nd_update_`."""
     return npu_scatter_nd_update_(input.clone(), indices, updates)
 
 
@@ -71,7 +70,7 @@ def npu_scatter_pa_kv_cache(
     slot_mapping: Tensor,
     **options: Any,
 ) -> None:
-    """Rows ``[T, heads, width]`` to slots of ``[BlockNum, BlockSize, heads, width]``, in place, for
+    """Writes rows ``[T, heads, width]`` to slots of ``[BlockNum, BlockSize, heads, width]``, for
     key and value.
 
     Raises ValueError for any other ``cache_mode`` than "Norm" and for compressed sequences.
@@ -79,7 +78,7 @@ def npu_scatter_pa_kv_cache(
     mode = options.pop("cache_mode", "PA_NZ")
     if mode != "Norm":
         raise ValueError(f"cache_mode {mode!r} is not emulated, only 'Norm'")
-    if any(given is not None for given in options.values()):
+    if any(option is not None for option in options.values()):
         raise ValueError(f"{', '.join(options)}: compressed sequences are not emulated")
     for rows, cache in ((key, key_cache), (value, value_cache)):
         cache.view(-1, *cache.shape[2:])[slot_mapping.to(torch.int64)] = rows
@@ -93,7 +92,7 @@ def npu_scatter_pa_kv_cache_functional(
     slot_mapping: Tensor,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """`npu_scatter_pa_kv_cache` on copies."""
+    """Returns copies of both caches after `npu_scatter_pa_kv_cache`."""
     caches = key_cache.clone(), value_cache.clone()
     npu_scatter_pa_kv_cache(key, value, *caches, slot_mapping, **options)
     return caches
@@ -125,13 +124,14 @@ def npu_quant_matmul(
     group_sizes: Sequence[int] | None = None,
     y_scale: Tensor | None = None,
 ) -> Tensor:
-    """``(x1 @ x2 [+ int32 bias]) * scale [* pertoken_scale] [+ bias] [+ offset]``, rounded once.
+    """Returns ``(x1 @ x2 [+ int32 bias]) * scale [* pertoken_scale] [+ bias] [+ offset]``, rounded
+    once.
 
-    Of int8; of float8_e4m3fn, or hifloat8 (uint8, and 290 for both operands' dtype), with a scale
-    for each column and token; of float8_e4m3fn with e8m0 scales for blocks of 32 along k, ``scale
-    [k/64, n, 2]``, ``pertoken_scale [.., k/64, 2]``. ``output_dtype`` is a torch dtype number: 1
-    int8 (default), 3 int32, 5 float16, 6 float32, 15 bfloat16; int32 returns the accumulator of
-    int8. Raises ValueError for any other form.
+    The operands are int8; or float8_e4m3fn, or hifloat8 (uint8, and 290 for both operands' dtype),
+    with a scale for each column and token; or float8_e4m3fn with e8m0 scales for blocks of 32 along
+    k, ``scale [k/64, n, 2]``, ``pertoken_scale [.., k/64, 2]``. ``output_dtype`` is a torch dtype
+    number: 1 int8 (default), 3 int32, 5 float16, 6 float32, 15 bfloat16; int32 returns the
+    accumulator of int8. Raises ValueError for any other form.
     """
     token = None if pertoken_scale is None else (pertoken_scale.dtype, pertoken_scale_dtype)
     scales = (scale.dtype, scale_dtype), token
@@ -141,8 +141,7 @@ def npu_quant_matmul(
     if form is None or x2.dim() != 2 or y_scale is not None:
         raise ValueError(
             "npu_quant_matmul: the CPU kernel multiplies [..., k] by [k, n] of int8, "
-            "float8_e4m3fn or hifloat8, in no "
-            "groups but blocks of 32 with e8m0 scales"
+            "float8_e4m3fn or hifloat8, in no groups but blocks of 32 with e8m0 scales"
         )
     if output_dtype not in OUTPUT_DTYPES:
         raise ValueError(f"npu_quant_matmul: output_dtype is 1, 3, 5, 6 or 15, not {output_dtype}")
@@ -171,18 +170,17 @@ def npu_quant_matmul(
 def _float_product(
     form: NumberFormat, x1: Tensor, x2: Tensor, scale: Tensor, token: Tensor | None
 ) -> Tensor:
-    """In float32, by the arithmetic of the prologue's own products."""
-    kernel = format_of(form.full, "A5")
-    assert kernel is not None
+    """Returns the float32 product, by the arithmetic of the prologue's own products."""
     if form.in_blocks:
         assert token is not None
-        of_columns = scale.view(torch.uint8).permute(1, 0, 2).reshape(x2.shape[1], -1)
-        of_rows = token.view(torch.uint8).reshape(x1.shape[0], -1)
-        return kernel.product(
-            x1, x2, *(codes.view(torch.float8_e8m0fnu) for codes in (of_rows, of_columns))
-        )
-    of_rows = torch.ones(1, dtype=torch.float32) if token is None else token.float().reshape(-1, 1)
-    return kernel.product(x1, x2, of_rows, scale.float().reshape(1, -1))
+        row_scale = token.view(torch.uint8).reshape(x1.shape[0], -1).view(torch.float8_e8m0fnu)
+        columns = scale.view(torch.uint8).permute(1, 0, 2).reshape(x2.shape[1], -1)
+        column_scale = columns.view(torch.float8_e8m0fnu)
+    else:
+        no_scale = torch.ones(1, dtype=torch.float32)
+        row_scale = no_scale if token is None else token.float().reshape(-1, 1)
+        column_scale = scale.float().reshape(1, -1)
+    return BY_MODE[form.full].product(x1, x2, row_scale, column_scale)
 
 
 def npu_format_cast(
@@ -192,7 +190,7 @@ def npu_format_cast(
     customize_dtype: int | None = None,
     input_dtype: int | None = None,
 ) -> Tensor:
-    """A copy: a storage format such as FRACTAL_NZ (29) is invisible to the logical tensor, and the
-    CPU has none.
+    """Returns a copy. A storage format such as FRACTAL_NZ (29) is invisible to the logical tensor,
+    and the CPU has no formats.
     """
     return input.clone()

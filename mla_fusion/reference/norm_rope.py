@@ -1,5 +1,6 @@
-"""CPU kernels of the NPU norm and rotary operators met in unfused MLA graphs: float32 inside, one
-cast at the end.
+"""CPU kernels of the NPU norm and rotary operators of unfused MLA graphs.
+
+They compute in float32 and cast once, at the end.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from mla_fusion.reference.numerics import interleave_rope, working_dtype
 
 
 def npu_rms_norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-06) -> tuple[Tensor, Tensor]:
-    """``(input * rstd * gamma, rstd)`` over gamma's trailing axes; rstd float32 with those axes
-    kept as 1.
+    """Returns ``(input * rstd * gamma, rstd)`` over gamma's trailing axes. rstd is float32, and has
+    these axes with size 1.
     """
     work = working_dtype(input.dtype)
     axes = tuple(range(input.dim() - gamma.dim(), input.dim()))
@@ -24,8 +25,8 @@ def npu_rms_norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-06) -> tuple[
 def npu_add_rms_norm(
     x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-06
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``(RMSNorm(x1 + x2), rstd, x1 + x2)``; the sum is rounded to the input dtype before it is
-    normed.
+    """Returns ``(RMSNorm(x1 + x2), rstd, x1 + x2)``. The sum is rounded to the input dtype before
+    the norm.
     """
     total = x1 + x2
     y, rstd = npu_rms_norm(total, gamma, epsilon)
@@ -33,8 +34,8 @@ def npu_add_rms_norm(
 
 
 def npu_interleave_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE of ``x [B, N, S, D]``, interleaved pairs in, halves out; ``cos``/``sin`` ``[B, 1, S or
-    1, D]``, cos first.
+    """Returns ``x [B, N, S, D]`` rotated, from interleaved pairs to halves. ``cos`` and ``sin`` are
+    ``[B, 1, S or 1, D]``.
 
     The result has x's strides, as torch_npu's Meta kernel says.
     """
@@ -44,8 +45,8 @@ def npu_interleave_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def npu_rotary_mul(
     input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half", rotate: Tensor | None = None
 ) -> Tensor:
-    """``input*r1 + rotated(input)*r2``; "half" rotates halves, "interleave" pairs, ``rotate`` by
-    that matrix.
+    """Returns ``input*r1 + rotated(input)*r2``. "half" rotates halves, "interleave" pairs;
+    ``rotate`` is a matrix that rotates instead.
     """
     work = working_dtype(input.dtype)
     x = input.to(work)

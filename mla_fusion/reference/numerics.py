@@ -1,4 +1,4 @@
-"""The arithmetic every step shares: where the kernel rounds, and in which precision it works.
+"""Arithmetic of all steps: where the kernel rounds, and in which precision it computes.
 
 The Ascend kernel accumulates in float32 and rounds to bfloat16 after every matmul, norm and
 rotation (`service_matmul_arch22.h`, `rms_norm.h`, `service_rope_arch22.h`). ``activation`` below is
@@ -22,12 +22,12 @@ _ROUNDS_PARTIAL_SUMS = platform.machine() not in ("x86_64", "AMD64")
 
 
 def working_dtype(activation: torch.dtype) -> torch.dtype:
-    """The dtype of vector arithmetic: float32, or float64 when the activations are float64."""
+    """Returns the dtype of vector arithmetic: float32, or float64 if the activations are."""
     return torch.float64 if activation == torch.float64 else torch.float32
 
 
 def nz_weight_to_nd(weight: Tensor) -> Tensor:
-    """``[k, n]`` from FRACTAL_NZ storage ``[n/C0, k/16, 16, C0]``; a 2-D weight is returned as it
+    """Returns ``[k, n]`` from FRACTAL_NZ storage ``[n/C0, k/16, 16, C0]``, or a 2-D weight as it
     is.
 
     `CheckShape` in `mla_prolog_tiling_check.cpp` accepts both for weight_dq, weight_uq_qr and
@@ -35,19 +35,19 @@ def nz_weight_to_nd(weight: Tensor) -> Tensor:
     """
     if weight.dim() == 2:
         return weight
-    n1, k1, k0, n0 = weight.shape
-    return weight.permute(1, 2, 0, 3).reshape(k1 * k0, n1 * n0)
+    return weight.permute(1, 2, 0, 3).flatten(2).flatten(0, 1)
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """``a @ b`` with wide accumulation and one rounding at the end (fixpipe F322BF16)."""
+    """Returns ``a @ b``, accumulated wide and rounded once (fixpipe F322BF16)."""
     if _ROUNDS_PARTIAL_SUMS and a.dtype in (torch.bfloat16, torch.float16):
         return torch.matmul(a.float(), b.float()).to(a.dtype)
     return torch.matmul(a, b)
 
 
 def rms_norm(x: Tensor, gamma: Tensor, epsilon: float, scale: float = 1.0) -> Tensor:
-    """``x / sqrt(sum(x^2) * (1/n) + eps) * gamma [* scale]`` in the working dtype, not yet rounded.
+    """Returns ``x / sqrt(sum(x^2) * (1/n) + eps) * gamma [* scale]`` in the working dtype,
+    unrounded.
 
     `rms_norm.h`: a true division by the root, 1/n as a constant, and the scale multiplied last and
     only when ``abs(scale - 1) >= FLT_EPSILON``. The caller casts or quantises the result.
@@ -60,8 +60,7 @@ def rms_norm(x: Tensor, gamma: Tensor, epsilon: float, scale: float = 1.0) -> Te
 
 
 def interleave_rope(x: Tensor, cos: Tensor, sin: Tensor, activation: torch.dtype) -> Tensor:
-    """RoPE over interleaved input pairs with half-layout output; the halves of cos and sin are not
-    tied.
+    """Returns x rotated, from interleaved pairs to halves. The halves of cos and sin may differ.
 
     ``y[:h] = x[0::2]*cos[:h] - x[1::2]*sin[:h]``, ``y[h:] = x[1::2]*cos[h:] + x[0::2]*sin[h:]``
     (`service_rope_arch22.h`), in the working dtype, rounded once to ``activation``.

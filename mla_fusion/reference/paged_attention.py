@@ -1,9 +1,9 @@
-"""Attention of absorbed MLA over pages of latents, and with it the CPU kernel of
+"""Computes attention of absorbed MLA over pages of latents: the CPU kernel of
 npu_fused_infer_attention_score_v2.
 
-Scores, softmax and both products are float32 (float64 for float64 tensors) and the result is
+Scores, softmax and both products are float32 (float64 for float64 tensors), and the result is
 rounded once. The device also rounds the probabilities on the way, to the dtype of the query, or to
-1/127 with an int8 query: results here are nearer to float64 than its are.
+1/127 with an int8 query. So results here are nearer to float64 than the device's.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ def attend(
     seen: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """out ``[B, S, N, D]`` and log-sum-exp ``[B, S, N]``, in the working dtype, of S tokens of each
-    of B sequences.
+    """Returns out ``[B, S, N, D]`` and log-sum-exp ``[B, S, N]`` for S tokens of each of B
+    sequences, in the working dtype.
 
     query   [B, S, N, D], query_rope [B, S, N, R]
     caches  key, value and key_rope: [BlockNum, .., BlockSize, width], or NZ,
             [BlockNum, 1, width / C0, BlockSize, C0]
     tables  [B, blocks]; entries behind a sequence's last block are not read
-    seen    [B, S], how many positions each token sees. Of none, out is 0 and the other -inf.
+    seen    [B, S], how many positions each token sees. For 0, out is 0 and log-sum-exp is -inf
     """
     work = working_dtype(query.dtype)
     tokens, heads = query.shape[1:3]
@@ -68,25 +68,27 @@ def attend_ragged(
     counts: Sequence[int],
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """The same of ``[T, N, ..]``, ``counts[i]`` tokens of sequence i: its last ones, and each sees
-    what stands up to itself.
+    """Returns the same for queries ``[T, N, ..]``: the last ``counts[i]`` tokens of sequence i.
+
+    Each token sees the positions up to its own.
     """
     out = query.new_zeros(query.shape, dtype=working_dtype(query.dtype))
     lse = out.new_full(query.shape[:2], float("-inf"))
     end = 0
-    for index, count in enumerate(counts):
+    for length, table, count in zip(lengths, tables, counts, strict=False):
         if count:
-            new, one = slice(end, end + count), slice(index, index + 1)
-            seen = lengths[one] - torch.arange(count - 1, -1, -1, device=lengths.device)
-            given = query[None, new], query_rope[None, new], caches, tables[one], seen[None], scale
-            out[new], lse[new] = (found.squeeze(0) for found in attend(*given))
+            new = slice(end, end + count)
+            seen = length - torch.arange(count - 1, -1, -1, device=lengths.device)
+            queries = query[None, new], query_rope[None, new]
+            results = attend(*queries, caches, table[None], seen[None], scale)
+            out[new], lse[new] = (result.squeeze(0) for result in results)
         end += count
     return out, lse
 
 
 def _rows(cache: Tensor, tables: Tensor, length: Tensor) -> Tensor:
-    """``[B, L, width]``: the rows of each sequence in order, zeros behind its end (a pool may hold
-    NaN there).
+    """Returns the rows of each sequence in order, ``[B, L, width]``, and zeros behind its end (a
+    pool may hold NaN there).
     """
     block_size = cache.shape[-2]
     starts = torch.arange(tables.shape[1], device=tables.device) * block_size
@@ -101,16 +103,17 @@ def _rows(cache: Tensor, tables: Tensor, length: Tensor) -> Tensor:
 def npu_fused_infer_attention_score_v2(
     query: Tensor, key: Tensor, value: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """attention_out in the layout asked for, and softmax_lse [T, N, 1] or [B, N, S, 1] float32.
+    """Returns attention_out in the layout that the call names, and softmax_lse [T, N, 1] or [B, N,
+    S, 1] float32.
 
-    softmax_lse is empty without ``return_softmax_lse``. A sequence of no key gives 0, and -inf.
+    softmax_lse is empty without ``return_softmax_lse``. A sequence without keys gives 0, and -inf.
 
-    Raises ContractError for what the operator does not take (float32 and float64 are taken beside
-    its dtypes), and ValueError for sparse_mode 4 and 9, which this kernel has not.
+    Raises ContractError for what the operator does not take (this kernel takes float32 and float64
+    too), and ValueError for sparse_mode 4 and 9, which this kernel lacks.
     """
     full = {**ATTENTION.defaults, "query": query, "key": key, "value": value, **options}
-    wide = (*FLOATS, torch.float32, torch.float64)
-    Attention(full, wide).check("A3", "latest", True)
+    dtypes = (*FLOATS, torch.float32, torch.float64)
+    Attention(full, dtypes).check("A3", "latest", True)
     mode = full["sparse_mode"]
     if mode not in (NO_MASK, CAUSAL_AT_THE_END):
         raise ValueError(f"{ATTENTION.name}: the CPU kernel has no sparse_mode {mode}")
@@ -118,7 +121,7 @@ def npu_fused_infer_attention_score_v2(
     order = "TND" if "T" in axes else "BSND"
 
     def laid_out(tensor: Tensor, axes: str) -> Tensor:
-        """In the axes of ``order``, whose last one may be missing."""
+        """Returns the tensor in the axes of ``order``, of which it may lack the last."""
         if axes.endswith("H"):
             tensor, axes = tensor.unflatten(-1, (full["num_query_heads"], -1)), order
         return tensor.permute([axes.index(axis) for axis in order[: tensor.dim()]])
@@ -130,22 +133,24 @@ def npu_fused_infer_attention_score_v2(
         factor = factor.unsqueeze(-1) * full["dequant_scale_key"]
         q, q_rope = q * factor, q_rope * factor
     caches, tables = (key, value, full["key_rope"]), full["block_table"]
-    lengths, ends = (full[f"actual_seq_{name}len"] for name in ("kv", "q"))
-    lengths = torch.as_tensor(lengths)
+    scale = full["softmax_scale"]
+    lengths, ends = torch.as_tensor(full["actual_seq_kvlen"]), full["actual_seq_qlen"]
     if order == "TND":
-        counts = [int(b) - int(a) for a, b in zip([0, *ends], ends, strict=False)]
-        out, lse = attend_ragged(q, q_rope, caches, tables, lengths, counts, full["softmax_scale"])
+        ends = torch.as_tensor(ends)
+        counts = ends.diff(prepend=ends.new_zeros(1)).tolist()
+        out, lse = attend_ragged(q, q_rope, caches, tables, lengths, counts, scale)
     else:
         tokens = torch.arange(q.shape[1])
-        # of one token a sequence, the operator does not read their number
+        # with a single token a sequence, the operator does not read their number
         new = torch.as_tensor([len(tokens)] if ends is None or len(tokens) == 1 else ends)
         new, seen = new.unsqueeze(1), lengths.unsqueeze(1)
-        seen = seen - (new - 1 - tokens) if mode == CAUSAL_AT_THE_END else seen
+        if mode == CAUSAL_AT_THE_END:
+            seen = seen - (new - 1 - tokens)
         seen = seen.masked_fill(tokens >= new, 0).expand(len(q), -1)
-        out, lse = attend(q, q_rope, caches, tables, seen, full["softmax_scale"])
+        out, lse = attend(q, q_rope, caches, tables, seen, scale)
         lse = lse.transpose(1, 2)
     if query.dtype == torch.int8:
         out = out * full["dequant_scale_value"]
-    laid = out.flatten(-2) if out_axes[-1] == "H" else out.permute([*map(order.index, out_axes)])
+    out = out.flatten(-2) if out_axes[-1] == "H" else out.permute([*map(order.index, out_axes)])
     lse = lse.unsqueeze(-1) if full["return_softmax_lse"] else lse.new_empty(0)
-    return laid.to(rope.dtype).contiguous(), lse.float().contiguous()
+    return out.to(rope.dtype).contiguous(), lse.float().contiguous()

@@ -1,5 +1,5 @@
-"""The MLA prologues on the CPU: roundings of the A2/A3 kernel, and of the A5 kernel for its own
-formats.
+"""CPU kernels of the MLA prologues. They round as the A2/A3 kernel does, and as the A5 kernel for
+its own formats.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 from mla_fusion import meta
 from mla_fusion.meta.prolog import V1, V2, V3, Operator
 from mla_fusion.reference import cache
-from mla_fusion.reference.formats import Format, format_of
+from mla_fusion.reference.formats import format_of
 from mla_fusion.reference.functional import kernel, on_copies
 from mla_fusion.reference.numerics import (
     interleave_rope,
@@ -25,96 +25,79 @@ from mla_fusion.reference.quantize import tile_row, to_int8
 
 
 def projection(
-    form: Format | None,
-    x: Tensor,
-    weight: Tensor,
-    scale_token: Tensor | None,
-    scale_channel: Tensor | None,
+    form: Any, x: Tensor, weight: Tensor, token_scale: Any, channel_scale: Tensor | None
 ) -> Tensor:
-    """``x W``, rounded to the activation dtype, or dequantised and unrounded.
+    """Returns ``x W``, rounded to the activation dtype, or dequantised and unrounded.
 
     `service_matmul_arch22.h`; int8 products are exact int32 sums, scaled per token, then per
     channel (not on A5).
     """
-    if form is None or scale_channel is None:
-        return matmul(x, weight)
-    assert scale_token is not None  # comes with the channel's
-    return form.product(x, weight, scale_token, scale_channel)
+    if channel_scale is None:
+        return matmul(x, nz_weight_to_nd(weight))
+    return form.product(x, nz_weight_to_nd(weight), token_scale, channel_scale)
 
 
 @kernel(V3)
 def npu_mla_prolog_v3(call: Any) -> tuple[Tensor, ...]:
-    """``(query, query_rope, dequant_scale_q_nope, query_norm, dequant_scale_q_norm)``; writes both
-    caches.
+    """Writes both caches and returns ``(query, query_rope, dequant_scale_q_nope, query_norm,
+    dequant_scale_q_norm)``.
 
     Arguments as `torch_npu.npu_mla_prolog_v3`. Leading dims ``lead`` are ``[T]`` or ``[B, S]``, as
     token_x has them: query ``lead + [N, Hckv]``, query_rope ``lead + [N, Dr]``, query_norm ``lead +
     [Hcq]``, dequant_scale_q_nope ``[T, N, 1]``, dequant_scale_q_norm ``[T, 1]``; outputs the call
-    does not ask for have shape ``[0]``, as torch_npu gives them from CANN 8.5 on. Only rows named
-    by cache_index are written.
+    does not ask for have shape ``[0]``, as torch_npu gives them from CANN 8.5 on. The kernel writes
+    only the rows that cache_index names.
 
-    float32 and float64 tensors are taken too and computed without bfloat16 rounding (the NPU takes
-    bfloat16). Sizes outside the operator's published tables are computed as well; shapes that
-    disagree raise ContractError. int8 rounds as on A2 and A3, inside ``reference.chip("A5")`` as on
-    A5.
+    The kernel takes float32 and float64 tensors too, and then rounds nothing to bfloat16 (the NPU
+    takes bfloat16). It takes sizes outside the operator's published tables. Shapes that disagree
+    raise ContractError. int8 rounds as on A2 and A3, inside ``reference.chip("A5")`` as on A5.
     """
     meta.check_structure(V3.name, vars(call))
     lead, activation = call.token_x.shape[:-1], call.rmsnorm_gamma_cq.dtype
     n, d, hckv = call.weight_uk.shape
     dr = call.rope_sin.shape[-1]
-    x = call.token_x.reshape(-1, call.token_x.shape[-1])
-    sin, cos = call.rope_sin.reshape(-1, dr), call.rope_cos.reshape(-1, dr)
-    w_dq, w_uq_qr, w_dkv_kr = map(
-        nz_weight_to_nd, (call.weight_dq, call.weight_uq_qr, call.weight_dkv_kr)
-    )
-    absent = torch.empty(0, dtype=torch.float32)
-    form = format_of(call.weight_quant_mode)
+    x, sin, cos = (t.flatten(0, -2) for t in (call.token_x, call.rope_sin, call.rope_cos))
+    work = working_dtype(activation)
+    form: Any = format_of(call.weight_quant_mode)  # None without quantisation
 
-    cq = projection(form, x, w_dq, call.dequant_scale_x, call.dequant_scale_w_dq)
+    cq = projection(form, x, call.weight_dq, call.dequant_scale_x, call.dequant_scale_w_dq)
     # its rounding is the query_norm of the unquantised kernel (`service_rms_norm_arch22.h`)
     normed = rms_norm(cq, call.rmsnorm_gamma_cq, call.rmsnorm_epsilon_cq, call.qc_qr_scale)
-    if form is None:
-        c_q, scale_c_q = normed.to(activation), torch.empty(0, dtype=torch.float32)
-    else:
+    c_q, scale_c_q = normed.to(activation), torch.empty(0, dtype=torch.float32)
+    if form is not None:
         # query_norm is smoothed too (`service_rms_norm_arch22.h`)
         smooth = call.smooth_scales_cq
-        c_q, scale_c_q = form.dynamic_quant(
-            normed if smooth is None else normed * smooth.to(normed.dtype)
-        )
-    heads = projection(form, c_q, w_uq_qr, scale_c_q, call.dequant_scale_w_uq_qr)
+        smoothed = normed if smooth is None else normed * smooth.to(normed.dtype)
+        c_q, scale_c_q = form.dynamic_quant(smoothed)
+    heads = projection(form, c_q, call.weight_uq_qr, scale_c_q, call.dequant_scale_w_uq_qr)
     # columns run per head [D nope | Dr rope]
     q_nope, q_pe = heads.unflatten(-1, (n, d + dr)).split((d, dr), -1)
     # a dequantised q_nope is rounded before the product, a dequantised q_pe enters unrounded
     # (`service_rotary_position_embedding`)
     query = matmul(q_nope.to(call.weight_uk.dtype).transpose(0, 1), call.weight_uk).transpose(0, 1)
     query_rope = interleave_rope(q_pe, cos.unsqueeze(1), sin.unsqueeze(1), activation)
-    dequant_scale_q_nope = absent
-    if call.kv_cache_quant_mode == 1:
-        assert form is not None
-        query, dequant_scale_q_nope = form.quant_query(query.to(working_dtype(query.dtype)))
-        # Attention multiplies the whole score by dequant_scale_q_nope / quant_scale_ckv, so the
-        # rope part is brought to the same scale (`service_dynamic_quant_qn_mul_qr_arch22.h`).
-        work = working_dtype(activation)
-        factor = call.quant_scale_ckv.reshape(-1)[0].to(work) / dequant_scale_q_nope.to(work)
-        query_rope = (query_rope.to(work) * factor).to(activation)
+    dequant_scale_q_nope = torch.empty(0, dtype=torch.float32)
 
-    both = projection(form, x, w_dkv_kr, call.dequant_scale_x, call.dequant_scale_w_dkv_kr)
-    ckv, kr = both.split((hckv, dr), -1)
+    dkv_kr = call.weight_dkv_kr, call.dequant_scale_x, call.dequant_scale_w_dkv_kr
+    ckv, kr = projection(form, x, *dkv_kr).split((hckv, dr), -1)
     ckv = rms_norm(ckv, call.rmsnorm_gamma_ckv, call.rmsnorm_epsilon_ckv, call.kc_scale)
     kr = interleave_rope(kr, cos, sin, activation)
     if call.kv_cache_quant_mode == 0:
         ckv = ckv.to(activation)
     elif call.kv_cache_quant_mode == 1:
-        assert form is not None
-        # of a [1, Hckv] tensor one float is read
-        ckv = form.per_tensor(ckv * call.quant_scale_ckv.reshape(-1)[0].to(ckv.dtype))
+        # the kernel reads the first float of a [1, Hckv] tensor
+        cache_scale = call.quant_scale_ckv.reshape(-1)[0].to(work)
+        query, dequant_scale_q_nope = form.quant_query(query.to(work))
+        # Attention multiplies the whole score by dequant_scale_q_nope / quant_scale_ckv, so the
+        # rope part is brought to the same scale (`service_dynamic_quant_qn_mul_qr_arch22.h`).
+        factor = cache_scale / dequant_scale_q_nope.to(work)
+        query_rope = (query_rope.to(work) * factor).to(activation)
+        ckv = form.round(ckv * cache_scale)
     elif call.kv_cache_quant_mode == 2:
-        work = working_dtype(activation)
         ckv = to_int8(ckv * call.quant_scale_ckv.to(work))
         kr = to_int8(kr.to(work) * call.quant_scale_ckr.to(work))
     else:
-        assert form is not None
-        # one row in bytes: quantised latent, rope, fp32 scales
+        # a row in bytes: quantised latent, rope, fp32 scales
         codes, scale = form.per_tile(ckv, call.k_nope_clip_alpha, call.tile_size)
         ckv = tile_row(codes.view(torch.int8), kr, scale).view(codes.dtype)
     where = call.cache_mode, lead, call.cache_index, call.actual_seq_len
@@ -125,8 +108,8 @@ def npu_mla_prolog_v3(call: Any) -> tuple[Tensor, ...]:
         query.contiguous().view(*lead, n, hckv),
         query_rope.view(*lead, n, dr),
         dequant_scale_q_nope,
-        c_q.view(*lead, c_q.shape[-1]) if call.query_norm_flag else absent.to(c_q.dtype, copy=True),
-        scale_c_q if call.query_norm_flag else absent.to(scale_c_q.dtype, copy=True),
+        c_q.view(*lead, c_q.shape[-1]) if call.query_norm_flag else c_q.new_empty(0),
+        scale_c_q if call.query_norm_flag else scale_c_q.new_empty(0),
     )
 
 
@@ -141,14 +124,16 @@ npu_mla_prolog_v3_functional = on_copies(V3, npu_mla_prolog_v3)
 
 @kernel(V1)
 def npu_mla_prolog(call: Any) -> tuple[Tensor, ...]:
-    """v1: ``(query, query_rope, kv_cache, kr_cache)``; arguments as `torch_npu.npu_mla_prolog`."""
+    """Returns ``(query, query_rope, kv_cache, kr_cache)``; arguments as
+    `torch_npu.npu_mla_prolog`.
+    """
     return _prolog(V1, call)[:4]
 
 
 @kernel(V2)
 def npu_mla_prolog_v2(call: Any) -> tuple[Tensor, ...]:
-    """v2: ``(query, query_rope, kv_cache, kr_cache, dequant_scale_q_nope)``; the last is ``[1]``
-    when absent.
+    """Returns ``(query, query_rope, kv_cache, kr_cache, dequant_scale_q_nope)``. The last is
+    ``[1]`` when absent.
     """
     return _prolog(V2, call)
 
@@ -156,10 +141,9 @@ def npu_mla_prolog_v2(call: Any) -> tuple[Tensor, ...]:
 def _prolog(operator: Operator, call: Any) -> tuple[Tensor, ...]:
     meta.check_structure(operator.name, vars(call))
     wq, kv = meta.implied_quant_modes(vars(call))
-    if kv == 1:  # a [1, Hckv] row of which the kernel reads one float
-        call.quant_scale_ckv = call.quant_scale_ckv.reshape(-1)[:1]
-    query, query_rope, dequant_scale_q_nope, _, _ = npu_mla_prolog_v3(
+    query, query_rope, scale, _, _ = npu_mla_prolog_v3(
         **vars(call), weight_quant_mode=wq, kv_cache_quant_mode=kv, query_quant_mode=int(kv == 1)
     )
-    scale = dequant_scale_q_nope if kv == 1 else torch.empty(1, dtype=torch.float32).zero_()
+    if kv != 1:
+        scale = torch.zeros(1, dtype=torch.float32)
     return query, query_rope, call.kv_cache.clone(), call.kr_cache.clone(), scale

@@ -1,4 +1,4 @@
-"""Meta kernels by operator name: shapes and dtypes only, sizes kept symbolic."""
+"""Meta kernels by operator name. They compute shapes and dtypes only, and keep sizes symbolic."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 
 from mla_fusion import meta
 from mla_fusion.compat import take_for_one
-from mla_fusion.meta import key_operator, number_formats, preprocess
-from mla_fusion.meta.prolog import CACHES
+from mla_fusion.meta import key_operator, preprocess
+from mla_fusion.meta.number_formats import BLOCK, HIFLOAT8_NUMBER
 from mla_fusion.meta.signature import OPERATORS
 from mla_fusion.reference.kernels import (  # noqa: F401  # what these compute of meta tensors
     npu_add_rms_norm,
@@ -19,28 +19,28 @@ from mla_fusion.reference.kernels import (  # noqa: F401  # what these compute o
 )
 from mla_fusion.reference.matmul_scatter_quant import OUTPUT_DTYPES
 
-# results that are caches, and the arguments whose strides they keep
-_LIKE = dict(zip(CACHES, CACHES, strict=True))
-_LIKE_OF_OTHERS = {
-    preprocess.OP: dict(zip(preprocess.RESULTS[1::2], preprocess.CACHES, strict=True)),
-    **dict.fromkeys((one.name for one in key_operator.OPERATORS), key_operator.ARGUMENTS),
+# arguments that are caches, by the names of the results, where these names differ
+_CACHE_ARGUMENTS = {
+    **dict(zip(preprocess.RESULTS[1::2], preprocess.CACHES, strict=True)),
+    **key_operator.ARGUMENTS,
 }
 
 
 def _inferred(op: str, *args: Any, **options: Any) -> tuple[Tensor, ...]:
+    """Returns the results that the contract infers. Results that are caches keep the strides."""
     arguments = meta.bind(op, args, options)
-    results = [
-        torch.empty(shape, dtype=dtype, device="meta")
-        for shape, dtype in meta.infer(op, **arguments)
-    ]
-    like = _LIKE_OF_OTHERS.get(op, _LIKE)
-    for position, name in enumerate(OPERATORS[op].results):
-        if name in like:
-            results[position] = torch.empty_like(arguments[like[name]])
+    results = []
+    for name, result in zip(OPERATORS[op].results, meta.infer(op, **arguments), strict=True):
+        argument = name if name in arguments else _CACHE_ARGUMENTS.get(name)
+        if argument is None:
+            shape, dtype = result
+            results.append(torch.empty(shape, dtype=dtype, device="meta"))
+        else:
+            results.append(torch.empty_like(arguments[argument]))
     return tuple(results)
 
 
-# those that the contract describes
+# operators that the contract describes
 globals().update({name: partial(_inferred, name) for name in OPERATORS})
 
 
@@ -78,31 +78,32 @@ def npu_scatter_pa_kv_cache_functional(*args: Tensor, **options: Any) -> tuple[T
     return torch.empty_like(args[2]), torch.empty_like(args[3])
 
 
+# dtypes by dst_type, torch's own number or torch_npu's; int8 for the others
+_DTYPES: dict[Any, torch.dtype] = {
+    23: torch.float8_e5m2,
+    24: torch.float8_e4m3fn,
+    HIFLOAT8_NUMBER: torch.uint8,
+    291: torch.float8_e5m2,
+    292: torch.float8_e4m3fn,
+}
+
+
 def npu_dynamic_quant(input: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     scale = input.new_empty(input.shape[:-1], dtype=torch.float32)
-    return torch.empty_like(input, dtype=_element(options.get("dst_type"))), scale
-
-
-def _element(number: int | None) -> torch.dtype:
-    form = number_formats.of_dst_type(number)
-    return form.element if form is not None else _FLOAT8.get(number, torch.int8)
-
-
-_FLOAT8: dict[Any, torch.dtype] = dict.fromkeys((23, 291), torch.float8_e5m2) | dict.fromkeys(
-    (24, 292), torch.float8_e4m3fn
-)
+    dtype = _DTYPES.get(options.get("dst_type"), torch.int8)
+    return torch.empty_like(input, dtype=dtype), scale
 
 
 def npu_dynamic_mx_quant(input: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-    pairs = (input.shape[-1] + 2 * number_formats.BLOCK - 1) // (2 * number_formats.BLOCK)
+    pairs = (input.shape[-1] + 2 * BLOCK - 1) // (2 * BLOCK)
     scales = input.new_empty((*input.shape[:-1], pairs, 2), dtype=torch.uint8)
-    return torch.empty_like(input, dtype=_FLOAT8[options.get("dst_type")]), scales
+    return torch.empty_like(input, dtype=_DTYPES[options.get("dst_type")]), scales
 
 
 def npu_dynamic_block_quant(x: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     blocks = (x.shape[-1] + 127) // 128
     scale = x.new_empty((*x.shape[:-1], blocks), dtype=torch.float32)
-    return x.new_empty(x.shape, dtype=_element(options.get("dst_type"))), scale
+    return x.new_empty(x.shape, dtype=_DTYPES.get(options.get("dst_type"), torch.int8)), scale
 
 
 def npu_quantize(input: Tensor, *args: Any, **options: Any) -> Tensor:

@@ -24,19 +24,18 @@ def npu_sparse_flash_attention(
     attention_mode: int = 0,
     **others: object,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``query [B, S, N, 512]`` over the rows of ``key [B, L, 1, 512]`` that ``sparse_indices [B, S,
-    1, k]`` names up to the first -1. Raises ValueError for any other form."""
+    """Returns attention of ``query [B, S, N, 512]`` over the rows of ``key [B, L, 1, 512]`` that
+    ``sparse_indices [B, S, 1, k]`` names up to the first -1, and two empty tensors.
+
+    Raises ValueError for any other form.
+    """
     form = (layout_query, layout_kv, sparse_block_size, sparse_mode, attention_mode)
-    given = [name for name, argument in others.items() if isinstance(argument, Tensor)]
-    if (
-        form != ("BSND", "BSND", 1, 0, 2)
-        or given
-        or query_rope is None
-        or key_rope is None
-        or value is None
-    ):
+    extras = [name for name, argument in others.items() if isinstance(argument, Tensor)]
+    is_known = form == ("BSND", "BSND", 1, 0, 2) and not extras
+    if not is_known or query_rope is None or key_rope is None or value is None:
         raise ValueError(
-            f"npu_sparse_flash_attention: the CPU kernel has no form {form} with {', '.join(given)}"
+            "npu_sparse_flash_attention: the CPU kernel has no form "
+            f"{form} with {', '.join(extras)}"
         )
     work = working_dtype(query.dtype)
     picks = sparse_indices[:, :, 0].long()
@@ -44,9 +43,9 @@ def npu_sparse_flash_attention(
     place = picks.clamp_min(0).flatten(1).unsqueeze(-1)
 
     def rows(cache: Tensor) -> Tensor:
-        width = cache.shape[-1]
-        taken = cache[:, :, 0].gather(1, place.expand(-1, -1, width))
-        return taken.view(*picks.shape, width).to(work)
+        """Returns the picked rows of a cache, [B, S, k, width]."""
+        picked = cache[:, :, 0].gather(1, place.expand(-1, -1, cache.shape[-1]))
+        return picked.unflatten(1, picks.shape[1:]).to(work)
 
     scores = query.to(work) @ rows(key).mT + query_rope.to(work) @ rows(key_rope).mT
     scores = (scores * scale_value).masked_fill(~seen.unsqueeze(2), float("-inf"))

@@ -12,7 +12,7 @@ from mla_fusion.meta import ContractError
 
 from mla_fusion import paging
 from mla_fusion.reference import npu_mla_prolog_v3
-from mla_fusion.reference.cache import write_paged
+from mla_fusion.reference.cache import write
 from tests.samples import sample_call
 
 DTYPES = [torch.bfloat16, torch.int8, torch.float8_e4m3fn, torch.float32]
@@ -43,7 +43,7 @@ def test_nz_and_back(dtype: torch.dtype, blocks: int, size: int, fractals: int, 
         rows = cache.view(-1, cache.shape[-1])
         slot = torch.arange(len(rows))
         written = torch.zeros_like(cache)
-        write_paged(written, slot // size, slot % size, rows, nz=True, argument="kv_cache")
+        write(written, rows, "PA_NZ", slot.shape, slot, None, "kv_cache")
         assert torch.equal(bits(written), bits(nz))
 
 
