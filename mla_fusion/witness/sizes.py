@@ -10,8 +10,8 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from sympy import Integer
+from torch import Tensor
 from torch.fx import Graph, Node
 
 from mla_fusion.compat import guarded_equal
@@ -96,9 +96,7 @@ def largest_literal(nodes: Nodes, of_x: Collection[Node]) -> int:
     counts, most = set[Node](), 0
     for node in nodes:
         tensors_read = [
-            operand
-            for operand in node.all_input_nodes
-            if isinstance(value_of(operand), torch.Tensor)
+            operand for operand in node.all_input_nodes if isinstance(value_of(operand), Tensor)
         ]
         is_new_count = not tensors_read and bool(_sizes(node))
         if node not in of_x and (is_new_count or not counts.isdisjoint(tensors_read)):
@@ -119,7 +117,7 @@ def _sizes(node: Node) -> dict[Any, Any]:
     """Returns the symbolic sizes of what a node holds, by their expressions."""
     value = value_of(node)
     parts = value if isinstance(value, (list, tuple)) else [value]
-    shapes = (part.shape for part in parts if isinstance(part, torch.Tensor))
+    shapes = (part.shape for part in parts if isinstance(part, Tensor))
     sizes = (size for shape in shapes for size in shape)
     return {expression(size): size for size in sizes if is_symbolic(size)}
 
