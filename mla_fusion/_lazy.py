@@ -11,13 +11,13 @@ works on a laptop.
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -63,23 +63,23 @@ def _define() -> None:
     _TorchNpu().install()
 
 
-class _Loaded(importlib.abc.Loader):
+class _Loaded(Loader):
     """Returns a module that was loaded during the search for it. A second load would define its
     classes twice.
     """
 
-    def __init__(self, module: ModuleType, spec: importlib.machinery.ModuleSpec) -> None:
+    def __init__(self, module: ModuleType, spec: ModuleSpec) -> None:
         self._module, self._spec, self._loader = module, spec, spec.loader
         spec.loader = self
 
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
         return self._module
 
     def exec_module(self, module: ModuleType) -> None:
         self._spec.loader = self._loader
 
 
-class _Finder(importlib.abc.MetaPathFinder):
+class _Finder(MetaPathFinder):
     """Lets other finders find a module, and decides what happens around its execution."""
 
     awaited: str
@@ -95,7 +95,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
+    ) -> ModuleSpec | None:
         """Returns the spec of the awaited module, which executes it by ``load``."""
         if fullname != self.awaited:
             return None
@@ -125,7 +125,7 @@ class _Torch(_Finder):
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
+    ) -> ModuleSpec | None:
         """Returns the spec of torch. Loads torch for other modules that need it."""
         needs_torch = fullname.startswith("mla_fusion.") and fullname not in LIGHT
         if needs_torch or fullname == _TorchNpu.awaited:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import GraphModule
 
 from mla_fusion.compat import FakeTensor
@@ -41,7 +42,7 @@ class SlotCheck:
 
     program: GraphModule | None
     positions: tuple[int, ...]
-    caches: tuple[tuple[str, Callable[[Sequence[Any]], torch.Tensor], int], ...]
+    caches: tuple[tuple[str, Callable[[Sequence[Any]], Tensor], int], ...]
     skips: bool = False
 
     def __call__(self, args: Sequence[Any]) -> None:
@@ -59,7 +60,7 @@ class SlotCheck:
             _check_slots(slots[tokens], tokens, name, cache(args).numel() // width)
 
 
-def _check_slots(slots: torch.Tensor, tokens: torch.Tensor, name: str, rows: int) -> None:
+def _check_slots(slots: Tensor, tokens: Tensor, name: str, rows: int) -> None:
     """Raises SlotError if a slot is no row of the cache, or if two tokens have one slot.
 
     tokens  the number of the token of each slot
@@ -96,9 +97,9 @@ class Viewed:
     shape: tuple[int, ...] | None
     part: Part | None = None
 
-    def __call__(self, args: Sequence[Any]) -> torch.Tensor:
+    def __call__(self, args: Sequence[Any]) -> Tensor:
         """Returns the view. Raises RuntimeError if strides of the cache do not allow it."""
-        cache: torch.Tensor = args[self.position]
+        cache: Tensor = args[self.position]
         if self.part is not None:
             cache = self.part.of(cache)
         return cache if self.shape is None else cache.view(self.shape)

@@ -12,6 +12,7 @@ from math import prod
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from mla_fusion.compat import (
@@ -137,23 +138,23 @@ def mark_numbers(gm: GraphModule, arguments: Sequence[Any]) -> None:
     for node, value in zip(inputs, arguments, strict=True):
         if isinstance(value, FakeTensor) or is_of_model(value):
             numbers, tensor = _numbers(value), value_of(node)
-            is_same = isinstance(tensor, torch.Tensor) and tensor.shape == value.shape
+            is_same = isinstance(tensor, Tensor) and tensor.shape == value.shape
             if numbers is not None and is_same and tensor.dtype == value.dtype:
                 node.meta[NUMBERS] = numbers
 
 
-def _numbers(value: torch.Tensor) -> Numbers | None:
+def _numbers(value: Tensor) -> Numbers | None:
     """Returns facts about the numbers of a vector; None for any other tensor."""
     if isinstance(value, FakeTensor):
         return getattr(value, HELD, None)
-    is_plain = isinstance(value, torch.nn.Parameter) or type(value) is torch.Tensor
+    is_plain = isinstance(value, torch.nn.Parameter) or type(value) is Tensor
     if not is_plain or value.dim() != 1 or value.is_meta or value.dtype not in _READ_DTYPES:
         return None
     with outside_modes():
         return Numbers.of(value)
 
 
-def remember_numbers(source: torch.Tensor, fake: torch.Tensor) -> None:
+def remember_numbers(source: Tensor, fake: Tensor) -> None:
     """Notes facts about the numbers of a parameter or a buffer on its fake tensor."""
     numbers = _numbers(source)
     if numbers is not None:

@@ -9,12 +9,13 @@ closures.
 from __future__ import annotations
 
 import copy
-import functools
-import types
 from collections.abc import Callable
+from functools import partial
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from mla_fusion.compat import FakeTensorMode, copy_marks, storage_id, tree_leaves
 from mla_fusion.compile.dynamo import remember_numbers
@@ -28,7 +29,7 @@ class Relocation:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         # copies by the id of the original, which stays alive beside its copy
         self._copies: dict[int, tuple[Any, Any]] = {}
-        self._storages: dict[int, torch.Tensor] = {}
+        self._storages: dict[int, Tensor] = {}
 
     def __call__(self, value: Any) -> Any:
         """Returns the copy of a tensor, container, module or function; any other object as it
@@ -43,15 +44,15 @@ class Relocation:
 
     def _copy(self, value: Any) -> Any:
         """Returns a new copy of an object."""
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, Tensor):
             return self._tensor(value)
-        if isinstance(value, torch.nn.Module):
+        if isinstance(value, nn.Module):
             return self._module(value)
-        if isinstance(value, functools.partial):
-            return functools.partial(self(value.func), *self(value.args), **self(value.keywords))
-        if isinstance(value, types.MethodType):
-            return types.MethodType(value.__func__, self(value.__self__))
-        if isinstance(value, types.FunctionType) and value.__closure__:
+        if isinstance(value, partial):
+            return partial(self(value.func), *self(value.args), **self(value.keywords))
+        if isinstance(value, MethodType):
+            return MethodType(value.__func__, self(value.__self__))
+        if isinstance(value, FunctionType) and value.__closure__:
             return self._function(value, value.__closure__)
         if isinstance(value, tuple):
             items = map(self, value)
@@ -62,16 +63,16 @@ class Relocation:
             return {key: self(item) for key, item in value.items()}
         return value
 
-    def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _tensor(self, tensor: Tensor) -> Tensor:
         """Returns a fake tensor, with the marks of the original and facts about its numbers."""
         fake = self._fake(tensor.detach())
-        if isinstance(tensor, torch.nn.Parameter):
-            fake = torch.nn.Parameter(fake, requires_grad=False)
+        if isinstance(tensor, nn.Parameter):
+            fake = nn.Parameter(fake, requires_grad=False)
             remember_numbers(tensor, fake)
         copy_marks(tensor, fake)
         return fake.requires_grad_(tensor.requires_grad)
 
-    def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _fake(self, tensor: Tensor) -> Tensor:
         """Returns a fake tensor in the fake counterpart of the tensor's storage."""
         key = storage_id(tensor)
         size = tensor.untyped_storage().nbytes() // tensor.element_size()
@@ -86,36 +87,36 @@ class Relocation:
             base = self._storages[key].view(-1).view(tensor.dtype)
             return base.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
-    def _module(self, module: torch.nn.Module) -> torch.nn.Module:
+    def _module(self, module: nn.Module) -> nn.Module:
         """Returns a deep copy. Its memo has every tensor, so no tensor is copied."""
         memo: dict[int, Any] = {}
         for part in module.modules():
             for value in tree_leaves(vars(part)):
-                if isinstance(value, torch.Tensor):
+                if isinstance(value, Tensor):
                     memo[id(value)] = self(value)
         for buffer in module.buffers():
             remember_numbers(buffer, self(buffer))
         return copy.deepcopy(module, memo)
 
     def _function(
-        self, function: types.FunctionType, closure: tuple[types.CellType, ...]
+        self, function: FunctionType, closure: tuple[CellType, ...]
     ) -> Callable[..., Any]:
         """Returns the function with a copied closure, or itself if that has nothing to copy."""
         cells = tuple(map(self._cell, closure))
         if all(cell is copied for cell, copied in zip(closure, cells, strict=True)):
             return function
         parts = function.__code__, function.__globals__, function.__name__, function.__defaults__
-        copied_function = types.FunctionType(*parts, cells)
+        copied_function = FunctionType(*parts, cells)
         copied_function.__kwdefaults__ = function.__kwdefaults__
         return copied_function
 
-    def _cell(self, cell: types.CellType) -> types.CellType:
+    def _cell(self, cell: CellType) -> CellType:
         """Returns a cell with a copy of the content, or the cell itself if nothing is to copy."""
         try:
             copied = self(cell.cell_contents)
         except ValueError:  # the variable has no value yet
             return cell
-        return cell if copied is cell.cell_contents else types.CellType(copied)
+        return cell if copied is cell.cell_contents else CellType(copied)
 
 
 def relocate(target: Any, args: tuple[Any, ...], device: str) -> tuple[Any, tuple[Any, ...]]:

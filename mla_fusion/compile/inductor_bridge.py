@@ -99,10 +99,9 @@ def _decompose(graph: Graph, node: Node, table: dict[Any, Callable[..., Any]]) -
         traced = make_fx(call, decomposition_table=table)(*examples)
     copies = dict(zip(traced.graph.find_nodes(op="placeholder"), operands, strict=True))
     with graph.inserting_before(node):
-        for step in traced.graph.nodes:
-            if step.op == "call_function":
-                copies[step] = graph.node_copy(step, copies.__getitem__)
-                copies[step].meta = {**node.meta, "val": step.meta["val"]}
-    (result,) = traced.graph.output_node().all_input_nodes
-    node.replace_all_uses_with(copies[result])
+        result: Any = graph.graph_copy(traced.graph, copies)
+    for step, copied in copies.items():
+        if step.op == "call_function":
+            copied.meta = {**node.meta, "val": step.meta["val"]}
+    node.replace_all_uses_with(result)
     graph.erase_node(node)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 from dataclasses import asdict, dataclass
 from textwrap import wrap
 from typing import Any
@@ -16,7 +15,7 @@ from mla_fusion.compile.device_graph import capture
 from mla_fusion.config import Config
 from mla_fusion.fx.sizes import has_symbols
 from mla_fusion.report.report import Report
-from mla_fusion.report.text_tables import size
+from mla_fusion.report.text_tables import as_json, size
 from mla_fusion.weights.follow import follow
 from mla_fusion.weights.prepack import inverse, is_laid_out, lay_out, own, pin
 
@@ -66,7 +65,7 @@ class Prepacked:
 
     def to_json(self) -> str:
         """Returns all fields as a JSON object."""
-        return json.dumps(asdict(self), indent=2)
+        return as_json(asdict(self))
 
     def __str__(self) -> str:
         """Returns a summary, and a paragraph for each packed weight."""
