@@ -139,8 +139,7 @@ def _check_graph(gm: object) -> None:
                 continue
             raise ValueError(
                 f"node {node.name} carries no meta['val']; capture the graph with AOT autograd, "
-                "torch.export "
-                "or make_fx, or run FakeTensorProp over it first"
+                "torch.export or make_fx, or run FakeTensorProp over it first"
             )
 
 

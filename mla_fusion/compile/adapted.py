@@ -43,7 +43,7 @@ class SlotCheck:
     program: GraphModule | None
     positions: tuple[int, ...]
     caches: tuple[tuple[str, Callable[[Sequence[Any]], Tensor], int], ...]
-    skips: bool = False
+    skips: bool
 
     def __call__(self, args: Sequence[Any]) -> None:
         """Raises SlotError for a wrong slot. Waits for the device, because it reads the slots."""
@@ -95,7 +95,7 @@ class Viewed:
 
     position: int
     shape: tuple[int, ...] | None
-    part: Part | None = None
+    part: Part | None
 
     def __call__(self, args: Sequence[Any]) -> Tensor:
         """Returns the view. Raises RuntimeError if strides of the cache do not allow it."""
@@ -117,7 +117,7 @@ class Adapted:
         compiled: Callable[..., Any],
         adaptors: Sequence[Adaptor],
         report: Report,
-        checks: Sequence[SlotCheck] = (),
+        checks: Sequence[SlotCheck],
     ) -> None:
         self.compiled, self.checks = compiled, tuple(checks)
         self.weights = Weights([item for item in adaptors if isinstance(item, Packed)])

@@ -71,8 +71,8 @@ class Backend:
     """Compiles graphs for ``torch.compile(model, backend=..)``. :func:`backend` makes it."""
 
     config: Config
-    compiler_config: Any = None
-    report: Path | None = None
+    compiler_config: Any
+    report: Path | None
 
     __name__ = "mla_fusion"
 
@@ -173,8 +173,8 @@ _NOT_SAVED = (
 )
 _INDUCTOR = (
     "Write torch.compile(model, options={'post_grad_custom_pre_pass': "
-    "mla_fusion.torchair_pass()}).aot_compile(..); "
-    "for torchair, torchair.inference.cache_compile with that hook in its config"
+    "mla_fusion.torchair_pass()}).aot_compile(..); for torchair, "
+    "torchair.inference.cache_compile with that hook in its config"
 )
 _TORCHAIR = (
     "Write config.post_grad_custom_pre_pass = mla_fusion.torchair_pass(); "

@@ -71,9 +71,7 @@ class BoundaryBuilder(GraphBuilder):
     slot_checks  what the wrapper checks before each call
     """
 
-    def __init__(
-        self, gm: GraphModule, source: Graph, config: Config, as_on_npu: bool = False
-    ) -> None:
+    def __init__(self, gm: GraphModule, source: Graph, config: Config, as_on_npu: bool) -> None:
         super().__init__(gm, source)
         self._config, self._as_on_npu = config, as_on_npu
         inputs = source.find_nodes(op="placeholder")

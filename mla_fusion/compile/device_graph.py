@@ -147,8 +147,7 @@ def check_arguments(target: Callable[..., Any], args: tuple[Any, ...]) -> None:
 
 _RAISED = re.compile(r"(?:raised exception|\bgot) (\w+\(.*)")
 _LINE = re.compile(
-    r'File "(?P<file>[^"]+)", line (?P<line>\d+), in '
-    r"(?P<function>\S+)\n\s*(?P<code>.*)"
+    r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)\n\s*(?P<code>.*)'
 )
 
 

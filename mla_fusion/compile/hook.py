@@ -68,7 +68,7 @@ class TorchairPass:
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._function()
+        self._function()  # raises ValueError for a predicate that code cannot name
 
     def __call__(
         self, gm: GraphModule | Graph, example_inputs: Any = None, config: Any = None

@@ -17,7 +17,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from mla_fusion.compat import OpOverload, make_fx, schema_of
+from mla_fusion.compat import OpOverload, make_fx, schema_of, tree_leaves
 
 SLOTS = (  # the fields of torch._inductor.config that take passes over graphs
     "pre_grad_custom_pass",
@@ -45,13 +45,8 @@ def accept(kind: type) -> None:
 def runs(custom: object) -> bool:
     """Returns True if Inductor runs this pass itself, rather than a pass manager."""
     config = sys.modules.get("torch._inductor.config")
-    for slot in SLOTS if config is not None else ():
-        passes = getattr(config, slot, None)
-        if any(
-            item is custom for item in (passes if isinstance(passes, (list, tuple)) else [passes])
-        ):
-            return True
-    return False
+    slots = [getattr(config, slot, None) for slot in SLOTS]  # a pass, or a list of passes
+    return any(item is custom for item in tree_leaves(slots))
 
 
 def noops() -> frozenset[Any]:

@@ -14,7 +14,6 @@ from torch.fx import Node
 from mla_fusion.fx.kinds import (
     has_effect,
     is_getitem,
-    is_reshape,
     is_view,
     is_writer,
     op_name,
@@ -117,7 +116,7 @@ def _nodes_to_caches(rows: Iterable[Node]) -> list[Node]:
 
 def _is_view_only(node: Node) -> bool:
     """Returns True if the node costs no operator."""
-    return is_view(node) or is_reshape(node) or is_getitem(node) or word(node) == "view"
+    return is_view(node) or is_getitem(node) or word(node) == "view"
 
 
 def _is_put_back(node: Node) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor
 from torch.fx import Node
 
+from mla_fusion.compat import tree_leaves
 from mla_fusion.config import Config
 from mla_fusion.exact.field import POINTS
 from mla_fusion.exact.prove import CHANCE
@@ -189,11 +190,9 @@ class Record:
 
 def _step_row(node: Node) -> tuple[str, str, str, str]:
     """Returns name, operator, value and source line of a node, for a table."""
-    value = node.meta.get("val")
-    values = value if isinstance(value, (list, tuple)) else [value]
     descriptions = (
         f"{str(tensor.dtype).removeprefix('torch.')}[{', '.join(map(str, tensor.shape))}]"
-        for tensor in values
+        for tensor in tree_leaves(node.meta.get("val"))
         if isinstance(tensor, Tensor)
     )
     operator = op_name(node).replace("::", ".") if node.op == "call_function" else node.op

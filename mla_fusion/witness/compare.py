@@ -120,8 +120,8 @@ def compare(
     cut: Mapping[Node, Node],
     roles: Mapping[Node, str],
     *,
-    rows: Any = 1,
-    block_size: Any = 1,
+    rows: Any,
+    block_size: Any,
     symbols: Mapping[str, int] | None = None,
 ) -> Outcome:
     """Runs both graphs on drawn values, and compares each pair.

@@ -78,7 +78,7 @@ int aclsysGetCANNVersion(int package, struct cann_version *out) {{
 COMPILERS = ("cc", "gcc", "clang")
 
 
-def source(missing: Missing, bodies: str = _BODIES) -> str:
+def source(missing: Missing, bodies: str) -> str:
     """Returns the C text that defines every missing symbol, and the functions with a body."""
     lines = [
         "#include <stdio.h>",

@@ -32,9 +32,8 @@ class NpuNotAvailable(RuntimeError):
     def __init__(self, asked: str) -> None:
         super().__init__(
             f"{asked} needs an Ascend NPU, and this process runs with the offline stand-ins of "
-            "mla_fusion: "
-            "graphs can be captured, compiled and inspected here, not executed. "
-            "Use CPU tensors, or fake tensors on device npu."
+            "mla_fusion: graphs can be captured, compiled and inspected here, not executed. Use "
+            "CPU tensors, or fake tensors on device npu."
         )
         self.asked = asked
 
