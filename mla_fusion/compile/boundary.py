@@ -10,8 +10,10 @@ import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from math import isnan
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
@@ -21,7 +23,7 @@ from mla_fusion.compile.dynamo import differs_by_call, mark_numbers
 from mla_fusion.compile.inplace import ready_to_run, runs_fx_graph
 from mla_fusion.config import Config
 from mla_fusion.fx.build import GraphBuilder, Recipe
-from mla_fusion.fx.kinds import is_reshape, shape_of, value_of, word
+from mla_fusion.fx.kinds import filled_with, is_reshape, shape_of, value_of, word
 from mla_fusion.fx.module_path import label
 from mla_fusion.fx.pools import part_of
 from mla_fusion.fx.sizes import has_symbols, is_size, is_symbolic, same_shape
@@ -31,8 +33,10 @@ from mla_fusion.machine import for_ge
 from mla_fusion.pipeline import run
 from mla_fusion.report import store
 from mla_fusion.report.report import Report
+from mla_fusion.weights import cache
 from mla_fusion.weights.cache import Packed
 
+aten = torch.ops.aten
 log = logging.getLogger("mla_fusion")
 warn_once = functools.cache(log.warning)
 
@@ -43,6 +47,10 @@ _UNCOUNTED = (
     "changes. After a change call mla_fusion.refresh(model), or calls may use what was packed "
     "before; or make the weights under torch.no_grad()"
 )
+
+
+class _UnpackableError(Exception):
+    """A weight depends on more than inputs of the graph."""
 
 
 class PackedWeight(NamedTuple):
@@ -83,7 +91,7 @@ class BoundaryBuilder(GraphBuilder):
         self._input_by_key: dict[object, Node] = {}
         self._weight_names: dict[Node, str] = {}
         self._viewed_caches: dict[Node, Node] = {}
-        self.slot_checks: list[SlotCheck] = []
+        self.slot_checks: dict[object, SlotCheck] = {}
         self.adaptors: list[Adaptor] = []
         self.examples: list[Any] = []
 
@@ -97,7 +105,8 @@ class BoundaryBuilder(GraphBuilder):
         """
         try:
             program, positions, result = self._program(recipe, leaves)
-        except LookupError:
+        # LookupError: the sizes of the weight are not known before the graph runs
+        except (_UnpackableError, LookupError):
             if exact is not None:
                 raise
             return recipe(self)
@@ -130,14 +139,15 @@ class BoundaryBuilder(GraphBuilder):
         )
         try:
             program, positions, _ = self._program(recipe, leaves)
-        except LookupError as error:
+        except (_UnpackableError, LookupError) as error:
             log.warning(
                 "the slots of %s are not checked: they are not made of inputs (%s)",
                 checked_caches[0][0],
                 error,
             )
             return
-        self.slot_checks.append(SlotCheck(program, positions, checked_caches, skips))
+        key = cache.describe(program) if program is not None else "", positions, checked_caches
+        self.slot_checks.setdefault(key, SlotCheck(program, positions, checked_caches, skips))
 
     def cache(self, node: Node, shape: Sequence[Any]) -> Node:
         """Returns the cache, or an input that views it in this shape."""
@@ -192,7 +202,7 @@ class BoundaryBuilder(GraphBuilder):
         Returns the program, the places of its arguments, and the node of its result. If the result
         is an argument as it is, the program is None.
 
-        Raises LookupError for a size that is only known when the graph runs.
+        Raises ``_UnpackableError``, or LookupError for a size that inputs do not tell.
         """
         graph, copies = self._copied(leaves)
         end = graph.output(None)
@@ -218,24 +228,34 @@ class BoundaryBuilder(GraphBuilder):
         """Copies the nodes that compute the leaves into a new graph. Returns it, and copies by
         node.
 
-        The sizes among the caller's arguments come first, read or not: others may depend on them.
+        The sizes among the caller's arguments come first, read or not: other sizes may depend on
+        them. A value that is one number everywhere is filled again, without the tensor that only
+        gave its dtype.
 
-        Raises LookupError for the size of a tensor: it may be the number of tokens.
+        Raises ``_UnpackableError`` for the size of a tensor: it may be the number of tokens.
         """
         graph = Graph()
         numbers = [node for node in self._originals if is_size(node)]
         copies = {node: graph.node_copy(node) for node in numbers}
         by_value = {expression_of(node.meta["val"]): copies[node] for node in numbers}
         steps = {node for leaf in leaves for node in nodes_between(numbers, leaf)}
+        fills = {node: number for node in steps if (number := _fill(node)) is not None}
+        steps = {node for leaf in leaves for node in nodes_between((*numbers, *fills), leaf)}
         inputs = [node for node in self._originals if node in steps]
         for node in inputs:
             copies[node] = graph.node_copy(node)
-        for node in sorted(steps.difference(inputs)):
+        for node in sorted(steps.union(fills).difference(inputs)):
             value: Any = value_of(node)
             if is_symbolic(value) and expression_of(value) in by_value:
                 copies[node] = by_value[expression_of(value)]
             elif word(node) in ("sym_size", "sym_numel"):
-                raise LookupError(f"{node.name} is the size of a tensor")
+                raise _UnpackableError
+            elif node in fills:
+                options = {"dtype": value.dtype, "device": value.device}
+                copies[node] = graph.call_function(
+                    aten.full.default, (list(value.shape), fills[node]), options
+                )
+                copies[node].meta["val"] = value
             else:
                 copies[node] = graph.node_copy(node, copies.__getitem__)
         return graph, copies
@@ -271,6 +291,15 @@ class BoundaryBuilder(GraphBuilder):
                 tensors[0] if len(sources) == len(tensors) == 1 else None,
                 is_view,
             )
+
+
+def _fill(node: Node) -> float | None:
+    """Returns the number that fills a value of static shape, or None if none is known."""
+    value = value_of(node)
+    if node.op != "call_function" or not isinstance(value, Tensor) or has_symbols(value.shape):
+        return None
+    number = filled_with(node)
+    return None if number is None or isnan(number) else number
 
 
 class _PackingBuilder(GraphBuilder):
@@ -340,7 +369,7 @@ def fuse_with_boundary(
         if not weight.is_view and not has_symbols(weight.value.shape)
     )
     store.save_report(report)
-    adaptors, checks = builder.adaptors, builder.slot_checks
+    adaptors, checks = builder.adaptors, tuple(builder.slot_checks.values())
     return report, builder.examples, lambda compiled: Adapted(compiled, adaptors, report, checks)
 
 
