@@ -1,9 +1,9 @@
-"""Keep ``import torch`` working where torch_npu is installed and CANN is not.
+"""Keeps ``import torch`` working if torch_npu is installed and CANN is not.
 
-torch loads every package that announces itself as a device backend while torch itself is imported.
-torch_npu is one, and without CANN's libraries its import fails and takes torch's down with it. This
-module is therefore imported before torch, imports nothing outside the standard library, and
-switches that loading off where it can only fail. Somebody who set the switch has the last word.
+``import torch`` loads every package that announces itself as a device backend. torch_npu is one.
+Without CANN's libraries its import fails, and torch's with it. So this module is imported before
+torch, and switches that loading off if it would fail. It imports only the standard library. A
+switch that the user has set stays.
 """
 
 from __future__ import annotations
@@ -21,36 +21,33 @@ _HOMES = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME", "ASCEND_AICPU_PATH")
 
 
 def _directories() -> Iterator[Path]:
+    """Yields the directories in which the loader would look for CANN's libraries."""
     for entry in os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep):
         if entry:
             yield Path(entry)
-    for home in _HOMES:
-        value = os.environ.get(home)
-        if value:
-            yield Path(value, "lib64")
-            yield Path(value, "runtime", "lib64")
+    for home in filter(None, map(os.environ.get, _HOMES)):
+        yield Path(home, "lib64")
+        yield Path(home, "runtime", "lib64")
 
 
 def cann_location() -> str | None:
-    """Where CANN's runtime library would be found by the loader, or None where it would not."""
+    """Returns where the loader finds CANN's runtime library; None if it does not."""
     for directory in _directories():
         library = directory / _RUNTIME
         if library.exists():
             return str(library)
     try:
-        known = _LOADER_CACHE.read_bytes()
+        entries = _LOADER_CACHE.read_bytes().split(b"\0")  # absolute paths, among other things
     except OSError:
         return None
-    # The cache lists absolute paths, each ended by a NUL.
-    end = known.find(b"/" + _RUNTIME.encode() + b"\0")
-    if end < 0:
-        return None
-    start = known.rfind(b"\0", 0, end) + 1
-    return known[start:end].decode(errors="replace") + "/" + _RUNTIME
+    suffix = f"/{_RUNTIME}".encode()
+    return next(
+        (entry.decode(errors="replace") for entry in entries if entry.endswith(suffix)), None
+    )
 
 
 def torch_npu_installed() -> bool:
-    """Whether torch_npu could be imported, found out without importing it."""
+    """Returns True if torch_npu is installed. Does not import it."""
     try:
         return find_spec("torch_npu") is not None
     except (ImportError, ValueError):
@@ -58,9 +55,7 @@ def torch_npu_installed() -> bool:
 
 
 def keep_torch_importable() -> None:
-    """Switch torch's backend autoload off if it would import a torch_npu that has no CANN to
-    load.
-    """
+    """Switches torch's backend autoload off if it would import a torch_npu without CANN."""
     if "torch" in sys.modules or _SWITCH in os.environ:
         return
     if torch_npu_installed() and cann_location() is None:

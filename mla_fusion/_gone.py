@@ -28,28 +28,28 @@ GONE = {
 
 
 def sentence(names: Iterable[str]) -> str:
-    """What became of the first of the names that is gone; "" where none is."""
+    """Returns what replaces the first name that is gone, as a sentence; "" if none is gone."""
     gone = next((name for name in names if name in GONE), None)
     return f"{gone} is gone: {GONE[gone]}" if gone is not None else ""
 
 
 def without_gone_options(function: Callable[P, T]) -> Callable[P, T]:
-    """The function, which raises TypeError with a sentence for an option of it that is gone."""
+    """Returns the function. It raises TypeError, with a sentence, for an option that is gone."""
     name = function.__qualname__.removesuffix(".__init__")
 
     @wraps(function)
     def call(*args: P.args, **options: P.kwargs) -> T:
-        if said := sentence(f"{name}({option}=)" for option in options):
-            raise TypeError(said)
+        if gone := sentence(f"{name}({option}=)" for option in options):
+            raise TypeError(gone)
         return function(*args, **options)
 
     return call
 
 
 def of_command_line(words: Iterable[str]) -> str:
-    """The sentence for a command, or an option of one, or the dump that one took, that is gone."""
+    """Returns the sentence for a command, its option or its dump that is gone; "" if none is."""
     command, *options = [*words, ""]
     name = f"mla-fusion {command}"
     dumps = [word for word in options if Path(word).is_file() and not word.endswith(".py")]
-    given = [word.partition("=")[0] for word in options] + ["DUMP"] * bool(dumps)
-    return sentence([name, *(f"{name} {word}" for word in given)])
+    arguments = [word.partition("=")[0] for word in options] + ["DUMP"] * bool(dumps)
+    return sentence([name, *(f"{name} {argument}" for argument in arguments)])

@@ -1,23 +1,23 @@
-"""``import mla_fusion`` without torch: the npu:: operators are defined once torch is there.
+"""Defines the npu:: operators once torch is loaded, so that ``import mla_fusion`` needs no torch.
 
-They have to stand before anybody uses them, and torch takes seconds to load, for which ``mla-fusion
---help`` and a wrong call need not wait. So a finder watches for the first import of torch, or of a
-module that needs it.
+Operators must exist before anything uses them. But torch takes seconds to load, and ``mla-fusion
+--help`` and a wrong call need not wait for it. So a finder waits for the first import of torch, or
+of a module that needs torch.
 
-A second finder watches for torch_npu. torch_npu defines the same operators, so ours make way for
-its import. Without CANN it is loaded over the offline stand-ins: a model file that imports it works
-on a laptop.
+A second finder waits for torch_npu. torch_npu defines the same operators, so ours are withdrawn
+for its import. Without CANN it is loaded over the offline stand-ins: a model file that imports it
+works on a laptop.
 """
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -25,7 +25,7 @@ from typing import Any
 
 from mla_fusion._autoload import cann_location
 
-# Modules that load without torch; tests/project/test_import.py holds them to it.
+# Modules that load without torch. tests/project/test_import.py checks that.
 LIGHT = frozenset(
     f"mla_fusion.{name}"
     for name in """
@@ -37,13 +37,11 @@ LIGHT = frozenset(
 
 
 write_page: Callable[[Any, Path], Path]
-"""Writes the page of a report. Pages are tools, which only the package itself may name: it sets
-this.
-"""
+"""Writes the page of a report. The package sets this: other rooms may not import tools."""
 
 
 def operators_with_torch() -> None:
-    """Define the operators now, if torch is loaded, or else as soon as it is."""
+    """Defines the operators: now if torch is loaded, otherwise when it is."""
     if "torch" in sys.modules:
         _define()
     else:
@@ -51,6 +49,7 @@ def operators_with_torch() -> None:
 
 
 def _define() -> None:
+    """Defines the operators. Raises ImportError for a torch that is too old."""
     import torch
 
     if not hasattr(torch, "float8_e8m0fnu"):  # before torch 2.7: a dtype of the operator's table
@@ -64,24 +63,24 @@ def _define() -> None:
     _TorchNpu().install()
 
 
-class _Loaded(importlib.abc.Loader):
-    """Gives a module that was loaded while it was looked for; loaded again, it would have its
+class _Loaded(Loader):
+    """Returns a module that was loaded during the search for it. A second load would define its
     classes twice.
     """
 
-    def __init__(self, module: ModuleType, spec: importlib.machinery.ModuleSpec) -> None:
+    def __init__(self, module: ModuleType, spec: ModuleSpec) -> None:
         self._module, self._spec, self._loader = module, spec, spec.loader
         spec.loader = self
 
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
         return self._module
 
     def exec_module(self, module: ModuleType) -> None:
         self._spec.loader = self._loader
 
 
-class _Finder(importlib.abc.MetaPathFinder):
-    """Lets a module be found by the others, and decides what happens around its execution."""
+class _Finder(MetaPathFinder):
+    """Lets other finders find a module, and decides what happens around its execution."""
 
     awaited: str
 
@@ -90,13 +89,14 @@ class _Finder(importlib.abc.MetaPathFinder):
         raise NotImplementedError
 
     def install(self) -> None:
-        """In front of the others, once."""
+        """Puts the finder before all others, once."""
         if all(getattr(finder, "awaited", None) != self.awaited for finder in sys.meta_path):
             sys.meta_path.insert(0, self)
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
+    ) -> ModuleSpec | None:
+        """Returns the spec of the awaited module, which executes it by ``load``."""
         if fullname != self.awaited:
             return None
         others = (other for other in sys.meta_path if other is not self)
@@ -113,7 +113,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _Torch(_Finder):
-    """Defines the operators behind torch, and has torch loaded before what needs it."""
+    """Defines the operators after torch, and loads torch before a module that needs it."""
 
     awaited = "torch"
 
@@ -125,25 +125,24 @@ class _Torch(_Finder):
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
+    ) -> ModuleSpec | None:
+        """Returns the spec of torch. Loads torch for other modules that need it."""
         needs_torch = fullname.startswith("mla_fusion.") and fullname not in LIGHT
         if needs_torch or fullname == _TorchNpu.awaited:
-            # first: no module that needs it is half imported when the operators are defined
+            # before the import: no such module is incomplete when the operators are defined
             import_module("torch")
             loaded = sys.modules.get(fullname)
-            # it came with torch or the operators; Python takes its spec
+            # torch or the operators have loaded it; Python uses its spec
             if loaded is not None and loaded.__spec__ is not None:
                 _Loaded(loaded, loaded.__spec__)
                 return loaded.__spec__
             if not needs_torch:
-                return find_spec(fullname)  # by the finder that came with the operators
+                return find_spec(fullname)  # by the finder that the operators have installed
         return super().find_spec(fullname, path, target)
 
 
 class _TorchNpu(_Finder):
-    """Our operators make way for torch_npu and come back behind it; without CANN it is loaded over
-    the offline stand-ins.
-    """
+    """Withdraws our operators while torch_npu is loaded: without CANN, over the stand-ins."""
 
     awaited = "torch_npu"
 

@@ -1,17 +1,16 @@
-"""Every private or version-dependent name of torch, torch_npu and torchair; nobody else touches
-one.
+"""Has every private or version-dependent name of torch, torch_npu and torchair.
 
-``tests/project/test_private_names.py`` holds the package to it, five other places apart:
+``tests/project/test_private_names.py`` finds such names in other files. Five exceptions:
 
 * ``compile/torchair_bridge.py``: how torchair and npugraph_ex compile, from inside
-* ``compile/inductor_bridge.py``: what Inductor asks of its custom passes
-* ``compile/offline/``: stand-ins for CANN's libraries, and what of torch_npu and torchair asks for
-  a device
-* ``modes.py``: what of torch's state belongs to the caller
+* ``compile/inductor_bridge.py``: what Inductor needs of its custom passes
+* ``compile/offline/``: stand-ins for CANN's libraries, and parts of torch_npu and torchair that
+  need a device
+* ``modes.py``: the state of torch that belongs to the caller
 * ``_autoload.py``: imported before torch
 
-What ``import torch`` has loaded anyway is imported here at the top. The rest is loaded where it is
-first asked for, so that ``import mla_fusion`` stays light.
+Modules that ``import torch`` loads are imported here at the top. Others are loaded on first use, so
+that ``import mla_fusion`` stays light.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily as without_fake
 from torch.fx import Graph, Node
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
-from torch.utils._pytree import tree_leaves, tree_map_only, tree_structure
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 if TYPE_CHECKING:
     from torch._dynamo.backends.common import aot_autograd
@@ -49,7 +48,7 @@ if TYPE_CHECKING:
     from torch.fx.experimental.symbolic_shapes import statically_known_true
     from torch.utils._sympy.functions import CeilToInt, FloorDiv, IntTrueDiv, Mod
 
-__all__ = [  # names of torch as they are; the functions of this file come beside them
+__all__ = [  # names of torch as they are; this file has functions besides
     "BackendCompilerFailed",
     "CeilToInt",
     "DispatchKey",
@@ -70,7 +69,6 @@ __all__ = [  # names of torch as they are; the functions of this file come besid
     "statically_known_true",
     "tree_leaves",
     "tree_map_only",
-    "tree_structure",
     "without_fake_mode",
     "without_modes",
 ]
@@ -103,41 +101,36 @@ schema_of: Callable[[Any], FunctionSchema] = attrgetter("_schema")
 
 
 def given_by_name(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call, by the names of the operator's schema, with defaults."""
-    found: dict[str, Any] = {}
-    for place, argument in enumerate(schema_of(target).arguments):
-        if argument.name in kwargs:
-            found[argument.name] = kwargs[argument.name]
-        elif place < len(args):
-            found[argument.name] = args[place]
-        elif argument.has_default_value():
-            found[argument.name] = argument.default_value
-    return found
+    """Returns the arguments of a call, and defaults, by their names in the operator's schema."""
+    arguments = schema_of(target).arguments
+    names = [argument.name for argument in arguments]
+    defaults = {
+        argument.name: argument.default_value
+        for argument in arguments
+        if argument.has_default_value()
+    }
+    values = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+    return {name: values[name] for name in names if name in values}
 
 
 parse_schema: Callable[[str], FunctionSchema] = torch._C.parse_schema
 
 
 def overload_name(target: Any) -> str:
-    """``Tensor`` of ``aten.add.Tensor``; "" of what is no overload of an operator."""
+    """Returns ``Tensor`` for ``aten.add.Tensor``; "" if the target is no overload."""
     return getattr(target, "_overloadname", "")
 
 
 def overload_of(operator: Any) -> Any:
-    """Of what ``torch.library.custom_op`` made, its overload; else what it is given."""
+    """Returns the overload of a ``torch.library.custom_op``, or the operator itself."""
     return getattr(operator, "_opoverload", operator)
-
-
-def packet_name(packet: OpOverloadPacket) -> str:
-    """``aten::add`` of ``torch.ops.aten.add``."""
-    return str(packet._qualified_op_name)
 
 
 # -- the dispatcher
 
 
 def has_schema(name: str) -> bool:
-    """Whether ``namespace::name`` or ``namespace::name.overload`` is defined now."""
+    """Returns True if ``namespace::name`` or ``namespace::name.overload`` is defined."""
     base, _, overload = name.partition(".")
     try:
         torch._C._dispatch_find_schema_or_throw(base, overload)
@@ -147,31 +140,23 @@ def has_schema(name: str) -> bool:
 
 
 def has_argument(operator: str, name: str) -> bool:
-    """Is there an operator of that name (``namespace::name``), and does its schema name that
-    argument?
-    """
-    if not has_schema(operator):
-        return False
-    namespace, _, packet = operator.partition("::")
-    overload = getattr(getattr(torch.ops, namespace), packet).default
-    return any(argument.name == name for argument in schema_of(overload).arguments)
+    """Returns True if ``namespace::name`` is defined and has an argument of that name."""
+    schemas = torch._C._jit_get_schemas_for_operator(operator)
+    return any(argument.name == name for schema in schemas for argument in schema.arguments)
 
 
 def has_kernel(name: str, key: str) -> bool:
+    """Returns True if the operator has a kernel for a dispatch key."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
 
 
 def registrations(name: str) -> list[str]:
-    """The dispatcher's own lines on an operator: what is registered for which key, and from
-    where.
-    """
+    """Returns the dispatcher's lines about an operator: kernels by key, and who registered them."""
     return torch._C._dispatch_dump(name).splitlines()
 
 
 def override(library: torch.library.Library, operator: str, kernel: Callable[..., Any]) -> None:
-    """Register a kernel for the one key of a library, in place of another one where there is
-    one.
-    """
+    """Registers a kernel for the library's key, in place of any other kernel."""
     if "allow_override" in signature(torch.library.Library.impl).parameters:  # since torch 2.8
         library.impl(operator, kernel, allow_override=True)
         return
@@ -181,46 +166,46 @@ def override(library: torch.library.Library, operator: str, kernel: Callable[...
 
 
 def withdraw(library: torch.library.Library) -> list[OpOverloadPacket]:
-    """Take back all that a library has registered. Returns what others may hold of the operators it
-    defined.
+    """Removes all that a library has registered. Returns its operators, which callers may still
+    refer to.
     """
     names = {name.partition("::")[2].partition(".")[0] for name in library._op_defs}
-    held = [
-        packet for name, packet in vars(getattr(torch.ops, library.ns)).items() if name in names
-    ]
+    packets = vars(getattr(torch.ops, library.ns))
+    old_packets = [packet for name, packet in packets.items() if name in names]
     library._destroy()
-    return held
+    return old_packets
 
 
 def renew(packet: OpOverloadPacket) -> None:
-    """Make a held operator, defined anew since, and its overloads those of now: they would read
-    freed memory.
+    """Gives an old operator, and its overloads, the definition of now. The old one is freed."""
+    namespace, _, name = str(packet._qualified_op_name).partition("::")
+    new_packet = getattr(getattr(torch.ops, namespace), name)
+    overloads = {
+        name: vars(packet)[name] for name in new_packet.overloads() if name in vars(packet)
+    }
+    for name, overload in overloads.items():
+        _become(overload, getattr(new_packet, name))
+    _become(packet, new_packet)
+    vars(packet).update(overloads)
+
+
+def _become(old: Any, new: Any) -> None:
+    """Gives an old operator all attributes of a new one. The hash stays."""
+    call = _Call(new._op)
+    call.old_hash = hash(old)
+    vars(old).clear()
+    vars(old).update(vars(new), _op=call)
+
+
+class _Call(partial[Any]):
+    """Calls the new operator. An operator's hash is the hash of this, and graphs have operators as
+    keys.
     """
-    namespace, _, name = packet_name(packet).partition("::")
-    now = getattr(getattr(torch.ops, namespace), name)
-    held = {name: vars(packet)[name] for name in now.overloads() if name in vars(packet)}
-    for name, overload in held.items():
-        _become(overload, getattr(now, name))
-    _become(packet, now)
-    vars(packet).update(held)
 
-
-def _become(held: Any, now: Any) -> None:
-    called = _Called(now._op)
-    called.hashed = hash(held)
-    vars(held).clear()
-    vars(held).update(vars(now), _op=called)
-
-
-class _Called(partial[Any]):
-    """What a held operator calls. Operators have the hash of that, and graphs keep tables by
-    operators.
-    """
-
-    hashed: int
+    old_hash: int
 
     def __hash__(self) -> int:
-        return self.hashed
+        return self.old_hash
 
 
 # -- functionalisation
@@ -230,7 +215,7 @@ functional: Callable[[Tensor], Tensor] = torch._to_functional_tensor
 
 
 def content_of(tensor: Tensor) -> Tensor:
-    """What a functional tensor holds now; any other tensor as it is."""
+    """Returns the content of a functional tensor; any other tensor as it is."""
     if not is_functional(tensor):
         return tensor
     torch._sync(tensor)
@@ -238,48 +223,46 @@ def content_of(tensor: Tensor) -> Tensor:
 
 
 def set_content(tensor: Tensor, value: Tensor) -> None:
-    """Let a functional tensor hold ``value``, as an operator that has written it would."""
+    """Sets the content of a functional tensor, as an operator that writes it does."""
     torch._functionalize_replace(tensor, value)
     torch._functionalize_commit_update(tensor)
     torch._functionalize_sync(tensor)
 
 
 def below_functionalisation() -> AbstractContextManager[Any]:
-    """Calls made inside go past the kernels for Functionalize."""
+    """Returns a context in which calls skip the kernels for Functionalize."""
     return torch._C._ExcludeDispatchKeyGuard(DispatchKeySet(DispatchKey.Functionalize))
 
 
 # -- tensors and their memory
 
 storage_id: Callable[[Tensor], int] = getattr(torch._C, "_storage_id")  # noqa: B009  # its stubs leave it out
-# raises RuntimeError where there is no counter
+# raises RuntimeError if there is no counter
 version_of: Callable[[Tensor], int] = attrgetter("_version")
 
 
 def is_wrapper(value: object) -> bool:
-    """Whether it is a tensor whose memory is that of tensors inside it: a DTensor, a quantised
-    weight.
-    """
+    """Returns True for a tensor that consists of other tensors: a DTensor, a quantised weight."""
     return bool(is_traceable_wrapper_subclass(value))
 
 
 def parts_of(tensor: Any) -> Iterator[Tensor]:
-    """The tensors inside a wrapper, as AOT autograd hands them to a graph; else the tensor."""
+    """Yields the tensors inside a wrapper, in AOT autograd's order; or the tensor itself."""
     if is_wrapper(tensor):
         for name in tensor.__tensor_flatten__()[0]:
             yield from parts_of(getattr(tensor, name))
-    elif isinstance(tensor, Tensor):  # a wrapper may hold other things besides
+    elif isinstance(tensor, Tensor):  # a wrapper may have other attributes
         yield tensor
 
 
 def is_view(tensor: Tensor) -> bool:
-    """Whether autograd knows it as a view of another tensor."""
+    """Returns True if autograd knows the tensor as a view of another tensor."""
     return tensor._is_view()
 
 
 def holders(tensor: Tensor) -> int:
-    """Tensors (and others) that hold its storage; the Python object of the storage, made here, is
-    one of them.
+    """Returns how many objects refer to the tensor's storage, the storage object made here among
+    them.
     """
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
@@ -288,76 +271,73 @@ def holders(tensor: Tensor) -> int:
 
 
 def expression_of(size: Any) -> Any:
-    """The sympy expression of a symbolic size."""
+    """Returns the sympy expression of a symbolic size."""
     return size.node.expr
 
 
-def bounds_of(size: Any, part: Any = None) -> tuple[float, float]:
-    """The least and the largest number that a symbolic size can be, or an expression in its
-    symbols.
-    """
-    bounds = size.node.shape_env.bound_sympy(size.node.expr if part is None else part)
-    if bounds is None:  # no symbol of torch's
+def bounds_of(size: Any, part: Any) -> tuple[float, float]:
+    """Returns the least and the largest value of an expression in the symbols of a size."""
+    bounds = size.node.shape_env.bound_sympy(part)
+    if bounds is None:  # torch does not know the symbol
         return 1, math.inf
     return float(bounds.lower), float(bounds.upper)
 
 
 def guarded_equal(size: Any) -> list[tuple[Any, Any]]:
-    """Expressions that are equal whenever a graph runs that has this size, as its guards say."""
+    """Returns pairs of expressions that the guards of a graph with this size make equal."""
     from sympy import Eq, Expr
 
     env = size.node.shape_env
-    found = (env.replace(guard.expr) for guard in env.guards)
-    pairs = (guard.args for guard in found if isinstance(guard, Eq))
+    conditions = (env.replace(guard.expr) for guard in env.guards)
+    pairs = (condition.args for condition in conditions if isinstance(condition, Eq))
     return [(a, b) for a, b in pairs if isinstance(a, Expr) and isinstance(b, Expr)]
 
 
 def guards_of(mode: FakeTensorMode | None) -> list[Any]:
-    """What must hold of the mode's symbolic sizes, as expressions, the newest last."""
-    sizes = mode.shape_env if mode is not None else None
-    return [guard.expr for guard in sizes.guards] if sizes is not None else []
+    """Returns the guards on the mode's symbolic sizes as expressions, the newest last."""
+    env = getattr(mode, "shape_env", None)
+    return [guard.expr for guard in env.guards] if env is not None else []
 
 
-_MADE_UP = "_mla_fusion_hints"  # of sizes that a dump names: nobody traced them
+_MADE_UP = "_mla_fusion_hints"  # marks sizes that a dump names, which were never traced
 
 
 def hint_of(size: Any) -> Any:
-    """What a size, or a condition on sizes, was when the graph was traced; None where nothing
-    says.
-    """
+    """Returns the value of a size, or of a condition on sizes, in the trace; None if unknown."""
     if isinstance(size, torch.SymBool) and hasattr(size.node.shape_env, _MADE_UP):
         return None
     return size.node.hint if isinstance(size, (torch.SymInt, torch.SymBool)) else size
 
 
 def guard(condition: Any) -> bool | None:
-    """What a condition on sizes is, which becomes a guard of the graph that is being compiled:
-    torch compiles it anew where the condition is another. None where nobody would look at a guard.
+    """Returns the value of a condition on sizes, and makes it a guard of the compiled graph.
+
+    torch compiles the graph again for another value. Returns None if nothing checks guards.
     """
-    context = torch._guards.TracingContext.try_get()
-    mode, sizes = getattr(context, "fake_mode", None), condition.node.shape_env
-    if mode is None or mode.shape_env is not sizes or sizes.frozen or hint_of(condition) is None:
+    mode, env = getattr(_tracing_context(), "fake_mode", None), condition.node.shape_env
+    if mode is None or mode.shape_env is not env or env.frozen or hint_of(condition) is None:
         return None
     return bool(condition)
 
 
 def traced_with(size: Any, symbol: Any) -> int:
-    """The number that a symbol of the size stood for when the graph was traced."""
+    """Returns the value of a symbol of a size in the trace."""
     return int(_hints(size.node.shape_env)[symbol])
 
 
 def _hints(env: Any) -> dict[Any, Any]:
-    """Numbers by symbol, under a name by release."""
-    name = "backed_var_to_val" if hasattr(env, "backed_var_to_val") else "var_to_val"
-    found: dict[Any, Any] = getattr(env, name)
-    return found
+    """Returns values by symbol. The attribute's name depends on the release."""
+    hints: dict[Any, Any] = (
+        env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val
+    )
+    return hints
 
 
 ModeT = TypeVar("ModeT", bound=FakeTensorMode)
 
 
 def symbolic_mode(kind: type[ModeT]) -> ModeT:
-    """A fake mode whose tensors may have sizes made by `new_size`."""
+    """Returns a fake mode whose tensors may have sizes of `new_size`."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     env: Any = ShapeEnv()
@@ -367,16 +347,12 @@ def symbolic_mode(kind: type[ModeT]) -> ModeT:
 
 
 def take_for_one(a: Any, b: Any) -> None:
-    """Two sizes that an operator needs to be equal: symbols are one from here on; numbers that
-    differ raise.
-    """
+    """Makes two sizes equal, as an operator needs them. Raises RuntimeError if they differ."""
     torch._check(a == b)
 
 
 def new_size(mode: FakeTensorMode, name: str, hint: int, largest: int) -> torch.SymInt:
-    """A symbolic size of that name, from 2 to ``largest``; torch takes it for ``hint`` where it
-    needs a number.
-    """
+    """Returns a symbolic size from 2 to ``largest``. torch uses ``hint`` if it needs a number."""
     import sympy
     from torch.fx.experimental.sym_node import SymNode
     from torch.utils._sympy.value_ranges import ValueRanges
@@ -390,28 +366,34 @@ def new_size(mode: FakeTensorMode, name: str, hint: int, largest: int) -> torch.
 
 # -- FX graphs
 
-# how a graph names torch's functions in C++, torch._C._nn.linear say, before AOT autograd
+# the module of torch's functions in C++ (torch._C._nn.linear) in graphs before AOT autograd
 C_FUNCTIONS = "torch._C"
 
 
 def call_like(graph: Graph, other: Graph) -> None:
-    """Let ``graph`` nest its arguments and results as ``other`` does."""
+    """Gives ``graph`` the nesting of arguments and results that ``other`` has."""
     graph.set_codegen(other._codegen)
 
 
+def _source(placeholder: Node) -> Any:
+    """Returns how dynamo reaches an input; None if dynamo has not noted it."""
+    return placeholder.meta["grapharg"].source if "grapharg" in placeholder.meta else None
+
+
+def _value(attribute: Any) -> Any:
+    """Returns the value of an attribute that some releases have as a method."""
+    return attribute() if callable(attribute) else attribute
+
+
 def source_name(placeholder: Node) -> str:
-    """The expression by which dynamo reaches an input, such as ``L['self'].eps``; "" where dynamo
-    made no note.
-    """
-    if "grapharg" not in placeholder.meta:
-        return ""
-    name = placeholder.meta["grapharg"].source.name
-    return name if isinstance(name, str) else name()  # an attribute or a method, by release
+    """Returns the expression of an input, such as ``L['self'].eps``; "" if it is unknown."""
+    return str(_value(getattr(_source(placeholder), "name", "")))
 
 
 def broken_at(gm: Any) -> str:
-    """Where the graph of dynamo's ends, ``file:line in function``, if the frame was broken in
-    pieces before it or behind it; "" where it was not, or dynamo does not say.
+    """Returns where a graph break ends dynamo's graph, as ``file:line in function``.
+
+    Returns "" if there is no graph break before or behind the graph, or if dynamo does not say.
     """
     reason: Any = getattr(gm, "compile_subgraph_reason", None)
     for frame in getattr(reason, "user_stack", ())[-1:]:
@@ -421,86 +403,83 @@ def broken_at(gm: Any) -> str:
 
 
 def is_held(placeholder: Node) -> bool:
-    """Does dynamo reach the input through a module, its class or what it holds, or a global?"""
-    source = placeholder.meta["grapharg"].source if "grapharg" in placeholder.meta else None
-    kind = getattr(source, "guard_source", None)  # an attribute or a method, by release
-    name = getattr(kind() if callable(kind) else kind, "name", "")
+    """Returns True if dynamo reaches the input through a module, its class, or a global."""
+    kind = _value(getattr(_source(placeholder), "guard_source", None))
+    name = getattr(kind, "name", "")
     return "NN_MODULE" in name or name.startswith("GLOBAL")
 
 
 def is_argument(placeholder: Node) -> bool:
-    """Does dynamo reach the input through an argument or a local variable?"""
-    return "grapharg" in placeholder.meta and not is_held(placeholder)
+    """Returns True if dynamo reaches the input through an argument or a local variable."""
+    return _source(placeholder) is not None and not is_held(placeholder)
 
 
 # -- dynamo
 
 _OF_SIZES = ("dynamic_indices", "dynamic_range", "hint_overrides", "static_indices")
-HELD = "_mla_fusion_numbers"  # ours, on a fake tensor: what the vector holds for which it stands
+HELD = "_mla_fusion_numbers"  # our mark of a fake tensor: facts about the numbers of its vector
 _STATIC = "_dynamo_static_input_type"
 _MARKS = (HELD, _STATIC, *(f"_dynamo_{mark}" for mark in _OF_SIZES))
 
 
+def _tracing_context() -> Any:
+    """Returns the context of the compilation that runs now; None if none runs."""
+    return torch._guards.TracingContext.try_get()
+
+
 def is_of_model(value: Any) -> bool:
-    """Is a tensor a parameter or a buffer, as far as can be told? Dynamo marks those of the modules
-    that it traces.
-    """
-    is_marked = getattr(value, _STATIC, None) is not None
-    return isinstance(value, torch.nn.Parameter) or (isinstance(value, torch.Tensor) and is_marked)
+    """Returns True for a parameter, and for a buffer of a module that dynamo traces."""
+    return isinstance(value, torch.nn.Parameter) or getattr(value, _STATIC, None) is not None
 
 
 def static_inputs() -> frozenset[int] | None:
-    """Which inputs of the graph that AOT autograd compiles are parameters and buffers, by place;
-    None where it does not say.
+    """Returns the places of parameters and buffers among the inputs of the graph that AOT autograd
+    compiles; None if it does not say.
     """
-    context = torch._guards.TracingContext.try_get()
-    places = getattr(getattr(context, "fw_metadata", None), "static_input_indices", None)
+    metadata = getattr(_tracing_context(), "fw_metadata", None)
+    places = getattr(metadata, "static_input_indices", None)
     return None if places is None else frozenset(places)
 
 
 def in_tracing_mode(inputs: Sequence[Any]) -> list[Any]:
-    """The inputs of a graph of dynamo, fake tensors of another mode rebuilt in the mode that dynamo
-    traced in.
+    """Returns the inputs of dynamo's graph, with all fake tensors in the mode of dynamo's trace.
 
-    AOT autograd does so itself since torch 2.11, and asserts that there are none in releases
-    before.
+    AOT autograd does so since torch 2.11. In earlier releases it asserts that there are no others.
     """
-    context = torch._guards.TracingContext.try_get()
-    mode = context.fake_mode if context is not None else None
-    if context is None or mode is None:
-        return list(inputs)
-    rebuilt: list[Any] = []
-    for value in inputs:
-        if isinstance(value, FakeTensor) and value.fake_mode is not mode:
-            # how dynamo read its sizes: the same symbols again
-            known: Any = context.tensor_to_context.get(value)
-            source = known.tensor_source if known is not None else None
-            moved = mode.from_tensor(value, symbolic_context=known, source=source, trace=False)
-            copy_marks(value, moved)
-            rebuilt.append(moved)
-        else:
-            rebuilt.append(value)
-    return rebuilt
+    context = _tracing_context()
+    mode = getattr(context, "fake_mode", None)
+
+    def moved(value: Any) -> Any:
+        """Returns an input in the mode of the trace."""
+        if mode is None or not isinstance(value, FakeTensor) or value.fake_mode is mode:
+            return value
+        # how dynamo read its sizes: the same symbols again
+        known = context.tensor_to_context.get(value)
+        source = known.tensor_source if known is not None else None
+        rebuilt = mode.from_tensor(value, symbolic_context=known, source=source, trace=False)
+        copy_marks(value, rebuilt)
+        return rebuilt
+
+    return list(map(moved, inputs))
 
 
 def copy_marks(source: Tensor, target: Tensor) -> None:
-    """Give one tensor what ``mark_dynamic``, ``mark_static`` and the like have noted on another."""
+    """Copies the marks that ``mark_dynamic``, ``mark_static`` and the like make on a tensor."""
     for mark in _MARKS:
         if hasattr(source, mark):
             setattr(target, mark, copy.copy(getattr(source, mark)))
 
 
 def mark_static_address(tensor: Tensor) -> None:
+    """Tells dynamo that the tensor's memory stays the same."""
     torch._dynamo.mark_static_address(tensor)
 
 
 def is_saving() -> bool:
-    """Whether what is compiled now is to be serialised, as ``torch.compile(..).aot_compile`` asks
-    for.
-    """
+    """Returns True if torch saves the compiled graph, as for ``torch.compile(..).aot_compile``."""
     config: Any = import_module("torch._functorch.config")
-    asked = ("bundled_autograd_cache", "strict_autograd_cache")
-    return all(getattr(config, name, False) for name in asked)
+    options = ("bundled_autograd_cache", "strict_autograd_cache")
+    return all(getattr(config, name, False) for name in options)
 
 
 # -- torchair
@@ -509,10 +488,9 @@ _COMPILES_THROUGH = ("_compile_graph_with_aot", "_get_merged_decompositions", "_
 
 
 def torchair_lacks() -> tuple[str, ...]:
-    """The functions by which graphs are compiled that the installed torchair does not define; it is
-    not imported.
+    """Returns the functions for compiling graphs that the installed torchair does not define.
 
-    In releases where they are absent, importing torchair may fail already.
+    torchair is not imported: that may fail in releases without these functions.
     """
     package = find_spec("torch_npu")
     folders = (package.submodule_search_locations or ()) if package is not None else ()
@@ -522,38 +500,40 @@ def torchair_lacks() -> tuple[str, ...]:
 
 
 def ge_operators() -> ModuleType:
-    """GE's operators as functions that add a node to the graph being built."""
+    """Returns GE's operators, as functions that add a node to the graph being built."""
     return import_module("torchair._ge_concrete_graph.ge_apis")
 
 
 def ge_node(**parts: Any) -> Any:
-    """Add a node to the GE graph being built; its outputs."""
+    """Adds a node to the GE graph being built. Returns its outputs."""
     return import_module("torchair._ge_concrete_graph.compat_ir").ge_op(**parts)
 
 
 def is_ge_tensor(value: Any) -> bool:
+    """Returns True for an output of a node of a GE graph."""
     return isinstance(value, import_module("torchair.ge._ge_graph").Tensor)
 
 
 def ge_dtype(number: int) -> Any:
-    """GE's dtype for the number that an argument of a torch_npu operator has for it."""
+    """Returns GE's dtype for the number of a dtype in an argument of a torch_npu operator."""
     return import_module("torchair.ge._ge_graph").torch_dtype_value_to_ge_proto_type(number)
 
 
 def ge_converter(overload: Any) -> Callable[..., Any] | None:
-    """torchair keeps a converter on the operator itself, and where that cannot be, in a table."""
+    """Returns torchair's converter: an attribute of the operator, or an entry of a table."""
     import_module("torchair._ge_concrete_graph.ge_converter.custom")
     table = import_module("torchair._ge_concrete_graph.fx2ge_converter")._CONVERTERS
     return getattr(overload, "_ge_converter", None) or table.get(overload)
 
 
 def set_ge_converter(overload: Any, converter: Callable[..., Any] | None) -> None:
+    """Sets torchair's converter of an operator."""
     overload._ge_converter = converter
 
 
 @contextmanager
 def quiet_fakes() -> Iterator[None]:
-    """Fake tensors log the stack of an error that is raised as well."""
+    """Keeps fake tensors from logging the stack of an error that they raise."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before, log.disabled = log.disabled, True
     try:
@@ -563,7 +543,7 @@ def quiet_fakes() -> Iterator[None]:
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
-    """Operators as torch decomposes them, by overload."""
+    """Returns torch's decompositions of operators, by overload."""
     from torch._decomp import core_aten_decompositions
 
     return dict(core_aten_decompositions())

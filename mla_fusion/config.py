@@ -1,4 +1,4 @@
-"""What a user may decide about the pass: one frozen value, hashable, with nothing hidden in it."""
+"""Defines the options of the pass: one frozen, hashable dataclass."""
 
 from __future__ import annotations
 
@@ -107,32 +107,33 @@ class Config:
                     f"{entry!r}"
                 )
         if not self.targets or any(name not in TARGETS for name in self.targets):
-            said = sentence(f"Config(targets=({name!r},))" for name in self.targets)
+            gone = sentence(f"Config(targets=({name!r},))" for name in self.targets)
             raise ValueError(
-                said
+                gone
                 or f"Config.targets must name some of {', '.join(TARGETS)}, got {self.targets!r}"
             )
         object.__setattr__(self, "targets", tuple(name for name in TARGETS if name in self.targets))
 
     @classmethod
     def given(cls, config: Config | None) -> Config:
-        """What a function was called with, the default for None. Raises TypeError for anything
-        else.
+        """Returns the configuration that a function was called with, or the default for None.
+
+        Raises TypeError for any other type.
         """
         if config is None or isinstance(config, cls):
             return config or cls()
-        said = repr(config) if isinstance(config, str) else f"a {type(config).__name__}"
+        text = repr(config) if isinstance(config, str) else f"a {type(config).__name__}"
         raise TypeError(
-            f"config must be a mla_fusion.Config, such as Config(verify='all'), got {said}"
+            f"config must be a mla_fusion.Config, such as Config(verify='all'), got {text}"
         )
 
     def skips(self, code: str) -> bool:
-        """Whether ``skip`` names a code of rejection, or what stands before its colon."""
+        """Returns True if ``skip`` names a code of a rejection, or the part before its colon."""
         return code in self.skip or code.partition(":")[0] in self.skip
 
     @property
     def machine(self) -> Machine:
-        """``soc`` and ``cann`` with "auto" found out."""
+        """Returns ``soc`` and ``cann``, with "auto" resolved."""
         return settled(self.soc, self.cann)
 
 

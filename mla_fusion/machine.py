@@ -1,6 +1,4 @@
-"""Chips and CANN releases by the names that people and machines give them, and which of them are
-here.
-"""
+"""Names of chips and of CANN releases, and which of them this process has."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, TypeVar
 
@@ -27,7 +25,7 @@ _target: ContextVar[str] = ContextVar("mla_fusion.machine", default=_ASSUMED[0])
 
 @contextmanager
 def set_inside(variable: ContextVar[T], value: T) -> Iterator[None]:
-    """Inside, the variable has this value."""
+    """Sets a variable inside the context."""
     token = variable.set(value)
     try:
         yield
@@ -36,9 +34,7 @@ def set_inside(variable: ContextVar[T], value: T) -> Iterator[None]:
 
 
 def compiling_for(soc: str) -> AbstractContextManager[None]:
-    """Inside, torch_npu answers questions about the chip as on this one, where there is none
-    (`mla_fusion.offline`).
-    """
+    """Sets the chip that the offline runtime (`mla_fusion.offline`) stands in for."""
     return set_inside(_target, soc)
 
 
@@ -49,7 +45,7 @@ _ge: ContextVar[bool] = ContextVar("mla_fusion.ge", default=False)
 
 
 def for_ge(is_ge: bool) -> AbstractContextManager[None]:
-    """Inside, the pass knows that GE is to run the graph, which takes contiguous inputs alone."""
+    """Tells the pass whether GE runs the graph: GE takes only contiguous inputs."""
     return set_inside(_ge, is_ge)
 
 
@@ -58,7 +54,10 @@ is_for_ge = _ge.get
 
 @dataclass(frozen=True)
 class Machine:
-    """A generation and a release of the tables; ``how`` they were found."""
+    """A chip generation and a CANN release of the tables.
+
+    how  why these were chosen; "" if the user named both
+    """
 
     soc: str
     cann: str
@@ -69,8 +68,8 @@ class Machine:
 
 
 def soc_named(name: str) -> str:
-    """``910B``, ``Ascend910B2`` -> A2; ``910C``, ``Ascend910_9392`` -> A3; ``Ascend950PR`` -> A5.
-    Raises ValueError.
+    """Returns the generation of a chip: A2 for ``910B`` and ``Ascend910B2``, A3 for ``910C`` and
+    ``Ascend910_9392``, A5 for ``Ascend950PR``. Raises ValueError for an unknown chip.
     """
     plain = re.sub(r"^(ASCEND|ATLAS)", "", re.sub(r"[\s_-]", "", str(name)).upper())
     for soc, starts in _NAMES.items():
@@ -83,8 +82,11 @@ def soc_named(name: str) -> str:
 
 
 def release_named(version: str, *, found: bool = False) -> str:
-    """``9.0.1`` is 9.0, ``8.3.RC1`` is 8.3. Raises ValueError for what the tables do not reach; a
-    newer one that was ``found`` on a machine is "latest".
+    """Returns the release of the tables for a version: 9.0 for ``9.0.1``, 8.3 for ``8.3.RC1``.
+
+    found  True: the version is that of a machine, so a newer one than the tables' is "latest"
+
+    Raises ValueError for a version outside the tables.
     """
     if version == "latest":
         return version
@@ -94,31 +96,30 @@ def release_named(version: str, *, found: bool = False) -> str:
     wanted = int(numbers[1]), int(numbers[2])
     known = {tuple(map(int, text.split("."))): text for text in RELEASES if text != "latest"}
     if wanted > max(known):
-        if not found:
-            raise ValueError(
-                f"CANN {version} is newer than the tables; there are {', '.join(RELEASES)}"
-            )
-        return "latest"
-    fitting = [release for release in known if release <= wanted]
-    if not fitting:
+        if found:
+            return "latest"
         raise ValueError(
-            f"CANN {version} is older than {known[min(known)]}, the first with the operator"
+            f"CANN {version} is newer than the tables; there are {', '.join(RELEASES)}"
         )
-    return known[max(fitting)]
+    if wanted < min(known):
+        raise ValueError(f"CANN {version} is older than {RELEASES[0]}, the first with the operator")
+    return known[max(release for release in known if release <= wanted)]
 
 
 def settled(soc: str, cann: str) -> Machine:
-    """With "auto" found out: what an NPU of this process says, or else A3 and the latest
+    """Returns chip and release, with "auto" resolved: this process's NPU, or A3 and the latest
     release.
     """
     if AUTO not in (soc, cann):
         return Machine(soc, cann, "")
-    here = _here(sys.modules.get("torch_npu"))
-    return Machine(here.soc if soc == AUTO else soc, here.cann if cann == AUTO else cann, here.how)
+    machine = _machine_of(sys.modules.get("torch_npu"))
+    chosen = {name: value for name, value in (("soc", soc), ("cann", cann)) if value != AUTO}
+    return replace(machine, **chosen)
 
 
 @cache
-def _here(torch_npu: Any) -> Machine:
+def _machine_of(torch_npu: Any) -> Machine:
+    """Returns the machine that torch_npu runs on, or the assumed one."""
     if torch_npu is None or not torch_npu.npu.is_available():
         return Machine(*_ASSUMED, "assumed, no NPU here")
     soc, cann = _ASSUMED
@@ -136,12 +137,12 @@ def _here(torch_npu: Any) -> Machine:
 
 
 def device_name(torch_npu: Any) -> str:
-    """What the current device calls itself, as ``Ascend910_9392``."""
+    """Returns the name of the current device, such as ``Ascend910_9392``."""
     return str(torch_npu.npu.get_device_name())
 
 
 def cann_version() -> str:
-    """Of the CANN that torch_npu runs on."""
+    """Returns the version of the CANN that torch_npu uses."""
     from torch_npu.npu.utils import get_cann_version
 
     return str(get_cann_version())

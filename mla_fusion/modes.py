@@ -1,8 +1,7 @@
-"""What of torch's state belongs to whoever calls: modes, transforms, locks, the number of threads,
-hooks.
+"""Handles the state of torch that belongs to the caller: modes, transforms, locks, threads, hooks.
 
-Whatever outlives a call is made outside of its modes, of tensors that are no mode's: one dry run
-under a FakeTensorMode would else leave fake tensors for every call that follows.
+Whatever outlives a call is made outside of the caller's modes, from tensors that belong to none of
+them. Otherwise a dry run under a FakeTensorMode would leave fake tensors for later calls.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import ctypes
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache, lru_cache, wraps
+from functools import lru_cache, wraps
 from inspect import unwrap
 from typing import Any, ParamSpec, TypeVar
 
@@ -27,23 +26,22 @@ _R = TypeVar("_R")
 
 @contextmanager
 def outside_modes() -> Iterator[None]:
-    """Outside of dispatch and function modes, of functorch's transforms, of inference mode, and
-    without gradients.
+    """Leaves dispatch and function modes, functorch's transforms and inference mode, and disables
+    gradients.
     """
-    functions = torch._C.DisableTorchFunction()
     with (
         torch.inference_mode(False),
         torch.no_grad(),
         without_transforms(),
         without_modes(),
-        functions,
+        torch._C.DisableTorchFunction(),
     ):
         yield
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether it is memory and nothing else: not fake, not a transform's, of no class that
-    dispatches by itself.
+    """Returns True for a tensor that only has memory: it is not fake, no transform wraps it, and
+    its class does not dispatch.
     """
     return (
         type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
@@ -53,46 +51,47 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def kept_outside_modes(most: int) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """A cache of ``most`` results, for a function of positions that makes tensors: outside of all
-    modes.
+    """Returns a decorator that caches ``most`` results of a function that makes tensors.
 
-    Under a dispatch mode, which may ask for tensors of its own kind, the result is made anew and
-    not kept.
+    The function takes positional arguments, and runs outside of all modes. Under a dispatch mode,
+    which may need tensors of its own kind, the result is not cached.
     """
 
-    def of(make: Callable[_P, _R]) -> Callable[_P, _R]:
+    def decorate(make: Callable[_P, _R]) -> Callable[_P, _R]:
+        """Returns the cached function."""
+
         @lru_cache(most)
-        def kept(*args: Any) -> _R:
+        def cached(*args: Any) -> _R:
             with outside_modes():
                 return make(*args)  # type: ignore[call-arg]  # a cache's keys have no types
 
         @wraps(make)
         def result(*args: _P.args, **_: _P.kwargs) -> _R:
-            return make(*args, **_) if torch._C._len_torch_dispatch_stack() else kept(*args)
+            return make(*args, **_) if torch._C._len_torch_dispatch_stack() else cached(*args)
 
         return result
 
-    return of
+    return decorate
 
 
 def compile_lock() -> AbstractContextManager[Any]:
-    """Dynamo's, which it holds from its first look at the tensors of a frame until its guards are
-    tried.
+    """Returns dynamo's lock, which it keeps from reading a frame's tensors until it has checked
+    its guards.
 
-    Whoever moves a parameter meanwhile makes the guards fail at once.
+    A parameter that moves meanwhile makes the guards fail at once.
     """
     dynamo = sys.modules.get("torch._dynamo.convert_frame")
     return nullcontext() if dynamo is None else dynamo.compile_lock
 
 
 def use_threads(count: int) -> bool:
-    """Let operators called by this Python thread run on so many threads; False where this process
-    has no way to.
+    """Makes this Python thread's operators run on ``count`` threads. Returns True if that worked.
 
     ``torch.set_num_threads`` would decide for every thread that calls its first operator meanwhile,
-    and for good. OpenMP's own setting is the calling thread's.
+    and for good. OpenMP's setting is the calling thread's. It is found among what libraries export
+    to the process, if torch is built with OpenMP.
     """
-    openmp = _process()
+    openmp = ctypes.CDLL(None)
     if not hasattr(openmp, "omp_set_num_threads"):
         return False
     # a thread that has called no operator yet: torch sets its number now, not later
@@ -105,44 +104,40 @@ def use_threads(count: int) -> bool:
     return False
 
 
-@cache
-def _process() -> ctypes.CDLL:
-    """What libraries make known to the whole process: OpenMP, where torch is built with it."""
-    return ctypes.CDLL(None)
-
-
 def is_capturing(device: torch.device) -> bool:
-    """Whether the device's current stream is being captured: nothing may be read back meanwhile."""
-    ask = getattr(getattr(torch, device.type, None), "is_current_stream_capturing", None)
-    return device.type != "cpu" and ask is not None and bool(ask())
+    """Returns True if the device captures its current stream: nothing may be read back then."""
+    module = getattr(torch, device.type, None)
+    is_current = getattr(module, "is_current_stream_capturing", lambda: False)
+    return device.type != "cpu" and bool(is_current())
 
 
 def is_call_of_torch(call: Any) -> bool:
-    """``nn.Module.__call__``, or what torch.fx puts in its place while it traces."""
+    """Returns True for ``nn.Module.__call__``, and for torch.fx's replacement while it traces."""
     return call is _CALL or (
         unwrap(call) is _CALL and call.__globals__["__name__"] == "torch.fx._symbolic_trace"
     )
 
 
 def has_hooks(module: torch.nn.Module, but_of: str = "") -> bool:
-    """Does calling a module do more than its forward? Hooks, its own or of all modules, or a call
-    that was replaced.
+    """Returns True if a call of the module does more than its forward.
 
-    but_of  a package whose hooks do not count
+    That is so with hooks of the module or of all modules, and with a replaced call.
+
+    but_of  a package whose hooks do not count; "": all hooks count
     """
     if type(module)._call_impl is not _CALL_IMPL or "_call_impl" in vars(module):
         return True
     if getattr(module, "_compiled_call_impl", None) is not None:
         return True
-    own = (hook for kind in _HOOKS for hook in getattr(module, f"_{kind}_hooks").values())
-    if any(not but_of or not getattr(hook, "__module__", "").startswith(but_of) for hook in own):
-        return True
+    for kind in _HOOKS:
+        for hook in getattr(module, f"_{kind}_hooks").values():
+            if not but_of or not getattr(hook, "__module__", "").startswith(but_of):
+                return True
     return any(getattr(_MODULE, f"_global_{kind}_hooks") for kind in _HOOKS)
 
 
 _MODULE = torch.nn.modules.module
-_CALL, _CALL_IMPL = (
-    torch.nn.Module.__call__,
-    torch.nn.Module._call_impl,
-)  # as torch has them, whoever patches them later
+# torch's own, even if they are patched later
+_CALL = torch.nn.Module.__call__
+_CALL_IMPL = torch.nn.Module._call_impl
 _HOOKS = ("backward", "backward_pre", "forward", "forward_pre")

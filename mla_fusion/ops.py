@@ -29,6 +29,7 @@ from mla_fusion.meta.prolog import PROLOGS, V3
 
 
 def _by_name(*schemas: str) -> dict[str, str]:
+    """Returns schemas by the operator's name."""
     return {text.partition("(")[0]: text for text in schemas}
 
 
@@ -87,8 +88,8 @@ _NPU = _by_name(
     *(operator.schema for operator in (*PROLOGS.values(), *key_operator.OPERATORS)),
     *_OTHERS.strip().split("\n\n"),
 )
-_BY_NAMESPACE = {"npu": _NPU, "atb": _by_name(ATB.schema, OUT_SCHEMA)}
-OPERATORS, ATB_OPERATORS = map(tuple, _BY_NAMESPACE.values())
+_ATB = _by_name(ATB.schema, OUT_SCHEMA)
+OPERATORS, ATB_OPERATORS = tuple(_NPU), tuple(_ATB)
 
 # operators of torch_npu that get a CPU kernel where they are, and no schema where they are not
 _KERNELS_ALONE = ("npu_sparse_flash_attention", "npu_fused_infer_attention_score_v2")
@@ -102,103 +103,91 @@ _IN_PLACE = {
     "npu_scatter_pa_kv_cache": "npu_scatter_pa_kv_cache_functional",
 }
 
-_OF_TARGETS: dict[str, Callable[..., Any]] = {}  # kernels of operators that a target brings
-
 _libraries: list[torch.library.Library] = []
-_withdrawn: list[Any] = []  # operators that graphs and callers may still hold
-
-
-def schema(name: str, namespace: str = "npu") -> str:
-    """The schema of ``<namespace>::<name>`` as text, ``name(arguments) -> results``."""
-    return _BY_NAMESPACE[namespace][name]
+_withdrawn: list[Any] = []  # operators that graphs and callers may still refer to
 
 
 def defined(name: str, namespace: str = "npu") -> bool:
-    """Whether ``<namespace>::<name>`` has a schema now, from whichever side; ``name`` may have an
-    overload.
+    """Returns True if ``<namespace>::<name>`` has a schema, ours or torch_npu's.
+
+    name  may end in an overload: ``npu_mla_preprocess.out``
     """
     return compat.has_schema(f"{namespace}::{name}")
 
 
 def provide() -> None:
-    """Add every schema and kernel that is missing now; calling it again changes nothing."""
-    for namespace, schemas in _BY_NAMESPACE.items():
+    """Adds every schema and kernel that is missing. A second call changes nothing."""
+    for namespace, schemas in (("npu", _NPU), ("atb", _ATB)):
         library = torch.library.Library(namespace, "FRAGMENT")
         _libraries.append(library)
         missing = [name for name in schemas if not defined(name, namespace)]
         for name in missing:
-            library.define(schema(name, namespace))
+            library.define(schemas[name])
         for name in schemas:
-            if name in _OF_TARGETS:
-                _add(library, name, "CPU", _OF_TARGETS[name])
-                if name in missing:
-                    torch.library.register_fake(f"npu::{name}", _OF_TARGETS[name], lib=library)
-                continue
-            kernel = name.replace(".", "_")
-            _add(library, name, "CPU", _lazy("mla_fusion.reference.kernels", kernel))
-            _add(library, name, "Meta", _lazy("mla_fusion.reference.shapes", kernel))
+            _add_kernel(library, name, "CPU", _lazy("kernels", name))
+            _add_kernel(library, name, "Meta", _lazy("shapes", name))
             if name in _IN_PLACE and name in missing:
-                _add(library, name, "Functionalize", _functionalize(name))
+                _add_kernel(library, name, "Functionalize", _functionalize(name))
         if namespace == "npu":
             for name in filter(defined, _KERNELS_ALONE):
-                _add(library, name, "CPU", _lazy("mla_fusion.reference.kernels", name))
+                _add_kernel(library, name, "CPU", _lazy("kernels", name))
     for packet in _withdrawn:
         compat.renew(packet)
 
 
-def add(text: str, kernel: Callable[..., Any]) -> None:
-    """An ``npu::`` operator more, by its schema and one kernel for CPU and shapes; what is there
-    already stays.
-    """
-    name = text.partition("(")[0]
-    if not defined(name):
-        _NPU[name], _OF_TARGETS[name] = text, kernel
-        provide()
-
-
 def withdraw() -> None:
-    """Remove every schema and kernel of ours, so that torch_npu can define its own."""
+    """Removes every schema and kernel of ours, so that torch_npu can define its own."""
     while _libraries:
         _withdrawn.extend(compat.withdraw(_libraries.pop()))
 
 
-def _add(library: torch.library.Library, name: str, key: str, kernel: Callable[..., Any]) -> None:
+def _add_kernel(
+    library: torch.library.Library, name: str, key: str, kernel: Callable[..., Any]
+) -> None:
+    """Registers a kernel, unless the operator has one for this dispatch key."""
     if not compat.has_kernel(f"{library.ns}::{name}", key):
         library.impl(name, kernel, key)
 
 
 def _lazy(module: str, name: str) -> Callable[..., Any]:
+    """Returns a kernel of ``mla_fusion.reference`` that imports its module on its first call."""
+
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        return getattr(import_module(module), name)(*args, **kwargs)
+        kernels = import_module(f"mla_fusion.reference.{module}")
+        return getattr(kernels, name.replace(".", "_"))(*args, **kwargs)
 
     return kernel
 
 
 def _functionalize(name: str) -> Callable[..., Any]:
-    """A Functionalize kernel: run the functional form, give its last results to the mutated
-    arguments.
+    """Returns a Functionalize kernel of an operator that writes its arguments.
+
+    The kernel calls the functional form, and gives the last results to the written arguments.
     """
-    declared = compat.parse_schema(schema(name))
-    arguments = enumerate(declared.arguments)
-    positions = [place for place, one in arguments if one.alias_info and one.alias_info.is_write]
+    schema = compat.parse_schema(_NPU[name])
+    positions = [
+        position
+        for position, argument in enumerate(schema.arguments)
+        if argument.alias_info and argument.alias_info.is_write
+    ]
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         plain_args, plain_kwargs = compat.tree_map_only(
             torch.Tensor, compat.content_of, (args, kwargs)
         )
-        mutates = all(compat.is_functional(args[position]) for position in positions)
-        operator = getattr(torch.ops.npu, _IN_PLACE[name] if mutates else name).default
+        is_functional = all(compat.is_functional(args[position]) for position in positions)
+        operator = getattr(torch.ops.npu, _IN_PLACE[name] if is_functional else name).default
         with compat.below_functionalisation():
             results = operator(*plain_args, **plain_kwargs)
-        if not mutates:
+        if not is_functional:
             return results
         values = list(results) if isinstance(results, tuple | list) else [results]
-        kept = values[: -len(positions)]
-        for position, value in zip(positions, values[len(kept) :], strict=True):
+        new_values = [values.pop() for _ in positions]
+        for position, value in zip(positions, reversed(new_values), strict=True):
             compat.set_content(args[position], value)
-        if not kept:
-            return args[positions[0]] if declared.returns else None
-        return tuple(map(compat.functional, kept))
+        if not values:
+            return args[positions[0]] if schema.returns else None
+        return tuple(map(compat.functional, values))
 
     return kernel
 

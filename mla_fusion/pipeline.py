@@ -140,8 +140,7 @@ def _check_graph(gm: object) -> None:
                 continue
             raise ValueError(
                 f"node {node.name} carries no meta['val']; capture the graph with AOT autograd, "
-                "torch.export "
-                "or make_fx, or run FakeTensorProp over it first"
+                "torch.export or make_fx, or run FakeTensorProp over it first"
             )
 
 
@@ -195,7 +194,7 @@ class Pass:
 
     def plan(self) -> None:
         """Decides what can be fused, and adds an entry for each prologue to the report."""
-        departures, outcomes = list[Departure](), dict[Plan, Outcome | str]()
+        departures, outcomes = list[Departure](), dict[Plan, Outcome]()
         for proposal in proposals(self._projections, "identity" in self.config.targets):
             self._clock.stop("match")
             try:
@@ -272,7 +271,7 @@ class Pass:
         self.report.operators["before"] = count_operators(self.graph.gm)
         new_module = workplace(self.graph.gm)
         builder = builder_of(new_module, old_graph)
-        writer = Writer(self.graph, self._partition, self._plans_by_leaf(), builder)
+        writer = Writer(self.graph, self._partition, self.plans, builder)
         with builder.propagating():
             writer.write()
         strides.follow(builder, writer.replaced_reads, keeps_strides)
@@ -299,10 +298,6 @@ class Pass:
             arguments += plan.values.values()
         return partition_nodes(self.graph, rewrites, products, arguments)
 
-    def _plans_by_leaf(self) -> dict[Value, Plan]:
-        """Returns the plan of each leaf that stands for a result of a call."""
-        return {leaf: plan for plan in self.plans for leaf in plan.results.values()}
-
 
 def _in_bodies(graph: Graph) -> Iterator[Departure]:
     """Yields a departure for each body of a condition or loop that holds a prologue or a near miss.
@@ -319,9 +314,8 @@ def _in_bodies(graph: Graph) -> Iterator[Departure]:
         projections = Projections(Graph(body, used_as_weights(body.graph)))
         candidates = [*proposals(projections, True)]
         departures = [candidate for candidate in candidates if isinstance(candidate, Departure)]
-        if len(departures) < len(candidates) or [
-            *departures_to_report(projections, departures, [])
-        ]:
+        has_prologue = len(departures) < len(candidates)
+        if has_prologue or departures_to_report(projections, departures, []):
             caller = callers[0]
             detail = f"{caller.name} ({caller.target}) runs it in {node.target}"
             yield Departure("graph.branch", detail, list(values_of(graph.readings[caller])))

@@ -6,7 +6,7 @@ copied in order. Readers of replaced nodes read results of calls.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch.fx import Node
 
 from mla_fusion.fx import memory
 from mla_fusion.fx.build import GraphBuilder
+from mla_fusion.fx.walk import INPUTS, reached
 from mla_fusion.fx.workplace import copied
 from mla_fusion.graph.form import Value, nearest
 from mla_fusion.graph.lower import Lowering
@@ -24,6 +25,7 @@ from mla_fusion.plan.operands import rows_in_cache
 from mla_fusion.plan.outputs import Partition
 from mla_fusion.plan.plan import Plan
 
+aten = torch.ops.aten
 _METADATA = ("stack_trace", "nn_module_stack", "source_fn_stack", "stream_label", "original_aten")
 
 
@@ -48,14 +50,12 @@ class Writer:
     """
 
     def __init__(
-        self, graph: Graph, partition: Partition, plans: Mapping[Value, Plan], builder: GraphBuilder
+        self, graph: Graph, partition: Partition, plans: Sequence[Plan], builder: GraphBuilder
     ) -> None:
-        """Prepares the writer.
-
-        plans  the plan of each leaf that stands for a result
-        """
         self.graph, self.partition, self._plans = graph, partition, plans
         self.b = builder
+        # leaves of Values stand for results
+        self._plan_by_leaf = {leaf: plan for plan in plans for leaf in plan.results.values()}
         self.b.copy = self._copy
         self.replaced_reads: dict[tuple[Node, Node], None] = {}
         self._lower = _ResultLowering(self.b, graph, {}, self._is_usable)
@@ -63,8 +63,8 @@ class Writer:
         self.values: dict[Node, Node] = {}
         self._open: set[Node] = set()
         # the plans that read a node, other than as a cache
-        self._readers: dict[Node, list[Plan]] = {}
-        for plan in dict.fromkeys(plans.values()):
+        self._readers: dict[Any, list[Plan]] = {}
+        for plan in plans:
             for node in set(plan.inputs).difference(cache for _, cache, _ in plan.written_caches):
                 self._readers.setdefault(node, []).append(plan)
 
@@ -76,8 +76,10 @@ class Writer:
         for node in old_graph.nodes:
             if node.op == "output":
                 self._write_hidden_caches()
-            if node.target is torch.ops.aten.copy_.default:
-                self._write_calls_that_read(node.args[0])
+            if node.target is aten.copy_.default:
+                # calls must read the memory before it is written
+                for plan in self._readers.get(node.args[0], ()):
+                    self._call(plan)
                 # outputs must be computed before their memory is overwritten
                 if _is_in_last_copies(node):
                     for output in old_graph.output_node().all_input_nodes:
@@ -85,11 +87,6 @@ class Writer:
                             self.write_replaced(output)
             if node in self.partition.kept and node.op != "placeholder":
                 self.b.value(node)
-
-    def _write_calls_that_read(self, node: Any) -> None:
-        """Writes the calls that read a node, before memory of the node is written."""
-        for plan in self._readers.get(node, ()):
-            self._call(plan)
 
     def copy_as_input(self, node: Node) -> Node:
         """Returns a copy of a node that is an input of the new graph, for drawn values."""
@@ -102,7 +99,7 @@ class Writer:
 
     def _write_hidden_caches(self) -> None:
         """Copies the results into caches that the model's operator wrote against its schema."""
-        for plan in dict.fromkeys(self._plans.values()):
+        for plan in self._plans:
             for name, cache, shape in plan.written_caches:
                 if cache not in self.graph.hidden:
                     continue
@@ -111,28 +108,25 @@ class Writer:
                 self.b.at(None, {})
                 target = self.b.cache(cache, shape)
                 args = target, result
-                self.b.insert(torch.ops.aten.copy_.default, args, {}, target.meta["val"])
+                self.b.insert(aten.copy_.default, args, {}, target.meta["val"])
 
     def _is_usable(self, node: Node) -> bool:
         """Returns True if lowering may read the node."""
-        if node.op in ("placeholder", "get_attr") or node in self.b.copies:
+        if node.op in INPUTS or node in self.b.copies:
             return True
         if node not in self.partition.kept or node in self.graph.effects:
             return False
-        return not self._depends_on_open(node)
+        nodes = reached(
+            [node],
+            lambda current: (
+                source for source in current.all_input_nodes if not self._is_written(source)
+            ),
+        )
+        return self._open.isdisjoint(nodes)
 
-    def _depends_on_open(self, node: Node) -> bool:
-        """Returns True if the node depends on a node that is being written."""
-        stack, seen = [node], set[Node]()
-        while stack:
-            current = stack.pop()
-            if current in seen or current in self.b.copies or current in self.values:
-                continue
-            if current in self._open:
-                return True
-            seen.add(current)
-            stack += current.all_input_nodes
-        return False
+    def _is_written(self, node: Node) -> bool:
+        """Returns True if the new graph has a node for this one."""
+        return node in self.b.copies or node in self.values
 
     def _copy(self, node: Node) -> Node:
         """Returns a copy of a node that stays, after copies of what it reads. Raises RuntimeError
@@ -142,7 +136,7 @@ class Writer:
             raise RuntimeError(f"{node.name} waits for itself")
         self._open.add(node)
         for source in node.all_input_nodes:
-            if source in self._open and source not in self.b.copies and source not in self.values:
+            if source in self._open and not self._is_written(source):
                 raise RuntimeError(f"{source.name} waits for itself")
             if source in self.partition.sizes:
                 self.values[source] = self.b.size(source.meta["val"])
@@ -150,34 +144,29 @@ class Writer:
                 self.write_replaced(source)
             elif source not in self.b.copies:
                 self.b.value(source)
+            if source in self.partition.replaced:
+                self.replaced_reads[self.values[source], source] = None
         copy = copied(node, self.b.gm.graph, self._new_input)
         self.b.copies[node] = copy
         return copy
 
     def _new_input(self, source: Node) -> Node:
         """Returns the new node for an operand of a copied node."""
-        is_replaced = source in self.partition.replaced
-        if is_replaced:
-            self.replaced_reads[self.values[source], source] = None
-        return (
-            self.values[source]
-            if is_replaced or source in self.partition.sizes
-            else self.b.copies[source]
-        )
+        return self.values[source] if source in self.values else self.b.copies[source]
 
     def write_replaced(self, node: Node) -> Node:
         """Returns the node that takes the place of a replaced node, over results."""
         if node not in self.values:
             self._open.add(node)
             value = self.partition.replaced[node]
-            for leaf in nearest([value], self._plans):
-                self._call(self._plans[leaf])
+            for leaf in nearest([value], self._plan_by_leaf):
+                self._call(self._plan_by_leaf[leaf])
             self.b.at(None, _metadata_of(node))
             tensor = node.meta["val"]
             is_uint8 = tensor.dtype == torch.uint8
             new_node = self._lower.of(value, None if is_uint8 else tensor.dtype)
             if is_uint8 and self.b.dtype(new_node) == torch.float8_e8m0fnu:
-                new_node = self.b.call(torch.ops.aten.view.dtype, new_node, torch.uint8)
+                new_node = self.b.call(aten.view.dtype, new_node, torch.uint8)
             self.values[node] = new_node
         return self.values[node]
 
@@ -192,7 +181,7 @@ class Writer:
 
 def _is_in_last_copies(node: Node) -> bool:
     """Returns True if only copies and the output come after the node."""
-    while node.target is torch.ops.aten.copy_.default:
+    while node.target is aten.copy_.default:
         node = node.next
     return node.op == "output"
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 
-import torch
+from torch import Tensor
 from torch.fx import Graph, GraphModule
 
 
-def install(gm: GraphModule, graph: Graph, buffers: Mapping[str, torch.Tensor]) -> None:
+def install(gm: GraphModule, graph: Graph, buffers: Mapping[str, Tensor]) -> None:
     """Makes ``graph`` the graph of ``gm``, and registers the buffers that it reads. All or
     nothing.
     """

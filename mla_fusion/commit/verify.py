@@ -14,6 +14,7 @@ from mla_fusion.commit.rewrite import Writer
 from mla_fusion.config import Config
 from mla_fusion.fx import module_path
 from mla_fusion.fx.build import GraphBuilder
+from mla_fusion.fx.walk import INPUTS, reached
 from mla_fusion.fx.workplace import workplace
 from mla_fusion.graph.departure import Departure
 from mla_fusion.graph.form import Value
@@ -27,7 +28,6 @@ from mla_fusion.plan.plan import Plan
 from mla_fusion.plan.region import activation_nodes
 from mla_fusion.plan.slots import block_size_of
 from mla_fusion.witness.compare import Mismatch, Outcome, Pair, compare
-from mla_fusion.witness.sizes import bind_sizes
 
 _SMALL_X = 1 << 20  # most elements of token_x that one thread verifies
 _PACKED = 3  # kv_cache_quant_mode
@@ -56,15 +56,14 @@ class Verifier:
         self._graph, self._config, self._threads = graph, config, usual_threads
         self._layers: dict[object, str] = {}
 
-    def verify(self, plan: Plan) -> Outcome | str:
-        """Returns the outcome of verification, or why the plan was not compared.
-
-        Raises Departure ``verify.mismatch`` if the values differ.
+    def verify(self, plan: Plan) -> Outcome:
+        """Returns the outcome of verification. Raises Departure ``verify.mismatch`` if the values
+        differ.
         """
         if self._config.verify == "off":
-            return "not verified (Config.verify is 'off')"
+            return Outcome("not verified (Config.verify is 'off')")
         if self._config.verify == "first" and plan.structure in self._layers:
-            return f"equal in structure to {self._layers[plan.structure]}"
+            return Outcome(f"equal in structure to {self._layers[plan.structure]}")
         is_small = plan.proposal.arguments["token_x"].shape[0] * plan.dims["He"] <= _SMALL_X
         with use_cpu_threads(1 if is_small else self._threads):
             try:
@@ -85,8 +84,7 @@ def _compare_plan(plan: Plan) -> Outcome:
     partition = Partition(
         dict(plan.replaced), sizes, {*old_graph.nodes}.difference(plan.region, sizes)
     )
-    plans_by_leaf = {leaf: plan for leaf in plan.results.values()}
-    writer = Writer(graph, partition, plans_by_leaf, GraphBuilder(new_module, old_graph))
+    writer = Writer(graph, partition, [plan], GraphBuilder(new_module, old_graph))
     for node in old_graph.find_nodes(op="placeholder"):
         writer.b.value(node)
     copies = {node: writer.copy_as_input(node) for node in x_roles}
@@ -104,16 +102,23 @@ def _compare_plan(plan: Plan) -> Outcome:
         rows, block_size = prod(axes), axes[-1] if len(axes) > 1 else 1
     if isinstance(plan.caches, InPlace):  # the blocks of a symbolic cache may be smaller
         slot_block_size = block_size_of(plan.caches.slots)
-        known_block_size = graph.sizes.get(slot_block_size) or (
-            0 if is_open(slot_block_size) else slot_block_size
-        )
-        block_size = known_block_size or block_size
-    attributes = {node for node in roles if node.op == "get_attr"}
-    copies |= {node: writer.b.copies[node] for node in attributes & writer.b.copies.keys()}
+        if slot_block_size in graph.sizes:
+            block_size = graph.sizes[slot_block_size]
+        elif slot_block_size and not is_open(slot_block_size):
+            block_size = slot_block_size
     cut = {node: copy for node, copy in copies.items() if node.op != "placeholder"}
-    symbols = bind_sizes(old_graph, graph.symbols)
+    for node in roles:
+        if node.op == "get_attr" and node in writer.b.copies:
+            cut[node] = writer.b.copies[node]
     return compare(
-        old_graph, new_module, pairs, cut, roles, rows=rows, block_size=block_size, binding=symbols
+        old_graph,
+        new_module,
+        pairs,
+        cut,
+        roles,
+        rows=rows,
+        block_size=block_size,
+        symbols=graph.symbols,
     )
 
 
@@ -144,19 +149,16 @@ def _roles(plan: Plan, x_roles: dict[Node, str]) -> dict[Node, str]:
     if isinstance(plan.caches, InPlace):
         for leaf, role in plan.caches.trusted_inputs.items():
             roles |= {node: role for node in graph.nodes[leaf] if node.op == "placeholder"}
+
+    def operands(node: Node) -> list[Node]:
+        """Returns the nodes above a node, except x and what comes before it."""
+        return [operand for operand in node.all_input_nodes if operand not in x_roles]
+
     for name, role in _ROLES.items():
-        stack, seen = (
-            source_nodes(graph, [plan.values[name]] if name in plan.values else []),
-            set[Node](),
-        )
-        while stack:
-            node = stack.pop()
-            if node in seen or node in x_roles:
-                continue
-            seen.add(node)
+        sources = source_nodes(graph, [plan.values[name]] if name in plan.values else [])
+        for node in reached((node for node in sources if node not in x_roles), operands):
             value = node.meta["val"]
-            if node.op not in ("placeholder", "get_attr"):
-                stack += node.all_input_nodes
-            elif isinstance(value, torch.Tensor) and value.dtype not in (torch.int32, torch.int64):
+            is_tensor = isinstance(value, torch.Tensor)
+            if node.op in INPUTS and is_tensor and value.dtype not in (torch.int32, torch.int64):
                 roles.setdefault(node, role)
     return roles

@@ -1,7 +1,7 @@
-"""A compiled graph behind its boundary: what is done to the caller's arguments before each call.
+"""Wraps a compiled graph: prepares the caller's arguments before each call.
 
-Weights are packed once and caches viewed. A step at which nothing has changed costs a few
-comparisons a parameter.
+Weights are packed once, and caches are viewed in the kernel's shape. If nothing has changed since
+the last call, this costs a few comparisons for each parameter.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import GraphModule
 
 from mla_fusion.compat import FakeTensor
@@ -29,126 +30,126 @@ class SlotError(ValueError):
 
 @dataclass(frozen=True)
 class SlotCheck:
-    """The slots of one kernel call, made of the caller's arguments.
+    """Checks the slots of one kernel call.
 
-    program     from the arguments at ``positions`` to the slots [T] or [B, S]; None where the one
-                argument is they
-    caches      of each cache: its name, what makes it of the caller's arguments, and the width of a
-                row
-    skips       a token whose slot is negative is left out, by the model as by the kernel
+    program    computes the slots, [T] or [B, S], from the arguments at ``positions``; None if the
+               single argument there holds the slots
+    positions  places among the caller's arguments
+    caches     for each cache: its name, a function from the caller's arguments to the cache, and
+               the width of a row
+    skips      True if model and kernel leave out tokens whose slot is negative
     """
 
     program: GraphModule | None
     positions: tuple[int, ...]
-    caches: tuple[tuple[str, Callable[[Sequence[Any]], torch.Tensor], int], ...]
-    skips: bool = False
+    caches: tuple[tuple[str, Callable[[Sequence[Any]], Tensor], int], ...]
+    skips: bool
 
     def __call__(self, args: Sequence[Any]) -> None:
-        """Raises SlotError. Waits for a device: slots have to be read."""
+        """Raises SlotError for a wrong slot. Waits for the device, because it reads the slots."""
         sources = [args[position] for position in self.positions]
         if any(isinstance(source, FakeTensor) for source in sources):
-            return  # a dry run: there are no slots
+            return  # fake tensors hold no slots
         with torch.no_grad():
-            slots = (
-                (sources[0] if self.program is None else self.program(*sources)).reshape(-1).cpu()
-            )
+            slots = sources[0] if self.program is None else self.program(*sources)
+            slots = slots.reshape(-1).cpu()
+        tokens = torch.arange(len(slots), device=slots.device)
         if self.skips:
-            # each its own, below every cache
-            own = -1 - torch.arange(len(slots), device=slots.device)
-            slots = torch.where(slots < 0, own, slots)
+            tokens = tokens[slots >= 0]
         for name, cache, width in self.caches:
-            _test(slots, cache(args).numel() // width, name, self.skips)
+            _check_slots(slots[tokens], tokens, name, cache(args).numel() // width)
 
 
-def _test(slots: torch.Tensor, rows: int, name: str, skips: bool) -> None:
-    outside = ((slots >= rows) if skips else (slots < 0) | (slots >= rows)).nonzero()
+def _check_slots(slots: Tensor, tokens: Tensor, name: str, rows: int) -> None:
+    """Raises SlotError if a slot is no row of the cache, or if two tokens have one slot.
+
+    tokens  the number of the token of each slot
+    rows    how many rows the cache has
+    """
+    outside = ((slots < 0) | (slots >= rows)).nonzero()
     if len(outside):
-        token = int(outside[0])
+        place = int(outside[0])
         raise SlotError(
-            f"slot {int(slots[token])} of token {token} lies outside {name}, which has {rows} rows"
+            f"slot {int(slots[place])} of token {int(tokens[place])} lies outside {name}, which "
+            f"has {rows} rows"
         )
-    order = slots.argsort(stable=True)
-    again = (slots[order][1:] == slots[order][:-1]).nonzero()
-    if len(again):
-        first, second = order[int(again[0]) :][:2].tolist()
+    ordered, order = slots.sort(stable=True)
+    repeated = (ordered[1:] == ordered[:-1]).nonzero()
+    if len(repeated):
+        place = int(repeated[0])
+        first, second = tokens[order[place : place + 2]].tolist()
         raise SlotError(
-            f"slot {int(slots[first])} is given to token {first} and to token {second} of one "
-            f"write to {name}, "
-            f"which has {rows} rows"
+            f"slot {int(ordered[place])} is given to token {first} and to token {second} of one "
+            f"write to {name}, which has {rows} rows"
         )
-
-
-@dataclass(frozen=True)
-class Same:
-    """The caller's argument as it is."""
-
-    position: int
 
 
 @dataclass(frozen=True)
 class Viewed:
-    """A cache, or a part of a pool of them, seen in the kernel's shape: the caller's memory, no
-    copy.
+    """Views a cache, or a part of a pool of caches, in the kernel's shape. Copies nothing.
 
-    shape   None: its own. Raises where the cache is not contiguous and would have to be.
+    position  the place of the cache, or of the pool, among the caller's arguments
+    shape     the kernel's shape; None: the cache keeps its own shape
+    part      the part of the pool; None: all of it
     """
 
     position: int
     shape: tuple[int, ...] | None
-    part: Part | None = None
+    part: Part | None
 
-    def __call__(self, args: Sequence[Any]) -> torch.Tensor:
-        cache: torch.Tensor = args[self.position]
+    def __call__(self, args: Sequence[Any]) -> Tensor:
+        """Returns the view. Raises RuntimeError if strides of the cache do not allow it."""
+        cache: Tensor = args[self.position]
         if self.part is not None:
             cache = self.part.of(cache)
         return cache if self.shape is None else cache.view(self.shape)
 
 
-Adaptor = Same | Packed | Viewed
+# an input of the compiled graph: the place of the caller's argument, or what makes it of arguments
+Adaptor = int | Packed | Viewed
 
 
 class Adapted:
-    """The compiled graph with the signature that the caller knows."""
+    """Calls a compiled graph with the arguments that the caller's graph takes."""
 
     def __init__(
         self,
         compiled: Callable[..., Any],
         adaptors: Sequence[Adaptor],
         report: Report,
-        checks: Sequence[SlotCheck] = (),
+        checks: Sequence[SlotCheck],
     ) -> None:
-        self.compiled, self.adaptors, self.checks = compiled, tuple(adaptors), tuple(checks)
-        # until the bytes that it names are known: once weights have been packed
-        self.weights = Weights([item for item in self.adaptors if isinstance(item, Packed)])
-        self._unsettled = report if self.weights.wanted else None
-        self._viewed = [item for item in self.adaptors if isinstance(item, Viewed)]
-        made = [*self.weights.wanted, *self._viewed]
-        places = {id(item): place - len(made) for place, item in enumerate(made)}
-        # the caller's arguments, and from the end what is made of them
+        self.compiled, self.checks = compiled, tuple(checks)
+        self.weights = Weights([item for item in adaptors if isinstance(item, Packed)])
+        # the report, until a first call has shown how many bytes packed weights add
+        self._open_report = report if self.weights.wanted else None
+        self._viewed = [item for item in adaptors if isinstance(item, Viewed)]
+        computed = [*self.weights.wanted, *self._viewed]
+        # computed inputs stand behind the caller's arguments, so their places count from the end
+        places = {id(item): place - len(computed) for place, item in enumerate(computed)}
         self._pick = items(
-            [item.position if isinstance(item, Same) else places[id(item)] for item in adaptors]
+            [item if isinstance(item, int) else places[id(item)] for item in adaptors]
         )
 
     def __call__(self, *args: Any) -> Any:
+        """Returns the results of the compiled graph. Raises SlotError for a wrong slot."""
         for check in self.checks:
             check(args)
         return self.compiled(*self.inputs(args))
 
     def inputs(self, args: Sequence[Any]) -> Sequence[Any]:
-        """The inputs of the compiled graph."""
-        made = *args, *self.weights.of(args), *[viewed(args) for viewed in self._viewed]
-        if self._unsettled is not None:
-            self._settle(self._unsettled, args)
-        return self._pick(made)
+        """Returns the inputs of the compiled graph."""
+        available = *args, *self.weights.of(args), *[viewed(args) for viewed in self._viewed]
+        if self._open_report is not None:
+            self._report_added_bytes(self._open_report, args)
+        return self._pick(available)
 
-    def _settle(self, report: Report, args: Sequence[Any]) -> None:
-        """What was added shows in the first call: tied weights look like any other while
-        compiling.
-        """
+    def _report_added_bytes(self, report: Report, args: Sequence[Any]) -> None:
+        """Corrects the report's added bytes. Only a call shows which weights are tied."""
         entries = self.weights.entries(args)
-        if entries is None:  # of tensors that are not plain nothing was kept
+        if entries is None:  # weights of fake or wrapped tensors are not kept
             return
-        self._unsettled = None
+        self._open_report = None
         added = sum(entry.bytes for entry in {*entries})
         if added != report.bytes_added:
             report.bytes_added = added

@@ -1,6 +1,4 @@
-"""``torch.compile(model, backend="mla_fusion")``: the pass in front of torchair, or of eager CPU
-kernels.
-"""
+"""The backend of ``torch.compile``: runs the pass in front of torchair, or of CPU kernels."""
 
 from __future__ import annotations
 
@@ -35,26 +33,26 @@ def backend(
     compiler_config: Any = None,
     report: str | PathLike[str] | None = None,
 ) -> Backend:
-    """A backend for ``torch.compile``.
+    """Returns a backend for ``torch.compile``.
 
     config           options of the pass
-    compiler_config  a torchair ``CompilerConfig``; by default torchair's own
+    compiler_config  a torchair ``CompilerConfig``; None: torchair's default
     report           a folder to which the report of every graph is written as JSON and HTML; for
                      all entry points of a process, the environment variable ``MLA_FUSION_REPORT``
                      does the same
 
-    For tensors on a device: AOT autograd, the pass, then torchair. Without: AOT autograd, the pass,
-    then the graph itself, its kernel call run by the CPU reference, so that the same script runs
-    anywhere. Graphs that record gradients are compiled unfused, with a report that says so.
+    AOT autograd and the pass come first. Then torchair compiles the graph, if a tensor lies on an
+    NPU. Otherwise the graph runs as it is, with the CPU reference kernel, so that the same script
+    runs anywhere. Graphs that record gradients are compiled unfused, with a report that says so.
 
-    Of torch.compile's own words, ``options={"verify": "all"}`` sets fields of ``config`` for that
-    model. On a device ``mode`` picks torchair's compiler: "reduce-overhead" npugraph_ex, others GE;
-    a ``compiler_config`` holds a mode of its own and decides alone. Raises ValueError for an option
-    that there is not; dynamo wraps it in its BackendCompilerFailed.
+    ``torch.compile(options={"verify": "all"})`` sets fields of ``config`` for that model. On an
+    NPU ``mode`` picks torchair's compiler: "reduce-overhead" picks npugraph_ex, others GE. A
+    ``compiler_config`` has a mode, which takes precedence. An unknown option raises ValueError,
+    which dynamo wraps in its BackendCompilerFailed.
 
-    What it compiles cannot be saved, by ``torch.compile(..).aot_compile`` or
-    ``torchair.inference.cache_compile``: packed weights live outside the graph. The hook's can
-    (:func:`mla_fusion.torchair_pass`).
+    Compiled graphs cannot be saved by ``torch.compile(..).aot_compile`` or
+    ``torchair.inference.cache_compile``: packed weights live outside the graph. Graphs that
+    :func:`mla_fusion.torchair_pass` has fused can be saved.
 
     Raises UnsupportedRelease on an NPU whose torch_npu lacks what graphs are compiled through
     (docs/releases.md).
@@ -65,17 +63,16 @@ def backend(
     folder = None if report is None else Path(report).absolute()
     if folder is not None and folder.exists() and not folder.is_dir():
         raise ValueError(f"report names a folder for reports, and {report} is a file")
-
     return Backend(chosen, compiler_config, folder)
 
 
 @dataclass(frozen=True)
 class Backend:
-    """What :func:`backend` returns, for ``torch.compile(model, backend=..)``."""
+    """Compiles graphs for ``torch.compile(model, backend=..)``. :func:`backend` makes it."""
 
     config: Config
-    compiler_config: Any = None
-    report: Path | None = None
+    compiler_config: Any
+    report: Path | None
 
     __name__ = "mla_fusion"
 
@@ -87,83 +84,88 @@ class Backend:
         mode: str | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> Callable[..., Any]:
+        """Returns the compiled graph. Raises NotSaved if torch is to save it."""
         if is_saving():
             raise NotSaved(
                 f"torch.compile(model, backend='mla_fusion').aot_compile: {_NOT_SAVED} {_INDUCTOR}"
             )
-        given = _configured(self.config, options or {})
+        config = _with_options(self.config, options or {})
         specialise(gm)
-        if not _device_present() or not any(_on_npu(value) for value in inputs):
-            _package(
-                mode, "no tensor lies on an NPU, so the graph runs by the CPU reference kernel"
-            )
-            return counting(self._with_cpu(gm, inputs, given), inputs)
-        ignored = "the compiler_config given to mla_fusion.backend holds the mode"
-        package = _package(mode, ignored if self.compiler_config is not None else "")
-        return counting(self._with_torchair(gm, inputs, given, package), inputs)
+        on_npu = _device_present() and any(map(_is_on_npu, inputs))
+        obstacle = ""
+        if not on_npu:
+            obstacle = "no tensor lies on an NPU, so the graph runs by the CPU reference kernel"
+        elif self.compiler_config is not None:
+            obstacle = "the compiler_config given to mla_fusion.backend holds the mode"
+        package = _package(mode, obstacle)
+        with store.write_reports_into(self.report):
+            if on_npu:
+                return counting(self._with_torchair(gm, inputs, config, package), inputs)
+            return counting(_with_cpu(gm, inputs, config), inputs)
 
     @property
     def keywords(self) -> Any:
-        """What torchair's ``cache_compile`` asks of a backend, which has to be torchair's own."""
+        """Raises NotSaved. torchair's ``cache_compile`` reads this of a backend."""
         raise NotSaved(
             "torchair.inference.cache_compile(backend=mla_fusion.backend()): "
             f"{_NOT_SAVED} {_TORCHAIR}"
         )
 
-    def _with_cpu(
-        self, gm: GraphModule, inputs: Sequence[Any], config: Config
-    ) -> Callable[..., Any]:
-        from functorch.compile import make_boxed_func
-
-        from mla_fusion.compat import aot_autograd
-
-        name = naming(gm)
-
-        def infer(graph: GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
-            name(graph)
-            with store.write_reports_into(self.report):
-                _, _, wrap = fuse_with_boundary(graph, examples, config, inputs)
-            return wrap(graph.forward)
-
-        def decline(graph: GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
-            name(graph)
-            with store.write_reports_into(self.report):
-                _decline(graph, config)
-            return make_boxed_func(graph.forward)  # lets go of what it has used
-
-        compilers: dict[str, Any] = {
-            "fw_compiler": decline,
-            "bw_compiler": lambda graph, _: make_boxed_func(graph.forward),
-            "inference_compiler": infer,
-        }
-        compile_with_aot = aot_autograd(**compilers, keep_inference_input_mutations=True)
-        compiled: Callable[..., Any] = compile_with_aot(gm, inputs)
-        return compiled
-
     def _with_torchair(
-        self, gm: GraphModule, inputs: Sequence[Any], config: Config, mode: str
+        self, gm: GraphModule, inputs: Sequence[Any], config: Config, package: str
     ) -> Callable[..., Any]:
+        """Returns the graph, compiled by a package of torchair."""
         from mla_fusion import converters
         from mla_fusion.compile import torchair_bridge
 
         converters.register()
-        chosen = self.compiler_config or torchair_bridge.compiler_config(mode)
-        compile_further = torchair_bridge.package(mode).get_compiler(chosen)
-
-        name = naming(gm)
+        options = self.compiler_config or torchair_bridge.compiler_config(package)
+        compile_further = torchair_bridge.package(package).get_compiler(options)
+        name_inputs = naming(gm)
 
         def infer(graph: GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
-            name(graph)
-            with store.write_reports_into(self.report):
-                _, examples, wrap = fuse_for_torchair(graph, examples, config, inputs, chosen)
+            """Returns a compiled inference graph."""
+            name_inputs(graph)
+            _, examples, wrap = fuse_for_torchair(graph, examples, config, inputs, options)
             return wrap(compile_further(graph, examples))
 
-        compiled: Callable[..., Any] = torchair_bridge.backend(mode, chosen, infer)(gm, [*inputs])
+        compile_with_torchair = torchair_bridge.backend(package, options, infer)
+        compiled: Callable[..., Any] = compile_with_torchair(gm, [*inputs])
         return compiled
 
 
+def _with_cpu(gm: GraphModule, inputs: Sequence[Any], config: Config) -> Callable[..., Any]:
+    """Returns the fused graph, which runs as it is."""
+    from functorch.compile import make_boxed_func
+
+    from mla_fusion.compat import aot_autograd
+
+    name_inputs = naming(gm)
+
+    def infer(graph: GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+        """Returns a fused inference graph."""
+        name_inputs(graph)
+        _, _, wrap = fuse_with_boundary(graph, examples, config, inputs)
+        return wrap(graph.forward)
+
+    def decline(graph: GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+        """Returns a graph that records gradients, unfused."""
+        name_inputs(graph)
+        _report_gradients(graph, config)
+        return make_boxed_func(graph.forward)  # frees what it has used
+
+    compilers: dict[str, Any] = {
+        "fw_compiler": decline,
+        "bw_compiler": lambda graph, _: make_boxed_func(graph.forward),
+        "inference_compiler": infer,
+    }
+    compile_with_aot = aot_autograd(**compilers, keep_inference_input_mutations=True)
+    compiled: Callable[..., Any] = compile_with_aot(gm, inputs)
+    return compiled
+
+
 class NotSaved(AttributeError, RuntimeError):
-    """Somebody wants to save what the backend compiles; the message says what to use instead."""
+    """The backend's graphs cannot be saved; the message says what to use instead."""
 
 
 _NOT_SAVED = (
@@ -171,8 +173,8 @@ _NOT_SAVED = (
 )
 _INDUCTOR = (
     "Write torch.compile(model, options={'post_grad_custom_pre_pass': "
-    "mla_fusion.torchair_pass()}).aot_compile(..); "
-    "for torchair, torchair.inference.cache_compile with that hook in its config"
+    "mla_fusion.torchair_pass()}).aot_compile(..); for torchair, "
+    "torchair.inference.cache_compile with that hook in its config"
 )
 _TORCHAIR = (
     "Write config.post_grad_custom_pre_pass = mla_fusion.torchair_pass(); "
@@ -187,7 +189,7 @@ def mla_fusion(
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
-    """The registered backend: ``torch.compile(model, backend="mla_fusion")``."""
+    """Compiles a graph for ``torch.compile(model, backend="mla_fusion")``."""
     return backend()(gm, inputs, mode=mode, options=options)
 
 
@@ -199,64 +201,66 @@ _PACKAGES = {
 }
 
 
-def _package(mode: str | None, why_not: str = "") -> str:
-    """The package of torchair that a mode asks for; what cannot be honoured is said once."""
+def _package(mode: str | None, obstacle: str) -> str:
+    """Returns the package of torchair that a mode picks. Warns once if the mode has no effect.
+
+    obstacle  why no mode has an effect; "" if a known one has
+    """
     if mode is None or mode == "default":
         return "ge"
-    if why_not or mode not in _PACKAGES:
-        why_not = why_not or f"there are {', '.join(_PACKAGES)}"
-        warn_once("torch.compile(mode=%r) has no effect: %s", mode, why_not)
+    if not obstacle and mode not in _PACKAGES:
+        obstacle = f"there are {', '.join(_PACKAGES)}"
+    if obstacle:
+        warn_once("torch.compile(mode=%r) has no effect: %s", mode, obstacle)
         return "ge"
     return _PACKAGES[mode]
 
 
-def _configured(config: Config, options: Mapping[str, Any]) -> Config:
-    """``config`` with some of its fields set anew. Raises ValueError for names that are no
-    fields.
-    """
+def _with_options(config: Config, options: Mapping[str, Any]) -> Config:
+    """Returns ``config`` with some fields replaced. Raises ValueError for an unknown name."""
     known = [field.name for field in fields(Config)]
-    unknown = [name for name in options if name not in known]
+    unknown = ", ".join(repr(name) for name in options if name not in known)
     if unknown:
         raise ValueError(
-            f"torch.compile(options=..) of mla_fusion: no option {', '.join(map(repr, unknown))}; "
+            f"torch.compile(options=..) of mla_fusion: no option {unknown}; "
             f"there are {', '.join(known)}"
         )
     return replace(config, **options)
 
 
-def _decline(graph: GraphModule, config: Config) -> None:
-    """Report the layers of a graph with gradients, which stays as it is, that would fuse
-    without.
-    """
-    said = explain(graph, replace(config, verify="off", strict=False), boundary=True)
-    found: list[Fusion | Rejection] = [*said.fused]
-    # what is kept for backward is read
-    found += (one for one in said.rejected if one.code == "reader.latent")
+def _report_gradients(graph: GraphModule, config: Config) -> None:
+    """Reports the layers that only gradients keep from being fused."""
+    trial = explain(graph, replace(config, verify="off", strict=False), boundary=True)
+    # a value that is saved for the backward pass has another reader
+    read = [rejection for rejection in trial.rejected if rejection.code == "reader.latent"]
+    prologues: list[Fusion | Rejection] = [*trial.fused, *read]
     meaning = CODES["autograd"][0]
     layers = [
-        Rejection("autograd", meaning, one.nodes, one.layer, one.source, score=1.0) for one in found
+        Rejection("autograd", meaning, item.nodes, item.layer, item.source, score=1.0)
+        for item in prologues
     ]
     report = Report(
         config,
         rejected=layers or [Rejection("autograd", meaning)],
         nodes_before=len(graph.graph.nodes),
     )
-    for left in layers[:1]:
+    if layers:
         log.warning(
             "no MLA prologue was fused (%d found, the first in %s): [autograd] %s %s",
             len(layers),
-            left.layer,
+            layers[0].layer,
             meaning,
-            left.remedy,
+            layers[0].remedy,
         )
     store.keep_report(report)
 
 
-def _on_npu(value: Any) -> bool:
+def _is_on_npu(value: Any) -> bool:
+    """Returns True if the value is a tensor on an NPU."""
     return isinstance(value, torch.Tensor) and value.device.type == "npu"
 
 
 def _device_present() -> bool:
-    """A real NPU, not the stand-ins of the offline runtime."""
+    """Returns True if there is an NPU. The offline runtime's stand-ins are none."""
     torch_npu = sys.modules.get("torch_npu")
     return torch_npu is not None and not offline.is_active() and bool(torch_npu.npu.is_available())

@@ -1,14 +1,13 @@
-"""The boundary of a compiled graph: what is done to its inputs before each call.
+"""Prepares a compiled graph for its wrapper: moves work on weights and caches out of the graph.
 
-Weights are packed out here, once per parameter, so the graph that the compiler sees holds nothing
-but the kernel. The compiled callable keeps the signature that the caller knows.
+Weights are packed outside, once for each parameter, so the compiler's graph holds only the kernel.
+The compiled callable keeps the signature of the caller's graph.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from math import isnan
@@ -19,7 +18,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from mla_fusion.compat import expression_of, storage_id
-from mla_fusion.compile.adapted import Adapted, Adaptor, Same, SlotCheck, Viewed
+from mla_fusion.compile.adapted import Adapted, Adaptor, SlotCheck, Viewed
 from mla_fusion.compile.dynamo import differs_by_call, mark_numbers
 from mla_fusion.compile.inplace import ready_to_run, runs_fx_graph
 from mla_fusion.config import Config
@@ -39,307 +38,10 @@ from mla_fusion.weights.cache import Packed
 
 aten = torch.ops.aten
 log = logging.getLogger("mla_fusion")
-
+warn_once = functools.cache(log.warning)
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 Fused = tuple[Report, list[Any], Wrap]
-
-
-class _Unpackable(Exception):
-    """A weight that depends on more than inputs of the graph."""
-
-
-class BoundaryBuilder(GraphBuilder):
-    """Moves packing and viewing out of the graph: what they make becomes an input of its own."""
-
-    def __init__(
-        self, gm: GraphModule, source: Graph, config: Config, as_on_npu: bool = False
-    ) -> None:
-        super().__init__(gm, source)
-        self._as_on_npu = as_on_npu
-        self._updates = config.updates
-        inputs = source.find_nodes(op="placeholder")
-        self._originals = [node for node in inputs if part_of(node) is None]
-        self._parts = [node for node in inputs if part_of(node) is not None]
-        self._position = {node: place for place, node in enumerate(self._originals)}
-        self._last_input: Node | None = None
-        self.made_outside: dict[Node, Packed | Viewed] = {}
-        self._caches: dict[Node, Node] = {}
-        self._made: dict[object, Node] = {}
-        self._checks_slots = config.slots == "checked"
-        self.slot_checks: dict[object, SlotCheck] = {}
-        self.adaptors: list[Adaptor] = []
-        self.examples: list[Any] = []
-
-    def packed(
-        self, name: str, recipe: Recipe, leaves: Sequence[Node], exact: Exact | None = None
-    ) -> Any:
-        try:
-            program, positions, result = self._program(recipe, leaves)
-        # the sizes of the weight are not known before the graph runs
-        except (_Unpackable, LookupError):
-            if exact is not None:
-                raise  # in the graph nothing would be looked at
-            return recipe(self)
-        if exact is None and differs_by_call([self._originals[place] for place in positions]):
-            return recipe(self)
-        if program is None:
-            return self.value(result)
-        names = tuple(label(self._originals[position]) for position in positions)
-        made = Packed(program, self._updates, exact, positions, names)
-        return self._input(f"packed_{name}", made, result.meta["val"])
-
-    def check_slots(
-        self,
-        recipe: Recipe,
-        leaves: Sequence[Node],
-        caches: Sequence[tuple[str, Node, Sequence[Any]]],
-        skips: bool,
-    ) -> None:
-        if not self._checks_slots:
-            return
-        places = tuple(
-            (f"{name} ({label(node)})", self._seen(node, shape), int(shape[-1]))
-            for name, node, shape in caches
-        )
-        try:
-            program, positions, _ = self._program(recipe, leaves)
-        except (_Unpackable, LookupError) as error:
-            log.warning(
-                "the slots of %s are not checked: they are not made of inputs (%s)",
-                places[0][0],
-                error,
-            )
-            return
-        check = SlotCheck(program, positions, places, skips)
-        key = cache.describe(program) if program is not None else "", positions, places
-        self.slot_checks.setdefault(key, check)
-
-    def cache(self, node: Node, shape: Sequence[Any]) -> Node:
-        if same_shape(shape_of(node), shape):
-            return self.value(node)
-        if node not in self._caches:
-            viewed = self._seen(node, shape)
-            with self._fake_mode:
-                value = node.meta["val"].view(viewed.shape or ())
-            self._caches[node] = self._input(f"viewed_{node.name}", viewed, value)
-        return self._caches[node]
-
-    def _seen(self, node: Node, shape: Sequence[Any]) -> Viewed:
-        """A cache in this shape. Of another than its own one size may be symbolic; the caller's
-        tensor tells it.
-        """
-        position, part = part_of(node) or (self._position[node], None)
-        if same_shape(shape_of(node), shape):
-            return Viewed(position, None, part)
-        return Viewed(position, tuple(-1 if is_symbolic(size) else size for size in shape), part)
-
-    def _input(self, name: str, adaptor: Packed | Viewed, value: Any) -> Node:
-        """A new input of the graph; layers that share parameters share the packed weight."""
-        # programs are equal when their signatures are
-        key = (adaptor.signature, adaptor.positions) if isinstance(adaptor, Packed) else adaptor
-        if key in self._made:
-            return self._made[key]
-        name = f"{name}_{len(self.made_outside)}"
-        with self.gm.graph.inserting_after(self._last_input or self.copies[self._originals[-1]]):
-            node = self.gm.graph.create_node("placeholder", name, name=self.free_name(name))
-        node.meta["val"] = value
-        self.made_outside[node] = adaptor
-        self._made[key] = node
-        self._last_input = node
-        return node
-
-    def finish(self) -> None:
-        """Let the epilogue write the viewed cache, so that the call is in place on an input."""
-        for original, viewed in self._caches.items():
-            cache = self.copies[original]
-            for user in list(cache.users):
-                if word(user) == "copy_" and user.args[0] is cache:
-                    result: Any = user.args[1]
-                    if not is_reshape(result):
-                        continue
-                    if same_shape(shape_of(result.args[0]), shape_of(viewed)):
-                        user.args = (viewed, result.args[0])
-
-    def _program(
-        self, recipe: Recipe, leaves: Sequence[Node]
-    ) -> tuple[GraphModule | None, tuple[int, ...], Node]:
-        """The recipe as a graph over the caller's inputs at these places; no graph where it is one
-        of them as it is.
-        """
-        graph, copies = self._copied(leaves)
-        end = graph.output(None)
-        inner = _PackingBuilder(
-            GraphModule(self.gm, graph), copies, self._fake_mode, self._as_on_npu
-        )
-        inner.at(end, {})
-        result = recipe(inner)
-        given = {copied: node for node, copied in copies.items() if node.op == "placeholder"}
-        if result in given:
-            return None, (self._position[given[result]],), given[result]
-        end.args = (result,)
-        inner.gm.graph.eliminate_dead_code()
-        read = {copied: node for copied, node in given.items() if copied.users}
-        for copied in given.keys() - read.keys():
-            inner.gm.graph.erase_node(copied)
-        positions = tuple(
-            self._position[read[node]] for node in inner.gm.graph.nodes if node in read
-        )
-        return GraphModule(inner.gm, inner.gm.graph, "PackWeight"), positions, result
-
-    def _copied(self, leaves: Sequence[Node]) -> tuple[Graph, dict[Node, Node]]:
-        """What the leaves are made of, copied into a graph of its own, and which node became which.
-
-        The numbers among the caller's inputs come first, whether they are read or not: sizes may
-        depend on them. A value that is one number everywhere is made anew, without the tensor that
-        lent it a dtype.
-
-        Raises ``_Unpackable`` for a size that is read off a tensor: it may be that of the tokens.
-        """
-        graph = Graph()
-        numbers = [node for node in self._originals if is_size(node)]
-        copies = {node: graph.node_copy(node) for node in numbers}
-        by_value = {expression_of(node.meta["val"]): copies[node] for node in numbers}
-        fills = {
-            node
-            for leaf in leaves
-            for node in nodes_between(numbers, leaf)
-            if _fill(node) is not None
-        }
-        steps = dict.fromkeys(
-            node for leaf in leaves for node in nodes_between((*numbers, *fills), leaf)
-        )
-        inputs = [node for node in self._originals if node in steps]
-        for node in inputs:
-            copies[node] = graph.node_copy(node)
-        for node in sorted({*fills, *steps} - {*inputs}):
-            value: Any = value_of(node)
-            if is_symbolic(value) and expression_of(value) in by_value:
-                copies[node] = by_value[expression_of(value)]
-            elif word(node) in ("sym_size", "sym_numel"):
-                raise _Unpackable
-            elif node in fills:
-                filled = {"dtype": value.dtype, "device": value.device}
-                copies[node] = graph.call_function(
-                    aten.full.default, (list(value.shape), _fill(node)), filled
-                )
-                copies[node].meta["val"] = value
-            else:
-                copies[node] = graph.node_copy(node, copies.__getitem__)
-        return graph, copies
-
-    def close(self) -> None:
-        """Settle what the callable around the graph needs."""
-        for node in self._parts:
-            if node in self.copies and self.copies[node].users:
-                self.made_outside[self.copies[node]] = self._seen(node, shape_of(node))
-        if not self.made_outside and not self.slot_checks:
-            return
-        position = {self.copies[node]: place for place, node in enumerate(self._originals)}
-        for node in self.gm.graph.find_nodes(op="placeholder"):
-            if node in self.made_outside or node.users:
-                made = self.made_outside.get(node)
-                self.adaptors.append(Same(position[node]) if made is None else made)
-                self.examples.append(node.meta["val"])
-            else:  # nobody reads it any more
-                self.gm.graph.erase_node(node)
-
-    def packed_weights(self) -> Iterator[PackedWeight]:
-        for node, made in self.made_outside.items():
-            if not isinstance(made, Packed):
-                continue
-            value, places = node.meta["val"], made.positions
-            name = re.sub(r"^packed_|_\d+$", "", str(node.target))
-            sources = [self._originals[place].meta["val"] for place in places]
-            is_view = storage_id(value) in [
-                storage_id(source) for source in sources if isinstance(source, Tensor)
-            ]
-            only = sources[0] if len(sources) == 1 and isinstance(sources[0], Tensor) else None
-            yield PackedWeight(name, made, value, only, is_view)
-
-    def uncounted(self, given: Sequence[Any]) -> int:
-        """Of how many tensors that weights are packed of torch does not count changes."""
-        weights = self.packed_weights() if given else ()
-        places = {place for weight in weights for place in weight.packed.positions}
-        held = (given[place] for place in places)
-        return sum(isinstance(one, Tensor) and one.is_inference() for one in held)
-
-
-def _fill(node: Node) -> float | None:
-    """The number that fills a value of static shape, where the operator says so."""
-    value = value_of(node)
-    if node.op != "call_function" or not isinstance(value, Tensor) or has_symbols(value.shape):
-        return None
-    number = filled_with(node)
-    return None if number is None or isnan(number) else number
-
-
-class _PackingBuilder(GraphBuilder):
-    """Builds a packing program: nodes of the main graph stand for their copies in it."""
-
-    def __init__(
-        self, gm: GraphModule, copies: dict[Node, Node], fake_mode: Any, as_on_npu: bool
-    ) -> None:
-        super().__init__(gm)
-        self._as_on_npu, self.copies, self._fake_mode = as_on_npu, copies, fake_mode
-
-    def device_type(self, value: Node) -> str:
-        """``mf.prepack`` lays weights out on a CPU as on an NPU: what that does to a model can be
-        tried without one.
-        """
-        kind = super().device_type(value)
-        return "npu" if kind == "cpu" and self._as_on_npu else kind
-
-
-def fuse_for_torchair(
-    gm: GraphModule,
-    inputs: Sequence[Any],
-    config: Config,
-    given: Sequence[Any],
-    compiler_config: Any,
-) -> Fused:
-    """:func:`fuse_with_boundary`, and what torchair's compiler asks for beside it.
-
-    What leaves a GE graph has no strides, so none are kept for it. npugraph_ex runs the FX graph,
-    in which calls whose caches are made in it have to be those that write in place
-    (:mod:`mla_fusion.compile.inplace`).
-    """
-    runs_fx = runs_fx_graph(compiler_config)
-    if config.strides == "auto" and not runs_fx:
-        config = replace(config, strides="kernel")
-    with for_ge(not runs_fx):
-        found = fuse_with_boundary(gm, inputs, config, given)
-    if runs_fx and ready_to_run(gm.graph):
-        gm.recompile()
-    return found
-
-
-def fuse_with_boundary(
-    gm: GraphModule, inputs: Sequence[Any], config: Config, given: Sequence[Any] = ()
-) -> Fused:
-    """Fuse ``gm`` in place; the new example inputs, and the wrapper that keeps the caller's
-    signature.
-
-    ``given``: what the inputs stand for, where that is known: parameters whose numbers can be
-    looked at.
-    """
-    report, builder = _fused(gm, config, given)
-    if builder is None or not (builder.made_outside or builder.slot_checks):
-        return report, list(inputs), lambda compiled: compiled
-    if config.updates != "every call" and (count := builder.uncounted(given)):
-        report.notes += (_UNCOUNTED.format(count),)
-        warn_once(report.notes[-1])
-    # views of their parameters add none
-    report.bytes_added = sum(
-        one.value.nbytes
-        for one in builder.packed_weights()
-        if not one.is_view and not has_symbols(one.value.shape)
-    )
-    store.save_report(report)
-    adaptors, checks = builder.adaptors, tuple(builder.slot_checks.values())
-    return report, builder.examples, lambda run: Adapted(run, adaptors, report, checks)
-
-
 _UNCOUNTED = (
     "{} weights of kernel calls were made under torch.inference_mode(), where torch counts no "
     "changes. After a change call mla_fusion.refresh(model), or calls may use what was packed "
@@ -347,30 +49,18 @@ _UNCOUNTED = (
 )
 
 
-warn_once = functools.cache(log.warning)
-
-
-def _fused(
-    gm: GraphModule, config: Config, given: Sequence[Any], is_trial: bool = False
-) -> tuple[Report, BoundaryBuilder | None]:
-    """``is_trial``: nobody is told of a compiled graph, and weights are laid out as on an NPU."""
-    mark_numbers(gm, given)
-    made: list[BoundaryBuilder] = []
-
-    def build(work: GraphModule, source: Graph) -> BoundaryBuilder:
-        made.append(BoundaryBuilder(work, source, config, as_on_npu=is_trial))
-        return made[-1]
-
-    report = run(gm, config, build, boundary=True, is_trial=is_trial)
-    return report, made[-1] if report.fused else None
+class _UnpackableError(Exception):
+    """A weight depends on more than inputs of the graph."""
 
 
 class PackedWeight(NamedTuple):
-    """A weight that the pass would pack.
+    """A weight that the pass packs.
 
-    name        as the kernel's argument is called
-    parameter   the one that it is made of, None where it is made of several
-    is_view     of the parameter's memory, as that lies
+    name       the name of the kernel's argument
+    packed     the packing
+    value      the packed weight's fake tensor
+    parameter  the fake tensor of its parameter; None if it is made of several
+    is_view    True if the packed weight is a view of a parameter's memory
     """
 
     name: str
@@ -380,11 +70,334 @@ class PackedWeight(NamedTuple):
     is_view: bool
 
 
-def packings(
-    gm: GraphModule, config: Config, given: Sequence[Any]
-) -> tuple[Report, list[PackedWeight]]:
-    """What :func:`fuse_with_boundary` would pack on an NPU; ``gm`` is used up, and nobody is told
-    of a compiled graph.
+class BoundaryBuilder(GraphBuilder):
+    """Makes inputs of the graph of packed weights and of viewed caches.
+
+    adaptors     for each input of the new graph, how the wrapper obtains it; empty if the new graph
+                 takes the caller's arguments
+    examples     example inputs of the new graph
+    slot_checks  what the wrapper checks before each call
     """
-    report, builder = _fused(gm, config, given, is_trial=True)
+
+    def __init__(self, gm: GraphModule, source: Graph, config: Config, as_on_npu: bool) -> None:
+        super().__init__(gm, source)
+        self._config, self._as_on_npu = config, as_on_npu
+        inputs = source.find_nodes(op="placeholder")
+        self._originals = [node for node in inputs if part_of(node) is None]
+        self._parts = [node for node in inputs if part_of(node) is not None]
+        self._position = {node: place for place, node in enumerate(self._originals)}
+        self._last_input: Node | None = None
+        self._adaptor_by_input: dict[Node, Packed | Viewed] = {}
+        self._input_by_key: dict[object, Node] = {}
+        self._weight_names: dict[Node, str] = {}
+        self._viewed_caches: dict[Node, Node] = {}
+        self.slot_checks: dict[object, SlotCheck] = {}
+        self.adaptors: list[Adaptor] = []
+        self.examples: list[Any] = []
+
+    def packed(
+        self, name: str, recipe: Recipe, leaves: Sequence[Node], exact: Exact | None = None
+    ) -> Any:
+        """Returns an input for a packed weight, or packs it in the graph if only that is possible.
+
+        Raises if a weight that must be ``exact`` can only be packed in the graph: nothing would
+        look at its numbers there.
+        """
+        try:
+            program, positions, result = self._program(recipe, leaves)
+        # LookupError: the sizes of the weight are not known before the graph runs
+        except (_UnpackableError, LookupError):
+            if exact is not None:
+                raise
+            return recipe(self)
+        sources = [self._originals[position] for position in positions]
+        if exact is None and differs_by_call(sources):
+            return recipe(self)
+        if program is None:
+            return self.value(result)
+        names = tuple(map(label, sources))
+        packing = Packed(program, self._config.updates, exact, positions, names)
+        # equal programs have equal signatures: layers that share parameters share the weight
+        key = packing.signature, positions
+        weight = self._input(f"packed_{name}", key, packing, result.meta["val"])
+        self._weight_names.setdefault(weight, name)
+        return weight
+
+    def check_slots(
+        self,
+        recipe: Recipe,
+        leaves: Sequence[Node],
+        caches: Sequence[tuple[str, Node, Sequence[Any]]],
+        skips: bool,
+    ) -> None:
+        """Notes the slots of a call for the wrapper, under ``Config(slots="checked")``."""
+        if self._config.slots != "checked":
+            return
+        checked_caches = tuple(
+            (f"{name} ({label(node)})", self._viewed(node, shape), int(shape[-1]))
+            for name, node, shape in caches
+        )
+        try:
+            program, positions, _ = self._program(recipe, leaves)
+        except (_UnpackableError, LookupError) as error:
+            log.warning(
+                "the slots of %s are not checked: they are not made of inputs (%s)",
+                checked_caches[0][0],
+                error,
+            )
+            return
+        key = cache.describe(program) if program is not None else "", positions, checked_caches
+        self.slot_checks.setdefault(key, SlotCheck(program, positions, checked_caches, skips))
+
+    def cache(self, node: Node, shape: Sequence[Any]) -> Node:
+        """Returns the cache, or an input that views it in this shape."""
+        if same_shape(shape_of(node), shape):
+            return self.value(node)
+        if node not in self._viewed_caches:
+            viewed = self._viewed(node, shape)
+            with self._fake_mode:
+                value = node.meta["val"].view(viewed.shape or ())
+            self._viewed_caches[node] = self._input(f"viewed_{node.name}", viewed, viewed, value)
+        return self._viewed_caches[node]
+
+    def _viewed(self, node: Node, shape: Sequence[Any]) -> Viewed:
+        """Returns the view of a cache in a shape, of which one size may be symbolic."""
+        position, part = part_of(node) or (self._position[node], None)
+        if same_shape(shape_of(node), shape):
+            return Viewed(position, None, part)
+        return Viewed(position, tuple(-1 if is_symbolic(size) else size for size in shape), part)
+
+    def _input(self, name: str, key: object, adaptor: Packed | Viewed, value: Any) -> Node:
+        """Returns the input of this key. The first call makes it.
+
+        value  the input's fake tensor
+        """
+        if key in self._input_by_key:
+            return self._input_by_key[key]
+        name = f"{name}_{len(self._adaptor_by_input)}"
+        with self.gm.graph.inserting_after(self._last_input or self.copies[self._originals[-1]]):
+            node = self.gm.graph.create_node("placeholder", name, name=self.free_name(name))
+        node.meta["val"] = value
+        self._adaptor_by_input[node] = adaptor
+        self._input_by_key[key] = self._last_input = node
+        return node
+
+    def finish(self) -> None:
+        """Lets the graph's last copies write the viewed caches, so that calls are in place."""
+        for original, viewed in self._viewed_caches.items():
+            cache = self.copies[original]
+            for user in list(cache.users):
+                if word(user) == "copy_" and user.args[0] is cache:
+                    result: Any = user.args[1]
+                    if is_reshape(result) and same_shape(
+                        shape_of(result.args[0]), shape_of(viewed)
+                    ):
+                        user.args = (viewed, result.args[0])
+
+    def _program(
+        self, recipe: Recipe, leaves: Sequence[Node]
+    ) -> tuple[GraphModule | None, tuple[int, ...], Node]:
+        """Returns what the recipe computes as a program over the caller's arguments.
+
+        Returns the program, the places of its arguments, and the node of its result. If the result
+        is an argument as it is, the program is None.
+
+        Raises ``_UnpackableError``, or LookupError for a size that inputs do not tell.
+        """
+        graph, copies = self._copied(leaves)
+        end = graph.output(None)
+        builder = _PackingBuilder(
+            GraphModule(self.gm, graph), copies, self._fake_mode, self._as_on_npu
+        )
+        builder.at(end, {})
+        result = recipe(builder)
+        originals = {copy: node for node, copy in copies.items() if node.op == "placeholder"}
+        if result in originals:
+            return None, (self._position[originals[result]],), originals[result]
+        end.args = (result,)
+        graph.eliminate_dead_code()
+        positions = list[int]()
+        for copy in graph.find_nodes(op="placeholder"):
+            if copy.users:
+                positions.append(self._position[originals[copy]])
+            else:
+                graph.erase_node(copy)
+        return GraphModule(builder.gm, graph, "PackWeight"), tuple(positions), result
+
+    def _copied(self, leaves: Sequence[Node]) -> tuple[Graph, dict[Node, Node]]:
+        """Copies the nodes that compute the leaves into a new graph. Returns it, and copies by
+        node.
+
+        The sizes among the caller's arguments come first, read or not: other sizes may depend on
+        them. A value that is one number everywhere is filled again, without the tensor that only
+        gave its dtype.
+
+        Raises ``_UnpackableError`` for the size of a tensor: it may be the number of tokens.
+        """
+        graph = Graph()
+        numbers = [node for node in self._originals if is_size(node)]
+        copies = {node: graph.node_copy(node) for node in numbers}
+        by_value = {expression_of(node.meta["val"]): copies[node] for node in numbers}
+        steps = {node for leaf in leaves for node in nodes_between(numbers, leaf)}
+        fills = {node: number for node in steps if (number := _fill(node)) is not None}
+        steps = {node for leaf in leaves for node in nodes_between((*numbers, *fills), leaf)}
+        inputs = [node for node in self._originals if node in steps]
+        for node in inputs:
+            copies[node] = graph.node_copy(node)
+        for node in sorted(steps.union(fills).difference(inputs)):
+            value: Any = value_of(node)
+            if is_symbolic(value) and expression_of(value) in by_value:
+                copies[node] = by_value[expression_of(value)]
+            elif word(node) in ("sym_size", "sym_numel"):
+                raise _UnpackableError
+            elif node in fills:
+                options = {"dtype": value.dtype, "device": value.device}
+                copies[node] = graph.call_function(
+                    aten.full.default, (list(value.shape), fills[node]), options
+                )
+                copies[node].meta["val"] = value
+            else:
+                copies[node] = graph.node_copy(node, copies.__getitem__)
+        return graph, copies
+
+    def close(self) -> None:
+        """Collects the adaptors and the example inputs of the finished graph."""
+        for node in self._parts:
+            if node in self.copies and self.copies[node].users:
+                self._adaptor_by_input[self.copies[node]] = self._viewed(node, shape_of(node))
+        if not self._adaptor_by_input and not self.slot_checks:
+            return
+        positions = {self.copies[node]: place for place, node in enumerate(self._originals)}
+        adaptors: dict[Node, Adaptor] = positions | self._adaptor_by_input
+        for node in self.gm.graph.find_nodes(op="placeholder"):
+            if node in self._adaptor_by_input or node.users:
+                self.adaptors.append(adaptors[node])
+                self.examples.append(node.meta["val"])
+            else:
+                self.gm.graph.erase_node(node)
+
+    def packed_weights(self) -> Iterator[PackedWeight]:
+        """Yields the weights that are packed outside of the graph."""
+        for node, name in self._weight_names.items():
+            packing, value = self._adaptor_by_input[node], node.meta["val"]
+            assert isinstance(packing, Packed)
+            sources = [self._originals[place].meta["val"] for place in packing.positions]
+            tensors = [source for source in sources if isinstance(source, Tensor)]
+            is_view = storage_id(value) in map(storage_id, tensors)
+            yield PackedWeight(
+                name,
+                packing,
+                value,
+                tensors[0] if len(sources) == len(tensors) == 1 else None,
+                is_view,
+            )
+
+
+def _fill(node: Node) -> float | None:
+    """Returns the number that fills a value of static shape, or None if none is known."""
+    value = value_of(node)
+    if node.op != "call_function" or not isinstance(value, Tensor) or has_symbols(value.shape):
+        return None
+    number = filled_with(node)
+    return None if number is None or isnan(number) else number
+
+
+class _PackingBuilder(GraphBuilder):
+    """Builds a packing program. Nodes of the main graph stand for their copies in the program."""
+
+    def __init__(
+        self, gm: GraphModule, copies: dict[Node, Node], fake_mode: Any, as_on_npu: bool
+    ) -> None:
+        super().__init__(gm)
+        self._as_on_npu, self.copies, self._fake_mode = as_on_npu, copies, fake_mode
+
+    def device_type(self, value: Node) -> str:
+        """Returns the device's type: "npu" for a CPU if weights are laid out as on an NPU.
+
+        So ``mf.prepack`` can be tried without an NPU.
+        """
+        device_type = super().device_type(value)
+        return "npu" if device_type == "cpu" and self._as_on_npu else device_type
+
+
+def fuse_for_torchair(
+    gm: GraphModule,
+    inputs: Sequence[Any],
+    config: Config,
+    arguments: Sequence[Any],
+    compiler_config: Any,
+) -> Fused:
+    """Fuses ``gm`` as :func:`fuse_with_boundary` does, and prepares it for torchair's compiler.
+
+    Results of a GE graph have no strides, so none are kept for it. npugraph_ex runs the FX graph:
+    its calls must write caches that are made in the graph in place
+    (:mod:`mla_fusion.compile.inplace`).
+    """
+    runs_fx = runs_fx_graph(compiler_config)
+    if config.strides == "auto" and not runs_fx:
+        config = replace(config, strides="kernel")
+    with for_ge(not runs_fx):
+        fused = fuse_with_boundary(gm, inputs, config, arguments)
+    if runs_fx and ready_to_run(gm.graph):
+        gm.recompile()
+    return fused
+
+
+def fuse_with_boundary(
+    gm: GraphModule, inputs: Sequence[Any], config: Config, arguments: Sequence[Any] = ()
+) -> Fused:
+    """Fuses ``gm`` in place. Returns the report, the new example inputs, and a function that wraps
+    the compiled graph so that it keeps the caller's signature.
+
+    arguments  what the caller passes for the inputs, if that is known; the numbers of parameters
+               can be read then
+    """
+    report, builder = _fuse(gm, config, arguments)
+    if builder is None or not builder.adaptors:
+        return report, list(inputs), lambda compiled: compiled
+    weights = list(builder.packed_weights())
+    places = {place for weight in weights for place in weight.packed.positions if arguments}
+    sources = (arguments[place] for place in places)
+    uncounted = sum(isinstance(source, Tensor) and source.is_inference() for source in sources)
+    if uncounted and config.updates != "every call":
+        report.notes += (_UNCOUNTED.format(uncounted),)
+        warn_once(report.notes[-1])
+    # views of parameters add no bytes
+    report.bytes_added = sum(
+        weight.value.nbytes
+        for weight in weights
+        if not weight.is_view and not has_symbols(weight.value.shape)
+    )
+    store.save_report(report)
+    adaptors, checks = builder.adaptors, tuple(builder.slot_checks.values())
+    return report, builder.examples, lambda compiled: Adapted(compiled, adaptors, report, checks)
+
+
+def _fuse(
+    gm: GraphModule, config: Config, arguments: Sequence[Any], is_trial: bool = False
+) -> tuple[Report, BoundaryBuilder | None]:
+    """Fuses ``gm`` in place. Returns the report, and the builder if something was fused.
+
+    is_trial  True: the report is not kept, and weights are laid out as on an NPU
+    """
+    mark_numbers(gm, arguments)
+    builders = list[BoundaryBuilder]()
+
+    def build(work: GraphModule, source: Graph) -> BoundaryBuilder:
+        """Returns the builder of the new graph."""
+        builders.append(BoundaryBuilder(work, source, config, as_on_npu=is_trial))
+        return builders[-1]
+
+    report = run(gm, config, build, boundary=True, is_trial=is_trial)
+    return report, builders[-1] if report.fused else None
+
+
+def packed_weights(
+    gm: GraphModule, config: Config, arguments: Sequence[Any]
+) -> tuple[Report, list[PackedWeight]]:
+    """Returns the report and the weights that :func:`fuse_with_boundary` would pack on an NPU.
+
+    Changes ``gm``.
+    """
+    report, builder = _fuse(gm, config, arguments, is_trial=True)
     return report, list(builder.packed_weights()) if builder is not None else []

@@ -1,9 +1,9 @@
-"""The graph that a compiler's backend is given, without running anything.
+"""Captures the graph that a compiler's backend receives, without running anything.
 
-``capture`` takes a function through dynamo and AOT autograd as torchair would: functionalised,
-inference only, input mutations kept as ``copy_``. On device npu it goes through the real dispatcher
-with torchair's decompositions, and no pass of torchair has run. On device cpu neither torch_npu nor
-torchair is needed, or touched.
+``capture`` takes a function through dynamo and AOT autograd as torchair does: the graph is
+functionalised and for inference only, and input mutations stay as ``copy_``. On device npu the
+real dispatcher and torchair's decompositions are used, but no pass of torchair. Device cpu needs
+neither torch_npu nor torchair.
 """
 
 from __future__ import annotations
@@ -39,9 +39,7 @@ class CaptureError(RuntimeError):
 
 
 class _Done(BaseException):
-    """Ends the first call of a compiled function: there is a graph by then, and nothing to run it
-    on.
-    """
+    """Raised by the first call of a compiled function: the graph is captured by then."""
 
 
 def capture(
@@ -51,16 +49,18 @@ def capture(
     dynamic: bool = False,
     as_backend: bool = False,
 ) -> tuple[GraphModule, Inputs]:
-    """The AOT inference graph of one call, with its example inputs (fake tensors).
+    """Returns the AOT inference graph of one call, and its example inputs (fake tensors).
 
-    Arguments, parameters and buffers may lie anywhere, the meta device included; nothing is
-    allocated and nothing of the caller's is changed. ``dynamic`` means what it means to
-    torch.compile; a dimension can also be marked with ``torch._dynamo.mark_dynamic``.
-    ``as_backend``: as ``mf.backend`` sees to, epsilons that are attributes of modules stay numbers
-    under ``dynamic``, and what vectors of the model hold is looked at. Raises CaptureError where
-    the function is more than one graph.
+    Arguments, parameters and buffers may lie on any device, meta included. Nothing is allocated,
+    and the caller's objects do not change.
+
+    dynamic     as torch.compile's; tensors may also carry ``torch._dynamo.mark_dynamic``
+    as_backend  True: as in ``mf.backend``, epsilons that are attributes of modules stay numbers
+                under ``dynamic``, and the numbers of the model's vectors are read
+
+    Raises CaptureError if the function is more than one graph.
     """
-    found: list[tuple[GraphModule, Inputs]] = []
+    captured: list[tuple[GraphModule, Inputs]] = []
     decompositions: dict[Any, Any] = {}
     if device.partition(":")[0] == "npu":
         from mla_fusion.compile.torchair_bridge import default_decompositions
@@ -70,13 +70,13 @@ def capture(
     def backend(gm: GraphModule, inputs: Inputs) -> Callable[..., Any]:
         if as_backend:
             specialise(gm)
-        name = naming(gm)
+        name_inputs = naming(gm)
 
         def compiler(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-            name(gm)
+            name_inputs(gm)
             if as_backend:
                 mark_numbers(gm, inputs)
-            found.append((gm, list(example_inputs)))
+            captured.append((gm, list(example_inputs)))
             return stop
 
         return aot_module_simplified(
@@ -89,11 +89,11 @@ def capture(
         )
 
     trace(backend, module_or_fn, args, device=device, dynamic=dynamic)
-    return found[0]
+    return captured[0]
 
 
 def stop(*args: Any) -> Any:
-    """Stands for a compiled graph; being called means that compilation is complete."""
+    """Stands for a compiled graph. A call means that compilation is complete."""
     raise _Done
 
 
@@ -105,8 +105,10 @@ def trace(
     device: str,
     dynamic: bool,
 ) -> None:
-    """Call ``module_or_fn`` once under torch.compile with ``backend``, over fake tensors on
+    """Calls ``module_or_fn`` once under torch.compile with ``backend``, over fake tensors on
     ``device``.
+
+    The backend's graphs must call :func:`stop`. Raises CaptureError if that does not happen.
     """
     check_arguments(module_or_fn, args)
     target, fakes = relocate(module_or_fn, args, device)
@@ -114,7 +116,7 @@ def trace(
     def on_graph(gm: GraphModule, inputs: Inputs) -> Callable[..., Any]:
         return cast("Callable[..., Any]", backend(gm, in_tracing_mode(inputs)))
 
-    torch.compiler.reset()  # no code of the caller's is reused, and none is left behind
+    torch.compiler.reset()  # neither uses compiled code of the caller nor leaves any
     with quiet_fakes(), torch.no_grad():
         compiled = torch.compile(
             target, backend=on_graph, fullgraph=True, dynamic=True if dynamic else None
@@ -131,11 +133,11 @@ def trace(
 
 
 def check_arguments(target: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    """Raise CaptureError where a function does not take so many."""
-    called = target.forward if isinstance(target, torch.nn.Module) else target
+    """Raises CaptureError if a function does not take so many arguments."""
+    function = target.forward if isinstance(target, torch.nn.Module) else target
     try:
-        inspect.signature(called).bind(*args)
-    except ValueError:  # it has no signature: the call will tell
+        inspect.signature(function).bind(*args)
+    except ValueError:  # it has no signature: a call will show
         return
     except TypeError as error:
         raise CaptureError(
@@ -145,26 +147,27 @@ def check_arguments(target: Callable[..., Any], args: tuple[Any, ...]) -> None:
 
 _RAISED = re.compile(r"(?:raised exception|\bgot) (\w+\(.*)")
 _LINE = re.compile(
-    r'File "(?P<file>[^"]+)", line (?P<line>\d+), in '
-    r"(?P<function>\S+)\n\s*(?P<code>.*)"
+    r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)\n\s*(?P<code>.*)'
 )
 
 
 def _why(text: str) -> str:
-    """Of what dynamo says: what the function raised, or what broke the graph, and the user's
-    line.
+    """Returns what the function raised, or what broke the graph, and the user's line.
+
+    text  dynamo's error message
     """
-    said, _, stack = text.partition("from user code:")
-    own = [found for found in _LINE.finditer(stack) if not found["file"].startswith(_TORCH)]
-    where = (
-        "\n  at {file}:{line} in {function}: {code}".format(**own[-1].groupdict()) if own else ""
-    )
-    raised = _RAISED.search(said)
+    cause, _, stack = text.partition("from user code:")
+    frames = [frame for frame in _LINE.finditer(stack) if not frame["file"].startswith(_TORCH)]
+    where = ""
+    if frames:
+        where = "\n  at {file}:{line} in {function}: {code}".format(**frames[-1].groupdict())
+    raised = _RAISED.search(cause)
     if raised is not None:
         return f"fails when it is run: {raised[1].rstrip()}{where}"
-    broken = said.partition("  Developer debug context")[0].rstrip()
+    broken = cause.partition("  Developer debug context")[0].rstrip()
     return f"does not compile to one graph (a graph break): {broken}{where}"
 
 
 def _name(target: Any) -> str:
+    """Returns the name of a function, or of the class of an object."""
     return getattr(target, "__qualname__", None) or type(target).__name__

@@ -1,127 +1,124 @@
-"""Stand a user's function and arguments on another device without allocating anything.
+"""Copies a user's function and arguments to another device, over fake tensors.
 
-Tensors become fake tensors of the same shape, stride and dtype on the wanted device; tensors that
-share storage still do, because whether two caches are views of one pool decides what a compiler may
-do in place. The user's objects are never altered: modules are copied with their tensors swapped,
-functions are rebuilt over swapped closures.
+A fake tensor has the shape, strides and dtype of its tensor, and takes no memory. Tensors that
+share storage share it in the copy, too: a compiler must know whether two caches are views of one
+pool. The user's objects do not change. Modules are copied with other tensors, functions get other
+closures.
 """
 
 from __future__ import annotations
 
 import copy
-import functools
-import types
 from collections.abc import Callable
+from functools import partial
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from mla_fusion.compat import FakeTensorMode, copy_marks, storage_id, tree_leaves
 from mla_fusion.compile.dynamo import remember_numbers
 
 
 class Relocation:
-    """Copies of objects with every tensor replaced by a fake one on ``device``."""
+    """Copies objects, with a fake tensor on ``device`` in place of every tensor."""
 
     def __init__(self, device: str) -> None:
         self.device = device
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self._memo: dict[int, Any] = {}
-        self._storages: dict[int, torch.Tensor] = {}
-        self._keep: list[Any] = []  # what the memo knows by id must not be freed meanwhile
+        # copies by the id of the original, which stays alive beside its copy
+        self._copies: dict[int, tuple[Any, Any]] = {}
+        self._storages: dict[int, Tensor] = {}
 
     def __call__(self, value: Any) -> Any:
-        """The relocated counterpart of a tensor, container, module or function; anything else as it
+        """Returns the copy of a tensor, container, module or function; any other object as it
         is.
         """
-        known = self._memo.get(id(value))
-        if known is not None:
-            return known
-        moved = self._move(value)
-        if moved is not value:
-            self._memo[id(value)] = moved
-            self._keep.append(value)
-        return moved
+        if id(value) in self._copies:
+            return self._copies[id(value)][1]
+        copied = self._copy(value)
+        if copied is not value:
+            self._copies[id(value)] = value, copied
+        return copied
 
-    def _move(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
+    def _copy(self, value: Any) -> Any:
+        """Returns a new copy of an object."""
+        if isinstance(value, Tensor):
             return self._tensor(value)
-        if isinstance(value, torch.nn.Module):
+        if isinstance(value, nn.Module):
             return self._module(value)
-        if isinstance(value, functools.partial):
-            return functools.partial(self(value.func), *self(value.args), **self(value.keywords))
-        if isinstance(value, types.MethodType):
-            return types.MethodType(value.__func__, self(value.__self__))
-        if isinstance(value, types.FunctionType) and value.__closure__:
-            return self._function(value)
+        if isinstance(value, partial):
+            return partial(self(value.func), *self(value.args), **self(value.keywords))
+        if isinstance(value, MethodType):
+            return MethodType(value.__func__, self(value.__self__))
+        if isinstance(value, FunctionType) and value.__closure__:
+            return self._function(value, value.__closure__)
         if isinstance(value, tuple):
-            moved = [self(item) for item in value]
-            return type(value)(*moved) if hasattr(value, "_fields") else tuple(moved)
+            items = map(self, value)
+            return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
         if type(value) is list:
-            return [self(item) for item in value]
+            return list(map(self, value))
         if type(value) is dict:
             return {key: self(item) for key, item in value.items()}
         return value
 
-    def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _tensor(self, tensor: Tensor) -> Tensor:
+        """Returns a fake tensor, with the marks of the original and facts about its numbers."""
         fake = self._fake(tensor.detach())
-        if isinstance(tensor, torch.nn.Parameter):
-            fake = torch.nn.Parameter(fake, requires_grad=False)
+        if isinstance(tensor, nn.Parameter):
+            fake = nn.Parameter(fake, requires_grad=False)
             remember_numbers(tensor, fake)
         copy_marks(tensor, fake)
         return fake.requires_grad_(tensor.requires_grad)
 
-    def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A fake tensor over the fake counterpart of this tensor's storage."""
+    def _fake(self, tensor: Tensor) -> Tensor:
+        """Returns a fake tensor in the fake counterpart of the tensor's storage."""
         key = storage_id(tensor)
         size = tensor.untyped_storage().nbytes() // tensor.element_size()
-        whole = tensor.is_contiguous() and tensor.numel() == size
+        fills_storage = tensor.is_contiguous() and tensor.numel() == size
         with self.mode:
             if key not in self._storages:
-                shape = tensor.shape if whole else [size]
+                shape = tensor.shape if fills_storage else [size]
                 fake = torch.empty(shape, dtype=tensor.dtype, device=self.device)
                 self._storages[key] = fake
-                self._keep.append(tensor)
-                if whole:
+                if fills_storage:
                     return fake
             base = self._storages[key].view(-1).view(tensor.dtype)
             return base.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
-    def _module(self, module: torch.nn.Module) -> torch.nn.Module:
-        """A deep copy for which the memo already holds every tensor, so that none is copied."""
+    def _module(self, module: nn.Module) -> nn.Module:
+        """Returns a deep copy. Its memo has every tensor, so no tensor is copied."""
         memo: dict[int, Any] = {}
         for part in module.modules():
             for value in tree_leaves(vars(part)):
-                if isinstance(value, torch.Tensor):
+                if isinstance(value, Tensor):
                     memo[id(value)] = self(value)
         for buffer in module.buffers():
             remember_numbers(buffer, self(buffer))
         return copy.deepcopy(module, memo)
 
-    def _function(self, function: types.FunctionType) -> Callable[..., Any]:
-        before = function.__closure__ or ()
-        cells = [self._cell(cell) for cell in before]
-        if all(one is other for one, other in zip(cells, before, strict=True)):
+    def _function(
+        self, function: FunctionType, closure: tuple[CellType, ...]
+    ) -> Callable[..., Any]:
+        """Returns the function with a copied closure, or itself if that has nothing to copy."""
+        cells = tuple(map(self._cell, closure))
+        if all(cell is copied for cell, copied in zip(closure, cells, strict=True)):
             return function
-        rebuilt = types.FunctionType(
-            function.__code__,
-            function.__globals__,
-            function.__name__,
-            function.__defaults__,
-            tuple(cells),
-        )
-        rebuilt.__kwdefaults__ = function.__kwdefaults__
-        return rebuilt
+        parts = function.__code__, function.__globals__, function.__name__, function.__defaults__
+        copied_function = FunctionType(*parts, cells)
+        copied_function.__kwdefaults__ = function.__kwdefaults__
+        return copied_function
 
-    def _cell(self, cell: types.CellType) -> types.CellType:
+    def _cell(self, cell: CellType) -> CellType:
+        """Returns a cell with a copy of the content, or the cell itself if nothing is to copy."""
         try:
-            moved = self(cell.cell_contents)
-        except ValueError:  # a name of an enclosing function that is not bound yet
+            copied = self(cell.cell_contents)
+        except ValueError:  # the variable has no value yet
             return cell
-        return cell if moved is cell.cell_contents else types.CellType(moved)
+        return cell if copied is cell.cell_contents else CellType(copied)
 
 
 def relocate(target: Any, args: tuple[Any, ...], device: str) -> tuple[Any, tuple[Any, ...]]:
-    """``target`` and ``args`` over fake tensors on ``device``."""
-    move = Relocation(device)
-    return move(target), tuple(move(arg) for arg in args)
+    """Returns ``target`` and ``args`` over fake tensors on ``device``."""
+    return Relocation(device)((target, args))

@@ -1,9 +1,9 @@
 """``mf.torchair_pass()``: the pass alone, for hooks that take a function over an FX graph.
 
-torchair keys its compile cache on the disassembly of the hook: an instance or a partial hashes to
-nothing, a closure's values are not seen, a lambda inside hashes differently in every process. So
-the hook shows the code of a generated function, flat, which holds as literals all that the graph
-depends on. Inductor keys its caches on ``uuid()``, and asks for an instance of a class of its own.
+torchair keys its compile cache on the disassembly of the hook. It sees nothing of an instance or a
+partial, no values of a closure, and a lambda inside hashes differently in every process. So the
+hook has the code of a generated function without inner functions, whose literals are all that the
+graph depends on. Inductor keys its caches on ``uuid()``, and needs an instance of its own class.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def mla_fusion_pass(gm, example_inputs=None, config=None):
 
 
 def torchair_pass(config: Config | None = None) -> TorchairPass:
-    """A hook for ``CompilerConfig.post_grad_custom_pre_pass``, npugraph_ex and Inductor's custom
-    passes.
+    """Returns a hook for ``CompilerConfig.post_grad_custom_pre_pass``, npugraph_ex and Inductor's
+    custom passes.
 
     config  options of the pass
 
@@ -49,18 +49,18 @@ def torchair_pass(config: Config | None = None) -> TorchairPass:
     the kernel's shape to be written in place. Results keep the kernel's strides, unless
     ``Config.strides`` is "exact".
 
-    Compile caches tell hooks apart by configuration, chip and CANN release (``Config``'s "auto" is
-    found out when a cache asks), this package's code and torch_npu's version: torchair's by
-    ``__code__``, Inductor's by ``uuid()``. A graph that comes out of a cache leaves no report.
+    Compile caches distinguish hooks by configuration, chip and CANN release (``Config``'s "auto" is
+    resolved when a cache asks), this package's code and torch_npu's version: torchair's by
+    ``__code__``, Inductor's by ``uuid()``. A graph from a cache leaves no report.
 
-    Raises ValueError where ``Config.skip`` holds a predicate that is not a module-level function:
-    a compile cache could not tell its code from another's.
+    Raises ValueError if ``Config.skip`` has a predicate that is not a module-level function: a
+    compile cache could not distinguish its code from another predicate's.
     """
-    return _made(Config.given(config))
+    return _hook(Config.given(config))
 
 
 class TorchairPass:
-    """What :func:`torchair_pass` returns: a callable that compile caches can tell apart. It can be
+    """A callable that compile caches can distinguish. :func:`torchair_pass` returns it. It can be
     pickled.
     """
 
@@ -68,7 +68,7 @@ class TorchairPass:
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._function()
+        self._function()  # raises ValueError for a predicate that code cannot name
 
     def __call__(
         self, gm: GraphModule | Graph, example_inputs: Any = None, config: Any = None
@@ -76,30 +76,29 @@ class TorchairPass:
         self._function()(gm, example_inputs, config)
 
     def _function(self) -> FunctionType:
+        """Returns the generated function."""
         return _generate(self._config, _surroundings(self._config))
 
     @property
     def __code__(self) -> CodeType:
-        """Of a flat function that holds all that graphs depend on as literals: what torchair keys
-        its cache on.
-        """
+        """Returns the generated function's code: torchair's cache key."""
         return self._function().__code__
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """Its class, which Inductor takes for one of its own from the first time that it asks."""
+        """Returns the class, and registers it with Inductor, which asks for it."""
         inductor_bridge.accept(TorchairPass)
         return TorchairPass
 
     @property
     def digest(self) -> str:
-        """Of all that graphs depend on, but for the code of predicates in ``Config.skip``."""
+        """Returns a digest of all that graphs depend on, except the code of ``Config.skip``'s
+        predicates.
+        """
         return sha256(repr(self.__code__.co_consts).encode()).hexdigest()
 
     def uuid(self) -> str | None:
-        """What Inductor keys its caches on; None, no caching, where ``Config.skip`` holds
-        predicates.
-        """
+        """Returns Inductor's cache key. None (``Config.skip`` has predicates) prevents caching."""
         return None if any(map(callable, self._config.skip)) else self.digest
 
     def __reduce__(self) -> tuple[Any, tuple[Config]]:
@@ -107,12 +106,13 @@ class TorchairPass:
 
 
 @cache
-def _made(config: Config) -> TorchairPass:
+def _hook(config: Config) -> TorchairPass:
+    """Returns the hook of a configuration."""
     return TorchairPass(config)
 
 
 def _surroundings(config: Config) -> tuple[str, ...]:
-    """What graphs depend on beside the configuration."""
+    """Returns what graphs depend on, besides the configuration."""
     machine, torch_npu = config.machine, sys.modules.get("torch_npu")
     release = str(getattr(torch_npu, "__version__", ""))
     return machine.soc, machine.cann, release, _sources(), registered.digest()
@@ -120,11 +120,9 @@ def _surroundings(config: Config) -> tuple[str, ...]:
 
 @cache
 def _sources() -> str:
-    """A digest of this package's code."""
-    packages = [
-        import_module(name) for name in ("mla_fusion", "mla_fusion.meta", "mla_fusion.converters")
-    ]
-    folders = [Path(str(package.__file__)).parent for package in packages]
+    """Returns a digest of this package's code."""
+    names = "mla_fusion", "mla_fusion.meta", "mla_fusion.converters"
+    folders = [Path(str(import_module(name).__file__)).parent for name in names]
     digest = sha256()
     for path in sorted({path for folder in folders for path in folder.rglob("*.py")}):
         digest.update(path.read_bytes())
@@ -133,31 +131,31 @@ def _sources() -> str:
 
 @cache
 def _generate(config: Config, surroundings: tuple[str, ...]) -> FunctionType:
-    values = {field.name: getattr(config, field.name) for field in fields(config)}
-    written = {name: repr(value) for name, value in values.items()}
-    written["skip"] = f"[{', '.join(map(_literal, config.skip))}]"
-    options = ", ".join(f"{name}={text}" for name, text in written.items())
+    """Returns the function that is generated for a configuration."""
+    literals = {field.name: repr(getattr(config, field.name)) for field in fields(config)}
+    literals["skip"] = f"[{', '.join(map(_skip_literal, config.skip))}]"
+    options = ", ".join(f"{name}={text}" for name, text in literals.items())
     namespace: dict[str, Any] = {"__name__": __name__}
     exec(_SOURCE.format(version=__version__, surroundings=surroundings, options=options), namespace)
     hook: FunctionType = namespace["mla_fusion_pass"]
     return hook
 
 
-def _literal(entry: Any) -> str:
-    """An entry of ``Config.skip``, as code."""
+def _skip_literal(entry: Any) -> str:
+    """Returns an entry of ``Config.skip`` as code."""
     if isinstance(entry, str):
         return repr(entry)
-    path = entry.__module__, entry.__qualname__
-    if "<" in path[1]:
+    module, name = entry.__module__, entry.__qualname__
+    if "<" in name:
         raise ValueError(
-            f"Config.skip: {':'.join(path)} must be a module-level function to be used in a "
-            "compile hook"
+            f"Config.skip: {module}:{name} must be a module-level function to be used in a compile "
+            "hook"
         )
-    return f"predicate{path}"
+    return f"predicate{module, name}"
 
 
 def predicate(module: str, name: str) -> Any:
-    """What a generated hook names."""
+    """Returns a function of ``Config.skip``. Generated hooks call this."""
     return getattr(import_module(module), name)
 
 
@@ -168,9 +166,9 @@ def apply(
     compiler_config: Any = None,
     **options: Any,
 ) -> None:
-    """What a generated hook calls. Raises on a graph it cannot read, as torchair's contract asks.
+    """Fuses a graph in place. Generated hooks call this. Raises if it cannot read the graph.
 
-    compiler_config  of the compiler that calls, where it gives one (torchair and npugraph_ex do)
+    compiler_config  the configuration that torchair and npugraph_ex pass; None: another compiler
     """
     if version != __version__:
         raise RuntimeError(f"hook of mla_fusion {version} called with mla_fusion {__version__}")

@@ -1,9 +1,8 @@
-"""The one place where this project touches Inductor's internals. Making a hook does not import
-Inductor.
+"""Calls Inductor's internals. No other file does. Making a hook does not import Inductor.
 
-Inductor asks its custom passes to be instances of a class of its own, lest their graphs be kept out
-of its caches; and it decomposes operators ahead of the custom passes alone, so that they may add
-none that it would have decomposed.
+Inductor keeps graphs out of its caches unless its custom passes are instances of a class of its
+own. It decomposes operators before the custom passes, so these must add no operator that it would
+have decomposed.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from mla_fusion.compat import OpOverload, make_fx, schema_of
+from mla_fusion.compat import OpOverload, make_fx, schema_of, tree_leaves
 
 SLOTS = (  # the fields of torch._inductor.config that take passes over graphs
     "pre_grad_custom_pass",
@@ -31,42 +30,36 @@ _PASSES = "torch._inductor.custom_graph_pass"
 
 
 def pass_class() -> type:
-    """The class that Inductor asks its custom passes to be of."""
+    """Returns Inductor's base class of custom passes."""
     base: type = import_module(_PASSES).CustomGraphPass
     return base
 
 
 def accept(kind: type) -> None:
-    """Let instances of a class pass for that class's, once Inductor is there to ask."""
+    """Registers a class as a subclass of that base class, if Inductor is loaded."""
     base = getattr(sys.modules.get(_PASSES), "CustomGraphPass", None)
     if base is not None:
         base.register(kind)
 
 
 def runs(custom: object) -> bool:
-    """Whether Inductor is given this pass itself, rather than by somebody's pass manager."""
+    """Returns True if Inductor runs this pass itself, rather than a pass manager."""
     config = sys.modules.get("torch._inductor.config")
-    found = [getattr(config, name, None) for name in SLOTS] if config is not None else []
-    each = [
-        item for slot in found for item in (slot if isinstance(slot, (list, tuple)) else [slot])
-    ]
-    return any(item is custom for item in each)
+    slots = [getattr(config, slot, None) for slot in SLOTS]  # a pass, or a list of passes
+    return any(item is custom for item in tree_leaves(slots))
 
 
 def noops() -> frozenset[Any]:
-    """The operators that Inductor's pass over such that change nothing takes out; torchair has that
-    pass too.
-    """
+    """Returns the operators that Inductor and torchair remove if they change nothing."""
     return frozenset(import_module("torch._inductor.fx_passes.post_grad").noop_registry)
 
 
 def finish(graph: Graph) -> None:
-    """Spell, in place, the operators that Inductor, where it compiles, has no lowering for as it
-    would have decomposed them, and give calls of operators that are not torch's the defaults that
-    they leave out.
+    """Prepares a graph for Inductor's lowerings, in place, if Inductor is loaded.
 
-    AOTInductor writes down the arguments that such a call has, and then hands all of the schema's
-    to the operator.
+    Operators without a lowering are decomposed, as Inductor would have done before. Calls of
+    operators that are not torch's get their default arguments: AOTInductor writes down the
+    arguments that such a call has, and then passes all of the schema's to the operator.
     """
     lowering = sys.modules.get("torch._inductor.lowering")
     if lowering is None:
@@ -78,29 +71,32 @@ def finish(graph: Graph) -> None:
         if node.target in table and node.target not in lowering.lowerings:
             _decompose(graph, node, table)
         elif node.target.namespace not in ("aten", "prims"):
-            arguments = schema_of(node.target).arguments[len(node.args) :]
-            left_out = {one.name: one.default_value for one in arguments if one.has_default_value()}
-            node.kwargs = {**left_out, **node.kwargs}
+            node.kwargs = {
+                argument.name: node.kwargs.get(argument.name, argument.default_value)
+                for argument in schema_of(node.target).arguments[len(node.args) :]
+                if argument.name in node.kwargs or argument.has_default_value()
+            }
 
 
 def _decompose(graph: Graph, node: Node, table: dict[Any, Callable[..., Any]]) -> None:
-    read = node.all_input_nodes
+    """Replaces a call by its decomposition. The operator must have one result."""
+    operands = node.all_input_nodes
 
     def call(*values: Any) -> Any:
-        given = dict(zip(read, values, strict=True))
-        args, kwargs = map_arg((node.args, node.kwargs), given.__getitem__)
+        """Returns the result of the call on other operands."""
+        by_node = dict(zip(operands, values, strict=True))
+        args, kwargs = map_arg((node.args, node.kwargs), by_node.__getitem__)
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
     mode = getattr(node.meta["val"], "fake_mode", None)
     with torch.no_grad(), mode or nullcontext():
-        traced = make_fx(call, decomposition_table=table)(*(one.meta["val"] for one in read))
-    copies = dict(zip(traced.graph.find_nodes(op="placeholder"), read, strict=True))
+        examples = (operand.meta["val"] for operand in operands)
+        traced = make_fx(call, decomposition_table=table)(*examples)
+    copies = dict(zip(traced.graph.find_nodes(op="placeholder"), operands, strict=True))
     with graph.inserting_before(node):
-        for step in traced.graph.nodes:
-            if step.op == "call_function":
-                made = copies[step] = graph.node_copy(step, copies.__getitem__)
-                made.meta = {**node.meta, "val": step.meta["val"]}
-    # of operators with one result, as all are that the pass emits
-    (result,) = traced.graph.output_node().all_input_nodes
-    node.replace_all_uses_with(copies[result])
+        result: Any = graph.graph_copy(traced.graph, copies)
+    for step, copied in copies.items():
+        if step.op == "call_function":
+            copied.meta = {**node.meta, "val": step.meta["val"]}
+    node.replace_all_uses_with(result)
     graph.erase_node(node)

@@ -1,21 +1,19 @@
-"""Functional kernel calls as those that write their caches, for graphs that run as they are.
+"""Makes functional kernel calls write their caches, in graphs that run as they are.
 
-torchair does this itself when it compiles a graph, for caches that are inputs of it. Two others are
-left:
+torchair does this when it compiles a graph, for caches that are inputs of it. Two cases are left:
 
-* A pass manager that hands the FX graph back to be executed. The functional operator then copies
-  both caches at every step, and AOT autograd copies them back.
-* npugraph_ex, where a cache is made in the graph: the buffers of a staged call, and the empty
-  kr_cache beside packed rows. It leaves the latter functional. Of the former it makes a call in
-  place, and then hands the first buffer to whoever read one of the results (torch_npu 2.13), so it
-  must not be given them.
+* A pass manager returns the FX graph to be executed. The functional operator then copies both
+  caches at every step, and AOT autograd copies them back.
+* npugraph_ex, if a cache is made in the graph: the buffers of a staged call, or the empty kr_cache
+  beside packed rows. It leaves calls with the latter functional. Calls with buffers it makes in
+  place, and then passes the first buffer to whatever read one of the results (torch_npu 2.13). So
+  it must not see such calls.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from itertools import chain
-from typing import Any
+from collections.abc import Collection, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Graph, Node
@@ -30,121 +28,141 @@ from mla_fusion.meta.prolog import V3
 
 aten = torch.ops.aten
 
-# the operators that write; the results of their functional forms are theirs, then the caches
+# the operators that write; their functional forms return the same results, then the caches
 _WRITERS = (V3, key_operator.V2)
 
 
-def write_in_place(graph: Graph) -> int:
-    """Rewrite, in place, every call whose caches are its own; how many.
+class _Call(NamedTuple):
+    """A functional call of a kernel.
 
-    Its own are inputs of the graph that nothing else reads, and buffers that were made for it.
+    node     the call
+    in_place the operator that writes the caches instead
+    caches   each cache, by the index of the result that is its new content
     """
-    return sum(_write_in_place(graph, *found) for found in _functional_calls(graph))
+
+    node: Node
+    in_place: OpOverload
+    caches: dict[int, Any]
+
+
+def write_in_place(graph: Graph) -> int:
+    """Makes every call in place whose caches nothing else uses. Returns how many.
+
+    Such caches are inputs of the graph that nothing else reads, and buffers of the call.
+    """
+    return sum(map(_write_in_place, _functional_calls(graph)))
 
 
 def ready_to_run(graph: Graph) -> int:
-    """What npugraph_ex needs of a graph with calls of kernels: returned copies that stay, and calls
-    in place on caches that are made in the graph (torchair sees to the others). How many nodes were
-    changed.
+    """Prepares a graph with kernel calls for npugraph_ex. Returns how many nodes were changed.
+
+    Copies that the graph returns stay copies, and calls on caches that are made in the graph become
+    calls in place. torchair makes the other calls in place.
     """
-    kept = keep_returned_copies(graph)
-    found = [one for one in _functional_calls(graph) if any(map(_is_buffer, one[2].values()))]
-    return kept + sum(_write_in_place(graph, *one) for one in found)
+    kept = _keep_returned_copies(graph)
+    calls = _functional_calls(graph)
+    return kept + sum(
+        _write_in_place(call) for call in calls if any(map(_is_buffer, call.caches.values()))
+    )
 
 
-def keep_returned_copies(graph: Graph) -> int:
-    """Copies of a written cache that the graph returns, spelled so that torchair keeps them; how
+def _keep_returned_copies(graph: Graph) -> int:
+    """Keeps torchair from removing copies of written caches that the graph returns. Returns how
     many.
 
-    torchair takes operators out that leave their operand as it is (a clone, a cat of one), which is
-    right as long as the kernel gives out a cache of its own. It then lets the kernel write in
-    place, and the copy would be the cache.
+    torchair removes operators that change nothing (a clone, a cat of one tensor). That is right as
+    long as the kernel returns a cache of its own. But then torchair lets the kernel write in place,
+    and what was a copy would be the cache.
     """
-    written = {
+    caches_written = {
         result
-        for call, _, caches in _functional_calls(graph)
-        for result in call.users
-        if result.args[1] in caches
+        for call in _functional_calls(graph)
+        for result in call.node.users
+        if result.args[1] in call.caches
     }
-    backs = graph.find_nodes(op="call_function", target=aten.copy_.default) if written else []
-    results = written.intersection(
-        chain.from_iterable(upward_through(back.args[1], ()) for back in backs)
-    )
+    copies_back = graph.find_nodes(op="call_function", target=aten.copy_.default)
+    results = {
+        node
+        for copy in copies_back
+        for node in _upward_through(copy.args[1], ())
+        if node in caches_written
+    }
+    if not results:
+        return 0
     noops, end, kept = inductor_bridge.noops(), graph.output_node(), dict[Node, Node]()
 
     def keep(node: Node) -> Node:
-        if node not in kept and any(one in results for one in upward_through(node, noops)):
+        """Returns what the graph returns for a node: a copy that torchair keeps, or the node."""
+        if node not in kept and not results.isdisjoint(_upward_through(node, noops)):
             with graph.inserting_before(end):
                 kept[node] = graph.call_function(aten.alias_copy.default, (node,))
                 kept[node].meta = dict(node.meta)
         return kept.get(node, node)
 
-    if results:
-        end.args = map_arg(end.args, keep)
+    end.args = map_arg(end.args, keep)
     return len(kept)
 
 
-def upward_through(node: Node, noops: Collection[Any]) -> Iterator[Node]:
-    """The node and what it is, element by element, as far as views and ``noops`` go."""
+def _upward_through(node: Node, noops: Collection[Any]) -> Iterator[Node]:
+    """Yields the node, and the nodes above it through views and ``noops``."""
 
     def above(current: Node) -> list[Node]:
+        """Returns the operands if the node keeps all elements."""
         passes = is_view(current) or current.target in noops
         return current.all_input_nodes if passes else []
 
     return reached([node], above)
 
 
-def _functional_calls(graph: Graph) -> list[tuple[Node, OpOverload, dict[int, Any]]]:
-    """Each call with the operator that writes in its place, and its caches, by the result that is
-    the cache afterwards.
-    """
-    found = []
-    for writes in _WRITERS:
-        places = [*enumerate(writes.places(*writes.written), len(writes.results))]
-        target, in_place = (
-            getattr(torch.ops.npu, name).default for name in (writes.functional, writes.name)
+def _functional_calls(graph: Graph) -> list[_Call]:
+    """Returns the functional calls of a graph."""
+    calls = list[_Call]()
+    for operator in _WRITERS:
+        places = [*enumerate(operator.places(*operator.written), len(operator.results))]
+        functional, in_place = (
+            getattr(torch.ops.npu, name).default for name in (operator.functional, operator.name)
         )
-        calls = graph.find_nodes(op="call_function", target=target)
-        found += [
-            (call, in_place, {result: call.args[place] for result, place in places})
-            for call in calls
-        ]
-    return found
+        for node in graph.find_nodes(op="call_function", target=functional):
+            caches = {result: node.args[place] for result, place in places}
+            calls.append(_Call(node, in_place, caches))
+    return calls
 
 
-def _write_in_place(
-    graph: Graph, call: Node, writes: OpOverload, caches: Mapping[int, Any]
-) -> bool:
-    """Whether the call may: its caches are its own, and lie in different memory (one without
-    elements lies in none).
+def _write_in_place(call: _Call) -> bool:
+    """Makes a call in place if nothing else uses its caches, and they lie in different memory.
+
+    Returns True if it has. A cache without elements has no memory.
     """
-    if not all(_its_own(call, cache) for cache in caches.values()):
+    node, caches = call.node, call.caches
+    if not all(_is_own(node, cache) for cache in caches.values()):
         return False
-    full = [storage_id(one.meta["val"]) for one in caches.values() if 0 not in shape_of(one)]
-    if len({*full}) < len(full):
+    storages = [
+        storage_id(cache.meta["val"]) for cache in caches.values() if 0 not in shape_of(cache)
+    ]
+    if len(set(storages)) < len(storages):
         return False
-    call.target = writes
-    call.meta.pop("val", None)
-    for item in list(call.users):
-        cache = caches.get(item.args[1])  # type: ignore[arg-type]  # of a getitem
+    node.target = call.in_place
+    node.meta.pop("val", None)
+    for result in list(node.users):
+        cache = caches.get(result.args[1])  # type: ignore[arg-type]  # of a getitem
         if cache is None:
             continue
-        for user in list(item.users):
+        for user in list(result.users):
             if _copies_back(user, cache):
                 user.replace_all_uses_with(cache)
-                graph.erase_node(user)
-        item.replace_all_uses_with(cache)
-        graph.erase_node(item)
+                node.graph.erase_node(user)
+        result.replace_all_uses_with(cache)
+        node.graph.erase_node(result)
     return True
 
 
 def _is_buffer(cache: Any) -> bool:
-    """Memory made in the graph for a call to write."""
+    """Returns True if the cache is memory that the graph allocates for a call."""
     return isinstance(cache, Node) and word(cache) == "new_empty"
 
 
-def _its_own(call: Node, cache: Any) -> bool:
-    """Does nobody but the call, and what copies its result back, use this input or buffer?"""
+def _is_own(call: Node, cache: Any) -> bool:
+    """Returns True if only the call, and copies of its result into the cache, use the cache."""
     if _is_buffer(cache):
         return set(cache.users) == {call} or 0 in shape_of(cache)
     return (
@@ -155,15 +173,15 @@ def _its_own(call: Node, cache: Any) -> bool:
 
 
 def _copies_back(node: Node, cache: Node) -> bool:
+    """Returns True if the node copies a value into the cache."""
     return node.target is aten.copy_.default and node.args[0] is cache
 
 
 def runs_fx_graph(compiler_config: Any) -> bool:
-    """Does torchair, under this ``CompilerConfig``, run the FX graph itself rather than make a GE
-    graph of it?
+    """Returns True if torchair runs the FX graph under this ``CompilerConfig``, and makes no GE
+    graph.
 
-    npugraph_ex does, and torchair in mode "reduce-overhead". None, of a caller that is no torchair:
-    False.
+    So do npugraph_ex, and torchair in mode "reduce-overhead". None is no torchair's.
     """
     mode = getattr(getattr(compiler_config, "mode", None), "value", None)
     return mode in ("reduce-overhead", "npugraph_ex") or type(

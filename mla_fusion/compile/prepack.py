@@ -1,11 +1,8 @@
-"""``mf.prepack``: a model's weights laid out as the kernel reads them, once, before anything is
-compiled.
-"""
+"""``mf.prepack`` lays a model's weights out as the kernel reads them, once, before compilation."""
 
 from __future__ import annotations
 
 import gc
-import json
 from dataclasses import asdict, dataclass
 from textwrap import wrap
 from typing import Any
@@ -13,12 +10,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from mla_fusion.compat import FakeTensor, storage_id
-from mla_fusion.compile.boundary import PackedWeight, packings
+from mla_fusion.compile.boundary import PackedWeight, packed_weights
 from mla_fusion.compile.device_graph import capture
 from mla_fusion.config import Config
 from mla_fusion.fx.sizes import has_symbols
 from mla_fusion.report.report import Report
-from mla_fusion.report.text_tables import size
+from mla_fusion.report.text_tables import as_json, size
 from mla_fusion.weights.follow import follow
 from mla_fusion.weights.prepack import inverse, is_laid_out, lay_out, own, pin
 
@@ -27,15 +24,15 @@ _WIDTH = 80
 
 @dataclass(frozen=True)
 class PrepackedWeight:
-    """One packed weight of a model.
+    """Describes one packed weight of a model.
 
-    name    the parameter's in the model; of several, joined by " + "
+    name    the parameter's name in the model; names of several parameters are joined by " + "
     weight  the kernel's argument, such as "weight_dq"
-    kind    "view": the parameter is a view of the packed weight. "copy": it is packed beside the
-            parameter at the first call. "left": it could be a view, but the parameter may not give
-            up its memory, and is packed as a copy.
-    bytes   of the packed weight
-    reason  why it is a copy, or was left; of a view, whether it lay so before
+    kind    "view": the parameter is a view of the packed weight. "copy": the weight is packed
+            beside the parameter at the first call. "left": the parameter could be a view, but may
+            not give up its memory, so the weight is packed as a copy.
+    bytes   bytes of the packed weight
+    reason  why the weight is a copy, or was left; for a view, whether it had this layout before
     """
 
     name: str
@@ -47,16 +44,15 @@ class PrepackedWeight:
 
 @dataclass(frozen=True)
 class Prepacked:
-    """What :func:`prepack` has done; ``str()`` says it in 80 columns.
+    """Says what :func:`prepack` has done. ``str()`` prints it in 80 columns.
 
-    rows           one for each packed weight
-    bytes_before   of the model's parameters and buffers before, memory that several share counted
-                   once
+    rows           a row for each packed weight
+    bytes_before   bytes of the model's parameters and buffers before; shared memory counts once
     bytes_after    the same afterwards
-    peak_over_end  how many bytes more than at the end were held meanwhile, at most
-    bytes_copied   what the copies of the first call will take
+    peak_over_end  at most so many bytes more than at the end were allocated meanwhile
+    bytes_copied   bytes that the copies of the first call will take
     laid_out       how many parameters this call has laid out, or would
-    is_plan        nothing was moved: the parameters hold no memory (meta or fake tensors)
+    is_plan        True if nothing was moved: the parameters have no memory (meta or fake tensors)
     """
 
     rows: tuple[PrepackedWeight, ...]
@@ -68,10 +64,11 @@ class Prepacked:
     is_plan: bool
 
     def to_json(self) -> str:
-        """All fields, as a JSON object."""
-        return json.dumps(asdict(self), indent=2)
+        """Returns all fields as a JSON object."""
+        return as_json(asdict(self))
 
     def __str__(self) -> str:
+        """Returns a summary, and a paragraph for each packed weight."""
         done = "would be laid out" if self.is_plan else "laid out"
         copies = sum(row.kind != "view" for row in self.rows)
         before, after = size(self.bytes_before), size(self.bytes_after)
@@ -90,18 +87,18 @@ class Prepacked:
 
 
 def prepack(model: nn.Module, *example_inputs: Any, config: Config | None = None) -> Prepacked:
-    """Lay out, once, the weights of which the pass would make packed ones; what became of each.
+    """Lays out, once, the weights that the pass would pack. Returns what became of each.
 
     model           with its weights loaded, where it is to run, before it is compiled
-    example_inputs  as its decode step takes them; they are not computed with
+    example_inputs  the arguments of a decode step; nothing is computed with them
     config          options of the pass that will compile it
 
     A parameter whose packing only changes the layout becomes a view of the packed weight: the same
     shape and values, other strides, and its old memory is freed. Eager calls, state dicts,
     optimizers and other graphs go on with it, and no memory is added; meanwhile at most one
-    parameter is held twice. The rest is packed beside the parameters at the first call, as without
-    this function. From here on ``load_state_dict``, steps of ``torch.optim`` optimizers and PEFT's
-    ``merge`` end with the weights laid out anew in their memory, so that captured graphs stay
+    parameter is in memory twice. Other weights are packed beside the parameters at the first call,
+    as without this function. From here on ``load_state_dict``, steps of ``torch.optim`` optimizers
+    and PEFT's ``merge`` lay the weights out again in their memory, so that captured graphs stay
     right. :func:`refresh` does it after other updates, :func:`release` undoes all of it. A second
     call changes nothing. Of a model on the meta device, or of fake tensors, it is a plan.
 
@@ -113,17 +110,17 @@ def prepack(model: nn.Module, *example_inputs: Any, config: Config | None = None
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"prepack takes a torch.nn.Module, got a {type(model).__name__}")
-    weights = _wanted(model, example_inputs, Config.given(config))
-    gc.collect()  # the capture's tensors hold memory of the parameters
+    weights = _packable_weights(model, example_inputs, Config.given(config))
+    gc.collect()  # the capture's tensors keep memory of the parameters
     is_plan = any(
         parameter.is_meta or isinstance(parameter, FakeTensor) for parameter in model.parameters()
     )
     before = _bytes(model)
     rows = list[PrepackedWeight]()
     for weight in weights:
-        kind, reason = _settled(weight, model, is_plan)
-        name, held = " + ".join(weight.packed.names), weight.value.nbytes
-        rows.append(PrepackedWeight(name, weight.name, kind, held, reason))
+        kind, reason = _lay_out(weight, model, is_plan)
+        name = " + ".join(weight.packed.names)
+        rows.append(PrepackedWeight(name, weight.name, kind, weight.value.nbytes, reason))
     moved = [row.bytes for row in rows if row.kind == "view" and not row.reason]
     if not is_plan:
         names = {name for weight in weights for name in weight.packed.names}
@@ -137,30 +134,31 @@ def prepack(model: nn.Module, *example_inputs: Any, config: Config | None = None
     )
 
 
-def _wanted(model: nn.Module, inputs: tuple[Any, ...], config: Config) -> list[PackedWeight]:
-    """What would be packed, laid out as on an NPU. Raises ValueError where nothing would be
-    fused.
-    """
+def _packable_weights(
+    model: nn.Module, inputs: tuple[Any, ...], config: Config
+) -> list[PackedWeight]:
+    """Returns the weights that the pass packs on an NPU. Raises ValueError if it fuses nothing."""
     on_npu = any(parameter.device.type == "npu" for parameter in model.parameters())
     gm, examples = capture(model, *inputs, device="npu" if on_npu else "cpu", as_backend=True)
-    report, found = packings(gm, config, examples)
+    report, weights = packed_weights(gm, config, examples)
     if not report.fused:
-        what = (
-            f"no MLA prologue of this {type(model).__name__} can be fused, so no weight is packed"
+        raise ValueError(
+            f"no MLA prologue of this {type(model).__name__} can be fused, so no weight is packed. "
+            f"{_nearest_miss(report)}"
         )
-        raise ValueError(f"{what}. {_why(report)}")
-    return [weight for weight in found if not has_symbols(weight.value.shape)]
+    return [weight for weight in weights if not has_symbols(weight.value.shape)]
 
 
-def _why(report: Report) -> str:
+def _nearest_miss(report: Report) -> str:
+    """Returns why the most similar prologue does not fuse, or what the graph has of one."""
     if report.rejected:
-        nearest = max(report.rejected, key=lambda item: item.score)
+        nearest = max(report.rejected, key=lambda rejection: rejection.score)
         return f"Nearest: [{nearest.code}] {nearest.message}"
     return "\n".join(["Looked for:", *report.absent])
 
 
 def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str] | None:
-    """The module that holds the parameter or buffer of this name, and its name there."""
+    """Returns the module of a parameter or buffer, and its name there; None if there is none."""
     path, _, within = name.rpartition(".")
     try:
         module = model.get_submodule(path)
@@ -169,45 +167,53 @@ def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str] | None:
     return (module, within) if own(module, within) is not None else None
 
 
-def _why_left(model: nn.Module, name: str, held: Tensor | None) -> str:
-    """Why a parameter is not to be moved, as far as the model tells."""
-    if not isinstance(held, nn.Parameter):
-        return "it is not a parameter of a module of this model"
-    every = model.named_parameters(remove_duplicate=False)
-    tied = [other for other, one in every if one is held and other != name]
-    return f"it is tied to {', '.join(tied)}" if tied else ""
+def _lay_out(weight: PackedWeight, model: nn.Module, is_plan: bool) -> tuple[str, str]:
+    """Lays out the parameter of a packed weight, if it can be a view of it. Returns kind and reason
+    of the row.
 
-
-def _settled(weight: PackedWeight, model: nn.Module, is_plan: bool) -> tuple[str, str]:
-    """The kind of a row, and the reason; a view without one is a parameter that was moved."""
-    made, parameter = weight.packed, weight.parameter
+    The reason of a view is empty if this call has moved the parameter, or would.
+    """
+    packing, parameter = weight.packed, weight.parameter
     if parameter is None:
         return "copy", "it is made of several parameters"
-    if made.exact is not None:
+    if packing.exact is not None:
         return "copy", "its numbers are converted"
-    back = None if has_symbols(parameter.shape) else inverse(made.program, parameter)
+    back = None if has_symbols(parameter.shape) else inverse(packing.program, parameter)
     if back is None:
         if weight.is_view:
             return "view", _LIES
         return "copy", "its columns are a part of the parameter, padded, or in another order"
-    (name,) = made.names
+    (name,) = packing.names
     owner = _owner(model, name)
-    held = own(*owner) if owner is not None else None
-    if held is None or (held.shape, held.dtype) != (parameter.shape, parameter.dtype):
-        owner = held = None
+    tensor = own(*owner) if owner is not None else None
+    if tensor is None or (tensor.shape, tensor.dtype) != (parameter.shape, parameter.dtype):
+        owner = tensor = None
     if owner is not None and is_laid_out(*owner):
         return "view", "it was laid out before"
-    reason = _why_left(model, name, held)
+    reason = _reason_to_leave(model, name, tensor)
     if owner is not None and not reason and not is_plan:
-        reason = lay_out(*owner, made.program, back)
+        reason = lay_out(*owner, packing.program, back)
     if weight.is_view:
         return "view", _LIES
     return "left" if reason else "view", reason
+
+
+def _reason_to_leave(model: nn.Module, name: str, tensor: Tensor | None) -> str:
+    """Returns why a parameter must stay where it is, or "" if the model has no reason."""
+    if not isinstance(tensor, nn.Parameter):
+        return "it is not a parameter of a module of this model"
+    parameters = model.named_parameters(remove_duplicate=False)
+    tied = [other for other, parameter in parameters if parameter is tensor and other != name]
+    return f"it is tied to {', '.join(tied)}" if tied else ""
 
 
 _LIES = "the parameter lies as the kernel reads it"
 
 
 def _bytes(model: nn.Module) -> int:
-    tensors = [*model.parameters(), *model.buffers()]
-    return sum({storage_id(one): one.untyped_storage().nbytes() for one in tensors}.values())
+    """Returns the bytes of parameters and buffers. Shared memory counts once."""
+    storages = {
+        storage_id(tensor): tensor.untyped_storage().nbytes()
+        for tensor in (*model.parameters(), *model.buffers())
+    }
+    return sum(storages.values())

@@ -1,10 +1,10 @@
-"""The one place where this project touches torchair's internals.
+"""Calls torchair's internals. No other file does.
 
 Two packages inside torch_npu share one design: ``torchair`` (GE graphs) and ``npugraph_ex``
-(captured ACL graphs). Both offer ``get_compiler(config)``: a function from an AOT graph to a
-compiled graph, which is where an FX graph can be changed before, and a callable wrapped after. What
-is read out of the compiled object is private and differs by mode; ``compile_graph`` turns it into
-one shape.
+(captured ACL graphs). Both offer ``get_compiler(config)``, a function from an AOT graph to a
+compiled graph. So the FX graph can be changed before it, and the callable wrapped after it. The
+attributes of the compiled object are private and differ by mode; ``compile_graph`` returns them in
+one form.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MODES = ("ge", "npugraph_ex")
 
 @dataclass(frozen=True)
 class Compiled:
-    """What torchair holds at the end. Without a GE graph ``proto`` is None and ``text`` is ""."""
+    """Holds the result of torchair. Without a GE graph ``proto`` is None and ``text`` is ""."""
 
     fx: GraphModule
     proto: Any
@@ -37,20 +37,20 @@ class Compiled:
 
 
 def package(mode: str = "ge") -> Any:
-    """The compiler module of a mode: torchair's, or npugraph_ex's."""
+    """Returns the compiler module of a mode: torchair's, or npugraph_ex's."""
     _prepare()
     name = "npugraph_ex" if mode == "npugraph_ex" else "torchair"
-    import_module(name)  # one that is loaded lazily has no submodules before
+    import_module(name)  # a package that is loaded lazily has no submodules before
     return import_module(f"{name}.npu_fx_compiler")
 
 
 @cache
 def _prepare() -> None:
-    """Refuse releases that lack what is needed, and let torchair patch torch's dispatch before
-    npugraph_ex does: the same patch, and only the latter asks first.
+    """Raises UnsupportedRelease for a torchair that lacks functions; has torchair patch torch.
 
-    Where npugraph_ex was used before, torchair's attempt would raise; it is spared what is done
-    already.
+    torchair and npugraph_ex patch torch's dispatch alike, and only npugraph_ex looks whether that
+    has been done. So torchair comes first. If npugraph_ex was used before, torchair's patch would
+    raise, and is left out.
     """
     releases.require()
     offline.activate()
@@ -62,27 +62,25 @@ def _prepare() -> None:
 
 
 def compiler_config(mode: str = "ge") -> Any:
-    """A fresh ``CompilerConfig`` for a mode."""
+    """Returns a new ``CompilerConfig`` for a mode."""
     return package(mode).CompilerConfig()
 
 
 def default_decompositions() -> dict[Any, Any]:
-    """The decompositions that torchair hands to AOT autograd."""
+    """Returns the decompositions that torchair passes to AOT autograd."""
     return dict(package()._get_merged_decompositions(compiler_config(), {}))
 
 
 def backend(
     mode: str, config: Any, compiler: Callable[[GraphModule, list[Any]], Any]
 ) -> Callable[[GraphModule, list[Any]], Any]:
-    """torchair's own backend for torch.compile, with ``compiler`` in place of its graph
-    compiler.
-    """
+    """Returns torchair's backend for torch.compile, with ``compiler`` as its graph compiler."""
     module = package(mode)
     decompositions = module._get_merged_decompositions(config, {})
 
     def compile_dynamo_graph(gm: GraphModule, inputs: list[Any]) -> Any:
-        # torchair calls AOT autograd itself; DDP's splitter tells by this count whom it may ask for
-        # fake results.
+        # torchair calls AOT autograd itself, without this count, by which DDP's splitter decides
+        # whether it may ask for fake results.
         torch._dynamo.utils.counters["aot_autograd"]["total"] += 1
         module._process_send_recv(gm, config)
         return module._compile_graph_with_aot(
@@ -93,9 +91,7 @@ def backend(
 
 
 def compile_graph(mode: str, config: Any, gm: GraphModule, inputs: list[Any]) -> Compiled:
-    """Run torchair's graph compiler on an AOT graph: its passes, its converters, its GE graph
-    passes.
-    """
+    """Runs torchair's graph compiler (passes, converters, GE graph passes) on an AOT graph."""
     runner = package(mode).get_compiler(config)(gm, inputs).runner
     if mode != "ge":
         return Compiled(runner.fx_graph, None, "", runner)
@@ -106,7 +102,7 @@ def compile_graph(mode: str, config: Any, gm: GraphModule, inputs: list[Any]) ->
 
 
 def has_converter(target: Any) -> bool:
-    """Whether torchair can convert calls of ``target``."""
+    """Returns True if torchair can convert calls of ``target``."""
     package("ge")
     converter = ge_converter(target)
     return converter is not None and not registry.only_raises(converter)

@@ -49,10 +49,9 @@ def use_cpu_threads(count: int) -> Iterator[int]:
     machine each operator would wait for it.
     """
     usual = torch.get_num_threads()
-    if usual == count or not use_threads(count):
-        yield usual
-        return
+    is_changed = usual != count and use_threads(count)
     try:
         yield usual
     finally:
-        use_threads(usual)
+        if is_changed:
+            use_threads(usual)

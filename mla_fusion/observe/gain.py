@@ -31,7 +31,7 @@ def seconds_saved(
     modes: tuple[int, int],
     leaves: Sequence[Leftover],
     machine: Machine,
-    is_identity: bool = False,
+    is_identity: bool,
 ) -> float | None:
     """Returns the estimated seconds that a call saves, or None if the call cannot be explained.
 

@@ -6,12 +6,12 @@ prologues.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 from torch.fx import Node
 
+from mla_fusion.compat import tree_leaves
 from mla_fusion.config import Config
 from mla_fusion.exact.field import POINTS
 from mla_fusion.exact.prove import CHANCE
@@ -45,15 +45,13 @@ class Record:
         self._graph, self._config, self._report = graph, config, report
         self._labels = module_path.Labels(graph.gm.graph)
 
-    def add_fusion(self, plan: Plan, verification: Outcome | str) -> None:
+    def add_fusion(self, plan: Plan, outcome: Outcome) -> None:
         """Adds the entry of a fusion.
 
-        verification  the outcome of verification, or why the plan was not compared
+        outcome  the outcome of verification
         """
         leaves = leftovers_of(plan)
         gain = _seconds_saved(plan, leaves, self._config)
-        outcome = verification if isinstance(verification, Outcome) else None
-        verified = verification.verified if isinstance(verification, Outcome) else verification
         warnings = (*plan.warnings, *_ge_copy_warnings(plan))
         self._report.fused.append(
             Fusion(
@@ -76,12 +74,12 @@ class Record:
                     node.name: plan.part_name(value) for node, value in plan.replaced.items()
                 },
                 assumptions=tuple(map(self._labels, plan.assumptions)),
-                verified=self._labels(verified),
-                figures=outcome.figures if outcome is not None else (),
-                compared=outcome.compared if outcome is not None else "",
-                steps=tuple(map(_step_row, plan.region)) if outcome is not None else (),
+                verified=self._labels(outcome.verified),
+                figures=outcome.figures,
+                compared=outcome.compared,
+                steps=tuple(map(_step_row, plan.region)) if outcome.compared else (),
                 source=module_path.source(plan.products[0]),
-                proof=(*self._proof(plan), outcome.compared if outcome is not None else verified),
+                proof=(*self._proof(plan), outcome.compared or outcome.verified),
                 target=plan.target,
                 operator=OPERATOR,
                 instead_of=self._target_reason(plan),
@@ -192,11 +190,9 @@ class Record:
 
 def _step_row(node: Node) -> tuple[str, str, str, str]:
     """Returns name, operator, value and source line of a node, for a table."""
-    value = node.meta.get("val")
-    values = value if isinstance(value, (list, tuple)) else [value]
     descriptions = (
         f"{str(tensor.dtype).removeprefix('torch.')}[{', '.join(map(str, tensor.shape))}]"
-        for tensor in values
+        for tensor in tree_leaves(node.meta.get("val"))
         if isinstance(tensor, Tensor)
     )
     operator = op_name(node).replace("::", ".") if node.op == "call_function" else node.op
@@ -235,15 +231,12 @@ def leftovers_of(plan: Plan) -> tuple[Leftover, ...]:
     """Returns what a staged plan leaves in the graph. It is empty for a plan in place."""
     if not isinstance(plan.caches, Staged):
         return ()
-    rope, rotated = plan.dims["Dr"], list[int]()
-    if plan.proposal.rotation is not None and plan.proposal.rotation[1] == "interleaved":
-        rotated = [rope * (plan.dims["N"] if name == "query_rope" else 1) for name in _ROTATED]
-    widths = plan.dims["Hckv"], rope
-    tokens = max(plan.proposal.x.shape[0], 1)
-    return leftovers.staging_leftovers(_new_rows(plan), rotated, widths, tokens, plan.graph.shape)
-
-
-_ROTATED = ("query_rope", "k_pe")
+    dims, rotation = plan.dims, plan.proposal.rotation
+    rope, rotated = dims["Dr"], list[int]()
+    if rotation is not None and rotation[1] == "interleaved":
+        rotated = [dims["N"] * rope, rope]  # query_rope and k_pe
+    width, tokens = dims["Hckv"] + rope, max(plan.proposal.x.shape[0], 1)
+    return leftovers.staging_leftovers(_new_rows(plan), rotated, width, tokens, plan.graph.shape)
 
 
 def _seconds_saved(plan: Plan, leaves: Sequence[Leftover], config: Config) -> float | None:
@@ -284,37 +277,29 @@ def _is_written_back(plan: Plan, cache: Node) -> bool:
 
 def describe_absence(projections: Projections) -> tuple[str, ...]:
     """Returns, for a graph without a prologue, what the parts of one are and how many it has."""
-    graph, counts = projections.graph, Counter[str]()
+    graph, values = projections.graph, projections.values
     if any(map(is_empty, graph.gm.graph.find_nodes(op="placeholder"))):
         return ("no tokens in this graph: it was compiled for a call with none",)
-    values = projections.values
-    roots = [value for value in values if value.op == "product" and _has_root(value)]
-    for site in projections.sites.values():
-        counts["flat"] += len(site.products)
-        counts["pairs"] += len(site.products) > 1
-    heads = [value for value in values if value.op == "dot" and value.sources[1].weight]
-    by_head = sum(len(value.sources[1].shape) == 3 for value in heads)
+    counts = [len(site.products) for site in projections.sites.values()]
+    norms = sum(value.op == "product" and _has_root(value) for value in values)
+    dots = [value.sources[1] for value in values if value.op == "dot"]
+    by_head = sum(bool(factor.weight) and len(factor.shape) == 3 for factor in dots)
     writes = sum(value.op == "write" for value in values)
-    nodes = graph.gm.graph.nodes
-    unknown = ", ".join(registered.unknown(nodes))
-    return (
+    lines = [
         "no MLA prologue in this graph. The parts of one, and how many the graph has:",
-        f"  products with weights (W_dq, W_dkv_kr, W_uq_qr): {counts['flat']}",
+        f"  products with weights (W_dq, W_dkv_kr, W_uq_qr): {sum(counts)}",
         "  values that more than one weight multiplies, as W_dq and W_dkv_kr multiply x: "
-        f"{counts['pairs']}",
-        f"  norms (RMSNorm of c_q and of c_kv): {len(roots)}",
+        f"{sum(count > 1 for count in counts)}",
+        f"  norms (RMSNorm of c_q and of c_kv): {norms}",
         f"  products head by head (W_uk): {by_head}",
         f"  writes into inputs (both caches): {writes}",
-        *(
-            [
-                f"  operators that the pass does not know: {unknown}. mf.register_operator tells "
-                "it what one computes that writes into no argument"
-            ]
-            if unknown
-            else ()
-        ),
-        *(f"  {name} is not known: {reason}" for name, reason in graph.unused.items()),
-    )
+    ]
+    if unknown := ", ".join(registered.unknown(graph.gm.graph.nodes)):
+        lines.append(
+            f"  operators that the pass does not know: {unknown}. mf.register_operator tells it "
+            "what one computes that writes into no argument"
+        )
+    return (*lines, *(f"  {name} is not known: {why}" for name, why in graph.unused.items()))
 
 
 def _has_root(value: Value) -> bool:

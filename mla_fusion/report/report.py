@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -105,35 +103,30 @@ class Fusion:
 
     @property
     def gain(self) -> str:
-        """What the fusion changes, in words; "" if it was not counted."""
+        """Returns what the fusion changes, in words; "" if it was not counted."""
         if not self.operators_before:
             return ""
         return f"{self.operators_before} operators become {self.operators_after}"
 
     @property
     def launches_left(self) -> int:
-        """The kernels, besides the fused one, that staging costs a step."""
+        """Returns how many kernels, besides the fused one, staging costs a step."""
         return sum(item.launches for item in self.leaves)
 
     @property
     def cost_of_staging(self) -> str:
-        """Launches and bytes of a step, in words; "" for a fusion that writes in place."""
+        """Returns launches and bytes of a step, in words; "" for a fusion in place."""
         if not self.leaves:
             return ""
         tokens = sum(item.bytes_per_token for item in self.leaves)
-        counts = [item.bytes for item in self.leaves if item.bytes != 0]
-        copies = (
-            ""
-            if not counts
-            else f", and whole caches{_describe_size(counts)} if the compiler rebuilds them"
-        )
-        return f"{self.launches_left} launches, {text_tables.size(tokens)} a token{copies}"
-
-
-def _describe_size(counts: Sequence[int | None]) -> str:
-    """Returns the bytes of whole caches as text; "" if one is symbolic."""
-    sizes = [count for count in counts if count is not None]
-    return f" ({text_tables.size(sum(sizes))})" if len(sizes) == len(counts) else ""
+        cost = f"{self.launches_left} launches, {text_tables.size(tokens)} a token"
+        sizes = [item.bytes for item in self.leaves]
+        if None in sizes:  # the sizes of a cache are symbolic
+            return f"{cost}, and whole caches if the compiler rebuilds them"
+        if whole_bytes := sum(size or 0 for size in sizes):
+            size = text_tables.size(whole_bytes)
+            return f"{cost}, and whole caches ({size}) if the compiler rebuilds them"
+        return cost
 
 
 @dataclass(repr=False)
@@ -167,10 +160,11 @@ class Report:
 
     @property
     def seconds(self) -> float:
+        """Returns the wall time of the pass."""
         return self.timings.get("total", 0.0)
 
     def to_json(self) -> str:
-        """The whole report as JSON text."""
+        """Returns the report as JSON text."""
         data = asdict(self)
         data["config"]["skip"] = [str(entry) for entry in self.config.skip]
         data["seconds"] = self.seconds
@@ -178,10 +172,10 @@ class Report:
         data["schema"] = SCHEMA
         for row, rejection in zip(data["rejected"], self.rejected, strict=True):
             row["remedy"] = rejection.remedy
-        return json.dumps(data, indent=2, default=str)
+        return text_tables.as_json(data)
 
     def to_html(self, path: str | Path) -> Path:
-        """Write one self-contained HTML page; returns its path.
+        """Writes one self-contained HTML page. Returns its path.
 
         path  of the page
         """
@@ -191,11 +185,11 @@ class Report:
         return f"<{type(self).__name__}: {self._summary()}>"
 
     def _summary(self) -> str:
+        """Returns how many prologues were fused and left, and for which machine."""
         verb = "fused" if self.committed else "would fuse"
-        took = f"in {self.seconds * 1e3:.0f} ms"
         return (
-            f"{verb} {len(self.fused)}, left {len(self.rejected)}, {took}, for "
-            f"{self.config.machine}"
+            f"{verb} {len(self.fused)}, left {len(self.rejected)}, in {self.seconds * 1e3:.0f} ms, "
+            f"for {self.config.machine}"
         )
 
     def __str__(self) -> str:
@@ -204,7 +198,6 @@ class Report:
             lines += _fusion_lines(fusion)
         for rejection in self.rejected:
             lines.append(f"  - {rejection.where}: [{rejection.code}] {rejection.message}")
-            lines += [f"      next target: {text}" for text in rejection.below]
             lines.append(f"      to fuse: {rejection.remedy}")
             if rejection.source:
                 lines.append(f"      at {rejection.source}")
@@ -216,17 +209,13 @@ class Report:
 
 def _fusion_lines(fusion: Fusion) -> list[str]:
     """Returns the lines that the report prints of one fusion."""
-    errors = _error_text(fusion)
-    operator = "" if fusion.operator == "npu_mla_prolog_v3" else f"{fusion.operator}, "
-    gain = "".join(f", {part}" for part in (fusion.gain, fusion.saves) if part)
-    heads = (
-        f", {fusion.dims['N']} heads computed as {fusion.dims['N_padded']}"
-        if "N_padded" in fusion.dims
-        else ""
-    )
-    placement = "staged" if fusion.staged_by else fusion.placement
-    lines = [f"  + {fusion.layer or fusion.nodes[0]}: {operator}{placement}{gain}{heads}; {errors}"]
-    lines += [f"      not by the target above: {fusion.instead_of}"] if fusion.instead_of else []
+    parts = ["staged" if fusion.staged_by else fusion.placement, fusion.gain, fusion.saves]
+    if "N_padded" in fusion.dims:
+        parts.append(f"{fusion.dims['N']} heads computed as {fusion.dims['N_padded']}")
+    facts = ", ".join(filter(None, parts))
+    lines = [f"  + {fusion.layer or fusion.nodes[0]}: {facts}; {_error_text(fusion)}"]
+    if fusion.instead_of:
+        lines.append(f"      not by the target above: {fusion.instead_of}")
     lines += [f"      warning: {warning}" for warning in fusion.warnings]
     lines += [f"      assumed: {text}" for text in fusion.assumptions]
     if fusion.leaves:
@@ -237,22 +226,21 @@ def _fusion_lines(fusion: Fusion) -> list[str]:
         lines.append(f"      each step pays: {fusion.cost_of_staging}")
     if fusion.staged_by:
         lines.append("      to write in place:")
-        for code, remedy in dict.fromkeys((item.code, item.remedy) for item in fusion.staged_by):
-            messages = (
-                item.message
-                for item in fusion.staged_by
-                if (item.code, item.remedy) == (code, remedy)
-            )
-            lines.append(f"        [{code}] {'; '.join(messages)}. {remedy}")
+    messages: dict[tuple[str, str], list[str]] = {}
+    for item in fusion.staged_by:
+        messages.setdefault((item.code, item.remedy), []).append(item.message)
+    for (code, remedy), texts in messages.items():
+        lines.append(f"        [{code}] {'; '.join(texts)}. {remedy}")
     return lines
 
 
 def _error_text(fusion: Fusion) -> str:
     """Returns the error of the compared output with the largest error, as text."""
-    errors = max(
-        (item.float64 for item in fusion.figures if item.float64 is not None), default=None
-    )
-    if errors is not None:
-        return f"error against float64 {errors[0]:.1e}, unfused {errors[1]:.1e}"
-    worst = max((figure.relative for figure in fusion.figures), default=None)
-    return fusion.verified if worst is None else f"differs by {worst:.1e} from unfused"
+    errors = [figure.float64 for figure in fusion.figures if figure.float64 is not None]
+    if errors:
+        fused, unfused = max(errors)
+        return f"error against float64 {fused:.1e}, unfused {unfused:.1e}"
+    if fusion.figures:
+        worst = max(figure.relative for figure in fusion.figures)
+        return f"differs by {worst:.1e} from unfused"
+    return fusion.verified

@@ -8,16 +8,17 @@ compilation; it is logged once.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import os
 from collections import deque
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
+from functools import cache
 from pathlib import Path
 from weakref import WeakValueDictionary
 
+from mla_fusion.machine import set_inside
 from mla_fusion.report.report import Report
 
 VARIABLE = "MLA_FUSION_REPORT"
@@ -27,7 +28,7 @@ _REPORTS: deque[Report] = deque(maxlen=256)
 _folder: ContextVar[Path | None] = ContextVar("mla_fusion_report", default=None)
 _numbers = itertools.count(1)
 _written: WeakValueDictionary[tuple[Path, int], Report] = WeakValueDictionary()
-_logged: set[str] = set()
+_warn_once = cache(log.warning)
 
 
 def keep_report(report: Report) -> None:
@@ -41,37 +42,30 @@ def reports() -> list[Report]:
     return list(_REPORTS)
 
 
-@contextlib.contextmanager
-def write_reports_into(folder: str | Path | None) -> Iterator[None]:
+def write_reports_into(folder: Path | None) -> AbstractContextManager[None]:
     """Writes the reports that are made meanwhile to ``folder`` too. None changes nothing."""
-    token = _folder.set(Path(folder) if folder is not None else _folder.get())
-    try:
-        yield
-    finally:
-        _folder.reset(token)
+    return set_inside(_folder, folder or _folder.get())
 
 
-def save_report(report: Report) -> list[Path]:
-    """Writes the report to the folders that were asked for. Returns the files.
+def save_report(report: Report) -> None:
+    """Writes the report to the folders that were asked for.
 
     A report that was written before keeps its number.
     """
-    requested_folders = (_folder.get(), os.environ.get(VARIABLE))
-    folders = dict.fromkeys(Path(folder).absolute() for folder in requested_folders if folder)
-    return [path for folder in folders for path in _write_files(report, folder)]
+    requested = (_folder.get(), os.environ.get(VARIABLE))
+    for folder in dict.fromkeys(Path(folder).absolute() for folder in requested if folder):
+        _write_files(report, folder)
 
 
-def _write_files(report: Report, folder: Path) -> list[Path]:
-    """Writes the report to one folder. Returns the files; none if the folder cannot be written."""
+def _write_files(report: Report, folder: Path) -> None:
+    """Writes the report to one folder. Logs a warning, once, if the folder cannot be written."""
     stem = folder / f"mla_fusion_{os.getpid()}_{_number(report, folder):03d}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        text = stem.with_suffix(".json")
-        text.write_text(report.to_json(), encoding="utf-8")
-        return [text, report.to_html(stem.with_suffix(".html"))]
+        stem.with_suffix(".json").write_text(report.to_json(), encoding="utf-8")
+        report.to_html(stem.with_suffix(".html"))
     except OSError as error:
-        _log_once(f"no report was written: {error}")
-        return []
+        _warn_once(f"no report was written: {error}")
 
 
 def _number(report: Report, folder: Path) -> int:
@@ -84,10 +78,3 @@ def _number(report: Report, folder: Path) -> int:
     number = next(_numbers)
     _written[folder, number] = report
     return number
-
-
-def _log_once(message: str) -> None:
-    """Logs a warning once."""
-    if message not in _logged:
-        _logged.add(message)
-        log.warning(message)

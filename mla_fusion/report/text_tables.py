@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 
-def render(header: Sequence[str], rows: Sequence[Sequence[object]], indent: str = "  ") -> str:
+def render(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """Returns aligned columns, text to the left and numbers to the right. Drops a header without
     words.
     """
@@ -19,7 +19,7 @@ def render(header: Sequence[str], rows: Sequence[Sequence[object]], indent: str 
         """Returns one row of the table."""
         sides = zip(row, widths, numeric, strict=True)
         padded = [cell.rjust(size) if right else cell.ljust(size) for cell, size, right in sides]
-        return (indent + "  ".join(padded)).rstrip()
+        return ("  " + "  ".join(padded)).rstrip()
 
     head = [header, ["-" * width for width in widths]] if any(header) else []
     return "\n".join(map(line, [*head, *cells]))

@@ -63,44 +63,29 @@ class Pair:
     before  the node of the original graph
     after   the node of the rewritten graph
     form    "": numbers as they are. "hifloat8": bytes of that format. "powers": e8m0 scales, which
-            may differ by one step if another pair has them for ``scales``. "tiles": rows of tiles.
-            "halves": the new value has the rotated halves side by side that the original one
-            interleaves
-    scales  nodes of both graphs by which their numbers are multiplied: one scale for each run of
-            elements
+            may differ by one step. "tiles": rows of tiles. "halves": the new value has the rotated
+            halves side by side that the original one interleaves
     """
 
     part: str
     before: Node
     after: Node
     form: str = ""
-    scales: tuple[Node, ...] = ()
-
-    @property
-    def nodes(self) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
-        """Returns the nodes that are read, of the original and of the rewritten graph."""
-        return (self.before, *self.scales[:1]), (self.after, *self.scales[1:])
 
     def numbers(self, values: Values, of_original: Values | None = None) -> Tensor:
         """Returns the numbers of the original value, or those of the new value, comparable with it.
 
         of_original  values of the original graph; given to read the new value
         """
-        is_new = of_original is not None
-        value, *scales = (values[node] for node in self.nodes[is_new])
+        value = values[self.before if of_original is None else self.after]
         if self.form == "hifloat8":
             value = hifloat8.decode(value)
         elif self.form == "powers":
-            value = _as_powers(value)
+            value = value.view(torch.float8_e8m0fnu).float()
         elif self.form == "tiles":
             rope = (value.shape[-1] - _HCKV - 4 * _HCKV // TILE_SIZE) // 2
             value = numbers_of_rows(value, hckv=_HCKV, dr=rope, tile=TILE_SIZE)
         value = (torch.view_as_real(value) if value.is_complex() else value).double()
-        for scale in scales:
-            scale = (_as_powers(scale) if scale.element_size() == 1 else scale).flatten()
-            value = value * scale.repeat_interleave(value.numel() // scale.numel()).view(
-                value.shape
-            )
         if of_original is None:
             return value
         expected = self.numbers(of_original)
@@ -115,19 +100,17 @@ class Pair:
 class Outcome:
     """What was compared, and how far the values differ.
 
-    verified  "verified", and which parts were not
+    verified  "verified", and which parts were not; or why nothing was compared
     figures   for each part, the largest distance of the new value from the original one, and the
               distance of both from float64 in the first draw
-    compared  what was run, as text
+    compared  what was run, as text; "" if nothing was
     tokens    the numbers of tokens that were run
-    left_out  the parts that were not compared
     """
 
     verified: str
-    figures: tuple[Figure, ...]
-    compared: str
-    tokens: tuple[int, ...]
-    left_out: tuple[str, ...] = ()
+    figures: tuple[Figure, ...] = ()
+    compared: str = ""
+    tokens: tuple[int, ...] = ()
 
 
 def compare(
@@ -137,10 +120,9 @@ def compare(
     cut: Mapping[Node, Node],
     roles: Mapping[Node, str],
     *,
-    rows: Any = 1,
-    block_size: Any = 1,
-    binding: Binding | None = None,
-    seed: int = 0,
+    rows: Any,
+    block_size: Any,
+    symbols: Mapping[str, int] | None = None,
 ) -> Outcome:
     """Runs both graphs on drawn values, and compares each pair.
 
@@ -150,7 +132,7 @@ def compare(
                 them
     rows        how many rows of caches the slots count
     block_size  how many rows make a block, or a sequence
-    binding     numbers for symbolic sizes
+    symbols     numbers of symbols: the graph runs only if symbols of one number are equal
 
     Raises ``Mismatch`` if a new value differs by more than roundings can make.
     """
@@ -158,8 +140,8 @@ def compare(
     roles = dict.fromkeys(inputs, "") | dict.fromkeys(cut, "x") | dict(roles)
     originals = dict(zip(rewritten.graph.find_nodes(op="placeholder"), inputs, strict=False))
     originals |= {copy: node for node, copy in cut.items()}
-    witness = _Witness(pairs, originals, roles, (rows, block_size, seed))
-    return witness.run(binding or sizes.bind_sizes(original))
+    witness = _Witness(pairs, originals, roles, rows, block_size)
+    return witness.run(sizes.bind_sizes(original, symbols))
 
 
 class _Witness:
@@ -170,21 +152,20 @@ class _Witness:
         pairs: Sequence[Pair],
         originals: Mapping[Node, Node],
         roles: Mapping[Node, str],
-        draw_sizes: tuple[Any, Any, int],
+        rows: Any,
+        block_size: Any,
     ) -> None:
         """Prepares the comparison.
 
-        originals   by leaf of the rewritten graph, the leaf of the original graph
-        draw_sizes  rows, block_size and seed
+        originals  by leaf of the rewritten graph, the leaf of the original graph
         """
-        self._pairs, self._draw_sizes = pairs, draw_sizes
-        self._before, self._after = sides = [
-            Side([node for pair in pairs for node in pair.nodes[side]], stands_for)
-            for side, stands_for in enumerate(({node: node for node in roles}, originals))
-        ]
+        self._pairs, self._cache_sizes = pairs, (rows, block_size)
+        self._before = Side([pair.before for pair in pairs], {node: node for node in roles})
+        self._after = Side([pair.after for pair in pairs], originals)
+        sides = self._before, self._after
         leaves = dict.fromkeys(leaf for side in sides for leaf in side.leaves.values())
         self._roles = roles = {leaf: roles[leaf] for leaf in leaves}
-        self._generator = torch.Generator().manual_seed(draw_sizes[-1])
+        self._generator = torch.Generator().manual_seed(0)
         x = [leaf for leaf, role in roles.items() if role == "x"]
         self._x = shape_of(x[0])
         self._nodes = self._before.nodes
@@ -193,9 +174,9 @@ class _Witness:
         self._largest_literal = sizes.largest_literal(self._nodes, self._of_x)
         nodes = [node for side in sides for node in (*side.nodes, *side.leaves)]
         self._has_bytes = any(map(_has_bytes, nodes))
-        has_byte_weights = any(roles[leaf] == "weight" and _has_bytes(leaf) for leaf in roles)
-        self._limit = TOLERANCE_QUANTISED if has_byte_weights else TOLERANCE
-        if any(roles[leaf] == "weight" and dtype_of(leaf) == torch.uint8 for leaf in roles):
+        weights = [leaf for leaf, role in roles.items() if role == "weight"]
+        self._limit = TOLERANCE_QUANTISED if any(map(_has_bytes, weights)) else TOLERANCE
+        if any(dtype_of(weight) == torch.uint8 for weight in weights):
             self._limit = TOLERANCE_HIFLOAT8
         self._tokens, self._count = list[int](), 0
         self._figures: dict[Pair, Figure] = {}
@@ -219,7 +200,6 @@ class _Witness:
             f"compared at T = {' and '.join(map(str, self._tokens))}, "
             f"draws: {self._count}, outputs: {len(self._figures)}",
             tuple(self._tokens),
-            tuple(left_out),
         )
 
     def _run_at(self, binding: Binding) -> None:
@@ -243,7 +223,7 @@ class _Witness:
                 pairs = [
                     pair
                     for pair in pairs
-                    if largest_caches.isdisjoint(cone_of(pair.nodes[0], self._roles)[1])
+                    if largest_caches.isdisjoint(cone_of([pair.before], self._roles)[1])
                 ]
         return self._compare(pairs)
 
@@ -255,10 +235,8 @@ class _Witness:
         tokens, old_count = math.prod(self._lead), self._count
         kinds = KINDS[1:] if self._tokens or tokens > _COSTLY else KINDS
         kinds += () if self._has_bytes or kinds is not KINDS else WIDE
-        draws = Draws(self._roles, self._nodes, self._binding, *self._draw_sizes, least)
-        old_nodes, new_nodes = (
-            [node for pair in pairs for node in pair.nodes[side]] for side in (0, 1)
-        )
+        draws = Draws(self._roles, self._nodes, self._binding, *self._cache_sizes, least)
+        old_nodes, new_nodes = [pair.before for pair in pairs], [pair.after for pair in pairs]
         failures = list[Unrunnable]()
         for kind in kinds:
             before = None
@@ -342,7 +320,7 @@ class _Witness:
         # float64 figures are those of the first draw, if nothing is quantised
         wide_values = None
         if prior is None and not self._has_bytes:
-            wide_values = exact or self._in_float64(drawn, pair.nodes[0])
+            wide_values = exact or self._in_float64(drawn, [pair.before])
         if wide_values is not None:
             new_lengths, old_lengths = (
                 _squares(pair.numbers(wide_values), value, self._lead)
@@ -366,7 +344,7 @@ class _Witness:
         products are changed, too. What the model itself has lost in a row is no measure: a model
         that makes much of its own rounding may have lost all of it.
         """
-        nodes, leaves = cone_of(pair.nodes[0], self._roles)
+        nodes, leaves = cone_of([pair.before], self._roles)
         weights = (leaf for leaf in leaves if self._roles.get(leaf) == "weight")
         x_products_and_later = self._of_x & dependents(nodes, weights)
         floats = {
@@ -378,7 +356,7 @@ class _Witness:
             node for node in nodes if node in floats and floats.isdisjoint(node.all_input_nodes)
         ]
         x = [node for node in leaves if node in self._of_x and dtype_of(node) in MODEL_FLOATS]
-        wide_values = self._in_float64(drawn, [*pair.nodes[0], *products])
+        wide_values = self._in_float64(drawn, [pair.before, *products])
         if wide_values is None:
             return False
         exact, moves = pair.numbers(wide_values), torch.zeros_like(errors)
@@ -391,7 +369,7 @@ class _Witness:
                 if change % 4 > 1:
                     noise = _shared_noise(wide_values[node], change)
                 others[node] = wide_values[node] * (1 + _STEP * noise)
-            changed = self._in_float64(drawn, pair.nodes[0], others) or wide_values
+            changed = self._in_float64(drawn, [pair.before], others) or wide_values
             moves = torch.maximum(moves, _squares(exact, pair.numbers(changed), self._lead)[0])
             limit = times**2 * moves[mask]
             if bool((errors[mask] <= limit).all()):
@@ -419,11 +397,6 @@ def _has_bytes(node: Node) -> bool:
     """
     dtype = getattr(value_of(node), "dtype", torch.bool)
     return (dtype != torch.bool and dtype.itemsize == 1) or "PA_NZ" in node.kwargs.values()
-
-
-def _as_powers(scale: Tensor) -> Tensor:
-    """Returns e8m0 codes as powers of two."""
-    return scale.view(torch.float8_e8m0fnu).float()
 
 
 def _squares(expected: Tensor, actual: Tensor, tokens: Collection[int]) -> tuple[Tensor, Tensor]:

@@ -22,14 +22,13 @@ weight           the weight of a product
 gamma            the weight of a norm, or what else scales columns and is near 1
 scale            scales of the columns of a quantised weight
 token_scale      scales of the rows of a quantised x
-cache_scale, inverse   for a quantised cache: 1 / step and step
+cache_scale      for a quantised cache: 1 / step
 cache            any numbers; "tiles": rows of tiles; "halves": rows of one number each
 slots            distinct rows of the cache
 block, place     block and place of distinct rows, as two leaves
 positions        distinct places in blocks or sequences
 sequences        distinct blocks, or sequences
 table            numbers of blocks, from which ``positions`` pick
-one_scale, one_inverse, one_offset   one number everywhere
 ""               floats are a table; integers and flags are anything for which the graph runs
 """
 
@@ -64,10 +63,6 @@ _NUMBERS = {  # by role: are its numbers near 1 rather than around 0, and their 
     "scale": (True, 1 / 32 / _INT8),
     "token_scale": (True, 1 / 4),
     "cache_scale": (True, _INT8),
-    "inverse": (True, _INT8),
-    "one_scale": (True, 1 / _INT8),
-    "one_inverse": (True, 1 / _INT8),
-    "one_offset": (False, _INT8),
     "tiles": (False, 0),  # zeros: arbitrary bytes may be NaN
 }
 
@@ -88,7 +83,6 @@ class Draws:
         binding: Binding,
         rows: Any,
         block_size: Any,
-        seed: int,
         least: int,
     ) -> None:
         self._leaves, self._binding = leaves, binding
@@ -103,19 +97,23 @@ class Draws:
             for leaf, (block_count, *row_shape) in caches.items():
                 self._shapes[leaf] = block_count * kept_parts // part_count, *row_shape
             self._rows = self._rows * kept_parts // part_count
-        self._generator = torch.Generator().manual_seed(seed)
+        self._generator = torch.Generator().manual_seed(0)
         # prime length, so that no period lines up with a row
         self._pool = torch.randn(65537, generator=self._generator, dtype=torch.float32)
         self._highest: dict[Node, int] = {}
         self._end = self._rows  # slots are below this
         self._fixed: dict[tuple[Node, torch.dtype, str], Tensor] = {}
-        integer_readers = (node for node in nodes if any(map(holds_integers, node.all_input_nodes)))
-        integers = (
-            abs(arg) for node in integer_readers for arg in node.args if isinstance(arg, int)
+        literals = sorted(
+            {
+                abs(arg)
+                for node in nodes
+                if any(map(holds_integers, node.all_input_nodes))
+                for arg in node.args
+                if isinstance(arg, int) and abs(arg) > 1
+            }
         )
-        literals = sorted({literal for literal in integers if literal > 1})
-        around = ((m - 1, m, m + 1, 2 * m - 1) for m in literals)
-        self._edges = [*itertools.chain(*around), *_FIRST_ROUNDED]
+        around = (edge for m in literals for edge in (m - 1, m, m + 1, 2 * m - 1))
+        self._edges = [*around, *_FIRST_ROUNDED]
         self._ones = itertools.cycle([1, *literals])
         has_floor = any(word(node) in _FLOORS and not holds_integers(node) for node in nodes)
         self._least = 0 if has_floor else -_DECADES
@@ -154,22 +152,23 @@ class Draws:
         cannot be lower.
         """
         sizes_read = [size for node in failed_node.all_input_nodes for size in sizes_of(node)]
-        sizes = [size - 1 for size in self._binding.shape(sizes_read)]
-        leaves_above = [leaf for leaf in cone_of([failed_node], ())[1] if self._highest.get(leaf)]
-        for leaf in leaves_above:
+        sizes = self._binding.shape(sizes_read)
+        leaves_above = cone_of([failed_node], ())[1]
+        integers_above = [leaf for leaf in leaves_above if self._highest.get(leaf)]
+        for leaf in integers_above:
             highest = self._highest[leaf]
-            lower = [size for size in sizes if 0 <= size < highest]
-            if highest in sizes or not lower:  # something may be added to them
+            lower = [size - 1 for size in sizes if 0 < size <= highest]
+            if highest + 1 in sizes or not lower:  # something may be added to them
                 lower.append(highest * 3 // 4)
             self._highest[leaf] = max(lower)
-        if leaves_above:
+        if integers_above:
             return True
         # slots may be places in a table
-        end = min((size for size in self._binding.shape(sizes_read) if size > 1), default=self._end)
-        is_above = any(self._leaves.get(leaf) == "slots" for leaf in cone_of([failed_node], ())[1])
-        is_lower = is_above and end < self._end
-        self._end = end if is_lower else self._end
-        return is_lower
+        end = min((size for size in sizes if size > 1), default=self._end)
+        if end < self._end and any(self._leaves.get(leaf) == "slots" for leaf in leaves_above):
+            self._end = end
+            return True
+        return False
 
     def _value(self, leaf: Node, role: str, kind: str, rows: Mapping[str, Tensor]) -> Any:
         """Returns the value of one leaf."""
@@ -206,8 +205,6 @@ class Draws:
             is_near_one, factor = _NUMBERS[role]
             pool = (1 + pool.clamp(-4, 4) / 8 if is_near_one else pool) * factor
             pool = pool.bfloat16().float()  # wider dtypes hold the same numbers
-        if role.endswith("inverse"):
-            pool = pool.reciprocal()
         if role in ("scale", "token_scale") and dtype.itemsize == 1:
             pool = (pool.log2().round() + _CODE_OF_ONE).to(torch.uint8).view(dtype)
         if dtype.is_complex:
@@ -218,9 +215,8 @@ class Draws:
         if role in ("", "scale") and dtype.itemsize > 1:
             drawn[3::61] = 0  # a sine is 0 at position 0
         drawn = drawn.reshape(shape)
-        if role.startswith("one_") or role == "halves":
-            number = drawn[..., :1] if role == "halves" else drawn.flatten()[0]
-            drawn = (number.round() if role == "one_offset" else number).expand(shape).contiguous()
+        if role == "halves":
+            drawn = drawn[..., :1].expand(shape).contiguous()
         if large and role == "gamma":
             drawn *= 10.0**_DECADES
         for axis in {0, len(shape) - 1} if large and dtype in MODEL_FLOATS else ():

@@ -10,11 +10,11 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from sympy import Integer
+from torch import Tensor
 from torch.fx import Graph, Node
 
-from mla_fusion.compat import guarded_equal
+from mla_fusion.compat import guarded_equal, tree_leaves
 from mla_fusion.fx.kinds import holds_integers, value_of
 from mla_fusion.fx.sizes import Binding, expression, is_size, is_symbolic
 from mla_fusion.witness.side import Nodes
@@ -27,7 +27,7 @@ _FEWEST = 17  # least size of one axis in that run
 _LITERAL_LIMITS = 600, 8192
 
 
-def bind_sizes(graph: Graph, symbols: Mapping[str, int] | None = None) -> Binding:
+def bind_sizes(graph: Graph, symbols: Mapping[str, int] | None) -> Binding:
     """Returns a binding with a small prime for each symbol, unlike every literal of the graph.
 
     symbols  numbers of symbols: the graph runs only if symbols of one number are equal
@@ -96,9 +96,7 @@ def largest_literal(nodes: Nodes, of_x: Collection[Node]) -> int:
     counts, most = set[Node](), 0
     for node in nodes:
         tensors_read = [
-            operand
-            for operand in node.all_input_nodes
-            if isinstance(value_of(operand), torch.Tensor)
+            operand for operand in node.all_input_nodes if isinstance(value_of(operand), Tensor)
         ]
         is_new_count = not tensors_read and bool(_sizes(node))
         if node not in of_x and (is_new_count or not counts.isdisjoint(tensors_read)):
@@ -117,19 +115,12 @@ def largest_literal(nodes: Nodes, of_x: Collection[Node]) -> int:
 
 def _sizes(node: Node) -> dict[Any, Any]:
     """Returns the symbolic sizes of what a node holds, by their expressions."""
-    value = value_of(node)
-    parts = value if isinstance(value, (list, tuple)) else [value]
-    shapes = (part.shape for part in parts if isinstance(part, torch.Tensor))
-    sizes = (size for shape in shapes for size in shape)
+    tensors = (part for part in tree_leaves(value_of(node)) if isinstance(part, Tensor))
+    sizes = (size for tensor in tensors for size in tensor.shape)
     return {expression(size): size for size in sizes if is_symbolic(size)}
 
 
 def _literals(nodes: Nodes) -> set[int]:
     """Returns the integers among the arguments of nodes."""
-    arguments = (argument for node in nodes for argument in node.args)
-    items = (
-        item
-        for argument in arguments
-        for item in (argument if isinstance(argument, (list, tuple)) else [argument])
-    )
-    return {item for item in items if isinstance(item, int)}
+    arguments = (argument for node in nodes for argument in tree_leaves(node.args))
+    return {argument for argument in arguments if isinstance(argument, int)}

@@ -66,4 +66,4 @@ def test_a_folder_that_cannot_be_written_stops_nothing(tmp_path, caplog):
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch):
-    monkeypatch.setattr("mla_fusion.report.store._logged", set())
+    monkeypatch.setattr("mla_fusion.report.store._warn_once", logging.warning)

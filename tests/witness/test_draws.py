@@ -27,7 +27,7 @@ class Drawn:
             node = graph.placeholder(role)
             node.meta["val"] = value
             self.leaves[node] = "" if role.startswith("any") else role
-        self.draws = Draws(self.leaves, nodes, Binding(), ROWS, BLOCK, 0, 0)
+        self.draws = Draws(self.leaves, nodes, Binding(), ROWS, BLOCK, 0)
 
     def values(self, kind: str) -> dict[str, Any]:
         return {node.name: value for node, value in self.draws.values(kind).items()}

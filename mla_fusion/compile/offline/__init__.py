@@ -1,9 +1,8 @@
-"""The offline runtime: the published torch_npu and torchair on a machine without NPU and without
-CANN.
+"""Runs the published torch_npu and torchair on a machine without NPU and without CANN.
 
-``symbols`` reads what the wheel expects of CANN, ``standins`` builds inert libraries for it, and
-``runtime`` loads the packages over them and cuts torchair off where execution would begin. Nothing
-here is used on an NPU machine.
+``symbols`` reads what the wheel needs of CANN. ``standins`` builds inert libraries with these
+symbols. ``runtime`` loads the packages over them, and stops torchair before execution. An NPU
+machine uses none of this.
 """
 
 from mla_fusion.compile.offline.runtime import activate, is_active, standins_directory

@@ -1,13 +1,12 @@
-"""Load the real torch_npu over the stand-ins, and stop torchair where a device would begin.
+"""Loads the real torch_npu over the stand-ins, and stops torchair before it needs a device.
 
-Four things in the packages assume a device, and each is replaced once, here:
+Four things in the packages need a device. Each is replaced once, here:
 
-* ``torch_npu.npu._lazy_init`` opens the device. It now names what asked for one.
-* The kernels that make device tensors out of none. They now name the operator; every other kernel
-  needs a tensor that only these could have made.
-* torchair's engine start-up, and the questions which device is current and which operators its CANN
-  has.
-* A compiled graph being called.
+* ``torch_npu.npu._lazy_init`` opens the device. The replacement names the function that called it.
+* Some kernels make device tensors. The replacements name the operator. Every other kernel needs a
+  tensor that only these could have made.
+* torchair starts its engine, and asks for the current device and for the operators of its CANN.
+* A compiled graph is called.
 
 Everything between - dispatcher registrations, meta functions, FX passes, converters, GE graph
 passes - is the published code, untouched.
@@ -48,14 +47,14 @@ _state: dict[str, Any] = {"standins": None, "libraries": []}
 
 
 def activate() -> None:
-    """Make torch_npu and torchair importable and usable for compilation on a machine without CANN.
+    """Makes torch_npu and torchair importable and usable for compilation on a machine without CANN.
 
-    The first ``import torch_npu`` behind ``import mla_fusion`` does the same; this does it now.
+    The first ``import torch_npu`` after ``import mla_fusion`` does the same; this does it now.
 
-    Does nothing where CANN is present, and nothing the second time. Afterwards ``import
-    torch_npu``, ``import torchair``, fake tensors on device npu and compilation work; a call that
-    needs the device raises NpuNotAvailable. Raises OfflineError, saying what is missing, where that
-    cannot be arranged.
+    Does nothing if CANN is present, and nothing the second time. Afterwards ``import torch_npu``,
+    ``import torchair``, fake tensors on device npu and compilation work. A call that needs the
+    device raises NpuNotAvailable. Raises OfflineError, which says what is missing, if that is not
+    possible.
     """
     if is_active() or cann_location() is not None:
         return
@@ -70,18 +69,19 @@ def activate() -> None:
 
 @contextlib.contextmanager
 def standins_loaded() -> Iterator[None]:
-    """torch_npu is imported inside; does what :func:`activate` says."""
+    """Lets torch_npu be imported inside the context, as :func:`activate` says."""
     import torch
 
     wheel = find_wheel()
     import_module("mla_fusion.releases").require()  # here: it imports torch
     check_versions(wheel, torch.__version__)
     _check_requirements()
-    # Nothing will ever be queued for a device, and the thread that clears the queue polls: a tenth
-    # of a core, for good.
+    # nothing is ever queued for a device, and the thread that clears the queue polls: a tenth of a
+    # core, for good
     os.environ["TASK_QUEUE_ENABLE"] = "0"
     home = standins(wheel)
-    _state["libraries"] = [_load(home / SYMBOLS), *map(_load, sorted(home.glob("lib*.so")))]
+    paths = [home / SYMBOLS, *sorted(home.glob("lib*.so"))]
+    _state["libraries"] = [ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL) for path in paths]
     with _quiet(), _current_directory_not_searched():
         yield
     _refuse_devices(torch)
@@ -90,23 +90,20 @@ def standins_loaded() -> Iterator[None]:
 
 
 def is_active() -> bool:
-    """Whether this process runs on the stand-ins."""
+    """Returns True if this process runs on the stand-ins."""
     return _state["standins"] is not None
 
 
 def standins_directory() -> Path | None:
-    """Where the stand-ins in use lie, or None where none are in use."""
+    """Returns the directory of the stand-ins in use, or None."""
     return _state["standins"]
 
 
 def _check_requirements() -> None:
-    """torchair reads the metadata of these when it is imported, and fails obscurely without."""
+    """Raises OfflineError if packages are absent: torchair's import would fail obscurely."""
+    packages = {"google.protobuf": "protobuf", "numpy": "numpy", "yaml": "pyyaml"}
     absent = []
-    for module, package in (
-        ("google.protobuf", "protobuf"),
-        ("numpy", "numpy"),
-        ("yaml", "pyyaml"),
-    ):
+    for module, package in packages.items():
         try:
             import_module(module)
         except ImportError:
@@ -115,29 +112,27 @@ def _check_requirements() -> None:
         raise OfflineError(f"torchair needs {', '.join(absent)}: pip install 'mla-fusion[offline]'")
 
 
-def _load(library: Path) -> ctypes.CDLL:
-    return ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
-
-
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without torch_npu's remark that CANN's directory is not set, which is the point here."""
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
+    """Drops torch_npu's remark that CANN's directory is not set, which is the point here."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
         yield
-    for line in said.getvalue().splitlines():
+    for line in printed.getvalue().splitlines():
         if "ASCEND_HOME_PATH" not in line:
             print(line)
 
 
 @contextlib.contextmanager
 def _current_directory_not_searched() -> Iterator[None]:
-    """torch_npu looks for a file with CANN's version below ASCEND_HOME_PATH, which is unset: all of
-    this directory.
+    """Keeps torch_npu from searching the current directory for a file with CANN's version.
+
+    It searches ASCEND_HOME_PATH, which is not set.
     """
     here, walk = os.path.realpath(""), os.walk
 
     def elsewhere(top: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        """Walks other directories."""
         return iter(()) if top == here else walk(top, *args, **kwargs)
 
     os.walk = elsewhere
@@ -148,70 +143,70 @@ def _current_directory_not_searched() -> Iterator[None]:
 
 
 def _refuse_devices(torch: ModuleType) -> None:
+    """Replaces what opens a device, and the kernels that make device tensors."""
     npu = import_module("torch_npu.npu")
-    index = npu._get_device_index
+    index_of = npu._get_device_index
 
     def device_index(device: Any, *args: Any, **kwargs: Any) -> int:
-        found = index(device, *args, **kwargs)
-        if found is None:  # no index given, and there is no current device
+        """Returns the index of a device. There is no current device."""
+        index = index_of(device, *args, **kwargs)
+        if index is None:
             _refuse_device()
-        return found or 0
+        return index or 0
 
-    answers: dict[str, Callable[..., Any]] = {
+    replacements: dict[str, Callable[..., Any]] = {
         "_get_device_index": device_index,
         "_lazy_init": _refuse_device,
-        # The guards' one device is nobody else's business.
+        # only guards see the stand-ins' device
         "device_count": lambda: 0,
         "is_available": lambda: False,
         "get_device_name": lambda device_name=None: _chip()[0],
     }
-    if hasattr(npu, "is_bf16_supported"):  # torch.autocast asks, even where it is to be off
-        answers["is_bf16_supported"] = lambda including_emulation=False: True
-    for name, answer in answers.items():
-        _replace(name, getattr(npu, name), answer)
+    if hasattr(npu, "is_bf16_supported"):  # torch.autocast asks, even to be disabled
+        replacements["is_bf16_supported"] = lambda including_emulation=False: True
+    for name, replacement in replacements.items():
+        _replace(name, getattr(npu, name), replacement)
     utils = import_module("torch_npu.npu.utils")
     _replace("get_soc_version", utils.get_soc_version, lambda: _chip()[1])
     fake_tensor = import_module("torch._subclasses.fake_tensor")
-    # it allocates on the first device a fake tensor names
+    # it allocates on the first device of a fake tensor
     if hasattr(fake_tensor, "init_gpu_context"):
         fake_tensor.__dict__["init_gpu_context"] = _nothing
     override = import_module("mla_fusion.compat").override  # here: it imports torch
     libraries: dict[str, Any] = {}
     with warnings.catch_warnings():
-        # Overriding a registered kernel is announced once per process; here it is meant.
+        # torch warns once about a kernel that is overridden; here that is intended
         warnings.simplefilter("ignore")
         for name in _tensor_makers(torch):
             namespace, _, operator = name.partition("::")
             if namespace not in libraries:
                 libraries[namespace] = torch.library.Library(namespace, "IMPL", "PrivateUse1")
-            override(libraries[namespace], operator, _refusing(name))
+            override(libraries[namespace], operator, _refusal(name))
     _state["registrations"] = libraries
 
 
 def _chip() -> tuple[str, int]:
-    """Name and number of the chip that is compiled for."""
+    """Returns name and number of the chip that is compiled for."""
     return _CHIPS[compiled_for()]
 
 
 def _nothing(*args: Any, **options: Any) -> str:
-    """Stands for torch's ``init_gpu_context`` (a fake tensor needs no device context), torchair's
+    """Replaces torch's ``init_gpu_context`` (a fake tensor needs no device context), torchair's
     ``initialize_graph_engine`` (a graph that is never loaded needs no engine) and its
-    ``is_cann_compat``, of which "" is no complaint (no CANN is there that could lack an operator).
+    ``is_cann_compat``, whose result "" means that no operator is absent.
     """
     return ""
 
 
 def _replace(name: str, original: Any, replacement: Any) -> None:
-    """Replace a function of torch_npu wherever one of its modules holds it."""
+    """Replaces a function of torch_npu in all of its modules."""
     for module_name, module in list(sys.modules.items()):
         if module_name.startswith("torch_npu") and vars(module).get(name) is original:
             setattr(module, name, replacement)
 
 
 def _tensor_makers(torch: ModuleType) -> list[str]:
-    """The operators with a kernel for device npu that take a device and give a tensor: they make it
-    where none was.
-    """
+    """Returns the operators that make a tensor on a device, and have a kernel for npu."""
     makers = {
         f"{schema.name}.{schema.overload_name}".rstrip(".")
         for schema in torch._C._jit_get_all_schemas()
@@ -226,29 +221,29 @@ def _tensor_makers(torch: ModuleType) -> list[str]:
 
 
 def _refuse_device() -> None:
-    """Stands for ``torch_npu.npu._lazy_init``.
+    """Replaces ``torch_npu.npu._lazy_init``. Raises NpuNotAvailable with the calling function.
 
-    Called from a Python function of torch_npu, it names that function. torch's own C++ calls it
-    too, before an operator whose allocation will be refused by name, so that call passes. So do a
-    compiler's questions, such as which stream is current: the stand-ins answer those.
+    torch's C++ calls it too, before an operator whose allocation is refused by name, so that call
+    passes. So do a compiler's questions, such as which stream is current: the stand-ins answer
+    these.
     """
     frame: FrameType | None = sys._getframe(1)
-    asked = None
+    caller = None
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
         if module.startswith(_COMPILERS):
             return
         if module.startswith("torch_npu"):
-            asked = f"torch.npu.{_public_name(frame)}"
+            caller = f"torch.npu.{_public_name(frame)}"
         elif module != __name__:
             break
         frame = frame.f_back
-    if asked is not None:
-        raise NpuNotAvailable(asked)
+    if caller is not None:
+        raise NpuNotAvailable(caller)
 
 
 def _public_name(frame: FrameType) -> str:
-    """``synchronize``, or ``Stream`` where the function is that class's ``__new__``."""
+    """Returns ``synchronize``, or ``Stream`` if the function is that class's ``__new__``."""
     name = frame.f_code.co_name
     if not name.startswith("__"):
         return name
@@ -256,22 +251,20 @@ def _public_name(frame: FrameType) -> str:
     return owner.__name__
 
 
-def _refusing(operator: str) -> Callable[..., Any]:
+def _refusal(operator: str) -> Callable[..., Any]:
+    """Returns a kernel that raises NpuNotAvailable with the operator and the size."""
     name = operator.partition(".")[0]
 
     def refuse(first: Any = None, *args: Any, **kwargs: Any) -> Any:
-        size = (
-            list(first) if isinstance(first, (list, tuple)) else list(getattr(first, "shape", ()))
-        )
+        """Raises. The first argument is a size, or a tensor of that size."""
+        size = list(first if isinstance(first, (list, tuple)) else getattr(first, "shape", ()))
         raise NpuNotAvailable(f"{name} on device npu" + (f" of size {size}" if size else ""))
 
     return refuse
 
 
 def _stop_torchair() -> None:
-    """Import torchair and npugraph_ex and cut both ends off: the engine's start and a graph's
-    execution.
-    """
+    """Imports torchair and npugraph_ex, and replaces the engine's start and a graph's execution."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     import_module("torchair")
     backend = import_module("torchair.core._backend")
@@ -284,24 +277,23 @@ def _stop_torchair() -> None:
     _refuse_execution(import_module("torchair.npu_fx_compiler"))
     import_module("npugraph_ex").get_npu_backend  # noqa: B018  # a lazy module loads on first attribute
     _refuse_execution(import_module("npugraph_ex.npu_fx_compiler"))
-    # torchair ends its engine from signal handlers of its own; there is no engine, so Ctrl-C stays
-    # Python's.
-    with contextlib.suppress(ValueError):  # not in the main thread, where torchair sets none either
+    # torchair's signal handlers end its engine; there is none, so Python handles Ctrl-C
+    with contextlib.suppress(ValueError):  # outside the main thread torchair sets no handlers
         for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
 def _refuse_execution(module: ModuleType) -> None:
+    """Replaces the call of compiled graphs."""
     compiled = module._CompiledFxGraph
     concrete = module.ConcreteGraphBase
     run = compiled.__call__
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Runs a graph that needs no device. Raises NpuNotAvailable for any other."""
         if isinstance(self.runner, concrete):
-            graph = getattr(self.runner, "graph", None)
-            raise NpuNotAvailable(
-                f"running the compiled graph {getattr(graph, 'name', '') or ''}".rstrip()
-            )
+            name = getattr(getattr(self.runner, "graph", None), "name", None) or ""
+            raise NpuNotAvailable(f"running the compiled graph {name}".rstrip())
         return run(self, *args, **kwargs)
 
     compiled.__call__ = call

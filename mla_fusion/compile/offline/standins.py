@@ -1,13 +1,13 @@
-"""Inert stand-ins for the CANN libraries, generated as C and built once per wheel.
+"""Builds inert stand-ins for the CANN libraries: generates C, and compiles it once per wheel.
 
-Each library that torch_npu is linked against becomes an empty shared object of the same name, so
-that the loader is content, and one further object defines the symbols. A function does nothing: it
-returns zero, or an error where success would mean that memory or a result exists. The few with a
-body answer the questions that torch_npu asks on the way: which device is selected, which chip and
-which CANN release the compilation is meant for.
+Each library that torch_npu is linked against becomes an empty shared object of the same name, which
+satisfies the loader. One more object defines the symbols. A function does nothing: it returns zero,
+or an error if success would mean that memory or a result exists. A few functions have a body. They
+answer torch_npu's questions: which device is selected, and for which chip and which CANN release
+graphs are compiled.
 
-The result is cached per user. Two processes may build at once: each builds in a directory of its
-own and the rename that publishes it lets exactly one win.
+The result is cached for the user. Two processes may build at once: each builds in a directory of
+its own, and only one can rename it to the final name.
 """
 
 from __future__ import annotations
@@ -30,26 +30,20 @@ from mla_fusion.compile.offline.symbols import (
 
 SYMBOLS = "libmla_fusion_standins.so"
 
-# The chip and the release that offline compilation targets. Converters and shape functions of
-# torch_npu ask.
+# the chip and the release of offline compilation, for converters and shape functions of torch_npu
 SOC_NAME = "Ascend910_9391"
 CANN_VERSION = "9.1.0"
 
-# ACL_ERROR_RT_DRV_INTERNAL_ERROR: what the real library answers when there is no driver.
+# ACL_ERROR_RT_DRV_INTERNAL_ERROR: the real library's error if there is no driver
 _NO_DRIVER = 507899
-_FAILING = (
-    "aclrtMalloc",
-    "aclrtMem",
-    "aclrtReserve",
-    "aclrtMap",
-    "aclopCompileAndExecute",
-    "rtKernelLaunch",
+_FAILING = tuple(
+    "aclrtMalloc aclrtMem aclrtReserve aclrtMap aclopCompileAndExecute rtKernelLaunch".split()
 )
 
-# Device and stream guards are noexcept: without a device to select they would end the process. One
-# device that can be selected, and does nothing, lets them pass on the way to the operator that is
-# refused by name. The functions of system parameters are looked up by name at run time, so they
-# stand in no symbol table. Those with ``made`` store a handle.
+# Device and stream guards are noexcept: without a device to select they would end the process. So
+# there is a device that can be selected and does nothing: the operator behind a guard is then
+# refused by name. Functions of system parameters are looked up by name at run time, so no symbol
+# table has them. Functions with ``made`` store a handle.
 _BODIES = f"""
 int aclrtGetDeviceCount(unsigned *count) {{ *count = 1; return 0; }}
 int aclrtSetDevice(int device) {{ return 0; }}
@@ -84,8 +78,8 @@ int aclsysGetCANNVersion(int package, struct cann_version *out) {{
 COMPILERS = ("cc", "gcc", "clang")
 
 
-def source(missing: Missing, bodies: str = _BODIES) -> str:
-    """The C text that defines every missing symbol, and those that have a body."""
+def source(missing: Missing, bodies: str) -> str:
+    """Returns the C text that defines every missing symbol, and the functions with a body."""
     lines = [
         "#include <stdio.h>",
         "#include <string.h>",
@@ -105,7 +99,7 @@ def source(missing: Missing, bodies: str = _BODIES) -> str:
 
 
 def _object(name: str) -> str:
-    """Data of unknown size: a page of zeros, except where C++ would follow a pointer out of it."""
+    """Returns the definition of data of unknown size: zeros, or pointers that C++ may follow."""
     if name.startswith("_ZTV"):
         slots = ", ".join(["(void *)mla_fusion_inert"] * 62)
         return f"void *{name}[64] = {{0, 0, {slots}}};"
@@ -119,16 +113,14 @@ def _object(name: str) -> str:
 
 
 def cache_root() -> Path:
-    """The directory under which stand-ins are kept."""
-    own = os.environ.get("MLA_FUSION_CACHE")
-    if own:
-        return Path(own)
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "mla_fusion"
+    """Returns the directory that has the stand-ins."""
+    if folder := os.environ.get("MLA_FUSION_CACHE"):
+        return Path(folder)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "mla_fusion")
 
 
 def standins(wheel: Wheel) -> Path:
-    """The directory with the stand-ins for this wheel, built now if this user has none yet."""
+    """Returns the directory with the stand-ins for this wheel. Builds them the first time."""
     home = cache_root() / "standins" / f"{wheel.version}-{fingerprint(wheel)}-{_recipe()}"
     if not home.is_dir():
         _publish(find_missing(wheel), home)
@@ -136,12 +128,13 @@ def standins(wheel: Wheel) -> Path:
 
 
 def _recipe() -> str:
-    """Ties a cached build to the generator that made it."""
+    """Returns a digest of this file: another generator makes other stand-ins."""
     return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]
 
 
 def _publish(missing: Missing, home: Path) -> None:
-    compiler = next((found for found in map(shutil.which, COMPILERS) if found), None)
+    """Builds the stand-ins in a directory of its own, and renames that to ``home``."""
+    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
         raise OfflineError(
             "the offline runtime builds stand-ins for the CANN libraries and found no C compiler "
@@ -159,7 +152,7 @@ def _publish(missing: Missing, home: Path) -> None:
         build(missing, scratch, compiler)
         scratch.rename(home)
     except OSError:
-        # Another process published the same stand-ins first; they are as good as these.
+        # another process has published the same stand-ins first
         if not home.is_dir():
             raise
     finally:
@@ -173,28 +166,22 @@ def build(
     bodies: str = _BODIES,
     symbols: str = SYMBOLS,
 ) -> None:
-    """Compile the library ``symbols`` and one empty library per missing name into ``directory``."""
+    """Compiles the library ``symbols`` and an empty library per missing name into ``directory``."""
     text = directory / "standins.c"
     text.write_text(source(missing, bodies))
     empty = directory / "empty.c"
-    empty.write_text("/* only the name of this library is wanted */\n")
+    empty.write_text("/* only the name of this library is needed */\n")
     _compile(compiler, text, directory / symbols)
     for name in missing.libraries:
-        # torch_npu also looks symbols up in one library by name, hence the dependency.
+        # torch_npu also looks up symbols in a library by name, hence the dependency
         _compile(compiler, empty, directory / name, directory / symbols)
 
 
 def _compile(compiler: str, text: Path, library: Path, *depends: Path) -> None:
-    command = [
-        compiler,
-        "-shared",
-        "-fPIC",
-        "-O1",
-        "-w",
-        f"-Wl,-soname,{library.name}",
-        "-Wl,-rpath,$ORIGIN",
-    ]
-    command += ["-Wl,--no-as-needed", "-o", str(library), str(text), *map(str, depends)]
+    """Compiles a shared library that is linked to others. Raises OfflineError if that fails."""
+    options = "-shared -fPIC -O1 -w -Wl,-rpath,$ORIGIN -Wl,--no-as-needed".split()
+    files = map(str, (library, text, *depends))
+    command = [compiler, *options, f"-Wl,-soname,{library.name}", "-o", *files]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise OfflineError(

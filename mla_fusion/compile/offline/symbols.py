@@ -1,16 +1,16 @@
-"""What the torch_npu wheel expects of CANN, read from the wheel itself.
+"""Reads from the torch_npu wheel what it needs of CANN.
 
-The published wheel is linked against a dozen CANN libraries. Their names and the symbols wanted
-from them stand in the dynamic tables of the wheel's own shared objects, so nothing here is a list
-that ages: a symbol is wanted from CANN if some library of the wheel leaves it undefined and neither
-the wheel, nor torch, nor the C and C++ runtimes define it.
+The published wheel is linked against a dozen CANN libraries. The dynamic tables of the wheel's
+shared objects have the names of the libraries, and of the symbols. So nothing here is a list that
+ages. A symbol is CANN's if a library of the wheel leaves it undefined, and neither the wheel, nor
+torch, nor the C and C++ runtimes define it.
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
@@ -27,16 +27,13 @@ class OfflineError(ImportError):
 
 
 class NpuNotAvailable(RuntimeError):
-    """Something needed an NPU that this machine does not have; the message names what was asked
-    for.
-    """
+    """Something needs an NPU, and this machine has none; the message names what needs it."""
 
     def __init__(self, asked: str) -> None:
         super().__init__(
             f"{asked} needs an Ascend NPU, and this process runs with the offline stand-ins of "
-            "mla_fusion: "
-            "graphs can be captured, compiled and inspected here, not executed. "
-            "Use CPU tensors, or fake tensors on device npu."
+            "mla_fusion: graphs can be captured, compiled and inspected here, not executed. Use "
+            "CPU tensors, or fake tensors on device npu."
         )
         self.asked = asked
 
@@ -46,7 +43,7 @@ _DATA_TYPES = ("STT_OBJECT", "STT_COMMON")
 
 @dataclass(frozen=True)
 class Wheel:
-    """The installed torch_npu: its version, its directory and the shared objects that it brings."""
+    """Describes the installed torch_npu: its version, its directory and its shared objects."""
 
     version: str
     root: Path
@@ -55,7 +52,7 @@ class Wheel:
 
 @dataclass(frozen=True)
 class Missing:
-    """What has to be stood in for: libraries by name, and symbols by what they are."""
+    """Lists the libraries and symbols that need stand-ins, by their names."""
 
     libraries: tuple[str, ...]
     functions: tuple[str, ...]
@@ -64,7 +61,7 @@ class Missing:
 
 
 def find_wheel() -> Wheel:
-    """The installed torch_npu, found without importing it."""
+    """Returns the installed torch_npu. Does not import it. Raises OfflineError if there is none."""
     spec = find_spec("torch_npu")
     if spec is None or not spec.submodule_search_locations:
         raise OfflineError(
@@ -80,71 +77,74 @@ def find_wheel() -> Wheel:
 
 
 def check_versions(wheel: Wheel, torch_version: str) -> None:
-    """Refuse a torch_npu built for another torch: loading it would end in undefined symbols or
-    worse.
-    """
+    """Raises OfflineError for a torch_npu of another torch, which would have undefined symbols."""
     try:
-        built_for, found = releases.numbers(wheel.version), releases.numbers(torch_version)
+        expected, installed = releases.numbers(wheel.version), releases.numbers(torch_version)
     except ValueError as error:
         raise OfflineError(f"torch_npu beside torch {torch_version}: {error}") from error
-    if built_for != found:
-        wanted = ".".join(map(str, built_for))
-        beside = releases.for_torch(torch_version)
+    if expected != installed:
         raise OfflineError(
-            f"torch_npu {wheel.version} was built for torch {wanted}, and torch {torch_version} "
-            "is installed. "
-            f"Install a pair, such as this: {releases.command(beside)}"
+            f"torch_npu {wheel.version} was built for torch {'.'.join(map(str, expected))}, and "
+            f"torch {torch_version} is installed. Install a pair, such as this: "
+            f"{releases.command(releases.for_torch(torch_version))}"
         )
 
 
 def fingerprint(wheel: Wheel) -> str:
-    """A digest of every symbol and dependency table of the wheel: it changes exactly when stand-ins
-    must.
+    """Returns a digest of the wheel's tables of symbols and dependencies. Equal digests have equal
+    stand-ins.
     """
     digest = hashlib.sha256(wheel.version.encode())
     for path in wheel.libraries:
         digest.update(str(path.relative_to(wheel.root)).encode())
         with path.open("rb") as stream:
             elf = _elf(stream)
-            for section in (".dynsym", ".dynstr", ".dynamic"):
-                found = elf.get_section_by_name(section)
-                if found is not None:
-                    digest.update(found.data())
+            for name in (".dynsym", ".dynstr", ".dynamic"):
+                section = elf.get_section_by_name(name)
+                if section is not None:
+                    digest.update(section.data())
     return digest.hexdigest()[:20]
 
 
 def find_missing(wheel: Wheel) -> Missing:
-    """The libraries and symbols that the wheel wants and that nothing on this machine provides.
+    """Returns the libraries and symbols that the wheel needs and this machine lacks.
 
-    torch must be imported: its libraries are asked for symbols through the dynamic loader.
+    torch must be imported: the dynamic loader looks for symbols in its libraries, too.
     """
-    needed: set[str] = set()
-    defined: set[str] = set()
-    wanted: dict[str, str] = {}
+    needed, defined = set[str](), set[str]()
+    kinds: dict[str, str] = {}  # of the symbols that a library leaves undefined
     for path in wheel.libraries:
         with path.open("rb") as stream:
             elf = _elf(stream)
             needed.update(
                 tag.needed for tag in elf.get_section_by_name(".dynamic").iter_tags("DT_NEEDED")
             )
-            for name, kind, here in _symbols(elf):
-                if here:
+            for name, kind, is_defined in _symbols(elf):
+                if is_defined:
                     defined.add(name)
-                elif wanted.get(name, "STT_NOTYPE") == "STT_NOTYPE":
-                    wanted[name] = kind
-    own = {path.name for path in wheel.libraries}
-    loaded, absent = _load(sorted(needed - own))
-    providers = [ctypes.CDLL(None), *loaded]
-    left = sorted(
-        name for name in wanted.keys() - defined if not any(hasattr(lib, name) for lib in providers)
-    )
-    thread_locals = tuple(name for name in left if wanted[name] == "STT_TLS")
-    objects = tuple(name for name in left if wanted[name] in _DATA_TYPES or _names_data(name))
-    functions = tuple(name for name in left if name not in thread_locals and name not in objects)
-    return Missing(tuple(absent), functions, objects, thread_locals)
+                elif kinds.get(name, "STT_NOTYPE") == "STT_NOTYPE":
+                    kinds[name] = kind
+    providers, absent = [ctypes.CDLL(None)], list[str]()
+    for name in sorted(needed.difference(path.name for path in wheel.libraries)):
+        try:
+            providers.append(ctypes.CDLL(name))
+        except OSError:
+            absent.append(name)
+    functions, objects, thread_locals = list[str](), list[str](), list[str]()
+    for name in sorted(kinds.keys() - defined):
+        if any(hasattr(provider, name) for provider in providers):
+            continue
+        if kinds[name] == "STT_TLS":
+            thread_locals.append(name)
+        elif kinds[name] in _DATA_TYPES or _is_data(name):
+            objects.append(name)
+        else:
+            functions.append(name)
+    return Missing(tuple(absent), tuple(functions), tuple(objects), tuple(thread_locals))
 
 
 def _elf(stream: Any) -> Any:
+    """Returns the reader of a shared object."""
     try:
         from elftools.elf.elffile import ELFFile
     except ImportError as error:
@@ -155,32 +155,24 @@ def _elf(stream: Any) -> Any:
 
 
 def _symbols(elf: Any) -> Iterator[tuple[str, str, bool]]:
-    """(name, type, defined here) of each dynamic symbol; undefined weak ones need no definition."""
+    """Yields name and type of each dynamic symbol, and True if it is defined.
+
+    Leaves out weak symbols without a definition: they need none.
+    """
     for symbol in elf.get_section_by_name(".dynsym").iter_symbols():
-        here = symbol["st_shndx"] != "SHN_UNDEF"
-        if symbol.name and (here or symbol["st_info"]["bind"] != "STB_WEAK"):
-            yield symbol.name, symbol["st_info"]["type"], here
+        is_defined = symbol["st_shndx"] != "SHN_UNDEF"
+        if symbol.name and (is_defined or symbol["st_info"]["bind"] != "STB_WEAK"):
+            yield symbol.name, symbol["st_info"]["type"], is_defined
 
 
-def _load(names: Iterable[str]) -> tuple[list[ctypes.CDLL], list[str]]:
-    loaded, absent = [], []
-    for name in names:
-        try:
-            loaded.append(ctypes.CDLL(name))
-        except OSError:
-            absent.append(name)
-    return loaded, absent
+def _is_data(name: str) -> bool:
+    """Returns True if a mangled name denotes data. A linker often leaves undefined data untyped.
 
-
-def _names_data(name: str) -> bool:
-    """Does a mangled name denote data? A linker leaves undefined data untyped as often as
-    functions.
-
-    The C++ runtime's own demangler decides: a function's name has an argument list.
+    The C++ runtime's demangler decides: a function's name has an argument list.
     """
     if not name.startswith("_Z"):
         return False
     demangle = ctypes.CDLL("libstdc++.so.6").__cxa_demangle
-    demangle.restype = ctypes.c_char_p  # whose memory is not freed: once for each wheel
+    demangle.restype = ctypes.c_char_p  # its memory is not freed: this happens once for each wheel
     text = demangle(name.encode(), None, None, None)
     return text is not None and b"(" not in text
