@@ -131,10 +131,12 @@ Factor = tuple[Value, Exponent]
 class Form:
     """Makes and interns Values: equal arguments return the same object.
 
-    assumed  assumptions about numbers, as sentences for the report; the reader clears the list
+    assumed      assumptions about numbers, as sentences for the report; the reader clears the list
+    keeps_parts  True: memory with rows put into a part of it is a join, not a write by row numbers
     """
 
-    def __init__(self) -> None:
+    def __init__(self, keeps_parts: bool = False) -> None:
+        self.keeps_parts = keeps_parts
         self._values: dict[object, Value] = {}
         self._operations: dict[object, int] = {}
         self._bare: dict[tuple[Value, bool], Value] = {}

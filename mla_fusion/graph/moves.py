@@ -540,7 +540,7 @@ def _write_slice(
     if len(parts) == 1 and parts[0][0] is not src:
         ((src, first),) = parts
         return _write_slice(c, x, src, dim, first, first + src.shape[dim], 1)
-    is_rows = src.active and not _is_written(src)
+    is_rows = src.active and not form.keeps_parts
     if is_rows and _is_memory(x) and dim < len(x.shape) - 1 and is_part:
         inner = Call(form, "places", (count,), torch.int64)
         numbers = inner.sum([(Fraction(step), form.count(count))], Fraction(first))
@@ -559,13 +559,6 @@ def _write_slice(
     for at, place in enumerate(range(first, last, step)):
         places[place] = size + at
     return form.take(form.join([x, src], dim), dim, places)
-
-
-def _is_written(src: Value) -> bool:
-    """True for memory in which rows were written."""
-    while src.op == "reshape":
-        src = src.sources[0]
-    return src.op == "write"
 
 
 def _changed_parts(

@@ -24,7 +24,7 @@ from mla_fusion.fx.kinds import signature
 from mla_fusion.fx.module_path import NAME, label
 from mla_fusion.fx.sizes import is_size
 from mla_fusion.fx.workplace import workplace
-from mla_fusion.graph.form import Shape, Value, filled_with, order
+from mla_fusion.graph.form import MOVES, Shape, Value, filled_with, order
 from mla_fusion.graph.lower import Lowering
 from mla_fusion.graph.numbers import is_open
 from mla_fusion.graph.read import Graph
@@ -108,11 +108,11 @@ class Pool:
 def take_apart(gm: GraphModule) -> GraphModule:
     """Returns a module in which each part of a pool is an input; ``gm`` itself if it has none."""
     inputs = gm.graph.find_nodes(op="placeholder")
-    if not any(map(_is_sliced, inputs)) or not find_pools(Graph(gm)):
+    if not any(map(_is_sliced, inputs)) or not find_pools(Graph(gm, keeps_parts=True)):
         return gm
     opened = workplace(gm)
     subgraphs.copied(gm, opened.graph)
-    graph = Graph(opened)
+    graph = Graph(opened, keeps_parts=True)
     _Rewrite(graph, find_pools(graph)).run()
     return opened
 
@@ -136,7 +136,7 @@ def _is_sliced(node: Node) -> bool:
 def find_pools(graph: Graph) -> list[Pool]:
     """Returns the inputs that can be taken apart."""
     inputs = graph.gm.graph.find_nodes(op="placeholder")
-    pools = [_read_pool(graph, node) for node in inputs if node not in graph.parameters]
+    pools = [_read_pool(graph, node) for node in inputs]
     return [pool for pool in pools if pool is not None]
 
 
@@ -167,6 +167,8 @@ def _read_pool(graph: Graph, node: Node) -> Pool | None:
         if not missing:
             break
         taken |= missing
+    if any(run not in parts and not _is_written(value) for run, value in pool.pieces):
+        return None  # rows are assigned to a part of what is read: the input is one cache
     for run in parts:
         part = _as_part(graph, pool, run)
         if part is None:
@@ -225,7 +227,8 @@ def _run_of(value: Value, pool: Pool) -> Run | None:
         if size == prod(pool.leaf.shape):
             return runs[pool.leaf]
         starts = {runs[part].start - place.start for place, part in _placed(value) if part in runs}
-        return Run(min(starts), min(starts) + size) if len(starts) == 1 else None
+        run = Run(min(starts), min(starts) + size)
+        return run if len(starts) == 1 and runs[pool.leaf].holds(run) else None
     return None
 
 
@@ -254,6 +257,13 @@ def _pieces(value: Value, start: int, parts: Iterable[Run]) -> Iterator[tuple[Ru
         return
     for place, source in _placed(value, start):
         yield from _pieces(source, place.start, parts)
+
+
+def _is_written(value: Value) -> bool:
+    """Returns True if a piece is what a cache holds, with or without new rows."""
+    while value.op in MOVES and len(value.sources) == 1:
+        value = value.sources[0]
+    return value.op in ("write", "leaf")
 
 
 def _merged(runs: Iterable[Run]) -> list[Run]:

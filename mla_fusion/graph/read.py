@@ -67,19 +67,25 @@ class Graph:
     sizes       by number, the symbolic size that is bound to it
     """
 
-    def __init__(self, gm: GraphModule, model_inputs: Collection[Node] | None = None) -> None:
+    def __init__(
+        self,
+        gm: GraphModule,
+        model_inputs: Collection[Node] | None = None,
+        keeps_parts: bool = False,
+    ) -> None:
         """Reads the graph of ``gm``.
 
         model_inputs  the inputs that belong to the model; None: they are found by their use
+        keeps_parts   of the form
         """
         self.gm = gm
         self.parameters = parameters(gm.graph) if model_inputs is None else model_inputs
         self.symbols: dict[str, int] = {}
         self._guarded_numbers: dict[Any, Any] | None = None  # sizes that guards fix to a number
         self._open_functions: tuple[OpOverload, ...] = ()  # user's operators being read
-        self.form, self.sizes = Form(), dict[int, Any]()
+        self.form, self.sizes = Form(keeps_parts), dict[int, Any]()
         while not self._has_read():
-            self.form, self.sizes = Form(), {}
+            self.form, self.sizes = Form(keeps_parts), {}
 
     def _clear(self) -> None:
         """Empties all that reading fills."""
