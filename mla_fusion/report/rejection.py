@@ -258,8 +258,6 @@ class Rejection:
     layer    module path of the prologue, from node meta; if the model is one layer, its class
     source   the line of the model that the first node came from, if the graph carries it
     score    how much of a prologue was found, from 0 to 1: the nearest miss has the highest
-    below    why the targets that were tried after the first did not take it either, ``[code]
-             message``
     """
 
     code: str
@@ -268,7 +266,6 @@ class Rejection:
     layer: str = ""
     source: str = ""
     score: float = 0.0
-    below: tuple[str, ...] = ()
 
     @property
     def where(self) -> str:

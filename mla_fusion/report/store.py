@@ -48,12 +48,14 @@ def write_reports_into(folder: Path | None) -> AbstractContextManager[None]:
 
 
 def save_report(report: Report) -> None:
-    """Writes the report to the folders that were asked for.
+    """Writes the report to the folders that were asked for, and to those that it was written to.
 
     A report that was written before keeps its number.
     """
     requested = (_folder.get(), os.environ.get(VARIABLE))
-    for folder in dict.fromkeys(Path(folder).absolute() for folder in requested if folder):
+    folders = [Path(folder).absolute() for folder in requested if folder]
+    folders += [folder for (folder, _), written in _written.items() if written is report]
+    for folder in dict.fromkeys(folders):
         _write_files(report, folder)
 
 

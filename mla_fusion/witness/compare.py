@@ -44,6 +44,7 @@ _HCKV = 512  # width of the latents in rows of tiles
 _SHORTEST_ROW = 64
 _FEW_ROWS = 10  # one row in so many may differ by twice what rounding can do
 _STEP = 2.0**-8
+_MOVED_SCALES = 0.25  # scales of blocks that a rounding may move to the next power of two
 _CHANGES = 8, 64  # changes of x: after the first number, a row far from a rounding is refused
 _FAR_FACTOR = 4.0
 _SMALL_CACHE = 1 << 20  # most elements of a cache that is not cut
@@ -62,8 +63,8 @@ class Pair:
     part    the name of the part, for messages: "query", "kv_cache"
     before  the node of the original graph
     after   the node of the rewritten graph
-    form    "": numbers as they are. "hifloat8": bytes of that format. "powers": e8m0 scales, which
-            may differ by one step. "tiles": rows of tiles. "halves": the new value has the rotated
+    form    "": numbers as they are. "hifloat8": bytes of that format. "powers": e8m0 scales, few of
+            which may differ by one step. "tiles": rows of tiles. "halves": the new value has the rotated
             halves side by side that the original one interleaves
     """
 
@@ -91,7 +92,7 @@ class Pair:
         expected = self.numbers(of_original)
         if self.form == "halves":
             value = value.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
-        if self.form == "powers":
+        if self.form == "powers" and (value != expected).double().mean() < _MOVED_SCALES:
             value = torch.where((value / expected - 1.25).abs() <= 0.75, expected, value)
         return value.reshape(expected.shape) if value.numel() == expected.numel() else value
 

@@ -87,7 +87,7 @@ def test_every_fact_of_a_fusion_stands_on_the_page(name: str) -> None:
 def test_every_fact_of_a_rejection_stands_on_the_page(name: str) -> None:
     report = pages.report_of(name)
     text, left = text_of(report), report.rejected[0]
-    facts = left.code, left.message, left.remedy, left.source, ", ".join(left.nodes), *left.below
+    facts = left.code, left.message, left.remedy, left.source, ", ".join(left.nodes)
     assert all(re.sub(r"\s+", " ", fact) in text for fact in facts)
 
 
@@ -118,7 +118,7 @@ def test_everything_is_escaped() -> None:
     many |= {"staged_by": (), "leaves": (), "operators_before": 1, "operators_after": 2}
     figures = (Figure(EVIL, 0.1, 0.1, 9),)
     fusion = Fusion(**{**texts, **many, "figures": figures})  # type: ignore[arg-type]
-    rejection = Rejection("absorb.absent", EVIL, (EVIL,), EVIL, EVIL, below=(EVIL,))
+    rejection = Rejection("absorb.absent", EVIL, (EVIL,), EVIL, EVIL)
     report = mf.Report(mf.Config(), [fusion], [rejection])
     found = Reader(page.render(report, [page.Section(EVIL, EVIL, (EVIL,), [(EVIL,)])]))
     assert not {"script", "img"} & {tag for tag, _ in found.tags} and EVIL in found.text
