@@ -23,6 +23,7 @@ from mla_fusion.fx.build import GraphBuilder
 from mla_fusion.fx.kinds import signature
 from mla_fusion.fx.module_path import NAME, label
 from mla_fusion.fx.sizes import is_size
+from mla_fusion.fx.walk import origin, views
 from mla_fusion.fx.workplace import workplace
 from mla_fusion.graph.form import MOVES, Shape, Value, filled_with, order
 from mla_fusion.graph.lower import Lowering
@@ -113,7 +114,10 @@ def take_apart(gm: GraphModule) -> GraphModule:
     opened = workplace(gm)
     subgraphs.copied(gm, opened.graph)
     graph = Graph(opened, keeps_parts=True)
-    _Rewrite(graph, find_pools(graph)).run()
+    try:
+        _Rewrite(graph, find_pools(graph)).run()
+    except LookupError:  # a step reads more than a part
+        return gm
     return opened
 
 
@@ -149,8 +153,7 @@ def _read_pool(graph: Graph, node: Node) -> Pool | None:
     is_copy = last is not None and last.target is aten.copy_.default and last.args[0] is node
     back = last if is_copy else None
     if back is not None:
-        is_read_later = any(back < user for user in node.users)
-        if len(writers) > 1 or node in graph.hidden or is_read_later:
+        if len(writers) > 1 or node in graph.hidden or not _is_last(back):
             return None
     elif not node.meta["val"].is_contiguous():
         return None  # a reshape would not be the memory that is written
@@ -175,6 +178,13 @@ def _read_pool(graph: Graph, node: Node) -> Pool | None:
             return None
         pool.parts[run] = part
     return pool
+
+
+def _is_last(back: Node) -> bool:
+    """Returns True if only copies and the output come after a copy."""
+    while back.target is aten.copy_.default:
+        back = back.next
+    return back.op == "output"
 
 
 def _follow(graph: Graph, pool: Pool) -> set[Run]:
@@ -221,7 +231,8 @@ def _run_of(value: Value, pool: Pool) -> Run | None:
         if step != 1 or prod(first.shape[:axis]) != 1:
             return None
         start = runs[first].start + start * prod(first.shape[axis + 1 :])
-        return Run(start, start + prod(value.shape))
+        run = Run(start, start + prod(value.shape))
+        return run if _is_comparable(pool, runs[first], run) else None
     if value.op == "join" and _is_in_order(value):
         size = prod(value.shape)
         if size == prod(pool.leaf.shape):
@@ -230,6 +241,18 @@ def _run_of(value: Value, pool: Pool) -> Run | None:
         run = Run(min(starts), min(starts) + size)
         return run if len(starts) == 1 and runs[pool.leaf].holds(run) else None
     return None
+
+
+def _is_comparable(pool: Pool, around: Run, run: Run) -> bool:
+    """Returns True if it is known for all sizes where a run lies among the others.
+
+    around  the run of which it is a part
+    """
+    shape = pool.leaf.shape
+    entry = prod(shape[1:])
+    if not any(map(is_open, shape)) or around.stop - around.start <= entry:
+        return True
+    return run.start % entry == 0 and run.stop % entry == 0
 
 
 def _is_in_order(join: Value) -> bool:
@@ -316,18 +339,21 @@ class _Rewrite:
         steps = [node for node in graph.nodes if node.op == "call_function"]
         backs = {pool.back: pool for pool in self.pools if pool.back is not None}
         with self.b.propagating():
-            self._add_inputs(steps[0])
+            self._add_inputs()
             for node in steps:
+                if node in backs:
+                    break
                 self._point = node
                 self.b.at(node, node.meta)
-                if node in backs:
-                    self._copy_back(backs[node])
-                    graph.erase_node(node)
-                elif not is_size(node) and self._is_followed(node):
+                if not is_size(node) and self._is_followed(node):
                     self._follow(node)
+            self._copy_back(backs)
             strides.follow(self.b, [(new, node) for new, node in self._replaced if new.users])
-        for node in steps:  # only sizes are still read from these
-            if node in self._left and node.op == "call_function" and _is_scatter(node):
+        for node in [step for step in steps if step in self._left]:
+            for user in node.users:
+                if user not in self._left and not is_size(user):
+                    raise LookupError(node)
+            if _is_scatter(node):  # only sizes are still read from it
                 node.replace_all_uses_with(node.args[0])
         made = {*self.b.made, *(node for _, node in self._replaced), *self._left}
         for node in reversed(graph.nodes):
@@ -335,8 +361,8 @@ class _Rewrite:
             if is_step and node in made and not node.users:
                 graph.erase_node(node)
 
-    def _add_inputs(self, first_step: Node) -> None:
-        """Adds an input for each part, and what is known of Values inside a part."""
+    def _add_inputs(self) -> None:
+        """Adds an input for each part."""
         graph, form = self.graph.gm.graph, self.graph.form
         inputs = graph.find_nodes(op="placeholder")
         last = inputs[-1]
@@ -353,22 +379,37 @@ class _Rewrite:
                 shape = self.graph.shape(tensor.shape)
                 leaf = form.leaf(f"part {last.name}", shape, pool.leaf.dtype, False)
                 self._inputs[pool.node, run], self._lower.known[leaf] = leaf, last
-        self._point = first_step
-        self.b.at(first_step, {})
-        for pool in self.pools:
-            for value in pool.plain:
-                run = pool.runs[value]
-                if value.op == "slice" and pool.part_around(run) is not None:
-                    self._lower.known[value] = self._lower.of(self._of_part(pool, run, value.shape))
 
-    def _of_part(self, pool: Pool, run: Run, shape: Shape) -> Value:
-        """Returns elements of a pool as a Value of the part that holds them."""
+    def _of_part(self, pool: Pool, run: Run) -> Value:
+        """Returns elements of a pool as a flat Value of the part that holds them."""
         form, part = self.graph.form, pool.part_around(run)
-        assert part is not None
+        if part is None:
+            raise LookupError(run)
         leaf = self._inputs[pool.node, part]
         flat = form.reshape(leaf, (prod(leaf.shape),))
-        elements = form.slice(flat, 0, run.start - part.start, run.stop - part.start)
-        return form.reshape(elements, shape)
+        return form.slice(flat, 0, run.start - part.start, run.stop - part.start)
+
+    def _elements(self, pool: Pool, value: Value, start: int, stop: int) -> Iterator[Value]:
+        """Yields the elements from ``start`` to ``stop`` of a Value, as flat Values of parts."""
+        form, first = self.graph.form, value.sources[0] if value.sources else value
+        if value in pool.plain:
+            offset = pool.runs[value].start
+            yield self._of_part(pool, Run(offset + start, offset + stop))
+        elif (start, stop) == (0, prod(value.shape)) and self._is_held(value):
+            yield form.reshape(value, (stop,))
+        elif value.op == "reshape":
+            yield from self._elements(pool, first, start, stop)
+        elif value.op == "slice" and value in pool.runs and first in pool.runs:
+            offset = pool.runs[value].start - pool.runs[first].start
+            yield from self._elements(pool, first, offset + start, offset + stop)
+        elif value.op == "join" and _is_in_order(value):
+            for place, source in _placed(value):
+                inner = Run(max(start, place.start), min(stop, place.stop))
+                if inner.start < inner.stop:
+                    ends = inner.start - place.start, inner.stop - place.start
+                    yield from self._elements(pool, source, *ends)
+        else:
+            yield form.slice(form.reshape(value, (prod(value.shape),)), 0, start, stop)
 
     def _is_usable(self, node: Node) -> bool:
         """Returns True if lowering may read a node."""
@@ -397,37 +438,49 @@ class _Rewrite:
         self._left.add(node)
         if not isinstance(reading, Value):
             return
-        value = self.graph.form.reshape(reading, self.graph.shape(node.meta["val"].shape))
+        form, value = self.graph.form, reading
         pool = next((pool for pool in self.pools if reading in pool.runs), None)
         if pool is not None:
             run = pool.runs[reading]
             if pool.part_around(run) is None:
                 return
-            if pool.back is None or reading in pool.plain:
-                value = self._of_part(pool, run, value.shape)
-        elif not self._is_held(reading):
+            if pool.back is None:  # a view
+                value = self._of_part(pool, run)
+            else:
+                value = form.join([*self._elements(pool, reading, 0, prod(reading.shape))], 0)
+        shape = self.graph.shape(node.meta["val"].shape)
+        try:
+            new = self._lower.of(form.reshape(value, shape), node.meta["val"].dtype)
+        except (LookupError, ValueError):
             return
-        new = self._lower.of(value, node.meta["val"].dtype)
         self._replaced.append((new, node))
         node.replace_all_uses_with(new)
 
-    def _copy_back(self, pool: Pool) -> None:
-        """Writes the copies of new numbers into the parts."""
-        form = self.graph.form
-        for part in pool.parts:
-            pieces = [(run, value) for run, value in pool.pieces if _overlap(run, part)]
-            if not any(pool.is_changed(run, value) for run, value in pieces):
-                continue
-            values = []
-            for run, value in pieces:
-                if not part.holds(run):
-                    run = Run(max(run.start, part.start), min(run.stop, part.stop))
-                    value = self._of_part(pool, run, (run.stop - run.start,))
-                values.append(form.reshape(value, (run.stop - run.start,)))
-            leaf = self._inputs[pool.node, part]
-            node = self._lower.known[leaf]
-            new = self._lower.of(form.reshape(form.join(values, 0), leaf.shape), leaf.dtype)
+    def _copy_back(self, backs: dict[Node, Pool]) -> None:
+        """Writes the copies of new numbers into the parts, in place of those into the pools."""
+        form, copies = self.graph.form, list[tuple[Node, Node, Node]]()
+        for back, pool in backs.items():
+            self._point = min(backs)
+            self.b.at(self._point, back.meta)
+            for part in pool.parts:
+                pieces = [(run, value) for run, value in pool.pieces if _overlap(run, part)]
+                if not any(pool.is_changed(run, value) for run, value in pieces):
+                    continue
+                values = list[Value]()
+                for run, value in pieces:
+                    ends = max(run.start, part.start), min(run.stop, part.stop)
+                    values += self._elements(pool, value, *(end - run.start for end in ends))
+                leaf = self._inputs[pool.node, part]
+                node = self._lower.known[leaf]
+                new = self._lower.of(form.reshape(form.join(values, 0), leaf.shape), leaf.dtype)
+                if origin(new, views).op == "placeholder":  # a copy may change it before
+                    new = self.b.contiguous(new)
+                copies.append((back, node, new))
+        for back, node, new in copies:
+            self.b.at(back, back.meta)
             self.b.insert(aten.copy_.default, (node, new), {}, node.meta["val"])
+        for back in backs:
+            self.graph.gm.graph.erase_node(back)
 
 
 def _overlap(run: Run, other: Run) -> bool:

@@ -644,7 +644,7 @@ class Graph:
                 return None
         if not isinstance(meta_value, torch.Tensor) or has_symbols(meta_value.shape):
             return None
-        if meta_value.numel() > _MOST_FOLDED:
+        if prod(meta_value.shape) > _MOST_FOLDED:
             return None
         schema = signature(target)
         if schema.is_random or schema.is_mutable or "empty" in schema.word:

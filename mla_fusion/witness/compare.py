@@ -63,9 +63,9 @@ class Pair:
     part    the name of the part, for messages: "query", "kv_cache"
     before  the node of the original graph
     after   the node of the rewritten graph
-    form    "": numbers as they are. "hifloat8": bytes of that format. "powers": e8m0 scales, few of
-            which may differ by one step. "tiles": rows of tiles. "halves": the new value has the rotated
-            halves side by side that the original one interleaves
+    form    "": numbers as they are. "hifloat8": bytes of that format. "powers": e8m0 scales, a few
+            of which may differ by one step. "tiles": rows of tiles. "halves": the new value has the
+            rotated halves side by side that the original one interleaves
     """
 
     part: str
