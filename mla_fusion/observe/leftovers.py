@@ -11,17 +11,9 @@ from typing import Any
 
 from torch.fx import Node
 
-from mla_fusion.fx.kinds import (
-    has_effect,
-    is_getitem,
-    is_reshape,
-    is_view,
-    is_writer,
-    op_name,
-    word,
-)
+from mla_fusion.fx.kinds import has_effect, is_getitem, is_view, is_writer, op_name, word
 from mla_fusion.fx.sizes import has_symbols
-from mla_fusion.fx.walk import INPUTS, reached
+from mla_fusion.fx.walk import INPUTS, origin, reached, views_and_writers
 from mla_fusion.plan.region import nodes_between
 from mla_fusion.report.staging import Leftover
 
@@ -46,56 +38,46 @@ def staging_leftovers(
     widths   widths of the rows
     bound    returns a shape as numbers
     """
-    parts = row_buffers(sum(widths)), re_interleaving(rotated), cache_writes(rows, tokens, bound)
+    count = len(rotated)
+    row_bytes, rotated_bytes = (2 * sum(numbers) * _BFLOAT16 for numbers in (widths, rotated))
+    parts = (
+        Leftover("staging buffers", ("aten.new_empty",) * 2, 2, row_bytes),
+        Leftover("re-interleaving", ("aten.transpose",) * count, count, rotated_bytes),
+        _cache_writes(rows, tokens, bound),
+    )
     return tuple(part for part in parts if part.operators)
 
 
 def count_replaced(starts: Sequence[Node], ends: Iterable[Node], rows: Iterable[Node]) -> int:
-    """Returns how many operators compute ``starts`` from ``ends``, or write ``rows`` to caches."""
-    return count_operators(nodes_between(starts, ends).union(_nodes_to_caches(rows)))
+    """Returns how many operators compute ``starts`` from ``ends``, or write ``rows`` to caches.
 
-
-def count_operators(nodes: Iterable[Node]) -> int:
-    """Returns the number of operators among nodes. Views do not count."""
+    Views do not count.
+    """
+    nodes = nodes_between(starts, ends).union(_nodes_to_caches(rows))
     return sum(not _is_view_only(node) for node in nodes)
 
 
-def row_buffers(width: int) -> Leftover:
-    """Returns the buffers for rows with so many numbers a token in all."""
-    return Leftover("staging buffers", ("aten.new_empty",) * 2, 2, 2 * width * _BFLOAT16)
-
-
-def re_interleaving(widths: Sequence[int]) -> Leftover:
-    """Returns the transposes of results with so many numbers a token."""
-    count = len(widths)
-    return Leftover(
-        "re-interleaving", ("aten.transpose",) * count, count, 2 * sum(widths) * _BFLOAT16
-    )
-
-
-def cache_writes(rows: Mapping[Node, bool], tokens: int, bound: Bound) -> Leftover:
+def _cache_writes(rows: Mapping[Node, bool], tokens: int, bound: Bound) -> Leftover:
     """Returns the model's own steps from the new rows to the caches."""
-    joining = [node for node, is_joined in rows.items() if is_joined]
     to_caches = _nodes_to_caches(rows)
-    steps = [node for node in to_caches if not _is_view_only(node)]
     new_nodes = {*rows, *to_caches}
-    total, caches = sum(2 * _bytes(bound, node) for node in joining), dict[Node, int | None]()
+    joining = [node for node, is_joined in rows.items() if is_joined]
+    steps = [node for node in to_caches if not _is_view_only(node)]
+    moved, caches = [*joining], set[Node]()
     for node in steps:
         if _gives_cache(node):
-            operands = [
-                operand
-                for operand in node.all_input_nodes
-                if operand in new_nodes and not _gives_cache(operand)
-            ]
-            total += sum(2 * _bytes(bound, operand) for operand in operands)
-            caches |= {cache: _cache_bytes(cache) for cache in _written_caches(node)}
+            operands = new_nodes.intersection(node.all_input_nodes)
+            moved += (operand for operand in operands if not _gives_cache(operand))
+            caches.update(_written_caches(node))
         else:
-            total += 2 * _bytes(bound, node)
-    sizes = list(caches.values())
-    whole_bytes = None if None in sizes else sum(size for size in sizes if size is not None)
+            moved.append(node)
+    token_bytes = sum(2 * _bytes(bound, node) for node in moved) // tokens
+    tensors = [cache.meta["val"] for cache in caches]
+    is_open = any(has_symbols(tensor.shape) for tensor in tensors)
+    whole_bytes = None if is_open else sum(tensor.nbytes for tensor in tensors)
     names = (op_name(node).replace("::", ".") for node in steps)
-    operators = ("aten.cat",) * len(joining) + tuple(names)
-    return Leftover("cache writes", operators, len(operators), total // tokens, whole_bytes)
+    operators = (*("aten.cat" for _ in joining), *names)
+    return Leftover("cache writes", operators, len(operators), token_bytes, whole_bytes)
 
 
 def _gives_cache(node: Node) -> bool:
@@ -133,7 +115,7 @@ def _nodes_to_caches(rows: Iterable[Node]) -> list[Node]:
 
 def _is_view_only(node: Node) -> bool:
     """Returns True if the node costs no operator."""
-    return is_view(node) or is_reshape(node) or is_getitem(node) or word(node) == "view"
+    return is_view(node) or is_getitem(node) or word(node) == "view"
 
 
 def _is_put_back(node: Node) -> bool:
@@ -150,19 +132,11 @@ def _is_stored(node: Node) -> bool:
 def _written_caches(writer: Node) -> Iterator[Node]:
     """Yields the inputs of the graph that a writer changes."""
     for operand in writer.all_input_nodes:
-        node = operand
-        while (is_view(node) or is_writer(node)) and isinstance(node.args[0], Node):
-            node = node.args[0]
+        node = origin(operand, views_and_writers)
         if node.op in INPUTS and any(
             word(user) == "copy_" and user.args[0] is node for user in node.users
         ):
             yield node
-
-
-def _cache_bytes(cache: Node) -> int | None:
-    """Returns the bytes of a cache, or None if its sizes are symbolic."""
-    value = cache.meta["val"]
-    return None if has_symbols(value.shape) else value.numel() * value.element_size()
 
 
 def _bytes(bound: Bound, node: Node) -> int:
