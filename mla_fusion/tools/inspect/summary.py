@@ -46,9 +46,6 @@ class Prologue:
     attributes: Attributes
     source: str = ""
 
-    def value(self, role: str) -> Value:
-        return next((item.value for item in self.inputs if item.role == role), Value())
-
 
 @dataclass
 class Summary:
