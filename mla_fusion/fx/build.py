@@ -28,7 +28,7 @@ from mla_fusion.compat import (
     storage_id,
     without_fake_mode,
 )
-from mla_fusion.fx.kinds import attribute, dtype_of, shape_of, value_of
+from mla_fusion.fx.kinds import attribute, dtype_of, shape_of, signature, value_of
 from mla_fusion.fx.sizes import expression, is_symbolic, same, same_shape, sizes_of
 from mla_fusion.fx.vector_numbers import Exact
 from mla_fusion.fx.workplace import created
@@ -398,18 +398,12 @@ class GraphBuilder(Builder):
 
 @cache
 def _is_functional(op: Any) -> bool:
-    """Returns True if the schema says that all results are new tensors, or one view of the first
-    argument.
-    """
-    if not isinstance(op, OpOverload):
+    """Returns True if all results are new tensors, or the only one may be a view."""
+    if not isinstance(op, OpOverload) or signature(op).is_mutable:
         return False
-    schema = schema_of(op)
-    if any(str(result.type) != "Tensor" for result in schema.returns):
-        return False
-    if all(result.alias_info is None for result in schema.returns):
-        return True
-    first, *others = (argument.alias_info for argument in schema.arguments)
-    return len(schema.returns) == 1 and first is not None and not first.is_write and not any(others)
+    returns = schema_of(op).returns
+    are_tensors = all(str(result.type) == "Tensor" for result in returns)
+    return are_tensors and (len(returns) == 1 or not signature(op).may_alias)
 
 
 def _is_view(result: Any, args: Any) -> bool:

@@ -16,8 +16,8 @@ from torch.fx.node import map_arg
 
 from mla_fusion.compat import storage_id, tree_leaves
 from mla_fusion.fx.build import GraphBuilder
-from mla_fusion.fx.kinds import has_effect, is_getitem, signature, value_of, word
-from mla_fusion.fx.walk import input_of, origin, views
+from mla_fusion.fx.kinds import is_getitem, signature, value_of, word
+from mla_fusion.fx.walk import origin, views
 
 aten = torch.ops.aten
 
@@ -49,13 +49,7 @@ def follow(builder: GraphBuilder, given: Graph, keeps_strides: bool) -> None:
             if keeps_strides and _root(after[other]) is not _root(after[place]):
                 _as_view(builder, before, after, other, place)
     values, end = iter(after), graph.output_node()
-    unread = end.all_input_nodes
     end.args = map_arg(end.args, lambda _: next(values))
-    for node in unread:
-        while node.op == "call_function" and not node.users and not has_effect(node):
-            above = input_of(node) or end
-            graph.erase_node(node)
-            node = above
 
 
 def leaving(graph: Graph) -> list[Node]:

@@ -173,10 +173,9 @@ class Binding:
         A graph that cuts n = 7 tokens needs more than the five that a symbol may stand for.
         """
         distinct = {expression_of(size): size for size in sizes if is_symbolic(size)}
-        differences = {
-            expr: size for size in distinct.values() if _is_difference(expr := self._expr(size))
-        }
-        for expr, size in differences.items():
+        for expr, size in {self._expr(size): size for size in distinct.values()}.items():
+            if not expr.is_Add or not any(part.could_extract_minus_sign() for part in expr.args):
+                continue  # no difference
             rising = [
                 symbol for symbol in expr.free_symbols if expr.subs(symbol, symbol + 1) - expr == 1
             ]
@@ -301,11 +300,6 @@ class Binding:
 def _symbol_for(part: Any) -> sympy.Dummy:
     """Returns a new symbol that stands for a part of an expression."""
     return sympy.Dummy(str(part), integer=True, positive=True)
-
-
-def _is_difference(expr: Any) -> bool:
-    """Returns True if a part of a sum is subtracted."""
-    return bool(expr.is_Add) and any(part.could_extract_minus_sign() for part in expr.args)
 
 
 def divides(by: int, size: Any) -> bool:

@@ -232,27 +232,24 @@ def _functionalised(node: Node) -> _Call | None:
         or not isinstance(bases, Sequence)
     ):
         return None
-    operands: dict[int, Any] = {}
-    views: dict[int, dict[str, Any]] = {}
-    for key, value in options.items():
-        match = re.fullmatch(r"_?arg(\d+)(?:_(.+))?", key)
-        if match is None:
-            continue
-        place, field = int(match[1]), match[2]
-        if field is None:
-            operands[place] = value
-        elif field == "base_index":
-            operands[place] = None if value is None else bases[value]  # type: ignore[index]
-        else:
-            views.setdefault(place, {})[field] = value
-    operands |= {place: _entry(operands.get(place), view) for place, view in views.items()}
-    if sorted(operands) != list(range(len(operands))) or None in map(operands.get, views):
-        return None
-    ordered = [operands[place] for place in range(len(operands))]
-    memories = list(map(_memory, ordered))
+    places = [key for key in options if re.fullmatch(r"arg\d+|_arg\d+_base_index", key)]
+    operands: list[Any] = []
+    for place in range(len(places)):
+        prefix = f"_arg{place}_"
+        view = {
+            key.removeprefix(prefix): value
+            for key, value in options.items()
+            if key.startswith(prefix)
+        }
+        index: Any = view.pop("base_index", None)
+        operand = options.get(f"arg{place}") if index is None else bases[index]
+        operands.append(_entry(operand, view) if view else operand)
+        if view and operands[-1] is None:
+            return None
+    memories = list(map(_memory, operands))
     if any(memories.count(base) != 1 for base in bases):
         return None
-    return _Call(body, ordered, bases, is_shared=True)
+    return _Call(body, operands, bases, is_shared=True)
 
 
 def _entry(base: Any, view: Mapping[str, Any]) -> _Entry | None:

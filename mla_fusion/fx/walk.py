@@ -61,23 +61,18 @@ def reached(
                 items.append(successor)
 
 
-def nodes_between(sources: Iterable[Node], sink: Node) -> list[Node]:
-    """Returns the nodes from which ``sink`` is computed, in graph order, without ``sources``.
+def nodes_between(sources: Iterable[Node], sink: Node) -> set[Node]:
+    """Returns the nodes from which ``sink`` is computed, up to ``sources`` and without them.
 
     What a filled tensor reads is not among them: its numbers do not depend on it.
     """
-    stop, seen, order = set(sources), set(), []
-    stack: list[tuple[Node, bool]] = [(sink, False)]
-    while stack:
-        node, done = stack.pop()
-        if done:
-            order.append(node)
-        elif node not in seen and node not in stop:
-            seen.add(node)
-            stack.append((node, True))
-            if filled_with(node) is None:
-                stack.extend((arg, False) for arg in node.all_input_nodes)
-    return order
+    ends = set(sources)
+
+    def operands(node: Node) -> Iterable[Node]:
+        """Returns the operands of a node, or none if the walk ends there."""
+        return () if node in ends or filled_with(node) is not None else node.all_input_nodes
+
+    return {*reached([sink], operands)} - ends
 
 
 def input_of(node: Node) -> Node | None:

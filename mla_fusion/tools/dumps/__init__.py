@@ -67,6 +67,6 @@ def _read(path: Path, number: int) -> Dump:
         raise DumpError(f"a GE dump holds 1 graph, and no graph {number}", 1)
     # generated Python does not name its graph
     operators, name = (python_text.read_ge(text), "") if kind == "python" else ge_text.read(text)
-    if not any(operator.type == "NetOutput" for operator in operators):
+    if all(operator.type != "NetOutput" for operator in operators):
         raise DumpError("the graph has no NetOutput: truncated", text.count("\n") + 1)
     return Dump(path, kind, operators, name)
