@@ -10,7 +10,7 @@ import operator
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import cache, cached_property, reduce
 from itertools import count
 from typing import Any
@@ -39,7 +39,7 @@ _OPERATIONS = {sympy.Add: operator.add, sympy.Mul: operator.mul, FloorDiv: opera
 
 
 class Builder(ABC):
-    """Applies operators to values: graph nodes, or tensors."""
+    """Applies operators to values: tensors, or in subclasses graph nodes."""
 
     @abstractmethod
     def value(self, node: Node) -> Any:
@@ -49,13 +49,14 @@ class Builder(ABC):
     def call(self, op: Any, *args: Any, **kwargs: Any) -> Any:
         """Returns the result of an operator."""
 
-    @abstractmethod
     def shape(self, value: Any) -> Sequence[Any]:
         """Returns the shape of a value."""
+        return tuple(value.shape)
 
-    @abstractmethod
     def dtype(self, value: Any) -> torch.dtype:
         """Returns the dtype of a value."""
+        dtype: torch.dtype = value.dtype
+        return dtype
 
     @abstractmethod
     def sizes(self, shape: Sequence[Any], of: Any = None) -> list[Any]:
@@ -150,16 +151,6 @@ class Builder(ABC):
         return self.call(aten._to_copy.default, value, dtype=dtype)
 
 
-class OfTensors(Builder):
-    """Applies operators to tensors, real or fake."""
-
-    def shape(self, value: torch.Tensor) -> Sequence[Any]:
-        return tuple(value.shape)
-
-    def dtype(self, value: torch.Tensor) -> torch.dtype:
-        return value.dtype
-
-
 class GraphBuilder(Builder):
     """Adds nodes, with meta values, to ``gm.graph``.
 
@@ -215,22 +206,19 @@ class GraphBuilder(Builder):
 
     def insert(self, op: Any, args: Any, kwargs: Any, value: Any) -> Node:
         """Returns a call whose meta value is known."""
-        with self._place():
-            # what torch.fx would name it
-            name = self.free_name(str(getattr(op, "__name__", op)).replace(".", "_"))
-            node = created(self.gm.graph, "call_function", op, args, kwargs, name)
-        return self._add(node, value)
+        return self._create("call_function", op, args, kwargs, value)
 
-    def _add(self, node: Node, value: Any) -> Node:
-        """Returns a new node, with its meta value."""
+    def _create(self, op: str, target: Any, args: Any, kwargs: Any, value: Any) -> Node:
+        """Returns a new node before the point, with its meta value."""
+        graph, point = self.gm.graph, self._point
+        # what torch.fx would name it
+        name = self.free_name(str(getattr(target, "__name__", target)).replace(".", "_"))
+        with nullcontext() if point is None else graph.inserting_before(point):
+            node = created(graph, op, target, args, kwargs, name)
         node.meta.update(self._meta)
         node.meta["val"] = value
         self.made.append(node)
         return node
-
-    def _place(self) -> AbstractContextManager[Any]:
-        """Returns the context in which new nodes come before the point."""
-        return nullcontext() if self._point is None else self.gm.graph.inserting_before(self._point)
 
     def free_name(self, wanted: str) -> str | None:
         """Returns a name that no node of the source has; None if torch finds one."""
@@ -258,7 +246,10 @@ class GraphBuilder(Builder):
 
     def propagate(self, op: Any, args: Any, kwargs: Any) -> Any:
         """Returns the meta value of a call; nodes among its arguments stand for theirs."""
-        fake_args, fake_kwargs = map_arg((args, kwargs), self._fake)
+        # make_fx of real tensors uses a mode for each node
+        fake_args, fake_kwargs = map_arg(
+            (args, kwargs), lambda node: faked(node.meta["val"], self._fake_mode)
+        )
         with nullcontext() if self._is_propagating else self.propagating():
             key = None
             if self._fake_mode and _is_functional(op):
@@ -290,13 +281,6 @@ class GraphBuilder(Builder):
         else:
             return value  # no memory to share: an output that is not asked for
         return FakeTensor(self._fake_mode, meta, value.device)
-
-    def _fake(self, node: Node) -> Any:
-        """Returns the node's meta value in this graph's fake mode.
-
-        make_fx of real tensors uses a mode for each node.
-        """
-        return faked(node.meta["val"], self._fake_mode)
 
     def shape(self, value: Node) -> Sequence[Any]:
         return tuple(shape_of(value))
@@ -366,9 +350,7 @@ class GraphBuilder(Builder):
         axis = next((axis for axis, other in enumerate(shape) if same(other, size)), None)
         if axis is None:
             return None
-        with self._place():
-            node = self.gm.graph.call_function(aten.sym_size.int, (of, axis))
-        return self._add(node, size)
+        return self.insert(aten.sym_size.int, (of, axis), {}, size)
 
     def _is_defined(self, node: Node) -> bool:
         """Returns True if the node comes before the point."""
@@ -381,10 +363,9 @@ class GraphBuilder(Builder):
         name = next(name for name in names if not hasattr(self.gm, name))
         self.gm.register_buffer(name, tensor)
         self.constants[name] = tensor
-        with self._place():
-            node = self.gm.graph.create_node("get_attr", name, name=self.free_name(name))
         mode, device = self._fake_mode, like.meta["val"].device
-        self._add(node, tensor if mode is None else mode.from_tensor(tensor, static_shapes=True))
+        value = tensor if mode is None else mode.from_tensor(tensor, static_shapes=True)
+        node = self._create("get_attr", name, (), {}, value)
         if device.type == "cpu":
             return node
         return self.call(aten._to_copy.default, node, device=device)

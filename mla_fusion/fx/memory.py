@@ -22,20 +22,22 @@ from mla_fusion.fx.walk import origin, views
 aten = torch.ops.aten
 
 
-def follow(builder: GraphBuilder, given: Graph, keeps_strides: bool) -> None:
-    """Makes the results of the builder's graph share memory as those of ``given`` do.
+def follow(builder: GraphBuilder, old_graph: Graph, keeps_strides: bool) -> None:
+    """Makes the results of the builder's graph share memory as those of ``old_graph`` do.
 
     keeps_strides  True if they keep their strides, so that one can be a view of another
     """
     graph = builder.gm.graph
-    before, after = leaving(given), leaving(graph)
-    if not _in_one_mode([*given.find_nodes(op="placeholder"), *before]):
+    before, after = leaving(old_graph), leaving(graph)
+    if not _in_one_mode([*old_graph.find_nodes(op="placeholder"), *before]):
         return  # nothing says which of them share memory
-    # behind the given inputs, the source may have parts of pools
-    inputs = zip(*(of.find_nodes(op="placeholder") for of in (given, builder.source)), strict=False)
-    # by the new root: the memory in ``given`` for which it stands
+    # behind the inputs of the old graph, the source may have parts of pools
+    inputs = zip(
+        *(graph.find_nodes(op="placeholder") for graph in (old_graph, builder.source)), strict=False
+    )
+    # by the new root: the old memory for which it stands
     memory_of = {builder.copies[source]: _memory(old) for old, source in inputs}
-    first: dict[object, int] = {}  # by memory in ``given``: the first result that lies there
+    first: dict[object, int] = {}  # by old memory: the first result that lies there
     builder.at(graph.output_node(), {})
     with builder.propagating():
         for place, old in enumerate(before):
@@ -59,10 +61,10 @@ def leaving(graph: Graph) -> list[Node]:
 
 
 def _as_view(
-    builder: GraphBuilder, before: Sequence[Node], after: list[Node], one: int, other: int
+    builder: GraphBuilder, before: Sequence[Node], after: list[Node], first: int, second: int
 ) -> None:
-    """Makes one of two results a view of the other, if it is one in the given graph."""
-    for base, view in ((one, other), (other, one)):
+    """Makes one of two results a view of the other, if it is one in the old graph."""
+    for base, view in ((first, second), (second, first)):
         steps = _steps_between(before[base], before[view])
         if steps is not None:
             value = after[base]

@@ -59,8 +59,8 @@ def root(nodes: Iterable[Node]) -> str:
 
     Returns "" if no node has that.
     """
-    own = (node for node in nodes if node.op == "call_function" and not _path(node))
-    stacks = [list(_FRAME.finditer(node.meta.get("stack_trace") or "")) for node in own]
+    root_nodes = (node for node in nodes if node.op == "call_function" and not _path(node))
+    stacks = [list(_FRAME.finditer(node.meta.get("stack_trace") or "")) for node in root_nodes]
     for frame in chain(*stacks):
         if name := _class_at(frame["file"], int(frame["line"])):
             return name
@@ -90,20 +90,20 @@ ARGUMENT = "mla_fusion_argument"  # in a placeholder's meta: True if each call h
 NOTES = "mla_fusion_notes"  # in a graph module's meta: notes for a report in which not all fuses
 
 
-def label(node: Node, whole: Callable[[], str] = str) -> str:
+def label(node: Node, root_name: Callable[[], str] = str) -> str:
     """Returns ``q_b.weight`` for an input, ``q_b's addmm`` for a step of a module.
 
     It is the node's name if there is no other.
 
-    whole  returns the name of the module that was compiled, which has no path
+    root_name  returns the name of the module that was compiled, which has no path
     """
     if node.op == "placeholder":
         return str(node.meta.get(NAME, node.name))
     if node.op != "call_function":
         return node.name
     if node.target is operator.getitem and isinstance(node.args[0], Node):
-        return label(node.args[0], whole)
-    path, step = _path(node) or whole(), op_name(node).rpartition(":")[2].strip("_")
+        return label(node.args[0], root_name)
+    path, step = _path(node) or root_name(), op_name(node).rpartition(":")[2].strip("_")
     return f"{path}'s {'cast' if step == 'to_copy' else step}" if path else node.name
 
 
@@ -120,6 +120,7 @@ class Labels:
 
     @cached_property
     def _nodes(self) -> dict[str, Node]:
+        """The nodes by their names."""
         return {node.name: node for node in self._graph.nodes}
 
     def of(self, node: Node) -> str:

@@ -130,15 +130,17 @@ def _compare(
 ) -> None:
     """Raises ValueError if the function gives other results than the operator for an example."""
     with torch.no_grad():
-        wanted = tree_leaves(overload(*example, **options))
+        expected = tree_leaves(overload(*example, **options))
         try:
             actual = tree_leaves(decomposition(*example, **options))
         except Exception as error:
             detail = f"its decomposition fails on the example: {type(error).__name__}: {error}"
             raise ValueError(f"{overload}: {detail}") from error
-    if len(wanted) != len(actual):
-        raise ValueError(f"{overload} gives {len(wanted)} results, its decomposition {len(actual)}")
-    for place, (want, got) in enumerate(zip(wanted, actual, strict=True)):
+    if len(expected) != len(actual):
+        raise ValueError(
+            f"{overload} gives {len(expected)} results, its decomposition {len(actual)}"
+        )
+    for place, (want, got) in enumerate(zip(expected, actual, strict=True)):
         are_tensors = isinstance(want, Tensor) and isinstance(got, Tensor)
         if not are_tensors or _described(want) != _described(got):
             raise ValueError(
@@ -151,7 +153,7 @@ def _compare(
                 f"{overload}, result {place}: its decomposition is off by {deviation:.2g} of "
                 f"the largest number, more than {_TOLERANCE}"
             )
-    if not any(want.numel() for want in wanted):
+    if not any(want.numel() for want in expected):
         raise ValueError(f"{overload}: the example has no numbers to compare")
 
 
@@ -248,14 +250,14 @@ def _steps(code: CodeType) -> str:
 
 def unknown(nodes: Iterable[Node]) -> list[str]:
     """Returns the names of the nodes' operators that are neither torch's nor registered."""
-    others = (
+    names = (
         op_name(node)
         for node in nodes
         if node.op == "call_function"
         and not is_torchs_own(called(node))
         and called(node) not in _FUNCTIONS
     )
-    return [*dict.fromkeys(others)]
+    return [*dict.fromkeys(names)]
 
 
 # -- what a call computes
@@ -321,10 +323,10 @@ def _misfit(node: Node, traced: Graph) -> str:
     """Returns why a traced function cannot take the place of a call, or ""."""
     if traced.find_nodes(op="get_attr"):
         return "it makes a tensor of its own numbers; use torch.full, torch.arange and the like"
-    wanted = map(_described, tree_leaves(node.meta["val"]))
+    expected = map(_described, tree_leaves(node.meta["val"]))
     results: Any = map_arg(traced.output_node().args[0], lambda item: item.meta["val"])
     actual = map(_described, results)
-    texts = ", ".join(wanted), ", ".join(actual)
+    texts = ", ".join(expected), ", ".join(actual)
     return "" if texts[0] == texts[1] else f"it gives {texts[1]}, not {texts[0]}"
 
 
@@ -344,10 +346,10 @@ def _traced(node: Node, function: Callable[..., Any]) -> Graph:
     values = [operand.meta["val"] for operand in operands]
     tensors = (value for value in tree_leaves(values) if isinstance(value, FakeTensor))
     mode = next((tensor.fake_mode for tensor in tensors), None)
-    known = len(guards_of(mode))
+    count = len(guards_of(mode))
     with mode or nullcontext(), torch.no_grad():
         traced = make_fx(flat)(*values)
-    if new := guards_of(mode)[known:]:
+    if new := guards_of(mode)[count:]:
         raise ValueError(f"it depends on a size: {new[0]}")
     graph: Graph = traced.graph
     return graph

@@ -187,10 +187,6 @@ class Binding:
                 free = (prime for prime in self._primes if prime >= least and prime not in taken)
                 self._numbers[symbol] = int(min(next(free, least), most))
 
-    def same(self, a: Any, b: Any) -> bool:
-        """Returns True if two sizes are equal whenever the graph runs. Never adds a guard."""
-        return same(a, b) or bool(self.meaning(a) == self.meaning(b))
-
     def varies(self, size: Any) -> bool:
         """Returns True if the size may be another number in another run."""
         return is_symbolic(size) and not isinstance(self.meaning(size), int)

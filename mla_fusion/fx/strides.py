@@ -81,19 +81,14 @@ def _restore(builder: GraphBuilder, node: Node, traced: Any, readers: set[Node])
     if not isinstance(traced, torch.Tensor):
         return
     builder.at(node.next, node.meta)
-    outermost_first = _order(traced)
-    back = [outermost_first.index(axis) for axis in range(traced.dim())]
+    strides, axes = Binding().shape(traced.stride()), range(traced.dim())
+    outermost_first = sorted(axes, key=lambda axis: -strides[axis])
+    back = [outermost_first.index(axis) for axis in axes]
     in_order = builder.call(aten.permute.default, node, outermost_first)
     dense = builder.call(aten.clone.default, in_order, memory_format=torch.contiguous_format)
     restored = builder.call(aten.permute.default, dense, back)
     for reader in readers:
         reader.replace_input_with(node, restored)
-
-
-def _order(value: torch.Tensor) -> list[int]:
-    """Returns the axes of a tensor, that with the greatest stride first."""
-    strides = Binding().shape(value.stride())
-    return sorted(range(value.dim()), key=lambda axis: -strides[axis])
 
 
 def lie_alike(a: Any, b: Any) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
 
 from mla_fusion.compat import HigherOrderOperator
 from mla_fusion.fx.kinds import is_getitem, is_mutating, value_of, word
@@ -52,7 +53,7 @@ class _Call:
     is_shared: bool = False
 
 
-def found(gm: GraphModule) -> bool:
+def has_subgraphs(gm: GraphModule) -> bool:
     """Returns True if ``gm.graph`` calls subgraphs that can be inlined.
 
     A call stays if its body was traced for other shapes, or writes into operands before its end.
@@ -106,6 +107,13 @@ class _Copy:
         origin: Mapping[str, Any],
     ) -> list[Any]:
         """Copies the body of a call, and returns the results of the call."""
+
+        def step(target: Any, args: tuple[Any, ...], value: Any) -> Node:
+            """Returns a new node."""
+            new = self.graph.call_function(target, args)
+            new.meta |= {**origin, "val": value}
+            return new
+
         path += str(call.body.target)
         graph: Any = self.gm.get_submodule(path).graph
         output = graph.output_node()
@@ -115,42 +123,29 @@ class _Copy:
         for placeholder, operand in operand_of.items():
             if isinstance(operand, _Entry):
                 args = outside[operand.base], 0, operand.index
-                values[placeholder] = self._made(aten.select.int, args, operand.value, origin)
+                values[placeholder] = step(aten.select.int, args, operand.value)
             else:
-                values[placeholder] = _value(outside, operand)
-        own_origin = {key: node.meta[key] for key in _ORIGIN if node.meta.get(key)}
-        is_own = call.is_shared and own_origin
-        self.add(graph, values, f"{path}.", own_origin if is_own else origin)
-        written = {base: _value(outside, base) for base in call.written}
+                values[placeholder] = map_arg(operand, outside.__getitem__)
+        own_origin = {
+            key: node.meta[key] for key in _ORIGIN if call.is_shared and node.meta.get(key)
+        }
+        self.add(graph, values, f"{path}.", own_origin or origin)
+        written: dict[Any, Any] = {base: outside[base] for base in call.written}
         for copy in copies:
-            operand, new = operand_of[copy.args[0]], _value(values, copy.args[1])
+            operand, new = operand_of[copy.args[0]], map_arg(copy.args[1], values.__getitem__)
             if isinstance(operand, _Entry):
                 scatter = written[operand.base], new, 0, operand.index
                 value = value_of(operand.base).clone()
-                new = self._made(aten.select_scatter.default, scatter, value, origin)
+                new = step(aten.select_scatter.default, scatter, value)
             written[_memory(operand)] = new
-        return [*(_value(values, item) for item in output.args[0]), *written.values()]
-
-    def _made(
-        self, target: Any, args: tuple[Any, ...], value: Any, origin: Mapping[str, Any]
-    ) -> Node:
-        """Returns a new node."""
-        node = self.graph.call_function(target, args)
-        node.meta |= {**origin, "val": value}
-        return node
-
-
-def _value(values: Mapping[Node, Any], item: Any) -> Any:
-    """Returns the value of a node, or the literal itself."""
-    return values[item] if isinstance(item, Node) else item
+        return [*map_arg(output.args[0], values.__getitem__), *written.values()]
 
 
 def _calls(gm: GraphModule, graph: Graph, path: str) -> dict[Node, _Call]:
     """Returns the calls in ``graph`` that can be inlined."""
     calls: dict[Node, _Call] = {}
     for node in graph.nodes:
-        reader = _READERS.get(_name(node.target))
-        call = None if reader is None else reader(node)
+        call = _read_call(node)
         if call is None or not all(map(is_getitem, node.users)):
             continue
         body = gm.get_submodule(path + str(call.body.target))
@@ -209,13 +204,28 @@ def _name(target: object) -> str:
     return target.name() if isinstance(target, HigherOrderOperator) else ""
 
 
-# -- how each operator calls its graph
+def _read_call(node: Node) -> _Call | None:
+    """Returns the call that a node makes of a graph; None if it makes none, or another kind.
 
-
-def _invoked(node: Node) -> _Call | None:
-    """Reads a call of ``invoke_subgraph``."""
-    body, _, *operands = node.args
-    return _Call(body, operands, is_shared=True) if isinstance(body, Node) else None
+    A body under a grad mode or an autocast mode is read if the mode is off.
+    """
+    body: Any
+    enabled: Any = False
+    name = _name(node.target)
+    match name:
+        case "auto_functionalized_v2":
+            return _functionalised(node)
+        case "invoke_subgraph":
+            body, _, *operands = node.args
+        case "wrap_with_set_grad_enabled":
+            enabled, body, *operands = node.args
+        case "wrap_with_autocast":
+            _, _, enabled, _, body, *operands = node.args
+        case _:
+            return None
+    if enabled is not False or not isinstance(body, Node):
+        return None
+    return _Call(body, operands, is_shared=name == "invoke_subgraph")
 
 
 def _functionalised(node: Node) -> _Call | None:
@@ -257,34 +267,14 @@ def _entry(base: Any, view: Mapping[str, Any]) -> _Entry | None:
 
     Returns None if there is none.
     """
-    whole = value_of(base) if isinstance(base, Node) else None
+    tensor = value_of(base) if isinstance(base, Node) else None
     size, stride, offset = map(view.get, ("size", "stride", "storage_offset"))
-    if not isinstance(whole, Tensor) or not whole.dim() or has_symbols(whole.shape):
+    if not isinstance(tensor, Tensor) or not tensor.dim() or has_symbols(tensor.shape):
         return None
     if not isinstance(offset, int):  # a view of another kind
         return None
-    index = (offset - whole.storage_offset()) // max(whole.stride(0), 1)
-    part = whole[index] if 0 <= index < whole.shape[0] else None
+    index = (offset - tensor.storage_offset()) // max(tensor.stride(0), 1)
+    part = tensor[index] if 0 <= index < tensor.shape[0] else None
     if part is None or (part.shape, part.stride(), part.storage_offset()) != (size, stride, offset):
         return None
     return _Entry(base, index)
-
-
-def _without_grad(node: Node) -> _Call | None:
-    """Reads a call under a grad mode that is off."""
-    enabled, body, *operands = node.args
-    return _Call(body, operands) if enabled is False and isinstance(body, Node) else None
-
-
-def _without_autocast(node: Node) -> _Call | None:
-    """Reads a call under an autocast mode that is off."""
-    _, _, enabled, _, body, *operands = node.args
-    return _Call(body, operands) if enabled is False and isinstance(body, Node) else None
-
-
-_READERS = {
-    "invoke_subgraph": _invoked,
-    "auto_functionalized_v2": _functionalised,
-    "wrap_with_set_grad_enabled": _without_grad,
-    "wrap_with_autocast": _without_autocast,
-}

@@ -106,12 +106,9 @@ def _value(message: Message) -> Value:
     for item in every(message, "attr") if sizes is None else ():
         if meta := _META.match(str(first(first(item, "value", []), "s", ""))):
             sizes = dims(meta[1])
-    return Value(
-        ge_dtype(str(first(message, "dtype", ""))),
-        sizes,
-        str(first(message, "layout", "")),
-        str(first(message, "device_type", "")),
-    )
+    names = "dtype", "layout", "device_type"
+    dtype, layout, device = (str(first(message, name, "")) for name in names)
+    return Value(ge_dtype(dtype), sizes, layout, device)
 
 
 def parse(text: str) -> Message:

@@ -114,8 +114,8 @@ class Value:
         """
         if self.shape is None or -1 in self.shape:
             return None
-        known = prod(size for size in self.shape if isinstance(size, int))
-        return known, sorted(size for size in self.shape if isinstance(size, str))
+        number = prod(size for size in self.shape if isinstance(size, int))
+        return number, sorted(size for size in self.shape if isinstance(size, str))
 
     @property
     def bytes(self) -> int | None:
@@ -206,6 +206,7 @@ class Dump:
 
     @property
     def is_fx(self) -> bool:
+        """True for an FX graph."""
         return self.format == "fx"
 
     @cached_property

@@ -171,8 +171,7 @@ def split(text: str) -> list[tuple[str, str]]:
 def read_fx(text: str) -> list[Operator]:
     """Returns the nodes in order: placeholders, attributes, calls, then one of type "output"."""
     tree, reader = parse(text), _FxReader(text)
-    members = (member for part in tree.body for member in getattr(part, "body", ()))
-    functions = (member for member in members if isinstance(member, ast.FunctionDef))
+    functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
     forward = next((function for function in functions if function.name == "forward"), None)
     if forward is None:
         raise DumpError("the listing has no forward", tree.body[0].lineno)

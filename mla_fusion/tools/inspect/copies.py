@@ -118,12 +118,18 @@ class _Path:
         is_large = True if True in sizes else None if None in sizes or not sizes else False
         target, is_changed = places.get(0), not self.changed.isdisjoint(edges)
         results = [Edge(name, index) for index in range(max(1, len(operator.outputs)))]
+        if kind == "transpose" and self._in_products(operator):
+            kind = "read"  # a product reads its operand transposed
+        elif kind == "part" and self.dump.is_fx:
+            kind = "view"
+        elif kind == "gathered" and is_large is None:
+            kind = ""
         if kernel := kinds.written(operator):
             self._write(operator, kernel, places)
         elif kind == "end":
             self.ends += edges
             self.is_cache |= reads_all and not (self.changed - self.own).isdisjoint(edges)
-        elif kind in ("back", "in place", "view") or (kind == "part" and self.dump.is_fx):
+        elif kind in ("back", "in place", "view"):
             writes, is_own = kind in ("back", "in place"), target in self.own
             self.is_cache |= writes and is_own
             # copy_ and Assign: into the input itself, or of it into another
@@ -134,9 +140,7 @@ class _Path:
             if target:
                 self.targets += [target] * (kind == "in place" and is_own)
                 self._hold(results, edges, is_own, writes or target in self.changed)
-        elif kind in ("product", "read") or (kind == "transpose" and self._in_products(operator)):
-            pass  # a product reads its operand transposed
-        elif kind == "computed" or not kind or (kind == "gathered" and is_large is None):
+        elif kind in ("computed", ""):
             if not reads_all or is_large is False:
                 return
             if kind == "computed":
@@ -144,7 +148,7 @@ class _Path:
                 self.sources[Edge(name)] = edges
             else:
                 self.unknown.append(f"{operator.type} {name}")
-        else:
+        elif kind not in ("product", "read"):
             if is_large or (is_large is None and reads_all and kind != "part"):
                 self.copies.setdefault(name, "rebuilt" if kind == "joined" else kind)
             if kind == "joined" or (kind == "rebuilt" and target):
@@ -200,7 +204,7 @@ class _Path:
 
 def _is_as_large(value: Value, unit: Value) -> bool | None:
     """Returns True if a value has at least as many elements as the unit; None if not known."""
-    mine, other = value.elements, unit.elements
-    if mine is None or other is None or mine[1] != other[1]:
+    elements, unit_elements = value.elements, unit.elements
+    if elements is None or unit_elements is None or elements[1] != unit_elements[1]:
         return None
-    return mine[0] >= other[0]
+    return elements[0] >= unit_elements[0]

@@ -139,8 +139,8 @@ def roles_of(operator: Operator) -> list[str]:
         return operator.roles or list(PROLOGUES[operator.type].ge_inputs)
     target = names.target(operator.type)
     args, kwargs = operator.call
-    known = schema_of(target).arguments if isinstance(target, OpOverload) else ()
-    places = [argument.name for argument in known] + [""] * len(args)
+    arguments = schema_of(target).arguments if isinstance(target, OpOverload) else ()
+    places = [argument.name for argument in arguments] + [""] * len(args)
     named = [*zip(places, args, strict=False), *kwargs.items()]
     return [name for name, item in named for _ in edges_in(item)]
 

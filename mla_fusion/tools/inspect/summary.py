@@ -22,6 +22,9 @@ _SHOWN = """
     query_quant_mode query_norm_flag ckvkr_repo_mode quant_scale_repo_mode tile_size qc_qr_scale
     kc_scale
 """.split()
+_BEFORE_PASSES = (
+    "this form is written while converting: GE's passes may have removed copies that stand here"
+)
 
 
 @dataclass(frozen=True)
@@ -102,9 +105,6 @@ def summarise(dump: Dump) -> Summary:
     dump  as :func:`read` returns it
     """
     kernels = [operator for operator in dump.operators if is_prologue(operator.type)]
-    remarks = [
-        "this form is written while converting: GE's passes may have removed copies that stand here"
-    ]
     return Summary(
         dump=str(dump),
         graph=dump.graph,
@@ -118,7 +118,7 @@ def summarise(dump: Dump) -> Summary:
             for operator in dump.of_type(*INPUTS)
             if any(isinstance(size, str) or size < 0 for size in operator.output.shape or ())
         },
-        remarks=remarks if dump.format == "python" else [],
+        remarks=[_BEFORE_PASSES] if dump.format == "python" else [],
     )
 
 
