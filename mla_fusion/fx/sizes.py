@@ -43,9 +43,9 @@ def has_symbols(sizes: Iterable[Any]) -> bool:
     return not _SYMBOLIC.isdisjoint(map(type, sizes))
 
 
-def sizes_of(node: Any) -> tuple[Any, ...]:
+def sizes_of(node: Node) -> tuple[Any, ...]:
     """Returns the shape of a node's tensor, or of the first of several; () for anything else."""
-    value = value_of(node) if isinstance(node, Node) else None
+    value = value_of(node)
     if isinstance(value, (tuple, list)) and value:
         value = value[0]
     return tuple(value.shape) if isinstance(value, torch.Tensor) else ()
