@@ -1,22 +1,24 @@
-"""Where the plan's operations go: into a graph, or straight onto tensors.
+"""Applies the plan's operators: writes them into a graph, or runs them on tensors.
 
-The replacement is written once (:mod:`mla_fusion.plan`) against :class:`Builder`;
-committing it and verifying it run the very same code.
+The plan writes a replacement once (:mod:`mla_fusion.plan`), for a :class:`Builder`. Committing and
+verifying run this code.
 """
 
 from __future__ import annotations
 
 import operator
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache, partial, reduce
+from contextlib import contextmanager, nullcontext
+from functools import cache, cached_property, reduce
 from itertools import count
 from typing import Any
 
 import sympy
 import torch
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
 
 from mla_fusion.compat import (
     FakeTensor,
@@ -26,8 +28,8 @@ from mla_fusion.compat import (
     storage_id,
     without_fake_mode,
 )
-from mla_fusion.fx.kinds import attribute, dtype_of, shape_of, value_of
-from mla_fusion.fx.sizes import SizeNodes, expression, is_symbolic, same, same_shape, sizes_of
+from mla_fusion.fx.kinds import attribute, dtype_of, shape_of, signature, value_of
+from mla_fusion.fx.sizes import expression, is_symbolic, same, same_shape, sizes_of
 from mla_fusion.fx.vector_numbers import Exact
 from mla_fusion.fx.workplace import created
 
@@ -37,55 +39,56 @@ _OPERATIONS = {sympy.Add: operator.add, sympy.Mul: operator.mul, FloorDiv: opera
 
 
 class Builder(ABC):
-    """Applies operators to values: graph nodes, or tensors."""
+    """Applies operators to values: tensors, or in subclasses graph nodes."""
 
     @abstractmethod
     def value(self, node: Node) -> Any:
-        """The value of a node of the original graph."""
+        """Returns the value of a node of the original graph."""
 
     @abstractmethod
-    def call(self, op: Any, *args: Any, **kwargs: Any) -> Any: ...
+    def call(self, op: Any, *args: Any, **kwargs: Any) -> Any:
+        """Returns the result of an operator."""
 
-    @abstractmethod
-    def shape(self, value: Any) -> Sequence[Any]: ...
+    def shape(self, value: Any) -> Sequence[Any]:
+        """Returns the shape of a value."""
+        return tuple(value.shape)
 
-    @abstractmethod
-    def dtype(self, value: Any) -> torch.dtype: ...
+    def dtype(self, value: Any) -> torch.dtype:
+        """Returns the dtype of a value."""
+        dtype: torch.dtype = value.dtype
+        return dtype
 
     @abstractmethod
     def sizes(self, shape: Sequence[Any], of: Any = None) -> list[Any]:
-        """A shape of the original graph (ints and SymInts) as arguments. ``of``: a value that has a
-        size which the graph has no node for.
+        """Returns a shape of the original graph (ints and SymInts) as arguments.
+
+        of  a value with sizes for which the graph may have no node
         """
 
     def size(self, size: Any, of: Any = None) -> Any:
-        """A size to compute with. Raises LookupError where the graph cannot compute it."""
-        (found,) = self.sizes([size], of)
-        return found
+        """Returns a size to compute with. Raises LookupError if the graph cannot compute it."""
+        return self.sizes([size], of)[0]
 
     @abstractmethod
     def constant(self, numbers: Sequence[int], like: Any) -> Any:
-        """The numbers as a tensor on the device of ``like``."""
+        """Returns the numbers as a tensor on the device of ``like``."""
 
     def cache(self, node: Node, shape: Sequence[Any]) -> Any:
-        """A cache in the kernel's shape."""
+        """Returns a cache in the kernel's shape."""
         return self.reshape(self.value(node), shape)
 
-    def target(self, value: Any) -> Any:
-        """A value that the next call writes."""
-        return value
-
     def finish(self) -> None:  # noqa: B027  # nothing to do is a good default
-        """All calls are in: last changes before dead code is dropped."""
+        """Makes the last changes behind all calls, before dead code is dropped."""
 
     def close(self) -> None:  # noqa: B027  # nothing to do is a good default
-        """Nobody changes the graph any more: last chance to fail before it is put in place."""
+        """Runs on the finished graph: the last chance to fail before it is installed."""
 
     def packed(
         self, name: str, recipe: Recipe, leaves: Sequence[Node], exact: Exact | None = None
     ) -> Any:
-        """A weight made by ``recipe`` from ``leaves``: here, where it is used. ``exact``: what must
-        be seen of it.
+        """Returns a weight that ``recipe`` makes from ``leaves``.
+
+        exact  the condition that must be met whenever it is made
         """
         return recipe(self)
 
@@ -96,102 +99,102 @@ class Builder(ABC):
         caches: Sequence[tuple[str, Node, Sequence[Any]]],
         skips: bool,
     ) -> None:
-        """The kernel will write rows at ``recipe``'s slots, made of ``leaves``, into caches (name,
-        input, shape).
+        """Prepares a check of the slots at which the kernel writes rows.
 
-        ``skips``: the model, like the kernel, leaves out a token whose slot is negative.
+        recipe  makes the slots, from ``leaves``
+        caches  name, input and shape of each
+        skips   True if the model, like the kernel, leaves out a token whose slot is negative
         """
 
     def once(self, key: object, recipe: Recipe) -> Any:
-        """A value that several layers share (tables, slots)."""
-        return recipe(self)
-
-    def new_rows(self, cache: Any, shape: Sequence[Any], recipe: Recipe) -> Any:
-        """The rows that a call has written into a cache: read back by ``recipe``."""
+        """Returns a value that several layers share (tables, slots)."""
         return recipe(self)
 
     def device_type(self, value: Any) -> str:
+        """Returns the type of the device that a value is on."""
         return "cpu"
 
     def reshape(self, value: Any, shape: Sequence[Any]) -> Any:
+        """Returns a value in another shape."""
         if same_shape(self.shape(value), shape):
             return value
         sizes = self.sizes(shape)
         unknown = [place for place, size in enumerate(sizes) if type(size) is not int]
-        # what the others leave of it: no node has to be packed with them
+        # -1 needs no node, which would have to be packed with the weight
         if len(unknown) == 1 and -1 not in sizes:
             sizes[unknown[0]] = -1
         return self.call(aten.reshape.default, value, sizes)
 
     def contiguous(self, value: Any) -> Any:
-        """A copy that is contiguous, in memory of its own."""
+        """Returns a contiguous copy, in memory of its own."""
         return self.call(aten.clone.default, value, memory_format=torch.contiguous_format)
 
     def joined(self, parts: Sequence[Any], axis: int = 0) -> Any:
-        """The parts side by side; a single one as it is."""
+        """Returns the parts joined along an axis; a single part as it is."""
         return parts[0] if len(parts) == 1 else self.call(aten.cat.default, parts, axis)
 
     def permuted(self, value: Any, order: Sequence[int]) -> Any:
-        """The axes in this order; the value itself where they lie so."""
-        stays = list(order) == list(range(len(order)))
-        return value if stays else self.call(aten.permute.default, value, list(order))
+        """Returns a value with its axes in this order."""
+        order = list(order)
+        is_same = order == sorted(order)
+        return value if is_same else self.call(aten.permute.default, value, order)
 
     def transposed(self, value: Any) -> Any:
-        """The last two axes change places."""
-        count = len(self.shape(value)) - 2
-        return self.permuted(value, [*range(count), count + 1, count])
+        """Returns a value with its last two axes exchanged."""
+        *lead, rows, columns = range(len(self.shape(value)))
+        return self.permuted(value, [*lead, columns, rows])
 
     def cast(self, value: Any, dtype: torch.dtype) -> Any:
-        return (
-            value
-            if self.dtype(value) == dtype
-            else self.call(aten._to_copy.default, value, dtype=dtype)
-        )
-
-
-class OfTensors(Builder):
-    """Values are tensors, real or fake."""
-
-    def shape(self, value: torch.Tensor) -> Sequence[Any]:
-        return tuple(value.shape)
-
-    def dtype(self, value: torch.Tensor) -> torch.dtype:
-        return value.dtype
+        """Returns a value in this dtype."""
+        if self.dtype(value) == dtype:
+            return value
+        return self.call(aten._to_copy.default, value, dtype=dtype)
 
 
 class GraphBuilder(Builder):
     """Adds nodes, with meta values, to ``gm.graph``.
 
-    Either that graph is changed where it stands, and nodes are inserted before the one given to
-    :meth:`at`. Or it is being written from beginning to end after the model of another one,
-    ``source``, and nodes are added at its end.
+    Without ``source`` that graph is changed, and nodes are inserted before the point set by
+    :meth:`at`. With ``source``, the graph is written from its beginning after that graph, and nodes
+    are added at its end.
 
-    copies      nodes of the source, by those of ``gm.graph`` that stand for them so far
-    copy        makes the copy of a node of the source that has none yet
-    constants   tensors that nodes made here read as attributes of ``gm``
+    copies     nodes of ``gm.graph``, by the nodes of the source that they stand for
+    copy       returns the copy of a node of the source that has none yet
+    constants  tensors that new nodes read as attributes of ``gm``
+    made       the new nodes
     """
 
     def __init__(self, gm: GraphModule, source: Graph | None = None) -> None:
         self.gm = gm
         self.source = gm.graph if source is None else source
         self.copies: dict[Node, Node] = {}
-        self.copy: Callable[[Node], Node] = _same
+        self.copy: Callable[[Node], Node] = lambda node: node
         self.constants: dict[str, torch.Tensor] = {}
         self.made: list[Node] = []
         self._is_written = source is not None
-        self._taken = {node.name for node in source.nodes} if source is not None else set()
-        self._numbers: dict[str, int] = {}
-        self._size_nodes = SizeNodes(self.source)
+        self._taken = {node.name for node in self.source.nodes}
+        self._numbers = Counter[str]()
         self._shared: dict[object, Node] = {}
         self._meta: dict[str, Any] = {}
         self._fake_mode = fake_mode_of(self.source)
         self._point: Node | None = None
-        self._inside = False
+        self._is_propagating = False
         self._results: dict[object, tuple[Any, bool]] = {}
 
+    @cached_property
+    def _size_nodes(self) -> dict[Any, Node]:
+        """The first node of the source that holds each symbolic size, by its expression."""
+        nodes: dict[Any, Node] = {}
+        for node in self.source.nodes:
+            value = value_of(node)
+            if type(value) is torch.SymInt:
+                nodes.setdefault(expression(value), node)
+        return nodes
+
     def at(self, point: Node | None, meta: dict[str, Any]) -> None:
-        """Insert before ``point`` (None: at the end) from now on; new nodes take ``meta``, where
-        they come from.
+        """Inserts new nodes before ``point`` from now on; None means at the end.
+
+        meta  where new nodes come from
         """
         self._point, self._meta = point, meta
 
@@ -202,94 +205,82 @@ class GraphBuilder(Builder):
         return self.insert(op, args, kwargs, self.propagate(op, args, kwargs))
 
     def insert(self, op: Any, args: Any, kwargs: Any, value: Any) -> Node:
-        """A call whose meta value is known."""
-        with self._place():
-            name = self.free_name(_title(op))
-            node = created(self.gm.graph, "call_function", op, args, kwargs, name)
-        return self.take(node, value)
+        """Returns a call whose meta value is known."""
+        return self._create("call_function", op, args, kwargs, value)
 
-    def take(self, node: Node, value: Any) -> Node:
-        """Give a new node its meta value."""
+    def _create(self, op: str, target: Any, args: Any, kwargs: Any, value: Any) -> Node:
+        """Returns a new node before the point, with its meta value."""
+        graph, point = self.gm.graph, self._point
+        # what torch.fx would name it
+        name = self.free_name(str(getattr(target, "__name__", target)).replace(".", "_"))
+        with nullcontext() if point is None else graph.inserting_before(point):
+            node = created(graph, op, target, args, kwargs, name)
         node.meta.update(self._meta)
         node.meta["val"] = value
         self.made.append(node)
         return node
 
-    def _place(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._point is None else self.gm.graph.inserting_before(self._point)
-
     def free_name(self, wanted: str) -> str | None:
-        """A name that no node of the source has, copied already or not; None where the graph itself
-        sees to that.
-        """
+        """Returns a name that no node of the source has; None if torch finds one."""
         if not self._is_written:
             return None
-        name, number = wanted, self._numbers.get(wanted, 0)
+        name = wanted
         while name in self._taken:
-            number += 1
-            name = f"{wanted}_{number}"
-        self._numbers[wanted] = number
+            self._numbers[wanted] += 1
+            name = f"{wanted}_{self._numbers[wanted]}"
         self._taken.add(name)
         return name
 
     @contextmanager
     def propagating(self) -> Iterator[None]:
-        """Stand in the graph's fake mode for many calls; entering it for each would cost as much as
-        the calls.
+        """Enters the graph's fake mode for many calls.
+
+        Entering it for each would cost as much as the calls.
         """
         with torch.no_grad(), self._fake_mode or nullcontext():
-            self._inside = True
+            self._is_propagating = True
             try:
                 yield
             finally:
-                self._inside = False
+                self._is_propagating = False
 
     def propagate(self, op: Any, args: Any, kwargs: Any) -> Any:
-        """The meta value of a call, nodes among its arguments standing for theirs."""
-        fake_args, fake_kwargs = torch.fx.node.map_arg((args, kwargs), self._fake)
-        with nullcontext() if self._inside else self.propagating():
-            signature = None
+        """Returns the meta value of a call; nodes among its arguments stand for theirs."""
+        # make_fx of real tensors uses a mode for each node
+        fake_args, fake_kwargs = map_arg(
+            (args, kwargs), lambda node: faked(node.meta["val"], self._fake_mode)
+        )
+        with nullcontext() if self._is_propagating else self.propagating():
+            key = None
             if self._fake_mode and _is_functional(op):
-                signature = op, _described(fake_args), _described(list(fake_kwargs.items()))
+                key = op, _described(fake_args), _described(list(fake_kwargs.items()))
             try:
-                known = self._results.get(signature)
-            except TypeError:  # a size is symbolic, and those have no hash
-                known = signature = None
-            # equal layers: tensors like the first one's, at a tenth of the cost
-            if known is not None:
-                results, is_view = known
-                memory = fake_args[0] if is_view else None
-                with without_fake_mode():
-                    several = not isinstance(results, torch.Tensor)
-                    return (
-                        tuple(map(self._another, results))
-                        if several
-                        else self._another(results, memory)
-                    )
-            results = op(*fake_args, **fake_kwargs)
-            if signature is not None:
-                is_view = _is_view(results, fake_args)
-                self._results[signature] = results, is_view
-            return results
+                earlier = self._results.get(key)
+            except TypeError:  # a symbolic size has no hash
+                earlier = key = None
+            if earlier is None:
+                results = op(*fake_args, **fake_kwargs)
+                if key is not None:
+                    self._results[key] = results, _is_view(results, fake_args)
+                return results
+            # an equal layer: tensors like the first one's, at a tenth of the cost
+            results, is_view = earlier
+            with without_fake_mode():
+                if isinstance(results, torch.Tensor):
+                    return self._another(results, fake_args[0] if is_view else None)
+                return tuple(map(self._another, results))
 
     def _another(self, value: torch.Tensor, memory: torch.Tensor | None = None) -> torch.Tensor:
-        """A fake tensor like ``value``: with memory of its own, or a view of ``memory``."""
-        if memory is None and not value.numel():
-            return value  # no memory to share: an output that is not asked for
-        if memory is None:
-            meta = torch.empty_strided(
-                value.shape, value.stride(), dtype=value.dtype, device="meta"
-            )
-        else:
+        """Returns a fake tensor like ``value``, in memory of its own or as a view of ``memory``."""
+        layout = value.shape, value.stride()
+        if memory is not None:
             meta = torch.empty(0, dtype=value.dtype, device="meta")
-            meta.set_(memory.untyped_storage(), value.storage_offset(), value.shape, value.stride())
+            meta.set_(memory.untyped_storage(), value.storage_offset(), *layout)
+        elif value.numel():
+            meta = torch.empty_strided(*layout, dtype=value.dtype, device="meta")
+        else:
+            return value  # no memory to share: an output that is not asked for
         return FakeTensor(self._fake_mode, meta, value.device)
-
-    def _fake(self, node: Node) -> Any:
-        """The node's meta value in this graph's fake mode (make_fx of real tensors uses one mode a
-        node).
-        """
-        return faked(node.meta["val"], self._fake_mode)
 
     def shape(self, value: Node) -> Sequence[Any]:
         return tuple(shape_of(value))
@@ -301,129 +292,111 @@ class GraphBuilder(Builder):
         return value.meta["val"].device.type
 
     def sizes(self, shape: Sequence[Any], of: Node | None = None) -> list[Any]:
-        """Each symbolic size as the node that holds it, or asks ``of`` for it; a single unknown one
-        as -1.
+        """Returns each size as a number, or as a node that holds it or asks ``of`` for it.
+
+        A single size without a node is -1.
         """
-        out: list[Any] = []
-        for size in shape:
-            number = expression(size)
-            if not is_symbolic(size) or number.is_Integer:  # a symbol that a guard made a number
-                out.append(int(number))
-                continue
-            node = self._size_nodes.find(size)
-            if node is not None and self._is_written:
-                node = self.copies.get(node)
-            held = node if node is not None and self._defined(node) else self._asked(of, size)
-            out.append(-1 if held is None else held)
-        if out.count(-1) > 1:  # in a graph of torch.export no step may have asked for them
-            sizes = zip(out, shape, strict=True)
-            out = [self._computed(expression(size)) if held == -1 else held for held, size in sizes]
-        return out
+        sizes = [self._held(size, of) for size in shape]
+        if sizes.count(None) > 1:  # in a graph of torch.export no step may have asked for them
+            return [
+                self._computed(expression(size)) if node is None else node
+                for node, size in zip(sizes, shape, strict=True)
+            ]
+        return [-1 if size is None else size for size in sizes]
 
     def size(self, size: Any, of: Node | None = None) -> Any:
-        (found,) = self.sizes([size], of)
-        return self._computed(expression(size)) if found == -1 and is_symbolic(size) else found
+        node = self._held(size, of)
+        return self._computed(expression(size)) if node is None else node
+
+    def _held(self, size: Any, of: Node | None) -> Any:
+        """Returns a size as a number or as a node; None if the graph has to compute it."""
+        number = expression(size)
+        if not is_symbolic(size) or number.is_Integer:  # a guard may make a symbol a number
+            return int(number)
+        node = self._size_nodes.get(number)
+        if node is not None and self._is_written:
+            node = self.copies.get(node)
+        return node if node is not None and self._is_defined(node) else self._asked(of, size)
 
     def _computed(self, number: Any) -> Any:
-        """A size, computed from those of inputs. Raises LookupError where no operator does that."""
+        """Returns a size, computed from sizes of inputs.
+
+        Raises LookupError if no operator does that.
+        """
         if number.is_Integer:
             return int(number)
-        for given in self.source.find_nodes(op="placeholder"):
-            for size in sizes_of(given):
+        for node in self.source.find_nodes(op="placeholder"):
+            for size in sizes_of(node):
                 if is_symbolic(size) and expression(size) == number:
-                    held = self._asked(self.value(given), size)
-                    assert held is not None
-                    return held
-        node = self._size_nodes.find(number) if number.is_Symbol else None
-        if node is not None:
-            return self.value(node)
+                    return self._asked(self.value(node), size)
+        if number in self._size_nodes and number.is_Symbol:
+            return self.value(self._size_nodes[number])
         operation, parts = _OPERATIONS.get(number.func), number.args
         if number.is_Pow and number.args[1].is_Integer and number.args[1] > 0:
             operation, parts = operator.mul, number.args[:1] * int(number.args[1])
         if operation is None:
             raise LookupError(f"no node of the graph, and no input, has the size {number}")
-        return reduce(partial(self._calculated, operation), map(self._computed, parts))
 
-    def _calculated(self, operation: Callable[[Any, Any], Any], one: Any, other: Any) -> Node:
-        values = (part.meta["val"] if isinstance(part, Node) else part for part in (one, other))
-        return self.insert(operation, (one, other), {}, operation(*values))
+        def calculated(left: Any, right: Any) -> Node:
+            """Returns the node of one operation."""
+            values = map_arg((left, right), value_of)
+            return self.insert(operation, (left, right), {}, operation(*values))
+
+        return reduce(calculated, map(self._computed, parts))
 
     def _asked(self, of: Node | None, size: torch.SymInt) -> Node | None:
-        held = () if of is None else shape_of(of)
-        axis = next((axis for axis, one in enumerate(held) if same(one, size)), None)
+        """Returns a new node that asks ``of`` for a size; None if it has no such size."""
+        shape = () if of is None else shape_of(of)
+        axis = next((axis for axis, other in enumerate(shape) if same(other, size)), None)
         if axis is None:
             return None
-        with self._place():
-            node = self.gm.graph.call_function(torch.ops.aten.sym_size.int, (of, axis))
-        return self.take(node, size)
+        return self.insert(aten.sym_size.int, (of, axis), {}, size)
 
-    def _defined(self, node: Node) -> bool:
+    def _is_defined(self, node: Node) -> bool:
+        """Returns True if the node comes before the point."""
         return self._point is None or node < self._point
 
     def constant(self, numbers: Sequence[int], like: Node) -> Node:
         with without_fake_mode():  # the graph will hold it, so it must be real
             tensor = torch.tensor(numbers, dtype=torch.int64)
-        name = next(
-            name
-            for number in count()
-            if not hasattr(self.gm, name := f"_mla_fusion_constant{number}")
-        )
+        names = (f"_mla_fusion_constant{number}" for number in count())
+        name = next(name for name in names if not hasattr(self.gm, name))
         self.gm.register_buffer(name, tensor)
         self.constants[name] = tensor
-        with self._place():
-            node = self.gm.graph.create_node("get_attr", name, name=self.free_name(name))
-        in_mode = self._fake_mode is not None
-        self.take(
-            node, self._fake_mode.from_tensor(tensor, static_shapes=True) if in_mode else tensor
-        )
-        device = like.meta["val"].device
-        return (
-            node if device.type == "cpu" else self.call(aten._to_copy.default, node, device=device)
-        )
+        mode, device = self._fake_mode, like.meta["val"].device
+        value = tensor if mode is None else mode.from_tensor(tensor, static_shapes=True)
+        node = self._create("get_attr", name, (), {}, value)
+        if device.type == "cpu":
+            return node
+        return self.call(aten._to_copy.default, node, device=device)
 
     def once(self, key: object, recipe: Recipe) -> Node:
         shared = self._shared.get(key)
-        if shared is None or not self._defined(shared):
+        if shared is None or not self._is_defined(shared):
             shared = self._shared[key] = recipe(self)
         return shared
 
 
-def _same(node: Node) -> Node:
-    return node
-
-
-def _title(op: Any) -> str:
-    """What torch.fx would name a call of it."""
-    return str(getattr(op, "__name__", op)).replace(".", "_")
-
-
 @cache
 def _is_functional(op: Any) -> bool:
-    """Does the schema say that the results are tensors of their own, or one view of the first
-    argument?
-    """
-    if not isinstance(op, OpOverload):
+    """Returns True if all results are new tensors, or the only one may be a view."""
+    if not isinstance(op, OpOverload) or signature(op).is_mutable:
         return False
-    schema = schema_of(op)
-    if any(str(result.type) != "Tensor" for result in schema.returns):
-        return False
-    if all(result.alias_info is None for result in schema.returns):
-        return True
-    first, *others = (argument.alias_info for argument in schema.arguments)
-    return len(schema.returns) == 1 and first is not None and not first.is_write and not any(others)
+    returns = schema_of(op).returns
+    are_tensors = all(str(result.type) == "Tensor" for result in returns)
+    return are_tensors and (len(returns) == 1 or not signature(op).may_alias)
 
 
 def _is_view(result: Any, args: Any) -> bool:
-    first = args[0] if args else None
-    if not isinstance(result, torch.Tensor) or not isinstance(first, torch.Tensor):
+    """Returns True if a result lies in the memory of the first argument."""
+    values = result, args[0] if args else None
+    if not all(isinstance(value, torch.Tensor) for value in values):
         return False
-    return storage_id(result) == storage_id(first)
+    return len(set(map(storage_id, values))) == 1
 
 
 def _described(value: Any) -> object:
-    """Of a tensor what results depend on, of a list what its items are, of a literal itself with
-    its type: equal for arguments of which a call makes equal shapes, strides and dtypes.
-    """
+    """Returns a key of arguments. Equal keys give results of equal shapes, strides and dtypes."""
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), value.stride(), value.storage_offset(), value.dtype, value.device
     if isinstance(value, (list, tuple)):
@@ -432,8 +405,10 @@ def _described(value: Any) -> object:
 
 
 def describe_attributes(gm: GraphModule) -> list[Node]:
-    """Give get_attr nodes a meta value where the tracer left none (make_fx of real tensors does),
-    and copies into inputs (of torch.export's module()); these nodes.
+    """Adds meta values that the tracer left out, and returns the nodes that got one.
+
+    make_fx of real tensors adds none to get_attr nodes, torch.export's module() none to copies into
+    inputs.
     """
     nodes = [node for node in gm.graph.find_nodes(op="get_attr") if "val" not in node.meta]
     mode = fake_mode_of(gm.graph) if nodes else None
@@ -449,16 +424,13 @@ def describe_attributes(gm: GraphModule) -> list[Node]:
 
 
 def fake_mode_of(graph: Graph) -> Any:
-    """The mode that the graph's values are fake in; None where none of them is."""
-    for node in graph.nodes:
-        mode = getattr(value_of(node), "fake_mode", None)
-        if mode is not None:
-            return mode
-    return None
+    """Returns the mode in which the graph's values are fake; None if no value is."""
+    modes = (getattr(value_of(node), "fake_mode", None) for node in graph.nodes)
+    return next((mode for mode in modes if mode is not None), None)
 
 
 def faked(value: Any, mode: Any) -> Any:
-    """A tensor of the graph in this mode: itself, or one like it."""
+    """Returns a tensor of the graph in this mode: the same, or a new one like it."""
     if getattr(value, "fake_mode", mode) is mode:
         return value
     with mode:

@@ -1,4 +1,4 @@
-"""Where in the user's model a node comes from, and by which name the user knows it."""
+"""Finds where in the model a node comes from, and the name by which the user knows it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import cache, cached_property
+from itertools import chain
 
 from torch.fx import Graph, Node
 
@@ -24,20 +25,17 @@ _NEARLY_ALL = 0.8
 
 
 def layer(nodes: Iterable[Node]) -> str:
-    """The module path that the nodes share, such as ``model.layers.3.self_attn``; "" where there is
-    none.
+    """Returns the module path that nearly all nodes share, such as ``model.layers.3.self_attn``.
+
+    Returns "" if there is none. A step that two layers share belongs to the first of them, so a few
+    nodes may have another path.
     """
-    found = [path for node in nodes if (path := _path(node)) is not None]
-    if len(set(found)) < 2:
-        return "".join(found[:1])
-    paths = [path.split(".") for path in found]
+    paths = [path.split(".") for node in nodes if (path := _path(node)) is not None]
     shared: list[str] = []
-    # what nearly all share: a step that two layers have in common is a node of the first alone
     while paths:
         depth = len(shared)
-        name, count = Counter(
-            path[depth] if depth < len(path) else "" for path in paths
-        ).most_common(1)[0]
+        names = Counter(path[depth] if depth < len(path) else "" for path in paths)
+        name, count = names.most_common(1)[0]
         if not name or count < _NEARLY_ALL * len(paths):
             break
         shared.append(name)
@@ -46,8 +44,9 @@ def layer(nodes: Iterable[Node]) -> str:
 
 
 def _path(node: Node) -> str | None:
-    """Of the module that made the node; "" for the one that was compiled itself, None where nothing
-    tells.
+    """Returns the path of the module that made the node.
+
+    Returns "" for the module that was compiled, None if the node has no such metadata.
     """
     stack = node.meta.get("nn_module_stack")
     if stack:
@@ -56,59 +55,60 @@ def _path(node: Node) -> str | None:
 
 
 def root(nodes: Iterable[Node]) -> str:
-    """The class of the module that was compiled, ``Attention``, or the function's name; "" where no
-    node tells.
+    """Returns the class of the module that was compiled, or the name of the function.
+
+    Returns "" if no node has that.
     """
-    own = (node for node in nodes if node.op == "call_function" and not _path(node))
-    stacks = [list(_FRAME.finditer(node.meta.get("stack_trace") or "")) for node in own]
-    for frame in (frame for stack in stacks for frame in stack):
+    root_nodes = (node for node in nodes if node.op == "call_function" and not _path(node))
+    stacks = [list(_FRAME.finditer(node.meta.get("stack_trace") or "")) for node in root_nodes]
+    for frame in chain(*stacks):
         if name := _class_at(frame["file"], int(frame["line"])):
             return name
-    return next(
-        (stack[0]["function"] for stack in stacks if stack and stack[0]["function"].isidentifier()),
-        "",
-    )
+    functions = (stack[0]["function"] for stack in stacks if stack)
+    return next(filter(str.isidentifier, functions), "")
 
 
 def _class_at(file: str, line: int) -> str:
-    """The innermost class around a line of a file."""
-    inside = [(first, name) for first, last, name in _classes(file) if first <= line <= last]
-    return max(inside)[1] if inside else ""
+    """Returns the name of the innermost class around a line of a file, or ""."""
+    around = ((first, name) for first, last, name in _classes(file) if first <= line <= last)
+    return max(around, default=(0, ""))[1]
 
 
 @cache
 def _classes(file: str) -> tuple[tuple[int, int, str], ...]:
+    """Returns first line, last line and name of each class in a file."""
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError):
         return ()
-    found = (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
-    return tuple((node.lineno, node.end_lineno or node.lineno, node.name) for node in found)
+    classes = (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+    return tuple((node.lineno, node.end_lineno or node.lineno, node.name) for node in classes)
 
 
-NAME = "mla_fusion_name"  # in a placeholder's meta: what the user calls it
-NOTES = "mla_fusion_notes"  # in a graph module's: what to say of a graph in which not all fuses
-ARGUMENT = "mla_fusion_argument"  # and whether each call brings its own
+NAME = "mla_fusion_name"  # in a placeholder's meta: the user's name of the input
+ARGUMENT = "mla_fusion_argument"  # in a placeholder's meta: True if each call has its own
+NOTES = "mla_fusion_notes"  # in a graph module's meta: notes for a report in which not all fuses
 
 
-def label(node: Node, whole: Callable[[], str] = str) -> str:
-    """``q_b.weight`` for an input, ``q_b's addmm`` for what a module computes; the node's name
-    where there is no other.
+def label(node: Node, root_name: Callable[[], str] = str) -> str:
+    """Returns ``q_b.weight`` for an input, ``q_b's addmm`` for a step of a module.
 
-    ``whole``: gives what stands for the path of the module that was compiled, its class.
+    It is the node's name if there is no other.
+
+    root_name  returns the name of the module that was compiled, which has no path
     """
     if node.op == "placeholder":
         return str(node.meta.get(NAME, node.name))
     if node.op != "call_function":
         return node.name
     if node.target is operator.getitem and isinstance(node.args[0], Node):
-        return label(node.args[0], whole)
-    path, step = _path(node) or whole(), op_name(node).rpartition(":")[2].strip("_")
+        return label(node.args[0], root_name)
+    path, step = _path(node) or root_name(), op_name(node).rpartition(":")[2].strip("_")
     return f"{path}'s {'cast' if step == 'to_copy' else step}" if path else node.name
 
 
 class Labels:
-    """The names that a user knows, of nodes of a graph and in a text that names such."""
+    """The user's names of nodes of a graph. A call replaces the names of nodes in a text."""
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
@@ -120,38 +120,43 @@ class Labels:
 
     @cached_property
     def _nodes(self) -> dict[str, Node]:
+        """The nodes by their names."""
         return {node.name: node for node in self._graph.nodes}
 
     def of(self, node: Node) -> str:
+        """Returns the user's name of a node."""
         return label(node, lambda: self.whole)
 
     def __call__(self, text: str) -> str:
-        def instead(found: re.Match[str]) -> str:
-            node = self._node(found)
-            return found[0] if node is None else self.of(node)
+        """Returns a text with the user's names in place of the names of nodes."""
 
-        return _WORD.sub(instead, text.replace(_PART, ""))
+        def user_name(word: re.Match[str]) -> str:
+            """Returns the user's name of a node, or the word itself."""
+            node = self._node(word)
+            return word[0] if node is None else self.of(node)
+
+        return _WORD.sub(user_name, text.replace(_GETITEM, ""))
 
     def nodes(self, text: str) -> tuple[Node, ...]:
-        """The steps that the last clause of a text names, if it names any; else the one before."""
+        """Returns the steps that a text names in its last clause that names any."""
         for clause in reversed(text.split("; ")):
-            found = filter(None, map(self._node, _WORD.finditer(clause)))
-            if steps := tuple(node for node in found if node.op == "call_function"):
-                return tuple(dict.fromkeys(steps))
+            nodes = filter(None, map(self._node, _WORD.finditer(clause)))
+            if steps := dict.fromkeys(node for node in nodes if node.op == "call_function"):
+                return tuple(steps)
         return ()
 
-    def _node(self, found: re.Match[str]) -> Node | None:
-        """Some words are English too ("no wrapper can view it"): they count at the beginning, and
-        before a target.
+    def _node(self, word: re.Match[str]) -> Node | None:
+        """Returns the node that a word of a text names.
+
+        An English word ("no wrapper can view it") is a name only at the beginning, and before a
+        target.
         """
-        word = found[0]
-        surely = (
-            word not in _ENGLISH or not found.start() or found.string.startswith(" (", found.end())
-        )
-        return self._nodes.get(word) if surely else None
+        is_first, is_before_target = not word.start(), word.string.startswith(" (", word.end())
+        is_name = word[0] not in _ENGLISH or is_first or is_before_target
+        return self._nodes.get(word[0]) if is_name else None
 
 
-_PART = f" ({operator.getitem})"  # what Python calls the step that takes one of several results
+_GETITEM = f" ({operator.getitem})"  # the target of a step that takes one of several results
 _ENGLISH = frozenset(
     "view index split copy where sum add norm select repeat slice clone scatter square t to".split()
 )
@@ -159,36 +164,37 @@ _WORD = re.compile(r"(?<![\w.:])\w+(?![\w:]|\.\w)")
 
 
 def plain(path: str) -> str:
-    """A source of dynamo's as users write it: ``L['self']._modules['q_a']._parameters['bias']`` is
-    ``q_a.bias``.
+    """Returns a source of dynamo's as users write it.
+
+    ``L['self']._modules['q_a']._parameters['bias']`` is ``q_a.bias``.
     """
-    # the module that was compiled
-    whole = re.sub(r"^L\['\w+'\](?=\._(?:modules|parameters|buffers))", "", path)
-    whole = re.sub(r"\._(?:parameters|buffers)\['(\w+)'\]", r".\1", whole)
-    return _plain(re.sub(r"^L\['(\w+)'\]", r"\1", whole))
+    # what is not reached through the module that was compiled keeps its first name
+    return _plain(re.sub(rf"^L\['(\w+)'\](?!{_TABLES})", r"\1", path))
+
+
+_TABLES = r"\._(?:modules|parameters|buffers)"
 
 
 @cache
 def _plain(path: str) -> str:
-    path = re.sub(r"\._modules\['(\w+)'\]", r".\1", path)
-    path = re.sub(r"\['(\w+)'\]", r".\1", re.sub(r"^L\['\w+'\]", "", path))
-    path = re.sub(r"\[(\d+)\]", r".\1", path)
-    return path.strip(".")
+    """Returns a module path as users write it."""
+    path = re.sub(r"^L\['\w+'\]", "", path)
+    path = re.sub(rf"(?:{_TABLES})?\['(\w+)'\]", r".\1", path)
+    return re.sub(r"\[(\d+)\]", r".\1", path).strip(".")
 
 
 def source(node: Node) -> str:
-    """``file:line in function: code`` of the innermost frame that made the node; "" where
-    unknown.
-    """
+    """Returns ``file:line in function: code`` of the innermost frame that made the node, or ""."""
     return _innermost(node.meta.get("stack_trace") or "")
 
 
 @cache
 def _innermost(trace: str) -> str:
+    """Returns the last frame of a stack trace."""
     frames = list(_FRAME.finditer(trace))
     if not frames:
         return ""
     last = frames[-1]
-    # none where the source was not a file
+    # no code if the source was not a file
     code = f": {last['code'].strip()}" if last["code"] else ""
     return f"{last['file']}:{last['line']} in {last['function']}{code}"

@@ -1,4 +1,4 @@
-"""Operators of the user's own: what each computes, as a function made of torch's operators.
+"""Registers operators of the user's own: what each computes, as a function of torch's operators.
 
 The pass reads a call as the graph of that function (:func:`body`).
 """
@@ -10,7 +10,6 @@ import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
-from functools import partial
 from hashlib import sha256
 from types import CodeType, FunctionType, ModuleType, NoneType
 from typing import Any
@@ -18,7 +17,8 @@ from uuid import uuid4
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
 
 from mla_fusion.compat import (
     FakeTensor,
@@ -31,43 +31,42 @@ from mla_fusion.compat import (
     overload_of,
     schema_of,
     tree_leaves,
-    tree_map_only,
 )
 from mla_fusion.fx.kinds import called, is_torchs_own, op_name
 from mla_fusion.modes import outside_modes
 
 log = logging.getLogger("mla_fusion")
-_KNOWN: dict[Any, Callable[..., Any]] = {}  # by overload
-_COMPARED: dict[Any, str] = {}  # by overload: how its function differs from its kernel, "" if not
+_FUNCTIONS: dict[Any, Callable[..., Any]] = {}  # by overload
+_DIFFERENCES: dict[Any, str] = {}  # by overload: how its function differs from its kernel, or ""
 _CPU = ("CPU", "CompositeExplicitAutograd", "CompositeImplicitAutograd")  # kernels that run on CPU
-_OFF = 1e-2  # of the largest number: what two kernels round otherwise is less
+_TOLERANCE = 1e-2  # of the largest number: rounding in two kernels differs by less
 
 
 def register_operator(op: Any, decomposition: Callable[..., Any] | None, *example: Any) -> None:
-    """Say what an operator of your own computes, so that prologues that use it fuse.
+    """Registers what an operator of your own computes, so that prologues that use it fuse.
 
-    op             ``torch.ops.mylib.rope``, an overload of it, or what ``torch.library.custom_op``
-                   returned
+    op             ``torch.ops.mylib.rope``, an overload of it, or the result of
+                   ``torch.library.custom_op``
     decomposition  a function that takes its arguments and returns its results, made of torch's
                    operators; None: forget the operator
     example        arguments on which both are run and compared, where the operator has a kernel for
                    them
 
-    The graph that runs still calls the operator wherever nothing was fused. What the function
-    computes is taken for what the operator computes: it is proved with. It is checked on the
-    example and, if the operator has a kernel for CPU, once on random inputs when a graph first
-    calls it: a function that differs is not used, and the report says how far it is off. Compile
-    caches are keyed on its code and numbers; what holds more is not cached.
+    The graph that runs still calls the operator wherever nothing was fused. A proof takes the
+    operator for the function. The function is checked on the example and, if the operator has a
+    kernel for CPU, once on random inputs when a graph first calls it. A function that differs is
+    not used, and the report says how much it differs. Compile caches are keyed on its code and
+    numbers; a function that reads more is not cached.
 
-    Raises TypeError for what is no operator and for a function of other arguments; ValueError for
-    an operator of torch's or of torch_npu's, for one that writes into an argument, and where the
-    function fails on the example or gives other results (off by more than 1e-2 of the largest
-    number), or the example has no numbers to compare. What was registered before then stays.
+    Raises TypeError if ``op`` is no operator, or if the function takes other arguments. Raises
+    ValueError for an operator of torch's or torch_npu's, for one that writes into an argument, and
+    if the function fails on the example or its results differ by more than 1e-2 of the largest
+    number, or the example has no numbers to compare. A function registered before then stays.
     """
     overload = _overload(op)
-    _COMPARED.pop(overload, None)
+    _DIFFERENCES.pop(overload, None)
     if decomposition is None:
-        _KNOWN.pop(overload, None)
+        _FUNCTIONS.pop(overload, None)
         return
     if not callable(decomposition):
         raise TypeError(
@@ -86,34 +85,36 @@ def register_operator(op: Any, decomposition: Callable[..., Any] | None, *exampl
     _check_arguments(overload, decomposition)
     if example:
         _compare(overload, decomposition, example, {})
-    _KNOWN[overload] = decomposition
+    _FUNCTIONS[overload] = decomposition
 
 
 def _overload(op: Any) -> OpOverload:
-    found = overload_of(op)
-    if isinstance(found, OpOverloadPacket):
-        names = found.overloads()
+    """Returns the overload that a user names. Raises TypeError if there is none, or several."""
+    overload = overload_of(op)
+    if isinstance(overload, OpOverloadPacket):
+        names = overload.overloads()
         if len(names) != 1:
             raise TypeError(
-                f"{found} has the overloads {', '.join(names)}: name one, such as "
-                f"{found}.{names[0]}"
+                f"{overload} has the overloads {', '.join(names)}: name one, such as "
+                f"{overload}.{names[0]}"
             )
-        found = getattr(found, names[0])
-    if not isinstance(found, OpOverload):
+        overload = getattr(overload, names[0])
+    if not isinstance(overload, OpOverload):
         raise TypeError(
             f"expected an operator such as torch.ops.mylib.rope, got {type(op).__name__}"
         )
-    return found
+    return overload
 
 
 def _check_arguments(overload: OpOverload, decomposition: Callable[..., Any]) -> None:
+    """Raises TypeError if the function does not take the arguments that the operator needs."""
     needed = [item for item in schema_of(overload).arguments if not item.has_default_value()]
     try:
-        takes = inspect.signature(decomposition)
-    except ValueError:  # a function of torch's that does not say
+        signature = inspect.signature(decomposition)
+    except ValueError:  # a function of torch's without a signature
         return
     try:
-        takes.bind(
+        signature.bind(
             *(None for item in needed if not item.kwarg_only),
             **{item.name: None for item in needed if item.kwarg_only},
         )
@@ -127,38 +128,39 @@ def _compare(
     example: tuple[Any, ...],
     options: Mapping[str, Any],
 ) -> None:
+    """Raises ValueError if the function gives other results than the operator for an example."""
     with torch.no_grad():
-        wanted = tree_leaves(overload(*example, **options))
+        expected = tree_leaves(overload(*example, **options))
         try:
-            found = tree_leaves(decomposition(*example))
+            actual = tree_leaves(decomposition(*example, **options))
         except Exception as error:
-            said = f"its decomposition fails on the example: {type(error).__name__}: {error}"
-            raise ValueError(f"{overload}: {said}") from error
-    if len(wanted) != len(found):
-        raise ValueError(f"{overload} gives {len(wanted)} results, its decomposition {len(found)}")
-    for place, (want, got) in enumerate(zip(wanted, found, strict=True)):
-        if (
-            not isinstance(want, Tensor)
-            or not isinstance(got, Tensor)
-            or _described(want) != _described(got)
-        ):
+            detail = f"its decomposition fails on the example: {type(error).__name__}: {error}"
+            raise ValueError(f"{overload}: {detail}") from error
+    if len(expected) != len(actual):
+        raise ValueError(
+            f"{overload} gives {len(expected)} results, its decomposition {len(actual)}"
+        )
+    for place, (want, got) in enumerate(zip(expected, actual, strict=True)):
+        are_tensors = isinstance(want, Tensor) and isinstance(got, Tensor)
+        if not are_tensors or _described(want) != _described(got):
             raise ValueError(
                 f"{overload}, result {place}: {_described(want)}; of its "
                 f"decomposition {_described(got)}"
             )
-        apart = _apart(want, got)
-        if not apart <= _OFF:
+        deviation = _relative_error(want, got)
+        if not deviation <= _TOLERANCE:
             raise ValueError(
-                f"{overload}, result {place}: its decomposition is off by {apart:.2g} of "
-                f"the largest number, more than {_OFF}"
+                f"{overload}, result {place}: its decomposition is off by {deviation:.2g} of "
+                f"the largest number, more than {_TOLERANCE}"
             )
-    if not any(want.numel() for want in wanted):
+    if not any(want.numel() for want in expected):
         raise ValueError(f"{overload}: the example has no numbers to compare")
 
 
-def _apart(want: Tensor, got: Tensor) -> float:
-    """How far two results are from each other, relative to the largest finite number of the first;
-    infinities and NaN are what they are.
+def _relative_error(want: Tensor, got: Tensor) -> float:
+    """Returns the largest difference, relative to the largest finite number of the first tensor.
+
+    Infinities and NaN have to be equal.
     """
     want, got = (
         (torch.view_as_real(value) if value.is_complex() else value).double()
@@ -167,45 +169,49 @@ def _apart(want: Tensor, got: Tensor) -> float:
     differ = (want != got) & ~(want.isnan() & got.isnan())
     if not bool(differ.any()):
         return 0.0
-    largest = (
-        want[want.isfinite()].abs().max() if bool(want.isfinite().any()) else want.new_ones(())
-    )
+    finite = want[want.isfinite()]
+    largest = finite.abs().max() if len(finite) else want.new_ones(())
     return float((want - got)[differ].abs().max() / largest.clamp_min(1e-30))
 
 
 def _described(value: Any) -> str:
+    """Returns dtype and shape of a tensor; the type of anything else."""
     if not isinstance(value, Tensor):
         return type(value).__name__
     return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
 
 
 def digest() -> str:
-    """Of all that was registered: graphs depend on it. Of a function that reads more than numbers
-    and torch it is another one each time: nothing says whether that is still the same.
+    """Returns a digest of all that is registered: graphs depend on it.
+
+    It is a new one each time if a function reads more than numbers and torch: that may change.
     """
-    found = sha256()
-    for known in sorted(_KNOWN, key=str):
-        found.update(f"{known} {_text(_KNOWN[known])}".encode())
-    return found.hexdigest() if _KNOWN else ""
+    hashed = sha256()
+    for overload in sorted(_FUNCTIONS, key=str):
+        hashed.update(f"{overload} {_text(_FUNCTIONS[overload])}".encode())
+    return hashed.hexdigest() if _FUNCTIONS else ""
 
 
 _LITERALS = (NoneType, bool, int, float, complex, str, bytes, torch.dtype, torch.device)
-_OWN = frozenset((*sys.stdlib_module_names, "torch"))  # modules whose release says what they are
+_LIBRARIES = frozenset((*sys.stdlib_module_names, "torch"))  # their release fixes what they are
 
 
-def _text(value: Any, inside: tuple[Any, ...] = ()) -> str:
-    """Equal for values that compute the same, in other processes too; of a value that does not tell
-    what it is, equal to nothing. ``inside``: functions and lists that it was reached through.
+def _text(value: Any, outer: tuple[Any, ...] = ()) -> str:
+    """Returns a text that is equal for values that compute the same, in other processes too.
+
+    It is equal to nothing for a value of which this is not known.
+
+    outer  the functions and lists that hold the value
     """
-    if any(known is value for known in inside):
+    if any(holder is value for holder in outer):
         return "itself"
-    within = (*inside, value)
+    outer = (*outer, value)
     if isinstance(value, _LITERALS):
         return repr(value)
     if isinstance(value, OpOverload | OpOverloadPacket):
         return str(value)
     if isinstance(value, tuple | list):
-        return f"{type(value)} {[_text(item, within) for item in value]}"
+        return f"{type(value)} {[_text(item, outer) for item in value]}"
     if _is_named(value):
         return f"{value.__module__} {value.__qualname__}" if callable(value) else value.__name__
     if not isinstance(value, FunctionType):
@@ -214,22 +220,20 @@ def _text(value: Any, inside: tuple[Any, ...] = ()) -> str:
     read = [(name, names[name]) for name in names_in(code) if name in names]
     cells = [cell.cell_contents for cell in value.__closure__ or ()]
     defaults = value.__defaults__, list((value.__kwdefaults__ or {}).items())
-    return f"{_steps(code)} {_text([*read, cells, *defaults], within)}"
+    return f"{_steps(code)} {_text([*read, cells, *defaults], outer)}"
 
 
 def _is_named(value: Any) -> bool:
-    """Does its name tell what it is? So do those of modules, classes and functions of torch and
-    Python.
-    """
+    """Returns True for a module, a class or a function of torch or Python: its name is enough."""
     is_function = isinstance(value, FunctionType) and not value.__closure__
     if not is_function and not isinstance(value, ModuleType | type):
         return False
     name = value.__name__ if isinstance(value, ModuleType) else value.__module__
-    return str(name).partition(".")[0] in _OWN
+    return str(name).partition(".")[0] in _LIBRARIES
 
 
 def names_in(code: CodeType) -> Iterator[str]:
-    """Names that the code and what is defined in it look up."""
+    """Yields the names that code looks up, and those of functions that are defined in it."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -237,68 +241,76 @@ def names_in(code: CodeType) -> Iterator[str]:
 
 
 def _steps(code: CodeType) -> str:
-    held = [_steps(item) if isinstance(item, CodeType) else repr(item) for item in code.co_consts]
-    return f"{code.co_code.hex()} {code.co_names} {code.co_varnames} {held}"
+    """Returns what code does, without where it is."""
+    constants = [
+        _steps(item) if isinstance(item, CodeType) else repr(item) for item in code.co_consts
+    ]
+    return f"{code.co_code.hex()} {code.co_names} {code.co_varnames} {constants}"
 
 
 def unknown(nodes: Iterable[Node]) -> list[str]:
-    """The operators among the nodes' that are neither torch's nor registered, by name."""
-    others = (
+    """Returns the names of the nodes' operators that are neither torch's nor registered."""
+    names = (
         op_name(node)
         for node in nodes
         if node.op == "call_function"
         and not is_torchs_own(called(node))
-        and called(node) not in _KNOWN
+        and called(node) not in _FUNCTIONS
     )
-    return [*dict.fromkeys(others)]
+    return [*dict.fromkeys(names)]
 
 
 # -- what a call computes
 
 
 def body(node: Node) -> Graph | str:
-    """Of a call of a registered operator the graph of its function, whose inputs are
-    ``node.all_input_nodes``; why there is none, where the function cannot be traced for the call;
+    """Returns the graph of a registered operator's function for a call of it.
+
+    Its inputs are ``node.all_input_nodes``. Returns the reason if the function cannot be used, and
     "" for any other node.
     """
-    function = _KNOWN.get(node.target) if _KNOWN and node.op == "call_function" else None
+    function = _FUNCTIONS.get(node.target) if _FUNCTIONS and node.op == "call_function" else None
     if function is None:
         return ""
     try:
         traced = _traced(node, function)
     except Exception as error:
-        why = f"{type(error).__name__}: {error}"
+        reason = f"{type(error).__name__}: {error}"
     else:
-        why = _unfit(node, traced) or _difference(node, function)
-    if why:
-        log.warning("the decomposition of %s is not used for %s: %s", node.target, node.name, why)
-    return why or traced.graph
+        reason = _misfit(node, traced) or _difference(node, function)
+        if not reason:
+            return traced
+    log.warning("the decomposition of %s is not used for %s: %s", node.target, node.name, reason)
+    return reason
 
 
 def _difference(node: Node, function: Callable[..., Any]) -> str:
-    """How the function differs from the operator's kernel for CPU, on random floats and on zeros
-    for integers, of the sizes of this call; "" where it does not, or where no such kernel runs.
+    """Returns how the function differs from the operator's kernel for CPU, once for an operator.
+
+    Both run on random floats, and zeros for integers, of the sizes of this call. Returns "" if they
+    agree, or if no such kernel runs.
     """
     overload: Any = node.target
-    if overload not in _COMPARED:
-        _COMPARED[overload] = ""
-        if any(has_kernel(overload.name(), key) for key in _CPU):
-            with outside_modes():
-                try:
-                    example, options = tree_map_only(
-                        Node, lambda operand: _drawn(operand.meta["val"]), (node.args, node.kwargs)
-                    )
-                    overload(*example, **options)
-                except Exception:  # it needs other inputs than drawn ones, or another device
-                    return ""
-                try:
-                    _compare(overload, partial(function, **options), example, options)
-                except ValueError as error:
-                    _COMPARED[overload] = str(error)
-    return _COMPARED[overload]
+    if overload in _DIFFERENCES:
+        return _DIFFERENCES[overload]
+    _DIFFERENCES[overload] = ""
+    if any(has_kernel(overload.name(), key) for key in _CPU):
+        with outside_modes():
+            try:
+                example, options = map_arg((node.args, node.kwargs), _drawn)
+                overload(*example, **options)
+            except Exception:  # it needs other inputs, or another device
+                return ""
+            try:
+                _compare(overload, function, example, options)
+            except ValueError as error:
+                _DIFFERENCES[overload] = str(error)
+    return _DIFFERENCES[overload]
 
 
-def _drawn(value: Any) -> Any:
+def _drawn(node: Node) -> Any:
+    """Returns random numbers for a node's tensor, or the number that its size was traced with."""
+    value = node.meta["val"]
     if not isinstance(value, Tensor):
         return hint_of(value)
     zeros = torch.zeros([hint_of(size) for size in value.shape], dtype=value.dtype)
@@ -307,31 +319,37 @@ def _drawn(value: Any) -> Any:
     return zeros.normal_(generator=torch.Generator().manual_seed(0))
 
 
-def _unfit(node: Node, traced: GraphModule) -> str:
-    if traced.graph.find_nodes(op="get_attr"):
+def _misfit(node: Node, traced: Graph) -> str:
+    """Returns why a traced function cannot take the place of a call, or ""."""
+    if traced.find_nodes(op="get_attr"):
         return "it makes a tensor of its own numbers; use torch.full, torch.arange and the like"
-    (output,) = traced.graph.find_nodes(op="output")
-    wanted = tree_leaves(node.meta["val"])
-    given = [item.meta["val"] if isinstance(item, Node) else item for item in output.args[0]]
-    if list(map(_described, wanted)) == list(map(_described, given)):
-        return ""
-    return f"it gives {', '.join(map(_described, given))}, not {', '.join(map(_described, wanted))}"
+    expected = map(_described, tree_leaves(node.meta["val"]))
+    results: Any = map_arg(traced.output_node().args[0], lambda item: item.meta["val"])
+    actual = map(_described, results)
+    texts = ", ".join(expected), ", ".join(actual)
+    return "" if texts[0] == texts[1] else f"it gives {texts[1]}, not {texts[0]}"
 
 
-def _traced(node: Node, function: Callable[..., Any]) -> GraphModule:
+def _traced(node: Node, function: Callable[..., Any]) -> Graph:
+    """Returns the graph of a function for the arguments of a call.
+
+    Raises ValueError if it is right only for some sizes.
+    """
     operands = node.all_input_nodes
 
     def flat(*values: Any) -> list[Any]:
-        held = dict(zip(operands, values, strict=True))
-        args, kwargs = tree_map_only(Node, held.__getitem__, (node.args, dict(node.kwargs)))
+        """Returns the results as a list, for the values of the operands."""
+        value_of_operand = dict(zip(operands, values, strict=True))
+        args, kwargs = map_arg((node.args, node.kwargs), value_of_operand.__getitem__)
         return tree_leaves(function(*args, **kwargs))
 
     values = [operand.meta["val"] for operand in operands]
-    fakes = [value for value in tree_leaves(values) if isinstance(value, FakeTensor)]
-    mode = fakes[0].fake_mode if fakes else None
-    known = len(guards_of(mode))
+    tensors = (value for value in tree_leaves(values) if isinstance(value, FakeTensor))
+    mode = next((tensor.fake_mode for tensor in tensors), None)
+    count = len(guards_of(mode))
     with mode or nullcontext(), torch.no_grad():
         traced = make_fx(flat)(*values)
-    if new := guards_of(mode)[known:]:
+    if new := guards_of(mode)[count:]:
         raise ValueError(f"it depends on a size: {new[0]}")
-    return traced
+    graph: Graph = traced.graph
+    return graph

@@ -1,19 +1,17 @@
-"""Symbolic sizes: a small concrete number for each symbol, and graph nodes that hold a symbolic
-size.
-"""
+"""Compares symbolic sizes as expressions, and binds each symbol to a small number."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from copy import copy
-from functools import cache, cached_property
+from functools import cache
 from itertools import count
 from typing import Any
 
 import sympy
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from mla_fusion.compat import (
     CeilToInt,
@@ -35,69 +33,73 @@ _SYMBOLIC = frozenset((torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
 def is_symbolic(value: Any) -> bool:
+    """Returns True if the value is a SymInt, a SymFloat or a SymBool."""
     # isinstance takes microseconds for a fake tensor, and this is asked everywhere
     return type(value) in _SYMBOLIC
 
 
 def has_symbols(sizes: Iterable[Any]) -> bool:
-    """Is any of the sizes symbolic?"""
+    """Returns True if any of the sizes is symbolic."""
     return not _SYMBOLIC.isdisjoint(map(type, sizes))
 
 
-def sizes_of(value: Any) -> tuple[Any, ...]:
-    """Of a node that holds a tensor, or several (the first); () for anything else."""
-    held = value_of(value) if isinstance(value, Node) else None
-    if isinstance(held, (tuple, list)) and held:
-        held = held[0]
-    return tuple(held.shape) if isinstance(held, torch.Tensor) else ()
+def sizes_of(node: Node) -> tuple[Any, ...]:
+    """Returns the shape of a node's tensor, or of the first of several; () for anything else."""
+    value = value_of(node)
+    if isinstance(value, (tuple, list)) and value:
+        value = value[0]
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else ()
 
 
 def is_size(node: Node) -> bool:
-    """Does the node hold a symbolic size?"""
-    return type(value_of(node)) in _SYMBOLIC
+    """Returns True if the node holds a symbolic size."""
+    return is_symbolic(value_of(node))
 
 
 def same(a: Any, b: Any) -> bool:
-    """Are two sizes equal for every value of their symbols? Never adds a guard."""
+    """Returns True if two sizes are equal for every value of their symbols. Never adds a guard."""
     if isinstance(a, int) and isinstance(b, int):
         return a == b
-    expr_a, expr_b = expression(a), expression(b)
-    return bool(expr_a == expr_b) or (expr_a - expr_b) == 0
+    a, b = expression(a), expression(b)
+    return bool(a == b or a - b == 0)
 
 
 def expression(size: Any) -> Any:
-    """A size as sympy has it, quotients that are whole for every value of their symbols written
-    without a division.
+    """Returns the sympy expression of a size, or the number.
+
+    A quotient that is whole for every value of its symbols is written without a division.
     """
     if not is_symbolic(size):
         return size
-    found = expression_of(size)
-    return _without_quotients(found) if found.has(FloorDiv, IntTrueDiv) else found
+    expr = expression_of(size)
+    return _without_quotients(expr) if expr.has(FloorDiv, IntTrueDiv) else expr
 
 
 def known(size: Any) -> Any:
-    """The number that a size is by what torch knows of its symbols; else the size."""
+    """Returns the number of a size that torch knows to be constant; else the size itself."""
     return size if isinstance(size, int) or expression_of(size).free_symbols else int(size)
 
 
 @cache
-def _without_quotients(found: sympy.Expr) -> sympy.Expr:
-    """``s ** 2 // s`` is ``s``: tokens of as many sequences as each is long, where torch gave both
-    one symbol.
+def _without_quotients(expr: sympy.Expr) -> sympy.Expr:
+    """Returns ``s`` for ``s ** 2 // s``.
+
+    These are the tokens of ``s`` sequences of length ``s``: torch may give both sizes one symbol.
     """
 
     def ratio(quotient: sympy.Expr) -> sympy.Expr:
+        """Returns the exact ratio if it is no fraction, else the quotient."""
         exact = sympy.cancel(quotient.args[0] / quotient.args[1])
         return exact if exact.as_numer_denom()[1] == 1 else quotient
 
-    found = found.replace(lambda part: isinstance(part, (FloorDiv, IntTrueDiv)), ratio)
-    whole = found.atoms(CeilToInt)
-    return found.xreplace({part: part.args[0] for part in whole if part.args[0].is_integer})
+    expr = expr.replace(lambda part: isinstance(part, (FloorDiv, IntTrueDiv)), ratio)
+    integers = (part for part in expr.atoms(CeilToInt) if part.args[0].is_integer)
+    return expr.xreplace({part: part.args[0] for part in integers})
 
 
-def same_shape(a: Iterable[Any], b: Iterable[Any]) -> bool:
-    a, b = list(a), list(b)
-    return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+def same_shape(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    """Returns True if two shapes are equal for every value of their symbols."""
+    return len(a) == len(b) and all(map(same, a, b))
 
 
 def is_empty(node: Node) -> bool:
@@ -106,130 +108,126 @@ def is_empty(node: Node) -> bool:
 
 
 class Binding:
-    """Binds each symbol to a small prime that no literal of the graph equals, where it can be as
-    large.
+    """Binds each symbol to a small prime that is no literal of the graph, if its bounds allow one.
 
-    A slice ``[:8]`` of a token axis whose example size was 8 is then told apart from the whole
-    axis.
+    Then a slice ``[:8]`` differs from the whole of a token axis whose example size was 8.
     """
 
-    def __init__(self, prepare: Callable[[Binding], None] | None = None) -> None:
-        """``prepare`` is called with the first symbolic size that is asked for: most graphs have
-        none.
-        """
-        self._prepare = prepare
-        self._free = list(_PRIMES)
-        self._bound: dict[Any, int] = {}
-        self._solved: dict[Any, Any] = {}  # what symbols, and quotients of them, are equal to
-        self._kept: set[Any] = set()  # symbols of such quotients
-        self._literals: Collection[int] = ()
-        self._steps: dict[Any, int] = {}  # symbols that stand for a size divided by so much
-
-    def avoid(self, literals: Collection[int]) -> None:
-        """Bind no symbol to these."""
+    def __init__(self, literals: Collection[int] = ()) -> None:
         self._literals = literals
-        self._free = [prime for prime in _PRIMES if prime not in literals] or list(_PRIMES)
+        self._primes = [prime for prime in _PRIMES if prime not in literals] or [*_PRIMES]
+        self._numbers: dict[Any, int] = {}  # by symbol
+        self._solved: dict[Any, Any] = {}  # what symbols, and quotients of them, are equal to
+        self._traced: set[Any] = set()  # symbols that keep the numbers of the trace
+        self._divisors: dict[Any, int] = {}  # by symbol, where it stands for a size divided by that
 
     def equate(self, a: Any, b: Any) -> None:
-        """Take two sizes for equal from here on: the graph runs for no others.
+        """Treats two sizes as equal from now on: the graph runs for no others.
 
-        Solved for a symbol (``s == 2 * (s // 2)`` makes it twice its half), or for a quotient that
-        is a number then (``w // 2 == 64``) or another quotient; their symbols stay what the graph
-        was traced with. A symbol that divides by a number (``s % 16 == 0``) is so many times
-        another. An equation that has none of these is left.
+        The equation is solved for one of these, and ignored if it has none:
+
+        * a symbol: ``s == 2 * (s // 2)`` makes it twice its half
+        * a quotient that is a number then (``w // 2 == 64``) or another quotient. Its symbols keep
+          the numbers of the trace
+        * a symbol that a number divides: ``s % 16 == 0`` makes it 16 times another symbol
         """
         _, difference = sympy.expand(self._expr(a) - self._expr(b)).as_content_primitive()
         if isinstance(difference, Mod) and difference.args[0].is_symbol:
-            symbol, by = difference.args
-            if by.is_Integer:
-                whole = sympy.Dummy(str(symbol), integer=True, positive=True)
-                self._steps[whole] = int(by)
-                self._solve({symbol: by * whole})
+            symbol, divisor = difference.args
+            if divisor.is_Integer:
+                quotient = _symbol_for(symbol)
+                self._divisors[quotient] = int(divisor)
+                self._solve({symbol: divisor * quotient})
             return
         quotients = sorted(difference.atoms(FloorDiv), key=str)
         for part in (*sorted(difference.free_symbols, key=str), *quotients):
             factor = difference.coeff(part)
-            rest = sympy.expand(part - difference * factor)
-            if factor**2 != 1 or not (part.is_symbol or rest.is_Integer or rest in quotients):
+            other_side = sympy.expand(part - difference * factor)
+            is_solution = part.is_symbol or other_side.is_Integer or other_side in quotients
+            if factor**2 != 1 or not is_solution:
                 continue
-            inside = [one for one in quotients if one.has(part) and one != part]
-            found = {one: sympy.Dummy(str(one), integer=True, positive=True) for one in inside}
-            rest = rest.xreplace(found)
-            if rest.has(part) or any(one.xreplace({part: rest}) != found[one] for one in inside):
+            solution = {
+                quotient: _symbol_for(quotient)
+                for quotient in quotients
+                if quotient.has(part) and quotient != part
+            }
+            other_side = other_side.xreplace(solution)
+            if other_side.has(part) or any(
+                quotient.xreplace({part: other_side}) != symbol
+                for quotient, symbol in solution.items()
+            ):
                 continue
-            found[part] = rest
-            self._kept |= set() if part.is_symbol else difference.free_symbols
-            self._solve(found)
+            if not part.is_symbol:
+                self._traced |= difference.free_symbols
+            self._solve(solution | {part: other_side})
             return
 
-    def _solve(self, found: dict[Any, Any]) -> None:
-        self._solved = {was: now.xreplace(found) for was, now in self._solved.items()} | found
+    def _solve(self, solution: dict[Any, Any]) -> None:
+        """Adds a solution to those that are known."""
+        solved = {part: expr.xreplace(solution) for part, expr in self._solved.items()}
+        self._solved = solved | solution
 
     def admit(self, sizes: Iterable[Any]) -> None:
-        """Bind symbols so that no difference among these sizes is less than 2: five tokens, of
-        which n = 7 are cut.
+        """Binds symbols so that no difference among these sizes is less than 2.
+
+        A graph that cuts n = 7 tokens needs more than the five that a symbol may stand for.
         """
         distinct = {expression_of(size): size for size in sizes if is_symbolic(size)}
-        differences = {
-            expr: size for size in distinct.values() if _is_difference(expr := self._expr(size))
-        }
-        for expr, size in differences.items():
+        for expr, size in {self._expr(size): size for size in distinct.values()}.items():
+            if not expr.is_Add or not any(part.could_extract_minus_sign() for part in expr.args):
+                continue  # no difference
             rising = [
                 symbol for symbol in expr.free_symbols if expr.subs(symbol, symbol + 1) - expr == 1
             ]
-            short = 2 - self.size(size)
-            if short > 0 and rising:
+            lacking = 2 - self.size(size)
+            if lacking > 0 and rising:
                 symbol = min(rising, key=str)
-                least, (_, most) = self._bound[symbol] + short, bounds_of(size, symbol)
-                free = (
-                    number
-                    for number in self._free
-                    if number >= least and number not in self._bound.values()
-                )
-                self._bound[symbol] = int(min(next(free, least), most))
-
-    def same(self, a: Any, b: Any) -> bool:
-        """Are two sizes equal whenever the graph runs? Never adds a guard."""
-        return same(a, b) or bool(self.meaning(a) == self.meaning(b))
+                least, (_, most) = self._numbers[symbol] + lacking, bounds_of(size, symbol)
+                taken = self._numbers.values()
+                free = (prime for prime in self._primes if prime >= least and prime not in taken)
+                self._numbers[symbol] = int(min(next(free, least), most))
 
     def varies(self, size: Any) -> bool:
-        """May the size be another one in another run?"""
+        """Returns True if the size may be another number in another run."""
         return is_symbolic(size) and not isinstance(self.meaning(size), int)
 
     @property
     def numbers(self) -> dict[Any, Any]:
         """The symbols, and quotients of them, that are one number whenever the graph runs."""
-        return {was: now for was, now in self._solved.items() if now.is_Integer}
+        return {part: expr for part, expr in self._solved.items() if expr.is_Integer}
 
     def meaning(self, size: Any) -> Any:
-        """A number or an expression: one for sizes that are equal whenever the graph runs."""
-        found = self._expr(size) if is_symbolic(size) else size
-        return int(found) if getattr(found, "is_Integer", False) else found
+        """Returns a number or an expression: the same for sizes that are equal in every run."""
+        expr = self._expr(size) if is_symbolic(size) else size
+        return int(expr) if getattr(expr, "is_Integer", False) else expr
 
     def _expr(self, size: Any) -> Any:
-        if self._prepare is not None:
-            prepare, self._prepare = self._prepare, None
-            prepare(self)
+        """Returns the expression of a size, with the solutions of equations in it."""
         return sympy.sympify(expression(size)).xreplace(self._solved)
 
-    def roomier(self, size: Any, least: int, step: int = 1) -> Binding:
-        """This binding, or one in which ``size``, a symbol that stands for less, stands for
-        ``least`` or more; of a ``step`` for a multiple of it.
+    def _with_number(self, symbol: Any, number: int) -> Binding:
+        """Returns this binding with another number for a symbol."""
+        other = copy(self)
+        other._numbers = self._numbers | {symbol: number}
+        return other
+
+    def roomier(self, size: Any, least: int, step: int) -> Binding:
+        """Returns a binding in which ``size`` is a multiple of ``step`` and at least ``least``.
+
+        It is this one if the size is so already, or is an expression of symbols.
         """
         if not is_symbolic(size) or not self._expr(size).is_symbol:
             return self
         if self.size(size) >= least and self.size(size) % step == 0:
             return self
-        other, taken = copy(self), self._bound.values()
-        free = (n for n in count(-(-least // step) * step, step) if n not in taken)
-        other._bound = self._bound | {self._expr(size): next(free)}
-        return other
+        taken = self._numbers.values()
+        multiples = (n for n in count(-(-least // step) * step, step) if n not in taken)
+        return self._with_number(self._expr(size), next(multiples))
 
     def raised(self, size: Any, least: int) -> Binding:
-        """This binding, or one in which ``size`` is ``least`` or near it: one of its symbols stands
-        for more.
+        """Returns a binding in which a symbol of ``size`` is larger: the size is near ``least``.
 
-        Where the graph runs for no more than so many, it stands for that.
+        The symbol gets its largest number if that is less. Returns this one if nothing is larger.
         """
         if not is_symbolic(size):
             return self
@@ -238,92 +236,68 @@ class Binding:
             if self._at(expr.subs(symbol, symbol + least)) <= now:
                 continue
             _, largest = bounds_of(size, symbol)
-            wanted = -(-least * self._bound[symbol] // now)
-            number = wanted if largest >= wanted else int(largest)
-            if number > self._bound[symbol]:
-                other = copy(self)
-                other._bound = self._bound | {symbol: number}
-                return other
+            number = int(min(-(-least * self._numbers[symbol] // now), largest))
+            if number > self._numbers[symbol]:
+                return self._with_number(symbol, number)
         return self
 
     def size(self, value: Any) -> int:
-        """The concrete size that stands for ``value`` in a probe."""
+        """Returns the number that stands for a size in a run."""
         if not is_symbolic(value):
             return int(value)
         expr = self._expr(value)
-        for symbol in sorted(getattr(expr, "free_symbols", ()), key=str):
-            if symbol not in self._bound:
-                kept = symbol in self._kept
-                step, bounds = self._steps.get(symbol, 1), bounds_of(value, symbol)
-                found = traced_with(value, symbol) if kept else self._pick(*bounds, step)
-                self._bound[symbol] = found
+        for symbol in sorted(expr.free_symbols, key=str):
+            if symbol in self._traced:
+                self._numbers.setdefault(symbol, traced_with(value, symbol))
+            elif symbol not in self._numbers:
+                divisor = self._divisors.get(symbol, 1)
+                self._numbers[symbol] = self._pick(*bounds_of(value, symbol), divisor)
         return int(self._at(expr))
 
     def _at(self, expr: Any) -> Any:
-        """The expression with its own symbols bound: sympy sorts all that it is given."""
-        symbols = getattr(expr, "free_symbols", ())
-        return expr.subs({symbol: self._bound[symbol] for symbol in symbols}) if symbols else expr
+        """Returns the expression with its symbols bound."""
+        # only its own symbols: sympy sorts all that are passed
+        return expr.subs({symbol: self._numbers[symbol] for symbol in expr.free_symbols})
 
-    def _pick(self, least: float, largest: float, step: int) -> int:
-        """A prime that stands for no other symbol; another number where the graph runs for none of
-        these (``cache[:batch]``, ``table[:, :128]``). A ``step`` times it is no literal either.
+    def _pick(self, least: float, largest: float, divisor: int) -> int:
+        """Returns a prime that stands for no other symbol; ``divisor`` times it is no literal.
+
+        It is another number if the bounds allow no such prime (``cache[:batch]``,
+        ``table[:, :128]``).
         """
-        fit = [number for number in (*self._free, *_FEW) if least <= number <= largest]
-        taken = set(self._bound.values())
-        taken |= {number for number in fit if step > 1 and step * number in self._literals}
-        free = (number for number in fit if number not in taken)
-        return next(free, fit[0] if fit else _between(least, largest))
+        fit = [number for number in (*self._primes, *_FEW) if least <= number <= largest]
+        taken = set(self._numbers.values())
+        if divisor > 1:
+            taken |= {number for number in fit if divisor * number in self._literals}
+        if not fit:  # an int argument may be below 0, and then the least number is infinite
+            return int(largest if math.isinf(least) else min(least + 1, largest))
+        return next((number for number in fit if number not in taken), fit[0])
 
     def number(self, value: Any) -> Any:
-        if isinstance(value, torch.SymFloat):
-            return (
-                float(self._at(self._expr(value)))
-                if expression_of(value).free_symbols
-                else float(value)
-            )
-        if isinstance(value, torch.SymBool):
-            return bool(self._at(self._expr(value)))
+        """Returns what stands for a symbolic value in a run: an int, a float or a bool."""
+        kinds = {torch.SymFloat: float, torch.SymBool: bool}
+        if type(value) in kinds:
+            return kinds[type(value)](self._at(self._expr(value)))
         return self.size(value)
 
     def shape(self, shape: Iterable[Any]) -> tuple[int, ...]:
-        return tuple(self.size(size) for size in shape)
+        """Returns the numbers that stand for the sizes of a shape."""
+        return tuple(map(self.size, shape))
 
     def shape_of(self, node: Node) -> tuple[int, ...]:
+        """Returns the numbers that stand for the sizes of a node's tensor."""
         return self.shape(shape_of(node))
 
     def count_of(self, node: Node) -> int:
-        """How many elements it has."""
+        """Returns how many elements a node's tensor has."""
         return math.prod(self.shape_of(node))
 
 
-def _between(least: float, largest: float) -> int:
-    """A number within the bounds, of which one may be infinite: an int argument may be below 0."""
-    return int(largest if math.isinf(least) else min(least + 1, largest))
-
-
-def _is_difference(expr: Any) -> bool:
-    return bool(expr.is_Add) and any(part.could_extract_minus_sign() for part in expr.args)
+def _symbol_for(part: Any) -> sympy.Dummy:
+    """Returns a new symbol that stands for a part of an expression."""
+    return sympy.Dummy(str(part), integer=True, positive=True)
 
 
 def divides(by: int, size: Any) -> bool:
-    """Is the size a multiple whenever the graph runs?"""
+    """Returns True if the size is a multiple whenever the graph runs."""
     return statically_known_true(size % by == 0)
-
-
-class SizeNodes:
-    """Finds, or makes, the graph node that holds a symbolic size."""
-
-    def __init__(self, graph: Graph) -> None:
-        self._graph = graph
-
-    def find(self, size: torch.SymInt) -> Node | None:
-        return self._nodes.get(expression(size))
-
-    @cached_property
-    def _nodes(self) -> dict[Any, Node]:
-        found: dict[Any, Node] = {}
-        for node in self._graph.nodes:
-            value = value_of(node)
-            if type(value) is torch.SymInt:
-                found.setdefault(expression(value), node)
-        return found

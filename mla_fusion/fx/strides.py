@@ -1,10 +1,9 @@
-"""A replacement may have other strides than the value it replaces, and the graph was traced for the
-latter.
+"""Gives readers that need them the strides that the graph was traced with.
 
-A query that the model rotated head by head was dense with heads first; the kernel's is dense with
-tokens first, and handed on permuted. Most operators read either. A view of it may have to become a
-reshape; what leaves the graph, what is read by strides of its own, and what random and custom
-operators read, gets the strides that it had.
+A replacement may have other strides than the value that it replaces. A query that the model rotated
+head by head is dense with heads first; the kernel's is dense with tokens first, and permuted. Most
+operators read either. A view of it may have to become a reshape. A copy with the old strides goes
+to what leaves the graph, to readers by strides, and to random and custom operators.
 """
 
 from __future__ import annotations
@@ -16,11 +15,7 @@ import torch
 from torch.fx import Node
 
 from mla_fusion.fx.build import GraphBuilder
-from mla_fusion.fx.kinds import (
-    has_reader_by_strides,
-    heeds_strides,
-    needs_strides,
-)
+from mla_fusion.fx.kinds import has_reader_by_strides, heeds_strides, needs_strides
 from mla_fusion.fx.sizes import Binding, same
 from mla_fusion.fx.walk import reached
 
@@ -31,45 +26,45 @@ _DEMANDING = frozenset((aten.view.default, aten._unsafe_view.default))
 def follow(
     builder: GraphBuilder, replaced: Iterable[tuple[Node, Node]], exact: bool = True
 ) -> None:
-    """Carry the strides of (new, old) values down the graph, and let go of what only the old ones
-    allowed.
+    """Carries the strides of new nodes down the graph.
 
-    ``exact``: what leaves the graph, and what random and custom operators read, gets the old
-    strides.
+    replaced  each new node, with the node that it replaces
+    exact     True: what leaves the graph, and what random and custom operators read, gets the old
+              strides
     """
-    differ = {
-        new: old
+    traced: dict[Node, Any] = {
+        new: old.meta["val"]
         for new, old in replaced
         if new.users and not lie_alike(new.meta["val"], old.meta["val"])
     }
-    if not differ:
+    if not traced:
         return
     with builder.propagating():
-        if has_reader_by_strides(builder.gm.graph) and reader(differ) is not None:
-            for new, old in differ.items():
-                _restore(builder, new, old.meta["val"], set(new.users))
+        if has_reader_by_strides(builder.gm.graph) and _has_reader_by_strides(traced):
+            for new, value in traced.items():
+                _restore(builder, new, value, set(new.users))
             return
-        traced: dict[Node, Any] = {new: old.meta["val"] for new, old in differ.items()}
         readers = {user for value in traced for user in value.users}
         for node in list(builder.gm.graph.nodes):
             if node not in readers:
                 continue
             if node.op == "output" or heeds_strides(node):
-                for value in node.all_input_nodes:
-                    if value in traced and exact:
-                        _restore(builder, value, traced[value], {node})
+                for operand in node.all_input_nodes:
+                    if operand in traced and exact:
+                        _restore(builder, operand, traced[operand], {node})
             elif node not in traced and node.op == "call_function":
                 _carry(builder, node, traced)
                 readers.update(node.users if node in traced else ())
 
 
-def reader(starts: Iterable[Node]) -> Node | None:
-    """The first node behind these that needs the strides they were traced with."""
-    behind = (user for node in reached(starts, lambda node: node.users) for user in node.users)
-    return next(filter(needs_strides, behind), None)
+def _has_reader_by_strides(starts: Iterable[Node]) -> bool:
+    """Returns True if a node behind these needs the strides that it was traced with."""
+    reading = reached(starts, lambda node: node.users)
+    return any(needs_strides(user) for node in reading for user in node.users)
 
 
 def _carry(builder: GraphBuilder, node: Node, traced: dict[Node, Any]) -> None:
+    """Computes the value of a node anew. Adds the old one to ``traced`` if it lies otherwise."""
     try:
         value = builder.propagate(node.target, node.args, node.kwargs)
     except (RuntimeError, ValueError):
@@ -82,14 +77,13 @@ def _carry(builder: GraphBuilder, node: Node, traced: dict[Node, Any]) -> None:
 
 
 def _restore(builder: GraphBuilder, node: Node, traced: Any, readers: set[Node]) -> None:
-    """Give the readers of a node a copy of it with the strides that it had when the graph was
-    traced.
-    """
+    """Makes the readers of a node read a copy of it, with the strides of the traced value."""
     if not isinstance(traced, torch.Tensor):
         return
     builder.at(node.next, node.meta)
-    outermost_first = _order(traced)
-    back = [outermost_first.index(axis) for axis in range(traced.dim())]
+    strides, axes = Binding().shape(traced.stride()), range(traced.dim())
+    outermost_first = sorted(axes, key=lambda axis: -strides[axis])
+    back = [outermost_first.index(axis) for axis in axes]
     in_order = builder.call(aten.permute.default, node, outermost_first)
     dense = builder.call(aten.clone.default, in_order, memory_format=torch.contiguous_format)
     restored = builder.call(aten.permute.default, dense, back)
@@ -97,17 +91,11 @@ def _restore(builder: GraphBuilder, node: Node, traced: Any, readers: set[Node])
         reader.replace_input_with(node, restored)
 
 
-def _order(value: torch.Tensor) -> list[int]:
-    """The axes, the one of the greatest stride first."""
-    strides = Binding().shape(value.stride())
-    return sorted(range(value.dim()), key=lambda axis: -strides[axis])
-
-
 def lie_alike(a: Any, b: Any) -> bool:
-    """Equal strides of every axis that is longer than one."""
+    """Returns True if tensors have equal strides along every axis that is longer than 1."""
     if isinstance(a, (tuple, list)):
         return all(map(lie_alike, a, b))
     if not isinstance(a, torch.Tensor):
         return True
     steps = zip(a.shape, a.stride(), b.stride(), strict=True)
-    return all(same(one, other) for size, one, other in steps if not same(size, 1))
+    return all(same(step, other) for size, step, other in steps if not same(size, 1))

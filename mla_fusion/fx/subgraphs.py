@@ -1,8 +1,7 @@
-"""Subgraphs inlined: layers that were traced once and are called, and bodies under a switched-off
-grad or autocast mode.
+"""Inlines subgraphs: layers that were traced once, and bodies without grad or without autocast.
 
-A call of a subgraph is one node, so nothing of a prologue inside it can be seen. It is called once
-and unconditionally, so its nodes can take the place of the call.
+A call of a subgraph is one node, which hides a prologue inside it. The subgraph is called once and
+unconditionally, so its nodes can take the place of the call.
 """
 
 from __future__ import annotations
@@ -15,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
 
-from mla_fusion.compat import HigherOrderOperator, call_like
+from mla_fusion.compat import HigherOrderOperator
 from mla_fusion.fx.kinds import is_getitem, is_mutating, value_of, word
 from mla_fusion.fx.sizes import has_symbols
 
@@ -33,6 +33,7 @@ class _Entry:
 
     @property
     def value(self) -> Any:
+        """The tensor of the entry."""
         return value_of(self.base)[self.index]
 
 
@@ -42,180 +43,153 @@ class _Call:
 
     body       the get_attr node of the graph
     operands   what its placeholders stand for: nodes, entries of nodes, or numbers
-    written    those it writes into, where the call is a function: their new values follow its own
-               results
-    shared     other layers may call the same body, whose nodes tell of the first one only
+    written    operands into which a functional call writes: their new values follow its results
+    is_shared  True if other layers may call the same body: its nodes come from the first of them
     """
 
     body: Node
     operands: Sequence[Any]
     written: Sequence[Any] = ()
-    shared: bool = False
+    is_shared: bool = False
 
 
-@dataclass(frozen=True)
-class _Body:
-    graph: Graph
-    path: str
-    call: _Call
-    origin: Mapping[str, Any]
+def has_subgraphs(gm: GraphModule) -> bool:
+    """Returns True if ``gm.graph`` calls subgraphs that can be inlined.
 
-
-def found(gm: GraphModule) -> bool:
-    """Does ``gm.graph`` call subgraphs that can be inlined?
-
-    Calls stay where the body was traced for other shapes, or writes into its operands before it
-    ends.
+    A call stays if its body was traced for other shapes, or writes into operands before its end.
     """
     return bool(_calls(gm, gm.graph, ""))
 
 
-def copied(gm: GraphModule, into: Graph | None = None) -> Graph:
-    """A copy of ``gm.graph``, to be changed: the same nodes, with those of subgraphs in place of
-    their calls.
-
-    ``into``: an empty graph to be filled, instead of a new one.
-    """
-    graph = Graph(owning_module=gm) if into is None else into
-    call_like(graph, gm.graph)
-    _lay(gm, graph, gm.graph, {}, "", {})
+def copied(gm: GraphModule, graph: Graph) -> None:
+    """Copies ``gm.graph`` into an empty graph, with subgraphs in place of their calls."""
+    _Copy(gm, graph).add(gm.graph, {}, "", {})
     for node in graph.find_nodes(op="get_attr"):
         if not node.users:  # a body, which nothing calls any more
             graph.erase_node(node)
-    return graph
 
 
-def _lay(
-    gm: GraphModule,
-    into: Graph,
-    graph: Graph,
-    values: dict[Node, Any],
-    path: str,
-    origin: Mapping[str, Any],
-) -> None:
-    """Copies ``graph``, which stands at ``path`` in the module, except for the nodes in ``values``;
-    adds theirs.
-    """
-    bodies = _calls(gm, graph, path)
+@dataclass(frozen=True)
+class _Copy:
+    """The copy of a module's graph."""
+
+    gm: GraphModule
+    graph: Graph
+
+    def add(
+        self, graph: Graph, values: dict[Node, Any], path: str, origin: Mapping[str, Any]
+    ) -> None:
+        """Copies the nodes of ``graph`` that are not in ``values``, and adds their values there.
+
+        path    where the graph is in the module, with a dot at the end
+        origin  metadata for all copies
+        """
+        calls = _calls(self.gm, graph, path)
+        for node in graph.nodes:
+            if node in values:
+                continue
+            if node in calls:
+                values[node] = self._results(calls[node], node, values, path, origin)
+            elif is_getitem(node) and isinstance(values.get(node.args[0]), list):
+                values[node] = values[node.args[0]][node.args[1]]
+            else:
+                values[node] = copy = self.graph.node_copy(node, values.__getitem__)
+                copy.meta |= origin
+                if node.op == "get_attr":
+                    copy.target = path + str(node.target)
+
+    def _results(
+        self,
+        call: _Call,
+        node: Node,
+        outside: Mapping[Node, Any],
+        path: str,
+        origin: Mapping[str, Any],
+    ) -> list[Any]:
+        """Copies the body of a call, and returns the results of the call."""
+
+        def step(target: Any, args: tuple[Any, ...], value: Any) -> Node:
+            """Returns a new node."""
+            new = self.graph.call_function(target, args)
+            new.meta |= {**origin, "val": value}
+            return new
+
+        path += str(call.body.target)
+        graph: Any = self.gm.get_submodule(path).graph
+        output = graph.output_node()
+        copies = _last_copies(graph) if call.written else []
+        operand_of = dict(zip(graph.find_nodes(op="placeholder"), call.operands, strict=True))
+        values: dict[Node, Any] = dict.fromkeys((output, *copies))
+        for placeholder, operand in operand_of.items():
+            if isinstance(operand, _Entry):
+                args = outside[operand.base], 0, operand.index
+                values[placeholder] = step(aten.select.int, args, operand.value)
+            else:
+                values[placeholder] = map_arg(operand, outside.__getitem__)
+        own_origin = {
+            key: node.meta[key] for key in _ORIGIN if call.is_shared and node.meta.get(key)
+        }
+        self.add(graph, values, f"{path}.", own_origin or origin)
+        written: dict[Any, Any] = {base: outside[base] for base in call.written}
+        for copy in copies:
+            operand, new = operand_of[copy.args[0]], map_arg(copy.args[1], values.__getitem__)
+            if isinstance(operand, _Entry):
+                scatter = written[operand.base], new, 0, operand.index
+                value = value_of(operand.base).clone()
+                new = step(aten.select_scatter.default, scatter, value)
+            written[_memory(operand)] = new
+        return [*map_arg(output.args[0], values.__getitem__), *written.values()]
+
+
+def _calls(gm: GraphModule, graph: Graph, path: str) -> dict[Node, _Call]:
+    """Returns the calls in ``graph`` that can be inlined."""
+    calls: dict[Node, _Call] = {}
     for node in graph.nodes:
-        if node in values:
+        call = _read_call(node)
+        if call is None or not all(map(is_getitem, node.users)):
             continue
-        if node in bodies:
-            values[node] = _results(gm, into, bodies[node], values, origin)
-        elif is_getitem(node) and isinstance(values.get(node.args[0]), list):
-            values[node] = values[node.args[0]][node.args[1]]
-        else:
-            values[node] = copy = into.node_copy(node, values.__getitem__)
-            copy.meta |= origin
-            if node.op == "get_attr":
-                copy.target = path + str(node.target)
+        body = gm.get_submodule(path + str(call.body.target))
+        if isinstance(body, GraphModule) and _is_as_called(body.graph, call):
+            calls[node] = call
+    return calls
 
 
-def _results(
-    gm: GraphModule,
-    into: Graph,
-    body: _Body,
-    outside: Mapping[Node, Any],
-    origin: Mapping[str, Any],
-) -> list[Any]:
-    graph, call = body.graph, body.call
-    (output,) = graph.find_nodes(op="output")
-    copies = _last_copies(graph) if call.written else []
+def _is_as_called(graph: Graph, call: _Call) -> bool:
+    """Returns True if a body was traced for such operands, and writes into those of the call."""
     inputs = graph.find_nodes(op="placeholder")
-    of_inputs = dict(zip(inputs, call.operands, strict=True))
-    given = {
-        node: _selected(into, outside, operand, origin)
-        if isinstance(operand, _Entry)
-        else _value(outside, operand)
-        for node, operand in of_inputs.items()
-    }
-    values: dict[Node, Any] = dict.fromkeys((output, *copies)) | given
-    _lay(gm, into, graph, values, f"{body.path}.", body.origin or origin)
-    written = {base: _value(outside, base) for base in call.written}
-    for node in copies:
-        operand, new = of_inputs[node.args[0]], _value(values, node.args[1])
-        if isinstance(operand, _Entry):
-            at = (written[operand.base], new, 0, operand.index)
-            value = value_of(operand.base).clone()
-            new = _made(into, aten.select_scatter.default, at, value, origin)
-        written[_memory(operand)] = new
-    return [*(_value(values, item) for item in output.args[0]), *written.values()]
-
-
-def _selected(
-    into: Graph, outside: Mapping[Node, Any], entry: _Entry, origin: Mapping[str, Any]
-) -> Node:
-    at = (outside[entry.base], 0, entry.index)
-    return _made(into, aten.select.int, at, entry.value, origin)
-
-
-def _made(
-    into: Graph, target: Any, args: tuple[Any, ...], value: Any, origin: Mapping[str, Any]
-) -> Node:
-    node = into.call_function(target, args)
-    node.meta |= {**origin, "val": value}
-    return node
-
-
-def _value(values: Mapping[Node, Any], item: Any) -> Any:
-    return values[item] if isinstance(item, Node) else item
-
-
-def _calls(gm: GraphModule, graph: Graph, path: str) -> dict[Node, _Body]:
-    """The calls in ``graph`` that can be inlined."""
-    found: dict[Node, _Body] = {}
-    for node in graph.nodes:
-        call = _READERS[name](node) if (name := _name(node.target)) in _READERS else None
-        if call is None or not all(is_getitem(user) for user in node.users):
-            continue
-        body_path = path + str(call.body.target)
-        body = gm.get_submodule(body_path)
-        if isinstance(body, GraphModule) and _fits(body.graph, call):
-            found[node] = _Body(body.graph, body_path, call, _origin(node) if call.shared else {})
-    return found
-
-
-def _origin(node: Node) -> dict[str, Any]:
-    return {key: node.meta[key] for key in _ORIGIN if node.meta.get(key)}
-
-
-def _fits(graph: Graph, call: _Call) -> bool:
-    """Was the body traced for such operands, and does it write as the call says that it does?"""
-    inputs = graph.find_nodes(op="placeholder")
-    if len(inputs) != len(call.operands) or not all(map(_alike, inputs, call.operands)):
+    if list(map(_description, inputs)) != list(map(_description, call.operands)):
         return False
-    (output,) = graph.find_nodes(op="output")
-    if not isinstance(output.args[0], (tuple, list)):
+    if not isinstance(graph.output_node().args[0], (tuple, list)):
         return False
     if not call.written:
         return True
     copies = _last_copies(graph)
     targets = [node.args[0] for node in copies]
-    written = [
+    written = {
         node
-        for node, held in zip(inputs, call.operands, strict=True)
-        if _memory(held) in call.written
-    ]
+        for node, operand in zip(inputs, call.operands, strict=True)
+        if _memory(operand) in call.written
+    }
     effects = [node for node in graph.nodes if node.op == "call_function" and is_mutating(node)]
-    return effects == copies and len(set(targets)) == len(targets) and set(targets) <= set(written)
+    return effects == copies and len({*targets}) == len(targets) and written.issuperset(targets)
 
 
 def _memory(operand: Any) -> Any:
+    """Returns the node into which a write to an operand goes."""
     return operand.base if isinstance(operand, _Entry) else operand
 
 
-def _alike(placeholder: Node, operand: Any) -> bool:
-    held = value_of(operand) if isinstance(operand, Node) else operand
-    held = held.value if isinstance(held, _Entry) else held
-    return _description(value_of(placeholder)) == _description(held)
-
-
-def _description(value: Any) -> tuple[str, str]:
+def _description(operand: Any) -> tuple[str, str]:
+    """Returns shape and dtype of a node or an entry; a number is its own shape."""
+    if isinstance(operand, Node):
+        value = value_of(operand)
+    else:
+        value = operand.value if isinstance(operand, _Entry) else operand
     return str(getattr(value, "shape", value)), str(getattr(value, "dtype", ""))
 
 
 def _last_copies(graph: Graph) -> list[Node]:
-    """The copies into operands that end a body which has been made a function."""
+    """Returns the copies into operands at the end of a body that AOT autograd made functional."""
     copies: list[Node] = []
     for node in list(graph.nodes)[-2::-1]:
         is_copy = word(node) == "copy_" and isinstance(node.args[0], Node) and not node.users
@@ -226,80 +200,81 @@ def _last_copies(graph: Graph) -> list[Node]:
 
 
 def _name(target: object) -> str:
+    """Returns the name of a higher-order operator; "" for any other target."""
     return target.name() if isinstance(target, HigherOrderOperator) else ""
 
 
-# -- how each operator calls its graph
+def _read_call(node: Node) -> _Call | None:
+    """Returns the call that a node makes of a graph; None if it makes none, or another kind.
 
-
-def _invoked(node: Node) -> _Call | None:
-    body, _, *operands = node.args
-    return _Call(body, operands, shared=True) if isinstance(body, Node) else None
+    A body under a grad mode or an autocast mode is read if the mode is off.
+    """
+    body: Any
+    enabled: Any = False
+    name = _name(node.target)
+    match name:
+        case "auto_functionalized_v2":
+            return _functionalised(node)
+        case "invoke_subgraph":
+            body, _, *operands = node.args
+        case "wrap_with_set_grad_enabled":
+            enabled, body, *operands = node.args
+        case "wrap_with_autocast":
+            _, _, enabled, _, body, *operands = node.args
+        case _:
+            return None
+    if enabled is not False or not isinstance(body, Node):
+        return None
+    return _Call(body, operands, is_shared=name == "invoke_subgraph")
 
 
 def _functionalised(node: Node) -> _Call | None:
-    """``arg<i>``, or the base that it is one with, or an entry of it (``pool[i]``); a base of which
-    an operand is another part is left alone.
+    """Reads a call of ``invoke_subgraph`` that AOT autograd has made functional.
+
+    An operand is ``arg<i>``, or a base (an input that is written), or an entry of a base
+    (``pool[i]``). Returns None if an operand is another part of a base.
     """
-    given, bases = node.kwargs, node.kwargs.get("_all_bases")
-    body = given.get("subgraph")
+    options, bases = node.kwargs, node.kwargs.get("_all_bases")
+    body = options.get("subgraph")
     if (
         _name(node.args[0]) != "invoke_subgraph"
         or not isinstance(body, Node)
         or not isinstance(bases, Sequence)
     ):
         return None
-    operands: dict[int, Any] = {}
-    views: dict[int, dict[str, Any]] = {}
-    for key, value in given.items():
-        direct, base, view = (
-            re.fullmatch(form, key)
-            for form in (r"arg(\d+)", r"_arg(\d+)_base_index", r"_arg(\d+)_(.*)")
-        )
-        if direct:
-            operands[int(direct[1])] = value
-        elif base:
-            operands[int(base[1])] = None if value is None else bases[value]  # type: ignore[index]
-        elif view:
-            views.setdefault(int(view[1]), {})[view[2]] = value
-    operands |= {index: _entry(operands.get(index), view) for index, view in views.items()}
-    if sorted(operands) != list(range(len(operands))) or None in map(operands.get, views):
+    places = [key for key in options if re.fullmatch(r"arg\d+|_arg\d+_base_index", key)]
+    operands: list[Any] = []
+    for place in range(len(places)):
+        prefix = f"_arg{place}_"
+        view = {
+            key.removeprefix(prefix): value
+            for key, value in options.items()
+            if key.startswith(prefix)
+        }
+        index: Any = view.pop("base_index", None)
+        operand = options.get(f"arg{place}") if index is None else bases[index]
+        operands.append(_entry(operand, view) if view else operand)
+        if view and operands[-1] is None:
+            return None
+    memories = list(map(_memory, operands))
+    if any(memories.count(base) != 1 for base in bases):
         return None
-    ordered = [operands[index] for index in range(len(operands))]
-    held = list(map(_memory, ordered))
-    if any(held.count(base) != 1 for base in bases):
-        return None
-    return _Call(body, ordered, bases, shared=True)
+    return _Call(body, operands, bases, is_shared=True)
 
 
 def _entry(base: Any, view: Mapping[str, Any]) -> _Entry | None:
-    """The entry of ``base`` along its first axis that has this size, stride and storage offset."""
-    whole = value_of(base) if isinstance(base, Node) else None
+    """Returns the entry of ``base`` along its first axis that has the layout of a view.
+
+    Returns None if there is none.
+    """
+    tensor = value_of(base) if isinstance(base, Node) else None
     size, stride, offset = map(view.get, ("size", "stride", "storage_offset"))
-    if not isinstance(whole, Tensor) or not whole.dim() or has_symbols(whole.shape):
+    if not isinstance(tensor, Tensor) or not tensor.dim() or has_symbols(tensor.shape):
         return None
-    if not isinstance(offset, int):  # it is another part, or says so otherwise
+    if not isinstance(offset, int):  # a view of another kind
         return None
-    index = (offset - whole.storage_offset()) // max(whole.stride(0), 1)
-    part = whole[index] if 0 <= index < whole.shape[0] else None
+    index = (offset - tensor.storage_offset()) // max(tensor.stride(0), 1)
+    part = tensor[index] if 0 <= index < tensor.shape[0] else None
     if part is None or (part.shape, part.stride(), part.storage_offset()) != (size, stride, offset):
         return None
     return _Entry(base, index)
-
-
-def _without_grad(node: Node) -> _Call | None:
-    enabled, body, *operands = node.args
-    return _Call(body, operands) if enabled is False and isinstance(body, Node) else None
-
-
-def _without_autocast(node: Node) -> _Call | None:
-    _, _, enabled, _, body, *operands = node.args
-    return _Call(body, operands) if enabled is False and isinstance(body, Node) else None
-
-
-_READERS = {
-    "invoke_subgraph": _invoked,
-    "auto_functionalized_v2": _functionalised,
-    "wrap_with_set_grad_enabled": _without_grad,
-    "wrap_with_autocast": _without_autocast,
-}

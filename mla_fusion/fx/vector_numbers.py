@@ -1,11 +1,8 @@
-"""What vectors of a model hold: looked at when a graph is compiled, and shown again by what is
-packed of them.
+"""Facts about the numbers of norm weights and scales: all are bfloat16 numbers, or all are equal.
 
-Some facts are a matter of values: a float32 norm weight whose numbers are bfloat16's, a scale that
-was repeated for every channel when a checkpoint was loaded. What was seen once holds for that call
-alone. So the note (:class:`Numbers`) decides only whether a graph may be compiled so, and
-:class:`Exact` goes with the packed tensor: whenever it is made, every number of its source must be
-found in it again.
+Such a fact is seen when a graph is compiled, and holds for that call alone. The note in a node's
+metadata (:class:`Numbers`) decides only whether a graph may be compiled so. :class:`Exact` goes
+with the packed tensor: whenever that is made, every number of its source must be in it again.
 """
 
 from __future__ import annotations
@@ -20,10 +17,10 @@ NUMBERS = "mla_fusion_numbers"  # in the meta of an input
 
 @dataclass(frozen=True)
 class Numbers:
-    """Of a vector.
+    """What is known of the numbers of a vector.
 
-    bfloat16   are all of them bfloat16 numbers?
-    one        the one number that all of them are; None where they differ
+    bfloat16  True if all of them are bfloat16 numbers
+    one       the number that all of them are; None if they differ
     """
 
     bfloat16: bool
@@ -31,26 +28,25 @@ class Numbers:
 
     @classmethod
     def of(cls, vector: torch.Tensor) -> Numbers:
-        bfloat16 = bool((vector.to(torch.bfloat16).to(vector.dtype) == vector).all())
-        return cls(
-            bfloat16,
-            vector[0].item() if len(vector) and bool((vector == vector[0]).all()) else None,
-        )
+        """Returns the facts about a tensor."""
+        is_bfloat16 = bool((vector.to(torch.bfloat16).to(vector.dtype) == vector).all())
+        is_repeated = len(vector) > 0 and bool((vector == vector[0]).all())
+        return cls(is_bfloat16, vector[0].item() if is_repeated else None)
 
 
 def numbers(node: Node) -> Numbers | None:
-    """What an input was found to hold; None where nobody has looked."""
-    found: Numbers | None = node.meta.get(NUMBERS)
-    return found
+    """Returns the note on an input; None if its tensor was not seen."""
+    note: Numbers | None = node.meta.get(NUMBERS)
+    return note
 
 
 @dataclass(frozen=True)
 class Exact:
-    """The dtype of a packed tensor must hold the numbers of its one source.
+    """The condition that a packed tensor holds the numbers of its only source.
 
-    code, what   of the error where it does not
-    repeated     its one element must be each of them
-    inverse      each of them must be the reciprocal of that, rounded to the source's dtype
+    code, what  code and message of the error if it does not
+    repeated    True: its only element must be each of them
+    inverse     True: each of them must be the reciprocal of that, rounded to the source's dtype
     """
 
     code: str
@@ -59,8 +55,9 @@ class Exact:
     inverse: bool = False
 
     def holds(self, packed: torch.Tensor, source: torch.Tensor) -> bool:
-        held = packed if self.repeated else source.to(packed.dtype)
-        restored = held.float().reciprocal() if self.inverse else held
+        """Returns True if the condition is met."""
+        numbers = packed if self.repeated else source.to(packed.dtype)
+        restored = numbers.float().reciprocal() if self.inverse else numbers
         return bool(torch.isfinite(packed).all()) and bool(
             (restored.to(source.dtype) == source).all()
         )

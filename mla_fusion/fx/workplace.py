@@ -1,6 +1,4 @@
-"""Beside the module that owns a graph: a module of its attributes with an empty graph, into which
-nodes are copied.
-"""
+"""Copies nodes into an empty graph, in a module with the attributes of the one that owns them."""
 
 from __future__ import annotations
 
@@ -15,13 +13,13 @@ from mla_fusion.compat import call_like
 
 
 def workplace(gm: GraphModule) -> GraphModule:
-    """A module with the attributes of ``gm``, the very same objects, and an empty graph that is
-    called as its graph is.
+    """Returns a module with the attributes of ``gm``, the same objects, and an empty graph.
 
-    What is registered on it is not registered on ``gm``.
+    The graph is called as the graph of ``gm`` is. What is registered on the new module is not
+    registered on ``gm``.
     """
-    made = GraphModule(torch.nn.Module(), Graph())
-    held = dict(
+    module = GraphModule(torch.nn.Module(), Graph())
+    attributes = dict(
         (
             *gm.named_parameters(recurse=False),
             *gm.named_buffers(recurse=False),
@@ -31,31 +29,33 @@ def workplace(gm: GraphModule) -> GraphModule:
     for op in ("get_attr", "call_module"):
         for node in gm.graph.find_nodes(op=op):
             name = str(node.target).partition(".")[0]
-            held.setdefault(name, getattr(gm, name))
-    for name, value in held.items():
-        setattr(made, name, value)
-    call_like(made.graph, gm.graph)
-    return made
+            attributes[name] = getattr(gm, name)
+    for name, value in attributes.items():
+        setattr(module, name, value)
+    call_like(module.graph, gm.graph)
+    return module
 
 
-def copied(node: Node, into: Graph, transform: Callable[[Node], Any]) -> Node:
-    """``node`` at the end of another graph, with its name and its metadata."""
+def copied(node: Node, graph: Graph, transform: Callable[[Node], Any]) -> Node:
+    """Returns a copy of a node at the end of another graph, with its name and its metadata."""
     args, kwargs = map_arg((node.args, node.kwargs), transform)
-    made = created(into, node.op, node.target, args, kwargs, node.name)
-    # a node that is given an attribute is sorted anew among those of its graph
+    copy = created(graph, node.op, node.target, args, kwargs, node.name)
+    # torch sorts a node anew among those of its graph when an attribute is set
     if node.type is not None:
-        made.type = node.type
-    made.meta.update(node.meta)
-    return made
+        copy.type = node.type
+    copy.meta.update(node.meta)
+    return copy
 
 
-def created(into: Graph, op: str, target: Any, args: Any, kwargs: Any, name: str | None) -> Node:
-    """A new node. Its arguments are set afterwards, because ``create_node`` looks through all that
-    it is given for raw symbolic sizes, which is half of its time; there are none.
+def created(graph: Graph, op: str, target: Any, args: Any, kwargs: Any, name: str | None) -> Node:
+    """Returns a new node.
+
+    The arguments are set afterwards. ``create_node`` would search them for raw symbolic sizes,
+    which is half of its time, and there are none.
     """
-    made = into.create_node(op, target, name=name)
+    node = graph.create_node(op, target, name=name)
     if args:
-        made.args = args
+        node.args = args
     if kwargs:
-        made.kwargs = kwargs
-    return made
+        node.kwargs = kwargs
+    return node

@@ -11,16 +11,9 @@ from typing import Any
 
 from torch.fx import Node
 
-from mla_fusion.fx.kinds import (
-    has_effect,
-    is_getitem,
-    is_view,
-    is_writer,
-    op_name,
-    word,
-)
+from mla_fusion.fx.kinds import has_effect, is_getitem, is_view, is_writer, op_name, word
 from mla_fusion.fx.sizes import has_symbols
-from mla_fusion.fx.walk import INPUTS, reached
+from mla_fusion.fx.walk import INPUTS, origin, reached, views_and_writers
 from mla_fusion.plan.region import nodes_between
 from mla_fusion.report.staging import Leftover
 
@@ -32,19 +25,24 @@ _PUT_BACK = ("slice_scatter", "select_scatter", "copy_")
 
 
 def staging_leftovers(
-    rows: Mapping[Node, bool], rotated: Sequence[int], width: int, tokens: int, bound: Bound
+    rows: Mapping[Node, bool],
+    rotated: Sequence[int],
+    widths: Sequence[int],
+    tokens: int,
+    bound: Bound,
 ) -> tuple[Leftover, ...]:
     """Returns what a staged fusion leaves in the graph or adds to it.
 
     rows     nodes that hold new rows, and whether each joins the rows of both caches
     rotated  for each result that is re-interleaved, how many numbers a token has
-    width    how many numbers the rows of a token have
+    widths   widths of the rows
     bound    returns a shape as numbers
     """
-    count, row_bytes, moved_bytes = len(rotated), width * _BFLOAT16, sum(rotated) * _BFLOAT16
+    count = len(rotated)
+    row_bytes, rotated_bytes = (2 * sum(numbers) * _BFLOAT16 for numbers in (widths, rotated))
     parts = (
-        Leftover("staging buffers", ("aten.new_empty",) * 2, 2, 2 * row_bytes),
-        Leftover("re-interleaving", ("aten.transpose",) * count, count, 2 * moved_bytes),
+        Leftover("staging buffers", ("aten.new_empty",) * 2, 2, row_bytes),
+        Leftover("re-interleaving", ("aten.transpose",) * count, count, rotated_bytes),
         _cache_writes(rows, tokens, bound),
     )
     return tuple(part for part in parts if part.operators)
@@ -61,24 +59,25 @@ def count_replaced(starts: Sequence[Node], ends: Iterable[Node], rows: Iterable[
 
 def _cache_writes(rows: Mapping[Node, bool], tokens: int, bound: Bound) -> Leftover:
     """Returns the model's own steps from the new rows to the caches."""
-    joining = [node for node, is_joined in rows.items() if is_joined]
     to_caches = _nodes_to_caches(rows)
-    steps = [node for node in to_caches if not _is_view_only(node)]
     new_nodes = {*rows, *to_caches}
-    moved, caches = list(joining), set[Node]()  # nodes whose bytes are moved
+    joining = [node for node, is_joined in rows.items() if is_joined]
+    steps = [node for node in to_caches if not _is_view_only(node)]
+    moved, caches = [*joining], set[Node]()
     for node in steps:
         if _gives_cache(node):
             operands = new_nodes.intersection(node.all_input_nodes)
-            moved += [operand for operand in operands if not _gives_cache(operand)]
+            moved += (operand for operand in operands if not _gives_cache(operand))
             caches.update(_written_caches(node))
         else:
             moved.append(node)
-    moved_bytes = sum(2 * _bytes(bound, node) for node in moved)
-    is_symbolic = any(has_symbols(cache.meta["val"].shape) for cache in caches)
-    whole_bytes = None if is_symbolic else sum(cache.meta["val"].nbytes for cache in caches)
+    token_bytes = sum(2 * _bytes(bound, node) for node in moved) // tokens
+    tensors = [cache.meta["val"] for cache in caches]
+    is_open = any(has_symbols(tensor.shape) for tensor in tensors)
+    whole_bytes = None if is_open else sum(tensor.itemsize * math.prod(tensor.shape) for tensor in tensors)
     names = (op_name(node).replace("::", ".") for node in steps)
-    operators = ("aten.cat",) * len(joining) + tuple(names)
-    return Leftover("cache writes", operators, len(operators), moved_bytes // tokens, whole_bytes)
+    operators = (*("aten.cat" for _ in joining), *names)
+    return Leftover("cache writes", operators, len(operators), token_bytes, whole_bytes)
 
 
 def _gives_cache(node: Node) -> bool:
@@ -133,9 +132,7 @@ def _is_stored(node: Node) -> bool:
 def _written_caches(writer: Node) -> Iterator[Node]:
     """Yields the inputs of the graph that a writer changes."""
     for operand in writer.all_input_nodes:
-        node = operand
-        while (is_view(node) or is_writer(node)) and isinstance(node.args[0], Node):
-            node = node.args[0]
+        node = origin(operand, views_and_writers)
         if node.op in INPUTS and any(
             word(user) == "copy_" and user.args[0] is node for user in node.users
         ):

@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 
 from mla_fusion.compat import FakeTensorMode, OpOverload, guard, hint_of, schema_of
 from mla_fusion.config import Config
-from mla_fusion.fx.build import OfTensors, Recipe, fake_mode_of, faked
+from mla_fusion.fx.build import Builder, Recipe, fake_mode_of, faked
 from mla_fusion.fx.vector_numbers import Exact
 from mla_fusion.graph.departure import Departure
 from mla_fusion.graph.form import Value
@@ -102,7 +102,7 @@ class _CallReached(Exception):
         self.operands = operands
 
 
-class _FakeCall(OfTensors):
+class _FakeCall(Builder):
     """Makes a call up to the operator itself, on the fake values of the graph's nodes."""
 
     def __init__(self, graph: Graph) -> None:

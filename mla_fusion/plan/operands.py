@@ -88,13 +88,6 @@ def rows_in_cache(builder: Builder, cache: Any, slots: Any, shape: Sequence[Any]
 
     mode  the cache_mode
     """
-    return builder.new_rows(
-        cache, shape, lambda builder: _read_back(builder, cache, slots, shape, mode)
-    )
-
-
-def _read_back(builder: Builder, cache: Any, slots: Any, shape: Sequence[Any], mode: str) -> Any:
-    """Reads rows [.., width] of a cache by their slots."""
 
     def places(builder: Builder) -> Any:
         return builder.call(

@@ -32,8 +32,7 @@ def bind_sizes(graph: Graph, symbols: Mapping[str, int] | None) -> Binding:
 
     symbols  numbers of symbols: the graph runs only if symbols of one number are equal
     """
-    binding = Binding()
-    binding.avoid(_literals(graph.nodes))
+    binding = Binding(_literals(graph.nodes))
     sizes = [size for node in graph.nodes for size in _sizes(node).values()]
     for first_size, second_size in guarded_equal(sizes[0]) if sizes else ():
         binding.equate(first_size, second_size)

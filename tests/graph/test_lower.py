@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from mla_fusion.compat import hint_of
 from mla_fusion.fx import normalise
-from mla_fusion.fx.build import GraphBuilder, OfTensors
+from mla_fusion.fx.build import Builder, GraphBuilder
 from mla_fusion.graph import pools
 from mla_fusion.graph.call import Call
 from mla_fusion.graph.form import Value, order
@@ -81,7 +81,7 @@ class Run(Interpreter):
         return found
 
 
-class TensorBuilder(OfTensors):
+class TensorBuilder(Builder):
     """Computes on the tensors of a run; sizes are as they were when the graph was traced."""
 
     def __init__(self, values: Mapping[Node, Any]) -> None:

@@ -1,7 +1,6 @@
-"""Readers of the graph dumps that torchair, GE, Inductor and torch write. Need neither torchair nor
-protobuf.
+"""Reads graph dumps of torchair, GE, Inductor and torch. Needs neither torchair nor protobuf.
 
-The content of a file decides its format: torchair gives the ending ``.txt`` to two of them.
+The content of a file decides its format: torchair uses the suffix ``.txt`` for two of them.
 """
 
 from __future__ import annotations
@@ -11,28 +10,19 @@ from pathlib import Path
 from mla_fusion.tools.dumps import ge_text, python_text
 from mla_fusion.tools.dumps.model import FORMATS, Dump, DumpError, Edge, Operator, Value
 
-__all__ = [
-    "FORMATS",
-    "Dump",
-    "DumpError",
-    "Edge",
-    "Operator",
-    "Value",
-    "read",
-    "recognise",
-]
+__all__ = ["Dump", "DumpError", "Edge", "Operator", "Value", "read"]
 
-MOST_BYTES = 1 << 26  # of a file; a model of 61 layers has less than a fifth of it
+_MOST_BYTES = 1 << 26  # of a file; a model of 61 layers has less than a fifth of it
 
 
 def read(path: str | Path, graph: int = 1) -> Dump:
-    """One graph of a dump file.
+    """Returns one graph of a dump file.
 
-    path   what torchair (pbtxt, py, txt) or torch (TORCH_LOGS, print_readable) wrote
-    graph  which graph of a file that holds several, counted from 1
+    path   a file of torchair (pbtxt, py, txt) or torch (TORCH_LOGS, print_readable)
+    graph  the number of the graph in its file, from 1
 
-    Raises DumpError for a foreign or damaged file and for a graph that it does not hold, OSError
-    for a file that cannot be read.
+    Raises DumpError for a foreign or damaged file and for a missing graph, OSError for a file that
+    cannot be read.
     """
     path = Path(path)
     try:
@@ -43,8 +33,8 @@ def read(path: str | Path, graph: int = 1) -> Dump:
         raise DumpError(error.message, error.line, path) from None
 
 
-def recognise(text: str) -> str:
-    """The key in FORMATS that the text of a file shows. Raises DumpError for anything else."""
+def _format_of(text: str) -> str:
+    """Returns the key in FORMATS for the text of a file. Raises DumpError for any other text."""
     if python_text.CLASS.search(text):
         return "fx"
     if "import ge_apis as ge" in text or "\nfrom torchair.ge" in text:
@@ -56,15 +46,17 @@ def recognise(text: str) -> str:
 
 
 def _read(path: Path, number: int) -> Dump:
-    if path.stat().st_size > MOST_BYTES:
-        raise DumpError(f"larger than {MOST_BYTES >> 20} MiB; no graph dump is", 1)
+    """Returns one graph of a file. Raises DumpError without a path."""
+    if path.stat().st_size > _MOST_BYTES:
+        raise DumpError(f"larger than {_MOST_BYTES >> 20} MiB; no graph dump is", 1)
     content = path.read_bytes()
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise DumpError("not text (UTF-8)", line) from None
-    kind = recognise(text := python_text.COLOUR.sub("", text))
+    text = python_text.COLOUR.sub("", text)
+    kind = _format_of(text)
     if kind == "fx":
         listings = python_text.split(text)
         if not 1 <= number <= len(listings):
@@ -73,7 +65,8 @@ def _read(path: Path, number: int) -> Dump:
         return Dump(path, kind, python_text.read_fx(body), name, number, len(listings))
     if number != 1:
         raise DumpError(f"a GE dump holds 1 graph, and no graph {number}", 1)
-    operators, name = (python_text.read_ge if kind == "python" else ge_text.read)(text)
-    if not any(operator.type == "NetOutput" for operator in operators):
+    # generated Python does not name its graph
+    operators, name = (python_text.read_ge(text), "") if kind == "python" else ge_text.read(text)
+    if all(operator.type != "NetOutput" for operator in operators):
         raise DumpError("the graph has no NetOutput: truncated", text.count("\n") + 1)
     return Dump(path, kind, operators, name)

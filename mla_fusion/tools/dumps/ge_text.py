@@ -1,6 +1,6 @@
-"""GE graphs as torchair writes them: its onnx-like pbtxt, and the protobuf's own text.
+"""Reads GE graphs as torchair writes them: its onnx-like pbtxt, and the protobuf's own text.
 
-In the pbtxt every attribute and tensor description is protobuf text once more, inside a string.
+In the pbtxt every attribute and tensor description is a string that holds protobuf text again.
 Layers repeat those strings, so each is parsed once.
 """
 
@@ -35,14 +35,14 @@ _GRAPH = "attr input output name".split()
 
 
 def read(text: str) -> tuple[list[Operator], str]:
-    """The operators of a graph in either form, and the graph's name."""
+    """Returns the operators of a graph in either form, and the graph's name."""
     operators, graph = [], parse(text)
     for name, value, line in graph:
         if name in ("op", "node"):
             try:
                 operators.append(_operator(name, value, line))
             except (TypeError, ValueError, AttributeError, OverflowError) as error:
-                # strings in an operator have lines of their own
+                # the line of a DumpError is one inside a string of the operator
                 reason = getattr(error, "message", error)
                 raise DumpError(f"a damaged operator: {reason}", line) from None
         elif name not in _GRAPH:
@@ -51,6 +51,7 @@ def read(text: str) -> tuple[list[Operator], str]:
 
 
 def _operator(kind: str, message: Message, line: int) -> Operator:
+    """Returns the operator that a message describes: an "op", or a "node" of the pbtxt."""
     name, type_ = first(message, "name"), first(message, "type" if kind == "op" else "op")
     if not isinstance(name, str) or not isinstance(type_, str) or not type_:
         raise DumpError("an operator without a name or a type", line)
@@ -64,15 +65,15 @@ def _operator(kind: str, message: Message, line: int) -> Operator:
             (inputs if key[1] == "i" else outputs).append(value)
         else:
             attributes[key] = _attribute(value)
-    stated = attributes.get("_input_name_key")
+    names = attributes.get("_input_name_key")
     values = [_value(item) for item in outputs or (inputs[:1] if type_ == "Data" else ())]
     edges = [_edge(str(text)) for text in every(message, "input")]
-    roles = stated if isinstance(stated, list) else [first(item, "name", "") for item in inputs]
+    roles = names if isinstance(names, list) else [first(item, "name", "") for item in inputs]
     return Operator(name, type_, edges, values, attributes, [*map(str, roles)], line)
 
 
 def _edge(text: str) -> Edge | None:
-    """``name:index``, ``name:-1`` or ``^name`` for an order without data, "" for no input."""
+    """Reads ``name:index``; ``name:-1`` or ``^name`` is an order without data, "" no input."""
     if not text:
         return None
     if text.startswith("^"):
@@ -82,9 +83,11 @@ def _edge(text: str) -> Edge | None:
 
 
 def _attribute(message: Any) -> Any:
-    """The value of a GE ``AttrDef``: a scalar, a list, or a constant as text."""
-    if not isinstance(message, list) or not message:
-        return None if isinstance(message, list) else message
+    """Returns the value of a GE ``AttrDef``: a scalar, a list, or a constant as text."""
+    if not isinstance(message, list):
+        return message
+    if not message:
+        return None
     kind, value, _ = message[0]
     if kind == "list":
         return [item for key, item, _ in value if key != "val_type"]
@@ -94,28 +97,22 @@ def _attribute(message: Any) -> Any:
 
 
 def _value(message: Message) -> Value:
-    """A ``TensorDescriptor``.
+    """Reads a ``TensorDescriptor``.
 
-    torchair leaves the shape of inner tensors out and keeps in ``_meta`` that of the last torch
-    value.
+    torchair leaves out the shape of inner tensors; ``_meta`` has that of the last torch value.
     """
     shape = first(message, "shape")
     sizes: Shape | None = None if shape is None else tuple(map(int, every(shape, "dim")))
     for item in every(message, "attr") if sizes is None else ():
-        said = _META.match(str(first(first(item, "value", []), "s", "")))
-        sizes = dims(said[1]) if said is not None else sizes
-    return Value(
-        ge_dtype(str(first(message, "dtype", ""))),
-        sizes,
-        str(first(message, "layout", "")),
-        str(first(message, "device_type", "")),
-    )
+        if meta := _META.match(str(first(first(item, "value", []), "s", ""))):
+            sizes = dims(meta[1])
+    names = "dtype", "layout", "device_type"
+    dtype, layout, device = (str(first(message, name, "")) for name in names)
+    return Value(ge_dtype(dtype), sizes, layout, device)
 
 
 def parse(text: str) -> Message:
-    """The fields of a message. Raises DumpError, without a path, for anything but protobuf
-    text.
-    """
+    """Returns the fields of a message. Raises DumpError for anything but protobuf text."""
     fields: Message = []
     stack: list[Field] = [("", fields, 1)]
     for number, line in enumerate(text.splitlines(keepends=True), 1):
@@ -141,9 +138,10 @@ def parse(text: str) -> Message:
                     value = literal.encode("latin-1", "backslashreplace").decode("unicode_escape")
                 except ValueError as error:
                     raise DumpError(f"a damaged text: {error}", number) from None
-            stack[-1][1].append((name, value, number))
+            field = name, value, number
+            stack[-1][1].append(field)
             if opens:
-                stack.append((name, value, number))
+                stack.append(field)
             if len(stack) > _DEPTH:
                 raise DumpError("messages nest too deeply", number)
     if len(stack) > 1:
@@ -156,6 +154,7 @@ _parsed = lru_cache(maxsize=1 << 14)(parse)
 
 
 def _number(text: str) -> Any:
+    """Returns a bool, a number, or the text of any other word."""
     if text in ("true", "false"):
         return text == "true"
     for kind in (int, float):
@@ -167,10 +166,10 @@ def _number(text: str) -> Any:
 
 
 def first(message: Message, name: str, default: Any = None) -> Any:
-    """The first value of a field."""
+    """Returns the first value of a field."""
     return next((value for key, value, _ in message if key == name), default)
 
 
 def every(message: Message, name: str) -> list[Any]:
-    """All values of a repeated field."""
+    """Returns all values of a repeated field."""
     return [value for key, value, _ in message if key == name]

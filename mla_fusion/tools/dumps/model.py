@@ -1,6 +1,4 @@
-"""The one form that every dump is read into: operators, the values between them, and where they
-stand in the file.
-"""
+"""Defines the form into which every dump is read: operators, and the values between them."""
 
 from __future__ import annotations
 
@@ -16,19 +14,17 @@ from typing import Any
 
 from torch.fx.graph import dtype_abbrs
 
-Dim = int | str  # a symbol's name, an expression of symbols, or -1 where only "dynamic" is known
-Shape = tuple[Dim, ...]
-Attributes = dict[str, Any]  # by name; also what a call is given by name
-Arguments = tuple[tuple[Any, ...], Attributes]  # of a call, by place and by name
+# numbers, names of symbols, and expressions of symbols; -1 for a dynamic size without a name
+Shape = tuple[int | str, ...]
+Attributes = dict[str, Any]  # by name
+Arguments = tuple[tuple[Any, ...], Attributes]  # of a call: by place and by name
 
 _NUMBER = re.compile(r"-?[0-9]{1,19}$")
 _DIM = re.compile(r"(?:[^,(]|\([^()]*(?:\([^()]*\)[^()]*)*\))+")
 
 
 def dims(text: str) -> Shape:
-    """Sizes between commas that stand outside parentheses, as in ``s0, Max(1, s0)``: numbers, or
-    the expressions that they are.
-    """
+    """Returns the sizes of a text such as ``4, s0, Max(1, s0)``: numbers and expressions."""
     parts = [part.strip() for part in _DIM.findall(text)]
     return tuple(int(part) if _NUMBER.match(part) else part for part in parts if part)
 
@@ -68,14 +64,12 @@ FX_DTYPES = {short: str(dtype).removeprefix("torch.") for dtype, short in dtype_
 
 
 def ge_dtype(name: str) -> str:
-    """torch's name of a GE dtype; GE's own, in small letters, where torch has none."""
+    """Returns torch's name of a GE dtype; GE's own in small letters if torch has none."""
     return _OF_GE.get(name, name.removeprefix("DT_").lower())
 
 
 def numbered_dtype(number: object) -> str:
-    """torch's name of a GE dtype given as a number, as ``dst_type`` holds it; "" for an unknown
-    one.
-    """
+    """Returns torch's name of a GE dtype by its number, as in ``dst_type``; "" for others."""
     return _OF_NUMBER.get(number, "") if isinstance(number, int) else ""
 
 
@@ -84,7 +78,7 @@ _BITS = re.compile(r"(?:b?float|u?int|complex|(?:hifloat|q?u?int)(?=8))(\d+)")
 
 
 class DumpError(ValueError):
-    """A file that is no dump, or a damaged one. ``line`` counts from 1."""
+    """Raised for a file that is no dump, or a damaged dump. ``line`` counts from 1."""
 
     def __init__(self, message: str, line: int = 0, path: Path | None = None) -> None:
         self.message, self.line, self.path = message, line, path
@@ -92,13 +86,18 @@ class DumpError(ValueError):
 
 
 class NotRebuilt(ValueError):
-    """A dump of which no graph can be made; the message says why, and which file to take."""
+    """Raised for a dump of which no graph can be made.
+
+    The message says why, and which file to take.
+    """
 
 
 @dataclass(frozen=True)
 class Value:
-    """One tensor as far as the dump tells: torch's name of the dtype, "" for none; shape and
-    strides may be None.
+    """What a dump says of one tensor.
+
+    dtype          torch's name, or ""
+    shape, stride  None if the dump does not say
     """
 
     dtype: str = ""
@@ -109,48 +108,47 @@ class Value:
 
     @property
     def elements(self) -> tuple[int, list[str]] | None:
-        """How many elements: the product of the known sizes, and the symbols beside it. None where
-        the dump does not say.
+        """The number of elements: the product of the known sizes, and the symbols beside it.
+
+        None if the dump does not say.
         """
         if self.shape is None or -1 in self.shape:
             return None
-        known = prod(size for size in self.shape if isinstance(size, int))
-        return known, sorted(size for size in self.shape if isinstance(size, str))
+        number = prod(size for size in self.shape if isinstance(size, int))
+        return number, sorted(size for size in self.shape if isinstance(size, str))
 
     @property
     def bytes(self) -> int | None:
-        """Its size, or None where the dump does not say or a dimension is dynamic."""
+        """The size in bytes; None if the dump does not say, or an axis is dynamic."""
         bits, elements = _BITS.match(self.dtype.replace("bool", "int8")), self.elements
         if bits is None or elements is None or elements[1]:
             return None
         return (elements[0] * int(bits[1]) + 7) // 8
 
     def __str__(self) -> str:
-        shape = "[?]" if self.shape is None else f"[{', '.join(str(dim) for dim in self.shape)}]"
+        shape = "?" if self.shape is None else ", ".join(map(str, self.shape))
         layout = f" {self.format}" if self.format not in ("", "ND") else ""
-        return f"{self.dtype or '?'}{shape}{layout}"
+        return f"{self.dtype or '?'}[{shape}]{layout}"
 
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """The ``index``-th result of the operator named ``producer``; index -1 is an order without
-    data.
-    """
+    """The ``index``-th result of an operator. Index -1 is an order without data."""
 
     producer: str
     index: int = 0
 
     def __str__(self) -> str:
-        return self.producer if self.index == 0 else f"{self.producer}:{self.index}"
+        return f"{self.producer}:{self.index}" if self.index else self.producer
 
 
 @dataclass(eq=False, slots=True)
 class Operator:
-    """One operator. An input is None where an optional one is not given.
+    """One operator. An optional input that is left out is None.
 
     roles   names of the inputs, as far as known
-    call    (args, kwargs) with Edges in place of values; empty where the dump is no program
-    source  "file:line in function: code" of the model, where the dump holds it
+    call    (args, kwargs) with Edges in place of values; empty if the dump is no program
+    source  "file:line in function: code" of the model, or ""
     """
 
     name: str
@@ -165,16 +163,16 @@ class Operator:
 
     @property
     def output(self) -> Value:
-        """Its first result, as far as the dump tells."""
+        """The first result."""
         return self.outputs[0] if self.outputs else Value()
 
     @property
     def reads(self) -> list[tuple[int, Edge]]:
-        """Its inputs that are given, each with its place."""
+        """The inputs that are not left out, each with its place."""
         return [(place, edge) for place, edge in enumerate(self.inputs) if edge is not None]
 
     def input(self, place: int) -> Edge | None:
-        """What it reads at a place; None where the dump gives it nothing there."""
+        """Returns the input at a place, or None."""
         return self.inputs[place] if place < len(self.inputs) else None
 
 
@@ -191,8 +189,8 @@ class Dump:
 
     format  a key of :data:`FORMATS`
     graph   its name
-    number  which graph of the file it is
-    graphs  how many the file holds
+    number  the place of the graph in its file, from 1
+    graphs  how many graphs the file has
     """
 
     path: Path
@@ -203,21 +201,22 @@ class Dump:
     graphs: int = 1
 
     def __str__(self) -> str:
-        """Path and format; where the file holds several graphs, which one this is."""
         which = f", graph {self.number} of {self.graphs}" if self.graphs > 1 else ""
         return f"{self.path} ({FORMATS[self.format]}{which})"
 
     @property
     def is_fx(self) -> bool:
+        """True for an FX graph."""
         return self.format == "fx"
 
     @cached_property
     def by_name(self) -> dict[str, Operator]:
+        """The operators by their names."""
         return {operator.name: operator for operator in self.operators}
 
     @cached_property
     def readers(self) -> dict[str, list[Operator]]:
-        """For each operator those that read it."""
+        """The operators that read each operator, by its name."""
         readers: dict[str, list[Operator]] = {name: [] for name in self.by_name}
         for operator in self.operators:
             for _, edge in operator.reads:
@@ -226,41 +225,43 @@ class Dump:
 
     @cached_property
     def ordered(self) -> list[Operator]:
-        """Each operator behind what it reads. Raises DumpError where some read one another."""
-        read = {one.name: [edge.producer for _, edge in one.reads] for one in self.operators}
+        """The operators, each behind what it reads. Raises DumpError for a circle."""
+        sources = {item.name: [edge.producer for _, edge in item.reads] for item in self.operators}
         try:
-            return [self.by_name[name] for name in TopologicalSorter(read).static_order()]
+            return [self.by_name[name] for name in TopologicalSorter(sources).static_order()]
         except CycleError as error:
             line = self.by_name[error.args[1][0]].line
             raise DumpError("operators read one another in a circle", line) from None
 
     @cached_property
     def counts(self) -> Counter[str]:
+        """How many operators of each type there are."""
         return Counter(operator.type for operator in self.operators)
 
     def value(self, edge: Edge | None) -> Value:
-        """What is known of the tensor on an edge."""
+        """Returns what is known of the tensor on an edge."""
         if edge is None:
             return Value()
         operator = self.by_name[edge.producer]
-        outputs = operator.outputs
-        value = outputs[edge.index] if 0 <= edge.index < len(outputs) else Value()
-        # of other results torchair writes a dtype that they need not have
+        is_known = 0 <= edge.index < len(operator.outputs)
+        value = operator.outputs[edge.index] if is_known else Value()
+        # torchair writes a dtype for other results too, which may be wrong
         is_moved = value.shape is None and operator.type in ("TensorMove", "Identity")
         return self.value(operator.input(0)) if is_moved else value
 
     def of_type(self, *types: str) -> Iterator[Operator]:
+        """Yields the operators of these types."""
         return (operator for operator in self.operators if operator.type in types)
 
     def __post_init__(self) -> None:
-        """Raises DumpError unless operators have names of their own and read only one another."""
+        """Raises DumpError if two operators have one name, or an input is missing."""
         if not self.operators:
             raise DumpError("the graph holds no operator", 1)
-        for one in self.operators:
-            if self.by_name[one.name] is not one:
-                raise DumpError(f"two operators have the name {one.name!r}", one.line)
-            for _, edge in one.reads:
+        for item in self.operators:
+            name, line = item.name, item.line
+            if self.by_name[name] is not item:
+                raise DumpError(f"two operators have the name {name!r}", line)
+            for _, edge in item.reads:
                 if edge.producer not in self.by_name:
-                    text = f"{one.name} reads {edge.producer!r}, which the dump lacks"
-                    raise DumpError(text, one.line)
+                    raise DumpError(f"{name} reads {edge.producer!r}, which the dump lacks", line)
         self.ordered  # noqa: B018  # raises for a circle

@@ -1,10 +1,11 @@
-"""Python text as data, parsed and never run: FX listings, and the code that torchair generates
-beside a GE graph (``graph_dump.type = "py"``), one call per operator.
+"""Reads Python text as data, and never runs it.
 
-An FX listing is what ``GraphModule.print_readable`` writes for torchair, Inductor and TORCH_LOGS:
-Python with annotations such as ``"bf16[8, 1024][1024, 1]cpu"`` or ``"Sym(s0)"``; strides and device
-stand there only where the writer asked for them. What TORCH_LOGS or a mail writes in front of every
-line of a listing is taken off.
+The text is an FX listing, or the code that torchair generates beside a GE graph
+(``graph_dump.type = "py"``), with a call for each operator.
+
+``GraphModule.print_readable`` writes an FX listing for torchair, Inductor and TORCH_LOGS: Python
+with annotations such as ``"bf16[8, 1024][1024, 1]cpu"`` or ``"Sym(s0)"``. Strides and device are
+optional. What TORCH_LOGS or a mail writes in front of every line is removed.
 """
 
 from __future__ import annotations
@@ -29,14 +30,13 @@ from mla_fusion.tools.dumps.model import (
 )
 
 _WORDS = ("inf", "nan", "Ellipsis")
-# of the type of a call of a tensor's method; only graphs before AOT autograd have those
-METHOD = "Tensor."
+METHOD = "Tensor."  # begins the type of a call of a tensor's method, before AOT autograd
 COLOUR = re.compile(r"\x1b\[[\d;]*m")
 CLASS = re.compile(r"class (?P<name>[\w<>.$-]+)\(torch\.nn\.Module\):")
 _BEHIND = re.compile(r" {0,3}[^\s#)]")  # a line that is no part of a class
 _ANNOTATION = re.compile(r"(\w+)\[([^\]]*)\](?:\[([^\]]*)\])?([a-z]\w*(?::\d+)?)?$")
 _SYMBOL = re.compile(r"Sym\((.*)\)$")
-# signs by their names in the syntax tree, and what the module operator calls them
+# names of signs in the syntax tree, and in the module operator
 _SIGNS = """
 Add add, Sub sub, Mult mul, FloorDiv floordiv, Div truediv, Mod mod, Pow pow, BitAnd and_,
 BitOr or_, Eq eq, NotEq ne, Lt lt, LtE le, Gt gt, GtE ge
@@ -45,14 +45,14 @@ BINARY: dict[type[ast.AST], Any] = {
     vars(ast)[sign]: vars(py)[name] for sign, name in map(str.split, _SIGNS.split(","))
 }
 Call = tuple[str, tuple[Any, ...], dict[str, Any]]  # type, arguments by place and by name
+_INPUT: Call = ("placeholder", (), {})
 
 
 def parse(text: str) -> ast.Module:
-    """The syntax tree. Raises DumpError where there is none."""
+    """Returns the syntax tree. Raises DumpError if there is none."""
     try:
         with warnings.catch_warnings():
-            # of literals that are legal and odd, as damage makes them
-            warnings.simplefilter("ignore")
+            warnings.simplefilter("ignore")  # damaged literals may be legal and odd
             return ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         line = getattr(error, "lineno", None) or 1
@@ -62,11 +62,9 @@ def parse(text: str) -> ast.Module:
 class Word(str):
     """A dotted name that is data, such as ``torch.float32``."""
 
-    __slots__ = ()
-
 
 def dotted(node: ast.AST) -> str:
-    """``torch.ops.aten.mm.default`` of a chain of attributes; "" for anything else."""
+    """Returns the name of a chain of attributes, ``torch.ops.aten.mm.default``; "" for others."""
     parts = []
     while isinstance(node, ast.Attribute):
         parts.append(node.attr)
@@ -75,23 +73,24 @@ def dotted(node: ast.AST) -> str:
 
 
 class _Reader:
-    """What the readers of both forms do: literals and names."""
+    """Reads literals and names, for both forms."""
 
     def __init__(self) -> None:
         self.operators: list[Operator] = []
         self.names: dict[str, Edge] = {}
 
     def value(self, node: ast.AST | None) -> Any:
-        """A literal, a list, an :class:`Edge` for a known name, a :class:`Word` for a dotted
-        one.
+        """Returns a literal, an :class:`Edge` for a known name, a :class:`Word` for a dotted name.
+
+        Lists, tuples and dicts hold such values.
         """
         match node:
-            case ast.Constant(value=found):
-                return found
-            case ast.Name(id=name) if name in self.names or name in _WORDS:
-                return self.names.get(name, Word(name))
+            case ast.Constant(value=literal):
+                return literal
             case ast.Name(id=name):
-                raise DumpError(f"{name!r} is not defined", node.lineno)
+                if name not in self.names and name not in _WORDS:
+                    raise DumpError(f"{name!r} is not defined", node.lineno)
+                return self.names.get(name, Word(name))
             case ast.Attribute() if name := dotted(node):
                 return Word(name)
             case ast.List(elts=items):
@@ -109,9 +108,7 @@ class _Reader:
         raise unexpected(node)
 
     def constructed(self, node: ast.Call) -> Any:
-        """``device(type='npu', index=0)``, ``tensor([1, 2])``, ``slice(None, 3)``: by name and
-        arguments.
-        """
+        """Returns what ``device('npu')``, ``tensor([1, 2])`` or ``slice(None, 3)`` stands for."""
         arguments, options = self.arguments(node)
         match dotted(node.func).rpartition(".")[2]:
             case "device":
@@ -124,29 +121,33 @@ class _Reader:
         raise unexpected(node)
 
     def arguments(self, node: ast.Call) -> Arguments:
-        """What a call is given, by place and by name."""
+        """Returns the arguments of a call, by place and by name."""
         options = {item.arg: self.value(item.value) for item in node.keywords if item.arg}
         return tuple(map(self.value, node.args)), options
 
 
 def unexpected(node: ast.AST | None) -> DumpError:
+    """Returns the error for a node that no listing has."""
     return DumpError(f"unexpected {type(node).__name__} in the listing", getattr(node, "lineno", 0))
 
 
 def names_in(nodes: list[ast.expr]) -> list[str]:
-    """The names that are given results. Raises DumpError for anything else."""
+    """Returns the names that results get. Raises DumpError for anything else."""
     if names := [node.id for node in nodes if isinstance(node, ast.Name)]:
         return names
     raise DumpError("results that are no names", nodes[0].lineno if nodes else 1)
 
 
-def edges_in(found: Any) -> list[Edge]:
-    """The values that an argument mentions, in order."""
-    return [leaf for leaf in tree_leaves(found) if isinstance(leaf, Edge)]
+def edges_in(argument: Any) -> list[Edge]:
+    """Returns the values in an argument, in order."""
+    return [leaf for leaf in tree_leaves(argument) if isinstance(leaf, Edge)]
 
 
 def split(text: str) -> list[tuple[str, str]]:
-    """Name and text of each graph in a file: a class at column 0, at its place in the file."""
+    """Returns name and text of each graph in a file.
+
+    The text is a class at column 0, on the same line as in the file.
+    """
     lines, graphs, end = text.split("\n"), list[tuple[str, str]](), 0
     for number, line in enumerate(lines, 1):
         head = CLASS.search(line)
@@ -154,8 +155,8 @@ def split(text: str) -> list[tuple[str, str]]:
             continue
         # ``class <lambda>`` is no Python
         body = [*[""] * (number - 1), "class Graph:" + line[head.end() :]]
-        below = "".join(lines[number : number + 1])
-        prefix = commonprefix((line, below)).rstrip()  # noqa: RUF071  # of characters
+        next_line = "".join(lines[number : number + 1])
+        prefix = commonprefix((line, next_line)).rstrip()  # noqa: RUF071  # of characters
         for below in lines[number:]:
             code = below.removeprefix(prefix)
             code = code.removeprefix(" ") if prefix else code
@@ -168,15 +169,14 @@ def split(text: str) -> list[tuple[str, str]]:
 
 
 def read_fx(text: str) -> list[Operator]:
-    """The nodes in order: placeholders, attributes, calls, then one of type "output"."""
+    """Returns the nodes in order: placeholders, attributes, calls, then one of type "output"."""
     tree, reader = parse(text), _FxReader(text)
-    members = (member for part in tree.body for member in getattr(part, "body", ()))
-    functions = (member for member in members if isinstance(member, ast.FunctionDef))
+    functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
     forward = next((function for function in functions if function.name == "forward"), None)
     if forward is None:
         raise DumpError("the listing has no forward", tree.body[0].lineno)
     for argument in forward.args.args[1:]:
-        reader.add(argument, argument.arg, ("placeholder", (), {}), argument.annotation)
+        reader.add(argument, argument.arg, _INPUT, argument.annotation)
     for statement in forward.body:
         reader.take(statement)
     if not reader.operators or reader.operators[-1].type != "output":
@@ -185,6 +185,8 @@ def read_fx(text: str) -> list[Operator]:
 
 
 class _FxReader(_Reader):
+    """Reads the statements of ``forward``."""
+
     def __init__(self, text: str) -> None:
         super().__init__()
         self._sources = [""]  # by line: what the last comment above it says
@@ -194,35 +196,34 @@ class _FxReader(_Reader):
         self._annotations: dict[str, ast.expr] = {}
 
     def take(self, statement: ast.stmt) -> None:
+        """Adds the operators of a statement. Raises DumpError for one that no listing has."""
         match statement:
-            case ast.Return(value=ast.Call(args=[found, *_])) | ast.Return(value=found):
+            case ast.Return(value=ast.Call(args=[results, *_])) | ast.Return(value=results):
                 # the call is pytree.tree_unflatten(results, ..)
-                self.add(statement, "output", ("output", (self.value(found),), {}))
-            case ast.AnnAssign(target=ast.Name(id=name), value=None, annotation=found):
-                self._annotations[name] = found
-            case ast.Assign(targets=[ast.Tuple(elts=named)], value=ast.Call()):
-                # a joint graph: the arguments of forward are lists of inputs, named here by
-                # fx_pytree.tree_flatten_spec
+                self.add(statement, "output", ("output", (self.value(results),), {}))
+            case ast.AnnAssign(target=ast.Name(id=name), value=None, annotation=annotation):
+                self._annotations[name] = annotation
+            case ast.Assign(targets=[ast.Tuple(elts=targets)], value=ast.Call()):
+                # in a joint graph the arguments of forward are lists of inputs, which
+                # fx_pytree.tree_flatten_spec names
                 self.operators.clear()
-                for name in names_in(named):
-                    found = self._annotations.get(name)
-                    self.add(statement, name, ("placeholder", (), {}), found)
+                for name in names_in(targets):
+                    self.add(statement, name, _INPUT, self._annotations.get(name))
             case ast.Assign(targets=[ast.Subscript(value=whole, slice=place), *_], value=rows):
                 # ``cache[slots] = rows``, as dynamo's graphs write it; the next line names it
                 call: Call = "setitem", tuple(map(self.value, (whole, place, rows))), {}
                 self.add(statement, f"setitem at line {statement.lineno}", call)
             case ast.Assign(value=ast.Constant()) | ast.Expr() | ast.Pass():
                 pass  # "t = None": the value is dropped; a docstring
-            case (
-                ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as made)
-                | ast.Assign(targets=[ast.Name(id=name)], value=made)
-            ):
-                annotation = getattr(statement, "annotation", None)
-                self.add(statement, name, self._call(made), annotation)
+            case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value):
+                self.add(statement, name, self._call(value), statement.annotation)
+            case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                self.add(statement, name, self._call(value))
             case _:
                 raise unexpected(statement)
 
     def _call(self, node: ast.expr) -> Call:
+        """Returns what an expression calls, and with which arguments."""
         match node:
             case ast.Call(func=function):
                 name, (arguments, options) = dotted(function), self.arguments(node)
@@ -253,57 +254,60 @@ class _FxReader(_Reader):
         call: Call,
         annotation: ast.expr | None = None,
     ) -> None:
+        """Adds the operator that makes a value. Raises DumpError for a name that is taken."""
         if name in self.names:
             raise DumpError(f"{name!r} is defined twice", node.lineno)
         kind, arguments, options = call
         named = [*enumerate(arguments), *options.items()]
-        text = annotation.value if isinstance(annotation, ast.Constant) else ""
-        self.operators.append(
-            Operator(
-                name,
-                kind,
-                list(edges_in([arguments, options])),
-                [annotated(str(text))] if kind != "output" else [],
-                {str(key): item for key, item in named if not edges_in(item)},  # are data
-                line=node.lineno,
-                call=(arguments, options),
-                source=self._sources[node.lineno] if kind != "output" else "",
-            )
+        operator = Operator(
+            name,
+            kind,
+            list(edges_in([arguments, options])),
+            attributes={str(key): item for key, item in named if not edges_in(item)},
+            line=node.lineno,
+            call=(arguments, options),
         )
+        if kind != "output":
+            text = annotation.value if isinstance(annotation, ast.Constant) else ""
+            operator.outputs.append(annotated(str(text)))
+            operator.source = self._sources[node.lineno]
+        self.operators.append(operator)
         self.names[name] = Edge(name)
 
 
 def annotated(text: str) -> Value:
-    """The Value that an annotation describes; an empty one where it is not understood.
+    """Returns the Value that an annotation describes; an empty one for any other text.
 
-    A symbolic size has the dtype "Sym" and its expression as its only dimension.
+    A symbolic size has the dtype "Sym", and its expression is its only dimension.
     """
-    symbol = _SYMBOL.match(text)
-    if symbol is not None:
+    if symbol := _SYMBOL.match(text):
         return Value("Sym", (symbol[1],))
-    found = _ANNOTATION.match(text)
-    if found is None:
+    tensor = _ANNOTATION.match(text)
+    if tensor is None:
         return Value()
-    dtype, shape, stride, device = found.groups()
+    dtype, shape, stride, device = tensor.groups()
     strides = None if stride is None else dims(stride)
     return Value(FX_DTYPES.get(dtype, dtype), dims(shape), "", device or "", strides)
 
 
-def read_ge(text: str) -> tuple[list[Operator], str]:
-    """The operators in the order of the lines. The form does not name the graph.
+def read_ge(text: str) -> list[Operator]:
+    """Returns the operators in the order of the lines.
 
-    torchair writes a line as it converts a node and never again, so this form shows the graph
-    before GE's passes: copies that the optimised graph has lost still stand in it. Shapes stand on
-    Data alone. Constants stand in the calls, and are attributes here.
+    torchair writes a line when it converts a node, and never again. So the graph is the one before
+    GE's passes, with copies that the optimised graph has lost. Only Data has a shape. Constants
+    are arguments of calls, and become attributes.
     """
     reader = _GeReader()
     for statement in parse(text).body:
         reader.take(statement)
-    return reader.operators, ""
+    return reader.operators
 
 
 class _GeReader(_Reader):
+    """Reads the lines of generated Python."""
+
     def take(self, statement: ast.stmt) -> None:
+        """Adds the operator of a line. Raises DumpError for any other line."""
         match statement:
             case ast.Import() | ast.ImportFrom():
                 pass
@@ -314,7 +318,7 @@ class _GeReader(_Reader):
                 raise DumpError("a line that calls no GE operator", statement.lineno)
 
     def _add(self, call: ast.Call, results: list[str]) -> None:
-        """The name of the operator is what the names of its results share."""
+        """Adds an operator. Its name is what the names of its results share."""
         module, _, kind = dotted(call.func).rpartition(".")
         if module != "ge":
             raise DumpError("a call of something else than ge", call.lineno)

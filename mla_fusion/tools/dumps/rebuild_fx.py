@@ -1,6 +1,7 @@
-"""An FX listing made a graph again: the operators that torch knows, each value with the shape that
-stands beside it. No operator is called: values are tensors without storage, in the shapes that the
-dump states, symbolic sizes among them.
+"""Rebuilds the graph of an FX listing from the operators that torch knows.
+
+No operator is called. Values are tensors without storage, in the shapes that the listing states,
+symbolic sizes among them.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_aggregate
 
 from mla_fusion.compat import (
     C_FUNCTIONS,
@@ -22,7 +24,6 @@ from mla_fusion.compat import (
     new_size,
     symbolic_mode,
     tree_leaves,
-    tree_map_only,
 )
 from mla_fusion.fx.kinds import value_of
 from mla_fusion.tools.dumps import Dump, Edge, Operator, Value, names
@@ -38,26 +39,29 @@ _BINARY: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
     sign: BINARY[sign] for sign in (ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod)
 }
 _CALLS: dict[str, Callable[..., Any]] = {"Max": torch.sym_max, "Min": torch.sym_min}
-_HINT = 11  # as good a number of tokens as any: a prime that no model's dims contain
+_HINT = 11  # the number that stands for each symbol: a prime that is no factor of a model's dims
 _LARGEST = 1 << 40
 _LONGEST = 256  # characters of an expression
 _FACTORS = 8  # products of more sums have too many terms
 
 
 class Rebuilder:
-    """Makes nodes of the operators, one by one. ``unmapped`` counts calls of what is not on the
-    list of names.
+    """Rebuilds the graph of a dump, node by node.
+
+    constants  our names of attributes, by the paths of the dump
+    unmapped   calls of operators that are not on the list of names
     """
 
     def __init__(self, dump: Dump) -> None:
         self.dump, self.graph, self.tensors = dump, Graph(), Tensors()
         self.nodes: dict[str, Node] = {}
-        self.constants: dict[str, str] = {}  # by path: attributes of our module
+        self.constants: dict[str, str] = {}
         self.unmapped = Counter[str]()
 
     def graph_module(self) -> tuple[GraphModule, list[str]]:
-        """The graph, and remarks on what the dump does not tell. Raises NotRebuilt, with the
-        line.
+        """Returns the graph, and remarks on what the dump does not say.
+
+        Raises NotRebuilt, with the line.
         """
         for operator in self.dump.operators:
             if operator.type.startswith(_EARLY):
@@ -69,15 +73,17 @@ class Rebuilder:
             self.tensors.mode.check()
             try:
                 self.nodes[operator.name] = self._node(operator)
-            # a damaged dump can describe what no graph is: sizes below zero, names that are none
+            # a damaged dump may have sizes below zero, or names that are none
             except Exception as error:
                 raise NotRebuilt(
                     f"line {operator.line}: torch accepts no such graph: {first_line(error)}"
                 ) from error
         for name, node in self.nodes.items():
-            one = self.dump.by_name[name]
-            if node.users and value_of(node) is None and one.output.dtype != "Sym":
-                raise NotRebuilt(f"line {one.line}: the dump does not tell the shape of {name}")
+            operator = self.dump.by_name[name]
+            if node.users and value_of(node) is None and operator.output.dtype != "Sym":
+                raise NotRebuilt(
+                    f"line {operator.line}: the dump does not tell the shape of {name}"
+                )
         remarks = [
             f"the operator {name} is unknown here: the pass does not look inside ({count} calls)"
             for name, count in self.unmapped.items()
@@ -89,39 +95,40 @@ class Rebuilder:
         return GraphModule(dict.fromkeys(self.constants.values()), self.graph), remarks
 
     def _node(self, operator: Operator) -> Node:
-        args, kwargs = operator.call
-        match operator.type:
-            case "placeholder":
-                return self._described(operator, "placeholder", operator.name)
-            case "output":
-                return self.graph.output(self._data(args[0]))
-            case "get_attr":
-                # by a name of our own: a path of the dump's could lead into the module itself
-                name = self.constants.setdefault(args[0], f"constant_{len(self.constants)}")
-                return self._described(operator, "get_attr", name)
+        """Returns the node of an operator."""
+        kind, (args, kwargs) = operator.type, operator.call
+        if kind == "placeholder":
+            return self._described(operator, kind, operator.name)
+        if kind == "get_attr":
+            # a path of the dump could lead into the module itself
+            name = self.constants.setdefault(args[0], f"constant_{len(self.constants)}")
+            return self._described(operator, kind, name)
+        if kind == "output":
+            return self.graph.output(self._data(args[0]))
         try:
-            args, kwargs = self._data(args), self._data(kwargs)
+            args, kwargs = self._data((args, kwargs))
         except names.Unknown as unknown:
-            return self._opaque(operator, f"{operator.type} of {unknown}")
-        if operator.type == "alias" and isinstance(args[0], Node):
+            return self._opaque(operator, f"{kind} of {unknown}")
+        if kind == "alias" and isinstance(args[0], Node):
             return args[0]
-        target = names.target(operator.type)
-        if target is None or (operator.type in names.FUNCTIONS and not _plain(args, kwargs)):
-            return self._opaque(operator, operator.type)
+        target = names.target(kind)
+        if target is None or (kind in names.FUNCTIONS and not _is_arithmetic(args, kwargs)):
+            return self._opaque(operator, kind)
         return self._described(operator, "call_function", target, args, kwargs)
 
-    def _opaque(self, operator: Operator, called: str) -> Node:
-        """A node of what is not on the list: every walk of the pass stops at it."""
-        self.unmapped[called] += 1
+    def _opaque(self, operator: Operator, name: str) -> Node:
+        """Returns a node for an operator that is not on the list: no walk of the pass goes on."""
+        self.unmapped[name] += 1
         inputs = [self.nodes[edge.producer] for _, edge in operator.reads]
         return self._described(operator, "call_method", "unknown", (inputs,))
 
     def _described(
         self, operator: Operator, kind: str, target: Any, args: Any = (), kwargs: Any = None
     ) -> Node:
+        """Returns a new node with its value and its place in the model."""
         node = self.graph.create_node(kind, target, args, kwargs, name=operator.name)
         value = self.tensors.of(operator.output)
-        value = self._unstated(operator) if value is None else value
+        value = self._parts(operator) if value is None else value
         if value is not None:
             node.meta["val"] = value
         if operator.source:  # in the words of Python's tracebacks
@@ -129,8 +136,11 @@ class Rebuilder:
             node.meta["stack_trace"] = _SOURCE.sub(words, operator.source)
         return node
 
-    def _unstated(self, operator: Operator) -> Any:
-        """Of a tuple, on which listings write no annotation: what the readers of its parts say."""
+    def _parts(self, operator: Operator) -> Any:
+        """Returns the parts of a tuple as their readers have them.
+
+        Listings do not annotate tuples.
+        """
         parts = {}
         for reader in self.dump.readers[operator.name]:
             place = reader.call[0][1] if reader.type == "getitem" else None
@@ -139,27 +149,31 @@ class Rebuilder:
         last = max(parts, default=-1)
         return tuple(map(parts.get, range(last + 1))) if 0 <= last < _MOST_PARTS else None
 
-    def _data(self, found: Any) -> Any:
-        return tree_map_only((Edge, Word, slice), self._datum, found)
+    def _data(self, arguments: Any) -> Any:
+        """Returns arguments with nodes and torch's objects in them."""
 
-    def _datum(self, found: Edge | Word | slice) -> Any:
-        if isinstance(found, slice):
-            return slice(*map(self._data, (found.start, found.stop, found.step)))
-        return names.literal(found) if isinstance(found, Word) else self.nodes[found.producer]
+        def datum(leaf: Any) -> Any:
+            """Returns the node or the object that a leaf of the arguments stands for."""
+            if isinstance(leaf, Word):
+                return names.literal(leaf)
+            return self.nodes[leaf.producer] if isinstance(leaf, Edge) else leaf
+
+        return map_aggregate(arguments, datum)
 
 
 class TooSlow(BaseException):
-    """Not an Exception, because torch and sympy catch those and try something else."""
+    """Raised when the time is up. It is no Exception, because torch and sympy catch those."""
 
 
 class _Mode(FakeTensorMode):
-    """Ends the work on a graph when its time is up."""
+    """Makes fake tensors until the time is up."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._deadline = monotonic() + MOST_SECONDS
 
     def check(self) -> None:
+        """Raises TooSlow if the time is up."""
         if monotonic() > self._deadline:
             raise TooSlow
 
@@ -169,7 +183,7 @@ class _Mode(FakeTensorMode):
 
 
 class Tensors:
-    """Makes fake tensors; a symbol of one name is the same size everywhere."""
+    """Makes fake tensors. A symbol is the same size everywhere."""
 
     def __init__(self) -> None:
         self.mode = symbolic_mode(_Mode)
@@ -177,9 +191,7 @@ class Tensors:
         self.size = cache(self._size)
 
     def of(self, value: Value) -> Any:
-        """The tensor or symbolic size that an annotation describes, or None where it does not say
-        enough.
-        """
+        """Returns the tensor or size that an annotation describes; None if parts are missing."""
         if value.dtype == "Sym":
             return self.size((value.shape or ("",))[0])
         dtype = names.dtype(value.dtype)
@@ -193,17 +205,18 @@ class Tensors:
             return torch.empty_strided(sizes[:rank], sizes[rank:], dtype=dtype)
 
     def _size(self, dim: int | str) -> Any:
-        """A number, or the SymInt of an expression; None for what is no size."""
+        """Returns a number, or the SymInt of an expression; None for anything else."""
         if isinstance(dim, int):
             return dim if dim >= 0 else None
         if len(dim) > _LONGEST or dim.count("*") > _FACTORS:
             return None
         try:
             return self._evaluate(ast.parse(dim.strip(), mode="eval").body)
-        except Exception:  # of an expression that is none
+        except Exception:  # the text is no expression
             return None
 
     def _evaluate(self, node: ast.AST) -> Any:
+        """Returns the size of an expression. Raises an error for anything that is no size."""
         match node:
             case ast.Constant(value=int(number)) if number < _LARGEST:
                 return number
@@ -221,8 +234,8 @@ class Tensors:
         raise ValueError("not a size")
 
 
-def _plain(args: Any, kwargs: Any) -> bool:
-    """Are the operands of Python's arithmetic values of the graph, and numbers?"""
+def _is_arithmetic(args: Any, kwargs: Any) -> bool:
+    """Returns True if all operands are values of the graph and numbers, at least one a value."""
     leaves = tree_leaves((args, kwargs))
     return any(isinstance(leaf, Node) for leaf in leaves) and all(
         isinstance(leaf, (Node, int, float)) for leaf in leaves

@@ -1,7 +1,7 @@
-"""Two dumps compared by what their operators are and how they are wired; names count for nothing.
+"""Compares two dumps by what their operators are and how they are wired, not by names.
 
-Runs of operators that are alike in type and attributes are paired off, in the order of the files;
-the rest was added or removed. Graphs are equal where all are paired and read one another alike.
+Runs of operators with equal types and attributes are paired, in the order of the files. The other
+operators were added or removed. Graphs are equal if all are paired and read each other alike.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mla_fusion.tools.inspect.operator_kinds import ENDS, INPUTS
 
 @dataclass(frozen=True)
 class Change:
-    """One operator of one side without a partner on the other."""
+    """One operator of a dump without a partner in the other dump."""
 
     name: str
     type: str
@@ -30,8 +30,11 @@ class Change:
 
 @dataclass
 class Difference:
-    """removed: in the first dump only; added: in the second only; rewired: (type, from, to) of
-    partners.
+    """What differs between two dumps.
+
+    removed  operators of the first dump only
+    added    operators of the second dump only
+    rewired  partners with other inputs: type, name in the first dump, name in the second
     """
 
     first: str
@@ -42,10 +45,11 @@ class Difference:
 
     @property
     def equal(self) -> bool:
+        """True if nothing differs."""
         return not (self.removed or self.added or self.rewired)
 
     def to_json(self) -> str:
-        """Both sides' changes as JSON text."""
+        """Returns the changes as JSON text."""
         return text_tables.as_json({"equal": self.equal, **asdict(self)})
 
     def __str__(self) -> str:
@@ -56,21 +60,20 @@ class Difference:
         parts = [
             f"{self.first} -> {self.second}: {len(self.removed)} removed, {len(self.added)} added"
         ]
-        if removed or added:
-            rows = [(kind, removed[kind], added[kind]) for kind in removed | added]
+        if rows := [(kind, removed[kind], added[kind]) for kind in removed | added]:
             parts.append(text_tables.render(("operator", "removed", "added"), rows))
         lines = [
             *(f"  - {change}" for change in self.removed),
             *(f"  + {change}" for change in self.added),
-            *(f"  ~ {kind} {one}: other inputs than {other}" for kind, one, other in self.rewired),
+            *(f"  ~ {kind} {old}: other inputs than {new}" for kind, old, new in self.rewired),
         ]
         return "\n\n".join([*parts, "\n".join(lines)])
 
 
 def diff(first: Dump, second: Dump) -> Difference:
-    """What changes from one graph to the other.
+    """Returns what changes from one graph to the other.
 
-    first, second  as :func:`read` gives them
+    first, second  as :func:`read` returns them
 
     Raises ValueError for an FX and a GE graph.
     """
@@ -78,46 +81,47 @@ def diff(first: Dump, second: Dump) -> Difference:
         raise ValueError("an FX graph and a GE graph have no operators in common")
     # Generated Python leaves out attributes that have their defaults.
     by_attributes = (first.format == "python") == (second.format == "python")
-    sides = [[_own(one, by_attributes) for one in dump.operators] for dump in (first, second)]
-    partners: dict[str, str] = {}
-    matcher = SequenceMatcher(None, sides[0], sides[1], autojunk=False)
+    keys, other_keys = (
+        [_key(operator, by_attributes) for operator in dump.operators] for dump in (first, second)
+    )
+    pairs: list[tuple[Operator, Operator]] = []
+    matcher = SequenceMatcher(None, keys, other_keys, autojunk=False)
     for start, place, size in matcher.get_matching_blocks():
-        alike = zip(first.operators[start:], second.operators[place : place + size], strict=False)
-        partners |= {one.name: partner.name for one, partner in alike}
-    paired = {*partners.values()}
+        blocks = first.operators[start : start + size], second.operators[place : place + size]
+        pairs += zip(*blocks, strict=True)
+    partners = {old.name: new.name for old, new in pairs}
+    paired = set(partners.values())
 
-    def is_rewired(one: Operator, other: Operator) -> bool:
-        """An input that was added or removed is listed itself."""
+    def is_rewired(old: Operator, new: Operator) -> bool:
+        """Returns True if partners differ in inputs that have partners themselves."""
         reads = {
             place: Edge(partners[edge.producer], edge.index)
-            for place, edge in one.reads
+            for place, edge in old.reads
             if edge.producer in partners
         }
-        return len(one.inputs) != len(other.inputs) or any(
-            reads.get(place, edge) != edge for place, edge in other.reads if edge.producer in paired
+        return len(old.inputs) != len(new.inputs) or any(
+            reads.get(place, edge) != edge for place, edge in new.reads if edge.producer in paired
         )
 
     return Difference(
         str(first),
         str(second),
-        [_change(one) for one in first.operators if one.name not in partners],
-        [_change(one) for one in second.operators if one.name not in paired],
-        [
-            (first.by_name[before].type, before, after)
-            for before, after in partners.items()
-            if is_rewired(first.by_name[before], second.by_name[after])
-        ],
+        [_change(operator) for operator in first.operators if operator.name not in partners],
+        [_change(operator) for operator in second.operators if operator.name not in paired],
+        [(old.type, old.name, new.name) for old, new in pairs if is_rewired(old, new)],
     )
 
 
 def _change(operator: Operator) -> Change:
+    """Returns the entry of an operator without a partner."""
     inputs = tuple("-" if edge is None else str(edge) for edge in operator.inputs)
     return Change(operator.name, operator.type, inputs, operator.line)
 
 
-def _own(operator: Operator, by_attributes: bool) -> str:
-    """Type and attributes that are no notes of the writer; an input's dtype and shape, never its
-    number or name.
+def _key(operator: Operator, by_attributes: bool) -> str:
+    """Returns what partners have in common: type and attributes, but for notes of the writer.
+
+    An input of the graph has its dtype and shape, without its number and name.
     """
     if operator.type in INPUTS | ENDS:
         return f"{operator.type} {[str(value) for value in operator.outputs]}"
@@ -129,15 +133,17 @@ def _own(operator: Operator, by_attributes: bool) -> str:
 
 @dataclass(frozen=True)
 class Lines:
-    """The lines that two texts do not share: "-" before those of the first, "+" of the second."""
+    """The lines that differ between two texts: "-" before those of the first, "+" of the second."""
 
     changed: list[str]
 
     @property
     def equal(self) -> bool:
+        """True if no line differs."""
         return not self.changed
 
     def to_json(self) -> str:
+        """Returns the lines as JSON text."""
         return text_tables.as_json({"equal": self.equal, **asdict(self)})
 
     def __str__(self) -> str:
@@ -145,6 +151,6 @@ class Lines:
 
 
 def diff_lines(first: str, second: str) -> Lines:
-    """Compare two texts line by line."""
+    """Returns the lines that differ between two texts."""
     lines = [*unified_diff(first.splitlines(), second.splitlines(), n=0, lineterm="")]
     return Lines([line for line in lines[2:] if not line.startswith("@@")])

@@ -1,15 +1,15 @@
-"""Copies of whole caches: each cache followed from where it comes in to where the graph leaves it.
+"""Finds copies of whole caches, on the way of each cache from its input to the graph's results.
 
 A cache is an input of the graph that is written (by a kernel, a scatter, ``copy_`` or Assign), or
-returned with other rows in it. What lies between keeps the memory, makes a second tensor of it, or
-only reads it (:mod:`mla_fusion.tools.inspect.operator_kinds`). Whatever makes a tensor as large as
-the cache, or as its layer of a pool, copies it. An operator that is not known is named, and nothing
-is said of that cache.
+returned with other rows in it. An operator on the way keeps its memory, makes a second tensor of
+it, or only reads it (:mod:`mla_fusion.tools.inspect.operator_kinds`). An operator that makes a
+tensor as large as the cache, or as its layer of a pool, copies it. An unknown operator is named,
+and nothing is said of that cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,9 +20,10 @@ from mla_fusion.tools.inspect import operator_kinds as kinds
 
 @dataclass(frozen=True)
 class Copy:
-    """A cache that the graph copies at every run. ``bytes`` is None where the shape is not known.
+    """A cache that the graph copies at every run.
 
-    role  "cache", or "cache, to read it": the copy is on no way to an output
+    role   "cache", or "cache, to read it" if the copy does not reach a result
+    bytes  None if the shape is not known
     """
 
     operator: str
@@ -35,8 +36,10 @@ class Copy:
 
 @dataclass
 class Copies:
-    """``copies``: in order; ``followed``: caches from input to output; ``not_followed``: the
-    others, and the operators at which they were lost.
+    """The copies of a graph, in order.
+
+    followed      caches that were followed from input to result
+    not_followed  the other caches, with the operators that are not known
     """
 
     copies: list[Copy] = field(default_factory=list)
@@ -45,80 +48,88 @@ class Copies:
 
 
 def find_copies(dump: Dump) -> Copies:
-    """Copies of whole caches; other copies are nobody's loss."""
-    found = Copies()
+    """Returns the copies of whole caches in a graph."""
+    result = Copies()
     for cache in dump.of_type(*kinds.INPUTS):
         if cache.output.shape is not None and len(cache.output.shape) < 2:
             continue
         path = _Path(dump, cache, cache.output)
         layers = [dump.value(edge) for edge in path.targets]
-        if layers and not any(_as_large(layer, cache.output) for layer in layers):
+        if layers and not any(_is_as_large(layer, cache.output) for layer in layers):
             path = _Path(dump, cache, min(layers, key=lambda layer: layer.elements or (0, [])))
         if not path.is_cache:
             continue
-        if path.lost:
-            found.not_followed[cache.name] = ", ".join(path.lost)
+        if path.unknown:
+            result.not_followed[cache.name] = ", ".join(path.unknown)
         else:
-            found.followed.append(cache.name)
-        leaving = {edge.producer for edge in reached(path.ends, path.sources)}
+            result.followed.append(cache.name)
+        leaving = {edge.producer for edge in reached(path.ends, path.sources.__getitem__)}
         parts = {name: "rebuilt" for name in path.parts if name in leaving}
         for name, what in (parts | path.copies).items():
             operator = dump.by_name[name]
             role = "cache" if name in leaving or what == "write back" else "cache, to read it"
-            count = operator.output.bytes
-            if operator.type == "Assign" or count is None or kinds.written(operator):
-                count = cache.output.bytes
-            found.copies.append(Copy(name, operator.type, what, cache.name, role, count))
-    found.copies.sort(key=lambda copy: dump.by_name[copy.operator].line)
-    return found
+            size = operator.output.bytes
+            if operator.type == "Assign" or size is None or kinds.written(operator):
+                size = cache.output.bytes
+            result.copies.append(Copy(name, operator.type, what, cache.name, role, size))
+    result.copies.sort(key=lambda copy: dump.by_name[copy.operator].line)
+    return result
 
 
 class _Path:
-    """What becomes of one input.
+    """What operators do with an input of the graph.
 
-    unit      what a copy is as large as: the input, or a layer of it
-    is_cache  is it written, or returned with other rows?
-    targets   what is written of it in place
+    unit      a copy is as large as this: the input, or a layer of it
+    is_cache  True if the input is written, or returned with other rows
+    targets   values with elements of the input that are written in place
     copies    operators that make another tensor of it, with how
     parts     operators that rebuild a part of it, which may be put back into the whole
     ends      values that are written back or returned
-    lost      operators of which nobody knows whether they copy it
-    holding   values that hold elements of it
-    own       those in the input's own memory
-    changed   those with rows that the input did not have
+    unknown   operators of which it is not known whether they copy the input
+    sources   for each value, those with elements of the input that it is computed from
+    holding   values that hold elements of the input
+    own       those of them in the input's own memory
+    changed   those of them with rows that the input did not have
     """
 
     def __init__(self, dump: Dump, source: Operator, unit: Value) -> None:
         self.dump, self.unit, self.is_cache = dump, unit, False
         self.copies: dict[str, str] = {}
-        self.parts, self.lost = list[str](), list[str]()
+        self.parts, self.unknown = list[str](), list[str]()
         self.targets, self.ends = list[Edge](), list[Edge]()
         self.holding, self.own, self.changed = {Edge(source.name)}, {Edge(source.name)}, set[Edge]()
-        self._sources: dict[Edge, list[Edge]] = {}
+        self.sources = defaultdict[Edge, list[Edge]](list)
         self._below = {*reached([source], lambda operator: dump.readers[operator.name])}
         for operator in dump.ordered:
-            if operator in self._below:
-                places = {place: edge for place, edge in operator.reads if edge in self.holding}
-                if places:
-                    self._take(operator, places)
-
-    def sources(self, edge: Edge) -> list[Edge]:
-        """The values with elements of the input that a value is computed from."""
-        return self._sources.get(edge, [])
+            places = {place: edge for place, edge in operator.reads if edge in self.holding}
+            if places:
+                self._take(operator, places)
 
     def _take(self, operator: Operator, places: dict[int, Edge]) -> None:
-        """``places``: at which it reads which values that hold elements of the input."""
+        """Adds what one operator does.
+
+        places  the inputs that hold elements of the input, by place
+        """
         name, edges, kind = operator.name, [*places.values()], kinds.kind_of(operator)
-        reads_all = any(_as_large(self.dump.value(edge), self.unit) is not False for edge in edges)
-        sizes = [_as_large(value, self.unit) for value in operator.outputs]
-        large = True if True in sizes else None if None in sizes or not sizes else False
+        reads_all = any(
+            _is_as_large(self.dump.value(edge), self.unit) is not False for edge in edges
+        )
+        sizes = [_is_as_large(value, self.unit) for value in operator.outputs]
+        is_large = True if True in sizes else None if None in sizes or not sizes else False
         target, is_changed = places.get(0), not self.changed.isdisjoint(edges)
+        results = [Edge(name, index) for index in range(max(1, len(operator.outputs)))]
+        if kind == "transpose" and self._in_products(operator):
+            kind = "read"  # a product reads its operand transposed
+        elif kind == "part" and self.dump.is_fx:
+            kind = "view"
+        elif kind == "gathered" and is_large is None:
+            kind = ""
         if kernel := kinds.written(operator):
             self._write(operator, kernel, places)
         elif kind == "end":
             self.ends += edges
             self.is_cache |= reads_all and not (self.changed - self.own).isdisjoint(edges)
-        elif kind in ("back", "in place", "view") or (kind == "part" and self.dump.is_fx):
+        elif kind in ("back", "in place", "view"):
             writes, is_own = kind in ("back", "in place"), target in self.own
             self.is_cache |= writes and is_own
             # copy_ and Assign: into the input itself, or of it into another
@@ -128,37 +139,35 @@ class _Path:
                 self.ends.append(value)
             if target:
                 self.targets += [target] * (kind == "in place" and is_own)
-                self._hold(_results(operator), edges, is_own, writes or target in self.changed)
-        elif kind in ("product", "read") or (kind == "transpose" and self._in_products(operator)):
-            pass  # a product reads its operand transposed
-        elif kind == "computed" or not kind or (kind == "gathered" and large is None):
-            if reads_all and large is not False:
-                if kind == "computed":
-                    self.copies.setdefault(name, "computed from it")
-                    self._sources[Edge(name)] = edges
-                else:
-                    self.lost.append(f"{operator.type} {name}")
-        else:
-            if large or (large is None and reads_all and kind != "part"):
-                self.copies.setdefault(name, {"joined": "rebuilt"}.get(kind, kind))
+                self._hold(results, edges, is_own, writes or target in self.changed)
+        elif kind in ("computed", ""):
+            if not reads_all or is_large is False:
+                return
+            if kind == "computed":
+                self.copies.setdefault(name, "computed from it")
+                self.sources[Edge(name)] = edges
+            else:
+                self.unknown.append(f"{operator.type} {name}")
+        elif kind not in ("product", "read"):
+            if is_large or (is_large is None and reads_all and kind != "part"):
+                self.copies.setdefault(name, "rebuilt" if kind == "joined" else kind)
             if kind == "joined" or (kind == "rebuilt" and target):
                 gets_rows = self._gets_rows(operator, places)
                 is_changed |= gets_rows
                 self.parts += [name] * (gets_rows or kind == "rebuilt")
-            self._hold(_results(operator), edges, False, is_changed)
+            self._hold(results, edges, False, is_changed)
 
-    def _hold(
-        self, results: Iterable[Edge], edges: list[Edge], is_own: bool, is_changed: bool
-    ) -> None:
-        """Each result holds elements of the input."""
-        for result in results:
-            self.holding.add(result)
-            self._sources[result] = edges
-            self.own |= {result} if is_own else set()
-            self.changed |= {result} if is_changed else set()
+    def _hold(self, results: list[Edge], edges: list[Edge], is_own: bool, is_changed: bool) -> None:
+        """Adds results that hold elements of the input, computed from ``edges``."""
+        self.holding.update(results)
+        self.sources |= dict.fromkeys(results, edges)
+        if is_own:
+            self.own.update(results)
+        if is_changed:
+            self.changed.update(results)
 
     def _write(self, operator: Operator, kernel: Any, places: dict[int, Edge]) -> None:
-        """By a kernel: those of its results that hold the input."""
+        """Adds what a kernel writes, and the results that are a cache afterwards."""
         is_functional = "functional" in operator.type
         for result, place in kernel:
             if place not in places:
@@ -168,35 +177,34 @@ class _Path:
             self.is_cache |= is_own
             if is_functional:
                 self.copies.setdefault(operator.name, "rebuilt")
-            picked = [
-                Edge(reader.name)
-                for reader in self.dump.readers[operator.name]
-                if reader.type == "getitem" and reader.call[0][1] == result
-            ]
-            results = picked if self.dump.is_fx else [Edge(operator.name, result)]
+            results = [Edge(operator.name, result)]
+            if self.dump.is_fx:
+                results = [
+                    Edge(reader.name)
+                    for reader in self.dump.readers[operator.name]
+                    if reader.type == "getitem" and reader.call[0][1] == result
+                ]
             self._hold(results, [places[place]], is_own, True)
 
     def _in_products(self, operator: Operator) -> bool:
+        """Returns True if only products read an operator."""
         readers = self.dump.readers[operator.name]
         return bool(readers) and all(kinds.kind_of(reader) == "product" for reader in readers)
 
     def _gets_rows(self, operator: Operator, places: dict[int, Edge]) -> bool:
-        """Are the others of its operands rows that do not depend on the input? (A hidden state is
-        made anew.)
+        """Returns True if the other operands are rows that do not depend on the input.
+
+        A hidden state depends on it.
         """
         edges = (edge for place, edge in operator.reads if place not in places)
-        others = [self.dump.by_name[edge.producer] for edge in edges]
-        rows = [other for other in others if other.type not in kinds.CONSTANTS]
+        operands = [self.dump.by_name[edge.producer] for edge in edges]
+        rows = [operand for operand in operands if operand.type not in kinds.CONSTANTS]
         return bool(rows) and self._below.isdisjoint(rows)
 
 
-def _results(operator: Operator) -> Iterator[Edge]:
-    return (Edge(operator.name, index) for index in range(max(1, len(operator.outputs))))
-
-
-def _as_large(value: Value, unit: Value) -> bool | None:
-    """Has a value at least as many elements as the unit? None where the dump does not say."""
-    mine, other = value.elements, unit.elements
-    if mine is None or other is None or mine[1] != other[1]:
+def _is_as_large(value: Value, unit: Value) -> bool | None:
+    """Returns True if a value has at least as many elements as the unit; None if not known."""
+    elements, unit_elements = value.elements, unit.elements
+    if elements is None or unit_elements is None or elements[1] != unit_elements[1]:
         return None
-    return mine[0] >= other[0]
+    return elements[0] >= unit_elements[0]

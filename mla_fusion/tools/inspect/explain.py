@@ -1,6 +1,4 @@
-"""``mf.explain``: what the pass would do to a graph. The graph of a listing is rebuilt, and read
-like any other.
-"""
+"""``mf.explain``: reports what the pass would do to a graph, which may be in a dump."""
 
 from __future__ import annotations
 
@@ -29,8 +27,10 @@ _NO_LISTING = (
 
 @dataclass(repr=False)
 class DumpReport(Report):
-    """A Report on a dump. ``remarks`` say what the dump does not tell, and what the verdicts
-    therefore leave out.
+    """A Report on a dump.
+
+    dump     path and format of the dump
+    remarks  what the dump does not say, so that the report leaves it out
     """
 
     dump: str = ""
@@ -47,15 +47,15 @@ def explain(
     boundary: bool = False,
     graph: int = 1,
 ) -> Report:
-    """What :func:`fuse` would do, with the same reasons, changing nothing. Raises a ValueError
-    that says why, for a file that cannot be read or does not hold enough.
+    """Returns what :func:`fuse` would do, with the same reasons. Changes nothing. Raises a
+    ValueError that says why, for a file that cannot be read or lacks parts of the graph.
 
     gm        a graph as :func:`fuse` takes it, or the path of an FX listing that torchair or torch
               wrote, from which the graph is rebuilt
     config    options of the pass
-    boundary  say what :func:`backend` would do, which views caches in the kernel's shape before it
-              calls the graph
-    graph     which graph of a file that holds several, counted from 1
+    boundary  True: what :func:`backend` would do, which views caches in the kernel's shape before
+              it calls the graph
+    graph     the number of the graph in its file, from 1
     """
     if isinstance(gm, (str, PathLike)):
         return explain_dump(read(Path(gm), graph), config, boundary=boundary)
@@ -63,9 +63,9 @@ def explain(
 
 
 def explain_dump(dump: Dump, config: Config | None = None, *, boundary: bool = False) -> DumpReport:
-    """What the pass says of the graph in a dump. Layers are unnamed: dumps hold no module paths.
+    """Returns the report on the graph in a dump. Layers have no names: dumps hold no module paths.
 
-    Raises NotRebuilt, with the reason, for a dump that does not hold enough.
+    Raises NotRebuilt, with the reason, for a dump that lacks parts of the graph.
     """
     several = [
         f"the file holds {dump.graphs} graphs; this is graph {dump.number}. "
@@ -89,6 +89,6 @@ def explain_dump(dump: Dump, config: Config | None = None, *, boundary: bool = F
     except Exception as error:  # the pass fails on a graph that contradicts itself
         text = f"{dump}: the pass cannot follow this graph ({first_line(error)}): was it edited?"
         raise NotRebuilt(text) from error
-    if kernels := sum(map(is_prologue, (one.type for one in dump.operators))):
+    if kernels := sum(is_prologue(operator.type) for operator in dump.operators):
         remarks.append(f"fused already in this graph: {kernels} prologue" + "s" * (kernels > 1))
     return DumpReport(**vars(report), dump=str(dump), remarks=(*remarks, *several))

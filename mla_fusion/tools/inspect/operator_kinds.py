@@ -1,4 +1,4 @@
-"""What the operators of dumps do with the memory of a tensor that they read.
+"""Says what the operators of dumps do with the memory of a tensor that they read.
 
 GE operators are listed by their type, ATen ones without their overload (:func:`plain`).
 """
@@ -17,9 +17,10 @@ INPUTS = frozenset(("Data", "RefData", "placeholder"))
 CONSTANTS = frozenset(("Const", "Constant", "ConstPlaceHolder"))
 HELD = INPUTS | CONSTANTS | {"get_attr"}
 ENDS = frozenset(("NetOutput", "output"))
-# By what becomes of the tensor. "back": (input, value). "view": no second tensor. "part": some of
-# its elements, of which a GE graph makes a second tensor. "rebuilt": whole, with other rows in it.
-# "read": the result does not hold its elements. "computed": other numbers, element by element.
+# By what becomes of the tensor. "back": the second operand is written into the first. "view": no
+# second tensor. "part": some of its elements; a GE graph makes a second tensor of them. "rebuilt":
+# the whole tensor with other rows. "read": the result does not hold its elements. "computed": other
+# numbers, element by element.
 _KINDS = {
     name: kind
     for kind, listed in {
@@ -97,11 +98,11 @@ _KINDS = {
 _ATTENTION = re.compile(r"attention|indexer|ring_mla", re.IGNORECASE)
 
 
-# by the name that a dump has for it: of an FX graph without the overload
+# by the name in a dump; in an FX graph without the overload
 PROLOGUES = {f"npu.{name}": operator for name, operator in PROLOGS.items()} | {
     operator.ge_type: operator for operator in (V1, V2, V3_FUNCTIONAL)
 }
-# of other kernels: the result that is the cache afterwards (None for none), and the input
+# of other kernels: the result that is the cache afterwards, or None, and the place of the input
 _KEY = f"npu.{key_operator.V1.name}"
 _WRITTEN: dict[str, list[tuple[int | None, int]]] = {
     key_operator.V1.ge_type: [(0, 5), (1, 6)],
@@ -113,41 +114,40 @@ _WRITTEN: dict[str, list[tuple[int | None, int]]] = {
 
 
 def plain(kind: str) -> str:
-    """The operator without its overload: "aten.slice" of "aten.slice.Tensor"."""
+    """Returns an operator without its overload: "aten.slice" for "aten.slice.Tensor"."""
     return ".".join(kind.split(".")[:2])
 
 
 def kind_of(operator: Operator) -> str:
-    """What becomes of the tensor that it is given first, as listed above; "" where that is not
-    known.
-    """
+    """Returns what becomes of the first operand, as listed above; "" for an unknown operator."""
     name, target = plain(operator.type), names.target(operator.type)
     if isinstance(target, OpOverload) and name not in _KINDS:
         first = schema_of(target).arguments[:1]
-        if any(one.alias_info is not None and one.alias_info.is_write for one in first):
+        if any(item.alias_info is not None and item.alias_info.is_write for item in first):
             return "in place"
     return "read" if _ATTENTION.search(name) else _KINDS.get(name, "")
 
 
 def is_prologue(kind: str) -> bool:
+    """Returns True for a prologue operator, with or without its overload."""
     return plain(kind) in PROLOGUES
 
 
 def roles_of(operator: Operator) -> list[str]:
-    """What each input is to a prologue operator: of an FX graph the schema's name."""
+    """Returns the role of each input of a prologue operator: in an FX graph the schema's name."""
     if operator.type in PROLOGUES:
         return operator.roles or list(PROLOGUES[operator.type].ge_inputs)
     target = names.target(operator.type)
     args, kwargs = operator.call
-    known = schema_of(target).arguments if isinstance(target, OpOverload) else ()
-    places = [argument.name for argument in known] + [""] * len(args)
+    arguments = schema_of(target).arguments if isinstance(target, OpOverload) else ()
+    places = [argument.name for argument in arguments] + [""] * len(args)
     named = [*zip(places, args, strict=False), *kwargs.items()]
     return [name for name, item in named for _ in edges_in(item)]
 
 
 def written(operator: Operator) -> list[tuple[int | None, int]]:
-    """The caches that a kernel writes: the result that is the cache afterwards (None for none), and
-    the input.
+    """Returns a pair for each cache that a kernel writes: the result that is the cache afterwards,
+    or None, and the place of the input.
     """
     kind = plain(operator.type)
     if kind not in PROLOGUES:

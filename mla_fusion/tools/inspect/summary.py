@@ -1,4 +1,4 @@
-"""What stands in a dump: operators, MLA prologues, copies of whole caches, dynamic inputs."""
+"""Sums up a dump: operators, MLA prologues, copies of whole caches, dynamic inputs."""
 
 from __future__ import annotations
 
@@ -22,11 +22,14 @@ _SHOWN = """
     query_quant_mode query_norm_flag ckvkr_repo_mode quant_scale_repo_mode tile_size qc_qr_scale
     kc_scale
 """.split()
+_BEFORE_PASSES = (
+    "this form is written while converting: GE's passes may have removed copies that stand here"
+)
 
 
 @dataclass(frozen=True)
 class Input:
-    """One given input: its role in the operator, the operator that makes it, and the tensor."""
+    """One input of a prologue operator: its role, its producer, and the tensor."""
 
     role: str
     producer: str
@@ -35,8 +38,9 @@ class Input:
 
 @dataclass(frozen=True)
 class Prologue:
-    """One prologue operator. ``place`` counts them in the order of the dump, which is that of the
-    layers.
+    """One prologue operator.
+
+    place  its number in the order of the dump, which is that of the layers
     """
 
     place: int
@@ -46,19 +50,16 @@ class Prologue:
     attributes: Attributes
     source: str = ""
 
-    def value(self, role: str) -> Value:
-        return next((item.value for item in self.inputs if item.role == role), Value())
-
 
 @dataclass
 class Summary:
-    """See the module.
+    """What is in a dump.
 
-    prologues     kernels
-    unknown       operators of an FX graph that the pass does not know, with how many calls
-    unfused       the lines of the report of ``explain``, in an FX graph
-    followed      caches that were followed from input to output
-    not_followed  the others, and the operators at which they were lost
+    prologues     prologue operators
+    unknown       operators of an FX graph that the pass does not know, and their calls
+    unfused       for an FX graph, the lines of the report of ``explain``
+    followed      caches that were followed from input to result
+    not_followed  the other caches, with the operators that are not known
     """
 
     dump: str
@@ -74,7 +75,7 @@ class Summary:
     remarks: list[str] = field(default_factory=list)
 
     def to_json(self) -> str:
-        """The whole summary as JSON text."""
+        """Returns the summary as JSON text."""
         return text_tables.as_json(asdict(self))
 
     def __str__(self) -> str:
@@ -99,15 +100,11 @@ class Summary:
 
 
 def summarise(dump: Dump) -> Summary:
-    """What stands in a dump; the unfused prologues are those that ``explain`` finds, without
-    running them.
+    """Returns what is in a dump. Unfused prologues are those that ``explain`` finds; nothing runs.
 
-    dump  as :func:`read` gives it
+    dump  as :func:`read` returns it
     """
     kernels = [operator for operator in dump.operators if is_prologue(operator.type)]
-    remarks = [
-        "this form is written while converting: GE's passes may have removed copies that stand here"
-    ]
     return Summary(
         dump=str(dump),
         graph=dump.graph,
@@ -121,11 +118,12 @@ def summarise(dump: Dump) -> Summary:
             for operator in dump.of_type(*INPUTS)
             if any(isinstance(size, str) or size < 0 for size in operator.output.shape or ())
         },
-        remarks=remarks if dump.format == "python" else [],
+        remarks=[_BEFORE_PASSES] if dump.format == "python" else [],
     )
 
 
 def _is_unknown(dump: Dump, kind: str) -> bool:
+    """Returns True for an operator of an FX graph that the pass does not know."""
     if not dump.is_fx or "." not in kind or is_prologue(kind):
         return False
     target = names.target(kind)
@@ -133,20 +131,21 @@ def _is_unknown(dump: Dump, kind: str) -> bool:
 
 
 def _prologue(dump: Dump, place: int, operator: Operator) -> Prologue:
+    """Returns the entry of a prologue operator."""
     inputs = tuple(
         Input(role, str(edge), dump.value(edge))
         for role, edge in zip(roles_of(operator), operator.inputs, strict=False)
         if edge is not None
     )
-    # what an FX call leaves out has the schema's default
-    target, known = names.target(operator.type), operator.attributes
-    if isinstance(target, OpOverload):
-        known = given_by_name(target, *operator.call)
-    shown = {name: known[name] for name in _SHOWN if name in known}
+    target, attributes = names.target(operator.type), operator.attributes
+    if isinstance(target, OpOverload):  # an FX call leaves out the schema's defaults
+        attributes = given_by_name(target, *operator.call)
+    shown = {name: attributes[name] for name in _SHOWN if name in attributes}
     return Prologue(place, operator.name, operator.type, inputs, shown, operator.source)
 
 
 def _unfused(dump: Dump) -> list[str]:
+    """Returns the lines of the report on an FX graph."""
     try:
         return str(explain_dump(dump, Config(verify="off"))).splitlines()
     except NotRebuilt as error:
@@ -154,16 +153,16 @@ def _unfused(dump: Dump) -> list[str]:
 
 
 def _kernels(prologues: list[Prologue]) -> Iterator[str]:
-    """Equal prologues once, with how many layers share them."""
+    """Yields a table for each prologue; equal prologues have one."""
     groups = defaultdict[str, list[Prologue]](list)
     for prologue in prologues:
-        shapes = [(one.role, str(one.value)) for one in prologue.inputs]
+        shapes = [(item.role, str(item.value)) for item in prologue.inputs]
         groups[str((prologue.type, shapes, prologue.attributes))].append(prologue)
     for first, *others in groups.values():
         places = f"layer {first.place}"
         if others:
             places = f"{len(others) + 1} layers, {first.place} to {others[-1].place}"
-        rows = [(one.role, one.producer, one.value) for one in first.inputs]
+        rows = [(item.role, item.producer, item.value) for item in first.inputs]
         table = text_tables.render(("input", "from", "tensor"), rows)
         attributes = ", ".join(f"{name} {value}" for name, value in first.attributes.items())
         title = f"{text_tables.short_name(first.type)} {first.name}: {places}"
@@ -171,6 +170,7 @@ def _kernels(prologues: list[Prologue]) -> Iterator[str]:
 
 
 def _copies(summary: Summary) -> Iterator[str]:
+    """Yields what is known of copies of caches."""
     if summary.copies:
         yield _copied(summary.copies)
     for cache, where in summary.not_followed.items():
@@ -186,13 +186,14 @@ def _copies(summary: Summary) -> Iterator[str]:
 
 
 def _copied(copies: list[Copy]) -> str:
+    """Returns the table of copies; copies of equal kind and size have one row."""
     groups = defaultdict[Any, list[Copy]](list)
     for copy in copies:
         groups[copy.role, copy.type, copy.what, copy.bytes].append(copy)
     rows = [
-        (*how, len(alike), "?" if each is None else text_tables.size(each), alike[0].of)
-        for (*how, each), alike in groups.items()
+        (*how, len(group), "?" if size is None else text_tables.size(size), group[0].of)
+        for (*how, size), group in groups.items()
     ]
-    count = sum(copy.bytes or 0 for copy in copies)
+    total = sum(copy.bytes or 0 for copy in copies)
     header = ("copied", "operator", "how", "count", "each", "first of")
-    return f"Copies at every run: {text_tables.size(count)}\n{text_tables.render(header, rows)}"
+    return f"Copies at every run: {text_tables.size(total)}\n{text_tables.render(header, rows)}"

@@ -1,4 +1,4 @@
-"""A graph as a file that Graphviz draws."""
+"""Writes a graph as a file that Graphviz draws."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ digraph dump {
 
 
 class ExportError(ValueError):
-    """A suffix other than .dot."""
+    """Raised for a suffix other than .dot."""
 
 
 def export(dump: Dump, path: str | Path) -> Path:
-    """Write the graph of a dump for Graphviz; returns the path.
+    """Writes the graph of a dump for Graphviz, and returns the path.
 
-    dump  as :func:`read` gives it
+    dump  as :func:`read` returns it
     path  its suffix is .dot
     """
     path = Path(path)
@@ -35,6 +35,7 @@ def export(dump: Dump, path: str | Path) -> Path:
 
 
 def _dot(dump: Dump) -> str:
+    """Returns the text of the file."""
     lines = [_HEAD]
     for operator in dump.operators:
         value = str(operator.output) if operator.output != Value() else ""
@@ -45,7 +46,7 @@ def _dot(dump: Dump) -> str:
         label = _quoted("\n".join(filter(None, words)))
         lines.append(f"  {_quoted(operator.name)} [label={label}{style}];\n")
     for operator in dump.operators:
-        roles = operator.roles if len(operator.roles) > 1 else []  # one alone says nothing
+        roles = operator.roles if len(operator.roles) > 1 else []  # a single role says nothing
         for place, edge in operator.reads:
             role = roles[place] if place < len(roles) else ""
             look = "style=dashed" if edge.index < 0 else f"label={_quoted(role)}"
@@ -54,4 +55,5 @@ def _dot(dump: Dump) -> str:
 
 
 def _quoted(text: str) -> str:
+    """Returns a text as Graphviz quotes it."""
     return json.dumps(text, ensure_ascii=False)
