@@ -25,21 +25,17 @@ _PUT_BACK = ("slice_scatter", "select_scatter", "copy_")
 
 
 def staging_leftovers(
-    rows: Mapping[Node, bool],
-    rotated: Sequence[int],
-    widths: Sequence[int],
-    tokens: int,
-    bound: Bound,
+    rows: Mapping[Node, bool], rotated: Sequence[int], width: int, tokens: int, bound: Bound
 ) -> tuple[Leftover, ...]:
     """Returns what a staged fusion leaves in the graph or adds to it.
 
     rows     nodes that hold new rows, and whether each joins the rows of both caches
     rotated  for each result that is re-interleaved, how many numbers a token has
-    widths   widths of the rows
+    width    how many numbers the rows of a token have
     bound    returns a shape as numbers
     """
     count = len(rotated)
-    row_bytes, rotated_bytes = (2 * sum(numbers) * _BFLOAT16 for numbers in (widths, rotated))
+    row_bytes, rotated_bytes = (2 * numbers * _BFLOAT16 for numbers in (width, sum(rotated)))
     parts = (
         Leftover("staging buffers", ("aten.new_empty",) * 2, 2, row_bytes),
         Leftover("re-interleaving", ("aten.transpose",) * count, count, rotated_bytes),
@@ -74,7 +70,8 @@ def _cache_writes(rows: Mapping[Node, bool], tokens: int, bound: Bound) -> Lefto
     token_bytes = sum(2 * _bytes(bound, node) for node in moved) // tokens
     tensors = [cache.meta["val"] for cache in caches]
     is_open = any(has_symbols(tensor.shape) for tensor in tensors)
-    whole_bytes = None if is_open else sum(tensor.itemsize * math.prod(tensor.shape) for tensor in tensors)
+    bytes_by_cache = (tensor.itemsize * math.prod(tensor.shape) for tensor in tensors)
+    whole_bytes = None if is_open else sum(bytes_by_cache)
     names = (op_name(node).replace("::", ".") for node in steps)
     operators = (*("aten.cat" for _ in joining), *names)
     return Leftover("cache writes", operators, len(operators), token_bytes, whole_bytes)
