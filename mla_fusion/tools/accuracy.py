@@ -1,4 +1,4 @@
-"""How far a fused and an unfused bfloat16 run are from the same maths in float64."""
+"""Measures how far a fused and an unfused bfloat16 run are from the same maths in float64."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import math
 
 from torch import Tensor
 
-# The kernel rounds at fewer places than the usual eager code, so its error should not be the larger
-# one. Models that round at fewer places than usual are left a tenth.
+# The kernel rounds at fewer places than the usual eager code, so its error should not be larger.
+# A tenth is allowed for models that round at fewer places than usual.
 LARGEST_RATIO = 1.1
 # Which way a sum is rounded depends on the order of its terms, which differs between processors, so
 # both errors are samples. An error is the root of the mean of n squared roundings: it scatters by 1
@@ -16,26 +16,27 @@ DEVIATIONS = 4
 
 
 def largest_ratio(numbers: int, largest: float = LARGEST_RATIO) -> float:
-    """By how much the fused error of so many numbers may exceed the unfused one: ``largest``, and
-    chance.
+    """Returns the largest ratio of the fused error to the unfused error of so many numbers:
+    ``largest``, and chance.
     """
     return largest + DEVIATIONS / math.sqrt(numbers)
 
 
-def error_ratio(unfused: Tensor, fused: Tensor, exact: Tensor) -> tuple[float, str]:
-    """The fused relative L2 error over the unfused one, and why that is too much; "" where it is
+def excess_error(unfused: Tensor, fused: Tensor, exact: Tensor) -> str:
+    """Returns why the fused relative L2 error is too large beside the unfused error; "" if it is
     not.
     """
-    ours, theirs = distance(fused, exact), distance(unfused, exact)
-    ratio = ours / theirs if theirs else 1.0 if ours == 0.0 else math.inf
+    fused_error, unfused_error = distance(fused, exact), distance(unfused, exact)
+    ratio = fused_error / unfused_error if unfused_error else math.inf if fused_error else 1.0
     allowed = largest_ratio(exact.numel())
-    if ratio <= allowed:  # what is no number is not
-        return ratio, ""
-    return ratio, (
-        f"fused error is {ratio:.2f} x the unfused error ({theirs:.2e}), allowed {allowed:.2f}"
+    if ratio <= allowed:  # NaN is not
+        return ""
+    return (
+        f"fused error is {ratio:.2f} x the unfused error ({unfused_error:.2e}), "
+        f"allowed {allowed:.2f}"
     )
 
 
-def distance(found: Tensor, wanted: Tensor) -> float:
-    """The relative L2 distance."""
-    return float((found.double() - wanted).norm() / wanted.double().norm())
+def distance(actual: Tensor, expected: Tensor) -> float:
+    """Returns the relative L2 distance."""
+    return float((actual.double() - expected).norm() / expected.double().norm())

@@ -1,5 +1,5 @@
-"""``mla-fusion check-model``: what ``optimize`` makes of a checkpoint folder, and whether its
-tokens stay the same.
+"""``mla-fusion check-model``: reports what ``optimize`` converts in a checkpoint, and compares its
+tokens before and after.
 """
 
 from __future__ import annotations
@@ -19,18 +19,15 @@ from mla_fusion.compile.prepack import Prepacked, prepack
 from mla_fusion.models import hf
 from mla_fusion.models.features import COUNTS_POSITIONS
 from mla_fusion.report import text_tables
+from mla_fusion.tools.target import UserError
 
 PROMPT_TOKENS = 8
 _MOST = 10_000  # layers, or experts a layer: ten times those of the largest models
 
 
-class CheckpointError(ValueError):
-    """The folder holds nothing that ``transformers`` can load as a language model."""
-
-
 @dataclass(frozen=True)
 class Comparison:
-    """Greedy generation before and after; the tokens are equal up to ``equal``."""
+    """Greedy generation before and after: the first ``equal`` of ``tokens`` are equal."""
 
     tokens: int
     equal: int
@@ -46,11 +43,12 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What ``optimize`` makes of the checkpoint.
+    """What ``optimize`` converts in the checkpoint.
 
-    compared   tokens before and after, where they were asked for
-    plan       what ``mf.prepack`` would do with a layer, or why that cannot be said, likewise
-    is_fine    something is converted, and float32 tokens stay the same
+    summary   what ``optimize`` returns
+    compared  tokens before and after, if asked for
+    plan      what ``mf.prepack`` would do with a layer, or why that is unknown, if asked for
+    is_fine   True if a layer is converted and float32 tokens stay the same
     """
 
     model_type: str
@@ -61,6 +59,7 @@ class Outcome:
     is_fine: bool
 
     def to_json(self) -> str:
+        """Returns all fields as JSON text."""
         data = {
             "model_type": self.model_type,
             "quantized": self.is_quantised,
@@ -85,7 +84,7 @@ class Outcome:
 
 
 def run(arguments: Namespace) -> Outcome:
-    """Raises CheckpointError."""
+    """Returns what becomes of the checkpoint. Raises UserError."""
     config = _config(arguments.folder)
     summary = hf.optimize(_skeleton(config))
     is_quantised = bool(getattr(config, "quantization_config", None))
@@ -97,7 +96,7 @@ def run(arguments: Namespace) -> Outcome:
 
 
 class _Step(torch.nn.Module):
-    """A decode step of a model, over a cache of its own."""
+    """A decode step of a model over a new cache."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -105,6 +104,7 @@ class _Step(torch.nn.Module):
         self.cache = hf.MlaPagedCache(model, max_cache_len=PROMPT_TOKENS)
 
     def forward(self, ids: torch.Tensor) -> Any:
+        """Returns the logits."""
         options = {"input_ids": ids, "past_key_values": self.cache}
         if not COUNTS_POSITIONS.has(type(self.model).forward):
             options["cache_position"] = ids[0] * 0
@@ -112,13 +112,13 @@ class _Step(torch.nn.Module):
 
 
 def _plan(config: Any) -> Prepacked | str:
-    """What ``mf.prepack`` would do with one layer; or why that cannot be said."""
-    of_one_layer = deepcopy(config)
-    text = of_one_layer.get_text_config()
+    """Returns what ``mf.prepack`` would do with one layer, or why that is unknown."""
+    config = deepcopy(config)
+    text = config.get_text_config()
     text.num_hidden_layers = 1
     if hasattr(text, "first_k_dense_replace"):
-        text.first_k_dense_replace = 1  # no experts, whose choice would end the graph
-    model = _skeleton(of_one_layer).to(torch.bfloat16)
+        text.first_k_dense_replace = 1  # the choice of experts would end the graph
+    model = _skeleton(config).to(torch.bfloat16)
     hf.optimize(model)
     try:
         return prepack(_Step(model), torch.zeros(1, 1, dtype=torch.int64, device="meta"))
@@ -127,18 +127,18 @@ def _plan(config: Any) -> Prepacked | str:
 
 
 def _config(folder: Path) -> Any:
-    """The configuration of a checkpoint, without what would name code of the checkpoint."""
+    """Returns the configuration of a checkpoint, without the names of the checkpoint's classes."""
     hf.modeling()
     from transformers import AutoConfig
 
     file = folder / "config.json"
     if not file.is_file():
-        raise CheckpointError(f"{folder} holds no config.json")
+        raise UserError(f"{folder} holds no config.json")
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # of a field of a wrong type, whatever comes first
-        raise CheckpointError(
-            _code_wanted(file) or f"transformers cannot read {file}: {_first_line(error)}"
+    except Exception as error:  # a field of a wrong type can raise anything
+        raise UserError(
+            _own_classes(file) or f"transformers cannot read {file}: {_first_line(error)}"
         ) from error
     # transformers asks the user whether to trust code that a nested configuration names
     for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
@@ -146,12 +146,12 @@ def _config(folder: Path) -> Any:
             vars(part).pop("auto_map", None)
     for name, value in vars(config.get_text_config()).items():
         if name.endswith(("layers", "experts")) and isinstance(value, int) and value > _MOST:
-            raise CheckpointError(f"{file}: {name} is {value:,}; no model has more than {_MOST:,}")
+            raise UserError(f"{file}: {name} is {value:,}; no model has more than {_MOST:,}")
     return config
 
 
-def _code_wanted(file: Path) -> str:
-    """What to do about a checkpoint that brings its own classes; "" for one that does not."""
+def _own_classes(file: Path) -> str:
+    """Returns what to do with a checkpoint that has classes of its own; "" if it has none."""
     try:
         data = json.loads(file.read_bytes())
         model_type, code = data.get("model_type"), data["auto_map"]["AutoConfig"]
@@ -166,35 +166,34 @@ def _code_wanted(file: Path) -> str:
 
 
 def _auto_class(config: Any) -> Any:
-    """The class of ``transformers`` that loads a model with a language model for this config."""
+    """Returns the class of ``transformers`` that makes a language model of a configuration."""
     import transformers
 
-    for name, mapping in (
-        ("AutoModelForCausalLM", transformers.MODEL_FOR_CAUSAL_LM_MAPPING),
-        ("AutoModelForImageTextToText", transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING),
-    ):
-        if type(config) in mapping:
-            return getattr(transformers, name)
-    raise CheckpointError(
+    if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        return transformers.AutoModelForCausalLM
+    if type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return transformers.AutoModelForImageTextToText
+    raise UserError(
         f"{config.model_type} is no language model of transformers {transformers.__version__}, "
         "neither of text nor of images and text"
     )
 
 
 def _skeleton(config: Any) -> Any:
-    """The model without weights: enough to tell what fits, whatever its size."""
+    """Returns the model on meta, without weights."""
     auto_class = _auto_class(config)
     dtype = getattr(config, "dtype", None) or torch.bfloat16
     try:
         with torch.device("meta"):
             return auto_class.from_config(config, dtype=dtype, trust_remote_code=False)
-    except Exception as error:  # sizes that are no sizes
-        raise CheckpointError(
+    except Exception as error:  # sizes of the config may be impossible
+        raise UserError(
             f"transformers makes no model of this config.json: {_first_line(error)}"
         ) from error
 
 
 def _compare(arguments: Namespace, config: Any) -> Comparison:
+    """Loads the weights, and generates tokens before and after ``optimize``."""
     try:
         model = _auto_class(config).from_pretrained(
             arguments.folder,
@@ -203,8 +202,8 @@ def _compare(arguments: Namespace, config: Any) -> Comparison:
             local_files_only=True,
             trust_remote_code=False,
         )
-    except Exception as error:  # of the config or of the weights
-        raise CheckpointError(
+    except Exception as error:  # config or weights may be broken
+        raise UserError(
             f"transformers cannot load {arguments.folder}: {_first_line(error)}"
         ) from error
     model.eval()
@@ -218,8 +217,8 @@ def _compare(arguments: Namespace, config: Any) -> Comparison:
 
 
 def _generate(model: Any, ids: torch.Tensor, tokens: int) -> tuple[torch.Tensor, float]:
-    """New tokens, and seconds."""
-    started = perf_counter()
+    """Returns the new tokens, and the seconds that they took."""
+    start = perf_counter()
     with torch.no_grad():
         sequences = model.generate(
             ids,
@@ -228,10 +227,10 @@ def _generate(model: Any, ids: torch.Tensor, tokens: int) -> tuple[torch.Tensor,
             min_new_tokens=tokens,
             do_sample=False,
         )
-    return sequences[0, ids.shape[1] :], perf_counter() - started
+    return sequences[0, ids.shape[1] :], perf_counter() - start
 
 
 def _first_line(error: BaseException) -> str:
-    """What it says in one line, with its kind where that is not clear from the words."""
+    """Returns the message in one line, after the class of the error if that says more."""
     text = " ".join(str(error).split())
     return text if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {text}"

@@ -1,5 +1,5 @@
-"""The ``mla-fusion`` command. Its help and its words for wrong calls need no torch, so they come at
-once: what needs it is imported in functions.
+"""The ``mla-fusion`` command. Functions import the modules that need torch, so help and messages
+for wrong calls appear at once.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ import os
 import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from functools import partial
 from importlib.resources import files
 from inspect import getdoc
 from pathlib import Path
@@ -35,8 +36,8 @@ from mla_fusion.tools.target import (
     writing,
 )
 
-Option = Callable[[Any], object]  # adds an argument to a parser
-Run = Callable[[Namespace], int]  # of the parsed arguments, the exit status
+Option = Callable[[ArgumentParser], object]  # adds an argument to a parser
+Run = Callable[[Namespace], int]  # takes the parsed arguments, returns the exit status
 
 
 EPILOG = """\
@@ -63,8 +64,8 @@ exit status: 0 fine; 1 something was found (a prologue left, a difference, a fai
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand. Exit status: 0 fine, 1 something was found, 2 a wrong call or bad
-    input.
+    """Runs one subcommand, and returns the exit status: 0 fine, 1 something was found, 2 a wrong
+    call or bad input.
     """
     words = sys.argv[1:] if argv is None else argv
     try:
@@ -79,25 +80,26 @@ def main(argv: Sequence[str] | None = None) -> int:
                 raise UserError(text) from error
         finally:
             if sys.stdout is not None:
-                sys.stdout.flush()  # a full disk is told here, not while Python ends
+                sys.stdout.flush()  # reports a full disk before Python ends
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # `mla-fusion ... | head` is no error
         _stop_writing()
         return 0
     except (UserError, OSError, ImportError) as error:
-        print(f"mla-fusion {' '.join(words[:1])}: {_for_the_user(error)}", file=sys.stderr)
+        print(f"mla-fusion {' '.join(words[:1])}: {_remedy(error)}", file=sys.stderr)
         return 2
 
 
-def _for_the_user(error: Exception) -> str:
-    """In one line what the caller can put right. Raises the error where it is a defect of this
+def _remedy(error: Exception) -> str:
+    """Returns in one line what the caller can correct. Raises the error if it is a defect of this
     package.
     """
     if isinstance(error, OSError) and error.strerror is not None:
-        if error.filename is None:  # of what is written through a stream that has no name
-            _stop_writing()
-        return f"{'stdout' if error.filename is None else error.filename}: {error.strerror}"
+        if error.filename is not None:
+            return f"{error.filename}: {error.strerror}"
+        _stop_writing()  # only a stream has no name
+        return f"stdout: {error.strerror}"
     if installed.is_missing(error):
         return f"torch is not installed: {installed.TO_DO}"
     if isinstance(error, ImportError) and (error.name or "").startswith("mla_fusion"):
@@ -106,14 +108,14 @@ def _for_the_user(error: Exception) -> str:
 
 
 def _stop_writing() -> None:
-    """Let nothing more be written to a stdout that takes nothing, not even when Python ends."""
-    # a stdout of no file, in a test or a notebook
+    """Discards all further output to stdout, so that Python can end without an error."""
+    # stdout is no file in a test or a notebook
     with suppress(OSError, ValueError, AttributeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def parser() -> ArgumentParser:
-    """Of the whole command line."""
+    """Returns the parser of the whole command line."""
     main_parser = Parser(
         prog="mla-fusion",
         formatter_class=RawDescriptionHelpFormatter,
@@ -123,18 +125,26 @@ def parser() -> ArgumentParser:
     )
     main_parser.add_argument("--version", action="version", version=f"mla-fusion {mf.__version__}")
     commands = main_parser.add_subparsers(dest="command", required=True, metavar="command")
-    for each in _COMMANDS:
-        each.add(commands)
+    for run, options in _COMMANDS:
+        text = getdoc(run) or ""
+        command_parser = commands.add_parser(
+            run.__name__.replace("_", "-"),
+            help=text.partition("\n\n")[0],
+            description=" ".join(text.split()),
+        )
+        command_parser.set_defaults(run=run)
+        for add in options:
+            add(command_parser)
     return main_parser
 
 
 def option(name: str, text: str | None = None, **kind: Any) -> Option:
-    """As argparse has it, its help behind its name."""
+    """Returns an option of a command. ``text`` is its help, ``kind`` what argparse takes."""
     return lambda parser: parser.add_argument(name, help=text, **kind)
 
 
 def function(more: str = "") -> Option:
-    """The function that a command works on."""
+    """Returns the argument for the function that a command reads. ``more`` ends its help."""
     text = f"function that returns (module_or_function, arguments){more}"
     return option("target", text, metavar="FILE.py:FUNCTION")
 
@@ -144,61 +154,47 @@ LIMITS = (
     option(
         "--soc",
         "chip, as A2 or 910B, whose limits hold; by default the NPU's, without an NPU A3",
-        type=known_name(machine.soc_named),
+        type=partial(known_name, machine.soc_named),
         default=machine.AUTO,
     ),
     option(
         "--cann",
         "CANN release, as 8.5 or 9.1, whose limits hold; by default the NPU's, without an NPU "
         "the newest",
-        type=known_name(machine.release_named),
+        type=partial(known_name, machine.release_named),
         default=machine.AUTO,
     ),
 )
 
 
 class Parser(ArgumentParser):
-    """Says so where help cannot be written; argparse is silent then."""
+    """Raises OSError if help cannot be written; argparse is silent then."""
 
     def _print_message(self, message: str, file: Any = None) -> None:
         print(message or "", end="", file=file or sys.stderr)
 
 
-@dataclass(frozen=True)
-class Command:
-    """A function that runs a command, with its options. The first paragraph of its docstring is the
-    summary in the list of commands, all of it the command's own help. ``has_json``: it can print
-    JSON.
+JSON = option("--json", "print JSON on stdout", action="store_true")
+_COMMANDS: list[tuple[Run, Sequence[Option]]] = []
+
+
+def command(*options: Option) -> Callable[[Run], Run]:
+    """Returns a decorator: it adds a function to the commands.
+
+    The first paragraph of the function's docstring is its line in the list of commands; the whole
+    docstring is the command's help.
     """
 
-    run: Run
-    options: Sequence[Option]
-    has_json: bool
+    def add_command(run: Run) -> Run:
+        """Adds the function, and returns it."""
+        _COMMANDS.append((run, options))
+        return run
 
-    def add(self, commands: Any) -> None:
-        """To the parsers of all commands."""
-        paragraphs = [" ".join(part.split()) for part in (getdoc(self.run) or "").split("\n\n")]
-        parser = commands.add_parser(
-            self.run.__name__.replace("_", "-"),
-            help=paragraphs[0],
-            description=" ".join(paragraphs),
-        )
-        parser.set_defaults(run=self.run)
-        if self.has_json:
-            parser.add_argument("--json", action="store_true", help="print JSON on stdout")
-        for add in self.options:
-            add(parser)
-
-
-def command(*options: Option, has_json: bool = True) -> Callable[[Run], Command]:
-    """Makes a Command of a function."""
-    return lambda run: Command(run, options, has_json)
+    return add_command
 
 
 def show(text: object) -> None:
-    """Print text for people. Names come from dumps, too: what in them would steer a terminal is
-    written out.
-    """
+    """Prints text for people, with each control character as its escape: dumps have names, too."""
     letters = (
         letter if letter.isprintable() or letter in "\n\t" else ascii(letter)[1:-1]
         for letter in str(text)
@@ -206,19 +202,21 @@ def show(text: object) -> None:
     print("".join(letters))
 
 
+def write(path: Path, writer: Callable[[Path], object]) -> None:
+    """Calls ``writer`` with the path, and reports on stderr that the file is written."""
+    with writing(path):
+        writer(path)
+    print(f"written: {path}", file=sys.stderr)
+
+
 def answer(outcome: Any, arguments: Namespace, is_fine: bool) -> int:
-    """Print what came out, as text or JSON, and write its page where one is asked for. The exit
-    status.
-    """
+    """Prints an outcome as text or JSON, and returns the exit status."""
     print(outcome.to_json()) if arguments.json else show(outcome)
-    if getattr(arguments, "html", None):
-        with writing(arguments.html):
-            outcome.to_html(arguments.html)
-        print(f"written: {arguments.html}", file=sys.stderr)
     return 0 if is_fine else 1
 
 
 @command(
+    JSON,
     option(
         "--out",
         "folder for the report and the graphs",
@@ -241,7 +239,7 @@ def demo(arguments: Namespace) -> int:
     return answer(outcome, arguments, not outcome.problems)
 
 
-@command()
+@command(JSON)
 def doctor(arguments: Namespace) -> int:
     """Say what is installed, and which operators can be lowered here.
 
@@ -257,6 +255,7 @@ def doctor(arguments: Namespace) -> int:
 
 
 def _lines(facts: dict[str, Any]) -> Iterator[str]:
+    """Yields the lines of the doctor's text."""
     for title, part in facts.items():
         if title == "problems":
             for problem in part:
@@ -270,12 +269,14 @@ def _lines(facts: dict[str, Any]) -> Iterator[str]:
 
 
 def _words(value: Any) -> str:
+    """Returns one of the doctor's facts as text."""
     if isinstance(value, dict):
-        return ", ".join(f"{name} {_words(one)}" for name, one in value.items())
+        return ", ".join(f"{name} {_words(part)}" for name, part in value.items())
     return "none" if value is None else str(value)
 
 
 @command(
+    JSON,
     option("folder", "checkpoint folder: config.json, and weights for --tokens", type=Path),
     option(
         "--prepack", "say what mla_fusion.prepack would lay out in a layer", action="store_true"
@@ -298,10 +299,10 @@ def check_model(arguments: Namespace) -> int:
     """
     if not arguments.folder.is_dir():
         raise UserError(f"no such folder: {arguments.folder}")
-    from mla_fusion.models import hf
+    from mla_fusion.models.hf import TransformersMissing
     from mla_fusion.tools import check_model
 
-    with user_errors(check_model.CheckpointError, hf.TransformersMissing):
+    with user_errors(TransformersMissing):
         outcome = check_model.run(arguments)
     return answer(outcome, arguments, outcome.is_fine)
 
@@ -311,6 +312,7 @@ _TARGETS = option("--targets", "operators that may be emitted, as Config.targets
 
 
 @command(
+    JSON,
     function(
         "; its file is imported and runs. Or a dump of a graph, which is data: nothing in it runs"
     ),
@@ -342,10 +344,14 @@ def explain(arguments: Namespace) -> int:
                 model, *example, device="cpu", dynamic=arguments.dynamic, as_backend=boundary
             )
         report = mf.explain(graph, _config(arguments), boundary=boundary, graph=arguments.graph)
-    return answer(report, arguments, bool(report.fused) and not report.rejected)
+    status = answer(report, arguments, bool(report.fused) and not report.rejected)
+    if arguments.html:
+        write(arguments.html, report.to_html)
+    return status
 
 
 def _config(arguments: Namespace, **more: Any) -> mf.Config:
+    """Returns the configuration that the arguments and ``more`` name."""
     if arguments.targets:
         more["targets"] = arguments.targets
     with user_errors(ValueError):
@@ -353,6 +359,7 @@ def _config(arguments: Namespace, **more: Any) -> mf.Config:
 
 
 @command(
+    JSON,
     function(),
     DYNAMIC,
     *LIMITS,
@@ -394,6 +401,7 @@ def lower(arguments: Namespace) -> int:
 
 
 @command(
+    JSON,
     option("dumps", "pbtxt, txt, py or FX listing", metavar="DUMP", nargs="+"),
     _GRAPH,
     option("--export", "also write one dump for Graphviz: .dot", type=output, metavar="FILE"),
@@ -408,9 +416,8 @@ def inspect(arguments: Namespace) -> int:
     if arguments.export:
         if len(dumps) > 1:
             raise UserError("--export takes one dump")
-        with user_errors(ExportError), writing(arguments.export):
-            export(dumps[0], arguments.export)
-        print(f"written: {arguments.export}", file=sys.stderr)
+        with user_errors(ExportError):
+            write(arguments.export, partial(export, dumps[0]))
     summaries = [summarise(dump) for dump in dumps]
     if arguments.json:
         print(text_tables.as_json([asdict(summary) for summary in summaries]))
@@ -420,6 +427,7 @@ def inspect(arguments: Namespace) -> int:
 
 
 @command(
+    JSON,
     option("first", "a dump, or what selftest --out wrote", metavar="A"),
     option("second", "what to compare it with", metavar="B"),
     _GRAPH,
@@ -445,6 +453,7 @@ def diff(arguments: Namespace) -> int:
 
 
 def _read_dump(path: Path, graph: int) -> Any:
+    """Returns the dump in a file. Raises UserError."""
     from mla_fusion.tools.dumps import DumpError, read
 
     with user_errors(DumpError):
@@ -452,6 +461,7 @@ def _read_dump(path: Path, graph: int) -> Any:
 
 
 @command(
+    JSON,
     function("; its file is imported and runs"),
     option(
         "--reference",
@@ -474,18 +484,16 @@ def audit(arguments: Namespace) -> int:
     """
     for name in filter(None, (arguments.target, arguments.reference)):
         target(name)
-    import torch
-
     from mla_fusion.compile.device_graph import CaptureError, check_arguments
 
     with user_errors(ValueError, CaptureError):
         limits = mf.Config(soc=arguments.soc, cann=arguments.cann).machine
         model, example = load_target(arguments.target)
         reference = load_target(arguments.reference)[0] if arguments.reference else None
-        try:
-            for called in (model, reference):
-                if called is not None:
-                    check_arguments(called, example)
+        for called in (model, reference):
+            if called is not None:
+                check_arguments(called, example)
+        with _running_user_code():
             outcome = mf.audit(
                 model,
                 reference,
@@ -494,22 +502,32 @@ def audit(arguments: Namespace) -> int:
                 soc=limits.soc,
                 cann=limits.cann,
             )
-        except (ValueError, CaptureError):  # in words already
-            raise
-        except Exception as error:
-            ours, frames = str(Path(mf.__file__).parent), extract_tb(error.__traceback__)
-            foreign = ours, str(Path(torch.__file__).parent)
-            own = [frame for frame in frames if not frame.filename.startswith(foreign)]
-            if not own or frames[-1].filename.startswith(ours):  # a defect of the audit
-                raise
-            where = f"{own[-1].filename}:{own[-1].lineno} in {own[-1].name}: {own[-1].line}"
-            raise UserError(
-                f"the function fails when it is run: {type(error).__name__}: {error}\n  at {where}"
-            ) from error
     return answer(outcome, arguments, outcome.ok)
 
 
+@contextmanager
+def _running_user_code() -> Iterator[None]:
+    """Raises UserError, with the line, for an exception that the user's code raises."""
+    import torch
+
+    try:
+        yield
+    except ValueError:  # its message says all
+        raise
+    except Exception as error:
+        frames = extract_tb(error.__traceback__)
+        ours, torchs = (str(Path(str(package.__file__)).parent) for package in (mf, torch))
+        users = [frame for frame in frames if not frame.filename.startswith((ours, torchs))]
+        if not users or frames[-1].filename.startswith(ours):  # a defect of the audit
+            raise
+        where = f"{users[-1].filename}:{users[-1].lineno} in {users[-1].name}: {users[-1].line}"
+        raise UserError(
+            f"the function fails when it is run: {type(error).__name__}: {error}\n  at {where}"
+        ) from error
+
+
 @command(
+    JSON,
     option("after", "kernel_details.csv or op_summary_*.csv, with the pass on", metavar="AFTER"),
     option("--before", "the same with the pass off", metavar="BEFORE"),
 )
@@ -527,7 +545,6 @@ def profile(arguments: Namespace) -> int:
 
 @command(
     option("--out", "write it to a file instead, AGENTS.md for one", type=output, metavar="FILE"),
-    has_json=False,
 )
 def guide(arguments: Namespace) -> int:
     """Print how to write a call of the operator by hand, for people and for agents that write
@@ -538,14 +555,13 @@ def guide(arguments: Namespace) -> int:
     text = "\n".join(part.read_text(encoding="utf-8") for part in parts)
     if arguments.out is None:
         print(text, end="")
-        return 0
-    with writing(arguments.out):
-        arguments.out.write_text(text, encoding="utf-8")
-    print(f"written: {arguments.out}", file=sys.stderr)
+    else:
+        write(arguments.out, lambda path: path.write_text(text, encoding="utf-8"))
     return 0
 
 
 @command(
+    JSON,
     option("--device", "default: an NPU where there is one", choices=("npu", "cpu")),
     *LIMITS,
     option("--only", "checks whose name matches", default="*", metavar="PATTERN"),
@@ -557,11 +573,10 @@ def selftest(arguments: Namespace) -> int:
     Exit status 1: a check failed.
     """
     from mla_fusion.tools import selftest
+    from mla_fusion.tools.selftest.device import choose
 
-    limits = (None if name == machine.AUTO else name for name in (arguments.soc, arguments.cann))
-    with user_errors(selftest.NoDevice, mf.meta.ContractError):
-        device = selftest.choose(arguments.device, *limits)
-        outcome = selftest.run(device, arguments.only, _show_progress)
+    device = choose(arguments.device, arguments.soc, arguments.cann)
+    outcome = selftest.run(device, arguments.only, _show_progress)
     if not outcome.results:
         raise UserError(f"no check matches {arguments.only!r}")
     if arguments.out:
@@ -571,21 +586,6 @@ def selftest(arguments: Namespace) -> int:
 
 
 def _show_progress(result: Any) -> None:
-    """The check that has just ended: on a terminal one line that the next one overwrites."""
+    """Prints the check that has ended: on a terminal as a line that the next check overwrites."""
     before, after = ("\r\033[K", "\r") if sys.stderr.isatty() else ("", "\n")
     print(f"{before}{result.name} ({result.through})", end=after, file=sys.stderr, flush=True)
-
-
-_COMMANDS = (
-    demo,
-    doctor,
-    check_model,
-    explain,
-    lower,
-    inspect,
-    diff,
-    audit,
-    profile,
-    guide,
-    selftest,
-)

@@ -1,8 +1,7 @@
-"""``mla-fusion demo``: Hugging Face's DeepSeek-V3 decoded fused and unfused, compared, lowered and
-written out.
+"""``mla-fusion demo``: decodes Hugging Face's DeepSeek-V3 fused and unfused, compares the outputs,
+lowers both, and writes a report.
 
-Runs on a CPU. What an NPU would execute is taken from the real torchair, which needs no device to
-lower a graph.
+It runs on a CPU. The real torchair, which needs no device, lowers the graphs for an NPU.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ from mla_fusion.tools.paged import PagedBatch, random_batch
 
 KERNEL = "MlaPrologV3"
 MOVES = ("TensorMove", "Assign")
-MOST = 5e-2  # by which the outputs of two bfloat16 runs differ
+MOST = 5e-2  # the largest distance between the outputs of two bfloat16 runs
 
 
 @dataclass(frozen=True)
 class Options:
-    """Sizes of the demo; the defaults are DeepSeek-V3's, with the heads of one rank of eight."""
+    """The sizes of the demo. Defaults are DeepSeek-V3's, with the heads of one rank of eight."""
 
     out: Path = Path("out")
     layers: int = 2
@@ -43,14 +42,14 @@ class Options:
     history: int = 1000
 
     def quick(self) -> Options:
-        """Small sizes that the kernel still takes; heads, layers and batch stay as asked."""
+        """Returns the same heads, layers and batch with small sizes that the kernel takes."""
         return replace(self, hidden=1024, intermediate=256, history=200)
 
 
 @dataclass(frozen=True)
 class Lowered:
-    """GE operators of the unfused and of the fused model, by torchair; ``how`` they came about, or
-    why there are none.
+    """The GE operators of the unfused and of the fused model. ``how`` says how torchair lowered
+    them, or why there are none.
     """
 
     how: str
@@ -60,9 +59,9 @@ class Lowered:
 
 @dataclass
 class Outcome:
-    """Everything the demo found. ``problems`` is empty where every check passed.
+    """The results of the demo.
 
-    difference  the relative L2 distance of the fused output from the unfused one
+    difference  the relative L2 distance of the fused output from the unfused output
     """
 
     options: Options
@@ -73,6 +72,7 @@ class Outcome:
 
     @property
     def problems(self) -> list[str]:
+        """Returns a sentence for each check that fails."""
         layers, fused, operators = self.options.layers, len(self.report.fused), self.lowered.fused
         kernels = operators.get(KERNEL, 0)
         moves = {name: operators[name] for name in MOVES if name in operators}
@@ -87,13 +87,13 @@ class Outcome:
         return [problem for problem, passed in is_fine.items() if not passed]
 
     def to_json(self) -> str:
-        """The demo's numbers beside the pass's own report."""
+        """Returns the demo's numbers and the pass's report as JSON text."""
         data = asdict(replace(self, report=json.loads(self.report.to_json())))
         return text_tables.as_json(data | {"problems": self.problems})
 
     @property
     def section(self) -> page.Section:
-        """What the demo adds to the page of the report."""
+        """Returns the demo's table for the page of the report."""
         counts = text_tables.operator_rows(self.lowered.unfused, self.lowered.fused)
         header = ("GE operator", "unfused", "fused")
         return page.Section("GE graph", self.lowered.how, header, counts)
@@ -114,13 +114,14 @@ Written: {", ".join(map(str, self.files))}
 
 
 def run(options: Options) -> Outcome:
-    """The whole demo; writes ``options.out``. Raises TransformersMissing without Hugging Face's
-    modules.
+    """Runs the demo, and writes into ``options.out``. Raises TransformersMissing without Hugging
+    Face's modules.
     """
-    started = perf_counter()
+    start = perf_counter()
 
     def say(message: str) -> None:
-        seconds = perf_counter() - started
+        """Prints a stage, with the seconds since the start."""
+        seconds = perf_counter() - start
         print(f"[{seconds:6.1f} s] {message}", file=sys.stderr, flush=True)
 
     out = options.out
@@ -144,6 +145,7 @@ def run(options: Options) -> Outcome:
 
 
 def _lower(model: AbsorbedDecoder, batch: PagedBatch, out: Path) -> tuple[Lowered, list[Path]]:
+    """Lowers the model fused and unfused, and writes the stages of the fused model into ``out``."""
     if find_spec("torch_npu") is None:
         return Lowered("none: torch_npu is not installed", {}, {}), []
     from mla_fusion import converters

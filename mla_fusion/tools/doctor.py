@@ -1,5 +1,5 @@
-"""What is installed, what runs on what, and who converts which operator: facts for ``mla-fusion
-doctor``.
+"""``mla-fusion doctor``: reports what is installed, what runs here, and which package converts each
+operator.
 """
 
 from __future__ import annotations
@@ -48,28 +48,31 @@ Facts = dict[str, Any]
 
 
 def survey() -> Facts:
-    """Versions, device, CANN, the offline runtime, the operators and problems, as plain data.
+    """Returns versions, device, CANN, the offline runtime, the operators and problems, as plain
+    data.
 
-    Activates the offline runtime where there is no CANN, since only then can torchair be asked.
-    Nothing is raised: a check that fails is an entry of "problems", with what to do.
+    It activates the offline runtime if there is no CANN: torchair needs one of them. It raises
+    nothing: a check that fails is an entry of "problems", with what to do.
     """
     problems: list[dict[str, str]] = []
 
-    def problem(name: str, failed: str, remedy: str) -> None:
+    def add_problem(name: str, failed: str, remedy: str) -> None:
+        """Adds an entry to the problems."""
         problems.append({"check": name, "failed": failed, "to do": remedy})
 
     def ask(name: str, check: Callable[[], Any], remedy: str = _OURS, otherwise: Any = None) -> Any:
+        """Returns the result of a check, or ``otherwise`` if the check fails."""
         try:
             return check()
         except Exception as error:
-            problem(name, _named(error), remedy)
+            add_problem(name, _describe(error), remedy)
             return otherwise
 
     release = ask("release", _release, _PAIR, {})
     if error := release.get("refused"):
-        problem("release", error, f"install that release; {_ELSEWHERE} with any torch_npu")
+        add_problem("release", error, f"install that release; {_ELSEWHERE} with any torch_npu")
     elif (error := ask("trial", _trial, _PAIR) or _activation_error()) and torch_npu_installed():
-        problem("offline", error, f"{_PAIR}; {_ELSEWHERE} without torchair")
+        add_problem("offline", error, f"{_PAIR}; {_ELSEWHERE} without torchair")
     usable = not error and torch_npu_installed()
     driver = "npu-smi info tells whether the driver sees the device"
     return {
@@ -88,29 +91,32 @@ def survey() -> Facts:
 
 
 def _release() -> dict[str, str | None]:
-    """What the installed torch_npu is, as far as this package is concerned."""
+    """Returns why the installed torch_npu is refused, and what to install beside this torch."""
     beside = releases.for_torch(torch.__version__)
     return {"refused": releases.refusal(), "known beside this torch": releases.command(beside)}
 
 
 def _activation_error() -> str | None:
-    """Why torchair cannot be asked here; None where it can."""
+    """Returns why torchair cannot be loaded; None if it can."""
     try:
         offline.activate()
         if torch_npu_installed():
             import_module("torch_npu")
     except Exception as error:
-        return str(error) if isinstance(error, offline.OfflineError) else _named(error)
+        return str(error) if isinstance(error, offline.OfflineError) else _describe(error)
     return None
 
 
-def _named(error: Exception) -> str:
+def _describe(error: Exception) -> str:
+    """Returns the class and the message of an error."""
     return f"{type(error).__name__}: {error}"
 
 
 def _trial() -> str | None:
-    """How importing torch_npu ends a process, where it does: libraries that do not fit raise no
-    exception. One that is raised will be the same in this process.
+    """Returns how an import of torch_npu ends a process; None if it does not.
+
+    Libraries that do not fit end a process without an exception. An exception will be raised in
+    this process too.
     """
     if not torch_npu_installed() or "torch_npu" in sys.modules:
         return None
@@ -127,11 +133,13 @@ def _trial() -> str | None:
 
 
 def _device() -> str | None:
+    """Returns the name of the NPU; None if there is none."""
     npu = getattr(torch, "npu", None)
     return str(npu.get_device_name()) if npu is not None and npu.is_available() else None
 
 
 def _offline(error: str | None) -> Facts:
+    """Returns the state of the offline runtime."""
     directory = offline.standins_directory()
     return {
         "active": offline.is_active(),
@@ -143,7 +151,7 @@ def _offline(error: str | None) -> Facts:
 
 
 def _operator(name: str, usable: bool) -> Facts:
-    """Whose its schema, CPU kernel and GE converter are, where there are any."""
+    """Returns the packages that define schema, CPU kernel and GE converter of an operator."""
     packet = getattr(torch.ops.npu, name, None)
     if packet is None:
         return _UNKNOWN
@@ -157,11 +165,13 @@ def _operator(name: str, usable: bool) -> Facts:
 
 
 def _registrar(name: str, key: str) -> str | None:
-    """The package of the source file that the dispatcher says a definition or a kernel is from."""
+    """Returns the package whose source file registers a definition or a kernel; None if no package
+    does.
+    """
     for line in registrations(f"npu::{name}"):
         if not line.startswith(f"{key}: registered at "):
             continue
-        # up to torch 2.8 what is registered in Python names no file, and torch_npu does it in C++
+        # up to torch 2.8 a registration in Python names no file; torch_npu registers in C++
         if "/dev/null" in line and name in ops.OPERATORS:
             return "mla_fusion"
         packages = (package for package in ("torch_npu", "mla_fusion") if f"{package}/" in line)
@@ -170,12 +180,12 @@ def _registrar(name: str, key: str) -> str | None:
 
 
 def _cann_version() -> str | None:
-    """As the toolkit's own file states it, beside or above the runtime library."""
+    """Returns the version in the toolkit's file, beside or above the runtime library."""
     location = cann_location()
     for folder in Path(location).resolve().parents[:5] if location else ():
         for name in ("version.cfg", "ascend_toolkit_install.info"):
             with suppress(OSError):
                 text = (folder / name).read_text(encoding="utf-8", errors="replace")
-                if found := _VERSION.search(text):
-                    return found[1]
+                if version := _VERSION.search(text):
+                    return version[1]
     return None

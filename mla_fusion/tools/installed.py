@@ -1,11 +1,10 @@
-"""What is installed, found out without torch: for the case that torch is absent, or cannot be
-imported.
-"""
+"""Reports what is installed, without torch: it may be absent, or its import may fail."""
 
 from __future__ import annotations
 
 import platform
 import sys
+from contextlib import suppress
 from importlib import import_module, metadata
 
 from mla_fusion._autoload import cann_location
@@ -19,38 +18,35 @@ TO_DO = (
 
 
 def versions() -> dict[str, str | None]:
-    """Of Python, the platform and the packages that count; None for one that is not installed."""
-    found: dict[str, str | None] = {
+    """Returns the versions of Python, the platform and the packages; None for a package that is not
+    installed.
+    """
+    numbers: dict[str, str | None] = {
         "python": platform.python_version(),
         "platform": platform.platform(),
     }
     for package in _PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[package] = None
-    # torchair comes inside torch_npu and has no version of its own.
-    found["torchair"] = f"in torch_npu {found['torch_npu']}" if "torchair" in sys.modules else None
-    return found
+        numbers[package] = None
+        with suppress(metadata.PackageNotFoundError):
+            numbers[package] = metadata.version(package)
+    # torchair is a part of torch_npu and has no version of its own
+    is_loaded = "torchair" in sys.modules
+    return numbers | {"torchair": f"in torch_npu {numbers['torch_npu']}" if is_loaded else None}
 
 
 def without_torch() -> dict[str, object] | None:
-    """What ``doctor`` can say where torch cannot be imported, the reason among its problems; None
-    where it can.
-    """
+    """Returns the doctor's facts if torch cannot be imported, with the reason; None if it can."""
     try:
         import_module("torch")
         return None
     except Exception as error:  # a library that does not fit can raise anything
-        failed = (
-            "torch is not installed"
-            if is_missing(error)
-            else f"import torch: {type(error).__name__}: {error}"
-        )
+        failed = f"import torch: {type(error).__name__}: {error}"
+        if is_missing(error):
+            failed = "torch is not installed"
     problem = {"check": "torch", "failed": failed, "to do": TO_DO}
     return {"versions": versions(), "cann": cann_location(), "problems": [problem]}
 
 
 def is_missing(error: BaseException) -> bool:
-    """Is torch what could not be imported?"""
+    """Returns True if the error says that torch is not installed."""
     return isinstance(error, ModuleNotFoundError) and error.name == "torch"

@@ -1,21 +1,21 @@
-"""``mf.lower``: what the real torchair makes of a function, with no device in sight.
+"""``mf.lower``: lowers a function with the real torchair, without a device.
 
-The function is captured by torch.compile over fake tensors on device npu, goes through torchair's
-own FX passes and converters and, in mode "ge", its GE graph passes, and stops where a device would
-load the result.
+torch.compile captures the function over fake tensors on device npu. torchair runs its FX passes and
+converters and, in mode "ge", its GE graph passes. The work stops before a device would load the
+result.
 """
 
 from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, GraphModule
 
 from mla_fusion.compat import BackendCompilerFailed, OpOverload
 from mla_fusion.compile import torchair_bridge
@@ -37,8 +37,8 @@ _CACHES = V3_FUNCTIONAL.places(*CACHES)
 
 
 class LoweringError(RuntimeError):
-    """A function could not be lowered. ``operators`` names those that torchair has no GE converter
-    for.
+    """Raised if a function cannot be lowered. ``operators`` names the operators without a GE
+    converter.
     """
 
     def __init__(self, message: str, operators: tuple[str, ...] = ()) -> None:
@@ -50,15 +50,15 @@ class LoweringError(RuntimeError):
 class Lowering:
     """The stages of one lowered graph.
 
-    mode               as it was asked of :func:`lower`
-    fx_before          the AOT graph as torch.compile hands it over
+    mode               the mode of :func:`lower`
+    fx_before          the AOT graph of torch.compile
     fx_after           the FX graph that torchair holds at the end (mode "npugraph_ex": after
                        re-inplace)
     fx_ops             how often each target occurs in ``fx_after``
     ge_ops             how often each operator type occurs in the optimised GE graph; empty in mode
                        "npugraph_ex"
     ge_text, ge_graph  that graph as pbtxt and as protobuf; "" and None in mode "npugraph_ex"
-    report             what the fusion pass did, or None where it did not run
+    report             the report of the fusion pass, or None if it did not run
     """
 
     mode: str
@@ -78,10 +78,10 @@ class Lowering:
         )
 
     def save(self, directory: str | Path) -> list[Path]:
-        """Write fx_before.txt, fx_after.txt and, where they exist, graph.pbtxt and report.json;
+        """Writes fx_before.txt, fx_after.txt and, if they exist, graph.pbtxt and report.json, and
         returns their paths.
 
-        directory  made where there is none
+        directory  is made if there is none
         """
         folder = Path(directory)
         folder.mkdir(parents=True, exist_ok=True)
@@ -105,10 +105,10 @@ def lower(
     config: Config | None = None,
     hook: bool = False,
 ) -> Lowering:
-    """Compile one call of ``module_or_fn`` with the real torchair and return what it made.
+    """Compiles one call of ``module_or_fn`` with the real torchair, and returns the stages.
 
     module_or_fn  a module or a function
-    args        what it is called with
+    args        its arguments
     mode        "ge" for torchair's GE graph, "npugraph_ex" for the FX graph of the ACL-graph path.
     dynamic     as torch.compile's; tensors may also carry ``torch._dynamo.mark_dynamic``.
     config      options of the fusion pass; ``Config(enable=False)`` lowers the graph as it is.
@@ -128,15 +128,17 @@ def lower(
     if config.enable and hook:
         options.post_grad_custom_pre_pass = torchair_pass(config)
     import_module("mla_fusion.converters").register()
-    # an error waits for the end: dynamo would wrap it beyond reading
+    # errors are raised at the end: dynamo would wrap them beyond reading
     outcomes: list[Lowering | LoweringError] = []
 
     def compile_graph(dynamo: GraphModule, arguments: list[Any]) -> Any:
+        """Compiles the graph of dynamo by torchair's backend."""
         if at_boundary:
             specialise(dynamo)
         name_inputs = naming(dynamo)
 
         def on_graph(gm: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+            """Compiles the AOT graph, and records the outcome."""
             if at_boundary:
                 name_inputs(gm)
             # a copy over the same attributes; metadata stays on the nodes
@@ -147,16 +149,19 @@ def lower(
                     _, inputs, _ = fuse_for_torchair(gm, inputs, config, arguments, options)
                 compiled = torchair_bridge.compile_graph(mode, options, gm, list(inputs))
             except Exception as error:
-                outcomes.append(_explained(mode, gm, error))
+                outcomes.append(_lowering_error(mode, gm, error))
                 return stop
             newest = reports()[-1:]
             report = newest[0] if newest and newest != earlier else None
             if report is not None and mode == "npugraph_ex":
                 _correct_placements(report, compiled.fx.graph)
             ge_ops = Counter(op.type for op in getattr(compiled.proto, "op", ()))
-            fx_ops = Counter[str]()
-            for name, count in count_operators(compiled.fx).items():
-                fx_ops[name.removeprefix("<built-in function ").rstrip(">")] += count
+            fx_ops = Counter(
+                {
+                    name.removeprefix("<built-in function ").rstrip(">"): count
+                    for name, count in count_operators(compiled.fx).items()
+                }
+            )
             graphs = compiled.text, compiled.proto
             outcomes.append(Lowering(mode, before, compiled.fx, fx_ops, ge_ops, *graphs, report))
             return stop
@@ -178,47 +183,43 @@ def lower(
     return outcomes[-1]
 
 
-def _explained(mode: str, gm: GraphModule, error: Exception) -> LoweringError:
+def _lowering_error(mode: str, gm: GraphModule, error: Exception) -> LoweringError:
+    """Returns the error of a graph that torchair refuses, with the operators that it cannot
+    convert.
+    """
     # torchair declares a converter for most of ATen, and many of them only raise
-    called = (node.target for node in gm.graph.nodes if isinstance(node.target, OpOverload))
+    targets = (node.target for node in gm.graph.nodes if isinstance(node.target, OpOverload))
     refused = dict.fromkeys(
         str(target)
-        for target in called
+        for target in targets
         if mode == "ge" and not torchair_bridge.has_converter(target)
     )
     message = f"torchair failed on this graph: {first_line(error)}"
     if refused:
         message = f"torchair has no GE converter for {', '.join(refused)}"
-    explained = LoweringError(message, tuple(refused))
-    explained.__cause__ = error
-    return explained
+    outcome = LoweringError(message, tuple(refused))
+    outcome.__cause__ = error
+    return outcome
 
 
 def _correct_placements(report: Report, lowered: Graph) -> None:
-    """Say of each fusion whose cache is still copied as a whole in ``lowered`` that it is, in place
-    of "in place".
+    """Corrects the placement of each fusion whose cache ``lowered`` copies as a whole.
 
-    The pass emits a functional call and ``copy_``; torchair turns the two into one call that writes
-    in place, where it can: not where its options forbid that, nor where nodes between the two run
-    on another stream.
+    The pass emits a functional call and ``copy_``. torchair replaces both by a call that writes in
+    place, unless its options forbid that, or nodes between the two run on another stream.
     """
     calls = [node for node in lowered.nodes if op_name(node).startswith(_CALL)]
     if len(calls) != len(report.fused):
-        # calls of the model's own stand between those of the pass: nothing can be said of one
-        return
+        return  # the model has calls of its own: which call is a fusion's is unknown
     for place, (fusion, call) in enumerate(zip(report.fused, calls, strict=True)):
-        copied = sorted(_copied_inputs(call))
-        if copied and fusion.placement == "in place":
+        is_functional = op_name(call).endswith("_functional")
+        if not is_functional or fusion.placement != "in place":
+            continue
+        caches = (peel(call.args[at]) for at in _CACHES)
+        inputs = sorted(cache.name for cache in caches if cache.op == "placeholder")
+        if inputs:
             placement = (
-                f"written by the kernel, copied by copy_: the whole of {', '.join(copied)} at "
+                f"written by the kernel, copied by copy_: the whole of {', '.join(inputs)} at "
                 "every step"
             )
             report.fused[place] = replace(fusion, placement=placement)
-
-
-def _copied_inputs(call: Node) -> Iterator[str]:
-    """Inputs of which a call that is still functional makes a cache of its own."""
-    for place in _CACHES if op_name(call).endswith("_functional") else ():
-        cache = call.args[place]
-        if isinstance(cache, Node) and peel(cache).op == "placeholder":
-            yield peel(cache).name

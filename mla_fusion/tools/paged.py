@@ -1,4 +1,4 @@
-"""One decode step over paged caches that already hold a history."""
+"""Draws one decode step over paged caches that hold a history."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BLOCK_SIZE, LATENT, ROPE = 128, 512, 64
 
 
 class PagedBatch(NamedTuple):
-    """Arguments of ``AbsorbedDecoder.forward``, in its order; see there for the shapes."""
+    """The arguments of ``AbsorbedDecoder.forward``, in its order; see there for the shapes."""
 
     hidden: Tensor
     positions: Tensor
@@ -26,23 +26,24 @@ class PagedBatch(NamedTuple):
     kr_caches: Sequence[Tensor]
 
     def fresh(self) -> PagedBatch:
-        """The same step over caches of its own."""
+        """Returns a copy of the step."""
         return deepcopy(self)
 
 
 def random_batch(*, layers: int, batch: int, hidden: int, history: int) -> PagedBatch:
-    """Sequences of random lengths up to ``history``, their blocks scattered over the pool, one new
-    token each.
+    """Returns one new token of each sequence. Lengths are random, up to ``history``; the blocks are
+    scattered over the pool.
     """
     generator = torch.Generator().manual_seed(1)
     blocks = -(-(history + 1) // BLOCK_SIZE)
-    spare = 2  # blocks that belong to nobody: a write there would show
+    spare = 2  # blocks of no sequence: a write there would show
     pool = batch * blocks + spare
     tables = torch.randperm(pool, generator=generator)[: batch * blocks].view(batch, blocks)
     seq_lens = torch.randint(history // 2 + 1, history + 2, (batch,), generator=generator)
     pages = PageTable.from_block_table(tables, seq_lens, BLOCK_SIZE)
 
     def rows(*shape: int) -> Tensor:
+        """Returns normal numbers in bfloat16."""
         return torch.empty(shape, dtype=torch.bfloat16).normal_(generator=generator)
 
     return PagedBatch(

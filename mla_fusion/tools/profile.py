@@ -1,8 +1,8 @@
-"""``mla-fusion profile``: the prologue in a profile of an NPU, and what stands around it; with a
-second profile, what a fusion changed in a step and in a layer.
+"""``mla-fusion profile``: sums up the prologue and the kernels around it in a profile of an NPU,
+and the change between two profiles.
 
-Reads kernel_details.csv of torch_npu.profiler and op_summary_*.csv of msprof. Nobody has run it on
-a profile of a device: the columns are those of the vendor's documentation.
+It reads kernel_details.csv of torch_npu.profiler and op_summary_*.csv of msprof. Nobody has run it
+on a profile of a device: the columns are those of the vendor's documentation.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 from mla_fusion.report import text_tables
 from mla_fusion.tools.target import UserError
 
-# Names of columns in small letters, without blanks and unit: those of the profiler and of msprof.
+# the columns of the profiler and of msprof, in small letters, without blanks and units
 _COLUMNS = dict(
     pair.split("=")
     for pair in """
@@ -41,7 +41,7 @@ _MOVE = re.compile(
 
 @dataclass(frozen=True)
 class Kernel:
-    """One row; times in us. ``step`` and ``stream`` are "" where the file does not say."""
+    """A row of the file; times in us. ``step`` and ``stream`` are "" if the file has none."""
 
     us: float
     type: str = ""
@@ -54,7 +54,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Row:
-    """Kernels of one type: how many a step, and their time a step."""
+    """The number of kernels of one type in a step, and their times in a step."""
 
     type: str
     core: str
@@ -64,7 +64,9 @@ class Row:
 
 
 def read(path: Path) -> list[Kernel]:
-    """The kernels of a profile in order of time, without communication. Raises UserError."""
+    """Returns the kernels of a profile in order of time, without communication. Raises
+    UserError.
+    """
     kernels, line = list[Kernel](), 1
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
@@ -96,11 +98,12 @@ def read(path: Path) -> list[Kernel]:
 
 @dataclass(frozen=True)
 class Profile:
-    """What a file says of its steps. Without a column of steps the whole file is one.
+    """The steps of a file. A file without a column of steps is one step.
 
-    figures   of each step: kernels, their time, what they waited, and from the first to the last
+    figures   by step: the number of kernels, their time, their waits, and the time from first to
+              last
     prologue  the prologue's kernels
-    around    what only moves or converts, directly before or behind them
+    around    kernels that only move or convert, directly before or behind those
     """
 
     path: str
@@ -111,7 +114,7 @@ class Profile:
 
     @property
     def layers(self) -> float:
-        """Prologues a step: each has one kernel."""
+        """Returns the number of prologues in a step: each has one kernel."""
         return sum(row.calls for row in self.prologue)
 
     def __str__(self) -> str:
@@ -130,33 +133,42 @@ casts, transposes, copies and scatters around it, a step:
 {_table(self.around)}"""
 
 
+def _text(value: float) -> str:
+    """Returns a figure with one digit after the point."""
+    return f"{value:.1f}"
+
+
 def _table(rows: Iterable[Row]) -> str:
+    """Returns the kernels as a table."""
     cells = [(row.type, row.core, *map(_text, (row.calls, row.us, row.wait))) for row in rows]
     head = ("type", "core", "calls", "us", "wait us")
     return text_tables.render(head, cells) if cells else "  none"
 
 
 def summarise(path: Path) -> Profile:
-    """Read a file, and sum it up. Raises UserError."""
+    """Returns the sums of a file. Raises UserError."""
     by_step = defaultdict[str, list[Kernel]](list)
     for kernel in read(path):
         by_step[kernel.step].append(kernel)
     if len(by_step) > 1:
-        by_step.pop("", None)  # what ran between two steps
+        by_step.pop("", None)  # kernels between two steps
     steps = list(by_step.values())
     figures: dict[str, list[float]] = {
         "kernels": [len(step) for step in steps],
         "busy us": [sum(kernel.us for kernel in step) for step in steps],
         "wait us": [sum(kernel.wait for kernel in step) for step in steps],
-        "span us": [max(one.start + one.us for one in step) - step[0].start for step in steps],
+        "span us": [max(k.start + k.us for k in step) - step[0].start for step in steps],
     }
-    prologue = [one for step in steps for one in step if _PROLOGUE.search(one.type)]
-    around = [kernel for step in steps for kernel in _around(step)]
+    prologue, around = list[Kernel](), list[Kernel]()
+    for step in steps:
+        prologue += (kernel for kernel in step if _PROLOGUE.search(kernel.type))
+        around += _around(step)
     tables = (_rows(kernels, len(steps)) for kernels in (prologue, around))
     return Profile(str(path), "" not in by_step, figures, *tables)
 
 
 def _around(step: Sequence[Kernel]) -> Iterator[Kernel]:
+    """Yields the moves of a step that are next to a prologue's kernel in its stream."""
     kernels, places = sorted(step, key=attrgetter("stream")), set[int]()
     for place, kernel in enumerate(kernels):
         for way in (1, -1) if _PROLOGUE.search(kernel.type) else ():
@@ -170,6 +182,7 @@ def _around(step: Sequence[Kernel]) -> Iterator[Kernel]:
 
 
 def _rows(kernels: Iterable[Kernel], steps: int) -> list[Row]:
+    """Returns a row for each type of kernel."""
     groups = defaultdict[tuple[str, str], list[tuple[float, ...]]](list)
     for kernel in kernels:
         groups[kernel.type, kernel.core].append((1.0, kernel.us, kernel.wait))
@@ -179,20 +192,16 @@ def _rows(kernels: Iterable[Kernel], steps: int) -> list[Row]:
     ]
 
 
-def _text(value: float) -> str:
-    return f"{value:.1f}"
-
-
 @dataclass(frozen=True)
 class Comparison:
-    """One profile, or two."""
+    """The profile with the pass on, and the profile with the pass off, if there is one."""
 
     after: Profile
     before: Profile | None = None
 
     def difference(self) -> dict[str, dict[str, float]]:
-        """After less before, of each figure: of a step (of medians; least and most over all pairs
-        of steps), and of a layer. Empty where there is no other.
+        """Returns by figure the change of a step (the medians; least and most of all pairs of
+        steps) and of a layer. Returns nothing if there is one profile.
         """
         figures = {}
         for name, before in self.before.figures.items() if self.before else ():
@@ -207,7 +216,7 @@ class Comparison:
         return figures
 
     def to_json(self) -> str:
-        """All figures as JSON text."""
+        """Returns all figures as JSON text."""
         return text_tables.as_json({**asdict(self), "difference": self.difference()})
 
     def __str__(self) -> str:

@@ -1,5 +1,5 @@
-"""A function that the command line names, ``FILE.py:FUNCTION`` or ``MODULE:FUNCTION``, and what it
-returns.
+"""Reads what the command line names: files, chips, releases, and functions, as ``FILE.py:FUNCTION``
+or ``MODULE:FUNCTION``.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ from mla_fusion import machine
 
 
 class UserError(Exception):
-    """Something the caller can put right; printed without a stack trace."""
+    """Raised for a mistake that the user can correct. The command prints it without a stack
+    trace.
+    """
 
 
 @contextmanager
 def user_errors(*kinds: type[Exception]) -> Iterator[None]:
-    """Errors of these kinds are something that the caller can put right."""
+    """Raises UserError for errors of these kinds."""
     try:
         yield
     except kinds as error:
@@ -34,12 +36,12 @@ def user_errors(*kinds: type[Exception]) -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """The kind of an error, and the first line of what it says."""
+    """Returns the class of an error, and the first line of its message."""
     return f"{type(error).__name__}: {str(error).strip()}".partition("\n")[0]
 
 
 def positive(text: str) -> int:
-    """A number of the command line that is at least 1."""
+    """Returns a number of the command line that is at least 1."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is not positive")
@@ -47,7 +49,7 @@ def positive(text: str) -> int:
 
 
 def existing(text: str) -> Path:
-    """A file of the command line."""
+    """Returns the path of a file that exists."""
     path = Path(text)
     if not path.is_file():
         raise UserError(f"{text} is no regular file" if path.exists() else f"no such file: {text}")
@@ -55,7 +57,9 @@ def existing(text: str) -> Path:
 
 
 def output(text: str) -> Path:
-    """A file that a command will write, refused before any work where it cannot be."""
+    """Returns the path of a file to write. Raises UserError before any work if it cannot be
+    written.
+    """
     path = Path(text)
     if path.is_dir():
         raise UserError(f"{text} is a folder, not a file to write")
@@ -63,15 +67,14 @@ def output(text: str) -> Path:
 
 
 def output_folder(text: str) -> Path:
-    """A folder that a command will write into, likewise; it is made in the first folder above it
-    that there is.
-    """
+    """Returns the path of a folder to write into, which may not exist yet. Raises UserError."""
     path = Path(text)
-    wanted = path.absolute()
-    return _writable(path, next(one for one in (wanted, *wanted.parents) if one.exists()))
+    absolute = path.absolute()
+    return _writable(path, next(filter(Path.exists, (absolute, *absolute.parents))))
 
 
 def _writable(path: Path, folder: Path) -> Path:
+    """Returns a path that can be made in ``folder``. Raises UserError."""
     if not folder.is_dir():
         raise UserError(f"{path} cannot be written: {folder} is no folder")
     place = path if path.exists() else folder
@@ -82,7 +85,7 @@ def _writable(path: Path, folder: Path) -> Path:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Names the file where it cannot be written: Python names none when the disk is full."""
+    """Adds the file's name to an OSError: Python names no file if the disk is full."""
     try:
         yield
     except OSError as error:
@@ -92,7 +95,9 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def target(text: str) -> str:
-    """``FILE.py:FUNCTION``, told from what cannot be one before anything is imported."""
+    """Returns the text if it has the form ``FILE.py:FUNCTION`` and the file exists. It imports
+    nothing. Raises UserError.
+    """
     file, separator, name = text.rpartition(":")
     if separator and name.isidentifier():
         if file.endswith(".py"):
@@ -110,8 +115,9 @@ def target(text: str) -> str:
 
 
 def target_or_dump(text: str) -> str:
-    """The same, or the file of a dump; the Python that torchair writes is told by having no
-    function.
+    """Returns the text if it names a function or the file of a dump. Raises UserError.
+
+    A Python file of torchair's is a dump: it has no function.
     """
     path = Path(text) if ":" in text else existing(text)
     is_dump = path.is_file() and not (path.suffix == ".py" and _functions(path))
@@ -119,32 +125,30 @@ def target_or_dump(text: str) -> str:
 
 
 def _functions(path: Path) -> list[str]:
-    """Those of a file that can be called without arguments."""
+    """Returns the names of a file's functions that can be called without arguments."""
     try:
         statements = ast.parse(path.read_bytes()).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return []
-    functions = [node for node in statements if isinstance(node, ast.FunctionDef)]
     return [
-        one.name
-        for one in functions
-        if len(one.args.args) + len(one.args.kwonlyargs) == len(one.args.defaults)
+        node.name
+        for node in statements
+        if isinstance(node, ast.FunctionDef)
+        if len(node.args.args) + len(node.args.kwonlyargs) == len(node.args.defaults)
     ]
 
 
-def known_name(check: Callable[[str], str]) -> Callable[[str], str]:
-    """``check``, which raises UserError, and lets "auto" pass."""
-
-    def checked(text: str) -> str:
-        with user_errors(ValueError):
-            return text if text == machine.AUTO else check(text)
-
-    return checked
+def known_name(check: Callable[[str], str], text: str) -> str:
+    """Returns the name of the tables that ``check`` returns for a text, or "auto". Raises
+    UserError.
+    """
+    with user_errors(ValueError):
+        return text if text == machine.AUTO else check(text)
 
 
 def load_target(text: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """What ``FILE.py:FUNCTION``, which :func:`target` has let pass, returns. Raises UserError for
-    everything that is wrong with it.
+    """Returns what the function of ``FILE.py:FUNCTION`` returns: a module or function, and its
+    arguments. Raises UserError.
     """
     file, _, name = text.rpartition(":")
     with _callers_code(f"{file} cannot be imported", file):
@@ -164,26 +168,23 @@ def load_target(text: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 
 @contextmanager
 def _callers_code(failure: str, file: str) -> Iterator[None]:
-    """What it raises, sys.exit() too, becomes a UserError with the last line of the caller's file
-    that led to it.
+    """Raises UserError, with the last line of the user's file, for all that the file raises,
+    sys.exit() too.
     """
     try:
         yield
     except (UserError, KeyboardInterrupt):
         raise
     except BaseException as error:
-        path = Path(file)
-        lines = [
-            frame.lineno
-            for frame in traceback.extract_tb(error.__traceback__)
-            if Path(frame.filename) in (path.resolve(), path)
-        ]
+        paths = Path(file), Path(file).resolve()
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if Path(frame.filename) in paths]
         where = f" (line {lines[-1]})" if lines else ""
         raise UserError(f"{failure}: {type(error).__name__}: {error}{where}") from error
 
 
 def _imported(name: str) -> ModuleType:
-    """The module of a file, or the one of that name where there is no such file."""
+    """Returns the module of a file, or the module of that name if there is no such file."""
     path = Path(name)
     if not path.is_file():
         try:
@@ -197,7 +198,7 @@ def _imported(name: str) -> ModuleType:
     if spec is None or spec.loader is None:
         raise UserError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
-    # as for a script: its neighbours can be imported
+    # the modules in its folder can be imported, as by a script
     sys.path.insert(0, str(path.parent.resolve()))
     sys.modules[name] = module
     spec.loader.exec_module(module)

@@ -1,6 +1,4 @@
-"""The fused operators that a model calls by hand: seen as they run, with other arguments where a
-slip is tried.
-"""
+"""Watches the fused operators that a model calls by hand, and replaces arguments to undo a slip."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from torch.fx import traceback
 from mla_fusion.compat import OpOverload, TorchDispatchMode, given_by_name
 from mla_fusion.meta import ContractError, key_operator
 from mla_fusion.meta.prolog import PROLOGS
-from mla_fusion.tools.by_hand.memory import place
+from mla_fusion.tools.by_hand.memory import address
 from mla_fusion.tools.by_hand.outcome import Finding
 
 _AUDITED = {
@@ -38,9 +36,7 @@ Arguments = dict[str, Any]  # of a call, by name
 
 @dataclass(frozen=True)
 class Call:
-    """One call: its number, the operator, every argument by name (defaults filled in), and the
-    caller's line.
-    """
+    """A call: its number, the operator, all arguments by name, and the caller's line."""
 
     number: int
     operator: str
@@ -48,22 +44,23 @@ class Call:
     line: str
 
     def finding(self, code: str, message: str, argument: str = "", certain: bool = True) -> Finding:
+        """Returns a finding at this call."""
         return Finding(code, message, argument, self.operator, self.number, self.line, certain)
 
-    def caches(self, places: Mapping[int, str]) -> dict[str, str]:
-        """The names that a run has for the tensors that are its caches, "" for none, by
-        argument.
+    def caches(self, addresses: Mapping[int, str]) -> dict[str, str]:
+        """Returns by argument the names of the tensors that are the call's caches, "" for a tensor
+        without a name.
         """
         caches = {name: self.arguments.get(name) for name in _CACHES}
         return {
-            name: places.get(place(value), "")
+            name: addresses.get(address(value), "")
             for name, value in caches.items()
             if isinstance(value, Tensor) and value.numel()
         }
 
 
 class Refused(Exception):
-    """A call that the contract, or the operator, does not take."""
+    """Raised for a call that the contract, or the operator, refuses."""
 
     def __init__(self, finding: Finding) -> None:
         super().__init__(finding.message)
@@ -71,19 +68,19 @@ class Refused(Exception):
 
 
 class Watch(TorchDispatchMode):
-    """``visit`` is shown each audited call, and gives the arguments to be replaced.
+    """Calls ``visit`` with each call of a fused operator. It returns the arguments to replace.
 
-    modules  of what is run, by path, for the lines of calls
+    modules  the modules that run, by path, for the lines of calls
     """
 
-    supports_higher_order_operators = True  # torch.cond and the like are run as they are
+    supports_higher_order_operators = True  # torch.cond and the like run unchanged
 
     def __init__(
-        self, visit: Callable[[Call], Arguments], modules: Mapping[str, nn.Module] | None = None
+        self, visit: Callable[[Call], Arguments], modules: Mapping[str, nn.Module]
     ) -> None:
         super().__init__()
         self._visit, self._count = visit, 0
-        self._paths = {id(module): path for path, module in (modules or {}).items()}
+        self._paths = {id(module): path for path, module in modules.items()}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.name() if isinstance(func, OpOverload) else ""
@@ -101,12 +98,12 @@ class Watch(TorchDispatchMode):
             raise Refused(call.finding("call.fails", str(error))) from error
 
     def _line(self) -> str:
-        """Of the node that is run, or the innermost on the stack that is neither torch's nor this
-        package's; with the path of the module whose line it is.
+        """Returns the line of the node that runs, or the innermost line on the stack that is not
+        torch's or this package's, with the path of its module.
         """
-        meta, frame = traceback.get_current_meta(), sys._getframe()
-        if trace := meta.get("stack_trace"):
+        if trace := traceback.get_current_meta().get("stack_trace"):
             return "File " + str(trace.rpartition("File ")[2].partition("\n")[0])
+        frame = sys._getframe()
         while frame.f_back and frame.f_code.co_filename.startswith(_FOREIGN):
             frame = frame.f_back
         code, path = frame.f_code, self._paths.get(id(frame.f_locals.get("self")))

@@ -1,5 +1,5 @@
-"""``mf.audit``: does a hand-written call equal the model, and if not, where do they part, and which
-usual slip explains it?
+"""``mf.audit``: compares hand-written calls with the model, and looks for the usual slip that
+explains a difference.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from operator import itemgetter
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -20,13 +20,12 @@ from mla_fusion.tools.by_hand import exact, memory
 from mla_fusion.tools.by_hand.calls import Arguments, Call, Refused, Watch
 from mla_fusion.tools.by_hand.memory import Target, values_of
 from mla_fusion.tools.by_hand.outcome import Audit, Finding
-from mla_fusion.tools.by_hand.slips import EPSILONS, slips
+from mla_fusion.tools.by_hand.slips import EPSILONS, Change, slips
+from mla_fusion.witness.compare import TOLERANCE
 
-_ROUNDING = 2e-2  # two bfloat16 evaluations of one prologue, as Config.verify has it
-_ROUNDING_INT8 = 6e-2
+_TOLERANCE_INT8 = 6e-2
 _PER_TILE = 3  # of kv_cache_quant_mode
-# of x, at which latents of usual size are so small that an epsilon of 1e-6 counts
-_SMALL = 1e-3
+_SMALL = 1e-3  # times usual latents, an epsilon of 1e-6 counts
 Errors = Mapping[str, float]
 
 
@@ -40,35 +39,36 @@ def audit(
     path: str = "eager",
     tolerance: float | None = None,
 ) -> Audit:
-    """Check what ``fused`` calls by hand: ``npu_mla_prolog*``, ``npu_kv_rmsnorm_rope_cache*``,
+    """Checks what ``fused`` calls by hand: ``npu_mla_prolog*``, ``npu_kv_rmsnorm_rope_cache*``,
     ``npu_mla_preprocess``.
 
     fused            a module, a method of one, a function, an FX graph or an exported program
-    reference        the unfused model, in any of these forms, over the same weights; None: the
-                     contract alone is looked at, and the numbers of slots and lengths
-    inputs           what both are called with, copied before each run
-    soc, cann, path  whose limits hold, as in `mla_fusion.meta.check`
+    reference        the unfused model, in any of these forms, over the same weights; None: only the
+                     contract is checked, and the numbers of slots and lengths
+    inputs           the arguments of both, copied before each run
+    soc, cann, path  the limits to check, as in `mla_fusion.meta.check`
     tolerance        the relative error that counts as rounding; by default 2e-2 (6e-2 with int8);
                      many layers in a row need more
 
-    A call that the contract refuses ends the audit. Else results are compared on the inputs as
-    given, and on a thousandth of x, where an epsilon counts. What either writes is compared too:
-    arguments, also in lists and dicts, buffers, and tensors that modules hold as attributes.
+    A call that the contract refuses ends the audit. Else the audit compares the results on the
+    inputs, and on a thousandth of x, where an epsilon counts. It compares all that either writes,
+    too: arguments, also in lists and dicts, buffers, and tensors that modules hold as attributes.
     Everything runs on the CPU, on the reference kernels.
 
-    Where results differ, the audit says which output is the first, by how much, and at which call
-    the two part (the module's path, the caller's line). Each slip of a short table is undone alone;
-    those that mend something are named.
+    If results differ, the audit names the first output, its error, and the call at which the two
+    part (the module's path, the caller's line). It undoes each slip of a short table alone, and
+    names the slips that mend something.
 
-    Where ``fused`` calls none of the operators, both functions are run in exact arithmetic instead:
-    they are proved equal over the real numbers (rounding left out), or shown to differ
-    (``witness``: inputs that show it), or not decided (``equal`` is None), with the step at which
-    the two part. Raises ValueError where there is no reference.
+    If ``fused`` calls none of the operators, the audit runs both functions in exact arithmetic. It
+    proves them equal over the real numbers (without rounding), or shows that they differ
+    (``witness``: inputs that show it), or does not decide (``equal`` is None), with the step at
+    which the two part. Raises ValueError if there is no reference.
     """
     fused, reference = _callable(fused), None if reference is None else _callable(reference)
-    calls: list[Call] = []
+    modules, calls, refusals = memory.modules_of(fused), list[Call](), list[Finding]()
 
-    def checked(call: Call) -> Arguments:
+    def check_call(call: Call) -> Arguments:
+        """Checks a call against the contract, and changes nothing."""
         calls.append(call)
         arguments = {
             name: value
@@ -80,79 +80,80 @@ def audit(
         return {}
 
     try:
-        with Watch(checked, memory.modules_of(fused)):
-            places = values_of(fused, inputs).places
+        with Watch(check_call, modules):
+            addresses = values_of(fused, inputs).addresses
     except Refused as error:
-        return Audit(tuple(call.operator for call in calls), (error.finding,))
+        refusals.append(error.finding)
     operators = tuple(call.operator for call in calls)
     if reference is None and not calls:
         raise ValueError(
             "the function calls none of npu_mla_prolog*, npu_kv_rmsnorm_rope_cache*, "
             "npu_mla_preprocess, and there is no reference to compare it with"
         )
-    if reference is None:
-        return Audit(operators, ())
+    if reference is None or refusals:
+        return Audit(operators, tuple(refusals))
     if not calls:
         return exact.compare(fused, reference, inputs)
     arguments = calls[0].arguments
     x = next(arguments[name] for name in ("token_x", "input", "kv") if name in arguments)
     draws = {
         "the inputs as given": inputs,
-        "a thousandth of x": memory.scaled(inputs, _SMALL, x.shape[-1]),
+        "a thousandth of x": memory.scale(inputs, _SMALL, x.shape[-1]),
     }
-    wanted = [values_of(reference, draw) for draw in draws.values()]
+    expected = [values_of(reference, draw) for draw in draws.values()]
     dtypes = {value.dtype for call in calls for value in memory.tensors_in(call.arguments)}
     limit = tolerance
     if limit is None:
-        limit = _ROUNDING_INT8 if torch.int8 in dtypes else _ROUNDING
-    # bytes of int8 tiles, their scales and a bfloat16 key: rounding is no small error there
+        limit = _TOLERANCE_INT8 if torch.int8 in dtypes else TOLERANCE
+    # a rounding is no small error in rows of int8 tiles, scales and a bfloat16 key
     tiles = {
-        call.caches(places)["kv_cache"]
+        call.caches(addresses)["kv_cache"]
         for call in calls
         if call.arguments.get("kv_cache_quant_mode") == _PER_TILE
     }
 
     def measured(visit: Callable[[Call], Arguments]) -> dict[str, float]:
-        """The largest error of each value over the draws."""
+        """Returns the largest error of each value over the draws."""
         largest = defaultdict[str, float](float)
-        for want, draw in zip(wanted, draws.values(), strict=True):
-            with Watch(visit):
-                got = values_of(fused, draw)
-            for name, error in memory.errors(want, got).items():
+        for reference_values, draw in zip(expected, draws.values(), strict=True):
+            with Watch(visit, modules):
+                values = values_of(fused, draw)
+            for name, error in memory.relative_errors(reference_values, values).items():
                 largest[name] = max(largest[name], error)
         return dict(largest)
 
     def wrong(errors: Errors) -> set[str]:
+        """Returns the names of the values that differ by more than rounding."""
         return {name for name, error in errors.items() if not error <= limit} - tiles
 
     before, epsilons = measured(lambda call: {}), _epsilons(reference)
-    mended: list[tuple[int, float, Finding]] = []
+    mended = defaultdict[int, list[Finding]](list)  # by the number of values that stay wrong
     if off := wrong(before):
-        # at the first call whose cache is wrong, or the last one where none is
-        wrong_calls = (one.number for one in calls if off & {*one.caches(places).values()})
+        # the first call whose cache is wrong; if all caches are right, the last call
+        wrong_calls = (call.number for call in calls if off & {*call.caches(addresses).values()})
         parted = next(wrong_calls, len(calls) - 1)
         for scope in (None, parted, parted - 1) if len(calls) > 1 else (0,):
-            for slip in slips(calls[scope or 0], dict.fromkeys((*epsilons, 1e-6))):
+            for finding, change in slips(calls[scope or 0], dict.fromkeys((*epsilons, 1e-6))):
 
-                def undone(call: Call, slip: Any = slip, scope: Any = scope) -> Arguments:
-                    return slip.change(call) if scope in (None, call.number) else {}
+                def undo(call: Call, change: Change = change, scope: Any = scope) -> Arguments:
+                    """Undoes the slip in the calls of the scope."""
+                    return change(call.arguments) if scope in (None, call.number) else {}
 
                 try:
-                    after = measured(undone)
-                except Refused:  # a shape that the change, or the operator, does not take
+                    after = measured(undo)
+                except Refused:  # the change, or the operator, does not take a shape
                     continue
                 if (left := wrong(after)) < off:
-                    finding = calls[scope or 0].finding(slip.code, slip.message, slip.argument)
-                    most = max(after.values())
-                    mended.append((len(left), most, replace(finding, call=scope, error=most)))
-        mended.sort(key=itemgetter(0, 1))
-        findings = [finding for left, _, finding in mended if left == mended[0][0]]
-        if mended and not mended[0][0]:  # of those that mend all, the nearest
+                    finding = replace(finding, call=scope, error=max(after.values()))
+                    mended[len(left)].append(finding)
+        fewest = min(mended, default=0)
+        findings = sorted(mended[fewest], key=attrgetter("error"))
+        if fewest == 0:  # all is mended: the slip that leaves the smallest error
             findings = findings[:1]
-        findings.append(_differs(calls[parted], places, before, limit, off))
+        findings.append(_difference(calls[parted], addresses, before, limit, off))
     else:
         findings = _other_epsilons(calls, epsilons)
-    apart = [
+    not_compared = [
         call.finding(
             "cache.elsewhere",
             f"what is written to {argument} is not compared: it is memory of no argument and no "
@@ -161,15 +162,16 @@ def audit(
             certain=False,
         )
         for call in calls
-        for argument, name in call.caches(places).items()
-        if name not in wanted[0].after or name in tiles
+        for argument, name in call.caches(addresses).items()
+        if name not in expected[0].after or name in tiles
     ]
-    equal = False if off else None if apart else True
+    equal = False if off else None if not_compared else True
     rounding = {name: math.inf if name in tiles else limit for name in before}
-    return Audit(operators, (*findings, *apart), equal, before, rounding, tuple(draws))
+    return Audit(operators, (*findings, *not_compared), equal, before, rounding, tuple(draws))
 
 
 def _callable(target: Any) -> Target:
+    """Returns a function that runs the target. Raises TypeError if it cannot run."""
     if isinstance(target, ExportedProgram):
         return target.module()
     if not callable(target):
@@ -178,7 +180,7 @@ def _callable(target: Any) -> Target:
 
 
 def _epsilons(reference: Target) -> list[float]:
-    """What its modules hold under a name with "eps" in it."""
+    """Returns the floats that the modules hold under a name with "eps" in it."""
     return [
         value
         for module in memory.modules_of(reference).values()
@@ -188,27 +190,28 @@ def _epsilons(reference: Target) -> list[float]:
 
 
 def _other_epsilons(calls: Sequence[Call], epsilons: Sequence[float]) -> list[Finding]:
-    """Epsilons that the reference's modules do not hold; results need not show them."""
-    theirs = " and ".join(f"{epsilon:g}" for epsilon in dict.fromkeys(epsilons))
+    """Returns a finding for each epsilon that no module of the reference holds."""
+    text = " and ".join(f"{epsilon:g}" for epsilon in dict.fromkeys(epsilons))
     return [
         call.finding(
             "epsilon.differs",
-            f"{name} is {call.arguments[name]:g}; the reference's modules hold {theirs}",
+            f"{name} is {call.arguments[name]:g}; the reference's modules hold {text}",
             name,
             certain=False,
         )
         for call in calls
         for name in EPSILONS
         if epsilons and name in call.arguments
-        if not any(math.isclose(call.arguments[name], one, rel_tol=1e-6) for one in epsilons)
+        if not any(math.isclose(call.arguments[name], known, rel_tol=1e-6) for known in epsilons)
     ]
 
 
-def _differs(
-    call: Call, places: Mapping[int, str], errors: Errors, limit: float, off: set[str]
+def _difference(
+    call: Call, addresses: Mapping[int, str], errors: Errors, limit: float, off: set[str]
 ) -> Finding:
+    """Returns the finding for values that differ, at the call where they part."""
     first = next(name for name in errors if name in off)
-    caches = [f"{one} ({name})" for one, name in call.caches(places).items() if name in off]
+    caches = [f"{at} ({name})" for at, name in call.caches(addresses).items() if name in off]
     where = (
         f"the two part at this call, which leaves other rows in {' and '.join(caches)}"
         if caches

@@ -1,4 +1,6 @@
-"""What a run leaves behind: results, arguments and what modules hold; named, compared, put back."""
+"""Runs a function, names and compares its results and all that it can write, and restores what its
+modules hold.
+"""
 
 from __future__ import annotations
 
@@ -15,61 +17,61 @@ from torch.fx import GraphModule, Interpreter, traceback
 
 from mla_fusion.compat import tree_leaves, tree_map_only
 from mla_fusion.fx.kinds import is_float
+from mla_fusion.witness.compare import ROW_FACTOR
 
-Inputs = Sequence[Any]  # what a function is called with
+Inputs = Sequence[Any]  # the arguments of a function
 Tensors = dict[str, Tensor]  # by name
-Target = Callable[..., Any]  # what is audited: a module, a method of one, a function, a graph
-_WEIGHT_OF_A_ROW = 2.5  # a row may be so many times as far off as the whole
+Target = Callable[..., Any]  # a module, a method of a module, a function, a graph
 
 
-def place(value: Tensor) -> int:
-    """Where its memory lies; 0 for none."""
+def address(value: Tensor) -> int:
+    """Returns the address of a tensor's memory; 0 if it has none."""
     return value.untyped_storage().data_ptr()
 
 
 def tensors_in(item: Any) -> list[Tensor]:
-    """Inside lists and dicts too."""
+    """Returns the tensors of an item, and of lists and dicts in it."""
     return [leaf for leaf in tree_leaves(item) if isinstance(leaf, Tensor)]
 
 
-def copied(inputs: Inputs) -> list[Any]:
-    """Copies, inside lists and dicts too. What shares memory shares it in the copies."""
+def copies_of(inputs: Inputs) -> list[Any]:
+    """Returns copies, also of tensors in lists and dicts. Copies share memory as the inputs do."""
     known: dict[int, Any] = {}
     return list(tree_map_only(Tensor, lambda v: copy.deepcopy(v.detach(), known), list(inputs)))
 
 
-def scaled(inputs: Inputs, factor: float, width: int | None = None) -> list[Any]:
-    """The inputs, with the floats (those of that last axis) times ``factor``."""
+def scale(inputs: Inputs, factor: float, width: int | None = None) -> list[Any]:
+    """Returns the inputs with floats times ``factor``: all, or those whose last axis is
+    ``width``.
+    """
 
-    def changed(value: Tensor) -> Tensor:
-        is_meant = width is None or (value.dim() > 1 and value.shape[-1] == width)
-        return value * factor if is_meant and is_float(value.dtype) else value
+    def scale_tensor(value: Tensor) -> Tensor:
+        """Returns one of the tensors."""
+        has_width = width is None or (value.dim() > 1 and value.shape[-1] == width)
+        return value * factor if has_width and is_float(value.dtype) else value
 
-    return list(tree_map_only(Tensor, changed, list(inputs)))
+    return list(tree_map_only(Tensor, scale_tensor, list(inputs)))
 
 
-def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Equal shape, dtype and bits; NaNs with the same bits are the same."""
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    return torch.equal(bits(one), bits(other))
+def has_same_bits(first: Tensor, second: Tensor) -> bool:
+    """Returns True if shape, dtype and bits of two tensors are equal, those of NaNs too."""
+    has_same_form = first.shape == second.shape and first.dtype == second.dtype
+    return has_same_form and torch.equal(bits(first), bits(second))
 
 
 def bits(value: Tensor) -> Tensor:
-    """Its bytes in one row."""
+    """Returns the bytes of a tensor in one row."""
     return value.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def modules_of(target: object) -> dict[str, nn.Module]:
-    """The modules of a module, or of one that a method belongs to, by path."""
+    """Returns the modules of a module, or of a method's module, by path."""
     owner = getattr(target, "__self__", target)
     return dict(owner.named_modules()) if isinstance(owner, nn.Module) else {}
 
 
-def held_by(target: object) -> Tensors:
-    """Buffers of a module, and tensors among its plain attributes, in lists and dicts too;
-    parameters are not.
-    """
+def tensors_of_modules(target: object) -> Tensors:
+    """Returns buffers, and tensors among the attributes, also in lists and dicts; no parameters."""
     values: dict[str, Any] = {}
     for path, module in modules_of(target).items():
         prefix = f"{path}." if path else ""
@@ -79,16 +81,16 @@ def held_by(target: object) -> Tensors:
             for name, value in vars(module).items()
             if name[:1] != "_"
         }
-    return _tensors(values)
+    return _writable_tensors(values)
 
 
-def named(inputs: Inputs) -> Tensors:
-    """Every tensor among the arguments: "argument 3"; in a list or dict, "argument 3.0"."""
-    return _tensors({f"argument {at}": value for at, value in enumerate(inputs)})
+def tensors_of_inputs(inputs: Inputs) -> Tensors:
+    """Returns the tensors among the arguments: "argument 3"; in a list or dict, "argument 3.0"."""
+    return _writable_tensors({f"argument {at}": value for at, value in enumerate(inputs)})
 
 
-def _tensors(values: Mapping[str, Any]) -> Tensors:
-    """The tensors that have memory which can be written; one in a list or dict has its place there
+def _writable_tensors(values: Mapping[str, Any]) -> Tensors:
+    """Returns the tensors that can be written. A tensor in a list or dict has its place there
     behind the name.
     """
     return {
@@ -101,17 +103,17 @@ def _tensors(values: Mapping[str, Any]) -> Tensors:
 
 
 @contextlib.contextmanager
-def kept(target: object) -> Iterator[None]:
-    """What a module holds is as before afterwards: the same tensors under the same names, with the
-    same content.
+def restore(target: object) -> Iterator[None]:
+    """Restores at the end what a module holds: the same tensors under the same names, with the same
+    content.
     """
-    modules = modules_of(target).values()
-    holders = [item for module in modules for item in (vars(module), module._buffers)]
-    inside = [item for holder in holders for item in holder.values()]
+    attributes = [vars(module) for module in modules_of(target).values()]
+    values = [value for names in attributes for value in names.values()]
     containers = [
-        (item, copy.copy(item)) for item in (*inside, *holders) if isinstance(item, (list, dict))
+        (item, copy.copy(item)) for item in (*values, *attributes) if isinstance(item, (list, dict))
     ]
-    tensors = [(value, value.detach().clone()) for value in held_by(target).values()]
+    tensors = tensors_of_modules(target)
+    copies = _copies(tensors)
     try:
         yield
     finally:
@@ -119,92 +121,102 @@ def kept(target: object) -> Iterator[None]:
             container.clear()
             (container.extend if isinstance(container, list) else container.update)(contents)
         with torch.no_grad():
-            for value, before in tensors:
-                if not same_bits(value, before):  # some tensors cannot be written
-                    value.copy_(before)
+            for name, value in tensors.items():
+                if not has_same_bits(value, copies[name]):  # some tensors cannot be written
+                    value.copy_(copies[name])
 
 
 @dataclass(frozen=True)
 class Values:
-    """Tensors by name. after: results, and what could be written, as the run left it; before: as it
-    found it; places: what lay where.
+    """Copies of the tensors of one run, by name.
+
+    after      results, and all that can be written, as the run leaves it
+    before     all that can be written, before the run
+    addresses  the names of tensors by the address of their memory
     """
 
     after: Tensors
     before: Tensors
-    places: dict[int, str]
+    addresses: dict[int, str]
 
 
 def values_of(target: Target, inputs: Inputs) -> Values:
-    """Run ``target`` on copies of the inputs."""
-    arguments = copied(inputs)
+    """Runs ``target`` on copies of the inputs, and returns the tensors."""
+    arguments = copies_of(inputs)
 
     def reachable() -> Tensors:
-        return named(arguments) | held_by(target)
+        """Returns the tensors that the target can write."""
+        return tensors_of_inputs(arguments) | tensors_of_modules(target)
 
     start = reachable()
     before = _copies(start)
     is_graph = isinstance(target, GraphModule)
     call: Any = Interpreter(target).run if is_graph else target  # type: ignore[arg-type]
-    with kept(target), torch.no_grad(), traceback.preserve_node_meta(is_graph):
+    with restore(target), torch.no_grad(), traceback.preserve_node_meta(is_graph):
         results = tree_leaves(call(*arguments))
         outputs = {f"output {at}": leaf for at, leaf in enumerate(results)}
         end = reachable()
-        after = _copies(_tensors(outputs) | start | end)
-    places = {place(v): name for part in (start, end) for name, v in part.items() if v.numel()}
-    return Values(after, before, places)
+        after = _copies(_writable_tensors(outputs) | start | end)
+    tensors = (*start.items(), *end.items())
+    addresses = {address(value): name for name, value in tensors if value.numel()}
+    return Values(after, before, addresses)
 
 
 def _copies(tensors: Tensors) -> Tensors:
+    """Returns copies that later writes do not change."""
     return {name: value.detach().clone() for name, value in tensors.items()}
 
 
-def errors(want: Values, got: Values) -> dict[str, float]:
-    """The relative error of each result, and of each tensor that either run has changed: of the
-    rows that either has. Infinite for another shape. What only one of the two holds is left out.
+def relative_errors(expected: Values, actual: Values) -> dict[str, float]:
+    """Returns the relative error of each result, and of each tensor that either run changes.
+
+    Of a changed tensor it compares the rows that either run changes. The error is infinite for
+    another shape. A tensor that only one run can write is left out.
     """
-    relative: dict[str, float] = {}
-    for name, value in want.after.items():
-        other, before = got.after.get(name), want.before.get(name)
+    errors: dict[str, float] = {}
+    for name, value in expected.after.items():
+        other, before = actual.after.get(name), expected.before.get(name)
         if other is None and before is not None:
             continue
         if other is None or other.numel() != value.numel():
-            relative[name] = math.inf
+            errors[name] = math.inf
             continue
-        one, two = _rows(value), _rows(other)
+        rows, other_rows = _rows(value), _rows(other)
         if before is not None and before.shape == value.shape == other.shape:
-            start = _rows(got.before.get(name, other))
-            rows = (_differ(one, _rows(before)) | _differ(two, start)).any(-1)
-            if not bool(rows.any()):
+            start = _rows(actual.before.get(name, other))
+            changed = (_differs(rows, _rows(before)) | _differs(other_rows, start)).any(-1)
+            if not bool(changed.any()):
                 continue
-            one, two = one[rows], two[rows]
-        relative[name] = error(one, two)
-    return relative
+            rows, other_rows = rows[changed], other_rows[changed]
+        errors[name] = relative_error(rows, other_rows)
+    return errors
 
 
-def _differ(one: Tensor, other: Tensor) -> Tensor:
-    """Which elements. Memory that nobody has written may hold NaN, which is not equal to itself."""
-    return (one != other) & ~(one.isnan() & other.isnan())
+def _differs(first: Tensor, second: Tensor) -> Tensor:
+    """Returns which elements differ. NaN is equal to NaN: unwritten memory may hold it."""
+    return (first != second) & ~(first.isnan() & second.isnan())
 
 
 def _rows(value: Tensor) -> Tensor:
+    """Returns a tensor on the CPU as a matrix of float64."""
     value = value.detach().to("cpu")
     wide = (torch.view_as_real(value).flatten(-2) if value.is_complex() else value).double()
     return wide.reshape(-1, wide.shape[-1] if wide.numel() and wide.dim() else 1)
 
 
-def error(want: Tensor, got: Tensor) -> float:
-    """Relative, of the whole or of its worst row. Masked scores are infinite, and unwritten memory
-    may be NaN: there both must be so, and the rest is measured.
+def relative_error(expected: Tensor, actual: Tensor) -> float:
+    """Returns the relative error of the whole tensor, or of its worst row by the factor for rows.
+
+    Masked scores are infinite, and unwritten memory may be NaN: both tensors must be so there.
     """
-    want, got = _rows(want), _rows(got)
-    odd = ~(want.isfinite() & got.isfinite())
-    if bool(_differ(want, got)[odd].any()):
+    expected, actual = _rows(expected), _rows(actual)
+    odd = ~(expected.isfinite() & actual.isfinite())
+    if bool(_differs(expected, actual)[odd].any()):
         return math.inf
-    want, got = want.masked_fill(odd, 0.0), got.masked_fill(odd, 0.0)
-    off, size = (got - want).square().sum(-1), want.square().sum(-1)
+    expected, actual = expected.masked_fill(odd, 0.0), actual.masked_fill(odd, 0.0)
+    off, size = (actual - expected).square().sum(-1), expected.square().sum(-1)
     if not bool(off.any()):
         return 0.0
     of_all = (off.sum() / size.sum().clamp_min(1e-60)).sqrt()
     of_rows = torch.where(off == 0, 0.0, (off / size.clamp_min(1e-60)).sqrt())
-    return float(torch.maximum(of_all, of_rows.max() / _WEIGHT_OF_A_ROW))
+    return float(torch.maximum(of_all, of_rows.max() / ROW_FACTOR))

@@ -1,4 +1,4 @@
-"""What an audit found, as data and as text."""
+"""The results of an audit, as data and as text."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from mla_fusion.report import text_tables
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong, or looks so.
+    """A mistake of a call, or a suspicion.
 
     code      stable: "tables.swapped", "epsilon", "contract:..", ..
     message   what is wrong, and what would be right
-    argument  the operator's argument at fault, where it is one
-    operator  that of the call
-    call      its number among the calls
-    line      of the caller's code, with the path of the module
-    certain   shown by numbers or by the contract; else a suspicion
-    error     of a slip: the largest error that is left when it alone is mended
+    argument  the operator's argument at fault, if an argument is
+    operator  the operator of the call
+    call      the number of the call
+    line      the line of the caller's code, with the path of the module
+    certain   True if numbers or the contract show it; False for a suspicion
+    error     for a slip: the largest error after the slip alone is undone
     """
 
     code: str
@@ -33,26 +33,25 @@ class Finding:
 
     def __str__(self) -> str:
         mark = "-" if self.certain else "?"
-        where = f"\n      at {self.line}" if self.line else ""
-        left = f" (largest error then {self.error:.2g})" if self.error is not None else ""
-        of = f", call {self.call}" if self.call is not None else ""
-        of = f"{self.operator}{of}: " if self.operator else ""
-        return f"  {mark} [{self.code}] {of}{self.message}{left}{where}"
+        number = f", call {self.call}" if self.call is not None else ""
+        call = f"{self.operator}{number}: " if self.operator else ""
+        error = f" (largest error then {self.error:.2g})" if self.error is not None else ""
+        line = f"\n      at {self.line}" if self.line else ""
+        return f"  {mark} [{self.code}] {call}{self.message}{error}{line}"
 
 
 @dataclass(frozen=True)
 class Audit:
-    """What an audit found.
+    """The result of an audit.
 
-    operators  those that were called, in order; none: two functions were compared, neither of which
-               calls one
-    findings   what is wrong, or looks so
-    equal      is every compared value the reference's? None where nothing was compared, or where it
-               is not decided
-    errors     relative error of each compared value
-    tolerance  of each value, the error that is rounding
-    draws      on which inputs values were compared
-    proof      what was shown, of two functions that are equal over the real numbers
+    operators  the operators of the calls, in order; none for two functions that call none
+    findings   mistakes and suspicions
+    equal      True if every compared value is the reference's; None if nothing is compared, or if
+               the audit does not decide
+    errors     the relative error of each compared value
+    tolerance  the error of each value that counts as rounding
+    draws      the inputs on which values are compared
+    proof      what proves two functions equal over the real numbers
     witness    inputs on which two functions differ
     """
 
@@ -67,14 +66,14 @@ class Audit:
 
     @property
     def ok(self) -> bool:
-        """Nothing is known to be wrong."""
+        """Returns True if nothing is known to be wrong."""
         return self.equal is not False and not any(item.certain for item in self.findings)
 
     def to_json(self) -> str:
-        """Every field but the witness, with ``ok``."""
-        held = asdict(replace(self, witness=None))
-        del held["witness"]
-        return text_tables.as_json({"ok": self.ok, **held})
+        """Returns ``ok`` and every field but the witness, as JSON text."""
+        fields = asdict(replace(self, witness=None))
+        del fields["witness"]
+        return text_tables.as_json({"ok": self.ok, **fields})
 
     def __str__(self) -> str:
         count = len(self.operators)

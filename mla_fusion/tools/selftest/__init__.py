@@ -1,8 +1,8 @@
 """``mla-fusion selftest``: the acceptance test to run on hardware.
 
-Each operator in each mode that the device has, against the reference, by itself and from a compiled
-graph; a plain prologue fused, against float64; and what happens to the caches. Without an NPU the
-CPU kernels stand in, which tests everything but the device.
+It compares each operator, in each mode that the device has, with the reference, by itself and from
+a compiled graph. It compares a fused prologue with float64, and checks the rows of the caches.
+Without an NPU the CPU kernels stand in, which tests everything but the device.
 """
 
 from __future__ import annotations
@@ -17,17 +17,15 @@ from mla_fusion.reference import chip
 from mla_fusion.report import text_tables
 from mla_fusion.tools import installed
 from mla_fusion.tools.selftest.check import FUSED, Result, check_call, check_prologue
-from mla_fusion.tools.selftest.device import Device, NoDevice, choose
+from mla_fusion.tools.selftest.device import Device
 from mla_fusion.tools.selftest.samples import calls
-
-__all__ = ["HEADING", "Device", "NoDevice", "Outcome", "Result", "choose", "run"]
 
 HEADING = "mla_fusion selftest"  # the first line, by which `mla-fusion diff` knows the text
 
 
 @dataclass
 class Outcome:
-    """All results on one device. ``versions`` names the software that took part."""
+    """All results on one device. ``versions`` are those of the installed packages."""
 
     device: Device
     versions: dict[str, Any]
@@ -35,30 +33,32 @@ class Outcome:
 
     @property
     def failed(self) -> list[Result]:
+        """Returns the results with a failure."""
         return [result for result in self.results if result.failures]
 
     def to_json(self) -> str:
-        count = {"failed": len(self.failed), "passed": len(self.results) - len(self.failed)}
-        results = [asdict(one) | {"failures": one.failures} for one in self.results]
-        head = {"device": asdict(self.device), "versions": self.versions}
-        return text_tables.as_json({**head, **count, "results": results})
+        """Returns all results as JSON text."""
+        failed = len(self.failed)
+        data = {
+            "device": asdict(self.device),
+            "versions": self.versions,
+            "failed": failed,
+            "passed": len(self.results) - failed,
+            "results": [asdict(item) | {"failures": item.failures} for item in self.results],
+        }
+        return text_tables.as_json(data)
 
     def __str__(self) -> str:
-        """A line for each check, to be mailed, and compared by `mla-fusion diff`."""
+        """Returns a line for each check, to be mailed, and compared by `mla-fusion diff`."""
         count = len(self.results)
-        lines = [
-            HEADING,
-            self.device,
-            *(f"{name} {version}" for name, version in self.versions.items()),
-            *self.results,
-            f"{count - len(self.failed)} of {count} checks passed",
-        ]
-        return "\n".join(map(str, lines))
+        versions = (f"{name} {version}" for name, version in self.versions.items())
+        end = f"{count - len(self.failed)} of {count} checks passed"
+        return "\n".join(map(str, [HEADING, self.device, *versions, *self.results, end]))
 
 
 def run(device: Device, only: str = "*", progress: Callable[[Result], object] = id) -> Outcome:
-    """Every check whose name matches ``only``, a pattern as of file names. Nothing stops at a
-    failure; ``progress`` sees each result.
+    """Runs every check whose name matches ``only``, a pattern as of file names. Failures stop
+    nothing; ``progress`` is called with each result.
     """
     results = []
     with chip(device.soc):
@@ -70,11 +70,14 @@ def run(device: Device, only: str = "*", progress: Callable[[Result], object] = 
 
 
 def _checks(device: Device) -> Iterator[tuple[str, Callable[[], Result]]]:
-    """Sizes are DeepSeek-V3's on an NPU, small ones on a CPU."""
+    """Yields name and function of each check. Sizes are DeepSeek-V3's on an NPU, small ones on a
+    CPU. A graph calls the first of the calls of one kind.
+    """
     planned = calls(device.soc, device.cann, small=device.kind == "cpu")
-    first = {call.kind: call for call in reversed(planned) if call.kind}
-    for through, some in (("eager", planned), ("graph", reversed(first.values()))):
-        for call in some:
-            yield call.name, partial(check_call, call, device, through)
+    for call in planned:
+        yield call.name, partial(check_call, call, device, "eager")
+    first_of_kind = {call.kind: call for call in reversed(planned) if call.kind}
+    for call in reversed(first_of_kind.values()):
+        yield call.name, partial(check_call, call, device, "graph")
     for name in FUSED:
         yield name, partial(check_prologue, name, device)

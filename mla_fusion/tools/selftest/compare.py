@@ -1,8 +1,8 @@
-"""Found against wanted, output by output, with a tolerance for each dtype.
+"""Compares outputs of the device with the reference's, with a tolerance for each dtype.
 
 The kernel sums its products in another order than a CPU does. A sum on the edge between two
-bfloat16 or int8 values may then round the other way, and what is computed from it moves a little. A
-step in a few elements is expected, two steps or many elements are not.
+bfloat16 or int8 values may then round the other way, and the results move a little. A step in a few
+elements is expected, two steps or many elements are not.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from mla_fusion.reference import hifloat8
+from mla_fusion.tools.by_hand.memory import bits
 
-# the share of the elements that may be off, and by how much more than this each counts as off: of
-# the value, or of a quarter of the largest in its row
+# the share of the elements that may be off, and the largest relative difference of the others
 _FLOATS = {
     torch.bfloat16: (0.005, 2**-7),
     torch.float16: (0.005, 2**-9),
@@ -26,8 +26,11 @@ _CODES = 0.03  # the share of codes of one byte that may be one step off
 
 @dataclass(frozen=True)
 class Comparison:
-    """One output: the largest difference (in steps of one byte, or relative), the share of elements
-    that are off, and what is wrong, empty where it passed.
+    """The comparison of one output.
+
+    largest  the largest difference: steps of a code of one byte, or relative
+    off      the share of the elements that are off
+    problem  what is wrong; "" if nothing is
     """
 
     output: str
@@ -36,16 +39,16 @@ class Comparison:
     problem: str = ""
 
 
-def compare(output: str, found: Tensor, wanted: Tensor) -> Comparison:
-    """``found`` against ``wanted``, both on the CPU."""
-    if found.dtype != wanted.dtype or found.shape != wanted.shape:
-        kinds = [f"{one.dtype} {list(one.shape)}".removeprefix("torch.") for one in (found, wanted)]
+def compare(output: str, actual: Tensor, expected: Tensor) -> Comparison:
+    """Returns the comparison of two tensors on the CPU."""
+    if actual.dtype != expected.dtype or actual.shape != expected.shape:
+        kinds = [f"{t.dtype} {list(t.shape)}".removeprefix("torch.") for t in (actual, expected)]
         return Comparison(output, float("nan"), 1.0, f"is {kinds[0]}, expected {kinds[1]}")
-    if not wanted.numel():
+    if not expected.numel():
         return Comparison(output, 0.0, 0.0)
-    is_code = wanted.element_size() == 1
-    share, least = (_CODES, 0.0) if is_code else _FLOATS[wanted.dtype]
-    distance = _steps(found, wanted) if is_code else _relative(found, wanted)
+    is_code = expected.element_size() == 1
+    share, least = (_CODES, 0.0) if is_code else _FLOATS[expected.dtype]
+    distance = _steps(actual, expected) if is_code else _relative(actual, expected)
     off = float((~(distance <= least)).double().mean())  # a NaN is off
     largest, problem = float(distance.max()), ""
     if off > share:
@@ -55,21 +58,25 @@ def compare(output: str, found: Tensor, wanted: Tensor) -> Comparison:
     return Comparison(output, largest, off, problem)
 
 
-def _steps(found: Tensor, wanted: Tensor) -> Tensor:
-    """How many representable values lie between two tensors of one byte (uint8: hifloat8)."""
-    if wanted.dtype == torch.int8:
-        return (found.int() - wanted.int()).abs()
+def _steps(actual: Tensor, expected: Tensor) -> Tensor:
+    """Returns how many values of the dtype, of one byte, lie between the elements of two tensors.
+    Bytes of uint8 are hifloat8.
+    """
+    if expected.dtype == torch.int8:
+        return (actual.int() - expected.int()).abs()
     codes = torch.arange(256, dtype=torch.uint8)
-    is_hifloat8 = wanted.dtype == torch.uint8
-    values = hifloat8.decode(codes) if is_hifloat8 else codes.view(wanted.dtype).float()
+    is_hifloat8 = expected.dtype == torch.uint8
+    values = hifloat8.decode(codes) if is_hifloat8 else codes.view(expected.dtype).float()
     values = values.nan_to_num(float("inf"), float("inf"), float("-inf"))
     rank = torch.unique(values, return_inverse=True)[1]  # -0 and 0 are one value
-    first, second = (rank[one.contiguous().view(torch.uint8).long()] for one in (found, wanted))
-    return (first - second).abs()
+    return (rank[bits(actual).long()] - rank[bits(expected).long()]).abs()
 
 
-def _relative(found: Tensor, wanted: Tensor) -> Tensor:
-    size = wanted.double().abs()
+def _relative(actual: Tensor, expected: Tensor) -> Tensor:
+    """Returns the differences relative to the expected elements, or to a quarter of the largest
+    element in the row, if that is larger.
+    """
+    size = expected.double().abs()
     scale = torch.maximum(size, size.amax(-1, keepdim=True) / 4)
-    difference = (found.double() - wanted.double()).abs()
+    difference = (actual.double() - expected.double()).abs()
     return torch.where(difference == 0, difference, difference / scale)

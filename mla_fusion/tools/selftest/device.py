@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from mla_fusion.machine import cann_version, device_name, release_named, soc_named
+from mla_fusion import machine
+from mla_fusion.tools.target import UserError
 
 _FRACTAL_NZ = 29
 
 
-class NoDevice(RuntimeError):
-    """There is no NPU, or nothing tells which one; the message says what to give."""
-
-
 @dataclass(frozen=True)
 class Device:
-    """``kind`` is "npu" or "cpu". ``soc`` and ``cann`` choose the calls."""
+    """A device. ``kind`` is "npu" or "cpu"; ``soc`` and ``cann`` choose the calls."""
 
     kind: str
     name: str
@@ -31,41 +26,41 @@ class Device:
         return f"{self.kind} ({self.name}), {self.soc}, CANN {self.cann}"
 
     def place(self, tensor: Tensor, nz: bool = False) -> Tensor:
-        """A copy of a tensor on the device, there in FRACTAL_NZ if asked."""
-        placed = tensor.clone() if self.kind == "cpu" else tensor.to(self.kind)
-        if self.kind == "npu" and nz:
-            return torch.ops.npu.npu_format_cast(placed.contiguous(), _FRACTAL_NZ)
-        return placed
+        """Returns a copy of a tensor on the device. On an NPU, ``nz`` puts it into FRACTAL_NZ."""
+        if self.kind == "cpu":
+            return tensor.clone()
+        tensor = tensor.to(self.kind)
+        return torch.ops.npu.npu_format_cast(tensor.contiguous(), _FRACTAL_NZ) if nz else tensor
 
 
-def choose(kind: str | None = None, soc: str | None = None, cann: str | None = None) -> Device:
-    """The device asked for; an NPU where there is one. Raises NoDevice.
+def choose(kind: str | None, soc: str, cann: str) -> Device:
+    """Returns the device of a kind; without a kind, an NPU if there is one. Raises UserError.
 
-    An NPU is asked for its SoC and CANN release where they are not given. On the CPU they say whose
-    calls are run, by default A3 and the latest release.
+    If ``soc`` or ``cann`` is "auto", an NPU names its own. On the CPU, "auto" is A3 and the latest
+    release.
     """
-    if kind == "cpu" or not _npu_present():
-        soc = _known(soc_named, soc or "A3", "soc")
-        cann = _known(release_named, cann or "latest", "cann")
+    if kind == "cpu" or not _is_npu_present():
+        soc = "A3" if soc == machine.AUTO else soc
+        cann = "latest" if cann == machine.AUTO else cann
         if kind == "npu":
-            raise NoDevice(
+            raise UserError(
                 f"no NPU is available here; `mla-fusion selftest --device cpu` runs the same "
                 f"checks, those of {soc} and CANN {cann}, on the CPU kernels"
             )
         return Device("cpu", "CPU reference kernels in place of an NPU", soc, cann)
-    name = device_name(torch)
-    cann = cann or _known(partial(release_named, found=True), cann_version(), "cann")
-    return Device("npu", name, _known(soc_named, soc or name, "soc"), cann)
-
-
-def _known(named: Callable[[str], str], text: str, option: str) -> str:
+    name, option = machine.device_name(torch), "soc"
     try:
-        return named(text)
+        soc = machine.soc_named(name) if soc == machine.AUTO else soc
+        option = "cann"
+        if cann == machine.AUTO:
+            cann = machine.release_named(machine.cann_version(), found=True)
     except ValueError as error:
-        raise NoDevice(f"{error}; give --{option}") from error
+        raise UserError(f"{error}; give --{option}") from error
+    return Device("npu", name, soc, cann)
 
 
-def _npu_present() -> bool:
+def _is_npu_present() -> bool:
+    """Returns True if torch_npu is installed and finds an NPU."""
     from mla_fusion._autoload import cann_location, torch_npu_installed
     from mla_fusion.compile import offline
 

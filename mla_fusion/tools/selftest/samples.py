@@ -1,5 +1,5 @@
-"""The calls of the self-test: all modes that the specification has on one SoC, at one CANN release,
-with seeded random arguments that are built from the specification.
+"""Makes the calls of the self-test: all modes that the specification has for a SoC and a CANN
+release, with seeded random arguments.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ DEEPSEEK_V3 = {
 
 
 def filled(make: torch.Generator, empty: Tensor, fan_in: float = 1.0) -> Tensor:
-    """Noise of variance 1 / ``fan_in`` in the shape and dtype of ``empty``; the whole range of
-    int8.
+    """Returns noise of variance 1 / ``fan_in`` in the shape and dtype of ``empty``. Noise of int8
+    is uniform.
     """
     if empty.dtype == torch.int8:
         return torch.randint(-127, 128, empty.shape, generator=make, dtype=torch.int8)
@@ -51,16 +51,17 @@ def sample_call(
     kv_cache_quant_mode: int = 0,
     lead: Sequence[int] = (8,),
     dims: Mapping[str, int],
-    seed: int = 0,
     **form: Any,
 ) -> Arguments:
-    """Arguments by name of a legal ``npu_mla_prolog_v3`` call; ``lead`` is ``(T,)`` or ``(B, S)``,
-    ``form`` what `outline` takes by name.
+    """Returns the arguments of a legal ``npu_mla_prolog_v3`` call, by name.
 
-    Values are scaled so that every intermediate is of order one; caches hold noise.
+    The values make every intermediate of order one; the caches are noise.
+
+    lead  ``(T,)`` or ``(B, S)``
+    form  further options of `outline`
     """
     tensors, options = outline(weight_quant_mode, kv_cache_quant_mode, lead, dims, **form)
-    make, call = torch.Generator().manual_seed(seed), dict[str, Any]()
+    make, call = torch.Generator().manual_seed(0), dict[str, Any]()
     is_int8 = spec.WEIGHT_MODES[weight_quant_mode].element == torch.int8
     for name, empty in tensors.items():
         if not name.startswith(("quant", "dequant", "smooth", "k_nope")):
@@ -68,7 +69,7 @@ def sample_call(
             continue
         typical = 0.9 if name == "k_nope_clip_alpha" else 30.0 if name.startswith("quant") else 1.0
         if name.startswith("dequant") and is_int8:
-            # int8 operands have standard deviation 73: bring each product sum back to order one
+            # int8 operands have standard deviation 73: each product becomes of order one again
             of_q = name == "dequant_scale_w_uq_qr"
             typical = 1.0 / (73.0 * (dims["Hcq"] ** 0.5 if of_q else dims["He"] ** 0.25))
         noise = torch.rand(empty.shape, generator=make, dtype=torch.float32)
@@ -79,9 +80,10 @@ def sample_call(
 def sample_index(
     cache_mode: str, lead: Sequence[int], dims: Mapping[str, int], make: torch.Generator
 ) -> dict[str, Tensor]:
-    """Where the rows go, as a cache mode has it: slots are distinct, and -1 (skipped) where the
-    cache is too small for the tokens. With block-wise modes and one axis of tokens they are two
-    sequences.
+    """Returns the arguments by which a cache mode places rows.
+
+    Slots are distinct, and -1 (skipped) for tokens that the cache has no room for. In block-wise
+    modes, one axis of tokens is two sequences.
     """
     mode = spec.CACHE_MODES[cache_mode]
     if mode.index[len(lead) + 1] is None:
@@ -102,33 +104,31 @@ def sample_index(
 
 
 def as_operator(op: str, call: Mapping[str, Any], cann: str = "latest") -> Arguments:
-    """A sample call of v3 as another version or release has it.
+    """Returns a sample call of v3 as another version or release takes it.
 
-    v1 and v2 have no modes; some want a row for quant_scale_ckv, of which the kernel reads one
-    float.
+    v1 and v2 have no modes. Some releases take a row for quant_scale_ckv, of which the kernel reads
+    one float.
     """
     required, defaults = signature(op)
-    kept = {name: value for name, value in call.items() if name in required or name in defaults}
-    row = limits(op, "A3", cann).kv_scale == spec.QUANT_SCALE_CKV_ROW
-    if row and call["kv_cache_quant_mode"] == 1:
+    names = {*required, *defaults}
+    arguments = {name: value for name, value in call.items() if name in names}
+    takes_row = limits(op, "A3", cann).kv_scale == spec.QUANT_SCALE_CKV_ROW
+    if takes_row and call["kv_cache_quant_mode"] == 1:
         width = call["rmsnorm_gamma_ckv"].shape[0]
-        kept["quant_scale_ckv"] = (
-            call["quant_scale_ckv"].reshape(1, 1).expand(1, width).contiguous()
-        )
-    return kept
+        arguments["quant_scale_ckv"] = call["quant_scale_ckv"].reshape(1, 1).repeat(1, width)
+    return arguments
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call of an operator that writes caches.
+    """A call of an operator that writes caches.
 
-    name     unique among the calls of the self-test
+    name     a name that no other call of the self-test has
     op       the operator, as `mla_fusion.meta.check` names it
-    make     its seeded arguments, on the CPU
-    results  names of what operator and reference return, in order
-    caches   names of arguments
-    nz       the weights that are in FRACTAL_NZ on an NPU
-    kind     equal for calls that differ in the layout of caches alone
+    make     returns the seeded arguments, on the CPU
+    results  the names of the results, in order
+    caches   the names of the arguments that are caches
+    kind     is equal for calls that differ only in the layout of caches
     """
 
     name: str
@@ -136,61 +136,63 @@ class Call:
     make: Callable[[], Arguments]
     results: Sequence[str]
     caches: Sequence[str] = CACHES
-    nz: Sequence[str] = ("weight_dq", "weight_uq_qr", "weight_dkv_kr")
     kind: object = None
 
 
 def calls(soc: str, cann: str, small: bool = True) -> list[Call]:
-    """Every mode of every operator, on few tokens, of DeepSeek-V3's sizes or ``small`` ones.
+    """Returns a call for every mode of every operator, with few tokens, of DeepSeek-V3's sizes or
+    ``small`` ones.
 
     Raises ContractError for a ``soc`` or ``cann`` that is not in the tables.
     """
-    return [
-        *(call for op in VERSIONS for call in _of_prolog(op, soc, cann, small)),
-        *_of_key(soc),
-    ]
+    prologs = (call for op in VERSIONS for call in _prolog_calls(op, soc, cann, small))
+    return [*prologs, *_key_calls(soc)]
 
 
-def _of_prolog(op: str, soc: str, cann: str, small: bool) -> Iterator[Call]:
+def _prolog_calls(op: str, soc: str, cann: str, small: bool) -> Iterator[Call]:
+    """Yields the calls of one prologue operator."""
     known = limits(op, soc, cann)
-    if not known.cache_modes:  # the operator is not there on this SoC
+    if not known.cache_modes:  # this SoC does not have the operator
         return
     dims = DEEPSEEK_V3 | {"BlockNum": 8}
     if small:
         dims |= {"N": 4, "He": min(known.dims["He"].listed)}
     for weight, cache in sorted(known.quant_modes):
-        modes = [one for one in known.cache_modes if one in spec.CACHE_QUANTS[cache].cache_modes]
-        for mode in modes:
-            # tokens of one axis, where the mode has a slot for each
+        for mode in known.cache_modes:
+            if mode not in spec.CACHE_QUANTS[cache].cache_modes:
+                continue
+            # tokens have one axis if the mode has a slot for each token
             lead = (8,) if 2 in spec.CACHE_MODES[mode].index else (8, 1)
             name = f"{op} w{weight} kv{cache} {mode}"
             form = dict(weight_quant_mode=weight, kv_cache_quant_mode=cache, cache_mode=mode)
-            make = partial(_prolog, op, cann, lead=lead, dims=dims, **form)
+            make = partial(_prolog_arguments, op, cann, lead=lead, dims=dims, **form)
             yield Call(name, op, make, PROLOGS[op].results, kind=(op, weight, cache))
 
 
-def _prolog(op: str, cann: str, **form: Any) -> Arguments:
+def _prolog_arguments(op: str, cann: str, **form: Any) -> Arguments:
+    """Returns the arguments of one call of a prologue operator."""
     return as_operator(op, sample_call(**form), cann)
 
 
-def _of_key(soc: str) -> Iterator[Call]:
-    """The modes that the pass emits, and the NZ layout; int8 rows where the SoC has them."""
+def _key_calls(soc: str) -> Iterator[Call]:
+    """Yields the calls of the key's operator: its modes, and rows of int8 if the SoC has them."""
     op, caches = key_operator.V2.name, ("k_cache", "ckv_cache")
     for mode in ("PA_BNSD", "PA_NZ", "Norm"):
         for int8 in (False, True) if mode != "Norm" or soc == "A5" else (False,):
             make = partial(sample_key, mode, int8)
             results = ("k_embed", "y") if mode != "Norm" else ()
-            yield Call(f"{op} {mode}{' int8' * int8}", op, make, results, caches, ())
+            yield Call(f"{op} {mode}{' int8' * int8}", op, make, results, caches)
 
 
 def sample_key(mode: str = "PA_BNSD", int8: bool = False) -> Arguments:
-    """8 tokens, as one sequence on scattered slots, or in mode "Norm" as two, on rows of their own
-    caches.
+    """Returns the arguments of a call of the key's operator on 8 tokens: one sequence on scattered
+    slots, or in mode "Norm" two sequences, each with a cache of its own.
     """
     make, is_norm = torch.Generator().manual_seed(0), mode == "Norm"
-    latent, rope = DEEPSEEK_V3["Hckv"], DEEPSEEK_V3["Dr"]
+    latent, rope, rope_scale, latent_scale = 512, 64, *key_operator.SCALES
 
     def noise(*shape: int) -> Tensor:
+        """Returns normal numbers in bfloat16."""
         return torch.randn(shape, generator=make, dtype=torch.float32).bfloat16()
 
     batches, pool = (2, (2, 1, 16)) if is_norm else (1, (4, 32, 1))
@@ -203,8 +205,8 @@ def sample_key(mode: str = "PA_BNSD", int8: bool = False) -> Arguments:
         "sin": noise(*lead, rope),
         "index": index if is_norm else index[0],
     }
-    named = zip(("k_cache", "ckv_cache"), (rope, latent), key_operator.SCALES, strict=True)
-    for name, width, scale in named:
+    caches = ("k_cache", rope, rope_scale), ("ckv_cache", latent, latent_scale)
+    for name, width, scale in caches:
         arguments[name] = noise(*pool, width)
         if int8:
             arguments[name] = (20 * arguments[name]).to(torch.int8)
