@@ -82,9 +82,11 @@ class Binder:
         self, name: str, allowed: Collection[Any], why: str = "", code: str = "", source: str = ""
     ) -> None:
         """Refuses an attribute with another value than these."""
-        if self.full[name] not in allowed:
+        value = self.full[name]
+        # the comparison of anything else may raise
+        if not isinstance(value, (str, int, type(None))) or value not in allowed:
             expected = "one of " * (len(allowed) > 1) + ", ".join(map(str, allowed)) + why
-            self.refuse(code or name, name, expected, repr(self.full[name]), source)
+            self.refuse(code or name, name, expected, repr(value), source)
 
     # -- tensors
 

@@ -51,6 +51,7 @@ def sample_call(
     kv_cache_quant_mode: int = 0,
     lead: Sequence[int] = (8,),
     dims: Mapping[str, int],
+    seed: int = 0,
     **form: Any,
 ) -> Arguments:
     """Returns the arguments of a legal ``npu_mla_prolog_v3`` call, by name.
@@ -61,7 +62,7 @@ def sample_call(
     form  further options of `outline`
     """
     tensors, options = outline(weight_quant_mode, kv_cache_quant_mode, lead, dims, **form)
-    make, call = torch.Generator().manual_seed(0), dict[str, Any]()
+    make, call = torch.Generator().manual_seed(seed), dict[str, Any]()
     is_int8 = spec.WEIGHT_MODES[weight_quant_mode].element == torch.int8
     for name, empty in tensors.items():
         if not name.startswith(("quant", "dequant", "smooth", "k_nope")):
