@@ -76,7 +76,7 @@ class Run(NamedTuple):
         return self.start <= other.start and other.stop <= self.stop
 
 
-@dataclass
+@dataclass(eq=False)
 class Pool:
     """An input that can be taken apart.
 
@@ -85,6 +85,7 @@ class Pool:
     back    the node that copies the new numbers into the input; None if it is written in place
     runs    by Value made from the leaf by moves and writes, the elements that the Value stands for
     plain   those of these Values into which nothing was written
+    taken   the runs that something reads, or writes to
     parts   by run, in order, the part that becomes an input
     pieces  the new numbers, in order: Values, and the elements that they are copied to
     """
@@ -92,8 +93,9 @@ class Pool:
     node: Node
     leaf: Value
     back: Node | None
-    runs: dict[Value, Run] = field(default_factory=dict)
-    plain: set[Value] = field(default_factory=set)
+    runs: dict[Value, Run]
+    plain: set[Value]
+    taken: set[Run] = field(default_factory=set)
     parts: dict[Run, Part] = field(default_factory=dict)
     pieces: list[tuple[Run, Value]] = field(default_factory=list)
 
@@ -116,7 +118,7 @@ def take_apart(gm: GraphModule) -> GraphModule:
     graph = Graph(opened, keeps_parts=True)
     try:
         _Rewrite(graph, find_pools(graph)).run()
-    except LookupError:  # a step reads more than a part
+    except (LookupError, ValueError):  # a step reads more than a part
         return gm
     return opened
 
@@ -127,8 +129,8 @@ def _is_sliced(node: Node) -> bool:
     for view in views:
         for user in view.users:
             if signature(user.target).is_view and user.args[0] is view:
-                tensor, size = user.meta["val"], prod(view.meta["val"].shape)
-                if isinstance(tensor, (list, tuple)) or prod(tensor.shape) != size:
+                tensor, size = user.meta.get("val"), prod(view.meta["val"].shape)
+                if not isinstance(tensor, torch.Tensor) or prod(tensor.shape) != size:
                     return True
                 views.append(user)
     return False
@@ -139,13 +141,14 @@ def _is_sliced(node: Node) -> bool:
 
 def find_pools(graph: Graph) -> list[Pool]:
     """Returns the inputs that can be taken apart."""
-    inputs = graph.gm.graph.find_nodes(op="placeholder")
-    pools = [_read_pool(graph, node) for node in inputs]
-    return [pool for pool in pools if pool is not None]
+    inputs = filter(_is_sliced, graph.gm.graph.find_nodes(op="placeholder"))
+    candidates = [pool for node in inputs if (pool := _candidate(graph, node)) is not None]
+    _follow(graph, candidates)
+    return [pool for pool in candidates if _has_parts(graph, pool)]
 
 
-def _read_pool(graph: Graph, node: Node) -> Pool | None:
-    """Returns the pool that an input is, or None."""
+def _candidate(graph: Graph, node: Node) -> Pool | None:
+    """Returns an input as a pool without parts, if it is written as a pool may be, else None."""
     leaf, writers = graph.changed.get(node, graph.readings[node]), graph.writers.get(node, [])
     if not isinstance(leaf, Value) or not (writers or node in graph.hidden):
         return None
@@ -157,27 +160,31 @@ def _read_pool(graph: Graph, node: Node) -> Pool | None:
             return None
     elif not node.meta["val"].is_contiguous():
         return None  # a reshape would not be the memory that is written
-    pool = Pool(node, leaf, back)
-    taken = _follow(graph, pool)
-    whole = pool.runs[leaf]
+    return Pool(node, leaf, back, {leaf: Run(0, prod(leaf.shape))}, {leaf})
+
+
+def _has_parts(graph: Graph, pool: Pool) -> bool:
+    """Finds the parts and the pieces of a pool. Returns False if it cannot be taken apart."""
+    whole = pool.runs[pool.leaf]
     while True:
-        parts = _merged(taken)
+        parts = _merged(pool.taken)
         if whole in parts or not parts:
-            return None
-        pool.pieces = [*_pieces(graph.written[node], 0, parts)] if back is not None else []
+            return False
+        if pool.back is not None:
+            pool.pieces = [*_pieces(graph.written[pool.node], 0, parts)]
         changed = {run for run, value in pool.pieces if pool.is_changed(run, value)}
         missing = {run for run in changed if not any(part.holds(run) for part in parts)}
         if not missing:
             break
-        taken |= missing
+        pool.taken |= missing
     if any(run not in parts and not _is_written(value) for run, value in pool.pieces):
-        return None  # rows are assigned to a part of what is read: the input is one cache
+        return False  # rows are assigned to a part of what is read: the input is one cache
     for run in parts:
-        part = _as_part(graph, pool, run)
+        part = _as_part(pool, run)
         if part is None:
-            return None
+            return False
         pool.parts[run] = part
-    return pool
+    return True
 
 
 def _is_last(back: Node) -> bool:
@@ -187,32 +194,29 @@ def _is_last(back: Node) -> bool:
     return back.op == "output"
 
 
-def _follow(graph: Graph, pool: Pool) -> set[Run]:
-    """Finds the runs of a pool's Values. Returns those that something reads or writes to."""
-    taken = set[Run]()
-    pool.runs[pool.leaf] = Run(0, prod(pool.leaf.shape))
-    pool.plain.add(pool.leaf)
+def _follow(graph: Graph, pools: list[Pool]) -> None:
+    """Finds the runs of the pools' Values, and which of them something reads or writes to."""
+    pool_of = {pool.leaf: pool for pool in pools}
     for value in order(graph.nodes):
-        sources = [source for source in value.sources if source in pool.runs]
-        if not sources:
-            continue
-        run = _run_of(value, pool)
-        if run is None:
-            taken |= {pool.runs[source] for source in sources}
-            continue
-        pool.runs[value] = run
-        if value.op in ("reshape", "slice") and value.sources[0] in pool.plain:
-            pool.plain.add(value)
-        elif value.op == "write":
-            taken.add(run)
-        elif value.op == "join" and (run != pool.runs[pool.leaf] or pool.back is None):
-            is_own = (pool.runs.get(part) == place for place, part in _placed(value, run.start))
-            taken |= set() if all(is_own) else {run}
+        owners = dict.fromkeys(pool_of[source] for source in value.sources if source in pool_of)
+        for pool in owners:
+            run = _run_of(value, pool) if len(owners) == 1 else None
+            if run is None:
+                pool.taken |= {pool.runs[part] for part in value.sources if part in pool.runs}
+                continue
+            pool.runs[value], pool_of[value] = run, pool
+            if value.op in ("reshape", "slice") and value.sources[0] in pool.plain:
+                pool.plain.add(value)
+            elif value.op == "write":
+                pool.taken.add(run)
+            elif value.op == "join" and (run != pool.runs[pool.leaf] or pool.back is None):
+                places = _placed(value, run.start)
+                if not all(pool.runs.get(part) == place for place, part in places):
+                    pool.taken.add(run)
     for node in graph.gm.graph.output_node().all_input_nodes:
         reading = graph.readings[node]
-        if isinstance(reading, Value) and reading in pool.runs:
-            taken.add(pool.runs[reading])
-    return taken
+        if isinstance(reading, Value) and reading in pool_of:
+            pool_of[reading].taken.add(pool_of[reading].runs[reading])
 
 
 def _run_of(value: Value, pool: Pool) -> Run | None:
@@ -299,7 +303,7 @@ def _merged(runs: Iterable[Run]) -> list[Run]:
     return merged
 
 
-def _as_part(graph: Graph, pool: Pool, run: Run) -> Part | None:
+def _as_part(pool: Pool, run: Run) -> Part | None:
     """Returns a run as a part: entries of the first axis, or elements in the shape in which the
     graph takes them. Returns None if its sizes are not literals.
     """
