@@ -10,7 +10,7 @@ slice of the leaf, or such a slice in which rows were written.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple
@@ -76,6 +76,9 @@ class Run(NamedTuple):
         return self.start <= other.start and other.stop <= self.stop
 
 
+Piece = tuple[Run, Value, int]
+
+
 @dataclass(eq=False)
 class Pool:
     """An input that can be taken apart.
@@ -87,7 +90,8 @@ class Pool:
     plain   those of these Values into which nothing was written
     taken   the runs that something reads, or writes to
     parts   by run, in order, the part that becomes an input
-    pieces  the new numbers, in order: Values, and the elements that they are copied to
+    pieces  the new numbers, in order: the elements that are written, a Value that has the numbers,
+            and the place of the first one in it
     """
 
     node: Node
@@ -97,15 +101,16 @@ class Pool:
     plain: set[Value]
     taken: set[Run] = field(default_factory=set)
     parts: dict[Run, Part] = field(default_factory=dict)
-    pieces: list[tuple[Run, Value]] = field(default_factory=list)
+    pieces: list[Piece] = field(default_factory=list)
 
     def part_around(self, run: Run | None) -> Run | None:
         """Returns the part that holds a run, or None."""
         return next((part for part in self.parts if run is not None and part.holds(run)), None)
 
-    def is_changed(self, run: Run, value: Value) -> bool:
+    def is_changed(self, piece: Piece) -> bool:
         """Returns True if a piece is not what the input holds there already."""
-        return value not in self.plain or self.runs[value] != run
+        run, value, place = piece
+        return value not in self.plain or self.runs[value].start + place != run.start
 
 
 def take_apart(gm: GraphModule) -> GraphModule:
@@ -171,13 +176,13 @@ def _has_parts(graph: Graph, pool: Pool) -> bool:
         if whole in parts or not parts:
             return False
         if pool.back is not None:
-            pool.pieces = [*_pieces(graph.written[pool.node], 0, parts)]
-        changed = {run for run, value in pool.pieces if pool.is_changed(run, value)}
+            pool.pieces = [*_pieces(pool, parts, graph.written[pool.node], whole, 0)]
+        changed = {piece[0] for piece in pool.pieces if pool.is_changed(piece)}
         missing = {run for run in changed if not any(part.holds(run) for part in parts)}
         if not missing:
             break
         pool.taken |= missing
-    if any(run not in parts and not _is_written(value) for run, value in pool.pieces):
+    if any(run not in parts and not _is_written(value) for run, value, _ in pool.pieces):
         return False  # rows are assigned to a part of what is read: the input is one cache
     for run in parts:
         part = _as_part(pool, run)
@@ -272,18 +277,28 @@ def _placed(join: Value, start: int = 0) -> Iterator[tuple[Run, Value]]:
         start = run.stop
 
 
-def _pieces(value: Value, start: int, parts: Iterable[Run]) -> Iterator[tuple[Run, Value]]:
-    """Yields a Value cut into pieces, each inside a part if it can be, with the elements that they
-    take.
+def _pieces(
+    pool: Pool, parts: Sequence[Run], value: Value, run: Run, start: int
+) -> Iterator[Piece]:
+    """Yields the elements of a Value from ``start`` on as pieces, each inside a part if it can be.
+
+    run  the elements of the pool that they are written to
     """
-    run = Run(start, start + prod(value.shape))
-    while value.op == "reshape":
-        value = value.sources[0]
-    if value.op != "join" or not _is_in_order(value) or any(part.holds(run) for part in parts):
-        yield run, value
-        return
-    for place, source in _placed(value, start):
-        yield from _pieces(source, place.start, parts)
+    if value in pool.plain or any(part.holds(run) for part in parts):
+        yield run, value, start
+    elif value.op == "reshape":
+        yield from _pieces(pool, parts, value.sources[0], run, start)
+    elif value.op == "slice" and value in pool.runs and value.sources[0] in pool.runs:
+        source = value.sources[0]
+        start += pool.runs[value].start - pool.runs[source].start
+        yield from _pieces(pool, parts, source, run, start)
+    elif value.op == "join" and _is_in_order(value):
+        for place, source in _placed(value, run.start - start):
+            inner = Run(max(run.start, place.start), min(run.stop, place.stop))
+            if inner.start < inner.stop:
+                yield from _pieces(pool, parts, source, inner, inner.start - place.start)
+    else:
+        yield run, value, start
 
 
 def _is_written(value: Value) -> bool:
@@ -467,13 +482,14 @@ class _Rewrite:
             self._point = min(backs)
             self.b.at(self._point, back.meta)
             for part in pool.parts:
-                pieces = [(run, value) for run, value in pool.pieces if _overlap(run, part)]
-                if not any(pool.is_changed(run, value) for run, value in pieces):
+                pieces = [piece for piece in pool.pieces if _overlap(piece[0], part)]
+                if not any(map(pool.is_changed, pieces)):
                     continue
                 values = list[Value]()
-                for run, value in pieces:
+                for run, value, start in pieces:
                     ends = max(run.start, part.start), min(run.stop, part.stop)
-                    values += self._elements(pool, value, *(end - run.start for end in ends))
+                    places = (start + end - run.start for end in ends)
+                    values += self._elements(pool, value, *places)
                 leaf = self._inputs[pool.node, part]
                 node = self._lower.known[leaf]
                 new = self._lower.of(form.reshape(form.join(values, 0), leaf.shape), leaf.dtype)
