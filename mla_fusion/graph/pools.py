@@ -452,7 +452,8 @@ class _Rewrite:
     def _follow(self, node: Node) -> None:
         """Replaces a node that reads more than a part by one that reads parts, if it can be."""
         reading = self.graph.changed.get(node, self.graph.readings[node])
-        if isinstance(reading, Value) and filled_with(reading) is not None:
+        is_filled = isinstance(reading, Value) and filled_with(reading) is not None
+        if is_filled and not signature(node.target).is_view:
             return  # it reads no numbers
         self._left.add(node)
         if not isinstance(reading, Value):
@@ -470,7 +471,7 @@ class _Rewrite:
         shape = self.graph.shape(node.meta["val"].shape)
         try:
             new = self._lower.of(form.reshape(value, shape), node.meta["val"].dtype)
-        except (LookupError, ValueError):
+        except (LookupError, ValueError, StopIteration):  # or no weight says on which device
             return
         self._replaced.append((new, node))
         node.replace_all_uses_with(new)

@@ -76,7 +76,7 @@ STAGED = [
     "GptjStack",
     "NewRowsRead",
     "StaticCache",
-    "OneCacheLite",
+   
     "CombinedCache",
     "MaskedWrite",
 ]
