@@ -76,7 +76,6 @@ STAGED = [
     "GptjStack",
     "NewRowsRead",
     "StaticCache",
-   
     "CombinedCache",
     "MaskedWrite",
 ]
