@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from mla_fusion.fx import memory
 from mla_fusion.fx.build import GraphBuilder
-from mla_fusion.fx.walk import INPUTS, reached
+from mla_fusion.fx.walk import INPUTS, is_in_last_copies, reached
 from mla_fusion.fx.workplace import copied
 from mla_fusion.graph.form import Value, nearest
 from mla_fusion.graph.lower import Lowering
@@ -81,7 +81,7 @@ class Writer:
                 for plan in self._readers.get(node.args[0], ()):
                     self._call(plan)
                 # outputs must be computed before their memory is overwritten
-                if _is_in_last_copies(node):
+                if is_in_last_copies(node):
                     for output in old_graph.output_node().all_input_nodes:
                         if output in self.partition.replaced:
                             self.write_replaced(output)
@@ -177,13 +177,6 @@ class Writer:
         self._called.add(plan)
         self.b.at(None, _metadata_of(plan.products[0]))
         self._lower.known.update(emit_call(self.b, self._lower, plan))
-
-
-def _is_in_last_copies(node: Node) -> bool:
-    """Returns True if only copies and the output come after the node."""
-    while node.target is aten.copy_.default:
-        node = node.next
-    return node.op == "output"
 
 
 def _metadata_of(node: Node) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
+import torch
 from torch.fx import Node
 
 from mla_fusion.fx.kinds import (
@@ -73,6 +74,13 @@ def nodes_between(sources: Iterable[Node], sink: Node) -> set[Node]:
         return () if node in ends or filled_with(node) is not None else node.all_input_nodes
 
     return {*reached([sink], operands)} - ends
+
+
+def is_in_last_copies(node: Node) -> bool:
+    """Returns True if only copies and the output come after the node."""
+    while node.target is torch.ops.aten.copy_.default:
+        node = node.next
+    return node.op == "output"
 
 
 def input_of(node: Node) -> Node | None:

@@ -10,7 +10,7 @@ slice of the leaf, or such a slice in which rows were written.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple
@@ -23,7 +23,7 @@ from mla_fusion.fx.build import GraphBuilder
 from mla_fusion.fx.kinds import signature
 from mla_fusion.fx.module_path import NAME, label
 from mla_fusion.fx.sizes import is_size
-from mla_fusion.fx.walk import origin, views
+from mla_fusion.fx.walk import is_in_last_copies, origin, views
 from mla_fusion.fx.workplace import workplace
 from mla_fusion.graph.form import MOVES, Shape, Value, filled_with, order
 from mla_fusion.graph.lower import Lowering
@@ -115,14 +115,16 @@ class Pool:
 
 def take_apart(gm: GraphModule) -> GraphModule:
     """Returns a module in which each part of a pool is an input; ``gm`` itself if it has none."""
-    inputs = gm.graph.find_nodes(op="placeholder")
-    if not any(map(_is_sliced, inputs)) or not find_pools(Graph(gm, keeps_parts=True)):
+    if not any(map(_is_sliced, gm.graph.find_nodes(op="placeholder"))):
         return gm
     opened = workplace(gm)
     subgraphs.copied(gm, opened.graph)
     graph = Graph(opened, keeps_parts=True)
+    pools = find_pools(graph)
+    if not pools:
+        return gm
     try:
-        _Rewrite(graph, find_pools(graph)).run()
+        _Rewrite(graph, pools).run()
     except (LookupError, ValueError):  # a step reads more than a part
         return gm
     return opened
@@ -161,7 +163,7 @@ def _candidate(graph: Graph, node: Node) -> Pool | None:
     is_copy = last is not None and last.target is aten.copy_.default and last.args[0] is node
     back = last if is_copy else None
     if back is not None:
-        if len(writers) > 1 or node in graph.hidden or not _is_last(back):
+        if len(writers) > 1 or node in graph.hidden or not is_in_last_copies(back):
             return None
     elif not node.meta["val"].is_contiguous():
         return None  # a reshape would not be the memory that is written
@@ -176,7 +178,12 @@ def _has_parts(graph: Graph, pool: Pool) -> bool:
         if whole in parts or not parts:
             return False
         if pool.back is not None:
-            pool.pieces = [*_pieces(pool, parts, graph.written[pool.node], whole, 0)]
+
+            def is_inside(value: Value, run: Run, start: int, parts: list[Run] = parts) -> bool:
+                """Returns True for elements inside a part."""
+                return any(part.holds(run) for part in parts)
+
+            pool.pieces = [*_pieces(pool, graph.written[pool.node], whole, 0, is_inside)]
         changed = {piece[0] for piece in pool.pieces if pool.is_changed(piece)}
         missing = {run for run in changed if not any(part.holds(run) for part in parts)}
         if not missing:
@@ -190,13 +197,6 @@ def _has_parts(graph: Graph, pool: Pool) -> bool:
             return False
         pool.parts[run] = part
     return True
-
-
-def _is_last(back: Node) -> bool:
-    """Returns True if only copies and the output come after a copy."""
-    while back.target is aten.copy_.default:
-        back = back.next
-    return back.op == "output"
 
 
 def _follow(graph: Graph, pools: list[Pool]) -> None:
@@ -278,25 +278,27 @@ def _placed(join: Value, start: int = 0) -> Iterator[tuple[Run, Value]]:
 
 
 def _pieces(
-    pool: Pool, parts: Sequence[Run], value: Value, run: Run, start: int
+    pool: Pool, value: Value, run: Run, start: int, is_piece: Callable[[Value, Run, int], bool]
 ) -> Iterator[Piece]:
-    """Yields the elements of a Value from ``start`` on as pieces, each inside a part if it can be.
+    """Yields the elements of a Value from ``start`` on as pieces.
 
-    run  the elements of the pool that they are written to
+    run       the elements of the pool that they are written to
+    is_piece  returns True for elements that are not cut further
     """
-    if value in pool.plain or any(part.holds(run) for part in parts):
+    if value in pool.plain or is_piece(value, run, start):
         yield run, value, start
     elif value.op == "reshape":
-        yield from _pieces(pool, parts, value.sources[0], run, start)
+        yield from _pieces(pool, value.sources[0], run, start, is_piece)
     elif value.op == "slice" and value in pool.runs and value.sources[0] in pool.runs:
         source = value.sources[0]
         start += pool.runs[value].start - pool.runs[source].start
-        yield from _pieces(pool, parts, source, run, start)
+        yield from _pieces(pool, source, run, start, is_piece)
     elif value.op == "join" and _is_in_order(value):
         for place, source in _placed(value, run.start - start):
             inner = Run(max(run.start, place.start), min(run.stop, place.stop))
             if inner.start < inner.stop:
-                yield from _pieces(pool, parts, source, inner, inner.start - place.start)
+                inner_start = inner.start - place.start
+                yield from _pieces(pool, source, inner, inner_start, is_piece)
     else:
         yield run, value, start
 
@@ -410,25 +412,20 @@ class _Rewrite:
 
     def _elements(self, pool: Pool, value: Value, start: int, stop: int) -> Iterator[Value]:
         """Yields the elements from ``start`` to ``stop`` of a Value, as flat Values of parts."""
-        form, first = self.graph.form, value.sources[0] if value.sources else value
-        if value in pool.plain:
-            offset = pool.runs[value].start
-            yield self._of_part(pool, Run(offset + start, offset + stop))
-        elif (start, stop) == (0, prod(value.shape)) and self._is_held(value):
-            yield form.reshape(value, (stop,))
-        elif value.op == "reshape":
-            yield from self._elements(pool, first, start, stop)
-        elif value.op == "slice" and value in pool.runs and first in pool.runs:
-            offset = pool.runs[value].start - pool.runs[first].start
-            yield from self._elements(pool, first, offset + start, offset + stop)
-        elif value.op == "join" and _is_in_order(value):
-            for place, source in _placed(value):
-                inner = Run(max(start, place.start), min(stop, place.stop))
-                if inner.start < inner.stop:
-                    ends = inner.start - place.start, inner.stop - place.start
-                    yield from self._elements(pool, source, *ends)
-        else:
-            yield form.slice(form.reshape(value, (prod(value.shape),)), 0, start, stop)
+        form = self.graph.form
+
+        def is_held(value: Value, run: Run, start: int) -> bool:
+            """Returns True if the elements are all of a Value that a node holds."""
+            count = prod(value.shape)
+            return (start, run.stop - run.start) == (0, count) and self._is_held(value)
+
+        for run, piece, place in _pieces(pool, value, Run(start, stop), start, is_held):
+            end = place + run.stop - run.start
+            if piece in pool.plain:
+                offset = pool.runs[piece].start
+                yield self._of_part(pool, Run(offset + place, offset + end))
+            else:
+                yield form.slice(form.reshape(piece, (prod(piece.shape),)), 0, place, end)
 
     def _is_usable(self, node: Node) -> bool:
         """Returns True if lowering may read a node."""
@@ -443,9 +440,7 @@ class _Rewrite:
 
     def _is_held(self, value: Value) -> bool:
         """Returns True if a node above holds a Value, in any shape."""
-        shapes = [value]
-        while shapes[-1].op == "reshape":
-            shapes += shapes[-1].sources
+        shapes = (value, *value.sources) if value.op == "reshape" else (value,)
         nodes = (node for shape in shapes for node in self.graph.nodes_holding(shape))
         return any(map(self._is_usable, nodes))
 

@@ -180,7 +180,7 @@ def partition_nodes(
         if is_size(node):
             parts.sizes.add(node)
             continue
-        may_replace = node in graph.hidden.values() or node not in graph.effects
+        may_replace = node not in graph.effects or node in graph.hidden.values()
         is_step = node.op == "call_function" and may_replace
         if is_step and not is_memory:
             reading = graph.readings[node]
