@@ -508,8 +508,9 @@ def _(
     end: Any = None,
     step: int = 1,
 ) -> Value:
-    size = x.shape[dim]
-    first, last, step = slice(start, end, step).indices(size)
+    first, last, step = slice(start, end, step).indices(x.shape[dim])
+    if src.shape[dim] != len(range(first, last, step)):
+        raise Departs  # a symbolic end was cut to the number that the axis is bound to
     return _write_slice(c, x, src, dim % len(x.shape), first, last, step)
 
 

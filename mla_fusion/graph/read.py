@@ -384,12 +384,20 @@ class Graph:
             return None
         axis = bind_arguments(split.target, self.argument(list(split.args)), {}).get("dim", 0)
         assert isinstance(place, int)
-        name = "select_scatter" if len(value.shape) < len(source.shape) else "slice_scatter"
-        call = Call(self.form, name, source.shape, source.dtype)
-        if name == "select_scatter":
-            return RULES[name](call, source, value, axis, place)
+        if len(value.shape) < len(source.shape):
+            return self._scatter("select_scatter", source, src=value, dim=axis, index=place)
         start = sum(item.shape[axis] for item in parts[:place])
-        return RULES[name](call, source, value, axis, start, start + value.shape[axis])
+        end = start + value.shape[axis]
+        return self._scatter("slice_scatter", source, src=value, dim=axis, start=start, end=end)
+
+    def _scatter(self, name: str, whole: Value, **arguments: Any) -> Reading:
+        """Returns the reading of a whole after a part of it was overwritten, or None."""
+        if not self._is_size_independent(arguments):
+            return None
+        try:
+            return RULES[name](Call(self.form, name, whole.shape, whole.dtype), whole, **arguments)
+        except (Departs, *_RULE_ERRORS):
+            return None
 
     def _undo_view(self, viewed: Node, view: Node, value: Value) -> Reading:
         """Returns the reading of ``viewed`` after ``view`` of it was overwritten by ``value``.
@@ -401,17 +409,16 @@ class Graph:
         if not isinstance(viewed_value, Value):
             return None
         arguments = bind_arguments(view.target, self.argument(list(view.args)), {})
-        call = Call(self.form, name, viewed_value.shape, viewed_value.dtype)
+        del arguments["x"]
         if scatter is not None:
-            return RULES[scatter](call, **{**arguments, "src": value})
+            return self._scatter(scatter, viewed_value, src=value, **arguments)
         if name in ("permute", "transpose", "t"):
+            call = Call(self.form, name, viewed_value.shape, viewed_value.dtype)
             rank = len(viewed_value.shape)
             numbered_axes = self.form.leaf(
                 "order", tuple(range(2, rank + 2)), viewed_value.dtype, False
             )
-            order = [
-                size - 2 for size in RULES[name](call, **{**arguments, "x": numbered_axes}).shape
-            ]
+            order = [size - 2 for size in RULES[name](call, numbered_axes, **arguments).shape]
             return self.form.permute(value, [order.index(axis) for axis in range(rank)])
         is_whole = prod(value.shape) == prod(viewed_value.shape)
         return self.form.reshape(value, viewed_value.shape) if is_whole else None

@@ -87,7 +87,7 @@ class _Variants:
                 if source is not None:
                     sources_by_part[part] = rows, *source
         if len(sources_by_part) == 2:
-            yield self._with_channel_scales(sources_by_part)
+            yield from self._with_channel_scales(sources_by_part)
         elif "kv_rows" in sources_by_part:
             yield from self._with_tensor_scale(*sources_by_part["kv_rows"])
 
@@ -184,9 +184,11 @@ class _Variants:
         is_row = value.shape[-1:] == (width,) and prod(value.shape) == width
         return self.form.reshape(value, (width,)) if is_row else None
 
-    def _with_channel_scales(self, sources: Mapping[str, tuple[Value, Value, Value]]) -> Proposal:
-        """Returns the proposal with both caches in bytes and a scale for each column
-        (kv_cache_quant_mode 2).
+    def _with_channel_scales(
+        self, sources: Mapping[str, tuple[Value, Value, Value]]
+    ) -> Iterator[Proposal]:
+        """Yields the proposal with both caches in bytes and a scale for each column
+        (kv_cache_quant_mode 2), if there are such scales.
 
         sources  by part: the cached rows, the rows before, and what they were multiplied by
         """
@@ -194,11 +196,12 @@ class _Variants:
         widths = {"kv_rows": self.latent, "kr_rows": self.rope}
         for part, (_, _, ratio) in sources.items():
             scale = self._scale(ratio, widths[part])
-            if scale is not None:
-                options["quant_scale_c" + part[:2]] = scale
+            if scale is None:
+                return
+            options["quant_scale_c" + part[:2]] = scale
         variant = self._begin(2, options)
         claims = {part: [self._row_claim(part, *sources[part][:2], variant)] for part in sources}
-        return self._finish(variant, claims)
+        yield self._finish(variant, claims)
 
     def _row_claim(self, part: str, rows: Value, float_rows: Value, variant: Proposal) -> Claim:
         """Returns the claim of quantised rows.

@@ -151,6 +151,15 @@ class FullPlainCache(Full):
         )
 
 
+@by_channel(STAGED, kv_cache_quant_mode=0)
+class KeyScaledByToken(PlainCache):
+    """A scale for each token is none for each channel."""
+
+    def quantise(self, rows: Tensor, scale: Tensor) -> Tensor:
+        factors = torch.arange(1, len(rows) + 1)[:, None] if rows.shape[-1] == DR else 1
+        return super().quantise(rows * factors, scale)
+
+
 # -- one cache of packed rows
 
 

@@ -64,6 +64,11 @@ def from_a_start(m: Calls, n: int, *args: Tensor) -> Any:
     return m.prologue(x, cos[rows], sin[rows], kv, kr, slots)
 
 
+def first_rotations_scaled(m: Calls, n: int, *args: Tensor) -> Any:
+    query, rotated = m.prologue(*args)
+    return query, torch.slice_scatter(rotated, rotated[:n] * 3, 0, 0, n)
+
+
 def tables_of_40(call: Call) -> Call:
     n, x, _, _, *rest = call
     return n, x, *base.tables(40), *rest
@@ -89,6 +94,11 @@ DYNAMIC: dict[str, tuple[Callable[..., Any], list[Call], int]] = {
         decode_and_prefill,
         [(3, *base.paged_args()), (2, *base.paged_args(12))],
         2,
+    ),
+    "results of the first n": (
+        first_rotations_scaled,
+        [(3, *base.paged_args()), (2, *base.paged_args(12))],
+        1,
     ),
     "rows of a short table": (
         from_a_start,
