@@ -22,7 +22,7 @@ from mla_fusion.fx import strides, subgraphs
 from mla_fusion.fx.build import GraphBuilder
 from mla_fusion.fx.kinds import signature
 from mla_fusion.fx.module_path import NAME, label
-from mla_fusion.fx.sizes import is_size
+from mla_fusion.fx.sizes import is_size, same
 from mla_fusion.fx.walk import is_in_last_copies, origin, views
 from mla_fusion.fx.workplace import workplace
 from mla_fusion.graph.form import MOVES, Shape, Value, filled_with, order
@@ -137,7 +137,7 @@ def _is_sliced(node: Node) -> bool:
         for user in view.users:
             if signature(user.target).is_view and user.args[0] is view:
                 tensor, size = user.meta.get("val"), prod(view.meta["val"].shape)
-                if not isinstance(tensor, torch.Tensor) or prod(tensor.shape) != size:
+                if not isinstance(tensor, torch.Tensor) or not same(prod(tensor.shape), size):
                     return True
                 views.append(user)
     return False

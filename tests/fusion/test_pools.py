@@ -76,3 +76,16 @@ def test_slots_are_checked_against_their_layer() -> None:
     slots[0] = rest[3][0].numel() // rest[3].shape[-1]  # the first row of the next layer
     with pytest.raises(SlotError, match="has 64 rows"):
         run_fused(LayersOfAPool(), (*rest, slots), mf.Config(slots="checked"))
+
+
+class FirstRows(torch.nn.Module):
+    def forward(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return x[: other.shape[0]] + other
+
+
+def test_looking_for_parts_guards_no_size() -> None:
+    gm = traced_graph(FirstRows(), torch.randn(8, 4), torch.randn(5, 4), dynamic=True)
+    sizes = [node.meta["val"].shape[0] for node in gm.graph.find_nodes(op="placeholder")]
+    before = len(sizes[0].node.shape_env.guards)
+    mf.explain(gm, boundary=True)
+    assert len(sizes[0].node.shape_env.guards) == before

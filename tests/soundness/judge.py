@@ -83,10 +83,13 @@ def _judge(family: Family, member: Member) -> Outcome:
                 wanted[label] = plain
             elif known is not None and differs(plain, known):
                 wanted[label] = None  # torch would compile another graph for this input
+    served = [captured.serves(named) for _, named in draws]
     try:
         report, _, wrap = fuse_with_boundary(captured.graph, captured.inputs, mf.Config())
     except Exception as error:
         return Outcome(member, Verdict.RAISED, f"the pass: {type(error).__name__}: {error}")
+    if served != [captured.serves(named) for _, named in draws]:
+        return Outcome(member, Verdict.WRONG, "the pass guards a size of the graph")
     run = on(captured, wrap(captured.graph.forward))
     outcome = against_eager(member, lambda: [report], run, program, draws, wanted, family.random)
     if family.staged and outcome.verdict is Verdict.FUSED:
