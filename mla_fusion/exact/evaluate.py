@@ -22,20 +22,18 @@ from torch import Tensor
 from mla_fusion.exact import field
 from mla_fusion.exact.field import Point
 from mla_fusion.exact.weights import Weight
-from mla_fusion.graph.form import Value
+from mla_fusion.graph.form import Value, is_widening, order
 from mla_fusion.graph.layout import (
     Binding,
     Layout,
     Mixed,
-    broadcast_to,
     has_tokens,
-    is_token_free,
     layout_of,
-    regroup,
-    token_free_axis,
+    source_layout,
 )
 
 _MANY = 1 << 22  # most elements of one Value
+_MOVES = ("reshape", "permute", "expand", "slice", "reduce")  # of one source
 Elements = Tensor | Weight
 
 
@@ -43,37 +41,19 @@ class Undecided(Exception):
     """Raised for a Value with too many elements to evaluate. ``args`` is that Value."""
 
 
-def order(
-    values: Iterable[Value], inputs: Container[Value], allowed: Container[Value] | None = None
-) -> list[Value]:
-    """The Values to evaluate for ``values``, sources first.
+def computed_from(values: Iterable[Value], inputs: Container[Value]) -> list[Value]:
+    """The active Values, and the readers of inputs, that ``values`` are computed from."""
 
-    It descends to ``inputs``, which are not in the result. With ``allowed`` it stays inside that
-    container. Otherwise it follows active Values and readers of inputs.
-    """
-
-    def is_allowed(value: Value) -> bool:
-        if allowed is not None:
-            return value in allowed
+    def is_followed(value: Value) -> bool:
         return value.active or any(source in inputs for source in value.sources)
 
-    ordered, seen = list[Value](), set[Value]()
-    stack = [(value, False) for value in values]
-    while stack:
-        value, is_ready = stack.pop()
-        if is_ready:
-            ordered.append(value)
-        elif value not in seen and value not in inputs and is_allowed(value):
-            seen.add(value)
-            stack.append((value, True))
-            stack += [(source, False) for source in value.sources]
-    return ordered
+    return order(values, inputs, is_followed)
 
 
 def layouts_of(values: Iterable[Value], activations: Mapping[Value, Layout]) -> dict[Value, Layout]:
     """The layouts of the activations and of all Values computed from them. Raises Mixed."""
     layouts = dict(activations)
-    for value in order(values, activations):
+    for value in computed_from(values, activations):
         if any(source in layouts for source in value.sources):
             layouts[value] = layout_of(value, layouts)
     return layouts
@@ -104,59 +84,54 @@ class Evaluation:
     def run(self, values: Iterable[Value]) -> None:
         """Evaluates the Values, and the Values that they are computed from."""
         evaluated = [value for value in values if value in self.layouts]
-        for value in order(evaluated, self.tensors, self.layouts):
+        for value in order(evaluated, self.tensors, self.layouts.__contains__):
             self.tensors[value] = self._evaluate(value, self.layouts[value])
 
     def flat(self, value: Value) -> Tensor:
         """The elements of an evaluated Value as [tokens, all else]. Raises Mixed if tokens are
         missing.
         """
-        layout = self.layouts[value]
-        digits = self.binding.digits(layout)
-        token_digits = sorted(
-            (k for k, digit in enumerate(digits) if digit[0]), key=lambda k: -digits[k][0]
-        )
-        sizes = [digits[k][1] for k in token_digits]
-        if prod(sizes) != self.binding.tokens:
-            raise Mixed(value)
-        other_digits = [k for k, digit in enumerate(digits) if not digit[0]]
-        tensor = self.tensors[value].reshape([size for _, size in digits])
-        return tensor.permute([*token_digits, *other_digits]).reshape(self.binding.tokens, -1)
+        return self.binding.rows(self.tensors[value], self.layouts[value])
+
+    def dense(self, elements: Elements) -> Tensor:
+        """Elements as a tensor."""
+        return elements.dense(self.p) if isinstance(elements, Weight) else elements
+
+    def _expanded(self, elements: Elements, layout: Layout) -> Elements:
+        """Elements in the whole shape of their layout; a weight has it already."""
+        if isinstance(elements, Weight):
+            return elements
+        return elements.expand(self.binding.shape(layout))
 
     # -- Values computed from activations
 
     def _evaluate(self, value: Value, layout: Layout) -> Tensor:
         """Evaluates a Value that is computed from an activation, in its layout."""
-        op, literal, sources = value.op, value.literal, value.sources
-        shape = self.binding.shape(layout)
-        if op in ("sum", "product", "function", "cast"):
-            operands = [self._operand(source, broadcast_to(layout, source)) for source in sources]
-            return self._elementwise(value, operands).expand(shape)
-        if op == "dot":
-            return self._dot(value, layout)
-        if op == "join":
-            parts = []
-            for source in sources:
-                source_layout = tuple(
-                    token_free_axis(source.shape[at]) if at == literal else axis
-                    for at, axis in enumerate(layout)
-                )
-                parts.append(
-                    self._operand(source, source_layout).expand(self.binding.shape(source_layout))
-                )
-            return torch.cat(parts, literal)
+        op, shape = value.op, self.binding.shape(layout)
+        if op in _MOVES:
+            return self._move(value, self.tensors[value.sources[0]], shape)
         if op == "gather":
-            return self._gather(value, self.tensors[sources[0]], sources[1], layout)
-        return self._move(value, self.tensors[sources[0]], shape)
+            return self._gather(value, self.tensors[value.sources[0]], value.sources[1], layout)
+        operands = [self._operand(value, place, layout) for place in range(len(value.sources))]
+        if op == "dot":
+            return self._dot(*operands)
+        tensors = list(map(self.dense, operands))
+        if op == "join":
+            return torch.cat(tensors, value.literal)
+        return self._elementwise(value, tensors).expand(shape)
 
-    def _operand(self, value: Value, layout: Layout) -> Tensor:
-        """The elements of an operand in a layout. Raises Mixed if it has another layout."""
-        if value in self.layouts:
-            if self.layouts[value] != layout:
-                raise Mixed(value)
-            return self.tensors[value]
-        elements = self.beside(value, layout)
-        return elements.dense(self.p) if isinstance(elements, Weight) else elements
+    def _operand(self, value: Value, place: int, layout: Layout) -> Elements:
+        """The elements of a source in the layout in which a Value reads it. Raises Mixed if it
+        has another layout.
+        """
+        source, expected_layout = value.sources[place], source_layout(value, place, layout)
+        if source in self.layouts:
+            if self.layouts[source] != expected_layout:
+                raise Mixed(source)
+            return self.tensors[source]
+        if expected_layout is None:
+            raise Mixed(value)
+        return self._expanded(self.beside(source, expected_layout), expected_layout)
 
     def _elementwise(self, value: Value, operands: list[Tensor]) -> Tensor:
         """An element-wise operation on the elements of its operands."""
@@ -193,29 +168,11 @@ class Evaluation:
         assert op == "reduce", op
         return tensor.sum(literal) % self.p
 
-    def _dot(self, value: Value, layout: Layout) -> Tensor:
+    def _dot(self, left: Elements, right: Elements) -> Tensor:
         """A product of matrices."""
-        left, right = value.sources
-        inner_axis = token_free_axis(left.shape[-1])
-        batch = layout[: len(right.shape) - 2]
-        left_elements = self._factor(left, (*layout[:-1], inner_axis))
-        right_elements = self._factor(right, (*batch, inner_axis, layout[-1]))
-        if isinstance(left_elements, Weight):
-            left_elements = left_elements.dense(self.p)
-        if isinstance(right_elements, Weight):
-            return right_elements.product(left_elements, self.p)
-        return field.product(left_elements, right_elements, self.p)
-
-    def _factor(self, value: Value, layout: Layout) -> Elements:
-        """The elements of a factor in a layout, a weight as a ``Weight``. Raises Mixed."""
-        if value in self.layouts:
-            if self.layouts[value] != layout:
-                raise Mixed(value)
-            return self.tensors[value]
-        elements = self.beside(value, layout)
-        if isinstance(elements, Tensor):
-            return elements.expand(self.binding.shape(layout))
-        return elements
+        if isinstance(right, Weight):
+            return right.product(self.dense(left), self.p)
+        return field.product(self.dense(left), right, self.p)
 
     def _gather(self, value: Value, base: Tensor, index: Value, layout: Layout) -> Tensor:
         """Rows of an evaluated table: by literal numbers, or else as a function of numbers and
@@ -223,7 +180,7 @@ class Evaluation:
         """
         axis = value.literal
         index_layout = layout[axis : axis + len(index.shape)]
-        numbers = self._operand(index, index_layout)
+        numbers = self.dense(self._operand(value, 1, layout))
         if _is_literal(index) and not has_tokens(index_layout):
             elements = base.index_select(axis, numbers.reshape(-1))
             return elements.reshape(self.binding.shape(layout))
@@ -281,52 +238,62 @@ class Evaluation:
 
     def _compute_beside(self, value: Value, layout: Layout) -> Elements | None:
         """The elements of a Value computed from its sources. None: they are random."""
-        op, literal, sources = value.op, value.literal, value.sources
+        op, literal = value.op, value.literal
         if value.is_number:
             return torch.tensor(field.number(literal[1], self.point), dtype=torch.int64)
         if op == "constant":
             return None if has_tokens(layout) else field.elements_of(literal.tensor, self.point)
         if op == "count":
             return None if has_tokens(layout) else torch.arange(value.shape[0])
-        if op in ("sum", "product", "function", "cast"):
-            return self._beside_elementwise(value, layout)
-        if op == "reduce":
-            axes = iter(layout)
-            source_shape = sources[0].shape
-            source_layout = tuple(
-                token_free_axis(n) if at in literal else next(axes)
-                for at, n in enumerate(source_shape)
+        if op in ("leaf", "opaque", "write"):
+            return None
+        layouts = [source_layout(value, place, layout) for place in range(len(value.sources))]
+        if op == "gather" and layouts[0] is not None and layouts[1] is not None:
+            return self._gather_beside(value, layouts[0], layouts[1], layout)
+        operands = list[Elements]()
+        for source, its_layout in zip(value.sources, layouts, strict=True):
+            is_large = (
+                op in ("reduce", "dot") and prod(self.binding.shape(its_layout or ())) > _MANY
             )
-            if prod(self.binding.shape(source_layout)) > _MANY:
+            if its_layout is None or is_large:
                 return None
-            elements = self.beside(sources[0], source_layout)
-            elements = elements.dense(self.p) if isinstance(elements, Weight) else elements
-            return elements.expand(self.binding.shape(source_layout)).sum(literal) % self.p
-        if op == "gather":
-            return self._beside_gather(value, layout)
-        if op == "dot":  # a product of which one row is known
-            return self._beside_dot(value, layout)
-        if op in ("reshape", "permute", "expand", "slice", "join"):
-            return self._beside_move(value, layout)
-        return None
+            operands.append(self._expanded(self.beside(source, its_layout), its_layout))
+        if op == "dot":
+            left, right = map(self.dense, operands)
+            return field.product(left, right, self.p)
+        if op == "join":
+            weights = [operand for operand in operands if isinstance(operand, Weight)]
+            if len(weights) == len(operands):
+                return Weight.joined(weights, literal)
+            return torch.cat(list(map(self.dense, operands)), literal)
+        if op in _MOVES:
+            return self._moved_beside(value, operands[0], layout)
+        return self._elementwise_beside(value, operands, layout)
 
-    def _beside_elementwise(self, value: Value, layout: Layout) -> Elements | None:
+    def _moved_beside(self, value: Value, elements: Elements, layout: Layout) -> Elements | None:
+        """A move of a weight's places, or of elements; or a sum along axes. None: it is random."""
+        if not isinstance(elements, Weight) or value.op == "reduce":
+            return self._move(value, self.dense(elements), self.binding.shape(layout))
+        if value.op == "reshape":
+            return elements.reshaped(value.shape)
+        if value.op == "permute":
+            return elements.permuted(value.literal)
+        if value.op == "expand":
+            return elements.expanded(value.shape)
+        axis, start, step = value.literal
+        return elements.taken(axis, torch.arange(value.shape[axis]) * step + start)
+
+    def _elementwise_beside(
+        self, value: Value, operands: list[Elements], layout: Layout
+    ) -> Elements | None:
         """An element-wise operation beside the activations; of weights, if the result is a
         weight.
         """
-        operands = [self.beside(source, broadcast_to(layout, source)) for source in value.sources]
-        if any(isinstance(operand, Weight) for operand in operands):
-            first = operands[0]
-            if len(operands) == 1 and isinstance(first, Weight) and value.op == "product":
-                exponents, times = value.literal
-                if exponents == (1,) and not times.roots:
-                    return first.scaled(field.fraction(times.ratio, self.p))
-            if value.op == "cast" and isinstance(first, Weight) and is_widening(value):
-                return first
-            return self._product_of_weights(value, operands)
         if value.op == "cast" and is_widening(value):
             return operands[0]
         tensors = [operand for operand in operands if isinstance(operand, Tensor)]
+        if len(tensors) < len(operands):
+            return self._product_of_weights(value, operands)
         return self._elementwise(value, tensors).expand(self.binding.shape(layout))
 
     def _product_of_weights(self, value: Value, operands: list[Elements]) -> Elements | None:
@@ -341,109 +308,24 @@ class Evaluation:
             product = expanded if product is None else product.times(expanded)
         return product.scaled(field.fraction(value.literal[1].ratio, self.p)) if product else None
 
-    def _beside_dot(self, value: Value, layout: Layout) -> Elements | None:
-        """A product of matrices beside the activations. None if a weight has too many elements."""
-        left, right = value.sources
-        inner_axis = token_free_axis(left.shape[-1])
-        sides = (
-            (left, (*layout[:-1], inner_axis)),
-            (right, (*layout[: len(right.shape) - 2], inner_axis, layout[-1])),
-        )
-        side_elements = []
-        for side, side_layout in sides:
-            elements = self.beside(side, side_layout)
-            if isinstance(elements, Weight) and prod(side.shape) > _MANY:
-                return None
-            elements = elements.dense(self.p) if isinstance(elements, Weight) else elements
-            side_elements.append(elements.expand(self.binding.shape(side_layout)))
-        left_elements, right_elements = side_elements
-        return field.product(left_elements, right_elements, self.p)
+    def _gather_beside(
+        self, value: Value, base_layout: Layout, index_layout: Layout, layout: Layout
+    ) -> Elements | None:
+        """Rows of a table beside the activations. None: they are random.
 
-    def _beside_move(self, value: Value, layout: Layout) -> Elements | None:
-        """A move beside the activations: of a weight's places, or of elements. None: it is
-        random.
+        Two rows stand for all rows of the table, unless the row numbers are literals.
         """
-        op, literal, source = value.op, value.literal, value.sources[0]
-        shape = self.binding.shape(layout)
-        if op == "join":
-            if not is_token_free(layout[literal]):
-                return None
-            parts = []
-            for source_of_part in value.sources:
-                source_layout = tuple(
-                    token_free_axis(source_of_part.shape[at]) if at == literal else axis
-                    for at, axis in enumerate(layout)
-                )
-                part = self.beside(source_of_part, source_layout)
-                if isinstance(part, Tensor):
-                    part = part.expand(self.binding.shape(source_layout))
-                parts.append(part)
-            weights = [part for part in parts if isinstance(part, Weight)]
-            if len(weights) == len(parts):
-                return Weight.joined(weights, literal)
-            dense = [part.dense(self.p) if isinstance(part, Weight) else part for part in parts]
-            return torch.cat(dense, literal)
-        if op == "reshape":
-            regrouped_layout = regroup(layout, source.shape)
-            if regrouped_layout is None:
-                return None
-            elements = self.beside(source, regrouped_layout)
-            if isinstance(elements, Weight):
-                return elements.reshaped(value.shape)
-            return elements.expand(self.binding.shape(regrouped_layout)).reshape(shape)
-        if op == "permute":
-            inverse = [literal.index(axis) for axis in range(len(literal))]
-            source_layout = tuple(layout[at] for at in inverse)
-            elements = self.beside(source, source_layout)
-            if isinstance(elements, Weight):
-                return elements.permuted(literal)
-            return elements.expand(self.binding.shape(source_layout)).permute(literal)
-        if op == "expand":
-            elements = self.beside(source, broadcast_to(layout, source))
-            if isinstance(elements, Weight):
-                return elements.expanded(value.shape)
-            return elements.expand(shape)
-        axis, start, step = literal
-        if not is_token_free(layout[axis]):
-            return None
-        source_layout = (*layout[:axis], token_free_axis(source.shape[axis]), *layout[axis + 1 :])
-        places = torch.arange(value.shape[axis]) * step + start
-        elements = self.beside(source, source_layout)
-        if isinstance(elements, Weight):
-            return elements.taken(axis, places)
-        return elements.expand(self.binding.shape(source_layout)).index_select(axis, places)
-
-    def _beside_gather(self, value: Value, layout: Layout) -> Elements | None:
-        """Rows of a table beside the activations. None: they are random."""
-        base, index = value.sources
-        axis, rank = value.literal, len(index.shape)
-        index_layout = layout[axis : axis + rank]
-        size = base.shape[axis]
+        (base, index), axis = value.sources, value.literal
+        table = self._expanded(self.beside(base, base_layout), base_layout)
         if _is_literal(index) and not has_tokens(index_layout):
-            base_layout = (*layout[:axis], token_free_axis(size), *layout[axis + rank :])
             places = index.literal.tensor
-            elements = self.beside(base, base_layout)
-            if isinstance(elements, Weight):
-                return elements.taken(axis, places) if places.dim() == 1 else None
-            elements = elements.expand(self.binding.shape(base_layout)).index_select(
-                axis, places.reshape(-1)
-            )
-            return elements.reshape(self.binding.shape(layout))
-        # two rows stand for all rows of the table
-        rows = ((-size, size),) if size != 1 else ()
-        base_layout = (*layout[:axis], rows, *layout[axis + rank :])
-        elements = self.beside(base, base_layout)
-        if isinstance(elements, Weight):
+            if isinstance(table, Weight):
+                return table.taken(axis, places) if places.dim() == 1 else None
+            rows = table.index_select(axis, places.reshape(-1))
+            return rows.reshape(self.binding.shape(layout))
+        if isinstance(table, Weight):
             return None
-        table = elements.expand(self.binding.shape(base_layout))
-        return self._gather_unknown_rows(table, index, index_layout, axis)
-
-    def _gather_unknown_rows(
-        self, table: Tensor, index: Value, index_layout: Layout, axis: int
-    ) -> Tensor:
-        """Elements as a function of the row numbers and of the two rows of the table."""
-        numbers = self._operand(index, index_layout)
-        numbers = numbers.expand(self.binding.shape(index_layout))
+        numbers = self.dense(self._expanded(self.beside(index, index_layout), index_layout))
         name = field.word(self.point.seed, "gather")
         columns = field.hashed(name, *table.movedim(axis, 0))
         leading, trailing = columns.shape[:axis], columns.shape[axis:]
@@ -454,22 +336,3 @@ class Evaluation:
 def _is_literal(index: Value) -> bool:
     """True if the row numbers are literals."""
     return index.op == "constant"
-
-
-def is_widening(cast: Value) -> bool:
-    """True if the cast keeps every number of the source's dtype."""
-    source, dtype = cast.sources[0].dtype, cast.dtype
-    if source == torch.bool:
-        return dtype != torch.bool
-    if dtype == torch.bool:
-        return False
-    if not source.is_floating_point:
-        if dtype.is_floating_point:
-            bits = 8 * source.itemsize
-            return torch.finfo(dtype).eps <= 2.0 ** (1 - bits)
-        source_range, result_range = torch.iinfo(source), torch.iinfo(dtype)
-        return result_range.min <= source_range.min and result_range.max >= source_range.max
-    if not dtype.is_floating_point:
-        return False
-    source_info, result_info = torch.finfo(source), torch.finfo(dtype)
-    return result_info.eps <= source_info.eps and result_info.max >= source_info.max

@@ -46,8 +46,7 @@ def prove(activations: dict[Value, Layout], tokens: int, claims: Sequence[Claim]
     sides = [side for claim in claims for side in (claim.graph, claim.kernel)]
     try:
         layouts = layouts_of(sides, activations)
-        cuts = cuts_of(layouts.values())
-        binding = Binding(cuts, tokens)
+        binding = Binding(cuts_of(layouts.values()), tokens)
     except Mixed as mixed:
         raise _tokens_mixed(mixed, claims) from mixed
     compared, points = 0, [*field.POINTS]
@@ -56,21 +55,11 @@ def prove(activations: dict[Value, Layout], tokens: int, claims: Sequence[Claim]
         compared += count
         if refusal is None:
             continue
-        finer_cuts = cuts | binding.missing  # Values beside x divide the tokens at more places
-        if finer_cuts == cuts or not _is_binding_possible(finer_cuts, tokens):
+        finer_binding = binding.refined()  # Values beside x divide the tokens at more places
+        if finer_binding is None:
             raise refusal
-        cuts, compared, points = finer_cuts, 0, [*field.POINTS]
-        binding = Binding(cuts, tokens)
+        binding, compared, points = finer_binding, 0, [*field.POINTS]
     return compared
-
-
-def _is_binding_possible(cuts: set[int], tokens: int) -> bool:
-    """True if the cuts divide each other."""
-    try:
-        Binding(cuts, tokens)
-    except Mixed:
-        return False
-    return True
 
 
 def _compare_at_point(

@@ -33,7 +33,7 @@ Exceptions are moves, negation and products with powers of two.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from fractions import Fraction
 from math import prod
 from typing import Any
@@ -236,7 +236,7 @@ class Form:
             factor, unscaled = self.split(value)
             if unscaled is not value and not factor.roots:
                 coefficient, value = coefficient * factor.ratio, unscaled
-            inner = value.sources[0] if value.op == "expand" else value
+            inner = strip(value, "expand")
             if inner.is_number and not inner.literal[1].roots:
                 constant += coefficient * inner.literal[1].ratio
             elif value.op == "sum" and len(value.sources) <= _SHORT:
@@ -273,8 +273,7 @@ class Form:
         stack = factors[::-1]
         while stack:
             value, exponent = stack.pop()
-            while value.op == "expand":  # factors are broadcast
-                value = value.sources[0]
+            value = strip(value, "expand")  # factors are broadcast
             if _is_dequantised(value):
                 inner, value = self.split(value)
                 power = inner.power(exponent)
@@ -394,12 +393,12 @@ class Form:
         if value.is_float and dtype.is_floating_point and _is_wide(dtype):
             if value.active:
                 return value
-            if value.op == "cast" and value.sources[0].dtype == dtype and _is_widening(value):
+            if value.op == "cast" and value.sources[0].dtype == dtype and is_widening(value):
                 return value.sources[0]
         if _is_narrowed_input(value):
             self.assumed.append(f"input {value.sources[0].literal} holds numbers below 2**31")
             return self.cast(value.sources[0], dtype)
-        inner = value.sources[0] if value.op == "expand" else value
+        inner = strip(value, "expand")
         if inner.is_number and (
             dtype.is_floating_point or _is_representable(inner.literal[1], dtype)
         ):
@@ -426,9 +425,9 @@ class Form:
                 elif (
                     source.is_float
                     and value.is_float
-                    and (_is_widening(value) or (may_narrow and _is_wide(value.dtype)))
+                    and (is_widening(value) or (may_narrow and _is_wide(value.dtype)))
                 ):
-                    bare_value = self.bare(source, may_narrow and _is_widening(value))
+                    bare_value = self.bare(source, may_narrow and is_widening(value))
             elif value.op in MOVES:
                 bare_value = self.rebuilt(
                     value, [self.bare(source, may_narrow) for source in value.sources]
@@ -567,8 +566,7 @@ class Form:
         if prod(value.shape) != prod(shape):
             raise ValueError(f"{list(value.shape)} as {list(shape)}")
         times, value = self.split(value)
-        while value.op == "reshape":
-            value = value.sources[0]
+        value = strip(value, "reshape")
         if value.shape == shape:
             return self.scaled(value, times)
         filled = _filled_with(value)
@@ -620,8 +618,7 @@ class Form:
             return value
         if broadcast((value.shape, shape)) != shape:
             raise ValueError(f"{list(value.shape)} to {list(shape)}")
-        while value.op == "expand":
-            value = value.sources[0]
+        value = strip(value, "expand")
         if prod(shape) == prod(value.shape) and not value.is_number:
             return self.reshape(value, shape)
         return self.make("expand", (value,), None, shape, value.dtype)
@@ -968,18 +965,35 @@ def broadcast(shapes: Iterable[Sequence[int]]) -> Shape:
     return tuple(sizes)
 
 
-def order(values: Iterable[Value], inputs: Iterable[Value] = ()) -> list[Value]:
-    """All Values that ``values`` are computed from, sources first; stops at ``inputs``.
+def strip(value: Value, *operations: str) -> Value:
+    """The first Value that ``value`` is made of by other operations than these."""
+    while value.op in operations:
+        value = value.sources[0]
+    return value
 
-    Each Value of ``values`` is completed before the next one. Inputs are not in the result.
+
+def strip_reshapes(value: Value) -> Value:
+    """The Value without reshapes around it."""
+    return strip(value, "reshape")
+
+
+def order(
+    values: Iterable[Value],
+    inputs: Container[Value] = (),
+    is_followed: Callable[[Value], bool] = lambda value: True,
+) -> list[Value]:
+    """The Values that ``values`` are computed from, sources first.
+
+    Each Value of ``values`` is completed before the next one. It stops at ``inputs``, which are not
+    in the result, and at Values that are not followed.
     """
-    ordered, seen = list[Value](), set(inputs)
+    ordered, seen = list[Value](), set[Value]()
     stack = [(value, False) for value in list(values)[::-1]]
     while stack:
         value, is_ready = stack.pop()
         if is_ready:
             ordered.append(value)
-        elif value not in seen:
+        elif value not in seen and value not in inputs and is_followed(value):
             seen.add(value)
             stack.append((value, True))
             stack += [(source, False) for source in value.sources if source not in seen]
@@ -1053,7 +1067,7 @@ def _is_narrowed_input(value: Value) -> bool:
 
 def _filled_with(value: Value) -> Value | None:
     """The number that each element of a Value is, as a scalar Value; None for other Values."""
-    inner = value.sources[0] if value.op == "expand" else value
+    inner = strip(value, "expand")
     return inner if inner.is_number else None
 
 
@@ -1123,8 +1137,7 @@ def _is_dequantised(value: Value) -> bool:
 
 def _is_quantised(rows: Value) -> bool:
     """True if the rows have one byte an element, by their dtype or as a quantising function."""
-    while rows.op in ("reshape", "expand"):
-        rows = rows.sources[0]
+    rows = strip(rows, "reshape", "expand")
     is_quantised = rows.op == "function" and rows.literal[0] in BYTES
     return is_quantised or rows.dtype.itemsize == 1
 
@@ -1134,10 +1147,20 @@ def _is_wide(dtype: torch.dtype) -> bool:
     return dtype.itemsize > 1
 
 
-def _is_widening(cast: Value) -> bool:
-    """True if a cast between floats keeps every number."""
-    operand_range, result_range = torch.finfo(cast.sources[0].dtype), torch.finfo(cast.dtype)
-    return bool(result_range.eps <= operand_range.eps and result_range.max >= operand_range.max)
+def is_widening(cast: Value) -> bool:
+    """True if a cast keeps every number of the source's dtype."""
+    source, dtype = cast.sources[0].dtype, cast.dtype
+    if source == torch.bool or dtype == torch.bool:
+        return dtype != torch.bool
+    if dtype.is_floating_point:
+        if not source.is_floating_point:
+            return torch.finfo(dtype).eps <= 2.0 ** (1 - 8 * source.itemsize)
+        ranges = torch.finfo(source), torch.finfo(dtype)
+        return ranges[1].eps <= ranges[0].eps and ranges[1].max >= ranges[0].max
+    if source.is_floating_point:
+        return False
+    limits = torch.iinfo(source), torch.iinfo(dtype)
+    return limits[1].min <= limits[0].min and limits[1].max >= limits[0].max
 
 
 def _is_representable(value: Number, dtype: torch.dtype) -> bool:

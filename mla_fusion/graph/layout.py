@@ -20,6 +20,8 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from math import prod
 
+from torch import Tensor
+
 from mla_fusion.graph.form import Value
 
 Digit = tuple[int, int]
@@ -146,7 +148,7 @@ def _layout_or_none(value: Value, layouts: Sequence[Layout | None]) -> Layout | 
             return None
         return tuple(axis for at, axis in enumerate(first) if at not in literal)
     if op == "slice":
-        return _resized_axis(first, literal[0], value.shape)
+        return _resized_axis(first, literal[0], value.shape[literal[0]])
     if op == "join":
         for layout in layouts:
             for at, axis in enumerate(layout or ()):
@@ -154,7 +156,7 @@ def _layout_or_none(value: Value, layouts: Sequence[Layout | None]) -> Layout | 
                     at == literal and not is_token_free(axis)
                 ):
                     return None
-        return _resized_axis(first, literal, value.shape)
+        return _resized_axis(first, literal, value.shape[literal])
     if op == "gather" and layouts[0] is not None and layouts[1] is None:
         if not is_token_free(first[literal]):
             return None
@@ -165,13 +167,11 @@ def _layout_or_none(value: Value, layouts: Sequence[Layout | None]) -> Layout | 
     return None
 
 
-def _resized_axis(layout: Layout, axis: int, shape: Sequence[int]) -> Layout | None:
+def _resized_axis(layout: Layout, axis: int, size: int) -> Layout | None:
     """The layout with an axis of another size; None if the axis counts tokens."""
     if not is_token_free(layout[axis]):
         return None
-    return tuple(
-        token_free_axis(shape[at]) if at == axis else digits for at, digits in enumerate(layout)
-    )
+    return (*layout[:axis], token_free_axis(size), *layout[axis + 1 :])
 
 
 def _broadcast_layout(value: Value, layouts: Sequence[Layout | None]) -> Layout | None:
@@ -213,6 +213,53 @@ def _product_layout(value: Value, layouts: Sequence[Layout | None]) -> Layout | 
     return (*batch_axes, left[-2], right[-1])
 
 
+def source_layout(value: Value, place: int, layout: Layout) -> Layout | None:
+    """The layout of a source, from the layout of the Value that reads it: the reverse of
+    ``layout_of``.
+
+    place  of the source among the Value's sources
+
+    None if the source has no layout.
+    """
+    op, literal, source = value.op, value.literal, value.sources[place]
+    if op == "reshape":
+        return regroup(layout, source.shape)
+    if op == "permute":
+        return tuple(layout[literal.index(axis)] for axis in range(len(literal)))
+    if op in ("slice", "join"):
+        axis = literal if op == "join" else literal[0]
+        return _resized_axis(layout, axis, source.shape[axis])
+    if op == "reduce":
+        axes = iter(layout)
+        sizes = enumerate(source.shape)
+        return tuple(token_free_axis(n) if at in literal else next(axes) for at, n in sizes)
+    if op == "dot":
+        if place == 0:
+            return (*layout[:-1], token_free_axis(source.shape[-1]))
+        batch = layout[: len(source.shape) - 2]
+        return (*batch, token_free_axis(source.shape[-2]), layout[-1])
+    if op == "gather":
+        end = literal + len(value.sources[1].shape)
+        numbers = layout[literal:end]
+        if place == 1:
+            return numbers
+        size = source.shape[literal]
+        is_literal = value.sources[1].op == "constant" and not has_tokens(numbers)
+        rows = token_free_axis(size) if is_literal or size == 1 else ((-size, size),)
+        return (*layout[:literal], rows, *layout[end:])
+    return broadcast_to(layout, source)
+
+
+def token_order(digits: Sequence[Digit]) -> list[int]:
+    """The places of digits in the order of rows: digits of tokens first, the outermost in front."""
+    return sorted(range(len(digits)), key=lambda place: -digits[place][0])
+
+
+def token_count(digits: Iterable[Digit]) -> int:
+    """How many tokens the digits count."""
+    return prod(size for stride, size in digits if stride)
+
+
 def cuts_of(layouts: Iterable[Layout]) -> set[int]:
     """The token counts at which digits begin and end: strides, and strides times sizes."""
     return {
@@ -228,6 +275,7 @@ def cuts_of(layouts: Iterable[Layout]) -> set[int]:
 class Binding:
     """Small sizes for the digits of tokens.
 
+    cuts     the token counts between which there is one digit
     tokens   how many tokens the bound sizes make
     period   how many of them make one copy
     copies   how often the tokens are repeated, as the outermost digit; Values beside the activation
@@ -235,29 +283,32 @@ class Binding:
     missing  cuts that a digit needed and the binding does not have
     """
 
-    def __init__(
-        self, cuts: Iterable[int], total: int, copies: int = 1, digit_size: int = 2
-    ) -> None:
-        """Binds the digits between the cuts of ``total`` tokens.
-
-        digit_size  the bound size of a digit; the outermost has one more
+    def __init__(self, cuts: Iterable[int], total: int, copies: int = 1) -> None:
+        """Binds the digits between the cuts of ``total`` tokens: to 2, the outermost to 3.
 
         Raises Mixed if the cuts do not divide each other.
         """
-        self._cuts, self.missing = sorted({1, total, *cuts}), set[int]()
-        for below, above in pairwise(self._cuts):
+        self.cuts, self.missing = sorted({1, total, *cuts}), set[int]()
+        for below, above in pairwise(self.cuts):
             if above % below:
                 raise Mixed(None)
-        last = len(self._cuts) - 1
-        sizes = [digit_size + 1 if place == last - 1 else digit_size for place in range(last)] or [
-            1
-        ]
+        count = len(self.cuts) - 1
+        sizes = [2] * (count - 1) + [3] if count else [1]
         self.period, self.copies = prod(sizes), copies
         sizes[-1] *= copies
         self._bound_strides = [1]
         for size in sizes:
             self._bound_strides.append(self._bound_strides[-1] * size)
         self.tokens = self.period * copies
+
+    def refined(self) -> Binding | None:
+        """A binding with the missing cuts, too. None if there are none, or if they do not fit."""
+        cuts = self.missing.union(self.cuts)
+        try:
+            is_finer = len(cuts) > len(self.cuts)
+            return Binding(cuts, self.cuts[-1], self.copies) if is_finer else None
+        except Mixed:
+            return None
 
     def digit(self, digit: Digit) -> Digit:
         """Stride and size of a digit in the bound tokens. Raises Mixed if it begins or ends at
@@ -271,7 +322,7 @@ class Binding:
                 raise Mixed(None)
             return -1, 2
         try:
-            low, high = self._cuts.index(stride), self._cuts.index(stride * size)
+            low, high = self.cuts.index(stride), self.cuts.index(stride * size)
         except ValueError:
             self.missing |= {stride, stride * size}
             raise Mixed(None) from None
@@ -281,6 +332,10 @@ class Binding:
         """The bound shape of a layout."""
         return tuple(prod(self.digit(digit)[1] for digit in axis) for axis in layout)
 
-    def digits(self, layout: Layout) -> list[Digit]:
-        """All bound digits of a layout, in order."""
-        return [self.digit(digit) for axis in layout for digit in axis]
+    def rows(self, tensor: Tensor, layout: Layout) -> Tensor:
+        """The elements of a tensor as [tokens, all else]. Raises Mixed if tokens are missing."""
+        digits = [self.digit(digit) for axis in layout for digit in axis]
+        if token_count(digits) != self.tokens:
+            raise Mixed(None)
+        tensor = tensor.reshape([size for _, size in digits]).permute(token_order(digits))
+        return tensor.reshape(self.tokens, -1)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from mla_fusion.graph.call import Call, Departs, operator
-from mla_fusion.graph.form import Form, Value, filled_with
+from mla_fusion.graph.form import Form, Value, filled_with, strip, strip_reshapes
 from mla_fusion.graph.numbers import is_open, literal
 
 _VIEWS = (
@@ -36,9 +36,7 @@ def _reinterpret(c: Call, x: Value, dtype: torch.dtype) -> Value:
     """The same bytes as elements of another dtype."""
     from mla_fusion.graph import quantise
 
-    inner = x
-    while inner.op in ("reshape", "permute", "slice"):
-        inner = inner.sources[0]
+    inner = strip(x, "reshape", "permute", "slice")
     is_scale = inner.op == "function" and inner.literal[0] == "power of two"
     if dtype.itemsize == 1 and (is_scale or {x.dtype, dtype} <= _SCALE_CODES):
         return x  # both dtypes hold the codes of scales
@@ -337,9 +335,7 @@ def _whole_row_index(c: Call, index: Value, dim: int) -> Value | None:
 
     None for other indices.
     """
-    inner = index
-    while inner.op == "reshape":
-        inner = inner.sources[0]
+    inner = strip_reshapes(index)
     if inner.op != "expand" or inner.shape[: dim + 1] != index.shape[: dim + 1]:
         return None
     numbers = inner.sources[0]
@@ -465,9 +461,7 @@ def _entry_row_index(c: Call, index: Value, dim: int) -> Value | None:
 
     None for other indices, and for another ``dim`` than 1.
     """
-    inner = index
-    while inner.op == "reshape":
-        inner = inner.sources[0]
+    inner = strip_reshapes(index)
     if dim != 1 or inner.op != "expand" or inner.shape[:2] != index.shape[:2]:
         return None
     numbers = inner.sources[0]
@@ -493,9 +487,8 @@ def _(
 
 def _is_memory(value: Value) -> bool:
     """True for an input of the graph, or a reshape of one."""
-    while value.op == "reshape":
-        value = value.sources[0]
-    return value.op == "leaf" and not value.active
+    inner = strip_reshapes(value)
+    return inner.op == "leaf" and not inner.active
 
 
 @operator("slice_scatter")

@@ -25,7 +25,7 @@ from mla_fusion.fx.module_path import NAME, label
 from mla_fusion.fx.sizes import is_size, same
 from mla_fusion.fx.walk import is_in_last_copies, origin, views
 from mla_fusion.fx.workplace import workplace
-from mla_fusion.graph.form import MOVES, Shape, Value, filled_with, order
+from mla_fusion.graph.form import Shape, Value, filled_with, order, strip
 from mla_fusion.graph.lower import Lowering
 from mla_fusion.graph.numbers import is_open
 from mla_fusion.graph.read import Graph
@@ -305,9 +305,7 @@ def _pieces(
 
 def _is_written(value: Value) -> bool:
     """Returns True if a piece is what a cache holds, with or without new rows."""
-    while value.op in MOVES and len(value.sources) == 1:
-        value = value.sources[0]
-    return value.op in ("write", "leaf")
+    return strip(value, "reshape", "permute", "expand", "slice").op in ("write", "leaf")
 
 
 def _merged(runs: Iterable[Run]) -> list[Run]:

@@ -20,12 +20,13 @@ import torch
 
 from mla_fusion.graph import bounds
 from mla_fusion.graph.call import Call, Departs, operator
-from mla_fusion.graph.form import Form, Value, filled_with
+from mla_fusion.graph.form import Form, Value, filled_with, strip, strip_reshapes
 from mla_fusion.graph.numbers import MINUS_ONE, Number, number
 from mla_fusion.meta.number_formats import BLOCK, FP8, HIFLOAT8, INT8, NumberFormat
 
 FLOOR = 1e-4  # floors up to it under a row's largest element are left out (listed as assumed)
 STEPS = 127
+_VIEWS = ("reshape", "expand", "permute")
 _ROUNDING = 1 + 1e-9  # tolerance for a root that is compared as a float
 MOST = {INT8: STEPS, FP8: 448, HIFLOAT8: 32768}  # what the largest element of a row becomes
 
@@ -49,12 +50,9 @@ def absolute(times: Number) -> Number:
 
 def is_size(value: Value) -> bool:
     """True for the largest absolute element of rows (``largest``), or a number times it."""
-    while value.op in ("reshape", "expand", "permute"):
-        value = value.sources[0]
-    is_scaled = value.op == "product" and value.literal[0] == (1,)
-    inner = value.sources[0] if is_scaled else value
-    while inner.op in ("reshape", "expand", "permute"):
-        inner = inner.sources[0]
+    inner = strip(value, *_VIEWS)
+    if inner.op == "product" and inner.literal[0] == (1,):
+        inner = strip(inner.sources[0], *_VIEWS)
     return inner.op == "function" and inner.literal[0] == "largest"
 
 
@@ -175,14 +173,14 @@ def by_row(form: Form, rows: Value, kind: NumberFormat = INT8) -> tuple[Value, V
     """Quantises each row: the rows in bytes, and their steps [.., 1]."""
     row_size, greatest = largest(form, rows), number(MOST[kind])
     values = saturated(form, form.product([(rows, 1), (row_size, -1)], greatest), kind)
-    return values, form.product([(row_size, 1)], _inverse(greatest))
+    return values, form.product([(row_size, 1)], inverse(greatest))
 
 
-def _inverse(divisor: Number) -> Number:
+def inverse(divisor: Number) -> Number:
     """One divided by a number that is not 0."""
-    inverse = divisor.power(-1)
-    assert inverse is not None
-    return inverse
+    result = divisor.power(-1)
+    assert result is not None
+    return result
 
 
 def by_block(form: Form, rows: Value) -> tuple[Value, Value]:
@@ -291,9 +289,7 @@ def _is_length(value: Value) -> bool:
     """True for the root of a row's sum of squares."""
     if value.op != "product" or set(value.literal[0]) != {Fraction(1, 2)}:
         return False
-    inner = value.sources[0]
-    while inner.op in ("reshape", "expand"):
-        inner = inner.sources[0]
+    inner = strip(value.sources[0], "reshape", "expand")
     return inner.op == "reduce" and inner.sources[0].op == "product"
 
 
@@ -373,13 +369,10 @@ def _greater(c: Call, x: Any, other: Any) -> Value:
 
 def _rows_of_maximum(value: Value) -> Value | None:
     """The rows whose greatest element a Value is; None for other Values."""
-    while value.op == "reshape":
-        value = value.sources[0]
-    if value.op != "function" or value.literal[0] != "greatest":
+    inner = strip_reshapes(value)
+    if inner.op != "function" or inner.literal[0] != "greatest":
         return None
-    (elements,) = value.sources
-    while elements.op in ("reshape", "reduce"):
-        elements = elements.sources[0]
+    elements = strip(inner.sources[0], "reshape", "reduce")
     return elements.sources[0] if elements.op == "function" else None
 
 

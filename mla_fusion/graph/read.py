@@ -29,7 +29,7 @@ from mla_fusion.fx.sizes import Binding, has_symbols
 from mla_fusion.fx.sizes import expression as expression_of
 from mla_fusion.graph import arithmetic, decompose, fused, moves, quantise
 from mla_fusion.graph.call import RULES, Call, Departs, EqualSizes, Pair, Size, name_of
-from mla_fusion.graph.form import Form, Value, filled_with
+from mla_fusion.graph.form import Form, Value, filled_with, strip_reshapes
 from mla_fusion.graph.numbers import LEAST_BOUND, Number, is_open, is_rough
 from mla_fusion.graph.parameters import parameters
 
@@ -175,10 +175,8 @@ class Graph:
 
     def _origin(self, value: Value) -> tuple[Number, Value]:
         """A key that is equal for Values that are reshapes of each other."""
-        times, inner = self.form.split(value)
-        while inner.op == "reshape":
-            inner = inner.sources[0]
-        return times, inner
+        times, unscaled = self.form.split(value)
+        return times, strip_reshapes(unscaled)
 
     @cached_property
     def _nodes_by_origin(self) -> dict[tuple[Number, Value], list[Node]]:

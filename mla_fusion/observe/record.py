@@ -20,14 +20,13 @@ from mla_fusion.fx.kinds import is_mutating, op_name, word
 from mla_fusion.fx.sizes import has_symbols, is_empty
 from mla_fusion.fx.walk import upward, views_and_writes
 from mla_fusion.graph.departure import Departure
-from mla_fusion.graph.form import Value, nearest
+from mla_fusion.graph.form import Value, nearest, strip_reshapes
 from mla_fusion.graph.read import Graph
 from mla_fusion.machine import is_for_ge
 from mla_fusion.observe import leftovers
 from mla_fusion.observe.gain import seconds_saved
 from mla_fusion.plan.caches import InPlace, Staged
 from mla_fusion.plan.contract import OPERATOR
-from mla_fusion.plan.outputs import strip_reshapes
 from mla_fusion.plan.plan import Plan
 from mla_fusion.plan.skip import is_named
 from mla_fusion.propose.sites import Projections

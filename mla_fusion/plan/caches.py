@@ -16,12 +16,11 @@ from torch.fx import Node
 from mla_fusion.fx.kinds import called, is_writer, shape_of, word
 from mla_fusion.fx.sizes import divides, is_empty, known, same
 from mla_fusion.fx.walk import INPUTS, origin, upward, views, written
-from mla_fusion.graph.form import MOVES, Value, order
+from mla_fusion.graph.form import MOVES, Value, order, strip, strip_reshapes
 from mla_fusion.graph.numbers import ONE
 from mla_fusion.graph.read import Graph
 from mla_fusion.machine import Machine
 from mla_fusion.meta import layout, limits
-from mla_fusion.plan.outputs import strip_reshapes
 from mla_fusion.plan.slots import Roles, trusted_inputs
 from mla_fusion.propose.prologue import Proposal
 from mla_fusion.propose.rewrites import Rewrites
@@ -293,10 +292,9 @@ def _missing_write_obstacle(graph: Graph, rewrites: Rewrites, name: str, rows: V
 
 def _may_be_cache(value: Value, rows: Value) -> bool:
     """Returns True if the Value is a view of an input that is large enough to take the rows."""
-    while value.op in ("reshape", "slice", "permute"):
-        value = value.sources[0]
-    is_input = value.op in ("leaf", "write") and not value.model and value is not rows
-    return is_input and value.dtype.itemsize < 8 and prod(value.shape) >= prod(rows.shape)
+    memory = strip(value, "reshape", "slice", "permute")
+    is_input = memory.op in ("leaf", "write") and not memory.model and memory is not rows
+    return is_input and memory.dtype.itemsize < 8 and prod(memory.shape) >= prod(rows.shape)
 
 
 PAIRS = Obstacle(
@@ -331,16 +329,12 @@ def _memory_obstacles(
 
 def _is_reshape_of(value: Value | None, rows: Value) -> bool:
     """Returns True if the Value is the rows, perhaps reshaped."""
-    while value is not None and value.op == "reshape":
-        value = value.sources[0]
-    return value is rows
+    return value is not None and strip_reshapes(value) is rows
 
 
 def _written_input(graph: Graph, value: Value) -> Node | None:
     """Returns the input that a write goes to, or None."""
-    target = value.sources[0]
-    while target.op == "reshape":
-        target = target.sources[0]
+    target = strip_reshapes(value.sources[0])
     placeholders = [node for node in graph.nodes.get(target, ()) if node.op == "placeholder"]
     return placeholders[0] if target.op == "leaf" and placeholders else None
 

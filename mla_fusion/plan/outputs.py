@@ -15,7 +15,7 @@ from torch.fx import Node
 from mla_fusion.compat import OpOverload
 from mla_fusion.fx.kinds import signature
 from mla_fusion.graph.departure import Departure
-from mla_fusion.graph.form import Value, filled_with
+from mla_fusion.graph.form import Value, filled_with, strip_reshapes
 from mla_fusion.graph.read import Graph, values_of, written_arguments
 from mla_fusion.propose.rewrites import Rewrites
 
@@ -68,13 +68,6 @@ def is_input_free(value: Value) -> bool:
     memory.
     """
     return filled_with(value) is not None or (value.op == "opaque" and not value.sources)
-
-
-def strip_reshapes(value: Value) -> Value:
-    """Returns the Value without reshapes around it."""
-    while value.op == "reshape":
-        value = value.sources[0]
-    return value
 
 
 def source_nodes(

@@ -72,9 +72,7 @@ class Plan:
 
         They are leaves. In place, the written caches replace the leaves of the new rows.
         """
-        results = {
-            name: leaf for name, leaf in vars(self.proposal.results).items() if leaf is not None
-        }
+        results = self.proposal.results.by_name
         if isinstance(self.caches, InPlace):
             del results["kv_rows"], results["kr_rows"]
             results |= {name: write.value for name, write in self.caches.writes.items()}

@@ -18,12 +18,12 @@ from mla_fusion.config import Config
 from mla_fusion.exact.prove import Claim, prove
 from mla_fusion.fx.kinds import dtype_of, signature
 from mla_fusion.graph.departure import Departure
-from mla_fusion.graph.form import Value, order
+from mla_fusion.graph.form import Value, order, strip_reshapes
 from mla_fusion.graph.read import Graph, values_of
 from mla_fusion.meta import limits
 from mla_fusion.plan import contract, policy
 from mla_fusion.plan.caches import PAIRS, InPlace, Obstacle, Setting, Staged, Write, place_rows
-from mla_fusion.plan.outputs import is_size, strip_reshapes
+from mla_fusion.plan.outputs import is_size
 from mla_fusion.plan.plan import Plan
 from mla_fusion.plan.region import find_region, nodes_between
 from mla_fusion.plan.structure import Structures

@@ -14,9 +14,8 @@ from mla_fusion.fx.kinds import dtype_of
 from mla_fusion.fx.vector_numbers import numbers
 from mla_fusion.fx.walk import upward, views_and_model_casts
 from mla_fusion.graph.departure import Departure
-from mla_fusion.graph.form import Value
+from mla_fusion.graph.form import Value, strip_reshapes
 from mla_fusion.graph.read import Graph, values_of
-from mla_fusion.plan.outputs import strip_reshapes
 from mla_fusion.propose.prologue import Proposal
 
 NARROW = (

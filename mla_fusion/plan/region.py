@@ -14,9 +14,9 @@ from torch.fx import Node
 from mla_fusion.fx.kinds import is_mutating
 from mla_fusion.fx.walk import reached
 from mla_fusion.graph.departure import Departure
-from mla_fusion.graph.form import Value, order
+from mla_fusion.graph.form import Value, order, strip_reshapes
 from mla_fusion.graph.read import Graph, values_of
-from mla_fusion.plan.outputs import is_input_free, is_replaced, is_size, strip_reshapes
+from mla_fusion.plan.outputs import is_input_free, is_replaced, is_size
 from mla_fusion.plan.plan import Plan
 from mla_fusion.propose.quantised import unquantised_rows
 from mla_fusion.propose.rewrites import Rewrites

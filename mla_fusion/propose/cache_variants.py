@@ -16,15 +16,14 @@ import torch
 
 from mla_fusion.exact.prove import Claim
 from mla_fusion.graph import quantise
-from mla_fusion.graph.form import MOVES, Value, filled_with, order
+from mla_fusion.graph.form import MOVES, Value, filled_with, order, strip, strip_reshapes
 from mla_fusion.graph.numbers import ONE
 from mla_fusion.meta.number_formats import FORMATS
 from mla_fusion.meta.spec import TILE_SIZE
 from mla_fusion.propose.prologue import Proposal
-from mla_fusion.propose.quantised import strip_expand
 from mla_fusion.propose.rewrites import Rewrites
 from mla_fusion.propose.sites import Projections
-from mla_fusion.targets import prolog
+from mla_fusion.targets.prolog import format_of, row_format
 
 _FORMAT_NAMES = {kind.name for kind in FORMATS}
 
@@ -51,7 +50,7 @@ class _Variants:
         self.form, self.projections = projections.form, projections
         self.base, self._cache_scale = self._with_gamma_alone(base)
         self.rewrites = Rewrites(self.form, [*base.optional_claims, *base.claims])
-        self.kind = prolog.row_format(prolog.format_of(base.arguments.get("weight_quant_mode", 0)))
+        self.kind = row_format(format_of(base.arguments.get("weight_quant_mode", 0)))
         self.latent = base.results.kv_rows.shape[1]
         self.rope = base.results.kr_rows.shape[1]
 
@@ -61,9 +60,8 @@ class _Variants:
         Some models multiply the normed rows by gamma and the scale at once.
         """
         form, name = self.form, "rmsnorm_gamma_ckv"
-        inner = gamma = base.arguments[name]
-        while inner.op in ("reshape", "slice", "expand"):
-            inner = inner.sources[0]
+        gamma = base.arguments[name]
+        inner = strip(gamma, "reshape", "slice", "expand")
         is_row = prod(inner.shape) == prod(gamma.shape)
         if not is_row or inner.op != "product" or inner.literal[1] != ONE:
             return base, None
@@ -98,9 +96,9 @@ class _Variants:
             kernel = self.rewrites.of(write.sources[2])
             number, unscaled = form.split(kernel) if kernel is not None else (ONE, rows)
             inverse = number.power(-1)
-            if number == ONE or inverse is None or _strip_reshapes(unscaled) is not rows:
+            if number == ONE or inverse is None or strip_reshapes(unscaled) is not rows:
                 continue
-            variant = self._begin(0, {"kc_scale": number})
+            variant = self._variant(0, {"kc_scale": number})
             yield self._finish(variant, {}, {rows: form.scaled(variant.results.kv_rows, inverse)})
 
     def _is_computed_from(self, rows: Value, part: str) -> bool:
@@ -130,7 +128,7 @@ class _Variants:
         alpha = self._clip_ratio(rows)
         if alpha is not None:
             options["k_nope_clip_alpha"] = alpha
-        variant = self._begin(3, options)
+        variant = self._variant(3, options)
         packed_result = self.form.reshape(variant.results.kv_rows, rows.shape)
         return self._finish(
             variant, {"kv_rows": [Claim("kv_rows", rows, packed_result)], "kr_rows": []}
@@ -154,7 +152,7 @@ class _Variants:
 
         part  the result whose rows are in the cache
         """
-        inner = _strip_reshapes(rows)
+        inner = strip_reshapes(rows)
         if inner.op != "function" or inner.literal[0] not in _FORMAT_NAMES:
             return None
         for claim in self._claims(part):
@@ -171,7 +169,7 @@ class _Variants:
     def _ratio(self, value: Value, *divisors: Value) -> Value | None:
         """Returns the value over the divisors, or None if that is an activation."""
         factors = [(value, Fraction(1)), *((divisor, Fraction(-1)) for divisor in divisors)]
-        ratio = strip_expand(self.form.product(factors))
+        ratio = strip(self.form.product(factors), "expand")
         return None if ratio.active else ratio
 
     def _scale(self, value: Value, width: int) -> Value | None:
@@ -199,7 +197,7 @@ class _Variants:
             if scale is None:
                 return
             options["quant_scale_c" + part[:2]] = scale
-        variant = self._begin(2, options)
+        variant = self._variant(2, options)
         claims = {part: [self._row_claim(part, *sources[part][:2], variant)] for part in sources}
         yield self._finish(variant, claims)
 
@@ -234,7 +232,7 @@ class _Variants:
                     if ratio_number is None:
                         continue
                     options["kc_scale"] = ratio_number.literal[1]
-                variant = self._begin(1, options)
+                variant = self._variant(1, options)
                 yield self._finish(
                     variant,
                     {
@@ -302,13 +300,10 @@ class _Variants:
 
     # -- proposals
 
-    def _begin(self, mode: int, options: Mapping[str, Any]) -> Proposal:
+    def _variant(self, mode: int, options: Mapping[str, Any]) -> Proposal:
         """Returns the base with another cache mode and options, over new results."""
-        arguments = {**self.base.arguments, "kv_cache_quant_mode": mode, **options}
-        definitions = prolog.prolog(self.form, arguments)
-        name = f"{self.base.results.query.literal} in mode {mode}"
-        results = prolog.leaves(self.form, definitions, name)
-        return replace(self.base, arguments=arguments, results=results, definitions=definitions)
+        changes = {"kv_cache_quant_mode": mode, **options}
+        return self.base.with_arguments(self.form, changes, f"in mode {mode}")
 
     def _finish(
         self,
@@ -339,23 +334,16 @@ class _Variants:
         self, kernel: Value, variant: Proposal, old_results: Mapping[Value, Value] | None = None
     ) -> Value:
         """Returns a Value over the new results in place of the old ones."""
-        old, new = vars(self.base.results), vars(variant.results)
-        leaves = {old[name]: new[name] for name in old if old[name] is not None}
+        new = variant.results.by_name
         same_shape = {
-            leaf: new_leaf for leaf, new_leaf in leaves.items() if leaf.shape == new_leaf.shape
+            leaf: new[name]
+            for name, leaf in self.base.results.by_name.items()
+            if leaf.shape == new[name].shape
         }
         return self.form.substituted(kernel, same_shape | dict(old_results or {}))
 
 
 def _is_gamma(value: Value) -> bool:
     """Returns True if the Value is a parameter in bfloat16, perhaps moved or cast."""
-    while value.op in ("reshape", "expand", "cast"):
-        value = value.sources[0]
-    return value.op == "leaf" and value.dtype == torch.bfloat16
-
-
-def _strip_reshapes(value: Value) -> Value:
-    """Returns the Value without reshapes around it."""
-    while value.op == "reshape":
-        value = value.sources[0]
-    return value
+    inner = strip(value, "reshape", "expand", "cast")
+    return inner.op == "leaf" and inner.dtype == torch.bfloat16

@@ -23,19 +23,18 @@ from mla_fusion.exact.field import power
 from mla_fusion.fx import kinds
 from mla_fusion.fx.kinds import argument
 from mla_fusion.fx.module_path import label
-from mla_fusion.graph import quantise
 from mla_fusion.graph.call import RULES, name_of
 from mla_fusion.graph.departure import UNKNOWN, Departure
-from mla_fusion.graph.form import BYTES, MOVES, Value, filled_with, order
+from mla_fusion.graph.form import BYTES, MOVES, Value, filled_with, order, strip
 from mla_fusion.graph.layout import Layout, Mixed, layout_of, token_layout
-from mla_fusion.meta.number_formats import NumberFormat
 from mla_fusion.propose.norms import read_norm
-from mla_fusion.propose.quantised import operand_format, split_blocks, strip_views, unquantised_rows
+from mla_fusion.propose.quantised import operand_format, split_blocks, unquantised_rows
 from mla_fusion.propose.rotations import Pairs, read_pairs
 from mla_fusion.propose.sites import POINT, Projections, Site
 
 _FAR = 300  # most steps between two products
 _ROPE = 64
+_MOVES = ("reshape", "permute", "expand", "slice")
 _QUANTISING = BYTES | {"size", "largest", "mxfp8", "power of two", "byte", "as"}
 _ROUNDING = _QUANTISING | {"whole", "to whole", "to"}
 _CODES_OF_ANY_PART = ("step.random", "linear.bias", "linear.hidden", "tokens.cut")
@@ -649,43 +648,15 @@ class _NearMisses:
         if part in ("query_rope", "kr_rows") and _has_rotation(down):
             return Reason("rope.tables_differ", f"%s: {departure.detail}", (fault,))
         if part != "query" or latent_format is not None:
-            return self._bytes_reason(up, latent_format)
-        rows = _strip_moves(fault)
-        rows = _strip_moves(_rows(rows)) if _is_layer(rows) else rows
+            return None
+        rows = strip(fault, *_MOVES)
+        rows = strip(_rows(rows), *_MOVES) if _is_layer(rows) else rows
         factors = [
             factor for factor in rows.sources if not factor.active and filled_with(factor) is None
         ]
         if rows.op == "product" and factors:
             return Reason("scale.unequal", "%s is multiplied by %s", (rows, factors[0]))
         return None
-
-    def _bytes_reason(self, up: Site, kind: NumberFormat | None) -> Reason | None:
-        """Returns the reason if the bytes of latents are not the kernel's, or the scales of their
-        blocks.
-        """
-        rows = up.rows
-        float_rows = unquantised_rows(self.form, rows) if kind is not None else None
-        if float_rows is None or kind is None:
-            return None
-        inner = (split_blocks(self.form, rows) or (rows,))[0]
-        inner = strip_views(inner)
-        if inner.literal[0] == "of format":
-            inner = strip_views(inner.sources[0])
-        block_operand = quantise.by_block(self.form, float_rows) if kind.in_blocks else None
-        kernel_operand = block_operand or quantise.by_row(self.form, float_rows, kind)
-        values = up.roots[0], rows
-        if inner is not strip_views(kernel_operand[0]):
-            return Reason("quant.dynamic", "%s multiplies %s", values, rows)
-        text = "%s multiplies %s by scales of something else"
-        return Reason("quant.scale", text, values, rows) if block_operand is not None else None
-
-    def _tokens_reason(self, departure: Departure, down: Site, up: Site) -> Reason | None:
-        """Returns which step does not treat all tokens alike."""
-        if self.graph.symbols:
-            return None
-        text = "%s does not treat all tokens alike"
-        reason = Reason("proof.differs", text, departure.values[:1])
-        return self._bytes_reason(up, up.products[0].kind) or reason
 
     def _reader_reason(self, departure: Departure, down: Site, up: Site) -> Reason | None:
         """Returns the reason if something is added to a product with W_uk, or None."""
@@ -743,16 +714,8 @@ _REASON_FINDERS: dict[str, Callable[[_NearMisses, Departure, Site, Site], Reason
     "absorb.absent": _NearMisses._absorb_reason,
     "rope.absent": _NearMisses._rotation_reason,
     "proof.differs": _NearMisses._proof_reason,
-    "tokens.mixed": _NearMisses._tokens_reason,
     "reader.latent": _NearMisses._reader_reason,
 }
-
-
-def _strip_moves(value: Value) -> Value:
-    """Returns the Value without the moves around it."""
-    while value.op in MOVES and len(value.sources) == 1:
-        value = value.sources[0]
-    return value
 
 
 def _serial(value: Value) -> int:

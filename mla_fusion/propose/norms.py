@@ -17,7 +17,7 @@ from math import prod
 import torch
 
 from mla_fusion.exact import field
-from mla_fusion.exact.evaluate import Evaluation, Undecided, layouts_of, order
+from mla_fusion.exact.evaluate import Evaluation, Undecided, computed_from, layouts_of
 from mla_fusion.graph.departure import Departure
 from mla_fusion.graph.form import Value
 from mla_fusion.graph.fused import rms_norm
@@ -96,7 +96,7 @@ def _added_scalars(site: Site, value: Value) -> Iterator[Value]:
     """Yields Values of one element, not made of x, that are added under a root on the way to a
     Value.
     """
-    for step in order([value], site.roots):
+    for step in computed_from([value], site.roots):
         exponents = step.literal[0] if step.op == "product" else ()
         for source, exponent in zip(step.sources, exponents, strict=False):
             if exponent.denominator > 1 and source.op == "sum":
@@ -107,7 +107,7 @@ def _added_scalars(site: Site, value: Value) -> Iterator[Value]:
 def _epsilon_candidates(site: Site, value: Value, size: int) -> Iterator[Fraction]:
     """Yields numbers that are added under a root on the way to a Value, and then 0."""
     squares = {product.number.ratio**2 for product in site.products}
-    for step in order([value], site.roots):
+    for step in computed_from([value], site.roots):
         if step.op != "product":
             continue
         for source, exponent in zip(step.sources, step.literal[0], strict=True):

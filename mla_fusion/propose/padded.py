@@ -32,34 +32,28 @@ def pad_heads(projections: Projections, base: Proposal, heads: int) -> Proposal 
     scale = base_arguments.get("dequant_scale_w_uq_qr")
     if scale is not None and len(scale.shape) > 1:
         return None
-    arguments = dict(base_arguments)
-    arguments["weight_uk"] = _join_filled(
-        form, base_arguments["weight_uk"], (added_heads, nope, latent), 0
-    )
+    weight_uk, weight_uq_qr = base_arguments["weight_uk"], base_arguments["weight_uq_qr"]
     zeros_shape = depth, columns // model_heads * added_heads
-    arguments["weight_uq_qr"] = _join_filled(form, base_arguments["weight_uq_qr"], zeros_shape, 1)
-    if scale is not None:
-        arguments["dequant_scale_w_uq_qr"] = _join_filled(form, scale, zeros_shape[1:], 0, 1)
-    defined = prolog.prolog(form, arguments)
-    results = prolog.leaves(form, defined, f"{base.results.query.literal} of {heads} heads")
-    substitutes = {
-        leaf: getattr(results, name) for name, leaf in vars(base.results).items() if leaf
+    changes = {
+        "weight_uk": _join_filled(form, weight_uk, (added_heads, nope, latent), 0),
+        "weight_uq_qr": _join_filled(form, weight_uq_qr, zeros_shape, 1),
     }
-    for name in _PARTS_WITH_HEADS:
-        leaf = getattr(base.results, name)
-        if leaf is not None:
-            substitutes[leaf] = form.slice(getattr(results, name), 1, 0, model_heads)
+    if scale is not None:
+        changes["dequant_scale_w_uq_qr"] = _join_filled(form, scale, zeros_shape[1:], 0, 1)
+    variant = base.with_arguments(form, changes, f"of {heads} heads")
+    results, substitutes = variant.results.by_name, dict[Value, Value]()
+    for name, leaf in base.results.by_name.items():
+        is_cut = name in _PARTS_WITH_HEADS
+        result = results[name]
+        substitutes[leaf] = form.slice(result, 1, 0, model_heads) if is_cut else result
 
     def changed(claim: Claim) -> Claim:
         """Returns the claim over the new results."""
         return Claim(claim.part, claim.graph, form.substituted(claim.kernel, substitutes))
 
-    padded_claims = list(_padded_claims(projections, base, results))
+    padded_claims = list(_padded_claims(projections, base, variant.results))
     return replace(
-        base,
-        arguments=arguments,
-        results=results,
-        definitions=defined,
+        variant,
         claims=list(map(changed, base.claims)),
         optional_claims=[*map(changed, base.optional_claims), *padded_claims],
         model_heads=model_heads,

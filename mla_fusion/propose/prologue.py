@@ -6,9 +6,9 @@ has each claim proved by ``exact/``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -19,7 +19,7 @@ from mla_fusion.exact.field import number, power
 from mla_fusion.exact.prove import Claim
 from mla_fusion.graph import quantise
 from mla_fusion.graph.departure import Departure
-from mla_fusion.graph.form import MOVES, Form, Value, filled_with, numbered
+from mla_fusion.graph.form import MOVES, Form, Value, filled_with, numbered, strip
 from mla_fusion.graph.layout import Layout, Mixed, layout_of, token_layout
 from mla_fusion.graph.numbers import Number, is_open
 from mla_fusion.meta.number_formats import MXFP8, NumberFormat
@@ -28,7 +28,6 @@ from mla_fusion.propose.quantised import (
     column_scales,
     row_scales,
     split_blocks,
-    strip_expand,
     strip_views,
     unquantised_rows,
 )
@@ -81,10 +80,11 @@ class Proposal:
         themselves.
         """
         token_x, claims = self.arguments["token_x"], (*self.claims, *self.optional_claims)
-        results = (leaf for leaf in vars(self.results).values() if leaf is not None)
         operands = [argument for argument in self.arguments.values() if isinstance(argument, Value)]
         sides = [side for claim in claims for side in (claim.graph, claim.kernel)]
-        key, values = numbered([self.x, *operands, *sides], [token_x, *results], token_x.serial)
+        key, values = numbered(
+            [self.x, *operands, *sides], [token_x, *self.results.by_name.values()], token_x.serial
+        )
         names = [
             (name, None if isinstance(argument_value, Value) else argument_value)
             for name, argument_value in self.arguments.items()
@@ -96,11 +96,22 @@ class Proposal:
         """Returns the claim with the definition of each result in place of its leaf."""
         definitions = self.definitions or prolog.prolog(form, self.arguments)
         substitutes = {
-            leaf: getattr(definitions, name)
-            for name, leaf in vars(self.results).items()
-            if leaf is not None
+            leaf: getattr(definitions, name) for name, leaf in self.results.by_name.items()
         }
         return Claim(claim.part, claim.graph, form.substituted(claim.kernel, substitutes))
+
+    def with_arguments(self, form: Form, changes: Mapping[str, Any], name: str) -> Proposal:
+        """Returns the proposal of a call with other arguments and results of its own.
+
+        changes  the arguments that differ
+        name     added to the name of the results
+
+        Its claims are still those over the results of this call.
+        """
+        arguments = {**self.arguments, **changes}
+        definitions = prolog.prolog(form, arguments)
+        results = prolog.leaves(form, definitions, f"{self.results.query.literal} {name}")
+        return replace(self, arguments=arguments, results=results, definitions=definitions)
 
     def renamed(self, form: Form, substitutes: dict[Value, Value], name: str) -> Proposal:
         """Returns the proposal of a prologue of the same structure.
@@ -110,10 +121,7 @@ class Proposal:
         Raises LookupError if the prologue is made of more than ``substitutes``.
         """
         leaves = prolog.leaves(form, self.results, name)
-        parts = vars(self.results)
-        substitutes |= {
-            leaf: getattr(leaves, part) for part, leaf in parts.items() if leaf is not None
-        }
+        substitutes |= {leaf: getattr(leaves, part) for part, leaf in self.results.by_name.items()}
 
         def new(argument: Any) -> Any:
             """Returns an argument of the other prologue."""
@@ -363,7 +371,7 @@ class _Joiner:
             ):
                 continue
             rows = form.reshape(value, float_rows.shape)
-            ratio = strip_expand(form.product([(float_rows, 1), (rows, -1)]))
+            ratio = strip(form.product([(float_rows, 1), (rows, -1)]), "expand")
             if ratio.is_number:
                 result = rows, None
                 continue

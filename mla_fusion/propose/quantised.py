@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import prod
 
 from mla_fusion.graph import quantise
-from mla_fusion.graph.form import Factor, Form, Value
+from mla_fusion.graph.form import Factor, Form, Value, strip
 from mla_fusion.graph.numbers import ONE, Number
 from mla_fusion.meta.number_formats import FORMATS, MXFP8, NumberFormat
 
@@ -47,14 +47,7 @@ class Projection:
 
 def strip_views(value: Value) -> Value:
     """Returns the Value without reshapes and expands around it."""
-    while value.op in ("reshape", "expand"):
-        value = value.sources[0]
-    return value
-
-
-def strip_expand(value: Value) -> Value:
-    """Returns a factor as it is before it is repeated."""
-    return value.sources[0] if value.op == "expand" else value
+    return strip(value, "reshape", "expand")
 
 
 def operand_format(rows: Value) -> NumberFormat | None:
@@ -206,7 +199,7 @@ def column_scales(form: Form, product: Projection, step: Value | None) -> Value 
     factors = list(product.factors)
     if step is not None:
         factors.append((step, -1))
-    factor = strip_expand(form.product(factors, product.number))
+    factor = strip(form.product(factors, product.number), "expand")
     if factor.active or prod(factor.shape) not in (1, columns):
         return None
     if prod(factor.shape) == columns:
@@ -220,8 +213,8 @@ def row_scales(form: Form, product: Projection) -> Value | None:
     factors = [
         factor for factor in product.factors if factor[0].shape[-1:] != product.dot.shape[1:]
     ]
-    scales = strip_expand(
-        form.product([factor for factor in factors if prod(factor[0].shape) == tokens])
+    scales = strip(
+        form.product([factor for factor in factors if prod(factor[0].shape) == tokens]), "expand"
     )
     return form.reshape(scales, (tokens, 1)) if prod(scales.shape) == tokens else None
 

@@ -15,7 +15,7 @@ d[b]`` of two columns shows a, b, A and B in its moments (Prony's formula for tw
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,7 +28,16 @@ from torch import Tensor
 from mla_fusion.exact import field
 from mla_fusion.exact.evaluate import Evaluation, Undecided
 from mla_fusion.graph.form import Form, Value, numbered, order
-from mla_fusion.graph.layout import Binding, Layout, Mixed, cuts_of, layout_of, token_layout
+from mla_fusion.graph.layout import (
+    Binding,
+    Layout,
+    Mixed,
+    cuts_of,
+    layout_of,
+    token_count,
+    token_layout,
+    token_order,
+)
 from mla_fusion.graph.numbers import ONE
 from mla_fusion.graph.read import Graph
 from mla_fusion.propose.quantised import Projection, read_projection, split_blocks, strip_views
@@ -61,6 +70,7 @@ class Projections:
     users   by activation, the activations that read it
     sites   by activation, the site of its products
     cones   facts of cones, by structure
+    cuts    of the tokens of sites, by their number
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -75,7 +85,7 @@ class Projections:
         self.sites = {
             rows: Site(self, rows, site_products) for rows, site_products in products.items()
         }
-        self._cuts: dict[int, set[int]] = {}
+        self.cuts: dict[int, Collection[int]] = {}
         self.cones: dict[object, ConeFacts] = {}
 
     def binding(self, tokens: int, copies: int) -> Binding:
@@ -83,26 +93,12 @@ class Projections:
 
         All these sites share it, so that what is beside them is drawn alike.
         """
-        cuts = self._cuts.get(tokens)
+        cuts = self.cuts.get(tokens)
         if cuts is None:
             sites = (site for site in self.sites.values() if site.tokens == tokens)
             cuts = cuts_of(layout for site in sites for layout in site.layouts.values())
-            self._cuts[tokens] = cuts
+            self.cuts[tokens] = cuts
         return Binding(cuts, tokens, copies)
-
-    def add_cuts(self, tokens: int, new_cuts: set[int]) -> bool:
-        """Lets digits of the tokens begin and end at more places.
-
-        Returns True if that changed the cuts. The cuts stay if the new places do not fit.
-        """
-        cuts = self._cuts[tokens] | new_cuts
-        try:
-            Binding(cuts, tokens)
-        except Mixed:
-            return False
-        is_new = cuts != self._cuts[tokens]
-        self._cuts[tokens] = cuts
-        return is_new
 
 
 @dataclass
@@ -351,9 +347,10 @@ class Site:
         """Runs the Values once, and again if they divide the tokens at more places."""
         binding = self.projections.binding(self.tokens, copies)
         tensors = self._run_values(values, layouts, codes, binding)
-        if binding.missing and self.projections.add_cuts(self.tokens, binding.missing):
-            binding = self.projections.binding(self.tokens, copies)
-            tensors = self._run_values(values, layouts, codes, binding)
+        finer_binding = binding.refined()
+        if finer_binding is not None:
+            self.projections.cuts[self.tokens] = finer_binding.cuts
+            tensors = self._run_values(values, layouts, codes, finer_binding)
         return tensors
 
     def _run_values(
@@ -485,25 +482,17 @@ def to_rows(form: Form, value: Value, layout: Layout, tokens: int) -> Value:
     tokens.
     """
     digits = [digit for axis in layout for digit in axis]
-    token_places = sorted(
-        (k for k, digit in enumerate(digits) if digit[0]), key=lambda k: -digits[k][0]
-    )
-    if prod(digits[k][1] for k in token_places) != tokens:
+    if token_count(digits) != tokens:
         raise Mixed(value)
-    other_places = [k for k, digit in enumerate(digits) if not digit[0]]
-    value = form.permute(
-        form.reshape(value, [size for _, size in digits]), [*token_places, *other_places]
-    )
-    return form.reshape(value, (tokens, prod(value.shape) // max(tokens, 1)))
+    by_digits = form.reshape(value, [size for _, size in digits])
+    rows = form.permute(by_digits, token_order(digits))
+    return form.reshape(rows, (tokens, prod(value.shape) // max(tokens, 1)))
 
 
 def from_rows(form: Form, rows: Value, value: Value, layout: Layout) -> Value:
     """Returns a Value with the shape of ``value`` from its rows: the inverse of ``to_rows``."""
     digits = [digit for axis in layout for digit in axis]
-    token_places = sorted(
-        (k for k, digit in enumerate(digits) if digit[0]), key=lambda k: -digits[k][0]
-    )
-    order_of_rows = [*token_places, *(k for k, digit in enumerate(digits) if not digit[0])]
+    order_of_rows = token_order(digits)
     by_digits = form.reshape(rows, [digits[k][1] for k in order_of_rows])
     inverse = [order_of_rows.index(k) for k in range(len(digits))]
     return form.reshape(form.permute(by_digits, inverse), value.shape)

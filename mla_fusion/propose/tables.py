@@ -15,14 +15,7 @@ from torch import Tensor
 from mla_fusion.exact.evaluate import Evaluation, Undecided
 from mla_fusion.exact.weights import Weight
 from mla_fusion.graph.form import MOVES, Value, filled_with
-from mla_fusion.graph.layout import (
-    Layout,
-    Mixed,
-    broadcast_to,
-    has_tokens,
-    regroup,
-    token_free_axis,
-)
+from mla_fusion.graph.layout import Layout, Mixed, broadcast_to, has_tokens, source_layout
 from mla_fusion.propose.sites import Site, to_rows
 
 _MOST_MOVES = 12  # most moves on the way up from an operand
@@ -39,16 +32,8 @@ def table_candidates(site: Site, evaluation: Evaluation) -> list[tuple[Value, Te
             rows = to_rows(form, value, layout, site.tokens)
             if rows in candidates:
                 continue
-            digits = evaluation.binding.digits(layout)
             tensor = numbers.expand(evaluation.binding.shape(layout))
-            tensor = tensor.reshape([size for _, size in digits])
-            token_places = sorted(
-                (k for k, d in enumerate(digits) if d[0]), key=lambda k: -digits[k][0]
-            )
-            other_places = [k for k, d in enumerate(digits) if not d[0]]
-            candidates[rows] = tensor.permute([*token_places, *other_places]).reshape(
-                evaluation.binding.tokens, -1
-            )
+            candidates[rows] = evaluation.binding.rows(tensor, layout)
         except (Mixed, Undecided, RuntimeError):
             continue
     return list(candidates.items())
@@ -62,10 +47,10 @@ def _operands_beside(site: Site) -> Iterator[tuple[Value, Layout]]:
     for value, layout in site.layouts.items():
         if value.op not in ("product", "sum", "dot"):
             continue
-        for source in value.sources:
+        for place, source in enumerate(value.sources):
             if source.active or filled_with(source) is not None:
                 continue
-            axes = _operand_layout(value, source, layout)
+            axes = source_layout(value, place, layout) or ()
             # one row for all sequences becomes a row for each token
             if value.op != "dot" and axes:
                 axes = layout[len(layout) - len(axes) :]
@@ -81,16 +66,6 @@ def _operands_beside(site: Site) -> Iterator[tuple[Value, Layout]]:
                     yield moved_source
 
 
-def _operand_layout(value: Value, source: Value, layout: Layout) -> Layout:
-    """Returns the layout of an operand, from the layout of the result."""
-    if value.op != "dot":
-        return broadcast_to(layout, source)
-    if source is value.sources[0]:
-        return (*layout[:-1], token_free_axis(source.shape[-1]))
-    size = token_free_axis(source.shape[-2])
-    return (*layout[: len(source.shape) - 2], size, layout[-1])
-
-
 def _moved_sources(value: Value, layout: Layout) -> Iterator[tuple[Value, Layout]]:
     """Yields a Value and the Values that it was moved from, with layouts."""
     stack, count = [(value, layout)], 0
@@ -98,28 +73,12 @@ def _moved_sources(value: Value, layout: Layout) -> Iterator[tuple[Value, Layout
         value, layout = stack.pop()
         count += 1
         yield value, layout
-        origin = value.sources[0] if value.sources else None
-        if origin is None:
-            continue
-        if value.op in ("product", "cast") and len(value.sources) == 1:
-            stack.append((origin, layout))
-        elif value.op == "reshape":
-            source_layout = regroup(layout, origin.shape)
-            if source_layout is not None:
-                stack.append((origin, source_layout))
-        elif value.op == "permute":
-            inverse = [value.literal.index(axis) for axis in range(len(value.literal))]
-            stack.append((origin, tuple(layout[axis] for axis in inverse)))
-        elif value.op == "expand":
-            stack.append((origin, broadcast_to(layout, origin)))
-        elif value.op in ("join", "slice") and value.op in MOVES:
-            axis = value.literal if value.op == "join" else value.literal[0]
-            for source in reversed(value.sources):
-                axes = [
-                    token_free_axis(source.shape[axis]) if place == axis else digits
-                    for place, digits in enumerate(layout)
-                ]
-                stack.append((source, tuple(axes)))
+        is_multiple = value.op in ("product", "cast") and len(value.sources) == 1
+        if is_multiple or value.op in MOVES:
+            for place in reversed(range(len(value.sources))):
+                layout_of_source = source_layout(value, place, layout)
+                if layout_of_source is not None:
+                    stack.append((value.sources[place], layout_of_source))
 
 
 def assemble_table(

@@ -45,6 +45,11 @@ class Results:
     kv_rows: Value
     kr_rows: Value
 
+    @property
+    def by_name(self) -> dict[str, Value]:
+        """The results that the call has, by name."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
 
 def leaves(form: Form, results: Results, name: str) -> Results:
     """The results of a call as leaves: only their shapes are known.
@@ -52,11 +57,10 @@ def leaves(form: Form, results: Results, name: str) -> Results:
     results  the results by the definition
     name     of the call
     """
-
-    def leaf(part: str, value: Value | None) -> Value | None:
-        return None if value is None else form.activation(f"{part} of {name}", value.shape)
-
-    return Results(**{part: leaf(part, value) for part, value in vars(results).items()})  # type: ignore[arg-type]
+    parts: dict[str, Any] = dict.fromkeys(vars(results))
+    for part, value in results.by_name.items():
+        parts[part] = form.activation(f"{part} of {name}", value.shape)
+    return Results(**parts)
 
 
 def prolog(form: Form, a: Arguments) -> Results:
@@ -167,7 +171,7 @@ def pack_rows(form: Form, a: Arguments, ckv: Value, kr: Value, kind: NumberForma
         values, steps = quantise.by_row(form, tiles, kind)
     else:
         limit = form.scaled(quantise.largest(form, tiles), literal(alpha))
-        steps = form.scaled(limit, _inverse(quantise.STEPS))
+        steps = form.scaled(limit, quantise.inverse(number(quantise.STEPS)))
         clipped = form.function("clip", (), tiles, limit)
         values = quantise.saturated(form, form.product([(clipped, 1), (steps, -1)]))
     steps = form.reshape(steps, (tokens, width // tile))
@@ -178,10 +182,3 @@ def pack_rows(form: Form, a: Arguments, ckv: Value, kr: Value, kind: NumberForma
         quantise.as_bytes(form, steps, torch.float32, element),
     ]
     return form.join(parts, -1)
-
-
-def _inverse(steps: int) -> Number:
-    """One step of a range of ``steps``: 1 / steps."""
-    inverse = number(steps).power(-1)
-    assert inverse is not None
-    return inverse

@@ -142,6 +142,9 @@ OTHER_CODES = {
     "rescaled to int8": "absorb.absent",
     "bias": "linear.bias",
     "sums added to": "linear.bias",
+    "guarded another step": "proof.differs",
+    "128 steps": "proof.differs",
+    "in groups": "proof.differs",
 }
 OF_SCALES = ("of the next row", "of another tensor", "in float8", "token scale twice")
 OF_SCALES += ("no token scale", "scales added", "scales in float8")

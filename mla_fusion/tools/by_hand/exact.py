@@ -20,7 +20,7 @@ from torch.fx import GraphModule, Node
 
 from mla_fusion.compat import tree_leaves, tree_map_only
 from mla_fusion.exact import field
-from mla_fusion.exact.evaluate import Evaluation, order
+from mla_fusion.exact.evaluate import Evaluation, computed_from
 from mla_fusion.fx.kinds import dtype_of, is_cast, is_float, is_random, value_of
 from mla_fusion.fx.module_path import label, source
 from mla_fusion.fx.sizes import Binding, is_symbolic
@@ -229,7 +229,7 @@ def _evaluate(
     """
     layouts = {value: layout.token_free_layout(value.shape) for value in drawn}
     run = Evaluation(layout.Binding((), 1), layouts, drawn, at)
-    for value in order(results, drawn):
+    for value in computed_from(results, drawn):
         try:
             layouts[value] = layout.layout_of(value, layouts)
             run.run([value])
