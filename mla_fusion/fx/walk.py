@@ -105,8 +105,6 @@ views_and_casts = _through(is_view, is_cast)
 views_and_writers = _through(is_view, is_writer)
 # to the memory that was written
 views_and_writes = _through(is_view, is_mutating)
-# to what a value was made from by moving, casting and writing elements of it
-written = _through(is_view, is_cast, is_writer)
 
 
 def peel(node: Node) -> Node:

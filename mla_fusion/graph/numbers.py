@@ -83,6 +83,14 @@ class Number:
         """
         return self if exponent == 1 or self is ONE else _power(self, Fraction(exponent))
 
+    @property
+    def inverse(self) -> Number:
+        """One divided by the number. Raises ZeroDivisionError for 0."""
+        result = self.power(-1)
+        if result is None:
+            raise ZeroDivisionError(self)
+        return result
+
     def __float__(self) -> float:
         result = float(self.ratio)
         for prime, exponent in self.roots:

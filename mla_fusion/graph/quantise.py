@@ -173,14 +173,7 @@ def by_row(form: Form, rows: Value, kind: NumberFormat = INT8) -> tuple[Value, V
     """Quantises each row: the rows in bytes, and their steps [.., 1]."""
     row_size, greatest = largest(form, rows), number(MOST[kind])
     values = saturated(form, form.product([(rows, 1), (row_size, -1)], greatest), kind)
-    return values, form.product([(row_size, 1)], inverse(greatest))
-
-
-def inverse(divisor: Number) -> Number:
-    """One divided by a number that is not 0."""
-    result = divisor.power(-1)
-    assert result is not None
-    return result
+    return values, form.product([(row_size, 1)], greatest.inverse)
 
 
 def by_block(form: Form, rows: Value) -> tuple[Value, Value]:

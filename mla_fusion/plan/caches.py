@@ -13,9 +13,8 @@ from math import prod
 import torch
 from torch.fx import Node
 
-from mla_fusion.fx.kinds import called, is_writer, shape_of, word
-from mla_fusion.fx.sizes import divides, is_empty, known, same
-from mla_fusion.fx.walk import INPUTS, origin, upward, views, written
+from mla_fusion.fx.kinds import called
+from mla_fusion.fx.sizes import divides, known, same
 from mla_fusion.graph.form import MOVES, Value, order, strip, strip_reshapes
 from mla_fusion.graph.numbers import ONE
 from mla_fusion.graph.read import Graph
@@ -362,61 +361,52 @@ def _no_input_obstacle(graph: Graph, base: Value) -> Obstacle:
 
     base  what is written into
     """
-    for value, nodes in graph.nodes.items():
-        for node in nodes:
-            if strip_reshapes(value) is base and isinstance(node.meta.get("val"), torch.Tensor):
-                return Obstacle("cache.no_input", *_why_no_input(node))
-    return Obstacle("cache.no_input", "rows are written into what is no input of the graph")
+    nodes = graph.nodes_in_any_shape(base)
+    if not nodes:
+        return Obstacle("cache.no_input", "rows are written into what is no input of the graph")
+    return Obstacle("cache.no_input", *_why_no_input(graph, nodes[0].name, base))
 
 
-def _why_no_input(node: Node) -> tuple[str, str]:
-    """Returns why a node that rows are written into is no input of the graph, and the remedy.
+def _why_no_input(graph: Graph, name: str, base: Value) -> tuple[str, str]:
+    """Returns why what rows are written into is no input of the graph, and the remedy.
 
     The remedy is "" if the code's own remedy says it.
+
+    name  of a node that holds it
     """
-    source = origin(node, written)
-    if word(source).startswith("as_strided"):
+    if not prod(base.shape):
+        return f"{name} has no elements", ""
+    if base.op == "opaque" and base.literal[0].startswith("as_strided"):
         return (
-            f"{node.name} is the view that AOT autograd makes of arguments that overlap in memory, "
-            "as far as it can tell",
+            f"{name} is the view that AOT autograd makes of arguments that overlap in memory, as "
+            "far as it can tell",
             "Give each cache memory of its own, or contiguous parts of one tensor (layer-major: "
             "pool[layer]), not columns or every other block of it.",
         )
-    if source.op not in INPUTS:
-        return f"{node.name} is not a graph input seen as rows", ""
-    if is_empty(source):
-        return f"{source.name} has no elements", ""
-    maker = origin(node, views)
-    is_same_size = same(prod(shape_of(node)), prod(shape_of(source)))
-    if is_writer(maker) and (is_same_size or word(maker) not in _SCATTERS):
+    memory = strip(base, "reshape", "slice", "permute")
+    if memory.op in ("write", "join"):
         return (
-            f"{node.name} is {source.name} as {maker.name} has written it, and the kernel would "
-            "write it once more",
+            f"{name} is a cache as another step has written it, and the kernel would write it once "
+            "more",
             "Write a cache once in a graph: compile what writes it again (a draft's step, say) as "
             "a graph of its own. Two layers are given two caches.",
         )
-    if not same(shape_of(node)[-1], shape_of(source)[-1]):
+    inputs = [node.name for node in graph.nodes.get(memory, ()) if node.op == "placeholder"]
+    if not inputs:
+        return f"{name} is not a graph input seen as rows", ""
+    if base.shape[-1] != memory.shape[-1]:
         return (
-            f"{node.name} is some columns of {source.name}",
+            f"{name} is some columns of {inputs[0]}",
             "Give latent and key a contiguous cache each, as wide as their rows.",
         )
-    copy = next((step.name for step in upward(node, written) if word(step) in _COPIES), "")
-    if copy:
-        return (
-            f"{node.name} is a copy of {source.name} ({copy}), and what is written to it does not "
-            "get there",
-            "",
-        )
-    cause = f"{node.name} is a part of {source.name}, and no input of its own; only a wrapper "
     return (
-        cause + "around the graph, as that of mf.backend(), can pass parts, if literals name them "
-        "and they do not overlap",
+        f"{name} is a part of {inputs[0]}, and no input of its own; only a wrapper around the "
+        "graph, as that of mf.backend(), can pass parts, if literals name them and they do not "
+        "overlap",
         "",
     )
 
 
-_SCATTERS = ("select_scatter", "slice_scatter")
-_COPIES = ("clone", "contiguous", "_reshape_copy")
 _BLOCK_SIZES = (128, 64, 32, 16)
 
 

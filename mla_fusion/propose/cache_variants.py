@@ -95,11 +95,10 @@ class _Variants:
         for write in self.projections.sites[self.base.x].writes:
             kernel = self.rewrites.of(write.sources[2])
             number, unscaled = form.split(kernel) if kernel is not None else (ONE, rows)
-            inverse = number.power(-1)
-            if number == ONE or inverse is None or strip_reshapes(unscaled) is not rows:
-                continue
-            variant = self._variant(0, {"kc_scale": number})
-            yield self._finish(variant, {}, {rows: form.scaled(variant.results.kv_rows, inverse)})
+            if number != ONE and strip_reshapes(unscaled) is rows:
+                variant = self._variant(0, {"kc_scale": number})
+                unscaled_rows = form.scaled(variant.results.kv_rows, number.inverse)
+                yield self._finish(variant, {}, {rows: unscaled_rows})
 
     def _is_computed_from(self, rows: Value, part: str) -> bool:
         """Returns True if the rows are computed from what a claim of this part names."""

@@ -51,9 +51,8 @@ def fill_products(site: Site, value: Value, fill: Value) -> Value:
     for product in site.products:
         width = product.columns
         row = form.slice(fill, 1, start, start + width) if fill.shape else fill
-        inverse = product.number.power(-1)
-        assert inverse is not None
-        substitutes[product.root] = form.expand(form.scaled(row, inverse), product.root.shape)
+        row = form.scaled(row, product.number.inverse)
+        substitutes[product.root] = form.expand(row, product.root.shape)
         start += width
     return form.substituted(value, substitutes)
 

@@ -21,7 +21,7 @@ from mla_fusion.graph import quantise
 from mla_fusion.graph.departure import Departure
 from mla_fusion.graph.form import MOVES, Form, Value, filled_with, numbered, strip
 from mla_fusion.graph.layout import Layout, Mixed, layout_of, token_layout
-from mla_fusion.graph.numbers import Number, is_open
+from mla_fusion.graph.numbers import ONE, is_open
 from mla_fusion.meta.number_formats import MXFP8, NumberFormat
 from mla_fusion.propose.norms import Norm, fill_products, read_norm
 from mla_fusion.propose.quantised import (
@@ -277,7 +277,7 @@ class _Joiner:
         self.form: Form = projections.form
         self.projections, self.down, self.up, self.identity_reason = projections, down, up, reason
         self._latent_scales: Value | None = None  # scales of quantised latents
-        self._scale: Number | None = None  # qc_qr_scale
+        self._scale = ONE  # qc_qr_scale
 
     def proposal(self) -> Proposal:
         """Returns the proposal. Raises Departure if a part of the prologue is missing."""
@@ -794,8 +794,7 @@ class _Joiner:
         """Yields claims of Values that hold normed rows in another order, or times a number."""
         form, site = self.form, self.down
         places_by_column = {int(column): place for place, column in enumerate(norm.columns)}
-        inverse = form.split(norm.value)[0].power(-1)
-        assert inverse is not None
+        inverse = form.split(norm.value)[0].inverse
         for value, reading in site.readings.items():
             if reading.kind == "normed" and places_by_column.keys() == {*reading.columns.tolist()}:
                 places = [places_by_column[int(column)] for column in reading.columns]
@@ -823,9 +822,8 @@ class _Joiner:
 
         is_scaled  True if the call multiplies these rows by its scale
         """
-        inverse = self._scale.power(-1) if self._scale is not None and is_scaled else None
         rows = rows if factor is None else self.form.times(rows, factor)
-        return rows if inverse is None else self.form.scaled(rows, inverse)
+        return self.form.scaled(rows, self._scale.inverse) if is_scaled else rows
 
     def _rows(self, site: Site, value: Value) -> Value:
         """Returns the Value of a site as rows."""

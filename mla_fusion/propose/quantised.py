@@ -92,9 +92,8 @@ def unquantised_rows(form: Form, rows: Value) -> Value | None:
             unscaled = form.product([pair for pair in pairs if pair[0] is not factor])
             unscaled = form.expand(unscaled, operand.shape)
             number, size = form.split(quantise.largest(form, unscaled))
-            inverse = number.power(-1)
-            if size is factor and inverse is not None:
-                return form.reshape(form.scaled(unscaled, inverse), rows.shape)
+            if size is factor:
+                return form.reshape(form.scaled(unscaled, number.inverse), rows.shape)
     return None
 
 

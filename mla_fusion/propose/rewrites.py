@@ -24,9 +24,7 @@ class Rewrites:
     def add(self, value: Value, rewrite: Value) -> None:
         """Adds that ``value`` is ``rewrite``. Numbers in front and reshapes are taken off both."""
         factor, unscaled = self._form.split(value)
-        inverse = factor.power(-1)
-        assert inverse is not None
-        rewrite = self._form.scaled(rewrite, inverse)
+        rewrite = self._form.scaled(rewrite, factor.inverse)
         if unscaled.op == "reshape":
             inner = unscaled.sources[0]
             self.add(inner, self._form.reshape(rewrite, inner.shape))
