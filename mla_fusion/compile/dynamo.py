@@ -28,7 +28,7 @@ from mla_fusion.compat import (
 from mla_fusion.fx.kinds import shape_of, value_of
 from mla_fusion.fx.module_path import ARGUMENT, NAME, NOTES, plain
 from mla_fusion.fx.sizes import has_symbols, is_size
-from mla_fusion.fx.vector_numbers import NUMBERS, Numbers
+from mla_fusion.fx.vector_numbers import HOLDS_BFLOAT16, survives
 from mla_fusion.modes import outside_modes
 
 log = logging.getLogger("mla_fusion")
@@ -121,14 +121,13 @@ def differs_by_call(inputs: Sequence[Node]) -> bool:
     )
 
 
-# Facts about the numbers of a model's vectors: float32 norm weights whose numbers are bfloat16's,
-# as in DeepSeek-V3.2's code, and static scales that were repeated for every channel when a
-# checkpoint was loaded, as vllm-ascend does. The numbers are read when a graph is compiled, while
-# its parameters are known, and whenever they are packed (`mla_fusion.weights.cache`).
+# The numbers of a model's vectors may be bfloat16's in another dtype, such as the float32 norm
+# weights of DeepSeek-V3.2's code. They are read when a graph is compiled, while its parameters are
+# known, and whenever they are packed (`mla_fusion.weights.cache`).
 
 
 def mark_numbers(gm: GraphModule, arguments: Sequence[Any]) -> None:
-    """Notes facts about the numbers of vectors on the inputs of an AOT graph.
+    """Notes on the inputs of an AOT graph whether the numbers of vectors are bfloat16's.
 
     arguments  what the caller passes for each input
     """
@@ -137,25 +136,25 @@ def mark_numbers(gm: GraphModule, arguments: Sequence[Any]) -> None:
         return
     for node, value in zip(inputs, arguments, strict=True):
         if isinstance(value, FakeTensor) or is_of_model(value):
-            numbers, tensor = _numbers(value), value_of(node)
+            note, tensor = _holds_bfloat16(value), value_of(node)
             is_same = isinstance(tensor, Tensor) and tensor.shape == value.shape
-            if numbers is not None and is_same and tensor.dtype == value.dtype:
-                node.meta[NUMBERS] = numbers
+            if note is not None and is_same and tensor.dtype == value.dtype:
+                node.meta[HOLDS_BFLOAT16] = note
 
 
-def _numbers(value: Tensor) -> Numbers | None:
-    """Returns facts about the numbers of a vector; None for any other tensor."""
+def _holds_bfloat16(value: Tensor) -> bool | None:
+    """Returns whether the numbers of a vector are bfloat16's; None for any other tensor."""
     if isinstance(value, FakeTensor):
         return getattr(value, HELD, None)
     is_plain = isinstance(value, torch.nn.Parameter) or type(value) is Tensor
     if not is_plain or value.dim() != 1 or value.is_meta or value.dtype not in _READ_DTYPES:
         return None
     with outside_modes():
-        return Numbers.of(value)
+        return survives(value, torch.bfloat16)
 
 
 def remember_numbers(source: Tensor, fake: Tensor) -> None:
-    """Notes facts about the numbers of a parameter or a buffer on its fake tensor."""
-    numbers = _numbers(source)
-    if numbers is not None:
-        setattr(fake, HELD, numbers)
+    """Notes on a fake tensor whether the numbers of the parameter or buffer are bfloat16's."""
+    note = _holds_bfloat16(source)
+    if note is not None:
+        setattr(fake, HELD, note)

@@ -64,8 +64,10 @@ def emit_call(builder: Builder, lower: Lowering, plan: Plan) -> dict[Value, Any]
         def row_numbers(builder: Builder) -> Any:
             return builder.cast(Lowering(builder, graph).of(slots), torch.int64)
 
+        # an operator that writes unlike its schema leaves out negative slots, as the kernel does
+        skips = any(node in graph.hidden for _, node, _ in plan.written_caches)
         builder.check_slots(
-            row_numbers, source_nodes(graph, [slots]), [*plan.written_caches], False
+            row_numbers, source_nodes(graph, [slots]), [*plan.written_caches], skips
         )
         options["cache_index"] = builder.cast(lower.of(slots), torch.int64)
     else:

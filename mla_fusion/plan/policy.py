@@ -11,7 +11,7 @@ import torch
 from torch.fx import Node
 
 from mla_fusion.fx.kinds import dtype_of
-from mla_fusion.fx.vector_numbers import numbers
+from mla_fusion.fx.vector_numbers import HOLDS_BFLOAT16
 from mla_fusion.fx.walk import upward, views_and_model_casts
 from mla_fusion.graph.departure import Departure
 from mla_fusion.graph.form import Value, strip_reshapes
@@ -119,12 +119,8 @@ def _holds_bfloat16(graph: Graph, value: Value) -> bool:
         value = value.sources[0]
     if value.dtype == torch.bfloat16:
         return True
-    parameter_numbers = [
-        numbers(node) for node in graph.nodes.get(value, ()) if node.op == "placeholder"
-    ]
-    return bool(parameter_numbers) and all(
-        parameter is not None and parameter.bfloat16 for parameter in parameter_numbers
-    )
+    inputs = [node for node in graph.nodes.get(value, ()) if node.op == "placeholder"]
+    return bool(inputs) and all(node.meta.get(HOLDS_BFLOAT16) for node in inputs)
 
 
 def _is_statistic(reading: object) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from mla_fusion.fx.vector_numbers import numbers
+from mla_fusion.fx.vector_numbers import HOLDS_BFLOAT16
 from mla_fusion.graph.form import Value, numbered
 from mla_fusion.graph.read import Graph, values_of
 from mla_fusion.plan.outputs import source_nodes
@@ -86,7 +86,8 @@ class Structures:
         kind = self._kinds.get(node)
         if kind is None:
             is_input = node.op in ("placeholder", "get_attr")
-            origin = (node.op, node in self._graph.parameters, numbers(node)) if is_input else None
+            is_parameter, note = node in self._graph.parameters, node.meta.get(HOLDS_BFLOAT16)
+            origin = (node.op, is_parameter, note) if is_input else None
             kind = self._kinds[node] = origin, _describe(node.meta.get("val"))
         return kind
 

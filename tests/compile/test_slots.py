@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 import mla_fusion as mf
-from mla_fusion.compile.adapted import SlotCheck
 from tests.catalogue import base, prologues
 from tests.exhaustive import one_in
 from tests.harness import assert_as_exact, clones, compiled, fuse_only
@@ -111,10 +110,9 @@ def test_layers_with_the_same_slots() -> None:
 
 
 def test_skipped_tokens_are_no_error() -> None:
-    check = SlotCheck(None, (0,), (("kv_cache", lambda args: args[1], 4),), skips=True)
-    cache = torch.zeros(8, 4)
-    check([torch.tensor([-1, -1, 3]), cache])
-    with pytest.raises(mf.SlotError, match="slot 8 of token 1"):
-        check([torch.tensor([-1, 8, 3]), cache])
-    with pytest.raises(mf.SlotError, match="slot 3 is given to token 1 and to token 2"):
-        check([torch.tensor([-1, 3, 3]), cache])
+    model, args = prologues.NpuOperators(version=1), with_slots(wrong(2, -1))
+    assert_as_exact(model, args, compiled(model, clones(args), mf.backend(CHECKED)))
+    (fusion,) = mf.reports()[-1].fused
+    assert fusion.placement == "in place"
+    with pytest.raises(mf.SlotError, match=f"slot {ROWS} of token 2"):
+        compiled(model, clones(with_slots(wrong(2, ROWS))), mf.backend(CHECKED))
