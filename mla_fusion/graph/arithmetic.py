@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from mla_fusion.graph import bounds
-from mla_fusion.graph.call import RULES, Call, Departs, Pair, Size, operator
+from mla_fusion.graph.call import Call, Departs, Pair, Size, operator
 from mla_fusion.graph.form import Value, broadcast
 from mla_fusion.graph.numbers import MINUS_ONE, number
 
@@ -462,23 +462,7 @@ OF_PARTS = frozenset(
     "split_with_sizes unbind clone alias detach index index_select contiguous _to_copy cat stack "
     "lift_fresh_copy embedding".split()
 )
-OF_COMPLEX = frozenset(
-    name
-    for name, rule in RULES.items()
-    if name
-    in (
-        "add",
-        "sub",
-        "neg",
-        "mul",
-        "div",
-        "view_as_real",
-        "view_as_real_copy",
-        "_conj",
-        "conj",
-        "conj_physical",
-        "_conj_physical",
-        "real",
-        "imag",
-    )
+OF_COMPLEX = frozenset(  # operators whose rules take complex tensors
+    "add sub neg mul div view_as_real view_as_real_copy _conj conj conj_physical _conj_physical "
+    "real imag".split()
 )

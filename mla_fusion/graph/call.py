@@ -138,7 +138,7 @@ class Call:
             return form.total([(times, form.bare(value)) for times, value in terms], constant)
         if not dtype.is_floating_point:
             total = form.total(terms, constant, dtype)
-            return self._function_if_overflow(total, dtype, "sum", [value for _, value in terms])
+            return self._function_if_overflow(total, dtype, "sum")
         nonzero = [(times, value) for times, value in terms if not _is_zero(value)]
         if not constant and len(nonzero) == 1 and number(nonzero[0][0]).is_power_of_two:
             times, value = nonzero[0]
@@ -177,9 +177,7 @@ class Call:
             power == int(power) and power > 0 for _, power in operands
         ):
             result = form.product(operands, times, dtype)
-            return self._function_if_overflow(
-                form.expand(result, shape), dtype, "product", [v for v, _ in operands]
-            )
+            return self._function_if_overflow(form.expand(result, shape), dtype, "product")
         if len(operands) == 1 and operands[0][1] == 1 and times.is_power_of_two:
             value = form.scaled(form.cast(operands[0][0], dtype), times)
             return form.expand(value, shape)
@@ -188,9 +186,7 @@ class Call:
         result = form.function("product", literals, *[value for value, _ in operands], dtype=dtype)
         return form.expand(result, shape)
 
-    def _function_if_overflow(
-        self, value: Value, dtype: torch.dtype, name: str, values: Sequence[Value]
-    ) -> Value:
+    def _function_if_overflow(self, value: Value, dtype: torch.dtype, name: str) -> Value:
         """Returns ``value`` if the dtype holds each of its integers; a function of it otherwise.
 
         name      of the operator

@@ -33,8 +33,10 @@ Exceptions are moves, negation and products with powers of two.
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from fractions import Fraction
+from itertools import accumulate, groupby
 from math import prod
 from typing import Any
 
@@ -624,92 +626,116 @@ class Form:
         return self.make("expand", (value,), None, shape, value.dtype)
 
     def slice(self, value: Value, axis: int, start: int, stop: int, step: int = 1) -> Value:
-        """Elements start, start + step, .. below stop of an axis. The slice moves inside joins
-        and products.
+        """Elements start, start + step, .. below stop of an axis."""
+        return self.take(value, axis, range(*slice(start, stop, step).indices(value.shape[axis])))
+
+    def take(self, value: Value, axis: int, places: Sequence[int]) -> Value:
+        """Elements of an axis at literal places.
+
+        The selection moves inside joins, products, slices and gathers.
         """
-        axis %= len(value.shape)
-        start, stop, step = slice(start, stop, step).indices(value.shape[axis])
-        size = len(range(start, stop, step))
-        if size == value.shape[axis]:
+        axis, places = axis % len(value.shape), _as_range(places)
+        if places == range(value.shape[axis]):
             return value
-        shape = tuple(size if at == axis else n for at, n in enumerate(value.shape))
+        shape = *value.shape[:axis], len(places), *value.shape[axis + 1 :]
         times, value = self.split(value)
+        selected = self._take_inside(value, axis, places, shape)
+        if selected is None:
+            selected = self._make_selection(value, axis, places, shape)
+        return self.scaled(selected, times)
+
+    def _take_inside(
+        self, value: Value, axis: int, places: Sequence[int], shape: Shape
+    ) -> Value | None:
+        """A selection of a Value whose operation lets it move inside; None for others."""
         if value.op == "slice" and value.literal[0] == axis:
-            _, inner_start, inner_step = value.literal
-            start, step, value = (
-                inner_start + start * inner_step,
-                step * inner_step,
-                value.sources[0],
-            )
+            _, start, step = value.literal
+            inner_places = range(start, start + value.shape[axis] * step, step)
+            return self.take(value.sources[0], axis, _chosen(inner_places, places))
+        if value.op == "gather" and value.literal == axis and not isinstance(places, range):
+            base, index = value.sources
+            if index.op == "constant" and len(index.shape) == 1:
+                return self.take(base, axis, _chosen(index.literal.tensor.tolist(), places))
         if value.op == "join" and value.literal == axis:
-            sliced = self._slice_of_join(value, axis, start, size, step)
-            if sliced is not None:
-                return self.scaled(sliced, times)
+            return self._take_of_join(value, axis, places)
         if value.op == "reshape":
-            inner = value.sources[0]
-            inner_axis = _inner_axis(value, axis)
+            inner, inner_axis = value.sources[0], _inner_axis(value, axis)
             is_joined = (inner.op, inner.literal) == ("join", inner_axis)
             if inner_axis is not None and (inner.op == "expand" or is_joined):
-                part = self.slice(inner, inner_axis, start, start + (size - 1) * step + 1, step)
-                return self.scaled(self.reshape(part, shape), times)
+                return self.reshape(self.take(inner, inner_axis, places), shape)
         if value.op == "product":
-            sliced = self._slice_of_product(value, axis, start, size, step)
-            if sliced is not None:
-                return self.scaled(sliced, times)
+            return self._take_of_product(value, axis, places, shape)
         if value.op == "expand":
             inner = value.sources[0]
             inner_axis = axis - len(value.shape) + len(inner.shape)
             if inner_axis >= 0 and inner.shape[inner_axis] != 1:
-                inner = self.slice(inner, inner_axis, start, start + (size - 1) * step + 1, step)
-            result = self.expand(inner, shape)
-        elif value.op == "constant":
-            places = torch.arange(size) * step + start
-            result = self.constant(value.literal.tensor.index_select(axis, places))
-        else:
-            result = self.make("slice", (value,), (axis, start, step), shape, value.dtype)
-        return self.scaled(result, times)
+                inner = self.take(inner, inner_axis, places)
+            return self.expand(inner, shape)
+        if value.op == "constant":
+            numbers = torch.tensor(list(places), dtype=torch.int64)
+            return self.constant(value.literal.tensor.index_select(axis, numbers))
+        return None
 
-    def _slice_of_join(
-        self, value: Value, axis: int, start: int, size: int, step: int
-    ) -> Value | None:
-        """A slice of one part of a join, or a join of slices of several parts; None if neither."""
-        start_of_part, slices = 0, list[Value]()
-        last = start + (size - 1) * step
-        for part in value.sources:
-            end = start_of_part + part.shape[axis]
-            if start_of_part <= start and last < end:
-                return self.slice(part, axis, start - start_of_part, last + 1 - start_of_part, step)
-            if step == 1 and start < end and start_of_part <= last:
-                slices.append(
-                    self.slice(
-                        part,
-                        axis,
-                        max(start - start_of_part, 0),
-                        min(last + 1, end) - start_of_part,
-                    )
+    def _make_selection(
+        self, value: Value, axis: int, places: Sequence[int], shape: Shape
+    ) -> Value:
+        """A slice, a join of a few slices, or a gather."""
+        if isinstance(places, range):
+            literal = axis, places.start, places.step
+            return self.make("slice", (value,), literal, shape, value.dtype)
+        breaks = [at for at in range(1, len(places)) if places[at] != places[at - 1] + 1]
+        if value.op != "join" and len(breaks) < _SHORT:
+            ends = zip((0, *breaks), (*breaks, len(places)), strict=True)
+            runs = [range(places[start], places[end - 1] + 1) for start, end in ends]
+            return self.join([self.take(value, axis, run) for run in runs], axis)
+        tensor = Array(torch.tensor(places, dtype=torch.int64))
+        index = self.make("constant", (), tensor, (len(places),), torch.int64, model=True)
+        return self.make("gather", (value, index), axis, shape, value.dtype)
+
+    def _take_of_join(self, value: Value, axis: int, places: Sequence[int]) -> Value | None:
+        """A join of selections, one for each run of places in one part.
+
+        None for many runs, and for a range with another step than 1 in several parts.
+        """
+        runs, start = list[tuple[Value, Sequence[int]]](), 0
+        if isinstance(places, range):
+            for part in value.sources:
+                end = start + part.shape[axis]
+                first, last = (
+                    min(max(-(-(bound - places.start) // places.step), 0), len(places))
+                    for bound in (start, end)
                 )
-            start_of_part = end
-        return self.join(slices, axis) if slices else None
+                if first < last:
+                    run = places[first:last]
+                    runs.append((part, range(run.start - start, run.stop - start, run.step)))
+                start = end
+            if not runs or (len(runs) > 1 and places.step != 1):
+                return None
+        else:
+            starts = list(accumulate((part.shape[axis] for part in value.sources), initial=0))
+            for at, group in groupby(places, lambda place: bisect(starts, place) - 1):
+                runs.append((value.sources[at], [place - starts[at] for place in group]))
+            if len(runs) > max(4, len(value.sources)):
+                return None
+        return self.join([self.take(part, axis, run) for part, run in runs], axis)
 
-    def _slice_of_product(
-        self, value: Value, axis: int, start: int, size: int, step: int
+    def _take_of_product(
+        self, value: Value, axis: int, places: Sequence[int], shape: Shape
     ) -> Value | None:
-        """A slice of a product whose factors are joins or constant along the axis; None for
+        """A selection of a product whose factors are joins or constant along the axis; None for
         others.
         """
-        factors = list[tuple[Value, Fraction]]()
+        factors = list[Factor]()
         for source, exponent in zip(value.sources, value.literal[0], strict=True):
             inner_axis = axis - len(value.shape) + len(source.shape)
             inner: Value | None = source
             if inner_axis >= 0 and source.shape[inner_axis] != 1:
                 is_join = source.op == "join" and source.literal == inner_axis
-                inner = (
-                    self._slice_of_join(source, inner_axis, start, size, step) if is_join else None
-                )
+                inner = self._take_of_join(source, inner_axis, places) if is_join else None
             if inner is None:
                 return None
             factors.append((inner, exponent))
-        return self.product(factors, value.literal[1])
+        return self.expand(self.product(factors, value.literal[1]), shape)
 
     def join(self, values: Sequence[Value], axis: int) -> Value:
         """The Values side by side along an axis. Neighbouring slices of one Value become one
@@ -784,80 +810,6 @@ class Form:
             return self.scaled(self.expand(base.sources[0], shape), times)
         rows = self.make("gather", (base, index), axis, shape, base.dtype)
         return self.scaled(rows, times)
-
-    def take(self, value: Value, axis: int, places: Sequence[int]) -> Value:
-        """Elements of an axis at literal places. The selection moves inside joins, slices and
-        gathers.
-        """
-        axis %= len(value.shape)
-        size = len(places)
-        step = places[1] - places[0] if size > 1 else 1
-        if step > 0 and list(places) == list(range(places[0], places[0] + size * step, step)):
-            return self.slice(value, axis, places[0], places[-1] + 1, step)
-        shape = tuple(size if at == axis else n for at, n in enumerate(value.shape))
-        times, value = self.split(value)
-        result = self._take_inside(value, axis, places, shape)
-        if result is None:
-            index = self.make(
-                "constant",
-                (),
-                Array(torch.tensor(places, dtype=torch.int64)),
-                (size,),
-                torch.int64,
-                model=True,
-            )
-            result = self.make("gather", (value, index), axis, shape, value.dtype)
-        return self.scaled(result, times)
-
-    def _take_inside(
-        self, value: Value, axis: int, places: Sequence[int], shape: Shape
-    ) -> Value | None:
-        """``take`` of a Value whose operation lets the selection move inside; None for others."""
-        if value.op == "constant":
-            return self.constant(
-                value.literal.tensor.index_select(axis, torch.tensor(places, dtype=torch.int64))
-            )
-        if value.op == "expand":
-            inner = value.sources[0]
-            inner_axis = axis - len(value.shape) + len(inner.shape)
-            if inner_axis >= 0 and inner.shape[inner_axis] != 1:
-                inner = self.take(inner, inner_axis, places)
-            return self.expand(inner, shape)
-        if value.op == "slice" and value.literal[0] == axis:
-            _, start, step = value.literal
-            return self.take(value.sources[0], axis, [start + step * place for place in places])
-        if value.op == "gather" and value.literal == axis:
-            base, index = value.sources
-            if index.op == "constant" and len(index.shape) == 1:
-                inner_places = index.literal.tensor.tolist()
-                return self.take(base, axis, [inner_places[place] for place in places])
-        if value.op == "join" and value.literal == axis:
-            return self._take_of_join(value, axis, places)
-        breaks = [at for at in range(1, len(places)) if places[at] != places[at - 1] + 1]
-        if len(breaks) < _SHORT:
-            ends = zip((0, *breaks), (*breaks, len(places)), strict=True)
-            runs = [(places[start], places[end - 1] + 1) for start, end in ends]
-            return self.join([self.slice(value, axis, *run) for run in runs], axis)
-        return None
-
-    def _take_of_join(self, value: Value, axis: int, places: Sequence[int]) -> Value | None:
-        """A join of selections, one for each run of places in one part; None if there are many
-        runs.
-        """
-        ends, end_of_part = list[int](), 0
-        for part in value.sources:
-            end_of_part += part.shape[axis]
-            ends.append(end_of_part)
-        runs: list[tuple[int, list[int]]] = []
-        for place in places:
-            part_number = next(k for k, end in enumerate(ends) if place < end)
-            start = ends[part_number] - value.sources[part_number].shape[axis]
-            if not runs or runs[-1][0] != part_number:
-                runs.append((part_number, []))
-            runs[-1][1].append(place - start)
-        if len(runs) > max(4, len(value.sources)):
-            return None
-        return self.join([self.take(value.sources[k], axis, run) for k, run in runs], axis)
 
     def write(self, base: Value, index: Value, rows: Value, mode: str | None = None) -> Value:
         """``base`` [n, width] with ``rows`` [t, width] written at the row numbers ``index`` [t].
@@ -1072,6 +1024,22 @@ def _filled_with(value: Value) -> Value | None:
 
 
 filled_with = _filled_with
+
+
+def _as_range(places: Sequence[int]) -> Sequence[int]:
+    """The places as a range, if they rise in equal steps."""
+    if isinstance(places, range):
+        return places
+    step = places[1] - places[0] if len(places) > 1 else 1
+    run = range(places[0], places[0] + len(places) * step, step) if step > 0 else places
+    return run if list(run) == list(places) else places
+
+
+def _chosen(items: Sequence[int], places: Sequence[int]) -> Sequence[int]:
+    """The items at these places."""
+    if isinstance(places, range):
+        return items[places.start : places.stop : places.step]
+    return [items[place] for place in places]
 
 
 def _inner_axis(value: Value, axis: int) -> int | None:

@@ -314,34 +314,29 @@ def _(c: Call, x: Value, index: Value | None = None, dim: int = 0, **options: An
         n != x.shape[at] for at, n in enumerate(index.shape) if at != dim
     ):
         raise Departs
-    row_index = _whole_row_index(c, index, dim)
+    row_index = _row_index(c, index, dim, dim + 1)
     if row_index is not None:
         return c.form.gather(x, dim, row_index)
-    constant_index = index if index.op == "constant" else None
-    if constant_index is not None:
-        tensor = constant_index.literal.tensor
-        first_line = tensor.select(0, 0) if tensor.dim() else tensor
-        rows = tensor.movedim(dim, -1)
-        first = rows.reshape(-1, rows.shape[-1])[0]
-        if bool((rows == first).all()) and first_line is not None:
-            return c.form.take(x, dim, first.tolist())
+    if index.op == "constant":
+        rows = index.literal.tensor.movedim(dim, -1).reshape(-1, index.shape[dim])
+        if bool((rows == rows[:1]).all()):
+            return c.form.take(x, dim, rows[0].tolist())
     if dim == 1 and len(x.shape) == 2:  # single elements of each row
         return _gather_in_rows(c, x, index)
     raise Departs
 
 
-def _whole_row_index(c: Call, index: Value, dim: int) -> Value | None:
-    """The row numbers [n] or [1] of an index that is the same along all axes but ``dim``.
-
-    None for other indices.
+def _row_index(c: Call, index: Value, first: int, last: int) -> Value | None:
+    """The numbers of an index that is the same along all axes but those from ``first`` to
+    ``last``. None for other indices.
     """
     inner = strip_reshapes(index)
-    if inner.op != "expand" or inner.shape[: dim + 1] != index.shape[: dim + 1]:
+    if inner.op != "expand" or inner.shape[:last] != index.shape[:last]:
         return None
     numbers = inner.sources[0]
     sizes = (1,) * (len(inner.shape) - len(numbers.shape)) + numbers.shape
-    is_line = all(size == 1 or at == dim for at, size in enumerate(sizes))
-    return c.form.reshape(numbers, (sizes[dim],)) if is_line else None
+    is_same = prod(sizes[:first]) == prod(sizes[last:]) == 1
+    return c.form.reshape(numbers, sizes[first:last]) if is_same else None
 
 
 def _gather_in_rows(c: Call, x: Value, index: Value) -> Value:
@@ -438,7 +433,7 @@ def _(c: Call, x: Value, dim: int, index: Value, source: Value) -> Value:
 def _(c: Call, x: Value, dim: int, index: Value, src: Any = None, **options: Any) -> Value:
     """Writes whole rows: the index must be the same along all axes behind the rows."""
     dim %= len(x.shape)
-    row_index = _whole_row_index(c, index, dim)
+    row_index = _row_index(c, index, dim, dim + 1)
     if options.get("reduce") is not None or not isinstance(src, Value):
         raise Departs
     if index.shape[dim + 1 :] != x.shape[dim + 1 :]:
@@ -447,27 +442,13 @@ def _(c: Call, x: Value, dim: int, index: Value, src: Any = None, **options: Any
         src = c.form.slice(src, axis, 0, size)
     if row_index is not None and row_index.shape == (index.shape[dim],):
         return write_rows(c, x, dim, 1, row_index, src)
-    entry_index = _entry_row_index(c, index, dim)
-    if entry_index is None:
+    entry_index = _row_index(c, index, 0, 2) if dim == 1 else None
+    if entry_index is None or entry_index.shape != index.shape[:2]:
         raise Departs
     entries = c.form.count(index.shape[0])
     columns = [c.form.reshape(entries, (index.shape[0], 1)), entry_index]
     _, flat, count = flat_index(c, x.shape, columns)
     return write_rows(c, x, 0, count, flat, src)
-
-
-def _entry_row_index(c: Call, index: Value, dim: int) -> Value | None:
-    """The row numbers [entries, n] of an index that is the same along all axes behind the second.
-
-    None for other indices, and for another ``dim`` than 1.
-    """
-    inner = strip_reshapes(index)
-    if dim != 1 or inner.op != "expand" or inner.shape[:2] != index.shape[:2]:
-        return None
-    numbers = inner.sources[0]
-    sizes = (1,) * (len(inner.shape) - len(numbers.shape)) + numbers.shape
-    has_whole_rows = sizes[:2] == index.shape[:2] and prod(sizes[2:]) == 1
-    return c.form.reshape(numbers, sizes[:2]) if has_whole_rows else None
 
 
 @operator("npu::npu_scatter_nd_update")

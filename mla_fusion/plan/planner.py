@@ -129,7 +129,7 @@ class Planner:
             *_slot_assumptions(plan, self.config, self.boundary),
             *([ROWS_READ_BACK] if _reads_rows_back(plan) else []),
             *([IDENTITY] if proposal.identity_reason is not None else []),
-            *policy.gamma_assumptions(self.graph, plan.proposal),
+            *policy.gamma_assumptions(plan.proposal),
             *self._node_assumptions(plan, {*plan.region, *computed_nodes, *_slot_nodes(plan)}),
         ]
         return replace(plan, assumptions=(*assumptions, *sizes))

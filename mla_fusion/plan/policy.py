@@ -104,7 +104,7 @@ def is_rounded(node: Node) -> bool:
     return next((dtype for dtype in dtypes if dtype not in _WIDE[1:]), None) == torch.bfloat16
 
 
-def gamma_assumptions(graph: Graph, proposal: Proposal) -> list[str]:
+def gamma_assumptions(proposal: Proposal) -> list[str]:
     """Returns what is assumed about norm weights that are wider than bfloat16."""
     gammas = [proposal.arguments[name] for name in _GAMMAS]
     has_wide = any(value.dtype != torch.bfloat16 and not value.active for value in gammas)

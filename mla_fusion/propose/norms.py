@@ -80,7 +80,7 @@ def read_norm(site: Site, value: Value, what: str) -> Norm:
         raise Departure(
             "norm.of_input", "what it is multiplied by is made of other activations", [value]
         )
-    norm = _first_true_norm(site, value, rows, norms)
+    norm = _first_true_norm(site, rows, norms)
     if norm is None:
         if any(_added_scalars(site, value)):
             detail = f"{what} have an epsilon that is no number of the graph"
@@ -119,7 +119,7 @@ def _epsilon_candidates(site: Site, value: Value, size: int) -> Iterator[Fractio
     yield Fraction(0)
 
 
-def _first_true_norm(site: Site, value: Value, rows: Value, norms: Sequence[Norm]) -> Norm | None:
+def _first_true_norm(site: Site, rows: Value, norms: Sequence[Norm]) -> Norm | None:
     """Returns the first norm that gives the rows at a random point, or None."""
     form = site.projections.form
     columns = form.take(site.columns_leaf, 1, norms[0].columns.tolist())

@@ -154,7 +154,7 @@ def read_tables(site: Site, value: Value, pairs: Pairs) -> tuple[Value, Value]:
     tables_read = []
     for parts in (cos, sin):
         table = form.join(parts, 1)
-        numbers = _table_numbers(site, evaluation, value, pairs, is_sine=parts is sin)
+        numbers = _table_numbers(site, value, pairs, is_sine=parts is sin)
         model_table = assemble_table(site, numbers, candidates)
         if model_table is None and table.active:
             raise Departure("rope.absent", "the tables are made of activations", [value])
@@ -162,9 +162,7 @@ def read_tables(site: Site, value: Value, pairs: Pairs) -> tuple[Value, Value]:
     return tables_read[0], tables_read[1]
 
 
-def _table_numbers(
-    site: Site, evaluation: Evaluation, value: Value, pairs: Pairs, is_sine: bool
-) -> Tensor:
+def _table_numbers(site: Site, value: Value, pairs: Pairs, is_sine: bool) -> Tensor:
     """Returns what probing saw of a table [tokens, size]."""
     reading, half = site.readings[value], pairs.size // 2
     columns, (low, high) = reading.columns, reading.factors
