@@ -122,14 +122,19 @@ def random(name: int, shape: Iterable[int]) -> Tensor:
     return random_at(name, torch.arange(prod(shape))).reshape(shape)
 
 
-def powers(base: int, exponents: Tensor, p: int) -> Tensor:
-    """A number to each of many non-negative exponents."""
-    result, square = torch.ones_like(exponents), base
-    greatest = int(exponents.max()) if exponents.numel() else 0
-    for bit in range(greatest.bit_length()):
-        has_bit = (exponents >> bit) & 1 == 1
-        result = torch.where(has_bit, result * square % p, result)
-        square = square * square % p
+def powers(bases: Tensor, exponents: Tensor, p: int) -> Tensor:
+    """Each base [k, 1] to each of many non-negative exponents [n]: [k, n].
+
+    Eight bits of the exponents are looked up at a time, in a table of 256 powers of each base.
+    """
+    result = torch.ones(len(bases), len(exponents), dtype=torch.int64)
+    while exponents.any():
+        table = torch.ones_like(bases)
+        for _ in range(8):
+            table = torch.cat((table, table * bases % p), 1)
+            bases = bases * bases % p
+        result = result * table[:, exponents & 255] % p
+        exponents = exponents >> 8
     return result
 
 

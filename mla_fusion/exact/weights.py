@@ -74,13 +74,13 @@ class Piece:
 
 def _axis_powers(leaf: int, axis: int, places: Tensor, p: int) -> Tensor:
     """[RANK, n]: the powers of a leaf's random numbers along one axis."""
-    rows = []
-    for rank in range(RANK):
-        row = field.powers(field.word(leaf, "base", rank) % p, places.clamp_min(0), p)
-        if axis == 0:
-            row = row * (field.word(leaf, "front", rank) % p) % p
-        rows.append(torch.where(places == _ZERO, 0, row))
-    return torch.stack(rows)
+    bases, fronts = (
+        torch.tensor([[field.word(leaf, what, rank) % p] for rank in range(RANK)])
+        for what in ("base", "front")
+    )
+    rows = field.powers(bases, places.clamp_min(0), p)
+    rows = rows * fronts % p if axis == 0 else rows
+    return torch.where(places == _ZERO, 0, rows)
 
 
 @dataclass(frozen=True)
@@ -189,18 +189,15 @@ class Weight:
 
     def product(self, left: Tensor, p: int) -> Tensor:
         """``left`` [.., t, k] times this weight [k, m] or [.., k, m]."""
-        total = None
+        total = torch.zeros((), dtype=torch.int64)
         for piece in self.pieces:
             *lead, rows, columns = piece.factors(p)
-            for rank in range(len(rows)):
-                inner = (left * rows[rank] % p).sum(-1) % p
-                for axis, axis_factors in enumerate(lead):
-                    broadcast_shape = [1] * inner.dim()
-                    broadcast_shape[axis] = -1
-                    inner = inner * axis_factors[rank].view(broadcast_shape) % p
-                part = inner.unsqueeze(-1) * columns[rank] % p
-                total = part if total is None else total + part
-        assert total is not None
+            inner = field.product(left, rows.T, p)
+            for axis, axis_factors in enumerate(lead):
+                broadcast_shape = [1] * (inner.dim() - 1)
+                broadcast_shape[axis] = -1
+                inner = inner * axis_factors.T.reshape(*broadcast_shape, len(rows)) % p
+            total = total + field.product(inner, columns, p)
         return total % p
 
 

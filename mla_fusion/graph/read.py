@@ -286,19 +286,19 @@ class Graph:
             return items[place] if isinstance(items, (list, tuple)) else None
         if not isinstance(node.target, OpOverload):
             return self._make_opaque(node)
-        reading = self._read_call(node)
-        for place, result in _HIDDEN_WRITES.get(signature(node.target).name, {}).items():
+        reading, schema = self._read_call(node), signature(node.target)
+        for place, result in _HIDDEN_WRITES.get(schema.name, {}).items():
             cache = node.args[place]
             assert isinstance(cache, Node)
             self.hidden[self.base(cache)] = node
             self.effects.add(node)
             self._record_write(cache, reading[result])
-        for operand in written_arguments(node):
+        for operand in written_arguments(node) if schema.is_mutable else ():
             base = self.base(operand)
             self.writers.setdefault(base, []).append(node)
             if base.op != "call_function":
                 self.effects.add(node)
-            if signature(node.target).is_in_place:
+            if schema.is_in_place:
                 self._record_write(operand, reading)
             else:  # by ``out``, or one of several
                 self._record_write(operand, self._opaque_memory(operand, node.name))
@@ -454,6 +454,8 @@ class Graph:
         """An argument of a node with readings in place of nodes and numbers in place of sizes."""
         if isinstance(argument, Node):
             return self.readings.get(argument)
+        if argument is None or isinstance(argument, (int, float)):
+            return argument
         if isinstance(argument, (list, tuple)):
             return [self.argument(item) for item in argument]
         if isinstance(argument, slice):
@@ -500,10 +502,8 @@ class Graph:
 
         It does not if a symbolic size is a place along an axis.
         """
-        place_arguments = (arguments[name] for name in _PLACE_ARGUMENTS if name in arguments)
-        return not any(
-            isinstance(item, Size) for argument in place_arguments for item in _flatten(argument)
-        )
+        place_arguments = [arguments[name] for name in _PLACE_ARGUMENTS if name in arguments]
+        return not any(isinstance(item, Size) for item in _flatten(place_arguments))
 
     def call(self, target: Any, meta_value: Any) -> Call:
         """The ``Call`` of an operator whose result is described by ``meta_value``."""
@@ -802,11 +802,11 @@ def values_of(reading: Reading) -> Iterator[Value]:
 
 def _flatten(items: Any) -> Iterator[Any]:
     """Yields the items of nested lists."""
-    if isinstance(items, (list, tuple)):
-        for item in items:
+    for item in items:
+        if isinstance(item, (list, tuple)):
             yield from _flatten(item)
-    else:
-        yield items
+        else:
+            yield item
 
 
 def _has_pair(argument: Any) -> bool:

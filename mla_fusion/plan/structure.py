@@ -145,4 +145,4 @@ def _describe(value: Any) -> object:
 
 def _sizes(sizes: Iterable[Any]) -> tuple[object, ...]:
     """Returns sizes with symbols as text, so that they can be compared and hashed."""
-    return tuple(size if isinstance(size, int) else str(size) for size in sizes)
+    return tuple([size if isinstance(size, int) else str(size) for size in sizes])

@@ -310,19 +310,14 @@ class Site:
 
     def _probe(self, values: list[Value]) -> Iterator[Reading | None]:
         """Yields the reading of each Value, or None if it has none."""
-        codes = _codes(self.columns)
         try:
-            tensors = self._run(values, torch.stack(list(codes.values())))
+            tensors = self._run(values, _codes(self.columns))
         except (Mixed, Undecided):
             yield from (None for _ in values)
             return
         for value in values:
             rows = tensors.get(value)
-            if rows is None:
-                yield None
-            else:
-                by_code = dict(zip(codes, rows, strict=True))
-                yield _classify(by_code, self.columns)
+            yield None if rows is None else _classify(rows, self.columns)
 
     def _run(self, values: list[Value], codes: Tensor) -> dict[Value, Tensor]:
         """Returns tensors [code, token, element] of the Values."""
@@ -398,56 +393,48 @@ def _is_computed_from(value: Value, roots: Iterable[Value]) -> bool:
     return False
 
 
-def _codes(columns: int) -> dict[object, Tensor]:
-    """Returns the codes of the columns: powers of their numbers, twos, signs of their bits."""
+def _codes(columns: int) -> Tensor:
+    """Returns the codes of the columns, row by row: powers of their numbers, twos, and signs of
+    their bits.
+    """
     numbers = torch.arange(1, columns + 1)
-    codes: dict[object, Tensor] = {
-        ("moment", power): field.power(numbers, power, POINT.p) for power in range(_MOMENTS)
-    }
-    codes["two"] = torch.full((columns,), 2, dtype=torch.int64)
-    for bit in range(max(1, (columns - 1).bit_length())):
-        codes["bit", bit] = torch.where((numbers - 1) >> bit & 1 == 1, POINT.p - 1, 1)
-    return codes
+    powers = [field.power(numbers, power, POINT.p) for power in range(_MOMENTS)]
+    twos = torch.full((columns,), 2, dtype=torch.int64)
+    bits = [
+        torch.where((numbers - 1) >> bit & 1 == 1, POINT.p - 1, 1)
+        for bit in range(max(1, (columns - 1).bit_length()))
+    ]
+    return torch.stack([*powers, twos, *bits])
 
 
-def _classify(tensors: dict[object, Tensor], columns: int) -> Reading | None:
+def _classify(elements: Tensor, columns: int) -> Reading | None:
     """Returns the reading of an element-wise Value, or None.
 
-    tensors  for each code, what the Value is [token, element]
+    elements  what the Value is [code, token, element]
     """
-    ones = tensors["moment", 0]
+    moments, twos, bits = elements[:_MOMENTS], elements[_MOMENTS], elements[_MOMENTS + 1 :]
+    ones = moments[0]
     if not ones.numel() or not bool(ones.any()):
         return None
-    is_linear = torch.equal(tensors["two"], ones * 2 % POINT.p)
-    bits = [
-        (key[1], tensor)
-        for key, tensor in tensors.items()
-        if isinstance(key, tuple) and key[0] == "bit"
-    ]
-    minus = (POINT.p - ones) % POINT.p
-    is_minus_by_bit = [tensor == minus for _, tensor in bits]
-    if all(
-        bool((is_minus | (tensor == ones)).all())
-        for is_minus, (_, tensor) in zip(is_minus_by_bit, bits, strict=True)
-    ):
-        places = torch.zeros_like(ones)
-        for is_minus, (bit, _) in zip(is_minus_by_bit, bits, strict=True):
-            places += is_minus.long() << bit
-        indices = places[0]
-        if not torch.equal(places, indices.expand_as(places)) or int(indices.max()) >= columns:
-            return None
-        return Reading("moved" if is_linear else "normed", indices, None, (ones,))
-    return _read_pairs_of_columns(tensors, columns) if is_linear else None
+    is_linear = torch.equal(twos, ones * 2 % POINT.p)
+    is_minus = bits == (POINT.p - ones) % POINT.p
+    if not bool((is_minus | (bits == ones)).all()):
+        return _read_pairs_of_columns(moments, columns) if is_linear else None
+    indices = torch.zeros_like(ones[0])
+    for bit, is_set in enumerate(is_minus[:, 0]):
+        indices += is_set.long() << bit
+    is_same = torch.equal(is_minus, is_minus[:, :1].expand_as(is_minus))
+    if not is_same or int(indices.max()) >= columns:
+        return None
+    return Reading("moved" if is_linear else "normed", indices, None, (ones,))
 
 
-def _read_pairs_of_columns(tensors: dict[object, Tensor], columns: int) -> Reading | None:
+def _read_pairs_of_columns(moments: Tensor, columns: int) -> Reading | None:
     """Returns the reading of elements that are made of two columns, or None.
 
     The numbers of the columns are a and b, from 1 on.
     """
-    moment0, moment1, moment2, moment3, moment4 = (
-        tensors["moment", power] for power in range(_MOMENTS)
-    )
+    moment0, moment1, moment2, moment3, moment4 = moments
 
     def minus(a: Tensor, b: Tensor) -> Tensor:
         """Returns a - b in the field."""
