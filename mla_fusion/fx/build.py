@@ -70,8 +70,8 @@ class Builder(ABC):
         return self.sizes([size], of)[0]
 
     @abstractmethod
-    def constant(self, numbers: Sequence[int], like: Any) -> Any:
-        """Returns the numbers as a tensor on the device of ``like``."""
+    def constant(self, tensor: torch.Tensor, like: Any) -> Any:
+        """Returns a tensor of literals on the device of ``like``."""
 
     def cache(self, node: Node, shape: Sequence[Any]) -> Any:
         """Returns a cache in the kernel's shape."""
@@ -356,9 +356,7 @@ class GraphBuilder(Builder):
         """Returns True if the node comes before the point."""
         return self._point is None or node < self._point
 
-    def constant(self, numbers: Sequence[int], like: Node) -> Node:
-        with without_fake_mode():  # the graph will hold it, so it must be real
-            tensor = torch.tensor(numbers, dtype=torch.int64)
+    def constant(self, tensor: torch.Tensor, like: Node) -> Node:
         names = (f"_mla_fusion_constant{number}" for number in count())
         name = next(name for name in names if not hasattr(self.gm, name))
         self.gm.register_buffer(name, tensor)

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from functools import cached_property
-from math import isfinite, prod
+from math import prod
 from typing import Any
 
 import torch
@@ -378,25 +378,5 @@ class Lowering:
         raise LookupError(value)
 
     def _constant(self, value: Value) -> Any:
-        """A tensor of literals, made of integers; floats are integers times a power of two.
-
-        Raises LookupError for infinity, NaN, and floats that need more than 56 fractional bits.
-        """
-        with without_fake_mode():
-            numbers = value.literal.tensor.reshape(-1).tolist()
-        if not all(map(isfinite, numbers)):
-            raise LookupError(value)
-        for bits in (0, 24, 40, 56):
-            integers = [int(element * 2**bits) for element in numbers]
-            if all(
-                integer == element * 2**bits
-                for integer, element in zip(integers, numbers, strict=True)
-            ):
-                handle = self.b.constant(integers, self.b.value(self._weight_node))
-                if bits:
-                    wide_dtype = torch.promote_types(value.dtype, torch.float32)
-                    handle = self.b.cast(handle, wide_dtype)
-                    handle = self.b.call(aten.mul.Tensor, handle, 2.0**-bits)
-                handle = self.b.cast(handle, value.dtype)
-                return self.b.reshape(handle, value.shape)
-        raise LookupError(value)
+        """A tensor of literals."""
+        return self.b.constant(value.literal.tensor, self.b.value(self._weight_node))

@@ -141,5 +141,5 @@ class _FakeCall(Builder):
     def sizes(self, shape: Sequence[Any], of: Any = None) -> list[Any]:
         return list(shape)
 
-    def constant(self, numbers: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-        return like.new_empty((len(numbers),), dtype=torch.int64)
+    def constant(self, tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        return like.new_empty(tensor.shape, dtype=tensor.dtype)

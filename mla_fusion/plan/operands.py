@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from mla_fusion.compat import without_fake_mode
 from mla_fusion.fx.build import Builder
 from mla_fusion.fx.kinds import word
 from mla_fusion.fx.sizes import has_symbols
@@ -117,7 +118,9 @@ def _piece_numbers(builder: Builder, rows: Any, block_size: Any, count: int) -> 
     first_piece = builder.reshape(
         builder.call(aten.add.Tensor, block_start, offset), (*builder.shape(rows), 1)
     )
-    steps = builder.call(aten.mul.Tensor, builder.constant(range(count), rows), size)
+    with without_fake_mode():
+        numbers = torch.arange(count)
+    steps = builder.call(aten.mul.Tensor, builder.constant(numbers, rows), size)
     return builder.call(
         aten.reshape.default, builder.call(aten.add.Tensor, first_piece, steps), [-1]
     )

@@ -339,7 +339,8 @@ def describe(program: GraphModule) -> str:
         target = "" if node.op == "placeholder" else node.target
         if node.op == "get_attr":  # a tensor, or the graph of a branch (``torch.cond``)
             value = attribute(node)
-            target = describe(value) if isinstance(value, GraphModule) else value.tolist()
+            is_graph = isinstance(value, GraphModule)
+            target = describe(value) if is_graph else f"{value.dtype} {value.tolist()}"
         lines.append(f"{names[node]} = {node.op} {target} {args} {kwargs}")
     return "\n".join(lines)
 
