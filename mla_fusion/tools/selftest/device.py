@@ -10,9 +10,8 @@ from torch import Tensor
 
 from mla_fusion import machine
 from mla_fusion._autoload import cann_location, torch_npu_installed
+from mla_fusion.meta.layout import FRACTAL_NZ
 from mla_fusion.tools.target import UserError
-
-_FRACTAL_NZ = 29
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class Device:
         if self.kind == "cpu":
             return tensor.clone()
         tensor = tensor.to(self.kind)
-        return torch.ops.npu.npu_format_cast(tensor.contiguous(), _FRACTAL_NZ) if nz else tensor
+        return torch.ops.npu.npu_format_cast(tensor.contiguous(), FRACTAL_NZ) if nz else tensor
 
 
 def choose(kind: str | None, soc: str, cann: str) -> Device:
