@@ -1,6 +1,4 @@
-"""The absorbed prologue, with attention over pages, computes what Hugging Face's own expanded
-attention computes.
-"""
+"""Absorbed prologue and attention over pages compute what Hugging Face's own attention does."""
 
 from __future__ import annotations
 
@@ -56,10 +54,8 @@ def made(dtype: torch.dtype) -> tuple[AbsorbedAttention, Inputs, Tensor]:
 def step(absorbed: AbsorbedAttention, inputs: Inputs, tables: Tensor) -> Tensor:
     hf, caches = absorbed.attention, inputs[-2:]
     queries = absorbed.prologue(*inputs)
-    lengths = torch.tensor(LENGTHS)
-    context = mla_paged_attention(
-        *queries, *caches, tables, lengths, scale=hf.scaling, out_layout="NTD"
-    )
+    lengths, options = torch.tensor(LENGTHS), {"scale": hf.scaling, "out_layout": "NTD"}
+    context = mla_paged_attention(*queries, *caches, tables, lengths, **options)
     w_uv = hf.kv_b_proj.weight.view(hf.num_heads, -1, hf.kv_lora_rank)[:, hf.qk_nope_head_dim :]
     return hf.o_proj(torch.bmm(context, w_uv.mT).transpose(0, 1).flatten(1))
 
