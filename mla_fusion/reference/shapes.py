@@ -13,11 +13,11 @@ from mla_fusion.compat import take_for_one
 from mla_fusion.meta import key_operator, preprocess
 from mla_fusion.meta.number_formats import BLOCK, HIFLOAT8_NUMBER
 from mla_fusion.meta.signature import OPERATORS
-from mla_fusion.reference.kernels import (  # noqa: F401  # what these compute of meta tensors
+from mla_fusion.reference.matmul_scatter_quant import OUTPUT_DTYPES
+from mla_fusion.reference.norm_rope import (  # noqa: F401  # what these compute of meta tensors
     npu_add_rms_norm,
     npu_rms_norm,
 )
-from mla_fusion.reference.matmul_scatter_quant import OUTPUT_DTYPES
 
 # arguments that are caches, by the names of the results, where these names differ
 _CACHE_ARGUMENTS = {
