@@ -42,8 +42,8 @@ def npu_sparse_flash_attention(
     seen = (picks >= 0).cumprod(-1).sum(-1)
     first_rows = torch.arange(len(key)).view(-1, 1, 1) * key.shape[1]
     tables = (picks + first_rows).flatten(0, 1)
-    queries = (part.flatten(0, 1).unsqueeze(1) for part in (query, query_rope))
+    q, q_rope = (part.flatten(0, 1).unsqueeze(1) for part in (query, query_rope))
     pools = [cache.flatten(0, 1).unsqueeze(1) for cache in (key, value, key_rope)]
-    out, _ = attend(*queries, pools, tables, seen.view(-1, 1), scale_value)
+    out, _ = attend(q, q_rope, pools, tables, seen.view(-1, 1), scale_value)
     nothing = query.new_empty(0, dtype=torch.float32)
     return out.view(query.shape).to(query.dtype), nothing, nothing.clone()
