@@ -123,8 +123,8 @@ class PageTable:
 
 
 class PagedLatentLayer(CacheLayerMixin):
-    """The pages of one attention. ``keys`` and ``values`` are the pools, as kv_cache and
-    kr_cache.
+    """The pages of one attention: ``keys`` are its kv_cache, ``[BlockNum, BlockSize, 1, R]``
+    latents, ``values`` its kr_cache, ``[.., 1, Dr]`` rotated keys; None before the first token.
     """
 
     names: tuple[str, ...] = ("keys", "values")
@@ -143,16 +143,6 @@ class PagedLatentLayer(CacheLayerMixin):
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]
         return self.table.static
-
-    @property
-    def kv_cache(self) -> Tensor | None:
-        """``[BlockNum, BlockSize, 1, R]`` latents, None before the first token."""
-        return self.keys
-
-    @property
-    def kr_cache(self) -> Tensor | None:
-        """``[BlockNum, BlockSize, 1, Dr]`` rotated keys, None before the first token."""
-        return self.values
 
     @property
     def batch_size(self) -> int:
