@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
-from typing import Any
 
 import torch
 
@@ -147,8 +146,7 @@ def _decode_step(options: Options) -> tuple[hf.DecodeStep, torch.Tensor]:
     """Returns a step of Hugging Face's DeepSeek-V3 over pages that hold a prompt, and the ids of
     the new tokens. Weights and ids are random; the MLPs are dense.
     """
-    source: Any = hf.modeling()
-    config = source.DeepseekV3Config(
+    config = hf.modeling().DeepseekV3Config(
         vocab_size=1024,
         hidden_size=options.hidden,
         intermediate_size=options.intermediate,
@@ -157,8 +155,10 @@ def _decode_step(options: Options) -> tuple[hf.DecodeStep, torch.Tensor]:
         num_key_value_heads=options.heads,
         first_k_dense_replace=options.layers,
     )
+    from transformers import AutoModelForCausalLM
+
     torch.manual_seed(0)
-    model = source.DeepseekV3ForCausalLM(config).to(torch.bfloat16).eval()
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     hf.optimize(model)
     cache = hf.MlaPagedCache(model, max_cache_len=options.history + 1)
     ids = torch.randint(config.vocab_size, (options.batch, options.history + 1))
