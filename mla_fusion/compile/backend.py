@@ -89,7 +89,8 @@ class Backend:
             )
         config = _with_options(self.config, options or {})
         specialise(gm)
-        on_npu = machine.has_npu() and any(map(_is_on_npu, inputs))
+        tensors = (value for value in inputs if isinstance(value, torch.Tensor))
+        on_npu = machine.has_npu() and any(value.device.type == "npu" for value in tensors)
         obstacle = ""
         if not on_npu:
             obstacle = "no tensor lies on an NPU, so the graph runs by the CPU reference kernel"
@@ -245,8 +246,3 @@ def _report_gradients(graph: GraphModule, config: Config) -> None:
             layers[0].remedy,
         )
     store.keep_report(report)
-
-
-def _is_on_npu(value: Any) -> bool:
-    """Returns True if the value is a tensor on an NPU."""
-    return isinstance(value, torch.Tensor) and value.device.type == "npu"
