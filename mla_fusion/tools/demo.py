@@ -135,7 +135,7 @@ def run(options: Options) -> Outcome:
     report = mf.reports()[-1]
     say("lowering with torchair")
     lowered, files = _lower(step, ids, out)
-    files = sorted([*files, out / "report.html", out / "report.json"])
+    files = sorted({*files, out / "report.html", out / "report.json"})
     outcome = Outcome(options, report, difference, lowered, files)
     page.write(report, out / "report.html", [outcome.section])
     (out / "report.json").write_text(outcome.to_json(), encoding="utf-8")
