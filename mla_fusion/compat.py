@@ -38,7 +38,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily as without_fake
 from torch.fx import Graph, Node
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 if TYPE_CHECKING:
     from torch._dynamo.backends.common import aot_autograd
@@ -68,6 +68,7 @@ __all__ = [  # names of torch as they are; this file has functions besides
     "make_fx",
     "statically_known_true",
     "tree_leaves",
+    "tree_map",
     "tree_map_only",
     "without_fake_mode",
     "without_modes",

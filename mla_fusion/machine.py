@@ -117,6 +117,14 @@ def settled(soc: str, cann: str) -> Machine:
     return replace(machine, **chosen)
 
 
+def has_npu() -> bool:
+    """Returns True if torch_npu is loaded and finds an NPU. The offline runtime's stand-ins are
+    none.
+    """
+    torch_npu = sys.modules.get("torch_npu")
+    return torch_npu is not None and bool(torch_npu.npu.is_available())
+
+
 @cache
 def _machine_of(torch_npu: Any) -> Machine:
     """Returns the machine that torch_npu runs on, or the assumed one."""

@@ -118,12 +118,12 @@ def is_call_of_torch(call: Any) -> bool:
     )
 
 
-def has_hooks(module: torch.nn.Module, but_of: str = "") -> bool:
+def has_hooks(module: torch.nn.Module, but_of: str) -> bool:
     """Returns True if a call of the module does more than its forward.
 
     That is so with hooks of the module or of all modules, and with a replaced call.
 
-    but_of  a package whose hooks do not count; "": all hooks count
+    but_of  a package whose hooks do not count
     """
     if type(module)._call_impl is not _CALL_IMPL or "_call_impl" in vars(module):
         return True
@@ -131,7 +131,7 @@ def has_hooks(module: torch.nn.Module, but_of: str = "") -> bool:
         return True
     for kind in _HOOKS:
         for hook in getattr(module, f"_{kind}_hooks").values():
-            if not but_of or not getattr(hook, "__module__", "").startswith(but_of):
+            if not getattr(hook, "__module__", "").startswith(but_of):
                 return True
     return any(getattr(_MODULE, f"_global_{kind}_hooks") for kind in _HOOKS)
 

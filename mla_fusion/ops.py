@@ -107,30 +107,22 @@ _libraries: list[torch.library.Library] = []
 _withdrawn: list[Any] = []  # operators that graphs and callers may still refer to
 
 
-def defined(name: str, namespace: str = "npu") -> bool:
-    """Returns True if ``<namespace>::<name>`` has a schema, ours or torch_npu's.
-
-    name  may end in an overload: ``npu_mla_preprocess.out``
-    """
-    return compat.has_schema(f"{namespace}::{name}")
-
-
 def provide() -> None:
     """Adds every schema and kernel that is missing. A second call changes nothing."""
     for namespace, schemas in (("npu", _NPU), ("atb", _ATB)):
         library = torch.library.Library(namespace, "FRAGMENT")
         _libraries.append(library)
-        missing = [name for name in schemas if not defined(name, namespace)]
+        missing = [name for name in schemas if not compat.has_schema(f"{namespace}::{name}")]
         for name in missing:
             library.define(schemas[name])
         for name in schemas:
-            _add_kernel(library, name, "CPU", _lazy("kernels", name))
-            _add_kernel(library, name, "Meta", _lazy("shapes", name))
+            _add_kernel(library, name, "CPU", _lazy("mla_fusion.reference", name))
+            _add_kernel(library, name, "Meta", _lazy("mla_fusion.reference.shapes", name))
             if name in _IN_PLACE and name in missing:
                 _add_kernel(library, name, "Functionalize", _functionalize(name))
-        if namespace == "npu":
-            for name in filter(defined, _KERNELS_ALONE):
-                _add_kernel(library, name, "CPU", _lazy("kernels", name))
+        for name in _KERNELS_ALONE:
+            if compat.has_schema(f"{namespace}::{name}"):
+                _add_kernel(library, name, "CPU", _lazy("mla_fusion.reference", name))
     for packet in _withdrawn:
         compat.renew(packet)
 
@@ -150,10 +142,10 @@ def _add_kernel(
 
 
 def _lazy(module: str, name: str) -> Callable[..., Any]:
-    """Returns a kernel of ``mla_fusion.reference`` that imports its module on its first call."""
+    """Returns a kernel of a module, which is imported on the first call."""
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        kernels = import_module(f"mla_fusion.reference.{module}")
+        kernels = import_module(module)
         return getattr(kernels, name.replace(".", "_"))(*args, **kwargs)
 
     return kernel

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from os import PathLike
@@ -13,9 +12,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from mla_fusion import releases
+from mla_fusion import machine, releases
 from mla_fusion.compat import is_saving
-from mla_fusion.compile import offline
 from mla_fusion.compile.boundary import fuse_for_torchair, fuse_with_boundary, warn_once
 from mla_fusion.compile.dynamo import naming, specialise
 from mla_fusion.config import Config
@@ -57,7 +55,7 @@ def backend(
     Raises UnsupportedRelease on an NPU whose torch_npu lacks what graphs are compiled through
     (docs/releases.md).
     """
-    if _device_present():
+    if machine.has_npu():
         releases.require()
     chosen = Config.given(config)
     folder = None if report is None else Path(report).absolute()
@@ -91,7 +89,8 @@ class Backend:
             )
         config = _with_options(self.config, options or {})
         specialise(gm)
-        on_npu = _device_present() and any(map(_is_on_npu, inputs))
+        tensors = (value for value in inputs if isinstance(value, torch.Tensor))
+        on_npu = machine.has_npu() and any(value.device.type == "npu" for value in tensors)
         obstacle = ""
         if not on_npu:
             obstacle = "no tensor lies on an NPU, so the graph runs by the CPU reference kernel"
@@ -182,15 +181,9 @@ _TORCHAIR = (
 )
 
 
-def mla_fusion(
-    gm: GraphModule,
-    inputs: Sequence[Any],
-    *,
-    mode: str | None = None,
-    options: Mapping[str, Any] | None = None,
-) -> Callable[..., Any]:
+def mla_fusion(gm: GraphModule, inputs: Sequence[Any], **settings: Any) -> Callable[..., Any]:
     """Compiles a graph for ``torch.compile(model, backend="mla_fusion")``."""
-    return backend()(gm, inputs, mode=mode, options=options)
+    return backend()(gm, inputs, **settings)
 
 
 _PACKAGES = {
@@ -253,14 +246,3 @@ def _report_gradients(graph: GraphModule, config: Config) -> None:
             layers[0].remedy,
         )
     store.keep_report(report)
-
-
-def _is_on_npu(value: Any) -> bool:
-    """Returns True if the value is a tensor on an NPU."""
-    return isinstance(value, torch.Tensor) and value.device.type == "npu"
-
-
-def _device_present() -> bool:
-    """Returns True if there is an NPU. The offline runtime's stand-ins are none."""
-    torch_npu = sys.modules.get("torch_npu")
-    return torch_npu is not None and not offline.is_active() and bool(torch_npu.npu.is_available())

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mla_fusion.compat import FakeTensorMode, copy_marks, storage_id, tree_leaves
+from mla_fusion.compat import FakeTensorMode, copy_marks, storage_id, tree_leaves, tree_map
 from mla_fusion.compile.dynamo import remember_numbers
 
 
@@ -32,9 +32,13 @@ class Relocation:
         self._storages: dict[int, Tensor] = {}
 
     def __call__(self, value: Any) -> Any:
-        """Returns the copy of a tensor, container, module or function; any other object as it
-        is.
+        """Returns the copy of a tensor, module or function, and of such in containers; any other
+        object as it is.
         """
+        return tree_map(self._copy_once, value)
+
+    def _copy_once(self, value: Any) -> Any:
+        """Returns the copy of an object that is no container: the same for the same object."""
         if id(value) in self._copies:
             return self._copies[id(value)][1]
         copied = self._copy(value)
@@ -54,13 +58,6 @@ class Relocation:
             return MethodType(value.__func__, self(value.__self__))
         if isinstance(value, FunctionType) and value.__closure__:
             return self._function(value, value.__closure__)
-        if isinstance(value, tuple):
-            items = map(self, value)
-            return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-        if type(value) is list:
-            return list(map(self, value))
-        if type(value) is dict:
-            return {key: self(item) for key, item in value.items()}
         return value
 
     def _tensor(self, tensor: Tensor) -> Tensor:

@@ -183,13 +183,7 @@ def _float_product(
     return BY_MODE[form.full].product(x1, x2, row_scale, column_scale)
 
 
-def npu_format_cast(
-    input: Tensor,
-    acl_format: int,
-    *,
-    customize_dtype: int | None = None,
-    input_dtype: int | None = None,
-) -> Tensor:
+def npu_format_cast(input: Tensor, acl_format: int, **dtypes: int | None) -> Tensor:
     """Returns a copy. A storage format such as FRACTAL_NZ (29) is invisible to the logical tensor,
     and the CPU has no formats.
     """

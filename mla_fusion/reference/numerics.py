@@ -26,6 +26,11 @@ def working_dtype(activation: torch.dtype) -> torch.dtype:
     return torch.float64 if activation == torch.float64 else torch.float32
 
 
+def rows_of_nz(storage: Tensor) -> Tensor:
+    """Returns rows ``[.., rows, W]`` from FRACTAL_NZ storage ``[.., W/C0, rows, C0]``."""
+    return storage.transpose(-3, -2).flatten(-2)
+
+
 def nz_weight_to_nd(weight: Tensor) -> Tensor:
     """Returns ``[k, n]`` from FRACTAL_NZ storage ``[n/C0, k/16, 16, C0]``, or a 2-D weight as it
     is.
@@ -33,9 +38,7 @@ def nz_weight_to_nd(weight: Tensor) -> Tensor:
     `CheckShape` in `mla_prolog_tiling_check.cpp` accepts both for weight_dq, weight_uq_qr and
     weight_dkv_kr.
     """
-    if weight.dim() == 2:
-        return weight
-    return weight.permute(1, 2, 0, 3).flatten(2).flatten(0, 1)
+    return weight if weight.dim() == 2 else rows_of_nz(weight.flatten(1, 2))
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:

@@ -20,9 +20,8 @@ from mla_fusion.meta.attention import (
     FLOATS,
     NO_MASK,
     Attention,
-    axes_of,
 )
-from mla_fusion.reference.numerics import working_dtype
+from mla_fusion.reference.numerics import rows_of_nz, working_dtype
 
 
 def attend(
@@ -94,7 +93,7 @@ def _rows(cache: Tensor, tables: Tensor, length: Tensor) -> Tensor:
     starts = torch.arange(tables.shape[1], device=tables.device) * block_size
     rows = cache[torch.where(starts < length, tables, 0)]
     if cache.dim() == 5:  # [B, blocks, 1, width / C0, BlockSize, C0]
-        rows = rows.transpose(3, 4).flatten(4)
+        rows = rows_of_nz(rows)
     rows = rows.flatten(1, -2)
     beyond = torch.arange(rows.shape[1], device=rows.device) >= length
     return rows.masked_fill(beyond.unsqueeze(-1), 0)
@@ -113,11 +112,12 @@ def npu_fused_infer_attention_score_v2(
     """
     full = {**ATTENTION.defaults, "query": query, "key": key, "value": value, **options}
     dtypes = (*FLOATS, torch.float32, torch.float64)
-    Attention(full, dtypes).check("A3", "latest", True)
+    call = Attention(full, dtypes)
+    call.check("A3", "latest", True)
     mode = full["sparse_mode"]
     if mode not in (NO_MASK, CAUSAL_AT_THE_END):
         raise ValueError(f"{ATTENTION.name}: the CPU kernel has no sparse_mode {mode}")
-    axes, out_axes = axes_of(full["input_layout"])
+    axes, out_axes = call.axes, call.out_axes
     order = "TND" if "T" in axes else "BSND"
 
     def laid_out(tensor: Tensor, axes: str) -> Tensor:
@@ -128,7 +128,7 @@ def npu_fused_infer_attention_score_v2(
 
     rope = full["query_rope"]
     q, q_rope = laid_out(query, axes), laid_out(rope, axes)
-    if query.dtype == torch.int8:
+    if call.int8:
         factor = laid_out(full["dequant_scale_query"], axes.replace("H", "N").replace("D", ""))
         factor = factor.unsqueeze(-1) * full["dequant_scale_key"]
         q, q_rope = q * factor, q_rope * factor
@@ -149,7 +149,7 @@ def npu_fused_infer_attention_score_v2(
         seen = seen.masked_fill(tokens >= new, 0).expand(len(q), -1)
         out, lse = attend(q, q_rope, caches, tables, seen, scale)
         lse = lse.transpose(1, 2)
-    if query.dtype == torch.int8:
+    if call.int8:
         out = out * full["dequant_scale_value"]
     out = out.flatten(-2) if out_axes[-1] == "H" else out.permute([*map(order.index, out_axes)])
     lse = lse.unsqueeze(-1) if full["return_softmax_lse"] else lse.new_empty(0)

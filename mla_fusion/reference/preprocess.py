@@ -21,7 +21,7 @@ from mla_fusion.meta.preprocess import EPSILON
 from mla_fusion.reference import cache, quantize
 from mla_fusion.reference.functional import clones, kernel
 from mla_fusion.reference.norm_rope import npu_rotary_mul
-from mla_fusion.reference.numerics import matmul, rms_norm
+from mla_fusion.reference.numerics import matmul, rms_norm, rows_of_nz
 
 
 @kernel(contract.ATB)
@@ -49,7 +49,7 @@ def mla_preprocess(inputs: Any) -> tuple[Tensor, ...]:
     up = linear(full, rms_norm_bias(c_q, inputs.gamma1, beta1), "wuq", "1")
     q_nope, q_rope = up.unflatten(-1, (n, d + r)).split((d, r), -1)
     # [N, D, C], of FRACTAL_NZ storage [N, C/16, D, 16] too
-    wuk = inputs.wuk if inputs.wuk.dim() == 3 else inputs.wuk.transpose(1, 2).flatten(2)
+    wuk = inputs.wuk if inputs.wuk.dim() == 3 else rows_of_nz(inputs.wuk)
     query = matmul(q_nope.transpose(0, 1), wuk).transpose(0, 1)
     q_rope = npu_rotary_mul(q_rope, inputs.cos.unsqueeze(1), inputs.sin.unsqueeze(1))
     k_rope = npu_rotary_mul(k_rope, inputs.cos, inputs.sin)
@@ -85,7 +85,7 @@ def linear(full: Mapping[str, Any], normed: Tensor, name: str, stage: str) -> Te
     """
     weight, channel, dtype = full[name], full[f"descale{stage}"], full["input"].dtype
     if weight.dim() == 4:
-        weight = weight[0].transpose(0, 1).flatten(1)
+        weight = rows_of_nz(weight[0])
     if weight.dtype != torch.int8:
         return matmul(normed.to(dtype), weight.t())
     if channel.dtype != torch.float32:  # of float16: int64 whose low 32 bits are the float32

@@ -13,11 +13,11 @@ from mla_fusion.compat import take_for_one
 from mla_fusion.meta import key_operator, preprocess
 from mla_fusion.meta.number_formats import BLOCK, HIFLOAT8_NUMBER
 from mla_fusion.meta.signature import OPERATORS
-from mla_fusion.reference.kernels import (  # noqa: F401  # what these compute of meta tensors
+from mla_fusion.reference.matmul_scatter_quant import OUTPUT_DTYPES
+from mla_fusion.reference.norm_rope import (  # noqa: F401  # what these compute of meta tensors
     npu_add_rms_norm,
     npu_rms_norm,
 )
-from mla_fusion.reference.matmul_scatter_quant import OUTPUT_DTYPES
 
 # arguments that are caches, by the names of the results, where these names differ
 _CACHE_ARGUMENTS = {
@@ -60,9 +60,9 @@ def npu_rotary_mul(input: Tensor, *args: Any, **options: Any) -> Tensor:
 
 
 def npu_transpose_batchmatmul(input: Tensor, weight: Tensor, **options: Any) -> Tensor:
-    perm_x1, perm_x2 = options.get("perm_x1") or (0, 1, 2), options.get("perm_x2") or (0, 1, 2)
-    batch, m = input.shape[perm_x1[0]], input.shape[perm_x1[1]]
-    n, factor = weight.shape[perm_x2[2]], options.get("batch_split_factor") or 1
+    batch, m, _ = input.permute(options.get("perm_x1") or (0, 1, 2)).shape
+    n = weight.permute(options.get("perm_x2") or (0, 1, 2)).shape[2]
+    factor = options.get("batch_split_factor") or 1
     return input.new_empty((m, batch, n) if factor == 1 else (factor, m, batch * n // factor))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mla_fusion.reference.numerics import working_dtype
+from mla_fusion.reference.paged_attention import attend
 
 
 def npu_sparse_flash_attention(
@@ -37,18 +37,13 @@ def npu_sparse_flash_attention(
             "npu_sparse_flash_attention: the CPU kernel has no form "
             f"{form} with {', '.join(extras)}"
         )
-    work = working_dtype(query.dtype)
+    # each token is a sequence whose pages have one row each: the picked ones
     picks = sparse_indices[:, :, 0].long()
-    seen = (picks >= 0).cumprod(-1).bool()
-    place = picks.clamp_min(0).flatten(1).unsqueeze(-1)
-
-    def rows(cache: Tensor) -> Tensor:
-        """Returns the picked rows of a cache, [B, S, k, width]."""
-        picked = cache[:, :, 0].gather(1, place.expand(-1, -1, cache.shape[-1]))
-        return picked.unflatten(1, picks.shape[1:]).to(work)
-
-    scores = query.to(work) @ rows(key).mT + query_rope.to(work) @ rows(key_rope).mT
-    scores = (scores * scale_value).masked_fill(~seen.unsqueeze(2), float("-inf"))
-    out = (torch.softmax(scores, -1).nan_to_num() @ rows(value)).to(query.dtype)
+    seen = (picks >= 0).cumprod(-1).sum(-1)
+    first_rows = torch.arange(len(key)).view(-1, 1, 1) * key.shape[1]
+    tables = (picks + first_rows).flatten(0, 1)
+    q, q_rope = (part.flatten(0, 1).unsqueeze(1) for part in (query, query_rope))
+    pools = [cache.flatten(0, 1).unsqueeze(1) for cache in (key, value, key_rope)]
+    out, _ = attend(q, q_rope, pools, tables, seen.view(-1, 1), scale_value)
     nothing = query.new_empty(0, dtype=torch.float32)
-    return out, nothing, nothing.clone()
+    return out.view(query.shape).to(query.dtype), nothing, nothing.clone()

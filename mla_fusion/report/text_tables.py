@@ -1,4 +1,4 @@
-"""Formats reports for terminals: aligned tables, sizes, counts, and JSON text."""
+"""Formats reports for terminals: aligned tables, sizes, counts, errors, and JSON text."""
 
 from __future__ import annotations
 
@@ -65,6 +65,11 @@ def format_counts(names: Sequence[str]) -> str:
         f"{name} x{short_names.count(name)}" if short_names.count(name) > 1 else name
         for name in dict.fromkeys(short_names)
     )
+
+
+def first_line(error: BaseException) -> str:
+    """Returns the class of an error, and the first line of its message."""
+    return f"{type(error).__name__}: {str(error).strip()}".partition("\n")[0]
 
 
 def as_json(data: Any) -> str:

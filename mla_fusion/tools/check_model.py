@@ -17,7 +17,6 @@ import torch
 from mla_fusion.compile.device_graph import CaptureError
 from mla_fusion.compile.prepack import Prepacked, prepack
 from mla_fusion.models import hf
-from mla_fusion.models.features import COUNTS_POSITIONS
 from mla_fusion.report import text_tables
 from mla_fusion.tools.target import UserError
 
@@ -95,22 +94,6 @@ def run(arguments: Namespace) -> Outcome:
     return Outcome(config.model_type, is_quantised, summary, compared, plan, is_fine)
 
 
-class _Step(torch.nn.Module):
-    """A decode step of a model over a new cache."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
-        self.cache = hf.MlaPagedCache(model, max_cache_len=PROMPT_TOKENS)
-
-    def forward(self, ids: torch.Tensor) -> Any:
-        """Returns the logits."""
-        options = {"input_ids": ids, "past_key_values": self.cache}
-        if not COUNTS_POSITIONS.has(type(self.model).forward):
-            options["cache_position"] = ids[0] * 0
-        return self.model(**options).logits
-
-
 def _plan(config: Any) -> Prepacked | str:
     """Returns what ``mf.prepack`` would do with one layer, or why that is unknown."""
     config = deepcopy(config)
@@ -120,8 +103,9 @@ def _plan(config: Any) -> Prepacked | str:
         text.first_k_dense_replace = 1  # the choice of experts would end the graph
     model = _skeleton(config).to(torch.bfloat16)
     hf.optimize(model)
+    step = hf.DecodeStep(model, hf.MlaPagedCache(model, max_cache_len=PROMPT_TOKENS))
     try:
-        return prepack(_Step(model), torch.zeros(1, 1, dtype=torch.int64, device="meta"))
+        return prepack(step, torch.zeros(1, 1, dtype=torch.int64, device="meta"))
     except (ValueError, CaptureError) as error:
         return f"prepack: not planned: {_first_line(error)}"
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,13 +17,11 @@ from time import perf_counter
 import torch
 
 import mla_fusion as mf
-from mla_fusion.models.absorbed import AbsorbedDecoder
-from mla_fusion.models.hf import random_decoder
+from mla_fusion.models import hf
 from mla_fusion.report import text_tables
 from mla_fusion.report.report import Report
 from mla_fusion.tools.accuracy import distance
 from mla_fusion.tools.page import page
-from mla_fusion.tools.paged import PagedBatch, random_batch
 
 KERNEL = "MlaPrologV3"
 MOVES = ("TensorMove", "Assign")
@@ -39,11 +38,11 @@ class Options:
     batch: int = 8
     hidden: int = 7168
     intermediate: int = 2048
-    history: int = 1000
+    history: int = 100
 
     def quick(self) -> Options:
         """Returns the same heads, layers and batch with small sizes that the kernel takes."""
-        return replace(self, hidden=1024, intermediate=256, history=200)
+        return replace(self, hidden=1024, intermediate=256, history=20)
 
 
 @dataclass(frozen=True)
@@ -126,40 +125,53 @@ def run(options: Options) -> Outcome:
 
     out = options.out
     out.mkdir(parents=True, exist_ok=True)
-    sizes = {"layers": options.layers, "hidden": options.hidden}
     say(f"random bfloat16 weights: {options.layers} layers, He {options.hidden}, N {options.heads}")
-    model = random_decoder(heads=options.heads, intermediate=options.intermediate, **sizes)
-    batch = random_batch(batch=options.batch, history=options.history, **sizes)
+    step, ids = _decode_step(options)
     say(f"a decode step of {options.batch} sequences: unfused, fused")
-    compiled = torch.compile(model, backend=mf.backend(), fullgraph=True)
+    fused, unfused = (hf.DecodeStep(step.model, deepcopy(step.cache)) for _ in range(2))
+    compiled = torch.compile(fused, backend=mf.backend(), fullgraph=True)
     with torch.no_grad():
-        difference = distance(compiled(*batch.fresh()), model(*batch.fresh()))
+        difference = distance(compiled(ids), unfused(ids))
     report = mf.reports()[-1]
     say("lowering with torchair")
-    lowered, files = _lower(model, batch, out)
-    files = sorted([*files, out / "report.html", out / "report.json"])
+    lowered, files = _lower(step, ids, out)
+    files = sorted({*files, out / "report.html", out / "report.json"})
     outcome = Outcome(options, report, difference, lowered, files)
     page.write(report, out / "report.html", [outcome.section])
     (out / "report.json").write_text(outcome.to_json(), encoding="utf-8")
     return outcome
 
 
-def _lower(model: AbsorbedDecoder, batch: PagedBatch, out: Path) -> tuple[Lowered, list[Path]]:
-    """Lowers the model fused and unfused, and writes the stages of the fused model into ``out``."""
+def _decode_step(options: Options) -> tuple[hf.DecodeStep, torch.Tensor]:
+    """Returns a step of Hugging Face's DeepSeek-V3 over pages that hold a prompt, and the ids of
+    the new tokens. Weights and ids are random; the MLPs are dense.
+    """
+    config = hf.modeling().DeepseekV3Config(
+        vocab_size=1024,
+        hidden_size=options.hidden,
+        intermediate_size=options.intermediate,
+        num_hidden_layers=options.layers,
+        num_attention_heads=options.heads,
+        num_key_value_heads=options.heads,
+        first_k_dense_replace=options.layers,
+    )
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    hf.optimize(model)
+    cache = hf.MlaPagedCache(model, max_cache_len=options.history + 1)
+    ids = torch.randint(config.vocab_size, (options.batch, options.history + 1))
+    with torch.no_grad():
+        model(input_ids=ids[:, :-1], past_key_values=cache)
+    return hf.DecodeStep(model, cache), ids[:, -1:]
+
+
+def _lower(step: hf.DecodeStep, ids: torch.Tensor, out: Path) -> tuple[Lowered, list[Path]]:
+    """Lowers a step fused and unfused, and writes the stages of the fused step into ``out``."""
     if find_spec("torch_npu") is None:
         return Lowered("none: torch_npu is not installed", {}, {}), []
-    from mla_fusion import converters
-    from mla_fusion.tools.lowering import LoweringError
-
-    fused = mf.lower(model, *batch)
-    how, off = "Both sides as torchair lowers them.", mf.Config(enable=False)
-    try:
-        unfused = mf.lower(model, *batch, config=off)
-    except LoweringError as error:
-        how = (
-            f"torchair alone refuses the unfused model ({error}); it is lowered with our "
-            "converters added."
-        )
-        with converters.unfused_registered():
-            unfused = mf.lower(model, *batch, config=off)
+    fused = mf.lower(step, ids)
+    unfused = mf.lower(step, ids, config=mf.Config(enable=False))
+    how = "Both sides as torchair lowers them."
     return Lowered(how, dict(unfused.ge_ops), dict(fused.ge_ops)), fused.save(out)

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from mla_fusion import ops, releases
+from mla_fusion import machine, ops, releases
 from mla_fusion._autoload import cann_location, torch_npu_installed
 from mla_fusion.compat import registrations
 from mla_fusion.compile import offline
@@ -134,8 +134,7 @@ def _trial() -> str | None:
 
 def _device() -> str | None:
     """Returns the name of the NPU; None if there is none."""
-    npu = getattr(torch, "npu", None)
-    return str(npu.get_device_name()) if npu is not None and npu.is_available() else None
+    return machine.device_name(torch) if machine.has_npu() else None
 
 
 def _offline(error: str | None) -> Facts:

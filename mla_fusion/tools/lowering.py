@@ -30,7 +30,7 @@ from mla_fusion.machine import compiling_for
 from mla_fusion.meta.prolog import CACHES, V3, V3_FUNCTIONAL
 from mla_fusion.report.report import Report
 from mla_fusion.report.store import reports
-from mla_fusion.tools.target import first_line
+from mla_fusion.report.text_tables import first_line
 
 _CALL = f"npu::{V3.name}"
 _CACHES = V3_FUNCTIONAL.places(*CACHES)

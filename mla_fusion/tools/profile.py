@@ -70,16 +70,19 @@ def read(path: Path) -> list[Kernel]:
     kernels, line = list[Kernel](), 1
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
-            rows = csv.reader(file)
-            header = next(rows, [])
-            columns = [_COLUMNS.get(re.sub(r"[\s_]|\(.*", "", name).lower()) for name in header]
-            if not {"type", "us", "start"} <= {*columns}:
+            rows = csv.DictReader(file)
+            columns = {
+                name: _COLUMNS.get(re.sub(r"[\s_]|\(.*", "", name).lower())
+                for name in rows.fieldnames or ()
+            }
+            if not {"type", "us", "start"} <= {*columns.values()}:
                 raise ValueError("no columns of types, durations and start times")
-            for row in filter(None, rows):
+            for row in rows:
                 line, cells = rows.line_num, dict[str, Any]()
-                if len(row) < len(header):
+                if None in row.values():
                     raise ValueError("the row is cut off")
-                for key, name, text in zip(columns, header, map(str.strip, row), strict=False):
+                for name, key in columns.items():
+                    text = row[name].strip()
                     if key is not None and text not in ("", "N/A"):
                         unit = 1000 if "(ns)" in name else 1
                         cells[key] = float(text) / unit if key in _TIMES else text

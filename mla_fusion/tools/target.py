@@ -35,11 +35,6 @@ def user_errors(*kinds: type[Exception]) -> Iterator[None]:
         raise UserError(str(error)) from error
 
 
-def first_line(error: BaseException) -> str:
-    """Returns the class of an error, and the first line of its message."""
-    return f"{type(error).__name__}: {str(error).strip()}".partition("\n")[0]
-
-
 def positive(text: str) -> int:
     """Returns a number of the command line that is at least 1."""
     value = int(text)

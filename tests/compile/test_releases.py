@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mla_fusion import compat, releases
+from mla_fusion import compat, machine, releases
 from mla_fusion.compile import backend, torchair_bridge
 
 
@@ -59,6 +59,6 @@ def test_a_release_without_these_functions_is_refused_with_the_one_to_install(
 def test_backend_is_refused_where_there_is_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "torchair_lacks", lambda: ("_process_send_recv",))
     assert callable(backend.backend())  # on CPU nothing is compiled through torchair
-    monkeypatch.setattr(backend, "_device_present", lambda: True)
+    monkeypatch.setattr(machine, "has_npu", lambda: True)
     with pytest.raises(releases.UnsupportedRelease, match="lacks _process_send_recv"):
         backend.backend()

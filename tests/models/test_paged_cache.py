@@ -124,9 +124,7 @@ def test_prefill_and_steps(pair: Pair) -> None:
     pair.check()
     cache = pair.paged
     assert cache.bytes_per_token == LAYERS * (R + DR + pair.indexed * DI) * 4
-    assert [
-        list(pool.shape[1:]) for pool in (cache.layers[0].kv_cache, cache.layers[0].kr_cache)
-    ] == [
+    assert [list(pool.shape[1:]) for pool in (cache.layers[0].keys, cache.layers[0].values)] == [
         [BLOCK, 1, R],
         [BLOCK, 1, DR],
     ]
@@ -167,15 +165,13 @@ def test_random_operations(pair: Pair) -> None:
 def test_reset_and_again(pair: Pair) -> None:
     pair.update(20)
     pair.both("reorder_cache", torch.tensor([1, 1, 2]))
-    pools = [layer.kv_cache for layer in pair.paged.paged_layers]
+    pools = [layer.keys for layer in pair.paged.paged_layers]
     pair.paged.reset()
     pair.plain = pair.empty()  # not reset(): up to 5.5 that leaves rows of zeros
     assert int(pair.paged.get_seq_length()) == 0
     pair.update(18)
     pair.check()
-    same = [
-        layer.kv_cache is pool for layer, pool in zip(pair.paged.paged_layers, pools, strict=True)
-    ]
+    same = [layer.keys is pool for layer, pool in zip(pair.paged.paged_layers, pools, strict=True)]
     assert all(same) if pair.paged.is_compileable else not any(same)
 
 

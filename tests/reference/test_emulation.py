@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mla_fusion.reference import kernels
+from mla_fusion import reference as kernels
 
 BF16 = torch.bfloat16
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mla_fusion.reference import formats, hifloat8, kernels
+from mla_fusion import reference as kernels
+from mla_fusion.reference import formats, hifloat8
 
 E8M0, HIF8 = 293, 290
 

@@ -224,15 +224,15 @@ def test_in_place_scatter_is_functionalised() -> None:
 
 # in a process of its own: here another test may have loaded torch_npu, whose definitions stay
 _ALONE = """
-from mla_fusion import ops
+from mla_fusion import compat, ops
 from tests.samples import sample_call
 import mla_fusion, torch
 ops.provide()
 ops.withdraw()
-names = [(name, "npu") for name in ops.OPERATORS] + [(name, "atb") for name in ops.ATB_OPERATORS]
-assert not any(ops.defined(*name) for name in names)
+names = [f"npu::{name}" for name in ops.OPERATORS] + [f"atb::{name}" for name in ops.ATB_OPERATORS]
+assert not any(map(compat.has_schema, names))
 ops.provide()
-assert all(ops.defined(*name) for name in names)
+assert all(map(compat.has_schema, names))
 call = sample_call(lead=(2,))
 required, defaults = mla_fusion.meta.signature("npu_mla_prolog_v3")
 options = {name: value for name, value in call.items() if name in defaults}

@@ -129,7 +129,7 @@ def test_a_prologue_that_is_not_fused_fails_with_the_reason(
 
 
 def test_a_fused_prologue_with_a_wrong_kernel_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mla_fusion.reference import kernels
+    from mla_fusion import reference as kernels
 
     honest = kernels.npu_mla_prolog_v3_functional
 

@@ -1,5 +1,4 @@
-"""Hugging Face models: ``optimize`` and ``revert`` for loaded models, DeepSeek-V3 layers for
-demonstration.
+"""Hugging Face models: ``optimize`` and ``revert`` for loaded models.
 
 ``MlaPagedCache`` is imported on first use, because it imports ``transformers``.
 """
@@ -12,10 +11,7 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from mla_fusion._autoload import cann_location
-from mla_fusion.models.absorbed import AbsorbedDecoder
 from mla_fusion.models.hf.generation import DecodeStep
 from mla_fusion.models.hf.optimize import optimize, revert
 from mla_fusion.models.hf.summary import Converted, Skipped, Summary
@@ -34,7 +30,6 @@ __all__ = [
     "TransformersMissing",
     "modeling",
     "optimize",
-    "random_decoder",
     "revert",
 ]
 
@@ -78,38 +73,3 @@ def _without_broken_torch_npu() -> Iterator[None]:
     finally:
         if is_broken:
             del sys.modules["torch_npu"]
-
-
-def random_decoder(
-    *, layers: int = 2, heads: int = 16, hidden: int = 7168, intermediate: int = 2048
-) -> AbsorbedDecoder:
-    """Returns absorbed DeepSeek-V3 decoder layers of Hugging Face, with random bfloat16 weights.
-
-    Every dense layer keeps activations near unit scale, so that rounding errors are those of a
-    trained model. The MLP is dense and narrow, because measurements are of the prologue.
-
-    heads  the share of one tensor-parallel rank (128 / TP)
-    """
-    source = modeling()
-    config = source.DeepseekV3Config(
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
-        first_k_dense_replace=layers,
-        attn_implementation="eager",
-    )
-    with torch.device("meta"):
-        blocks = [source.DeepseekV3DecoderLayer(config, index) for index in range(layers)]
-    generator = torch.Generator().manual_seed(0)
-    for block in blocks:
-        block.to(torch.bfloat16).to_empty(device="cpu").requires_grad_(False)
-        for parameter in block.parameters():
-            # unit variance through every linear layer, gains of norms around one
-            if parameter.dim() == 1:
-                parameter.uniform_(0.5, 1.5, generator=generator)
-            else:
-                parameter.normal_(0.0, parameter.shape[1] ** -0.5, generator=generator)
-    rotary_emb = source.DeepseekV3RotaryEmbedding(config)
-    return AbsorbedDecoder(blocks, rotary_emb, source.apply_rotary_pos_emb_interleave).eval()

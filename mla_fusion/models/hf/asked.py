@@ -18,11 +18,12 @@ from torch import Tensor, nn
 
 from mla_fusion.compat import FakeTensorMode, make_fx
 from mla_fusion.config import Config
-from mla_fusion.models.hf.examine import arguments_of, described
+from mla_fusion.models.hf.examine import arguments_of
 from mla_fusion.models.hf.latent_attention import LatentForm
 from mla_fusion.models.hf.latent_forward import CACHE
 from mla_fusion.pipeline import explain
 from mla_fusion.report.report import Report
+from mla_fusion.report.text_tables import first_line
 
 BATCH, LENGTH, BLOCK_SIZE = 2, 32, 16
 
@@ -34,7 +35,7 @@ def ask(module: nn.Module, form: LatentForm, forward: Callable[..., Any]) -> tup
     try:
         report = _report(module, form, forward)
     except Exception as error:  # code of any kind raises anything
-        return f"pass.failed: its step cannot be traced: {described(error)}", ""
+        return f"pass.failed: its step cannot be traced: {first_line(error)}", ""
     if report.fused:
         return "", report.fused[0].placement.partition(":")[0]
     nearest = max(report.rejected, key=lambda item: item.score, default=None)

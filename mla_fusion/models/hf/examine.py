@@ -30,6 +30,7 @@ from mla_fusion.models.hf.latent_forward import (
     words,
 )
 from mla_fusion.models.refusal import OptimizeError
+from mla_fusion.report.text_tables import first_line
 
 TOKENS = 3
 # arguments of attention functions that do more than a softmax
@@ -160,7 +161,7 @@ def _probe(module: nn.Module, name: str) -> LatentForm:
             run(own_forward, complex_tables, TOKENS)
             break
         except Exception as error:  # code of any kind raises anything
-            errors.append(described(error))
+            errors.append(first_line(error))
     else:
         message = f"its forward cannot be run as transformers would: {errors[0]}{advice(module)}"
         raise OptimizeError("cache.expanded", message)
@@ -182,7 +183,7 @@ def _probe(module: nn.Module, name: str) -> LatentForm:
         except Exception as error:  # code of any kind
             message = "its forward does more with keys and values than cache them: "
             raise OptimizeError(
-                "cache.expanded", f"{message}{described(error)}{advice(module)}"
+                "cache.expanded", f"{message}{first_line(error)}{advice(module)}"
             ) from error
         _require_attended(attended)
         if not weight.is_meta and not _is_product(attended, c_kv, k_pe, weight, dims):
@@ -266,8 +267,3 @@ def arguments_of(
 def _random(like: Tensor, *shape: int) -> Tensor:
     generator = torch.Generator().manual_seed(sum(shape))
     return torch.randn(*shape, generator=generator, dtype=torch.float32).to(like.device, like.dtype)
-
-
-def described(error: BaseException) -> str:
-    """Returns the class of an error, and the first line of its message."""
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

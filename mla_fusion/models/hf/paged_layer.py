@@ -66,13 +66,13 @@ class PageTable:
     @property
     def most(self) -> int:
         """Tokens that a sequence may have; -1 where the cache grows."""
-        return -1 if self.max_len is None else self.max_len
+        return self.max_len or -1
 
     def allot(self, batch: int, device: torch.device) -> None:
         """Give ``batch`` sequences their blocks; a fixed size is taken at once, otherwise a first
         block.
         """
-        blocks = 1 if self.max_len is None else -(-self.max_len // self.block_size)
+        blocks = -(-(self.max_len or 1) // self.block_size)
         if self.static:
             self.length = torch.zeros((), dtype=torch.int64, device=device)
         self.lay_out(batch, blocks, device)
@@ -90,7 +90,7 @@ class PageTable:
         row = blocks * self.block_size
         slots = torch.arange(batch * row, device=device).view(batch, row)
         # One column a token and no more: a compiled step that runs over the end fails on the index.
-        self.slots = slots[:, : self.max_len].contiguous() if self.max_len is not None else slots
+        self.slots = slots[:, : self.max_len].contiguous()
         if self.static and not torch.compiler.is_compiling():
             for tensor in (self.slots, self.length):
                 mark_static_address(tensor)
@@ -123,8 +123,8 @@ class PageTable:
 
 
 class PagedLatentLayer(CacheLayerMixin):
-    """The pages of one attention. ``keys`` and ``values`` are the pools, as kv_cache and
-    kr_cache.
+    """The pages of one attention: ``keys`` are its kv_cache, ``[BlockNum, BlockSize, 1, R]``
+    latents, ``values`` its kr_cache, ``[.., 1, Dr]`` rotated keys; None before the first token.
     """
 
     names: tuple[str, ...] = ("keys", "values")
@@ -143,20 +143,6 @@ class PagedLatentLayer(CacheLayerMixin):
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]
         return self.table.static
-
-    @property
-    def kv_cache(self) -> Tensor | None:
-        """``[BlockNum, BlockSize, 1, R]`` latents, None before the first token."""
-        return self.keys
-
-    @property
-    def kr_cache(self) -> Tensor | None:
-        """``[BlockNum, BlockSize, 1, Dr]`` rotated keys, None before the first token."""
-        return self.values
-
-    @property
-    def max_cache_len(self) -> int:
-        return self.get_max_length()
 
     @property
     def batch_size(self) -> int:
@@ -245,9 +231,8 @@ class PagedLatentLayer(CacheLayerMixin):
 
     def read(self, pool: Tensor) -> Tensor:
         """``[B, 1, L, width]``, a view."""
-        length = self.table.max_len if self.table.max_len is not None else self.length
         rows = pool.view(self.table.batch, -1, pool.shape[-1])
-        return rows[:, :length].unsqueeze(1)
+        return rows[:, : self.table.max_len or self.length].unsqueeze(1)
 
     def _grow(self, tokens: int) -> None:
         """Room for ``tokens`` tokens in the table and in this layer's pools."""
@@ -262,7 +247,7 @@ class PagedLatentLayer(CacheLayerMixin):
 
     def held(self) -> int:
         """Tokens of a sequence, as a number."""
-        return int(self.table.length) if self.table.static else self.length
+        return int(self.get_seq_length())
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Sequence i goes on as sequence ``beam_idx[i]`` was."""
@@ -299,12 +284,13 @@ class PagedLatentLayer(CacheLayerMixin):
         return self.table.most
 
     get_max_cache_shape = get_max_length  # its older name
+    max_cache_len = property(get_max_length)
 
     def get_mask_sizes(self, query: int | Tensor) -> tuple[int, int]:
         """``query`` is the number of new tokens, or in older releases their positions."""
-        if self.table.max_len is not None:
-            return self.table.max_len, 0
-        return self.length + (query.shape[0] if isinstance(query, Tensor) else query), 0
+        new = query.shape[0] if isinstance(query, Tensor) else query
+        length = self.table.max_len or self.length + new
+        return length, 0
 
     def reset(self) -> None:
         """Zeros where the size is fixed, otherwise no pages; the table is the cache's to rewind."""

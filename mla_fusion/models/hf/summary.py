@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from typing import Any
 
 from mla_fusion.models.hf.latent_attention import LatentDims
+from mla_fusion.report.text_tables import as_json
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Summary:
         }
 
     def to_json(self) -> str:
-        return json.dumps(self.to_dict(), indent=2)
+        return as_json(self.to_dict())
 
     def __str__(self) -> str:
         items: list[Converted | Skipped] = [*self.converted, *self.skipped]

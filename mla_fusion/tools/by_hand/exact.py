@@ -29,10 +29,10 @@ from mla_fusion.graph import layout
 from mla_fusion.graph.call import Pair
 from mla_fusion.graph.form import Value
 from mla_fusion.graph.read import Graph, values_of
+from mla_fusion.report.text_tables import first_line
 from mla_fusion.tools.by_hand import memory
 from mla_fusion.tools.by_hand.memory import Inputs, Target, relative_error
 from mla_fusion.tools.by_hand.outcome import Audit, Finding
-from mla_fusion.tools.target import first_line
 from mla_fusion.witness.compare import TOLERANCE
 from mla_fusion.witness.side import Side, Unrunnable
 

@@ -26,10 +26,10 @@ from mla_fusion.compat import (
     tree_leaves,
 )
 from mla_fusion.fx.kinds import value_of
+from mla_fusion.report.text_tables import first_line
 from mla_fusion.tools.dumps import Dump, Edge, Operator, Value, names
 from mla_fusion.tools.dumps.model import NotRebuilt
 from mla_fusion.tools.dumps.python_text import BINARY, METHOD, Word
-from mla_fusion.tools.target import first_line
 
 _EARLY = (METHOD, "setitem", C_FUNCTIONS)  # calls that AOT autograd leaves none of
 _SOURCE = re.compile(r"(.+?):(\d+) in (.*?)(?:: |$)(.*)", re.DOTALL)

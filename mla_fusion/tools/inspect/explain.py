@@ -11,10 +11,10 @@ from torch.fx import GraphModule
 from mla_fusion import pipeline
 from mla_fusion.config import Config
 from mla_fusion.report.report import Report
+from mla_fusion.report.text_tables import first_line
 from mla_fusion.tools.dumps import Dump, read, rebuild_fx
 from mla_fusion.tools.dumps.model import NotRebuilt
 from mla_fusion.tools.inspect.operator_kinds import is_prologue
-from mla_fusion.tools.target import first_line
 
 __all__ = ["DumpReport", "NotRebuilt", "explain", "explain_dump"]
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mla_fusion import meta
+from mla_fusion import meta, reference
 from mla_fusion.compile.backend import backend
 from mla_fusion.config import Config
 from mla_fusion.examples.fuse_your_model import example
@@ -21,7 +21,6 @@ from mla_fusion.meta import spec
 from mla_fusion.meta.prolog import CACHES
 from mla_fusion.paging import layout
 from mla_fusion.paging.tiles import unpack_rows
-from mla_fusion.reference import kernels
 from mla_fusion.report.store import reports
 from mla_fusion.tools.accuracy import distance, excess_error
 from mla_fusion.tools.by_hand.memory import Tensors, has_same_bits
@@ -86,7 +85,7 @@ def check_call(call: Call, device: Device, through: str) -> Result:
         result.problems.append(f"{type(error).__name__}: {error}")
         return result
     expected = copy.deepcopy(arguments)
-    expected |= _by_name(call.results, getattr(kernels, call.op)(**expected))
+    expected |= _by_name(call.results, getattr(reference, call.op)(**expected))
     for name, value in results.items():
         # an absent result has no element, or one without a meaning, by release
         if name not in call.caches and max(value.numel(), expected[name].numel()) > 1:

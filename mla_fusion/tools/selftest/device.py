@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib import import_module
 
 import torch
 from torch import Tensor
 
 from mla_fusion import machine
+from mla_fusion._autoload import cann_location, torch_npu_installed
+from mla_fusion.meta.layout import FRACTAL_NZ
 from mla_fusion.tools.target import UserError
-
-_FRACTAL_NZ = 29
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Device:
         if self.kind == "cpu":
             return tensor.clone()
         tensor = tensor.to(self.kind)
-        return torch.ops.npu.npu_format_cast(tensor.contiguous(), _FRACTAL_NZ) if nz else tensor
+        return torch.ops.npu.npu_format_cast(tensor.contiguous(), FRACTAL_NZ) if nz else tensor
 
 
 def choose(kind: str | None, soc: str, cann: str) -> Device:
@@ -60,12 +61,7 @@ def choose(kind: str | None, soc: str, cann: str) -> Device:
 
 
 def _is_npu_present() -> bool:
-    """Returns True if torch_npu is installed and finds an NPU."""
-    from mla_fusion._autoload import cann_location, torch_npu_installed
-    from mla_fusion.compile import offline
-
-    if offline.is_active() or not torch_npu_installed() or cann_location() is None:
-        return False
-    import torch_npu  # noqa: F401  # registers torch.npu
-
-    return bool(torch.npu.is_available())  # type: ignore[attr-defined]
+    """Returns True if torch_npu is installed beside CANN and finds an NPU. Loads it then."""
+    if torch_npu_installed() and cann_location() is not None:
+        import_module("torch_npu")
+    return machine.has_npu()
