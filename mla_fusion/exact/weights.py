@@ -277,20 +277,13 @@ def _merge_axes(outer: Tensor, inner: Tensor) -> Tensor:
 def _split_axis(places: Tensor, size: int) -> tuple[Tensor, Tensor] | None:
     """The places along one axis as two axes, the first of ``size``. None if they are not sums."""
     rows = places.view(size, -1)
-    if bool((rows == _ZERO).any()):
-        zero_rows, zero_columns = (rows == _ZERO).all(1), (rows == _ZERO).all(0)
-        if not torch.equal(rows == _ZERO, zero_rows.unsqueeze(1) | zero_columns):
-            return None
-        if bool(zero_rows.all()):
-            return torch.full((size,), _ZERO, dtype=torch.int64), torch.full(
-                (rows.shape[1],), _ZERO, dtype=torch.int64
-            )
-        row = int((~zero_rows).nonzero()[0])
-        column = int((~zero_columns).nonzero()[0])
-    else:
-        zero_rows = torch.zeros(size, dtype=torch.bool)
-        zero_columns = torch.zeros(rows.shape[1], dtype=torch.bool)
-        row = column = 0
+    is_zero = rows == _ZERO
+    zero_rows, zero_columns = is_zero.all(1), is_zero.all(0)
+    if not torch.equal(is_zero, zero_rows.unsqueeze(1) | zero_columns):
+        return None
+    if bool(zero_rows.all()):
+        return torch.full_like(rows[:, 0], _ZERO), torch.full_like(rows[0], _ZERO)
+    row, column = int((~zero_rows).nonzero()[0]), int((~zero_columns).nonzero()[0])
     corner = rows[row, column]
     outer, inner = rows[:, column], rows[row] - corner
     is_sum = (outer.unsqueeze(1) + inner == rows) | zero_rows.unsqueeze(1) | zero_columns

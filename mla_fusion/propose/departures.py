@@ -28,12 +28,12 @@ from mla_fusion.graph.departure import UNKNOWN, Departure
 from mla_fusion.graph.form import BYTES, MOVES, Value, filled_with, order, strip
 from mla_fusion.graph.layout import Layout, Mixed, layout_of, token_layout
 from mla_fusion.propose.norms import read_norm
+from mla_fusion.propose.prologue import ROPE
 from mla_fusion.propose.quantised import operand_format, split_blocks, unquantised_rows
-from mla_fusion.propose.rotations import Pairs, read_pairs
+from mla_fusion.propose.rotations import rotated_pairs
 from mla_fusion.propose.sites import POINT, Projections, Site
 
 _FAR = 300  # most steps between two products
-_ROPE = 64
 _MOVES = ("reshape", "permute", "expand", "slice")
 _QUANTISING = BYTES | {"size", "largest", "mxfp8", "power of two", "byte", "as"}
 _ROUNDING = _QUANTISING | {"whole", "to whole", "to"}
@@ -562,12 +562,12 @@ class _NearMisses:
 
     def _absorb_reason(self, departure: Departure, down: Site, up: Site) -> Reason | None:
         """Returns why no part of the query is multiplied by W_uk, or None."""
-        direct_query = None if _rotated_pairs(up) else self._direct_query(down)
+        direct_query = None if rotated_pairs(up, ROPE) else self._direct_query(down)
         return direct_query or self._odd_part(up)
 
     def _direct_query(self, down: Site) -> Reason | None:
         """Returns the reason if a query is made of x without latents, or None."""
-        for value, pairs in _rotated_pairs(down):
+        for value, pairs in rotated_pairs(down, ROPE):
             if pairs.heads > 1:
                 text = "%s, with more heads than a key, is made of %s"
                 return Reason("q_lora.absent", text, (value, down.rows))
@@ -594,8 +594,8 @@ class _NearMisses:
 
     def _rotation_reason(self, departure: Departure, down: Site, up: Site) -> Reason | None:
         """Returns what stands in place of the rotation of query or key."""
-        queries = _rotated_pairs(up)
-        keys = [entry for entry in _rotated_pairs(down) if entry[1].heads == 1]
+        queries = rotated_pairs(up, ROPE)
+        keys = [entry for entry in rotated_pairs(down, ROPE) if entry[1].heads == 1]
         if queries and keys:
             (query, query_pairs), (key, key_pairs) = queries[0], keys[0]
             product = up.products[0]
@@ -611,7 +611,7 @@ class _NearMisses:
         if not queries and (reason := self._direct_query(down)) is not None:
             return reason
         cause = None if queries else self._odd_part(up)
-        cause = cause or (None if keys else self._odd_part(down, _ROPE))
+        cause = cause or (None if keys else self._odd_part(down, ROPE))
         # a join repeats the key for all heads
         if cause is not None and cause.values[0].op != "join":
             return cause
@@ -620,9 +620,9 @@ class _NearMisses:
             (product.root for product in down.products if product.dot not in layers), down.roots[0]
         )
         if queries or keys:
-            text = f"%s is rotated, no {_ROPE} columns of %s are"
+            text = f"%s is rotated, no {ROPE} columns of %s are"
             return Reason("", text, ((queries or keys)[0][0], root if queries else up.roots[0]))
-        text = f"no {_ROPE} columns of %s or %s are rotated, or left as they are"
+        text = f"no {ROPE} columns of %s or %s are rotated, or left as they are"
         layers_of_both = self._with_products((*up.roots, *down.roots))
         # a step may read products of both sites
         cause = self.first_odd_step(layers_of_both, self.steps_below(layers_of_both))
@@ -778,18 +778,6 @@ def _is_rounding(value: Value) -> bool:
     """Returns True if the Value is of one byte, or is rounded."""
     is_rounding = value.op == "function" and value.literal[0] in _ROUNDING
     return value.dtype.itemsize == 1 or is_rounding or _is_quantised(value)
-
-
-def _rotated_pairs(site: Site) -> list[tuple[Value, Pairs]]:
-    """Returns the rotated Values of a site that are pairs of heads, with their pairs."""
-    rotated = (
-        (value, reading) for value, reading in site.readings.items() if reading.kind == "turned"
-    )
-    return [
-        (value, pairs)
-        for value, reading in rotated
-        if (pairs := read_pairs(reading, _ROPE)) is not None
-    ]
 
 
 def _has_rotation(site: Site) -> bool:

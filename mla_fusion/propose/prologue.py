@@ -22,16 +22,21 @@ from mla_fusion.graph.departure import Departure
 from mla_fusion.graph.form import MOVES, Form, Value, filled_with, numbered, strip
 from mla_fusion.graph.layout import Layout, Mixed, layout_of, token_layout
 from mla_fusion.graph.numbers import ONE, is_open
-from mla_fusion.meta.number_formats import MXFP8, NumberFormat
+from mla_fusion.meta.number_formats import NumberFormat
 from mla_fusion.propose.norms import Norm, fill_products, read_norm
 from mla_fusion.propose.quantised import (
     column_scales,
     row_scales,
     split_blocks,
-    strip_views,
     unquantised_rows,
 )
-from mla_fusion.propose.rotations import Pairs, identity_pairs, read_pairs, read_tables
+from mla_fusion.propose.rotations import (
+    Pairs,
+    identity_pairs,
+    read_pairs,
+    read_tables,
+    rotated_pairs,
+)
 from mla_fusion.propose.sites import POINT, Projections, Reading, Site, from_rows, to_rows
 from mla_fusion.targets import prolog
 
@@ -413,7 +418,8 @@ class _Joiner:
             x_scales = product.blocks[0] if product.blocks else row_scales(form, product)
             if x_scales is None:
                 raise Departure("quant.static", "x has no scales of its rows", [self.down.rows])
-            arguments["token_x"], arguments["dequant_scale_x"] = self._operand(), x_scales
+            x = form.reshape(self.down.base, self.down.rows.shape)
+            arguments["token_x"], arguments["dequant_scale_x"] = x, x_scales
             weights += [
                 ("dq", self.down, query_norm.columns.tolist(), x_scales),
                 ("dkv_kr", self.down, cache_columns, x_scales),
@@ -432,17 +438,6 @@ class _Joiner:
             arguments[f"dequant_scale_w_{name}"] = (
                 form.transposed(scale) if kind.in_blocks else scale
             )
-
-    def _operand(self) -> Value:
-        """Returns x in bytes, before a call says which format it has."""
-        rows = self.down.rows
-        if self.down.products[0].kind is MXFP8:
-            blocks = split_blocks(self.form, rows)
-            assert blocks is not None
-            return blocks[0]
-        inner = strip_views(rows)
-        is_named = inner.op == "function" and inner.literal[0] == "of format"
-        return self.form.reshape(inner.sources[0], rows.shape) if is_named else rows
 
     # -- the product with W_uk
 
@@ -469,7 +464,7 @@ class _Joiner:
         """Yields the Value of the columns that are not rotated, as a product with [I | 0]."""
         form, readings = self.form, self.up.readings
         rotated_columns, heads = set[int](), 0
-        for _, pairs in self._rotated_values(self.up):  # an indexer may have rotated heads, too
+        for _, pairs in rotated_pairs(self.up, ROPE):  # an indexer may have rotated heads, too
             rotated_columns |= {*pairs.columns.flatten().tolist()}
             heads = heads or pairs.heads
         if not rotated_columns:
@@ -575,7 +570,7 @@ class _Joiner:
         up, down = self.up, self.down
         start = min(absorbed)
         queries = sorted(
-            [*self._rotated_values(up)][::-1],
+            rotated_pairs(up, ROPE)[::-1],
             key=lambda item: (item[1].heads != heads, abs(int(item[1].columns.min()) - start)),
         )
         # of parallel layers, the one that makes the latents too comes first
@@ -602,13 +597,6 @@ class _Joiner:
             detail = f"no part of {part} is rotated, by tables of both, or left as it is"
             raise Departure("rope.absent", detail, (up if query is None else down).roots)
         return query, key
-
-    def _rotated_values(self, site: Site) -> Iterator[tuple[Value, Pairs]]:
-        """Yields the rotated Values of a site with their pairs."""
-        for value, reading in site.readings.items():
-            pairs = read_pairs(reading, ROPE) if reading.kind == "turned" else None
-            if pairs is not None:
-                yield value, pairs
 
     def _scaled_parts(
         self, query: Value, query_pairs: Pairs, key: Value, key_pairs: Pairs | None
@@ -805,17 +793,9 @@ class _Joiner:
 
     def _returned_latents(self, query_norm: Norm) -> Value:
         """Returns the Value that the kernel returns as c_q: bytes if it is quantised."""
-        rows = self.up.rows
-        kind = self.up.products[0].kind
-        if kind is None:
+        if self.up.products[0].kind is None:
             return query_norm.value
-        if kind.in_blocks:
-            blocks = split_blocks(self.form, rows)
-            assert blocks is not None
-            return blocks[0]
-        inner = strip_views(rows)
-        is_named = inner.literal[0] == "of format"
-        return self.form.reshape(inner.sources[0] if is_named else inner, rows.shape)
+        return self.form.reshape(self.up.base, self.up.rows.shape)
 
     def _times(self, rows: Value, factor: Value | None, is_scaled: bool = True) -> Value:
         """Returns rows times a factor, over the scale of the call.

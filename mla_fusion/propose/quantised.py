@@ -146,6 +146,19 @@ def split_blocks(form: Form, value: Value) -> tuple[Value, Value] | None:
     return form.reshape(values, value.shape), form.reshape(scales, shape)
 
 
+def operand_bytes(form: Form, rows: Value) -> Value:
+    """Returns the bytes of an operand, before a product says which format they have.
+
+    Returns an operand of floats as it is.
+    """
+    blocks = split_blocks(form, rows) if operand_format(rows) is MXFP8 else None
+    if blocks is not None:
+        return blocks[0]
+    inner = strip_views(rows)
+    is_named = inner.op == "function" and inner.literal[0] == "of format"
+    return inner.sources[0] if is_named else rows
+
+
 def _scales_shape(shape: tuple[int, ...], count: int) -> tuple[int, int]:
     """Returns the shape of the scales of a matrix, from their count."""
     rows, columns = shape

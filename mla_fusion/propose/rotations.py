@@ -119,6 +119,18 @@ def read_pairs(reading: Reading, size: int, like: Pairs | None = None) -> Pairs 
     )
 
 
+def rotated_pairs(site: Site, size: int) -> list[tuple[Value, Pairs]]:
+    """Returns the rotated Values of a site that are pairs of heads of ``size``, with their
+    pairs.
+    """
+    pairs_of = {
+        value: read_pairs(reading, size)
+        for value, reading in site.readings.items()
+        if reading.kind == "turned"
+    }
+    return [(value, pairs) for value, pairs in pairs_of.items() if pairs is not None]
+
+
 def identity_pairs(reading: Reading, size: int) -> Pairs:
     """Returns the pairs of a Value that is only moved: a rotation by cos 1 and sin 0."""
     half, count = size // 2, len(reading.columns) // 2

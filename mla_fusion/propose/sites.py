@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from mla_fusion.exact import field
-from mla_fusion.exact.evaluate import Evaluation, Undecided
+from mla_fusion.exact.evaluate import Evaluation, Undecided, layouts_of
 from mla_fusion.graph.form import Form, Value, numbered, order
 from mla_fusion.graph.layout import (
     Binding,
@@ -40,7 +40,7 @@ from mla_fusion.graph.layout import (
 )
 from mla_fusion.graph.numbers import ONE
 from mla_fusion.graph.read import Graph
-from mla_fusion.propose.quantised import Projection, read_projection, split_blocks, strip_views
+from mla_fusion.propose.quantised import Projection, operand_bytes, read_projection
 
 POINT = field.POINTS[1]  # where graphs are probed
 _MOMENTS = 5
@@ -189,13 +189,7 @@ class Site:
     @cached_property
     def base(self) -> Value:
         """Returns the bytes that the activation is a reading of, else the activation."""
-        rows = self.rows
-        if self.products[0].blocks:
-            operand = split_blocks(self.projections.form, rows)
-            return rows if operand is None else operand[0]
-        inner = strip_views(rows)
-        is_named = inner.op == "function" and inner.literal[0] == "of format"
-        return inner.sources[0] if is_named else rows
+        return operand_bytes(self.projections.form, self.rows)
 
     def numbered(self, extra_values: Iterable[Value] = ()) -> tuple[object, list[Value]]:
         """Returns the structure of the cone and of ``extra_values``, and all their Values.
@@ -295,12 +289,8 @@ class Site:
 
     def _read_outside(self, value: Value) -> Reading | None:
         """Returns the reading of a Value outside the cone that is computed from it."""
-        try:
-            for step in order([value], self.layouts):
-                if any(source in self.layouts for source in step.sources):
-                    self.layouts[step] = layout_of(step, self.layouts)
-        except Mixed:
-            return None
+        with suppress(Mixed):
+            self.layouts.update(layouts_of([value], self.layouts))
         return next(self._probe([value]), None) if value in self.layouts else None
 
     def _is_probed(self, value: Value) -> bool:
@@ -320,62 +310,42 @@ class Site:
             yield None if rows is None else _classify(rows, self.columns)
 
     def _run(self, values: list[Value], codes: Tensor) -> dict[Value, Tensor]:
-        """Returns tensors [code, token, element] of the Values."""
-        layouts = {
-            value: self.layouts[value]
-            for value in order(values, self.roots)
-            if value in self.layouts
-        }
-        layouts |= {root: self.layouts[root] for root in self.roots}
-        if self.tokens == 1:
-            runs = [self._run_once(values, layouts, code.unsqueeze(0), 1) for code in codes]
-            return {
-                value: torch.stack([run[value] for run in runs])
-                for value in values
-                if value in runs[0]
-            }
-        return self._run_once(values, layouts, codes, len(codes))
+        """Returns tensors [code, token, element] of the Values that can be run."""
+        if self.tokens > 1:
+            return self._run_codes(values, codes)
+        # one token has no axis along which codes could stand
+        runs = [self._run_codes(values, code.unsqueeze(0)) for code in codes]
+        return {value: torch.cat([run[value] for run in runs]) for value in runs[0]}
 
-    def _run_once(
-        self, values: list[Value], layouts: dict[Value, Layout], codes: Tensor, copies: int
-    ) -> dict[Value, Tensor]:
+    def _run_codes(self, values: list[Value], codes: Tensor) -> dict[Value, Tensor]:
         """Runs the Values once, and again if they divide the tokens at more places."""
-        binding = self.projections.binding(self.tokens, copies)
-        tensors = self._run_values(values, layouts, codes, binding)
+        binding = self.projections.binding(self.tokens, len(codes))
+        tensors = self._run_values(values, codes, binding)
         finer_binding = binding.refined()
         if finer_binding is not None:
             self.projections.cuts[self.tokens] = finer_binding.cuts
-            tensors = self._run_values(values, layouts, codes, finer_binding)
+            tensors = self._run_values(values, codes, finer_binding)
         return tensors
 
     def _run_values(
-        self,
-        values: list[Value],
-        layouts: dict[Value, Layout],
-        codes: Tensor,
-        binding: Binding,
+        self, values: list[Value], codes: Tensor, binding: Binding
     ) -> dict[Value, Tensor]:
         """Returns the tensors of the Values that can be run."""
         rows = codes.repeat_interleave(binding.period, 0)
-        evaluation = Evaluation(binding, layouts, self.split_rows(rows, binding), POINT)
+        evaluation = Evaluation(binding, self.layouts, self.split_rows(rows, binding), POINT)
         tensors = dict[Value, Tensor]()
         for value in values:
-            try:
+            with suppress(Mixed, Undecided):
                 evaluation.run([value])
                 elements = evaluation.flat(value)
-            except (Mixed, Undecided):
-                continue
-            elements = elements.reshape(binding.copies, binding.period, -1)
-            tensors[value] = elements[0] if self.tokens == 1 else elements
+                tensors[value] = elements.reshape(binding.copies, binding.period, -1)
         return tensors
 
 
 def _root_layout(product: Projection) -> Layout:
     """Returns the layout of a product's root."""
-    layouts = {product.dot: token_layout(product.dot.shape[:1], product.dot.shape[1:])}
-    for value in order([product.root], [product.dot]):
-        if any(source in layouts for source in value.sources):
-            layouts[value] = layout_of(value, layouts)
+    rows, columns = product.dot.shape
+    layouts = layouts_of([product.root], {product.dot: token_layout((rows,), (columns,))})
     return layouts[product.root]
 
 
