@@ -658,6 +658,12 @@ class _NearMisses:
             return Reason("scale.unequal", "%s is multiplied by %s", (rows, factors[0]))
         return None
 
+    def _tokens_reason(self, departure: Departure, down: Site, up: Site) -> Reason | None:
+        """Returns which step does not treat all tokens alike, if their number is no symbol."""
+        text = "%s does not treat all tokens alike"
+        is_static = not self.graph.symbols
+        return Reason("proof.differs", text, departure.values[:1]) if is_static else None
+
     def _reader_reason(self, departure: Departure, down: Site, up: Site) -> Reason | None:
         """Returns the reason if something is added to a product with W_uk, or None."""
         products = {product.dot for product in up.products}
@@ -714,6 +720,7 @@ _REASON_FINDERS: dict[str, Callable[[_NearMisses, Departure, Site, Site], Reason
     "absorb.absent": _NearMisses._absorb_reason,
     "rope.absent": _NearMisses._rotation_reason,
     "proof.differs": _NearMisses._proof_reason,
+    "tokens.mixed": _NearMisses._tokens_reason,
     "reader.latent": _NearMisses._reader_reason,
 }
 

@@ -771,12 +771,10 @@ class _Joiner:
                 query_norm, "query_norm", self._times(results.query_norm, None)
             )
         if results.dequant_scale_q_norm is not None:
-            scales = self._latent_scales
-            if scales is None:
-                parts = split_blocks(form, self.up.rows)
-                assert parts is not None
-                scales = parts[1]
-            yield Claim("dequant_scale_q_norm", scales, results.dequant_scale_q_norm)
+            blocks = split_blocks(form, self.up.rows)
+            scales = self._latent_scales if blocks is None else blocks[1]
+            if scales is not None:
+                yield Claim("dequant_scale_q_norm", scales, results.dequant_scale_q_norm)
 
     def _normed_claims(self, norm: Norm, part: str, rows: Value) -> Iterator[Claim]:
         """Yields claims of Values that hold normed rows in another order, or times a number."""

@@ -12,7 +12,7 @@ from math import prod
 from mla_fusion.graph import quantise
 from mla_fusion.graph.form import Factor, Form, Value, strip
 from mla_fusion.graph.numbers import ONE, Number
-from mla_fusion.meta.number_formats import FORMATS, MXFP8, NumberFormat
+from mla_fusion.meta.number_formats import BLOCK, FORMATS, MXFP8, NumberFormat
 
 _FORMATS = {kind.name: kind for kind in FORMATS}
 
@@ -139,10 +139,10 @@ def split_blocks(form: Form, value: Value) -> tuple[Value, Value] | None:
     if values is None:
         return None
     (scales,) = [source for source in inner.sources if source is not values]
-    sizes = [size for size in scales.shape if size != 1] or [1]
-    shape = tuple(sizes) if len(sizes) == 2 else _scales_shape(value.shape, prod(scales.shape))
-    if prod(shape) != prod(scales.shape):  # one block's scale for others, too
+    if prod(scales.shape) * BLOCK != prod(value.shape):  # one block's scale for others, too
         return None
+    sizes = [size for size in scales.shape if size != 1]
+    shape = tuple(sizes) if len(sizes) == 2 else _scales_shape(value.shape, prod(scales.shape))
     return form.reshape(values, value.shape), form.reshape(scales, shape)
 
 

@@ -101,7 +101,7 @@ OF_MX: dict[str, tuple[str, dict[str, Layer]]] = {
         "proof.differs",
         {"q_b_proj": by_scales(lambda scale, x: scale.mT.reshape(scale.shape))},
     ),
-    "MxScaleOfAnotherRow": ("tokens.mixed", {"q_b_proj": other_rows}),
+    "MxScaleOfAnotherRow": ("proof.differs", {"q_b_proj": other_rows}),
     "MxKeyScaleOfAnotherRow": ("quant.tokens_differ", {"kv_a_proj_with_mqa": other_rows}),
     "MxQueryInFp8": ("quant.mixed", {"q_b_proj": RowLinear}),
     "MxKeyInHifloat8": ("quant.mixed", {"kv_a_proj_with_mqa": HifLinear}),
