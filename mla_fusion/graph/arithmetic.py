@@ -187,15 +187,6 @@ for _name, _exponent in (
     _power(_name, _exponent)
 
 
-@operator("addcmul", "addcdiv")
-def _(c: Call, x: Value, tensor1: Value, tensor2: Value, value: Any = 1) -> Value:
-    times = c.number_of(value)
-    exponent = 1 if c.name == "addcmul" else -1
-    return c.sum(
-        [(Fraction(1), x), (Fraction(1), c.product([(tensor1, 1), (tensor2, exponent)], times))]
-    )
-
-
 @operator("lerp")
 def _(c: Call, x: Value, end: Value, weight: Any) -> Value:
     step = c.sum([(Fraction(1), end), (Fraction(-1), x)])
@@ -205,11 +196,6 @@ def _(c: Call, x: Value, end: Value, weight: Any) -> Value:
 @operator("sigmoid", "exp", "sin", "cos", "tanh")
 def _(c: Call, x: Value) -> Value:
     return c.function(c.name, (), x)
-
-
-@operator("silu")
-def _(c: Call, x: Value) -> Value:
-    return c.product([(x, 1), (c.function("sigmoid", (), x), 1)])
 
 
 @operator("relu", "abs", "absolute")
