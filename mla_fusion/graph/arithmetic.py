@@ -7,7 +7,6 @@ of the result, or a Pair for a complex one.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from fractions import Fraction
 from math import inf, prod
@@ -187,12 +186,6 @@ for _name, _exponent in (
     _power(_name, _exponent)
 
 
-@operator("lerp")
-def _(c: Call, x: Value, end: Value, weight: Any) -> Value:
-    step = c.sum([(Fraction(1), end), (Fraction(-1), x)])
-    return c.sum([(Fraction(1), x), (Fraction(1), c.product([(step, 1), (c.value(weight), 1)]))])
-
-
 @operator("sigmoid", "exp", "sin", "cos", "tanh")
 def _(c: Call, x: Value) -> Value:
     return c.function(c.name, (), x)
@@ -345,60 +338,6 @@ def _(
     )
     product = matrix_product(c, left, right)
     return form.permute(product, perm_y or (1, 0, 2))
-
-
-@operator("einsum")
-def _(c: Call, equation: str, tensors: Sequence[Value], path: Any = None) -> Value:
-    if len(tensors) != 2:
-        raise Departs
-    left, right, result = re.split(",|->", equation.replace(" ", ""))
-    shapes = tensors[0].shape, tensors[1].shape, c.shape
-    axis_names = map(_name_axes, (left, right, result), map(len, shapes))
-    return contract(c, tensors[0], tensors[1], *axis_names)
-
-
-_ELLIPSIS_NAMES = "0123456789"
-
-
-def _name_axes(axes: str, rank: int) -> str:
-    """The axes of a term with a digit for each axis of its ellipsis, counted from the end."""
-    count = rank - len(axes.replace("...", ""))
-    return axes.replace("...", _ELLIPSIS_NAMES[:count][::-1])
-
-
-def contract(c: Call, x: Value, other: Value, left: str, right: str, result: str) -> Value:
-    """The product of two operands, summed over the axes that ``result`` does not name.
-
-    ``left`` and ``right`` name the operands' axes, ``result`` the result's, one letter each. Raises
-    Departs for a repeated axis, and for a sum over an axis of one operand alone.
-    """
-    form = c.form
-    if len(set(left)) < len(left) or len(set(right)) < len(right):
-        raise Departs
-    shared = [axis for axis in left if axis in right]
-    unshared = set(left).symmetric_difference(right)
-    if not unshared <= set(result):
-        raise Departs
-    batch = [axis for axis in shared if axis in result]
-    inner = [axis for axis in shared if axis not in result]
-    rows, columns = ([axis for axis in side if axis not in shared] for side in (left, right))
-    sizes = dict(zip(left, x.shape, strict=True)) | dict(zip(right, other.shape, strict=True))
-
-    def size(axes: Sequence[str]) -> int:
-        return prod(sizes[axis] for axis in axes)
-
-    def as_matrices(value: Value, axes: str, *parts: Sequence[str]) -> Value:
-        """An operand as matrices: the batch axes, then one axis for each part."""
-        order = [axes.index(axis) for part in (batch, *parts) for axis in part]
-        batch_sizes = [sizes[axis] for axis in batch]
-        return form.reshape(form.permute(value, order), (*batch_sizes, *map(size, parts)))
-
-    product = matrix_product(
-        c, as_matrices(x, left, rows, inner), as_matrices(other, right, inner, columns)
-    )
-    names = [*batch, *rows, *columns]
-    product = form.reshape(product, [sizes[axis] for axis in names])
-    return form.permute(product, [names.index(axis) for axis in result])
 
 
 # -- complex numbers

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule
 
-from mla_fusion.compat import OpOverload, decompositions, make_fx
+from mla_fusion.compat import OpOverload, decompositions, make_fx, tree_leaves, tree_map
 from mla_fusion.fx.kinds import signature
 from mla_fusion.graph.call import RULES, name_of
 from mla_fusion.graph.form import Value
 
+_COMPOSED = frozenset(("einsum", "repeat_interleave", "tile"))
 _DECOMPOSITIONS: dict[object, GraphModule | None] = {}
 
 
@@ -26,6 +27,11 @@ def _table() -> dict[Any, Any]:
     return decompositions()
 
 
+def is_composed(target: OpOverload) -> bool:
+    """True for an operator that torch makes of others, and that is always decomposed."""
+    return name_of(target) in _COMPOSED
+
+
 def is_known(target: OpOverload) -> bool:
     """True if the pass may analyse the operator.
 
@@ -33,6 +39,7 @@ def is_known(target: OpOverload) -> bool:
     """
     return (
         name_of(target).removesuffix("_") in RULES
+        or is_composed(target)
         or target in _table()
         or target.is_view
         or signature(target).is_pointwise
@@ -44,54 +51,37 @@ def decomposition(target: Any, arguments: dict[str, Any]) -> tuple[Graph, list[V
 
     None if torch has no decomposition, or an operator of it has neither rule nor decomposition.
     """
-    if target not in _table():
+    function = target if is_composed(target) else _table().get(target)
+    if function is None:
         return None
-    operands = {
-        name: argument for name, argument in arguments.items() if isinstance(argument, Value)
-    }
-    if any(isinstance(argument, list) and _has_value(argument) for argument in arguments.values()):
-        return None
-    literals = {name: argument for name, argument in arguments.items() if name not in operands}
-    key = (
-        target,
-        tuple((name, operand.shape, operand.dtype) for name, operand in operands.items()),
-        repr(literals),
-    )
+    leaves = tree_leaves(arguments)
+    operands = [leaf for leaf in leaves if isinstance(leaf, Value)]
+    kinds = [(leaf.shape, leaf.dtype) if isinstance(leaf, Value) else repr(leaf) for leaf in leaves]
+    key = target, tuple(arguments), tuple(kinds)
     if key not in _DECOMPOSITIONS:
-        _DECOMPOSITIONS[key] = _trace(target, operands, literals)
+        _DECOMPOSITIONS[key] = _trace(target, function, arguments, operands)
     module = _DECOMPOSITIONS[key]
-    return None if module is None else (module.graph, list(operands.values()))
+    return None if module is None else (module.graph, operands)
 
 
-def _has_value(items: list[Any]) -> bool:
-    """True if a list holds a Value."""
-    return any(isinstance(item, Value) for item in items)
-
-
-def _trace(target: Any, operands: dict[str, Value], literals: dict[str, Any]) -> GraphModule | None:
+def _trace(
+    target: Any, function: Any, arguments: dict[str, Any], operands: list[Value]
+) -> GraphModule | None:
     """Traces torch's decomposition on meta tensors. None if it cannot be traced or read."""
 
-    def schema_name(name: str) -> str:
-        return "self" if name == "x" else name
-
-    def function(*tensors: torch.Tensor) -> Any:
-        arguments = {schema_name(name): literal for name, literal in literals.items()}
-        arguments |= dict(zip(map(schema_name, operands), tensors, strict=True))
-        return _table()[target](**arguments)
+    def call(*tensors: torch.Tensor) -> Any:
+        given = iter(tensors)
+        filled = tree_map(lambda leaf: next(given) if isinstance(leaf, Value) else leaf, arguments)
+        return function(**{"self" if name == "x" else name: filled[name] for name in filled})
 
     tensors = [
-        torch.empty(operand.shape, dtype=operand.dtype, device="meta")
-        for operand in operands.values()
+        torch.empty(operand.shape, dtype=operand.dtype, device="meta") for operand in operands
     ]
     try:
         with torch.no_grad():
-            module = make_fx(function)(*tensors)
+            module = make_fx(call)(*tensors)
     except (TypeError, ValueError, RuntimeError, NotImplementedError, LookupError):
         return None
-    for node in module.graph.nodes:
-        if node.op == "call_function" and node.target is target:
-            return None
-        is_known = not isinstance(node.target, OpOverload) or node.target in _table()
-        if not is_known and name_of(node.target) not in RULES:
-            return None
-    return module
+    targets = [node.target for node in module.graph.nodes if isinstance(node.target, OpOverload)]
+    is_read = target not in targets and all(map(is_known, targets))
+    return module if is_read else None

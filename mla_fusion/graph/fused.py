@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from fractions import Fraction
 from math import prod
 from typing import Any
@@ -40,16 +39,6 @@ def _epsilon(c: Call, operand: Any) -> Number:
     return epsilon
 
 
-@operator("rms_norm", "_fused_rms_norm")
-def _(
-    c: Call, input: Value, normalized_shape: Sequence[int], weight: Any = None, eps: Any = None
-) -> Any:
-    if eps is None or not input.active:
-        raise Departs
-    results = rms_norm(c.form, input, weight, _epsilon(c, eps), len(normalized_shape))
-    return results[0] if c.name == "rms_norm" else list(results)
-
-
 @operator("npu::npu_rms_norm")
 def _(c: Call, x: Any = None, gamma: Any = None, epsilon: Any = 1e-6, input: Any = None) -> Any:
     value = x if x is not None else input
@@ -64,31 +53,6 @@ def _(c: Call, x1: Value, x2: Value, gamma: Value, epsilon: Any = 1e-6) -> Any:
         raise Departs
     total = c.form.plus(c.form.bare(x1), c.form.bare(x2))
     return [*rms_norm(c.form, total, gamma, _epsilon(c, epsilon), len(gamma.shape)), total]
-
-
-@operator("layer_norm", "native_layer_norm")
-def _(
-    c: Call,
-    input: Value,
-    normalized_shape: Sequence[int],
-    weight: Any,
-    bias: Any,
-    eps: Any,
-    **_: Any,
-) -> Any:
-    if not input.active:
-        raise Departs
-    form, rank = c.form, len(normalized_shape)
-    axes = list(range(len(input.shape) - rank, len(input.shape)))
-    mean = form.mean(input, axes)
-    centred = form.total([(Fraction(1), input), (Fraction(-1), mean)])
-    variance = form.mean(form.power(centred, 2), axes)
-    step = form.power(
-        form.total([(Fraction(1), variance)], _epsilon(c, eps).ratio), Fraction(-1, 2)
-    )
-    normed = form.times(centred, step, *([form.bare(weight)] if weight is not None else []))
-    normed = normed if bias is None else form.plus(normed, form.bare(bias))
-    return normed if c.name == "layer_norm" else [normed, mean, step]
 
 
 # -- rotations

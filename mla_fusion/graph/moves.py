@@ -203,28 +203,15 @@ def _(c: Call, x: Value, dims: Sequence[int]) -> Value:
     return x
 
 
-@operator("repeat", "tile")
-def _(c: Call, x: Value, repeats: Any = None, dims: Any = None) -> Value:
-    times = list(repeats if repeats is not None else dims)
-    lead = [1] * (len(x.shape) - len(times))
+@operator("repeat")
+def _(c: Call, x: Value, repeats: Sequence[int]) -> Value:
+    times = list(repeats)
     x = c.form.reshape(x, (*[1] * (len(times) - len(x.shape)), *x.shape))
     split_shape, shape = list[int](), list[int]()
-    for count, size in zip((*lead, *times), x.shape, strict=True):
+    for count, size in zip(times, x.shape, strict=True):
         split_shape += [1, size]
         shape += [count, size]
     return c.form.reshape(c.form.expand(c.form.reshape(x, split_shape), shape), c.shape)
-
-
-@operator("repeat_interleave")
-def _(c: Call, x: Value | None = None, repeats: Any = None, dim: Any = None, **_: Any) -> Value:
-    if not isinstance(repeats, int) or x is None:
-        raise Departs
-    if dim is None:
-        x, dim = c.form.reshape(x, (prod(x.shape),)), 0
-    dim %= len(x.shape)
-    with_axis = c.form.reshape(x, (*x.shape[: dim + 1], 1, *x.shape[dim + 1 :]))
-    repeated_shape = (*x.shape[: dim + 1], repeats, *x.shape[dim + 1 :])
-    return c.form.reshape(c.form.expand(with_axis, repeated_shape), c.shape)
 
 
 @operator("diagonal", "diagonal_copy")

@@ -557,7 +557,8 @@ class Graph:
                 self._equate_sizes_of_error(error)
         is_random = signature(target).is_random
         values = values_of(list(arguments.values()))
-        if not is_random and not has_pairs and any(value.active for value in values):
+        is_decomposed = decompose.is_composed(target) or any(value.active for value in values)
+        if is_decomposed and not is_random and not has_pairs:
             traced = decompose.decomposition(target, arguments)
             return None if traced is None else self._read_subgraph(*traced, node)
         return None
