@@ -116,12 +116,12 @@ def quotient(c: Call, value: Value, divisor: Value, rounding: str = "floor") -> 
 
 
 @operator("remainder", "fmod")
-def _(c: Call, x: Any, other: Any) -> Value:
+def remainder(c: Call, x: Any, other: Any) -> Value:
     """``x - other * (x // other)``, of integers."""
     value, divisor = c.value(x), _factor(c, other)
     if value.is_float or divisor.is_float:
         raise Departs
-    rounded_quotient = quotient(c, value, divisor, "floor" if c.name == "remainder" else "trunc")
+    rounded_quotient = quotient(c, value, divisor, "trunc" if c.name == "fmod" else "floor")
     product = c.product([(divisor, 1), (rounded_quotient, 1)])
     return c.sum([(Fraction(1), value), (Fraction(-1), product)])
 
@@ -146,11 +146,7 @@ def _(c: Call, x: Any, other: Any) -> Value:
     mask = _integer(c, other)
     if mask < 0 or mask & (mask + 1):
         raise Departs
-    divisor = c.form.number(mask + 1, x.dtype)
-    rounded_quotient = quotient(c, x, divisor)
-    return c.sum(
-        [(Fraction(1), x), (Fraction(-1), c.product([(divisor, 1), (rounded_quotient, 1)]))]
-    )
+    return remainder(c, x, mask + 1)
 
 
 def _integer(c: Call, operand: Any) -> int:

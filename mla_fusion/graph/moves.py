@@ -188,11 +188,9 @@ def _(c: Call, x: Value, shifts: Any, dims: Any = ()) -> Value:
     if len(dims) != len(shifts):
         raise Departs
     for shift, dim in zip(shifts, dims, strict=True):
-        size = x.shape[dim]
-        start = size - shift % size
-        if start < size:
-            parts = c.form.slice(x, dim, start, size), c.form.slice(x, dim, 0, start)
-            x = c.form.join(parts, dim)
+        places = [*range(x.shape[dim])]
+        start = -shift % len(places)
+        x = c.form.take(x, dim, [*places[start:], *places[:start]])
     return x
 
 
