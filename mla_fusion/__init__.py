@@ -48,8 +48,7 @@ def __getattr__(name: str) -> Any:
         value = getattr(import_module(module), name)
         globals()[name] = value
         return value
-    gone = _gone.sentence([f"mf.{name}"])
-    raise AttributeError(gone or f"module 'mla_fusion' has no attribute {name!r}")
+    raise AttributeError(f"module 'mla_fusion' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

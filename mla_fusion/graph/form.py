@@ -840,24 +840,18 @@ class Form:
             return self.expand(result, value.shape)
         if op == "dot":
             return self.dot(*sources)
-        if op == "reshape":
-            return self.reshape(sources[0], value.shape)
-        if op == "permute":
-            return self.permute(sources[0], literal)
-        if op == "expand":
-            return self.expand(sources[0], value.shape)
+        if op in ("reshape", "expand"):
+            return getattr(self, op)(sources[0], value.shape)
+        if op in ("permute", "reduce", "cast"):
+            return getattr(self, op)(sources[0], literal)
         if op == "slice":
             axis, start, step = literal
             last = start + (value.shape[axis] - 1) * step
             return self.slice(sources[0], axis, start, last + 1, step)
         if op == "join":
             return self.join(sources, literal)
-        if op == "reduce":
-            return self.reduce(sources[0], literal)
         if op == "gather":
             return self.gather(sources[0], literal, sources[1])
-        if op == "cast":
-            return self.cast(sources[0], literal)
         return self.make(op, sources, literal, value.shape, value.dtype)
 
     def substituted(self, value: Value, replacements: Mapping[Value, Value]) -> Value:

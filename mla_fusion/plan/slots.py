@@ -35,9 +35,7 @@ def _trusted_inputs(index: Value, role: str) -> Roles | None:
 
     role  the role of an input that holds the index itself
     """
-    inner = index
-    while inner.op in ("reshape", "slice", "expand") or _is_exact_cast(inner):
-        inner = inner.sources[0]
+    inner = _strip(index, "reshape", "slice", "expand")
     if inner.op == "leaf" and not inner.is_float:  # includes buffers of the model's cache
         return {inner: role}
     if inner.op == "count" or _is_scaled_count(inner):
@@ -83,9 +81,7 @@ def _are_distinct(places: Value) -> bool:
 
 def _is_repeated(index: Value) -> bool:
     """Returns True if the index repeats its numbers by an expand."""
-    while index.op in ("reshape", "slice") or _is_exact_cast(index):
-        index = index.sources[0]
-    return index.op == "expand"
+    return _strip(index, "reshape", "slice").op == "expand"
 
 
 def _inputs_of_sum(value: Value) -> Roles | None:
@@ -130,7 +126,12 @@ def _inputs_of_sum(value: Value) -> Roles | None:
 
 def _strip_views_and_casts(value: Value) -> Value:
     """Returns the Value without reshapes, expands and exact casts around it."""
-    while value.op in ("reshape", "expand") or _is_exact_cast(value):
+    return _strip(value, "reshape", "expand")
+
+
+def _strip(value: Value, *operations: str) -> Value:
+    """Returns the Value without these operations and exact casts around it."""
+    while value.op in operations or _is_exact_cast(value):
         value = value.sources[0]
     return value
 

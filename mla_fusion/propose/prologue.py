@@ -697,17 +697,13 @@ class _Joiner:
             heads = product.weight.shape[0]
             part = form.slice(results.query, 1, start, start + heads)
             start += heads
-            layout = layout_of(product.value, self.up.layouts)
             rows = self._times(form.reshape(part, (self.up.tokens, -1)), product.factor)
-            yield Claim("query", product.value, from_rows(form, rows, product.value, layout))
+            yield self._claim("query", self.up, product.value, rows)
         yield self._rotated_claim("query_rope", self.up, query, results.query_rope)
         yield self._rotated_claim("kr_rows", self.down, key, results.kr_rows)
         normed = self._times(results.query_norm, None)
         yield Claim("query_norm", latents, form.reshape(normed, latents.shape))
-        layout = self.down.layouts[key_norm.value]
-        yield Claim(
-            "kv_rows", key_norm.value, from_rows(form, results.kv_rows, key_norm.value, layout)
-        )
+        yield self._claim("kv_rows", self.down, key_norm.value, results.kv_rows)
 
     def _identity_claims(self, results: prolog.Results, absorbed: _Absorbed) -> Iterator[Claim]:
         """Yields the claims of Values that hold the unrotated columns, if W_uk is [I | 0]."""
@@ -719,8 +715,7 @@ class _Joiner:
             if reading.kind == "moved" and sorted(columns) == sorted(places):
                 taken_rows = form.take(rows, 1, [places[column] for column in columns])
                 taken_rows = self._times(taken_rows, self._factor(self.up, value))
-                layout = self.up.layouts[value]
-                yield Claim("query", value, from_rows(form, taken_rows, value, layout))
+                yield self._claim("query", self.up, value, taken_rows)
 
     def _rotated_claim(self, part: str, site: Site, rotated: _Rotated, rows: Value) -> Claim:
         """Returns the claim of a rotated part."""
@@ -729,9 +724,11 @@ class _Joiner:
             form, form.reshape(rows, (site.tokens, -1)), rotated.pairs.places.tolist()
         )
         flat = self._times(flat, rotated.factor, site is self.up)
-        return Claim(
-            part, rotated.value, from_rows(form, flat, rotated.value, site.layouts[rotated.value])
-        )
+        return self._claim(part, site, rotated.value, flat)
+
+    def _claim(self, part: str, site: Site, value: Value, rows: Value) -> Claim:
+        """Returns the claim that a Value of a site has these rows [T, n]."""
+        return Claim(part, value, from_rows(self.form, rows, value, site.layouts[value]))
 
     def _optional_claims(
         self,
@@ -787,7 +784,7 @@ class _Joiner:
                 kernel_rows = form.scaled(
                     form.take(rows, 1, places), form.split(value)[0] * inverse
                 )
-                yield Claim(part, value, from_rows(form, kernel_rows, value, site.layouts[value]))
+                yield self._claim(part, site, value, kernel_rows)
 
     def _returned_latents(self, query_norm: Norm) -> Value:
         """Returns the Value that the kernel returns as c_q: bytes if it is quantised."""
