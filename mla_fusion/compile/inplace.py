@@ -22,7 +22,7 @@ from torch.fx.node import map_arg
 from mla_fusion.compat import OpOverload, storage_id
 from mla_fusion.compile import inductor_bridge
 from mla_fusion.fx.kinds import is_view, shape_of, word
-from mla_fusion.fx.walk import reached
+from mla_fusion.fx.walk import is_copy_into, reached
 from mla_fusion.meta import key_operator
 from mla_fusion.meta.prolog import V3
 
@@ -148,7 +148,7 @@ def _write_in_place(call: _Call) -> bool:
         if cache is None:
             continue
         for user in list(result.users):
-            if _copies_back(user, cache):
+            if is_copy_into(user, cache):
                 user.replace_all_uses_with(cache)
                 node.graph.erase_node(user)
         result.replace_all_uses_with(cache)
@@ -168,13 +168,8 @@ def _is_own(call: Node, cache: Any) -> bool:
     return (
         isinstance(cache, Node)
         and cache.op == "placeholder"
-        and all(user is call or _copies_back(user, cache) for user in cache.users)
+        and all(user is call or is_copy_into(user, cache) for user in cache.users)
     )
-
-
-def _copies_back(node: Node, cache: Node) -> bool:
-    """Returns True if the node copies a value into the cache."""
-    return node.target is aten.copy_.default and node.args[0] is cache
 
 
 def runs_fx_graph(compiler_config: Any) -> bool:

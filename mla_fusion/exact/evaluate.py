@@ -114,7 +114,10 @@ class Evaluation:
             return self._gather(value, self.tensors[value.sources[0]], value.sources[1], layout)
         operands = [self._operand(value, place, layout) for place in range(len(value.sources))]
         if op == "dot":
-            return self._dot(*operands)
+            left, right = operands
+            if isinstance(right, Weight):
+                return right.product(self.dense(left), self.p)
+            return field.product(self.dense(left), right, self.p)
         tensors = list(map(self.dense, operands))
         if op == "join":
             return torch.cat(tensors, value.literal)
@@ -168,12 +171,6 @@ class Evaluation:
         assert op == "reduce", op
         return tensor.sum(literal) % self.p
 
-    def _dot(self, left: Elements, right: Elements) -> Tensor:
-        """A product of matrices."""
-        if isinstance(right, Weight):
-            return right.product(self.dense(left), self.p)
-        return field.product(self.dense(left), right, self.p)
-
     def _gather(self, value: Value, base: Tensor, index: Value, layout: Layout) -> Tensor:
         """Rows of an evaluated table: by literal numbers, or else as a function of numbers and
         table.
@@ -181,7 +178,7 @@ class Evaluation:
         axis = value.literal
         index_layout = layout[axis : axis + len(index.shape)]
         numbers = self.dense(self._operand(value, 1, layout))
-        if _is_literal(index) and not has_tokens(index_layout):
+        if index.op == "constant" and not has_tokens(index_layout):
             elements = base.index_select(axis, numbers.reshape(-1))
             return elements.reshape(self.binding.shape(layout))
         rows = base.movedim(axis, 0)
@@ -317,7 +314,7 @@ class Evaluation:
         """
         (base, index), axis = value.sources, value.literal
         table = self._expanded(self.beside(base, base_layout), base_layout)
-        if _is_literal(index) and not has_tokens(index_layout):
+        if index.op == "constant" and not has_tokens(index_layout):
             places = index.literal.tensor
             if isinstance(table, Weight):
                 return table.taken(axis, places) if places.dim() == 1 else None
@@ -331,8 +328,3 @@ class Evaluation:
         leading, trailing = columns.shape[:axis], columns.shape[axis:]
         columns = columns.reshape(*leading, *[1] * numbers.dim(), *trailing)
         return field.hashed(name, numbers.reshape(*numbers.shape, *[1] * len(trailing)), columns)
-
-
-def _is_literal(index: Value) -> bool:
-    """True if the row numbers are literals."""
-    return index.op == "constant"

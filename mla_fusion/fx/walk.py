@@ -76,6 +76,11 @@ def nodes_between(sources: Iterable[Node], sink: Node) -> set[Node]:
     return {*reached([sink], operands)} - ends
 
 
+def is_copy_into(node: Node, target: Node) -> bool:
+    """Returns True if the node copies a value into the target."""
+    return node.target is torch.ops.aten.copy_.default and node.args[0] is target
+
+
 def is_in_last_copies(node: Node) -> bool:
     """Returns True if only copies and the output come after the node."""
     while node.target is torch.ops.aten.copy_.default:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from mla_fusion.graph import bounds
+from mla_fusion.graph import bounds, quantise
 from mla_fusion.graph.call import Call, Departs, Pair, Size, operator
 from mla_fusion.graph.form import Value, broadcast
 from mla_fusion.graph.numbers import MINUS_ONE, number
@@ -224,9 +224,7 @@ def _(
     """The root of the sum of squares, or the largest absolute element of rows."""
     power = options.get("p", ord)
     if power == inf and x.active and axes_of(x, dim) == [len(x.shape) - 1]:
-        from mla_fusion.graph.quantise import largest
-
-        sizes = largest(c.form, x)
+        sizes = quantise.largest(c.form, x)
         return sizes if keepdim else c.form.reshape(sizes, x.shape[:-1])
     if power not in (2, 2.0, None) or not x.active:
         raise Departs

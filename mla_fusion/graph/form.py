@@ -457,7 +457,7 @@ class Form:
         kept_shape = tuple(1 if axis in axes else n for axis, n in enumerate(value.shape))
         shape = tuple(n for axis, n in enumerate(value.shape) if axis not in axes)
         times, unscaled = self.split(value)
-        filled = _filled_with(unscaled)
+        filled = filled_with(unscaled)
         if filled is not None:
             size = prod(value.shape[axis] for axis in axes)
             total = self.times_count(self.expand(filled, shape), size)
@@ -504,7 +504,7 @@ class Form:
 
     def _dot(self, left: Value, right: Value) -> Value:
         """The product of two operands whose leading axes need no regrouping."""
-        numbers = _filled_with(left), _filled_with(right)
+        numbers = filled_with(left), filled_with(right)
         shape = *left.shape[:-1], right.shape[-1]
         if numbers[0] is not None and numbers[1] is not None:
             term = self.product([(numbers[0], 1), (numbers[1], 1)])
@@ -571,7 +571,7 @@ class Form:
         value = strip(value, "reshape")
         if value.shape == shape:
             return self.scaled(value, times)
-        filled = _filled_with(value)
+        filled = filled_with(value)
         if filled is not None:
             result = self.expand(filled, shape)
         elif _is_power(value):
@@ -597,7 +597,7 @@ class Form:
             axis for axis in order if value.shape[axis] != 1
         ] == [axis for axis, n in enumerate(value.shape) if n != 1]:
             result = self.reshape(value, shape)  # axes of size 1 alone change places
-        elif _filled_with(value) is not None:
+        elif filled_with(value) is not None:
             result = self.expand(value.sources[0], shape)
         elif _is_power(value):
             result = self.power(self.permute(value.sources[0], order), value.literal[0][0])
@@ -749,8 +749,8 @@ class Form:
             return first
         size = sum(value.shape[axis] for value in values)
         shape = tuple(size if at == axis else n for at, n in enumerate(first.shape))
-        filled = _filled_with(first)
-        if filled is not None and all(_filled_with(value) is filled for value in values):
+        filled = filled_with(first)
+        if filled is not None and all(filled_with(value) is filled for value in values):
             return self.expand(filled, shape)
         if all(value.op == "constant" for value in values):
             return self.constant(torch.cat([value.literal.tensor for value in values], axis))
@@ -798,7 +798,7 @@ class Form:
             return self.take(base, axis, index.literal.tensor.tolist())
         if index.op == "count":
             return self.slice(base, axis, 0, index.shape[0])
-        filled = _filled_with(index)
+        filled = filled_with(index)
         if filled is not None and len(index.shape) <= 1:
             place = int(filled.literal[1].ratio)
             row = self.slice(base, axis, place, place + 1)
@@ -806,7 +806,7 @@ class Form:
                 return self.reshape(row, shape)
             return self.expand(row, shape)
         times, base = self.split(base)
-        if _filled_with(base) is not None:
+        if filled_with(base) is not None:
             return self.scaled(self.expand(base.sources[0], shape), times)
         rows = self.make("gather", (base, index), axis, shape, base.dtype)
         return self.scaled(rows, times)
@@ -1011,13 +1011,10 @@ def _is_narrowed_input(value: Value) -> bool:
     return value.sources[0].op == "leaf" and value.sources[0].dtype == torch.int64
 
 
-def _filled_with(value: Value) -> Value | None:
+def filled_with(value: Value) -> Value | None:
     """The number that each element of a Value is, as a scalar Value; None for other Values."""
     inner = strip(value, "expand")
     return inner if inner.is_number else None
-
-
-filled_with = _filled_with
 
 
 def _as_range(places: Sequence[int]) -> Sequence[int]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from mla_fusion.graph import quantise
 from mla_fusion.graph.call import Call, Departs, operator
 from mla_fusion.graph.form import Form, Value, filled_with, strip, strip_reshapes
 from mla_fusion.graph.numbers import is_open, literal
@@ -34,8 +35,6 @@ _SCALE_CODES = frozenset((torch.uint8, torch.float8_e8m0fnu))
 
 def _reinterpret(c: Call, x: Value, dtype: torch.dtype) -> Value:
     """The same bytes as elements of another dtype."""
-    from mla_fusion.graph import quantise
-
     inner = strip(x, "reshape", "permute", "slice")
     is_scale = inner.op == "function" and inner.literal[0] == "power of two"
     if dtype.itemsize == 1 and (is_scale or {x.dtype, dtype} <= _SCALE_CODES):
@@ -140,8 +139,6 @@ _CASTS = "_to_copy to type_as npu::npu_dtype_cast npu::_npu_dtype_cast prims::co
 @operator(*_CASTS.split())
 def cast(c: Call, x: Value | None = None, a: Value | None = None, **_: Any) -> Value:
     """A cast to the call's dtype."""
-    from mla_fusion.graph import quantise
-
     value = x if x is not None else a
     assert value is not None
     return quantise.cast(c, value, c.dtype)
@@ -210,24 +207,6 @@ def _(c: Call, x: Value, repeats: Sequence[int]) -> Value:
         split_shape += [1, size]
         shape += [count, size]
     return c.form.reshape(c.form.expand(c.form.reshape(x, split_shape), shape), c.shape)
-
-
-@operator("diagonal", "diagonal_copy")
-def _(c: Call, x: Value, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Value:
-    rank = len(x.shape)
-    axis1, axis2 = dim1 % rank, dim2 % rank
-    if offset or x.shape[axis1] != x.shape[axis2]:
-        raise Departs
-    size = x.shape[axis1]
-    times, product = c.form.split(x)
-    if product.op == "dot" and {axis1, axis2} == {rank - 1, rank - 2}:  # row times row
-        left, right = product.sources
-        rows = c.form.times(left, c.form.transposed(right))
-        return c.form.scaled(c.form.reduce(rows, [-1]), times)
-    other_axes = [axis for axis in range(rank) if axis not in (axis1, axis2)]
-    x = c.form.permute(x, [*other_axes, axis1, axis2])
-    flat = c.form.reshape(x, (*x.shape[:-2], size * size))
-    return c.form.take(flat, -1, list(range(0, size * size, size + 1)))
 
 
 @operator("constant_pad_nd", "pad")
@@ -549,8 +528,6 @@ def _(c: Call, x: Value, src: Value, dim: int, index: int) -> Value:
 def _(c: Call, condition: Any = None, x: Any = None, other: Any = None, **options: Any) -> Value:
     if c.name == "masked_fill":
         condition, x, other = options["mask"], options["value"], x
-    from mla_fusion.graph import quantise
-
     value, other_value = c.value(x), c.value(other)
     mask = filled_with(condition)
     if mask is not None:

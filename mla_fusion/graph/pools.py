@@ -23,7 +23,7 @@ from mla_fusion.fx.build import GraphBuilder
 from mla_fusion.fx.kinds import signature
 from mla_fusion.fx.module_path import NAME, label
 from mla_fusion.fx.sizes import is_size, same
-from mla_fusion.fx.walk import is_in_last_copies, origin, views
+from mla_fusion.fx.walk import is_copy_into, is_in_last_copies, origin, views
 from mla_fusion.fx.workplace import workplace
 from mla_fusion.graph.form import Shape, Value, filled_with, order, strip
 from mla_fusion.graph.lower import Lowering
@@ -160,8 +160,7 @@ def _candidate(graph: Graph, node: Node) -> Pool | None:
     if not isinstance(leaf, Value) or not (writers or node in graph.hidden):
         return None
     last = writers[-1] if writers else None
-    is_copy = last is not None and last.target is aten.copy_.default and last.args[0] is node
-    back = last if is_copy else None
+    back = last if last is not None and is_copy_into(last, node) else None
     if back is not None:
         if len(writers) > 1 or node in graph.hidden or not is_in_last_copies(back):
             return None

@@ -24,7 +24,7 @@ from torch.fx import GraphModule, Node
 
 from mla_fusion.compat import OpOverload, guarded_equal, schema_of
 from mla_fusion.fx import registered
-from mla_fusion.fx.kinds import signature
+from mla_fusion.fx.kinds import attribute, is_literal, signature
 from mla_fusion.fx.sizes import Binding, has_symbols
 from mla_fusion.fx.sizes import expression as expression_of
 from mla_fusion.graph import arithmetic, decompose, fused, moves, quantise
@@ -434,8 +434,6 @@ class Graph:
 
     def _attribute(self, node: Node) -> Reading:
         """The reading of an attribute: a constant for a small tensor of literals, else a leaf."""
-        from mla_fusion.fx.kinds import attribute, is_literal
-
         tensor = attribute(node)
         if not isinstance(tensor, torch.Tensor):
             return str(node.target)  # graphs of higher-order operators differ by name

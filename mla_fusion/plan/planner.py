@@ -17,6 +17,7 @@ from torch.fx import Node
 from mla_fusion.config import Config
 from mla_fusion.exact.prove import Claim, prove
 from mla_fusion.fx.kinds import dtype_of, signature
+from mla_fusion.fx.walk import is_copy_into
 from mla_fusion.graph.departure import Departure
 from mla_fusion.graph.form import Value, order, strip_reshapes
 from mla_fusion.graph.read import Graph, values_of
@@ -331,7 +332,7 @@ class Planner:
             path, seen = [(user, user) for user in cache.users], set[Node]()
             while path:
                 node, reader = path.pop()
-                is_end = node is reader and (node.op == "output" or _is_copy_into(node, cache))
+                is_end = node is reader and (node.op == "output" or is_copy_into(node, cache))
                 if node in region or node in seen or is_end or is_size(node):
                     continue
                 seen.add(node)
@@ -365,11 +366,6 @@ def _writer(graph: Graph, write: Write) -> Node | None:
             elif write.value in values:
                 return user
     return None
-
-
-def _is_copy_into(node: Node, cache: Node) -> bool:
-    """Returns True if the node copies into this cache."""
-    return str(node.target).startswith("aten.copy_.") and node.args[0] is cache
 
 
 def _read_back(

@@ -77,8 +77,10 @@ def prolog(form: Form, a: Arguments) -> Results:
         c_q, times = form.scaled(c_q, times), number(1)
         smooth = a.get("smooth_scales_cq")
         smoothed = c_q if smooth is None else form.times(c_q, form.bare(smooth))
-        quantise_rows = quantise.by_block if kind is MXFP8 else _row_quantiser(kind)
-        c_q, row_scale = quantise_rows(form, smoothed)
+        if kind is MXFP8:
+            c_q, row_scale = quantise.by_block(form, smoothed)
+        else:
+            c_q, row_scale = quantise.by_row(form, smoothed, kind)
     # ``times`` follows the product, as the graph's own number does: a root is not squared there
     query = form.scaled(_project(form, a, "uq_qr", c_q, row_scale), times)
     c_q = form.scaled(c_q, times)
@@ -109,11 +111,6 @@ def prolog(form: Form, a: Arguments) -> Results:
     elif cache_mode == 3:
         kv_rows = pack_rows(form, a, kv_rows, kr_rows, row_format(kind))
     return Results(absorbed, query_rope, query_scale, c_q, row_scale, kv_rows, kr_rows)
-
-
-def _row_quantiser(kind: NumberFormat) -> Any:
-    """A function that quantises rows to a format."""
-    return lambda form, rows: quantise.by_row(form, rows, kind)
 
 
 def format_of(weight_quant_mode: int) -> NumberFormat | None:

@@ -88,9 +88,6 @@ NORMS = {
     "NormByDots": by_scale(
         lambda n, x: torch.rsqrt(torch.einsum("td,td->t", x, x)[:, None] / x.shape[1] + n.eps)
     ),
-    "NormByGram": by_scale(
-        lambda n, x: torch.rsqrt((x @ x.T).diagonal()[:, None] / x.shape[1] + n.eps)
-    ),
     "NormByOnes": by_scale(
         lambda n, x: torch.rsqrt(x**2 @ x.new_full((x.shape[1], 1), 1 / x.shape[1]) + n.eps)
     ),
